@@ -26,7 +26,7 @@ from hydra.types import RunMode
 from rich.console import Console
 
 from rose import config as configuration
-from rose import policies, processes
+from rose import extensions, policies, processes
 from rose.agent import envs, rows, tool_formats
 from rose.config import Config, ConfigError
 from rose.coordinator import replay
@@ -67,6 +67,7 @@ INSTEAD_OF_RUNNING = frozenset(
         "-sc",
     )
 )
+TRAIN = "train"  # the mode that needs no part
 NAME_LIMIT = 151  # characters of a run's name; rose/config/checks refuses longer names
 
 
@@ -78,7 +79,8 @@ def main(conf: Path, arguments: list[str], program: str = "python launch.py") ->
         with _signals_raise():
             return _main(conf, arguments, Console(), program)
     except errors.COMPLAINTS as error:
-        return _refuse(complaints, errors.explain(error, conf, arguments))
+        typed = [*_groups_of_mode(arguments), *arguments]
+        return _refuse(complaints, errors.explain(error, conf, typed))
     except ConfigError as error:
         return _refuse(complaints, str(error))
     except _ReaderExited:
@@ -121,16 +123,18 @@ def _main(conf: Path, arguments: list[str], console: Console, program: str) -> i
         raise ConfigError(
             f"name={twice!r}: two points of the sweep have this name; give them different ones"
         )
-    if any(tree["mode"] != "train" for tree in trees):
-        from rose.sim.study import front as study  # a training run needs no simulator
-
-        return study.main(
-            [model.known(configuration.from_dict(tree)) for tree in trees],
-            console,
-            study.command_of(program, arguments),
+    command = f"{program} {shlex.join(arguments)}".strip()
+    modes, mode = extensions.modes(), str(trees[0]["mode"]) if trees else TRAIN
+    if mode != TRAIN and mode not in modes:
+        raise ConfigError(f"mode={mode!r}: no such mode; there are {', '.join([TRAIN, *modes])}")
+    if mode != TRAIN:
+        return modes[mode].main(trees, console, command)
+    if other := [tree["mode"] for tree in trees if tree["mode"] != TRAIN]:
+        raise ConfigError(
+            f"mode={other[0]!r}: the sweep's first point has mode={TRAIN!r}; one sweep is of one "
+            "mode"
         )
     plans = [check(tree) for tree in trees]
-    command = f"{program} {shlex.join(arguments)}".strip()
     for number, each in enumerate(plans, 1):
         if len(plans) > 1:
             console.rule(f"{number} of {len(plans)}: {each.config.name}")
@@ -142,16 +146,17 @@ def _main(conf: Path, arguments: list[str], console: Console, program: str) -> i
 def compose(conf: Path, arguments: list[str]) -> list[dict]:
     """Return the resolved tree of each point of the sweep: one without -m, none with --help and the
     like. Raises `ConfigError` for a sweep without points."""
+    arguments = [*_groups_of_mode(arguments), *arguments]
     trees: list[dict] = []
     swept = errors.swept_keys(arguments)
     errors.searched(arguments)
     if not any(word.startswith(("-", "hydra.")) for word in arguments):
         # A single point is composed here. `hydra.main` would do it twice, first for hydra.mode.
         with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
-            return [errors.to_tree(hydra.compose("config", arguments))]
+            return [_own_sections(errors.to_tree(hydra.compose("config", arguments)))]
 
     def collect(composed) -> None:
-        tree = errors.to_tree(composed)
+        tree = _own_sections(errors.to_tree(composed))
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             tree["name"] = point_name(tree["name"], list(HydraConfig.get().overrides.task), swept)
         trees.append(tree)
@@ -174,6 +179,20 @@ def compose(conf: Path, arguments: list[str]) -> list[dict]:
         values = ", ".join(f"{key}={errors.value_of(key, arguments)}" for key in swept)
         raise ConfigError(f"{values}: a sweep over no values; range(1,4) is 1, 2, 3")
     return trees
+
+
+def _groups_of_mode(arguments: list[str]) -> tuple[str, ...]:
+    """Return the overrides that the mode on the command line needs, to be before all others."""
+    asked = errors.value_of("mode", arguments).split(",")
+    return next((part.GROUPS for mode, part in extensions.modes().items() if mode in asked), ())
+
+
+def _own_sections(tree: dict) -> dict:
+    """Return the tree without the sections that only other modes read. An experiment with values
+    for a simulation can be trained, too."""
+    sections = {mode: part.SECTION for mode, part in extensions.modes().items()}
+    others = {*sections.values()} - {sections.get(tree["mode"])}
+    return {name: value for name, value in tree.items() if name not in others}
 
 
 def point_name(name: str, overrides: list[str], swept: list[str]) -> str:

@@ -26,7 +26,7 @@ from live_runs import Stolen, wait_for_calm
 from rose.lending import board
 from rose.lending.vllm import device
 from rose.models import cache_dir
-from rose.sim import traces
+from rose.parts.simulator import traces
 
 # scenario -> (server, rollout side)
 PLAN = {

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import aiohttp
 import numpy as np
 
-from rose.sim.traces import Trace
+from rose.parts.simulator.traces import Trace
 
 CONNECT_S = 10.0
 # Seconds that an idle connection is kept. uvicorn closes it after 5 s, when a request might fail.

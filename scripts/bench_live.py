@@ -49,8 +49,8 @@ from rich.console import Console
 
 from rose import config as cfg
 from rose.models import resolve
+from rose.parts.simulator import traces
 from rose.processes import die_with_parent
-from rose.sim import traces
 
 DEADLINE_S = 1800.0  # seconds of one run
 START_S = 600.0  # seconds for a serving device to start

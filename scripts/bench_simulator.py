@@ -4,9 +4,9 @@
     python scripts/bench_simulator.py --sizes 10000 --csv docs/results/bench_simulator.csv
 
 Each GPU is an engine, with five trajectories of eight turns for each, scheduled by cache-affine
-routing: the whole of `rose.sim.probes.scale`, including the scheduler's decisions. A size runs in a
+routing: the whole of `rose.parts.simulator.probes.scale`, including the scheduler's decisions. A size runs in a
 process of its own, so that its peak memory can be read. Beside simpy (`pip install simpy`), on the
-same arrivals: k engines with one sequence each (M/M/k; simpy: a Resource). rose.sim also makes a
+same arrivals: k engines with one sequence each (M/M/k; simpy: a Resource). rose.parts.simulator also makes a
 scheduler's decision for each arrival.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from csv_tables import write_csv
 
-from rose.sim import probes
+from rose.parts.simulator import probes
 
 TURNS, PER_GPU = 8, 5
 ARRIVALS, LOAD, TOKENS = 20_000, 0.8, 200  # arrivals, utilisation, mean tokens of an arrival
@@ -92,7 +92,7 @@ def pace(run: Callable[[int], float], workers: int) -> str:
 
 def beside_simpy() -> None:
     for workers in (4, 100):
-        print(f"{workers} engines: rose.sim {pace(ours, workers)}", flush=True)
+        print(f"{workers} engines: rose.parts.simulator {pace(ours, workers)}", flush=True)
         try:
             print(f"{workers} engines: simpy {pace(simpy_servers, workers)}", flush=True)
         except ModuleNotFoundError:

@@ -9,7 +9,7 @@
 Each check runs in a process of its own with a deadline: a check that hangs or crashes does not end
 the others. At the end a table shows for each check ok / FAILED / not possible here, measured and
 expected values, and the remedy for a failure. Speeds are compared with the limit that arithmetic
-sets on this GPU (published HBM bandwidth and dense bfloat16 rate, in rose/sim/hardware.py); a check
+sets on this GPU (published HBM bandwidth and dense bfloat16 rate, in rose/parts/simulator/hardware.py); a check
 passes from a low share of that limit. Exit code 1 if any check failed, 2 for a wrong command line.
 
 The model is a random one of the shape of Qwen3-0.6B, created in a scratch folder (nothing is

@@ -23,7 +23,7 @@ import msgspec
 import psutil
 
 from rose.files import write_whole
-from rose.sim.hardware import GPUS
+from rose.parts.simulator.hardware import GPUS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 OK, FAILED, IMPOSSIBLE = "ok", "FAILED", "not possible here"
@@ -50,7 +50,7 @@ class Setup(msgspec.Struct):
     @property
     def rates(self) -> tuple[float, float] | None:
         """The rates that the maker publishes: (dense bfloat16 FLOP/s, bytes/s of memory). None for
-        a device that is not in rose/sim/hardware.py."""
+        a device that is not in rose/parts/simulator/hardware.py."""
         words = self.gpu.replace("-", " ").split()
         found = [GPUS[word] for word in words if word in GPUS]
         return (found[0].flops, found[0].hbm_bytes_s) if found else None

@@ -20,6 +20,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from rose import config as cfg
 from rose import front
+from rose.parts.simulator import config as simulation
 from rose.processes import die_with_parent
 
 ANSWER_S, END_S = 900.0, 10.0
@@ -37,6 +38,12 @@ class Failed(SystemExit):
 def configured(*overrides: str) -> cfg.Config:
     """Compose conf/ with these overrides and check it as a run's."""
     return cfg.from_dict(front.compose(REPOSITORY / "conf", list(overrides))[0])
+
+
+def simulated(*overrides: str) -> simulation.Config:
+    """Compose conf/ with these overrides for mode=simulate and check it."""
+    tree = front.compose(REPOSITORY / "conf", ["mode=simulate", *overrides])[0]
+    return simulation.from_dict(tree)
 
 
 def keyed(words: Sequence[str], doc: str, **defaults: Any) -> dict[str, Any]:

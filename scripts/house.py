@@ -51,11 +51,17 @@ def sections() -> dict[str, list[Path]]:
     """Return the Python files of each folder that has limits, by the folder's path."""
     found: dict[str, list[Path]] = {}
     for path in sorted((REPOSITORY / "rose").rglob("*.py")):
-        parts = path.relative_to(REPOSITORY).parts
-        found.setdefault("/".join(parts[:2]) if len(parts) > 2 else "rose", []).append(path)
+        found.setdefault(_folder(path), []).append(path)
     for name in ("scripts", "tests"):
         found[name] = sorted((REPOSITORY / name).rglob("*.py"))
     return found
+
+
+def _folder(path: Path) -> str:
+    """Return the folder whose limits count for a file of rose/: a part has its own."""
+    names = path.relative_to(REPOSITORY).parts
+    depth = 3 if names[1] == "parts" else 2
+    return "/".join(names[:depth]) if len(names) > depth else "rose"
 
 
 def findings() -> dict[str, list[kinds.Finding]]:

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from rose.coordinator import journal, replay
 from rose.coordinator.control import first_name
+from rose.parts.simulator.study.gains import Interval, interval
 from rose.scheduler import events as ev
-from rose.sim.study.gains import Interval, interval
 
 HOUR_S = 3600.0
 

@@ -19,7 +19,7 @@ from promise_count import curve, device_hours
 from promise_latency import SLACK, Ratio, ratios
 from promise_page import HARM, SIDES, Of, by_side, kind_of, pairs, window
 
-from rose.sim.study.gains import Interval
+from rose.parts.simulator.study.gains import Interval
 
 WIDTH, MARGIN = 860, 20
 PLOT_W, PLOT_H = 340, 210

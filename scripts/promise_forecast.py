@@ -3,7 +3,7 @@
 The profile is one live run with one confined engine and a step log, as in validate_sim.py; its
 policy does not learn. Each side is simulated with its own policies and with the trainer's and the
 environment's seconds of that run. Online requests are those that all sides will get. The storm
-strikes at the times that it keeps when no victim is late (rose/sim/faults.py). The requeue counts
+strikes at the times that it keeps when no victim is late (rose/parts/simulator/faults.py). The requeue counts
 as a second start and half a step. Left out: compute that further processes take from each other on
 two cores.
 """
@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from harness import configured
+from harness import configured, simulated
 from live_runs import Live, Ran
 from promise_latency import SLACK
 from promise_run import ALIKE, AWAY_S, DEVICES, ENGINES, GROUP, HOSTS, POLICIES, STORM, Plan
@@ -25,10 +25,10 @@ from validate_sim import FREE_BYTES_S, Profile, profile_of
 from rose import config as cfg
 from rose.coordinator.coordinator import TICK_S
 from rose.engine.rank import PROGRESS_S
+from rose.parts.simulator import calibrate, faults, online, serving, spec
+from rose.parts.simulator.driver import simulate
+from rose.parts.simulator.result import Result
 from rose.policies import build
-from rose.sim import calibrate, faults, online, serving, spec
-from rose.sim.driver import simulate
-from rose.sim.result import Result
 
 STEPS = 5  # steps of the profile, of which the first two don't count
 DEADLINE_S = 1200.0
@@ -150,7 +150,7 @@ def _spec(
 
 
 def _serving(plan: Plan, engine: spec.Engine, seed: int) -> spec.Serving:
-    s = configured().sim.serving
+    s = simulated().sim.serving
     targets = _targets(plan, engine, seed)
     beside = serving.Beside(_online(engine), s.pace * targets[1], s.hold_s)
     loads = []

@@ -11,7 +11,7 @@ from csv_tables import markdown
 from promise_count import curve, device_hours, difference, rewards
 from promise_latency import SLACK, ratios
 
-from rose.sim.study.gains import Interval
+from rose.parts.simulator.study.gains import Interval
 
 WINDOWS = 4  # parts of a run; a point of a reward curve is the mean of one part's steps
 NAMES = {"dedicated": "four dedicated", "alone": "one alone", "borrowed": "one and borrowed"}

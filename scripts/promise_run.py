@@ -28,8 +28,8 @@ from promise_cluster import Serving, Training, command
 from promise_latency import targets
 
 from rose import config as cfg
+from rose.parts.simulator import traces
 from rose.protocol import Role
-from rose.sim import traces
 
 ENGINES = {"dedicated": 4, "alone": 1, "borrowed": 1}  # dedicated engines of each side
 POLICIES = {

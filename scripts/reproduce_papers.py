@@ -6,7 +6,7 @@
 
 Writes docs/results/papers.csv (out=FOLDER: into FOLDER), and the table between its marks in
 docs/simulator.md. A setting is conf/experiment/papers/NAME.yaml, for users `mode=simulate
-+experiment=papers/NAME`. The sources of its numbers are there and in rose/sim/domains.py. No value
++experiment=papers/NAME`. The sources of its numbers are there and in rose/parts/simulator/domains.py. No value
 is set for a single row, and none was fitted to one. Left out: mechanisms that the simulator lacks
 (reward scheduling, elastic parallelism, stream training, engines of several degrees), mixtures of
 experts, and learning curves.
@@ -25,9 +25,9 @@ from csv_tables import RESULTS, markdown, merge, put, read_csv, shown, with_boun
 from harness import keyed, listed
 from reproduce_rose import CONSOLE, REPOSITORY, composed
 
-from rose.sim.study import runs
-from rose.sim.study.gains import Interval, gain, interval
-from rose.sim.study.outcome import Outcome, by_system, values
+from rose.parts.simulator.study import runs
+from rose.parts.simulator.study.gains import Interval, gain, interval
+from rose.parts.simulator.study.outcome import Outcome, by_system, values
 
 
 class Row(NamedTuple):

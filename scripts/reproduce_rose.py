@@ -25,18 +25,17 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from csv_tables import REPOSITORY, RESULTS, markdown, merge, put, read_csv, shown, with_bounds
-from harness import keyed, listed
+from harness import keyed, listed, simulated
 from rich.console import Console
 
 from rose import config as configuration
-from rose import front
-from rose.config import Config
 from rose.config.errors import value_at
 from rose.launch import model
-from rose.sim.hardware import EFFICIENCY
-from rose.sim.study import runs, table
-from rose.sim.study.gains import Interval, gain, interval
-from rose.sim.study.outcome import Outcome, by_system, values
+from rose.parts.simulator.config import Config
+from rose.parts.simulator.hardware import EFFICIENCY
+from rose.parts.simulator.study import runs, table
+from rose.parts.simulator.study.gains import Interval, gain, interval
+from rose.parts.simulator.study.outcome import Outcome, by_system, values
 
 SYSTEMS = (
     "roll_grpo",
@@ -117,15 +116,12 @@ CONSOLE = Console(width=120)
 
 
 def composed(setting: str, overrides: Sequence[str]) -> Config:
-    tree = front.compose(
-        REPOSITORY / "conf", ["mode=simulate", f"+experiment={setting}", *overrides]
-    )[0]
-    return model.known(configuration.from_dict(tree))
+    return model.known(simulated(f"+experiment={setting}", *overrides))
 
 
 def times(c: Config, keys: Sequence[str], factor: float) -> list[str]:
     """Return overrides that multiply the values of `keys` in `c`. An efficiency that `c` doesn't
-    set is that of rose.sim.hardware."""
+    set is that of rose.parts.simulator.hardware."""
     tree = configuration.to_dict(c)
     tree["sim"]["efficiency"] = asdict(EFFICIENCY) | tree["sim"]["efficiency"]
     return [f"++{key}={factor * (value_at(tree, key) or 1.0):g}" for key in keys]

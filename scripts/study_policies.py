@@ -36,10 +36,11 @@ from csv_tables import REPOSITORY, RESULTS, markdown, put, read_csv, with_bounds
 from harness import keyed, listed
 from reproduce_rose import SETTINGS, composed, merge_settings, outcomes_of, settings_in
 
-from rose.config import Config, Policy, Scheduler, SimSystem
-from rose.sim.study import runs
-from rose.sim.study.gains import gain
-from rose.sim.study.outcome import Outcome, by_system, mean, values
+from rose.config import Policy, Scheduler
+from rose.parts.simulator.config import Config, SimSystem
+from rose.parts.simulator.study import runs
+from rose.parts.simulator.study.gains import gain
+from rose.parts.simulator.study.outcome import Outcome, by_system, mean, values
 
 CONF = REPOSITORY / "conf" / "scheduler"
 FILE = "policies_search.csv"

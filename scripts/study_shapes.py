@@ -24,9 +24,9 @@ from csv_tables import REPOSITORY, RESULTS, markdown, merge, put, read_csv, show
 from harness import keyed, listed
 from reproduce_rose import CONSOLE, SETTINGS, composed
 
-from rose.sim.study import runs
-from rose.sim.study.gains import gain
-from rose.sim.study.outcome import Outcome, mean, values
+from rose.parts.simulator.study import runs
+from rose.parts.simulator.study.gains import gain
+from rose.parts.simulator.study.outcome import Outcome, mean, values
 
 SYSTEMS = ("best_sync", "best")
 FILE = "shapes.csv"

@@ -44,10 +44,10 @@ from rose.coordinator import replay
 from rose.coordinator.coordinator import TICK_S
 from rose.engine.rank import PROGRESS_S
 from rose.observe.recorder import read_events
+from rose.parts.simulator import calibrate, spec
+from rose.parts.simulator.driver import simulate
 from rose.policies import build
 from rose.scheduler import events as ev
-from rose.sim import calibrate, spec
-from rose.sim.driver import simulate
 
 PROFILES = {
     "profile": ("rollout.workers=1", "trainer.batch_size=48", "scheduler/routing=cache_affine"),

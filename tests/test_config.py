@@ -78,20 +78,6 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
         ("+cluster.mpi.env.A-B=x", ["cluster.mpi.env.A-B='x'", "name of a variable"]),
         ("cluster.kind=pbs", ["cluster.kind='pbs'", "one of local, slurm"]),
         ("cluster.kind=slurm", ["cluster.slurm=None", "use cluster=slurm"]),
-        ("sim.pool.spot.link.gbit_s=0", ["sim.pool.spot.link.gbit_s=0: expected `float` > 0.0"]),
-        ("sim.pool.spot.kind=rented", ["sim.pool.spot.kind='rented'", "dedicated, cooperative"]),
-        (
-            "+sim.efficiency.compute=high",
-            ["sim.efficiency.compute='high': expected `float`, got `str`"],
-        ),
-        (
-            "sim.systems.roll_grpo.executor=both",
-            ["sim.systems.roll_grpo.executor='both'", "gate, memory_only, none"],
-        ),
-        (
-            "+sim.systems.roll_grpo.scheduler.order.nme=fifo",
-            ["sim.systems.roll_grpo.scheduler.order.nme='fifo'"],
-        ),
         ("+cluster.env.A=1", ["cluster.env.A=1", "must be text", "'+cluster.env.A=\"1\"'"]),
         ("+transfer.compress=1", ["transfer.compress=1", "no such key"]),
         ("transfer.relay=node7:7673", ["transfer.relay='node7:7673'", "http://host:port"]),

@@ -31,7 +31,6 @@ from rose.config.rollout import (
     Rollout,
 )
 from rose.config.serving import Lending, Online, Serving, Slo
-from rose.config.sim import Sim, SimPool, SimSandboxes, SimSave, SimServing, SimSystem
 from rose.config.trainer import Algorithm, Lora, Optimizer, Trainer, Transfer
 from rose.config.tree import Config, MixedConfig, Observe
 from rose.files import write_whole
@@ -66,12 +65,6 @@ __all__ = [
     "Rollout",
     "Scheduler",
     "Serving",
-    "Sim",
-    "SimPool",
-    "SimSandboxes",
-    "SimSave",
-    "SimServing",
-    "SimSystem",
     "Slo",
     "Slurm",
     "Trainer",
@@ -100,9 +93,14 @@ class _ServingSide(Section):
     serving: Serving
 
 
-def from_dict(tree: dict[str, Any], checked: bool = True) -> Config:
+def from_dict(
+    tree: dict[str, Any],
+    checked: bool = True,
+    kinds: tuple[type[Config], type[Config]] = (Config, MixedConfig),
+) -> Config:
     """Convert resolved plain containers to a `Config`, and check it unless `checked` is false.
-    Raises `ConfigError`."""
+    `kinds`: the class for a tree with one environment, and the class for a mixture. Raises
+    `ConfigError`."""
     degrees = errors.value_at(tree, "rollout.tensor_parallel")
     if isinstance(degrees, list):
         raise ConfigError(
@@ -110,7 +108,7 @@ def from_dict(tree: dict[str, Any], checked: bool = True) -> Config:
             "simulated only (sim.pool.dedicated.tensor_parallel), where no clear gain over the "
             'best single one was found (docs/simulator.md, "Engines of several degrees")'
         )
-    kind = _kind(tree)
+    kind = kinds[_is_mixture(tree)]
     try:
         config = msgspec.convert(tree, kind)
     except msgspec.ValidationError as error:
@@ -120,11 +118,11 @@ def from_dict(tree: dict[str, Any], checked: bool = True) -> Config:
     return _resolved(config)
 
 
-def _kind(tree: dict[str, Any]) -> type[Config]:
-    """Return the class for a tree with one environment, or for one with a mixture. Raises
-    `ConfigError` for a mixture within a mixture."""
+def _is_mixture(tree: dict[str, Any]) -> bool:
+    """True for a tree with a mixture of environments. Raises `ConfigError` for a mixture within a
+    mixture."""
     if errors.value_at(tree, "env.name") != MIXTURE:
-        return Config
+        return False
     members = errors.value_at(tree, "env.members")
     for name in members if isinstance(members, dict) else ():
         if errors.value_at(members, f"{name}.name") == MIXTURE:
@@ -132,7 +130,7 @@ def _kind(tree: dict[str, Any]) -> type[Config]:
                 f"env.members.{name}.name={MIXTURE!r}: no mixture within a mixture; name its "
                 "members"
             )
-    return MixedConfig
+    return True
 
 
 def _resolved(config: Config) -> Config:
@@ -207,7 +205,8 @@ def stored(path: Path) -> dict[str, Any]:
     that this release no longer has is returned as it was written."""
     tree = json.loads(Path(path).read_text(encoding="utf-8"))
     try:
-        return msgspec.to_builtins(msgspec.convert(tree, _kind(tree)))
+        kind = MixedConfig if _is_mixture(tree) else Config
+        return msgspec.to_builtins(msgspec.convert(tree, kind))
     except msgspec.ValidationError:
         return tree
 

@@ -14,7 +14,6 @@ from rose.config.common import Count, Natural, NotNegative, Scheduler, Section
 from rose.config.model import Model
 from rose.config.rollout import Env, Eval, Mixture, Reward, Rollout
 from rose.config.serving import Serving
-from rose.config.sim import Sim
 from rose.config.trainer import Algorithm, Trainer, Transfer
 
 # Batching policies with which rollouts go on while the trainer trains.
@@ -65,7 +64,7 @@ class Observe(Section):
 
 class Config(Section):
     name: str
-    mode: Literal["train", "simulate", "plan"]
+    mode: str  # train, or a mode of a part (rose/extensions.py)
     seed: int
     deterministic: bool
     # true: trainer and engines use the same GPUs (or cores) in turn; null: with one local GPU
@@ -85,7 +84,6 @@ class Config(Section):
     cluster: Cluster
     sandbox: Checkpoints
     observe: Observe
-    sim: Sim
 
     @property
     def environments(self) -> dict[str, tuple[str, Env]]:

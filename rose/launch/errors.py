@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 from bisect import bisect_left
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rose import config as configuration
+from rose import extensions
 
 COMPLAINTS = (HydraException, OmegaConfBaseException)
 SWEEP = ("-m", "--multirun")
@@ -170,6 +172,8 @@ def _bad_override(typed: str, override: Override, composed: DictConfig, conf: Pa
     """Return what is wrong with `override`, which `composed` does not accept."""
     key, value = override.key_or_group, typed.partition("=")[2]
     bare = typed.lstrip("+~")
+    if absent := _of_other_modes(key, composed):
+        return f"{bare}: {absent}"
     if (conf / key).is_dir() and not override.is_delete():
         if override.is_add():
             return f"{typed}: the configuration has {key} already; write {bare}"
@@ -189,7 +193,8 @@ def _bad_override(typed: str, override: Override, composed: DictConfig, conf: Pa
     section = key.rpartition(".")[0]
     group = section.replace(".", "/")
     if section and OmegaConf.select(composed, section) is None and (conf / group).is_dir():
-        options = " or ".join(f"+{group}={path.stem}" for path in sorted((conf / group).iterdir()))
+        files = sorted((conf / group).glob("*.yaml"))
+        options = " or ".join(f"+{group}={path.stem}" for path in files)
         return f"{bare}: {section} is null; choose its values first: {options}"
     beside = _keys_beside(key, composed)
     if beside is None:
@@ -199,6 +204,16 @@ def _bad_override(typed: str, override: Override, composed: DictConfig, conf: Pa
     return (
         f"{bare}: no such key{_meant(key, [f'{section}.{name}' for name in beside])}; {there}{new}"
     )
+
+
+def _of_other_modes(key: str, composed: DictConfig) -> str:
+    """Return which modes have the section of `key`, if this configuration's mode has it not; "" for
+    the keys of a training run."""
+    section = re.split("[./@]", key)[0]
+    modes = [f"mode={m}" for m, part in extensions.modes().items() if section == part.SECTION]
+    if not modes or section in composed:
+        return ""
+    return f"only runs with {' or '.join(modes)} have the section {section}"
 
 
 def _keys_beside(key: str, composed: DictConfig) -> list[str] | None:

@@ -264,13 +264,17 @@ def launch(tmp_path, monkeypatch, capsys):
         ),
         (["env=frozen"], ["env=frozen", "frozen_lake"]),
         (
-            ["sim/systems=[rose,rsoe]"],
+            ["mode=simulate", "sim/systems=[rose,rsoe]"],
             ["sim/systems=rsoe: no such option", "did you mean rose", "areal, best"],
         ),
         (
-            ["sim.efficiency={compute:0.4}"],
+            ["mode=simulate", "sim.efficiency={compute:0.4}"],
             ["sim.efficiency={compute:0.4}", "added with '+sim.efficiency={compute:0.4}'"],
         ),
+        (["sim.steps=3"], ["sim.steps=3", "mode=simulate or mode=plan"]),
+        (["sim/systems=[rose]"], ["sim/systems=[rose]", "mode=simulate or mode=plan"]),
+        (["mode=simulat"], ["mode='simulat'", "train", "simulate, plan"]),
+        (["-m", "mode=train,simulate"], ["mode='simulate'", "one sweep is of one mode"]),
         (["experiment=qwen7b"], ["+experiment=qwen7b"]),
         (["trainer.steps=abc"], ["trainer.steps='abc'", "int"]),
         (["trainer.batch_size=63"], ["trainer.batch_size=63", "rollout.group_size=8", "try 64"]),
@@ -700,7 +704,7 @@ def test_training_imports_no_simulator_and_who_computes_nothing_no_torch():
     words = (
         "import sys, rose.front, rose.main, rose.coordinator.coordinator, rose.trainer.checkpoint; "
         "import rose.agent.rank, rose.agent.process; "
-        "print([m for m in sys.modules if 'rose.sim' in m or m == 'torch'])"
+        "print([m for m in sys.modules if 'rose.parts.simulator' in m or m == 'torch'])"
     )
     done = subprocess.run(
         [sys.executable, "-c", words], capture_output=True, text=True, cwd=CONF.parent, check=True

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
-from rose.sim.traces import Trace
+from rose.parts.simulator.traces import Trace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import bench_coserving

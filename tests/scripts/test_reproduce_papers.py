@@ -13,8 +13,8 @@ import csv_tables
 import reproduce_papers as papers
 from harness import Failed
 
-from rose.sim.study import build
-from rose.sim.study.outcome import EVERY, Outcome
+from rose.parts.simulator.study import build
+from rose.parts.simulator.study.outcome import EVERY, Outcome
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import csv_tables
 import reproduce_rose
+from harness import simulated
 
-from rose.sim.study import table
-from rose.sim.study.outcome import EVERY, Outcome
+from rose.parts.simulator.study import table
+from rose.parts.simulator.study.outcome import EVERY, Outcome
 
 SPEED = {
     "roll_grpo": 1.0,
@@ -180,8 +181,8 @@ def test_a_table_is_put_between_its_marks_and_nowhere_else(tmp_path):
         csv_tables.put(page, "other", "x")
 
 
-def test_a_factor_multiplies_what_the_setting_has(make_config):
-    c = make_config("+experiment=rose_8b")
+def test_a_factor_multiplies_what_the_setting_has():
+    c = simulated("+experiment=rose_8b")
     link = c.sim.pool["cooperative"].link.gbit_s
     assert reproduce_rose.times(
         c, ["sim.pool.cooperative.link.gbit_s", "sim.environment.factors.output"], 1.2

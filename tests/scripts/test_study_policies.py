@@ -14,8 +14,8 @@ import csv_tables
 import reproduce_rose
 import study_policies as study
 
-from rose.sim.study import build
-from rose.sim.study.outcome import EVERY, Outcome
+from rose.parts.simulator.study import build
+from rose.parts.simulator.study.outcome import EVERY, Outcome
 
 SPEED = {"synchronous": 1.0, "one_step_off": 1.5, "carry_over": 2.0, "bounded_staleness": 1.9}
 ROUTING = {"rose": 1.0, "earliest_finish": 1.1, "seer": 0.8}

@@ -9,9 +9,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import study_shapes
+from harness import simulated
 from study_shapes import ROWS, Shapes
 
-from rose.sim.study import build, runs
+from rose.parts.simulator.study import build, runs
 
 
 @pytest.mark.parametrize("setting, gpus", [("rose_8b", 8), ("rose_32b", 32)])
@@ -61,9 +62,9 @@ def test_a_row_that_switches_makes_a_scheduler_of_each_system(system):
         (Shapes("mix", (4, 2, 2), 1), {"dedicated-tp4": 64, "dedicated-tp2": 32, "hybrid": 128}),
     ],
 )
-def test_every_gpu_has_as_many_sequences_whatever_the_degree(make_config, row, wanted):
-    c = make_config(
-        "mode=simulate", "+experiment=rose_8b", "sim/systems=[best]", *row.overrides("best", 8),
+def test_every_gpu_has_as_many_sequences_whatever_the_degree(row, wanted):
+    c = simulated(
+        "+experiment=rose_8b", "sim/systems=[best]", *row.overrides("best", 8),
         "sim.pools=[dedicated,hybrid]",
     )  # fmt: skip
     pools = build.make_spec(c, "rose", build.ours(c), 1).pools

@@ -39,7 +39,7 @@ from harness import Failed
 
 from rose import heap
 from rose.lending import board
-from rose.sim import traces
+from rose.parts.simulator import traces
 
 PROGRESS_S = 60.0  # of both sides after a fault, a restart on half a machine included
 PAUSE_S = (6.0, 12.0)  # between two faults

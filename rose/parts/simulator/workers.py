@@ -1,0 +1,469 @@
+"""The simulated workers: engines that join, load weights, lend more or less memory, and leave.
+
+rose.parts.simulator.driver has their turns, and rose.parts.simulator.engine how an engine computes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import numpy as np
+
+from rose.parts.simulator import lending, result, spec
+from rose.parts.simulator.drafts import Ended
+from rose.parts.simulator.loop import Loop
+from rose.parts.simulator.worker import SimWorker
+from rose.scheduler import events as ev
+
+
+class Hub(Protocol):
+    """The driver of the scheduler, as this module uses it."""
+
+    def feed(self, event: ev.Event) -> None: ...
+
+    def returned(self, worker: SimWorker, turns: list) -> None:
+        """Return the turns that the worker's engine dropped: it was lost, or memory was revoked."""
+
+    def reschedule(self, worker: SimWorker) -> None:
+        """Schedule the engine's next event, after a change of the engine."""
+
+    def synced(self) -> None:
+        """End the step if no dedicated worker is still to load its weights."""
+
+    def is_resting(self, worker: str) -> bool:
+        """Return whether the scheduler has put the worker to rest."""
+
+
+class Workers:
+    def __init__(self, what: spec.Spec, loop: Loop, draw: np.random.Generator, hub: Hub) -> None:
+        self._spec, self._loop, self._draw, self._hub, self._feed = what, loop, draw, hub, hub.feed
+        self.by_name: dict[str, SimWorker] = {}
+        self.gone: list[SimWorker] = []
+        # Dedicated and hybrid workers that load weights; the step waits for them.
+        self.waited_for: dict[str, None] = {}
+        self.granted: list[result.Granted] = []
+        self.lost = self.refused = 0
+        self._pools = {pool.name: pool for pool in what.pools}
+        self._requests: dict[str, tuple[spec.Pool, bool]] = {}  # request -> (pool, joined)
+        self._used = dict.fromkeys(self._pools, 0)  # pool -> requests open or granted
+        # pool -> spot instances that start or run
+        self._spot: dict[str, list[str]] = {pool.name: [] for pool in what.pools}
+        self._started_spot = dict.fromkeys(self._pools, 0)  # pool -> instances so far
+        self._serial = dict.fromkeys(self._pools, 0)  # pool -> workers that have joined
+        # pool -> (worker, version, bytes) of the transfers requested at this instant
+        self._sending: dict[str, list[tuple[SimWorker, int, float]]] = {}
+        self._link_free = dict.fromkeys(self._pools, 0.0)  # pool -> time its link is free
+        # (id of a Load, pool) -> (pace, changes)
+        self._tables: dict[tuple[int, str], tuple] = {}
+        # Seconds by which the next training step is longer, since GPUs have changed sides.
+        self._regroup_s = 0.0
+        self.version = -1
+        self._ended = Ended()
+
+    # ----------------------------------------------------------------- joining and leaving
+
+    def start(self) -> None:
+        """Join the initial workers, which hold version 0, and schedule changes of availability."""
+        for pool in self._spec.pools:
+            if pool.available is not None:
+                call = self._reclaim if pool.on_request else self._spot_changed
+                for at in pool.available.at.tolist():
+                    self._loop.at(at, call, pool)
+            elif not pool.on_request:
+                for index in range(pool.count):
+                    self._join(f"{pool.name}-{index}", pool, 0)
+
+    def _join(self, name: str, pool: spec.Pool, version: int, asked_at: float = -1.0) -> None:
+        now = self._loop.now
+        worker = SimWorker(name, pool, self._serial[pool.name], now, self._ended)
+        self._serial[pool.name] += 1
+        worker.version, worker.asked_at = version, asked_at
+        self.by_name[name] = worker
+        if pool.serving is not None:
+            self._attach_serving(worker, pool.serving)
+        if version == self.version and asked_at >= 0:
+            self._is_ready(worker)
+        self._feed(
+            ev.WorkerJoined(
+                at=now,
+                worker=name,
+                kind=pool.kind,
+                max_sequences=pool.engine.max_sequences,
+                kv_tokens=pool.engine.kv_tokens,
+                version=version,
+                hardware=pool.gpu.name,
+                shape=_shape(pool, worker.serial),
+            )
+        )
+        if self._hub.is_resting(name):
+            worker.end_hold(now)
+        if worker.budget is not None:
+            self._update_budget(worker, 0)
+
+    def _attach_serving(self, worker: SimWorker, serving: spec.Serving) -> None:
+        worker.load, worker.ahead = serving.devices.load(worker.serial)
+        key = id(worker.load), worker.pool.name
+        if key not in self._tables:
+            pace = (
+                None
+                if serving.executor == "none"
+                else lending.Pace(worker.load, lending.rates(serving, worker.load), 0.0)
+            )
+            self._tables[key] = pace, lending.Changes(lending.beside(worker.load), serving.step)
+        pace, changes = self._tables[key]
+        worker.pace = pace and pace.moved(worker.ahead)
+        worker.budget = lending.Budget(serving, changes, worker.ahead)
+
+    def lose(self, worker: SimWorker, reason: str) -> None:
+        now = self._loop.now
+        worker.alive = False
+        del self.by_name[worker.name]
+        self.gone.append(worker)
+        work = worker.work(now)
+        for turn in list(worker.turns.values()):
+            worker.engine.remove(work, turn)
+        self._hub.returned(worker, list(worker.turns.values()))
+        self._hub.reschedule(worker)
+        worker.end_hold(now)
+        self.waited_for.pop(worker.name, None)
+        self._feed(ev.WorkerLost(at=now, worker=worker.name, reason=reason))
+        self._hub.synced()
+
+    def trajectory_ended(self, group: str) -> None:
+        """Count an ended trajectory, whose text helps to draft for its siblings."""
+        self._ended.add(group)
+        drafting = [w for w in self.by_name.values() if w.pool.engine.drafts is not None]
+        for worker in drafting:
+            if worker.engine.sibling_ended(worker.work(self._loop.now), group):
+                self._hub.reschedule(worker)
+
+    def group_ended(self, group: str) -> None:
+        self._ended.drop(group)
+
+    def _spot_changed(self, pool: spec.Pool, _ticket: int) -> None:
+        """Lose random instances beyond the number available now, or start instances up to it."""
+        here, count = self._spot[pool.name], min(self._available(pool), pool.count)
+        while len(here) > count:
+            worker = self.by_name.get(here.pop(int(self._draw.integers(len(here)))))
+            if worker is not None:
+                self.lost += 1
+                self.lose(worker, "the spot instance was reclaimed")
+        for _ in range(count - len(here)):
+            name = f"{pool.name}-{self._started_spot[pool.name]}"
+            self._started_spot[pool.name] += 1
+            here.append(name)
+            first = self._loop.now == 0
+            self._loop.at(
+                self._loop.now + (0 if first else pool.allocation.start_s),
+                self._spot_started,
+                (pool, name, 0 if first else -1),
+            )
+
+    def _spot_started(self, what: tuple[spec.Pool, str, int], _ticket: int) -> None:
+        pool, name, version = what
+        if name in self._spot[pool.name]:
+            asked_at = self._loop.now - pool.allocation.start_s if version < 0 else -1.0
+            self._join(name, pool, version, asked_at)
+
+    def _reclaim(self, pool: spec.Pool, _ticket: int) -> None:
+        """Lose random workers of a pool `on_request` while more are in use than available."""
+        while self._used[pool.name] > self._available(pool):
+            here = [name for name, (of, joined) in self._requests.items() if of is pool and joined]
+            if not here:
+                return  # `_started` checks again for the workers that still start.
+            request = here[int(self._draw.integers(len(here)))]
+            self._forget(request)
+            self.lost += 1
+            self.lose(self.by_name[request], "the spot instance was reclaimed")
+            self._feed(ev.CapacityEnded(at=self._loop.now, request=request))
+
+    def _available(self, pool: spec.Pool) -> int:
+        if pool.available is None:
+            return pool.count
+        place = int(np.searchsorted(pool.available.at, self._loop.now, side="right")) - 1
+        return int(pool.available.workers[place])
+
+    # ----------------------------------------------------------------- capacity on request
+
+    def request(self, action: ev.RequestCapacity) -> None:
+        pool = self._pool_of(action.request)
+        self._used[pool.name] += 1
+        self._requests[action.request] = pool, False
+        self._feed(ev.CapacityQueued(at=self._loop.now, request=action.request))
+        queued = self._draw.exponential(pool.allocation.queue_s) if pool.allocation.queue_s else 0.0
+        self._loop.at(
+            self._loop.now + queued, self._answer_request, (action.request, self._loop.now)
+        )
+
+    def _pool_of(self, request: str) -> spec.Pool:
+        pools = [pool for pool in self._spec.pools if pool.on_request]
+        named = [
+            pool for pool in pools if request == pool.name or request.startswith(pool.name + "-")
+        ]
+        if not pools:
+            raise ValueError(
+                f"{self._spec.name}: the scheduler asks for {request}, and no pool is on_request; "
+                "add one, or choose scheduler/provisioning=fixed"
+            )
+        return (named or pools)[0]
+
+    def _answer_request(self, what: tuple[str, float], _ticket: int) -> None:
+        request, asked_at = what
+        if request not in self._requests:
+            return  # The request was released in the meantime.
+        pool, now = self._requests[request][0], self._loop.now
+        most = min(self._available(pool), pool.count)
+        if self._used[pool.name] > most or self._draw.random() < pool.allocation.refused:
+            self._forget(request)
+            self.refused += 1
+            self._feed(
+                ev.CapacityRefused(
+                    at=now, request=request, reason=f"{most} workers of {pool.name} are in use"
+                )
+            )
+            return
+        self._feed(ev.CapacityGranted(at=now, request=request))
+        self._loop.at(now + pool.allocation.start_s, self._started, (request, asked_at))
+
+    def _started(self, what: tuple[str, float], _ticket: int) -> None:
+        request, asked_at = what
+        if request in self._requests:
+            pool = self._requests[request][0]
+            self._requests[request] = pool, True
+            self._join(request, pool, -1, asked_at)
+            if pool.available is not None:
+                self._reclaim(pool, 0)
+
+    def release(self, action: ev.ReleaseCapacity) -> None:
+        if action.request not in self._requests:
+            return
+        joined = self._requests[action.request][1]
+        self._forget(action.request)
+        if joined and action.request in self.by_name:
+            self.lose(self.by_name[action.request], "released")
+
+    def _forget(self, request: str) -> None:
+        self._used[self._requests.pop(request)[0].name] -= 1
+
+    def use(self, action: ev.UseWorker) -> None:
+        """Wake the worker up, in the pool's `switch_s`. The scheduler orders weights if needed."""
+        worker, now = self.by_name[action.worker], self._loop.now
+        self._note_switch(worker)
+        worker.hold(now)
+        worker.asked_at = now
+        if worker.pool.switch_s:
+            worker.engine.pause(worker.work(now), worker.pool.switch_s, recompute=False, clear=True)
+        self._loop.at(now + worker.pool.switch_s, self._awake, worker)
+
+    def _awake(self, worker: SimWorker, _ticket: int) -> None:
+        if worker.alive and not worker.loading:
+            self._is_ready(worker)
+
+    def rest(self, action: ev.RestWorker) -> None:
+        worker = self.by_name[action.worker]
+        self._note_switch(worker)
+        worker.end_hold(self._loop.now)
+        worker.asked_at = -1.0
+
+    def _is_ready(self, worker: SimWorker) -> None:
+        if worker.asked_at >= 0:
+            self.granted.append(
+                result.Granted(worker.name, worker.pool.name, worker.asked_at, self._loop.now)
+            )
+            worker.asked_at = -1.0
+
+    # ----------------------------------------------------------------- weights
+
+    def load(self, action: ev.LoadWeights) -> None:
+        """Send a version to the worker. Transfers ordered at one instant share the pool's link."""
+        worker = self.by_name[action.worker]
+        worker.loading = True
+        if worker.pool.kind in ("dedicated", "hybrid"):
+            self.waited_for[worker.name] = None
+        link = worker.pool.link
+        size = link.version_bytes if 0 <= action.version - 1 == worker.version else link.full_bytes
+        if worker.pool.name not in self._sending:
+            self._sending[worker.pool.name] = []
+            self._loop.at(self._loop.now, self._send, worker.pool)
+        self._sending[worker.pool.name].append((worker, action.version, size))
+
+    def _send(self, pool: spec.Pool, _ticket: int) -> None:
+        loads = self._sending.pop(pool.name)
+        sizes = [size for _, _, size in loads]
+        begin = max(self._loop.now, self._link_free[pool.name])
+        self._link_free[pool.name] = (
+            begin + (max(sizes) if pool.link.relay else sum(sizes)) / pool.link.bytes_s
+        )
+        self._loop.at(self._link_free[pool.name] + pool.link.latency_s, self._arrived, loads)
+
+    def _arrived(self, loads: list[tuple[SimWorker, int, float]], _ticket: int) -> None:
+        for worker, version, _ in loads:
+            if worker.alive:
+                self._apply((worker, version), 0)
+
+    def _apply(self, what: tuple[SimWorker, int], _ticket: int) -> None:
+        worker, version = what
+        if not worker.alive:
+            return
+        if self._spec.in_flight == "finish" and worker.turns:
+            self._loop.at(
+                worker.pace.wall(worker.engine.due) if worker.pace else worker.engine.due,
+                self._apply,
+                what,
+            )
+            return
+        now, pause = self._loop.now, worker.pool.link.apply_s
+        worker.engine.pause(
+            worker.work(now), pause, recompute=self._spec.in_flight == "recompute", clear=True
+        )
+        self._hub.reschedule(worker)
+        self._loop.at(now + pause, self._loaded, what)
+
+    def _loaded(self, what: tuple[SimWorker, int], _ticket: int) -> None:
+        worker, version = what
+        if not worker.alive:
+            return
+        worker.version, worker.loading = version, False
+        self.waited_for.pop(worker.name, None)
+        if version == self.version:
+            self._is_ready(worker)
+        self._feed(ev.WorkerLoaded(at=self._loop.now, worker=worker.name, version=version))
+        self._hub.synced()
+
+    # ----------------------------------------------------------------- lent memory
+
+    def _plan_budget_update(self, worker: SimWorker) -> None:
+        at = worker.budget.next_change(self._loop.now)
+        if at < math.inf:
+            self._loop.at(at, self._update_budget, worker)
+
+    def _update_budget(self, worker: SimWorker, _ticket: int) -> None:
+        if worker.alive:
+            worker.budget.update(self._loop.now)
+            self._report_capacity(worker)
+            self._plan_budget_update(worker)
+
+    def step_begins(self) -> None:
+        """Allow each budget to grow again, since a training step begins."""
+        for worker in list(self.by_name.values()):
+            if worker.budget is not None:
+                worker.budget.thaw()
+                worker.budget.update(self._loop.now)
+                self._report_capacity(worker)
+
+    def _report_capacity(self, worker: SimWorker) -> None:
+        """Resize the engine's KV cache to what is lent, and report it to the scheduler, if the
+        change is at least `step` of the whole, to or from 0, or a change of `revoked`."""
+        whole, share = worker.pool.engine.kv_tokens, worker.budget.share
+        tokens, revoked = int(share * whole), worker.budget.frozen
+        reported, was_revoked = worker.reported
+        small = abs(tokens - reported) < worker.pool.serving.step * whole and bool(tokens) == bool(
+            reported
+        )
+        if small and revoked == was_revoked:
+            return
+        worker.reported = tokens, revoked
+        self._capacity(worker, tokens, -1.0 if revoked or share < 1 else 0.0, revoked)
+
+    def _capacity(self, worker: SimWorker, tokens: int, expected_s: float, revoked: bool) -> None:
+        now = self._loop.now
+        gone = worker.engine.set_kv(worker.work(now), tokens)
+        sequences = worker.pool.engine.max_sequences if tokens else 0
+        report = ev.WorkerCapacity(
+            at=now,
+            worker=worker.name,
+            kv_tokens=tokens,
+            max_sequences=sequences,
+            expected_s=expected_s,
+            revoked=revoked,
+        )
+        self._feed(report)
+        if gone:
+            self._hub.returned(worker, gone)
+            self._feed(report)  # A worker reports its capacity again after each TurnReturned.
+        self._hub.reschedule(worker)
+
+    # ----------------------------------------------------------------- hybrid pools
+
+    def to_training(self, seconds: float) -> float:
+        """Stop rollout on hybrid workers for `seconds`. Return the delay until their GPUs train."""
+        return self._switch(False, seconds)
+
+    def to_rollout(self) -> None:
+        self._switch(True, 0.0)
+
+    def gpus_rolling_out(self) -> int:
+        """Return the number of the trainer's GPUs that roll out while it trains."""
+        return sum(
+            worker.pool.tensor_parallel
+            for worker in self.by_name.values()
+            if worker.pool.split and not self._hub.is_resting(worker.name)
+        )
+
+    def _note_switch(self, worker: SimWorker) -> None:
+        if worker.pool.split:
+            self._regroup_s = max(self._regroup_s, worker.pool.switch_s)
+
+    def _switch(self, rollout: bool, seconds: float) -> float:
+        """Switch the hybrid workers that change with the phases. Return the longest delay."""
+        longest = 0.0
+        if not rollout:
+            longest, self._regroup_s = self._regroup_s, 0.0
+        for worker in list(self.by_name.values()):
+            if worker.pool.kind != "hybrid" or worker.pool.split:
+                continue
+            longest = max(longest, worker.pool.switch_s)
+            if rollout:
+                worker.engine.pause(
+                    worker.work(self._loop.now), worker.pool.switch_s, recompute=False, clear=True
+                )
+            self._capacity(
+                worker,
+                worker.pool.engine.kv_tokens if rollout else 0,
+                0.0 if rollout else seconds,
+                False,
+            )
+        return longest
+
+    # ----------------------------------------------------------------- the end
+
+    def results(self) -> tuple[list[result.Worker], list[result.ServingUse]]:
+        now, found = self._loop.now, []
+        observers = {
+            pool.name: lending.Observer(pool.name, pool.serving, now)
+            for pool in self._spec.pools
+            if pool.serving is not None and pool.serving.executor != "none" and now > 0
+        }
+        for worker in [*self.gone, *self.by_name.values()]:
+            if worker.busy_since >= 0:
+                worker.spans.extend((worker.busy_since, now))
+                worker.busy_since = -1.0
+            worker.end_hold(now)
+            if worker.load is not None and worker.pool.name in observers:
+                observers[worker.pool.name].add(worker.load, worker.ahead, worker.spans)
+            engine = worker.engine
+            found.append(
+                result.Worker(
+                    worker.name,
+                    worker.pool.name,
+                    worker.pool.kind,
+                    worker.pool.tensor_parallel,
+                    worker.held_s,
+                    sum(worker.spans[1::2]) - sum(worker.spans[::2]),
+                    round(engine.decoded),
+                    engine.prefilled,
+                    engine.preemptions,
+                    worker.spans,
+                )
+            )
+        return found, [observer.result() for observer in observers.values()]
+
+
+def _shape(pool: spec.Pool, serial: int) -> ev.Shape | None:
+    """Return the shape of the worker that joined this pool after `serial` others."""
+    if pool.first_gpu is None:
+        return None
+    step, degree = pool.engine.step, pool.tensor_parallel
+    first = pool.first_gpu + serial * degree
+    return ev.Shape(first, degree, step.c0 + step.c5, step.c3, step.c4, step.c1)

@@ -1,0 +1,135 @@
+"""Small clusters to simulate, and a journal in memory."""
+
+import dataclasses
+from statistics import NormalDist
+
+import numpy as np
+
+from rose.config import Policy
+from rose.config import Scheduler as SchedulerConfig
+from rose.parts.simulator import probes, spec
+from rose.parts.simulator.driver import simulate
+from rose.policies import build
+
+ENGINE = spec.Engine(spec.StepTime(0.01, 2e-5, 1e-9, 1e-4, 1e-7), 8, 2048, 60_000, True)
+LINK = spec.Link(0.1, 1e9, 5e8, False, 0.2, 1e9)
+TRAINER = spec.Trainer(2, probes.GPU, 0.5, 1e9, 3.0, 1.0)
+
+
+class Agents:
+    """Four turns; a member of each group dies the first time if `crash` is 1, every time if it is
+    2; rewards differ but in the groups `equal`."""
+
+    max_new_tokens = 400
+
+    def __init__(self, crash=0, equal=()):
+        self.crash, self.equal, self.asked = crash, set(equal), []
+
+    def group(self, index, size, version, draw):
+        self.asked.append((index, size, version))
+
+        def episode(member):
+            output = tuple(int(x) for x in draw.integers(5, 400, 4))
+            crashed = member == 0 and self.crash + (size > 1) > 1
+            return spec.Episode(
+                200,
+                output,
+                (30,) * 4,
+                tuple(draw.exponential(1.0, 4).tolist()),
+                (False, True, False, False),
+                0.0 if index in self.equal else float(member % 2),
+                0.5,
+                crashed,
+                "test",
+            )
+
+        return [episode(member) for member in range(size)]
+
+
+def pool(name="dedicated", kind="dedicated", count=2, **changes):
+    found = spec.Pool(name, kind, probes.GPU, 1, ENGINE, LINK, spec.Allocation(0.0, 4.0), count)
+    return dataclasses.replace(found, **changes)
+
+
+def cluster(*pools, steps=2, groups=3, size=4, env=None, dynamic=False, **changes):
+    found = spec.Spec(
+        "test",
+        steps,
+        spec.Batch(groups, size, dynamic),
+        env or Agents(),
+        TRAINER,
+        pools or (pool(),),
+        0.5,
+        1.0,
+        0.001,
+        0.001,
+    )
+    return dataclasses.replace(found, **changes)
+
+
+def scheduler(
+    routing="least_loaded", provisioning="fixed", args=None, routing_args=None, timeout=600.0
+):
+    return build(
+        SchedulerConfig(
+            provisioning=Policy(name=provisioning, args=args or {}),
+            routing=Policy(name=routing, args=routing_args or {}),
+            order=Policy(name="fifo", args={}),
+            batching=Policy(name="synchronous", args={"max_admitted": 2.0}),
+            queue_depth=0.0,
+        ),
+        timeout,
+    )
+
+
+class Memory:
+    """A journal in memory."""
+
+    def __init__(self):
+        self.entries = []
+
+    def write(self, event, actions):
+        self.entries.append((event, actions))
+
+    def events(self, kind):
+        return [event for event, _ in self.entries if isinstance(event, kind)]
+
+    def actions(self, kind):
+        return [
+            (event.at, action)
+            for event, actions in self.entries
+            for action in actions
+            if isinstance(action, kind)
+        ]
+
+
+def run(what, *args, seed=1, **kwargs):
+    memory = Memory()
+    return simulate(what, scheduler(*args, **kwargs), seed, memory), memory
+
+
+def steady_load(busy=0.5, kv=0.3, period=100.0):
+    return made_load(np.zeros(1), busy * np.ones(1), kv * np.ones(1), 100, period)
+
+
+def made_load(at, busy, kv, requests, period):
+    """`requests` in each piece, of which the latencies are lognormal about 0.1 s and 0.02 s."""
+    normal = np.array([NormalDist().inv_cdf((k + 0.5) / requests) for k in range(requests)])
+    ttft, tpot = (
+        np.tile(mean * np.exp(sigma * normal - sigma**2 / 2), len(at))
+        for mean, sigma in ((0.1, 0.5), (0.02, 0.3))
+    )
+    return spec.Load(at, busy, kv, np.arange(len(at)).repeat(requests), ttft, tpot, period)
+
+
+class Devices:
+    def __init__(self, load, ahead=0.0):
+        self.loads, self.ahead = load, ahead
+
+    def load(self, device):
+        return self.loads, self.ahead * device
+
+
+def serving(load, executor="gate", **changes):
+    found = spec.Serving(Devices(load), executor, 0.5, 0.15, 0.0, 1.0, 0.05, 0.9, 0.05)
+    return dataclasses.replace(found, **changes)

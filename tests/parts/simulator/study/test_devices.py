@@ -1,0 +1,36 @@
+"""The online service that the settings of ROSE's paper share: alone as in its Table 1, and what
+rollouts beside cost."""
+
+from array import array
+from statistics import fmean
+
+import pytest
+
+from rose.parts.simulator import lending
+from rose.parts.simulator.study import build
+
+WHOLE = 900.0  # seconds of the made trace
+
+
+def latencies(make_config, setting, seed, spans):
+    c = make_config("mode=simulate", f"+experiment={setting}")
+    what = build.make_spec(c, "rose", build.ours(c), seed)
+    [serving] = [pool.serving for pool in what.pools if pool.serving]
+    observer = lending.Observer("cooperative", serving, WHOLE)
+    for device in range(4):  # of which the others are copies
+        observer.add(*serving.devices.load(device), array("d", spans))
+    return observer.result().beside
+
+
+@pytest.mark.parametrize("setting, paper_s", [("rose_8b", 0.315), ("rose_32b", 0.716)])
+def test_serving_alone_is_as_late_as_in_the_paper_and_little_later_beside_rollouts(
+    make_config, setting, paper_s
+):
+    alone, beside = (
+        [latencies(make_config, setting, seed, spans) for seed in (1, 2, 3)]
+        for spans in ([], [0.0, WHOLE])
+    )
+    assert fmean(each.ttft_p99_s for each in alone) == pytest.approx(paper_s, rel=0.2)
+    ttft = fmean(b.ttft_p99_s / a.ttft_p99_s for a, b in zip(alone, beside, strict=False))
+    tpot = fmean(b.tpot_p99_s / a.tpot_p99_s for a, b in zip(alone, beside, strict=False))
+    assert 1.0 < ttft < 1.2 and 1.1 < tpot < 1.3  # the paper 1.07 and 1.17; 1.15 and 1.27

@@ -1,0 +1,100 @@
+"""Every batching and order policy in whole simulated runs."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rose.config import Policy
+from rose.config import Scheduler as SchedulerConfig
+from rose.parts.simulator.driver import simulate
+from rose.policies import build
+from rose.scheduler import events as ev
+from tests.parts.simulator.clusters import Agents, Memory, cluster, pool
+
+CONF = Path(__file__).resolve().parents[3] / "conf" / "scheduler"
+NAMES = {
+    kind: sorted(path.stem for path in (CONF / kind).glob("*.yaml"))
+    for kind in ("batching", "order")
+}
+
+
+def policy(kind, name):
+    option = yaml.safe_load((CONF / kind / f"{name}.yaml").read_text())
+    return Policy(name=option["name"], args=option["args"])
+
+
+def run(batching="synchronous", order="fifo", seed=1, **changes):
+    scheduler = build(
+        SchedulerConfig(
+            provisioning=Policy(name="fixed", args={}),
+            routing=Policy(name="least_loaded", args={}),
+            order=policy("order", order),
+            batching=policy("batching", batching),
+            queue_depth=0.0,
+        ),
+        600.0,
+    )
+    memory = Memory()
+    return (
+        simulate(cluster(pool(count=1), steps=8, **changes), scheduler, seed, memory),
+        memory,
+        scheduler.staleness,
+    )
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("way_s", [0.0, 2.0])
+@pytest.mark.parametrize("batching", NAMES["batching"])
+def test_each_step_trains_on_a_whole_batch_none_too_old_and_no_prompt_twice(
+    batching, way_s, dynamic
+):
+    result, memory, bound = run(
+        batching,
+        dynamic=dynamic,
+        env=Agents(crash=1, equal=[1, 4]),
+        dispatch_s=way_s,
+        answer_s=way_s,
+    )
+    assert [step.trajectories for step in result.steps] == [12] * 8
+    assert max(age for step in result.steps for age in step.staleness) <= bound
+    trained = [
+        group.partition("r")[0]
+        for _, action in memory.actions(ev.StartTraining)
+        for group in action.groups
+    ]
+    assert len(trained) == len(set(trained)) == 24
+    if dynamic:
+        assert not {"g1", "g4"} & set(trained)
+
+
+@pytest.mark.parametrize("order", NAMES["order"])
+def test_whatever_goes_first_all_turns_end(order):
+    result, memory, _ = run(order=order, env=Agents(crash=1))
+    assert (
+        result.counts.turns == len({e.turn for e in memory.events(ev.TurnEnded)}) == (96 + 24) * 4
+    )
+    assert [step.trajectories for step in result.steps] == [12] * 8
+
+
+@pytest.mark.parametrize("batching", NAMES["batching"])
+def test_a_seed_makes_the_same_run(batching):
+    assert run(batching, seed=5)[1].entries == run(batching, seed=5)[1].entries
+
+
+def test_spare_responses_are_cancelled_when_their_group_is_complete():
+    result, memory, _ = run("tail_batching")
+    first = {
+        e.trajectory for e in memory.events(ev.TrajectoryEnded) if e.trajectory.startswith("g0.")
+    }
+    # of a group of four, 1.25 times as many
+    assert first == {f"g0.{member}" for member in range(5)}
+    assert result.counts.dropped_tokens > 0
+
+
+def test_rollouts_go_on_while_the_trainer_trains_where_the_policy_is_asynchronous():
+    seconds = {
+        name: run(name)[0].steps[-1].ended
+        for name in ("synchronous", "one_step_off", "bounded_staleness")
+    }
+    assert seconds["bounded_staleness"] <= seconds["one_step_off"] < seconds["synchronous"]

@@ -1,0 +1,176 @@
+"""Calibration finds again what a measurement was made from, and says what is wrong with a file."""
+
+import json
+
+import numpy as np
+import pytest
+
+from rose.lending.rules.predictor import Predictor, Work
+from rose.parts.simulator import calibrate
+from rose.parts.simulator.calibrate import CalibrationError
+
+COEFFICIENTS = (0.01, 2e-4, 1e-8, 5e-4, 1e-7, 0.004)
+
+
+def lines(path, rows) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def step_log(path, noise: float = 0.0):
+    draw, truth, rows, now = np.random.default_rng(1), Predictor(COEFFICIENTS), [], 0.0
+    for _ in range(400):
+        prefill = [[int(draw.integers(8, 2000)), int(draw.integers(0, 500))]] * int(
+            draw.integers(0, 3)
+        )
+        decodes = int(draw.integers(0 if prefill else 1, 64))
+        context = decodes * int(draw.integers(1, 4000))
+        seconds = truth.seconds(Work(tuple(map(tuple, prefill)), decodes, context)) * np.exp(
+            draw.normal(0, noise)
+        )
+        rows.append(
+            {
+                "began": now,
+                "ended": now + seconds,
+                "prefill": prefill,
+                "decodes": decodes,
+                "decode_context": context,
+            }
+        )
+        now += seconds
+    return lines(path, rows)
+
+
+def test_a_step_log_gives_back_the_coefficients_it_was_made_with(tmp_path):
+    step, error = calibrate.of_steps([step_log(tmp_path / "a.jsonl", noise=0.01)])
+    assert tuple(vars(step).values()) == pytest.approx(COEFFICIENTS, rel=0.1)
+    assert error < 0.02
+
+
+def test_steps_together_take_as_long_as_they_did_also_where_a_quota_stops_every_third_one(tmp_path):
+    rows = list(map(json.loads, open(step_log(tmp_path / "a.jsonl", 0.01))))
+    for row in rows[::3]:
+        row["ended"] += 2 * (row["ended"] - row["began"])
+    step, _ = calibrate.of_steps([lines(tmp_path / "b.jsonl", rows)])
+    fitted = Predictor(list(vars(step).values()))
+    for kind in (
+        rows,
+        [row for row in rows if row["prefill"]],
+        [row for row in rows if row["decodes"] < 16],
+    ):
+        predicted = sum(
+            fitted.seconds(Work(tuple(map(tuple, r["prefill"])), r["decodes"], r["decode_context"]))
+            for r in kind
+        )
+        assert predicted == pytest.approx(sum(r["ended"] - r["began"] for r in kind), rel=0.1)
+
+
+def test_training_time_is_a_line_in_the_tokens_with_no_negative_part(tmp_path):
+    def metrics(times):
+        return lines(
+            tmp_path / "metrics.jsonl",
+            [{"kind": "eval", "step": 0}]
+            + [
+                {"kind": "step", "step": i, "tokens": tokens, "time_train": train, "time_sync": 0.2}
+                for i, (tokens, train) in enumerate([(1, 99.0), *times])
+            ],
+        )
+
+    found = calibrate.of_metrics(metrics([(1000, 1.5), (2000, 2.0), (4000, 3.0)]))
+    assert (found.step_s, found.token_s, found.sync_s, found.steps) == pytest.approx(
+        (1.0, 5e-4, 0.2, 3)
+    )
+    rising = calibrate.of_metrics(metrics([(1000, 0.5), (2000, 2.0)]))
+    assert rising.step_s == 0 and rising.token_s == pytest.approx(4500 / 5e6)
+    falling = calibrate.of_metrics(metrics([(1000, 3.0), (2000, 2.0)]))
+    assert (falling.step_s, falling.token_s) == (2.5, 0.0)
+    with pytest.raises(CalibrationError, match="1 training steps after the first 1; at least 2"):
+        calibrate.of_metrics(metrics([(1000, 0.5)]))
+
+
+def entry(kind, at, actions=(), **fields):
+    return {"event": {"type": kind, "at": at, **fields}, "actions": list(actions)}
+
+
+def journal(path, *more):
+    def turn(name, number, at, context, **fields):
+        return entry(
+            "TurnRequested",
+            at,
+            turn=f"{name}.t{number}",
+            trajectory=name,
+            group=name.split(".")[0],
+            context_tokens=context,
+            max_new_tokens=64,
+            **fields,
+        )
+
+    return lines(
+        path,
+        [
+            {"batching": {"next": 0}},
+            entry(
+                "StepBegun",
+                10.0,
+                [{"type": "AdmitGroup", "index": 0, "group": "g0"}],
+                step=1,
+                groups=1,
+            ),
+            turn("g0.0", 0, 10.5, 70, domain="search"),
+            turn("g0.1", 0, 10.6, 70, domain="search"),
+            entry("TurnProgressed", 11.0, turn="g0.0.t0", attempt=1, tokens=5),
+            entry("TurnEnded", 11.2, turn="g0.0.t0", tokens=6),
+            turn("g0.0", 1, 12.0, 106, domain="search", outcome="failed"),
+            entry("TurnProgressed", 12.5, turn="g0.0.t1", attempt=1, tokens=9),
+            entry("TurnEnded", 13.0, turn="g0.0.t1"),
+            entry("TrajectoryEnded", 13.25, trajectory="g0.0"),
+            turn("e1.0", 0, 14.0, 70),
+            entry("TurnEnded", 15.0, turn="e1.0.t0", tokens=3),
+            entry("TrajectoryEnded", 15.0, trajectory="e1.0"),
+            *more,
+        ],
+    )
+
+
+def test_a_journal_tells_each_trajectory_turn_by_turn(tmp_path):
+    [[episode]] = calibrate.of_journal(journal(tmp_path / "journal.jsonl"), {"g0.0": 1.0})
+    assert (episode.prompt_tokens, episode.output_tokens, episode.observation_tokens) == (
+        70,
+        (6, 9),
+        (30, 0),
+    )
+    assert episode.tool_s == pytest.approx((0.8, 0.25)) and episode.reset_s == pytest.approx(0.5)
+    assert (episode.failed, episode.reward, episode.domain) == ((True, False), 1.0, "search")
+
+
+def test_a_trajectory_that_was_cut_off_and_a_torn_last_line_are_left_out(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    journal(path, entry("TrajectoryEnded", 16.0, trajectory="g0.1"))  # its turn never ended
+    path.write_text(path.read_text() + '{"event": {"type": "Ti')
+    assert sum(map(len, calibrate.of_journal(path))) == 1
+
+
+def test_recorded_groups_are_drawn_whole_and_by_the_seed(tmp_path):
+    groups = calibrate.of_journal(journal(tmp_path / "journal.jsonl"))
+    other = [[groups[0][0].__class__(1, (1,), (0,), (0.0,), (False,), 0.0)]]
+    recorded = calibrate.Recorded(groups + other, 64)
+    drawn = [recorded.group(i, 4, i, np.random.default_rng(i)) for i in range(20)]
+    assert all(len(set(map(id, group))) == 1 for group in drawn) and {
+        g[0].prompt_tokens for g in drawn
+    } == {1, 70}
+    assert drawn == [recorded.group(i, 4, 0, np.random.default_rng(i)) for i in range(20)]
+
+
+@pytest.mark.parametrize(
+    "text, call, said",
+    [
+        ("{}\n", calibrate.of_journal, "no trajectory of a training step ended"),
+        ('{"event": {}}\nnonsense\n', calibrate.of_journal, "line 2: no JSON"),
+        ('{"began": 1}\n', lambda path: calibrate.of_steps([path]), "line 1: no step of an engine"),
+        ("", lambda path: calibrate.of_steps([path]), "0 steps of decodes alone"),
+    ],
+)
+def test_a_file_that_is_no_measurement_is_refused_with_the_place(tmp_path, text, call, said):
+    (tmp_path / "file").write_text(text)
+    with pytest.raises(CalibrationError, match=said):
+        call(tmp_path / "file")

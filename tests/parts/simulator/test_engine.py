@@ -1,0 +1,220 @@
+"""The fast-forwarded engine against one that takes every step."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rose.parts.simulator import spec
+from rose.parts.simulator.engine import Sequence, SimEngine
+
+STEP = spec.StepTime(0.01, 2e-5, 1e-8, 3e-4, 1e-6, 0.002)
+
+
+def engine(sequences=8, batched=512, kv=100_000, caches=True, step=STEP):
+    return SimEngine(spec.Engine(step, sequences, batched, kv, caches))
+
+
+def sequence(key, context, tokens, group=None, prompt=0):
+    found = Sequence(key, group or key, prompt)
+    found.context, found.left = context, tokens
+    return found
+
+
+def run(engine, until=math.inf):
+    """[(time, key)] of all that ends by then."""
+    ended = []
+    while not engine.idle and engine.due <= until:
+        at = engine.due
+        ended += [(at, seq.key) for seq in engine.step()]
+    return ended
+
+
+def step_by_step(arrivals, sequences, batched, step=STEP):
+    """What `run` returns, by one loop round per engine step. `arrivals`: (time, key, context,
+    tokens), in order."""
+    now, waiting, prefill, decode, ended = 0.0, list(arrivals), [], [], []
+    while waiting or prefill or decode:
+        if not prefill and not decode:
+            now = max(now, waiting[0][0])
+        while waiting and waiting[0][0] <= now + 1e-9 and len(prefill) + len(decode) < sequences:
+            _, key, context, tokens = waiting.pop(0)
+            prefill.append([key, 0, context, tokens])
+        budget, cost, into = batched - len(decode), 0.0, []
+        for one in prefill:
+            chunk = min(budget, one[2] - one[1])
+            cost += chunk * (step.c1 + step.c2 * (one[1] + chunk / 2))
+            one[1] += chunk
+            budget -= chunk
+            into += [one] if one[1] == one[2] else []
+            if not budget:
+                break
+        now += (
+            step.c5
+            + max(step.c0, cost)
+            + step.c3 * len(decode)
+            + step.c4 * sum(context for _, context, _ in decode)
+        )
+        for one in decode:
+            one[1] += 1
+            one[2] -= 1
+        decode += [[key, context + 1, tokens - 1] for key, _, context, tokens in into]
+        prefill = [one for one in prefill if one not in into]
+        ended += [(now, key) for key, _, left in decode if not left]
+        decode = [one for one in decode if one[2]]
+    return ended
+
+
+arrivals = st.lists(
+    st.tuples(st.floats(0, 3), st.integers(1, 900), st.integers(1, 60)), min_size=1, max_size=12
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(arrivals, st.integers(1, 5), st.integers(64, 700))
+def test_every_sequence_ends_when_it_would_if_each_step_were_taken(drawn, sequences, batched):
+    drawn = sorted((at, f"s{i}", context, tokens) for i, (at, context, tokens) in enumerate(drawn))
+    fast, ended = engine(sequences, batched, caches=False), []
+    for at, key, context, tokens in drawn:
+        ended += run(fast, at)
+        fast.add(at, sequence(key, context, tokens))
+    ended += run(fast)
+    expected = step_by_step(drawn, sequences, batched)
+    assert {key: at for at, key in ended} == pytest.approx(
+        {key: at for at, key in expected}, abs=1e-6
+    )
+
+
+def test_a_turn_after_another_prefills_only_what_is_new():
+    e = engine()
+    e.add(0.0, sequence("a", 1000, 10))
+    run(e)
+    e.add(10.0, sequence("a", 1000 + 10 + 50, 1))
+    run(e)
+    assert e.prefilled == 1000 + 50
+
+
+def test_a_groups_prompt_is_computed_and_held_once():
+    e = engine(batched=10_000)
+    for name in "abcd":
+        e.add(0.0, sequence(name, 500, 5, group="g", prompt=500))
+    run(e)
+    assert e.prefilled == 500 + 3  # the last token of each is computed
+
+
+def test_without_prefix_caching_everything_is_computed_anew():
+    e = engine(caches=False)
+    for at in (0.0, 10.0):
+        e.add(at, sequence("a", 300, 2, group="g", prompt=300))
+        run(e)
+    assert e.prefilled == 600
+
+
+def test_what_was_least_recently_used_goes_first():
+    e = engine(kv=2500)
+    for at, name in enumerate("ab"):
+        e.add(10.0 * at, sequence(name, 1000, 2))
+        run(e)
+    e.add(20.0, sequence("c", 1000, 2))  # takes a's place
+    run(e)
+    before = e.prefilled
+    e.add(30.0, sequence("b", 1002, 1))
+    run(e)
+    assert e.prefilled == before + 1
+
+
+def test_a_context_goes_from_its_end_on_and_only_as_far_as_room_is_needed():
+    e = engine(kv=2500)
+    for at, name in enumerate("ab"):
+        e.add(10.0 * at, sequence(name, 1000, 2))
+        run(e)
+    e.add(20.0, sequence("c", 1000, 2))
+    run(e)
+    before = e.prefilled
+    e.add(30.0, sequence("a", 1002, 1))  # of 3 x 1,002 tokens 506 had no room
+    run(e)
+    assert e.prefilled == before + 506
+
+
+def test_a_full_cache_preempts_the_newest_which_computes_again_what_was_taken():
+    e = engine(kv=1000)
+    first, second = sequence("a", 400, 300), sequence("b", 400, 300)
+    e.add(0.0, first)
+    e.add(0.0, second)
+    ended = run(e)
+    assert [key for _, key in ended] == ["a", "b"]
+    assert e.preemptions >= 1 and first.attempt_tokens == second.attempt_tokens == 300
+    # with a's 700 tokens there is room for 300 of b's
+    assert 800 + 1 <= e.prefilled <= 800 + 200 + e.preemptions
+
+
+def test_what_is_taken_out_while_it_is_computed_leaves_what_is_computed():
+    e = engine(batched=512)
+    first = sequence("a", 2000, 5)
+    e.add(0.0, first)
+    e.step()
+    e.remove(e.due, first)
+    e.add(5.0, sequence("a", 2000, 5))
+    run(e)
+    assert e.prefilled == 2000
+
+
+def test_a_sequence_larger_than_the_cache_runs_alone():
+    e = engine(kv=100)
+    e.add(0.0, sequence("a", 400, 50))
+    assert [key for _, key in run(e)] == ["a"]
+
+
+def test_a_cache_that_shrinks_gives_back_the_newest_with_what_they_made():
+    e = engine(kv=3000)
+    old, new = sequence("a", 1000, 500), sequence("b", 1000, 500)
+    e.add(0.0, old)
+    run(e, 1.0)
+    e.add(1.0, new)
+    run(e, 3.0)
+    assert e.set_kv(3.0, 1600) == [new]
+    assert 0 < new.attempt_tokens < 500
+    assert [key for _, key in run(e)] == ["a"]
+
+
+def test_what_is_removed_says_what_it_made_and_the_others_go_on():
+    e = engine()
+    a, b = sequence("a", 100, 100), sequence("b", 100, 100)
+    e.add(0.0, a)
+    e.add(0.0, b)
+    run(e, 0.5)
+    seen = e.tokens_by(0.5, a)
+    e.remove(0.5, a)
+    assert 0 < seen <= a.attempt_tokens <= seen + 1
+    assert [key for _, key in run(e)] == ["b"] and b.attempt_tokens == 100
+
+
+def test_an_engine_that_stands_still_is_late_by_that():
+    def ends(pause):
+        e = engine()
+        e.add(0.0, sequence("a", 100, 100))
+        run(e, 0.3)
+        if pause:
+            e.pause(0.3, 2.0, recompute=False, clear=False)
+        return run(e)[0][0]
+
+    assert ends(True) - ends(False) == pytest.approx(2.0, abs=STEP.c0 * 2)
+
+
+def test_weights_that_recompute_cost_a_prefill_of_all_that_runs():
+    e = engine()
+    a = sequence("a", 300, 200)
+    e.add(0.0, a)
+    run(e, 1.0)
+    e.pause(1.0, 0.5, recompute=True, clear=True)
+    made = a.attempt_tokens
+    run(e)
+    assert a.attempt_tokens == 200 and e.prefilled == 300 + 300 + made
+
+
+def test_coefficients_that_take_no_time_are_refused():
+    with pytest.raises(ValueError, match="would take no time"):
+        spec.StepTime(0.0, 1e-5, 0.0, 0.0, 1e-9)
+    with pytest.raises(ValueError, match="finite"):
+        spec.StepTime(math.nan, 0.0, 0.0, 1.0, 0.0)

@@ -1,0 +1,201 @@
+"""From peak rates to step times, memory and transfers: what must hold whatever the efficiencies
+are."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+
+from rose.config.model import ModelShape
+from rose.parts.simulator import hardware
+from rose.parts.simulator.hardware import EFFICIENCY, GPUS, SHAPES
+from rose.parts.simulator.study import build
+
+CONF = Path(__file__).parents[3] / "conf" / "model"
+# model cards
+PUBLISHED = {"qwen3_8b": 8.2e9, "qwen3_32b": 32.8e9, "qwen2_5_7b": 7.62e9, "qwen2_5_32b": 32.8e9}
+
+
+def seconds(step, prompt=0, decodes=0, context=0):
+    return (
+        max(step.c0, step.c1 * prompt + step.c2 * prompt * prompt / 2)
+        + step.c3 * decodes
+        + step.c4 * context
+    )
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_has_the_parameters_of_its_model_card_and_is_that_of_conf(name):
+    assert SHAPES[name].parameters == pytest.approx(PUBLISHED[name], rel=0.01)
+    if (file := CONF / f"{name}.yaml").exists():
+        assert ModelShape(**yaml.safe_load(file.read_text())["shape"]) == SHAPES[name]
+
+
+def test_every_gpu_says_where_its_rates_are_from_and_every_efficiency_where_it_is_from():
+    assert all(gpu.source and name == gpu.name for name, gpu in GPUS.items()) and set(
+        hardware.NVLINK
+    ) == set(GPUS)
+    assert set(hardware.EFFICIENCY_SOURCE) == set(EFFICIENCY.__dataclass_fields__)
+
+
+def test_waking_up_takes_what_the_weights_take_over_each_devices_own_bus():
+    assert set(hardware.PCIE) == set(GPUS)
+    shape, gpu = SHAPES["qwen3_32b"], GPUS["H800"]
+    assert hardware.wake_s(shape, gpu, 4) == hardware.wake_s(shape, gpu, 1) / 4
+    # ROSE: 5 s, all of it
+    assert 2 * shape.parameters / 4 / hardware.PCIE["H800"] < hardware.wake_s(shape, gpu, 4) < 4
+
+
+def test_a_borrowed_engine_wakes_up_in_its_own_time_and_that_of_its_weights(make_config):
+    c = make_config(
+        "mode=simulate",
+        "+experiment=rose_8b",
+        "sim.serving.rate=1.0",
+        "sim.serving.args.seconds=30",
+    )
+    pools = {pool.name: pool for pool in build.make_spec(c, "rose", build.ours(c), 1).pools}
+    waking = hardware.wake_s(SHAPES["qwen3_8b"], GPUS["H800"], 1)
+    assert pools["cooperative"].switch_s == c.sim.pool["cooperative"].switch_s + waking > 1.2
+    assert pools["dedicated"].switch_s == 0
+
+
+def test_nothing_is_faster_than_the_peaks():
+    shape, gpu = SHAPES["qwen3_8b"], GPUS["H800"]
+    step = hardware.step_time(shape, gpu, 1, 256)
+    read = 2 * (shape.parameters - shape.vocab * shape.hidden) / gpu.hbm_bytes_s
+    assert seconds(step, decodes=1) > read
+    assert (
+        seconds(step, prompt=4096)
+        > 2 * 4096 * (shape.parameters - shape.vocab * shape.hidden) / gpu.flops
+    )
+    for decodes in (1, 64, 235, 256):
+        assert seconds(step, decodes=decodes) > max(read, decodes * 2 * 7.5e9 / gpu.flops)
+
+
+def test_decodes_are_bound_by_bandwidth_and_prefill_by_compute():
+    h800, h20 = (
+        hardware.step_time(SHAPES["qwen3_8b"], GPUS[name], 1, 256) for name in ("H800", "H20")
+    )
+    # 4.0 against 3.35 TB/s
+    assert seconds(h20, decodes=1, context=2000) < seconds(h800, decodes=1, context=2000)
+    assert seconds(h20, prompt=8192) > 6 * seconds(h800, prompt=8192)  # 148 against 989 TFLOP/s
+
+
+def test_tensor_parallelism_shortens_a_step_by_less_than_the_gpus_it_takes():
+    shape = SHAPES["qwen3_32b"]
+    for work in (dict(prompt=8192), dict(decodes=64, context=64 * 4000)):
+        two, four = (
+            seconds(hardware.step_time(shape, GPUS["H800"], t, 256), **work) for t in (2, 4)
+        )
+        assert two / 2 < four < two
+
+
+def test_kv_cache_is_what_weights_and_activations_leave():
+    shape, gpu = SHAPES["qwen3_8b"], GPUS["H800"]
+    tokens = hardware.kv_tokens(shape, gpu, 1)
+    assert shape.kv_bytes_per_token == 147_456
+    assert tokens * 147_456 + 2 * shape.parameters < 0.9 * gpu.memory_bytes
+    assert hardware.kv_tokens(shape, gpu, 1, others_bytes=147_456 * 1000) == pytest.approx(
+        tokens - 1000, abs=1
+    )
+    with pytest.raises(ValueError, match="raise tensor_parallel"):
+        hardware.kv_tokens(SHAPES["qwen3_32b"], GPUS["L40S"], 1)
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda: hardware.gpu("H900"), "GPU 'H900': no peak rates are known; known are H100"),
+        (lambda: hardware.shape("gpt"), "model 'gpt': no shape is known; known are qwen3_8b"),
+        (
+            lambda: hardware.step_time(SHAPES["qwen2_5_7b"], GPUS["H800"], 8, 256),
+            "must divide the model's 28",
+        ),
+    ],
+)
+def test_what_is_unknown_or_impossible_is_named(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+@pytest.mark.parametrize(
+    "overrides, passes",
+    [
+        ([], 0.0),
+        (["trainer.updates_per_step=4"], 0.75),
+        (["trainer.updates_per_step=4", "sim.trainer.forward_passes=1"], 1.0),
+    ],
+)
+def test_old_log_probabilities_cost_what_the_live_trainer_spends_on_them(
+    make_config, overrides, passes
+):
+    """Of its first update the update's own forward pass gives them."""
+    c = make_config("mode=simulate", "+experiment=rose_8b", *overrides)
+    trainer = build.make_spec(c, "rose", build.ours(c), 1).trainer
+    bare = hardware.trainer(c.model.shape, GPUS["H800"], 8, c.trainer.gradient_checkpointing)
+    assert c.trainer.gradient_checkpointing
+    assert trainer.flops_per_token / bare.flops_per_token == pytest.approx((4 + passes) / 4)
+
+
+def test_training_costs_six_flop_a_parameter_and_token_and_the_passes_besides():
+    shape = SHAPES["qwen3_8b"]
+    bare = hardware.trainer(shape, GPUS["H800"], 8, recompute=False, passes=0)
+    active = shape.parameters - shape.vocab * shape.hidden
+    assert bare.flops_per_token == pytest.approx(6 * active)
+    more = hardware.trainer(shape, GPUS["H800"], 8, recompute=True, passes=1)
+    assert more.flops_per_token == pytest.approx(10 * active)
+    assert bare.flops_per_pair == 3 * 4 * 36 * 32 * 128  # layers, heads and their size
+    assert more.flops_per_pair == 5 * 4 * 36 * 32 * 128
+
+
+def test_differences_are_smaller_on_the_link_than_whole_versions_but_a_late_joiner_needs_a_whole_one():
+    dense, sparse = (
+        hardware.link(SHAPES["qwen3_8b"], 1e9, 0.1, sparse, True) for sparse in (False, True)
+    )
+    assert dense.version_bytes == pytest.approx(2 * 8.19e9, rel=0.01) == dense.full_bytes
+    assert dense.version_bytes / sparse.version_bytes == pytest.approx(hardware.DELTA_RATIO)
+    assert sparse.version_bytes < sparse.full_bytes < dense.full_bytes
+
+
+def test_what_software_reaches_scales_the_times():
+    slow = replace(
+        EFFICIENCY, memory=EFFICIENCY.memory / 2, compute=EFFICIENCY.compute / 2, step_s=0
+    )
+    fast = replace(EFFICIENCY, step_s=0)
+    a, b = (hardware.step_time(SHAPES["qwen3_8b"], GPUS["H20"], 1, 256, e) for e in (slow, fast))
+    assert (a.c0, a.c1, a.c2, a.c4) == pytest.approx((2 * b.c0, 2 * b.c1, 2 * b.c2, 2 * b.c4))
+
+
+@pytest.mark.parametrize(
+    "gpus, mib, published",
+    [  # us of vLLM's best, github.com/vllm-project/vllm/pull/24532 (4) and 24111 (2, 6)
+        (2, 0.5, 7),
+        *((4, mib, us) for mib, us in ((0.5, 10), (1.0, 14), (1.5, 19), (2.0, 21), (4.0, 28))),
+        *((6, mib, us) for mib, us in ((0.5, 13), (1.0, 16), (1.5, 18), (2.0, 21), (4.0, 31))),
+    ],
+)
+def test_an_all_reduce_takes_about_what_is_published(gpus, mib, published):
+    one = msgspec.structs.replace(SHAPES["qwen3_8b"], layers=1, heads=24)
+    none = replace(EFFICIENCY, nvlink=1e9)
+    tokens = mib * 2**20 / (one.hidden * hardware.BF16)
+
+    def step(efficiency, degree):
+        return hardware.step_time(one, GPUS["H100"], degree, 1000, efficiency)
+
+    # of two, in a layer
+    bytes_s = (step(EFFICIENCY, gpus).c1 - step(none, gpus).c1) * tokens / 2
+    ours = 1e6 * (EFFICIENCY.all_reduce_s + bytes_s)
+    if gpus == 2:  # one latency for all degrees is too long for the least
+        assert ours / published == pytest.approx(1.65, abs=0.01)
+    else:
+        assert ours == pytest.approx(published, rel=0.25)
+
+
+def test_a_decode_step_waits_for_its_all_reduces_however_long_weights_take():
+    shape, gpu = SHAPES["qwen3_8b"], GPUS["H800"]
+    slow = replace(EFFICIENCY, nvlink=EFFICIENCY.nvlink / 10)
+    for degree in (2, 8):
+        mine, theirs = (hardware.step_time(shape, gpu, degree, 16, e) for e in (EFFICIENCY, slow))
+        assert theirs.c3 - mine.c3 == pytest.approx(theirs.c1 - mine.c1) and theirs.c3 > mine.c3

@@ -1,0 +1,409 @@
+"""Whole simulated runs: every trajectory counted once, weights before turns, borrowed workers, the
+same for a seed."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from rose.config import Policy
+from rose.config import Scheduler as SchedulerConfig
+from rose.coordinator import journal
+from rose.parts.simulator import driver, probes, spec
+from rose.parts.simulator.driver import simulate
+from rose.policies import build
+from rose.scheduler import events as ev
+from tests.parts.simulator import clusters
+from tests.parts.simulator.clusters import (
+    Agents,
+    cluster,
+    made_load,
+    pool,
+    run,
+    scheduler,
+    serving,
+    steady_load,
+)
+
+# --------------------------------------------------------------------------- a fixed cluster
+
+
+def test_each_step_trains_on_its_groups_and_every_trajectory_ends_once():
+    result, memory = run(cluster())
+    assert [step.trajectories for step in result.steps] == [12, 12]
+    ended = [e.trajectory for e in memory.events(ev.TrajectoryEnded)]
+    assert len(ended) == len(set(ended)) == 24
+    assert result.counts.turns == 24 * 4
+    assert sum(step.tokens for step in result.steps) == sum(
+        e.tokens for e in memory.events(ev.TurnEnded)
+    )
+    assert sum(worker.decoded for worker in result.workers) == result.tokens
+
+
+def test_a_step_is_rollout_training_and_sync_in_this_order():
+    result, _ = run(cluster())
+    for step in result.steps:
+        train_s = 3.0 + step.trained_tokens * 1e9 / (2 * probes.GPU.flops * 0.5)
+        assert step.trained_at - step.training_at == pytest.approx(train_s)
+        assert step.published_at - step.trained_at == pytest.approx(1.0)
+        # two workers, one link without relay: both at the end of 2 x 0.5 s, then 0.1 s of latency
+        # and 0.2 s to apply
+        assert step.ended - step.published_at == pytest.approx(1.3)
+    assert result.steps[1].began == result.steps[0].ended
+    assert all(step.staleness == (0, 0, 0) for step in result.steps)
+
+
+def test_no_turn_runs_on_old_weights():
+    result, memory = run(cluster())
+    holds, newest = {}, 0
+    for event, actions in memory.entries:
+        match event:
+            case ev.VersionPublished(version=version):
+                newest = version
+            case (
+                ev.WorkerLoaded(worker=worker, version=version)
+                | ev.WorkerJoined(worker=worker, version=version)
+            ):
+                holds[worker] = version
+        assert all(holds[a.worker] == newest for a in actions if isinstance(a, ev.AssignTurn))
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another():
+    first, again, other = (run(cluster(), seed=seed) for seed in (1, 1, 2))
+    assert first[1].entries == again[1].entries and first[0].steps == again[0].steps
+    assert other[0].steps != first[0].steps
+
+
+def test_a_simulated_runs_journal_replays_to_the_same_decisions(tmp_path):
+    load = steady_load()
+    what = cluster(pool(), pool("borrowed", "cooperative", serving=serving(load)))
+    path = tmp_path / "journal.jsonl"
+    fresh = scheduler("cache_affine", routing_args={"imbalance": 0.1})
+    written = journal.Journal(path, fresh.snapshot())
+    result = simulate(what, fresh, 3, written)
+    written.close()
+    assert (
+        journal.replay(path, scheduler("cache_affine", routing_args={"imbalance": 0.1}))
+        == result.counts.decisions
+    )
+
+
+def test_rival_schedulers_meet_the_same_episodes():
+    asked = []
+    for routing in ("least_loaded", "round_robin"):
+        env = Agents()
+        result, _ = run(cluster(env=env), routing)
+        asked.append((env.asked, [step.tokens for step in result.steps]))
+    assert asked[0] == asked[1]
+
+
+def test_more_engines_make_a_shorter_rollout():
+    one, four = (run(cluster(pool(count=count)))[0] for count in (1, 4))
+    assert four.steps[0].rollout_s < one.steps[0].rollout_s
+
+
+def test_groups_whose_rewards_are_equal_are_replaced():
+    env = Agents(equal=[1])
+    result, memory = run(cluster(env=env, dynamic=True, steps=1))
+    assert [event.group for event in memory.events(ev.GroupFinished) if not event.accepted] == [
+        "g1"
+    ]
+    assert result.steps[0].trajectories == 12 and result.counts.dropped_groups == 1
+    assert result.counts.dropped_tokens > 0
+
+
+def test_each_turn_takes_the_ways_to_its_engine_and_back():
+    times = [
+        [
+            e.at
+            for e in run(cluster(groups=1, size=1, dispatch_s=there, answer_s=back))[1].events(
+                ev.TurnEnded
+            )
+        ]
+        for there, back in ((0.0, 0.0), (0.25, 0.0), (0.0, 0.5), (0.25, 0.5))
+    ]
+    for turn in range(4):  # of the first step; nothing else is under way
+        bare, there, back, both = (found[turn] for found in times)
+        assert (there - bare, back - bare, both - bare) == pytest.approx(
+            (0.25 * (turn + 1), 0.5 * (turn + 1), 0.75 * (turn + 1))
+        )
+
+
+def test_an_answer_that_comes_after_its_turn_was_taken_back_is_not_heard():
+    """As in a live run: the next attempt begins with the tokens that the coordinator had heard
+    of."""
+    result, memory = run(cluster(answer_s=3.0), timeout=3.8)
+    assert result.counts.aborted > 0
+    ended = [e.trajectory for e in memory.events(ev.TrajectoryEnded)]
+    assert len(ended) == len(set(ended)) == 24 and result.counts.turns == 24 * 4
+    assert sum(step.tokens for step in result.steps) == sum(
+        e.tokens for e in memory.events(ev.TurnEnded)
+    )
+    # what nobody heard of is made again
+    assert sum(worker.decoded for worker in result.workers) > result.tokens
+
+
+def test_answers_on_their_way_from_a_worker_that_is_lost_are_lost():
+    available = spec.Available(np.array([0.0, 7.0, 20.0]), np.array([2, 0, 1], np.int32))
+    result, memory = run(
+        cluster(pool(count=1), pool("spot", "spot", 2, available=available), groups=6, answer_s=2.0)
+    )
+    assert result.counts.lost_workers == 2 and result.counts.migrations > 0
+    assert sum(step.trajectories for step in result.steps) == 48
+    ended = [e.trajectory for e in memory.events(ev.TrajectoryEnded)]
+    assert len(ended) == len(set(ended)) == 48
+    lost_at = next(e.at for e in memory.events(ev.WorkerLost))
+    taken = {a.turn: (at, a.worker) for at, a in memory.actions(ev.AssignTurn)}
+    assert not [
+        e
+        for e in memory.events(ev.TurnEnded)
+        if e.at > lost_at and taken[e.turn][0] < lost_at and taken[e.turn][1].startswith("spot")
+    ]
+
+
+def test_a_crashed_environment_is_replaced_within_its_group():
+    result, memory = run(cluster(env=Agents(crash=1), steps=1))
+    assert result.counts.crashed == 3 and result.steps[0].trajectories == 12
+    assert result.counts.crashed_tokens > 0
+    assert {"g0.0", "g0.0r1"} <= {event.trajectory for event in memory.events(ev.TrajectoryEnded)}
+
+
+def test_environments_that_always_crash_stop_the_run():
+    with pytest.raises(RuntimeError, match="failed in a row"):
+        run(cluster(env=Agents(crash=2), groups=1, size=1, max_failures_in_row=2))
+
+
+def test_the_scheduler_hears_of_long_turns_while_they_run():
+    result, memory = run(cluster(progress_s=0.5))
+    assert len(memory.events(ev.TurnProgressed)) > 100
+    quiet, silent = run(cluster(progress_s=math.inf))
+    assert not silent.events(ev.TurnProgressed)
+    assert quiet.steps == result.steps  # nothing depends on it here
+
+
+def test_nobody_to_take_turns_is_an_error_that_says_so():
+    with pytest.raises(RuntimeError, match="12 of them wait for 0 workers"):
+        run(cluster(pool(count=0), tick_s=math.inf))
+
+
+def test_turns_that_wait_for_a_day_end_a_run_that_only_ticks():
+    with pytest.raises(
+        RuntimeError, match=r"all turns have waited for 86400 s; which .*, 12 of them wait"
+    ):
+        run(cluster(pool(count=0), tick_s=60.0))
+
+
+def test_a_run_beyond_its_horizon_is_an_error():
+    with pytest.raises(RuntimeError, match="horizon_s=5"):
+        run(cluster(horizon_s=5.0))
+
+
+# --------------------------------------------------------------------------- borrowed workers
+
+
+def test_a_cooperative_worker_computes_in_the_idle_share_only():
+    alone = run(cluster(pool(count=1), steps=1))[0].steps[0].rollout_s
+    shared = run(
+        cluster(pool("borrowed", "cooperative", 1, serving=serving(steady_load(busy=0.5))), steps=1)
+    )[0]
+    bare = run(
+        cluster(pool("borrowed", "cooperative", 1, serving=serving(steady_load(), "none")), steps=1)
+    )[0]
+    assert bare.steps[0].rollout_s == pytest.approx(alone)
+    assert alone < shared.steps[0].rollout_s <= 2 * alone
+
+
+def test_the_gate_keeps_the_targets_that_memory_sharing_alone_misses():
+    attained = {}
+    for executor in ("gate", "memory_only"):
+        load = steady_load(busy=0.5)
+        slower = dataclasses.replace(
+            load, busy=load.busy * 2, ttft_s=load.ttft_s * 3, tpot_s=load.tpot_s * 2
+        )
+        load = dataclasses.replace(load, beside=slower if executor == "memory_only" else None)
+        what = cluster(pool(), pool("borrowed", "cooperative", serving=serving(load, executor)))
+        [use] = run(what)[0].serving
+        attained[executor] = use.beside.ttft_attained
+        assert use.alone.ttft_attained > 0.99
+    assert attained["gate"] > 0.99 > attained["memory_only"]
+
+
+def test_called_back_memory_sends_turns_elsewhere_and_stays_called_back_until_the_next_step():
+    burst = made_load(
+        np.array([0.0, 6.0, 8.0]), np.full(3, 0.2), np.array([0.1, 0.99, 0.1]), 50, 1000.0
+    )
+    what = cluster(
+        pool(count=1), pool("borrowed", "cooperative", 1, serving=serving(burst)), groups=4
+    )
+    result, memory = run(what)
+    words = [(e.at, e.kv_tokens, e.revoked) for e in memory.events(ev.WorkerCapacity)]
+    assert result.counts.returned > 0 and result.counts.migrations >= result.counts.returned
+    assert (6.0, 0, True) in words
+    second = result.steps[1].began
+    assert not [word for word in words if 6.0 < word[0] < second]
+    assert [word for word in words if word[0] == second and word[1] > 0 and not word[2]]
+    assert sum(step.trajectories for step in result.steps) == 32
+
+
+def test_a_worker_that_joins_takes_the_weights_first():
+    what = cluster(pool(count=1), pool("lend", "cooperative", 3, on_request=True), groups=8)
+    result, memory = run(
+        what,
+        provisioning="on_demand",
+        args={
+            "min": 2,
+            "max": 2,
+            "patience_s": 0.0,
+            "idle_s": 1e9,
+            "cool_down_s": 0.0,
+            "back_off_s": 1.0,
+        },
+    )
+    joined = {
+        event.worker: event.at
+        for event in memory.events(ev.WorkerJoined)
+        if event.kind == "cooperative"
+    }
+    assert len(joined) == 2 and len(result.allocations) == 2
+    for granted in result.allocations:
+        assert granted.seconds > 4.0  # its start, and a whole version
+        firsts = [
+            at for at, action in memory.actions(ev.AssignTurn) if action.worker == granted.worker
+        ]
+        assert min(firsts) >= granted.ready_at
+
+
+def test_a_full_pool_refuses():
+    what = cluster(pool("lend", "cooperative", 0, on_request=True), pool(count=1))
+    result, memory = run(
+        what,
+        provisioning="on_demand",
+        args={
+            "min": 1,
+            "max": 1,
+            "patience_s": 0.0,
+            "idle_s": 1e9,
+            "cool_down_s": 0.0,
+            "back_off_s": 1.0,
+        },
+    )
+    assert result.counts.refused > 1 and memory.events(ev.CapacityRefused)
+
+
+def test_lost_spot_workers_cost_no_token_that_had_been_made():
+    available = spec.Available(np.array([0.0, 7.0, 20.0]), np.array([2, 0, 1], np.int32))
+    what = cluster(pool(count=1), pool("spot", "spot", 2, available=available), groups=6)
+    result, memory = run(what)
+    assert result.counts.lost_workers == 2 and result.counts.migrations > 0
+    assert sum(step.trajectories for step in result.steps) == 48
+    assert sum(worker.decoded for worker in result.workers) == result.tokens  # none was made twice
+    assert [event.worker for event in memory.events(ev.WorkerJoined) if event.kind == "spot"][
+        2:
+    ] == ["spot-2"]
+
+
+def test_hybrid_workers_roll_out_only_between_training_phases():
+    what = cluster(pool("hybrid", "hybrid", 2, switch_s=1.5))
+    result, memory = run(what)
+    for step in result.steps:
+        assert step.trained_at - step.training_at > 3.0 + 1.5
+        spans = np.concatenate([worker.spans for worker in result.workers])
+        assert not ((spans[:, 0] < step.trained_at) & (spans[:, 1] > step.training_at + 1e-6)).any()
+
+
+def test_each_trained_token_attends_to_those_before_it_in_its_trajectory():
+    """n tokens make n x n / 2 pairs: a batch's attention is no function of its tokens alone."""
+
+    class Remembered(Agents):
+        def group(self, *args):
+            made = super().group(*args)
+            episodes.extend(made)
+            return made
+
+    episodes, seconds = [], {}
+    for flops_per_pair in (0.0, 1e8):
+        episodes.clear()
+        trainer = dataclasses.replace(clusters.TRAINER, flops_per_pair=flops_per_pair)
+        result, _ = run(cluster(steps=1, env=Remembered(), trainer=trainer))
+        seconds[flops_per_pair] = result.steps[0].trained_at - result.steps[0].training_at
+    lengths = [e.prompt_tokens + sum(e.output_tokens + e.observation_tokens) for e in episodes]
+    assert sum(lengths) == result.steps[0].trained_tokens
+    rate = trainer.gpus * trainer.gpu.flops * trainer.mfu
+    attention_s = sum(n * n / 2 for n in lengths) * 1e8 / rate
+    assert seconds[1e8] - seconds[0.0] == pytest.approx(attention_s)
+    assert attention_s > 0.01
+
+
+def test_gpus_that_roll_out_train_no_more_and_libras_split_shortens_the_steps():
+    """Rollouts take long here, training on two GPUs hardly any time: one of them is worth more on
+    the other side."""
+    pools = pool(count=1), pool("elastic", "hybrid", 2, split=True, switch_s=1.0)
+    args = {"period_steps": 2, "gain": 0.05, "cost_s": 1.0, "training_workers": 0}
+    trainer = dataclasses.replace(clusters.TRAINER, flops_per_token=2e10)
+    what = cluster(*pools, steps=8, groups=12, trainer=trainer)
+    result, memory = run(what, provisioning="libra", args=args)
+    never, _ = run(what, provisioning="libra", args=args | {"gain": 1.0})
+    assert {worker.name for worker in result.workers if worker.decoded} == {
+        "dedicated-0",
+        "elastic-0",
+    }
+    assert {worker.name for worker in never.workers if worker.decoded} == {"dedicated-0"}
+
+    def seconds(of, number):
+        """Of training, beside what it takes for any number of tokens."""
+        return of.steps[number].trained_at - of.steps[number].training_at - trainer.step_s
+
+    for number in (0, 1, 3, 7):  # the same episodes
+        assert result.steps[number].trained_tokens == never.steps[number].trained_tokens
+        assert seconds(result, number) == pytest.approx(
+            seconds(never, number) * (1 if number < 2 else 2)
+        )
+    assert seconds(result, 2) == pytest.approx(2 * seconds(never, 2) + 1.0), (
+        "changing sides costs switch_s"
+    )
+    assert result.seconds < 0.9 * never.seconds
+
+
+def test_a_simulation_carries_actions_out_in_the_order_of_the_journal(monkeypatch):
+    done, carry_out = [], driver.Simulation._carry_out
+
+    def noted(self, action):
+        done.append(action)
+        carry_out(self, action)
+
+    monkeypatch.setattr(driver.Simulation, "_carry_out", noted)
+    oversampled = build(
+        SchedulerConfig(
+            provisioning=Policy(name="fixed", args={}),
+            routing=Policy(name="least_loaded", args={}),
+            order=Policy(name="fifo", args={}),
+            batching=Policy(name="dapo", args={"oversample": 1.5, "max_admitted": 8.0}),
+            queue_depth=0.0,
+        ),
+        600.0,
+    )
+    memory = clusters.Memory()
+    simulate(cluster(), oversampled, 1, memory)
+    said = [action for _, actions in memory.entries for action in actions]
+    assert said == done and any(isinstance(action, ev.DropGroup) for action in done)
+
+
+def test_certain_groups_are_trained_while_others_run():
+    slow = dataclasses.replace(clusters.TRAINER, flops_per_token=1e11)
+    whole, ahead = (
+        run(cluster(groups=6, trainer=slow, stream=stream))[0].steps for stream in (False, True)
+    )
+    for before, step in zip(whole, ahead, strict=True):
+        assert step.tokens == before.tokens and step.rollout_s == pytest.approx(before.rollout_s)
+        training_s = step.trained_at - step.training_at
+        assert training_s + step.ahead_s == pytest.approx(before.trained_at - before.training_at)
+        assert before.ahead_s == 0.0 and step.ahead_s > 0.1 * training_s
+
+
+def test_a_trainer_that_is_slower_than_rollouts_begins_with_the_first_group_and_never_rests():
+    slow = dataclasses.replace(clusters.TRAINER, flops_per_token=1e13)
+    result, memory = run(cluster(trainer=slow, stream=True, steps=1))
+    first = memory.actions(ev.TrainGroup)[0][0]
+    [step] = result.steps
+    assert step.ahead_s == pytest.approx(step.training_at - first)
