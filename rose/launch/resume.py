@@ -110,7 +110,7 @@ def check(stored: Path, new: Config) -> None:
         # An older config.json may have a relative path, and lack arguments added since then.
         if replayed := flat.get("rollout.replay"):
             flat["rollout.replay"] = str(Path(replayed).resolve())
-        for kind in registry.POLICIES:
+        for kind in registry.PROTOCOLS:
             for key, value in registry.defaults(kind, flat[f"scheduler.{kind}.name"]).items():
                 flat.setdefault(f"scheduler.{kind}.args.{key}", value)
     changed = [

@@ -1,5 +1,6 @@
-"""Policies by the names of their Hydra options. Policies of other packages are entry points
-KIND.NAME of the group `rose.policies`, or are named as package.module:Class."""
+"""Policies by the names of their Hydra options. Parts add theirs by a module `policies.py` with
+POLICIES (`rose.extensions`). Policies of other packages are entry points KIND.NAME of the group
+`rose.policies`, or are named as package.module:Class."""
 
 from __future__ import annotations
 
@@ -9,65 +10,40 @@ from typing import Any, get_type_hints
 import msgspec
 
 from rose import config as cfg
+from rose import extensions
 from rose.config import outside
 from rose.policies.areal import BoundedStaleness
 from rose.policies.carry_over import CarryOver
 from rose.policies.dapo import Dapo
-from rose.policies.elastic import Elastic
-from rose.policies.libra import LibraPlanner, LibraRouting, Mlfq
 from rose.policies.ours import AllIdle, DueFirst, EarliestFinish, OnDemand
 from rose.policies.placement import Rebalance, Stay
 from rose.policies.plain import CacheAffine, Fifo, Fixed, LeastLoaded, RoundRobin
-from rose.policies.prism import Static
-from rose.policies.rlboost import RlBoost
-from rose.policies.rollart import RollArt, TrajectoryAsync
-from rose.policies.rollpacker import TailBatching
 from rose.policies.rose import RoseProvisioning, RoseRouting
-from rose.policies.seer import LongestFirst, Seer
-from rose.policies.serverless import Serverless
-from rose.policies.thunder import ShortestFirst, Thunder
 from rose.policies.verl import OneStepOff, Synchronous
 from rose.scheduler.core import Scheduler
 from rose.scheduler.policies import Batching, Order, Placement, Provisioning, Routing
 
-POLICIES: dict[str, dict[str, type]] = {
+OWN: dict[str, dict[str, type]] = {
     "provisioning": {
         "all_idle": AllIdle,
-        "elastic": Elastic,
         "fixed": Fixed,
-        "libra": LibraPlanner,
         "on_demand": OnDemand,
-        "rlboost": RlBoost,
         "rose": RoseProvisioning,
-        "serverless": Serverless,
-        "static": Static,
     },
     "routing": {
         "cache_affine": CacheAffine,
         "earliest_finish": EarliestFinish,
         "least_loaded": LeastLoaded,
-        "libra": LibraRouting,
-        "rollart": RollArt,
         "rose": RoseRouting,
         "round_robin": RoundRobin,
-        "seer": Seer,
-        "thunder": Thunder,
     },
-    "order": {
-        "due_first": DueFirst,
-        "fifo": Fifo,
-        "longest_first": LongestFirst,
-        "mlfq": Mlfq,
-        "shortest_first": ShortestFirst,
-    },
+    "order": {"due_first": DueFirst, "fifo": Fifo},
     "batching": {
         "bounded_staleness": BoundedStaleness,
         "carry_over": CarryOver,
         "dapo": Dapo,
         "one_step_off": OneStepOff,
         "synchronous": Synchronous,
-        "tail_batching": TailBatching,
-        "trajectory_async": TrajectoryAsync,
     },
     "placement": {"rebalance": Rebalance, "stay": Stay},
 }
@@ -80,6 +56,14 @@ PROTOCOLS: dict[str, type] = {
     "batching": Batching,
     "placement": Placement,
 }
+
+
+def policies(kind: str) -> dict[str, type]:
+    """Return the policies of a kind by name: those of this package and of the parts."""
+    found = dict(OWN[kind])
+    for part in extensions.modules("policies").values():
+        found |= part.POLICIES.get(kind, {})
+    return found
 
 
 def build(config: cfg.Scheduler, turn_timeout_s: float) -> Scheduler:
@@ -97,18 +81,20 @@ def build(config: cfg.Scheduler, turn_timeout_s: float) -> Scheduler:
 
 
 def defaults(kind: str, name: str) -> dict[str, Any]:
-    """Return the default values of the arguments of a policy in POLICIES; {} for other policies."""
-    policy = POLICIES[kind].get(name)
+    """Return the default values of the arguments of one of `policies(kind)`; {} for other
+    policies."""
+    policy = policies(kind).get(name)
     takes = inspect.signature(policy).parameters if policy else {}
     return {key: p.default for key, p in takes.items() if p.default is not p.empty}
 
 
 def _policy(kind: str, chosen: cfg.Policy) -> Any:
-    policy = POLICIES[kind].get(chosen.name) or outside.find(
+    ours = policies(kind)
+    policy = ours.get(chosen.name) or outside.find(
         f"scheduler.{kind}.name",
         chosen.name,
         f"{kind} policy",
-        tuple(sorted(POLICIES[kind])),
+        tuple(sorted(ours)),
         "rose.policies",
         f"{kind}.",
     )

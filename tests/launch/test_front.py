@@ -196,7 +196,7 @@ def test_hybrid_engines_need_a_policy_that_says_when_they_work_also_one_of_other
     with pytest.raises(ConfigError, match=r"plain:Fixed'.*rollout\.hybrid=1.*joins_resting"):
         front.check(tree)
     tree["scheduler"]["provisioning"] |= {
-        "name": "rose.policies.rlboost:RlBoost",
+        "name": "rose.parts.rivals.rlboost:RlBoost",
         "args": {"initial_s": 1.0, "minimum_s": 0.0},
     }
     front.check(tree)

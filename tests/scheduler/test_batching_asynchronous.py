@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rose.parts.rivals.rollart import TrajectoryAsync
 from rose.policies.areal import BoundedStaleness
-from rose.policies.rollart import TrajectoryAsync
 from tests.scheduler.batches import Trainer
 
 

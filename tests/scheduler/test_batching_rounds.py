@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rose.parts.rivals.rollpacker import TailBatching
 from rose.policies.dapo import Dapo
-from rose.policies.rollpacker import TailBatching
 from rose.policies.verl import OneStepOff, Synchronous
 from rose.scheduler import events as ev
 from tests.scheduler.batches import Trainer

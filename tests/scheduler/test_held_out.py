@@ -2,7 +2,7 @@
 
 import pytest
 
-from rose.policies import thunder
+from rose.parts.rivals import thunder
 from rose.policies.registry import POLICIES
 from rose.scheduler import events as ev
 from tests.scheduler.test_scheduler import end, join, make

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose.policies.causal_tree import GENERATION, WINDOW, CausalTree
-from rose.policies.libra import Mlfq
+from rose.parts.rivals.causal_tree import GENERATION, WINDOW, CausalTree
+from rose.parts.rivals.libra import Mlfq
+from rose.parts.rivals.seer import LongestFirst
 from rose.policies.plain import Fixed, LeastLoaded
-from rose.policies.seer import LongestFirst
 from rose.policies.verl import Synchronous
 from rose.scheduler import events as ev
 from rose.scheduler.core import Scheduler

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rose.config import Policy
 from rose.config import Scheduler as SchedulerConfig
 from rose.policies import build
-from rose.policies.registry import POLICIES
+from rose.policies.registry import PROTOCOLS, policies
 from tests.scheduler.driver import KINDS, WHOLE_KV, Driver
 
 CONF = Path(__file__).parents[2] / "conf" / "scheduler"
@@ -29,7 +29,7 @@ STALENESS = {  # a policy's bound in versions, or the argument with it; 0: only 
     "synchronous": 0,
     "tail_batching": 0,
 }
-EVERY = [(kind, name) for kind, known in POLICIES.items() for name in sorted(known)]
+EVERY = [(kind, name) for kind in PROTOCOLS for name in sorted(policies(kind))]
 
 
 def policy(kind, name):
@@ -112,8 +112,8 @@ def test_no_trajectory_is_lost_or_counted_twice_and_a_replay_repeats_every_decis
     kind, name, data
 ):
     names = {
-        k: name if k == kind else data.draw(st.sampled_from(sorted(known)), k)
-        for k, known in POLICIES.items()
+        k: name if k == kind else data.draw(st.sampled_from(sorted(policies(k))), k)
+        for k in PROTOCOLS
     }
     queue_depth = data.draw(st.sampled_from([0.0, 0.5]), "queue depth")
     lengths = data.draw(st.lists(st.integers(0, 79), min_size=1, max_size=12), "lengths")

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rose.parts.rivals.rollart import TrajectoryAsync
+from rose.parts.rivals.rollpacker import TailBatching
 from rose.policies.areal import BoundedStaleness
 from rose.policies.carry_over import CarryOver
 from rose.policies.dapo import Dapo
 from rose.policies.registry import POLICIES
-from rose.policies.rollart import TrajectoryAsync
-from rose.policies.rollpacker import TailBatching
 from rose.policies.verl import OneStepOff, Synchronous
 from rose.scheduler import events as ev
 from tests.scheduler.batches import Trainer

@@ -6,7 +6,7 @@ from rose.config import ConfigError, Policy
 from rose.config import Scheduler as SchedulerConfig
 from rose.policies import build
 from rose.scheduler import events as ev
-from tests.scheduler.test_rival_routing import end, join, lend, make, where
+from tests.parts.rivals.test_rival_routing import end, join, lend, make, where
 
 BUFFER = 100  # KV tokens reserved for each active program
 

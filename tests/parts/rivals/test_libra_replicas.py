@@ -7,7 +7,7 @@ import pytest
 
 from rose.config import ConfigError
 from rose.scheduler import events as ev
-from tests.scheduler.test_rival_provisioning import finish, join, load, make, work
+from tests.parts.rivals.test_rival_provisioning import finish, join, load, make, work
 
 PERIOD, TURNS, TOKENS = 2, 6, 100
 TRAINED = 600  # tokens of each step

@@ -7,8 +7,8 @@ import pytest
 
 from rose.config import ConfigError, Policy
 from rose.config import Scheduler as SchedulerConfig
+from rose.parts.rivals.libra import Measured, makespan
 from rose.policies import build
-from rose.policies.libra import Measured, makespan
 from rose.policies.ours import CALM
 from rose.scheduler import events as ev
 

@@ -4,7 +4,7 @@ import pytest
 
 from rose.config import ConfigError
 from rose.scheduler import events as ev
-from tests.scheduler import test_rival_provisioning as rivals
+from tests.parts.rivals import test_rival_provisioning as rivals
 
 ARGS = {**rivals.ROSE | {"n_serving": 0}, **{"hybrid_wait_s": 10.0, "gain": 0.05, "switch_s": 1.0}}
 # (degree, step_s, sequence_s): with one sequence a wide engine is faster than a narrow one, with

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from rose.policies.causal_tree import Levels
+from rose.parts.rivals.causal_tree import Levels
 from rose.scheduler.events import (
     Action,
     Event,
@@ -28,7 +28,7 @@ from rose.scheduler.state import Cluster, TurnState, WorkerState
 class Mlfq:
     """Multi-level feedback queue whose levels follow from tool outcomes instead of a length
     prediction (Libra, arXiv 2606.03077, C-MLFQ; the authors' code, github.com/NetX-lab/Libra).
-    `rose.policies.causal_tree.Levels` says how a trajectory moves between levels.
+    `rose.parts.rivals.causal_tree.Levels` says how a trajectory moves between levels.
 
     `limits` are the tokens of each level but the last; Libra's code has short (5,000) and long.
     There the levels are buckets of engines, which is `routing=libra`. As an order, `first=short` is
@@ -61,10 +61,10 @@ class LibraRouting:
     a trajectory between them (Libra, arXiv 2606.03077, C-MLFQ; the authors' code,
     github.com/NetX-lab/Libra).
 
-    `rose.policies.causal_tree.Levels` gives the bucket; a trajectory without evidence stays. In its
-    bucket a turn goes to the worker with its prefix cached, else to the least loaded. If the bucket
-    has no room it goes to a longer one, then to a shorter one (Libra's fallback: the other buckets,
-    then any).
+    `rose.parts.rivals.causal_tree.Levels` gives the bucket; a trajectory without evidence stays. In
+    its bucket a turn goes to the worker with its prefix cached, else to the least loaded. If the
+    bucket has no room it goes to a longer one, then to a shorter one (Libra's fallback: the other
+    buckets, then any).
 
     `limits` are the tokens of each bucket but the last, 5,000 in Libra's code. `shares` are the
     buckets' shares of the workers, which are distributed as they join; ours. Libra's buckets are
