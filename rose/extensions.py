@@ -6,6 +6,8 @@ A part adds by a module with one of these names:
                 `GROUPS`: overrides that these modes need, as sim=default. `SECTION`: the section of
                 conf/ that only these modes read. `main(trees, console, command)`: runs the composed
                 trees of a command line and returns the exit code; raises `ConfigError`.
+    envs/       Environments, one file each (rose/agent/envs).
+    doctor.py   `findings()`: what `rose doctor` reports of this machine for the part.
     policies.py `POLICIES`: scheduling policies by kind, and by name.
 
 Left out: other packages' entry points (rose/config/outside.py).

@@ -153,10 +153,10 @@ def compose(conf: Path, arguments: list[str]) -> list[dict]:
     if not any(word.startswith(("-", "hydra.")) for word in arguments):
         # A single point is composed here. `hydra.main` would do it twice, first for hydra.mode.
         with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
-            return [_own_sections(errors.to_tree(hydra.compose("config", arguments)))]
+            return [own_sections(errors.to_tree(hydra.compose("config", arguments)))]
 
     def collect(composed) -> None:
-        tree = _own_sections(errors.to_tree(composed))
+        tree = own_sections(errors.to_tree(composed))
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             tree["name"] = point_name(tree["name"], list(HydraConfig.get().overrides.task), swept)
         trees.append(tree)
@@ -187,7 +187,7 @@ def _groups_of_mode(arguments: list[str]) -> tuple[str, ...]:
     return next((part.GROUPS for mode, part in extensions.modes().items() if mode in asked), ())
 
 
-def _own_sections(tree: dict) -> dict:
+def own_sections(tree: dict) -> dict:
     """Return the tree without the sections that only other modes read. An experiment with values
     for a simulation can be trained, too."""
     sections = {mode: part.SECTION for mode, part in extensions.modes().items()}

@@ -31,9 +31,9 @@ import msgspec
 
 from rose.config import ConfigError
 from rose.engine import plugin, start
-from rose.lending import settings
-from rose.lending.operator import operate
-from rose.lending.rank.lender import Lender
+from rose.parts.lending import settings
+from rose.parts.lending.operator import operate
+from rose.parts.lending.rank.lender import Lender
 
 
 def main(arguments: list[str]) -> int:
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
             return Lender(run_dir, overrides).run()
         measured = None
         if serving.lending.profile is not None:
-            from rose.lending import device_profile
+            from rose.parts.lending import device_profile
 
             measured = device_profile.load(serving.lending.profile)
         serving = msgspec.structs.replace(serving, online=start.online_folder(serving.online))

@@ -57,14 +57,14 @@ from rich.table import Table
 from rose import config, models
 from rose import protocol as p
 from rose.agent.chat import ChatFormat
-from rose.agent.envs.agent import Agent
 from rose.agent.envs.base import Action, Step
 from rose.agent.envs.frozen_lake import FrozenLake
-from rose.agent.gateway.run import run_agent
-from rose.agent.gateway.server import Gateway
-from rose.agent.gateway.session import Session
 from rose.agent.loop import run_trajectory
 from rose.observe.metrics import read_metrics, rows_of
+from rose.parts.adapters.envs.agent import Agent
+from rose.parts.adapters.gateway.run import run_agent
+from rose.parts.adapters.gateway.server import Gateway
+from rose.parts.adapters.gateway.session import Session
 from rose.reward.episode import Episode
 
 NEW = 16  # new tokens of a turn

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 from rich.table import Table
 
-from rose.sandbox import Sandbox, Spec
-from rose.sandbox.probe import AUTO, BACKENDS, close
+from rose.parts.sandbox import Sandbox, Spec
+from rose.parts.sandbox.probe import AUTO, BACKENDS, close
 
 WAIT_S = 60.0
 FILES = "for i in $(seq 20); do echo $i > f$i; done"

@@ -23,9 +23,9 @@ from bench_coserving_tables import ALONE, OURS, Run, Slo, percentile, slo_of
 from harness import REPOSITORY, Failed, configured
 from live_runs import Stolen, wait_for_calm
 
-from rose.lending import board
-from rose.lending.vllm import device
 from rose.models import cache_dir
+from rose.parts.lending import board
+from rose.parts.lending.vllm import device
 from rose.parts.simulator import traces
 
 # scenario -> (server, rollout side)
@@ -62,7 +62,7 @@ class Options:
     # Factor of the trace's prompt lengths. A prompt then costs several decode steps, as on a GPU.
     prompt_scale: float = 0.4
     output_scale: float = 0.05
-    # File that rose.lending.profile wrote for these models and this core; measured if empty.
+    # File that rose.parts.lending.profile wrote for these models and this core; measured if empty.
     profile: str = ""
     concurrency: int = 32  # concurrent turns of R
     kv_mib: float = 64.0  # MiB of KV memory of the device
@@ -142,7 +142,7 @@ class Bench:
         if kind == "priority":
             args["scheduling_policy"] = "priority"
         if kind == "ours":
-            args["scheduler_cls"] = "rose.lending.vllm.online.scheduler"
+            args["scheduler_cls"] = "rose.parts.lending.vllm.online.scheduler"
             args["worker_extension_cls"] = "rose.engine.kv_worker.KvWorker"
             env |= self._lends()
         made = Server(
@@ -161,7 +161,7 @@ class Bench:
         else:
             kind, engine_args = "engine", {}
             if name == "ours":
-                engine_args["scheduler_cls"] = "rose.lending.vllm.rollout.scheduler"
+                engine_args["scheduler_cls"] = "rose.parts.lending.vllm.rollout.scheduler"
                 env |= self._lends()
             job |= {
                 "model": str(model(options.rollout_model, 1)),
@@ -227,7 +227,14 @@ class Bench:
     def _measure_profile(self, file: Path) -> None:
         options = self.options
         command = [
-            *["taskset", "-c", str(options.device), sys.executable, "-m", "rose.lending.profile"],
+            *[
+                "taskset",
+                "-c",
+                str(options.device),
+                sys.executable,
+                "-m",
+                "rose.parts.lending.profile",
+            ],
             f"out={file}",
             f"seconds={PROFILE_S}",
             f"model={model(options.rollout_model, 1)}",

@@ -23,7 +23,7 @@ import psutil
 from harness import Child, free_port
 
 from rose.engine.start import environment
-from rose.lending import board
+from rose.parts.lending import board
 
 START_S, ANSWER_S, END_S = 300.0, 60.0, 10.0
 LEAVE_S = 5.0  # seconds for the other processes of a group after its first has ended

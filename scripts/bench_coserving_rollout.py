@@ -23,7 +23,7 @@ from harness import answers, configured
 
 from rose import protocol
 from rose.engine import plugin
-from rose.lending.vllm import priority
+from rose.parts.lending.vllm import priority
 
 # vLLM's priority of turns on a server that serves both sides. Users' requests have 0 and go first.
 PRIORITY = 1000
@@ -93,7 +93,9 @@ class EngineLoop(Loop):
         args = job["engine_args"]
         rollout = msgspec.structs.replace(config.rollout, engine_args=args)
         if plugin.FOLDER in os.environ:
-            os.nice(priority.NICE)  # nice value of a borrowed rank, see rose.lending.rank.member
+            os.nice(
+                priority.NICE
+            )  # nice value of a borrowed rank, see rose.parts.lending.rank.member
         self._number = 0
         self._engine = await Engine.start(job["model"], rollout, config.model, seed=job["seed"])
         return {"ready": True, "engine": self._engine.pid}

@@ -176,7 +176,7 @@ def profile(
     command = [
         sys.executable,
         "-m",
-        "rose.lending.profile",
+        "rose.parts.lending.profile",
         f"out={file}",
         f"seconds={options.profile_s}",
         f"model={model}",

@@ -42,9 +42,9 @@ from harness import configured
 from rich.console import Console
 from rich.table import Table
 
-from rose.sandbox import Sandbox, SandboxError, Spec
-from rose.sandbox.inspector import NONE, Inspector
-from rose.sandbox.probe import close
+from rose.parts.sandbox import Sandbox, SandboxError, Spec
+from rose.parts.sandbox.inspector import NONE, Inspector
+from rose.parts.sandbox.probe import close
 
 WAIT_S = 60.0
 LOOKS = 50

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from rose.agent.chat import ChatFormat
 from rose.agent.envs import _ladder
-from rose.agent.envs.terminal import BASH
 from rose.config import Model
 from rose.models import resolve
+from rose.parts.sandbox.envs.terminal import BASH
 
 RUNGS = ("print", "replace")  # alternating; "find" would have folders of the same names
 SEEN_TURNS = 2

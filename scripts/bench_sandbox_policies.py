@@ -18,10 +18,10 @@ from pathlib import Path
 
 from bench_sandbox_episodes import Episode, Scripted, Turn
 
-from rose.sandbox import Sandbox, SandboxError, Spec
-from rose.sandbox.checkpointer import CLASSIFIED, FULL, Checkpointer, restore
-from rose.sandbox.engine import Engine
-from rose.sandbox.inspector import FILES, NONE, PROCESS
+from rose.parts.sandbox import Sandbox, SandboxError, Spec
+from rose.parts.sandbox.checkpointer import CLASSIFIED, FULL, Checkpointer, restore
+from rose.parts.sandbox.engine import Engine
+from rose.parts.sandbox.inspector import FILES, NONE, PROCESS
 
 WAIT_S = 120.0
 KEPT = 1000  # turns kept of a sandbox, more than any episode has

@@ -143,14 +143,14 @@ def overrides(report: Report) -> list[str]:
 
 
 def profile(report: Report) -> None:
-    """Run rose.lending.profile as an operator does in the documented first step."""
+    """Run rose.parts.lending.profile as an operator does in the documented first step."""
     out = report.folder / "profile.json"
     if out.exists():  # written by another check
         out.unlink()
     words = [
         sys.executable,
         "-m",
-        "rose.lending.profile",
+        "rose.parts.lending.profile",
         f"out={out}",
         f"seconds={report.sizes.profile_s:g}",
         f"model={folder(report)}",
@@ -161,7 +161,7 @@ def profile(report: Report) -> None:
     done = subprocess.run(words, cwd=REPOSITORY, env=env, stdin=subprocess.DEVNULL)
     if done.returncode:
         raise RuntimeError(
-            f"rose.lending.profile ended with {done.returncode}; its words are in the log"
+            f"rose.parts.lending.profile ended with {done.returncode}; its words are in the log"
         )
     report.figure("the whole command", time.monotonic() - began, "s")
     found = json.loads(out.read_text(encoding="utf-8"))
@@ -198,10 +198,10 @@ class Both:
     """S, R and the operator's board, all started by this process."""
 
     def __init__(self, report: Report, config, measured: dict[str, Any]) -> None:
-        from rose.lending import board
-        from rose.lending.operator.control import ControlBoard
-        from rose.lending.operator.server import OnlineServer
-        from rose.lending.vllm import device
+        from rose.parts.lending import board
+        from rose.parts.lending.operator.control import ControlBoard
+        from rose.parts.lending.operator.server import OnlineServer
+        from rose.parts.lending.vllm import device
 
         self.report, self.config = report, config
         self.boards = board.folder(f"gpu-check-{os.getpid()}")
@@ -222,10 +222,10 @@ class Both:
         self.refused: list[str] = []
 
     async def start(self) -> None:
-        """Start S, then R, as rose.lending.operator.operate starts them."""
+        """Start S, then R, as rose.parts.lending.operator.operate starts them."""
         from rose.engine.vllm_engine import Engine
-        from rose.lending.operator import operate
-        from rose.lending.operator.server import FREE_SHARE
+        from rose.parts.lending.operator import operate
+        from rose.parts.lending.operator.server import FREE_SHARE
 
         self.tasks = [
             asyncio.create_task(work)
@@ -268,7 +268,7 @@ class Both:
         return time.monotonic() - began
 
     def board(self, name: str) -> Any:
-        from rose.lending.operator import metrics
+        from rose.parts.lending.operator import metrics
 
         return getattr(metrics.read(self.boards), name)
 
@@ -493,7 +493,7 @@ CHECKS = (
     ),
     Check(
         "profile",
-        "python -m rose.lending.profile: step times of both engines, alone and together",
+        "python -m rose.parts.lending.profile: step times of both engines, alone and together",
         profile,
         {"cuda": GPU, "cpu": CPU},
         360.0,

@@ -7,7 +7,7 @@
 #   iproute2, procps                   make the hosts of tests/comm/test_address.py; end processes
 #   e2fsprogs                          makes the small disks of tests/disk.py
 #   Slurm, munge and MariaDB           slurm/dev_cluster.sh
-#   CRIU and gVisor                    tests/sandbox/test_capture.py; they have folders of their own
+#   CRIU and gVisor                    tests/parts/sandbox/test_capture.py; they have folders of their own
 # With the argument `compiler` it looks after the first of these alone.
 set -eu
 
@@ -67,6 +67,6 @@ if [ -n "$missing" ]; then
 fi
 [ "${1:-}" != compiler ] || exit 0
 for program in criu runsc; do # without them everything else can be tested
-    "$(dirname "$0")/get_$program.sh" || echo "make test: no $program: tests/sandbox/test_capture.py will fail" >&2
+    "$(dirname "$0")/get_$program.sh" || echo "make test: no $program: tests/parts/sandbox/test_capture.py will fail" >&2
 done
 exec "$(dirname "$0")/../slurm/dev_cluster.sh" install

@@ -30,8 +30,8 @@ from harness import REPOSITORY, stop
 
 from rose.coordinator import journal
 from rose.engine import plugin
-from rose.lending.profile import stolen_s
 from rose.observe.metrics import read_metrics, rows_of
+from rose.parts.lending.profile import stolen_s
 from rose.scheduler import events as ev
 
 ENGINE = "VLLM::EngineCore"  # vLLM's name for the process that computes
@@ -44,7 +44,7 @@ CALM = 0.05
 WATCH_S, PATIENCE_S = (5.0, 600.0)
 V2, V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/cpu")
 # Like vLLM's own scheduler where no device is shared, but able to log its steps.
-SCHEDULER = "rose.lending.vllm.rollout.scheduler"
+SCHEDULER = "rose.parts.lending.vllm.rollout.scheduler"
 ALIKE = (
     "eval.episodes=0",
     "observe.terminal=false",

@@ -44,7 +44,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from rose.agent.envs import _ladder
 from rose.agent.envs.base import Action, ToolCall
 from rose.agent.envs.frozen_lake import DIRECTIONS, FrozenLake
-from rose.agent.envs.terminal import BASH
+from rose.parts.sandbox.envs.terminal import BASH
 
 FIRST_SEED = 2**63
 SPECIAL = END, TURN_START, TURN_END = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

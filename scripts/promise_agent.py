@@ -18,8 +18,8 @@ from openai import AsyncOpenAI
 from promise_client import client
 
 from rose.agent.envs import _ladder
-from rose.agent.envs.terminal import BASH
-from rose.sandbox import Sandbox, Spec
+from rose.parts.sandbox import Sandbox, Spec
+from rose.parts.sandbox.envs.terminal import BASH
 
 CALLS = 3
 COMMAND_S, OUTPUT_BYTES = 10.0, 200

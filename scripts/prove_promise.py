@@ -53,9 +53,9 @@ from promise_run import GROUP, MODEL, Plan, core, machine, run
 
 from rose.files import write_whole
 from rose.models import resolve
+from rose.parts.sandbox import SandboxError
+from rose.parts.sandbox.probe import choose
 from rose.parts.simulator.traces import TraceError, read
-from rose.sandbox import SandboxError
-from rose.sandbox.probe import choose
 
 RESULTS = REPOSITORY / "docs" / "results" / "promise"
 FORECAST = "forecast"  # the word of --only for the simulator's part

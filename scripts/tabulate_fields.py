@@ -9,7 +9,7 @@ from types import ModuleType
 
 from csv_tables import REPOSITORY, put
 
-from rose.agent.gateway.server import ROUTES
+from rose.parts.adapters.gateway.server import ROUTES
 
 PAGE = REPOSITORY / "docs" / "agents.md"
 

@@ -33,6 +33,7 @@ from hypothesis import settings
 from omegaconf import DictConfig, OmegaConf
 
 from rose import config as configuration
+from rose.front import own_sections
 from rose.processes import importing
 from tests.installed import Installed
 
@@ -44,7 +45,14 @@ settings.load_profile("rose")
 CONF = Path(__file__).resolve().parents[1] / "conf"
 # Folders whose slow tests take longest, which begin first, so that two processes end together.
 SLURM = "tests/slurm"
-LONGEST = (SLURM, "tests/job", "tests/scripts", "tests/engine", "tests/trainer", "tests/lending")
+LONGEST = (
+    SLURM,
+    "tests/job",
+    "tests/scripts",
+    "tests/engine",
+    "tests/trainer",
+    "tests/parts/lending",
+)
 
 
 def pytest_configure():
@@ -121,7 +129,7 @@ def compose_tree(*overrides: str) -> dict:
     """conf/ with these overrides, as plain containers. Hydra composes each choice of groups once (a
     third of a second); single keys (`a.b=1`, `+a.b=1`, `~a.b`) are set afterwards, which is Hydra's
     order too."""
-    return pickle.loads(_changed(overrides))
+    return own_sections(pickle.loads(_changed(overrides)))
 
 
 # As nvidia-smi -L prints it on a box of eight.

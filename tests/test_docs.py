@@ -148,9 +148,11 @@ def test_commands_are_accepted(page, run, reader, monkeypatch):
     for path in ("beside.jsonl", "my-model"):
         if f"={path}" in " ".join(run):
             make(folder, path)
-    monkeypatch.setattr("rose.agent.envs.openenv._schema", lambda *_: {})  # no server is here
     monkeypatch.setattr(
-        "rose.agent.envs.verifiers._load", lambda *_: {"tasks": ""}
+        "rose.parts.adapters.envs.openenv._schema", lambda *_: {}
+    )  # no server is here
+    monkeypatch.setattr(
+        "rose.parts.adapters.envs.verifiers._load", lambda *_: {"tasks": ""}
     )  # nor the library
     # As in an activated environment; Debian has no `python` elsewhere.
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")

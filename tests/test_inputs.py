@@ -10,10 +10,10 @@ import pytest
 from rose import config as configuration
 from rose import inputs
 from rose.agent import envs
-from rose.agent.envs import _tasks
-from rose.agent.envs.agent import Agent, _lines
 from rose.config import ConfigError
 from rose.launch import local, resume
+from rose.parts.adapters.envs.agent import Agent, _lines
+from rose.parts.sandbox.envs import _tasks
 from rose.reward import function, scorers
 
 

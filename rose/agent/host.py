@@ -7,6 +7,7 @@ does not notice when engines join or leave in between.
 from __future__ import annotations
 
 import asyncio
+import pkgutil
 import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -15,21 +16,17 @@ from pathlib import Path
 
 import msgspec
 
-from rose import processes
 from rose import protocol as p
 from rose.agent.blocked import Blocked, LoopWatch, called
 from rose.agent.chat import ChatFormat
 from rose.agent.envs import _workers, build, check
-from rose.agent.envs.agent import Agent
+from rose.agent.envs.base import player_of, store_of
 from rose.agent.forks import Fork, Forks
-from rose.agent.gateway.program import HOST
-from rose.agent.gateway.run import remove_stale, run_agent
-from rose.agent.gateway.server import Gateway
-from rose.agent.gateway.watchdog import Watchdog
 from rose.agent.guard import EnvironmentFailure, ScoringFailure, TaskFailure
 from rose.agent.loop import run_trajectory
 from rose.agent.moves import Moves
 from rose.agent.own_time import OwnTime
+from rose.agent.playing import Player, Store
 from rose.agent.scoring import Scoring
 from rose.agent.snapshots import Snapshot, Snapshots
 from rose.comm.tasks import Tasks
@@ -39,8 +36,6 @@ from rose.launch.layout import layout
 from rose.models import resolve
 from rose.observe.failed import Keeper
 from rose.observe.recorder import NullRecorder
-from rose.sandbox import SandboxError
-from rose.sandbox.engine import Engine
 
 TASK_CHARACTERS = 200  # most characters of a task's name; the remainder is cut
 STORE_S = 60.0  # most seconds to store the remaining checkpoints of sandboxes when the host ends
@@ -64,7 +59,7 @@ class TrajectoryHost:
         recorder: NullRecorder,
         scoring: Scoring | None = None,
         snapshots: Snapshots | None = None,
-        checkpoints: Engine | None = None,
+        checkpoints: Store | None = None,
         moves: Moves | None = None,
         failed: Keeper | None = None,
     ) -> None:
@@ -83,9 +78,7 @@ class TrajectoryHost:
         self._turns: dict[str, asyncio.Future[p.TurnResult]] = {}
         self._own: dict[str, OwnTime] = {}  # clocks of the running trajectories' own time
         self._forks = Forks()
-        self._gateways: dict[str, Gateway] = {}  # gateways by the address that they listen on
-        self._opening = asyncio.Lock()
-        self._watchdog: Watchdog | None = None
+        self._players: dict[str, Player] = {}  # by module:Class
         self._ending = False  # True once this process got SIGTERM: the job ends
 
     def end_told(self) -> None:
@@ -199,9 +192,9 @@ class TrajectoryHost:
         except (ConfigError, Blocked) as error:
             # The launcher could build it, so the fault may be temporary, and a replacement may run.
             raise EnvironmentFailure(start.id, str(error)) from error
-        if self._checkpoints is not None and hasattr(environment, "keep_checkpoints"):
+        if self._checkpoints is not None and store_of(environment) is not None:
             await asyncio.to_thread(self._snapshots.expect, start.id)
-            environment.keep_checkpoints(self._checkpoints, start.id, c.sandbox.checkpoints)
+            environment.keep_checkpoints(self._checkpoints, start.id)
         if self._moves is not None:
             self._moves.begin(start.id, environment)
         rest = (
@@ -218,9 +211,10 @@ class TrajectoryHost:
             async with OwnTime(start.id, member.trajectory_timeout_s, key) as own:
                 self._own[start.id] = own
                 _workers.QUEUED.set(own.paused)
-                if isinstance(environment, Agent):
-                    gateway = await self._gateway(environment.listen, key)
-                    made = await run_agent(start, environment, gateway, *rest)
+                if (kind := player_of(environment)) is not None:
+                    if kind not in self._players:
+                        self._players[kind] = pkgutil.resolve_name(kind)(c)
+                    made = await self._players[kind].play(start, environment, *rest)
                 else:
                     forks = self._forks if c.rollout.branch.ways else None
                     waits = None if fork is None else asyncio.ensure_future(own.waiting(fork))
@@ -234,28 +228,9 @@ class TrajectoryHost:
         task = _task_name(environment, start.env_seed, limit_s)
         return msgspec.structs.replace(made, task=task)
 
-    async def _gateway(self, address: str, key: str) -> Gateway:
-        """Return the gateway at `address`; the first call opens it. Raises `ConfigError`."""
-        async with self._opening:
-            if address not in self._gateways:
-                gateway = Gateway(self._config.model.name)
-                try:
-                    await gateway.open(address)
-                except OSError as error:
-                    raise ConfigError(
-                        f"{key}.args.listen={address!r}: the gateway can't listen there: {error}"
-                    ) from None
-                await asyncio.to_thread(remove_stale)
-                self._gateways[address] = gateway
-                self._watchdog = self._watchdog or Watchdog(HOST)
-                processes.adopt_orphans()  # agents may leave processes behind
-            return self._gateways[address]
-
     async def close(self) -> None:
-        for gateway in self._gateways.values():
-            await gateway.close()
-        if self._watchdog is not None:
-            await asyncio.to_thread(self._watchdog.close)
+        for player in self._players.values():
+            await player.close()
         if self._failed is not None:
             await asyncio.to_thread(self._failed.close)
         if self._checkpoints is not None:
@@ -294,27 +269,15 @@ def _task_name(environment: object, seed: int, limit_s: float) -> str:
     return name[:TASK_CHARACTERS].encode("utf-8", "backslashreplace").decode()
 
 
-async def open_checkpoints(
-    config: Config, snapshots: Path, recorder: NullRecorder
-) -> Engine | None:
-    """Open the engine that stores the states of this host's sandboxes while their trajectories have
-    a folder in `snapshots`. None if sandbox.checkpoints=none. Raises `ConfigError`."""
-    c = config.sandbox
-    if c.checkpoints == "none":
-        return None
-    # Runs that share a store use the same trajectory ids, so each run has a folder of its own.
-    run = "_".join(config.run_dir.resolve().parts[1:])
-    store = Path(c.store) / run if c.store else config.run_dir / "sandboxes"
-    local = Path(c.local) if c.local else None
-    sizes = (c.bytes_per_s, c.memory_mib, c.keep)
-    try:
-        return await Engine(
-            store, local, *sizes, lambda name: (snapshots / name).exists(), recorder.counter
-        ).open()
-    except SandboxError as error:
-        raise ConfigError(
-            f"sandbox.store={c.store!r}, sandbox.local={c.local!r}: {error}"
-        ) from None
+async def open_store(config: Config, snapshots: Path, recorder: NullRecorder) -> Store | None:
+    """Open the store of states of this run's environments, which it keeps while their trajectories
+    have a folder in `snapshots`. None if they have no store, or the configuration wants no
+    checkpoints. Raises `ConfigError`."""
+    for _, member in config.environments.values():
+        opened = store_of(build(member))
+        if opened is not None:
+            return await opened(config, snapshots, recorder)
+    return None
 
 
 async def run(
@@ -337,7 +300,7 @@ async def run(
         (turns, tokens), earlier = snapshot.made, snapshot.attempt != attempt
         send(COORDINATOR, p.TrajectoryResumed(snapshot.start.id, turns, tokens, earlier))
 
-    if (checkpoints := await open_checkpoints(config, folder, recorder)) is not None:
+    if (checkpoints := await open_store(config, folder, recorder)) is not None:
         tasks.spawn(checkpoints.sweep())
     moves = Moves(rank, lambda m: send(COORDINATOR, m)) if config.moves_trajectories else None
     pools = [rank.rank for rank in layout(config) if rank.role is p.Role.REWARD]

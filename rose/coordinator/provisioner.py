@@ -23,7 +23,7 @@ from rose.scheduler import events as ev
 POLL_S = 5.0  # seconds between two queries of Slurm, each about all jobs
 COMMAND_S = 60.0  # seconds that sbatch or scancel may take
 # kind of job -> the module that submits one
-PROGRAMS = {lent.ENGINES: "rose.lending.rank.job", lent.REWARDS: "rose.reward.job"}
+PROGRAMS = {lent.ENGINES: "rose.parts.lending.rank.job", lent.REWARDS: "rose.reward.job"}
 
 
 @dataclass

@@ -71,7 +71,7 @@ def examine(c: Config, folder: Path) -> Iterator[Finding]:
     checks: list[Callable[[], list[Finding]]] = [
         lambda name=name: [machine.package(name)] for name in machine.PACKAGES
     ]
-    checks += [lambda: machine.gpus(c), lambda: [*machine.sandboxes(), *machine.tasks(c)]]
+    checks += [lambda: machine.gpus(c), lambda: [*machine.parts(), *machine.tasks(c)]]
     if c.cluster.kind == "slurm":
         checks.append(lambda: slurm.examine(c, shared))
     else:

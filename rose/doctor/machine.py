@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rose import sandbox
+from rose import extensions
 from rose.agent.envs import build
 from rose.config import Config, ConfigError
 from rose.doctor import devices
@@ -66,10 +66,9 @@ def file_system(folder: Path) -> Finding:
     return Finding("warning", part, words, "weights and checkpoints will take their time")
 
 
-def sandboxes() -> list[Finding]:
-    """Try the backends of env=terminal, each by starting a sandbox. If none works that is only a
-    warning, since no other environment needs one."""
-    return of_backends(sandbox.describe())
+def parts() -> list[Finding]:
+    """Return what the parts of ROSE report of this machine."""
+    return [each for part in extensions.modules("doctor").values() for each in part.findings()]
 
 
 def tasks(c: Config) -> list[Finding]:
@@ -88,23 +87,6 @@ def tasks(c: Config) -> list[Finding]:
             findings.append(Finding("failed", part, "; ".join(wrong[:8]) + more))
         elif count:
             findings.append(Finding("ok", part, "the tests of each end, and want something done"))
-    return findings
-
-
-def of_backends(found: list[sandbox.Found]) -> list[Finding]:
-    works = [each for each in found if not each.problem]
-    findings = []
-    for each in found:
-        part = f"sandboxes, {each.backend}"
-        if each.problem and not works:
-            findings.append(Finding("warning", part, each.problem, "env=terminal can't run here"))
-        elif each.problem:  # Only the loss of the best backend is a warning.
-            state = "warning" if each is found[0] else "ok"
-            findings.append(Finding(state, part, f"not used: {each.problem}"))
-        else:
-            state = "warning" if each.lacking else "ok"
-            first = " (backend=auto takes it)" if each is works[0] else ""
-            findings.append(Finding(state, part, each.words + first, "; ".join(each.lacking)))
     return findings
 
 

@@ -22,7 +22,7 @@ from rose.engine.drafts import EXTENSION
 # Names that engines, schedulers and commands agree on.
 # Environment variable with the folder of a device's boards; set where engines share a device.
 FOLDER = "ROSE_COSERVING"
-CONFIG = "config.json"  # file in that folder, read by `rose.lending.vllm.device.Device`
+CONFIG = "config.json"  # file in that folder, read by `rose.parts.lending.vllm.device.Device`
 # Environment variable with a file to which an engine appends each step as a line of JSON.
 STEPS = "ROSE_COSERVING_STEPS"
 # vLLM's stop_reason of a request that our scheduler evicted to free memory or time.

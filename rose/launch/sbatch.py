@@ -67,7 +67,7 @@ def script(c: Config, ranks: Sequence[Rank], run_dir: Path, warning_s: int | Non
 
 def lend_script(c: Config, run_dir: Path, name: str) -> str:
     """Return the batch script of a job that lends the run one more engine
-    (rose/lending/rank/job.py); `run_dir` is absolute."""
+    (rose/parts/lending/rank/job.py); `run_dir` is absolute."""
     return helper_script(c, "borrowed", c.rollout.tensor_parallel, run_dir, name)
 
 

@@ -1,8 +1,8 @@
 """Show the serving side in a run's report: what each lending device kept for its users, and lent.
 
-The operator's process beside an online server (rose/lending/operator/operate.py) writes `lent.json`
-and a page of its own into OUTPUT_DIR/serving/RUN-HOST-N. Left out: ranks without an online server
-beside them.
+The operator's process beside an online server (rose/parts/lending/operator/operate.py) writes
+`lent.json` and a page of its own into OUTPUT_DIR/serving/RUN-HOST-N. Left out: ranks without an
+online server beside them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ LATENCIES = {
 
 
 def read(run_dir: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """Return (folder, `rose.lending.operator.report.summary`) for each device that lent itself to
-    this run."""
+    """Return (folder, `rose.parts.lending.operator.report.summary`) for each device that lent
+    itself to this run."""
     run_dir = Path(run_dir).resolve()
     found = []
     for path in sorted((run_dir.parent / "serving").glob(f"{glob.escape(run_dir.name)}-*/{LENT}")):

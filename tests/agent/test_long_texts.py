@@ -12,12 +12,12 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from rose.agent import chat as chat_module
 from rose.agent.chat import _longest_token
 from rose.agent.envs.base import Start, Step
-from rose.agent.gateway.history import Call, Message
-from rose.agent.gateway.session import ApiError, Query, Session
 from rose.agent.guard import TaskFailure
+from rose.parts.adapters.gateway.history import Call, Message
+from rose.parts.adapters.gateway.session import ApiError, Query, Session
 from rose.protocol import Sampling
+from tests.parts.adapters.gateway.conftest import START, Policy, limits
 
-from .gateway.conftest import START, Policy, limits
 from .test_returned import ASK, Odd, play
 
 HUGE = "x y " * 2_500_000  # 10 MB, as a log that an agent read

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rose.agent.gateway.run import SCRATCH, remove_stale
+from rose.parts.adapters.gateway.run import SCRATCH, remove_stale
 from tests import processes
 
 # a process of root's that this one, which is nobody by then, can't end

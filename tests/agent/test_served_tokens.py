@@ -9,10 +9,10 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 
 from rose.agent.chat import CannotExtend, ChatFormat
-from rose.agent.gateway import anthropic_messages, openai_chat, openai_responses
-from rose.agent.gateway.history import History
-from rose.agent.gateway.session import ApiError
 from rose.agent.template import takes_parts
+from rose.parts.adapters.gateway import anthropic_messages, openai_chat, openai_responses
+from rose.parts.adapters.gateway.history import History
+from rose.parts.adapters.gateway.session import ApiError
 from rose.protocol import FinishReason, TurnResult, pack_floats, pack_tokens
 
 from . import served

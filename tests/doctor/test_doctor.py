@@ -15,7 +15,6 @@ from rose.doctor import join, machine, rank, slurm
 from rose.doctor.finding import Child, Ended, run
 from rose.doctor.machine import world
 from rose.launch.gpus import Device
-from rose.sandbox import Found
 
 
 def ended(*events, err="", code=0):
@@ -43,21 +42,6 @@ def test_a_package_that_does_not_import_is_named():
         and "rose_has_no_such_package" in found.words
         and "make gpu" in found.remedy
     )
-
-
-def test_each_backend_of_sandboxes_is_named_with_what_is_lost():
-    whole = Found("namespaces", "with root")
-    absent = Found("gvisor", "", "runsc is not installed")
-    first, second = machine.of_backends([whole, absent])
-    assert (first.state, first.words) == ("ok", "with root (backend=auto takes it)")
-    assert (second.state, second.words) == ("ok", "not used: runsc is not installed")
-    refused = Found("namespaces", "", "user.max_user_namespaces=0 is in the way")
-    first, second = machine.of_backends([refused, Found("gvisor", "works", "", ("no pids",))])
-    assert first.state == "warning" and refused.problem in first.words
-    assert second.state == "warning" and second.remedy == "no pids"
-    assert second.words == "works (backend=auto takes it)"
-    first, second = machine.of_backends([refused, absent])
-    assert first.remedy == second.remedy == "env=terminal can't run here"
 
 
 def test_events_are_found_where_a_launcher_joined_or_cut_the_lines():

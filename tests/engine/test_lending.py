@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 from rose import protocol
 from rose.config.serving import Serving
 from rose.engine.vllm_engine import EngineDied, EngineError
-from rose.lending import board
-from rose.lending.rules import gate
-from rose.lending.vllm import device
 from rose.memory import resident_bytes
+from rose.parts.lending import board
+from rose.parts.lending.rules import gate
+from rose.parts.lending.vllm import device
 from tests.engine.test_vllm_engine import (
     CONF,
     DEADLINE_S,
@@ -255,7 +255,9 @@ def test_an_inactive_rollout_engine_holds_no_kv_memory_though_all_of_it_is_lent(
         writer = board.Writer(tmp_path / name, kind)
         vars(writer.state).update(said)
         writer.write()
-    engine = start("Qwen3", engine_args={"scheduler_cls": "rose.lending.vllm.rollout.scheduler"})
+    engine = start(
+        "Qwen3", engine_args={"scheduler_cls": "rose.parts.lending.vllm.rollout.scheduler"}
+    )
     told = board.Reader(tmp_path / "rollout", board.Rollout)
 
     async def until_lent() -> None:

@@ -5,8 +5,8 @@ import pytest
 from rose.agent.envs.base import Action, ToolCall
 from rose.agent.envs.calculator import TOOLS
 from rose.agent.envs.frozen_lake import MOVE_TOOL
-from rose.agent.envs.minigrid import Minigrid
-from rose.agent.envs.terminal import BASH, EDIT, UNDO
+from rose.parts.adapters.envs.minigrid import Minigrid
+from rose.parts.sandbox.envs.terminal import BASH, EDIT, UNDO
 from rose.play import typed
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from rose.agent.envs import _workers
 from rose.agent.envs.base import Action, Step
-from rose.agent.gateway import call
-from rose.agent.gateway.server import reward_of
 from rose.agent.guard import EnvironmentFailure, Guard
+from rose.parts.adapters.gateway import call
+from rose.parts.adapters.gateway.server import reward_of
 from rose.reward import values
 from rose.reward.episode import Episode, Score, ScoringFailed, score_of
 from rose.reward.scorers import Function

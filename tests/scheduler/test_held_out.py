@@ -3,7 +3,7 @@
 import pytest
 
 from rose.parts.rivals import thunder
-from rose.policies.registry import POLICIES
+from rose.policies.registry import policies
 from rose.scheduler import events as ev
 from tests.scheduler.test_scheduler import end, join, make
 
@@ -130,7 +130,7 @@ def test_a_training_turn_that_the_policy_lets_wait_preempts_only_once():
     assert s.handle(ev.Tick(at=1.0)) == [] and ask(s, "g1.0.t0") == []
 
 
-@pytest.mark.parametrize("routing", POLICIES["routing"])
+@pytest.mark.parametrize("routing", policies("routing"))
 def test_for_every_routing_evaluation_trajectories_let_training_ones_start(routing, monkeypatch):
     monkeypatch.setattr(thunder, "BUFFER", 0)  # It suits engines a thousand times as large.
     s = scheduler("d0", sequences=8, kv=100, routing=routing, routing_args=ARGS.get(routing))

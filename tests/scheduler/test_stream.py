@@ -12,7 +12,7 @@ from rose.parts.rivals.rollpacker import TailBatching
 from rose.policies.areal import BoundedStaleness
 from rose.policies.carry_over import CarryOver
 from rose.policies.dapo import Dapo
-from rose.policies.registry import POLICIES
+from rose.policies.registry import policies
 from rose.policies.verl import OneStepOff, Synchronous
 from rose.scheduler import events as ev
 from tests.scheduler.batches import Trainer
@@ -29,7 +29,7 @@ MADE = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(POLICIES["batching"]))
+@pytest.mark.parametrize("name", sorted(policies("batching")))
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10**6),

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from bench_sandbox import close, sampled
 from bench_sandbox_policies import CHAT, CLASSIFIED, kill_at_each_turn, play
 
-from rose.sandbox import Sandbox, Spec
+from rose.parts.sandbox import Sandbox, Spec
 
 pytestmark = pytest.mark.slow
 

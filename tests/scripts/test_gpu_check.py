@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rose.engine.vmm import CudaDriver, PagePool
-from rose.lending.rules.predictor import Predictor
+from rose.parts.lending.rules.predictor import Predictor
 from rose.processes import adopt_orphans
 from tests.engine.cuda_rules import build_libcuda
 from tests.processes import children
@@ -351,7 +351,7 @@ def test_pages_that_are_not_zeros_are_found(device, monkeypatch):
 # code on the CPU
 
 # Not here: `precision` is `engine`'s code, whose twin runs in float32 (tp2 needs GPUs for it);
-# `profile` is a command that tests/lending/test_profile.py runs; `nccl` is the doctor's; `job` is
+# `profile` is a command that tests/parts/lending/test_profile.py runs; `nccl` is the doctor's; `job` is
 # `colocated` with fewer words, `mixture`, `long`, `hybrid` and `replicas` are it with more; their
 # runs are those of tests/job/test_gpu_experiments.py, tests/trainer/test_sequence.py and
 # tests/job/test_hybrid_job.py and test_replicas_job.py. `experts` reads a model as tests/trainer/test_mixture.py does.

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from rose.launch import state
-from rose.lending import device_profile, settings
-from rose.lending.rules.predictor import Predictor
 from rose.models import resolve
 from rose.observe import lenders
 from rose.observe.metrics import read_metrics, rows_of
 from rose.observe.report import build_report
 from rose.observe.status import read_status
+from rose.parts.lending import device_profile, settings
+from rose.parts.lending.rules.predictor import Predictor
 from tests.slurm.conftest import REPOSITORY, SlurmJob
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]

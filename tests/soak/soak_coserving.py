@@ -38,7 +38,7 @@ from bench_coserving_engines import Process, confine
 from harness import Failed
 
 from rose import heap
-from rose.lending import board
+from rose.parts.lending import board
 from rose.parts.simulator import traces
 
 PROGRESS_S = 60.0  # of both sides after a fault, a restart on half a machine included

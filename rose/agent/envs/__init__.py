@@ -1,7 +1,8 @@
 """The environments, one file each, behind the protocol in `base`.
 
 An environment's name is its file's: ``env.name=frozen_lake`` is class ``FrozenLake`` in
-``rose/agent/envs/frozen_lake.py``, imported only when a run uses it. Other packages' environments
+``rose/agent/envs/frozen_lake.py``, imported only when a run uses it. Parts have such a folder, too
+(`rose.extensions`). Other packages' environments
 are entry points of the group `rose.environments`, or named package.module:Class. An environment may
 import `rose.config`, and must know nothing of models, tokens, MPI or how it is run. Files with a
 leading underscore are shared helpers.
@@ -21,9 +22,8 @@ from types import MappingProxyType
 
 import msgspec
 
-from rose import config, inputs
-from rose.agent.envs.agent import Agent
-from rose.agent.envs.base import Environment
+from rose import config, extensions, inputs
+from rose.agent.envs.base import Environment, player_of
 from rose.config import ConfigError, outside
 from rose.reward import values
 
@@ -51,13 +51,22 @@ def missing(key: str, error: ModuleNotFoundError) -> ConfigError:
     )
 
 
+@functools.cache
+def _modules() -> dict[str, str]:
+    """Return the module of each of ROSE's own environments, by name: the files of this folder, and
+    of the parts' folders `envs`."""
+    packages = [sys.modules[__name__], *extensions.modules("envs").values()]
+    return {
+        found.name: f"{package.__name__}.{found.name}"
+        for package in packages
+        for found in pkgutil.iter_modules(package.__path__)
+        if found.name != "base" and not found.name.startswith("_")
+    }
+
+
 def names() -> list[str]:
-    """Return the names of ROSE's own environments, from the files of this folder."""
-    return sorted(
-        m.name
-        for m in pkgutil.iter_modules(__path__)
-        if m.name != "base" and not m.name.startswith("_")
-    )
+    """Return the names of ROSE's own environments."""
+    return sorted(_modules())
 
 
 def build(env: config.Env) -> Environment:
@@ -84,8 +93,8 @@ def build(env: config.Env) -> Environment:
         raise
     except (Exception, SystemExit) as error:  # The class is a user's.
         raise ConfigError(f"env.args={env.args}: {env.name} raised {error!r}") from error
-    # The gateway runs agents' own programs (env=agent), which have no `step`.
-    if not isinstance(made, Agent) and (wrong := _wrong(made)):
+    # An agent with a program of its own (env=agent) has no `step`.
+    if player_of(made) is None and (wrong := _wrong(made)):
         raise ConfigError(
             f"env.name={env.name!r}: {cls.__module__}.{cls.__qualname__} is no environment, "
             f"{wrong} (rose/agent/envs/base.py)"
@@ -156,8 +165,8 @@ def rewards_turns(env: config.Env) -> bool:
 
 
 def is_program(env: config.Env) -> bool:
-    """True if an agent's own program acts in it, behind the gateway. Raises as `build`."""
-    return isinstance(build(env), Agent)
+    """True if an agent's own program acts in it. Raises as `build`."""
+    return player_of(build(env)) is not None
 
 
 def with_whole_paths(env: config.Env | config.Mixture) -> config.Env | config.Mixture:
@@ -195,7 +204,7 @@ def _find(name: str) -> type:
         _verify(cls)
         return cls
     try:
-        module = importlib.import_module(f"{__name__}.{name}")
+        module = importlib.import_module(_modules()[name])
     except ModuleNotFoundError as error:
         raise missing(f"env.name={name!r}", error) from error
     cls = name.title().replace("_", "")

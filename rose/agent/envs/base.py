@@ -121,3 +121,17 @@ class Environment(Protocol):
 
     async def close(self) -> None:
         """Free everything. It must be safe after a failed reset and when called twice."""
+
+
+def player_of(environment: Any) -> str | None:
+    """Return module:Class of what plays the environment's trajectories, None if it is reset and
+    stepped. An agent with a program of its own names it in its attribute `trajectory_player`: a
+    `rose.agent.playing.Player`, which a host imports, and of which it makes one object."""
+    return getattr(environment, "trajectory_player", None)
+
+
+def store_of(environment: Any) -> Any:
+    """Return the function that opens the store of the environment's states, None if it has none.
+    It is the attribute `checkpoint_store`, a `rose.agent.playing.OpenStore`. Each host opens one
+    store, and passes it with the trajectory's id to `keep_checkpoints` before `reset`."""
+    return getattr(environment, "checkpoint_store", None)

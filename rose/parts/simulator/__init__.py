@@ -2,6 +2,6 @@
 live run.
 
 The package may import `rose.scheduler`, `rose.config`, `rose.parts.simulator.traces`, numpy and the
-pure rules of `rose.lending`; never torch, vLLM or MPI. It doesn't depend on Hydra: it takes a
+pure rules of `rose.parts.lending`; never torch, vLLM or MPI. It doesn't depend on Hydra: it takes a
 `Spec` and returns a `Result`, which is the same for the same seed.
 """

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from rose.lending.rules.predictor import Predictor, Work
+from rose.parts.lending.rules.predictor import Predictor, Work
 from rose.parts.simulator.spec import Episode, StepTime
 
 

@@ -3,9 +3,9 @@
 
 All requests with the same number of ended siblings advance by the same mean number of tokens a
 step, measured in a recorded run (`spec.Drafts`). So runs of equal steps are fast-forwarded here,
-too. A drafted token costs as much as a decode (rose/lending/rules/predictor.py), or its matrix
-products where these take longer than the step; each request costs a lookup in addition. At each
-change of the batch the number of drafted tokens follows the rule of the live engine
+too. A drafted token costs as much as a decode (rose/parts/lending/rules/predictor.py), or its
+matrix products where these take longer than the step; each request costs a lookup in addition. At
+each change of the batch the number of drafted tokens follows the rule of the live engine
 (`rose.engine.drafts.gain.fastest`), but with the true step times instead of fitted ones.
 
 The model leaves out:

@@ -2,7 +2,7 @@
 and what rollouts cost online requests.
 
 - Compute: the worker runs in work time, which passes at the share of the device that it gets.
-- Memory: the rule of rose/lending/rules/budget.py.
+- Memory: the rule of rose/parts/lending/rules/budget.py.
 - Latency: each request has a TTFT and TPOT without rollouts and another one beside them. They are
   weighted by the shares of the request's piece of time without and with rollouts.
 """
@@ -15,7 +15,7 @@ from bisect import bisect_left, bisect_right
 
 import numpy as np
 
-from rose.lending.rules.budget import HALF_LIFE_S, LOW
+from rose.parts.lending.rules.budget import HALF_LIFE_S, LOW
 from rose.parts.simulator import spec
 from rose.parts.simulator.online import P99
 from rose.parts.simulator.result import Latency, ServingUse

@@ -258,8 +258,8 @@ class Sandboxes:
         return max(filter(None, saves), key=lambda save: save.bytes, default=None)
 
     def _capture(self, box: Box) -> None:
-        """Capture the sandbox. As in rose.sandbox.checkpointer, the capture is skipped if the bytes
-        that wait for the store leave no room; the next capture then includes this turn."""
+        """Capture the sandbox. As in rose.parts.sandbox.checkpointer, the capture is skipped if the
+        bytes that wait for the store leave no room; the next capture then includes this turn."""
         host, save = box.host, self._save_of(box)
         if save is None:
             self._end_saving(box)

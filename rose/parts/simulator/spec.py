@@ -44,7 +44,8 @@ class Model:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Coefficients of the time of an engine step, in seconds (rose/lending/rules/predictor.py).
+    """Coefficients of the time of an engine step, in seconds
+    (rose/parts/lending/rules/predictor.py).
 
     T = max(c0, c1 P + c2 sum(P_i (ctx_i + P_i / 2))) + c3 D + c4 sum(ctx_decode) + c5, with P
     prefill tokens and D decoding sequences; rose/parts/simulator/hardware.py derives the

@@ -57,7 +57,7 @@ def prompts() -> str:
 ALONE = sorted(
     path.stem
     for path in CONF.glob("*.yaml")
-    # agents are programs, and have no steps: tests/agent/gateway
+    # agents are programs, and have no steps: tests/parts/adapters/gateway
     if path.stem not in ("agent", "verifiers") and "members" not in yaml.safe_load(path.read_text())
 )
 

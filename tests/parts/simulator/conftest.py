@@ -1,9 +1,9 @@
 """Composed configurations of simulated runs."""
 
 import pytest
-from conftest import compose_tree
 
 from rose.parts.simulator import config
+from tests.conftest import compose_tree
 
 
 @pytest.fixture

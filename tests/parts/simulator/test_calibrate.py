@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from rose.lending.rules.predictor import Predictor, Work
+from rose.parts.lending.rules.predictor import Predictor, Work
 from rose.parts.simulator import calibrate
 from rose.parts.simulator.calibrate import CalibrationError
 

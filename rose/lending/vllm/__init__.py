@@ -1,4 +1,0 @@
-"""The parts of lending that run inside vLLM: the schedulers of a device's online and rollout
-engine, and the KV memory that these engines exchange. May import `rose.lending.rules` and
-`rose.engine`.
-"""

@@ -1,0 +1,1 @@
+"""Environments that run other frameworks' tasks, one file each (`rose.agent.envs`)."""

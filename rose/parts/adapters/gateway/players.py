@@ -1,0 +1,169 @@
+"""Processes that play whole episodes of a foreign library, many at once (envs/verifiers.py).
+
+Each configuration has one process, which its first episode starts. If a cancelled episode does not
+end because its environment blocks the process, the process is killed, and the other episodes fail
+with it. The next episode starts the process again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+from rose import processes
+from rose.parts.adapters.envs.verifiers import LOAD_S, Verifiers
+from rose.parts.adapters.gateway import program, watchdog
+
+CANCEL_S = 10.0  # seconds that a cancelled episode gets to end its tool servers and remove files
+LINE = 2**24  # most bytes of an answer
+
+
+class Players:
+    def __init__(self) -> None:
+        self._processes: dict[tuple[str, ...], _Process] = {}
+        self._starting = asyncio.Lock()
+        # The last failed start of each configuration: its time (monotonic seconds) and its error.
+        self._failed: dict[tuple[str, ...], tuple[float, OSError]] = {}
+
+    async def start(
+        self, verifiers: Verifiers, order: dict[str, Any], take: Callable[[dict[str, Any]], None]
+    ) -> Playing:
+        """Start an episode. `order` is that of `Player.play`, with the episode's `name`. `take` is
+        called with an answer that has a reward. Raises OSError if its process can't be started."""
+        key = (verifiers.settings, *verifiers.command, *verifiers.environment)
+        asked = time.monotonic()
+        async with self._starting:  # shared by episodes that begin together
+            process = self._processes.get(key)
+            if process is None or process.over:
+                at, error = self._failed.get(key, (0.0, None))
+                if error is not None and at >= asked:  # failed while this episode waited
+                    raise OSError(str(error))
+                process = self._processes[key] = await self._begin(key, verifiers)
+        return process.play(order, take)
+
+    async def _begin(self, key: tuple[str, ...], verifiers: Verifiers) -> _Process:
+        try:
+            return await _Process.start(verifiers)
+        except OSError as error:
+            self._failed[key] = time.monotonic(), error
+            raise
+
+    async def close(self) -> None:
+        for process in self._processes.values():
+            await process.close()
+
+
+class Playing:
+    """An episode with the methods of a `Program`, so that `_Run` can watch it. `code` becomes 0
+    when its reward arrives, and 1 when it fails."""
+
+    def __init__(self, name: str, process: _Process, take: Callable[[dict[str, Any]], None]):
+        self.name, self._process, self._take, self._error = name, process, take, ""
+        self.code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def answered(self, answer: dict[str, Any]) -> None:
+        self._error = answer.get("error", "")
+        if not self._error:
+            try:
+                self._take(answer)
+            except ValueError as error:
+                self._error = str(error)
+        self.code.set_result(1 if self._error else 0)
+
+    def cut_log(self) -> None:
+        """Do nothing: what environments print goes to the environment host's own log."""
+
+    def last_words(self) -> str:
+        return self._error[-program.LOG_BYTES :]
+
+    async def end(self) -> None:
+        """Cancel the episode and wait for its end. After `CANCEL_S` its process is killed."""
+        if not self.code.done():
+            self._process.send({"cancel": self.name})
+            await asyncio.wait({self.code}, timeout=CANCEL_S)
+        if not self.code.done():
+            await self._process.kill()
+
+
+class _Process:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._playing: dict[str, Playing] = {}
+        self._reading = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(cls, verifiers: Verifiers) -> _Process:
+        host = os.getpid()
+        process = await asyncio.create_subprocess_exec(
+            *verifiers.command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=processes.bare_environment(verifiers.environment)
+            | {watchdog.MARK: program.HOST, "PYTHONHASHSEED": "0"},
+            limit=LINE,
+            start_new_session=True,
+            preexec_fn=lambda: processes.die_with_parent(host),
+        )
+        try:
+            process.stdin.write(f"{verifiers.settings}\n".encode())
+            line = await asyncio.wait_for(process.stdout.readline(), LOAD_S)
+            loaded = json.loads(line or '{"error": "its process ended while it loaded"}')
+        except TimeoutError:
+            loaded = {"error": f"it was not loaded within {LOAD_S:g} s"}
+        except BaseException:
+            process.kill()
+            raise
+        if "error" not in loaded and loaded != verifiers.tasks:
+            loaded = {
+                "error": f"it loaded other tasks than before ({loaded}, then {verifiers.tasks}): a "
+                "seed must mean the same task each time; give the taskset a fixed seed or an order"
+            }
+        if "error" in loaded:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            raise OSError(loaded["error"])
+        return cls(process)
+
+    @property
+    def over(self) -> bool:
+        return self._reading.done()
+
+    def play(self, order: dict[str, Any], take: Callable[[dict[str, Any]], None]) -> Playing:
+        playing = self._playing[order["name"]] = Playing(order["name"], self, take)
+        self.send(order)
+        return playing
+
+    def send(self, order: dict[str, Any]) -> None:
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+
+    async def _read(self) -> None:
+        while line := await self._process.stdout.readline():
+            answer = json.loads(line)
+            if (playing := self._playing.pop(answer["name"], None)) is not None:
+                playing.answered(answer)
+        for playing in self._playing.values():
+            playing.answered({"error": "the process that plays the episodes has ended"})
+
+    async def kill(self) -> None:
+        """Kill the process and its descendants, since tool servers run in sessions of their own."""
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(self._process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    child.kill()
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
+        await self._reading
+
+    async def close(self) -> None:
+        """End the process by closing its input, and kill what is left after `CANCEL_S`."""
+        self._process.stdin.close()
+        await asyncio.wait({self._reading}, timeout=CANCEL_S)
+        await self.kill()

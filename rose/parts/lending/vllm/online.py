@@ -1,0 +1,371 @@
+"""The online engine's scheduler: vLLM's own, which also publishes when it needs the shared device.
+
+    --scheduler-cls rose.parts.lending.vllm.online.scheduler   (rose.serving starts the server so)
+
+It schedules requests as vLLM does, except that lent KV memory is not in its pool. It requests this
+memory on its board as soon as requests need it, and takes it when the rollout engine's board shows
+that it was returned.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+from rose.engine.blocks import Layout
+from rose.heap import Ahead
+from rose.parts.lending import board
+from rose.parts.lending.board import Peer
+from rose.parts.lending.rules.predictor import Predictor, Work
+from rose.parts.lending.rules.slo import Attainment, Promptness, Request, hold_until
+from rose.parts.lending.vllm.member import Member, vllm_scheduler
+from rose.parts.lending.vllm.pool import AT_ONCE, Call
+from rose.parts.lending.vllm.priority import restore_priority
+
+MOST_KEPT = 0.25  # most of all KV memory that is kept free for the prompts of the next step
+# Most seconds spent on making the process's heap resident, at the start and at each beat without
+# requests.
+HEAP_START_S = 2.0
+HEAP_BEAT_S = 0.005
+# Memory is only lent when more than RELAX x lending.reserve is unused, so that small changes of the
+# need move nothing.
+RELAX = 2.0
+
+
+def scheduler(vllm_config, **others):
+    """Create the scheduler. vLLM calls it as its `scheduler_cls`."""
+    return vllm_scheduler(OnlineScheduler, vllm_config, **others)
+
+
+@dataclass
+class _Seen:
+    """A request from its arrival to its end; times are monotonic."""
+
+    arrival: float
+    first_token_at: float | None = None
+    last_token_at: float = 0.0
+    tokens: int = 0
+    # True if the rollout engine had a step or requests at the begin of a step of this engine.
+    lent: bool = False
+
+
+class OnlineScheduler(Member):
+    """vLLM's scheduler of the online engine on a shared device."""
+
+    kind = board.Online
+    board_name = "online"
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._seen: dict[str, _Seen] = {}
+        self._promptness: Promptness | None = None
+        if self.device is None:
+            return
+        lending, slo = self.device.serving.lending, self.device.serving.online.slo
+        self._lending, self._slo = lending, slo
+        self._predictor = (
+            Predictor.from_dict(self.device.profile["online"]["predictor"])
+            if self.device.profile
+            else None
+        )
+        self._attainment = Attainment(slo) if slo else None
+        self._promptness = Promptness(slo) if slo else None
+        self._rollout = Peer(self.device.folder / "rollout", board.Rollout)
+        self._reserve = lending.reserve * self.device.kv_bytes
+        self._step_bytes = min(
+            self._blocks(self.max_num_scheduled_tokens), MOST_KEPT * self.device.kv_bytes
+        )
+        self._heap: Ahead | None = None
+        self._asked_at: float | None = None  # time since when requests wait for lent memory
+        self._releasing = False  # true if more memory will be released at later steps
+        self.state.kv_held = self.device.kv_bytes  # correct once the workers report their memory
+
+    def attach(self, core) -> None:
+        if self.device is not None and core.vllm_config.device_config.device_type == "cpu":
+            self._heap = Ahead()
+            self._heap.catch_up(HEAP_START_S)
+        super().attach(core)
+
+    def begin(self, call: Call, layout: Layout | None = None, page: int = 0) -> None:
+        super().begin(call, layout, page)
+        self._share_memory(at_once=True)
+
+    def _publish(self) -> None:
+        if self._promptness is not None:
+            self.state.prompt_share = self._promptness.share(time.monotonic())
+        super()._publish()
+
+    # ------------------------------------------------------------------ vLLM's calls
+
+    def add_request(self, request) -> None:
+        super().add_request(request)
+        if self.device is None or request.request_id in self._seen:
+            return
+        # vLLM's arrival time is wall-clock time, which may be set. So we only use the time since
+        # then, within limits.
+        waited = min(max(0.0, time.time() - request.arrival_time), 60.0)
+        self._seen[request.request_id] = _Seen(time.monotonic() - waited)
+        self._write_board()
+
+    def schedule(self, throttle_prefills: bool = False):
+        if self.device is None:
+            return super().schedule(throttle_prefills)
+        self._due = False
+        self._share_memory()
+        before = {r.request_id: r.num_preemptions for r in self.running}
+        output = super().schedule(throttle_prefills)
+        self.state.preempted += sum(
+            self.requests[name].num_preemptions > count
+            for name, count in before.items()
+            if name in self.requests
+        )
+        if not output.total_num_scheduled_tokens:
+            self._write_board()
+        return output
+
+    def update_from_output(self, scheduler_output, model_runner_output):
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self.device is None:
+            return outputs
+        now = time.monotonic()
+        for group in outputs.values():
+            for output in group.outputs:
+                self._count(output, now)
+        self._write_board()
+        return outputs
+
+    def finish_requests(self, request_ids, finished_status):
+        finished = super().finish_requests(request_ids, finished_status)
+        if self.device is not None:
+            for request in finished:
+                self._ended_early(self._seen.pop(request.request_id, None))
+            self._write_board()
+        return finished
+
+    # ------------------------------------------------------------------ what is published
+
+    def _step_begins(self, work: Work, began: float) -> None:
+        if self.device is None:
+            return
+        rollout = self._rollout.read(self._lending.stale_after_s)
+        if rollout is not None and (rollout.running > 0 or rollout.step_ends > 0):
+            for seen in self._seen.values():
+                seen.lent = True
+        self._write_board(self._ends_at(self._predictor))
+
+    def _step_ended(self, work: Work, began: float, ended: float) -> None:
+        if self.device is None:
+            return
+        s = self.state
+        s.steps += 1
+        s.busy_s += ended - began
+        s.prompt_tokens += sum(count for count, _ in work.prefill)
+        if self._predictor:
+            self._predictor.observe(work, ended - began)
+            s.step_error, s.step_p99 = self._predictor.error
+        s.step_ends = self._ends_at(self._predictor)
+
+    def _write_board(self, step_ends: float | None = None) -> None:
+        with self._writing:
+            s = self.state
+            s.running = len(self.running)
+            s.waiting = len(self.waiting) + len(self.kv_holding_waiting)
+            if step_ends is not None:
+                s.step_ends = step_ends
+            s.hold_until, s.decode_s = self._hold_until(), self._decode_s()
+            s.kv_used, s.kv_held = self.pool.used, max(self.pool.mapped, self.pool.limit_bytes)
+            self._board.write()
+
+    def _hold_until(self) -> float:
+        if not self._seen:
+            return board.INFINITE
+        now = time.monotonic()
+        if self._predictor is None or self._slo is None:
+            return now
+        # Tokens in flight count as not computed yet, because a rollout step delays them, too.
+        requests, in_flight = [], self._tokens_in_flight()
+        for name, seen in self._seen.items():
+            request = self.requests.get(name)
+            if request is None:
+                continue
+            done = max(0, request.num_computed_tokens - in_flight[name])
+            left = max(0, request.num_tokens - done)
+            if seen.first_token_at is not None and left <= 1:
+                left = 0
+            requests.append(
+                Request(
+                    seen.arrival,
+                    left,
+                    done,
+                    seen.first_token_at,
+                    seen.tokens,
+                    seen.last_token_at if seen.first_token_at is not None else None,
+                )
+            )
+        return hold_until(
+            now,
+            requests,
+            self._predictor,
+            self._slo,
+            self.max_num_scheduled_tokens,
+            self.max_num_running_reqs,
+        )
+
+    def _decode_s(self) -> float:
+        running = [
+            self.requests[name].num_computed_tokens
+            for name, seen in self._seen.items()
+            if seen.first_token_at is not None and name in self.requests
+        ]
+        if not running or not self._predictor:
+            return 0.0
+        return self._predictor.seconds(Work((), len(running), sum(running)))
+
+    def _count(self, output, now: float) -> None:
+        seen = self._seen.get(output.request_id)
+        if seen is None:
+            return
+        if output.new_token_ids:
+            if seen.first_token_at is None:
+                seen.first_token_at = now
+                if self._promptness is not None:
+                    self._promptness.add(now, now - seen.arrival)
+            seen.last_token_at = now
+            seen.tokens += len(output.new_token_ids)
+            self.state.made_tokens += len(output.new_token_ids)
+        if output.finish_reason is not None:
+            del self._seen[output.request_id]
+            if self._attainment is not None:
+                self._judge(seen)
+
+    def _ended_early(self, seen: _Seen | None) -> None:
+        """Count an aborted request; it missed its target only if its first token was late."""
+        if seen is None or self._slo is None:
+            return
+        self.state.aborted += 1
+        if seen.first_token_at is None and time.monotonic() - seen.arrival > self._slo.ttft_p99_s:
+            self._judge(seen)
+
+    def _judge(self, seen: _Seen) -> None:
+        ttft = None if seen.first_token_at is None else seen.first_token_at - seen.arrival
+        tpot = None
+        if seen.tokens > 1:
+            tpot = (seen.last_token_at - seen.first_token_at) / (seen.tokens - 1)
+        self._attainment.add(ttft, tpot, seen.lent)
+        with self._writing:
+            s, a = self.state, self._attainment
+            s.finished = a.finished
+            s.met = a.met
+            s.finished_lending = a.finished_lending
+            s.met_lending = a.met_lending
+            s.lends = float(not a.misses_alone)
+
+    # ------------------------------------------------------------------ memory
+
+    def _needed(self) -> float:
+        """Bytes that requests use or will use before their next token, with room for at least a
+        step full of prompts. Without this room, a new request would wait a step for memory."""
+        return self.pool.used + max(self._to_come(), self._step_bytes)
+
+    def _to_come(self) -> int:
+        """Further bytes that requests will use before their next token."""
+        requests = [*self.running, *self.waiting, *self.kv_holding_waiting]
+        return sum(
+            self._blocks(r.num_tokens) - self._blocks(r.num_computed_tokens) for r in requests
+        )
+
+    def _soon(self) -> float:
+        """Bytes that requests use or will use in the next step, prompts counted whole, with room
+        for at least a step full of prompts."""
+        tokens = nbytes = 0
+        for r in itertools.chain(self.running, self.waiting, self.kv_holding_waiting):
+            if tokens >= self.max_num_scheduled_tokens:
+                break
+            tokens += max(1, r.num_tokens - r.num_computed_tokens)
+            nbytes += self._blocks(r.num_tokens + 1) - self._blocks(r.num_computed_tokens)
+        return self.pool.used + max(nbytes, self._step_bytes)
+
+    def _to_hold(self, needed: float) -> float:
+        """Bytes to hold: `needed` and a reserve for growth. Unchanged if a change would gain
+        little."""
+        held = self.pool.limit_bytes
+        if not self._releasing and needed + self._reserve <= held <= needed + RELAX * self._reserve:
+            return held
+        return min(needed + self._reserve, self.pool.total)
+
+    def _lends(self) -> bool:
+        control = self.control.read(self._lending.stale_after_s)
+        return control is not None and control.lend > 0 and not self._rollout.gone()
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-max(0, tokens) // self.block_size) * self.pool.block_bytes
+
+    def _lent(self) -> float:
+        """Bytes that the rollout engine may be using."""
+        rollout = self._rollout.read()
+        if rollout is not None:
+            return rollout.kv_budget if board.is_alive(rollout) else 0.0
+        # There is no rollout engine, or its board is damaged. In the latter case it may still use
+        # all that was lent.
+        return 0.0 if self._rollout.gone() else max(0.0, self.device.kv_bytes - self.pool.mapped)
+
+    def _share_memory(self, at_once: bool = False) -> None:
+        """Publish the memory that this engine needs, then map or release memory.
+
+        It publishes first and then reads what is lent. The rollout engine does the same, so that
+        the two never take the same bytes. Unless `at_once`, a call moves little memory beyond what
+        the next step needs, because all running requests wait meanwhile.
+        """
+        needed = self._needed()
+        goal = self._to_hold(needed) if self._lends() else self.pool.total
+        hold = goal if at_once else self.pool.paced(goal, self._soon())
+        grows = hold > self.pool.limit_bytes
+        with self._writing:
+            self.state.kv_wanted = needed + self.pool.overhead
+            # Until the pool has grown, any part of the device's memory may be taken.
+            self.state.kv_held = self.device.kv_bytes if grows else self.pool.mapped
+            self._board.write()
+        reached = self.pool.limit(
+            hold, self.device.kv_bytes - self._lent(), math.inf if at_once else AT_ONCE
+        )
+        self._releasing = self.pool.limit_bytes > goal
+        with self._writing:
+            self.state.kv_held = max(reached, self.pool.limit_bytes)
+            self._board.write()
+
+    def _on_beat(self) -> None:
+        """Do what can't wait for the end of a step: reclaim memory, and make the heap resident."""
+        if self._heap is not None and not self._seen:
+            self._heap.catch_up(HEAP_BEAT_S)
+        self._reclaim()
+
+    def _reclaim(self) -> None:
+        """Make a rollout engine return the memory that online requests wait for. Raises its
+        priority, so that it gets CPU time to release the memory. Kills it if it hasn't after
+        lending.revoke_after_s."""
+        now, rollout, missing = time.monotonic(), self._rollout.read() or self._rollout.last, 0.0
+        if rollout is not None and self.waiting and self._to_come() > self.pool.free:
+            wanted = min(self.pool.used + self._to_come(), self.pool.total) + self.pool.overhead
+            missing = wanted - (self.device.kv_bytes - rollout.kv_budget)
+        if missing < self.pool.block_bytes or not board.is_alive(rollout):
+            self._asked_at = None
+            return
+        self._asked_at = self._asked_at or now
+        if now - self._asked_at > self._lending.revoke_after_s:
+            os.kill(int(rollout.pid), signal.SIGKILL)
+        else:
+            restore_priority(int(rollout.pid))
+
+    def _wants_loop(self) -> bool:
+        if self.has_unfinished_requests():
+            return False  # each step moves memory anyway
+        hold = self._to_hold(self._needed()) if self._lends() else self.pool.total
+        now = self.pool.limit_bytes
+        room, block = self.device.kv_bytes - self._lent() - self.pool.mapped, self.pool.block_bytes
+        if room < 0 or self.pool.scattered or hold <= now - block:
+            return True
+        return hold >= now + block and room >= self.pool.grain and self.pool.can_map

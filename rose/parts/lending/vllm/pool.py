@@ -1,0 +1,232 @@
+"""The part of its KV cache that an engine may use. The other blocks are withheld from vLLM's pool,
+and their memory is released.
+
+There are two measures. Bytes of blocks are what requests can use. Bytes of pages are the memory
+that this takes; both engines of a device share them. They count what the workers report as mapped
+and released. Neither includes vLLM's null block, which every engine always holds.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rose.engine.blocks import Layout
+from rose.parts.lending.vllm.compact import Pages
+from rose.parts.lending.vllm.free_queue import LowFirst
+
+# Names of the workers' methods (rose/engine/kv_worker.py).
+RELEASE = "rose_release_blocks"
+MAP = "rose_map_blocks"
+RETRY_S = 1.0  # seconds after a failure to map before memory is requested again
+# Most bytes that one call maps, so that a large request succeeds in part if memory is short. Also
+# the most that is mapped or released while a step is planned. That takes about 10 ms on a GPU, in
+# which no request proceeds.
+AT_ONCE = 2**28
+# A request of at most this many blocks that fails is not split further.
+FEW = 16
+# Calls of `limit` between two checks whether pages have become free, which take a few ms for 50,000
+# blocks.
+SETTLE = 32
+
+# Calls a method, with block ids, in every worker; returns the bytes that each worker reports.
+Call = Callable[[str, list[int]], Sequence[int]]
+
+
+class Pool:
+    """Withholds blocks from vLLM's block pool and lends them to it.
+
+    `manager` is vLLM's KVCacheManager, `kv_cache_config` its configuration. Only free blocks can be
+    withheld, not those that requests hold. All methods are for the thread of vLLM's loop while it
+    plans a step: see `vmm.PagePool`.
+    """
+
+    def __init__(self, manager: Any, kv_cache_config: Any) -> None:
+        self._manager, self._blocks = manager, manager.block_pool
+        tensors, blocks = kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks
+        self.block_bytes = max(tensor.size for tensor in tensors) // blocks
+        self.count = blocks - 1  # number of blocks without vLLM's null block
+        self._usable = np.zeros(blocks, bool)  # blocks that are not withheld
+        self._usable[0] = True  # vLLM's null block
+        self._blocks.touch(self._blocks.blocks[1:])
+        self._blocks.free_block_queue = LowFirst()
+        self.mapped = 0  # bytes of pages
+        self._asked: tuple[int, float] | None = None  # (blocks, bytes of pages) of the last `limit`
+        self.scattered = False  # true if the used blocks take more pages than at the low end
+        self._calls = 0  # calls of `limit` while `scattered`
+        self._failed_at = 0.0  # time of the last failure to map; 0 after a success
+
+    def begin(self, call: Call, layout: Layout | None = None, page: int = 0) -> None:
+        """Begin with workers that can be called; before, no block may be used. `layout` and `page`
+        are those of the workers' KV caches. Without them, blocks share no pages."""
+        self._call = call
+        if layout is None:
+            layout = Layout(self.total, self.count + 1, (0,), (self.block_bytes,))
+            page = self.block_bytes
+        self._pages = Pages(layout, page)
+        self.grain = self._pages.grain  # bytes of pages that one more block may take
+
+    @property
+    def total(self) -> int:
+        """Bytes of all blocks."""
+        return self.count * self.block_bytes
+
+    @property
+    def limit_bytes(self) -> int:
+        """Bytes of the blocks that the engine may use now."""
+        return (int(self._usable.sum()) - 1) * self.block_bytes
+
+    @property
+    def overhead(self) -> int:
+        """Bytes of pages beyond those of the usable blocks, as some pages are used only in part."""
+        return max(0, self.mapped - self.limit_bytes)
+
+    @property
+    def free(self) -> int:
+        """Bytes of usable blocks that no request holds. They may have cached prefixes, which can be
+        dropped."""
+        return self._blocks.get_num_free_blocks() * self.block_bytes
+
+    @property
+    def used(self) -> int:
+        return self.limit_bytes - self.free
+
+    @property
+    def can_map(self) -> bool:
+        """True if blocks are withheld, and mapping has not failed within `RETRY_S`."""
+        return not self._usable.all() and (
+            not self._failed_at or time.monotonic() - self._failed_at > RETRY_S
+        )
+
+    def excess(self, nbytes: float, requests: Sequence[str]) -> int:
+        """Number of `requests`, from the first on, that must end so that the blocks of the others
+        fit into `nbytes` of pages. All of them if even that isn't enough."""
+        counts = self._counts()
+        if self._pages.nbytes(counts > 0) <= nbytes:
+            return 0
+        ids = [np.array(self._manager.get_block_ids(name)[0], np.int64) for name in requests]
+
+        def fits(number: int) -> bool:
+            ended = np.bincount(np.concatenate(ids[:number]), minlength=counts.size)
+            return self._pages.nbytes(counts - ended > 0) <= nbytes
+
+        low, high = 0, len(ids)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits(middle) else (middle, high)
+        return high
+
+    def paced(self, nbytes: float, soon: float = 0.0) -> float:
+        """Bytes of blocks to request from `limit` in this step, on the way up to `nbytes`, `soon`
+        of which must be there now."""
+        if nbytes <= self.limit_bytes:
+            return nbytes
+        return min(nbytes, max(self.limit_bytes, soon) + AT_ONCE)
+
+    def limit(self, nbytes: float, most: float = math.inf, at_once: float = math.inf) -> int:
+        """Use at most `nbytes` of blocks from now on, in at most `most` bytes of pages. Return the
+        bytes of pages mapped now.
+
+        Blocks that requests hold stay. While the mapped pages fit into `most`, a call withholds at
+        most `at_once` bytes of blocks, and later calls the others. If memory is short, no error is
+        raised, and the blocks stay withheld.
+        """
+        asked = (max(0, min(self.count, int(min(nbytes, self.total) // self.block_bytes))), most)
+        now = int(self._usable.sum()) - 1
+        if asked[0] < now or self.mapped > most or self._may_settle():
+            self._become(
+                self._without_oldest(*asked)
+                if self._pages.alone
+                else self._pages.choose(self._usable & (self._counts() > 0), *asked),
+                asked,
+                at_once if self.mapped <= most else math.inf,
+            )
+            self.scattered = (
+                not self._pages.alone and self._pages.nbytes(self._usable) > self._ideal()
+            )
+        elif asked[0] > now and (asked != self._asked or self._failed_at and self.can_map):
+            self._become(self._pages.choose(self._usable, *asked), asked, at_once)
+        self._asked = asked
+        return self.mapped
+
+    def _without_oldest(self, wanted: int, most: float) -> np.ndarray:
+        """Choose usable blocks where blocks share no page: drop those with the oldest prefixes."""
+        beyond = math.ceil((self.mapped - min(most, self.mapped)) / self.block_bytes)
+        over = max(int(self._usable.sum()) - 1 - wanted, beyond, 0)
+        usable = self._usable.copy()
+        usable[
+            [block.block_id for block in self._blocks.free_block_queue.get_all_free_blocks()[:over]]
+        ] = False
+        return usable
+
+    def _may_settle(self) -> bool:
+        """True if `limit` should check for pages that have become free: in a scattered pool, after
+        every `SETTLE` calls and when no request holds blocks."""
+        if not self.scattered:
+            return False
+        self._calls += 1
+        idle = self._blocks.get_num_free_blocks() == int(self._usable.sum()) - 1
+        return self._calls % SETTLE == 0 or idle
+
+    def _ideal(self) -> int:
+        """Bytes of pages that the same number of blocks would take at the low end."""
+        low = np.arange(self._usable.size) < int(self._usable.sum())
+        return self._pages.nbytes(low)
+
+    def _counts(self) -> np.ndarray:
+        """Number of requests that hold each block, (blocks,) int; 0 for withheld blocks."""
+        blocks = self._blocks.blocks
+        counts = np.fromiter((block.ref_cnt for block in blocks), np.int64, len(blocks))
+        counts[~self._usable] = 0
+        counts[0] = 1
+        return counts
+
+    def _become(self, usable: np.ndarray, asked: tuple[int, float], at_once: float) -> None:
+        """Make the blocks `usable`: withhold those that are not in it, then lend the new ones. If
+        `at_once` delays a part of the withholding, lends only blocks that are still missing for
+        `asked`."""
+        gone = np.flatnonzero(self._usable & ~usable)
+        some = gone[-max(1, int(min(at_once, self.total) // self.block_bytes)) :]
+        self._withhold(some)
+        if some.size < gone.size:
+            usable = self._pages.choose(self._usable, *asked)
+        self._lend(np.flatnonzero(~self._usable & usable))
+
+    def _withhold(self, ids: np.ndarray) -> None:
+        if not ids.size:
+            return
+        self._blocks.evict_blocks(set(ids.tolist()))
+        self._blocks.touch([self._blocks.blocks[block] for block in ids])
+        self._usable[ids] = False
+        self.mapped -= min(self._call(RELEASE, ids.tolist()))
+
+    def _lend(self, ids: np.ndarray) -> None:
+        """Lend these blocks to vLLM, the lowest first, as far as there is memory."""
+        if not ids.size:
+            return
+        some = max(1, AT_ONCE // self.block_bytes)
+        self._failed_at, at = 0.0, 0
+        while at < ids.size:
+            part = ids[at : at + some].tolist()
+            if self._has_memory(part):
+                at += len(part)
+            elif len(part) > FEW:
+                some = len(part) // 4
+            else:
+                break
+        self._usable[ids[:at]] = True
+        self._blocks.free_blocks([self._blocks.blocks[block] for block in ids[:at]])
+
+    def _has_memory(self, ids: list[int]) -> bool:
+        """Map these blocks on all workers, or on none. Return True if that succeeded."""
+        reports = self._call(MAP, ids)
+        if min(reports) < 0:
+            self._call(RELEASE, ids)
+            self._failed_at = time.monotonic()
+            return False
+        self.mapped += max(reports)
+        return True

@@ -1,0 +1,291 @@
+"""The rollout engine's scheduler: vLLM's own behind a gate, with memory that can be revoked.
+
+    scheduler_cls="rose.parts.lending.vllm.rollout.scheduler"   (rose.serving starts the engine so)
+
+Each step asks the gate (rose/parts/lending/rules/gate.py) how many tokens it may compute. A shut
+gate is polled, the less often the longer it is shut. KV memory beyond the budget
+(rose/parts/lending/rules/budget.py) is not in vLLM's pool. When the budget falls, whole requests
+are evicted at once, those first that lose the least work. They end with stop reason
+`plugin.EVICTED` and the tokens generated so far.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import deque
+
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.request import Request, RequestStatus
+
+from rose.engine import plugin
+from rose.parts.lending import board
+from rose.parts.lending.board import Peer
+from rose.parts.lending.rules.budget import Budget
+from rose.parts.lending.rules.gate import Gate, Reason
+from rose.parts.lending.rules.predictor import Work
+from rose.parts.lending.vllm.member import Member, pause_s, vllm_scheduler
+from rose.parts.lending.vllm.pool import AT_ONCE
+from rose.parts.lending.vllm.priority import Priority
+from rose.parts.lending.vllm.steps import work_of
+
+# Least and most seconds between two polls of a shut gate, each of which interrupts the online
+# engine.
+FIRST_POLL_S = 0.0005
+LAST_POLL_S = 0.005
+WAIT_S = 0.05  # most seconds at a shut gate before the engine's loop runs again
+
+
+def scheduler(vllm_config, **others):
+    """Create the scheduler. vLLM calls it as its `scheduler_cls`."""
+    return vllm_scheduler(RolloutScheduler, vllm_config, **others)
+
+
+class RolloutScheduler(Member):
+    """vLLM's scheduler of the rollout engine on a shared device."""
+
+    kind = board.Rollout
+    board_name = "rollout"
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._evicted: list[Request] = []  # evicted requests whose clients must still be notified
+        if self.device is None:
+            return
+        lending = self._lending = self.device.serving.lending
+        self._online = Peer(self.device.folder / "online", board.Online)
+        self._gate = Gate(lending, self.device.serving.online.slo, self.device.profile)
+        self._predictor = self._gate.predictor
+        self._budget = Budget(lending, self.device.kv_bytes)
+        self._priority: Priority | None = None
+        self._most = self.max_num_scheduled_tokens
+        # Result of `_online_idle` at the begin of each step in flight.
+        self._beside: deque[float | None] = deque()
+        self._gate_since = self._moved_at = time.monotonic()
+        self._large_since: float | None = None
+        self._inactive = False
+        self.state.shut_by = float(Reason.CONTROL_SILENT)
+
+    def attach(self, core) -> None:
+        super().attach(core)
+        if (
+            self.device is not None
+            and self._lending.priority == "idle"
+            and core.vllm_config.device_config.device_type == "cpu"
+        ):
+            self._priority = Priority(except_for=self._beats.native_id)
+
+    # ------------------------------------------------------------------ vLLM's calls
+
+    def add_request(self, request) -> None:
+        if self.device is not None and not self.requests:  # no request waited at the gate before
+            self._moved_at = self._gate_since = time.monotonic()
+        super().add_request(request)
+
+    def schedule(self, throttle_prefills: bool = False):
+        if self.device is None:
+            return super().schedule(throttle_prefills)
+        self._due = False
+        self._fit_memory()
+        if self._priority is not None:
+            # The online engine may have raised the priority since the last step.
+            self._priority.lower()
+        self.max_num_scheduled_tokens = self._pass_gate()
+        if 0 < self.max_num_scheduled_tokens < len(self.running):
+            self._rotate(self.max_num_scheduled_tokens)
+        output = super().schedule(throttle_prefills)
+        if not output.total_num_scheduled_tokens:
+            self._write_board()
+        return output
+
+    def update_from_output(self, scheduler_output, model_runner_output):
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self.device is None:
+            return outputs
+        for group in outputs.values():
+            self.state.made_tokens += sum(len(o.new_token_ids) for o in group.outputs)
+        for request in self._evicted:  # vLLM only notifies clients of ends that it causes
+            ended = EngineCoreOutput(
+                request.request_id, [], finish_reason=FinishReason.ABORT, stop_reason=plugin.EVICTED
+            )
+            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(ended)
+        self._evicted.clear()
+        self._write_board()
+        return outputs
+
+    def has_requests(self) -> bool:
+        return super().has_requests() or bool(self._evicted)
+
+    def evict(self, victims: list[Request]) -> None:
+        """End these requests at once, with the tokens generated so far."""
+        if not victims:
+            return
+        self.finish_requests([r.request_id for r in victims], RequestStatus.FINISHED_ABORTED)
+        self._evicted += victims
+        self.state.evicted += len(victims)
+        self.state.wasted_tokens += sum(r.num_computed_tokens for r in victims)
+
+    # ------------------------------------------------------------------ the gate
+
+    def _pass_gate(self) -> int:
+        """Wait until the gate admits tokens; return their number. Returns 0 after WAIT_S, or sooner
+        if the engine's loop has other work."""
+        end = time.monotonic() + WAIT_S
+        while True:
+            now = time.monotonic()
+            ahead = self._in_flight_s(self._predictor) if self._predictor else (0.0, 0.0)
+            admission = self._gate.admit(
+                now,
+                self._online.read(),
+                self.control.read(),
+                work_of([*self.running, *self.waiting]),
+                ahead,
+            )
+            self._note(admission.reason, now)
+            if admission.tokens or not self.has_unfinished_requests():
+                self._moved_at = now
+                return min(admission.tokens, self._most)
+            if now - self._moved_at > self._lending.patience_s:
+                self._moved_at = now
+                self.evict(list(self.requests.values()))
+                return 0
+            if self._in_flight:
+                return 0  # the loop must fetch that step's tokens
+            time.sleep(pause_s(now - self._moved_at, FIRST_POLL_S, LAST_POLL_S))
+            if now > end or self._has_input() or self._memory_changes(self._budget):
+                return 0
+
+    def _memory_changes(self, budget: Budget) -> bool:
+        """True if the budget requires to release memory, or allows to map a block or more."""
+        return self._changes(self._target(budget))
+
+    def _changes(self, target: float) -> bool:
+        held = self.pool.mapped
+        return target < held or target - held >= self.pool.grain and self.pool.can_map
+
+    def _note(self, reason: Reason, now: float) -> None:
+        """Record the gate's state, and add the time since the last note if there are requests."""
+        passed, self._gate_since = now - self._gate_since, now
+        if self.requests:
+            if self.state.open:
+                self.state.open_s += passed
+            else:
+                self.state.shut_s += passed
+        self.state.open, self.state.shut_by = float(reason is Reason.OPEN), float(reason)
+
+    def _rotate(self, count: int) -> None:
+        """Move the first `count` running requests to the end. vLLM serves from the head, so with
+        fewer tokens than requests the tail would starve."""
+        self.running = self.running[count:] + self.running[:count]
+
+    def _step_begins(self, work: Work, began: float) -> None:
+        if self.device is not None:
+            self._beside.append(self._online_idle())
+            self._write_board(self._ends_at(self._predictor))
+
+    def _step_ended(self, work: Work, began: float, ended: float) -> None:
+        if self.device is None:
+            return
+        s = self.state
+        s.steps, s.busy_s = s.steps + 1, s.busy_s + ended - began
+        s.prompt_tokens += sum(count for count, _ in work.prefill)
+        idle = self._beside.popleft()
+        if self._predictor:
+            # A step that a step of the online engine interrupted isn't observed. At idle priority
+            # it takes many times as long. With such residuals the gate would stay shut, and so
+            # never see shorter steps.
+            if idle is not None and idle == self._online_idle():
+                self._predictor.observe(work, ended - began)
+            s.step_error, s.step_p99 = self._predictor.error
+        s.step_ends = self._ends_at(self._predictor)
+
+    def _online_idle(self) -> float | None:
+        """Number of the online engine's steps so far, or None while it is in a step."""
+        found = self._online.read()
+        return None if found is None or found.step_ends else found.steps
+
+    # ------------------------------------------------------------------ memory
+
+    def set_inactive(self, inactive: bool) -> None:
+        """Release all KV memory while the engine has no weights. It couldn't use this memory, nor
+        release it while it reads the weights. For the thread of the engine's loop, without running
+        requests."""
+        self._inactive = inactive
+        if self.device is not None:
+            self._fit_memory()
+
+    def _fit_memory(self) -> None:
+        """Map memory up to the budget, or release memory beyond it and evict requests for that."""
+        target, held = self._target(self._budget), self.pool.mapped
+        if not self._changes(target):
+            target = held
+        elif target > held:
+            # While this thread maps memory it sees no revocation, so it maps little at once.
+            target = min(target, held + max(AT_ONCE, self.pool.grain))
+            # Publish the budget, then check again that the memory is free. The online engine does
+            # the same, so that the two never take the same bytes.
+            self._publish_budget(target)
+            target = max(held, min(target, self._room()))
+        else:
+            # Evict the requests first that lose the least work.
+            running = sorted(self.running, key=lambda request: request.num_computed_tokens)
+            self.evict(
+                running[: self.pool.excess(target, [request.request_id for request in running])]
+            )
+        self._publish_budget(self.pool.limit(self.pool.total, target))
+        self._give_up_on_large()
+        self.state.frozen = float(self._budget.frozen)
+
+    def _give_up_on_large(self) -> None:
+        """Evict requests too large for the lent memory, after waiting as long as at a shut gate."""
+        blocks, now = self.pool.limit_bytes // self.pool.block_bytes, time.monotonic()
+        large = [r for r in self.waiting if -(-r.num_tokens // self.block_size) > blocks]
+        if not large:
+            self._large_since = None
+            return
+        self._large_since = self._large_since or now
+        if now - self._large_since > self._lending.patience_s:
+            self._large_since = None
+            self.evict(large)
+
+    def _target(self, budget: Budget) -> float:
+        """Bytes of pages to map: the budget, but no more than the online engine has released."""
+        if self._inactive:
+            return 0.0
+        target = min(
+            budget.update(time.monotonic(), self._online.read(), self.control.read()),
+            self.pool.total,
+        )
+        held = self.pool.mapped
+        return target if target <= held else max(held, min(target, self._room()))
+
+    def _room(self) -> float:
+        online = self._online.read(self._lending.stale_after_s)
+        return self.device.kv_bytes - online.kv_held if online else 0.0
+
+    def _publish_budget(self, nbytes: float) -> None:
+        if self.state.kv_budget != nbytes:
+            with self._writing:
+                self.state.kv_budget = nbytes
+                self._board.write()
+
+    def _wants_loop(self) -> bool:
+        if self.has_unfinished_requests():
+            return False  # the loop runs anyway
+        if self._memory_changes(copy.copy(self._budget)):  # the loop's thread owns the budget
+            return True
+        # The worker reads the gate's state from the board, so publish that the gate would open, or
+        # why it is shut.
+        reason = self._gate.admit(
+            time.monotonic(), self._online.read(), self.control.read(), Work((), 0, 0)
+        ).reason
+        return reason != self.state.shut_by
+
+    def _write_board(self, step_ends: float | None = None) -> None:
+        with self._writing:
+            s = self.state
+            s.running, s.waiting = len(self.running), len(self.waiting)
+            if step_ends is not None:
+                s.step_ends = step_ends
+            s.kv_used = self.pool.used
+            self._board.write()

@@ -1,0 +1,166 @@
+"""Limit a sandbox's memory, processes and CPU by control groups (v2 or v1).
+
+This works where this process may create groups; `lacking` names the limits that can't be set. A
+sandbox's group is called rose-PID-STARTED-N after its keeper. So a later keeper can find the groups
+whose keeper is gone, kill what runs in them and remove them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rose.parts.sandbox.backend import MIB, Limits
+
+PERIOD_US = 100_000  # microseconds of a CPU quota's period, the kernel's default
+NAME = re.compile(r"rose-(\d+)-(\d+)-\d+")
+END_S = 5.0  # seconds for a group's processes to end after SIGKILL
+REMEDY = (
+    "a delegated group helps, with COMMAND in a subgroup (systemd 254 or later): "
+    "systemd-run --user --pipe --wait -p Delegate=yes -p DelegateSubgroup=host COMMAND"
+)
+CONTROLLERS = ("memory", "pids", "cpu")
+FILES = {  # controller -> names of its limit's file (v1, v2)
+    "memory": ("memory.limit_in_bytes", "memory.max"),
+    "pids": ("pids.max", "pids.max"),
+    "cpu": ("cpu.cfs_quota_us", "cpu.max"),
+}
+
+
+def began(pid: int | str) -> int | None:
+    """Return when a process was started, in clock ticks after boot; None if there is none, or only
+    its exit code is left."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+class Groups:
+    """Creates a group per hierarchy for each sandbox, below this process's group or its parent."""
+
+    def __init__(self, own: str = "/proc/self/cgroup", mounts: str = "/proc/self/mountinfo"):
+        self.parents: dict[Path, tuple[str, ...]] = {}  # folder -> its controllers
+        self.second: set[Path] = set()  # the parents of version 2
+        self.why: dict[str, str] = {}  # controller -> why a folder could not be used
+        self._find(own, mounts)
+
+    def _find(self, own: str, mounts: str) -> None:
+        """Find the folders where this process may create groups, and why other folders fail."""
+        mounted = {}
+        for line in Path(mounts).read_text(encoding="utf-8").splitlines():
+            before, _, after = line.partition(" - ")
+            kind, _, options = after.split(" ", 2)
+            if kind in ("cgroup", "cgroup2"):
+                root, at = before.split()[3:5]
+                mounted[kind, frozenset(options.split(","))] = (root, at)
+        for line in Path(own).read_text(encoding="utf-8").splitlines():
+            _, names, path = line.split(":", 2)
+            for (kind, options), (root, at) in mounted.items():
+                if (kind == "cgroup2") != (names == ""):
+                    continue
+                if names and not set(names.split(",")) <= options:
+                    continue
+                inside = path.removeprefix(root) if root != "/" else path
+                self._try(Path(at + inside), names, kind == "cgroup2")
+        for name in CONTROLLERS:
+            if not any(name in has for has in self.parents.values()):
+                self.why.setdefault(name, "this kernel or container has no such control group")
+
+    def _try(self, folder: Path, names: str, second: bool) -> None:
+        controllers = tuple(n for n in names.split(",") if n in CONTROLLERS)
+        if not second:
+            if controllers and os.access(folder, os.W_OK):
+                self.parents[folder] = controllers
+            else:
+                self.why.update(dict.fromkeys(controllers, f"{folder} is not writable"))
+            return
+        # A version 2 group that contains processes, as this process's own, can't enable controllers
+        # for its children. Its parent can, if this process is in a subgroup of a delegated group.
+        for place in (folder, folder.parent):
+            file = place / "cgroup.controllers"
+            there = file.read_text(encoding="utf-8").split() if file.is_file() else []
+            controllers = tuple(n for n in CONTROLLERS if n in there)
+            if not controllers:
+                continue
+            try:
+                (place / "cgroup.subtree_control").write_text(
+                    " ".join(f"+{name}" for name in controllers), encoding="utf-8"
+                )
+            except OSError as error:
+                refused = f"{place}/cgroup.subtree_control: {error.strerror}; {REMEDY}"
+                self.why = dict.fromkeys(controllers, refused) | self.why
+            else:
+                if os.access(place, os.W_OK):
+                    self.parents[place] = controllers
+                    self.second.add(place)
+                    return
+
+    @property
+    def lacking(self) -> dict[str, str]:
+        """Controllers that can't be used, each with the reason."""
+        has = {name for names in self.parents.values() for name in names}
+        return {name: why for name, why in self.why.items() if name not in has}
+
+    def make(self, name: str, limits: Limits, pid: int) -> None:
+        """Create a group with these limits and move `pid` into it. Raises OSError."""
+        values = {
+            "memory": str(limits.memory_mib * MIB),
+            "pids": str(limits.processes + 8),  # 8 for process 1 and checks
+            "cpu": str(int(limits.cpus * PERIOD_US)),
+        }
+        for parent, controllers in self.parents.items():
+            folder, second = parent / name, parent in self.second
+            folder.mkdir(exist_ok=True)
+            for controller in controllers:
+                value = values[controller]
+                if second and controller == "cpu":
+                    value = f"{value} {PERIOD_US}"
+                (folder / FILES[controller][second]).write_text(value, encoding="utf-8")
+        self.join(name, pid)
+
+    def join(self, name: str, pid: int) -> None:
+        for parent in self.parents:
+            (parent / name / "cgroup.procs").write_text(str(pid), encoding="utf-8")
+
+    def remove(self, name: str) -> None:
+        """Kill the group's processes and remove it. Returns when it is gone or after `END_S`."""
+        for parent in self.parents:
+            _remove(parent / name)
+
+    def remove_stale(self) -> list[str]:
+        """Remove the groups whose keeper is gone, and return their names."""
+        found = set()
+        for parent in self.parents:
+            for folder in parent.glob("rose-*"):
+                name = NAME.fullmatch(folder.name)
+                if name and began(name[1]) != int(name[2]):
+                    _remove(folder)
+                    found.add(folder.name)
+        return sorted(found)
+
+
+def _remove(folder: Path) -> None:
+    until = time.monotonic() + END_S
+    while folder.exists():
+        for pid in _members(folder):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(OSError):  # busy while a process is in it
+            folder.rmdir()
+            return
+        if time.monotonic() > until:
+            return
+        time.sleep(0.002)
+
+
+def _members(folder: Path) -> Iterator[int]:
+    with contextlib.suppress(OSError):
+        yield from map(int, (folder / "cgroup.procs").read_text(encoding="utf-8").split())

@@ -1,0 +1,29 @@
+"""What `rose doctor` reports of this machine's sandboxes (`rose.extensions` finds it)."""
+
+from __future__ import annotations
+
+from rose.doctor.finding import Finding
+from rose.parts import sandbox
+
+
+def findings() -> list[Finding]:
+    """Try the backends of env=terminal, each by starting a sandbox. If none works that is only a
+    warning, since no other environment needs one."""
+    return of_backends(sandbox.describe())
+
+
+def of_backends(found: list[sandbox.Found]) -> list[Finding]:
+    works = [each for each in found if not each.problem]
+    findings = []
+    for each in found:
+        part = f"sandboxes, {each.backend}"
+        if each.problem and not works:
+            findings.append(Finding("warning", part, each.problem, "env=terminal can't run here"))
+        elif each.problem:  # Only the loss of the best backend is a warning.
+            state = "warning" if each is found[0] else "ok"
+            findings.append(Finding(state, part, f"not used: {each.problem}"))
+        else:
+            state = "warning" if each.lacking else "ok"
+            first = " (backend=auto takes it)" if each is works[0] else ""
+            findings.append(Finding(state, part, each.words + first, "; ".join(each.lacking)))
+    return findings

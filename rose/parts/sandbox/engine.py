@@ -1,0 +1,423 @@
+"""The queue of an environment host for the packing and storing of its sandboxes' captures.
+
+    capture (raw, local) --save--> local store --copy, bytes_per_s--> shared store
+                          packed                                      stored
+
+One process (`packer`) does both steps. Turns that a caller waits for, or whose sandbox has begun
+its next turn, come first; then the oldest captures. Turns of one sandbox are done in order, and
+those of several at once, so that a large one delays no other. Raw captures that wait are bounded:
+beyond the bound a turn is skipped, and a later one takes its place. When a disk is full,
+checkpointing stops with one message, and the run goes on. No method blocks the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rose.files import REMEDIES, held, own_folder
+from rose.parts.sandbox import left
+from rose.parts.sandbox.backend import MIB, SandboxError
+from rose.parts.sandbox.packer import PackerProcess
+from rose.parts.sandbox.store import Store
+
+AT_ONCE = {"save": 2, "copy": 4, "tidy": 1}  # most orders of each kind at the packer
+LOCK_S = 60.0  # seconds to wait for the lock of all hosts' folders
+JOB_S = 120.0  # seconds for an order, beside the time that `bytes_per_s` takes
+DEATHS = 3  # most packers that may die by themselves before checkpointing stops
+COLLECT_S = 30.0  # seconds between two removals of packs that no manifest names
+
+
+@dataclass
+class Counters:
+    """Sums since the start. `raw_bytes`: sizes of captures; `packed_bytes`, `stored_bytes`: what
+    they took in the local and the shared store; `lag_s`: seconds from captures to their arrival in
+    the shared store; `late`: captures not stored when the sandbox's next turn began."""
+
+    stored: int = 0
+    failed: int = 0
+    late: int = 0
+    raw_bytes: int = 0
+    packed_bytes: int = 0
+    stored_bytes: int = 0
+    lag_s: float = 0.0
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A capture in the queue. `packed` and `stored` resolve to "" or to an error."""
+
+    name: str
+    turn: int
+    folder: Path
+    parent: tuple[str, int] | None
+    keep_image: bool
+    raw: int  # bytes
+    life: int
+    taken: float = field(default_factory=time.monotonic)
+    urgent: bool = False
+    late: bool = False
+    tries: int = 0
+    packed_bytes: int = 0
+    packed: asyncio.Future[str] = field(default_factory=asyncio.Future)
+    stored: asyncio.Future[str] = field(default_factory=asyncio.Future)
+
+
+def _say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
+class Engine:
+    """Stores captures. `bytes_per_s` bounds writes to the shared store (0: no bound), `memory_mib`
+    the raw captures that wait. The newest `keep` turns of each sandbox stay stored (0: all), after
+    its end only if `wanted(name)`. `count(name, value)` receives quantities as they change."""
+
+    def __init__(
+        self,
+        store: Path,
+        local: Path | None = None,
+        bytes_per_s: float = 0.0,
+        memory_mib: int = 1024,
+        keep: int = 8,
+        wanted: Callable[[str], bool] = lambda name: False,
+        count: Callable[[str, float], None] = lambda name, value: None,
+        say: Callable[[str], None] = _say,
+    ) -> None:
+        self.counters, self.stopped = Counters(), ""
+        self._shared, self._keep, self._count = Path(store).absolute(), keep, count
+        self._wanted, self.say = wanted, say
+        self._bytes_per_s, self._most = bytes_per_s, memory_mib * MIB
+        self._named = local is not None
+        self._home = local or Path(tempfile.gettempdir()) / f"rose-sandboxes-{os.getuid()}"
+        self._waiting: dict[str, list[Ticket]] = {"save": [], "copy": []}
+        self._at_work: dict[str, list[Ticket]] = {"save": [], "copy": []}
+        self._raw = 0  # bytes of captures that wait
+        self._tidy: list[dict[str, Any]] = []
+        self._tidying: asyncio.Task | None = None
+        self._tasks: set[asyncio.Task] = set()
+        self._packer: PackerProcess | None = None
+        self._starting = asyncio.Lock()
+        self._deaths, self._collected = 0, time.monotonic()
+        self._captures = itertools.count()
+        self._ended: set[str] = set()  # ended sandboxes whose turns are still stored
+
+    async def open(self) -> Engine:
+        """Start the packer. Raises `SandboxError` if either folder can't be used."""
+        try:
+            await asyncio.to_thread(self._make_folders)
+            await self._alive()
+        except OSError as error:
+            raise SandboxError(f"checkpoints can't be kept: {error}") from None
+        return self
+
+    def _make_folders(self) -> None:
+        own_folder(self._home, follow=self._named)
+        try:
+            self._take_over()
+        except OSError as error:  # such as a disk that is full
+            self.say(f"what dead hosts left can't be taken over: {error}")
+        with held(self._home / "lock", LOCK_S):  # no other host sees the folder unlocked
+            self.local, self._lock = left.new_folder(self._home)
+        (self.local / "raw").mkdir()
+        (self.local / left.SHARED).write_text(str(self._shared), encoding="utf-8")
+        self.store = Store(self.local / "store", behind=Store(self._shared))
+
+    def _take_over(self) -> None:
+        with held(self._home / "lock", LOCK_S):
+            left.take_over(self._home, self._shared, self.say)
+
+    async def _alive(self) -> PackerProcess:
+        """Return a running packer. Raises OSError if none can start, or too many have died."""
+        async with self._starting:
+            if self._packer is None or self._packer.killed or self._packer.ended:
+                self._deaths += self._packer is not None and not self._packer.killed
+                if self._deaths > DEATHS:
+                    words = f"their packer died {self._deaths} times: {self._packer.ended}"
+                    raise OSError(errno.ECHILD, words)
+                self._packer = await PackerProcess.start(
+                    self.local / "store", self._shared, self._bytes_per_s, sum(AT_ONCE.values())
+                )
+            return self._packer
+
+    # ---------------------------------------------------------------------- for checkpointers
+
+    def place(self) -> Path:
+        """Return a new path on the node's disk for a capture that is made or restored."""
+        return self.local / "raw" / str(next(self._captures))
+
+    def room(self, raw: int) -> bool:
+        """Return whether a capture of `raw` bytes would be accepted now."""
+        return not self.stopped and (not self._raw or self._raw + raw <= self._most)
+
+    def submit(
+        self,
+        name: str,
+        turn: int,
+        folder: Path,
+        raw: int,
+        parent: tuple[str, int] | None = None,
+        keep_image: bool = False,
+        life: int = 0,
+    ) -> Ticket | None:
+        """Enqueue the capture in `folder`, of `raw` bytes. If there is no room for it, remove it
+        and return None."""
+        if not self.room(raw):
+            self._remove(folder)
+            return None
+        ticket = Ticket(name, turn, folder, parent, keep_image, raw, life)
+        self._raw += raw
+        self._waiting["save"].append(ticket)
+        self._dispatch()
+        return ticket
+
+    def urge(self, name: str, late: bool = False) -> None:
+        """Give the captures of `name` priority. `late`: its next turn begins before they are
+        stored."""
+        for stage in ("save", "copy"):
+            for ticket in self._waiting[stage] + self._at_work[stage]:
+                if ticket.name == name:
+                    ticket.urgent = True
+                    self.counters.late += late and not ticket.late
+                    ticket.late |= late
+
+    async def packed(self, name: str, turn: int, life: int) -> None:
+        """Wait until the captures of `name` up to `turn` can be loaded here or have failed. If the
+        turn isn't here then, take over what dead hosts of this machine had packed."""
+        self.urge(name)
+        on_their_way = self._waiting["save"] + self._at_work["save"]
+        for ticket in on_their_way:
+            if ticket.name == name and ticket.turn <= turn:
+                await asyncio.wait({ticket.packed}, timeout=JOB_S)
+        if not await asyncio.to_thread(self.store.has, name, turn, life):
+            try:
+                await asyncio.to_thread(self._take_over)
+            except OSError as error:
+                self.say(f"what dead hosts left can't be taken over: {error}")
+
+    def ended(self, name: str) -> None:
+        """Expect no more turns of `name`, and remove all of them once `wanted(name)` is False."""
+        self._ended.add(name)
+        self._forget_unwanted()
+
+    async def sweep(self) -> None:
+        """Remove all stored turns of names that aren't `wanted`, also those that killed hosts and
+        earlier attempts of the run left. Returns when that is done."""
+
+        def unwanted() -> list[str]:
+            return [name for name in self.store.behind.names() if not self._wanted(name)]
+
+        self._forget_unwanted()
+        try:
+            for name in await asyncio.to_thread(unwanted):
+                order = {"do": "forget", "name": name, "keep": 0, "upto": None}
+                self._order_tidy(
+                    order | {"unless_wanted": True}
+                )  # checked again when the order's turn comes
+        except OSError as error:
+            self.say(f"old checkpoints of sandboxes stay: {error}")
+        if self._tidying is not None:
+            await asyncio.wait({self._tidying})
+
+    def _forget_unwanted(self) -> None:
+        for name in [name for name in self._ended if not self._wanted(name)]:
+            self.forget(name)
+
+    def forget(self, name: str) -> None:
+        """Remove all turns of `name`, queued ones included."""
+        self._ended.discard(name)
+        for stage in ("save", "copy"):
+            for ticket in [t for t in self._waiting[stage] if t.name == name]:
+                self._waiting[stage].remove(ticket)
+                self._fail(ticket, stage, "forgotten")
+        self._order_tidy({"do": "forget", "name": name, "keep": 0, "upto": None})
+
+    def stop(self, words: str) -> None:
+        """Stop checkpointing for good, and log `words` once."""
+        if self.stopped:
+            return
+        self.stopped = f"checkpoints of sandboxes stop here: {words}"
+        self.say(self.stopped)
+        for stage in ("save", "copy"):
+            waiting, self._waiting[stage] = self._waiting[stage], []
+            for ticket in waiting:
+                self._fail(ticket, stage, self.stopped)
+
+    def refused(self, words: str, shared: bool = False) -> bool:
+        """Return whether the error `words` means that the local or the `shared` folder takes no
+        more writes (`REMEDIES`); then stop checkpointing."""
+        number = next((n for n in REMEDIES if os.strerror(n) in words), None)
+        if number is not None:
+            where = self._shared if shared else self._home
+            self.stop(f"{where}: {words}; {REMEDIES[number]}; the run goes on without")
+        return number is not None
+
+    async def close(self, wait_s: float = 60.0) -> None:
+        """Store what is queued, for `wait_s` seconds at most, and remove the local folder."""
+        until = time.monotonic() + wait_s
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.sweep(), wait_s)
+        self._order_tidy({"do": "collect", "name": "", "upto": 0})
+        while self._tasks and (rest_s := until - time.monotonic()) > 0:
+            await asyncio.wait(self._tasks, timeout=rest_s, return_when=asyncio.FIRST_COMPLETED)
+        lost = sum(map(len, (*self._waiting.values(), *self._at_work.values())))
+        if lost:
+            self.say(f"{lost} checkpoints of sandboxes were not stored within {wait_s:g} s")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._packer is not None:
+            await self._packer.close()
+        await asyncio.to_thread(shutil.rmtree, self.local, ignore_errors=True)
+        self._lock.close()
+
+    # ---------------------------------------------------------------------- the queue
+
+    def _dispatch(self) -> None:
+        for stage in ("save", "copy"):
+            waiting, at_work = self._waiting[stage], self._at_work[stage]
+            while waiting and len(at_work) < AT_ONCE[stage]:
+                busy = {ticket.name for ticket in at_work}
+                firsts: dict[str, Ticket] = {}
+                for ticket in waiting:
+                    firsts.setdefault(ticket.name, ticket)
+                free = [t for name, t in firsts.items() if name not in busy]
+                if not free:
+                    break
+                # Earlier turns of a sandbox with an urgent one are urgent, too.
+                urgent = {t.name for t in waiting if t.urgent}
+                chosen = min(free, key=lambda t: (t.name not in urgent, t.taken))
+                waiting.remove(chosen)
+                at_work.append(chosen)
+                self._spawn(self._work(stage, chosen))
+
+    def _spawn(self, work: Any) -> asyncio.Task:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _work(self, stage: str, ticket: Ticket) -> None:
+        order = {"do": stage, "name": ticket.name, "turn": ticket.turn}
+        order |= {"folder": str(ticket.folder), "parent": ticket.parent}
+        order |= {"keep_image": ticket.keep_image, "life": ticket.life}
+        slow = sum(t.packed_bytes for t in self._at_work["copy"]) if stage == "copy" else 0
+        wait_s = JOB_S + (2 * slow / self._bytes_per_s if self._bytes_per_s else 0.0)
+        ticket.tries += 1
+        answer = await self._ask(order, wait_s)
+        self._at_work[stage].remove(ticket)
+        if answer is None and ticket.tries < DEATHS and not self.stopped:
+            self._waiting[stage].insert(0, ticket)
+        elif answer is None or "error" in answer:
+            self._failed(ticket, stage, answer or {"error": "the packer died over it"})
+        elif stage == "save":
+            self._saved(ticket, answer)
+        else:
+            self._copied(ticket, answer)
+        self._dispatch()
+
+    async def _ask(self, order: dict[str, Any], wait_s: float) -> dict[str, Any] | None:
+        """Return the packer's answer, None if it died. A packer that doesn't answer is killed; its
+        other callers ask the next one."""
+        while True:
+            try:
+                packer = await self._alive()
+                return await asyncio.wait_for(packer.ask(order), wait_s)
+            except TimeoutError:
+                packer.kill()
+                return {"error": f"not done within {wait_s:g} s"}
+            except ConnectionError:
+                if not packer.killed:
+                    return None
+            except OSError as error:
+                self.stop(str(error))
+                return {"error": self.stopped}
+
+    def _saved(self, ticket: Ticket, answer: dict[str, Any]) -> None:
+        self._raw -= ticket.raw
+        self._remove(ticket.folder)
+        ticket.packed_bytes, ticket.tries = answer["written"], 0
+        self.counters.raw_bytes += answer["raw"]
+        self.counters.packed_bytes += answer["written"]
+        _settle(ticket.packed, "")
+        if self.stopped:
+            _settle(ticket.stored, self.stopped)
+        else:
+            self._waiting["copy"].append(ticket)
+
+    def _copied(self, ticket: Ticket, answer: dict[str, Any]) -> None:
+        self.counters.stored += 1
+        self.counters.stored_bytes += answer["written"]
+        self.counters.lag_s += time.monotonic() - ticket.taken
+        self._count("checkpoint bytes stored", self.counters.stored_bytes)
+        self._count("checkpoint bytes waiting", self._raw)
+        _settle(ticket.stored, "")
+        if self._keep:
+            order = {"do": "forget", "name": ticket.name, "keep": self._keep, "upto": ticket.turn}
+            self._order_tidy(order)
+
+    def _failed(self, ticket: Ticket, stage: str, answer: dict[str, Any]) -> None:
+        words = answer["error"]
+        self.counters.failed += 1
+        if not self.refused(words, shared=stage == "copy"):
+            self.say(f"turn {ticket.turn} of sandbox {ticket.name} is not stored: {words}")
+        self._fail(ticket, stage, self.stopped or words)
+
+    def _fail(self, ticket: Ticket, stage: str, words: str) -> None:
+        if stage == "save":
+            self._raw -= ticket.raw
+            self._remove(ticket.folder)
+        _settle(ticket.packed, words)
+        _settle(ticket.stored, words)
+
+    def _remove(self, folder: Path) -> None:
+        self._spawn(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
+
+    # ---------------------------------------------------------------------- tidying up
+
+    def _order_tidy(self, order: dict[str, Any]) -> None:
+        self._tidy.append(order)
+        if self._tidying is None or self._tidying.done():
+            self._tidying = self._spawn(self._tidy_up())
+
+    async def _tidy_up(self) -> None:
+        while self._tidy:
+            order = self._tidy.pop(0)
+            if order.get("unless_wanted") and await asyncio.to_thread(self._wanted, order["name"]):
+                continue
+            if held_up := self._in_the_way(order):
+                await asyncio.wait([t.stored for t in held_up], timeout=JOB_S)
+            self._note(await self._ask(order, JOB_S))
+            if time.monotonic() > self._collected + COLLECT_S:
+                self._collected = time.monotonic()
+                self._note(await self._ask({"do": "collect", "name": ""}, JOB_S))
+
+    def _in_the_way(self, order: dict[str, Any]) -> list[Ticket]:
+        """Return the queued captures that must be stored before `order` removes turns of `name`:
+        those that refer to such turns and, if all turns of `name` go, its own."""
+        name, whole = order["name"], order["upto"] is None
+        return [
+            ticket
+            for tickets in (*self._waiting.values(), *self._at_work.values())
+            for ticket in tickets
+            if (whole if ticket.name == name else name in (ticket.parent or ())[:1])
+        ]
+
+    def _note(self, answer: dict[str, Any] | None) -> None:
+        if answer is not None and "error" in answer:
+            self.say(f"old checkpoints of sandboxes stay: {answer['error']}")
+
+
+def _settle(future: asyncio.Future[str], words: str) -> None:
+    if not future.done():
+        future.set_result(words)

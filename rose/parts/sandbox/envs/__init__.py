@@ -1,0 +1,1 @@
+"""Environments whose episodes run in sandboxes, one file each (`rose.agent.envs`)."""

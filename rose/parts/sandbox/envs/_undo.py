@@ -1,0 +1,142 @@
+"""Earlier states of a sandbox, which its agent can restore: one from before each recent command.
+
+Each state is a full capture in a folder of this machine (`Sandbox.capture`). It includes processes
+if CRIU is installed, else only files and the shell's variables. The next process removes folders
+left by a killed one. All states of a process together may take `SHARE` of their disk's free space;
+beyond that the oldest are removed, whichever sandbox they belong to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from rose.parts.sandbox import Sandbox, SandboxError, Spec, probe
+
+MOST = 8  # states of a sandbox, each as large as the sandbox's disk and memory at most
+SHARE = 0.25  # share of the space that is free or holds states; other hosts use the same disk
+BLOCK = 512  # bytes of a block as counted by st_blocks
+PREFIX = f"rose-undo-{os.geteuid()}-"  # start of a folder's name; its process's pid follows
+
+
+@dataclass(eq=False)
+class _State:
+    before: str  # the command that came after the state
+    folder: Path | None
+    problem: str = ""  # the reason, if there is no folder
+    bytes: int = 0  # size on disk
+
+
+_held: list[_State] = []  # states of all sandboxes of this process, the oldest first
+
+
+class Undo:
+    """The states of a sandbox. `resumed`: the sandbox was restored from a checkpoint, so states
+    before its earlier commands are not here."""
+
+    def __init__(self, resumed: bool = False) -> None:
+        self._resumed = resumed
+        _remove_stale(Path(tempfile.gettempdir()))
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
+        self._numbers = itertools.count()
+        self._states: list[_State] = []
+
+    async def keep(self, box: Sandbox, command: str) -> None:
+        """Capture the current state, before `command` changes it."""
+        problem = ""
+        for kind in reversed(box.capture_kinds):  # the fullest kind first, with processes
+            folder = self._folder / str(next(self._numbers))
+            try:
+                await box.capture(kind, folder)
+            except SandboxError as error:
+                problem = str(error)
+            else:
+                state = _State(command, folder, bytes=await asyncio.to_thread(_size, folder))
+                self._states.append(state)
+                _held.append(state)
+                break
+        else:
+            self._states.append(_State(command, None, problem))
+        await self._forget(self._states[:-MOST])
+        await _make_room(self._folder)
+
+    async def back(self, box: Sandbox, commands: int) -> tuple[Sandbox, str]:
+        """Undo the last `commands` commands. Return the restored sandbox and a message for the
+        agent; `box` itself and a message with the reason if that state can't be restored."""
+        if commands > len(self._states):
+            since = ", those since the machine was moved" if self._resumed else ""
+            return box, f"Nothing is undone: {len(self._states)} commands can be{since}."
+        state = self._states[-commands]
+        what = f"before {state.before[:200]!r}"
+        if state.folder is None:
+            return box, f"Nothing is undone: the state {what} was not kept: {state.problem}"
+        _held.remove(state)  # protects the folder from `_make_room` while it is read
+        try:
+            made = await Sandbox.restore(state.folder)
+        except SandboxError as error:
+            return box, f"Nothing is undone: the state {what} can't be had again: {error}"
+        finally:
+            _held.insert(0, state)
+        await box.close()
+        await self._forget(self._states[-commands:])
+        kept = made.lost or "files, the shell and its processes are what they were."
+        return made, f"Undone, to {what}: {kept}"
+
+    async def _forget(self, states: list[_State]) -> None:
+        for state in states:
+            self._states.remove(state)
+            await _remove(state, "")
+
+    async def close(self) -> None:
+        await self._forget(list(self._states))
+        await asyncio.to_thread(shutil.rmtree, self._folder, True)
+
+
+async def _remove(state: _State, problem: str) -> None:
+    if state in _held:
+        _held.remove(state)
+    folder, state.folder, state.problem = state.folder, None, state.problem or problem
+    if folder is not None:
+        await asyncio.to_thread(shutil.rmtree, folder, True)
+
+
+async def _make_room(where: Path) -> None:
+    """Remove the oldest states while all states together take more than their share."""
+    while _held:
+        taken = sum(state.bytes for state in _held)
+        most = SHARE * (shutil.disk_usage(where).free + taken)
+        if taken <= most:
+            return
+        words = f"all that is kept for undo takes {most / 2**20:.0f} MiB at most"
+        await _remove(_held[0], words)
+
+
+def _size(folder: Path) -> int:
+    return sum(path.lstat().st_blocks * BLOCK for path in folder.rglob("*"))
+
+
+def problem(backend: str) -> str:
+    """Return why sandboxes of this backend can't restore earlier states; "" if they can. The
+    calling thread must have no running event loop. Raises `SandboxError`."""
+
+    async def look() -> str:
+        async with await Sandbox.start(Spec(), backend) as box:
+            return "" if box.capture_kinds else f"backend {box.backend} captures no state"
+
+    try:
+        return asyncio.run(look())
+    finally:
+        probe.close()
+
+
+def _remove_stale(where: Path) -> None:
+    """Remove folders of this user's processes that have ended."""
+    for folder in where.glob(f"{PREFIX}*"):
+        process = folder.name.removeprefix(PREFIX).partition("-")[0]
+        if process.isdecimal() and not os.path.exists(f"/proc/{process}"):
+            shutil.rmtree(folder, ignore_errors=True)

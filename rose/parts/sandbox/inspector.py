@@ -1,0 +1,113 @@
+"""Classify what a turn changed in its sandbox: nothing, files, or state that needs process images.
+
+    inspector = Inspector(box)
+    change = await inspector.look()         # after each turn, when the shell waits for the next one
+
+Three quarters of an agent's turns change nothing that a checkpoint would have to keep (Crab, arXiv
+2604.28138). Each inspection compares two things with those of the last one: the shell's state, as
+the session prints it (`backend.SESSION`), and what process 1 sees of files, processes and open
+files (`watch`). What can't be seen counts as changed. A program of the agent can deceive only its
+own sandbox's inspector, and so lose its own state.
+
+These changes are not noticed: the seed of RANDOM, unsetting such a variable, bash's hash table and
+`$0`, the place of getopts within one argument, a process's allowed cores and I/O priority, and
+writes through memory into a nameless file (a memfd) that another process has open.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from dataclasses import dataclass
+
+from rose.parts.sandbox.sandbox import Sandbox
+
+NONE, FILES, PROCESS = "none", "files", "process"
+# Variables of bash whose values differ at each command or in each subshell
+VOLATILE = re.compile(
+    rb"declare -\S+ (BASHPID|BASH_ARG[CV]|BASH_COMMAND|BASH_LINENO|BASH_SOURCE|BASH_SUBSHELL|"
+    rb"DIRSTACK|EPOCHREALTIME|EPOCHSECONDS|FUNCNAME|LINENO|PIPESTATUS|RANDOM|SECONDS|SRANDOM|_)(=|$)"
+)
+CLOCK = re.compile(rb"\x01clock\n(-?\d+)\n")
+
+
+@dataclass(frozen=True)
+class Change:
+    """The result of an inspection. `kind`: the least kind of capture that keeps the change. `why`:
+    the first change found. `unsure`: paths, in the overlay's upper layer, of files that may have
+    been written through memory; a capture copies them even if their inode, size and times are those
+    of an earlier copy (None: all files)."""
+
+    kind: str
+    why: str
+    unsure: tuple[str, ...] | None = ()
+    seconds: float = 0.0  # duration of the inspection
+
+
+class Inspector:
+    """Inspects one running sandbox. The first inspection finds all new: its kind is `process`."""
+
+    def __init__(self, box: Sandbox) -> None:
+        self.box = box
+        self._shell: dict[bytes, bytes] = {}  # part of the shell's state -> its hash
+        self._clock = 0
+
+    async def look(self) -> Change:
+        """Return what changed since the last call. Raises `SandboxError`."""
+        began = time.monotonic()
+        kind, why, unsure = await self._look()
+        return Change(kind, why, unsure, time.monotonic() - began)
+
+    async def _look(self) -> tuple[str, str, tuple[str, ...] | None]:
+        said = await self.box.account()
+        shell, before = parts(said), self._shell
+        clock, clock_before = _clock(said), self._clock
+        self._shell, self._clock = shell, clock
+        try:
+            seen = await self.box.shell.look()
+        except (OSError, NotImplementedError) as error:
+            return PROCESS, f"not seen: {error}", None
+        unsure = None if seen["unsure"] is None else tuple(seen["unsure"])
+        if not before:
+            return PROCESS, "the first look", unsure
+        if b"end" not in shell:
+            return PROCESS, "the shell does not tell its state", unsure
+        for name in shell.keys() | before.keys():
+            if shell.get(name) != before.get(name):
+                return PROCESS, f"the shell's {name.decode(errors='replace')} changed", unsure
+        if seen["processes"] is not None:
+            return PROCESS, seen["processes"], unsure
+        if abs(clock - clock_before) > 1:
+            return PROCESS, "the shell's SECONDS were set", unsure
+        if seen["files"] is not None:
+            return FILES, seen["files"], unsure
+        if seen["blind"]:
+            return FILES, f"a change may not be seen: {seen['blind']}", unsure
+        if unsure:
+            return FILES, f"/{unsure[0]} was open for writing", unsure
+        return NONE, "", unsure
+
+    async def resume(self) -> None:
+        """Ignore that a capture of the processes made them run, which is no change by the agent.
+        Call it after each such capture. Raises `SandboxError`."""
+        await self.box.shell.resume()
+
+
+def parts(said: bytes | None) -> dict[bytes, bytes]:
+    """Return the hash of each part of a shell's state by name, without the volatile variables."""
+    found = {}
+    for part in (said or b"").split(b"\1")[1:]:
+        name, _, text = part.partition(b"\n")
+        if name == b"clock":
+            continue
+        if name == b"variables":
+            text = b"\n".join(line for line in text.split(b"\n") if not VOLATILE.match(line))
+        found[name] = hashlib.blake2b(text, digest_size=16).digest()
+    return found
+
+
+def _clock(said: bytes | None) -> int:
+    """Return when the shell's SECONDS were 0, in seconds since 1970. It may be off by one."""
+    found = CLOCK.search(said or b"")
+    return int(found[1]) if found else 0

@@ -1,0 +1,372 @@
+"""The process that creates an environment host's sandboxes and cleans up after them.
+
+    python -m rose.parts.sandbox.keeper SOCKET    a file descriptor; `namespaces.Keeper` starts it
+
+It is small and has one thread, so that it can fork a sandbox in a millisecond. All mounts are in
+mount namespaces of the keeper and the sandboxes, so they vanish with these processes, whatever
+kills them. When the host ends, its socket closes, and the keeper ends the sandboxes. When the
+keeper is killed, the parent-death signal kills them. Only control groups can remain, and the next
+keeper removes those. With root, a sandbox's users are mapped to host users that no other sandbox
+has (users.py). Without root, its only user is this one, in a user namespace of the keeper.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import socket
+import sys
+from typing import Any
+
+from rose.parts.sandbox import check, kernel, users, within
+from rose.parts.sandbox.backend import HOST_FOLDERS, Limits
+from rose.parts.sandbox.cgroups import Groups, began
+from rose.parts.sandbox.init import WORK, receive, run, send
+
+PLACES = ("/media", "/mnt", "/srv", "/opt")  # candidates for a private tmpfs: the first empty one
+NEW = (
+    kernel.NEWUSER
+    | kernel.NEWNS
+    | kernel.NEWPID
+    | kernel.NEWNET
+    | kernel.NEWUTS
+    | kernel.NEWIPC
+    | kernel.NEWCGROUP
+)
+# Entries of the host's /etc that programs need, and none that describes the site.
+ETC = [
+    "alternatives",
+    "bash.bashrc",
+    "ca-certificates",
+    "ca-certificates.conf",
+    "debian_version",
+    "ld.so.cache",
+    "ld.so.conf",
+    "ld.so.conf.d",
+    "locale.alias",
+    "localtime",
+    "magic",
+    "mime.types",
+    "os-release",
+    "profile",
+    "protocols",
+    "python3",
+    "python3.*",
+    "redhat-release",
+    "services",
+    "shells",
+    "ssl",
+    "terminfo",
+]
+MADE = {
+    "passwd": "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/:/usr/sbin/nologin\n",
+    "group": "root:x:0:\nnogroup:x:65534:\n",
+    "hosts": "127.0.0.1 localhost sandbox\n",
+    "hostname": "sandbox\n",
+    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+}
+SWITCHES = {
+    "/proc/sys/user/max_user_namespaces": "0",
+    "/proc/sys/kernel/unprivileged_userns_clone": "0",
+    "/proc/sys/kernel/apparmor_restrict_unprivileged_userns": "1",
+}
+
+
+class Keeper:
+    def __init__(self, host: socket.socket) -> None:
+        self.host = host
+        self.groups = Groups()
+        self.removed = self.groups.remove_stale()
+        self.root = self._own_namespaces()
+        self.ranges = users.Ranges()
+        self.base = self._own_files()
+        self.name = f"rose-{os.getpid()}-{began(os.getpid())}"
+        self.made = 0
+        # Process 1's id on the host -> the sandbox's number, its namespaces (file descriptors), its
+        # spec, and the host user of its root (0 without root).
+        self.sandboxes: dict[int, tuple[int, list[int], dict[str, Any], int]] = {}
+        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+
+    def _own_namespaces(self) -> bool:
+        """Enter a mount namespace of its own, with root's rights or in a user namespace. Return
+        whether each sandbox can have a range of users."""
+        try:
+            kernel.unshare(kernel.NEWNS)
+            root = users.has_ranges()
+        except PermissionError:
+            user, group = os.geteuid(), os.getegid()
+            kernel.unshare(kernel.NEWUSER | kernel.NEWNS)
+            users.write_maps("self", f"0 {user} 1", f"0 {group} 1", groups=False)
+            root = False
+        kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
+        return root
+
+    def _own_files(self) -> str:
+        """Mount a private tmpfs for the lower layer of sandboxes without image. Return its path."""
+        place = next((p for p in PLACES if os.path.isdir(p) and not os.listdir(p)), "/tmp")
+        kernel.mount("tmpfs", place, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755")
+        for name in (WORK, "image", "criu", "host", "host/etc"):
+            os.mkdir(f"{place}/{name}", 0o755)
+        host = f"{place}/host"
+        for name in HOST_FOLDERS:
+            if os.path.isdir(f"/{name}"):  # a folder even for a link, which an agent could replace
+                os.mkdir(f"{host}/{name}")
+                os.mkdir(f"{host}/{name}/.rose-bound")
+        for pattern in ETC:
+            for path in glob.glob(f"/etc/{pattern}"):
+                target = f"{host}{path}"
+                with contextlib.suppress(OSError, shutil.Error):  # files this user may not read
+                    if os.path.isdir(path):
+                        shutil.copytree(path, target, symlinks=True, ignore=_private)
+                    else:
+                        shutil.copyfile(path, target)
+        for name, text in MADE.items():
+            with open(f"{host}/etc/{name}", "w", encoding="utf-8") as file:
+                file.write(text)
+        return place
+
+    def serve(self) -> None:
+        send(
+            self.host, {"root": self.root, "lacking": self.groups.lacking, "removed": self.removed}
+        )
+        wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        poll = select.poll()
+        poll.register(self.host, select.POLLIN)
+        poll.register(wake, select.POLLIN)
+        while True:
+            ready = dict(poll.poll())
+            if wake in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(wake, 4096)
+                self.reap()
+            if self.host.fileno() in ready:
+                order, fds = receive(self.host)
+                if order is None:
+                    break
+                self.handle(order, fds)
+        for pid in self.sandboxes:
+            os.kill(pid, signal.SIGKILL)
+        for number, *_ in self.sandboxes.values():
+            self.groups.remove(f"{self.name}-{number}")
+
+    def handle(self, order: dict[str, Any], fds: list[int]) -> None:
+        if "do" in order:
+            self.begin_beside(order, fds)
+        else:
+            control = socket.socket(fileno=fds.pop(0))
+            order["lacking"] = list(self.groups.lacking)
+            user = 0
+            try:
+                user = self.ranges.take() if self.root else 0
+                said = {"pid": self.begin(order, control, fds, user), "user": user}
+            except (OSError, ValueError, TypeError) as error:
+                if user:
+                    self.ranges.release(user)
+                hint = switched_off() if "unshare" in str(error) else ""
+                said = {"failed": f"{error}{hint}"}
+            with contextlib.suppress(OSError):  # the host may have closed its end
+                send(control, said)
+            control.close()
+        for fd in fds:
+            os.close(fd)
+
+    def begin(
+        self, spec: dict[str, Any], control: socket.socket, saved: list[int], user: int
+    ) -> int:
+        """Fork a sandbox's process 1, which waits until its group and its new parent are in place,
+        and return its id. `saved`: file descriptors of the listing and the contents of its first
+        files, if any; `user`: the first of its range of host users, 0 without root."""
+        lower = self.lower(spec["image"], user)
+        go, mapped = os.pipe(), os.pipe()
+        ours, said = socket.socketpair()
+        first = os.fork()
+        if first == 0:
+            try:
+                new_child()
+                if user:  # the kernel charges a namespace's creator for what its users have
+                    kernel.become(user)
+                kernel.unshare(NEW)
+                spaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in check.JOINED]
+                socket.send_fds(said, [b"u"], spaces)
+                os.read(mapped[0], 1)
+                with contextlib.suppress(PermissionError):  # kept, but unmapped, without root
+                    os.setgroups([])
+                os.setresgid(0, 0, 0)
+                os.setresuid(0, 0, 0)
+                second = os.fork()
+                if second == 0:
+                    close_but(go[0], control.fileno(), *saved)
+                    if os.read(go[0], 1) != b"g":
+                        os._exit(1)
+                    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+                    run(spec, self.base, lower, control, saved)
+                said.send(str(second).encode())
+            except OSError as error:
+                said.send(str(error).encode())
+            finally:
+                os._exit(0)
+        said.close()
+        words, spaces = b"", []
+        try:
+            words, spaces, _, _ = socket.recv_fds(ours, 4096, len(check.JOINED))
+            if words == b"u":
+                mapped_users = users.mapping(user) if user else "0 0 1"
+                users.write_maps(str(first), mapped_users, mapped_users, groups=self.root)
+                os.write(mapped[1], b"m")
+                words = ours.recv(4096)
+            os.close(mapped[1])
+            # Process 1 dies with its parent, which is now this process.
+            os.waitpid(first, 0)
+            if not words.isdigit():
+                raise OSError(words.decode() or "its first process ended")
+            return self.admit(int(words), spaces, spec, go[1], user)
+        except (OSError, ValueError, TypeError):
+            for fd in spaces:
+                os.close(fd)
+            raise
+        finally:
+            ours.close()
+            for fd in (*go, mapped[0]):
+                os.close(fd)
+            if user and spec["image"] is not None:  # a copy is in the sandbox's mount namespace
+                kernel.unmount(lower)
+
+    def admit(self, pid: int, spaces: list[int], spec: dict[str, Any], go: int, user: int) -> int:
+        self.made += 1
+        try:
+            spaces += [os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name in ("pid", "cgroup")]
+            self.groups.make(f"{self.name}-{self.made}", Limits(**spec["limits"]), pid)
+        except (OSError, ValueError, TypeError):
+            os.kill(pid, signal.SIGKILL)
+            self.groups.remove(f"{self.name}-{self.made}")
+            raise
+        with (
+            contextlib.suppress(OSError),
+            open(f"/proc/{pid}/oom_score_adj", "w", encoding="utf-8") as file,
+        ):
+            file.write("-900")  # kill the agent's processes first; not allowed without root
+        self.sandboxes[pid] = (self.made, spaces, spec, user)
+        os.write(go, b"g")
+        return pid
+
+    def lower(self, image: str | None, user: int) -> str:
+        """Return the lower layer. With root, the sandbox's users seem to own an image's files."""
+        if image is None:
+            return f"{self.base}/host"
+        if not user:
+            return image
+        kernel.mount_shifted(image, f"{self.base}/image", self.ranges.space(user))
+        return f"{self.base}/image"
+
+    def criu_cache(self, user: int) -> str:
+        """Return a folder for CRIU's cache of kernel features. CRIU of each range must own its."""
+        own, known = f"{self.base}/criu/{user}", glob.glob(f"{self.base}/criu/*/*")
+        if not os.path.isdir(own):
+            os.mkdir(own, 0o700)
+            made = [shutil.copy(path, own) for path in known[:1]]
+            for path in (own, *made):
+                os.chown(path, user, user)
+        return own
+
+    def begin_beside(self, order: dict[str, Any], fds: list[int]) -> None:
+        """Run a check, a capture or a restore in a sandbox, in a child that writes its result to
+        the last of `fds`."""
+        number, spaces, spec, user = self.sandboxes.get(order["sandbox"], (0, [], {}, 0))
+        if number == 0:
+            with contextlib.suppress(OSError):
+                os.write(fds[-1], json.dumps({"failed": "the sandbox is gone"}).encode())
+            return
+        held, go = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                new_child()
+                kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+                close_but(held, *spaces, *fds)
+                os.read(held, 1)
+                if order["do"] == "check":
+                    image = spec["image"] or f"{self.base}/host"
+                    check.run(spec, order, image, spaces[: len(check.JOINED)], fds)
+                (within.capture if order["do"] == "capture" else within.revive)(
+                    order, self.criu_cache(user), spaces, fds
+                )
+            finally:
+                os._exit(1)
+        try:
+            if order["do"] != "capture":  # a capture may need more memory than the sandbox has left
+                self.groups.join(f"{self.name}-{number}", pid)
+            os.write(go, b"g")
+        except OSError as error:  # the sandbox ended just now
+            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                os.write(fds[-1], json.dumps({"failed": str(error)}).encode())
+        os.close(held)
+        os.close(go)
+
+    def reap(self) -> None:
+        while True:
+            try:
+                pid, _ = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self.sandboxes:
+                number, spaces, _, user = self.sandboxes.pop(pid)
+                for fd in spaces:
+                    os.close(fd)
+                self.groups.remove(f"{self.name}-{number}")
+                if user:
+                    self.ranges.release(user)
+
+
+def new_child() -> None:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def close_but(*kept: int) -> None:
+    """Close inherited descriptors, so that other sandboxes' namespaces don't outlive them here."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in kept:
+            with contextlib.suppress(OSError):  # the descriptor of the listing itself
+                os.close(int(name))
+
+
+def _private(folder: str, names: list[str]) -> list[str]:
+    """Return the entries of a folder in /etc that must not be copied, such as private keys."""
+    return [n for n in names if n == "private" or not os.access(f"{folder}/{n}", os.R_OK)]
+
+
+def switched_off() -> str:
+    """Name the setting of this machine that forbids user namespaces, "" if there is none."""
+    for path, value in SWITCHES.items():
+        with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
+            if file.read().strip() == value:
+                name = path.removeprefix("/proc/sys/").replace("/", ".")
+                return f"; {name}={value} is in the way of user namespaces"
+    return ""
+
+
+def main() -> None:
+    host = socket.socket(fileno=int(sys.argv[1]))
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # eight per sandbox
+    try:
+        keeper = Keeper(host)
+    except OSError as error:
+        send(host, {"failed": f"{error}{switched_off()}"})
+        return
+    keeper.serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Find unread data in the pipes, terminals and sockets of a sandbox, from its process 1.
+
+Such data belongs to no file and to no process's memory, so only a process image keeps it. Sockets
+other than unix, TCP and UDP can't be made in a sandbox, or hold no data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import os
+import socket
+import struct
+import termios
+
+from rose.parts.sandbox import kernel
+
+NETLINK_SOCK_DIAG, BY_FAMILY, REQUEST, DUMP = 4, 20, 1, 0x300
+SHOW_QUEUES, QUEUES = 0x10, 4  # linux/unix_diag.h
+DONE, ERROR = 3, 2
+WAIT_S = 1.0  # seconds for the kernel's answer
+# Most unread bytes of a terminal that can be captured. CRIU writes them to the other end, and waits
+# for ever if that is full. A terminal holds 4096 bytes, and adds the echo of what is written.
+TERMINAL_BYTES = 1024
+TERMINALS = ("/dev/pts/", "/dev/ptmx")
+TIOCGPTN = 0x80045430  # number of a master's terminal
+SYSTEM_V = ("/proc/sysvipc/shm", "/proc/sysvipc/sem", "/proc/sysvipc/msg")
+INTERNET = ("tcp", "tcp6", "udp", "udp6")
+
+
+def waiting(pid: int, number: int) -> int:
+    """Return the unread bytes in the pipe or terminal that a process has open as `number`. It isn't
+    opened again, because that would wake processes that wait for it. Raises OSError."""
+    fd = kernel.borrowed(pid, number)
+    try:
+        return bytes_in(fd)
+    finally:
+        os.close(fd)
+
+
+def bytes_in(fd: int) -> int:
+    """Return how much the pipe or terminal `fd` holds unread. Raises OSError."""
+    return struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))[0]
+
+
+def terminals(spare: set[int]) -> bool:
+    """Return whether a terminal of a process outside of `spare` has more unread than
+    `TERMINAL_BYTES`."""
+    for path in glob.glob("/proc/[0-9]*/fd/*"):
+        _, _, pid, _, fd = path.split("/")
+        with contextlib.suppress(OSError):  # a process that has just ended, a terminal just closed
+            terminal = int(pid) not in spare and os.readlink(path).startswith(TERMINALS)
+            if terminal and waiting(int(pid), int(fd)) > TERMINAL_BYTES:
+                return True
+    return False
+
+
+def not_captured() -> list[str]:
+    """Name what this sandbox has that no capture keeps."""
+    found = []
+    for path in SYSTEM_V:
+        with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
+            if len(file.readlines()) > 1:  # more than the line of titles
+                found = ["System V's shared memory, semaphores and queues"]
+    found += ["datagrams that nobody had read"] * bool(_internet(("udp", "udp6")))
+    return found + ["unread output of a closed terminal"] * _hung_up()
+
+
+def _hung_up() -> bool:
+    """Return whether a terminal that only its master has open has something unread."""
+    masters, others = [], set()
+    for path in glob.glob("/proc/[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if (link := os.readlink(path)).endswith("ptmx"):
+                masters.append((int(path.split("/")[2]), int(path.split("/")[4])))
+            elif link.startswith(TERMINALS):
+                others.add(link)
+    for pid, number in masters:
+        with contextlib.suppress(OSError):
+            fd = kernel.borrowed(pid, number)
+            try:
+                which = struct.unpack("i", fcntl.ioctl(fd, TIOCGPTN, bytes(4)))[0]
+                if bytes_in(fd) and f"/dev/pts/{which}" not in others:
+                    return True
+            finally:
+                os.close(fd)
+    return False
+
+
+def sockets() -> set[int]:
+    """Return inodes of sockets with something unread or with connections that wait to be accepted.
+    Raises OSError if the kernel doesn't report them."""
+    return _unix() | _internet(INTERNET)
+
+
+def _internet(kinds: tuple[str, ...]) -> set[int]:
+    found = set()
+    for kind in kinds:
+        with (
+            contextlib.suppress(FileNotFoundError),
+            open(f"/proc/net/{kind}", encoding="utf-8") as file,
+        ):
+            next(file, None)
+            for line in file:
+                values = line.split()
+                if int(values[4].partition(":")[2], 16):
+                    found.add(int(values[9]))
+    return found
+
+
+def _unix() -> set[int]:
+    """Return the same for unix sockets of this network namespace, from sock_diag(7)."""
+    everything = 0xFFFFFFFF
+    with socket.socket(
+        socket.AF_NETLINK, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC, NETLINK_SOCK_DIAG
+    ) as asked:
+        asked.settimeout(WAIT_S)
+        wanted = (socket.AF_UNIX, 0, 0, everything, 0, SHOW_QUEUES, everything, everything)
+        request = struct.pack("=BBHIIIII", *wanted)
+        header = struct.pack("=IHHII", 16 + len(request), BY_FAMILY, REQUEST | DUMP, 1, 0)
+        asked.send(header + request)
+        found: set[int] = set()
+        while True:
+            data, at = asked.recv(1 << 16), 0
+            while at < len(data):
+                size, kind = struct.unpack_from("=IH", data, at)
+                if kind == DONE:
+                    return found
+                if kind == ERROR:
+                    code = -struct.unpack_from("=i", data, at + 16)[0]
+                    raise OSError(code, f"sock_diag: {os.strerror(code)}")
+                if _queued(data[at : at + size]):
+                    found.add(struct.unpack_from("=I", data, at + 20)[0])
+                at += (size + 3) & ~3
+
+
+def _queued(message: bytes) -> bool:
+    at = 32  # behind netlink's header and struct unix_diag_msg
+    while at + 4 <= len(message):
+        size, kind = struct.unpack_from("=HH", message, at)
+        if kind == QUEUES:
+            return struct.unpack_from("=I", message, at + 4)[0] > 0
+        at += max(4, (size + 3) & ~3)
+    return False

@@ -1,0 +1,68 @@
+"""Find writes into processes through the files in /proc/PID: `mem` and the settings beside it.
+
+Such a write changes a process that doesn't run, and no time of any file. inotify reports it for the
+process's folder. Without inotify, or when its watches are used up, it isn't seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from rose.parts.sandbox import kernel
+
+Key = tuple[str, str]  # process, clock ticks after boot at its start
+
+
+class Written:
+    """Watches processes with an inotify queue that it shares with `watch.Layer`."""
+
+    def __init__(self, queue: int | OSError) -> None:
+        self.queue = queue
+        # Process -> folder -> (watch number, open descriptor). The kernel may drop a /proc folder
+        # that no process has open, and with it the watch.
+        self.watched: dict[Key, dict[str, tuple[int, int]]] = {}
+        self._names: dict[int, str] = {}  # number -> name of the process
+
+    def seen(self, events: list[kernel.Event]) -> str | None:
+        """Return what was written into one of the processes, in words; None if nothing was."""
+        for folder, mask, file in events:
+            if mask & kernel.IN_MODIFY and folder in self._names:
+                return f"{file} of process {self._names[folder]} was written"
+        return None
+
+    def others(self, events: list[kernel.Event]) -> list[kernel.Event]:
+        """Return the events that don't belong to these processes."""
+        return [event for event in events if event[0] not in self._names]
+
+    def watch(self, names: dict[Key, str]) -> None:
+        """Watch these processes with their threads from now on, and no others."""
+        for key in self.watched.keys() - names.keys():
+            self._forget(self.watched.pop(key))
+        for key, name in names.items():
+            own = f"/proc/{key[0]}"
+            # The process has just ended, or there are no more watches.
+            with contextlib.suppress(OSError):
+                wanted = {own, *(f"{own}/task/{thread}" for thread in os.listdir(f"{own}/task"))}
+                known = self.watched.setdefault(key, {})
+                self._forget({folder: known.pop(folder) for folder in known.keys() - wanted})
+                for folder in wanted - known.keys():
+                    known[folder] = self._watch(folder, name)
+
+    def _watch(self, folder: str, name: str) -> tuple[int, int]:
+        if isinstance(self.queue, OSError):
+            raise self.queue
+        fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            number = kernel.watch_folder(self.queue, f"/proc/self/fd/{fd}")
+        except OSError:
+            os.close(fd)
+            raise
+        self._names[number] = name
+        return number, fd
+
+    def _forget(self, folders: dict[str, tuple[int, int]]) -> None:
+        for number, fd in folders.values():
+            self._names.pop(number, None)
+            kernel.unwatch(self.queue, number)
+            os.close(fd)

@@ -1,0 +1,3 @@
+"""The fixtures of tests/agent, on whose loop and templates the adapters' tests rest."""
+
+from tests.agent.conftest import chats, save_tokenizer, tokenizer  # noqa: F401

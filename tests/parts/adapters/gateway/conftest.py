@@ -1,0 +1,120 @@
+"""A gateway on a free port, whose turns come from a script."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from rose import config
+from rose.parts.adapters.gateway.server import Gateway
+from rose.parts.adapters.gateway.session import Session
+from rose.protocol import (
+    FinishReason,
+    Phase,
+    Sampling,
+    StartTrajectory,
+    TurnResult,
+    pack_floats,
+    pack_tokens,
+)
+from tests.foreign import python_of
+
+REPOSITORY = Path(__file__).resolve().parents[4]
+START = StartTrajectory("g1.2", "g1", Phase.TRAIN, "agent", 8, None)
+USER = {"role": "user", "content": "go"}
+CALL = '<tool_call>\n{"name": "move", "arguments": {"direction": "left"}}\n</tool_call>'
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "move",
+        "description": "Move.",
+        "parameters": {"type": "object", "properties": {"direction": {"type": "string"}}},
+    },
+}
+
+
+def limits(**changed) -> config.Env:
+    return config.Env(
+        **{
+            "name": "agent",
+            "args": {},
+            "max_turns": 8,
+            "max_new_tokens": 64,
+            "step_timeout_s": 120.0,
+            "max_failures_in_row": 1,
+        }
+        | changed
+    )
+
+
+class Policy:
+    """Turns from texts, in order, the last one again and again; a turn waits for `gate`."""
+
+    def __init__(self, tokenizer, *texts, closed=True):
+        self.tokenizer, self.texts, self.closed = tokenizer, texts, closed
+        self.requests, self.results = [], []
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def __call__(self, request):
+        k = len(self.requests)
+        self.requests.append(request)
+        await self.gate.wait()
+        tokens = self.tokenizer.encode(
+            self.texts[min(k, len(self.texts) - 1)], add_special_tokens=False
+        )
+        tokens = (tokens + [self.tokenizer.eos_token_id] * self.closed)[
+            : request.sampling.max_new_tokens
+        ]
+        stop = tokens[-1] == self.tokenizer.eos_token_id
+        result = TurnResult(
+            request.turn,
+            pack_tokens(tokens),
+            pack_floats([-0.25 * (k + 1)] * len(tokens)),
+            pack_tokens([k] * len(tokens)),
+            FinishReason.STOP if stop else FinishReason.LENGTH,
+        )
+        self.results.append(result)
+        return result
+
+
+class World:
+    def __init__(self, gateway, chat, policy, max_context, **changed):
+        self.gateway, self.policy, self.chat = gateway, policy, chat
+        self.session = Session(
+            START, chat, policy, limits(**changed), max_context, Sampling(1, temperature=0.7)
+        )
+        gateway.admit(self.session)
+        self.url, self.key = gateway.url, self.session.key
+
+
+def openai_client(world, **changed):
+    import openai  # a second, which not every test needs
+
+    return openai.AsyncOpenAI(
+        **{"base_url": f"{world.url}/v1", "api_key": world.key, "max_retries": 0} | changed
+    )
+
+
+@pytest.fixture
+def serve(chats, tokenizer):
+    """serve(texts...) -> async context of a `World`."""
+
+    @asynccontextmanager
+    async def opened(*texts, chat=None, closed=True, max_context=2000, **changed):
+        gateway = Gateway("tiny")
+        await gateway.open("127.0.0.1")
+        try:
+            policy = Policy(tokenizer, *texts, closed=closed)
+            yield World(gateway, chat or chats["tiny"], policy, max_context, **changed)
+        finally:
+            await gateway.close()
+
+    return opened
+
+
+@pytest.fixture(scope="session")
+def verifiers_python():
+    """Of a virtual environment with the package verifiers."""
+    return str(python_of("verifiers"))

@@ -1,0 +1,243 @@
+"""Agents on a real engine: what is recorded is what the policy made, token by token, and its
+log-probabilities are those of transformers."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import anthropic
+import msgspec
+import numpy as np
+import openai
+import printed
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from rose import config, models
+from rose.agent.chat import ChatFormat
+from rose.parts.adapters.envs.agent import Agent
+from rose.parts.adapters.envs.verifiers import Verifiers
+from rose.parts.adapters.gateway.run import run_agent
+from rose.parts.adapters.gateway.server import Gateway
+from rose.parts.adapters.gateway.session import Session
+from rose.protocol import (
+    Sampling,
+    TurnResult,
+    pack_floats,
+    pack_tokens,
+    unpack_floats,
+    unpack_tokens,
+)
+
+from .conftest import START, TOOL, limits
+
+pytestmark = pytest.mark.slow
+REPOSITORY = Path(__file__).resolve().parents[4]
+CONTEXT = 768
+NEW = 24
+
+
+class Policy:
+    """Turns from a real engine, as a worker would make them."""
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    async def __call__(self, request):
+        tokens, logprobs, versions = [], [], []
+        async for chunk in self.engine.generate(request.turn, request.tokens, request.sampling):
+            tokens += chunk.tokens
+            logprobs += chunk.logprobs
+            versions += [chunk.version] * len(chunk.tokens)
+        return TurnResult(
+            request.turn, pack_tokens(tokens), pack_floats(logprobs), pack_tokens(versions), chunk.finish
+        )  # fmt: skip
+
+
+def read(name, kind):
+    return msgspec.convert(yaml.safe_load((REPOSITORY / "conf" / name).read_text()), kind)
+
+
+@pytest.fixture(scope="module")
+def world():
+    """(loop, chat, policy, the same model in transformers)."""
+    from rose.engine.vllm_engine import Engine
+
+    model = msgspec.structs.replace(read("model/tiny.yaml", config.Model), max_context=CONTEXT)
+    folder = models.resolve(model)
+    rollout = read("rollout/cpu.yaml", config.Rollout)
+    small = msgspec.structs.replace(rollout, kv_cache_gib=0.05)
+    loop = asyncio.new_event_loop()
+    engine = loop.run_until_complete(Engine.start(folder, small, model))
+    reference = AutoModelForCausalLM.from_pretrained(folder).float().eval()
+    yield loop, ChatFormat(folder), Policy(engine), reference
+    loop.run_until_complete(engine.shutdown())
+    loop.close()
+
+
+@torch.no_grad()
+def check(reference, branches):
+    """Every recorded log-probability, against one forward pass over the whole branch."""
+    made = 0
+    for branch in branches:
+        tokens = torch.tensor(unpack_tokens(branch.tokens).astype(np.int64))[None]
+        logits = reference(tokens[:, :-1]).logits[0].float().log_softmax(-1)
+        expected = logits.gather(1, tokens[0, 1:, None])[:, 0].numpy()
+        mask = np.frombuffer(branch.mask, np.uint8)[1:] == 1
+        recorded = unpack_floats(branch.logprobs)[1:]
+        np.testing.assert_allclose(recorded[mask], expected[mask], atol=1e-5)
+        assert not recorded[~mask].any()
+        made += int(mask.sum())
+    assert made > 10
+    return made
+
+
+def go(world, use, **changed):
+    """use(url, key), with a session of its own -> the session."""
+    loop, chat, policy, _ = world
+
+    async def run():
+        gateway = Gateway("tiny")
+        await gateway.open("127.0.0.1")
+        session = Session(
+            START, chat, policy, limits(max_new_tokens=NEW, **changed), CONTEXT, Sampling(1)
+        )
+        gateway.admit(session)
+        try:
+            await use(gateway.url, session.key)
+            return session
+        finally:
+            gateway.dismiss(session)
+            await gateway.close()
+
+    return loop.run_until_complete(run())
+
+
+def test_several_turns_edits_and_sub_agents_are_exact(world):
+    async def use(url, key):
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as client:
+            history = [{"role": "user", "content": "F F\nP G"}]
+            for turn in range(4):
+                done = await client.chat.completions.create(
+                    model="m", messages=history, tools=[TOOL], temperature=0.0
+                )
+                said = done.choices[0].message
+                history.append(said.model_dump(exclude_none=True))
+                results = [
+                    {"role": "tool", "tool_call_id": c.id, "content": f"P F\nF {turn}"}
+                    for c in said.tool_calls or ()
+                ]
+                history += results or [{"role": "user", "content": "on"}]
+            compacted = [history[0], *history[3:]]
+            await client.chat.completions.create(model="m", messages=compacted, tools=[TOOL])
+        async with anthropic.AsyncAnthropic(base_url=url, api_key=key) as client:
+            await client.messages.create(
+                model="m", max_tokens=20, messages=[{"role": "user", "content": "help"}]
+            )
+
+    session = go(world, use)
+    branches = session.history.branches()
+    assert session.turns == 6 and len(branches) == 3
+    check(world[3], branches)
+
+
+def test_calls_at_once_are_exact(world):
+    async def use(url, key):
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as client:
+            question = [{"role": "user", "content": "F F\nP G"}]
+            await asyncio.gather(
+                *(
+                    client.chat.completions.create(
+                        model="m", messages=question, tools=[TOOL], seed=i
+                    )
+                    for i in range(6)
+                )
+            )
+
+    branches = go(world, use).history.branches()
+    assert len(branches) == 6
+    check(world[3], branches)
+
+
+def played(world, agent, **changed):
+    """Three episodes of it."""
+    loop, chat, policy, _ = world
+
+    async def run():
+        gateway = Gateway("tiny")
+        await gateway.open("127.0.0.1")
+        try:
+            starts = [
+                msgspec.structs.replace(START, id=f"g1.{i}", env_seed=2 * i) for i in range(3)
+            ]
+            return await asyncio.gather(
+                *(
+                    run_agent(
+                        start, agent, gateway, chat, policy, limits(**changed), "env", CONTEXT,
+                        Sampling(1), time.time,
+                    )
+                    for start in starts
+                )
+            )  # fmt: skip
+        finally:
+            await gateway.close()
+
+    return loop.run_until_complete(run())
+
+
+def test_the_agent_of_the_docs_plays_to_its_end(world, tmp_path):
+    printed.write("agents.md", tmp_path)
+    agent = Agent(function=f"{tmp_path}/lake_agent.py:play")
+    for trajectory in played(world, agent, max_turns=12):
+        assert trajectory.reward in (0.0, 1.0) and trajectory.turns >= 1
+        check_one = [s for s in trajectory.samples() if s.response_tokens > 10]
+        if check_one:
+            check(world[3], check_one)
+
+
+@pytest.mark.parametrize("renderer", [None, {"name": "default"}])
+def test_an_environment_of_verifiers_is_exact(world, verifiers_python, monkeypatch, renderer):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "verifiers_envs"))
+    guess = Verifiers(
+        verifiers_python, "rose_guess", most_tasks=50, renderer=renderer, environment=["PYTHONPATH"]
+    )
+    trajectories = played(world, guess, max_new_tokens=NEW, step_timeout_s=300.0)
+    assert max(t.turns for t in trajectories) > 1
+    check(world[3], [s for t in trajectories for s in t.samples()])
+
+
+def test_a_framework_from_pypi_runs_as_it_is(world):
+    """smolagents' agent that calls tools, with its own prompts, templates and retries."""
+    from smolagents import OpenAIServerModel, ToolCallingAgent, tool
+
+    @tool
+    def move(direction: str) -> str:
+        """Move one cell.
+
+        Args:
+            direction: where to
+        """
+        return f"moved {direction}"
+
+    async def use(url, key):
+        model = OpenAIServerModel("m", api_base=f"{url}/v1", api_key=key)
+        agent = ToolCallingAgent(
+            [move],
+            model,
+            instructions="",
+            max_steps=3,
+            verbosity_level=0,
+            prompt_templates={
+                "system_prompt": "Play.",
+                "planning": {"initial_plan": "", "update_plan_pre_messages": "", "update_plan_post_messages": ""},
+                "managed_agent": {"task": "", "report": ""},
+                "final_answer": {"pre_messages": "", "post_messages": ""},
+            },
+        )  # fmt: skip
+        await asyncio.to_thread(agent.run, "F F\nP G")
+
+    session = go(world, use)
+    assert session.turns >= 3
+    check(world[3], session.history.branches())

@@ -1,0 +1,618 @@
+"""Programs that end well, crash, hang, flood or leave processes behind: what becomes of the
+trajectory, and that nothing of them stays."""
+
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+import textwrap
+import time
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+
+from rose import front
+from rose.agent.envs import build, with_whole_paths
+from rose.agent.guard import EnvironmentFailure, ScoringFailure
+from rose.agent.scoring import Scoring
+from rose.config import ConfigError
+from rose.parts.adapters.envs.agent import Agent
+from rose.parts.adapters.gateway import program
+from rose.parts.adapters.gateway.forks import Forks
+from rose.parts.adapters.gateway.program import environment
+from rose.parts.adapters.gateway.run import run_agent
+from rose.parts.adapters.gateway.server import Gateway
+from rose.processes import adopt_orphans
+from rose.protocol import Sampling, TrajectoryScored
+from tests import processes
+
+from .conftest import START, Policy, limits
+
+ASK = """
+import json, os, urllib.request
+
+def ask(*messages, url=os.environ["OPENAI_BASE_URL"] + "/chat/completions"):
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": m} for m in messages]})
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(url, body.encode(), headers)) as got:
+        return json.load(got)["choices"][0]["message"]["content"]
+
+def reward(value):
+    open(os.environ["ROSE_REWARD"], "w").write(json.dumps(value))
+"""
+
+
+@pytest.fixture
+def run(chats, tokenizer, tmp_path, make_config):
+    """run(source, **limits) -> the trajectory of a program with this source."""
+
+    def go(source, arguments=None, scorer=None, key="env", **changed):
+        path = tmp_path / "agent.py"
+        path.write_text(ASK + textwrap.dedent(source))
+        agent = Agent(**(arguments or {"command": [sys.executable, str(path)]}))
+
+        async def run():
+            adopt_orphans()
+            gateway = Gateway("tiny")
+            await gateway.open("127.0.0.1")
+            scoring = None
+            if scorer is not None:  # a reward rank that answers at once
+                settings = make_config("reward=function", "reward.args.path=judge.py:f").reward
+                scoring = Scoring(settings, [3], lambda rank, m: scoring.handle(scorer(m)))
+            try:
+                return await run_agent(
+                    START, agent, gateway, chats["tiny"], Policy(tokenizer, "one", "two"),
+                    limits(**changed), key, 2000, Sampling(1), time.time, scoring,
+                )  # fmt: skip
+            finally:
+                await gateway.close()
+
+        return asyncio.run(run())
+
+    return go
+
+
+@pytest.mark.slow
+def test_a_program_calls_and_leaves_its_reward_in_a_file(run):
+    got = run("""
+        task = json.load(open(os.environ["ROSE_TASK"]))
+        assert task == {"seed": 8, "phase": "train"} and os.environ["ROSE_SEED"] == "8"
+        assert oct(os.stat(os.environ["ROSE_TASK"]).st_mode)[-3:] == "600"
+        assert ask("a") == "one" and ask("b") == "two"
+        reward({"reward": 0.25, "success": True})
+    """)
+    assert (got.reward, got.success, got.turns, len(got.branches)) == (0.25, True, 2, 1)
+    assert got.response_tokens == sum(s.response_tokens for s in got.samples()) > 0
+    assert (got.id, got.group, got.domain) == (START.id, START.group, START.domain)
+
+
+@pytest.mark.slow
+def test_it_finds_nothing_of_the_runs_environment(run, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("PMI_RANK", "3")
+    monkeypatch.setenv("MINE", "kept")
+    source = """
+        ask("a")
+        assert not {"HF_TOKEN", "PMI_RANK"} & os.environ.keys(), os.environ
+        reward(float(os.environ.get("MINE") == "kept"))
+    """
+    assert run(source).reward == 0.0
+
+
+def test_a_proxy_that_an_agent_gets_is_not_for_the_gateway(monkeypatch):
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
+    own = {program.GATEWAY: "http://127.0.0.1:8000"}
+    assert "no_proxy" not in environment(own, ())
+    for given, hosts in (("", "127.0.0.1"), ("site.org", "site.org,127.0.0.1")):
+        monkeypatch.setenv("NO_PROXY", given)
+        found = environment(own, ("HTTPS_PROXY", "NO_PROXY"))
+        assert found["no_proxy"] == found["NO_PROXY"] == hosts
+
+
+@pytest.mark.slow
+def test_a_function_is_called_in_a_process_of_its_own_and_returns_its_reward(run, tmp_path):
+    source = f"""
+        async def solve(task):
+            assert os.getpid() != {os.getpid()}
+            return len(ask("a"))
+    """
+    assert run(source, {"function": f"{tmp_path}/agent.py:solve"}).reward == 3.0
+
+
+@pytest.mark.slow
+def test_an_agent_whose_last_answer_was_cut_is_truncated_and_a_crash_after_it_is_one(run):
+    source = """
+        ask("a")
+        reward(1.0)
+    """
+    assert not run(source).truncated
+    cut = run(source, max_new_tokens=1)
+    assert cut.truncated and cut.limit == "answer"
+    with pytest.raises(EnvironmentFailure, match="ended with code 3"):
+        run(f"{source}    raise SystemExit(3)", max_new_tokens=1)
+
+
+@pytest.mark.slow
+def test_a_functions_random_numbers_are_its_seeds(run, tmp_path):
+    source = """
+        import random
+        import numpy
+
+        def solve(task):
+            ask("a")
+            return random.random() + float(numpy.random.rand())
+    """
+    expected = random.Random(START.env_seed).random()
+    expected += float(np.random.RandomState(START.env_seed).rand())
+    assert run(source, {"function": f"{tmp_path}/agent.py:solve"}).reward == expected
+
+
+FOLDER = """
+import tempfile
+folder = tempfile.TemporaryDirectory()
+"""
+IDLE = """
+import os
+from concurrent.futures import ThreadPoolExecutor
+from folder_of_imports import folder
+
+def solve(task):
+    ThreadPoolExecutor(1).submit(os.getpid).result()
+    assert os.path.isdir(folder.name)
+"""
+
+
+@pytest.mark.slow
+def test_functions_that_start_at_once_are_forked_by_one_process(tmp_path):
+    """... whose imports' folder none of them removes; their threads need no shutting down."""
+    (tmp_path / "folder_of_imports.py").write_text(FOLDER)
+    (tmp_path / "agent.py").write_text(IDLE)
+    (tmp_path / "task.json").write_text("{}")
+
+    async def go():
+        forks = Forks()
+        variables = environment({"ROSE_TASK": str(tmp_path / "task.json"), "ROSE_SEED": "1"}, ())
+        try:
+            function = f"{tmp_path}/agent.py:solve"
+            for turn in "ab":
+                names = [f"{turn}{i}" for i in range(2)]
+                started = await asyncio.gather(
+                    *(forks.start(n, function, (), (), variables, tmp_path / n) for n in names)
+                )
+                codes = [await asyncio.wait_for(each.code, 60) for each in started]
+                assert codes == [0, 0], started[0].last_words()
+            return [
+                each.pid
+                for each in processes.children()
+                if "rose.parts.adapters.gateway.call" in processes.words(each)
+            ]
+        finally:
+            await forks.close()
+
+    assert len(asyncio.run(go())) == 1
+
+
+@pytest.mark.slow
+def test_a_fork_that_fails_at_once_ends_alone(tmp_path):
+    """The folder of its log is gone, as of a trajectory that was given up while it was forked."""
+    (tmp_path / "folder_of_imports.py").write_text(FOLDER)
+    (tmp_path / "agent.py").write_text(IDLE)
+    (tmp_path / "task.json").write_text("{}")
+
+    async def go():
+        forks = Forks()
+        variables = environment({"ROSE_TASK": str(tmp_path / "task.json"), "ROSE_SEED": "1"}, ())
+        try:
+            codes = []
+            for log in (tmp_path / "gone" / "log", tmp_path / "log"):
+                function = f"{tmp_path}/agent.py:solve"
+                started = await forks.start(log.parent.name, function, (), (), variables, log)
+                codes.append(await asyncio.wait_for(started.code, 60))
+            return codes
+        finally:
+            await forks.close()
+
+    assert asyncio.run(go()) == [1, 0], "the imports' folder is still there"
+
+
+def test_files_are_named_from_the_root(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent.py").write_text("")
+    (tmp_path / "tasks.jsonl").write_text("1\n2\n")
+    (tmp_path / "package").mkdir()
+    args = {"function": "agent.py:f", "reward": "package:judge", "tasks": "tasks.jsonl"}
+    env = limits(args=args)
+    build(env)
+    assert with_whole_paths(env).args == {
+        "function": f"{tmp_path}/agent.py:f",
+        "reward": "package:judge",
+        "tasks": f"{tmp_path}/tasks.jsonl",
+    }
+
+
+@pytest.mark.slow
+def test_a_reward_is_a_function_of_the_conversations(run, tmp_path):
+    source = """
+        def solve(task):
+            ask("a"), ask("b", "c")
+            reward(99)
+
+        def judge(conversations, task):
+            assert task["seed"] == 8 and "OPENAI_API_KEY" not in os.environ
+            ends = sorted(c[-1]["content"] for c in conversations)
+            return {"reward": float(ends == ["one", "two"]), "success": False}
+    """
+    place = f"{tmp_path}/agent.py"
+    got = run(source, {"function": f"{place}:solve", "reward": f"{place}:judge"})
+    assert (got.reward, got.success) == (1.0, False)
+
+
+@pytest.mark.slow
+def test_the_runs_own_reward_scores_what_was_said(run):
+    asked = []
+
+    def scorer(message):
+        asked.append(json.loads(message.episode))
+        return TrajectoryScored(START.id, reward=0.75, success=True)
+
+    got = run('ask("a")', scorer=scorer)
+    assert (got.reward, got.success) == (0.75, True) and "reward_wait_s" in got.stats
+    assert "one" in asked[0]["transcript"][-1]["text"] and asked[0]["reward"] == 0.0
+    with pytest.raises(ScoringFailure, match="the judge is away"):
+        run('ask("a")', scorer=lambda m: TrajectoryScored(START.id, error="the judge is away"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "source, words, changed",
+    [
+        ('ask("a"); raise SystemExit("I give up")', "ended with code 1; it said: I give up", {}),
+        ('ask("a"); os.kill(os.getpid(), 9)', "ended with code 137", {}),
+        ('ask("a")', "ended without a reward", {}),
+        ('ask("a"); reward("high")', "which is no number", {}),
+        ('ask("a"); reward(10**400)', "which is not finite", {}),
+        ('ask("a"); open(os.environ["ROSE_REWARD"], "w").write("[" * 4096)', "the file ROSE_REWARD: ", {}),  # Python 3.13 reads so deep
+        ('ask("a"); os.mkdir(os.environ["ROSE_REWARD"])', "is no file", {}),
+        ('ask("a"); os.mkfifo(os.environ["ROSE_REWARD"])', "is no file", {}),
+        ('ask("a"); os.truncate(os.open(os.environ["ROSE_REWARD"], os.O_CREAT | os.O_RDWR), 1 << 40)', "ROSE_REWARD: it has 1,099,511,627,776 bytes; a reward has 65,536", {}),
+        ('ask("a"); open(os.environ["ROSE_REWARD"], "w").write("True")', "ROSE_REWARD: it holds b'True', which is no JSON", {}),
+        ('ask("left right " * 4000)', "the agent's first call was refused: the messages have", {}),
+        ('try: ask("left right " * 4000)\nexcept OSError: reward(0.0)', "first call was refused: the messages have", {}),
+        ('while ask("a") != "two": pass', "256 calls of the agent were the same", {}),
+        ("reward(1)", "ended without a call", {}),
+        ("import time; time.sleep(600)", "neither called nor ended within env.step_timeout_s=1.5 s", {"step_timeout_s": 1.5}),
+        ('ask("a"); import time; time.sleep(600)', "neither called nor ended", {"step_timeout_s": 3.0}),
+        ("""
+while True:
+    try:
+        ask("a", str(os.urandom(4)))
+    except OSError:
+        pass
+""", "256 calls of the agent were refused", {"max_turns": 2}),
+        ("""
+import socket, time
+ask("a")
+host, port = os.environ["ROSE_GATEWAY_URL"].removeprefix("http://").split(":")
+half = socket.create_connection((host, int(port)))
+key = os.environ["OPENAI_API_KEY"]
+half.sendall(f"POST /v1/chat/completions HTTP/1.1\\r\\nHost: x\\r\\nAuthorization: Bearer {key}\\r\\n"
+             "Content-Length: 1000\\r\\n\\r\\n{".encode())
+time.sleep(600)
+""", "neither called nor ended", {"step_timeout_s": 3.0}),
+        ("""
+import time
+ask("a")
+while True:
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/models", headers=headers))
+    time.sleep(0.1)
+""", "neither called nor ended", {"step_timeout_s": 3.0}),
+    ],
+)  # fmt: skip
+def test_a_program_that_does_not_end_well_fails_its_trajectory(run, source, words, changed):
+    with pytest.raises(EnvironmentFailure) as error:
+        run("\n" + source, **changed)
+    assert words in str(error.value) and error.value.trajectory == START.id
+
+
+@pytest.mark.slow
+def test_a_pipe_in_the_place_of_its_log_holds_nobody_up(run):
+    with pytest.raises(EnvironmentFailure, match="without a reward") as error:
+        run("""
+            ask("a")
+            log = os.readlink("/proc/self/fd/1")
+            os.unlink(log)
+            os.mkfifo(log)
+        """)
+    assert error.value.output == "" and error.value.made.turns == 1
+
+
+@pytest.mark.slow
+def test_what_a_failed_program_said_and_printed_is_kept(run):
+    with pytest.raises(EnvironmentFailure) as error:
+        run("""
+            print("first words")
+            ask("a")
+            print("x" * 5000)
+            os.write(2, b"last words")
+        """)
+    failure = error.value
+    assert "without a reward" in failure.cause
+    assert failure.output.startswith("first words\nxxx") and failure.output.endswith("last words")
+    assert failure.made.turns == 1 and failure.made.reward == 0.0
+    assert failure.made.response_tokens == sum(failure.made.mask) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "then, limit, reward",
+    [
+        ("", {"max_turns": 2}, 0.0),
+        ("reward(0.5)", {"max_turns": 2}, 0.5),
+        ("""ask("left right " * 4000)""", {"max_turns": 8}, 0.0),
+    ],
+)
+def test_an_agent_that_raises_at_a_limit_is_truncated_not_replaced(run, then, limit, reward):
+    got = run(f"""
+        ask("a"), ask("b")
+        {then}
+        ask("c")
+        raise SystemExit("not reached")
+    """, **limit)  # fmt: skip
+    assert (got.reward, got.success, got.truncated, got.turns) == (reward, False, True, 2)
+    assert got.limit == ("turns" if limit["max_turns"] == 2 else "context")
+
+
+@pytest.mark.slow
+def test_a_function_that_judges_a_truncated_agent_must_not_fail_itself(run, tmp_path):
+    source = """
+        def solve(task):
+            ask("a"), ask("b")
+
+        def judge(conversations, task):
+            raise ValueError("no verdict")
+    """
+    place = f"{tmp_path}/agent.py"
+    arguments = {"function": f"{place}:solve", "reward": f"{place}:judge"}
+    with pytest.raises(
+        EnvironmentFailure, match=r"(?s)env\.args\.reward ended with code 1.*no verdict"
+    ):
+        run(source, arguments, max_turns=1)
+    with pytest.raises(
+        EnvironmentFailure, match=r"env\.members\.a\.args\.function ended with code 1"
+    ):
+        run("def solve(task): raise ValueError", arguments, key="env.members.a")
+
+
+@pytest.mark.slow
+def test_what_a_program_prints_does_not_fill_the_disk(run, monkeypatch):
+    monkeypatch.setattr(program, "MOST_LOG", 100_000)
+    source = """
+        ask("a")
+        log = os.readlink("/proc/self/fd/1")
+        print("x" * 200_000)
+        while not 0 < os.stat(log).st_size < 50_000:  # until the host has cut it
+            pass
+        print("the end")
+        raise SystemExit(os.stat(log).st_size < 50_000)
+    """
+    with pytest.raises(EnvironmentFailure, match="code 1; it said: x+\\s*the end$"):
+        run(source)
+
+
+BEGINS = """
+import glob, time
+open(f"FOLDER/begun-{os.getpid()}", "w")
+beginning = lambda: len(glob.glob("FOLDER/begun-*")) - len(glob.glob("FOLDER/calls-*"))
+seen = []
+while len(seen) < 20:
+    seen.append(beginning())
+    time.sleep(0.01)
+open(f"FOLDER/calls-{os.getpid()}", "w")
+ask("a")
+reward(max(seen))
+"""
+
+
+@pytest.mark.slow
+def test_commands_begin_a_few_at_a_time(chats, tokenizer, tmp_path):
+    """... and functions, which are forked with their imports, all at once."""
+    path = tmp_path / "agent.py"
+    path.write_text(ASK + BEGINS.replace("FOLDER", str(tmp_path)))
+
+    async def go() -> list[float]:
+        gateway = Gateway("tiny")
+        gateway.beginning = asyncio.Semaphore(2)
+        await gateway.open("127.0.0.1")
+
+        def one(number: int):
+            start = msgspec.structs.replace(START, id=f"g0.{number}")
+            agent = Agent(command=[sys.executable, str(path)])
+            policy = Policy(tokenizer, "one", "two")
+            return run_agent(
+                start, agent, gateway, chats["tiny"], policy, limits(), "env", 2000, Sampling(1),
+                time.time,
+            )  # fmt: skip
+
+        try:
+            made = await asyncio.gather(*map(one, range(6)))
+        finally:
+            await gateway.close()
+        return [trajectory.reward for trajectory in made]
+
+    seen = asyncio.run(go())
+    assert max(seen) == 2 and len(seen) == 6
+
+
+# Ways in which a process may get away from the program that started it; each gives its pid.
+AWAY = {
+    "its group": "Popen(sleep).pid",
+    "a session": "Popen(sleep, start_new_session=True).pid",
+    "a session without variables": "Popen(sleep, start_new_session=True, env={}).pid",
+    "a daemon": "daemon(lambda: None)",
+    "a daemon without variables": "daemon(lambda: os.execve(sleep[0], sleep, {}))",
+    "one that hears no signals": "Popen(deaf, start_new_session=True, env={}).pid",
+}
+START_AWAY = """
+import subprocess, sys, time
+from subprocess import Popen
+
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+deaf = [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"]
+
+def daemon(become):
+    told, tells = os.pipe()
+    if child := os.fork():
+        os.waitpid(child, 0)
+        return int(os.read(told, 20))
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    os.write(tells, b"%d" % os.getpid())
+    become()
+    time.sleep(600)
+
+def start():
+    open(PIDS, "w").write(str(WAY))
+"""
+
+
+def away(way: str, pids: os.PathLike, then: str) -> str:
+    started = START_AWAY.replace("PIDS", repr(str(pids))).replace("WAY", AWAY[way])
+    return started + textwrap.dedent(then)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", AWAY)
+def test_nothing_of_a_program_stays_behind(run, tmp_path, way):
+    source = away(way, tmp_path / "pids", """
+        start()
+        ask("a")
+        reward(1)
+    """)  # fmt: skip
+    before = {child.pid for child in psutil.Process().children()}
+    assert run(source).reward == 1.0
+    assert not processes.alive(int((tmp_path / "pids").read_text()))
+    assert {child.pid for child in psutil.Process().children()} <= before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", AWAY)
+def test_nothing_of_a_function_stays_behind(run, tmp_path, way):
+    source = away(way, tmp_path / "pids", """
+        def solve(task):
+            start()
+            ask("a")
+            return 1.0
+    """)  # fmt: skip
+    assert run(source, {"function": f"{tmp_path}/agent.py:solve"}).reward == 1.0
+    assert not processes.alive(int((tmp_path / "pids").read_text()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "then, words, changed",
+    [
+        ("time.sleep(600)", "neither called nor ended", {"step_timeout_s": 1.5}),
+        ("os._exit(3)", "ended with code 3", {}),
+        ("os.kill(os.getpid(), 9)", "ended with code 137", {}),
+        ("os.killpg(0, 9)", "ended with code 137", {}),
+    ],
+)
+def test_nothing_of_a_program_that_fails_stays_behind(run, tmp_path, then, words, changed):
+    source = away("a daemon without variables", tmp_path / "pids", f"""
+        start()
+        ask("a")
+        {then}
+    """)  # fmt: skip
+    with pytest.raises(EnvironmentFailure, match=words):
+        run(source, **changed)
+    assert not processes.alive(int((tmp_path / "pids").read_text()))
+
+
+@pytest.mark.slow
+def test_what_a_killed_reaper_leaves_behind_is_found_by_its_name(run, tmp_path):
+    source = away("a daemon", tmp_path / "pids", """
+        start()
+        ask("a")
+        os.kill(os.getppid(), 9)
+        time.sleep(600)
+    """)  # fmt: skip
+    with pytest.raises(EnvironmentFailure, match="ended with code -9"):
+        run(source)
+    assert not processes.alive(int((tmp_path / "pids").read_text()))
+
+
+def test_below_a_reaper_pipes_end_programs_as_in_a_shell():
+    """Python ignores SIGPIPE, which a program would inherit."""
+    script = "yes | head -n 1; echo ${PIPESTATUS[@]}"
+    ran = subprocess.run([*program.REAPER, "bash", "-c", script], capture_output=True, timeout=60)
+    assert ran.stdout.split() == [b"y", b"141", b"0"] and ran.returncode == 0
+
+
+@pytest.mark.parametrize("code, shown", [("exit 3", 3), ("kill -9 $$", 137), ("kill -40 $$", 168)])
+def test_a_reaper_ends_with_its_programs_code(code, shown):
+    assert subprocess.run([*program.REAPER, "bash", "-c", code], timeout=60).returncode == shown
+
+
+def test_processes_that_fork_and_end_all_the_time_are_caught(tmp_path):
+    """Each comes to the reaper when its parent has ended, which is soon."""
+    relay = (
+        "import os, sys, time\nend = time.monotonic() + 60\nfor _ in range(4): os.fork()\n"
+        "open(sys.argv[1], 'w')\n"
+        "while time.monotonic() < end: os.fork() and os._exit(0)"
+    )
+    mark = tmp_path / "runs"
+    limited = ["sh", "-c", '"$@"; sleep 60', "sh", sys.executable, "-c", relay, mark]
+    with subprocess.Popen([*program.REAPER, *limited]) as reaper:
+        processes.until(mark.exists, "a relay")
+        reaper.terminate()
+        assert reaper.wait(30) == 143
+    assert not processes.bearing(str(mark))
+
+
+def test_a_task_is_a_line_of_its_file_and_held_out_ones_are_others(tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(f"{json.dumps(i)}\n" for i in range(5)))
+    agent = Agent(command="true", tasks=str(path))
+    assert {agent.task(seed)["task"] for seed in range(0, 40, 2)} == {0, 2, 4}
+    assert {agent.task(seed)["task"] for seed in range(1, 40, 2)} == {1, 3}
+    torn = tmp_path / "torn.jsonl"
+    torn.write_text("1\n\n{\n")
+    with pytest.raises(ConfigError, match=r"torn.jsonl': line 3 is no JSON"):
+        Agent(command="true", tasks=str(torn))
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({}, "one of them is needed"),
+        ({"command": "a", "function": "b:c"}, "one of them is needed"),
+        ({"command": "no-such-program-7f3a x"}, "no program 'no-such-program-7f3a'"),
+        ({"command": "'"}, "env.args.command"),
+        ({"command": []}, "a program and its arguments"),
+        ({"function": "nothing"}, "package.module:function"),
+        ({"function": "no_such_package_7f3a:run"}, "no Python package 'no_such_package_7f3a'"),
+        ({"function": "/no/such.py:run"}, "no file /no/such.py"),
+        ({"command": "true", "reward": "x"}, "env.args.reward='x'"),
+        ({"command": "true", "tasks": "/no/such.jsonl"}, "env.args.tasks"),
+        ({"command": "true", "environment": "PATH"}, "a list"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, words):
+    with pytest.raises(ConfigError) as error:
+        Agent(**arguments)
+    assert words in str(error.value)
+
+
+def test_a_run_without_a_program_is_refused_before_it_starts(tree, tmp_path):
+    with pytest.raises(ConfigError, match="env.args.command=None, env.args.function=None"):
+        front.check(tree("env=agent", f"output_dir={tmp_path}"))
+    made = front.check(tree("env=agent", "env.args.command=cat x", f"output_dir={tmp_path}"))
+    assert made.config.env.args["listen"] == "127.0.0.1"

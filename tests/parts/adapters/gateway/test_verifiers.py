@@ -1,0 +1,197 @@
+"""env=verifiers against the library itself, in a virtual environment of its own, and two outside
+environments of it (verifiers_envs/), the policy's turns coming from a script."""
+
+import ast
+import asyncio
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+
+from rose import config
+from rose.agent import envs
+from rose.agent.guard import EnvironmentFailure
+from rose.config import ConfigError
+from rose.parts.adapters.envs.verifiers import PLAYER
+from rose.parts.adapters.gateway import players
+from rose.parts.adapters.gateway.run import run_agent
+from rose.parts.adapters.gateway.server import Gateway
+from rose.processes import adopt_orphans
+from rose.protocol import Sampling, unpack_tokens
+
+from .conftest import REPOSITORY, START, Policy, limits
+
+DEADLINE_S = 300.0
+ADD = '<tool_call>\n{"name": "adder_add", "arguments": {"a": 1, "b": 12}}\n</tool_call>'
+
+
+def env_of(**args):
+    raw = yaml.safe_load((REPOSITORY / "conf" / "env" / "verifiers.yaml").read_text())
+    return config.Env(**(raw | {"args": raw["args"] | args}))
+
+
+def test_what_can_not_be_a_verifiers_environment_is_refused(tmp_path):
+    def refused(match, **args):
+        with pytest.raises(ConfigError, match=match):
+            envs.check(env_of(**({"python": sys.executable, "id": "x"} | args)))
+
+    refused("env.args.python='/no/python': no such program", python="/no/python")
+    refused("env.args.id='': the name", id="")
+    refused("env.args.held_out=1.5: a share", held_out=1.5)
+    refused("env.args.args=3: a map", args=3)
+    refused("env.args.most_tasks=0: an integer", most_tasks=0)
+    refused("env.args.python='.*': No package metadata was found for verifiers")
+    old = tmp_path / "python"
+    old.write_text("#!/bin/sh\necho 'unknown option -P' >&2; exit 2\n")
+    old.chmod(0o755)
+    refused("a Python from 3.11 with verifiers 0.4; it ended with code 2: unknown", python=str(old))
+
+
+def test_the_python_of_a_virtual_environment_stays_its_own(tmp_path, monkeypatch):
+    (tmp_path / "python").symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    [python] = {envs.with_whole_paths(env_of(python="./python", id="x")).args["python"]}
+    assert python == str(tmp_path / "python")
+
+
+@pytest.fixture
+def outside(verifiers_python, monkeypatch):
+    """The two environments' `env.args`, which are found as a user's would be."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "verifiers_envs"))
+    return {"python": verifiers_python, "environment": ["PYTHONPATH"]}
+
+
+@pytest.fixture
+def play(chats, tokenizer):
+    """play(env.args, rounds of [(seed, texts of the policy)], **limits) -> the trajectories or
+    failures of each round, whose episodes ran at once."""
+
+    def go(args, *rounds, **changed):
+        made = envs.build(env_of(**args))
+
+        async def one(gateway, seed, texts):
+            start = msgspec.structs.replace(START, id=f"g{seed}", env_seed=seed)
+            policy = Policy(tokenizer, *texts)
+            try:
+                trajectory = await run_agent(
+                    start, made, gateway, chats["tiny"], policy,
+                    limits(**{"step_timeout_s": DEADLINE_S} | changed), "env", 2000, Sampling(1),
+                    time.time,
+                )  # fmt: skip
+            except EnvironmentFailure as failure:
+                return failure
+            # what the policy made is trained once, token by token, and nothing else is
+            said = [t for r in policy.results for t in unpack_tokens(r.tokens).tolist()]
+            trained = [
+                token
+                for s in trajectory.samples()
+                for token, own in zip(unpack_tokens(s.tokens).tolist(), s.mask, strict=True)
+                if own
+            ]
+            assert trained == said
+            return trajectory
+
+        async def run():
+            adopt_orphans()
+            gateway = Gateway("tiny")
+            await gateway.open("127.0.0.1")
+            try:
+                return [
+                    await asyncio.gather(*(one(gateway, *each) for each in episodes))
+                    for episodes in rounds
+                ]
+            finally:
+                await gateway.close()
+
+        return asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+
+    return go
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("renderer", [None, {"name": "default", "tool_parser": "qwen3"}])
+def test_turns_tools_and_rewards_are_the_librarys(play, outside, renderer):
+    sums = outside | {
+        "id": "rose_sums",
+        "renderer": renderer,
+        "args": {"first": 12, "rows": 1, "tools": True},
+        "held_out": {"first": 40, "split": "test"},
+    }
+    episodes = [(2, [ADD, "13"]), (4, ["14"]), (3, ["41"]), (6, [ADD])]
+    [(right, wrong, held_out, long)] = play(sums, episodes, max_turns=3)
+    assert (right.reward, right.success, right.turns) == (1.25, True, 2)
+    assert right.stats["verifiers/calls"] == 1 and right.stats["verifiers/right"] == 1
+    assert (wrong.reward, wrong.success) == (0.25, False)
+    assert (held_out.reward, held_out.success) == (1.25, True), "the held-out task"
+    assert (long.reward, long.truncated, long.turns, long.as_drawn) == (0.25, True, 3, True)
+
+
+@pytest.mark.slow
+def test_the_environment_may_be_the_user_of_an_endless_taskset(play, outside):
+    guess = outside | {"id": "publisher/rose-guess@1.0", "most_tasks": 50}
+    [several] = play(guess, [(seed, ["1", "2", "3"]) for seed in range(8)])
+    assert all(t.reward == 1.0 and not t.branches for t in several)
+    assert len({t.turns for t in several}) > 1
+
+
+ANSWERS = """
+import importlib.util, json, sys
+spec = importlib.util.spec_from_file_location("rose_chat", sys.argv[1])
+player = sys.modules["rose_chat"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(player)
+print([task.data.answer for task in player.Player(json.loads(sys.stdin.readline())).train])
+"""
+
+
+def answers(args) -> list[str]:
+    """Of the tasks that train, in the player's order."""
+    made = envs.build(env_of(**args))
+    return ast.literal_eval(
+        subprocess.run(
+            [made.command[0], "-c", ANSWERS, str(PLAYER)],
+            input=f"{made.settings}\n",
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=DEADLINE_S,
+        ).stdout
+    )
+
+
+@pytest.mark.slow
+def test_episodes_that_fail_are_no_episodes_of_reward_0(play, outside, monkeypatch):
+    monkeypatch.setattr(players, "CANCEL_S", 5.0)
+    sums = {"id": "rose_sums", "args": {"first": 2, "rows": 8}, "held_out": {"first": 50}}
+    places = answers(outside | sums)
+    raising, hanging, blocking, exiting = (
+        next(s for s in range(0, 1000, 2) if places[random.Random(s).randrange(8)] == answer)
+        for answer in ("3", "5", "7", "9")
+    )
+    (raised, hung, fine, exited), [blocked], [later] = play(
+        outside | sums,
+        [(raising, ["3"]), (hanging, ["5"]), (1, ["no"]), (exiting, ["9"])],
+        [(blocking, ["7"])],
+        [(3, ["no"])],
+        step_timeout_s=30.0,
+    )
+    assert "RuntimeError: nobody can judge 3" in raised.cause
+    assert "SystemExit: 4" in exited.cause
+    assert "neither called nor ended within env.step_timeout_s=30 s" in hung.cause
+    assert "neither called nor ended within" in blocked.cause
+    assert fine.reward == 0.25, "other episodes go on"
+    assert later.reward == 0.25, "the process that hung was replaced"
+
+
+@pytest.mark.slow
+def test_what_the_library_refuses_is_refused_before_a_run(outside):
+    def refused(match, **args):
+        with pytest.raises(ConfigError, match=match):
+            envs.check(env_of(**(outside | {"id": "rose_sums"} | args)))
+
+    refused("env.args.id='nope': no such environment is installed", id="nope")
+    refused("env.args.args=.*can't be loaded: ConnectionError: couldn't", args={"needs": "the hub"})

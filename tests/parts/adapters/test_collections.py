@@ -1,0 +1,725 @@
+"""Environments that come with other packages: the real packages, as a run uses them."""
+
+import asyncio
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from rose import config
+from rose.agent import envs
+from rose.agent.envs import _workers
+from rose.agent.envs.base import Action, ToolCall
+from rose.config import ConfigError
+from rose.reward.episode import ScoringFailed
+from tests import processes
+from tests.ports import free_port
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+SERVER = Path(__file__).parent / "servers" / "mcp_server.py"
+DEADLINE_S = 120.0
+
+REWARDS = """
+import asyncio, os, time
+def length(text, row): print("to the log"); return len(text) + row["answer"]
+async def slow_judge(messages): await asyncio.sleep(0.01); return messages[-1]["content"] == "yes"
+def raises(text): raise OSError("the judge is away")
+def hangs(text): time.sleep(3600)
+def ends(text): os._exit(7)
+def waits(text):
+    while not os.path.exists(text): time.sleep(0.01)
+    return 1
+def nothing(): return None
+def roles(messages): return float("".join({"assistant": "1", "tool": "2"}.get(m["role"], "") for m in messages))
+def wants(sentence): return 1
+"""
+
+
+def env_of(name, **args):
+    raw = yaml.safe_load((REPOSITORY / "conf" / "env" / f"{name}.yaml").read_text())
+    return config.Env(**(raw | {"args": raw["args"] | args}))
+
+
+def play(env, seed, *actions):
+    """What `reset` and these actions give, then the environment is closed."""
+
+    async def go():
+        made = envs.build(env)
+        try:
+            return [await made.reset(seed), *[await made.step(action) for action in actions]]
+        finally:
+            await made.close()
+
+    return asyncio.run(asyncio.wait_for(go(), DEADLINE_S))
+
+
+def question(start):
+    return start.messages[-1]["content"]
+
+
+def test_missing_packages_are_named_with_the_command_that_installs_them(monkeypatch):
+    for name, package in (("reasoning_gym", "reasoning-gym"), ("textarena", "textarena")):
+        for module in [m for m in sys.modules if m.split(".")[0] == name]:
+            monkeypatch.delitem(sys.modules, module)
+        monkeypatch.delitem(sys.modules, f"rose.parts.adapters.envs.{name}", raising=False)
+        monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(ConfigError, match=f"env.name='{name}': .*pip install '{package}>="):
+            envs.check(env_of(name))
+
+
+def test_the_extras_are_what_the_messages_name():
+    import tomllib
+
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    named = {r for e in ("reasoning_gym", "textarena", "math", "mcp", "prompts") for r in extras[e]}
+    assert named == set(envs.PACKAGES.values())
+
+
+# --------------------------------------------------------------------------- reasoning_gym
+
+
+def test_a_question_of_reasoning_gym_is_the_librarys_and_so_is_the_score():
+    import reasoning_gym
+
+    env = env_of("reasoning_gym", tasks=[{"task": "chain_sum", "min_terms": 3, "max_terms": 3}])
+    made = reasoning_gym.create_dataset("chain_sum", size=1, seed=8, min_terms=3, max_terms=3)[0]
+    right = Action(f"<think><answer>0</answer></think> so <answer>{made['answer']}</answer>")
+    start, wrong, done = play(env, 8, Action("<answer>\ud800</answer>"), right)
+    assert question(start) == made["question"]
+    assert (wrong.reward, wrong.done, wrong.success) == (0.0, True, False)
+    assert (done.reward, done.success) == (1.0, True)
+
+
+def test_all_of_its_tasks_ask_and_score_and_none_raises():
+    """Those that take seconds to make are left to the users; prime_factorization's scorer raises,
+    isomorphic_strings depends on the order of a set."""
+    from rose.parts.adapters.envs import reasoning_gym as ours
+
+    tasks = ours.ReasoningGym(tasks=["all"]).tasks
+    assert len(tasks) == 105
+    for name in ("prime_factorization", "isomorphic_strings", "graph_color", "rubiks_cube"):
+        env = env_of("reasoning_gym", tasks=[name])
+        first, step = play(env, 4, Action("<answer>none of it</answer>"))
+        assert step.done and step.reward < 0.5
+        assert play(env, 4)[0] == first != play(env, 6)[0]
+
+
+def test_tasks_are_mixed_by_their_weights_and_levels_make_them_harder():
+    env = env_of("reasoning_gym", tasks=[{"task": "chain_sum", "weight": 3}, "letter_counting"])
+    sums = sum(question(play(env, 2 * n)[0]).startswith("State") for n in range(40))
+    assert 20 < sums < 40
+
+    def terms(level):
+        env = env_of("reasoning_gym", tasks=[{"task": "chain_sum", "level": level}])
+        return max(question(play(env, 2 * n)[0]).count(" ") for n in range(6))
+
+    assert terms(0) < terms(8) and terms(0) < terms([0, 8])
+
+
+@pytest.mark.parametrize(
+    "tasks, words",
+    [
+        ([], "env.args.tasks=[]"),
+        (["chain_sums"], "tasks[0]='chain_sums': no such task; there are ab, "),
+        (["composite"], "tasks[0]='composite': no such task"),
+        ([{"task": "chain_sum", "weight": 0}], "tasks[0].weight=0: a number above 0"),
+        ([{"task": "chain_sum", "level": 99}], "has the levels 0 to 10"),
+        ([{"task": "acre", "level": 1}], "acre has no levels"),
+        ([{"task": "chain_sum", "terms": 3}], "tasks[0].terms=3: chain_sum takes min_terms"),
+        ([{"task": "chain_sum", "min_terms": -1}], "chain_sum refuses them"),
+    ],
+)
+def test_a_bad_task_is_named(tasks, words):
+    with pytest.raises(ConfigError) as error:
+        envs.check(env_of("reasoning_gym", tasks=tasks))
+    assert words in str(error.value)
+
+
+# --------------------------------------------------------------------------- textarena
+
+
+def test_a_game_alone_is_played_to_its_end():
+    async def bisect():
+        env = envs.build(env_of("textarena", game="GuessTheNumber-v0"))
+        start, low, high = await env.reset(4), 1, 20
+        while True:
+            guess = (low + high) // 2
+            step = await env.step(Action(f"<think>[1]</think>[{guess}]"))
+            if step.done:
+                return start, step
+            low, high = (low, guess - 1) if "lower" in step.observation else (guess + 1, high)
+
+    start, step = asyncio.run(bisect())
+    assert "between 1 and 20" in question(start)
+    assert (step.reward, step.success, step.invalid) == (1.0, True, False)
+
+
+def test_against_the_random_opponent_both_seats_are_played_and_seeds_repeat():
+    async def game(seed, **args):
+        env, told = envs.build(env_of("textarena", **args)), []
+        start = await env.reset(seed)
+        text = question(start)
+        while True:
+            moves = [m for m in "012345678" if f"'[{m}]'" in text.rpartition("Moves")[2]]
+            step = await env.step(Action(f"[{moves[0]}]"))
+            told.append(step.observation)
+            assert not step.invalid
+            if step.done:
+                return env.seat, start, told, step.reward
+            text = step.observation
+
+    async def both():
+        one, other = game(6), game(6)  # at the same time: neither draws from the other's generator
+        return await asyncio.gather(one, other, *[game(2 * n) for n in range(10)])
+
+    first, again, *games = asyncio.run(both())
+    assert first == again
+    assert {seat for seat, *_ in games} == {0, 1}
+    assert {reward for *_, reward in games} <= {-1.0, 0.0, 1.0} and len(games) == 10
+    assert asyncio.run(game(6, seat=1))[0] == 1
+
+
+def test_a_game_that_computes_leaves_the_loop_to_others():
+    computes, free = threading.Event(), threading.Event()
+
+    async def go():
+        env = envs.build(env_of("textarena", game="GuessTheNumber-v0"))
+        await env.reset(4)
+        step = env._game.step
+        env._game.step = lambda move: (computes.set(), free.wait(DEADLINE_S))[1] and step(move)
+        playing = asyncio.create_task(env.step(Action("[1]")))
+        while not computes.is_set():
+            await asyncio.sleep(0.001)
+        assert not playing.done()
+        free.set()
+        return await playing
+
+    assert asyncio.run(asyncio.wait_for(go(), DEADLINE_S)).observation
+
+
+def test_a_move_against_the_rules_is_told_and_then_loses():
+    start, first, second = play(env_of("textarena"), 6, Action("no move"), Action("[99]"))
+    assert first.invalid and "invalid move" in first.observation and not first.done
+    assert (second.done, second.invalid, second.reward) == (True, True, -1.0)
+
+
+def test_the_opponent_may_be_a_function_of_the_users(tmp_path):
+    (tmp_path / "first.py").write_text(
+        "import re\n"
+        "def move(observation, player, seed):\n"
+        "    return re.findall(r\"'(\\[\\d\\])'\", observation)[-1]\n"
+    )
+    env = env_of("textarena", opponent=f"{tmp_path}/first.py:move", seat=0)
+    start, step = play(env, 2, Action("[0]"))
+    assert "cell 8" in step.observation
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        ({"game": "TicTacTo-v0"}, "no such game; there are 2048-v0"),
+        ({"game": "Wordle-v0"}, "can't be played here with any number of players"),
+        ({"game": "PublicGoodsGame-v0"}, "no such game"),
+        ({"players": 3}, "can't be played here with 3 players"),
+        ({"seat": 2}, "env.args.seat=2: null, or from 0 to 1"),
+        ({"opponent": "randm"}, "env.args.opponent='randm': must be FILE.py:FUNCTION"),
+        ({"options": {"sise": 3}}, "unexpected keyword argument 'sise'"),
+    ],
+)
+def test_a_game_that_can_not_be_played_is_refused(args, words):
+    with pytest.raises(ConfigError) as error:
+        envs.check(env_of("textarena", **args))
+    assert words in str(error.value)
+
+
+# --------------------------------------------------------------------------- prompts
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working folder with prompts and reward functions."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"What is {n} / 2?", "answer": n / 2} for n in range(40)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    return tmp_path
+
+
+def test_every_kind_of_file_has_the_same_rows_and_odd_seeds_are_held_out(folder):
+    import datasets
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [json.loads(line) for line in (folder / "sums.jsonl").read_text().splitlines()]
+    (folder / "sums.json").write_text(json.dumps(rows))
+    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "sums.parquet")
+    made = datasets.Dataset.from_list(rows)
+    made.save_to_disk(folder / "one")
+    datasets.DatasetDict(train=made, test=made.select(range(3))).save_to_disk(folder / "two")
+
+    def asked(data, seeds, **args):
+        return [question(play(env_of("prompts", data=data, **args), seed)[0]) for seed in seeds]
+
+    train = asked("sums.jsonl", range(0, 40, 2), held_out=0.3)
+    for data in ("sums.json", "sums.parquet", "one", "two#train"):
+        assert asked(data, range(0, 40, 2), held_out=0.3) == train
+    assert not set(train) & set(asked("sums.jsonl", range(1, 41, 2), held_out=0.3))
+    assert set(asked("two#train", range(1, 41, 2), held_out="two#test")) == {
+        f"What is {n} / 2?" for n in range(3)
+    }
+
+
+def test_math_takes_any_form_of_the_answer(folder):
+    (folder / "one.jsonl").write_text('{"prompt": "a half?", "answer": "1/2"}\n')
+    env = env_of("prompts", data="one.jsonl", held_out="one.jsonl")
+    texts = [r"so \boxed{\frac{1}{2}}", "it is 0.5", r"<think>\boxed{1/2}</think> 3", "no idea", ""]
+    steps = play(env, 0, *map(Action, texts))[1:]
+    assert [step.reward for step in steps] == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert [step.success for step in steps] == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    "gold, right, wrong",
+    [
+        (r"2\sqrt{3}", r"2\sqrt{3}", "2"),
+        ("3x^2", "3x^2", "3"),
+        (r"\frac{1}{2}", "0.5", "1"),
+        ("(1, 2)", "(1, 2)", "2"),
+        ("-7", "-7", "7"),
+        ("1,000", "1000", "1"),
+        (r"thus $x = \frac{3}{4}$", "0.75", "3"),
+        (r"so \boxed{12}", "12", "1"),
+        ("3 + 4 = 7\n#### 7", "7", "3"),
+        ("42.", "42", "4"),
+        (12, "12", "2"),
+    ],
+)
+def test_math_reads_the_whole_answer_of_a_row(gold, right, wrong):
+    from rose.agent.envs._math import reward
+
+    assert reward(rf"so \boxed{{{right}}}", {"answer": gold}) == 1.0
+    assert reward(rf"so \boxed{{{wrong}}}", {"answer": gold}) == 0.0
+
+
+@pytest.mark.slow
+def test_a_function_of_the_users_rewards_async_or_not(folder):
+    def step(reward, text="yes", **args):
+        env = env_of("prompts", data="sums.jsonl", reward=f"rewards.py:{reward}", **args)
+        return play(env, 2, Action(text))[1]
+
+    row = json.loads((folder / "sums.jsonl").read_text().splitlines()[0])
+    assert step("length").reward >= 3 + row["answer"]
+    assert step("slow_judge").reward == 1.0 and not step("slow_judge", "no").success
+    assert not step("length", success_at=1000).success
+
+
+EPISODES = """
+from __future__ import annotations
+from dataclasses import dataclass
+
+@dataclass
+class Told:
+    prompt: str
+    answer: str
+    row: dict
+
+def score(episode):
+    told = Told(episode.prompt, episode.response, episode.task)
+    assert told.prompt == "Be brief.\\n\\n" + told.row["prompt"], told
+    assert episode.seed == 2 and episode.turns == 1 and not episode.transcript[0].policy
+    return {"reward": len(told.answer), "success": told.answer == "yes"}
+
+async def judge(episode):
+    return score(episode)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", ["score", "judge"])
+def test_one_function_serves_the_environment_and_reward_function(folder, function):
+    """In a process of its own, and in the host's; and as the group `reward` calls it."""
+    from rose.reward import scorers
+
+    (folder / "mine.py").write_text(EPISODES)
+    spec = f"{folder}/mine.py:{function}"
+    env = env_of("prompts", data="sums.jsonl", reward=spec, success_at=0.0, system="Be brief.")
+    start, good, bad = play(env, 2, Action("yes"), Action("no"))
+    assert [(step.reward, step.success) for step in (good, bad)] == [(3.0, True), (2.0, False)]
+    made = envs.build(env).source._episode(
+        start.task, 2, [*start.messages, {"role": "assistant", "content": "yes"}], truncated=True
+    )
+    assert made.truncated
+    found = asyncio.run(scorers.build("function", {"path": spec}).score(made, DEADLINE_S))
+    assert (found.reward, found.success) == (3.0, True)
+
+
+def test_scorers_see_the_row_and_null_leaves_the_scoring_to_them(folder):
+    env = env_of("prompts", data="sums.jsonl", reward=None, answer_field="none of them")
+    start, step = play(env, 2, Action("20"))
+    rows = [json.loads(line) for line in (folder / "sums.jsonl").read_text().splitlines()]
+    assert start.task in rows and start.task["prompt"] == question(start)
+    assert (step.reward, step.success, step.done) == (0.0, False, True)
+
+
+@pytest.mark.slow
+def test_a_reward_that_queues_is_not_late_and_one_that_hangs_is(folder):
+    from rose.agent.guard import EnvironmentFailure, Guard
+
+    async def step(reward, seconds):
+        made = envs.build(env_of("prompts", data="sums.jsonl", reward=f"rewards.py:{reward}"))
+        await made.reset(2)
+        return await Guard(made, "g1.1", seconds, "env").step(Action("x"))
+
+    async def go():
+        busy = [
+            _workers.call("rewards.py:waits", text=f"{folder}/go") for _ in range(_workers.MOST)
+        ]
+        busy = [asyncio.create_task(each) for each in busy]
+        await asyncio.sleep(0)  # they are in the queue before it
+        queues = asyncio.create_task(step("length", 3.0))
+        await asyncio.wait({queues}, timeout=3.5)
+        assert not queues.done()
+        (folder / "go").touch()
+        assert (await queues).reward > 0
+        await asyncio.gather(*busy)
+        with pytest.raises(EnvironmentFailure, match="did not return within env.step_timeout_s=1"):
+            await step("hangs", 1.0)
+
+    asyncio.run(asyncio.wait_for(go(), DEADLINE_S))
+
+
+@pytest.mark.slow
+def test_a_reward_that_raises_ends_or_hangs_is_no_reward(folder):
+    def env(reward):
+        return env_of("prompts", data="sums.jsonl", reward=f"rewards.py:{reward}")
+
+    for reward, words in (
+        ("raises", "OSError: the judge is away"),
+        ("nothing", "returned None: .*; a number, "),
+        ("ends", "its process ended with code 7"),
+    ):
+        with pytest.raises((_workers.FunctionFailed, ScoringFailed), match=words):
+            play(env(reward), 2, Action("x"))
+
+    async def hang():
+        made = envs.build(env("hangs"))
+        await made.reset(2)
+        await asyncio.wait_for(made.step(Action("x")), 2)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(hang())
+    with pytest.raises(_workers.FunctionTooSlow, match=r"did not return within 0.5 s"):
+        asyncio.run(_workers.call("rewards.py:hangs", 0.5, text="x"))
+    for _ in range(_workers.MOST + 1):  # and the next calls have processes again
+        assert play(env("length"), 2, Action("x"))[1].reward > 0
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        ({"data": "nowhere.jsonl"}, "env.args.data='nowhere.jsonl': no such file or folder"),
+        ({"data": "broken.jsonl"}, "broken.jsonl': line 2 is no JSON"),
+        ({"data": "lines.json"}, "a file with a row on each line is named .jsonl"),
+        ({"data": "rewards.py"}, "must be a .jsonl, .json or .parquet file"),
+        ({"prompt_field": "question"}, "row 1 of sums.jsonl has no text there"),
+        ({"answer_field": "gold"}, "env.args.answer_field='gold': row 1 of sums.jsonl"),
+        ({"held_out": 1.5}, "env.args.held_out=1.5"),
+        ({"held_out": 1e-9}, "both sides need some"),
+        ({"reward": "rewards.py:nope"}, "rewards.py defines no nope"),
+        ({"reward": "nope.py:f"}, "there is no file"),
+        ({"reward": "maths"}, "must be FILE.py:FUNCTION"),
+        ({"reward": "rewards.py:wants"}, "takes sentence; a reward function takes some of text"),
+        ({"success_at": "1"}, "env.args.success_at='1': a number"),
+    ],
+)
+def test_bad_prompts_and_rewards_are_refused(folder, args, words):
+    (folder / "broken.jsonl").write_text('{"prompt": "x", "answer": 1}\nnonsense\n')
+    (folder / "lines.json").write_text('{"prompt": "x", "answer": 1}\n' * 2)
+    with pytest.raises(ConfigError) as error:
+        envs.check(env_of("prompts", **({"data": "sums.jsonl"} | args)))
+    assert words in str(error.value)
+
+
+def chat(*said, answer="3"):
+    roles = {"s": "system", "u": "user", "a": "assistant"}
+    return {"prompt": [{"role": roles.get(r, r), "content": "x"} for r in said], "answer": answer}
+
+
+@pytest.mark.parametrize(
+    "row, args, words",
+    [
+        (chat("u", "a"), {}, "row 2 of rows.jsonl ends with the assistant's answer"),
+        (chat("s", "u", "s", "u"), {}, "row 2 of rows.jsonl has a system message that is not its"),
+        (chat("human"), {}, "row 2 of rows.jsonl has the role 'human'"),
+        (
+            {"prompt": [{"role": "user", "content": ["x"]}]},
+            {},
+            "message 1 there is {'role': 'user',",
+        ),
+        (chat("s", "u"), {"system": "Be brief."}, "env.args.system: row 2 of rows.jsonl has a"),
+        (chat("u", answer=["3", "4"]), {}, "row 2 of rows.jsonl has a list there, ['3', '4']; "),
+        (
+            chat("u", answer={"value": 3}),
+            {},
+            "has a dict there, {'value': 3}; env.args.reward=math",
+        ),
+        (chat("u", answer=None), {}, "row 2 of rows.jsonl has no answer there"),
+        (chat("u", answer=" "), {}, "row 2 of rows.jsonl has no answer there"),
+        (chat("u", answer=math.nan), {}, "row 2 of rows.jsonl has no answer there"),
+    ],
+)
+@pytest.mark.parametrize("key", ["data", "held_out"])
+def test_rows_that_teach_something_else_are_refused_in_every_file(folder, key, row, args, words):
+    good = {"prompt": "1 + 2?", "answer": "3"}
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in (good, row)))
+    files = {"data": "sums.jsonl", "held_out": "sums.jsonl"} | {key: "rows.jsonl"}
+    with pytest.raises(ConfigError) as error:
+        envs.check(env_of("prompts", **files | args))
+    assert words in str(error.value)
+
+
+def test_only_a_line_feed_ends_a_line_and_files_are_utf_8(folder):
+    rows = [
+        {"prompt": f"{c}?", "answer": "1"}
+        for c in ["\u2028", "\u2029", "\x85", "\x0b", "\x1c", "é"]
+    ]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    for name, text in (
+        ("unix.jsonl", "\n".join(lines)),
+        ("windows.jsonl", "\ufeff" + "\r\n".join(lines) + "\r\n"),
+        ("list.json", "\ufeff" + json.dumps(rows, ensure_ascii=False)),
+    ):
+        (folder / name).write_bytes(
+            text.replace("\x0b", "\\u000b").replace("\x1c", "\\u001c").encode()
+        )
+        made = envs.build(env_of("prompts", data=name, held_out="sums.jsonl"))
+        assert made.source.train == rows
+    (folder / "map.json").write_text(json.dumps({"rows": rows}))
+    with pytest.raises(ConfigError, match="must be a list of rows, and is a dict"):
+        envs.check(env_of("prompts", data="map.json"))
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet"])
+def test_files_that_are_something_else_are_refused_with_the_remedy(folder, name):
+    def refusal(data):
+        (folder / name).write_bytes(data)
+        with pytest.raises(ConfigError) as error:
+            envs.check(env_of("prompts", data=name))
+        assert str(error.value).startswith(f"env.args.data='{name}': ")
+        return str(error.value)
+
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+    assert "run git lfs pull" in refusal(pointer)
+    if not name.endswith("parquet"):
+        row = '{"prompt": "Größe?", "answer": "1"}'
+        assert "iconv -f UTF-16 -t UTF-8" in refusal(row.encode("utf-16"))
+        if name == "rows.json":
+            assert "on each line is named .jsonl" in refusal(f"{row}\n{row}".encode())
+        assert "not UTF-8 (invalid start byte at byte" in refusal(row.encode("latin-1"))
+
+
+def test_held_out_prompts_that_are_trained_are_a_doubt(folder):
+    rows = (folder / "sums.jsonl").read_text().splitlines()
+    (folder / "test.jsonl").write_text("\n".join([*rows[:2], json.dumps(chat("u"))]))
+    env = env_of("prompts", data="sums.jsonl", held_out="test.jsonl")
+    (words,) = envs.doubts(env)
+    assert words.startswith(
+        "env.args.held_out='test.jsonl': 2 of its 3 prompts are in env.args.data"
+    )
+    assert envs.doubts(env_of("prompts", data="sums.jsonl", held_out=0.3)) == ()
+    (folder / "overlap.jsonl").write_text("1\n2\n2\n3\n")  # odd lines: 1, 2; even: 2, 3
+    (words,) = envs.doubts(env_of("agent", command=["true"], tasks="overlap.jsonl"))
+    assert "1 of the held-out tasks" in words
+
+
+def test_the_launcher_gives_ranks_whole_paths(folder, make_config):
+    from rose import front
+
+    c = make_config(
+        "env=prompts",
+        "env.max_new_tokens=8",
+        "env.args.data=sums.jsonl",
+        "env.args.reward=rewards.py:length",
+    )
+    args = front.with_whole_paths(c).env.args
+    assert args["data"] == f"{folder}/sums.jsonl"
+    assert args["reward"] == f"{folder}/rewards.py:length" and args["held_out"] == 0.1
+    (folder / "sums.jsonl").rename(folder / "c#.jsonl")  # no split of a folder
+    env = env_of("prompts", data="c#.jsonl")
+    envs.check(env)
+    assert envs.with_whole_paths(env).args["data"] == f"{folder}/c#.jsonl"
+
+
+def test_a_keyword_is_none_of_the_files_that_lie_here(folder):
+    for name in ("math", "random"):
+        (folder / name).mkdir()
+    for env, key in (
+        (env_of("prompts", data="sums.jsonl"), "reward"),
+        (env_of("textarena"), "opponent"),
+    ):
+        assert envs.with_whole_paths(env).args[key] == env.args[key]
+
+
+def test_rows_that_no_function_could_get_are_refused(folder):
+    import datetime
+
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [{"prompt": "When?", "answer": "1", "day": datetime.date(2026, 1, 2)}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "days.parquet")
+    with pytest.raises(ConfigError, match="days.parquet': row 1 can't be given .* date is not"):
+        envs.check(env_of("prompts", data="days.parquet", held_out="sums.jsonl"))
+
+
+# --------------------------------------------------------------------------- mcp
+
+
+@pytest.fixture
+def http_server():
+    """The URL of an MCP server that runs."""
+    import socket
+
+    port = free_port()
+    process = subprocess.Popen([sys.executable, str(SERVER), str(port)])
+    end = time.monotonic() + DEADLINE_S
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                break
+        assert process.poll() is None and time.monotonic() < end, "the MCP server did not start"
+        time.sleep(0.1)
+    yield f"http://127.0.0.1:{port}/mcp"
+    process.kill()
+    process.wait()
+
+
+def mcp(**args):
+    return env_of("mcp", data="sums.jsonl", reward="rewards.py:length", **args)
+
+
+CALLS = (
+    Action("", ToolCall("add", {"number": 3})),
+    Action("", ToolCall("add", {"number": 4})),
+    Action("", ToolCall("add", {"number": "\ud800"})),
+    Action("", ToolCall("divide", {"by": 0})),
+    Action("", ToolCall("fly", {})),
+    Action("7"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("http", [False, True])
+def test_tools_of_a_server_are_called_and_their_errors_told(folder, request, http):
+    place = (
+        {"url": request.getfixturevalue("http_server")}
+        if http
+        else {"command": [sys.executable, str(SERVER)]}
+    )
+    start, *steps = play(mcp(**place, tools=["add", "divide"]), 2, *CALLS)
+    assert [tool["function"]["name"] for tool in start.tools] == ["add", "divide"]
+    assert start.tools[0]["function"]["parameters"]["required"] == ["number"]
+    assert [step.observation for step in steps[:2]] == ["3", "7"]
+    assert [step.invalid for step in steps] == [False, False, True, True, True, False]
+    assert "there are add, divide" in steps[4].observation
+    assert steps[5].done and steps[5].reward > 1 and not steps[4].done
+    assert http or not processes.left(
+        lambda: [p for p in processes.children() if str(SERVER) in processes.words(p)]
+    )
+
+
+@pytest.mark.slow
+def test_several_calls_of_a_turn_are_one_message_of_the_conversation(folder):
+    env = env_of(
+        "mcp", data="sums.jsonl", reward="rewards.py:roles", command=[sys.executable, str(SERVER)]
+    )
+    two = Action("", calls=(ToolCall("add", {"number": 3}), ToolCall("add", {"number": 4})))
+    bad = Action("", calls=(ToolCall("fly", {}), ToolCall("add", {"number": 1})))
+    _, first, second, last = play(env, 2, two, bad, Action("8"))
+    assert first.observations == ("3", "7") and not first.invalid
+    assert second.observations[1] == "8" and second.invalid
+    assert last.reward == 1221221
+
+
+@pytest.mark.slow
+def test_closing_does_not_fail_while_the_server_still_ends(folder, monkeypatch):
+    from rose.parts.adapters.envs import mcp as ours
+
+    async def go():
+        made = envs.build(mcp(command=[sys.executable, str(SERVER)]))
+        await made.reset(2)
+        monkeypatch.setattr(ours, "CLOSE_S", 0.0)
+        await made.close()
+        await asyncio.wait({made._session})
+
+    asyncio.run(asyncio.wait_for(go(), DEADLINE_S))
+
+
+@pytest.mark.slow
+def test_every_trajectory_has_a_server_of_its_own(folder):
+    async def two():
+        made = [envs.build(mcp(command=[sys.executable, str(SERVER)])) for _ in range(2)]
+        try:
+            await asyncio.gather(*[env.reset(2) for env in made])
+            return [(await env.step(CALLS[0])).observation for env in made]
+        finally:
+            await asyncio.gather(*[env.close() for env in made])
+
+    assert asyncio.run(asyncio.wait_for(two(), DEADLINE_S)) == ["3", "3"]
+
+
+@pytest.mark.slow
+def test_a_server_that_ends_fails_the_trajectory_and_not_the_host(folder):
+    with pytest.raises(Exception, match="[Cc]onnection|ended"):
+        play(mcp(command=[sys.executable, str(SERVER)]), 2, Action("", ToolCall("crash", {})))
+    with pytest.raises(Exception, match="ended|[Cc]onnection"):
+        play(mcp(command=[sys.executable, "-c", "raise SystemExit(3)"]), 2)
+    with pytest.raises(Exception, match="has no fly; it has add, divide, crash"):
+        play(mcp(command=[sys.executable, str(SERVER)], tools=["fly"]), 2)
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        ({}, "either it, a list as"),
+        ({"command": ["no-such-program"]}, "no program 'no-such-program' on PATH"),
+        ({"command": "python x.py"}, "a list of words"),
+        ({"command": [sys.executable, 3]}, "a list of words"),
+        ({"url": "localhost:80"}, "env.args.url='localhost:80'"),
+        ({"url": "http://h/mcp", "token_file": "none"}, "token_file='none': no such file"),
+    ],
+)
+def test_a_bad_server_is_refused(folder, args, words):
+    with pytest.raises(ConfigError) as error:
+        envs.check(mcp(**args))
+    assert words in str(error.value)
+
+
+@pytest.mark.slow
+def test_worker_processes_end_with_whoever_started_them(tmp_path):
+    words = (
+        "import asyncio\n"
+        "from rose.agent.envs import _workers\n"
+        "print(asyncio.run(_workers.call('os:getpid')), flush=True)\n"
+        "import time; time.sleep(3600)\n"
+    )
+    host = subprocess.Popen(
+        [sys.executable, "-c", words],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+    )
+    worker = psutil.Process(int(host.stdout.readline()))
+    host.send_signal(signal.SIGKILL)
+    host.wait()
+    assert not processes.left(lambda: filter(processes.alive, [worker]))

@@ -1,0 +1,129 @@
+"""MiniGrid as text: the picture shows the real state, calls move the real agent, a solved task
+pays."""
+
+import asyncio
+from collections import deque
+
+import gymnasium
+import pytest
+
+from rose.agent.envs.base import Action, ToolCall
+from rose.parts.adapters.envs.minigrid import ACTIONS, HEADING, Minigrid, tasks
+
+
+def act(env, *actions):
+    return asyncio.run(env.step(Action("", ToolCall("act", {"actions": list(actions)}))))
+
+
+def started(task, seed=1, **args):
+    env = Minigrid(task, **args)
+    return env, asyncio.run(env.reset(seed))
+
+
+def grid(picture):
+    return [line.split(" ") for line in picture.split("\n")[2:]]
+
+
+def test_the_start_shows_mission_and_grid():
+    env, start = started("MiniGrid-Empty-5x5-v0")
+    assert start.messages[1]["content"] == (
+        "Mission: get to the green goal square.\nYou carry nothing.\n"
+        "# # # # #\n# > . . #\n# . . . #\n# . . G #\n# # # # #"
+    )
+
+
+def test_actions_move_the_agent_in_their_order():
+    env, _ = started("MiniGrid-Empty-5x5-v0")
+    step = act(env, "forward", "right")
+    assert grid(step.observation)[1] == ["#", ".", "v", ".", "#"]
+    assert (step.reward, step.done, step.invalid) == (0.0, False, False)
+
+
+def test_the_goal_pays_what_minigrid_pays_and_later_actions_are_dropped():
+    env, _ = started("MiniGrid-Empty-5x5-v0", max_steps=50, actions_per_turn=8)
+    step = act(env, "forward", "forward", "right", "forward", "forward", "left", "left")
+    assert (step.done, step.success) == (True, True)
+    assert step.reward == pytest.approx(1 - 0.9 * 5 / 50)
+
+
+def test_lava_and_the_step_limit_end_without_success():
+    env, _ = started("MiniGrid-Empty-5x5-v0", max_steps=3)
+    step = act(env, "left", "left", "left")
+    assert (step.reward, step.done, step.success) == (0.0, True, False)
+    env, start = started("MiniGrid-LavaGapS5-v0", seed=0, actions_per_turn=6)
+    rows = grid(start.messages[1]["content"])
+    row, column = next((r, c) for r in range(5) for c in range(5) if rows[r][c] == "L")
+    step = act(env, *["right"] + ["forward"] * (row - 1) + ["left"] + ["forward"] * (column - 1))
+    assert (step.reward, step.done, step.success) == (0.0, True, False)
+
+
+def test_key_and_door_are_seen_carried_and_opened():
+    env, _ = started("MiniGrid-DoorKey-5x5-v0", seed=3, actions_per_turn=50)
+    plan = solve("MiniGrid-DoorKey-5x5-v0", 3)
+    pickup, toggle = plan.index("pickup"), plan.index("toggle")
+    assert "Dy" in sum(grid(env.render()), []) and "Ky" in sum(grid(env.render()), [])
+    carried = act(env, *plan[: pickup + 1]).observation
+    assert "You carry yellow key." in carried and "Ky" not in sum(grid(carried), [])
+    opened = act(env, *plan[pickup + 1 : toggle + 1]).observation
+    assert "Oy" in sum(grid(opened), [])
+    assert act(env, *plan[toggle + 1 :]).success
+
+
+def test_shaping_pays_the_first_thing_carried_and_the_first_door_opened_once():
+    def played(**args):
+        env, _ = started("MiniGrid-DoorKey-5x5-v0", seed=3, actions_per_turn=50, **args)
+        return [act(env, *part).reward for part in parts]
+
+    plan = solve("MiniGrid-DoorKey-5x5-v0", 3)
+    pickup, toggle = plan.index("pickup"), plan.index("toggle")
+    again = ["drop", "pickup"], ["toggle", "toggle"]
+    parts = [plan[: pickup + 1], again[0], plan[pickup + 1 : toggle + 1], again[1]]
+    parts.append(plan[toggle + 1 :])
+    plain, shaped = played(), played(shaping=0.25)
+    assert plain[:4] == [0.0] * 4 and plain[4] > 0.5
+    assert shaped == pytest.approx([0.25, 0, 0.25, 0, plain[4]])
+
+
+@pytest.mark.parametrize("actions", [[], ["fly"], ["left"] * 5, "left", [["left"]], None])
+def test_what_is_no_list_of_actions_is_refused_and_changes_nothing(actions):
+    env, start = started("MiniGrid-Empty-5x5-v0", actions_per_turn=4)
+    step = asyncio.run(env.step(Action("", ToolCall("act", {"actions": actions}))))
+    assert step.invalid and "list of 1 to 4" in step.observation
+    assert step.observation.endswith(start.messages[1]["content"])
+
+
+def test_every_task_can_be_shown():
+    """One of each kind; all the package's symbols have a letter."""
+    kinds = {name.split("-")[1]: name for name in tasks()}
+    assert len(kinds) > 15
+    for name in kinds.values():
+        env, start = started(name)
+        assert (
+            sum(cell in HEADING for row in grid(start.messages[1]["content"]) for cell in row) == 1
+        )
+        asyncio.run(env.close())
+
+
+def solve(task, seed):
+    """Shortest plan by breadth-first search over the package's own environment, replayed from the
+    start."""
+
+    def replay(plan):
+        env = gymnasium.make(task, disable_env_checker=True).unwrapped
+        env.reset(seed=seed)
+        over = False
+        for action in plan:
+            _, reward, over, _, _ = env.step(action)
+        return env, over and reward > 0
+
+    queue, seen = deque([()]), set()
+    while queue:
+        plan = queue.popleft()
+        env, solved = replay(plan)
+        if solved:
+            return [ACTIONS[action] for action in plan]
+        state = (env.pprint_grid(), env.carrying is None)
+        if state not in seen:
+            seen.add(state)
+            queue.extend((*plan, action) for action in (0, 1, 2, 3, 5))
+    raise AssertionError("no plan")

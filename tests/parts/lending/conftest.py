@@ -1,0 +1,76 @@
+"""The default lending rules, targets, boards of a healthy pair of engines, and a made-up device."""
+
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+
+from rose.config.serving import Lending, Slo
+from rose.parts.lending.board import Control, Online
+from rose.parts.lending.rules.predictor import Predictor, Work
+
+CONF = Path(__file__).parents[3] / "conf"
+# 20 ms to read the weights, 5,000 prompt tokens/s
+COEFFICIENTS = (0.02, 2e-4, 1e-7, 1e-3, 2e-6, 0.0)
+
+
+@pytest.fixture
+def lending():
+    """lending(chunk_tokens=64, ...) -> the default section with these values."""
+    tree = yaml.safe_load((CONF / "serving/borrow.yaml").read_text())["lending"]
+    return lambda **changes: msgspec.convert(tree | changes, Lending)
+
+
+@pytest.fixture
+def slo():
+    return Slo(ttft_p50_s=0.5, ttft_p99_s=1.0, tpot_p50_s=0.1, tpot_p99_s=0.2)
+
+
+@pytest.fixture
+def predictor():
+    """Exact: its P99 is its mean."""
+    return Predictor(COEFFICIENTS)
+
+
+@pytest.fixture
+def profile(predictor):
+    """profile(hold=0.2) -> what rose.parts.lending.profile would have found."""
+    return lambda hold=0.2: {
+        "rollout": {"predictor": predictor.to_dict()},
+        "interference": {"hold_p99": hold, "hold_mean": hold / 2},
+    }
+
+
+@pytest.fixture
+def online():
+    """online(now, kv_used=..., ...) -> a board just written."""
+    return lambda now, **state: Online(pid=1, beat=now, **state)
+
+
+@pytest.fixture
+def control():
+    return lambda now, **state: Control(**{"pid": 1, "beat": now, "lend": 1.0} | state)
+
+
+@pytest.fixture
+def steps():
+    """steps(count, coefficients, noise) -> (work, seconds) of a device that follows the rule, times
+    a log-normal."""
+
+    def made(count=400, coefficients=COEFFICIENTS, noise=0.0, seed=0):
+        dice, samples, (c0, c1, c2, c3, c4, c5) = random.Random(seed), [], coefficients
+        for at in range(count):
+            chunks = tuple(
+                (dice.randint(1, 1000), dice.choice((0, 0, 500, 3000)))
+                for _ in range(dice.randint(1, 3))
+            )
+            decodes = dice.randint(1, 32)
+            work = Work(chunks if at % 2 else (), decodes, decodes * dice.randint(10, 3000))
+            prefill = sum(c1 * n + c2 * n * (before + n / 2) for n, before in work.prefill)
+            mean = max(c0, prefill) + c3 * decodes + c4 * work.decode_context + c5
+            samples.append((work, mean * dice.lognormvariate(0, noise)))
+        return samples
+
+    return made

@@ -1,0 +1,308 @@
+"""The operator's process: both children, signals, the report. The children are small programs here;
+with vLLM's server in the last test."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from rose.config import ConfigError
+from rose.parts.lending import settings
+from rose.parts.lending.board import Control, Reader
+from rose.parts.lending.operator import operate
+from rose.parts.lending.operator.control import BEAT_S
+
+DEADLINE_S = 120.0
+PROFILE = {
+    "online": {
+        "predictor": {
+            "coefficients": [0.01, 1e-4, 0.0, 1e-3, 0.0],
+            "samples": 9,
+            "ratios": [[1.0], [1.0]],
+        }
+    }
+}
+SLO = "serving.online.slo={ttft_p50_s: 0.2, ttft_p99_s: 0.5, tpot_p50_s: 0.05, tpot_p99_s: 0.15}"
+
+# A lender that says what it gets and ends as it is told: exits by folder/lender_ends, or on a
+# signal, but for a first one where BUSY is set.
+LENDER = """
+import os, signal, sys, time
+home = sys.argv[1]
+def say(*words):
+    with open(f"{home}/lender", "a") as file: print(*words, file=file)
+def leave(number, _):
+    say(signal.Signals(number).name)
+    if not os.environ.pop("BUSY", ""):
+        sys.exit(0)
+for number in (signal.SIGTERM, signal.SIGUSR2): signal.signal(number, leave)
+say("began", os.getpid(), os.environ["ROSE_COSERVING"])
+while not os.path.exists(f"{home}/lender_ends"): time.sleep(0.02)
+sys.exit(int(open(f"{home}/lender_ends").read()))
+"""
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from rose.parts.lending import settings
+from rose.parts.lending.operator import operate, server
+from tests.parts.lending.test_server import Small
+from tests.parts.lending.test_operate import LENDER
+home, profile, *overrides = sys.argv[1:]
+operate.OnlineServer, operate.BACK_OFF_S, server.POLL_S = Small, (0.05, 0.1), 0.02
+operate.Operator.lender_command = lambda self: [sys.executable, "-c", LENDER, home]
+made = operate.Operator(Path(home) / "outputs" / "run", overrides, settings.of_server(overrides), eval(profile))
+print("boards", made.folder, flush=True)
+sys.exit(made.run())
+"""
+
+
+class Running:
+    def __init__(
+        self, home: Path, overrides: list[str], profile: object, environment: dict
+    ) -> None:
+        self.home = home
+        (home / "outputs").mkdir(exist_ok=True)
+        self.log = home / "log"
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", "-c", PROGRAM, home, repr(profile), *overrides],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | environment,
+            )
+        self.boards = Path(self.saying("boards ").split()[-1])
+
+    def until(self, what, words: str):
+        deadline = time.monotonic() + DEADLINE_S
+        while not (found := what()):
+            assert time.monotonic() < deadline, f"{words} never came:\n{self.log.read_text()}"
+            time.sleep(0.02)
+        return found
+
+    def saying(self, words: str) -> str:
+        return self.until(
+            lambda: next((s for s in self.log.read_text().splitlines() if words in s), ""), words
+        )
+
+    def lender(self, words: str, times: int = 1) -> str:
+        path = self.home / "lender"
+        self.until(
+            lambda: path.exists() and path.read_text().count(words) >= times, f"lender: {words}"
+        )
+        return path.read_text()
+
+    def control(self) -> Control:
+        return self.until(lambda: Reader(self.boards / "control", Control).read(), "control")
+
+    def told(self, number: int) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(DEADLINE_S)
+
+
+@pytest.fixture
+def operator(tmp_path):
+    started = []
+
+    def start(*overrides, profile=PROFILE, **environment):
+        started.append(
+            Running(
+                tmp_path,
+                ["serving.online.model=hub/model", "serving.online.port=0", *overrides],
+                profile,
+                environment,
+            )
+        )
+        return started[-1]
+
+    yield start
+    for running in started:
+        running.process.kill()
+        running.process.wait()
+
+
+@pytest.mark.slow
+def test_the_lender_begins_beside_the_server_and_both_leave_on_sigterm(operator, tmp_path):
+    running = operator(SLO)
+    text = running.lender("began")
+    assert str(running.boards) in text and running.control().lend == 1
+    assert (
+        json.loads((running.boards / "config.json").read_text())["serving"]["online"]["model"]
+        == "hub/model"
+    )
+    assert running.told(signal.SIGTERM) == 0
+    assert running.lender("SIGTERM") and not running.boards.exists()
+    (home,) = (tmp_path / "outputs" / "serving").iterdir()
+    assert not (home / "token").exists()
+    report = (home / "report.html").read_text()
+    assert "leaving, at SIGTERM" in report and (home / "online.log").read_text().startswith("hello")
+
+
+@pytest.mark.slow
+def test_sigusr2_lets_the_lender_finish_and_lends_meanwhile_and_a_sigterm_after_it_does_not(
+    operator,
+):
+    running = operator(SLO, BUSY="1")
+    running.lender("began")
+    running.process.send_signal(signal.SIGUSR2)
+    running.lender("SIGUSR2")
+    assert running.control().lend == 1
+    assert running.told(signal.SIGTERM) == 0
+    assert "SIGTERM" in running.lender("SIGTERM")
+
+
+@pytest.mark.slow
+def test_signals_stop_and_start_lending_and_end_no_child_that_gets_them_too(operator):
+    running = operator(SLO)
+    for pid in (running.lender("began").split()[1], (running.boards / "child").read_text()):
+        # as Slurm may send it to every process of a step
+        for number in (signal.SIGUSR1, signal.SIGRTMIN):
+            os.kill(int(pid), number)
+    running.process.send_signal(signal.SIGUSR1)
+    running.until(lambda: running.control().lend == 0, "stop")
+    running.process.send_signal(signal.SIGRTMIN)
+    running.until(lambda: running.control().lend == 1, "start")
+    url = running.saying("operator's page").split("page ")[1].split("/report")[0]
+    with urllib.request.urlopen(f"{url}/lending") as answer:
+        status = json.loads(answer.read())
+    assert (
+        status["lend"]
+        and status["why_not"] == ""
+        and status["online"]["up"]
+        and status["rollout"]["lender"]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "profile, overrides, words",
+    [
+        (None, [SLO], "the default refuses to lend until a profile"),
+        (PROFILE, [], "serving.online.slo is null"),
+        (
+            PROFILE,
+            [
+                "serving.online.slo={ttft_p50_s: 0.2, ttft_p99_s: 0.5, tpot_p50_s: 0.001, "
+                "tpot_p99_s: 0.002}"
+            ],
+            "tpot_p99_s=0.002 s can't be met even alone",
+        ),
+    ],
+)
+def test_without_a_profile_or_targets_it_serves_and_nothing_is_lent(
+    operator, profile, overrides, words, tmp_path
+):
+    running = operator(*overrides, profile=profile)
+    running.saying("serves hub/model")
+    assert words in running.saying("nothing is lent") and running.control().lend == 0
+    beat = running.control().beat
+    running.until(lambda: running.control().beat > beat + 10 * BEAT_S, "ten more beats")
+    assert (
+        not (tmp_path / "lender").exists() and running.log.read_text().count("nothing is lent") == 1
+    )
+    assert running.told(signal.SIGINT) == 0
+
+
+@pytest.mark.slow
+def test_a_lender_that_is_killed_is_started_again_and_one_that_ends_leaves_the_server(
+    operator, tmp_path
+):
+    running = operator(SLO)
+    first = int(running.lender("began").split()[1])
+    os.kill(first, signal.SIGKILL)
+    running.lender("began", times=2)
+    assert "killed by SIGKILL" in running.saying("the lender was killed")
+    (tmp_path / "written").write_text("0")
+    (tmp_path / "written").rename(tmp_path / "lender_ends")  # never seen empty
+    assert "serves on" in running.saying("the lender ended with code 0")
+    assert running.process.poll() is None and running.told(signal.SIGTERM) == 0
+
+
+@pytest.mark.slow
+def test_a_server_that_can_not_start_ends_it_all_with_code_1(operator):
+    running = operator(SLO, BROKEN="1")
+    assert running.process.wait(DEADLINE_S) == 1 and "wrong shape" in running.log.read_text()
+    assert not running.boards.exists()
+
+
+def test_two_devices_of_a_node_have_boards_of_their_own_and_what_was_left_is_removed(tmp_path):
+    name = f"claims-{os.getpid()}"
+    first, lock = operate.claim(name)
+    (first / "online").touch()
+    second, other = operate.claim(name)
+    try:
+        assert first != second and first.stat().st_mode & 0o777 == 0o700
+        lock.close()
+        again, lock = operate.claim(name)
+        assert again == first and not (first / "online").exists()
+    finally:
+        for folder in (first, second):
+            (folder / "lock").unlink()
+            folder.rmdir()
+        lock.close(), other.close()
+
+
+def test_a_folder_of_boards_that_leads_elsewhere_is_left_alone(tmp_path, monkeypatch):
+    """Another user may make one in /dev/shm, under the name that it would have."""
+    monkeypatch.setattr(operate.board, "folder", lambda name: tmp_path / name)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/lock").write_text("kept")
+    (tmp_path / "mine/file").touch()
+    (tmp_path / "run-0").symlink_to(tmp_path / "mine")
+    folder, lock = operate.claim("run")
+    lock.close()
+    assert folder == tmp_path / "run-1" and (tmp_path / "mine/lock").read_text() == "kept"
+    assert (tmp_path / "mine/file").exists()
+
+
+def test_the_lender_gets_the_rollout_engines_scheduler_and_the_whole_budget(tmp_path):
+    def arguments(*overrides):
+        given = list(overrides)
+        made = operate.Operator(
+            tmp_path / f"arguments-{os.getpid()}", given, settings.of_server(given), {}
+        )
+        try:
+            return made.lender_command()
+        finally:
+            (made.folder / "lock").unlink()
+            made.folder.rmdir()
+
+    given = ["serving.online.model=m", "serving.lending.kv_gib=3.0"]
+    assert arguments(*given, "cluster.gpus=0")[-4:] == [
+        "serving.lending.kv_gib=3.0",
+        "cluster.gpus=0",
+        "rollout.kv_cache_gib=3.0",
+        "rollout.engine_args.scheduler_cls=rose.parts.lending.vllm.rollout.scheduler",
+    ]
+    assert "rollout.kv_cache_gib=3.0" not in arguments(*given, "rollout.kv_cache_gib=0.5")
+    assert any(
+        words.startswith("rollout.gpu_memory_utilization=")
+        for words in arguments(*given, "cluster.gpus=1")
+    )
+
+
+def test_gpus_are_used_where_there_are_some_unless_the_command_line_says_otherwise():
+    assert operate.has_gpus(["cluster.gpus=2"]) and not operate.has_gpus(["cluster.gpus=0"])
+    assert operate.has_gpus([]) == Path("/dev/nvidiactl").exists()
+
+
+def test_a_taken_control_port_is_refused_before_the_server_starts(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        overrides = [
+            "serving.online.model=hub/model",
+            "serving.online.port=0",
+            f"serving.lending.control_port={taken.getsockname()[1]}",
+        ]
+        made = operate.Operator(tmp_path / "run", overrides, settings.of_server(overrides), {})
+        with pytest.raises(ConfigError, match="serving.lending.control_port=.*in use"):
+            made.run()
+    assert made.server.starts == 0 and not made.folder.exists()

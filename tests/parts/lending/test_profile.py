@@ -1,0 +1,324 @@
+"""A device's profile: what is refused, what it was measured on, what interference is, and two tiny
+models for real."""
+
+import copy
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rose import config as configuration
+from rose import processes
+from rose.config import ConfigError
+from rose.engine.start import EngineError
+from rose.parts.lending import device_profile, profile, settings
+from rose.parts.lending.measure import FEWEST, LEAST_HOLD, Step, interference
+from rose.parts.lending.operator import operate
+from rose.parts.lending.rules.predictor import Predictor, Work
+
+DECODE = Work((), 1, 100)
+PREDICTOR = Predictor((0.01, 1e-4, 0, 0, 0))  # a decode takes 10 ms
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def config(make_config, model):
+    return make_config(
+        "model.source=folder", f"model.path={model}", f"serving.online.model={model}"
+    )
+
+
+@pytest.fixture
+def found(config, model):
+    """A whole profile of this device."""
+    found = device_profile.fingerprint(config, model)
+    for side in ("online", "rollout"):
+        found[side] = found[side] | {"model": str(model), "predictor": PREDICTOR.to_dict()}
+    found["interference"] = found["interference"] | {"hold_p99": 0.2, "hold_mean": 0.1}
+    return {"format": device_profile.FORMAT, "seconds": 60.0} | found
+
+
+def test_it_survives_its_file_and_suits_the_engines_that_it_was_measured_with(
+    tmp_path, found, config, model
+):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(found))
+    assert device_profile.load(path) == found
+    device_profile.check(device_profile.load(path), path, config, model)
+
+
+def test_the_threads_are_those_of_the_lender_whatever_machine_launched_the_run(
+    tmp_path, make_config, model, monkeypatch
+):
+    monkeypatch.setattr(processes, "CGROUP", tmp_path)  # no quotas
+    given = ["model.source=folder", f"model.path={model}", f"serving.online.model={model}"]
+    found = []
+    for launcher in 64, 4:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, n=launcher: set(range(n)))
+        configuration.save(make_config(*given, "rollout.workers=1"), tmp_path / "config.json")
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+        found.append(device_profile.fingerprint(settings.of_run(tmp_path, []), model))
+    assert found[0] == found[1] and found[0]["rollout"]["threads"] == 2
+
+
+def test_all_that_differs_is_said_at_once(tmp_path, found, make_config, model, config):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text('{"layers": 2}')
+    changed = make_config(
+        "model.source=folder",
+        f"model.path={model}",
+        f"serving.online.model={other}",
+        "serving.online.dtype=bfloat16",
+        "rollout.threads=40",
+        "serving.lending.priority=normal",
+    )
+    with pytest.raises(ConfigError) as said:
+        device_profile.check(found, "p.json", changed, model)
+    for words in (
+        "p.json",
+        "online.model_digest",
+        "online.dtype was 'auto' and is now 'bfloat16'",
+        f"rollout.threads was {config.rollout.threads} and is now 40",
+        "interference.priority was 'idle'",
+        "rose.parts.lending.profile",
+    ):
+        assert words in str(said.value)
+
+
+def test_another_device_is_named(found, config, model):
+    found["device"] = {"cpu": "Z80", "cores": 1}
+    with pytest.raises(ConfigError, match="device.cpu was 'Z80'"):
+        device_profile.check(found, "p.json", config, model)
+
+
+def broken(found, *keys, value=None):
+    copied = copy.deepcopy(found)
+    branch = copied
+    for key in keys[:-1]:
+        branch = branch[key]
+    if value is None:
+        del branch[keys[-1]]
+    else:
+        branch[keys[-1]] = value
+    return json.dumps(copied)
+
+
+@pytest.mark.parametrize(
+    "keys, value, words",
+    [
+        (("format",), 2, "format 2"),
+        (("format",), None, "'format' is missing"),
+        (("device",), None, "'device' is missing"),
+        (("online", "predictor", "coefficients"), [1], "six finite numbers"),
+        (("interference", "hold_p99"), float("nan"), "hold_p99=nan"),
+        (("interference", "hold_mean"), "x", "hold_mean='x'"),
+        (("rollout",), [], "list"),
+    ],
+)
+def test_a_damaged_profile_is_named_with_what_is_wrong(tmp_path, found, keys, value, words):
+    path = tmp_path / "profile.json"
+    path.write_text(broken(found, *keys, value=value))
+    with pytest.raises(ConfigError, match=words) as said:
+        device_profile.load(path)
+    assert str(path) in str(said.value)
+
+
+def test_no_file_and_no_json_are_named(tmp_path):
+    with pytest.raises(ConfigError, match="No such file"):
+        device_profile.load(tmp_path / "none.json")
+    (tmp_path / "half.json").write_text('{"format": 1')
+    with pytest.raises(ConfigError, match="half.json.*no profile"):
+        device_profile.load(tmp_path / "half.json")
+
+
+# ---------------------------------------------------------------------- interference
+
+
+def made(slower, count=400, noise=0.0, covered=1.0):
+    """Online steps, every second one beside a rollout step that covers a share of it and makes it
+    `slower` times."""
+    dice, now, online, rollout = random.Random(0), 0.0, [], []
+    for at in range(count):
+        seconds = 0.01 * dice.lognormvariate(0, noise) * (slower if at % 2 else 1)
+        online.append(Step(now, now + seconds, DECODE))
+        if at % 2:
+            rollout.append(Step(now, now + covered * seconds, DECODE))
+        now += seconds
+    return online, rollout
+
+
+def test_twice_as_long_beside_rollouts_is_half_of_their_time():
+    measured = interference(*made(2.0), PREDICTOR, PREDICTOR)
+    assert measured["hold_mean"] == pytest.approx(0.5) and measured["hold_p99"] == pytest.approx(
+        0.5
+    )
+    assert measured["progress"] == pytest.approx(0.5)  # a decode of 10 ms in 20 ms
+    assert (measured["steps_alone"], measured["steps_beside"]) == (200, 200)
+
+
+def test_noise_that_both_have_is_no_interference():
+    measured = interference(*made(1.0, 4000, noise=0.3), PREDICTOR, PREDICTOR)
+    assert measured["hold_mean"] < 0.05 and LEAST_HOLD <= measured["hold_p99"] < 0.15
+
+
+def test_it_is_a_share_of_the_time_that_they_overlap():
+    measured = interference(*made(1.25, covered=0.6), PREDICTOR, PREDICTOR)
+    assert measured["hold_mean"] == pytest.approx(0.2 / 0.6)
+
+
+def test_too_few_steps_of_either_kind_are_an_error():
+    with pytest.raises(EngineError, match=f"{FEWEST} of each"):
+        interference(*made(2.0, 2 * FEWEST - 2), PREDICTOR, PREDICTOR)
+
+
+# ---------------------------------------------------------------------- on a GPU
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A folder with the shape of a decoder: 8 KiB of KV cache a token."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "num_hidden_layers": 16,
+                "hidden_size": 256,
+                "intermediate_size": 512,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 64,
+                "vocab_size": 300,
+            }
+        )
+    )
+    (folder / "tokenizer_config.json").write_text("{}")
+    return folder
+
+
+def test_the_rollout_engine_is_measured_with_what_a_lender_starts_it_with(tiny, monkeypatch):
+    monkeypatch.setattr(device_profile, "_device", lambda gpus: {"gpu": "H"})
+    gpu = [
+        f"serving.online.model={tiny}",
+        "cluster=gpus",
+        "rollout=gpu",
+        "trainer=zero3_gpu",
+        "rollout.workers=1",
+        "trainer.ranks=1",
+        "serving.online.kv_cache_gib=8",
+        "serving.lending.kv_gib=10",
+        "model.max_context=2048",
+    ]
+    config, _ = profile.configured(gpu, {"model": str(tiny)})
+    assert (
+        config.rollout.kv_cache_gib == 10
+        and config.rollout.gpu_memory_utilization == operate.FREE_SHARE
+    )
+    online, rollout = profile.online_side(config), profile.rollout_side(config, tiny)
+    assert (
+        online.args["gpu_memory_utilization"]
+        == rollout.args["gpu_memory_utilization"]
+        == operate.FREE_SHARE
+    )
+    # both take their memory for good here, and have no more than the budget that they will share
+    assert (
+        online.args["kv_cache_memory_bytes"] == rollout.args["kv_cache_memory_bytes"] == 5 * 2**30
+    )
+    assert rollout.environment["VLLM_KV_CACHE_LAYOUT"] == "BLHNC"
+    mine, _ = profile.configured([*gpu, "rollout.kv_cache_gib=2"], {"model": str(tiny)})
+    assert profile.rollout_side(mine, tiny).args["kv_cache_memory_bytes"] == 2 * 2**30
+
+
+def test_one_request_fits_into_either_engine_also_where_the_budget_is_small(config, tiny):
+    shape = configuration.read_shape(tiny)
+    assert profile.kv_part(config, shape, 2**40, 2048) == 2**29  # half of 1 GiB
+    assert profile.kv_part(config, shape, 2**40, 2**20) >= 8192 * 2**20
+    assert profile.kv_part(config, shape, 2**28, 2048) == 2**28
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def run(*arguments, timeout=60):
+    return subprocess.run(
+        [sys.executable, "-m", "rose.parts.lending.profile", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=Path(__file__).parents[3],
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["seconds=9"], "out is missing"),
+        (["out=/none/p.json"], "no such folder"),
+        (["out=p.json", "seconds=1"], "seconds=1: must be a number from 5"),
+        (["out=p.json"], "name or model is missing"),
+        (["out=p.json", "model=/m", "name=a"], "give one of them"),
+        (["out=p.json", "model=/m"], "serving.online.model=None"),
+        (["out=p.json", "model=/m", "serving.online.model=/m"], "model.path='/m': no such folder"),
+        (["out=p.json", "model=/m", "serving.onlin.model=/m"], "no such key"),
+        (["out=p.json", "name=none"], "no configuration of a run"),
+    ],
+)
+def test_bad_arguments_are_refused(capsys, arguments, words):
+    assert profile.main(arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_tiny_models_are_measured_for_real_and_their_profile_suits_them(tmp_path, make_config):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path / "tiny"
+    shape = Qwen3Config(
+        vocab_size=263,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        head_dim=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=1,
+    )
+    Qwen3ForCausalLM(shape).save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text("{}")
+    path = tmp_path / "profile.json"
+    settings = [
+        "serving.online.max_context=512",
+        "serving.online.max_sequences=8",
+        "serving.online.dtype=float32",
+        "serving.online.kv_cache_gib=0.1",
+        "rollout.max_sequences=8",
+        f"serving.online.model={folder}",
+    ]
+    done = run(f"out={path}", "seconds=10", f"model={folder}", *settings, timeout=800)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "P99 residual" in done.stdout and str(path) in done.stdout
+    found = device_profile.load(path)
+    device_profile.check(
+        found, path, make_config("model.source=folder", f"model.path={folder}", *settings), folder
+    )
+    for side in ("online", "rollout"):
+        predictor = Predictor.from_dict(found[side]["predictor"])
+        assert predictor.samples >= FEWEST and predictor.seconds(DECODE) > 0
+        assert predictor.seconds(Work(((500, 0),), 0, 0)) >= predictor.seconds(
+            Work(((2, 0),), 0, 0)
+        )
+    assert found["interference"]["hold_p99"] > 0 and found["interference"]["priority"] == "idle"

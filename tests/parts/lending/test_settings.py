@@ -1,0 +1,227 @@
+"""A serving rank's settings: the run's, with what may differ over it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from rose import config as configuration
+from rose import models, processes
+from rose.config import ConfigError
+from rose.launch import local
+from rose.parts.lending import settings
+from rose.parts.lending.rank.lender import Lender
+
+
+@pytest.fixture
+def config(make_config):
+    return make_config()
+
+
+@pytest.fixture
+def run_dir(tmp_path, config):
+    (tmp_path / "run").mkdir()
+    configuration.save(config, tmp_path / "run" / "config.json")
+    return tmp_path / "run"
+
+
+def test_the_runs_own_with_what_differs_over_it(run_dir):
+    c = settings.of_run(
+        run_dir, ["rollout.threads=2", "serving.lost_after_s=3.5", "cluster.env.X=a"]
+    )
+    assert c.rollout.threads == 2 and c.serving.lost_after_s == 3.5 and c.cluster.env["X"] == "a"
+    assert c.seed == settings.of_run(run_dir, []).seed
+
+
+def test_an_engine_elsewhere_has_no_more_threads_than_its_own_cores(
+    make_config, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(processes, "CGROUP", tmp_path)  # no quotas
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    configuration.save(make_config("rollout.workers=1"), tmp_path / "config.json")
+    assert settings.of_run(tmp_path, []).rollout.threads == 8
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})  # of slurm/serving.sbatch
+    assert settings.of_run(tmp_path, []).rollout.threads == 2
+    assert settings.of_run(tmp_path, ["rollout.threads=3"]).rollout.threads == 3
+    configuration.save(make_config("+experiment=qwen7b"), tmp_path / "config.json")
+    assert settings.of_run(tmp_path, []).rollout.threads is None  # on GPUs the libraries' choice
+
+
+def test_a_node_that_cannot_see_the_runs_hub_cache_gives_a_folder_of_its_own(tmp_path, make_config):
+    own = tmp_path / "own"
+    own.mkdir()
+    for name in ("config.json", "tokenizer_config.json"):
+        (own / name).write_text("{}")
+    c = make_config(
+        "model.source=hub", "model.path=acme/tiny", "+model.snapshot=/elsewhere/snapshots/c0ffee"
+    )
+    configuration.save(c, tmp_path / "config.json")
+    assert models.resolve(settings.of_run(tmp_path, [f"model.path={own}"]).model) == own
+    with pytest.raises(
+        ConfigError, match="model.snapshot='/elsewhere/snapshots/c0ffee': no such folder"
+    ):
+        models.resolve(settings.of_run(tmp_path, []).model)
+
+
+@pytest.mark.parametrize(
+    "argument, words",
+    [
+        ("rollout.temperature=0.5", "is the run's"),
+        ("seed=4", "is the run's"),
+        ("trainer.ranks=2", "is the run's"),
+        ("rollout.threds=2", "no such key"),
+        ("rollout.threads.x=2", "no such key"),
+        ("rollout.threads=two", "rollout.threads"),
+        ("nonsense", "must be key=value"),
+        ("rollout.threads=[", "no YAML"),
+        ("serving.lost_after_s=0.1", "at least twice"),
+    ],
+)
+def test_what_may_not_differ_or_is_no_value_is_named(run_dir, argument, words):
+    with pytest.raises(ConfigError, match=words):
+        settings.of_run(run_dir, [argument])
+
+
+def test_a_folder_without_a_run_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="config.json: no configuration of a run"):
+        settings.of_run(tmp_path, [])
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="no configuration of a run"):
+        settings.of_run(tmp_path, [])
+
+
+def serve(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "rose.serving", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.slow
+def test_the_command_refuses_bad_arguments_with_code_2(tmp_path):
+    assert (done := serve("output_dir=.")).returncode == 2 and "name is missing" in done.stderr
+    assert (
+        done := serve("name=a", f"output_dir={tmp_path}/none")
+    ).returncode == 2 and "no such folder" in done.stderr
+
+
+@pytest.mark.slow
+def test_it_waits_for_a_run_as_long_as_it_was_told(tmp_path):
+    done = serve("name=a", f"output_dir={tmp_path}", "serving.wait_s=1")
+    assert done.returncode == 0 and "no run to serve" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_run_that_is_finished_needs_nobody(run_dir, config):
+    (run_dir / "status").mkdir()
+    (run_dir / "status" / "finished.json").write_text(json.dumps({"steps": config.trainer.steps}))
+    done = serve(f"name={run_dir.name}", f"output_dir={run_dir.parent}")
+    assert done.returncode == 0 and "is finished" in done.stdout
+
+
+def test_a_run_that_takes_no_borrowed_ranks_is_not_waited_for(tmp_path, make_config, capsys):
+    config = make_config("serving=none", f"output_dir={tmp_path}", "name=run")
+    (tmp_path / "run").mkdir()
+    local.write_config(config, tmp_path / "run")
+    before = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+    }
+    try:
+        assert Lender(tmp_path / "run", []).run() == 1
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert "takes no borrowed ranks: serving.borrow=false" in capsys.readouterr().out
+
+
+def test_an_online_server_has_its_settings_before_there_is_a_run():
+    assert (
+        settings.of_server([]).online.model is None and settings.of_server([]).lending.hours == {}
+    )
+    s = settings.of_server(
+        [
+            "rollout.threads=1",
+            "serving.online.model=/models/a",
+            "serving.online.slo.ttft_p99_s=0.5",
+            "serving.online.slo.ttft_p50_s=0.2",
+            "serving.online.slo.tpot_p99_s=0.1",
+            "serving.online.slo.tpot_p50_s=0.05",
+            "serving.lending.hours.22-06=0.5",
+            "serving.online.engine_args.seed=3",
+        ]
+    )
+    assert (
+        s.online.model == "/models/a"
+        and s.online.slo.ttft_p99_s == 0.5
+        and s.online.engine_args == {"seed": 3}
+    )
+    assert s.lending.hours == {"22-06": 0.5}
+    slo = "{ttft_p50_s: 0.2, ttft_p99_s: 0.5, tpot_p50_s: 0.05, tpot_p99_s: 0.1}"
+    assert settings.of_server([f"serving.online.slo={slo}"]).online.slo == s.online.slo
+
+
+@pytest.mark.parametrize(
+    "argument, words",
+    [
+        (
+            "serving.online.prt=1",
+            r"serving.online.prt: no such key in conf/serving; did you mean serving.online.port\?",
+        ),
+        ("serving.online.port=-1", "serving.online.port=-1"),
+        ("serving.online.port=70000", "below 65536"),
+        (
+            "serving.online.slo.ttft_p9_s=1",
+            "ttft_p9_s=1: no such key; did you mean serving.online.slo.ttft_p99_s",
+        ),
+        ("serving.online.slo.ttft_p99_s=1", "serving.online.slo.*: missing"),
+        (
+            "serving.online.slo={ttft_p50_s: 1, ttft_p99_s: 0.5, tpot_p50_s: 1, tpot_p99_s: 1}",
+            "ttft_p50_s=1.*at most",
+        ),
+        (
+            "serving.online.slo={ttft_p50_s: 1, ttft_p99_s: 1, tpot_p50_s: 2, tpot_p99_s: 1}",
+            "tpot_p50_s=2.*at most",
+        ),
+        ("serving.online.engine_args.port=1", "is set by ROSE"),
+        ("serving.online.max_batched_tokens=8", "each takes one"),
+        ("serving.lending.control_port=8000", "is serving.online.port too"),
+        ("serving.lending.reserve=0.95", "below"),
+        ("serving.lending.kv_gib=0.5", "which is part of it"),
+        ("serving.lending.stale_after_s=0.01", "at least 0.1"),
+        ("serving.lending.hours.8-20=1", 'must be written as "08-20"'),
+        ("serving.lending.hours.08-20=1.5", "0 to 1"),
+        ("serving.lending.hours={20-25: 1}", "from 00 to 24"),
+        ("serving.lending.hours={08-08: 1}", "from 00 to 24"),
+        ("serving.lending.hours={22-06: 1, 05-07: 0}", "hour 05 is in '22-06' too"),
+        ("serving.lending.hours={08-20: -1}", "hours.*>= 0"),
+    ],
+)
+def test_what_an_online_server_cannot_have_is_named(argument, words):
+    with pytest.raises(ConfigError, match=words):
+        settings.of_server([argument])
+
+
+def test_a_runs_rank_takes_the_same_keys(run_dir):
+    targets = [
+        f"serving.online.slo.{kind}_{p}_s=1" for kind in ("ttft", "tpot") for p in ("p50", "p99")
+    ]
+    c = settings.of_run(run_dir, [*targets, "serving.lending.hours.22-06=0"])
+    assert c.serving.online.slo.tpot_p99_s == 1 and c.serving.lending.hours == {"22-06": 0}
+    with pytest.raises(ConfigError, match="did you mean"):
+        settings.of_run(run_dir, ["serving.lending.hour.22-06=0"])
+
+
+def test_hours_may_go_over_midnight():
+    assert configuration.hours_of("22-02") == [22, 23, 0, 1] and configuration.hours_of(
+        "00-24"
+    ) == list(range(24))
+    assert (
+        configuration.hours_of("20-24") == [20, 21, 22, 23]
+        and configuration.hours_of("24-02") == []
+    )

@@ -1,0 +1,235 @@
+"""How long the online engine may be kept from the device, and whether it meets its targets."""
+
+import math
+import random
+import statistics
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rose.config.serving import Slo
+from rose.parts.lending.rules.predictor import Predictor, Work
+from rose.parts.lending.rules.slo import (
+    CREDIT,
+    FORGET_S,
+    JUDGED,
+    Attainment,
+    Promptness,
+    Request,
+    hold_until,
+    why_not_alone,
+)
+
+NOW = 100.0
+
+
+def prefill(predictor, *chunks, decodes=0, context=0):
+    return predictor.p99(Work(chunks, decodes, context))
+
+
+def test_without_requests_there_is_no_limit(predictor, slo):
+    assert hold_until(NOW, [], predictor, slo) == math.inf
+
+
+def test_a_waiting_request_may_wait_for_its_target_less_its_prefill(predictor, slo):
+    assert hold_until(NOW, [Request(NOW - 0.1, 800, 0)], predictor, slo) == pytest.approx(
+        NOW - 0.1 + 1.0 - prefill(predictor, (800, 0))
+    )
+
+
+def test_prefills_before_it_in_the_queue_count_in_order_of_arrival(predictor, slo):
+    queue = [Request(NOW, 1998, 0), Request(NOW - 0.2, 1000, 0)]
+    found = hold_until(NOW, queue, predictor, slo, max_batched_tokens=1000)
+    first = prefill(predictor, (1000, 0))  # afterwards it makes tokens beside the other's prefill
+    both = first + sum(
+        prefill(predictor, (999, before), decodes=1, context=1000) for before in (0, 999)
+    )
+    assert found == pytest.approx(min(NOW - 0.2 + 1 - first, NOW + 1 - both))
+    assert found == hold_until(NOW, queue[::-1], predictor, slo, max_batched_tokens=1000)
+
+
+def test_prompts_share_a_step_while_it_has_room(predictor, slo):
+    queue = [Request(NOW, 300, 0), Request(NOW, 300, 0)]
+    assert hold_until(NOW, queue, predictor, slo, max_batched_tokens=600) == pytest.approx(
+        NOW + 1 - prefill(predictor, (300, 0), (300, 0))
+    )
+
+
+def test_decodes_beside_a_prefill_take_their_time_and_their_place(predictor, slo):
+    running = [Request(NOW - 5, 0, 1000, NOW, 1) for _ in range(10)]
+    found = hold_until(NOW, [Request(NOW, 90, 0), *running], predictor, slo, max_batched_tokens=50)
+    steps = (
+        prefill(predictor, (40, 0), decodes=10, context=10000)
+        + prefill(predictor, (40, 40), decodes=10, context=10000)
+        + prefill(predictor, (10, 80), decodes=10, context=10000)
+    )
+    first = prefill(predictor, (40, 0), decodes=10, context=10000)
+    assert found == pytest.approx(min(NOW + 1 - steps, NOW + 0.2 - first))
+
+
+def test_the_next_token_is_due_when_the_mean_time_per_token_would_reach_its_target(predictor, slo):
+    step = predictor.p99(Work((), 1, 50))
+    # 10 tokens: the eleventh is due 2 s after the first
+    late = Request(NOW - 9, 0, 50, NOW - 1.9, 10)
+    assert hold_until(NOW, [late], predictor, slo) == pytest.approx(NOW + 0.1 - step)
+
+
+def test_credit_of_a_fast_start_is_capped(predictor, slo):
+    fast = Request(NOW - 9, 0, 50, NOW - 1, 1000, NOW - 0.3)
+    step = predictor.p99(Work((), 1, 50))
+    assert hold_until(NOW, [fast], predictor, slo) == pytest.approx(NOW - 0.3 + CREDIT * 0.2 - step)
+
+
+def test_a_request_that_is_late_already_leaves_no_time(predictor, slo):
+    assert hold_until(NOW, [Request(NOW - 3, 10, 0)], predictor, slo) < NOW
+
+
+def test_a_preempted_request_is_due_by_its_tokens_after_its_prefill(predictor, slo):
+    found = hold_until(NOW, [Request(NOW - 9, 500, 0, NOW - 1, 8)], predictor, slo)
+    assert found == pytest.approx(NOW - 1 + 8 * 0.2 - prefill(predictor, (500, 0)))
+
+
+def test_with_more_requests_than_sequences_nothing_can_be_promised(predictor, slo):
+    queue = [Request(NOW, 10, 0)] * 3
+    assert hold_until(NOW, queue, predictor, slo, max_sequences=3) > NOW
+    assert hold_until(NOW, queue, predictor, slo, max_sequences=2) == NOW
+
+
+waiting = st.builds(
+    Request,
+    st.floats(90, 100),
+    st.integers(0, 5000),
+    st.integers(0, 500),
+    st.none(),
+    st.just(0),
+    st.none(),
+)
+running = st.builds(
+    Request,
+    st.just(80.0),
+    st.just(0),
+    st.integers(1, 3000),
+    st.floats(90, 100),
+    st.integers(1, 50),
+    st.none() | st.floats(99, 100),
+)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(waiting | running, min_size=1, max_size=20), waiting | running, st.integers(40, 3000)
+)
+def test_one_more_request_never_gives_more_time(requests, another, batched):
+    predictor, slo = Predictor((0.02, 2e-4, 1e-7, 1e-3, 2e-6)), Slo(0.5, 1.0, 0.1, 0.2)
+    before = hold_until(NOW, requests, predictor, slo, batched)
+    assert math.isfinite(before)
+    latest = requests + [another._replace(arrival=101.0)]
+    # a decode makes steps longer
+    if another.prompt_left == 0 and another.first_token_at is not None:
+        assert (
+            hold_until(NOW, latest, predictor, slo, max(batched, 100))
+            <= hold_until(NOW, requests, predictor, slo, max(batched, 100)) + 1e-9
+        )
+
+
+@settings(deadline=None)
+@given(st.lists(waiting, min_size=1, max_size=10), st.integers(40, 3000))
+def test_kept_away_so_long_every_first_token_is_in_time(requests, batched):
+    """Replays the steps that the rule counts on, one token budget at a time."""
+    predictor, slo = Predictor((0.02, 2e-4, 1e-7, 1e-3, 2e-6)), Slo(0.5, 1.0, 0.1, 0.2)
+    clock = hold_until(NOW, requests, predictor, slo, batched)
+    left = [
+        [r.arrival, max(1, r.prompt_left), r.context]
+        for r in sorted(requests, key=lambda r: r.arrival)
+    ]
+    decodes = context = 0
+    while left:
+        room, chunks = max(1, batched - decodes), []
+        done = []
+        for request in left:
+            new = min(room, request[1])
+            if not new:
+                break
+            chunks.append((new, request[2]))
+            room, request[1], request[2] = room - new, request[1] - new, request[2] + new
+            if not request[1]:
+                done.append(request)
+        clock += predictor.p99(Work(tuple(chunks), decodes, context))
+        for request in done:
+            assert clock <= request[0] + slo.ttft_p99_s + 1e-6
+            decodes, context = decodes + 1, context + request[2]
+        left = [r for r in left if r[1]]
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({}, ""),
+        ({"tpot_p99_s": 0.02}, "tpot_p99_s=0.02 s can't be met even alone: a step of 1 decode"),
+        ({"tpot_p50_s": 0.02}, "tpot_p50_s"),
+        ({"ttft_p99_s": 0.1}, "the prefill of 1000 tokens takes 0.25 s"),
+        ({"ttft_p50_s": 0.1}, "ttft_p50_s"),
+    ],
+)
+def test_targets_that_the_device_can_not_meet_alone_are_named(predictor, slo, change, words):
+    found = why_not_alone(predictor, msgspec.structs.replace(slo, **change), 1000, 2048)
+    assert words in found if words else not found
+
+
+def test_attainment_counts_by_lending(slo):
+    seen = Attainment(slo)
+    assert seen.add(0.9, 0.1, lent=True) and seen.add(0.9, None, lent=False)
+    assert not seen.add(1.1, 0.1, lent=True)
+    assert not seen.add(0.5, 0.3, lent=False)
+    assert not seen.add(None, None, lent=False)
+    assert (seen.finished, seen.met, seen.finished_lending, seen.met_lending) == (5, 2, 2, 1)
+
+
+def test_an_engine_that_misses_by_itself_is_known_and_may_recover(slo):
+    seen = Attainment(slo)
+    for _ in range(JUDGED - 1):
+        seen.add(9.0, 0.1, lent=False)
+    assert not seen.misses_alone  # too few to say
+    seen.add(9.0, 0.1, lent=False)
+    assert seen.misses_alone
+    for _ in range(300):
+        seen.add(0.1, 0.1, lent=False)
+    assert not seen.misses_alone
+
+
+def test_misses_while_lending_are_not_its_own(slo):
+    seen = Attainment(slo)
+    for _ in range(300):
+        seen.add(9.0, 0.1, lent=True)
+    assert not seen.misses_alone
+
+
+# ---------------------------------------------------------------------- the median of first tokens
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.3, 2.0])
+def test_the_median_of_first_tokens_is_kept_while_requests_lose_time_to_rollouts(slo, delay):
+    """slo.ttft_p50_s is 0.5; alone it would be 0.4, and the whole share costs `delay`."""
+    rng, promptness, now, found, shares = random.Random(1), Promptness(slo), 100.0, [], []
+    for _ in range(2000):
+        now += 1.0
+        shares.append(promptness.share(now))
+        found.append(0.4 * math.exp(rng.gauss(0, 0.5)) + delay * shares[-1])
+        promptness.add(now, found[-1])
+    needed = min(1.0, 0.1 / delay) if delay else 1.0
+    assert statistics.median(found[200:]) < slo.ttft_p50_s * 1.06
+    # no more is taken than that
+    assert statistics.mean(shares[200:]) == pytest.approx(needed, rel=0.2)
+
+
+def test_late_first_tokens_are_forgotten_on_an_idle_device(slo):
+    promptness = Promptness(slo)
+    assert promptness.share(0.0) == promptness.share(1e9) == 1.0
+    for at in range(100):
+        promptness.add(float(at), 9.0)
+    assert 0 < promptness.share(99.0) == promptness.share(99.0 + FORGET_S) < 0.02
+    assert promptness.share(100.0 + FORGET_S) == 1.0
+    promptness.add(100.0 + FORGET_S, 9.0)
+    assert promptness.share(100.0 + FORGET_S) == pytest.approx(0.9)

@@ -1,0 +1,210 @@
+"""A borrowed worker on a real vLLM whose scheduler gives turns back; only the way to the
+coordinator is a list."""
+
+import asyncio
+import logging
+import signal
+import time
+from functools import partial
+
+import pytest
+
+from rose import protocol as p
+from rose.observe.recorder import NullRecorder
+from rose.parts.lending.board import Epoch, Reader, Rollout, Writer
+
+pytestmark = pytest.mark.slow
+DEADLINE_S = 120.0
+
+
+def publish(store, folder):
+    """Version 1: the folder's weights."""
+    from transformers import AutoModelForCausalLM
+
+    from tests.transfer.worlds import World
+
+    model = AutoModelForCausalLM.from_pretrained(folder).float()
+    world = World(
+        store,
+        {name: parameter.detach().clone() for name, parameter in model.named_parameters()},
+        {},
+    )
+    world.publish(1)
+    return str(world.store)
+
+
+class Coordinator:
+    """A mailbox: `tell` is heard by the worker, `said` is what it said."""
+
+    def __init__(self):
+        self.said, self.told = [], asyncio.Queue()
+
+    def send(self, _, message):
+        self.said.append(message)
+
+    async def receive(self):
+        return 0, await self.told.get()
+
+    def silent_s(self):
+        return 0.0
+
+    def tell(self, message):
+        self.told.put_nowait(message)
+
+    async def until(self, condition, what):
+        end = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < end, f"waited {DEADLINE_S:g} s for {what}: {self.said}"
+            await asyncio.sleep(0.01)
+
+    def of(self, kind):
+        return [m for m in self.said if isinstance(m, kind)]
+
+
+def test_an_evicted_turn_and_what_the_engine_can_take_are_told(make_config, tmp_path):
+    from rose.parts.lending.rank.worker import BorrowedWorker
+
+    config = make_config(
+        "rollout.engine_args={scheduler_cls: tests.engine.schedulers.EvictingScheduler}"
+    )
+
+    async def scene():
+        versions = []
+        worker = BorrowedWorker(
+            config, "borrowed-1", NullRecorder(), tmp_path / "rollout", versions.append
+        )
+        await worker.start_engine()
+        worker.mailbox = coordinator = Coordinator()
+        board = Writer(tmp_path / "rollout", Rollout)
+        board.state = Rollout(worker.engine.pid, 0, 0, open=1, kv_total=2**20, kv_budget=2**20)
+        board.write()
+        running = asyncio.create_task(worker.run())
+        capacities = partial(coordinator.of, p.WorkerCapacity)
+        await coordinator.until(capacities, "the first word on its capacity")
+        [ready] = coordinator.of(p.WorkerReady)
+        whole = p.WorkerCapacity("borrowed-1", 1, ready.kv_tokens, ready.max_sequences, 0.0, False)
+        assert coordinator.said.index(ready) < coordinator.said.index(whole)
+
+        coordinator.tell(
+            p.GenerateTurn(
+                "evict.0.t0",
+                1,
+                p.pack_tokens(range(2, 101)),
+                p.Sampling(max_new_tokens=200, temperature=0.0),
+            )
+        )
+        await coordinator.until(
+            lambda: coordinator.of(p.TurnReturned) or coordinator.of(p.TurnFinished), "its end"
+        )
+        [returned] = coordinator.of(p.TurnReturned)
+        words = [*coordinator.of(p.TurnProgress), returned]
+        assert sum(len(m.tokens) for m in words) == sum(len(m.logprobs) for m in words) == 4
+        assert (returned.turn, returned.attempt, coordinator.of(p.TurnFinished)) == (
+            "evict.0.t0",
+            1,
+            [],
+        )
+        await coordinator.until(lambda: len(capacities()) >= 2, "the word after a return")
+        assert (
+            capacities()[1] == whole
+            and coordinator.said.index(returned) < len(coordinator.said) - 1
+        )
+
+        board.state.kv_budget, board.state.frozen = 2**19, 1
+        board.write()
+        await coordinator.until(lambda: len(capacities()) >= 3, "the word on revoked memory")
+        half = p.WorkerCapacity(
+            "borrowed-1", 1, ready.kv_tokens // 2, ready.max_sequences, -1.0, True
+        )
+        assert capacities()[2] == half
+
+        store = publish(tmp_path / "store", worker.folder)
+        coordinator.tell(p.LoadVersion(1, store))
+        await coordinator.until(lambda: coordinator.of(p.VersionLoaded), "the version")
+        await coordinator.until(lambda: versions == [1], "the word on it")
+        coordinator.tell(p.Shutdown("done"))
+        await asyncio.wait_for(running, DEADLINE_S)
+
+    asyncio.run(scene())
+
+
+def test_a_loaded_version_is_the_boards_epoch(make_config, tmp_path, monkeypatch):
+    from rose.engine import plugin
+    from rose.parts.lending.rank import member
+
+    monkeypatch.setenv(plugin.FOLDER, str(tmp_path))
+    path, on_version = member._boards()
+    epoch = Reader(tmp_path / "epoch", Epoch)
+    assert path == tmp_path / "rollout" and epoch.read().epoch == -1
+    on_version(3)
+    assert epoch.read().epoch == 3
+    monkeypatch.delenv(plugin.FOLDER)
+    assert member._boards()[0] is None
+
+
+def test_an_engine_of_which_nothing_is_lent_gives_its_memory_back_and_comes_again(
+    make_config, tmp_path, monkeypatch
+):
+    from rose.parts.lending.rank import worker as workers
+    from rose.parts.lending.rules.gate import Reason
+
+    monkeypatch.setattr(workers, "INACTIVE_AFTER_S", 0.1)
+
+    async def scene():
+        worker = workers.BorrowedWorker(
+            make_config(), "borrowed-1", NullRecorder(), tmp_path / "rollout"
+        )
+        await worker.start_engine()
+        worker.mailbox = coordinator = Coordinator()
+        board = Writer(tmp_path / "rollout", Rollout)
+
+        def say(**fields):
+            board.state = Rollout(worker.engine.pid, 0, 0, kv_total=2**20, **fields)
+            board.write()
+
+        say(open=1, kv_budget=2**20)
+        running = asyncio.create_task(worker.run())
+        await coordinator.until(
+            lambda: coordinator.of(p.WorkerCapacity), "the first word on its capacity"
+        )
+        say(shut_by=float(Reason.STOPPED))
+        await coordinator.until(lambda: not worker.engine.active, "its rest")
+        turn = p.GenerateTurn(
+            "a.0.t0", 1, p.pack_tokens(range(2, 30)), p.Sampling(max_new_tokens=8, temperature=0.0)
+        )
+        coordinator.tell(turn)  # sent before the word that it takes nothing
+        coordinator.tell(p.LoadVersion(1, "nowhere"))
+        await coordinator.until(lambda: coordinator.of(p.TurnReturned), "the turn back")
+        say(open=1, kv_budget=2**20)
+        await coordinator.until(lambda: len(coordinator.of(p.WorkerReady)) >= 2, "its return")
+        first, second = coordinator.of(p.WorkerReady)
+        assert second.incarnation == first.incarnation + 1 and second.version == -1
+        assert not coordinator.of(p.VersionFailed) and not coordinator.of(p.WorkerDown)
+        coordinator.tell(turn)
+        await coordinator.until(lambda: coordinator.of(p.TurnFinished), "the turn, now")
+        coordinator.tell(p.Shutdown("the end"))
+        await running
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("number, level", [(signal.SIGTERM, logging.CRITICAL), (signal.SIGUSR2, 0)])
+def test_only_where_slurm_ends_its_engine_too_does_vllm_keep_quiet(
+    make_config, tmp_path, number, level
+):
+    from rose.parts.lending.rank.worker import BorrowedWorker
+
+    logger = logging.getLogger("vllm")
+    before = logger.level
+    logger.setLevel(logging.NOTSET)
+
+    async def leave():
+        BorrowedWorker(
+            make_config(), "borrowed-1", NullRecorder(), tmp_path / "rollout", print
+        ).ask_to_leave(number)
+
+    try:
+        asyncio.run(leave())
+        assert logger.level == level
+    finally:
+        logger.setLevel(before)

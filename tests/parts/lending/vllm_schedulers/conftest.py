@@ -1,0 +1,296 @@
+"""vLLM schedulers of ours without an engine around them: real KV blocks and queues, and a model
+runner that answers each step with one token per request."""
+
+import queue
+import threading
+import time
+import zlib
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from rose.config.serving import Slo
+from rose.parts.lending import board
+from rose.parts.lending.rules import gate
+from rose.parts.lending.rules.predictor import Predictor
+from rose.parts.lending.vllm import device
+
+BLOCK = 16  # tokens
+BLOCK_BYTES = 4096
+BLOCKS = 65  # one of them vLLM's own
+PREDICTOR = Predictor([0.001, 1e-5, 0.0, 1e-5, 0.0])
+SLO = Slo(ttft_p50_s=0.2, ttft_p99_s=0.5, tpot_p50_s=0.05, tpot_p99_s=0.1)
+PROFILE = {
+    "online": {"predictor": PREDICTOR.to_dict()},
+    "rollout": {"predictor": PREDICTOR.to_dict()},
+    "interference": {"hold_p99": 1.0, "hold_mean": 0.5},
+}
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    import transformers
+
+    folder = tmp_path_factory.mktemp("model")
+    transformers.Qwen3Config(
+        vocab_size=263,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        head_dim=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        architectures=["Qwen3ForCausalLM"],
+        eos_token_id=1,
+        bos_token_id=None,
+    ).save_pretrained(folder)
+    return folder
+
+
+class Boards:
+    """The boards of a device, each of which the test may write; `beat` keeps those fresh that were
+    begun."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.writers = {}
+        self._stop = threading.Event()
+        self._one_writes = threading.Lock()
+        self._beating = threading.Thread(target=self._beats, daemon=True)
+        self._beating.start()
+
+    def begin(self, name, kind, **fields):
+        writer = self.writers[name] = board.Writer(self.folder / name, kind)
+        self.set(name, **fields)
+        return writer
+
+    def set(self, name, **fields):
+        with self._one_writes:
+            for field, value in fields.items():
+                setattr(self.writers[name].state, field, value)
+            self.writers[name].write()
+
+    def _beats(self):
+        while not self._stop.wait(0.02):
+            with self._one_writes:
+                for writer in list(self.writers.values()):
+                    writer.write()
+
+    def close(self):
+        """After this nothing is written any more."""
+        self._stop.set()
+        self._beating.join()
+
+
+@pytest.fixture
+def boards(tmp_path, monkeypatch, make_config):
+    serving = make_config().serving
+    # A test on a busy machine may be held up for long, between any two lines: what is stale, or
+    # takes longer than was predicted, is a matter of single tests.
+    monkeypatch.setattr(gate, "CONTROL_STALE_S", 60.0)
+    monkeypatch.setattr(gate, "AHEAD_S", 60.0)
+    observe = Predictor.observe
+    monkeypatch.setattr(
+        Predictor,
+        "observe",
+        lambda self, work, seconds: observe(self, work, 1.01 * self.seconds(work)),
+    )
+    lending = msgspec.structs.replace(
+        serving.lending,
+        kv_gib=(BLOCKS - 1) * BLOCK_BYTES / 2**30,
+        stale_after_s=60.0,
+        patience_s=600.0,
+        revoke_after_s=600.0,
+    )
+    serving = msgspec.structs.replace(
+        serving, lending=lending, online=msgspec.structs.replace(serving.online, slo=SLO)
+    )
+    for name, value in device.describe(tmp_path / "boards", serving, PROFILE).items():
+        monkeypatch.setenv(name, value)
+    made = Boards(tmp_path / "boards")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def asynchronous():
+    """Whether vLLM plans a step while the one before runs, as it does on GPUs; a test's
+    parameter."""
+    return False
+
+
+@pytest.fixture
+def make_scheduler(model_folder, asynchronous):
+    """make_scheduler("rose.parts.lending.vllm.rollout", blocks=...) -> a `Driven` scheduler. `memory`: a
+    `BlockMemory` of so many blocks, else nothing is behind the blocks."""
+    import torch
+    from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheTensor,
+    )
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    def make(module, blocks=BLOCKS, memory=None):
+        model = ModelConfig(
+            model=str(model_folder), skip_tokenizer_init=True, dtype="float32", seed=0
+        )
+        scheduling = SchedulerConfig(
+            max_num_seqs=16,
+            max_num_batched_tokens=256,
+            max_model_len=512,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=asynchronous,
+        )
+        cache = CacheConfig(
+            block_size=BLOCK, gpu_memory_utilization=0.9, enable_prefix_caching=True
+        )
+        config = VllmConfig(
+            model_config=model,
+            scheduler_config=scheduling,
+            cache_config=cache,
+            device_config=DeviceConfig("cpu"),
+        )
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        size = memory.layout.block_bytes if memory else BLOCK_BYTES
+        tensor = KVCacheTensor(
+            size=blocks * size, layers=["layer"], layer_stride=size, block_stride=size
+        )
+        kv = KVCacheConfig(
+            num_blocks=blocks,
+            kv_cache_tensors=[tensor],
+            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+        )
+        cache.num_gpu_blocks = blocks
+        build = resolve_obj_by_qualname(f"{module}.scheduler")
+        return Driven(
+            build(
+                vllm_config=config,
+                kv_cache_config=kv,
+                log_stats=True,
+                block_size=BLOCK,
+                structured_output_manager=StructuredOutputManager(config),
+            ),
+            memory,
+        )
+
+    return make
+
+
+class Worker:
+    """What KvWorker adds to vLLM's worker, on this memory."""
+
+    def __init__(self, memory):
+        from rose.engine.kv_worker import KvWorker
+
+        self._worker = type("Alone", (KvWorker,), {"rose_kv": memory})()
+
+    def __getattr__(self, method):
+        return getattr(self._worker, method)
+
+
+class Driven:
+    """A scheduler and the engine core around it: `step` computes a step in no time; `plan` and
+    `done` are its halves, of which vLLM plans one ahead where scheduling is asynchronous."""
+
+    def __init__(self, scheduler, memory=None):
+        self.scheduler, self.memory = scheduler, memory
+        self.calls = []  # (method of the workers, block ids)
+        self.ended = {}  # request -> (finish reason, stop reason)
+        self.made = {}  # request -> tokens
+        self.in_flight = []  # (step, its tokens) that the device has not done yet
+        scheduler._core = SimpleNamespace(input_queue=queue.Queue())
+        if scheduler.device is None:
+            return
+        if memory is None:
+            scheduler.begin(self._call)
+        else:
+            memory.map([0])
+            scheduler.begin(self._call, memory.layout, memory.pool.page)
+
+    def _call(self, method, ids):
+        self.calls.append((method, ids))
+        if self.memory is None:
+            return [BLOCK_BYTES * len(ids)]
+        return [getattr(Worker(self.memory), method)(ids)]
+
+    def add(self, name, prompt=32, tokens=32):
+        from vllm import SamplingParams
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.request import Request
+
+        init_none_hash(sha256)
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        params.update_from_generation_config({}, 1)
+        # not hash(), by which two names in some processes would share a prefix
+        first = zlib.crc32(name.encode())
+        ids = [(first + i) % 250 + 2 for i in range(prompt)]
+        self.scheduler.add_request(
+            Request(
+                request_id=name,
+                prompt_token_ids=ids,
+                sampling_params=params,
+                pooling_params=None,
+                arrival_time=time.time(),
+                block_hasher=get_request_block_hasher(BLOCK, sha256),
+            )
+        )
+
+    def step(self):
+        """One step, planned and done; the number of tokens that each request computed in it."""
+        scheduled = self.plan()
+        while self.in_flight:
+            self.done()
+        return scheduled
+
+    def plan(self):
+        """A step is planned and given to the device."""
+        output = self.scheduler.schedule()
+        scheduled = dict(output.num_scheduled_tokens)
+        sampled = []
+        for name in scheduled:
+            request = self.scheduler.requests[name]
+            sampled.append([7] if request.num_computed_tokens >= request.num_tokens else [])
+        self.in_flight.append((output, sampled))
+        return scheduled
+
+    def done(self):
+        """The oldest step in flight has ended."""
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        output, sampled = self.in_flight.pop(0)
+        names = list(output.num_scheduled_tokens)
+        result = self.scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: i for i, name in enumerate(names)},
+                sampled_token_ids=sampled,
+                logprobs=None,
+                prompt_logprobs_dict={},
+                pooler_output=[],
+            ),
+        )
+        for group in result.values():
+            for one in group.outputs:
+                self.made[one.request_id] = self.made.get(one.request_id, 0) + len(
+                    one.new_token_ids
+                )
+                if one.finish_reason is not None:
+                    self.ended[one.request_id] = (one.finish_reason.name, one.stop_reason)
+
+    def steps(self, count):
+        return [self.step() for _ in range(count)]
+
+
+@pytest.fixture
+def read():
+    """read(boards, "rollout", board.Rollout) -> its state now."""
+    return lambda boards, name, kind: board.Reader(boards.folder / name, kind).read()

@@ -1,0 +1,202 @@
+"""Both engines' schedulers on one device whose pages, of 2 MiB, kill who touches one that is not
+there: with steps in flight, as on a GPU, or without."""
+
+import random
+import time
+
+import msgspec
+import pytest
+
+from rose.engine.blocks import BlockMemory, Layout
+from rose.parts.lending import board
+from rose.parts.lending.vllm import device, pool
+from rose.parts.lending.vllm import online as online_scheduler
+from rose.parts.lending.vllm import rollout as rollout_scheduler
+from tests.engine.fatal_pages import PAGE, Device, FatalPages
+from tests.parts.lending.vllm_schedulers.conftest import PROFILE
+
+pytestmark = pytest.mark.slow  # imports vLLM
+BLOCKS, BLOCK_BYTES = 65, 896 * 2**10  # 16 blocks in 7 pages
+BUDGET = (BLOCKS - 1) * BLOCK_BYTES
+
+
+@pytest.fixture(params=[False, True], ids=["in turn", "ahead"])
+def asynchronous(request):
+    return request.param
+
+
+class Running:
+    """An engine's steps on the device: each writes to the blocks of its requests when the device
+    comes to it."""
+
+    def __init__(self, driven, gpu: Device) -> None:
+        self.driven, self.gpu, self.kernels = driven, gpu, []
+
+    def plan(self) -> None:
+        if not self.driven.scheduler.has_requests():
+            return
+        scheduled = self.driven.plan()
+        manager, memory = self.driven.scheduler.kv_cache_manager, self.driven.memory
+        ids = {block for name in scheduled for block in manager.get_block_ids(name)[0]}
+        kernel = Kernel(memory, sorted(ids))
+        self.gpu.kernels.append(kernel)
+        self.kernels.append(kernel)
+
+    def done(self) -> None:
+        if self.driven.in_flight:
+            self.kernels.pop(0)()
+            self.driven.done()
+
+    def turn(self, ahead: bool) -> None:
+        """As vLLM's loop: with a step planned ahead, or not."""
+        self.plan()
+        while len(self.driven.in_flight) > int(ahead and self.driven.scheduler.has_requests()):
+            self.done()
+
+
+class Kernel:
+    def __init__(self, memory: BlockMemory, ids: list[int]) -> None:
+        self._memory, self._ids, self._ran = memory, ids, False
+
+    def __call__(self) -> None:
+        if not self._ran:
+            self._ran, stride = True, self._memory.layout.strides[0]
+            for block in [0, *self._ids]:
+                for byte in (block * stride, block * stride + PAGE // 4, (block + 1) * stride - 1):
+                    self._memory.pool.touch(byte)
+
+
+@pytest.fixture
+def pair(boards, make_scheduler, monkeypatch):
+    """pair(pages) -> S and R on a device with so many pages for their KV caches besides those of
+    the null blocks."""
+    monkeypatch.setattr(board, "OPEN_RETRY_S", 0.0)  # boards that appear later are opened at once
+    here = device.here().serving
+    lending = msgspec.structs.replace(here.lending, kv_gib=BUDGET / 2**30)
+    device.describe(boards.folder, msgspec.structs.replace(here, lending=lending), PROFILE)
+    boards.begin("control", board.Control, lend=1)
+
+    def made(pages):
+        gpu, layout = Device(pages + 2), Layout(BLOCKS * BLOCK_BYTES, BLOCKS, (0,), (BLOCK_BYTES,))
+        memories = [BlockMemory(FatalPages(gpu, layout.nbytes), layout) for _ in range(2)]
+        return gpu, *(
+            Running(make_scheduler(f"rose.parts.lending.vllm.{side}", memory=memory), gpu)
+            for side, memory in zip(("online", "rollout"), memories, strict=False)
+        )
+
+    return made
+
+
+def used(*engines) -> list[int]:
+    """Bytes that each has of the device beyond its null block's page; what its pool and its worker
+    count is that."""
+    found = []
+    for engine in engines:
+        pool, memory = engine.driven.scheduler.pool, engine.driven.memory
+        assert pool.mapped == memory.mapped_bytes - PAGE == memory.pool.mapped_bytes - PAGE
+        found.append(pool.mapped)
+    return found
+
+
+@pytest.mark.parametrize("missing", [0, 9], ids=["enough", "too little"])
+@pytest.mark.parametrize("seed", range(2))
+def test_both_live_on_one_budget_whatever_comes(
+    pair, boards, asynchronous, seed, missing, monkeypatch
+):
+    """`missing`: pages of the budget that somebody else on the device has. With the second seed
+    little changes hands at once, as it does where there is much."""
+    for module in (pool, online_scheduler, rollout_scheduler) if seed else ():
+        monkeypatch.setattr(module, "AT_ONCE", 6 * BLOCK_BYTES)
+    dice = random.Random(seed)
+    gpu, online, rollout = pair(BUDGET // PAGE - missing)
+    lent = 0
+    for serial in range(160):
+        what = dice.random()
+        if what < 0.12:
+            online.driven.add(
+                f"s{serial}", prompt=dice.randint(10, 250), tokens=dice.randint(1, 40)
+            )
+        elif what < 0.3 and len(rollout.driven.scheduler.requests) < 6:
+            rollout.driven.add(
+                f"r{serial}", prompt=dice.randint(10, 100), tokens=dice.randint(20, 150)
+            )
+        elif what < 0.33 and online.driven.scheduler.requests:
+            name = dice.choice(list(online.driven.scheduler.requests))
+            online.driven.scheduler.finish_requests(name, abort())
+        elif what < 0.36:
+            boards.set("control", lend=float(dice.random() < 0.7), epoch=float(serial))
+        elif what < 0.38:
+            boards.set("control", epoch=float(serial))
+        elif what < 0.7:
+            online.turn(asynchronous)
+        else:
+            rollout.turn(asynchronous)
+        mine, others = used(online, rollout)
+        assert mine + others <= BUDGET and gpu.used <= gpu.pages
+        lent = max(lent, others)
+    assert lent or missing  # else nothing was tried
+    boards.set("control", lend=0.0)
+    for _ in range(3):
+        rollout.driven.scheduler.schedule()  # has nothing to run, and gives back what it has
+        online.turn(False)
+    assert used(rollout) == [0]
+    for _ in range(200):
+        if online.driven.scheduler.requests or online.driven.in_flight:
+            online.turn(asynchronous)
+    assert not online.driven.scheduler.requests  # whoever came was served
+
+
+def abort():
+    from vllm.v1.request import RequestStatus
+
+    return RequestStatus.FINISHED_ABORTED
+
+
+def test_blocks_of_a_request_that_ended_go_back_after_the_step_that_still_writes_to_them(
+    pair, boards, asynchronous
+):
+    gpu, online, rollout = pair(BUDGET // PAGE)
+    scheduler = online.driven.scheduler
+    online.driven.add("long", prompt=250, tokens=100)
+    online.turn(asynchronous)
+    online.turn(asynchronous)
+    boards.begin("rollout", board.Rollout)  # now there is somebody to lend to
+    had = used(online)[0]
+    online.plan()  # a step with "long", which the device has yet to do
+    scheduler.finish_requests("long", abort())
+    online.driven.add("short", prompt=10, tokens=5)
+    online.plan()
+    assert used(online)[0] < had
+    while online.driven.in_flight:
+        online.done()
+
+
+def test_the_steps_in_flight_are_part_of_what_a_step_holds_the_online_engine_up_for(
+    pair, boards, asynchronous
+):
+    """The online engine has time for one of R's steps, then not for another beside it."""
+    _, _, rollout = pair(2 * BUDGET // PAGE)
+    scheduler, told = rollout.driven.scheduler, boards.begin("online", board.Online)
+    rollout.driven.add("r", prompt=60, tokens=100)
+    for _ in range(3):
+        rollout.turn(False)
+    assert sum(rollout.driven.plan().values()) == 1
+    output, work, began = scheduler._in_flight[0]
+    one = scheduler._predictor.p99(work)
+    assert (
+        0 < board.Reader(boards.folder / "rollout", board.Rollout).read().step_ends <= began + 60.0
+    )
+    # however slow this machine is: it just began
+    scheduler._in_flight[0] = (output, work, time.monotonic() + 600.0)
+    ahead = scheduler._in_flight_s(scheduler._predictor)
+    assert ahead[1] == one > 0
+
+    def admitted(now: float, slack: float) -> int:
+        state = told.state
+        state.beat, state.hold_until = now, now + slack
+        return scheduler._gate.admit(now, state, scheduler.control.read(), work, ahead).tokens
+
+    now = time.monotonic()
+    assert admitted(now, 0.5 * ahead[1]) == admitted(now, 0.999 * (ahead[1] + one)) == 0
+    assert admitted(now, 1.001 * (ahead[1] + one)) == 1
+    assert scheduler._gate.admit(now, told.state, scheduler.control.read(), work).tokens == 1

@@ -1,0 +1,304 @@
+"""The online engine's scheduler: what it tells of its requests, and how it gets lent memory
+back."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from rose.parts.lending import board
+from rose.parts.lending.vllm import online, pool
+
+pytestmark = pytest.mark.slow  # imports vLLM
+TOTAL = 64 * 4096
+
+
+@pytest.fixture
+def driven(boards, make_scheduler):
+    boards.begin("control", board.Control, lend=1, share=1)
+    return make_scheduler("rose.parts.lending.vllm.online")
+
+
+def test_without_requests_it_can_be_held_up_for_ever_and_with_one_until_its_target(
+    driven, monkeypatch
+):
+    state = driven.scheduler.state
+    driven.scheduler._write_board()
+    assert state.hold_until == board.INFINITE
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    driven.add("a", prompt=100, tokens=5)
+    assert state.waiting == 1 and now + 0.4 < state.hold_until < now + 0.5, (
+        "0.5 s, but for its own prefill"
+    )
+    driven.step()
+    assert state.running == 1 and state.hold_until < now + 0.4, (
+        "the next token, 4 targets ahead at most"
+    )
+    driven.steps(4)
+    assert state.hold_until == board.INFINITE and (state.finished, state.met) == (1, 1)
+    assert (state.prompt_tokens, state.made_tokens) == (100, 5)
+
+
+def test_a_clock_that_was_set_changes_nothing(driven, monkeypatch):
+    driven.add("a")
+    before = driven.scheduler.state.hold_until
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 3600.0)
+    driven.scheduler._write_board()
+    assert driven.scheduler.state.hold_until == pytest.approx(before, abs=0.01)
+
+
+def test_a_client_that_hangs_up_is_forgotten(driven):
+    from vllm.v1.request import RequestStatus
+
+    driven.add("a")
+    driven.step()
+    driven.scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
+    state = driven.scheduler.state
+    assert (state.aborted, state.finished) == (1, 0) and state.hold_until == board.INFINITE
+
+
+def test_requests_are_counted_apart_while_anything_is_lent(driven, boards):
+    driven.add("a", tokens=1)
+    driven.step()
+    boards.begin("rollout", board.Rollout, running=3)
+    driven.scheduler._rollout._tried_at = float("-inf")
+    driven.add("b", tokens=1)
+    driven.step()
+    state = driven.scheduler.state
+    assert (state.finished, state.finished_lending) == (2, 1)
+
+
+def test_first_tokens_later_than_their_median_target_leave_rollouts_a_smaller_share_until_they_are_sooner(
+    driven, monkeypatch
+):
+    monkeypatch.setattr("rose.parts.lending.rules.slo.FORGET_S", 1e6)
+    shares = []
+    for late_s in (0.3, 0.0):  # of a median target of 0.2 s, within ttft_p99_s
+        for i in range(60):
+            driven.add(f"{late_s}-{i}", prompt=20, tokens=1)
+            driven.scheduler._seen[f"{late_s}-{i}"].arrival -= late_s
+            driven.step()
+        driven.scheduler._publish()
+        shares.append(driven.scheduler.state.prompt_share)
+    assert shares[0] < 0.02 and shares[1] == 1
+
+
+def test_requests_that_lose_their_memory_to_others_are_counted(driven):
+    for name in "abc":
+        driven.add(name, prompt=250, tokens=250)  # 32 blocks each in the end, of 64
+    driven.steps(600)
+    assert driven.scheduler.state.preempted > 0 and driven.made == dict.fromkeys("abc", 250)
+
+
+def test_alone_it_keeps_its_memory_and_beside_a_rollout_engine_it_lends_what_it_does_not_need(
+    driven, boards
+):
+    driven.add("a", prompt=64, tokens=50)
+    driven.step()
+    assert driven.scheduler.pool.limit_bytes == TOTAL
+    boards.begin("rollout", board.Rollout)
+    driven.scheduler._rollout._tried_at = float("-inf")
+    driven.step()
+    state, pool = driven.scheduler.state, driven.scheduler.pool
+    assert state.kv_held == pool.limit_bytes < 0.5 * TOTAL and pool.used <= pool.limit_bytes
+
+
+def test_a_whole_step_of_prompts_finds_memory_beside_an_engine_that_has_all_that_is_lent(
+    driven, boards
+):
+    driven.add("a", prompt=32, tokens=200)
+    boards.begin("rollout", board.Rollout)
+    driven.scheduler._rollout._tried_at = float("-inf")
+    driven.step()
+    state, pool = driven.scheduler.state, driven.scheduler.pool
+    boards.set("rollout", kv_budget=TOTAL - state.kv_held)
+    driven.add("b", prompt=128, tokens=20)
+    driven.add("c", prompt=127, tokens=20)
+    assert driven.step() == {"a": 1, "b": 128, "c": 127}, "256 tokens are a step"
+    assert pool.limit_bytes <= TOTAL - boards.writers["rollout"].state.kv_budget
+
+
+def test_a_rollout_engine_is_left_alone_while_only_what_is_kept_for_later_is_missing(
+    driven, boards, monkeypatch
+):
+    lifted = []
+    monkeypatch.setattr(online, "restore_priority", lifted.append)
+    boards.begin("rollout", board.Rollout, kv_budget=0.7 * TOTAL)
+    driven.scheduler._rollout._tried_at = float("-inf")
+    driven.add("a", prompt=200, tokens=200)
+    driven.step()
+    driven.add("b", prompt=60, tokens=20)
+    driven.scheduler._on_beat()
+    assert driven.scheduler._needed() > 0.3 * TOTAL and not lifted
+    driven.add("c", prompt=200, tokens=20)
+    driven.scheduler._on_beat()
+    assert lifted == [os.getpid()]
+
+
+def test_it_uses_lent_memory_only_after_it_was_given_back_and_is_not_preempted_meanwhile(
+    driven, boards
+):
+    boards.begin("rollout", board.Rollout, kv_budget=0.8 * TOTAL)
+    driven.scheduler._rollout._tried_at = float("-inf")
+    driven.add("a", prompt=32, tokens=200)
+    driven.step()
+    state, pool = driven.scheduler.state, driven.scheduler.pool
+    driven.add("b", prompt=400, tokens=20)
+    assert "b" not in driven.step() or pool.limit_bytes <= 0.2 * TOTAL
+    assert state.kv_wanted > 0.4 * TOTAL and pool.limit_bytes <= 0.2 * TOTAL
+    boards.set("rollout", kv_budget=0.2 * TOTAL)
+    driven.steps(3)
+    assert pool.limit_bytes > 0.5 * TOTAL and state.running == 2 and state.preempted == 0
+
+
+def test_when_lending_stops_everything_is_held_again(driven, boards):
+    boards.begin("rollout", board.Rollout)
+    driven.scheduler._rollout._tried_at = float("-inf")
+    driven.add("a", tokens=50)
+    driven.step()
+    assert driven.scheduler.pool.limit_bytes < TOTAL
+    boards.set("control", lend=0)
+    driven.step()
+    assert driven.scheduler.pool.limit_bytes == TOTAL
+
+
+@pytest.fixture
+def four_at_once(monkeypatch):
+    for module in (pool, online):
+        monkeypatch.setattr(module, "AT_ONCE", 4 * 4096)
+
+
+def changes(driven, step) -> tuple[int, int]:
+    """Blocks that lose their memory, and get some, meanwhile."""
+    driven.calls.clear()
+    step()
+    return tuple(
+        sum(len(ids) for method, ids in driven.calls if method == name)
+        for name in (pool.RELEASE, pool.MAP)
+    )
+
+
+def test_while_requests_run_memory_changes_hands_in_parts_and_all_of_it_in_the_end(
+    driven, boards, four_at_once
+):
+    scheduler = driven.scheduler
+    assert scheduler.pool.limit_bytes == TOTAL, "nobody waits at the start"
+    driven.add("a", prompt=32, tokens=200)
+    driven.step()
+    boards.begin("rollout", board.Rollout)
+    scheduler._rollout._tried_at = float("-inf")
+    given = [changes(driven, driven.step) for _ in range(20)]
+    # "a" grows by a block in between
+    assert all(lost <= 4 and got <= 1 for lost, got in given) and given[0] == (4, 0)
+    needed = scheduler._needed()
+    assert needed <= scheduler.pool.limit_bytes <= needed + scheduler._reserve, (
+        "not a part of it is kept for the delay"
+    )
+    boards.set("control", lend=0)
+    taken = [changes(driven, driven.step) for _ in range(20)]
+    assert all(got <= 4 and not lost for lost, got in taken) and taken[0] == (0, 4)
+    assert scheduler.pool.limit_bytes == TOTAL
+
+
+def test_what_the_next_step_needs_is_there_at_once_and_the_rest_in_parts(
+    driven, boards, four_at_once
+):
+    driven.add("a", prompt=32, tokens=200)
+    boards.begin("rollout", board.Rollout)
+    driven.scheduler._rollout._tried_at = float("-inf")
+    driven.steps(20)
+    had = driven.scheduler.pool.limit_bytes
+    for name in "bcd":
+        driven.add(name, prompt=200, tokens=20)
+    scheduled = []
+    lost, got = changes(driven, lambda: scheduled.append(driven.step()))
+    assert scheduled == [{"a": 1, "b": 200, "c": 55}], "256 tokens are a step"
+    assert not lost and 0 < got < 30 and driven.scheduler.pool.limit_bytes - had == got * 4096
+    driven.steps(5)
+    assert driven.scheduler.state.running == 4 and not driven.scheduler.state.preempted
+
+
+def test_without_requests_the_beat_has_the_rest_change_hands(driven, boards, four_at_once):
+    boards.begin("rollout", board.Rollout)
+    driven.scheduler._rollout._tried_at = float("-inf")
+    for lend in (1, 0):
+        boards.set("control", lend=lend)
+        turns = 0
+        while driven.scheduler._wants_loop():
+            assert max(changes(driven, driven.step)) <= 4
+            turns += 1
+        assert 5 < turns < 16 and (driven.scheduler.pool.limit_bytes == TOTAL) != lend
+
+
+def test_memory_of_a_dead_rollout_engine_is_taken_and_that_of_a_damaged_board_is_not(
+    driven, boards
+):
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    boards.begin(
+        "rollout",
+        board.Rollout,
+        kv_budget=0.8 * TOTAL,
+        pid=process.pid,
+        pid_started=board._started(process.pid),
+    )
+    driven.scheduler._rollout._tried_at = float("-inf")
+    driven.add("a", prompt=400, tokens=100)
+    driven.step()
+    assert driven.scheduler.pool.limit_bytes <= 0.2 * TOTAL
+    del boards.writers["rollout"]
+    time.sleep(0.05)
+    with open(boards.folder / "rollout", "r+b") as file:
+        file.seek(40)
+        file.write(b"\xff" * 16)
+    driven.step()
+    assert driven.scheduler.pool.limit_bytes <= 0.2 * TOTAL
+    process.kill()
+    process.wait(60)
+    driven.step()
+    assert driven.scheduler.pool.limit_bytes > 0.3 * TOTAL
+
+
+def test_a_rollout_engine_that_keeps_what_requests_wait_for_is_ended(driven, boards):
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        boards.begin(
+            "rollout",
+            board.Rollout,
+            kv_budget=0.9 * TOTAL,
+            pid=process.pid,
+            pid_started=board._started(process.pid),
+        )
+        driven.scheduler._rollout._tried_at = float("-inf")
+        driven.add("a", prompt=400, tokens=100)
+        driven.step()
+        driven.scheduler._on_beat()
+        assert process.poll() is None
+        driven.scheduler._asked_at -= driven.scheduler._lending.revoke_after_s
+        driven.scheduler._on_beat()
+        assert process.wait(60) == -signal.SIGKILL
+        driven.step()
+        assert driven.scheduler.pool.limit_bytes > 0.3 * TOTAL
+    finally:
+        process.kill()
+
+
+def test_without_a_device_it_is_vllms_scheduler_and_logs_its_steps(
+    make_scheduler, monkeypatch, tmp_path
+):
+    import msgspec
+
+    monkeypatch.delenv("ROSE_COSERVING", raising=False)
+    monkeypatch.setenv("ROSE_COSERVING_STEPS", str(tmp_path / "steps"))
+    driven = make_scheduler("rose.parts.lending.vllm.online")
+    driven.add("a", prompt=20, tokens=3)
+    driven.steps(3)
+    lines = [msgspec.json.decode(line) for line in (tmp_path / "steps").read_bytes().splitlines()]
+    assert [line["prefill"] for line in lines] == [[[20, 0]], [], []]
+    assert [line["decode_context"] for line in lines] == [0, 20, 21]
+    assert all(line["began"] < line["ended"] for line in lines) and driven.ended["a"][0] == "LENGTH"
+    assert os.environ.get("ROSE_COSERVING") is None

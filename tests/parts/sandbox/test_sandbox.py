@@ -1,0 +1,549 @@
+"""Sandboxes with the kernel's real features, as this user and as one without any right."""
+
+import asyncio
+import dataclasses
+import errno
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rose.parts.sandbox import (
+    Limits,
+    Mount,
+    Sandbox,
+    SandboxError,
+    Spec,
+    apptainer,
+    check,
+    criu,
+    gvisor,
+    piped,
+    probe,
+)
+from rose.parts.sandbox.cgroups import Groups, began
+from rose.parts.sandbox.piped import Piped
+from rose.parts.sandbox.users import COUNT, FIRST, RANGES, Ranges
+
+sys.path.insert(0, str(Path(__file__).parent))
+import scenarios
+
+from tests import processes
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+HERE = Path(__file__).parent
+NOBODY = 65534
+DEADLINE_S = 120.0
+
+
+def other_user() -> dict:
+    """How a program is started as a user without rights, if this is root."""
+    return {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
+
+
+@pytest.fixture
+def readable():
+    """A copy of rose.parts.sandbox and of the scenarios that every user may read."""
+    folder = Path(tempfile.mkdtemp(prefix="rose-sandbox-test-", dir="/var/tmp"))
+    (folder / "rose").mkdir()
+    shutil.copytree(REPOSITORY / "rose/parts/sandbox", folder / "rose/parts/sandbox")
+    for path in (REPOSITORY / "rose/__init__.py", REPOSITORY / "rose/processes.py"):
+        shutil.copy(path, folder / "rose")
+    for name in ("scenarios.py", "effects.py"):
+        shutil.copy(HERE / name, folder)
+    subprocess.run(["chmod", "-R", "a+rX", folder], check=True)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def python_of(options: dict) -> str:
+    """A Python that this user may run: the environment's may lie in another's home."""
+    for path in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
+        try:
+            done = subprocess.run(
+                [path, "-S", "-c", "import sys; print(sys.version_info >= (3, 11))"],
+                capture_output=True,
+                text=True,
+                **options,
+            )
+        except OSError:
+            continue
+        if done.stdout == "True\n":
+            return path
+    raise AssertionError("no Python 3.11 that a user without rights may run")
+
+
+def play(folder: Path, options: dict, *argv: str, program: str = "scenarios.py") -> str:
+    done = subprocess.run(
+        [python_of(options), program, *argv],
+        cwd=folder,
+        env={"PYTHONPATH": str(folder), "PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        **options,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+QUICK = [
+    "the_session_keeps_its_state",
+    "a_hook_is_called_when_the_shell_waits",
+    "an_ended_shell_is_replaced",
+    "the_session_leaves_no_mark_on_commands",
+    "what_disables_the_shells_own_commands_hangs_nothing",
+    "a_late_command_is_stopped_and_the_session_goes_on",
+    "output_is_cut",
+    "the_disk_has_a_bound",
+    "the_host_is_not_seen",
+    "files_are_read_and_written",
+    "what_one_hoards_the_others_have",
+    "what_a_check_stands_on_can_not_be_replaced",
+    "a_check_has_none_of_the_agents_settings_in_the_root",
+    "a_check_outlives_what_fills_the_sandbox",
+    "a_check_that_floods_is_stopped",
+    "strange_orders_leave_the_sandbox_as_it_is",
+    "a_memory_hog_is_killed_and_process_1_is_not",
+]
+
+
+@pytest.fixture(scope="module")
+def loop():
+    """One event loop, and so one keeper, for the module."""
+    with asyncio.Runner() as runner:
+        yield runner
+        runner.run(_close())
+
+
+async def _close():
+    probe.close()
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_sandbox(loop, name):
+    async def go():
+        async with await Sandbox.start(Spec(limits=scenarios.SMALL), "namespaces") as box:
+            await getattr(scenarios, name)(box)
+
+    loop.run(go())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("user", ["this", "other"])
+def test_all_scenarios_as_this_user_and_without_rights(readable, user):
+    options = other_user() if user == "other" else {}
+    for kind in ("fast", "slow"):
+        said = play(readable, options, kind)
+        names = scenarios.FAST if kind == "fast" else scenarios.SLOW
+        assert said.count("\npassed") == len(names) > 5
+        kind_of_user = "root" if os.geteuid() == 0 and user == "this" else "rootless"
+        assert said.startswith(kind_of_user)
+
+
+# --------------------------------------------------------------------------- what stays behind
+
+
+def bearing(mark: str) -> list:
+    """Those whose name is `mark`."""
+    return [one for one in processes.bearing(mark) if processes.words(one)[:1] == [mark]]
+
+
+def mounted() -> set[str]:
+    """Other tests mount, too."""
+    return set(Path("/proc/self/mountinfo").read_text().splitlines())
+
+
+def until(happened, what: str) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not happened():
+        assert time.monotonic() < end, f"{what}: not within {DEADLINE_S:g} s"
+        time.sleep(0.02)
+
+
+def groups_of(keeper: int) -> list[Path]:
+    return [g for parent in Groups().parents for g in parent.glob(f"rose-{keeper}-*")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["host", "keeper", "both"])
+def test_nothing_stays_behind_whoever_is_killed(killed):
+    mark = f"rose-{secrets.token_hex(8)}"
+    mounts = mounted()
+    host = subprocess.Popen(
+        [sys.executable, HERE / "killed.py", mark],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+    )
+    try:
+        keeper, count = map(int, host.stdout.readline().split())
+        until(lambda: len(bearing(mark)) == 2 * count, "background processes")
+        assert not [m for m in mounted() - mounts if " - overlay " in m or "rose" in m]
+        if os.geteuid() == 0:
+            assert groups_of(keeper)
+        if killed == "both":
+            os.kill(keeper, signal.SIGSTOP)  # so that it can't tidy up
+        if killed != "keeper":
+            host.kill()
+        if killed != "host":
+            os.kill(keeper, signal.SIGKILL)
+        until(lambda: not bearing(mark), "the end of the sandboxes' processes")
+        until(lambda: not processes.alive(keeper), "the keeper's end")
+    finally:
+        host.kill()
+        host.wait()
+    if killed == "host":
+        assert not groups_of(keeper)
+    made = probe.Keeper.start()  # the next one cleans up
+    made.close()
+    assert not groups_of(keeper)
+
+
+# --------------------------------------------------------------------------- pure parts
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        ({"image": "/nowhere"}, "image='/nowhere': no such folder"),
+        ({"workdir": "app"}, "workdir='app': a path from the root"),
+        ({"workdir": "/"}, "workdir='/': a path from the root"),
+        ({"workdir": "/app/../usr"}, r"workdir='/app/\.\./usr': without \.\. and outside"),
+        ({"workdir": "//lib/x"}, "workdir='//lib/x': without .* and outside of tests, logs"),
+        ({"limits": Limits(disk_mib=0)}, r"limits\.disk_mib=0: a whole number above 0"),
+        ({"limits": Limits(memory_mib=1.5)}, r"limits\.memory_mib=1\.5: a whole number"),
+        ({"limits": Limits(cpus=float("nan"))}, r"limits\.cpus=nan: a number above 0"),
+        ({"limits": Limits(cpus=True)}, r"limits\.cpus=True: a number above 0"),
+    ],
+)
+def test_a_bad_spec_is_named(wrong, words):
+    with pytest.raises(SandboxError, match=words):
+        Spec(**wrong)
+
+
+def test_an_unknown_backend_is_named(loop):
+    with pytest.raises(SandboxError, match="backend='docker': there are auto, namespaces, gvisor"):
+        loop.run(Sandbox.start(Spec(), "docker"))
+
+
+def test_a_switch_that_refuses_user_namespaces_is_named():
+    """max_user_namespaces of a user namespace of its own: the machine's stays as it is."""
+    start = "import asyncio; from rose.parts.sandbox import *; "
+    start += "asyncio.run(Sandbox.start(Spec(), 'namespaces'))"
+    script = 'echo 0 > /proc/sys/user/max_user_namespaces; exec "$@"'
+    done = subprocess.run(
+        ["unshare", "-Ur", "bash", "-c", script, "-", sys.executable, "-c", start],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+    )
+    assert "user.max_user_namespaces=0 is in the way of user namespaces" in done.stderr
+
+
+def second_version(tmp_path: Path, controllers: str) -> Groups:
+    """A tree like that of a delegated cgroup v2, which this machine may not have."""
+    group = tmp_path / "fs/job"
+    group.mkdir(parents=True)
+    (group / "cgroup.controllers").write_text(controllers)
+    (group / "cgroup.subtree_control").write_text("")
+    (tmp_path / "own").write_text("0::/job\n")
+    (tmp_path / "mounts").write_text(f"30 1 0:26 / {tmp_path}/fs rw - cgroup2 cgroup2 rw\n")
+    return Groups(str(tmp_path / "own"), str(tmp_path / "mounts"))
+
+
+def test_limits_of_cgroup_v2(tmp_path):
+    groups = second_version(tmp_path, "cpu io memory pids\n")
+    assert groups.lacking == {}
+    assert (tmp_path / "fs/job/cgroup.subtree_control").read_text() == "+memory +pids +cpu"
+    groups.make("rose-1-2-3", Limits(memory_mib=64, processes=20, cpus=0.5), pid=77)
+    made = tmp_path / "fs/job/rose-1-2-3"
+    read = {path.name: path.read_text() for path in made.iterdir()}
+    assert read == {
+        "memory.max": str(64 << 20),
+        "pids.max": "28",
+        "cpu.max": "50000 100000",
+        "cgroup.procs": "77",
+    }
+
+
+def test_a_group_that_can_pass_nothing_on_leaves_it_to_the_one_above(tmp_path):
+    """The kernel refuses the write where a group has processes; here a folder is in its place."""
+    own = tmp_path / "fs/job/host"
+    (own / "cgroup.subtree_control").mkdir(parents=True)
+    (own / "cgroup.controllers").write_text("memory pids\n")
+    (tmp_path / "own").write_text("0::/job/host\n")
+    (tmp_path / "mounts").write_text(f"30 1 0:26 / {tmp_path}/fs rw - cgroup2 cgroup2 rw\n")
+    places = (str(tmp_path / "own"), str(tmp_path / "mounts"))
+    assert "DelegateSubgroup=host COMMAND" in Groups(*places).lacking["memory"]
+    (tmp_path / "fs/job/cgroup.controllers").write_text("cpu memory pids\n")
+    assert Groups(*places).lacking == {}
+    Groups(*places).make("rose-1-2-3", Limits(), pid=77)
+    assert (tmp_path / "fs/job/rose-1-2-3/pids.max").read_text() == "136"
+
+
+def test_a_missing_controller_is_named(tmp_path):
+    groups = second_version(tmp_path, "cpu\n")
+    assert set(groups.lacking) == {"memory", "pids"}
+
+
+def test_only_groups_whose_keeper_is_gone_are_removed(tmp_path):
+    groups = second_version(tmp_path, "pids\n")
+    alive = f"rose-{os.getpid()}-{began(os.getpid())}-1"
+    for name in (alive, f"rose-{os.getpid()}-1-1", "rose-notours", "other"):
+        (tmp_path / "fs/job" / name).mkdir()
+    assert groups.remove_stale() == [f"rose-{os.getpid()}-1-1"]
+    assert {p.name for p in (tmp_path / "fs/job").iterdir() if p.is_dir()} == {
+        alive,
+        "rose-notours",
+        "other",
+    }
+
+
+def test_no_two_sandboxes_of_a_machine_have_a_user_in_common():
+    one, other = Ranges(), Ranges()
+    taken = [ranges.take() for ranges in (one, other) for _ in range(40)]
+    assert len(set(taken)) == 80 and all(0 <= x - FIRST < RANGES * COUNT for x in taken)
+    assert all((x - FIRST) % COUNT == 0 for x in taken)
+    one.release(taken[0])
+    assert one.take() == taken[0]
+
+
+@pytest.mark.parametrize("number", [errno.ETOOMANYREFS, errno.EMFILE, errno.ENOMEM, errno.EIO])
+def test_a_file_that_the_sandbox_can_not_open_is_no_missing_file(loop, monkeypatch, number):
+    ended = []
+
+    async def go():
+        async with await Sandbox.start(Spec(limits=scenarios.SMALL), "namespaces") as box:
+
+            async def order(**message):
+                if message["do"] == "open":
+                    raise OSError(number, "x")
+                ended.append(message)
+
+            monkeypatch.setattr(box.shell, "_order", order)
+            for what in (box.read_file("/app/x"), box.write_file("/app/x", b"")):
+                with pytest.raises(SandboxError, match="'/app/x' could not be opened"):
+                    await what
+
+    loop.run(go())
+    assert ended == [{"do": "stop", "since": 0}] * 2, "the agent's processes had their turn to go"
+
+
+def test_a_check_whose_process_is_ended_is_no_verdict(loop, tmp_path):
+    async def go():
+        async with await Sandbox.start(Spec(limits=scenarios.SMALL), "namespaces") as box:
+            keeper = box.shell.keeper.process.pid
+            others = set(psutil.Process(keeper).children())
+            argv = ["/bin/bash", "-c", "sleep 1000"]
+            check = asyncio.ensure_future(box.check(argv, str(tmp_path)))
+            while not (found := set(psutil.Process(keeper).children()) - others):
+                await asyncio.sleep(0.01)
+            found.pop().kill()
+            # Whether it was a member of the sandbox's cgroup by then is a matter of moments.
+            with pytest.raises(SandboxError, match="what ran the check was ended|No such process"):
+                await check
+            await scenarios.still_alive(box)
+
+    loop.run(go())
+
+
+def test_what_is_packed_is_unpacked_and_nothing_leaves_its_folder(tmp_path):
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "a/b/run.sh").write_bytes(b"\x00x")
+    (tmp_path / "a/b/run.sh").chmod(0o755)
+    check.unpack(check.pack(str(tmp_path / "a")), str(tmp_path / "out"))
+    made = tmp_path / "out/b/run.sh"
+    assert made.read_bytes() == b"\x00x" and made.stat().st_mode & 0o777 == 0o755
+    bad = check.pack(str(tmp_path / "a")).replace(b"b/run.sh", b"../run.s")
+    with pytest.raises(Exception, match="below its folder|checksum"):
+        check.unpack(bad, str(tmp_path / "out"))
+
+
+# --------------------------------------------------------------------------- other backends
+
+
+SPEC = Spec(workdir="/work", mounts=(Mount("/data", "/mnt/data"),), environment={"A": "b c"})
+
+
+def test_gvisors_bundle(tmp_path):
+    gvisor.Runsc.prepare(SPEC, tmp_path)
+    read = json.loads((tmp_path / "bundle/config.json").read_text())
+    assert read["process"]["cwd"] == "/work" and "A=b c" in read["process"]["env"]
+    assert read["process"]["noNewPrivileges"] and "CAP_SYS_ADMIN" not in str(read)
+    data = next(m for m in read["mounts"] if m["destination"] == "/mnt/data")
+    assert data["source"] == "/data" and data["options"] == ["rbind", "ro"]
+    assert read["linux"]["resources"]["memory"]["limit"] == 1 << 30
+    assert {n["type"] for n in read["linux"]["namespaces"]} >= {"network", "pid"}
+    argv = gvisor.Runsc.session(SPEC, tmp_path)
+    assert argv[-4:] == ["run", "-bundle", f"{tmp_path}/bundle", tmp_path.name]
+    kept = gvisor.Runsc.checkpoint(tmp_path, tmp_path / "image")
+    assert kept[-4:] == ["-leave-running", "-image-path", f"{tmp_path}/image", tmp_path.name]
+    assert gvisor.Runsc.again(tmp_path, tmp_path / "image")[-5:] == [
+        "-image-path",
+        f"{tmp_path}/image",
+        "-bundle",
+        f"{tmp_path}/bundle",
+        tmp_path.name,
+    ]
+    assert "-network=none" in argv and ("unshare" in argv) == (os.geteuid() != 0)
+
+
+def test_apptainers_commands(tmp_path):
+    start, made = apptainer.Apptainer.begin(SPEC, tmp_path)
+    assert start[:3] == ["apptainer", "instance", "start"] and start[-1] == tmp_path.name
+    text = " ".join(start)
+    for option in ("--containall", "--network=none", "--bind /data:/mnt/data:ro", "--env A=b c"):
+        assert option in text
+    assert f"--overlay {tmp_path}/overlay" in text
+    assert made[-3:] == ["/bin/mkdir", "-p", "/work"]
+    assert apptainer.Apptainer.session(SPEC, tmp_path)[:3] == [
+        "apptainer",
+        "exec",
+        f"instance://{tmp_path.name}",
+    ]
+
+
+def test_a_backend_that_is_not_installed_is_named(loop, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    for name, program in (("gvisor", "runsc"), ("apptainer", "apptainer")):
+        with pytest.raises(SandboxError, match=f"{program} is not installed"):
+            loop.run(Sandbox.start(Spec(), name))
+
+
+class Plain:
+    """bash without walls: what `Piped` makes of a program's commands, without the program."""
+
+    NAME, PROGRAM, keeps_files = "plain", "bash", True
+
+    @staticmethod
+    def prepare(spec, folder):
+        (folder / "work").mkdir()
+
+    @staticmethod
+    def begin(spec, folder):
+        return []
+
+    @staticmethod
+    def session(spec, folder):
+        return [
+            "/bin/bash",
+            "--norc",
+            "--noprofile",
+            "-c",
+            f"cd {folder}/work\n{scenarios_session()}",
+        ]
+
+    @staticmethod
+    def beside(spec, folder, argv):
+        return ["/usr/bin/env", "-C", f"{folder}/work", *argv]
+
+    @staticmethod
+    def end(folder):
+        return []
+
+
+class Broken(Plain):
+    """A program that fails as it is to run another in its sandbox."""
+
+    @staticmethod
+    def beside(spec, folder, argv):
+        return ["/bin/sh", "-c", "echo it broke >&2; exit 128"]
+
+
+def scenarios_session():
+    from rose.parts.sandbox.backend import SESSION
+
+    return SESSION
+
+
+def test_a_session_on_three_pipes(loop):
+    async def go():
+        shell = await Piped(Plain, Spec()).begin()
+        async with Sandbox(shell, Spec(), "plain") as box:
+            await box.run("A=1; echo x > file", DEADLINE_S)
+            assert (await box.run("echo $A; cat file; false", DEADLINE_S)).output == "1\nx\n"
+            late = await box.run("while :; do sleep 1; done", 0.1)
+            assert late.restarted and "its shell had to be ended" in late.words()
+            assert (await box.run("cat file; exit 1", DEADLINE_S)).restarted
+            assert await box.read_file("file") == b"x\n"
+            await box.write_file("deep/er", b"\x00")
+            assert await box.read_file("deep/er") == b"\x00"
+            with pytest.raises(OSError):
+                await box.read_file("none")
+            shell.program = Broken
+            for what in (
+                box.read_file("file"),
+                box.write_file("file", b""),
+                shell.fresh(["/bin/true"], b"", "/tests", [], 99, DEADLINE_S),
+            ):
+                with pytest.raises(SandboxError, match="it broke"):
+                    await what
+
+    loop.run(go())
+
+
+@pytest.mark.parametrize(
+    "program, words",
+    [
+        ("echo warned >&2; exec sleep 1000", "bash: warned\nits shell was not there within 3 s"),
+        ("exec yes >&2", "bash: .*y\ny\n"),
+        ("exec <&-; echo refused >&2", "bash: refused"),
+    ],
+)
+def test_a_shell_that_never_answers_is_given_up(loop, monkeypatch, program, words):
+    class Silent(Plain):
+        @staticmethod
+        def session(spec, folder):
+            return ["/bin/bash", "-c", program]
+
+    if "sleep" in program:
+        monkeypatch.setattr(piped, "START_S", 3.0)  # it has warned by then
+    shell = Piped(Silent, Spec())
+    with pytest.raises(SandboxError, match=re.compile(words, re.DOTALL)):
+        loop.run(asyncio.wait_for(shell.begin(), DEADLINE_S))
+    assert not shell.folder.exists() and shell.codes == -1
+
+
+@pytest.mark.slow
+def test_a_machine_is_described_by_what_its_sandboxes_lack():
+    whole = probe.Found("namespaces", "with root; captures files and processes")
+    assert whole.account == "sandboxes: namespaces, with root; captures files and processes"
+    torn = dataclasses.replace(whole, lacking=("no limit of pids: no controller", "no CRIU"))
+    assert torn.account.endswith("; not here: no limit of pids: no controller; no CRIU")
+
+
+@pytest.mark.slow
+def test_a_machine_without_criu_says_so_before_a_run(monkeypatch):
+    monkeypatch.setenv("ROSE_CRIU", "/nonexistent")
+    criu._find.cache_clear()
+    try:
+        words = probe.choose("namespaces").account
+    finally:
+        criu._find.cache_clear()
+    assert "; not here: " in words and "captures have no processes: no CRIU: /nonexistent" in words
+
+
+@pytest.mark.slow
+def test_doctor_names_every_backend():
+    found = {each.backend: each for each in probe.describe()}
+    assert set(found) == set(probe.BACKENDS) and found["namespaces"].problem == ""
+    assert re.search("with root|user namespace", found["namespaces"].words)
+    for name, program in (("gvisor", "runsc"), ("apptainer", "apptainer")):
+        if shutil.which(program) is None:
+            assert found[name].problem == f"{program} is not installed"
+        else:
+            assert found[name].problem == ""
+    chosen = probe.choose()
+    assert chosen.backend == "namespaces"
+    assert chosen.account.startswith("sandboxes: namespaces, with")
