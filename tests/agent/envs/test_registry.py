@@ -226,6 +226,7 @@ def test_what_a_member_of_a_mixture_may_not_be_is_said_by_its_key():
 def plugin(monkeypatch, folder: Path, name: str, source: str) -> config.Env:
     (folder / f"{name}.py").write_text(source)
     monkeypatch.setattr(envs, "__path__", [*envs.__path__, str(folder)])
+    monkeypatch.setattr(envs, "_modules", envs._modules.__wrapped__)  # without its cache
     return config.Env(
         name=name, args={}, max_turns=1, max_new_tokens=1, step_timeout_s=1.0, max_failures_in_row=1
     )
