@@ -16,15 +16,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import runpy
 import sys
 
+from rose import extensions
+
 MODES = ("train", "simulate", "plan")
 MODULES = {
-    "serve": "rose.serving",
     "export": "rose.export",
     "play": "rose.play",
     "show": "rose.show",
@@ -47,18 +47,21 @@ def main() -> int:
 
         print(SLURM)
         return 0
-    if name not in MODULES:
+    modules = _modules()
+    if name not in modules:
         print(
-            f"rose: no command {name!r}; there are {', '.join([*MODES, *MODULES, 'slurm'])}",
+            f"rose: no command {name!r}; there are {', '.join([*MODES, *modules, 'slurm'])}",
             file=sys.stderr,
         )
         return 2
-    if importlib.util.find_spec(MODULES[name]) is None:
-        print(f"rose {name}: this version has no {MODULES[name]}", file=sys.stderr)
-        return 2
     sys.argv = [f"rose {name}", *arguments]
-    runpy.run_module(MODULES[name], run_name="__main__", alter_sys=True)
+    runpy.run_module(modules[name], run_name="__main__", alter_sys=True)
     return 0
+
+
+def _modules() -> dict[str, str]:
+    """Return the module that each command runs, those of parts included."""
+    return MODULES | extensions.merged("commands", "COMMANDS")
 
 
 def _complete(arguments: list[str]) -> int:
@@ -69,7 +72,7 @@ def _complete(arguments: list[str]) -> int:
     command = re.match(r"\s*\S+\s+(\S+)\s", line)
     known = command and command[1] in {*MODES, "doctor"}
     if arguments[:1] == ["query=bash"] and not known:
-        print(*MODES, *MODULES, "slurm")
+        print(*MODES, *_modules(), "slurm")
         return 0
     os.environ["COMP_LINE"] = re.sub(r"^(\s*\S+)\s+\S+", r"\1", line)
     return _front("train", ["-sc", *arguments])

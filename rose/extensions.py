@@ -7,7 +7,12 @@ A part adds by a module with one of these names:
                 conf/ that only these modes read. `main(trees, console, command)`: runs the composed
                 trees of a command line and returns the exit code; raises `ConfigError`.
     envs/       Environments, one file each (rose/agent/envs).
+    commands.py Dictionaries, each optional. `COMMANDS`: commands of `rose`, the module that runs
+                each. `JOBS`: kinds of Slurm jobs that help a run (rose/launch/lent.py), the module
+                that submits each. `KEYS`: sections of keys that a run has not, the command whose
+                command line has each.
     doctor.py   `findings()`: what `rose doctor` reports of this machine for the part.
+    run_report.py `html(run_dir)`: what a run's report shows below its borrowed ranks.
     policies.py `POLICIES`: scheduling policies by kind, and by name.
 
 Left out: other packages' entry points (rose/config/outside.py).
@@ -20,6 +25,7 @@ import importlib
 import importlib.util
 import pkgutil
 from types import ModuleType
+from typing import Any
 
 from rose.places import PACKAGE
 
@@ -44,3 +50,17 @@ def modules(name: str) -> dict[str, ModuleType]:
 def modes() -> dict[str, ModuleType]:
     """Return the module that runs each mode besides train, by the mode."""
     return {mode: module for module in modules("modes").values() for mode in module.MODES}
+
+
+def merged(name: str, attribute: str) -> dict[str, Any]:
+    """Merge the dictionaries that the parts' modules `name` have as `attribute`."""
+    found = (getattr(module, attribute, {}) for module in modules(name).values())
+    return {key: value for each in found for key, value in each.items()}
+
+
+def of_a_command(key: str) -> str:
+    """Return which command has `key`, a key that a run has not; "" if none."""
+    for section, command in merged("commands", "KEYS").items():
+        if f"{key}.".startswith(f"{section}."):
+            return f"a key of `rose {command}`, on whose command line it belongs; a run has it not"
+    return ""

@@ -150,7 +150,7 @@ class Serving:
             lambda: (
                 self.log.exists()
                 and re.findall(
-                    r"rose.serving\[(\d+)\].* (borrowed-\d+): joined",
+                    r"rose serve\[(\d+)\].* (borrowed-\d+): joined",
                     self.log.read_text(encoding="utf-8"),
                 )
             ),

@@ -75,7 +75,7 @@ SYSTEMS: dict[str, tuple[str, ...]] = {
 
 
 class Device:
-    """A serving device: `python -m rose.serving` and its engines in one quota."""
+    """A serving device: `python -m rose serve` and its engines in one quota."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Device:
         parent = os.getpid()
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rose.serving", *words],
+                [sys.executable, "-m", "rose", "serve", *words],
                 stdout=log,
                 cwd=REPOSITORY,
                 stderr=subprocess.STDOUT,

@@ -133,7 +133,7 @@ def test_the_lending_job_starts_a_rank_for_the_run_of_that_name(tmp_path):
             cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=SECONDS,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        assert "-m rose.serving name=qwen7b" in done.stdout
+        assert "-m rose serve name=qwen7b" in done.stdout
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Rewrite msgspec's errors about a configuration for the user who typed it: key, value, what would
 be right.
 
-Works on any tree of msgspec structs; imports nothing of ROSE.
+Works on any tree of msgspec structs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Collection
 from typing import Any, get_args, get_origin
 
 import msgspec
+
+from rose import extensions
 
 Struct = type[msgspec.Struct]
 
@@ -66,6 +68,8 @@ def explain(message: str, tree: dict[str, Any], root: Struct) -> str:
     missing = re.search(r"required field `([^`]*)`", text)
     if unknown:
         full = ".".join(filter(None, [key, unknown.group(1)]))
+        if full in extensions.merged("commands", "KEYS"):
+            return f"{full}={value_at(tree, full)!r}: {extensions.of_a_command(full)}"
         near = difflib.get_close_matches(full, keys(root), n=3, cutoff=0.75)
         meant = f"did you mean {' or '.join(near)}?" if near else "see conf/ for the ones there are"
         return f"{full}={value_at(tree, full)!r}: no such key; {meant}"

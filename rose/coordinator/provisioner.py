@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rose import extensions
 from rose.comm import mpi_process
 from rose.comm.tasks import Tasks
 from rose.config import Config
@@ -22,8 +23,7 @@ from rose.scheduler import events as ev
 
 POLL_S = 5.0  # seconds between two queries of Slurm, each about all jobs
 COMMAND_S = 60.0  # seconds that sbatch or scancel may take
-# kind of job -> the module that submits one
-PROGRAMS = {lent.ENGINES: "rose.parts.lending.rank.job", lent.REWARDS: "rose.reward.job"}
+REWARD_JOB = "rose.reward.job"  # submits a job of the kind lent.REWARDS; parts submit the others
 
 
 @dataclass
@@ -98,9 +98,8 @@ class Provisioner:
                 self._feed(ev.CapacityEnded(at=time.time(), request=request))
 
     async def _submit(self, request: str) -> None:
-        code, out, err = await _command(
-            sys.executable, "-m", PROGRAMS[self._kind], str(self._run_dir), request
-        )
+        program = ({lent.REWARDS: REWARD_JOB} | extensions.merged("commands", "JOBS"))[self._kind]
+        code, out, err = await _command(sys.executable, "-m", program, str(self._run_dir), request)
         self._submitting.discard(request)
         if code:
             self._unwanted.discard(request)

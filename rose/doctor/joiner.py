@@ -3,7 +3,7 @@ leaves.
 
     python -m rose.doctor.joiner RUN_DIR          the RUN_DIR of rose.doctor.host
 
-Each rank is forked from here, as in `rose.serving`, and is an MPI world of its own.
+Each rank is forked from here, as in `rose serve`, and is an MPI world of its own.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _rank(run_dir: Path, dies: bool) -> NoReturn:
     except Exception as error:
         print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
     sys.stderr.flush()
-    os._exit(code)  # Skip MPI's Finalize, as rose.serving does.
+    os._exit(code)  # Skip MPI's Finalize, as `rose serve` does.
 
 
 def _take_part(application: join.Application, dies: bool) -> int:

@@ -172,7 +172,7 @@ def _bad_override(typed: str, override: Override, composed: DictConfig, conf: Pa
     """Return what is wrong with `override`, which `composed` does not accept."""
     key, value = override.key_or_group, typed.partition("=")[2]
     bare = typed.lstrip("+~")
-    if absent := _of_other_modes(key, composed):
+    if absent := _of_other_modes(key, composed) or extensions.of_a_command(key):
         return f"{bare}: {absent}"
     if (conf / key).is_dir() and not override.is_delete():
         if override.is_add():

@@ -65,15 +65,9 @@ def script(c: Config, ranks: Sequence[Rank], run_dir: Path, warning_s: int | Non
     )
 
 
-def lend_script(c: Config, run_dir: Path, name: str) -> str:
-    """Return the batch script of a job that lends the run one more engine
-    (rose/parts/lending/rank/job.py); `run_dir` is absolute."""
-    return helper_script(c, "borrowed", c.rollout.tensor_parallel, run_dir, name)
-
-
 def helper_script(c: Config, component: str, gpus: int, run_dir: Path, name: str) -> str:
     """Return the batch script of a job of one task that helps the run. `component` names the field
-    of `Slurm` with its options."""
+    of `Slurm` with its options; `run_dir` is absolute."""
     options = _component_options(c, component, 1, 1, gpus)
     python = container.alone(c, [run_dir.parent], options["cpus-per-task"])
     return submitit_slurm._make_sbatch_string(

@@ -12,9 +12,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from rose import extensions
 from rose.config import Observe
 from rose.files import printable, write_whole
-from rose.observe import conversations, cost, lenders, members, series, shell, tasks
+from rose.observe import conversations, cost, members, series, shell, tasks
 from rose.observe.metrics import read_metrics, rows_of
 from rose.observe.shell import figure, figures, section, table
 from rose.observe.status import read_failure
@@ -72,6 +73,7 @@ def build_report(run_dir: Path | str) -> Path:
         + figure("timeline")
         + figure("throughput")
     )
+    of_parts = (part.html(run_dir) for part in extensions.modules("run_report").values())
     sections = {
         **_failed(run_dir),
         "Result": _result(evals) + members.html(rows_of(rows, "eval"), steps),
@@ -83,7 +85,7 @@ def build_report(run_dir: Path | str) -> Path:
         "Trajectories": conversations.html(run_dir),
         "Optimisation": figures(*_optimisation(steps)),
         **_rewards(steps),
-        "Borrowed ranks": _borrowed(borrowed, steps) + lenders.html(run_dir),
+        "Borrowed ranks": _borrowed(borrowed, steps) + "".join(of_parts),
         "Faults": _faults(faults, steps),
         **_machines([row for row in rows if row["kind"] == "host"]),
         "Details": _details(steps, config),

@@ -163,9 +163,8 @@ def test_without_a_container_ranks_start_with_this_interpreter(make_config):
 def test_an_engine_that_the_run_asks_for_starts_in_the_container_too(make_config):
     last = {}
     for runtime in ("apptainer", "pyxis"):
-        text = sbatch.lend_script(
-            make_config(*SEVEN_B, BOX % runtime), Path("/my runs/a,b"), "lend-1"
-        )
+        c = make_config(*SEVEN_B, BOX % runtime)
+        text = sbatch.helper_script(c, "borrowed", 1, Path("/my runs/a,b"), "lend-1")
         last[runtime] = text.strip().splitlines()[-1]
     submit = "/usr/local/bin/python -u -m rose.launch.batch '/my runs/a,b/submitted'"
     assert last["apptainer"] == (
@@ -360,7 +359,7 @@ def test_a_percent_sign_in_a_path_is_none_of_slurms_patterns(make_config):
     c = make_config(*SEVEN_B)
     text = sbatch.script(c, layout(c), Path("/runs 50%x/%j"))
     assert "/runs 50%%x/%%j/logs/slurm-%j.out" in text
-    text = sbatch.lend_script(c, Path("/runs/100%"), "lend")
+    text = sbatch.helper_script(c, "borrowed", 1, Path("/runs/100%"), "lend")
     assert "/runs/100%%/logs/lend-%j.out" in text
     with pytest.raises(ConfigError, match="output_dir=.*backslashes"):
         make_config(*SEVEN_B, "output_dir='/runs\\\\x'")
@@ -430,5 +429,5 @@ def test_a_serving_task_runs_the_checkouts_rose_in_a_container_too(tmp_path):
     assert said == [
         str(REPOSITORY),
         "--gpus-per-task=1 --mpi=none --kill-on-bad-exit=0 --wait=0 --export=ALL "
-        "--container-image=/a.sqsh /usr/local/bin/python -u -m rose.serving name=x",
+        "--container-image=/a.sqsh /usr/local/bin/python -u -m rose serve name=x",
     ]

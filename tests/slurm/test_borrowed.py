@@ -14,11 +14,10 @@ import pytest
 
 from rose.launch import state
 from rose.models import resolve
-from rose.observe import lenders
 from rose.observe.metrics import read_metrics, rows_of
 from rose.observe.report import build_report
 from rose.observe.status import read_status
-from rose.parts.lending import device_profile, settings
+from rose.parts.lending import device_profile, run_report, settings
 from rose.parts.lending.rules.predictor import Predictor
 from tests.slurm.conftest import REPOSITORY, SlurmJob
 
@@ -263,7 +262,7 @@ def test_an_online_server_lends_what_it_leaves_idle_until_told_to_stop_and_the_r
     def finished() -> float:
         return sum(
             told["attained"][kind][1]
-            for _, told in lenders.read(lending.run)
+            for _, told in run_report.read(lending.run)
             for kind in ("with", "without")
         )
 
@@ -271,7 +270,7 @@ def test_an_online_server_lends_what_it_leaves_idle_until_told_to_stop_and_the_r
     lending.until(lambda: finished() == 21, "a report of all requests")
     subprocess.run(["scancel", job.id], check=True, timeout=120)
     lending.until(lambda: not state.is_active(job.id), "its end")
-    [(folder, told)] = lenders.read(lending.run)
+    [(folder, told)] = run_report.read(lending.run)
     assert (
         finished() == 21
         and told["made_tokens"] > 0

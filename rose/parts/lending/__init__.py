@@ -3,5 +3,5 @@
 `rules` decide, `vllm` carries the decisions out inside the two engines of a device, `operator` runs
 the online server and its switch, and `rank` is the rollout engine that joins a run. These processes
 exchange their states through shared memory (`board`). `profile` measures a device. The command is
-`python -m rose.serving`.
+`rose serve`.
 """

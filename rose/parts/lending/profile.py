@@ -202,7 +202,7 @@ async def _measure(
 
 
 def online_side(config: Config):
-    """The online engine as `python -m rose.serving` starts it, without its HTTP server."""
+    """The online engine as `rose serve` starts it, without its HTTP server."""
     from rose.parts.lending.measure import Side
 
     folder = start.local_folder(config.serving.online.model)

@@ -95,7 +95,7 @@ def test_a_folder_without_a_run_is_named(tmp_path):
 
 def serve(*arguments):
     return subprocess.run(
-        [sys.executable, "-m", "rose.serving", *arguments],
+        [sys.executable, "-m", "rose", "serve", *arguments],
         capture_output=True,
         text=True,
         timeout=60,

@@ -2,7 +2,7 @@
 
     operate process (this one)      owner of the Control board, HTTP, report; imports no vLLM
       |- online server S            vLLM's API server (rose/parts/lending/operator/server.py)
-      '- lender                     python -m rose.serving without a server
+      '- lender                     rose serve without a server
                                     (rose/parts/lending/rank/lender.py), with the boards' folder
                                     in its environment: the rollout engine R of its memberships
                                     joins runs
@@ -34,7 +34,6 @@ from rose.comm.tasks import Tasks
 from rose.config import ConfigError, Serving
 from rose.files import lock_now, own_folder, write_whole
 from rose.launch import gpus
-from rose.observe.lenders import LENT
 from rose.parts.lending import board
 from rose.parts.lending.operator import metrics, report
 from rose.parts.lending.operator.control import BEAT_S, ControlBoard
@@ -44,6 +43,7 @@ from rose.parts.lending.operator.web import Web
 from rose.parts.lending.rank.member import log
 from rose.parts.lending.rules.predictor import Predictor
 from rose.parts.lending.rules.slo import why_not_alone
+from rose.parts.lending.run_report import LENT
 from rose.parts.lending.settings import of_run, parse
 from rose.parts.lending.vllm import device
 
@@ -238,7 +238,8 @@ class Operator:
             sys.executable,
             "-u",
             "-m",
-            "rose.serving",
+            "rose",
+            "serve",
             f"name={self.run_dir.name}",
             f"output_dir={self.run_dir.parent}",
             *self.overrides,

@@ -105,8 +105,9 @@ def summary(
     title: str, measured: dict[str, float], slo: Slo | None, history: History, stopped: str
 ) -> dict[str, Any]:
     """Summarize lending for the training run's report, which shows both sides
-    (rose/observe/lenders.py). It has (met, finished) requests with and without lending, measured
-    latencies and targets in seconds, and the tokens that lent compute generated and wasted."""
+    (rose/parts/lending/run_report.py). It has (met, finished) requests with and without lending,
+    measured latencies and targets in seconds, and the tokens that lent compute generated and
+    wasted."""
     totals = history.totals()
     return {
         "device": title,

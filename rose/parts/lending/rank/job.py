@@ -46,7 +46,8 @@ class Lend:
 
 def main() -> int:
     run_dir, name = Path(sys.argv[1]).resolve(), sys.argv[2]
-    text = sbatch.lend_script(configuration.load(run_dir / "config.json"), run_dir, name)
+    c = configuration.load(run_dir / "config.json")
+    text = sbatch.helper_script(c, "borrowed", c.rollout.tensor_parallel, run_dir, name)
     return slurm.submit_helper(run_dir, text, Lend(run_dir))
 
 

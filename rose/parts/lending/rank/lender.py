@@ -1,7 +1,7 @@
 """The lender: waits for a run, serves it as a borrowed rank, and waits for it again.
 
 A *membership* is the time from joining a run to leaving it, in a process of its own
-(rose/parts/lending/rank/member.py). The command is in rose/serving.py.
+(rose/parts/lending/rank/member.py). The command is in rose/parts/lending/serve.py.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Lender:
         self.run_dir, self.overrides, self.wanted = run_dir, overrides, wanted
         self.command = (
             "-m",
-            "rose.serving",
+            "rose",
+            "serve",
             f"name={run_dir.name}",
             f"output_dir={run_dir.parent}",
             *overrides,

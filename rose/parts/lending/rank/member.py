@@ -1,6 +1,6 @@
 """Run a membership of a borrowed rank: apply to the run, start the engine, join, serve, leave.
 
-`python -m rose.serving` forks a process for each membership. The process is an MPI world of its
+`rose serve` forks a process for each membership. The process is an MPI world of its
 own, a singleton, which needs no launcher and whose death affects no other rank. When a run has
 vanished, the next membership begins with a fresh MPI. Exit codes are `Ended`.
 """
@@ -163,4 +163,4 @@ def _recorder(config: Config, run_dir: Path, name: str, attempt: int) -> NullRec
 
 
 def log(text: str) -> None:
-    print(f"rose.serving[{os.getpid()}] {time.strftime('%H:%M:%S')} {text}", flush=True)
+    print(f"rose serve[{os.getpid()}] {time.strftime('%H:%M:%S')} {text}", flush=True)

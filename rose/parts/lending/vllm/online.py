@@ -1,6 +1,6 @@
 """The online engine's scheduler: vLLM's own, which also publishes when it needs the shared device.
 
-    --scheduler-cls rose.parts.lending.vllm.online.scheduler   (rose.serving starts the server so)
+    --scheduler-cls rose.parts.lending.vllm.online.scheduler   (`rose serve` starts the server so)
 
 It schedules requests as vLLM does, except that lent KV memory is not in its pool. It requests this
 memory on its board as soon as requests need it, and takes it when the rollout engine's board shows

@@ -8,7 +8,7 @@ steps. So the online engine raises the threads to the normal priority while it w
 user must be allowed to do that (root, or an RLIMIT_NICE of 20 or more). Otherwise the threads only
 get a nice value of 19, with which they always get a sixty-eighth of the core. Both take effect only
 within a session, as Linux's autogroups share cores between sessions whatever the priorities of
-their threads. So rose.serving keeps both engines in one session.
+their threads. So `rose serve` keeps both engines in one session.
 """
 
 from __future__ import annotations

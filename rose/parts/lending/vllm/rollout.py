@@ -1,6 +1,6 @@
 """The rollout engine's scheduler: vLLM's own behind a gate, with memory that can be revoked.
 
-    scheduler_cls="rose.parts.lending.vllm.rollout.scheduler"   (rose.serving starts the engine so)
+    scheduler_cls="rose.parts.lending.vllm.rollout.scheduler"   (`rose serve` starts the engine so)
 
 Each step asks the gate (rose/parts/lending/rules/gate.py) how many tokens it may compute. A shut
 gate is polled, the less often the longer it is shut. KV memory beyond the budget

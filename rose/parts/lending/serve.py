@@ -1,6 +1,6 @@
 """Lend this process's share of a serving node to a training run while that runs.
 
-    python -m rose.serving name=frozenlake [output_dir=outputs] [rollout.threads=2 ...]
+    rose serve name=frozenlake [output_dir=outputs] [rollout.threads=2 ...]
 
 Finds the run by its name, joins it over MPI, and generates turns with an engine of its own. It
 leaves at once on SIGTERM or SIGINT, and after its turns (serving.drain_s at most) on SIGUSR2. If
@@ -10,7 +10,7 @@ serving and cluster may differ from the run's. Start one per engine: alone, by s
 
 With an online server of its own on the same device, whose users come first (docs/serving.md):
 
-    python -m rose.serving name=frozenlake serving.online.model=FOLDER
+    rose serve name=frozenlake serving.online.model=FOLDER
     serving.online.slo="{ttft_p50_s: 0.2, ...}" \\
            serving.lending.profile=FILE
 
@@ -43,9 +43,7 @@ def main(arguments: list[str]) -> int:
     try:
         given = settings.parse(arguments)
         if "name" not in given:
-            raise ConfigError(
-                "name is missing: which run? as python -m rose.serving name=frozenlake"
-            )
+            raise ConfigError("name is missing: which run? as rose serve name=frozenlake")
         run_dir = (Path(str(given.pop("output_dir", "outputs"))) / str(given.pop("name"))).resolve()
         overrides = [a for a in arguments if a.partition("=")[0] not in ("name", "output_dir")]
         if not run_dir.parent.is_dir():
@@ -65,7 +63,7 @@ def main(arguments: list[str]) -> int:
         serving = msgspec.structs.replace(serving, online=start.online_folder(serving.online))
         return operate.Operator(run_dir, overrides, serving, measured).run()
     except ConfigError as error:
-        print(f"rose.serving: {error}", file=sys.stderr)
+        print(f"rose serve: {error}", file=sys.stderr)
         return 2
 
 

@@ -2,8 +2,8 @@
 
 import json
 
-from rose.observe import lenders
 from rose.observe.report import build_report
+from rose.parts.lending import run_report
 from tests.observe.run_folder import write_run
 
 
@@ -25,7 +25,7 @@ def told(device, **changes):
 def write(run, number, content):
     folder = run.parent / "serving" / f"{run.name}-node-{number}"
     folder.mkdir(parents=True)
-    (folder / lenders.LENT).write_text(content)
+    (folder / run_report.LENT).write_text(content)
     return folder
 
 
@@ -48,5 +48,5 @@ def test_each_device_has_a_row_with_both_sides(tmp_path):
 
 def test_a_run_without_such_devices_says_nothing_of_them(tmp_path):
     write_run(tmp_path / "run")
-    assert lenders.html(tmp_path / "run") == ""
+    assert run_report.html(tmp_path / "run") == ""
     assert "What serving kept" not in build_report(tmp_path / "run").read_text()
