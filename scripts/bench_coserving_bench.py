@@ -20,11 +20,11 @@ import numpy as np
 from bench_coserving_client import Request, replay
 from bench_coserving_engines import Guard, Operator, Process, Rollouts, Server, busy_s, confine
 from bench_coserving_tables import ALONE, OURS, Run, Slo, percentile, slo_of
-from harness import REPOSITORY, Failed, configured
+from harness import REPOSITORY, Failed
 from live_runs import Stolen, wait_for_calm
 
 from rose.models import cache_dir
-from rose.parts.lending import board
+from rose.parts.lending import board, settings
 from rose.parts.lending.vllm import device
 from rose.parts.simulator import traces
 
@@ -36,7 +36,7 @@ PLAN = {
     "priority": ("priority", "priority_load"),
     "ours": ("ours", "ours"),
 }
-# The last two values are those of conf/serving/borrow.yaml.
+# The last two values are those of conf/lending/default.yaml.
 MAX_CONTEXT, MAX_SEQUENCES, MAX_BATCHED = (1024, 64, 2048)
 MAX_PROMPT, MAX_OUTPUT = 800, 200
 SETTLE_S, DRAIN_S, BASELINE_S = 2.0, 20.0, 8.0
@@ -184,11 +184,13 @@ class Bench:
         if self.operator is None:
             profile = self.profile()
             slo = ", ".join(f"{name}_s: {seconds}" for name, seconds in vars(self.slo).items())
-            serving = configured(
-                *self._online(),
-                f"serving.online.slo={{{slo}}}",
-                f"serving.lending.profile={profile}",
-            ).serving
+            serving = settings.of_server(
+                [
+                    *self._online(),
+                    f"serving.online.slo={{{slo}}}",
+                    f"serving.lending.profile={profile}",
+                ]
+            )
             self.operator = Operator(f"bench-{os.getpid()}", EPOCH_S)
             self._stack.callback(self.operator.close)
             self._lent = device.describe(

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from gpu_check_frame import REPOSITORY, Check, Report
 from gpu_check_model import folder
-from harness import PATHS, configured
+from harness import PATHS
 
 GIB = 2**30
 LOOK_S = 0.02
@@ -333,8 +333,12 @@ class Both:
 
 
 async def _coserving(report: Report, measured: dict[str, Any]) -> None:
+    from rose.parts.lending import settings
+
     sizes = report.sizes
-    config = configured(*overrides(report), "model.source=folder", f"model.path={folder(report)}")
+    config = settings.composed(
+        [*overrides(report), "model.source=folder", f"model.path={folder(report)}"]
+    )
     both = Both(report, config, measured)
     try:
         await both.start()

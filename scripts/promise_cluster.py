@@ -207,7 +207,7 @@ class Serving(Job):
 
     def members(self) -> list[tuple[int, str]]:
         """Return (pid, worker) of each membership so far."""
-        found = re.findall(r"rose\.serving\[(\d+)\] \S+ (borrowed-\d+): joined", self.words)
+        found = re.findall(r"rose serve\[(\d+)\] \S+ (borrowed-\d+): joined", self.words)
         return [(int(pid), worker) for pid, worker in found]
 
     @property

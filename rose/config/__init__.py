@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from rose.config import errors
-from rose.config.checks import check, check_model, check_serving, hours_of
+from rose.config.checks import check, check_model
 from rose.config.cluster import Cluster, Component, Container, Mpi, Slurm, cpus_of, nodes_of
-from rose.config.common import Policy, Scheduler, Section
+from rose.config.common import Policy, Scheduler
 from rose.config.errors import ConfigError
 from rose.config.model import Model, ModelShape
 from rose.config.rollout import (
@@ -30,7 +30,7 @@ from rose.config.rollout import (
     Reward,
     Rollout,
 )
-from rose.config.serving import Lending, Online, Serving, Slo
+from rose.config.serving import Serving
 from rose.config.trainer import Algorithm, Lora, Optimizer, Trainer, Transfer
 from rose.config.tree import Config, MixedConfig, Observe
 from rose.files import write_whole
@@ -49,7 +49,6 @@ __all__ = [
     "Env",
     "Eval",
     "EvalSet",
-    "Lending",
     "Lora",
     "Member",
     "MixedConfig",
@@ -58,27 +57,23 @@ __all__ = [
     "ModelShape",
     "Mpi",
     "Observe",
-    "Online",
     "Optimizer",
     "Policy",
     "Reward",
     "Rollout",
     "Scheduler",
     "Serving",
-    "Slo",
     "Slurm",
     "Trainer",
     "Transfer",
     "check_model",
     "cpus_of",
     "from_dict",
-    "hours_of",
     "keys",
     "load",
     "nodes_of",
     "read_shape",
     "save",
-    "serving_from_dict",
     "stored",
     "to_dict",
 ]
@@ -87,10 +82,6 @@ DETERMINISTIC_THREADS = 2  # threads per trainer rank; others change a stored ru
 MIXTURE = "mixture"  # `env.name` of a section with several environments
 # Batching policies whose rollouts wait for each step's weights.
 IN_STEP = ("synchronous", "dapo", "tail_batching")
-
-
-class _ServingSide(Section):
-    serving: Serving
 
 
 def from_dict(
@@ -173,16 +164,6 @@ def _threads(config: Config) -> dict[str, int | None]:
         cpus = {role: cores() // count for role, count in ranks.items()}
     found = {role: min(MOST_THREADS, max(1, count)) for role, count in cpus.items()}
     return found | ({"trainer": DETERMINISTIC_THREADS} if config.deterministic else {})
-
-
-def serving_from_dict(tree: dict[str, Any]) -> Serving:
-    """Convert {"serving": {...}} to the checked section. Raises `ConfigError`."""
-    try:
-        serving = msgspec.convert(tree, _ServingSide).serving
-    except msgspec.ValidationError as error:
-        raise ConfigError(errors.explain(str(error), tree, _ServingSide)) from None
-    check_serving(serving)
-    return serving
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -11,10 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-import msgspec
-
 from rose import hub
-from rose.config import ConfigError, Draft, Lora, Model, Online, Rollout
+from rose.config import ConfigError, Draft, Lora, Model, Rollout
 from rose.engine.drafts import EXTENSION, PROPOSER
 from rose.processes import importing
 
@@ -115,25 +113,12 @@ def environment(gpus: bool, threads: int | None, shares_device: bool = False) ->
     return common | cpu
 
 
-def online_folder(online: Online) -> Online:
-    """Replace a hub id in `online.model` by its snapshot's folder. The model is still served under
-    the id, unless `served_name` is set. Raises `ConfigError`."""
-    if online.model is None or online.model.startswith(("/", ".", "~")):
-        return online
-    folder = local_folder(online.model)
-    if folder == Path(online.model):
-        return online
-    name = online.served_name or online.model
-    return msgspec.structs.replace(online, model=str(folder), served_name=name)
-
-
-def local_folder(model: str | Path) -> Path:
+def local_folder(model: str | Path, key: str = "model.path") -> Path:
     """Return `model` if it is a folder, else the folder of the hub id's snapshot. Downloads a
-    snapshot that is not in the Hugging Face cache. Raises `ConfigError`, which names
-    serving.online.model."""
+    snapshot that is not in the Hugging Face cache. Raises `ConfigError`, which names `key`."""
     if Path(model).expanduser().is_dir():
         return Path(model).expanduser()
-    return hub.snapshot(str(model), key="serving.online.model")
+    return hub.snapshot(str(model), key=key)
 
 
 def engine_args(

@@ -6,18 +6,16 @@ import asyncio
 import msgspec
 import numpy as np
 import pytest
-import yaml
 from transformers import AutoModelForCausalLM
 
 from rose import protocol
-from rose.config.serving import Serving
 from rose.engine.vllm_engine import EngineDied, EngineError
 from rose.memory import resident_bytes
 from rose.parts.lending import board
+from rose.parts.lending import settings as lending_settings
 from rose.parts.lending.rules import gate
 from rose.parts.lending.vllm import device
 from tests.engine.test_vllm_engine import (
-    CONF,
     DEADLINE_S,
     PROMPTS,
     agrees,
@@ -193,7 +191,7 @@ def test_an_engine_whose_folder_changed_meanwhile_does_not_serve(start, loop, fo
 def test_the_blocks_that_a_scheduler_releases_leave_the_engines_resident_size(
     start, loop, tmp_path, monkeypatch
 ):
-    serving = msgspec.convert(yaml.safe_load((CONF / "serving/borrow.yaml").read_text()), Serving)
+    serving = lending_settings.of_server([])
     for name, value in device.describe(tmp_path, serving, None).items():
         monkeypatch.setenv(name, value)
     engine = start("Qwen3")
@@ -242,7 +240,7 @@ def test_an_inactive_rollout_engine_holds_no_kv_memory_though_all_of_it_is_lent(
     start, loop, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(gate, "CONTROL_STALE_S", 3600.0)  # the engine is forked from here
-    serving = msgspec.convert(yaml.safe_load((CONF / "serving/borrow.yaml").read_text()), Serving)
+    serving = lending_settings.of_server([])
     lending = msgspec.structs.replace(serving.lending, kv_gib=0.25, stale_after_s=3600.0)
     for name, value in device.describe(
         tmp_path, msgspec.structs.replace(serving, lending=lending), None

@@ -8,22 +8,22 @@ import re
 import msgspec
 
 from rose.config import recipes
-from rose.config.checks import engines, machine, serving, tasks, training
+from rose.config.checks import engines, machine, tasks, training
 from rose.config.checks.machine import ASK_FOR_JOBS
 from rose.config.checks.model import check_model
 from rose.config.checks.need import NO_DRAFTS, Need, drafts, needs
-from rose.config.checks.serving import hours_of
 from rose.config.serving import Serving
 from rose.config.tree import Config
 
 __all__ = [
     "ASK_FOR_JOBS",
     "NO_DRAFTS",
+    "Need",
     "check",
     "check_model",
     "check_serving",
     "drafts",
-    "hours_of",
+    "needs",
 ]
 
 
@@ -34,16 +34,20 @@ def check(c: Config) -> None:
     """Check all that needs neither the machine nor the model. Raises `ConfigError`."""
     need = needs(msgspec.to_builtins(c))
     _check_values(c, need)
-    serving.check(c.serving, need)
+    check_serving(c.serving, need)
     tasks.check(c, need)
     training.check(c, need)
     engines.check(c, need)
     machine.check(c, need)
 
 
-def check_serving(section: Serving) -> None:
-    """Check the section `serving` alone, for an online server that starts before its run."""
-    serving.check(section, needs({"serving": msgspec.to_builtins(section)}))
+def check_serving(s: Serving, need: Need) -> None:
+    """Check the section `serving`."""
+    need(
+        s.lost_after_s >= 2 * s.heartbeat_s,
+        "serving.lost_after_s",
+        f"at least twice serving.heartbeat_s={s.heartbeat_s:g}, or a late heartbeat is a loss",
+    )
 
 
 def _check_values(c: Config, need: Need) -> None:

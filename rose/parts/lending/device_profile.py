@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rose.config import Config, ConfigError
+from rose.config import ConfigError
 from rose.engine import start
+from rose.parts.lending.config import Config
 from rose.parts.lending.rules.predictor import Predictor
 
 FORMAT = 1
@@ -95,7 +96,7 @@ def _differences(
 
 def _digest(model: str | Path, key: str) -> str:
     folder = Path(model).expanduser()
-    path = (folder if folder.is_dir() else start.local_folder(model)) / "config.json"
+    path = (folder if folder.is_dir() else start.local_folder(model, key)) / "config.json"
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     except OSError as error:

@@ -26,12 +26,13 @@ import msgspec
 import psutil
 
 from rose import config as configuration
-from rose import models, places
-from rose.config import Config, ConfigError
+from rose import models
+from rose.config import ConfigError
 from rose.engine import plugin, start
 from rose.engine.start import EngineError
 from rose.files import write_whole
 from rose.parts.lending import settings
+from rose.parts.lending.config import Config
 from rose.parts.lending.device_profile import AGAIN, FORMAT, fingerprint
 from rose.parts.lending.operator import operate, server
 from rose.parts.lending.rules.predictor import Predictor
@@ -101,7 +102,7 @@ def configured(arguments: list[str], given: dict[str, Any]) -> tuple[Config, Pat
             "serving.online.model=None: the folder of the model that the online engine serves is "
             "needed"
         )
-    online = start.online_folder(config.serving.online)
+    online = settings.online_folder(config.serving.online)
     config = msgspec.structs.replace(
         config, serving=msgspec.structs.replace(config.serving, online=online)
     )
@@ -120,23 +121,12 @@ def _configured(overrides: list[str], given: dict[str, Any]) -> Config:
         run_dir = (Path(str(given.get("output_dir", "outputs"))) / str(given["name"])).resolve()
         return settings.of_run(run_dir, overrides)
     if "model" in given:
-        return _composed([*overrides, "model.source=folder", f"model.path={given['model']}"])
+        return settings.composed(
+            [*overrides, "model.source=folder", f"model.path={given['model']}"]
+        )
     raise ConfigError(
         "name or model is missing: whose rollouts? as name=frozenlake, a run's, or model=FOLDER"
     )
-
-
-def _composed(overrides: list[str]) -> Config:
-    from hydra import compose, initialize_config_dir
-
-    from rose.launch import errors
-
-    conf = places.CONF
-    try:
-        with initialize_config_dir(str(conf), version_base="1.3"):
-            return configuration.from_dict(errors.to_tree(compose("config", overrides)))
-    except errors.COMPLAINTS as error:
-        raise ConfigError(errors.explain(error, conf, overrides)) from None
 
 
 # ---------------------------------------------------------------------- the measurement
@@ -205,7 +195,7 @@ def online_side(config: Config):
     """The online engine as `rose serve` starts it, without its HTTP server."""
     from rose.parts.lending.measure import Side
 
-    folder = start.local_folder(config.serving.online.model)
+    folder = start.local_folder(config.serving.online.model, "serving.online.model")
     args = server.engine_args(config.serving.online, config.cluster.gpus > 0)
     args = {name: value for name, value in args.items() if value is not None}
     args |= dict(

@@ -30,7 +30,7 @@ from pathlib import Path
 import msgspec
 
 from rose.config import ConfigError
-from rose.engine import plugin, start
+from rose.engine import plugin
 from rose.parts.lending import settings
 from rose.parts.lending.operator import operate
 from rose.parts.lending.rank.lender import Lender
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
             from rose.parts.lending import device_profile
 
             measured = device_profile.load(serving.lending.profile)
-        serving = msgspec.structs.replace(serving, online=start.online_folder(serving.online))
+        serving = msgspec.structs.replace(serving, online=settings.online_folder(serving.online))
         return operate.Operator(run_dir, overrides, serving, measured).run()
     except ConfigError as error:
         print(f"rose serve: {error}", file=sys.stderr)

@@ -1,8 +1,8 @@
 """The configuration of the serving side.
 
-A borrowed rank uses its run's configuration, with overrides for its own machine. The online server
-runs before there is a run, so it uses conf/serving/borrow.yaml of this repository, with the command
-line over it.
+A borrowed rank uses its run's configuration, the sections of conf/lending and overrides for its own
+machine. The online server runs before there is a run, so it uses conf/serving/borrow.yaml of this
+repository and conf/lending, with the command line over them.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from __future__ import annotations
 import difflib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import yaml
 
 from rose import config as configuration
-from rose import places
-from rose.config import Config, ConfigError, Serving
+from rose import extensions, places
+from rose.config import ConfigError, errors
+from rose.engine import start
+from rose.parts.lending.config import Config, MixedConfig, Online, Serving, ServingSide, check
 from rose.processes import cores
-
-DEFAULTS = places.CONF / "serving" / "borrow.yaml"
 
 # Keys that a borrowed rank may override. All others are the run's, because with other values the
 # tokens would come from another policy.
@@ -66,19 +66,46 @@ def of_run(run_dir: Path, arguments: list[str]) -> Config:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: no configuration of a run ({error})") from None
-    for key, value in parse(arguments).items():
+    given = parse(arguments)
+    for key, value in given.items():
         if not key.startswith(MAY_DIFFER) or key in FIXED:
             raise ConfigError(
                 f"{key}={value!r}: is the run's; a serving rank may set rollout.* (not sampling), "
                 "serving.*, cluster.*, observe.*, model.path and transfer.relay, relay_token_file, "
                 "threads, stage_gib, stage_device_gib, verify_every and load_timeout_s"
             )
-        _set(tree, key, value, str(path))
-        if key == "model.path" and tree["model"]["source"] == "hub":
-            # The path is this node's copy of the model, not the snapshot in the run's cache.
-            tree["model"]["source"] = "folder"
-    given = "rollout.threads" in parse(arguments)
-    return _on_own_cores(configuration.from_dict(tree), given)
+    if "model.path" in given and tree["model"]["source"] == "hub":
+        # The path is this node's copy of the model, not the snapshot in the run's cache.
+        tree["model"]["source"] = "folder"
+    return _on_own_cores(of_tree(tree, given, str(path)), "rollout.threads" in given)
+
+
+def composed(overrides: list[str]) -> Config:
+    """Return conf/ as `overrides` compose it, with this part's sections. Raises `ConfigError`."""
+    from hydra import compose, initialize_config_dir
+
+    from rose.launch import errors as complaints
+
+    conf = places.CONF
+    ours = [a for a in overrides if extensions.of_a_command(a.partition("=")[0])]
+    of_runs = [a for a in overrides if a not in ours]
+    try:
+        with initialize_config_dir(str(conf), version_base="1.3"):
+            tree = complaints.to_tree(compose("config", of_runs))
+    except complaints.COMPLAINTS as error:
+        raise ConfigError(complaints.explain(error, conf, of_runs)) from None
+    return of_tree(tree, parse(ours), str(conf))
+
+
+def of_tree(tree: dict[str, Any], given: dict[str, Any], where: str) -> Config:
+    """Return a run's tree with this part's sections, and the values `given` over both. `where`
+    names the tree in errors. Raises `ConfigError`."""
+    tree["serving"] |= _defaults("lending/default")
+    for key, value in given.items():
+        _set(tree, key, value, where)
+    found = cast(Config, configuration.from_dict(tree, kinds=(Config, MixedConfig)))
+    check(found.serving)
+    return found
 
 
 def _on_own_cores(c: Config, given: bool) -> Config:
@@ -93,11 +120,32 @@ def _on_own_cores(c: Config, given: bool) -> Config:
 
 def of_server(arguments: list[str]) -> Serving:
     """Return the defaults with the `serving.*` of `arguments` over them. Raises `ConfigError`."""
-    tree = {"serving": yaml.safe_load(DEFAULTS.read_text(encoding="utf-8"))}
+    tree = {"serving": _defaults("serving/borrow") | _defaults("lending/default")}
     for key, value in parse(arguments).items():
         if key.startswith("serving."):
-            _set(tree, key, value, "conf/serving")
-    return configuration.serving_from_dict(tree)
+            _set(tree, key, value, "conf/serving and conf/lending")
+    try:
+        serving = msgspec.convert(tree, ServingSide).serving
+    except msgspec.ValidationError as error:
+        raise ConfigError(errors.explain(str(error), tree, ServingSide)) from None
+    check(serving)
+    return serving
+
+
+def _defaults(name: str) -> dict[str, Any]:
+    return yaml.safe_load((places.CONF / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+def online_folder(online: Online) -> Online:
+    """Replace a hub id in `online.model` by its snapshot's folder. The model is still served under
+    the id, unless `served_name` is set. Raises `ConfigError`."""
+    if online.model is None or online.model.startswith(("/", ".", "~")):
+        return online
+    folder = start.local_folder(online.model, "serving.online.model")
+    if folder == Path(online.model):
+        return online
+    name = online.served_name or online.model
+    return msgspec.structs.replace(online, model=str(folder), served_name=name)
 
 
 def _set(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
@@ -116,7 +164,7 @@ def _set(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
         branch = branch.get(section) if isinstance(branch, dict) else None
     open_here = sections[-1:] in OPEN or ".".join(sections) in MAY_BE_NULL
     if not isinstance(branch, dict) or last not in branch and not open_here:
-        near = difflib.get_close_matches(key, configuration.keys(), n=1, cutoff=0.75)
+        near = difflib.get_close_matches(key, errors.keys(Config), n=1, cutoff=0.75)
         raise ConfigError(
             f"{key}: no such key in {where}" + (f"; did you mean {near[0]}?" if near else "")
         )

@@ -1,17 +1,15 @@
 """The default lending rules, targets, boards of a healthy pair of engines, and a made-up device."""
 
 import random
-from pathlib import Path
 
 import msgspec
 import pytest
-import yaml
 
-from rose.config.serving import Lending, Slo
+from rose.parts.lending import settings
 from rose.parts.lending.board import Control, Online
+from rose.parts.lending.config import Lending, Slo
 from rose.parts.lending.rules.predictor import Predictor, Work
 
-CONF = Path(__file__).parents[3] / "conf"
 # 20 ms to read the weights, 5,000 prompt tokens/s
 COEFFICIENTS = (0.02, 2e-4, 1e-7, 1e-3, 2e-6, 0.0)
 
@@ -19,7 +17,7 @@ COEFFICIENTS = (0.02, 2e-4, 1e-7, 1e-3, 2e-6, 0.0)
 @pytest.fixture
 def lending():
     """lending(chunk_tokens=64, ...) -> the default section with these values."""
-    tree = yaml.safe_load((CONF / "serving/borrow.yaml").read_text())["lending"]
+    tree = msgspec.to_builtins(settings.of_server([]).lending)
     return lambda **changes: msgspec.convert(tree | changes, Lending)
 
 

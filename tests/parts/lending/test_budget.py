@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose.config.serving import Lending
 from rose.parts.lending.board import Control, Online
+from rose.parts.lending.config import Lending
 from rose.parts.lending.rules.budget import HALF_LIFE_S, Budget
 
 GIB = 2**30

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose.config.serving import Lending, Slo
 from rose.parts.lending.board import Control, Online
+from rose.parts.lending.config import Lending, Slo
 from rose.parts.lending.rules.gate import CONTROL_STALE_S, Gate, Reason, part
 from rose.parts.lending.rules.predictor import Predictor, Work
 

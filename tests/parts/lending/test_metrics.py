@@ -9,8 +9,9 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rose.config import Slo
+from rose.parts.lending import settings
 from rose.parts.lending.board import Control, Online, Rollout, Writer
+from rose.parts.lending.config import Slo
 from rose.parts.lending.operator.metrics import FAMILIES, FIELDS, BoardCollector
 from rose.parts.lending.vllm import device
 
@@ -128,10 +129,8 @@ print(generate_latest().decode().count('HELP rose_lending '))
 
 
 @pytest.mark.parametrize("serving", [True, False])
-def test_an_engines_own_registry_has_them_once_and_only_when_co_serving(
-    tmp_path, serving, make_config
-):
-    here = device.describe(tmp_path, make_config().serving, None)
+def test_an_engines_own_registry_has_them_once_and_only_when_co_serving(tmp_path, serving):
+    here = device.describe(tmp_path, settings.of_server([]), None)
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         capture_output=True,

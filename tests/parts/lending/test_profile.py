@@ -34,9 +34,9 @@ def model(tmp_path):
 
 
 @pytest.fixture
-def config(make_config, model):
-    return make_config(
-        "model.source=folder", f"model.path={model}", f"serving.online.model={model}"
+def config(model):
+    return settings.composed(
+        ["model.source=folder", f"model.path={model}", f"serving.online.model={model}"]
     )
 
 
@@ -63,27 +63,33 @@ def test_the_threads_are_those_of_the_lender_whatever_machine_launched_the_run(
     tmp_path, make_config, model, monkeypatch
 ):
     monkeypatch.setattr(processes, "CGROUP", tmp_path)  # no quotas
-    given = ["model.source=folder", f"model.path={model}", f"serving.online.model={model}"]
+    given = ["model.source=folder", f"model.path={model}"]
     found = []
     for launcher in 64, 4:
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, n=launcher: set(range(n)))
         configuration.save(make_config(*given, "rollout.workers=1"), tmp_path / "config.json")
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-        found.append(device_profile.fingerprint(settings.of_run(tmp_path, []), model))
+        found.append(
+            device_profile.fingerprint(
+                settings.of_run(tmp_path, [f"serving.online.model={model}"]), model
+            )
+        )
     assert found[0] == found[1] and found[0]["rollout"]["threads"] == 2
 
 
-def test_all_that_differs_is_said_at_once(tmp_path, found, make_config, model, config):
+def test_all_that_differs_is_said_at_once(tmp_path, found, model, config):
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text('{"layers": 2}')
-    changed = make_config(
-        "model.source=folder",
-        f"model.path={model}",
-        f"serving.online.model={other}",
-        "serving.online.dtype=bfloat16",
-        "rollout.threads=40",
-        "serving.lending.priority=normal",
+    changed = settings.composed(
+        [
+            "model.source=folder",
+            f"model.path={model}",
+            f"serving.online.model={other}",
+            "serving.online.dtype=bfloat16",
+            "rollout.threads=40",
+            "serving.lending.priority=normal",
+        ]
     )
     with pytest.raises(ConfigError) as said:
         device_profile.check(found, "p.json", changed, model)
@@ -282,7 +288,7 @@ def test_bad_arguments_are_refused(capsys, arguments, words):
 
 
 @pytest.mark.slow
-def test_two_tiny_models_are_measured_for_real_and_their_profile_suits_them(tmp_path, make_config):
+def test_two_tiny_models_are_measured_for_real_and_their_profile_suits_them(tmp_path):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     folder = tmp_path / "tiny"
@@ -300,7 +306,7 @@ def test_two_tiny_models_are_measured_for_real_and_their_profile_suits_them(tmp_
     Qwen3ForCausalLM(shape).save_pretrained(folder)
     (folder / "tokenizer_config.json").write_text("{}")
     path = tmp_path / "profile.json"
-    settings = [
+    given = [
         "serving.online.max_context=512",
         "serving.online.max_sequences=8",
         "serving.online.dtype=float32",
@@ -308,13 +314,12 @@ def test_two_tiny_models_are_measured_for_real_and_their_profile_suits_them(tmp_
         "rollout.max_sequences=8",
         f"serving.online.model={folder}",
     ]
-    done = run(f"out={path}", "seconds=10", f"model={folder}", *settings, timeout=800)
+    done = run(f"out={path}", "seconds=10", f"model={folder}", *given, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "P99 residual" in done.stdout and str(path) in done.stdout
     found = device_profile.load(path)
-    device_profile.check(
-        found, path, make_config("model.source=folder", f"model.path={folder}", *settings), folder
-    )
+    config = settings.composed(["model.source=folder", f"model.path={folder}", *given])
+    device_profile.check(found, path, config, folder)
     for side in ("online", "rollout"):
         predictor = Predictor.from_dict(found[side]["predictor"])
         assert predictor.samples >= FEWEST and predictor.seconds(DECODE) > 0

@@ -13,6 +13,7 @@ from rose import models, processes
 from rose.config import ConfigError
 from rose.launch import local
 from rose.parts.lending import settings
+from rose.parts.lending.config import hours_of
 from rose.parts.lending.rank.lender import Lender
 
 
@@ -171,7 +172,7 @@ def test_an_online_server_has_its_settings_before_there_is_a_run():
     [
         (
             "serving.online.prt=1",
-            r"serving.online.prt: no such key in conf/serving; did you mean serving.online.port\?",
+            r"serving.online.prt: no such key in conf/serving and conf/lending; did you mean serving.online.port\?",
         ),
         ("serving.online.port=-1", "serving.online.port=-1"),
         ("serving.online.port=70000", "below 65536"),
@@ -218,10 +219,5 @@ def test_a_runs_rank_takes_the_same_keys(run_dir):
 
 
 def test_hours_may_go_over_midnight():
-    assert configuration.hours_of("22-02") == [22, 23, 0, 1] and configuration.hours_of(
-        "00-24"
-    ) == list(range(24))
-    assert (
-        configuration.hours_of("20-24") == [20, 21, 22, 23]
-        and configuration.hours_of("24-02") == []
-    )
+    assert hours_of("22-02") == [22, 23, 0, 1] and hours_of("00-24") == list(range(24))
+    assert hours_of("20-24") == [20, 21, 22, 23] and hours_of("24-02") == []

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose.config.serving import Slo
+from rose.parts.lending.config import Slo
 from rose.parts.lending.rules.predictor import Predictor, Work
 from rose.parts.lending.rules.slo import (
     CREDIT,

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rose.config import Lending, hours_of
 from rose.parts.lending import board
+from rose.parts.lending.config import Lending, hours_of
 
 BEAT_S = 0.05  # seconds between two writes of the board
 POLL_S = 0.2  # seconds between two checks of the stop file

@@ -18,9 +18,9 @@ from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from rose.config import Slo
 from rose.parts.lending import board
 from rose.parts.lending.board import Control, Online, Rollout
+from rose.parts.lending.config import Slo
 from rose.parts.lending.rules.gate import Reason
 from rose.parts.lending.vllm import device
 

@@ -31,10 +31,11 @@ from typing import Any, TextIO
 import aiohttp
 
 from rose.comm.tasks import Tasks
-from rose.config import ConfigError, Serving
+from rose.config import ConfigError
 from rose.files import lock_now, own_folder, write_whole
 from rose.launch import gpus
 from rose.parts.lending import board
+from rose.parts.lending.config import Serving
 from rose.parts.lending.operator import metrics, report
 from rose.parts.lending.operator.control import BEAT_S, ControlBoard
 from rose.parts.lending.operator.history import EVERY_S, History

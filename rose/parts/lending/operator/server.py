@@ -28,9 +28,9 @@ from typing import Any
 import aiohttp
 
 from rose import processes
-from rose.config import ConfigError, Serving, checks
-from rose.config.serving import Online
+from rose.config import ConfigError, checks
 from rose.engine import plugin, start
+from rose.parts.lending.config import Online, Serving
 
 SCHEDULER = "rose.parts.lending.vllm.online.scheduler"
 WORKER = "rose.engine.kv_worker.KvWorker"  # worker extension that releases KV memory

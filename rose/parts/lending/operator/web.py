@@ -22,8 +22,9 @@ from typing import Any
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from rose.config import ConfigError, Serving
+from rose.config import ConfigError
 from rose.files import write_whole
+from rose.parts.lending.config import Serving
 from rose.parts.lending.operator.control import ControlBoard
 from rose.parts.lending.operator.metrics import BoardCollector
 

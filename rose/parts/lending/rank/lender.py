@@ -15,10 +15,11 @@ from pathlib import Path
 
 from rose import processes
 from rose.comm.join import Endpoint, JoinError, endpoint
-from rose.config import Config, ConfigError
+from rose.config import ConfigError
 from rose.engine import plugin, start
 from rose.launch import caches, gpus, resume
 from rose.parts.lending import settings
+from rose.parts.lending.config import Config
 from rose.parts.lending.rank import member
 from rose.parts.lending.rank.member import Ended, log
 

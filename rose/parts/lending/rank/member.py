@@ -21,12 +21,13 @@ from typing import NoReturn
 from rose import protocol as p
 from rose.comm import mpi_process
 from rose.comm.join import Answer, Application, JoinError, endpoint
-from rose.config import Config, ConfigError
+from rose.config import ConfigError
 from rose.engine import plugin
 from rose.engine.start import EngineError
 from rose.models import resolve
 from rose.observe.recorder import NullRecorder, Recorder
 from rose.parts.lending import board, settings
+from rose.parts.lending.config import Config
 from rose.parts.lending.vllm import priority
 
 # Seconds to wait for the coordinator's answer. It takes 0.2 s, unless the coordinator writes a

@@ -12,10 +12,10 @@ from pathlib import Path
 from rose import protocol as p
 from rose.comm.link import Link
 from rose.comm.wire import COORDINATOR, decode, encode
-from rose.config import Config
 from rose.engine.rank import RolloutWorker
 from rose.engine.vllm_engine import Engine, EngineDied, EngineError
 from rose.observe.recorder import NullRecorder
+from rose.parts.lending.config import Config
 from rose.parts.lending.rank.capacity import CapacityWatch, EngineBoard
 from rose.parts.lending.rules.gate import Reason
 

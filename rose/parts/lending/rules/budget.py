@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import math
 
-from rose.config.serving import Lending
 from rose.parts.lending.board import Control, Online
+from rose.parts.lending.config import Lending
 from rose.parts.lending.rules.gate import Reason, lent
 
 # Share of the high watermark up to which the budget grows. Without this gap, the next block of S

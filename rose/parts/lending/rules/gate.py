@@ -16,8 +16,8 @@ from __future__ import annotations
 import enum
 from typing import Any, NamedTuple
 
-from rose.config.serving import Lending, Slo
 from rose.parts.lending.board import Control, Online
+from rose.parts.lending.config import Lending, Slo
 from rose.parts.lending.rules.predictor import Predictor, Work
 
 # Seconds after which the operator's board counts as silent. Its process may be busy starting an

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import NamedTuple
 
-from rose.config.serving import Slo
+from rose.parts.lending.config import Slo
 from rose.parts.lending.rules.predictor import Predictor, Work
 
 _ARRIVAL = attrgetter("arrival")

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rose.config.serving import Serving
 from rose.engine import plugin
 from rose.files import write_whole
+from rose.parts.lending.config import Serving
 
 
 class Device(NamedTuple):

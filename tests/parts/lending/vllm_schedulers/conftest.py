@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from rose.config.serving import Slo
-from rose.parts.lending import board
+from rose.parts.lending import board, settings
+from rose.parts.lending.config import Slo
 from rose.parts.lending.rules import gate
 from rose.parts.lending.rules.predictor import Predictor
 from rose.parts.lending.vllm import device
@@ -85,8 +85,8 @@ class Boards:
 
 
 @pytest.fixture
-def boards(tmp_path, monkeypatch, make_config):
-    serving = make_config().serving
+def boards(tmp_path, monkeypatch):
+    serving = settings.of_server([])
     # A test on a busy machine may be held up for long, between any two lines: what is stale, or
     # takes longer than was predicted, is a matter of single tests.
     monkeypatch.setattr(gate, "CONTROL_STALE_S", 60.0)

@@ -1,11 +1,15 @@
-"""Checks of the serving side's targets, thresholds and hours."""
+"""The types of the sections that a lender adds to its run's `serving`, and their checks."""
 
 from __future__ import annotations
 
 import re
+from typing import Any, Literal
 
-from rose.config.checks.need import Need
-from rose.config.serving import Serving
+import msgspec
+
+from rose import config as core
+from rose.config.checks import Need, check_serving, needs
+from rose.config.common import Count, Natural, NotNegative, Positive, Section, Share
 
 # Arguments of vLLM that serving.online.engine_args may not set.
 OWN_ARGUMENTS = (
@@ -21,13 +25,85 @@ OWN_ARGUMENTS = (
 SHORTEST_STALE_S = 0.1  # live engines write their boards every 20 to 50 ms, later if busy
 
 
-def check(s: Serving, need: Need) -> None:
-    """Check the latency targets, thresholds and hours of lending."""
-    need(
-        s.lost_after_s >= 2 * s.heartbeat_s,
-        "serving.lost_after_s",
-        f"at least twice serving.heartbeat_s={s.heartbeat_s:g}, or a late heartbeat is a loss",
-    )
+class Slo(Section):
+    """Latency targets of an online model, seconds: time to first token (TTFT), and mean time per
+    output token after it (TPOT)."""
+
+    ttft_p50_s: Positive
+    ttft_p99_s: Positive
+    tpot_p50_s: Positive
+    tpot_p99_s: Positive
+
+
+class Online(Section):
+    """The online server beside a borrowed engine: vLLM's OpenAI-compatible server."""
+
+    # folder or hub id; null: ROSE starts no server, and the whole device is lent
+    model: str | None
+    served_name: str | None  # name that clients use; null: `model`
+    host: str
+    port: Natural  # 0: a free port, printed at start
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    max_context: Count
+    max_sequences: Count
+    max_batched_tokens: Count
+    kv_cache_gib: Positive
+    engine_args: dict[str, Any]  # passed to vLLM unchanged
+    start_timeout_s: Positive
+    slo: Slo | None  # null: unknown, so nothing is lent
+
+
+class Lending(Section):
+    """The conditions on which the online engine lends its device to the rollout engine."""
+
+    # output of python -m rose.parts.lending.profile for this device and these models; null: lend
+    # nothing
+    profile: str | None
+    chunk_tokens: Count  # most prefill tokens of one step of the rollout engine
+    step_share: Share  # longest delay of an online request by a rollout step / ttft_p99_s
+    priority: Literal["idle", "normal"]  # CPU priority of the rollout engine's threads
+    # the device's KV memory, one budget for both engines; null: online.kv_cache_gib
+    kv_gib: Positive | None
+    reserve: Share  # share of kv_gib that is never lent, beyond what online requests use
+    high_watermark: Share  # share of kv_gib in use or lent above which the loan is halved
+    stale_after_s: Positive  # silence of the online engine after which nothing is lent
+    revoke_after_s: Positive  # seconds to return revoked memory; then the rollout engine is killed
+    patience_s: Positive  # longest wait of a turn at the gate; then the scheduler gets it back
+    # "22-06" (local time): share of the lendable memory; 1 in hours not named
+    hours: dict[str, NotNegative]
+    control_port: Natural  # port of metrics, report and stop switch; 0: a free port, printed
+    stop_file: str | None  # nothing is lent while this file exists
+
+
+class Serving(core.Serving):
+    """The run's section `serving`, and those of this serving job."""
+
+    online: Online
+    lending: Lending
+
+
+class Config(core.Config):
+    """The run's tree as its lender has it."""
+
+    serving: Serving
+
+
+class MixedConfig(core.MixedConfig):
+    """The tree of a run on a mixture of environments, as its lender has it."""
+
+    serving: Serving
+
+
+class ServingSide(Section):
+    """The tree of an online server that starts before its run."""
+
+    serving: Serving
+
+
+def check(s: Serving) -> None:
+    """Check the latency targets, thresholds and hours of lending. Raises `ConfigError`."""
+    need = needs({"serving": msgspec.to_builtins(s)})
+    check_serving(s, need)
     online, lending = s.online, s.lending
     if online.slo is not None:
         for kind in ("ttft", "tpot"):
