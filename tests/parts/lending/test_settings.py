@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from rose import config as configuration
-from rose import models, processes
+from rose import front, models, places, processes
 from rose.config import ConfigError
 from rose.launch import local
 from rose.parts.lending import settings
@@ -216,6 +216,15 @@ def test_a_runs_rank_takes_the_same_keys(run_dir):
     assert c.serving.online.slo.tpot_p99_s == 1 and c.serving.lending.hours == {"22-06": 0}
     with pytest.raises(ConfigError, match="did you mean"):
         settings.of_run(run_dir, ["serving.lending.hour.22-06=0"])
+
+
+@pytest.mark.parametrize(
+    "given", ["serving.online.port=1", "+serving.online.port=1", "serving.lending.reserve=0.2"]
+)
+def test_a_training_run_names_the_command_of_a_lenders_key(tmp_path, monkeypatch, capsys, given):
+    monkeypatch.chdir(tmp_path)
+    assert front.main(places.CONF, [given]) == 2
+    assert "a key of `rose serve`" in capsys.readouterr().err
 
 
 def test_hours_may_go_over_midnight():
