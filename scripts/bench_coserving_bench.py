@@ -143,7 +143,7 @@ class Bench:
             args["scheduling_policy"] = "priority"
         if kind == "ours":
             args["scheduler_cls"] = "rose.parts.lending.vllm.online.scheduler"
-            args["worker_extension_cls"] = "rose.engine.kv_worker.KvWorker"
+            args["worker_extension_cls"] = "rose.parts.lending.vllm.kv_worker.KvWorker"
             env |= self._lends()
         made = Server(
             self.guard, f"server-{kind}", model(self.options.model, 0), args, self.folder, port, env

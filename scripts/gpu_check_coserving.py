@@ -67,7 +67,7 @@ CPU = Pair(
 def pool(report: Report) -> None:
     import torch
 
-    from rose.engine.vmm import CudaDriver, PagePool
+    from rose.parts.lending.vllm.vmm import CudaDriver, PagePool
 
     torch.cuda.init()
     made = PagePool(CudaDriver(torch.cuda.current_device()), report.sizes.nbytes)

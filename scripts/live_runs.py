@@ -29,9 +29,9 @@ import psutil
 from harness import REPOSITORY, stop
 
 from rose.coordinator import journal
-from rose.engine import plugin
 from rose.observe.metrics import read_metrics, rows_of
 from rose.parts.lending.profile import stolen_s
+from rose.parts.lending.vllm.steps import STEPS
 from rose.scheduler import events as ev
 
 ENGINE = "VLLM::EngineCore"  # vLLM's name for the process that computes
@@ -258,7 +258,7 @@ class Live(Ran):
     ) -> None:
         super().__init__(folder, name)
         self._log = (folder / f"{name}.log").open("wb")
-        environment = os.environ | ({plugin.STEPS: str(steps_log)} if steps_log else {})
+        environment = os.environ | ({STEPS: str(steps_log)} if steps_log else {})
         command = [
             sys.executable,
             str(REPOSITORY / "launch.py"),

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose.engine.blocks import BlockMemory, Layout
 from rose.memory import PAGE, HostPages, release_pages, resident_bytes
+from rose.parts.lending.vllm.blocks import BlockMemory, Layout
 
 MiB = 2**20
 

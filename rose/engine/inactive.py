@@ -17,7 +17,6 @@ from vllm.model_executor.model_loader import get_model_loader
 
 from rose import heap, memory
 from rose.engine import adapter
-from rose.engine.vmm import SPARE
 from rose.memory import release_pages
 
 SLEEP_TAGS = frozenset({"weights", "kv_cache"})  # vLLM's tags for the memory that sleep releases
@@ -40,16 +39,12 @@ class InactiveWorker:
         if self._rose_initial is None and self.weight_transfer_engine.holds_initial:
             self._rose_initial = self.rose_checksum()
         self.weight_transfer_engine.reset()
-        if self.rose_kv is not None:
-            self.rose_kv.suspend()
+        caches = self._rose_release_cache()
         if not on_cpu:
             self.sleep(level=2)
             return
         model = self.model_runner.get_model()
-        spans = _storages(model.parameters()) - _storages(model.buffers())
-        if self.rose_kv is None:
-            spans |= _storages(self.model_runner.kv_caches)
-        release_pages(spans)
+        release_pages(caches | _storages(model.parameters()) - _storages(model.buffers()))
         heap.release_free()  # memory that loading the model left in the allocator
 
     def rose_activate(self) -> None:
@@ -59,11 +54,7 @@ class InactiveWorker:
         if self.device.type != "cpu":
             self.wake_up()
         self._read_folder()
-        if self.rose_headroom is not None:
-            # Half the usual margin: kernels loaded since the start may have used the other half.
-            self.rose_headroom.keep(SPARE // 2)
-        if self.rose_kv is not None:
-            self.rose_kv.resume()
+        self._rose_regain_cache()
         found = self.rose_checksum() if self._rose_initial is not None else None
         if found != self._rose_initial:
             wrong = [name for name, digest in found.items() if digest != self._rose_initial[name]]
@@ -71,6 +62,14 @@ class InactiveWorker:
                 f"{len(wrong)} of {len(found)} parameters read from {self.model_config.model} are "
                 f"not what they were before, first {wrong[0]}; did the folder change?"
             )
+
+    def _rose_release_cache(self) -> set[tuple[int, int]]:
+        """Return the storages of the KV cache, for `rose_deactivate` to release on a CPU. An
+        extension that maps the cache by block releases its blocks here, and returns none."""
+        return _storages(self.model_runner.kv_caches)
+
+    def _rose_regain_cache(self) -> None:
+        """Take again what an extension released in `_rose_release_cache`."""
 
     def _read_folder(self) -> None:
         model = self.model_runner.get_model()

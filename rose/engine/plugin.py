@@ -2,29 +2,24 @@
 an engine.
 
 It patches vLLM in three ways:
-1. ROSE's co-serving schedulers get the engine core around them, to call its workers and to wake its
-   loop. A scheduler of another class is left alone.
-2. vLLM finds the physical GPU of a MIG slice.
-3. On a CPU, it asks Linux for AMX, and glibc keeps the memory of one step for the next.
+1. vLLM finds the physical GPU of a MIG slice.
+2. On a CPU, it asks Linux for AMX, and glibc keeps the memory of one step for the next.
+3. In an engine that shares its device, parts add theirs (`shared_device` in rose/extensions.py).
 """
 
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 from typing import Any
 
-from rose import heap
+from rose import extensions, heap
 from rose.config.checks import NO_DRAFTS
 from rose.engine.drafts import EXTENSION
 
 # Names that engines, schedulers and commands agree on.
 # Environment variable with the folder of a device's boards; set where engines share a device.
 FOLDER = "ROSE_COSERVING"
-CONFIG = "config.json"  # file in that folder, read by `rose.parts.lending.vllm.device.Device`
-# Environment variable with a file to which an engine appends each step as a line of JSON.
-STEPS = "ROSE_COSERVING_STEPS"
 # vLLM's stop_reason of a request that our scheduler evicted to free memory or time.
 EVICTED = "rose-evicted"
 
@@ -43,31 +38,8 @@ def register() -> None:
         find_gpus_of_slices(NvmlCudaPlatform, pynvml)
     if FOLDER not in os.environ:
         return
-    from vllm.v1.engine.core import EngineCoreProc
-
-    from rose.processes import die_with_parent
-
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        # vLLM's engine process would wait for ever for an API server that was killed.
-        die_with_parent(parent.pid)
-    original = EngineCoreProc.run_busy_loop
-    if getattr(original, "attaches", False):
-        return
-
-    def run_busy_loop(self):
-        if hasattr(self.scheduler, "attach"):
-            self.scheduler.attach(self)
-        return original(self)
-
-    def rose_set_inactive(self, inactive):
-        """Called by `Engine`: see `RolloutScheduler.set_inactive`. Ignored by other schedulers."""
-        if hasattr(self.scheduler, "set_inactive"):
-            self.scheduler.set_inactive(inactive)
-
-    run_busy_loop.attaches = True
-    EngineCoreProc.run_busy_loop = run_busy_loop
-    EngineCoreProc.rose_set_inactive = rose_set_inactive
+    for part in extensions.modules("shared_device").values():
+        part.register()
 
 
 def end_quickly(core: type) -> None:

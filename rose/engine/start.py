@@ -11,12 +11,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from rose import hub
+from rose import extensions, hub
 from rose.config import ConfigError, Draft, Lora, Model, Rollout
 from rose.engine.drafts import EXTENSION, PROPOSER
 from rose.processes import importing
 
-PLUGINS = ("rose", "rose_metrics")  # names of the entry points in pyproject.toml
+PLUGIN = "rose"  # name of the entry point in pyproject.toml
 # Most bytes of the path of vLLM's socket folder. Linux allows a socket 107 bytes, of which a slash
 # and a UUID take 37.
 LONGEST_FOLDER = 70
@@ -73,7 +73,7 @@ def _short_sockets() -> dict[str, str]:
 def _allow_plugins() -> None:
     """Add ROSE's plugins to those that a user's VLLM_PLUGINS allows: vLLM loads no others."""
     if (allowed := os.environ.get("VLLM_PLUGINS")) is not None:
-        names = dict.fromkeys([*filter(None, allowed.split(",")), *PLUGINS])
+        names = dict.fromkeys([*filter(None, allowed.split(",")), PLUGIN])
         os.environ["VLLM_PLUGINS"] = ",".join(names)
 
 
@@ -134,6 +134,9 @@ def engine_args(
     """Arguments for vLLM's AsyncEngineArgs. A deterministic engine computes each request alone and
     without cached prefixes. Log-probabilities are those of the distribution that tokens are sampled
     from, after temperature, top-k and top-p, because the trainer's importance weights use them."""
+    shares = "ROSE_COSERVING" in os.environ
+    of_parts = [m.WORKER for m in extensions.modules("shared_device").values()] if shares else []
+    worker = of_parts[0] if of_parts else EXTENSION
     unprocessed = (rollout.temperature, rollout.top_p, rollout.top_k) == (1, 1, 0)
     args = dict(
         model=str(folder),
@@ -150,7 +153,7 @@ def engine_args(
         stream_interval=rollout.stream_interval,
         logprobs_mode="raw_logprobs" if unprocessed else "processed_logprobs",
         use_tqdm_on_load=False,
-        worker_extension_cls=EXTENSION,
+        worker_extension_cls=worker,
         seed=seed,
     )
     if deterministic:
@@ -165,10 +168,10 @@ def engine_args(
         args["enable_return_routed_experts"] = True
     if rollout.kv_cache_gib is not None:
         args["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
-    if gpus and os.environ.get("ROSE_COSERVING"):
+    if gpus and shares:
         args["enable_sleep_mode"] = True  # lets `Engine.deactivate` release the weights
     # No drafts beside an online engine: the prediction of step times doesn't know them.
-    if rollout.draft.method != "none" and "ROSE_COSERVING" not in os.environ:
+    if rollout.draft.method != "none" and not shares:
         args["speculative_config"] = speculative(rollout.draft)
     return args | rollout.engine_args
 

@@ -70,7 +70,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             check_type(name, parameter)
         # On a GPU that engines share, free memory is released KV memory, which either engine may
         # take at any moment. So staging takes little, from what torch's allocator holds. Emptying
-        # the allocator's cache would lose the memory of steps (rose/engine/headroom.py).
+        # the allocator's cache would lose the memory that is kept for steps.
         self._shares_gpu = device.type == "cuda" and plugin.FOLDER in os.environ
         self._live: Live | None = None
         # Lineage and version of the live weights. The version is None if they are a mixture.

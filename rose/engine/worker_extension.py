@@ -21,7 +21,6 @@ from vllm.platforms import current_platform
 from rose.engine import adapter
 from rose.engine.drafts import PROPOSER, rejection
 from rose.engine.inactive import InactiveWorker
-from rose.engine.kv_worker import KvWorker
 from rose.engine.weight_transfer import NAME, RoseWeightTransferEngine
 from rose.processes import die_with_parent
 from rose.transfer.codec import digest
@@ -41,7 +40,7 @@ if current_platform.is_cpu():
         torch.set_num_threads(int(os.environ["ROSE_ENGINE_THREADS"]))
 
 
-class WorkerExtension(KvWorker, InactiveWorker):
+class WorkerExtension(InactiveWorker):
     """Mixed into vLLM's worker, which has `model_runner` and `weight_transfer_engine`."""
 
     def rose_status(self) -> dict:

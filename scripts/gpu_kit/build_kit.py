@@ -178,8 +178,7 @@ def main():
         "Metadata-Version: 2.1\nName: rose\nVersion: 0.1.0\n", encoding="utf-8"
     )
     (info / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nrose_metrics = rose.parts.lending.operator.metrics:register_if_serving\nrose = rose.engine.plugin:register\n",
-        encoding="utf-8",
+        "[vllm.general_plugins]\nrose = rose.engine.plugin:register\n", encoding="utf-8"
     )
     experts = site.parent / "moe" / PRUNED[1]
     experts.parent.mkdir(parents=True)

@@ -79,7 +79,7 @@ def rollout_steps(torch, stops: bool):
 
 def page_moves():
     """Return a function that maps and releases 256 MiB."""
-    from rose.engine.vmm import CudaDriver, PagePool
+    from rose.parts.lending.vllm.vmm import CudaDriver, PagePool
 
     pool = PagePool(CudaDriver(0), 2**28)
 
@@ -163,7 +163,7 @@ def online(torch) -> None:
 
 
 def pages(torch) -> None:
-    from rose.engine.vmm import CudaDriver, PagePool
+    from rose.parts.lending.vllm.vmm import CudaDriver, PagePool
 
     pool = PagePool(CudaDriver(0), 2**30)
     for _ in range(2):

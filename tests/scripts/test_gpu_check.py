@@ -14,10 +14,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rose.engine.vmm import CudaDriver, PagePool
 from rose.parts.lending.rules.predictor import Predictor
+from rose.parts.lending.vllm.vmm import CudaDriver, PagePool
 from rose.processes import adopt_orphans
-from tests.engine.cuda_rules import build_libcuda
+from tests.parts.lending.cuda_rules import build_libcuda
 from tests.processes import children
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -20,10 +20,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rose.engine import plugin, start
+from rose.engine import start
 from rose.engine.start import EngineError
 from rose.parts.lending.rules.predictor import Predictor, Work
 from rose.parts.lending.vllm import priority
+from rose.parts.lending.vllm.steps import STEPS
 
 # Bounds one request of the warm-up, in seconds. A request that can be served beside others takes
 # far less.
@@ -82,7 +83,7 @@ class Measured:
         self._dice = random.Random(seed)
         self._serial = itertools.count()
         here = dict(os.environ)
-        os.environ.update(side.environment | {plugin.STEPS: str(log)})
+        os.environ.update(side.environment | {STEPS: str(log)})
         try:
             self._llm, _ = start.build(side.args, gpus)
         except Exception as error:

@@ -33,7 +33,7 @@ from rose.engine import plugin, start
 from rose.parts.lending.config import Online, Serving
 
 SCHEDULER = "rose.parts.lending.vllm.online.scheduler"
-WORKER = "rose.engine.kv_worker.KvWorker"  # worker extension that releases KV memory
+WORKER = "rose.parts.lending.vllm.kv_worker.KvWorker"  # worker extension that releases KV memory
 # Entry point by which vLLM finds ROSE.
 GROUP = "vllm.general_plugins"
 PLUGIN = "rose"

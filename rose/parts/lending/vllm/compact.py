@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rose.engine.blocks import Layout
+from rose.parts.lending.vllm.blocks import Layout
 
 
 class Pages:

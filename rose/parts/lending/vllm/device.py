@@ -13,6 +13,8 @@ from rose.engine import plugin
 from rose.files import write_whole
 from rose.parts.lending.config import Serving
 
+CONFIG = "config.json"  # file in the folder that `plugin.FOLDER` names
+
 
 class Device(NamedTuple):
     folder: Path
@@ -29,7 +31,7 @@ def describe(folder: Path, serving: Serving, profile: dict[str, Any] | None) -> 
     """Write the description into `folder`; return the environment variables that name it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     text = json.dumps({"serving": msgspec.to_builtins(serving), "profile": profile})
-    write_whole(folder / plugin.CONFIG, text.encode())
+    write_whole(folder / CONFIG, text.encode())
     return {plugin.FOLDER: str(folder)}
 
 
@@ -38,7 +40,7 @@ def here() -> Device | None:
     `ValueError`, naming the file, when the description is absent or damaged."""
     if not (folder := os.environ.get(plugin.FOLDER)):
         return None
-    path = Path(folder) / plugin.CONFIG
+    path = Path(folder) / CONFIG
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return Device(Path(folder), msgspec.convert(found["serving"], Serving), found["profile"])

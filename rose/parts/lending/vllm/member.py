@@ -8,11 +8,11 @@ import time
 from typing import Any
 
 from rose.engine import plugin
-from rose.engine.blocks import Layout
 from rose.parts.lending import board
 from rose.parts.lending.board import Peer
 from rose.parts.lending.rules.predictor import Predictor
 from rose.parts.lending.vllm import device
+from rose.parts.lending.vllm.blocks import Layout
 from rose.parts.lending.vllm.pool import Call, Pool
 from rose.parts.lending.vllm.steps import Timed
 
@@ -59,7 +59,7 @@ class Member(Timed):
         except Exception as error:
             raise ValueError(
                 "this engine's workers can't release memory: start it with worker_extension_cls="
-                f"rose.engine.kv_worker.KvWorker ({error})"
+                f"rose.parts.lending.vllm.kv_worker.KvWorker ({error})"
             ) from error
         where = Layout(*(layout[name] for name in Layout._fields))
         call = core.model_executor.collective_rpc

@@ -16,12 +16,12 @@ import signal
 import time
 from dataclasses import dataclass
 
-from rose.engine.blocks import Layout
 from rose.heap import Ahead
 from rose.parts.lending import board
 from rose.parts.lending.board import Peer
 from rose.parts.lending.rules.predictor import Predictor, Work
 from rose.parts.lending.rules.slo import Attainment, Promptness, Request, hold_until
+from rose.parts.lending.vllm.blocks import Layout
 from rose.parts.lending.vllm.member import Member, vllm_scheduler
 from rose.parts.lending.vllm.pool import AT_ONCE, Call
 from rose.parts.lending.vllm.priority import restore_priority

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from rose.engine.blocks import Layout
+from rose.parts.lending.vllm.blocks import Layout
 from rose.parts.lending.vllm.compact import Pages
 from rose.parts.lending.vllm.free_queue import LowFirst
 
-# Names of the workers' methods (rose/engine/kv_worker.py).
+# Names of the workers' methods (rose/parts/lending/vllm/kv_worker.py).
 RELEASE = "rose_release_blocks"
 MAP = "rose_map_blocks"
 RETRY_S = 1.0  # seconds after a failure to map before memory is requested again

@@ -1,6 +1,6 @@
 """A mixin before vLLM's scheduler class that records each engine step's work, begin and end.
 
-If the environment variable `plugin.STEPS` names a file, every step is appended to it. `python -m
+If the environment variable `STEPS` names a file, every step is appended to it. `python -m
 rose.parts.lending.profile` fits the predictor to this file.
 """
 
@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from rose.engine import plugin
 from rose.parts.lending.rules.predictor import Predictor, Work
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+# Environment variable with a file to which an engine appends each step as a line of JSON.
+STEPS = "ROSE_COSERVING_STEPS"
 
 
 class Timed:
@@ -30,7 +32,7 @@ class Timed:
         super().__init__(*args, **kwargs)
         self._in_flight: deque[tuple[object, Work, float]] = deque()
         self._last_ended = 0.0
-        path = os.environ.get(plugin.STEPS)
+        path = os.environ.get(STEPS)
         # Closed with the process.
         self._log = open(path, "ab", buffering=0) if path else None  # noqa: SIM115
 

@@ -187,7 +187,7 @@ class Worker:
     """What KvWorker adds to vLLM's worker, on this memory."""
 
     def __init__(self, memory):
-        from rose.engine.kv_worker import KvWorker
+        from rose.parts.lending.vllm.kv_worker import KvWorker
 
         self._worker = type("Alone", (KvWorker,), {"rose_kv": memory})()
 

@@ -7,12 +7,12 @@ import time
 import msgspec
 import pytest
 
-from rose.engine.blocks import BlockMemory, Layout
 from rose.parts.lending import board
 from rose.parts.lending.vllm import device, pool
 from rose.parts.lending.vllm import online as online_scheduler
 from rose.parts.lending.vllm import rollout as rollout_scheduler
-from tests.engine.fatal_pages import PAGE, Device, FatalPages
+from rose.parts.lending.vllm.blocks import BlockMemory, Layout
+from tests.parts.lending.fatal_pages import PAGE, Device, FatalPages
 from tests.parts.lending.vllm_schedulers.conftest import PROFILE
 
 pytestmark = pytest.mark.slow  # imports vLLM

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose.engine.blocks import FAILED, BlockMemory, Layout
 from rose.parts.lending.vllm import pool as module
+from rose.parts.lending.vllm.blocks import FAILED, BlockMemory, Layout
 from rose.parts.lending.vllm.compact import Pages
 from rose.parts.lending.vllm.pool import MAP, RELEASE, Pool
-from tests.engine.fatal_pages import PAGE, Device, FatalPages
+from tests.parts.lending.fatal_pages import PAGE, Device, FatalPages
 
 pytestmark = pytest.mark.slow  # imports vLLM
 KiB, MiB = 2**10, 2**20

@@ -11,7 +11,7 @@ import ctypes
 import mmap
 import os
 
-from rose.engine.vmm import OUT_OF_MEMORY, CudaError, PagePool
+from rose.parts.lending.vllm.vmm import OUT_OF_MEMORY, CudaError, PagePool
 
 PAGE = 2 * 2**20
 RUBBISH = 0xFF  # every float of such bytes is no number

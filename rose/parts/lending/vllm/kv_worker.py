@@ -1,16 +1,16 @@
 """A mixin of vLLM's worker that maps and releases KV memory block by block at the scheduler's call.
 
 In an engine that shares its device (ROSE_COSERVING is set), the one buffer of vLLM's KV cache comes
-from a page pool: `rose.memory.HostPages` on a CPU, `rose.engine.vmm.PagePool` on a GPU. vLLM
-allocates that buffer inside a context that it has for sleep mode and KV connectors. We replace this
-context by a `TorchFunctionMode`, which intercepts the one call of `torch.zeros`.
+from a page pool: `rose.memory.HostPages` on a CPU, `vmm.PagePool` on a GPU. vLLM allocates that
+buffer inside a context that it has for sleep mode and KV connectors. We replace this context by a
+`TorchFunctionMode`, which intercepts the one call of `torch.zeros`.
 
 At first only block 0, vLLM's null block, has memory; the scheduler maps the blocks that it means to
 use. Before there is a scheduler, vLLM warms up its kernels with real steps on blocks 1, 2, ...
 (v1/worker/gpu/warmup.py). Meanwhile these blocks share one page, as nothing reads what these steps
 write. All else that runs without a scheduler - the profile run, the capture of CUDA graphs, dummy
 steps, padding - writes nowhere (slot -1) and reads block 0. On a GPU the worker also reserves the
-memory of its activations (rose/engine/headroom.py). Importing this module imports vLLM.
+memory of its activations (rose/parts/lending/vllm/headroom.py). Importing this module imports vLLM.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch.overrides import TorchFunctionMode
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu_worker import Worker
 
-from rose.engine.blocks import FAILED, BlockMemory, Pool, layout_of
-from rose.engine.headroom import Headroom
-from rose.engine.vmm import SPARE, CudaDriver, CudaError, PagePool
 from rose.memory import HostPages
+from rose.parts.lending.vllm.blocks import FAILED, BlockMemory, Pool, layout_of
+from rose.parts.lending.vllm.headroom import Headroom
+from rose.parts.lending.vllm.vmm import SPARE, CudaDriver, CudaError, PagePool
 
 logger = init_logger(__name__)
 
@@ -54,7 +54,7 @@ class KvAllocation(TorchFunctionMode):
         if len(self._pools) != 1:
             raise RuntimeError(
                 f"vLLM allocated {len(self._pools)} KV buffers where one was expected; "
-                "rose.engine.kv_worker was written for vLLM 0.32"
+                "rose.parts.lending.vllm.kv_worker was written for vLLM 0.32"
             )
         worker = self._worker
         layout = layout_of(
@@ -143,6 +143,16 @@ class KvWorker:
         """Release the memory of these blocks and their content. Return the bytes released. On a GPU
         this waits for the steps that were submitted."""
         return self._rose_lent().release(block_ids)
+
+    def _rose_release_cache(self) -> set[tuple[int, int]]:
+        self._rose_lent().suspend()
+        return set()
+
+    def _rose_regain_cache(self) -> None:
+        if self.rose_headroom is not None:
+            # Half the usual margin: kernels loaded since the start may have used the other half.
+            self.rose_headroom.keep(SPARE // 2)
+        self._rose_lent().resume()
 
     def _rose_lent(self) -> BlockMemory:
         if self.rose_kv is None:

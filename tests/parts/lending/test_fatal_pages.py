@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from rose.engine.blocks import BlockMemory, Layout
-from tests.engine.fatal_pages import PAGE, Device, FatalPages
+from rose.parts.lending.vllm.blocks import BlockMemory, Layout
+from tests.parts.lending.fatal_pages import PAGE, Device, FatalPages
 
 
 def dies_of(call) -> int:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose.engine.blocks import BlockMemory, Layout
-from rose.engine.vmm import CudaDriver, CudaError, PagePool
-from tests.engine.cuda_rules import StrictDriver, build_libcuda
+from rose.parts.lending.vllm.blocks import BlockMemory, Layout
+from rose.parts.lending.vllm.vmm import CudaDriver, CudaError, PagePool
+from tests.parts.lending.cuda_rules import StrictDriver, build_libcuda
 
 PAGE = 4096
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 import torch
 
-from rose.engine.vmm import SPARE
+from rose.parts.lending.vllm.vmm import SPARE
 
 # Factor on the measured peak. It covers fragmentation: the allocator splits the segment, and not
 # every remainder is of use.

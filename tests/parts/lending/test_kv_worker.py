@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rose.engine import headroom, plugin
-from rose.engine.vmm import SPARE
-from tests.engine.allocator import Gpu, Process
-from tests.engine.fatal_pages import PAGE, Device, FatalPages
+from rose.engine import plugin
+from rose.parts.lending.vllm import headroom
+from rose.parts.lending.vllm.vmm import SPARE
+from tests.parts.lending.allocator import Gpu, Process
+from tests.parts.lending.fatal_pages import PAGE, Device, FatalPages
 
 pytestmark = pytest.mark.slow  # imports vLLM
 BLOCKS, STRIDE, STEP = 17, 896 * 2**10, 100 * 2**20
@@ -55,7 +56,8 @@ class Standing:
 @pytest.fixture
 def started(monkeypatch, tmp_path):
     """started(gpu, steps) -> (the worker after its start, its process)."""
-    from rose.engine import kv_worker
+    from rose.engine.inactive import InactiveWorker
+    from rose.parts.lending.vllm import kv_worker
 
     monkeypatch.setenv(plugin.FOLDER, str(tmp_path))
     monkeypatch.setattr(
@@ -65,7 +67,7 @@ def started(monkeypatch, tmp_path):
     def start(gpu: Gpu, steps=range(1, BLOCKS)):
         process = Process(gpu)
         monkeypatch.setattr(headroom, "torch", process)
-        worker = type("Worker", (Standing, kv_worker.KvWorker), {})(process, steps)
+        worker = type("Worker", (Standing, kv_worker.KvWorker, InactiveWorker), {})(process, steps)
         with kv_worker._context(worker, "weights"):
             process.take(10 * 2**20)
         assert worker.determine_available_memory() == BLOCKS * STRIDE
@@ -91,14 +93,12 @@ def test_after_warm_up_the_memory_of_the_largest_step_is_this_engines(started):
 
 
 def test_an_engine_that_was_inactive_has_that_memory_again_before_it_serves(started):
-    from rose.engine.inactive import InactiveWorker
-
     gpu = Gpu(2**30)
     worker, process = started(gpu)
     process.empty_cache()  # as vLLM's sleep mode does
     worker.wake_up = worker._read_folder = lambda: None
     worker._rose_initial = None
-    InactiveWorker.rose_activate(worker)
+    worker.rose_activate()
     Process(gpu).take(gpu.free)
     process.pass_by(STEP)
 

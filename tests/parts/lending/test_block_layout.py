@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rose.engine.blocks import Layout, layout_of
+from rose.parts.lending.vllm.blocks import Layout, layout_of
 
 pytestmark = pytest.mark.slow  # imports vLLM
 BLOCKS, LAYERS = 10, 3

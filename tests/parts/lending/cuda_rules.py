@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rose.engine.vmm import OUT_OF_MEMORY, CudaError
+from rose.parts.lending.vllm.vmm import OUT_OF_MEMORY, CudaError
 
 
 class StrictDriver:

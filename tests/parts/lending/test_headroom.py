@@ -3,10 +3,10 @@ takes."""
 
 import pytest
 
-from rose.engine import headroom
-from rose.engine.headroom import FRAGMENTS, Headroom
-from rose.engine.vmm import SPARE
-from tests.engine.allocator import Gpu, Process
+from rose.parts.lending.vllm import headroom
+from rose.parts.lending.vllm.headroom import FRAGMENTS, Headroom
+from rose.parts.lending.vllm.vmm import SPARE
+from tests.parts.lending.allocator import Gpu, Process
 
 MIB = 2**20
 

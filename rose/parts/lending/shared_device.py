@@ -1,0 +1,40 @@
+"""What this part adds to engines that share a device (rose/extensions.py)."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+from rose.parts.lending.operator import metrics
+from rose.processes import die_with_parent
+
+WORKER = "rose.parts.lending.vllm.worker_extension.LentWorker"
+
+
+def register() -> None:
+    """Give ROSE's schedulers the engine core around them, to call its workers and to wake its loop,
+    and the engine's own /metrics the boards. A scheduler of another class is left alone. A second
+    call changes nothing."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    metrics.register_if_serving()
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        # vLLM's engine process would wait for ever for an API server that was killed.
+        die_with_parent(parent.pid)
+    original = EngineCoreProc.run_busy_loop
+    if getattr(original, "attaches", False):
+        return
+
+    def run_busy_loop(self):
+        if hasattr(self.scheduler, "attach"):
+            self.scheduler.attach(self)
+        return original(self)
+
+    def rose_set_inactive(self, inactive):
+        """Called by `Engine`: see `RolloutScheduler.set_inactive`. Ignored by other schedulers."""
+        if hasattr(self.scheduler, "set_inactive"):
+            self.scheduler.set_inactive(inactive)
+
+    run_busy_loop.attaches = True
+    EngineCoreProc.run_busy_loop = run_busy_loop
+    EngineCoreProc.rose_set_inactive = rose_set_inactive

@@ -1,0 +1,11 @@
+"""The worker extension of a rollout engine that shares its device. Importing this module imports
+vLLM."""
+
+from __future__ import annotations
+
+from rose.engine.worker_extension import WorkerExtension
+from rose.parts.lending.vllm.kv_worker import KvWorker
+
+
+class LentWorker(KvWorker, WorkerExtension):
+    """Mixed into vLLM's worker: ROSE's extension, with a KV cache that is mapped by block."""
