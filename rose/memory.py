@@ -3,11 +3,8 @@
 `device_memory` measures a torch device: the GPU's memory, or on a CPU the machine's. `host_bytes`
 is the most host memory that this process's control groups allow.
 
-`HostPages` is the pool behind a KV cache on a CPU: private anonymous memory, in which
-`madvise(MADV_DONTNEED)` frees a page at once, and the next touch maps a zeroed page. It uses no
-transparent huge pages: a huge page that is released in part stays whole until memory is short, and
-khugepaged would fill released pages in again (max_ptes_none is 511 by default). `release_pages`
-does the same for memory that other code allocated, such as a model's parameters.
+`release_pages` returns memory that other code allocated, such as a model's parameters: after
+`madvise(MADV_DONTNEED)` a page is free at once, and the next touch maps a zeroed one.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ import mmap
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,37 +22,8 @@ GIB = 2**30
 PAGE = mmap.PAGESIZE
 CGROUP = Path("/sys/fs/cgroup")
 PROCESS = Path("/proc/self/cgroup")
-Ranges = list[tuple[int, int]]  # [start, end) in bytes, ascending, neither touching nor overlapping
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
-
-class HostPages:
-    """A `blocks.Pool` of at least `nbytes` in host memory. A page is resident once touched."""
-
-    page = PAGE
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = -(-nbytes // PAGE) * PAGE
-        self._memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._memory.madvise(mmap.MADV_NOHUGEPAGE)
-
-    def map(self, ranges: Ranges) -> None:
-        """Do nothing: the system maps a page when it is first touched."""
-
-    def release(self, ranges: Ranges) -> None:
-        for low, high in ranges:
-            self._memory.madvise(mmap.MADV_DONTNEED, low, high - low)
-
-    def scratch(self) -> AbstractContextManager[None]:
-        """Return an empty context: every page may be touched at any time."""
-        return nullcontext()
-
-    def tensor(self):
-        """The pool's memory itself as int8, (nbytes,). It lives as long as the tensor does."""
-        import torch
-
-        return torch.frombuffer(self._memory, dtype=torch.int8)
 
 
 def release_pages(spans: Iterable[tuple[int, int]]) -> int:

@@ -197,13 +197,15 @@ def coserving(report: Report) -> None:
 class Both:
     """S, R and the operator's board, all started by this process."""
 
-    def __init__(self, report: Report, config, measured: dict[str, Any]) -> None:
-        from rose.parts.lending import board
+    def __init__(self, report: Report, measured: dict[str, Any]) -> None:
+        from rose.parts.lending import board, settings
         from rose.parts.lending.operator.control import ControlBoard
         from rose.parts.lending.operator.server import OnlineServer
         from rose.parts.lending.vllm import device
 
-        self.report, self.config = report, config
+        model = ["model.source=folder", f"model.path={folder(report)}"]
+        self.report, self.config = report, settings.composed([*overrides(report), *model])
+        config = self.config
         self.boards = board.folder(f"gpu-check-{os.getpid()}")
         self.variables = device.describe(self.boards, config.serving, measured)
         self.control = ControlBoard(self.boards, config.serving.lending, "", report.say)
@@ -333,13 +335,8 @@ class Both:
 
 
 async def _coserving(report: Report, measured: dict[str, Any]) -> None:
-    from rose.parts.lending import settings
-
     sizes = report.sizes
-    config = settings.composed(
-        [*overrides(report), "model.source=folder", f"model.path={folder(report)}"]
-    )
-    both = Both(report, config, measured)
+    both = Both(report, measured)
     try:
         await both.start()
         both.tasks += [asyncio.create_task(both.rollouts(number)) for number in range(sizes.turns)]

@@ -1,4 +1,4 @@
-"""What this part adds to engines that share a device (rose/extensions.py)."""
+"""Extend vLLM in engines that share a device (a hook of rose/extensions.py)."""
 
 from __future__ import annotations
 

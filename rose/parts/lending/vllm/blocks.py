@@ -18,8 +18,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from rose.memory import Ranges
-
+Ranges = list[tuple[int, int]]  # [start, end) in bytes, ascending, neither touching nor overlapping
 # A worker returns this instead of a byte count when its device has no memory for the blocks.
 FAILED = -1
 

@@ -1,7 +1,7 @@
 """A mixin of vLLM's worker that maps and releases KV memory block by block at the scheduler's call.
 
 In an engine that shares its device (ROSE_COSERVING is set), the one buffer of vLLM's KV cache comes
-from a page pool: `rose.memory.HostPages` on a CPU, `vmm.PagePool` on a GPU. vLLM allocates that
+from a page pool: `HostPages` on a CPU, `vmm.PagePool` on a GPU. vLLM allocates that
 buffer inside a context that it has for sleep mode and KV connectors. We replace this context by a
 `TorchFunctionMode`, which intercepts the one call of `torch.zeros`.
 
@@ -22,9 +22,9 @@ from torch.overrides import TorchFunctionMode
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu_worker import Worker
 
-from rose.memory import HostPages
 from rose.parts.lending.vllm.blocks import FAILED, BlockMemory, Pool, layout_of
 from rose.parts.lending.vllm.headroom import Headroom
+from rose.parts.lending.vllm.host_pages import HostPages
 from rose.parts.lending.vllm.vmm import SPARE, CudaDriver, CudaError, PagePool
 
 logger = init_logger(__name__)
@@ -37,7 +37,8 @@ class KvAllocation(TorchFunctionMode):
 
     def __init__(self, worker: Worker) -> None:
         super().__init__()
-        self._worker, self._pools = worker, []
+        self._worker = worker
+        self._pools: list = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is not torch.zeros or (kwargs or {}).get("dtype") is not torch.int8:

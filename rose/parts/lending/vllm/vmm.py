@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from rose.memory import Ranges
+from rose.parts.lending.vllm.blocks import Ranges
 
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 # Bytes of a GPU that no KV cache takes, for kernels that are loaded late and allocators that grow.

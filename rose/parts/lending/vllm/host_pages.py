@@ -1,0 +1,42 @@
+"""The pool behind a KV cache on a CPU: private anonymous memory, in which `madvise(MADV_DONTNEED)`
+frees a page at once, and the next touch maps a zeroed page.
+
+It uses no transparent huge pages: a huge page that is released in part stays whole until memory is
+short, and khugepaged would fill released pages in again (max_ptes_none is 511 by default).
+"""
+
+from __future__ import annotations
+
+import mmap
+from contextlib import AbstractContextManager, nullcontext
+
+from rose.memory import PAGE
+from rose.parts.lending.vllm.blocks import Ranges
+
+
+class HostPages:
+    """A `Pool` (blocks.py) of at least `nbytes` in host memory. A page is resident once touched."""
+
+    page = PAGE
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = -(-nbytes // PAGE) * PAGE
+        self._memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory.madvise(mmap.MADV_NOHUGEPAGE)
+
+    def map(self, ranges: Ranges) -> None:
+        """Do nothing: the system maps a page when it is first touched."""
+
+    def release(self, ranges: Ranges) -> None:
+        for low, high in ranges:
+            self._memory.madvise(mmap.MADV_DONTNEED, low, high - low)
+
+    def scratch(self) -> AbstractContextManager[None]:
+        """Return an empty context: every page may be touched at any time."""
+        return nullcontext()
+
+    def tensor(self):
+        """The pool's memory itself as int8, (nbytes,). It lives as long as the tensor does."""
+        import torch
+
+        return torch.frombuffer(self._memory, dtype=torch.int8)
