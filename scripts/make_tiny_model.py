@@ -44,7 +44,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from rose.agent.envs import _ladder
 from rose.agent.envs.base import Action, ToolCall
 from rose.agent.envs.frozen_lake import DIRECTIONS, FrozenLake
-from rose.parts.sandbox.envs.terminal import BASH
 
 FIRST_SEED = 2**63
 SPECIAL = END, TURN_START, TURN_END = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -167,7 +166,7 @@ def commands(count: int, noise: float, seed: int) -> tuple[list[Conversation], f
             {"role": "user", "content": rung.instruction},
             {"role": "assistant", "content": "", "tool_calls": [call]},
         ]
-        made.append((messages, [BASH]))
+        made.append((messages, [_ladder.BASH]))
     return made, right / count
 
 

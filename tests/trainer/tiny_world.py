@@ -588,8 +588,8 @@ def watched(trainer, folder: Path, rank: int, beat_s: float):
         "rank": rank,
         "role": Role.TRAINER,
         "index": rank,
-        "pid": 0,
-        "guard_pid": 0,
+        "pid": os.getpid(),
+        "guard_pid": os.getppid(),
         "host": "here",
     }
     rank_status.write(folder, 1, rank_status.RankStatus(**who, state="running"))

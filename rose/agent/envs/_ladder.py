@@ -8,11 +8,26 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 NAMES = ("apple", "river", "stone", "cloud", "tiger", "lemon", "piano", "robot")
 COLOURS = ("red", "blue", "green", "black", "white", "pink", "gold", "grey")
 RUNGS = ("find", "print", "replace")
 SYSTEM = "You work in a shell. Do what is asked with one call of bash."
+
+
+def function_tool(name: str, description: str, *arguments: str) -> dict[str, Any]:
+    """Return the OpenAI schema of a tool whose arguments are texts."""
+    parameters = {
+        "type": "object",
+        "properties": {each: {"type": "string"} for each in arguments},
+        "required": list(arguments),
+    }
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+BASH = function_tool("bash", "Run a shell command.", "command")
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from itertools import chain
 from typing import Any
 
 from rose.agent.envs import _ladder
+from rose.agent.envs._ladder import BASH, function_tool
 from rose.agent.envs.base import Action, Start, Step, ToolCall
 from rose.config import ConfigError
 from rose.parts.sandbox import Limits, Sandbox, SandboxError, Spec
@@ -42,16 +43,6 @@ MOST_WORDS = 256
 SPARE_MIB = 64  # MiB of memory that a sandbox needs beyond its disk, which is in memory
 
 
-def _tool(name: str, description: str, *arguments: str) -> dict[str, Any]:
-    parameters = {
-        "type": "object",
-        "properties": {each: {"type": "string"} for each in arguments},
-        "required": list(arguments),
-    }
-    function = {"name": name, "description": description, "parameters": parameters}
-    return {"type": "function", "function": function}
-
-
 def _stopped(task: _tasks.Task) -> str:
     return (
         f"task {task.name}: its tests were stopped: they don't end within verifier.timeout_sec="
@@ -65,9 +56,10 @@ def _warn(words: str) -> None:
     print(words, flush=True)
 
 
-BASH = _tool("bash", "Run a shell command.", "command")
-EDIT = _tool("edit_file", "Replace old, which the file has once, by new.", "path", "old", "new")
-UNDO = _tool("undo", "Take back the last command, or as many as commands says.")
+EDIT = function_tool(
+    "edit_file", "Replace old, which the file has once, by new.", "path", "old", "new"
+)
+UNDO = function_tool("undo", "Take back the last command, or as many as commands says.")
 UNDO["function"]["parameters"]["properties"]["commands"] = {"type": "integer", "minimum": 1}
 
 

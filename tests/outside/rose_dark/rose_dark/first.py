@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from rose.scheduler.fleet import Fleet
-from rose.scheduler.state import Cluster, TurnState, WorkerState
+from rose.api import Cluster, Fleet, TurnState, WorkerState
 
 
 class First:

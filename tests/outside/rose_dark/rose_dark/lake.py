@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 
-from rose.agent.envs.base import Action, Start, Step
-from rose.config import ConfigError
+from rose.api import Action, ConfigError, Start, Step
 
 MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
 SYSTEM = "You are on a dark lake. F is ice, H is a hole. Find G: call move each turn."

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rose.trainer.algorithms.base import Summary, TokenBatch
+from rose.api import Summary, TokenBatch
 
 
 @dataclass(frozen=True)

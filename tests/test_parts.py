@@ -1,0 +1,77 @@
+"""A training run needs none of the parts: the folders of rose/parts may be removed."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rose import extensions
+from rose.observe.metrics import read_metrics, rows_of
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SMALL = (
+    "name=run",
+    "trainer.steps=1",
+    "trainer.batch_size=8",
+    "rollout.group_size=4",
+    "rollout.workers=1",
+    "rollout.kv_cache_gib=0.1",
+    "eval.episodes=4",
+    "observe.terminal=false",
+)
+SECONDS = 600
+
+
+def checkout(folder, without):
+    """Copy what a run reads of this checkout, but for the parts `without`."""
+    for name in ("rose", "conf", "scripts", "slurm"):
+        shutil.copytree(
+            REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    shutil.copy(REPOSITORY / "launch.py", folder)
+    for part in without:
+        shutil.rmtree(folder / "rose" / "parts" / part)
+
+
+def launch(folder, *arguments):
+    return subprocess.run(
+        [sys.executable, "launch.py", *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+
+
+@pytest.mark.slow
+def test_the_default_run_trains_without_any_part(tmp_path):
+    checkout(tmp_path, extensions.names())
+    done = launch(tmp_path, *SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (step,) = rows_of(read_metrics(tmp_path / "outputs" / "run"), "step")
+    assert step["version"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", extensions.names())
+def test_a_run_is_planned_without_this_part(part, tmp_path):
+    checkout(tmp_path, [part])
+    done = launch(tmp_path, *SMALL, "cluster.dry_run=true")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_what_a_missing_part_would_add_is_named_as_unknown(tmp_path):
+    checkout(tmp_path, extensions.names())
+    for argument, words in (
+        ("mode=simulate", "mode='simulate': no such mode; there are train"),
+        ("scheduler/routing=seer", "scheduler.routing.name='seer': no such routing policy"),
+        ("+experiment=terminal", "env.name='terminal': no such environment"),
+        ("serving.online.port=1", "serving.online.port=1: no such key"),
+    ):
+        done = launch(tmp_path, argument)
+        assert done.returncode == 2 and words in done.stderr.replace("\n", " "), done.stderr
