@@ -362,10 +362,6 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
         ),
         ("cluster=dev reward.max_jobs=2", ["reward.max_jobs=2", "reward=environment"]),
         (
-            "cluster=dev cluster/mpi=openmpi reward=function reward.args.path=a.py:f reward.max_jobs=2",
-            ["reward.max_jobs=2", "no rank can join"],
-        ),
-        (
             "rollout.environment_hosts=1000000000000",
             ["rollout.environment_hosts=1000000000000", "at most 65536 ranks"],
         ),
