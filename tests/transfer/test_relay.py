@@ -398,8 +398,8 @@ def test_an_upstream_that_is_down_is_waited_for_and_then_named(start, store, tmp
     data = fill(store, 1)
     running = start(upstream := Upstream(store), tmp_path / "cache")
     upstream.down = "weights: the mount is gone"
-    with pytest.raises(TransferError, match=r"503: weights: the mount is gone; given up after 1 s"):
-        running.client(1).read(FILE)
+    with pytest.raises(TransferError, match=r"503: weights: the mount is gone; given up after 4 s"):
+        running.client(4).read(FILE)
     threading.Timer(0.3, setattr, (upstream, "down", "")).start()
     assert running.client().read(FILE) == data
     assert running.metrics()["upstream_errors_total"] > 0
