@@ -771,14 +771,6 @@ def test_what_vllm_is_told_of_the_adapter_is_set_by_rose(make_config):
         make_config("+rollout.engine_args.max_lora_rank=64")
 
 
-def test_a_run_stored_before_there_were_adapters_is_one_without(make_config, tmp_path):
-    configuration.save(make_config(), tmp_path / "config.json")
-    stored = json.loads((tmp_path / "config.json").read_text())
-    assert stored["trainer"].pop("lora") is None
-    (tmp_path / "config.json").write_text(json.dumps(stored))
-    assert configuration.load(tmp_path / "config.json").trainer.lora is None
-
-
 def test_a_set_has_the_evaluations_samples_and_temperature_unless_it_has_its_own(make_config):
     e = make_config(
         "eval.samples=4",
