@@ -65,14 +65,15 @@ def record(c: Config, run_dir: Path) -> None:
     contained = c.cluster.slurm is not None and c.cluster.slurm.container is not None
     found = {"files": files, "packages": {} if contained else packages(_environments(c))}
     # A job that was requeued begins its attempts in a process that loads no environments.
-    found["noted"] = recorded(run_dir).get("noted", {}) | _noted
+    found["noted"] = recorded(run_dir)["noted"] | _noted
     write_whole(Path(run_dir) / NAME, json.dumps(found, indent=1).encode(), sync=True)
 
 
 def recorded(run_dir: Path) -> dict[str, Any]:
-    """Return what `record` wrote. Files and packages are empty for a run of an earlier release."""
+    """Return what `record` wrote, which is empty before the run's first attempt."""
     path = Path(run_dir) / NAME
-    return json.loads(path.read_text("utf-8")) if path.exists() else {"files": {}, "packages": {}}
+    empty = {"files": {}, "packages": {}, "noted": {}}
+    return json.loads(path.read_text("utf-8")) if path.exists() else empty
 
 
 def changed(run_dir: Path) -> Iterator[tuple[str, str]]:
@@ -80,7 +81,7 @@ def changed(run_dir: Path) -> Iterator[tuple[str, str]]:
     for path, was in recorded(run_dir)["files"].items():
         if (now := digest(Path(path))) != was["digest"]:
             yield was["key"], f"{path} {'has changed' if now else 'is gone'}"
-    for name, was in recorded(run_dir).get("noted", {}).items():
+    for name, was in recorded(run_dir)["noted"].items():
         if _noted.get(name, was)["digest"] != was["digest"]:
             yield was["key"], f"{name} have changed"
 
@@ -123,7 +124,7 @@ def note(key: str, name: str, found: str) -> None:
     if VARIABLE not in os.environ:
         _noted[name] = {"key": key, "digest": found}
         return
-    was = _expected(os.environ[VARIABLE]).get("noted", {}).get(name)
+    was = _expected(os.environ[VARIABLE])["noted"].get(name)
     if was is not None and was["digest"] != found:
         raise ConfigError(
             f"{was['key']}: {name} have changed since this attempt of the run began, so its "

@@ -124,11 +124,10 @@ class Trajectory(Record):
     stats: dict[str, float] = {}
     started: float = 0.0  # seconds, wall clock
     finished: float = 0.0
-    # the environment's name, or the member's in a mixture; "" if an earlier release saved it
+    # the environment's name, or the member's in a mixture
     domain: str = ""
     branches: list[Branch] = []
-    # (turn, number of its tokens), in the order of the tokens with mask 1; [] if an earlier release
-    # saved it
+    # (turn, number of its tokens), in the order of the tokens with mask 1
     turn_tokens: list[tuple[int, int]] = []
     # rewards of turn 0, 1, ..., whose sum is `reward`; [] where the environment gives none
     turn_rewards: list[float] = []
@@ -138,9 +137,6 @@ class Trajectory(Record):
     # with trainer.router_replay: the experts that engines chose for the first n <= T tokens, each
     # (layers, experts per token) uint8, or uint16 for models with more than 256 experts
     experts: bytes = b""
-    # True: `logprobs` are those of the distribution from which tokens were sampled. Earlier
-    # releases saved those at temperature 1 without top-p and top-k.
-    as_drawn: bool = False
     task: str = ""  # the environment's name for its task; "" where it has none
 
     @property

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 import time
@@ -20,13 +19,13 @@ from typing import Any
 import msgspec
 from gpu_check_frame import Check, Impossible, Report
 
-SMI_S = 60.0
+from rose.doctor import devices
+from rose.doctor.devices import FREE_SHARE, GIB
+from rose.doctor.finding import run
+
 PACKAGES = ("torch", "vllm", "deepspeed", "transformers", "triton", "mpi4py", "numpy", "numba")
-LEAST_CAPABILITY = 8.0  # compute capability that bfloat16 and FlashAttention need
 LEAST_SHM_GIB = 8.0
 LEAST_DISK_GIB = 5.0
-FREE_SHARE = 0.95  # share of the device's memory that must be free before the checks
-GIB = 2**30
 
 
 class Machine(msgspec.Struct):
@@ -83,20 +82,9 @@ def _host(report: Report) -> None:
             "(--cpus-per-task)"
         ),
     )
-    shm, disk = (shutil.disk_usage(path) for path in ("/dev/shm", report.folder))
-    report.figure(
-        "/dev/shm free",
-        shm.free / GIB,
-        "GiB",
-        least=report.sizes.shm_gib,
-        remedy=(
-            "in a container: docker run --shm-size=16g, or --ipc=host; versions and NCCL go "
-            "through it"
-        ),
-    )
     report.figure(
         "scratch folder free",
-        disk.free / GIB,
+        shutil.disk_usage(report.folder).free / GIB,
         "GiB",
         least=report.sizes.disk_gib,
         remedy="--folder another one",
@@ -106,9 +94,7 @@ def _host(report: Report) -> None:
 
 def _driver(report: Report) -> None:
     """Check that the doctor, torch and the environment agree about driver and devices."""
-    from rose.doctor import devices
-
-    for finding in devices.of_node(max(1, report.setup.gpus), 0.0):
+    for finding in devices.of_node(max(1, report.setup.gpus), report.sizes.shm_gib):
         report.say(f"{finding.part}: {finding.words}")
         report.figure(
             f"doctor: {finding.part}",
@@ -118,9 +104,6 @@ def _driver(report: Report) -> None:
         )
     import torch
 
-    if torch.version.cuda is None:
-        raise RuntimeError(f"torch {torch.__version__} is a CPU build: {devices.INSTALL}")
-    report.figure("torch was built for CUDA", torch.version.cuda)
     report.figure("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "not set"))
     torch.cuda.init()  # raises an error with the driver's message
     report.figure(
@@ -131,38 +114,31 @@ def _driver(report: Report) -> None:
     )
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        capability = properties.major + properties.minor / 10
-        free, total = torch.cuda.mem_get_info(index)
-        report.figure(
-            f"GPU {index}",
-            f"{properties.name}, {total / GIB:.1f} GiB, "
-            f"{properties.multi_processor_count} multiprocessors",
-        )
-        report.figure(
-            f"GPU {index}, capability",
-            capability,
-            least=LEAST_CAPABILITY,
-            remedy="bfloat16 and FlashAttention need an A100 or newer",
-        )
-        report.figure(
-            f"GPU {index}, free",
-            free / total,
-            least=FREE_SHARE,
-            source="of its memory",
-            remedy="another process holds memory there: nvidia-smi names it",
-        )
-    asked = ["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"]
-    mode = ""
-    if shutil.which(asked[0]):
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=SMI_S)
-        mode = done.stdout.partition("\n")[0].strip()
-    if mode:
+        words = f"{properties.name}, {properties.multi_processor_count} multiprocessors"
+        report.figure(f"GPU {index}", words)
+        _free(report, index, "free", "another process holds memory there: nvidia-smi names it")
+    done = run(["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"])
+    if mode := done.out.partition("\n")[0].strip():
         report.figure(
             "compute mode",
             mode,
             equal="Default",
             remedy="engine and trainer share a device: nvidia-smi -c 0 (as root)",
         )
+
+
+def _free(report: Report, index: int, when: str, remedy: str) -> None:
+    """Report the share of a GPU's memory that is free."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info(index)
+    report.figure(
+        f"GPU {index}, {when}",
+        free / total,
+        least=FREE_SHARE,
+        source="of its memory",
+        remedy=remedy,
+    )
 
 
 def _compiler(report: Report) -> None:
@@ -269,8 +245,6 @@ def _synchronize(torch, device) -> None:
 
 def nccl(report: Report) -> None:
     """Run the doctor's all-reduce, a rank per GPU, which checks the sum. Report its speed."""
-    from rose.doctor.finding import run
-
     ranks = report.sizes.ranks or report.setup.gpus
     done = run([sys.executable, "-m", "rose.doctor.all_reduce", report.sizes.backend, str(ranks)])
     told = [event["gib_per_s"] for event in done.events() if event["what"] == "all-reduce"]
@@ -294,14 +268,8 @@ def left(report: Report) -> None:
     if not report.gpus:
         raise Impossible("no GPU to look at")
     for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        report.figure(
-            f"GPU {index}, free at the end",
-            free / total,
-            least=FREE_SHARE,
-            source="of its memory",
-            remedy="nvidia-smi says which process holds it; if none does, the driver needs a reset",
-        )
+        remedy = "nvidia-smi says which process holds it; if none does, the driver needs a reset"
+        _free(report, index, "free at the end", remedy)
 
 
 FIRST = (

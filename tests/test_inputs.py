@@ -116,7 +116,7 @@ def test_a_run_with_a_saved_step_refuses_other_files_and_goes_on_once_they_are_a
     )
     run = folder / "run"
     run.mkdir()
-    assert resume.check_inputs(run, "run") == ""  # an earlier release's run
+    assert resume.check_inputs(run, "run") == ""
     local.write_config(config, run)
     assert resume.check_inputs(run, "run") == ""
     (folder / "rows.jsonl").write_text('{"prompt": "b", "answer": "2"}\n')

@@ -294,8 +294,7 @@ class _Episode:
             first = Start(snapshot.messages, snapshot.tools, snapshot.task)
             state = dict(snapshot.state)
             for name in SAVED:
-                # Attributes that an earlier release didn't save keep their initial values.
-                if name in state and isinstance(getattr(self, name), bytearray):
+                if isinstance(getattr(self, name), bytearray):
                     state[name] = bytearray(state[name])
             try:
                 await self._go_on(Fork(first, snapshot.played, snapshot.saved, state))
@@ -494,7 +493,6 @@ class _Episode:
             turn_rewards=self.turn_rewards if self.rewards_turns else [],
             inherited=self.inherited,
             experts=bytes(self.experts),
-            as_drawn=True,
         )
 
 

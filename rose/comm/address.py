@@ -109,14 +109,14 @@ def local_place(port: int) -> Place:
 def check_interface(interface: str | None) -> None:
     """Raise `RendezvousError` if `interface` (cluster.interface) has no address on this host."""
     if interface is not None:
-        _addresses(interface)
+        addresses_of(interface)
 
 
 def meet(gather: Gather, rank: int, interface: str | None = None) -> Place:
     """Agree on a place, collectively over the ranks of `gather`. With `interface`
     (cluster.interface), only the addresses of this interface are used. Raises `RendezvousError` on
     every rank if no address was reached by all within `REACH_S` seconds."""
-    here = Host(socket.gethostname(), _space(), _addresses(interface))
+    here = Host(socket.gethostname(), _space(), addresses_of(interface))
     answers = gather(msgspec.json.encode(here).decode())
     hosts = [msgspec.json.decode(text, type=Host) for text in answers]
     alone = len({host.space for host in hosts}) == 1
@@ -144,12 +144,7 @@ class _Listeners:
 
     def __init__(self, addresses: list[str]) -> None:
         self.token = secrets.token_hex(TOKEN_BYTES)
-        self._sockets: list[socket.socket] = []
-        for address in addresses:
-            try:
-                self._sockets.append(_listen(address))
-            except OSError:
-                continue  # an address that was just removed, or whose family is switched off
+        self._sockets = listen(addresses)
         self.places = [list(one.getsockname()[:2]) for one in self._sockets]
         self._stop = threading.Event()
         self._threads = [
@@ -185,6 +180,18 @@ class _Listeners:
             except OSError:  # no connection within the timeout, or the peer has disconnected
                 continue
         listening.settimeout(None)
+
+
+def listen(addresses: list[str]) -> list[socket.socket]:
+    """Return listening sockets, without those of addresses that were just removed or whose family
+    is switched off."""
+    sockets = []
+    for address in addresses:
+        try:
+            sockets.append(_listen(address))
+        except OSError:
+            continue
+    return sockets
 
 
 def _listen(address: str) -> socket.socket:
@@ -270,7 +277,7 @@ def _source(address: str) -> str | None:
         return None
 
 
-def _addresses(interface: str | None) -> list[tuple[str, str]]:
+def addresses_of(interface: str | None) -> list[tuple[str, str]]:
     """Return this host's (interface, address) pairs: no loopback, IPv6 behind IPv4, bridges last.
     Raises `RendezvousError` if `interface` is not on this host or has no address."""
     found, stats = psutil.net_if_addrs(), psutil.net_if_stats()

@@ -1,7 +1,4 @@
-"""The connection to one borrowed rank: a porter process (`rose.comm.porter`) and a socket to it.
-
-The coordinator has one for each borrowed engine, a reward pool for each worker from another job.
-"""
+"""The connection to one borrowed rank: a porter process (`rose.comm.porter`) and a socket to it."""
 
 from __future__ import annotations
 
@@ -96,12 +93,8 @@ class Guest:
 
     def send(self, message: Message) -> None:
         """Queue a message and return at once. A message to a rank that is gone is dropped."""
-        self.forward(encode(message))
-
-    def forward(self, data: bytes) -> None:
-        """Queue bytes like `send`; they need not be a message of `rose.comm.wire`."""
         if not self._closing and not self.writer.is_closing():
-            self.writer.write(frame(data))
+            self.writer.write(frame(encode(message)))
 
     async def close(self, deadline_s: float = 1.0) -> None:
         """Send what is queued, then end the porter."""

@@ -177,19 +177,13 @@ def keys() -> list[str]:
 
 def load(path: Path, checked: bool = True) -> Config:
     """Read the resolved config that `save` wrote into a run's folder. checked=False also reads one
-    that an earlier release accepted and this release refuses to run."""
-    return from_dict(json.loads(Path(path).read_text(encoding="utf-8")), checked)
+    that this machine could not run."""
+    return from_dict(stored(path), checked)
 
 
 def stored(path: Path) -> dict[str, Any]:
-    """Return the tree that `save` wrote, with the defaults of keys that it lacks. A tree with a key
-    that this release no longer has is returned as it was written."""
-    tree = json.loads(Path(path).read_text(encoding="utf-8"))
-    try:
-        kind = MixedConfig if _is_mixture(tree) else Config
-        return msgspec.to_builtins(msgspec.convert(tree, kind))
-    except msgspec.ValidationError:
-        return tree
+    """Return the tree that `save` wrote."""
+    return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
 def save(config: Config, path: Path) -> None:

@@ -116,10 +116,9 @@ class Rollout(Section):
     resume_turns: Natural | None
     replay: str | None  # train from the trajectories saved by another run instead of rolling out
     engine_args: dict[str, Any]  # passed to vLLM unchanged
-    # Earlier releases stored neither of these two keys.
-    branch: Branching = Branching([], None, 1)
-    draft: Draft = Draft("none", 8, True, 256)
-    hybrid: Natural = 0  # engines on the trainer's devices, awake while the trainer waits
+    branch: Branching
+    draft: Draft
+    hybrid: Natural  # engines on the trainer's devices, awake while the trainer waits
 
     def step_tokens(self, max_context: int, deterministic: bool) -> int:
         """Return the most tokens of an engine step: a whole prompt must fit where vLLM may not

@@ -17,12 +17,11 @@ class Algorithm(Section):
     importance_cap: Positive | None
     dynamic_sampling: bool  # drop groups whose rewards are all equal and sample others (DAPO)
     kl_coef: NotNegative  # coefficient of the KL penalty to the model folder's weights
-    # true: the penalty has the gradient of KL(policy || reference). Runs that were stored without
-    # this key can go on: `rose.config.stored` takes the default.
-    kl_correction: bool = True
+    # true: the penalty has the gradient of KL(policy || reference)
+    kl_correction: bool
     # importance weights below this, or above the cap, become 0; null: those above become the cap
-    importance_floor: NotNegative | None = None
-    importance_level: Literal["token", "sequence"] = "token"
+    importance_floor: NotNegative | None
+    importance_level: Literal["token", "sequence"]
 
 
 class Optimizer(Section):
@@ -111,20 +110,19 @@ class Trainer(Section):
     export_keep: Count  # newest folders of exports/ that stay
     # null: on CPUs the number that `rose.config.from_dict` computes, else the libraries' choice
     threads: Count | None
-    # Earlier releases stored none of the keys below, so these have defaults.
-    lora: Lora | None = None  # null: all weights are trained
-    stream: bool = False  # true: compute gradients of finished groups while others still run
-    router_replay: bool = False  # true: route tokens to the experts that the engine recorded
-    sequence_parallel: Count = 1  # ranks that compute a row together
-    offload_activations: bool = False  # true: the layers' inputs wait in host memory
-    compile: bool = False  # torch.compile of layers and head
+    lora: Lora | None  # null: all weights are trained
+    stream: bool  # true: compute gradients of finished groups while others still run
+    router_replay: bool  # true: route tokens to the experts that the engine recorded
+    sequence_parallel: Count  # ranks that compute a row together
+    offload_activations: bool  # true: the layers' inputs wait in host memory
+    compile: bool  # torch.compile of layers and head
     # liger: Triton kernels of the package liger-kernel for norms, rotary positions and MLPs
-    kernels: Literal["none", "liger"] = "none"
+    kernels: Literal["none", "liger"]
     # Each group of this many neighbouring ranks keeps a second copy of all weights, from which the
     # backward pass gathers (hpZ of ZeRO++, arXiv 2306.10209). node: a node's ranks; null: no copy.
-    hpz: Count | Literal["node"] | None = None
+    hpz: Count | Literal["node"] | None
     # dedicated engines on whose devices a replica trains while the trainer does
-    elastic_replicas: Natural = 0
+    elastic_replicas: Natural
 
     @property
     def replicas(self) -> int:

@@ -49,8 +49,7 @@ def check(run_dir: Path, steps: int, temperature: float) -> None:
     """Raise `ConfigError` unless the run at `run_dir` can be replayed at `temperature`.
 
     1. Every step up to `steps` must be saved.
-    2. The saved log-probabilities must be those of `temperature`. They are those of the run's own
-       temperature or, in steps that an earlier release saved, of temperature 1.
+    2. The run's own temperature, of which the saved log-probabilities are, must be `temperature`.
 
     A folder without config.json passes the second check.
     """
@@ -68,26 +67,11 @@ def check(run_dir: Path, steps: int, temperature: float) -> None:
     if not stored.is_file():
         return
     drawn = configuration.stored(stored)["rollout"]["temperature"]
-    if drawn == temperature == 1.0:
-        return
-    # The run may have continued with a newer release, so its first and last steps may differ.
-    for step in sorted({1, steps}):
-        of = drawn if _as_drawn(run_dir, step) else 1.0
-        if of != temperature:
-            raise ConfigError(
-                f"rollout.temperature={temperature:g}: the tokens of rollout.replay="
-                f"{str(run_dir)!r} were drawn at {drawn:g}, and the log-probabilities of "
-                f"{path_of(run_dir, step).name} are of {of:g}: rollout.temperature={of:g}"
-            )
-
-
-def _as_drawn(run_dir: Path, step: int) -> bool:
-    """True if the step's log-probabilities are those of the temperature at which its tokens were
-    drawn. Raises `ConfigError` for a damaged file."""
-    try:
-        return all(t.as_drawn for group in load(run_dir, step) for t in group)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    if drawn != temperature:
+        raise ConfigError(
+            f"rollout.temperature={temperature:g}: the tokens of rollout.replay={str(run_dir)!r} "
+            f"were drawn at {drawn:g}: rollout.temperature={drawn:g}"
+        )
 
 
 def check_turn_rewards(run_dir: Path, needs: str) -> None:

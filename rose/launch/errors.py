@@ -9,10 +9,8 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from bisect import bisect_left
 from pathlib import Path
 
-from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -22,7 +20,7 @@ from hydra.errors import (
     MissingConfigException,
     OverrideParseException,
 )
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rose import config as configuration
@@ -46,14 +44,43 @@ def explain(error: Exception, conf: Path, arguments: list[str]) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _missing_option(error, conf)
     if isinstance(error, ConfigCompositionException):
-        overrides = _parsed(arguments)
-        swept = [override for override in overrides if override.is_sweep_override()]
+        swept = [override for override in _parsed(arguments) if override.is_sweep_override()]
         if swept and not set(SWEEP) & set(arguments):
             return _several_values(swept[0].input_line)
-        if (found := _first_refused(overrides, conf, searched(arguments))) is not None:
-            return _bad_override(*found, conf)
+        text = str(error)
+        if found := re.match("Multiple values for (.+?)\\.", text):
+            key = found[1]
+            value = value_of(key, arguments)
+            return f"+{key}={value}: the configuration has {key} already; write {key}={value}"
+        if found := re.match("Could not override '(.+?)'", text):
+            return _unknown_key(found[1], text, conf, arguments)
+        return " ".join(text.split())
     key = getattr(error, "full_key", None)
     return f"{key}: {_first_line(error)}" if key else _first_line(error)
+
+
+def _unknown_key(key: str, text: str, conf: Path, arguments: list[str]) -> str:
+    """Return what is wrong with an override of `key`, of which Hydra says `text`."""
+    typed = f"{key}={value_of(key, arguments)}"
+    section = re.split("[./@]", key)[0]
+    modes = [f"mode={m}" for m, part in extensions.modes().items() if section == part.SECTION]
+    if modes and f"mode={value_of('mode', arguments)}" not in modes:
+        return f"{typed}: only runs with {' or '.join(modes)} have the section {section}"
+    if absent := extensions.of_a_command(key):
+        return f"{typed}: {absent}"
+    if (conf / key.partition("@")[0]).is_dir():
+        return f"{typed}: {key} is not in the default configuration; add it with +{typed}"
+    known = configuration.keys()
+    section = key.rpartition(".")[0]
+    group = section.replace(".", "/")
+    if key in known and "." in section and (conf / group).is_dir():
+        options = " or ".join(f"+{group}={p.stem}" for p in sorted((conf / group).glob("*.yaml")))
+        return f"{typed}: {section} is null; choose its values first: {options}"
+    inside = re.search("full_key: (.+)", text)
+    key = inside[1] if inside else key
+    if any(each.startswith(f"{key.rpartition('.')[0]}.") for each in known) or "." not in key:
+        return f"{typed}: no such key{_meant(key, known + _groups(conf))}"
+    return f"{typed}: no such key; a new one is added with '+{typed}'"
 
 
 def searched(arguments: list[str]) -> list[str]:
@@ -94,44 +121,6 @@ def _parsed(arguments: list[str]) -> list[Override]:
     )
 
 
-def _first_refused(
-    overrides: list[Override], conf: Path, places: list[str]
-) -> tuple[str, Override, DictConfig] | None:
-    """Return the first override with which `conf` no longer composes, as text and parsed, and the
-    configuration without it. A sweep's text is its first point. Hydra's exceptions don't name the
-    override, so it is searched for in Hydra's order: first the options of groups, then keys."""
-    texts = {}
-    base = [f"hydra.searchpath=[{','.join(places)}]"] if places else []
-    overrides = [o for o in overrides if o.key_or_group != "hydra.searchpath"]
-    for override in sorted(overrides, key=lambda o: not (conf / o.key_or_group).is_dir()):
-        if (text := _text(override)) is not None:
-            texts[text] = override
-    typed = list(texts)
-    with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
-        good = bisect_left(
-            range(1, len(typed) + 1), True, key=lambda n: not _composes(base + typed[:n])
-        )
-        if good == len(typed):
-            return None  # No override is refused: an interpolation may be wrong, for example.
-        return typed[good], texts[typed[good]], compose("config", base + typed[:good])
-
-
-def _composes(overrides: list[str]) -> bool:
-    try:
-        compose("config", overrides)
-    except COMPLAINTS:
-        return False
-    return True
-
-
-def _text(override: Override) -> str | None:
-    """Return the override as typed, or a sweep's first point; None if the sweep has no point."""
-    if not override.is_sweep_override():
-        return override.input_line
-    first = next(iter(override.sweep_string_iterator()), None)
-    return None if first is None else f"{override.input_line.partition('=')[0]}={first}"
-
-
 def _several_values(override: str) -> str:
     key, _, values = override.partition("=")
     return (
@@ -156,75 +145,16 @@ def swept_keys(arguments: list[str]) -> list[str]:
 
 def _missing_option(error: MissingConfigException, conf: Path) -> str:
     group, _, option = error.missing_cfg_file.rpartition("/")
-    options = sorted(error.options or [])
     # Hydra lists no options if the missing one was chosen in a list of several.
-    if group and not options and (conf / group).is_dir():
-        options = sorted(path.stem for path in (conf / group).glob("*.yaml"))
-    if not group or not options:
+    options = sorted(
+        error.options or [path.stem for path in (conf / group).glob("*.yaml") if group]
+    )
+    if not options:
         groups = sorted(str(p.relative_to(conf)) for p in conf.rglob("*") if p.is_dir())
         return f"{error.missing_cfg_file}: no such file in {conf}{_meant(group or option, groups)}"
     return (
         f"{group}={option}: no such option{_meant(option, options)}; there are {', '.join(options)}"
     )
-
-
-def _bad_override(typed: str, override: Override, composed: DictConfig, conf: Path) -> str:
-    """Return what is wrong with `override`, which `composed` does not accept."""
-    key, value = override.key_or_group, typed.partition("=")[2]
-    bare = typed.lstrip("+~")
-    if absent := _of_other_modes(key, composed) or extensions.of_a_command(key):
-        return f"{bare}: {absent}"
-    if (conf / key).is_dir() and not override.is_delete():
-        if override.is_add():
-            return f"{typed}: the configuration has {key} already; write {bare}"
-        target = bare.partition("=")[0]
-        return f"{bare}: {target} is not in the default configuration; add it with +{bare}"
-    if OmegaConf.select(composed, key) is not None:
-        if override.is_delete():
-            return f"{typed}: {key} has another value; write ~{key}"
-        if override.is_add():
-            return f"{typed}: the configuration has {key} already; write {bare}"
-    # Hydra merges a dictionary, so the unknown key is inside it.
-    if value and isinstance(override.value(), dict):
-        return (
-            f"{bare}: a dictionary with a key that is not in {conf}; new ones are added with "
-            f"'+{bare}'"
-        )
-    section = key.rpartition(".")[0]
-    group = section.replace(".", "/")
-    if section and OmegaConf.select(composed, section) is None and (conf / group).is_dir():
-        files = sorted((conf / group).glob("*.yaml"))
-        options = " or ".join(f"+{group}={path.stem}" for path in files)
-        return f"{bare}: {section} is null; choose its values first: {options}"
-    beside = _keys_beside(key, composed)
-    if beside is None:
-        return f"{bare}: no such key{_meant(key, configuration.keys() + _groups(conf))}"
-    there = f"{section} has {', '.join(beside)}" if beside else f"{section} is empty"
-    new = f"; a new one is added with +{bare}" if value else ""
-    return (
-        f"{bare}: no such key{_meant(key, [f'{section}.{name}' for name in beside])}; {there}{new}"
-    )
-
-
-def _of_other_modes(key: str, composed: DictConfig) -> str:
-    """Return which modes have the section of `key`, if this configuration's mode has it not; "" for
-    the keys of a training run."""
-    section = re.split("[./@]", key)[0]
-    modes = [f"mode={m}" for m, part in extensions.modes().items() if section == part.SECTION]
-    if not modes or section in composed:
-        return ""
-    return f"only runs with {' or '.join(modes)} have the section {section}"
-
-
-def _keys_beside(key: str, composed: DictConfig) -> list[str] | None:
-    """Return the keys that a section of free keys (env.args, cluster.env) has with the chosen
-    options; None if `key` is in no such section."""
-    section = key.rpartition(".")[0]
-    known_keys = configuration.keys()
-    if not section or any(known.startswith(f"{section}.") for known in known_keys):
-        return None
-    found = OmegaConf.select(composed, section)
-    return [str(name) for name in found] if isinstance(found, DictConfig) else None
 
 
 def _groups(conf: Path) -> list[str]:

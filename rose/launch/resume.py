@@ -18,7 +18,6 @@ from rose import config as configuration
 from rose import files, inputs, models
 from rose.config import Cluster, Config, ConfigError, Slurm
 from rose.launch import rank_status
-from rose.policies import registry
 from rose.trainer import checkpoint
 
 # Keys that may change when a run continues: they don't alter the trajectories and updates of the
@@ -106,13 +105,6 @@ def check(stored: Path, new: Config) -> None:
     rules = MAY_CHANGE + (RECIPES_MAY_CHANGE if new.model.source in models.RECIPES else ())
     if new.model.source == "folder":
         now["model.path"] = str(models.resolve(new.model).resolve())  # config.json has it resolved
-    for flat in (before, now):
-        # An older config.json may have a relative path, and lack arguments added since then.
-        if replayed := flat.get("rollout.replay"):
-            flat["rollout.replay"] = str(Path(replayed).resolve())
-        for kind in registry.PROTOCOLS:
-            for key, value in registry.defaults(kind, flat[f"scheduler.{kind}.name"]).items():
-                flat.setdefault(f"scheduler.{kind}.args.{key}", value)
     changed = [
         key
         for key in sorted(before.keys() | now.keys())

@@ -80,14 +80,6 @@ def build(config: cfg.Scheduler, turn_timeout_s: float) -> Scheduler:
     )
 
 
-def defaults(kind: str, name: str) -> dict[str, Any]:
-    """Return the default values of the arguments of one of `policies(kind)`; {} for other
-    policies."""
-    policy = policies(kind).get(name)
-    takes = inspect.signature(policy).parameters if policy else {}
-    return {key: p.default for key, p in takes.items() if p.default is not p.empty}
-
-
 def _policy(kind: str, chosen: cfg.Policy) -> Any:
     ours = policies(kind)
     policy = ours.get(chosen.name) or outside.find(

@@ -3,5 +3,5 @@ that runs them.
 
 May import `rose.config`, `rose.comm`, `rose.protocol` and the modules below them; must know nothing
 of engines, turns or training. `rank.py` is the role, `worker.py` the program of each worker.
-`job.py` submits Slurm jobs, whose ranks (`joiner.py`) join a pool through its `guests.py`.
+`job.py` submits Slurm jobs with further workers.
 """

@@ -1,8 +1,8 @@
 """Slurm jobs that compute rewards for a run. `python -m rose.reward.job RUN_DIR NAME` submits one
 and prints its id; NAME is reward-POOL-NUMBER.
 
-A job has a rank (joiner.py) for each of its CPUs, which joins the pool. The job ends when the pool
-needs none of its ranks any more, or when there was no run to join for `WAIT_S`.
+A job has a worker (worker.py) for each of its CPUs, which connects to the pool. The job ends when
+the pool needs none of its workers any more, or when they find no pool.
 """
 
 from __future__ import annotations
@@ -10,30 +10,21 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from rose import config as configuration
 from rose.comm import mpi_process
 from rose.config import cpus_of
 from rose.launch import batch, sbatch, slurm
-from rose.reward.joiner import Ended
+from rose.reward import messages
 
-WAIT_S = 60.0  # longest time without a run to join, after which the job ends
-PAUSE_S = 2.0  # seconds between two attempts to join
-POLL_S = 0.2  # seconds between two polls of the ranks
-KILL_S = 5.0  # longest wait for ranks to end after Slurm's signal to the job
-
-
-@dataclass
-class _Seat:
-    """A CPU of the job, on which ranks run one after the other. Times are monotonic seconds."""
-
-    rank: subprocess.Popen | None = None
-    start_at: float = 0.0
-    since: float = field(default_factory=time.monotonic)  # time since which no rank has joined
-    over: bool = False
+# Most workers that a job starts for one that failed, so that one that can't start ends it.
+STARTS = 20
+POLL_S = 0.2  # seconds between two polls of the workers
+KILL_S = 5.0  # longest wait for workers to end after Slurm's signal to the job
 
 
 @dataclass
@@ -46,41 +37,37 @@ class Help:
     def __call__(self) -> str:
         batch.remember()
         c = configuration.load(self.run_dir / "config.json")
-        seats = [_Seat() for _ in range(cpus_of(c.cluster, "reward", c.rollout))]
-        while not all(seat.over for seat in seats):
-            if batch.received:
-                return self._end([seat.rank for seat in seats if seat.rank])
-            for seat in seats:
-                if not seat.over:
-                    self._poll(seat)
-            time.sleep(POLL_S)
+        with tempfile.TemporaryDirectory(prefix="rose-reward-") as scratch:
+            workers = [self._start(scratch) for _ in range(cpus_of(c.cluster, "reward", c.rollout))]
+            starts = len(workers) * STARTS
+            while workers:
+                if batch.received:
+                    return self._end(workers)
+                for worker in list(workers):
+                    code = worker.poll()
+                    if code is not None:
+                        workers.remove(worker)
+                    if code and starts:
+                        starts -= 1
+                        workers.append(self._start(scratch))
+                time.sleep(POLL_S)
         return "not needed any more"
 
-    def _poll(self, seat: _Seat) -> None:
-        """Start the seat's rank if it is due, and handle the end of one."""
-        now = time.monotonic()
-        if seat.rank is None and now >= seat.start_at:
-            seat.rank = subprocess.Popen(
-                [sys.executable, "-u", "-m", "rose.reward.joiner", "--run", str(self.run_dir)]
-                + ["--pool", str(self.pool)],
-                env=mpi_process.environment({"OMP_NUM_THREADS": "1"}),
-                stdin=subprocess.DEVNULL,
-            )
-        code = seat.rank.poll() if seat.rank else None
-        if code is None:
-            return
-        seat.rank, seat.start_at = None, now + PAUSE_S
-        if code == Ended.AGAIN or code < 0:  # the rank had joined, or was killed
-            seat.since, seat.start_at = now, now
-        seat.over = code in (Ended.DONE, Ended.REFUSED) or now - seat.since > WAIT_S
+    def _start(self, scratch: str) -> subprocess.Popen:
+        pool = messages.folder(self.run_dir, self.pool) / "pool.json"
+        return subprocess.Popen(
+            [sys.executable, "-u", "-m", "rose.reward.worker", "--run", str(self.run_dir)]
+            + ["--pool", str(pool)],
+            env=mpi_process.environment({"OMP_NUM_THREADS": "1", "TMPDIR": scratch}),
+            stdin=subprocess.DEVNULL,
+        )
 
-    def _end(self, ranks: list[subprocess.Popen]) -> str:
-        """Stop the ranks, as Slurm ends the job. Each reports it to the pool, which gives its
-        answers to other workers."""
-        for rank in ranks:
-            rank.terminate()
+    def _end(self, workers: list[subprocess.Popen]) -> str:
+        """Stop the workers, as Slurm ends the job. The pool gives their answers to others."""
+        for worker in workers:
+            worker.terminate()
         end = time.monotonic() + KILL_S
-        while any(rank.poll() is None for rank in ranks) and time.monotonic() < end:
+        while any(worker.poll() is None for worker in workers) and time.monotonic() < end:
             time.sleep(0.02)
         return f"ended by {signal.Signals(batch.received[0]).name}"
 

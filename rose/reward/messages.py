@@ -1,6 +1,16 @@
-"""Messages between a pool and its workers, each in a frame of its own (rose/comm/frames.py)."""
+"""Messages between a pool and its workers over TCP, each in a frame (rose/comm/frames.py).
+
+A pool's file, which only the run's user can read, has its addresses and its token. At the start of
+a connection each side proves that it knows the token, which is never sent: an address may lead a
+worker of another host to another process.
+"""
 
 from __future__ import annotations
+
+import asyncio
+import hmac
+import socket
+from pathlib import Path
 
 import msgspec
 
@@ -8,18 +18,44 @@ from rose.reward.episode import Score
 
 FRAME_BYTES = 2**28  # largest frame
 HELLO_BYTES = 4_096  # largest frame from a sender that hasn't shown the token yet
-BEAT = b""  # pool <-> joined rank: heartbeat
-BEAT_S = 1.0  # seconds between two heartbeats
-LOST_S = 10.0  # seconds of silence after which the other side counts as lost
-STOP = b"stop"  # pool -> joined rank: leave, and don't join again
-AGAIN = b"again"  # pool -> joined rank: leave; the job may send another rank
+LOST_S = 10  # seconds without a sign of the other side's host after which a connection ends
+NONCE_BYTES = 32
+STOP = b""  # pool -> worker of a Slurm job: end, and let the job start no other in its place
+
+
+def folder(run_dir: Path, pool: int) -> Path:
+    """Return a pool's folder, with its file (`pool.json`) and its workers' logs."""
+    return run_dir / "rewards" / f"pool-{pool}"
+
+
+def proof(token: str, side: str, nonce: bytes) -> bytes:
+    """Return what shows that `side` ("pool" or "worker") knows the token."""
+    return hmac.digest(token.encode(), side.encode() + nonce, "sha256")
+
+
+def end_when_lost(writer: asyncio.StreamWriter) -> None:
+    """Let the kernel end the connection `LOST_S` seconds after the other side's host has died."""
+    channel = writer.get_extra_info("socket")
+    channel.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, LOST_S // 2)
+    channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_S * 1000)
+
+
+class PoolFile(msgspec.Struct, frozen=True):
+    """How a worker reaches its pool: (address, port) pairs, with loopback first, and the token."""
+
+    addresses: list[tuple[str, int]]
+    token: str
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Worker -> pool: its first message."""
+    """Worker -> pool: its first message, which answers the pool's nonce with a proof. `worker` is
+    the number of one of the pool's own workers, and None for a worker of a Slurm job."""
 
-    token: str
-    worker: int
+    worker: int | None
+    proof: bytes
+    nonce: bytes
 
 
 class Work(msgspec.Struct, frozen=True, tag=True):
@@ -37,11 +73,3 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     score: Score | None
     error: str
     seconds: float
-
-
-class Leaving(msgspec.Struct, frozen=True, tag=True):
-    """Joined rank -> pool: its last message. `fault`: its worker died, perhaps because of an answer
-    that it was scoring."""
-
-    why: str
-    fault: bool

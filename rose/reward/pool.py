@@ -1,8 +1,8 @@
 """An elastic pool of reward workers, processes that each compute `per_worker` scores at a time.
 
 The pool starts workers while answers wait and none is free, up to `max_workers`, and ends those
-that were idle for `idle_s`, down to `min_workers`. Workers of this host connect to the pool's
-socket with its token; workers from Slurm jobs join through guests.py. Failures:
+that were idle for `idle_s`, down to `min_workers`. Its own workers and those of Slurm jobs
+(*joined* ones) connect over TCP. Failures:
 
 1. A worker dies, or its scorer fails: another worker scores the answer. After `TRIES` it fails.
 2. A worker exceeds an answer's limit by `GRACE_S`: it is killed, and case 1 applies.
@@ -18,7 +18,7 @@ import itertools
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,20 +27,22 @@ from typing import Protocol
 import msgspec
 
 from rose.comm import frames
-from rose.comm.address import LOOPBACK
+from rose.comm.address import LOOPBACK, listen
 from rose.config import Reward
 from rose.files import write_whole
 from rose.reward.anchors import Anchors
 from rose.reward.episode import Score, ScoringFailed
 from rose.reward.messages import (
-    BEAT,
     FRAME_BYTES,
     HELLO_BYTES,
-    LOST_S,
+    NONCE_BYTES,
+    STOP,
     Answer,
     Hello,
-    Leaving,
+    PoolFile,
     Work,
+    end_when_lost,
+    proof,
 )
 
 TRIES = 2  # most tries of an answer, by different workers where there are several
@@ -49,6 +51,7 @@ TRIES = 2  # most tries of an answer, by different workers where there are sever
 LOSSES = 4
 GRACE_S = 5.0  # seconds after an answer's limit for the worker to report that it was reached
 START_S = 120.0  # longest start of a worker; user code may import large packages
+HELLO_S = 10.0  # longest wait for the first message of a connection
 BAD_STARTS = 3  # failed starts in a row after which all waiting answers fail
 START_PAUSE_S = 30.0  # seconds from `BAD_STARTS` failed starts to the next start
 SAVE_S = 5.0  # seconds between two writes of the anchors
@@ -64,8 +67,7 @@ class Scored:
 
 
 class Process(Protocol):
-    """A started worker. `poll` is None while it runs; `kill` ends it. A joined worker also has
-    `dismiss`, after which its job sends no other; after `kill` the job may send another."""
+    """A started worker. `poll` is None while it runs; `kill` ends it."""
 
     def poll(self) -> int | None: ...
 
@@ -74,7 +76,7 @@ class Process(Protocol):
 
 # Starts a task of the rank. An exception of the task ends the rank.
 Spawn = Callable[[Coroutine], asyncio.Task]
-Start = Callable[[int, str, Path], Process]  # (worker, address, token's file) -> its process
+Start = Callable[[int, Path], Process]  # (worker, the pool's file) -> its process
 
 
 @dataclass(eq=False)
@@ -94,20 +96,31 @@ class _Job:
 
 @dataclass(eq=False)
 class _Worker:
-    process: Process
+    process: Process | None  # None: a joined worker, in a Slurm job
     started: float  # monotonic
     writer: asyncio.StreamWriter | None = None  # None until it has connected
     jobs: dict[int, _Job] = field(default_factory=dict)
     free_since: float = 0.0
-    joined: bool = False  # True: of a Slurm job
+
+    @property
+    def joined(self) -> bool:
+        return self.process is None
 
 
 class Pool:
-    """A reward rank's workers. `folder` is private to the run's user: it holds the token and
-    `anchors.json`."""
+    """A reward rank's workers. `folder`: where it writes `pool.json`, which only the run's user can
+    read, and `anchors.json`. `addresses`: where it listens besides loopback."""
 
-    def __init__(self, settings: Reward, folder: Path, start: Start, spawn: Spawn):
+    def __init__(
+        self,
+        settings: Reward,
+        folder: Path,
+        start: Start,
+        spawn: Spawn,
+        addresses: Iterable[str] = (),
+    ):
         self._settings, self._folder, self._start, self._spawn = settings, folder, start, spawn
+        self._addresses = addresses
         self._anchors = Anchors(folder / "anchors.json", settings.timeout_s, settings.adaptive)
         self._token = secrets.token_hex(32)
         self._numbers = itertools.count()
@@ -116,8 +129,7 @@ class Pool:
         self._workers: dict[int, _Worker] = {}
         self._worker_numbers = itertools.count()
         self._bad_starts, self._resume_at = 0, 0.0
-        self._server: asyncio.Server | None = None
-        self._address = ""
+        self._servers: list[asyncio.Server] = []
         self.failures = self.retries = self.timeouts = 0  # printed at the end
 
     # ----------------------------------------------------------------- calls of the rank
@@ -125,9 +137,10 @@ class Pool:
     async def open(self) -> None:
         """Listen, and start `min_workers` workers."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        write_whole(self._folder / "token", f"{self._token}\n".encode(), private=True)
-        self._server = await asyncio.start_server(self._connected, LOOPBACK, 0)
-        self._address = "{}:{}".format(*self._server.sockets[0].getsockname()[:2])
+        sockets = listen([LOOPBACK, *self._addresses])
+        self._servers = [await asyncio.start_server(self._connected, sock=each) for each in sockets]
+        reachable = PoolFile([each.getsockname()[:2] for each in sockets], self._token)
+        write_whole(self._folder / "pool.json", msgspec.json.encode(reachable), private=True)
         self._spawn(self._watch())
         self._grow()
 
@@ -161,8 +174,8 @@ class Pool:
             f"time up {self.timeouts}",
             flush=True,
         )
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()
         for worker in self._workers.values():
             self._dismiss(worker, for_good=True)
         self._save()
@@ -241,7 +254,7 @@ class Pool:
                 return
             number = next(self._worker_numbers)
             try:
-                process = self._start(number, self._address, self._folder / "token")
+                process = self._start(number, self._folder / "pool.json")
             except OSError as error:
                 self._bad_start(f"a reward worker could not be started: {error}")
                 continue
@@ -250,61 +263,49 @@ class Pool:
     # ----------------------------------------------------------------- workers
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve the connection of one of the pool's own workers to its end."""
+        """Serve the connection of a worker to its end."""
         try:
-            hello = await self._hello(reader)
-            known = self._workers.get(hello.worker) if hello else None
-            if known is None or known.writer or known.joined:
-                return
-            known.writer = writer
-            self._bad_starts = 0
-            await self._serve(hello.worker, reader)
+            number = await self._number(reader, writer)
+            if number is not None:
+                await self._serve(number, reader)
         except (OSError, EOFError, TimeoutError, frames.FrameError, msgspec.DecodeError):
             pass  # a sender without the token may send anything
         finally:
             writer.close()
 
-    async def serve_joined(
-        self, process: Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        """Serve the connection of a joined worker to its end. Raises the errors of `frames.read`
-        until its first message has arrived."""
-        if await self._hello(reader) is None:
-            process.kill()
-            return
-        number, now = next(self._worker_numbers), time.monotonic()
-        self._workers[number] = _Worker(process, now, writer, joined=True)
-        await self._serve(number, reader)
-
-    async def _hello(self, reader: asyncio.StreamReader) -> Hello | None:
-        """Read the first message of a worker. None if its token isn't the pool's."""
-        async with asyncio.timeout(START_S):
+    async def _number(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> int | None:
+        """Admit a worker that knows the token, and return its number. None if it isn't admitted."""
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        writer.write(frames.frame(nonce))
+        async with asyncio.timeout(HELLO_S):
             hello = msgspec.msgpack.decode(await frames.read(reader, HELLO_BYTES), type=Hello)
-        return hello if hmac.compare_digest(hello.token, self._token) else None
+        if not hmac.compare_digest(hello.proof, proof(self._token, "worker", nonce)):
+            return None
+        number = next(self._worker_numbers) if hello.worker is None else hello.worker
+        if hello.worker is None:
+            self._workers[number] = _Worker(None, time.monotonic())
+        worker = self._workers.get(number)
+        if worker is None or worker.writer is not None:
+            return None
+        end_when_lost(writer)
+        writer.write(frames.frame(proof(self._token, "pool", hello.nonce)))
+        worker.writer = writer
+        self._bad_starts *= worker.joined  # the start of an own worker has succeeded
+        return number
 
     async def _serve(self, number: int, reader: asyncio.StreamReader) -> None:
         """Receive the messages of an accepted worker until it is lost or dismissed."""
         worker = self._workers[number]
         worker.free_since = time.monotonic()
-        why, fault = "", not worker.joined
         try:
             self._deal()
             while True:
-                async with asyncio.timeout(LOST_S if worker.joined else None):
-                    data = await frames.read(reader, FRAME_BYTES)
-                if data == BEAT:
-                    continue
-                match msgspec.msgpack.decode(data, type=Answer | Leaving):
-                    case Leaving() as last:
-                        why, fault = last.why, last.fault
-                        break
-                    case answer:
-                        self._answered(number, answer)
-        except TimeoutError:
-            why = f"silent for {LOST_S:g} s"
+                data = await frames.read(reader, FRAME_BYTES)
+                self._answered(number, msgspec.msgpack.decode(data, type=Answer))
         except (OSError, EOFError, frames.FrameError, msgspec.DecodeError) as error:
-            why = repr(error)
-        self._lost(number, f"worker {number} is gone: {why}", fault)
+            self._lost(number, f"worker {number} is gone: {error!r}", fault=not worker.joined)
 
     def _answered(self, number: int, answer: Answer) -> None:
         worker = self._workers.get(number)
@@ -362,11 +363,13 @@ class Pool:
 
     @staticmethod
     def _dismiss(worker: _Worker, for_good: bool = False) -> None:
-        if worker.joined:
-            return worker.process.dismiss() if for_good else worker.process.kill()
+        """Close the connection. A joined worker's job starts another unless it is `for_good`."""
         if worker.writer is not None:
+            if worker.joined and for_good:
+                worker.writer.write(frames.frame(STOP))
             worker.writer.close()
-        worker.process.kill()
+        if worker.process is not None:
+            worker.process.kill()
 
     # ----------------------------------------------------------------- time
 

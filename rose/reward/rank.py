@@ -16,15 +16,15 @@ import psutil
 
 from rose import protocol as p
 from rose.comm import mpi_process
+from rose.comm.address import addresses_of
 from rose.comm.mailbox import Mailbox
 from rose.comm.tasks import Tasks
 from rose.comm.wire import COORDINATOR
 from rose.config import Config
 from rose.files import Lossy, own_folder
 from rose.observe.recorder import NullRecorder
-from rose.reward import joiner
+from rose.reward import messages
 from rose.reward.episode import ScoringFailed
-from rose.reward.guests import Guests
 from rose.reward.pool import Pool
 
 CLOSE_S = 5.0  # longest wait for the rank's tasks at its end
@@ -32,11 +32,11 @@ REPORT_S = 1.0  # seconds between two reports to the coordinator, which may subm
 SCRATCH = "rose-reward-"  # name, before the rank's pid, of its folder in the node's TMPDIR
 
 
-def start_worker(run_dir: Path, folder: Path, number: int, address: str, token: Path):
+def start_worker(run_dir: Path, folder: Path, number: int, pool: Path):
     """Start a worker on this host, in a process that ends with this one. Its output goes to
     worker-NUMBER.log in `folder`."""
     command = [sys.executable, "-m", "rose.reward.worker", "--run", str(run_dir)]
-    command += ["--pool", address, "--token", str(token), "--number", str(number)]
+    command += ["--pool", str(pool), "--number", str(number)]
     with Lossy(folder / f"worker-{number}.log", "w") as log:
         return subprocess.Popen(
             command,
@@ -72,7 +72,7 @@ class RewardRank:
         recorder: NullRecorder,
     ) -> None:
         self._run_dir = Path(run_dir).resolve()
-        self._folder = joiner.folder(self._run_dir, index)
+        self._folder = messages.folder(self._run_dir, index)
         self._config, self._attempt, self._index = config, attempt, index
         self._mailbox, self._recorder = mailbox, recorder
 
@@ -82,19 +82,16 @@ class RewardRank:
         tasks = Tasks()
         start = functools.partial(start_worker, self._run_dir, self._folder)
         reward, self._spawn = self._config.reward, tasks.spawn
-        self._pool = Pool(reward, self._folder, start, tasks.spawn)
-        guests = None
+        reachable = addresses_of(self._config.cluster.interface) if reward.max_jobs else []
+        addresses = [address for _, address in reachable]
+        self._pool = Pool(reward, self._folder, start, tasks.spawn, addresses)
         try:
             await self._pool.open()
             if reward.max_jobs:
-                guests = Guests(self._config, self._folder, self._attempt, self._pool, tasks.spawn)
-                tasks.spawn(guests.run())
                 tasks.spawn(self._report())
             await tasks.run_until(self._receive())
         finally:
             await self._pool.close()
-            if guests is not None:
-                await guests.close()
             await tasks.close(CLOSE_S)
             shutil.rmtree(_scratch(), ignore_errors=True)
 

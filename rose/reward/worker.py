@@ -1,17 +1,22 @@
-"""A reward worker, started by a pool:
+"""A reward worker, started by a pool, or by a Slurm job (job.py) without a number:
 
-    python -m rose.reward.worker --run RUN --pool HOST:PORT --token FILE --number N
+    python -m rose.reward.worker --run RUN --pool FILE [--number N]
 
-It builds the run's scorer once. It computes the scores that the pool requests, several at once if
-the pool sends several, until the pool closes the connection.
+FILE has the pool's addresses and its token. The worker builds the run's scorer once. It computes
+the scores that the pool requests, several at once if the pool sends several, until the pool closes
+the connection.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
+import hmac
 import os
+import secrets
 import signal
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,42 +26,114 @@ import msgspec
 from rose import config as configuration
 from rose import inputs
 from rose.comm import frames
-from rose.config import ConfigError
+from rose.config import ConfigError, Reward
 from rose.processes import die_with_parent, run_to_its_end
 from rose.reward import command, scorers
 from rose.reward.episode import Episode, Hung, score_of
-from rose.reward.messages import FRAME_BYTES, Answer, Hello, Work
+from rose.reward.messages import (
+    FRAME_BYTES,
+    HELLO_BYTES,
+    NONCE_BYTES,
+    STOP,
+    Answer,
+    Hello,
+    PoolFile,
+    Work,
+    end_when_lost,
+    proof,
+)
 from rose.reward.scorers import Scorer
 
 ERROR_CHARACTERS = 2_000  # longest error text in an `Answer`
 # Seconds after an answer's limit at which the worker stops a scorer that exceeds it. Less than the
 # pool's `GRACE_S`, so that the worker can report it.
 MARGIN_S = 2.0
+REACH_S = 5.0  # longest wait for a pool's answer at one of its addresses
+JOIN_S = 60.0  # longest time in which a worker of a Slurm job finds no pool before it ends
+PAUSE_S = 2.0  # seconds between two attempts to find it
+# Seconds for which a worker of a Slurm job holds an answer back. If Slurm ends the job, it may have
+# killed the program that checks an answer just before it signals the worker, and that answer is
+# wrong.
+HOLD_S = 0.2
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def serve(scorer: Scorer, host: str, port: int, hello: Hello, at_once: int) -> None:
-    """Compute scores until the connection ends. Plain functions run in `at_once` threads. With
-    asyncio's default (six on two cores) a score could spend its time limit waiting for a thread."""
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(at_once))
-    reader, writer = await asyncio.open_connection(host, port)
-    writer.write(frames.frame(msgspec.msgpack.encode(hello)))
-    running: set[asyncio.Task] = set()
+async def connect(file: Path, number: int | None) -> Connection | None:
+    """Connect to a pool at the first of its addresses where it answers; None if there is none."""
     try:
-        while True:
-            work = msgspec.msgpack.decode(await frames.read(reader, FRAME_BYTES), type=Work)
-            running.add(task := asyncio.create_task(answer(scorer, work, writer)))
+        pool = msgspec.json.decode(file.read_bytes(), type=PoolFile)
+    except (OSError, msgspec.DecodeError):
+        return None  # the run has not started, or starts again
+    for address in pool.addresses:
+        writer = None
+        try:
+            async with asyncio.timeout(REACH_S):
+                reader, writer = await asyncio.open_connection(*address)
+                end_when_lost(writer)
+                shown = proof(pool.token, "worker", await frames.read(reader, HELLO_BYTES))
+                hello = Hello(number, shown, secrets.token_bytes(NONCE_BYTES))
+                writer.write(frames.frame(msgspec.msgpack.encode(hello)))
+                shown = await frames.read(reader, HELLO_BYTES)
+            if hmac.compare_digest(shown, proof(pool.token, "pool", hello.nonce)):
+                return reader, writer
+        except (OSError, EOFError, TimeoutError, frames.FrameError):
+            pass
+        if writer is not None:
+            writer.close()
+    return None
+
+
+async def join(file: Path) -> Connection | None:
+    """Connect a worker of a Slurm job, also to a run that starts within `JOIN_S` seconds."""
+    end = time.monotonic() + JOIN_S
+    while (found := await connect(file, None)) is None and time.monotonic() < end:
+        await asyncio.sleep(PAUSE_S)
+    return found
+
+
+async def exit_when_stuck(limit_s: float) -> None:
+    """Exit if this loop can't run for `limit_s` seconds, because a scorer keeps Python's lock."""
+    while True:
+        faulthandler.dump_traceback_later(limit_s, exit=True)
+        await asyncio.sleep(1.0)
+
+
+async def serve(scorer: Scorer, file: Path, number: int | None, settings: Reward) -> int:
+    """Compute scores until the connection ends. Return the exit code, which is 0 if a Slurm job
+    needs no other worker. Plain functions run in as many threads as there may be scores at once.
+    With asyncio's default (six on two cores) a score could spend its time limit waiting for a
+    thread."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(settings.per_worker))
+    found = await (join(file) if number is None else connect(file, number))
+    if found is None:
+        print(f"no pool answers at the addresses in {file}", flush=True)
+        return 0
+    reader, writer = found
+    running: set[asyncio.Task] = set()
+    hold_s = 0.0
+    if number is None:
+        hold_s = HOLD_S
+        running.add(asyncio.create_task(exit_when_stuck(settings.timeout_s + 2 * MARGIN_S)))
+    try:
+        while (data := await frames.read(reader, FRAME_BYTES)) != STOP:
+            work = msgspec.msgpack.decode(data, type=Work)
+            running.add(task := asyncio.create_task(answer(scorer, work, writer, hold_s)))
             task.add_done_callback(running.discard)
-    except (asyncio.IncompleteReadError, ConnectionError):
-        pass  # the pool needs this worker no more
+        return 0
+    except (asyncio.IncompleteReadError, OSError):
+        return 1
     finally:
         for task in running:
             task.cancel()
         writer.close()
 
 
-async def answer(scorer: Scorer, work: Work, writer: asyncio.StreamWriter) -> None:
-    """Compute a score and send it, or the error for which there is none. If a function hangs, the
-    process exits, since a thread can't be stopped and would occupy a slot."""
+async def answer(
+    scorer: Scorer, work: Work, writer: asyncio.StreamWriter, hold_s: float = 0.0
+) -> None:
+    """Compute a score and send it after `hold_s` seconds, or the error for which there is none. If
+    a function hangs, the process exits, since a thread can't be stopped and would occupy a slot."""
     began, score, error, hung = time.monotonic(), None, "", False
     try:
         async with asyncio.timeout(work.limit_s + MARGIN_S):
@@ -72,6 +149,7 @@ async def answer(scorer: Scorer, work: Work, writer: asyncio.StreamWriter) -> No
         error = f"{type(raised).__name__}: {raised}"[:ERROR_CHARACTERS]
         error = error.encode("utf-8", "backslashreplace").decode()  # A message carries no halves.
     said = Answer(work.number, score, error, time.monotonic() - began)
+    await asyncio.sleep(hold_s)
     writer.write(frames.frame(msgspec.msgpack.encode(said)))
     if hung:
         await writer.drain()
@@ -81,16 +159,19 @@ async def answer(scorer: Scorer, work: Work, writer: asyncio.StreamWriter) -> No
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="a reward worker; started by a reward rank")
+    parser = argparse.ArgumentParser(description="a reward worker; started by a pool or a job")
     parser.add_argument("--run", type=Path, required=True)
-    parser.add_argument("--pool", required=True)
-    parser.add_argument("--token", type=Path, required=True)
-    parser.add_argument("--number", type=int, required=True)
+    parser.add_argument("--pool", type=Path, required=True)
+    parser.add_argument("--number", type=int)
     args = parser.parse_args()
     die_with_parent()
-    # Slurm signals all processes of a job, but the process that started this one ends it. SIG_IGN
-    # would be inherited by the programs that check answers.
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    if args.number is None:
+        for each in (signal.SIGTERM, signal.SIGUSR2):
+            signal.signal(each, lambda *_: os._exit(0))
+    else:
+        # Slurm signals all processes of a job, but the pool ends this one. SIG_IGN would be
+        # inherited by the programs that check answers.
+        signal.signal(signal.SIGTERM, lambda *_: None)
     settings = configuration.load(args.run / "config.json").reward
     inputs.expect(args.run)
     try:
@@ -103,9 +184,13 @@ def main() -> None:
             "processes",
             flush=True,
         )
-    host, _, port = args.pool.rpartition(":")
-    hello = Hello(args.token.read_text(encoding="utf-8").strip(), args.number)
-    run_to_its_end(serve(scorer, host, int(port), hello, settings.per_worker))
+
+    async def run() -> None:
+        code = await serve(scorer, args.pool, args.number, settings)
+        sys.stdout.flush()
+        os._exit(code)  # without waiting for threads in which functions still run
+
+    run_to_its_end(run())
 
 
 if __name__ == "__main__":

@@ -182,6 +182,11 @@ class Folder:
             at += len(parts[-1])
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    def place(self, path: str, fresh: bool) -> Path:
+        """Return where a file is. `fresh` skips caches, as in `read`."""
+        self.read(path, length=0, fresh=fresh)  # without bytes, this drops the pages of all of it
+        return Path(self._inside(path))
+
     def close(self) -> None:
         """Do nothing: no file stays open between two reads."""
 

@@ -175,7 +175,7 @@ def test_tokens_mask_logprobs_and_versions_stand_side_by_side(run, chats, tokeni
     got = columns(trajectory)
     assert got.tokens == prompt + first + between + second
     assert got.mask == [0] * len(prompt) + [1] * len(first) + [0] * len(between) + [1] * len(second)
-    assert trajectory.as_drawn and got.logprobs == (
+    assert got.logprobs == (
         [0.0] * len(prompt)
         + [-0.25 * (i + 1) for i in range(len(first))]
         + [0.0] * len(between)

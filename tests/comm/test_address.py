@@ -116,7 +116,7 @@ def test_addresses_that_routes_lead_to_come_first_and_loopback_never(monkeypatch
     assert address._by_vote(hosts) == ["10.1.0.1", "10.0.0.1", "172.17.0.1"], (
         "a bridge that all hosts have comes last"
     )
-    assert not [ip for _, ip in address._addresses(None) if ip.startswith("127.")]
+    assert not [ip for _, ip in address.addresses_of(None) if ip.startswith("127.")]
 
 
 def test_of_networks_that_all_hosts_share_infiniband_comes_first_then_the_fastest(

@@ -22,25 +22,12 @@ def test_saved_groups_come_back_whole(tmp_path):
 
 
 def test_tokens_are_trained_at_the_temperature_that_they_were_drawn_at(tmp_path, make_config):
-    now = [[msgspec.structs.replace(t, as_drawn=True) for t in group] for group in GROUPS]
-    replay.save(tmp_path, 1, now)
+    replay.save(tmp_path, 1, GROUPS)
     replay.check(tmp_path, 1, 0.7)  # nobody knows
     configuration.save(make_config("rollout.temperature=0.7"), tmp_path / "config.json")
     replay.check(tmp_path, 1, 0.7)
     with pytest.raises(ConfigError, match="rollout.temperature=1: .* 0.7: rollout.temperature=0.7"):
         replay.check(tmp_path, 1, 1.0)
-
-
-def test_what_an_earlier_release_saved_is_trained_at_the_temperature_of_its_log_probabilities(
-    tmp_path, make_config
-):
-    """They were of 1, whatever the tokens were drawn at."""
-    configuration.save(make_config("rollout.temperature=0.7"), tmp_path / "config.json")
-    for step in (1, 2):
-        replay.save(tmp_path, step, GROUPS)
-    replay.check(tmp_path, 2, 1.0)
-    with pytest.raises(ConfigError, match="step-000001.msgpack are of 1: rollout.temperature=1$"):
-        replay.check(tmp_path, 2, 0.7)
 
 
 def test_a_missing_step_is_named(tmp_path):
@@ -49,14 +36,9 @@ def test_a_missing_step_is_named(tmp_path):
         replay.load(tmp_path, 4)
 
 
-def test_saved_trajectories_keep_their_domain_and_earlier_ones_have_none(tmp_path):
+def test_saved_trajectories_keep_their_domain(tmp_path):
     replay.save(tmp_path, 3, [[trajectory("g0.0", 1.0, 8, domain="calculator")]])
     assert replay.load(tmp_path, 3)[0][0].domain == "calculator"
-    earlier = msgspec.to_builtins(GROUPS, builtin_types=(bytes,))
-    for row in (row for group in earlier for row in group):
-        del row["domain"]
-    replay.path_of(tmp_path, 3).write_bytes(msgspec.msgpack.encode(earlier))
-    assert replay.load(tmp_path, 3) == GROUPS and GROUPS[0][0].domain == ""
 
 
 def test_rewards_of_turns_come_back_and_runs_without_them_are_refused_where_they_are_needed(
@@ -68,10 +50,7 @@ def test_rewards_of_turns_come_back_and_runs_without_them_are_refused_where_they
     assert (found.turn_tokens, found.turn_rewards) == ([(0, 3), (1, 5)], [0.25, 0.75])
     assert replay.summarise([[found]], make_config()).turn_rewards == [[0.25, 0.75]]
     replay.check_turn_rewards(tmp_path, "which A needs")
-    earlier = msgspec.to_builtins(GROUPS, builtin_types=(bytes,))
-    for row in (row for group in earlier for row in group):
-        del row["turn_tokens"], row["turn_rewards"]
-    replay.path_of(tmp_path, 1).write_bytes(msgspec.msgpack.encode(earlier))
+    replay.save(tmp_path, 1, GROUPS)
     with pytest.raises(
         ConfigError, match="rollout.replay='.*: its .* no rewards of turns, which A"
     ):
@@ -117,7 +96,6 @@ def test_the_closest_limit_is_that_of_a_turn_of_all_turns_or_of_the_context(make
     assert limit(50, [(0, 20), (1, 20), (2, 10)], 10) == (50, 60)
     assert limit(25, [(0, 20), (1, 5)], 70) == (25, 30)
     assert limit(40, [(0, 40)], 10, domain="s") == (40, 50)
-    assert limit(10, [], 10) == (10, 60)  # an earlier release's trajectory
     mask = bytes(95) + b"\x01\x01"
     leaf = Branch(pack_tokens([*range(97)]), mask, b"", b"", [(1, 2)])
     assert limit(12, [(0, 10)], 10, [leaf]) == (12, 15)

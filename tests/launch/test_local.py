@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from rose import config as configuration
 from rose import files, models
 from rose.config import ConfigError
 from rose.launch import local, logs, model, resume
@@ -194,15 +193,6 @@ def test_other_trainer_ranks_continue_the_run_and_that_is_said(make_config, tmp_
     )
     with pytest.raises(ConfigError, match=f"{step}: .*set trainer.zero_stage=2"):
         resume.check(tmp_path / "config.json", make_config("trainer.zero_stage=0"))
-
-
-def test_a_run_of_before_some_keys_were_there_has_their_defaults(make_config, tmp_path):
-    tree = configuration.to_dict(make_config())
-    del tree["trainer"]["optimizer"]["schedule"], tree["rollout"]["branch"], tree["eval"]["stop"]
-    (tmp_path / "config.json").write_text(json.dumps(tree))
-    resume.check(tmp_path / "config.json", make_config("trainer.optimizer.schedule=constant"))
-    with pytest.raises(ConfigError, match="optimizer.schedule: 'constant' -> 'linear'"):
-        resume.check(tmp_path / "config.json", make_config("trainer.optimizer.schedule=linear"))
 
 
 @pytest.mark.parametrize(

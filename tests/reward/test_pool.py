@@ -10,19 +10,17 @@ import time
 from pathlib import Path
 
 import msgspec
-import psutil
 import pytest
 
 from rose import config as configuration
 from rose.comm import frames
 from rose.comm.tasks import Tasks
 from rose.launch import local
-from rose.reward import joiner
+from rose.reward import messages, worker
 from rose.reward import pool as pools
 from rose.reward.anchors import Anchors
 from rose.reward.episode import Episode, Said, ScoringFailed
-from rose.reward.guests import Guests
-from rose.reward.pool import Answer, Hello, Pool
+from rose.reward.pool import Answer, Pool
 from rose.reward.rank import start_worker
 from tests import processes
 from tests.conftest import compose_tree
@@ -73,13 +71,11 @@ class World:
 
         async def main():
             tasks = Tasks()
-            home = joiner.folder(self.folder, 0)
+            home = messages.folder(self.folder, 0)
             start = functools.partial(start_worker, self.folder, home)
             pool = Pool(self.config.reward, home, start, tasks.spawn)
             try:
                 await pool.open()
-                if self.config.reward.max_jobs:
-                    tasks.spawn(Guests(self.config, home, 1, pool, tasks.spawn).run())
                 async with asyncio.timeout(DEADLINE_S):
                     await tasks.run_until(body(pool))
             finally:
@@ -264,7 +260,7 @@ def test_workers_of_jobs_join_and_what_they_held_when_killed_is_scored_elsewhere
         await until(lambda: pool.unmet()[0] == 1 and not pool.joined)
         second = await job()
         await begun(2)
-        processes.kill(psutil.Process(w.tries("held")[1]).ppid())
+        os.kill(w.tries("held")[1], signal.SIGKILL)
         await begun(3)
         (w.folder / "held").touch()
         assert (await held).joined
@@ -340,7 +336,7 @@ def test_workers_that_cannot_start_fail_what_waits(world):
     w.run(body)
     assert (
         "has changed since this attempt of the run began"
-        in (joiner.folder(w.folder, 0) / "worker-0.log").read_text()
+        in (messages.folder(w.folder, 0) / "worker-0.log").read_text()
     )
 
 
@@ -348,27 +344,69 @@ def test_a_stranger_on_the_socket_gets_no_work(world):
     w = world("reward.max_workers=1")
 
     async def body(pool):
-        host, _, port = pool._address.rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(frames.frame(msgspec.msgpack.encode(Hello("guess", 0))))
-        assert await reader.read() == b""
+        file = messages.folder(w.folder, 0) / "pool.json"
+        assert file.stat().st_mode & 0o777 == 0o600
+        known = msgspec.json.decode(file.read_bytes(), type=messages.PoolFile)
+        (w.folder / "guess").write_bytes(
+            msgspec.json.encode(msgspec.structs.replace(known, token="guess"))
+        )
+        assert await worker.connect(w.folder / "guess", None) is None and not pool.joined
+        _, writer = await worker.connect(file, None)
+        assert pool.joined == 1
         writer.close()
-        assert (joiner.folder(w.folder, 0) / "token").stat().st_mode & 0o777 == 0o600
 
     w.run(body)
+
+
+def test_a_worker_shows_its_token_to_no_other_process(world, tmp_path):
+    """Another service may listen at an address of the pool's host."""
+    seen = []
+
+    async def main():
+        async def stranger(reader, writer):
+            writer.write(frames.frame(b"n" * messages.NONCE_BYTES))
+            seen.append(await frames.read(reader, messages.HELLO_BYTES))
+            writer.write(frames.frame(b"p" * 32))
+
+        server = await asyncio.start_server(stranger, "127.0.0.1", 0)
+        known = messages.PoolFile([server.sockets[0].getsockname()[:2]], "the token")
+        (tmp_path / "pool.json").write_bytes(msgspec.json.encode(known))
+        assert await worker.connect(tmp_path / "pool.json", None) is None
+        server.close()
+
+    asyncio.run(main())
+    assert len(seen) == 1 and b"the token" not in seen[0]
+
+
+def test_a_pool_listens_at_the_addresses_that_it_is_given(world, tmp_path):
+    w = world("reward.max_workers=1")
+
+    async def main():
+        tasks = Tasks()
+        pool = Pool(w.config.reward, tmp_path / "pool", None, tasks.spawn, ["127.0.0.2"])
+        await pool.open()
+        file = tmp_path / "pool" / "pool.json"
+        known = msgspec.json.decode(file.read_bytes(), type=messages.PoolFile)
+        assert [address for address, _ in known.addresses] == ["127.0.0.1", "127.0.0.2"]
+        far = msgspec.structs.replace(known, addresses=known.addresses[1:])
+        file.write_bytes(msgspec.json.encode(far))
+        reader, writer = await worker.connect(file, None)
+        await pool.close()
+        assert await frames.read(reader, messages.FRAME_BYTES) == messages.STOP
+        writer.close()
+        await tasks.close(5.0)
+
+    asyncio.run(main())
 
 
 class Puppet:
     """A worker in this process, which says what a test wants; the pool sees no difference."""
 
-    def __init__(self, number, address, token):
-        self.number, self.address, self.token = number, address, token
-        self.task = asyncio.ensure_future(self.connect())
+    def __init__(self, number, file):
+        self.task = asyncio.ensure_future(self.connect(number, file))
 
-    async def connect(self):
-        host, _, port = self.address.rpartition(":")
-        self.reader, self.writer = await asyncio.open_connection(host, int(port))
-        self.say(Hello(self.token.read_text().strip(), self.number))
+    async def connect(self, number, file):
+        self.reader, self.writer = await worker.connect(file, number)
 
     def say(self, message):
         self.writer.write(frames.frame(msgspec.msgpack.encode(message)))

@@ -13,12 +13,14 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import math
 import pkgutil
 import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, get_type_hints
 
 import msgspec
 
@@ -40,6 +42,17 @@ PACKAGES = {
 FLAGS = ("requires_tool", "several_calls", "rewards_turns")
 METHODS = ("reset", "step", "close")
 OPTIONAL = ("end", "checkpoint", "resume", "starts")
+# msgspec's types of arguments, in the words of an error.
+TYPES = {
+    "BoolType": "true or false",
+    "IntType": "an integer",
+    "FloatType": "a number",
+    "StrType": "a text",
+    "ListType": "a list",
+    "CollectionType": "a list",
+    "DictType": "a map",
+    "NoneType": "null",
+}
 
 
 def missing(key: str, error: ModuleNotFoundError) -> ConfigError:
@@ -87,6 +100,10 @@ def build(env: config.Env) -> Environment:
         wanted = parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
         if wanted and parameter.default is parameter.empty and key not in env.args:
             raise ConfigError(f"env.args.{key}: missing; {env.name} needs it")
+    if cls.__module__.startswith("rose."):
+        hints = get_type_hints(cls.__init__, include_extras=True)
+        for key, value in env.args.items():
+            _check(key, value, hints.get(key, Any))
     try:
         made = cls(**env.args)
     except ConfigError:
@@ -100,6 +117,31 @@ def build(env: config.Env) -> Environment:
             f"{wrong} (rose/agent/envs/base.py)"
         )
     return made
+
+
+def _check(key: str, value: Any, hint: Any) -> None:
+    """Raise `ConfigError` if an argument is not of the type that its hint names."""
+    try:
+        msgspec.convert(value, hint)
+        right = not isinstance(value, float) or math.isfinite(value)
+    except msgspec.ValidationError:
+        right = False
+    if not right:
+        wanted = _wanted(msgspec.inspect.type_info(hint))
+        raise ConfigError(f"env.args.{key}={value!r}: {wanted}")
+
+
+def _wanted(kind: msgspec.inspect.Type) -> str:
+    """Return a type in words, such as "an integer from 1 to 12"."""
+    if isinstance(kind, msgspec.inspect.UnionType):
+        return ", or ".join(map(_wanted, kind.types))
+    words = TYPES.get(type(kind).__name__, "another type")
+    if isinstance(getattr(kind, "item_type", None), msgspec.inspect.StrType):
+        words += " of texts"
+    bounds = {"gt": "above", "ge": "from", "lt": "below", "le": "to"}
+    found = {word: getattr(kind, name, None) for name, word in bounds.items()}
+    limits = (f" {word} {limit:.10g}" for word, limit in found.items() if limit is not None)
+    return words + "".join(limits)
 
 
 def _wrong(made: Environment) -> str:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import random
 from fractions import Fraction
+from typing import Annotated
+
+from msgspec import Meta
 
 from rose.agent.envs import _arithmetic
 from rose.agent.envs.base import Action, Start, Step
@@ -51,36 +54,18 @@ class Calculator:
 
     def __init__(
         self,
-        operations: int = 2,
-        largest: int = 99,
+        operations: Annotated[int, Meta(ge=1, le=12)] = 2,
+        largest: Annotated[int, Meta(ge=1, le=10**6)] = 99,
         operators: str = OPERATORS,
-        shaping: float = 0.0,
-        examples: int = 0,
+        shaping: Annotated[float, Meta(ge=0, lt=1)] = 0.0,
+        examples: Annotated[int, Meta(ge=0, le=8)] = 0,
     ):
-        if type(operations) is not int or not 1 <= operations <= 12:
-            raise ConfigError(f"env.args.operations={operations!r}: an integer from 1 to 12")
-        if type(largest) is not int or not 1 <= largest <= 10**6:
-            raise ConfigError(f"env.args.largest={largest!r}: an integer from 1 to 1000000")
-        if not isinstance(operators, str) or not operators or set(operators) - set(OPERATORS):
+        if not operators or set(operators) - set(OPERATORS):
             raise ConfigError(
                 f"env.args.operators={operators!r}: some of the characters {OPERATORS}"
             )
-        if (
-            isinstance(shaping, bool)
-            or not isinstance(shaping, int | float)
-            or not 0 <= shaping < 1
-        ):
-            raise ConfigError(
-                f"env.args.shaping={shaping!r}: a number from 0 up to, but less than, 1"
-            )
-        if type(examples) is not int or not 0 <= examples <= 8:
-            raise ConfigError(f"env.args.examples={examples!r}: an integer from 0 to 8")
-        self.operations, self.largest, self.operators, self.shaping = (
-            operations,
-            largest,
-            operators,
-            float(shaping),
-        )
+        self.operations, self.largest, self.operators = operations, largest, operators
+        self.shaping = float(shaping)
         self.rewards_turns = shaping > 0
         rng = random.Random(EXAMPLES_SEED)
         solved = [example(expression(rng, operations, largest, operators)) for _ in range(examples)]

@@ -7,15 +7,15 @@ any tokenizer sees the grid cell by cell. Each observation shows the full state.
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from typing import Annotated, Any
 
 import gymnasium
 import xxhash
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+from msgspec import Meta
 
 from rose.agent.envs.base import Action, Start, Step
-from rose.config import ConfigError
+from rose.config.common import NotNegative
 
 MOST_DRAWS = 100  # maps to draw; more don't help if only one exists, as with hole_probability 0
 DIRECTIONS = ("left", "down", "right", "up")  # gymnasium's actions 0..3
@@ -54,27 +54,12 @@ class FrozenLake:
 
     def __init__(
         self,
-        size: int = 4,
-        hole_probability: float = 0.2,
+        size: Annotated[int, Meta(ge=2, le=16)] = 4,
+        # beyond 0.5 hardly any map has a path
+        hole_probability: Annotated[float, Meta(ge=0, le=0.5)] = 0.2,
         slippery: bool = False,
-        shaping: float = 0.0,
+        shaping: NotNegative = 0.0,
     ):
-        if type(size) is not int or not 2 <= size <= 16:
-            raise ConfigError(f"env.args.size={size!r}: an integer from 2 to 16")
-        if (
-            isinstance(hole_probability, bool)
-            or not isinstance(hole_probability, int | float)
-            or not 0 <= hole_probability <= 0.5
-        ):
-            raise ConfigError(
-                f"env.args.hole_probability={hole_probability!r}: a number from 0 to 0.5; "
-                "beyond it hardly any map has a path"
-            )
-        if not isinstance(slippery, bool):
-            raise ConfigError(f"env.args.slippery={slippery!r}: true or false")
-        number = isinstance(shaping, int | float) and not isinstance(shaping, bool)
-        if not number or not 0 <= shaping < math.inf:
-            raise ConfigError(f"env.args.shaping={shaping!r}: a number from 0")
         self.size, self.hole_probability, self.slippery = size, float(hole_probability), slippery
         self.shaping, self.rewards_turns = float(shaping), shaping > 0
         self._lake: gymnasium.Env | None = None

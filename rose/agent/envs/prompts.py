@@ -15,7 +15,6 @@ from typing import Any
 
 from rose.agent.envs import _prompts
 from rose.agent.envs.base import Action, Start, Step
-from rose.config import ConfigError
 from rose.reward.episode import Score
 
 
@@ -37,7 +36,6 @@ class Prompts:
         system: str | None = None,
         success_at: float = 1.0,
     ):
-        check_success(success_at)
         self.source = _prompts.Prompts(data, held_out, prompt_field, answer_field, system, reward)
         self.success_at, self.doubt = success_at, self.source.doubt
         self._row: dict[str, Any] = {}
@@ -69,8 +67,3 @@ def last_step(score: Score, success_at: float) -> Step:
     """Return the step with the score. If the score has no success, its reward decides it."""
     success = score.reward >= success_at if score.success is None else score.success
     return Step(f"Reward {score.reward:g}.", reward=score.reward, done=True, success=success)
-
-
-def check_success(success_at: Any) -> None:
-    if isinstance(success_at, bool) or not isinstance(success_at, int | float):
-        raise ConfigError(f"env.args.success_at={success_at!r}: a number")

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import random
 import re
+from typing import Annotated
+
+from msgspec import Meta
 
 from rose.agent.envs import _arithmetic
 from rose.agent.envs.base import Action, Start, Step, outside_thoughts
@@ -32,13 +35,14 @@ class Reasoning:
 
     requires_tool = False
 
-    def __init__(self, task: str = "countdown", size: int = 3, largest: int = 20):
+    def __init__(
+        self,
+        task: str = "countdown",
+        size: Annotated[int, Meta(ge=2, le=8)] = 3,
+        largest: Annotated[int, Meta(ge=2, le=10**6)] = 20,
+    ):
         if task not in TASKS:
             raise ConfigError(f"env.args.task={task!r}: one of {', '.join(TASKS)}")
-        if type(size) is not int or not 2 <= size <= 8:
-            raise ConfigError(f"env.args.size={size!r}: an integer from 2 to 8")
-        if type(largest) is not int or not 2 <= largest <= 10**6:
-            raise ConfigError(f"env.args.largest={largest!r}: an integer from 2 to 1000000")
         self.task, self.size, self.largest = task, size, largest
         self._solution = ""  # the expression in question, or one that reaches the target
 

@@ -157,12 +157,6 @@ def _check_reward(c: Config, need: Need) -> None:
             "they are submitted to Slurm: cluster=slurm; on this machine raise reward.max_workers="
             f"{r.max_workers} instead",
         )
-        need(
-            c.cluster.mpi.join,
-            "reward.max_jobs",
-            f"0: with cluster.mpi.name={c.cluster.mpi.name} no rank can join a run; or another "
-            "cluster/mpi=",
-        )
     for key, member in c.environments.values():
         unscored = member.name in ("prompts", "mcp") and member.args.get("reward", "") is None
         if unscored and not r.pools:

@@ -1,7 +1,7 @@
 """Isolated shells for agents: one bash session per sandbox, with limits and without network.
 
-Other packages use `Sandbox`. It runs on one of the backends `namespaces`, `gvisor` and `apptainer`,
-which `probe` chooses. The modules that a keeper process imports need the standard library only, so
+Other packages use `Sandbox`. It runs on one of the backends `namespaces` and `gvisor`, which
+`probe` chooses. The modules that a keeper process imports need the standard library only, so
 that it stays small and any Python can run it. Nothing here knows environments, models or configs.
 
 `Sandbox` and the names of `probe` are imported at their first use. A keeper needs neither, and

@@ -1,4 +1,4 @@
-"""Sandboxes that another program runs (gvisor.py, apptainer.py): a session on three pipes, and a
+"""Sandboxes that another program runs (gvisor.py): a session on three pipes, and a
 program beside it for each file access and each check.
 
 They are weaker than `namespaces` in two ways. A command that misses its deadline takes its shell

@@ -10,12 +10,12 @@ import shutil
 import sys
 from dataclasses import dataclass, replace
 
-from rose.parts.sandbox import apptainer, capture, gvisor
+from rose.parts.sandbox import capture, gvisor
 from rose.parts.sandbox.backend import SandboxError, Shell, Spec
 from rose.parts.sandbox.kernel import SECCOMP
 from rose.parts.sandbox.namespaces import NAME, Keeper, Namespaces
 
-BACKENDS = (NAME, gvisor.NAME, apptainer.NAME)  # the order in which `auto` tries them
+BACKENDS = (NAME, gvisor.NAME)  # the order in which `auto` tries them
 AUTO = "auto"
 SECCOMP_MISSING = (
     "libseccomp.so.2 is not installed (Debian: libseccomp2, Red Hat: libseccomp): no filter of "
@@ -66,16 +66,11 @@ def _kind(found: Keeper) -> str:
 async def begin(spec: Spec, backend: str) -> tuple[Shell, str]:
     """Start a sandbox. Return its shell and its backend's name. Raises `SandboxError`."""
     problems = []
+    if backend not in (AUTO, *BACKENDS):
+        raise SandboxError(f"backend={backend!r}: there are {AUTO}, {', '.join(BACKENDS)}")
     for name in BACKENDS if backend == AUTO else (backend,):
         try:
-            if name == NAME:
-                return await keeper().begin(spec), name
-            program = {gvisor.NAME: gvisor, apptainer.NAME: apptainer}[name]
-            return await program.begin(spec), name
-        except KeyError:
-            raise SandboxError(
-                f"backend={backend!r}: there are {AUTO}, {', '.join(BACKENDS)}"
-            ) from None
+            return await (keeper() if name == NAME else gvisor).begin(spec), name
         except SandboxError as error:
             problems.append(f"{name}: {error}")
     raise SandboxError(f"no backend for sandboxes works here: {'; '.join(problems)}")
@@ -103,8 +98,8 @@ def describe() -> list[Found]:
 
 
 async def _describe(name: str) -> Found:
-    if name != NAME and shutil.which(name_of_program(name)) is None:
-        return Found(name, "", f"{name_of_program(name)} is not installed")
+    if name != NAME and shutil.which(gvisor.PROGRAM) is None:
+        return Found(name, "", f"{gvisor.PROGRAM} is not installed")
     lacking, words = [], "works"
     try:
         if name == NAME:
@@ -125,10 +120,6 @@ async def _describe(name: str) -> Found:
     finally:
         close()
     return Found(name, words, "", tuple(lacking))
-
-
-def name_of_program(name: str) -> str:
-    return {gvisor.NAME: gvisor.PROGRAM, apptainer.NAME: apptainer.PROGRAM}[name]
 
 
 def choose(backend: str = AUTO) -> Found:

@@ -5,6 +5,8 @@ import asyncio
 
 import pytest
 
+from rose import config
+from rose.agent import envs
 from rose.agent.envs.base import Action, ToolCall
 from rose.agent.envs.frozen_lake import FrozenLake
 from rose.config import ConfigError
@@ -127,7 +129,16 @@ def test_slippery_ice_sometimes_goes_astray_and_says_so():
 )
 def test_bad_arguments_name_the_key(args, key):
     with pytest.raises(ConfigError, match=key):
-        FrozenLake(**args)
+        envs.build(
+            config.Env(
+                name="frozen_lake",
+                args=args,
+                max_turns=1,
+                max_new_tokens=1,
+                step_timeout_s=1.0,
+                max_failures_in_row=1,
+            )
+        )
 
 
 def test_close_is_safe_before_reset_and_twice():

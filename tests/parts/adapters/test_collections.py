@@ -693,8 +693,8 @@ def test_a_server_that_ends_fails_the_trajectory_and_not_the_host(folder):
     [
         ({}, "either it, a list as"),
         ({"command": ["no-such-program"]}, "no program 'no-such-program' on PATH"),
-        ({"command": "python x.py"}, "a list of words"),
-        ({"command": [sys.executable, 3]}, "a list of words"),
+        ({"command": "python x.py"}, "a list of texts, or null"),
+        ({"command": [sys.executable, 3]}, "a list of texts, or null"),
         ({"url": "localhost:80"}, "env.args.url='localhost:80'"),
         ({"url": "http://h/mcp", "token_file": "none"}, "token_file='none': no such file"),
     ],

@@ -24,7 +24,6 @@ from rose.parts.sandbox import (
     Sandbox,
     SandboxError,
     Spec,
-    apptainer,
     check,
     criu,
     gvisor,
@@ -399,26 +398,10 @@ def test_gvisors_bundle(tmp_path):
     assert "-network=none" in argv and ("unshare" in argv) == (os.geteuid() != 0)
 
 
-def test_apptainers_commands(tmp_path):
-    start, made = apptainer.Apptainer.begin(SPEC, tmp_path)
-    assert start[:3] == ["apptainer", "instance", "start"] and start[-1] == tmp_path.name
-    text = " ".join(start)
-    for option in ("--containall", "--network=none", "--bind /data:/mnt/data:ro", "--env A=b c"):
-        assert option in text
-    assert f"--overlay {tmp_path}/overlay" in text
-    assert made[-3:] == ["/bin/mkdir", "-p", "/work"]
-    assert apptainer.Apptainer.session(SPEC, tmp_path)[:3] == [
-        "apptainer",
-        "exec",
-        f"instance://{tmp_path.name}",
-    ]
-
-
 def test_a_backend_that_is_not_installed_is_named(loop, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    for name, program in (("gvisor", "runsc"), ("apptainer", "apptainer")):
-        with pytest.raises(SandboxError, match=f"{program} is not installed"):
-            loop.run(Sandbox.start(Spec(), name))
+    with pytest.raises(SandboxError, match="runsc is not installed"):
+        loop.run(Sandbox.start(Spec(), "gvisor"))
 
 
 class Plain:
@@ -539,11 +522,8 @@ def test_doctor_names_every_backend():
     found = {each.backend: each for each in probe.describe()}
     assert set(found) == set(probe.BACKENDS) and found["namespaces"].problem == ""
     assert re.search("with root|user namespace", found["namespaces"].words)
-    for name, program in (("gvisor", "runsc"), ("apptainer", "apptainer")):
-        if shutil.which(program) is None:
-            assert found[name].problem == f"{program} is not installed"
-        else:
-            assert found[name].problem == ""
+    missing = "" if shutil.which("runsc") else "runsc is not installed"
+    assert found["gvisor"].problem == missing
     chosen = probe.choose()
     assert chosen.backend == "namespaces"
     assert chosen.account.startswith("sandboxes: namespaces, with")

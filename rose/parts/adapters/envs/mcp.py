@@ -27,8 +27,9 @@ from mcp_types import CONNECTION_CLOSED, CallToolResult
 from rose import inputs, processes
 from rose.agent.envs import _prompts
 from rose.agent.envs.base import Action, Start, Step
-from rose.agent.envs.prompts import check_success, last_step
+from rose.agent.envs.prompts import last_step
 from rose.config import ConfigError
+from rose.config.common import Count
 
 CLOSE_S = 5.0  # seconds for a server to end before its process is killed
 
@@ -51,7 +52,7 @@ class Mcp:
         env: dict[str, str] | None = None,
         token_file: str | None = None,
         tools: list[str] | None = None,
-        most_characters: int = 4000,
+        most_characters: Count = 4000,
         held_out: str | float = 0.1,
         reward: str | None = "math",
         prompt_field: str = "prompt",
@@ -60,9 +61,6 @@ class Mcp:
         success_at: float = 1.0,
     ):
         _check_server(command, url, token_file)
-        check_success(success_at)
-        if type(most_characters) is not int or most_characters < 1:
-            raise ConfigError(f"env.args.most_characters={most_characters!r}: an integer from 1")
         self.command, self.url, self.env, self.token_file = command, url, env, token_file
         self.tools, self.most, self.success_at = tools, most_characters, success_at
         self.source = _prompts.Prompts(data, held_out, prompt_field, answer_field, system, reward)
@@ -212,22 +210,18 @@ def _text(result: CallToolResult) -> str:
     return "\n".join(part.text for part in result.content if part.type == "text")
 
 
-def _check_server(command: Any, url: Any, token_file: Any) -> None:
+def _check_server(command: list[str] | None, url: str | None, token_file: str | None) -> None:
     if (command is None) == (url is None):
         raise ConfigError(
             f"env.args.command={command!r}: either it, a list as [python, server.py], or "
             "env.args.url, http://host:port/mcp, of a server that runs"
         )
     if command is not None:
-        if (
-            not isinstance(command, list)
-            or not command
-            or not all(isinstance(word, str) and word for word in command)
-        ):
+        if not command or not all(command):
             raise ConfigError(f"env.args.command={command!r}: a list of words: program, arguments")
         if shutil.which(command[0], path=processes.search_path()) is None:
             raise ConfigError(f"env.args.command={command!r}: no program {command[0]!r} on PATH")
-    elif not isinstance(url, str) or not url.startswith(("http://", "https://")):
+    elif not url.startswith(("http://", "https://")):
         raise ConfigError(f"env.args.url={url!r}: http://host:port/mcp")
     if token_file is not None and not Path(token_file).is_file():
         raise ConfigError(f"env.args.token_file={token_file!r}: no such file")

@@ -8,15 +8,17 @@ arXiv:2306.13831.
 
 from __future__ import annotations
 
-import math
+from typing import Annotated
 
 import gymnasium
 import minigrid  # noqa: F401  (registers the tasks with gymnasium)
 from minigrid.core.constants import COLOR_NAMES
 from minigrid.core.world_object import WorldObj
+from msgspec import Meta
 
 from rose.agent.envs.base import Action, Start, Step
 from rose.config import ConfigError
+from rose.config.common import Count, NotNegative
 
 ACTIONS = ("left", "right", "forward", "pickup", "drop", "toggle")  # minigrid's actions 0..5
 HEADING = ">v<^"  # agent_dir 0..3
@@ -53,23 +55,14 @@ class Minigrid:
     def __init__(
         self,
         task: str = "MiniGrid-DoorKey-5x5-v0",
-        actions_per_turn: int = 4,
-        max_steps: int | None = None,
-        shaping: float = 0.0,
+        actions_per_turn: Annotated[int, Meta(ge=1, le=50)] = 4,
+        max_steps: Count | None = None,
+        shaping: NotNegative = 0.0,
     ):
         if task not in tasks():
             raise ConfigError(
                 f"env.args.task={task!r}: no such task; there are {', '.join(tasks())}"
             )
-        if type(actions_per_turn) is not int or not 1 <= actions_per_turn <= 50:
-            raise ConfigError(
-                f"env.args.actions_per_turn={actions_per_turn!r}: an integer from 1 to 50"
-            )
-        if max_steps is not None and (type(max_steps) is not int or max_steps < 1):
-            raise ConfigError(f"env.args.max_steps={max_steps!r}: an integer from 1, or null")
-        number = isinstance(shaping, int | float) and not isinstance(shaping, bool)
-        if not number or not 0 <= shaping < math.inf:
-            raise ConfigError(f"env.args.shaping={shaping!r}: a number from 0")
         self.task, self.actions_per_turn, self.max_steps = task, actions_per_turn, max_steps
         self.shaping, self.rewards_turns = float(shaping), shaping > 0
         self._reached: set[str] = set()

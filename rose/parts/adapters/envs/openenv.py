@@ -46,10 +46,8 @@ class Openenv:
         success_at: float = 1.0,
         token_file: str | None = None,
     ):
-        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+        if not url.startswith(("http://", "https://")):
             raise ConfigError(f"env.args.url={url!r}: http://host:port of an OpenEnv server")
-        if isinstance(success_at, bool) or not isinstance(success_at, int | float):
-            raise ConfigError(f"env.args.success_at={success_at!r}: a number")
         self.url, self.prompt, self.options = url.rstrip("/"), prompt, reset or {}
         self.success_at = success_at
         self.headers = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from reasoning_gym.factory import CURRICULA, DATASETS
@@ -39,8 +40,10 @@ class ReasoningGym:
 
     requires_tool = False
 
-    def __init__(self, tasks: list | tuple = ("chain_sum",), system: str = SYSTEM):
-        if not isinstance(tasks, list | tuple) or not tasks:
+    def __init__(
+        self, tasks: Sequence[str | dict[str, Any]] = ("chain_sum",), system: str = SYSTEM
+    ):
+        if not tasks:
             raise ConfigError(
                 f"env.args.tasks={tasks!r}: a list of names, or of {{task: NAME, weight: 1.0}}"
             )

@@ -14,7 +14,9 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from rose import inputs, processes
 from rose.config import ConfigError
@@ -44,20 +46,20 @@ class Verifiers(Agent):
         args: dict[str, Any] | None = None,
         held_out: float | dict[str, Any] = 0.1,
         env: dict[str, Any] | None = None,
-        most_tasks: int = 10_000,
+        most_tasks: Annotated[int, Meta(ge=2)] = 10_000,
         renderer: dict[str, Any] | None = None,
         success_at: float = 1.0,
         environment: Sequence[str] = (),
         listen: str = "127.0.0.1",
     ):
-        if not isinstance(python, str) or (found := shutil.which(python)) is None:
+        if (found := shutil.which(python)) is None:
             raise ConfigError(
                 f"env.args.python={python!r}: no such program; the python of the library's virtual "
                 "environment, as /path/of/venv/bin/python"
             )
         # -P keeps this file's folder, whose files have names of packages, off the import path.
         super().__init__([found, "-P", str(PLAYER)], environment=environment, listen=listen)
-        if not isinstance(id, str) or not id:
+        if not id:
             raise ConfigError(f"env.args.id={id!r}: the name of a verifiers environment")
         share = isinstance(held_out, float) and 0 < held_out < 1
         if not share and not (isinstance(held_out, dict) and held_out):
@@ -65,13 +67,6 @@ class Verifiers(Agent):
                 f"env.args.held_out={held_out!r}: a share of the tasks above 0 and below 1, or a "
                 "map of what differs in env.args.args, as {split: test}"
             )
-        for key, value in (("args", args), ("env", env), ("renderer", renderer)):
-            if not isinstance(value, dict | None):
-                raise ConfigError(f"env.args.{key}={value!r}: a map of the library's settings")
-        if type(most_tasks) is not int or most_tasks < 2:
-            raise ConfigError(f"env.args.most_tasks={most_tasks!r}: an integer from 2")
-        if isinstance(success_at, bool) or not isinstance(success_at, int | float):
-            raise ConfigError(f"env.args.success_at={success_at!r}: a number")
         self.success_at = success_at
         self.settings = json.dumps(
             {

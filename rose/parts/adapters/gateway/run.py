@@ -382,5 +382,4 @@ def _trajectory(
         domain=start.domain,
         branches=others,
         turn_tokens=first.turn_tokens,
-        as_drawn=True,
     )

@@ -11,7 +11,6 @@ import asyncio
 import copy
 import functools
 import json
-import math
 import os
 import random
 import time
@@ -24,6 +23,7 @@ from rose.agent.envs import _ladder
 from rose.agent.envs._ladder import BASH, function_tool
 from rose.agent.envs.base import Action, Start, Step, ToolCall
 from rose.config import ConfigError
+from rose.config.common import Count, Positive
 from rose.parts.sandbox import Limits, Sandbox, SandboxError, Spec
 from rose.parts.sandbox.backend import Fresh
 from rose.parts.sandbox.checkpointer import Checkpointer, Restored, restore
@@ -78,30 +78,20 @@ class Terminal:
         backend: str = AUTO,
         edit_file: bool = False,
         undo: bool = False,
-        command_s: float = 30.0,
-        output_bytes: int = 4000,
-        memory_mib: int = 1024,
-        disk_mib: int = 256,
-        processes: int = 128,
-        cpus: float = 1.0,
+        command_s: Positive = 30.0,
+        output_bytes: Count = 4000,
+        memory_mib: Count = 1024,
+        disk_mib: Count = 256,
+        processes: Count = 128,
+        cpus: Positive = 1.0,
     ):
         if backend not in (AUTO, *BACKENDS):
             raise ConfigError(
                 f"env.args.backend={backend!r}: there are {AUTO}, {', '.join(BACKENDS)}"
             )
-        if not rungs or isinstance(rungs, str) or set(rungs) - set(_ladder.RUNGS):
+        if not rungs or set(rungs) - set(_ladder.RUNGS):
             known = ", ".join(_ladder.RUNGS)
             raise ConfigError(f"env.args.rungs={rungs!r}: a list of some of {known}")
-        for key, value in {"edit_file": edit_file, "undo": undo}.items():
-            if not isinstance(value, bool):
-                raise ConfigError(f"env.args.{key}={value!r}: true or false")
-        sizes = {"memory_mib": memory_mib, "disk_mib": disk_mib, "processes": processes}
-        sizes |= {"cpus": cpus, "command_s": command_s, "output_bytes": output_bytes}
-        for key, value in sizes.items():
-            whole = int if key not in ("cpus", "command_s") else int | float
-            number = isinstance(value, whole) and not isinstance(value, bool)
-            if not number or not 0 < value < math.inf:
-                raise ConfigError(f"env.args.{key}={value!r}: a number above 0")
         self._place, self.tasks = tasks, None if tasks == LADDER else _tasks.load(str(tasks))
         self.doubt = _tasks.doubt(*self.tasks) if self.tasks else ""
         self.training_doubt = _tasks.others(*self.tasks) if self.tasks else ""
