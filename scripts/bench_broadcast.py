@@ -21,7 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from harness import configured
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.harness import configured
 
 DEADLINE_S = 300
 

@@ -42,7 +42,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from csv_tables import REPOSITORY, shown
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rich.console import Console
 
 from rose.coordinator import journal
@@ -51,6 +53,7 @@ from rose.engine.rank import PROGRESS_S
 from rose.launch import state
 from rose.observe.metrics import read_metrics, rows_of
 from rose.scheduler import events as ev
+from scripts.csv_tables import REPOSITORY, shown
 
 DEADLINE_S = 300.0
 RUN = (

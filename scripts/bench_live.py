@@ -41,16 +41,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from bench_coserving_client import Request, replay
-from csv_tables import merge, shown
-from harness import PATHS, configured, free_port, stop
-from live_runs import LOOK_S, REPOSITORY, Live, Quota, end_in_order, wait_for_calm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rich.console import Console
 
 from rose import config as cfg
 from rose.models import resolve
 from rose.parts.simulator import traces
 from rose.processes import die_with_parent
+from scripts.csv_tables import merge, shown
+from scripts.harness import PATHS, configured, free_port, stop
+from scripts.lending.bench_coserving_client import Request, replay
+from scripts.live_runs import LOOK_S, REPOSITORY, Live, Quota, end_in_order, wait_for_calm
 
 DEADLINE_S = 1800.0  # seconds of one run
 START_S = 600.0  # seconds for a serving device to start

@@ -33,14 +33,17 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
-from csv_tables import shown
-from harness import REPOSITORY, Child, answers, cfg
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rich.console import Console
 
 from rose.coordinator import replay
 from rose.models import resolve
 from rose.observe.metrics import read_metrics, rows_of
 from rose.protocol import Trajectory, unpack_tokens
+from scripts.csv_tables import shown
+from scripts.harness import REPOSITORY, Child, answers, cfg
 
 DEADLINE_S = 900.0
 

@@ -32,13 +32,16 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from csv_tables import shown
-from harness import REPOSITORY, Failed, configured, keyed, stop
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rich.console import Console
 
 from rose import files
 from rose.models import resolve
 from rose.observe.metrics import read_metrics, rows_of
+from scripts.csv_tables import shown
+from scripts.harness import REPOSITORY, Failed, configured, keyed, stop
 
 LOOK_S = 0.1
 SILENCE_S = 600.0  # seconds without a step after which a run has failed

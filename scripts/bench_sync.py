@@ -32,15 +32,18 @@ from statistics import median
 from typing import NamedTuple
 
 import msgspec
-from bench_sync_link import Loopback, Namespaces
-from bench_sync_roles import digest
-from csv_tables import shown, write_csv
-from harness import REPOSITORY, Child, Failed, cfg, free_port
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rich.console import Console
-from run_weights import last_versions
 
 from rose.files import write_whole
 from rose.transfer.source import read_token
+from scripts.bench_sync_link import Loopback, Namespaces
+from scripts.bench_sync_roles import digest
+from scripts.csv_tables import shown, write_csv
+from scripts.harness import REPOSITORY, Child, Failed, cfg, free_port
+from scripts.run_weights import last_versions
 
 RANKS = 2
 ENCODINGS = ("dense", "coo", "xor", "ours")

@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 
-from harness import answers
-from run_weights import CodecOf, Whole, threads
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rose.transfer import codec
+from scripts.harness import answers
+from scripts.run_weights import CodecOf, Whole, threads
 
 STAGE_BYTES = 8 * 2**30
 TIMEOUT_S = 300.0

@@ -28,13 +28,15 @@ import argparse
 import asyncio
 import os
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from csv_tables import shown, write_csv
-from live_runs import REPOSITORY, Live, end_in_order
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rich.console import Console
 
 from rose.agent.envs.base import Action, Start, Step
@@ -43,6 +45,8 @@ from rose.policies.ours import AllIdle
 from rose.policies.verl import Synchronous
 from rose.scheduler import events as ev
 from rose.scheduler.state import Cluster
+from scripts.csv_tables import shown, write_csv
+from scripts.live_runs import REPOSITORY, Live, end_in_order
 
 DEADLINE_S = 1800.0
 SKIPPED = 2  # first steps, in which kernels are compiled and quotas set

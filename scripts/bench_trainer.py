@@ -34,8 +34,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from csv_tables import shown
-from harness import Child, answers, configured, free_port, keyed
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rich.console import Console
 
 from rose import protocol as p
@@ -43,6 +44,8 @@ from rose.config import Config, read_shape
 from rose.coordinator.replay import summarise
 from rose.models import resolve
 from rose.trainer import batching
+from scripts.csv_tables import shown
+from scripts.harness import Child, answers, configured, free_port, keyed
 
 KINDS = ("plain", "rows", "trees")
 VARIANTS = ("compiled", "lora")  # variants of the trainer, each in a process of its own

@@ -31,18 +31,19 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import gpu_check_coserving
-import gpu_check_digests
-import gpu_check_drafts
-import gpu_check_engine
-import gpu_check_experts
-import gpu_check_fused
-import gpu_check_jobs
-import gpu_check_lora
-import gpu_check_machine
-import gpu_check_model
-import gpu_check_trainer
-from gpu_check_frame import (
+from rose.processes import adopt_orphans
+from tests.gpu import coserving as gpu_check_coserving
+from tests.gpu import digests as gpu_check_digests
+from tests.gpu import drafts as gpu_check_drafts
+from tests.gpu import engine as gpu_check_engine
+from tests.gpu import experts as gpu_check_experts
+from tests.gpu import fused as gpu_check_fused
+from tests.gpu import jobs as gpu_check_jobs
+from tests.gpu import lora as gpu_check_lora
+from tests.gpu import machine as gpu_check_machine
+from tests.gpu import model as gpu_check_model
+from tests.gpu import trainer as gpu_check_trainer
+from tests.gpu.frame import (
     FAILED,
     IMPOSSIBLE,
     Check,
@@ -54,8 +55,6 @@ from gpu_check_frame import (
     tail,
     write_json,
 )
-
-from rose.processes import adopt_orphans
 
 CHECKS = {
     check.name: check

@@ -1,6 +1,6 @@
 """Short live runs on this machine whose engines are confined to a CPU quota each.
 
-Shared by validate_sim.py, bench_live.py, bench_tail.py and prove_promise.py. Not a command.
+Shared by simulator/validate_sim.py, bench_live.py, bench_tail.py and prove_promise.py. Not a command.
 
 A quota is a cgroup of the cpu controller (version 1 or 2, whichever this machine has). Its periods
 are as short as the kernel allows, so that a step of a few milliseconds is stretched and not
@@ -26,13 +26,13 @@ from typing import NamedTuple
 
 import numpy as np
 import psutil
-from harness import REPOSITORY, stop
 
 from rose.coordinator import journal
 from rose.engine import plugin
 from rose.observe.metrics import read_metrics, rows_of
 from rose.parts.lending.profile import stolen_s
 from rose.scheduler import events as ev
+from scripts.harness import REPOSITORY, stop
 
 ENGINE = "VLLM::EngineCore"  # vLLM's name for the process that computes
 PERIOD_US, LEAST_US = 10_000, 1_000  # shortest period, and Linux's least quota of a period

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import zstandard
-from harness import Failed
 
 from rose.transfer import codec
+from scripts.harness import Failed
 
 Patterns = np.ndarray  # (n,) uint16 or uint32
 

@@ -15,7 +15,7 @@ sys.path[:0] = [
     str(Path(__file__).resolve().parents[2] / "scripts"),
 ]
 
-from gpu_check_frame import Check, Impossible, child
+from tests.gpu.frame import Check, Impossible, child
 
 
 class Sizes(msgspec.Struct):

@@ -1,15 +1,12 @@
 """The codec's benchmark: its rivals undo what they did, and its bound is the entropy."""
 
 import csv
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-import bench_codec
-from run_weights import RIVALS, Rival, byte_gaps, gap_positions
+from scripts import bench_codec
+from scripts.run_weights import RIVALS, Rival, byte_gaps, gap_positions
 
 
 def test_every_encoding_is_measured_and_verified_on_made_up_values(tmp_path, capsys):

@@ -5,8 +5,6 @@ import asyncio
 import io
 import json
 import os
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,15 +12,12 @@ from aiohttp import web
 from rich.console import Console
 
 from rose.parts.simulator.traces import Trace
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-import bench_coserving
-import bench_coserving_tables as tables
-from bench_coserving_bench import Bench
-from bench_coserving_client import replay
-from bench_coserving_tables import Alone, Run, Slo
-from harness import Failed
-
+from scripts.harness import Failed
+from scripts.lending import bench_coserving
+from scripts.lending import bench_coserving_tables as tables
+from scripts.lending.bench_coserving_bench import Bench
+from scripts.lending.bench_coserving_client import replay
+from scripts.lending.bench_coserving_tables import Alone, Run, Slo
 from tests import processes
 
 SLO = Slo(0.1, 0.2, 0.01, 0.02)

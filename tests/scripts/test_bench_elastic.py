@@ -1,15 +1,10 @@
 """What the benchmark reads from a journal."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from rose.coordinator.journal import Entry
 from rose.scheduler import events as ev
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-import bench_elastic
+from scripts import bench_elastic
 
 
 def entry(event, *actions):

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS.parent / "scripts"), str(TESTS / "trainer")]
-import bench_sync
-import run_weights
-from bench_sync import Sync
-from harness import Failed, cfg, configured
+sys.path.insert(0, str(TESTS / "trainer"))
+from scripts import bench_sync, run_weights
+from scripts.bench_sync import Sync
+from scripts.harness import Failed, cfg, configured
 
 
 @pytest.fixture

@@ -1,14 +1,8 @@
 """Which moves of a conversation on FrozenLake count as which habit."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPOSITORY / "scripts"))
-
-import count_habits
+from scripts import count_habits
 
 FORK = "P F F\nH F H\nF F G\nleft wall down H right F up wall"
 DEAD_END = "F F P\nH F H\nF F G\nleft F down H right wall up wall"

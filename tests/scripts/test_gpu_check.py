@@ -22,14 +22,15 @@ from tests.processes import children
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY / "scripts"), str(Path(__file__).parent)]
-import gpu_check
-import gpu_check_coserving
-import gpu_check_engine
-import gpu_check_experts
-import gpu_check_frame as frame
-import gpu_check_machine
 import gpu_check_odd as odd
-import gpu_check_trainer
+
+from scripts import gpu_check
+from tests.gpu import coserving as gpu_check_coserving
+from tests.gpu import engine as gpu_check_engine
+from tests.gpu import experts as gpu_check_experts
+from tests.gpu import frame
+from tests.gpu import machine as gpu_check_machine
+from tests.gpu import trainer as gpu_check_trainer
 
 MiB = 2**20
 DEADLINE_S = 600

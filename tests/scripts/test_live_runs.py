@@ -11,11 +11,9 @@ import pytest
 from rose.scheduler import events as ev
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPOSITORY / "scripts"))
 
-import bench_live
-import live_runs
-import validate_sim
+from scripts import bench_live, live_runs
+from scripts.simulator import validate_sim
 
 
 def test_a_tail_is_of_the_groups_admitted_in_a_step_whenever_they_end():
@@ -70,7 +68,7 @@ def test_steps_in_a_row_count_together_so_that_long_ones_are_not_left_out(tmp_pa
 @pytest.mark.slow
 def test_a_second_sigterm_does_not_break_off_the_end_that_the_first_one_began():
     code = (
-        "import sys, time; sys.path.insert(0, 'scripts'); import live_runs; "
+        "import sys, time; from scripts import live_runs; "
         "live_runs.end_in_order()\n"
         "try:\n    print('up', flush=True); time.sleep(600)\n"
         "finally:\n    print('ending', flush=True); input(); print('ended', flush=True)"

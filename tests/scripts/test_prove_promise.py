@@ -14,18 +14,15 @@ from rose.coordinator import replay
 from rose.coordinator.journal import Journal
 from rose.protocol import Phase, Trajectory
 from rose.scheduler import events as ev
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPOSITORY / "scripts"))
-
-import promise_agent
-import promise_count
-import promise_figure
-import promise_latency
-import promise_page
-import promise_results
-import promise_run
-import prove_promise
+from scripts.lending import (
+    promise_count,
+    promise_figure,
+    promise_latency,
+    promise_page,
+    promise_results,
+    promise_run,
+    prove_promise,
+)
 
 MEMBERS = 2
 
@@ -356,8 +353,12 @@ class Victims:
 
 
 def test_the_agents_tasks_lie_as_the_ladder_says_and_its_calls_are_those_that_a_run_allows(
-    tmp_path,
+    tmp_path, monkeypatch
 ):
+    # A run loads the agent as a file, whose folder is on the path.
+    monkeypatch.syspath_prepend(Path(promise_run.__file__).parent)
+    import promise_agent
+
     assert promise_agent.CALLS == promise_run.CALLS
     for seed in range(8):
         rung = _ladder.draw(seed)

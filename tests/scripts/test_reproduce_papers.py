@@ -1,20 +1,17 @@
 """Other papers beside the simulator: their settings compose, and each row is measured as it says."""
 
 import functools
-import sys
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPOSITORY / "scripts"))
-
-import csv_tables
-import reproduce_papers as papers
-from harness import Failed
 
 from rose.parts.simulator.study import build
 from rose.parts.simulator.study.outcome import EVERY, Outcome
+from scripts import csv_tables
+from scripts.harness import Failed
+from scripts.simulator import reproduce_papers as papers
 
 
 @pytest.fixture(scope="module")

@@ -2,20 +2,15 @@
 outcomes."""
 
 import math
-import sys
-from pathlib import Path
 
 import msgspec
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import csv_tables
-import reproduce_rose
-from harness import simulated
-
 from rose.parts.simulator.study import table
 from rose.parts.simulator.study.outcome import EVERY, Outcome
+from scripts import csv_tables
+from scripts.harness import simulated
+from scripts.simulator import reproduce_rose
 
 SPEED = {
     "roll_grpo": 1.0,

@@ -2,20 +2,15 @@
 made outcomes."""
 
 import math
-import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import csv_tables
-import reproduce_rose
-import study_policies as study
-
 from rose.parts.simulator.study import build
 from rose.parts.simulator.study.outcome import EVERY, Outcome
+from scripts import csv_tables
+from scripts.simulator import reproduce_rose
+from scripts.simulator import study_policies as study
 
 SPEED = {"synchronous": 1.0, "one_step_off": 1.5, "carry_over": 2.0, "bounded_staleness": 1.9}
 ROUTING = {"rose": 1.0, "earliest_finish": 1.1, "seer": 0.8}

@@ -1,18 +1,13 @@
 """The rows of the study of engines of several degrees, and its table, from made outcomes."""
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import study_shapes
-from harness import simulated
-from study_shapes import ROWS, Shapes
-
 from rose.parts.simulator.study import build, runs
+from scripts.harness import simulated
+from scripts.simulator import study_shapes
+from scripts.simulator.study_shapes import ROWS, Shapes
 
 
 @pytest.mark.parametrize("setting, gpus", [("rose_8b", 8), ("rose_32b", 32)])

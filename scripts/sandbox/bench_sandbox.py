@@ -1,0 +1,239 @@
+"""Measure sandboxes: starts, turns, inspections, recovery by policy, crowds, branches, costs.
+
+    python scripts/sandbox/bench_sandbox.py [--only starts looks recovery crowd branch costs] [--think 2]
+
+starts     a turn is the builtin `:`, so that its time is overhead; compared with a plain bash
+looks      the inspector's look at a turn, by the number of files written before
+recovery   killed at every turn of three scripted episodes and one that the tiny model plays, then
+           restored and played to the end
+crowd      1, 8 and 32 sandboxes at once, with thinking
+branch     sandboxes after an episode's last turn, from its checkpoint and by replaying its commands
+costs      the figures of an episode in conf/sim/sandboxes/*.yaml
+
+Milliseconds unless stated otherwise, medians and 95th percentiles. `--think`: seconds that an agent
+thinks between two turns; restored episodes are played on without thinking.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from rich.console import Console
+from rich.table import Table
+
+from rose.parts.sandbox import Sandbox, SandboxError, Spec
+from rose.parts.sandbox.inspector import NONE, Inspector
+from rose.parts.sandbox.probe import close
+from scripts.harness import configured
+from scripts.sandbox.bench_sandbox_episodes import EPISODES, Episode
+from scripts.sandbox.bench_sandbox_policies import (
+    CHAT,
+    CLASSIFIED,
+    FULL,
+    POLICIES,
+    branch,
+    crowd,
+    kill_at_each_turn,
+    play,
+    restoring,
+    saves,
+)
+
+WAIT_S = 60.0
+LOOKS = 50
+RESTORES = 5
+FOLDERS = (0, 20, 200)  # folders of a hundred files each
+
+
+async def timed(call) -> tuple[float, object]:
+    """Return the milliseconds of an awaitable, and its result."""
+    began = time.perf_counter()
+    made = await call
+    return (time.perf_counter() - began) * 1e3, made
+
+
+async def plain_turn(turns: int) -> float:
+    """Return the milliseconds of the same turn in a bash without a sandbox, by two pipes."""
+    bash = await asyncio.create_subprocess_exec(
+        "bash", "--norc", "-s", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    began = time.perf_counter()
+    for _ in range(turns):
+        bash.stdin.write(b":; echo $?\n")
+        await bash.stdout.readline()
+    each = (time.perf_counter() - began) * 1e3 / turns
+    bash.stdin.close()
+    await bash.wait()
+    return each
+
+
+def spread(values: list[float]) -> str:
+    if len(values) < 2:
+        return f"{values[0]:.1f}"
+    return f"{statistics.median(values):.1f}, {statistics.quantiles(values, n=20)[-1]:.1f}"
+
+
+async def starts(args: argparse.Namespace) -> Table:
+    first, box = await timed(Sandbox.start(Spec()))
+    await box.close()
+    table = Table("at once", "start", "start, all", "turn", "close", title=f"{box.backend}, ms")
+    for count in args.starts:
+        whole, made = await timed(
+            asyncio.gather(*(timed(Sandbox.start(Spec())) for _ in range(count)))
+        )
+        boxes = [box for _, box in made]
+
+        async def play(box: Sandbox) -> list[float]:
+            return [(await timed(box.run(":", WAIT_S)))[0] for _ in range(args.turns)]
+
+        taken = [each for one in await asyncio.gather(*map(play, boxes)) for each in one]
+        ended, _ = await timed(asyncio.gather(*(box.close() for box in boxes)))
+        start = spread([each for each, _ in made])
+        table.add_row(str(count), start, f"{whole:.0f}", spread(taken), f"{ended:.1f}")
+    table.caption = (
+        f"the first one, with its keeper: {first:.0f}; the turn in a plain bash: "
+        f"{await plain_turn(args.turns):.2f}"
+    )
+    return table
+
+
+async def looks(args: argparse.Namespace) -> Table:
+    table = Table("files", "nothing changed", "one file written", "all read", title="a look, ms")
+    for folders in FOLDERS:
+        async with await Sandbox.start(Spec()) as box:
+            await box.run(
+                f"for ((d = 0; d < {folders}; d++)); do mkdir $d; touch $d/{{1..100}}; done", WAIT_S
+            )
+            inspector = Inspector(box)
+            whole, _ = await timed(inspector.look())
+            rows: dict[str, list[float]] = {":": [], "echo x > file": []}
+            for _ in range(LOOKS):
+                for command, taken in rows.items():
+                    await box.run(command, WAIT_S)
+                    taken.append((await timed(inspector.look()))[0])
+        table.add_row(f"{folders * 100:,}", *map(spread, rows.values()), f"{whole:.1f}")
+    return table
+
+
+def sampled() -> Episode:
+    """Return the episode with a model. This imports torch only when it is needed."""
+    from scripts.sandbox.bench_sandbox_model import Sampled
+
+    return Sampled(configured("+experiment=terminal").model)
+
+
+async def recovery(args: argparse.Namespace) -> Table:
+    title = f"killed at every turn, thinking {args.think:g} s"
+    columns = ("episode", "policy", "right", "captured", "stored", "turn", "restore")
+    table = Table(*columns, "exposed", "time", title=title)
+    for episode in (*EPISODES, sampled()):
+        async with await Sandbox.start(Spec()) as box:
+            wanted = (await play(box, episode)).end
+        found = {p: await kill_at_each_turn(episode, p, args.think, wanted) for p in POLICIES}
+        base, full = found[CHAT].played.seconds, found[FULL]
+        for policy, made in found.items():
+            played = made.played
+            table.add_row(
+                episode.name,
+                policy,
+                f"{made.right}/{episode.length}",
+                f"{made.captured / 1e6:.1f} MB, {made.captured / full.captured:.0%}",
+                f"{made.stored / 1e3:,.0f} kB, {made.stored / full.stored:.0%}",
+                spread([each * 1e3 for each in played.work]),
+                spread([each * 1e3 for each in made.restores]),
+                f"{sum(played.exposed) / played.seconds:.2%}",
+                f"{played.seconds / base - 1:+.2%}",
+            )
+    return table
+
+
+async def crowds(args: argparse.Namespace) -> Table:
+    title = f"episodes at once, thinking {args.think:g} s"
+    table = Table("at once", "policy", "turn", "exposed, a turn", "exposed", "time", title=title)
+    for count in args.crowd:
+        episodes = [EPISODES[i % len(EPISODES)] for i in range(count)]
+        base = 0.0
+        for policy in (CHAT, FULL, CLASSIFIED):
+            played = await crowd(episodes, policy, args.think, args.think)
+            whole = sum(each.seconds for each in played)
+            base = base or whole
+            table.add_row(
+                str(count),
+                policy,
+                spread([x * 1e3 for each in played for x in each.work]),
+                spread([x * 1e3 for each in played for x in each.exposed]),
+                f"{sum(sum(each.exposed) for each in played) / whole:.2%}",
+                f"{whole / base - 1:+.2%}",
+            )
+    return table
+
+
+async def branches(args: argparse.Namespace) -> Table:
+    table = Table("episode", "ways", "from its checkpoint", "replayed", title="branches, ms in all")
+    for episode in EPISODES:
+        for ways in args.ways:
+            restored, replayed = await branch(episode, ways)
+            row = (f"{restored * 1e3:.0f}", f"{replayed * 1e3:.0f}")
+            table.add_row(episode.name, str(ways), *row)
+    return table
+
+
+async def costs(args: argparse.Namespace) -> Table:
+    """Return the table of costs. A capture is without the look, which the simulator adds."""
+    title = "turns by what is captured: share, milliseconds, bytes in the store"
+    table = Table("episode", "kind", "share", "look", "capture", "stored", "restore", title=title)
+    for episode in EPISODES:
+        classified = await saves(episode, CLASSIFIED, args.think)
+        (full,) = await saves(episode, FULL, args.think)
+        look = next((each.seconds for each in classified if each.kind == NONE), 0.0)
+        for each in classified:
+            row = f"{each.share:.3f}", f"{look * 1e3:.1f}", f"{(each.seconds - look) * 1e3:.1f}"
+            table.add_row(episode.name, each.kind, *row, f"{each.stored:,.0f}")
+        took, size = await restoring(episode, RESTORES)
+        row = "1.000", "", f"{full.seconds * 1e3:.1f}", f"{full.stored:,.0f}"
+        table.add_row(episode.name, FULL, *row, f"{took * 1e3:.1f}, {size:,} bytes")
+    return table
+
+
+PARTS = {
+    "starts": starts,
+    "looks": looks,
+    "recovery": recovery,
+    "crowd": crowds,
+    "branch": branches,
+    "costs": costs,
+}
+
+
+async def run(args: argparse.Namespace) -> None:
+    console = Console(width=120)
+    try:
+        for name in args.only:
+            console.print(await PARTS[name](args))
+    finally:
+        close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS))
+    parser.add_argument("--starts", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--turns", type=int, default=200)
+    parser.add_argument("--think", type=float, default=2.0)
+    parser.add_argument("--crowd", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--ways", type=int, nargs="+", default=[4, 8])
+    try:
+        asyncio.run(run(parser.parse_args()))
+    except SandboxError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()
