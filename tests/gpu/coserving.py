@@ -22,8 +22,8 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from scripts.harness import PATHS, configured
-from tests.gpu.frame import REPOSITORY, Check, Report
+from scripts.harness import PATHS, REPOSITORY, configured
+from tests.gpu.frame import Check, Report
 from tests.gpu.model import folder
 
 GIB = 2**30

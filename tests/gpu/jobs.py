@@ -16,7 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from tests.gpu.frame import REPOSITORY, Check, Report
+from scripts.harness import REPOSITORY
+from tests.gpu.frame import Check, Report
 from tests.gpu.model import TOKENIZER_STEPS
 
 TAIL = 30  # last lines of a failed run's logs that are shown
