@@ -1,7 +1,7 @@
 """Measure the cost of the gateway and of slow rewards: FrozenLake by ROSE's own loop and by agents
 over HTTP, on one engine; rewards in an environment and in the pool of reward workers.
 
-    python scripts/adapters/bench_agents.py [--parts tiny smollm2 bodies rewards] [--agents 64] [--rounds 3]
+    python scripts/adapters/bench_agents.py [--parts tiny smollm2 rewards] [--agents 64] [--rounds 3]
 
 tiny and smollm2, the models: four kinds of agent run for `--rounds` rounds on the same seeds, one
 kind after the other, with `--agents` trajectories at once:
@@ -13,12 +13,6 @@ kind after the other, with `--agents` trajectories at once:
 Prints medians of turns/s and tokens/s, the ratio of tokens/s to the loop's, and the milliseconds of
 an HTTP call beyond its turn, for one agent and for all at once. Turns differ a little by round.
 
-bodies: `--agents` agents call the gateway over HTTP. Instead of an engine, each turn takes
-`TURN_S`. The agents first run alone, then beside a client that sends calls of 10 MB. Prints P50 and
-P99 of the agents' calls, the ratio of the P99s in the same round (the target is at most 2), and how
-the large calls end. In the last round the context holds a million tokens, so that the body may fit
-by its characters: the gateway tokenizes it in a thread and then refuses it.
-
 rewards: three runs of launch.py, tiny model, 64 trajectories a step: without a delay; with 2 s at
 the end of each trajectory inside the environment, in asyncio's own threads (`asyncio.to_thread`);
 with 2 s in `reward=function`. Prints the median step after the first, and the share of the delay
@@ -29,17 +23,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -59,13 +50,13 @@ from rose.agent.chat import ChatFormat
 from rose.agent.envs.base import Action, Step
 from rose.agent.envs.frozen_lake import FrozenLake
 from rose.agent.loop import run_trajectory
-from rose.observe.metrics import read_metrics, rows_of
 from rose.parts.adapters.envs.agent import Agent
 from rose.parts.adapters.gateway.run import run_agent
 from rose.parts.adapters.gateway.server import Gateway
 from rose.parts.adapters.gateway.session import Session
 from rose.reward.episode import Episode
 from scripts.adapters.bench_agents_program import converse
+from scripts.runs import ran
 
 NEW = 16  # new tokens of a turn
 SAMPLING = p.Sampling(NEW)
@@ -73,11 +64,6 @@ SAMPLING = p.Sampling(NEW)
 SIZES = {"tiny": (10, 256, 0.25), "smollm2": (3, 64, 1.5)}
 DELAY_S = 2.0
 STEPS = 4
-BODY = "x y " * 2_500_000  # 10 MB, as a log file that an agent read
-MILLION = 1_000_000  # tokens of a context into which `BODY` may fit by its characters
-PAUSE_S = 1.0  # seconds between two large bodies
-TURN_S = 0.05  # seconds of a turn without an engine
-DEADLINE_S = 600.0
 Play = Callable[[p.StartTrajectory], Awaitable[int]]  # -> turns
 
 
@@ -103,19 +89,6 @@ class Engine:
             p.pack_tokens(versions),
             chunk.finish,
         )
-
-
-class Idle:
-    """An engine that answers after `TURN_S`, so that calls time gateway and event loop."""
-
-    def __init__(self, tokens: list[int]) -> None:
-        self._chunk = SimpleNamespace(
-            tokens=tokens, logprobs=[-0.5] * len(tokens), version=0, finish=p.FinishReason.STOP
-        )
-
-    async def generate(self, *request: Any) -> AsyncIterator[Any]:
-        await asyncio.sleep(TURN_S)
-        yield self._chunk
 
 
 class SlowLake(FrozenLake):
@@ -148,7 +121,6 @@ class Bench:
         self.function = Agent(function=f"{program}:solve", environment=given)
         self.command = Agent(command=[sys.executable, program], environment=given)
         self.beside: list[float] = []  # seconds of each call beyond its turn
-        self.calls: list[float] = []  # seconds of each call
 
     async def own_loop(self, start: p.StartTrajectory) -> None:
         await run_trajectory(
@@ -175,8 +147,7 @@ class Bench:
                 began = time.perf_counter()
                 async with http.post(f"{self.gateway.url}/v1/chat/completions", json=body) as got:
                     answer = await got.json()
-                self.calls.append(time.perf_counter() - began)
-                self.beside.append(self.calls[-1] - turn_s)
+                self.beside.append(time.perf_counter() - began - turn_s)
                 return answer
 
             await converse(start.env_seed, self.limits.max_turns, ask)
@@ -200,7 +171,6 @@ class Bench:
         gate = asyncio.Semaphore(agents)
         self.engine.tokens = self.engine.turns = 0
         self.beside.clear()
-        self.calls.clear()
 
         async def one(number: int) -> None:
             async with gate:
@@ -217,91 +187,6 @@ class Bench:
             "tokens": self.engine.tokens / seconds,
             "beside": ms,
         }
-
-
-@asynccontextmanager
-async def large_bodies(bench: Bench, context: int) -> AsyncIterator[list[str]]:
-    """Send `BODY` repeatedly from a client process while the context is open. On exit, the yielded
-    list is filled with each answer's status, error code and seconds."""
-
-    async def never(request: p.TurnRequest) -> p.TurnResult:
-        raise RuntimeError("a body of 10 MB reached the model")
-
-    start = p.StartTrajectory("large.0", "large", p.Phase.TRAIN, "", 0, None)
-    session = Session(start, bench.chat, never, bench.limits, context, SAMPLING)
-    bench.gateway.admit(session)
-    url = f"{bench.gateway.url}/v1/chat/completions"
-    client = await asyncio.create_subprocess_exec(
-        sys.executable, __file__, "--send", url, session.key,
-        stdout=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    answers: list[str] = []
-    try:
-        await client.stdout.readline()  # The client has started and begins to send.
-        yield answers
-    finally:
-        client.stdin.close()
-        answers += (await client.stdout.read()).decode().splitlines()
-        await client.wait()
-        bench.gateway.dismiss(session)
-
-
-def send(url: str, key: str) -> None:
-    """Run the client of `large_bodies` until its stdin ends."""
-    import http.client
-    import select
-    from urllib.parse import urlsplit
-
-    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": BODY}]}).encode()
-    headers = {"x-api-key": key, "Content-Type": "application/json"}
-    print("begins", flush=True)
-    while True:
-        began = time.perf_counter()
-        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=DEADLINE_S)
-        connection.request("POST", urlsplit(url).path, body, headers)
-        answer = connection.getresponse()
-        code = json.loads(answer.read())["error"]["code"]
-        print(f"{answer.status} {code} {time.perf_counter() - began:.3f}", flush=True)
-        if select.select([sys.stdin], [], [], PAUSE_S)[0]:
-            return
-
-
-async def bodies(args: argparse.Namespace) -> None:
-    model = msgspec.convert(
-        yaml.safe_load((REPOSITORY / "conf/model/tiny.yaml").read_text(encoding="utf-8")),
-        config.Model,
-    )
-    folder = models.resolve(model)
-    chat, gateway = ChatFormat.of(folder, model), Gateway("bench")
-    turns, episodes, _ = SIZES["tiny"]
-    await gateway.open("127.0.0.1")
-    table = Table("bodies", "P50 (ms)", "P99 (ms)", "P99 by alone", "large calls, seconds of one")
-    idle = Idle([*chat._encode("up"), min(chat.eos_ids)])
-    try:
-        warm = Bench(idle, chat, model.max_context, gateway, turns)
-        await warm.run(warm.over_http, "warm", args.agents, args.agents)
-        for number in range(args.rounds + 1):
-            context = MILLION if number == args.rounds else model.max_context
-            bench = Bench(idle, chat, context, gateway, turns)
-            await bench.run(bench.over_http, f"alone{number}", episodes, args.agents)
-            half, alone = percentiles(bench.calls)
-            table.add_row("alone", f"{half:.0f}", f"{alone:.0f}", "", "")
-            async with large_bodies(bench, context) as answers:
-                await bench.run(bench.over_http, f"beside{number}", episodes, args.agents)
-                half, most = percentiles(bench.calls)
-            took = statistics.median(float(answer.split()[2]) for answer in answers)
-            said = f"{len(answers)} ({answers[0].rpartition(' ')[0]}), {took:.2f}"
-            ratio = f"{most / alone:.2f}"
-            table.add_row(f"context {context:,}", f"{half:.0f}", f"{most:.0f}", ratio, said)
-    finally:
-        await gateway.close()
-    Console().print(table)
-
-
-def percentiles(seconds: list[float]) -> tuple[float, float]:
-    """Return P50 and P99 in milliseconds."""
-    cuts = statistics.quantiles(seconds, n=100)
-    return 1e3 * cuts[49], 1e3 * cuts[98]
 
 
 async def measure(name: str, args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
@@ -363,25 +248,12 @@ def show(name: str, found: dict[str, list[dict[str, float]]]) -> None:
 
 def step_s(scratch: str, name: str, *overrides: str) -> float:
     """Run launch.py and return the median seconds of a step, without the first."""
-    command = [
-        sys.executable,
-        str(REPOSITORY / "launch.py"),
-        f"output_dir={scratch}",
-        f"name={name}",
-        f"trainer.steps={STEPS}",
-        "eval.episodes=0",
-        "observe.report=false",
-        "observe.terminal=false",
-        "env.step_timeout_s=120",
-        *overrides,
-    ]
     paths = f"{REPOSITORY}:{Path(__file__).parent}"
-    subprocess.run(
-        command, check=True, timeout=DEADLINE_S, env=os.environ | {"PYTHONPATH": paths},
-        stdout=subprocess.DEVNULL,
+    run = ran(
+        scratch, name, f"trainer.steps={STEPS}", "observe.terminal=false", "env.step_timeout_s=120",
+        *overrides, env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.DEVNULL,
     )  # fmt: skip
-    rows = rows_of(read_metrics(Path(scratch) / name), "step")
-    return statistics.median(row["time_step"] for row in rows[1:])
+    return statistics.median(row["time_step"] for row in run.steps(1))
 
 
 def rewards(scratch: str) -> None:
@@ -401,22 +273,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts = [*SIZES, "bodies", "rewards"]
+    parts = [*SIZES, "rewards"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--agents", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--send", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.send:
-        send(*args.send)
-        return 0
     with tempfile.TemporaryDirectory(prefix="rose-bench-") as scratch:
         os.environ["TMPDIR"] = scratch
         for part in args.parts:
             if part == "rewards":
                 rewards(scratch)
-            elif part == "bodies":
-                asyncio.run(bodies(args))
             else:
                 show(part, asyncio.run(measure(part, args)))
     return 0

@@ -23,13 +23,13 @@ import psutil
 from rose import config as cfg
 from rose.parts.simulator import traces
 from rose.protocol import Role
-from scripts.bench_live import SERVED
 from scripts.harness import REPOSITORY
 from scripts.lending import promise_count
 from scripts.lending.bench_coserving_client import replay
-from scripts.lending.promise_cluster import Serving, Training, command
+from scripts.lending.bench_live import SERVED
 from scripts.lending.promise_latency import targets
 from scripts.live_runs import LOOK_S, Stolen
+from scripts.slurm_jobs import Serving, Training, command
 
 ENGINES = {"dedicated": 4, "alone": 1, "borrowed": 1}  # dedicated engines of each side
 POLICIES = {
@@ -230,7 +230,7 @@ async def run(
         training = Training(plan.folder, name, _overrides(plan, side, seed), plan.quota)
         if borrows:
             jobs.append(Serving(plan.folder, name, SPARE, plan.quota, ()))
-        await _until(lambda: training.phase == "rollout", "the first step", jobs, training)
+        await _until(lambda: training.phase()[0] == "rollout", "the first step", jobs, training)
         log(f"the first step has begun, {time.time() - began:.0f} s after the submission")
         words = cfg.read_shape(plan.model).vocab
         clients += [
@@ -317,7 +317,7 @@ async def _until(
     end = time.monotonic() + START_S
     while not ready():
         _look(jobs, training)
-        over = next((job for job in (*jobs, training) if job and not job.active), None)
+        over = next((job for job in (*jobs, training) if job and job.over), None)
         if over or time.monotonic() > end:
             why = "since its job has ended" if over else f"within {START_S:g} s"
             raise SystemExit(
@@ -344,7 +344,7 @@ async def _train(
     known, end = 0, time.monotonic() + STEP_S
     while True:
         _look(jobs, training)
-        if not training.active:
+        if training.over:
             break
         rows = training.steps()
         if len(rows) > known:

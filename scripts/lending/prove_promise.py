@@ -48,15 +48,15 @@ from rose.models import resolve
 from rose.parts.sandbox import SandboxError
 from rose.parts.sandbox.probe import choose
 from rose.parts.simulator.traces import TraceError, read
-from scripts.bench_live import profile
 from scripts.csv_tables import put
 from scripts.harness import REPOSITORY, configured
 from scripts.lending import promise_figure, promise_page
-from scripts.lending.promise_cluster import cluster
+from scripts.lending.bench_live import profile
 from scripts.lending.promise_forecast import forecast
 from scripts.lending.promise_results import SIDES, Results
 from scripts.lending.promise_run import GROUP, MODEL, Plan, core, machine, run
 from scripts.live_runs import Quota, end_in_order, wait_for_calm
+from scripts.slurm_jobs import cluster
 
 RESULTS = REPOSITORY / "docs" / "results" / "promise"
 FORECAST = "forecast"  # the word of --only for the simulator's part

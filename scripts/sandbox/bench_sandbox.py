@@ -1,13 +1,11 @@
-"""Measure sandboxes: starts, turns, inspections, recovery by policy, crowds, branches, costs.
+"""Measure sandboxes: starts, turns, inspections, recovery by policy, costs.
 
-    python scripts/sandbox/bench_sandbox.py [--only starts looks recovery crowd branch costs] [--think 2]
+    python scripts/sandbox/bench_sandbox.py [--only starts looks recovery costs] [--think 2]
 
 starts     a turn is the builtin `:`, so that its time is overhead; compared with a plain bash
 looks      the inspector's look at a turn, by the number of files written before
 recovery   killed at every turn of three scripted episodes and one that the tiny model plays, then
            restored and played to the end
-crowd      1, 8 and 32 sandboxes at once, with thinking
-branch     sandboxes after an episode's last turn, from its checkpoint and by replaying its commands
 costs      the figures of an episode in conf/sim/sandboxes/*.yaml
 
 Milliseconds unless stated otherwise, medians and 95th percentiles. `--think`: seconds that an agent
@@ -38,8 +36,6 @@ from scripts.sandbox.bench_sandbox_policies import (
     CLASSIFIED,
     FULL,
     POLICIES,
-    branch,
-    crowd,
     kill_at_each_turn,
     play,
     restoring,
@@ -154,37 +150,6 @@ async def recovery(args: argparse.Namespace) -> Table:
     return table
 
 
-async def crowds(args: argparse.Namespace) -> Table:
-    title = f"episodes at once, thinking {args.think:g} s"
-    table = Table("at once", "policy", "turn", "exposed, a turn", "exposed", "time", title=title)
-    for count in args.crowd:
-        episodes = [EPISODES[i % len(EPISODES)] for i in range(count)]
-        base = 0.0
-        for policy in (CHAT, FULL, CLASSIFIED):
-            played = await crowd(episodes, policy, args.think, args.think)
-            whole = sum(each.seconds for each in played)
-            base = base or whole
-            table.add_row(
-                str(count),
-                policy,
-                spread([x * 1e3 for each in played for x in each.work]),
-                spread([x * 1e3 for each in played for x in each.exposed]),
-                f"{sum(sum(each.exposed) for each in played) / whole:.2%}",
-                f"{whole / base - 1:+.2%}",
-            )
-    return table
-
-
-async def branches(args: argparse.Namespace) -> Table:
-    table = Table("episode", "ways", "from its checkpoint", "replayed", title="branches, ms in all")
-    for episode in EPISODES:
-        for ways in args.ways:
-            restored, replayed = await branch(episode, ways)
-            row = (f"{restored * 1e3:.0f}", f"{replayed * 1e3:.0f}")
-            table.add_row(episode.name, str(ways), *row)
-    return table
-
-
 async def costs(args: argparse.Namespace) -> Table:
     """Return the table of costs. A capture is without the look, which the simulator adds."""
     title = "turns by what is captured: share, milliseconds, bytes in the store"
@@ -202,14 +167,7 @@ async def costs(args: argparse.Namespace) -> Table:
     return table
 
 
-PARTS = {
-    "starts": starts,
-    "looks": looks,
-    "recovery": recovery,
-    "crowd": crowds,
-    "branch": branches,
-    "costs": costs,
-}
+PARTS = {"starts": starts, "looks": looks, "recovery": recovery, "costs": costs}
 
 
 async def run(args: argparse.Namespace) -> None:
@@ -227,8 +185,6 @@ def main() -> None:
     parser.add_argument("--starts", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--think", type=float, default=2.0)
-    parser.add_argument("--crowd", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--ways", type=int, nargs="+", default=[4, 8])
     try:
         asyncio.run(run(parser.parse_args()))
     except SandboxError as error:

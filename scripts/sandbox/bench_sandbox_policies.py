@@ -147,51 +147,6 @@ async def kill_at_each_turn(
             return made
 
 
-async def crowd(
-    episodes: list[Episode], policy: str, think_s: float, spread_s: float
-) -> list[Played]:
-    """Play all at once, started evenly over `spread_s`, because agents don't answer in step."""
-    with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
-        async with engine_in(Path(folder)) as engine:
-
-            async def one(number: int, episode: Episode) -> Played:
-                await asyncio.sleep(spread_s * number / len(episodes))
-                async with await Sandbox.start(Spec()) as box:
-                    keeper = await begin(box, engine, str(number), policy)
-                    return await play(box, episode, think_s, keeper)
-
-            return await asyncio.gather(*(one(n, e) for n, e in enumerate(episodes)))
-
-
-async def branch(episode: Scripted, ways: int) -> tuple[float, float]:
-    """Return the seconds until `ways` sandboxes are in the state after the episode's last turn:
-    from its checkpoint, and by replaying its commands."""
-    with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
-        async with engine_in(Path(folder)) as engine:
-            async with await Sandbox.start(Spec()) as box:
-                keeper = await begin(box, engine, "bench", CLASSIFIED)
-                await play(box, episode, keeper=keeper)
-                await keeper.settled(episode.length)
-                saved = keeper.saved(episode.length)
-
-            async def goes_on() -> Sandbox:
-                return (await restore(saved, engine)).box
-
-            async def replay() -> Sandbox:
-                box = await Sandbox.start(Spec())
-                for text in episode.commands:
-                    await command(box, text)
-                return box
-
-            taken = []
-            for way in (goes_on, replay):
-                began = time.monotonic()
-                boxes = await asyncio.gather(*(way() for _ in range(ways)))
-                taken.append(time.monotonic() - began)
-                await asyncio.gather(*(box.close() for box in boxes))
-            return taken[0], taken[1]
-
-
 @dataclass(frozen=True)
 class Save:
     """The turns that were captured as `kind`: their share of all turns, the median seconds, and the

@@ -4,7 +4,7 @@ import pytest
 
 from rose.coordinator.journal import Entry
 from rose.scheduler import events as ev
-from scripts import bench_elastic
+from scripts.lending import bench_elastic
 
 
 def entry(event, *actions):
@@ -68,10 +68,3 @@ def test_a_turn_whose_tokens_had_all_come_moves_nowhere():
         killed={"b": 3.0},
     )
     assert story.losses["b"] == bench_elastic.Loss(notice=1.0)
-
-
-def test_stall_is_the_latest_tick_of_a_join_beside_as_long_a_time_without_one():
-    ticks = [0.0, 0.5, 1.0, 1.6, 2.1, 2.6, 3.4, 3.9, 4.4]
-    story = bench_elastic.Story(joined={"b": 3.0}, first_token={"b": 3.5}, ticks=ticks)
-    during, without = bench_elastic.stalls(story, {"b": 2.0})
-    assert during == [pytest.approx(300)] and without == [pytest.approx(100)]

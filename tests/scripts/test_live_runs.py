@@ -12,7 +12,8 @@ from rose.scheduler import events as ev
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-from scripts import bench_live, live_runs
+from scripts import live_runs
+from scripts.lending import bench_live
 from scripts.simulator import validate_sim
 
 

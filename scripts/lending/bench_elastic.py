@@ -1,6 +1,6 @@
 """Measure the cost to a training run of ranks that join and leave, on a real Slurm.
 
-    slurm/dev_cluster.sh start && export SLURM_CONF=... python scripts/bench_elastic.py [--rounds 3]
+    slurm/dev_cluster.sh start && export SLURM_CONF=... python scripts/lending/bench_elastic.py [--rounds 3]
     [--steps 6] [--borrowed 0 1 2 4] [HYDRA OVERRIDES ...]
 
 A training job with one dedicated engine runs throughout. In each round serving jobs join it one
@@ -10,9 +10,6 @@ killed (SIGKILL to every process of the rank). Prints median, smallest and large
 
     ask to joined         from a rank's request to its hello; its engine starts meanwhile (vLLM is imported before)
     joined to first token from the hello to the rank's first token at the coordinator; it loads the current weights
-    stall per join        the longest time that the coordinator's clock was late (it ticks every 0.5 s) between
-                          ask and first token, beside the longest in an equal time without a join: the time
-                          that the training loop may wait
     kill to notice, kill to reroute: from a kill until it is known, and until another rank has its last turn
     lost, computed again  per kill: tokens generated and never received (estimated from the rank's rate and
                           the time since its last message, at most 0.1 s), and tokens of its turns'
@@ -33,32 +30,25 @@ import re
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rich.console import Console
 
 from rose.coordinator import journal
-from rose.coordinator.coordinator import TICK_S
 from rose.engine.rank import PROGRESS_S
-from rose.launch import state
-from rose.observe.metrics import read_metrics, rows_of
+from rose.observe.metrics import read_metrics
 from rose.scheduler import events as ev
-from scripts.csv_tables import REPOSITORY, shown
+from scripts import slurm_jobs
+from scripts.csv_tables import shown
+from scripts.slurm_jobs import Serving
 
-DEADLINE_S = 300.0
 RUN = (
-    "cluster=dev",
-    "name=bench",
     "trainer.steps=1000000",
     "eval.episodes=0",
     "observe.terminal=false",
@@ -75,111 +65,36 @@ REPORT_S = PROGRESS_S  # seconds between two messages of a rank with turns
 RATE_S = 2.0  # seconds before a killed rank's last message over which its token rate is computed
 
 
-class Training:
-    """The training job, submitted to Slurm."""
-
-    def __init__(self, folder: Path, overrides: Sequence[str]) -> None:
-        self.folder, self.run = folder, folder / "bench"
-        done = subprocess.run(
-            [
-                sys.executable,
-                str(REPOSITORY / "launch.py"),
-                *RUN,
-                f"output_dir={folder}",
-                *overrides,
-            ],
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-        )
-        if done.returncode:
-            raise SystemExit(f"bench_elastic: {done.stdout}{done.stderr}")
-        self.id = state.submitted(self.run)
-
-    def until(self, condition: Callable[[], object], what: str):
-        end = time.monotonic() + DEADLINE_S
-        while not (value := condition()):
-            if time.monotonic() > end or not state.is_active(self.id):
-                raise SystemExit(
-                    f"bench_elastic: {what} did not come within {DEADLINE_S:g} s; see "
-                    f"{self.run}/logs"
-                )
-            time.sleep(0.2)
-        return value
-
-    def steps(self) -> list[dict]:
-        return rows_of(read_metrics(self.run), "step")
-
+class Training(slurm_jobs.Training):
     def next_steps(self, count: int) -> list[float]:
         """Wait for the next `count` whole steps and return their seconds."""
-        first = (
-            self.steps()[-1]["step"] if self.steps() else 0
-        ) + 2  # skips the present step, which may have begun with other ranks
-        self.until(
-            lambda: self.steps() and self.steps()[-1]["step"] >= first + count - 1, f"{count} steps"
-        )
-        return [row["time_step"] for row in self.steps() if first <= row["step"] < first + count]
+        # The present step is skipped, because it may have begun with other ranks.
+        first = (self.steps()[-1]["step"] if self.steps() else 0) + 2
+        last = first + count - 1
+        self.until(lambda: self.steps() and self.steps()[-1]["step"] >= last, f"{count} steps")
+        return [row["time_step"] for row in self.steps() if first <= row["step"] <= last]
 
 
-class Serving:
-    """A Slurm job that lends one rank."""
+def joined(training: Training, job: Serving) -> str:
+    """Wait until the job's rank has joined and return its worker's name. If it was lost and joined
+    again, return the name of its latest membership."""
+    return training.until(job.members, f"job {job.id}")[-1][1]
 
-    def __init__(self, training: Training, number: int) -> None:
-        self.training, self.log = training, training.folder / f"serving-{number}.log"
-        done = subprocess.run(
-            [
-                "sbatch",
-                "--parsable",
-                "--partition=spare",
-                f"--output={self.log}",
-                str(REPOSITORY / "slurm" / "serving.sbatch"),
-                "name=bench",
-                f"output_dir={training.folder}",
-                "rollout.threads=1",
-            ],
-            capture_output=True,
-            text=True,
-            cwd=REPOSITORY,
-            timeout=60,
-        )
-        if done.returncode:
-            raise SystemExit(f"bench_elastic: {done.stderr}")
-        self.id = done.stdout.strip().split(";")[0]
 
-    def joined(self) -> str:
-        """Wait until the rank has joined and return its worker's name. If it was lost and joined
-        again, return the name of its latest membership."""
-        found = self.training.until(
-            lambda: (
-                self.log.exists()
-                and re.findall(
-                    r"rose.serving\[(\d+)\].* (borrowed-\d+): joined",
-                    self.log.read_text(encoding="utf-8"),
-                )
-            ),
-            f"job {self.id}",
-        )[-1]
-        self.pid, self.worker = int(found[0]), found[1]
-        return self.worker
+def kill(job: Serving) -> float:
+    """Kill all processes of the job's rank and return the wall-clock time."""
+    lender, at = job.member.parent(), time.time()
+    job.kill()
+    lender.kill()
+    return at
 
-    def kill(self) -> float:
-        """Kill all processes of the rank and return the wall-clock time."""
-        member = psutil.Process(self.pid)
-        lender = member.parent()
-        at = time.time()
-        for process in (*member.children(recursive=True), member, lender):
-            process.kill()
-        return at
 
-    def drain(self) -> float:
-        # The signal goes to the job's command, which then doesn't join again.
-        psutil.Process(self.pid).parent().send_signal(signal.SIGUSR2)
-        at = time.time()
-        self.training.until(
-            lambda: f"{self.worker}: left" in self.log.read_text(encoding="utf-8"),
-            f"{self.worker} to leave",
-        )
-        return at
+def drain(training: Training, job: Serving, worker: str) -> float:
+    # The signal goes to the job's command, which then doesn't join again.
+    job.member.parent().send_signal(signal.SIGUSR2)
+    at = time.time()
+    training.until(lambda: f"{worker}: left" in job.words, f"{worker} to leave")
+    return at
 
 
 @dataclass
@@ -199,7 +114,6 @@ class Story:
 
     joined: dict[str, float] = field(default_factory=dict)  # wall-clock times
     first_token: dict[str, float] = field(default_factory=dict)
-    ticks: list[float] = field(default_factory=list)
     losses: dict[str, Loss] = field(default_factory=dict)
 
 
@@ -213,8 +127,6 @@ def read(entries, killed: dict[str, float]) -> Story:
     for entry in entries:
         event = entry.event
         match event:
-            case ev.Tick():
-                story.ticks.append(event.at)
             case ev.WorkerJoined(kind="cooperative", worker=worker):
                 story.joined.setdefault(worker, event.at)
             case ev.TurnRequested(turn=turn):
@@ -260,36 +172,10 @@ def _loss(noticed: float, killed: float, held: list[int], words: list[tuple[floa
     )
 
 
-def lateness(ticks: Sequence[float], begin: float, end: float) -> float:
-    """Return the largest lateness in seconds of a tick between `begin` and `end`."""
-    late = [b - a - TICK_S for a, b in zip(ticks, ticks[1:], strict=False) if b > begin and a < end]
-    return max(late, default=0.0)
-
-
-def stalls(story: Story, asked: dict[str, float]) -> tuple[list[float], list[float]]:
-    """Return the largest lateness (ms) in each join, and in as long a time before, without
-    joins."""
-    spans = [
-        (asked[worker], story.first_token[worker])
-        for worker in asked
-        if worker in story.first_token
-    ]
-    quiet = [(a - (b - a), a) for a, b in spans]
-    free = [
-        (a, b)
-        for a, b in quiet
-        if story.ticks and a > story.ticks[0] and not any(a < d and c < b for c, d in spans)
-    ]
-    return (
-        [1000 * lateness(story.ticks, *span) for span in spans],
-        [1000 * lateness(story.ticks, *span) for span in free],
-    )
-
-
 def bench(
     folder: Path, rounds: int, steps: int, counts: list[int], overrides: list[str], console: Console
 ) -> None:
-    training, serving, number = Training(folder, overrides), [], 0
+    training, serving = Training(folder, "bench", [*RUN, *overrides]), []
     killed, drained = {}, {}
     times: dict[int, list[float]] = {count: [] for count in counts}
     try:
@@ -297,29 +183,23 @@ def bench(
         for at in range(rounds):
             for count in counts:
                 while len(serving) < count:
-                    serving.append(Serving(training, number := number + 1))
-                    console.print(f"round {at + 1}: {serving[-1].joined()} joined")
+                    serving.append(Serving(folder, "bench", ""))
+                    console.print(f"round {at + 1}: {joined(training, serving[-1])} joined")
                 times[count] += training.next_steps(steps)
                 median = statistics.median(times[count][-steps:])
                 console.print(f"round {at + 1}: {count} borrowed: {median:.2f} s a step")
             for i, job in enumerate(serving):
-                worker = job.joined()
+                worker = joined(training, job)
                 if i % 2:
-                    drained[worker] = job.drain()
+                    drained[worker] = drain(training, job, worker)
                 else:
-                    killed[worker] = job.kill()
-                training.until(
-                    lambda worker=job.worker: gone(training, worker), f"{job.worker} to be gone"
-                )
+                    killed[worker] = kill(job)
+                training.until(lambda worker=worker: gone(training, worker), f"{worker} to be gone")
             serving.clear()
         training.next_steps(1)  # a step, with which the journal is flushed
     finally:
-        subprocess.run(
-            ["scancel", training.id, *(job.id for job in serving)], timeout=60, check=True
-        )
-    end = time.monotonic() + DEADLINE_S
-    while state.is_active(training.id) and time.monotonic() < end:
-        time.sleep(0.5)
+        for job in (*serving, training):
+            job.end()
     show(training, killed, drained, times, console)
 
 
@@ -353,17 +233,12 @@ def show(
         if row.get("what") == "joined"
         for worker, seconds in re.findall(r"^(\S+):.* ([\d.]+) s after it asked", row["detail"])
     }
-    during, without = stalls(
-        story, {worker: story.joined[worker] - waited[worker] for worker in waited}
-    )
     losses = list(story.losses.values())
     found: dict[str, list[float]] = {
         "ask to joined, s": list(waited.values()),
         "joined to first token, s": [
             at - story.joined[w] for w, at in story.first_token.items() if w in waited
         ],
-        "stall per join, ms": during,
-        "the same without a join, ms": without,
         "kill to notice, s": [one.notice for one in losses if one.notice is not None],
         "kill to reroute of its last turn, s": [
             one.reroute for one in losses if one.reroute is not None

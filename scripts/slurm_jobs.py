@@ -1,4 +1,4 @@
-"""The one-machine Slurm of prove_promise.py, its jobs, their engines' quotas. Not a command."""
+"""Jobs of a one-machine Slurm: the training job, serving jobs, their engines' quotas. Not a command."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import contextlib
 import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
-from rose.launch import rank_status, state
-from rose.observe.metrics import read_metrics, rows_of
+from rose.launch import state
 from rose.observe.status import read_status
 from rose.protocol import Role
-from scripts.harness import REPOSITORY
 from scripts.lending.promise_count import held
 from scripts.live_runs import ENGINE, Quota
+from scripts.runs import REPOSITORY, Run, launch
 
 COMMAND_S, START_S, END_S = 60.0, 300.0, 120.0
 # A step has trajectories under way when its rollout has lasted this many seconds.
@@ -53,14 +51,14 @@ def _dev_cluster(word: str, settings: Mapping[str, str]) -> None:
         start_new_session=True,  # Ctrl-C is for this process, which then stops the cluster
     )
     if done.returncode:
-        raise SystemExit(f"prove_promise: {(done.stderr or done.stdout).strip()}")
+        raise SystemExit(f"dev_cluster.sh: {(done.stderr or done.stdout).strip()}")
 
 
-def command(*words: str) -> str:
+def command(*words: str, limit_s: float = COMMAND_S) -> str:
     """Run a Slurm command and return its output. Raises `SystemExit` with its error."""
-    done = subprocess.run(words, capture_output=True, text=True, cwd=REPOSITORY, timeout=COMMAND_S)
+    done = subprocess.run(words, capture_output=True, text=True, cwd=REPOSITORY, timeout=limit_s)
     if done.returncode:
-        raise SystemExit(f"prove_promise: {' '.join(words[:3])}: {done.stderr or done.stdout}")
+        raise SystemExit(f"{' '.join(words[:3])}: {done.stderr or done.stdout}")
     return done.stdout.strip()
 
 
@@ -79,8 +77,8 @@ class Job:
         self.id, self.log = job, log
 
     @property
-    def active(self) -> bool:
-        return state.is_active(self.id)
+    def over(self) -> bool:
+        return not state.is_active(self.id)
 
     @property
     def words(self) -> str:
@@ -90,28 +88,23 @@ class Job:
         """Cancel the job and wait until it is gone."""
         subprocess.run(["scancel", self.id], capture_output=True, timeout=COMMAND_S)
         end = time.monotonic() + END_S
-        while self.active and time.monotonic() < end:
+        while not self.over and time.monotonic() < end:
             time.sleep(0.2)
 
 
-class Training(Job):
+class Training(Job, Run):
     """The training job, submitted by launch.py. Each of its engines gets a quota of its own once
     the run's attempt has begun its first step."""
 
-    def __init__(self, folder: Path, name: str, overrides: Sequence[str], cores: float) -> None:
-        self.run, self._cores = folder / name, cores
+    def __init__(self, folder: Path, name: str, overrides: Sequence[str], cores: float = 0) -> None:
+        Run.__init__(self, folder / name)
+        self._cores = cores
         self._quotas: dict[int, Quota] = {}  # pid of a rank -> quota of its engine
         self._step: tuple[float, int] | tuple[()] = ()  # (attempt's start, step) that rolls out
         self._begun = 0.0  # time.monotonic() when that rollout was first seen
-        words = ["cluster=dev", f"output_dir={folder}", f"name={name}", "fresh=true", *overrides]
-        command(sys.executable, str(REPOSITORY / "launch.py"), *words)
+        command(*launch(folder, name, "cluster=dev", "fresh=true", *overrides), limit_s=START_S)
         job = state.submitted(self.run)
         super().__init__(job, self.run / "logs" / f"slurm-{job}.out")
-
-    @property
-    def phase(self) -> str:
-        status = read_status(self.run)
-        return status.phase if status else ""
 
     def amid(self) -> bool:
         """True while this attempt's step has rolled out for `AMID_S` and most of it has not
@@ -126,21 +119,8 @@ class Training(Job):
         going = status.finished < 0.6 * max(1, status.total)
         return going and time.monotonic() > self._begun + AMID_S
 
-    def steps(self) -> list[dict]:
-        return rows_of(read_metrics(self.run), "step")
-
-    def ranks(self, role: Role) -> list[rank_status.RankStatus]:
-        """Return the running ranks of the newest attempt."""
-        attempts = sorted((self.run / "status").glob("attempt-*"))
-        if not attempts:
-            return []
-        with contextlib.suppress(ValueError, OSError):  # status file that is being written
-            found = rank_status.read_all(self.run, int(attempts[-1].name.rpartition("-")[2]))
-            return [s for s in found.values() if s.role is role and s.state == "running"]
-        return []
-
     def confine(self) -> None:
-        if self.phase in ("", "starting"):
+        if self.phase()[0] in ("", "starting"):
             return
         for rank in self.ranks(Role.ROLLOUT):
             if rank.pid not in self._quotas and has_engine(rank.pid):
@@ -155,14 +135,14 @@ class Training(Job):
         return held(rows.splitlines(), 1, time.time())
 
     def close(self) -> None:
-        if self.active:
+        if not self.over:
             self.end()
         for quota in self._quotas.values():
             quota.close()
 
 
 class Serving(Job):
-    """A serving job of one device on `node`: with an online server, or a spare engine without one.
+    """A serving job of one device on `node` (empty: any): with an online server, or a spare engine.
     All its engines share one quota, and run on `core` if one is given."""
 
     def __init__(
@@ -170,19 +150,18 @@ class Serving(Job):
         folder: Path,
         run: str,
         node: str,
-        cores: float,
-        online: Sequence[str],
+        cores: float = 0,
+        online: Sequence[str] = (),
         core: int | None = None,
     ) -> None:
         self.node, self.online = node, bool(online)
-        log = folder / f"{run}-{node}.log"
+        log = folder / f"{run}-{node or time.monotonic_ns()}.log"
         log.unlink(missing_ok=True)
         job = command(
             "sbatch",
             "--parsable",
             f"--partition={'serve' if online else 'spare'}",
-            f"--nodelist={node}",
-            "--cpus-per-task=8",
+            *([f"--nodelist={node}", "--cpus-per-task=8"] if node else []),
             f"--output={log}",
             str(REPOSITORY / "slurm" / "serving.sbatch"),
             f"name={run}",

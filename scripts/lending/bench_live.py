@@ -1,8 +1,8 @@
 """Measure the gain from borrowed engines and better policies, live on this machine, as ratios.
 
-    python scripts/bench_live.py                                  # about an hour
-    python scripts/bench_live.py --seeds 1 --steps 4              # a quick run
-    python scripts/bench_live.py --csv docs/results/bench_live.csv
+    python scripts/lending/bench_live.py                                  # about an hour
+    python scripts/lending/bench_live.py --seeds 1 --steps 4              # a quick run
+    python scripts/lending/bench_live.py --csv docs/results/bench_live.csv
 
     fixed  two dedicated engines, synchronous steps, cache-affine routing
     rose   fixed with two engines of serving devices: ROSE's provisioning and routing
@@ -42,7 +42,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rich.console import Console
 
@@ -51,9 +51,9 @@ from rose.models import resolve
 from rose.parts.simulator import traces
 from rose.processes import die_with_parent
 from scripts.csv_tables import merge, shown
-from scripts.harness import PATHS, configured, free_port, stop
+from scripts.harness import PATHS, REPOSITORY, configured, free_port, stop
 from scripts.lending.bench_coserving_client import Request, replay
-from scripts.live_runs import LOOK_S, REPOSITORY, Live, Quota, end_in_order, wait_for_calm
+from scripts.live_runs import LOOK_S, Live, Quota, end_in_order, wait_for_calm
 
 DEADLINE_S = 1800.0  # seconds of one run
 START_S = 600.0  # seconds for a serving device to start
@@ -230,7 +230,7 @@ async def measure(
     )
     devices, clients, over, words = [], [], asyncio.Event(), cfg.read_shape(model).vocab
     try:
-        await _until(live, lambda: live.phase == "rollout", "its first step")
+        await _until(live, lambda: live.phase()[0] == "rollout", "its first step")
         devices = [
             Device(folder, number, options, model, name, profiled if wanted else None)
             for number in range(BORROWED)
