@@ -1,8 +1,10 @@
-"""Measure sandboxes: starts, turns, inspections, recovery by policy, costs.
+"""Measure sandboxes: starts, turns, captures, inspections, recovery by policy, costs.
 
-    python scripts/sandbox/bench_sandbox.py [--only starts looks recovery costs] [--think 2]
+    python scripts/sandbox/bench_sandbox.py [--only starts captures looks recovery costs] [--think 2]
 
 starts     a turn is the builtin `:`, so that its time is overhead; compared with a plain bash
+captures   the fastest and the median of captures in --folder, and of a restore with its first turn; state
+           `server` has a Python HTTP server in the background
 looks      the inspector's look at a turn, by the number of files written before
 recovery   killed at every turn of three scripted episodes and one that the tiny model plays, then
            restored and played to the end
@@ -16,8 +18,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shutil
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -28,7 +32,7 @@ from rich.table import Table
 
 from rose.parts.sandbox import Sandbox, SandboxError, Spec
 from rose.parts.sandbox.inspector import NONE, Inspector
-from rose.parts.sandbox.probe import close
+from rose.parts.sandbox.probe import AUTO, BACKENDS, close
 from scripts.harness import configured
 from scripts.sandbox.bench_sandbox_episodes import EPISODES, Episode
 from scripts.sandbox.bench_sandbox_policies import (
@@ -44,6 +48,14 @@ from scripts.sandbox.bench_sandbox_policies import (
 
 WAIT_S = 60.0
 LOOKS = 50
+CAPTURES = 15
+SMALL_FILES = "for i in $(seq 20); do echo $i > f$i; done"
+HTTP_SERVER = (
+    'python3 -c "import http.server as h; h.test(h.SimpleHTTPRequestHandler, port=80, '
+    "bind='127.0.0.1')\" >/dev/null 2>&1 & "
+    "until python3 -c \"import urllib.request as u; u.urlopen('http://127.0.0.1')\" 2>/dev/null; "
+    "do sleep .05; done"
+)
 RESTORES = 5
 FOLDERS = (0, 20, 200)  # folders of a hundred files each
 
@@ -97,6 +109,34 @@ async def starts(args: argparse.Namespace) -> Table:
         f"the first one, with its keeper: {first:.0f}; the turn in a plain bash: "
         f"{await plain_turn(args.turns):.2f}"
     )
+    return table
+
+
+async def captured(box: Sandbox, kind: str, folder: Path) -> tuple[float, float, int]:
+    """Return milliseconds of a capture and of a restore with one turn, and the capture's bytes."""
+    took, _ = await timed(box.capture(kind, folder))
+    began = time.perf_counter()
+    other = await Sandbox.restore(folder)
+    await other.run(":", WAIT_S)
+    restored = (time.perf_counter() - began) * 1e3
+    await other.close()
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    shutil.rmtree(folder)
+    return took, restored, size
+
+
+async def captures(args: argparse.Namespace) -> Table:
+    title = f"captures in {args.folder}, ms"
+    table = Table("state", "kind", "capture", "restore", "kB", title=title)
+    with tempfile.TemporaryDirectory(prefix="rose-bench-", dir=args.folder) as top:
+        for state, command in (("bash", SMALL_FILES), ("server", f"{SMALL_FILES}; {HTTP_SERVER}")):
+            async with await Sandbox.start(Spec(), args.backend) as box:
+                await box.run(command, WAIT_S)
+                for kind in box.capture_kinds:
+                    found = [await captured(box, kind, Path(top, f"{i}")) for i in range(CAPTURES)]
+                    *taken, sizes = zip(*found, strict=True)
+                    shown = [f"{min(each):.0f}, {statistics.median(each):.0f}" for each in taken]
+                    table.add_row(state, kind, *shown, f"{sizes[-1] / 1000:,.0f}")
     return table
 
 
@@ -167,7 +207,13 @@ async def costs(args: argparse.Namespace) -> Table:
     return table
 
 
-PARTS = {"starts": starts, "looks": looks, "recovery": recovery, "costs": costs}
+PARTS = {
+    "starts": starts,
+    "captures": captures,
+    "looks": looks,
+    "recovery": recovery,
+    "costs": costs,
+}
 
 
 async def run(args: argparse.Namespace) -> None:
@@ -185,6 +231,8 @@ def main() -> None:
     parser.add_argument("--starts", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--think", type=float, default=2.0)
+    parser.add_argument("--backend", choices=(AUTO, *BACKENDS), default=AUTO, help="of captures")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     try:
         asyncio.run(run(parser.parse_args()))
     except SandboxError as error:

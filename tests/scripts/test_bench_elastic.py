@@ -55,16 +55,3 @@ def test_first_token_loss_and_reroute():
     assert (loss.notice, loss.reroute, loss.turns) == (2.0, 3.0, 2)
     assert loss.again == 10 + 4 + 20 + 6
     assert loss.lost == pytest.approx(bench_elastic.REPORT_S * (4 + 6) / bench_elastic.RATE_S)
-
-
-def test_a_turn_whose_tokens_had_all_come_moves_nowhere():
-    story = bench_elastic.read(
-        [
-            join("b", 0.0),
-            turn("t1", 1.0, "b"),
-            words("t1", 2.0, 9),
-            entry(ev.WorkerLost(at=4.0, worker="b", reason="silent", ended=["t1"])),
-        ],
-        killed={"b": 3.0},
-    )
-    assert story.losses["b"] == bench_elastic.Loss(notice=1.0)

@@ -44,14 +44,6 @@ def test_a_dead_end_is_left_by_a_step_back_only(move, expected):
     assert shares((DEAD_END, move)) == expected
 
 
-def test_at_a_fork_the_way_that_ends_in_a_dead_end_is_not_the_shorter_one():
-    assert shares((MIDDLE, "down"), (MIDDLE, "right"), (MIDDLE, "left"))["fork"] == "50%"
-
-
-def test_a_cell_with_one_way_on_is_no_fork():
-    assert shares((FORK, "right"))["fork"] == "-"
-
-
 def test_a_folder_without_trajectories_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as refused:
         count_habits.main([str(tmp_path)])

@@ -20,7 +20,7 @@ from rose.processes import adopt_orphans
 from scripts import gpu_check
 from tests import processes
 from tests.engine.cuda_rules import build_libcuda
-from tests.gpu import coserving, engine, experts, frame, machine, odd, trainer
+from tests.gpu import coserving, engine, experts, frame, machine, odd
 from tests.gpu.test_gpu import ALL
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -127,31 +127,6 @@ def test_without_a_gpu_it_fails_and_says_so(capsys, monkeypatch, tmp_path, outco
     assert gpu_check.main(["machine", "colocated", "--folder", str(tmp_path)]) == 1
     said = capsys.readouterr().out
     assert "machine: FAILED" in said and "colocated" in said and "machine failed" in said
-
-
-def test_useful_operations_of_rows_and_trees():
-    from rose.config import ModelShape
-    from rose.trainer.batching import Padded, Shared
-
-    sizes = trainer.Training("bfloat16", 1, 3, 8, 4, 64, True, False, 1)
-    rows = trainer.batch(sizes, 100)
-    tokens = [trainer.np.frombuffer(t.tokens, "<i4") for t in rows.values()]
-    padded = trainer._work([[0, 1, 2]], Padded([12] * 3), sizes)
-    tree = trainer._work([[0, 1, 2]], Shared(tokens), sizes)
-    assert padded == {"tokens": 36, "made": 12, "pairs": 3 * 12**2 / 2}
-    assert tree == {"tokens": 8 + 3 * 4, "made": 12, "pairs": 8 * 8 / 2 + 3 * (4 * 4 / 2 + 4 * 8)}
-    shape = ModelShape(
-        layers=1,
-        hidden=8,
-        intermediate=8,
-        heads=1,
-        kv_heads=1,
-        head_dim=8,
-        vocab=100,
-        tied_embeddings=True,
-    )
-    layer = shape.parameters - 800
-    assert trainer._flops(shape, [tree]) == 6 * (layer * 20 + 800 * 12) + 12 * 8 * tree["pairs"]
 
 
 @pytest.mark.parametrize("times", [1, 1.1])

@@ -116,23 +116,6 @@ def test_a_round_keeps_the_fastest_of_each_staleness_and_what_has_a_name():
     assert last[0]["over_rose"] == pytest.approx(2.0 * 1.1 * 1.05) and math.isfinite(last[0]["low"])
 
 
-def test_the_front_has_what_nothing_beats_in_speed_and_both_stalenesses():
-    def row(tokens_s, staleness, most):
-        return {"tokens_s": tokens_s, "staleness": staleness, "staleness_max": most}
-
-    fast, fresh, slow, twin = (
-        row(3.0, 0.9, 1.0),
-        row(2.0, 0.0, 0.0),
-        row(1.9, 0.5, 1.0),
-        row(3.0, 0.9, 1.0),
-    )
-    rows = [fast, fresh, slow, twin]
-    assert [study.on_front(each, rows) for each in rows] == [True, True, False, True]
-    assert study.on_front(row(1.9, 0.5, 0.0), [fast, row(2.0, 0.5, 1.0)]), (
-        "its largest staleness is less"
-    )
-
-
 def test_the_table_shows_the_last_round_by_staleness(tmp_path):
     rounds = [study.Round(1, 1, 4, 2, 1), study.Round(1, 3, 4, 2, 0)]
     rows = [
