@@ -208,18 +208,6 @@ class Ran(Run):
             if taken < CALM * row["time_step"] * CORES
         ]
 
-    def calm_row(self, skip: int, count: int) -> list[dict]:
-        """Return the first `count` consecutive rows of `steps` during which the hypervisor took, in
-        total, less than CALM; [] while there are none. Single calm steps would be a biased choice:
-        short steps are calm more often than long ones."""
-        rows = self.steps(skip)
-        taken = self._taken(rows)
-        for at in range(len(rows) - count + 1):
-            those = rows[at : at + count]
-            if taken[at : at + count].sum() < CALM * sum(row["time_step"] for row in those) * CORES:
-                return those
-        return []
-
     def _taken(self, rows: list[dict]) -> np.ndarray:
         """Return the core-seconds that the hypervisor took in each step."""
         at, lost = zip(

@@ -12,6 +12,8 @@ import contextlib
 import math
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,14 +25,14 @@ import psutil
 from rose import config as cfg
 from rose.parts.simulator import traces
 from rose.protocol import Role
-from scripts.harness import REPOSITORY
+from scripts.harness import PATHS, REPOSITORY
 from scripts.lending import promise_count
 from scripts.lending.bench_coserving_client import replay
-from scripts.lending.bench_live import SERVED
 from scripts.lending.promise_latency import targets
-from scripts.live_runs import LOOK_S, Stolen
+from scripts.live_runs import LOOK_S, Quota, Stolen
 from scripts.slurm_jobs import Serving, Training, command
 
+SERVED = "chat"
 ENGINES = {"dedicated": 4, "alone": 1, "borrowed": 1}  # dedicated engines of each side
 POLICIES = {
     "dedicated": ("scheduler/provisioning=fixed", "scheduler/routing=cache_affine"),
@@ -269,6 +271,43 @@ def core(device: int) -> int:
     """Return the core on which both engines of a serving device run."""
     cores = sorted(os.sched_getaffinity(0))
     return cores[device % len(cores)]
+
+
+def profile(plan: Plan, seconds: float) -> None:
+    """Measure a serving device, for `seconds` each engine and both together."""
+    quota, model = Quota("profile", plan.quota, core(0)), plan.model
+    command = [
+        sys.executable,
+        "-m",
+        "rose.parts.lending.profile",
+        f"out={plan.profile}",
+        f"seconds={seconds}",
+        f"model={model}",
+        "model.max_context=512",
+        "rollout.threads=1",
+        "rollout.kv_cache_gib=0.1",
+        f"serving.online.model={model}",
+        "serving.online.dtype=float32",
+        "serving.online.kv_cache_gib=0.1",
+        "serving.online.max_context=512",
+    ]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=REPOSITORY,
+        env=os.environ | PATHS,
+    )
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if "measuring" in line:  # printed once an engine has started
+            quota.add(process.pid, everybody=True)
+            quota.limit()
+    quota.close()
+    if process.wait():
+        raise SystemExit(f"the profile ended with {process.returncode}:\n{''.join(lines[-20:])}")
 
 
 async def users(

@@ -51,10 +51,9 @@ from rose.parts.simulator.traces import TraceError, read
 from scripts.csv_tables import put
 from scripts.harness import REPOSITORY, configured
 from scripts.lending import promise_figure, promise_page
-from scripts.lending.bench_live import profile
 from scripts.lending.promise_forecast import forecast
 from scripts.lending.promise_results import SIDES, Results
-from scripts.lending.promise_run import GROUP, MODEL, Plan, core, machine, run
+from scripts.lending.promise_run import GROUP, MODEL, Plan, machine, profile, run
 from scripts.live_runs import Quota, end_in_order, wait_for_calm
 from scripts.slurm_jobs import cluster
 
@@ -122,7 +121,7 @@ def prove(plan: Plan, args: argparse.Namespace, results: Results, wanted: list) 
     if any(side == "borrowed" for side, _ in missing) and not plan.profile.exists():
         _say("profile of a serving device")
         wait_for_calm(_say)
-        profile(plan.folder, args, plan.model, core(0))
+        profile(plan, args.profile_s)
     if not results.forecast and (not args.only or FORECAST in args.only):
         _say("forecast of the simulator")
         wait_for_calm(_say)
