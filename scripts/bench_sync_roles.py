@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -78,7 +79,8 @@ def publish(job: dict, orders, say) -> None:
     from rose.config import ModelShape
     from rose.transfer import publish as product
 
-    shape, peers, made = ModelShape(**job["shape"]), _Peers(job), None
+    shape, peers = ModelShape(**job["shape"]), _Peers(job)
+    made: Any = None
     for order in orders:
         tensors = load(order["file"])
         if "open" in order:
@@ -107,7 +109,8 @@ def receive(job: dict, orders, say) -> None:
     from rose.transfer.live import Live
     from rose.transfer.receive import Receiver, whole
 
-    receiver = tensors = None
+    receiver: Any = None
+    tensors: dict = {}
     for order in orders:
         if "open" in order:
             if receiver is not None:

@@ -270,8 +270,8 @@ def run(
         child.end()
     if left and outcome.state == OK:
         outcome.state, outcome.words = FAILED, f"left processes behind: {names}"
-    if outcome.state == OK and (wrong := [f.name for f in outcome.figures if not f.ok]):
-        outcome.state, outcome.words = FAILED, "not as expected: " + ", ".join(wrong)
+    if outcome.state == OK and (names := ", ".join(f.name for f in outcome.figures if not f.ok)):
+        outcome.state, outcome.words = FAILED, f"not as expected: {names}"
     outcome.seconds = round(time.monotonic() - began, 1)
     return outcome
 

@@ -250,7 +250,7 @@ class Live(Ran):
             env=environment,
             start_new_session=True,
         )
-        self._cores, self._quotas = quota, {}
+        self._cores, self._quotas = quota, dict[int, Quota]()
         self._stolen = self._stolen_file.open("w", buffering=1, encoding="utf-8")
         self._limited = False
 

@@ -35,12 +35,16 @@ def ran(folder: Path | str, name: str, *overrides: str, **popen: Any) -> Run:
 class Run:
     """A run's folder. A subclass that starts the run says in `over` whether it has ended."""
 
-    over: bool | str = False  # true, or the reason, once the run has ended
     deadline_s = DEADLINE_S  # of `until`
     error: type[BaseException] = SystemExit  # that `until` raises
 
     def __init__(self, run: Path) -> None:
         self.run = run
+
+    @property
+    def over(self) -> bool | str:
+        """True, or the reason, once the run has ended."""
+        return False
 
     def live(self) -> dict:
         """Return the status that the run shows its users, {} while there is none."""

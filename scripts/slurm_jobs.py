@@ -77,7 +77,7 @@ class Job:
         self.id, self.log = job, log
 
     @property
-    def over(self) -> bool:
+    def over(self) -> bool | str:
         return not state.is_active(self.id)
 
     @property
@@ -103,7 +103,7 @@ class Training(Job, Run):
         self._step: tuple[float, int] | tuple[()] = ()  # (attempt's start, step) that rolls out
         self._begun = 0.0  # time.monotonic() when that rollout was first seen
         command(*launch(folder, name, "cluster=dev", "fresh=true", *overrides), limit_s=START_S)
-        job = state.submitted(self.run)
+        job = state.submitted(self.run) or ""
         super().__init__(job, self.run / "logs" / f"slurm-{job}.out")
 
     def amid(self) -> bool:

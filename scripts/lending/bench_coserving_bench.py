@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -113,7 +114,7 @@ class Bench:
         """Start all processes that these scenarios need and that are not up, and park them."""
         # Starting takes a core several times as long.
         os.sched_setaffinity(0, self.host | self.device)
-        new: list[Process] = []
+        new: list[Any] = []
         for server, rollouts in (PLAN[name] for name in scenarios):
             if server not in self.servers:
                 self.servers[server] = self.server(server)
@@ -161,7 +162,7 @@ class Bench:
 
     def side(self, name: str, server: str) -> Rollouts:
         options = self.options
-        job = {"concurrency": options.concurrency, "group": 8, "seed": 1}
+        job: dict[str, Any] = {"concurrency": options.concurrency, "group": 8, "seed": 1}
         env = self._environment()
         if name.endswith("_load"):
             kind = "http"
@@ -294,7 +295,7 @@ class Bench:
     def run(self, scenario: str, seed: int, traffic: traces.Trace, seconds: float) -> Run:
         server, rollouts = PLAN[scenario]
         server, side = self.servers[server], self.rollouts.get(rollouts)
-        processes = [server, *([side] if side else [])]
+        processes: list[Any] = [server, *([side] if side else [])]
         for process in processes:
             process.wake()
         try:

@@ -18,6 +18,7 @@ import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -52,7 +53,7 @@ class Guard:
     """A child process that ends every process group of the bench, however the bench ends."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
+        self._process: Any = subprocess.Popen(
             [sys.executable, "-c", GUARD], stdin=subprocess.PIPE, text=True, start_new_session=True
         )
 

@@ -175,7 +175,8 @@ def _loss(noticed: float, killed: float, held: list[int], words: list[tuple[floa
 def bench(
     folder: Path, rounds: int, steps: int, counts: list[int], overrides: list[str], console: Console
 ) -> None:
-    training, serving = Training(folder, "bench", [*RUN, *overrides]), []
+    training = Training(folder, "bench", [*RUN, *overrides])
+    serving: list[Serving] = []
     killed, drained = {}, {}
     times: dict[int, list[float]] = {count: [] for count in counts}
     try:

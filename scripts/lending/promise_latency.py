@@ -72,7 +72,7 @@ def ratios(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list
     """
     sides = [_pieces(pairs, number) for number in range(2)]
     count = 1 + max((piece for side in sides for piece, _ in side), default=0)
-    once = np.ones((1, count), dtype=int)
+    once: np.ndarray = np.ones((1, count), dtype=int)
     drawn = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), DRAWS)
     found = []
     for key, name in NAMES.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rose.parts.simulator.study.gains import Interval
 from scripts.csv_tables import markdown
@@ -74,7 +74,7 @@ def lines(runs: Sequence[dict], forecast: Forecast) -> list[Line]:
     ]
 
 
-def _cells(of: Of, shown: Callable[[list[dict]], str]) -> list[str]:
+def _cells(of: Of, shown: Callable[[list[dict]], str]) -> Any:
     return [shown(of[side]) for side in SIDES]
 
 

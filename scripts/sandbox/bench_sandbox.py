@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -60,7 +61,7 @@ RESTORES = 5
 FOLDERS = (0, 20, 200)  # folders of a hundred files each
 
 
-async def timed(call) -> tuple[float, object]:
+async def timed(call) -> tuple[float, Any]:
     """Return the milliseconds of an awaitable, and its result."""
     began = time.perf_counter()
     made = await call
@@ -69,7 +70,7 @@ async def timed(call) -> tuple[float, object]:
 
 async def plain_turn(turns: int) -> float:
     """Return the milliseconds of the same turn in a bash without a sandbox, by two pipes."""
-    bash = await asyncio.create_subprocess_exec(
+    bash: Any = await asyncio.create_subprocess_exec(
         "bash", "--norc", "-s", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
     began = time.perf_counter()

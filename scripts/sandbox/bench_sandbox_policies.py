@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rose.parts.sandbox import Sandbox, SandboxError, Spec
 from rose.parts.sandbox.checkpointer import CLASSIFIED, FULL, Checkpointer, restore
@@ -88,7 +89,7 @@ async def play(
     return played
 
 
-async def begin(box: Sandbox, engine: Engine, name: str, policy: str) -> Checkpointer | None:
+async def begin(box: Sandbox, engine: Engine, name: str, policy: str) -> Any:
     if policy == CHAT:
         return None
     keeper = Checkpointer(box, engine, name, policy if policy in (FULL, CLASSIFIED) else FILES)
