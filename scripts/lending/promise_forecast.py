@@ -38,7 +38,7 @@ from scripts.lending.promise_run import (
     Plan,
 )
 from scripts.live_runs import Live, Ran
-from scripts.simulator.validate_sim import FREE_BYTES_S, Profile, profile_of
+from scripts.simulator.validate_sim import GPU, Profile, parts, profile_of
 
 STEPS = 5  # steps of the profile, of which the first two don't count
 DEADLINE_S = 1200.0
@@ -114,18 +114,9 @@ def _online(engine: spec.Engine) -> spec.Engine:
 def _spec(
     plan: Plan, side: str, c: cfg.Config, profile: Profile, seed: int, start_s: float
 ) -> spec.Spec:
-    gpu = spec.Gpu("cpu", 1.0, 1.0, 1.0, "this machine's, by quota")
-    engine = spec.Engine(
-        profile.step,
-        c.rollout.max_sequences,
-        c.rollout.max_batched_tokens,
-        profile.kv_tokens,
-        c.rollout.prefix_caching,
-    )
-    way_s = max(0.0, profile.phases.sync_s - profile.pause_s)
-    link = spec.Link(way_s, FREE_BYTES_S, 0.0, True, profile.pause_s, 0.0)
+    engine, link, trainer = parts(c, profile)
     at_once = spec.Allocation(0.0, 0.0)
-    pools = [spec.Pool("rollout", "dedicated", gpu, 1, engine, link, at_once, ENGINES[side])]
+    pools = [spec.Pool("rollout", "dedicated", GPU, 1, engine, link, at_once, ENGINES[side])]
     struck: dict[str, list[float]] = {victim: [] for victim in STORM}
     if side == "borrowed":
         for number in range(STRIKES):
@@ -133,16 +124,14 @@ def _spec(
         starts = spec.Allocation(0.0, start_s)
         use = _serving(plan, engine, seed)
         for node, load in zip(DEVICES, use.devices.loads, strict=True):
-            pool = spec.Pool(node, "cooperative", gpu, 1, engine, link, starts, 1)
+            pool = spec.Pool(node, "cooperative", GPU, 1, engine, link, starts, 1)
             device = replace(use, devices=replace(use.devices, loads=(load,), devices=1))
             away = faults.up([(at, at + DEAD_S) for at in struck[node]])
             pools.append(replace(pool, serving=device, available=away))
-        pool = spec.Pool("spare", "spot", gpu, 1, engine, link, starts, 1)
+        pool = spec.Pool("spare", "spot", GPU, 1, engine, link, starts, 1)
         away = faults.up([(at, at + AWAY_S) for at in struck["spare"]])
         pools.append(replace(pool, available=away))
     killed = [(at, HOSTS - 1) for at in struck["host"]]
-    phases = profile.phases
-    trainer = spec.Trainer(0, gpu, 1.0, 0.0, phases.step_s, 0.0, phases.token_s)
     return spec.Spec(
         side,
         plan.steps_of(side),

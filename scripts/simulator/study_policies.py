@@ -133,34 +133,11 @@ ROUNDS = (Round(2, 1, 6, 2, 3), Round(1, 3, 8, 4, 0))
 BOUNDS = ("eta", "alpha", "staleness")
 
 
-def choice(name: str, **args: Any) -> Choice:
-    return Choice(name, tuple(args.items()))
-
-
 KEPT = (  # compositions that go through all rounds, and are named in the tables
-    ("ROSE", Composition(choice("synchronous"), choice("fifo"), choice("rose"), choice("rose"))),
-    (
-        "ROSE, one step off",
-        Composition(choice("one_step_off"), choice("fifo"), choice("rose"), choice("rose")),
-    ),
-    (
-        "ROSE, bounded staleness 1",
-        Composition(
-            choice("bounded_staleness", eta=1, running=1.0),
-            choice("fifo"),
-            choice("rose"),
-            choice("rose"),
-        ),
-    ),
-    (
-        "best before this search",
-        Composition(
-            choice("carry_over", staleness=1, carry=1.0),
-            choice("due_first"),
-            choice("earliest_finish"),
-            choice("rose"),
-        ),
-    ),
+    ("ROSE", "synchronous, fifo, rose, rose"),
+    ("ROSE, one step off", "one_step_off, fifo, rose, rose"),
+    ("ROSE, bounded staleness 1", "bounded_staleness eta=1 running=1, fifo, rose, rose"),
+    ("best before this search", "carry_over staleness=1 carry=1, due_first, earliest_finish, rose"),
 )
 
 
@@ -343,8 +320,8 @@ def _name(row: dict[str, Any]) -> str:
 def named() -> dict[str, str]:
     """Return the compositions that go through all rounds, with their names in the tables."""
     found: dict[str, str] = {}
-    for is_, what in [*KEPT, ("best", shipped("best")), ("best_sync", shipped("best_sync"))]:
-        found[str(what)] = f"{found[str(what)]}, {is_}" if str(what) in found else is_
+    for is_, what in [*KEPT, *((name, str(shipped(name))) for name in ("best", "best_sync"))]:
+        found[what] = f"{found[what]}, {is_}" if what in found else is_
     return found
 
 
@@ -356,16 +333,17 @@ def search(
     carried_out: Callable[[Config], list[Outcome]],
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield the rows of each round as it ends. `carried_out` simulates a configuration."""
-    always = [what for _, what in KEPT] + [shipped("best"), shipped("best_sync")]
-    all_of_them = {str(each): each for each in [*candidates, *always]}
-    left = list(all_of_them)
+    always = list(named())
+    known = [*candidates, *compositions({}), shipped("best"), shipped("best_sync")]
+    all_of_them = {str(each): each for each in known}
+    left = list(dict.fromkeys([*map(str, candidates), *always]))
     for number, which in enumerate(rounds, 1):
         outcomes = carried_out(
             of_round(setting, which, seeds, [all_of_them[name] for name in left])
         )
         found = rows_of(setting, number, which, outcomes)
         yield found
-        left = list(dict.fromkeys([*survivors(found, which.kept), *map(str, always)]))
+        left = list(dict.fromkeys([*survivors(found, which.kept), *always]))
 
 
 def words(rows: Sequence[dict[str, str]]) -> str:

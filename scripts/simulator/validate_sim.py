@@ -97,6 +97,7 @@ MOST_GAP_S = 0.1  # seconds between steps of a busy engine; a larger gap is no o
 DEADLINE_S = 1800.0
 FREE_BYTES_S = 1e12  # bytes/s so high that a version's way is all latency, as it was measured
 SEEDS = 5  # seeds of each prediction
+GPU = spec.Gpu("cpu", 1.0, 1.0, 1.0, "this machine's, by quota")
 
 
 class Figures(NamedTuple):
@@ -251,9 +252,8 @@ def ways(
 # --------------------------------------------------------------------------- predicted, measured
 
 
-def predicted(c: cfg.Config, profile: Profile, steps: int) -> Figures:
-    """Simulate a configuration and return the means over seeds."""
-    gpu = spec.Gpu("cpu", 1.0, 1.0, 1.0, "this machine's, by quota")
+def parts(c: cfg.Config, profile: Profile) -> tuple[spec.Engine, spec.Link, spec.Trainer]:
+    """Return this machine's engine by quota, the way of a version to it, and the trainer."""
     engine = spec.Engine(
         profile.step,
         c.rollout.max_sequences,
@@ -261,18 +261,18 @@ def predicted(c: cfg.Config, profile: Profile, steps: int) -> Figures:
         profile.kv_tokens,
         c.rollout.prefix_caching,
     )
-    link = spec.Link(
-        max(0.0, profile.phases.sync_s - profile.pause_s),
-        FREE_BYTES_S,
-        0.0,
-        True,
-        profile.pause_s,
-        0.0,
-    )
+    phases, pause_s = profile.phases, profile.pause_s
+    way_s = max(0.0, phases.sync_s - pause_s)
+    link = spec.Link(way_s, FREE_BYTES_S, 0.0, True, pause_s, 0.0)
+    return engine, link, spec.Trainer(0, GPU, 1.0, 0.0, phases.step_s, 0.0, phases.token_s)
+
+
+def predicted(c: cfg.Config, profile: Profile, steps: int) -> Figures:
+    """Simulate a configuration and return the means over seeds."""
+    engine, link, trainer = parts(c, profile)
     pool = spec.Pool(
-        "rollout", "dedicated", gpu, 1, engine, link, spec.Allocation(0.0, 0.0), c.rollout.workers
+        "rollout", "dedicated", GPU, 1, engine, link, spec.Allocation(0.0, 0.0), c.rollout.workers
     )
-    trainer = spec.Trainer(0, gpu, 1.0, 0.0, profile.phases.step_s, 0.0, profile.phases.token_s)
     batch = spec.Batch(
         c.trainer.batch_size // c.rollout.group_size,
         c.rollout.group_size,
