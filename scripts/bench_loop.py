@@ -37,8 +37,6 @@ from scripts.csv_tables import shown
 from scripts.harness import Child, answers, cfg
 from scripts.runs import ran
 
-DEADLINE_S = 900.0
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(

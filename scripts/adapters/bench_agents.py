@@ -29,7 +29,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,6 @@ SAMPLING = p.Sampling(NEW)
 SIZES = {"tiny": (10, 256, 0.25), "smollm2": (3, 64, 1.5)}
 DELAY_S = 2.0
 STEPS = 4
-Play = Callable[[p.StartTrajectory], Awaitable[int]]  # -> turns
 
 
 class Engine:
