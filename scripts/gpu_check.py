@@ -45,7 +45,8 @@ from tests.gpu.model import MODEL
 from tests.gpu.test_gpu import CHECKS
 
 OK, FAILED, IMPOSSIBLE = "ok", "FAILED", "not possible here"
-STATES = {"passed": OK, "failed": FAILED, "skipped": IMPOSSIBLE}  # of pytest
+# pytest's outcomes, as the table shows them.
+STATES = {"passed": OK, "failed": FAILED, "skipped": IMPOSSIBLE}
 LEAVE_S = 15.0  # seconds for a check's processes to end after the check or after SIGTERM
 LOG_LINES = 25  # last lines of a failed check's output that are shown
 SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")

@@ -1,4 +1,4 @@
-"""Runs of launch.py: their command, and what their folders tell from outside. Not a command."""
+"""Runs of launch.py: their command, and what their folders show. Not a command."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ def ran(folder: Path | str, name: str, *overrides: str, **popen: Any) -> Run:
 class Run:
     """A run's folder. A subclass that starts the run says in `over` whether it has ended."""
 
-    deadline_s = DEADLINE_S  # of `until`
-    error: type[BaseException] = SystemExit  # that `until` raises
+    # The longest wait of `until` in seconds, and the error that it raises.
+    deadline_s = DEADLINE_S
+    error: type[BaseException] = SystemExit
 
     def __init__(self, run: Path) -> None:
         self.run = run
@@ -87,6 +88,7 @@ class Run:
     def logs(self) -> str:
         """Return the last 25 lines of each log of the newest attempt."""
         return "\n".join(
-            f"--- {p.name}\n" + "\n".join(p.read_text(errors="replace").splitlines()[-25:])
+            f"--- {p.name}\n"
+            + "\n".join(p.read_text(errors="replace", encoding="utf-8").splitlines()[-25:])
             for p in sorted((self.run / "logs" / "latest").glob("*.log"))
         )
