@@ -24,11 +24,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from csv_tables import shown, write_csv
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rich.console import Console
-from run_weights import RIVALS, Patterns, Rival, last_versions, patterns
 
 from rose.transfer import codec
+from scripts.csv_tables import shown, write_csv
+from scripts.run_weights import RIVALS, Patterns, Rival, last_versions, patterns
 
 BLOCK = 1 << 22  # values
 FRACTIONS = (0.001, 0.01, 0.05, 0.2, 0.5, 1.0)

@@ -19,11 +19,13 @@ import os
 import statistics
 import sys
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import psutil
-from harness import configured, keyed, listed
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rose import protocol as p
 from rose.agent.chat import ChatFormat
@@ -33,6 +35,7 @@ from rose.config import Config, Draft
 from rose.engine import start
 from rose.engine.vllm_engine import Engine
 from rose.models import resolve
+from scripts.harness import configured, keyed, listed
 
 GROUP = 16
 STORY = "Write a short story about a lighthouse keeper who finds a letter in a bottle."

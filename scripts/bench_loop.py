@@ -9,13 +9,6 @@ one after the other as in the loop. Prints the step time split into rollout, tra
 tokens/s of both; and their ratio, which is 1 when coordination is free. The two alternate for
 `--rounds` rounds, since a machine's speed drifts. Figures are medians over the rounds, with the
 smallest and largest ratio. Weights differ by a few updates, which changes no timing.
-
-    python scripts/bench_loop.py --branch 4 8 --at 8 12 [--steps 8] [--rounds 3] [HYDRA OVERRIDES ...]
-
-measures tree rollouts instead: trajectories that fork into k ways at a turn, beside an equal number
-that begin with the prompt. Prints the tokens generated, and the seconds of rollout and training, of
-a step. The overrides should make long episodes: env.args.size=8 env.args.hole_probability=0.0
-env.max_turns=16 model.max_context=2048 trainer.micro_batch_tokens=8192.
 """
 
 from __future__ import annotations
@@ -25,7 +18,6 @@ import asyncio
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,16 +25,17 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
-from csv_tables import shown
-from harness import REPOSITORY, Child, answers, cfg
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rich.console import Console
 
 from rose.coordinator import replay
 from rose.models import resolve
-from rose.observe.metrics import read_metrics, rows_of
 from rose.protocol import Trajectory, unpack_tokens
-
-DEADLINE_S = 900.0
+from scripts.csv_tables import shown
+from scripts.harness import Child, answers, cfg
+from scripts.runs import ran
 
 
 def main() -> int:
@@ -57,17 +50,12 @@ def main() -> int:
         help="training steps; the first is a warm-up and not counted",
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--branch", type=int, nargs="+", help="ways at the fork")
-    parser.add_argument("--at", type=int, nargs="+", default=[8], help="turns of the fork")
     parser.add_argument(
         "--alone", nargs=3, metavar=("RUN", "INDEX", "ENGINES"), help=argparse.SUPPRESS
     )
     args, overrides = parser.parse_known_args()
     if args.alone:
         return asyncio.run(drive_alone(Path(args.alone[0]), int(args.alone[1]), int(args.alone[2])))
-    if args.branch:
-        branching(args.branch, args.at, args.steps, args.rounds, overrides)
-        return 0
     rounds = [
         [measure(engines, args.steps, overrides) for engines in args.engines]
         for _ in range(args.rounds)
@@ -79,9 +67,11 @@ def main() -> int:
 def measure(engines: int, steps: int, overrides: list[str]) -> dict:
     """Run the loop and bare vLLM once. Return medians over the steps: seconds, tokens/s."""
     with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
-        run = launched(folder, steps, [f"rollout.workers={engines}", *overrides])
-        loop = rows_of(read_metrics(run), "step")[1:]
-        alone = run_alone(run, engines, steps)
+        run = ran(
+            folder, "bench", f"trainer.steps={steps}", f"rollout.workers={engines}", *overrides
+        )
+        loop = run.steps(1)
+        alone = run_alone(run.run, engines, steps)
     row = {
         key: statistics.median(step[f"time_{key}"] for step in loop)
         for key in ("step", "rollout", "train", "sync", "idle")
@@ -90,73 +80,6 @@ def measure(engines: int, steps: int, overrides: list[str]) -> dict:
         "loop": statistics.median(step["tokens_per_s"] for step in loop),
         "alone": alone,
         "ratio": statistics.median(step["tokens_per_s"] for step in loop) / alone,
-    }
-
-
-def launched(folder: str, steps: int, overrides: list[str]) -> Path:
-    """Run launch.py to its end and return the run's folder."""
-    command = [
-        sys.executable,
-        str(REPOSITORY / "launch.py"),
-        f"output_dir={folder}",
-        "name=bench",
-        f"trainer.steps={steps}",
-        "eval.episodes=0",
-        "observe.report=false",
-        *overrides,
-    ]
-    subprocess.run(command, check=True, timeout=DEADLINE_S)
-    return Path(folder) / "bench"
-
-
-def branching(
-    ways: list[int], turns: list[int], steps: int, rounds: int, overrides: list[str]
-) -> None:
-    """Print a step of whole episodes, and a step of each number of ways at each turn."""
-    kinds = {"from the prompt": ["algorithm=grpo"]} | {
-        f"{k} ways at turn {turn}": [
-            "algorithm=tree_grpo",
-            "rollout/branch=tree",
-            f"rollout.branch.ways=[{k}]",
-            f"rollout.branch.at=[{turn}]",
-        ]
-        for turn in turns
-        for k in ways
-    }
-    found: dict[str, list[dict]] = {name: [] for name in kinds}
-    size = 2 * max(ways)  # trajectories of a group, at least two trees
-    for _ in range(rounds):
-        for name, chosen in kinds.items():
-            common = [f"rollout.group_size={size}", f"trainer.batch_size={4 * size}"]
-            with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
-                run = launched(folder, steps, [*common, *chosen, *overrides])
-                found[name].append(a_step(run, steps))
-    plain = [one["rollout s"] for one in found["from the prompt"]]
-    trained = [one["train s"] for one in found["from the prompt"]]
-    rows = []
-    for name, each in found.items():
-        middle = {key: statistics.median(one[key] for one in each) for key in each[0]}
-        of = [one["rollout s"] / base for one, base in zip(each, plain, strict=True)]
-        of_training = [one["train s"] / base for one, base in zip(each, trained, strict=True)]
-        shares = {"rollout": statistics.median(of), "train": statistics.median(of_training)}
-        rows.append({"trajectories": name, **middle, **shares})
-    title = f"a step of {4 * size} trajectories, medians of {rounds} rounds; rollout, train: ratios"
-    Console(width=120).print(shown(rows, title))
-
-
-def a_step(run: Path, steps: int) -> dict:
-    """Return medians over the steps after the first. Tokens of a shared turn count once."""
-    made, turns = [], []
-    for step in range(2, steps + 1):
-        batch = [t for group in replay.load(run, step) for t in group]
-        made.append(sum(t.own_tokens for t in batch))
-        turns.append(statistics.mean(t.turns for t in batch))
-    loop = rows_of(read_metrics(run), "step")[1:]
-    return {
-        "turns": statistics.median(turns),
-        "tokens made": statistics.median(made),
-        "rollout s": statistics.median(step["time_rollout"] + step["time_idle"] for step in loop),
-        "train s": statistics.median(step["time_train"] for step in loop),
     }
 
 

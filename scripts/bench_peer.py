@@ -32,13 +32,16 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from csv_tables import shown
-from harness import REPOSITORY, Failed, configured, keyed, stop
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rich.console import Console
 
 from rose import files
 from rose.models import resolve
-from rose.observe.metrics import read_metrics, rows_of
+from scripts.csv_tables import shown
+from scripts.harness import Failed, configured, keyed, stop
+from scripts.runs import Run, launch
 
 LOOK_S = 0.1
 SILENCE_S = 600.0  # seconds without a step after which a run has failed
@@ -89,8 +92,9 @@ def launched(options: dict[str, Any], folder: Path) -> list[tuple[float, float]]
     (folder / "reward.py").write_text(inspect.getsource(distinct), encoding="utf-8")
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, questions())), encoding="utf-8")
     rows = options["prompts"] * options["members"]
-    command = [
-        *(sys.executable, str(REPOSITORY / "launch.py"), f"output_dir={folder}", "name=bench"),
+    command = launch(
+        folder,
+        "bench",
         "model=smollm2",
         "model.source=folder",
         f"model.path={endless(folder / 'model')}",
@@ -105,17 +109,13 @@ def launched(options: dict[str, Any], folder: Path) -> list[tuple[float, float]]
         *(f"trainer.steps={options['steps']}", f"trainer.threads={options['threads']}"),
         *("trainer.micro_batch_tokens=4096", "trainer.checkpoint_every=1000000"),
         "trainer.optimizer.lr=1e-6",
-    ]
-    run = folder / "bench"
-    found = timed(command, {}, folder, options["steps"], lambda: len(steps_of(run)))
-    lengths = [row["response_tokens_mean"] for row in steps_of(run)]
+    )
+    run = Run(folder / "bench")
+    found = timed(command, {}, folder, options["steps"], lambda: len(run.steps()))
+    lengths = [row["response_tokens_mean"] for row in run.steps()]
     if min(lengths) < ALIKE * options["tokens"]:
         raise Failed(f"answers of {lengths} tokens in the mean, not of {options['tokens']}")
     return found
-
-
-def steps_of(run: Path) -> list[dict[str, Any]]:
-    return rows_of(read_metrics(run), "step") if run.is_dir() else []
 
 
 def endless(folder: Path) -> Path:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
 import time
 from collections import deque
 from pathlib import Path
@@ -25,7 +26,9 @@ from typing import Any
 
 import numpy as np
 import yaml
-from csv_tables import REPOSITORY, shown, write_csv
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rich.console import Console
 
 from rose.config import Policy
@@ -33,6 +36,7 @@ from rose.config import Scheduler as SchedulerConfig
 from rose.policies import build
 from rose.scheduler import Scheduler
 from rose.scheduler import events as ev
+from scripts.csv_tables import REPOSITORY, shown, write_csv
 
 SEQUENCES, KV_TOKENS, GROUP, TURNS = 4, 40_000, 16, 8
 # name -> (provisioning, routing, order, batching)

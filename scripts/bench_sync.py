@@ -29,21 +29,24 @@ import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
-from bench_sync_link import Loopback, Namespaces
-from bench_sync_roles import digest
-from csv_tables import shown, write_csv
-from harness import REPOSITORY, Child, Failed, cfg, free_port
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rich.console import Console
-from run_weights import last_versions
 
 from rose.files import write_whole
 from rose.transfer.source import read_token
+from scripts.bench_sync_link import Loopback, Namespaces
+from scripts.bench_sync_roles import digest
+from scripts.csv_tables import shown, write_csv
+from scripts.harness import REPOSITORY, Child, Failed, cfg, free_port
+from scripts.run_weights import last_versions
 
 RANKS = 2
-ENCODINGS = ("dense", "coo", "xor", "ours")
+ENCODINGS = ("dense", "xor", "ours")
 VARIABLES = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 
@@ -104,7 +107,7 @@ class Bench:
     def over(self, rate: float) -> list[Sync]:
         """Measure everything over a link of `rate` Mbit/s."""
         with ExitStack() as stack:
-            link = stack.enter_context(Namespaces(rate * 1e6) if rate else Loopback())
+            link: Any = stack.enter_context(Namespaces(rate * 1e6) if rate else Loopback())
             load = os.getloadavg()[0]
             print(f"link: {link.name}; {load:.1f} programs ran in the minute before", flush=True)
             serving = self._relays(stack, link)

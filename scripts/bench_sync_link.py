@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 
-from harness import Failed
+from scripts.harness import Failed
 
 BURST = 256 * 1024  # bytes of a token bucket; a packet with offload has up to 64 KiB
 SUBNET = "10.203.71"

@@ -10,11 +10,14 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
-from harness import answers
-from run_weights import CodecOf, Whole, threads
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rose.transfer import codec
+from scripts.harness import answers
+from scripts.run_weights import CodecOf, Whole, threads
 
 STAGE_BYTES = 8 * 2**30
 TIMEOUT_S = 300.0
@@ -76,7 +79,8 @@ def publish(job: dict, orders, say) -> None:
     from rose.config import ModelShape
     from rose.transfer import publish as product
 
-    shape, peers, made = ModelShape(**job["shape"]), _Peers(job), None
+    shape, peers = ModelShape(**job["shape"]), _Peers(job)
+    made: Any = None
     for order in orders:
         tensors = load(order["file"])
         if "open" in order:
@@ -105,7 +109,8 @@ def receive(job: dict, orders, say) -> None:
     from rose.transfer.live import Live
     from rose.transfer.receive import Receiver, whole
 
-    receiver = tensors = None
+    receiver: Any = None
+    tensors: dict = {}
     for order in orders:
         if "open" in order:
             if receiver is not None:

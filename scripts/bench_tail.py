@@ -1,9 +1,8 @@
 """Measure the gain from training before the tail of rollouts ends, live on this machine: steps with
-and without trainer.stream. With --hybrid, measure an engine on the trainer's device instead.
+and without trainer.stream.
 
     python scripts/bench_tail.py                 # ten minutes
     python scripts/bench_tail.py --pairs 3       # a quick run
-    python scripts/bench_tail.py --hybrid --quota 0.5
     python scripts/bench_tail.py --csv docs/results/bench_tail.csv
 
 The tiny model plays FrozenLake. The first move takes seconds, drawn by the task: log-normal with a
@@ -15,11 +14,6 @@ Every other step of one run streams. In even steps the batching policy is `synch
 steps it declares no group certain early, so these train whole batches. Prints medians of both kinds
 of steps; the ratio of neighbouring steps, its median and quartiles; and `stream_hidden`, the share
 of the trainer's time before the batch was complete.
-
-With --hybrid no move waits. There is a second engine (rollout.hybrid=1), in a quota of its own
-because it stands for the trainer's GPU, and the scheduler uses it in every other step. Prints also
-the share of the trainer's idle time in which that engine had turns, and the share of the step for
-which the trainer waited for it.
 """
 
 from __future__ import annotations
@@ -28,41 +22,34 @@ import argparse
 import asyncio
 import os
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from csv_tables import shown, write_csv
-from live_runs import REPOSITORY, Live, end_in_order
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rich.console import Console
 
 from rose.agent.envs.base import Action, Start, Step
 from rose.agent.envs.frozen_lake import FrozenLake
-from rose.policies.ours import AllIdle
 from rose.policies.verl import Synchronous
-from rose.scheduler import events as ev
-from rose.scheduler.state import Cluster
+from scripts.csv_tables import shown, write_csv
+from scripts.live_runs import Live, end_in_order
+from scripts.runs import REPOSITORY
 
 DEADLINE_S = 1800.0
 SKIPPED = 2  # first steps, in which kernels are compiled and quotas set
 SIGMA = 0.5  # deviation of the logarithm: the largest of 32 draws is three times the median
 GROUPS, SIZE = 32, 8
-# Indexed by --hybrid: kinds of odd and even steps, and the figures of their own.
-KINDS = (("whole batch", "stream"), ("alone", "hybrid"))
-FIGURES = (("stream_hidden",), ("hybrid_idle_used", "hybrid_token_share", "hybrid_delay"))
+KINDS = ("whole batch", "stream")  # odd steps, even steps
 STREAM = (
     "env.name=bench_tail:SlowLake",
     f"rollout.max_sequences={GROUPS * SIZE}",
     "scheduler.batching.name=bench_tail:EveryOther",
     "trainer.stream=true",
-)
-HYBRID = (
-    "rollout.max_sequences=32",
-    "rollout.hybrid=1",
-    "scheduler/provisioning=all_idle",
-    "scheduler.provisioning.name=bench_tail:EveryOtherIdle",
-    "scheduler.provisioning.args.hybrid_wait_s=0",
 )
 
 
@@ -73,19 +60,8 @@ class EveryOther(Synchronous):
         return [] if self._step % 2 else super().certain()
 
 
-class EveryOtherIdle(AllIdle):
-    """The provisioning policy with --hybrid: even steps use hybrid engines."""
-
-    def on_event(self, event: ev.Event, cluster: Cluster) -> list[ev.Action]:
-        actions = super().on_event(event, cluster)
-        if isinstance(event, ev.StepBegun) and event.step % 2:
-            self._hybrids_roll = False
-            return []
-        return actions
-
-
 class SlowLake(FrozenLake):
-    """The environment of the runs without --hybrid: FrozenLake with a slow first move."""
+    """The environment of the run: FrozenLake with a slow first move."""
 
     def __init__(self, median_s: float, **lake: Any) -> None:
         super().__init__(**lake)
@@ -104,8 +80,6 @@ class SlowLake(FrozenLake):
 
 def measure(folder: Path, options: argparse.Namespace) -> list[dict]:
     """Run launch.py and return the steps that count."""
-    own = HYBRID if options.hybrid else STREAM
-    waits = [] if options.hybrid else [f"+env.args.median_s={options.median}"]
     live = Live(
         folder,
         "tail",
@@ -116,31 +90,30 @@ def measure(folder: Path, options: argparse.Namespace) -> list[dict]:
             "rollout.workers=1",
             "serving=none",
             f"trainer.steps={SKIPPED + 2 * options.pairs}",
-            *own,
-            *waits,
+            *STREAM,
+            f"+env.args.median_s={options.median}",
             *options.overrides,
         ],
         options.quota,
     )
     live.wait(DEADLINE_S)
-    kinds = KINDS[options.hybrid]
     return [
         {
-            "kind": kinds[row["step"] % 2 == 0],
+            "kind": KINDS[row["step"] % 2 == 0],
             "step": row["step"],
             "step_s": row["time_step"],
             "rollout_s": row["time_rollout"] + row["time_idle"],
             "train_s": row["time_train"],
             "computed_s": row["seconds_forward_backward"],
-            **{key: row[key] for key in FIGURES[options.hybrid]},
+            "stream_hidden": row["stream_hidden"],
         }
         for row in live.steps(SKIPPED)
     ]
 
 
-def show(found: list[dict], hybrid: bool, console: Console) -> None:
-    keys = ("step_s", "rollout_s", "train_s", "computed_s", *FIGURES[hybrid])
-    kinds = {kind: [m for m in found if m["kind"] == kind] for kind in KINDS[hybrid]}
+def show(found: list[dict], console: Console) -> None:
+    keys = ("step_s", "rollout_s", "train_s", "computed_s", "stream_hidden")
+    kinds = {kind: [m for m in found if m["kind"] == kind] for kind in KINDS}
     rows = [
         {"kind": kind} | {key: statistics.median(m[key] for m in of) for key in keys}
         for kind, of in kinds.items()
@@ -158,7 +131,6 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=10, help="of steps that count")
     parser.add_argument("--median", type=float, default=3.0, help="seconds of a first move")
     parser.add_argument("--quota", type=float, default=1.0, help="cores of the engine; 0: no quota")
-    parser.add_argument("--hybrid", action="store_true", help="a second engine, on the trainer's")
     parser.add_argument("--csv", type=Path)
     options, options.overrides = parser.parse_known_args()
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(REPOSITORY)])
@@ -167,7 +139,7 @@ def main() -> None:
         found = measure(Path(scratch), options)
     if options.csv:
         write_csv(options.csv, found)
-    show(found, options.hybrid, Console(width=120))
+    show(found, Console(width=120))
 
 
 if __name__ == "__main__":

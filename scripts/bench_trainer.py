@@ -2,7 +2,7 @@
 
     python scripts/bench_trainer.py [model=smollm2] [groups=4] [members=8] [prompt=192] [own=64]
         [micro_batch_tokens=4096] [plain_tokens=4096] [threads=2] [rounds=5] [wait=passive]
-        [spin=5000] [compile=1] [lora=16]
+        [spin=5000] [lora=16]
 
 A batch has `groups` prompts of `prompt` tokens, each with `members` answers of `own`/2 to `own`
 tokens, of random ids. Three kinds of steps alternate, in two processes: `plain` (padded rows, the
@@ -10,16 +10,14 @@ decoder, logits of the answers' tokens only, AdamW), `rows` and `trees` (`Traine
 environment of a run's trainer rank, without and with prefix trees). `plain_tokens` bounds a
 micro-batch of the plain loop. `wait=passive` is its OMP_WAIT_POLICY, as the trainer's is on shared
 machines, because threads that spin count as processor time. `spin` is the trainer's GOMP_SPINCOUNT:
-how often its threads check for their next operation before they sleep. `compile=1` adds `rows
-compiled` and `trees compiled`: the same with trainer.compile=true, in another process. `lora=16`
-adds `rows lora` and `trees lora`: adapters of that rank beside every projection of the frozen
+how often its threads check for their next operation before they sleep. `lora=16` adds `rows lora`
+and `trees lora`, in another process: adapters of that rank beside every projection of the frozen
 model. They, too, are compared with `plain`, which trains all weights. With `members=2 prompt=1`
 trees share nothing: they are rows packed without padding.
 
 Prints the first step; medians and extremes of the other steps' forward and backward passes, and of
-the optimizer's step; rows/s; the rate of useful operations as a share of the rate that matrix
-products of the model's sizes reach between the rounds; page faults; and ratios to `plain` of the
-same round, in wall time and in processor time, which other load lengthens less.
+the optimizer's step; rows/s; and ratios to `plain` of the same round, in wall time and in processor
+time, which other load lengthens less.
 """
 
 from __future__ import annotations
@@ -34,8 +32,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from csv_tables import shown
-from harness import Child, answers, configured, free_port, keyed
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rich.console import Console
 
 from rose import protocol as p
@@ -43,10 +42,8 @@ from rose.config import Config, read_shape
 from rose.coordinator.replay import summarise
 from rose.models import resolve
 from rose.trainer import batching
-
-KINDS = ("plain", "rows", "trees")
-VARIANTS = ("compiled", "lora")  # variants of the trainer, each in a process of its own
-PRODUCTS = 24  # matrix products in a measurement of the rate
+from scripts.csv_tables import shown
+from scripts.harness import Child, answers, configured, free_port, keyed
 
 
 def main() -> int:
@@ -66,11 +63,12 @@ def main() -> int:
         rounds=5,
         wait="",
         spin="",
-        compile=0,
         lora=0,
     )
-    variants = [name for name in VARIANTS if options[name.removesuffix("d")]]
-    kinds = KINDS + tuple(f"{kind} {name}" for name in variants for kind in KINDS[1:])
+    # The process that has a kind of step. LoRA has one of its own.
+    who = {"plain": "plain", "rows": "trainer", "trees": "trainer"}
+    if options["lora"]:
+        who |= {"rows lora": "lora", "trees lora": "lora"}
     config = configuration(options)
     resolve(config.model)  # created before two processes need it
     threads = {"OMP_NUM_THREADS": str(options["threads"])}
@@ -80,7 +78,7 @@ def main() -> int:
         "plain": threads | wait,
         "trainer": threads | config.cluster.mpi.env | config.cluster.env | spin,
     }
-    environment |= {name: environment["trainer"] for name in variants}
+    environment |= {"lora": environment["trainer"]} if options["lora"] else {}
     found: list[dict[str, dict]] = []
     with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
         children = {}
@@ -91,19 +89,15 @@ def main() -> int:
             for child in children.values():
                 child.answer()
             for _ in range(options["rounds"] + 1):
-                found.append({kind: children[who(kind)].ask({"kind": kind}) for kind in kinds})
+                found.append(
+                    {kind: children[name].ask({"kind": kind}) for kind, name in who.items()}
+                )
                 print(json.dumps(found[-1]), flush=True)
         finally:
             for child in children.values():
                 child.end()
-    show(found, kinds)
+    show(found)
     return 0
-
-
-def who(kind: str) -> str:
-    if kind == "plain":
-        return kind
-    return kind.partition(" ")[2] or "trainer"
 
 
 def configuration(options: dict[str, Any], *overrides: str) -> Config:
@@ -152,10 +146,9 @@ def batch(options: dict[str, Any], vocabulary: int) -> list[list[p.Trajectory]]:
 
 
 def serve(name: str, options: dict[str, Any]) -> int:
-    more = {
-        "compiled": ["trainer.compile=true"],
-        "lora": ["+trainer/lora=linear", f"trainer.lora.rank={options['lora']}"],
-    }.get(name, [])
+    more = (
+        ["+trainer/lora=linear", f"trainer.lora.rank={options['lora']}"] if name == "lora" else []
+    )
     say, config = answers(), configuration(options, *more)
     groups = batch(options, read_shape(resolve(config.model)).vocab)
     made = (Plain if name == "plain" else Ours)(config, groups, options)
@@ -163,16 +156,14 @@ def serve(name: str, options: dict[str, Any]) -> int:
     for line in sys.stdin:
         kind = json.loads(line)["kind"].partition(" ")[0]
         before = resource.getrusage(resource.RUSAGE_SELF)
-        seconds, optimizer, flops = made.step(kind)
+        seconds, optimizer = made.step(kind)
         after = resource.getrusage(resource.RUSAGE_SELF)
         say(
             {
                 "s": seconds,
                 "optimizer": optimizer,
                 "cpu": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
-                "faults": after.ru_minflt - before.ru_minflt,
                 "rows": options["groups"] * options["members"],
-                "share": flops / seconds / rate(config, options["plain_tokens"]),
             }
         )
     return 0
@@ -194,10 +185,9 @@ class Plain:
         tokens = [p.unpack_tokens(t.tokens) for t in rows]
         packing = batching.Padded([len(row) for row in tokens])
         plan = batching.plan_micro_batches(packing, 1, options["plain_tokens"], 1)[0][0]
-        self.flops = operations(config, plan, tokens, rows, None)
         self.batches = [_padded([tokens[row] for row in m], [rows[row] for row in m]) for m in plan]
 
-    def step(self, kind: str) -> tuple[float, float, float]:
+    def step(self, kind: str) -> tuple[float, float]:
         import torch
 
         began = time.perf_counter()
@@ -209,7 +199,7 @@ class Plain:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return passed - began, time.perf_counter() - passed, self.flops
+        return passed - began, time.perf_counter() - passed
 
 
 def _padded(tokens: list[np.ndarray], rows: list[p.Trajectory]) -> tuple:
@@ -236,7 +226,7 @@ class Ours:
         rows = [t for group in groups for t in group]
         tokens = [p.unpack_tokens(t.tokens) for t in rows]
         self.summary, self.rows, self.number = summarise(groups, config), dict(enumerate(rows)), 0
-        self.plans, self.flops = {}, {}
+        self.plans = {}
         packings = {
             "rows": batching.Padded([len(t) for t in tokens]),
             "trees": batching.Shared(tokens),
@@ -244,64 +234,23 @@ class Ours:
         for kind, packing in packings.items():
             limit = config.trainer.micro_batch_tokens
             self.plans[kind] = batching.plan_micro_batches(packing, 1, limit, 1)[0]
-            shared = packing if kind == "trees" else None
-            self.flops[kind] = operations(config, self.plans[kind][0], tokens, rows, shared)
         _, trees = batching.plan_batch(tokens, 1, limit, 1, self.trainer.costs)
         print(f"the coordinator's plan would take {'trees' if trees else 'rows'}", file=sys.stderr)
 
-    def step(self, kind: str) -> tuple[float, float, float]:
+    def step(self, kind: str) -> tuple[float, float]:
         self.number += 1
         order = p.TrainStep(self.number, self.summary, self.plans[kind], kind == "trees", 1)
         began = time.perf_counter()
         metrics = self.trainer.train(order, self.rows)
         took = time.perf_counter() - began
         optimizer = metrics["seconds_optimizer"]
-        return took - optimizer, optimizer, self.flops[kind]
+        return took - optimizer, optimizer
 
 
-def operations(
-    config: Config,
-    plan: list[list[int]],
-    tokens: list[np.ndarray],
-    rows: list[p.Trajectory],
-    shared: batching.Shared | None,
-) -> float:
-    """Return the floating-point operations that forward and backward passes need. Not counted:
-    padding, and masked pairs of tokens. Counted once: each distinct token of a tree. Logits are
-    those of the answers' tokens. An adapter needs no gradients of the weights."""
-    s = read_shape(resolve(config.model))
-    head = s.vocab * s.hidden
-    layers = s.parameters - head * (1 if s.tied_embeddings else 2)
-    lengths = [len(t) - 1 for t in tokens]
-    if shared is None:
-        computed, pairs = sum(lengths), sum(n * (n + 1) / 2 for n in lengths)
-    else:
-        computed = sum(batching.size_of(m, shared) - len(m) for m in plan)
-        pairs = sum(shared.pairs(m, False) for m in plan) - batching.PARTLY * computed
-    made = sum(t.response_tokens for t in rows)
-    attention = 12.0 * s.layers * s.heads * s.head_dim * pairs
-    passes = 6.0 if config.trainer.lora is None else 4.0
-    return passes * (layers * computed + head * made) + attention
-
-
-def rate(config: Config, tokens: int) -> float:
-    """Return the operations per second that matrix products of the model's sizes reach."""
-    import torch
-
-    shape = read_shape(resolve(config.model))
-    left, right = torch.randn(tokens, shape.hidden), torch.randn(shape.hidden, shape.intermediate)
-    out = left @ right
-    began = time.perf_counter()
-    for _ in range(PRODUCTS):
-        torch.mm(left, right, out=out)
-    took = time.perf_counter() - began
-    return PRODUCTS * 2.0 * left.numel() * shape.intermediate / took
-
-
-def show(found: list[dict[str, dict]], kinds: tuple[str, ...]) -> None:
+def show(found: list[dict[str, dict]]) -> None:
     first, later = found[0], found[1:]
     table = []
-    for kind in kinds:
+    for kind in first:
         each = [one[kind] for one in later]
         seconds = [one["s"] for one in each]
         whole = [one[kind]["s"] / one["plain"]["s"] for one in later]
@@ -314,8 +263,6 @@ def show(found: list[dict[str, dict]], kinds: tuple[str, ...]) -> None:
                 "most": max(seconds),
                 "optimizer s": statistics.median(one["optimizer"] for one in each),
                 "rows/s": statistics.median(one["rows"] / one["s"] for one in each),
-                "share": statistics.median(one["share"] for one in each),
-                "faults": statistics.median(one["faults"] for one in each),
                 "speed of plain": 1 / statistics.median(whole),
                 "slowest": 1 / max(whole),
                 "fastest": 1 / min(whole),

@@ -21,13 +21,15 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-from make_tiny_model import distances
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from rose.agent.envs.frozen_lake import DIRECTIONS
 from rose.observe.trajectories import Shown, Texts, read, saved_steps
+from scripts.make_tiny_model import distances
 
 # Columns of text. The widest heading then fits on one line, also where the output is a file.
 WIDTH = 132

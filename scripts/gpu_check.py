@@ -6,7 +6,7 @@
     python scripts/gpu_check.py --json figures.json --minutes 8
     python scripts/gpu_check.py --device cpu          # the same code on the CPU, with the tiny model
 
-Each check runs in a process of its own with a deadline: a check that hangs or crashes does not end
+Each check (tests/gpu/) is run by pytest in a process of its own with a deadline: a check that hangs or crashes does not end
 the others. At the end a table shows for each check ok / FAILED / not possible here, measured and
 expected values, and the remedy for a failure. Speeds are compared with the limit that arithmetic
 sets on this GPU (published HBM bandwidth and dense bfloat16 rate, in rose/parts/simulator/hardware.py); a check
@@ -20,60 +20,35 @@ cluster=slurm), and whether training learns.
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import msgspec
 import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import gpu_check_coserving
-import gpu_check_digests
-import gpu_check_drafts
-import gpu_check_engine
-import gpu_check_experts
-import gpu_check_fused
-import gpu_check_jobs
-import gpu_check_lora
-import gpu_check_machine
-import gpu_check_model
-import gpu_check_trainer
-from gpu_check_frame import (
-    FAILED,
-    IMPOSSIBLE,
-    Check,
-    Outcome,
-    Setup,
-    child,
-    run,
-    table,
-    tail,
-    write_json,
-)
-
+from rose.files import write_whole
 from rose.processes import adopt_orphans
+from scripts.harness import REPOSITORY, Child, Failed
+from tests import processes
+from tests.gpu.frame import Check, Figure, Setup
+from tests.gpu.machine import ALL_NEED, visible
+from tests.gpu.model import MODEL
+from tests.gpu.test_gpu import CHECKS
 
-CHECKS = {
-    check.name: check
-    for check in (
-        *gpu_check_machine.FIRST,
-        gpu_check_model.MODEL,
-        *gpu_check_trainer.CHECKS,
-        *gpu_check_experts.CHECKS,
-        *gpu_check_fused.CHECKS,
-        *gpu_check_digests.CHECKS,
-        *gpu_check_engine.CHECKS,
-        *gpu_check_lora.CHECKS,
-        *gpu_check_drafts.CHECKS,
-        *gpu_check_coserving.CHECKS,
-        *gpu_check_jobs.CHECKS,
-        *gpu_check_machine.LAST,
-    )
-}
+OK, FAILED, IMPOSSIBLE = "ok", "FAILED", "not possible here"
+# pytest's outcomes, as the table shows them.
+STATES = {"passed": OK, "failed": FAILED, "skipped": IMPOSSIBLE}
+LEAVE_S = 15.0  # seconds for a check's processes to end after the check or after SIGTERM
+LOG_LINES = 25  # last lines of a failed check's output that are shown
 SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 SMI_S = 60.0
 TORCH = (
@@ -82,10 +57,17 @@ TORCH = (
 )
 
 
+class Outcome(msgspec.Struct):
+    name: str
+    state: str
+    words: str = ""
+    seconds: float = 0.0
+    remedy: str = ""
+    log: str = ""
+    figures: list[Figure] = []
+
+
 def main(argv: list[str]) -> int:
-    if argv[:1] == ["--child"]:
-        name, setup, events = argv[1:]
-        return child(CHECKS[name], Path(setup), Path(events))
     arguments = parse(argv)
     if arguments.list:
         print(
@@ -168,7 +150,7 @@ def look(arguments: argparse.Namespace, scratch: Path) -> Setup:
     gpu, memory, count = "cpu", None, 0
     if arguments.device == "cuda":
         listed = lines(SMI)
-        count = gpu_check_machine.visible(len(listed))
+        count = visible(len(listed))
         if not listed:
             listed = lines((sys.executable, "-c", TORCH))  # visible GPUs only
             count = len(listed)
@@ -195,8 +177,8 @@ def lines(command: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 def chosen(names: list[str]) -> list[Check]:
     checks = [CHECKS[name] for name in names] if names else list(CHECKS.values())
-    if any(check.needs_model for check in checks) and gpu_check_model.MODEL not in checks:
-        checks.insert(0, gpu_check_model.MODEL)
+    if any(check.needs_model for check in checks) and MODEL not in checks:
+        checks.insert(0, MODEL)
     return checks
 
 
@@ -227,11 +209,133 @@ def run_all(checks: list[Check], setup: Setup, arguments: argparse.Namespace) ->
         print(f"{check.name}: {outcome.state}{why} ({outcome.seconds:.0f} s)", flush=True)
         if outcome.state == FAILED:
             print(tail(outcome.log) + f"\n  -> {outcome.remedy}", flush=True)
-            if check.name in gpu_check_machine.ALL_NEED or check is gpu_check_model.MODEL:
+            if check.name in ALL_NEED or check is MODEL:
                 stop = f"{check.name} failed"
         if arguments.json:
             write_json(arguments.json, setup, outcomes)
     return outcomes
+
+
+def run(
+    check: Check,
+    setup: Setup,
+    deadline_s: float,
+    tell: Callable[[str], None],
+    file: str = "test_gpu.py",
+) -> Outcome:
+    """Run one check by pytest in a process (and session) of its own, and end it after `deadline_s`.
+    The callback gets each line of progress. `file` of tests/gpu has the check.
+
+    The caller must have called `rose.processes.adopt_orphans`: so processes that the check leaves
+    behind are found and ended, and the check fails.
+    """
+    given, log = (Path(setup.folder) / f"{check.name}.{end}" for end in ("setup.json", "log"))
+    given.write_bytes(msgspec.json.encode(setup))
+    test = f"{REPOSITORY}/tests/gpu/{file}::test_gpu[{check.name}]"
+    options = [
+        "-s",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "timeout=0",
+        f"--confcutdir={REPOSITORY}/tests/gpu",
+    ]
+    command = [sys.executable, "-u", "-m", "pytest", *options, test]
+    outcome = Outcome(check.name, FAILED, remedy=check.remedy, log=str(log))
+    began = time.monotonic()
+    child = Child(check.name, command, log, {"ROSE_GPU_SETUP": str(given)}, start_new_session=True)
+    try:
+        while "end" not in (told := child.answer(began + deadline_s - time.monotonic())):
+            if "say" in told:
+                tell(told["say"])
+                continue
+            figure = msgspec.convert(told["figure"], Figure)
+            outcome.figures.append(figure)
+            wrong = "" if figure.ok else f", NOT {figure.expected}"
+            tell(f"{figure.name}: {figure.measured}{wrong}")
+        outcome.state, outcome.words = STATES[told["end"]], told["words"]
+        child.popen.wait(max(1.0, began + deadline_s - time.monotonic()))
+    except (Failed, subprocess.TimeoutExpired):
+        ended = child.popen.poll()
+        outcome.state = FAILED
+        outcome.words = (
+            f"no end within {deadline_s:.0f} s"
+            if ended is None
+            else f"its process ended with code {ended} without a word"
+        )
+        child.popen.terminate()
+    finally:
+        left = processes.left(lambda: processes.children(recursive=True), LEAVE_S)
+        names = "; ".join(" ".join(processes.words(one))[:80] for one in left)
+        processes.kill_family(os.getpid(), itself=False)
+        child.end()
+    if left and outcome.state == OK:
+        outcome.state, outcome.words = FAILED, f"left processes behind: {names}"
+    if outcome.state == OK and (names := ", ".join(f.name for f in outcome.figures if not f.ok)):
+        outcome.state, outcome.words = FAILED, f"not as expected: {names}"
+    outcome.seconds = round(time.monotonic() - began, 1)
+    return outcome
+
+
+def table(outcomes: Iterable[Outcome]) -> str:
+    """Return a table of checks: state, values and expectations, reasons and remedies."""
+    rows: list[tuple[str, str, str, str]] = [("check", "state", "measured", "expected")]
+    for one in outcomes:
+        why = f": {one.words}" if one.words else ""
+        rows.append(
+            (
+                one.name,
+                one.state + (f" {one.seconds:.0f} s" if one.seconds else ""),
+                why.lstrip(": "),
+                "",
+            )
+        )
+        for figure in one.figures:
+            mark = "" if figure.ok else "FAILED"
+            rows.append(("", mark, f"{figure.name}: {figure.measured}", figure.expected))
+            if not figure.ok and figure.remedy:
+                rows.append(("", "", f"  -> {figure.remedy}", ""))
+        if one.state == FAILED:
+            rows += [
+                ("", "", f"  -> {one.remedy}", ""),
+                ("", "", f"  -> all of its output: {one.log}", ""),
+            ]
+    widths = [max(len(row[at]) for row in rows if len(row[at]) <= 60) for at in range(3)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=False)
+        ).rstrip()
+        for row in rows
+    )
+
+
+def tail(log: str) -> str:
+    lines = Path(log).read_text(errors="replace", encoding="utf-8").splitlines()[-LOG_LINES:]
+    return "\n".join(f"    | {line}" for line in lines)
+
+
+def write_json(path: Path, setup: Setup, outcomes: list[Outcome]) -> None:
+    """Write all figures so far, after each check, so that an interrupted run keeps them."""
+    found = [
+        msgspec.to_builtins(one)
+        | {
+            "figures": [
+                msgspec.to_builtins(figure)
+                | {"ok": figure.ok, "share": figure.value / figure.bound if figure.bound else None}
+                for figure in one.figures
+            ]
+        }
+        for one in outcomes
+    ]
+    content = {
+        "device": setup.device,
+        "gpus": setup.gpus,
+        "gpu": setup.gpu,
+        "memory_gib": setup.memory_gib,
+        "ok": all(one.state != FAILED for one in outcomes),
+        "checks": found,
+    }
+    write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

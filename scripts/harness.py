@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -97,12 +97,12 @@ class Child:
     """A command that dies with this process. Its stdout is read by line, stderr is its log."""
 
     def __init__(
-        self, name: str, command: list[str], log: Path, env: Mapping[str, str] = {}, **popen
+        self, name: str, command: list[str], log: Path, env: dict[str, str] = {}, **popen
     ) -> None:
         self.name, self._log, self._rest = name, log, b""
         parent = os.getpid()
         with log.open("wb") as errors:
-            self.popen = subprocess.Popen(
+            self.popen: Any = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -1,6 +1,6 @@
 """Short live runs on this machine whose engines are confined to a CPU quota each.
 
-Shared by validate_sim.py, bench_live.py, bench_tail.py and prove_promise.py. Not a command.
+Shared by simulator/validate_sim.py, bench_tail.py and lending/. Not a command.
 
 A quota is a cgroup of the cpu controller (version 1 or 2, whichever this machine has). Its periods
 are as short as the kernel allows, so that a step of a few milliseconds is stretched and not
@@ -26,13 +26,13 @@ from typing import NamedTuple
 
 import numpy as np
 import psutil
-from harness import REPOSITORY, stop
 
 from rose.coordinator import journal
-from rose.observe.metrics import read_metrics, rows_of
 from rose.parts.lending.profile import stolen_s
 from rose.parts.lending.vllm.steps import STEPS
 from rose.scheduler import events as ev
+from scripts.harness import stop
+from scripts.runs import Run, launch
 
 ENGINE = "VLLM::EngineCore"  # vLLM's name for the process that computes
 PERIOD_US, LEAST_US = 10_000, 1_000  # shortest period, and Linux's least quota of a period
@@ -188,20 +188,16 @@ def wait_for_calm(log: Callable[[str], None]) -> None:
             logged = True
 
 
-class Ran:
+class Ran(Run):
     """The measurements of a run of launch.py."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        self.run = folder / name
+        super().__init__(folder / name)
         self._stolen_file = folder / f"{name}.stolen"
 
     @property
     def finished(self) -> bool:
         return (self.run / "status" / "finished.json").exists()
-
-    def steps(self, skip: int) -> list[dict]:
-        """Return the steps of metrics.jsonl after the first `skip`, which compile kernels."""
-        return rows_of(read_metrics(self.run), "step")[skip:]
 
     def calm_steps(self, skip: int) -> list[dict]:
         """Return the rows during which the hypervisor took less than CALM of the machine."""
@@ -211,18 +207,6 @@ class Ran:
             for row, taken in zip(rows, self._taken(rows), strict=False)
             if taken < CALM * row["time_step"] * CORES
         ]
-
-    def calm_row(self, skip: int, count: int) -> list[dict]:
-        """Return the first `count` consecutive rows of `steps` during which the hypervisor took, in
-        total, less than CALM; [] while there are none. Single calm steps would be a biased choice:
-        short steps are calm more often than long ones."""
-        rows = self.steps(skip)
-        taken = self._taken(rows)
-        for at in range(len(rows) - count + 1):
-            those = rows[at : at + count]
-            if taken[at : at + count].sum() < CALM * sum(row["time_step"] for row in those) * CORES:
-                return those
-        return []
 
     def _taken(self, rows: list[dict]) -> np.ndarray:
         """Return the core-seconds that the hypervisor took in each step."""
@@ -259,31 +243,16 @@ class Live(Ran):
         super().__init__(folder, name)
         self._log = (folder / f"{name}.log").open("wb")
         environment = os.environ | ({STEPS: str(steps_log)} if steps_log else {})
-        command = [
-            sys.executable,
-            str(REPOSITORY / "launch.py"),
-            f"output_dir={folder}",
-            f"name={name}",
-            *ALIKE,
-            *overrides,
-        ]
         self._process = subprocess.Popen(
-            command,
+            launch(folder, name, *ALIKE, *overrides),
             stdout=self._log,
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,
         )
-        self._cores, self._quotas = quota, {}
+        self._cores, self._quotas = quota, dict[int, Quota]()
         self._stolen = self._stolen_file.open("w", buffering=1, encoding="utf-8")
         self._limited = False
-
-    @property
-    def phase(self) -> str:
-        path = self.run / "live.json"
-        return (
-            json.loads(path.read_text(encoding="utf-8")).get("phase", "") if path.exists() else ""
-        )
 
     @property
     def over(self) -> bool:
@@ -299,7 +268,7 @@ class Live(Ran):
                     if rank["index"] not in self._quotas:
                         self._quotas[rank["index"]] = Quota(f"engine-{rank['index']}", self._cores)
                     self._quotas[rank["index"]].add(rank["pid"])
-        if not self._limited and self._quotas and self.phase not in ("", "starting"):
+        if not self._limited and self._quotas and self.phase()[0] not in ("", "starting"):
             for quota in self._quotas.values():
                 quota.limit()
             self._limited = True

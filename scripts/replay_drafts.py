@@ -24,10 +24,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-from harness import Failed, keyed
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rose.engine.drafts.proposer import GroupProposer
 from rose.observe import trajectories
+from scripts.harness import Failed, keyed
 
 SIBLINGS = (0, 1, 2, 4, 8)  # levels; each begins at this number of siblings
 # The last accepts every draft that is found (loops.MIN_CHANCE).

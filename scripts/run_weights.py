@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import zstandard
-from harness import Failed
 
 from rose.transfer import codec
+from scripts.harness import Failed
 
 Patterns = np.ndarray  # (n,) uint16 or uint32
 
@@ -52,47 +52,26 @@ class Rival(NamedTuple):
     apply: Callable[[Any, Patterns], None]
 
 
-def pack(*arrays: np.ndarray, level: int | None = 1) -> bytes:
-    """Join the arrays, each after its length, compressed by zstandard unless `level` is null."""
-    raw = [np.ascontiguousarray(array).view(np.uint8).data for array in arrays]
-    if level is not None:
-        raw = [zstandard.ZstdCompressor(level=level).compress(part) for part in raw]
+def pack(*arrays: np.ndarray) -> bytes:
+    """Join the arrays, each after its length, compressed by zstandard at level 1."""
+    raw = [
+        zstandard.ZstdCompressor(level=1).compress(np.ascontiguousarray(array).view(np.uint8).data)
+        for array in arrays
+    ]
     return b"".join(struct.pack("<Q", len(part)) + part for part in raw)
 
 
-def unpack(data, *dtypes, level: int | None = 1) -> list[np.ndarray]:
+def unpack(data, *dtypes) -> list[np.ndarray]:
     parts, at = [], 0
     for dtype in dtypes:
         (size,) = struct.unpack_from("<Q", data, at)
         part, at = memoryview(data)[at + 8 : at + 8 + size], at + 8 + size
-        if level is not None:
-            part = zstandard.ZstdDecompressor().decompress(part)
-        parts.append(np.frombuffer(part, dtype))
+        parts.append(np.frombuffer(zstandard.ZstdDecompressor().decompress(part), dtype))
     return parts
-
-
-def _coo(new: Patterns, old: Patterns) -> bytes:
-    at = np.flatnonzero(new != old).astype(np.int32)
-    return pack(at, new[at], level=None)
-
-
-def _apply_coo(data, values: Patterns) -> None:
-    at, new = unpack(data, np.int32, values.dtype, level=None)
-    values[at] = new
 
 
 def _apply_xor(data, values: Patterns) -> None:
     values ^= unpack(data, values.dtype)[0]
-
-
-def _bitmask(new: Patterns, old: Patterns) -> bytes:
-    changed = new != old
-    return pack(np.packbits(changed), new[changed] - old[changed])
-
-
-def _apply_bitmask(data, values: Patterns) -> None:
-    mask, differences = unpack(data, np.uint8, values.dtype)
-    values[np.flatnonzero(np.unpackbits(mask, count=values.size))] += differences
 
 
 def byte_gaps(at: np.ndarray) -> np.ndarray:
@@ -109,26 +88,20 @@ def gap_positions(made: np.ndarray) -> np.ndarray:
     return np.cumsum(made, dtype=np.int64)[ends] + np.arange(ends.size)
 
 
-def _gaps(name: str, difference: bool) -> Rival:
-    def encode(new: Patterns, old: Patterns) -> bytes:
-        at = np.flatnonzero(new != old)
-        return pack(byte_gaps(at), new[at] - old[at] if difference else new[at])
+def _gaps(new: Patterns, old: Patterns) -> bytes:
+    at = np.flatnonzero(new != old)
+    return pack(byte_gaps(at), new[at] - old[at])
 
-    def apply(data, values: Patterns) -> None:
-        gaps, new = unpack(data, np.uint8, values.dtype)
-        at = gap_positions(gaps)
-        values[at] = new + (values[at] if difference else values.dtype.type(0))
 
-    return Rival(name, encode, apply)
+def _apply_gaps(data, values: Patterns) -> None:
+    gaps, differences = unpack(data, np.uint8, values.dtype)
+    values[gap_positions(gaps)] += differences
 
 
 RIVALS = {
     "ours": Rival("ours", codec.encode, codec.apply),
-    "coo": Rival("COO int32 + value", _coo, _apply_coo),
     "xor": Rival("XOR + zstd-1", lambda new, old: pack(new ^ old), _apply_xor),
-    "bitmask": Rival("bitmask + difference, zstd-1", _bitmask, _apply_bitmask),
-    "gaps": _gaps("u8 gaps + value, zstd-1 (PULSE-like)", False),
-    "gapdiff": _gaps("u8 gaps + int16 difference, zstd-1", True),
+    "gapdiff": Rival("u8 gaps + int16 difference, zstd-1", _gaps, _apply_gaps),
 }
 
 

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from csv_tables import REPOSITORY, markdown, put
-from harness import keyed, listed
+from scripts.csv_tables import REPOSITORY, markdown, put
+from scripts.harness import keyed, listed
 
 PAGE = REPOSITORY / "docs" / "models.md"
 CONTEXT = 512  # tokens of model.max_context

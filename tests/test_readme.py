@@ -34,7 +34,7 @@ NOT_HERE = {
     "make gpu": "it installs 12 GB for GPUs: the check on a fresh clone runs it",
     ". .venv/bin/activate": "a shell's setting: commands here find the environment's programs",
     "python scripts/gpu_check.py": "needs a GPU: tests/scripts/test_gpu_check.py, on a CPU",
-    "python scripts/prove_promise.py --trace FILE": "takes two hours: tests/scripts/test_prove_promise.py",
+    "python scripts/lending/prove_promise.py --trace FILE": "takes two hours: tests/scripts/test_prove_promise.py",
 }
 SMALL = (
     "trainer.steps=1",

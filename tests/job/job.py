@@ -7,19 +7,18 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
 from rose.coordinator import replay
 from rose.coordinator.control import first_name, train_task
-from rose.observe.metrics import read_metrics, rows_of
+from rose.observe.metrics import read_metrics
+from scripts.runs import Run, launch
 from tests import processes
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 DEADLINE_S = 480.0  # a machine with other guests has been five times slower
 SMALL = (
     "trainer.steps=3",
@@ -128,28 +127,26 @@ class Gated:
         )
 
 
-class Job:
+class Job(Run):
     started: list[Job] = []  # of this test
+    deadline_s, error = DEADLINE_S, AssertionError
 
     def __init__(self, folder: Path, *overrides: str) -> None:
-        self.run = Path(folder) / "run"
-        command = [
-            sys.executable,
-            str(REPOSITORY / "launch.py"),
-            f"output_dir={folder}",
-            "name=run",
-            *SMALL,
-            *overrides,
-        ]
+        super().__init__(Path(folder) / "run")
         self._started_at = time.time()
         self.process = subprocess.Popen(
-            command,
+            launch(folder, "run", *SMALL, *overrides),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
         )
         Job.started.append(self)
+
+    @property
+    def over(self) -> str:
+        """What an ended job printed; empty while it runs."""
+        return "" if self.process.poll() is None else f"\n{self.process.communicate()[0]}"
 
     def wait(self, deadline_s: float = DEADLINE_S) -> int:
         """The exit code; `self.said` is what it printed. Ends the job when the deadline passes."""
@@ -162,22 +159,6 @@ class Job:
                 f"the job did not end within {deadline_s:.0f} s:\n{self.said}\n{self.logs()}"
             ) from None
         return self.process.returncode
-
-    def until(self, condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S):
-        """Poll until `condition` holds; its value."""
-        end = time.monotonic() + deadline_s
-        while not (value := condition()):
-            if self.process.poll() is not None:
-                raise AssertionError(
-                    "the job ended while waiting for "
-                    f"{what}:\n{self.process.communicate()[0]}\n{self.logs()}"
-                )
-            assert time.monotonic() < end, f"waited {deadline_s:.0f} s for {what}\n{self.logs()}"
-            time.sleep(0.05)
-        return value
-
-    def steps(self) -> list[dict]:
-        return rows_of(read_metrics(self.run), "step")
 
     def faults(self) -> list[dict]:
         return [row for row in read_metrics(self.run) if row["kind"] == "fault"]
@@ -227,22 +208,10 @@ class Job:
         finally:
             resume(trainer)
 
-    def phase(self) -> tuple[str, int]:
-        live = self.live()
-        return live.get("phase", ""), live.get("step", 0)
-
     def live(self) -> dict:
         """The status that this job tells; {} while there is none, or that of an attempt before."""
-        path = self.run / "live.json"
-        found = json.loads(path.read_text()) if path.exists() else {}
+        found = super().live()
         return found if found.get("started", 0.0) >= self._started_at else {}
-
-    def logs(self) -> str:
-        latest = self.run / "logs" / "latest"
-        return "\n".join(
-            f"--- {p.name}\n" + "\n".join(p.read_text(errors="replace").splitlines()[-25:])
-            for p in sorted(latest.glob("*.log"))
-        )
 
     def signal(self, number: int) -> None:
         os.kill(self.process.pid, number)

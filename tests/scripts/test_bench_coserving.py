@@ -5,8 +5,6 @@ import asyncio
 import io
 import json
 import os
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,15 +12,11 @@ from aiohttp import web
 from rich.console import Console
 
 from rose.parts.simulator.traces import Trace
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-import bench_coserving
-import bench_coserving_tables as tables
-from bench_coserving_bench import Bench
-from bench_coserving_client import replay
-from bench_coserving_tables import Alone, Run, Slo
-from harness import Failed
-
+from scripts.harness import Failed
+from scripts.lending import bench_coserving
+from scripts.lending import bench_coserving_tables as tables
+from scripts.lending.bench_coserving_client import replay
+from scripts.lending.bench_coserving_tables import Alone, Run, Slo
 from tests import processes
 
 SLO = Slo(0.1, 0.2, 0.01, 0.02)
@@ -42,50 +36,6 @@ def run(scenario, seed=0, slow=1.0, busy=0.25, made=0.0, done=True, **rest):
         busy,
         made,
         **rest,
-    )
-
-
-def test_a_request_meets_its_targets_with_both_and_an_aborted_one_never_does():
-    both = Run(
-        "ours",
-        0,
-        1.0,
-        [0.1, 0.3, 0.1, 0.1, None],
-        [0.01, 0.01, 0.03, None, None],
-        [True, True, True, True, False],
-        0.0,
-        0.2,
-    )
-    assert both.meets(SLO) == [True, False, False, True, False]
-    half = Run("ours", 0, 1.0, [0.1], [None], [False], 0.0, 0.2)  # its first token came in time
-    assert half.met(SLO) == 0
-
-
-def test_ratios_compare_with_s_alone_under_the_same_traffic_and_s_alone_with_itself():
-    runs = [
-        run("alone", 0, 1.0),
-        run("alone", 0, 1.2),
-        run("alone", 1, 2.0),
-        run("alone", 1, 2.0),
-        run("ours", 0, 2.2),
-        run("ours", 1, 2.0),
-    ]
-    assert tables.ratios(runs, "ours", "ttft_p99") == pytest.approx([2.0, 1.0])
-    assert tables.ratios(runs, "alone", "tpot_p99") == pytest.approx([1 / 1.2, 1.2, 1.0, 1.0])
-
-
-def test_harvest_is_of_what_the_rollout_engine_would_make_in_the_idle_time():
-    runs = [
-        run("alone", busy=0.2),
-        run("alone", busy=0.3),
-        run("ours", made=450.0),
-        run("priority", made=150.0),
-    ]
-    assert tables.harvest(runs, "ours", Alone([800.0, 1000.0], [400.0])) == pytest.approx(
-        [450 / (900 * 0.75)]
-    )
-    assert tables.harvest(runs, "priority", Alone([900.0], [400.0])) == pytest.approx(
-        [150 / (400 * 0.75)]
     )
 
 
@@ -217,20 +167,6 @@ def test_a_wrong_option_is_named(words, said):
         bench_coserving.parse(words)
 
 
-def test_slices_of_a_bursty_trace_are_loaded_alike_and_differ_by_seed():
-    bench = Bench(bench_coserving.parse(["trace="]))
-    bench.factor = 2.0
-    cuts = [bench.slice(seed, 30.0) for seed in range(4)]
-    rate = len(bench.trace) / bench.trace.seconds / 2
-    assert all(cut.seconds < 30 and len(cut) / 30 == pytest.approx(rate, rel=0.5) for cut in cuts)
-    assert (
-        len({tuple(cut.at) for cut in cuts}) == 4
-        and bench.slice(1, 30.0).at.tolist() == cuts[1].at.tolist()
-    )
-    with pytest.raises(Failed, match="seconds=1e[+]06"):
-        bench.slice(0, 1e6)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(
@@ -241,11 +177,11 @@ def test_a_short_run_measures_s_alone_and_beside_rollouts_and_leaves_nothing(
 ):
     monkeypatch.setenv("ROSE_CACHE", str(tmp_path / "cache"))
     # nothing is measured here: a machine with other guests will do
-    monkeypatch.setattr("live_runs.PATIENCE_S", 0.0)
+    monkeypatch.setattr("scripts.live_runs.PATIENCE_S", 0.0)
     waits = {"TRIES": 1, "SETTLE_S": 0.2, "BASELINE_S": 1.0, "DRAIN_S": 120.0}
     waits["CALIBRATE_S"] = (1.0, 2.0)
     for name, value in waits.items():
-        monkeypatch.setattr(f"bench_coserving_bench.{name}", value)
+        monkeypatch.setattr(f"scripts.lending.bench_coserving_bench.{name}", value)
     given = [
         "scenarios=alone,naive",
         "seconds=2",

@@ -1,15 +1,10 @@
 """What the benchmark reads from a journal."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from rose.coordinator.journal import Entry
 from rose.scheduler import events as ev
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-import bench_elastic
+from scripts.lending import bench_elastic
 
 
 def entry(event, *actions):
@@ -60,23 +55,3 @@ def test_first_token_loss_and_reroute():
     assert (loss.notice, loss.reroute, loss.turns) == (2.0, 3.0, 2)
     assert loss.again == 10 + 4 + 20 + 6
     assert loss.lost == pytest.approx(bench_elastic.REPORT_S * (4 + 6) / bench_elastic.RATE_S)
-
-
-def test_a_turn_whose_tokens_had_all_come_moves_nowhere():
-    story = bench_elastic.read(
-        [
-            join("b", 0.0),
-            turn("t1", 1.0, "b"),
-            words("t1", 2.0, 9),
-            entry(ev.WorkerLost(at=4.0, worker="b", reason="silent", ended=["t1"])),
-        ],
-        killed={"b": 3.0},
-    )
-    assert story.losses["b"] == bench_elastic.Loss(notice=1.0)
-
-
-def test_stall_is_the_latest_tick_of_a_join_beside_as_long_a_time_without_one():
-    ticks = [0.0, 0.5, 1.0, 1.6, 2.1, 2.6, 3.4, 3.9, 4.4]
-    story = bench_elastic.Story(joined={"b": 3.0}, first_token={"b": 3.5}, ticks=ticks)
-    during, without = bench_elastic.stalls(story, {"b": 2.0})
-    assert during == [pytest.approx(300)] and without == [pytest.approx(100)]

@@ -1,17 +1,13 @@
-"""The episode that a model plays in scripts/bench_sandbox.py, killed at every turn: real sandboxes,
+"""The episode that a model plays in scripts/sandbox/bench_sandbox.py, killed at every turn: real sandboxes,
 checkpoints and model."""
 
 import asyncio
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-from bench_sandbox import close, sampled
-from bench_sandbox_policies import CHAT, CLASSIFIED, kill_at_each_turn, play
-
 from rose.parts.sandbox import Sandbox, Spec
+from scripts.sandbox.bench_sandbox import close, sampled
+from scripts.sandbox.bench_sandbox_policies import CHAT, CLASSIFIED, kill_at_each_turn, play
 
 pytestmark = pytest.mark.slow
 

@@ -1,14 +1,8 @@
 """Which moves of a conversation on FrozenLake count as which habit."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPOSITORY / "scripts"))
-
-import count_habits
+from scripts import count_habits
 
 FORK = "P F F\nH F H\nF F G\nleft wall down H right F up wall"
 DEAD_END = "F F P\nH F H\nF F G\nleft F down H right wall up wall"
@@ -48,14 +42,6 @@ def test_each_move_is_paired_with_the_lake_before_it():
 )
 def test_a_dead_end_is_left_by_a_step_back_only(move, expected):
     assert shares((DEAD_END, move)) == expected
-
-
-def test_at_a_fork_the_way_that_ends_in_a_dead_end_is_not_the_shorter_one():
-    assert shares((MIDDLE, "down"), (MIDDLE, "right"), (MIDDLE, "left"))["fork"] == "50%"
-
-
-def test_a_cell_with_one_way_on_is_no_fork():
-    assert shares((FORK, "right"))["fork"] == "-"
 
 
 def test_a_folder_without_trajectories_is_refused(tmp_path, capsys):

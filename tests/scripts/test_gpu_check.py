@@ -1,5 +1,5 @@
-"""gpu_check.py: a check that goes wrong in any way is told and ends alone; every check's CPU twin
-is the same code."""
+"""scripts/gpu_check.py: a check that goes wrong in any way is told and ends alone; every check's CPU
+twin is the same code."""
 
 import asyncio
 import ctypes
@@ -7,30 +7,23 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 
 from rose.parts.lending.rules.predictor import Predictor
 from rose.parts.lending.vllm.vmm import CudaDriver, PagePool
 from rose.processes import adopt_orphans
+from scripts import gpu_check
+from tests import processes
+from tests.gpu import coserving, engine, experts, frame, machine, odd
+from tests.gpu.test_gpu import ALL
 from tests.parts.lending.cuda_rules import build_libcuda
-from tests.processes import children
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(REPOSITORY / "scripts"), str(Path(__file__).parent)]
-import gpu_check
-import gpu_check_coserving
-import gpu_check_engine
-import gpu_check_experts
-import gpu_check_frame as frame
-import gpu_check_machine
-import gpu_check_odd as odd
-import gpu_check_trainer
-
 MiB = 2**20
 DEADLINE_S = 600
 
@@ -41,113 +34,59 @@ def orphans_are_ours():
 
 
 @pytest.fixture
-def left():
-    """left() -> processes that the test has started and that still live."""
-    before = set(children(recursive=True))
-    return lambda: set(children(recursive=True)) - before
+def outcome(tmp_path, monkeypatch):
+    """outcome(name) -> what run() says of a check of tests/gpu/odd.py, and its progress.
 
-
-@pytest.fixture
-def only_ours(monkeypatch):
-    """Processes that other tests have left running are none of the check's."""
-    before, descendants = set(frame._descendants()), frame._descendants
+    Processes that other tests have left running are none of the check's."""
+    before, children = set(processes.children(recursive=True)), processes.children
     monkeypatch.setattr(
-        frame, "_descendants", lambda: [one for one in descendants() if one not in before]
+        processes,
+        "children",
+        lambda *words, **rest: [one for one in children(*words, **rest) if one not in before],
     )
-    monkeypatch.setattr(frame, "LEAVE_S", 1.0)
+    monkeypatch.setattr(gpu_check, "LEAVE_S", 2.0)
 
-
-@pytest.fixture
-def outcome(tmp_path, monkeypatch, only_ours):
-    """outcome(name) -> what run() says of a check of gpu_check_odd, and what it told meanwhile.
-
-    The check's deadline passes once it has told `until`.
-    """
-
-    def run(name, until=None, device="cpu", gpus=0, sizes={}, **rest):
-        setup = frame.Setup(device, gpus, "cpu", None, str(tmp_path), None, sizes)
-        told = []
-        clock = SimpleNamespace(
-            sleep=time.sleep, monotonic=lambda: time.monotonic() + DEADLINE_S * (until in told)
-        )
-        monkeypatch.setattr(frame, "time", clock)
-        check = odd.CHECKS[name]
-        for field, value in rest.items():
-            check = frame.msgspec.structs.replace(check, **{field: value})
-        return frame.run(check, setup, DEADLINE_S, told.append, Path(odd.__file__)), told
+    def run(name, device="cpu", gpus=0, sizes={}, deadline_s=DEADLINE_S):
+        setup, told = frame.Setup(device, gpus, "cpu", None, str(tmp_path), None, sizes), []
+        one = gpu_check.run(odd.CHECKS[name], setup, deadline_s, told.append, "odd.py")
+        assert not processes.children(recursive=True)
+        return one, told
 
     return run
 
 
-def test_a_check_tells_its_progress_and_its_figures(outcome):
-    one, told = outcome("well")
-    assert one.state == frame.OK and told == ["working", "number: 1 things"]
-    assert one.figures[0].expected == ">= 1, <= 10"
-
-
-def test_its_sizes_are_parameters(outcome):
-    one, _ = outcome("well", sizes={"well": {"number": 11}})
-    assert one.state == frame.FAILED and one.words == "not as expected: number"
-
-
-def test_a_figure_outside_fails_the_check_and_the_others_are_still_told(outcome):
+# Each starts a process with pytest, in a second or two.
+def test_a_figure_outside_fails_the_check_and_the_others_are_still_told(outcome, tmp_path):
     one, told = outcome("outside")
-    assert one.state == frame.FAILED and len(one.figures) == 2
-    assert told[0] == "rate: 2 TFLOP/s (20 % of the bound), NOT >= 3, bound 10"
-    table = frame.table([one])
+    assert one.state == gpu_check.FAILED and one.words == "not as expected: rate"
+    assert told == ["rate: 2 TFLOP/s (20 % of the bound), NOT >= 3, bound 10", "after it: yes"]
+    table = gpu_check.table([one])
     assert "-> ask for a faster one" in table and "-> do this" in table
-
-
-def test_what_this_machine_cannot_have_is_no_failure(outcome):
-    assert outcome("impossible")[0].words == "no such thing here"
-    assert (
-        outcome("well", device="cuda", gpus=1, least_gpus=2)[0].words == "needs 2 GPUs, 1 visible"
-    )
-    assert outcome("well", on_cpu=False)[0].state == frame.IMPOSSIBLE
-
-
-@pytest.mark.parametrize(
-    "name, words",
-    [
-        ("raises", "ValueError: what was wrong"),
-        ("killed", "its process ended with code -9 without a word"),
-    ],
-)
-def test_one_that_ends_badly_is_told_with_its_log(outcome, name, words):
-    one, _ = outcome(name)
-    assert (one.state, one.words) == (frame.FAILED, words)
-    assert "the last words of a library" in frame.tail(one.log) or name == "killed"
+    setup = frame.Setup("cpu", 0, "cpu", None, "", None, {})
+    gpu_check.write_json(tmp_path / "f.json", setup, [one])
+    [figure, _] = json.loads((tmp_path / "f.json").read_text())["checks"][0]["figures"]
+    assert figure["share"] == 0.2 and not figure["ok"]
 
 
 @pytest.mark.slow
-def test_one_that_hangs_is_ended_with_all_that_it_started(outcome, left):
-    one, told = outcome("hangs", until="before it hung: 1")
-    assert (one.state, one.words) == (frame.FAILED, f"no end within {DEADLINE_S} s")
-    assert told == ["before it hung: 1"]
-    assert not left()
-
-
-def test_a_process_that_is_left_behind_is_a_failure_and_is_ended(outcome, left):
-    one, _ = outcome("leaves")
-    assert (
-        one.state == frame.FAILED
-        and "left processes behind" in one.words
-        and "time.sleep(600)" in one.words
-    )
-    assert not left()
-
-
-def test_figures_are_in_the_file_with_their_shares(outcome, tmp_path):
-    outcomes = [outcome(name)[0] for name in ("well", "outside")]
-    frame.write_json(
-        tmp_path / "f.json", frame.Setup("cpu", 0, "cpu", None, "", None, {}), outcomes
-    )
-    found = json.loads((tmp_path / "f.json").read_text())
-    assert found["ok"] is False and [c["state"] for c in found["checks"]] == ["ok", "FAILED"]
-    assert (
-        found["checks"][1]["figures"][0]["share"] == 0.2
-        and not found["checks"][1]["figures"][0]["ok"]
-    )
+@pytest.mark.parametrize(
+    "name, given, state, words",
+    [
+        ("well", {}, gpu_check.OK, ""),
+        ("well", {"sizes": {"well": {"number": 11}}}, gpu_check.FAILED, "not as expected: number"),
+        ("impossible", {}, gpu_check.IMPOSSIBLE, "no such thing here"),
+        ("well", {"device": "cuda", "gpus": 1}, gpu_check.IMPOSSIBLE, "needs 2 GPUs, 1 visible"),
+        ("raises", {}, gpu_check.FAILED, "ValueError: what was wrong"),
+        ("killed", {}, gpu_check.FAILED, "its process ended with code -9 without a word"),
+        ("hangs", {"deadline_s": 30}, gpu_check.FAILED, "no end within 30 s"),
+        ("leaves", {}, gpu_check.FAILED, "left processes behind: "),
+    ],
+)
+def test_the_end_of_a_check_is_told_and_nothing_is_left(outcome, name, given, state, words):
+    one, _ = outcome(name, **given)
+    assert one.state == state and one.words.startswith(words) and bool(one.words) == bool(words)
+    if name == "raises":
+        assert "the last words of a library" in Path(one.log).read_text()
 
 
 def test_a_number_that_is_none_is_never_as_expected():
@@ -171,7 +110,7 @@ def test_visible_devices_are_counted(monkeypatch, given, seen):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if given is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-    assert gpu_check_machine.visible(4) == seen
+    assert machine.visible(4) == seen
 
 
 @pytest.mark.parametrize("words", [["nosuch"], ["--set", "engine.nosuch=1"], ["--set", "nosuch=1"]])
@@ -182,40 +121,12 @@ def test_a_wrong_command_line_is_refused(words):
 
 
 @pytest.mark.slow
-def test_without_a_gpu_it_fails_and_says_so(capsys, monkeypatch, tmp_path, only_ours):
+def test_without_a_gpu_it_fails_and_says_so(capsys, monkeypatch, tmp_path, outcome):
     monkeypatch.setattr(gpu_check, "SMI", ("false",))
     monkeypatch.setattr(gpu_check, "TORCH", "pass")
     assert gpu_check.main(["machine", "colocated", "--folder", str(tmp_path)]) == 1
     said = capsys.readouterr().out
     assert "machine: FAILED" in said and "colocated" in said and "machine failed" in said
-
-
-def test_useful_operations_of_rows_and_trees():
-    from rose.config import ModelShape
-    from rose.trainer.batching import Padded, Shared
-
-    sizes = gpu_check_trainer.Training("bfloat16", 1, 3, 8, 4, 64, True, False, 1)
-    rows = gpu_check_trainer.batch(sizes, 100)
-    tokens = [gpu_check_trainer.np.frombuffer(t.tokens, "<i4") for t in rows.values()]
-    padded = gpu_check_trainer._work([[0, 1, 2]], Padded([12] * 3), sizes)
-    tree = gpu_check_trainer._work([[0, 1, 2]], Shared(tokens), sizes)
-    assert padded == {"tokens": 36, "made": 12, "pairs": 3 * 12**2 / 2}
-    assert tree == {"tokens": 8 + 3 * 4, "made": 12, "pairs": 8 * 8 / 2 + 3 * (4 * 4 / 2 + 4 * 8)}
-    shape = ModelShape(
-        layers=1,
-        hidden=8,
-        intermediate=8,
-        heads=1,
-        kv_heads=1,
-        head_dim=8,
-        vocab=100,
-        tied_embeddings=True,
-    )
-    layer = shape.parameters - 800
-    assert (
-        gpu_check_trainer._flops(shape, [tree])
-        == 6 * (layer * 20 + 800 * 12) + 12 * 8 * tree["pairs"]
-    )
 
 
 @pytest.mark.parametrize("times", [1, 1.1])
@@ -225,33 +136,15 @@ def test_experts_are_compared_with_a_plain_loop(tmp_path, monkeypatch, times):
     right = mixture.experts
     monkeypatch.setattr(mixture, "experts", lambda *arguments: right(*arguments) * times)
     setup = frame.Setup("cpu", 0, "cpu", None, str(tmp_path), None, {})
-    report = frame.Report(setup, gpu_check_experts.CPU, tmp_path / "events")
-    gpu_check_experts._compare(report, 1, "one token")
-    lines = map(json.loads, (tmp_path / "events").read_text().splitlines())
-    figures = [frame.msgspec.convert(line["figure"], frame.Figure) for line in lines]
+    told = []
+    report = frame.Report(setup, experts.CPU, told.append)
+    experts._compare(report, 1, "one token")
+    figures = [msgspec.convert(line["figure"], frame.Figure) for line in told]
     assert [figure.ok for figure in figures] == [times == 1] * 4 + [True] * 2
 
 
 def test_no_check_hides_another_of_its_name():
-    modules = (
-        gpu_check.gpu_check_machine,
-        gpu_check.gpu_check_trainer,
-        gpu_check_experts,
-        gpu_check.gpu_check_fused,
-        gpu_check.gpu_check_digests,
-        gpu_check_engine,
-        gpu_check.gpu_check_lora,
-        gpu_check.gpu_check_drafts,
-        gpu_check_coserving,
-        gpu_check.gpu_check_jobs,
-    )
-    names = [
-        check.name
-        for one in modules
-        for name in ("FIRST", "CHECKS", "LAST")
-        for check in getattr(one, name, ())
-    ]
-    assert len(names) == len(set(names)) == len(gpu_check.CHECKS) - 1  # the model is none of a list
+    assert len(gpu_check.CHECKS) == len(ALL)
 
 
 # --------------------------------------------------------------------------- the flip
@@ -281,12 +174,12 @@ def test_traffic_goes_on_until_the_version_is_in_place(monkeypatch, tmp_path):
         def change(self, share):
             return 1
 
-    monkeypatch.setattr(gpu_check_engine, "Versions", lambda *_: Versions(store=tmp_path))
-    monkeypatch.setattr(gpu_check_engine, "prompts", lambda report, count, seed: [[0]] * count)
-    monkeypatch.setattr(gpu_check_engine, "folder", lambda report: tmp_path)
-    sizes = gpu_check_engine.NARROW_CPU
+    monkeypatch.setattr(engine, "Versions", lambda *_: Versions(store=tmp_path))
+    monkeypatch.setattr(engine, "prompts", lambda report, count, seed: [[0]] * count)
+    monkeypatch.setattr(engine, "folder", lambda report: tmp_path)
+    sizes = engine.NARROW_CPU
     report = SimpleNamespace(
-        sizes=frame.msgspec.structs.replace(sizes, beside_new=4),
+        sizes=msgspec.structs.replace(sizes, beside_new=4),
         folder=tmp_path,
         setup=SimpleNamespace(device="cpu"),
         say=print,
@@ -295,7 +188,7 @@ def test_traffic_goes_on_until_the_version_is_in_place(monkeypatch, tmp_path):
 
     async def flipped():
         async with asyncio.timeout(60):
-            return await gpu_check_engine.flip_under_traffic(
+            return await engine.flip_under_traffic(
                 report, QuickEngine(), SimpleNamespace(transfer=None)
             )
 
@@ -326,7 +219,7 @@ def device(tmp_path):
 
 
 def test_the_pool_passes_and_its_times_are_told(device):
-    assert gpu_check_coserving.page_pool(*device).startswith("map 16 MiB ")
+    assert coserving.page_pool(*device).startswith("map 16 MiB ")
 
 
 def test_memory_that_does_not_come_back_is_found(device, monkeypatch):
@@ -335,7 +228,7 @@ def test_memory_that_does_not_come_back_is_found(device, monkeypatch):
     with pytest.raises(
         RuntimeError, match="release half of it: took 0 bytes of the device instead of -8388608"
     ):
-        gpu_check_coserving.page_pool(pool, free)
+        coserving.page_pool(pool, free)
 
 
 def test_pages_that_are_not_zeros_are_found(device, monkeypatch):
@@ -344,7 +237,7 @@ def test_pages_that_are_not_zeros_are_found(device, monkeypatch):
         CudaDriver, "zero", lambda self, address, nbytes: ctypes.memset(address, 1, nbytes)
     )
     with pytest.raises(RuntimeError, match="fresh pages are not zeros"):
-        gpu_check_coserving.page_pool(pool, free)
+        coserving.page_pool(pool, free)
 
 
 # --------------------------------------------------------------------------- the twins: the same
@@ -415,7 +308,7 @@ def twins(tmp_path_factory):
 @pytest.mark.parametrize("name", TWINS)
 def test_the_twin_of_each_check_is_ok_on_a_cpu(twins, name):
     found, ran = twins
-    assert found[name]["state"] == frame.OK, ran.stdout[-6000:] + ran.stderr[-2000:]
+    assert found[name]["state"] == gpu_check.OK, ran.stdout[-6000:] + ran.stderr[-2000:]
     assert found[name]["figures"]
 
 

@@ -2,18 +2,13 @@
 files by seed."""
 
 import random
-import sys
-from pathlib import Path
 
 import msgspec
 import pytest
 
 from rose.config import recipes
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPOSITORY / "scripts"))
-import make_smollm2
-import make_tiny_model as recipe
+from scripts import make_smollm2
+from scripts import make_tiny_model as recipe
 
 LAKE = {"size": 4, "hole_probability": 0.2}
 

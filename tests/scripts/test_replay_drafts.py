@@ -1,18 +1,11 @@
 """What drafts recorded trajectories would have had accepted."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPOSITORY / "scripts"))
-
-import replay_drafts
-from harness import Failed
-
 from rose.observe.trajectories import Sample
+from scripts import replay_drafts
+from scripts.harness import Failed
 
 
 def said(*tokens: int) -> Sample:

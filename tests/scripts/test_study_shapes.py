@@ -1,27 +1,12 @@
 """The rows of the study of engines of several degrees, and its table, from made outcomes."""
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import study_shapes
-from harness import simulated
-from study_shapes import ROWS, Shapes
-
 from rose.parts.simulator.study import build, runs
-
-
-@pytest.mark.parametrize("setting, gpus", [("rose_8b", 8), ("rose_32b", 32)])
-def test_every_row_has_the_gpus_of_the_papers_dedicated_engines(setting, gpus):
-    for row in ROWS[setting]:
-        each = sum(row.degrees) if row.kind == "mix" else row.degrees[0]
-        assert row.workers * each == gpus, row
-        if row.kind == "switching":
-            assert all(gpus % degree == 0 for degree in row.degrees), row
+from scripts.simulator import study_shapes
+from scripts.simulator.study_shapes import ROWS
 
 
 def test_gains_are_over_the_best_single_degree_which_the_trainer_has_beside_a_mix(monkeypatch):
@@ -53,19 +38,3 @@ def test_a_row_that_switches_makes_a_scheduler_of_each_system(system):
     jobs = runs.jobs_of(study_shapes.composed("rose_8b", own))
     (job,) = [job for job in jobs if job.name == system]
     build.make_scheduler(job.config, job.system)
-
-
-@pytest.mark.parametrize(
-    "row, wanted",
-    [
-        (study_shapes.single(4, 8), {"dedicated": 64, "hybrid": 64}),
-        (Shapes("mix", (4, 2, 2), 1), {"dedicated-tp4": 64, "dedicated-tp2": 32, "hybrid": 128}),
-    ],
-)
-def test_every_gpu_has_as_many_sequences_whatever_the_degree(row, wanted):
-    c = simulated(
-        "+experiment=rose_8b", "sim/systems=[best]", *row.overrides("best", 8),
-        "sim.pools=[dedicated,hybrid]",
-    )  # fmt: skip
-    pools = build.make_spec(c, "rose", build.ours(c), 1).pools
-    assert {pool.name: pool.engine.max_sequences for pool in pools} == wanted

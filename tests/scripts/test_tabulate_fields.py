@@ -1,11 +1,6 @@
 """docs/agents.md says of each field of a request what the code makes of it."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import tabulate_fields
+from scripts.adapters import tabulate_fields
 
 
 def test_the_docs_have_the_tables_of_the_code():

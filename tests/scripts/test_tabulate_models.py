@@ -1,13 +1,8 @@
 """docs/models.md says what a trial of its families gives today; three of them, of each kind."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import tabulate_models as script
+from scripts import tabulate_models as script
 
 
 @pytest.mark.parametrize(

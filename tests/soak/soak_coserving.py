@@ -29,17 +29,16 @@ from pathlib import Path
 import numpy as np
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts")]
-
-from bench_coserving import parse, say
-from bench_coserving_bench import ALONE, DRAIN_S, Bench
-from bench_coserving_client import Request, replay
-from bench_coserving_engines import Process, confine
-from harness import Failed
+sys.path.insert(0, str(REPOSITORY))
 
 from rose import heap
 from rose.parts.lending import board
 from rose.parts.simulator import traces
+from scripts.harness import Failed
+from scripts.lending.bench_coserving import parse, say
+from scripts.lending.bench_coserving_bench import ALONE, DRAIN_S, Bench
+from scripts.lending.bench_coserving_client import Request, replay
+from scripts.lending.bench_coserving_engines import Process, confine
 
 PROGRESS_S = 60.0  # of both sides after a fault, a restart on half a machine included
 PAUSE_S = (6.0, 12.0)  # between two faults

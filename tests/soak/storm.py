@@ -40,6 +40,7 @@ from rose import policies
 from rose.coordinator import journal, replay
 from rose.observe.metrics import read_metrics, rows_of
 from rose.protocol import unpack_tokens
+from scripts.runs import launch
 from tests import processes
 
 SMALL = (
@@ -99,17 +100,12 @@ class Lender:
 
 
 def start_run(folder: Path, overrides: list[str]) -> subprocess.Popen:
-    command = [
-        sys.executable,
-        str(REPOSITORY / "launch.py"),
-        f"output_dir={folder}",
-        "name=run",
-        *SMALL,
-        *overrides,
-    ]
     with open(folder / "launch.log", "wb") as words:
         return subprocess.Popen(
-            command, stdout=words, stderr=subprocess.STDOUT, start_new_session=True
+            launch(folder, "run", *SMALL, *overrides),
+            stdout=words,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
 
 

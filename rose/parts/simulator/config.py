@@ -130,7 +130,7 @@ class SimChange(Section):
 
 class SimSandboxes(Section):
     """Sandboxes on environment hosts and their checkpoints (`rose.parts.simulator.spec.Sandboxes`).
-    `scripts/bench_sandbox.py` measures the cost of one."""
+    `scripts/sandbox/bench_sandbox.py` measures the cost of one."""
 
     hosts: Natural  # environment hosts; 0: sandboxes cost nothing and no host fails
     cores: list[Positive]  # cores of each host; a shorter list than `hosts` repeats

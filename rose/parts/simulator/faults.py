@@ -1,5 +1,5 @@
 """Planned failures: builds the parts of a `Spec` for a run in which engines and environment hosts
-are killed at known times, so that such a live run can be forecast (scripts/prove_promise.py).
+are killed at known times, so that such a live run can be forecast (prove_promise.py).
 
 A borrowed engine beside an online server is a pool of its own with `count` 1, its `serving` and
 `available=up(...)`, so that each start of it is on the same device. `hosts(...)` builds environment

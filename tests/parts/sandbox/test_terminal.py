@@ -7,7 +7,6 @@ import errno
 import os
 import random
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -31,8 +30,7 @@ from rose.parts.sandbox.envs._host_store import HostStore
 from rose.parts.sandbox.envs.terminal import Terminal
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(REPOSITORY / "scripts"))
-import make_repair_tasks
+from scripts.sandbox import make_repair_tasks
 
 
 def bash(command):

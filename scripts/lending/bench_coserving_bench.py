@@ -1,0 +1,482 @@
+"""The engines of bench_coserving.py's scenarios, the traffic, a single run and its counters."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rose.models import cache_dir
+from rose.parts.lending import board, settings
+from rose.parts.lending.vllm import device
+from rose.parts.simulator import traces
+from scripts.harness import REPOSITORY, Failed
+from scripts.lending.bench_coserving_client import Request, replay
+from scripts.lending.bench_coserving_engines import (
+    Guard,
+    Operator,
+    Process,
+    Rollouts,
+    Server,
+    busy_s,
+    confine,
+)
+from scripts.lending.bench_coserving_tables import ALONE, OURS, Run, Slo, percentile, slo_of
+from scripts.live_runs import Stolen, wait_for_calm
+
+# scenario -> (server, rollout side)
+PLAN = {
+    "alone": ("plain", None),
+    "naive": ("plain", "naive"),
+    "static": ("static", "static"),
+    "priority": ("priority", "priority_load"),
+    "ours": ("ours", "ours"),
+}
+# The last two values are those of conf/lending/default.yaml.
+MAX_CONTEXT, MAX_SEQUENCES, MAX_BATCHED = (1024, 64, 2048)
+MAX_PROMPT, MAX_OUTPUT = 800, 200
+SETTLE_S, DRAIN_S, BASELINE_S = 2.0, 20.0, 8.0
+CALIBRATE_S = (6.0, 12.0)  # seconds of S alone, each run at the load that the one before suggests
+PROFILE_S, PROFILE_LIMIT_S = 20.0, 240.0
+EPOCH_S = 10.0  # seconds of a training step; a frozen KV budget may grow again at the next one
+# Largest share of a run's time that the hypervisor may take, and most attempts to keep it.
+CALM, TRIES = 0.04, 3
+STARTS = 16  # random slices, of which the one with the load nearest to the whole trace's is used
+
+
+@dataclasses.dataclass
+class Options:
+    trace: str = ""  # file; generated if empty
+    seconds: float = 25.0  # seconds of traffic in a run
+    seeds: int = 3
+    scenarios: str = ",".join(PLAN)
+    busy: float = 0.25  # share of the device's time that S alone uses
+    slack: float = 1.25  # targets, as multiples of the percentiles of S alone
+    slo: str = ""  # TTFT P50, P99, TPOT P50, P99 in seconds, separated by commas
+    model: str = "512x2"  # hidden size x layers of S
+    rollout_model: str = "512x2"
+    # Factor of the trace's prompt lengths. A prompt then costs several decode steps, as on a GPU.
+    prompt_scale: float = 0.4
+    output_scale: float = 0.05
+    # File that rose.parts.lending.profile wrote for these models and this core; measured if empty.
+    profile: str = ""
+    concurrency: int = 32  # concurrent turns of R
+    kv_mib: float = 64.0  # MiB of KV memory of the device
+    device: int = max(os.sched_getaffinity(0))  # number of a core
+    out: str = str(REPOSITORY / "outputs" / "bench_coserving")
+
+
+class Bench:
+    """All processes of the bench. A context manager: it ends them and removes its folders."""
+
+    def __init__(self, options: Options) -> None:
+        self.options, self._stack = options, ExitStack()
+        self.device = {options.device}
+        self.host = os.sched_getaffinity(0) - self.device
+        self.servers: dict[str, Server] = {}
+        self.rollouts: dict[str, Rollouts] = {}
+        self.operator: Operator | None = None  # operator of the engines that have ROSE's schedulers
+        self._lent: dict[str, str] = {}  # environment variables of those engines
+        self.slo: Slo | None = None
+        self.trace = traces.read(options.trace) if options.trace else traces.generate(0)
+        self.trace = self.trace.tokens_scaled(options.prompt_scale, options.output_scale)
+        self.trace = self.trace.clipped(MAX_PROMPT, MAX_OUTPUT)
+        self.factor = 1.0  # factor of the trace's times, set by `calibrate`
+        self._replays = 0
+
+    def __enter__(self) -> Bench:
+        self.folder = Path(tempfile.mkdtemp(prefix="bench-coserving-"))
+        self._stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
+        self._stack.callback(os.sched_setaffinity, 0, self.host | self.device)
+        self.guard = Guard()
+        self._stack.callback(self.guard.close)
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._stack.close()
+
+    # ----------------------------------------------------------------- what takes part
+
+    def start(self, *scenarios: str) -> None:
+        """Start all processes that these scenarios need and that are not up, and park them."""
+        # Starting takes a core several times as long.
+        os.sched_setaffinity(0, self.host | self.device)
+        new: list[Any] = []
+        for server, rollouts in (PLAN[name] for name in scenarios):
+            if server not in self.servers:
+                self.servers[server] = self.server(server)
+                new.append(self.servers[server])
+            if rollouts and rollouts not in self.rollouts:
+                self.rollouts[rollouts] = self.side(rollouts, server)
+                new.append(self.rollouts[rollouts])
+        for process in new:
+            process.ready()
+        confine(new, self.device, self.host)
+        for process in new:
+            if isinstance(process, Server):
+                warm = traces.Trace(
+                    np.arange(8) * 0.1, np.full(8, 100, np.int32), np.full(8, 8, np.int32)
+                )
+                asyncio.run(replay(process.url, process.served, warm, 0, DRAIN_S))
+            else:
+                process.ask("start")
+                time.sleep(SETTLE_S)
+                process.ask("stop")
+            process.park()
+        os.sched_setaffinity(0, self.host)
+
+    def server(self, kind: str, port: int | None = None) -> Server:
+        kv_bytes = int(self.options.kv_mib * 2**20 / (2 if kind == "static" else 1))
+        args = {
+            "dtype": "float32",
+            "max_model_len": MAX_CONTEXT,
+            "max_num_seqs": MAX_SEQUENCES,
+            "max_num_batched_tokens": MAX_BATCHED,
+            "kv_cache_memory_bytes": kv_bytes,
+        }
+        env = self._environment()
+        if kind == "priority":
+            args["scheduling_policy"] = "priority"
+        if kind == "ours":
+            args["scheduler_cls"] = "rose.parts.lending.vllm.online.scheduler"
+            args["worker_extension_cls"] = "rose.parts.lending.vllm.kv_worker.KvWorker"
+            env |= self._lends()
+        made = Server(
+            self.guard, f"server-{kind}", model(self.options.model, 0), args, self.folder, port, env
+        )
+        self._stack.callback(made.end)
+        return made
+
+    def side(self, name: str, server: str) -> Rollouts:
+        options = self.options
+        job: dict[str, Any] = {"concurrency": options.concurrency, "group": 8, "seed": 1}
+        env = self._environment()
+        if name.endswith("_load"):
+            kind = "http"
+            job |= {"url": self.servers[server].url, "served": self.servers[server].served}
+        else:
+            kind, engine_args = "engine", {}
+            if name == "ours":
+                engine_args["scheduler_cls"] = "rose.parts.lending.vllm.rollout.scheduler"
+                env |= self._lends()
+            job |= {
+                "model": str(model(options.rollout_model, 1)),
+                "max_context": MAX_CONTEXT,
+                "max_sequences": options.concurrency,
+                "engine_args": engine_args,
+                "kv_bytes": int(options.kv_mib * 2**20 / (2 if name == "static" else 1)),
+            }
+        made = Rollouts(self.guard, f"rollouts-{name}", kind, job, self.folder, env)
+        self._stack.callback(made.end)
+        return made
+
+    def _environment(self) -> dict[str, str]:
+        """Return the environment variables of every engine."""
+        return {"VLLM_RPC_BASE_PATH": str(self.folder)}  # sockets, which a killed engine leaves
+
+    def _lends(self) -> dict[str, str]:
+        """Return the environment variables of the engines on a lent device. The first call
+        describes the device and starts to lend it."""
+        if self.operator is None:
+            profile = self.profile()
+            slo = ", ".join(f"{name}_s: {seconds}" for name, seconds in vars(self.slo).items())
+            serving = settings.of_server(
+                [
+                    *self._online(),
+                    f"serving.online.slo={{{slo}}}",
+                    f"serving.lending.profile={profile}",
+                ]
+            )
+            self.operator = Operator(f"bench-{os.getpid()}", EPOCH_S)
+            self._stack.callback(self.operator.close)
+            self._lent = device.describe(
+                self.operator.folder, serving, json.loads(profile.read_text(encoding="utf-8"))
+            )
+            self.operator.start()
+        return self._lent
+
+    def _online(self) -> list[str]:
+        """Return the overrides of the server's configuration."""
+        given = {
+            "model": model(self.options.model, 0),
+            "dtype": "float32",
+            "max_context": MAX_CONTEXT,
+            "kv_cache_gib": self.options.kv_mib / 2**10,
+            "max_sequences": MAX_SEQUENCES,
+            "max_batched_tokens": MAX_BATCHED,
+        }
+        return [f"serving.online.{key}={value}" for key, value in given.items()]
+
+    def profile(self) -> Path:
+        """Return the profile of this device and these models. The first call measures it on the
+        device's core, while all other processes are parked."""
+        options, file = self.options, self.folder / "profile.json"
+        if options.profile:
+            return Path(options.profile)
+        tries = 0 if file.exists() else TRIES
+        while tries and not (
+            file.exists() and json.loads(file.read_text(encoding="utf-8"))["stolen"] <= CALM
+        ):
+            wait_for_calm(print)
+            self._measure_profile(file)
+            tries -= 1
+        return file
+
+    def _measure_profile(self, file: Path) -> None:
+        options = self.options
+        command = [
+            *[
+                "taskset",
+                "-c",
+                str(options.device),
+                sys.executable,
+                "-m",
+                "rose.parts.lending.profile",
+            ],
+            f"out={file}",
+            f"seconds={PROFILE_S}",
+            f"model={model(options.rollout_model, 1)}",
+            f"model.max_context={MAX_CONTEXT}",
+            f"rollout.max_sequences={options.concurrency}",
+            f"rollout.kv_cache_gib={options.kv_mib / 2**10}",
+            "cluster.gpus=0",
+            *self._online(),
+        ]
+        making = Process(self.guard, "profile", command, self.folder / "profile.log")
+        try:
+            if making.popen.wait(PROFILE_LIMIT_S):
+                raise making.failed(f"ended with {making.popen.returncode}")
+        except subprocess.TimeoutExpired:
+            raise making.failed(f"took over {PROFILE_LIMIT_S:g} s") from None
+        finally:
+            making.end()
+
+    # ----------------------------------------------------------------- one run
+
+    def slice(self, seed: int, seconds: float) -> traces.Trace:
+        """Draw several slices and return the one whose load is nearest to the whole trace's."""
+        length = seconds / self.factor
+        if length > self.trace.seconds:
+            raise Failed(
+                f"seconds={seconds:g}: the trace lasts {self.factor * self.trace.seconds:.0f} s at "
+                "this load; give fewer seconds or a longer trace"
+            )
+        draw = np.random.default_rng(seed)
+        cuts = [
+            self.trace.slice(start, length)
+            for start in draw.uniform(0, self.trace.seconds - length, STARTS)
+        ]
+        wanted = _work(self.trace) * length / self.trace.seconds
+        return min(cuts, key=lambda cut: abs(_work(cut) - wanted)).scaled(self.factor)
+
+    def calm_run(self, scenario: str, seed: int, traffic: traces.Trace, seconds: float) -> Run:
+        """Run a scenario until the hypervisor takes at most CALM of the machine, at most TRIES
+        times. Return the calmest run: the host's other tenants are no property of a scenario."""
+        found: list[Run] = []
+        while len(found) < TRIES and (not found or found[-1].stolen > CALM):
+            if found:
+                wait_for_calm(print)
+            before = Stolen.now()
+            found.append(self.run(scenario, seed, traffic, seconds))
+            found[-1].stolen = Stolen.now().share_since(before)
+        return min(found, key=lambda run: run.stolen)
+
+    def run(self, scenario: str, seed: int, traffic: traces.Trace, seconds: float) -> Run:
+        server, rollouts = PLAN[scenario]
+        server, side = self.servers[server], self.rollouts.get(rollouts)
+        processes: list[Any] = [server, *([side] if side else [])]
+        for process in processes:
+            process.wake()
+        try:
+            if side:
+                side.ask("start")
+            return asyncio.run(self._run(scenario, seed, traffic, seconds, server, side))
+        finally:
+            if side:
+                side.ask("stop")
+            for process in processes:
+                process.park()
+
+    async def _run(
+        self,
+        scenario: str,
+        seed: int,
+        traffic: traces.Trace,
+        seconds: float,
+        server: Server,
+        side: Rollouts | None,
+    ) -> Run:
+        await asyncio.sleep(SETTLE_S)
+        before = await asyncio.to_thread(self._counts, scenario, server, side)
+        # New prompts each time: a server that had the same traffic would have them in its cache.
+        self._replays += 1
+        sending = asyncio.create_task(
+            replay(server.url, server.served, traffic, self._replays, DRAIN_S)
+        )
+        await asyncio.sleep(seconds)
+        after = await asyncio.to_thread(self._counts, scenario, server, side)
+        requests = await sending
+        passed = after["at"] - before["at"]
+        grown = {name: after[name] - before[name] for name in before}
+        if scenario == "priority":  # engine's counter has the tokens of both sides
+            grown["made"] -= sum(
+                sum(at <= seconds for at in request.chunks) for request in requests
+            )
+        opened = grown["open_s"] + grown["shut_s"]
+        return Run(
+            scenario,
+            seed,
+            seconds,
+            [r.ttft for r in requests],
+            [r.tpot for r in requests],
+            [r.done for r in requests],
+            percentile([r.late for r in requests], 99),
+            grown["busy"] / passed,
+            grown["made"] / passed,
+            int(grown["evicted"]),
+            int(grown["wasted"]),
+            int(grown["preempted"]),
+            grown["open_s"] / opened if opened else None,
+            _reasons(requests),
+            before["at"],
+        )
+
+    def _counts(self, scenario: str, server: Server, side: Rollouts | None) -> dict[str, float]:
+        """Return counters that only grow. A run is the time between two readings."""
+        found = {
+            "at": time.monotonic(),
+            "busy": busy_s(server.engine()),
+            "made": 0,
+            "evicted": 0,
+            "wasted": 0,
+            "preempted": 0,
+            "open_s": 0,
+            "shut_s": 0,
+        }
+        if side:
+            said = side.ask("count")
+            found |= {name: said[name] for name in ("made", "evicted", "wasted")}
+        if scenario == "priority":
+            found["made"] = server.metric("vllm:generation_tokens_total")
+        found["preempted"] = server.metric("vllm:num_preemptions_total")
+        if scenario == OURS:
+            state = self.operator.read("rollout", board.Rollout)
+            online = self.operator.read("online", board.Online)
+            if state:
+                found |= {"open_s": state.open_s, "shut_s": state.shut_s}
+            if online:
+                found["preempted"] = online.preempted
+        return found
+
+    def baseline(self, name: str) -> float:
+        """Return the tokens that this side generates per second of its engine's processor time,
+        with nothing beside it. Processor time is the same on a machine with other load."""
+        side, server = (
+            self.rollouts[name],
+            self.servers["priority"] if name.endswith("_load") else None,
+        )
+        engine = (server or side).engine()
+        processes = [side, *([server] if server else [])]
+        for process in processes:
+            process.wake()
+        try:
+            side.ask("start")
+            time.sleep(SETTLE_S)
+            counts = []
+            for wait in (BASELINE_S, 0.0):
+                counts.append(
+                    (
+                        busy_s(engine),
+                        server.metric("vllm:generation_tokens_total")
+                        if server
+                        else side.ask("count")["made"],
+                    )
+                )
+                time.sleep(wait)
+            (began, first), (ended, last) = counts
+            return (last - first) / (ended - began)
+        finally:
+            side.ask("stop")
+            for process in processes:
+                process.park()
+
+    # ----------------------------------------------------------------- all of them
+
+    def calibrate(self) -> Iterator[str]:
+        """Set the factor of the trace's times by which S alone is busy for `busy`. Yields text."""
+        for seconds in CALIBRATE_S:
+            rate = 2.0 if self.factor == 1.0 else len(self.trace) / self.trace.seconds / self.factor
+            self.factor = len(self.trace) / self.trace.seconds / rate
+            found = self.calm_run(ALONE, 1000, self.slice(1000 + int(seconds), seconds), seconds)
+            if sum(found.done) < len(found.done) / 2:
+                raise self.servers["plain"].failed(
+                    f"ended {sum(found.done)} of {len(found.done)} requests at "
+                    f"{rate:.2f} a second ({'; '.join(found.why)})"
+                )
+            # The factor changes at most fourfold, because a short slice may be empty.
+            self.factor *= float(np.clip(found.busy / self.options.busy, 0.25, 4.0))
+            yield (
+                f"calibration: {rate:.2f} requests/s keep S's engine busy for "
+                f"{100 * found.busy:.0f}% of the time"
+            )
+        yield (
+            f"the trace's times x {self.factor:.2f}: "
+            f"{len(self.trace) / self.trace.seconds / self.factor:.2f} "
+            f"requests/s of {self.trace.prompt_tokens.mean():.0f} + "
+            f"{self.trace.output_tokens.mean():.0f} tokens"
+        )
+
+    def warm(self, scenario: str) -> None:
+        """Make a run that isn't counted. An engine's heap grows until it has had the largest steps
+        of many compositions, and a step in which the heap grows takes up to twice as long."""
+        self.run(scenario, 1000, self.slice(2000, self.options.seconds), self.options.seconds)
+
+    def targets(self) -> Slo:
+        if self.options.slo:
+            return Slo(*map(float, self.options.slo.split(",")))
+        seconds = self.options.seconds
+        return slo_of(
+            [self.calm_run(ALONE, 1000, self.slice(2000, seconds), seconds)], self.options.slack
+        )
+
+
+def _work(trace: traces.Trace) -> float:
+    """Return the trace's work in prompt tokens. A generated token takes as long as ten."""
+    return float(trace.prompt_tokens.sum() + 10 * trace.output_tokens.sum())
+
+
+def _reasons(requests: list[Request]) -> list[str]:
+    return sorted({request.why for request in requests if request.why})
+
+
+def model(shape: str, seed: int) -> Path:
+    """Return the folder of a random model of this shape, created in the cache if missing."""
+    script = Path(__file__).with_name("bench_coserving_model.py")
+    try:
+        hidden, layers = map(int, shape.split("x"))
+    except ValueError:
+        raise Failed(f"model={shape}: give HIDDENxLAYERS, as 512x2") from None
+    digest = hashlib.sha256(script.read_bytes()).hexdigest()[:8]
+    folder = cache_dir() / "models" / f"bench-coserving-{shape}-{seed}-{digest}"
+    if not folder.exists():
+        subprocess.run(
+            [sys.executable, str(script), str(folder), str(hidden), str(layers), str(seed)],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=300,
+        )
+    return folder

@@ -1,0 +1,173 @@
+"""Run R's side of bench_coserving.py: a closed loop of turns, which keeps the engine busy.
+
+    python scripts/lending/bench_coserving_rollout.py engine JSON   # rose.engine.vllm_engine.Engine, as a borrowed rank has it
+    python scripts/lending/bench_coserving_rollout.py http JSON     # turns at low priority to a server that serves both
+
+Orders (start, stop, count) arrive as lines of JSON on stdin, answers go to stdout. Turns of one
+group share their prompt, as samples of one task do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from rose import protocol
+from rose.engine import plugin
+from rose.parts.lending.vllm import priority
+from scripts.harness import answers, configured
+from scripts.lending.bench_coserving_client import WORDS
+
+# vLLM's priority of turns on a server that serves both sides. Users' requests have 0 and go first.
+PRIORITY = 1000
+# Seconds until a new turn follows one that was aborted, and would continue on another engine.
+ELSEWHERE_S = 0.25
+
+
+class Turns:
+    """Endless turns in groups, each a prompt (int32 array) and a number of new tokens."""
+
+    def __init__(self, job: dict) -> None:
+        self._draw = np.random.default_rng(job["seed"])
+        self._group, self._left = job["group"], 0
+
+    def next(self) -> tuple[np.ndarray, int]:
+        if not self._left:
+            self._prompt = self._draw.integers(1, WORDS, self._draw.integers(64, 257)).astype(
+                np.int32
+            )
+            self._left = self._group
+        self._left -= 1
+        return self._prompt, int(self._draw.integers(32, 129))
+
+
+class Loop:
+    """A loop that keeps `concurrency` turns running. `_turn` runs one and counts its tokens."""
+
+    def __init__(self, job: dict) -> None:
+        self._job, self._turns, self._tasks = job, Turns(job), []
+        self.count = {"made": 0, "turns": 0, "evicted": 0, "wasted": 0}
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._work()) for _ in range(self._job["concurrency"])]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _work(self) -> None:
+        while True:
+            prompt, new = self._turns.next()
+            try:
+                ended = await self._turn(prompt, new)
+            except Exception as error:
+                print(f"a turn failed: {error!r}", file=sys.stderr, flush=True)
+                ended = False
+            if not ended:
+                await asyncio.sleep(ELSEWHERE_S)
+
+    async def _turn(self, prompt: np.ndarray, new: int) -> bool:
+        """Run one turn. True if it ended by itself, without being aborted."""
+        raise NotImplementedError
+
+
+class EngineLoop(Loop):
+    async def open(self) -> dict:
+        from rose.engine.vllm_engine import Engine
+
+        job = self._job
+        config = configured(
+            f"model.max_context={job['max_context']}",
+            "trainer.micro_batch_tokens=4096",
+            f"rollout.kv_cache_gib={job['kv_bytes'] / 2**30}",
+            f"rollout.max_sequences={job['max_sequences']}",
+        )
+        args = job["engine_args"]
+        rollout = msgspec.structs.replace(config.rollout, engine_args=args)
+        if plugin.FOLDER in os.environ:
+            os.nice(
+                priority.NICE
+            )  # nice value of a borrowed rank, see rose.parts.lending.rank.member
+        self._number = 0
+        self._engine = await Engine.start(job["model"], rollout, config.model, seed=job["seed"])
+        return {"ready": True, "engine": self._engine.pid}
+
+    async def _turn(self, prompt: np.ndarray, new: int) -> bool:
+        self._number += 1
+        name, made, finish = f"turn{self._number}", 0, None
+        sampling = protocol.Sampling(
+            temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=new, seed=None
+        )
+        try:
+            async for chunk in self._engine.generate(name, protocol.pack_tokens(prompt), sampling):
+                made, finish = made + len(chunk.tokens), chunk.finish
+                self.count["made"] += len(chunk.tokens)
+        except asyncio.CancelledError:
+            await self._engine.abort(name)
+            raise
+        evicted = finish is protocol.FinishReason.ABORT
+        self.count["turns"] += 1
+        self.count["evicted"] += evicted
+        self.count["wasted"] += evicted * (len(prompt) + made)
+        return not evicted
+
+
+class HttpLoop(Loop):
+    async def open(self) -> dict:
+        self._session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=None), connector=aiohttp.TCPConnector(limit=0)
+        )
+        return {"ready": True, "engine": None}
+
+    async def _turn(self, prompt: np.ndarray, new: int) -> bool:
+        body = {
+            "model": self._job["served"],
+            "prompt": prompt.tolist(),
+            "max_tokens": new,
+            "ignore_eos": True,
+            "priority": PRIORITY,
+            "temperature": 1.0,
+        }
+        async with self._session.post(f"{self._job['url']}/v1/completions", json=body) as response:
+            said = await response.json()
+        if response.status != 200:
+            raise RuntimeError(f"status {response.status}: {str(said)[:300]}")
+        self.count["made"] += said["usage"]["completion_tokens"]
+        self.count["turns"] += 1
+        return True
+
+
+async def serve(loop: Loop, say) -> None:
+    say(await loop.open())
+    orders = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(orders), sys.stdin
+    )
+    while line := await orders.readline():
+        match json.loads(line)["do"]:
+            case "start":
+                loop.start()
+            case "stop":
+                await loop.stop()
+        say(loop.count | {"at": time.monotonic()})
+
+
+def main() -> None:
+    say, (kind, job) = answers(), sys.argv[1:]
+    loop = {"engine": EngineLoop, "http": HttpLoop}[kind](json.loads(job))
+    asyncio.run(serve(loop, say))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,288 @@
+"""Measure the cost to a training run of ranks that join and leave, on a real Slurm.
+
+    slurm/dev_cluster.sh start && export SLURM_CONF=... python scripts/lending/bench_elastic.py [--rounds 3]
+    [--steps 6] [--borrowed 0 1 2 4] [HYDRA OVERRIDES ...]
+
+A training job with one dedicated engine runs throughout. In each round serving jobs join it one
+after the other, and at each number of borrowed ranks `--steps` training steps are timed. Then half
+of the ranks are asked to leave (SIGUSR2: the rank finishes its turns first), and the other half is
+killed (SIGKILL to every process of the rank). Prints median, smallest and largest over all rounds:
+
+    ask to joined         from a rank's request to its hello; its engine starts meanwhile (vLLM is imported before)
+    joined to first token from the hello to the rank's first token at the coordinator; it loads the current weights
+    kill to notice, kill to reroute: from a kill until it is known, and until another rank has its last turn
+    lost, computed again  per kill: tokens generated and never received (estimated from the rank's rate and
+                          the time since its last message, at most 0.1 s), and tokens of its turns'
+                          contexts that another rank prefills again (unless it has them cached)
+    drain                 from SIGUSR2 to the rank's goodbye
+    step time             by the number of borrowed ranks
+
+The script records only the times of kills and signals. All else is read from the run's own journal
+and metrics afterwards. The kills need the virtual nodes of slurm/dev_cluster.sh, whose processes
+run on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from rich.console import Console
+
+from rose.coordinator import journal
+from rose.engine.rank import PROGRESS_S
+from rose.observe.metrics import read_metrics
+from rose.scheduler import events as ev
+from scripts import slurm_jobs
+from scripts.csv_tables import shown
+from scripts.slurm_jobs import Serving
+
+RUN = (
+    "trainer.steps=1000000",
+    "eval.episodes=0",
+    "observe.terminal=false",
+    "observe.report=false",
+    "rollout.workers=1",
+    "cluster.slurm.rollout.nodes=1",
+    "rollout.threads=1",
+    "trainer.threads=1",
+    "rollout.kv_cache_gib=0.05",
+    "trainer.checkpoint_every=1000000",
+    "transfer.keep_versions=4",
+)
+REPORT_S = PROGRESS_S  # seconds between two messages of a rank with turns
+RATE_S = 2.0  # seconds before a killed rank's last message over which its token rate is computed
+
+
+class Training(slurm_jobs.Training):
+    def next_steps(self, count: int) -> list[float]:
+        """Wait for the next `count` whole steps and return their seconds."""
+        # The present step is skipped, because it may have begun with other ranks.
+        first = (self.steps()[-1]["step"] if self.steps() else 0) + 2
+        last = first + count - 1
+        self.until(lambda: self.steps() and self.steps()[-1]["step"] >= last, f"{count} steps")
+        return [row["time_step"] for row in self.steps() if first <= row["step"] <= last]
+
+
+def joined(training: Training, job: Serving) -> str:
+    """Wait until the job's rank has joined and return its worker's name. If it was lost and joined
+    again, return the name of its latest membership."""
+    return training.until(job.members, f"job {job.id}")[-1][1]
+
+
+def kill(job: Serving) -> float:
+    """Kill all processes of the job's rank and return the wall-clock time."""
+    lender, at = job.member.parent(), time.time()
+    job.kill()
+    lender.kill()
+    return at
+
+
+def drain(training: Training, job: Serving, worker: str) -> float:
+    # The signal goes to the job's command, which then doesn't join again.
+    job.member.parent().send_signal(signal.SIGUSR2)
+    at = time.time()
+    training.until(lambda: f"{worker}: left" in job.words, f"{worker} to leave")
+    return at
+
+
+@dataclass
+class Loss:
+    """A killed rank. Times are seconds since the kill, None if the event did not happen."""
+
+    notice: float | None = None
+    reroute: float | None = None
+    turns: int = 0
+    lost: float = 0.0
+    again: int = 0
+
+
+@dataclass
+class Story:
+    """The history of borrowed workers, read from a journal."""
+
+    joined: dict[str, float] = field(default_factory=dict)  # wall-clock times
+    first_token: dict[str, float] = field(default_factory=dict)
+    losses: dict[str, Loss] = field(default_factory=dict)
+
+
+def read(entries, killed: dict[str, float]) -> Story:
+    """Return the history in a journal's `entries`, which are without the snapshot."""
+    story = Story(losses={worker: Loss() for worker in killed})
+    size: dict[str, int] = {}  # tokens of each open turn: context and generated
+    holder: dict[str, str] = {}
+    words: dict[str, list[tuple[float, int]]] = {}  # (time, tokens) of each message of each worker
+    orphans: dict[str, str] = {}  # turn -> the killed worker that held it
+    for entry in entries:
+        event = entry.event
+        match event:
+            case ev.WorkerJoined(kind="cooperative", worker=worker):
+                story.joined.setdefault(worker, event.at)
+            case ev.TurnRequested(turn=turn):
+                size[turn] = event.context_tokens
+            case ev.TurnProgressed(turn=turn) if turn in holder:
+                size[turn] += event.tokens
+                words.setdefault(holder[turn], []).append((event.at, event.tokens))
+                story.first_token.setdefault(holder[turn], event.at)
+            case ev.TurnEnded(turn=turn):
+                size.pop(turn, None), holder.pop(turn, None), orphans.pop(turn, None)
+            case ev.WorkerLost(worker=worker):
+                held = [
+                    turn
+                    for turn, name in holder.items()
+                    if name == worker and turn not in event.ended
+                ]
+                for turn in event.ended:
+                    size.pop(turn, None), holder.pop(turn, None)
+                for turn in held:
+                    del holder[turn]
+                if worker in killed:
+                    orphans |= dict.fromkeys(held, worker)
+                    story.losses[worker] = _loss(
+                        event.at, killed[worker], [size[t] for t in held], words.get(worker, [])
+                    )
+        for action in entry.actions:
+            if isinstance(action, ev.AssignTurn):
+                holder[action.turn] = action.worker
+                if (worker := orphans.pop(action.turn, None)) is not None:
+                    story.losses[worker].reroute = event.at - killed[worker]
+    return story
+
+
+def _loss(noticed: float, killed: float, held: list[int], words: list[tuple[float, int]]) -> Loss:
+    words = [(at, tokens) for at, tokens in words if at <= killed]
+    last = words[-1][0] if words else killed
+    rate = sum(tokens for at, tokens in words if at > last - RATE_S) / RATE_S
+    return Loss(
+        noticed - killed,
+        turns=len(held),
+        lost=rate * min(killed - last, REPORT_S) if held else 0.0,
+        again=sum(held),
+    )
+
+
+def bench(
+    folder: Path, rounds: int, steps: int, counts: list[int], overrides: list[str], console: Console
+) -> None:
+    training = Training(folder, "bench", [*RUN, *overrides])
+    serving: list[Serving] = []
+    killed, drained = {}, {}
+    times: dict[int, list[float]] = {count: [] for count in counts}
+    try:
+        training.until(training.steps, "the first step")
+        for at in range(rounds):
+            for count in counts:
+                while len(serving) < count:
+                    serving.append(Serving(folder, "bench", ""))
+                    console.print(f"round {at + 1}: {joined(training, serving[-1])} joined")
+                times[count] += training.next_steps(steps)
+                median = statistics.median(times[count][-steps:])
+                console.print(f"round {at + 1}: {count} borrowed: {median:.2f} s a step")
+            for i, job in enumerate(serving):
+                worker = joined(training, job)
+                if i % 2:
+                    drained[worker] = drain(training, job, worker)
+                else:
+                    killed[worker] = kill(job)
+                training.until(lambda worker=worker: gone(training, worker), f"{worker} to be gone")
+            serving.clear()
+        training.next_steps(1)  # a step, with which the journal is flushed
+    finally:
+        for job in (*serving, training):
+            job.end()
+    show(training, killed, drained, times, console)
+
+
+def gone(training: Training, worker: str) -> float | None:
+    """Return when the coordinator noted that the worker was gone, wall clock, or None."""
+    return next(
+        (
+            row["time"]
+            for row in read_metrics(training.run)
+            if row.get("what") in ("left", "borrowed rank lost")
+            and row["detail"].startswith(f"{worker}:")
+        ),
+        None,
+    )
+
+
+def show(
+    training: Training,
+    killed: dict[str, float],
+    drained: dict[str, float],
+    times: dict[int, list[float]],
+    console: Console,
+) -> None:
+    [path] = (training.run / "journal").glob("attempt-*.jsonl")
+    entries = journal.read(path)
+    next(entries)
+    story = read(entries, killed)
+    waited = {
+        worker: float(seconds)
+        for row in read_metrics(training.run)
+        if row.get("what") == "joined"
+        for worker, seconds in re.findall(r"^(\S+):.* ([\d.]+) s after it asked", row["detail"])
+    }
+    losses = list(story.losses.values())
+    found: dict[str, list[float]] = {
+        "ask to joined, s": list(waited.values()),
+        "joined to first token, s": [
+            at - story.joined[w] for w, at in story.first_token.items() if w in waited
+        ],
+        "kill to notice, s": [one.notice for one in losses if one.notice is not None],
+        "kill to reroute of its last turn, s": [
+            one.reroute for one in losses if one.reroute is not None
+        ],
+        "turns moved per kill": [one.turns for one in losses],
+        "tokens lost per kill": [one.lost for one in losses],
+        "tokens computed again per kill": [one.again for one in losses],
+        "drain, s": [gone(training, worker) - at for worker, at in drained.items()],
+    } | {f"step with {count} borrowed, s": seconds for count, seconds in times.items()}
+    rows = [
+        {
+            "": name,
+            "median": statistics.median(values),
+            "smallest": min(values),
+            "largest": max(values),
+            "of": len(values),
+        }
+        for name, values in found.items()
+        if values
+    ]
+    title = f"{len(waited)} joins, {len(killed)} kills, {len(drained)} drained"
+    console.print(shown(rows, title))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--borrowed", type=int, nargs="+", default=[0, 1, 2, 4], help="ascending")
+    parser.add_argument("--keep", type=Path, help="leave everything in this folder")
+    args, overrides = parser.parse_known_args()
+    if shutil.which("sbatch") is None or "SLURM_CONF" not in os.environ:
+        parser.error("SLURM_CONF is not set, or there is no sbatch: slurm/dev_cluster.sh start")
+    if args.borrowed != sorted(args.borrowed):
+        parser.error(f"--borrowed {args.borrowed}: must ascend")
+    with tempfile.TemporaryDirectory(prefix="rose-elastic-") as scratch:
+        folder = (args.keep or Path(scratch)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        bench(folder, args.rounds, args.steps, args.borrowed, overrides, Console())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""Show the promise on one machine: as good a policy with a quarter of the dedicated engines.
+
+    python scripts/lending/prove_promise.py --trace AzureLLMInferenceTrace_conv_2023.csv    # all: an hour and more
+    python scripts/lending/prove_promise.py --trace FILE --only alone-1 borrowed-1          # a part of it
+    python scripts/lending/prove_promise.py --trace FILE --only forecast                    # by the simulator
+    python scripts/lending/prove_promise.py --redraw       # table and figure from docs/results/promise alone
+
+An agent that knows no trainer (promise_agent.py) learns in sandboxes, over the gateway, as a job of
+a real Slurm whose virtual nodes are this machine (slurm/dev_cluster.sh). Each engine, and each
+serving device, has the same CPU quota, which it gets before any other process; trainer, environment
+hosts and clients have what is left.
+
+    dedicated  four dedicated engines; two devices serve users beside, and lend nothing
+    alone      one dedicated engine and the same devices, which lend nothing; 2 of 5 steps
+    borrowed   one dedicated engine; the devices lend what serving leaves idle, a spare engine joins.
+               Every --every seconds the next of them is killed or preempted, or an environment
+               host is killed; at half of the steps Slurm requeues the training job
+
+The targets of lending are 1.25 times what users got in `alone` under the same traffic, so `alone`
+runs before `borrowed`. Users come as in a public trace (--trace), whose time is stretched to
+--rate. That keeps the shape of its bursts and not their seconds. Each seed takes one of the
+20-minute windows with the largest bursts in their first four minutes. A request that isn't answered
+counts as infinitely late. A killed host's sandboxes are not restored: an agent that is a program of
+its own has no checkpoints, so it runs again, and gets the answers that its first run got.
+
+The simulator predicts all sides before they run. The figures of each run go to --results when it is
+done, one file per seed. An interrupted proof goes on from there, on another machine too, but
+`borrowed` needs an `alone` of the same kind of machine: `--only SIDE-SEED` does single runs. All
+that it starts it ends, also after Ctrl-C. It needs root, Slurm's packages (slurm/dev_cluster.sh
+install), 4 x quota cores and two more, and a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from rose.files import write_whole
+from rose.models import resolve
+from rose.parts.sandbox import SandboxError
+from rose.parts.sandbox.probe import choose
+from rose.parts.simulator.traces import TraceError, read
+from scripts.csv_tables import put
+from scripts.harness import REPOSITORY, configured
+from scripts.lending import promise_figure, promise_page
+from scripts.lending.promise_forecast import forecast
+from scripts.lending.promise_results import SIDES, Results
+from scripts.lending.promise_run import GROUP, MODEL, Plan, machine, profile, run
+from scripts.live_runs import Quota, end_in_order, wait_for_calm
+from scripts.slurm_jobs import cluster
+
+RESULTS = REPOSITORY / "docs" / "results" / "promise"
+FORECAST = "forecast"  # the word of --only for the simulator's part
+FIGURE = REPOSITORY / "docs" / "promise.svg"
+PAGE = REPOSITORY / "docs" / "benchmarks.md"
+
+
+def settings(args: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
+    """Return what must be the same in all runs of a proof."""
+    found = {key: getattr(args, key) for key in ("steps", "batch", "quota", "rate", "every")}
+    return found | {"trace": args.trace.name if args.trace else None, "overrides": overrides}
+
+
+def checked(args: argparse.Namespace) -> list[tuple[str, int]]:
+    """Return the runs that are wanted. Raises `SystemExit` with one line for what would fail."""
+    if os.geteuid():
+        raise SystemExit("prove_promise: needs root, for virtual nodes and CPU quotas")
+    if args.batch % GROUP or args.batch < GROUP or args.steps < 4 or args.seeds < 1:
+        raise SystemExit(
+            f"prove_promise: --batch {args.batch}: a multiple of {GROUP}; --steps {args.steps}: 4 "
+            f"or more; --seeds {args.seeds}: 1 or more"
+        )
+    try:
+        if args.trace is not None:
+            read(args.trace)
+        choose()
+    except (OSError, TraceError, SandboxError) as error:
+        raise SystemExit(f"prove_promise: {error}") from None
+    Quota("check", args.quota).close()
+    everything = [(side, seed) for seed in range(1, args.seeds + 1) for side in SIDES]
+    named = {f"{side}-{seed}": (side, seed) for side, seed in everything}
+    if unknown := set(args.only) - {*named, FORECAST}:
+        raise SystemExit(
+            f"prove_promise: --only {' '.join(sorted(unknown))}: no such run; there are "
+            f"{', '.join([FORECAST, *named])}"
+        )
+    return [one for name, one in named.items() if not args.only or name in args.only]
+
+
+def planned(args: argparse.Namespace, overrides: list[str]) -> Plan:
+    folder = args.out.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    return Plan(
+        folder,
+        resolve(configured(*MODEL).model),
+        folder / "profile.json",
+        args.steps,
+        args.batch,
+        args.quota,
+        args.rate,
+        args.trace,
+        args.every,
+        overrides,
+    )
+
+
+def prove(plan: Plan, args: argparse.Namespace, results: Results, wanted: list) -> None:
+    """Do the runs that are not there yet, in order."""
+    missing = [one for one in wanted if results.get(*one) is None]
+    for side, seed in missing:
+        if side == "borrowed" and ("alone", seed) not in missing:
+            _check_alone(results.get("alone", seed), seed)
+    if any(side == "borrowed" for side, _ in missing) and not plan.profile.exists():
+        _say("profile of a serving device")
+        wait_for_calm(_say)
+        profile(plan, args.profile_s)
+    if not results.forecast and (not args.only or FORECAST in args.only):
+        _say("forecast of the simulator")
+        wait_for_calm(_say)
+        results.foresee(forecast(plan))
+    if not missing:
+        return
+    with cluster(plan.folder / "slurm"):
+        for side, seed in missing:
+            name = f"{side}, seed {seed}"
+            wait_for_calm(_say)
+            alone = results.get("alone", seed) if side == "borrowed" else None
+            log = partial(_say, name=f"{name}: ")
+            found = asyncio.run(run(plan, side, seed, alone, log))
+            results.put(found)
+            _say(f"{name}: done in {found['whole_s']:.0f} s")
+
+
+def _check_alone(alone: dict[str, Any] | None, seed: int) -> None:
+    """Raise `SystemExit` if a `borrowed` run has no `alone` of this machine to be compared with."""
+    if alone is None:
+        raise SystemExit(
+            f"prove_promise: borrowed-{seed} needs alone-{seed}, from which the targets of lending "
+            f"come; give --only alone-{seed} borrowed-{seed}"
+        )
+    if alone["machine"] != machine():
+        raise SystemExit(
+            f"prove_promise: alone-{seed} ran on {alone['machine']}, and this is {machine()}: "
+            f"latencies can't be compared; remove seed-{seed}.json, and its sides run again here"
+        )
+
+
+def draw(results: Results, figure: Path) -> None:
+    """Print the table and write the figure, of the seeds that have all sides. The table goes into
+    docs/benchmarks.md, too, where the figure is the docs' own."""
+    runs = results.whole()
+    if not runs:
+        print(f"no seed has all of {', '.join(SIDES)} yet: nothing to draw")
+        return
+    found = results.settings
+    seeds = len(runs) // len(SIDES)
+    words = f"{seeds} seed{'s' * (seeds > 1)}, {found['steps']} steps of {found['batch']}"
+    svg = promise_figure.figure(runs, f"{words} trajectories")
+    write_whole(figure, svg.encode())
+    text = promise_page.table(promise_page.lines(runs, results.forecast))
+    if figure == FIGURE:
+        put(PAGE, "promise", text)
+    print(f"\n{text}\n\n{figure}")
+
+
+def _say(words: str, name: str = "") -> None:
+    print(f"{time.strftime('%H:%M:%S')} {name}{words}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--batch", type=int, default=64, help="trajectories of a step")
+    parser.add_argument("--quota", type=float, default=0.1, help="cores of each engine and device")
+    parser.add_argument("--rate", type=float, default=0.2, help="online requests/s of a device")
+    parser.add_argument("--trace", type=Path, help="of online requests; else one is made")
+    parser.add_argument("--every", type=float, default=60.0, help="seconds between two kills")
+    parser.add_argument("--profile-s", type=float, default=40.0, help="of a serving device")
+    parser.add_argument("--only", nargs="+", default=[], metavar="RUN", help="as alone-1")
+    parser.add_argument("--redraw", action="store_true", help="run nothing")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "outputs" / "promise")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--figure", type=Path, default=FIGURE)
+    args, overrides = parser.parse_known_args()
+    if args.redraw:
+        draw(Results(args.results), args.figure)
+        return
+    end_in_order()
+    wanted = checked(args)
+    results = Results(args.results, settings(args, overrides))
+    prove(planned(args, overrides), args, results, wanted)
+    draw(results, args.figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""Measure sandboxes: starts, turns, captures, inspections, recovery by policy, costs.
+
+    python scripts/sandbox/bench_sandbox.py [--only starts captures looks recovery costs] [--think 2]
+
+starts     a turn is the builtin `:`, so that its time is overhead; compared with a plain bash
+captures   the fastest and the median of captures in --folder, and of a restore with its first turn; state
+           `server` has a Python HTTP server in the background
+looks      the inspector's look at a turn, by the number of files written before
+recovery   killed at every turn of three scripted episodes and one that the tiny model plays, then
+           restored and played to the end
+costs      the figures of an episode in conf/sim/sandboxes/*.yaml
+
+Milliseconds unless stated otherwise, medians and 95th percentiles. `--think`: seconds that an agent
+thinks between two turns; restored episodes are played on without thinking.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from rich.console import Console
+from rich.table import Table
+
+from rose.parts.sandbox import Sandbox, SandboxError, Spec
+from rose.parts.sandbox.inspector import NONE, Inspector
+from rose.parts.sandbox.probe import AUTO, BACKENDS, close
+from scripts.harness import configured
+from scripts.sandbox.bench_sandbox_episodes import EPISODES, Episode
+from scripts.sandbox.bench_sandbox_policies import (
+    CHAT,
+    CLASSIFIED,
+    FULL,
+    POLICIES,
+    kill_at_each_turn,
+    play,
+    restoring,
+    saves,
+)
+
+WAIT_S = 60.0
+LOOKS = 50
+CAPTURES = 15
+SMALL_FILES = "for i in $(seq 20); do echo $i > f$i; done"
+HTTP_SERVER = (
+    'python3 -c "import http.server as h; h.test(h.SimpleHTTPRequestHandler, port=80, '
+    "bind='127.0.0.1')\" >/dev/null 2>&1 & "
+    "until python3 -c \"import urllib.request as u; u.urlopen('http://127.0.0.1')\" 2>/dev/null; "
+    "do sleep .05; done"
+)
+RESTORES = 5
+FOLDERS = (0, 20, 200)  # folders of a hundred files each
+
+
+async def timed(call) -> tuple[float, Any]:
+    """Return the milliseconds of an awaitable, and its result."""
+    began = time.perf_counter()
+    made = await call
+    return (time.perf_counter() - began) * 1e3, made
+
+
+async def plain_turn(turns: int) -> float:
+    """Return the milliseconds of the same turn in a bash without a sandbox, by two pipes."""
+    bash: Any = await asyncio.create_subprocess_exec(
+        "bash", "--norc", "-s", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    began = time.perf_counter()
+    for _ in range(turns):
+        bash.stdin.write(b":; echo $?\n")
+        await bash.stdout.readline()
+    each = (time.perf_counter() - began) * 1e3 / turns
+    bash.stdin.close()
+    await bash.wait()
+    return each
+
+
+def spread(values: list[float]) -> str:
+    if len(values) < 2:
+        return f"{values[0]:.1f}"
+    return f"{statistics.median(values):.1f}, {statistics.quantiles(values, n=20)[-1]:.1f}"
+
+
+async def starts(args: argparse.Namespace) -> Table:
+    first, box = await timed(Sandbox.start(Spec()))
+    await box.close()
+    table = Table("at once", "start", "start, all", "turn", "close", title=f"{box.backend}, ms")
+    for count in args.starts:
+        whole, made = await timed(
+            asyncio.gather(*(timed(Sandbox.start(Spec())) for _ in range(count)))
+        )
+        boxes = [box for _, box in made]
+
+        async def play(box: Sandbox) -> list[float]:
+            return [(await timed(box.run(":", WAIT_S)))[0] for _ in range(args.turns)]
+
+        taken = [each for one in await asyncio.gather(*map(play, boxes)) for each in one]
+        ended, _ = await timed(asyncio.gather(*(box.close() for box in boxes)))
+        start = spread([each for each, _ in made])
+        table.add_row(str(count), start, f"{whole:.0f}", spread(taken), f"{ended:.1f}")
+    table.caption = (
+        f"the first one, with its keeper: {first:.0f}; the turn in a plain bash: "
+        f"{await plain_turn(args.turns):.2f}"
+    )
+    return table
+
+
+async def captured(box: Sandbox, kind: str, folder: Path) -> tuple[float, float, int]:
+    """Return milliseconds of a capture and of a restore with one turn, and the capture's bytes."""
+    took, _ = await timed(box.capture(kind, folder))
+    began = time.perf_counter()
+    other = await Sandbox.restore(folder)
+    await other.run(":", WAIT_S)
+    restored = (time.perf_counter() - began) * 1e3
+    await other.close()
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    shutil.rmtree(folder)
+    return took, restored, size
+
+
+async def captures(args: argparse.Namespace) -> Table:
+    title = f"captures in {args.folder}, ms"
+    table = Table("state", "kind", "capture", "restore", "kB", title=title)
+    with tempfile.TemporaryDirectory(prefix="rose-bench-", dir=args.folder) as top:
+        for state, command in (("bash", SMALL_FILES), ("server", f"{SMALL_FILES}; {HTTP_SERVER}")):
+            async with await Sandbox.start(Spec(), args.backend) as box:
+                await box.run(command, WAIT_S)
+                for kind in box.capture_kinds:
+                    found = [await captured(box, kind, Path(top, f"{i}")) for i in range(CAPTURES)]
+                    *taken, sizes = zip(*found, strict=True)
+                    shown = [f"{min(each):.0f}, {statistics.median(each):.0f}" for each in taken]
+                    table.add_row(state, kind, *shown, f"{sizes[-1] / 1000:,.0f}")
+    return table
+
+
+async def looks(args: argparse.Namespace) -> Table:
+    table = Table("files", "nothing changed", "one file written", "all read", title="a look, ms")
+    for folders in FOLDERS:
+        async with await Sandbox.start(Spec()) as box:
+            await box.run(
+                f"for ((d = 0; d < {folders}; d++)); do mkdir $d; touch $d/{{1..100}}; done", WAIT_S
+            )
+            inspector = Inspector(box)
+            whole, _ = await timed(inspector.look())
+            rows: dict[str, list[float]] = {":": [], "echo x > file": []}
+            for _ in range(LOOKS):
+                for command, taken in rows.items():
+                    await box.run(command, WAIT_S)
+                    taken.append((await timed(inspector.look()))[0])
+        table.add_row(f"{folders * 100:,}", *map(spread, rows.values()), f"{whole:.1f}")
+    return table
+
+
+def sampled() -> Episode:
+    """Return the episode with a model. This imports torch only when it is needed."""
+    from scripts.sandbox.bench_sandbox_model import Sampled
+
+    return Sampled(configured("+experiment=terminal").model)
+
+
+async def recovery(args: argparse.Namespace) -> Table:
+    title = f"killed at every turn, thinking {args.think:g} s"
+    columns = ("episode", "policy", "right", "captured", "stored", "turn", "restore")
+    table = Table(*columns, "exposed", "time", title=title)
+    for episode in (*EPISODES, sampled()):
+        async with await Sandbox.start(Spec()) as box:
+            wanted = (await play(box, episode)).end
+        found = {p: await kill_at_each_turn(episode, p, args.think, wanted) for p in POLICIES}
+        base, full = found[CHAT].played.seconds, found[FULL]
+        for policy, made in found.items():
+            played = made.played
+            table.add_row(
+                episode.name,
+                policy,
+                f"{made.right}/{episode.length}",
+                f"{made.captured / 1e6:.1f} MB, {made.captured / full.captured:.0%}",
+                f"{made.stored / 1e3:,.0f} kB, {made.stored / full.stored:.0%}",
+                spread([each * 1e3 for each in played.work]),
+                spread([each * 1e3 for each in made.restores]),
+                f"{sum(played.exposed) / played.seconds:.2%}",
+                f"{played.seconds / base - 1:+.2%}",
+            )
+    return table
+
+
+async def costs(args: argparse.Namespace) -> Table:
+    """Return the table of costs. A capture is without the look, which the simulator adds."""
+    title = "turns by what is captured: share, milliseconds, bytes in the store"
+    table = Table("episode", "kind", "share", "look", "capture", "stored", "restore", title=title)
+    for episode in EPISODES:
+        classified = await saves(episode, CLASSIFIED, args.think)
+        (full,) = await saves(episode, FULL, args.think)
+        look = next((each.seconds for each in classified if each.kind == NONE), 0.0)
+        for each in classified:
+            row = f"{each.share:.3f}", f"{look * 1e3:.1f}", f"{(each.seconds - look) * 1e3:.1f}"
+            table.add_row(episode.name, each.kind, *row, f"{each.stored:,.0f}")
+        took, size = await restoring(episode, RESTORES)
+        row = "1.000", "", f"{full.seconds * 1e3:.1f}", f"{full.stored:,.0f}"
+        table.add_row(episode.name, FULL, *row, f"{took * 1e3:.1f}, {size:,} bytes")
+    return table
+
+
+PARTS = {
+    "starts": starts,
+    "captures": captures,
+    "looks": looks,
+    "recovery": recovery,
+    "costs": costs,
+}
+
+
+async def run(args: argparse.Namespace) -> None:
+    console = Console(width=120)
+    try:
+        for name in args.only:
+            console.print(await PARTS[name](args))
+    finally:
+        close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS))
+    parser.add_argument("--starts", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--turns", type=int, default=200)
+    parser.add_argument("--think", type=float, default=2.0)
+    parser.add_argument("--backend", choices=(AUTO, *BACKENDS), default=AUTO, help="of captures")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    try:
+        asyncio.run(run(parser.parse_args()))
+    except SandboxError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

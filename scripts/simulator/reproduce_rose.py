@@ -1,0 +1,442 @@
+"""Compare ROSE's paper (arXiv 2605.06534) with the simulator, by one parameter set for all.
+
+    python scripts/simulator/reproduce_rose.py                                   both settings and the +-20% table; long
+    python scripts/simulator/reproduce_rose.py only=rose_8b seeds=1,2 sensitivity=false
+    python scripts/simulator/reproduce_rose.py only=rose_8b systems=thunder sensitivity=false table1=false
+    python scripts/simulator/reproduce_rose.py table1=only                       the paper's Table 1 in absolute figures, only
+    python scripts/simulator/reproduce_rose.py draw=true                         the tables again, from the CSV files
+Writes docs/results/rose_paper.csv, rose_table1.csv, rose_systems.csv and rose_sensitivity.csv
+(out=FOLDER: into FOLDER), and the tables between their marks in docs/policies.md and
+docs/simulator.md. The settings are conf/experiment/rose_8b.yaml and rose_32b.yaml. No value
+here or there is set for a single system or row. The tables show how far ours differs from the
+paper, and docs/simulator.md explains it. Left out: results that the paper shows in figures
+only.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from rich.console import Console
+
+from rose import config as configuration
+from rose.config.errors import value_at
+from rose.launch import model
+from rose.parts.simulator.config import Config
+from rose.parts.simulator.hardware import EFFICIENCY
+from rose.parts.simulator.study import runs, table
+from rose.parts.simulator.study.gains import Interval, gain, interval
+from rose.parts.simulator.study.outcome import Outcome, by_system, values
+from scripts.csv_tables import (
+    REPOSITORY,
+    RESULTS,
+    markdown,
+    merge,
+    put,
+    read_csv,
+    shown,
+    with_bounds,
+)
+from scripts.harness import keyed, listed, simulated
+
+SYSTEMS = (
+    "roll_grpo",
+    "roll_dapo",
+    "rose_dapo",
+    "areal",
+    "rose_areal",
+    "rlboost",
+    "serverless",
+    "thunder",
+    "best",
+    "best_sync",
+)
+SETTINGS = {"rose_8b": "Qwen3-8B, FrozenLake", "rose_32b": "Qwen3-32B, ALFWorld"}
+
+
+class Published(NamedTuple):
+    """A number of the paper: `what` of `rival`, (low, high) per setting. `mine`: ROSE's side."""
+
+    what: str
+    rival: str
+    rose_8b: tuple[float, float]
+    rose_32b: tuple[float, float]
+    mine: str = "rose"
+
+
+PUBLISHED = (
+    Published("throughput over", "roll_grpo", (1.31, 1.31), (1.46, 1.46)),
+    Published(
+        "throughput over", "roll_dapo", (1.42, 1.42), (3.31, 3.31), "rose_dapo"
+    ),  # DAPO on both sides
+    # The paper doesn't say which of the two it means ("orthogonal to asynchrony").
+    Published("throughput over", "areal", (1.44, 1.44), (2.69, 2.69)),
+    Published("throughput over", "areal", (1.44, 1.44), (2.69, 2.69), "rose_areal"),
+    Published("rollout time under", "rlboost", (1.20, 1.20), (1.26, 1.26)),
+    Published("allocation overhead", "rose", (0.003, 0.004), (0.003, 0.004)),
+    Published("allocation overhead", "rlboost", (0.068, 0.073), (0.068, 0.073)),
+    Published("allocation overhead", "serverless", (0.15, 0.26), (0.15, 0.26)),
+)
+ALONE = "serving alone"
+TABLE1 = {  # paper's Table 1: our system -> setting -> (rollout s, P99 TTFT ms, P99 TPOT ms)
+    "rose": {"rose_8b": (496.3, 338.1, 136.1), "rose_32b": (960.1, 837.5, 398.1)},
+    ALONE: {
+        "rose_8b": (math.nan, 314.8, 117.8),
+        "rose_32b": (math.nan, 716.1, 312.8),
+    },  # ServerlessLLM in the paper
+    "uncontrolled": {
+        "rose_8b": (651.7, 1166.1, 135.6),
+        "rose_32b": (1161.8, 2426.2, 565.3),
+    },  # rollouts beside, without control
+    "prism": {"rose_8b": (731.7, 973.2, 115.4), "rose_32b": (1301.2, 1625.4, 351.7)},
+}
+SENSITIVITY = {  # parameter -> the keys that a factor multiplies
+    "tokens per turn": ("sim.environment.factors.output",),
+    "turns": ("sim.environment.factors.turns", "sim.environment.factors.failed_turns"),
+    "observations": ("sim.environment.factors.observation",),
+    "tool times": ("sim.environment.factors.tool_s", "sim.environment.factors.reset_s"),
+    "engines' compute": ("sim.efficiency.compute",),
+    "engines' memory bandwidth": ("sim.efficiency.memory",),
+    "engines' step overhead": ("sim.efficiency.step_s",),
+    "trainer's MFU": ("sim.trainer.mfu",),
+    "way to cooperative workers": ("sim.pool.cooperative.link.gbit_s",),
+    "time to wake a borrowed engine": ("sim.pool.cooperative.switch_s",),
+    "size of differences": ("sim.delta_ratio",),
+    "idle time lost to admission": ("sim.serving.overhead",),
+    "online load": ("sim.serving.load",),
+    "time to get a worker": (
+        "sim.pool.spot.allocation.start_s",
+        "sim.pool.lend.allocation.start_s",
+    ),
+}
+# Parameters without a usual value, and the values that are tried.
+VALUES = {"pace of online decodes": ("sim.serving.pace", (0.1, 0.25, 0.5, 1.0))}
+VARIED_SYSTEMS = ("roll_grpo", "areal", "rlboost")
+FACTORS = (0.8, 1.2)
+SAME = 0.075  # largest change of any ratio with which a parameter has no row of its own
+CONSOLE = Console(width=120)
+
+
+def composed(setting: str, overrides: Sequence[str]) -> Config:
+    return model.known(simulated(f"+experiment={setting}", *overrides))
+
+
+def times(c: Config, keys: Sequence[str], factor: float) -> list[str]:
+    """Return overrides that multiply the values of `keys` in `c`. An efficiency that `c` doesn't
+    set is that of rose.parts.simulator.hardware."""
+    tree = configuration.to_dict(c)
+    tree["sim"]["efficiency"] = asdict(EFFICIENCY) | tree["sim"]["efficiency"]
+    return [f"++{key}={factor * (value_at(tree, key) or 1.0):g}" for key in keys]
+
+
+def outcomes_of(configs: Sequence[Config], processes: int) -> list[Outcome]:
+    return runs.carry_out([job for c in configs for job in runs.jobs_of(c)], processes, CONSOLE)
+
+
+def ours(row: Published, outcomes: Sequence[Outcome]) -> Interval:
+    """Return our number for a row of the paper. Throughput is trained trajectories per second."""
+    systems = by_system(outcomes)
+    mine, rival = systems[row.mine], systems[row.rival]
+    if row.what == "throughput over":
+        return gain(values(mine, "trajectories_s"), values(rival, "trajectories_s"))
+    if row.what == "rollout time under":
+        return gain(values(rival, "rollout_s"), values(mine, "rollout_s"))
+    return interval(values(rival, "allocation"))
+
+
+def compared(setting: str, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    rows, systems = [], by_system(outcomes)
+    beyond = [  # systems without a counterpart in any paper
+        Published("throughput over", "rose", (math.nan,) * 2, (math.nan,) * 2, name)
+        for name in ("best", "best_sync")
+    ]
+    for row in (*PUBLISHED, *beyond):
+        if row.rival not in systems or row.mine not in systems:
+            continue
+        low, high = getattr(row, setting)
+        found = ours(row, outcomes)
+        rows.append(
+            {
+                "setting": setting,
+                "mine": row.mine,
+                "what": row.what,
+                "rival": row.rival,
+                "paper_low": low,
+                "paper_high": high,
+                "ours": found.mean,
+                "ours_low": found.low,
+                "ours_high": found.high,
+                "difference": found.mean / fmean((low, high)) - 1,
+            }
+        )
+    return rows
+
+
+def table1(setting: str, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """Return rollout seconds and P99 latencies in milliseconds of the paper's Table 1 and ours,
+    means over the seeds. Serving alone is that of ROSE's runs, without their rollouts."""
+    systems, rows = by_system(outcomes), []
+    for name, published in TABLE1.items():
+        ran, alone = systems["rose" if name == ALONE else name], "alone_" if name == ALONE else ""
+        paper_rollout_s, paper_ttft_ms, paper_tpot_ms = published[setting]
+
+        def ms(what: str, ran: list[Outcome] = ran, alone: str = alone) -> float:
+            return 1e3 * fmean(values(ran, f"{alone}{what}_p99_s"))
+
+        rows.append(
+            {
+                "setting": setting,
+                "system": name,
+                "paper_rollout_s": paper_rollout_s,
+                "rollout_s": math.nan if alone else fmean(values(ran, "rollout_s")),
+                "paper_ttft_ms": paper_ttft_ms,
+                "ttft_ms": ms("ttft"),
+                "paper_tpot_ms": paper_tpot_ms,
+                "tpot_ms": ms("tpot"),
+                "gap_ms": ms("gap"),
+            }
+        )
+    return rows
+
+
+def sensitivity(setting: str, overrides: Sequence[str], processes: int) -> list[dict[str, Any]]:
+    """Return ROSE's gains over some rivals with each parameter at 0.8 and 1.2 of its value."""
+    base = composed(setting, overrides)
+    points: list[tuple[str, float, list[str]]] = [("as it is", 1.0, [])]
+    for name, keys in SENSITIVITY.items():
+        points += [(name, factor, times(base, keys, factor)) for factor in FACTORS]
+    for name, (key, tried) in VALUES.items():
+        points += [(f"{name}: {value:g}", 1.0, [f"{key}={value:g}"]) for value in tried]
+    configs = [
+        composed(setting, [*overrides, *words, f"name={setting}-{number}"])
+        for number, (*_, words) in enumerate(points)
+    ]
+    outcomes, rows = outcomes_of(configs, processes), []
+    for (name, factor, _), c in zip(points, configs, strict=True):
+        systems = by_system([o for o in outcomes if o.point == c.name])
+        mine = values(systems["rose"], "trajectories_s")
+        rows.append(
+            {"setting": setting, "parameter": name, "factor": factor}
+            | {
+                f"over {rival}": gain(mine, values(systems[rival], "trajectories_s")).mean
+                for rival in VARIED_SYSTEMS
+            }
+        )
+    return rows
+
+
+# --------------------------------------------------------------------------- tables of the docs
+
+
+def settings_in(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    return [name for name in SETTINGS if any(row["setting"] == name for row in rows)]
+
+
+def effects(rows: Sequence[dict[str, str]]) -> str:
+    """Format rose_systems.csv as a table of Markdown: the throughput of each system over the
+    resource-fixed one, and the share of online requests within both targets."""
+    systems: dict[str, dict[str, list[dict[str, str]]]] = {}
+    for row in rows:
+        systems.setdefault(row["system"], {}).setdefault(row["setting"], []).append(row)
+    settings = settings_in(rows)
+    header = ["system"]
+    for name in settings:
+        header += [f"{SETTINGS[name]}: over roll_grpo [95%]", "step, s", "staleness, dropped"]
+    lines, attained = [], []
+    for name, measured in systems.items():
+        line = [name]
+        for setting in settings:
+            if setting not in measured:
+                line += ["", "", ""]
+                continue
+            each, base = measured[setting], systems["roll_grpo"][setting]
+            over = gain(_column(each, "trajectories_s"), _column(base, "trajectories_s"))
+            step_s, stale, dropped, kept = (
+                fmean(_column(each, key))
+                for key in ("step_s", "staleness", "dropped", "attainment")
+            )
+            attained += [] if math.isnan(kept) else [kept]
+            line += ["1" if name == "roll_grpo" else brief(over), f"{step_s:.0f}"]
+            line += [f"{stale:.2f}, {dropped:.1%}"]
+        lines.append(line)
+    text = markdown(header, lines)
+    if attained:
+        text += (
+            f"\n\nOnline requests within both targets where GPUs are borrowed from serving: "
+            f"{min(attained):.2%} to {max(attained):.2%}."
+        )
+    return text
+
+
+def brief(found: Interval) -> str:
+    """Format an interval as 1.31 (1.28–1.34)."""
+    bounds = "" if math.isnan(found.low) else f" ({found.low:.2f}–{found.high:.2f})"
+    return f"{found.mean:.2f}{bounds}"
+
+
+def _column(rows: Sequence[dict[str, str]], key: str) -> list[float]:
+    return [float(row[key]) if row[key] else math.nan for row in rows]
+
+
+def beside(rows: Sequence[dict[str, str]]) -> str:
+    """Format rose_paper.csv as a table of Markdown: the paper's number and ours, per setting."""
+    settings = settings_in(rows)
+    header = ["system, its"]
+    for name in settings:
+        header += [f"{SETTINGS[name]}: paper", "ours [95%], off by"]
+    found: dict[str, dict[str, tuple[str, str]]] = {}
+    for row in rows:
+        share = row["what"] == "allocation overhead"
+        form = ".1%" if share else ".2f"
+        ends = [format(float(row[k]), form) for k in ("paper_low", "paper_high") if row[k]]
+        paper = " to ".join(dict.fromkeys(ends)) or "none"
+        mine = with_bounds(row, "ours", "ours_low", "ours_high", form)
+        off = f", {float(row['difference']):+.0%}" if row["difference"] else ""
+        what = f"{row['mine']}, {row['what']}{' of' if share else ''} {row['rival']}"
+        found.setdefault(what, {})[row["setting"]] = (paper, mine + off)
+    return markdown(
+        header,
+        [
+            [what, *(cell for name in settings for cell in cells.get(name, ("", "")))]
+            for what, cells in found.items()
+        ],
+    )
+
+
+def table1_words(rows: Sequence[dict[str, str]]) -> str:
+    """Format rose_table1.csv as a table of Markdown."""
+    lines = []
+    for row in rows:
+        n = {key: f"{float(row[key]):.0f}" if row[key] else "–" for key in row if key.endswith("s")}
+        lines.append(
+            [
+                f"{SETTINGS[row['setting']].split(',')[0]}, {row['system']}",
+                f"{n['paper_rollout_s']}, {n['rollout_s']}",
+                f"{n['paper_ttft_ms']}, {n['ttft_ms']}",
+                f"{n['paper_tpot_ms']}; {n['tpot_ms']}, {n['gap_ms']}",
+            ]
+        )
+    header = ["system", "rollout, s: paper, ours", "P99 TTFT, ms: paper, ours"]
+    return markdown([*header, "P99 TPOT, ms: paper; ours of a request, between tokens"], lines)
+
+
+def varied_words(rows: Sequence[dict[str, str]]) -> str:
+    """Format rose_sensitivity.csv as tables of Markdown: the ratios at 0.8 and 1.2 times a
+    parameter's value. Those that change no ratio by more than `SAME` share a line."""
+    rivals = [key for key in rows[0] if key.startswith("over ")]
+    tables = []
+    for setting in settings_in(rows):
+        values_of: dict[str, list[dict[str, str]]] = {}
+        for row in rows:
+            if row["setting"] == setting:
+                values_of.setdefault(row["parameter"], []).append(row)
+        base = values_of.pop("as it is")
+
+        def change(each: list[dict[str, str]], base: dict[str, str] = base[0]) -> float:
+            return max(abs(float(row[key]) - float(base[key])) for row in each for key in rivals)
+
+        same = [name for name, each in values_of.items() if change(each) <= SAME]
+        shown = {"as it is": base} | {k: v for k, v in values_of.items() if k not in same}
+        lines = [
+            [name, *(", ".join(f"{float(row[key]):.2f}" for row in each) for key in rivals)]
+            for name, each in shown.items()
+        ]
+        tables.append(markdown([SETTINGS[setting], *rivals], lines))
+        if same:
+            tables.append(f"No ratio changes by more than {SAME} with: {', '.join(same)}.")
+    return "\n\n".join(tables)
+
+
+def main(arguments: Sequence[str]) -> int:
+    given = keyed(
+        arguments,
+        __doc__,
+        **{"only": "", "systems": ",".join(SYSTEMS), "seeds": "1,2,3", "steps": 12, "warmup": 6},
+        **{"sensitivity": True, "table1": "true", "processes": 0, "draw": False},
+        out=str(RESULTS),
+    )
+    out, drawn, absolute = Path(given["out"]), given["draw"], given["table1"]
+    settings = listed("only", given["only"], SETTINGS)
+    listed("table1", absolute, ("true", "false", "only"))
+    processes = runs.cores(given["processes"] or None)
+    timing = [f"sim.steps={given['steps']}", f"sim.warmup={given['warmup']}"]
+    timing.append(f"sim.seeds=[{given['seeds']}]")
+    if not drawn and absolute != "false":
+        _measure_table1(out, settings, timing, processes)
+    if not drawn and absolute != "only":
+        _measure(out, settings, given["systems"], timing, processes, given["sensitivity"])
+    if out != RESULTS:
+        return 0
+    docs = REPOSITORY / "docs"
+    pages = [("simulator.md", "table1", table1_words, "rose_table1.csv")]
+    if absolute != "only":
+        pages += [
+            ("policies.md", "measured", effects, "rose_systems.csv"),
+            ("simulator.md", "paper", beside, "rose_paper.csv"),
+            ("simulator.md", "sensitivity", varied_words, "rose_sensitivity.csv"),
+        ]
+    for page, name, words, file in pages:
+        if (out / file).exists():
+            put(docs / page, name, words(read_csv(out / file)))
+    return 0
+
+
+def _measure_table1(out: Path, settings: Sequence[str], timing: list[str], processes: int) -> None:
+    for setting in settings:
+        rivals = ",".join(name for name in TABLE1 if name not in ("rose", ALONE))
+        c = composed(setting, [*timing, f"sim/systems=[{rivals}]"])
+        rows = table1(setting, outcomes_of([c], processes))
+        CONSOLE.print(shown(rows, f"{SETTINGS[setting]}: the paper's Table 1 and ours"))
+        merge_settings(out / "rose_table1.csv", rows)
+
+
+def _measure(
+    out: Path,
+    settings: Sequence[str],
+    systems: str,
+    timing: list[str],
+    processes: int,
+    varied: bool,
+) -> None:
+    """Simulate the settings and systems, and merge the rows into the files' other rows."""
+    for setting in settings:
+        c = composed(setting, [*timing, f"sim/systems=[{systems}]"])
+        outcomes = outcomes_of([c], processes)
+        rows = compared(setting, outcomes)
+        CONSOLE.print(table.table(outcomes, "rose", setting))
+        CONSOLE.print(shown(rows, f"{SETTINGS[setting]}: the paper and ours"))
+        merge_settings(out / "rose_paper.csv", rows, "mine", "what", "rival")
+        each = csv.DictReader(table.csv_text(outcomes).splitlines())
+        rows = [{"setting": setting} | row for row in each]
+        merge_settings(out / "rose_systems.csv", rows, "system")
+        if varied:
+            few = [*timing, "sim.seeds=[1]", f"sim/systems=[{','.join(VARIED_SYSTEMS)}]"]
+            rows = sensitivity(setting, few, processes)
+            CONSOLE.print(
+                shown(rows, f"{SETTINGS[setting]}: one parameter at 0.8 and 1.2 times its value")
+            )
+            merge_settings(out / "rose_sensitivity.csv", rows)
+
+
+def merge_settings(path: Path, rows: list[dict[str, Any]], *parts: str) -> None:
+    """Merge rows into a file of several settings. They replace those of the same `parts`."""
+    order = list(SETTINGS)
+    merge(
+        path,
+        rows,
+        lambda row: tuple(row[key] for key in ("setting", *parts)),
+        lambda row: order.index(row["setting"]),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

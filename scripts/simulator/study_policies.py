@@ -1,0 +1,416 @@
+"""Simulate all compositions of the scheduler's policies, to find the fastest at each staleness.
+
+    python scripts/simulator/study_policies.py                     both settings and every composition: a day on one core
+    python scripts/simulator/study_policies.py only=rose_8b staleness=1 order=fifo,due_first
+    routing=rose,earliest_finish
+    python scripts/simulator/study_policies.py draw=true           the table again, from the CSV file
+Writes docs/results/policies_search.csv (out=FOLDER: into FOLDER), and its front between the
+marks in docs/policies.md.
+
+Successive halving (ROUNDS). First, every composition runs on half of a setting
+(conf/experiment/rose_8b and rose_32b: engines, borrowed devices, trainer and batch divided by two)
+with one seed. Then the fastest few of each largest staleness run on the whole setting with all
+seeds. ROSE's own compositions and the options `best` and `best_sync` of conf/sim/systems go through
+all rounds. Compositions are ranked by trained tokens per second, not by seconds a step: few steps
+of a policy that trains on short trajectories first would look fast. A quarter of a setting is too
+little: there `carry_over` seems faster than `bounded_staleness`, which it is not. All compositions
+have ROSE's pools: dedicated and borrowed engines, with `all_idle` also the trainer's GPUs. Left
+out: `dapo` and RollPacker's spare trajectories (they leave long ones untrained for good), `libra`
+(its planner and buckets need other pools or degrees), `rollart` (on one kind of hardware it is
+cache_affine), `static` (`rose` uses all devices, too, if n_serving is their number) and policies
+that hold no borrowed devices.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from rose.config import Policy, Scheduler
+from rose.parts.simulator.config import Config, SimSystem
+from rose.parts.simulator.study import runs
+from rose.parts.simulator.study.gains import gain
+from rose.parts.simulator.study.outcome import Outcome, by_system, mean, values
+from scripts.csv_tables import REPOSITORY, RESULTS, markdown, put, read_csv, with_bounds
+from scripts.harness import keyed, listed
+from scripts.simulator.reproduce_rose import (
+    SETTINGS,
+    composed,
+    merge_settings,
+    outcomes_of,
+    settings_in,
+)
+
+CONF = REPOSITORY / "conf" / "scheduler"
+FILE = "policies_search.csv"
+BATCHING: dict[str, tuple[dict[str, Any], ...]] = {
+    "synchronous": ({},),
+    "tail_batching": ({"spare": 0.0},),
+    "one_step_off": ({},),
+    "bounded_staleness": tuple(
+        {"eta": eta, "running": running} for eta in (1, 2, 4) for running in (1.0, 1.5, 2.0)
+    ),
+    "trajectory_async": ({"alpha": 1}, {"alpha": 2}),
+    "carry_over": tuple(
+        {"staleness": s, "carry": c} for s, c in ((1, 0.5), (1, 1.0), (2, 1.0), (2, 2.0), (4, 4.0))
+    ),
+}
+ORDER: dict[str, tuple[dict[str, Any], ...]] = {
+    "fifo": ({},),
+    "due_first": ({},),
+    "longest_first": ({},),
+    "mlfq": ({"first": "short"}, {"first": "long"}),
+    "shortest_first": ({},),
+}
+ROUTING: dict[str, tuple[dict[str, Any], ...]] = {
+    "rose": ({},),
+    "earliest_finish": ({},),
+    "seer": ({},),
+    "least_loaded": ({},),
+    "cache_affine": ({},),
+    "round_robin": ({},),
+    "thunder": ({},),
+}
+PROVISIONING: dict[str, tuple[dict[str, Any], ...]] = {"rose": ({},), "all_idle": ({},)}
+KINDS = {"batching": BATCHING, "order": ORDER, "routing": ROUTING, "provisioning": PROVISIONING}
+POOLS = {"rose": ["dedicated", "cooperative"], "all_idle": ["dedicated", "hybrid", "cooperative"]}
+# Batching policies whose waiting turns are all of one version, so that due_first is fifo.
+ONE_VERSION = ("synchronous", "tail_batching", "one_step_off")
+BASE = "rose"  # the setting's own system, over which all gains are computed
+
+
+class Choice(NamedTuple):
+    """An option of a kind, with the arguments that differ from those of its file."""
+
+    name: str
+    args: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join(
+            [
+                self.name,
+                *(
+                    f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
+                    for key, value in self.args
+                ),
+            ]
+        )
+
+
+class Composition(NamedTuple):
+    batching: Choice
+    order: Choice
+    routing: Choice
+    provisioning: Choice
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self))
+
+
+class Round(NamedTuple):
+    """A round of the search: the divisor of a setting's size, its length, and the number of
+    compositions of each largest staleness that go on to the next round."""
+
+    divided: int
+    seeds: int
+    steps: int
+    warmup: int
+    kept: int
+
+
+# An even number of steps counts: with two batches at once, steps are long and short by turns.
+ROUNDS = (Round(2, 1, 6, 2, 3), Round(1, 3, 8, 4, 0))
+# Arguments that bound staleness. one_step_off has none, and its bound is 1.
+BOUNDS = ("eta", "alpha", "staleness")
+
+
+KEPT = (  # compositions that go through all rounds, and are named in the tables
+    ("ROSE", "synchronous, fifo, rose, rose"),
+    ("ROSE, one step off", "one_step_off, fifo, rose, rose"),
+    ("ROSE, bounded staleness 1", "bounded_staleness eta=1 running=1, fifo, rose, rose"),
+    ("best before this search", "carry_over staleness=1 carry=1, due_first, earliest_finish, rose"),
+)
+
+
+def shipped(name: str) -> Composition:
+    """Return the composition of conf/sim/systems/NAME.yaml. Arguments that it doesn't set are those
+    of the option's file and not of BATCHING, so these may keep it out of the search."""
+    tree = yaml.safe_load(
+        (REPOSITORY / "conf" / "sim" / "systems" / f"{name}.yaml").read_text(encoding="utf-8")
+    )
+    chosen = {}
+    for each in tree["defaults"]:
+        if isinstance(each, dict):
+            ((key, option),) = each.items()
+            chosen[key.rsplit(".", 1)[1]] = option
+    given = {kind: tree["scheduler"].get(kind, {}).get("args", {}) for kind in KINDS}
+    return Composition(*(_whole(kind, chosen[kind], given[kind]) for kind in KINDS))
+
+
+def _whole(kind: str, name: str, given: dict[str, Any]) -> Choice:
+    """Return a choice with the arguments that KINDS varies, as given or as in its file."""
+    args = _option(kind, name)["args"] | given
+    varied = KINDS[kind][name][0] if name in KINDS[kind] else {}
+    return Choice(name, tuple((key, args[key]) for key in varied))
+
+
+def bound(batching: Choice) -> int:
+    """Return the largest staleness that a batching policy allows."""
+    return int(
+        next(
+            (value for key, value in batching.args if key in BOUNDS),
+            batching.name == "one_step_off",
+        )
+    )
+
+
+def compositions(only: dict[str, Sequence[str]], staleness: float = math.inf) -> list[Composition]:
+    """Return all compositions that make sense, of the options named in `only` (kind -> names; a
+    kind that isn't in it has all options) and of at most `staleness`. Raises `SystemExit` for a
+    name that is not searched."""
+    for kind, names in only.items():
+        if unknown := [name for name in names if name not in KINDS[kind]]:
+            raise SystemExit(
+                f"{kind}={','.join(unknown)}: not in this search; there are "
+                f"{', '.join(KINDS[kind])}"
+            )
+    each = [
+        [
+            Choice(name, tuple(args.items()))
+            for name, variants in options.items()
+            if name in only.get(kind, options)
+            for args in variants
+        ]
+        for kind, options in KINDS.items()
+    ]
+    return [
+        found
+        for found in (Composition(*chosen) for chosen in product(*each))
+        if bound(found.batching) <= staleness
+        and not (found.order.name == "due_first" and found.batching.name in ONE_VERSION)
+    ]
+
+
+def _option(kind: str, name: str) -> dict[str, Any]:
+    return yaml.safe_load((CONF / kind / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+def system(what: Composition, c: Config) -> SimSystem:
+    """Return a composition as a system of the simulator. Arguments that a file takes from elsewhere
+    (the number of devices that may be borrowed) are those of the configuration."""
+    policies = {}
+    for kind, chosen in zip(KINDS, what, strict=True):
+        option = _option(kind, chosen.name)
+        policies[kind] = Policy(name=option["name"], args=option["args"] | dict(chosen.args))
+    if "n_serving" in policies["provisioning"].args:
+        policies["provisioning"].args["n_serving"] = c.sim.n_serving
+    return SimSystem(
+        about="",
+        scheduler=Scheduler(**policies, queue_depth=c.scheduler.queue_depth),
+        pools=POOLS[what.provisioning.name],
+        executor="gate",
+        dynamic_sampling=False,
+        in_flight=c.transfer.in_flight,
+    )
+
+
+def divided(c: Config, by: int) -> list[str]:
+    """Return overrides that divide engines, borrowed devices, trainer GPUs and batch by `by`."""
+    return [
+        f"rollout.workers={c.rollout.workers // by}",
+        f"trainer.ranks={c.trainer.ranks // by}",
+        f"sim.n_serving={c.sim.n_serving // by}",
+        f"trainer.batch_size={c.trainer.batch_size // by}",
+    ]
+
+
+def of_round(
+    setting: str, which: Round, seeds: Sequence[int], candidates: Iterable[Composition]
+) -> Config:
+    base = [
+        "sim/systems=[]",
+        f"sim.steps={which.steps}",
+        f"sim.warmup={which.warmup}",
+        f"sim.seeds=[{','.join(map(str, seeds[: which.seeds]))}]",
+    ]
+    if which.divided > 1:
+        base += divided(composed(setting, base), which.divided)
+    c = composed(setting, base)
+    return msgspec.structs.replace(
+        c,
+        sim=msgspec.structs.replace(
+            c.sim, systems={str(each): system(each, c) for each in candidates}
+        ),
+    )
+
+
+# --------------------------------------------------------------------------- what is found
+
+
+def rows_of(
+    setting: str, number: int, which: Round, outcomes: Sequence[Outcome]
+) -> list[dict[str, Any]]:
+    """Return a row per composition, fastest first, with gains over the setting's own system."""
+    systems = by_system(outcomes)
+    base, rows = values(systems[BASE], "tokens_s"), []
+    for name, each in systems.items():
+        if name == BASE:
+            continue
+        found = gain(values(each, "tokens_s"), base)
+        rows.append(
+            {
+                "setting": setting,
+                "round": number,
+                "divided": which.divided,
+                **dict(zip(KINDS, name.split(", "), strict=True)),
+                "seeds": len(each),
+                "step_s": mean(each, "step_s"),
+                "tokens_s": mean(each, "tokens_s"),
+                "over_rose": found.mean,
+                "low": found.low,
+                "high": found.high,
+                "staleness": mean(each, "staleness"),
+                "staleness_max": max(values(each, "staleness_max")),
+                "dropped": mean(each, "dropped"),
+            }
+        )
+    rows.sort(key=lambda row: -row["tokens_s"])
+    for row in rows:
+        row["front"] = int(on_front(row, rows))
+    return rows
+
+
+def on_front(row: dict[str, Any], rows: Iterable[dict[str, Any]]) -> bool:
+    """True unless one of `rows` is better in speed, mean or largest staleness and worse in none."""
+
+    def points(each: dict[str, Any]) -> tuple[float, float, float]:
+        return -each["tokens_s"], each["staleness"], each["staleness_max"]
+
+    mine = points(row)
+    return not any(
+        points(other) != mine and all(a <= b for a, b in zip(points(other), mine, strict=False))
+        for other in rows
+    )
+
+
+def survivors(rows: Sequence[dict[str, Any]], kept: int) -> list[str]:
+    """Return the names of the `kept` fastest of each largest staleness."""
+    found: dict[str, None] = {}
+    for most in sorted({row["staleness_max"] for row in rows}):
+        same = sorted(
+            (row for row in rows if row["staleness_max"] == most), key=lambda row: -row["tokens_s"]
+        )
+        found |= dict.fromkeys(_name(row) for row in same[:kept])
+    return list(found)
+
+
+def _name(row: dict[str, Any]) -> str:
+    return ", ".join(row[kind] for kind in KINDS)
+
+
+def named() -> dict[str, str]:
+    """Return the compositions that go through all rounds, with their names in the tables."""
+    found: dict[str, str] = {}
+    for is_, what in [*KEPT, *((name, str(shipped(name))) for name in ("best", "best_sync"))]:
+        found[what] = f"{found[what]}, {is_}" if what in found else is_
+    return found
+
+
+def search(
+    setting: str,
+    candidates: Sequence[Composition],
+    rounds: Sequence[Round],
+    seeds: Sequence[int],
+    carried_out: Callable[[Config], list[Outcome]],
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield the rows of each round as it ends. `carried_out` simulates a configuration."""
+    always = list(named())
+    known = [*candidates, *compositions({}), shipped("best"), shipped("best_sync")]
+    all_of_them = {str(each): each for each in known}
+    left = list(dict.fromkeys([*map(str, candidates), *always]))
+    for number, which in enumerate(rounds, 1):
+        outcomes = carried_out(
+            of_round(setting, which, seeds, [all_of_them[name] for name in left])
+        )
+        found = rows_of(setting, number, which, outcomes)
+        yield found
+        left = list(dict.fromkeys([*survivors(found, which.kept), *always]))
+
+
+def words(rows: Sequence[dict[str, str]]) -> str:
+    """Format the last round of each setting in policies_search.csv as a table of Markdown: the
+    compositions on the front and those with a name, freshest first."""
+    names, settings = named(), settings_in(rows)
+    shown: dict[str, dict[str, dict[str, str]]] = {}
+    header = [
+        "batching, order, routing, provisioning",
+        "is",
+        "staleness: mean, largest",
+        "dropped, at most",
+    ]
+    for setting in settings:
+        mine = [row for row in rows if row["setting"] == setting]
+        last = [row for row in mine if row["round"] == max(each["round"] for each in mine)]
+        for row in last:
+            if _name(row) in names or row["front"] == "1":
+                shown.setdefault(_name(row), {})[setting] = row
+        part = last[0]
+        size = "" if part["divided"] == "1" else f", 1/{part['divided']}, {part['seeds']} seed"
+        header += [f"{SETTINGS[setting]}{size}: tokens/s over ROSE [95%]", "step, s"]
+
+    def freshness(name: str) -> tuple[float, float]:
+        row = next(iter(shown[name].values()))
+        return float(row["staleness_max"]), -float(row["tokens_s"])
+
+    lines = []
+    for name in sorted(shown, key=freshness):
+        each = list(shown[name].values())
+        mean_, most, lost = (
+            max(float(row[key]) for row in each)
+            for key in ("staleness", "staleness_max", "dropped")
+        )
+        line = [name, names.get(name, ""), f"{mean_:.2f}, {most:.0f}", f"{lost:.1%}"]
+        for setting in settings:
+            row = shown[name].get(setting)
+            front = "*" if row and row["front"] == "1" else ""
+            over = with_bounds(row, "over_rose", "low", "high") + front if row else ""
+            line += [over, f"{float(row['step_s']):.0f}" if row else ""]
+        lines.append(line)
+    return markdown(header, lines) + "\n\n\\* on the front of speed and staleness"
+
+
+def main(arguments: Sequence[str]) -> int:
+    given = keyed(
+        arguments,
+        __doc__,
+        **{"only": "", "staleness": math.inf, "rounds": len(ROUNDS), "seeds": "1,2,3"},
+        **{"processes": 0, "draw": False, "out": str(RESULTS)},
+        **dict.fromkeys(KINDS, ""),
+    )
+    out, rounds = Path(given["out"]), ROUNDS[: given["rounds"]]
+    settings = listed("only", given["only"], SETTINGS)
+    processes = runs.cores(given["processes"] or None)
+    seeds = [int(seed) for seed in given["seeds"].split(",")]
+    only = {kind: given[kind].split(",") for kind in KINDS if given[kind]}
+    for setting in [] if given["draw"] else settings:
+        rows: list[dict[str, Any]] = []
+        tried = compositions(only, given["staleness"])
+        for found in search(setting, tried, rounds, seeds, lambda c: outcomes_of([c], processes)):
+            rows += found
+            merge_settings(out / FILE, rows)
+    if out == RESULTS:
+        put(REPOSITORY / "docs" / "policies.md", "search", words(read_csv(out / FILE)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

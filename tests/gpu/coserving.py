@@ -1,0 +1,512 @@
+"""The checks of co-serving for gpu_check.py: the page pool that lends KV memory; the profile; an
+online server and a rollout engine that share the memory and the steps of one device.
+
+Imports vLLM only within the checks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from scripts.harness import PATHS, REPOSITORY
+from tests.gpu.frame import Check, Report
+from tests.gpu.model import folder
+
+GIB = 2**30
+LOOK_S = 0.02
+STOP_S = 5.0
+# Share of the KV budget by which lending may raise the memory in use: some pages are shared.
+BEYOND = 0.15
+# Seconds until S must have its pages again. A page takes 0.1 ms, but a step maps only 256 MiB.
+REMAP_S = 15.0
+
+
+class Pages(msgspec.Struct):
+    nbytes: int
+
+
+class Pair(msgspec.Struct):
+    rollout: str = "gpu"  # file of conf/rollout
+    dtype: str = "bfloat16"
+    profile: str | None = None  # file of an earlier call; measured if null
+    profile_s: float = 15.0  # seconds of measuring, after the start of both engines
+    kv_gib: float = 8.0  # GiB of the device for both engines
+    context: int = 2048
+    turns: int = 64  # concurrent turns of R
+    turn: tuple[int, int] = (512, 256)  # prompt and new tokens of one
+    clients: int = 8  # concurrent requests of S
+    request: tuple[int, int] = (512, 32)
+    phase_s: float = 5.0  # seconds of each phase: R alone; both; R again after it was stopped
+    # ttft_p50_s, ttft_p99_s, tpot_p50_s, tpot_p99_s
+    slo: tuple[float, ...] = (0.5, 1.0, 0.1, 0.2)
+    within: float = 0.5  # least share of online requests within their targets
+    # Least share of the memory mapped by R that the device has again when R is stopped.
+    given_back: float = 0.9
+
+
+GPU = Pair()
+CPU = Pair(
+    *("cpu", "float32", None, 6.0, 0.0625, 512, 4, (32, 32), 2, (32, 4)),
+    *(1.5, (2.0, 5.0, 0.5, 1.0), 0.2),
+)
+
+
+def pool(report: Report) -> None:
+    import torch
+
+    from rose.parts.lending.vllm.vmm import CudaDriver, PagePool
+
+    torch.cuda.init()
+    made = PagePool(CudaDriver(torch.cuda.current_device()), report.sizes.nbytes)
+    report.figure("page", made.page / 2**20, "MiB")
+    report.say(page_pool(made, lambda: torch.cuda.mem_get_info()[0]))
+
+
+def page_pool(pool, free: Callable[[], int]) -> str:
+    """Map, write, release, map again, close. `free`, the device's free bytes, must follow each of
+    them, within a sixteenth of the pool for what the driver takes for itself."""
+    half, told = pool.nbytes // 2 // pool.page * pool.page, []
+    quarter = half // 2 // pool.page * pool.page
+
+    def step(name: str, work: Callable, takes: int) -> None:
+        before, began = free(), time.perf_counter()
+        work()
+        told.append(f"{name} {1e3 * (time.perf_counter() - began):.1f} ms")
+        if abs((taken := before - free()) - takes) > pool.nbytes // 16:
+            raise RuntimeError(
+                f"page pool, {name}: took {taken} bytes of the device instead of {takes}"
+            )
+
+    values = pool.tensor()
+    # The pool maps its first page at the start.
+    step(f"map {half >> 20} MiB", lambda: pool.map([(0, half)]), half - pool.page)
+    if values[:half].any():
+        raise RuntimeError("page pool: fresh pages are not zeros")
+    values[:half] = 7
+    step("release half of it", lambda: pool.release([(0, quarter)]), -quarter)
+    if not (values[quarter:half] == 7).all():
+        raise RuntimeError("page pool: pages that were kept lost their bytes")
+    step("map it again", lambda: pool.map([(0, half)]), quarter)
+    if values[:quarter].any():
+        raise RuntimeError("page pool: pages mapped again are not zeros")
+    values[:half] = 9
+    if not (values[:half] == 9).all():
+        raise RuntimeError("page pool: what was written is not what is read")
+    del values
+    step("close", pool.close, -half)
+    return ", ".join(told)
+
+
+# --------------------------------------------------------------------------- profile
+
+
+def overrides(report: Report) -> list[str]:
+    """Return the overrides of a run with an engine beside an online server of the same model."""
+    sizes = report.sizes
+    gpus = ["cluster=gpus", "cluster.gpus=2", "trainer.ranks=1"]
+    cpus = ["serving.lending.revoke_after_s=20"]  # larger on a CPU, which may have other work
+    slo = ", ".join(
+        f"{name}: {value}"
+        for name, value in zip(
+            ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s"), sizes.slo, strict=True
+        )
+    )
+    return [
+        *(gpus if report.gpus else cpus),
+        f"rollout={sizes.rollout}",
+        "rollout.workers=1",
+        f"rollout.max_sequences={max(32, sizes.turns)}",
+        f"model.dtype={sizes.dtype}",
+        f"model.max_context={sizes.context}",
+        f"trainer.micro_batch_tokens={max(2048, sizes.context)}",
+        f"serving.online.model={folder(report)}",
+        f"serving.online.dtype={sizes.dtype}",
+        f"serving.online.max_context={sizes.context}",
+        f"serving.online.kv_cache_gib={sizes.kv_gib}",
+        "serving.online.port=0",
+        f"serving.online.slo={{{slo}}}",
+        "serving.lending.priority=normal",
+    ]
+
+
+def profile(report: Report) -> None:
+    """Run rose.parts.lending.profile as an operator does in the documented first step."""
+    out = report.folder / "profile.json"
+    if out.exists():  # written by another check
+        out.unlink()
+    words = [
+        sys.executable,
+        "-m",
+        "rose.parts.lending.profile",
+        f"out={out}",
+        f"seconds={report.sizes.profile_s:g}",
+        f"model={folder(report)}",
+        *overrides(report),
+    ]
+    began = time.monotonic()
+    env = os.environ | PATHS
+    done = subprocess.run(words, cwd=REPOSITORY, env=env, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise RuntimeError(
+            f"rose.parts.lending.profile ended with {done.returncode}; its words are in the log"
+        )
+    report.figure("the whole command", time.monotonic() - began, "s")
+    found = json.loads(out.read_text(encoding="utf-8"))
+    for side in ("online", "rollout"):
+        predictor = found[side]["predictor"]
+        report.figure(f"{side}: steps measured", predictor["samples"], least=1)
+        report.figure(
+            f"{side}: mean error of predicted steps",
+            100 * predictor["mape"],
+            "%",
+            most=60.0,
+            remedy="other work on the device, or too short: --set profile.profile_s=60",
+        )
+    report.figure(
+        "a rollout step holds a concurrent online step up, P99",
+        100 * found["interference"]["hold_p99"],
+        "% of its time",
+    )
+
+
+# --------------------------------------------------------------------------- an online server and a
+# rollout engine
+
+
+def coserving(report: Report) -> None:
+    path = Path(report.sizes.profile or report.folder / "profile.json")
+    if not path.exists():
+        report.say("no profile yet: it is measured")
+        profile(report)
+    asyncio.run(_coserving(report, json.loads(path.read_text(encoding="utf-8"))))
+
+
+class Both:
+    """S, R and the operator's board, all started by this process."""
+
+    def __init__(self, report: Report, measured: dict[str, Any]) -> None:
+        from rose.parts.lending import board, settings
+        from rose.parts.lending.operator.control import ControlBoard
+        from rose.parts.lending.operator.server import OnlineServer
+        from rose.parts.lending.vllm import device
+
+        model = ["model.source=folder", f"model.path={folder(report)}"]
+        self.report, self.config = report, settings.composed([*overrides(report), *model])
+        config = self.config
+        self.boards = board.folder(f"gpu-check-{os.getpid()}")
+        self.variables = device.describe(self.boards, config.serving, measured)
+        self.control = ControlBoard(self.boards, config.serving.lending, "", report.say)
+        self.server = OnlineServer(
+            config.serving,
+            self.boards,
+            report.folder / "online.log",
+            report.gpus,
+            None if report.gpus else 1,
+        )
+        self.tasks: list[asyncio.Task] = []
+        self.engine: Any = None
+        self.made = self.evicted = 0  # tokens and aborted turns of R
+        self.rests = False  # R is inactive or about to be, so no turn starts
+        self.latencies: list[float] = []  # seconds of each of S's requests
+        self.refused: list[str] = []
+
+    async def start(self) -> None:
+        """Start S, then R, as rose.parts.lending.operator.operate starts them."""
+        from rose.engine.vllm_engine import Engine
+        from rose.parts.lending.operator import operate
+        from rose.parts.lending.operator.server import FREE_SHARE
+
+        self.tasks = [
+            asyncio.create_task(work)
+            for work in (self.control.beat(), self.server.run(self.report.say))
+        ]
+        await self.until(
+            lambda: self.server.up, self.config.serving.online.start_timeout_s, "the online server"
+        )
+        self.report.say("the online server is up")
+        own = {
+            "kv_cache_gib": self.report.sizes.kv_gib,
+            "engine_args": {"scheduler_cls": operate.SCHEDULER},
+        }
+        if self.report.gpus:
+            own["gpu_memory_utilization"] = FREE_SHARE
+        os.environ.update(self.variables)
+        self.engine = await Engine.start(
+            folder(self.report),
+            msgspec.structs.replace(self.config.rollout, **own),
+            self.config.model,
+            gpus=self.report.gpus,
+            seed=1,
+        )
+        self.report.say("the rollout engine is up beside it")
+
+    async def until(self, condition: Callable[[], object], seconds: float, what: str) -> float:
+        """Wait until `condition` holds and return the seconds. Raises `RuntimeError` after
+        `seconds`, and the error of a task that failed."""
+        began = time.monotonic()
+        while not condition():
+            for task in self.tasks:
+                if task.done():
+                    task.result()
+            if time.monotonic() - began > seconds:
+                raise RuntimeError(
+                    f"waited {seconds:g} s for {what}; S's board: {self.board('online')}; R's "
+                    f"board: {self.board('rollout')}"
+                )
+            await asyncio.sleep(LOOK_S)
+        return time.monotonic() - began
+
+    def board(self, name: str) -> Any:
+        from rose.parts.lending.operator import metrics
+
+        return getattr(metrics.read(self.boards), name)
+
+    async def mapped(self) -> int:
+        """Return the bytes of R's KV cache that have memory."""
+        return (await self.engine._llm.collective_rpc("rose_kv_layout"))[0]["mapped_bytes"]
+
+    async def rollouts(self, number: int) -> None:
+        """Run turns one after the other. An aborted turn is not continued here."""
+        from rose import protocol
+
+        dice, (prompt, new) = np.random.default_rng(number), self.report.sizes.turn
+        at = 0
+        while True:
+            while self.rests:
+                await asyncio.sleep(LOOK_S)
+            at += 1
+            tokens, finish = dice.integers(0, self.vocabulary, prompt), None
+            async for chunk in self.engine.generate(
+                f"r{number}.{at}",
+                protocol.pack_tokens(tokens),
+                protocol.Sampling(max_new_tokens=new),
+            ):
+                self.made, finish = self.made + len(chunk.tokens), chunk.finish
+            if finish is protocol.FinishReason.ABORT:
+                self.evicted += 1
+                await asyncio.sleep(LOOK_S)
+
+    async def requests(self, number: int, client: aiohttp.ClientSession) -> None:
+        """Send an online user's requests, each followed by a pause of its own duration."""
+        dice, (prompt, new) = np.random.default_rng(1000 + number), self.report.sizes.request
+        while True:
+            began = time.monotonic()
+            body = {
+                "model": self.config.serving.online.model,
+                "prompt": dice.integers(0, self.vocabulary, prompt).tolist(),
+                "max_tokens": new,
+                "ignore_eos": True,
+            }
+            async with client.post(f"{self.server.url}/v1/completions", json=body) as answer:
+                said = await answer.json()
+                if answer.status != 200 or said["usage"]["completion_tokens"] != new:
+                    self.refused.append(f"{answer.status}: {str(said)[:200]}")
+            self.latencies.append(time.monotonic() - began)
+            await asyncio.sleep(self.latencies[-1])
+
+    @property
+    def vocabulary(self) -> int:
+        from rose.config import read_shape
+
+        return read_shape(folder(self.report)).vocab
+
+    async def close(self) -> None:
+        if self.engine is not None:
+            await self.engine.shutdown()
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.wait(self.tasks, timeout=STOP_S)
+        await self.server.stop()
+        self.control.close()
+        shutil.rmtree(self.boards, ignore_errors=True)
+
+
+async def _coserving(report: Report, measured: dict[str, Any]) -> None:
+    sizes = report.sizes
+    both = Both(report, measured)
+    try:
+        await both.start()
+        both.tasks += [asyncio.create_task(both.rollouts(number)) for number in range(sizes.turns)]
+        took = await both.until(lambda: both.made, 60.0, "the first token of R: is anything lent?")
+        report.figure("first token of R after", took, "s")
+        alone = await _rate(both, sizes.phase_s)
+        report.figure("R, S idle", alone, "token/s")
+        report.figure(
+            "lent to R", both.board("rollout").kv_budget / GIB, "GiB", least=0.1 * sizes.kv_gib
+        )
+        report.figure("mapped by R", await both.mapped() / GIB, "GiB")
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60.0)) as client:
+            users = [
+                asyncio.create_task(both.requests(number, client))
+                for number in range(sizes.clients)
+            ]
+            both.tasks += users
+            report.figure("R beside S's users", await _rate(both, sizes.phase_s), "token/s")
+            await _stopped(report, both)
+            await _rested(report, both)
+            report.figure(
+                "R again, lent anew", await _rate(both, sizes.phase_s), "token/s", least=1.0
+            )
+            await both.until(
+                lambda: len(both.latencies) >= sizes.clients, 60.0, "the users' answers"
+            )
+            online = both.board("online")
+            for task in users:
+                both.tasks.remove(task)
+                task.cancel()
+            await asyncio.wait(users, timeout=STOP_S)
+        report.figure("users' requests answered", len(both.latencies), least=sizes.clients)
+        report.figure(
+            "users' requests refused or short",
+            len(both.refused),
+            most=0,
+            remedy="; ".join(both.refused[:2]),
+        )
+        report.figure("users' requests, median", float(np.median(both.latencies)), "s")
+        report.figure(
+            "within their targets",
+            online.met / max(1.0, online.finished),
+            least=sizes.within,
+            remedy="the profile is of another load: measure it longer; docs/serving.md",
+        )
+        report.figure("turns given back by R", both.evicted)
+        report.figure(
+            "the online server started",
+            both.server.starts,
+            "times",
+            equal=1,
+            remedy="lending ended the online server: its log is online.log in the scratch folder",
+        )
+    finally:
+        with suppress(asyncio.CancelledError):
+            await both.close()
+
+
+async def _rate(both: Both, seconds: float) -> float:
+    before, began = both.made, time.monotonic()
+    with suppress(RuntimeError):
+        await both.until(lambda: time.monotonic() - began > seconds, seconds + 1, "")
+    return (both.made - before) / (time.monotonic() - began)
+
+
+async def _stopped(report: Report, both: Both) -> None:
+    """Stop lending under load: R must stop in time, and the device must have the memory again."""
+    revoke_s = both.config.serving.lending.revoke_after_s
+    had, lent = await both.mapped(), _used()
+    both.control.stop("gpu_check")
+    took = await both.until(
+        lambda: not both.board("rollout").kv_budget and not both.board("rollout").open,
+        2 * revoke_s + 5,
+        "R to stop",
+    )
+    report.figure(
+        "R is off, told under load, after",
+        took,
+        "s",
+        most=revoke_s,
+        source="serving.lending.revoke_after_s",
+    )
+    await both.until(
+        lambda: both.board("online").kv_held >= both.board("online").kv_total,
+        2 * revoke_s + 5,
+        "S to have all of its memory again",
+    )
+    left = await both.mapped()
+    report.figure(
+        "KV memory that R has given back",
+        (had - left) / GIB,
+        "GiB",
+        least=report.sizes.given_back * had / GIB,
+        source="what it had mapped",
+    )
+    if lent is not None:  # R and S share one budget
+        bound = BEYOND * report.sizes.kv_gib * GIB
+        with suppress(RuntimeError):  # a timeout shows in the figure below, which has the limit
+            # S's board shows the memory that S may use. S maps it later, a piece in each step.
+            took = await both.until(lambda: abs(lent - _used()) <= bound, REMAP_S, "S's memory")
+            report.figure("S has mapped the memory again after", took, "s")
+        report.figure(
+            "the device's memory in use, lent and not, differs by",
+            (lent - _used()) / GIB,
+            "GiB",
+            most=BEYOND * report.sizes.kv_gib,
+            remedy="S keeps memory mapped that it has lent: its KV layout must be BLHNC",
+        )
+
+
+async def _rested(report: Report, both: Both) -> None:
+    """Deactivate and activate R, as when nothing is lent for long: R releases its weights and reads
+    them again, while S is under load."""
+    both.rests, before = True, _used()
+    began = time.monotonic()
+    await both.engine.deactivate()
+    report.figure("R, inactive, has given its weights back after", time.monotonic() - began, "s")
+    report.figure("KV memory of an inactive R", await both.mapped() / GIB, "GiB", most=0.0)
+    if before is not None:
+        report.figure(
+            "memory of the device that R gives back by it",
+            (before - _used()) / GIB,
+            "GiB",
+            least=0.1,
+        )
+    both.control.start("gpu_check")  # S may lend again before R has read its weights
+    began = time.monotonic()
+    await both.engine.activate()
+    report.figure("R is active again after", time.monotonic() - began, "s")
+    both.rests = False
+    await both.until(lambda: both.board("rollout").kv_budget, 60.0, "R to be lent memory again")
+
+
+def _used() -> int | None:
+    """Return the bytes of the device that are in use, by cuMemGetInfo; None without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+CHECKS = (
+    Check(
+        "pool",
+        "the page pool that lends KV memory: mapped, released, and seen by the device",
+        pool,
+        {"cuda": Pages(2**30), "cpu": Pages(0)},
+        90.0,
+        "cuMemCreate and cuMemMap must work: drivers before 11.2 and some containers (gVisor) lack "
+        "them",
+        on_cpu=False,
+        needs_model=False,
+    ),
+    Check(
+        "profile",
+        "python -m rose.parts.lending.profile: step times of both engines, alone and together",
+        profile,
+        {"cuda": GPU, "cpu": CPU},
+        360.0,
+        "the log has both engines' words; memory: --set profile.kv_gib=2",
+    ),
+    Check(
+        "coserving",
+        "an online server and a rollout engine on one device: HTTP, memory and steps change hands",
+        coserving,
+        {"cuda": GPU, "cpu": CPU},
+        660.0,  # includes the profile if this check runs alone
+        "the log and online.log beside it have the engines' words; docs/serving.md",
+    ),
+)

@@ -1,0 +1,465 @@
+"""The checks of the engine for gpu_check.py: vLLM as a run starts it on GPUs (CUDA graphs, model
+runner V2, asynchronous scheduling).
+
+The engine must generate fast enough, load new weights while turns run, and generate after the flip
+with the log-probabilities of the trainer's own forward pass. Imports vLLM only within the checks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from scripts.harness import configured
+from tests.gpu.frame import Check, Report
+from tests.gpu.model import Versions, folder, score
+
+GIB = 2**30
+DTYPE_BYTES = 2
+# Largest difference in nats between the log-probabilities of engine and trainer. On CUDA, attention
+# in float32 is a Triton kernel with TF32 products (ten bits), because FlashAttention takes no
+# float32. On a CPU it is float32 throughout.
+FLOAT32_MOST = {"cuda": 1e-2, "cpu": 1e-3}
+BFLOAT16_MEAN = 0.05
+KEPT = (
+    "what sleeps keeps too much: rollout.engine_args.enable_sleep_mode must reach vLLM, and "
+    "weights lie in its pool"
+)
+# Least factor by which the old weights must fit worse, or the comparison shows nothing.
+OLD_WEIGHTS = 3.0
+
+
+class Engines(msgspec.Struct):
+    rollout: str  # file of conf/rollout
+    dtype: str
+    utilization: float  # rollout.gpu_memory_utilization
+    turns: int  # concurrent turns for the throughput
+    prompt: int  # tokens
+    new: int
+    alone: int  # tokens of the single turn
+    beside: int  # turns that run while the version is loaded
+    beside_new: int  # tokens of each turn; more turns follow until the version is loaded
+    changed: float  # share of the values that the version changes
+    scored: int  # turns compared with the trainer's forward
+    scored_new: int
+    given_back: float = 0.0  # least share of the memory that a sleeping engine releases
+    tensor_parallel: int = 1
+
+
+GPU = Engines("gpu", "bfloat16", 0.9, 256, 256, 256, 256, 64, 1024, 0.02, 16, 96)
+CPU = Engines("cpu", "bfloat16", 0.9, 4, 16, 8, 8, 2, 300, 0.2, 4, 24)
+NARROW = Engines("gpu", "float32", 0.3, 0, 64, 0, 0, 2, 256, 0.02, 16, 96)
+NARROW_CPU = Engines("cpu", "float32", 0.9, 0, 16, 0, 0, 2, 300, 0.02, 4, 24)
+BOTH = Engines("gpu", "bfloat16", 0.5, 0, 64, 0, 0, 4, 512, 0.02, 16, 96, 0.0, 2)
+SLEEPS = Engines("gpu", "bfloat16", 0.6, 4, 256, 64, 0, 0, 0, 0.25, 0, 0, 0.8)
+SLEEPS_CPU = Engines("cpu", "bfloat16", 0.9, 2, 16, 8, 0, 0, 0, 0.25, 0, 0, 0.2)
+
+
+def settings(report: Report, *overrides: str):
+    """Return the checked configuration of an engine of this model, by conf/rollout."""
+    sizes, gpus = report.sizes, report.gpus
+    context = sizes.prompt + max(sizes.new, sizes.alone, sizes.beside_new, sizes.scored_new)
+    words = (
+        [
+            "cluster=gpus",
+            f"cluster.gpus={1 + sizes.tensor_parallel}",
+            "trainer.ranks=1",
+            f"rollout.tensor_parallel={sizes.tensor_parallel}",
+        ]
+        if gpus
+        else []
+    )
+    return configured(
+        f"rollout={sizes.rollout}",
+        "rollout.workers=1",
+        *words,
+        "model.source=folder",
+        f"model.path={folder(report)}",
+        f"model.dtype={sizes.dtype}",
+        f"model.max_context={context}",
+        f"trainer.micro_batch_tokens={max(2048, context)}",
+        f"rollout.gpu_memory_utilization={sizes.utilization}",
+        *overrides,
+    )
+
+
+async def start(report: Report, config) -> Any:
+    from rose.engine.vllm_engine import Engine
+
+    began = time.monotonic()
+    lora = config.trainer.lora
+    engine = await Engine.start(
+        folder(report), config.rollout, config.model, gpus=report.gpus, lora=lora
+    )
+    report.figure("start", time.monotonic() - began, "s")
+    report.figure("KV cache", engine.kv_tokens, "tokens", least=config.model.max_context)
+    return engine
+
+
+def prompts(report: Report, count: int, seed: int) -> list[list[int]]:
+    from rose.config import read_shape
+
+    vocabulary, dice = read_shape(folder(report)).vocab, np.random.default_rng(seed)
+    return [dice.integers(0, vocabulary, report.sizes.prompt).tolist() for _ in range(count)]
+
+
+class Turn(msgspec.Struct):
+    prompt: list[int]
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+
+
+async def turn(
+    engine,
+    name: str,
+    prompt: list[int],
+    new: int,
+    begun: asyncio.Event | None = None,
+    temperature: float = 1.0,
+) -> Turn:
+    """Generate exactly `new` tokens: a turn that the model ends early is continued."""
+    from rose import protocol
+
+    made, part = Turn(prompt), 0
+    while len(made.tokens) < new:
+        sampling = protocol.Sampling(max_new_tokens=new - len(made.tokens), temperature=temperature)
+        before, part = len(made.tokens), part + 1
+        async for chunk in engine.generate(
+            f"{name}.{part}", protocol.pack_tokens(prompt + made.tokens), sampling
+        ):
+            made.tokens += chunk.tokens
+            made.logprobs += chunk.logprobs
+            made.versions += [chunk.version] * len(chunk.tokens)
+            if begun is not None and made.tokens:
+                begun.set()
+        if len(made.tokens) == before:
+            raise RuntimeError(f"turn {name} ended after {before} of {new} tokens")
+    return made
+
+
+# --------------------------------------------------------------------------- engine
+
+
+def engine(report: Report) -> None:
+    asyncio.run(_engine(report))
+
+
+async def _engine(report: Report, *overrides: str, speed: bool = True) -> None:
+    config = settings(report, *overrides)
+    running = await start(report, config)
+    try:
+        if speed:
+            _ways(report, running)
+            await _speed(report, running)
+        *_, versions = await flip_under_traffic(report, running, config)
+        scored = await asyncio.gather(
+            *(
+                turn(running, f"scored-{i}", prompt, report.sizes.scored_new)
+                for i, prompt in enumerate(prompts(report, report.sizes.scored, 7))
+            )
+        )
+        compare(report, scored, versions)
+    finally:
+        await running.shutdown()
+
+
+def _ways(report: Report, running) -> None:
+    """Check the paths that vLLM takes on GPUs, which CPU tests never take."""
+    config = running._llm.vllm_config
+    graphs = str(config.compilation_config.cudagraph_mode).rpartition(".")[2]
+    expected = {"equal": True} if report.gpus else {}
+    report.figure("model runner V2", bool(config.use_v2_model_runner), **expected)
+    report.figure(
+        "asynchronous scheduling", bool(config.scheduler_config.async_scheduling), **expected
+    )
+    report.figure("CUDA graphs", graphs)
+    if report.gpus and graphs in ("NONE", "None"):
+        report.figure(
+            "CUDA graphs captured", False, equal=True, remedy="rollout.enforce_eager must be false"
+        )
+
+
+async def _speed(report: Report, running) -> None:
+    from rose.config import read_shape
+
+    sizes, shape = report.sizes, read_shape(folder(report))
+    weights = DTYPE_BYTES * shape.parameters
+    kv = shape.kv_bytes_per_token * (sizes.prompt + sizes.new / 2)  # mean KV bytes of a turn
+    bandwidth = report.setup.rates[1] if report.setup.rates else None
+    await turn(running, "warm", prompts(report, 1, 1)[0], sizes.alone)
+    began = time.monotonic()
+    await turn(running, "alone", prompts(report, 1, 2)[0], sizes.alone)
+    report.share(
+        "one turn alone",
+        sizes.alone / (time.monotonic() - began),
+        "token/s",
+        bandwidth and bandwidth / weights,
+        0.04,
+        "weights once a token from HBM",
+        "slow steps: are CUDA graphs in use, is the CPU busy with something else?",
+    )
+    began = time.monotonic()
+    await asyncio.gather(
+        *(
+            turn(running, f"t{i}", prompt, sizes.new)
+            for i, prompt in enumerate(prompts(report, sizes.turns, 3))
+        )
+    )
+    report.share(
+        f"{sizes.turns} turns at once",
+        sizes.turns * sizes.new / (time.monotonic() - began),
+        "token/s",
+        bandwidth and sizes.turns * bandwidth / (weights + sizes.turns * kv),
+        0.03,
+        "weights and KV from HBM, prefill not counted",
+        "a slow CPU holds the scheduler up: ask for more cores",
+    )
+
+
+async def flip_under_traffic(
+    report: Report, running, config, versions: Versions | None = None
+) -> tuple[int, int, Versions]:
+    """Load a version while turns run. Return the number of tokens by the old and by the new
+    weights, and the versions' store, which is created if none is given."""
+    sizes = report.sizes
+    versions = versions or Versions(
+        folder(report), report.folder / f"store-{sizes.dtype}", sizes.dtype, report.setup.device
+    )
+    report.say("a store of versions is made")
+    begun, over = [asyncio.Event() for _ in range(sizes.beside)], asyncio.Event()
+    turns = asyncio.gather(
+        *(
+            _traffic(running, f"beside-{i}", prompt, sizes.beside_new, begun[i], over)
+            for i, prompt in enumerate(prompts(report, sizes.beside, 5))
+        )
+    )
+    version = await asyncio.to_thread(versions.change, sizes.changed)
+    await asyncio.gather(*(event.wait() for event in begun))
+    loaded = await running.load_version(version, str(versions.store), config.transfer)
+    over.set()
+    made = [v for part in await turns for v in part]
+    report.figure("values changed", loaded.changed, least=1)
+    report.figure("staged beside generation in", loaded.stage_s, "s")
+    report.figure(
+        "generation stood still for",
+        1000 * loaded.pause_s,
+        "ms",
+        most=2000.0,
+        remedy="the flip should be scatters on the device: see transfer.stage_gib",
+    )
+    report.figure("tokens by the old weights", made.count(-1), least=1)
+    report.figure(
+        "tokens by the new weights",
+        made.count(version),
+        least=1,
+        remedy=(
+            "turns that ran across the flip should have gone on by the new weights: the log says "
+            "why not"
+        ),
+    )
+    return made.count(-1), made.count(version), versions
+
+
+async def _traffic(
+    engine, name: str, prompt: list[int], new: int, begun: asyncio.Event, over: asyncio.Event
+) -> list[int]:
+    """Run turns one after the other until `over` is set. Return the version of each token."""
+    versions: list[int] = []
+    while not over.is_set():
+        versions += (await turn(engine, f"{name}.{len(versions)}", prompt, new, begun)).versions
+    return versions
+
+
+def compare(report: Report, turns: list[Turn], versions: Versions) -> None:
+    """Compare the engine's log-probabilities with the trainer's forward pass over the same tokens:
+    with the new weights, and with the old to see that the comparison is sensitive."""
+    sizes, device = report.sizes, report.setup.device
+    pairs = [(one.prompt, one.tokens) for one in turns]
+    engine_says = np.concatenate([np.asarray(one.logprobs) for one in turns])
+    new, old = (
+        np.abs(
+            score(folder(report), sizes.dtype, device, pairs, tensors, versions.lora) - engine_says
+        )
+        for tensors in (versions.tensors, None)
+    )
+    words = "a wrong kernel, or weights that are not the version's: the check precision tells which"
+    if sizes.dtype == "float32":
+        report.figure(
+            "largest |difference|, new weights",
+            float(new.max()),
+            "nats",
+            most=FLOAT32_MOST[device],
+            source="TF32 in attention" if report.gpus else "float32",
+            remedy=words,
+        )
+    else:
+        report.figure("largest |difference|, new weights", float(new.max()), "nats")
+    report.figure(
+        "mean |difference|, new weights",
+        float(new.mean()),
+        "nats",
+        most=BFLOAT16_MEAN,
+        remedy=words,
+    )
+    report.figure(
+        "the old weights fit worse by",
+        float(old.mean() / max(new.mean(), 1e-9)),
+        "times",
+        least=OLD_WEIGHTS,
+        remedy=words,
+    )
+
+
+def precision(report: Report) -> None:
+    """Run the engine in float32, where any error larger than rounding shows."""
+    asyncio.run(_engine(report, "rollout.enforce_eager=true", speed=False))
+
+
+def tensor_parallel(report: Report) -> None:
+    asyncio.run(_engine(report, speed=False))
+
+
+# --------------------------------------------------------------------------- sleep
+
+
+def sleep(report: Report) -> None:
+    asyncio.run(_sleep(report))
+
+
+async def _sleep(report: Report) -> None:
+    """Put an engine to sleep and wake it. Its memory must be free meanwhile, it must load new
+    weights, and with the folder's weights it must generate the same tokens as before."""
+    config = settings(
+        report, *(["+rollout.engine_args.enable_sleep_mode=true"] if report.gpus else [])
+    )
+    others = _device_used() if report.gpus else 0
+    running = await start(report, config)
+    try:
+        expected = await _greedy(report, running)
+        awake = _used(report, running, others)
+        began = time.monotonic()
+        moved = await running.sleep()
+        report.figure("keeping its weights: gives memory back in", time.monotonic() - began, "s")
+        report.figure("memory awake", awake / GIB, "GiB")
+        report.figure(
+            "memory given back",
+            moved.gib,
+            "GiB",
+            least=report.sizes.given_back * awake / GIB,
+            source=f"{report.sizes.given_back:g} of it",
+            remedy=KEPT,
+        )
+        versions = Versions(
+            folder(report), report.folder / "store-sleep", report.sizes.dtype, report.setup.device
+        )
+        version = await asyncio.to_thread(versions.change, report.sizes.changed)
+        began = time.monotonic()
+        await running.wake_weights()
+        loaded = await running.load_version(version, str(versions.store), config.transfer)
+        await running.wake()
+        report.figure("takes a version and wakes in", time.monotonic() - began, "s")
+        report.figure("values of that version", loaded.changed, least=1)
+        report.figure(
+            "turns by the new weights are others",
+            await _greedy(report, running) != expected,
+            equal=True,
+        )
+        await _forgets(report, running, awake, others)
+        same = [a == b for a, b in zip(await _greedy(report, running), expected, strict=True)]
+        report.figure(
+            "turns by the folder's weights that are as before", sum(same), least=len(same)
+        )
+    finally:
+        await running.shutdown()
+
+
+async def _forgets(report: Report, running, awake: int, others: int) -> None:
+    """Deactivate an engine, as when it idles. Activated, it reads the folder's weights again."""
+    began = time.monotonic()
+    await running.deactivate()
+    report.figure("forgetting its weights: gives memory back in", time.monotonic() - began, "s")
+    if report.gpus:  # not on a CPU, where released pages return only when touched
+        report.figure(
+            "memory given back again",
+            (awake - _used(report, running, others)) / GIB,
+            "GiB",
+            least=report.sizes.given_back * awake / GIB,
+            remedy=KEPT,
+        )
+    began = time.monotonic()
+    await running.activate()
+    report.figure("wakes in", time.monotonic() - began, "s")
+
+
+async def _greedy(report: Report, running) -> list[list[int]]:
+    """Run greedy turns one by one, because a batch's other turns change the rounding of sums."""
+    return [
+        (await turn(running, f"greedy-{i}", prompt, report.sizes.new, temperature=0.0)).tokens
+        for i, prompt in enumerate(prompts(report, report.sizes.turns, 11))
+    ]
+
+
+def _used(report: Report, running, others: int) -> int:
+    """Return the engine's bytes: on a GPU those in use less the `others` that were in use before
+    its start, on a CPU its resident memory."""
+    if report.gpus:
+        return _device_used() - others
+    from rose.memory import resident_bytes
+
+    return resident_bytes(running.pid)
+
+
+def _device_used() -> int:
+    """Return the bytes that all processes use on the device."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+CHECKS = (
+    Check(
+        "engine",
+        "a non-eager engine: speed, a flip under traffic, log-probabilities against the trainer's",
+        engine,
+        {"cuda": GPU, "cpu": CPU},
+        280.0,
+        "the engine's own words are in the log; VLLM_LOGGING_LEVEL=INFO says more. Memory: --set "
+        "engine.utilization=0.8",
+    ),
+    Check(
+        "precision",
+        "the same weights in float32, where only TF32 may differ",
+        precision,
+        {"cuda": NARROW, "cpu": NARROW_CPU},
+        180.0,
+        "a wrong kernel, or weights that are not the version's: the log has the engine's words",
+    ),
+    Check(
+        "tp2",
+        "an engine over two GPUs takes a version while turns run",
+        tensor_parallel,
+        {"cuda": BOTH, "cpu": NARROW_CPU},
+        240.0,
+        "NCCL between the two: python -m rose.doctor cluster=gpus; NCCL_DEBUG=INFO; "
+        "NCCL_P2P_DISABLE=1 goes around a "
+        "broken link",
+        least_gpus=2,
+        on_cpu=False,
+    ),
+    Check(
+        "sleep",
+        "a non-eager engine gives its memory back, wakes, makes the same tokens, and takes a "
+        "version",
+        sleep,
+        {"cuda": SLEEPS, "cpu": SLEEPS_CPU},
+        180.0,
+        "rollout.engine_args.enable_sleep_mode needs vLLM's cumem allocator: the log says why it "
+        "has none",
+    ),
+)

@@ -1,0 +1,215 @@
+"""The checks of options that make a trainer's step cheaper, for gpu_check.py: compiled layers
+(trainer.compile), Liger's kernels (trainer.kernels=liger), and a second copy of ZeRO-3's weights
+within a node (trainer.hpz).
+
+Each option is compared with a trainer without it, on the same batches.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.gpu.frame import Check, Report
+from tests.gpu.trainer import LIKE, Training, _shape, batch, settings, spawn, started
+
+# Least speed relative to the step without the option. Below it the option gains nothing.
+NO_SLOWER = 0.95
+HPZ = 2  # ranks in a group that holds a copy
+EXACT = 1e-5  # largest relative difference in float32
+
+
+class Steps(Training):
+    ranks: int
+
+
+GPU = Steps("bfloat16", 8, 8, 1024, 1024, 16384, True, False, 3, 1)
+CPU = Steps("float32", 2, 3, 24, 24, 256, True, False, 1, 1)
+GPU_HPZ = msgspec.structs.replace(GPU, ranks=4)
+CPU_HPZ = msgspec.structs.replace(CPU, ranks=4)
+
+
+def compiled(report: Report) -> None:
+    for stage in (2, 3):
+        name = f"compiled, ZeRO-{stage}"
+        _compare(report, name, "trainer.compile=true", "trainer.compile=false", stage)
+
+
+def liger(report: Report) -> None:
+    for package in ("liger_kernel", "triton"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} isn't installed: pip install 'rose-rl[liger]'")
+    if not report.gpus:
+        pytest.skip("Triton's kernels need a GPU")
+    _compare(report, "Liger", "trainer.kernels=liger", "trainer.kernels=none")
+
+
+def hpz(report: Report) -> None:
+    with_it, without = f"trainer.hpz={HPZ}", "trainer.hpz=null"
+    _compare(report, "second copy", with_it, without, stage=3, floor=0.0)
+
+
+def _compare(
+    report: Report, name: str, override: str, without: str, stage: int = 2, floor: float = NO_SLOWER
+) -> None:
+    """Compare steps with `override` and without: the gradients must be the same, and the speed at
+    least `floor` times that without."""
+    ranks, zero = report.sizes.ranks, f"trainer.zero_stage={stage}"
+    plain = spawn(report, _steps, ranks, zero)
+    other = spawn(report, _steps, ranks, zero, override)
+    report.figure(f"{name}: start", max(r["start_s"] for r in other), "s")
+    most = EXACT if report.sizes.dtype == "float32" else LIKE
+    for kind in ("rows", "trees"):
+        exact, found = ([rank[kind] for rank in run] for run in (plain, other))
+        for value, differs in _differences(exact, found).items():
+            report.figure(
+                f"{name}, {kind}: {value} differs by",
+                differs,
+                most=most,
+                remedy=f"{without} until it is mended: it computes something else here",
+            )
+        seconds = [max(min(r[kind]["seconds"]) for r in run) for run in (plain, other)]
+        report.figure(
+            f"{name}, {kind}: speed of that without",
+            seconds[0] / seconds[1],
+            "times",
+            least=floor if report.gpus else None,
+            source="the same batches in the same call",
+            remedy=f"{without}: it costs more than it saves here",
+        )
+
+
+def _differences(exact: list[dict], found: list[dict]) -> dict[str, float]:
+    """Return how far the steps of one kind differ. Log-probabilities of all ranks: the mean
+    difference in nats. Gradient: it is projected on random directions, one per parameter, and the
+    length of the projections' difference is relative to that of the projections. Gradient norm and
+    entropy: relative differences."""
+    out = {
+        name: abs(found[0][name] - exact[0][name]) / max(abs(exact[0][name]), 1e-12)
+        for name in ("grad_norm", "entropy")
+    }
+    apart = [np.subtract(f["logprobs"], e["logprobs"]) for e, f in zip(exact, found, strict=True)]
+    out["log-probability"] = float(np.mean(np.abs(np.concatenate(apart))))
+    ours, theirs = (np.array(ranks[0]["projections"]) for ranks in (found, exact))
+    out["gradient"] = float(np.linalg.norm(ours - theirs) / max(np.linalg.norm(theirs), 1e-12))
+    return out
+
+
+@contextmanager
+def _looked_at(made, out: dict) -> Iterator[None]:
+    """Record a step in `out`: this rank's first log-probabilities, and a projection of each
+    parameter's whole gradient on a random direction that is the same in every process."""
+    import torch
+    from deepspeed.utils import safe_get_full_grad
+
+    update, logprobs = made.engine._update, []
+
+    def projection(number: int, gradient) -> float:
+        dice = torch.Generator(gradient.device).manual_seed(number)
+        direction = torch.randn(gradient.shape, generator=dice, device=gradient.device)
+        return float((gradient.float() * direction).sum())
+
+    def updated(stepped):
+        weights = made.engine.policy.named_weights()
+        gradients = (safe_get_full_grad(p) for _, p in weights)
+        out["projections"] = [projection(n, g) for n, g in enumerate(gradients)]
+        return update(stepped)
+
+    hook = made.engine.policy.register_forward_hook(
+        lambda policy, given, found: logprobs.append(found[0].detach()) if not logprobs else None
+    )
+    made.engine._update = updated
+    try:
+        yield
+    finally:
+        hook.remove()
+        del made.engine._update
+    out["logprobs"] = logprobs[0].flatten().tolist()
+
+
+def _steps(report: Report, rank: int, world: int, port: int, *overrides: str) -> dict:
+    """Run and time steps on padded rows and on prefix trees of the same batch."""
+    import torch
+
+    from rose import protocol
+    from rose.trainer.batching import Padded, Shared, plan_micro_batches
+
+    sizes = report.sizes
+    rows = batch(sizes, _shape(report).vocab)
+    config = settings(
+        report,
+        sizes,
+        world,
+        sizes.shared + sizes.own,
+        len(rows),
+        f"trainer.micro_batch_tokens={sizes.micro_batch_tokens}",
+        f"trainer.gradient_checkpointing={str(sizes.checkpointing).lower()}",
+        *overrides,
+    )
+    began = time.monotonic()
+    made = started(report, config, rank, world, port)
+    out = {"start_s": time.monotonic() - began}
+    summary = protocol.BatchSummary(
+        [t.reward for t in rows.values()],
+        [int(t.group[1:]) for t in rows.values()],
+        [t.response_tokens for t in rows.values()],
+        [False] * len(rows),
+    )
+    tokens = [protocol.unpack_tokens(t.tokens) for t in rows.values()]
+    number = 0
+    for kind, packing in (("rows", Padded([len(t) for t in tokens])), ("trees", Shared(tokens))):
+        plan = plan_micro_batches(packing, world, sizes.micro_batch_tokens, 1)[rank]
+        mine = {row: rows[row] for micro in plan[0] for row in micro}
+        step = partial(protocol.TrainStep, summary=summary, micro_batches=plan, parts=1)
+        out[kind] = {"seconds": []}
+        number += 1
+        with _looked_at(made, out[kind]):
+            metrics = made.train(step(step=number, trees=kind == "trees"), mine)
+        out[kind] |= {name: metrics[name] for name in ("grad_norm", "entropy")}
+        for _ in range(sizes.timed):
+            number += 1
+            began = time.monotonic()
+            made.train(step(step=number, trees=kind == "trees"), mine)
+            if made.device.type == "cuda":
+                torch.cuda.synchronize()
+            out[kind]["seconds"].append(time.monotonic() - began)
+            report.say(f"{kind}: step {number} took {out[kind]['seconds'][-1]:.2f} s")
+    made.close()
+    return out
+
+
+CHECKS = (
+    Check(
+        "compile",
+        "torch.compile of layers and head, ZeRO-2 and 3: the same as without, time of the start, speed",
+        compiled,
+        {"cuda": GPU, "cpu": CPU},
+        1080.0,
+        "trainer.compile=false; the log has the compiler's words. A compiler: apt-get install g++",
+    ),
+    Check(
+        "liger",
+        "Liger's norms, rotary positions and MLPs: the same gradients as without, speed",
+        liger,
+        {"cuda": GPU, "cpu": CPU},
+        300.0,
+        "trainer.kernels=none; pip install 'liger-kernel==0.8.*' beside the torch that is there",
+        on_cpu=False,
+    ),
+    Check(
+        "hpz",
+        "ZeRO-3 with a second copy of the weights in groups of 2 ranks: the same gradients, speed",
+        hpz,
+        {"cuda": GPU_HPZ, "cpu": CPU_HPZ},
+        400.0,
+        "trainer.hpz=null; a hang: NCCL_DEBUG=INFO",
+        least_gpus=4,
+    ),
+)

@@ -1,0 +1,237 @@
+"""The checks of whole runs for gpu_check.py: `launch.py` as a user calls it. Trainer and engine use
+one GPU in turn, or two GPUs, with and without a second engine on the trainer's GPU or a second
+trainer on the engine's; a mixture of experts; rows that two GPUs compute together.
+
+The model is the tiny one of the default run, so that the weights that are trained, published and
+loaded change from step to step.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from scripts.harness import REPOSITORY
+from tests.gpu.frame import Check, Report
+from tests.gpu.model import TOKENIZER_STEPS
+
+TAIL = 30  # last lines of a failed run's logs that are shown
+
+
+class Run(msgspec.Struct):
+    overrides: list[str]
+    steps: int
+    mismatch: float  # largest mean |log-probability difference| of engine and trainer
+
+
+SMALL = [
+    "rollout.workers=1",
+    "trainer.ranks=1",
+    "rollout.environment_hosts=1",
+    "trainer.batch_size=32",
+    "rollout.group_size=8",
+    "eval.episodes=16",
+    "trainer.checkpoint_every=1",
+    "observe.terminal=false",
+    "fresh=true",
+]
+ON_GPU = [
+    *SMALL,
+    f"+model.recipe.steps={TOKENIZER_STEPS}",
+    "cluster=gpus",
+    "trainer=zero3_gpu",
+    "rollout=gpu",
+    "model.dtype=bfloat16",
+    "trainer.optimizer.lr=1e-4",
+    "rollout.gpu_memory_utilization=0.5",
+]
+# The command of a user with one GPU, with another model.
+IN_TURN = ["+experiment=qwen3_0_6b", "model=tiny", "env=frozen_lake", "env.max_new_tokens=64"]
+# Covers vLLM's fused experts, their names in a version, and routing replayed by the trainer.
+EXPERTS = ["+model.recipe.experts=8", "trainer.router_replay=true"]
+# Two trainer ranks compute each row together. Two engines use the same GPUs in turn.
+LONG = [
+    "colocate=true",
+    "trainer.ranks=2",
+    "trainer.sequence_parallel=2",
+    "trainer.offload_activations=true",
+    "rollout.workers=2",
+]
+HYBRID = [
+    "rollout.hybrid=1",
+    "scheduler/provisioning=all_idle",
+    "scheduler.provisioning.args.hybrid_wait_s=0",
+]
+REPLICAS = ["trainer.elastic_replicas=1"]
+SEVERAL = 30  # number of steps, during which the replica starts
+ON_CPU = [
+    *SMALL,
+    "rollout.kv_cache_gib=0.05",
+    "rollout.threads=1",
+    "trainer.threads=1",
+    "trainer.batch_size=8",
+    "rollout.group_size=4",
+    "eval.episodes=0",
+    "model.dtype=float32",
+]
+
+
+def job(report: Report) -> None:
+    from rose.observe.metrics import read_metrics, rows_of
+
+    sizes, runs = report.sizes, report.folder / "runs"
+    command = [
+        sys.executable,
+        str(REPOSITORY / "launch.py"),
+        f"output_dir={runs}",
+        "name=gpu-check",
+        f"trainer.steps={sizes.steps}",
+        *sizes.overrides,
+    ]
+    report.say(" ".join(["python launch.py", *command[2:]]))
+    began = time.monotonic()
+    with (report.folder / "launch.log").open("wb") as words:
+        code = subprocess.run(
+            command, stdout=words, stderr=words, stdin=subprocess.DEVNULL
+        ).returncode
+    if code:
+        print(
+            "\n".join(
+                (report.folder / "launch.log")
+                .read_text(errors="replace", encoding="utf-8")
+                .splitlines()[-TAIL:]
+            )
+        )
+        _print_logs(runs / "gpu-check")
+        raise RuntimeError(f"launch.py ended with code {code}; its last words are in the log")
+    report.figure("the whole command", time.monotonic() - began, "s")
+    rows = read_metrics(runs / "gpu-check")
+    steps = rows_of(rows, "step")
+    report.figure("steps", len(steps), equal=sizes.steps)
+    report.figure(
+        "faults",
+        len(rows_of(rows, "fault")),
+        equal=0,
+        remedy="an engine or a rank died and was replaced",
+    )
+    last = steps[-1]
+    report.figure(
+        "mean |difference| of log-probabilities",
+        last["mismatch_abs"],
+        "nats",
+        most=sizes.mismatch,
+        remedy="the engine's weights are not the trainer's: check engine and transfer first",
+    )
+    report.figure("gradient norm is a number", math.isfinite(last["grad_norm"]), equal=True)
+    report.figure("values published", last["publish_bytes"], "bytes", least=1)
+    for name in sorted(k for k in last if k.startswith("time_")):
+        report.figure(f"last step, {name.removeprefix('time_')}", last[name], "s")
+    # Reported only when the device is shared in turn.
+    for name in sorted(last.keys() & {"seconds_sleep", "seconds_wake"}):
+        report.figure(f"last step, {name.removeprefix('seconds_')}", last[name], "s")
+    if shared := [row for row in steps if row.get("replicas")]:
+        report.figure("replica's share of the tokens", shared[-1]["replica_token_share"], "share")
+    if "replicas" in last:
+        report.figure(
+            "steps in which the replica had a part",
+            len(shared),
+            least=1,
+            remedy="the engine's log in logs/latest, which is its too, tells why it was not up",
+        )
+        report.figure("parts that it lost", sum(row["replicas_lost"] for row in steps), equal=0)
+    for name in sorted(k for k in last if k.startswith("hybrid_")):
+        report.figure(f"last step, {name}", last[name], "share")
+    for name in sorted(k for k in last if k.endswith("_gib")):
+        report.figure(f"last step, {name.removesuffix('_gib')}", last[name], "GiB")
+    report.figure("last step", last["tokens_per_s"], "token/s")
+
+
+def _print_logs(run: Path) -> None:
+    for path in sorted((run / "logs" / "latest").glob("*.log")):
+        print(
+            f"--- {path.name}\n"
+            + "\n".join(path.read_text(errors="replace", encoding="utf-8").splitlines()[-TAIL:])
+        )
+
+
+CHECKS = (
+    Check(
+        "job",
+        "launch.py on two GPUs: one trains, one rolls out",
+        job,
+        {"cuda": Run([*ON_GPU, "cluster.gpus=2"], 2, 0.05), "cpu": Run(ON_CPU, 1, 1e-3)},
+        240.0,
+        "the log has each rank's last words",
+        least_gpus=2,
+        needs_model=False,
+    ),
+    Check(
+        "colocated",
+        "launch.py on one GPU: trainer and engine hold it in turn",
+        job,
+        {
+            "cuda": Run([*IN_TURN, *ON_GPU, "cluster.gpus=1"], 2, 0.05),
+            "cpu": Run([*IN_TURN, *ON_CPU, "cluster=local", "cluster.gpus=0"], 1, 0.02),
+        },
+        300.0,
+        "the log has each rank's last words; out of memory: rollout.gpu_memory_utilization lower",
+        needs_model=False,
+    ),
+    Check(
+        "hybrid",
+        "launch.py on two GPUs: one rolls out, one trains and rolls out in turn",
+        job,
+        {
+            "cuda": Run([*ON_GPU, *HYBRID, "cluster.gpus=2"], 2, 0.05),
+            "cpu": Run([*ON_CPU, *HYBRID], 1, 1e-3),
+        },
+        300.0,
+        "`colocated` tells whether it is the turns; the log has each rank's last words",
+        least_gpus=2,
+        needs_model=False,
+    ),
+    Check(
+        "replicas",
+        "launch.py on two GPUs: one trains, one rolls out and trains in turn",
+        job,
+        {
+            "cuda": Run([*ON_GPU, *REPLICAS, "cluster.gpus=2"], SEVERAL, 0.05),
+            "cpu": Run([*ON_CPU, *REPLICAS], SEVERAL, 1e-3),
+        },
+        400.0,
+        "`colocated` tells whether it is the engine's sleep; the log has each process's last words",
+        least_gpus=2,
+        needs_model=False,
+    ),
+    Check(
+        "mixture",
+        "launch.py on one GPU with a mixture of experts: the trainer routes as the engine did",
+        job,
+        {
+            "cuda": Run([*IN_TURN, *ON_GPU, *EXPERTS, "cluster.gpus=1"], 2, 0.05),
+            "cpu": Run([*IN_TURN, *ON_CPU, *EXPERTS, "cluster=local", "cluster.gpus=0"], 1, 0.02),
+        },
+        300.0,
+        "trainer.router_replay=false tells whether it is the replay; the log has each rank's words",
+        needs_model=False,
+    ),
+    Check(
+        "long",
+        "launch.py on two GPUs that compute each row together and hold engines in turn",
+        job,
+        {
+            "cuda": Run([*IN_TURN, *ON_GPU, *LONG, "cluster.gpus=2"], 2, 0.05),
+            "cpu": Run([*IN_TURN, *ON_CPU, *LONG, "cluster=local", "cluster.gpus=0"], 1, 0.02),
+        },
+        300.0,
+        "NCCL between the two: python -m rose.doctor cluster=gpus; trainer.sequence_parallel=1 "
+        "tells whether it is the sharing of rows",
+        least_gpus=2,
+        needs_model=False,
+    ),
+)

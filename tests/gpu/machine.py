@@ -1,0 +1,316 @@
+"""The checks of the machine for gpu_check.py: driver, packages, compilers, speeds, memory left.
+
+Raw speeds come first, because all other speeds are read against them: a GPU that is throttled,
+shared or cut by MIG shows here.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rose.doctor import devices
+from rose.doctor.devices import FREE_SHARE, GIB
+from rose.doctor.finding import run
+from tests.gpu.frame import Check, Report
+
+PACKAGES = ("torch", "vllm", "deepspeed", "transformers", "triton", "mpi4py", "numpy", "numba")
+LEAST_SHM_GIB = 8.0
+LEAST_DISK_GIB = 5.0
+
+
+class Machine(msgspec.Struct):
+    copied_bytes: int  # bytes of the device-to-device copy
+    matrix: int  # side of the square matrices that are multiplied
+    repeats: int
+    shm_gib: float  # GiB that /dev/shm must have free
+    disk_gib: float
+
+
+class Ranks(msgspec.Struct):
+    backend: str
+    ranks: int | None  # null for all GPUs
+
+
+class Nothing(msgspec.Struct):
+    """The sizes of a check that has none."""
+
+
+def visible(listed: int) -> int:
+    """Return how many of `listed` GPUs a process that is started here sees."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is None:
+        return listed
+    return min(
+        listed, len([one for one in given.split(",") if one.strip() and one.strip() != "-1"])
+    )
+
+
+# --------------------------------------------------------------------------- machine
+
+
+def machine(report: Report) -> None:
+    for name in PACKAGES:
+        try:
+            report.say(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            wanted = report.gpus or name != "triton"  # CPU builds need no triton
+            report.say(f"{name} is not installed" + ("" if wanted else ", and not needed on a CPU"))
+    _host(report)
+    if report.gpus:
+        _driver(report)
+        _compiler(report)
+    _raw(report)
+
+
+def _host(report: Report) -> None:
+    report.figure(
+        "cores for this process",
+        len(os.sched_getaffinity(0)),
+        least=2,
+        remedy=(
+            "an engine, a trainer and the coordinator need a core each: ask for more "
+            "(--cpus-per-task)"
+        ),
+    )
+    report.figure(
+        "scratch folder free",
+        shutil.disk_usage(report.folder).free / GIB,
+        "GiB",
+        least=report.sizes.disk_gib,
+        remedy="--folder another one",
+    )
+    report.figure("Python", f"{sys.version.split()[0]} {sys.executable}")
+
+
+def _driver(report: Report) -> None:
+    """Check that the doctor, torch and the environment agree about driver and devices."""
+    for finding in devices.of_node(max(1, report.setup.gpus), report.sizes.shm_gib):
+        report.say(f"{finding.part}: {finding.words}")
+        report.figure(
+            f"doctor: {finding.part}",
+            finding.state,
+            remedy=finding.remedy,
+            **({"equal": "ok"} if finding.state == "failed" else {}),
+        )
+    import torch
+
+    report.figure("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "not set"))
+    torch.cuda.init()  # raises an error with the driver's message
+    report.figure(
+        "GPUs that torch sees",
+        torch.cuda.device_count(),
+        equal=report.setup.gpus,
+        remedy="CUDA_VISIBLE_DEVICES names devices that are not there",
+    )
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        words = f"{properties.name}, {properties.multi_processor_count} multiprocessors"
+        report.figure(f"GPU {index}", words)
+        _free(report, index, "free", "another process holds memory there: nvidia-smi names it")
+    done = run(["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"])
+    if mode := done.out.partition("\n")[0].strip():
+        report.figure(
+            "compute mode",
+            mode,
+            equal="Default",
+            remedy="engine and trainer share a device: nvidia-smi -c 0 (as root)",
+        )
+
+
+def _free(report: Report, index: int, when: str, remedy: str) -> None:
+    """Report the share of a GPU's memory that is free."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info(index)
+    report.figure(
+        f"GPU {index}, {when}",
+        free / total,
+        least=FREE_SHARE,
+        source="of its memory",
+        remedy=remedy,
+    )
+
+
+def _compiler(report: Report) -> None:
+    """Check for a C compiler and Python's headers. Triton builds a launcher in C at first use;
+    without them vLLM does not start."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "none"
+    report.figure(
+        "C compiler", compiler, remedy="Triton needs one: apt-get install gcc, or module load gcc"
+    )
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    report.figure(
+        "Python.h",
+        headers.is_file(),
+        equal=True,
+        remedy=(
+            f"Triton compiles against {headers}: apt-get install python3-dev, or a Python that has "
+            "it"
+        ),
+    )
+    import torch
+
+    from tests.gpu.kernel import add_one
+
+    values = torch.zeros(1000, device="cuda")
+    began = time.monotonic()
+    add_one[(1,)](values, values.numel(), BLOCK=1024)
+    report.figure("Triton kernel is right", bool((values == 1).all()), equal=True)
+    report.figure("Triton's first kernel", time.monotonic() - began, "s")
+
+
+def _raw(report: Report) -> None:
+    """Time a copy on the device, copies over the bus, and a product of bfloat16 matrices."""
+    import torch
+
+    sizes, device = report.sizes, torch.device(report.setup.device)
+    rates = report.setup.rates or (None, None)
+    source = torch.ones(sizes.copied_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    took = timed(lambda: target.copy_(source), device, sizes.repeats)
+    report.share(
+        "copy on the device, read and written",
+        2 * sizes.copied_bytes / took / 1e9,
+        "GB/s",
+        rates[1] and rates[1] / 1e9,
+        0.5,
+        "HBM",
+        "throttled, shared, or a slice of MIG? nvidia-smi -q",
+    )
+    host = torch.empty(sizes.copied_bytes // 4, dtype=torch.uint8, pin_memory=report.gpus)
+    part = source[: len(host)]
+    for name, work in (
+        ("to the host", lambda: host.copy_(part)),
+        ("from the host", lambda: part.copy_(host)),
+    ):
+        report.figure(
+            f"copy {name}, pinned",
+            len(host) / timed(work, device, sizes.repeats) / 1e9,
+            "GB/s",
+            least=2.0 if report.gpus else None,
+            source="PCIe 3.0 x16 has 16" if report.gpus else "",
+            remedy="weights and versions go over this bus: lspci -vv says its width",
+        )
+    a, b = (
+        torch.randn(sizes.matrix, sizes.matrix, dtype=torch.bfloat16, device=device)
+        for _ in range(2)
+    )
+    took = timed(lambda: a @ b, device, sizes.repeats)
+    report.share(
+        "bfloat16 matrix product",
+        2 * sizes.matrix**3 / took / 1e12,
+        "TFLOP/s",
+        rates[0] and rates[0] / 1e12,
+        0.3,
+        "dense peak",
+        "throttled or shared? nvidia-smi -q -d PERFORMANCE",
+    )
+    error = float(((a[:64] @ b).float() - a[:64].float() @ b.float()).abs().max())
+    report.figure(
+        "its largest error",
+        error / sizes.matrix**0.5,
+        most=0.1,
+        source="of a product's standard deviation",
+    )
+
+
+def timed(work: Callable[[], Any], device, repeats: int) -> float:
+    """Return the seconds of the fastest of `repeats` calls, after one that is not counted."""
+    import torch
+
+    work()
+    best = float("inf")
+    for _ in range(repeats):
+        _synchronize(torch, device)
+        began = time.perf_counter()
+        work()
+        _synchronize(torch, device)
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def _synchronize(torch, device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def nccl(report: Report) -> None:
+    """Run the doctor's all-reduce, a rank per GPU, which checks the sum. Report its speed."""
+    ranks = report.sizes.ranks or report.setup.gpus
+    done = run([sys.executable, "-m", "rose.doctor.all_reduce", report.sizes.backend, str(ranks)])
+    told = [event["gib_per_s"] for event in done.events() if event["what"] == "all-reduce"]
+    print(done.out, done.err)
+    if done.code or not told:
+        raise RuntimeError(done.last)
+    report.figure(
+        f"all-reduce between {ranks}, bus bandwidth",
+        told[0],
+        "GiB/s",
+        least=1.0 if report.gpus else None,
+        remedy="nvidia-smi topo -m shows the links; without NVLink PCIe gives 5 to 20",
+    )
+
+
+def left(report: Report) -> None:
+    """Check that the checks of this call hold no memory on the devices. Processes that a check
+    leaves behind are ended by gpu_check.py."""
+    import torch
+
+    if not report.gpus:
+        pytest.skip("no GPU to look at")
+    for index in range(torch.cuda.device_count()):
+        remedy = "nvidia-smi says which process holds it; if none does, the driver needs a reset"
+        _free(report, index, "free at the end", remedy)
+
+
+FIRST = (
+    Check(
+        "machine",
+        "driver, packages, compiler, and what the device does raw",
+        machine,
+        {
+            "cuda": Machine(2**30, 8192, 5, LEAST_SHM_GIB, LEAST_DISK_GIB),
+            "cpu": Machine(2**24, 256, 1, 0.1, 0.5),
+        },
+        150.0,
+        "python -m rose.doctor cluster=gpus says more of packages and driver",
+        least_gpus=0,
+        needs_model=False,
+    ),
+)
+LAST = (
+    Check(
+        "nccl",
+        "an all-reduce between all GPUs",
+        nccl,
+        {"cuda": Ranks("nccl", None), "cpu": Ranks("gloo", 2)},
+        90.0,
+        "NCCL_DEBUG=INFO says more; nvidia-smi topo -m shows the links; NCCL_P2P_DISABLE=1 in "
+        "cluster.env goes around "
+        "a broken one",
+        least_gpus=2,
+        needs_model=False,
+    ),
+    Check(
+        "left",
+        "nothing of these checks is left on the devices",
+        left,
+        {"cuda": Nothing(), "cpu": Nothing()},
+        60.0,
+        "nvidia-smi names the process that holds memory",
+        on_cpu=False,
+        needs_model=False,
+    ),
+)
+ALL_NEED = ("machine",)

@@ -1,0 +1,39 @@
+"""The checks of scripts/gpu_check.py, in the order in which it runs them."""
+
+import pytest
+
+from tests.gpu import (
+    coserving,
+    digests,
+    drafts,
+    engine,
+    experts,
+    fused,
+    jobs,
+    lora,
+    machine,
+    model,
+    trainer,
+)
+from tests.gpu.frame import Check, Report
+
+ALL = (
+    *machine.FIRST,
+    model.MODEL,
+    *trainer.CHECKS,
+    *experts.CHECKS,
+    *fused.CHECKS,
+    *digests.CHECKS,
+    *engine.CHECKS,
+    *lora.CHECKS,
+    *drafts.CHECKS,
+    *coserving.CHECKS,
+    *jobs.CHECKS,
+    *machine.LAST,
+)
+CHECKS = {check.name: check for check in ALL}
+
+
+@pytest.mark.parametrize("check", ALL, ids=[check.name for check in ALL])
+def test_gpu(check: Check, report: Report) -> None:
+    check.work(report)

@@ -1,0 +1,523 @@
+"""The checks of the trainer for gpu_check.py: memory and speed of ZeRO-3 on all visible GPUs, and a
+version from its shards into tensors on the device.
+
+Each rank is a process. Imports torch and DeepSpeed only within the checks.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from scripts.harness import configured, free_port
+from scripts.run_weights import threads
+from tests.gpu.frame import Check, Report
+from tests.gpu.model import folder
+
+GIB = 2**30
+JOIN_S = 30.0
+# Least share of the dense peak. Recomputed operations don't count.
+MFU_ROWS, MFU_TREES = (0.08, 0.04)
+# Largest relative difference in gradient norm and entropy between trees and rows, in bfloat16.
+LIKE = 0.05
+ESTIMATE = (0.4, 1.1)  # allowed range of the peak, as multiples of rose.launch.memory's estimate
+
+
+class Training(msgspec.Struct):
+    dtype: str
+    groups: int
+    members: int  # rows of a group
+    shared: int  # tokens with which all rows of a group begin
+    own: int  # tokens after them in each row, by the policy
+    micro_batch_tokens: int
+    checkpointing: bool
+    offload: (
+        # Offloads the optimizer to the host. Off by default: it needs nvcc and a minute.
+        bool
+    )
+    timed: int  # timed steps of each kind, after one that is not timed
+
+
+class Moves(msgspec.Struct):
+    dtype: str
+    shares: list[float]  # shares of values that change, a version for each
+    stage_gib: float  # GiB for blocks that are staged whole
+    peak_share: (
+        # Largest memory that staging may take on the device, as a multiple of the weights.
+        float
+    )
+
+
+GPU = Training("bfloat16", 8, 8, 1024, 1024, 16384, True, False, 2)
+CPU = Training("bfloat16", 2, 3, 24, 24, 256, True, False, 1)
+
+
+def settings(report: Report, sizes: Any, world: int, longest: int, batch: int, *overrides: str):
+    """Return the configuration of `world` trainer ranks, by conf/trainer/zero3_gpu."""
+    gpus = ["cluster=gpus", f"cluster.gpus={world + 1}"] if report.gpus else []
+    return configured(
+        *gpus,
+        "trainer=zero3_gpu",
+        f"trainer.ranks={world}",
+        f"trainer.dtype={sizes.dtype}",
+        f"trainer.batch_size={batch}",
+        f"rollout.group_size={batch}",
+        "rollout.workers=1",
+        "model.source=folder",
+        f"model.path={folder(report)}",
+        f"model.dtype={sizes.dtype}",
+        f"model.max_context={longest}",
+        f"trainer.threads={threads()}",
+        "trainer.step_timeout_s=120",
+        "algorithm.importance_cap=null",
+        *overrides,
+    )
+
+
+def spawn(report: Report, work, world: int, *arguments: Any) -> list[dict]:
+    """Run `work(report, rank, world, port, *arguments)` on each rank, in a process each, and return
+    the results. Raises `RuntimeError` if a rank dies."""
+    port = free_port()
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    ranks = [
+        context.Process(
+            target=_rank,
+            args=(queue, work, report.setup, report.sizes, rank, world, port, arguments),
+        )
+        for rank in range(world)
+    ]
+    for process in ranks:
+        process.start()
+    found: dict[int, dict] = {}
+    while len(found) < world:
+        while queue.empty():
+            dead = [
+                (rank, p.exitcode)
+                for rank, p in enumerate(ranks)
+                if p.exitcode is not None and rank not in found
+            ]
+            if dead and queue.empty():
+                for process in ranks:
+                    process.kill()
+                raise RuntimeError(
+                    f"trainer rank {dead[0][0]} ended with {dead[0][1]}; its words are in the log"
+                )
+            time.sleep(0.05)
+        rank, kind, told = queue.get()
+        if kind == "say":
+            report.say(told)
+        else:
+            found[rank] = told
+    for process in ranks:
+        process.join(JOIN_S)
+    return [found[rank] for rank in range(world)]
+
+
+def _rank(queue, work, setup, sizes, rank: int, world: int, port: int, arguments: tuple) -> None:
+    from rose.processes import die_with_parent
+
+    die_with_parent()
+    report = Report(setup, sizes, lambda _: None)
+
+    def say(words: str) -> None:
+        if rank == 0:
+            queue.put((rank, "say", words))
+
+    report.say = say
+    queue.put((rank, "done", work(report, rank, world, port, *arguments)))
+
+
+# --------------------------------------------------------------------------- trainer
+
+
+def trainer(report: Report) -> None:
+    world = max(1, report.setup.gpus)
+    found = spawn(report, _train, world)
+    first, shape = found[0], _shape(report)
+    report.figure("ranks", world)
+    flops = report.setup.rates[0] if report.setup.rates else None
+    for kind, floor in (("rows", MFU_ROWS), ("trees", MFU_TREES)):
+        seconds = min(
+            max(rank[kind]["seconds"][i] for rank in found) for i in range(report.sizes.timed)
+        )
+        tokens = sum(rank[kind]["tokens"] for rank in found)
+        report.figure(f"{kind}: computed tokens", tokens / seconds, "token/s")
+        useful = _flops(shape, [rank[kind] for rank in found]) / seconds / world
+        report.share(
+            f"{kind}: useful operations",
+            useful / 1e12,
+            "TFLOP/s a GPU",
+            flops and flops / 1e12,
+            floor,
+            "dense bfloat16, recomputation not counted",
+            "is the CPU busy? trainer.micro_batch_tokens larger?",
+        )
+        # A norm of NaN fails, too.
+        report.figure(f"{kind}: gradient norm", first[kind]["grad_norm"], least=1e-9)
+    for name in ("grad_norm", "entropy"):
+        rows, trees = first["rows"][name], first["trees"][name]
+        report.figure(
+            f"trees and rows, {name} differs by",
+            abs(trees - rows) / max(abs(rows), 1e-12),
+            most=LIKE,
+            remedy=(
+                "the tree's attention is not the rows': trainer.share_prefixes=false until it is "
+                "mended"
+            ),
+        )
+    given = first["given"]
+    report.figure("device given back for an engine's turn", given["give_s"], "s")
+    report.figure("device taken again", given["take_s"], "s")
+    if report.gpus:
+        report.figure(
+            "memory kept meanwhile",
+            given["kept_gib"],
+            "GiB",
+            most=0.1 * given["held_gib"],
+            source=f"of {given['held_gib']:.1f}",
+            remedy="what keeps it has no room for the engine: rose/trainer/offload.py",
+        )
+    report.figure(
+        "after that, gradient norm differs by",
+        abs(given["grad_norm"] / first["trees"]["grad_norm"] - 1),
+        most=LIKE,
+        remedy="states were lost on their way to host memory and back: colocate=false",
+    )
+    report.figure("tensors published and read back", first["published"], least=1)
+    report.figure(
+        "of them, not the trainer's",
+        first["wrong"],
+        most=0,
+        remedy="a version that is not the trainer's weights: report it with the log",
+    )
+    if report.gpus:
+        peak, estimate = max(rank["peak_gib"] for rank in found), first["estimate_gib"]
+        report.figure(
+            "memory at the peak",
+            peak,
+            "GiB",
+            least=ESTIMATE[0] * estimate,
+            most=ESTIMATE[1] * estimate,
+            source=f"rose.launch.memory says {estimate:.1f}",
+            remedy="dry runs rely on this estimate: say what was measured here in an issue",
+        )
+
+
+def _shape(report: Report):
+    from rose.config import read_shape
+
+    return read_shape(folder(report))
+
+
+def _flops(shape, ranks: list[dict]) -> float:
+    """Return the operations of forward and backward passes: 6 per weight and token, 12 per attended
+    pair and channel, and the head only for generated tokens."""
+    layer = shape.parameters - shape.vocab * shape.hidden * (1 if shape.tied_embeddings else 2)
+    head = shape.vocab * shape.hidden
+    width = shape.heads * shape.head_dim
+    return sum(
+        6.0 * (layer * r["tokens"] + head * r["made"]) + 12.0 * shape.layers * width * r["pairs"]
+        for r in ranks
+    )
+
+
+def _train(report: Report, rank: int, world: int, port: int) -> dict:
+    """Train steps on padded rows and on prefix trees of the same batch, then publish a version."""
+    import torch
+
+    from rose import protocol
+    from rose.config import read_shape
+    from rose.launch import memory
+    from rose.trainer.batching import Padded, Shared, plan_micro_batches
+
+    sizes = report.sizes
+    longest = sizes.shared + sizes.own
+    rows = batch(sizes, _shape(report).vocab)
+    config = settings(
+        report,
+        sizes,
+        world,
+        longest,
+        len(rows),
+        f"trainer.micro_batch_tokens={sizes.micro_batch_tokens}",
+        f"trainer.gradient_checkpointing={str(sizes.checkpointing).lower()}",
+        f"trainer.offload_optimizer={str(sizes.offload).lower()}",
+    )
+    began = time.monotonic()
+    made = started(report, config, rank, world, port)
+    report.say(f"rank 0 of {world} has its share after {time.monotonic() - began:.1f} s")
+    summary = protocol.BatchSummary(
+        [t.reward for t in rows.values()],
+        [int(t.group[1:]) for t in rows.values()],
+        [t.response_tokens for t in rows.values()],
+        [False] * len(rows),
+    )
+    tokens = [protocol.unpack_tokens(t.tokens) for t in rows.values()]
+    out: dict[str, Any] = {"parameters": made.engine.parameters}
+    number = 0
+    for kind, packing in (("rows", Padded([len(t) for t in tokens])), ("trees", Shared(tokens))):
+        plan = plan_micro_batches(packing, world, sizes.micro_batch_tokens, 1)[rank]
+        mine = {row: rows[row] for micro in plan[0] for row in micro}
+        seconds, metrics = [], []
+        for _ in range(sizes.timed + 1):
+            number += 1
+            began = time.monotonic()
+            metrics.append(
+                made.train(protocol.TrainStep(number, summary, plan, kind == "trees", 1), mine)
+            )
+            if made.device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.monotonic() - began)
+            report.say(f"{kind}: step {number} took {seconds[-1]:.2f} s")
+        out[kind] = {
+            "seconds": seconds[1:],
+            "grad_norm": metrics[0]["grad_norm"],
+            "entropy": metrics[0]["entropy"],
+            **_work(plan[0], packing, sizes),
+        }
+    out["given"] = _in_turn(
+        report,
+        made,
+        lambda: made.train(protocol.TrainStep(number + 1, summary, plan, True, 1), mine),
+    )
+    out["estimate_gib"] = memory.trainer(config, read_shape(folder(report))).total
+    out["peak_gib"] = (
+        memory.RUNTIME_GIB + torch.cuda.max_memory_allocated() / GIB if report.gpus else 0.0
+    )
+    made.publish(1)
+    out["published"], out["wrong"] = _read_back(made, report.folder / "trained", rank)
+    made.close()
+    return out
+
+
+def _in_turn(report: Report, made, train) -> dict[str, float]:
+    """Release the device's memory as for an engine and reclaim it, then train another step."""
+    import torch
+
+    made.share_device(report.folder)
+    began = time.monotonic()
+    held = torch.cuda.memory_allocated() / GIB if report.gpus else 0.0
+    made.give_device_back()
+    kept = torch.cuda.memory_allocated() / GIB if report.gpus else 0.0
+    given = time.monotonic()
+    made.take_device()
+    taken = time.monotonic()
+    report.say(f"device given back in {given - began:.2f} s, taken in {taken - given:.2f} s")
+    return {
+        "held_gib": held,
+        "kept_gib": kept,
+        "give_s": given - began,
+        "take_s": taken - given,
+        "grad_norm": train()["grad_norm"],
+    }
+
+
+def _work(micro_batches: list[list[int]], packing, sizes: Training) -> dict[str, float]:
+    """Return what a rank computes: tokens, those among them by the policy, attended pairs."""
+    from rose.trainer.batching import Padded, size_of
+
+    tokens = sum(size_of(m, packing) for m in micro_batches)
+    rows = sum(len(m) for m in micro_batches)
+    length = sizes.shared + sizes.own
+    if isinstance(packing, Padded):
+        pairs = rows * length**2 / 2
+    # A row's own part attends to itself and the shared part, whose own pairs count once per tree.
+    else:
+        pairs = (
+            rows * (sizes.own**2 / 2 + sizes.own * sizes.shared)
+            + (tokens - rows * sizes.own) * sizes.shared / 2
+        )
+    return {"tokens": tokens, "made": rows * sizes.own, "pairs": pairs}
+
+
+def batch(sizes: Training, vocabulary: int) -> dict[int, Any]:
+    """Return rows of random tokens. A group's rows begin alike; every other one is a success."""
+    from rose import protocol
+
+    dice, rows = np.random.default_rng(0), {}
+    for group in range(sizes.groups):
+        begin = dice.integers(0, vocabulary, sizes.shared)
+        for member in range(sizes.members):
+            tokens = np.concatenate([begin, dice.integers(0, vocabulary, sizes.own)])
+            mask = np.repeat([0, 1], [sizes.shared, sizes.own]).astype(np.uint8)
+            rows[len(rows)] = protocol.Trajectory(
+                f"g{group}.{member}",
+                f"g{group}",
+                protocol.Phase.TRAIN,
+                protocol.pack_tokens(tokens),
+                mask.tobytes(),
+                protocol.pack_floats(-np.log(vocabulary) * mask),
+                protocol.pack_tokens(np.where(mask, 0, -1)),
+                float(member % 2),
+                bool(member % 2),
+                1,
+                sizes.own,
+            )
+    return rows
+
+
+def started(report: Report, config, rank: int, world: int, port: int):
+    """Return the rank's `Trainer` with an open store."""
+    from rose.comm.address import local_place
+    from rose.config import read_shape
+    from rose.engine import layout
+    from rose.observe.recorder import NullRecorder
+    from rose.trainer.trainer import Trainer
+
+    made = Trainer(config, rank, world, local_place(port), folder(report), NullRecorder())
+    shape = read_shape(folder(report))
+    made.open_store(
+        report.folder / "trained", lambda name, extent: layout.cuts(name, extent, shape, [1, 2])
+    )
+    return made
+
+
+def _read_back(made, store: Path, rank: int) -> tuple[int, int]:
+    """Return the number of tensors of the newest version, and how many of them differ from the
+    float32 weights that DeepSpeed gathers, rounded. All ranks call it; rank 0 compares."""
+    import torch
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    from rose.transfer.receive import materialise
+
+    found = materialise(store, 1) if rank == 0 else {}
+    wrong = 0
+    for name, parameter in made.engine.policy.named_weights():
+        full = safe_get_full_fp32_param(parameter)
+        if rank == 0:
+            wrong += not torch.equal(
+                found[name], full.reshape(found[name].shape).to(found[name].dtype).cpu()
+            )
+    return len(found), wrong
+
+
+# --------------------------------------------------------------------------- transfer
+
+
+def transfer(report: Report) -> None:
+    (found,) = spawn(report, _transfer, 1)
+    for share, step in zip(report.sizes.shares, found["steps"], strict=True):
+        words = f"{100 * share:g} % changed"
+        report.figure(f"{words}: published", step["nbytes"] / 1e6, "MB")
+        report.figure(f"{words}: publish", step["publish_s"], "s")
+        report.figure(f"{words}: stage", step["stage_s"], "s")
+        report.figure(f"{words}: flip", 1000 * step["flip_s"], "ms")
+        report.figure(
+            f"{words}: tensors that are not the trainer's",
+            step["wrong"],
+            most=0,
+            remedy="a version that is not the trainer's weights: report it with the log",
+        )
+        if report.gpus:
+            report.figure(
+                f"{words}: staging took on the device",
+                step["peak"] / 1e6,
+                "MB",
+                most=report.sizes.peak_share * found["nbytes"] / 1e6,
+                source=(
+                    f"{report.sizes.peak_share:g} of the weights' {found['nbytes'] / 1e6:.0f} MB"
+                ),
+                remedy="transfer.stage_gib, or a lower rollout.gpu_memory_utilization: an engine that joins "
+                "late needs this much beside its KV cache",
+            )
+
+
+def _transfer(report: Report, rank: int, world: int, port: int) -> dict:
+    """Move versions of several shares of changes from ZeRO's shards through a store to tensors."""
+    import torch
+
+    from rose.transfer.live import Live
+    from rose.transfer.receive import Receiver, whole
+
+    sizes = report.sizes
+    config = settings(report, sizes, world, 64, 8)
+    made = started(report, config, rank, world, port)
+    weights = made.engine.policy.named_weights()
+    live = {
+        name: torch.zeros(
+            getattr(p, "ds_shape", p.shape), dtype=getattr(torch, sizes.dtype), device=made.device
+        )
+        for name, p in weights
+    }
+    receiver = None
+    steps, generator, have = [], torch.Generator(made.device).manual_seed(2), None
+    for version, share in enumerate([0.0, *sizes.shares]):
+        truth = _move(weights, share, generator)
+        began = time.monotonic()
+        published = made.publish(version)
+        step = {"nbytes": published.nbytes, "publish_s": time.monotonic() - began}
+        if receiver is None:
+            receiver = Receiver(str(report.folder / "trained"), None, None, whole, Live(live))
+        before = torch.cuda.memory_allocated() if report.gpus else 0
+        if report.gpus:
+            torch.cuda.reset_peak_memory_stats()
+        began = time.monotonic()
+        staged = receiver.stage(have, version, threads(), int(sizes.stage_gib * GIB), 300.0)
+        step["stage_s"] = time.monotonic() - began
+        began = time.monotonic()
+        staged.flip()
+        if report.gpus:
+            torch.cuda.synchronize()
+        step["flip_s"], have = time.monotonic() - began, version
+        step["peak"] = torch.cuda.max_memory_allocated() - before if report.gpus else 0
+        staged.check()
+        step["wrong"] = sum(not torch.equal(live[name], tensor) for name, tensor in truth.items())
+        report.say(
+            f"version {version}, {100 * share:g} % changed: {published.nbytes / 1e6:.1f} MB, "
+            f"published in {step['publish_s']:.2f} s, staged in {step['stage_s']:.2f} s, flipped "
+            f"in {step['flip_s']:.3f} s"
+        )
+        steps.append(step)
+        del staged
+    receiver.close()
+    made.close()
+    return {"steps": steps[1:], "nbytes": sum(t.nbytes for t in live.values())}
+
+
+def _move(weights, share: float, generator) -> dict:
+    """Multiply a share of the weights by 9/8. Return all tensors as they must be published."""
+    import torch
+    from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+
+    truth = {}
+    for name, parameter in weights:
+        full = safe_get_full_fp32_param(parameter).detach().clone()
+        moved = torch.rand(full.shape, generator=generator, device=full.device) < share
+        full = torch.where(moved, full * 1.125, full)
+        if share:
+            safe_set_full_fp32_param(parameter, full)
+        truth[name] = full.reshape(getattr(parameter, "ds_shape", parameter.shape)).to(
+            parameter.dtype
+        )
+    return truth
+
+
+CHECKS = (
+    Check(
+        "transfer",
+        "a version from ZeRO's shards through the store into tensors on the device, bit for bit",
+        transfer,
+        {
+            "cuda": Moves("bfloat16", [0.01, 0.25], 4.0, 2.0),
+            "cpu": Moves("bfloat16", [0.01, 0.25], 1.0, 2.0),
+        },
+        180.0,
+        "docs/transfer.md; the log has the part that failed",
+    ),
+    Check(
+        "trainer",
+        "DeepSpeed ZeRO-3 on all GPUs: rows and prefix trees, memory, speed, a version read back",
+        trainer,
+        {"cuda": GPU, "cpu": CPU},
+        240.0,
+        "out of memory: --set trainer.micro_batch_tokens=8192; a hang of several ranks: "
+        "NCCL_DEBUG=INFO, and "
+        "python -m rose.doctor cluster=gpus",
+    ),
+)
