@@ -13,13 +13,12 @@ from pathlib import Path
 
 import msgspec
 
-from rose import config as configuration
 from rose import policies
 from rose.agent import envs, rows, tool_formats
 from rose.config import Config, ConfigError
 from rose.coordinator import replay
 from rose.engine import arguments
-from rose.launch import doubts, gpus, model, plan, resume, slurm
+from rose.launch import doubts, exclusions, gpus, model, plan, resume, slurm
 from rose.memory import host_bytes
 from rose.observe import trackers
 from rose.reward import scorers
@@ -29,33 +28,14 @@ from rose.trainer import algorithms, compilers
 def check(tree: dict) -> plan.Plan:
     """Check all that can be checked before anything is started or written, and plan the run. Raises
     `ConfigError`."""
-    c = configuration.from_dict(tree)
+    c = exclusions.from_dict(tree)
     envs.check(c.env, c.eval.sets)
     tool_formats.check_names(c.model.tool_format, c.model.reasoning_format)
     trackers.check(c.observe)
     c = with_whole_paths(c)
     scheduler = policies.build(c.scheduler, c.rollout.turn_timeout_s)
-    if c.hybrids and not scheduler.joins_resting("hybrid"):
-        raise ConfigError(
-            f"scheduler.provisioning.name={c.scheduler.provisioning.name!r}: rollout.hybrid="
-            f"{c.hybrids} needs a policy that says when these engines work, so that "
-            'joins_resting("hybrid") is true: scheduler/provisioning=all_idle or rlboost'
-        )
     check_domains(c)
     algorithm = algorithms.build(c.algorithm.name, c.algorithm.args)
-    if c.trainer.stream and getattr(algorithm, "advantages_of_batch", False):
-        raise ConfigError(
-            f"trainer.stream=True: algorithm={c.algorithm.name} normalises advantages over the "
-            "whole batch, which is not known before its last group is in; set it to false, or "
-            "take an algorithm that compares within groups"
-        )
-    if c.trainer.updates_per_step > 1 and getattr(algorithm, "one_update", False):
-        raise ConfigError(
-            f"trainer.updates_per_step={c.trainer.updates_per_step}: the loss of "
-            f"algorithm={c.algorithm.name} has no ratio to the policy that made the tokens, so "
-            "updates behind a step's first would be wrong; set it to 1, or for rloo "
-            "algorithm.args.clip_low=0.2 and algorithm.args.clip_high=0.2"
-        )
     if c.reward.pools:
         scorers.build(c.reward.name, c.reward.args)
     if c.rollout.replay is not None:
@@ -192,12 +172,6 @@ def check_turn_rewards(c: Config) -> None:
     """Raise `ConfigError` where trajectories would have no rewards per turn, which the run's
     algorithm needs."""
     needs = f"which algorithm.name={c.algorithm.name} needs"
-    if c.algorithm.dynamic_sampling:
-        raise ConfigError(
-            "algorithm.dynamic_sampling=true: drops groups whose trajectories have equal rewards, "
-            f"though their turns may differ, from which algorithm.name={c.algorithm.name} learns; "
-            "it must be false"
-        )
     if c.rollout.replay is not None:
         try:
             replay.check_turn_rewards(Path(c.rollout.replay), needs)

@@ -27,7 +27,19 @@ from rich.console import Console
 from rose import checks, extensions, processes
 from rose.config import Config, ConfigError
 from rose.files import write_whole
-from rose.launch import errors, local, logs, model, plan, resume, sbatch, slurm, state, supervise
+from rose.launch import (
+    errors,
+    exclusions,
+    local,
+    logs,
+    model,
+    plan,
+    resume,
+    sbatch,
+    slurm,
+    state,
+    supervise,
+)
 from rose.observe import report, terminal
 from rose.observe.terminal import echo
 
@@ -246,7 +258,9 @@ def launch(made: plan.Plan, console: Console, command: str) -> int:
             if warning:
                 echo(console, warning, label="[yellow]warning:[/]")
         local_run = c.cluster.kind == "local"
-        c = model.prepare(c) if local_run else c
+        if local_run:
+            c = model.prepare(c)
+            exclusions.check(c, c.model.shape)
         checks.check_formats(c)
         checks.check_rows(c, lambda note: echo(console, note))
         write_whole(c.run_dir / "command.txt", f"{command}\n".encode())

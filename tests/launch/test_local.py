@@ -211,7 +211,7 @@ def test_a_run_of_before_some_keys_were_there_has_their_defaults(make_config, tm
         "seed=2",
         "trainer.batch_size=32",
         "env.max_turns=3",
-        "algorithm.name=rloo",
+        "algorithm=dapo",
         "rollout.temperature=0.7",
         "model.recipe.seed=2",
         "+env.args.more=1",
