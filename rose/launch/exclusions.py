@@ -37,9 +37,9 @@ class Run:
 
 class Feature(NamedTuple):
     key: str
-    without: str  # what to set for a run without the feature
-    used: Callable[[Run], bool]
-    about: str = ""  # its name in the docs, if that is not the key
+    without: str  # the override of a run without the feature
+    used: Callable[[Run], Any]
+    about: str = ""  # the name in the docs; "": the key
 
     @property
     def name(self) -> str:
@@ -307,8 +307,8 @@ def check(c: Config, shape: ModelShape | None = None) -> None:
 
 
 def from_dict(tree: dict[str, Any], **kinds: Any) -> Config:
-    """As `rose.config.from_dict`, with what the batching policy decides, and checked for features
-    that exclude each other. Raises `ConfigError`."""
+    """Convert and check a tree as `rose.config.from_dict` does, add what the batching policy
+    decides, and check the exclusions. Raises `ConfigError`."""
     c = registry.resolved(configuration.from_dict(tree, **kinds))
     check(c)
     return c
