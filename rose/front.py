@@ -2,40 +2,34 @@
 other.
 
     0 done   1 the run failed   2 bad configuration, nothing started   130 Ctrl-C   143 SIGTERM
-Left out: processes (supervise.py), the rules for a run that continues (resume.py), and the ranks.
+Left out: the checks of a configuration (checks.py), processes (supervise.py), the rules for a run
+that continues (resume.py), and the ranks.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import hydra
-import msgspec
 from hydra import initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from rich.console import Console
 
-from rose import config as configuration
-from rose import extensions, policies, processes
-from rose.agent import envs, rows, tool_formats
+from rose import checks, extensions, processes
 from rose.config import Config, ConfigError
-from rose.coordinator import replay
-from rose.engine import arguments
 from rose.files import write_whole
 from rose.launch import (
-    doubts,
     errors,
-    gpus,
+    exclusions,
     local,
     logs,
     model,
@@ -46,11 +40,8 @@ from rose.launch import (
     state,
     supervise,
 )
-from rose.memory import host_bytes
-from rose.observe import report, terminal, trackers
+from rose.observe import report, terminal
 from rose.observe.terminal import echo
-from rose.reward import scorers
-from rose.trainer import algorithms, compilers
 
 # Hydra's flags with which it prints something and composes no configuration.
 INSTEAD_OF_RUNNING = frozenset(
@@ -134,7 +125,7 @@ def _main(conf: Path, arguments: list[str], console: Console, program: str) -> i
             f"mode={other[0]!r}: the sweep's first point has mode={TRAIN!r}; one sweep is of one "
             "mode"
         )
-    plans = [check(tree) for tree in trees]
+    plans = [checks.check(tree) for tree in trees]
     for number, each in enumerate(plans, 1):
         if len(plans) > 1:
             console.rule(f"{number} of {len(plans)}: {each.config.name}")
@@ -204,199 +195,6 @@ def point_name(name: str, overrides: list[str], swept: list[str]) -> str:
     return f"{name}-{re.sub(r'[^A-Za-z0-9._,=+-]', '.', ','.join(parts))}"[:NAME_LIMIT]
 
 
-def check(tree: dict) -> plan.Plan:
-    """Check all that can be checked before anything is started or written, and plan the run. Raises
-    `ConfigError`."""
-    c = configuration.from_dict(tree)
-    envs.check(c.env, c.eval.sets)
-    tool_formats.check_names(c.model.tool_format, c.model.reasoning_format)
-    trackers.check(c.observe)
-    c = with_whole_paths(c)
-    scheduler = policies.build(c.scheduler, c.rollout.turn_timeout_s)
-    if c.hybrids and not scheduler.joins_resting("hybrid"):
-        raise ConfigError(
-            f"scheduler.provisioning.name={c.scheduler.provisioning.name!r}: rollout.hybrid="
-            f"{c.hybrids} needs a policy that says when these engines work, so that "
-            'joins_resting("hybrid") is true: scheduler/provisioning=all_idle or rlboost'
-        )
-    check_domains(c)
-    algorithm = algorithms.build(c.algorithm.name, c.algorithm.args)
-    if c.trainer.stream and getattr(algorithm, "advantages_of_batch", False):
-        raise ConfigError(
-            f"trainer.stream=True: algorithm={c.algorithm.name} normalises advantages over the "
-            "whole batch, which is not known before its last group is in; set it to false, or "
-            "take an algorithm that compares within groups"
-        )
-    if c.trainer.updates_per_step > 1 and getattr(algorithm, "one_update", False):
-        raise ConfigError(
-            f"trainer.updates_per_step={c.trainer.updates_per_step}: the loss of "
-            f"algorithm={c.algorithm.name} has no ratio to the policy that made the tokens, so "
-            "updates behind a step's first would be wrong; set it to 1, or for rloo "
-            "algorithm.args.clip_low=0.2 and algorithm.args.clip_high=0.2"
-        )
-    if c.reward.pools:
-        scorers.build(c.reward.name, c.reward.args)
-    if c.rollout.replay is not None:
-        replay.check(Path(c.rollout.replay), c.trainer.steps, c.rollout.temperature)
-    if getattr(algorithm, "needs_turn_rewards", False):
-        check_turn_rewards(c)
-    check_draft(c)
-    arguments.check(c)
-    compilers.check(c)
-    check_forks(c, getattr(algorithm, "trains_segments", False))
-    if c.trainer.router_replay and c.rollout.replay is None:
-        refuse_programs(c, "keeps no experts of what it is answered: trainer.router_replay=false")
-    found = doubts.of(c, scheduler.staleness, algorithm.corrects_mismatch)
-    found += doubts.unclipped(c, algorithm.recompute_proximal)
-    found += envs.doubts(c.env, bool(c.eval.episodes))
-    made = plan.make(c, model.shape(c), found, _host_gib(c))
-    stored = c.run_dir / "config.json"
-    if not c.cluster.dry_run:
-        if c.cluster.kind == "slurm":
-            slurm.check_programs()
-        else:
-            gpus.for_launcher(c)
-        if os.path.exists(stored) and not c.fresh:
-            resume.check(stored, c)
-    return made
-
-
-def _host_gib(c: Config) -> float | None:
-    """Return the memory in GiB that the run may use; None for a run on another machine."""
-    if c.cluster.dry_run or c.cluster.kind != "local":
-        return None
-    return host_bytes() / 2**30
-
-
-def with_whole_paths(c: Config) -> Config:
-    """Resolve the paths of files that ranks read, links included. Ranks in a container may start in
-    another folder, and the container mounts the resolved path."""
-    replayed, token = (
-        path and str(Path(path).resolve())
-        for path in (c.rollout.replay, c.transfer.relay_token_file)
-    )
-    return msgspec.structs.replace(
-        c,
-        env=envs.with_whole_paths(c.env),
-        eval=msgspec.structs.replace(
-            c.eval, sets={name: envs.with_whole_paths(one) for name, one in c.eval.sets.items()}
-        ),
-        rollout=msgspec.structs.replace(c.rollout, replay=replayed),
-        transfer=msgspec.structs.replace(c.transfer, relay_token_file=token),
-        reward=msgspec.structs.replace(c.reward, args=scorers.whole_paths(c.reward.args)),
-    )
-
-
-def check_formats(c: Config) -> None:
-    """Raise `ConfigError` for a chat template that can't render trajectories, and for a tool or
-    reasoning format that isn't the model's. Recipes with `auto` have ROSE's own templates."""
-    auto = (c.model.tool_format, c.model.reasoning_format) == (tool_formats.AUTO, tool_formats.AUTO)
-    if c.model.source in ("folder", "hub") or not auto:
-        from rose.agent.chat import ChatFormat  # imports transformers
-        from rose.models import resolve
-
-        problem = ChatFormat.of(resolve(c.model), c.model).tools_problem
-        made = (
-            {key: envs.build(member) for key, member in c.environments.values()} if problem else {}
-        )
-        if played := [key for key, env in made.items() if env.requires_tool]:
-            raise ConfigError(f"{problem}, which {', '.join(played)} has; take another model")
-
-
-def check_rows(c: Config, say: Callable[[str], None]) -> None:
-    """Raise `ConfigError` for a data file with too many rows that don't fit the model's context.
-    `say` receives progress and rows that don't fit. A replay's rows are another run's."""
-    here = c.model.source in ("folder", "hub") or c.cluster.kind == "local"
-    if here and c.rollout.replay is None and rows.known(c):
-        from rose.agent.chat import ChatFormat  # imports transformers
-        from rose.models import resolve
-
-        rows.check(c, ChatFormat.of(resolve(c.model), c.model), say)
-
-
-def check_domains(c: Config) -> None:
-    """Raise `ConfigError` for a hardware affinity of a domain that the run doesn't have. The
-    hardware can't be checked, since workers report theirs only when they join."""
-    routing = c.scheduler.routing
-    for domain, hardware in routing.args["hardware"].items() if routing.name == "rollart" else ():
-        if domain not in c.environments:
-            raise ConfigError(
-                f"scheduler.routing.args.hardware.{domain}={hardware!r}: no such domain in this "
-                f"run; its environments are {', '.join(c.environments)}"
-            )
-
-
-def check_draft(c: Config) -> None:
-    """Raise `ConfigError` for drafts by a package that isn't installed (outside of containers)."""
-    contained = c.cluster.slurm is not None and c.cluster.slurm.container is not None
-    suffix = c.rollout.draft.method == "suffix" and not contained
-    if suffix and importlib.util.find_spec("arctic_inference") is None:
-        raise ConfigError(
-            "rollout.draft.method='suffix': the package arctic-inference isn't installed here: "
-            "pip install arctic-inference, or rollout/draft=group"
-        )
-
-
-def check_forks(c: Config, needed: bool) -> None:
-    """Raise `ConfigError` where trajectories can't fork, or don't fork although the algorithm
-    compares forks (`needed`)."""
-    branching, size = c.rollout.branch, c.rollout.group_size
-    if c.rollout.replay is not None:
-        return
-    if needed and not branching.ways:
-        raise ConfigError(
-            f"algorithm.name={c.algorithm.name!r}: compares trajectories that fork off each other: "
-            "rollout/branch=tree; without forks it is algorithm=grpo"
-        )
-    if needed and size == branching.leaves:
-        raise ConfigError(
-            f"rollout.branch.ways={branching.ways}: with rollout.group_size={size} a group is one "
-            f"tree, whose turns before the fork algorithm.name={c.algorithm.name} could compare "
-            "with nothing; a larger group, or fewer ways"
-        )
-    if branching.ways:
-        refuse_programs(c, "can't be copied: rollout/branch=none")
-
-
-def refuse_programs(c: Config, why: str) -> None:
-    """Raise `ConfigError` for an agent that is a program of its own, with the reason `why`."""
-    for name, member in c.env.members.items():
-        if envs.is_program(member):
-            key = f"{c.env.key_of(name)}.name={member.name!r}"
-            raise ConfigError(f"{key}: an agent of its own, whose program {why}")
-
-
-def check_turn_rewards(c: Config) -> None:
-    """Raise `ConfigError` where trajectories would have no rewards per turn, which the run's
-    algorithm needs."""
-    needs = f"which algorithm.name={c.algorithm.name} needs"
-    if c.algorithm.dynamic_sampling:
-        raise ConfigError(
-            "algorithm.dynamic_sampling=true: drops groups whose trajectories have equal rewards, "
-            f"though their turns may differ, from which algorithm.name={c.algorithm.name} learns; "
-            "it must be false"
-        )
-    if c.rollout.replay is not None:
-        try:
-            replay.check_turn_rewards(Path(c.rollout.replay), needs)
-        except ValueError as error:  # a damaged file
-            raise ConfigError(str(error)) from None
-        return
-    for name, member in c.env.members.items():
-        if not envs.rewards_turns(member):
-            raise ConfigError(
-                f"{c.env.key_of(name)}.name={member.name!r}: gives no rewards of turns, {needs}; "
-                "frozen_lake, minigrid and calculator do with args.shaping above 0, and "
-                "environments with rewards_turns = True; or algorithm=grpo"
-            )
-    if not c.reward.environment_weight:
-        raise ConfigError(
-            f"reward.name={c.reward.name!r}: replaces the environment's rewards, and with them "
-            f"those of turns, {needs}; reward=environment, or reward=sum with a part "
-            "{name: environment}"
-        )
-
-
 def _active_job(c: Config) -> str | None:
     """Return the id of the run's Slurm job if it is pending or running. Raises `ConfigError` where
     Slurm doesn't answer, since a second job would write into the same folder."""
@@ -452,7 +250,7 @@ def launch(made: plan.Plan, console: Console, command: str) -> int:
         c = model.fetch(c, c.run_dir / "config.json")
         # The plan must fit the hub's model, whose shape may differ from the one in conf/.
         if c.model != made.config.model:
-            made = plan.make(c, c.model.shape, made.doubts, _host_gib(c))
+            made = plan.make(c, c.model.shape, made.doubts, checks.host_gib(c))
         plan.show(made, console)
         if note := resume.other_shape(c.run_dir, c):
             echo(console, note)
@@ -460,9 +258,11 @@ def launch(made: plan.Plan, console: Console, command: str) -> int:
             if warning:
                 echo(console, warning, label="[yellow]warning:[/]")
         local_run = c.cluster.kind == "local"
-        c = model.prepare(c) if local_run else c
-        check_formats(c)
-        check_rows(c, lambda note: echo(console, note))
+        if local_run:
+            c = model.prepare(c)
+            exclusions.check(c, c.model.shape)
+        checks.check_formats(c)
+        checks.check_rows(c, lambda note: echo(console, note))
         write_whole(c.run_dir / "command.txt", f"{command}\n".encode())
         if local_run:
             return _run(c, made, console)

@@ -20,6 +20,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from rose import config as cfg
 from rose import front
+from rose.launch import exclusions
 from rose.parts.simulator import config as simulation
 from rose.processes import die_with_parent
 
@@ -37,7 +38,7 @@ class Failed(SystemExit):
 
 def configured(*overrides: str) -> cfg.Config:
     """Compose conf/ with these overrides and check it as a run's."""
-    return cfg.from_dict(front.compose(REPOSITORY / "conf", list(overrides))[0])
+    return exclusions.from_dict(front.compose(REPOSITORY / "conf", list(overrides))[0])
 
 
 def simulated(*overrides: str) -> simulation.Config:

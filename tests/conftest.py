@@ -32,8 +32,8 @@ from hydra import compose, initialize_config_dir
 from hypothesis import settings
 from omegaconf import DictConfig, OmegaConf
 
-from rose import config as configuration
 from rose.front import own_sections
+from rose.launch import exclusions
 from rose.processes import importing
 from tests.installed import Installed
 
@@ -172,8 +172,8 @@ def tree():
 
 @pytest.fixture
 def make_config():
-    """make_config("trainer.steps=3", ...) -> the checked `Config`."""
-    return lambda *overrides: configuration.from_dict(compose_tree(*overrides))
+    """make_config("trainer.steps=3", ...) -> the `Config`, checked as the launcher does."""
+    return lambda *overrides: exclusions.from_dict(compose_tree(*overrides))
 
 
 @pytest.fixture

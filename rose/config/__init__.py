@@ -80,8 +80,6 @@ __all__ = [
 
 DETERMINISTIC_THREADS = 2  # threads per trainer rank; others change a stored run's losses
 MIXTURE = "mixture"  # `env.name` of a section with several environments
-# Batching policies whose rollouts wait for each step's weights.
-IN_STEP = ("synchronous", "dapo", "tail_batching")
 
 
 def from_dict(
@@ -125,9 +123,9 @@ def _is_mixture(tree: dict[str, Any]) -> bool:
 
 
 def _resolved(config: Config) -> Config:
-    """Replace each null that other keys decide, so that the stored configuration has its value."""
+    """Replace each null that other keys decide, so that the stored configuration has its value.
+    `rose.policies.registry.resolved` replaces the one that a policy decides."""
     replace, threads = msgspec.structs.replace, _threads(config)
-    in_flight = "recompute" if config.scheduler.batching.name in IN_STEP else "keep"
     return replace(
         config,
         trainer=replace(
@@ -136,7 +134,6 @@ def _resolved(config: Config) -> Config:
             hpz=_second_copies(config),
         ),
         rollout=replace(config.rollout, threads=config.rollout.threads or threads["rollout"]),
-        transfer=replace(config.transfer, in_flight=config.transfer.in_flight or in_flight),
     )
 
 

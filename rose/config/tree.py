@@ -16,9 +16,6 @@ from rose.config.rollout import Env, Eval, Mixture, Reward, Rollout
 from rose.config.serving import Serving
 from rose.config.trainer import Algorithm, Trainer, Transfer
 
-# Batching policies with which rollouts go on while the trainer trains.
-OVERLAPPING = ("one_step_off", "bounded_staleness", "trajectory_async", "carry_over")
-
 
 class Checkpoints(Section):
     """Checkpoints of the sandboxes of environments that have some, and where they are stored."""
@@ -120,12 +117,6 @@ class Config(Section):
     def elastic_replicas(self) -> int:
         """Number of dedicated engines beside which a replica of the model can train."""
         return self.trainer.elastic_replicas if self.rollout.replay is None else 0
-
-    @property
-    def plans_replicas(self) -> bool:
-        """True if provisioning decides how many replicas train: rollouts go on while the trainer
-        trains, and engines whose replica trains pass their turns on and sleep."""
-        return self.elastic_replicas > 0 and self.scheduler.batching.name in OVERLAPPING
 
     @property
     def trainer_sleeps(self) -> bool:

@@ -166,6 +166,7 @@ class Coordinator:
                 recorder,
                 self._fault,
                 partial(self._change, kind="replica"),
+                not scheduler.waits_for_weights,
             )
             if config.elastic_replicas
             else None
@@ -333,6 +334,7 @@ class Coordinator:
         )
         with self.recorder.timed("rollout", step=self.step + 1):
             stream, size = self.config.trainer.stream, self.config.rollout.group_size
+            planned = self.replicas is not None and self.replicas.is_planned
             self.hub.feed(
                 ev.StepBegun(
                     at=time.time(),
@@ -341,7 +343,7 @@ class Coordinator:
                     stream=stream,
                     group_size=size,
                     hybrid_delay=self.hybrids.delay if self.hybrids else 0.0,
-                    trainers=self.config.trainer.replicas if self.config.plans_replicas else 0,
+                    trainers=self.config.trainer.replicas if planned else 0,
                 )
             )
             if self.hybrids and self.batch is None and self._rolls_hybrids():
@@ -389,7 +391,7 @@ class Coordinator:
         turn waits for an engine that has the weights."""
         self.live.update(phase="sync")
         with self.recorder.timed("sync", version=done[0].version):
-            tokens = self.training.tokens() if self.config.plans_replicas else 0
+            tokens = self.training.tokens() if self.replicas and self.replicas.is_planned else 0
             self.hub.publish(done[0].version, done[0].store, tokens)
             # A run that stops only has to save the step; its engines stay asleep.
             if not self._stop.is_set() and (self.config.shares_devices or self.replicas):

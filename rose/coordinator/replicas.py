@@ -53,7 +53,8 @@ def remove_left(run_dir: Path) -> None:
 
 class Replicas(SharedDevices):
     """Trains steps with replicas. `ranks` maps index -> rank of the rollout ranks; `on_fault` and
-    `on_change` get (what, detail)."""
+    `on_change` get (what, detail). `planned`: provisioning decides how many replicas train, since
+    rollouts go on meanwhile; engines whose replica trains pass their turns on and sleep."""
 
     def __init__(
         self,
@@ -67,12 +68,13 @@ class Replicas(SharedDevices):
         recorder: NullRecorder,
         on_fault: Callable[[str, str], None],
         on_change: Callable[[str, str], None],
+        planned: bool,
     ) -> None:
         sides = {p.Role.TRAINER: {}, p.Role.ROLLOUT: {}}
         super().__init__(config, sides, send, changes.until, recorder)
         self.shared, self.holder = True, p.Role.ROLLOUT
         self._rollouts, self._training, self._hub, self._changes = ranks, training, hub, changes
-        self._on_fault, self._on_change = on_fault, on_change
+        self._on_fault, self._on_change, self.is_planned = on_fault, on_change, planned
         self._near, self._far = mirror.choose_path(run_dir), run_dir / FOLDER
         self._up: dict[str, int] = {}  # worker whose replica is up -> bytes of its gradient
         self._stopped: set[str] = set()  # workers whose replica was given up
@@ -210,7 +212,7 @@ class Replicas(SharedDevices):
         alive = {name for name, worker in self._hub.dedicated() if worker.alive}
         names = self._names()
         up = [name for name in names if name in self._up and name in alive]
-        if self._config.plans_replicas:
+        if self.is_planned:
             if not names:
                 return [], ""
         elif turns := len(self._hub.ledger):
@@ -225,12 +227,12 @@ class Replicas(SharedDevices):
         """Return the workers with a replica; where rollouts run during training, only those that
         the scheduler idles."""
         names = [f"rollout-{index}" for index in range(self._config.elastic_replicas)]
-        if self._config.plans_replicas:
+        if self.is_planned:
             return [name for name in names if self._hub.is_idled(name)]
         return names
 
     def _planned_row(self, step: int) -> dict[str, float]:
-        if not self._config.plans_replicas:
+        if not self.is_planned:
             return {}
         plans = [plan for plan in self._plans if plan.step <= step]
         self._plans = plans[-1:] + [plan for plan in self._plans if plan.step > step]
@@ -241,7 +243,7 @@ class Replicas(SharedDevices):
 
     def _feed(self, event: type[ev.ReplicaReady] | type[ev.ReplicaLost], worker: str) -> None:
         """Feed the event to the scheduler if it plans replicas."""
-        if self._config.plans_replicas:
+        if self.is_planned:
             self._hub.feed(event(at=time.time(), worker=worker))
 
     def _order_sleep(self, engines: list[int]) -> None:

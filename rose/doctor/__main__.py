@@ -21,11 +21,11 @@ from pathlib import Path
 from rich.console import Console
 
 from rose import front
-from rose.config import Config, ConfigError, from_dict
+from rose.config import Config, ConfigError
 from rose.doctor import join, machine, slurm
 from rose.doctor.finding import Finding
 from rose.files import printable
-from rose.launch import container, errors
+from rose.launch import container, errors, exclusions
 from rose.places import CONF
 
 
@@ -42,7 +42,7 @@ def main() -> int:
         trees = front.compose(CONF, overrides)
         if len(trees) != 1:
             raise ConfigError(f"{' '.join(overrides)}: the doctor takes no sweep")
-        c = from_dict(trees[0])
+        c = exclusions.from_dict(trees[0])
         container.check(c)
     except errors.COMPLAINTS as error:
         return _refuse(errors.explain(error, CONF, overrides))

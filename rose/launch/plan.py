@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.table import Table
 
 from rose.config import Config, ConfigError, ModelShape, check_model, cpus_of
-from rose.config.checks import ASK_FOR_JOBS, time_limit
-from rose.launch import container, memory, on_disk
+from rose.config.checks import time_limit
+from rose.launch import container, exclusions, memory, on_disk
 from rose.launch.layout import Rank, layout
 from rose.observe.terminal import echo
+from rose.policies import registry
 from rose.protocol import Role
 
 ROUNDING_GIB = 1e-6  # slack for sums of floats that should be equal
@@ -53,6 +54,7 @@ def make(
         doubt = "memory is not estimated: the model is not made yet and model.shape is null"
         return Plan(c, None, layout(c), {}, (*doubts, doubt), doubts)
     check_model(c, shape)
+    exclusions.check(c, shape)
     estimates = {Role.TRAINER: memory.trainer(c, shape)}
     if c.rollout.replay is None:
         estimates[Role.ROLLOUT] = memory.rollout(c, shape)
@@ -118,7 +120,8 @@ def _check_limits(c: Config) -> Iterator[str]:
 def _check_container(c: Config) -> Iterator[str]:
     """Yield doubts about programs that a run's ranks need inside the container."""
     box = c.cluster.slurm.container if c.cluster.kind == "slurm" else None
-    if box is not None and c.scheduler.provisioning.name in ASK_FOR_JOBS:
+    provisioning = registry.policy("provisioning", c.scheduler.provisioning)
+    if box is not None and getattr(provisioning, "asks_for_jobs", False):
         yield (
             f"scheduler.provisioning.name={c.scheduler.provisioning.name!r} submits jobs from "
             f"inside cluster.slurm.container.image={box.image}: it must have sbatch, squeue and "

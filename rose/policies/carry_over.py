@@ -51,6 +51,8 @@ class CarryOver:
     until `max_admitted` times G groups were admitted for the step; after that it is used.
     """
 
+    trainer_waits = True
+
     def __init__(self, staleness: int, carry: float, max_admitted: float) -> None:
         if staleness < 0 or not 0 <= carry <= staleness or max_admitted < 1:
             raise ValueError(

@@ -36,6 +36,8 @@ class OnDemand:
     are in seconds.
     """
 
+    asks_for_jobs = True
+
     def __init__(
         self,
         min: int,

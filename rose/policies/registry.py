@@ -70,19 +70,32 @@ def build(config: cfg.Scheduler, turn_timeout_s: float) -> Scheduler:
     """Build the scheduler that the config describes. Raises `rose.config.ConfigError`, with the
     key, for an unknown policy or a bad argument."""
     return Scheduler(
-        _policy("provisioning", config.provisioning),
-        _policy("routing", config.routing),
-        _policy("order", config.order),
-        _policy("batching", config.batching),
+        policy("provisioning", config.provisioning),
+        policy("routing", config.routing),
+        policy("order", config.order),
+        policy("batching", config.batching),
         config.queue_depth,
         turn_timeout_s,
-        _policy("placement", config.placement),
+        policy("placement", config.placement),
     )
 
 
-def _policy(kind: str, chosen: cfg.Policy) -> Any:
+def resolved(c: cfg.Config) -> cfg.Config:
+    """Replace a null of `transfer.in_flight`, which the batching policy decides. Raises
+    `rose.config.ConfigError` as `build` does."""
+    if c.transfer.in_flight:
+        return c
+    in_step = getattr(policy("batching", c.scheduler.batching), "waits_for_weights", False)
+    in_flight: Any = "recompute" if in_step else "keep"
+    return msgspec.structs.replace(
+        c, transfer=msgspec.structs.replace(c.transfer, in_flight=in_flight)
+    )
+
+
+def policy(kind: str, chosen: cfg.Policy) -> Any:
+    """Build one policy. Raises `rose.config.ConfigError` as `build` does."""
     ours = policies(kind)
-    policy = ours.get(chosen.name) or outside.find(
+    found = ours.get(chosen.name) or outside.find(
         f"scheduler.{kind}.name",
         chosen.name,
         f"{kind} policy",
@@ -90,7 +103,7 @@ def _policy(kind: str, chosen: cfg.Policy) -> Any:
         "rose.policies",
         f"{kind}.",
     )
-    takes = inspect.signature(policy).parameters
+    takes = inspect.signature(found).parameters
     needed = [k for k, p in takes.items() if p.default is p.empty]
     for key in [k for k in chosen.args if k not in takes] + [
         k for k in needed if k not in chosen.args
@@ -99,7 +112,7 @@ def _policy(kind: str, chosen: cfg.Policy) -> Any:
             f"scheduler.{kind}.args.{key}={chosen.args.get(key)!r}: {chosen.name} takes "
             f"{', '.join(takes) or 'no arguments'}"
         )
-    types = get_type_hints(policy.__init__)
+    types = get_type_hints(found.__init__)
     for key, value in chosen.args.items():
         try:
             msgspec.convert(value, types.get(key, Any))
@@ -107,12 +120,12 @@ def _policy(kind: str, chosen: cfg.Policy) -> Any:
             reason = str(error)[0].lower() + str(error)[1:]
             raise cfg.ConfigError(f"scheduler.{kind}.args.{key}={value!r}: {reason}") from None
     try:
-        made = policy(**chosen.args)
+        made = found(**chosen.args)
     except (TypeError, ValueError) as error:
         raise cfg.ConfigError(f"scheduler.{kind}.args={chosen.args}: {error}") from None
     if lacks := outside.lacking(made, PROTOCOLS[kind]):
         raise cfg.ConfigError(
-            f"scheduler.{kind}.name={chosen.name!r}: {policy.__qualname__} is no {kind} policy, it "
+            f"scheduler.{kind}.name={chosen.name!r}: {found.__qualname__} is no {kind} policy, it "
             f"lacks {', '.join(lacks)} (rose/scheduler/policies.py)"
         )
     return made

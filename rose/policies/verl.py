@@ -19,6 +19,7 @@ class Synchronous:
     """
 
     staleness = 0
+    waits_for_weights = True
     oversample = 1.0
 
     def __init__(self, max_admitted: float) -> None:

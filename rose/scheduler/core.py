@@ -94,6 +94,7 @@ class Scheduler:
         self.rolls_hybrids: Callable[[], bool] = optional(
             provisioning, "rolls_hybrids", lambda: True
         )
+        self.waits_for_weights: bool = getattr(batching, "waits_for_weights", False)
         self._training_begins = optional(provisioning, "training_begins", lambda cluster: [])
         self._published = optional(batching, "published", lambda version: [])
         self._certain = optional(batching, "certain", lambda: [])

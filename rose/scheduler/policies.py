@@ -83,6 +83,13 @@ class Batching(Protocol):
     - `certain() -> list[str]`: finished groups that the waiting step will train in any case. They
       are sent to a streaming step's trainer early; without this method all are sent at the end. The
       event that completes a batch must add a group to it that was not certain before.
+
+    Optional attributes:
+
+    - `waits_for_weights: bool`: each step's rollouts begin with its weights, so that nothing rolls
+      out while the trainer trains. False by default.
+    - `trainer_waits: bool`: the trainer waits for most of its batch, so that hybrid engines can use
+      its devices meanwhile. By default as `waits_for_weights`.
     """
 
     # Most versions from a group's admission to the step that trains it; 0 if on-policy
@@ -106,6 +113,13 @@ class Provisioning(Protocol):
     - `training_begins(cluster) -> list[Action]`: called when a step's batch is complete. Replicas
       (`cluster.replicas`) whose workers rest after it may take part in the training.
     - `snapshot() -> dict` and `restore(state)`, both or none: as in `Batching`.
+
+    Optional attributes:
+
+    - `asks_for_jobs: bool`: it requests capacity, which is a Slurm job each. False by default.
+    - `plans_replicas: bool`: it decides how many replicas train. False by default.
+    - `wakes_hybrids: bool`: it wakes hybrid workers while the trainer waits. By default
+      `joins_resting("hybrid")`.
     """
 
     def decide(self, at: float, cluster: Cluster) -> list[Action]:

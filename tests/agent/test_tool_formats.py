@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from rose import front
+from rose import checks
 from rose.agent.chat import ChatFormat
 from rose.agent.envs.base import ToolCall
 from rose.agent.tool_calls import BadCall
@@ -220,7 +220,7 @@ def test_an_unknown_form_and_one_that_is_not_the_templates_are_refused(of_family
 
 def test_an_unknown_form_is_refused_before_a_run_starts(tree, tmp_path):
     with pytest.raises(ConfigError, match="model.tool_format='nonsense'"):
-        front.check(tree("model.tool_format=nonsense", f"output_dir={tmp_path}"))
+        checks.check(tree("model.tool_format=nonsense", f"output_dir={tmp_path}"))
 
 
 def test_thoughts_are_read_by_vllms_parser(of_family, save_tokenizer, tokenizer):

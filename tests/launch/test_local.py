@@ -201,7 +201,7 @@ def test_other_trainer_ranks_continue_the_run_and_that_is_said(make_config, tmp_
         "seed=2",
         "trainer.batch_size=32",
         "env.max_turns=3",
-        "algorithm.name=rloo",
+        "algorithm=dapo",
         "rollout.temperature=0.7",
         "model.recipe.seed=2",
         "+env.args.more=1",

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from rose import front
+from rose import checks
 from rose.config import ConfigError
 from rose.launch import model
 from rose.trainer import compilers
@@ -20,7 +20,7 @@ def test_without_a_compiler_nothing_is_to_be_compiled(make_config, monkeypatch, 
     monkeypatch.setenv("PATH", str(tmp_path))
     words = r"trainer.compile=True: no g\+\+ here.* apt-get install g\+\+.*trainer.compile=false"
     with pytest.raises(ConfigError, match=words):
-        front.check(compose_tree("trainer.compile=true"))
+        checks.check(compose_tree("trainer.compile=true"))
     compilers.check(make_config())
     (tmp_path / "clang").touch(0o755)
     assert compilers.why_none(on_gpu=True) == "" != compilers.why_none(on_gpu=False)

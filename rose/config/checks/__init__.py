@@ -1,5 +1,8 @@
-"""Checks of keys against each other and against the model: a file for each part of the tree. Left
-out: the machine's own limits (rose/launch/plan.py)."""
+"""Checks of keys against each other and against the model: a file for each part of the tree.
+
+Left out: features that exclude each other (rose/launch/exclusions.py) and the machine's own limits
+(rose/launch/plan.py).
+"""
 
 from __future__ import annotations
 
@@ -9,22 +12,12 @@ import msgspec
 
 from rose.config import recipes
 from rose.config.checks import engines, machine, tasks, training
-from rose.config.checks.machine import ASK_FOR_JOBS
 from rose.config.checks.model import check_model
 from rose.config.checks.need import NO_DRAFTS, Need, drafts, needs
 from rose.config.serving import Serving
 from rose.config.tree import Config
 
-__all__ = [
-    "ASK_FOR_JOBS",
-    "NO_DRAFTS",
-    "Need",
-    "check",
-    "check_model",
-    "check_serving",
-    "drafts",
-    "needs",
-]
+__all__ = ["NO_DRAFTS", "Need", "check", "check_model", "check_serving", "drafts", "needs"]
 
 
 COLDEST = 0.01  # vLLM's _MAX_TEMP: it samples at no lower temperature, except greedily at 0

@@ -2,7 +2,7 @@
 vLLM that a configuration may not set.
 
 Left out: limits of the model's shape and the machine's memory (checks/model.py,
-rose/launch/plan.py), and arguments that vLLM doesn't have (rose/front.py).
+rose/launch/plan.py), and arguments that vLLM doesn't have (rose/checks.py).
 """
 
 from __future__ import annotations

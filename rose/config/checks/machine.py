@@ -11,14 +11,9 @@ from rose.config.checks import time_limit
 from rose.config.checks.need import Need, leaves
 from rose.config.cluster import Container, Mpi, nodes_of
 from rose.config.errors import ConfigError
-from rose.config.tree import OVERLAPPING, Config
+from rose.config.tree import Config
 
-# Batching policies that prepare the next batch while the trainer works, so that it rarely waits.
-BUSY_TRAINER = ("one_step_off", "bounded_staleness", "trajectory_async")
-# Provisioning policies that never wake hybrid engines; libra uses the devices beside training.
-NO_HYBRIDS = ("fixed", "libra", "on_demand", "rose", "serverless", "static")
 LEAST_MIB = 1024  # bounds a job's memory from below: a rank's Python alone takes half of it
-ASK_FOR_JOBS = ("on_demand", "serverless")  # provisioning policies that request capacity
 
 
 def check(c: Config, need: Need) -> None:
@@ -26,13 +21,6 @@ def check(c: Config, need: Need) -> None:
     environment hosts."""
     rolls = c.rollout.replay is None
     engines, hosts = (c.rollout.workers, c.rollout.environment_hosts) if rolls else (0, 0)
-    if c.deterministic:
-        need(
-            engines <= 1,
-            "rollout.workers",
-            "deterministic=true needs one engine: rollout.workers=1",
-        )
-        need(c.trainer.dtype == "float32", "trainer.dtype", "deterministic=true needs float32")
     if c.trainer.reduce_dtype == "bfloat16":
         need(
             c.trainer.dtype == "bfloat16",
@@ -48,9 +36,18 @@ def check(c: Config, need: Need) -> None:
     )
     _check_hpz(c, need)
     _check_gpus(c, engines, need)
-    _check_colocation(c, need)
-    _check_hybrid(c, need)
-    _check_replicas(c, need)
+    devices = c.trainer.ranks // c.rollout.tensor_parallel
+    need(
+        c.hybrids <= devices,
+        "rollout.hybrid",
+        f"at most {devices}: a device of the trainer's for each of rollout.tensor_parallel="
+        f"{c.rollout.tensor_parallel} ranks, and trainer.ranks={c.trainer.ranks}",
+    )
+    need(
+        c.elastic_replicas <= c.rollout.workers,
+        "trainer.elastic_replicas",
+        f"at most rollout.workers={c.rollout.workers}: each has the device of a dedicated engine",
+    )
     pools = c.reward.pools if rolls else 0
     engines += c.hybrids
     ranks = 1 + hosts + pools + c.trainer.ranks + engines
@@ -67,25 +64,6 @@ def check(c: Config, need: Need) -> None:
         "nccl needs GPUs, and cluster.gpus=0; auto takes what there is",
     )
     _check_mpi(c.cluster.mpi, need)
-    if (asks := c.scheduler.provisioning.name) in ASK_FOR_JOBS and c.mode == "train":
-        need(
-            c.cluster.kind == "slurm",
-            "scheduler.provisioning.name",
-            f"{asks} submits jobs to Slurm: cluster=slurm",
-        )
-        need(
-            c.cluster.mpi.join,
-            "cluster.mpi.join",
-            f"with {c.cluster.mpi.name} no rank can join, and scheduler."
-            f"provisioning.name={asks!r} asks for such ranks; another cluster/mpi=, or "
-            "scheduler/provisioning=fixed",
-        )
-        need(
-            c.borrows,
-            "scheduler.provisioning.name",
-            f"{asks} needs ranks that may join: serving.borrow=true, "
-            "deterministic=false, no replay",
-        )
     if c.cluster.kind == "slurm":
         need(
             c.cluster.slurm is not None,
@@ -109,11 +87,6 @@ def _check_hpz(c: Config, need: Need) -> None:
     )
     # trainer.offload_optimizer is allowed: DeepSpeed (stage3.py) drops the second copy at the end
     # of every update, wherever the optimizer's states are.
-    need(
-        t.sequence_parallel == 1,
-        key,
-        f"not tried with trainer.sequence_parallel={t.sequence_parallel}: null",
-    )
     if t.hpz == "node":
         return
     need(
@@ -150,158 +123,6 @@ def _check_gpus(c: Config, engines: int, need: Need) -> None:
         "cluster.gpus",
         f"the run needs {gpus} ({parts}); {remedy}",
     )
-
-
-def _check_colocation(c: Config, need: Need) -> None:
-    """Check that trainer and engines, which share devices in turn, are never needed at once."""
-    if not c.shares_devices:
-        return
-    batching = c.scheduler.batching.name
-    need(
-        batching == "synchronous",
-        "scheduler.batching.name",
-        "one GPU, or colocate=true, is shared in turn, and this policy rolls out while the trainer "
-        "trains; "
-        "scheduler/batching=synchronous, or two GPUs and colocate=false",
-    )
-    need(
-        c.cluster.kind == "local",
-        "cluster.kind",
-        "colocate=true shares the devices of one machine: cluster=gpus or "
-        "local, inside one node's allocation as slurm/one_node.sbatch makes it",
-    )
-    need(
-        c.transfer.broadcast != "nccl",
-        "transfer.broadcast",
-        "NCCL refuses two ranks on one GPU, and colocate=true has them: auto or mpi",
-    )
-
-
-def _check_hybrid(c: Config, need: Need) -> None:
-    """Check hybrid engines: the trainer waits for its batches, and provisioning wakes them then."""
-    if not c.hybrids:
-        return
-    key, asks, batching = "rollout.hybrid", c.scheduler.provisioning.name, c.scheduler.batching.name
-    need(
-        c.hybrids * c.rollout.tensor_parallel <= c.trainer.ranks,
-        key,
-        f"at most {c.trainer.ranks // c.rollout.tensor_parallel}: a device of the trainer's for "
-        f"each of rollout.tensor_parallel={c.rollout.tensor_parallel} ranks, and trainer.ranks="
-        f"{c.trainer.ranks}",
-    )
-    need(
-        not c.shares_devices,
-        key,
-        "0 with one GPU or colocate=true: all engines are on the trainer's devices already",
-    )
-    need(not c.deterministic, key, "0 with deterministic=true, which needs one engine")
-    need(
-        not c.trainer.stream,
-        key,
-        "0 with trainer.stream=true: the trainer works while trajectories run",
-    )
-    need(
-        batching not in BUSY_TRAINER,
-        "scheduler.batching.name",
-        f"rollout.hybrid={c.hybrids} is for policies whose trainer waits for its batch: "
-        "synchronous, tail_batching, dapo, carry_over; or rollout.hybrid=0",
-    )
-    need(
-        asks not in NO_HYBRIDS,
-        "scheduler.provisioning.name",
-        f"rollout.hybrid={c.hybrids} needs a policy that says when these engines work: "
-        "scheduler/provisioning=all_idle or rlboost",
-    )
-    need(
-        c.cluster.kind == "local",
-        "cluster.kind",
-        f"rollout.hybrid={c.hybrids} shares the devices of one machine: cluster=gpus or local, "
-        "inside one node's allocation as slurm/one_node.sbatch makes it",
-    )
-    need(
-        c.transfer.broadcast != "nccl",
-        "transfer.broadcast",
-        "NCCL refuses two ranks on one GPU, and rollout.hybrid has them: auto or mpi",
-    )
-
-
-def _check_replicas(c: Config, need: Need) -> None:
-    """Check replicas: they use an engine's device while nothing rolls out, or when the planner says
-    so, and compute the same gradients as trainer ranks."""
-    if not c.elastic_replicas:
-        return
-    key, t, asked = "trainer.elastic_replicas", c.trainer, f"{c.elastic_replicas} replicas"
-    need(
-        c.elastic_replicas <= c.rollout.workers,
-        key,
-        f"at most rollout.workers={c.rollout.workers}: each has the device of a dedicated engine",
-    )
-    need(
-        not c.shares_devices and not c.hybrids,
-        key,
-        "0 with one GPU, colocate=true or rollout.hybrid: devices have one way to change sides",
-    )
-    need(
-        c.scheduler.batching.name == "synchronous" or c.plans_replicas,
-        "scheduler.batching.name",
-        f"{asked} compute while nothing rolls out (synchronous), or while other engines do "
-        f"({', '.join(OVERLAPPING)}); or trainer.elastic_replicas=0",
-    )
-    need(
-        not c.plans_replicas or c.elastic_replicas < c.rollout.workers,
-        key,
-        f"at most {c.rollout.workers - 1} with scheduler/batching={c.scheduler.batching.name}: of "
-        f"rollout.workers={c.rollout.workers} dedicated engines one at least goes on rolling out",
-    )
-    need(
-        not c.plans_replicas or c.scheduler.provisioning.name == "libra",
-        "scheduler.provisioning.name",
-        f"{asked} with scheduler/batching={c.scheduler.batching.name} need a planner that says how "
-        "many of them train: scheduler/provisioning=libra",
-    )
-    need(
-        c.cluster.kind == "local",
-        "cluster.kind",
-        f"{asked} are tried on one machine: cluster=gpus or local, or trainer.elastic_replicas=0",
-    )
-    for wrong, other, right in (
-        (
-            c.eval.beside and not c.plans_replicas,
-            "eval.beside",
-            "false: engines that evaluate can't sleep",
-        ),
-        (c.deterministic, "deterministic", "false: gradients are summed in another order"),
-        (
-            c.transfer.broadcast == "nccl",
-            "transfer.broadcast",
-            "auto or mpi: NCCL keeps memory of an engine's device while that sleeps",
-        ),
-        (t.stream, "trainer.stream", "false: the trainer works while trajectories run"),
-        (t.updates_per_step > 1, "trainer.updates_per_step", "1: they get weights once a step"),
-        (t.lora is not None, "trainer.lora", "null: not tried with an adapter"),
-        (t.router_replay, "trainer.router_replay", "false: not tried"),
-        (t.sequence_parallel > 1, "trainer.sequence_parallel", "1: each computes whole rows"),
-        (t.compile, "trainer.compile", "false: not tried"),
-        (t.kernels != "none", "trainer.kernels", "none: not tried"),
-        (
-            t.offload_optimizer,
-            "trainer.offload_optimizer",
-            "false: DeepSpeed counts its norm early",
-        ),
-        (c.algorithm.kl_coef > 0, "algorithm.kl_coef", "0: they hold no reference"),
-        (c.rollout.tensor_parallel > 1, "rollout.tensor_parallel", "1: each has one device"),
-        (
-            t.dtype != c.model.dtype,
-            "model.dtype",
-            f"trainer.dtype={t.dtype}: they compute with published weights",
-        ),
-        (
-            t.zero_stage == 0 and t.dtype != "float32",
-            "trainer.zero_stage",
-            "2 or 3, which add gradients up in float32",
-        ),
-    ):
-        need(not wrong, other, f"{asked} (trainer.elastic_replicas) need {right}")
 
 
 def _check_mpi(mpi: Mpi, need: Need) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from rose.config.errors import ConfigError
 from rose.config.model import ModelShape
 from rose.config.tree import Config
@@ -16,26 +14,6 @@ def check_model(c: Config, shape: ModelShape) -> None:
         raise ConfigError(
             f"trainer.router_replay=true: model {c.model.name} is dense and has no router; "
             "trainer.router_replay=false"
-        )
-    if shape.experts and c.trainer.compile:
-        raise ConfigError(
-            f"trainer.compile=True: not tried with a mixture, and model {c.model.name} has "
-            f"{shape.experts} experts; trainer.compile=false"
-        )
-    if shape.experts and c.trainer.hpz:
-        raise ConfigError(
-            f"trainer.hpz={c.trainer.hpz}: not tried with a mixture, and model {c.model.name} has "
-            f"{shape.experts} experts; trainer.hpz=null"
-        )
-    if shape.experts and lora:
-        raise ConfigError(
-            f"trainer.lora={msgspec.to_builtins(lora)}: model {c.model.name} is a mixture of "
-            f"{shape.experts} experts, whose weights are all trained: trainer.lora=null"
-        )
-    if shape.experts and c.elastic_replicas:
-        raise ConfigError(
-            f"trainer.elastic_replicas={c.elastic_replicas}: not tried with a mixture of "
-            f"{shape.experts} experts, as model {c.model.name} is; trainer.elastic_replicas=0"
         )
     for target in lora.targets if lora else ():
         if lora.rank > (least := min(shape.projections[target])):

@@ -64,7 +64,6 @@ def _check_eval(c: Config, need: Need) -> None:
             f"one turn must fit into model.max_context={c.model.max_context}",
         )
     _check_samples(e, need)
-    _check_evaluated(c, need)
     need(
         not e.keep_best or e.every > 0 or c.mode != "train",
         "eval.every",
@@ -80,26 +79,6 @@ def _check_eval(c: Config, need: Need) -> None:
         "eval.episodes",
         "above 0, or an eval.sets: eval.stop and eval.keep_best go by held-out tasks",
     )
-    need(
-        not e.beside or not (c.deterministic or c.shares_devices),
-        "eval.beside",
-        "false, with deterministic=true or devices that trainer and engines share in turn: "
-        "evaluation and training would be one after the other anyway",
-    )
-    need(
-        not e.beside or c.transfer.in_flight != "finish",
-        "transfer.in_flight",
-        "recompute or keep, with eval.beside=true: new weights would wait for evaluation turns",
-    )
-
-
-def _check_evaluated(c: Config, need: Need) -> None:
-    """Check that a replay, which has no engines and evaluates nothing, doesn't use evaluations."""
-    stop, replay = c.eval.stop.patience, c.rollout.replay
-    why = f"rollout.replay={replay} starts no engines, so no held-out task is evaluated"
-    if replay is not None and c.mode == "train":
-        need(not c.eval.keep_best, "eval.keep_best", f"false: {why}")
-        need(stop == 0, "eval.stop.patience", f"0: {why}")
 
 
 def _check_samples(e: Eval, need: Need) -> None:
@@ -139,11 +118,6 @@ def _check_reward(c: Config, need: Need) -> None:
         "reward.deadline_s",
         f"at least twice reward.timeout_s={r.timeout_s:g} and {SCORING_SPARE_S:g} s: a score is "
         "tried twice, by workers that must start",
-    )
-    need(
-        not (c.deterministic and r.adaptive and r.pools),
-        "reward.adaptive",
-        "deterministic=true needs false: what a score may take would depend on the machine's speed",
     )
     if r.max_jobs:
         need(

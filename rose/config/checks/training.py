@@ -6,9 +6,6 @@ from rose.config.checks.need import MOST_AT_ONCE, Need, drafts
 from rose.config.trainer import FUSED, SLOT_RANKS
 from rose.config.tree import Config
 
-# Algorithms whose baseline is the group's mean reward.
-GROUP_RELATIVE = ("grpo", "turn_grpo", "tree_grpo", "dapo", "gspo", "rloo", "decoupled_ppo")
-
 # Arguments of batching policies that count batches in flight, or versions with a batch each.
 BATCHES = ("alpha", "carry", "eta", "oversample", "running", "spare", "speculation", "staleness")
 MOST_BATCHES = 1000  # bound on these arguments against slips of the pen
@@ -17,12 +14,15 @@ MOST_BATCHES = 1000  # bound on these arguments against slips of the pen
 def check(c: Config, need: Need) -> None:
     _check_batch(c, need)
     _check_at_once(c, need)
-    _check_stream(c, need)
     _check_branching(c, need)
     _check_lora(c, need)
     _check_draft(c, need)
     _check_router_replay(c, need)
-    _check_kernels(c, need)
+    need(
+        c.trainer.kernels == "none" or c.cluster.gpus > 0,
+        "trainer.kernels",
+        "Triton's need GPUs: none",
+    )
 
 
 def _check_batch(c: Config, need: Need) -> None:
@@ -33,21 +33,6 @@ def _check_batch(c: Config, need: Need) -> None:
         "trainer.batch_size",
         f"must be a multiple of rollout.group_size={c.rollout.group_size}; "
         f"try {max(1, round(c.trainer.batch_size / c.rollout.group_size)) * c.rollout.group_size}",
-    )
-    relative = c.algorithm.name in GROUP_RELATIVE or c.algorithm.args.get("baseline") == "group"
-    need(
-        c.rollout.group_size > 1 or not relative or c.mode != "train",
-        "rollout.group_size",
-        f"at least 2: algorithm={c.algorithm.name} compares the trajectories of a group with each "
-        "other, and learns "
-        "nothing from one alone; algorithm=reinforce_pp does without groups",
-    )
-    need(
-        c.rollout.group_size > 1 or not c.algorithm.dynamic_sampling,
-        "rollout.group_size",
-        "at least 2: algorithm.dynamic_sampling=true refuses groups whose rewards are all equal, "
-        "and those of a "
-        "group of one always are",
     )
     need(
         c.trainer.ranks % c.trainer.sequence_parallel == 0,
@@ -94,30 +79,6 @@ def _check_at_once(c: Config, need: Need) -> None:
             f"scheduler.batching.args.{name}",
             f"at most {MOST_BATCHES} batches at once",
         )
-
-
-def _check_stream(c: Config, need: Need) -> None:
-    """Check trainer.stream: a group's gradient must not depend on groups that still run, and the
-    trainer must not share devices with rollouts."""
-    if not c.trainer.stream:
-        return
-    key = "trainer.stream"
-    need(
-        c.trainer.updates_per_step == 1,
-        key,
-        f"needs trainer.updates_per_step=1, not {c.trainer.updates_per_step}: which groups belong "
-        "to an update is known when all are in",
-    )
-    need(
-        not c.deterministic,
-        key,
-        "deterministic=true needs false: gradients are summed in the order in which groups finish",
-    )
-    need(
-        not c.shares_devices,
-        key,
-        "the trainer's devices are the engines' while trajectories run: colocate=false",
-    )
 
 
 def _check_branching(c: Config, need: Need) -> None:
@@ -188,22 +149,6 @@ def _check_draft(c: Config, need: Need) -> None:
     method = c.rollout.draft.method
     if method == "none":
         return
-    need(
-        not c.deterministic,
-        "rollout.draft.method",
-        "deterministic=true needs rollout/draft=none: which random numbers a token gets depends on "
-        "the drafts, and these on which turns run together",
-    )
-    need(
-        c.trainer.lora is None,
-        "rollout.draft.method",
-        "drafts are not tried with an adapter: trainer.lora=null or rollout/draft=none",
-    )
-    need(
-        method != "suffix" or c.cluster.gpus > 0,
-        "rollout.draft.method",
-        "suffix is tested on no CPU: rollout/draft=group or ngram",
-    )
     for name, value in c.rollout.engine_args.items():
         need(
             not drafts(name, value),
@@ -220,52 +165,3 @@ def _check_router_replay(c: Config, need: Need) -> None:
             f"rollout.engine_args.{name}",
             "is set by ROSE, from trainer.router_replay",
         )
-    if not c.trainer.router_replay:
-        return
-    key = "trainer.router_replay"
-    need(
-        c.trainer.sequence_parallel == 1,
-        key,
-        f"not with trainer.sequence_parallel={c.trainer.sequence_parallel}: 1",
-    )
-    if c.rollout.replay is not None:
-        return
-    need(
-        c.rollout.prefix_caching and not c.deterministic,
-        key,
-        "needs rollout.prefix_caching=true and deterministic=false: vLLM keeps the experts of "
-        "prompts by the blocks of its prefix cache",
-    )
-    need(
-        c.rollout.draft.method == "none",
-        key,
-        f"not tried with rollout/draft={c.rollout.draft.method}: rollout/draft=none",
-    )
-
-
-def _check_kernels(c: Config, need: Need) -> None:
-    """Check that compiled layers and Liger's kernels aren't combined with untested options."""
-    t, both = c.trainer, "trainer.kernels"
-    need(t.kernels == "none" or c.cluster.gpus > 0, both, "Triton's need GPUs: none")
-    need(
-        t.kernels == "none" or not t.compile,
-        both,
-        "trainer.compile=true fuses the same operations: none, or trainer.compile=false",
-    )
-    need(
-        t.kernels == "none" or not c.deterministic, both, "not tried with deterministic=true: none"
-    )
-    if not t.compile:
-        return
-    key = "trainer.compile"
-    need(
-        not c.deterministic,
-        key,
-        "deterministic=true needs false: what torch compiles depends on the lengths that it met",
-    )
-    for untested, value in (
-        (t.sequence_parallel > 1, f"sequence_parallel={t.sequence_parallel}"),
-        (t.offload_activations, "offload_activations=true"),
-        (t.router_replay, "router_replay=true"),
-    ):
-        need(not untested, key, f"not tried with trainer.{value}: false")

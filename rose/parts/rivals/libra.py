@@ -172,6 +172,9 @@ class LibraPlanner:
     lost a replica isn't measured. Rollout is predicted longer by the time that workers rest.
     """
 
+    plans_replicas = True
+    wakes_hybrids = False  # its hybrid workers are used beside training
+
     def __init__(
         self,
         period_steps: int,

@@ -20,6 +20,8 @@ class Serverless:
     values in `conf` are ours.
     """
 
+    asks_for_jobs = True
+
     def __init__(
         self, max: int, turns_per_worker: int, keep_alive_s: float, back_off_s: float
     ) -> None:

@@ -21,6 +21,7 @@ from rose.config.common import (
     Section,
     Share,
 )
+from rose.launch import exclusions
 
 
 class SimLink(Section):
@@ -246,4 +247,4 @@ class MixedSimulation(MixedConfig):
 def from_dict(tree: dict[str, Any]) -> Config:
     """Convert the resolved tree of a simulated run and check it. Raises
     `rose.config.ConfigError`."""
-    return cast(Config, config.from_dict(tree, kinds=(Config, MixedSimulation)))
+    return cast(Config, exclusions.from_dict(tree, kinds=(Config, MixedSimulation)))

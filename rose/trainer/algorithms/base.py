@@ -61,7 +61,9 @@ class Algorithm(Protocol):
         """Compute (N,), or (N, K) with one for each turn. The trainer uses them, and the weights,
         as float32. An algorithm that needs rewards of turns sets `needs_turn_rewards = True`, so
         that a run without them is refused. If advantages depend on more than the trajectory's
-        group, it sets `advantages_of_batch = True`, so that `trainer.stream` is refused."""
+        group, it sets `advantages_of_batch = True`, so that `trainer.stream` is refused. If they
+        are 0 in a group of one, it sets `group_relative = True`, so that such groups are
+        refused."""
 
     def token_weights(self, summary: Summary) -> Tensor:
         """Compute (N,), the weight of each response token of a trajectory in the batch's loss, or

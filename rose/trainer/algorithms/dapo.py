@@ -53,6 +53,7 @@ class Dapo:
 
     recompute_proximal: ClassVar[bool] = True
     corrects_mismatch: ClassVar[bool] = False
+    group_relative: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         most, buffer = self.max_response_tokens, self.overlong_buffer

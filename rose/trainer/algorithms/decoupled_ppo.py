@@ -36,6 +36,7 @@ class DecoupledPpo:
 
     recompute_proximal: ClassVar[bool] = True
     corrects_mismatch: ClassVar[bool] = True
+    group_relative: ClassVar[bool] = True
 
     def advantages(self, summary: Summary) -> Tensor:
         return group_advantages(summary.rewards, summary.groups, self.scale_by_std)

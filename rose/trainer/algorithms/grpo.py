@@ -33,6 +33,7 @@ class Grpo:
 
     recompute_proximal: ClassVar[bool] = True
     corrects_mismatch: ClassVar[bool] = False
+    group_relative: ClassVar[bool] = True
 
     def advantages(self, summary: Summary) -> Tensor:
         return group_advantages(summary.rewards, summary.groups, self.scale_by_std)

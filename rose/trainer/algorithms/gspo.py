@@ -30,6 +30,7 @@ class Gspo:
 
     recompute_proximal: ClassVar[bool] = True
     corrects_mismatch: ClassVar[bool] = False
+    group_relative: ClassVar[bool] = True
 
     def advantages(self, summary: Summary) -> Tensor:
         return group_advantages(summary.rewards, summary.groups, scale_by_std=True)

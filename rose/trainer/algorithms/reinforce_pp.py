@@ -35,6 +35,10 @@ class ReinforcePP:
     corrects_mismatch: ClassVar[bool] = False
     advantages_of_batch: ClassVar[bool] = True
 
+    @property
+    def group_relative(self) -> bool:
+        return self.baseline == "group"
+
     def advantages(self, summary: Summary) -> Tensor:
         """Compute (A - mean) / std over the tokens of the batch, which have their trajectory's A.
         So a trajectory counts once for each response token, as in OpenRLHF. 0 if A is constant."""

@@ -29,6 +29,7 @@ class Rloo:
 
     recompute_proximal: ClassVar[bool] = True
     corrects_mismatch: ClassVar[bool] = False
+    group_relative: ClassVar[bool] = True
 
     @property
     def one_update(self) -> bool:

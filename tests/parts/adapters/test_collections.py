@@ -543,7 +543,7 @@ def test_held_out_prompts_that_are_trained_are_a_doubt(folder):
 
 
 def test_the_launcher_gives_ranks_whole_paths(folder, make_config):
-    from rose import front
+    from rose import checks
 
     c = make_config(
         "env=prompts",
@@ -551,7 +551,7 @@ def test_the_launcher_gives_ranks_whole_paths(folder, make_config):
         "env.args.data=sums.jsonl",
         "env.args.reward=rewards.py:length",
     )
-    args = front.with_whole_paths(c).env.args
+    args = checks.with_whole_paths(c).env.args
     assert args["data"] == f"{folder}/sums.jsonl"
     assert args["reward"] == f"{folder}/rewards.py:length" and args["held_out"] == 0.1
     (folder / "sums.jsonl").rename(folder / "c#.jsonl")  # no split of a folder

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from rose import front
+from rose import checks
 from rose.agent.envs import build, with_whole_paths
 from rose.agent.guard import EnvironmentFailure, ScoringFailure
 from rose.agent.scoring import Scoring
@@ -613,6 +613,6 @@ def test_bad_arguments_are_named(arguments, words):
 
 def test_a_run_without_a_program_is_refused_before_it_starts(tree, tmp_path):
     with pytest.raises(ConfigError, match="env.args.command=None, env.args.function=None"):
-        front.check(tree("env=agent", f"output_dir={tmp_path}"))
-    made = front.check(tree("env=agent", "env.args.command=cat x", f"output_dir={tmp_path}"))
+        checks.check(tree("env=agent", f"output_dir={tmp_path}"))
+    made = checks.check(tree("env=agent", "env.args.command=cat x", f"output_dir={tmp_path}"))
     assert made.config.env.args["listen"] == "127.0.0.1"

@@ -1,0 +1,193 @@
+"""All checks of a run that are made before anything is started or written.
+
+Left out: checks of keys that need neither policies nor files (rose/config/checks), and pairs of
+features that exclude each other (rose/launch/exclusions.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from rose import policies
+from rose.agent import envs, rows, tool_formats
+from rose.config import Config, ConfigError
+from rose.coordinator import replay
+from rose.engine import arguments
+from rose.launch import doubts, exclusions, gpus, model, plan, resume, slurm
+from rose.memory import host_bytes
+from rose.observe import trackers
+from rose.reward import scorers
+from rose.trainer import algorithms, compilers
+
+
+def check(tree: dict) -> plan.Plan:
+    """Check all that can be checked before anything is started or written, and plan the run. Raises
+    `ConfigError`."""
+    c = exclusions.from_dict(tree)
+    envs.check(c.env, c.eval.sets)
+    tool_formats.check_names(c.model.tool_format, c.model.reasoning_format)
+    trackers.check(c.observe)
+    c = with_whole_paths(c)
+    scheduler = policies.build(c.scheduler, c.rollout.turn_timeout_s)
+    check_domains(c)
+    algorithm = algorithms.build(c.algorithm.name, c.algorithm.args)
+    if c.reward.pools:
+        scorers.build(c.reward.name, c.reward.args)
+    if c.rollout.replay is not None:
+        replay.check(Path(c.rollout.replay), c.trainer.steps, c.rollout.temperature)
+    if getattr(algorithm, "needs_turn_rewards", False):
+        check_turn_rewards(c)
+    check_draft(c)
+    arguments.check(c)
+    compilers.check(c)
+    check_forks(c, getattr(algorithm, "trains_segments", False))
+    if c.trainer.router_replay and c.rollout.replay is None:
+        refuse_programs(c, "keeps no experts of what it is answered: trainer.router_replay=false")
+    found = doubts.of(c, scheduler.staleness, algorithm.corrects_mismatch)
+    found += doubts.unclipped(c, algorithm.recompute_proximal)
+    found += envs.doubts(c.env, bool(c.eval.episodes))
+    made = plan.make(c, model.shape(c), found, host_gib(c))
+    stored = c.run_dir / "config.json"
+    if not c.cluster.dry_run:
+        if c.cluster.kind == "slurm":
+            slurm.check_programs()
+        else:
+            gpus.for_launcher(c)
+        if os.path.exists(stored) and not c.fresh:
+            resume.check(stored, c)
+    return made
+
+
+def host_gib(c: Config) -> float | None:
+    """Return the memory in GiB that the run may use; None for a run on another machine."""
+    if c.cluster.dry_run or c.cluster.kind != "local":
+        return None
+    return host_bytes() / 2**30
+
+
+def with_whole_paths(c: Config) -> Config:
+    """Resolve the paths of files that ranks read, links included. Ranks in a container may start in
+    another folder, and the container mounts the resolved path."""
+    replayed, token = (
+        path and str(Path(path).resolve())
+        for path in (c.rollout.replay, c.transfer.relay_token_file)
+    )
+    return msgspec.structs.replace(
+        c,
+        env=envs.with_whole_paths(c.env),
+        eval=msgspec.structs.replace(
+            c.eval, sets={name: envs.with_whole_paths(one) for name, one in c.eval.sets.items()}
+        ),
+        rollout=msgspec.structs.replace(c.rollout, replay=replayed),
+        transfer=msgspec.structs.replace(c.transfer, relay_token_file=token),
+        reward=msgspec.structs.replace(c.reward, args=scorers.whole_paths(c.reward.args)),
+    )
+
+
+def check_formats(c: Config) -> None:
+    """Raise `ConfigError` for a chat template that can't render trajectories, and for a tool or
+    reasoning format that isn't the model's. Recipes with `auto` have ROSE's own templates."""
+    auto = (c.model.tool_format, c.model.reasoning_format) == (tool_formats.AUTO, tool_formats.AUTO)
+    if c.model.source in ("folder", "hub") or not auto:
+        from rose.agent.chat import ChatFormat  # imports transformers
+        from rose.models import resolve
+
+        problem = ChatFormat.of(resolve(c.model), c.model).tools_problem
+        made = (
+            {key: envs.build(member) for key, member in c.environments.values()} if problem else {}
+        )
+        if played := [key for key, env in made.items() if env.requires_tool]:
+            raise ConfigError(f"{problem}, which {', '.join(played)} has; take another model")
+
+
+def check_rows(c: Config, say: Callable[[str], None]) -> None:
+    """Raise `ConfigError` for a data file with too many rows that don't fit the model's context.
+    `say` receives progress and rows that don't fit. A replay's rows are another run's."""
+    here = c.model.source in ("folder", "hub") or c.cluster.kind == "local"
+    if here and c.rollout.replay is None and rows.known(c):
+        from rose.agent.chat import ChatFormat  # imports transformers
+        from rose.models import resolve
+
+        rows.check(c, ChatFormat.of(resolve(c.model), c.model), say)
+
+
+def check_domains(c: Config) -> None:
+    """Raise `ConfigError` for a hardware affinity of a domain that the run doesn't have. The
+    hardware can't be checked, since workers report theirs only when they join."""
+    routing = c.scheduler.routing
+    for domain, hardware in routing.args["hardware"].items() if routing.name == "rollart" else ():
+        if domain not in c.environments:
+            raise ConfigError(
+                f"scheduler.routing.args.hardware.{domain}={hardware!r}: no such domain in this "
+                f"run; its environments are {', '.join(c.environments)}"
+            )
+
+
+def check_draft(c: Config) -> None:
+    """Raise `ConfigError` for drafts by a package that isn't installed (outside of containers)."""
+    contained = c.cluster.slurm is not None and c.cluster.slurm.container is not None
+    suffix = c.rollout.draft.method == "suffix" and not contained
+    if suffix and importlib.util.find_spec("arctic_inference") is None:
+        raise ConfigError(
+            "rollout.draft.method='suffix': the package arctic-inference isn't installed here: "
+            "pip install arctic-inference, or rollout/draft=group"
+        )
+
+
+def check_forks(c: Config, needed: bool) -> None:
+    """Raise `ConfigError` where trajectories can't fork, or don't fork although the algorithm
+    compares forks (`needed`)."""
+    branching, size = c.rollout.branch, c.rollout.group_size
+    if c.rollout.replay is not None:
+        return
+    if needed and not branching.ways:
+        raise ConfigError(
+            f"algorithm.name={c.algorithm.name!r}: compares trajectories that fork off each other: "
+            "rollout/branch=tree; without forks it is algorithm=grpo"
+        )
+    if needed and size == branching.leaves:
+        raise ConfigError(
+            f"rollout.branch.ways={branching.ways}: with rollout.group_size={size} a group is one "
+            f"tree, whose turns before the fork algorithm.name={c.algorithm.name} could compare "
+            "with nothing; a larger group, or fewer ways"
+        )
+    if branching.ways:
+        refuse_programs(c, "can't be copied: rollout/branch=none")
+
+
+def refuse_programs(c: Config, why: str) -> None:
+    """Raise `ConfigError` for an agent that is a program of its own, with the reason `why`."""
+    for name, member in c.env.members.items():
+        if envs.is_program(member):
+            key = f"{c.env.key_of(name)}.name={member.name!r}"
+            raise ConfigError(f"{key}: an agent of its own, whose program {why}")
+
+
+def check_turn_rewards(c: Config) -> None:
+    """Raise `ConfigError` where trajectories would have no rewards per turn, which the run's
+    algorithm needs."""
+    needs = f"which algorithm.name={c.algorithm.name} needs"
+    if c.rollout.replay is not None:
+        try:
+            replay.check_turn_rewards(Path(c.rollout.replay), needs)
+        except ValueError as error:  # a damaged file
+            raise ConfigError(str(error)) from None
+        return
+    for name, member in c.env.members.items():
+        if not envs.rewards_turns(member):
+            raise ConfigError(
+                f"{c.env.key_of(name)}.name={member.name!r}: gives no rewards of turns, {needs}; "
+                "frozen_lake, minigrid and calculator do with args.shaping above 0, and "
+                "environments with rewards_turns = True; or algorithm=grpo"
+            )
+    if not c.reward.environment_weight:
+        raise ConfigError(
+            f"reward.name={c.reward.name!r}: replaces the environment's rewards, and with them "
+            f"those of turns, {needs}; reward=environment, or reward=sum with a part "
+            "{name: environment}"
+        )

@@ -1,0 +1,314 @@
+"""The one table of features that exclude each other, and `from_dict`, which refuses a run with two
+of them.
+
+`scripts/tabulate_exclusions.py` writes the table into docs/configuration.md. Left out: keys that
+another key must allow or bound (rose/config/checks).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from rose import config as configuration
+from rose.config import Config, ConfigError, ModelShape, errors
+from rose.policies import registry
+from rose.trainer import algorithms
+
+
+class Run:
+    """A configuration and the classes that it names. `shape`: None if the model isn't known yet."""
+
+    def __init__(self, c: Config, shape: ModelShape | None) -> None:
+        self.c, self.trains = c, c.mode == "train"
+        self.rolls = c.rollout.replay is None
+        self.experts = shape is not None and shape.experts > 0
+        self.algorithm: Any = algorithms.build(c.algorithm.name, c.algorithm.args)
+        self.provisioning = registry.policy("provisioning", c.scheduler.provisioning)
+        self.batching = registry.policy("batching", c.scheduler.batching)
+        self.in_step = getattr(self.batching, "waits_for_weights", False)
+
+    def wakes_hybrids(self) -> bool:
+        joins_resting = getattr(self.provisioning, "joins_resting", lambda kind: False)
+        return getattr(self.provisioning, "wakes_hybrids", joins_resting("hybrid"))
+
+
+class Feature(NamedTuple):
+    key: str
+    without: str  # the override of a run without the feature
+    used: Callable[[Run], Any]
+    about: str = ""  # the name in the docs; "": the key
+
+    @property
+    def name(self) -> str:
+        return self.about or f"`{self.key}`"
+
+
+class Exclusion(NamedTuple):
+    """Two features of which a run can have one. The error names the first one's key and value."""
+
+    feature: Feature
+    other: Feature
+    because: str = ""  # why both are impossible; "": not tried
+    remedy: str = ""  # "": to be without one of them
+
+    def message(self, tree: dict[str, Any]) -> str:
+        """Return the error for the tree of a configuration with both."""
+        value = errors.value_at(tree, self.other.key)
+        other = self.other.name if value is None else _set(self.other.key, value)
+        verdict = "impossible" if self.because else "not tried"
+        because = f", because {self.because}" if self.because else ""
+        remedy = self.remedy or f"{self.feature.without}, or {self.other.without}"
+        return (
+            f"{self.feature.key}={errors.value_at(tree, self.feature.key)!r}: {verdict} with "
+            f"{other}{because}; {remedy}"
+        )
+
+
+def _set(key: str, value: Any) -> str:
+    """Return KEY=VALUE as on a command line."""
+    return f"{key}={json.dumps(value) if value in (None, True, False) else value}"
+
+
+def _option(key: str, off: Any = False, without: str = "", about: str = "") -> Feature:
+    """Return the feature that is used if its key has another value than `off`."""
+    value = attrgetter(key)
+    return Feature(key, without or _set(key, off), lambda run: value(run.c) != off, about)
+
+
+def _value(key: str, on: Any, without: str, about: str = "") -> Feature:
+    """Return the feature that is used if its key has the value `on`."""
+    value = attrgetter(key)
+    return Feature(key, without, lambda run: value(run.c) == on, about or f"`{_set(key, on)}`")
+
+
+def _learning(attribute: str, without: str, about: str) -> Feature:
+    """Return the feature that is used if a trained algorithm has the attribute, and it is true."""
+
+    def used(run: Run) -> bool:
+        return run.trains and getattr(run.algorithm, attribute, False)
+
+    return Feature("algorithm.name", without, used, about)
+
+
+BATCHING = "scheduler.batching.name"
+PROVISIONING = "scheduler.provisioning.name"
+ONE_MACHINE = (
+    "cluster=gpus or local, inside one node's allocation as slurm/one_node.sbatch makes it"
+)
+
+BESIDE = _option("eval.beside")
+BFLOAT16 = _value("trainer.dtype", "bfloat16", "trainer.dtype=float32")
+COMPILE = _option("trainer.compile")
+DETERMINISTIC = _option("deterministic")
+DRAFTS = _option("rollout.draft.method", "none", "rollout/draft=none")
+DYNAMIC_SAMPLING = _option("algorithm.dynamic_sampling")
+HPZ = _option("trainer.hpz", None)
+KERNELS = _option("trainer.kernels", "none")
+KL = _option("algorithm.kl_coef", 0)
+LORA = _option("trainer.lora", None)
+NO_JOINING = _option("cluster.mpi.join", True, "another cluster/mpi=", "an MPI without joining")
+NO_PREFIX_CACHE = _option("rollout.prefix_caching", True, about="no `rollout.prefix_caching`")
+OFFLOADED_ACTIVATIONS = _option("trainer.offload_activations")
+OFFLOADED_OPTIMIZER = _option("trainer.offload_optimizer")
+REPLAY = _option("rollout.replay", None)
+ROUTER_REPLAY = _option("trainer.router_replay")
+SEQUENCE_PARALLEL = _option("trainer.sequence_parallel", 1)
+STREAM = _option("trainer.stream")
+TENSOR_PARALLEL = _option("rollout.tensor_parallel", 1)
+UPDATES = _option("trainer.updates_per_step", 1)
+
+ADAPTIVE = _option("reward.adaptive")._replace(
+    used=lambda r: r.c.reward.adaptive and r.c.reward.pools
+)
+HYBRID = _option("rollout.hybrid", 0)._replace(used=lambda r: r.c.hybrids > 0)
+KEEP_BEST = _option("eval.keep_best")._replace(used=lambda r: r.trains and r.c.eval.keep_best)
+PATIENCE = _option("eval.stop.patience", 0)._replace(
+    used=lambda r: r.trains and r.c.eval.stop.patience
+)
+RECORDED = ROUTER_REPLAY._replace(used=lambda r: r.c.trainer.router_replay and r.rolls)
+REPLICAS = _option("trainer.elastic_replicas", 0)._replace(used=lambda r: r.c.elastic_replicas > 0)
+UNPLANNED = REPLICAS._replace(used=lambda r: r.c.elastic_replicas > 0 and r.in_step)
+
+ASKS_FOR_JOBS = Feature(
+    PROVISIONING,
+    "scheduler/provisioning=fixed",
+    lambda r: r.trains and getattr(r.provisioning, "asks_for_jobs", False),
+    "provisioning that requests jobs",
+)
+BUSY = Feature(
+    BATCHING,
+    "scheduler/batching=synchronous, dapo, tail_batching or carry_over",
+    lambda r: not getattr(r.batching, "trainer_waits", r.in_step),
+    "batching whose trainer rarely waits",
+)
+COLOCATE = Feature(
+    "colocate",
+    "two GPUs and colocate=false",
+    lambda r: r.c.shares_devices,
+    "one GPU or `colocate=true`",
+)
+CPUS = _value("cluster.gpus", 0, "GPUs", "CPUs")
+ENGINES = Feature(
+    "rollout.workers",
+    "rollout.workers=1",
+    lambda r: r.rolls and r.c.rollout.workers > 1,
+    "several engines",
+)
+EXPERTS = Feature("model.name", "a dense model", lambda r: r.experts, "a mixture of experts")
+FINISH = _value("transfer.in_flight", "finish", "transfer.in_flight=recompute or keep")
+GROUP_RELATIVE = _learning(
+    "group_relative",
+    "algorithm=reinforce_pp, which does without groups",
+    "an algorithm that compares within groups",
+)
+LOCAL = _option("cluster.kind", "slurm", "cluster=slurm", "no Slurm")
+NCCL = _value("transfer.broadcast", "nccl", "transfer.broadcast=auto or mpi")
+NO_BORROWING = Feature(
+    "serving.borrow",
+    "serving.borrow=true, deterministic=false and no replay",
+    lambda r: not r.c.borrows,
+    "no ranks that may join",
+)
+NO_HYBRIDS = Feature(
+    PROVISIONING,
+    "scheduler/provisioning=all_idle or rlboost",
+    lambda r: not r.wakes_hybrids(),
+    "provisioning that wakes no hybrid engines",
+)
+NO_PLANNER = Feature(
+    PROVISIONING,
+    "scheduler/provisioning=libra",
+    lambda r: not r.in_step and not getattr(r.provisioning, "plans_replicas", False),
+    "overlapping batching without a planner",
+)
+OF_BATCH = _learning(
+    "advantages_of_batch",
+    "an algorithm that compares within groups",
+    "an algorithm that normalises over the batch",
+)
+OF_TURNS = _learning("needs_turn_rewards", "algorithm=grpo", "an algorithm of turns' rewards")
+ONE_UPDATE = _learning(
+    "one_update",
+    "for rloo algorithm.args.clip_low=0.2 and algorithm.args.clip_high=0.2",
+    "a loss without a ratio",
+)
+OTHER_DTYPE = Feature(
+    "model.dtype",
+    "the same in model.dtype and trainer.dtype",
+    lambda r: r.c.trainer.dtype != r.c.model.dtype,
+    "`model.dtype` other than `trainer.dtype`",
+)
+OVERLAP = Feature(
+    BATCHING, "scheduler/batching=synchronous", lambda r: not r.in_step, "overlapping batching"
+)
+OVERSAMPLING = Feature(
+    BATCHING,
+    "scheduler/batching=synchronous or bounded_staleness",
+    lambda r: r.in_step and r.c.scheduler.batching.name != "synchronous",
+    "`dapo`, `tail_batching`",
+)
+SINGLE = _value("rollout.group_size", 1, "rollout.group_size=2 or more")
+SLURM = _value("cluster.kind", "slurm", ONE_MACHINE, "Slurm")
+SUFFIX = _value("rollout.draft.method", "suffix", "rollout/draft=group or ngram")
+WHOLE = REPLICAS._replace(
+    used=lambda r: r.c.elastic_replicas >= max(1, r.c.rollout.workers),
+    about="a replica beside each engine",
+)
+
+BLOCKS = "vLLM keeps the experts of prompts by the blocks of its prefix cache"
+EARLY = "the trainer works while trajectories run"
+IN_TURN = "trainer and engines share devices in turn, and this policy rolls out during training"
+ONE_WAY = "devices have one way to change sides"
+TWO_RANKS = "NCCL refuses two ranks on one GPU"
+UNEVALUATED = "a replay starts no engines, so no held-out task is evaluated"
+
+EXCLUSIONS = (
+    Exclusion(ENGINES, DETERMINISTIC, "the machine's speed decides which engine takes a turn"),
+    Exclusion(BFLOAT16, DETERMINISTIC),
+    Exclusion(STREAM, DETERMINISTIC, "gradients are summed in the order in which groups finish"),
+    Exclusion(COMPILE, DETERMINISTIC, "what torch compiles depends on the lengths that it met"),
+    Exclusion(KERNELS, DETERMINISTIC),
+    Exclusion(DRAFTS, DETERMINISTIC, "a token's random numbers depend on the drafts beside it"),
+    Exclusion(ADAPTIVE, DETERMINISTIC, "what a score may take would depend on the machine's speed"),
+    Exclusion(RECORDED, DETERMINISTIC, BLOCKS),
+    Exclusion(BESIDE, DETERMINISTIC, "evaluation and training would be one after the other"),
+    Exclusion(HYBRID, DETERMINISTIC, "a deterministic run has one engine"),
+    Exclusion(REPLICAS, DETERMINISTIC, "gradients are summed in another order"),
+    Exclusion(OVERLAP, COLOCATE, IN_TURN),
+    Exclusion(BESIDE, COLOCATE, "evaluation and training share devices in turn"),
+    Exclusion(SLURM, COLOCATE, "one machine's devices are shared", ONE_MACHINE),
+    Exclusion(NCCL, COLOCATE, TWO_RANKS),
+    Exclusion(STREAM, COLOCATE, EARLY),
+    Exclusion(HYBRID, COLOCATE, "all engines are on the trainer's devices already"),
+    Exclusion(REPLICAS, COLOCATE, ONE_WAY),
+    Exclusion(HYBRID, STREAM, EARLY),
+    Exclusion(BUSY, HYBRID, "hybrid engines work while the trainer waits for its batch"),
+    Exclusion(
+        NO_HYBRIDS, HYBRID, 'this policy never wakes them: joins_resting("hybrid") is not true'
+    ),
+    Exclusion(SLURM, HYBRID, "one machine's devices are shared", ONE_MACHINE),
+    Exclusion(NCCL, HYBRID, TWO_RANKS),
+    Exclusion(REPLICAS, HYBRID, ONE_WAY),
+    Exclusion(OVERSAMPLING, REPLICAS),
+    Exclusion(WHOLE, OVERLAP, "one engine at least goes on rolling out"),
+    Exclusion(NO_PLANNER, REPLICAS, "nothing plans how many replicas train"),
+    Exclusion(SLURM, REPLICAS),
+    Exclusion(BESIDE, UNPLANNED, "engines that evaluate can't sleep"),
+    Exclusion(NCCL, REPLICAS, "NCCL keeps memory of an engine's device while that sleeps"),
+    Exclusion(STREAM, REPLICAS, EARLY),
+    Exclusion(UPDATES, REPLICAS, "replicas get weights once a step"),
+    Exclusion(LORA, REPLICAS),
+    Exclusion(ROUTER_REPLAY, REPLICAS),
+    Exclusion(SEQUENCE_PARALLEL, REPLICAS, "each replica computes whole rows"),
+    Exclusion(COMPILE, REPLICAS),
+    Exclusion(KERNELS, REPLICAS),
+    Exclusion(OFFLOADED_OPTIMIZER, REPLICAS, "DeepSpeed counts its norm early"),
+    Exclusion(KL, REPLICAS, "replicas hold no reference"),
+    Exclusion(TENSOR_PARALLEL, REPLICAS, "each replica has one device"),
+    Exclusion(OTHER_DTYPE, REPLICAS, "replicas compute with published weights"),
+    Exclusion(REPLICAS, EXPERTS),
+    Exclusion(STREAM, UPDATES, "which groups belong to an update is known when all are in"),
+    Exclusion(STREAM, OF_BATCH, "the whole batch is not known before its last group is in"),
+    Exclusion(UPDATES, ONE_UPDATE, "updates behind a step's first would be wrong without a ratio"),
+    Exclusion(KERNELS, COMPILE, "both fuse the same operations"),
+    Exclusion(COMPILE, SEQUENCE_PARALLEL),
+    Exclusion(COMPILE, OFFLOADED_ACTIVATIONS),
+    Exclusion(COMPILE, ROUTER_REPLAY),
+    Exclusion(COMPILE, EXPERTS),
+    Exclusion(HPZ, SEQUENCE_PARALLEL),
+    Exclusion(HPZ, EXPERTS),
+    Exclusion(LORA, EXPERTS, "the weights of experts are all trained"),
+    Exclusion(SUFFIX, CPUS, remedy=SUFFIX.without),
+    Exclusion(RECORDED, NO_PREFIX_CACHE, BLOCKS),
+    Exclusion(RECORDED, DRAFTS),
+    Exclusion(ROUTER_REPLAY, SEQUENCE_PARALLEL),
+    Exclusion(FINISH, BESIDE, "new weights would wait for evaluation turns"),
+    Exclusion(KEEP_BEST, REPLAY, UNEVALUATED),
+    Exclusion(PATIENCE, REPLAY, UNEVALUATED),
+    Exclusion(ASKS_FOR_JOBS, LOCAL, "this policy submits jobs to Slurm"),
+    Exclusion(NO_JOINING, ASKS_FOR_JOBS, "no rank of a job can join the run"),
+    Exclusion(ASKS_FOR_JOBS, NO_BORROWING, "no rank of a job may join the run"),
+    Exclusion(SINGLE, GROUP_RELATIVE, "this algorithm learns nothing from a trajectory alone"),
+    Exclusion(SINGLE, DYNAMIC_SAMPLING, "groups with equal rewards are refused"),
+    Exclusion(DYNAMIC_SAMPLING, OF_TURNS, "the turns of groups with equal rewards may differ"),
+)
+
+
+def check(c: Config, shape: ModelShape | None = None) -> None:
+    """Raise `ConfigError` for two features that exclude each other. `shape`: None if the model
+    isn't known yet."""
+    run = Run(c, shape)
+    for row in EXCLUSIONS:
+        if row.feature.used(run) and row.other.used(run):
+            raise ConfigError(row.message(configuration.to_dict(c)))
+
+
+def from_dict(tree: dict[str, Any], **kinds: Any) -> Config:
+    """Convert and check a tree as `rose.config.from_dict` does, add what the batching policy
+    decides, and check the exclusions. Raises `ConfigError`."""
+    c = registry.resolved(configuration.from_dict(tree, **kinds))
+    check(c)
+    return c
