@@ -17,11 +17,12 @@ class Algorithm(Section):
     importance_cap: Positive | None
     dynamic_sampling: bool  # drop groups whose rewards are all equal and sample others (DAPO)
     kl_coef: NotNegative  # coefficient of the KL penalty to the model folder's weights
+    # Algorithms of other packages may leave out the keys below.
     # true: the penalty has the gradient of KL(policy || reference)
-    kl_correction: bool
+    kl_correction: bool = True
     # importance weights below this, or above the cap, become 0; null: those above become the cap
-    importance_floor: NotNegative | None
-    importance_level: Literal["token", "sequence"]
+    importance_floor: NotNegative | None = None
+    importance_level: Literal["token", "sequence"] = "token"
 
 
 class Optimizer(Section):

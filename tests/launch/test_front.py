@@ -431,19 +431,6 @@ def test_fused_operations_may_change_in_a_run_that_continues(make_config, tmp_pa
         resume.check(path, now)
 
 
-def test_a_run_continues_where_a_policy_has_got_another_argument_since(make_config, tmp_path):
-    now = make_config("scheduler/provisioning=all_idle", f"output_dir={tmp_path}")
-    path, tree = tmp_path / "config.json", configuration.to_dict(now)
-    del tree["scheduler"]["provisioning"]["args"]["hybrid_tail"]
-    path.write_text(json.dumps(tree))
-    resume.check(path, now)
-    other = "scheduler.provisioning.args.hybrid_tail=2"
-    with pytest.raises(ConfigError, match="hybrid_tail: 0.0 -> 2"):
-        resume.check(
-            path, make_config("scheduler/provisioning=all_idle", other, f"output_dir={tmp_path}")
-        )
-
-
 def test_the_plan_of_a_replay_has_only_the_ranks_it_starts(launch, tmp_path):
     (tmp_path / "earlier" / "rollouts").mkdir(parents=True)
     for step in (1, 2):
