@@ -46,7 +46,7 @@ from csv_tables import REPOSITORY, shown
 from rich.console import Console
 
 from rose.coordinator import journal
-from rose.coordinator.coordinator import TICK_S
+from rose.coordinator.records import TICK_S
 from rose.engine.rank import PROGRESS_S
 from rose.launch import state
 from rose.observe.metrics import read_metrics, rows_of

@@ -23,7 +23,7 @@ from promise_run import ALIKE, AWAY_S, DEVICES, ENGINES, GROUP, HOSTS, POLICIES,
 from validate_sim import FREE_BYTES_S, Profile, profile_of
 
 from rose import config as cfg
-from rose.coordinator.coordinator import TICK_S
+from rose.coordinator.records import TICK_S
 from rose.engine.rank import PROGRESS_S
 from rose.parts.simulator import calibrate, faults, online, serving, spec
 from rose.parts.simulator.driver import simulate

@@ -99,7 +99,7 @@ def turn_seed(sampling_seed: int | None, turn: str) -> int | None:
 
 
 class _Episode:
-    """One trajectory while it runs."""
+    """A trajectory while it runs."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ class EpisodeState(msgspec.Struct):
     mask: bytearray = bytearray()
     logprobs: bytearray = bytearray()
     versions: bytearray = bytearray()
-    experts: bytearray = bytearray()  # of the first `routed` tokens
+    experts: bytearray = bytearray()  # experts of the first `routed` tokens
     routed: int = 0
     reward: float = 0.0
     success: bool = False

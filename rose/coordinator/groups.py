@@ -71,6 +71,7 @@ class Rollouts:
         )
         # group -> its trajectories once all have finished, until the step loop takes it
         self.finished: dict[str, list[p.Trajectory]] = {}
+        self.batch: list[str] | None = None  # groups that the scheduler chose for this step
         self.dropped_groups = self.dropped_tokens = 0  # since `begin_step`
         self.scoring_failures = 0  # since `take_scoring_failures`
         # largest staleness of a group last taken: newest version then, minus that at its admission
@@ -94,6 +95,7 @@ class Rollouts:
     def begin_step(self, trajectories: int) -> None:
         """Reset the step's counters. The step waits for `trajectories`, some of which may have
         finished."""
+        self.batch = None
         self.dropped_groups = self.dropped_tokens = 0
         self.hosts_lost = self.trajectories_restarted = self.trajectories_moved = 0
         self._waited_for = p.Phase.TRAIN

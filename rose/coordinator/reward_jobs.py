@@ -56,6 +56,10 @@ class RewardJobs:
         self._quiet_since: dict[int, float] = {}  # pool -> monotonic seconds
         self._back_off = BackOff()
 
+    def row(self) -> dict[str, int]:
+        """Return the values for a step's row."""
+        return {"reward_jobs": self.running} if self._settings.max_jobs else {}
+
     @property
     def running(self) -> int:
         return sum(job.runs for job in self._jobs.values())

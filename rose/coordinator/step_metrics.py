@@ -44,7 +44,7 @@ def step_row(
     rollout_s = max(times["rollout"] + times["idle"], hub.generating_s, 1e-9)
     tokens = {name: w.tokens for name, w in hub.workers.items()}
     borrowed = hub.past["borrowed"] + sum(w.tokens for w in hub.workers.values() if w.borrowed)
-    made = sum(tokens.values()) + sum(hub.past.values())
+    made = hub.step_tokens
     return {
         "kind": "step",
         **{f"time_{phase}": value for phase, value in times.items()},

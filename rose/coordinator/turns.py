@@ -56,6 +56,7 @@ class TurnHub:
         self._hybrids = hybrids
         self._send, self._recorder = send, recorder
         self._on_action, self._on_fault = on_action, on_fault
+        self.scheduler = scheduler
         self._queue = ActionQueue(scheduler, self._carry_out, journal)
         self.ledger = Ledger()
         self.workers: dict[str, Worker] = {}
@@ -118,6 +119,11 @@ class TurnHub:
         self.log.resumed_turns = self.log.resumed_tokens = 0
         self.resumed_snapshots = 0
         self.decoding.begin_step()
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that workers generated since `begin_step`."""
+        return sum(w.tokens for w in self.workers.values()) + sum(self.past.values())
 
     @property
     def generating_s(self) -> float:

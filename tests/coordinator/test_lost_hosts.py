@@ -344,7 +344,7 @@ def test_a_run_whose_hosts_die_trains_each_prompt_once_and_makes_no_token_twice(
 
     def dies(coordinator):
         peer = coordinator.mailbox
-        hosts = list(coordinator.ranks[p.Role.ENVIRONMENT].values())
+        hosts = list(coordinator.members.ranks[p.Role.ENVIRONMENT].values())
         made = sum(peer.made.values())
         if coordinator.rollouts.groups.running and made > 30 * (1 + len(deaths)):
             deaths.append(draw.choice(hosts))

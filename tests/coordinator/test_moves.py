@@ -139,7 +139,7 @@ def test_a_storm_of_moves_and_deaths_trains_each_prompt_once_and_makes_no_token_
             coordinator.rollouts.move(draw.choice(running), f"environment-{draw.randrange(3)}")
         made = sum(peer.made.values())
         if coordinator.rollouts.groups.running and made > 100 * (1 + len(deaths)):
-            deaths.append(draw.choice(list(coordinator.ranks[p.Role.ENVIRONMENT].values())))
+            deaths.append(draw.choice(list(coordinator.members.ranks[p.Role.ENVIRONMENT].values())))
             peer.loses_host(deaths[-1])
 
     # at turns of the loop alone: an order to a peer is no place to give the next

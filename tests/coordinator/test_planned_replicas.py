@@ -179,7 +179,7 @@ def test_a_run_that_is_stopped_as_engines_rest_goes_on_with_its_plan(config, tic
     made = config(period=1, replicas=1, workers=2)
 
     def stop(coordinator):
-        return coordinator.step >= 3 and coordinator.hub.is_idled("rollout-0")
+        return coordinator.progress.step >= 3 and coordinator.hub.is_idled("rollout-0")
 
     def watch(coordinator):
         planner = coordinator.scheduler._provisioning
