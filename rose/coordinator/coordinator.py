@@ -124,7 +124,7 @@ class Coordinator:
         )
         self.rollouts.groups.failed = state.get("failed_trajectories", 0)
         self.rollouts.groups.given_up = state.get("failed_tasks", 0)
-        self.hub.engine_restarts = state.get("engine_restarts", 0)
+        self.hub.workers.restarts = state.get("engine_restarts", 0)
         self.progress.boundary = self._state()
 
     # ----------------------------------------------------------------- the algorithm
@@ -202,12 +202,12 @@ class Coordinator:
             lambda: f"environment hosts to start: {len(self.rollouts.up)} of {hosts} are up",
         )
         await self._changed.until(
-            lambda: self.hub.own >= engines,
+            lambda: self.hub.workers.own >= engines,
             c.rollout.engine_start_timeout_s + ANSWER_S,
-            lambda: f"engines to start: {self.hub.own} of {engines} are up",
+            lambda: f"engines to start: {self.hub.workers.own} of {engines} are up",
         )
         first = self.training.ready[0]
-        self.hub.publish(first.version, first.store)
+        self.hub.weights.publish(first.version, first.store)
         await self._workers_loaded()
         self.exports.resume(self.progress.step, first.store)
 
@@ -298,7 +298,7 @@ class Coordinator:
         turn waits for an engine that has the weights."""
         self.records.live.update(phase="sync")
         with self.recorder.timed("sync", version=done[0].version):
-            self.hub.publish(done[0].version, done[0].store, self.device.batch_tokens())
+            self.hub.weights.publish(done[0].version, done[0].store, self.device.batch_tokens())
             # A run that stops only has to save the step; its engines stay asleep.
             if not self.ending.asked.is_set():
                 await self.device.published()
@@ -333,7 +333,7 @@ class Coordinator:
             "scheduler": copy.deepcopy(self.scheduler.snapshot()),
             "failed_trajectories": self.rollouts.groups.failed,
             "failed_tasks": self.rollouts.groups.given_up,
-            "engine_restarts": self.hub.engine_restarts,
+            "engine_restarts": self.hub.workers.restarts,
             "evaluating": self.evaluations.running,
         }
 
@@ -346,13 +346,15 @@ class Coordinator:
             lambda: self.ending.asked.is_set() or self._all_loaded(),
             self.config.transfer.load_timeout_s + self.config.rollout.engine_start_timeout_s,
             lambda: (
-                f"version {self.hub.version} in "
-                f"{', '.join(self.hub.stale_workers()) or 'any engine'}"
+                f"version {self.hub.weights.version} in "
+                f"{', '.join(self.hub.weights.stale_workers()) or 'any engine'}"
             ),
         )
 
     def _all_loaded(self) -> bool:
-        return not self.hub.stale_workers() and any(w.alive for _, w in self.hub.dedicated())
+        return not self.hub.weights.stale_workers() and any(
+            w.alive for _, w in self.hub.workers.of("dedicated")
+        )
 
     async def _rollouts_until(self, ready: Callable[[], bool]) -> None:
         """Wait until `ready()`, as long as any trajectory makes progress. Raises `RunFailed` after

@@ -53,7 +53,7 @@ class HybridDevices(Devices):
         if not config.trainer_sleeps:
             self.holder = p.Role.ROLLOUT  # Engines start awake beside the trainer.
         names = {rank: f"rollout-{index}" for index, rank in hybrid_ranks(config).items()}
-        self.starts = HybridStarts(names, hub.hybrids_up, config.trainer_sleeps, on_fault)
+        self.starts = HybridStarts(names, hub.workers.hybrids_up, config.trainer_sleeps, on_fault)
         self._wanted = self.holder  # role of the last move that began
         self._moving: asyncio.Task | None = None
         self._waits = 0  # calls of `to` that have not returned
@@ -68,7 +68,7 @@ class HybridDevices(Devices):
     def rollout_began(self) -> None:
         """Wake the engines if the scheduler uses any, or would use engines that are down and that
         have enough time to start."""
-        if self._hub.uses_hybrids or (
+        if self._hub.workers.uses_hybrids or (
             self.starts.any_worth and self._hub.scheduler.rolls_hybrids()
         ):
             self.begin(p.Role.ROLLOUT)
@@ -82,7 +82,7 @@ class HybridDevices(Devices):
 
     def act(self, action: ev.Action) -> None:
         if isinstance(action, ev.UseWorker | ev.RestWorker):
-            used = self._hub.uses_hybrids
+            used = self._hub.workers.uses_hybrids
             self.begin(p.Role.ROLLOUT if used else p.Role.TRAINER)
 
     def begin(self, role: p.Role) -> None:
@@ -137,7 +137,7 @@ class HybridDevices(Devices):
         - `hybrid_delay`: the share of the step for which the trainer waited for its devices.
         """
         c, waited_s, self._waited_s = self._config, self._waited_s, 0.0
-        workers = [worker for _, worker in self._hub.hybrid()]
+        workers = [worker for _, worker in self._hub.workers.of("hybrid")]
         step_s = max(sum(times.values()), 1e-9)
         idle_s = max(step_s - times["train"] + waited_s, 1e-9)
         delay, cancelled = waited_s / step_s, self.starts.take_cancelled()
@@ -147,7 +147,8 @@ class HybridDevices(Devices):
         return super().row(times, at) | {
             "hybrid_idle_used": given_s / c.trainer.ranks / idle_s,
             "device_seconds_hybrid": given_s,
-            "hybrid_token_share": sum(w.tokens for w in workers) / max(self._hub.step_tokens, 1),
+            "hybrid_token_share": sum(w.tokens for w in workers)
+            / max(self._hub.workers.step_tokens, 1),
             "hybrid_delay": delay,
             "seconds_hybrid_delay": waited_s,
             "starts_broken_off": cancelled,

@@ -46,8 +46,8 @@ class StepTimes:
         """Return the seconds of the rollout phase, which ends now."""
         self.rolled_out = time.time()
         seconds = self.rolled_out - self.began
-        if hub.dedicated():
-            self._idle_s = max(0.0, seconds - hub.busy_s(self.rolled_out))
+        if hub.workers.of("dedicated"):
+            self._idle_s = max(0.0, seconds - hub.workers.busy_s(self.rolled_out))
         return seconds
 
     def phases(self) -> dict[str, float]:
@@ -104,7 +104,7 @@ class Records:
 
     def tick(self, hub: TurnHub, rollouts: Rollouts) -> None:
         """Update the cost and the live display, `TICK_S` after the last call."""
-        self.cost.tick(time.monotonic(), hub.borrowed, hub.generated)
+        self._count_cost(hub)
         workers = {
             name: WorkerStatus(
                 tokens_per_s=(w.total_tokens - self._tokens.get(name, 0)) / TICK_S,
@@ -147,8 +147,12 @@ class Records:
     def finish(self, hub: TurnHub) -> None:
         """Record open turns and the cost as the run ends. Raises OSError."""
         hub.record_open_turns()
-        self.cost.tick(time.monotonic(), hub.borrowed, hub.generated)
+        self._count_cost(hub)
         self.cost.write()
+
+    def _count_cost(self, hub: TurnHub) -> None:
+        borrowed = len(hub.workers.of("borrowed"))
+        self.cost.tick(time.monotonic(), borrowed, hub.workers.generated)
 
     def close(self) -> None:
         close_all(self._journal, self.live, self.metrics)

@@ -224,7 +224,7 @@ class Replicas(Devices):
         training, no turn may be open. The reason is "" also where the planner wants no replica.
         """
         most = sum(map(len, groups)) - self._config.trainer.replicas
-        alive = {name for name, worker in self._hub.dedicated() if worker.alive}
+        alive = {name for name, worker in self._hub.workers.of("dedicated") if worker.alive}
         names = self._names()
         up = [name for name in names if name in self._up and name in alive]
         if self._config.plans_replicas:
@@ -243,7 +243,7 @@ class Replicas(Devices):
         the scheduler idles."""
         names = [f"rollout-{index}" for index in range(self._config.elastic_replicas)]
         if self._config.plans_replicas:
-            return [name for name in names if self._hub.is_idled(name)]
+            return [name for name in names if name in self._hub.workers.idled]
         return names
 
     def _planned_row(self, step: int) -> dict[str, float]:
@@ -287,7 +287,9 @@ class Replicas(Devices):
                 continue
             dealt[worker] = self._rows[worker] = [row for m in messages[1:] for row in m.indices]
             file = str(folder / f"{worker}-step-{step}")
-            order = p.ComputeGradient(step, self._hub.version, self._hub.store, file)
+            order = p.ComputeGradient(
+                step, self._hub.weights.version, self._hub.weights.store, file
+            )
             self._orders[worker] = [order, *messages]
         return dealt
 

@@ -71,7 +71,11 @@ def test_a_hybrid_engine_works_in_every_step_and_the_same_groups_are_trained(
     # not in each: it may wake when all turns are taken
     assert any(row["hybrid_token_share"] > 0 and row["hybrid_idle_used"] > 0 for row in rows)
     assert all(0 <= row["hybrid_delay"] < 1 and row["borrowed_workers"] == 0 for row in rows)
-    assert coordinator.hub.generated["hybrid"] > 0 == coordinator.hub.generated["borrowed"]
+    assert (
+        coordinator.hub.workers.generated["hybrid"]
+        > 0
+        == coordinator.hub.workers.generated["borrowed"]
+    )
     [path] = (tmp_path / "hybrid" / "journal").iterdir()
     assert journal.replay(path, build(made.scheduler, made.rollout.turn_timeout_s)) > 100
     changes = [e.actions for e in list(journal.read(path))[1:]]
@@ -158,7 +162,8 @@ def test_a_hybrid_engine_that_is_killed_works_again(when, devices, config, tmp_p
         if ready and when != "asleep":  # waking: the newest weights are on their way
             generating = worker.open_turns > 0 and worker.tokens > 0
             loading = (
-                coordinator.rollouts.batch is None and worker.version != coordinator.hub.version
+                coordinator.rollouts.batch is None
+                and worker.version != coordinator.hub.weights.version
             )
             ready = generating if when == "generating" else loading
         if not died_at and coordinator.progress.step == 1 and ready:
@@ -168,7 +173,7 @@ def test_a_hybrid_engine_that_is_killed_works_again(when, devices, config, tmp_p
 
     coordinator, peer = peers.run(config(*DEVICES[devices]), tmp_path, stop_when=die)
     assert died_at and peer.of_hybrids["turns"] > died_at[0]
-    assert coordinator.hub.engine_restarts == 1 and coordinator.hub.workers["rollout-1"].tokens > 0
+    assert coordinator.hub.workers.restarts == 1 and coordinator.hub.workers["rollout-1"].tokens > 0
     assert len(peer.trained) == STEPS
     whole(peer)
 

@@ -83,7 +83,7 @@ def test_an_engine_that_dies_asleep_gets_the_newest_weights_in_its_next_turn(con
         return False
 
     coordinator, peer = peers.run(config(), tmp_path, stop_when=die)
-    assert sorted(peer.incarnation.values()) == [1, 2] and coordinator.hub.engine_restarts == 1
+    assert sorted(peer.incarnation.values()) == [1, 2] and coordinator.hub.workers.restarts == 1
     assert set(peer.version.values()) == {STEPS} and len(peer.trained) == STEPS
     assert peer.turns_asleep == 0
 

@@ -166,7 +166,7 @@ def test_engines_that_no_longer_answer_keep_no_step_from_being_saved(
             load(mailbox, rank, message)
 
     def comes(coordinator):
-        synced = coordinator.hub.version > TRAINED
+        synced = coordinator.hub.weights.version > TRAINED
         return training(coordinator) and (synced or when == "trained")
 
     load = peers.Peers._LoadVersion
