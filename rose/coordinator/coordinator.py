@@ -1,6 +1,27 @@
 """The coordinator: drives the step loop and owns the scheduler's state. One rank, no GPU, no torch.
 
-DOCSTRING
+    synchronous      | step 1                           | step 2
+    rollouts         |[1111111111111]a                  |[2222222222222]a
+    training         |                [111111111]b      |                [222222
+    weight transfer  |                            [11]c |
+
+    asynchronous     | step 1                           | step 2
+    rollouts         |[1111111111111]a[222222222222222222]a[3333333333333333333
+    training         |                [111111111]b        [222222222]b
+    weight transfer  |                            [11]c                [22]c
+
+    waits          for                              until
+    a: _rollout    the step's batch                 StartTraining, at its last GroupFinished
+    b: _train      every trainer rank               TrainDone of each
+    c: _sync       every dedicated engine           VersionLoaded of each
+    a new group    the scheduler's batching policy  AdmitGroup: at StepBegun; asynchronous:
+                                                    whenever its staleness will be in bounds
+    a new turn     an engine with the last version  AssignTurn, after its VersionLoaded
+    a checkpoint   every trainer rank's file        the step loop goes on meanwhile
+
+One task receives messages, which only change state; the step loop waits for states. So rollouts
+never wait for the step loop itself: an asynchronous batching policy admits groups during training
+and weight transfer, and the next step's batch may be complete before the step begins.
 """
 
 from __future__ import annotations
@@ -62,54 +83,47 @@ class Coordinator:
         self.mailbox, self.recorder = mailbox, recorder
         state = checkpoint.read_state(resume_from) if resume_from else {}
         self.progress = Progress(state.get("step", 0))
-        self.scheduler = build(config.scheduler, config.rollout.turn_timeout_s)
+        self.scheduler = scheduler = build(config.scheduler, config.rollout.turn_timeout_s)
         if state:
-            self.scheduler.restore(state["scheduler"])
+            scheduler.restore(state["scheduler"])
         path = self.run_dir / "journal" / f"attempt-{attempt:03d}.jsonl"
-        journal = Journal(path, self.scheduler.snapshot())
+        journal = Journal(path, scheduler.snapshot())
         folder, resumed = self.run_dir, bool(state)
         self.records = Records(config, folder, attempt, recorder, self.progress, journal, resumed)
         self._changed = Changes(lambda what: self.records.live.update(waiting_for=what))
         self.members = Members(config, mailbox)
-        ranks, send = self.members.ranks, mailbox.send
         fault, change = self.records.fault, self.records.change
-        self.borrowed = Borrowed(
-            config, folder, attempt, mailbox.size, lambda: self.hub, fault, change
-        )
+        size = mailbox.size
+        self.borrowed = Borrowed(config, folder, attempt, size, lambda: self.hub, fault, change)
         log = TurnLog(folder / "turns", self.progress.step, config.rollout.resume_turns)
+        siblings = config.rollout.draft.method == "group"
+        hybrids = set(hybrid_ranks(config).values())
         self.hub = TurnHub(
-            self.scheduler,
-            self._send,
-            journal,
-            recorder,
-            self._act,
-            fault,
-            mailbox.size,
-            log,
-            siblings=config.rollout.draft.method == "group",
-            hybrids=set(hybrid_ranks(config).values()),
+            scheduler, self._send, journal, recorder, self._act, fault, size, log, siblings, hybrids
         )
+        self._connect(attempt, log)
+        self.evaluations.lost(state.get("evaluating", []))
+        self.rollouts.groups.failed = state.get("failed_trajectories", 0)
+        self.rollouts.groups.given_up = state.get("failed_tasks", 0)
+        self.hub.workers.restarts = state.get("engine_restarts", 0)
+        self.progress.boundary = self._state()
+
+    def _connect(self, attempt: int, log: TurnLog) -> None:
+        """Connect the modules that need the turn hub."""
+        config, folder, recorder = self.config, self.run_dir, self.recorder
+        ranks, send = self.members.ranks, self.members.send
+        fault, change = self.records.fault, self.records.change
         self.provisioner = Provisioner(config, folder, self.hub.feed, fault, change)
         self.reward_jobs = RewardJobs(config, folder, fault, change)
         self.exports = Exports(config, folder, fault)
         self.rollouts = Rollouts(config, self.hub, send, ranks[p.Role.ENVIRONMENT], fault)
         write = self.records.metrics.write
         self.evaluations = Evaluations(config, folder, self.rollouts, write, fault)
-        self.evaluations.lost(state.get("evaluating", []))
         trainers, kept, saved = ranks[p.Role.TRAINER], self.evaluations.kept, log.checkpoint_saved
         self.training = Training(config, trainers, send, recorder)
         self.checkpoints = Checkpoints(config, folder, trainers, send, recorder, kept, saved)
         self.device = devices.build(
-            config,
-            folder,
-            ranks,
-            send,
-            self._changed,
-            recorder,
-            self.training,
-            self.hub,
-            fault,
-            change,
+            config, folder, self.members, self._changed, self.training, self.hub, self.records
         )
         self.ending = Ending(
             config,
@@ -122,10 +136,6 @@ class Coordinator:
             self.device,
             self._changed,
         )
-        self.rollouts.groups.failed = state.get("failed_trajectories", 0)
-        self.rollouts.groups.given_up = state.get("failed_tasks", 0)
-        self.hub.workers.restarts = state.get("engine_restarts", 0)
-        self.progress.boundary = self._state()
 
     # ----------------------------------------------------------------- the algorithm
 
@@ -218,28 +228,19 @@ class Coordinator:
         await self.ending.unless_asked()
         if step >= last:
             self.rollouts.stop()
-        await self._run_evaluation(last)
+        await self.evaluations.run(step, last, self._evaluated)
         if step < last and (reason := self.evaluations.stop_reason()):
             self.progress.stopped_early = reason
             print(f"stopped at step {step}: {reason}", flush=True)
             self.rollouts.stop()
-            await self._run_evaluation(last=step)
+            await self.evaluations.run(step, step, self._evaluated)
         return step >= last or bool(self.progress.stopped_early)
 
-    async def _run_evaluation(self, last: int) -> None:
-        """Start the evaluation that is due, if any, and wait for it. With eval.beside, wait only
-        for those before the first and after the `last` step."""
+    async def _evaluated(self, done: Callable[[], bool]) -> None:
         step = self.progress.step
-        ends = step >= last
-        beside = self.config.eval.beside and step > 0 and not ends
-        self.evaluations.collect()
-        if due := self.evaluations.due(step, last):
-            self.evaluations.begin(step, beside)
-        if self.evaluations.collect() or beside or not (due or ends):
-            return
         self.records.live.update(phase="evaluating", step=step, waiting_for="")
         with self.recorder.timed("evaluate", step=step):
-            await self._rollouts_until(self.evaluations.collect)
+            await self._rollouts_until(done)
 
     async def _rollout(self) -> list[list[p.Trajectory]]:
         """Wait for the next step's batch; return its groups in the order of the task stream."""
@@ -255,17 +256,12 @@ class Coordinator:
         self.records.live.update(
             phase="rollout", step=step, waiting_for="", finished=finished, total=total
         )
+        stream, fields = self.config.trainer.stream, self.device.step_fields()
         with self.recorder.timed("rollout", step=step):
-            self.hub.feed(
-                ev.StepBegun(
-                    at=time.time(),
-                    step=step,
-                    groups=wanted,
-                    stream=self.config.trainer.stream,
-                    group_size=size,
-                    **self.device.step_fields(),
-                )
+            begun = ev.StepBegun(
+                at=time.time(), step=step, groups=wanted, stream=stream, group_size=size, **fields
             )
+            self.hub.feed(begun)
             if self.rollouts.batch is None:
                 self.device.rollout_began()
             await self._rollouts_until(lambda: self.rollouts.batch is not None)
@@ -282,9 +278,8 @@ class Coordinator:
         self.progress.at_boundary = False
         self.ending.step_end.training_began()
         self.training.done.clear()
-        self.records.live.update(
-            phase="train", waiting_for=f"{self.config.trainer.ranks} trainer ranks"
-        )
+        ranks = f"{self.config.trainer.ranks} trainer ranks"
+        self.records.live.update(phase="train", waiting_for=ranks)
         await self.device.before_train(rollout_s)
         with self.recorder.timed("train", step=step):
             await self.device.train(step, groups)
@@ -340,35 +335,24 @@ class Coordinator:
     # ----------------------------------------------------------------- waiting
 
     async def _workers_loaded(self) -> None:
-        if self.config.rollout.replay is not None:
-            return
-        await self._changed.until(
-            lambda: self.ending.asked.is_set() or self._all_loaded(),
-            self.config.transfer.load_timeout_s + self.config.rollout.engine_start_timeout_s,
-            lambda: (
-                f"version {self.hub.weights.version} in "
-                f"{', '.join(self.hub.weights.stale_workers()) or 'any engine'}"
-            ),
-        )
-
-    def _all_loaded(self) -> bool:
-        return not self.hub.weights.stale_workers() and any(
-            w.alive for _, w in self.hub.workers.of("dedicated")
-        )
+        c, weights = self.config, self.hub.weights
+        if c.rollout.replay is None:
+            await self._changed.until(
+                lambda: self.ending.asked.is_set() or weights.are_loaded,
+                c.transfer.load_timeout_s + c.rollout.engine_start_timeout_s,
+                lambda: (
+                    f"version {weights.version} in "
+                    f"{', '.join(weights.stale_workers()) or 'any engine'}"
+                ),
+            )
 
     async def _rollouts_until(self, ready: Callable[[], bool]) -> None:
         """Wait until `ready()`, as long as any trajectory makes progress. Raises `RunFailed` after
         a silence that exceeds every timeout of a single engine, turn, step or score."""
         c = self.config
-        patience = (
-            max(
-                c.rollout.engine_start_timeout_s,
-                c.rollout.turn_timeout_s,
-                c.step_timeout_s,
-                c.reward.deadline_s if c.reward.pools else 0.0,
-            )
-            + 30.0
-        )
+        score_s = c.reward.deadline_s if c.reward.pools else 0.0
+        engine_s = max(c.rollout.engine_start_timeout_s, c.rollout.turn_timeout_s)
+        patience = max(engine_s, c.step_timeout_s, score_s) + 30.0
         self.hub.progress_at = time.time()
         await self._changed.while_progressing(
             ready,
@@ -395,8 +379,11 @@ class Coordinator:
                 or self.hub.handle(source, message)
                 or self.training.handle(message)
                 or self.device.handle(message)
+                or self.reward_jobs.handle(message)
+                or self.members.handle(source, message)
             ):
-                self._handle(source, message)
+                what = f"a {type(message).__name__}, which is not for a coordinator"
+                raise RunFailed(f"rank {source} sent {what}")
             own = source < self.mailbox.size
             if own and isinstance(message, p.WorkerLoad | p.TrainerReady | p.TrainDone):
                 self.records.cost.energy(message.energy_j)
@@ -409,23 +396,6 @@ class Coordinator:
         while True:
             with contextlib.suppress(RunFailed, OSError):
                 await self._receive()
-
-    def _handle(self, source: int, message: p.Message) -> None:
-        """Handle a message about the rank itself."""
-        match message:
-            case p.Hello():
-                self.members.ranks[message.role][message.index] = source
-            case p.RewardDemand():
-                self.reward_jobs.demand(message)
-            case p.Goodbye():
-                self.members.gone.add(message.rank)
-            case p.RankFailed():
-                self.members.gone.add(message.rank)
-                raise RunFailed(f"rank {message.rank}: {message.error}")
-            case _:
-                raise RunFailed(
-                    f"rank {source} sent a {type(message).__name__}, which is not for a coordinator"
-                )
 
     async def _tick(self) -> None:
         while True:

@@ -87,7 +87,7 @@ class HybridDevices(Devices):
 
     def begin(self, role: p.Role) -> None:
         """Begin to move the devices to `role`, and cancel a move to the other role. Ignored while
-        `to` waits, and after `close`; the next step begins with the scheduler's next order."""
+        `to` waits, and once the run ends; the next step begins with the scheduler's next order."""
         if not (self._waits or self._closed):
             self._begin(role)
 
@@ -120,11 +120,12 @@ class HybridDevices(Devices):
     def engine_changed(self) -> None:
         self.starts.update(time.time())
 
-    def close(self) -> None:
+    async def before_save(self) -> None:
         self._closed = True
+        await super().before_save()
 
     def cancel(self) -> None:
-        self.close()
+        self._closed = True
         if self._moving is not None:
             self._moving.cancel()
 

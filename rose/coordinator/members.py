@@ -8,7 +8,7 @@ import time
 from rose import protocol as p
 from rose.comm.mailbox import Mailbox
 from rose.config import Config
-from rose.coordinator.waiting import Changes
+from rose.coordinator.waiting import Changes, RunFailed
 from rose.launch.layout import layout
 
 
@@ -16,7 +16,7 @@ class Members:
     """The ranks by role, as their `Hello` arrives."""
 
     def __init__(self, config: Config, mailbox: Mailbox) -> None:
-        self._config, self._mailbox = config, mailbox
+        self._config, self._mailbox, self.send = config, mailbox, mailbox.send
         # role -> index -> rank
         self.ranks: dict[p.Role, dict[int, int]] = {role: {} for role in p.Role}
         self.gone: set[int] = set()  # ranks that have left or failed
@@ -37,6 +37,21 @@ class Members:
             missing,
         )
 
+    def handle(self, source: int, message: p.Message) -> bool:
+        """Handle a message about a rank's life; return False for any other. Raises `RunFailed` if
+        the rank has failed."""
+        match message:
+            case p.Hello():
+                self.ranks[message.role][message.index] = source
+            case p.Goodbye():
+                self.gone.add(message.rank)
+            case p.RankFailed():
+                self.gone.add(message.rank)
+                raise RunFailed(f"rank {message.rank}: {message.error}")
+            case _:
+                return False
+        return True
+
     def lost(self, role: p.Role) -> bool:
         """True if any rank of the role has left or failed."""
         return not self.gone.isdisjoint(self.ranks[role].values())
@@ -46,7 +61,7 @@ class Members:
         cluster.stop_timeout_s is over; the launcher ends the remaining ranks."""
         others = set(range(self._mailbox.size)) - {self._mailbox.rank}
         for rank in others:
-            self._mailbox.send(rank, p.Shutdown(reason))
+            self.send(rank, p.Shutdown(reason))
         end = time.monotonic() + self._config.cluster.stop_timeout_s / 3
         while self.gone < others and time.monotonic() < end:
             got = self._mailbox.poll()

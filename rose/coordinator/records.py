@@ -1,4 +1,4 @@
-"""What the coordinator records of a run: metrics, the live display, the cost, and its progress."""
+"""Records a run: its progress, its metrics, its cost, and the live display."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TICK_S = 0.5
 
 @dataclass
 class Progress:
-    """How far the run has come."""
+    """The run's last finished step, and whether the trainer is beyond it."""
 
     step: int  # last finished step
     boundary: dict[str, Any] = field(default_factory=dict)  # state at its end, for a checkpoint
@@ -74,7 +74,7 @@ class Records:
         journal: Journal,
         resumed: bool,
     ) -> None:
-        self._config, self._run_dir, self._recorder = config, run_dir, recorder
+        self._config, self._run_dir, self.recorder = config, run_dir, recorder
         self._progress, self._journal = progress, journal
         watching = trackers.start(config, run_dir)
         self.metrics = MetricsWriter(run_dir, config.observe.tensorboard, watching)
@@ -91,14 +91,14 @@ class Records:
 
     def change(self, what: str, detail: str, kind: str = "worker") -> None:
         """Report that a borrowed rank, a job or a replica has come or left in order."""
-        self._recorder.instant(what, detail=detail)
+        self.recorder.instant(what, detail=detail)
         self.row(kind, what, detail)
         print(f"{what}: {detail}", flush=True)
 
     def fault(self, what: str, detail: str) -> None:
         """Report a fault that the run survives."""
         detail = printable(detail)  # It may quote the output of an agent's program.
-        self._recorder.instant("fault", what=what, detail=detail)
+        self.recorder.instant("fault", what=what, detail=detail)
         self.row("fault", what, detail)
         print(f"{what}: {detail}", flush=True)
 
@@ -142,7 +142,7 @@ class Records:
         )
         self._retention.step_ended(step)
         self._journal.flush()
-        self._recorder.span("step", times.began, times.synced, step=step)
+        self.recorder.span("step", times.began, times.synced, step=step)
 
     def finish(self, hub: TurnHub) -> None:
         """Record open turns and the cost as the run ends. Raises OSError."""

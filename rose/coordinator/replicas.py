@@ -31,12 +31,12 @@ from typing import Any
 
 from rose import protocol as p
 from rose.config import Config
+from rose.coordinator.records import Records
 from rose.coordinator.shared_devices import Devices
 from rose.coordinator.training import Group, Training
 from rose.coordinator.turns import TurnHub
 from rose.coordinator.waiting import Changes
 from rose.files import own_folder
-from rose.observe.recorder import NullRecorder
 from rose.scheduler import events as ev
 from rose.transfer import mirror
 
@@ -54,28 +54,25 @@ def remove_left(run_dir: Path) -> None:
 
 
 class Replicas(Devices):
-    """Trains steps with replicas. `on_fault` gets (what, detail), `on_change` also the
-    kind of the row."""
+    """Trains steps with replicas."""
 
     def __init__(
         self,
         config: Config,
-        run_dir: Path,
         ranks: dict[p.Role, dict[int, int]],
         send: Callable[[int, p.Message], None],
+        run_dir: Path,
         changes: Changes,
-        recorder: NullRecorder,
         training: Training,
         hub: TurnHub,
-        on_fault: Callable[[str, str], None],
-        on_change: Callable[[str, str, str], None],
+        records: Records,
     ) -> None:
         sides = {p.Role.TRAINER: {}, p.Role.ROLLOUT: {}}
-        super().__init__(config, sides, send, changes.until, recorder, training)
+        super().__init__(config, sides, send, changes.until, records.recorder, training)
         self.shared, self.holder = True, p.Role.ROLLOUT
         self._rollouts, self._hub, self._changes = ranks[p.Role.ROLLOUT], hub, changes
-        self._on_fault = on_fault
-        self._on_change = partial(on_change, kind="replica")
+        self._on_fault = records.fault
+        self._on_change = partial(records.change, kind="replica")
         self._files = _Gradients(run_dir)
         self._up: dict[str, int] = {}  # worker whose replica is up -> bytes of its gradient
         self._stopped: set[str] = set()  # workers whose replica was given up

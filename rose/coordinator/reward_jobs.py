@@ -64,6 +64,13 @@ class RewardJobs:
     def running(self) -> int:
         return sum(job.runs for job in self._jobs.values())
 
+    def handle(self, message: p.Message) -> bool:
+        """Handle a pool's demand; return False for any other message."""
+        if isinstance(message, p.RewardDemand):
+            self.demand(message)
+            return True
+        return False
+
     def demand(self, now: p.RewardDemand) -> None:
         """Request jobs for a pool, which sends its demand as long as any score waits."""
         if now.waiting:

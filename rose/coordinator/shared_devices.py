@@ -75,7 +75,7 @@ class Devices:
         await self.to(p.Role.ROLLOUT)
 
     async def before_save(self) -> None:
-        """Wake a trainer that sleeps, so that it can save a step."""
+        """Wake a trainer that sleeps, so that it can save the run's last step."""
         if self._config.trainer_sleeps:
             await self.to(p.Role.TRAINER)
 
@@ -101,9 +101,6 @@ class Devices:
 
     def engine_changed(self) -> None:
         """Note that an engine has come up or died."""
-
-    def close(self) -> None:
-        """Begin no further move for the scheduler, because the run ends."""
 
     def cancel(self) -> None:
         """Cancel a move, because the run has ended."""

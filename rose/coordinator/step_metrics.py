@@ -40,7 +40,8 @@ def step_row(
     batching policies bound it.
     """
     stale = _staleness([t for group in groups for t in group], trained_on=hub.weights.version - 1)
-    rollout_s = max(times["rollout"] + times["idle"], hub.counts.generating_s, 1e-9)
+    generating_s = hub.counts.token_at - hub.counts.began_at
+    rollout_s = max(times["rollout"] + times["idle"], generating_s, 1e-9)
     tokens = {name: w.tokens for name, w in hub.workers.items()}
     made = hub.workers.step_tokens
     borrowed = hub.workers.past["borrowed"]

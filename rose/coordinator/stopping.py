@@ -115,7 +115,6 @@ class Ending:
         """Save the last step of a run that was asked to stop. Raises `RunFailed` if there is not
         enough time."""
         self._training.stop()
-        self._device.close()
         waited_s = time.monotonic() - self._asked_at
         deadline_s = resume.save_s(self._run_dir, self._config.cluster, waited_s)
         try:

@@ -30,16 +30,10 @@ from rose.scheduler.actions import ActionQueue
 class StepCounts:
     """Counts since a step began."""
 
-    began_at: float
-    token_at: float  # time of the last token
+    began_at: float = 0.0
+    token_at: float = 0.0  # time of the last token
     resumed_snapshots: int = 0  # trajectories that resumed from a snapshot
     returned: int = 0  # turns that engines returned
-
-    @property
-    def generating_s(self) -> float:
-        """Seconds from the step's begin to the last token since then. They exceed the rollout phase
-        where trajectories run while the trainer trains."""
-        return self.token_at - self.began_at
 
 
 class TurnHub:
@@ -76,7 +70,7 @@ class TurnHub:
         self.weights = Weights(self.workers, self.feed, lambda a: self._on_action(a), on_fault)
         self.decoding = Decoding()
         self.progress_at = time.time()  # last progress of any kind
-        self.counts = StepCounts(0.0, 0.0)
+        self.counts = StepCounts()
         self._tokens: dict[str, int] = {}  # running trajectory -> tokens received for it
         # running trajectory -> turns completed since it was last started, a snapshot's included
         self._turns_done: dict[str, int] = {}
@@ -91,7 +85,7 @@ class TurnHub:
             p.WorkerReady: self._worker_ready,
             p.WorkerDown: self._worker_down,
             p.WorkerLeaving: self._worker_leaving,
-            p.WorkerLeft: self._worker_left,
+            p.WorkerLeft: lambda source, m: self.lose(m.worker, m.reason),
             p.WorkerLoad: self._worker_load,
             p.WorkerCapacity: self._worker_capacity,
             p.VersionLoaded: self._version_loaded,
@@ -390,9 +384,6 @@ class TurnHub:
     def _worker_leaving(self, source: int, m: p.WorkerLeaving) -> None:
         if m.worker in self.workers:
             self.feed(ev.WorkerDraining(at=time.time(), worker=m.worker))
-
-    def _worker_left(self, source: int, m: p.WorkerLeft) -> None:
-        self.lose(m.worker, m.reason)
 
     def lose(self, name: str, why: str) -> int:
         """Remove a worker for good; return the number of turns that it had. They continue on other

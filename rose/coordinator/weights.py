@@ -53,6 +53,12 @@ class Weights:
             if w.alive and w.version != self.version and name not in self._workers.idled
         ]
 
+    @property
+    def are_loaded(self) -> bool:
+        """True if a dedicated worker is up and none is stale."""
+        up = any(w.alive for _, w in self._workers.of("dedicated"))
+        return up and not self.stale_workers()
+
     def loaded(self, m: p.VersionLoaded) -> bool:
         """Note a load; return False if the worker's engine has been restarted since."""
         worker = self._workers.get(m.worker)

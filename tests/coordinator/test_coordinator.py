@@ -32,7 +32,7 @@ def coordinator(make_config, tmp_path, monkeypatch):
     made = Coordinator(config, tmp_path, 1, mailbox, NullRecorder(), None)
     made.sent, made.progress.step = sent, 7
     for index, rank in enumerate(TRAINER_RANKS):
-        made._handle(rank, p.Hello(rank, p.Role.TRAINER, index, 4242, "host"))
+        made.members.handle(rank, p.Hello(rank, p.Role.TRAINER, index, 4242, "host"))
         made.training.handle(p.TrainerReady(index, 7, 7, "store", ""))
     yield made
     made.records.close()

@@ -331,7 +331,7 @@ def test_beside_an_engine_that_works_one_that_has_no_time_to_start_gets_no_turn(
             awake = isinstance(order, p.Wake)
             turns.received(p.DeviceChanged(rank, order.turn, awake, 0.1, 1.0, 2.0, 3.0))
 
-        hub = SimpleNamespace(hybrids_up=lambda: up)
+        hub = SimpleNamespace(workers=SimpleNamespace(hybrids_up=lambda: up))
         said = (send, NullRecorder(), None, hub, lambda *fault: faults.append(fault))
         turns = HybridDevices(made, ranks, *said)
         woken = []
@@ -409,7 +409,7 @@ def test_a_batch_that_is_complete_while_engines_wake_breaks_that_off(config):
             lambda rank, m: sent.append((rank, m)),
             NullRecorder(),
             None,
-            SimpleNamespace(hybrids_up=lambda: {hybrid}),
+            SimpleNamespace(workers=SimpleNamespace(hybrids_up=lambda: {hybrid})),
             pytest.fail,
         )
         turns = HybridDevices(made, ranks, *said)
@@ -429,7 +429,7 @@ def test_a_batch_that_is_complete_while_engines_wake_breaks_that_off(config):
         turns.begin(p.Role.ROLLOUT)  # an engine has joined: not now
         await answer()
         await turning
-        turns.close()
+        await turns.before_save()
         turns.begin(p.Role.ROLLOUT)  # nor where the trainer is to save
         await asyncio.sleep(0)
         assert turns.holder is p.Role.TRAINER
