@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
 
 from rose.agent.envs.base import Action, Start, Step
+from rose.agent.state import EpisodeState
 from rose.protocol import StartTrajectory
 
 
@@ -25,7 +25,7 @@ class Fork:
     first: Start
     played: tuple[tuple[Action, Step], ...]  # all actions so far, with the environment's results
     saved: bytes | None  # result of `Environment.checkpoint`; None without that method
-    state: dict[str, Any]  # the loop's attributes (`loop.SAVED`), by name
+    state: EpisodeState
 
 
 class Forks:

@@ -297,7 +297,7 @@ async def run(
     machine = await asyncio.to_thread(check, config.env, config.eval.sets)
 
     def resumed(snapshot: Snapshot) -> None:
-        (turns, tokens), earlier = snapshot.made, snapshot.attempt != attempt
+        (turns, tokens), earlier = snapshot.state.own_turns(), snapshot.attempt != attempt
         send(COORDINATOR, p.TrajectoryResumed(snapshot.start.id, turns, tokens, earlier))
 
     if (checkpoints := await open_store(config, folder, recorder)) is not None:

@@ -12,7 +12,6 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
-from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -23,9 +22,10 @@ from rose.agent import tool_calls
 from rose.agent.chat import CannotExtend, ChatFormat, Observer
 from rose.agent.envs.base import Action, Environment, Start, Step
 from rose.agent.forks import Fork, Forks
-from rose.agent.guard import EnvironmentFailure, Guard, TaskFailure, forget
+from rose.agent.guard import EnvironmentFailure, Guard, TaskFailure
 from rose.agent.scoring import Clock, Scoring, score, transcript
-from rose.agent.snapshots import Snapshot, Snapshots
+from rose.agent.snapshots import EpisodeSnapshots, Snapshots
+from rose.agent.state import EpisodeState
 from rose.protocol import (
     FinishReason,
     Sampling,
@@ -33,8 +33,6 @@ from rose.protocol import (
     Trajectory,
     TurnRequest,
     TurnResult,
-    pack_floats,
-    pack_tokens,
     seed_of,
     unpack_tokens,
 )
@@ -42,10 +40,6 @@ from rose.reward.episode import Episode
 
 TOKEN_BYTES = 4  # bytes of an int32 token, a float32 log-probability and an int32 policy version
 REMINDER = "Call a tool: write {}"
-# The attributes of `_Episode` that a snapshot saves and a fork copies.
-SAVED = ("tokens", "mask", "logprobs", "versions", "reward", "turns", "invalid_calls")
-SAVED += ("migrations", "success", "turn_tokens", "turn_rewards", "outcome", "inherited")
-SAVED += ("commands_s", "experts", "routed", "has_system")
 
 RequestTurn = Callable[[TurnRequest], Awaitable[TurnResult]]
 
@@ -76,16 +70,17 @@ async def run_trajectory(
     failures name. Raises `EnvironmentFailure`; errors of `request_turn` and cancellation propagate.
     """
     guard = Guard(env, start.id, limits.step_timeout_s, key)
-    rest = (limits, max_context, sampling, guard, scoring, snapshots, forks)
+    taking = EpisodeSnapshots(snapshots, start, env, guard)
+    rest = (limits, max_context, sampling, guard, scoring, taking, forks)
     episode = _Episode(start, env, chat, request_turn, *rest)
     try:
         trajectory = await episode.run(clock, fork)
-        await episode.settle()
+        await taking.close()
     except BaseException as error:
-        if episode.tokens:
+        if episode.state.tokens:
             error.made = episode.made(0.0, clock(), {})
         try:
-            await episode.settle()
+            await taking.close()
             await guard.close()
         except EnvironmentFailure as also:  # reported as a note; the first error is raised
             error.add_note(str(also))
@@ -104,7 +99,7 @@ def turn_seed(sampling_seed: int | None, turn: str) -> int | None:
 
 
 class _Episode:
-    """State of one trajectory; tokens, mask, logprobs and versions have one entry per token."""
+    """A trajectory while it runs."""
 
     def __init__(
         self,
@@ -117,75 +112,61 @@ class _Episode:
         sampling: Sampling,
         guard: Guard,
         scoring: Scoring | None,
-        snapshots: Snapshots | None,
+        snapshots: EpisodeSnapshots,
         forks: Forks | None,
     ):
-        self.scoring, self.forks = scoring, forks
-        self.saves = getattr(env, "checkpoint", None) is not None
-        self.snapshots = snapshots if self.saves or start.follows else None
-        self.capturing: asyncio.Task[None] | None = None  # saves the environment's state
-        self.writing: asyncio.Task[None] | None = None  # writes the last snapshot
-        self.settling: asyncio.Task[None] | None = None  # waits until other hosts can resume one
         self.start, self.env, self.chat, self.request_turn = start, env, chat, request_turn
-        self.limits, self.max_context, self.sampling, self.guard = (
-            limits,
-            max_context,
-            sampling,
-            guard,
-        )
-        self.tokens, self.mask, self.logprobs, self.versions = (bytearray() for _ in range(4))
-        self.experts, self.routed = bytearray(), 0  # experts of the first `routed` tokens
-        self.reward, self.turns, self.invalid_calls, self.migrations = 0.0, 0, 0, 0
-        self.success = self.truncated = False
+        self.limits, self.max_context, self.sampling = limits, max_context, sampling
+        self.guard, self.scoring, self.snapshots, self.forks = guard, scoring, snapshots, forks
+        self.state = EpisodeState()
+        self.truncated = False
         self.cut = False  # True: a token limit ended the last turn
         self.limit = ""  # value of `Trajectory.limit`
-        self.turn_tokens: list[tuple[int, int]] = []
-        self.turn_rewards: list[float] = []
         self.rewards_turns = False
-        self.has_system = False  # the first messages hold one of the system's
-        self.outcome = ""  # result of the last turn's calls: "ok", "failed", "" without a call
-        self.commands_s = 0.0  # seconds in the environment's steps
         self.stats: dict[str, float] = {}
         self.played: list[tuple[Action, Step]] = []  # recorded only if `forks` is given
-        self.inherited: list[tuple[str, int]] = []
 
     @property
     def room(self) -> int:
         """Tokens left in the context."""
-        return self.max_context - len(self.mask)
+        return self.max_context - len(self.state.mask)
 
     async def run(self, clock: Clock, fork: asyncio.Future[Fork | None] | None) -> Trajectory:
-        first, started = await self._resumed(fork) or await self._started(clock, fork)
+        if (resumed := await self.snapshots.resume(self._go_on)) is None:
+            first, started = await self._started(clock, fork)
+        else:
+            first, started = resumed
+            if fork is not None:
+                fork.cancel()
         self.rewards_turns = self.guard.flag("rewards_turns")
         if self.forks is not None:
-            self.forks.passed(self.start.id, self.turns)
+            self.forks.passed(self.start.id, self.state.turns)
         done = False
         while not done and not self.truncated:
-            if self.forks is not None and self.forks.wanted(self.start.id, self.turns):
-                self.forks.give(self.start.id, self.turns, await self._fork(first))
+            if self.forks is not None and self.forks.wanted(self.start.id, self.state.turns):
+                self.forks.give(self.start.id, self.state.turns, await self._fork(first))
             text, closed = await self._turn()
-            if self.capturing is not None:
-                await self.capturing
+            await self.snapshots.captured()
             began = time.monotonic()
             steps, observed = await self._act(text, first.tools)
-            self.commands_s += time.monotonic() - began
+            self.state.commands_s += time.monotonic() - began
             invalid = any(step.invalid for step in steps)
             by_user = observed[0][0] == "user" and not invalid
-            self.outcome = "" if by_user else "failed" if invalid else "ok"
-            self.turn_rewards.append(sum(step.reward for step in steps))
+            self.state.outcome = "" if by_user else "failed" if invalid else "ok"
+            self.state.turn_rewards.append(sum(step.reward for step in steps))
             for step in steps:
-                self.reward += step.reward
-                self.success = self.success or step.success
-                self.invalid_calls += step.invalid
+                self.state.reward += step.reward
+                self.state.success = self.state.success or step.success
+                self.state.invalid_calls += step.invalid
                 done = done or step.done
             if not done:
                 await self._prepare_next(observed, closed, first)
             if not done and not self.truncated:
-                self._snapshot(first, started)
+                self.snapshots.take(first, started, self.state)
         if not done and (last := await self.guard.end()) is not None:
-            self.reward += last.reward
-            self.turn_rewards[-1] += last.reward
-            self.success = self.success or last.success
+            self.state.reward += last.reward
+            self.state.turn_rewards[-1] += last.reward
+            self.state.success = self.state.success or last.success
         if self.cut:
             self.truncated, self.limit = True, "answer" if self.room > 0 else "context"
         if self.scoring is not None:
@@ -194,7 +175,7 @@ class _Episode:
 
     async def _begin(self) -> Start:
         first = await self.guard.reset(self.start.env_seed)
-        self.has_system = any(m["role"] in ("system", "developer") for m in first.messages)
+        self.state.has_system = any(m["role"] in ("system", "developer") for m in first.messages)
         size = sum(len(message.get("content") or "") for message in first.messages)
         if (least := self.chat.least_tokens(size)) >= self.max_context:
             raise self._no_room(f"at least {least}")
@@ -202,7 +183,7 @@ class _Episode:
         prompt = await self._written("reset", size, self.chat.start, first.messages, first.tools)
         if len(prompt) >= self.max_context:
             raise self._no_room(str(len(prompt)))
-        self._observe(prompt)
+        self.state.observe(prompt)
         return first
 
     def _no_room(self, tokens: str) -> TaskFailure:
@@ -234,29 +215,16 @@ class _Episode:
         started = clock()
         if found is None:
             return await self._begin(), started
-        if self.snapshots is not None:  # when the host dies, the parent may be past this turn
-            await self.snapshots.write(self._of_fork(found, started))
+        await self.snapshots.write(found, started)
         return await self._go_on(found), started
-
-    def _of_fork(self, fork: Fork, started: float) -> Snapshot:
-        state = {k: bytes(v) if isinstance(v, bytearray) else v for k, v in fork.state.items()}
-        own = self.snapshots.attempt, self.snapshots.digests[self.start.domain]
-        first = fork.first
-        rest = (started, state, fork.saved, first.messages, fork.played)
-        return Snapshot(*own, self.start, first.tools, first.task, *rest)
 
     async def _fork(self, first: Start) -> Fork:
         """Return the state of this episode before its next turn."""
-        if self.capturing is not None:
-            await self.capturing
-        own = self.turns - sum(turns for _, turns in self.inherited)
-        return Fork(
-            first,
-            tuple(self.played),
-            await self.guard.checkpoint(),
-            {name: copy(getattr(self, name)) for name in SAVED}
-            | {"inherited": [*self.inherited, (self.start.id, own)], "migrations": 0},
-        )
+        await self.snapshots.captured()
+        state = self.state.copy()
+        state.inherited.append((self.start.id, state.own_turns()[0]))
+        state.migrations = 0
+        return Fork(first, tuple(self.played), await self.guard.checkpoint(), state)
 
     async def _go_on(self, fork: Fork) -> Start:
         """Bring the environment and this episode to the state of `fork`."""
@@ -270,8 +238,7 @@ class _Episode:
             for number, (action, step) in enumerate(fork.played):
                 self._expect(f"step {number}", step, await self.guard.step(action))
         self.played = list(fork.played)
-        for name, value in fork.state.items():
-            setattr(self, name, copy(value))
+        self.state = fork.state.copy()
         return fork.first
 
     def _expect(self, what: str, recorded: Any, got: Any) -> None:
@@ -283,72 +250,6 @@ class _Episode:
                 f"gave {got!r:.200}, not {recorded!r:.200}; rollout/branch needs one or the other",
             )
 
-    async def _resumed(
-        self, fork: asyncio.Future[Fork | None] | None
-    ) -> tuple[Start, float] | None:
-        """Resume from the newest usable snapshot and cancel `fork`. Return the start and its time;
-        None if there is no such snapshot."""
-        if self.snapshots is None:
-            return None
-        for snapshot in await asyncio.to_thread(self.snapshots.found, self.start):
-            first = Start(snapshot.messages, snapshot.tools, snapshot.task)
-            state = dict(snapshot.state)
-            for name in SAVED:
-                if isinstance(getattr(self, name), bytearray):
-                    state[name] = bytearray(state[name])
-            try:
-                await self._go_on(Fork(first, snapshot.played, snapshot.saved, state))
-            except EnvironmentFailure as failure:
-                self.snapshots.say(f"turn {snapshot.turns} can't be resumed: {failure}")
-                continue
-            if fork is not None:
-                fork.cancel()
-            self.snapshots.on_resume(snapshot)
-            return first, snapshot.started
-        return None
-
-    def _snapshot(self, first: Start, started: float) -> None:
-        """Begin a snapshot of the episode as it is now, unless the last is still being written."""
-        if self.snapshots is None or not self.saves:
-            return
-        if self.writing is not None and not self.writing.done():
-            return
-        state = {name: getattr(self, name) for name in SAVED}
-        state |= {k: bytes(v) for k, v in state.items() if isinstance(v, bytearray)}
-        state |= {k: list(v) for k, v in state.items() if isinstance(v, list)}
-
-        async def capture() -> None:
-            try:
-                saved = await self.guard.checkpoint()
-            except EnvironmentFailure as failure:
-                self.snapshots.say(str(failure))
-                return
-            own = self.snapshots.attempt, self.snapshots.digests[self.start.domain]
-            made = Snapshot(*own, self.start, first.tools, first.task, started, state, saved)
-            self.writing = asyncio.create_task(self.snapshots.write(made))
-            if self.settling is None or self.settling.done():
-                self.settling = asyncio.create_task(self._settles(made.turns))
-
-        self.capturing = asyncio.create_task(capture())
-
-    async def _settles(self, turns: int) -> None:
-        """Wait until other hosts can resume the snapshot before this turn, and note that."""
-        settled = getattr(self.env, "settled", None)
-        if settled is None or await settled():
-            self.snapshots.settled(self.start.id, turns)
-
-    async def settle(self) -> None:
-        """Cancel a capture of the environment's state; wait until no snapshot is being written."""
-        if self.capturing is not None:
-            self.capturing.cancel()
-        if self.settling is not None:
-            self.settling.add_done_callback(forget)
-            self.settling.cancel()
-        if left := [t for t in (self.capturing, self.writing) if t is not None and not t.done()]:
-            await asyncio.wait(left)
-        if self.snapshots is not None:
-            self.snapshots.ended(self.start.id)
-
     async def _score(self, scoring: Scoring, task: dict[str, Any], clock: Clock) -> None:
         """Request the episode's score. Raises `ScoringFailure` without one, because a missing score
         is not a reward of 0."""
@@ -357,19 +258,19 @@ class _Episode:
             domain=self.start.domain,
             seed=self.start.env_seed,
             task=task,
-            transcript=transcript(self.chat, self.tokens, self.mask),
-            reward=self.reward,
-            success=self.success,
+            transcript=transcript(self.chat, self.state.tokens, self.state.mask),
+            reward=self.state.reward,
+            success=self.state.success,
             truncated=self.truncated,
-            turns=self.turns,
+            turns=self.state.turns,
         )
-        self.reward, self.success, self.stats = await score(scoring, episode, clock)
-        self.turn_rewards = scoring.turn_rewards(self.turn_rewards, self.reward)
+        self.state.reward, self.state.success, self.stats = await score(scoring, episode, clock)
+        self.state.turn_rewards = scoring.turn_rewards(self.state.turn_rewards, self.state.reward)
 
     async def _turn(self) -> tuple[str, bool]:
         """Request one turn and append its tokens. Return its text, and True if it ends with an
         end-of-turn token."""
-        turn = f"{self.start.id}.t{self.turns}"
+        turn = f"{self.start.id}.t{self.state.turns}"
         sampling = msgspec.structs.replace(
             self.sampling,
             seed=turn_seed(self.start.sampling_seed, turn),
@@ -381,23 +282,15 @@ class _Episode:
                 trajectory=self.start.id,
                 group=self.start.group,
                 phase=self.start.phase,
-                tokens=bytes(self.tokens),
+                tokens=bytes(self.state.tokens),
                 sampling=sampling,
                 domain=self.start.domain,
-                outcome=self.outcome,
-                routed=self.routed,
+                outcome=self.state.outcome,
+                routed=self.state.routed,
             )
         )
         tokens = checked(result, turn, sampling.max_new_tokens)
-        self.tokens += result.tokens
-        self.mask += b"\x01" * len(tokens)
-        self.logprobs += result.logprobs
-        self.versions += result.versions
-        self.experts += result.experts
-        self.routed += result.routed
-        self.turn_tokens.append((self.turns, len(tokens)))
-        self.turns += 1
-        self.migrations += result.migrations
+        self.state.append(result, len(tokens))
         closed = int(tokens[-1]) in self.chat.eos_ids
         self.cut = is_cut(result.finish, closed)
         return self.chat.decode(tokens), closed
@@ -450,23 +343,16 @@ class _Episode:
     ) -> None:
         """Append the observations if another turn can follow, else set `truncated`."""
         size = sum(len(text) for _, text in observed)
-        last = self.turns >= self.limits.max_turns
+        last = self.state.turns >= self.limits.max_turns
         ends = last or self.chat.least_tokens(size) >= self.room
         if not ends:
-            given = observed, closed, bool(first.tools), self.has_system
+            given = observed, closed, bool(first.tools), self.state.has_system
             tokens = await self._written("step", size, self.chat.observations, *given)
             ends = len(tokens) >= self.room
         if ends:
             self.truncated, self.limit = True, "turns" if last else "context"
         else:
-            self._observe(tokens)
-
-    def _observe(self, tokens: list[int]) -> None:
-        """Append tokens that the policy did not generate: mask 0, log-probability 0, version -1."""
-        self.tokens += pack_tokens(tokens)
-        self.mask += bytes(len(tokens))
-        self.logprobs += pack_floats([0.0]) * len(tokens)
-        self.versions += pack_tokens([-1]) * len(tokens)
+            self.state.observe(tokens)
 
     def made(self, started: float, finished: float, stats: dict[str, float]) -> Trajectory:
         """Return the trajectory so far. `stats` are the environment's own."""
@@ -474,25 +360,25 @@ class _Episode:
             id=self.start.id,
             group=self.start.group,
             phase=self.start.phase,
-            tokens=bytes(self.tokens),
-            mask=bytes(self.mask),
-            logprobs=bytes(self.logprobs),
-            versions=bytes(self.versions),
-            reward=self.reward,
-            success=self.success,
-            turns=self.turns,
-            response_tokens=sum(self.mask),
+            tokens=bytes(self.state.tokens),
+            mask=bytes(self.state.mask),
+            logprobs=bytes(self.state.logprobs),
+            versions=bytes(self.state.versions),
+            reward=self.state.reward,
+            success=self.state.success,
+            turns=self.state.turns,
+            response_tokens=sum(self.state.mask),
             truncated=self.truncated,
             limit=self.limit,
-            invalid_calls=self.invalid_calls,
-            stats=stats | {"migrations": float(self.migrations)} | self.stats,
+            invalid_calls=self.state.invalid_calls,
+            stats=stats | {"migrations": float(self.state.migrations)} | self.stats,
             started=started,
             finished=finished,
             domain=self.start.domain,
-            turn_tokens=self.turn_tokens,
-            turn_rewards=self.turn_rewards if self.rewards_turns else [],
-            inherited=self.inherited,
-            experts=bytes(self.experts),
+            turn_tokens=self.state.turn_tokens,
+            turn_rewards=self.state.turn_rewards if self.rewards_turns else [],
+            inherited=self.state.inherited,
+            experts=bytes(self.state.experts),
         )
 
 

@@ -60,7 +60,7 @@ class Moves:
         if trajectory not in self._running:
             return False
         self._saved[trajectory] = snapshot.turns
-        seconds = snapshot.state["commands_s"]
+        seconds = snapshot.state.commands_s
         self._send(p.TrajectorySaved(self.rank, trajectory, snapshot.turns, seconds))
         return True
 

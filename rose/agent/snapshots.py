@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,10 @@ import msgspec
 import xxhash
 
 from rose import protocol as p
-from rose.agent.envs.base import Action, Step
+from rose.agent.envs.base import Action, Environment, Start, Step
+from rose.agent.forks import Fork
+from rose.agent.guard import EnvironmentFailure, Guard, forget
+from rose.agent.state import EpisodeState
 from rose.config import Config
 from rose.files import write_whole
 
@@ -34,8 +37,7 @@ MOST_WORDS = 10  # most lines in the host's log about snapshots that failed
 
 class Snapshot(msgspec.Struct, frozen=True):
     """An episode between two turns. `saved`: the result of the environment's `checkpoint`; None if
-    the environment is restored by repeating the actions in `played` (forks.py). `state`: the agent
-    loop's attributes, by name (`loop.SAVED`)."""
+    the environment is restored by repeating the actions in `played` (forks.py)."""
 
     attempt: int
     digest: bytes  # hash of the configuration that the episode depends on (`_digest`)
@@ -43,7 +45,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     tools: list[dict[str, Any]]
     task: dict[str, Any]
     started: float  # wall clock, seconds
-    state: dict[str, Any]
+    state: EpisodeState
     saved: bytes | None
     # Only in the first snapshot of a fork: what is repeated and compared if `saved` is None.
     messages: list[dict[str, str]] = []
@@ -51,14 +53,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
     @property
     def turns(self) -> int:
-        return self.state["turns"]
-
-    @property
-    def made(self) -> tuple[int, int]:
-        """Number of turns and of their tokens, without those inherited from a fork's parent."""
-        inherited = sum(turns for _, turns in self.state["inherited"])
-        tokens = sum(n for turn, n in self.state["turn_tokens"] if turn >= inherited)
-        return self.turns - inherited, tokens
+        return self.state.turns
 
 
 # Created at import, by one thread. msgspec inspects a dataclass at its first use, and a host whose
@@ -107,7 +102,7 @@ class Snapshots:
             return False
         if snapshot.attempt == self.attempt:
             return True
-        versions = p.unpack_tokens(snapshot.state["versions"])
+        versions = p.unpack_tokens(snapshot.state.versions)
         made = versions[versions >= 0]
         return bool(
             made.size and made.min() >= start.oldest_version and made.max() <= start.newest_version
@@ -165,6 +160,92 @@ class Snapshots:
         if self._words <= MOST_WORDS:
             last = "; no more is said of that" if self._words == MOST_WORDS else ""
             print(f"snapshots: {what}{last}", flush=True)
+
+
+class EpisodeSnapshots:
+    """Takes the snapshots of one episode, while the model generates, if `env` has `checkpoint`.
+    `snapshots` are None on a host without snapshots."""
+
+    def __init__(
+        self, snapshots: Snapshots | None, start: p.StartTrajectory, env: Environment, guard: Guard
+    ) -> None:
+        self._takes = getattr(env, "checkpoint", None) is not None
+        self._snapshots = snapshots if self._takes or start.follows else None
+        self._start, self._env, self._guard = start, env, guard
+        self._capturing: asyncio.Task[None] | None = None  # saves the environment's state
+        self._writing: asyncio.Task[None] | None = None  # writes the last snapshot
+        self._settling: asyncio.Task[None] | None = None  # waits until other hosts can resume one
+
+    async def resume(self, go_on: Callable[[Fork], Awaitable[Start]]) -> tuple[Start, float] | None:
+        """Have `go_on` bring the episode to the newest snapshot from which it can. Return the
+        episode's start and its time; None if there is no such snapshot."""
+        if self._snapshots is None:
+            return None
+        for each in await asyncio.to_thread(self._snapshots.found, self._start):
+            first = Start(each.messages, each.tools, each.task)
+            try:
+                await go_on(Fork(first, each.played, each.saved, each.state))
+            except EnvironmentFailure as failure:
+                self._snapshots.say(f"turn {each.turns} can't be resumed: {failure}")
+                continue
+            self._snapshots.on_resume(each)
+            return first, each.started
+        return None
+
+    async def write(self, fork: Fork, started: float) -> None:
+        """Write the first snapshot of a fork. When the host dies, the parent may be past this
+        turn."""
+        if self._snapshots is not None:
+            more = fork.first.messages, fork.played
+            await self._snapshots.write(
+                self._made(fork.first, started, fork.state, fork.saved, *more)
+            )
+
+    def take(self, first: Start, started: float, state: EpisodeState) -> None:
+        """Begin a snapshot of `state`, unless the last is still being written."""
+        if self._snapshots is None or not self._takes:
+            return
+        if self._writing is None or self._writing.done():
+            self._capturing = asyncio.create_task(self._capture(first, started, state.copy()))
+
+    async def _capture(self, first: Start, started: float, state: EpisodeState) -> None:
+        try:
+            saved = await self._guard.checkpoint()
+        except EnvironmentFailure as failure:
+            self._snapshots.say(str(failure))
+            return
+        made = self._made(first, started, state, saved)
+        self._writing = asyncio.create_task(self._snapshots.write(made))
+        if self._settling is None or self._settling.done():
+            self._settling = asyncio.create_task(self._settle(made.turns))
+
+    def _made(self, first: Start, started: float, *state: Any) -> Snapshot:
+        own = self._snapshots.attempt, self._snapshots.digests[self._start.domain]
+        return Snapshot(*own, self._start, first.tools, first.task, started, *state)
+
+    async def _settle(self, turns: int) -> None:
+        """Wait until other hosts can resume the snapshot before this turn, and note that."""
+        settled = getattr(self._env, "settled", None)
+        if settled is None or await settled():
+            self._snapshots.settled(self._start.id, turns)
+
+    async def captured(self) -> None:
+        """Wait until the environment's state is saved, so that it may change."""
+        if self._capturing is not None:
+            await self._capturing
+
+    async def close(self) -> None:
+        """Cancel a capture of the environment's state; wait until no snapshot is being written."""
+        if self._capturing is not None:
+            self._capturing.cancel()
+        if self._settling is not None:
+            self._settling.add_done_callback(forget)
+            self._settling.cancel()
+        tasks = self._capturing, self._writing
+        if left := [task for task in tasks if task is not None and not task.done()]:
+            await asyncio.wait(left)
+        if self._snapshots is not None:
+            self._snapshots.ended(self._start.id)
 
 
 def _read(path: Path) -> Snapshot:

@@ -209,7 +209,9 @@ class Borrowed:
             self._disconnect(address, f"sent {type(message).__name__}, which it may not send")
         elif getattr(message, "worker", rank.worker) != rank.worker:
             self._disconnect(address, f"sent a message in the name of {message.worker}")
-        elif isinstance(message, p.VersionFailed) and message.version >= self._hub().version:
+        elif (
+            isinstance(message, p.VersionFailed) and message.version >= self._hub().weights.version
+        ):
             self._disconnect(address, f"could not load version {message.version}: {message.error}")
         else:
             self._pass_on(address, rank, message)
@@ -280,7 +282,7 @@ class Borrowed:
                 f"turn {message.turn}: log-probabilities must be finite and at most 0, it sent "
                 f"{logprobs[at]:g} at token {at}"
             )
-        newest = self._hub().version
+        newest = self._hub().weights.version
         if message.version > newest or getattr(message, "finish", None) is p.FinishReason.ABORT:
             raise ValueError(
                 f"turn {message.turn}: tokens of version {message.version}, where {newest} is the "

@@ -2,7 +2,7 @@
 coordinator adds its state and commits the folder, while the next steps run.
 
 One checkpoint is written at a time. rose/trainer/checkpoint.py and rose/trainer/saving.py define
-its content, and coordinator.py decides whether a stop leaves time for one.
+its content, and stopping.py decides whether a stop leaves time for one.
 """
 
 from __future__ import annotations
@@ -66,6 +66,19 @@ class Checkpoints:
         evaluated = c.eval.keep_best and c.eval.due(step, c.trainer.steps)
         return evaluated or step % c.trainer.checkpoint_every == 0 or step == c.trainer.steps
 
+    async def before_sleep(self, step: int) -> None:
+        """Order the checkpoint of `step` if it is due and the trainer is about to sleep."""
+        if self._config.trainer_sleeps and self.due(step):
+            await self.order(step)
+
+    async def step_ended(self, step: int, state: dict[str, Any]) -> None:
+        """Finish the checkpoint of `step` if it is due. Otherwise raise the error of a commit that
+        has failed by now, if one has."""
+        if self.due(step):
+            await self.finish(step, state, self._config.trainer.step_timeout_s)
+        elif self._committing is not None and self._committing.done():
+            await self.committed()
+
     async def order(self, step: int) -> None:
         """Wait for the checkpoint before it, and order every trainer rank to write `step`, unless
         that is done. Each rank copies its state before it takes its next message."""
@@ -125,11 +138,6 @@ class Checkpoints:
                     ) from None
                 await asyncio.sleep(POLL_S)
             raise
-
-    async def collect(self) -> None:
-        """Raise the error of a commit that has failed by now, if one has."""
-        if self._committing is not None and self._committing.done():
-            await self.committed()
 
     async def committed(self) -> None:
         """Wait for the checkpoint that is being written, if any. Raises the error of its commit."""

@@ -8,7 +8,7 @@ training at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,19 @@ class Evaluations:
                 task = control.eval_task(e.seed, index, {name: 1.0})
                 found[f"e{step}-{name}-{index}"] = (task, e.of(name)[0])
         return found
+
+    async def run(
+        self, step: int, last: int, wait: Callable[[Callable[[], bool]], Awaitable[None]]
+    ) -> None:
+        """Start the evaluation that is due, if any, and `wait` until none runs. With eval.beside,
+        wait only for those before the first and after the `last` step."""
+        ends = step >= last
+        beside = self._config.eval.beside and step > 0 and not ends
+        self.collect()
+        if due := self.due(step, last):
+            self.begin(step, beside)
+        if not (self.collect() or beside) and (due or ends):
+            await wait(self.collect)
 
     def collect(self) -> bool:
         """Write the rows of finished evaluations; return True if none runs any more."""

@@ -45,6 +45,17 @@ class _Running:
     target: int | None = None  # rank of the host that it moves to, once its own has released it
 
 
+@dataclass
+class StepCounts:
+    """Counts since a step began, by their names in its row."""
+
+    groups_dropped: int = 0
+    tokens_dropped: int = 0
+    hosts_lost: int = 0
+    trajectories_restarted: int = 0
+    trajectories_moved: int = 0
+
+
 class Rollouts:
     """Runs groups on the environment hosts. `hosts` maps index -> rank and is complete before the
     first group; `send` takes (rank, message), `on_fault` (what, detail)."""
@@ -71,7 +82,8 @@ class Rollouts:
         )
         # group -> its trajectories once all have finished, until the step loop takes it
         self.finished: dict[str, list[p.Trajectory]] = {}
-        self.dropped_groups = self.dropped_tokens = 0  # since `begin_step`
+        self.batch: list[str] | None = None  # groups that the scheduler chose for this step
+        self.counts = StepCounts()
         self.scoring_failures = 0  # since `take_scoring_failures`
         # largest staleness of a group last taken: newest version then, minus that at its admission
         self.staleness_max = 0
@@ -83,8 +95,6 @@ class Rollouts:
         self._waiting_families: deque[list[_Running]] = deque()
         self.up: set[int] = set()  # ranks of the hosts that are up
         self._deaths: dict[int, int] = {}  # host's rank -> deaths in a row without progress
-        # since `begin_step`
-        self.hosts_lost = self.trajectories_restarted = self.trajectories_moved = 0
         self._admitted: dict[str, int] = {}  # training group -> newest version when it was admitted
         self._waited_for = p.Phase.TRAIN  # phase of the trajectories that `progress` counts
         self._over = False
@@ -94,8 +104,8 @@ class Rollouts:
     def begin_step(self, trajectories: int) -> None:
         """Reset the step's counters. The step waits for `trajectories`, some of which may have
         finished."""
-        self.dropped_groups = self.dropped_tokens = 0
-        self.hosts_lost = self.trajectories_restarted = self.trajectories_moved = 0
+        self.batch = None
+        self.counts = StepCounts()
         self._waited_for = p.Phase.TRAIN
         finished = sum(len(g) for g in self.finished.values() if g[0].phase is p.Phase.TRAIN)
         self.progress = (finished, trajectories)
@@ -112,7 +122,9 @@ class Rollouts:
     def take(self, names: list[str]) -> list[list[p.Trajectory]]:
         """Remove finished training groups and return them; updates `staleness_max`."""
         admitted = [self._admitted.pop(name) for name in names if name in self._admitted]
-        self.staleness_max = max((self._hub.version - version for version in admitted), default=0)
+        self.staleness_max = max(
+            (self._hub.weights.version - version for version in admitted), default=0
+        )
         return [self.finished.pop(name) for name in names]
 
     def take_evaluated(self, names: list[str]) -> list[list[p.Trajectory]]:
@@ -158,7 +170,7 @@ class Rollouts:
         `AdmitGroup`."""
         if self._over:
             return
-        self._admitted[name] = self._hub.version
+        self._admitted[name] = self._hub.weights.version
         task = control.train_task(self._config.seed, index, self._config.env.weights)
         size = self._config.rollout.group_size
         self._start(
@@ -170,8 +182,8 @@ class Rollouts:
         self._hub.group_ended(name)
         done += self.finished.pop(name, [])
         self._admitted.pop(name, None)
-        self.dropped_groups += 1
-        self.dropped_tokens += sum(t.own_tokens for t in done)
+        self.counts.groups_dropped += 1
+        self.counts.tokens_dropped += sum(t.own_tokens for t in done)
         for trajectory in running:
             self._cancel(trajectory)
         for trajectory in done:
@@ -196,7 +208,7 @@ class Rollouts:
             return  # It was restarted on another host in the meantime.
         target, each.target = each.target, None
         self._clear_suspect(each)
-        self.trajectories_moved += 1
+        self.counts.trajectories_moved += 1
         self._hub.restart_trajectory(m.id)
         if target in self.up:
             each.host = target
@@ -220,13 +232,13 @@ class Rollouts:
         if running is not None:  # None if the trajectory's own failure dropped the group
             if running.host != NO_HOST:
                 self._send(running.host, p.CancelTrajectory(trajectory))
-            self.dropped_tokens += self._hub.cancel(trajectory)
+            self.counts.tokens_dropped += self._hub.cancel(trajectory)
             self._clear_suspect(running)
 
     def _start(self, trajectories: list[p.StartTrajectory]) -> None:
         """Start trajectories, each on a host chosen by its name, so that a resumed run chooses the
         same. A trajectory that forks off another starts on the other's host."""
-        oldest, newest = self._hub.log.versions(self._hub.version)
+        oldest, newest = self._hub.log.versions(self._hub.weights.version)
         for message in trajectories:
             start = msgspec.structs.replace(message, oldest_version=oldest, newest_version=newest)
             self._running[start.id] = _Running(start, self._send_start(start))
@@ -308,7 +320,7 @@ class Rollouts:
             [name] = [_host_name(index) for index, rank in self._hosts.items() if rank == m.rank]
             self._hub.feed(ev.HostLost(at=time.time(), host=name))
         deaths = self._deaths[m.rank] = self._deaths.get(m.rank, 0) + 1
-        self.hosts_lost += 1
+        self.counts.hosts_lost += 1
         what = f"the process of environment host rank {m.rank}"
         self._on_fault("environment host died", f"{what} {m.error}; {len(lost)} trajectories ran")
         if deaths > (most := self._config.rollout.host_restarts):
@@ -338,7 +350,7 @@ class Rollouts:
                     p.TrajectoryFailed(start.id, start.group, start.domain, why), lost=True
                 )
             else:
-                self.trajectories_restarted += 1
+                self.counts.trajectories_restarted += 1
                 self._hub.restart_trajectory(start.id)
         for family in families.values():
             family = [each for each in family if self._running.get(each.start.id) is each]
@@ -419,7 +431,7 @@ class Rollouts:
             self._cancel(trajectory)
         for trajectory in after.done:
             self._hub.log.forget(trajectory.id)
-            self.dropped_tokens += trajectory.own_tokens
+            self.counts.tokens_dropped += trajectory.own_tokens
             finished, wanted = self.progress
             self.progress = (finished - (trajectory.phase is self._waited_for), wanted)
 

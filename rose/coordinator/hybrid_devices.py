@@ -14,22 +14,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from typing import Any
 
 from rose import protocol as p
 from rose.config import Config
 from rose.coordinator.hybrid_starts import HybridStarts
-from rose.coordinator.shared_devices import SharedDevices
+from rose.coordinator.shared_devices import Devices
+from rose.coordinator.training import Training
+from rose.coordinator.turns import TurnHub
 from rose.coordinator.waiting import Changes, RunFailed
-from rose.coordinator.worker import Worker
 from rose.launch.layout import hybrid_ranks
 from rose.observe.recorder import NullRecorder
+from rose.scheduler import events as ev
 
 
-class HybridDevices(SharedDevices):
-    """`SharedDevices` for the trainer's ranks and the hybrid engines; `begin` moves the devices
-    without waiting. `up()` returns the ranks of the hybrid engines that are up; `on_fault` gets
-    (what, detail)."""
+class HybridDevices(Devices):
+    """`Devices` for the trainer's ranks and the hybrid engines; `begin` moves the devices without
+    waiting. `on_fault` gets (what, detail)."""
 
     def __init__(
         self,
@@ -37,7 +39,8 @@ class HybridDevices(SharedDevices):
         ranks: dict[p.Role, dict[int, int]],
         send: Callable[[int, p.Message], None],
         recorder: NullRecorder,
-        up: Callable[[], Collection[int]],
+        training: Training,
+        hub: TurnHub,
         on_fault: Callable[[str, str], None],
     ) -> None:
         self._changes = Changes(lambda what: None)  # moves are not displayed
@@ -45,22 +48,46 @@ class HybridDevices(SharedDevices):
             p.Role.TRAINER: ranks[p.Role.TRAINER] if config.trainer_sleeps else {},
             p.Role.ROLLOUT: hybrid_ranks(config),
         }
-        super().__init__(config, sides, send, self._changes.until, recorder)
+        super().__init__(config, sides, send, self._changes.until, recorder, training)
+        self._hub = hub
         if not config.trainer_sleeps:
             self.holder = p.Role.ROLLOUT  # Engines start awake beside the trainer.
         names = {rank: f"rollout-{index}" for index, rank in hybrid_ranks(config).items()}
-        self.starts = HybridStarts(names, up, config.trainer_sleeps, on_fault)
+        self.starts = HybridStarts(names, hub.workers.hybrids_up, config.trainer_sleeps, on_fault)
         self._wanted = self.holder  # role of the last move that began
         self._moving: asyncio.Task | None = None
         self._waits = 0  # calls of `to` that have not returned
         self._closed = False
-        self._waited_s = 0.0  # seconds that the step loop waited since the last `figures`
+        self._waited_s = 0.0  # seconds that the step loop waited since the last `row`
         self._move_began = 0.0  # wall-clock seconds
-        self.delay = 0.0  # `StepBegun.hybrid_delay` of the next step, see `figures`
+        self._delay = 0.0  # `StepBegun.hybrid_delay` of the next step, see `row`
+
+    def step_fields(self) -> dict[str, Any]:
+        return {"hybrid_delay": self._delay}
+
+    def rollout_began(self) -> None:
+        """Wake the engines if the scheduler uses any, or would use engines that are down and that
+        have enough time to start."""
+        if self._hub.workers.uses_hybrids or (
+            self.starts.any_worth and self._hub.scheduler.rolls_hybrids()
+        ):
+            self.begin(p.Role.ROLLOUT)
+
+    async def before_train(self, rollout_s: float) -> None:
+        await super().before_train(rollout_s)
+        self.starts.rolled_out(rollout_s)
+
+    async def published(self) -> None:
+        """Leave the devices with the trainer, until the scheduler uses the engines."""
+
+    def act(self, action: ev.Action) -> None:
+        if isinstance(action, ev.UseWorker | ev.RestWorker):
+            used = self._hub.workers.uses_hybrids
+            self.begin(p.Role.ROLLOUT if used else p.Role.TRAINER)
 
     def begin(self, role: p.Role) -> None:
         """Begin to move the devices to `role`, and cancel a move to the other role. Ignored while
-        `to` waits, and after `close`; the next step begins with the scheduler's next order."""
+        `to` waits, and once the run ends; the next step begins with the scheduler's next order."""
         if not (self._waits or self._closed):
             self._begin(role)
 
@@ -70,7 +97,7 @@ class HybridDevices(SharedDevices):
             self._moving = asyncio.create_task(self._move(self._moving, role))
 
     async def to(self, role: p.Role) -> None:
-        """Move the devices to `role` and wait for it. Raises what `SharedDevices.to` raises, also
+        """Move the devices to `role` and wait for it. Raises what `Devices.to` raises, also
         for a move that `begin` started, and `RunFailed` if another task cancels the move."""
         began = time.time()
         self._begin(role)
@@ -90,26 +117,20 @@ class HybridDevices(SharedDevices):
         super().received(answer)
         self._changes.set()
 
-    def changed(self) -> None:
-        """Note that an engine has come up or died."""
+    def engine_changed(self) -> None:
         self.starts.update(time.time())
 
-    def close(self) -> None:
-        """Ignore further calls of `begin`, because the run ends."""
+    async def before_save(self) -> None:
         self._closed = True
+        await super().before_save()
 
     def cancel(self) -> None:
-        self.close()
+        self._closed = True
         if self._moving is not None:
             self._moving.cancel()
 
-    def figures(
-        self, workers: list[Worker], times: dict[str, float], generated: int, at: float
-    ) -> dict[str, float]:
-        """Return the hybrid engines' values for the row of a step that ended at `at`.
-
-        `workers` are the hybrid engines, `times` the seconds of the step's phases, `generated` the
-        tokens of its rollouts. Among the values are
+    def row(self, times: dict[str, float], at: float) -> dict[str, float]:
+        """Return the values of `Devices.row` and those of the hybrid engines, among them
         - `hybrid_idle_used`: the share of the time without training on the trainer's devices in
           which an engine there had turns;
         - `device_seconds_hybrid`: the seconds in which engines there had turns, summed over
@@ -117,16 +138,18 @@ class HybridDevices(SharedDevices):
         - `hybrid_delay`: the share of the step for which the trainer waited for its devices.
         """
         c, waited_s, self._waited_s = self._config, self._waited_s, 0.0
+        workers = [worker for _, worker in self._hub.workers.of("hybrid")]
         step_s = max(sum(times.values()), 1e-9)
         idle_s = max(step_s - times["train"] + waited_s, 1e-9)
         delay, cancelled = waited_s / step_s, self.starts.take_cancelled()
         # The scheduler can't avoid the wait for a cancelled start by a move at an earlier time.
-        self.delay = 0.0 if cancelled else delay
+        self._delay = 0.0 if cancelled else delay
         given_s = sum(w.busy_s(at) for w in workers) * c.rollout.tensor_parallel
-        return {
+        return super().row(times, at) | {
             "hybrid_idle_used": given_s / c.trainer.ranks / idle_s,
             "device_seconds_hybrid": given_s,
-            "hybrid_token_share": sum(w.tokens for w in workers) / max(generated, 1),
+            "hybrid_token_share": sum(w.tokens for w in workers)
+            / max(self._hub.workers.step_tokens, 1),
             "hybrid_delay": delay,
             "seconds_hybrid_delay": waited_s,
             "starts_broken_off": cancelled,

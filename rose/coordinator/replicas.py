@@ -25,16 +25,18 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rose import protocol as p
 from rose.config import Config
-from rose.coordinator.shared_devices import SharedDevices
+from rose.coordinator.records import Records
+from rose.coordinator.shared_devices import Devices
 from rose.coordinator.training import Group, Training
 from rose.coordinator.turns import TurnHub
 from rose.coordinator.waiting import Changes
 from rose.files import own_folder
-from rose.observe.recorder import NullRecorder
 from rose.scheduler import events as ev
 from rose.transfer import mirror
 
@@ -51,31 +53,29 @@ def remove_left(run_dir: Path) -> None:
     shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
 
 
-class Replicas(SharedDevices):
-    """Trains steps with replicas. `ranks` maps index -> rank of the rollout ranks; `on_fault` and
-    `on_change` get (what, detail). `planned`: provisioning decides how many replicas train, since
+class Replicas(Devices):
+    """Trains steps with replicas. `is_planned`: provisioning decides how many replicas train, since
     rollouts go on meanwhile; engines whose replica trains pass their turns on and sleep."""
 
     def __init__(
         self,
         config: Config,
+        ranks: dict[p.Role, dict[int, int]],
+        send: Callable[[int, p.Message], None],
         run_dir: Path,
-        ranks: dict[int, int],
+        changes: Changes,
         training: Training,
         hub: TurnHub,
-        send: Callable[[int, p.Message], None],
-        changes: Changes,
-        recorder: NullRecorder,
-        on_fault: Callable[[str, str], None],
-        on_change: Callable[[str, str], None],
-        planned: bool,
+        records: Records,
+        is_planned: bool,
     ) -> None:
         sides = {p.Role.TRAINER: {}, p.Role.ROLLOUT: {}}
-        super().__init__(config, sides, send, changes.until, recorder)
+        super().__init__(config, sides, send, changes.until, records.recorder, training)
         self.shared, self.holder = True, p.Role.ROLLOUT
-        self._rollouts, self._training, self._hub, self._changes = ranks, training, hub, changes
-        self._on_fault, self._on_change, self.is_planned = on_fault, on_change, planned
-        self._near, self._far = mirror.choose_path(run_dir), run_dir / FOLDER
+        self._rollouts, self._hub, self._changes = ranks[p.Role.ROLLOUT], hub, changes
+        self._on_fault = records.fault
+        self._on_change = partial(records.change, kind="replica")
+        self._files, self.is_planned = _Gradients(run_dir), is_planned
         self._up: dict[str, int] = {}  # worker whose replica is up -> bytes of its gradient
         self._stopped: set[str] = set()  # workers whose replica was given up
         self._why = ""  # reason why no replica had a part of the last step
@@ -87,6 +87,15 @@ class Replicas(SharedDevices):
         self._found: dict[str, p.GradientComputed] = {}
         self._row: dict[str, float] = {}  # values for the step's row of metrics
         self._plans: list[ev.PlanReplicas] = []  # plan of the last step, and plans for later steps
+
+    def step_fields(self) -> dict[str, Any]:
+        return {"trainers": self._config.trainer.replicas if self.is_planned else 0}
+
+    async def before_train(self, rollout_s: float) -> None:
+        """Leave the engines awake; those whose replica trains are ordered to sleep in `train`."""
+
+    def batch_tokens(self) -> int:
+        return self._training.tokens() if self.is_planned else 0
 
     async def train(self, step: int, groups: list[Group]) -> None:
         """Give the trainer ranks and the replicas their parts; return when the replicas are done
@@ -145,17 +154,22 @@ class Replicas(SharedDevices):
                 self._send(answer.rank, message)
             self._ordered[worker] = time.monotonic()
 
-    def handle(self, message: p.ReplicaReady | p.GradientComputed | p.ReplicaLost) -> None:
-        if message.worker in self._stopped:
-            return  # The replica was given up while this was on its way.
-        match message:
+    def handle(self, message: p.Message) -> bool:
+        if not isinstance(message, p.ReplicaReady | p.GradientComputed | p.ReplicaLost):
+            return super().handle(message)
+        if message.worker not in self._stopped:  # Else it was given up while this was on its way.
+            self._replica_changed(message)
+        return True
+
+    def _replica_changed(self, m: p.ReplicaReady | p.GradientComputed | p.ReplicaLost) -> None:
+        match m:
             case p.ReplicaReady(worker=worker, pid=pid, nbytes=nbytes):
                 self._up[worker] = nbytes
                 self._on_change("replica ready", f"{worker}, process {pid}")
                 self._feed(ev.ReplicaReady, worker)
             case p.GradientComputed(worker=worker, step=step):
                 if step == self._step and self._rows.pop(worker, None) is not None:
-                    self._found[worker] = message
+                    self._found[worker] = m
             case p.ReplicaLost(worker=worker, error=error, restarting=restarting):
                 self._up.pop(worker, None)
                 after = "another is started" if restarting else "the run goes on without it"
@@ -164,8 +178,12 @@ class Replicas(SharedDevices):
                 self._orders.pop(worker, None)
                 self._feed(ev.ReplicaLost, worker)
 
-    def planned(self, plan: ev.PlanReplicas) -> None:
+    def act(self, action: ev.Action) -> None:
         """Note and report the scheduler's decision how many replicas train from a step on."""
+        if isinstance(action, ev.PlanReplicas):
+            self._planned(action)
+
+    def _planned(self, plan: ev.PlanReplicas) -> None:
         self._plans.append(plan)
         change = "still" if plan.replicas == plan.before else f"instead of {plan.before}"
         before = f" where {plan.expected_s:.3g} s were expected" if plan.expected_s else ""
@@ -176,13 +194,12 @@ class Replicas(SharedDevices):
             f"{plan.training_s:.3g} s, and rollout {plan.rollout_s:.3g} s beside it",
         )
 
-    def close(self) -> None:
-        """Remove the gradients' files. Called after the ranks have left or are about to be ended,
-        because a rank might still read or write a gradient before."""
-        self._clear()
+    def clean_up(self) -> None:
+        """Remove the gradients' files. A rank that runs might still read or write one."""
+        self._files.clear()
 
-    def take_row(self) -> dict[str, float]:
-        """Return the values for the row of a step that is over, and remove its gradients' files.
+    def row(self, times: dict[str, float], at: float) -> dict[str, float]:
+        """Return the values of `Devices.row` and those below, and remove the gradients' files.
 
         - `replicas`: replicas that had a part; `replicas_lost`: those of them without a gradient;
         - `replica_token_share`: share of the batch's tokens that replicas computed;
@@ -194,13 +211,9 @@ class Replicas(SharedDevices):
 
         The trainer adds `seconds_replica_read`, to read and add the gradients.
         """
-        self._clear()
+        self._files.clear()
         row, self._row = self._row, {}
-        return row
-
-    def _clear(self) -> None:
-        for folder in (self._near, self._far):
-            shutil.rmtree(folder, ignore_errors=True)
+        return super().row(times, at) | row
 
     def _choose(self, groups: list[Group]) -> tuple[list[str], str]:
         """Return (workers whose replica takes part, reason why none does).
@@ -209,7 +222,7 @@ class Replicas(SharedDevices):
         training, no turn may be open. The reason is "" also where the planner wants no replica.
         """
         most = sum(map(len, groups)) - self._config.trainer.replicas
-        alive = {name for name, worker in self._hub.dedicated() if worker.alive}
+        alive = {name for name, worker in self._hub.workers.of("dedicated") if worker.alive}
         names = self._names()
         up = [name for name in names if name in self._up and name in alive]
         if self.is_planned:
@@ -228,7 +241,7 @@ class Replicas(SharedDevices):
         the scheduler idles."""
         names = [f"rollout-{index}" for index in range(self._config.elastic_replicas)]
         if self.is_planned:
-            return [name for name in names if self._hub.is_idled(name)]
+            return [name for name in names if name in self._hub.workers.idled]
         return names
 
     def _planned_row(self, step: int) -> dict[str, float]:
@@ -261,8 +274,8 @@ class Replicas(SharedDevices):
     def _deal(self, step: int, groups: list[Group], chosen: list[str]) -> dict[str, list[int]]:
         """Share out the batch's rows: send the trainer ranks theirs, and prepare the replicas'
         messages. Return worker -> rows of each replica that gets some."""
-        self._clear()
-        folder = self._folder([self._up[worker] for worker in chosen])
+        self._files.clear()
+        folder = self._files.folder(sum(self._up[worker] for worker in chosen))
         self._rows, self._found = {}, {}
         self._orders, self._ordered = {}, {}
         shares = self._training.share(step, groups, len(chosen))
@@ -272,19 +285,11 @@ class Replicas(SharedDevices):
                 continue
             dealt[worker] = self._rows[worker] = [row for m in messages[1:] for row in m.indices]
             file = str(folder / f"{worker}-step-{step}")
-            order = p.ComputeGradient(step, self._hub.version, self._hub.store, file)
+            order = p.ComputeGradient(
+                step, self._hub.weights.version, self._hub.weights.store, file
+            )
             self._orders[worker] = [order, *messages]
         return dealt
-
-    def _folder(self, nbytes: list[int]) -> Path:
-        """Create the folder for gradients of these sizes, in the machine's memory if that has
-        room."""
-        with suppress(OSError):  # If the system refuses it, the run's folder is only slower.
-            if sum(nbytes) * ROOM <= shutil.disk_usage(self._near.parent).free:
-                own_folder(self._near, parents=False)
-                return self._near
-        self._far.mkdir(mode=0o700, exist_ok=True)
-        return self._far
 
     def _give_up(self, worker: str, began: float, own_s: float, patience_s: float) -> None:
         del self._rows[worker]
@@ -308,6 +313,26 @@ class Replicas(SharedDevices):
             "rank has (rollout.threads), raise trainer.step_timeout_s, or lower "
             f"trainer.elastic_replicas={self._config.elastic_replicas}",
         )
+
+
+class _Gradients:
+    """The folders of the gradients' files: in the machine's memory, and in the run's folder."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._near, self._far = mirror.choose_path(run_dir), run_dir / FOLDER
+
+    def folder(self, nbytes: int) -> Path:
+        """Create the folder for files of this size, in the machine's memory if that has room."""
+        with suppress(OSError):  # If the system refuses it, the run's folder is only slower.
+            if nbytes * ROOM <= shutil.disk_usage(self._near.parent).free:
+                own_folder(self._near, parents=False)
+                return self._near
+        self._far.mkdir(mode=0o700, exist_ok=True)
+        return self._far
+
+    def clear(self) -> None:
+        for folder in (self._near, self._far):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _index(worker: str) -> int:

@@ -56,9 +56,20 @@ class RewardJobs:
         self._quiet_since: dict[int, float] = {}  # pool -> monotonic seconds
         self._back_off = BackOff()
 
+    def row(self) -> dict[str, int]:
+        """Return the values for a step's row."""
+        return {"reward_jobs": self.running} if self._settings.max_jobs else {}
+
     @property
     def running(self) -> int:
         return sum(job.runs for job in self._jobs.values())
+
+    def handle(self, message: p.Message) -> bool:
+        """Handle a pool's demand; return False for any other message."""
+        if isinstance(message, p.RewardDemand):
+            self.demand(message)
+            return True
+        return False
 
     def demand(self, now: p.RewardDemand) -> None:
         """Request jobs for a pool, which sends its demand as long as any score waits."""

@@ -1,5 +1,8 @@
 """Decides which role holds the devices that trainer ranks and engines share (colocate=true).
 
+`Devices` is also the base of the other ways to divide devices (hybrid_devices.py, replicas.py),
+whose methods the step loop calls at the same points. Without shared devices they give no orders.
+
 One role at a time holds the devices' memory. The ranks of the role that has to release it answer
 when they have done so, and only then the other role is ordered to take it. The trainer holds the
 devices at the start: it loads its model on an empty device, and the first order to wake starts an
@@ -9,15 +12,18 @@ engine. rose/trainer/offload.py and rose/engine/activation.py release and take t
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from rose import protocol as p
 from rose.config import Config
+from rose.coordinator.training import Group, Training
 from rose.observe.recorder import NullRecorder
+from rose.scheduler import events as ev
 
 ANSWER_S = 60.0  # seconds for a message to arrive, in addition to the time of the work itself
 
 
-class SharedDevices:
+class Devices:
     """Moves the devices from one role to the other. `ranks` maps role -> index -> rank, `send`
     takes (rank, message), and `until` waits like `Changes.until`."""
 
@@ -28,6 +34,7 @@ class SharedDevices:
         send: Callable[[int, p.Message], None],
         until: Callable[..., Awaitable[None]],
         recorder: NullRecorder,
+        training: Training,
     ) -> None:
         self.shared = config.shares_devices or config.hybrids > 0
         self._config = config
@@ -35,10 +42,73 @@ class SharedDevices:
         self._send = send
         self._until = until
         self._recorder = recorder
+        self._training = training
         self.holder: p.Role | None = p.Role.TRAINER  # None during a move, or after a cancelled one
         self._order_number = 0
         self._answers: dict[int, p.DeviceChanged] = {}  # rank -> answer to the last order
-        self._figures: dict[str, float] = {}  # collected since `take_figures`
+        self._figures: dict[str, float] = {}  # collected since `row`
+
+    # ----------------------------------------------------------------- for the step loop
+
+    def step_fields(self) -> dict[str, Any]:
+        """Return the fields of `StepBegun` that depend on how devices are divided."""
+        return {}
+
+    def rollout_began(self) -> None:
+        """Begin to move the devices for a rollout phase whose batch isn't complete yet."""
+
+    async def before_train(self, rollout_s: float) -> None:
+        """Move the devices to the trainer after a rollout phase of `rollout_s` seconds."""
+        await self.to(p.Role.TRAINER)
+
+    async def train(self, step: int, groups: list[Group]) -> None:
+        """Send the step's batch, or what is left of it, to the trainer ranks."""
+        self._training.complete(step, groups)
+
+    def batch_tokens(self) -> int:
+        """Return the tokens of the step's batch, for the scheduler; 0 if it needs no number."""
+        return 0
+
+    async def published(self) -> None:
+        """Move the devices to the engines after a version was published. An engine that wakes
+        loads the weights before it has a KV cache."""
+        await self.to(p.Role.ROLLOUT)
+
+    async def before_save(self) -> None:
+        """Wake a trainer that sleeps, so that it can save the run's last step."""
+        if self._config.trainer_sleeps:
+            await self.to(p.Role.TRAINER)
+
+    def row(self, times: dict[str, float], at: float) -> dict[str, float]:
+        """Return values for the row of a step that ended at `at`, and reset them. `times` are the
+        seconds of the step's phases.
+
+        They are the seconds that the orders took and, per role and order, the least memory that a
+        rank moved, and had free afterwards, in GiB.
+        """
+        taken, self._figures = self._figures, {}
+        return taken
+
+    def handle(self, message: p.Message) -> bool:
+        """Handle a message about devices; return False for any other."""
+        if isinstance(message, p.DeviceChanged):
+            self.received(message)
+            return True
+        return False
+
+    def act(self, action: ev.Action) -> None:
+        """Carry out an action of the scheduler about devices."""
+
+    def engine_changed(self) -> None:
+        """Note that an engine has come up or died."""
+
+    def cancel(self) -> None:
+        """Cancel a move, because the run has ended."""
+
+    def clean_up(self) -> None:
+        """Remove files, after the ranks have left or are about to be ended."""
+
+    # ----------------------------------------------------------------- moves
 
     async def to(self, role: p.Role) -> None:
         """Move the devices to `role`, which holds them when this returns.
@@ -59,15 +129,6 @@ class SharedDevices:
         """Take an answer to the last order; answers to cancelled orders are ignored."""
         if answer.turn == self._order_number:
             self._answers[answer.rank] = answer
-
-    def take_figures(self) -> dict[str, float]:
-        """Return values for the step's row, and reset them; empty unless devices are shared.
-
-        They are the seconds that the orders took and, per role and order, the least memory that a
-        rank moved, and had free afterwards, in GiB.
-        """
-        taken, self._figures = self._figures, {}
-        return taken
 
     async def _order(self, role: p.Role, order: type[p.Sleep] | type[p.Wake], what: str) -> None:
         ranks = self._recipients(role, order)

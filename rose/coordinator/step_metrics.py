@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -38,17 +39,48 @@ def step_row(
     that it trained. `group_staleness_max` counts from the version at which a group was admitted;
     batching policies bound it.
     """
-    all_of = [t for group in groups for t in group]
-    lengths = np.array([t.response_tokens for t in all_of])
-    stale = _staleness(all_of, trained_on=hub.version - 1)
-    rollout_s = max(times["rollout"] + times["idle"], hub.generating_s, 1e-9)
+    stale = _staleness([t for group in groups for t in group], trained_on=hub.weights.version - 1)
+    generating_s = hub.counts.token_at - hub.counts.began_at
+    rollout_s = max(times["rollout"] + times["idle"], generating_s, 1e-9)
     tokens = {name: w.tokens for name, w in hub.workers.items()}
-    borrowed = hub.past["borrowed"] + sum(w.tokens for w in hub.workers.values() if w.borrowed)
-    made = sum(tokens.values()) + sum(hub.past.values())
+    made = hub.workers.step_tokens
+    borrowed = hub.workers.past["borrowed"]
+    borrowed += sum(w.tokens for _, w in hub.workers.of("borrowed"))
     return {
         "kind": "step",
         **{f"time_{phase}": value for phase, value in times.items()},
         "time_step": sum(times.values()),
+        **_outcomes(groups),
+        "failed_trajectories": rollouts.groups.failed,
+        "failed_tasks": rollouts.groups.given_up,
+        **asdict(rollouts.counts),
+        "tokens_per_s": made / rollout_s,
+        "borrowed_workers": len(hub.workers.of("borrowed")),
+        "borrowed_token_share": borrowed / made if made else 0.0,
+        **{f"tokens_per_s/{name}": n / rollout_s for name, n in tokens.items()},
+        "engine_utilisation": hub.workers.busy_s(at) / max(sum(times.values()), 1e-9),
+        "staleness_mean": float(stale.mean()),
+        "staleness_max": int(stale.max()),
+        "group_staleness_max": rollouts.staleness_max,
+        "version": hub.weights.version,
+        "sync_bytes": hub.weights.sync_bytes,
+        "sync_pause_s": hub.weights.sync_pause_s,
+        "migrations": hub.ledger.migrations,
+        "returned_turns": hub.counts.returned,
+        "engine_restarts": hub.workers.restarts,
+        "resumed_snapshots": hub.counts.resumed_snapshots,
+        "resumed_turns": hub.log.resumed_turns,
+        "resumed_tokens": hub.log.resumed_tokens,
+        **hub.decoding.row(),
+        **trained,
+    }
+
+
+def _outcomes(groups: list[list[Trajectory]]) -> dict[str, Any]:
+    """Return the values that are over a step's trajectories, whenever they were generated."""
+    all_of = [t for group in groups for t in group]
+    lengths = np.array([t.response_tokens for t in all_of])
+    return {
         "reward_mean": float(np.mean([t.reward for t in all_of])),
         "success": float(np.mean([t.success for t in all_of])),
         "response_tokens_mean": float(lengths.mean()),
@@ -59,36 +91,10 @@ def step_row(
         "truncated": sum(t.truncated for t in all_of),
         "truncated_by_turns": sum(t.limit == "turns" for t in all_of),
         "groups_equal": float(np.mean([not differ([t.reward for t in g]) for g in groups])),
-        "failed_trajectories": rollouts.groups.failed,
-        "failed_tasks": rollouts.groups.given_up,
-        "groups_dropped": rollouts.dropped_groups,
-        "tokens_dropped": rollouts.dropped_tokens,
-        "tokens_per_s": made / rollout_s,
-        "borrowed_workers": hub.borrowed,
-        "borrowed_token_share": borrowed / made if made else 0.0,
-        **{f"tokens_per_s/{name}": n / rollout_s for name, n in tokens.items()},
-        "engine_utilisation": hub.busy_s(at) / max(sum(times.values()), 1e-9),
-        "staleness_mean": float(stale.mean()),
-        "staleness_max": int(stale.max()),
-        "group_staleness_max": rollouts.staleness_max,
-        "version": hub.version,
-        "sync_bytes": hub.sync_bytes,
-        "sync_pause_s": hub.sync_pause_s,
-        "migrations": hub.ledger.migrations,
-        "returned_turns": hub.returned,
-        "engine_restarts": hub.engine_restarts,
-        "hosts_lost": rollouts.hosts_lost,
-        "trajectories_restarted": rollouts.trajectories_restarted,
-        "trajectories_moved": rollouts.trajectories_moved,
-        "resumed_snapshots": hub.resumed_snapshots,
-        "resumed_turns": hub.log.resumed_turns,
-        "resumed_tokens": hub.log.resumed_tokens,
         "response_hist": _histogram(lengths),
         "reward_values": value_counts([t.reward for t in all_of]),
         "turn_values": value_counts([t.turns for t in all_of]),
         **_by_task("task_successes", all_of, MOST_TASKS),
-        **hub.decoding.row(),
-        **trained,
     }
 
 

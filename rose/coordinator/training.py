@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from rose import protocol as p
 from rose.config import Config
 from rose.coordinator import replay
-from rose.coordinator.waiting import RunFailed
+from rose.coordinator.waiting import Changes, RunFailed
 from rose.observe.recorder import NullRecorder
 from rose.trainer import algorithms, segments
 from rose.trainer.batching import Plan, plan_batch, train_messages
@@ -34,8 +34,8 @@ MICRO_BATCHES_OF_ROUND = 4
 
 
 class Training:
-    """Plans and sends the rounds of each step. `ranks` maps index -> rank of the trainer ranks and
-    is complete before the first group; `send` takes (rank, message)."""
+    """Plans and sends the rounds of each step, and awaits its end. `ranks` maps index -> rank of
+    the trainer ranks and is complete before the first group; `send` takes (rank, message)."""
 
     def __init__(
         self,
@@ -47,6 +47,8 @@ class Training:
         self._config, self._ranks, self._send, self._recorder = config, ranks, send, recorder
         # costs of prefix trees, set when the trainer reports that its model supports them
         self.costs: p.Costs | None = None
+        self.ready: dict[int, p.TrainerReady] = {}  # trainer rank's index -> its message
+        self.done: dict[int, p.TrainDone] = {}  # trainer rank's index -> this step's result
         algorithm = algorithms.build(config.algorithm.name, config.algorithm.args)
         # True: a segment that several trajectories share is trained only in the first of them
         self._once: bool = getattr(algorithm, "trains_segments", False)
@@ -61,6 +63,55 @@ class Training:
         self._working: set[int] = set()  # indices of ranks that have not reported the round's end
         self._since: float | None = None  # time of the round's start; None: no round ahead runs
         self._hidden_s = 0.0  # seconds of rounds before the batch was complete
+
+    @property
+    def whole(self) -> bool:
+        """True if every trainer rank has loaded the model."""
+        return len(self.ready) == self._config.trainer.ranks
+
+    async def loaded(self, changes: Changes, step: int) -> None:
+        """Wait until every trainer rank has loaded the model. Raises `RunFailed` if its weights
+        aren't those of `step`."""
+        c = self._config.trainer
+        await changes.until(
+            lambda: self.whole,
+            self._config.cluster.start_timeout_s,
+            lambda: f"trainer ranks to load the model: {len(self.ready)} of {c.ranks}",
+        )
+        first = self.ready[0]
+        if first.step != step:
+            raise RunFailed(
+                f"the trainer resumed at step {first.step}, the coordinator at {step}; "
+                "the checkpoint folder changed while the job started"
+            )
+        self.costs = first.costs if c.share_prefixes and not first.no_trees else None
+        if c.share_prefixes and first.no_trees:
+            print(
+                f"trainer.share_prefixes has no effect on this model: {first.no_trees}", flush=True
+            )
+
+    async def trained(self, changes: Changes) -> dict[int, p.TrainDone]:
+        """Wait for the end of the step; return the `TrainDone` of every rank by its index."""
+        c = self._config.trainer
+        await changes.until(
+            lambda: len(self.done) == c.ranks,
+            c.step_timeout_s,
+            lambda: f"trainer ranks to finish step {self._step}: {len(self.done)} of {c.ranks}",
+        )
+        return dict(self.done)
+
+    def handle(self, message: p.Message) -> bool:
+        """Handle a message of a trainer rank; return False for any other."""
+        match message:
+            case p.TrainerReady():
+                self.ready[message.index] = message
+            case p.TrainedAhead():
+                self.received(message)
+            case p.TrainDone():
+                self.done[message.index] = message
+            case _:
+                return False
+        return True
 
     def add(self, name: str, group: Group) -> None:
         """Add a group that is certain to be in the step's batch."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 from rose import protocol as p
@@ -17,15 +18,22 @@ from rose.coordinator.drafts import Decoding, Siblings
 from rose.coordinator.journal import Journal
 from rose.coordinator.ledger import NO_HOST, Ledger
 from rose.coordinator.turn_log import TurnLog
-from rose.coordinator.worker import POOLS, Worker
+from rose.coordinator.weights import Weights
+from rose.coordinator.worker import Worker, Workers
 from rose.observe.recorder import NullRecorder
 from rose.scheduler import Scheduler
 from rose.scheduler import events as ev
 from rose.scheduler.actions import ActionQueue
 
-# After this many failed loads of a version, a hybrid engine waits for the next version. So it does
-# not read a damaged version again and again.
-MOST_HYBRID_LOADS = 3
+
+@dataclass
+class StepCounts:
+    """Counts since a step began."""
+
+    began_at: float = 0.0
+    token_at: float = 0.0  # time of the last token
+    resumed_snapshots: int = 0  # trajectories that resumed from a snapshot
+    returned: int = 0  # turns that engines returned
 
 
 class TurnHub:
@@ -51,33 +59,23 @@ class TurnHub:
     ) -> None:
         self.log = log
         self.siblings = Siblings(send) if siblings else None
-        self.resumed_snapshots = 0  # trajectories that resumed from a snapshot, since `begin_step`
         self._world_size = world_size  # workers at this rank and above are borrowed
         self._hybrids = hybrids
         self._send, self._recorder = send, recorder
         self._on_action, self._on_fault = on_action, on_fault
+        self.scheduler = scheduler
         self._queue = ActionQueue(scheduler, self._carry_out, journal)
         self.ledger = Ledger()
-        self.workers: dict[str, Worker] = {}
-        self.store = ""  # folder of the weight store
-        self.version = -1  # newest published
-        self.sync_bytes = 0  # loaded of the newest version, by all workers
-        self.sync_pause_s = 0.0  # longest pause of a worker for the newest version
-        self.engine_restarts = 0
-        self.returned = 0  # turns that engines returned since `begin_step`
-        self.generated = dict.fromkeys(POOLS, 0)  # pool -> tokens in this attempt
-        # pool -> tokens since `begin_step` of workers that have left or were lost
-        self.past = dict.fromkeys(POOLS, 0)
+        self.workers = Workers()
+        self.weights = Weights(self.workers, self.feed, lambda a: self._on_action(a), on_fault)
         self.decoding = Decoding()
         self.progress_at = time.time()  # last progress of any kind
-        self._begun_at = 0.0  # time of the last `begin_step`
-        self._token_at = 0.0  # time of the last token since then
+        self.counts = StepCounts()
         self._tokens: dict[str, int] = {}  # running trajectory -> tokens received for it
         # running trajectory -> turns completed since it was last started, a snapshot's included
         self._turns_done: dict[str, int] = {}
         # running trajectories that started again after their host was lost or released them
         self._restarted: set[str] = set()
-        self._idled: set[str] = set()  # workers that the scheduler does not use (`RestWorker`)
         self._handlers: dict[type, Callable[[int, Any], None]] = {
             p.TurnRequest: self._turn_requested,
             p.TrajectoryResumed: self._trajectory_resumed,
@@ -87,90 +85,23 @@ class TurnHub:
             p.WorkerReady: self._worker_ready,
             p.WorkerDown: self._worker_down,
             p.WorkerLeaving: self._worker_leaving,
-            p.WorkerLeft: self._worker_left,
+            p.WorkerLeft: lambda source, m: self.lose(m.worker, m.reason),
             p.WorkerLoad: self._worker_load,
             p.WorkerCapacity: self._worker_capacity,
             p.VersionLoaded: self._version_loaded,
-            p.VersionFailed: self._version_failed,
+            p.VersionFailed: lambda source, m: self.weights.failed(m),
         }
 
     # ----------------------------------------------------------------- for the step loop
 
-    def publish(self, version: int, store: str, tokens: int = 0) -> None:
-        """Have every worker load this version before it gets another turn. `store` is the folder of
-        the weight store, `tokens` the size of the version's batch (0: unknown)."""
-        self.version, self.store = version, store
-        self.sync_bytes, self.sync_pause_s = 0, 0.0
-        self.feed(ev.VersionPublished(at=time.time(), version=version, tokens=tokens))
-        for name, worker in list(self.workers.items()):
-            failed, worker.failed_loads = worker.failed_loads, 0
-            if worker.alive and failed >= MOST_HYBRID_LOADS:
-                # The scheduler takes it to be still loading, and orders no load before its end.
-                self._load_ended(name, worker)
-
     def begin_step(self) -> None:
         """Reset the counters of the step."""
-        self._begun_at = self._token_at = time.time()
-        for worker in self.workers.values():
-            worker.begin_step(self._begun_at)
-        self.past = dict.fromkeys(self.past, 0)
-        self.ledger.migrations = self.returned = 0
+        at = time.time()
+        self.counts = StepCounts(at, at)
+        self.workers.begin_step(at)
+        self.ledger.migrations = 0
         self.log.resumed_turns = self.log.resumed_tokens = 0
-        self.resumed_snapshots = 0
         self.decoding.begin_step()
-
-    @property
-    def generating_s(self) -> float:
-        """Seconds from the last `begin_step` to the last token since then. They exceed the rollout
-        phase where trajectories run while the trainer trains."""
-        return self._token_at - self._begun_at
-
-    def busy_s(self, at: float) -> float:
-        """Return the seconds since `begin_step` in which a dedicated engine had at least one turn,
-        averaged over the engines; 0 without engines."""
-        busy = [w.busy_s(at) for _, w in self.dedicated()]
-        return sum(busy) / len(busy) if busy else 0.0
-
-    def stale_workers(self) -> list[str]:
-        """Return the workers that the step loop waits for: dedicated ones that are up, are used by
-        the scheduler and don't hold the newest version yet."""
-        return [
-            name
-            for name, w in self.dedicated()
-            if w.alive and w.version != self.version and name not in self._idled
-        ]
-
-    def dedicated(self) -> list[tuple[str, Worker]]:
-        return self._of("dedicated")
-
-    def hybrid(self) -> list[tuple[str, Worker]]:
-        return self._of("hybrid")
-
-    def _of(self, pool: str) -> list[tuple[str, Worker]]:
-        return [(name, w) for name, w in self.workers.items() if w.pool == pool]
-
-    @property
-    def borrowed(self) -> int:
-        """Number of workers of other jobs."""
-        return len(self._of("borrowed"))
-
-    @property
-    def own(self) -> int:
-        """Number of the run's own workers."""
-        return len(self.workers) - self.borrowed
-
-    def is_idled(self, worker: str) -> bool:
-        """True while the scheduler does not use the worker (`RestWorker`)."""
-        return worker in self._idled
-
-    @property
-    def uses_hybrids(self) -> bool:
-        """True if any engine on the trainer's devices may take turns."""
-        return any(w.alive and name not in self._idled for name, w in self.hybrid())
-
-    def hybrids_up(self) -> set[int]:
-        """Return the ranks of the hybrid engines that are up."""
-        return {w.rank for _, w in self.hybrid() if w.alive}
 
     def trajectory_ended(self, trajectory: p.Trajectory) -> None:
         """Report the end to the scheduler and drop turns that still run.
@@ -254,10 +185,10 @@ class TurnHub:
                 if self.ledger.worker_of(turn) == worker:
                     self._abort(turn, worker, attempt, why)
             case ev.LoadWeights(worker, version):
-                self._send(self.workers[worker].rank, p.LoadVersion(version, self.store))
+                self._send(self.workers[worker].rank, p.LoadVersion(version, self.weights.store))
             case ev.UseWorker(worker) | ev.RestWorker(worker):
                 idled = isinstance(action, ev.RestWorker)
-                (self._idled.add if idled else self._idled.discard)(worker)
+                (self.workers.idled.add if idled else self.workers.idled.discard)(worker)
                 known = self.workers.get(worker)  # None if a policy names one that has left
                 if known is not None and known.pool == "hybrid":
                     self._on_action(action)
@@ -286,7 +217,7 @@ class TurnHub:
         if m.trajectory in self._restarted and self._adopt_open_turn(source, m):
             return
         if (recorded := self.log.find_in_memory(m)) is None:
-            recorded = self.log.find(m, self.version)
+            recorded = self.log.find(m, self.weights.version)
             if recorded is not None:
                 self._count_tokens(m.trajectory, len(recorded.tokens) // 4)
         if recorded is not None:
@@ -313,7 +244,7 @@ class TurnHub:
 
     def _trajectory_resumed(self, source: int, m: p.TrajectoryResumed) -> None:
         """Count the turns of the snapshot, which are not generated again."""
-        self.resumed_snapshots += 1
+        self.counts.resumed_snapshots += 1
         self.progress_at = time.time()
         self.log.count_resumed(m.turns, m.tokens)
         self._turns_done[m.id] = m.turns
@@ -334,7 +265,7 @@ class TurnHub:
                 return True
             if turn == m.turn or before.tokens == m.tokens:
                 if (cut := self.ledger.partial_result(turn)) is not None:
-                    self.log.add(*cut, self.version, delivered=False)
+                    self.log.add(*cut, self.weights.version, delivered=False)
                 self._drop_turn(turn)
         return False
 
@@ -354,7 +285,7 @@ class TurnHub:
         if self.ledger.complete(m.turn):
             self._close_turn(m.turn, p.FinishReason.LENGTH)
             return
-        self.returned += 1
+        self.counts.returned += 1
         self.feed(ev.TurnReturned(at=time.time(), turn=m.turn, attempt=m.attempt))
 
     def _attempt_ended(self, turn: str) -> None:
@@ -370,11 +301,8 @@ class TurnHub:
             return None  # The turn waits in the queue, or another worker has it.
         count = self.ledger.add(m)
         if count:
-            now = self.progress_at = self._token_at = time.time()
-            worker = self.workers[name]
-            worker.tokens += count
-            self.generated[worker.pool] += count
-            worker.total_tokens += count
+            now = self.progress_at = self.counts.token_at = time.time()
+            self.workers.count(name, count)
             self._count_tokens(self.ledger.trajectory_of(m.turn), count)
             if self.siblings is not None:
                 self.siblings.add_tokens(self.ledger.request_of(m.turn), name, m.tokens)
@@ -394,7 +322,7 @@ class TurnHub:
         if self.siblings is not None:
             self.siblings.turn_ended(request)
         host, result = self.ledger.close(turn, finish)
-        self.log.add(request, result, self.version, delivered=host != NO_HOST)
+        self.log.add(request, result, self.weights.version, delivered=host != NO_HOST)
         if host != NO_HOST:
             self._answer(request.trajectory, host, result)
 
@@ -405,16 +333,16 @@ class TurnHub:
     def record_open_turns(self) -> None:
         """Record the tokens of open turns as the run ends, for a restart. Raises OSError."""
         for request, result in self.ledger.partial_results():
-            self.log.add(request, result, self.version)
+            self.log.add(request, result, self.weights.version)
         self.log.flush()
 
     def _worker_ready(self, source: int, m: p.WorkerReady) -> None:
         before = self.workers.get(m.worker)
         kind = "dedicated" if source < self._world_size else m.kind
-        self._idled.discard(m.worker)
+        self.workers.idled.discard(m.worker)
         if source in self._hybrids:
             kind = "hybrid"
-            self._idled.add(m.worker)  # The scheduler orders `UseWorker` to use it.
+            self.workers.idled.add(m.worker)  # The scheduler orders `UseWorker` to use it.
         self.workers[m.worker] = Worker(source, m.incarnation, m.version, kind)
         if before is not None:
             self.workers[m.worker].continue_counts_of(before)
@@ -439,7 +367,7 @@ class TurnHub:
         worker = self.workers.get(m.worker)
         if worker is None or worker.incarnation != m.incarnation:
             return
-        self.engine_restarts += m.restarting
+        self.workers.restarts += m.restarting
         held = self._unassign_all(m.worker, m.error)
         self._on_fault(
             "engine died",
@@ -447,7 +375,7 @@ class TurnHub:
             + (", the engine is restarted" if m.restarting else ""),
         )
         if not m.restarting:
-            self._remove(m.worker)
+            self.workers.remove(m.worker)
             if not self.workers:
                 self._on_action(
                     ev.GiveUp(f"no rollout worker is left; the last, {m.worker}: {m.error}")
@@ -457,16 +385,13 @@ class TurnHub:
         if m.worker in self.workers:
             self.feed(ev.WorkerDraining(at=time.time(), worker=m.worker))
 
-    def _worker_left(self, source: int, m: p.WorkerLeft) -> None:
-        self.lose(m.worker, m.reason)
-
     def lose(self, name: str, why: str) -> int:
         """Remove a worker for good; return the number of turns that it had. They continue on other
         workers from the tokens received."""
         if name not in self.workers:
             return 0
         held = self._unassign_all(name, why)
-        self._remove(name)
+        self.workers.remove(name)
         return held
 
     def share_siblings(self) -> None:
@@ -481,10 +406,6 @@ class TurnHub:
     def group_ended(self, group: str) -> None:
         if self.siblings is not None:
             self.siblings.group_ended(group)
-
-    def _remove(self, name: str) -> None:
-        worker = self.workers.pop(name)
-        self.past[worker.pool] += worker.tokens
 
     def _unassign_all(self, name: str, why: str) -> int:
         worker = self.workers[name]
@@ -524,33 +445,5 @@ class TurnHub:
             )
 
     def _version_loaded(self, source: int, m: p.VersionLoaded) -> None:
-        worker = self.workers.get(m.worker)
-        if worker is None or worker.incarnation != m.incarnation:
-            return
-        self.progress_at = time.time()
-        worker.version = m.version
-        self.sync_bytes += m.nbytes
-        self.sync_pause_s = max(self.sync_pause_s, m.pause_s)
-        self._load_ended(m.worker, worker)
-
-    def _version_failed(self, source: int, m: p.VersionFailed) -> None:
-        worker = self.workers.get(m.worker)
-        if worker is not None and worker.incarnation != m.incarnation:
-            return
-        # The step loop waits for dedicated workers to load the newest version. Any other failed
-        # load is left behind: the scheduler orders the newest version.
-        if worker is not None and (worker.pool != "dedicated" or m.version < self.version):
-            if worker.pool == "hybrid" and m.version == self.version:
-                worker.failed_loads += 1
-                last = worker.failed_loads == MOST_HYBRID_LOADS
-                then = "not before the next version" if last else "again"
-                self._on_fault("version not loaded", f"{m.worker}: {m.error}; {then}")
-                if last:
-                    return
-            self._load_ended(m.worker, worker)
-            return
-        self._on_action(ev.GiveUp(f"{m.worker} could not load version {m.version}: {m.error}"))
-
-    def _load_ended(self, name: str, worker: Worker) -> None:
-        """Report to the scheduler which version the worker holds after a load or a failed one."""
-        self.feed(ev.WorkerLoaded(at=time.time(), worker=name, version=worker.version))
+        if self.weights.loaded(m):
+            self.progress_at = time.time()

@@ -65,3 +65,59 @@ class Worker:
         self.tokens = before.tokens
         self.total_tokens = before.total_tokens
         self._busy_s = before._busy_s
+
+
+class Workers(dict[str, Worker]):
+    """Name -> worker, and counts that outlive a worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idled: set[str] = set()  # workers that the scheduler does not use (`RestWorker`)
+        self.restarts = 0  # restarts of engines
+        self.generated = dict.fromkeys(POOLS, 0)  # pool -> tokens in this attempt
+        # pool -> tokens since `begin_step` of workers that have left or were lost
+        self.past = dict.fromkeys(POOLS, 0)
+
+    def begin_step(self, at: float) -> None:
+        for worker in self.values():
+            worker.begin_step(at)
+        self.past = dict.fromkeys(POOLS, 0)
+
+    def count(self, name: str, tokens: int) -> None:
+        """Count tokens that a worker generated."""
+        worker = self[name]
+        worker.tokens += tokens
+        worker.total_tokens += tokens
+        self.generated[worker.pool] += tokens
+
+    def remove(self, name: str) -> None:
+        worker = self.pop(name)
+        self.past[worker.pool] += worker.tokens
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that workers generated since `begin_step`."""
+        return sum(w.tokens for w in self.values()) + sum(self.past.values())
+
+    def busy_s(self, at: float) -> float:
+        """Return the seconds since `begin_step` in which a dedicated engine had at least one turn,
+        averaged over the engines; 0 without engines."""
+        busy = [w.busy_s(at) for _, w in self.of("dedicated")]
+        return sum(busy) / len(busy) if busy else 0.0
+
+    def of(self, pool: str) -> list[tuple[str, Worker]]:
+        return [(name, w) for name, w in self.items() if w.pool == pool]
+
+    @property
+    def own(self) -> int:
+        """Number of the run's own workers."""
+        return len(self) - len(self.of("borrowed"))
+
+    @property
+    def uses_hybrids(self) -> bool:
+        """True if any engine on the trainer's devices may take turns."""
+        return any(w.alive and name not in self.idled for name, w in self.of("hybrid"))
+
+    def hybrids_up(self) -> set[int]:
+        """Return the ranks of the hybrid engines that are up."""
+        return {w.rank for _, w in self.of("hybrid") if w.alive}

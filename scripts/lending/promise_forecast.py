@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from rose import config as cfg
-from rose.coordinator.coordinator import TICK_S
+from rose.coordinator.records import TICK_S
 from rose.engine.rank import PROGRESS_S
 from rose.parts.simulator import calibrate, faults, online, serving, spec
 from rose.parts.simulator.driver import simulate

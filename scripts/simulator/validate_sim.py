@@ -43,7 +43,7 @@ from rich.console import Console
 
 from rose import config as cfg
 from rose.coordinator import replay
-from rose.coordinator.coordinator import TICK_S
+from rose.coordinator.records import TICK_S
 from rose.engine.rank import PROGRESS_S
 from rose.observe.recorder import read_events
 from rose.parts.simulator import calibrate, spec

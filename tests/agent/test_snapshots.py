@@ -116,7 +116,7 @@ def test_it_goes_on_before_the_turn_that_was_asked_for(world):
     made = world.goes()
     assert world.asked == ["g1.2.t3", "g1.2.t4"] and is_one_walk(world, made)
     [snapshot] = world.resumed
-    assert snapshot.turns == 3 and made.tokens.startswith(snapshot.state["tokens"])
+    assert snapshot.turns == 3 and made.tokens.startswith(snapshot.state.tokens)
     assert [tuple(each) for each in made.turn_tokens] == [(t, len(WORDS)) for t in range(LENGTH)]
     assert len(made.tokens) == len(made.versions) == len(made.logprobs) == 4 * len(made.mask)
     assert made.response_tokens == sum(made.mask) == LENGTH * len(WORDS)

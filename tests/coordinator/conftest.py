@@ -120,7 +120,7 @@ class World:
 def world(tmp_path):
     """One worker, rollout-0, with the newest weights."""
     world = World(tmp_path)
-    world.hub.publish(0, "v0/manifest.json")
+    world.hub.weights.publish(0, "v0/manifest.json")
     world.ready("rollout-0")
     yield world
     world.journal.close()
@@ -142,5 +142,5 @@ def rollouts(world, make_config):
     for host in (1, 2):
         made.handle(p.HostReady(host))
     world.ready("rollout-0")
-    world.hub.publish(0, "store")
+    world.hub.weights.publish(0, "store")
     return made

@@ -449,11 +449,11 @@ def run(
         coordinator = Coordinator(config, folder, attempt, peers, NullRecorder(), resume_from)
 
         def look():
-            if not coordinator._stop.is_set() and stop_when(coordinator):
-                coordinator._stop.set()
+            if not coordinator.ending.asked.is_set() and stop_when(coordinator):
+                coordinator.ending.asked.set()
 
         async def watching():
-            while not coordinator._stop.is_set():
+            while not coordinator.ending.asked.is_set():
                 look()
                 watch(coordinator)
                 await asyncio.sleep(0)

@@ -104,9 +104,9 @@ def stopped_and_resumed(made, folder, stop_when):
 def test_stopped_anywhere_and_resumed_no_prompt_is_lost_or_trained_twice(policy, config, tmp_path):
     made = config(policy)
     places = [
-        lambda c: c.step == 3 and c.rollouts.groups.running > 2,  # in a rollout
-        lambda c: c.step == 3 and not c.at_boundary,  # while it trains
-        lambda c: c.step == 3 and c.checkpoints.committing,
+        lambda c: c.progress.step == 3 and c.rollouts.groups.running > 2,  # in a rollout
+        lambda c: c.progress.step == 3 and not c.progress.at_boundary,  # while it trains
+        lambda c: c.progress.step == 3 and c.checkpoints.committing,
     ]  # while it saves
     for number, place in enumerate(places):
         first, second, coordinator, step = stopped_and_resumed(made, tmp_path / str(number), place)
@@ -131,7 +131,7 @@ def test_a_synchronous_run_resumes_with_the_very_next_batch_and_the_turns_it_had
         made,
         tmp_path / "broken",
         # of the fourth step: progress is the third's until that has begun
-        lambda c: c.step == 3 and c.batch is None and c.rollouts.progress[0] > 2,
+        lambda c: c.progress.step == 3 and c.rollouts.batch is None and c.rollouts.progress[0] > 2,
     )
     had = {t.id: first.received[t.id] for t in second.trained[4] if t.id in first.received}
     assert len(had) > 2 and all(
@@ -148,7 +148,7 @@ def test_a_synchronous_run_resumes_with_the_very_next_batch_and_the_turns_it_had
 def test_a_prompt_is_of_the_same_member_in_every_policy_and_after_a_stop(policy, config, tmp_path):
     made = config(policy, "env=games")
     first, second, coordinator, _ = stopped_and_resumed(
-        made, tmp_path, lambda c: c.step == 3 and c.rollouts.groups.running > 2
+        made, tmp_path, lambda c: c.progress.step == 3 and c.rollouts.groups.running > 2
     )
     seen = first.domain_of_group | second.domain_of_group
     assert set(seen.values()) == {"frozen_lake", "calculator"}

@@ -47,7 +47,7 @@ class Court:
         )
         keep = self.world.hub._send
         self.world.hub._send = lambda to, m: self.borrowed.send(to, m) if to >= 100 else keep(to, m)
-        self.world.hub.publish(0, "v0/manifest.json")
+        self.world.hub.weights.publish(0, "v0/manifest.json")
         self.world.ready("rollout-0", sequences=1)
 
     def join(self, behaviour):
@@ -155,7 +155,7 @@ def test_a_turn_that_a_rank_gives_back_goes_on_elsewhere_and_the_rank_stays(cour
     async def story(c):
         occupy(c)
         c.join("gives back")
-        await c.until(lambda: c.world.hub.returned, "the return")
+        await c.until(lambda: c.world.hub.counts.returned, "the return")
         await c.until(
             lambda: c.world.scheduler.cluster.workers["borrowed-1"].revoked,
             "the word on its capacity",

@@ -30,12 +30,12 @@ def coordinator(make_config, tmp_path, monkeypatch):
         rank=0, size=6, send=lambda rank, message: sent.append((rank, message))
     )
     made = Coordinator(config, tmp_path, 1, mailbox, NullRecorder(), None)
-    made.sent, made.step = sent, 7
+    made.sent, made.progress.step = sent, 7
     for index, rank in enumerate(TRAINER_RANKS):
-        made._handle(rank, p.Hello(rank, p.Role.TRAINER, index, 4242, "host"))
-        made._handle(rank, p.TrainerReady(index, 7, 7, "store", ""))
+        made.members.handle(rank, p.Hello(rank, p.Role.TRAINER, index, 4242, "host"))
+        made.training.handle(p.TrainerReady(index, 7, 7, "store", ""))
     yield made
-    made.journal.close()
+    made.records.close()
 
 
 def written(coordinator, index):
@@ -47,13 +47,15 @@ def written(coordinator, index):
 
 
 async def save(coordinator, deadline_s):
-    await coordinator.checkpoints.finish(coordinator.step, coordinator.boundary, deadline_s)
+    await coordinator.checkpoints.finish(
+        coordinator.progress.step, coordinator.progress.boundary, deadline_s
+    )
 
 
 def test_a_stop_while_ranks_write_waits_for_the_rest_of_that_checkpoint(coordinator, tmp_path):
     async def scene():
         await save(coordinator, 60.0)
-        last = asyncio.create_task(coordinator._save_if_idle(60.0))
+        last = asyncio.create_task(coordinator.ending.save_last(60.0))
         written(coordinator, 0)
         await asyncio.sleep(2 * POLL_S)
         assert not last.done() and checkpoint.latest(tmp_path) is None
@@ -98,7 +100,7 @@ def test_the_steps_go_on_while_it_is_written_and_the_next_one_waits_for_it(coord
     async def scene():
         await save(coordinator, 60.0)  # returns though no rank has written anything
         assert checkpoint.latest(tmp_path) is None
-        coordinator.step = 8
+        coordinator.progress.step = 8
         second = asyncio.create_task(save(coordinator, 60.0))
         await asyncio.sleep(2 * POLL_S)
         assert not second.done() and len(coordinator.sent) == 2, "two checkpoints at a time"
@@ -117,9 +119,9 @@ def test_the_steps_go_on_while_it_is_written_and_the_next_one_waits_for_it(coord
 
 def test_what_a_checkpoint_holds_is_of_its_step_however_far_the_run_has_come(coordinator, tmp_path):
     async def scene():
-        coordinator.boundary = {"step": 7}
+        coordinator.progress.boundary = {"step": 7}
         await save(coordinator, 60.0)
-        coordinator.step, coordinator.boundary = 9, {"step": 9}
+        coordinator.progress.step, coordinator.progress.boundary = 9, {"step": 9}
         for index in range(2):
             written(coordinator, index)
         await coordinator.checkpoints.committed()
@@ -146,7 +148,7 @@ class Fails:
     async def steps(self):
         """The step's end, once the trainers were told nothing else."""
         await self.finishes.wait()
-        self.coordinator.step, self.coordinator.at_boundary = 8, True
+        self.coordinator.progress.step, self.coordinator.progress.at_boundary = 8, True
         self.coordinator._changed.set()
         await asyncio.Event().wait()
 
@@ -179,7 +181,7 @@ def test_finished_steps_are_saved_before_a_run_fails(coordinator, tmp_path, monk
 def test_a_step_that_is_trained_as_the_run_fails_is_waited_for_and_saved(
     coordinator, tmp_path, monkeypatch
 ):
-    coordinator.at_boundary = False
+    coordinator.progress.at_boundary = False
 
     async def scene():
         run = Fails(coordinator, monkeypatch, BAD_HOST)

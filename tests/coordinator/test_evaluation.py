@@ -84,7 +84,7 @@ def test_beside_training_every_step_is_trained_as_without_and_the_last_is_waited
     def watch(coordinator):
         for group in coordinator.rollouts.groups.running_in(Phase.EVAL):
             step = int(group.removeprefix("e").partition("-")[0])
-            phases.setdefault(step, set()).add(coordinator.live.status.phase)
+            phases.setdefault(step, set()).add(coordinator.records.live.status.phase)
 
     _, peer = peers.run(wanted, tmp_path, seed=seed, watch=watch)
     assert len(peer.trained) == STEPS and phases[1] & {"rollout", "train", "sync"}
@@ -107,8 +107,10 @@ def test_an_early_stop_waits_for_what_runs_beside_and_evaluates_its_last_weights
     wanted = config("trainer.steps=40", "eval.every=2", "eval.beside=true", "eval.stop.patience=1")
     coordinator, peer = peers.run(wanted, tmp_path, seed=seed)
     rows = evaluations(tmp_path)
-    assert coordinator.stopped_early and max(peer.trained) == coordinator.step < 40
-    assert rows[-1]["step"] == coordinator.step and rows[-1]["eval_versions_later"] == 0
+    assert (
+        coordinator.progress.stopped_early and max(peer.trained) == coordinator.progress.step < 40
+    )
+    assert rows[-1]["step"] == coordinator.progress.step and rows[-1]["eval_versions_later"] == 0
     begun = {int(g[1:].partition("-")[0]) for g in peer.seed_of_group if g.startswith("e")}
     assert begun == {row["step"] for row in rows}, "none is thrown away"
 
@@ -117,10 +119,10 @@ def test_a_run_that_no_longer_gets_better_ends_and_has_its_last_step(config, tmp
     wanted = config("trainer.steps=40", "eval.every=1", "eval.stop.patience=3")
     coordinator, peer = peers.run(wanted, tmp_path)
     scores = list(score_of(tmp_path).values())
-    last = coordinator.step
+    last = coordinator.progress.step
     assert 3 <= last < 40 and len(scores) == last + 1 and len(peer.trained) == last
     assert max(scores[-3:]) <= max(scores[:-3]) and "eval.stop.patience=3" in (
-        coordinator.stopped_early
+        coordinator.progress.stopped_early
     )
     for before in range(4, len(scores)):
         assert max(scores[before - 3 : before]) > max(scores[: before - 3]), "no earlier"
@@ -150,7 +152,9 @@ def test_a_run_that_is_stopped_in_an_evaluation_beside_makes_it_again(config, tm
     wanted = config("eval.beside=true")
 
     def evaluating(coordinator):
-        return coordinator.step == 2 and bool(coordinator.rollouts.groups.running_in(Phase.EVAL))
+        return coordinator.progress.step == 2 and bool(
+            coordinator.rollouts.groups.running_in(Phase.EVAL)
+        )
 
     with pytest.raises(Stopped):
         peers.run(wanted, tmp_path, stop_when=evaluating)
@@ -168,7 +172,7 @@ def test_what_an_evaluation_beside_loses_at_a_restart_is_told(config, tmp_path):
     def one_step_after(coordinator):
         coordinator.mailbox.running.pop("e2-0.0", None)  # its environment takes long
         running = coordinator.rollouts.groups.running_in(Phase.EVAL)
-        return coordinator.step == 3 and "e2-0" in running
+        return coordinator.progress.step == 3 and "e2-0" in running
 
     with pytest.raises(Stopped):
         peers.run(wanted, tmp_path, stop_when=one_step_after)

@@ -71,7 +71,11 @@ def test_a_hybrid_engine_works_in_every_step_and_the_same_groups_are_trained(
     # not in each: it may wake when all turns are taken
     assert any(row["hybrid_token_share"] > 0 and row["hybrid_idle_used"] > 0 for row in rows)
     assert all(0 <= row["hybrid_delay"] < 1 and row["borrowed_workers"] == 0 for row in rows)
-    assert coordinator.hub.generated["hybrid"] > 0 == coordinator.hub.generated["borrowed"]
+    assert (
+        coordinator.hub.workers.generated["hybrid"]
+        > 0
+        == coordinator.hub.workers.generated["borrowed"]
+    )
     [path] = (tmp_path / "hybrid" / "journal").iterdir()
     assert journal.replay(path, build(made.scheduler, made.rollout.turn_timeout_s)) > 100
     changes = [e.actions for e in list(journal.read(path))[1:]]
@@ -122,7 +126,7 @@ def test_an_engine_that_died_asleep_is_not_started_for_a_policy_that_leaves_it_a
 
     def die(coordinator):
         peer, rank = hybrid_of(coordinator)
-        if not died and coordinator.step == 0 and peer.training and peer.asleep(rank):
+        if not died and coordinator.progress.step == 0 and peer.training and peer.asleep(rank):
             died.append(peer.dies(rank))
         return False
 
@@ -157,16 +161,19 @@ def test_a_hybrid_engine_that_is_killed_works_again(when, devices, config, tmp_p
         )
         if ready and when != "asleep":  # waking: the newest weights are on their way
             generating = worker.open_turns > 0 and worker.tokens > 0
-            loading = coordinator.batch is None and worker.version != coordinator.hub.version
+            loading = (
+                coordinator.rollouts.batch is None
+                and worker.version != coordinator.hub.weights.version
+            )
             ready = generating if when == "generating" else loading
-        if not died_at and coordinator.step == 1 and ready:
+        if not died_at and coordinator.progress.step == 1 and ready:
             died_at.append(peer.of_hybrids["turns"])
             peer.dies(rank)
         return False
 
     coordinator, peer = peers.run(config(*DEVICES[devices]), tmp_path, stop_when=die)
     assert died_at and peer.of_hybrids["turns"] > died_at[0]
-    assert coordinator.hub.engine_restarts == 1 and coordinator.hub.workers["rollout-1"].tokens > 0
+    assert coordinator.hub.workers.restarts == 1 and coordinator.hub.workers["rollout-1"].tokens > 0
     assert len(peer.trained) == STEPS
     whole(peer)
 
@@ -216,7 +223,7 @@ def test_a_start_that_outlasts_a_rollout_is_said_and_not_begun_at_every_step(
 ):
     def die(coordinator):
         peer, rank = hybrid_of(coordinator)
-        if not peer.died and coordinator.step == 0 and peer.training and peer.asleep(rank):
+        if not peer.died and coordinator.progress.step == 0 and peer.training and peer.asleep(rank):
             peer.died = True
             peer.dies(rank)
         return False
@@ -324,7 +331,8 @@ def test_beside_an_engine_that_works_one_that_has_no_time_to_start_gets_no_turn(
             awake = isinstance(order, p.Wake)
             turns.received(p.DeviceChanged(rank, order.turn, awake, 0.1, 1.0, 2.0, 3.0))
 
-        said = (send, NullRecorder(), lambda: up, lambda *fault: faults.append(fault))
+        hub = SimpleNamespace(workers=SimpleNamespace(hybrids_up=lambda: up))
+        said = (send, NullRecorder(), None, hub, lambda *fault: faults.append(fault))
         turns = HybridDevices(made, ranks, *said)
         woken = []
         for _ in range(4):
@@ -333,7 +341,7 @@ def test_beside_an_engine_that_works_one_that_has_no_time_to_start_gets_no_turn(
             woken.append([rank for rank, order in sent if order is p.Wake])
             now[0] += 50.0
             up = {5}
-            turns.changed()
+            turns.engine_changed()
             now[0] += 10.0
             sent.clear()
             await turns.to(p.Role.TRAINER)
@@ -351,7 +359,7 @@ def test_beside_an_engine_that_works_one_that_has_no_time_to_start_gets_no_turn(
 def test_stopped_in_the_engines_turn_the_trainer_takes_its_devices_and_saves(config, tmp_path):
     def rolling_out(coordinator):
         worker = coordinator.hub.workers.get("rollout-1")
-        return coordinator.step == 3 and worker is not None and worker.tokens > 0
+        return coordinator.progress.step == 3 and worker is not None and worker.tokens > 0
 
     made = config(*DEVICES["gpus"], "trainer.checkpoint_every=100")
     with pytest.raises(Stopped):
@@ -378,7 +386,7 @@ def test_a_stop_saves_the_step_whatever_a_hybrid_engine_does(
 
     def rolling_out(coordinator):
         worker = coordinator.hub.workers.get("rollout-1")
-        return coordinator.step == 3 and worker is not None and worker.tokens > 0
+        return coordinator.progress.step == 3 and worker is not None and worker.tokens > 0
 
     monkeypatch.setattr(peers.Peers, "_Sleep", told_to_sleep)
     with pytest.raises(Stopped):
@@ -400,7 +408,8 @@ def test_a_batch_that_is_complete_while_engines_wake_breaks_that_off(config):
         said = (
             lambda rank, m: sent.append((rank, m)),
             NullRecorder(),
-            lambda: {hybrid},
+            None,
+            SimpleNamespace(workers=SimpleNamespace(hybrids_up=lambda: {hybrid})),
             pytest.fail,
         )
         turns = HybridDevices(made, ranks, *said)
@@ -420,7 +429,7 @@ def test_a_batch_that_is_complete_while_engines_wake_breaks_that_off(config):
         turns.begin(p.Role.ROLLOUT)  # an engine has joined: not now
         await answer()
         await turning
-        turns.close()
+        await turns.before_save()
         turns.begin(p.Role.ROLLOUT)  # nor where the trainer is to save
         await asyncio.sleep(0)
         assert turns.holder is p.Role.TRAINER

@@ -132,7 +132,8 @@ def test_a_borrowed_rank_tells_of_no_experts_that_the_model_has_not(make_config,
     def nothing(*_):
         pass
 
-    borrowed = Borrowed(c, tmp_path, 1, 100, lambda: SimpleNamespace(version=0), nothing, nothing)
+    hub = SimpleNamespace(weights=SimpleNamespace(version=0))
+    borrowed = Borrowed(c, tmp_path, 1, 100, lambda: hub, nothing, nothing)
     borrowed._check(msgspec.structs.replace(progress(1, [4]), experts=b"\x7f" * 384, routed=1))
     with pytest.raises(ValueError, match=f"g0.0.t0: {len(experts)} bytes of experts for 1 tokens"):
         borrowed._check(msgspec.structs.replace(progress(1, [4]), experts=experts, routed=1))

@@ -58,9 +58,12 @@ def test_lost_trajectories_start_on_hosts_that_are_up_and_the_dead_one_is_told_f
     assert set(started(world).values()) == {2}, "nobody else is up"
     lose(rollouts, 2, ready=False)
     assert set(started(world).values()) == set(HOSTS), "nobody is: all wait for both"
-    assert (rollouts.hosts_lost, rollouts.trajectories_restarted) == (2, len(again) + 14)
+    assert (rollouts.counts.hosts_lost, rollouts.counts.trajectories_restarted) == (
+        2,
+        len(again) + 14,
+    )
     rollouts.begin_step(8)
-    assert (rollouts.hosts_lost, rollouts.trajectories_restarted) == (0, 0)
+    assert (rollouts.counts.hosts_lost, rollouts.counts.trajectories_restarted) == (0, 0)
 
 
 def test_a_turn_under_way_goes_on_and_is_given_to_the_new_host_alone(rollouts, world):
@@ -79,7 +82,7 @@ def test_a_turn_under_way_goes_on_and_is_given_to_the_new_host_alone(rollouts, w
     assert rank == other and tokens_of(result) == [7, 8, 9, 10]
     assert (world.hub.log.resumed_turns, world.hub.log.resumed_tokens) == (1, 3)
     rollouts.drop("g0")
-    assert rollouts.dropped_tokens == 4
+    assert rollouts.counts.tokens_dropped == 4
 
 
 def test_turns_that_were_made_are_answered_again_however_often_hosts_die(rollouts, world):
@@ -99,7 +102,7 @@ def test_turns_that_were_made_are_answered_again_however_often_hosts_die(rollout
         lose(rollouts, host)
     assert len(world.hub.ledger) == 0
     rollouts.drop("g0")
-    assert rollouts.dropped_tokens == 2, "each token was made once"
+    assert rollouts.counts.tokens_dropped == 2, "each token was made once"
     assert world.hub.log.running.turns("g0.0") == 0
 
 
@@ -344,7 +347,7 @@ def test_a_run_whose_hosts_die_trains_each_prompt_once_and_makes_no_token_twice(
 
     def dies(coordinator):
         peer = coordinator.mailbox
-        hosts = list(coordinator.ranks[p.Role.ENVIRONMENT].values())
+        hosts = list(coordinator.members.ranks[p.Role.ENVIRONMENT].values())
         made = sum(peer.made.values())
         if coordinator.rollouts.groups.running and made > 30 * (1 + len(deaths)):
             deaths.append(draw.choice(hosts))

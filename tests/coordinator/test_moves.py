@@ -41,9 +41,9 @@ def test_a_turn_under_way_goes_on_and_is_given_to_the_host_that_the_trajectory_m
     world.finish([8], turn="g0.0.t1")
     [(to, result)] = world.taken(p.TurnResult)
     assert to == rank and tokens_of(result) == [7, 8]
-    assert (rollouts.trajectories_moved, rollouts.trajectories_restarted) == (1, 0)
+    assert (rollouts.counts.trajectories_moved, rollouts.counts.trajectories_restarted) == (1, 0)
     rollouts.drop("g0")
-    assert rollouts.dropped_tokens == 3, "each token was made once"
+    assert rollouts.counts.tokens_dropped == 3, "each token was made once"
 
 
 def test_a_turn_that_ends_while_the_trajectory_leaves_is_given_again(rollouts, world):
@@ -74,7 +74,7 @@ def test_words_about_a_move_that_came_to_nothing_change_nothing(rollouts, world)
     rollouts.handle(p.TrajectoryReleased(host, "g0.0"))
     rollouts.drop("g0")
     rollouts.handle(p.TrajectoryReleased(rank, "g0.0"))
-    assert started(world) == {} and rollouts.trajectories_moved == 0
+    assert started(world) == {} and rollouts.counts.trajectories_moved == 0
 
 
 def test_one_whose_new_host_dies_meanwhile_goes_to_another(rollouts, world):
@@ -139,7 +139,7 @@ def test_a_storm_of_moves_and_deaths_trains_each_prompt_once_and_makes_no_token_
             coordinator.rollouts.move(draw.choice(running), f"environment-{draw.randrange(3)}")
         made = sum(peer.made.values())
         if coordinator.rollouts.groups.running and made > 100 * (1 + len(deaths)):
-            deaths.append(draw.choice(list(coordinator.ranks[p.Role.ENVIRONMENT].values())))
+            deaths.append(draw.choice(list(coordinator.members.ranks[p.Role.ENVIRONMENT].values())))
             peer.loses_host(deaths[-1])
 
     # at turns of the loop alone: an order to a peer is no place to give the next

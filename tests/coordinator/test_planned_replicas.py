@@ -138,7 +138,7 @@ def test_an_engine_that_dies_asleep_is_started_again_and_rests_again(config, tmp
         coordinator, peer = peers.run(made, tmp_path)
     check_batches(peer, made)
     assert Dies.died and sorted(peer.trained) == list(range(1, STEPS + 1))
-    assert coordinator.hub.engine_restarts == 1
+    assert coordinator.hub.workers.restarts == 1
     assert steps_of(tmp_path)[-1]["replicas"] == 2 and replays(made, tmp_path)
 
 
@@ -179,7 +179,7 @@ def test_a_run_that_is_stopped_as_engines_rest_goes_on_with_its_plan(config, tic
     made = config(period=1, replicas=1, workers=2)
 
     def stop(coordinator):
-        return coordinator.step >= 3 and coordinator.hub.is_idled("rollout-0")
+        return coordinator.progress.step >= 3 and "rollout-0" in coordinator.hub.workers.idled
 
     def watch(coordinator):
         planner = coordinator.scheduler._provisioning

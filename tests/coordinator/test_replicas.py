@@ -245,7 +245,7 @@ def test_a_run_that_is_stopped_while_replicas_compute_repeats_the_step(
     monkeypatch.setattr(resume, "step_end_s", lambda *args: 0.0)
 
     def stop(coordinator):
-        return coordinator.step == 2 and bool(coordinator.replicas._rows)
+        return coordinator.progress.step == 2 and bool(coordinator.device._rows)
 
     with pytest.raises(Stopped):
         peers.run(config(), tmp_path, stop_when=stop)

@@ -97,9 +97,9 @@ def test_a_group_that_nobody_takes_stays_until_it_is_taken(rollouts, world):
 
 def test_staleness_counts_the_versions_since_admission(rollouts, world):
     rollouts.admit(0, "g0", 0.0)
-    world.hub.publish(1, "v1")
+    world.hub.weights.publish(1, "v1")
     rollouts.admit(1, "g1", 0.0)
-    world.hub.publish(2, "v2")
+    world.hub.weights.publish(2, "v2")
     for name in ("g0.0", "g0.1", "g1.0", "g1.1"):
         rollouts.handle(arrived(name))
     rollouts.take(["g1"])
@@ -114,11 +114,11 @@ def test_what_is_dropped_is_counted_with_the_tokens_of_turns_that_still_run(roll
     world.request("g3.1.t0")
     world.progress([4, 5], turn="g3.1.t0")
     rollouts.drop("g3")
-    assert (rollouts.dropped_groups, rollouts.dropped_tokens) == (1, 9)
+    assert (rollouts.counts.groups_dropped, rollouts.counts.tokens_dropped) == (1, 9)
     assert world.taken(p.CancelTrajectory) == [(HOST, p.CancelTrajectory("g3.1"))]
     assert [m for _, m in world.taken(p.AbortTurn)] == [p.AbortTurn("g3.1.t0", 1)]
     rollouts.begin_step(8)
-    assert (rollouts.dropped_groups, rollouts.dropped_tokens) == (0, 0)
+    assert (rollouts.counts.groups_dropped, rollouts.counts.tokens_dropped) == (0, 0)
 
 
 def test_late_words_about_a_cancelled_trajectory_reach_nobody(rollouts, world):
@@ -158,7 +158,7 @@ def test_a_task_that_is_given_up_leaves_nothing_and_its_group_begins_again(rollo
     [(_, words)] = [fault for fault in world.faults if fault[0] == "task given up"]
     assert f"frozen_lake with seed {seed}" in words and "boom g0.0r2" in words
     assert rollouts.groups.given_up == 1 and rollouts.progress == (0, SIZE)
-    assert rollouts.dropped_tokens == 5
+    assert rollouts.counts.tokens_dropped == 5
     for start in starts:
         rollouts.handle(arrived(start.id))
     [whole] = rollouts.take(["g0"])
@@ -188,7 +188,7 @@ def test_a_group_that_its_last_trajectorys_end_has_dropped_does_not_finish(rollo
     world.scheduler.handle = drops
     world.hub._on_action = lambda action: rollouts.drop(action.group)
     rollouts.handle(arrived("g0.1"))
-    assert rollouts.finished == {} and rollouts.dropped_tokens == 6
+    assert rollouts.finished == {} and rollouts.counts.tokens_dropped == 6
     assert ("GroupFinished", "g0") not in events(world)
 
 
@@ -216,7 +216,7 @@ def test_the_spare_trajectories_of_a_complete_group_are_cancelled_and_their_toke
     rollouts.handle(arrived("g0.2"))
     rollouts.handle(arrived("g0.1"))
     assert world.taken(p.CancelTrajectory) == [(HOST, p.CancelTrajectory("g0.0"))]
-    assert rollouts.dropped_tokens == 2 and [t.id for t in rollouts.take(["g0"])[0]] == [
+    assert rollouts.counts.tokens_dropped == 2 and [t.id for t in rollouts.take(["g0"])[0]] == [
         "g0.1",
         "g0.2",
     ]

@@ -6,7 +6,7 @@ import pytest
 
 from rose import protocol as p
 from rose.coordinator.coordinator import Stopped
-from rose.coordinator.shared_devices import SharedDevices
+from rose.coordinator.shared_devices import Devices
 from rose.coordinator.waiting import Changes, RunFailed
 from rose.observe.metrics import read_metrics, rows_of
 from rose.observe.recorder import NullRecorder
@@ -75,7 +75,7 @@ def test_an_engine_that_dies_asleep_gets_the_newest_weights_in_its_next_turn(con
         rank = next(rank for rank, r in peer.role.items() if r.role is p.Role.ROLLOUT)
         if (
             peer.training
-            and coordinator.step == 1
+            and coordinator.progress.step == 1
             and peer.incarnation[rank] == 1
             and rank not in peer.dead
         ):
@@ -83,14 +83,14 @@ def test_an_engine_that_dies_asleep_gets_the_newest_weights_in_its_next_turn(con
         return False
 
     coordinator, peer = peers.run(config(), tmp_path, stop_when=die)
-    assert sorted(peer.incarnation.values()) == [1, 2] and coordinator.hub.engine_restarts == 1
+    assert sorted(peer.incarnation.values()) == [1, 2] and coordinator.hub.workers.restarts == 1
     assert set(peer.version.values()) == {STEPS} and len(peer.trained) == STEPS
     assert peer.turns_asleep == 0
 
 
 def test_stopped_in_the_engines_turn_the_trainer_takes_its_own_and_saves(config, tmp_path):
     def rolling_out(coordinator):
-        return coordinator.step == 3 and coordinator.hub.workers["rollout-0"].tokens > 0
+        return coordinator.progress.step == 3 and coordinator.hub.workers["rollout-0"].tokens > 0
 
     with pytest.raises(Stopped):
         peers.run(config("trainer.checkpoint_every=100"), tmp_path, stop_when=rolling_out)
@@ -117,12 +117,13 @@ def test_a_rank_that_does_not_answer_is_named_with_what_was_waited_for(config):
             assert deadline_s > 240  # an engine may have to be started
             await changes.until(ready, 0.01, what)
 
-        device = SharedDevices(
+        device = Devices(
             config(),
             RANKS,
             lambda rank, m: rank == 3 and answer(device, rank, m.turn),
             until,
             NullRecorder(),
+            None,
         )
         device.holder = p.Role.ROLLOUT
         with pytest.raises(
@@ -140,8 +141,13 @@ def test_an_order_that_broke_off_is_given_again_and_its_late_answers_count_for_n
 
     async def scene():
         changes = Changes(lambda what: None)
-        device = SharedDevices(
-            config(), RANKS, lambda rank, m: sent.append((rank, m)), changes.until, NullRecorder()
+        device = Devices(
+            config(),
+            RANKS,
+            lambda rank, m: sent.append((rank, m)),
+            changes.until,
+            NullRecorder(),
+            None,
         )
         first = asyncio.create_task(device.to(p.Role.ROLLOUT))
         await asyncio.sleep(0)
@@ -168,8 +174,13 @@ def test_an_order_that_broke_off_is_given_again_and_its_late_answers_count_for_n
 
 
 def test_without_sharing_nobody_is_told_anything(config):
-    device = SharedDevices(
-        config("colocate=false"), RANKS, lambda rank, m: pytest.fail("told"), None, NullRecorder()
+    device = Devices(
+        config("colocate=false"),
+        RANKS,
+        lambda rank, m: pytest.fail("told"),
+        None,
+        NullRecorder(),
+        None,
     )
     asyncio.run(device.to(p.Role.ROLLOUT))
-    assert device.take_figures() == {}
+    assert device.row({}, 0.0) == {}

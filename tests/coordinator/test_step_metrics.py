@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from rose import protocol as p
+from rose.coordinator.groups import StepCounts
 from rose.coordinator.step_metrics import (
     MOST_VALUES,
     by_member,
@@ -51,8 +52,9 @@ def hub(version, **workers):
         100,
         TurnLog(Path(), 0, None),
     )
-    made.version, made.workers, made.sync_bytes, made.sync_pause_s = version, workers, 100, 0.5
-    made.engine_restarts, made.returned, made.ledger.migrations = 1, 1, 2
+    made.weights.version, made.weights.sync_bytes, made.weights.sync_pause_s = version, 100, 0.5
+    made.workers.update(workers)
+    made.workers.restarts, made.counts.returned, made.ledger.migrations = 1, 1, 2
     return made
 
 
@@ -60,12 +62,8 @@ def row(groups, times=None, at=7.0, **workers):
     times = times or {"rollout": 3.0, "idle": 1.0, "train": 2.0, "sync": 1.0}
     rollouts = SimpleNamespace(
         groups=SimpleNamespace(failed=1, given_up=0),
-        dropped_groups=3,
-        dropped_tokens=50,
+        counts=StepCounts(3, 50, 2, 9, 4),
         staleness_max=2,
-        hosts_lost=2,
-        trajectories_restarted=9,
-        trajectories_moved=4,
     )
     return step_row(groups, {"loss": 0.25}, times, hub(4, **workers), rollouts, at)
 
@@ -128,16 +126,10 @@ def test_where_rollouts_go_on_in_training_the_rate_is_of_all_that_time():
     engine.turn_opened(0.0)  # and it runs on
     made.begin_step()
     engine.tokens = 700
-    began = made._begun_at
-    made._token_at = began + 7.0
+    began = made.counts.began_at
+    made.counts.token_at = began + 7.0
     rollouts = SimpleNamespace(
-        groups=SimpleNamespace(failed=0, given_up=0),
-        dropped_groups=0,
-        dropped_tokens=0,
-        staleness_max=1,
-        hosts_lost=0,
-        trajectories_restarted=0,
-        trajectories_moved=0,
+        groups=SimpleNamespace(failed=0, given_up=0), counts=StepCounts(), staleness_max=0
     )
     times = {"rollout": 1.0, "idle": 0.0, "train": 5.0, "sync": 1.0}
     found = step_row([[trajectory("g0.0", 1.0, 8)]], {}, times, made, rollouts, began + 7.0)

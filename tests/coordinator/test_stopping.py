@@ -26,7 +26,7 @@ def config(make_config):
 
 
 def training(coordinator):
-    return coordinator.step == TRAINED and not coordinator.at_boundary
+    return coordinator.progress.step == TRAINED and not coordinator.progress.at_boundary
 
 
 def stopped(config, folder, capsys):
@@ -130,7 +130,9 @@ def test_nothing_is_waited_for_between_steps(config, tmp_path, monkeypatch):
 
     monkeypatch.setattr(StepEnd, "wait", none)
     with pytest.raises(Stopped):
-        peers.run(config, tmp_path, stop_when=lambda c: c.step == 2 and c.at_boundary)
+        peers.run(
+            config, tmp_path, stop_when=lambda c: c.progress.step == 2 and c.progress.at_boundary
+        )
     assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 2
 
 
@@ -164,7 +166,7 @@ def test_engines_that_no_longer_answer_keep_no_step_from_being_saved(
             load(mailbox, rank, message)
 
     def comes(coordinator):
-        synced = coordinator.hub.version > TRAINED
+        synced = coordinator.hub.weights.version > TRAINED
         return training(coordinator) and (synced or when == "trained")
 
     load = peers.Peers._LoadVersion

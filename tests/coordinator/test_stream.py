@@ -41,7 +41,7 @@ def test_a_run_that_stops_with_groups_trained_ahead_repeats_the_step(config, tmp
 
     def stop(coordinator):
         first[:] = [coordinator.mailbox]
-        return coordinator.step == 3 and 4 in coordinator.mailbox.begun
+        return coordinator.progress.step == 3 and 4 in coordinator.mailbox.begun
 
     with pytest.raises(Stopped):
         peers.run(made, tmp_path, stop_when=stop)
@@ -59,7 +59,7 @@ def test_a_stop_saves_the_last_step_while_groups_of_the_next_are_trained(config,
 
     def stop(coordinator):
         seen[:] = [coordinator.training]
-        return coordinator.step == 2 and bool(coordinator.training._working)
+        return coordinator.progress.step == 2 and bool(coordinator.training._working)
 
     with pytest.raises(Stopped):
         peers.run(made, tmp_path, stop_when=stop)

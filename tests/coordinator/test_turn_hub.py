@@ -36,7 +36,7 @@ def test_a_lost_workers_turns_continue_elsewhere_from_the_tokens_received(world)
     world.finish([6], attempt=2, rank=11)
     [(_, result)] = world.taken(p.TurnResult)
     assert tokens(result) == [4, 5, 6] and result.migrations == 1
-    assert world.hub.engine_restarts == 1 and world.faults[0][0] == "engine died"
+    assert world.hub.workers.restarts == 1 and world.faults[0][0] == "engine died"
 
 
 def test_a_late_word_of_the_attempt_that_was_moved_adds_nothing(world):
@@ -78,7 +78,7 @@ def test_a_turn_that_is_slow_on_a_borrowed_engine_goes_on_from_its_tokens_where_
     clock = [1000.0]
     monkeypatch.setattr("rose.coordinator.turns.time.time", lambda: clock[0])
     world = World(tmp_path, "rose")
-    world.hub.publish(0, "v0/manifest.json")
+    world.hub.weights.publish(0, "v0/manifest.json")
     world.ready("rollout-0", sequences=1)
     world.ready("borrowed-1", sequences=1)
     for i in range(3):  # both make 10 tokens in a second
@@ -141,21 +141,22 @@ def test_words_of_an_incarnation_that_is_gone_are_ignored(world):
     world.hub.handle(10, p.VersionLoaded("rollout-0", 1, 0, 0.1, 0.1, 10))
     world.hub.handle(10, p.WorkerLoad("rollout-0", 1, 3, 2, 0.5, 0, 0, 0))
     assert (
-        world.hub.stale_workers() == ["rollout-0"] and world.hub.workers["rollout-0"].running == 0
+        world.hub.weights.stale_workers() == ["rollout-0"]
+        and world.hub.workers["rollout-0"].running == 0
     )
     world.down("rollout-0", incarnation=1)
     assert world.hub.workers["rollout-0"].alive
     world.hub.handle(10, p.VersionLoaded("rollout-0", 2, 0, 0.1, 0.1, 10))
-    assert world.hub.stale_workers() == []
+    assert world.hub.weights.stale_workers() == []
 
 
 def test_a_worker_gets_no_turn_before_it_holds_the_newest_version(world):
-    world.hub.publish(1, "v1/manifest.json")
+    world.hub.weights.publish(1, "v1/manifest.json")
     world.request()
     assert world.taken(p.GenerateTurn) == []
     world.hub.handle(10, p.VersionLoaded("rollout-0", 1, 1, 0.1, 0.2, 10))
     assert [rank for rank, _ in world.taken(p.GenerateTurn)] == [10]
-    assert world.hub.sync_bytes == 10 and world.hub.sync_pause_s == 0.2
+    assert world.hub.weights.sync_bytes == 10 and world.hub.weights.sync_pause_s == 0.2
 
 
 def test_cancelling_a_trajectory_aborts_its_turn_and_frees_its_place(world):
@@ -200,13 +201,13 @@ def test_a_turn_that_an_engine_gives_back_goes_on_elsewhere_with_its_tokens_coun
     world.finish([7], attempt=2, rank=11)
     [(_, result)] = world.taken(p.TurnResult)
     assert tokens(result) == [4, 5, 6, 7] and result.migrations == 1
-    assert (world.hub.returned, world.hub.ledger.migrations, world.faults) == (1, 1, [])
+    assert (world.hub.counts.returned, world.hub.ledger.migrations, world.faults) == (1, 1, [])
     assert (
         world.hub.workers["rollout-0"].tokens == 3
         and world.hub.workers["rollout-0"].open_turns == 0
     )
     world.hub.begin_step()
-    assert world.hub.returned == 0
+    assert world.hub.counts.returned == 0
 
 
 def test_a_turn_that_is_given_back_with_its_last_token_is_complete(world):
@@ -217,7 +218,7 @@ def test_a_turn_that_is_given_back_with_its_last_token_is_complete(world):
     assert (
         tokens(result) == [4, 5]
         and result.finish is p.FinishReason.LENGTH
-        and world.hub.returned == 0
+        and world.hub.counts.returned == 0
     )
 
 
@@ -265,7 +266,7 @@ def test_a_chunk_that_is_made_goes_on_where_it_was_and_a_stop_ends_the_turn(worl
         and result.migrations == 0
         and world.hub.ledger.migrations == 0
     )
-    assert world.hub.returned == 0 and world.hub.workers["rollout-0"].open_turns == 0
+    assert world.hub.counts.returned == 0 and world.hub.workers["rollout-0"].open_turns == 0
 
 
 def test_the_models_context_ends_a_turn_within_its_chunk(world):
@@ -289,9 +290,9 @@ def test_the_turns_of_a_worker_that_is_to_rest_are_aborted_without_a_fault_and_n
         world.faults,
         world.actions,
     ) == ([], [])
-    world.hub.publish(1, "v1/manifest.json")
+    world.hub.weights.publish(1, "v1/manifest.json")
     assert world.taken(p.LoadVersion) == [(11, p.LoadVersion(1, "v1/manifest.json"))]
-    assert world.hub.stale_workers() == ["rollout-1"]
+    assert world.hub.weights.stale_workers() == ["rollout-1"]
 
 
 def test_a_version_that_a_worker_refuses_ends_the_run_with_the_cause(world):
@@ -305,8 +306,8 @@ def test_a_version_that_a_worker_refuses_ends_the_run_with_the_cause(world):
 
 
 def test_a_worker_that_could_not_load_a_version_is_given_the_newer_one_that_is_there(world):
-    world.hub.publish(1, "store")
-    world.hub.publish(2, "store")
+    world.hub.weights.publish(1, "store")
+    world.hub.weights.publish(2, "store")
     assert world.taken(p.LoadVersion) == [(10, p.LoadVersion(1, "store"))]
     world.hub.handle(10, p.VersionFailed("rollout-0", 1, 1, "version 1 can't be reached"))
     assert world.actions == []
@@ -318,7 +319,7 @@ def test_a_worker_that_could_not_load_a_version_is_given_the_newer_one_that_is_t
 def test_nobody_waits_for_a_hybrid_engine_that_could_not_load_the_newest_version(tmp_path):
     world = World(tmp_path, hybrids=(10,))
     world.ready("rollout-0")
-    world.hub.publish(1, "store")
+    world.hub.weights.publish(1, "store")
     assert world.taken(p.LoadVersion) == [(10, p.LoadVersion(1, "store"))]
     world.hub.handle(10, p.VersionFailed("rollout-0", 1, 1, "the route took too long"))
     assert world.actions == [] and [what for what, _ in world.faults] == ["version not loaded"]
@@ -327,14 +328,14 @@ def test_nobody_waits_for_a_hybrid_engine_that_could_not_load_the_newest_version
         world.hub.handle(10, p.VersionFailed("rollout-0", 1, 1, "tensor 'x' is corrupted"))
     assert world.taken(p.LoadVersion) == [(10, p.LoadVersion(1, "store"))]  # a third time, the last
     assert world.faults[-1][1].endswith("not before the next version") and world.actions == []
-    world.hub.publish(2, "store")
+    world.hub.weights.publish(2, "store")
     assert world.taken(p.LoadVersion) == [(10, p.LoadVersion(2, "store"))]
     world.hub.handle(10, p.VersionFailed("rollout-0", 1, 2, "the route took too long"))
     assert world.taken(p.LoadVersion) == [(10, p.LoadVersion(2, "store"))]
 
 
 def test_a_late_word_of_an_engine_that_died_is_not_the_new_ones(world):
-    world.hub.publish(1, "store")
+    world.hub.weights.publish(1, "store")
     world.hub.handle(10, p.VersionFailed("rollout-0", 0, 1, "tensor 'x' is corrupted"))
     assert world.actions == [] and world.hub.workers["rollout-0"].failed_loads == 0
 
@@ -406,7 +407,7 @@ def test_what_is_carried_out_is_what_the_journal_has_in_its_order(tmp_path, monk
 def test_an_engine_gets_what_the_siblings_of_its_turns_got_on_others(tmp_path):
     """A new member of a group starts on the other engine with what the first has got."""
     world = World(tmp_path, siblings=True)
-    world.hub.publish(0, "v0/manifest.json")
+    world.hub.weights.publish(0, "v0/manifest.json")
     world.ready("rollout-0", sequences=1)
     world.ready("rollout-1", sequences=1)
     world.request(new=30)

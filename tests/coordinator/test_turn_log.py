@@ -154,7 +154,7 @@ def test_null_records_nothing(tmp_path):
 def test_a_resumed_run_answers_at_once_and_goes_on_within_a_turn(tmp_path):
     first = World(tmp_path)
     first.ready("rollout-0")
-    first.hub.publish(0, "store")
+    first.hub.weights.publish(0, "store")
     first.request("g0.0.t0", new=4, seed=None)
     first.progress([11, 12])
     first.hub.handle(
@@ -170,7 +170,7 @@ def test_a_resumed_run_answers_at_once_and_goes_on_within_a_turn(tmp_path):
 
     again = World(tmp_path)
     again.ready("rollout-0")
-    again.hub.publish(0, "store")
+    again.hub.weights.publish(0, "store")
     again.sent.clear()
     again.request("g0.0.t0", new=4, seed=None)
     [(rank, answer)] = again.sent
@@ -203,7 +203,7 @@ def test_a_resumed_run_answers_at_once_and_goes_on_within_a_turn(tmp_path):
 def test_of_a_seeded_turn_that_was_cut_nothing_is_kept(tmp_path):
     first = World(tmp_path)
     first.ready("rollout-0")
-    first.hub.publish(0, "store")
+    first.hub.weights.publish(0, "store")
     first.request("g0.0.t0", new=4)
     first.progress([11, 12])
     first.hub.record_open_turns()

@@ -51,7 +51,7 @@ class Engines:
         self.counted = {worker: 0 for worker in WORKERS}  # tokens that count
         self.incarnation = dict.fromkeys(WORKERS, 0)
         self.up, self.stalls = set(), 0
-        self.world.hub.publish(0, "v0/manifest.json")
+        self.world.hub.weights.publish(0, "v0/manifest.json")
         for worker in self.workers:
             self.join(worker)
 
@@ -179,7 +179,7 @@ def test_no_turn_is_lost_and_every_token_counts_once(workers, steps):
         assert len(hub.ledger) == 0 and cluster.turns == {} and engines.world.actions == []
         assert all(w.open_turns == 0 for w in hub.workers.values())
         assert all(w.turns == {} and w.accepts_turns for w in cluster.workers.values())
-        assert sum(w.tokens for w in hub.workers.values()) + sum(hub.past.values()) == sum(
+        assert sum(w.tokens for w in hub.workers.values()) + sum(hub.workers.past.values()) == sum(
             engines.counted.values()
         )
         engines.world.journal.close()

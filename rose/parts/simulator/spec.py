@@ -339,7 +339,7 @@ class Spec:
     environment: Environment
     trainer: Trainer
     pools: tuple[Pool, ...]
-    tick_s: float  # interval of Tick events (rose.coordinator.coordinator.TICK_S)
+    tick_s: float  # interval of Tick events (rose.coordinator.records.TICK_S)
     progress_s: float  # interval of progress reports of running turns; inf: only at a turn's end
     dispatch_s: float  # delay from a scheduler's decision to the engine
     answer_s: float  # delay from an engine's last token of a turn to the scheduler
