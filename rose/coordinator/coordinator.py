@@ -130,7 +130,7 @@ class Coordinator:
             self.training,
             self.hub,
             self.records,
-            scheduler.waits_for_weights,
+            self.scheduler.waits_for_weights,
         )
         self.ending = Ending(
             config,
