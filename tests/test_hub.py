@@ -161,9 +161,7 @@ def test_what_is_no_id_is_said_to_be_none(cache):
         ),
     ],
 )
-def test_a_model_that_cannot_be_trained_is_refused_when_it_is_planned(
-    cache, files, tree, tmp_path, change, said
-):
+def test_untrainable_models_are_refused_when_planned(cache, files, tree, tmp_path, change, said):
     hub_cache.add(cache, "acme/tiny", files, **change)
     with pytest.raises(ConfigError, match=f"model.path='acme/tiny': .*{said}"):
         model.shape(config(tree, tmp_path))
@@ -197,9 +195,7 @@ def test_ranks_never_ask_the_hub(tree, tmp_path):
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_a_refused_model_leaves_no_file_and_an_earlier_run_as_it_was(
-    cache, tmp_path, capsys, fresh
-):
+def test_a_refused_model_leaves_no_file_and_an_earlier_run(cache, tmp_path, capsys, fresh):
     """A hub that isn't reached, or has no such id: the launcher has the run's lock by then."""
     runs, kept = tmp_path / "new" / "runs", Path("earlier") / "checkpoints"
     if fresh:

@@ -108,9 +108,7 @@ def test_a_digest_is_of_contents_and_names(folder, monkeypatch):
         before = inputs.digest(large)
 
 
-def test_a_run_with_a_saved_step_refuses_other_files_and_goes_on_once_they_are_accepted(
-    folder, make_config, monkeypatch
-):
+def test_a_run_with_a_saved_step_refuses_other_files(folder, make_config, monkeypatch):
     config = make_config(
         *PROMPTS, f"env.args.data={folder}/rows.jsonl", "env.args.reward=mine.py:score"
     )
@@ -157,9 +155,7 @@ def test_other_versions_of_packages_are_told(folder, make_config):
     assert "torch 1.0 -> " in words and "gone 2.0 -> absent" in words and "numpy" not in words
 
 
-def test_a_package_that_is_installed_from_its_checkout_is_the_file_of_its_class(
-    folder, make_config, monkeypatch
-):
+def test_a_checkouts_package_is_the_file_of_its_class(folder, make_config, monkeypatch):
     point = EntryPoint("lake", "mine:Lake", "rose.environments")
     monkeypatch.setattr(inputs, "entry_points", lambda group: [point] * (group == point.group))
     assert names(make_config("env.name=lake")) == {"mine.py": "env.name"}
@@ -265,9 +261,7 @@ def test_a_tasks_files_are_those_that_its_process_first_read(folder, begun):
     task.files()
 
 
-def test_a_stored_configuration_with_a_changed_file_is_refused_as_one_with_a_changed_key(
-    folder, make_config, monkeypatch
-):
+def test_a_changed_file_is_refused_as_a_changed_key(folder, make_config, monkeypatch):
     config = make_config(*PROMPTS, f"env.args.data={folder}/rows.jsonl")
     local.write_config(config, folder)
     (folder / "rows.jsonl").write_text("{}\n")

@@ -106,9 +106,7 @@ def test_a_missing_folder_is_named(tmp_path):
         models.resolve(model(path=str(tmp_path / "nowhere")))
 
 
-def test_a_recipe_runs_once_with_its_arguments_and_other_arguments_make_another_folder(
-    counting_recipe,
-):
+def test_a_recipe_runs_once_with_its_arguments(counting_recipe):
     first = models.resolve(model("tiny", recipe={"hole_probability": 0.1}))
     assert models.resolve(model("tiny", recipe={"hole_probability": 0.1})) == first
     assert models.resolve(model("tiny", recipe={"hole_probability": 0.3})) != first

@@ -258,9 +258,7 @@ def test_each_turns_tokens_and_rewards_are_kept_where_the_environment_rewards_tu
         ('<tool_call>{"name": "fly", "arguments": {}}</tool_call>', "no tool fly", "tool", True),
     ],
 )
-def test_an_unusable_call_is_answered_and_counted(
-    run, chats, tokenizer, text, answer, role, reaches_env
-):
+def test_an_unusable_call_is_answered(run, chats, tokenizer, text, answer, role, reaches_env):
     env, script = Walk(1), Script(tokenizer, text, STEP)
     trajectory = run(env, script)
     assert (trajectory.invalid_calls, trajectory.turns, trajectory.success) == (1, 2, True)
@@ -271,9 +269,7 @@ def test_an_unusable_call_is_answered_and_counted(
     assert ("<tool_response>" in said) == (role == "tool")
 
 
-def test_several_calls_are_carried_out_one_after_the_other_and_answered_together(
-    run, chats, tokenizer
-):
+def test_several_calls_are_carried_out_in_order_and_answered_together(run, chats, tokenizer):
     env, script = Walk(4), Script(tokenizer, STEP + STEP)
     trajectory = run(env, script)
     assert (trajectory.turns, trajectory.reward, trajectory.success) == (2, 2.0, True)
@@ -656,9 +652,7 @@ class OneAnswer:
 @pytest.mark.parametrize(
     "closed, most, cut", [(True, 64, False), (True, 2, True), (False, 64, True)]
 )
-def test_an_answer_that_a_token_limit_ends_is_truncated_whoever_ends_the_episode(
-    run, tokenizer, closed, most, cut
-):
+def test_an_answer_that_a_token_limit_ends_is_truncated(run, tokenizer, closed, most, cut):
     env = OneAnswer()
     got = run(env, Script(tokenizer, "one two three four", closed=closed), max_new_tokens=most)
     assert (got.truncated, env.action.truncated) == (cut, cut)

@@ -76,9 +76,7 @@ def test_a_template_that_ignores_tools_gets_them_in_the_system_message(chats, me
 @families
 @pytest.mark.parametrize("role", ["user", "tool"])
 @pytest.mark.parametrize("observed", ["P F\nF G", "", "\n two  spaces \n", "é 漢 🙂"])
-def test_turn_and_observation_join_to_what_the_template_writes(
-    chats, tokenizer, family, role, observed
-):
+def test_turns_and_observations_join_as_in_the_template(chats, tokenizer, family, role, observed):
     chat = chats[family]
     if role == "tool" and family == "smollm2":
         expected = {"role": "user", "content": f"<tool_response>\n{observed}\n</tool_response>"}

@@ -166,9 +166,7 @@ def test_each_forks_turns_may_be_drawn_by_the_trees_name(lake):
     assert again.starts == rollout.starts
 
 
-def test_where_a_tree_ends_before_it_forks_its_other_leaves_begin_with_the_prompt(
-    lake, monkeypatch
-):
+def test_other_leaves_of_a_tree_that_ends_before_it_forks_begin_with_the_prompt(lake, monkeypatch):
     """And what forks off those still does."""
     step, ended = FrozenLake.step, []
 
@@ -255,9 +253,7 @@ class Saved(Fickle):
         self.number, self.left = json.loads(saved)
 
 
-def test_an_environment_that_answers_otherwise_the_second_time_is_a_failure_with_its_name(
-    lake, monkeypatch
-):
+def test_an_environment_that_answers_otherwise_the_second_time_is_a_failure(lake, monkeypatch):
     monkeypatch.setattr("rose.agent.host.build", lambda env: Fickle())
     rollout = lake(lambda turn: f"word {turn}", group=4)
     group = rollout.run()
@@ -287,9 +283,7 @@ def test_what_an_environment_has_saved_is_what_the_other_goes_on_from(lake, monk
 
 
 @pytest.mark.parametrize("environment", [FrozenLake, Saved])
-def test_a_branch_goes_on_where_it_forked_off_when_its_host_is_gone_and_the_other_has_ended(
-    lake, monkeypatch, tmp_path, environment
-):
+def test_a_branch_goes_on_when_its_host_is_gone(lake, monkeypatch, tmp_path, environment):
     if environment is Saved:
         monkeypatch.setattr("rose.agent.host.build", lambda env: Saved())
     rollout = lake(group=4)
@@ -337,9 +331,7 @@ def bash(command):
 
 
 @pytest.mark.slow
-def test_sandboxes_fork_by_repeating_commands_where_these_are_determined(
-    make_config, chats, tokenizer
-):
+def test_sandboxes_fork_by_repeating_determined_commands(make_config, chats, tokenizer):
     config = make_config(
         *TREE,
         "env=terminal",

@@ -40,9 +40,7 @@ def hosted(config, chat, domain, tokens):
 
 
 @pytest.mark.parametrize("domain, turns, new", [("frozen_lake", 3, 16), ("calculator", 2, 24)])
-def test_turns_and_tokens_are_limited_as_the_member_says(
-    make_config, chats, tokenizer, domain, turns, new
-):
+def test_turns_and_tokens_are_limited(make_config, chats, tokenizer, domain, turns, new):
     config = make_config(
         "env=games",
         "env.members.frozen_lake.max_turns=3",
@@ -108,9 +106,7 @@ def test_a_failure_names_the_members_key(make_config, chats):
 
 
 @pytest.mark.parametrize("ending", [False, True])
-def test_what_dies_with_its_job_is_no_failure_until_the_run_had_time_to_end(
-    make_config, chats, monkeypatch, ending
-):
+def test_what_dies_with_its_job_is_no_failure_at_once(make_config, chats, monkeypatch, ending):
     config, slept = make_config("env=games", "model.max_context=65"), []
 
     async def sleep(seconds):

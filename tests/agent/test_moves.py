@@ -74,9 +74,7 @@ def test_it_leaves_before_the_turn_that_it_waits_for_and_goes_on_there(config, c
     asyncio.run(scene())
 
 
-def test_it_stays_while_other_hosts_could_not_read_what_is_saved(
-    config, chats, tmp_path, monkeypatch
-):
+def test_it_stays_while_other_hosts_could_not_read_snapshots(config, chats, tmp_path, monkeypatch):
     async def scene():
         stored = asyncio.Event()
 
@@ -102,9 +100,7 @@ def test_it_stays_while_other_hosts_could_not_read_what_is_saved(
     asyncio.run(scene())
 
 
-def test_of_a_trajectory_that_is_cancelled_no_snapshot_is_left(
-    config, chats, tmp_path, monkeypatch
-):
+def test_no_snapshot_of_a_cancelled_trajectory_is_left(config, chats, tmp_path, monkeypatch):
     """Though one is written after the coordinator has removed its folder."""
     begins, goes_on, write = threading.Event(), threading.Event(), Snapshots._write
 

@@ -398,9 +398,7 @@ def going_on(tokenizer, folder, template):
     return chat, written
 
 
-def test_a_system_message_that_moves_is_refused_where_a_conversation_with_one_goes_on(
-    tokenizer, tmp_path
-):
+def test_a_system_message_that_moves_is_refused_in_a_conversation_with_one(tokenizer, tmp_path):
     chat, vllm = going_on(tokenizer, tmp_path, served.MISTRAL_7B)
     for messages in ([GO], [SYSTEM, GO]):
         assert chat.start(messages, []) == vllm(messages, [])
@@ -423,9 +421,7 @@ def test_marks_that_depend_on_a_conversations_length_are_refused(tokenizer, tmp_
 
 @pytest.mark.parametrize("template", [served.SLICED, served.CUTS])
 @pytest.mark.parametrize("content", ["a", "a</think>b", "{}"])
-def test_what_a_template_makes_of_an_id_or_a_text_is_written(
-    tokenizer, tmp_path, template, content
-):
+def test_an_id_or_a_text_is_written_as_the_template_does(tokenizer, tmp_path, template, content):
     chat, vllm = going_on(tokenizer, tmp_path, template)
     tools = [{"type": "function", "function": FUNCTIONS[0]}] if template == served.SLICED else []
     if tools:

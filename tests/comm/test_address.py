@@ -119,9 +119,7 @@ def test_addresses_that_routes_lead_to_come_first_and_loopback_never(monkeypatch
     assert not [ip for _, ip in address._addresses(None) if ip.startswith("127.")]
 
 
-def test_of_networks_that_all_hosts_share_infiniband_comes_first_then_the_fastest(
-    monkeypatch, tmp_path
-):
+def test_of_networks_that_all_hosts_share_infiniband_comes_first(monkeypatch, tmp_path):
     """NCCL is told the one that is taken, and would by itself have taken InfiniBand's."""
     linux = {
         "eno1": ("1", "1000"),
@@ -256,18 +254,14 @@ def test_two_hosts_whose_names_lead_to_loopback_meet_on_the_wire_between_them(tw
 
 
 @pytest.mark.slow
-def test_hosts_that_only_look_as_if_they_shared_a_network_are_named_within_the_minute(
-    two_hosts, tmp_path
-):
+def test_hosts_that_only_seem_to_share_a_network_are_named_within_a_minute(two_hosts, tmp_path):
     for code, _, errors in two_hosts.ranks(tmp_path, "docker0"):
         assert code == 1 and "RendezvousError" in errors
         assert all(name in errors for name in two_hosts.names) and "172.17.0.1 (docker0)" in errors
 
 
 @pytest.mark.slow
-def test_a_rank_that_never_connects_ends_the_others_with_the_place_and_all_hosts(
-    two_hosts, tmp_path
-):
+def test_a_rank_that_never_connects_ends_the_others_with_place_and_hosts(two_hosts, tmp_path):
     (code, _, errors), _ = two_hosts.ranks(tmp_path, "wire", "1")
     assert code == 1 and "RendezvousError" in errors and "10.77.0.1:" in errors
     assert all(name in errors for name in two_hosts.names)

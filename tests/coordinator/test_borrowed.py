@@ -120,9 +120,7 @@ def occupy(court):
     court.world.request("g0.1.t0")
 
 
-def test_ranks_that_are_killed_or_hang_are_shown_out_turns_move_on_with_their_tokens_and_others_stay(
-    strict,
-):
+def test_turns_of_ranks_that_are_killed_or_hang_move_on_with_their_tokens(strict):
     async def story(c):
         occupy(c)
         turn = c.world.hub.ledger._turns["g0.1.t0"]

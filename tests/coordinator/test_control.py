@@ -311,9 +311,7 @@ def test_a_groups_members_are_trees_whose_forks_are_known_when_it_begins():
 
 
 @given(st.lists(st.integers(2, 4), min_size=1, max_size=3), st.integers(3, 9), st.integers(1, 3))
-def test_forks_are_drawn_by_name_and_every_member_has_one_way_back_to_its_trees_first(
-    ways, depth, trees
-):
+def test_forks_are_drawn_by_name_and_lead_back_to_the_trees_first(ways, depth, trees):
     branching = Branching(ways=ways, at=None, depth=depth)
     size = trees * branching.leaves
     points = fork_points(branching, 7, "g4", size)

@@ -176,9 +176,7 @@ def test_finished_steps_are_saved_before_a_run_fails(coordinator, tmp_path, monk
     assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 7
 
 
-def test_a_step_that_is_trained_as_the_run_fails_is_waited_for_and_saved(
-    coordinator, tmp_path, monkeypatch
-):
+def test_a_step_that_is_trained_as_the_run_fails_is_saved(coordinator, tmp_path, monkeypatch):
     coordinator.at_boundary = False
 
     async def scene():
@@ -203,9 +201,7 @@ def test_a_run_whose_trainer_is_gone_fails_at_once(coordinator, tmp_path, monkey
     assert checkpoint.latest(tmp_path) is None and coordinator.sent == []
 
 
-def test_a_rank_that_cannot_write_ends_the_run_with_what_it_met_and_nothing_is_committed(
-    coordinator, tmp_path
-):
+def test_a_rank_that_cannot_write_ends_the_run_and_nothing_is_committed(coordinator, tmp_path):
     async def scene():
         await save(coordinator, 60.0)
         checkpoint.mark(Path(coordinator.sent[0][1].folder), 1, "OSError: No space left on device")
@@ -281,9 +277,7 @@ def test_ranks_that_never_write_are_named_by_number_after_the_deadline(coordinat
         asyncio.run(scene())
 
 
-def test_the_time_to_stop_and_slurms_warning_grow_with_what_the_last_checkpoint_took(
-    coordinator, tmp_path
-):
+def test_the_time_to_stop_and_slurms_warning_grow_with_the_checkpoint(coordinator, tmp_path):
     cluster = coordinator.config.cluster
     slurm = SimpleNamespace(warning_s=120)
     assert resume.stop_s(tmp_path, cluster) == 4 and resume.warning_s(tmp_path, slurm) == 120

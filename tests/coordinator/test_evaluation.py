@@ -75,9 +75,7 @@ def test_without_own_tasks_the_sets_together_are_the_score(config, tmp_path):
 
 @pytest.mark.parametrize("batching", ["synchronous", "bounded_staleness", "tail_batching"])
 @pytest.mark.parametrize("seed", range(3))
-def test_beside_training_every_step_is_trained_as_without_and_the_last_is_waited_for(
-    config, batching, seed, tmp_path
-):
+def test_beside_training_every_step_is_trained_as_without(config, batching, seed, tmp_path):
     wanted = config("eval.beside=true", "eval.every=1", f"scheduler/batching={batching}")
     phases = {}
 
@@ -101,9 +99,7 @@ def score_of(folder):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_an_early_stop_waits_for_what_runs_beside_and_evaluates_its_last_weights(
-    config, seed, tmp_path
-):
+def test_an_early_stop_waits_for_what_runs_beside(config, seed, tmp_path):
     wanted = config("trainer.steps=40", "eval.every=2", "eval.beside=true", "eval.stop.patience=1")
     coordinator, peer = peers.run(wanted, tmp_path, seed=seed)
     rows = evaluations(tmp_path)

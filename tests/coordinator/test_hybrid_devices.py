@@ -57,9 +57,7 @@ def whole(peer):
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("devices", DEVICES)
-def test_a_hybrid_engine_works_in_every_step_and_the_same_groups_are_trained(
-    devices, seed, config, tmp_path
-):
+def test_a_hybrid_engine_works_in_every_step(devices, seed, config, tmp_path):
     made = config(*DEVICES[devices])
     coordinator, peer = peers.run(made, tmp_path / "hybrid", seed=seed)
     alone = config("rollout.hybrid=0", *DEVICES[devices])
@@ -115,9 +113,7 @@ def test_rlboost_lets_hybrid_engines_roll_out_too(config, tmp_path):
     assert about.index(ev.UseWorker) < about.index(ev.AssignTurn), "it rests until it is used"
 
 
-def test_an_engine_that_died_asleep_is_not_started_for_a_policy_that_leaves_it_alone(
-    config, tmp_path
-):
+def test_an_engine_that_died_asleep_is_not_started_for_a_policy_without_it(config, tmp_path):
     died = []
 
     def die(coordinator):
@@ -211,9 +207,7 @@ class EvenStarts(HybridStarts):
         super().rolled_out(60.0)
 
 
-def test_a_start_that_outlasts_a_rollout_is_said_and_not_begun_at_every_step(
-    config, tmp_path, monkeypatch
-):
+def test_a_start_that_outlasts_a_rollout_is_said_once(config, tmp_path, monkeypatch):
     def die(coordinator):
         peer, rank = hybrid_of(coordinator)
         if not peer.died and coordinator.step == 0 and peer.training and peer.asleep(rank):
@@ -308,9 +302,7 @@ def test_a_start_that_its_own_death_began_in_its_turn_is_timed_from_there():
     assert not made.rollout(50.0)
 
 
-def test_beside_an_engine_that_works_one_that_has_no_time_to_start_gets_no_turn(
-    config, monkeypatch
-):
+def test_an_engine_that_has_no_time_to_start_beside_another_gets_no_turn(config, monkeypatch):
     sent, now = [], [0.0]
     monkeypatch.setattr(hybrid_devices, "time", SimpleNamespace(time=lambda: now[0]))
 
@@ -363,9 +355,7 @@ def test_stopped_in_the_engines_turn_the_trainer_takes_its_devices_and_saves(con
 
 
 @pytest.mark.parametrize("devices", DEVICES)
-def test_a_stop_saves_the_step_whatever_a_hybrid_engine_does(
-    devices, config, tmp_path, monkeypatch
-):
+def test_a_stop_saves_the_step_despite_a_hybrid_engine(devices, config, tmp_path, monkeypatch):
     """On GPUs its engine dies, and another is up before it is asleep; on CPUs it says nothing."""
     sleep = peers.Peers._Sleep
 

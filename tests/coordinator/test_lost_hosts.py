@@ -42,9 +42,7 @@ def tokens_of(result):
     return p.unpack_tokens(result.tokens).tolist()
 
 
-def test_lost_trajectories_start_on_hosts_that_are_up_and_the_dead_one_is_told_first(
-    rollouts, world
-):
+def test_lost_trajectories_start_on_hosts_that_are_up(rollouts, world):
     for group in range(6):
         rollouts.admit(group, f"g{group}", 0.0)
     at = started(world)
@@ -199,9 +197,7 @@ def started_in_order(rollouts, world, groups):
 
 
 @pytest.mark.parametrize("kills", [3, 30])
-def test_deaths_from_outside_fail_one_trajectory_each_at_most_and_never_the_run(
-    world, make_config, kills
-):
+def test_deaths_from_outside_fail_one_trajectory_each_at_most(world, make_config, kills):
     """However many trajectories are in one long step of theirs."""
     more = ("env.max_failures_in_row=2", "rollout.host_restarts=1000")
     made = make_config("rollout.group_size=2", "trainer.batch_size=8", *more)
@@ -233,9 +229,7 @@ def test_a_task_that_kills_its_hosts_each_time_ends_the_run(world, make_config):
 
 
 @pytest.mark.parametrize("alike", [True, False], ids=["the same contexts", "others in each life"])
-def test_the_trajectory_that_kills_its_hosts_is_found_among_others_in_the_same_step(
-    rollouts, world, alike
-):
+def test_the_trajectory_that_kills_its_hosts_is_found_among_others(rollouts, world, alike):
     at, poison = started_in_order(rollouts, world, 8), "g5.1"
     host, deaths, done = at[poison], 0, set()
     waiting = [name for name in at if at[name] == host]
@@ -286,9 +280,7 @@ def test_a_suspect_that_is_dropped_makes_way_for_the_next(rollouts, world):
     assert not rollouts._suspects
 
 
-def test_a_host_that_dies_without_progress_ends_the_run_and_one_with_progress_does_not(
-    rollouts, world
-):
+def test_a_host_that_dies_without_progress_ends_the_run(rollouts, world):
     rollouts.admit(0, "g0", 0.0)
     at = started(world)
     for turns in range(1, 10):
@@ -327,9 +319,7 @@ def check_each_once(coordinator, peer, trajectories):
 
 
 @pytest.mark.parametrize("policy", ["synchronous", "dapo", "bounded_staleness"])
-def test_a_run_whose_hosts_die_trains_each_prompt_once_and_makes_no_token_twice(
-    policy, make_config, tmp_path, monkeypatch
-):
+def test_hosts_that_die_lose_and_repeat_nothing(policy, make_config, tmp_path, monkeypatch):
     monkeypatch.setattr(groups, "FAIL_AFTER_LOSSES", 1000)  # losses, more than there will be
     config = make_config(
         f"scheduler/batching={policy}",

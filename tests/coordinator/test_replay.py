@@ -31,9 +31,7 @@ def test_tokens_are_trained_at_the_temperature_that_they_were_drawn_at(tmp_path,
         replay.check(tmp_path, 1, 1.0)
 
 
-def test_what_an_earlier_release_saved_is_trained_at_the_temperature_of_its_log_probabilities(
-    tmp_path, make_config
-):
+def test_saved_by_an_earlier_release_it_is_trained_at_its_temperature(tmp_path, make_config):
     """They were of 1, whatever the tokens were drawn at."""
     configuration.save(make_config("rollout.temperature=0.7"), tmp_path / "config.json")
     for step in (1, 2):
@@ -59,9 +57,7 @@ def test_saved_trajectories_keep_their_domain_and_earlier_ones_have_none(tmp_pat
     assert replay.load(tmp_path, 3) == GROUPS and GROUPS[0][0].domain == ""
 
 
-def test_rewards_of_turns_come_back_and_runs_without_them_are_refused_where_they_are_needed(
-    tmp_path, make_config
-):
+def test_rewards_of_turns_come_back_and_are_required_where_needed(tmp_path, make_config):
     told = dict(turn_tokens=[(0, 3), (1, 5)], turn_rewards=[0.25, 0.75])
     replay.save(tmp_path, 1, [[trajectory("g0.0", 1.0, 8, **told)]])
     [[found]] = replay.load(tmp_path, 1)

@@ -206,9 +206,7 @@ def test_after_the_last_step_nothing_runs_and_nothing_is_admitted(rollouts, worl
     assert rollouts.progress == (1, 1) and list(rollouts.finished) == ["e5-0"]
 
 
-def test_the_spare_trajectories_of_a_complete_group_are_cancelled_and_their_tokens_counted(
-    rollouts, world
-):
+def test_the_spare_trajectories_of_a_complete_group_are_cancelled_and_counted(rollouts, world):
     rollouts.admit(0, "g0", 0.5)
     assert [m.id for _, m in world.taken(p.StartTrajectory)] == ["g0.0", "g0.1", "g0.2"]
     world.request("g0.0.t0")

@@ -301,9 +301,7 @@ def test_on_a_gpu_the_engine_is_started_with_sleep_mode(play):
     play(scene, "cluster=gpus", "cluster.gpus=1")
 
 
-def test_a_borrowed_rank_waits_for_no_turn_of_a_run_that_shares_its_devices(
-    make_config, monkeypatch, tmp_path
-):
+def test_a_borrowed_rank_waits_for_no_turn_of_shared_devices(make_config, monkeypatch, tmp_path):
     from rose.parts.lending.rank.worker import BorrowedWorker
 
     monkeypatch.setattr(rollout, "resolve", lambda model: tmp_path)

@@ -72,9 +72,7 @@ def test_a_stalled_turn_is_aborted_and_moved(world):
     assert rank == 11 and again.attempt == 2
 
 
-def test_a_turn_that_is_slow_on_a_borrowed_engine_goes_on_from_its_tokens_where_a_place_gets_free(
-    tmp_path, monkeypatch
-):
+def test_a_turn_that_is_slow_on_a_borrowed_engine_goes_on_elsewhere(tmp_path, monkeypatch):
     clock = [1000.0]
     monkeypatch.setattr("rose.coordinator.turns.time.time", lambda: clock[0])
     world = World(tmp_path, "rose")
@@ -276,9 +274,7 @@ def test_the_models_context_ends_a_turn_within_its_chunk(world):
     assert result.finish is p.FinishReason.LENGTH
 
 
-def test_the_turns_of_a_worker_that_is_to_rest_are_aborted_without_a_fault_and_nobody_waits_for_it(
-    world,
-):
+def test_the_turns_of_a_worker_that_is_to_rest_are_aborted_without_a_fault(world):
     world.ready("rollout-1")
     world.request()
     world.taken(p.GenerateTurn)

@@ -105,9 +105,7 @@ def test_files_go_with_the_checkpoints_that_make_them_useless(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v000002.turns", "v000003.turns"]
 
 
-def test_snapshots_that_a_host_wrote_after_its_trajectory_was_dropped_go_with_a_checkpoint(
-    tmp_path,
-):
+def test_snapshots_written_after_their_trajectory_was_dropped_go_with_a_checkpoint(tmp_path):
     log = opened(tmp_path / "turns", 0, 1)
     late, runs = (tmp_path / "snapshots" / name for name in ("g0.0", "g0.1"))
     log.forget(late.name)
@@ -210,9 +208,7 @@ def test_of_a_seeded_turn_that_was_cut_nothing_is_kept(tmp_path):
     assert opened(tmp_path / "turns", 0, 0)._known == {}
 
 
-def test_a_run_that_failed_twice_at_a_step_makes_its_turns_anew_and_an_orderly_end_is_no_failure(
-    tmp_path, capsys
-):
+def test_a_run_that_failed_twice_at_a_step_makes_its_turns_anew(tmp_path, capsys):
     written(tmp_path, (request(), result()))  # the first start
     for _ in range(3):
         log = TurnLog(tmp_path, 0, 0)

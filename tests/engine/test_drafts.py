@@ -167,9 +167,7 @@ def steps_of(loop, engine, name: str) -> tuple[list[int], int]:
     return found["tokens"], engine.stats().steps - before
 
 
-def test_what_a_sibling_got_elsewhere_is_drafted_and_greedy_turns_stay_as_they_are(
-    loop, engine_with, monkeypatch
-):
+def test_a_siblings_words_are_drafted_and_greedy_turns_stay(loop, engine_with, monkeypatch):
     engine = engine_with("group")
     wanted, alone = steps_of(loop, engine_with("none"), "g5.0.t0#1")
     packed = protocol.pack_tokens(wanted)
@@ -207,9 +205,7 @@ def test_a_drafting_turn_that_is_aborted_goes_on_elsewhere_from_its_tokens(loop,
 
 
 @pytest.mark.parametrize("in_flight", ["recompute", "keep"])
-def test_new_weights_meet_turns_that_draft(
-    loop, folder, rollout, model_config, tmp_path, in_flight
-):
+def test_new_weights_meet_drafting_turns(loop, folder, rollout, model_config, tmp_path, in_flight):
     scheduler = {"scheduler_cls": "tests.engine.schedulers.PlainPatientScheduler"}
     draft = Draft("group", 5, adaptive=False, memory_mib=16)
     settings = msgspec.structs.replace(rollout, draft=draft, engine_args=scheduler)

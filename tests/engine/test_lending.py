@@ -51,9 +51,7 @@ def same(results, expected) -> bool:
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2", "Llama"])  # a head of its own; tied embeddings
-def test_an_inactive_engine_is_small_and_an_activated_one_has_the_folders_weights(
-    start, loop, folders, tmp_path, architecture
-):
+def test_an_inactive_engine_is_small_and_wakes_up(start, loop, folders, tmp_path, architecture):
     engine = start(architecture)
     before = loop.run_until_complete(engine.checksum())
     made = loop.run_until_complete(turns(engine))
@@ -116,9 +114,7 @@ async def sleeps_mid_turn(engine, store: str, pid: int) -> tuple[dict, dict, int
     return await running, await late, full, small
 
 
-def test_an_engine_that_sleeps_gives_its_kv_cache_back_and_goes_on_with_the_weights_that_came_meanwhile(
-    start, loop, folders, tmp_path
-):
+def test_an_engine_that_slept_goes_on_with_the_newest_weights(start, loop, folders, tmp_path):
     engine = start(
         "Qwen3", engine_args={"scheduler_cls": "tests.engine.schedulers.PatientScheduler"}
     )
@@ -141,9 +137,7 @@ def test_an_engine_that_sleeps_gives_its_kv_cache_back_and_goes_on_with_the_weig
         loop.run_until_complete(asyncio.wait_for(turn(engine, "never", PROMPTS[0]), DEADLINE_S))
 
 
-def test_a_prefix_that_was_cached_before_an_engine_was_inactive_never_matches(
-    start, loop, monkeypatch
-):
+def test_a_prefix_cached_before_an_engine_was_inactive_never_matches(start, loop, monkeypatch):
     """vLLM refuses to clear it while blocks are withheld, as a shared device's scheduler does."""
     from vllm.v1.core.block_pool import BlockPool
 
@@ -190,9 +184,7 @@ def test_an_engine_whose_folder_changed_meanwhile_does_not_serve(start, loop, fo
     loop.run_until_complete(asyncio.wait_for(asyncio.shield(engine.died), DEADLINE_S))
 
 
-def test_the_blocks_that_a_scheduler_releases_leave_the_engines_resident_size(
-    start, loop, tmp_path, monkeypatch
-):
+def test_blocks_that_a_scheduler_releases_leave_resident_size(start, loop, tmp_path, monkeypatch):
     serving = msgspec.convert(yaml.safe_load((CONF / "serving/borrow.yaml").read_text()), Serving)
     for name, value in device.describe(tmp_path, serving, None).items():
         monkeypatch.setenv(name, value)
@@ -238,9 +230,7 @@ def test_an_engine_that_shares_no_device_says_so_when_blocks_are_asked_of_it(war
         worker(engine, loop, "rose_release_blocks", [1])
 
 
-def test_an_inactive_rollout_engine_holds_no_kv_memory_though_all_of_it_is_lent(
-    start, loop, tmp_path, monkeypatch
-):
+def test_an_inactive_rollout_engine_holds_no_kv_memory(start, loop, tmp_path, monkeypatch):
     monkeypatch.setattr(gate, "CONTROL_STALE_S", 3600.0)  # the engine is forked from here
     serving = msgspec.convert(yaml.safe_load((CONF / "serving/borrow.yaml").read_text()), Serving)
     lending = msgspec.structs.replace(serving.lending, kv_gib=0.25, stale_after_s=3600.0)

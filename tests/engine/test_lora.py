@@ -81,9 +81,7 @@ def test_ranks_are_those_that_vllm_has():
 @pytest.mark.parametrize(
     "architecture, lora", [("Qwen3", ALL), ("Qwen2", ALL), ("Llama", SOME)], ids=["3", "2", "some"]
 )
-def test_logprobs_are_those_of_peft_before_and_after_new_versions(
-    start, loop, folders, tmp_path, architecture, lora
-):
+def test_logprobs_are_those_of_peft(start, loop, folders, tmp_path, architecture, lora):
     folder = folders[architecture]
     engine = start(architecture, lora=lora)
     before = loop.run_until_complete(engine.checksum())
@@ -166,9 +164,7 @@ def test_a_turn_in_flight_meets_a_new_adapter(start, loop, folders, tmp_path, in
     assert after["tokens"] == reference(second.hf, PROMPTS[1], after["tokens"])[0]
 
 
-def test_an_adapter_for_another_base_is_refused_and_the_old_version_goes_on(
-    start, loop, folders, tmp_path
-):
+def test_an_adapter_for_another_base_is_refused(start, loop, folders, tmp_path):
     engine = start("Qwen3", lora=ALL)
     load = engine.load_version
     other = AutoModelForCausalLM.from_pretrained(folders["Qwen3"])
@@ -208,9 +204,7 @@ def test_an_adapter_for_another_base_is_refused_and_the_old_version_goes_on(
     agrees(second, loop.run_until_complete(turns(engine)))
 
 
-def test_the_base_is_compared_once_and_no_longer_than_somebody_waits(
-    start, loop, folders, tmp_path, monkeypatch
-):
+def test_the_base_is_compared_once_while_wanted(start, loop, folders, tmp_path, monkeypatch):
     began, go, read = tmp_path / "began", tmp_path / "go", Live.read
 
     def held(live, place):

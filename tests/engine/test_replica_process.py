@@ -34,9 +34,7 @@ class Scene:
         return await asyncio.wait_for(there(), DEADLINE_S)
 
 
-def test_a_replica_that_dies_starts_again_and_one_at_work_is_ended_before_the_engine_wakes(
-    make_config, tmp_path
-):
+def test_a_replica_that_dies_starts_again_and_one_at_work_is_ended(make_config, tmp_path):
     made = make_config("rollout.engine_restarts=1", "trainer.elastic_replicas=1")
 
     async def scene():

@@ -51,9 +51,7 @@ def same(model, tokens: list[int], rows: np.ndarray, routed: int = 0) -> None:
     assert np.array_equal(np.sort(rows.reshape(-1, LAYERS, TOP_K), axis=-1), expected)
 
 
-def test_every_token_but_the_last_comes_with_its_experts_and_logprobs_are_the_trainers(
-    engine, loop, model
-):
+def test_every_token_but_the_last_comes_with_its_experts(engine, loop, model):
     """Prompts of several chunks, the same ones again from the prefix cache, turns preempted."""
 
     async def all_of(tag: str):
@@ -81,9 +79,7 @@ def test_the_next_turn_brings_what_the_last_one_lacks(engine, loop, model):
     same(model, more, rest, len(tokens) - 1)
 
 
-def test_an_aborted_turn_and_one_that_meets_new_weights_have_theirs(
-    start, loop, model, folders, tmp_path
-):
+def test_aborted_turns_and_those_of_new_weights_have_theirs(start, loop, model, folders, tmp_path):
     """With `in_flight=recompute`: what the old weights made keeps its experts."""
     holding = {"scheduler_cls": "tests.engine.schedulers.HoldingScheduler"}
     engine = start("Qwen3Moe", engine_args=ARGS | holding, routing=True)

@@ -47,9 +47,7 @@ async def breaks_off(engine, error):
 @pytest.mark.parametrize(
     "error", [TransferError("damaged"), EngineError("too late"), asyncio.CancelledError()]
 )
-def test_whatever_breaks_a_load_off_the_workers_are_told_and_the_next_one_waits_until_they_are_done(
-    error,
-):
+def test_whatever_breaks_a_load_off_the_next_one_waits_for_the_workers(error):
     engine = Engine(STAGING, STAGING, FAILED)
 
     async def scene():
@@ -164,9 +162,7 @@ def test_a_version_that_is_staged_fast_is_noticed_fast_also_after_a_slow_one(mon
     "state", [("staging", "staged", "stage_s"), ("checking", "loaded", "check_s")]
 )
 @pytest.mark.parametrize("took_s", [0.004, 0.2, 4.0, 40.0])
-def test_few_questions_are_asked_and_the_end_is_noticed_soon_also_of_ever_other_versions(
-    monkeypatch, took_s, state
-):
+def test_few_questions_are_asked_and_the_end_is_noticed_soon(monkeypatch, took_s, state):
     worker, engine = Worker(monkeypatch), Engine(STAGED)
     worker.took_s = 0.01
     worker.wait(engine, *state)

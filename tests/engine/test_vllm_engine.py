@@ -122,9 +122,7 @@ def agrees(model, results, prompts=PROMPTS) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3", "Qwen2", "Llama", "Qwen3Moe"])
-def test_greedy_tokens_and_logprobs_are_those_of_transformers_before_and_after_a_new_version(
-    warm, loop, folders, tmp_path, architecture
-):
+def test_greedy_tokens_and_logprobs_are_transformers(warm, loop, folders, tmp_path, architecture):
     engine = warm(architecture)
     old = AutoModelForCausalLM.from_pretrained(folders[architecture]).float().eval()
     agrees(old, loop.run_until_complete(turns(engine)))
@@ -237,9 +235,7 @@ def test_an_aborted_turn_continues_from_its_partial_tokens_to_the_same_result(st
 
 
 @pytest.mark.parametrize("in_flight", ["recompute", "keep"])
-def test_a_turn_that_the_engine_gives_back_ends_with_its_tokens_and_one_that_a_flip_interrupts_goes_on(
-    start, loop, folders, tmp_path, in_flight
-):
+def test_given_back_and_flipped_turns_keep_their_tokens(start, loop, folders, tmp_path, in_flight):
     engine = start(
         "Qwen3",
         engine_args={
@@ -289,9 +285,7 @@ async def arrives_mid_turn(engine, store: str, in_flight: str) -> tuple[dict, di
 
 
 @pytest.mark.parametrize("in_flight", ["recompute", "keep", "finish"])
-def test_a_version_that_arrives_mid_turn_splits_the_turn_at_a_token_or_waits_for_its_end(
-    start, warm, loop, folders, tmp_path, in_flight
-):
+def test_a_version_that_arrives_mid_turn_splits_it(start, warm, loop, folders, tmp_path, in_flight):
     patient = {"scheduler_cls": "tests.engine.schedulers.PatientScheduler"}
     finish = in_flight == "finish"
     engine = warm("Qwen3") if finish else start("Qwen3", engine_args=patient)
@@ -324,9 +318,7 @@ def test_a_version_that_arrives_mid_turn_splits_the_turn_at_a_token_or_waits_for
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2", "Llama"])
-def test_after_50_sparse_versions_an_engine_is_bit_for_bit_one_that_was_started_with_the_last(
-    start, warm, loop, folders, tmp_path, architecture
-):
+def test_50_sparse_versions_are_as_the_last_one(start, warm, loop, folders, tmp_path, architecture):
     engine, folder = warm(architecture), folders[architecture]
     world = trainers(tmp_path / "store", folder, full_every=20)
     routes = []
@@ -361,9 +353,7 @@ def test_after_50_sparse_versions_an_engine_is_bit_for_bit_one_that_was_started_
         ("Qwen3Moe", {"enable_expert_parallel": True}),  # two experts each; the rest split
     ],
 )
-def test_two_tensor_parallel_workers_take_their_parts_of_what_two_trainer_ranks_wrote(
-    start, loop, folders, tmp_path, architecture, engine_args
-):
+def test_tensor_parallel_parts_arrive(start, loop, folders, tmp_path, architecture, engine_args):
     engine = start(architecture, engine_args, tensor_parallel=2)
     world, new = (
         trainers(tmp_path / "store", folders[architecture]),
@@ -387,9 +377,7 @@ def test_two_tensor_parallel_workers_take_their_parts_of_what_two_trainer_ranks_
         ("wrong shape", "config says"),
     ],
 )
-def test_a_bad_version_leaves_the_old_weights_serving(
-    warm, loop, folders, tmp_path, break_it, says
-):
+def test_a_bad_version_leaves_the_old_one_serving(warm, loop, folders, tmp_path, break_it, says):
     engine, folder = warm("Qwen3"), folders["Qwen3"]
     before = loop.run_until_complete(engine.checksum())
     weights = weights_of(perturbed(folder))
@@ -410,9 +398,7 @@ def test_a_bad_version_leaves_the_old_weights_serving(
     agrees(old, loop.run_until_complete(turns(engine)))
 
 
-def test_after_a_load_that_was_cancelled_while_its_version_was_staged_the_next_version_comes(
-    start, loop, folders, tmp_path, monkeypatch
-):
+def test_the_next_version_comes_after_a_cancelled_load(start, loop, folders, tmp_path, monkeypatch):
     from rose.transfer.receive import Receiver
 
     stage = Receiver.stage
@@ -453,9 +439,7 @@ def test_after_a_load_that_was_cancelled_while_its_version_was_staged_the_next_v
     agrees(new, loop.run_until_complete(turns(engine)))
 
 
-def test_an_engine_that_can_neither_flip_nor_take_it_back_is_ended(
-    start, loop, folders, tmp_path, monkeypatch
-):
+def test_an_engine_that_can_not_take_a_flip_back_ends(start, loop, folders, tmp_path, monkeypatch):
     from rose.transfer.live import Live
 
     def broken(self, place, values):
@@ -469,9 +453,7 @@ def test_an_engine_that_can_neither_flip_nor_take_it_back_is_ended(
     loop.run_until_complete(asyncio.wait_for(asyncio.shield(engine.died), DEADLINE_S))
 
 
-def test_a_dead_engine_is_noticed_at_once_a_new_one_starts_and_one_that_hangs_is_ended(
-    start, loop, monkeypatch
-):
+def test_a_dead_engine_is_noticed_and_one_that_hangs_is_ended(start, loop, monkeypatch):
     patient = {"scheduler_cls": "tests.engine.schedulers.PatientScheduler"}
     engine = start("Qwen3", engine_args=patient)  # its turns have no end
 
@@ -530,9 +512,7 @@ def test_deterministic_turns_do_not_depend_on_their_company(start, loop):
     ]
 
 
-def test_a_model_that_cannot_be_served_leaves_no_process(
-    loop, folders, rollout, model_config, tmp_path
-):
+def test_unservable_models_leave_nothing(loop, folders, rollout, model_config, tmp_path):
     from rose.engine.vllm_engine import Engine
 
     for name in ("config.json", "generation_config.json"):
@@ -544,9 +524,7 @@ def test_a_model_that_cannot_be_served_leaves_no_process(
     assert [p for p in left if "resource_tracker" not in str(processes.words(p))] == []
 
 
-def test_a_start_that_is_broken_off_leaves_no_process(
-    warm, loop, folders, rollout, model_config, monkeypatch
-):
+def test_a_start_broken_off_leaves_nothing(warm, loop, folders, rollout, model_config, monkeypatch):
     """Neither one that was not there yet: a trainer takes the device as soon as it hears of it."""
     warm("Qwen3")  # what is imported needs no process
     begun, before = [], set(processes.children(recursive=True))

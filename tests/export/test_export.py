@@ -213,9 +213,7 @@ def test_a_damaged_file_is_named_and_leaves_nothing(run, tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"model", "out"}
 
 
-def test_an_export_that_broke_off_leaves_nothing_and_a_killed_ones_leavings_go(
-    run, tmp_path, monkeypatch
-):
+def test_a_broken_export_leaves_nothing_and_leavings_of_killed_ones_go(run, tmp_path, monkeypatch):
     part = tmp_path / ".home.part"
     part.mkdir()
     (part / "model.safetensors").write_text("half")

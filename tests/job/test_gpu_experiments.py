@@ -95,9 +95,7 @@ def hub_home(tmp_path_factory):
         ("qwen3_30b_a3b", "acme/tiny-moe", 2, 3),
     ],
 )
-def test_an_experiment_trains_a_step_with_only_its_sizes_changed(
-    hub_home, tmp_path, experiment, repository, trainers, stage
-):
+def test_an_experiment_trains_a_step(hub_home, tmp_path, experiment, repository, trainers, stage):
     ended = subprocess.run(
         [
             sys.executable,

@@ -11,9 +11,7 @@ def of(make_config, kind, folder):
     return msgspec.structs.replace(c, kind=kind, cache_dir=folder and str(folder))
 
 
-def test_slurm_ranks_compile_on_their_nodes_disk_and_others_where_the_user_does(
-    make_config, tmp_path, monkeypatch
-):
+def test_slurm_ranks_compile_on_their_nodes_disk(make_config, tmp_path, monkeypatch):
     monkeypatch.setattr(caches.tempfile, "gettempdir", lambda: str(tmp_path))
     found = caches.variables(of(make_config, "slurm", None), {"TRITON_CACHE_DIR": "/mine"})
     assert set(found) == set(caches.FOLDERS) - {"TRITON_CACHE_DIR"}

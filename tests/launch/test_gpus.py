@@ -117,9 +117,7 @@ def test_a_launcher_hands_out_what_it_was_given(make_config, nvidia_smi):
         ("", "0,1,2,3", "cluster.gpus=4: this machine has 0"),
     ],
 )
-def test_too_few_are_refused_with_what_was_given_and_what_is_needed(
-    make_config, nvidia_smi, listing, variable, words
-):
+def test_too_few_are_refused(make_config, nvidia_smi, listing, variable, words):
     nvidia_smi(listing, variable)
     with pytest.raises(ConfigError, match=words):
         gpus.for_launcher(make_config(*FOUR))
@@ -167,9 +165,7 @@ def test_a_step_that_shows_too_few_is_named(variable):
         ("GPU-3c8,GPU-1c8", "1", 1, "GPU-1c89852c-8ec8-92b7-dd3b-1ebe33b02c51"),
     ],
 )
-def test_a_serving_task_takes_those_at_its_place_on_the_node(
-    nvidia_smi, monkeypatch, variable, local, count, mine
-):
+def test_serving_tasks_take_their_places(nvidia_smi, monkeypatch, variable, local, count, mine):
     nvidia_smi(EIGHT, variable)
     monkeypatch.delenv("SLURM_LOCALID", raising=False)
     if local is not None:

@@ -73,9 +73,7 @@ def test_who_looks_after_long_names_nobody(tmp_path, make_config):
         ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", False),
     ],
 )
-def test_a_gpu_that_fails_is_a_lost_rank_and_one_that_is_too_small_is_not(
-    tmp_path, make_config, error, lost
-):
+def test_a_gpu_that_fails_is_lost_and_one_too_small_is_not(tmp_path, make_config, error, lost):
     job = supervise.Job(None, (), tmp_path, 1, make_config().cluster)
     assert error in job._first([trainer(2, None, exit_code=1, error=error)])
     assert job.lost is lost

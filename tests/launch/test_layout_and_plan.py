@@ -144,9 +144,7 @@ def test_host_memory_has_to_hold_who_waits_where_trainer_and_engines_share_gpus(
     plan.make(here, alone.model.shape, host_gib=0.1)
 
 
-def test_memory_for_replicas_is_there_beside_engines_on_cpus_and_instead_of_them_on_gpus(
-    make_config,
-):
+def test_memory_for_replicas_is_beside_engines_on_cpus_and_instead_on_gpus(make_config):
     shape = make_config(*QWEN3_8B).model.shape
     c = make_config("trainer.elastic_replicas=1", "rollout.workers=2")
     trainer, engine, each = (f(c, shape) for f in (memory.trainer, memory.rollout, memory.replica))
@@ -332,9 +330,7 @@ def test_offloaded_activations_wait_on_the_host(make_config):
         ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "positions of the kind dynamic"),
     ],
 )
-def test_a_model_whose_rows_ranks_cannot_share_is_refused_by_its_config(
-    make_config, tmp_path, change, words
-):
+def test_a_model_whose_rows_ranks_cannot_share_is_refused(make_config, tmp_path, change, words):
     raw = {
         "architectures": ["LlamaForCausalLM"],
         "num_hidden_layers": 1,
@@ -564,9 +560,7 @@ def test_below_stage_3_master_weights_are_page_locked_too(make_config):
 @pytest.mark.parametrize(
     ("experiment", "cpus"), [("qwen7b", 48), ("qwen8b_frozenlake", 80), ("qwen32b", 80)]
 )
-def test_trainer_nodes_have_the_cpus_that_experiments_for_gpus_ask_for_on_slurm(
-    make_config, experiment, cpus
-):
+def test_trainer_nodes_have_the_cpus_that_experiments_ask_for(make_config, experiment, cpus):
     c = make_config(f"+experiment={experiment}", "cluster=slurm")
     ranks = [rank for rank in layout(c) if rank.component == 0 and rank.node == 0]
     assert cpus_of(c.cluster, "trainer", c.rollout) == 8
@@ -655,9 +649,7 @@ def test_parameters_of_the_published_models(make_config):
         ("rose_32b", 28, 48, "32.76B"),
     ],
 )
-def test_experiments_validate_fit_and_print_their_plan(
-    make_config, experiment, ranks, gpus, parameters
-):
+def test_experiments_fit_and_print_their_plan(make_config, experiment, ranks, gpus, parameters):
     c = make_config(f"+experiment={experiment}", "cluster.dry_run=true")
     made = plan.make(c, c.model.shape)
     assert (len(made.ranks), made.gpus) == (ranks, gpus)

@@ -142,9 +142,7 @@ def test_a_lock_that_its_holder_removed_meanwhile_is_none(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("key", ["store", "local"])
-def test_a_folder_for_checkpoints_that_can_not_be_used_is_named_before_a_run(
-    make_config, tmp_path, key
-):
+def test_a_folder_for_checkpoints_that_can_not_be_used_is_named(make_config, tmp_path, key):
     (tmp_path / "file").touch()
     here = f"sandbox.{key}={tmp_path}/file/x"
     with pytest.raises(ConfigError, match=rf"sandbox.{key}='.*/file/x': .*Not a directory"):
@@ -254,9 +252,7 @@ def test_a_finished_run_with_more_steps_asked_for_is_not_finished(make_config, t
     assert not resume.is_finished(tmp_path, make_config("trainer.steps=31"))
 
 
-def test_a_model_that_is_not_made_yet_has_no_shape_and_a_made_one_has(
-    make_config, monkeypatch, tmp_path
-):
+def test_a_model_that_is_not_made_yet_has_no_shape(make_config, monkeypatch, tmp_path):
     monkeypatch.setenv("ROSE_CACHE", str(tmp_path))
     c = make_config()
     assert model.shape(c) is None
@@ -277,9 +273,7 @@ def test_a_model_that_is_not_made_yet_has_no_shape_and_a_made_one_has(
 
 
 @pytest.mark.parametrize("given, taken", [({}, "lo"), ({"FI_TCP_IFACE": "eth7"}, "eth7")])
-def test_ranks_of_one_machine_meet_on_loopback_unless_told_otherwise(
-    make_config, monkeypatch, given, taken
-):
+def test_ranks_of_one_machine_meet_on_loopback(make_config, monkeypatch, given, taken):
     monkeypatch.delenv("FI_TCP_IFACE", raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)

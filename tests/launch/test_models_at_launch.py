@@ -90,9 +90,7 @@ def test_pytorchs_own_files_are_taken(folder, shape):
     ],
 )
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
-def test_a_context_beyond_scaled_positions_is_refused(
-    folder, shape, kind, factor, positions, fits, key
-):
+def test_contexts_beyond_positions_are_refused(folder, shape, kind, factor, positions, fits, key):
     rope = {"rope_type": kind} | ({"factor": factor} if factor else {})
     raw = RAW | {"max_position_embeddings": positions, key: rope}
     (folder / "config.json").write_text(json.dumps(raw))

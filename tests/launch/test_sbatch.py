@@ -224,9 +224,7 @@ def test_what_else_ranks_read_is_mounted(make_config):
         ("model.path=/models/7b:2", "the model's folder: /models/7b:2 can't be mounted"),
     ],
 )
-def test_a_path_that_the_runtime_would_take_for_two_is_refused_when_the_run_is_planned(
-    make_config, override, words
-):
+def test_a_path_that_the_runtime_would_take_for_two_is_refused(make_config, override, words):
     ours = ("model.source=folder", override)
     with pytest.raises(ConfigError, match=words):
         plan.make(make_config(*SEVEN_B, BOX % "apptainer", *ours), None)

@@ -116,9 +116,7 @@ def commands(tmp_path, monkeypatch):
         ("#!/no/such/shell", "squeue can't be run: No such file or directory"),
     ],
 )
-def test_a_slurm_that_fails_or_prints_garbage_is_told_in_a_line_and_ends_no_run(
-    commands, tmp_path, monkeypatch, capsys, squeue, said
-):
+def test_a_slurm_that_fails_ends_no_run(commands, tmp_path, monkeypatch, capsys, squeue, said):
     commands(squeue=squeue, sacct="echo 'Slurm accounting storage is disabled' >&2; exit 1")
     state.remember(tmp_path, "7")
     code, line = told(tmp_path, monkeypatch, capsys)
@@ -190,9 +188,7 @@ def test_how_far_a_run_has_come_is_told_in_a_line(tmp_path, monkeypatch, capsys,
     assert told(run, monkeypatch, capsys)[1].startswith("its status can't be read: ")
 
 
-def test_what_stands_in_a_runs_folder_besides_its_attempts_does_not_matter(
-    commands, tmp_path, monkeypatch, capsys
-):
+def test_other_files_in_a_runs_folder_do_not_matter(commands, tmp_path, monkeypatch, capsys):
     commands(squeue="echo '7|RUNNING||None|n1|0:01'", sacct="exit 1")
     state.remember(tmp_path, "7")
     (tmp_path / "status" / "attempt-old").mkdir()
@@ -204,9 +200,7 @@ def test_what_stands_in_a_runs_folder_besides_its_attempts_does_not_matter(
     assert code == 1 and "attempt-002" in line
 
 
-def test_what_lies_in_the_folder_is_told_though_slurm_is_silent(
-    commands, tmp_path, monkeypatch, capsys
-):
+def test_what_lies_there_is_told_though_slurm_is_silent(commands, tmp_path, monkeypatch, capsys):
     commands(squeue="echo 'Unable to contact slurm controller' >&2; exit 1", sacct="exit 1")
     run = tmp_path / "mine"
     state.remember(run, "7")
@@ -220,9 +214,7 @@ def test_what_lies_in_the_folder_is_told_though_slurm_is_silent(
     assert said.err == f"{run}: squeue failed: Unable to contact slurm controller\n"
 
 
-def test_several_runs_are_told_and_a_failed_one_with_its_log(
-    commands, tmp_path, monkeypatch, capsys
-):
+def test_several_runs_and_a_failed_ones_log_are_told(commands, tmp_path, monkeypatch, capsys):
     commands(
         squeue="""case $5 in 7) echo '7|FAILED||NonZeroExitCode|n1|0:01';;
         8) echo '8|FAILED||JobLaunchFailure|n1|0:00';; 9) echo '9|RUNNING||None|n1|0:00';; esac""",

@@ -230,9 +230,7 @@ def test_the_user_plays_a_run_without_an_engine(folder, capfd, monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["__init__", "reset", "step"])
-def test_ctrl_c_while_the_environment_computes_is_no_fault_of_its(
-    folder, monkeypatch, capfd, method
-):
+def test_ctrl_c_while_the_environment_computes_is_no_fault(folder, monkeypatch, capfd, method):
     monkeypatch.setattr("rose.play.typed.ask", lambda prompt: "right")
     monkeypatch.setattr(FrozenLake, method, lambda *_, **__: signal.raise_signal(signal.SIGINT))
     assert command.main([str(folder), "--human", "--task", "3"]) == 130

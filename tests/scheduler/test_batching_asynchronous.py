@@ -21,9 +21,7 @@ from tests.scheduler.batches import Trainer
     slow=st.sampled_from([0, 3, 11]),
     resumes=st.booleans(),
 )
-def test_bounded_staleness_keeps_its_bound_and_drops_nothing_for_its_age(
-    seed, groups, eta, running, refuses, slow, resumes
-):
+def test_bounded_staleness_keeps_its_bound(seed, groups, eta, running, refuses, slow, resumes):
     trainer = Trainer(lambda: BoundedStaleness(eta, running, max_admitted=3.0), groups)
     random = Random(seed)
     for _ in range(15):
@@ -46,9 +44,7 @@ def test_bounded_staleness_keeps_its_bound_and_drops_nothing_for_its_age(
     slow=st.sampled_from([0, 3, 11]),
     resumes=st.booleans(),
 )
-def test_trajectory_async_keeps_its_bound_and_its_accounts(
-    seed, groups, alpha, retries, refuses, slow, resumes
-):
+def test_trajectory_async_keeps_its_bound(seed, groups, alpha, retries, refuses, slow, resumes):
     trainer = Trainer(lambda: TrajectoryAsync(alpha, retries, max_admitted=3.0), groups)
     random = Random(seed)
     for _ in range(15):

@@ -29,9 +29,7 @@ POLICIES = {
     slow=st.sampled_from([0, 3, 11]),
     resumes=st.booleans(),
 )
-def test_every_prompt_is_accounted_for_and_staleness_is_bounded(
-    name, seed, groups, refuses, slow, resumes
-):
+def test_prompts_and_staleness_are_accounted_for(name, seed, groups, refuses, slow, resumes):
     make, bound = POLICIES[name]
     trainer, random = Trainer(make, groups), Random(seed)
     for _ in range(12):

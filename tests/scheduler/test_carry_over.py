@@ -152,9 +152,7 @@ def test_due_first_puts_groups_of_older_versions_first_at_any_order_of_arrival()
     st.integers(1, 3),
     st.lists(st.tuples(st.integers(0, 50), st.booleans()), min_size=30, max_size=150),
 )
-def test_with_carry_equal_to_the_bound_as_many_groups_are_admitted_as_by_areals_rule(
-    staleness, events
-):
+def test_with_carry_equal_to_the_bound_admissions_are_areals(staleness, events):
     """At every moment neither policy has admitted more groups, without the trainer's own batch."""
     runs = (
         Trainer(CarryOver(staleness, float(staleness), 8.0)),

@@ -223,9 +223,7 @@ def switch(page, token_file, what):
         assert answer.status == 200
 
 
-def test_an_online_server_lends_what_it_leaves_idle_until_told_to_stop_and_the_reports_show_both_sides(
-    lending, serve
-):
+def test_an_online_server_lends_what_it_leaves_idle_until_told_to_stop(lending, serve):
     model = resolve(settings.of_run(lending.run, []).model)
     given = [
         f"serving.online.model={model}",

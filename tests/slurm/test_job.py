@@ -30,9 +30,7 @@ def ranks(job, attempt):
     return {status.rank: status for status in rank_status.read_all(job.run, attempt).values()}
 
 
-def test_a_heterogeneous_job_of_an_installed_rose_trains_and_every_component_completes(
-    job, installed
-):
+def test_a_heterogeneous_job_of_an_installed_rose_trains_and_completes(job, installed):
     """From a wheel, in an empty folder: no rank knows a checkout."""
     job.front, job.environ = (str(installed.bin / "rose"), "train"), installed.environ
     job.cwd = job.folder / "empty"
@@ -52,9 +50,7 @@ def test_a_heterogeneous_job_of_an_installed_rose_trains_and_every_component_com
     assert "is finished (3 steps)" in job.submit(*two_nodes)
 
 
-def test_warned_preempted_and_its_node_lost_it_comes_back_each_time_until_once_too_often(
-    job, cluster
-):
+def test_warned_preempted_and_its_node_lost_it_comes_back_until_once_too_often(job, cluster):
     # both components: it is preemptible
     job.submit(
         "trainer.steps=1000", "cluster.slurm.requeues=3", "cluster.slurm.trainer.partition=spare"

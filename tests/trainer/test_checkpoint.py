@@ -129,9 +129,7 @@ def test_a_checkpoint_is_continued_by_other_ranks_at_another_stage(tmp_path, mak
         (2, "float32", "trainer.json", "is not a checkpoint of a trainer"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_continued_is_one_line_with_what_to_set(
-    tmp_path, make_config, stage, dtype, gone, words
-):
+def test_what_cannot_be_continued_is_one_line(tmp_path, make_config, stage, dtype, gone, words):
     saved_by(tmp_path, 2, stage, dtype)
     for path in tmp_path.rglob("*"):
         if path.is_file() and gone is not None and (path.name == gone or f"_{gone}_" in path.name):

@@ -144,9 +144,7 @@ def test_random_numbers_that_change_less_than_bfloat16_rounds_are_refused(tmp_pa
         check(tmp_path, family, more, torch.bfloat16)
 
 
-def test_rotary_positions_that_change_with_length_are_taken_within_the_context_before_scaling(
-    tmp_path,
-):
+def test_rotary_positions_that_change_with_length_are_taken_within_the_context(tmp_path):
     check(tmp_path, "Phi3", LONGROPE, max_context=128)
     with pytest.raises(ValueError, match="nats a token"):
         check(tmp_path, "Phi3", LONGROPE, max_context=129)

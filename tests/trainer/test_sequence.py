@@ -73,9 +73,7 @@ def alone(tmp_path_factory):
         (4, 2, 3, ("trainer.gradient_checkpointing=true", "trainer.offload_activations=true")),
     ],
 )
-def test_ranks_that_share_rows_train_and_publish_what_one_does(
-    alone, tmp_path, ranks, parts, stage, more
-):
+def test_ranks_that_share_rows_do_what_one_does(alone, tmp_path, ranks, parts, stage, more):
     """Rows of odd lengths, in rounds and at once, padded and in prefix trees."""
     world = World(tmp_path, ranks, parts, stage, more)
     for metrics in world.metrics:

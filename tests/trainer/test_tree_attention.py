@@ -122,9 +122,7 @@ def long_batch(trees):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_models_values_and_gradients_by_blocks_are_those_of_padded_rows(
-    tmp_path, monkeypatch, checkpointing
-):
+def test_a_models_gradients_by_blocks_are_those_of_rows(tmp_path, monkeypatch, checkpointing):
     policy = model.load(tiny_world.save_model(tmp_path), torch.float32, checkpointing).train()
     policy.use_flex()
     seen = []

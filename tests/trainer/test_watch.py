@@ -15,9 +15,7 @@ pytestmark = pytest.mark.slow
 BEAT_S = 0.5
 
 
-def test_a_rank_that_stops_while_gradients_are_summed_is_named_and_its_end_is_theirs(
-    tmp_path, make_config
-):
+def test_a_rank_that_stops_while_gradients_are_summed_is_named(tmp_path, make_config):
     tiny_world.save_model(tmp_path / "model")
     step = ["train", 1, 4000, 1, 1]
     actions = [["watch", BEAT_S], step, ["stop", 1], step]

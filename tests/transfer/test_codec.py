@@ -409,9 +409,7 @@ def test_the_example_of_the_format_document_is_what_the_codec_makes():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_planes_that_are_damaged_or_unpack_to_another_size_are_refused_before_memory_is_taken(
-    dtype,
-):
+def test_damaged_planes_are_refused_before_memory_is_taken(dtype):
     values = weights(5000, dtype)
     payload, width = encode(values, None), np.dtype(dtype).itemsize
     for at in range(16, len(payload), 7):

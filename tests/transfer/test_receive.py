@@ -192,9 +192,7 @@ def test_a_damaged_edge_is_gone_around_if_there_is_another_way_and_named_if_not(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["embed", "layer.weight", "layer.bias", "norm"])
 @pytest.mark.parametrize("have", [INITIAL, 6])
-def test_one_wrong_value_in_the_live_weights_is_noticed_even_in_a_block_that_does_not_change(
-    tmp_path, name, have
-):
+def test_one_wrong_value_in_the_live_weights_is_noticed(tmp_path, name, have):
     history = History(tmp_path / "store", 7)
     before = history.weights[6][name]
     history.world.step(0.1)
@@ -219,9 +217,7 @@ def frozen(history: History, versions: range, name: str) -> None:
         history.weights[version] = dict(history.world.weights)
 
 
-def test_of_a_version_after_another_only_what_changes_is_read_and_some_blocks_are_compared(
-    tmp_path, monkeypatch
-):
+def test_only_what_changes_is_read_and_some_blocks_are_compared(tmp_path, monkeypatch):
     history = History(tmp_path / "store", 2)
     frozen(history, range(2, 7), "embed")
     reader, whole_blocks, values = Reader(history, 0), set(), []
@@ -254,9 +250,7 @@ def test_of_a_version_after_another_only_what_changes_is_read_and_some_blocks_ar
 
 
 @pytest.mark.parametrize("name", ["embed", "layer.weight"])
-def test_a_value_that_went_wrong_is_found_within_that_many_versions_and_mended_by_a_full_one(
-    tmp_path, name
-):
+def test_a_value_that_went_wrong_is_found_and_mended_by_a_full_version(tmp_path, name):
     history = History(tmp_path / "store", 2, full_every=1)
     frozen(history, range(2, 8), "embed")
     for at in (0, 5, 250):
@@ -372,9 +366,7 @@ def test_when_copy_and_store_are_damaged_the_store_is_named(eight, tmp_path):
 # --------------------------------------------------------------------------- removed, relays, time
 
 
-def test_an_edge_that_is_removed_while_it_is_read_is_left_out_and_what_is_there_now_is_taken(
-    tmp_path, monkeypatch
-):
+def test_an_edge_that_is_removed_while_it_is_read_is_left_out(tmp_path, monkeypatch):
     eight = History(tmp_path / "store", **EIGHT)
     reader, gone = Reader(eight, INITIAL), [INITIAL_4, "v000005", FULL_4]
     read = reader.receiver._live.read
@@ -393,9 +385,7 @@ def test_an_edge_that_is_removed_while_it_is_read_is_left_out_and_what_is_there_
     assert reader.load(8) == ["v000008/full"] and same(reader.live, eight.weights[8])
 
 
-def test_a_version_whose_edges_are_removed_step_by_step_is_reached_by_the_last_way(
-    eight, monkeypatch
-):
+def test_a_version_whose_edges_are_removed_is_reached_by_the_last_way(eight, monkeypatch):
     reader, gone = Reader(eight, INITIAL), [INITIAL_4, FULL_4]
     read = reader.receiver._live.read
 
@@ -423,9 +413,7 @@ def test_a_flip_whose_payloads_were_removed_is_taken_back_before_a_value_is_writ
     assert same(reader.live, history.weights[3])
 
 
-def test_a_relay_is_as_good_as_the_folder_and_a_file_cut_short_behind_it_is_gone_around(
-    eight, tmp_path
-):
+def test_a_relay_is_as_good_as_the_folder(eight, tmp_path):
     token = tmp_path / "token"
     token.write_text(TOKEN)
     token.chmod(0o600)

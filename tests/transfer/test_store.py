@@ -287,9 +287,7 @@ def limited(store, limit: int) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("missing", [None, 1, 400])
-def test_a_full_disk_leaves_no_edge_and_no_partial_file_and_the_process_lives_to_say_so(
-    store, plan, missing
-):
+def test_a_full_disk_leaves_no_edge_and_the_process_lives(store, plan, missing):
     write(store, plan)
     size = (store / "v000000/full/rank-00000.h5").stat().st_size
     shutil.rmtree(store / "v000000")
@@ -386,9 +384,7 @@ def raises(error):
 @pytest.mark.parametrize(
     "trouble", ["damaged file", "payload that is none", "disk that can't be listed"]
 )
-def test_what_tidying_cannot_read_is_left_out_on_all_ranks_and_publishing_goes_on(
-    tmp_path, monkeypatch, capfd, trouble
-):
+def test_what_tidying_cannot_read_is_left_out(tmp_path, monkeypatch, capfd, trouble):
     world, weights = published(tmp_path / "store", 2, tidy=True, full_every=2, keep=100)
     world.step()
     world.together(lambda rank: world.publishers[rank].publish(2))
@@ -415,9 +411,7 @@ def test_what_tidying_cannot_read_is_left_out_on_all_ranks_and_publishing_goes_o
     assert same(live, world.weights)  # a joiner comes to it, too, if by the full version
 
 
-def test_a_full_version_that_finds_no_room_is_tried_again_with_the_next(
-    tmp_path, monkeypatch, capfd
-):
+def test_a_full_version_without_room_comes_with_the_next(tmp_path, monkeypatch, capfd):
     world, _ = published(tmp_path / "store", 2, tidy=True, full_every=2, keep=100)
     world.step()
     world.together(lambda rank: world.publishers[rank].publish(2))
@@ -434,9 +428,7 @@ def test_a_full_version_that_finds_no_room_is_tried_again_with_the_next(
 
 
 @pytest.mark.parametrize("step", ["a rank's file", "manifest"])
-def test_what_was_written_of_an_edge_that_is_left_out_gives_its_room_back(
-    tmp_path, monkeypatch, capfd, step
-):
+def test_what_was_written_of_an_edge_left_out_goes(tmp_path, monkeypatch, capfd, step):
     world, _ = published(tmp_path / "store", 2, tidy=True, full_every=2, keep=100)
     finish = EdgeWriter.finish
 
@@ -457,9 +449,7 @@ def test_what_was_written_of_an_edge_that_is_left_out_gives_its_room_back(
     assert [path.name for path in (world.store / "v000002").iterdir()] == ["from-000001"]
 
 
-def test_an_edge_from_the_model_folder_that_failed_is_made_with_the_next_version(
-    tmp_path, monkeypatch
-):
+def test_a_failed_edge_from_the_model_folder_comes_with_the_next_version(tmp_path, monkeypatch):
     world, weights = published(tmp_path / "store", 2, tidy=True, full_every=2, keep=2)
     world.step()
     world.together(lambda rank: world.publishers[rank].publish(2))
@@ -491,9 +481,7 @@ def test_an_edge_from_the_model_folder_is_made_beside_each_full_version(tmp_path
     ]
 
 
-def test_every_version_that_is_kept_can_be_reached_after_the_collector_and_the_others_are_gone(
-    tmp_path,
-):
+def test_every_version_that_is_kept_can_be_reached_after_the_collector(tmp_path):
     world, weights = published(tmp_path / "store", 11, tidy=True, full_every=4, keep=2)
     assert names(world.store)[0] == "v000008/from-initial" and "v000008/full" in names(world.store)
     for version in (8, 9, 10):

@@ -334,9 +334,7 @@ def libra_step(s, number, at, waves, wave_s, training_s, turns=8, tokens=100, pe
         (1, 10.0, []),  # Rollout takes 20 s; 5 s could be saved, less than a change costs.
     ],
 )
-def test_libra_moves_as_many_hybrid_workers_to_rollout_as_the_longer_side_needs(
-    waves, training_s, wanted
-):
+def test_libra_moves_as_many_hybrid_workers_as_the_longer_side_needs(waves, training_s, wanted):
     s = libra()
     assert used(s, "hybrid") == []
     for number in range(2):

@@ -364,9 +364,7 @@ def acted(*calls, **args):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("with_criu", [True, False])
-def test_an_agent_can_take_commands_back_and_is_told_what_came_back(
-    with_criu, monkeypatch, request
-):
+def test_an_agent_can_take_commands_back_and_is_told_what_came(with_criu, monkeypatch, request):
     if not with_criu:
         monkeypatch.setenv(criu.VARIABLE, "/nonexistent")
         criu._find.cache_clear()
@@ -511,9 +509,7 @@ def test_undo_is_off_unless_asked_for():
 
 
 @pytest.mark.slow
-def test_a_trajectory_is_wanted_from_its_beginning_so_that_no_other_host_sweeps_its_states(
-    make_config, chats, tmp_path
-):
+def test_no_other_host_sweeps_states_from_a_trajectorys_beginning_on(make_config, chats, tmp_path):
     config = make_config(
         "+experiment=terminal", "sandbox.checkpoints=classified", f"output_dir={tmp_path}"
     )

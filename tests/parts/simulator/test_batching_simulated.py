@@ -46,9 +46,7 @@ def run(batching="synchronous", order="fifo", seed=1, **changes):
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("way_s", [0.0, 2.0])
 @pytest.mark.parametrize("batching", NAMES["batching"])
-def test_each_step_trains_on_a_whole_batch_none_too_old_and_no_prompt_twice(
-    batching, way_s, dynamic
-):
+def test_each_step_trains_on_a_whole_batch_and_no_prompt_twice(batching, way_s, dynamic):
     result, memory, bound = run(
         batching,
         dynamic=dynamic,

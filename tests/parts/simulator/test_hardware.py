@@ -128,9 +128,7 @@ def test_what_is_unknown_or_impossible_is_named(make, said):
         (["trainer.updates_per_step=4", "sim.trainer.forward_passes=1"], 1.0),
     ],
 )
-def test_old_log_probabilities_cost_what_the_live_trainer_spends_on_them(
-    make_config, overrides, passes
-):
+def test_old_log_probabilities_cost_what_the_live_trainer_spends(make_config, overrides, passes):
     """Of its first update the update's own forward pass gives them."""
     c = make_config("mode=simulate", "+experiment=rose_8b", *overrides)
     trainer = build.make_spec(c, "rose", build.ours(c), 1).trainer

@@ -58,9 +58,7 @@ def test_a_mix_of_degrees_has_its_own_gpus_and_as_many_sequences_for_each(make_c
 
 
 @pytest.mark.parametrize("given, wanted", [("null", 16), (24, 24)])
-def test_one_degree_for_all_leaves_an_engine_the_sequences_of_a_live_one(
-    make_config, given, wanted
-):
+def test_one_degree_for_all_leaves_an_engine_a_live_ones_sequences(make_config, given, wanted):
     c = make_config(
         "mode=simulate", "+experiment=rose_8b", "sim.pool.dedicated.tensor_parallel=4",
         f"sim.pool.dedicated.max_sequences={given}", "sim.pools=[dedicated]",

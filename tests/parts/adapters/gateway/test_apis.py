@@ -334,9 +334,7 @@ def test_bodies_and_calls_at_once_are_bounded(serve, monkeypatch):
         ("GET", "/v1/models", b"", 200),
     ],
 )
-def test_whatever_is_asked_counts_and_is_refused_unread_once_it_is_too_much(
-    serve, monkeypatch, method, path, body, status
-):
+def test_too_many_questions_are_refused_unread(serve, monkeypatch, method, path, body, status):
     monkeypatch.setattr(server, "MAX_BODY", 10_000)
     monkeypatch.setattr(session, "BURST", 3)
     monkeypatch.setattr(session, "RATE", 0.0)
