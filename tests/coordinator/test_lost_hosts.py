@@ -152,9 +152,7 @@ def test_a_trajectory_whose_environment_kills_its_hosts_fails_and_others_do_not(
             ask(world, at["g0.1"], "g0.1.t0")  # it waits for the engine
         lose(rollouts, at["g0.0"])  # which is in its environment
     assert [what for what, _ in world.faults].count("environment failed") == 1
-    assert "died 3 times in the same step of it, the last was killed by SIGKILL" in str(
-        world.faults
-    )
+    assert "died 3 times in the same step of it" in str(world.faults)
     assert "g0.0r1" in started(world) and rollouts.runs("g0.1") and not rollouts.runs("g0.0")
     assert rollouts.groups.failed == 1
 

@@ -125,10 +125,7 @@ def test_a_rank_that_does_not_answer_is_named_with_what_was_waited_for(config):
             NullRecorder(),
         )
         device.holder = p.Role.ROLLOUT
-        with pytest.raises(
-            RunFailed,
-            match="rollout ranks to release their devices' memory: no `DeviceChanged` of 1",
-        ):
+        with pytest.raises(RunFailed, match="rollout ranks to release their devices' memory: no"):
             await device.to(p.Role.TRAINER)
         assert device.holder is None
 

@@ -83,10 +83,7 @@ def test_workers_that_go_on_for_too_long_are_named():
     async def scene():
         with pytest.raises(TransferError):
             await breaks_off(engine, TransferError("damaged"))
-        with pytest.raises(
-            EngineError,
-            match="process 4242 is busy for over 0 s with a version whose load was aborted",
-        ):
+        with pytest.raises(EngineError, match="process 4242 is busy for over 0 s with a version"):
             await engine._end_session(0.0)
 
     asyncio.run(scene())

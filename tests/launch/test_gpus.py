@@ -147,9 +147,7 @@ def test_a_rank_of_a_slurm_step_takes_its_places_of_the_steps_list(variable, min
 
 @pytest.mark.parametrize("variable", ["0", "0,1,2", "", "NoDevFiles"])
 def test_a_step_that_shows_too_few_is_named(variable):
-    with pytest.raises(
-        RuntimeError, match="rank 5 is to use GPU 2, 3 of its node's.*gpus_per_node"
-    ):
+    with pytest.raises(RuntimeError, match="rank 5 is to use GPU 2, 3 of its"):
         gpus.of_step((2, 3), variable, "rank 5")
 
 

@@ -92,10 +92,7 @@ def test_the_guard_ends_a_rank_that_stays_stopped(monkeypatch):
     finally:
         signal.signal(signal.SIGALRM, before)
     assert code == -signal.SIGKILL and "had been stopped (SIGSTOP) for 0.05 s" in why
-    assert (
-        "killed by SIGKILL: its process"
-        in trainer(2, None, exit_code=code, error=why).how_it_ended()
-    )
+    assert "killed by SIGKILL: its" in trainer(2, None, exit_code=code, error=why).how_it_ended()
 
 
 def test_a_rank_that_works_is_left_alone(monkeypatch):

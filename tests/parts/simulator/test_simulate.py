@@ -188,9 +188,7 @@ def test_nobody_to_take_turns_is_an_error_that_says_so():
 
 
 def test_turns_that_wait_for_a_day_end_a_run_that_only_ticks():
-    with pytest.raises(
-        RuntimeError, match=r"all turns have waited for 86400 s; which .*, 12 of them wait"
-    ):
+    with pytest.raises(RuntimeError, match=r"all turns have waited for 86400 s; which .*, 12 of"):
         run(cluster(pool(count=0), tick_s=60.0))
 
 
