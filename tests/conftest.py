@@ -126,10 +126,11 @@ def _changed(overrides: tuple[str, ...]) -> bytes:
 
 
 def compose_tree(*overrides: str) -> dict:
-    """conf/ with these overrides, as plain containers. Hydra composes each choice of groups once (a
-    third of a second); single keys (`a.b=1`, `+a.b=1`, `~a.b`) are set afterwards, which is Hydra's
-    order too."""
-    return own_sections(pickle.loads(_changed(overrides)))
+    """conf/ with these overrides ("a=1 b=2" are two), as plain containers. Hydra composes each choice
+    of groups once (a third of a second); single keys (`a.b=1`, `+a.b=1`, `~a.b`) are set afterwards,
+    which is Hydra's order too."""
+    each = [one for words in overrides for one in re.split(r" +(?=[+~]*[a-z][\w./@]*=)", words)]
+    return own_sections(pickle.loads(_changed(tuple(each))))
 
 
 # As nvidia-smi -L prints it on a box of eight.

@@ -56,8 +56,7 @@ def files(tmp_path):
 def config(tree, tmp_path, *overrides):
     return configuration.from_dict(
         tree(
-            "model=qwen3_8b",
-            "model.path=acme/tiny",
+            "model=qwen3_8b model.path=acme/tiny",
             f"output_dir={tmp_path}",
             "model.max_context=512",
             *overrides,
@@ -202,9 +201,8 @@ def test_a_refused_model_leaves_no_file_and_an_earlier_run(cache, tmp_path, caps
     assert front.main(REPOSITORY / "conf", asked) == 2
     assert "model.path='acme/none': the hub can't be reached" in capsys.readouterr().err
     left = {path.relative_to(runs) for path in runs.rglob("*")}
-    assert (left - {Path("earlier/lock")}, runs.parent.exists()) == (
-        ({Path("earlier"), kept}, True) if fresh else (set(), False)
-    )
+    expected = ({Path("earlier"), kept}, True) if fresh else (set(), False)
+    assert (left - {Path("earlier/lock")}, runs.parent.exists()) == expected
 
 
 @pytest.mark.slow

@@ -51,13 +51,11 @@ def test_every_file_that_a_key_names_is_found_and_no_keyword_or_secret(folder, m
         "rows.jsonl": "env.args.data", "mine.py": "env.args.reward", "judge.py": "reward.args.argv"
     }  # fmt: skip
     (folder / "math").write_text("a file that is called as the keyword is")
-    assert names(make_config(*PROMPTS, "env.args.data=rows.jsonl")) == {
-        "rows.jsonl": "env.args.data"
-    }
+    expected = {"rows.jsonl": "env.args.data"}
+    assert names(make_config(*PROMPTS, "env.args.data=rows.jsonl")) == expected
     parts = "{one: {name: function, args: {path: 'mine.py:score'}}, two: {name: judge, args: {api_key_file: key}}}"
-    assert names(make_config("reward=sum", f"reward.args.parts={parts}")) == {
-        "mine.py": "reward.args.parts.one.args.path"
-    }
+    expected = {"mine.py": "reward.args.parts.one.args.path"}
+    assert names(make_config("reward=sum", f"reward.args.parts={parts}")) == expected
     agent = make_config("env=agent", "env.args.command='python judge.py --fast'")
     assert names(agent) == {"judge.py": "env.args.command"}
     words = make_config("env=agent", """env.args.command=[bash,-c,"python judge.py; echo it's"]""")
@@ -120,11 +118,8 @@ def test_a_run_with_a_saved_step_refuses_other_files(folder, make_config, monkey
     (folder / "rows.jsonl").write_text('{"prompt": "b", "answer": "2"}\n')
     (folder / "mine.py").unlink()
     words = resume.check_inputs(run, "run")
-    assert (
-        "env.args.data" in words
-        and "rows.jsonl has changed" in words
-        and "mine.py is gone" in words
-    )
+    assert "env.args.data" in words and "rows.jsonl has changed" in words
+    assert "mine.py is gone" in words
     monkeypatch.setattr(resume.checkpoint, "latest", lambda folder: folder / "step-000001")
     with pytest.raises(ConfigError, match=r"(?s)rows.jsonl has changed.*mine.py is"):
         resume.check_inputs(run, "run")

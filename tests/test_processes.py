@@ -87,9 +87,8 @@ def test_a_family_that_forks_and_ends_all_the_time_is_killed_whole():
 
 def test_programs_find_this_python_where_path_has_none(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    assert shutil.which("python", path=processes.search_path()) == shutil.which(
-        "python", path=os.path.dirname(sys.executable)
-    )
+    found = shutil.which("python", path=processes.search_path())
+    assert found == shutil.which("python", path=os.path.dirname(sys.executable))
     assert processes.bare_environment()["PATH"].split(os.pathsep)[0] == "/nowhere", "its own first"
 
 

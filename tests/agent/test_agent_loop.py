@@ -205,10 +205,8 @@ def test_a_turn_is_asked_for_with_the_whole_context_and_its_own_seed(run, tokeni
         context = unpack_tokens(request.tokens).tolist()
         assert (request.turn, request.trajectory, request.group) == (f"g1.2.t{k}", "g1.2", "g1")
         assert everything[: len(context)] == context
-        assert (
-            everything[len(context) :][: len(result.tokens) // 4]
-            == unpack_tokens(result.tokens).tolist()
-        )
+        found = everything[len(context) :][: len(result.tokens) // 4]
+        assert found == unpack_tokens(result.tokens).tolist()
         assert request.sampling == Sampling(
             max_new_tokens=40, temperature=0.7, top_p=0.9, top_k=5, seed=turn_seed(11, f"g1.2.t{k}")
         )

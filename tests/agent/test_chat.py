@@ -59,9 +59,8 @@ def test_the_first_prompt_is_the_templates(chats, tokenizer, family):
 
 @pytest.mark.parametrize("family", ["tiny", "qwen2.5", "qwen3"])
 def test_tools_are_listed_by_the_template(chats, tokenizer, family):
-    assert chats[family].start(MESSAGES, [TOOL]) == render(
-        tokenizer, TEMPLATES[family], MESSAGES, [TOOL]
-    )
+    found = chats[family].start(MESSAGES, [TOOL])
+    assert found == render(tokenizer, TEMPLATES[family], MESSAGES, [TOOL])
     assert chats[family].native_tools
 
 
@@ -90,10 +89,8 @@ def test_turns_and_observations_join_as_in_the_template(chats, tokenizer, family
 @families
 def test_a_turn_without_its_end_token_is_given_one(chats, tokenizer, family):
     chat = chats[family]
-    assert chat.observation("x", "tool", closed=False) == [
-        tokenizer.eos_token_id,
-        *chat.observation("x", "tool"),
-    ]
+    found = chat.observation("x", "tool", closed=False)
+    assert found == [tokenizer.eos_token_id, *chat.observation("x", "tool")]
 
 
 def test_a_thought_that_the_prompt_opened_has_no_answer_before_its_end(save_tokenizer, chats):
@@ -110,9 +107,8 @@ def test_thinking_of_earlier_turns_stays(chats, tokenizer):
         tokenizer.eos_token_id
     ]
     text = chat.decode(chat.start(MESSAGES, []) + thought + chat.observation("next", "user"))
-    assert "hm" in text and text.endswith(
-        "<|im_end|>\n<|im_start|>user\nnext<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert "hm" in text
+    assert text.endswith("<|im_end|>\n<|im_start|>user\nnext<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_template_arguments_reach_first_and_later_prompts(save_tokenizer):

@@ -123,8 +123,7 @@ def lake(make_config, chats, tokenizer):
             *TREE,
             f"rollout.group_size={group}",
             f"trainer.batch_size={group}",
-            "env.args.hole_probability=0.0",
-            "env.args.shaping=0.5",
+            "env.args.hole_probability=0.0 env.args.shaping=0.5",
             *more,
         )
         return Rollout(config, chats["tiny"], tokenizer, answer, **kwargs)
@@ -136,18 +135,10 @@ def test_a_group_is_trees_whose_leaves_share_their_first_turns_token_by_token(la
     rollout = lake()
     group = rollout.run()
     assert [t.id for t in group] == [f"g0.{member}" for member in range(8)]
-    assert [t.inherited for t in group[:4]] == [
-        [],
-        [("g0.0", 3)],
-        [("g0.0", 2)],
-        [("g0.0", 2), ("g0.2", 1)],
-    ]
-    assert [t.inherited for t in group[4:]] == [
-        [],
-        [("g0.4", 3)],
-        [("g0.4", 2)],
-        [("g0.4", 2), ("g0.6", 1)],
-    ]
+    expected = [[], [("g0.0", 3)], [("g0.0", 2)], [("g0.0", 2), ("g0.2", 1)]]
+    assert [t.inherited for t in group[:4]] == expected
+    expected = [[], [("g0.4", 3)], [("g0.4", 2)], [("g0.4", 2), ("g0.6", 1)]]
+    assert [t.inherited for t in group[4:]] == expected
     inherited = sum(turns for t in group for _, turns in t.inherited)
     assert len(rollout.requests) == sum(t.turns for t in group) - inherited
     assert len({t.tokens for t in group}) == 8
@@ -269,12 +260,8 @@ def test_what_an_environment_has_saved_is_what_the_other_goes_on_from(lake, monk
     rollout = lake(lambda turn: f"word {turn}", group=4)
     group = rollout.run()
     assert rollout.failed == [] and [t.turns for t in group] == [6] * 4
-    assert [t.inherited for t in group] == [
-        [],
-        [("g0.0", 3)],
-        [("g0.0", 2)],
-        [("g0.0", 2), ("g0.2", 1)],
-    ]
+    expected = [[], [("g0.0", 3)], [("g0.0", 2)], [("g0.0", 2), ("g0.2", 1)]]
+    assert [t.inherited for t in group] == expected
     first, *others = (rollout.chat.decode(p.unpack_tokens(t.tokens).tolist()) for t in group)
     number = first.partition(" walked")[0].split()[-1]
     assert all(text.count(f"{number} walked") == 5 for text in (first, *others)), (
@@ -334,13 +321,8 @@ def bash(command):
 def test_sandboxes_fork_by_repeating_determined_commands(make_config, chats, tokenizer):
     config = make_config(
         *TREE,
-        "env=terminal",
-        "env.max_turns=4",
-        "env.max_new_tokens=200",
-        "env.step_timeout_s=60",
-        "rollout.group_size=4",
-        "trainer.batch_size=4",
-        "model.max_context=2048",
+        "env=terminal env.max_turns=4 env.max_new_tokens=200 env.step_timeout_s=60",
+        "rollout.group_size=4 trainer.batch_size=4 model.max_context=2048",
     )
 
     def works(turn):

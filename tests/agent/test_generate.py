@@ -42,21 +42,15 @@ def hosted(config, chat, domain, tokens):
 @pytest.mark.parametrize("domain, turns, new", [("frozen_lake", 3, 16), ("calculator", 2, 24)])
 def test_turns_and_tokens_are_limited(make_config, chats, tokenizer, domain, turns, new):
     config = make_config(
-        "env=games",
-        "env.members.frozen_lake.max_turns=3",
-        "env.members.calculator.max_turns=2",
-        "env.members.calculator.max_new_tokens=24",
-        "model.max_context=4096",
+        "env=games env.members.frozen_lake.max_turns=3 env.members.calculator.max_turns=2",
+        "env.members.calculator.max_new_tokens=24 model.max_context=4096",
         "trainer.micro_batch_tokens=4096",
     )
     words = tokenizer.encode("a word " * 40, add_special_tokens=False)
     *requests, last = hosted(config, chats["tiny"], domain, words)
     assert [(m.domain, m.sampling.max_new_tokens) for m in requests] == [(domain, new)] * turns
-    assert (
-        last.trajectory.domain == domain
-        and last.trajectory.turns == turns
-        and last.trajectory.truncated
-    )
+    assert last.trajectory.domain == domain and last.trajectory.turns == turns
+    assert last.trajectory.truncated
 
 
 def test_a_turns_result_that_arrives_twice_is_taken_once(make_config, chats, tokenizer):
@@ -98,9 +92,7 @@ def test_a_turns_result_that_arrives_twice_is_taken_once(make_config, chats, tok
 
 
 def test_a_failure_names_the_members_key(make_config, chats):
-    config = make_config(
-        "env=games", "model.max_context=65", "env.members.calculator.max_new_tokens=8"
-    )
+    config = make_config("env=games model.max_context=65 env.members.calculator.max_new_tokens=8")
     [failed] = hosted(config, chats["tiny"], "calculator", [])
     assert failed.domain == "calculator" and "env.members.calculator.args smaller" in failed.error
 

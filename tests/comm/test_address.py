@@ -58,9 +58,8 @@ def meet_all(world: int, interface: str | None = None) -> list:
 def test_ranks_of_one_host_meet_on_loopback_and_the_port_stays_open():
     first, *others = meet_all(3)
     assert first.address == "127.0.0.1" and first.interface == "lo"
-    assert {(other.address, other.port, other.listener) for other in others} == {
-        ("127.0.0.1", first.port, None)
-    }
+    expected = {("127.0.0.1", first.port, None)}
+    assert {(other.address, other.port, other.listener) for other in others} == expected
     with first.listener as listening:
         assert listening.getsockname() == ("127.0.0.1", first.port)
         with pytest.raises(OSError):
@@ -285,9 +284,7 @@ def test_a_group_of_ranks_on_two_hosts_is_found():
     def place(*spaces):
         return address.Place("", 1, None, None, [address.Host(s, s, []) for s in spaces])
 
-    assert not place("a", "a", "b", "b").spans_hosts(2) and not address.local_place(1).spans_hosts(
-        2
-    )
-    assert place("a", "b", "a", "b").spans_hosts(2) and place(
-        "a", "a", "a", "b", "b", "b"
-    ).spans_hosts(2)
+    assert not place("a", "a", "b", "b").spans_hosts(2)
+    assert not address.local_place(1).spans_hosts(2)
+    assert place("a", "b", "a", "b").spans_hosts(2)
+    assert place("a", "a", "a", "b", "b", "b").spans_hosts(2)

@@ -4,14 +4,12 @@ list."""
 import pytest
 
 from rose import protocol as p
-from rose.config import Policy
-from rose.config import Scheduler as SchedulerConfig
 from rose.coordinator.groups import Rollouts
 from rose.coordinator.journal import Journal
 from rose.coordinator.turn_log import TurnLog
 from rose.coordinator.turns import TurnHub
 from rose.observe.recorder import NullRecorder
-from rose.policies import build
+from tests.scheduler.said import built
 
 TURN_TIMEOUT_S = 60.0
 HOST = 1
@@ -19,16 +17,7 @@ RANK = {"rollout-0": 10, "rollout-1": 11, "borrowed-1": 100}
 
 
 def scheduler(routing="least_loaded"):
-    return build(
-        SchedulerConfig(
-            provisioning=Policy(name="fixed", args={}),
-            routing=Policy(name=routing, args={}),
-            order=Policy(name="fifo", args={}),
-            batching=Policy(name="synchronous", args={"max_admitted": 4.0}),
-            queue_depth=0.0,
-        ),
-        TURN_TIMEOUT_S,
-    )
+    return built(TURN_TIMEOUT_S, routing=routing)
 
 
 class World:
@@ -129,9 +118,7 @@ def world(tmp_path):
 @pytest.fixture
 def rollouts(world, make_config):
     """On two environment hosts that are up, with an engine."""
-    config = make_config(
-        "rollout.group_size=2", "trainer.batch_size=8", "rollout.environment_hosts=2"
-    )
+    config = make_config("rollout.group_size=2 trainer.batch_size=8 rollout.environment_hosts=2")
     made = Rollouts(
         config,
         world.hub,

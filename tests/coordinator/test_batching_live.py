@@ -134,14 +134,12 @@ def test_a_synchronous_run_resumes_with_the_very_next_batch_and_the_turns_it_had
         lambda c: c.step == 3 and c.batch is None and c.rollouts.progress[0] > 2,
     )
     had = {t.id: first.received[t.id] for t in second.trained[4] if t.id in first.received}
-    assert len(had) > 2 and all(
-        t.tokens[4:].startswith(had.get(t.id, b"")) for t in second.trained[4]
-    )
+    assert len(had) > 2
+    assert all(t.tokens[4:].startswith(had.get(t.id, b"")) for t in second.trained[4])
     row = rows_of(read_metrics(tmp_path / "broken"), "step")[3]
     assert row["resumed_tokens"] >= sum(map(len, had.values())) // 4
-    assert step == 3 and trained(whole) == {
-        s: g for s, g in trained(first).items() if s <= 3
-    } | trained(second)
+    assert step == 3
+    assert trained(whole) == {s: g for s, g in trained(first).items() if s <= 3} | trained(second)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

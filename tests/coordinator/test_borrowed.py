@@ -163,15 +163,8 @@ def test_a_turn_that_a_rank_gives_back_goes_on_elsewhere_and_the_rank_stays(cour
         c.world.taken(p.GenerateTurn)
         c.world.finish([4])
         [(rank, again)] = c.world.taken(p.GenerateTurn)
-        assert rank == RANK["rollout-0"] and p.unpack_tokens(again.tokens).tolist() == [
-            1,
-            2,
-            3,
-            5,
-            5,
-            5,
-            6,
-        ]
+        assert rank == RANK["rollout-0"]
+        assert p.unpack_tokens(again.tokens).tolist() == [1, 2, 3, 5, 5, 5, 6]
 
     court.run(story)
 
@@ -182,9 +175,8 @@ def test_a_rank_that_leaves_in_order_is_no_fault(court):
         joiner = c.join("leaves")
         await c.until(lambda: joiner.poll() is not None, "its end")
         assert joiner.communicate()[0] == "goodbye\n" and c.world.faults == []
-        assert [what for what, _ in c.changes] == ["joined", "left"] and c.workers() == [
-            "rollout-0"
-        ]
+        assert [what for what, _ in c.changes] == ["joined", "left"]
+        assert c.workers() == ["rollout-0"]
 
     court.run(story)
 
@@ -248,9 +240,8 @@ def test_asks_with_a_wrong_token_an_old_version_or_garbage_are_refused_in_words(
             for path in folder.glob("*.answer")
         }
         assert "token" in reasons["one"].reason and "protocol version 1" in reasons["two"].reason
-        assert "no request" in reasons["three"].reason and not any(
-            a.worker or a.port for a in reasons.values()
-        )
+        assert "no request" in reasons["three"].reason
+        assert not any(a.worker or a.port for a in reasons.values())
         assert len(c.world.faults) == 3
 
     court.run(story)
@@ -278,11 +269,8 @@ def test_garbage_on_every_port_that_is_open_stops_nobody(court):
         await c.until(
             lambda: heard.add(rank.guest.last_seen) or len(heard) > BEATS, "beats of the rank"
         )
-        assert (
-            c.world.faults == []
-            and joiner.poll() is None
-            and c.workers() == ["borrowed-1", "rollout-0"]
-        )
+        assert c.world.faults == [] and joiner.poll() is None
+        assert c.workers() == ["borrowed-1", "rollout-0"]
 
     court.run(story)
 
@@ -301,10 +289,8 @@ def test_no_more_ranks_than_allowed(tmp_path, make_config):
 def test_the_folder_is_private_and_closed_with_the_run(court):
     async def story(c):
         folder = join.folder(c.run_dir)
-        assert (
-            folder.stat().st_mode & 0o777 == 0o700
-            and (folder / "token").stat().st_mode & 0o777 == 0o600
-        )
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert (folder / "token").stat().st_mode & 0o777 == 0o600
         first = join.endpoint(c.run_dir)
         await c.until(lambda: join.endpoint(c.run_dir) != first, "a sign of life")
 

@@ -51,17 +51,15 @@ def fails(groups, trajectory, error="boom", **more):
 def test_a_group_is_complete_when_its_last_member_is_in():
     groups = opened(3, seeded=True)
     starts = groups.open("g4", Phase.TRAIN, Task("lake", 99), 3)
-    assert [s.id for s in starts] == ["g4.0", "g4.1", "g4.2"] and {s.env_seed for s in starts} == {
-        99
-    }
+    assert [s.id for s in starts] == ["g4.0", "g4.1", "g4.2"]
+    assert {s.env_seed for s in starts} == {99}
     assert len({s.sampling_seed for s in starts}) == 3
     assert {
         s.sampling_seed
         for s in opened(3, seeded=False).open("g4", Phase.TRAIN, Task("lake", 99), 3)
     } == {None}
-    assert (
-        groups.finished(trajectory("g4.2")) is None and groups.finished(trajectory("g4.0")) is None
-    )
+    assert groups.finished(trajectory("g4.2")) is None
+    assert groups.finished(trajectory("g4.0")) is None
     assert groups.finished(trajectory("g4.2")) is None  # a second word about it changes nothing
     assert [t.id for t in groups.finished(trajectory("g4.1"))] == ["g4.0", "g4.1", "g4.2"]
     assert groups.running == 0
@@ -152,11 +150,8 @@ def test_a_given_up_tree_grows_again_among_the_new_members():
     groups = Groups(1, {"lake": Bounds(1, 0.2, "env")}, False, branching)
     groups.open("g4", Phase.TRAIN, Task("lake", 98), 2, spare=1)
     starts = fails(groups, "g4.0", certain=True).starts
-    assert [(s.id, s.follows, s.fork) for s in starts] == [
-        ("g4.0r1", "", 0),
-        ("g4.1r1", "g4.0r1", 1),
-        ("g4.2r1", "", 0),
-    ]
+    expected = [("g4.0r1", "", 0), ("g4.1r1", "g4.0r1", 1), ("g4.2r1", "", 0)]
+    assert [(s.id, s.follows, s.fork) for s in starts] == expected
 
 
 def test_a_few_bad_tasks_among_many_never_end_the_run():
@@ -221,9 +216,8 @@ def test_a_dropped_group_is_forgotten():
     groups.open("g0", Phase.TRAIN, Task("lake", 9), 2)
     groups.finished(trajectory("g0.0"))
     running, done = groups.drop("g0")
-    assert (
-        running == ["g0.1"] and [t.id for t in done] == ["g0.0"] and groups.drop("g0") == ([], [])
-    )
+    assert running == ["g0.1"] and [t.id for t in done] == ["g0.0"]
+    assert groups.drop("g0") == ([], [])
     assert groups.finished(trajectory("g0.1")) is None
     assert fails(groups, "g0.1", "late") == Replaced()
 
@@ -334,13 +328,8 @@ def test_forks_are_drawn_by_name_and_lead_back_to_the_trees_first(ways, depth, t
 def test_spare_members_and_held_out_tasks_never_fork():
     groups = Groups(1, {"lake": Bounds(3, 0.2, "env")}, False, Branching(ways=[2], at=[1], depth=1))
     starts = groups.open("g4", Phase.TRAIN, Task("lake", 99), 4, spare=1)
-    assert [(s.follows, s.fork) for s in starts] == [
-        ("", 0),
-        ("g4.0", 1),
-        ("", 0),
-        ("g4.2", 1),
-        ("", 0),
-    ]
+    expected = [("", 0), ("g4.0", 1), ("", 0), ("g4.2", 1), ("", 0)]
+    assert [(s.follows, s.fork) for s in starts] == expected
     [alone] = groups.open("e0-1", Phase.EVAL, Task("lake", 99), 1)
     assert alone.follows == ""
     [replaced] = fails(groups, "g4.1", "broken").starts

@@ -129,8 +129,5 @@ def test_engines_steps_are_counted_from_heartbeats_over_restarts():
     decoding.begin_step()
     load(1, 160, 70, 40, 20)
     load(2, 20, 20, 10, 0)
-    assert decoding.row() == {
-        "tokens_per_engine_step": 2.0,
-        "drafted_tokens": 50,
-        "accepted_tokens": 20,
-    }
+    expected = {"tokens_per_engine_step": 2.0, "drafted_tokens": 50, "accepted_tokens": 20}
+    assert decoding.row() == expected

@@ -17,13 +17,8 @@ STEPS = 6
 def config(make_config):
     return lambda *overrides: make_config(
         f"trainer.steps={STEPS}",
-        "eval.episodes=3",
-        "eval.every=2",
-        "trainer.batch_size=8",
-        "rollout.group_size=2",
-        "serving.borrow=false",
-        "observe.tensorboard=false",
-        "observe.save_trajectories=false",
+        "eval.episodes=3 eval.every=2 trainer.batch_size=8 rollout.group_size=2",
+        "serving.borrow=false observe.tensorboard=false observe.save_trajectories=false",
         "trainer.checkpoint_every=100",
         *overrides,
     )
@@ -55,17 +50,14 @@ def test_sets_have_tasks_of_their_own_and_all_samples_of_a_task_are_one_group(co
     assert first["eval_reward"] == pytest.approx(sum(solved) / 6)
     pairs = [any(solved[2 * task : 2 * task + 2]) for task in range(3)]
     assert first["eval_pass_at_2"] == pytest.approx(sum(pairs) / 3)
-    assert {k for k in first if k.startswith("eval_pass_at_") and k.endswith("/sums")} == {
-        "eval_pass_at_2/sums",
-        "eval_pass_at_4/sums",
-    }
+    expected = {"eval_pass_at_2/sums", "eval_pass_at_4/sums"}
+    assert {k for k in first if k.startswith("eval_pass_at_") and k.endswith("/sums")} == expected
     domains = {g: d for g, d in peer.domain_of_group.items() if g.startswith("e0")}
     assert sorted(domains.values()) == ["frozen_lake"] * 3 + ["lake"] + ["sums"] * 2
     assert all(peer.seed_of_group[group] % 2 for group in domains), "held-out seeds are odd"
     again = {g.replace(f"e{STEPS}-", "e0-"): s for g, s in peer.seed_of_group.items()}
-    assert {group: again[group] for group in domains} == {
-        group: peer.seed_of_group[group] for group in domains
-    }
+    expected = {group: peer.seed_of_group[group] for group in domains}
+    assert {group: again[group] for group in domains} == expected
 
 
 def test_without_own_tasks_the_sets_together_are_the_score(config, tmp_path):
@@ -115,9 +107,8 @@ def test_a_run_that_no_longer_gets_better_ends_and_has_its_last_step(config, tmp
     scores = list(score_of(tmp_path).values())
     last = coordinator.step
     assert 3 <= last < 40 and len(scores) == last + 1 and len(peer.trained) == last
-    assert max(scores[-3:]) <= max(scores[:-3]) and "eval.stop.patience=3" in (
-        coordinator.stopped_early
-    )
+    assert max(scores[-3:]) <= max(scores[:-3])
+    assert "eval.stop.patience=3" in (coordinator.stopped_early)
     for before in range(4, len(scores)):
         assert max(scores[before - 3 : before]) > max(scores[: before - 3]), "no earlier"
     assert steps_of(tmp_path) == [last]

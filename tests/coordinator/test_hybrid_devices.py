@@ -30,15 +30,9 @@ DEVICES = {
 def config(make_config):
     return lambda *overrides, provisioning=ALL_IDLE: make_config(
         f"trainer.steps={STEPS}",
-        "eval.episodes=2",
-        "trainer.batch_size=16",
-        "rollout.group_size=2",
-        "rollout.workers=1",
-        "rollout.hybrid=1",
-        "serving.borrow=false",
-        "observe.tensorboard=false",
-        "observe.save_trajectories=false",
-        "trainer.checkpoint_every=2",
+        "eval.episodes=2 trainer.batch_size=16 rollout.group_size=2 rollout.workers=1",
+        "rollout.hybrid=1 serving.borrow=false observe.tensorboard=false",
+        "observe.save_trajectories=false trainer.checkpoint_every=2",
         *provisioning,
         *overrides,
     )
@@ -414,12 +408,8 @@ def test_a_batch_that_is_complete_while_engines_wake_breaks_that_off(config):
         turns.begin(p.Role.ROLLOUT)  # nor where the trainer is to save
         await asyncio.sleep(0)
         assert turns.holder is p.Role.TRAINER
-        assert [(rank, type(m)) for rank, m in sent] == [
-            (2, p.Sleep),
-            (hybrid, p.Wake),
-            (hybrid, p.Sleep),
-            (2, p.Wake),
-        ]
+        expected = [(2, p.Sleep), (hybrid, p.Wake), (hybrid, p.Sleep), (2, p.Wake)]
+        assert [(rank, type(m)) for rank, m in sent] == expected
 
     def made_ranks(made):
         from rose.launch.layout import hybrid_ranks

@@ -321,12 +321,8 @@ def test_hosts_that_die_lose_and_repeat_nothing(policy, make_config, tmp_path, m
     monkeypatch.setattr(groups, "FAIL_AFTER_LOSSES", 1000)  # losses, more than there will be
     config = make_config(
         f"scheduler/batching={policy}",
-        "trainer.steps=4",
-        "trainer.batch_size=8",
-        "rollout.group_size=2",
-        "rollout.environment_hosts=3",
-        "rollout.host_restarts=1000",
-        "eval.episodes=4",
+        "trainer.steps=4 trainer.batch_size=8 rollout.group_size=2 rollout.environment_hosts=3",
+        "rollout.host_restarts=1000 eval.episodes=4",
     )
     draw, deaths = random.Random(7), []
 

@@ -25,15 +25,9 @@ STEPS = 4
 def config(make_config):
     return lambda *overrides: make_config(
         f"trainer.steps={STEPS}",
-        "eval.episodes=2",
-        "trainer.batch_size=16",
-        "rollout.group_size=2",
-        "rollout.workers=2",
-        "trainer.elastic_replicas=2",
-        "serving.borrow=false",
-        "observe.tensorboard=false",
-        "observe.save_trajectories=false",
-        "trainer.checkpoint_every=2",
+        "eval.episodes=2 trainer.batch_size=16 rollout.group_size=2 rollout.workers=2",
+        "trainer.elastic_replicas=2 serving.borrow=false observe.tensorboard=false",
+        "observe.save_trajectories=false trainer.checkpoint_every=2",
         *overrides,
     )
 
@@ -112,12 +106,8 @@ def test_a_late_gradient_of_one_that_hangs_is_not_applied(config, tmp_path, monk
     _, peer = peers.run(made, tmp_path)
     assert len(peer.trained) == STEPS and said.count(2) == 2
     rows = rows_of(read_metrics(tmp_path), "step")
-    assert [(row["replicas"], row["replicas_lost"]) for row in rows] == [
-        (2, 0),
-        (2, 1),
-        (1, 0),
-        (1, 0),
-    ]
+    expected = [(2, 0), (2, 1), (1, 0), (1, 0)]
+    assert [(row["replicas"], row["replicas_lost"]) for row in rows] == expected
     assert peer.stopped == [(ranks_of(made)[1], 2)]
     [fault] = [row["detail"] for row in read_metrics(tmp_path) if row["kind"] == "fault"]
     assert "rollout-1: no gradient of step 2 in" in fault and "times as long as" in fault

@@ -286,10 +286,8 @@ def test_an_engine_learns_from_siblings_in_one_call_at_a_time(play):
         await calls(2)
 
     kept, ended = range(2, rollout.HINTS + 2), range(1, rollout.HINTS + 2)
-    assert play(scene)[2:] == [
-        (["t0"], ["g0"]),
-        ([f"t{i}" for i in kept], [f"g{i}" for i in ended]),
-    ]
+    expected = [(["t0"], ["g0"]), ([f"t{i}" for i in kept], [f"g{i}" for i in ended])]
+    assert play(scene)[2:] == expected
 
 
 def test_on_a_gpu_the_engine_is_started_with_sleep_mode(play):

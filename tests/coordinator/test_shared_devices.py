@@ -20,15 +20,9 @@ STEPS = 4
 def config(make_config):
     return lambda *overrides: make_config(
         f"trainer.steps={STEPS}",
-        "eval.episodes=3",
-        "eval.every=2",
-        "trainer.batch_size=8",
-        "rollout.group_size=2",
-        "serving.borrow=false",
-        "observe.tensorboard=false",
-        "observe.save_trajectories=false",
-        "trainer.checkpoint_every=2",
-        "colocate=true",
+        "eval.episodes=3 eval.every=2 trainer.batch_size=8 rollout.group_size=2",
+        "serving.borrow=false observe.tensorboard=false observe.save_trajectories=false",
+        "trainer.checkpoint_every=2 colocate=true",
         *overrides,
     )
 
@@ -63,9 +57,8 @@ def test_a_run_changes_turns_twice_a_step_and_trains_as_without(seed, config, tm
     ]
     rows = rows_of(read_metrics(tmp_path / "shared"), "step")
     assert [row["version"] for row in rows] == list(range(1, STEPS + 1))
-    assert rows[-1]["seconds_sleep"] == pytest.approx(0.2) and rows[-1][
-        "seconds_wake"
-    ] == pytest.approx(0.4)
+    assert rows[-1]["seconds_sleep"] == pytest.approx(0.2)
+    assert rows[-1]["seconds_wake"] == pytest.approx(0.4)
     assert rows[-1]["trainer_sleep_free_gib"] == 20.0 and rows[-1]["rollout_wake_gib"] == 3.0
 
 

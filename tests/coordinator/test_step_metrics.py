@@ -141,9 +141,8 @@ def test_where_rollouts_go_on_in_training_the_rate_is_of_all_that_time():
     )
     times = {"rollout": 1.0, "idle": 0.0, "train": 5.0, "sync": 1.0}
     found = step_row([[trajectory("g0.0", 1.0, 8)]], {}, times, made, rollouts, began + 7.0)
-    assert found["tokens_per_s"] == pytest.approx(100) and found[
-        "engine_utilisation"
-    ] == pytest.approx(1.0)
+    assert found["tokens_per_s"] == pytest.approx(100)
+    assert found["engine_utilisation"] == pytest.approx(1.0)
 
 
 def test_a_run_from_saved_trajectories_has_no_engines():
@@ -200,9 +199,8 @@ def test_each_member_of_a_mixture_has_values_of_its_own_and_one_without_trajecto
         found["trajectories/sums"],
         found["trajectories/words"],
     ) == (2, 1, 0)
-    assert (
-        found["success/lake"] == found["reward_mean/lake"] == 0.5 and found["success/sums"] == 0.0
-    )
+    assert found["success/lake"] == found["reward_mean/lake"] == 0.5
+    assert found["success/sums"] == 0.0
     assert found["response_tokens_mean/lake"] == 6 and found["turns_mean/sums"] == 2
     assert (found["invalid_calls/lake"], found["truncated/sums"], found["truncated/lake"]) == (
         2,
@@ -219,9 +217,6 @@ def test_each_member_is_evaluated_on_the_held_out_tasks_that_are_its_own():
         1,
         0.5,
     )
-    assert (found["eval_n/sums"], found["eval_reward/sums"], found["eval_turns/sums"]) == (
-        1,
-        0.0,
-        2.0,
-    )
+    expected = (1, 0.0, 2.0)
+    assert (found["eval_n/sums"], found["eval_reward/sums"], found["eval_turns/sums"]) == expected
     assert "eval_n/words" not in found and evaluation_by_domain([], [MIXED]) == {}

@@ -17,10 +17,7 @@ TRAINED = 3  # steps before the one in which the stop comes
 @pytest.fixture
 def config(make_config):
     return make_config(
-        "trainer.steps=6",
-        "trainer.batch_size=8",
-        "rollout.group_size=4",
-        "trainer.checkpoint_every=100",
+        "trainer.steps=6 trainer.batch_size=8 rollout.group_size=4 trainer.checkpoint_every=100",
         "eval.episodes=0",
     )
 
@@ -135,12 +132,8 @@ def test_no_step_begins_after_the_one_that_is_waited_for(make_config, tmp_path, 
     a step."""
     made = make_config(
         f"scheduler/batching={batching}",
-        "algorithm.importance_cap=2.0",
-        "trainer.steps=30",
-        "trainer.batch_size=8",
-        "rollout.group_size=4",
-        "trainer.checkpoint_every=100",
-        "eval.episodes=0",
+        "algorithm.importance_cap=2.0 trainer.steps=30 trainer.batch_size=8 rollout.group_size=4",
+        "trainer.checkpoint_every=100 eval.episodes=0",
     )
     with pytest.raises(Stopped):
         peers.run(made, tmp_path, seed=seed, stop_when=training)

@@ -95,16 +95,8 @@ def test_a_turn_that_is_slow_on_a_borrowed_engine_goes_on_elsewhere(tmp_path, mo
     world.finish([4], turn=fast, rank=10)
     assert world.taken(p.AbortTurn) == [(100, p.AbortTurn(slow, 1))]
     [(rank, again)] = world.taken(p.GenerateTurn)
-    assert (rank, again.turn, again.attempt) == (10, slow, 2) and tokens(again) == [
-        1,
-        2,
-        3,
-        7,
-        8,
-        9,
-        10,
-        11,
-    ]
+    assert (rank, again.turn, again.attempt) == (10, slow, 2)
+    assert tokens(again) == [1, 2, 3, 7, 8, 9, 10, 11]
     world.progress([12], turn=slow, rank=100)  # a late word of the attempt that was cut off
     world.finish([12, 13], attempt=2, turn=slow, rank=10)
     [result] = [m for _, m in world.taken(p.TurnResult) if m.turn == slow]
@@ -138,9 +130,8 @@ def test_words_of_an_incarnation_that_is_gone_are_ignored(world):
     assert world.taken(p.LoadVersion) == [(10, p.LoadVersion(0, "v0/manifest.json"))]
     world.hub.handle(10, p.VersionLoaded("rollout-0", 1, 0, 0.1, 0.1, 10))
     world.hub.handle(10, p.WorkerLoad("rollout-0", 1, 3, 2, 0.5, 0, 0, 0))
-    assert (
-        world.hub.stale_workers() == ["rollout-0"] and world.hub.workers["rollout-0"].running == 0
-    )
+    assert world.hub.stale_workers() == ["rollout-0"]
+    assert world.hub.workers["rollout-0"].running == 0
     world.down("rollout-0", incarnation=1)
     assert world.hub.workers["rollout-0"].alive
     world.hub.handle(10, p.VersionLoaded("rollout-0", 2, 0, 0.1, 0.1, 10))
@@ -199,10 +190,8 @@ def test_a_turn_that_an_engine_gives_back_goes_on_elsewhere_with_its_tokens_coun
     [(_, result)] = world.taken(p.TurnResult)
     assert tokens(result) == [4, 5, 6, 7] and result.migrations == 1
     assert (world.hub.returned, world.hub.ledger.migrations, world.faults) == (1, 1, [])
-    assert (
-        world.hub.workers["rollout-0"].tokens == 3
-        and world.hub.workers["rollout-0"].open_turns == 0
-    )
+    assert world.hub.workers["rollout-0"].tokens == 3
+    assert world.hub.workers["rollout-0"].open_turns == 0
     world.hub.begin_step()
     assert world.hub.returned == 0
 
@@ -212,11 +201,8 @@ def test_a_turn_that_is_given_back_with_its_last_token_is_complete(world):
     world.progress([4])
     world.give_back([5])
     [(_, result)] = world.taken(p.TurnResult)
-    assert (
-        tokens(result) == [4, 5]
-        and result.finish is p.FinishReason.LENGTH
-        and world.hub.returned == 0
-    )
+    assert tokens(result) == [4, 5] and result.finish is p.FinishReason.LENGTH
+    assert world.hub.returned == 0
 
 
 def test_a_turn_that_is_cancelled_while_it_is_given_back_stays_cancelled(world):
@@ -253,16 +239,12 @@ def test_a_chunk_that_is_made_goes_on_where_it_was_and_a_stop_ends_the_turn(worl
     assert first.sampling.max_new_tokens == 2
     world.finish([4, 5], finish=p.FinishReason.LENGTH)
     [(rank, second)] = world.taken(p.GenerateTurn)
-    assert (rank, second.attempt, tokens(second)) == (10, 2, [1, 2, 3, 4, 5]) and world.taken(
-        p.TurnResult
-    ) == []
+    assert (rank, second.attempt, tokens(second)) == (10, 2, [1, 2, 3, 4, 5])
+    assert world.taken(p.TurnResult) == []
     world.finish([6, 7], attempt=2)  # the end-of-turn token is the chunk's last
     [(_, result)] = world.taken(p.TurnResult)
-    assert (
-        tokens(result) == [4, 5, 6, 7]
-        and result.migrations == 0
-        and world.hub.ledger.migrations == 0
-    )
+    assert tokens(result) == [4, 5, 6, 7] and result.migrations == 0
+    assert world.hub.ledger.migrations == 0
     assert world.hub.returned == 0 and world.hub.workers["rollout-0"].open_turns == 0
 
 
@@ -281,10 +263,8 @@ def test_the_turns_of_a_worker_that_is_to_rest_are_aborted_without_a_fault(world
     world.scheduler._provisioning.decide = lambda at, cluster: [ev.RestWorker("rollout-0")]
     world.hub.feed(ev.Tick(at=time.time()))
     assert world.taken(p.AbortTurn) == [(10, p.AbortTurn("g0.0.t0", 1))]
-    assert [rank for rank, _ in world.taken(p.GenerateTurn)] == [11] and (
-        world.faults,
-        world.actions,
-    ) == ([], [])
+    assert [rank for rank, _ in world.taken(p.GenerateTurn)] == [11]
+    assert (world.faults, world.actions) == ([], [])
     world.hub.publish(1, "v1/manifest.json")
     assert world.taken(p.LoadVersion) == [(11, p.LoadVersion(1, "v1/manifest.json"))]
     assert world.hub.stale_workers() == ["rollout-1"]
@@ -293,11 +273,8 @@ def test_the_turns_of_a_worker_that_is_to_rest_are_aborted_without_a_fault(world
 def test_a_version_that_a_worker_refuses_ends_the_run_with_the_cause(world):
     world.hub.handle(10, p.VersionFailed("rollout-0", 1, 3, "tensor 'x' is corrupted"))
     [action] = world.actions
-    assert (
-        isinstance(action, ev.GiveUp)
-        and "rollout-0" in action.reason
-        and "tensor 'x'" in action.reason
-    )
+    assert isinstance(action, ev.GiveUp) and "rollout-0" in action.reason
+    assert "tensor 'x'" in action.reason
 
 
 def test_a_worker_that_could_not_load_a_version_is_given_the_newer_one_that_is_there(world):

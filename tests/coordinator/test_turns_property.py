@@ -170,17 +170,14 @@ def test_no_turn_is_lost_and_every_token_counts_once(workers, steps):
             engines.step(what, engines.workers[WORKERS.index(worker) % workers], *rest)
         engines.end()
         hub, cluster = engines.world.hub, engines.world.scheduler.cluster
-        assert (
-            set(engines.results)
-            == {engines.name(n) for n in range(engines.asked)} - engines.cancelled
-        )
+        found = set(engines.results)
+        assert found == {engines.name(n) for n in range(engines.asked)} - engines.cancelled
         for turn, tokens in engines.results.items():
             assert 1 <= len(tokens) <= NEW and tokens == engines.tokens(turn, 0, len(tokens))
         assert len(hub.ledger) == 0 and cluster.turns == {} and engines.world.actions == []
         assert all(w.open_turns == 0 for w in hub.workers.values())
         assert all(w.turns == {} and w.accepts_turns for w in cluster.workers.values())
-        assert sum(w.tokens for w in hub.workers.values()) + sum(hub.past.values()) == sum(
-            engines.counted.values()
-        )
+        found = sum(w.tokens for w in hub.workers.values()) + sum(hub.past.values())
+        assert found == sum(engines.counted.values())
         engines.world.journal.close()
         assert replay(engines.world.journal_path, scheduler()) > 0

@@ -43,8 +43,6 @@ def test_a_silence_is_shown_and_said_once_before_it_ends_the_run(monkeypatch):
 
     with pytest.raises(RunFailed, match=r"for 101 s while 64 run; in their .*: g0\.1"):
         asyncio.run(scene())
-    assert [words.split(" while")[0] for words in said] == [
-        "no token and no trajectory for 61 s",
-        "no token and no trajectory for 62 s",
-    ]
+    expected = ["no token and no trajectory for 61 s", "no token and no trajectory for 62 s"]
+    assert [words.split(" while")[0] for words in said] == expected
     assert shown.count("") == 1 and "progress: no token and no trajectory for 31 s" in shown[0]

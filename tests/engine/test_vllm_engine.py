@@ -202,10 +202,8 @@ def test_turns_end_at_eos_at_the_limit_and_at_the_context(warm, loop, model_conf
         else:
             assert result["finish"] is protocol.FinishReason.LENGTH
             assert len(prompt) + len(result["tokens"]) == model_config.max_context
-    assert {r["finish"] for r in results} == {
-        protocol.FinishReason.STOP,
-        protocol.FinishReason.LENGTH,
-    }
+    expected = {protocol.FinishReason.STOP, protocol.FinishReason.LENGTH}
+    assert {r["finish"] for r in results} == expected
     full = loop.run_until_complete(turn(engine, "full", [5] * model_config.max_context))
     assert (full["tokens"], full["finish"]) == ([], protocol.FinishReason.LENGTH)
     stats = engine.stats()
@@ -298,9 +296,8 @@ def test_a_version_that_arrives_mid_turn_splits_it(start, warm, loop, folders, t
         asyncio.wait_for(arrives_mid_turn(engine, store, in_flight), DEADLINE_S)
     )
     cut = len(result["versions"]) if finish else result["versions"].index(1)
-    assert (
-        set(result["versions"][:cut]) == {-1} and set(result["versions"][cut:]) <= {1} and cut >= 20
-    )
+    assert set(result["versions"][:cut]) == {-1} and set(result["versions"][cut:]) <= {1}
+    assert cut >= 20
     assert set(late["versions"]) == {1}
     agrees(new, [late], [PROMPTS[3]])
     for model, part in ((old, slice(0, cut)), (new, slice(cut, None))):
@@ -311,10 +308,8 @@ def test_a_version_that_arrives_mid_turn_splits_it(start, warm, loop, folders, t
         np.testing.assert_allclose(result["logprobs"][part], logprobs[part], atol=1e-3)
     if in_flight == "keep":
         # the new weights did make them
-        assert (
-            cut < len(result["tokens"])
-            and result["tokens"][cut:] != reference(old, PROMPTS[2], result["tokens"])[0][cut:]
-        )
+        assert cut < len(result["tokens"])
+        assert result["tokens"][cut:] != reference(old, PROMPTS[2], result["tokens"])[0][cut:]
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2", "Llama"])
@@ -339,10 +334,8 @@ def test_50_sparse_versions_are_as_the_last_one(start, warm, loop, folders, tmp_
     fresh = start("trained")
     assert loop.run_until_complete(engine.checksum()) == loop.run_until_complete(fresh.checksum())
     of_both = [loop.run_until_complete(turn(e, "t", PROMPTS[0])) for e in (engine, fresh)]
-    assert (
-        of_both[0]["logprobs"] == of_both[1]["logprobs"]
-        and of_both[0]["tokens"] == of_both[1]["tokens"]
-    )
+    assert of_both[0]["logprobs"] == of_both[1]["logprobs"]
+    assert of_both[0]["tokens"] == of_both[1]["tokens"]
 
 
 @pytest.mark.parametrize(
@@ -507,9 +500,8 @@ def test_deterministic_turns_do_not_depend_on_their_company(start, loop):
     alone = [
         loop.run_until_complete(turn(engine, f"t{i}", p, sampling)) for i, p in enumerate(PROMPTS)
     ]
-    assert [(r["tokens"], r["logprobs"]) for r in together] == [
-        (r["tokens"], r["logprobs"]) for r in alone
-    ]
+    expected = [(r["tokens"], r["logprobs"]) for r in alone]
+    assert [(r["tokens"], r["logprobs"]) for r in together] == expected
 
 
 def test_unservable_models_leave_nothing(loop, folders, rollout, model_config, tmp_path):

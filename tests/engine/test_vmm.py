@@ -132,9 +132,8 @@ def test_the_calls_are_those_of_cudas_header(tmp_path):
     page = driver.granularity
     assert page == 2**21
     pool = PagePool(driver, 5 * page - 1)
-    assert (
-        pool.nbytes == 5 * page and pool.__cuda_array_interface__["data"][0] == pool.address > 2**32
-    )
+    assert pool.nbytes == 5 * page
+    assert pool.__cuda_array_interface__["data"][0] == pool.address > 2**32
     pool.map([(page, 4 * page)])
     assert rights(pool.address + page) == "rw" and rights(pool.address) == "--"
     assert driver.available() == 0

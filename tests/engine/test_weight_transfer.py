@@ -77,11 +77,8 @@ def test_on_a_shared_device_staging_takes_the_least(made, monkeypatch, device, s
         monkeypatch.setenv(plugin.FOLDER, "boards")
     engine, receiver = made(device)
     staged(engine)
-    assert (
-        engine.status()["state"] == "staged"
-        and receiver.device_bytes == wanted
-        and not receiver.released
-    )
+    assert engine.status()["state"] == "staged" and receiver.device_bytes == wanted
+    assert not receiver.released
     engine.abandon()
     assert receiver.released == 1
 

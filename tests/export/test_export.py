@@ -144,7 +144,7 @@ def test_a_hub_model_is_named_by_its_commit(make_config, base):
 
     commit = "0123456789abcdef0123456789abcdef01234567"
     config = make_config(
-        "model.source=hub", "model.path=Qwen/Qwen3-0.6B", f"+model.snapshot=/cache/{commit}"
+        "model.source=hub model.path=Qwen/Qwen3-0.6B", f"+model.snapshot=/cache/{commit}"
     )
     assert base_of(config) == "Qwen/Qwen3-0.6B (commit 0123456789ab)"
     assert _header(config)["base_model"] == "Qwen/Qwen3-0.6B"
@@ -174,9 +174,8 @@ def test_the_best_step_is_that_with_the_highest_held_out_reward(run, tmp_path, c
 
 def test_a_step_that_is_not_there_names_those_that_are(run, tmp_path, capsys):
     code, _, err = main(capsys, run.run, "--step", 7, "--out", tmp_path / "home")
-    assert (
-        code == 1 and f"step 7 can't be had; there are: the weight store {run.store}: 0 to 3" in err
-    )
+    assert code == 1
+    assert f"step 7 can't be had; there are: the weight store {run.store}: 0 to 3" in err
     assert not (tmp_path / "home").exists()
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -272,9 +271,8 @@ def test_a_copy_of_links_keeps_versions_that_the_trainer_removes(trained_on, tmp
         trained_on.step()
         trained_on.publish(version)
         trained_on.tidy()
-    assert 1 not in versions.readable(trained_on.store) and 19 in versions.readable(
-        trained_on.store
-    )
+    assert 1 not in versions.readable(trained_on.store)
+    assert 19 in versions.readable(trained_on.store)
     with pytest.raises(Missing, match="step 1 can't be had; there are: .*19"):
         export(trained_on.run, 1, tmp_path / "home", MIB)
     done = export(trained_on.run, 1, tmp_path / "home", MIB, store=kept)
@@ -332,9 +330,8 @@ def test_out_may_be_the_current_folder_or_a_link_to_an_empty_one(run, tmp_path, 
     (tmp_path / "empty").mkdir()
     link.symlink_to(tmp_path / "empty")
     export(run.run, 3, link, MIB)
-    assert same(loaded(tmp_path / "empty"), run.weights_of[3]) and same(
-        loaded(here), run.weights_of[3]
-    )
+    assert same(loaded(tmp_path / "empty"), run.weights_of[3])
+    assert same(loaded(here), run.weights_of[3])
 
 
 def test_shards_are_full_and_a_large_tensor_has_its_own():

@@ -94,9 +94,8 @@ def test_the_end_of_a_run_waits_for_one_deadline(run, exports):
         return made.told
 
     after = "not written 0.05 s (trainer.step_timeout_s) after the last step"
-    assert sorted(asyncio.run(steps())) == [
-        ("export failed", f"step {step}: {after}") for step in (2, 3)
-    ]
+    expected = [("export failed", f"step {step}: {after}") for step in (2, 3)]
+    assert sorted(asyncio.run(steps())) == expected
     exports()  # removes links that were being made
     assert left(run) == set()
 

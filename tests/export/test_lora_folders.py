@@ -40,11 +40,9 @@ def lora_run(tmp_path, base, make_config):
     lakes.mkdir(parents=True)
     config = make_config(
         f"output_dir={tmp_path / 'out'}",
-        "name=lakes",
-        "model.source=folder",
+        "name=lakes model.source=folder",
         f"model.path={base}",
-        "model.dtype=bfloat16",
-        "trainer.lora={rank: 2, alpha: 6.0, targets: [q_proj]}",
+        "model.dtype=bfloat16 trainer.lora={rank: 2, alpha: 6.0, targets: [q_proj]}",
     )
     configuration.save(config, lakes / "config.json")
     (base / "model.safetensors.index.json").unlink()

@@ -78,9 +78,8 @@ def assert_same(whole: Job, broken: Job) -> None:
     assert everything(broken) == everything(whole)
     names = [f"g{g}.{m}" for g in range(4 * len(whole.steps())) for m in range(4)]
     assert trained_on(broken.run, len(whole.steps())) == names
-    assert [row["eval_successes"] for row in rows_of(read_metrics(broken.run), "eval")] == [
-        row["eval_successes"] for row in rows_of(read_metrics(whole.run), "eval")
-    ]
+    found = [row["eval_successes"] for row in rows_of(read_metrics(broken.run), "eval")]
+    assert found == [row["eval_successes"] for row in rows_of(read_metrics(whole.run), "eval")]
 
 
 def test_it_learns_the_same_through_a_stop_dead_hosts_a_power_failure_and_a_dead_engine(tmp_path):

@@ -168,9 +168,8 @@ def test_serving_tasks_take_their_places(nvidia_smi, monkeypatch, variable, loca
     monkeypatch.delenv("SLURM_LOCALID", raising=False)
     if local is not None:
         monkeypatch.setenv("SLURM_LOCALID", local)
-    assert gpus.of_task(count, "rollout.tensor_parallel") == (
-        {} if mine is None else {gpus.VARIABLE: mine}
-    )
+    expected = {} if mine is None else {gpus.VARIABLE: mine}
+    assert gpus.of_task(count, "rollout.tensor_parallel") == expected
 
 
 @pytest.mark.parametrize(

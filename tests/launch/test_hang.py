@@ -50,9 +50,8 @@ def test_the_trainer_rank_that_others_wait_for_is_named(tmp_path, make_config, t
             if found:
                 break
     lines = [line for line in found.splitlines() if line.startswith("rank")]
-    assert [line.partition(": ")[0] for line in lines] == [
-        f"rank {rank} (trainer {rank - 2}, pid 7 on n1) hangs" for rank in named
-    ]
+    expected = [f"rank {rank} (trainer {rank - 2}, pid 7 on n1) hangs" for rank in named]
+    assert [line.partition(": ")[0] for line in lines] == expected
     assert all(f"last reported {n or 0} " in found for n in named.values())
     assert job.lost is bool(named) and found.count(".log") == len(named)
 

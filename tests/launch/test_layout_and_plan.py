@@ -27,10 +27,7 @@ def printed(made):
 def test_ranks_are_numbered_by_role_and_each_gpu_belongs_to_one_rank(make_config):
     c = make_config(
         *QWEN3_8B,
-        "trainer.ranks=2",
-        "rollout.workers=3",
-        "rollout.tensor_parallel=2",
-        "rollout.environment_hosts=2",
+        "trainer.ranks=2 rollout.workers=3 rollout.tensor_parallel=2 rollout.environment_hosts=2",
     )
     ranks = layout(c)
     assert [(r.role.value, r.index) for r in ranks] == [
@@ -52,9 +49,7 @@ def test_reward_ranks_stand_behind_the_environment_hosts_also_on_slurms_nodes(ma
     roles = [r.role for r in here]
     assert roles[:4] == [Role.COORDINATOR, Role.ENVIRONMENT, Role.REWARD, Role.REWARD]
     assert Role.REWARD not in [r.role for r in layout(make_config())]
-    c = make_config(
-        "+experiment=qwen32b", "cluster=slurm", "reward=command", "reward.args.argv=[true]"
-    )
+    c = make_config("+experiment=qwen32b cluster=slurm reward=command reward.args.argv=[true]")
     first = [r for r in layout(c) if r.component == 0]
     others = [r.role for r in first if r.role is not Role.TRAINER]
     assert others.count(Role.REWARD) == 1 and others[-1] is Role.REWARD
@@ -65,13 +60,8 @@ def test_reward_ranks_stand_behind_the_environment_hosts_also_on_slurms_nodes(ma
 def test_where_devices_are_shared_trainer_and_engine_have_the_same_ones(make_config):
     c = make_config(
         *QWEN3_8B,
-        "colocate=true",
-        "cluster.gpus=4",
-        "trainer.ranks=4",
-        "rollout.workers=2",
-        "rollout.tensor_parallel=2",
-        "rollout.environment_hosts=1",
-        "trainer.offload_optimizer=true",
+        "colocate=true cluster.gpus=4 trainer.ranks=4 rollout.workers=2 rollout.tensor_parallel=2",
+        "rollout.environment_hosts=1 trainer.offload_optimizer=true",
     )
     ranks = layout(c)
     assert [r.gpus for r in ranks if r.gpus] == [(0,), (1,), (2,), (3,), (0, 1), (2, 3)]
@@ -89,13 +79,8 @@ def test_where_devices_are_shared_trainer_and_engine_have_the_same_ones(make_con
 def test_hybrid_engines_are_on_the_trainers_gpus_and_dedicated_ones_on_their_own(make_config):
     c = make_config(
         *QWEN3_8B,
-        "cluster.gpus=6",
-        "trainer.ranks=4",
-        "rollout.workers=1",
-        "rollout.tensor_parallel=2",
-        "rollout.hybrid=2",
-        "rollout.environment_hosts=1",
-        "trainer.offload_optimizer=true",
+        "cluster.gpus=6 trainer.ranks=4 rollout.workers=1 rollout.tensor_parallel=2",
+        "rollout.hybrid=2 rollout.environment_hosts=1 trainer.offload_optimizer=true",
         "scheduler/provisioning=all_idle",
     )
     ranks = layout(c)
@@ -152,8 +137,7 @@ def test_memory_for_replicas_is_beside_engines_on_cpus_and_instead_on_gpus(make_
     assert each.host["file of the gradient"] == pytest.approx(4 * shape.parameters / 2**30)
     assert 0 < each.host["staged blocks"] <= c.transfer.stage_gib
     offloads = make_config(
-        "trainer.elastic_replicas=1",
-        "trainer.offload_activations=true",
+        "trainer.elastic_replicas=1 trainer.offload_activations=true",
         "trainer.gradient_checkpointing=true",
     )
     more = memory.replica(offloads, shape).host["offloaded activations"]
@@ -179,9 +163,7 @@ def test_memory_for_replicas_is_beside_engines_on_cpus_and_instead_on_gpus(make_
 
 
 def test_the_share_of_an_engine_leaves_room_for_the_trainers_process(make_config):
-    c = make_config(
-        *QWEN3_8B, "colocate=true", "trainer.ranks=8", "rollout.gpu_memory_utilization=0.99"
-    )
+    c = make_config(*QWEN3_8B, "colocate=true trainer.ranks=8 rollout.gpu_memory_utilization=0.99")
     with pytest.raises(ConfigError, match="rollout.gpu_memory_utilization=0.99: .* 0.981 of a"):
         plan.make(c, c.model.shape)
 
@@ -302,9 +284,7 @@ def test_the_second_copy_of_the_weights_is_within_a_node_and_estimated(make_conf
         make_config(*TWELVE, "trainer.hpz=4")
     one = make_config(
         *TWELVE,
-        "cluster.slurm.trainer.nodes=1",
-        "trainer.hpz=node",
-        "cluster.slurm.trainer.gpus_per_node=12",
+        "cluster.slurm.trainer.nodes=1 trainer.hpz=node cluster.slurm.trainer.gpus_per_node=12",
     )
     assert one.trainer.hpz is None
 
@@ -384,8 +364,7 @@ def test_kv_cache_is_split_over_heads_but_never_below_one_head(make_config):
             *QWEN3_8B,
             "rollout.workers=1",
             f"rollout.tensor_parallel={tp}",
-            "rollout.kv_cache_gib=9",
-            "cluster.gpus=24",
+            "rollout.kv_cache_gib=9 cluster.gpus=24",
         )
         tokens[tp] = memory.rollout(c, c.model.shape).kv_tokens
     assert tokens[1] == 9 * GIB // (2 * 2 * 36 * 8 * 128)
@@ -481,7 +460,7 @@ def test_what_shared_gpus_leave_is_said_beside_the_key_as_it_was_set(make_config
 
 def test_doubtful_activations_are_a_warning_with_what_is_not_so_yet(make_config):
     c = make_config(
-        *QWEN3_8B, "trainer.gradient_checkpointing=false", "trainer.micro_batch_tokens=65536"
+        *QWEN3_8B, "trainer.gradient_checkpointing=false trainer.micro_batch_tokens=65536"
     )
     _, warning = plan.make(c, c.model.shape).warnings  # the first is of cluster.gpus=16
     assert "set trainer.gradient_checkpointing=true or lower" in warning
@@ -572,11 +551,7 @@ def test_ranks_of_a_run_on_cpus_ask_for_few_of_them_on_slurm(make_config):
 def test_threads_that_a_rank_has_no_cpus_for_are_named(make_config):
     slurm = [o for o in QWEN3_8B if o != "cluster=gpus"] + ["cluster=slurm"]
     c = make_config(
-        *slurm,
-        "trainer.threads=16",
-        "rollout.threads=12",
-        "rollout.tensor_parallel=2",
-        "rollout.workers=4",
+        *slurm, "trainer.threads=16 rollout.threads=12 rollout.tensor_parallel=2 rollout.workers=4"
     )
     made = plan.make(c, c.model.shape)
     (warning,) = made.warnings
@@ -661,11 +636,8 @@ def test_the_experiments_are_those_of_the_paper(make_config):
     small, large = make_config("+experiment=qwen8b_frozenlake"), make_config("+experiment=qwen32b")
     assert (small.trainer.batch_size, small.rollout.group_size, small.trainer.ranks) == (256, 16, 8)
     assert small.rollout.workers * small.rollout.tensor_parallel == 8
-    assert (large.trainer.batch_size, large.rollout.group_size, large.trainer.ranks) == (
-        1024,
-        16,
-        16,
-    )
+    expected = (1024, 16, 16)
+    assert (large.trainer.batch_size, large.rollout.group_size, large.trainer.ranks) == expected
     assert large.rollout.workers * large.rollout.tensor_parallel == 32
 
 

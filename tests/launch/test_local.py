@@ -33,13 +33,8 @@ def test_one_block_per_environment_in_the_order_of_the_ranks(make_config, tmp_pa
 
 def test_on_gpus_every_rank_sees_its_own(make_config, tmp_path):
     c = make_config(
-        "model=qwen3_8b",
-        "trainer=zero3_gpu",
-        "rollout=gpu",
-        "cluster=gpus",
-        "trainer.ranks=2",
-        "rollout.workers=2",
-        "rollout.tensor_parallel=2",
+        "model=qwen3_8b trainer=zero3_gpu rollout=gpu cluster=gpus trainer.ranks=2",
+        "rollout.workers=2 rollout.tensor_parallel=2",
     )
     argv = local.mpiexec_argv(layout(c), tmp_path, 1, given=["1", "3", "4", "5", "6", "7"])
     found = [
@@ -52,11 +47,8 @@ def test_on_gpus_every_rank_sees_its_own(make_config, tmp_path):
 
 def test_ranks_find_rose_from_any_folder_and_the_sites_settings(make_config, tmp_path):
     env = local.environment(make_config("+cluster.env.MINE=mine"))
-    assert (env["MINE"], env["FI_PROVIDER"], env["OMP_WAIT_POLICY"]) == (
-        "mine",
-        "tcp;ofi_rxm",
-        "passive",
-    )
+    expected = ("mine", "tcp;ofi_rxm", "passive")
+    assert (env["MINE"], env["FI_PROVIDER"], env["OMP_WAIT_POLICY"]) == expected
     done = subprocess.run(
         [sys.executable, "-m", "rose.main", "--help"],
         cwd=tmp_path,
@@ -163,14 +155,8 @@ def test_longer_and_faster_is_still_the_same_run(make_config, tmp_path):
     resume.check(
         tmp_path / "config.json",
         make_config(
-            "trainer.steps=90",
-            "rollout.workers=1",
-            "eval.episodes=8",
-            "eval=beside",
-            "eval.stop.patience=3",
-            "+env@eval.sets.sums=calculator",
-            "+eval.sets.sums.episodes=64",
-            "observe.trace=false",
+            "trainer.steps=90 rollout.workers=1 eval.episodes=8 eval=beside eval.stop.patience=3",
+            "+env@eval.sets.sums=calculator +eval.sets.sums.episodes=64 observe.trace=false",
             "cluster.stop_timeout_s=1",
         ),
     )

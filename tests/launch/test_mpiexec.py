@@ -3,6 +3,7 @@ none outlive it."""
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -55,29 +56,9 @@ def ended(process: subprocess.Popen) -> tuple[int, str, str]:
 
 
 def test_blocks_are_counted_and_have_their_own_variables():
-    words = [
-        "-n",
-        "2",
-        "-env",
-        "A",
-        "1",
-        "-env",
-        "B",
-        "x=y",
-        "run",
-        "me",
-        ":",
-        "-n",
-        "1",
-        "other",
-        ":",
-        "third",
-    ]
-    assert blocks(words) == [
-        (2, {"A": "1", "B": "x=y"}, ["run", "me"]),
-        (1, {}, ["other"]),
-        (1, {}, ["third"]),
-    ]
+    words = shlex.split("-n 2 -env A 1 -env B x=y run me : -n 1 other : third")
+    expected = [(2, {"A": "1", "B": "x=y"}, ["run", "me"]), (1, {}, ["other"]), (1, {}, ["third"])]
+    assert blocks(words) == expected
 
 
 @pytest.mark.parametrize(

@@ -83,12 +83,9 @@ wait "$rose_python"
 def test_the_batch_script_word_for_word(make_config):
     c = make_config(
         *SEVEN_B,
-        "cluster.slurm.trainer.partition=big",
-        "cluster.slurm.rollout.partition=small",
-        "cluster.slurm.trainer.account=me",
-        "cluster.slurm.trainer.time=2-00:00:00",
-        "cluster.slurm.trainer.cpus_per_task=12",
-        "cluster.slurm.setup=[module load cuda]",
+        "cluster.slurm.trainer.partition=big cluster.slurm.rollout.partition=small",
+        "cluster.slurm.trainer.account=me cluster.slurm.trainer.time=2-00:00:00",
+        "cluster.slurm.trainer.cpus_per_task=12 cluster.slurm.setup=[module load cuda]",
         "cluster.slurm.trainer.sbatch=[--mail-user=a b]",
     )
     text = sbatch.script(c, layout(c), Path("/runs/my runs/qwen7b"))
@@ -142,8 +139,7 @@ def test_every_rank_starts_in_the_container(make_config, runtime, begins):
     c = make_config(
         *SEVEN_B,
         BOX % runtime,
-        "cluster.slurm.trainer.cpus_per_task=4",
-        "cluster.slurm.rollout.cpus_per_task=4",
+        "cluster.slurm.trainer.cpus_per_task=4 cluster.slurm.rollout.cpus_per_task=4",
     )
     point = Path("/runs/7b-seed=1,algorithm=grpo")  # of a sweep
     assert ends(sbatch.srun_argv(c, layout(c), point, 3)) == [begins, begins]
@@ -206,15 +202,12 @@ def test_what_else_ranks_read_is_mounted(make_config):
     c = make_config(
         *SEVEN_B,
         BOX % "apptainer",
-        "rollout.replay=/archive/a,b",
-        "transfer.relay=http://node:7673",
+        "rollout.replay=/archive/a,b transfer.relay=http://node:7673",
         "transfer.relay_token_file=/keys/token",
     )
     (only,) = ends(sbatch.srun_argv(c, layout(c), Path("/runs/run"), 1))
-    assert (
-        only.split("--bind ")[1].split()[0]
-        == f"{REPOSITORY},/runs,/archive,/keys/token,/scratch:/data"
-    )
+    expected = f"{REPOSITORY},/runs,/archive,/keys/token,/scratch:/data"
+    assert only.split("--bind ")[1].split()[0] == expected
 
 
 @pytest.mark.parametrize(
@@ -279,13 +272,11 @@ def test_every_node_of_the_trainer_component_has_the_same_number_of_ranks(make_c
         trainers = [r for r in here if r.role is Role.TRAINER]
         assert len(here) == 11 and [r.gpus for r in trainers] == [(gpu,) for gpu in range(8)]
     engines = [r for r in ranks if r.component == 1]
-    assert [r.gpus for r in engines] == [(0, 1), (2, 3), (4, 5), (6, 7)] and {
-        r.role for r in engines
-    } == {Role.ROLLOUT}
+    assert [r.gpus for r in engines] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert {r.role for r in engines} == {Role.ROLLOUT}
     for role in Role:
-        assert [r.index for r in ranks if r.role is role] == list(
-            range(sum(r.role is role for r in ranks))
-        )
+        expected = list(range(sum(r.role is role for r in ranks)))
+        assert [r.index for r in ranks if r.role is role] == expected
     assert sum(r.role is Role.ENVIRONMENT for r in ranks) >= 4
 
 
@@ -325,9 +316,7 @@ def test_no_text_can_leave_its_line(tree, text):
 
 def test_more_ranks_than_gpus_on_a_node_are_refused(make_config):
     with pytest.raises(ConfigError, match="cluster.slurm.trainer.gpus_per_node=4.*nodes=2"):
-        make_config(
-            *SEVEN_B, "cluster.slurm.trainer.gpus_per_node=4", "cluster.slurm.trainer.nodes=2"
-        )
+        make_config(*SEVEN_B, "cluster.slurm.trainer.gpus_per_node=4 cluster.slurm.trainer.nodes=2")
 
 
 def test_memory_may_be_a_plain_number_and_a_time_is_text(make_config):

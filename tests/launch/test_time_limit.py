@@ -147,7 +147,7 @@ def test_a_limit_that_the_warning_and_a_start_fill_is_refused(make_config, overr
 
 def test_a_limit_with_time_for_a_step_and_saving_is_taken(make_config, tmp_path, monkeypatch):
     c = make_config(
-        "cluster=slurm", "cluster.slurm.trainer.time='10'", f"output_dir={tmp_path}", "name=run"
+        "cluster=slurm cluster.slurm.trainer.time='10'", f"output_dir={tmp_path}", "name=run"
     )
     resume.note_save(c.run_dir, 200.0)
     with pytest.raises(ConfigError, match="time='10'.* its last checkpoint took 200 s"):

@@ -57,9 +57,8 @@ def test_histograms_with_different_edges_keep_their_mass():
         [{"step": 1, "response_hist": [[10, 5]]}, {"step": 2, "response_hist": [[12, 1], [24, 1]]}]
     )
     early, late = (side["shares"] for side in mixed["sides"])
-    assert sum(early) == pytest.approx(1, abs=1e-3) and sum(early[:10]) == pytest.approx(
-        1, abs=1e-3
-    )
+    assert sum(early) == pytest.approx(1, abs=1e-3)
+    assert sum(early[:10]) == pytest.approx(1, abs=1e-3)
     assert sum(late[:12]) == pytest.approx(0.5, abs=1e-3)
 
 

@@ -68,9 +68,8 @@ def test_an_arrow_leads_from_a_trajectory_through_its_turns(tmp_path):
         if e["ph"] == "X" and e["name"] == "turn" and e["args"]["trajectory"] == "g1.3"
     ]
     assert [e["ph"] for e in arrows] == ["s"] + ["t"] * (len(turns) - 1) + ["f"]
-    assert sorted((e["pid"], e["ts"]) for e in arrows[1:]) == sorted(
-        (e["pid"], e["ts"]) for e in turns
-    )
+    expected = sorted((e["pid"], e["ts"]) for e in turns)
+    assert sorted((e["pid"], e["ts"]) for e in arrows[1:]) == expected
 
 
 def test_a_run_without_events_has_an_empty_trace(tmp_path):

@@ -119,11 +119,8 @@ def test_a_trajectory_is_its_runs_of_given_and_made_tokens(run):
 
 
 def test_the_few_that_tell_most_are_the_best_the_worst_the_longest_and_a_failed_one(run):
-    assert [(why, each.id) for why, each in notable(read(run, 2))] == [
-        ("best", "g1.0"),
-        ("worst, failed", "g2.1"),
-        ("longest", "g2.0"),
-    ]
+    expected = [("best", "g1.0"), ("worst, failed", "g2.1"), ("longest", "g2.0")]
+    assert [(why, each.id) for why, each in notable(read(run, 2))] == expected
     assert notable([]) == []
 
 

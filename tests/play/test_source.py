@@ -148,9 +148,7 @@ def test_commands_in_refusals_take_any_path(folder, exported):
 def test_a_task_is_the_one_that_the_runs_evaluations_have(make_config):
     from rose.coordinator.control import eval_task
 
-    config = make_config(
-        "env=games", "+env@eval.sets.sums=calculator", "+eval.sets.sums.episodes=3"
-    )
+    config = make_config("env=games +env@eval.sets.sums=calculator +eval.sets.sums.episodes=3")
     tasks = [source.held_out(config, number, None) for number in range(9)]
     for task in tasks:
         there = eval_task(config.eval.seed, task.number, config.env.weights)

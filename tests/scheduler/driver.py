@@ -121,9 +121,8 @@ class Driver:
 
     def do_LoadWeights(self, a):
         worker = self.workers[a.worker]
-        assert (
-            not (worker.loading or worker.resting or worker.draining) and a.version == self.version
-        )
+        assert not (worker.loading or worker.resting or worker.draining)
+        assert a.version == self.version
         worker.loading = True
 
     def do_AdmitGroup(self, a):

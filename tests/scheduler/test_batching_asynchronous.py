@@ -102,9 +102,8 @@ def test_eta_0_is_synchronous():
     )
     for step in range(1, 5):
         trainer.run_step(random)
-        assert len(trainer.admitted) == 4 * (step + 1) - 4 * (step == 0) and set(
-            trainer.staleness()
-        ) == {0}
+        assert len(trainer.admitted) == 4 * (step + 1) - 4 * (step == 0)
+        assert set(trainer.staleness()) == {0}
 
 
 def test_a_step_takes_the_oldest_finished_groups():

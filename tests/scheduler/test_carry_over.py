@@ -120,9 +120,8 @@ def test_groups_in_flight_start_again_with_their_names_after_a_restart():
     again = CarryOver(1, 1.0, 8.0)
     again.restore(state)
     names = [a.group for a in again.begin(1, G)]
-    assert names[:G] == [f"g{i}" for i in range(G, 2 * G)] and names[G:] == [
-        f"g{i}" for i in range(2 * G, 3 * G)
-    ]
+    assert names[:G] == [f"g{i}" for i in range(G, 2 * G)]
+    assert names[G:] == [f"g{i}" for i in range(2 * G, 3 * G)]
 
 
 @pytest.mark.parametrize("numbers", [(1, 2.0, 8.0), (0, 0.5, 8.0), (-1, 0.0, 8.0), (1, 1.0, 0.5)])

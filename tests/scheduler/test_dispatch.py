@@ -104,10 +104,8 @@ def test_the_queue_finds_the_first_turn_that_fits_and_the_smallest_before_it(tur
     behind = entries[entries.index(after) + 1 :] if after else entries
     found = next((e for e in behind if e[2].kv_need <= room), None)
     before = behind[: behind.index(found)] if found else behind
-    assert queue.first(room, after) == (
-        found,
-        min((e[2].kv_need for e in before), default=NOT_RESERVED),
-    )
+    expected = (found, min((e[2].kv_need for e in before), default=NOT_RESERVED))
+    assert queue.first(room, after) == expected
     assert len(queue) == len(entries)
 
 

@@ -270,11 +270,8 @@ def test_an_online_server_lends_what_it_leaves_idle_until_told_to_stop(lending, 
     subprocess.run(["scancel", job.id], check=True, timeout=120)
     lending.until(lambda: not state.is_active(job.id), "its end")
     [(folder, told)] = lenders.read(lending.run)
-    assert (
-        finished() == 21
-        and told["made_tokens"] > 0
-        and (folder / "report.html").stat().st_size > 10_000
-    )
+    assert finished() == 21 and told["made_tokens"] > 0
+    assert (folder / "report.html").stat().st_size > 10_000
     assert "What serving kept" in build_report(lending.run).read_text()
 
 

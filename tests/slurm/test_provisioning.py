@@ -59,8 +59,7 @@ def driver(cluster, tmp_path, make_config, monkeypatch):
     def make(*overrides):
         return Driver(
             make_config(
-                "cluster=dev",
-                "scheduler/provisioning=on_demand",
+                "cluster=dev scheduler/provisioning=on_demand",
                 f"output_dir={tmp_path}",
                 "name=run",
                 *overrides,

@@ -48,11 +48,8 @@ def test_a_copy_shares_nothing_and_keeps_types(state):
     assert copied["view"].untyped_storage().nbytes() == 16, "a view brought its whole buffer along"
     state["view"].zero_()
     state["scaler"].cur_scale = 8.0
-    assert (
-        copied["view"].tolist() == [4, 5, 6, 7]
-        and copied["whole"][0][4] == 4
-        and copied["scaler"].cur_scale == 4.0
-    )
+    assert copied["view"].tolist() == [4, 5, 6, 7] and copied["whole"][0][4] == 4
+    assert copied["scaler"].cur_scale == 4.0
     assert copied["nested"] == {"step": 3, "shape": torch.Size([2, 3])}
     assert tensor_bytes(state) == 16 + 48 + 8
 

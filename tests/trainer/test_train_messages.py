@@ -25,12 +25,8 @@ def test_large_batches_are_cut_and_small_ones_are_not(monkeypatch):
     rows = [trajectory(60), trajectory(30), trajectory(60), trajectory(200), trajectory(5)]
     summary = p.BatchSummary([0.0] * 5, [0] * 5, [0] * 5, [False] * 5)
     step, *parts = tm.train_messages(7, summary, [[[0, 1], [2]], [[3, 4]]], True, rows)
-    assert (step.step, step.micro_batches, step.parts, step.trees) == (
-        7,
-        [[[0, 1], [2]], [[3, 4]]],
-        len(parts),
-        True,
-    )
+    expected = (7, [[[0, 1], [2]], [[3, 4]]], len(parts), True)
+    assert (step.step, step.micro_batches, step.parts, step.trees) == expected
     assert [part.indices for part in parts] == [[0, 1], [2], [3], [4]]
     assert [part.part for part in parts] == [0, 1, 2, 3]
     assert all(part.trajectories == [rows[i] for i in part.indices] for part in parts)

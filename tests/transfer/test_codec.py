@@ -150,11 +150,8 @@ def test_slices_at_odd_addresses_strided_and_read_only_arrays_are_taken(dtype):
         assert np.array_equal(encode(new, shifted), payload)
         moved_payload = np.concatenate([np.zeros(skip, np.uint8), payload])[skip:]
         apply(moved_payload, shifted)
-        assert (
-            np.array_equal(shifted, new)
-            and not raw[:skip].any()
-            and not raw[skip + old.nbytes :].any()
-        )
+        assert np.array_equal(shifted, new) and not raw[:skip].any()
+        assert not raw[skip + old.nbytes :].any()
     assert np.array_equal(encode(np.repeat(new, 2)[::2], np.repeat(old, 2)[::2]), payload)
     new.flags.writeable = old.flags.writeable = payload.flags.writeable = False
     assert np.array_equal(encode(new, old), payload) and np.array_equal(decode(payload, old), new)
@@ -181,10 +178,8 @@ def test_no_payload_is_larger_than_the_values_by_more_than_a_word(dtype):
             (weights(size, dtype), noise(size, dtype)),
             (noise(size, dtype), weights(size, dtype, 3)),
         ]:
-            assert (
-                check(new, old).size <= new.nbytes + 16
-                and encode(new, None).size <= new.nbytes + 16
-            )
+            assert check(new, old).size <= new.nbytes + 16
+            assert encode(new, None).size <= new.nbytes + 16
 
 
 def test_trained_weights_without_a_base_shrink_to_two_thirds():
@@ -385,10 +380,8 @@ def test_compile_all_leaves_nothing_to_compile():
     for dtype in DTYPES:
         for payload, old in payloads_of_every_kind(dtype):
             try_payload(payload, old)
-    assert (
-        counts == {name: len(getattr(rice, name).signatures) for name in counts}
-        and counts["scan"] == 2
-    )
+    assert counts == {name: len(getattr(rice, name).signatures) for name in counts}
+    assert counts["scan"] == 2
 
 
 def test_the_example_of_the_format_document_is_what_the_codec_makes():

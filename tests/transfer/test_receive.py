@@ -161,7 +161,10 @@ def test_each_way_that_fails_is_left_out_until_one_works_and_the_reasons_are_tol
     "damage, why",
     [
         (lambda edge: flip_byte(edge / MANIFEST, 10), "manifest.json: its last line"),
-        (lambda edge: flip_byte(edge / "rank-00000.h5", table_of(edge) + 5), "rank-00000.h5: its"),
+        (
+            lambda edge: flip_byte(edge / "rank-00000.h5", table_of(edge) + 5),
+            "its table is damaged",
+        ),
         (lambda edge: cut(edge / "rank-00001.h5"), "rank-00001.h5"),
         (lambda edge: (edge / "rank-00001.h5").write_bytes(b""), "rank-00001.h5"),
         (lambda edge: (edge / "rank-00001.h5").unlink(), "rank-00001.h5: No such file"),
@@ -235,9 +238,8 @@ def test_only_what_changes_is_read_and_some_blocks_are_compared(tmp_path, monkey
         staged.flip()
         staged.check()
         reader.have = version
-        assert staged.route == [f"v{version:06d}/from-{version - 1:06d}"] and same(
-            reader.live, history.weights[version]
-        )
+        assert staged.route == [f"v{version:06d}/from-{version - 1:06d}"]
+        assert same(reader.live, history.weights[version])
     assert len(compared.pop(0)) == every  # at first all
     # then all in four versions
     assert len(set.union(*compared)) == every and max(map(len, compared)) < every / 2
@@ -269,9 +271,8 @@ def test_a_version_that_was_staged_and_not_put_in_place_is_no_base_that_is_trust
     reader.load(1, verify_every=100)
     reader.stage(2, verify_every=100).release()
     reader.live["norm"].view(torch.int16)[3] ^= 1
-    assert reader.load(2, verify_every=100)[0].endswith("full") and same(
-        reader.live, history.weights[2]
-    )
+    assert reader.load(2, verify_every=100)[0].endswith("full")
+    assert same(reader.live, history.weights[2])
 
 
 def test_what_was_wrong_with_the_live_weights_is_told_when_there_is_no_full_version(tmp_path):

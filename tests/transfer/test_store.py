@@ -306,10 +306,8 @@ def test_a_manifest_that_does_not_fit_leaves_none(store, plan, monkeypatch):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, signal_before)
-    assert sorted(path.name for path in (store / "v000000/full").iterdir()) == [
-        "rank-00000.h5",
-        "rank-00001.h5",
-    ]
+    expected = ["rank-00000.h5", "rank-00001.h5"]
+    assert sorted(path.name for path in (store / "v000000/full").iterdir()) == expected
 
 
 def test_a_real_disk_without_room_refuses_each_step_by_name(disk, plan):
@@ -412,9 +410,8 @@ def test_a_full_version_without_room_comes_with_the_next(tmp_path, monkeypatch, 
         refuse = raises(TransferError("rank-00000.h5: not written: No space left on device"))
         patch.setattr(EdgeWriter, "finish", refuse)
         world.tidy()
-    assert "store upkeep failed" in capfd.readouterr().out and edge_name(2, FULL) not in names(
-        world.store
-    )
+    assert "store upkeep failed" in capfd.readouterr().out
+    assert edge_name(2, FULL) not in names(world.store)
     world.step()
     world.publish(3)
     assert {edge_name(3, FULL), edge_name(3, INITIAL)} <= set(names(world.store))
@@ -469,9 +466,8 @@ def test_an_edge_from_the_model_folder_is_made_beside_each_full_version(tmp_path
     world, weights = published(tmp_path / "store", 9, tidy=True, full_every=4, keep=100)
     full = [name for name in names(world.store) if name.endswith("full")]
     assert full == ["v000000/full", "v000004/full", "v000008/full"]
-    assert [name for name in names(world.store) if name.endswith("from-initial")] == [
-        name.replace("full", "from-initial") for name in full
-    ]
+    expected = [name.replace("full", "from-initial") for name in full]
+    assert [name for name in names(world.store) if name.endswith("from-initial")] == expected
 
 
 def test_every_version_that_is_kept_can_be_reached_after_the_collector(tmp_path):

@@ -64,12 +64,8 @@ def test_shaping_pays_the_right_result_once_and_the_whole_is_one():
         ("calculate", asked),
         ("answer", eval(asked)),
     ]
-    assert [step.reward for step in play(Calculator(shaping=0.25), *calls)] == [
-        0.0,
-        0.25,
-        0.0,
-        0.75,
-    ]
+    expected = [0.0, 0.25, 0.0, 0.75]
+    assert [step.reward for step in play(Calculator(shaping=0.25), *calls)] == expected
     assert [step.reward for step in play(Calculator(shaping=0.25), calls[-1])] == [1.0]
 
 

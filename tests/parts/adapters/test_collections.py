@@ -538,9 +538,7 @@ def test_the_launcher_gives_ranks_whole_paths(folder, make_config):
     from rose import front
 
     c = make_config(
-        "env=prompts",
-        "env.max_new_tokens=8",
-        "env.args.data=sums.jsonl",
+        "env=prompts env.max_new_tokens=8 env.args.data=sums.jsonl",
         "env.args.reward=rewards.py:length",
     )
     args = front.with_whole_paths(c).env.args

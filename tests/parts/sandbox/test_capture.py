@@ -230,11 +230,8 @@ def test_unchanged_contents_are_not_copied(tmp_path, monkeypatch):
     one = record(root, tmp_path / "1")
     (root / "b").write_text("B")
     two = record(root, tmp_path / "2", one.entries)
-    assert {e["path"]: e["data"] for e in two.entries if e["kind"] == "file"} == {
-        "a": None,
-        "b": "data/0",
-        "c": None,
-    }
+    expected = {"a": None, "b": "data/0", "c": None}
+    assert {e["path"]: e["data"] for e in two.entries if e["kind"] == "file"} == expected
     # a file that was just written may change within the same tick: it is never taken as unchanged
     with monkeypatch.context() as slow:
         slow.setattr(layer, "TICK_NS", 3600 * 10**9)  # however slow this machine is
@@ -334,10 +331,8 @@ def test_a_function_with_patterns_of_extglob_comes_back():
 
 def test_an_alias_does_not_change_how_the_rest_is_read():
     begin = "shopt -s expand_aliases; alias set='exit 3' shopt='exit 4' trap=no; trap ': x' USR1"
-    assert replayed(begin, "\\trap -p USR1; alias trap") == (
-        [],
-        "trap -- ': x' SIGUSR1\nalias trap='no'\n",
-    )
+    expected = ([], "trap -- ': x' SIGUSR1\nalias trap='no'\n")
+    assert replayed(begin, "\\trap -p USR1; alias trap") == expected
 
 
 def test_what_a_shell_can_not_take_again_is_named_and_the_rest_comes_back(tmp_path):

@@ -154,9 +154,8 @@ def test_an_unsure_file_is_named(loop):
         await inspector.look()
         before = await box.run("stat -c '%i %s %Y %Z' f", LONG_S)
         await box.run("python3 /tmp/in_place.py", LONG_S)
-        assert (await box.run("cat f; stat -c '%i %s %Y %Z' f", LONG_S)).output == (
-            f"y\n{before.output}"
-        )
+        expected = f"y\n{before.output}"
+        assert (await box.run("cat f; stat -c '%i %s %Y %Z' f", LONG_S)).output == expected
         change = await inspector.look()
         assert (change.kind, change.unsure) == (FILES, ("app/f",))
 

@@ -303,11 +303,8 @@ def test_only_groups_whose_keeper_is_gone_are_removed(tmp_path):
     for name in (alive, f"rose-{os.getpid()}-1-1", "rose-notours", "other"):
         (tmp_path / "fs/job" / name).mkdir()
     assert groups.remove_stale() == [f"rose-{os.getpid()}-1-1"]
-    assert {p.name for p in (tmp_path / "fs/job").iterdir() if p.is_dir()} == {
-        alive,
-        "rose-notours",
-        "other",
-    }
+    expected = {alive, "rose-notours", "other"}
+    assert {p.name for p in (tmp_path / "fs/job").iterdir() if p.is_dir()} == expected
 
 
 def test_no_two_sandboxes_of_a_machine_have_a_user_in_common():
@@ -389,13 +386,8 @@ def test_gvisors_bundle(tmp_path):
     assert argv[-4:] == ["run", "-bundle", f"{tmp_path}/bundle", tmp_path.name]
     kept = gvisor.Runsc.checkpoint(tmp_path, tmp_path / "image")
     assert kept[-4:] == ["-leave-running", "-image-path", f"{tmp_path}/image", tmp_path.name]
-    assert gvisor.Runsc.again(tmp_path, tmp_path / "image")[-5:] == [
-        "-image-path",
-        f"{tmp_path}/image",
-        "-bundle",
-        f"{tmp_path}/bundle",
-        tmp_path.name,
-    ]
+    expected = ["-image-path", f"{tmp_path}/image", "-bundle", f"{tmp_path}/bundle", tmp_path.name]
+    assert gvisor.Runsc.again(tmp_path, tmp_path / "image")[-5:] == expected
     assert "-network=none" in argv and ("unshare" in argv) == (os.geteuid() != 0)
 
 
@@ -407,11 +399,8 @@ def test_apptainers_commands(tmp_path):
         assert option in text
     assert f"--overlay {tmp_path}/overlay" in text
     assert made[-3:] == ["/bin/mkdir", "-p", "/work"]
-    assert apptainer.Apptainer.session(SPEC, tmp_path)[:3] == [
-        "apptainer",
-        "exec",
-        f"instance://{tmp_path.name}",
-    ]
+    expected = ["apptainer", "exec", f"instance://{tmp_path.name}"]
+    assert apptainer.Apptainer.session(SPEC, tmp_path)[:3] == expected
 
 
 def test_a_backend_that_is_not_installed_is_named(loop, monkeypatch):

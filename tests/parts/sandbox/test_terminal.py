@@ -511,7 +511,7 @@ def test_undo_is_off_unless_asked_for():
 @pytest.mark.slow
 def test_no_other_host_sweeps_states_from_a_trajectorys_beginning_on(make_config, chats, tmp_path):
     config = make_config(
-        "+experiment=terminal", "sandbox.checkpoints=classified", f"output_dir={tmp_path}"
+        "+experiment=terminal sandbox.checkpoints=classified", f"output_dir={tmp_path}"
     )
     start = p.StartTrajectory("g0.0", "g0", p.Phase.TRAIN, "terminal", 6, None)
 

@@ -6,8 +6,6 @@ import math
 
 import pytest
 
-from rose.config import Policy
-from rose.config import Scheduler as SchedulerConfig
 from rose.coordinator import journal
 from rose.parts.simulator import spec
 from rose.parts.simulator.driver import simulate
@@ -16,9 +14,9 @@ from rose.parts.simulator.hosts import Cores, Task
 from rose.parts.simulator.loop import Loop
 from rose.parts.simulator.result import Counts
 from rose.parts.simulator.sandboxes import Sandboxes
-from rose.policies import build
 from rose.scheduler import events as ev
 from tests.parts.simulator.clusters import Agents, Memory, cluster
+from tests.scheduler.said import built
 
 MIB = 2**20
 NOTHING = spec.Change(1.0, None)
@@ -58,16 +56,7 @@ class Script:
 
 
 def scheduler(placement="stay", **args):
-    plain = {"provisioning": "fixed", "routing": "least_loaded", "order": "fifo"}
-    return build(
-        SchedulerConfig(
-            **{kind: Policy(name=name, args={}) for kind, name in plain.items()},
-            batching=Policy(name="synchronous", args={"max_admitted": 2.0}),
-            placement=Policy(name=placement, args=args),
-            queue_depth=0.0,
-        ),
-        600.0,
-    )
+    return built(600.0, batching_args={"max_admitted": 2.0}, placement=(placement, args))
 
 
 def alone(**changes):

@@ -102,9 +102,8 @@ def test_what_is_counted_per_piece_is_what_happened(seed, pace, hold):
     within = served.ended <= made.period_s
     assert made.busy.sum() <= served.busy_s.sum() + 1e-6
     assert made.busy.sum() >= served.busy_s[within].sum() - 1e-6
-    assert (
-        (made.kv >= 0) & (made.kv <= 1)
-    ).all() and made.kv.max() * ENGINE.kv_tokens <= served.held.max() + 1
+    assert ((made.kv >= 0) & (made.kv <= 1)).all()
+    assert made.kv.max() * ENGINE.kv_tokens <= served.held.max() + 1
     assert served.tokens.sum() == (np.maximum(work.output_tokens, 1) - 1).sum()
     assert (served.gap_s[served.tokens > 0] > 0).all()
     assert (served.ttft_s > 0).all() and (served.tpot_s[work.output_tokens > 1] > 0).all()

@@ -78,7 +78,7 @@ def test_one_degree_for_all_leaves_an_engine_a_live_ones_sequences(make_config, 
 )
 def test_degrees_that_make_no_pool_are_named(make_config, changed, words):
     c = make_config(
-        "mode=simulate", "+experiment=rose_8b", *(f"sim.pool.dedicated.{each}" for each in changed)
+        "mode=simulate +experiment=rose_8b", *(f"sim.pool.dedicated.{each}" for each in changed)
     )
     with pytest.raises(ConfigError, match=words):
         build.make_spec(c, "rose", build.ours(c), 1)

@@ -26,24 +26,16 @@ COUNTED = (
 
 def test_named_instances_are_there_from_being_added_until_removed_and_may_come_back(write):
     pool = spot.read(write(NAMED))
-    assert (
-        list(zip(pool.begin, pool.end, strict=False)) == [(0, 3), (0, 10), (4, 10)]
-        and pool.seconds == 10
-    )
+    assert list(zip(pool.begin, pool.end, strict=False)) == [(0, 3), (0, 10), (4, 10)]
+    assert pool.seconds == 10
     assert pool.count(np.array([0, 2.9, 3, 4, 9.9, 10])).tolist() == [2, 2, 1, 2, 2, 0]
     assert [values.tolist() for values in pool.changes] == [[0, 3, 4], [2, 1, 2]]
 
 
 def test_a_count_that_is_sampled_gives_as_many_instances_at_each_time(write):
     pool = spot.read(write(COUNTED))
-    assert pool.seconds == 60 and pool.count(np.array([0, 9, 10, 39, 40, 59])).tolist() == [
-        2,
-        2,
-        3,
-        3,
-        1,
-        1,
-    ]
+    assert pool.seconds == 60
+    assert pool.count(np.array([0, 9, 10, 39, 40, 59])).tolist() == [2, 2, 3, 3, 1, 1]
     assert sorted(pool.end) == [40, 40, 60]
 
 
@@ -90,9 +82,8 @@ def test_a_bad_file_is_refused_with_line_and_column(write, text, said):
 def test_a_slice_counts_from_its_start_and_a_limit_takes_no_more_than_there_is_room_for():
     pool = Availability(np.array([0.0, 0.0, 4.0]), np.array([3.0, 10.0, 10.0]), 10.0)
     cut = pool.slice(2, 5)
-    assert (
-        list(zip(cut.begin, cut.end, strict=False)) == [(0, 1), (0, 5), (2, 5)] and cut.seconds == 5
-    )
+    assert list(zip(cut.begin, cut.end, strict=False)) == [(0, 1), (0, 5), (2, 5)]
+    assert cut.seconds == 5
     small = pool.limited(1)
     assert list(zip(small.begin, small.end, strict=False)) == [(0, 3), (4, 10)]
 

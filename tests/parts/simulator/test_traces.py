@@ -35,16 +35,10 @@ def small() -> Trace:
 def test_a_file_of_azures_format_is_read_to_the_microsecond(write):
     trace = traces.read(write(HEADER + "\n".join(ROWS) + "\n"))
     assert trace.at.tolist() == pytest.approx([0, 4.314579, 60.0], abs=1e-9)
-    assert trace.prompt_tokens.tolist() == [374, 396, 0] and trace.output_tokens.tolist() == [
-        44,
-        109,
-        1,
-    ]
-    assert (trace.at.dtype, trace.prompt_tokens.dtype, trace.output_tokens.dtype) == (
-        np.float64,
-        np.int32,
-        np.int32,
-    )
+    assert trace.prompt_tokens.tolist() == [374, 396, 0]
+    assert trace.output_tokens.tolist() == [44, 109, 1]
+    expected = (np.float64, np.int32, np.int32)
+    assert (trace.at.dtype, trace.prompt_tokens.dtype, trace.output_tokens.dtype) == expected
 
 
 def test_columns_are_found_by_name_among_others_and_blank_lines_are_no_requests(write):
@@ -205,19 +199,11 @@ def test_a_slice_counts_from_its_start_and_excludes_its_end():
 def test_scaling_changes_times_or_lengths_and_loses_no_request():
     assert small().scaled(2).at.tolist() == [0, 2, 5, 8]
     scaled = small().tokens_scaled(0.1, 0.25)
-    assert scaled.prompt_tokens.tolist() == [1, 20, 3, 4] and scaled.output_tokens.tolist() == [
-        1,
-        1,
-        75,
-        1,
-    ]
+    assert scaled.prompt_tokens.tolist() == [1, 20, 3, 4]
+    assert scaled.output_tokens.tolist() == [1, 1, 75, 1]
     clipped = small().clipped(100, 3)
-    assert clipped.prompt_tokens.tolist() == [
-        10,
-        100,
-        30,
-        40,
-    ] and clipped.output_tokens.tolist() == [1, 2, 3, 3]
+    assert clipped.prompt_tokens.tolist() == [10, 100, 30, 40]
+    assert clipped.output_tokens.tolist() == [1, 2, 3, 3]
     assert {scaled.prompt_tokens.dtype, clipped.output_tokens.dtype} == {np.dtype(np.int32)}
 
 
@@ -255,9 +241,8 @@ def test_mooncakes_prefixes_go_with_their_requests(write):
 
 def test_a_made_trace_has_the_lengths_of_a_named_service_and_none_that_it_has_not():
     made = traces.generate(1, rate=20, prompt="azure_code", output="azure_code")
-    assert np.percentile(made.prompt_tokens, [50, 90, 99, 100]) == pytest.approx(
-        [1469, 5188, 7436, 7437], rel=0.05
-    )
+    expected = pytest.approx([1469, 5188, 7436, 7437], rel=0.05)
+    assert np.percentile(made.prompt_tokens, [50, 90, 99, 100]) == expected
     assert np.percentile(made.output_tokens, [0, 50, 90]) == pytest.approx([6, 13, 55], rel=0.05)
     assert made.output_tokens.max() <= 1899
 

@@ -81,10 +81,8 @@ def test_openai_chat_streams_what_it_would_answer(serve):
                 for c in chunk.choices[0].delta.tool_calls or []
             ]
             assert text == "hm" and [c.function.name for c in calls] == ["move"]
-            assert (
-                chunks[-2].choices[0].finish_reason == "tool_calls"
-                and chunks[-1].usage.completion_tokens > 3
-            )
+            assert chunks[-2].choices[0].finish_reason == "tool_calls"
+            assert chunks[-1].usage.completion_tokens > 3
 
     asyncio.run(go())
 
@@ -97,11 +95,8 @@ def test_openai_responses_streamed_and_not(serve):
                 model="m", instructions="Play.", input=asked, tools=[RESPONSES_TOOL]
             )
             [call] = first.output
-            assert (call.type, call.name, json.loads(call.arguments)) == (
-                "function_call",
-                "move",
-                {"direction": "left"},
-            )
+            expected = ("function_call", "move", {"direction": "left"})
+            assert (call.type, call.name, json.loads(call.arguments)) == expected
             history = [
                 *asked,
                 call.model_dump(exclude_none=True),
@@ -114,10 +109,8 @@ def test_openai_responses_streamed_and_not(serve):
             assert (
                 "".join(e.delta for e in events if e.type == "response.output_text.delta") == "done"
             )
-            assert (
-                events[-1].type == "response.completed"
-                and events[-1].response.output_text == "done"
-            )
+            assert events[-1].type == "response.completed"
+            assert events[-1].response.output_text == "done"
             assert len(world.session.history.branches()) == 1
 
     asyncio.run(go())
@@ -128,11 +121,8 @@ def test_anthropic_messages_streamed_and_not(serve):
         async with serve(f"hm {CALL}{CALL}", "done") as world, anthropic_client(world) as client:
             asked = {"model": "m", "max_tokens": 50, "system": "Play.", "tools": [ANTHROPIC_TOOL]}
             first = await client.messages.create(messages=[USER], **asked)
-            assert first.stop_reason == "tool_use" and [b.type for b in first.content] == [
-                "text",
-                "tool_use",
-                "tool_use",
-            ]
+            assert first.stop_reason == "tool_use"
+            assert [b.type for b in first.content] == ["text", "tool_use", "tool_use"]
             assert first.content[1].input == {"direction": "left"}
             results = [
                 {"type": "tool_result", "tool_use_id": b.id, "content": "ok"}
@@ -146,9 +136,8 @@ def test_anthropic_messages_streamed_and_not(serve):
             async with client.messages.stream(messages=history, **asked) as stream:
                 text = "".join([part async for part in stream.text_stream])
                 last = await stream.get_final_message()
-            assert (
-                text == "done" and last.stop_reason == "end_turn" and last.usage.output_tokens > 1
-            )
+            assert text == "done" and last.stop_reason == "end_turn"
+            assert last.usage.output_tokens > 1
             assert len(world.session.history.branches()) == 1
             assert world.policy.requests[1].outcome == ""  # the user spoke last
 

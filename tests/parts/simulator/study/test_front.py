@@ -229,12 +229,8 @@ def test_a_simulation_prints_a_table_and_leaves_a_page_a_csv_and_a_json(answer, 
     folder = tmp_path / "outputs" / "frozenlake"
     assert code == 0 and "roll_grpo" in said and "mine is faster by" in said
     rows = list(csv.DictReader((folder / "result.csv").open()))
-    assert [(row["system"], row["seed"]) for row in rows] == [
-        ("roll_grpo", "1"),
-        ("mine", "1"),
-        ("roll_grpo", "2"),
-        ("mine", "2"),
-    ]
+    expected = [("roll_grpo", "1"), ("mine", "1"), ("roll_grpo", "2"), ("mine", "2")]
+    assert [(row["system"], row["seed"]) for row in rows] == expected
     result = json.loads((folder / "result.json").read_text())
     assert result["gains"]["roll_grpo"]["low"] <= result["gains"]["roll_grpo"]["mean"]
     page = (folder / "report.html").read_text()
@@ -296,9 +292,8 @@ def test_a_sweep_has_one_page_that_compares_its_points(answer, tmp_path):
     page = (tmp_path / "outputs" / "frozenlake-sweep.html").read_text()
     assert code == 0
     for point in points:
-        assert (
-            tmp_path / "outputs" / point / "report.html"
-        ).exists() and f'href="{point}/report.html"' in page
+        assert (tmp_path / "outputs" / point / "report.html").exists()
+        assert f'href="{point}/report.html"' in page
     assert said.count("roll_grpo, seed") == 2  # the rival is the same at both points
 
 
@@ -325,11 +320,8 @@ def test_a_plan_advises_the_cheapest_pair_that_reaches_the_target_and_says_why(a
     )
     assert code == 0 and "advised" in said and "1 dedicated + 0 borrowed" in said
     answered = json.loads((tmp_path / "outputs" / "frozenlake" / "result.json").read_text())
-    assert (
-        answered["advised"]["dedicated_gpus"] == 1
-        and len(answered["pairs"]) == 4
-        and len(answered["reasons"]) >= 2
-    )
+    assert answered["advised"]["dedicated_gpus"] == 1 and len(answered["pairs"]) == 4
+    assert len(answered["reasons"]) >= 2
     assert "fig-sweep-step" in (tmp_path / "outputs" / "frozenlake" / "report.html").read_text()
 
 
@@ -364,9 +356,7 @@ def test_the_paper_s_settings_pass_every_check_with_every_system(tree, experimen
         tree(
             f"+experiment={experiment}",
             f"sim/systems=[{names}]",
-            "mode=simulate",
-            "sim.serving.rate=1.0",
-            "sim.serving.args.seconds=60",
+            "mode=simulate sim.serving.rate=1.0 sim.serving.args.seconds=60",
         )
     )
     front.check(c, "simulate")
@@ -377,14 +367,8 @@ def test_a_cluster_that_borrows_nothing_is_a_point_of_a_sweep(tree, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     c = from_dict(
         tree(
-            "mode=simulate",
-            "+experiment=rose_8b",
-            "sim.n_serving=0",
-            "sim.seeds=[1]",
-            "sim.steps=1",
-            "sim.warmup=0",
-            "sim.processes=1",
-            "trainer.batch_size=16",
+            "mode=simulate +experiment=rose_8b sim.n_serving=0 sim.seeds=[1] sim.steps=1",
+            "sim.warmup=0 sim.processes=1 trainer.batch_size=16",
         )
     )
     assert front.main([c], Console(file=open(tmp_path / "said", "w")), "python launch.py ...") == 0
