@@ -45,14 +45,8 @@ settings.load_profile("rose")
 CONF = Path(__file__).resolve().parents[1] / "conf"
 # Folders whose slow tests take longest, which begin first, so that two processes end together.
 SLURM = "tests/slurm"
-LONGEST = (
-    SLURM,
-    "tests/job",
-    "tests/scripts",
-    "tests/engine",
-    "tests/trainer",
-    "tests/parts/lending",
-)
+LONGEST = (SLURM, "tests/job", "tests/scripts", "tests/engine", "tests/trainer")
+LONGEST += ("tests/parts/lending",)
 
 
 def pytest_configure():

@@ -29,16 +29,9 @@ PLAIN = (
     *("play.md", "rewards.md", "slurm.md"),
 )
 # The configuration of an exported model, as far as a plan needs it.
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 64,
-}
+MODEL = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64}
+MODEL |= {"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+MODEL |= {"num_key_value_heads": 1, "vocab_size": 64}
 SECTIONS = "algorithm|cluster|env|eval|model|observe|reward|rollout|sandbox|scheduler|serving|trainer|transfer"
 # Keys under names that users give, and names of files.
 OF_USERS = r".*\.(md|py|log)$|env\.members\.|eval\.sets\.|reward\.args\.parts\."

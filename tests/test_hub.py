@@ -18,15 +18,9 @@ from rose.launch import local, model
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 OTHER = "f" * 40
-QWEN = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-}
+QWEN = {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2, "hidden_size": 64}
+QWEN |= {"intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+QWEN |= {"vocab_size": 512}
 SMALL = [f"model.shape.{key}=64" for key in ("hidden", "intermediate", "head_dim", "vocab")]
 
 

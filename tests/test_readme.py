@@ -36,14 +36,8 @@ NOT_HERE = {
     "python scripts/gpu_check.py": "needs a GPU: tests/scripts/test_gpu_check.py, on a CPU",
     "python scripts/prove_promise.py --trace FILE": "takes two hours: tests/scripts/test_prove_promise.py",
 }
-SMALL = (
-    "trainer.steps=1",
-    "trainer.batch_size=8",
-    "rollout.group_size=4",
-    "rollout.workers=1",
-    "rollout.kv_cache_gib=0.05",
-    "eval.episodes=4",
-)
+SMALL = ("trainer.steps=1", "trainer.batch_size=8", "rollout.group_size=4", "rollout.workers=1")
+SMALL += ("rollout.kv_cache_gib=0.05", "eval.episodes=4")
 
 
 def commands(page: Path) -> list[str]:

@@ -31,27 +31,11 @@ STYLES = {
 }
 REFUSES_TOOLS = {"gpt_oss", "mistral_v3"}
 styles = pytest.mark.parametrize("style", STYLES)
-TEXTS = [
-    "go",
-    "F F\nP G",
-    " \n edges\t ",
-    "",
-    "0",
-    "é 漢 🙂 Ä",
-    "\"quoted\" <b> & 'x'\\n",
-    "a\u2028b",
-]
+TEXTS = ["go", "F F\nP G", " \n edges\t ", "", "0", "é 漢 🙂 Ä", "\"quoted\" <b> & 'x'\\n"]
+TEXTS += ["a\u2028b"]
 TEXTS += ["write <tool_call> here", "{{ x }} {% if %}"]
-ARGUMENTS = [
-    *TEXTS,
-    "ends with </tool_call>",
-    "a </think> tag",
-    "<|im_start|>",
-    3,
-    None,
-    [1.5],
-    {"k": ""},
-]
+ARGUMENTS = [*TEXTS, "ends with </tool_call>", "a </think> tag", "<|im_start|>", 3, None, [1.5]]
+ARGUMENTS += [{"k": ""}]
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string", "description": "é <b>"}}}
 FUNCTIONS = [
     {"name": "f", "description": "d", "parameters": SCHEMA},
@@ -477,13 +461,9 @@ def test_a_refusal_is_a_text_and_the_changing_line_goes_in_every_api(sides):
 
 def test_developers_and_names_reach_the_template_as_in_vllm(sides):
     chat, vllm = sides("mistral")
-    messages = [
-        {"role": "developer", "content": "one"},
-        {"role": "system", "content": "two"},
-        {"role": "user", "name": "ada", "content": "go"},
-        {"role": "developer", "content": "three"},
-        {"role": "user", "content": "on"},
-    ]
+    messages = [{"role": "developer", "content": "one"}, {"role": "system", "content": "two"}]
+    messages += [{"role": "user", "name": "ada", "content": "go"}]
+    messages += [{"role": "developer", "content": "three"}, {"role": "user", "content": "on"}]
     body = {"model": "m", "messages": messages}
     query = openai_chat.read(copy.deepcopy(body))
     assert History(chat).place(query.messages, []).new == vllm.chat(body)

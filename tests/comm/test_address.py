@@ -118,12 +118,8 @@ def test_addresses_that_routes_lead_to_come_first_and_loopback_never(monkeypatch
 
 def test_of_networks_that_all_hosts_share_infiniband_comes_first(monkeypatch, tmp_path):
     """NCCL is told the one that is taken, and would by itself have taken InfiniBand's."""
-    linux = {
-        "eno1": ("1", "1000"),
-        "eno2": ("1", "100000"),
-        "ibp3s0": ("32", "40000"),
-        "tun0": ("65534", ""),
-    }
+    linux = {"eno1": ("1", "1000"), "eno2": ("1", "100000"), "ibp3s0": ("32", "40000")}
+    linux |= {"tun0": ("65534", "")}
     for name, (kind, speed) in linux.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "type").write_text(f"{kind}\n")

@@ -24,13 +24,9 @@ def config(make_config):
     )
 
 
-SETS = (
-    "+env@eval.sets.sums=calculator",
-    "+eval.sets.sums.episodes=2",
-    "+eval.sets.sums.samples=4",
-    "+env@eval.sets.lake=frozen_lake",
-    "+eval.sets.lake.episodes=1",
-)
+SETS = ("+env@eval.sets.sums=calculator", "+eval.sets.sums.episodes=2")
+SETS += ("+eval.sets.sums.samples=4", "+env@eval.sets.lake=frozen_lake")
+SETS += ("+eval.sets.lake.episodes=1",)
 
 
 def evaluations(folder):

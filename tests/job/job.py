@@ -133,14 +133,8 @@ class Job:
 
     def __init__(self, folder: Path, *overrides: str) -> None:
         self.run = Path(folder) / "run"
-        command = [
-            sys.executable,
-            str(REPOSITORY / "launch.py"),
-            f"output_dir={folder}",
-            "name=run",
-            *SMALL,
-            *overrides,
-        ]
+        command = [sys.executable, str(REPOSITORY / "launch.py"), f"output_dir={folder}"]
+        command += ["name=run", *SMALL, *overrides]
         self._started_at = time.time()
         self.process = subprocess.Popen(
             command,

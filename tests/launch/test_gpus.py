@@ -13,16 +13,8 @@ GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-ab3b4c5d-7777-8888-9999-aaaabbbbcccc)
   MIG 3g.40gb     Device  0: (UUID: MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f)
   MIG 3g.40gb     Device  1: (UUID: MIG-0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0)
 """
-FOUR = (
-    "model=qwen3_8b",
-    "trainer=zero3_gpu",
-    "rollout=gpu",
-    "cluster=gpus",
-    "cluster.gpus=4",
-    "trainer.ranks=2",
-    "trainer.batch_size=64",
-    "rollout.workers=2",
-)
+FOUR = ("model=qwen3_8b", "trainer=zero3_gpu", "rollout=gpu", "cluster=gpus", "cluster.gpus=4")
+FOUR += ("trainer.ranks=2", "trainer.batch_size=64", "rollout.workers=2")
 
 
 def test_a_listing_has_every_gpu_and_its_slices():

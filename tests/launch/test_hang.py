@@ -12,14 +12,8 @@ from rose.protocol import Role
 
 
 def trainer(rank, begun, since=0.0, **more):
-    who = {
-        "rank": rank,
-        "role": Role.TRAINER,
-        "index": rank - 2,
-        "pid": 7,
-        "guard_pid": 6,
-        "host": "n1",
-    }
+    who = {"rank": rank, "role": Role.TRAINER, "index": rank - 2, "pid": 7, "guard_pid": 6}
+    who |= {"host": "n1"}
     return RankStatus(**who, state="running", begun=begun, beat_s=10.0, since=since, **more)
 
 

@@ -244,13 +244,8 @@ def test_a_model_that_is_not_made_yet_has_no_shape(make_config, monkeypatch, tmp
     assert model.shape(c) is None
     folder = models.recipe_folder("tiny", c.model.recipe)
     folder.mkdir(parents=True)
-    raw = {
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "vocab_size": 256,
-    }
+    raw = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128}
+    raw |= {"num_attention_heads": 4, "vocab_size": 256}
     (folder / "config.json").write_text(json.dumps(raw))
     (folder / "tokenizer_config.json").write_text("{}")
     assert model.shape(c).layers == 2

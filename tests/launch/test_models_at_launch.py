@@ -111,12 +111,8 @@ def test_a_hubs_model_alone_is_planned_by_its_config(folder, make_config, monkey
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     monkeypatch.setattr(hub, "cached", lambda *_: None)
-    hub_model = (
-        "model.source=hub",
-        "model.path=acme/tiny",
-        "model.revision=v2",
-        "model.shape=null",
-    )
+    hub_model = ("model.source=hub", "model.path=acme/tiny", "model.revision=v2")
+    hub_model += ("model.shape=null",)
     assert model.shape(make_config(*hub_model)).heads == 2
     assert asked == [("acme/tiny", "config.json", "v2")]
     with pytest.raises(ConfigError, match="model.shape=None"):

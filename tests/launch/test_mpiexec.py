@@ -17,12 +17,8 @@ from rose.launch.mpiexec import World, blocks
 from tests import processes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MPI = {
-    "MPIR_CVAR_CH4_NETMOD": "ofi",
-    "FI_PROVIDER": "tcp;ofi_rxm",
-    "MPIR_CVAR_NOLOCAL": "1",
-    "FI_TCP_IFACE": "lo",
-}
+MPI = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp;ofi_rxm", "MPIR_CVAR_NOLOCAL": "1"}
+MPI |= {"FI_TCP_IFACE": "lo"}
 # Each rank waits for all others, then says what it sees.
 WORLD = """
 import json, os

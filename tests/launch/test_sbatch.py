@@ -15,19 +15,9 @@ from rose.launch.layout import layout
 from rose.places import REPOSITORY
 from rose.protocol import Role
 
-SEVEN_B = (
-    "model=qwen2_5_7b",
-    "env=calculator",
-    "trainer=zero3_gpu",
-    "rollout=gpu",
-    "cluster=slurm",
-    "name=qwen7b",
-    "cluster.gpus=24",
-    "trainer.ranks=16",
-    "rollout.workers=4",
-    "rollout.tensor_parallel=2",
-    "rollout.environment_hosts=4",
-)
+SEVEN_B = ("model=qwen2_5_7b", "env=calculator", "trainer=zero3_gpu", "rollout=gpu")
+SEVEN_B += ("cluster=slurm", "name=qwen7b", "cluster.gpus=24", "trainer.ranks=16")
+SEVEN_B += ("rollout.workers=4", "rollout.tensor_parallel=2", "rollout.environment_hosts=4")
 
 GOLDEN = """#!/bin/bash
 

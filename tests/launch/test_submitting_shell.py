@@ -22,12 +22,8 @@ OF_THE_SHELL = {
     "SLURMD_NODENAME": "n1",
     "PMI_RANK": "0",
 }
-OF_THE_USER = {
-    "SLURM_CONF": "/etc/here/slurm.conf",
-    "SLURM_CLUSTERS": "big",
-    "SBATCH_ACCOUNT": "me",
-    "LANG": "C",
-}
+OF_THE_USER = {"SLURM_CONF": "/etc/here/slurm.conf", "SLURM_CLUSTERS": "big"}
+OF_THE_USER |= {"SBATCH_ACCOUNT": "me", "LANG": "C"}
 
 
 @pytest.fixture

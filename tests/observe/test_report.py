@@ -15,17 +15,9 @@ from rose.observe.status import write_failure
 from rose.observe.trace import Span
 from tests.observe.run_folder import write_run
 
-CHROMIUM = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--virtual-time-budget=4000",
-)
+CHROMIUM = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run")
+CHROMIUM += ("--disable-background-networking", "--disable-component-update", "--disable-sync")
+CHROMIUM += ("--virtual-time-budget=4000",)
 
 
 def test_unaccounted_time_is_shown_as_other():
@@ -240,14 +232,8 @@ def _dom(path, profile) -> str:
     assert browser, (
         "the report is checked in a real browser: apt-get install chromium fonts-dejavu-core"
     )
-    command = [
-        browser,
-        *CHROMIUM,
-        f"--user-data-dir={profile}",
-        "--window-size=1280,2000",
-        "--dump-dom",
-        path.as_uri(),
-    ]
+    command = [browser, *CHROMIUM, f"--user-data-dir={profile}", "--window-size=1280,2000"]
+    command += ["--dump-dom", path.as_uri()]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
 
 

@@ -10,23 +10,15 @@ from tests.observe.run_folder import write_run
 
 
 def test_overlapping_turns_get_different_lanes_and_free_lanes_are_used_again():
-    turns = [
-        Span(0, 10, "turn", "a", {}),
-        Span(5, 15, "turn", "b", {}),
-        Span(6, 7, "turn", "a", {}),
-        Span(10, 12, "turn", "c", {}),
-    ]
+    turns = [Span(0, 10, "turn", "a", {}), Span(5, 15, "turn", "b", {})]
+    turns += [Span(6, 7, "turn", "a", {}), Span(10, 12, "turn", "c", {})]
     assert assign_lanes(turns) == [0, 1, 2, 0]
 
 
 def test_spans_nest_only_in_their_own_trajectory():
-    spans = [
-        Span(0, 100, "trajectory", "a", {}),
-        Span(1, 90, "trajectory", "b", {}),
-        Span(10, 20, "env_step", "b", {}),
-        Span(30, 40, "env_step", "a", {}),
-        Span(50, 120, "env_step", "a", {}),
-    ]
+    spans = [Span(0, 100, "trajectory", "a", {}), Span(1, 90, "trajectory", "b", {})]
+    spans += [Span(10, 20, "env_step", "b", {}), Span(30, 40, "env_step", "a", {})]
+    spans += [Span(50, 120, "env_step", "a", {})]
     assert assign_lanes(spans) == [0, 1, 1, 0, 2]
     assert assign_lanes(spans[:4], nest=False) == [0, 1, 2, 2]
 

@@ -17,24 +17,11 @@ from rose.observe.metrics import read_metrics, rows_of
 REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCE = Path(__file__).parent / "rose_dark"
 OPTIONS = ("hydra.searchpath=[pkg://rose_dark.conf]", "algorithm=plain", "scheduler/routing=first")
-SMALL = (
-    "trainer.steps=1",
-    "trainer.batch_size=8",
-    "rollout.group_size=4",
-    "rollout.workers=1",
-    "rollout.kv_cache_gib=0.1",
-    "eval.episodes=4",
-    "env.members.lake.max_turns=3",
-    "env.members.dark.max_turns=3",
-    "observe.terminal=false",
-)
-MIXED = (
-    "env=mixture",
-    "+env@env.members.dark=dark_lake",
-    "+env.members.dark.weight=1",
-    "+env@env.members.lake=frozen_lake",
-    "+env.members.lake.weight=1",
-)
+SMALL = ("trainer.steps=1", "trainer.batch_size=8", "rollout.group_size=4", "rollout.workers=1")
+SMALL += ("rollout.kv_cache_gib=0.1", "eval.episodes=4", "env.members.lake.max_turns=3")
+SMALL += ("env.members.dark.max_turns=3", "observe.terminal=false")
+MIXED = ("env=mixture", "+env@env.members.dark=dark_lake", "+env.members.dark.weight=1")
+MIXED += ("+env@env.members.lake=frozen_lake", "+env.members.lake.weight=1")
 SECONDS = 600
 
 

@@ -60,12 +60,8 @@ def plain_round(cluster, queue_depth, routing, imbalance, last):
     st.lists(STEPS, max_size=80),
 )
 def test_a_round_places_the_turns_that_the_plain_rule_places(routing, queue_depth, lengths, steps):
-    names = {
-        "provisioning": "fixed",
-        "routing": routing,
-        "order": "fifo",
-        "batching": "bounded_staleness",
-    }
+    names = {"provisioning": "fixed", "routing": routing, "order": "fifo"}
+    names |= {"batching": "bounded_staleness"}
     s = scheduler(names, queue_depth)
     imbalance = policy("routing", "cache_affine").args["imbalance"]
     indexed, last = s._queue.round, ""

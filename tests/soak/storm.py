@@ -99,14 +99,8 @@ class Lender:
 
 
 def start_run(folder: Path, overrides: list[str]) -> subprocess.Popen:
-    command = [
-        sys.executable,
-        str(REPOSITORY / "launch.py"),
-        f"output_dir={folder}",
-        "name=run",
-        *SMALL,
-        *overrides,
-    ]
+    command = [sys.executable, str(REPOSITORY / "launch.py"), f"output_dir={folder}", "name=run"]
+    command += [*SMALL, *overrides]
     with open(folder / "launch.log", "wb") as words:
         return subprocess.Popen(
             command, stdout=words, stderr=subprocess.STDOUT, start_new_session=True

@@ -21,55 +21,26 @@ from rose.trainer.algorithms.base import Summary, TokenBatch, differ
 CONF = Path(__file__).parents[2] / "conf"
 
 GRPO = {"clip_low": 0.2, "clip_high": 0.2, "scale_by_std": True}
-DAPO = {
-    "clip_low": 0.2,
-    "clip_high": 0.28,
-    "max_response_tokens": 6,
-    "overlong_buffer": 4,
-    "overlong_filtering": False,
-}
+DAPO = {"clip_low": 0.2, "clip_high": 0.28, "max_response_tokens": 6, "overlong_buffer": 4}
+DAPO |= {"overlong_filtering": False}
 RLOO = {"clip_low": None, "clip_high": None}
 REINFORCE_PP = {"clip_low": 0.2, "clip_high": 0.2, "baseline": "none"}
 GSPO = {"clip_low": 0.03, "clip_high": 0.04}
 DECOUPLED = {"clip_low": 0.2, "clip_high": 0.2, "weight_cap": 1.5, "scale_by_std": True}
-ARGS = {
-    "grpo": GRPO,
-    "dapo": DAPO,
-    "rloo": RLOO,
-    "reinforce_pp": REINFORCE_PP,
-    "gspo": GSPO,
-    "decoupled_ppo": DECOUPLED,
-}
+ARGS = {"grpo": GRPO, "dapo": DAPO, "rloo": RLOO, "reinforce_pp": REINFORCE_PP, "gspo": GSPO}
+ARGS |= {"decoupled_ppo": DECOUPLED}
 
 # Two groups of three trajectories. Ratios new / proximal lie inside and outside of every clip
 # range, on both sides.
 REWARDS = [1.0, 0.0, 0.25, 2.0, 2.0, -1.0]
 GROUPS = [0, 0, 0, 1, 1, 1]
 MASK = [[1, 1, 1, 0], [1, 0, 1, 1], [0, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 0, 1]]
-PROXIMAL = [
-    [-1.0, -0.7, -2.0, 0.0],
-    [-0.3, 0.0, -1.1, -0.9],
-    [0.0, -0.2, 0.0, 0.0],
-    [-1.5, -0.4, 0.0, 0.0],
-    [-0.6, -0.8, -1.2, -0.1],
-    [-2.2, -0.5, 0.0, -1.4],
-]
-NEW_LESS_PROXIMAL = [
-    [0.1, 0.5, -0.4, 9.0],
-    [-0.5, 9.0, 0.05, 0.6],
-    [9.0, 0.02, 9.0, 9.0],
-    [0.24, -0.9, 9.0, 9.0],
-    [-0.1, 0.3, 0.0, 0.22],
-    [0.4, -0.3, 9.0, -0.02],
-]
-PROXIMAL_LESS_BEHAVIOUR = [
-    [0.1, -0.2, 0.3, 5.0],
-    [0.0, 5.0, 0.7, -0.1],
-    [5.0, 0.2, 5.0, 5.0],
-    [0.41, 0.39, 5.0, 5.0],
-    [-1.0, 0.05, 0.2, 0.0],
-    [0.6, -0.4, 5.0, 0.1],
-]
+PROXIMAL = [[-1.0, -0.7, -2.0, 0.0], [-0.3, 0.0, -1.1, -0.9], [0.0, -0.2, 0.0, 0.0]]
+PROXIMAL += [[-1.5, -0.4, 0.0, 0.0], [-0.6, -0.8, -1.2, -0.1], [-2.2, -0.5, 0.0, -1.4]]
+NEW_LESS_PROXIMAL = [[0.1, 0.5, -0.4, 9.0], [-0.5, 9.0, 0.05, 0.6], [9.0, 0.02, 9.0, 9.0]]
+NEW_LESS_PROXIMAL += [[0.24, -0.9, 9.0, 9.0], [-0.1, 0.3, 0.0, 0.22], [0.4, -0.3, 9.0, -0.02]]
+PROXIMAL_LESS_BEHAVIOUR = [[0.1, -0.2, 0.3, 5.0], [0.0, 5.0, 0.7, -0.1], [5.0, 0.2, 5.0, 5.0]]
+PROXIMAL_LESS_BEHAVIOUR += [[0.41, 0.39, 5.0, 5.0], [-1.0, 0.05, 0.2, 0.0], [0.6, -0.4, 5.0, 0.1]]
 ROWS = range(len(REWARDS))
 TOKENS = [sum(row) for row in MASK]
 TRUNCATED = [False, False, True, False, False, True]
@@ -221,14 +192,9 @@ def expected_decoupled_ppo():
     return token_level(group_normalised(REWARDS), 0.2, 0.2, weight)
 
 
-EXPECTED = {
-    "grpo": expected_grpo,
-    "dapo": expected_dapo,
-    "rloo": expected_rloo,
-    "reinforce_pp": expected_reinforce_pp,
-    "gspo": expected_gspo,
-    "decoupled_ppo": expected_decoupled_ppo,
-}
+EXPECTED = {"grpo": expected_grpo, "dapo": expected_dapo, "rloo": expected_rloo}
+EXPECTED |= {"reinforce_pp": expected_reinforce_pp, "gspo": expected_gspo}
+EXPECTED |= {"decoupled_ppo": expected_decoupled_ppo}
 
 
 def assert_objective(algorithm, expected) -> None:

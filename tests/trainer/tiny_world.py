@@ -584,14 +584,8 @@ def watched(trainer, folder: Path, rank: int, beat_s: float):
     from rose.protocol import Role
     from rose.trainer.watch import Watch
 
-    who = {
-        "rank": rank,
-        "role": Role.TRAINER,
-        "index": rank,
-        "pid": 0,
-        "guard_pid": 0,
-        "host": "here",
-    }
+    who = {"rank": rank, "role": Role.TRAINER, "index": rank, "pid": 0, "guard_pid": 0}
+    who |= {"host": "here"}
     rank_status.write(folder, 1, rank_status.RankStatus(**who, state="running"))
     report = functools.partial(rank_status.mark_begun, folder, 1, rank, beat_s=beat_s)
     return Watch(beat_s, trainer.progress, report)

@@ -15,26 +15,13 @@ from rose.transfer.broadcast import _read_header, make_broadcast
 from rose.transfer.errors import TransferError
 
 HERE = Path(__file__).parent
-MPI = {
-    "MPIR_CVAR_CH4_NETMOD": "ofi",
-    "FI_PROVIDER": "tcp;ofi_rxm",
-    "MPIR_CVAR_NOLOCAL": "1",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(HERE.parents[1]),
-}
+MPI = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp;ofi_rxm", "MPIR_CVAR_NOLOCAL": "1"}
+MPI |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
 
 
 def run(case: str, ranks: int, folder: Path) -> str:
-    command = [
-        *MPIEXEC,
-        "-keep",
-        "-n",
-        str(ranks),
-        sys.executable,
-        str(HERE / "broadcast_ranks.py"),
-        case,
-        str(folder),
-    ]
+    command = [*MPIEXEC, "-keep", "-n", str(ranks), sys.executable]
+    command += [str(HERE / "broadcast_ranks.py"), case, str(folder)]
     ran = subprocess.run(command, env=os.environ | MPI, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert not [path for path in folder.rglob("*") if path.is_file()]

@@ -58,12 +58,8 @@ def test_an_answer_counts_in_any_form_of_the_number(form):
 
 def test_shaping_pays_the_right_result_once_and_the_whole_is_one():
     asked = question(Calculator())
-    calls = [
-        ("calculate", "1 + 0"),
-        ("calculate", asked),
-        ("calculate", asked),
-        ("answer", eval(asked)),
-    ]
+    calls = [("calculate", "1 + 0"), ("calculate", asked), ("calculate", asked)]
+    calls += [("answer", eval(asked))]
     expected = [0.0, 0.25, 0.0, 0.75]
     assert [step.reward for step in play(Calculator(shaping=0.25), *calls)] == expected
     assert [step.reward for step in play(Calculator(shaping=0.25), calls[-1])] == [1.0]

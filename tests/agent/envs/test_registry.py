@@ -18,22 +18,8 @@ from rose.config import ConfigError
 
 CONF = Path(__file__).resolve().parents[3] / "conf" / "env"
 ODD_CALLS = [None, ToolCall("no_such_tool" * 20, {}), ToolCall("\ud800", {"x": "\ud800"})]
-ODD_ARGUMENTS = [
-    None,
-    [],
-    {},
-    "",
-    "x",
-    -1,
-    10**400,
-    1.5,
-    True,
-    [[]],
-    ["left", {}],
-    "9**9**9",
-    "\ud800",
-    "(" * 500,
-]
+ODD_ARGUMENTS = [None, [], {}, "", "x", -1, 10**400, 1.5, True, [[]], ["left", {}], "9**9**9"]
+ODD_ARGUMENTS += ["\ud800", "(" * 500]
 
 
 GIVEN = {"prompts": ("data",), "mcp": ("data",)}  # arguments without a default that fits all
