@@ -1,7 +1,9 @@
 """What every test shares: the variables of a CPU run, set before anything reads them, and composed
 configurations."""
 
+import asyncio
 import functools
+import inspect
 import os
 import pickle
 import re
@@ -131,6 +133,21 @@ def compose_tree(*overrides: str) -> dict:
 EIGHT_GPUS = "".join(
     f"GPU {i}: NVIDIA H200 (UUID: GPU-{i}c89852c-8ec8-92b7-dd3b-1ebe33b02c5{i})\n" for i in range(8)
 )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """A test may be a coroutine, which has its module's DEADLINE_S, or five minutes."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+
+    async def within_time():
+        async with asyncio.timeout(getattr(pyfuncitem.module, "DEADLINE_S", 300.0)):
+            await pyfuncitem.obj(**{n: pyfuncitem.funcargs[n] for n in names})
+
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(within_time())
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -166,7 +166,7 @@ def make(folder: Path, path: str) -> None:
     (folder / path / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
 
 
-def test_the_printed_server_has_a_tool(reader, monkeypatch):
+async def test_the_printed_server_has_a_tool(reader, monkeypatch):
     """The policy calls the tool once and answers; math-verify judges the answer right."""
     # The page's reader has activated the environment, so `python` is the one that runs this test.
     folders = [str(Path(sys.executable).parent), os.environ["PATH"]]
@@ -175,16 +175,12 @@ def test_the_printed_server_has_a_tool(reader, monkeypatch):
     (run,) = [r for r in printed.commands("environments.md") if "env=mcp" in r]
     tree = composed(*run)["env"]
     env = envs.build(config.Env(**tree))
-
-    async def play():
-        start = await env.reset(0)
-        assert [tool["function"]["name"] for tool in start.tools] == ["multiply"]
-        step = await env.step(Action("", ToolCall("multiply", {"a": 17, "b": 23})))
-        last = await env.step(Action(f"It is {step.observation}."))
-        await env.close()
-        return step, last
-
-    step, last = asyncio.run(play())
+    start = await env.reset(0)
+    assert [tool["function"]["name"] for tool in start.tools] == ["multiply"]
+    step = await env.step(Action("", ToolCall("multiply", {"a": 17, "b": 23})))
+    last = await env.step(Action(f"It is {step.observation}."))
+    await env.close()
+    (step, last) = step, last
     assert (step.observation, step.invalid) == ("391", False)
     assert (last.reward, last.done, last.success) == (1.0, True, True)
 

@@ -3,7 +3,6 @@ before anything starts."""
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from rose import config as configuration
 from rose import front, hub
 from rose.config import ConfigError
 from rose.launch import local, model
+from tests.processes import ran
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 OTHER = "f" * 40
@@ -134,21 +134,12 @@ def test_what_is_no_id_is_said_to_be_none(cache):
 @pytest.mark.parametrize(
     "change, said",
     [
-        (
-            {"num_experts": 60, "architectures": ["Qwen2MoeForCausalLM"]},
-            "Qwen2MoeForCausalLM; ROSE trains Qwen2ForCausalLM",
-        ),
-        (
-            {"decoder_sparse_step": 2, "architectures": ["Qwen3MoeForCausalLM"]},
-            r"some layers have no experts \(mlp_only_layers=None, decoder_sparse_step=2\)",
-        ),
+        ({"num_experts": 60, "architectures": ["Qwen2MoeForCausalLM"]}, "Qwen2MoeForCausalLM"),
+        ({"decoder_sparse_step": 2, "architectures": ["Qwen3MoeForCausalLM"]}, r"some layers have"),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantised \(awq\)"),
         ({"quantization_config": "fp8"}, r"quantised \(fp8\)"),
         ({"architectures": None}, "its architecture is unknown"),
-        (
-            {"architectures": ["Gemma2ForCausalLM"]},
-            "Gemma2ForCausalLM; ROSE trains Qwen2ForCausalLM",
-        ),
+        ({"architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM; ROSE trains"),
     ],
 )
 def test_untrainable_models_are_refused_when_planned(cache, files, tree, tmp_path, change, said):
@@ -202,7 +193,7 @@ def test_a_refused_model_leaves_no_file_and_an_earlier_run(cache, tmp_path, caps
 @pytest.mark.slow
 def test_the_command_refuses_with_code_2_and_leaves_nothing(tmp_path):
     """As a user starts it, on a machine with neither network nor cache."""
-    said = subprocess.run(
+    said = ran(
         [
             sys.executable,
             str(REPOSITORY / "launch.py"),
@@ -211,8 +202,6 @@ def test_the_command_refuses_with_code_2_and_leaves_nothing(tmp_path):
             "cluster.gpus=0",
             f"output_dir={tmp_path}",
         ],
-        capture_output=True,
-        text=True,
         timeout=300,
         env=os.environ | {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "COLUMNS": "400"},
     )

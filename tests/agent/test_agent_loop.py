@@ -52,12 +52,8 @@ class Walk:
         if action.call is not None and action.call.name != "step":
             return Step(observation=f"no tool {action.call.name}", invalid=True)
         self.length -= 1
-        return Step(
-            observation=f"{self.length} to go",
-            reward=0.5,
-            done=self.length == 0,
-            success=self.length == 0,
-        )
+        done = self.length == 0
+        return Step(observation=f"{self.length} to go", reward=0.5, done=done, success=done)
 
     async def close(self):
         self.closed += 1
@@ -68,13 +64,8 @@ class Script:
     gave."""
 
     def __init__(self, tokenizer, *texts, closed=True):
-        self.tokenizer, self.texts, self.closed, self.requests, self.results = (
-            tokenizer,
-            texts,
-            closed,
-            [],
-            [],
-        )
+        self.tokenizer, self.texts, self.closed = tokenizer, texts, closed
+        self.requests, self.results = [], []
 
     async def __call__(self, request):
         k = len(self.requests)
@@ -100,32 +91,21 @@ class Script:
         return result
 
 
+def limited(turns=5, new_tokens=64, timeout_s=5.0, name="walk", **args):
+    sizes = {"max_turns": turns, "max_new_tokens": new_tokens, "step_timeout_s": timeout_s}
+    return config.Env(name=name, args=args, max_failures_in_row=1, **sizes)
+
+
 @pytest.fixture
 def run(chats):
     """run(env, script, ...) -> the trajectory, under limits that a test may tighten."""
 
     async def go(env, source, max_context=1000, max_turns=5, max_new_tokens=64, step_timeout_s=5.0):
-        limits = config.Env(
-            name="walk",
-            args={},
-            max_turns=max_turns,
-            max_new_tokens=max_new_tokens,
-            step_timeout_s=step_timeout_s,
-            max_failures_in_row=1,
-        )
+        limits = limited(max_turns, max_new_tokens, step_timeout_s)
         ticks = iter([100.0, 103.0])
         sampling = Sampling(max_new_tokens=1, temperature=0.7, top_p=0.9, top_k=5)
-        return await run_trajectory(
-            START,
-            env,
-            chats["tiny"],
-            source,
-            limits,
-            "env",
-            max_context,
-            sampling,
-            lambda: next(ticks),
-        )
+        rest = (limits, "env", max_context, sampling, lambda: next(ticks))
+        return await run_trajectory(START, env, chats["tiny"], source, *rest)
 
     return lambda *args, **kwargs: asyncio.run(go(*args, **kwargs))
 
@@ -522,46 +502,23 @@ def test_the_first_cause_counts_when_closing_fails_too(run, tokenizer):
 
 
 @pytest.mark.parametrize("where", ["turn", "step"])
-def test_cancellation_closes_the_environment_and_passes_on(chats, tokenizer, where):
-    async def go():
-        reached = asyncio.Event()
+async def test_cancellation_closes_the_environment_and_passes_on(chats, tokenizer, where):
+    reached = asyncio.Event()
 
-        async def wait(*_):
-            reached.set()
-            await asyncio.Event().wait()
+    async def wait(*_):
+        reached.set()
+        await asyncio.Event().wait()
 
-        env = Walk() if where == "turn" else broken("step", wait)
-        source = wait if where == "turn" else Script(tokenizer, STEP)
-        limits = config.Env(
-            name="walk",
-            args={},
-            max_turns=5,
-            max_new_tokens=64,
-            step_timeout_s=30.0,
-            max_failures_in_row=1,
-        )
-        task = asyncio.create_task(
-            run_trajectory(
-                START,
-                env,
-                chats["tiny"],
-                source,
-                limits,
-                "env",
-                1000,
-                Sampling(max_new_tokens=1),
-                lambda: 0.0,
-            )
-        )
-        async with asyncio.timeout(60):
-            await reached.wait()
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        assert len(asyncio.all_tasks()) == 1, "nothing stays behind"
-        return env.closed
-
-    assert asyncio.run(go()) == 1
+    env = Walk() if where == "turn" else broken("step", wait)
+    source = wait if where == "turn" else Script(tokenizer, STEP)
+    rest = (limited(timeout_s=30.0), "env", 1000, Sampling(max_new_tokens=1), lambda: 0.0)
+    task = asyncio.create_task(run_trajectory(START, env, chats["tiny"], source, *rest))
+    await reached.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(asyncio.all_tasks()) == 1, "nothing stays behind"
+    assert env.closed == 1
 
 
 def test_an_error_of_the_turn_source_closes_the_environment_and_passes_on(run):
@@ -607,16 +564,7 @@ def test_a_turn_that_was_not_asked_for_is_refused(run, change):
 
 
 def test_a_calculator_episode(run, tokenizer):
-    env = envs.build(
-        config.Env(
-            name="calculator",
-            args={"operations": 1, "operators": "+"},
-            max_turns=4,
-            max_new_tokens=64,
-            step_timeout_s=5.0,
-            max_failures_in_row=1,
-        )
-    )
+    env = envs.build(limited(4, name="calculator", operations=1, operators="+"))
     question = asyncio.run(env.reset(START.env_seed)).messages[1]["content"]
     asked = question.removeprefix("What is ").removesuffix("?")
     answer = sum(map(int, asked.split(" + ")))

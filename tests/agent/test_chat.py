@@ -215,15 +215,6 @@ def test_a_lone_surrogate_in_a_call_is_replaced(chats, family):
     assert prompt == chats[family].start(said("a?b"), [TOOL]) or family == "smollm2"  # JSON escapes
 
 
-def test_long_texts_are_not_kept(chats):
-    chat = chats["tiny"]
-    kept = chat._start.cache_info().currsize, chat._observation.cache_info().currsize
-    long = "left " * 1000
-    assert chat.start([{"role": "user", "content": long}], [])
-    assert chat.observation(long, "user") == chat.observation(long, "user")
-    assert kept == (chat._start.cache_info().currsize, chat._observation.cache_info().currsize)
-
-
 def test_the_parser_of_thoughts_has_the_templates_arguments(save_tokenizer):
     """Without a thought, vLLM's parser would take an answer for a thought that was cut."""
     folder, off = save_tokenizer(TEMPLATES["qwen3"]), {"enable_thinking": False}

@@ -178,17 +178,6 @@ def test_other_leaves_of_a_tree_that_ends_before_it_forks_begin_with_the_prompt(
     assert len({r.turn for r in rollout.requests}) == len(rollout.requests)
 
 
-def test_waits_for_what_they_fork_off_are_no_time_of_the_trajectories(lake):
-    paused = []
-
-    def look(host, request):
-        if request.turn == "g0.0.t0":  # All others wait for it.
-            paused.extend(own._pauses for own in host._own.values())
-
-    lake(group=4).run(look)
-    assert paused == [1, 1, 1, 1]
-
-
 def test_a_trajectory_outlives_the_one_that_it_would_fork_off(lake, monkeypatch):
     """That is cancelled, or fails; and what forks off the replacement's siblings still does."""
 
@@ -270,7 +259,7 @@ def test_what_an_environment_has_saved_is_what_the_other_goes_on_from(lake, monk
 
 
 @pytest.mark.parametrize("environment", [FrozenLake, Saved])
-def test_a_branch_goes_on_when_its_host_is_gone(lake, monkeypatch, tmp_path, environment):
+async def test_a_branch_goes_on_when_its_host_is_gone(lake, monkeypatch, tmp_path, environment):
     if environment is Saved:
         monkeypatch.setattr("rose.agent.host.build", lambda env: Saved())
     rollout = lake(group=4)
@@ -280,37 +269,34 @@ def test_a_branch_goes_on_when_its_host_is_gone(lake, monkeypatch, tmp_path, env
         rest = (words.put_nowait, asyncio.create_task, NullRecorder(), None, taken)
         return TrajectoryHost(rollout.config, rollout.chat, *rest)
 
-    async def scene():
-        size = rollout.config.rollout.group_size
-        starts = rollout.groups.open("g0", p.Phase.TRAIN, rollout.task, size)
-        [branch] = [start for start in starts if start.id == "g0.2"]
-        assert (branch.follows, branch.fork) == ("g0.0", 2)
-        words = asyncio.Queue()
-        first = host(words)
-        for start in (starts[0], branch):
-            first.handle(start)
+    size = rollout.config.rollout.group_size
+    starts = rollout.groups.open("g0", p.Phase.TRAIN, rollout.task, size)
+    [branch] = [start for start in starts if start.id == "g0.2"]
+    assert (branch.follows, branch.fork) == ("g0.0", 2)
+    words = asyncio.Queue()
+    first = host(words)
+    for start in (starts[0], branch):
+        first.handle(start)
+    asked = await words.get()
+    while not (isinstance(asked, p.TurnRequest) and asked.trajectory == branch.id):
+        if isinstance(asked, p.TurnRequest):  # else the other has ended before
+            first.handle(rollout._made(asked))
         asked = await words.get()
-        while not (isinstance(asked, p.TurnRequest) and asked.trajectory == branch.id):
-            if isinstance(asked, p.TurnRequest):  # else the other has ended before
-                first.handle(rollout._made(asked))
-            asked = await words.get()
-        # what it forked off is all that there is of it
-        for path in (tmp_path / branch.id).iterdir():
-            assert path.name == "a001-t0002"
-        for task in (left := list(first._trajectories.values())):
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
-        words = asyncio.Queue()
-        second = host(words)
-        second.handle(branch)
+    # what it forked off is all that there is of it
+    for path in (tmp_path / branch.id).iterdir():
+        assert path.name == "a001-t0002"
+    for task in (left := list(first._trajectories.values())):
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    words = asyncio.Queue()
+    second = host(words)
+    second.handle(branch)
+    again = await words.get()
+    assert (again.turn, again.tokens) == ("g0.2.t2", asked.tokens)
+    while isinstance(again, p.TurnRequest):
+        second.handle(rollout._made(again))
         again = await words.get()
-        assert (again.turn, again.tokens) == ("g0.2.t2", asked.tokens)
-        while isinstance(again, p.TurnRequest):
-            second.handle(rollout._made(again))
-            again = await words.get()
-        assert [tuple(each) for each in again.trajectory.inherited] == [("g0.0", 2)]
-
-    asyncio.run(asyncio.wait_for(scene(), DEADLINE_S))
+    assert [tuple(each) for each in again.trajectory.inherited] == [("g0.0", 2)]
 
 
 def bash(command):

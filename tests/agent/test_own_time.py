@@ -35,25 +35,21 @@ def test_what_a_trajectory_had_made_by_then_is_kept():
     assert (failure.value.made, failure.value.output) == ("a trajectory", "words")
 
 
-def test_waits_for_turns_do_not_count_also_where_several_overlap():
+async def test_waits_for_turns_do_not_count_also_where_several_overlap():
     async def turn(own, seconds):
         with own.paused():
             await asyncio.sleep(seconds)
 
-    async def scene():
-        async with OwnTime("g0.1", SHORT_S, "env") as own:
-            await asyncio.gather(*(turn(own, SHORT_S * k) for k in (0.5, 1, 2)))
-            return "ended"
-
-    assert asyncio.run(scene()) == "ended"
+    async with OwnTime("g0.1", SHORT_S, "env") as own:
+        await asyncio.gather(*(turn(own, SHORT_S * k) for k in (0.5, 1, 2)))
+        found = "ended"
+    assert found == "ended"
 
 
-def test_a_trajectory_that_waits_for_another_to_fork_off_spends_no_time():
-    async def scene():
-        async with OwnTime("g0.1", SHORT_S, "env") as own:
-            return await own.waiting(asyncio.sleep(2 * SHORT_S, "forked"))
-
-    assert asyncio.run(scene()) == "forked"
+async def test_a_trajectory_that_waits_for_another_to_fork_off_spends_no_time():
+    async with OwnTime("g0.1", SHORT_S, "env") as own:
+        found = await own.waiting(asyncio.sleep(2 * SHORT_S, "forked"))
+    assert found == "forked"
 
 
 def test_time_before_a_turn_is_not_given_back_by_it():
@@ -68,23 +64,20 @@ def test_time_before_a_turn_is_not_given_back_by_it():
         asyncio.run(asyncio.wait_for(scene(), LONG_S))
 
 
-def test_errors_and_cancellations_pass_through_and_late_turns_are_no_error():
-    async def scene():
-        with pytest.raises(TimeoutError, match="of its own"):
-            async with OwnTime("g0.1", LONG_S, "env"):
-                raise TimeoutError("of its own")
-        async with OwnTime("g0.1", LONG_S, "env") as own:
-            late = own.paused()
-            late.__enter__()
-        late.__exit__(None, None, None)
-        waits = asyncio.create_task(within())
-        await asyncio.sleep(0)
-        waits.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waits
-
+async def test_errors_and_cancellations_pass_through_and_late_turns_are_no_error():
     async def within():
         async with OwnTime("g0.1", LONG_S, "env"):
             await asyncio.sleep(LONG_S)
 
-    asyncio.run(scene())
+    with pytest.raises(TimeoutError, match="of its own"):
+        async with OwnTime("g0.1", LONG_S, "env"):
+            raise TimeoutError("of its own")
+    async with OwnTime("g0.1", LONG_S, "env") as own:
+        late = own.paused()
+        late.__enter__()
+    late.__exit__(None, None, None)
+    waits = asyncio.create_task(within())
+    await asyncio.sleep(0)
+    waits.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waits

@@ -13,6 +13,7 @@ import pytest
 
 from rose.comm import address
 from rose.comm.address import Host, RendezvousError
+from tests.processes import ran
 
 RANKS = Path(__file__).with_name("address_ranks.py")
 DEADLINE_S = 240.0
@@ -175,7 +176,7 @@ class TwoHosts:
                 files.rmdir()
 
     def ip(self, *words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+        ran(["ip", *words], check=True)
 
     def inside(self, name: str, *command: str) -> None:
         self.ip("netns", "exec", name, *command)

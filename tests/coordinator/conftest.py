@@ -20,6 +20,10 @@ def scheduler(routing="least_loaded"):
     return built(TURN_TIMEOUT_S, routing=routing)
 
 
+def packed(tokens):
+    return p.pack_tokens(tokens), p.pack_floats([-1.0] * len(tokens))
+
+
 class World:
     """The hub and everything around it; `sent` are (rank, message), `actions` those about groups
     and batches."""
@@ -43,60 +47,30 @@ class World:
         )
 
     def ready(self, worker, incarnation=1, version=0, sequences=4):
-        self.hub.handle(
-            RANK[worker], p.WorkerReady(worker, incarnation, 4242, sequences, 10_000, version)
-        )
+        word = p.WorkerReady(worker, incarnation, 4242, sequences, 10_000, version)
+        self.hub.handle(RANK[worker], word)
 
     def down(self, worker, incarnation=1, restarting=True):
         self.hub.handle(RANK[worker], p.WorkerDown(worker, incarnation, "killed", restarting))
 
     def request(self, turn="g0.0.t0", new=10, seed=5):
-        trajectory = turn.rpartition(".")[0]
-        self.hub.handle(
-            HOST,
-            p.TurnRequest(
-                turn,
-                trajectory,
-                trajectory.partition(".")[0],
-                p.Phase.TRAIN,
-                p.pack_tokens([1, 2, 3]),
-                p.Sampling(max_new_tokens=new, seed=seed),
-            ),
-        )
+        whose, group = turn.rpartition(".")[0], turn.partition(".")[0]
+        context, sampling = p.pack_tokens([1, 2, 3]), p.Sampling(max_new_tokens=new, seed=seed)
+        asked = p.TurnRequest(turn, whose, group, p.Phase.TRAIN, context, sampling)
+        self.hub.handle(HOST, asked)
 
     def progress(self, tokens, attempt=1, turn="g0.0.t0", rank=10):
-        self.hub.handle(
-            rank,
-            p.TurnProgress(
-                turn, attempt, p.pack_tokens(tokens), p.pack_floats([-1.0] * len(tokens)), 0
-            ),
-        )
+        self.hub.handle(rank, p.TurnProgress(turn, attempt, *packed(tokens), 0))
 
     def finish(self, tokens, attempt=1, turn="g0.0.t0", rank=10, finish=p.FinishReason.STOP):
-        self.hub.handle(
-            rank,
-            p.TurnFinished(
-                turn, attempt, p.pack_tokens(tokens), p.pack_floats([-1.0] * len(tokens)), 0, finish
-            ),
-        )
+        self.hub.handle(rank, p.TurnFinished(turn, attempt, *packed(tokens), 0, finish))
 
     def give_back(self, tokens, attempt=1, turn="g0.0.t0", rank=10):
-        self.hub.handle(
-            rank,
-            p.TurnReturned(
-                turn,
-                attempt,
-                p.pack_tokens(tokens),
-                p.pack_floats([-1.0] * len(tokens)),
-                0,
-                "evicted",
-            ),
-        )
+        self.hub.handle(rank, p.TurnReturned(turn, attempt, *packed(tokens), 0, "evicted"))
 
     def capacity(self, worker, kv=10_000, sequences=4, incarnation=1, revoked=False):
-        self.hub.handle(
-            RANK[worker], p.WorkerCapacity(worker, incarnation, kv, sequences, -1.0, revoked)
-        )
+        word = p.WorkerCapacity(worker, incarnation, kv, sequences, -1.0, revoked)
+        self.hub.handle(RANK[worker], word)
 
     def taken(self, kind):
         """(rank, message) of this kind sent so far; forgets them."""

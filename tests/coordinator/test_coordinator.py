@@ -50,17 +50,14 @@ async def save(coordinator, deadline_s):
     await coordinator.checkpoints.finish(coordinator.step, coordinator.boundary, deadline_s)
 
 
-def test_a_stop_while_ranks_write_waits_for_the_rest_of_that_checkpoint(coordinator, tmp_path):
-    async def scene():
-        await save(coordinator, 60.0)
-        last = asyncio.create_task(coordinator._save_if_idle(60.0))
-        written(coordinator, 0)
-        await asyncio.sleep(2 * POLL_S)
-        assert not last.done() and checkpoint.latest(tmp_path) is None
-        written(coordinator, 1)
-        await last
-
-    asyncio.run(scene())
+async def test_a_stop_while_ranks_write_waits_for_that_checkpoint(coordinator, tmp_path):
+    await save(coordinator, 60.0)
+    last = asyncio.create_task(coordinator._save_if_idle(60.0))
+    written(coordinator, 0)
+    await asyncio.sleep(2 * POLL_S)
+    assert not last.done() and checkpoint.latest(tmp_path) is None
+    written(coordinator, 1)
+    await last
     assert [type(m) for _, m in coordinator.sent] == [p.SaveCheckpoint] * 2, (
         "a rank was told to save twice"
     )
@@ -94,37 +91,31 @@ def test_what_a_host_says_of_its_machine_is_a_row_for_the_report(coordinator, tm
     assert build_report(tmp_path).read_text().count(shown) == 1
 
 
-def test_the_steps_go_on_while_it_is_written_and_the_next_one_waits_for_it(coordinator, tmp_path):
-    async def scene():
-        await save(coordinator, 60.0)  # returns though no rank has written anything
-        assert checkpoint.latest(tmp_path) is None
-        coordinator.step = 8
-        second = asyncio.create_task(save(coordinator, 60.0))
-        await asyncio.sleep(2 * POLL_S)
-        assert not second.done() and len(coordinator.sent) == 2, "two checkpoints at a time"
-        for index in range(2):
-            written(coordinator, index)
-        await second
-        assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 7
-        del coordinator.sent[:2]
-        for index in range(2):
-            written(coordinator, index)
-        await coordinator.checkpoints.committed()
-
-    asyncio.run(scene())
+async def test_steps_go_on_while_it_is_written_and_the_next_one_waits(coordinator, tmp_path):
+    await save(coordinator, 60.0)  # returns though no rank has written anything
+    assert checkpoint.latest(tmp_path) is None
+    coordinator.step = 8
+    second = asyncio.create_task(save(coordinator, 60.0))
+    await asyncio.sleep(2 * POLL_S)
+    assert not second.done() and len(coordinator.sent) == 2, "two checkpoints at a time"
+    for index in range(2):
+        written(coordinator, index)
+    await second
+    assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 7
+    del coordinator.sent[:2]
+    for index in range(2):
+        written(coordinator, index)
+    await coordinator.checkpoints.committed()
     assert [checkpoint.step_of(folder) for folder in checkpoint.complete(tmp_path)] == [7, 8]
 
 
-def test_what_a_checkpoint_holds_is_of_its_step_however_far_the_run_has_come(coordinator, tmp_path):
-    async def scene():
-        coordinator.boundary = {"step": 7}
-        await save(coordinator, 60.0)
-        coordinator.step, coordinator.boundary = 9, {"step": 9}
-        for index in range(2):
-            written(coordinator, index)
-        await coordinator.checkpoints.committed()
-
-    asyncio.run(scene())
+async def test_what_a_checkpoint_holds_is_of_its_step(coordinator, tmp_path):
+    coordinator.boundary = {"step": 7}
+    await save(coordinator, 60.0)
+    coordinator.step, coordinator.boundary = 9, {"step": 9}
+    for index in range(2):
+        written(coordinator, index)
+    await coordinator.checkpoints.committed()
     assert checkpoint.read_state(checkpoint.latest(tmp_path)) == {"step": 7}
 
 
@@ -216,20 +207,16 @@ def test_a_rank_that_cannot_write_ends_the_run_and_nothing_is_committed(coordina
     assert checkpoint.latest(tmp_path) is None
 
 
-def test_where_other_ranks_still_write_no_save_is_tried_again(coordinator, tmp_path, monkeypatch):
+async def test_while_other_ranks_write_no_save_is_tried_again(coordinator, tmp_path, monkeypatch):
     """They would write into the folder of the next try."""
     monkeypatch.setattr("rose.coordinator.checkpoints.FAILED_S", 0.0)
-
-    async def scene():
-        await save(coordinator, 60.0)
-        folder = Path(coordinator.sent[0][1].folder)
-        checkpoint.mark(folder, 1, "OSError: No space left on device")
-        for _ in range(2):
-            with pytest.raises(RunFailed, match="No space left.*still write after 0 s"):
-                await coordinator.checkpoints.order(5)
-        assert folder.exists() and len(coordinator.sent) == len(TRAINER_RANKS)
-
-    asyncio.run(scene())
+    await save(coordinator, 60.0)
+    folder = Path(coordinator.sent[0][1].folder)
+    checkpoint.mark(folder, 1, "OSError: No space left on device")
+    for _ in range(2):
+        with pytest.raises(RunFailed, match="No space left.*still write after 0 s"):
+            await coordinator.checkpoints.order(5)
+    assert folder.exists() and len(coordinator.sent) == len(TRAINER_RANKS)
 
 
 def test_a_save_that_failed_is_tried_again_before_the_run_ends(coordinator, tmp_path, monkeypatch):

@@ -312,12 +312,6 @@ def test_a_late_word_of_an_engine_that_died_is_not_the_new_ones(world):
     assert world.actions == [] and world.hub.workers["rollout-0"].failed_loads == 0
 
 
-def test_a_policy_may_rest_a_worker_that_has_left(world):
-    world.scheduler._provisioning.decide = lambda at, cluster: [ev.RestWorker("gone")]
-    world.hub.feed(ev.Tick(at=time.time()))
-    assert world.actions == []
-
-
 def test_the_last_worker_that_is_not_restarted_ends_the_run(world):
     world.down("rollout-0", restarting=False)
     [action] = world.actions

@@ -11,22 +11,19 @@ STEPS_OF_THE_LOOP = range(6)  # a change needs less to get from the event to the
 
 
 @pytest.mark.parametrize("steps", STEPS_OF_THE_LOOP)
-def test_a_cancellation_ends_a_wait_however_near_to_a_change_it_comes(steps):
+async def test_a_cancellation_ends_a_wait_however_near_to_a_change_it_comes(steps):
     """`asyncio.wait_for` of Python 3.11 loses one that comes between a change and its being seen: a
     run that was told to stop took another step."""
-
-    async def scene():
-        changes = Changes(lambda what: None)
-        waits = asyncio.create_task(changes.until(lambda: False, 30.0, lambda: "nothing"))
+    changes = Changes(lambda what: None)
+    waits = asyncio.create_task(changes.until(lambda: False, 30.0, lambda: "nothing"))
+    await asyncio.sleep(0)
+    changes.set()
+    for _ in range(steps):
         await asyncio.sleep(0)
-        changes.set()
-        for _ in range(steps):
-            await asyncio.sleep(0)
-        waits.cancel()
-        await asyncio.wait([waits], timeout=25.0)
-        return waits.cancelled()
-
-    assert asyncio.run(scene())
+    waits.cancel()
+    await asyncio.wait([waits], timeout=25.0)
+    found = waits.cancelled()
+    assert found
 
 
 def test_a_silence_is_shown_and_said_once_before_it_ends_the_run(monkeypatch):

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import resource
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from rose.transfer.blocks import Tensor
 from rose.transfer.errors import Corrupted, Missing
 from rose.transfer.receive import materialise
 from scripts.make_tiny_model import demonstrations, make_tokenizer
+from tests.processes import ran
 from tests.transfer.worlds import World, same
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -231,12 +231,10 @@ def test_a_broken_export_leaves_nothing_and_leavings_of_killed_ones_go(run, tmp_
 @pytest.mark.slow
 def test_a_disk_that_takes_no_more_is_said_in_a_line(run, tmp_path):
     limit = 1024  # bytes of a file, which is fewer than the weights have
-    done = subprocess.run(
+    done = ran(
         [sys.executable, "-m", "rose.export", str(run.run), "--out", str(tmp_path / "home")],
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-        capture_output=True,
-        text=True,
         timeout=300,
     )
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
@@ -361,11 +359,9 @@ Path(sys.argv[1]).mkdir()
 print(write_shards(StoreWeights(Path({str(tmp_path / "store")!r}), 0), Path(sys.argv[1]), size))
 """
     done = {
-        size: subprocess.run(
+        size: ran(
             [sys.executable, "-c", program, str(tmp_path / size), size],
             env=os.environ | {"PYTHONPATH": str(REPOSITORY), "MALLOC_ARENA_MAX": "1"},
-            capture_output=True,
-            text=True,
             timeout=300,
         )
         for size in ("shard", "model")

@@ -162,19 +162,6 @@ def test_memory_for_replicas_is_beside_engines_on_cpus_and_instead_on_gpus(make_
         plan.make(full, shape)
 
 
-def test_the_share_of_an_engine_leaves_room_for_the_trainers_process(make_config):
-    c = make_config(*QWEN3_8B, "colocate=true trainer.ranks=8 rollout.gpu_memory_utilization=0.99")
-    with pytest.raises(ConfigError, match="rollout.gpu_memory_utilization=0.99: .* 0.981 of a"):
-        plan.make(c, c.model.shape)
-
-
-def test_the_experiment_for_one_gpu_of_24_gb_fits(make_config):
-    c = make_config("+experiment=qwen3_0_6b")
-    made = plan.make(c, c.model.shape)
-    assert made.gpus == 1 and c.colocate
-    assert memory.trainer(c, c.model.shape).firm < 12
-
-
 def test_ranks_on_cpu_have_threads_and_no_gpu(make_config):
     trainer = next(r for r in layout(make_config("trainer.threads=3")) if r.role is Role.TRAINER)
     assert trainer.environment == {"OMP_NUM_THREADS": "3"}
@@ -344,11 +331,6 @@ def test_float32_has_a_master_copy_where_zero_is_on(make_config, stage, states, 
     assert items.get("reduced gradients", 0) == pytest.approx(reduced * p / GIB)
 
 
-def test_offloading_moves_the_optimizer_away(make_config):
-    c = make_config(*QWEN3_8B, "trainer.offload_optimizer=true")
-    assert "optimizer" not in memory.trainer(c, c.model.shape).items
-
-
 def test_checkpointing_keeps_one_vector_per_token_and_layer(make_config):
     kept = {}
     for on in ("true", "false"):
@@ -374,41 +356,35 @@ def test_kv_cache_is_split_over_heads_but_never_below_one_head(make_config):
 @pytest.mark.parametrize(
     "overrides, words",
     [
+        ("trainer.zero_stage=0 trainer.dtype=float32", "cluster.gpu_memory_gib=79.0: .*zero_stage"),
+        ("trainer.ranks=2 cluster.gpu_memory_gib=16", "cluster.gpu_memory_gib.*trainer.ranks"),
+        ("rollout.kv_cache_gib=70", "rollout.tensor_parallel=1.*rollout.kv_cache_gib"),
+        ("rollout.kv_cache_gib=1", "rollout.kv_cache_gib=1: has room for 7281.*raise it"),
+        ("rollout.max_batched_tokens=2000000", r"max_batched_tokens=2000000 tokens.*\(168.2 GiB\)"),
+        ("model.max_context=400000 trainer.micro_batch_tokens=400000", "model.max_context=400000"),
         (
-            ["trainer.zero_stage=0", "trainer.dtype=float32"],
-            ["cluster.gpu_memory_gib=79.0", "trainer.zero_stage"],
+            "rollout.tensor_parallel=3 cluster.gpus=32",
+            "rollout.tensor_parallel=3.*32 attention heads",
         ),
-        (["cluster.gpu_memory_gib=16"], ["cluster.gpu_memory_gib", "trainer.ranks"]),
-        (["rollout.kv_cache_gib=70"], ["rollout.tensor_parallel=1", "rollout.kv_cache_gib"]),
-        (["rollout.kv_cache_gib=1"], ["rollout.kv_cache_gib=1: has room for 7281", "raise it"]),
+        ("trainer.sequence_parallel=7 trainer.ranks=7", "sequence_parallel=7.*32 attention heads"),
         (
-            ["rollout.max_batched_tokens=2000000"],
-            ["rollout.max_batched_tokens=2000000 tokens", "(168.2 GiB)"],
-        ),
-        (
-            ["model.max_context=400000", "trainer.micro_batch_tokens=400000"],
-            ["model.max_context=400000"],
-        ),
-        (
-            ["rollout.tensor_parallel=3", "cluster.gpus=32"],
-            ["rollout.tensor_parallel=3", "32 attention heads"],
+            "trainer.sequence_parallel=8 model.shape.kv_heads=6",
+            "a multiple of, the 6 key-value heads",
         ),
         (
-            ["trainer.sequence_parallel=7", "trainer.ranks=7"],
-            ["trainer.sequence_parallel=7", "32 attention heads"],
+            "colocate=true trainer.ranks=8 rollout.gpu_memory_utilization=0.99",
+            "0.981 of a GPU's 79",
         ),
         (
-            ["trainer.sequence_parallel=8", "model.shape.kv_heads=6"],
-            ["trainer.sequence_parallel=8", "a multiple of, the 6 key-value heads"],
+            "cluster.gpus=1 trainer.ranks=1 rollout.workers=1",
+            "gpu_memory_gib=79.0: .* 77.5 GiB on each",
         ),
     ],
 )
 def test_what_cannot_fit_is_refused_with_key_and_remedy(make_config, overrides, words):
-    extra = ["trainer.ranks=2"] if overrides[0].startswith("cluster.gpu_memory") else []
-    c = make_config(*QWEN3_8B, *overrides, *extra)
-    with pytest.raises(ConfigError) as refused:
+    c = make_config(*QWEN3_8B, overrides)
+    with pytest.raises(ConfigError, match=f"(?s){words}"):
         plan.make(c, c.model.shape)
-    assert all(word in str(refused.value) for word in words), refused.value
 
 
 def test_a_cache_of_a_given_size_holds_a_sequence_on_a_cpu_too(make_config):
@@ -447,15 +423,6 @@ def test_drafts_for_whose_check_a_gpu_has_no_room_are_a_doubt(make_config):
     words = plan.make(c, c.model.shape).warnings[-1]
     assert "an engine may need" in words and "18.0 of them beside its share" in words
     assert "rollout.draft.tokens=32 or rollout.max_sequences=256" in words
-
-
-def test_what_shared_gpus_leave_is_said_beside_the_key_as_it_was_set(make_config):
-    c = make_config(
-        *("model=qwen3_8b", "trainer=zero3_gpu", "rollout=gpu", "cluster=gpus", "cluster.gpus=1"),
-        *("trainer.ranks=1", "rollout.workers=1", "rollout.environment_hosts=1"),
-    )
-    with pytest.raises(ConfigError, match="cluster.gpu_memory_gib=79.0: .* of 77.5 GiB on each"):
-        plan.make(c, c.model.shape)
 
 
 def test_doubtful_activations_are_a_warning_with_what_is_not_so_yet(make_config):
@@ -630,15 +597,6 @@ def test_experiments_fit_and_print_their_plan(make_config, experiment, ranks, gp
         "KV cache",
     ):
         assert words in text
-
-
-def test_the_experiments_are_those_of_the_paper(make_config):
-    small, large = make_config("+experiment=qwen8b_frozenlake"), make_config("+experiment=qwen32b")
-    assert (small.trainer.batch_size, small.rollout.group_size, small.trainer.ranks) == (256, 16, 8)
-    assert small.rollout.workers * small.rollout.tensor_parallel == 8
-    expected = (1024, 16, 16)
-    assert (large.trainer.batch_size, large.rollout.group_size, large.trainer.ranks) == expected
-    assert large.rollout.workers * large.rollout.tensor_parallel == 32
 
 
 def test_a_missing_time_limit_and_memory_of_whole_nodes_are_doubts(make_config, monkeypatch):

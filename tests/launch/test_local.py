@@ -4,7 +4,6 @@ import json
 import os
 import re
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from rose import files, models
 from rose.config import ConfigError
 from rose.launch import local, logs, model, resume
 from rose.launch.layout import layout
+from tests.processes import ran
 
 
 def blocks(argv):
@@ -37,11 +37,7 @@ def test_on_gpus_every_rank_sees_its_own(make_config, tmp_path):
         "rollout.workers=2 rollout.tensor_parallel=2",
     )
     argv = local.mpiexec_argv(layout(c), tmp_path, 1, given=["1", "3", "4", "5", "6", "7"])
-    found = [
-        block.split("CUDA_VISIBLE_DEVICES ")[1].split()[0]
-        for block in blocks(argv)
-        if "CUDA" in block
-    ]
+    found = re.findall(r"CUDA_VISIBLE_DEVICES (\S+)", " ".join(argv))
     assert found == ["1", "3", "4,5", "6,7"]
 
 
@@ -49,13 +45,7 @@ def test_ranks_find_rose_from_any_folder_and_the_sites_settings(make_config, tmp
     env = local.environment(make_config("+cluster.env.MINE=mine"))
     expected = ("mine", "tcp;ofi_rxm", "passive")
     assert (env["MINE"], env["FI_PROVIDER"], env["OMP_WAIT_POLICY"]) == expected
-    done = subprocess.run(
-        [sys.executable, "-m", "rose.main", "--help"],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        timeout=600,
-    )
+    done = ran([sys.executable, "-m", "rose.main", "--help"], cwd=tmp_path, env=env, timeout=600)
     assert done.returncode == 0, done.stderr
 
 
@@ -68,13 +58,8 @@ def test_no_rank_reaches_the_network_for_a_model(make_config, monkeypatch, overr
 
 def test_a_held_lock_names_its_holder(tmp_path):
     here = re.escape(f"{os.getpid()} on {socket.gethostname()}")
-    with (
-        local.locked(tmp_path / "run"),
-        pytest.raises(
-            ConfigError, match=rf"name='run'.*in use by another launch \(process {here}\)"
-        ),
-        local.locked(tmp_path / "run"),
-    ):
+    used = pytest.raises(ConfigError, match=rf"name='run'.*another launch \(process {here}\)")
+    with local.locked(tmp_path / "run"), used, local.locked(tmp_path / "run"):
         pass
     with local.locked(tmp_path / "run"):
         pass  # free again
@@ -126,10 +111,8 @@ def test_a_lock_that_its_holder_removed_meanwhile_is_none(tmp_path, monkeypatch)
 
     lock_now = files.lock_now
     monkeypatch.setattr(files, "lock_now", removed_first)
-    with (
-        pytest.raises(ConfigError, match="in use by another launch"),
-        local.locked(tmp_path / "run"),
-    ):
+    refused = pytest.raises(ConfigError, match="in use by another launch")
+    with refused, local.locked(tmp_path / "run"):
         pass
 
 
@@ -189,18 +172,11 @@ def test_a_run_of_before_some_keys_were_there_has_their_defaults(make_config, tm
         resume.check(tmp_path / "config.json", make_config("trainer.optimizer.schedule=linear"))
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "seed=2",
-        "trainer.batch_size=32",
-        "env.max_turns=3",
-        "algorithm.name=rloo",
-        "rollout.temperature=0.7",
-        "model.recipe.seed=2",
-        "+env.args.more=1",
-    ],
-)
+CHANGES = "seed=2 trainer.batch_size=32 env.max_turns=3 algorithm.name=rloo rollout.temperature=0.7"
+CHANGES += " model.recipe.seed=2 +env.args.more=1"
+
+
+@pytest.mark.parametrize("override", CHANGES.split())
 def test_what_changes_the_training_is_another_run(make_config, tmp_path, override):
     local.write_config(make_config(), tmp_path)
     with pytest.raises(ConfigError, match=override.split("=")[0].lstrip("+")):

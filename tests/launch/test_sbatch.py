@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from rose.launch import plan, sbatch, slurm, state
 from rose.launch.layout import layout
 from rose.places import REPOSITORY
 from rose.protocol import Role
+from tests.processes import ran
 
 SEVEN_B = ("model=qwen2_5_7b", "env=calculator", "trainer=zero3_gpu", "rollout=gpu")
 SEVEN_B += ("cluster=slurm", "name=qwen7b", "cluster.gpus=24", "trainer.ranks=16")
@@ -273,10 +273,7 @@ def test_every_node_of_the_trainer_component_has_the_same_number_of_ranks(make_c
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (
-            ("trainer.ranks=3", "cluster.slurm.trainer.nodes=2"),
-            ["cluster.slurm.trainer.nodes=2", "trainer.ranks=3"],
-        ),
+        (("trainer.ranks=3", "cluster.slurm.trainer.nodes=2"), ["cluster.slurm.trainer.nodes=2"]),
         (("rollout.workers=3",), ["cluster.slurm.rollout.nodes=2", "rollout.workers=3"]),
         (
             ("cluster.slurm.trainer.sbatch=[exclusive]",),
@@ -397,12 +394,8 @@ def test_a_serving_task_runs_the_checkouts_rose_in_a_container_too(tmp_path):
         "SLURM_MEM_BIND": "quiet,none",
         "ROSE_PYTHON": "--container-image=/a.sqsh /usr/local/bin/python",
     }
-    said = subprocess.run(
-        ["bash", str(REPOSITORY / "slurm" / "serving_gpu.sbatch"), "name=x"],
-        env=env,
-        text=True,
-        capture_output=True,
-        check=True,
+    said = ran(
+        ["bash", str(REPOSITORY / "slurm" / "serving_gpu.sbatch"), "name=x"], env=env, check=True
     ).stdout.splitlines()
     assert said == [
         str(REPOSITORY),

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 import sys
 import threading
 
@@ -19,6 +18,7 @@ from rose.coordinator import replay
 from rose.observe import conversations, failed, trajectories
 from rose.observe.report import build_report
 from rose.observe.trajectories import Texts, notable, read, saved_steps
+from tests.processes import ran
 
 WORDS = ["<pad>", "go", "left", "right", "wall", "<b>", "goal", "again", "\x1b[2J\x9b1m\b"]
 
@@ -89,10 +89,8 @@ def run(tmp_path):
 
 def shown(run, *arguments, columns=140):
     """(exit code, stdout, stderr) of the command."""
-    done = subprocess.run(
+    done = ran(
         [sys.executable, "-m", "rose.show", str(run), *arguments],
-        capture_output=True,
-        text=True,
         timeout=120,
         env={
             "COLUMNS": str(columns),

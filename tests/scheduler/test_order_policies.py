@@ -150,18 +150,6 @@ def test_another_trajectory_becomes_the_probe_when_the_first_is_cancelled():
     assert rollout.queue() == ["g0.1.0", "g0.2.0", "g1.1.0"]
 
 
-def test_finished_and_dropped_groups_are_forgotten():
-    order = LongestFirst()
-    rollout = Rollout(order, sequences=4)
-    for turn in ("g0.0.0", "g1.0.0"):
-        rollout.request(turn)
-    rollout.end("g0.0.0", 50, last=True)
-    rollout.feed(ev.GroupFinished(at=0.0, group="g0", accepted=True))
-    rollout.cancel("g1.0.0")
-    rollout.feed(ev.StepBegun(at=0.0, step=1, groups=1))
-    assert not order._groups
-
-
 # --------------------------------------------------------------------------- mlfq
 
 

@@ -20,6 +20,7 @@ from rose.launch import state
 from rose.observe.metrics import read_metrics, rows_of
 from tests import ports
 from tests.job.job import SMALL
+from tests.processes import ran
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEADLINE_S = 600.0
@@ -61,10 +62,8 @@ def _first_port() -> int:
 
 
 def dev_cluster(folder: Path, *words: str) -> None:
-    done = subprocess.run(
+    done = ran(
         [str(REPOSITORY / "slurm" / "dev_cluster.sh"), *words],
-        capture_output=True,
-        text=True,
         env=os.environ | settings(folder),
         timeout=600,
     )
@@ -81,7 +80,7 @@ class SlurmJob:
 
     def submit(self, *overrides: str, code: int = 0) -> str:
         """The front door's words; its exit code must be `code`."""
-        done = subprocess.run(
+        done = ran(
             [
                 *self.front,
                 "cluster=dev",
@@ -91,8 +90,6 @@ class SlurmJob:
                 "cluster.slurm.rollout.nodes=1",
                 *overrides,
             ],
-            capture_output=True,
-            text=True,
             timeout=DEADLINE_S,
             env=self.environ,
             cwd=self.cwd,

@@ -26,6 +26,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 sys.path.insert(0, str(REPOSITORY / "tests" / "soak"))
 import storm
 
+from tests.processes import ran
+
 
 class Serving:
     """A serving job; ended with the test."""
@@ -33,7 +35,7 @@ class Serving:
     def __init__(self, lending, *options, arguments=()):
         self.lending = lending
         self.log = lending.folder / f"serving-{time.monotonic_ns()}.log"
-        done = subprocess.run(
+        done = ran(
             [
                 "sbatch",
                 "--parsable",
@@ -45,8 +47,6 @@ class Serving:
                 "rollout.threads=1",
                 *arguments,
             ],
-            capture_output=True,
-            text=True,
             cwd=REPOSITORY,
             timeout=120,
         )
@@ -156,7 +156,7 @@ def test_ranks_are_cancelled_and_preempted_and_come_back_with_the_right_weights(
     two_kinds.cancel()
     lending.until(lambda: gone(lending, first) and gone(lending, second), "the cancelled ranks")
 
-    urgent = subprocess.run(
+    urgent = ran(
         [
             "sbatch",
             "--parsable",
@@ -165,8 +165,6 @@ def test_ranks_are_cancelled_and_preempted_and_come_back_with_the_right_weights(
             "--output=/dev/null",
             "--wrap=true",
         ],
-        capture_output=True,
-        text=True,
         timeout=120,
         check=True,
     ).stdout.strip()

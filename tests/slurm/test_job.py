@@ -10,18 +10,14 @@ import sys
 import pytest
 
 from rose.launch import rank_status, state
+from tests.processes import ran
 from tests.slurm.conftest import REPOSITORY, dev_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 
 def state_of(run) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "rose.launch.state", str(run)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = ran([sys.executable, "-m", "rose.launch.state", str(run)], timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -61,7 +57,7 @@ def test_warned_preempted_and_its_node_lost_it_comes_back_until_once_too_often(j
     goes_on(job, 2)
     assert "requeueing, 1 of at most 3" in job.said()
 
-    urgent = subprocess.run(
+    urgent = ran(
         [
             "sbatch",
             "--parsable",
@@ -71,8 +67,6 @@ def test_warned_preempted_and_its_node_lost_it_comes_back_until_once_too_often(j
             "--output=/dev/null",
             "--wrap=sleep 1",
         ],
-        capture_output=True,
-        text=True,
         timeout=120,
     ).stdout.strip()
     job.until(lambda: not state.is_active(urgent), "the urgent job, for which it was preempted")

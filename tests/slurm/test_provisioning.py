@@ -13,6 +13,7 @@ from rose.coordinator import provisioner
 from rose.launch import lent, local, state
 from rose.observe.metrics import read_metrics, rows_of
 from rose.scheduler import events as ev
+from tests.processes import ran
 from tests.slurm.conftest import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "tests" / "soak"))
@@ -72,52 +73,40 @@ def driver(cluster, tmp_path, make_config, monkeypatch):
 
 
 def queue():
-    done = subprocess.run(
-        ["squeue", "--noheader", "--format=%i %j"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
+    done = ran(["squeue", "--noheader", "--format=%i %j"], check=True, timeout=120)
     return [line for line in done.stdout.splitlines() if "run-lend-" in line]
 
 
 HELD = "cluster.slurm.borrowed.sbatch=[--hold]"
 
 
-def test_what_is_asked_for_is_queued_noted_found_by_the_next_attempt_and_given_back(driver):
-    async def story():
-        first = driver(HELD)
-        async with first.running():
-            first.provisioner.do(ev.RequestCapacity("lend-1"))
-            await first.heard(ev.CapacityQueued)
-        job = lent.noted(first.run_dir)["lend-1"]
-        assert queue() == [f"{job} run-lend-1"]
-        second = driver(HELD)
-        async with second.running():
-            assert (await second.heard(ev.CapacityQueued)).request == "lend-1"
-            second.provisioner.do(ev.ReleaseCapacity("lend-1"))
-            await second.until(
-                lambda: not state.is_active(job) and not lent.noted(second.run_dir), "scancel"
-            )
-
-    asyncio.run(story())
+async def test_what_is_asked_for_is_queued_noted_found_by_the_next_attempt_and_given_back(driver):
+    first = driver(HELD)
+    async with first.running():
+        first.provisioner.do(ev.RequestCapacity("lend-1"))
+        await first.heard(ev.CapacityQueued)
+    job = lent.noted(first.run_dir)["lend-1"]
+    assert queue() == [f"{job} run-lend-1"]
+    second = driver(HELD)
+    async with second.running():
+        assert (await second.heard(ev.CapacityQueued)).request == "lend-1"
+        second.provisioner.do(ev.ReleaseCapacity("lend-1"))
+        await second.until(
+            lambda: not state.is_active(job) and not lent.noted(second.run_dir), "scancel"
+        )
     assert queue() == []
 
 
-def test_what_is_given_back_before_sbatch_has_answered_leaves_no_job(driver):
-    async def story():
-        hasty = driver(HELD)
-        async with hasty.running():
-            hasty.provisioner.do(ev.RequestCapacity("lend-1"))
-            hasty.provisioner.do(ev.ReleaseCapacity("lend-1"))
-            await hasty.until(
-                lambda: list((hasty.run_dir / "submitted").glob("*_submitted.pkl")), "sbatch"
-            )
-            await hasty.until(lambda: not queue() and not hasty.provisioner._submitting, "scancel")
-        assert hasty.events == [] and lent.noted(hasty.run_dir) == {}
-
-    asyncio.run(story())
+async def test_what_is_given_back_before_sbatch_has_answered_leaves_no_job(driver):
+    hasty = driver(HELD)
+    async with hasty.running():
+        hasty.provisioner.do(ev.RequestCapacity("lend-1"))
+        hasty.provisioner.do(ev.ReleaseCapacity("lend-1"))
+        await hasty.until(
+            lambda: list((hasty.run_dir / "submitted").glob("*_submitted.pkl")), "sbatch"
+        )
+        await hasty.until(lambda: not queue() and not hasty.provisioner._submitting, "scancel")
+    assert hasty.events == [] and lent.noted(hasty.run_dir) == {}
 
 
 @pytest.mark.parametrize(
@@ -127,16 +116,13 @@ def test_what_is_given_back_before_sbatch_has_answered_leaves_no_job(driver):
         ((HELD, "cluster.slurm.pending_s=1"), "pending for 1 s"),
     ],
 )
-def test_a_refusal_is_told_in_words_and_leaves_no_job(driver, overrides, words):
-    async def story():
-        unlucky = driver(*overrides)
-        async with unlucky.running():
-            unlucky.provisioner.do(ev.RequestCapacity("lend-1"))
-            refused = await unlucky.heard(ev.CapacityRefused)
-            assert refused.request == "lend-1" and words in refused.reason
-            await unlucky.until(lambda: not queue(), "scancel")
-
-    asyncio.run(story())
+async def test_a_refusal_is_told_in_words_and_leaves_no_job(driver, overrides, words):
+    unlucky = driver(*overrides)
+    async with unlucky.running():
+        unlucky.provisioner.do(ev.RequestCapacity("lend-1"))
+        refused = await unlucky.heard(ev.CapacityRefused)
+        assert refused.request == "lend-1" and words in refused.reason
+        await unlucky.until(lambda: not queue(), "scancel")
 
 
 SCORE = """

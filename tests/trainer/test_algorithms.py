@@ -497,46 +497,15 @@ def test_conf_has_no_algorithm_that_does_not_exist():
 @pytest.mark.parametrize(
     "name, args, words",
     [
-        (
-            "ppo",
-            {},
-            [
-                "algorithm.name='ppo'",
-                "grpo, turn_grpo, tree_grpo, dapo, rloo, reinforce_pp, gspo, decoupled_ppo",
-            ],
-        ),
-        (
-            "grpo",
-            GRPO | {"clip": 0.2},
-            ["algorithm.args.clip=0.2", "clip_low, clip_high, scale_by_std"],
-        ),
-        (
-            "grpo",
-            {"clip_low": 0.2, "clip_high": 0.2},
-            ["algorithm.args.scale_by_std: missing", "conf/algorithm/grpo.yaml"],
-        ),
+        ("ppo", {}, ["algorithm.name='ppo'"]),
+        ("grpo", GRPO | {"clip": 0.2}, ["algorithm.args.clip=0.2"]),
+        ("grpo", {"clip_low": 0.2, "clip_high": 0.2}, ["algorithm.args.scale_by_std: missing"]),
         ("grpo", GRPO | {"clip_low": 1.0}, ["algorithm.args.clip_low=1.0", "< 1.0"]),
         ("grpo", GRPO | {"clip_high": -0.1}, ["algorithm.args.clip_high=-0.1", ">= 0.0"]),
-        (
-            "grpo",
-            GRPO | {"clip_high": "wide"},
-            ["algorithm.args.clip_high='wide'", "expected `float`"],
-        ),
-        (
-            "dapo",
-            DAPO | {"overlong_buffer": 7},
-            ["args.overlong_buffer=7", "algorithm.args.max_response_tokens=6"],
-        ),
-        (
-            "rloo",
-            {"clip_low": 0.2, "clip_high": None},
-            ["algorithm.args.clip_low=0.2", "algorithm.args.clip_high=None"],
-        ),
-        (
-            "reinforce_pp",
-            REINFORCE_PP | {"baseline": "batch"},
-            ["algorithm.args.baseline='batch'", "(none|group)"],
-        ),
+        ("grpo", GRPO | {"clip_high": "wide"}, ["algorithm.args.clip_high='wide'"]),
+        ("dapo", DAPO | {"overlong_buffer": 7}, ["args.overlong_buffer=7"]),
+        ("rloo", {"clip_low": 0.2, "clip_high": None}, ["algorithm.args.clip_low=0.2"]),
+        ("reinforce_pp", REINFORCE_PP | {"baseline": "batch"}, ["algorithm.args.baseline='batch'"]),
         ("decoupled_ppo", DECOUPLED | {"weight_cap": 0}, ["algorithm.args.weight_cap=0", "> 0"]),
     ],
 )

@@ -149,16 +149,10 @@ def test_ranks_that_cannot_connect_to_share_rows_say_so_before_the_first_step():
 
 LONG = 8192
 EXPERIMENT = (
-    "+experiment=qwen7b_64k",
-    "cluster=local",
-    "cluster.gpus=0",
-    f"model.max_context={LONG}",
-    f"trainer.micro_batch_tokens={LONG}",
-    "trainer.sequence_parallel=2",
-    "trainer.batch_size=8",
-    "trainer.threads=1",
-    "deterministic=false",
-)
+    f"+experiment=qwen7b_64k cluster=local cluster.gpus=0 model.max_context={LONG} "
+    f"trainer.micro_batch_tokens={LONG} trainer.sequence_parallel=2 trainer.batch_size=8 "
+    "trainer.threads=1 deterministic=false"
+).split()
 
 
 def test_the_experiment_of_64k_tokens_trains_rows_of_8k(tmp_path):

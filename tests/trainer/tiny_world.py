@@ -24,20 +24,13 @@ VOCABULARY = 97
 DEADLINE_S = 600
 LENGTHS = [40, 12, 33, 7, 25, 25, 18, 9]
 SILENT = 3  # the row of this batch in which the policy made no token
-SETTINGS = [
-    "algorithm.args.scale_by_std=false",
-    "algorithm.importance_cap=1.1",
-    "trainer.optimizer.eps=1e-3",
-    "trainer.optimizer.lr=0.01",
-    "trainer.optimizer.schedule=constant",
-    "trainer.optimizer.warmup_steps=2",
-    "trainer.optimizer.weight_decay=0.1",
-    "trainer.threads=1",
-    "deterministic=true",
-    "rollout.workers=1",
-    "trainer.optimizer.grad_clip=0.05",
-    "trainer.step_timeout_s=200",
-]
+SETTINGS = (
+    "algorithm.args.scale_by_std=false algorithm.importance_cap=1.1 trainer.optimizer.eps=1e-3 "
+    "trainer.optimizer.lr=0.01 trainer.optimizer.schedule=constant "
+    "trainer.optimizer.warmup_steps=2 trainer.optimizer.weight_decay=0.1 trainer.threads=1 "
+    "deterministic=true rollout.workers=1 trainer.optimizer.grad_clip=0.05 "
+    "trainer.step_timeout_s=200"
+).split()
 
 
 def save_model(folder: Path, tied: bool = True, kv_heads: int = 2) -> Path:

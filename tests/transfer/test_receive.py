@@ -161,10 +161,7 @@ def test_each_way_that_fails_is_left_out_until_one_works_and_the_reasons_are_tol
     "damage, why",
     [
         (lambda edge: flip_byte(edge / MANIFEST, 10), "manifest.json: its last line"),
-        (
-            lambda edge: flip_byte(edge / "rank-00000.h5", table_of(edge) + 5),
-            "its table is damaged",
-        ),
+        (lambda edge: flip_byte(edge / "rank-00000.h5", table_of(edge) + 5), "its table is"),
         (lambda edge: cut(edge / "rank-00001.h5"), "rank-00001.h5"),
         (lambda edge: (edge / "rank-00001.h5").write_bytes(b""), "rank-00001.h5"),
         (lambda edge: (edge / "rank-00001.h5").unlink(), "rank-00001.h5: No such file"),

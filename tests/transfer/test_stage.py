@@ -483,14 +483,3 @@ def test_staging_holds_a_few_blocks_at_once_however_many_are_fetched_together(tm
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 64 * 2**15 / 4
-
-
-def test_a_thread_of_a_rank_on_another_device_never_returns_to_the_first_one(monkeypatch):
-    """What torch does there: a thread's device is 0 until it is set, and a stream's context goes
-    back to what it was."""
-    live, calls = Live(zeros()), []
-    live.device, live._side_stream = torch.device("cuda", 1), "a stream of it"
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(device))
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: calls.append(stream))
-    live.side_stream()
-    assert calls == [torch.device("cuda", 1), "a stream of it"]

@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 
@@ -39,6 +38,7 @@ from rose.transfer.store import (
     unseal,
     write_file,
 )
+from tests.processes import ran
 from tests.transfer.worlds import Peer, World, same
 
 TENSORS = [Tensor("w", (40, 5), "bfloat16"), Tensor("norm", (12,), "float32")]
@@ -270,12 +270,7 @@ def limited(store, limit: int) -> str:
     """What a process says whose files the kernel lets grow to `limit` bytes only, as a full disk
     would."""
     code = "from pathlib import Path" + LIMITED
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(store), str(limit)],
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    done = ran([sys.executable, "-c", code, str(store), str(limit)], timeout=180)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 

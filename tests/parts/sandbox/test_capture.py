@@ -16,6 +16,7 @@ import pytest
 
 from rose.parts.sandbox import SandboxError, capture, criu, kernel, layer, replay, trace
 from rose.parts.sandbox.backend import ACCOUNT, SESSION
+from tests.processes import ran
 
 sys.path.insert(0, str(Path(__file__).parent))
 import captures
@@ -41,7 +42,7 @@ def test_what_is_captured_comes_back(readable, user):
     options = other_user() if user == "other" else {}
     if options:
         os.chown(readable / "home", options["user"], options["group"])
-    done = subprocess.run(
+    done = ran(
         [python_of(options), "captures.py"],
         cwd=readable,
         env={
@@ -51,8 +52,6 @@ def test_what_is_captured_comes_back(readable, user):
             "TMPDIR": str(readable / "home"),
             "ROSE_CRIU": str(readable / "criu"),
         },
-        capture_output=True,
-        text=True,
         timeout=900,
         **options,
     )
@@ -65,13 +64,11 @@ def test_what_is_captured_comes_back(readable, user):
 @pytest.mark.slow
 def test_criu_that_is_there_is_kept_and_one_that_is_nowhere_is_named(tmp_path):
     prefix = Path(criu.find().program).parents[3]
-    done = subprocess.run([GET, prefix], capture_output=True, text=True, timeout=DEADLINE_S)
+    done = ran([GET, prefix], timeout=DEADLINE_S)
     assert done.returncode == 0 and re.match(r".*/criu: Version: 4\.\d", done.stdout)
-    done = subprocess.run(
+    done = ran(
         [GET, tmp_path / "criu"],
         env=os.environ | {"ROSE_CRIU_SUITES": "no-such-suite"},
-        capture_output=True,
-        text=True,
         timeout=DEADLINE_S,
     )
     assert done.returncode == 1 and not (tmp_path / "criu").exists()

@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import scenarios
 
 from tests import processes
+from tests.processes import ran
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).parent
@@ -70,11 +71,8 @@ def python_of(options: dict) -> str:
     """A Python that this user may run: the environment's may lie in another's home."""
     for path in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
         try:
-            done = subprocess.run(
-                [path, "-S", "-c", "import sys; print(sys.version_info >= (3, 11))"],
-                capture_output=True,
-                text=True,
-                **options,
+            done = ran(
+                [path, "-S", "-c", "import sys; print(sys.version_info >= (3, 11))"], **options
             )
         except OSError:
             continue
@@ -84,12 +82,10 @@ def python_of(options: dict) -> str:
 
 
 def play(folder: Path, options: dict, *argv: str, program: str = "scenarios.py") -> str:
-    done = subprocess.run(
+    done = ran(
         [python_of(options), program, *argv],
         cwd=folder,
         env={"PYTHONPATH": str(folder), "PATH": os.environ["PATH"]},
-        capture_output=True,
-        text=True,
         timeout=900,
         **options,
     )
@@ -242,11 +238,9 @@ def test_a_switch_that_refuses_user_namespaces_is_named():
     start = "import asyncio; from rose.parts.sandbox import *; "
     start += "asyncio.run(Sandbox.start(Spec(), 'namespaces'))"
     script = 'echo 0 > /proc/sys/user/max_user_namespaces; exec "$@"'
-    done = subprocess.run(
+    done = ran(
         ["unshare", "-Ur", "bash", "-c", script, "-", sys.executable, "-c", start],
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
     )
     assert "user.max_user_namespaces=0 is in the way of user namespaces" in done.stderr
 

@@ -205,10 +205,7 @@ def test_a_service_is_sized_so_that_its_peaks_just_meet_the_targets():
 @pytest.mark.parametrize(
     "work, said",
     [
-        (
-            Trace(np.zeros(0), np.zeros(0, np.int32), np.zeros(0, np.int32)),
-            "a trace without requests",
-        ),
+        (Trace(np.zeros(0), np.zeros(0, np.int32), np.zeros(0, np.int32)), "a trace without"),
         (trace((0.0, 299_999, 10)), "a request of 300009 tokens is larger than"),
     ],
 )

@@ -62,10 +62,7 @@ def test_which_instances_a_falling_count_takes_is_decided_by_the_seed(write):
         ("2021-12-11, noon, 4\n", "line 1, column 1: .* is no time like"),
         ("2021-12-11, 11:00:00, -4\n", "line 1, column 3: -4 is negative"),
         ("2021-12-11, 11:00:00, few\n", "line 1, column 3: 'few' is no whole number"),
-        (
-            "2021-12-11, 11:00:00, 4\n2021-12-11, 10:00:00, 4\n",
-            "line 2, column 2: .* is before the time of the line above",
-        ),
+        ("2021-12-11, 11:00:00, 4\n2021-12-11, 10:00:00, 4\n", "line 2, column 2: .* is before"),
         ("2021-12-11, 11:00:00, 99999999999\n", "line 1, column 3: 99999999999 is more than 1e.06"),
         ("9" * 400 + ",add,a\n", "line 1, column 1: 9+ is more than 1e.15"),
         ("0,add," + "x" * 200_000, "line 1: no CSV: field larger than field limit"),

@@ -2,27 +2,19 @@
 
 import re
 import shutil
-import subprocess
 
 import pytest
 from rich.console import Console
 
 from rose.parts.simulator.config import from_dict
 from rose.parts.simulator.study import front
+from tests.processes import ran
 
 SMALL = (
-    "model=qwen3_8b",
-    "trainer.batch_size=16",
-    "trainer.micro_batch_tokens=16384",
-    "rollout.group_size=4",
-    "sim/systems=[roll_grpo]",
-    "sim.steps=2",
-    "sim.warmup=1",
-    "sim.seeds=[1,2]",
-    "sim.processes=1",
-    "sim.serving.rate=1.0",
-    "sim.serving.args.seconds=60",
-)
+    "model=qwen3_8b trainer.batch_size=16 trainer.micro_batch_tokens=16384 rollout.group_size=4 "
+    "sim/systems=[roll_grpo] sim.steps=2 sim.warmup=1 sim.seeds=[1,2] sim.processes=1 "
+    "sim.serving.rate=1.0 sim.serving.args.seconds=60"
+).split()
 
 
 @pytest.mark.slow
@@ -43,7 +35,7 @@ def test_chromium_draws_every_figure_of_a_comparison_and_of_a_sweep(tree, tmp_pa
         ("x-sim.n_serving=2/report.html", ("gains", "phases", "timeline", "load", "slo")),
         ("x-sweep.html", ("gains", "phases", "timeline", "sweep-step", "sweep-rate")),
     ):
-        dom = subprocess.run(
+        dom = ran(
             [
                 browser,
                 "--headless",
@@ -54,8 +46,6 @@ def test_chromium_draws_every_figure_of_a_comparison_and_of_a_sweep(tree, tmp_pa
                 f"--user-data-dir={tmp_path / 'profile'}",
                 (tmp_path / "outputs" / page).as_uri(),
             ],
-            capture_output=True,
-            text=True,
             timeout=300,
             check=True,
         ).stdout
