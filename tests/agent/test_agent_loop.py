@@ -27,6 +27,7 @@ from rose.protocol import (
     unpack_floats,
     unpack_tokens,
 )
+from tests.made import result as turn_result
 
 START = StartTrajectory(
     id="g1.2", group="g1", phase=Phase.TRAIN, domain="hike", env_seed=7, sampling_seed=11
@@ -155,20 +156,11 @@ def test_tokens_mask_logprobs_and_versions_stand_side_by_side(run, chats, tokeni
     got = columns(trajectory)
     assert got.tokens == prompt + first + between + second
     assert got.mask == [0] * len(prompt) + [1] * len(first) + [0] * len(between) + [1] * len(second)
-    assert trajectory.as_drawn and got.logprobs == (
-        [0.0] * len(prompt)
-        + [-0.25 * (i + 1) for i in range(len(first))]
-        + [0.0] * len(between)
-        + [-0.25 * (i + 1) for i in range(len(second))]
-    )
-    assert got.versions == (
-        [-1] * len(prompt)
-        + [0, 0]
-        + [1] * (len(first) - 2)
-        + [-1] * len(between)
-        + [1, 1]
-        + [2] * (len(second) - 2)
-    )
+    one, two = ([-0.25 * (i + 1) for i in range(len(made))] for made in (first, second))
+    assert got.logprobs == [0.0] * len(prompt) + one + [0.0] * len(between) + two
+    assert trajectory.as_drawn
+    one, two = ([n, n] + [n + 1] * (len(x) - 2) for n, x in enumerate((first, second)))
+    assert got.versions == [-1] * len(prompt) + one + [-1] * len(between) + two
     assert (trajectory.reward, trajectory.success, trajectory.truncated) == (1.0, True, False)
     assert (trajectory.turns, trajectory.response_tokens) == (2, len(first) + len(second))
     assert (trajectory.id, trajectory.group, trajectory.phase) == ("g1.2", "g1", Phase.TRAIN)
@@ -286,14 +278,8 @@ def test_an_environment_may_take_all_calls_at_once(run, chats, tokenizer):
 
 
 def test_a_turn_says_how_the_tool_call_before_it_went(run, tokenizer):
-    script = Script(
-        tokenizer,
-        STEP,
-        NONSENSE,
-        "hello",
-        '<tool_call>{"name": "fly", "arguments": {}}</tool_call>',
-        STEP,
-    )
+    fly = '<tool_call>{"name": "fly", "arguments": {}}</tool_call>'
+    script = Script(tokenizer, STEP, NONSENSE, "hello", fly, STEP)
     run(Walk(2), script)
     assert [r.outcome for r in script.requests] == ["", "ok", "failed", "failed", "failed"]
     assert {r.domain for r in script.requests} == {"hike"}
@@ -349,13 +335,7 @@ def test_no_generated_text_breaks_a_trajectory(run, tokenizer, texts):
 @given(tokens=st.lists(st.integers(0, 700), min_size=1, max_size=64))
 def test_no_generated_token_breaks_a_trajectory(run, tokens):
     async def source(request):
-        return TurnResult(
-            turn=request.turn,
-            tokens=pack_tokens(tokens),
-            logprobs=pack_floats([0.0] * len(tokens)),
-            versions=pack_tokens([0] * len(tokens)),
-            finish=FinishReason.LENGTH,
-        )
+        return turn_result(request.turn, tokens, 0.0, finish=FinishReason.LENGTH)
 
     assert run(Walk(2), source).response_tokens % len(tokens) == 0
 
@@ -365,12 +345,8 @@ def test_no_generated_token_breaks_a_trajectory(run, tokens):
 
 def test_the_turn_limit_truncates_after_a_turn(run, tokenizer):
     trajectory = run(Walk(9), Script(tokenizer, STEP), max_turns=3)
-    assert (trajectory.turns, trajectory.truncated, trajectory.success, trajectory.reward) == (
-        3,
-        True,
-        False,
-        1.5,
-    )
+    assert (trajectory.turns, trajectory.truncated) == (3, True)
+    assert (trajectory.success, trajectory.reward) == (False, 1.5)
     assert trajectory.mask[-1] == 1, "no observation follows the last turn"
     assert trajectory.limit == "turns"
 
@@ -545,14 +521,7 @@ def test_an_error_of_the_turn_source_closes_the_environment_and_passes_on(run):
 )
 def test_a_turn_that_was_not_asked_for_is_refused(run, change):
     async def source(request):
-        whole = dict(
-            turn=request.turn,
-            tokens=pack_tokens([5]),
-            logprobs=pack_floats([0.0]),
-            versions=pack_tokens([0]),
-            finish=FinishReason.STOP,
-        )
-        return TurnResult(**(whole | change))
+        return msgspec.structs.replace(turn_result(request.turn, [5], 0.0), **change)
 
     env = Walk()
     with pytest.raises(ValueError, match=r"turn g1\.2\.t0: got"):

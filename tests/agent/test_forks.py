@@ -16,6 +16,7 @@ from rose.agent.host import TrajectoryHost
 from rose.agent.snapshots import Snapshots
 from rose.coordinator.control import Bounds, Groups, Task
 from rose.observe.recorder import NullRecorder
+from tests.made import result
 
 TREE = ("rollout/branch=tree", "rollout.branch.ways=[2,2]", "rollout.branch.at=[2,3]")
 DEADLINE_S = 120.0
@@ -79,13 +80,7 @@ class Rollout:
         text = self.answer(as_turn or request.turn)
         tokens = self.tokenizer.encode(text, add_special_tokens=False)
         tokens = [*tokens, self.tokenizer.eos_token_id][: request.sampling.max_new_tokens]
-        return p.TurnResult(
-            request.turn,
-            p.pack_tokens(tokens),
-            p.pack_floats([-0.1 * len(request.turn)] * len(tokens)),
-            p.pack_tokens([len(self.requests)] * len(tokens)),
-            p.FinishReason.STOP,
-        )
+        return result(request.turn, tokens, -0.1 * len(request.turn), len(self.requests))
 
 
 def move(direction):

@@ -8,6 +8,7 @@ import pytest
 from rose import protocol as p
 from rose.agent.host import ENDING_S, TOLD_S, TrajectoryHost
 from rose.observe.recorder import NullRecorder
+from tests.made import result
 
 DEADLINE_S = 120.0
 
@@ -25,16 +26,7 @@ def hosted(config, chat, domain, tokens):
             if not isinstance(said[-1], p.TurnRequest):
                 return said
             made = tokens[: said[-1].sampling.max_new_tokens]
-            n = len(made)
-            host.handle(
-                p.TurnResult(
-                    said[-1].turn,
-                    p.pack_tokens(made),
-                    p.pack_floats([-1.0] * n),
-                    p.pack_tokens([0] * n),
-                    p.FinishReason.LENGTH,
-                )
-            )
+            host.handle(result(said[-1].turn, made, finish=p.FinishReason.LENGTH))
 
     return asyncio.run(go())
 
@@ -67,15 +59,7 @@ async def test_a_turns_result_that_arrives_twice_is_taken_once(make_config, chat
     )
     host.handle(p.StartTrajectory("g0.0", "g0", p.Phase.TRAIN, "frozen_lake", 8, None))
     while isinstance(asked := await asyncio.wait_for(words.get(), DEADLINE_S), p.TurnRequest):
-        n = len(right)
-        made = p.TurnResult(
-            asked.turn,
-            p.pack_tokens(right),
-            p.pack_floats([-1.0] * n),
-            p.pack_tokens([0] * n),
-            p.FinishReason.LENGTH,
-            migrations=1,
-        )
+        made = result(asked.turn, right, finish=p.FinishReason.LENGTH, migrations=1)
         host.handle(made)
         host.handle(made)
         await asyncio.sleep(0)

@@ -10,28 +10,22 @@ from rose.agent.own_time import OwnTime
 SHORT_S, LONG_S = 0.2, 60.0
 
 
-def test_what_goes_on_for_ever_ends_with_the_key_and_the_limit():
-    async def scene():
+async def test_what_goes_on_for_ever_ends_with_the_key_and_the_limit():
+    with pytest.raises(EnvironmentFailure) as failure:
         async with OwnTime("g0.1", SHORT_S, "env.members.lake"):
             await asyncio.sleep(LONG_S)
-
-    with pytest.raises(EnvironmentFailure) as failure:
-        asyncio.run(scene())
     words = "g0.1: it took 0.2 s besides the model's turns (env.members.lake.trajectory_timeout_s)"
     assert words in str(failure.value)
 
 
-def test_what_a_trajectory_had_made_by_then_is_kept():
-    async def scene():
+async def test_what_a_trajectory_had_made_by_then_is_kept():
+    with pytest.raises(EnvironmentFailure) as failure:
         async with OwnTime("g0.1", SHORT_S, "env"):
             try:
                 await asyncio.sleep(LONG_S)
             except BaseException as error:
                 error.made, error.output = "a trajectory", "words"
                 raise
-
-    with pytest.raises(EnvironmentFailure) as failure:
-        asyncio.run(scene())
     assert (failure.value.made, failure.value.output) == ("a trajectory", "words")
 
 
@@ -52,16 +46,13 @@ async def test_a_trajectory_that_waits_for_another_to_fork_off_spends_no_time():
     assert found == "forked"
 
 
-def test_time_before_a_turn_is_not_given_back_by_it():
-    async def scene():
+async def test_time_before_a_turn_is_not_given_back_by_it():
+    with pytest.raises(EnvironmentFailure):
         async with OwnTime("g0.1", SHORT_S, "env") as own:
             while True:
                 await asyncio.sleep(SHORT_S / 10)
                 with own.paused():
                     await asyncio.sleep(0)
-
-    with pytest.raises(EnvironmentFailure):
-        asyncio.run(asyncio.wait_for(scene(), LONG_S))
 
 
 async def test_errors_and_cancellations_pass_through_and_late_turns_are_no_error():

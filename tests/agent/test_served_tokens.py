@@ -13,7 +13,7 @@ from rose.agent.template import takes_parts
 from rose.parts.adapters.gateway import anthropic_messages, openai_chat, openai_responses
 from rose.parts.adapters.gateway.history import History
 from rose.parts.adapters.gateway.session import ApiError
-from rose.protocol import FinishReason, TurnResult, pack_floats, pack_tokens
+from tests.made import result
 
 from . import served
 from .conftest import TEMPLATES, TRL_TEMPLATES
@@ -230,10 +230,8 @@ def test_a_conversation_goes_on_only_with_the_same_arguments_of_the_template(sid
     chat, vllm = sides("qwen3")
     history, off = History(chat), OFF["chat_template_kwargs"]
     first = history.place(openai_chat.read({"messages": [GO]}).messages, [], off)
-    made = pack_tokens([*chat._encode("yes"), chat._tokenizer.eos_token_id])
-    count = len(made) // 4
-    turn = ("g.t0", made, pack_floats([-1.0] * count), pack_tokens([0] * count), FinishReason.STOP)
-    node = history.record(first, TurnResult(*turn))
+    made = [*chat._encode("yes"), chat._tokenizer.eos_token_id]
+    node = history.record(first, result("g.t0", made))
     messages = openai_chat.read({"messages": [GO, YES, GO]}).messages
     history.answered(messages[:1], [], messages[1], node, off)
     assert history.place(messages, [], off).parent is node
@@ -314,16 +312,7 @@ def test_the_gateway_goes_on_after_a_turn_as_vllm_does(sides, style):
         query, history = openai_chat.read(copy.deepcopy(body)), History(chat)
         for before, after, first, second in steps(vllm, body):
             place = history.place(query.messages[:before], query.tools)
-            made = pack_tokens(turn_of(chat, first, second))
-            count = len(made) // 4
-            result = TurnResult(
-                "g.t0",
-                made,
-                pack_floats([-1.0] * count),
-                pack_tokens([0] * count),
-                FinishReason.STOP,
-            )
-            node = history.record(place, result)
+            node = history.record(place, result("g.t0", turn_of(chat, first, second)))
             history.answered(query.messages[:before], query.tools, query.messages[before], node)
             following = history.place(query.messages[:after], query.tools)
             assert following.parent is node
@@ -421,10 +410,8 @@ def test_an_answer_to_which_the_agent_adds_a_name_goes_on_in_its_branch(sides):
     chat, _ = sides("chatml")
     history = History(chat)
     query = openai_chat.read({"messages": [GO]})
-    made = pack_tokens(chat._encode("yes"))
-    count = len(made) // 4
-    turn = ("g.t0", made, pack_floats([-1.0] * count), pack_tokens([0] * count), FinishReason.STOP)
-    node = history.record(history.place(query.messages, []), TurnResult(*turn))
+    made = result("g.t0", chat._encode("yes"))
+    node = history.record(history.place(query.messages, []), made)
     [answer] = openai_chat.read({"messages": [YES, GO]}).messages[:1]
     history.answered(query.messages, [], answer, node)
     named = openai_chat.read({"messages": [GO, {**YES, "name": "agent_1"}, GO]})

@@ -33,18 +33,13 @@ class World:
         self.journal_path = folder / "journal" / "attempt-001.jsonl"
         self.scheduler = scheduler(routing)
         self.journal = Journal(self.journal_path, self.scheduler.snapshot())
-        self.hub = TurnHub(
-            self.scheduler,
-            lambda rank, message: self.sent.append((rank, message)),
-            self.journal,
-            NullRecorder(),
-            self.actions.append,
-            lambda what, detail: self.faults.append((what, detail)),
-            world_size=100,
-            log=TurnLog(folder / "turns", resumed_at, 0),
-            siblings=siblings,
-            hybrids=hybrids,
-        )
+        notes = (self.journal, NullRecorder(), self.actions.append, self._fault, 100)
+        log = TurnLog(folder / "turns", resumed_at, 0)
+        more = {"log": log, "siblings": siblings, "hybrids": hybrids}
+        self.hub = TurnHub(self.scheduler, lambda *sent: self.sent.append(sent), *notes, **more)
+
+    def _fault(self, *fault):
+        self.faults.append(fault)
 
     def ready(self, worker, incarnation=1, version=0, sequences=4):
         word = p.WorkerReady(worker, incarnation, 4242, sequences, 10_000, version)
@@ -79,6 +74,12 @@ class World:
         return found
 
 
+def of_hosts(config, world, hosts):
+    """The rollouts on environment hosts, {index: rank}."""
+    sends = lambda rank, message: world.sent.append((rank, message))  # noqa: E731
+    return Rollouts(config, world.hub, sends, hosts, lambda *fault: world.faults.append(fault))
+
+
 @pytest.fixture
 def world(tmp_path):
     """One worker, rollout-0, with the newest weights."""
@@ -93,13 +94,7 @@ def world(tmp_path):
 def rollouts(world, make_config):
     """On two environment hosts that are up, with an engine."""
     config = make_config("rollout.group_size=2 trainer.batch_size=8 rollout.environment_hosts=2")
-    made = Rollouts(
-        config,
-        world.hub,
-        lambda rank, m: world.sent.append((rank, m)),
-        {0: 1, 1: 2},
-        lambda what, detail: world.faults.append((what, detail)),
-    )
+    made = of_hosts(config, world, {0: 1, 1: 2})
     for host in (1, 2):
         made.handle(p.HostReady(host))
     world.ready("rollout-0")

@@ -20,16 +20,9 @@ POLICIES = sorted(path.stem for path in CONF.glob("*.yaml"))
 DROPS = ("dapo", "trajectory_async")  # prompts for good, as their papers do
 GROUPS, SIZE, STEPS = 4, 2, 6
 SHORT = (
-    f"trainer.steps={STEPS}",
-    "eval.episodes=3",
-    "eval.every=2",
-    f"trainer.batch_size={GROUPS * SIZE}",
-    f"rollout.group_size={SIZE}",
-    "serving.borrow=false",
-    "observe.tensorboard=false",
-    "observe.save_trajectories=false",
-    "trainer.checkpoint_every=1",
-    "algorithm=decoupled_ppo",
+    f"trainer.steps={STEPS} trainer.batch_size={GROUPS * SIZE} rollout.group_size={SIZE}",
+    "eval.episodes=3 eval.every=2 serving.borrow=false observe.tensorboard=false",
+    "observe.save_trajectories=false trainer.checkpoint_every=1 algorithm=decoupled_ppo",
 )
 
 

@@ -36,15 +36,8 @@ class Court:
         self.world = World(folder)
         self.changes, self.joiners = [], []
         self.before = set(processes.children(recursive=True))
-        self.borrowed = Borrowed(
-            config,
-            self.run_dir,
-            1,
-            100,
-            lambda: self.world.hub,
-            lambda what, detail: self.world.faults.append((what, detail)),
-            lambda what, detail: self.changes.append((what, detail)),
-        )
+        notes = (lambda *w: self.world.faults.append(w), lambda *w: self.changes.append(w))
+        self.borrowed = Borrowed(config, self.run_dir, 1, 100, lambda: self.world.hub, *notes)
         keep = self.world.hub._send
         self.world.hub._send = lambda to, m: self.borrowed.send(to, m) if to >= 100 else keep(to, m)
         self.world.hub.publish(0, "v0/manifest.json")

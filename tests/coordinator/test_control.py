@@ -18,24 +18,12 @@ from rose.coordinator.control import (
     teaches,
     train_task,
 )
-from rose.protocol import Phase, Trajectory
+from rose.protocol import Phase
+from tests.made import trajectory as drawn
 
 
 def trajectory(name, reward=0.0, tokens=1, domain="lake"):
-    return Trajectory(
-        name,
-        name.split(".")[0],
-        Phase.TRAIN,
-        b"",
-        b"",
-        b"",
-        b"",
-        reward,
-        reward > 0,
-        1,
-        tokens,
-        domain=domain,
-    )
+    return drawn(name, reward=reward, response_tokens=tokens, domain=domain)
 
 
 def opened(most, seeded, share=0.2):
@@ -94,11 +82,8 @@ def test_a_task_that_fails_each_time_is_given_up_and_another_drawn():
     fails(groups, "g0.0")
     fails(groups, "g0.0r1")
     after = fails(groups, "g0.2", "disk gone (row 7 of rows.jsonl)")
-    for part in (
-        "lake with seed 98 (group g0)",
-        "3 failures in a row",
-        "g0.2: disk gone (row 7 of",
-    ):
+    parts = ("lake with seed 98 (group g0)", "3 failures in a row", "g0.2: disk gone (row 7 of")
+    for part in parts:
         assert part in after.given_up
     assert after.running == ["g0.0r2"] and [t.id for t in after.done] == ["g0.1"]
     assert [start.id for start in after.starts] == ["g0.0r3", "g0.1r3", "g0.2r3"]
@@ -290,18 +275,10 @@ def test_a_group_without_any_token_teaches_nothing():
 
 def test_a_groups_members_are_trees_whose_forks_are_known_when_it_begins():
     branching = Branching(ways=[3, 2], at=[2, 5], depth=1)
-    assert fork_points(branching, 1, "g4", 12) == {
-        1: ("g4.0", 5),
-        2: ("g4.0", 2),
-        3: ("g4.2", 5),
-        4: ("g4.0", 2),
-        5: ("g4.4", 5),
-        7: ("g4.6", 5),
-        8: ("g4.6", 2),
-        9: ("g4.8", 5),
-        10: ("g4.6", 2),
-        11: ("g4.10", 5),
-    }
+    of_first = {1: (0, 5), 2: (0, 2), 3: (2, 5), 4: (0, 2), 5: (4, 5)}
+    of_second = {7: (6, 5), 8: (6, 2), 9: (8, 5), 10: (6, 2), 11: (10, 5)}
+    expected = {n: (f"g4.{of}", turn) for n, (of, turn) in (of_first | of_second).items()}
+    assert fork_points(branching, 1, "g4", 12) == expected
 
 
 @given(st.lists(st.integers(2, 4), min_size=1, max_size=3), st.integers(3, 9), st.integers(1, 3))

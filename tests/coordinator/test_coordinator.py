@@ -167,10 +167,9 @@ def test_finished_steps_are_saved_before_a_run_fails(coordinator, tmp_path, monk
     assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 7
 
 
-def test_a_step_that_is_trained_as_the_run_fails_is_saved(coordinator, tmp_path, monkeypatch):
+async def test_a_step_that_is_trained_as_the_run_fails_is_saved(coordinator, tmp_path, monkeypatch):
     coordinator.at_boundary = False
-
-    async def scene():
+    with pytest.raises(RunFailed, match="ValueError: gone"):
         run = Fails(coordinator, monkeypatch, BAD_HOST)
         running = asyncio.create_task(run.run())
         while run.messages:
@@ -179,9 +178,6 @@ def test_a_step_that_is_trained_as_the_run_fails_is_saved(coordinator, tmp_path,
         assert not running.done()
         run.finishes.set()
         await running
-
-    with pytest.raises(RunFailed, match="ValueError: gone"):
-        asyncio.run(scene())
     assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 8
 
 
@@ -192,8 +188,10 @@ def test_a_run_whose_trainer_is_gone_fails_at_once(coordinator, tmp_path, monkey
     assert checkpoint.latest(tmp_path) is None and coordinator.sent == []
 
 
-def test_a_rank_that_cannot_write_ends_the_run_and_nothing_is_committed(coordinator, tmp_path):
-    async def scene():
+async def test_a_rank_that_cannot_write_ends_the_run_and_nothing_is_committed(
+    coordinator, tmp_path
+):
+    with pytest.raises(checkpoint.SaveFailed, match="trainer rank 1 could not save: OSError: No"):
         await save(coordinator, 60.0)
         checkpoint.mark(Path(coordinator.sent[0][1].folder), 1, "OSError: No space left on device")
         ended = asyncio.create_task(coordinator.checkpoints.committed())
@@ -201,9 +199,6 @@ def test_a_rank_that_cannot_write_ends_the_run_and_nothing_is_committed(coordina
         assert not ended.done(), "another rank writes"
         written(coordinator, 0)
         await ended
-
-    with pytest.raises(checkpoint.SaveFailed, match="trainer rank 1 could not save: OSError: No"):
-        asyncio.run(scene())
     assert checkpoint.latest(tmp_path) is None
 
 
@@ -250,14 +245,11 @@ def test_a_save_that_failed_is_tried_again_before_the_run_ends(coordinator, tmp_
     assert checkpoint.step_of(final) == 7 and not (final / "half").exists()
 
 
-def test_ranks_that_never_write_are_named_by_number_after_the_deadline(coordinator):
-    async def scene():
+async def test_ranks_that_never_write_are_named_by_number_after_the_deadline(coordinator):
+    with pytest.raises(RunFailed, match="waited 0.1 s for trainer ranks to save step 7: 1 of 2"):
         await save(coordinator, 0.1)
         written(coordinator, 1)
         await coordinator.checkpoints.committed()
-
-    with pytest.raises(RunFailed, match="waited 0.1 s for trainer ranks to save step 7: 1 of 2"):
-        asyncio.run(scene())
 
 
 def test_the_time_to_stop_and_slurms_warning_grow_with_the_checkpoint(coordinator, tmp_path):

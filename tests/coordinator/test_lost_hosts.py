@@ -12,6 +12,7 @@ from rose.coordinator.waiting import RunFailed
 from rose.observe.metrics import read_metrics, rows_of
 from rose.policies import build
 from tests.coordinator import peers
+from tests.coordinator.conftest import of_hosts
 
 HOSTS = (1, 2)  # of `rollouts`
 
@@ -159,13 +160,8 @@ def test_a_trajectory_whose_environment_kills_its_hosts_fails_and_others_do_not(
 
 def test_what_waits_to_fork_off_another_does_not_kill_hosts(world, make_config):
     tree = ("rollout/branch=tree", "rollout.branch.at=[1,2]", "rollout.group_size=8")
-    rollouts = Rollouts(
-        make_config(*tree, "trainer.batch_size=8", "rollout.host_restarts=1000"),
-        world.hub,
-        lambda rank, m: world.sent.append((rank, m)),
-        {0: 1},
-        lambda *fault: world.faults.append(fault),
-    )
+    config = make_config(*tree, "trainer.batch_size=8 rollout.host_restarts=1000")
+    rollouts = of_hosts(config, world, {0: 1})
     rollouts.handle(p.HostReady(1))
     rollouts.admit(0, "g0", 0.0)
     for _ in range(5):

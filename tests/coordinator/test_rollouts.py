@@ -6,9 +6,9 @@ import pytest
 from rose import protocol as p
 from rose.coordinator import control
 from rose.coordinator.drafts import Siblings
-from rose.coordinator.groups import Rollouts
 from rose.coordinator.waiting import RunFailed
 from rose.scheduler import events as ev
+from tests.coordinator.conftest import of_hosts
 
 HOST, SIZE = 1, 2
 
@@ -18,13 +18,7 @@ def rollouts(world, make_config):
     config = make_config(
         f"rollout.group_size={SIZE}", "trainer.batch_size=8 env.max_failures_in_row=3"
     )
-    return Rollouts(
-        config,
-        world.hub,
-        lambda rank, m: world.sent.append((rank, m)),
-        {0: HOST},
-        lambda what, detail: world.faults.append((what, detail)),
-    )
+    return of_hosts(config, world, {0: HOST})
 
 
 def arrived(name, tokens=3, phase=p.Phase.TRAIN):
@@ -39,13 +33,7 @@ def test_groups_and_held_out_tasks_are_of_the_members_and_late_ones_too(world, m
         f"rollout.group_size={SIZE}",
         "trainer.batch_size=8 env.members.calculator.max_failures_in_row=2",
     )
-    made = Rollouts(
-        config,
-        world.hub,
-        lambda rank, m: world.sent.append((rank, m)),
-        {0: HOST},
-        lambda what, detail: world.faults.append((what, detail)),
-    )
+    made = of_hosts(config, world, {0: HOST})
     for index in range(12):
         made.admit(index, f"g{index}", 0.0)
     tasks = [control.eval_task(1, index, config.env.weights) for index in range(12)]
@@ -222,13 +210,7 @@ def test_what_forks_off_a_trajectory_is_started_on_the_same_host(world, make_con
         "rollout/branch=tree rollout.branch.at=[1,2] rollout.group_size=8 trainer.batch_size=8",
         "rollout.environment_hosts=3",
     )
-    made = Rollouts(
-        config,
-        world.hub,
-        lambda rank, m: world.sent.append((rank, m)),
-        {0: 1, 1: 2, 2: 3},
-        lambda what, detail: world.faults.append((what, detail)),
-    )
+    made = of_hosts(config, world, {0: 1, 1: 2, 2: 3})
     for index in range(12):
         made.admit(index, f"g{index}", 0.0)
     started = {m.id: (rank, m.follows) for rank, m in world.taken(p.StartTrajectory)}

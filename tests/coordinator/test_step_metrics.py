@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from rose import protocol as p
 from rose.coordinator.step_metrics import (
     MOST_VALUES,
     by_member,
@@ -19,38 +18,27 @@ from rose.coordinator.turn_log import TurnLog
 from rose.coordinator.turns import TurnHub
 from rose.coordinator.worker import Worker
 from rose.observe.recorder import NullRecorder
+from tests.made import trajectory as drawn
 
 
 def trajectory(name, reward, response, version=3, **more):
-    made = [version] * response
-    return p.Trajectory(
-        name,
-        name.partition(".")[0],
-        p.Phase.TRAIN,
-        p.pack_tokens([0, *made]),
-        b"\0" + b"\1" * response,
-        p.pack_floats([0.0] * (response + 1)),
-        p.pack_tokens([-1, *made]),
-        reward,
-        reward > 0,
-        turns=2,
-        response_tokens=response,
-        **more,
-    )
+    tokens, mask = [version] * response, [0] + [1] * response
+    ends, zeros = {"success": reward > 0, "turns": 2}, [0.0] * len(mask)
+    return drawn(name, [0, *tokens], mask, zeros, [-1, *tokens], reward, **ends | more)
+
+
+def counted(failed=0, dropped=(0, 0), staleness=1, lost=0, restarted=0, moved=0):
+    counts = {"dropped_groups": dropped[0], "dropped_tokens": dropped[1], "hosts_lost": lost}
+    counts |= {"trajectories_restarted": restarted, "trajectories_moved": moved}
+    groups = SimpleNamespace(failed=failed, given_up=0)
+    return SimpleNamespace(groups=groups, staleness_max=staleness, **counts)
 
 
 def hub(version, **workers):
     """A turn hub after a step of these workers."""
-    made = TurnHub(
-        SimpleNamespace(),
-        lambda *_: None,
-        None,
-        NullRecorder(),
-        lambda *_: None,
-        lambda *_: None,
-        100,
-        TurnLog(Path(), 0, None),
-    )
+    nothing = lambda *_: None  # noqa: E731
+    rest = (nothing, nothing, 100, TurnLog(Path(), 0, None))
+    made = TurnHub(SimpleNamespace(), nothing, None, NullRecorder(), *rest)
     made.version, made.workers, made.sync_bytes, made.sync_pause_s = version, workers, 100, 0.5
     made.engine_restarts, made.returned, made.ledger.migrations = 1, 1, 2
     return made
@@ -58,15 +46,7 @@ def hub(version, **workers):
 
 def row(groups, times=None, at=7.0, **workers):
     times = times or {"rollout": 3.0, "idle": 1.0, "train": 2.0, "sync": 1.0}
-    rollouts = SimpleNamespace(
-        groups=SimpleNamespace(failed=1, given_up=0),
-        dropped_groups=3,
-        dropped_tokens=50,
-        staleness_max=2,
-        hosts_lost=2,
-        trajectories_restarted=9,
-        trajectories_moved=4,
-    )
+    rollouts = counted(1, dropped=(3, 50), staleness=2, lost=2, restarted=9, moved=4)
     return step_row(groups, {"loss": 0.25}, times, hub(4, **workers), rollouts, at)
 
 
@@ -130,15 +110,7 @@ def test_where_rollouts_go_on_in_training_the_rate_is_of_all_that_time():
     engine.tokens = 700
     began = made._begun_at
     made._token_at = began + 7.0
-    rollouts = SimpleNamespace(
-        groups=SimpleNamespace(failed=0, given_up=0),
-        dropped_groups=0,
-        dropped_tokens=0,
-        staleness_max=1,
-        hosts_lost=0,
-        trajectories_restarted=0,
-        trajectories_moved=0,
-    )
+    rollouts = counted()
     times = {"rollout": 1.0, "idle": 0.0, "train": 5.0, "sync": 1.0}
     found = step_row([[trajectory("g0.0", 1.0, 8)]], {}, times, made, rollouts, began + 7.0)
     assert found["tokens_per_s"] == pytest.approx(100)

@@ -4,7 +4,7 @@ import msgspec
 
 from rose import protocol as p
 from rose.coordinator.turn_log import TurnLog
-from tests.coordinator.conftest import HOST, World
+from tests.coordinator.conftest import HOST, World, packed
 
 ROLLOUT = 10  # rank of rollout-0
 
@@ -155,12 +155,7 @@ def test_a_resumed_run_answers_at_once_and_goes_on_within_a_turn(tmp_path):
     first.hub.publish(0, "store")
     first.request("g0.0.t0", new=4, seed=None)
     first.progress([11, 12])
-    first.hub.handle(
-        ROLLOUT,
-        p.TurnFinished(
-            "g0.0.t0", 1, p.pack_tokens([13]), p.pack_floats([-1.0]), 0, p.FinishReason.STOP
-        ),
-    )
+    first.hub.handle(ROLLOUT, p.TurnFinished("g0.0.t0", 1, *packed([13]), 0, p.FinishReason.STOP))
     first.request("g0.1.t0", new=4, seed=None)
     first.progress([21], turn="g0.1.t0")
     first.request("g0.2.t0", new=4, seed=None)  # without a token so far
@@ -181,12 +176,7 @@ def test_a_resumed_run_answers_at_once_and_goes_on_within_a_turn(tmp_path):
     [(rank, work)] = again.sent
     assert rank == ROLLOUT and p.unpack_tokens(work.tokens).tolist() == [1, 2, 3, 21]
     assert work.sampling.max_new_tokens == 3
-    again.hub.handle(
-        ROLLOUT,
-        p.TurnFinished(
-            "g0.1.t0", 1, p.pack_tokens([22]), p.pack_floats([-1.0]), 0, p.FinishReason.STOP
-        ),
-    )
+    again.hub.handle(ROLLOUT, p.TurnFinished("g0.1.t0", 1, *packed([22]), 0, p.FinishReason.STOP))
     rank, whole = again.sent[-1]
     assert rank == HOST and p.unpack_tokens(whole.tokens).tolist() == [21, 22]
     assert p.unpack_tokens(whole.versions).tolist() == [0, 0] and whole.migrations == 0

@@ -227,13 +227,8 @@ def test_an_aborted_turn_continues_from_its_partial_tokens_to_the_same_result(st
 
 @pytest.mark.parametrize("in_flight", ["recompute", "keep"])
 def test_given_back_and_flipped_turns_keep_their_tokens(start, wait, folders, tmp_path, in_flight):
-    engine = start(
-        "Qwen3",
-        engine_args={
-            "scheduler_cls": "tests.engine.schedulers.PatientEvictingScheduler",
-            "max_num_batched_tokens": 64,
-        },
-    )
+    args = {"scheduler_cls": "tests.engine.schedulers.PatientEvictingScheduler"}
+    engine = start("Qwen3", engine_args=args | {"max_num_batched_tokens": 64})
     store = publish(tmp_path / "store", folders["Qwen3"], 1, perturbed(folders["Qwen3"]))
     sampling = protocol.Sampling(max_new_tokens=200, temperature=0.0)
 

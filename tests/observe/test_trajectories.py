@@ -18,6 +18,7 @@ from rose.coordinator import replay
 from rose.observe import conversations, failed, trajectories
 from rose.observe.report import build_report
 from rose.observe.trajectories import Texts, notable, read, saved_steps
+from tests.made import trajectory as drawn
 from tests.processes import ran
 
 WORDS = ["<pad>", "go", "left", "right", "wall", "<b>", "goal", "again", "\x1b[2J\x9b1m\b"]
@@ -34,21 +35,8 @@ def trajectory(name, parts, reward=0.0, **told):
         version = 4 if number == len(parts) - 1 else 3
         versions += [version if made else -1] * len(words)
     logprobs = np.where(mask, -0.5, 0.0)
-    return p.Trajectory(
-        id=name,
-        group=name.split(".")[0],
-        phase=p.Phase.TRAIN,
-        tokens=p.pack_tokens(tokens),
-        mask=np.array(mask, np.uint8).tobytes(),
-        logprobs=p.pack_floats(logprobs),
-        versions=p.pack_tokens(versions),
-        reward=reward,
-        success=reward > 0.5,
-        turns=len(parts) // 2,
-        response_tokens=sum(mask),
-        domain="lake",
-        **told,
-    )
+    told |= {"success": reward > 0.5, "turns": len(parts) // 2, "domain": "lake"}
+    return drawn(name, tokens, mask, logprobs, versions, reward, **told)
 
 
 def keep(run, name, made=None, output=""):

@@ -80,20 +80,9 @@ class SlurmJob:
 
     def submit(self, *overrides: str, code: int = 0) -> str:
         """The front door's words; its exit code must be `code`."""
-        done = ran(
-            [
-                *self.front,
-                "cluster=dev",
-                f"output_dir={self.folder}",
-                "name=run",
-                *SMALL,
-                "cluster.slurm.rollout.nodes=1",
-                *overrides,
-            ],
-            timeout=DEADLINE_S,
-            env=self.environ,
-            cwd=self.cwd,
-        )
+        command = [*self.front, "cluster=dev", f"output_dir={self.folder}", "name=run", *SMALL]
+        command += ["cluster.slurm.rollout.nodes=1", *overrides]
+        done = ran(command, timeout=DEADLINE_S, env=self.environ, cwd=self.cwd)
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
 

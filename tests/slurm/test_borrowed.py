@@ -35,21 +35,10 @@ class Serving:
     def __init__(self, lending, *options, arguments=()):
         self.lending = lending
         self.log = lending.folder / f"serving-{time.monotonic_ns()}.log"
-        done = ran(
-            [
-                "sbatch",
-                "--parsable",
-                f"--output={self.log}",
-                *options,
-                str(REPOSITORY / "slurm" / "serving.sbatch"),
-                "name=run",
-                f"output_dir={lending.folder}",
-                "rollout.threads=1",
-                *arguments,
-            ],
-            cwd=REPOSITORY,
-            timeout=120,
-        )
+        command = ["sbatch", "--parsable", f"--output={self.log}", *options]
+        command += [str(REPOSITORY / "slurm" / "serving.sbatch"), "name=run"]
+        command += [f"output_dir={lending.folder}", "rollout.threads=1", *arguments]
+        done = ran(command, cwd=REPOSITORY, timeout=120)
         assert done.returncode == 0, done.stderr
         self.id = done.stdout.strip().split(";")[0]
 
@@ -156,18 +145,9 @@ def test_ranks_are_cancelled_and_preempted_and_come_back_with_the_right_weights(
     two_kinds.cancel()
     lending.until(lambda: gone(lending, first) and gone(lending, second), "the cancelled ranks")
 
-    urgent = ran(
-        [
-            "sbatch",
-            "--parsable",
-            "--partition=serve",
-            *whole_node,
-            "--output=/dev/null",
-            "--wrap=true",
-        ],
-        timeout=120,
-        check=True,
-    ).stdout.strip()
+    command = ["sbatch", "--parsable", "--partition=serve", *whole_node, "--output=/dev/null"]
+    command += ["--wrap=true"]
+    urgent = ran(command, timeout=120, check=True).stdout.strip()
     lending.until(lambda: gone(lending, third), "the preempted rank to be gone")
     lending.until(lambda: not state.is_active(urgent), "the urgent job")
     again = other.joined(2)[-1]  # by itself

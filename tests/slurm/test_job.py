@@ -57,18 +57,9 @@ def test_warned_preempted_and_its_node_lost_it_comes_back_until_once_too_often(j
     goes_on(job, 2)
     assert "requeueing, 1 of at most 3" in job.said()
 
-    urgent = ran(
-        [
-            "sbatch",
-            "--parsable",
-            "--partition=serve",
-            "--nodes=4",
-            "--exclusive",
-            "--output=/dev/null",
-            "--wrap=sleep 1",
-        ],
-        timeout=120,
-    ).stdout.strip()
+    command = ["sbatch", "--parsable", "--partition=serve", "--nodes=4", "--exclusive"]
+    command += ["--output=/dev/null", "--wrap=sleep 1"]
+    urgent = ran(command, timeout=120).stdout.strip()
     job.until(lambda: not state.is_active(urgent), "the urgent job, for which it was preempted")
     comes(job, 3)
 

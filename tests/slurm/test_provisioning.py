@@ -161,16 +161,10 @@ def test_a_run_gets_the_workers_that_it_asked_for_and_leaves_no_job_behind(job):
         return next((each for each in known if each not in besides), None)
 
     job.submit(
-        "scheduler/provisioning=on_demand",
-        "scheduler.provisioning.args.min=1",
-        "scheduler.provisioning.args.max=1",
-        "reward=function",
-        f"reward.args.path={job.folder}/mine.py:score",
-        "reward.max_workers=1",
-        "reward.max_jobs=1",
-        "reward.timeout_s=240",
-        "trainer.steps=100000",
-        "trainer.batch_size=64",
+        *("scheduler/provisioning=on_demand", "scheduler.provisioning.args.min=1"),
+        *("scheduler.provisioning.args.max=1", "reward=function", "reward.timeout_s=240"),
+        *(f"reward.args.path={job.folder}/mine.py:score", "reward.max_workers=1"),
+        *("reward.max_jobs=1", "trainer.steps=100000", "trainer.batch_size=64"),
         "trainer.checkpoint_every=1000",
     )
     (job.folder / "main").write_text(job.id)

@@ -101,20 +101,9 @@ def start_run(folder: Path, overrides: list[str]) -> subprocess.Popen:
 
 def start_lender(run_dir: Path, log: Path, chance: random.Random) -> Lender:
     with open(log, "ab") as words:  # appended to, so that it may be emptied meanwhile
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-u",
-                "-m",
-                "rose.serving",
-                f"name={run_dir.name}",
-                f"output_dir={run_dir.parent}",
-                "rollout.threads=1",
-            ],
-            stdout=words,
-            stderr=subprocess.STDOUT,
-            cwd=REPOSITORY,
-        )
+        command = [sys.executable, "-u", "-m", "rose.serving", f"name={run_dir.name}"]
+        command += [f"output_dir={run_dir.parent}", "rollout.threads=1"]
+        process = subprocess.Popen(command, stdout=words, stderr=subprocess.STDOUT, cwd=REPOSITORY)
     lender = Lender(process, log)
     lender.plan(chance)
     return lender

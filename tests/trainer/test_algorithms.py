@@ -61,13 +61,8 @@ def hand_made() -> Data:
     summary = Summary(
         torch.tensor(REWARDS), torch.tensor(GROUPS), torch.tensor(TOKENS), torch.tensor(TRUNCATED)
     )
-    return Data(
-        summary,
-        new,
-        proximal,
-        proximal - torch.tensor(PROXIMAL_LESS_BEHAVIOUR),
-        torch.tensor(MASK).float(),
-    )
+    behaviour = proximal - torch.tensor(PROXIMAL_LESS_BEHAVIOUR)
+    return Data(summary, new, proximal, behaviour, torch.tensor(MASK).float())
 
 
 def objective(algorithm, data: Data, micro_batches: list[list[int]] | None = None) -> torch.Tensor:
@@ -336,12 +331,8 @@ def test_what_stands_under_the_mask_does_not_matter(name):
     hole = data.mask == 0
     for garbage in (float("nan"), float("-inf"), 1e30):
         new = data.new.detach().masked_fill(hole, garbage).requires_grad_()
-        dirty = replace(
-            data,
-            new=new,
-            proximal=data.proximal.masked_fill(hole, garbage),
-            behaviour=data.behaviour.masked_fill(hole, garbage),
-        )
+        filled = {k: getattr(data, k).masked_fill(hole, garbage) for k in ("proximal", "behaviour")}
+        dirty = replace(data, new=new, **filled)
         found = objective(build(name, ARGS[name]), dirty)
         found.backward()
         assert found.item() == pytest.approx(clean, rel=1e-6)
@@ -359,14 +350,9 @@ def test_statistics_are_sums_over_response_tokens():
     cut = sum(
         g == 0.0 for i in ROWS for g, m in zip(expected_grpo()[1][i], MASK[i], strict=False) if m
     )
-    assert found == pytest.approx(
-        {
-            "clip_fraction": cut,
-            "ratio": sum(map(math.exp, logs)),
-            "policy_kl": sum(math.exp(x) - 1 - x for x in logs),
-        },
-        rel=1e-4,
-    )
+    expected = {"clip_fraction": cut, "ratio": sum(map(math.exp, logs))}
+    expected |= {"policy_kl": sum(math.exp(x) - 1 - x for x in logs)}
+    assert found == pytest.approx(expected, rel=1e-4)
 
 
 def test_decoupled_ppo_counts_the_tokens_that_its_cap_masked():

@@ -2,22 +2,11 @@
 
 from rose import protocol as p
 from rose.trainer import batching as tm
+from tests.made import trajectory as drawn
 
 
 def trajectory(tokens: int) -> p.Trajectory:
-    return p.Trajectory(
-        id="g0.0",
-        group="g0",
-        phase=p.Phase.TRAIN,
-        tokens=bytes(4 * tokens),
-        mask=bytes(tokens),
-        logprobs=bytes(4 * tokens),
-        versions=bytes(4 * tokens),
-        reward=0.0,
-        success=False,
-        turns=1,
-        response_tokens=0,
-    )
+    return drawn("g0.0", *[[0] * tokens] * 4)
 
 
 def test_large_batches_are_cut_and_small_ones_are_not(monkeypatch):

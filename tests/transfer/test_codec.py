@@ -14,39 +14,18 @@ from rose.transfer.codec import apply, changes, compose, decode, encode, info
 from rose.transfer.payload import PLANES, Plain
 
 DTYPES = [np.uint16, np.uint32]
+
+
+def words(hexadecimal):
+    return [int(word, 16) for word in hexadecimal.split()]
+
+
 SPECIAL = {
-    np.uint16: [
-        0,
-        0x8000,
-        1,
-        0x8001,
-        0x007F,
-        0x0080,
-        0x7F80,
-        0xFF80,
-        0x7F81,
-        0x7FC0,
-        0xFFFF,
-        0x7FFF,
-        0x3F80,
-        0xBF80,
-    ],
-    np.uint32: [
-        0,
-        0x80000000,
-        1,
-        0x80000001,
-        0x007FFFFF,
-        0x00800000,
-        0x7F800000,
-        0xFF800000,
-        0x7F800001,
-        0x7FC00000,
-        0xFFFFFFFF,
-        0x7FFFFFFF,
-        0x3F800000,
-        0xBF800000,
-    ],
+    np.uint16: words("0 8000 1 8001 007F 0080 7F80 FF80 7F81 7FC0 FFFF 7FFF 3F80 BF80"),
+    np.uint32: words(
+        "0 80000000 1 80000001 007FFFFF 00800000 7F800000 FF800000 7F800001 7FC00000 FFFFFFFF "
+        "7FFFFFFF 3F800000 BF800000"
+    ),
 }
 
 

@@ -140,12 +140,9 @@ def test_a_reader_goes_on_from_version_to_version_and_back(eight):
 
 def test_each_way_that_fails_is_left_out_until_one_works_and_the_reasons_are_told_in_the_end(eight):
     damaged = []
-    for first, *rest in (
-        (INITIAL_4, 5, 6),
-        (FULL_4, 5, 6),
-        ("v000000/from-initial", *range(1, 7)),
-        ("v000000/full", *range(1, 7)),
-    ):
+    cases = ((INITIAL_4, 5, 6), (FULL_4, 5, 6), ("v000000/from-initial", *range(1, 7)))
+    cases += (("v000000/full", *range(1, 7)),)
+    for first, *rest in cases:
         reader = Reader(eight, INITIAL)
         assert reader.load(6) == [first, *deltas(*rest)] and same(reader.live, eight.weights[6])
         damaged.append(first)

@@ -32,16 +32,8 @@ def staged(store, route, live, dense_bytes=ALL, places=whole, device_bytes=None)
     source = Folder(store)
     plan, digest = read_plan(source)
     edges = [Edge(source, *step, plan, digest) for step in route]
-    return stage(
-        live,
-        plan,
-        places(plan, live),
-        edges,
-        route[0][1] is not FULL,
-        2,
-        dense_bytes,
-        device_bytes=device_bytes,
-    )
+    rest = (edges, route[0][1] is not FULL, 2, dense_bytes)
+    return stage(live, plan, places(plan, live), *rest, device_bytes=device_bytes)
 
 
 class Breaking(Live):
@@ -267,12 +259,9 @@ def test_of_a_device_what_is_free_less_a_reserve_is_taken_and_never_more_than_al
     live = Live(zeros())
     assert changes.budget(live, None) is None and changes.budget(live, 77) == 77
     live.device = torch.device("cuda")
-    for free, most, wanted in (
-        (10 * 2**30, None, 10 * 2**30 - changes.RESERVE_BYTES),
-        (10 * 2**30, 2**30, 2**30),
-        (2**28, 2**30, changes.MIN_BYTES),
-        (2**28, None, changes.MIN_BYTES),
-    ):
+    cases = ((10 * 2**30, None, 10 * 2**30 - changes.RESERVE_BYTES), (10 * 2**30, 2**30, 2**30))
+    cases += ((2**28, 2**30, changes.MIN_BYTES), (2**28, None, changes.MIN_BYTES))
+    for free, most, wanted in cases:
         monkeypatch.setattr(
             torch.cuda, "mem_get_info", lambda device, free=free: (free, 80 * 2**30)
         )
@@ -301,12 +290,8 @@ def tensors_of(
     shape: ModelShape, bias: bool, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
     """As Hugging Face names them: Qwen2 with `bias`, else Llama."""
-    q, kv, h, i = (
-        shape.heads * shape.head_dim,
-        shape.kv_heads * shape.head_dim,
-        shape.hidden,
-        shape.intermediate,
-    )
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    h, i = shape.hidden, shape.intermediate
     extents = {"model.embed_tokens.weight": (shape.vocab, h), "model.norm.weight": (h,)}
     if not shape.tied_embeddings:
         extents["lm_head.weight"] = (shape.vocab, h)

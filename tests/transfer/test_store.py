@@ -223,16 +223,8 @@ def test_trainer_ranks_that_would_cut_the_model_in_different_ways_are_told(tmp_p
 
     def make(rank):
         plan = (world, other)[rank].plan
-        return Publisher(
-            tmp_path / "third",
-            plan,
-            Peer(world, rank),
-            lambda block: world.read(block, rank),
-            1,
-            8,
-            2,
-            1.0,
-        )
+        reads = lambda block: world.read(block, rank)  # noqa: E731
+        return Publisher(tmp_path / "third", plan, Peer(world, rank), reads, 1, 8, 2, 1.0)
 
     with pytest.raises(TransferError, match="third: trainer rank 1 would cut the model in another"):
         world.together(make)

@@ -117,37 +117,13 @@ def test_arithmetic_is_exact(text, value):
     assert _arithmetic.format_number(_arithmetic.evaluate(text)) == value
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "a",
-        "f(1)",
-        "1 if 1 else 2",
-        "[1]",
-        "'1'",
-        "True",
-        "1j",
-        "1 < 2",
-        "1; 2",
-        "x := 1",
-        "().__class__",
-        "1 @ 2",
-        "~1",
-        "1e999",
-        "9 ** 9 ** 9",
-        "2 ** 0.5",
-        "0 ** -1",
-        "1 % 0",
-        "1 // 0",
-        "10 ** 64 * 10 ** 64 * 10 ** 64",
-        "(" * 90 + "1" + ")" * 90 + "+" * 20,
-        "1" * 201,
-        "-" * 199 + "1",
-        "\x00",
-        "\ud800",
-        "1\n2",
-    ],
-)
+TEXTS = ["a", "f(1)", "1 if 1 else 2", "[1]", "'1'", "True", "1j", "1 < 2", "1; 2", "x := 1"]
+TEXTS += ["().__class__", "1 @ 2", "~1", "1e999", "9 ** 9 ** 9", "2 ** 0.5", "0 ** -1", "1 % 0"]
+TEXTS += ["1 // 0", "10 ** 64 * 10 ** 64 * 10 ** 64", "(" * 90 + "1" + ")" * 90 + "+" * 20]
+TEXTS += ["1" * 201, "-" * 199 + "1", "\x00", "\ud800", "1\n2"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
 def test_anything_else_is_refused(text):
     with pytest.raises(_arithmetic.ArithmeticRefused):
         _arithmetic.evaluate(text)

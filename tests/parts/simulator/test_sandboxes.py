@@ -22,24 +22,11 @@ MIB = 2**20
 NOTHING = spec.Change(1.0, None)
 PROCESS = spec.Change(1.0, spec.Save(0.5, 1e6))
 BOXES = spec.Sandboxes(
-    cores=(64.0, 64.0),
-    memory_bytes=64 * MIB,
-    sandbox_bytes=MIB,
-    start_s=0.25,
-    turn_s=0.0,
-    look_s=0.0,
-    changes=(NOTHING,),
-    full=spec.Save(0.5, 1e6),
-    restore_s=0.5,
-    restore_bytes=0.0,
-    staging_bytes=100e6,
-    host_bytes_s=1e9,
-    store_bytes_s=1e9,
-    recovery="none",
-    mtbf_s=math.inf,
-    restart_s=1000.0,
-    detect_s=1.0,
-    load_s=5.0,
+    **{"cores": (64.0, 64.0), "memory_bytes": 64 * MIB, "sandbox_bytes": MIB, "start_s": 0.25},
+    **{"turn_s": 0.0, "look_s": 0.0, "changes": (NOTHING,), "full": spec.Save(0.5, 1e6)},
+    **{"restore_s": 0.5, "restore_bytes": 0.0, "staging_bytes": 100e6, "host_bytes_s": 1e9},
+    **{"store_bytes_s": 1e9, "recovery": "none", "mtbf_s": math.inf, "restart_s": 1000.0},
+    **{"detect_s": 1.0, "load_s": 5.0},
 )
 
 

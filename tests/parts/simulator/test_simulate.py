@@ -24,6 +24,8 @@ from tests.parts.simulator.clusters import (
 )
 from tests.scheduler.said import built
 
+AT_ONCE = {"patience_s": 0.0, "idle_s": 1e9, "cool_down_s": 0.0, "back_off_s": 1.0}
+
 # --------------------------------------------------------------------------- a fixed cluster
 
 
@@ -241,18 +243,7 @@ def test_called_back_memory_sends_turns_elsewhere_and_stays_called_back_until_th
 
 def test_a_worker_that_joins_takes_the_weights_first():
     what = cluster(pool(count=1), pool("lend", "cooperative", 3, on_request=True), groups=8)
-    result, memory = run(
-        what,
-        provisioning="on_demand",
-        args={
-            "min": 2,
-            "max": 2,
-            "patience_s": 0.0,
-            "idle_s": 1e9,
-            "cool_down_s": 0.0,
-            "back_off_s": 1.0,
-        },
-    )
+    result, memory = run(what, provisioning="on_demand", args={"min": 2, "max": 2} | AT_ONCE)
     joined = {
         event.worker: event.at
         for event in memory.events(ev.WorkerJoined)
@@ -269,18 +260,7 @@ def test_a_worker_that_joins_takes_the_weights_first():
 
 def test_a_full_pool_refuses():
     what = cluster(pool("lend", "cooperative", 0, on_request=True), pool(count=1))
-    result, memory = run(
-        what,
-        provisioning="on_demand",
-        args={
-            "min": 1,
-            "max": 1,
-            "patience_s": 0.0,
-            "idle_s": 1e9,
-            "cool_down_s": 0.0,
-            "back_off_s": 1.0,
-        },
-    )
+    result, memory = run(what, provisioning="on_demand", args={"min": 1, "max": 1} | AT_ONCE)
     assert result.counts.refused > 1 and memory.events(ev.CapacityRefused)
 
 

@@ -35,20 +35,11 @@ def test_chromium_draws_every_figure_of_a_comparison_and_of_a_sweep(tree, tmp_pa
         ("x-sim.n_serving=2/report.html", ("gains", "phases", "timeline", "load", "slo")),
         ("x-sweep.html", ("gains", "phases", "timeline", "sweep-step", "sweep-rate")),
     ):
-        dom = ran(
-            [
-                browser,
-                "--headless",
-                "--no-sandbox",
-                "--disable-gpu",
-                "--window-size=1280,2000",
-                "--dump-dom",
-                f"--user-data-dir={tmp_path / 'profile'}",
-                (tmp_path / "outputs" / page).as_uri(),
-            ],
-            timeout=300,
-            check=True,
-        ).stdout
+        command = [browser, "--headless", "--no-sandbox", "--disable-gpu"]
+        command += ["--window-size=1280,2000", "--dump-dom"]
+        command += [f"--user-data-dir={tmp_path / 'profile'}"]
+        command += [(tmp_path / "outputs" / page).as_uri()]
+        dom = ran(command, timeout=300, check=True).stdout
         assert "data-error" not in dom, re.search(r'data-error="[^"]*"', dom)
         drawn = dict(re.findall(r'<figure id="fig-([\w-]+)">(.*?)</figure>', dom, re.S))
         for name in figures:
