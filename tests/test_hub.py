@@ -48,14 +48,8 @@ def files(tmp_path):
 
 
 def config(tree, tmp_path, *overrides):
-    return configuration.from_dict(
-        tree(
-            "model=qwen3_8b model.path=acme/tiny",
-            f"output_dir={tmp_path}",
-            "model.max_context=512",
-            *overrides,
-        )
-    )
+    given = ("model=qwen3_8b model.path=acme/tiny model.max_context=512", f"output_dir={tmp_path}")
+    return configuration.from_dict(tree(*given, *overrides))
 
 
 def test_the_cache_is_used_without_a_network_and_the_commit_is_the_folders_name(cache, files):

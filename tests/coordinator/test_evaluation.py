@@ -117,12 +117,8 @@ def test_a_run_that_no_longer_gets_better_ends_and_has_its_last_step(config, tmp
 
 @pytest.mark.parametrize("beside", ["true", "false"])
 def test_the_checkpoint_of_the_best_evaluation_stays_beside_the_newest(config, beside, tmp_path):
-    wanted = config(
-        "trainer.steps=12",
-        "trainer.checkpoint_keep=1",
-        "eval.keep_best=true",
-        f"eval.beside={beside}",
-    )
+    kept = "trainer.steps=12 trainer.checkpoint_keep=1 eval.keep_best=true"
+    wanted = config(kept, f"eval.beside={beside}")
     peers.run(wanted, tmp_path, seed=1)
     best = held_out.best(read_metrics(tmp_path))["step"]
     assert set(steps_of(tmp_path)) == {best, 12}

@@ -215,31 +215,20 @@ def test_a_path_that_the_runtime_would_take_for_two_is_refused(make_config, over
 
 
 @pytest.mark.parametrize(
-    ("box", "words"),
+    ("changes", "words"),
     [
-        (
-            "{runtime: docker, image: a, python: /p, mounts: [], args: []}",
-            "cluster.slurm.container.runtime='docker'",
-        ),
-        (
-            "{runtime: pyxis, image: a, python: python, mounts: [], args: []}",
-            "container.python='python': the interpreter's absolute",
-        ),
-        (
-            "{runtime: pyxis, image: a, python: /p, mounts: [scratch], args: []}",
-            "container.mounts.0='scratch'",
-        ),
-        ("{runtime: pyxis, image: a, python: /p, mounts: [], args: [x]}", "container.args.0='x'"),
-        (
-            "{runtime: apptainer, image: --help, python: /p, mounts: [], args: []}",
-            "container.image='--help'",
-        ),
+        ("runtime=docker", "container.runtime='docker'"),
+        ("python=python", "container.python='python': the interpreter's absolute"),
+        ("mounts=[scratch]", "container.mounts.0='scratch'"),
+        ("args=[x]", "container.args.0='x'"),
+        ("runtime=apptainer image=--help", "container.image='--help'"),
     ],
 )
-def test_a_container_that_cannot_be_started_is_refused_by_key(make_config, box, words):
-    with pytest.raises(ConfigError) as refused:
-        make_config(*SEVEN_B, f"cluster.slurm.container={box}")
-    assert words in str(refused.value), refused.value
+def test_a_container_that_cannot_be_started_is_refused_by_key(make_config, changes, words):
+    box = "cluster.slurm.container={runtime: pyxis, image: a, python: /p, mounts: [], args: []}"
+    changed = [f"cluster.slurm.container.{change}" for change in changes.split()]
+    with pytest.raises(ConfigError, match=words):
+        make_config(*SEVEN_B, box, *changed)
 
 
 def test_a_run_without_engines_is_a_plain_job(make_config, tmp_path):
@@ -273,19 +262,15 @@ def test_every_node_of_the_trainer_component_has_the_same_number_of_ranks(make_c
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("trainer.ranks=3", "cluster.slurm.trainer.nodes=2"), ["cluster.slurm.trainer.nodes=2"]),
-        (("rollout.workers=3",), ["cluster.slurm.rollout.nodes=2", "rollout.workers=3"]),
-        (
-            ("cluster.slurm.trainer.sbatch=[exclusive]",),
-            ["cluster.slurm.trainer.sbatch.0='exclusive'", "--exclusive"],
-        ),
-        (("cluster.slurm.trainer.nodes=0",), ["cluster.slurm.trainer.nodes=0", ">= 1"]),
+        ("trainer.ranks=3 cluster.slurm.trainer.nodes=2", "trainer.nodes=2.*trainer.ranks=3"),
+        ("rollout.workers=3", "cluster.slurm.rollout.nodes=2.*rollout.workers=3"),
+        ("cluster.slurm.trainer.sbatch=[exclusive]", "trainer.sbatch.0='exclusive'.*--exclusive"),
+        ("cluster.slurm.trainer.nodes=0", "cluster.slurm.trainer.nodes=0.*>= 1"),
     ],
 )
 def test_what_cannot_be_a_job_is_refused_by_key(make_config, overrides, words):
-    with pytest.raises(ConfigError) as refused:
-        make_config("cluster=dev", *overrides)
-    assert all(word in str(refused.value) for word in words), refused.value
+    with pytest.raises(ConfigError, match=f"(?s){words}"):
+        make_config("cluster=dev", overrides)
 
 
 @pytest.mark.parametrize("text", ["a\n#SBATCH --uid=0", "", "\x07"])
@@ -314,20 +299,6 @@ def test_memory_may_be_a_plain_number_and_a_time_is_text(make_config):
     text = sbatch.script(c, layout(c), Path("/runs/x"))
     assert "#SBATCH --time=90\n" in text and "#SBATCH --mem=64000\n" in text
     assert "#SBATCH --time=1:30:00\n" in text
-
-
-@pytest.mark.parametrize("component", ["trainer", "rollout", "borrowed", "reward"])
-def test_a_time_that_yaml_has_read_as_a_number_is_refused(make_config, component):
-    number = yaml.safe_load("12:00:00")
-    with pytest.raises(ConfigError, match=rf"cluster.slurm.{component}.time=43200: .*quotes"):
-        make_config(*SEVEN_B, f"cluster.slurm.{component}.time={number}")
-
-
-@pytest.mark.parametrize("component", ["trainer", "rollout", "borrowed", "reward"])
-@pytest.mark.parametrize("mem", ["64", "'512'"])
-def test_memory_without_its_unit_is_refused(make_config, component, mem):
-    with pytest.raises(ConfigError, match=rf"cluster.slurm.{component}.mem=.*64G"):
-        make_config(*SEVEN_B, f"cluster.slurm.{component}.mem={mem}")
 
 
 def test_a_percent_sign_in_a_path_is_none_of_slurms_patterns(make_config):
@@ -402,3 +373,14 @@ def test_a_serving_task_runs_the_checkouts_rose_in_a_container_too(tmp_path):
         "--gpus-per-task=1 --mpi=none --kill-on-bad-exit=0 --wait=0 --export=ALL "
         "--container-image=/a.sqsh /usr/local/bin/python -u -m rose.serving name=x",
     ]
+
+
+@pytest.mark.parametrize("component", ["trainer", "rollout", "borrowed", "reward"])
+@pytest.mark.parametrize(
+    "key, words", [("time=43200", "quotes"), ("mem=64", "64G"), ("mem='512'", "64G")]
+)
+def test_a_number_that_has_no_unit_is_refused(make_config, component, key, words):
+    """43200: YAML reads 12:00:00 so."""
+    assert yaml.safe_load("12:00:00") == 43200
+    with pytest.raises(ConfigError, match=rf"cluster.slurm.{component}.{key[:3]}.*=.*{words}"):
+        make_config(*SEVEN_B, f"cluster.slurm.{component}.{key}")

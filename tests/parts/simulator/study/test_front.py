@@ -229,25 +229,16 @@ def test_a_plan_says_when_nothing_that_was_tried_is_enough(answer):
 @pytest.mark.parametrize("experiment", ["rose_8b", "rose_32b"])
 def test_the_paper_s_settings_pass_every_check_with_every_system(tree, experiment):
     names = ",".join(sorted(path.stem for path in (CONF / "sim" / "systems").glob("*.yaml")))
-    c = from_dict(
-        tree(
-            f"+experiment={experiment}",
-            f"sim/systems=[{names}]",
-            "mode=simulate sim.serving.rate=1.0 sim.serving.args.seconds=60",
-        )
-    )
+    load = "mode=simulate sim.serving.rate=1.0 sim.serving.args.seconds=60"
+    c = from_dict(tree(f"+experiment={experiment} sim/systems=[{names}] {load}"))
     front.check(c, "simulate")
     assert len(c.sim.systems) >= 14
 
 
 def test_a_cluster_that_borrows_nothing_is_a_point_of_a_sweep(tree, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    c = from_dict(
-        tree(
-            "mode=simulate +experiment=rose_8b sim.n_serving=0 sim.seeds=[1] sim.steps=1",
-            "sim.warmup=0 sim.processes=1 trainer.batch_size=16",
-        )
-    )
+    small = "sim.n_serving=0 sim.seeds=[1] sim.steps=1 sim.warmup=0 sim.processes=1"
+    c = from_dict(tree(f"mode=simulate +experiment=rose_8b trainer.batch_size=16 {small}"))
     assert front.main([c], Console(file=open(tmp_path / "said", "w")), "python launch.py ...") == 0
 
 
