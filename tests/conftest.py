@@ -1,7 +1,9 @@
 """What every test shares: the variables of a CPU run, set before anything reads them, and composed
 configurations."""
 
+import asyncio
 import functools
+import inspect
 import os
 import pickle
 import re
@@ -45,14 +47,8 @@ settings.load_profile("rose")
 CONF = Path(__file__).resolve().parents[1] / "conf"
 # Folders whose slow tests take longest, which begin first, so that two processes end together.
 SLURM = "tests/slurm"
-LONGEST = (
-    SLURM,
-    "tests/job",
-    "tests/scripts",
-    "tests/engine",
-    "tests/trainer",
-    "tests/parts/lending",
-)
+LONGEST = (SLURM, "tests/job", "tests/scripts", "tests/engine", "tests/trainer")
+LONGEST += ("tests/parts/lending",)
 
 
 def pytest_configure():
@@ -126,16 +122,32 @@ def _changed(overrides: tuple[str, ...]) -> bytes:
 
 
 def compose_tree(*overrides: str) -> dict:
-    """conf/ with these overrides, as plain containers. Hydra composes each choice of groups once (a
-    third of a second); single keys (`a.b=1`, `+a.b=1`, `~a.b`) are set afterwards, which is Hydra's
-    order too."""
-    return own_sections(pickle.loads(_changed(overrides)))
+    """conf/ with these overrides ("a=1 b=2" are two), as plain containers. Hydra composes each choice
+    of groups once (a third of a second); single keys (`a.b=1`, `+a.b=1`, `~a.b`) are set afterwards,
+    which is Hydra's order too."""
+    each = [one for words in overrides for one in re.split(r" +(?=[+~]*[a-z][\w./@]*=)", words)]
+    return own_sections(pickle.loads(_changed(tuple(each))))
 
 
 # As nvidia-smi -L prints it on a box of eight.
 EIGHT_GPUS = "".join(
     f"GPU {i}: NVIDIA H200 (UUID: GPU-{i}c89852c-8ec8-92b7-dd3b-1ebe33b02c5{i})\n" for i in range(8)
 )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """A test may be a coroutine, which has its module's DEADLINE_S, or five minutes."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+
+    async def within_time():
+        async with asyncio.timeout(getattr(pyfuncitem.module, "DEADLINE_S", 300.0)):
+            await pyfuncitem.obj(**{n: pyfuncitem.funcargs[n] for n in names})
+
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(within_time())
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -43,12 +43,9 @@ class Installed:
         self.site = Path(sysconfig.get_path("purelib", vars=inside))
         (self.site / "lock.pth").write_text(sysconfig.get_path("purelib") + "\n")
         ours = Path(sys.prefix)  # mpich's wheel has files beside the packages
-        for file in (
-            *ours.glob("lib/*.so*"),
-            ours / "lib" / "mpich",
-            *ours.glob("bin/mpi*"),
-            *ours.glob("bin/hydra*"),
-        ):
+        cases = (*ours.glob("lib/*.so*"), ours / "lib" / "mpich", *ours.glob("bin/mpi*"))
+        cases += (*ours.glob("bin/hydra*"),)
+        for file in cases:
             (self.venv / file.relative_to(ours)).symlink_to(file)
 
     @property

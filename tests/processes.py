@@ -5,6 +5,7 @@ that reaps nothing."""
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
 from signal import SIGKILL
@@ -16,6 +17,11 @@ POLL_S = 0.02
 STILL = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 # Files of /proc vanish while they are read, which psutil doesn't always tell from another error.
 VANISHED = (psutil.Error, OSError)
+
+
+def ran(command, **more) -> subprocess.CompletedProcess:
+    """What a program that has ended said."""
+    return subprocess.run(command, capture_output=True, text=True, **more)
 
 
 def until(condition: Callable[[], object], what: str, within_s: float = DEADLINE_S):

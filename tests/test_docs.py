@@ -29,16 +29,9 @@ PLAIN = (
     *("play.md", "rewards.md", "slurm.md"),
 )
 # The configuration of an exported model, as far as a plan needs it.
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 64,
-}
+MODEL = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64}
+MODEL |= {"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+MODEL |= {"num_key_value_heads": 1, "vocab_size": 64}
 SECTIONS = "algorithm|cluster|env|eval|model|observe|reward|rollout|sandbox|scheduler|serving|trainer|transfer"
 # Keys under names that users give, and names of files.
 OF_USERS = r".*\.(md|py|log)$|env\.members\.|eval\.sets\.|reward\.args\.parts\."
@@ -173,7 +166,7 @@ def make(folder: Path, path: str) -> None:
     (folder / path / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
 
 
-def test_the_printed_server_has_a_tool(reader, monkeypatch):
+async def test_the_printed_server_has_a_tool(reader, monkeypatch):
     """The policy calls the tool once and answers; math-verify judges the answer right."""
     # The page's reader has activated the environment, so `python` is the one that runs this test.
     folders = [str(Path(sys.executable).parent), os.environ["PATH"]]
@@ -182,16 +175,12 @@ def test_the_printed_server_has_a_tool(reader, monkeypatch):
     (run,) = [r for r in printed.commands("environments.md") if "env=mcp" in r]
     tree = composed(*run)["env"]
     env = envs.build(config.Env(**tree))
-
-    async def play():
-        start = await env.reset(0)
-        assert [tool["function"]["name"] for tool in start.tools] == ["multiply"]
-        step = await env.step(Action("", ToolCall("multiply", {"a": 17, "b": 23})))
-        last = await env.step(Action(f"It is {step.observation}."))
-        await env.close()
-        return step, last
-
-    step, last = asyncio.run(play())
+    start = await env.reset(0)
+    assert [tool["function"]["name"] for tool in start.tools] == ["multiply"]
+    step = await env.step(Action("", ToolCall("multiply", {"a": 17, "b": 23})))
+    last = await env.step(Action(f"It is {step.observation}."))
+    await env.close()
+    (step, last) = step, last
     assert (step.observation, step.invalid) == ("391", False)
     assert (last.reward, last.done, last.success) == (1.0, True, True)
 

@@ -1,13 +1,10 @@
 """What a step needs of glibc's heap is there before. In processes of their own: an allocator is set
 up once."""
 
-import subprocess
 import sys
-from pathlib import Path
-
-import pytest
 
 from rose import heap
+from tests.processes import ran
 
 GROW = """
 import ctypes, resource, sys
@@ -33,9 +30,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def grow(how):
-    done = subprocess.run(
-        [sys.executable, "-c", GROW, how], capture_output=True, text=True, check=True, timeout=120
-    )
+    done = ran([sys.executable, "-c", GROW, how], check=True, timeout=120)
     return list(map(int, done.stdout.split()))
 
 
@@ -54,15 +49,6 @@ def test_without_such_a_heap_nothing_happens(monkeypatch):
     )  # no memory of ours: the system refuses
     ahead = heap.Ahead()
     assert ahead.catch_up(0.0) and ahead.catch_up(0.0)
-
-
-@pytest.mark.parametrize("heap_there", [True, False])
-def test_it_begins_where_the_system_says(monkeypatch, heap_there):
-    maps = "00400000-00452000 r-xp 00000000 08:02 173521 /usr/bin/x\n" + heap_there * (
-        "00e03000-00e24000 rw-p 00000000 00:00 0           [heap]\n"
-    )
-    monkeypatch.setattr(Path, "read_text", lambda self, encoding: maps)
-    assert heap._heap_start() == (0xE03000 if heap_there else None)
 
 
 KEEP_ALL = """
@@ -87,6 +73,6 @@ print(*faults)
 
 def test_a_trainers_large_blocks_are_mapped_once():
     command = [sys.executable, "-c", KEEP_ALL]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    done = ran(command, check=True, timeout=120)
     first, second = map(int, done.stdout.split())
     assert first > 1000 * second

@@ -2,7 +2,6 @@
 
 import functools
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from rose.observe.metrics import read_metrics, rows_of
 from tests.installed import REPOSITORY, SECONDS
+from tests.processes import ran
 
 pytestmark = pytest.mark.slow
 
@@ -88,10 +88,7 @@ def complete(lines, cwd, install, path):
         'hydra_bash_completion; echo "${COMPREPLY[*]}"\n'
         for line in lines
     )
-    done = subprocess.run(
-        ["bash", "-c", f'eval "$({install})"\n{asks}'],
-        cwd=cwd, env=path, capture_output=True, text=True, timeout=SECONDS,
-    )  # fmt: skip
+    done = ran(["bash", "-c", f'eval "$({install})"\n{asks}'], cwd=cwd, env=path, timeout=SECONDS)  # fmt: skip
     return [found.split() for found in done.stdout.splitlines()]
 
 

@@ -5,24 +5,16 @@ import multiprocessing
 import socket
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from rose import hub, models
 from rose.config import ConfigError, Model
 
 
-def model(source="folder", path=None, recipe=None):
-    return Model(
-        name="m",
-        source=source,
-        path=path,
-        recipe=recipe or {},
-        dtype="float32",
-        max_context=512,
-        shape=None,
-        chat_template_args={},
-    )
+def model(source="folder", path=None, recipe=None, snapshot=None):
+    plain = {"dtype": "float32", "max_context": 512, "shape": None, "chat_template_args": {}}
+    given = {"source": source, "path": path, "recipe": recipe or {}, "snapshot": snapshot}
+    return Model(name="m", **given, **plain)
 
 
 def fill(folder: Path, *names):
@@ -75,40 +67,30 @@ def test_a_complete_folder_is_taken_as_it_is(tmp_path):
 
 def test_a_rank_takes_the_snapshot_that_the_launcher_found(tmp_path):
     folder = fill(tmp_path / "snapshots" / ("a" * 40), "config.json", "tokenizer_config.json")
-    found = msgspec.structs.replace(model("hub", "acme/tiny"), snapshot=str(folder))
-    assert models.resolve(found) == folder
-
-
-def test_a_rank_that_cannot_see_the_snapshot_says_where_it_is_and_what_to_do(tmp_path):
-    lost = msgspec.structs.replace(model("hub", "acme/tiny"), snapshot=str(tmp_path / "elsewhere"))
-    with pytest.raises(
-        ConfigError, match=f"model.snapshot=.*elsewhere.*{socket.gethostname()}.*HF_HOME"
-    ):
-        models.resolve(lost)
-
-
-def test_a_hub_model_needs_its_id():
-    with pytest.raises(ConfigError, match="model.path=None: the hub id is needed"):
-        models.resolve(model("hub"))
+    assert models.resolve(model("hub", "acme/tiny", snapshot=str(folder))) == folder
 
 
 @pytest.mark.parametrize(
-    "names, missing", [((), "config.json"), (("config.json",), "tokenizer_config.json")]
+    "names, words",
+    [
+        (None, "no such folder"),
+        ((), "no config.json"),
+        (("config.json",), "no tokenizer_config.json"),
+        (("adapter_config.json", "tokenizer_config.json"), "is an adapter; .* rose.export RUN"),
+    ],
 )
-def test_an_incomplete_folder_is_named_with_what_it_lacks(tmp_path, names, missing):
-    folder = fill(tmp_path / "m", *names)
-    with pytest.raises(ConfigError, match=f"model.path=.*{folder}.*no {missing}"):
+def test_an_incomplete_folder_is_named_with_what_it_lacks(tmp_path, names, words):
+    folder = tmp_path / "m" if names is None else fill(tmp_path / "m", *names)
+    with pytest.raises(ConfigError, match=f"model.path=.*{folder}.*{words}"):
         models.resolve(model(path=str(folder)))
+    with pytest.raises(ConfigError, match="model.path=None: the hub id is needed"):
+        models.resolve(model("hub"))
+    lost, here = str(tmp_path / "elsewhere"), socket.gethostname()
+    with pytest.raises(ConfigError, match=f"model.snapshot=.*elsewhere.*{here}.*HF_HOME"):
+        models.resolve(model("hub", "acme/tiny", snapshot=lost))
 
 
-def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="model.path=.*no such folder"):
-        models.resolve(model(path=str(tmp_path / "nowhere")))
-
-
-def test_a_recipe_runs_once_with_its_arguments_and_other_arguments_make_another_folder(
-    counting_recipe,
-):
+def test_a_recipe_runs_once_with_its_arguments(counting_recipe):
     first = models.resolve(model("tiny", recipe={"hole_probability": 0.1}))
     assert models.resolve(model("tiny", recipe={"hole_probability": 0.1})) == first
     assert models.resolve(model("tiny", recipe={"hole_probability": 0.3})) != first
@@ -144,13 +126,9 @@ def test_two_launches_at_once_build_it_once(counting_recipe):
 
 def test_waiting_for_another_launch_has_a_deadline(tmp_path, monkeypatch):
     monkeypatch.setattr(models, "BUILD_DEADLINE_S", 0.3)
-    with (
-        models._locked(tmp_path / "lock"),
-        pytest.raises(
-            ConfigError, match="held by another process for over 0 s; end the other launch"
-        ),
-        models._locked(tmp_path / "lock"),
-    ):
+    late = pytest.raises(ConfigError, match="held by another process for over 0 s; end the other")
+    lock = tmp_path / "lock"
+    with models._locked(lock), late, models._locked(lock):
         pass
 
 
@@ -162,10 +140,7 @@ def test_a_failing_recipe_is_reported_with_its_command(counting_recipe):
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "generation_config.json"])
 @pytest.mark.parametrize("data", [b'{"a": ', b"[]", b"\xef\xbb\xbf{}", b"\xff"])
 def test_a_damaged_file_of_a_model_is_named(tmp_path, name, data):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for each in ("config.json", "tokenizer_config.json"):
-        (folder / each).write_text("{}")
+    folder = fill(tmp_path / "model", "config.json", "tokenizer_config.json")
     (folder / name).write_bytes(data)
     with pytest.raises(ConfigError, match=f": {name} is no JSON object .*; copy the file again"):
         models.check_folder(folder)
@@ -173,16 +148,7 @@ def test_a_damaged_file_of_a_model_is_named(tmp_path, name, data):
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_a_file_that_a_clone_has_left_in_lfs_is_named(tmp_path, name):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for each in ("config.json", "tokenizer_config.json"):
-        (folder / each).write_text("{}")
+    folder = fill(tmp_path / "model", "config.json", "tokenizer_config.json")
     (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     with pytest.raises(ConfigError, match=f"{name}: it is a pointer of Git LFS.*run git lfs pull"):
         hub.check_files(models.check_folder(folder), "model.path='m'", "copy the folder again")
-
-
-def test_an_adapters_folder_is_no_model(tmp_path):
-    folder = fill(tmp_path / "adapter", "adapter_config.json", "tokenizer_config.json")
-    with pytest.raises(ConfigError, match="is an adapter; .* rose.export RUN --merge"):
-        models.check_folder(folder)

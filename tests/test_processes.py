@@ -37,9 +37,7 @@ def test_threads_follow_the_binding_and_end_at_eight(monkeypatch, tmp_path):
         ("3:cpuset:/d\n1:cpu:/d\n0::/", {"cpu/d/cpu.cfs_quota_us": "500000"}, 5),
     ],
 )
-def test_cores_are_no_more_than_the_quotas_of_the_groups_and_of_those_above(
-    monkeypatch, tmp_path, own, files, wanted
-):
+def test_cores_are_no_more_than_the_groups_quotas(monkeypatch, tmp_path, own, files, wanted):
     for name, text in files.items():
         file = tmp_path / "fs" / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -89,9 +87,8 @@ def test_a_family_that_forks_and_ends_all_the_time_is_killed_whole():
 
 def test_programs_find_this_python_where_path_has_none(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    assert shutil.which("python", path=processes.search_path()) == shutil.which(
-        "python", path=os.path.dirname(sys.executable)
-    )
+    found = shutil.which("python", path=processes.search_path())
+    assert found == shutil.which("python", path=os.path.dirname(sys.executable))
     assert processes.bare_environment()["PATH"].split(os.pathsep)[0] == "/nowhere", "its own first"
 
 

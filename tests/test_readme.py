@@ -19,6 +19,7 @@ import pytest
 from rose import front
 from rose.places import CONF
 from tests.conftest import compose_tree
+from tests.processes import ran
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 README = REPOSITORY / "README.md"
@@ -36,14 +37,8 @@ NOT_HERE = {
     "python scripts/gpu_check.py": "needs a GPU: tests/scripts/test_gpu_check.py, on a CPU",
     "python scripts/lending/prove_promise.py --trace FILE": "takes two hours: tests/scripts/test_prove_promise.py",
 }
-SMALL = (
-    "trainer.steps=1",
-    "trainer.batch_size=8",
-    "rollout.group_size=4",
-    "rollout.workers=1",
-    "rollout.kv_cache_gib=0.05",
-    "eval.episodes=4",
-)
+SMALL = ("trainer.steps=1", "trainer.batch_size=8", "rollout.group_size=4", "rollout.workers=1")
+SMALL += ("rollout.kv_cache_gib=0.05", "eval.episodes=4")
 
 
 def commands(page: Path) -> list[str]:
@@ -128,10 +123,7 @@ def test_the_lending_job_starts_a_rank_for_the_run_of_that_name(tmp_path):
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     assert programs("sbatch")
     for command in programs("sbatch"):
-        done = subprocess.run(
-            ["bash", "-c", command],
-            cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=SECONDS,
-        )  # fmt: skip
+        done = ran(["bash", "-c", command], cwd=REPOSITORY, env=environment, timeout=SECONDS)  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert "-m rose serve name=qwen7b" in done.stdout
 
@@ -147,11 +139,7 @@ def test_the_commands_on_a_run_do_what_they_say_on_one(tmp_path):
     }
 
     def shell(command: str) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            ["bash", "-c", command],
-            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=SECONDS,
-            stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        return ran(["bash", "-c", command], cwd=tmp_path, env=environment, timeout=SECONDS, stdin=subprocess.DEVNULL)  # fmt: skip
 
     done = shell(f"python {REPOSITORY}/launch.py {' '.join(SMALL)}")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -203,10 +191,7 @@ def test_every_rival_is_read_at_one_commit_and_its_date_stands_above_it():
 
 
 def test_help_names_the_ten_keys_that_most_runs_set_before_all_others():
-    done = subprocess.run(
-        [sys.executable, "-m", "rose", "train", "--help"],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=SECONDS,
-    )  # fmt: skip
+    done = ran([sys.executable, "-m", "rose", "train", "--help"], cwd=REPOSITORY, timeout=SECONDS)  # fmt: skip
     first = done.stdout.split("== Configuration groups ==")[0]
     keys = re.findall(r"^  (\+?[\w.]+=\S+)  ", first, re.M)
     assert done.returncode == 0 and len(keys) == 10

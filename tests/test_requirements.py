@@ -44,9 +44,8 @@ def test_both_images_have_the_same_debian_packages_infiniband_among_them():
     for name in ("Dockerfile", "rose.def"):
         text = (REPOSITORY / "slurm" / name).read_text().replace("\\\n", " ")
         found.append(re.search(r"--no-install-recommends ([^&\n]+)", text)[1].split())
-    assert found[0] == found[1] and {"libibverbs1", "ibverbs-providers", "build-essential"} <= {
-        *found[0]
-    }
+    assert found[0] == found[1]
+    assert {"libibverbs1", "ibverbs-providers", "build-essential"} <= {*found[0]}
 
 
 def test_tests_on_cpus_and_runs_on_gpus_have_the_same_versions():

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from rose import protocol as p
 from rose.agent import blocked, rank
 from rose.agent.blocked import SIGNAL, Blocked, LoopWatch, called
 from rose.agent.envs.base import Action, Step
@@ -201,11 +200,3 @@ def test_one_that_has_not_begun_is_left_alone(watching):
     process, looks = Asked(None), []
     process.silent_s = None
     assert watching(process, lambda _: looks.append(1) or len(looks) > 2000) == []
-
-
-def test_beats_and_failures_come_by_the_same_way():
-    made = rank._Process(None, None, None)
-    made._heard(p.HostBeat())
-    assert made.silent_s == 0.0
-    with pytest.raises(rank.HostFailed, match="no tokenizer"):
-        made._heard(p.RankFailed(1, "no tokenizer"))

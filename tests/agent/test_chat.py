@@ -59,9 +59,8 @@ def test_the_first_prompt_is_the_templates(chats, tokenizer, family):
 
 @pytest.mark.parametrize("family", ["tiny", "qwen2.5", "qwen3"])
 def test_tools_are_listed_by_the_template(chats, tokenizer, family):
-    assert chats[family].start(MESSAGES, [TOOL]) == render(
-        tokenizer, TEMPLATES[family], MESSAGES, [TOOL]
-    )
+    found = chats[family].start(MESSAGES, [TOOL])
+    assert found == render(tokenizer, TEMPLATES[family], MESSAGES, [TOOL])
     assert chats[family].native_tools
 
 
@@ -76,9 +75,7 @@ def test_a_template_that_ignores_tools_gets_them_in_the_system_message(chats, me
 @families
 @pytest.mark.parametrize("role", ["user", "tool"])
 @pytest.mark.parametrize("observed", ["P F\nF G", "", "\n two  spaces \n", "é 漢 🙂"])
-def test_turn_and_observation_join_to_what_the_template_writes(
-    chats, tokenizer, family, role, observed
-):
+def test_turns_and_observations_join_as_in_the_template(chats, tokenizer, family, role, observed):
     chat = chats[family]
     if role == "tool" and family == "smollm2":
         expected = {"role": "user", "content": f"<tool_response>\n{observed}\n</tool_response>"}
@@ -92,10 +89,8 @@ def test_turn_and_observation_join_to_what_the_template_writes(
 @families
 def test_a_turn_without_its_end_token_is_given_one(chats, tokenizer, family):
     chat = chats[family]
-    assert chat.observation("x", "tool", closed=False) == [
-        tokenizer.eos_token_id,
-        *chat.observation("x", "tool"),
-    ]
+    found = chat.observation("x", "tool", closed=False)
+    assert found == [tokenizer.eos_token_id, *chat.observation("x", "tool")]
 
 
 def test_a_thought_that_the_prompt_opened_has_no_answer_before_its_end(save_tokenizer, chats):
@@ -112,9 +107,8 @@ def test_thinking_of_earlier_turns_stays(chats, tokenizer):
         tokenizer.eos_token_id
     ]
     text = chat.decode(chat.start(MESSAGES, []) + thought + chat.observation("next", "user"))
-    assert "hm" in text and text.endswith(
-        "<|im_end|>\n<|im_start|>user\nnext<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert "hm" in text
+    assert text.endswith("<|im_end|>\n<|im_start|>user\nnext<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_template_arguments_reach_first_and_later_prompts(save_tokenizer):
@@ -172,10 +166,7 @@ def test_a_base_models_template_may_end_turns_by_a_token_that_is_named(save_toke
             "messages|length|string }}{% endfor %}",
             "depends on the turns before",
         ),
-        (
-            "{% for m in messages %}{{ m.content + '[END]' }}{% endfor %}",
-            "none of its end-of-turn tokens",
-        ),
+        ("{% for m in messages %}{{ m.content + '[END]' }}{% endfor %}", "none of its end-of-turn"),
         ("{{ messages[-1].content + '<|im_end|>' }}", "does not write each message once"),
         ("{{ raise_exception('one turn only') }}", "one turn only"),
     ],
@@ -222,15 +213,6 @@ def test_a_lone_surrogate_in_a_call_is_replaced(chats, family):
 
     prompt = chats[family].start(said("a\ud800b"), [TOOL])
     assert prompt == chats[family].start(said("a?b"), [TOOL]) or family == "smollm2"  # JSON escapes
-
-
-def test_long_texts_are_not_kept(chats):
-    chat = chats["tiny"]
-    kept = chat._start.cache_info().currsize, chat._observation.cache_info().currsize
-    long = "left " * 1000
-    assert chat.start([{"role": "user", "content": long}], [])
-    assert chat.observation(long, "user") == chat.observation(long, "user")
-    assert kept == (chat._start.cache_info().currsize, chat._observation.cache_info().currsize)
 
 
 def test_the_parser_of_thoughts_has_the_templates_arguments(save_tokenizer):

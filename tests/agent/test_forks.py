@@ -16,6 +16,7 @@ from rose.agent.host import TrajectoryHost
 from rose.agent.snapshots import Snapshots
 from rose.coordinator.control import Bounds, Groups, Task
 from rose.observe.recorder import NullRecorder
+from tests.made import result
 
 TREE = ("rollout/branch=tree", "rollout.branch.ways=[2,2]", "rollout.branch.at=[2,3]")
 DEADLINE_S = 120.0
@@ -79,13 +80,7 @@ class Rollout:
         text = self.answer(as_turn or request.turn)
         tokens = self.tokenizer.encode(text, add_special_tokens=False)
         tokens = [*tokens, self.tokenizer.eos_token_id][: request.sampling.max_new_tokens]
-        return p.TurnResult(
-            request.turn,
-            p.pack_tokens(tokens),
-            p.pack_floats([-0.1 * len(request.turn)] * len(tokens)),
-            p.pack_tokens([len(self.requests)] * len(tokens)),
-            p.FinishReason.STOP,
-        )
+        return result(request.turn, tokens, -0.1 * len(request.turn), len(self.requests))
 
 
 def move(direction):
@@ -123,8 +118,7 @@ def lake(make_config, chats, tokenizer):
             *TREE,
             f"rollout.group_size={group}",
             f"trainer.batch_size={group}",
-            "env.args.hole_probability=0.0",
-            "env.args.shaping=0.5",
+            "env.args.hole_probability=0.0 env.args.shaping=0.5",
             *more,
         )
         return Rollout(config, chats["tiny"], tokenizer, answer, **kwargs)
@@ -136,18 +130,10 @@ def test_a_group_is_trees_whose_leaves_share_their_first_turns_token_by_token(la
     rollout = lake()
     group = rollout.run()
     assert [t.id for t in group] == [f"g0.{member}" for member in range(8)]
-    assert [t.inherited for t in group[:4]] == [
-        [],
-        [("g0.0", 3)],
-        [("g0.0", 2)],
-        [("g0.0", 2), ("g0.2", 1)],
-    ]
-    assert [t.inherited for t in group[4:]] == [
-        [],
-        [("g0.4", 3)],
-        [("g0.4", 2)],
-        [("g0.4", 2), ("g0.6", 1)],
-    ]
+    expected = [[], [("g0.0", 3)], [("g0.0", 2)], [("g0.0", 2), ("g0.2", 1)]]
+    assert [t.inherited for t in group[:4]] == expected
+    expected = [[], [("g0.4", 3)], [("g0.4", 2)], [("g0.4", 2), ("g0.6", 1)]]
+    assert [t.inherited for t in group[4:]] == expected
     inherited = sum(turns for t in group for _, turns in t.inherited)
     assert len(rollout.requests) == sum(t.turns for t in group) - inherited
     assert len({t.tokens for t in group}) == 8
@@ -166,9 +152,7 @@ def test_each_forks_turns_may_be_drawn_by_the_trees_name(lake):
     assert again.starts == rollout.starts
 
 
-def test_where_a_tree_ends_before_it_forks_its_other_leaves_begin_with_the_prompt(
-    lake, monkeypatch
-):
+def test_other_leaves_of_a_tree_that_ends_before_it_forks_begin_with_the_prompt(lake, monkeypatch):
     """And what forks off those still does."""
     step, ended = FrozenLake.step, []
 
@@ -187,17 +171,6 @@ def test_where_a_tree_ends_before_it_forks_its_other_leaves_begin_with_the_promp
     assert [by_name[f"g0.{member}"].inherited for member in range(4)] == [[], [], [], [("g0.2", 3)]]
     assert by_name["g0.1"].turns > 1 and by_name["g0.2"].turns > 3
     assert len({r.turn for r in rollout.requests}) == len(rollout.requests)
-
-
-def test_waits_for_what_they_fork_off_are_no_time_of_the_trajectories(lake):
-    paused = []
-
-    def look(host, request):
-        if request.turn == "g0.0.t0":  # All others wait for it.
-            paused.extend(own._pauses for own in host._own.values())
-
-    lake(group=4).run(look)
-    assert paused == [1, 1, 1, 1]
 
 
 def test_a_trajectory_outlives_the_one_that_it_would_fork_off(lake, monkeypatch):
@@ -255,9 +228,7 @@ class Saved(Fickle):
         self.number, self.left = json.loads(saved)
 
 
-def test_an_environment_that_answers_otherwise_the_second_time_is_a_failure_with_its_name(
-    lake, monkeypatch
-):
+def test_an_environment_that_answers_otherwise_the_second_time_is_a_failure(lake, monkeypatch):
     monkeypatch.setattr("rose.agent.host.build", lambda env: Fickle())
     rollout = lake(lambda turn: f"word {turn}", group=4)
     group = rollout.run()
@@ -273,12 +244,8 @@ def test_what_an_environment_has_saved_is_what_the_other_goes_on_from(lake, monk
     rollout = lake(lambda turn: f"word {turn}", group=4)
     group = rollout.run()
     assert rollout.failed == [] and [t.turns for t in group] == [6] * 4
-    assert [t.inherited for t in group] == [
-        [],
-        [("g0.0", 3)],
-        [("g0.0", 2)],
-        [("g0.0", 2), ("g0.2", 1)],
-    ]
+    expected = [[], [("g0.0", 3)], [("g0.0", 2)], [("g0.0", 2), ("g0.2", 1)]]
+    assert [t.inherited for t in group] == expected
     first, *others = (rollout.chat.decode(p.unpack_tokens(t.tokens).tolist()) for t in group)
     number = first.partition(" walked")[0].split()[-1]
     assert all(text.count(f"{number} walked") == 5 for text in (first, *others)), (
@@ -287,9 +254,7 @@ def test_what_an_environment_has_saved_is_what_the_other_goes_on_from(lake, monk
 
 
 @pytest.mark.parametrize("environment", [FrozenLake, Saved])
-def test_a_branch_goes_on_where_it_forked_off_when_its_host_is_gone_and_the_other_has_ended(
-    lake, monkeypatch, tmp_path, environment
-):
+async def test_a_branch_goes_on_when_its_host_is_gone(lake, monkeypatch, tmp_path, environment):
     if environment is Saved:
         monkeypatch.setattr("rose.agent.host.build", lambda env: Saved())
     rollout = lake(group=4)
@@ -299,37 +264,34 @@ def test_a_branch_goes_on_where_it_forked_off_when_its_host_is_gone_and_the_othe
         rest = (words.put_nowait, asyncio.create_task, NullRecorder(), None, taken)
         return TrajectoryHost(rollout.config, rollout.chat, *rest)
 
-    async def scene():
-        size = rollout.config.rollout.group_size
-        starts = rollout.groups.open("g0", p.Phase.TRAIN, rollout.task, size)
-        [branch] = [start for start in starts if start.id == "g0.2"]
-        assert (branch.follows, branch.fork) == ("g0.0", 2)
-        words = asyncio.Queue()
-        first = host(words)
-        for start in (starts[0], branch):
-            first.handle(start)
+    size = rollout.config.rollout.group_size
+    starts = rollout.groups.open("g0", p.Phase.TRAIN, rollout.task, size)
+    [branch] = [start for start in starts if start.id == "g0.2"]
+    assert (branch.follows, branch.fork) == ("g0.0", 2)
+    words = asyncio.Queue()
+    first = host(words)
+    for start in (starts[0], branch):
+        first.handle(start)
+    asked = await words.get()
+    while not (isinstance(asked, p.TurnRequest) and asked.trajectory == branch.id):
+        if isinstance(asked, p.TurnRequest):  # else the other has ended before
+            first.handle(rollout._made(asked))
         asked = await words.get()
-        while not (isinstance(asked, p.TurnRequest) and asked.trajectory == branch.id):
-            if isinstance(asked, p.TurnRequest):  # else the other has ended before
-                first.handle(rollout._made(asked))
-            asked = await words.get()
-        # what it forked off is all that there is of it
-        for path in (tmp_path / branch.id).iterdir():
-            assert path.name == "a001-t0002"
-        for task in (left := list(first._trajectories.values())):
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
-        words = asyncio.Queue()
-        second = host(words)
-        second.handle(branch)
+    # what it forked off is all that there is of it
+    for path in (tmp_path / branch.id).iterdir():
+        assert path.name == "a001-t0002"
+    for task in (left := list(first._trajectories.values())):
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    words = asyncio.Queue()
+    second = host(words)
+    second.handle(branch)
+    again = await words.get()
+    assert (again.turn, again.tokens) == ("g0.2.t2", asked.tokens)
+    while isinstance(again, p.TurnRequest):
+        second.handle(rollout._made(again))
         again = await words.get()
-        assert (again.turn, again.tokens) == ("g0.2.t2", asked.tokens)
-        while isinstance(again, p.TurnRequest):
-            second.handle(rollout._made(again))
-            again = await words.get()
-        assert [tuple(each) for each in again.trajectory.inherited] == [("g0.0", 2)]
-
-    asyncio.run(asyncio.wait_for(scene(), DEADLINE_S))
+    assert [tuple(each) for each in again.trajectory.inherited] == [("g0.0", 2)]
 
 
 def bash(command):
@@ -337,18 +299,11 @@ def bash(command):
 
 
 @pytest.mark.slow
-def test_sandboxes_fork_by_repeating_commands_where_these_are_determined(
-    make_config, chats, tokenizer
-):
+def test_sandboxes_fork_by_repeating_determined_commands(make_config, chats, tokenizer):
     config = make_config(
         *TREE,
-        "env=terminal",
-        "env.max_turns=4",
-        "env.max_new_tokens=200",
-        "env.step_timeout_s=60",
-        "rollout.group_size=4",
-        "trainer.batch_size=4",
-        "model.max_context=2048",
+        "env=terminal env.max_turns=4 env.max_new_tokens=200 env.step_timeout_s=60",
+        "rollout.group_size=4 trainer.batch_size=4 model.max_context=2048",
     )
 
     def works(turn):

@@ -8,6 +8,7 @@ import pytest
 from rose import protocol as p
 from rose.agent.host import ENDING_S, TOLD_S, TrajectoryHost
 from rose.observe.recorder import NullRecorder
+from tests.made import result
 
 DEADLINE_S = 120.0
 
@@ -25,43 +26,26 @@ def hosted(config, chat, domain, tokens):
             if not isinstance(said[-1], p.TurnRequest):
                 return said
             made = tokens[: said[-1].sampling.max_new_tokens]
-            n = len(made)
-            host.handle(
-                p.TurnResult(
-                    said[-1].turn,
-                    p.pack_tokens(made),
-                    p.pack_floats([-1.0] * n),
-                    p.pack_tokens([0] * n),
-                    p.FinishReason.LENGTH,
-                )
-            )
+            host.handle(result(said[-1].turn, made, finish=p.FinishReason.LENGTH))
 
     return asyncio.run(go())
 
 
 @pytest.mark.parametrize("domain, turns, new", [("frozen_lake", 3, 16), ("calculator", 2, 24)])
-def test_turns_and_tokens_are_limited_as_the_member_says(
-    make_config, chats, tokenizer, domain, turns, new
-):
+def test_turns_and_tokens_are_limited(make_config, chats, tokenizer, domain, turns, new):
     config = make_config(
-        "env=games",
-        "env.members.frozen_lake.max_turns=3",
-        "env.members.calculator.max_turns=2",
-        "env.members.calculator.max_new_tokens=24",
-        "model.max_context=4096",
+        "env=games env.members.frozen_lake.max_turns=3 env.members.calculator.max_turns=2",
+        "env.members.calculator.max_new_tokens=24 model.max_context=4096",
         "trainer.micro_batch_tokens=4096",
     )
     words = tokenizer.encode("a word " * 40, add_special_tokens=False)
     *requests, last = hosted(config, chats["tiny"], domain, words)
     assert [(m.domain, m.sampling.max_new_tokens) for m in requests] == [(domain, new)] * turns
-    assert (
-        last.trajectory.domain == domain
-        and last.trajectory.turns == turns
-        and last.trajectory.truncated
-    )
+    assert last.trajectory.domain == domain and last.trajectory.turns == turns
+    assert last.trajectory.truncated
 
 
-def test_a_turns_result_that_arrives_twice_is_taken_once(make_config, chats, tokenizer):
+async def test_a_turns_result_that_arrives_twice_is_taken_once(make_config, chats, tokenizer):
     """As when the word of a lost engine arrives beside that of the one that took over: the step is
     carried out, and its reward paid, once."""
     config = make_config("env.args.shaping=0.5", "env.args.hole_probability=0.0")
@@ -69,30 +53,18 @@ def test_a_turns_result_that_arrives_twice_is_taken_once(make_config, chats, tok
         '<tool_call>{"name": "move", "arguments": {"direction": "right"}}</tool_call>',
         add_special_tokens=False,
     )
-
-    async def go():
-        words = asyncio.Queue()
-        host = TrajectoryHost(
-            config, chats["tiny"], words.put_nowait, asyncio.create_task, NullRecorder()
-        )
-        host.handle(p.StartTrajectory("g0.0", "g0", p.Phase.TRAIN, "frozen_lake", 8, None))
-        while isinstance(asked := await asyncio.wait_for(words.get(), DEADLINE_S), p.TurnRequest):
-            n = len(right)
-            made = p.TurnResult(
-                asked.turn,
-                p.pack_tokens(right),
-                p.pack_floats([-1.0] * n),
-                p.pack_tokens([0] * n),
-                p.FinishReason.LENGTH,
-                migrations=1,
-            )
-            host.handle(made)
-            host.handle(made)
-            await asyncio.sleep(0)
-            host.handle(made)
-        return asked.trajectory
-
-    found = asyncio.run(go())
+    words = asyncio.Queue()
+    host = TrajectoryHost(
+        config, chats["tiny"], words.put_nowait, asyncio.create_task, NullRecorder()
+    )
+    host.handle(p.StartTrajectory("g0.0", "g0", p.Phase.TRAIN, "frozen_lake", 8, None))
+    while isinstance(asked := await asyncio.wait_for(words.get(), DEADLINE_S), p.TurnRequest):
+        made = result(asked.turn, right, finish=p.FinishReason.LENGTH, migrations=1)
+        host.handle(made)
+        host.handle(made)
+        await asyncio.sleep(0)
+        host.handle(made)
+    found = asked.trajectory
     # three moves gain a sixth of the way each, the wall stops the others
     assert found.turns == len(found.turn_rewards) == len(found.turn_tokens) == 10
     assert found.turn_rewards == pytest.approx([0.5 / 6] * 3 + [0.0] * 7)
@@ -100,31 +72,25 @@ def test_a_turns_result_that_arrives_twice_is_taken_once(make_config, chats, tok
 
 
 def test_a_failure_names_the_members_key(make_config, chats):
-    config = make_config(
-        "env=games", "model.max_context=65", "env.members.calculator.max_new_tokens=8"
-    )
+    config = make_config("env=games model.max_context=65 env.members.calculator.max_new_tokens=8")
     [failed] = hosted(config, chats["tiny"], "calculator", [])
     assert failed.domain == "calculator" and "env.members.calculator.args smaller" in failed.error
 
 
 @pytest.mark.parametrize("ending", [False, True])
-def test_what_dies_with_its_job_is_no_failure_until_the_run_had_time_to_end(
-    make_config, chats, monkeypatch, ending
-):
+async def test_deaths_with_a_job_are_no_failure(make_config, chats, monkeypatch, ending):
     config, slept = make_config("env=games", "model.max_context=65"), []
 
     async def sleep(seconds):
         slept.append(seconds)
 
-    async def go():
-        words = asyncio.Queue()
-        spawn, name = asyncio.create_task, "calculator"
-        host = TrajectoryHost(config, chats["tiny"], words.put_nowait, spawn, NullRecorder())
-        if ending:
-            host.end_told()
-        host.handle(p.StartTrajectory("g0.0", "g0", p.Phase.TRAIN, name, 8, None))
-        return await asyncio.wait_for(words.get(), DEADLINE_S)
-
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    assert isinstance(asyncio.run(go()), p.TrajectoryFailed)
+    words = asyncio.Queue()
+    spawn, name = asyncio.create_task, "calculator"
+    host = TrajectoryHost(config, chats["tiny"], words.put_nowait, spawn, NullRecorder())
+    if ending:
+        host.end_told()
+    host.handle(p.StartTrajectory("g0.0", "g0", p.Phase.TRAIN, name, 8, None))
+    found = await asyncio.wait_for(words.get(), DEADLINE_S)
+    assert isinstance(found, p.TrajectoryFailed)
     assert slept == [TOLD_S, ENDING_S][: 1 + ending]

@@ -82,16 +82,13 @@ def test_a_huge_first_prompt_gives_its_task_up_without_a_token_of_it(chats, monk
         play(chats, Odd(reset=lambda: Start([ASK | {"content": HUGE}])))
 
 
-def test_a_huge_call_is_refused_without_a_token_of_it(chats, tokenizer, monkeypatch):
-    async def scene():
-        policy = Policy(tokenizer, "one")
-        session = Session(START, chats["tiny"], policy, limits(), 500, Sampling(1))
-        forbid(chats["tiny"], monkeypatch)
-        with pytest.raises(ApiError) as refused:
-            await session.answer(Query((Message("user", "see:"), Message("user", HUGE))))
-        return session, refused.value
-
-    session, error = asyncio.run(scene())
+async def test_a_huge_call_is_refused_without_a_token_of_it(chats, tokenizer, monkeypatch):
+    policy = Policy(tokenizer, "one")
+    session = Session(START, chats["tiny"], policy, limits(), 500, Sampling(1))
+    forbid(chats["tiny"], monkeypatch)
+    with pytest.raises(ApiError) as refused:
+        await session.answer(Query((Message("user", "see:"), Message("user", HUGE))))
+    (session, error) = session, refused.value
     assert (error.status, error.code) == (400, "context_length_exceeded")
     assert "at least" in error.message and "model.max_context" in error.message
     assert session.limit and session._refused == 1

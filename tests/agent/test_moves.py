@@ -49,62 +49,51 @@ def config(make_config):
     return msgspec.structs.replace(made, env=env)
 
 
-def test_it_leaves_before_the_turn_that_it_waits_for_and_goes_on_there(config, chats, tmp_path):
-    async def scene():
-        old, new = (Host(config, chats["tiny"], tmp_path, rank) for rank in (1, 2))
-        old.host.handle(START)
-        old.host.handle(p.ReleaseTrajectory(START.id))
-        old.answer(await old.next(p.TurnRequest))  # nothing is saved before the first turn
-        asked = await old.next(p.TurnRequest)
-        saved = await old.next(p.TrajectorySaved)
-        assert (saved.rank, saved.id, saved.turns) == (1, START.id, 1) and saved.commands_s > 0
-        assert await old.next(p.TrajectoryReleased) == p.TrajectoryReleased(1, START.id)
-        assert old.words.empty(), "its last word"
-        new.host.handle(START)
-        again = await new.next(p.TurnRequest)
-        assert (again.turn, again.tokens) == (asked.turn, asked.tokens)
-        for _ in range(2):
-            new.answer(again)
-            last = await new.next(p.TurnRequest | p.TrajectoryFinished)
-            again = last
-        assert last.trajectory.turns == 3
-        old.host.handle(p.ReleaseTrajectory(START.id))
-        assert old.words.empty(), "it is gone"
-
-    asyncio.run(scene())
+async def test_it_leaves_before_the_turn_that_it_waits_for_and_goes_on(config, chats, tmp_path):
+    old, new = (Host(config, chats["tiny"], tmp_path, rank) for rank in (1, 2))
+    old.host.handle(START)
+    old.host.handle(p.ReleaseTrajectory(START.id))
+    old.answer(await old.next(p.TurnRequest))  # nothing is saved before the first turn
+    asked = await old.next(p.TurnRequest)
+    saved = await old.next(p.TrajectorySaved)
+    assert (saved.rank, saved.id, saved.turns) == (1, START.id, 1) and saved.commands_s > 0
+    assert await old.next(p.TrajectoryReleased) == p.TrajectoryReleased(1, START.id)
+    assert old.words.empty(), "its last word"
+    new.host.handle(START)
+    again = await new.next(p.TurnRequest)
+    assert (again.turn, again.tokens) == (asked.turn, asked.tokens)
+    for _ in range(2):
+        new.answer(again)
+        last = await new.next(p.TurnRequest | p.TrajectoryFinished)
+        again = last
+    assert last.trajectory.turns == 3
+    old.host.handle(p.ReleaseTrajectory(START.id))
+    assert old.words.empty(), "it is gone"
 
 
-def test_it_stays_while_other_hosts_could_not_read_what_is_saved(
-    config, chats, tmp_path, monkeypatch
-):
-    async def scene():
-        stored = asyncio.Event()
+async def test_it_stays_while_others_could_not_read_it(config, chats, tmp_path, monkeypatch):
+    stored = asyncio.Event()
 
-        async def settled(env):
-            await stored.wait()
-            return True
+    async def settled(env):
+        await stored.wait()
+        return True
 
-        monkeypatch.setattr(Wander, "settled", settled, raising=False)
-        host = Host(config, chats["tiny"], tmp_path, 1)
-        host.host.handle(START)
-        host.answer(await host.next(p.TurnRequest))
-        await host.next(p.TurnRequest)
-        host.host.handle(p.ReleaseTrajectory(START.id))
-        async with asyncio.timeout(DEADLINE_S):
-            while not (tmp_path / START.id / "a001-t0001").exists():
-                await asyncio.sleep(0.01)
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert host.words.empty()
-        stored.set()
-        await host.next(p.TrajectoryReleased)
-
-    asyncio.run(scene())
+    monkeypatch.setattr(Wander, "settled", settled, raising=False)
+    host = Host(config, chats["tiny"], tmp_path, 1)
+    host.host.handle(START)
+    host.answer(await host.next(p.TurnRequest))
+    await host.next(p.TurnRequest)
+    host.host.handle(p.ReleaseTrajectory(START.id))
+    while not (tmp_path / START.id / "a001-t0001").exists():
+        await asyncio.sleep(0.01)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert host.words.empty()
+    stored.set()
+    await host.next(p.TrajectoryReleased)
 
 
-def test_of_a_trajectory_that_is_cancelled_no_snapshot_is_left(
-    config, chats, tmp_path, monkeypatch
-):
+async def test_no_snapshot_of_a_cancelled_trajectory_is_left(config, chats, tmp_path, monkeypatch):
     """Though one is written after the coordinator has removed its folder."""
     begins, goes_on, write = threading.Event(), threading.Event(), Snapshots._write
 
@@ -115,51 +104,38 @@ def test_of_a_trajectory_that_is_cancelled_no_snapshot_is_left(
         assert (tmp_path / START.id).exists()
 
     monkeypatch.setattr(Snapshots, "_write", late)
-
-    async def scene():
-        host = Host(config, chats["tiny"], tmp_path, 1)
-        host.host.handle(START)
-        host.answer(await host.next(p.TurnRequest))
-        await host.next(p.TurnRequest)
-        assert await asyncio.to_thread(begins.wait, DEADLINE_S)
-        host.host.handle(p.CancelTrajectory(START.id))
-        goes_on.set()
-        async with asyncio.timeout(DEADLINE_S):
-            while others := asyncio.all_tasks() - {asyncio.current_task()}:
-                await asyncio.wait(others)
-        assert not (tmp_path / START.id).exists()
-
-    asyncio.run(scene())
+    host = Host(config, chats["tiny"], tmp_path, 1)
+    host.host.handle(START)
+    host.answer(await host.next(p.TurnRequest))
+    await host.next(p.TurnRequest)
+    assert await asyncio.to_thread(begins.wait, DEADLINE_S)
+    host.host.handle(p.CancelTrajectory(START.id))
+    goes_on.set()
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others)
+    assert not (tmp_path / START.id).exists()
 
 
-def test_one_that_is_cancelled_as_it_may_leave_is_released_by_nobody(config, chats, tmp_path):
-    async def scene():
-        host = Host(config, chats["tiny"], tmp_path, 1)
-        host.host.handle(START)
-        host.answer(await host.next(p.TurnRequest))
-        await host.next(p.TurnRequest)
-        await host.next(p.TrajectorySaved)
-        host.moves.ask(START.id)
-        host.host.handle(p.CancelTrajectory(START.id))
-        host.host._release(START.id)
-        async with asyncio.timeout(DEADLINE_S):
-            while others := asyncio.all_tasks() - {asyncio.current_task()}:
-                await asyncio.wait(others)
-        assert host.words.empty()
-
-    asyncio.run(scene())
+async def test_one_that_is_cancelled_as_it_may_leave_is_released_by_nobody(config, chats, tmp_path):
+    host = Host(config, chats["tiny"], tmp_path, 1)
+    host.host.handle(START)
+    host.answer(await host.next(p.TurnRequest))
+    await host.next(p.TurnRequest)
+    await host.next(p.TrajectorySaved)
+    host.moves.ask(START.id)
+    host.host.handle(p.CancelTrajectory(START.id))
+    host.host._release(START.id)
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others)
+    assert host.words.empty()
 
 
-def test_the_load_is_the_machines_tasks_on_the_cores_that_it_may_use(monkeypatch):
+async def test_the_load_is_the_machines_tasks_on_the_cores_that_it_may_use(monkeypatch):
     monkeypatch.setattr("rose.agent.moves.LOOK_S", 0.01)
-
-    async def scene():
-        said = asyncio.Queue()
-        telling = asyncio.create_task(Moves(3, said.put_nowait).tell_load())
-        load = await asyncio.wait_for(said.get(), DEADLINE_S)
-        telling.cancel()
-        return load
-
-    load = asyncio.run(scene())
+    said = asyncio.Queue()
+    telling = asyncio.create_task(Moves(3, said.put_nowait).tell_load())
+    load = await asyncio.wait_for(said.get(), DEADLINE_S)
+    telling.cancel()
+    load = load
     assert (load.rank, load.running) == (3, 0)
     assert load.cores >= 1 and load.cpu >= 0 and 0 < load.memory <= 1

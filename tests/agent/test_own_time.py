@@ -10,81 +10,65 @@ from rose.agent.own_time import OwnTime
 SHORT_S, LONG_S = 0.2, 60.0
 
 
-def test_what_goes_on_for_ever_ends_with_the_key_and_the_limit():
-    async def scene():
+async def test_what_goes_on_for_ever_ends_with_the_key_and_the_limit():
+    with pytest.raises(EnvironmentFailure) as failure:
         async with OwnTime("g0.1", SHORT_S, "env.members.lake"):
             await asyncio.sleep(LONG_S)
-
-    with pytest.raises(EnvironmentFailure) as failure:
-        asyncio.run(scene())
     words = "g0.1: it took 0.2 s besides the model's turns (env.members.lake.trajectory_timeout_s)"
     assert words in str(failure.value)
 
 
-def test_what_a_trajectory_had_made_by_then_is_kept():
-    async def scene():
+async def test_what_a_trajectory_had_made_by_then_is_kept():
+    with pytest.raises(EnvironmentFailure) as failure:
         async with OwnTime("g0.1", SHORT_S, "env"):
             try:
                 await asyncio.sleep(LONG_S)
             except BaseException as error:
                 error.made, error.output = "a trajectory", "words"
                 raise
-
-    with pytest.raises(EnvironmentFailure) as failure:
-        asyncio.run(scene())
     assert (failure.value.made, failure.value.output) == ("a trajectory", "words")
 
 
-def test_waits_for_turns_do_not_count_also_where_several_overlap():
+async def test_waits_for_turns_do_not_count_also_where_several_overlap():
     async def turn(own, seconds):
         with own.paused():
             await asyncio.sleep(seconds)
 
-    async def scene():
-        async with OwnTime("g0.1", SHORT_S, "env") as own:
-            await asyncio.gather(*(turn(own, SHORT_S * k) for k in (0.5, 1, 2)))
-            return "ended"
-
-    assert asyncio.run(scene()) == "ended"
+    async with OwnTime("g0.1", SHORT_S, "env") as own:
+        await asyncio.gather(*(turn(own, SHORT_S * k) for k in (0.5, 1, 2)))
+        found = "ended"
+    assert found == "ended"
 
 
-def test_a_trajectory_that_waits_for_another_to_fork_off_spends_no_time():
-    async def scene():
-        async with OwnTime("g0.1", SHORT_S, "env") as own:
-            return await own.waiting(asyncio.sleep(2 * SHORT_S, "forked"))
-
-    assert asyncio.run(scene()) == "forked"
+async def test_a_trajectory_that_waits_for_another_to_fork_off_spends_no_time():
+    async with OwnTime("g0.1", SHORT_S, "env") as own:
+        found = await own.waiting(asyncio.sleep(2 * SHORT_S, "forked"))
+    assert found == "forked"
 
 
-def test_time_before_a_turn_is_not_given_back_by_it():
-    async def scene():
+async def test_time_before_a_turn_is_not_given_back_by_it():
+    with pytest.raises(EnvironmentFailure):
         async with OwnTime("g0.1", SHORT_S, "env") as own:
             while True:
                 await asyncio.sleep(SHORT_S / 10)
                 with own.paused():
                     await asyncio.sleep(0)
 
-    with pytest.raises(EnvironmentFailure):
-        asyncio.run(asyncio.wait_for(scene(), LONG_S))
 
-
-def test_errors_and_cancellations_pass_through_and_late_turns_are_no_error():
-    async def scene():
-        with pytest.raises(TimeoutError, match="of its own"):
-            async with OwnTime("g0.1", LONG_S, "env"):
-                raise TimeoutError("of its own")
-        async with OwnTime("g0.1", LONG_S, "env") as own:
-            late = own.paused()
-            late.__enter__()
-        late.__exit__(None, None, None)
-        waits = asyncio.create_task(within())
-        await asyncio.sleep(0)
-        waits.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waits
-
+async def test_errors_and_cancellations_pass_through_and_late_turns_are_no_error():
     async def within():
         async with OwnTime("g0.1", LONG_S, "env"):
             await asyncio.sleep(LONG_S)
 
-    asyncio.run(scene())
+    with pytest.raises(TimeoutError, match="of its own"):
+        async with OwnTime("g0.1", LONG_S, "env"):
+            raise TimeoutError("of its own")
+    async with OwnTime("g0.1", LONG_S, "env") as own:
+        late = own.paused()
+        late.__enter__()
+    late.__exit__(None, None, None)
+    waits = asyncio.create_task(within())
+    await asyncio.sleep(0)
+    waits.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waits

@@ -9,6 +9,7 @@ import pytest
 
 from rose.parts.adapters.gateway.run import SCRATCH, remove_stale
 from tests import processes
+from tests.processes import ran
 
 # a process of root's that this one, which is nobody by then, can't end
 LEFT = """
@@ -24,9 +25,7 @@ print(left.pid, flush=True)
 
 @pytest.mark.skipif(os.getuid() != 0, reason="another user's process is needed")
 def test_a_process_that_cant_be_ended_holds_up_no_new_host():
-    done = subprocess.run(
-        [sys.executable, "-c", LEFT], capture_output=True, text=True, timeout=120, check=True
-    )
+    done = ran([sys.executable, "-c", LEFT], timeout=120, check=True)
     words, pid = done.stdout.splitlines()
     try:
         assert words == f"processes {pid} of a dead environment host can't be ended"

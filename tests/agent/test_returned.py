@@ -15,17 +15,8 @@ from rose.agent.guard import EnvironmentFailure
 from rose.agent.loop import run_trajectory
 from rose.comm.wire import encode
 from rose.coordinator import step_metrics
-from rose.protocol import (
-    FinishReason,
-    Phase,
-    Sampling,
-    StartTrajectory,
-    TrajectoryFinished,
-    TurnResult,
-    pack_floats,
-    pack_tokens,
-    unpack_tokens,
-)
+from rose.protocol import Phase, Sampling, StartTrajectory, TrajectoryFinished, unpack_tokens
+from tests.made import result
 
 START = StartTrajectory(
     id="g1.2", group="g1", phase=Phase.TRAIN, domain="odd", env_seed=7, sampling_seed=11
@@ -71,14 +62,7 @@ def play(chats, env):
 
     async def turn(request):
         tokens = [*chat._encode("up"), min(chat.eos_ids)]
-        return TurnResult(
-            turn=request.turn,
-            tokens=pack_tokens(tokens),
-            logprobs=pack_floats([-0.5] * len(tokens)),
-            versions=pack_tokens([0] * len(tokens)),
-            migrations=0,
-            finish=FinishReason.STOP,
-        )
+        return result(request.turn, tokens, -0.5)
 
     sampling = Sampling(max_new_tokens=1)
     rest = (LIMITS, "env", 500, sampling, lambda: 1.0)

@@ -13,7 +13,7 @@ from rose.agent.template import takes_parts
 from rose.parts.adapters.gateway import anthropic_messages, openai_chat, openai_responses
 from rose.parts.adapters.gateway.history import History
 from rose.parts.adapters.gateway.session import ApiError
-from rose.protocol import FinishReason, TurnResult, pack_floats, pack_tokens
+from tests.made import result
 
 from . import served
 from .conftest import TEMPLATES, TRL_TEMPLATES
@@ -31,27 +31,11 @@ STYLES = {
 }
 REFUSES_TOOLS = {"gpt_oss", "mistral_v3"}
 styles = pytest.mark.parametrize("style", STYLES)
-TEXTS = [
-    "go",
-    "F F\nP G",
-    " \n edges\t ",
-    "",
-    "0",
-    "é 漢 🙂 Ä",
-    "\"quoted\" <b> & 'x'\\n",
-    "a\u2028b",
-]
+TEXTS = ["go", "F F\nP G", " \n edges\t ", "", "0", "é 漢 🙂 Ä", "\"quoted\" <b> & 'x'\\n"]
+TEXTS += ["a\u2028b"]
 TEXTS += ["write <tool_call> here", "{{ x }} {% if %}"]
-ARGUMENTS = [
-    *TEXTS,
-    "ends with </tool_call>",
-    "a </think> tag",
-    "<|im_start|>",
-    3,
-    None,
-    [1.5],
-    {"k": ""},
-]
+ARGUMENTS = [*TEXTS, "ends with </tool_call>", "a </think> tag", "<|im_start|>", 3, None, [1.5]]
+ARGUMENTS += [{"k": ""}]
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string", "description": "é <b>"}}}
 FUNCTIONS = [
     {"name": "f", "description": "d", "parameters": SCHEMA},
@@ -246,17 +230,13 @@ def test_a_conversation_goes_on_only_with_the_same_arguments_of_the_template(sid
     chat, vllm = sides("qwen3")
     history, off = History(chat), OFF["chat_template_kwargs"]
     first = history.place(openai_chat.read({"messages": [GO]}).messages, [], off)
-    made = pack_tokens([*chat._encode("yes"), chat._tokenizer.eos_token_id])
-    count = len(made) // 4
-    turn = ("g.t0", made, pack_floats([-1.0] * count), pack_tokens([0] * count), FinishReason.STOP)
-    node = history.record(first, TurnResult(*turn))
+    made = [*chat._encode("yes"), chat._tokenizer.eos_token_id]
+    node = history.record(first, result("g.t0", made))
     messages = openai_chat.read({"messages": [GO, YES, GO]}).messages
     history.answered(messages[:1], [], messages[1], node, off)
     assert history.place(messages, [], off).parent is node
-    assert (
-        history.place(messages, [], off).new[-4:]
-        == vllm.chat({"model": "m", "messages": [GO]} | OFF)[-4:]
-    )
+    found = history.place(messages, [], off).new[-4:]
+    assert found == vllm.chat({"model": "m", "messages": [GO]} | OFF)[-4:]
     assert history.place(messages, []).parent is None
 
 
@@ -332,16 +312,7 @@ def test_the_gateway_goes_on_after_a_turn_as_vllm_does(sides, style):
         query, history = openai_chat.read(copy.deepcopy(body)), History(chat)
         for before, after, first, second in steps(vllm, body):
             place = history.place(query.messages[:before], query.tools)
-            made = pack_tokens(turn_of(chat, first, second))
-            count = len(made) // 4
-            result = TurnResult(
-                "g.t0",
-                made,
-                pack_floats([-1.0] * count),
-                pack_tokens([0] * count),
-                FinishReason.STOP,
-            )
-            node = history.record(place, result)
+            node = history.record(place, result("g.t0", turn_of(chat, first, second)))
             history.answered(query.messages[:before], query.tools, query.messages[before], node)
             following = history.place(query.messages[:after], query.tools)
             assert following.parent is node
@@ -398,9 +369,7 @@ def going_on(tokenizer, folder, template):
     return chat, written
 
 
-def test_a_system_message_that_moves_is_refused_where_a_conversation_with_one_goes_on(
-    tokenizer, tmp_path
-):
+def test_a_system_message_that_moves_is_refused_in_a_conversation_with_one(tokenizer, tmp_path):
     chat, vllm = going_on(tokenizer, tmp_path, served.MISTRAL_7B)
     for messages in ([GO], [SYSTEM, GO]):
         assert chat.start(messages, []) == vllm(messages, [])
@@ -423,9 +392,7 @@ def test_marks_that_depend_on_a_conversations_length_are_refused(tokenizer, tmp_
 
 @pytest.mark.parametrize("template", [served.SLICED, served.CUTS])
 @pytest.mark.parametrize("content", ["a", "a</think>b", "{}"])
-def test_what_a_template_makes_of_an_id_or_a_text_is_written(
-    tokenizer, tmp_path, template, content
-):
+def test_an_id_or_a_text_is_written_as_the_template_does(tokenizer, tmp_path, template, content):
     chat, vllm = going_on(tokenizer, tmp_path, template)
     tools = [{"type": "function", "function": FUNCTIONS[0]}] if template == served.SLICED else []
     if tools:
@@ -443,10 +410,8 @@ def test_an_answer_to_which_the_agent_adds_a_name_goes_on_in_its_branch(sides):
     chat, _ = sides("chatml")
     history = History(chat)
     query = openai_chat.read({"messages": [GO]})
-    made = pack_tokens(chat._encode("yes"))
-    count = len(made) // 4
-    turn = ("g.t0", made, pack_floats([-1.0] * count), pack_tokens([0] * count), FinishReason.STOP)
-    node = history.record(history.place(query.messages, []), TurnResult(*turn))
+    made = result("g.t0", chat._encode("yes"))
+    node = history.record(history.place(query.messages, []), made)
     [answer] = openai_chat.read({"messages": [YES, GO]}).messages[:1]
     history.answered(query.messages, [], answer, node)
     named = openai_chat.read({"messages": [GO, {**YES, "name": "agent_1"}, GO]})
@@ -483,13 +448,9 @@ def test_a_refusal_is_a_text_and_the_changing_line_goes_in_every_api(sides):
 
 def test_developers_and_names_reach_the_template_as_in_vllm(sides):
     chat, vllm = sides("mistral")
-    messages = [
-        {"role": "developer", "content": "one"},
-        {"role": "system", "content": "two"},
-        {"role": "user", "name": "ada", "content": "go"},
-        {"role": "developer", "content": "three"},
-        {"role": "user", "content": "on"},
-    ]
+    messages = [{"role": "developer", "content": "one"}, {"role": "system", "content": "two"}]
+    messages += [{"role": "user", "name": "ada", "content": "go"}]
+    messages += [{"role": "developer", "content": "three"}, {"role": "user", "content": "on"}]
     body = {"model": "m", "messages": messages}
     query = openai_chat.read(copy.deepcopy(body))
     assert History(chat).place(query.messages, []).new == vllm.chat(body)

@@ -30,16 +30,13 @@ def test_a_loop_that_stands_still_writes_where(tmp_path):
     assert "in inside_a_call_that_does_not_return" in (tmp_path / "said").read_text()
 
 
-def test_the_first_task_that_raises_ends_all():
+async def test_the_first_task_that_raises_ends_all():
     async def fails():
         raise ValueError("this one")
 
-    async def main():
+    with pytest.raises(ValueError, match="this one"):
         tasks = Tasks()
         try:
             await tasks.run_until(asyncio.Event().wait(), fails())
         finally:
             await tasks.close(1.0)
-
-    with pytest.raises(ValueError, match="this one"):
-        asyncio.run(main())

@@ -4,14 +4,12 @@ list."""
 import pytest
 
 from rose import protocol as p
-from rose.config import Policy
-from rose.config import Scheduler as SchedulerConfig
 from rose.coordinator.groups import Rollouts
 from rose.coordinator.journal import Journal
 from rose.coordinator.turn_log import TurnLog
 from rose.coordinator.turns import TurnHub
 from rose.observe.recorder import NullRecorder
-from rose.policies import build
+from tests.scheduler.said import built
 
 TURN_TIMEOUT_S = 60.0
 HOST = 1
@@ -19,16 +17,11 @@ RANK = {"rollout-0": 10, "rollout-1": 11, "borrowed-1": 100}
 
 
 def scheduler(routing="least_loaded"):
-    return build(
-        SchedulerConfig(
-            provisioning=Policy(name="fixed", args={}),
-            routing=Policy(name=routing, args={}),
-            order=Policy(name="fifo", args={}),
-            batching=Policy(name="synchronous", args={"max_admitted": 4.0}),
-            queue_depth=0.0,
-        ),
-        TURN_TIMEOUT_S,
-    )
+    return built(TURN_TIMEOUT_S, routing=routing)
+
+
+def packed(tokens):
+    return p.pack_tokens(tokens), p.pack_floats([-1.0] * len(tokens))
 
 
 class World:
@@ -40,80 +33,51 @@ class World:
         self.journal_path = folder / "journal" / "attempt-001.jsonl"
         self.scheduler = scheduler(routing)
         self.journal = Journal(self.journal_path, self.scheduler.snapshot())
-        self.hub = TurnHub(
-            self.scheduler,
-            lambda rank, message: self.sent.append((rank, message)),
-            self.journal,
-            NullRecorder(),
-            self.actions.append,
-            lambda what, detail: self.faults.append((what, detail)),
-            world_size=100,
-            log=TurnLog(folder / "turns", resumed_at, 0),
-            siblings=siblings,
-            hybrids=hybrids,
-        )
+        notes = (self.journal, NullRecorder(), self.actions.append, self._fault, 100)
+        log = TurnLog(folder / "turns", resumed_at, 0)
+        more = {"log": log, "siblings": siblings, "hybrids": hybrids}
+        self.hub = TurnHub(self.scheduler, lambda *sent: self.sent.append(sent), *notes, **more)
+
+    def _fault(self, *fault):
+        self.faults.append(fault)
 
     def ready(self, worker, incarnation=1, version=0, sequences=4):
-        self.hub.handle(
-            RANK[worker], p.WorkerReady(worker, incarnation, 4242, sequences, 10_000, version)
-        )
+        word = p.WorkerReady(worker, incarnation, 4242, sequences, 10_000, version)
+        self.hub.handle(RANK[worker], word)
 
     def down(self, worker, incarnation=1, restarting=True):
         self.hub.handle(RANK[worker], p.WorkerDown(worker, incarnation, "killed", restarting))
 
     def request(self, turn="g0.0.t0", new=10, seed=5):
-        trajectory = turn.rpartition(".")[0]
-        self.hub.handle(
-            HOST,
-            p.TurnRequest(
-                turn,
-                trajectory,
-                trajectory.partition(".")[0],
-                p.Phase.TRAIN,
-                p.pack_tokens([1, 2, 3]),
-                p.Sampling(max_new_tokens=new, seed=seed),
-            ),
-        )
+        whose, group = turn.rpartition(".")[0], turn.partition(".")[0]
+        context, sampling = p.pack_tokens([1, 2, 3]), p.Sampling(max_new_tokens=new, seed=seed)
+        asked = p.TurnRequest(turn, whose, group, p.Phase.TRAIN, context, sampling)
+        self.hub.handle(HOST, asked)
 
     def progress(self, tokens, attempt=1, turn="g0.0.t0", rank=10):
-        self.hub.handle(
-            rank,
-            p.TurnProgress(
-                turn, attempt, p.pack_tokens(tokens), p.pack_floats([-1.0] * len(tokens)), 0
-            ),
-        )
+        self.hub.handle(rank, p.TurnProgress(turn, attempt, *packed(tokens), 0))
 
     def finish(self, tokens, attempt=1, turn="g0.0.t0", rank=10, finish=p.FinishReason.STOP):
-        self.hub.handle(
-            rank,
-            p.TurnFinished(
-                turn, attempt, p.pack_tokens(tokens), p.pack_floats([-1.0] * len(tokens)), 0, finish
-            ),
-        )
+        self.hub.handle(rank, p.TurnFinished(turn, attempt, *packed(tokens), 0, finish))
 
     def give_back(self, tokens, attempt=1, turn="g0.0.t0", rank=10):
-        self.hub.handle(
-            rank,
-            p.TurnReturned(
-                turn,
-                attempt,
-                p.pack_tokens(tokens),
-                p.pack_floats([-1.0] * len(tokens)),
-                0,
-                "evicted",
-            ),
-        )
+        self.hub.handle(rank, p.TurnReturned(turn, attempt, *packed(tokens), 0, "evicted"))
 
     def capacity(self, worker, kv=10_000, sequences=4, incarnation=1, revoked=False):
-        self.hub.handle(
-            RANK[worker], p.WorkerCapacity(worker, incarnation, kv, sequences, -1.0, revoked)
-        )
+        word = p.WorkerCapacity(worker, incarnation, kv, sequences, -1.0, revoked)
+        self.hub.handle(RANK[worker], word)
 
     def taken(self, kind):
         """(rank, message) of this kind sent so far; forgets them."""
         found = [(rank, m) for rank, m in self.sent if isinstance(m, kind)]
         self.sent[:] = [(rank, m) for rank, m in self.sent if not isinstance(m, kind)]
         return found
+
+
+def of_hosts(config, world, hosts):
+    """The rollouts on environment hosts, {index: rank}."""
+    sends = lambda rank, message: world.sent.append((rank, message))  # noqa: E731
+    return Rollouts(config, world.hub, sends, hosts, lambda *fault: world.faults.append(fault))
 
 
 @pytest.fixture
@@ -129,16 +93,8 @@ def world(tmp_path):
 @pytest.fixture
 def rollouts(world, make_config):
     """On two environment hosts that are up, with an engine."""
-    config = make_config(
-        "rollout.group_size=2", "trainer.batch_size=8", "rollout.environment_hosts=2"
-    )
-    made = Rollouts(
-        config,
-        world.hub,
-        lambda rank, m: world.sent.append((rank, m)),
-        {0: 1, 1: 2},
-        lambda what, detail: world.faults.append((what, detail)),
-    )
+    config = make_config("rollout.group_size=2 trainer.batch_size=8 rollout.environment_hosts=2")
+    made = of_hosts(config, world, {0: 1, 1: 2})
     for host in (1, 2):
         made.handle(p.HostReady(host))
     world.ready("rollout-0")

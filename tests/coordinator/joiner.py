@@ -65,32 +65,17 @@ def main(run_dir: Path, behaviour: str) -> None:
             os._exit(0)
         if message and message["type"] == "GenerateTurn":
             tokens = [5] * 3 if behaviour != "wrong tokens" else [5] * 1000
-            say(
-                p.TurnProgress(
-                    message["turn"],
-                    message["attempt"],
-                    p.pack_tokens(tokens),
-                    p.pack_floats([-1.0] * len(tokens)),
-                    0,
-                )
-            )
+            packed = p.pack_tokens(tokens), p.pack_floats([-1.0] * len(tokens))
+            say(p.TurnProgress(message["turn"], message["attempt"], *packed, 0))
             if behaviour == "leaves":
                 say(
                     p.WorkerLeaving(answer.worker, 1, "test"),
                     p.WorkerLeft(answer.worker, 1, "test"),
                 )
             if behaviour == "gives back":
-                say(
-                    p.TurnReturned(
-                        message["turn"],
-                        message["attempt"],
-                        p.pack_tokens([6]),
-                        p.pack_floats([-1.0]),
-                        0,
-                        "test",
-                    ),
-                    p.WorkerCapacity(answer.worker, 1, 0, 0, 2.0, True),
-                )
+                packed = p.pack_tokens([6]), p.pack_floats([-1.0])
+                back = p.TurnReturned(message["turn"], message["attempt"], *packed, 0, "test")
+                say(back, p.WorkerCapacity(answer.worker, 1, 0, 0, 2.0, True))
         if time.monotonic() - beats > 0.3:
             beats = time.monotonic()
             say(p.WorkerLoad(answer.worker, 1, 0, 0, 0.0, 0, 0, 0))

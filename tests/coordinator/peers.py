@@ -208,19 +208,9 @@ class Peers:
     def ask(self, rank, name):
         start, _, tokens, _ = self.running[name]
         turn = f"{name}.t{len(tokens)}"
-        self.say(
-            rank,
-            p.TurnRequest(
-                turn,
-                name,
-                start.group,
-                start.phase,
-                p.pack_tokens([1] * 8) + b"".join(tokens),
-                p.Sampling(TOKENS_OF_A_TURN),
-                start.domain,
-            ),
-            name,
-        )
+        context, sampling = p.pack_tokens([1] * 8) + b"".join(tokens), p.Sampling(TOKENS_OF_A_TURN)
+        whose = (turn, name, start.group, start.phase)
+        self.say(rank, p.TurnRequest(*whose, context, sampling, start.domain), name)
 
     def _TurnResult(self, rank, m):
         name = m.turn.rpartition(".")[0]
@@ -244,20 +234,11 @@ class Peers:
     def trajectory(self, start, tokens, versions):
         made = len(tokens) // 4
         reward = float(seed_of(start.id, "reward") % 2)
-        return p.Trajectory(
-            start.id,
-            start.group,
-            start.phase,
-            p.pack_tokens([1]) + tokens,
-            b"\0" + b"\1" * made,
-            p.pack_floats([-1.0] * (made + 1)),
-            p.pack_tokens([-1]) + versions,
-            reward,
-            reward > 0,
-            turns=1,
-            response_tokens=made,
-            domain=start.domain,
-        )
+        packed = (p.pack_tokens([1]) + tokens, b"\0" + b"\1" * made)
+        packed += (p.pack_floats([-1.0] * (made + 1)), p.pack_tokens([-1]) + versions)
+        ends = {"turns": 1, "response_tokens": made, "domain": start.domain}
+        whose = (start.id, start.group, start.phase)
+        return p.Trajectory(*whose, *packed, reward, reward > 0, **ends)
 
     def _ReleaseTrajectory(self, rank, m):
         """When the host has nothing to say about it, so that it waits for a turn."""
@@ -323,14 +304,8 @@ class Peers:
     def _LoadVersion(self, rank, m):
         def load():
             self.version[rank] = m.version
-            return p.VersionLoaded(
-                f"rollout-{self.role[rank].index}",
-                self.incarnation.get(rank, 1),
-                m.version,
-                0.1,
-                0.01,
-                10,
-            )
+            name = f"rollout-{self.role[rank].index}"
+            return p.VersionLoaded(name, self.incarnation.get(rank, 1), m.version, 0.1, 0.01, 10)
 
         if self.asleep(rank):
             self.late[rank] = m

@@ -16,15 +16,10 @@ ROOM = ("trainer.batch_size=4", "rollout.group_size=2", "eval.episodes=3")
 @pytest.mark.parametrize("seed", range(3))
 def test_every_turn_of_a_member_goes_to_its_own_hardware(make_config, tmp_path, seed):
     config = make_config(
-        "env=games",
-        "env.members.calculator.weight=2",
-        "scheduler/routing=rollart",
-        "rollout.workers=2",
+        "env=games env.members.calculator.weight=2 scheduler/routing=rollart rollout.workers=2",
         *(f"+scheduler.routing.args.hardware.{domain}={name}" for domain, name in HARDWARE.items()),
         *ROOM,
-        "trainer.steps=4",
-        "serving.borrow=false",
-        "observe.tensorboard=false",
+        "trainer.steps=4 serving.borrow=false observe.tensorboard=false",
         "observe.save_trajectories=false",
     )
     peers.run(config, tmp_path, seed=seed, hardware=list(WORKERS))

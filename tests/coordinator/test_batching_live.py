@@ -20,16 +20,9 @@ POLICIES = sorted(path.stem for path in CONF.glob("*.yaml"))
 DROPS = ("dapo", "trajectory_async")  # prompts for good, as their papers do
 GROUPS, SIZE, STEPS = 4, 2, 6
 SHORT = (
-    f"trainer.steps={STEPS}",
-    "eval.episodes=3",
-    "eval.every=2",
-    f"trainer.batch_size={GROUPS * SIZE}",
-    f"rollout.group_size={SIZE}",
-    "serving.borrow=false",
-    "observe.tensorboard=false",
-    "observe.save_trajectories=false",
-    "trainer.checkpoint_every=1",
-    "algorithm=decoupled_ppo",
+    f"trainer.steps={STEPS} trainer.batch_size={GROUPS * SIZE} rollout.group_size={SIZE}",
+    "eval.episodes=3 eval.every=2 serving.borrow=false observe.tensorboard=false",
+    "observe.save_trajectories=false trainer.checkpoint_every=1 algorithm=decoupled_ppo",
 )
 
 
@@ -134,14 +127,12 @@ def test_a_synchronous_run_resumes_with_the_very_next_batch_and_the_turns_it_had
         lambda c: c.progress.step == 3 and c.rollouts.batch is None and c.rollouts.progress[0] > 2,
     )
     had = {t.id: first.received[t.id] for t in second.trained[4] if t.id in first.received}
-    assert len(had) > 2 and all(
-        t.tokens[4:].startswith(had.get(t.id, b"")) for t in second.trained[4]
-    )
+    assert len(had) > 2
+    assert all(t.tokens[4:].startswith(had.get(t.id, b"")) for t in second.trained[4])
     row = rows_of(read_metrics(tmp_path / "broken"), "step")[3]
     assert row["resumed_tokens"] >= sum(map(len, had.values())) // 4
-    assert step == 3 and trained(whole) == {
-        s: g for s, g in trained(first).items() if s <= 3
-    } | trained(second)
+    assert step == 3
+    assert trained(whole) == {s: g for s, g in trained(first).items() if s <= 3} | trained(second)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

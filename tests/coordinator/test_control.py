@@ -18,24 +18,12 @@ from rose.coordinator.control import (
     teaches,
     train_task,
 )
-from rose.protocol import Phase, Trajectory
+from rose.protocol import Phase
+from tests.made import trajectory as drawn
 
 
 def trajectory(name, reward=0.0, tokens=1, domain="lake"):
-    return Trajectory(
-        name,
-        name.split(".")[0],
-        Phase.TRAIN,
-        b"",
-        b"",
-        b"",
-        b"",
-        reward,
-        reward > 0,
-        1,
-        tokens,
-        domain=domain,
-    )
+    return drawn(name, reward=reward, response_tokens=tokens, domain=domain)
 
 
 def opened(most, seeded, share=0.2):
@@ -51,17 +39,15 @@ def fails(groups, trajectory, error="boom", **more):
 def test_a_group_is_complete_when_its_last_member_is_in():
     groups = opened(3, seeded=True)
     starts = groups.open("g4", Phase.TRAIN, Task("lake", 99), 3)
-    assert [s.id for s in starts] == ["g4.0", "g4.1", "g4.2"] and {s.env_seed for s in starts} == {
-        99
-    }
+    assert [s.id for s in starts] == ["g4.0", "g4.1", "g4.2"]
+    assert {s.env_seed for s in starts} == {99}
     assert len({s.sampling_seed for s in starts}) == 3
     assert {
         s.sampling_seed
         for s in opened(3, seeded=False).open("g4", Phase.TRAIN, Task("lake", 99), 3)
     } == {None}
-    assert (
-        groups.finished(trajectory("g4.2")) is None and groups.finished(trajectory("g4.0")) is None
-    )
+    assert groups.finished(trajectory("g4.2")) is None
+    assert groups.finished(trajectory("g4.0")) is None
     assert groups.finished(trajectory("g4.2")) is None  # a second word about it changes nothing
     assert [t.id for t in groups.finished(trajectory("g4.1"))] == ["g4.0", "g4.1", "g4.2"]
     assert groups.running == 0
@@ -96,11 +82,8 @@ def test_a_task_that_fails_each_time_is_given_up_and_another_drawn():
     fails(groups, "g0.0")
     fails(groups, "g0.0r1")
     after = fails(groups, "g0.2", "disk gone (row 7 of rows.jsonl)")
-    for part in (
-        "lake with seed 98 (group g0)",
-        "3 failures in a row",
-        "g0.2: disk gone (row 7 of",
-    ):
+    parts = ("lake with seed 98 (group g0)", "3 failures in a row", "g0.2: disk gone (row 7 of")
+    for part in parts:
         assert part in after.given_up
     assert after.running == ["g0.0r2"] and [t.id for t in after.done] == ["g0.1"]
     assert [start.id for start in after.starts] == ["g0.0r3", "g0.1r3", "g0.2r3"]
@@ -152,11 +135,8 @@ def test_a_given_up_tree_grows_again_among_the_new_members():
     groups = Groups(1, {"lake": Bounds(1, 0.2, "env")}, False, branching)
     groups.open("g4", Phase.TRAIN, Task("lake", 98), 2, spare=1)
     starts = fails(groups, "g4.0", certain=True).starts
-    assert [(s.id, s.follows, s.fork) for s in starts] == [
-        ("g4.0r1", "", 0),
-        ("g4.1r1", "g4.0r1", 1),
-        ("g4.2r1", "", 0),
-    ]
+    expected = [("g4.0r1", "", 0), ("g4.1r1", "g4.0r1", 1), ("g4.2r1", "", 0)]
+    assert [(s.id, s.follows, s.fork) for s in starts] == expected
 
 
 def test_a_few_bad_tasks_among_many_never_end_the_run():
@@ -221,9 +201,8 @@ def test_a_dropped_group_is_forgotten():
     groups.open("g0", Phase.TRAIN, Task("lake", 9), 2)
     groups.finished(trajectory("g0.0"))
     running, done = groups.drop("g0")
-    assert (
-        running == ["g0.1"] and [t.id for t in done] == ["g0.0"] and groups.drop("g0") == ([], [])
-    )
+    assert running == ["g0.1"] and [t.id for t in done] == ["g0.0"]
+    assert groups.drop("g0") == ([], [])
     assert groups.finished(trajectory("g0.1")) is None
     assert fails(groups, "g0.1", "late") == Replaced()
 
@@ -296,24 +275,14 @@ def test_a_group_without_any_token_teaches_nothing():
 
 def test_a_groups_members_are_trees_whose_forks_are_known_when_it_begins():
     branching = Branching(ways=[3, 2], at=[2, 5], depth=1)
-    assert fork_points(branching, 1, "g4", 12) == {
-        1: ("g4.0", 5),
-        2: ("g4.0", 2),
-        3: ("g4.2", 5),
-        4: ("g4.0", 2),
-        5: ("g4.4", 5),
-        7: ("g4.6", 5),
-        8: ("g4.6", 2),
-        9: ("g4.8", 5),
-        10: ("g4.6", 2),
-        11: ("g4.10", 5),
-    }
+    of_first = {1: (0, 5), 2: (0, 2), 3: (2, 5), 4: (0, 2), 5: (4, 5)}
+    of_second = {7: (6, 5), 8: (6, 2), 9: (8, 5), 10: (6, 2), 11: (10, 5)}
+    expected = {n: (f"g4.{of}", turn) for n, (of, turn) in (of_first | of_second).items()}
+    assert fork_points(branching, 1, "g4", 12) == expected
 
 
 @given(st.lists(st.integers(2, 4), min_size=1, max_size=3), st.integers(3, 9), st.integers(1, 3))
-def test_forks_are_drawn_by_name_and_every_member_has_one_way_back_to_its_trees_first(
-    ways, depth, trees
-):
+def test_forks_are_drawn_by_name_and_lead_back_to_the_trees_first(ways, depth, trees):
     branching = Branching(ways=ways, at=None, depth=depth)
     size = trees * branching.leaves
     points = fork_points(branching, 7, "g4", size)
@@ -336,13 +305,8 @@ def test_forks_are_drawn_by_name_and_every_member_has_one_way_back_to_its_trees_
 def test_spare_members_and_held_out_tasks_never_fork():
     groups = Groups(1, {"lake": Bounds(3, 0.2, "env")}, False, Branching(ways=[2], at=[1], depth=1))
     starts = groups.open("g4", Phase.TRAIN, Task("lake", 99), 4, spare=1)
-    assert [(s.follows, s.fork) for s in starts] == [
-        ("", 0),
-        ("g4.0", 1),
-        ("", 0),
-        ("g4.2", 1),
-        ("", 0),
-    ]
+    expected = [("", 0), ("g4.0", 1), ("", 0), ("g4.2", 1), ("", 0)]
+    assert [(s.follows, s.fork) for s in starts] == expected
     [alone] = groups.open("e0-1", Phase.EVAL, Task("lake", 99), 1)
     assert alone.follows == ""
     [replaced] = fails(groups, "g4.1", "broken").starts

@@ -17,25 +17,16 @@ STEPS = 6
 def config(make_config):
     return lambda *overrides: make_config(
         f"trainer.steps={STEPS}",
-        "eval.episodes=3",
-        "eval.every=2",
-        "trainer.batch_size=8",
-        "rollout.group_size=2",
-        "serving.borrow=false",
-        "observe.tensorboard=false",
-        "observe.save_trajectories=false",
+        "eval.episodes=3 eval.every=2 trainer.batch_size=8 rollout.group_size=2",
+        "serving.borrow=false observe.tensorboard=false observe.save_trajectories=false",
         "trainer.checkpoint_every=100",
         *overrides,
     )
 
 
-SETS = (
-    "+env@eval.sets.sums=calculator",
-    "+eval.sets.sums.episodes=2",
-    "+eval.sets.sums.samples=4",
-    "+env@eval.sets.lake=frozen_lake",
-    "+eval.sets.lake.episodes=1",
-)
+SETS = ("+env@eval.sets.sums=calculator", "+eval.sets.sums.episodes=2")
+SETS += ("+eval.sets.sums.samples=4", "+env@eval.sets.lake=frozen_lake")
+SETS += ("+eval.sets.lake.episodes=1",)
 
 
 def evaluations(folder):
@@ -55,17 +46,14 @@ def test_sets_have_tasks_of_their_own_and_all_samples_of_a_task_are_one_group(co
     assert first["eval_reward"] == pytest.approx(sum(solved) / 6)
     pairs = [any(solved[2 * task : 2 * task + 2]) for task in range(3)]
     assert first["eval_pass_at_2"] == pytest.approx(sum(pairs) / 3)
-    assert {k for k in first if k.startswith("eval_pass_at_") and k.endswith("/sums")} == {
-        "eval_pass_at_2/sums",
-        "eval_pass_at_4/sums",
-    }
+    expected = {"eval_pass_at_2/sums", "eval_pass_at_4/sums"}
+    assert {k for k in first if k.startswith("eval_pass_at_") and k.endswith("/sums")} == expected
     domains = {g: d for g, d in peer.domain_of_group.items() if g.startswith("e0")}
     assert sorted(domains.values()) == ["frozen_lake"] * 3 + ["lake"] + ["sums"] * 2
     assert all(peer.seed_of_group[group] % 2 for group in domains), "held-out seeds are odd"
     again = {g.replace(f"e{STEPS}-", "e0-"): s for g, s in peer.seed_of_group.items()}
-    assert {group: again[group] for group in domains} == {
-        group: peer.seed_of_group[group] for group in domains
-    }
+    expected = {group: peer.seed_of_group[group] for group in domains}
+    assert {group: again[group] for group in domains} == expected
 
 
 def test_without_own_tasks_the_sets_together_are_the_score(config, tmp_path):
@@ -75,9 +63,7 @@ def test_without_own_tasks_the_sets_together_are_the_score(config, tmp_path):
 
 @pytest.mark.parametrize("batching", ["synchronous", "bounded_staleness", "tail_batching"])
 @pytest.mark.parametrize("seed", range(3))
-def test_beside_training_every_step_is_trained_as_without_and_the_last_is_waited_for(
-    config, batching, seed, tmp_path
-):
+def test_beside_training_every_step_is_trained_as_without(config, batching, seed, tmp_path):
     wanted = config("eval.beside=true", "eval.every=1", f"scheduler/batching={batching}")
     phases = {}
 
@@ -101,9 +87,7 @@ def score_of(folder):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_an_early_stop_waits_for_what_runs_beside_and_evaluates_its_last_weights(
-    config, seed, tmp_path
-):
+def test_an_early_stop_waits_for_what_runs_beside(config, seed, tmp_path):
     wanted = config("trainer.steps=40", "eval.every=2", "eval.beside=true", "eval.stop.patience=1")
     coordinator, peer = peers.run(wanted, tmp_path, seed=seed)
     rows = evaluations(tmp_path)
@@ -136,12 +120,8 @@ def test_a_run_that_no_longer_gets_better_ends_and_has_its_last_step(config, tmp
 
 @pytest.mark.parametrize("beside", ["true", "false"])
 def test_the_checkpoint_of_the_best_evaluation_stays_beside_the_newest(config, beside, tmp_path):
-    wanted = config(
-        "trainer.steps=12",
-        "trainer.checkpoint_keep=1",
-        "eval.keep_best=true",
-        f"eval.beside={beside}",
-    )
+    kept = "trainer.steps=12 trainer.checkpoint_keep=1 eval.keep_best=true"
+    wanted = config(kept, f"eval.beside={beside}")
     peers.run(wanted, tmp_path, seed=1)
     best = held_out.best(read_metrics(tmp_path))["step"]
     assert set(steps_of(tmp_path)) == {best, 12}

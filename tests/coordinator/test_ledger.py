@@ -17,17 +17,8 @@ CONTEXT = [1, 2, 3]
 
 def opened(new=10):
     ledger = Ledger()
-    ledger.open(
-        p.TurnRequest(
-            "g0.0.t0",
-            "g0.0",
-            "g0",
-            p.Phase.TRAIN,
-            p.pack_tokens(CONTEXT),
-            p.Sampling(max_new_tokens=new, seed=5),
-        ),
-        host=7,
-    )
+    whose, sampling = ("g0.0.t0", "g0.0", "g0", p.Phase.TRAIN), p.Sampling(new, seed=5)
+    ledger.open(p.TurnRequest(*whose, p.pack_tokens(CONTEXT), sampling), host=7)
     return ledger
 
 

@@ -12,6 +12,7 @@ from rose.coordinator.waiting import RunFailed
 from rose.observe.metrics import read_metrics, rows_of
 from rose.policies import build
 from tests.coordinator import peers
+from tests.coordinator.conftest import of_hosts
 
 HOSTS = (1, 2)  # of `rollouts`
 
@@ -42,9 +43,7 @@ def tokens_of(result):
     return p.unpack_tokens(result.tokens).tolist()
 
 
-def test_lost_trajectories_start_on_hosts_that_are_up_and_the_dead_one_is_told_first(
-    rollouts, world
-):
+def test_lost_trajectories_start_on_hosts_that_are_up(rollouts, world):
     for group in range(6):
         rollouts.admit(group, f"g{group}", 0.0)
     at = started(world)
@@ -157,22 +156,15 @@ def test_a_trajectory_whose_environment_kills_its_hosts_fails_and_others_do_not(
             ask(world, at["g0.1"], "g0.1.t0")  # it waits for the engine
         lose(rollouts, at["g0.0"])  # which is in its environment
     assert [what for what, _ in world.faults].count("environment failed") == 1
-    assert "died 3 times in the same step of it, the last was killed by SIGKILL" in str(
-        world.faults
-    )
+    assert "died 3 times in the same step of it" in str(world.faults)
     assert "g0.0r1" in started(world) and rollouts.runs("g0.1") and not rollouts.runs("g0.0")
     assert rollouts.groups.failed == 1
 
 
 def test_what_waits_to_fork_off_another_does_not_kill_hosts(world, make_config):
     tree = ("rollout/branch=tree", "rollout.branch.at=[1,2]", "rollout.group_size=8")
-    rollouts = Rollouts(
-        make_config(*tree, "trainer.batch_size=8", "rollout.host_restarts=1000"),
-        world.hub,
-        lambda rank, m: world.sent.append((rank, m)),
-        {0: 1},
-        lambda *fault: world.faults.append(fault),
-    )
+    config = make_config(*tree, "trainer.batch_size=8 rollout.host_restarts=1000")
+    rollouts = of_hosts(config, world, {0: 1})
     rollouts.handle(p.HostReady(1))
     rollouts.admit(0, "g0", 0.0)
     for _ in range(5):
@@ -202,9 +194,7 @@ def started_in_order(rollouts, world, groups):
 
 
 @pytest.mark.parametrize("kills", [3, 30])
-def test_deaths_from_outside_fail_one_trajectory_each_at_most_and_never_the_run(
-    world, make_config, kills
-):
+def test_deaths_from_outside_fail_one_trajectory_each_at_most(world, make_config, kills):
     """However many trajectories are in one long step of theirs."""
     more = ("env.max_failures_in_row=2", "rollout.host_restarts=1000")
     made = make_config("rollout.group_size=2", "trainer.batch_size=8", *more)
@@ -236,9 +226,7 @@ def test_a_task_that_kills_its_hosts_each_time_ends_the_run(world, make_config):
 
 
 @pytest.mark.parametrize("alike", [True, False], ids=["the same contexts", "others in each life"])
-def test_the_trajectory_that_kills_its_hosts_is_found_among_others_in_the_same_step(
-    rollouts, world, alike
-):
+def test_the_trajectory_that_kills_its_hosts_is_found_among_others(rollouts, world, alike):
     at, poison = started_in_order(rollouts, world, 8), "g5.1"
     host, deaths, done = at[poison], 0, set()
     waiting = [name for name in at if at[name] == host]
@@ -289,9 +277,7 @@ def test_a_suspect_that_is_dropped_makes_way_for_the_next(rollouts, world):
     assert not rollouts._suspects
 
 
-def test_a_host_that_dies_without_progress_ends_the_run_and_one_with_progress_does_not(
-    rollouts, world
-):
+def test_a_host_that_dies_without_progress_ends_the_run(rollouts, world):
     rollouts.admit(0, "g0", 0.0)
     at = started(world)
     for turns in range(1, 10):
@@ -330,18 +316,12 @@ def check_each_once(coordinator, peer, trajectories):
 
 
 @pytest.mark.parametrize("policy", ["synchronous", "dapo", "bounded_staleness"])
-def test_a_run_whose_hosts_die_trains_each_prompt_once_and_makes_no_token_twice(
-    policy, make_config, tmp_path, monkeypatch
-):
+def test_hosts_that_die_lose_and_repeat_nothing(policy, make_config, tmp_path, monkeypatch):
     monkeypatch.setattr(groups, "FAIL_AFTER_LOSSES", 1000)  # losses, more than there will be
     config = make_config(
         f"scheduler/batching={policy}",
-        "trainer.steps=4",
-        "trainer.batch_size=8",
-        "rollout.group_size=2",
-        "rollout.environment_hosts=3",
-        "rollout.host_restarts=1000",
-        "eval.episodes=4",
+        "trainer.steps=4 trainer.batch_size=8 rollout.group_size=2 rollout.environment_hosts=3",
+        "rollout.host_restarts=1000 eval.episodes=4",
     )
     draw, deaths = random.Random(7), []
 

@@ -17,9 +17,7 @@ def other(host):
     return rank, f"environment-{HOSTS.index(rank)}"
 
 
-def test_a_turn_under_way_goes_on_and_is_given_to_the_host_that_the_trajectory_moves_to(
-    rollouts, world
-):
+def test_a_turn_under_way_is_given_to_the_host_that_the_trajectory_moves_to(rollouts, world):
     rollouts.admit(0, "g0", 0.0)
     host = started(world)["g0.0"]
     ask(world, host, "g0.0.t0")
@@ -90,9 +88,7 @@ def test_one_whose_new_host_dies_meanwhile_goes_to_another(rollouts, world):
 
 def test_trajectories_that_fork_off_each_other_stay(world, make_config):
     config = make_config(
-        "rollout.group_size=4",
-        "trainer.batch_size=8",
-        "rollout.environment_hosts=2",
+        "rollout.group_size=4 trainer.batch_size=8 rollout.environment_hosts=2",
         "rollout/branch=tree",
     )
     made = peers_rollouts(config, world)
@@ -117,19 +113,12 @@ def peers_rollouts(config, world):
     return made
 
 
-def test_a_storm_of_moves_and_deaths_trains_each_prompt_once_and_makes_no_token_twice(
-    make_config, tmp_path, monkeypatch
-):
+def test_a_storm_of_moves_and_deaths_loses_nothing(make_config, tmp_path, monkeypatch):
     monkeypatch.setattr(groups, "FAIL_AFTER_LOSSES", 1000)  # losses, more than there will be
     config = make_config(
-        "scheduler/batching=bounded_staleness",
-        "scheduler/placement=rebalance",
-        "trainer.steps=4",
-        "trainer.batch_size=8",
-        "rollout.group_size=2",
-        "rollout.environment_hosts=3",
-        "rollout.host_restarts=1000",
-        "eval.episodes=4",
+        "scheduler/batching=bounded_staleness scheduler/placement=rebalance trainer.steps=4",
+        "trainer.batch_size=8 rollout.group_size=2 rollout.environment_hosts=3",
+        "rollout.host_restarts=1000 eval.episodes=4",
     )
     draw, deaths = random.Random(7), []
 

@@ -21,16 +21,11 @@ NEVER = 1000  # steps until a plan
 @pytest.fixture
 def config(make_config):
     def make(*overrides, batching="bounded_staleness", replicas=2, workers=3, period=NEVER):
+        args = "scheduler.provisioning.args"
         return make_config(
-            f"scheduler/batching={batching}",
-            *SHORT,
-            "scheduler/provisioning=libra",
-            f"scheduler.provisioning.args.replicas={replicas}",
-            f"scheduler.provisioning.args.period_steps={period}",
-            "scheduler.provisioning.args.cost_s=0",
-            "scheduler.provisioning.args.gain=0",
-            f"trainer.elastic_replicas={max(replicas, 1)}",
-            f"rollout.workers={workers}",
+            *(f"scheduler/batching={batching}", *SHORT, "scheduler/provisioning=libra"),
+            f"{args}.replicas={replicas} {args}.period_steps={period} {args}.cost_s=0 {args}.gain=0",
+            f"trainer.elastic_replicas={max(replicas, 1)} rollout.workers={workers}",
             *overrides,
         )
 

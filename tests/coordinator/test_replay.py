@@ -41,9 +41,7 @@ def test_saved_trajectories_keep_their_domain(tmp_path):
     assert replay.load(tmp_path, 3)[0][0].domain == "calculator"
 
 
-def test_rewards_of_turns_come_back_and_runs_without_them_are_refused_where_they_are_needed(
-    tmp_path, make_config
-):
+def test_rewards_of_turns_come_back_and_are_required_where_needed(tmp_path, make_config):
     told = dict(turn_tokens=[(0, 3), (1, 5)], turn_rewards=[0.25, 0.75])
     replay.save(tmp_path, 1, [[trajectory("g0.0", 1.0, 8, **told)]])
     [[found]] = replay.load(tmp_path, 1)

@@ -25,15 +25,9 @@ STEPS = 4
 def config(make_config):
     return lambda *overrides: make_config(
         f"trainer.steps={STEPS}",
-        "eval.episodes=2",
-        "trainer.batch_size=16",
-        "rollout.group_size=2",
-        "rollout.workers=2",
-        "trainer.elastic_replicas=2",
-        "serving.borrow=false",
-        "observe.tensorboard=false",
-        "observe.save_trajectories=false",
-        "trainer.checkpoint_every=2",
+        "eval.episodes=2 trainer.batch_size=16 rollout.group_size=2 rollout.workers=2",
+        "trainer.elastic_replicas=2 serving.borrow=false observe.tensorboard=false",
+        "observe.save_trajectories=false trainer.checkpoint_every=2",
         *overrides,
     )
 
@@ -54,9 +48,7 @@ def trained(peer):
 
 
 @pytest.mark.parametrize("devices", ["cpu", "gpus"])
-def test_replicas_compute_a_part_of_each_step_and_the_same_groups_are_trained(
-    devices, config, tmp_path
-):
+def test_replicas_compute_a_part_and_the_same_groups_are_trained(devices, config, tmp_path):
     gpus = () if devices == "cpu" else ("cluster=gpus", "cluster.gpus=3", "trainer.zero_stage=0")
     coordinator, peer = peers.run(config(*gpus), tmp_path / "shared")
     _, alone = peers.run(config("trainer.elastic_replicas=0", *gpus), tmp_path / "alone")
@@ -72,9 +64,7 @@ def test_replicas_compute_a_part_of_each_step_and_the_same_groups_are_trained(
     assert peer.turns_asleep == 0
 
 
-def test_the_rows_of_a_replica_that_dies_at_work_are_the_trainers_and_it_comes_back(
-    config, tmp_path
-):
+def test_the_trainer_takes_the_rows_of_a_replica_that_dies_at_work(config, tmp_path):
     made = config()
     first, second = ranks_of(made)
 
@@ -91,9 +81,7 @@ def test_the_rows_of_a_replica_that_dies_at_work_are_the_trainers_and_it_comes_b
     assert len(faults) == 3 and all("killed by SIGKILL" in fault for fault in faults)
 
 
-def test_one_that_hangs_is_given_up_and_its_late_gradient_is_not_applied(
-    config, tmp_path, monkeypatch
-):
+def test_a_late_gradient_of_one_that_hangs_is_not_applied(config, tmp_path, monkeypatch):
     monkeypatch.setattr(replicas, "PATIENCE", 1e-4)
     made, said = config(), []
 
@@ -118,21 +106,15 @@ def test_one_that_hangs_is_given_up_and_its_late_gradient_is_not_applied(
     _, peer = peers.run(made, tmp_path)
     assert len(peer.trained) == STEPS and said.count(2) == 2
     rows = rows_of(read_metrics(tmp_path), "step")
-    assert [(row["replicas"], row["replicas_lost"]) for row in rows] == [
-        (2, 0),
-        (2, 1),
-        (1, 0),
-        (1, 0),
-    ]
+    expected = [(2, 0), (2, 1), (1, 0), (1, 0)]
+    assert [(row["replicas"], row["replicas_lost"]) for row in rows] == expected
     assert peer.stopped == [(ranks_of(made)[1], 2)]
     [fault] = [row["detail"] for row in read_metrics(tmp_path) if row["kind"] == "fault"]
     assert "rollout-1: no gradient of step 2 in" in fault and "times as long as" in fault
     assert "the trainer computes its rows" in fault and "lower trainer.elastic_replicas=2" in fault
 
 
-def test_an_engine_that_does_not_fall_asleep_costs_its_replica_and_not_the_run(
-    config, tmp_path, monkeypatch
-):
+def test_an_engine_that_stays_awake_costs_its_replica_only(config, tmp_path, monkeypatch):
     monkeypatch.setattr(replicas, "PATIENCE", 1e-4)
     made = config()
     first, second = ranks_of(made)
@@ -167,9 +149,7 @@ def test_an_engine_that_does_not_fall_asleep_costs_its_replica_and_not_the_run(
     assert "rollout-1: its engine has not fallen asleep in" in fault
 
 
-def test_a_late_word_of_an_earlier_step_is_not_the_gradient_of_this_one(
-    config, tmp_path, monkeypatch
-):
+def test_a_late_word_of_an_earlier_step_is_no_gradient(config, tmp_path, monkeypatch):
     class Late(peers.Peers):
         """What each replica said of step 2 comes again, behind its order of step 3."""
 
@@ -212,9 +192,7 @@ def test_a_step_without_replicas_says_why(config, tmp_path, monkeypatch):
     assert said == "step 1: no replica is up beside an engine that is"
 
 
-def test_gradients_are_in_the_machines_memory_if_it_has_room_and_nothing_is_left(
-    config, tmp_path, monkeypatch
-):
+def test_gradients_are_in_memory_if_it_has_room(config, tmp_path, monkeypatch):
     for nbytes, parent in ((4, choose_path(tmp_path).parent), (2**60, tmp_path)):
         files = []
 
@@ -239,9 +217,7 @@ def test_gradients_are_in_the_machines_memory_if_it_has_room_and_nothing_is_left
         assert not any(file.parent.exists() for file in files)
 
 
-def test_a_run_that_is_stopped_while_replicas_compute_repeats_the_step(
-    config, tmp_path, monkeypatch
-):
+def test_a_run_stopped_while_replicas_compute_repeats_the_step(config, tmp_path, monkeypatch):
     monkeypatch.setattr(resume, "step_end_s", lambda *args: 0.0)
 
     def stop(coordinator):

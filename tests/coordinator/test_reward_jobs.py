@@ -105,9 +105,7 @@ def test_what_still_queues_when_nothing_waits_is_given_back_and_what_runs_ends_b
     assert jobs.asked[1:] == [ev.ReleaseCapacity("reward-0-7")] and jobs.running == 1
 
 
-def test_jobs_of_an_earlier_attempt_keep_their_names_until_slurm_says_that_they_are_gone(
-    begin, tmp_path, monkeypatch
-):
+def test_jobs_of_an_earlier_attempt_keep_their_names(begin, tmp_path, monkeypatch):
     lent.note(tmp_path, {"reward-0-1": "71", "reward-0-2": "72"}, lent.REWARDS)
     jobs = begin()
     jobs.demand(waits(6))  # two may be on their way

@@ -6,9 +6,9 @@ import pytest
 from rose import protocol as p
 from rose.coordinator import control
 from rose.coordinator.drafts import Siblings
-from rose.coordinator.groups import Rollouts
 from rose.coordinator.waiting import RunFailed
 from rose.scheduler import events as ev
+from tests.coordinator.conftest import of_hosts
 
 HOST, SIZE = 1, 2
 
@@ -16,15 +16,9 @@ HOST, SIZE = 1, 2
 @pytest.fixture
 def rollouts(world, make_config):
     config = make_config(
-        f"rollout.group_size={SIZE}", "trainer.batch_size=8", "env.max_failures_in_row=3"
+        f"rollout.group_size={SIZE}", "trainer.batch_size=8 env.max_failures_in_row=3"
     )
-    return Rollouts(
-        config,
-        world.hub,
-        lambda rank, m: world.sent.append((rank, m)),
-        {0: HOST},
-        lambda what, detail: world.faults.append((what, detail)),
-    )
+    return of_hosts(config, world, {0: HOST})
 
 
 def arrived(name, tokens=3, phase=p.Phase.TRAIN):
@@ -37,16 +31,9 @@ def test_groups_and_held_out_tasks_are_of_the_members_and_late_ones_too(world, m
     config = make_config(
         "env=games",
         f"rollout.group_size={SIZE}",
-        "trainer.batch_size=8",
-        "env.members.calculator.max_failures_in_row=2",
+        "trainer.batch_size=8 env.members.calculator.max_failures_in_row=2",
     )
-    made = Rollouts(
-        config,
-        world.hub,
-        lambda rank, m: world.sent.append((rank, m)),
-        {0: HOST},
-        lambda what, detail: world.faults.append((what, detail)),
-    )
+    made = of_hosts(config, world, {0: HOST})
     for index in range(12):
         made.admit(index, f"g{index}", 0.0)
     tasks = [control.eval_task(1, index, config.env.weights) for index in range(12)]
@@ -56,9 +43,8 @@ def test_groups_and_held_out_tasks_are_of_the_members_and_late_ones_too(world, m
     assert len(starts) == 12 * SIZE + 12 and all(of[m.group] == m.domain for m in starts)
     for kind in "ge":
         domains = [domain for group, domain in of.items() if group.startswith(kind)]
-        assert (
-            set(domains) == {"frozen_lake", "calculator"} and 7 <= domains.count("frozen_lake") <= 9
-        )
+        assert set(domains) == {"frozen_lake", "calculator"}
+        assert 7 <= domains.count("frozen_lake") <= 9
     assert of["g3"] == control.train_task(config.seed, 3, config.env.weights).domain
     calculated = next(group for group, domain in of.items() if domain == "calculator")
     failing = f"{calculated}.0"
@@ -206,9 +192,7 @@ def test_after_the_last_step_nothing_runs_and_nothing_is_admitted(rollouts, worl
     assert rollouts.progress == (1, 1) and list(rollouts.finished) == ["e5-0"]
 
 
-def test_the_spare_trajectories_of_a_complete_group_are_cancelled_and_their_tokens_counted(
-    rollouts, world
-):
+def test_the_spare_trajectories_of_a_complete_group_are_cancelled_and_counted(rollouts, world):
     rollouts.admit(0, "g0", 0.5)
     assert [m.id for _, m in world.taken(p.StartTrajectory)] == ["g0.0", "g0.1", "g0.2"]
     world.request("g0.0.t0")
@@ -225,19 +209,10 @@ def test_the_spare_trajectories_of_a_complete_group_are_cancelled_and_their_toke
 
 def test_what_forks_off_a_trajectory_is_started_on_the_same_host(world, make_config):
     config = make_config(
-        "rollout/branch=tree",
-        "rollout.branch.at=[1,2]",
-        "rollout.group_size=8",
-        "trainer.batch_size=8",
+        "rollout/branch=tree rollout.branch.at=[1,2] rollout.group_size=8 trainer.batch_size=8",
         "rollout.environment_hosts=3",
     )
-    made = Rollouts(
-        config,
-        world.hub,
-        lambda rank, m: world.sent.append((rank, m)),
-        {0: 1, 1: 2, 2: 3},
-        lambda what, detail: world.faults.append((what, detail)),
-    )
+    made = of_hosts(config, world, {0: 1, 1: 2, 2: 3})
     for index in range(12):
         made.admit(index, f"g{index}", 0.0)
     started = {m.id: (rank, m.follows) for rank, m in world.taken(p.StartTrajectory)}

@@ -286,10 +286,8 @@ def test_an_engine_learns_from_siblings_in_one_call_at_a_time(play):
         await calls(2)
 
     kept, ended = range(2, rollout.HINTS + 2), range(1, rollout.HINTS + 2)
-    assert play(scene)[2:] == [
-        (["t0"], ["g0"]),
-        ([f"t{i}" for i in kept], [f"g{i}" for i in ended]),
-    ]
+    expected = [(["t0"], ["g0"]), ([f"t{i}" for i in kept], [f"g{i}" for i in ended])]
+    assert play(scene)[2:] == expected
 
 
 def test_on_a_gpu_the_engine_is_started_with_sleep_mode(play):
@@ -301,33 +299,27 @@ def test_on_a_gpu_the_engine_is_started_with_sleep_mode(play):
     play(scene, "cluster=gpus", "cluster.gpus=1")
 
 
-def test_a_borrowed_rank_waits_for_no_turn_of_a_run_that_shares_its_devices(
-    make_config, monkeypatch, tmp_path
-):
+async def test_a_borrowed_rank_waits_for_no_shared_turn(make_config, monkeypatch, tmp_path):
     from rose.parts.lending.rank.worker import BorrowedWorker
 
     monkeypatch.setattr(rollout, "resolve", lambda model: tmp_path)
+    worker = BorrowedWorker(make_config("colocate=true"), "borrowed-1", NullRecorder())
+    worker._asked_to_leave.cancel()
+    loaded, words = [], [p.LoadVersion(3, "store"), p.Shutdown("over")]
 
-    async def scene():
-        worker = BorrowedWorker(make_config("colocate=true"), "borrowed-1", NullRecorder())
-        worker._asked_to_leave.cancel()
-        loaded, words = [], [p.LoadVersion(3, "store"), p.Shutdown("over")]
+    async def receive():
+        await settle()
+        return 0, words.pop(0)
 
-        async def receive():
-            await settle()
-            return 0, words.pop(0)
+    async def load_version(version, *_):
+        loaded.append(version)
+        return SimpleNamespace(nbytes=1, route=[], mirrored=0, pause_s=0.0)
 
-        async def load_version(version, *_):
-            loaded.append(version)
-            return SimpleNamespace(nbytes=1, route=[], mirrored=0, pause_s=0.0)
-
-        worker.mailbox = SimpleNamespace(receive=receive, send=lambda *_: None)
-        worker.engine = SimpleNamespace(version=-1, load_version=load_version)
-        worker._tasks = Tasks()
-        await asyncio.wait_for(worker._receive(), DEADLINE_S)
-        assert loaded == [3]
-
-    asyncio.run(scene())
+    worker.mailbox = SimpleNamespace(receive=receive, send=lambda *_: None)
+    worker.engine = SimpleNamespace(version=-1, load_version=load_version)
+    worker._tasks = Tasks()
+    await asyncio.wait_for(worker._receive(), DEADLINE_S)
+    assert loaded == [3]
 
 
 def test_an_engine_whose_death_vllm_sees_first_is_asleep_all_the_same(play, monkeypatch):

@@ -17,10 +17,7 @@ TRAINED = 3  # steps before the one in which the stop comes
 @pytest.fixture
 def config(make_config):
     return make_config(
-        "trainer.steps=6",
-        "trainer.batch_size=8",
-        "rollout.group_size=4",
-        "trainer.checkpoint_every=100",
+        "trainer.steps=6 trainer.batch_size=8 rollout.group_size=4 trainer.checkpoint_every=100",
         "eval.episodes=0",
     )
 
@@ -56,17 +53,13 @@ def endless(monkeypatch):
     monkeypatch.setattr(peers.Peers, "_TrainPart", trained)
 
 
-def test_one_that_would_outlast_the_time_to_stop_is_not_waited_for(
-    config, tmp_path, capsys, monkeypatch, endless
-):
+def test_a_step_that_would_outlast_the_stop_is_left(config, tmp_path, capsys, monkeypatch, endless):
     monkeypatch.setattr(StepEnd, "left_s", lambda end: 1e4)
     step, said = stopped(config, tmp_path, capsys)
     assert step is None and "step 4 is trained for some 10000 s more" in said
 
 
-def test_one_that_takes_longer_than_its_like_is_waited_for_as_long_as_there_is_time(
-    config, tmp_path, capsys, monkeypatch, endless
-):
+def test_a_slow_step_is_waited_for_in_time(config, tmp_path, capsys, monkeypatch, endless):
     monkeypatch.setattr(resume, "step_end_s", lambda *args: 0.2)
     saved, said = stopped(config, tmp_path, capsys)
     assert saved is None and "step 4 is waited for, 0 s at most" in said
@@ -107,9 +100,7 @@ SHORT = "cluster.slurm.warning_s=30"
         (["cluster=dev", "cluster.stop_timeout_s=300"], None, 15.0),  # cancelled
     ],
 )
-def test_the_time_to_stop_is_shared_by_the_steps_end_its_checkpoint_and_the_ranks(
-    make_config, tmp_path, overrides, save_s, step_end_s
-):
+def test_step_save_and_ranks_share_time(make_config, tmp_path, overrides, save_s, step_end_s):
     cluster = make_config(*overrides).cluster
     if save_s:
         resume.note_save(tmp_path, save_s)
@@ -143,12 +134,8 @@ def test_no_step_begins_after_the_one_that_is_waited_for(make_config, tmp_path, 
     a step."""
     made = make_config(
         f"scheduler/batching={batching}",
-        "algorithm.importance_cap=2.0",
-        "trainer.steps=30",
-        "trainer.batch_size=8",
-        "rollout.group_size=4",
-        "trainer.checkpoint_every=100",
-        "eval.episodes=0",
+        "algorithm.importance_cap=2.0 trainer.steps=30 trainer.batch_size=8 rollout.group_size=4",
+        "trainer.checkpoint_every=100 eval.episodes=0",
     )
     with pytest.raises(Stopped):
         peers.run(made, tmp_path, seed=seed, stop_when=training)
@@ -156,9 +143,7 @@ def test_no_step_begins_after_the_one_that_is_waited_for(make_config, tmp_path, 
 
 
 @pytest.mark.parametrize("when", ["trained", "synced"])
-def test_engines_that_no_longer_answer_keep_no_step_from_being_saved(
-    config, tmp_path, monkeypatch, when
-):
+def test_engines_that_no_longer_answer_keep_no_step_unsaved(config, tmp_path, monkeypatch, when):
     """Slurm's SIGTERM ends them too."""
 
     def loads(mailbox, rank, message):

@@ -107,9 +107,8 @@ def test_groups_that_come_meanwhile_are_one_round_which_waits_for_every_rank(tra
     training.complete(1, [groups[name] for name in ("g0", "g1", "g2")])
     assert orders(training, 6)[2] == ([[[5]]], False)
     summary = training.sent[-2][1].summary
-    assert (
-        summary.groups == [0, 0, 1, 1, 2, 2] and training.sent[-1][1].trajectories[0].id == "g0.1"
-    )
+    assert summary.groups == [0, 0, 1, 1, 2, 2]
+    assert training.sent[-1][1].trajectories[0].id == "g0.1"
     training.received(p.TrainedAhead(1, 0))  # of the round before
     assert len(orders(training, 5)) == 3
 

@@ -18,17 +18,10 @@ def test_programs_wait_for_memory_and_the_run_goes_on(make_config, tmp_path, mon
 
     monkeypatch.setattr(peers.Peers, "ready", ready)
     config = make_config(
-        "scheduler/routing=thunder",
-        "scheduler/order=shortest_first",
-        "scheduler.routing.args.period_s=0.001",
-        "scheduler.routing.args.half_life_s=1e9",
-        "trainer.steps=2",
-        "trainer.batch_size=16",
-        "rollout.group_size=4",
-        "env.max_new_tokens=8",
-        "serving.borrow=false",
-        "observe.tensorboard=false",
-        "observe.save_trajectories=false",
+        "scheduler/routing=thunder scheduler/order=shortest_first",
+        "scheduler.routing.args.period_s=0.001 scheduler.routing.args.half_life_s=1e9",
+        "trainer.steps=2 trainer.batch_size=16 rollout.group_size=4 env.max_new_tokens=8",
+        "serving.borrow=false observe.tensorboard=false observe.save_trajectories=false",
     )
     peers.run(config, tmp_path, seed=1)
     assert [row["step"] for row in rows_of(read_metrics(tmp_path), "step")] == [1, 2]

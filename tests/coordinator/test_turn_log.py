@@ -4,7 +4,7 @@ import msgspec
 
 from rose import protocol as p
 from rose.coordinator.turn_log import TurnLog
-from tests.coordinator.conftest import HOST, World
+from tests.coordinator.conftest import HOST, World, packed
 
 ROLLOUT = 10  # rank of rollout-0
 
@@ -105,9 +105,7 @@ def test_files_go_with_the_checkpoints_that_make_them_useless(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v000002.turns", "v000003.turns"]
 
 
-def test_snapshots_that_a_host_wrote_after_its_trajectory_was_dropped_go_with_a_checkpoint(
-    tmp_path,
-):
+def test_snapshots_written_after_their_trajectory_was_dropped_go_with_a_checkpoint(tmp_path):
     log = opened(tmp_path / "turns", 0, 1)
     late, runs = (tmp_path / "snapshots" / name for name in ("g0.0", "g0.1"))
     log.forget(late.name)
@@ -157,12 +155,7 @@ def test_a_resumed_run_answers_at_once_and_goes_on_within_a_turn(tmp_path):
     first.hub.weights.publish(0, "store")
     first.request("g0.0.t0", new=4, seed=None)
     first.progress([11, 12])
-    first.hub.handle(
-        ROLLOUT,
-        p.TurnFinished(
-            "g0.0.t0", 1, p.pack_tokens([13]), p.pack_floats([-1.0]), 0, p.FinishReason.STOP
-        ),
-    )
+    first.hub.handle(ROLLOUT, p.TurnFinished("g0.0.t0", 1, *packed([13]), 0, p.FinishReason.STOP))
     first.request("g0.1.t0", new=4, seed=None)
     first.progress([21], turn="g0.1.t0")
     first.request("g0.2.t0", new=4, seed=None)  # without a token so far
@@ -183,12 +176,7 @@ def test_a_resumed_run_answers_at_once_and_goes_on_within_a_turn(tmp_path):
     [(rank, work)] = again.sent
     assert rank == ROLLOUT and p.unpack_tokens(work.tokens).tolist() == [1, 2, 3, 21]
     assert work.sampling.max_new_tokens == 3
-    again.hub.handle(
-        ROLLOUT,
-        p.TurnFinished(
-            "g0.1.t0", 1, p.pack_tokens([22]), p.pack_floats([-1.0]), 0, p.FinishReason.STOP
-        ),
-    )
+    again.hub.handle(ROLLOUT, p.TurnFinished("g0.1.t0", 1, *packed([22]), 0, p.FinishReason.STOP))
     rank, whole = again.sent[-1]
     assert rank == HOST and p.unpack_tokens(whole.tokens).tolist() == [21, 22]
     assert p.unpack_tokens(whole.versions).tolist() == [0, 0] and whole.migrations == 0
@@ -210,9 +198,7 @@ def test_of_a_seeded_turn_that_was_cut_nothing_is_kept(tmp_path):
     assert opened(tmp_path / "turns", 0, 0)._known == {}
 
 
-def test_a_run_that_failed_twice_at_a_step_makes_its_turns_anew_and_an_orderly_end_is_no_failure(
-    tmp_path, capsys
-):
+def test_a_run_that_failed_twice_at_a_step_makes_its_turns_anew(tmp_path, capsys):
     written(tmp_path, (request(), result()))  # the first start
     for _ in range(3):
         log = TurnLog(tmp_path, 0, 0)

@@ -170,10 +170,8 @@ def test_no_turn_is_lost_and_every_token_counts_once(workers, steps):
             engines.step(what, engines.workers[WORKERS.index(worker) % workers], *rest)
         engines.end()
         hub, cluster = engines.world.hub, engines.world.scheduler.cluster
-        assert (
-            set(engines.results)
-            == {engines.name(n) for n in range(engines.asked)} - engines.cancelled
-        )
+        found = set(engines.results)
+        assert found == {engines.name(n) for n in range(engines.asked)} - engines.cancelled
         for turn, tokens in engines.results.items():
             assert 1 <= len(tokens) <= NEW and tokens == engines.tokens(turn, 0, len(tokens))
         assert len(hub.ledger) == 0 and cluster.turns == {} and engines.world.actions == []

@@ -71,6 +71,11 @@ def loop():
 
 
 @pytest.fixture(scope="session")
+def wait(loop):
+    return loop.run_until_complete
+
+
+@pytest.fixture(scope="session")
 def rollout() -> config.Rollout:
     return msgspec.convert(yaml.safe_load((CONF / "rollout/cpu.yaml").read_text()), config.Rollout)
 

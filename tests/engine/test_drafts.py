@@ -52,7 +52,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def engine_with(loop, folder, rollout, model_config):
+def engine_with(wait, folder, rollout, model_config):
     """engine_with(method) -> an engine that drafts whatever it can."""
     made = {}
 
@@ -60,12 +60,12 @@ def engine_with(loop, folder, rollout, model_config):
         if method not in made:
             draft = Draft(method, 5, adaptive=False, memory_mib=16)
             settings = msgspec.structs.replace(rollout, draft=draft)
-            made[method] = loop.run_until_complete(Engine.start(folder, settings, model_config))
+            made[method] = wait(Engine.start(folder, settings, model_config))
         return made[method]
 
     yield engine_with
     for engine in made.values():
-        loop.run_until_complete(engine.shutdown())
+        wait(engine.shutdown())
 
 
 def p_value(counts: np.ndarray, expected: np.ndarray, freedom: int) -> float:
@@ -126,10 +126,10 @@ def check_distribution(tokens: np.ndarray, chances: np.ndarray) -> None:
 
 @pytest.mark.parametrize("method", ["group", "ngram"])
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_sampled_tokens_have_the_models_distribution(loop, folder, engine_with, method, sampling):
+def test_sampled_tokens_have_the_models_distribution(wait, folder, engine_with, method, sampling):
     engine = engine_with(method)
     before = engine.stats()
-    tokens = loop.run_until_complete(samples(engine, f"g{hash(str(sampling)) % 1000}", sampling))
+    tokens = wait(samples(engine, f"g{hash(str(sampling)) % 1000}", sampling))
     after = engine.stats()
     check_distribution(tokens, distributions(folder, tokens, sampling))
     assert after.drafted - before.drafted > 1000
@@ -137,9 +137,9 @@ def test_sampled_tokens_have_the_models_distribution(loop, folder, engine_with, 
 
 
 @pytest.mark.parametrize("sampling", list(SAMPLINGS.values())[:2], ids=list(SAMPLINGS)[:2])
-def test_marginals_are_those_without_drafts(loop, engine_with, sampling):
-    without = loop.run_until_complete(samples(engine_with("none"), "g8", sampling))
-    drafted = loop.run_until_complete(samples(engine_with("group"), "g8", sampling))
+def test_marginals_are_those_without_drafts(wait, engine_with, sampling):
+    without = wait(samples(engine_with("none"), "g8", sampling))
+    drafted = wait(samples(engine_with("group"), "g8", sampling))
     for position in (3, 6, 10):
         both = [x[:, position][x[:, position] >= 0] for x in (without, drafted)]
         counts = np.array([np.bincount(x, minlength=263) for x in both])
@@ -150,42 +150,40 @@ def test_marginals_are_those_without_drafts(loop, engine_with, sampling):
         assert p_value(table, expected, table.shape[1] - 1) > WORST_P
 
 
-def test_log_probabilities_are_the_models(loop, folder, engine_with):
+def test_log_probabilities_are_the_models(wait, folder, engine_with):
     model = AutoModelForCausalLM.from_pretrained(folder).float().eval()
     drawn = protocol.Sampling(max_new_tokens=ALONE, temperature=0.7, top_k=12)
     for i in range(3):
-        found = loop.run_until_complete(turn(engine_with("group"), f"g4.{i}.t0#1", PROMPT, drawn))
+        found = wait(turn(engine_with("group"), f"g4.{i}.t0#1", PROMPT, drawn))
         _, own = reference(model, PROMPT, found["tokens"])
         np.testing.assert_allclose(found["logprobs"], own, atol=1e-3)
 
 
-def steps_of(loop, engine, name: str) -> tuple[list[int], int]:
+def steps_of(wait, engine, name: str) -> tuple[list[int], int]:
     """A greedy turn's tokens, and the engine's steps for it."""
     before = engine.stats().steps
     sampling = protocol.Sampling(max_new_tokens=ALONE, temperature=0.0)
-    found = loop.run_until_complete(turn(engine, name, PROMPT, sampling))
+    found = wait(turn(engine, name, PROMPT, sampling))
     return found["tokens"], engine.stats().steps - before
 
 
-def test_what_a_sibling_got_elsewhere_is_drafted_and_greedy_turns_stay_as_they_are(
-    loop, engine_with, monkeypatch
-):
+def test_a_siblings_words_are_drafted_and_greedy_turns_stay(wait, engine_with, monkeypatch):
     engine = engine_with("group")
-    wanted, alone = steps_of(loop, engine_with("none"), "g5.0.t0#1")
+    wanted, alone = steps_of(wait, engine_with("none"), "g5.0.t0#1")
     packed = protocol.pack_tokens(wanted)
     before = protocol.pack_tokens(PROMPT[-16:])
     monkeypatch.setattr(vllm_engine, "RPC_TIMEOUT_S", 0.0)  # ends engines, but not over hints
-    loop.run_until_complete(engine.learn_siblings([("g5.0.t0", 0, before, packed)], []))
-    tokens, fed = steps_of(loop, engine, "g5.1.t0#1")
+    wait(engine.learn_siblings([("g5.0.t0", 0, before, packed)], []))
+    tokens, fed = steps_of(wait, engine, "g5.1.t0#1")
     assert tokens == wanted and fed < alone / 3
-    loop.run_until_complete(engine.learn_siblings([], ["g5"]))
-    again, forgotten = steps_of(loop, engine, "g5.2.t0#1")
+    wait(engine.learn_siblings([], ["g5"]))
+    again, forgotten = steps_of(wait, engine, "g5.2.t0#1")
     assert again == wanted and forgotten > fed
 
 
-def test_a_drafting_turn_that_is_aborted_goes_on_elsewhere_from_its_tokens(loop, engine_with):
-    wanted, _ = steps_of(loop, engine_with("none"), "g6.0.t0#1")
-    steps_of(loop, engine_with("group"), "g6.1.t0#1")  # so that the next one drafts from its text
+def test_a_drafting_turn_that_is_aborted_goes_on_elsewhere_from_its_tokens(wait, engine_with):
+    wanted, _ = steps_of(wait, engine_with("none"), "g6.0.t0#1")
+    steps_of(wait, engine_with("group"), "g6.1.t0#1")  # so that the next one drafts from its text
 
     async def aborted() -> list[int]:
         made: list[int] = []
@@ -196,33 +194,31 @@ def test_a_drafting_turn_that_is_aborted_goes_on_elsewhere_from_its_tokens(loop,
             await engine_with("group").abort("g6.2.t0#1")
         return made
 
-    part = loop.run_until_complete(aborted())
+    part = wait(aborted())
     assert part == wanted[: len(part)]
     rest = protocol.Sampling(max_new_tokens=max(1, ALONE - len(part)), temperature=0.0)
     found = turn(engine_with("ngram"), "g6.2.t0#2", PROMPT + part, rest)
     if len(part) < len(wanted):
-        assert part + loop.run_until_complete(found)["tokens"] == wanted
+        assert part + wait(found)["tokens"] == wanted
     else:
         found.close()
 
 
 @pytest.mark.parametrize("in_flight", ["recompute", "keep"])
-def test_new_weights_meet_turns_that_draft(
-    loop, folder, rollout, model_config, tmp_path, in_flight
-):
+def test_new_weights_meet_drafting_turns(wait, folder, rollout, model_config, tmp_path, in_flight):
     scheduler = {"scheduler_cls": "tests.engine.schedulers.PlainPatientScheduler"}
     draft = Draft("group", 5, adaptive=False, memory_mib=16)
     settings = msgspec.structs.replace(rollout, draft=draft, engine_args=scheduler)
-    engine = loop.run_until_complete(Engine.start(folder, settings, model_config))
+    engine = wait(Engine.start(folder, settings, model_config))
     try:
         old = AutoModelForCausalLM.from_pretrained(folder).float().eval()
         new = perturbed(folder)
         store = publish(tmp_path / "store", folder, 1, new)
         meeting = arrives_mid_turn(engine, store, in_flight)
-        found, late = loop.run_until_complete(asyncio.wait_for(meeting, DEADLINE_S))
+        found, late = wait(asyncio.wait_for(meeting, DEADLINE_S))
         assert engine.stats().accepted > 0
     finally:
-        loop.run_until_complete(engine.shutdown())
+        wait(engine.shutdown())
     cut = found["versions"].index(1)
     assert set(found["versions"][:cut]) == {-1} and set(found["versions"][cut:]) == {1}
     agrees(new, [late], [PROMPTS[3]])

@@ -81,14 +81,12 @@ def test_ranks_are_those_that_vllm_has():
 @pytest.mark.parametrize(
     "architecture, lora", [("Qwen3", ALL), ("Qwen2", ALL), ("Llama", SOME)], ids=["3", "2", "some"]
 )
-def test_logprobs_are_those_of_peft_before_and_after_new_versions(
-    start, loop, folders, tmp_path, architecture, lora
-):
+def test_logprobs_are_those_of_peft(start, wait, folders, tmp_path, architecture, lora):
     folder = folders[architecture]
     engine = start(architecture, lora=lora)
-    before = loop.run_until_complete(engine.checksum())
+    before = wait(engine.checksum())
     base = AutoModelForCausalLM.from_pretrained(folder).float().eval()
-    results = loop.run_until_complete(turns(engine))
+    results = wait(turns(engine))
     for prompt, result in zip(PROMPTS, results, strict=True):
         np.testing.assert_allclose(
             result["logprobs"], reference(base, prompt, result["tokens"])[1], atol=1e-4
@@ -96,36 +94,36 @@ def test_logprobs_are_those_of_peft_before_and_after_new_versions(
     first, second = (policy_of(folder, lora, seed) for seed in (1, 2))
     world = world_of(tmp_path / "store", folder, first)
     world.publish(0)
-    loaded = loop.run_until_complete(engine.load_version(0, str(world.store), settings()))
+    loaded = wait(engine.load_version(0, str(world.store), settings()))
     assert loaded.route == [edge_name(0, -1)], "from zeros, which the engine begins with"
-    agrees(first, loop.run_until_complete(turns(engine)))
+    agrees(first, wait(turns(engine)))
     world.weights = published(second)
     world.publish(1)
-    loaded = loop.run_until_complete(engine.load_version(1, str(world.store), settings()))
+    loaded = wait(engine.load_version(1, str(world.store), settings()))
     assert loaded.route == [edge_name(1, 0)]
-    results = loop.run_until_complete(turns(engine))  # the same prompts: caches are of version 0
+    results = wait(turns(engine))  # the same prompts: caches are of version 0
     agrees(second, results)
     assert all(set(result["versions"]) == {1} for result in results)
     size = sum(p.numel() for _, p in second.named_weights())
     assert loaded.changed == size, "a version is the adapter, and no value of the base"
-    loop.run_until_complete(engine.deactivate())
-    loop.run_until_complete(engine.activate())
-    assert loop.run_until_complete(engine.checksum()) == before
-    loop.run_until_complete(engine.load_version(1, str(world.store), settings()))
-    agrees(second, loop.run_until_complete(turns(engine)))
+    wait(engine.deactivate())
+    wait(engine.activate())
+    assert wait(engine.checksum()) == before
+    wait(engine.load_version(1, str(world.store), settings()))
+    agrees(second, wait(turns(engine)))
 
 
-def test_two_tensor_parallel_workers_take_their_parts(start, loop, folders, tmp_path):
+def test_two_tensor_parallel_workers_take_their_parts(start, wait, folders, tmp_path):
     engine = start("Qwen2", tensor_parallel=2, lora=ALL)
     policy = policy_of(folders["Qwen2"], ALL, 1)
     world = world_of(tmp_path / "store", folders["Qwen2"], policy)
     world.publish(0)
-    loop.run_until_complete(engine.load_version(0, str(world.store), settings()))
-    agrees(policy, loop.run_until_complete(turns(engine)))
+    wait(engine.load_version(0, str(world.store), settings()))
+    agrees(policy, wait(turns(engine)))
 
 
 @pytest.mark.parametrize("in_flight", ["recompute", "keep"])
-def test_a_turn_in_flight_meets_a_new_adapter(start, loop, folders, tmp_path, in_flight):
+def test_a_turn_in_flight_meets_a_new_adapter(start, wait, folders, tmp_path, in_flight):
     twice = {"scheduler_cls": "tests.engine.schedulers.TwicePatientScheduler"}
     engine = start("Qwen3", engine_args=twice, lora=ALL)
     first, second = (policy_of(folders["Qwen3"], ALL, seed) for seed in (1, 2))
@@ -134,7 +132,7 @@ def test_a_turn_in_flight_meets_a_new_adapter(start, loop, folders, tmp_path, in
     world.weights = published(second)
     world.publish(1)
     load = engine.load_version
-    loop.run_until_complete(load(0, str(world.store), settings()))
+    wait(load(0, str(world.store), settings()))
 
     async def flipped() -> tuple[list, list, list]:
         sampling = protocol.Sampling(max_new_tokens=150, temperature=0.0)
@@ -150,7 +148,7 @@ def test_a_turn_in_flight_meets_a_new_adapter(start, loop, folders, tmp_path, in
         await loading
         return tokens, logprobs, versions
 
-    tokens, logprobs, versions = loop.run_until_complete(asyncio.wait_for(flipped(), DEADLINE_S))
+    tokens, logprobs, versions = wait(asyncio.wait_for(flipped(), DEADLINE_S))
     assert versions == sorted(versions) and set(versions) == {0, 1}
     old = versions.count(0)
     before, by_first = reference(first.hf, PROMPTS[0], tokens)
@@ -162,13 +160,11 @@ def test_a_turn_in_flight_meets_a_new_adapter(start, loop, folders, tmp_path, in
         np.testing.assert_allclose(logprobs[old:], wanted[old:], atol=1e-4)
     else:  # by the new adapter, on the old one's KV cache
         assert tokens[old:] != before[old:]
-    after = loop.run_until_complete(turn(engine, "after", PROMPTS[1]))
+    after = wait(turn(engine, "after", PROMPTS[1]))
     assert after["tokens"] == reference(second.hf, PROMPTS[1], after["tokens"])[0]
 
 
-def test_an_adapter_for_another_base_is_refused_and_the_old_version_goes_on(
-    start, loop, folders, tmp_path
-):
+def test_an_adapter_for_another_base_is_refused(start, wait, folders, tmp_path):
     engine = start("Qwen3", lora=ALL)
     load = engine.load_version
     other = AutoModelForCausalLM.from_pretrained(folders["Qwen3"])
@@ -178,14 +174,14 @@ def test_an_adapter_for_another_base_is_refused_and_the_old_version_goes_on(
     policy = policy_of(tmp_path / "other", ALL, 1)
     world = world_of(tmp_path / "store", tmp_path / "other", policy)
     world.publish(0)
-    before = loop.run_until_complete(engine.checksum())
+    before = wait(engine.checksum())
     with pytest.raises(TransferError, match=r"another base model: 1 of \d+ .*1.mlp.up_proj.weight"):
-        loop.run_until_complete(engine.load_version(0, str(world.store), settings()))
+        wait(engine.load_version(0, str(world.store), settings()))
     whole = trainers(tmp_path / "whole", folders["Qwen3"])
     whole.publish(0)
     with pytest.raises(TransferError, match="versions are whole models, and this .* with trainer"):
-        loop.run_until_complete(engine.load_version(0, str(whole.store), settings()))
-    assert loop.run_until_complete(engine.checksum()) == before and engine.version == -1
+        wait(engine.load_version(0, str(whole.store), settings()))
+    assert wait(engine.checksum()) == before and engine.version == -1
     first, second = (policy_of(folders["Qwen3"], ALL, seed) for seed in (1, 2))
     mine = world_of(tmp_path / "mine", folders["Qwen3"], first)
     mine.publish(0)
@@ -197,20 +193,18 @@ def test_an_adapter_for_another_base_is_refused_and_the_old_version_goes_on(
     relayed = settings(relay_token_file=str(token))
     relay = Running(Folder(mine.store), tmp_path / "cache")
     try:
-        loop.run_until_complete(load(0, relay.url, relayed))
+        wait(load(0, relay.url, relayed))
         with pytest.raises(TransferError, match="another base model"):
-            loop.run_until_complete(load(0, str(world.store), settings()))
+            wait(load(0, str(world.store), settings()))
         assert engine.version == 0
-        loaded = loop.run_until_complete(load(1, relay.url, relayed))
+        loaded = wait(load(1, relay.url, relayed))
     finally:
         relay.stop()
     assert loaded.route == [edge_name(1, 0)]
-    agrees(second, loop.run_until_complete(turns(engine)))
+    agrees(second, wait(turns(engine)))
 
 
-def test_the_base_is_compared_once_and_no_longer_than_somebody_waits(
-    start, loop, folders, tmp_path, monkeypatch
-):
+def test_the_base_is_compared_once_while_wanted(start, wait, folders, tmp_path, monkeypatch):
     began, go, read = tmp_path / "began", tmp_path / "go", Live.read
 
     def held(live, place):
@@ -243,11 +237,11 @@ def test_the_base_is_compared_once_and_no_longer_than_somebody_waits(
         go.touch()
         await load(0, str(mine.store), settings())
 
-    loop.run_until_complete(asyncio.wait_for(cancelled(), DEADLINE_S))
+    wait(asyncio.wait_for(cancelled(), DEADLINE_S))
     assert compared() == 1 + blocks, "the block at which it was cancelled, then all"
-    loop.run_until_complete(load(0, str(again.store), settings()))
+    wait(load(0, str(again.store), settings()))
     assert compared() == 1 + blocks
-    loop.run_until_complete(engine.deactivate())
-    loop.run_until_complete(engine.activate())
-    loop.run_until_complete(load(0, str(mine.store), settings()))
+    wait(engine.deactivate())
+    wait(engine.activate())
+    wait(load(0, str(mine.store), settings()))
     assert compared() == 1 + 2 * blocks, "its memory was given back meanwhile"

@@ -65,9 +65,7 @@ def platform(monkeypatch):
     ("name", "index", "capability"),
     [("MIG-a", 1, (9, 0)), ("MIG-b", 0, (8, 0)), ("GPU-1", 1, (9, 0)), ("1", 1, (9, 0))],
 )
-def test_a_slice_is_asked_about_by_the_index_of_its_gpu(
-    platform, monkeypatch, name, index, capability
-):
+def test_a_slice_is_asked_about_by_its_gpus_index(platform, monkeypatch, name, index, capability):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", name)
     plugin.register()
     plugin.register()  # vLLM calls it more than once

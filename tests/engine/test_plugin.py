@@ -1,12 +1,12 @@
 """vLLM's entry point into ROSE, in an engine that shares no device."""
 
 import gc
-import subprocess
 import sys
 
 import pytest
 
 from rose.engine import plugin
+from tests.processes import ran
 
 
 @pytest.mark.parametrize("has_tiles", [True, False])
@@ -59,8 +59,6 @@ for who in ("ours", "glibc's"):
 
 @pytest.mark.slow
 def test_an_engine_on_a_cpu_keeps_the_memory_of_a_step_for_the_next():
-    done = subprocess.run(
-        [sys.executable, "-c", STEPS], capture_output=True, text=True, check=True, timeout=120
-    )
+    done = ran([sys.executable, "-c", STEPS], check=True, timeout=120)
     ours, glibcs = map(int, done.stdout.split())
     assert ours < glibcs / 3, (ours, glibcs)

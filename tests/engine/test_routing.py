@@ -25,10 +25,10 @@ ARGS |= {"block_size": 32}
 
 
 @pytest.fixture(scope="module")
-def engine(loop, start_one):
+def engine(wait, start_one):
     engine = start_one("Qwen3Moe", engine_args=ARGS, routing=True)
     yield engine
-    loop.run_until_complete(engine.shutdown())
+    wait(engine.shutdown())
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +51,7 @@ def same(model, tokens: list[int], rows: np.ndarray, routed: int = 0) -> None:
     assert np.array_equal(np.sort(rows.reshape(-1, LAYERS, TOP_K), axis=-1), expected)
 
 
-def test_every_token_but_the_last_comes_with_its_experts_and_logprobs_are_the_trainers(
-    engine, loop, model
-):
+def test_every_token_but_the_last_comes_with_its_experts(engine, wait, model):
     """Prompts of several chunks, the same ones again from the prefix cache, turns preempted."""
 
     async def all_of(tag: str):
@@ -62,7 +60,7 @@ def test_every_token_but_the_last_comes_with_its_experts_and_logprobs_are_the_tr
         )
 
     for tag in ("new", "cached"):
-        for tokens, rows, logprobs, _ in loop.run_until_complete(all_of(tag)):
+        for tokens, rows, logprobs, _ in wait(all_of(tag)):
             same(model, tokens, rows)
             with torch.no_grad():
                 whole = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
@@ -72,18 +70,14 @@ def test_every_token_but_the_last_comes_with_its_experts_and_logprobs_are_the_tr
     assert engine.stats().cached_tokens > 0
 
 
-def test_the_next_turn_brings_what_the_last_one_lacks(engine, loop, model):
-    tokens, rows, _, _ = loop.run_until_complete(turn(engine, "t0", PROMPTS[2]))
+def test_the_next_turn_brings_what_the_last_one_lacks(engine, wait, model):
+    tokens, rows, _, _ = wait(turn(engine, "t0", PROMPTS[2]))
     same(model, tokens, rows)
-    more, rest, _, _ = loop.run_until_complete(
-        turn(engine, "t1", [*tokens, 5, 6, 7], routed=len(tokens) - 1)
-    )
+    more, rest, _, _ = wait(turn(engine, "t1", [*tokens, 5, 6, 7], routed=len(tokens) - 1))
     same(model, more, rest, len(tokens) - 1)
 
 
-def test_an_aborted_turn_and_one_that_meets_new_weights_have_theirs(
-    start, loop, model, folders, tmp_path
-):
+def test_aborted_turns_and_those_of_new_weights_have_theirs(start, wait, model, folders, tmp_path):
     """With `in_flight=recompute`: what the old weights made keeps its experts."""
     holding = {"scheduler_cls": "tests.engine.schedulers.HoldingScheduler"}
     engine = start("Qwen3Moe", engine_args=ARGS | holding, routing=True)
@@ -103,7 +97,7 @@ def test_an_aborted_turn_and_one_that_meets_new_weights_have_theirs(
         await engine.abort("held")
         return await running
 
-    tokens, rows, _, finish = loop.run_until_complete(asyncio.wait_for(interrupted(), DEADLINE_S))
+    tokens, rows, _, finish = wait(asyncio.wait_for(interrupted(), DEADLINE_S))
     rows = rows.reshape(-1, LAYERS, TOP_K)
     assert finish is protocol.FinishReason.ABORT and len(rows) == len(tokens) - 1
     old, now = (np.sort(chosen_by(m, tokens)[:-1], axis=-1) for m in (model, new))
@@ -112,7 +106,7 @@ def test_an_aborted_turn_and_one_that_meets_new_weights_have_theirs(
     assert not np.array_equal(rows, old) and (rows[-3:] == now[-3:]).mean() > 0.9
 
 
-def test_in_bfloat16_replay_closes_most_of_the_gap_to_the_trainer(start, loop, folders, tmp_path):
+def test_in_bfloat16_replay_closes_most_of_the_gap_to_the_trainer(start, wait, folders, tmp_path):
     """`pytest -s` prints the figures of docs/transfer.md."""
     torch.manual_seed(0)
     shape = Qwen3MoeConfig(
@@ -140,7 +134,7 @@ def test_in_bfloat16_replay_closes_most_of_the_gap_to_the_trainer(start, loop, f
             *(turn(engine, f"t{i}", prompt, 0, sampling) for i, prompt in enumerate(prompts))
         )
 
-    made, found = loop.run_until_complete(all_of()), {}
+    made, found = wait(all_of()), {}
     for replay in (False, True):
         policy = load(folders["wide"], torch.bfloat16, False, router_replay=replay)
         found[replay] = sums = Counter()

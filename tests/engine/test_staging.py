@@ -47,63 +47,42 @@ async def breaks_off(engine, error):
 @pytest.mark.parametrize(
     "error", [TransferError("damaged"), EngineError("too late"), asyncio.CancelledError()]
 )
-def test_whatever_breaks_a_load_off_the_workers_are_told_and_the_next_one_waits_until_they_are_done(
-    error,
-):
+async def test_whatever_breaks_a_load_off_the_next_one_waits_for_the_workers(error):
     engine = Engine(STAGING, STAGING, FAILED)
-
-    async def scene():
-        with pytest.raises(type(error)):
-            await breaks_off(engine, error)
-        assert engine.asked == ["rose_abandon"]
-        async with engine._session(5.0):
-            assert engine.asked == ["rose_abandon"] * 3, (
-                "the next version began while the last was being staged"
-            )
-        async with engine._session(5.0):
-            pass
-
-    asyncio.run(scene())
+    with pytest.raises(type(error)):
+        await breaks_off(engine, error)
+    assert engine.asked == ["rose_abandon"]
+    async with engine._session(5.0):
+        assert engine.asked == ["rose_abandon"] * 3, (
+            "the next version began while the last was being staged"
+        )
+    async with engine._session(5.0):
+        pass
     assert engine.asked == ["rose_abandon"] * 3, "a load that ended well asks for nothing"
 
 
-def test_an_engine_that_does_not_answer_is_asked_before_the_next_load_and_the_first_error_is_told():
+async def test_an_engine_that_does_not_answer_is_asked_before_the_next_load_and_the_first_error_is_told():
     engine = Engine(EngineError("no answer"), STAGED)
-
-    async def scene():
-        with pytest.raises(EngineError, match="too late"):
-            await breaks_off(engine, EngineError("too late"))
-        async with engine._session(5.0):
-            assert engine.asked == ["rose_abandon"] * 2
-
-    asyncio.run(scene())
+    with pytest.raises(EngineError, match="too late"):
+        await breaks_off(engine, EngineError("too late"))
+    async with engine._session(5.0):
+        assert engine.asked == ["rose_abandon"] * 2
 
 
-def test_workers_that_go_on_for_too_long_are_named():
+async def test_workers_that_go_on_for_too_long_are_named():
     engine = Engine(CHECKING)
-
-    async def scene():
-        with pytest.raises(TransferError):
-            await breaks_off(engine, TransferError("damaged"))
-        with pytest.raises(
-            EngineError,
-            match="process 4242 is busy for over 0 s with a version whose load was aborted",
-        ):
-            await engine._end_session(0.0)
-
-    asyncio.run(scene())
+    with pytest.raises(TransferError):
+        await breaks_off(engine, TransferError("damaged"))
+    with pytest.raises(EngineError, match="process 4242 is busy for over 0 s with a version"):
+        await engine._end_session(0.0)
 
 
-def test_a_mixture_that_shows_after_the_load_was_cancelled_ends_the_engine_too():
+async def test_a_mixture_that_shows_after_the_load_was_cancelled_ends_the_engine_too():
     engine = Engine(CHECKING, FAILED | {"mixture": True})
-
-    async def scene():
-        with pytest.raises(asyncio.CancelledError):
-            await breaks_off(engine, asyncio.CancelledError())
-        with pytest.raises(EngineDied, match="its weights were a mixture: Corrupted: block 7"):
-            await engine._end_session(5.0)
-
-    asyncio.run(scene())
+    with pytest.raises(asyncio.CancelledError):
+        await breaks_off(engine, asyncio.CancelledError())
+    with pytest.raises(EngineDied, match="its weights were a mixture: Corrupted: block 7"):
+        await engine._end_session(5.0)
     assert engine.killed == 1
 
 
@@ -164,9 +143,7 @@ def test_a_version_that_is_staged_fast_is_noticed_fast_also_after_a_slow_one(mon
     "state", [("staging", "staged", "stage_s"), ("checking", "loaded", "check_s")]
 )
 @pytest.mark.parametrize("took_s", [0.004, 0.2, 4.0, 40.0])
-def test_few_questions_are_asked_and_the_end_is_noticed_soon_also_of_ever_other_versions(
-    monkeypatch, took_s, state
-):
+def test_few_questions_are_asked_and_the_end_is_noticed_soon(monkeypatch, took_s, state):
     worker, engine = Worker(monkeypatch), Engine(STAGED)
     worker.took_s = 0.01
     worker.wait(engine, *state)

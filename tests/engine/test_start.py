@@ -18,9 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     "gpus, lent, expected", [(True, True, True), (True, False, None), (False, True, None)]
 )
-def test_an_engine_that_shares_a_gpu_can_give_back_its_weights(
-    gpus, lent, expected, rollout, model_config, tmp_path, monkeypatch
-):
+def test_sleep_mode_on_a_gpu(gpus, lent, expected, rollout, model_config, tmp_path, monkeypatch):
     monkeypatch.delenv("ROSE_COSERVING", raising=False)
     if lent:
         monkeypatch.setenv("ROSE_COSERVING", str(tmp_path))

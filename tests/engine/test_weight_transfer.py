@@ -72,18 +72,13 @@ def staged(engine) -> None:
     "device, shares, wanted",
     [("cuda", True, changes.MIN_BYTES), ("cuda", False, ALLOWED), ("cpu", True, None)],
 )
-def test_on_a_device_that_engines_share_staging_takes_the_least(
-    made, monkeypatch, device, shares, wanted
-):
+def test_on_a_shared_device_staging_takes_the_least(made, monkeypatch, device, shares, wanted):
     if shares:
         monkeypatch.setenv(plugin.FOLDER, "boards")
     engine, receiver = made(device)
     staged(engine)
-    assert (
-        engine.status()["state"] == "staged"
-        and receiver.device_bytes == wanted
-        and not receiver.released
-    )
+    assert engine.status()["state"] == "staged" and receiver.device_bytes == wanted
+    assert not receiver.released
     engine.abandon()
     assert receiver.released == 1
 

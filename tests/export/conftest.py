@@ -42,8 +42,7 @@ def run(tmp_path, base, make_config, published):
     lakes.mkdir(parents=True)
     config = make_config(
         f"output_dir={tmp_path / 'out'}",
-        "name=lakes",
-        "model.source=folder",
+        "name=lakes model.source=folder",
         f"model.path={base}",
         "model.dtype=bfloat16",
     )

@@ -97,9 +97,7 @@ def test_hashes_that_are_gone_or_of_another_version_are_said(run, tmp_path):
     with pytest.raises(TransferError, match="weights-00001.json: not there"):
         places(tmp_path, 1)
     shutil.copyfile(versions.hashes_file(copy, 0), versions.hashes_file(copy, 1))
-    with pytest.raises(
-        TransferError, match="weights-00001.json: has blocks of another rank than 1"
-    ):
+    with pytest.raises(TransferError, match="weights-00001.json: has blocks of another rank than"):
         places(tmp_path, 1)
     copy.rename(copy.with_name("step-000002"))
     with pytest.raises(TransferError, match="of version 1, expected 2"):

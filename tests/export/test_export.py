@@ -4,7 +4,6 @@ import json
 import os
 import re
 import resource
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from rose.transfer.blocks import Tensor
 from rose.transfer.errors import Corrupted, Missing
 from rose.transfer.receive import materialise
 from scripts.make_tiny_model import demonstrations, make_tokenizer
+from tests.processes import ran
 from tests.transfer.worlds import World, same
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -144,7 +144,7 @@ def test_a_hub_model_is_named_by_its_commit(make_config, base):
 
     commit = "0123456789abcdef0123456789abcdef01234567"
     config = make_config(
-        "model.source=hub", "model.path=Qwen/Qwen3-0.6B", f"+model.snapshot=/cache/{commit}"
+        "model.source=hub model.path=Qwen/Qwen3-0.6B", f"+model.snapshot=/cache/{commit}"
     )
     assert base_of(config) == "Qwen/Qwen3-0.6B (commit 0123456789ab)"
     assert _header(config)["base_model"] == "Qwen/Qwen3-0.6B"
@@ -174,9 +174,8 @@ def test_the_best_step_is_that_with_the_highest_held_out_reward(run, tmp_path, c
 
 def test_a_step_that_is_not_there_names_those_that_are(run, tmp_path, capsys):
     code, _, err = main(capsys, run.run, "--step", 7, "--out", tmp_path / "home")
-    assert (
-        code == 1 and f"step 7 can't be had; there are: the weight store {run.store}: 0 to 3" in err
-    )
+    assert code == 1
+    assert f"step 7 can't be had; there are: the weight store {run.store}: 0 to 3" in err
     assert not (tmp_path / "home").exists()
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -213,9 +212,7 @@ def test_a_damaged_file_is_named_and_leaves_nothing(run, tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"model", "out"}
 
 
-def test_an_export_that_broke_off_leaves_nothing_and_a_killed_ones_leavings_go(
-    run, tmp_path, monkeypatch
-):
+def test_a_broken_export_leaves_nothing_and_leavings_of_killed_ones_go(run, tmp_path, monkeypatch):
     part = tmp_path / ".home.part"
     part.mkdir()
     (part / "model.safetensors").write_text("half")
@@ -234,12 +231,10 @@ def test_an_export_that_broke_off_leaves_nothing_and_a_killed_ones_leavings_go(
 @pytest.mark.slow
 def test_a_disk_that_takes_no_more_is_said_in_a_line(run, tmp_path):
     limit = 1024  # bytes of a file, which is fewer than the weights have
-    done = subprocess.run(
+    done = ran(
         [sys.executable, "-m", "rose.export", str(run.run), "--out", str(tmp_path / "home")],
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-        capture_output=True,
-        text=True,
         timeout=300,
     )
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
@@ -274,9 +269,8 @@ def test_a_copy_of_links_keeps_versions_that_the_trainer_removes(trained_on, tmp
         trained_on.step()
         trained_on.publish(version)
         trained_on.tidy()
-    assert 1 not in versions.readable(trained_on.store) and 19 in versions.readable(
-        trained_on.store
-    )
+    assert 1 not in versions.readable(trained_on.store)
+    assert 19 in versions.readable(trained_on.store)
     with pytest.raises(Missing, match="step 1 can't be had; there are: .*19"):
         export(trained_on.run, 1, tmp_path / "home", MIB)
     done = export(trained_on.run, 1, tmp_path / "home", MIB, store=kept)
@@ -334,9 +328,8 @@ def test_out_may_be_the_current_folder_or_a_link_to_an_empty_one(run, tmp_path, 
     (tmp_path / "empty").mkdir()
     link.symlink_to(tmp_path / "empty")
     export(run.run, 3, link, MIB)
-    assert same(loaded(tmp_path / "empty"), run.weights_of[3]) and same(
-        loaded(here), run.weights_of[3]
-    )
+    assert same(loaded(tmp_path / "empty"), run.weights_of[3])
+    assert same(loaded(here), run.weights_of[3])
 
 
 def test_shards_are_full_and_a_large_tensor_has_its_own():
@@ -366,11 +359,9 @@ Path(sys.argv[1]).mkdir()
 print(write_shards(StoreWeights(Path({str(tmp_path / "store")!r}), 0), Path(sys.argv[1]), size))
 """
     done = {
-        size: subprocess.run(
+        size: ran(
             [sys.executable, "-c", program, str(tmp_path / size), size],
             env=os.environ | {"PYTHONPATH": str(REPOSITORY), "MALLOC_ARENA_MAX": "1"},
-            capture_output=True,
-            text=True,
             timeout=300,
         )
         for size in ("shard", "model")

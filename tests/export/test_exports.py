@@ -38,18 +38,15 @@ def left(run) -> set[str]:
 
 
 @pytest.mark.slow
-def test_a_step_is_written_and_the_newest_are_kept(run, exports):
-    async def steps():
-        made = exports()
-        made.offer(1, str(run.store))
-        await made.finish()
-        assert left(run) == {"step_1"}
-        for step in (2, 3):  # the third is there before the second was begun
-            made.offer(step, str(run.store))
-        await made.finish()
-        return made.told
-
-    told = asyncio.run(steps())
+async def test_a_step_is_written_and_the_newest_are_kept(run, exports):
+    made = exports()
+    made.offer(1, str(run.store))
+    await made.finish()
+    assert left(run) == {"step_1"}
+    for step in (2, 3):  # the third is there before the second was begun
+        made.offer(step, str(run.store))
+    await made.finish()
+    told = made.told
     assert told == [("export left out", "step 2: step 3 was there before it was begun")]
     assert left(run) == {"step_3"}
     written = load_file(run.run / "exports" / "step_3" / "model.safetensors")
@@ -57,81 +54,64 @@ def test_a_step_is_written_and_the_newest_are_kept(run, exports):
 
 
 @pytest.mark.slow
-def test_what_fails_is_told_and_the_run_goes_on(run, exports):
-    async def steps():
-        made = exports()
-        made.offer(9, str(run.store))  # which it has not
-        await made.finish()
-        return made.told
-
-    ((what, detail),) = asyncio.run(steps())
+async def test_what_fails_is_told_and_the_run_goes_on(run, exports):
+    made = exports()
+    made.offer(9, str(run.store))  # which it has not
+    await made.finish()
+    ((what, detail),) = made.told
     assert what == "export failed" and detail.startswith("step 9: step 9 can't be had; there are:")
     assert left(run) == set()
 
 
 @pytest.mark.slow
-def test_one_that_takes_too_long_is_ended(run, exports):
-    async def steps():
-        made = exports(step_timeout_s=0.05)
-        made.offer(3, str(run.store))
-        async with asyncio.timeout(DEADLINE_S):
-            while made._tasks:
-                await asyncio.sleep(0.01)
-        return made.told
-
+async def test_one_that_takes_too_long_is_ended(run, exports):
     why = "step 3: not written within 0.05 s (trainer.step_timeout_s)"
-    assert asyncio.run(steps()) == [("export failed", why)]
+    made = exports(step_timeout_s=0.05)
+    made.offer(3, str(run.store))
+    while made._tasks:
+        await asyncio.sleep(0.01)
+    assert made.told == [("export failed", why)]
     assert children() == []
 
 
-def test_the_end_of_a_run_waits_for_one_deadline(run, exports):
-    async def steps():
-        made = exports(step_timeout_s=0.05)
-        async with made._one_at_a_time:  # as one that hangs has it
-            made.offer(2, str(run.store))
-            made.offer(3, str(run.store))
-            await made.finish()
-        return made.told
-
+async def test_the_end_of_a_run_waits_for_one_deadline(run, exports):
     after = "not written 0.05 s (trainer.step_timeout_s) after the last step"
-    assert sorted(asyncio.run(steps())) == [
-        ("export failed", f"step {step}: {after}") for step in (2, 3)
-    ]
+    expected = [("export failed", f"step {step}: {after}") for step in (2, 3)]
+    made = exports(step_timeout_s=0.05)
+    async with made._one_at_a_time:  # as one that hangs has it
+        made.offer(2, str(run.store))
+        made.offer(3, str(run.store))
+        await made.finish()
+    found = made.told
+    assert sorted(found) == expected
     exports()  # removes links that were being made
     assert left(run) == set()
 
 
 @pytest.mark.slow
-def test_a_users_folder_stays_and_a_lost_attempts_takes_no_place(run, exports):
+async def test_a_users_folder_stays_and_a_lost_attempts_takes_no_place(run, exports):
     for name in ("step_1", "step_9", "step_1_good"):
         (run.run / "exports" / name).mkdir(parents=True)
-
-    async def steps():
-        made = exports()
-        made.resume(3, str(run.store))
-        await made.finish()
-        return made.told
-
-    assert asyncio.run(steps()) == []
+    made = exports()
+    made.resume(3, str(run.store))
+    await made.finish()
+    assert made.told == []
     assert left(run) == {"step_3", "step_9", "step_1_good"}
 
 
-def test_what_cannot_be_removed_is_told_and_costs_the_run_nothing(run, exports, monkeypatch):
+async def test_what_cannot_be_removed_is_told_and_costs_the_run_nothing(run, exports, monkeypatch):
     def refuse(path):
         raise PermissionError(1, "Operation not permitted", str(path))
 
-    async def steps():
-        made = exports()
-        monkeypatch.setattr("rose.coordinator.exports._remove", refuse)
-        async with made._one_at_a_time:
-            made.offer(2, str(run.store))
-            made.offer(3, str(run.store))
-            made._newest = 4
-            await asyncio.sleep(0)
-        await made.finish()
-        return made.told
-
-    told = asyncio.run(steps())
+    made = exports()
+    monkeypatch.setattr("rose.coordinator.exports._remove", refuse)
+    async with made._one_at_a_time:
+        made.offer(2, str(run.store))
+        made.offer(3, str(run.store))
+        made._newest = 4
+        await asyncio.sleep(0)
+    await made.finish()
+    told = made.told
     assert sorted({what for what, _ in told}) == ["export left out", "export not removed"]
     assert any(".step_3.store" in detail for _, detail in told)
 
@@ -142,59 +122,47 @@ def children() -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-def test_the_end_of_a_run_ends_what_is_being_written(run, exports):
-    async def steps():
-        made = exports()
-        made.offer(3, str(run.store))
-        async with asyncio.timeout(DEADLINE_S):
-            while not children():
-                await asyncio.sleep(0.01)
-        await made.close()
-        assert children() == [] and made.told == []
-
-    asyncio.run(steps())
+async def test_the_end_of_a_run_ends_what_is_being_written(run, exports):
+    made = exports()
+    made.offer(3, str(run.store))
+    while not children():
+        await asyncio.sleep(0.01)
+    await made.close()
+    assert children() == [] and made.told == []
     assert "step_3" not in left(run)
     exports()  # the next attempt
     assert left(run) == set()
 
 
-def test_only_the_steps_that_are_due_are_offered(run, exports, monkeypatch):
+async def test_only_the_steps_that_are_due_are_offered(run, exports, monkeypatch):
     begun: list[int] = []
 
     async def note(self, step, store):
         begun.append(step)
 
     monkeypatch.setattr(Exports, "_export", note)
-
-    async def steps():
-        made = exports(export_every=4, steps=10)
-        for step in range(11):
-            made.offer(step, str(run.store))
-        await made.finish()
-        never = exports(export_every=0, steps=10)
-        never.offer(10, str(run.store))
-        never.resume(4, str(run.store))
-        await never.finish()
-
-    asyncio.run(steps())
+    made = exports(export_every=4, steps=10)
+    for step in range(11):
+        made.offer(step, str(run.store))
+    await made.finish()
+    never = exports(export_every=0, steps=10)
+    never.offer(10, str(run.store))
+    never.resume(4, str(run.store))
+    await never.finish()
     assert begun == [4, 8, 10]
 
 
-def test_a_run_that_continues_writes_the_step_whose_folder_is_missing(run, exports, monkeypatch):
+async def test_a_continued_run_writes_the_step_that_is_missing(run, exports, monkeypatch):
     begun: list[int] = []
 
     async def note(self, step, store):
         begun.append(step)
 
     monkeypatch.setattr(Exports, "_export", note)
-
-    async def steps():
-        made = exports()
-        made.resume(3, str(run.store))
-        (run.run / "exports" / "step_2").mkdir(parents=True)
-        made.resume(2, str(run.store))
-        made.resume(0, str(run.store))
-        await made.finish()
-
-    asyncio.run(steps())
+    made = exports()
+    made.resume(3, str(run.store))
+    (run.run / "exports" / "step_2").mkdir(parents=True)
+    made.resume(2, str(run.store))
+    made.resume(0, str(run.store))
+    await made.finish()
     assert begun == [3]

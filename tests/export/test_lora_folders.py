@@ -40,11 +40,9 @@ def lora_run(tmp_path, base, make_config):
     lakes.mkdir(parents=True)
     config = make_config(
         f"output_dir={tmp_path / 'out'}",
-        "name=lakes",
-        "model.source=folder",
+        "name=lakes model.source=folder",
         f"model.path={base}",
-        "model.dtype=bfloat16",
-        "trainer.lora={rank: 2, alpha: 6.0, targets: [q_proj]}",
+        "model.dtype=bfloat16 trainer.lora={rank: 2, alpha: 6.0, targets: [q_proj]}",
     )
     configuration.save(config, lakes / "config.json")
     (base / "model.safetensors.index.json").unlink()
@@ -76,9 +74,7 @@ def test_the_adapter_is_written_as_peft_has_them(lora_run, tmp_path):
 
 
 @pytest.mark.parametrize("shard_bytes", [MIB, 100])
-def test_merged_matrices_are_computed_in_float32_and_others_are_the_bases(
-    lora_run, tmp_path, shard_bytes, monkeypatch
-):
+def test_merged_matrices_are_computed_in_float32(lora_run, tmp_path, shard_bytes, monkeypatch):
     reads, read = [], StoreWeights.read
     monkeypatch.setattr(StoreWeights, "read", lambda *args: reads.append(args) or read(*args))
     done = export(lora_run.run, 1, tmp_path / "home", shard_bytes, merge=True)

@@ -111,10 +111,8 @@ def test_thoughts_are_read_where_the_template_asks_for_them(make_config, base, n
 def test_a_named_form_template_arguments_and_a_long_context_are_served(make_config, base):
     shape = "{layers: 36, hidden: 4096, intermediate: 12288, heads: 32, kv_heads: 8, head_dim: 128, vocab: 9, tied_embeddings: false}"
     config = make_config(
-        "model.chat_template_args={enable_thinking: false}",
-        "model.reasoning_format=qwen3",
-        "model.max_context=16384",
-        "trainer.micro_batch_tokens=16384",
+        "model.chat_template_args={enable_thinking: false} model.reasoning_format=qwen3",
+        "model.max_context=16384 trainer.micro_batch_tokens=16384",
         f"model.shape={shape}",
         "model.dtype=bfloat16",
     )

@@ -21,18 +21,10 @@ from tests import processes
 
 DEADLINE_S = 480.0  # a machine with other guests has been five times slower
 SMALL = (
-    "trainer.steps=3",
-    "trainer.batch_size=16",
-    "rollout.group_size=4",
-    "eval.episodes=0",
-    "observe.terminal=false",
-    "observe.report=false",
-    "trainer.checkpoint_every=1",
-    "rollout.kv_cache_gib=0.05",
-    "rollout.threads=1",
-    "trainer.threads=1",
-    "rollout.workers=1",
-)
+    "trainer.steps=3 trainer.batch_size=16 rollout.group_size=4 eval.episodes=0 "
+    "observe.terminal=false observe.report=false trainer.checkpoint_every=1 "
+    "rollout.kv_cache_gib=0.05 rollout.threads=1 trainer.threads=1 rollout.workers=1"
+).split()
 
 
 def trained_on(run: Path, steps: int) -> list[str]:

@@ -108,9 +108,8 @@ def test_an_unchanged_agent_is_trained_and_does_not_notice_that_hosts_and_an_eng
     assert all(row["mismatch_max_ratio"] < 1.01 for row in steps), "engine and trainer agree"
     assert trained_on(job.run, 2) == [f"g{g}.{m}" for g in range(32) for m in range(4)]
     trajectories = [t for step in (1, 2) for g in replay.load(job.run, step) for t in g]
-    assert {t.reward for t in trajectories} == {0.0, 1.0} and {t.domain for t in trajectories} == {
-        "agent"
-    }
+    assert {t.reward for t in trajectories} == {0.0, 1.0}
+    assert {t.domain for t in trajectories} == {"agent"}
     assert all(
         t.response_tokens == sum(s.response_tokens for s in t.samples()) for t in trajectories
     )

@@ -41,18 +41,11 @@ def test_rollouts_go_on_while_the_trainer_trains_and_a_pool_scores_each_once(tmp
     # weights come.
     job = Job(
         tmp_path,
-        "scheduler/batching=bounded_staleness",
-        f"scheduler.batching.args.eta={ETA}",
-        "algorithm=decoupled_ppo",
-        f"trainer.steps={STEPS}",
-        "rollout.workers=1",
-        "rollout.max_sequences=1",
-        "trainer.checkpoint_every=2",
-        "eval.episodes=4",
-        "reward=function",
-        f"reward.args.path={tmp_path / 'mine.py'}:score",
-        "reward.timeout_s=1000",
-        "reward.deadline_s=2100",
+        *("scheduler/batching=bounded_staleness", f"scheduler.batching.args.eta={ETA}"),
+        *("algorithm=decoupled_ppo", f"trainer.steps={STEPS}", "rollout.workers=1"),
+        *("rollout.max_sequences=1", "trainer.checkpoint_every=2", "eval.episodes=4"),
+        *("reward=function", f"reward.args.path={tmp_path / 'mine.py'}:score"),
+        *("reward.timeout_s=1000", "reward.deadline_s=2100"),
     )
     job.until(lambda: job.phase()[0] == "evaluating", "the evaluation before the first step")
     with job.trainer_stopped():

@@ -14,13 +14,8 @@ from tests.job.job import Held, Job, trained_on
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 STEPS = 2
-TREES = (
-    "deterministic=true",
-    f"trainer.steps={STEPS}",
-    "algorithm=tree_grpo",
-    "rollout/branch=tree",
-    *HOSTS,
-)
+TREES = ("deterministic=true", f"trainer.steps={STEPS}", "algorithm=tree_grpo")
+TREES += ("rollout/branch=tree", *HOSTS)
 
 
 def leaves(run: Path) -> list[tuple]:

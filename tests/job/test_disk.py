@@ -56,9 +56,7 @@ def until_held(held: Held, job: Job, step: int) -> None:
     )
 
 
-def test_a_disk_that_fills_up_and_then_fails_ends_the_job_which_continues_once_it_is_mended(
-    disk, start, held
-):
+def test_a_disk_that_fills_up_and_then_fails_ends_the_job_which_goes_on_mended(disk, start, held):
     job = start()
     until_held(held, job, 2)
     whole = contents(checkpoint.latest(job.run))

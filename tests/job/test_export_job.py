@@ -27,6 +27,7 @@ from rose.transfer.receive import materialise
 from tests import processes
 from tests.job.job import DEADLINE_S, Job
 from tests.play import commands
+from tests.processes import ran
 from tests.transfer.worlds import same
 
 pytestmark = pytest.mark.slow
@@ -157,13 +158,8 @@ def test_the_readmes_command_serves_the_calls_that_an_unchanged_agent_makes(job,
         printed.write("agents.md", tmp_path)
         play = "import lake_agent; print(lake_agent.play({'seed': 1}))"
         own = {"OPENAI_BASE_URL": f"http://127.0.0.1:{port}/v1", "OPENAI_API_KEY": "none"}
-        said = subprocess.run(
-            [sys.executable, "-c", play],
-            env=os.environ | own,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
+        said = ran(
+            [sys.executable, "-c", play], env=os.environ | own, cwd=tmp_path, timeout=DEADLINE_S
         )
         assert said.stdout.strip() in ("0.0", "1.0"), said.stderr
         assert "dtype torch.float32 into parameter" not in log.read_text(), "it was rounded"

@@ -105,8 +105,5 @@ def test_a_hybrid_engine_works_while_the_trainer_waits_and_may_die_at_any_time(t
         assert set(trained.values()) == {1} and len(trained) == GROUPS * SIZE
     [path] = (job.run / "journal").iterdir()
     actions = [a for entry in list(journal.read(path))[1:] for a in entry.actions]
-    assert [type(a) for a in actions if isinstance(a, ev.UseWorker | ev.RestWorker)][:3] == [
-        ev.UseWorker,
-        ev.RestWorker,
-        ev.UseWorker,
-    ]
+    expected = [ev.UseWorker, ev.RestWorker, ev.UseWorker]
+    assert [type(a) for a in actions if isinstance(a, ev.UseWorker | ev.RestWorker)][:3] == expected

@@ -18,16 +18,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 STEPS = 4
 EXACT = ("deterministic=true", f"trainer.steps={STEPS}", "eval.episodes=4")
 SHARED = ("colocate=true", "trainer.checkpoint_every=100", "cluster.stop_timeout_s=180")
-TIMELESS = (
-    "reward_mean",
-    "success",
-    "response_tokens_mean",
-    "turns_mean",
-    "loss",
-    "grad_norm",
-    "entropy",
-    "mismatch_kl",
-)
+TIMELESS = ("reward_mean", "success", "response_tokens_mean", "turns_mean", "loss", "grad_norm")
+TIMELESS += ("entropy", "mismatch_kl")
 TRAINS, ROLLS = ("train_step", "publish", "save", "load"), ("turn", "load_version")
 
 
@@ -78,9 +70,8 @@ def assert_same(whole: Job, broken: Job) -> None:
     assert everything(broken) == everything(whole)
     names = [f"g{g}.{m}" for g in range(4 * len(whole.steps())) for m in range(4)]
     assert trained_on(broken.run, len(whole.steps())) == names
-    assert [row["eval_successes"] for row in rows_of(read_metrics(broken.run), "eval")] == [
-        row["eval_successes"] for row in rows_of(read_metrics(whole.run), "eval")
-    ]
+    found = [row["eval_successes"] for row in rows_of(read_metrics(broken.run), "eval")]
+    assert found == [row["eval_successes"] for row in rows_of(read_metrics(whole.run), "eval")]
 
 
 def test_it_learns_the_same_through_a_stop_dead_hosts_a_power_failure_and_a_dead_engine(tmp_path):

@@ -25,14 +25,8 @@ from tests.transfer.worlds import same
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 STEPS = 3
-LORA = (
-    "deterministic=true",
-    f"trainer.steps={STEPS}",
-    "+trainer/lora=linear",
-    "trainer.lora.rank=4",
-    "trainer.optimizer.lr=5e-3",
-    "trainer.checkpoint_every=2",
-)
+LORA = ("deterministic=true", f"trainer.steps={STEPS}", "+trainer/lora=linear")
+LORA += ("trainer.lora.rank=4", "trainer.optimizer.lr=5e-3", "trainer.checkpoint_every=2")
 
 
 @pytest.fixture(scope="module")

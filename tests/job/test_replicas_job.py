@@ -49,11 +49,8 @@ def test_a_replica_trains_is_killed_at_work_and_comes_back(tmp_path):
     assert fault["what"] == "replica died"
     assert fault["detail"] == "rollout-0: killed by SIGKILL; another is started"
     rows = job.steps()
-    assert [(r["step"], r["replicas"], r["replicas_lost"]) for r in rows] == [
-        (1, 1, 0),
-        (2, 1, 1),
-        (3, 1, 0),
-    ]
+    expected = [(1, 1, 0), (2, 1, 1), (3, 1, 0)]
+    assert [(r["step"], r["replicas"], r["replicas_lost"]) for r in rows] == expected
     assert [row["replica_token_share"] > 0 for row in rows] == [True, False, True]
     # of weights that are the engine's
     assert all(row["staleness_max"] == 0 and row["mismatch_kl"] < 1e-3 for row in rows)

@@ -24,16 +24,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 KILLS = 2
 STEPS = 3
-TERMINAL = (
-    "+experiment=terminal",
-    "deterministic=true",
-    f"trainer.steps={STEPS}",
-    "eval.episodes=4",
-    *HOSTS,
-    "env.max_turns=8",
-    "env.max_new_tokens=24",
-    "sandbox.checkpoints=classified",
-)
+TERMINAL = ("+experiment=terminal", "deterministic=true", f"trainer.steps={STEPS}")
+TERMINAL += ("eval.episodes=4", *HOSTS, "env.max_turns=8", "env.max_new_tokens=24")
+TERMINAL += ("sandbox.checkpoints=classified",)
 
 RESTLESS = (
     "scheduler.placement.name=tests.job.restless:Restless",

@@ -101,9 +101,7 @@ def test_a_signal_to_the_script_reaches_the_work_wherever_the_job_is(job, tmp_pa
     assert "Traceback" not in said
 
 
-def test_a_signal_to_all_of_the_job_counts_once_and_a_failure_is_told_without_a_traceback(
-    job, tmp_path
-):
+def test_a_signal_to_all_of_the_job_counts_once_and_a_failure_is_told(job, tmp_path):
     process = job("the disk is full")
     (tmp_path / "gate-setup").touch()
     wait_for(tmp_path / "python")

@@ -13,16 +13,11 @@ GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-ab3b4c5d-7777-8888-9999-aaaabbbbcccc)
   MIG 3g.40gb     Device  0: (UUID: MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f)
   MIG 3g.40gb     Device  1: (UUID: MIG-0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0)
 """
-FOUR = (
-    "model=qwen3_8b",
-    "trainer=zero3_gpu",
-    "rollout=gpu",
-    "cluster=gpus",
-    "cluster.gpus=4",
-    "trainer.ranks=2",
-    "trainer.batch_size=64",
-    "rollout.workers=2",
-)
+SLICE = "MIG-0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0"
+OLD_NAME = "MIG-GPU-ab3b4c5d-7777-8888-9999-aaaabbbbcccc/1/0"
+UUID = "GPU-%dc89852c-8ec8-92b7-dd3b-1ebe33b02c5%d"  # of the eight
+FOUR = ("model=qwen3_8b", "trainer=zero3_gpu", "rollout=gpu", "cluster=gpus", "cluster.gpus=4")
+FOUR += ("trainer.ranks=2", "trainer.batch_size=64", "rollout.workers=2")
 
 
 def test_a_listing_has_every_gpu_and_its_slices():
@@ -30,12 +25,7 @@ def test_a_listing_has_every_gpu_and_its_slices():
     whole, cut = gpus.parse(SLICED)
     assert whole.slices == () and whole.uuid == "GPU-aa3b4c5d-1111-2222-3333-444455556666"
     assert [name[:12] for name in cut.slices] == ["MIG-c6d4f1ef", "MIG-0f1e2d3c"]
-    assert (
-        gpus.parse(
-            "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n"
-        )
-        == ()
-    )
+    assert gpus.parse("NVIDIA-SMI has failed because it couldn't communicate with it.\n") == ()
 
 
 @pytest.mark.parametrize(
@@ -47,33 +37,10 @@ def test_a_listing_has_every_gpu_and_its_slices():
         (EIGHT, "", ()),
         (EIGHT, "-1", ()),
         (EIGHT, "NoDevFiles", ()),
-        (
-            EIGHT,
-            "GPU-3c8,GPU-1c89852c-8ec8-92b7-dd3b-1ebe33b02c51",
-            (
-                "GPU-3c89852c-8ec8-92b7-dd3b-1ebe33b02c53",
-                "GPU-1c89852c-8ec8-92b7-dd3b-1ebe33b02c51",
-            ),
-        ),
-        (
-            SLICED,
-            None,
-            (
-                "0",
-                "MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f",
-                "MIG-0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0",
-            ),
-        ),
-        (
-            SLICED,
-            "MIG-0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0",
-            ("MIG-0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0",),
-        ),
-        (
-            SLICED,
-            "MIG-GPU-ab3b4c5d-7777-8888-9999-aaaabbbbcccc/1/0",
-            ("MIG-GPU-ab3b4c5d-7777-8888-9999-aaaabbbbcccc/1/0",),
-        ),
+        (EIGHT, f"GPU-3c8,{UUID % (1, 1)}", (UUID % (3, 3), UUID % (1, 1))),
+        (SLICED, None, ("0", "MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f", SLICE)),
+        (SLICED, SLICE, (SLICE,)),
+        (SLICED, OLD_NAME, (OLD_NAME,)),
         ("", "0,1", ()),
     ],
 )
@@ -117,9 +84,7 @@ def test_a_launcher_hands_out_what_it_was_given(make_config, nvidia_smi):
         ("", "0,1,2,3", "cluster.gpus=4: this machine has 0"),
     ],
 )
-def test_too_few_are_refused_with_what_was_given_and_what_is_needed(
-    make_config, nvidia_smi, listing, variable, words
-):
+def test_too_few_are_refused(make_config, nvidia_smi, listing, variable, words):
     nvidia_smi(listing, variable)
     with pytest.raises(ConfigError, match=words):
         gpus.for_launcher(make_config(*FOUR))
@@ -149,9 +114,7 @@ def test_a_rank_of_a_slurm_step_takes_its_places_of_the_steps_list(variable, min
 
 @pytest.mark.parametrize("variable", ["0", "0,1,2", "", "NoDevFiles"])
 def test_a_step_that_shows_too_few_is_named(variable):
-    with pytest.raises(
-        RuntimeError, match="rank 5 is to use GPU 2, 3 of its node's.*gpus_per_node"
-    ):
+    with pytest.raises(RuntimeError, match="rank 5 is to use GPU 2, 3 of its"):
         gpus.of_step((2, 3), variable, "rank 5")
 
 
@@ -167,16 +130,13 @@ def test_a_step_that_shows_too_few_is_named(variable):
         ("GPU-3c8,GPU-1c8", "1", 1, "GPU-1c89852c-8ec8-92b7-dd3b-1ebe33b02c51"),
     ],
 )
-def test_a_serving_task_takes_those_at_its_place_on_the_node(
-    nvidia_smi, monkeypatch, variable, local, count, mine
-):
+def test_serving_tasks_take_their_places(nvidia_smi, monkeypatch, variable, local, count, mine):
     nvidia_smi(EIGHT, variable)
     monkeypatch.delenv("SLURM_LOCALID", raising=False)
     if local is not None:
         monkeypatch.setenv("SLURM_LOCALID", local)
-    assert gpus.of_task(count, "rollout.tensor_parallel") == (
-        {} if mine is None else {gpus.VARIABLE: mine}
-    )
+    expected = {} if mine is None else {gpus.VARIABLE: mine}
+    assert gpus.of_task(count, "rollout.tensor_parallel") == expected
 
 
 @pytest.mark.parametrize(

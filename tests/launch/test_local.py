@@ -4,7 +4,6 @@ import json
 import os
 import re
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from rose import files, models
 from rose.config import ConfigError
 from rose.launch import local, logs, model, resume
 from rose.launch.layout import layout
+from tests.processes import ran
 
 
 def blocks(argv):
@@ -32,37 +32,19 @@ def test_one_block_per_environment_in_the_order_of_the_ranks(make_config, tmp_pa
 
 def test_on_gpus_every_rank_sees_its_own(make_config, tmp_path):
     c = make_config(
-        "model=qwen3_8b",
-        "trainer=zero3_gpu",
-        "rollout=gpu",
-        "cluster=gpus",
-        "trainer.ranks=2",
-        "rollout.workers=2",
-        "rollout.tensor_parallel=2",
+        "model=qwen3_8b trainer=zero3_gpu rollout=gpu cluster=gpus trainer.ranks=2",
+        "rollout.workers=2 rollout.tensor_parallel=2",
     )
     argv = local.mpiexec_argv(layout(c), tmp_path, 1, given=["1", "3", "4", "5", "6", "7"])
-    found = [
-        block.split("CUDA_VISIBLE_DEVICES ")[1].split()[0]
-        for block in blocks(argv)
-        if "CUDA" in block
-    ]
+    found = re.findall(r"CUDA_VISIBLE_DEVICES (\S+)", " ".join(argv))
     assert found == ["1", "3", "4,5", "6,7"]
 
 
 def test_ranks_find_rose_from_any_folder_and_the_sites_settings(make_config, tmp_path):
     env = local.environment(make_config("+cluster.env.MINE=mine"))
-    assert (env["MINE"], env["FI_PROVIDER"], env["OMP_WAIT_POLICY"]) == (
-        "mine",
-        "tcp;ofi_rxm",
-        "passive",
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "rose.main", "--help"],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        timeout=600,
-    )
+    expected = ("mine", "tcp;ofi_rxm", "passive")
+    assert (env["MINE"], env["FI_PROVIDER"], env["OMP_WAIT_POLICY"]) == expected
+    done = ran([sys.executable, "-m", "rose.main", "--help"], cwd=tmp_path, env=env, timeout=600)
     assert done.returncode == 0, done.stderr
 
 
@@ -75,13 +57,8 @@ def test_no_rank_reaches_the_network_for_a_model(make_config, monkeypatch, overr
 
 def test_a_held_lock_names_its_holder(tmp_path):
     here = re.escape(f"{os.getpid()} on {socket.gethostname()}")
-    with (
-        local.locked(tmp_path / "run"),
-        pytest.raises(
-            ConfigError, match=rf"name='run'.*in use by another launch \(process {here}\)"
-        ),
-        local.locked(tmp_path / "run"),
-    ):
+    used = pytest.raises(ConfigError, match=rf"name='run'.*another launch \(process {here}\)")
+    with local.locked(tmp_path / "run"), used, local.locked(tmp_path / "run"):
         pass
     with local.locked(tmp_path / "run"):
         pass  # free again
@@ -133,17 +110,13 @@ def test_a_lock_that_its_holder_removed_meanwhile_is_none(tmp_path, monkeypatch)
 
     lock_now = files.lock_now
     monkeypatch.setattr(files, "lock_now", removed_first)
-    with (
-        pytest.raises(ConfigError, match="in use by another launch"),
-        local.locked(tmp_path / "run"),
-    ):
+    refused = pytest.raises(ConfigError, match="in use by another launch")
+    with refused, local.locked(tmp_path / "run"):
         pass
 
 
 @pytest.mark.parametrize("key", ["store", "local"])
-def test_a_folder_for_checkpoints_that_can_not_be_used_is_named_before_a_run(
-    make_config, tmp_path, key
-):
+def test_a_folder_for_checkpoints_that_can_not_be_used_is_named(make_config, tmp_path, key):
     (tmp_path / "file").touch()
     here = f"sandbox.{key}={tmp_path}/file/x"
     with pytest.raises(ConfigError, match=rf"sandbox.{key}='.*/file/x': .*Not a directory"):
@@ -164,14 +137,8 @@ def test_longer_and_faster_is_still_the_same_run(make_config, tmp_path):
     resume.check(
         tmp_path / "config.json",
         make_config(
-            "trainer.steps=90",
-            "rollout.workers=1",
-            "eval.episodes=8",
-            "eval=beside",
-            "eval.stop.patience=3",
-            "+env@eval.sets.sums=calculator",
-            "+eval.sets.sums.episodes=64",
-            "observe.trace=false",
+            "trainer.steps=90 rollout.workers=1 eval.episodes=8 eval=beside eval.stop.patience=3",
+            "+env@eval.sets.sums=calculator +eval.sets.sums.episodes=64 observe.trace=false",
             "cluster.stop_timeout_s=1",
         ),
     )
@@ -244,21 +211,14 @@ def test_a_finished_run_with_more_steps_asked_for_is_not_finished(make_config, t
     assert not resume.is_finished(tmp_path, make_config("trainer.steps=31"))
 
 
-def test_a_model_that_is_not_made_yet_has_no_shape_and_a_made_one_has(
-    make_config, monkeypatch, tmp_path
-):
+def test_a_model_that_is_not_made_yet_has_no_shape(make_config, monkeypatch, tmp_path):
     monkeypatch.setenv("ROSE_CACHE", str(tmp_path))
     c = make_config()
     assert model.shape(c) is None
     folder = models.recipe_folder("tiny", c.model.recipe)
     folder.mkdir(parents=True)
-    raw = {
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "vocab_size": 256,
-    }
+    raw = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128}
+    raw |= {"num_attention_heads": 4, "vocab_size": 256}
     (folder / "config.json").write_text(json.dumps(raw))
     (folder / "tokenizer_config.json").write_text("{}")
     assert model.shape(c).layers == 2
@@ -267,9 +227,7 @@ def test_a_model_that_is_not_made_yet_has_no_shape_and_a_made_one_has(
 
 
 @pytest.mark.parametrize("given, taken", [({}, "lo"), ({"FI_TCP_IFACE": "eth7"}, "eth7")])
-def test_ranks_of_one_machine_meet_on_loopback_unless_told_otherwise(
-    make_config, monkeypatch, given, taken
-):
+def test_ranks_of_one_machine_meet_on_loopback(make_config, monkeypatch, given, taken):
     monkeypatch.delenv("FI_TCP_IFACE", raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)

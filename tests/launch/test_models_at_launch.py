@@ -90,9 +90,7 @@ def test_pytorchs_own_files_are_taken(folder, shape):
     ],
 )
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
-def test_a_context_beyond_scaled_positions_is_refused(
-    folder, shape, kind, factor, positions, fits, key
-):
+def test_contexts_beyond_positions_are_refused(folder, shape, kind, factor, positions, fits, key):
     rope = {"rope_type": kind} | ({"factor": factor} if factor else {})
     raw = RAW | {"max_position_embeddings": positions, key: rope}
     (folder / "config.json").write_text(json.dumps(raw))
@@ -113,12 +111,8 @@ def test_a_hubs_model_alone_is_planned_by_its_config(folder, make_config, monkey
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     monkeypatch.setattr(hub, "cached", lambda *_: None)
-    hub_model = (
-        "model.source=hub",
-        "model.path=acme/tiny",
-        "model.revision=v2",
-        "model.shape=null",
-    )
+    hub_model = ("model.source=hub", "model.path=acme/tiny", "model.revision=v2")
+    hub_model += ("model.shape=null",)
     assert model.shape(make_config(*hub_model)).heads == 2
     assert asked == [("acme/tiny", "config.json", "v2")]
     with pytest.raises(ConfigError, match="model.shape=None"):

@@ -3,6 +3,7 @@ none outlive it."""
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,12 +17,8 @@ from rose.launch.mpiexec import World, blocks
 from tests import processes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MPI = {
-    "MPIR_CVAR_CH4_NETMOD": "ofi",
-    "FI_PROVIDER": "tcp;ofi_rxm",
-    "MPIR_CVAR_NOLOCAL": "1",
-    "FI_TCP_IFACE": "lo",
-}
+MPI = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp;ofi_rxm", "MPIR_CVAR_NOLOCAL": "1"}
+MPI |= {"FI_TCP_IFACE": "lo"}
 # Each rank waits for all others, then says what it sees.
 WORLD = """
 import json, os
@@ -55,29 +52,9 @@ def ended(process: subprocess.Popen) -> tuple[int, str, str]:
 
 
 def test_blocks_are_counted_and_have_their_own_variables():
-    words = [
-        "-n",
-        "2",
-        "-env",
-        "A",
-        "1",
-        "-env",
-        "B",
-        "x=y",
-        "run",
-        "me",
-        ":",
-        "-n",
-        "1",
-        "other",
-        ":",
-        "third",
-    ]
-    assert blocks(words) == [
-        (2, {"A": "1", "B": "x=y"}, ["run", "me"]),
-        (1, {}, ["other"]),
-        (1, {}, ["third"]),
-    ]
+    words = shlex.split("-n 2 -env A 1 -env B x=y run me : -n 1 other : third")
+    expected = [(2, {"A": "1", "B": "x=y"}, ["run", "me"]), (1, {}, ["other"]), (1, {}, ["third"])]
+    assert blocks(words) == expected
 
 
 @pytest.mark.parametrize(

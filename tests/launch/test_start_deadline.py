@@ -22,19 +22,9 @@ def job(make_config, tmp_path):
     starter = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     made = supervise.Job(starter, layout(c), tmp_path, 1, c.cluster)
     for rank in made.ranks:
-        rank_status.write(
-            tmp_path,
-            1,
-            rank_status.RankStatus(
-                rank=rank.rank,
-                role=rank.role,
-                index=rank.index,
-                pid=os.getpid(),
-                guard_pid=os.getppid(),
-                host=socket.gethostname(),
-                state="running",
-            ),
-        )
+        who = {"rank": rank.rank, "role": rank.role, "index": rank.index, "state": "running"}
+        where = {"pid": os.getpid(), "guard_pid": os.getppid(), "host": socket.gethostname()}
+        rank_status.write(tmp_path, 1, rank_status.RankStatus(**who, **where))
     yield made
     starter.kill()
     starter.communicate()

@@ -22,12 +22,8 @@ OF_THE_SHELL = {
     "SLURMD_NODENAME": "n1",
     "PMI_RANK": "0",
 }
-OF_THE_USER = {
-    "SLURM_CONF": "/etc/here/slurm.conf",
-    "SLURM_CLUSTERS": "big",
-    "SBATCH_ACCOUNT": "me",
-    "LANG": "C",
-}
+OF_THE_USER = {"SLURM_CONF": "/etc/here/slurm.conf", "SLURM_CLUSTERS": "big"}
+OF_THE_USER |= {"SBATCH_ACCOUNT": "me", "LANG": "C"}
 
 
 @pytest.fixture
@@ -94,11 +90,6 @@ def test_the_ranks_srun_gets_nothing_that_is_of_one_component_only(shell, make_c
     )
     found = slurm._environment(make_config("cluster=slurm", "+cluster.env.SLURM_MEM_BIND=none"))
     ours = {name for name in found if name.startswith("SLURM_")}
-    assert ours == {
-        "SLURM_JOB_ID",
-        "SLURM_HET_SIZE",
-        "SLURM_CONF",
-        "SLURM_CLUSTERS",
-        "SLURM_MEM_BIND",
-    }
+    expected = {"SLURM_JOB_ID", "SLURM_HET_SIZE", "SLURM_CONF", "SLURM_CLUSTERS", "SLURM_MEM_BIND"}
+    assert ours == expected
     assert found["SLURM_MEM_BIND"] == "none", "what cluster.env says goes for all ranks"

@@ -164,9 +164,7 @@ def test_a_coordinator_that_does_not_stop_is_ended_at_the_deadline(begin, impati
     assert_unshared(impatient)
 
 
-def test_a_coordinator_that_stopped_in_time_is_reported_so_however_slow_the_others(
-    begin, run_dir, make_config
-):
+def test_a_coordinator_that_stopped_in_time_is_reported_so(begin, run_dir, make_config):
     configuration.save(make_config("cluster.stop_timeout_s=6"), run_dir / "config.json")
     process = begin(TOY="rollout-1:hang", TOY_SECONDS=LONG)
     wait_until(lambda: all_up(run_dir))
@@ -230,9 +228,7 @@ def test_two_launches_of_one_name_do_not_meet(begin, run_dir):
 
 
 @pytest.mark.parametrize("deed", ["raise", "hang"])
-def test_a_full_disk_is_the_cause_and_no_lost_rank_whatever_the_ranks_could_write(
-    begin, disk, tmp_path, make_config, deed
-):
+def test_a_full_disk_is_the_cause_and_no_lost_rank(begin, disk, tmp_path, make_config, deed):
     """With `raise` neither the rank nor its guard can say how it ended; with `hang` no rank even
     ends."""
     configuration.save(make_config(), disk.path / "config.json")

@@ -38,10 +38,8 @@ def test_recorded_events_come_back_with_their_rank(tmp_path):
     (rank,) = read_events(tmp_path)
     assert (rank.rank, rank.role, rank.name, rank.attempt) == (3, "rollout", "rollout-0", 2)
     turn, load, died, usage = rank.events
-    assert (
-        turn["args"] == {"turn": "g1.0.t0", "tokens": 7, "name": "free"}
-        and turn["end"] - turn["start"] == 1.5
-    )
+    assert turn["args"] == {"turn": "g1.0.t0", "tokens": 7, "name": "free"}
+    assert turn["end"] - turn["start"] == 1.5
     assert load["args"] == {"version": 4, "bytes": 12} and load["end"] >= load["start"]
     assert died["args"] == {"exit_code": -9} and usage["value"] == 0.5
 
@@ -90,9 +88,8 @@ def test_metrics_survive_a_torn_line_and_bad_numbers(tmp_path):
     writer.write(2, {"loss": 0.25})
     writer.close()
     first, second = (json.loads(line) for line in path.read_text().splitlines())
-    assert (
-        first["loss"] == 0.5 and first["grad_norm"] is None and first["response_hist"] == [[8, 2]]
-    )
+    assert first["loss"] == 0.5 and first["grad_norm"] is None
+    assert first["response_hist"] == [[8, 2]]
     assert second["step"] == 2 and second["kind"] == "step"
 
 
@@ -106,12 +103,8 @@ def test_resume_forgets_later_steps_but_no_fault(tmp_path):
     writer.write(2, {"loss": 20})
     writer.close()
     rows = read_metrics(tmp_path)
-    assert [(row["kind"], row["step"]) for row in rows] == [
-        ("eval", 0),
-        ("step", 1),
-        ("fault", 3),
-        ("step", 2),
-    ]
+    expected = [("eval", 0), ("step", 1), ("fault", 3), ("step", 2)]
+    assert [(row["kind"], row["step"]) for row in rows] == expected
     assert [row["loss"] for row in rows_of(rows, "step")] == [1, 20]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 

@@ -13,17 +13,12 @@ from rose.observe.report import build_report
 def test_pass_at_k_is_the_share_of_choices_of_k_samples_with_a_correct_one(n, k):
     for correct in range(n + 1):
         choices = [any(i < correct for i in chosen) for chosen in combinations(range(n), k)]
-        found = held_out.pass_at_k(n, correct, k)
-        assert found == pytest.approx(sum(choices) / len(choices))
+        assert held_out.pass_at_k(n, correct, k) == pytest.approx(sum(choices) / len(choices))
 
 
 def test_the_ks_are_powers_of_two_and_all_samples():
-    assert [list(held_out.sample_counts(n)) for n in (1, 2, 5, 8)] == [
-        [],
-        [2],
-        [2, 4, 5],
-        [2, 4, 8],
-    ]
+    expected = [[], [2], [2, 4, 5], [2, 4, 8]]
+    assert [list(held_out.sample_counts(n)) for n in (1, 2, 5, 8)] == expected
 
 
 def rows(*rewards, every=5):

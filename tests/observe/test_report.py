@@ -3,7 +3,6 @@ it."""
 
 import re
 import shutil
-import subprocess
 
 import numpy as np
 import pytest
@@ -14,33 +13,18 @@ from rose.observe.report import build_report
 from rose.observe.status import write_failure
 from rose.observe.trace import Span
 from tests.observe.run_folder import write_run
+from tests.processes import ran
 
-CHROMIUM = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--virtual-time-budget=4000",
-)
+CHROMIUM = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run")
+CHROMIUM += ("--disable-background-networking", "--disable-component-update", "--disable-sync")
+CHROMIUM += ("--virtual-time-budget=4000",)
 
 
 def test_unaccounted_time_is_shown_as_other():
-    (bar,) = series.phase_bars(
-        [{"step": 1, "time_step": 10.0, "time_rollout": 5.0, "time_train": 3.0}]
-    )
-    assert bar == {
-        "rollout": 5.0,
-        "train": 3.0,
-        "sync": 0.0,
-        "idle": 0.0,
-        "other": 2.0,
-        "first": 1,
-        "last": 1,
-    }
+    took = {"time_step": 10.0, "time_rollout": 5.0, "time_train": 3.0}
+    (bar,) = series.phase_bars([{"step": 1} | took])
+    phases = {"rollout": 5.0, "train": 3.0, "sync": 0.0, "idle": 0.0, "other": 2.0}
+    assert bar == phases | {"first": 1, "last": 1}
 
 
 def test_long_curves_become_means_of_neighbours():
@@ -57,9 +41,8 @@ def test_histograms_with_different_edges_keep_their_mass():
         [{"step": 1, "response_hist": [[10, 5]]}, {"step": 2, "response_hist": [[12, 1], [24, 1]]}]
     )
     early, late = (side["shares"] for side in mixed["sides"])
-    assert sum(early) == pytest.approx(1, abs=1e-3) and sum(early[:10]) == pytest.approx(
-        1, abs=1e-3
-    )
+    assert sum(early) == pytest.approx(1, abs=1e-3)
+    assert sum(early[:10]) == pytest.approx(1, abs=1e-3)
     assert sum(late[:12]) == pytest.approx(0.5, abs=1e-3)
 
 
@@ -97,11 +80,8 @@ def test_each_task_has_its_successes_early_late_and_held_out(tmp_path):
 
 
 def test_occupancy_is_the_mean_number_of_running_turns():
-    spans = [
-        Span(0, 10, "turn", "a", {}),
-        Span(5, 10, "turn", "b", {}),
-        Span(0, 20, "load_version", None, {}),
-    ]
+    spans = [Span(0, 10, "turn", "a", {}), Span(5, 10, "turn", "b", {})]
+    spans += [Span(0, 20, "load_version", None, {})]
     assert timeline.occupancy(spans, 0, 20, 4) == [1.0, 2.0, 0.0, 0.0]
 
 
@@ -128,30 +108,12 @@ def test_the_report_of_a_mixture_has_a_row_and_a_curve_for_each_environment(tmp_
     assert "By environment" not in build_report(run).read_text(), "one environment is the whole run"
     metrics = MetricsWriter(run, tensorboard=False)
     for step, wins in ((1, 0.25), (2, 0.75)):
-        metrics.write(
-            step,
-            {
-                "success": wins,
-                "trajectories/lake": 8,
-                "success/lake": wins,
-                "reward_mean/lake": 0.5,
-                "turns_mean/lake": 4.0,
-                "response_tokens_mean/lake": 40.0,
-                "trajectories/sums": 0,
-            },
-        )
+        row = {"success": wins, "trajectories/lake": 8, "success/lake": wins}
+        row |= {"reward_mean/lake": 0.5, "turns_mean/lake": 4.0, "trajectories/sums": 0}
+        metrics.write(step, row | {"response_tokens_mean/lake": 40.0})
     for step, wins in ((0, 10), (2, 30)):
-        metrics.write(
-            step,
-            {
-                "kind": "eval",
-                "eval_n": 60,
-                "eval_successes": wins,
-                "eval_n/lake": 40,
-                "eval_successes/lake": wins,
-                "eval_reward/lake": 0.1,
-            },
-        )
+        row = {"kind": "eval", "eval_n": 60, "eval_successes": wins, "eval_n/lake": 40}
+        metrics.write(step, row | {"eval_successes/lake": wins, "eval_reward/lake": 0.1})
     metrics.close()
     html = build_report(run).read_text()
     assert re.search(
@@ -241,15 +203,9 @@ def _dom(path, profile) -> str:
     assert browser, (
         "the report is checked in a real browser: apt-get install chromium fonts-dejavu-core"
     )
-    command = [
-        browser,
-        *CHROMIUM,
-        f"--user-data-dir={profile}",
-        "--window-size=1280,2000",
-        "--dump-dom",
-        path.as_uri(),
-    ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+    command = [browser, *CHROMIUM, f"--user-data-dir={profile}", "--window-size=1280,2000"]
+    command += ["--dump-dom", path.as_uri()]
+    return ran(command, timeout=300, check=True).stdout
 
 
 @pytest.mark.slow
@@ -261,19 +217,8 @@ def test_chromium_draws_every_figure_offline(tmp_path):
     dom = _dom(path, tmp_path / "profile")
     assert "data-error" not in dom, re.search(r'data-error="[^"]*"', dom)
     figures = dict(re.findall(r'<figure id="(fig-\w+)">(.*?)</figure>', dom, re.S))
-    for name in (
-        "success",
-        "reward",
-        "throughput",
-        "tokens",
-        "mismatch",
-        "ratio",
-        "clipped",
-        "staleness",
-        "entropy",
-        "grad",
-        "lr",
-    ):
+    drawn = "success reward throughput tokens mismatch ratio clipped staleness entropy grad lr"
+    for name in drawn.split():
         lines = re.findall(r'class="line[^"]*" d="([^"]*)"', figures[f"fig-{name}"])
         assert lines and all(line.count("L") >= 11 for line in lines), name
     assert figures["fig-success"].count('class="held-out"') == 2

@@ -10,23 +10,15 @@ from tests.observe.run_folder import write_run
 
 
 def test_overlapping_turns_get_different_lanes_and_free_lanes_are_used_again():
-    turns = [
-        Span(0, 10, "turn", "a", {}),
-        Span(5, 15, "turn", "b", {}),
-        Span(6, 7, "turn", "a", {}),
-        Span(10, 12, "turn", "c", {}),
-    ]
+    turns = [Span(0, 10, "turn", "a", {}), Span(5, 15, "turn", "b", {})]
+    turns += [Span(6, 7, "turn", "a", {}), Span(10, 12, "turn", "c", {})]
     assert assign_lanes(turns) == [0, 1, 2, 0]
 
 
 def test_spans_nest_only_in_their_own_trajectory():
-    spans = [
-        Span(0, 100, "trajectory", "a", {}),
-        Span(1, 90, "trajectory", "b", {}),
-        Span(10, 20, "env_step", "b", {}),
-        Span(30, 40, "env_step", "a", {}),
-        Span(50, 120, "env_step", "a", {}),
-    ]
+    spans = [Span(0, 100, "trajectory", "a", {}), Span(1, 90, "trajectory", "b", {})]
+    spans += [Span(10, 20, "env_step", "b", {}), Span(30, 40, "env_step", "a", {})]
+    spans += [Span(50, 120, "env_step", "a", {})]
     assert assign_lanes(spans) == [0, 1, 1, 0, 2]
     assert assign_lanes(spans[:4], nest=False) == [0, 1, 2, 2]
 
@@ -68,9 +60,8 @@ def test_an_arrow_leads_from_a_trajectory_through_its_turns(tmp_path):
         if e["ph"] == "X" and e["name"] == "turn" and e["args"]["trajectory"] == "g1.3"
     ]
     assert [e["ph"] for e in arrows] == ["s"] + ["t"] * (len(turns) - 1) + ["f"]
-    assert sorted((e["pid"], e["ts"]) for e in arrows[1:]) == sorted(
-        (e["pid"], e["ts"]) for e in turns
-    )
+    expected = sorted((e["pid"], e["ts"]) for e in turns)
+    assert sorted((e["pid"], e["ts"]) for e in arrows[1:]) == expected
 
 
 def test_a_run_without_events_has_an_empty_trace(tmp_path):

@@ -104,9 +104,7 @@ def offline_rows(folder: Path) -> list[dict]:
 @pytest.mark.parametrize(
     "given, passed", [((), None), (("observe.wandb.mode=offline",), "offline")]
 )
-def test_wandbs_own_variable_holds_unless_the_configuration_says_otherwise(
-    make_config, tmp_path, monkeypatch, given, passed
-):
+def test_wandbs_own_variable_holds(make_config, tmp_path, monkeypatch, given, passed):
     """wandb.init(mode=None) takes WANDB_MODE."""
     asked = {}
     fake = SimpleNamespace(
@@ -133,9 +131,7 @@ def test_wandb_has_the_numbers_offline_and_a_resumed_run_keeps_its_id(make_confi
     assert [row["eval/success"] for row in rows if "eval/success" in row] == [0.25, 0.25]
 
 
-def test_a_server_that_is_not_there_is_told_and_costs_the_run_nothing(
-    make_config, run, monkeypatch
-):
+def test_a_server_that_is_not_there_is_told_and_costs_nothing(make_config, run, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # and nobody listens

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 import sys
 import threading
 
@@ -19,6 +18,8 @@ from rose.coordinator import replay
 from rose.observe import conversations, failed, trajectories
 from rose.observe.report import build_report
 from rose.observe.trajectories import Texts, notable, read, saved_steps
+from tests.made import trajectory as drawn
+from tests.processes import ran
 
 WORDS = ["<pad>", "go", "left", "right", "wall", "<b>", "goal", "again", "\x1b[2J\x9b1m\b"]
 
@@ -34,21 +35,8 @@ def trajectory(name, parts, reward=0.0, **told):
         version = 4 if number == len(parts) - 1 else 3
         versions += [version if made else -1] * len(words)
     logprobs = np.where(mask, -0.5, 0.0)
-    return p.Trajectory(
-        id=name,
-        group=name.split(".")[0],
-        phase=p.Phase.TRAIN,
-        tokens=p.pack_tokens(tokens),
-        mask=np.array(mask, np.uint8).tobytes(),
-        logprobs=p.pack_floats(logprobs),
-        versions=p.pack_tokens(versions),
-        reward=reward,
-        success=reward > 0.5,
-        turns=len(parts) // 2,
-        response_tokens=sum(mask),
-        domain="lake",
-        **told,
-    )
+    told |= {"success": reward > 0.5, "turns": len(parts) // 2, "domain": "lake"}
+    return drawn(name, tokens, mask, logprobs, versions, reward, **told)
 
 
 def keep(run, name, made=None, output=""):
@@ -89,10 +77,8 @@ def run(tmp_path):
 
 def shown(run, *arguments, columns=140):
     """(exit code, stdout, stderr) of the command."""
-    done = subprocess.run(
+    done = ran(
         [sys.executable, "-m", "rose.show", str(run), *arguments],
-        capture_output=True,
-        text=True,
         timeout=120,
         env={
             "COLUMNS": str(columns),
@@ -119,11 +105,8 @@ def test_a_trajectory_is_its_runs_of_given_and_made_tokens(run):
 
 
 def test_the_few_that_tell_most_are_the_best_the_worst_the_longest_and_a_failed_one(run):
-    assert [(why, each.id) for why, each in notable(read(run, 2))] == [
-        ("best", "g1.0"),
-        ("worst, failed", "g2.1"),
-        ("longest", "g2.0"),
-    ]
+    expected = [("best", "g1.0"), ("worst, failed", "g2.1"), ("longest", "g2.0")]
+    assert [(why, each.id) for why, each in notable(read(run, 2))] == expected
     assert notable([]) == []
 
 

@@ -13,28 +13,16 @@ from rose import config, front
 from rose.config import ConfigError, outside
 from rose.coordinator import replay
 from rose.observe.metrics import read_metrics, rows_of
+from tests.processes import ran
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCE = Path(__file__).parent / "rose_dark"
 OPTIONS = ("hydra.searchpath=[pkg://rose_dark.conf]", "algorithm=plain", "scheduler/routing=first")
-SMALL = (
-    "trainer.steps=1",
-    "trainer.batch_size=8",
-    "rollout.group_size=4",
-    "rollout.workers=1",
-    "rollout.kv_cache_gib=0.1",
-    "eval.episodes=4",
-    "env.members.lake.max_turns=3",
-    "env.members.dark.max_turns=3",
-    "observe.terminal=false",
-)
-MIXED = (
-    "env=mixture",
-    "+env@env.members.dark=dark_lake",
-    "+env.members.dark.weight=1",
-    "+env@env.members.lake=frozen_lake",
-    "+env.members.lake.weight=1",
-)
+SMALL = ("trainer.steps=1", "trainer.batch_size=8", "rollout.group_size=4", "rollout.workers=1")
+SMALL += ("rollout.kv_cache_gib=0.1", "eval.episodes=4", "env.members.lake.max_turns=3")
+SMALL += ("env.members.dark.max_turns=3", "observe.terminal=false")
+MIXED = ("env=mixture", "+env@env.members.dark=dark_lake", "+env.members.dark.weight=1")
+MIXED += ("+env@env.members.lake=frozen_lake", "+env.members.lake.weight=1")
 SECONDS = 600
 
 
@@ -66,20 +54,17 @@ def launch(installed, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_all_ranks_of_a_run_find_what_the_package_has(installed, tmp_path):
-    done = subprocess.run(
+    done = ran(
         [sys.executable, str(REPOSITORY / "launch.py"), *OPTIONS, *MIXED, *SMALL, "name=run"],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": f"{REPOSITORY}:{installed}"},
-        capture_output=True,
-        text=True,
         timeout=SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / "outputs" / "run"
     (step,) = rows_of(read_metrics(run), "step")
     assert step["version"] == 1 and step["invalid_calls"] >= 0
-    found = {t.domain for group in replay.load(run, 1) for t in group}
-    assert found == {"dark", "lake"}
+    assert {t.domain for group in replay.load(run, 1) for t in group} == {"dark", "lake"}
     again = config.load(run / "config.json")
     assert (again.algorithm.name, again.scheduler.routing.name) == ("plain", "first")
 

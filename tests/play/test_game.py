@@ -58,9 +58,7 @@ def solvable(config, way):
     return next(task for task in tasks if asyncio.run(solves(task)))
 
 
-def test_each_turn_is_a_frame_with_the_words_beside_it_and_the_end_says_how(
-    make_config, play, printed
-):
+def test_each_turn_is_a_frame_with_words_and_the_end_says_how(make_config, play, printed):
     config = make_config(*SMALL)
     task = solvable(config, WAY)
     outcome = play(config, task, *map(move, WAY))
@@ -138,9 +136,7 @@ def types(monkeypatch):
     return types
 
 
-def test_the_user_plays_and_what_cannot_be_understood_is_no_turn(
-    make_config, console, printed, types
-):
+def test_the_user_plays_and_nonsense_is_no_turn(make_config, console, printed, types):
     config = make_config(*SMALL)
     task = solvable(config, WAY)
     types("down", "sideways", "d", "move right", "r")

@@ -148,9 +148,7 @@ def test_commands_in_refusals_take_any_path(folder, exported):
 def test_a_task_is_the_one_that_the_runs_evaluations_have(make_config):
     from rose.coordinator.control import eval_task
 
-    config = make_config(
-        "env=games", "+env@eval.sets.sums=calculator", "+eval.sets.sums.episodes=3"
-    )
+    config = make_config("env=games +env@eval.sets.sums=calculator +eval.sets.sums.episodes=3")
     tasks = [source.held_out(config, number, None) for number in range(9)]
     for task in tasks:
         there = eval_task(config.eval.seed, task.number, config.env.weights)
@@ -230,9 +228,7 @@ def test_the_user_plays_a_run_without_an_engine(folder, capfd, monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["__init__", "reset", "step"])
-def test_ctrl_c_while_the_environment_computes_is_no_fault_of_its(
-    folder, monkeypatch, capfd, method
-):
+def test_ctrl_c_while_the_environment_computes_is_no_fault(folder, monkeypatch, capfd, method):
     monkeypatch.setattr("rose.play.typed.ask", lambda prompt: "right")
     monkeypatch.setattr(FrozenLake, method, lambda *_, **__: signal.raise_signal(signal.SIGINT))
     assert command.main([str(folder), "--human", "--task", "3"]) == 130

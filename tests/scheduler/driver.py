@@ -13,14 +13,8 @@ from rose.scheduler.groups import group_index
 MEMBERS = 2  # trajectories of a group
 GROUPS = 2  # groups of a step
 WHOLE_KV = 100
-KINDS = {
-    "d0": ("dedicated", "H800"),
-    "d1": ("dedicated", "H20"),
-    "c0": ("cooperative", "H800"),
-    "c1": ("cooperative", "H20"),
-    "s0": ("spot", "H800"),
-    "h0": ("hybrid", "H800"),
-}
+KINDS = {"d0": ("dedicated", "H800"), "d1": ("dedicated", "H20"), "c0": ("cooperative", "H800")}
+KINDS |= {"c1": ("cooperative", "H20"), "s0": ("spot", "H800"), "h0": ("hybrid", "H800")}
 
 
 @dataclass
@@ -121,9 +115,8 @@ class Driver:
 
     def do_LoadWeights(self, a):
         worker = self.workers[a.worker]
-        assert (
-            not (worker.loading or worker.resting or worker.draining) and a.version == self.version
-        )
+        assert not (worker.loading or worker.resting or worker.draining)
+        assert a.version == self.version
         worker.loading = True
 
     def do_AdmitGroup(self, a):

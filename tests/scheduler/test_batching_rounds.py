@@ -29,9 +29,7 @@ POLICIES = {
     slow=st.sampled_from([0, 3, 11]),
     resumes=st.booleans(),
 )
-def test_every_prompt_is_accounted_for_and_staleness_is_bounded(
-    name, seed, groups, refuses, slow, resumes
-):
+def test_prompts_and_staleness_are_accounted_for(name, seed, groups, refuses, slow, resumes):
     make, bound = POLICIES[name]
     trainer, random = Trainer(make, groups), Random(seed)
     for _ in range(12):
@@ -103,9 +101,8 @@ def test_cancelled_prompts_make_a_long_round_when_they_fill_a_batch():
     assert admitted(policy.begin(5, 4)) == ["g3r1", "g7r1", "g10r1", "g16r1"]
     for group in ("g16r1", "g10r1", "g3r1"):
         assert policy.finished(group, True) == []
-    assert policy.finished("g7r1", True) == [
-        ev.StartTraining(5, ["g3r1", "g7r1", "g10r1", "g16r1"])
-    ]
+    expected = [ev.StartTraining(5, ["g3r1", "g7r1", "g10r1", "g16r1"])]
+    assert policy.finished("g7r1", True) == expected
     short_round(policy, 6, "g20")
 
 

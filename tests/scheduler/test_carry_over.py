@@ -120,9 +120,8 @@ def test_groups_in_flight_start_again_with_their_names_after_a_restart():
     again = CarryOver(1, 1.0, 8.0)
     again.restore(state)
     names = [a.group for a in again.begin(1, G)]
-    assert names[:G] == [f"g{i}" for i in range(G, 2 * G)] and names[G:] == [
-        f"g{i}" for i in range(2 * G, 3 * G)
-    ]
+    assert names[:G] == [f"g{i}" for i in range(G, 2 * G)]
+    assert names[G:] == [f"g{i}" for i in range(2 * G, 3 * G)]
 
 
 @pytest.mark.parametrize("numbers", [(1, 2.0, 8.0), (0, 0.5, 8.0), (-1, 0.0, 8.0), (1, 1.0, 0.5)])
@@ -152,9 +151,7 @@ def test_due_first_puts_groups_of_older_versions_first_at_any_order_of_arrival()
     st.integers(1, 3),
     st.lists(st.tuples(st.integers(0, 50), st.booleans()), min_size=30, max_size=150),
 )
-def test_with_carry_equal_to_the_bound_as_many_groups_are_admitted_as_by_areals_rule(
-    staleness, events
-):
+def test_with_carry_equal_to_the_bound_admissions_are_areals(staleness, events):
     """At every moment neither policy has admitted more groups, without the trainer's own batch."""
     runs = (
         Trainer(CarryOver(staleness, float(staleness), 8.0)),

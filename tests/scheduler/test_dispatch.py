@@ -60,12 +60,8 @@ def plain_round(cluster, queue_depth, routing, imbalance, last):
     st.lists(STEPS, max_size=80),
 )
 def test_a_round_places_the_turns_that_the_plain_rule_places(routing, queue_depth, lengths, steps):
-    names = {
-        "provisioning": "fixed",
-        "routing": routing,
-        "order": "fifo",
-        "batching": "bounded_staleness",
-    }
+    names = {"provisioning": "fixed", "routing": routing, "order": "fifo"}
+    names |= {"batching": "bounded_staleness"}
     s = scheduler(names, queue_depth)
     imbalance = policy("routing", "cache_affine").args["imbalance"]
     indexed, last = s._queue.round, ""
@@ -104,10 +100,8 @@ def test_the_queue_finds_the_first_turn_that_fits_and_the_smallest_before_it(tur
     behind = entries[entries.index(after) + 1 :] if after else entries
     found = next((e for e in behind if e[2].kv_need <= room), None)
     before = behind[: behind.index(found)] if found else behind
-    assert queue.first(room, after) == (
-        found,
-        min((e[2].kv_need for e in before), default=NOT_RESERVED),
-    )
+    expected = (found, min((e[2].kv_need for e in before), default=NOT_RESERVED))
+    assert queue.first(room, after) == expected
     assert len(queue) == len(entries)
 
 

@@ -5,6 +5,7 @@ import pytest
 from rose.parts.rivals import thunder
 from rose.policies.registry import policies
 from rose.scheduler import events as ev
+from tests.scheduler.said import asked, joined
 from tests.scheduler.test_scheduler import end, join, make
 
 ARGS = {
@@ -27,23 +28,11 @@ def scheduler(*workers, sequences=2, kv=10_000, **kwargs):
 
 
 def borrow(s, name, sequences=2, kv=10_000):
-    sizes = {"max_sequences": sequences, "kv_tokens": kv, "version": 0}
-    return s.handle(ev.WorkerJoined(at=0.0, worker=name, kind="spot", **sizes))
+    return s.handle(joined(name, sequences, kv, "spot"))
 
 
 def ask(s, turn, new=10):
-    group, member, _ = turn.split(".")
-    return s.handle(
-        ev.TurnRequested(
-            at=0.0,
-            turn=turn,
-            trajectory=f"{group}.{member}",
-            group=group,
-            context_tokens=10,
-            max_new_tokens=new,
-            held_out=group.startswith("e"),
-        )
-    )
+    return s.handle(asked(turn, new=new, held_out=turn.startswith("e")))
 
 
 def placed(actions):
@@ -52,12 +41,8 @@ def placed(actions):
 
 def test_evaluation_turns_prefer_a_borrowed_worker_with_room_to_a_dedicated_one():
     s = scheduler("d0", "s0", "s1", sequences=1)
-    assert [placed(ask(s, f"e0-{i}.0.t0")) for i in range(4)] == [
-        {"e0-0.0.t0": "s0"},
-        {"e0-1.0.t0": "s1"},
-        {"e0-2.0.t0": "d0"},
-        {},
-    ]
+    expected = [{"e0-0.0.t0": "s0"}, {"e0-1.0.t0": "s1"}, {"e0-2.0.t0": "d0"}, {}]
+    assert [placed(ask(s, f"e0-{i}.0.t0")) for i in range(4)] == expected
     assert placed(end(s, "e0-1.0.t0")) == {"e0-3.0.t0": "s1"}
 
 
@@ -80,10 +65,8 @@ def test_waiting_training_turns_precede_evaluation_turns_that_arrived_earlier():
 def test_a_training_turn_without_room_preempts_the_newest_evaluation_turn():
     s = scheduler("d0")
     ask(s, "e0-0.0.t0"), ask(s, "e0-1.0.t0")
-    assert ask(s, "g0.0.t0") == [
-        ev.AbortTurn("e0-1.0.t0", "d0", 1, "training"),
-        ev.AssignTurn("g0.0.t0", "d0", 1),
-    ]
+    expected = [ev.AbortTurn("e0-1.0.t0", "d0", 1, "training"), ev.AssignTurn("g0.0.t0", "d0", 1)]
+    assert ask(s, "g0.0.t0") == expected
     assert placed(ask(s, "g1.0.t0")) == {"g1.0.t0": "d0"}
     assert ask(s, "g2.0.t0") == [] and s.waiting == 3, "training turns aren't preempted"
     assert placed(end(s, "g0.0.t0")) == {"g2.0.t0": "d0"}
@@ -107,10 +90,8 @@ def test_evaluation_turns_of_a_draining_worker_are_not_preempted():
     s = scheduler("d0", "d1", sequences=1)
     ask(s, "e0-0.0.t0"), ask(s, "e0-1.0.t0")
     s.handle(ev.WorkerDraining(at=0.0, worker="d0"))
-    assert ask(s, "g0.0.t0") == [
-        ev.AbortTurn("e0-1.0.t0", "d1", 1, "training"),
-        ev.AssignTurn("g0.0.t0", "d1", 1),
-    ]
+    expected = [ev.AbortTurn("e0-1.0.t0", "d1", 1, "training"), ev.AssignTurn("g0.0.t0", "d1", 1)]
+    assert ask(s, "g0.0.t0") == expected
 
 
 class Unwilling:

@@ -13,6 +13,7 @@ from rose.policies.plain import Fixed, LeastLoaded
 from rose.policies.verl import Synchronous
 from rose.scheduler import events as ev
 from rose.scheduler.core import Scheduler
+from tests.scheduler.said import asked, joined
 
 ORDERS = {
     "longest_first": LongestFirst,
@@ -27,16 +28,7 @@ class Rollout:
     def __init__(self, order, sequences=1):
         self.scheduler = Scheduler(Fixed(), LeastLoaded(), order, Synchronous(4.0), 0.0, 1e9)
         self.scheduler.handle(ev.VersionPublished(at=0.0, version=0))
-        self.scheduler.handle(
-            ev.WorkerJoined(
-                at=0.0,
-                worker="a",
-                kind="dedicated",
-                max_sequences=sequences,
-                kv_tokens=10**6,
-                version=0,
-            )
-        )
+        self.scheduler.handle(joined("a", sequences, 10**6))
         self.started: list[str] = []
         self.made: dict[str, int] = {}
 
@@ -46,18 +38,7 @@ class Rollout:
         ]
 
     def request(self, turn, outcome="", context=10):
-        trajectory = turn.rpartition(".")[0]
-        self.feed(
-            ev.TurnRequested(
-                at=0.0,
-                turn=turn,
-                trajectory=trajectory,
-                group=turn.partition(".")[0],
-                context_tokens=context,
-                max_new_tokens=10,
-                outcome=outcome,
-            )
-        )
+        self.feed(asked(turn, context=context, outcome=outcome))
 
     def end(self, turn, tokens, last=False):
         trajectory = turn.rpartition(".")[0]
@@ -167,18 +148,6 @@ def test_another_trajectory_becomes_the_probe_when_the_first_is_cancelled():
     rollout.cancel("g0.0.0")
     assert rollout.started == ["g0.0.0", "g1.0.0"]
     assert rollout.queue() == ["g0.1.0", "g0.2.0", "g1.1.0"]
-
-
-def test_finished_and_dropped_groups_are_forgotten():
-    order = LongestFirst()
-    rollout = Rollout(order, sequences=4)
-    for turn in ("g0.0.0", "g1.0.0"):
-        rollout.request(turn)
-    rollout.end("g0.0.0", 50, last=True)
-    rollout.feed(ev.GroupFinished(at=0.0, group="g0", accepted=True))
-    rollout.cancel("g1.0.0")
-    rollout.feed(ev.StepBegun(at=0.0, step=1, groups=1))
-    assert not order._groups
 
 
 # --------------------------------------------------------------------------- mlfq

@@ -2,25 +2,15 @@
 
 import pytest
 
-from rose.config import ConfigError, Policy
-from rose.config import Scheduler as SchedulerConfig
-from rose.policies import build
+from rose.config import ConfigError
 from rose.scheduler import events as ev
+from tests.scheduler.said import asked, built
 
 ARGS = {"crowded": 1.2, "margin": 1.25, "move_s": 1.0, "patience_s": 10.0, "at_once": 2}
 
 
 def scheduler(**args):
-    plain = {"provisioning": "fixed", "routing": "least_loaded", "order": "fifo"}
-    return build(
-        SchedulerConfig(
-            **{kind: Policy(name=name, args={}) for kind, name in plain.items()},
-            batching=Policy(name="synchronous", args={"max_admitted": 1.0}),
-            placement=Policy(name="rebalance", args=ARGS | args),
-            queue_depth=0.0,
-        ),
-        600.0,
-    )
+    return built(600.0, placement=("rebalance", ARGS | args))
 
 
 class World:
@@ -35,16 +25,7 @@ class World:
 
     def saved(self, trajectory, host, commands_s=100.0, turns=3):
         if trajectory not in self.s.cluster.group_of:
-            self.s.handle(
-                ev.TurnRequested(
-                    at=self.at,
-                    turn=f"{trajectory}.t0",
-                    trajectory=trajectory,
-                    group="g0",
-                    context_tokens=1,
-                    max_new_tokens=1,
-                )
-            )
+            self.s.handle(asked(f"{trajectory}.t0", self.at, 1, 1))
         self.s.handle(
             ev.TrajectorySaved(
                 at=self.at, trajectory=trajectory, host=host, turns=turns, commands_s=commands_s

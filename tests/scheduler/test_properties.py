@@ -108,9 +108,7 @@ def staleness(names):
 @pytest.mark.parametrize("kind, name", EVERY)
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
-def test_no_trajectory_is_lost_or_counted_twice_and_a_replay_repeats_every_decision(
-    kind, name, data
-):
+def test_no_trajectory_is_lost_or_counted_twice_and_a_replay_is_the_same(kind, name, data):
     names = {
         k: name if k == kind else data.draw(st.sampled_from(sorted(policies(k))), k)
         for k in PROTOCOLS

@@ -2,25 +2,15 @@
 
 import pytest
 
-from rose.config import ConfigError, Policy
-from rose.config import Scheduler as SchedulerConfig
-from rose.policies import build
+from rose.config import ConfigError
 from rose.scheduler import events as ev
+from tests.scheduler.said import asked, built
 
 TIMES = {"patience_s": 5.0, "idle_s": 100.0, "cool_down_s": 10.0, "back_off_s": 60.0}
 
 
 def make(**args):
-    return build(
-        SchedulerConfig(
-            provisioning=Policy(name="on_demand", args={"min": 0, "max": 2} | TIMES | args),
-            routing=Policy(name="least_loaded", args={}),
-            order=Policy(name="fifo", args={}),
-            batching=Policy(name="synchronous", args={"max_admitted": 4.0}),
-            queue_depth=0.0,
-        ),
-        60.0,
-    )
+    return built(provisioning=("on_demand", {"min": 0, "max": 2} | TIMES | args))
 
 
 def tick(s, *seconds):
@@ -30,11 +20,7 @@ def tick(s, *seconds):
 
 def wait(s, at=0.0):
     """Request a turn that no worker can take."""
-    s.handle(
-        ev.TurnRequested(
-            at=at, turn="g.0.t0", trajectory="g.0", group="g", context_tokens=1, max_new_tokens=1
-        )
-    )
+    s.handle(asked("g.0.t0", at, 1, 1))
 
 
 def queued(s, name, at):
@@ -48,10 +34,8 @@ def granted(s, name, at):
 def test_it_requests_when_turns_have_waited_and_again_after_the_cool_down_up_to_max():
     s = make()
     wait(s)
-    assert tick(s, *range(40)) == [
-        (5, ev.RequestCapacity("lend-1")),
-        (15, ev.RequestCapacity("lend-2")),
-    ]
+    expected = [(5, ev.RequestCapacity("lend-1")), (15, ev.RequestCapacity("lend-2"))]
+    assert tick(s, *range(40)) == expected
 
 
 def test_a_short_wait_requests_nothing():
@@ -67,10 +51,8 @@ def test_a_short_wait_requests_nothing():
 
 def test_the_minimum_is_requested_at_once_and_again_when_it_ends():
     s = make(min=2)
-    assert tick(s, 0, 1, 2) == [
-        (0, ev.RequestCapacity("lend-1")),
-        (1, ev.RequestCapacity("lend-2")),
-    ]
+    expected = [(0, ev.RequestCapacity("lend-1")), (1, ev.RequestCapacity("lend-2"))]
+    assert tick(s, 0, 1, 2) == expected
     granted(s, "lend-1", 2.0)
     s.handle(ev.CapacityEnded(at=3.0, request="lend-1"))
     assert tick(s, 3) == [(3, ev.RequestCapacity("lend-3"))]

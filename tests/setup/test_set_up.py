@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import ran
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = REPOSITORY / "scripts"
 spec = importlib.util.spec_from_file_location("set_up", SCRIPTS / "set_up.py")
@@ -178,7 +180,7 @@ def test_the_systems_own_source_is_found_among_others_and_behind_comments(tmp_pa
     script = script.replace("/etc/os-release", f"{tmp_path}/os-release")
     script = script.replace("/etc/apt", str(tmp_path))
     call = f'fail() {{ echo "$*"; exit 1; }}\n{script}\nown_sources trixie {tmp_path}'
-    done = subprocess.run(["bash", "-c", call], capture_output=True, text=True, timeout=60)
+    done = ran(["bash", "-c", call], timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "debian.sources").read_text().splitlines() == [
         "Types: deb deb-src",
@@ -201,10 +203,7 @@ def python(folder: Path, version: str, has_venv: bool = True) -> str:
 
 
 def run(tmp_path, candidates: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [str(SCRIPTS / "set_up.sh"), str(tmp_path / "env"), "cpu"],
-        env=os.environ | {"PYTHON": candidates}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    return ran([str(SCRIPTS / "set_up.sh"), str(tmp_path / "env"), "cpu"], env=os.environ | {"PYTHON": candidates}, timeout=60)  # fmt: skip
 
 
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])

@@ -20,6 +20,7 @@ from rose.launch import state
 from rose.observe.metrics import read_metrics, rows_of
 from tests import ports
 from tests.job.job import SMALL
+from tests.processes import ran
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEADLINE_S = 600.0
@@ -61,10 +62,8 @@ def _first_port() -> int:
 
 
 def dev_cluster(folder: Path, *words: str) -> None:
-    done = subprocess.run(
+    done = ran(
         [str(REPOSITORY / "slurm" / "dev_cluster.sh"), *words],
-        capture_output=True,
-        text=True,
         env=os.environ | settings(folder),
         timeout=600,
     )
@@ -81,22 +80,9 @@ class SlurmJob:
 
     def submit(self, *overrides: str, code: int = 0) -> str:
         """The front door's words; its exit code must be `code`."""
-        done = subprocess.run(
-            [
-                *self.front,
-                "cluster=dev",
-                f"output_dir={self.folder}",
-                "name=run",
-                *SMALL,
-                "cluster.slurm.rollout.nodes=1",
-                *overrides,
-            ],
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            env=self.environ,
-            cwd=self.cwd,
-        )
+        command = [*self.front, "cluster=dev", f"output_dir={self.folder}", "name=run", *SMALL]
+        command += ["cluster.slurm.rollout.nodes=1", *overrides]
+        done = ran(command, timeout=DEADLINE_S, env=self.environ, cwd=self.cwd)
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
 

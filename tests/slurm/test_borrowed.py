@@ -25,6 +25,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 sys.path.insert(0, str(REPOSITORY / "tests" / "soak"))
 import storm
 
+from tests.processes import ran
+
 
 class Serving:
     """A serving job; ended with the test."""
@@ -32,23 +34,10 @@ class Serving:
     def __init__(self, lending, *options, arguments=()):
         self.lending = lending
         self.log = lending.folder / f"serving-{time.monotonic_ns()}.log"
-        done = subprocess.run(
-            [
-                "sbatch",
-                "--parsable",
-                f"--output={self.log}",
-                *options,
-                str(REPOSITORY / "slurm" / "serving.sbatch"),
-                "name=run",
-                f"output_dir={lending.folder}",
-                "rollout.threads=1",
-                *arguments,
-            ],
-            capture_output=True,
-            text=True,
-            cwd=REPOSITORY,
-            timeout=120,
-        )
+        command = ["sbatch", "--parsable", f"--output={self.log}", *options]
+        command += [str(REPOSITORY / "slurm" / "serving.sbatch"), "name=run"]
+        command += [f"output_dir={lending.folder}", "rollout.threads=1", *arguments]
+        done = ran(command, cwd=REPOSITORY, timeout=120)
         assert done.returncode == 0, done.stderr
         self.id = done.stdout.strip().split(";")[0]
 
@@ -155,20 +144,9 @@ def test_ranks_are_cancelled_and_preempted_and_come_back_with_the_right_weights(
     two_kinds.cancel()
     lending.until(lambda: gone(lending, first) and gone(lending, second), "the cancelled ranks")
 
-    urgent = subprocess.run(
-        [
-            "sbatch",
-            "--parsable",
-            "--partition=serve",
-            *whole_node,
-            "--output=/dev/null",
-            "--wrap=true",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    ).stdout.strip()
+    command = ["sbatch", "--parsable", "--partition=serve", *whole_node, "--output=/dev/null"]
+    command += ["--wrap=true"]
+    urgent = ran(command, timeout=120, check=True).stdout.strip()
     lending.until(lambda: gone(lending, third), "the preempted rank to be gone")
     lending.until(lambda: not state.is_active(urgent), "the urgent job")
     again = other.joined(2)[-1]  # by itself
@@ -222,9 +200,7 @@ def switch(page, token_file, what):
         assert answer.status == 200
 
 
-def test_an_online_server_lends_what_it_leaves_idle_until_told_to_stop_and_the_reports_show_both_sides(
-    lending, serve
-):
+def test_an_online_server_lends_what_it_leaves_idle_until_told_to_stop(lending, serve):
     model = resolve(settings.of_run(lending.run, []).model)
     given = [
         f"serving.online.model={model}",

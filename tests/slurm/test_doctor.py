@@ -9,6 +9,7 @@ import pytest
 
 from rose.doctor import slurm
 from tests import processes
+from tests.processes import ran
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
@@ -18,12 +19,7 @@ def nothing_stays(cluster):
     yield
 
     def queued() -> list[str]:
-        left = subprocess.run(
-            ["squeue", "--noheader", "--states=all", "--format=%T %j"],
-            capture_output=True,
-            text=True,
-            timeout=120,
-        ).stdout
+        left = ran(["squeue", "--noheader", "--states=all", "--format=%T %j"], timeout=120).stdout
         return [line for line in left.splitlines() if line.startswith(("RUNNING", "PENDING"))]
 
     assert processes.left(queued) == []  # Slurm ends what was cancelled some time later
@@ -44,11 +40,8 @@ def examine(make_config):
 
 def test_it_finds_a_world_over_two_components_shared_files_and_a_join_between_two_nodes(tmp_path):
     """The command, with all that it examines."""
-    well = subprocess.run(
-        [sys.executable, "-m", "rose.doctor", "--folder", str(tmp_path), "cluster=dev"],
-        capture_output=True,
-        text=True,
-        timeout=600,
+    well = ran(
+        [sys.executable, "-m", "rose.doctor", "--folder", str(tmp_path), "cluster=dev"], timeout=600
     )
     assert well.returncode == 0, well.stdout + well.stderr
     for part in (

@@ -10,18 +10,14 @@ import sys
 import pytest
 
 from rose.launch import rank_status, state
+from tests.processes import ran
 from tests.slurm.conftest import REPOSITORY, dev_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 
 def state_of(run) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "rose.launch.state", str(run)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = ran([sys.executable, "-m", "rose.launch.state", str(run)], timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -30,9 +26,7 @@ def ranks(job, attempt):
     return {status.rank: status for status in rank_status.read_all(job.run, attempt).values()}
 
 
-def test_a_heterogeneous_job_of_an_installed_rose_trains_and_every_component_completes(
-    job, installed
-):
+def test_a_heterogeneous_job_of_an_installed_rose_trains_and_completes(job, installed):
     """From a wheel, in an empty folder: no rank knows a checkout."""
     job.front, job.environ = (str(installed.bin / "rose"), "train"), installed.environ
     job.cwd = job.folder / "empty"
@@ -52,9 +46,7 @@ def test_a_heterogeneous_job_of_an_installed_rose_trains_and_every_component_com
     assert "is finished (3 steps)" in job.submit(*two_nodes)
 
 
-def test_warned_preempted_and_its_node_lost_it_comes_back_each_time_until_once_too_often(
-    job, cluster
-):
+def test_warned_preempted_and_its_node_lost_it_comes_back_until_once_too_often(job, cluster):
     # both components: it is preemptible
     job.submit(
         "trainer.steps=1000", "cluster.slurm.requeues=3", "cluster.slurm.trainer.partition=spare"
@@ -65,20 +57,9 @@ def test_warned_preempted_and_its_node_lost_it_comes_back_each_time_until_once_t
     goes_on(job, 2)
     assert "requeueing, 1 of at most 3" in job.said()
 
-    urgent = subprocess.run(
-        [
-            "sbatch",
-            "--parsable",
-            "--partition=serve",
-            "--nodes=4",
-            "--exclusive",
-            "--output=/dev/null",
-            "--wrap=sleep 1",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    ).stdout.strip()
+    command = ["sbatch", "--parsable", "--partition=serve", "--nodes=4", "--exclusive"]
+    command += ["--output=/dev/null", "--wrap=sleep 1"]
+    urgent = ran(command, timeout=120).stdout.strip()
     job.until(lambda: not state.is_active(urgent), "the urgent job, for which it was preempted")
     comes(job, 3)
 
@@ -97,11 +78,7 @@ def test_warned_preempted_and_its_node_lost_it_comes_back_each_time_until_once_t
     engine = next(s for s in ranks(job, 4).values() if s.role == "rollout")
     os.kill(engine.pid, signal.SIGKILL)
     assert job.until_ended()[0] == "FAILED", job.logs()
-    assert (
-        "given up after 3 requeues without a new checkpoint (cluster.slurm.requeues=3)"
-        in job.said()
-        and "killed by SIGKILL" in job.said()
-    )
+    assert "given up after 3 requeues without a" in job.said() and "killed by SIGKILL" in job.said()
     # others that a busy machine keeps from leaving in time are ended, and named behind it
     assert (
         f"rank {engine.rank} (rollout {engine.index}) on {engine.host} killed by SIGKILL"

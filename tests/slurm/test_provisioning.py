@@ -13,6 +13,7 @@ from rose.coordinator import provisioner
 from rose.launch import lent, local, state
 from rose.observe.metrics import read_metrics, rows_of
 from rose.scheduler import events as ev
+from tests.processes import ran
 from tests.slurm.conftest import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "tests" / "soak"))
@@ -59,8 +60,7 @@ def driver(cluster, tmp_path, make_config, monkeypatch):
     def make(*overrides):
         return Driver(
             make_config(
-                "cluster=dev",
-                "scheduler/provisioning=on_demand",
+                "cluster=dev scheduler/provisioning=on_demand",
                 f"output_dir={tmp_path}",
                 "name=run",
                 *overrides,
@@ -73,52 +73,40 @@ def driver(cluster, tmp_path, make_config, monkeypatch):
 
 
 def queue():
-    done = subprocess.run(
-        ["squeue", "--noheader", "--format=%i %j"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
+    done = ran(["squeue", "--noheader", "--format=%i %j"], check=True, timeout=120)
     return [line for line in done.stdout.splitlines() if "run-lend-" in line]
 
 
 HELD = "cluster.slurm.borrowed.sbatch=[--hold]"
 
 
-def test_what_is_asked_for_is_queued_noted_found_by_the_next_attempt_and_given_back(driver):
-    async def story():
-        first = driver(HELD)
-        async with first.running():
-            first.provisioner.do(ev.RequestCapacity("lend-1"))
-            await first.heard(ev.CapacityQueued)
-        job = lent.noted(first.run_dir)["lend-1"]
-        assert queue() == [f"{job} run-lend-1"]
-        second = driver(HELD)
-        async with second.running():
-            assert (await second.heard(ev.CapacityQueued)).request == "lend-1"
-            second.provisioner.do(ev.ReleaseCapacity("lend-1"))
-            await second.until(
-                lambda: not state.is_active(job) and not lent.noted(second.run_dir), "scancel"
-            )
-
-    asyncio.run(story())
+async def test_what_is_asked_for_is_queued_noted_found_by_the_next_attempt_and_given_back(driver):
+    first = driver(HELD)
+    async with first.running():
+        first.provisioner.do(ev.RequestCapacity("lend-1"))
+        await first.heard(ev.CapacityQueued)
+    job = lent.noted(first.run_dir)["lend-1"]
+    assert queue() == [f"{job} run-lend-1"]
+    second = driver(HELD)
+    async with second.running():
+        assert (await second.heard(ev.CapacityQueued)).request == "lend-1"
+        second.provisioner.do(ev.ReleaseCapacity("lend-1"))
+        await second.until(
+            lambda: not state.is_active(job) and not lent.noted(second.run_dir), "scancel"
+        )
     assert queue() == []
 
 
-def test_what_is_given_back_before_sbatch_has_answered_leaves_no_job(driver):
-    async def story():
-        hasty = driver(HELD)
-        async with hasty.running():
-            hasty.provisioner.do(ev.RequestCapacity("lend-1"))
-            hasty.provisioner.do(ev.ReleaseCapacity("lend-1"))
-            await hasty.until(
-                lambda: list((hasty.run_dir / "submitted").glob("*_submitted.pkl")), "sbatch"
-            )
-            await hasty.until(lambda: not queue() and not hasty.provisioner._submitting, "scancel")
-        assert hasty.events == [] and lent.noted(hasty.run_dir) == {}
-
-    asyncio.run(story())
+async def test_what_is_given_back_before_sbatch_has_answered_leaves_no_job(driver):
+    hasty = driver(HELD)
+    async with hasty.running():
+        hasty.provisioner.do(ev.RequestCapacity("lend-1"))
+        hasty.provisioner.do(ev.ReleaseCapacity("lend-1"))
+        await hasty.until(
+            lambda: list((hasty.run_dir / "submitted").glob("*_submitted.pkl")), "sbatch"
+        )
+        await hasty.until(lambda: not queue() and not hasty.provisioner._submitting, "scancel")
+    assert hasty.events == [] and lent.noted(hasty.run_dir) == {}
 
 
 @pytest.mark.parametrize(
@@ -128,16 +116,13 @@ def test_what_is_given_back_before_sbatch_has_answered_leaves_no_job(driver):
         ((HELD, "cluster.slurm.pending_s=1"), "pending for 1 s"),
     ],
 )
-def test_a_refusal_is_told_in_words_and_leaves_no_job(driver, overrides, words):
-    async def story():
-        unlucky = driver(*overrides)
-        async with unlucky.running():
-            unlucky.provisioner.do(ev.RequestCapacity("lend-1"))
-            refused = await unlucky.heard(ev.CapacityRefused)
-            assert refused.request == "lend-1" and words in refused.reason
-            await unlucky.until(lambda: not queue(), "scancel")
-
-    asyncio.run(story())
+async def test_a_refusal_is_told_in_words_and_leaves_no_job(driver, overrides, words):
+    unlucky = driver(*overrides)
+    async with unlucky.running():
+        unlucky.provisioner.do(ev.RequestCapacity("lend-1"))
+        refused = await unlucky.heard(ev.CapacityRefused)
+        assert refused.request == "lend-1" and words in refused.reason
+        await unlucky.until(lambda: not queue(), "scancel")
 
 
 SCORE = """
@@ -176,16 +161,10 @@ def test_a_run_gets_the_workers_that_it_asked_for_and_leaves_no_job_behind(job):
         return next((each for each in known if each not in besides), None)
 
     job.submit(
-        "scheduler/provisioning=on_demand",
-        "scheduler.provisioning.args.min=1",
-        "scheduler.provisioning.args.max=1",
-        "reward=function",
-        f"reward.args.path={job.folder}/mine.py:score",
-        "reward.max_workers=1",
-        "reward.max_jobs=1",
-        "reward.timeout_s=240",
-        "trainer.steps=100000",
-        "trainer.batch_size=64",
+        *("scheduler/provisioning=on_demand", "scheduler.provisioning.args.min=1"),
+        *("scheduler.provisioning.args.max=1", "reward=function", "reward.timeout_s=240"),
+        *(f"reward.args.path={job.folder}/mine.py:score", "reward.max_workers=1"),
+        *("reward.max_jobs=1", "trainer.steps=100000", "trainer.batch_size=64"),
         "trainer.checkpoint_every=1000",
     )
     (job.folder / "main").write_text(job.id)

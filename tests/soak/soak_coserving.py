@@ -104,12 +104,8 @@ class Soak:
         `PROGRESS_S`."""
         start = time.monotonic()
         end = start + PROGRESS_S
-        body = {
-            "model": self.server.served,
-            "prompt": [1, 2, 3],
-            "max_tokens": 4,
-            "ignore_eos": True,
-        }
+        body = {"model": self.server.served, "prompt": [1, 2, 3], "max_tokens": 4}
+        body |= {"ignore_eos": True}
         asked = urllib.request.Request(
             f"{self.server.url}/v1/completions",
             json.dumps(body).encode(),

@@ -44,18 +44,10 @@ from scripts.runs import launch
 from tests import processes
 
 SMALL = (
-    "trainer.steps=1000000",
-    "trainer.batch_size=32",
-    "rollout.group_size=4",
-    "eval.episodes=0",
-    "observe.terminal=false",
-    "rollout.kv_cache_gib=0.05",
-    "rollout.workers=1",
-    "rollout.threads=1",
-    "trainer.threads=1",
-    "trainer.checkpoint_every=10",
-    "transfer.keep_versions=4",
-)
+    "trainer.steps=1000000 trainer.batch_size=32 rollout.group_size=4 eval.episodes=0 "
+    "observe.terminal=false rollout.kv_cache_gib=0.05 rollout.workers=1 rollout.threads=1 "
+    "trainer.threads=1 trainer.checkpoint_every=10 transfer.keep_versions=4"
+).split()
 # What shortens steps, as far as it goes together.
 FASTER = {
     "stream": ("rollout/draft=group", "trainer.stream=true"),

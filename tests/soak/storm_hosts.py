@@ -28,16 +28,9 @@ from rose.coordinator import replay
 from tests.job.hosts import hosts
 from tests.job.job import Job
 
-RUN = (
-    "+experiment=terminal",
-    "env.max_turns=8",
-    "env.max_new_tokens=24",
-    "sandbox.checkpoints=classified",
-    "rollout.environment_hosts=2",
-    "rollout.host_restarts=1000000",
-    "eval.episodes=0",
-    "deterministic=true",
-)
+RUN = ("+experiment=terminal", "env.max_turns=8", "env.max_new_tokens=24")
+RUN += ("sandbox.checkpoints=classified", "rollout.environment_hosts=2")
+RUN += ("rollout.host_restarts=1000000", "eval.episodes=0", "deterministic=true")
 NOTICE_S, STOP_S = 60.0, 300.0
 COUNTED = ("trajectories_restarted", "resumed_snapshots", "resumed_turns", "failed_trajectories")
 

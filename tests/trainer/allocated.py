@@ -18,16 +18,8 @@ from typing import Any
 from tests.ports import free_port
 from tests.trainer import tiny_world
 
-SHAPE = {
-    "layers": 4,
-    "hidden": 128,
-    "intermediate": 352,
-    "heads": 4,
-    "kv_heads": 2,
-    "head_dim": 32,
-    "vocab": 2048,
-    "tied_embeddings": False,
-}
+SHAPE = {"layers": 4, "hidden": 128, "intermediate": 352, "heads": 4, "kv_heads": 2}
+SHAPE |= {"head_dim": 32, "vocab": 2048, "tied_embeddings": False}
 MIXTURE = {"experts": 8, "experts_per_token": 2, "expert_intermediate": 96}
 DEADLINE_S = 540.0
 

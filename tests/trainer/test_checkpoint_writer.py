@@ -48,18 +48,13 @@ def test_a_copy_shares_nothing_and_keeps_types(state):
     assert copied["view"].untyped_storage().nbytes() == 16, "a view brought its whole buffer along"
     state["view"].zero_()
     state["scaler"].cur_scale = 8.0
-    assert (
-        copied["view"].tolist() == [4, 5, 6, 7]
-        and copied["whole"][0][4] == 4
-        and copied["scaler"].cur_scale == 4.0
-    )
+    assert copied["view"].tolist() == [4, 5, 6, 7] and copied["whole"][0][4] == 4
+    assert copied["scaler"].cur_scale == 4.0
     assert copied["nested"] == {"step": 3, "shape": torch.Size([2, 3])}
     assert tensor_bytes(state) == 16 + 48 + 8
 
 
-def test_training_changes_weights_while_they_are_written_and_the_file_has_the_old_ones(
-    tmp_path, held, state
-):
+def test_weights_that_change_while_they_are_written_are_the_old_ones(tmp_path, held, state):
     writer = CheckpointWriter(5)
     writer.create(None)
     writer.save(state, str(tmp_path / "states.pt"))
@@ -82,9 +77,7 @@ class Runs:
 
 
 @pytest.mark.parametrize("damage", [(b"zero", b"\xff\xfe\xfd\xfc"), (b"K\x03t", b"))t")])
-def test_a_damaged_file_of_a_checkpoint_is_named_whatever_its_values_are_taken_for(
-    tmp_path, damage
-):
+def test_a_damaged_file_of_a_checkpoint_is_named_whatever_its_values(tmp_path, damage):
     """A text isn't UTF-8, or a size isn't a number."""
     path, old = tmp_path / "states.pt", tmp_path / "old.pt"
     torch.save({"zero": torch.ones(3)}, old)
@@ -98,9 +91,7 @@ def test_a_damaged_file_of_a_checkpoint_is_named_whatever_its_values_are_taken_f
 
 @pytest.mark.parametrize("name", ["deepspeed/model.pt", "deepspeed/optimizer.pt", "random-0.pt"])
 @pytest.mark.parametrize("call", [os.system, exec, getattr])
-def test_a_prepared_checkpoint_runs_nothing_and_is_refused_by_name(
-    tmp_path, monkeypatch, name, call
-):
+def test_a_prepared_checkpoint_runs_nothing_and_is_refused(tmp_path, monkeypatch, name, call):
     """DeepSpeed reads its files by its checkpoint engine, the rank its random states itself."""
     args = {os.system: (f"touch {tmp_path}/ran",), exec: (f"open({str(tmp_path / 'ran')!r}, 'w')",)}
     folder = tmp_path / "step-000001"
@@ -152,16 +143,11 @@ def test_a_cpu_is_given_back_when_the_copies_are_written_and_not_with_them(tmp_p
 def test_a_checkpoint_that_is_never_written_keeps_the_device_and_says_so(monkeypatch):
     engine = object.__new__(DeepSpeedEngine)
     engine.rank, engine.writer = 3, SimpleNamespace(wait=lambda deadline_s: False)
-    with pytest.raises(
-        TimeoutError,
-        match="trainer rank 3 is writing its part of the last checkpoint for over 1800 s",
-    ):
+    with pytest.raises(TimeoutError, match="trainer rank 3 is writing its part of the last"):
         engine.saved()
 
 
-def test_without_room_for_a_copy_the_file_is_written_at_once_and_said_so_once(
-    tmp_path, monkeypatch, capsys, state
-):
+def test_without_room_for_a_copy_it_is_written_at_once(tmp_path, monkeypatch, capsys, state):
     monkeypatch.setattr(checkpoint_writer, "available_bytes", lambda: 100)
     writer = CheckpointWriter(0, neighbours=2)
     for name in ("a.pt", "b.pt"):
@@ -178,9 +164,7 @@ def test_a_part_that_cannot_be_written_is_marked_with_the_reason(tmp_path, state
     writer.save(state, str(tmp_path / "no such folder" / "states.pt"))
     writer.finish(tmp_path)
     assert writer.wait(60)
-    with pytest.raises(
-        checkpoint.SaveFailed, match="trainer rank 3 could not save: .*no such folder"
-    ):
+    with pytest.raises(checkpoint.SaveFailed, match="trainer rank 3 could not save: .*no such"):
         checkpoint.saved(tmp_path)
 
 
@@ -234,9 +218,7 @@ def test_the_control_groups_limit_counts_where_it_is_lower(tmp_path, monkeypatch
         ),
     ],
 )
-def test_the_room_for_a_copy_is_that_of_the_slurm_step_above_the_tasks_own_group(
-    tmp_path, monkeypatch, version, line, home, limit, usage, prefix
-):
+def test_the_limit_is_the_steps(tmp_path, monkeypatch, version, line, home, limit, usage, prefix):
     """Slurm limits job and step, never the group in which a task is; what files fill can be given
     back."""
     path = "/slurm/job_7/step_0/user/task_3"

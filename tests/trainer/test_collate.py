@@ -6,22 +6,12 @@ import pytest
 
 from rose import protocol as p
 from rose.trainer.collate import collate
+from tests.made import trajectory as drawn
 
 
 def trajectory(tokens, mask, logprobs=None):
-    return p.Trajectory(
-        id="g0.0",
-        group="g0",
-        phase=p.Phase.TRAIN,
-        tokens=p.pack_tokens(tokens),
-        mask=bytes(mask),
-        logprobs=p.pack_floats(logprobs if logprobs is not None else [-0.5 * m for m in mask]),
-        versions=p.pack_tokens([3 if m else -1 for m in mask]),
-        reward=0.0,
-        success=False,
-        turns=1,
-        response_tokens=sum(mask),
-    )
+    logprobs = logprobs if logprobs is not None else [-0.5 * m for m in mask]
+    return drawn("g0.0", tokens, mask, logprobs, [3 if m else -1 for m in mask])
 
 
 def test_shift_and_right_padding():
@@ -61,15 +51,11 @@ def test_each_token_has_the_turn_that_made_it():
     assert batch.tree.nodes[0, :3].tolist() == batch.tree.nodes[1, :3].tolist()
 
 
-@pytest.mark.parametrize(
-    "told",
-    [
-        dict(turn_tokens=[(0, 1)]),
-        dict(turn_tokens=[(0, 1), (1, 1)]),
-        dict(turn_tokens=[(-1, 2)]),
-        dict(turn_rewards=[0.5]),
-    ],
-)
+WRONG = [dict(turn_tokens=[(0, 1)]), dict(turn_tokens=[(0, 1), (1, 1)])]
+WRONG += [dict(turn_tokens=[(-1, 2)]), dict(turn_rewards=[0.5])]
+
+
+@pytest.mark.parametrize("told", WRONG)
 def test_turns_that_are_not_its_tokens_are_named(told):
     bad = msgspec.structs.replace(trajectory([1, 2, 3], [0, 1, 1]), **told)
     with pytest.raises(ValueError, match="trajectory g0.0: its turns .* 2 response tokens"):
@@ -96,17 +82,10 @@ def test_what_the_engine_says_of_others_tokens_is_ignored():
         (dict(tokens=p.pack_tokens([1, -2, 3])), "the model has 0 to 9"),
         (dict(response_tokens=2), "they must agree"),
         (dict(logprobs=p.pack_floats([0, 0, np.nan])), "not finite"),
+        (dict(mask=b"\1\0\0"), "the first token is always the prompt's"),
     ],
 )
 def test_a_trajectory_that_contradicts_itself_is_named(bad, words):
+    wrong = msgspec.structs.replace(trajectory([1, 2, 3], [0, 0, 1]), **bad)
     with pytest.raises(ValueError, match=f"trajectory g0.0: .*{words}"):
-        collate(
-            [0],
-            {0: msgspec.structs.replace(trajectory([1, 2, 3], [0, 0, 1]), **bad)},
-            vocabulary=10,
-        )
-
-
-def test_the_first_token_cannot_be_the_policys():
-    with pytest.raises(ValueError, match="the first token is always the prompt's"):
-        collate([0], {0: trajectory([1, 2], [1, 1])}, vocabulary=10)
+        collate([0], {0: wrong}, vocabulary=10)

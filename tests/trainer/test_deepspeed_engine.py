@@ -26,13 +26,12 @@ def test_bfloat16_accumulates_and_communicates_in_float32(make_config):
     assert settings["data_types"] == {"grad_accum_dtype": "fp32"}
     narrow = zero_config(
         make_config(
-            "trainer.dtype=bfloat16", "trainer.zero_stage=2", "trainer.reduce_dtype=bfloat16"
+            "trainer.dtype=bfloat16 trainer.zero_stage=2 trainer.reduce_dtype=bfloat16"
         ).trainer,
         1000,
     )
-    assert narrow["communication_data_type"] == "bf16" and narrow["data_types"] == {
-        "grad_accum_dtype": "fp32"
-    }
+    assert narrow["communication_data_type"] == "bf16"
+    assert narrow["data_types"] == {"grad_accum_dtype": "fp32"}
 
 
 def test_gradients_are_added_up_in_bfloat16_only_where_they_are_kept_in_float32(make_config):

@@ -42,9 +42,7 @@ def states(folder, name):
     "more, keeps_below",
     [((), 64), (("+trainer.lora={rank: 4, alpha: 8, targets: [q_proj, down_proj]}",), 0)],
 )
-def test_groups_of_ranks_with_all_weights_train_save_and_publish_what_zero_3_does(
-    tmp_path, more, keeps_below
-):
+def test_groups_with_all_weights_do_what_zero_3_does(tmp_path, more, keeps_below):
     plain, grouped = tmp_path / "plain", tmp_path / "grouped"
     for folder in (plain, grouped):
         tiny_world.save_model(folder / "model")

@@ -47,9 +47,7 @@ def run(folder, name, ranks, more, kept):
         pytest.param(1, ["trainer.zero_stage=2", *ADAPTER], [], id="zero2-lora", marks=SOAK),
     ],
 )
-def test_compiled_layers_train_what_others_do_and_none_is_compiled_later(
-    tmp_path, ranks, more, second, kept
-):
+def test_compiled_layers_train_what_others_do(tmp_path, ranks, more, second, kept):
     tiny_world.save_model(tmp_path / "model")
     plain = run(tmp_path, "plain", ranks, more, kept)
     compiled = run(tmp_path, "compiled", ranks, [*more, *second, "trainer.compile=true"], kept)

@@ -7,7 +7,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Phi3Config
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from rose.trainer import kernels, model
@@ -123,9 +123,3 @@ def test_a_reference_that_is_read_after_ligers_kernels_has_all_of_its_weights(tm
 def test_ligers_silu_takes_no_other_activations_place(tmp_path, liger):
     kernels.use_liger(save_llama(tmp_path, hidden_act="gelu"))
     assert not liger["swiglu"] and liger["rms_norm"]
-
-
-@pytest.mark.parametrize("factor, whole", [(1.0, True), (0.75, False)])
-def test_ligers_rotation_is_of_whole_heads_only(factor, whole):
-    assert kernels._rotates_whole_heads(Phi3Config(partial_rotary_factor=factor)) == whole
-    assert kernels._rotates_whole_heads(LlamaConfig())

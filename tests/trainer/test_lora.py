@@ -101,9 +101,8 @@ def test_the_plan_has_the_hashes_of_the_models_folder_however_it_is_shared(world
     folder, _, _, _ = world
     plan, _ = read_plan(Folder(folder / "run"))
     stored = load_file(folder / "model" / "model.safetensors")
-    assert {t.name: t.shape for t in plan.base.tensors} == {
-        n: tuple(t.shape) for n, t in stored.items()
-    }
+    found = {t.name: t.shape for t in plan.base.tensors}
+    assert found == {n: tuple(t.shape) for n, t in stored.items()}
     from rose.trainer import adapter
     from rose.trainer.model import load
 

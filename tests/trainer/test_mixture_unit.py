@@ -21,9 +21,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("tokens", [1, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts_equal_the_plain_loop_also_those_that_no_token_chose(
-    folder, tokens, dtype, monkeypatch
-):
+def test_experts_equal_the_plain_loop_also_unchosen_ones(folder, tokens, dtype, monkeypatch):
     hf = model.load(folder, dtype, gradient_checkpointing=False).hf
     ours = hf.base_model.layers[0].mlp.experts
     plain = copy.deepcopy(ours)

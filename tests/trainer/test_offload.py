@@ -25,9 +25,8 @@ def test_views_of_one_buffer_and_gradients_come_back_as_they_were(share):
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in pointers)
     assert share.nbytes >= 300_000 * 4 + 2 * 40_000 * 2
     share.take()
-    assert torch.equal(flat, torch.arange(300_000, dtype=torch.float32)) and bool(
-        (weight.grad == 3).all()
-    )
+    assert torch.equal(flat, torch.arange(300_000, dtype=torch.float32))
+    assert bool((weight.grad == 3).all())
     flat += 1  # the views are views still
     assert part[0, 0] == 1001 and whole[0, 0] == 1 and bool((weight == 1).all())
 
@@ -84,9 +83,7 @@ def test_a_device_without_room_is_named_with_what_is_wanted(share):
     kept = torch.randn(100_000)
     share.give_back()
     gone, share._gone = share._gone, [(Full(), 3 * 2**30)]
-    with pytest.raises(
-        RuntimeError, match=r"the trainer's states need 3.0 GiB of cpu, which has .* GiB free after"
-    ):
+    with pytest.raises(RuntimeError, match=r"the trainer's states need 3.0 GiB of cpu, which has"):
         share.take()
     share._gone = gone
     share.take()

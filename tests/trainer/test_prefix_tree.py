@@ -42,9 +42,8 @@ def test_a_token_attends_to_its_ancestors_and_itself_only():
     attention = tree.attention()[0, 0]
     for row, nodes in zip(ROWS, tree.nodes, strict=False):
         for depth, node in enumerate(nodes[: len(row)].tolist()):
-            assert attention[node].nonzero().flatten().tolist() == sorted(
-                nodes[: depth + 1].tolist()
-            )
+            found = attention[node].nonzero().flatten().tolist()
+            assert found == sorted(nodes[: depth + 1].tolist())
 
 
 @pytest.mark.parametrize("by_stretches", [False, True])

@@ -10,19 +10,9 @@ from rose.trainer import model, probe
 from rose.trainer.prefix_tree import obstacle
 from tests.trainer import tiny_world
 
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+SIZES |= {"initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 CONTEXT = 512
 LATENT = {  # attention whose values are smaller than its keys
     "num_key_value_heads": 4,
@@ -144,9 +134,7 @@ def test_random_numbers_that_change_less_than_bfloat16_rounds_are_refused(tmp_pa
         check(tmp_path, family, more, torch.bfloat16)
 
 
-def test_rotary_positions_that_change_with_length_are_taken_within_the_context_before_scaling(
-    tmp_path,
-):
+def test_rotary_positions_that_change_with_length_are_taken_within_the_context(tmp_path):
     check(tmp_path, "Phi3", LONGROPE, max_context=128)
     with pytest.raises(ValueError, match="nats a token"):
         check(tmp_path, "Phi3", LONGROPE, max_context=129)

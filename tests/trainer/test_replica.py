@@ -132,9 +132,7 @@ class Elsewhere(replica.ReplicaEngine):
         return here.clone()
 
 
-def test_all_that_a_replica_computes_with_is_on_its_device_at_work_and_in_host_memory_between(
-    make_config, tmp_path, monkeypatch
-):
+def test_a_replica_is_on_its_device_only_at_work(make_config, tmp_path, monkeypatch):
     folder = tiny_world.save_model(tmp_path / "model")
     engine = Elsewhere(make_config(), folder, torch.device("cpu"))
     parts = [*engine.policy.parameters(), *engine.policy.buffers()]

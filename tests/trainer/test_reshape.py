@@ -58,13 +58,8 @@ def test_it_goes_on_as_if_it_had_always_had_these_ranks(begins, worlds, lora, al
         at = tmp_path
         run(at, "begins", begins, [["train", *STEPS[0]], ["states", "0"], ["save", "step0"]], lora)
     for number, world in enumerate(worlds, 1):
-        actions = [
-            ["load", str(at / f"step{number - 1}")],
-            ["states", "loaded"],
-            ["train", *STEPS[number]],
-            ["states", f"{number}"],
-            ["save", f"step{number}"],
-        ]
+        actions = [["load", str(at / f"step{number - 1}")], ["states", "loaded"]]
+        actions += [["train", *STEPS[number]], ["states", f"{number}"], ["save", f"step{number}"]]
         [metrics] = run(tmp_path, f"world{number}", world, actions, lora)
         saved, loaded = states(at, number - 1), states(tmp_path, "loaded")
         assert saved.keys() == loaded.keys()

@@ -43,6 +43,5 @@ def test_a_cosine_falls_to_its_final_share_over_all_updates_of_all_steps(rates):
 
 
 def test_warm_up_begins_at_nothing_whatever_the_final_share(rates):
-    assert rates("warmup_steps=4", "schedule=linear", "final_share=0.5")[:4] == pytest.approx(
-        [0.25, 0.5, 0.75, 1.0]
-    )
+    expected = pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert rates("warmup_steps=4", "schedule=linear", "final_share=0.5")[:4] == expected

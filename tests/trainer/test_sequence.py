@@ -73,9 +73,7 @@ def alone(tmp_path_factory):
         (4, 2, 3, ("trainer.gradient_checkpointing=true", "trainer.offload_activations=true")),
     ],
 )
-def test_ranks_that_share_rows_train_and_publish_what_one_does(
-    alone, tmp_path, ranks, parts, stage, more
-):
+def test_ranks_that_share_rows_do_what_one_does(alone, tmp_path, ranks, parts, stage, more):
     """Rows of odd lengths, in rounds and at once, padded and in prefix trees."""
     world = World(tmp_path, ranks, parts, stage, more)
     for metrics in world.metrics:
@@ -151,16 +149,10 @@ def test_ranks_that_cannot_connect_to_share_rows_say_so_before_the_first_step():
 
 LONG = 8192
 EXPERIMENT = (
-    "+experiment=qwen7b_64k",
-    "cluster=local",
-    "cluster.gpus=0",
-    f"model.max_context={LONG}",
-    f"trainer.micro_batch_tokens={LONG}",
-    "trainer.sequence_parallel=2",
-    "trainer.batch_size=8",
-    "trainer.threads=1",
-    "deterministic=false",
-)
+    f"+experiment=qwen7b_64k cluster=local cluster.gpus=0 model.max_context={LONG} "
+    f"trainer.micro_batch_tokens={LONG} trainer.sequence_parallel=2 trainer.batch_size=8 "
+    "trainer.threads=1 deterministic=false"
+).split()
 
 
 def test_the_experiment_of_64k_tokens_trains_rows_of_8k(tmp_path):

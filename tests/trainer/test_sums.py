@@ -70,9 +70,7 @@ def test_a_full_disk_is_an_error_that_names_the_file_and_nothing_stays(disk):
 
 
 @pytest.mark.parametrize("loss", [np.nan, np.inf])
-def test_a_replicas_loss_that_is_not_finite_ends_the_step_before_anything_is_applied(
-    loss, make_config
-):
+def test_a_replicas_loss_that_is_not_finite_ends_the_step(loss, make_config):
     config = make_config()
     trains = SimpleNamespace(
         config=config,

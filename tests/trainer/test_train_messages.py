@@ -2,22 +2,11 @@
 
 from rose import protocol as p
 from rose.trainer import batching as tm
+from tests.made import trajectory as drawn
 
 
 def trajectory(tokens: int) -> p.Trajectory:
-    return p.Trajectory(
-        id="g0.0",
-        group="g0",
-        phase=p.Phase.TRAIN,
-        tokens=bytes(4 * tokens),
-        mask=bytes(tokens),
-        logprobs=bytes(4 * tokens),
-        versions=bytes(4 * tokens),
-        reward=0.0,
-        success=False,
-        turns=1,
-        response_tokens=0,
-    )
+    return drawn("g0.0", *[[0] * tokens] * 4)
 
 
 def test_large_batches_are_cut_and_small_ones_are_not(monkeypatch):
@@ -25,12 +14,8 @@ def test_large_batches_are_cut_and_small_ones_are_not(monkeypatch):
     rows = [trajectory(60), trajectory(30), trajectory(60), trajectory(200), trajectory(5)]
     summary = p.BatchSummary([0.0] * 5, [0] * 5, [0] * 5, [False] * 5)
     step, *parts = tm.train_messages(7, summary, [[[0, 1], [2]], [[3, 4]]], True, rows)
-    assert (step.step, step.micro_batches, step.parts, step.trees) == (
-        7,
-        [[[0, 1], [2]], [[3, 4]]],
-        len(parts),
-        True,
-    )
+    expected = (7, [[[0, 1], [2]], [[3, 4]]], len(parts), True)
+    assert (step.step, step.micro_batches, step.parts, step.trees) == expected
     assert [part.indices for part in parts] == [[0, 1], [2], [3], [4]]
     assert [part.part for part in parts] == [0, 1, 2, 3]
     assert all(part.trajectories == [rows[i] for i in part.indices] for part in parts)

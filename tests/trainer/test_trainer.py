@@ -184,9 +184,7 @@ TURNS = {"gamma": 0.9, "trajectory_weight": 0.25}
 @pytest.mark.parametrize(
     ("stage", "ranks", "algorithm", "args"), [(0, 1, "grpo", {}), (3, 2, "turn_grpo", TURNS)]
 )
-def test_at_a_temperature_kl_penalty_and_advantages_of_turns_equal_the_plain_loop(
-    stage, ranks, algorithm, args, tmp_path
-):
+def test_everything_at_once_equals_the_plain_loop(stage, ranks, algorithm, args, tmp_path):
     model = tiny_world.save_model(tmp_path / "model")
     settings = [f"algorithm={algorithm}", *(f"algorithm.args.{k}={v}" for k, v in args.items())]
     job = {
@@ -235,9 +233,7 @@ def test_what_is_not_finite_is_refused_on_every_rank_and_nothing_applied(world):
     for report in world.reports:
         loss, gradient = report["errors"]
         assert "step 8, update 0, micro-batch 0: the loss is not finite" in loss
-        assert (
-            "step 9, update 0, after its last micro-batch: the gradient is not finite" in gradient
-        )
+        assert "step 9, update 0, after its last micro-batch: the gradient is not" in gradient
     before, after = world.version(4), world.version(5)
     assert all(before[name].tobytes() == after[name].tobytes() for name in before)
 
@@ -289,9 +285,7 @@ def test_bfloat16_follows_float32_within_its_precision(stage, more, tmp_path):
 
 
 @pytest.mark.parametrize(("seed", "limit", "ranks"), [(2, 4000, 1), (1, 120, 2)])
-def test_what_trajectories_that_fork_share_is_trained_once_and_counts_for_each(
-    seed, limit, ranks, tmp_path
-):
+def test_what_forking_trajectories_share_is_trained_once(seed, limit, ranks, tmp_path):
     """In prefix trees and in rows of their own, also where siblings are on different ranks."""
     model = tiny_world.save_model(tmp_path / "model")
     job = {"name": "run", "actions": [["forked", seed, limit]]}

@@ -14,9 +14,7 @@ class Peers:
         return 2
 
 
-def test_a_rank_may_take_as_long_to_import_as_ranks_may_take_to_start(
-    make_config, monkeypatch, tmp_path
-):
+def test_a_rank_may_import_as_long_as_ranks_may_start(make_config, monkeypatch, tmp_path):
     waited = []
 
     def gather(peers, text, deadline_s, what):

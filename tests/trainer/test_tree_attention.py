@@ -122,9 +122,7 @@ def long_batch(trees):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_models_values_and_gradients_by_blocks_are_those_of_padded_rows(
-    tmp_path, monkeypatch, checkpointing
-):
+def test_a_models_gradients_by_blocks_are_those_of_rows(tmp_path, monkeypatch, checkpointing):
     policy = model.load(tiny_world.save_model(tmp_path), torch.float32, checkpointing).train()
     policy.use_flex()
     seen = []
@@ -164,10 +162,8 @@ def test_a_device_or_compiler_that_fails_is_told_and_one_that_errs_too(monkeypat
         raise RuntimeError("Cannot find a working triton installation\nmore")
 
     monkeypatch.setattr(tree_attention, "difference", broken)
-    assert (
-        tree_attention.why_not_flex(gpu, 4, 2, 16, torch.bfloat16)
-        == "flex attention fails: RuntimeError: Cannot find a working triton installation"
-    )
+    expected = "flex attention fails: RuntimeError: Cannot find a working triton installation"
+    assert tree_attention.why_not_flex(gpu, 4, 2, 16, torch.bfloat16) == expected
     for found, words in ((0.5, "off by 0.5"), (float("nan"), "off by nan"), (0.001, "")):
         monkeypatch.setattr(tree_attention, "difference", lambda *_, found=found: found)
         why = tree_attention.why_not_flex(gpu, 4, 2, 16, torch.bfloat16)
@@ -184,9 +180,8 @@ def test_pairs_are_counted_as_the_tree_has_them():
             inputs[place, : len(tokens[row])] = tokens[row]
         tree = prefix_tree.build(inputs, np.array([len(tokens[row]) for row in group]))
         assert packing.pairs(group, dense=True) == len(tree.tokens) ** 2
-        assert packing.pairs(group, dense=False) == int(
-            tree.attention().sum()
-        ) + batching.PARTLY * len(tree.tokens)
+        found = packing.pairs(group, dense=False)
+        assert found == int(tree.attention().sum()) + batching.PARTLY * len(tree.tokens)
 
 
 @pytest.mark.parametrize("recomputed", [False, True])

@@ -12,6 +12,7 @@ from rose import protocol as p
 from rose.trainer import segments
 from rose.trainer.algorithms import build
 from rose.trainer.algorithms.base import Summary
+from tests.made import trajectory as drawn
 
 ARGS = {"clip_low": 0.2, "clip_high": 0.2, "scale_by_std": True}
 
@@ -84,23 +85,9 @@ def trajectories(rows, seed=3):
             mask += [1] * len(own) + [0]
             turns.append((turn, len(own)))
         inherited = [(m, makers.count(m)) for m in dict.fromkeys(makers) if m != name]
-        found.append(
-            p.Trajectory(
-                id=name,
-                group=f"g{group}",
-                phase=p.Phase.TRAIN,
-                tokens=p.pack_tokens(tokens),
-                mask=bytes(mask),
-                logprobs=p.pack_floats([-0.5 * bit for bit in mask]),
-                versions=p.pack_tokens([bit - 1 for bit in mask]),
-                reward=reward,
-                success=False,
-                turns=len(path),
-                response_tokens=sum(mask),
-                turn_tokens=turns,
-                inherited=inherited,
-            )
-        )
+        logprobs, versions = [-0.5 * bit for bit in mask], [bit - 1 for bit in mask]
+        more = {"turns": len(path), "turn_tokens": turns, "inherited": inherited}
+        found.append(drawn(name, tokens, mask, logprobs, versions, reward, **more))
     return found
 
 

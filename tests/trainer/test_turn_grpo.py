@@ -16,12 +16,8 @@ ARGS = GRPO | {"gamma": 1.0, "trajectory_weight": 0.5}
 
 # Rewards of turns. Group 0: three turns, one, two, two; only one trajectory has a turn 2. Group 1:
 # all equal. Group 2: equal in sum, not in turns. Group 3: one turn each.
-TURNS = [
-    [[0.5, 0.0, 1.0], [0.25], [0.0, -1.0], [0.0, 0.5]],
-    [[0.1, 0.2], [0.1, 0.2]],
-    [[0.0, 1.0], [1.0, 0.0]],
-    [[2.0], [-1.0], [0.5]],
-]
+TURNS = [[[0.5, 0.0, 1.0], [0.25], [0.0, -1.0], [0.0, 0.5]], [[0.1, 0.2], [0.1, 0.2]]]
+TURNS += [[[0.0, 1.0], [1.0, 0.0]], [[2.0], [-1.0], [0.5]]]
 
 
 def summary(groups):

@@ -24,20 +24,13 @@ VOCABULARY = 97
 DEADLINE_S = 600
 LENGTHS = [40, 12, 33, 7, 25, 25, 18, 9]
 SILENT = 3  # the row of this batch in which the policy made no token
-SETTINGS = [
-    "algorithm.args.scale_by_std=false",
-    "algorithm.importance_cap=1.1",
-    "trainer.optimizer.eps=1e-3",
-    "trainer.optimizer.lr=0.01",
-    "trainer.optimizer.schedule=constant",
-    "trainer.optimizer.warmup_steps=2",
-    "trainer.optimizer.weight_decay=0.1",
-    "trainer.threads=1",
-    "deterministic=true",
-    "rollout.workers=1",
-    "trainer.optimizer.grad_clip=0.05",
-    "trainer.step_timeout_s=200",
-]
+SETTINGS = (
+    "algorithm.args.scale_by_std=false algorithm.importance_cap=1.1 trainer.optimizer.eps=1e-3 "
+    "trainer.optimizer.lr=0.01 trainer.optimizer.schedule=constant "
+    "trainer.optimizer.warmup_steps=2 trainer.optimizer.weight_decay=0.1 trainer.threads=1 "
+    "deterministic=true rollout.workers=1 trainer.optimizer.grad_clip=0.05 "
+    "trainer.step_timeout_s=200"
+).split()
 
 
 def save_model(folder: Path, tied: bool = True, kv_heads: int = 2) -> Path:
@@ -70,11 +63,7 @@ def make_batch(seed: int, lengths: list[int] = LENGTHS):
     rows = {}
     begin = random.integers(0, VOCABULARY, 6)
     for row, length in enumerate(lengths):
-        mask = (
-            (random.random(length) < 0.6).astype(np.uint8)
-            if row != SILENT
-            else np.zeros(length, np.uint8)
-        )
+        mask = (random.random(length) < 0.6 if row != SILENT else np.zeros(length)).astype(np.uint8)
         mask[0] = 0
         turns = 1 + row % 3
         made = [len(part) for part in np.array_split(np.flatnonzero(mask), turns)]
@@ -382,14 +371,8 @@ def in_halves(t):
         return p.Branch(t.tokens, mask.tobytes(), floats, ids, counts)
 
     first, second = branch(slice(0, half)), branch(slice(half, None))
-    return msgspec.structs.replace(
-        t,
-        mask=first.mask,
-        logprobs=first.logprobs,
-        versions=first.versions,
-        turn_tokens=first.turn_tokens,
-        branches=[second],
-    )
+    kept = {k: getattr(first, k) for k in ("mask", "logprobs", "versions", "turn_tokens")}
+    return msgspec.structs.replace(t, branches=[second], **kept)
 
 
 def world_of(job: dict, folder: Path, ranks: int) -> tuple[list, list[Path]]:
@@ -616,6 +599,7 @@ def main(job: dict, rank: int) -> None:
     replicas, lost, version, gradient]: a step on the weights of the published `version`, of whose
     replicas the first `lost` ones give no gradient."""
     import deepspeed
+    import msgspec
 
     from rose import protocol as p
     from rose.comm.address import local_place
@@ -634,14 +618,8 @@ def main(job: dict, rank: int) -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = job["compiled_in"]
     if "keeps_below" in job:
         keep_gathered(job["keeps_below"], LARGE if job.get("as_large") else {})
-    trainer = Trainer(
-        settings(job),
-        rank,
-        job["ranks"],
-        local_place(job["port"]),
-        folder / "model",
-        NullRecorder(),
-    )
+    place, model = local_place(job["port"]), folder / "model"
+    trainer = Trainer(settings(job), rank, job["ranks"], place, model, NullRecorder())
     shape = read_shape(folder / "model")
     trainer.open_store(
         folder / job["name"], lambda name, extent: layout.cuts(name, extent, shape, [1, 2])
@@ -668,13 +646,8 @@ def main(job: dict, rank: int) -> None:
             seed, limit, updates, reward_scale, *publish_as = args
             rows, summary = make_batch(seed, job.get("lengths", LENGTHS))
             rows = with_experts(rows) if job.get("experts") else rows
-            summary = p.BatchSummary(
-                [r * float(reward_scale) for r in summary.rewards],
-                summary.groups,
-                summary.response_tokens,
-                summary.truncated,
-                summary.turn_rewards,
-            )
+            scaled = [r * float(reward_scale) for r in summary.rewards]
+            summary = msgspec.structs.replace(summary, rewards=scaled)
             everyone, trees = plan(seed, rows, replicas, limit, updates)
             mine = {
                 row: rows[row] for update in everyone[replica] for micro in update for row in micro

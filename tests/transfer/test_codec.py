@@ -14,39 +14,18 @@ from rose.transfer.codec import apply, changes, compose, decode, encode, info
 from rose.transfer.payload import PLANES, Plain
 
 DTYPES = [np.uint16, np.uint32]
+
+
+def words(hexadecimal):
+    return [int(word, 16) for word in hexadecimal.split()]
+
+
 SPECIAL = {
-    np.uint16: [
-        0,
-        0x8000,
-        1,
-        0x8001,
-        0x007F,
-        0x0080,
-        0x7F80,
-        0xFF80,
-        0x7F81,
-        0x7FC0,
-        0xFFFF,
-        0x7FFF,
-        0x3F80,
-        0xBF80,
-    ],
-    np.uint32: [
-        0,
-        0x80000000,
-        1,
-        0x80000001,
-        0x007FFFFF,
-        0x00800000,
-        0x7F800000,
-        0xFF800000,
-        0x7F800001,
-        0x7FC00000,
-        0xFFFFFFFF,
-        0x7FFFFFFF,
-        0x3F800000,
-        0xBF800000,
-    ],
+    np.uint16: words("0 8000 1 8001 007F 0080 7F80 FF80 7F81 7FC0 FFFF 7FFF 3F80 BF80"),
+    np.uint32: words(
+        "0 80000000 1 80000001 007FFFFF 00800000 7F800000 FF800000 7F800001 7FC00000 FFFFFFFF "
+        "7FFFFFFF 3F800000 BF800000"
+    ),
 }
 
 
@@ -150,11 +129,8 @@ def test_slices_at_odd_addresses_strided_and_read_only_arrays_are_taken(dtype):
         assert np.array_equal(encode(new, shifted), payload)
         moved_payload = np.concatenate([np.zeros(skip, np.uint8), payload])[skip:]
         apply(moved_payload, shifted)
-        assert (
-            np.array_equal(shifted, new)
-            and not raw[:skip].any()
-            and not raw[skip + old.nbytes :].any()
-        )
+        assert np.array_equal(shifted, new) and not raw[:skip].any()
+        assert not raw[skip + old.nbytes :].any()
     assert np.array_equal(encode(np.repeat(new, 2)[::2], np.repeat(old, 2)[::2]), payload)
     new.flags.writeable = old.flags.writeable = payload.flags.writeable = False
     assert np.array_equal(encode(new, old), payload) and np.array_equal(decode(payload, old), new)
@@ -181,10 +157,8 @@ def test_no_payload_is_larger_than_the_values_by_more_than_a_word(dtype):
             (weights(size, dtype), noise(size, dtype)),
             (noise(size, dtype), weights(size, dtype, 3)),
         ]:
-            assert (
-                check(new, old).size <= new.nbytes + 16
-                and encode(new, None).size <= new.nbytes + 16
-            )
+            assert check(new, old).size <= new.nbytes + 16
+            assert encode(new, None).size <= new.nbytes + 16
 
 
 def test_trained_weights_without_a_base_shrink_to_two_thirds():
@@ -385,10 +359,8 @@ def test_compile_all_leaves_nothing_to_compile():
     for dtype in DTYPES:
         for payload, old in payloads_of_every_kind(dtype):
             try_payload(payload, old)
-    assert (
-        counts == {name: len(getattr(rice, name).signatures) for name in counts}
-        and counts["scan"] == 2
-    )
+    assert counts == {name: len(getattr(rice, name).signatures) for name in counts}
+    assert counts["scan"] == 2
 
 
 def test_the_example_of_the_format_document_is_what_the_codec_makes():
@@ -409,9 +381,7 @@ def test_the_example_of_the_format_document_is_what_the_codec_makes():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_planes_that_are_damaged_or_unpack_to_another_size_are_refused_before_memory_is_taken(
-    dtype,
-):
+def test_damaged_planes_are_refused_before_memory_is_taken(dtype):
     values = weights(5000, dtype)
     payload, width = encode(values, None), np.dtype(dtype).itemsize
     for at in range(16, len(payload), 7):

@@ -3,12 +3,12 @@ run."""
 
 import asyncio
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 from rose.transfer import mirror as mirrors
 from rose.transfer.mirror import Mirror, choose_path
+from tests.processes import ran
 
 EDGE, NEXT = "v000012/from-000011", "v000013/from-000012"
 
@@ -29,7 +29,7 @@ def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def test_an_edge_is_complete_when_the_last_file_has_its_name(tmp_path, monkeypatch):
+async def test_an_edge_is_complete_when_the_last_file_has_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(mirrors, "ARRIVES_S", 120.0)
     mirror, other = (Mirror(tmp_path / "m", 2, 1000) for _ in range(2))  # two ranks of the node
     first = mirror.open(f"{EDGE}/rank-00000.h5", 100)
@@ -37,15 +37,11 @@ def test_an_edge_is_complete_when_the_last_file_has_its_name(tmp_path, monkeypat
     first[:] = 7
     mirror.finish(f"{EDGE}/rank-00000.h5")
     mirror.open(f"{EDGE}/rank-00001.h5", 50)
-
-    async def last():
-        waiting = asyncio.create_task(other.wait(EDGE))
-        await asyncio.sleep(0.05)
-        assert not waiting.done()
-        mirror.finish(f"{EDGE}/rank-00001.h5")
-        return await asyncio.wait_for(waiting, 120)
-
-    assert asyncio.run(last()) == ""
+    waiting = asyncio.create_task(other.wait(EDGE))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    mirror.finish(f"{EDGE}/rank-00001.h5")
+    assert await asyncio.wait_for(waiting, 120) == ""
     assert (mirror.path / EDGE / "rank-00000.h5").read_bytes() == bytes([7]) * 100
     mirror.close()
     assert list(tmp_path.iterdir()) == []
@@ -84,9 +80,7 @@ for edge, size in (("v1/full", 300_000), ("v2/full", 150_000)):
         mirror.finish(name)
     print(asyncio.run(mirror.wait(edge)))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
-    )
+    done = ran([sys.executable, "-c", script], timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "OSError: [Errno 27] File too large\n\n"
     assert files(tmp_path / "m") == ["v2/full/rank-00000.h5"]
@@ -114,9 +108,7 @@ def test_what_a_dead_rank_of_the_same_run_left_is_removed_and_nothing_else(tmp_p
         f"for run in {[str(run) for run in runs]!r}:\n"
         f"    path = choose_path(Path(run), Path({str(tmp_path)!r})); path.mkdir(); print(path)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
-    )
+    done = ran([sys.executable, "-c", script], timeout=120)
     dead, other = map(Path, done.stdout.split())
     alive = choose_path(runs[0], tmp_path)
     (tmp_path / f"{alive.name.rpartition('-')[0]}-copy").mkdir()  # somebody else's, of no process

@@ -76,23 +76,11 @@ def test_what_is_absent_is_told_apart_from_what_fails(store):
         source.read(EDGE)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "../secret",
-        "/etc/passwd",
-        f"{EDGE}/../../../secret",
-        "v000002//from-000001",
-        ".",
-        "v000002/.",
-        "a\0b",
-        "a\nb",
-        "",
-        "x" * 200,
-        "v000002\\..\\secret",
-        "%2e%2e/secret",
-    ],
-)
+PATHS = ["../secret", "/etc/passwd", f"{EDGE}/../../../secret", "v000002//from-000001", "."]
+PATHS += ["v000002/.", "a\0b", "a\nb", "", "x" * 200, "v000002\\..\\secret", "%2e%2e/secret"]
+
+
+@pytest.mark.parametrize("path", PATHS)
 def test_a_path_that_is_no_plain_relative_one_is_refused(store, path):
     for ask in (Folder(store).read, Folder(store).stat):
         with pytest.raises(Refused, match="expected names of letters"):

@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 
@@ -39,6 +38,7 @@ from rose.transfer.store import (
     unseal,
     write_file,
 )
+from tests.processes import ran
 from tests.transfer.worlds import Peer, World, same
 
 TENSORS = [Tensor("w", (40, 5), "bfloat16"), Tensor("norm", (12,), "float32")]
@@ -159,10 +159,7 @@ def test_commit_waits_for_the_slowest_rank(store, plan):
 
 def test_commit_says_which_file_it_waited_for(store, plan):
     write(store, plan, ranks=[0])
-    with pytest.raises(
-        TransferError,
-        match=r"v000000/full/rank-00001.h5: trainer rank 1 did not write it within 0.1 s",
-    ):
+    with pytest.raises(TransferError, match=r"v000000/full/rank-00001.h5: trainer rank 1 did not"):
         commit(store, plan, 0, FULL, timeout_s=0.1)
     assert not (store / "v000000/full" / MANIFEST).exists()
 
@@ -226,20 +223,10 @@ def test_trainer_ranks_that_would_cut_the_model_in_different_ways_are_told(tmp_p
 
     def make(rank):
         plan = (world, other)[rank].plan
-        return Publisher(
-            tmp_path / "third",
-            plan,
-            Peer(world, rank),
-            lambda block: world.read(block, rank),
-            1,
-            8,
-            2,
-            1.0,
-        )
+        reads = lambda block: world.read(block, rank)  # noqa: E731
+        return Publisher(tmp_path / "third", plan, Peer(world, rank), reads, 1, 8, 2, 1.0)
 
-    with pytest.raises(
-        TransferError, match="third: trainer rank 1 would cut the model in another way than rank 0"
-    ):
+    with pytest.raises(TransferError, match="third: trainer rank 1 would cut the model in another"):
         world.together(make)
 
 
@@ -275,21 +262,14 @@ def limited(store, limit: int) -> str:
     """What a process says whose files the kernel lets grow to `limit` bytes only, as a full disk
     would."""
     code = "from pathlib import Path" + LIMITED
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(store), str(limit)],
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    done = ran([sys.executable, "-c", code, str(store), str(limit)], timeout=180)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("missing", [None, 1, 400])
-def test_a_full_disk_leaves_no_edge_and_no_partial_file_and_the_process_lives_to_say_so(
-    store, plan, missing
-):
+def test_a_full_disk_leaves_no_edge_and_the_process_lives(store, plan, missing):
     write(store, plan)
     size = (store / "v000000/full/rank-00000.h5").stat().st_size
     shutil.rmtree(store / "v000000")
@@ -306,19 +286,15 @@ def test_a_manifest_that_does_not_fit_leaves_none(store, plan, monkeypatch):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     try:
-        with pytest.raises(
-            TransferError, match=r"v000000/full/manifest.json: not written: \[Errno 27\]"
-        ):
+        with pytest.raises(TransferError, match=r"v000000/full/manifest.json: not written"):
             commit(store, plan, 0, FULL)
         with pytest.raises(TransferError, match=r"other/plan.json: not written"):
             create(store.parent / "other", plan)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, signal_before)
-    assert sorted(path.name for path in (store / "v000000/full").iterdir()) == [
-        "rank-00000.h5",
-        "rank-00001.h5",
-    ]
+    expected = ["rank-00000.h5", "rank-00001.h5"]
+    assert sorted(path.name for path in (store / "v000000/full").iterdir()) == expected
 
 
 def test_a_real_disk_without_room_refuses_each_step_by_name(disk, plan):
@@ -386,9 +362,7 @@ def raises(error):
 @pytest.mark.parametrize(
     "trouble", ["damaged file", "payload that is none", "disk that can't be listed"]
 )
-def test_what_tidying_cannot_read_is_left_out_on_all_ranks_and_publishing_goes_on(
-    tmp_path, monkeypatch, capfd, trouble
-):
+def test_what_tidying_cannot_read_is_left_out(tmp_path, monkeypatch, capfd, trouble):
     world, weights = published(tmp_path / "store", 2, tidy=True, full_every=2, keep=100)
     world.step()
     world.together(lambda rank: world.publishers[rank].publish(2))
@@ -415,9 +389,7 @@ def test_what_tidying_cannot_read_is_left_out_on_all_ranks_and_publishing_goes_o
     assert same(live, world.weights)  # a joiner comes to it, too, if by the full version
 
 
-def test_a_full_version_that_finds_no_room_is_tried_again_with_the_next(
-    tmp_path, monkeypatch, capfd
-):
+def test_a_full_version_without_room_comes_with_the_next(tmp_path, monkeypatch, capfd):
     world, _ = published(tmp_path / "store", 2, tidy=True, full_every=2, keep=100)
     world.step()
     world.together(lambda rank: world.publishers[rank].publish(2))
@@ -425,18 +397,15 @@ def test_a_full_version_that_finds_no_room_is_tried_again_with_the_next(
         refuse = raises(TransferError("rank-00000.h5: not written: No space left on device"))
         patch.setattr(EdgeWriter, "finish", refuse)
         world.tidy()
-    assert "store upkeep failed" in capfd.readouterr().out and edge_name(2, FULL) not in names(
-        world.store
-    )
+    assert "store upkeep failed" in capfd.readouterr().out
+    assert edge_name(2, FULL) not in names(world.store)
     world.step()
     world.publish(3)
     assert {edge_name(3, FULL), edge_name(3, INITIAL)} <= set(names(world.store))
 
 
 @pytest.mark.parametrize("step", ["a rank's file", "manifest"])
-def test_what_was_written_of_an_edge_that_is_left_out_gives_its_room_back(
-    tmp_path, monkeypatch, capfd, step
-):
+def test_what_was_written_of_an_edge_left_out_goes(tmp_path, monkeypatch, capfd, step):
     world, _ = published(tmp_path / "store", 2, tidy=True, full_every=2, keep=100)
     finish = EdgeWriter.finish
 
@@ -457,9 +426,7 @@ def test_what_was_written_of_an_edge_that_is_left_out_gives_its_room_back(
     assert [path.name for path in (world.store / "v000002").iterdir()] == ["from-000001"]
 
 
-def test_an_edge_from_the_model_folder_that_failed_is_made_with_the_next_version(
-    tmp_path, monkeypatch
-):
+def test_a_failed_edge_from_the_model_folder_comes_with_the_next_version(tmp_path, monkeypatch):
     world, weights = published(tmp_path / "store", 2, tidy=True, full_every=2, keep=2)
     world.step()
     world.together(lambda rank: world.publishers[rank].publish(2))
@@ -486,14 +453,11 @@ def test_an_edge_from_the_model_folder_is_made_beside_each_full_version(tmp_path
     world, weights = published(tmp_path / "store", 9, tidy=True, full_every=4, keep=100)
     full = [name for name in names(world.store) if name.endswith("full")]
     assert full == ["v000000/full", "v000004/full", "v000008/full"]
-    assert [name for name in names(world.store) if name.endswith("from-initial")] == [
-        name.replace("full", "from-initial") for name in full
-    ]
+    expected = [name.replace("full", "from-initial") for name in full]
+    assert [name for name in names(world.store) if name.endswith("from-initial")] == expected
 
 
-def test_every_version_that_is_kept_can_be_reached_after_the_collector_and_the_others_are_gone(
-    tmp_path,
-):
+def test_every_version_that_is_kept_can_be_reached_after_the_collector(tmp_path):
     world, weights = published(tmp_path / "store", 11, tidy=True, full_every=4, keep=2)
     assert names(world.store)[0] == "v000008/from-initial" and "v000008/full" in names(world.store)
     for version in (8, 9, 10):

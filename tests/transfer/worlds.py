@@ -55,14 +55,8 @@ class Model:
             for n, t in self.weights.items()
         ]
         self.shards = {t.name: self._even(t.size) for t in tensors}
-        self.plan = Plan(
-            FORMAT,
-            "",
-            size,
-            tensors,
-            cut(tensors, CUTS if cuts is None else cuts, self.shards, size, largest),
-            base,
-        )
+        blocks = cut(tensors, CUTS if cuts is None else cuts, self.shards, size, largest)
+        self.plan = Plan(FORMAT, "", size, tensors, blocks, base)
 
     def _even(self, size: int) -> list[tuple[int, int, int]]:
         part = -(-size // self.size)
@@ -120,14 +114,8 @@ class World(Model):
         self.gate, self.values, self.store = threading.Barrier(size), [0] * size, Path(store)
         self.publishers = self.together(
             lambda rank: Publisher(
-                self.store,
-                self.plan,
-                Peer(self, rank),
-                lambda block: self.read(block, rank),
-                1,
-                full_every,
-                keep,
-                timeout_s,
+                *(self.store, self.plan, Peer(self, rank), lambda block: self.read(block, rank)),
+                *(1, full_every, keep, timeout_s),
             )
         )
         self.plan = self.publishers[0].plan

@@ -58,18 +58,10 @@ def test_an_answer_counts_in_any_form_of_the_number(form):
 
 def test_shaping_pays_the_right_result_once_and_the_whole_is_one():
     asked = question(Calculator())
-    calls = [
-        ("calculate", "1 + 0"),
-        ("calculate", asked),
-        ("calculate", asked),
-        ("answer", eval(asked)),
-    ]
-    assert [step.reward for step in play(Calculator(shaping=0.25), *calls)] == [
-        0.0,
-        0.25,
-        0.0,
-        0.75,
-    ]
+    calls = [("calculate", "1 + 0"), ("calculate", asked), ("calculate", asked)]
+    calls += [("answer", eval(asked))]
+    expected = [0.0, 0.25, 0.0, 0.75]
+    assert [step.reward for step in play(Calculator(shaping=0.25), *calls)] == expected
     assert [step.reward for step in play(Calculator(shaping=0.25), calls[-1])] == [1.0]
 
 
@@ -125,37 +117,13 @@ def test_arithmetic_is_exact(text, value):
     assert _arithmetic.format_number(_arithmetic.evaluate(text)) == value
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "a",
-        "f(1)",
-        "1 if 1 else 2",
-        "[1]",
-        "'1'",
-        "True",
-        "1j",
-        "1 < 2",
-        "1; 2",
-        "x := 1",
-        "().__class__",
-        "1 @ 2",
-        "~1",
-        "1e999",
-        "9 ** 9 ** 9",
-        "2 ** 0.5",
-        "0 ** -1",
-        "1 % 0",
-        "1 // 0",
-        "10 ** 64 * 10 ** 64 * 10 ** 64",
-        "(" * 90 + "1" + ")" * 90 + "+" * 20,
-        "1" * 201,
-        "-" * 199 + "1",
-        "\x00",
-        "\ud800",
-        "1\n2",
-    ],
-)
+TEXTS = ["a", "f(1)", "1 if 1 else 2", "[1]", "'1'", "True", "1j", "1 < 2", "1; 2", "x := 1"]
+TEXTS += ["().__class__", "1 @ 2", "~1", "1e999", "9 ** 9 ** 9", "2 ** 0.5", "0 ** -1", "1 % 0"]
+TEXTS += ["1 // 0", "10 ** 64 * 10 ** 64 * 10 ** 64", "(" * 90 + "1" + ")" * 90 + "+" * 20]
+TEXTS += ["1" * 201, "-" * 199 + "1", "\x00", "\ud800", "1\n2"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
 def test_anything_else_is_refused(text):
     with pytest.raises(_arithmetic.ArithmeticRefused):
         _arithmetic.evaluate(text)

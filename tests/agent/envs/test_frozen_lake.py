@@ -42,10 +42,8 @@ def test_seeds_beyond_int64_are_taken_since_demonstrations_use_them():
 def test_the_map_shows_every_cell_and_what_is_beside_the_agent():
     env, first = start(size=3, hole_probability=0.0)
     assert first.messages[1]["content"] == "P F F\nF F F\nF F G\nleft wall down F right F up wall"
-    assert (
-        call(env, direction="right").observation
-        == "F P F\nF F F\nF F G\nleft F down F right F up wall"
-    )
+    expected = "F P F\nF F F\nF F G\nleft F down F right F up wall"
+    assert call(env, direction="right").observation == expected
 
 
 def test_reaching_the_goal_is_reward_1_and_success():

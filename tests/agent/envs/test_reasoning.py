@@ -92,13 +92,10 @@ def test_every_countdown_has_a_solution_that_is_accepted(seed):
 def test_countdown_needs_each_number_once_and_the_target():
     env, text = ask("countdown")
     numbers, target = countdown_parts(text)
-    for cheat in (
-        str(target),
-        f"{target} + 0 * {numbers[0]}",
-        " + ".join(map(str, [*numbers, numbers[0]])) + " - 1",
-        "-".join(["0", *map(str, numbers)]),
-        "",
-    ):
+    cases = (str(target), f"{target} + 0 * {numbers[0]}")
+    cases += (" + ".join(map(str, [*numbers, numbers[0]])) + " - 1",)
+    cases += ("-".join(["0", *map(str, numbers)]), "")
+    for cheat in cases:
         step = answer(env, rf"\boxed{{{cheat}}}")
         assert (step.reward, step.done, step.success) == (0.0, True, False)
 

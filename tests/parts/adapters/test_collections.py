@@ -189,22 +189,19 @@ def test_against_the_random_opponent_both_seats_are_played_and_seeds_repeat():
     assert asyncio.run(game(6, seat=1))[0] == 1
 
 
-def test_a_game_that_computes_leaves_the_loop_to_others():
+async def test_a_game_that_computes_leaves_the_loop_to_others():
     computes, free = threading.Event(), threading.Event()
-
-    async def go():
-        env = envs.build(env_of("textarena", game="GuessTheNumber-v0"))
-        await env.reset(4)
-        step = env._game.step
-        env._game.step = lambda move: (computes.set(), free.wait(DEADLINE_S))[1] and step(move)
-        playing = asyncio.create_task(env.step(Action("[1]")))
-        while not computes.is_set():
-            await asyncio.sleep(0.001)
-        assert not playing.done()
-        free.set()
-        return await playing
-
-    assert asyncio.run(asyncio.wait_for(go(), DEADLINE_S)).observation
+    env = envs.build(env_of("textarena", game="GuessTheNumber-v0"))
+    await env.reset(4)
+    step = env._game.step
+    env._game.step = lambda move: (computes.set(), free.wait(DEADLINE_S))[1] and step(move)
+    playing = asyncio.create_task(env.step(Action("[1]")))
+    while not computes.is_set():
+        await asyncio.sleep(0.001)
+    assert not playing.done()
+    free.set()
+    found = await playing
+    assert found.observation
 
 
 def test_a_move_against_the_rules_is_told_and_then_loses():
@@ -372,7 +369,7 @@ def test_scorers_see_the_row_and_null_leaves_the_scoring_to_them(folder):
 
 
 @pytest.mark.slow
-def test_a_reward_that_queues_is_not_late_and_one_that_hangs_is(folder):
+async def test_a_reward_that_queues_is_not_late_and_one_that_hangs_is(folder):
     from rose.agent.guard import EnvironmentFailure, Guard
 
     async def step(reward, seconds):
@@ -380,22 +377,17 @@ def test_a_reward_that_queues_is_not_late_and_one_that_hangs_is(folder):
         await made.reset(2)
         return await Guard(made, "g1.1", seconds, "env").step(Action("x"))
 
-    async def go():
-        busy = [
-            _workers.call("rewards.py:waits", text=f"{folder}/go") for _ in range(_workers.MOST)
-        ]
-        busy = [asyncio.create_task(each) for each in busy]
-        await asyncio.sleep(0)  # they are in the queue before it
-        queues = asyncio.create_task(step("length", 3.0))
-        await asyncio.wait({queues}, timeout=3.5)
-        assert not queues.done()
-        (folder / "go").touch()
-        assert (await queues).reward > 0
-        await asyncio.gather(*busy)
-        with pytest.raises(EnvironmentFailure, match="did not return within env.step_timeout_s=1"):
-            await step("hangs", 1.0)
-
-    asyncio.run(asyncio.wait_for(go(), DEADLINE_S))
+    busy = [_workers.call("rewards.py:waits", text=f"{folder}/go") for _ in range(_workers.MOST)]
+    busy = [asyncio.create_task(each) for each in busy]
+    await asyncio.sleep(0)  # they are in the queue before it
+    queues = asyncio.create_task(step("length", 3.0))
+    await asyncio.wait({queues}, timeout=3.5)
+    assert not queues.done()
+    (folder / "go").touch()
+    assert (await queues).reward > 0
+    await asyncio.gather(*busy)
+    with pytest.raises(EnvironmentFailure, match="did not return within env.step_timeout_s=1"):
+        await step("hangs", 1.0)
 
 
 @pytest.mark.slow
@@ -461,18 +453,10 @@ def chat(*said, answer="3"):
         (chat("u", "a"), {}, "row 2 of rows.jsonl ends with the assistant's answer"),
         (chat("s", "u", "s", "u"), {}, "row 2 of rows.jsonl has a system message that is not its"),
         (chat("human"), {}, "row 2 of rows.jsonl has the role 'human'"),
-        (
-            {"prompt": [{"role": "user", "content": ["x"]}]},
-            {},
-            "message 1 there is {'role': 'user',",
-        ),
+        ({"prompt": [{"role": "user", "content": ["x"]}]}, {}, "message 1 there is {'role'"),
         (chat("s", "u"), {"system": "Be brief."}, "env.args.system: row 2 of rows.jsonl has a"),
         (chat("u", answer=["3", "4"]), {}, "row 2 of rows.jsonl has a list there, ['3', '4']; "),
-        (
-            chat("u", answer={"value": 3}),
-            {},
-            "has a dict there, {'value': 3}; env.args.reward=math",
-        ),
+        (chat("u", answer={"value": 3}), {}, "has a dict there, {'value': 3}"),
         (chat("u", answer=None), {}, "row 2 of rows.jsonl has no answer there"),
         (chat("u", answer=" "), {}, "row 2 of rows.jsonl has no answer there"),
         (chat("u", answer=math.nan), {}, "row 2 of rows.jsonl has no answer there"),
@@ -546,9 +530,7 @@ def test_the_launcher_gives_ranks_whole_paths(folder, make_config):
     from rose import checks
 
     c = make_config(
-        "env=prompts",
-        "env.max_new_tokens=8",
-        "env.args.data=sums.jsonl",
+        "env=prompts env.max_new_tokens=8 env.args.data=sums.jsonl",
         "env.args.reward=rewards.py:length",
     )
     args = checks.with_whole_paths(c).env.args
@@ -608,14 +590,9 @@ def mcp(**args):
     return env_of("mcp", data="sums.jsonl", reward="rewards.py:length", **args)
 
 
-CALLS = (
-    Action("", ToolCall("add", {"number": 3})),
-    Action("", ToolCall("add", {"number": 4})),
-    Action("", ToolCall("add", {"number": "\ud800"})),
-    Action("", ToolCall("divide", {"by": 0})),
-    Action("", ToolCall("fly", {})),
-    Action("7"),
-)
+CALLS = (Action("", ToolCall("add", {"number": 3})), Action("", ToolCall("add", {"number": 4})))
+CALLS += (Action("", ToolCall("add", {"number": "\ud800"})),)
+CALLS += (Action("", ToolCall("divide", {"by": 0})), Action("", ToolCall("fly", {})), Action("7"))
 
 
 @pytest.mark.slow
@@ -652,30 +629,25 @@ def test_several_calls_of_a_turn_are_one_message_of_the_conversation(folder):
 
 
 @pytest.mark.slow
-def test_closing_does_not_fail_while_the_server_still_ends(folder, monkeypatch):
+async def test_closing_does_not_fail_while_the_server_still_ends(folder, monkeypatch):
     from rose.parts.adapters.envs import mcp as ours
 
-    async def go():
-        made = envs.build(mcp(command=[sys.executable, str(SERVER)]))
-        await made.reset(2)
-        monkeypatch.setattr(ours, "CLOSE_S", 0.0)
-        await made.close()
-        await asyncio.wait({made._session})
-
-    asyncio.run(asyncio.wait_for(go(), DEADLINE_S))
+    made = envs.build(mcp(command=[sys.executable, str(SERVER)]))
+    await made.reset(2)
+    monkeypatch.setattr(ours, "CLOSE_S", 0.0)
+    await made.close()
+    await asyncio.wait({made._session})
 
 
 @pytest.mark.slow
-def test_every_trajectory_has_a_server_of_its_own(folder):
-    async def two():
-        made = [envs.build(mcp(command=[sys.executable, str(SERVER)])) for _ in range(2)]
-        try:
-            await asyncio.gather(*[env.reset(2) for env in made])
-            return [(await env.step(CALLS[0])).observation for env in made]
-        finally:
-            await asyncio.gather(*[env.close() for env in made])
-
-    assert asyncio.run(asyncio.wait_for(two(), DEADLINE_S)) == ["3", "3"]
+async def test_every_trajectory_has_a_server_of_its_own(folder):
+    made = [envs.build(mcp(command=[sys.executable, str(SERVER)])) for _ in range(2)]
+    try:
+        await asyncio.gather(*[env.reset(2) for env in made])
+        found = [(await env.step(CALLS[0])).observation for env in made]
+    finally:
+        await asyncio.gather(*[env.close() for env in made])
+    assert found == ["3", "3"]
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def guess(number):
 
 
 @pytest.mark.slow
-def test_an_episode_is_played_over_the_servers_protocol(url):
+async def test_an_episode_is_played_over_the_servers_protocol(url):
     async def bisect(env, seed):
         start, low, high = await env.reset(seed), 1, 20
         while True:
@@ -64,12 +64,9 @@ def test_an_episode_is_played_over_the_servers_protocol(url):
                 return start, middle, step
             low, high = (middle + 1, high) if "higher" in step.observation else (low, middle - 1)
 
-    async def at_once():
-        seeds = (4, 4, 6, 8, 10)
-        games = [bisect(envs.build(env_of(url=url, prompt="Guess.")), seed) for seed in seeds]
-        return await asyncio.wait_for(asyncio.gather(*games), DEADLINE_S)
-
-    games = asyncio.run(at_once())
+    seeds = (4, 4, 6, 8, 10)
+    games = [bisect(envs.build(env_of(url=url, prompt="Guess.")), seed) for seed in seeds]
+    games = await asyncio.wait_for(asyncio.gather(*games), DEADLINE_S)
     start, number, step = games[0]
     assert start.messages == [{"role": "user", "content": "Guess.\n\nA number from 1 to 20."}]
     (tool,) = start.tools
@@ -81,19 +78,16 @@ def test_an_episode_is_played_over_the_servers_protocol(url):
 
 
 @pytest.mark.slow
-def test_a_malformed_action_is_told_and_a_broken_environment_fails(url):
-    async def go():
-        env = envs.build(env_of(url=url, reset={"most": 3}))
-        assert "from 1 to 3" in (await env.reset(2)).messages[0]["content"]
-        bad = [guess("x\ud800"), Action("", ToolCall("act", {})), Action("", ToolCall("fly", {}))]
-        told = [await env.step(action) for action in bad]
-        with pytest.raises(RuntimeError, match="step failed: broken"):
-            await env.step(guess(666))
-        await env.close()
-        await env.close()
-        return told
-
-    told = asyncio.run(asyncio.wait_for(go(), DEADLINE_S))
+async def test_a_malformed_action_is_told_and_a_broken_environment_fails(url):
+    env = envs.build(env_of(url=url, reset={"most": 3}))
+    assert "from 1 to 3" in (await env.reset(2)).messages[0]["content"]
+    bad = [guess("x\ud800"), Action("", ToolCall("act", {})), Action("", ToolCall("fly", {}))]
+    told = [await env.step(action) for action in bad]
+    with pytest.raises(RuntimeError, match="step failed: broken"):
+        await env.step(guess(666))
+    await env.close()
+    await env.close()
+    told = told
     assert all(step.invalid and not step.done for step in told)
     assert "number" in told[1].observation and "Call one of act" in told[2].observation
 

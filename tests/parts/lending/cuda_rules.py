@@ -170,18 +170,7 @@ def build_libcuda(folder: Path, pages: int = 3) -> str:
     if not headers or not shutil.which("gcc"):
         pytest.skip("needs gcc and CUDA's header cuda.h")
     (folder / "fake.c").write_text(LIBCUDA)
-    subprocess.run(
-        [
-            "gcc",
-            "-shared",
-            "-fPIC",
-            "-Werror",
-            f"-DLIMIT={pages}",
-            f"-I{headers[0]}",
-            "-o",
-            folder / "libcuda.so",
-            folder / "fake.c",
-        ],
-        check=True,
-    )
+    command = ["gcc", "-shared", "-fPIC", "-Werror", f"-DLIMIT={pages}", f"-I{headers[0]}", "-o"]
+    command += [folder / "libcuda.so", folder / "fake.c"]
+    subprocess.run(command, check=True)
     return str(folder / "libcuda.so")

@@ -33,9 +33,8 @@ def cache(name: str, groups: int = 1, size: int | None = None):
 def test_a_block_has_a_span_in_every_layers_region(name):
     config, page = cache(name)
     starts = tuple(layer * BLOCKS * page for layer in range(LAYERS))
-    assert layout_of(config, name) == Layout(
-        BLOCKS * LAYERS * page, BLOCKS, starts, (page,) * LAYERS
-    )
+    expected = Layout(BLOCKS * LAYERS * page, BLOCKS, starts, (page,) * LAYERS)
+    assert layout_of(config, name) == expected
 
 
 @pytest.mark.parametrize("name", ["BLHNC", "BLNHC", "BHLNC"])

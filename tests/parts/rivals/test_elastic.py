@@ -5,6 +5,7 @@ import pytest
 from rose.config import ConfigError
 from rose.scheduler import events as ev
 from tests.parts.rivals import test_rival_provisioning as rivals
+from tests.scheduler.said import asked, joined
 
 ARGS = {**rivals.ROSE | {"n_serving": 0}, **{"hybrid_wait_s": 10.0, "gain": 0.05, "switch_s": 1.0}}
 # (degree, step_s, sequence_s): with one sequence a wide engine is faster than a narrow one, with
@@ -25,23 +26,13 @@ def make(**changed):
 
 
 def join(s, name, first, degree, step_s, sequence_s):
-    s.handle(
-        ev.WorkerJoined(
-            **{"at": 0.0, "worker": name, "kind": "dedicated", "version": 0, "kv_tokens": 100_000},
-            **{"max_sequences": 2 * degree, "hardware": f"H800x{degree}"},
-            shape=ev.Shape(first, degree, step_s, sequence_s, 0.0, 1e-5),
-        )
-    )
+    shape = ev.Shape(first, degree, step_s, sequence_s, 0.0, 1e-5)
+    s.handle(joined(name, 2 * degree, 100_000, hardware=f"H800x{degree}", shape=shape))
 
 
 def ask(s, count, begin=0):
     for i in range(begin, begin + count):
-        s.handle(
-            ev.TurnRequested(
-                **{"at": 1.0, "turn": f"g.{i}.t0", "trajectory": f"g.{i}", "group": "g"},
-                **{"context_tokens": 100, "max_new_tokens": 10},
-            )
-        )
+        s.handle(asked(f"g.{i}.t0", 1.0, 100))
 
 
 def awake(s):
@@ -65,9 +56,8 @@ def test_the_tail_moves_to_the_wide_engine_and_a_full_step_back_to_the_narrow_on
     actions = s.handle(ev.Tick(at=4.0))
     assert awake(s) == "w"
     # The turn is aborted on the engine that goes to sleep, and sent to the wide one.
-    assert [(a.turn, a.worker) for a in actions if isinstance(a, ev.AssignTurn)] == [
-        ("g.7.t0", "w")
-    ]
+    expected = [("g.7.t0", "w")]
+    assert [(a.turn, a.worker) for a in actions if isinstance(a, ev.AssignTurn)] == expected
     assert [type(a) for a in actions].index(ev.AbortTurn) < [type(a) for a in actions].index(
         ev.AssignTurn
     )
@@ -88,12 +78,7 @@ def test_for_a_trajectory_longer_than_all_others_no_remaining_tokens_are_predict
     s = make()
     ask(s, 1)
     s.handle(ev.TurnEnded(at=2.0, turn="g.0.t0", tokens=2000))
-    s.handle(
-        ev.TurnRequested(
-            **{"at": 3.0, "turn": "g.0.t1", "trajectory": "g.0", "group": "g"},
-            **{"context_tokens": 2100, "max_new_tokens": 10},
-        )
-    )
+    s.handle(asked("g.0.t1", 3.0, 2100))
     s.handle(ev.Tick(at=4.0))
     assert awake(s) == "n0n1n2n3"
 

@@ -5,43 +5,27 @@ from random import Random
 
 import pytest
 
-from rose.config import ConfigError, Policy
-from rose.config import Scheduler as SchedulerConfig
+from rose.config import ConfigError
 from rose.parts.rivals.libra import Measured, makespan
-from rose.policies import build
 from rose.policies.ours import CALM
 from rose.scheduler import events as ev
+from tests.scheduler.said import asked, built, joined, lends
 
 ROSE = {"n_serving": 2, "recent_s": 10.0, "hysteresis": 0.1, "activation_s": 5.0, "idle_s": 30.0}
 
 
 def make(provisioning, **args):
-    s = build(
-        SchedulerConfig(
-            provisioning=Policy(name=provisioning, args=args),
-            routing=Policy(name="least_loaded", args={}),
-            order=Policy(name="fifo", args={}),
-            batching=Policy(name="synchronous", args={"max_admitted": 4.0}),
-            queue_depth=0.0,
-        ),
-        1e9,
-    )
+    s = built(1e9, provisioning=(provisioning, args))
     s.handle(ev.VersionPublished(at=0.0, version=0))
     return s
 
 
 def join(s, name, kind, at=0.0, kv=1000):
-    return s.handle(
-        ev.WorkerJoined(at=at, worker=name, kind=kind, max_sequences=8, kv_tokens=kv, version=0)
-    )
+    return s.handle(joined(name, 8, kv, kind, at))
 
 
 def lend(s, name, kv, at=0.0):
-    s.handle(
-        ev.WorkerCapacity(
-            at=at, worker=name, kv_tokens=kv, max_sequences=8, expected_s=0.0, revoked=False
-        )
-    )
+    s.handle(lends(name, kv, at=at))
 
 
 def begin(s, step, at):
@@ -69,16 +53,7 @@ def load(s, version, at):
 
 def work(s, count, at=0.0, prefix="g0"):
     for i in range(count):
-        s.handle(
-            ev.TurnRequested(
-                at=at,
-                turn=f"{prefix}.{i}.t0",
-                trajectory=f"{prefix}.{i}",
-                group=prefix,
-                context_tokens=10,
-                max_new_tokens=10,
-            )
-        )
+        s.handle(asked(f"{prefix}.{i}.t0", at))
 
 
 def used(s, kind="cooperative"):
@@ -248,10 +223,8 @@ def test_serverless_keeps_alive_and_then_releases_the_last_first():
     for i in range(4, 12):
         s.handle(ev.TurnEnded(at=1.0, turn=f"g0.{i}.t0"))
     assert [s.handle(ev.Tick(at=float(at))) for at in range(1, 10)] == [[]] * 9
-    assert s.handle(ev.Tick(at=10.0)) == [
-        ev.ReleaseCapacity("lend-3"),
-        ev.ReleaseCapacity("lend-2"),
-    ]
+    expected = [ev.ReleaseCapacity("lend-3"), ev.ReleaseCapacity("lend-2")]
+    assert s.handle(ev.Tick(at=10.0)) == expected
 
 
 def test_serverless_backs_off_after_a_refusal():
@@ -334,9 +307,7 @@ def libra_step(s, number, at, waves, wave_s, training_s, turns=8, tokens=100, pe
         (1, 10.0, []),  # Rollout takes 20 s; 5 s could be saved, less than a change costs.
     ],
 )
-def test_libra_moves_as_many_hybrid_workers_to_rollout_as_the_longer_side_needs(
-    waves, training_s, wanted
-):
+def test_libra_moves_as_many_hybrid_workers_as_the_longer_side_needs(waves, training_s, wanted):
     s = libra()
     assert used(s, "hybrid") == []
     for number in range(2):
@@ -381,9 +352,8 @@ def test_libras_cut_is_the_best_of_all_cuts_of_neighbours(seed):
     lengths = sorted((random.randint(1, 100) for _ in range(9)), reverse=True)
     for workers in (1, 2, 3, 5, 20):
         best = min(max(sum(part) for part in parts) for parts in cuts(lengths, workers))
-        assert makespan(Measured(lengths, 10.0, 0.0), workers) == pytest.approx(
-            best / 10.0, abs=1e-6
-        )
+        expected = pytest.approx(best / 10.0, abs=1e-6)
+        assert makespan(Measured(lengths, 10.0, 0.0), workers) == expected
 
 
 def cuts(lengths, most):
@@ -412,9 +382,8 @@ def test_all_idle_uses_the_trainers_gpus_until_the_batch_is_complete():
     moved = list(s.cluster.workers["h"].turns)
     assert moved
     actions = finish(s, 0, 50.0)
-    assert used(s, "hybrid") == [] and {
-        a.turn for a in actions if isinstance(a, ev.AbortTurn)
-    } == set(moved)
+    assert used(s, "hybrid") == []
+    assert {a.turn for a in actions if isinstance(a, ev.AbortTurn)} == set(moved)
 
 
 def test_all_idle_leaves_its_gpus_to_a_trainer_that_hardly_waits():
@@ -487,11 +456,8 @@ def test_a_trainer_that_waited_for_its_gpus_has_them_earlier_in_the_next_steps()
         return rested
 
     delays = (0.0, 0.02, 0.021, 0.0, 0.5)
-    assert [left_when_it_rests(i, delay) for i, delay in enumerate(delays)] == [
-        *(None, None),
-        *(1, 1),
-        2,
-    ]
+    expected = [*(None, None), *(1, 1), 2]
+    assert [left_when_it_rests(i, delay) for i, delay in enumerate(delays)] == expected
 
 
 def test_after_many_steps_without_a_wait_the_tail_is_halved_down_to_its_configured_value():

@@ -2,68 +2,28 @@
 
 import pytest
 
-from rose.config import ConfigError, Policy
-from rose.config import Scheduler as SchedulerConfig
-from rose.policies import build
+from rose.config import ConfigError
 from rose.scheduler import events as ev
+from tests.scheduler.said import asked, built, joined, lends
 
 
 def make(routing, queue_depth=0.0, **args):
-    s = build(
-        SchedulerConfig(
-            provisioning=Policy(name="fixed", args={}),
-            routing=Policy(name=routing, args=args),
-            order=Policy(name="fifo", args={}),
-            batching=Policy(name="synchronous", args={"max_admitted": 4.0}),
-            queue_depth=queue_depth,
-        ),
-        60.0,
-    )
+    s = built(queue_depth=queue_depth, routing=(routing, args))
     s.handle(ev.VersionPublished(at=0.0, version=0))
     return s
 
 
 def join(s, name, kind="dedicated", kv=1000, sequences=8, hardware="H800"):
-    s.handle(
-        ev.WorkerJoined(
-            at=0.0,
-            worker=name,
-            kind=kind,
-            max_sequences=sequences,
-            kv_tokens=kv,
-            version=0,
-            hardware=hardware,
-        )
-    )
+    s.handle(joined(name, sequences, kv, kind, hardware=hardware))
 
 
 def lend(s, name, kv, revoked=False, sequences=8):
-    s.handle(
-        ev.WorkerCapacity(
-            at=0.0,
-            worker=name,
-            kv_tokens=kv,
-            max_sequences=sequences,
-            expected_s=0.0,
-            revoked=revoked,
-        )
-    )
+    s.handle(lends(name, kv, sequences, revoked=revoked))
 
 
 def request(s, turn, need=100, at=0.0, **kwargs):
     """Request a turn, and return its worker; "" if it waits."""
-    group, member, _ = turn.split(".")
-    actions = s.handle(
-        ev.TurnRequested(
-            at=at,
-            turn=turn,
-            trajectory=f"{group}.{member}",
-            group=group,
-            context_tokens=need // 2,
-            max_new_tokens=need - need // 2,
-            **kwargs,
-        )
-    )
+    actions = s.handle(asked(turn, at, need // 2, need - need // 2, **kwargs))
     return where(actions).get(turn, "")
 
 
@@ -205,19 +165,7 @@ def test_rose_leaves_a_turn_where_moving_does_not_pay():
 def test_rose_tries_an_unmeasured_lent_worker_with_few_turns_and_few_tokens():
     s = make("rose")
     join(s, "a", sequences=6), join(s, "c", "cooperative")
-    answers = [
-        s.handle(
-            ev.TurnRequested(
-                at=0.0,
-                turn=f"g0.{i}.t0",
-                trajectory=f"g0.{i}",
-                group="g0",
-                context_tokens=5,
-                max_new_tokens=150,
-            )
-        )
-        for i in range(6)
-    ]
+    answers = [s.handle(asked(f"g0.{i}.t0", context=5, new=150)) for i in range(6)]
     sent = [action for actions in answers for action in actions]
     assert [(a.worker, a.max_tokens) for a in sent if a.worker == "c"] == [("c", 128)] * 2
     assert len(sent) == 6
@@ -261,9 +209,8 @@ def test_rose_caps_trajectories_by_their_kv_need_while_tools_run_and_lets_starte
     assert request(s, "g0.2.t0") == ""
     assert request(s, "g0.0.t1") == "a"
     s.handle(ev.TurnEnded(at=0.0, turn="g0.0.t1", tokens=5))
-    assert where(s.handle(ev.TrajectoryEnded(at=0.0, trajectory="g0.0", tokens=10))) == {
-        "g0.2.t0": "a"
-    }
+    expected = {"g0.2.t0": "a"}
+    assert where(s.handle(ev.TrajectoryEnded(at=0.0, trajectory="g0.0", tokens=10))) == expected
 
 
 def test_rose_forgets_what_a_lost_worker_held():
@@ -284,16 +231,7 @@ def test_rose_forgets_what_a_lost_worker_held():
 def test_seer_cuts_a_turn_into_chunks_and_any_worker_takes_the_next():
     s = make("seer", chunk_tokens=40)
     join(s, "a"), join(s, "b")
-    s.handle(
-        ev.TurnRequested(
-            at=0.0,
-            turn="g0.0.t0",
-            trajectory="g0.0",
-            group="g0",
-            context_tokens=50,
-            max_new_tokens=100,
-        )
-    )
+    s.handle(asked("g0.0.t0", context=50, new=100))
     turn = s.cluster.turns["g0.0.t0"]
     assert (turn.worker, turn.kv_need) == ("a", 90)
     assert request(s, "g1.0.t0", need=20) == "b"
@@ -359,12 +297,7 @@ def test_libra_gives_long_trajectories_the_engines_of_a_large_degree():
     s = make("libra", limits=[50, 200], shares=[1, 1, 1], degrees=[1, 2])
     for name, degree in (("a", 4), ("b", 1), ("c", 2), ("d", 1)):
         shape = ev.Shape(0, degree, 0.01, 0.0, 0.0, 0.0)
-        s.handle(
-            ev.WorkerJoined(
-                **{"at": 0.0, "worker": name, "kind": "dedicated", "version": 0},
-                **{"max_sequences": 8, "kv_tokens": 1000, "shape": shape},
-            )
-        )
+        s.handle(joined(name, shape=shape))
     routing = s._queue._choose.__self__
     assert [routing.label(name) for name in "abcd"] == [2, 0, 1, 0]
 
@@ -412,20 +345,10 @@ def teach(s, worker, seconds, turns=40):
     """Run turns of 100 tokens that take `seconds[worker]` on the worker that gets them."""
     for i in range(turns):
         name = f"{worker}{i}.0.t0"
-        group, member, _ = name.split(".")
-        s.handle(
-            ev.TurnRequested(
-                at=0.0,
-                turn=name,
-                trajectory=f"{group}.{member}",
-                group=group,
-                context_tokens=50,
-                max_new_tokens=100,
-            )
-        )
+        s.handle(asked(name, context=50, new=100))
         sent = s.cluster.turns[name].worker
         s.handle(ev.TurnEnded(at=seconds[sent], turn=name, tokens=100))
-        s.handle(ev.TrajectoryEnded(at=seconds[sent], trajectory=f"{group}.{member}", tokens=100))
+        s.handle(ev.TrajectoryEnded(at=seconds[sent], trajectory=name[:-3], tokens=100))
 
 
 def test_earliest_finish_learns_which_worker_is_slow():
@@ -488,6 +411,5 @@ def test_earliest_finish_starts_only_trajectories_whose_prefixes_can_stay_and_le
     end(s, "g0.0.t0", at=3.0)
     assert request(s, "g0.0.t1", need=100, at=3.0) == "a"
     s.handle(ev.TurnEnded(at=4.0, turn="g0.0.t1", tokens=100))
-    assert where(s.handle(ev.TrajectoryEnded(at=4.0, trajectory="g0.0", tokens=110))) == {
-        "g6.0.t0": "a"
-    }
+    expected = {"g6.0.t0": "a"}
+    assert where(s.handle(ev.TrajectoryEnded(at=4.0, trajectory="g0.0", tokens=110))) == expected

@@ -2,11 +2,10 @@
 
 import pytest
 
-from rose.config import ConfigError, Policy
-from rose.config import Scheduler as SchedulerConfig
-from rose.policies import build
+from rose.config import ConfigError
 from rose.scheduler import events as ev
 from tests.parts.rivals.test_rival_routing import end, join, lend, make, where
+from tests.scheduler.said import asked, built, lends
 
 BUFFER = 100  # KV tokens reserved for each active program
 
@@ -20,16 +19,7 @@ def thunder(*workers, kv=1000, **args):
 
 def request(s, turn, context, at=0.0, **kwargs):
     """Request a turn, and return its worker; "" if it waits."""
-    event = ev.TurnRequested(
-        at=at,
-        turn=turn,
-        trajectory=turn.rpartition(".")[0],
-        group=turn.partition(".")[0],
-        context_tokens=context,
-        max_new_tokens=10,
-        **kwargs,
-    )
-    return where(s.handle(event)).get(turn, "")
+    return where(s.handle(asked(turn, at, context, **kwargs))).get(turn, "")
 
 
 def tick(s, at):
@@ -55,9 +45,8 @@ def test_an_ended_trajectory_frees_its_room():
     s = thunder("a")
     acts(s, "g0.0", 800)
     assert request(s, "g1.0.t0", 600) == ""
-    assert where(s.handle(ev.TrajectoryEnded(at=1.0, trajectory="g0.0", tokens=10))) == {
-        "g1.0.t0": "a"
-    }
+    expected = {"g1.0.t0": "a"}
+    assert where(s.handle(ev.TrajectoryEnded(at=1.0, trajectory="g0.0", tokens=10))) == expected
 
 
 def test_the_room_of_long_tools_decays_by_half_lives():
@@ -81,21 +70,15 @@ def test_programs_beyond_a_workers_memory_are_paused_tools_first_and_small_conte
     assert request(s, "g1.0.t1", 310, at=10.0) == "" == request(s, "g2.0.t1", 320, at=10.0)
     # A paused program is restored where there is room, not where it was.
     assert end(s, "g5.0.t0", at=11.0) == {}
-    assert where(s.handle(ev.TrajectoryEnded(at=11.0, trajectory="g5.0", tokens=10))) == {
-        "g1.0.t1": "b",
-        "g2.0.t1": "b",
-    }
+    expected = {"g1.0.t1": "b", "g2.0.t1": "b"}
+    assert where(s.handle(ev.TrajectoryEnded(at=11.0, trajectory="g5.0", tokens=10))) == expected
 
 
 def test_if_generating_programs_exceed_the_memory_the_smallest_is_paused_after_its_turn():
     s = thunder("a", kv=1000)
     request(s, "g0.0.t0", 300), request(s, "g1.0.t0", 400)
     s.handle(ev.TurnProgressed(at=1.0, turn="g1.0.t0", attempt=1, tokens=9))
-    s.handle(
-        ev.WorkerCapacity(
-            at=2.0, worker="a", kv_tokens=800, max_sequences=8, expected_s=0.0, revoked=False
-        )
-    )
+    s.handle(lends("a", 800, at=2.0))
     tick(s, 5.0)  # 400 and 509 tokens exceed 800.
     end(s, "g0.0.t0", at=6.0), end(s, "g1.0.t0", at=6.0)
     assert request(s, "g0.0.t1", 310, at=7.0) == "", "the smaller one was paused"
@@ -149,16 +132,7 @@ def test_evaluations_are_no_programs():
 
 
 def test_shortest_first_restores_started_trajectories_first_smallest_first():
-    s = build(
-        SchedulerConfig(
-            provisioning=Policy(name="fixed", args={}),
-            routing=Policy(name="least_loaded", args={}),
-            order=Policy(name="shortest_first", args={}),
-            batching=Policy(name="synchronous", args={"max_admitted": 4.0}),
-            queue_depth=0.0,
-        ),
-        60.0,
-    )
+    s = built(order="shortest_first")
     s.handle(ev.VersionPublished(at=0.0, version=0))
     join(s, "a", sequences=1)
     assert acts(s, "g0.0", 50) == "a"

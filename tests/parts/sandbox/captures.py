@@ -89,9 +89,8 @@ async def everything_comes_back_several_times_and_again(folder):
         assert await output(each, STATE) == before and each.lost == ""
         await output(each, f"SHOWN={i}; echo {i} > file; kill -USR1 $$")
     for i, each in enumerate(boxes):
-        assert await output(each, f"{SERVED}; echo $SHOWN; cat /dev/shm/held") == (
-            f"b'{i}\\n'\n{i}\nkept\n"
-        )
+        expected = f"b'{i}\\n'\n{i}\nkept\n"
+        assert await output(each, f"{SERVED}; echo $SHOWN; cat /dev/shm/held") == expected
         await goes_on(each)
     again = await boxes[1].capture("process", folder / "two")
     assert captured.kind == again.kind == "process"
@@ -213,9 +212,8 @@ async def pipes_and_removed_files_keep_what_is_in_them(folder):
     await box.capture("process", folder / "c")
     async with box, await Sandbox.restore(folder / "c") as other:
         for each in (box, other):
-            assert await output(each, "cat /proc/$$/fd/9; ls gone 2>&1 || :") == (
-                "still\nls: cannot access 'gone': No such file or directory\n"
-            )
+            expected = "still\nls: cannot access 'gone': No such file or directory\n"
+            assert await output(each, "cat /proc/$$/fd/9; ls gone 2>&1 || :") == expected
             await output(each, "kill -CONT $!; wait $!")
             assert await output(each, "cat told") == "waiting\n"
 

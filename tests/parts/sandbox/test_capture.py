@@ -16,6 +16,7 @@ import pytest
 
 from rose.parts.sandbox import SandboxError, capture, criu, kernel, layer, replay, trace
 from rose.parts.sandbox.backend import ACCOUNT, SESSION
+from tests.processes import ran
 
 sys.path.insert(0, str(Path(__file__).parent))
 import captures
@@ -41,7 +42,7 @@ def test_what_is_captured_comes_back(readable, user):
     options = other_user() if user == "other" else {}
     if options:
         os.chown(readable / "home", options["user"], options["group"])
-    done = subprocess.run(
+    done = ran(
         [python_of(options), "captures.py"],
         cwd=readable,
         env={
@@ -51,8 +52,6 @@ def test_what_is_captured_comes_back(readable, user):
             "TMPDIR": str(readable / "home"),
             "ROSE_CRIU": str(readable / "criu"),
         },
-        capture_output=True,
-        text=True,
         timeout=900,
         **options,
     )
@@ -65,13 +64,11 @@ def test_what_is_captured_comes_back(readable, user):
 @pytest.mark.slow
 def test_criu_that_is_there_is_kept_and_one_that_is_nowhere_is_named(tmp_path):
     prefix = Path(criu.find().program).parents[3]
-    done = subprocess.run([GET, prefix], capture_output=True, text=True, timeout=DEADLINE_S)
+    done = ran([GET, prefix], timeout=DEADLINE_S)
     assert done.returncode == 0 and re.match(r".*/criu: Version: 4\.\d", done.stdout)
-    done = subprocess.run(
+    done = ran(
         [GET, tmp_path / "criu"],
         env=os.environ | {"ROSE_CRIU_SUITES": "no-such-suite"},
-        capture_output=True,
-        text=True,
         timeout=DEADLINE_S,
     )
     assert done.returncode == 1 and not (tmp_path / "criu").exists()
@@ -230,11 +227,8 @@ def test_unchanged_contents_are_not_copied(tmp_path, monkeypatch):
     one = record(root, tmp_path / "1")
     (root / "b").write_text("B")
     two = record(root, tmp_path / "2", one.entries)
-    assert {e["path"]: e["data"] for e in two.entries if e["kind"] == "file"} == {
-        "a": None,
-        "b": "data/0",
-        "c": None,
-    }
+    expected = {"a": None, "b": "data/0", "c": None}
+    assert {e["path"]: e["data"] for e in two.entries if e["kind"] == "file"} == expected
     # a file that was just written may change within the same tick: it is never taken as unchanged
     with monkeypatch.context() as slow:
         slow.setattr(layer, "TICK_NS", 3600 * 10**9)  # however slow this machine is
@@ -334,10 +328,8 @@ def test_a_function_with_patterns_of_extglob_comes_back():
 
 def test_an_alias_does_not_change_how_the_rest_is_read():
     begin = "shopt -s expand_aliases; alias set='exit 3' shopt='exit 4' trap=no; trap ': x' USR1"
-    assert replayed(begin, "\\trap -p USR1; alias trap") == (
-        [],
-        "trap -- ': x' SIGUSR1\nalias trap='no'\n",
-    )
+    expected = ([], "trap -- ': x' SIGUSR1\nalias trap='no'\n")
+    assert replayed(begin, "\\trap -p USR1; alias trap") == expected
 
 
 def test_what_a_shell_can_not_take_again_is_named_and_the_rest_comes_back(tmp_path):

@@ -219,9 +219,7 @@ def test_a_disk_that_fills_up_is_named_once_and_ends_checkpoints(loop, tmp_path,
         subprocess.run(["umount", folder], check=True)
 
 
-def test_what_dead_hosts_left_and_no_disk_takes_keeps_no_host_from_its_work(
-    loop, tmp_path, monkeypatch
-):
+def test_what_dead_hosts_left_keeps_no_host_from_its_work(loop, tmp_path, monkeypatch):
     def full(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -357,9 +355,7 @@ def test_a_turn_that_was_not_stored_is_made_up_for_though_nothing_changes(loop, 
     with_sandboxes(loop, host, 1, go)
 
 
-def test_a_capture_of_which_too_much_must_be_read_costs_its_own_sandbox_only(
-    loop, host, tmp_path, monkeypatch
-):
+def test_a_capture_that_is_too_large_costs_its_own_sandbox_only(loop, host, tmp_path, monkeypatch):
     strewn = "import os\nfor i in range(64): os.pwrite(1, b'x', i << 16)"
     monkeypatch.setattr(checkpointer, "MOST_BYTES", 2 << 20)
 

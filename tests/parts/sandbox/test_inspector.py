@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from rose.parts.sandbox import Sandbox, Spec, probe
 from rose.parts.sandbox.inspector import FILES, NONE, PROCESS, Inspector, parts
 from rose.parts.sandbox.piped import Piped
+from tests.processes import ran
 
 sys.path.insert(0, str(Path(__file__).parent))
 import scenarios
@@ -154,9 +154,8 @@ def test_an_unsure_file_is_named(loop):
         await inspector.look()
         before = await box.run("stat -c '%i %s %Y %Z' f", LONG_S)
         await box.run("python3 /tmp/in_place.py", LONG_S)
-        assert (await box.run("cat f; stat -c '%i %s %Y %Z' f", LONG_S)).output == (
-            f"y\n{before.output}"
-        )
+        expected = f"y\n{before.output}"
+        assert (await box.run("cat f; stat -c '%i %s %Y %Z' f", LONG_S)).output == expected
         change = await inspector.look()
         assert (change.kind, change.unsure) == (FILES, ("app/f",))
 
@@ -216,11 +215,9 @@ def test_without_inotify_no_turn_is_without_effect():
         "echo 0 > /proc/sys/user/max_inotify_instances; exec unshare -U --map-user=1 --map-group=1 "
     )
     script += '"$@"'
-    done = subprocess.run(
+    done = ran(
         ["unshare", "-Ur", "bash", "-c", script, "-", sys.executable, "-c", NO_INOTIFY],
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
     )
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()

@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import scenarios
 
 from tests import processes
+from tests.processes import ran
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).parent
@@ -69,11 +70,8 @@ def python_of(options: dict) -> str:
     """A Python that this user may run: the environment's may lie in another's home."""
     for path in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
         try:
-            done = subprocess.run(
-                [path, "-S", "-c", "import sys; print(sys.version_info >= (3, 11))"],
-                capture_output=True,
-                text=True,
-                **options,
+            done = ran(
+                [path, "-S", "-c", "import sys; print(sys.version_info >= (3, 11))"], **options
             )
         except OSError:
             continue
@@ -83,12 +81,10 @@ def python_of(options: dict) -> str:
 
 
 def play(folder: Path, options: dict, *argv: str, program: str = "scenarios.py") -> str:
-    done = subprocess.run(
+    done = ran(
         [python_of(options), program, *argv],
         cwd=folder,
         env={"PYTHONPATH": str(folder), "PATH": os.environ["PATH"]},
-        capture_output=True,
-        text=True,
         timeout=900,
         **options,
     )
@@ -241,11 +237,9 @@ def test_a_switch_that_refuses_user_namespaces_is_named():
     start = "import asyncio; from rose.parts.sandbox import *; "
     start += "asyncio.run(Sandbox.start(Spec(), 'namespaces'))"
     script = 'echo 0 > /proc/sys/user/max_user_namespaces; exec "$@"'
-    done = subprocess.run(
+    done = ran(
         ["unshare", "-Ur", "bash", "-c", script, "-", sys.executable, "-c", start],
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
     )
     assert "user.max_user_namespaces=0 is in the way of user namespaces" in done.stderr
 
@@ -302,11 +296,8 @@ def test_only_groups_whose_keeper_is_gone_are_removed(tmp_path):
     for name in (alive, f"rose-{os.getpid()}-1-1", "rose-notours", "other"):
         (tmp_path / "fs/job" / name).mkdir()
     assert groups.remove_stale() == [f"rose-{os.getpid()}-1-1"]
-    assert {p.name for p in (tmp_path / "fs/job").iterdir() if p.is_dir()} == {
-        alive,
-        "rose-notours",
-        "other",
-    }
+    expected = {alive, "rose-notours", "other"}
+    assert {p.name for p in (tmp_path / "fs/job").iterdir() if p.is_dir()} == expected
 
 
 def test_no_two_sandboxes_of_a_machine_have_a_user_in_common():
@@ -388,13 +379,8 @@ def test_gvisors_bundle(tmp_path):
     assert argv[-4:] == ["run", "-bundle", f"{tmp_path}/bundle", tmp_path.name]
     kept = gvisor.Runsc.checkpoint(tmp_path, tmp_path / "image")
     assert kept[-4:] == ["-leave-running", "-image-path", f"{tmp_path}/image", tmp_path.name]
-    assert gvisor.Runsc.again(tmp_path, tmp_path / "image")[-5:] == [
-        "-image-path",
-        f"{tmp_path}/image",
-        "-bundle",
-        f"{tmp_path}/bundle",
-        tmp_path.name,
-    ]
+    expected = ["-image-path", f"{tmp_path}/image", "-bundle", f"{tmp_path}/bundle", tmp_path.name]
+    assert gvisor.Runsc.again(tmp_path, tmp_path / "image")[-5:] == expected
     assert "-network=none" in argv and ("unshare" in argv) == (os.geteuid() != 0)
 
 

@@ -70,9 +70,8 @@ def test_files_alone_keep_an_earlier_image(tmp_path):
     check_loaded(loaded, (entries, contents, files | kept))
     assert (loaded / "image" / "empty").is_dir()
     made = store.save("a", 2, tmp_path / "raw-1", ("a", 1))
-    assert (
-        made.image_turn is None and not (store.load("a", 2, tmp_path / "back-2") / "image").exists()
-    )
+    assert made.image_turn is None
+    assert not (store.load("a", 2, tmp_path / "back-2") / "image").exists()
 
 
 def test_a_turn_needs_no_other(tmp_path):

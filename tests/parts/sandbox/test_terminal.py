@@ -75,28 +75,24 @@ def test_a_rungs_command_solves_it_and_another_does_not():
         assert steps[-1].done and not steps[-1].success and steps[-1].reward == 0
 
 
-def test_a_sandbox_that_fails_gives_no_reward(monkeypatch):
+async def test_a_sandbox_that_fails_gives_no_reward(monkeypatch):
     """A missing file is the agent's failure, one that can't be opened is the sandbox's."""
+    env = Terminal(rungs=["replace"])
+    await env.reset(6)
+    order = env.box.shell._order
 
-    async def go():
-        env = Terminal(rungs=["replace"])
-        await env.reset(6)
-        order = env.box.shell._order
+    async def failing(**message):
+        if message["do"] == "open":
+            raise OSError(errno.ETOOMANYREFS, "x")
+        return await order(**message)
 
-        async def failing(**message):
-            if message["do"] == "open":
-                raise OSError(errno.ETOOMANYREFS, "x")
-            return await order(**message)
-
-        monkeypatch.setattr(env.box.shell, "_order", failing)
-        with pytest.raises(SandboxError, match="could not be opened"):
-            await env.step(Action("done"))
-        monkeypatch.undo()
-        await env.box.run(f"rm {env._rung.target}", 60)
-        assert (await env.step(Action("done"))).reward == 0
-        await env.close()
-
-    asyncio.run(go())
+    monkeypatch.setattr(env.box.shell, "_order", failing)
+    with pytest.raises(SandboxError, match="could not be opened"):
+        await env.step(Action("done"))
+    monkeypatch.undo()
+    await env.box.run(f"rm {env._rung.target}", 60)
+    assert (await env.step(Action("done"))).reward == 0
+    await env.close()
 
 
 def test_the_demonstrator_is_right_without_noise():
@@ -254,34 +250,30 @@ def test_tests_that_hang_in_a_run_are_named_in_its_log(tmp_path, capsys):
     assert capsys.readouterr().out.count("task hangs: its tests were stopped") == 1
 
 
-def test_a_file_is_edited_where_the_text_stands_once():
+async def test_a_file_is_edited_where_the_text_stands_once():
     def edit(old, new, path="/app/apple"):
         return Action("", ToolCall("edit_file", {"path": path, "old": old, "new": new}))
 
     rung = _ladder.draw(6, ("replace",))
-
-    async def go():
-        env = Terminal(rungs=["replace"], edit_file=True)
-        start = await env.reset(6)
-        assert [t["function"]["name"] for t in start.tools] == ["bash", "edit_file"]
-        _, before, after, _ = rung.command.split()[2].split("/")
-        missing = await env.step(edit("no such word", "x"))
-        assert missing.invalid and "has old 0 times" in missing.observation
-        nowhere = await env.step(edit("a", "b", "/app/none"))
-        assert nowhere.invalid and "No such file" in nowhere.observation
-        await env.box.write_file("/app/long", b"begin" + bytes(1 << 20))
-        for path, old, words in (
-            ("/app/long", "begin", "/app/long: edit_file takes files of 1 MiB at most."),
-            ("/app/" + "x" * 200_000, "a", "File name too long"),
-            ("/app/\ud800", "\ud800", "/app/?: No such file"),
-        ):
-            refused = await env.step(edit(old, "b", path))
-            assert refused.invalid and words in refused.observation
-        assert (await env.step(edit(before, after, f"/app/{rung.target}"))).observation == "Done."
-        assert (await env.end()).success
-        await env.close()
-
-    asyncio.run(go())
+    env = Terminal(rungs=["replace"], edit_file=True)
+    start = await env.reset(6)
+    assert [t["function"]["name"] for t in start.tools] == ["bash", "edit_file"]
+    _, before, after, _ = rung.command.split()[2].split("/")
+    missing = await env.step(edit("no such word", "x"))
+    assert missing.invalid and "has old 0 times" in missing.observation
+    nowhere = await env.step(edit("a", "b", "/app/none"))
+    assert nowhere.invalid and "No such file" in nowhere.observation
+    await env.box.write_file("/app/long", b"begin" + bytes(1 << 20))
+    for path, old, words in (
+        ("/app/long", "begin", "/app/long: edit_file takes files of 1 MiB at most."),
+        ("/app/" + "x" * 200_000, "a", "File name too long"),
+        ("/app/\ud800", "\ud800", "/app/?: No such file"),
+    ):
+        refused = await env.step(edit(old, "b", path))
+        assert refused.invalid and words in refused.observation
+    assert (await env.step(edit(before, after, f"/app/{rung.target}"))).observation == "Done."
+    assert (await env.end()).success
+    await env.close()
 
 
 # --------------------------------------------------------------------------- repair tasks
@@ -360,9 +352,7 @@ def acted(*calls, **args):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("with_criu", [True, False])
-def test_an_agent_can_take_commands_back_and_is_told_what_came_back(
-    with_criu, monkeypatch, request
-):
+def test_an_agent_can_take_commands_back_and_is_told_what_came(with_criu, monkeypatch, request):
     if not with_criu:
         monkeypatch.setenv(criu.VARIABLE, "/nonexistent")
         criu._find.cache_clear()
@@ -408,7 +398,7 @@ def undo(commands=1):
 
 
 @pytest.mark.slow
-def test_all_states_together_are_bounded_and_the_agent_is_told(monkeypatch):
+async def test_all_states_together_are_bounded_and_the_agent_is_told(monkeypatch):
     def with_room_for(states):
         taken = sum(state.bytes for state in _undo._held)
         free = states * taken / len(_undo._held) / _undo.SHARE - taken
@@ -416,28 +406,25 @@ def test_all_states_together_are_bounded_and_the_agent_is_told(monkeypatch):
             shutil, "disk_usage", lambda where: shutil._ntuple_diskusage(0, 0, free)
         )
 
-    async def go():
-        envs = [Terminal(rungs=["print"], undo=True) for _ in range(2)]
-        try:
-            for env in envs:
-                await env.reset(6)
-                await env.step(bash("echo one > /app/f"))
-                await env.step(bash("echo two > /app/f"))
-            assert [state.folder is None for state in _undo._held] == [False] * 4
-            with_room_for(3.5)
-            await envs[1].step(bash("echo three > /app/f"))
-            assert len(_undo._held) == 3
-            refused = await envs[0].step(undo(2))
-            assert refused.invalid and "'echo one > /app/f'" in refused.observation
-            assert "was not kept: all that is kept for undo takes" in refused.observation
-            assert not (await envs[1].step(undo(3))).invalid
-            assert (await envs[1].step(bash("ls /app/f"))).observation.startswith("ls: ")
-        finally:
-            for env in envs:
-                await env.close()
-        assert _undo._held == []
-
-    asyncio.run(go())
+    envs = [Terminal(rungs=["print"], undo=True) for _ in range(2)]
+    try:
+        for env in envs:
+            await env.reset(6)
+            await env.step(bash("echo one > /app/f"))
+            await env.step(bash("echo two > /app/f"))
+        assert [state.folder is None for state in _undo._held] == [False] * 4
+        with_room_for(3.5)
+        await envs[1].step(bash("echo three > /app/f"))
+        assert len(_undo._held) == 3
+        refused = await envs[0].step(undo(2))
+        assert refused.invalid and "'echo one > /app/f'" in refused.observation
+        assert "was not kept: all that is kept for undo takes" in refused.observation
+        assert not (await envs[1].step(undo(3))).invalid
+        assert (await envs[1].step(bash("ls /app/f"))).observation.startswith("ls: ")
+    finally:
+        for env in envs:
+            await env.close()
+    assert _undo._held == []
 
 
 @contextlib.asynccontextmanager
@@ -463,41 +450,35 @@ async def checkpointed(folder, **args):
 
 
 @pytest.mark.slow
-def test_undo_after_a_resume_is_repeated_or_refused(tmp_path):
-    async def go():
-        async with checkpointed(tmp_path, undo=True) as (env, other):
-            await env.step(bash("echo two > /app/f"))
-            assert (await env.step(undo(9))).invalid
-            assert not (await env.step(undo())).invalid
-            once = await env.checkpoint()
-            assert not (await env.step(undo())).invalid
-            twice = await env.checkpoint()
-            await other.resume(once)
-            assert (await other.step(bash("cat /app/f"))).observation == "one"
-            refused = await other.step(undo(2))
-            words = "Nothing is undone: 1 commands can be, those since the machine was moved."
-            assert refused.invalid and refused.observation == words
-            with pytest.raises(SandboxError, match="a call can't be repeated: .*Nothing"):
-                await other.resume(twice)
-
-    asyncio.run(go())
+async def test_undo_after_a_resume_is_repeated_or_refused(tmp_path):
+    async with checkpointed(tmp_path, undo=True) as (env, other):
+        await env.step(bash("echo two > /app/f"))
+        assert (await env.step(undo(9))).invalid
+        assert not (await env.step(undo())).invalid
+        once = await env.checkpoint()
+        assert not (await env.step(undo())).invalid
+        twice = await env.checkpoint()
+        await other.resume(once)
+        assert (await other.step(bash("cat /app/f"))).observation == "one"
+        refused = await other.step(undo(2))
+        words = "Nothing is undone: 1 commands can be, those since the machine was moved."
+        assert refused.invalid and refused.observation == words
+        with pytest.raises(SandboxError, match="a call can't be repeated: .*Nothing"):
+            await other.resume(twice)
 
 
 @pytest.mark.slow
-def test_a_repeated_call_that_shows_something_else_ends_the_resume(tmp_path):
-    async def go():
-        async with checkpointed(tmp_path) as (env, other):
-            await env.step(bash("cat /app/f"))
-            same = await env.checkpoint()
-            await env.step(bash("cat /proc/sys/kernel/random/uuid"))
-            once = await env.checkpoint()
-            await other.resume(same)
-            assert await other.settled(), "what it was restored from"
-            assert (await other.step(bash("cat /app/f"))).observation == "one"
-            with pytest.raises(SandboxError, match="a call can't be repeated: .*uuid.* showed"):
-                await other.resume(once)
-
-    asyncio.run(go())
+async def test_a_repeated_call_that_shows_something_else_ends_the_resume(tmp_path):
+    async with checkpointed(tmp_path) as (env, other):
+        await env.step(bash("cat /app/f"))
+        same = await env.checkpoint()
+        await env.step(bash("cat /proc/sys/kernel/random/uuid"))
+        once = await env.checkpoint()
+        await other.resume(same)
+        assert await other.settled(), "what it was restored from"
+        assert (await other.step(bash("cat /app/f"))).observation == "one"
+        with pytest.raises(SandboxError, match="a call can't be repeated: .*uuid.* showed"):
+            await other.resume(once)
 
 
 def test_undo_is_off_unless_asked_for():
@@ -512,25 +493,19 @@ def test_undo_is_off_unless_asked_for():
 
 
 @pytest.mark.slow
-def test_a_trajectory_is_wanted_from_its_beginning_so_that_no_other_host_sweeps_its_states(
-    make_config, chats, tmp_path
-):
+async def test_no_other_host_sweeps_states_of_a_trajectory(make_config, chats, tmp_path):
     config = make_config(
-        "+experiment=terminal", "sandbox.checkpoints=classified", f"output_dir={tmp_path}"
+        "+experiment=terminal sandbox.checkpoints=classified", f"output_dir={tmp_path}"
     )
     start = p.StartTrajectory("g0.0", "g0", p.Phase.TRAIN, "terminal", 6, None)
-
-    async def go():
-        engine = await open_store(config, tmp_path / "snapshots", NullRecorder())
-        snapshots, words = Snapshots(tmp_path / "snapshots", 1, config, print), asyncio.Queue()
-        rest = (asyncio.create_task, NullRecorder(), None, snapshots, engine)
-        host = TrajectoryHost(config, chats["tiny"], words.put_nowait, *rest)
-        host.handle(start)
-        assert isinstance(await words.get(), p.TurnRequest)
-        assert (tmp_path / "snapshots" / "g0.0").is_dir()
-        host.handle(p.CancelTrajectory("g0.0"))
-        while (tmp_path / "snapshots" / "g0.0").exists():
-            await asyncio.sleep(0.01)
-        await host.close()
-
-    asyncio.run(asyncio.wait_for(go(), 120))
+    engine = await open_store(config, tmp_path / "snapshots", NullRecorder())
+    snapshots, words = Snapshots(tmp_path / "snapshots", 1, config, print), asyncio.Queue()
+    rest = (asyncio.create_task, NullRecorder(), None, snapshots, engine)
+    host = TrajectoryHost(config, chats["tiny"], words.put_nowait, *rest)
+    host.handle(start)
+    assert isinstance(await words.get(), p.TurnRequest)
+    assert (tmp_path / "snapshots" / "g0.0").is_dir()
+    host.handle(p.CancelTrajectory("g0.0"))
+    while (tmp_path / "snapshots" / "g0.0").exists():
+        await asyncio.sleep(0.01)
+    await host.close()

@@ -5,11 +5,9 @@ from statistics import NormalDist
 
 import numpy as np
 
-from rose.config import Policy
-from rose.config import Scheduler as SchedulerConfig
 from rose.parts.simulator import probes, spec
 from rose.parts.simulator.driver import simulate
-from rose.policies import build
+from tests.scheduler.said import built
 
 ENGINE = spec.Engine(spec.StepTime(0.01, 2e-5, 1e-9, 1e-4, 1e-7), 8, 2048, 60_000, True)
 LINK = spec.Link(0.1, 1e9, 5e8, False, 0.2, 1e9)
@@ -70,16 +68,8 @@ def cluster(*pools, steps=2, groups=3, size=4, env=None, dynamic=False, **change
 def scheduler(
     routing="least_loaded", provisioning="fixed", args=None, routing_args=None, timeout=600.0
 ):
-    return build(
-        SchedulerConfig(
-            provisioning=Policy(name=provisioning, args=args or {}),
-            routing=Policy(name=routing, args=routing_args or {}),
-            order=Policy(name="fifo", args={}),
-            batching=Policy(name="synchronous", args={"max_admitted": 2.0}),
-            queue_depth=0.0,
-        ),
-        timeout,
-    )
+    chosen = {"provisioning": (provisioning, args or {}), "routing": (routing, routing_args or {})}
+    return built(timeout, batching_args={"max_admitted": 2.0}, **chosen)
 
 
 class Memory:

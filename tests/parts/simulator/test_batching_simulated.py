@@ -5,12 +5,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rose.config import Policy
-from rose.config import Scheduler as SchedulerConfig
 from rose.parts.simulator.driver import simulate
-from rose.policies import build
 from rose.scheduler import events as ev
 from tests.parts.simulator.clusters import Agents, Memory, cluster, pool
+from tests.scheduler.said import built
 
 CONF = Path(__file__).resolve().parents[3] / "conf" / "scheduler"
 NAMES = {
@@ -21,20 +19,12 @@ NAMES = {
 
 def policy(kind, name):
     option = yaml.safe_load((CONF / kind / f"{name}.yaml").read_text())
-    return Policy(name=option["name"], args=option["args"])
+    return option["name"], option["args"]
 
 
 def run(batching="synchronous", order="fifo", seed=1, **changes):
-    scheduler = build(
-        SchedulerConfig(
-            provisioning=Policy(name="fixed", args={}),
-            routing=Policy(name="least_loaded", args={}),
-            order=policy("order", order),
-            batching=policy("batching", batching),
-            queue_depth=0.0,
-        ),
-        600.0,
-    )
+    chosen = {"order": policy("order", order), "batching": policy("batching", batching)}
+    scheduler = built(600.0, **chosen)
     memory = Memory()
     return (
         simulate(cluster(pool(count=1), steps=8, **changes), scheduler, seed, memory),
@@ -46,9 +36,7 @@ def run(batching="synchronous", order="fifo", seed=1, **changes):
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("way_s", [0.0, 2.0])
 @pytest.mark.parametrize("batching", NAMES["batching"])
-def test_each_step_trains_on_a_whole_batch_none_too_old_and_no_prompt_twice(
-    batching, way_s, dynamic
-):
+def test_each_step_trains_on_a_whole_batch_and_no_prompt_twice(batching, way_s, dynamic):
     result, memory, bound = run(
         batching,
         dynamic=dynamic,

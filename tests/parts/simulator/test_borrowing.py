@@ -10,12 +10,10 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
-from rose.config import Policy
-from rose.config import Scheduler as SchedulerConfig
 from rose.parts.simulator import domains, environments, spec
 from rose.parts.simulator.driver import simulate
-from rose.policies import build
 from tests.parts.simulator.clusters import cluster, made_load, pool, serving
+from tests.scheduler.said import built
 
 # about Qwen3-8B on an H800: a decode step of 7 ms and more, 30,000 tokens/s of prefill; 400,000
 # tokens of KV
@@ -51,16 +49,8 @@ def seconds(environment, seed, provisioning, args, *lent):
         env=world,
         progress_s=5.0,
     )
-    scheduler = build(
-        SchedulerConfig(
-            provisioning=Policy(name=provisioning, args=args),
-            routing=Policy(name="rose", args={}),
-            order=Policy(name="fifo", args={}),
-            batching=Policy(name="synchronous", args={"max_admitted": 8.0}),
-            queue_depth=0.25,
-        ),
-        600.0,
-    )
+    chosen = {"provisioning": (provisioning, args), "routing": "rose"}
+    scheduler = built(600.0, 0.25, {"max_admitted": 8.0}, **chosen)
     return simulate(what, scheduler, seed).steps[-1].ended
 
 

@@ -77,9 +77,8 @@ def test_training_time_is_a_line_in_the_tokens_with_no_negative_part(tmp_path):
         )
 
     found = calibrate.of_metrics(metrics([(1000, 1.5), (2000, 2.0), (4000, 3.0)]))
-    assert (found.step_s, found.token_s, found.sync_s, found.steps) == pytest.approx(
-        (1.0, 5e-4, 0.2, 3)
-    )
+    expected = pytest.approx((1.0, 5e-4, 0.2, 3))
+    assert (found.step_s, found.token_s, found.sync_s, found.steps) == expected
     rising = calibrate.of_metrics(metrics([(1000, 0.5), (2000, 2.0)]))
     assert rising.step_s == 0 and rising.token_s == pytest.approx(4500 / 5e6)
     falling = calibrate.of_metrics(metrics([(1000, 3.0), (2000, 2.0)]))
@@ -134,11 +133,8 @@ def journal(path, *more):
 
 def test_a_journal_tells_each_trajectory_turn_by_turn(tmp_path):
     [[episode]] = calibrate.of_journal(journal(tmp_path / "journal.jsonl"), {"g0.0": 1.0})
-    assert (episode.prompt_tokens, episode.output_tokens, episode.observation_tokens) == (
-        70,
-        (6, 9),
-        (30, 0),
-    )
+    expected = (70, (6, 9), (30, 0))
+    assert (episode.prompt_tokens, episode.output_tokens, episode.observation_tokens) == expected
     assert episode.tool_s == pytest.approx((0.8, 0.25)) and episode.reset_s == pytest.approx(0.5)
     assert (episode.failed, episode.reward, episode.domain) == ((True, False), 1.0, "search")
 
@@ -155,9 +151,8 @@ def test_recorded_groups_are_drawn_whole_and_by_the_seed(tmp_path):
     other = [[groups[0][0].__class__(1, (1,), (0,), (0.0,), (False,), 0.0)]]
     recorded = calibrate.Recorded(groups + other, 64)
     drawn = [recorded.group(i, 4, i, np.random.default_rng(i)) for i in range(20)]
-    assert all(len(set(map(id, group))) == 1 for group in drawn) and {
-        g[0].prompt_tokens for g in drawn
-    } == {1, 70}
+    assert all(len(set(map(id, group))) == 1 for group in drawn)
+    assert {g[0].prompt_tokens for g in drawn} == {1, 70}
     assert drawn == [recorded.group(i, 4, 0, np.random.default_rng(i)) for i in range(20)]
 
 

@@ -11,14 +11,8 @@ from rose.parts.simulator.config import from_dict
     [
         ("sim.pool.spot.link.gbit_s=0", ["sim.pool.spot.link.gbit_s=0: expected `float` > 0.0"]),
         ("sim.pool.spot.kind=rented", ["sim.pool.spot.kind='rented'", "dedicated, cooperative"]),
-        (
-            "+sim.efficiency.compute=high",
-            ["sim.efficiency.compute='high': expected `float`, got `str`"],
-        ),
-        (
-            "sim.systems.roll_grpo.executor=both",
-            ["sim.systems.roll_grpo.executor='both'", "gate, memory_only, none"],
-        ),
+        ("+sim.efficiency.compute=high", ["sim.efficiency.compute='high': expected `float`, got"]),
+        ("sim.systems.roll_grpo.executor=both", ["sim.systems.roll_grpo.executor='both'"]),
         (
             "+sim.systems.roll_grpo.scheduler.order.nme=fifo",
             ["sim.systems.roll_grpo.scheduler.order.nme='fifo'"],

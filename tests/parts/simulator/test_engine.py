@@ -81,9 +81,8 @@ def test_every_sequence_ends_when_it_would_if_each_step_were_taken(drawn, sequen
         fast.add(at, sequence(key, context, tokens))
     ended += run(fast)
     expected = step_by_step(drawn, sequences, batched)
-    assert {key: at for at, key in ended} == pytest.approx(
-        {key: at for at, key in expected}, abs=1e-6
-    )
+    expected = pytest.approx({key: at for at, key in expected}, abs=1e-6)
+    assert {key: at for at, key in ended} == expected
 
 
 def test_a_turn_after_another_prefills_only_what_is_new():

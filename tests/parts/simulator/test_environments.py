@@ -35,9 +35,8 @@ def test_an_episode_keeps_within_its_turns_its_tokens_and_its_context(name, inde
         assert 1 <= turns <= domain.max_turns
         assert turns == len(member.observation_tokens) == len(member.tool_s) == len(member.failed)
         assert all(1 <= tokens <= domain.max_new_tokens for tokens in member.output_tokens)
-        assert (
-            min(member.observation_tokens) >= 0 and min(member.tool_s) >= 0 and member.reset_s >= 0
-        )
+        assert min(member.observation_tokens) >= 0 and min(member.tool_s) >= 0
+        assert member.reset_s >= 0
         assert (
             member.prompt_tokens + sum(member.output_tokens) + sum(member.observation_tokens)
             <= context
@@ -99,10 +98,8 @@ def test_a_turn_after_a_failed_call_is_longer():
 def test_prompts_are_of_the_domains_by_weight():
     made = Environments((DOMAINS["search"], DOMAINS["swe"]), 65536, (3.0, 1.0))
     names = [made.group(i, 1, 0, draw(i))[0].domain for i in range(400)]
-    assert names.count("search") / 400 == pytest.approx(0.75, abs=0.07) and set(names) == {
-        "search",
-        "swe",
-    }
+    assert names.count("search") / 400 == pytest.approx(0.75, abs=0.07)
+    assert set(names) == {"search", "swe"}
     assert made.max_new_tokens == DOMAINS["swe"].max_new_tokens
 
 
@@ -125,10 +122,7 @@ def test_every_parameter_can_be_scaled_for_the_sensitivity_table():
         (lambda: Environments((), 8192), "0 domains"),
         (lambda: Environments((DOMAINS["swe"],), 8192, (0.0,)), "one positive weight each"),
         (lambda: Environments((DOMAINS["swe"],), 2048), "max_context=2048"),
-        (
-            lambda: domains.domain("chess"),
-            "environment 'chess': its trajectories are unknown; known are frozen_lake",
-        ),
+        (lambda: domains.domain("chess"), "environment 'chess': its trajectories are unknown"),
     ],
 )
 def test_what_cannot_be_made_is_refused(make, said):

@@ -98,9 +98,8 @@ def test_requests_are_counted_and_attained_as_their_latencies_say():
     use = observed(what, [])
     assert use.requests == pytest.approx(1000)
     assert use.beside == use.alone
-    assert use.alone.ttft_p99_s == np.quantile(
-        what.devices.loads.ttft_s, 0.99, method="inverted_cdf"
-    )
+    found = use.alone.ttft_p99_s
+    assert found == np.quantile(what.devices.loads.ttft_s, 0.99, method="inverted_cdf")
     assert use.minute_requests == pytest.approx([600, 400])
 
 
@@ -110,17 +109,12 @@ def test_a_rare_late_request_is_seen_where_it_is_and_weighs_what_it_weighs():
     found.ttft_s[-12:] = 3.0  # of 1,000, all in the last tenth
     found.tpot_s[::2] = np.nan  # one token: no TPOT, and none that is late
     use = observed(serving(found), [], seconds=90.0)
-    assert (
-        use.alone.ttft_attained == 1
-        and use.alone.ttft_p99_s == 0.1
-        and use.minute_attained.tolist() == [1, 1]
-    )
+    assert use.alone.ttft_attained == 1 and use.alone.ttft_p99_s == 0.1
+    assert use.minute_attained.tolist() == [1, 1]
     use = observed(serving(found), [])
     assert use.alone.ttft_attained == pytest.approx(0.988) and use.alone.ttft_p99_s == 3.0
-    assert (
-        use.minute_attained.tolist() == pytest.approx([1, 1 - 12 / 400])
-        and use.alone.tpot_attained == 1
-    )
+    assert use.minute_attained.tolist() == pytest.approx([1, 1 - 12 / 400])
+    assert use.alone.tpot_attained == 1
 
 
 def slowed(found, factor):
@@ -140,12 +134,10 @@ def test_what_rollouts_cost_is_in_proportion_to_the_time_beside():
     never, half, always = (
         observed(what, spans).beside for spans in ([], [0.0, 50.0], [0.0, 100.0])
     )
-    assert half.tpot_attained == pytest.approx(
-        (never.tpot_attained + always.tpot_attained) / 2, abs=1e-6
-    )
-    assert always.tpot_attained < never.tpot_attained and always.ttft_p99_s == pytest.approx(
-        6 * never.ttft_p99_s
-    )
+    expected = pytest.approx((never.tpot_attained + always.tpot_attained) / 2, abs=1e-6)
+    assert half.tpot_attained == expected
+    assert always.tpot_attained < never.tpot_attained
+    assert always.ttft_p99_s == pytest.approx(6 * never.ttft_p99_s)
 
 
 def test_the_gate_lends_what_serving_leaves_at_its_slower_pace():

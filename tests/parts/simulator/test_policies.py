@@ -17,12 +17,8 @@ from rose.scheduler import events as ev
 from tests.parts.simulator.clusters import ENGINE, Agents, Memory, cluster, made_load, pool, serving
 
 CONF = Path(__file__).resolve().parents[3] / "conf" / "scheduler"
-PLAIN = {
-    "provisioning": "fixed",
-    "routing": "least_loaded",
-    "order": "fifo",
-    "batching": "synchronous",
-}
+PLAIN = {"provisioning": "fixed", "routing": "least_loaded", "order": "fifo"}
+PLAIN |= {"batching": "synchronous"}
 OPTIONS = [(kind, path.stem) for kind in PLAIN for path in sorted((CONF / kind).glob("*.yaml"))]
 
 

@@ -6,8 +6,6 @@ import math
 
 import pytest
 
-from rose.config import Policy
-from rose.config import Scheduler as SchedulerConfig
 from rose.coordinator import journal
 from rose.parts.simulator import spec
 from rose.parts.simulator.driver import simulate
@@ -16,32 +14,19 @@ from rose.parts.simulator.hosts import Cores, Task
 from rose.parts.simulator.loop import Loop
 from rose.parts.simulator.result import Counts
 from rose.parts.simulator.sandboxes import Sandboxes
-from rose.policies import build
 from rose.scheduler import events as ev
 from tests.parts.simulator.clusters import Agents, Memory, cluster
+from tests.scheduler.said import built
 
 MIB = 2**20
 NOTHING = spec.Change(1.0, None)
 PROCESS = spec.Change(1.0, spec.Save(0.5, 1e6))
 BOXES = spec.Sandboxes(
-    cores=(64.0, 64.0),
-    memory_bytes=64 * MIB,
-    sandbox_bytes=MIB,
-    start_s=0.25,
-    turn_s=0.0,
-    look_s=0.0,
-    changes=(NOTHING,),
-    full=spec.Save(0.5, 1e6),
-    restore_s=0.5,
-    restore_bytes=0.0,
-    staging_bytes=100e6,
-    host_bytes_s=1e9,
-    store_bytes_s=1e9,
-    recovery="none",
-    mtbf_s=math.inf,
-    restart_s=1000.0,
-    detect_s=1.0,
-    load_s=5.0,
+    **{"cores": (64.0, 64.0), "memory_bytes": 64 * MIB, "sandbox_bytes": MIB, "start_s": 0.25},
+    **{"turn_s": 0.0, "look_s": 0.0, "changes": (NOTHING,), "full": spec.Save(0.5, 1e6)},
+    **{"restore_s": 0.5, "restore_bytes": 0.0, "staging_bytes": 100e6, "host_bytes_s": 1e9},
+    **{"store_bytes_s": 1e9, "recovery": "none", "mtbf_s": math.inf, "restart_s": 1000.0},
+    **{"detect_s": 1.0, "load_s": 5.0},
 )
 
 
@@ -58,16 +43,7 @@ class Script:
 
 
 def scheduler(placement="stay", **args):
-    plain = {"provisioning": "fixed", "routing": "least_loaded", "order": "fifo"}
-    return build(
-        SchedulerConfig(
-            **{kind: Policy(name=name, args={}) for kind, name in plain.items()},
-            batching=Policy(name="synchronous", args={"max_admitted": 2.0}),
-            placement=Policy(name=placement, args=args),
-            queue_depth=0.0,
-        ),
-        600.0,
-    )
+    return built(600.0, batching_args={"max_admitted": 2.0}, placement=(placement, args))
 
 
 def alone(**changes):

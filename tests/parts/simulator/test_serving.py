@@ -102,9 +102,8 @@ def test_what_is_counted_per_piece_is_what_happened(seed, pace, hold):
     within = served.ended <= made.period_s
     assert made.busy.sum() <= served.busy_s.sum() + 1e-6
     assert made.busy.sum() >= served.busy_s[within].sum() - 1e-6
-    assert (
-        (made.kv >= 0) & (made.kv <= 1)
-    ).all() and made.kv.max() * ENGINE.kv_tokens <= served.held.max() + 1
+    assert ((made.kv >= 0) & (made.kv <= 1)).all()
+    assert made.kv.max() * ENGINE.kv_tokens <= served.held.max() + 1
     assert served.tokens.sum() == (np.maximum(work.output_tokens, 1) - 1).sum()
     assert (served.gap_s[served.tokens > 0] > 0).all()
     assert (served.ttft_s > 0).all() and (served.tpot_s[work.output_tokens > 1] > 0).all()
@@ -206,10 +205,7 @@ def test_a_service_is_sized_so_that_its_peaks_just_meet_the_targets():
 @pytest.mark.parametrize(
     "work, said",
     [
-        (
-            Trace(np.zeros(0), np.zeros(0, np.int32), np.zeros(0, np.int32)),
-            "a trace without requests",
-        ),
+        (Trace(np.zeros(0), np.zeros(0, np.int32), np.zeros(0, np.int32)), "a trace without"),
         (trace((0.0, 299_999, 10)), "a request of 300009 tokens is larger than"),
     ],
 )

@@ -58,9 +58,7 @@ def test_a_mix_of_degrees_has_its_own_gpus_and_as_many_sequences_for_each(make_c
 
 
 @pytest.mark.parametrize("given, wanted", [("null", 16), (24, 24)])
-def test_one_degree_for_all_leaves_an_engine_the_sequences_of_a_live_one(
-    make_config, given, wanted
-):
+def test_one_degree_for_all_leaves_an_engine_a_live_ones_sequences(make_config, given, wanted):
     c = make_config(
         "mode=simulate", "+experiment=rose_8b", "sim.pool.dedicated.tensor_parallel=4",
         f"sim.pool.dedicated.max_sequences={given}", "sim.pools=[dedicated]",
@@ -80,7 +78,7 @@ def test_one_degree_for_all_leaves_an_engine_the_sequences_of_a_live_one(
 )
 def test_degrees_that_make_no_pool_are_named(make_config, changed, words):
     c = make_config(
-        "mode=simulate", "+experiment=rose_8b", *(f"sim.pool.dedicated.{each}" for each in changed)
+        "mode=simulate +experiment=rose_8b", *(f"sim.pool.dedicated.{each}" for each in changed)
     )
     with pytest.raises(ConfigError, match=words):
         build.make_spec(c, "rose", build.ours(c), 1)
@@ -90,11 +88,7 @@ def test_degrees_that_make_no_pool_are_named(make_config, changed, words):
     "degrees, workers, words",
     [
         ("[2,8]", 3, "engines of 8 GPUs don't fill the pool's 6"),
-        (
-            "[2,5]",
-            5,
-            r"\[2, 5\]: engines of 2 GPUs overlap two of 5; with elastic=true each degree",
-        ),
+        ("[2,5]", 5, r"\[2, 5\]: engines of 2 GPUs overlap two of 5; with elastic=true each"),
     ],
 )
 def test_shapes_that_do_not_fill_the_gpus_are_named(make_config, degrees, workers, words):

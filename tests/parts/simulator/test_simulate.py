@@ -7,12 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from rose.config import Policy
-from rose.config import Scheduler as SchedulerConfig
 from rose.coordinator import journal
 from rose.parts.simulator import driver, probes, spec
 from rose.parts.simulator.driver import simulate
-from rose.policies import build
 from rose.scheduler import events as ev
 from tests.parts.simulator import clusters
 from tests.parts.simulator.clusters import (
@@ -25,6 +22,9 @@ from tests.parts.simulator.clusters import (
     serving,
     steady_load,
 )
+from tests.scheduler.said import built
+
+AT_ONCE = {"patience_s": 0.0, "idle_s": 1e9, "cool_down_s": 0.0, "back_off_s": 1.0}
 
 # --------------------------------------------------------------------------- a fixed cluster
 
@@ -35,9 +35,8 @@ def test_each_step_trains_on_its_groups_and_every_trajectory_ends_once():
     ended = [e.trajectory for e in memory.events(ev.TrajectoryEnded)]
     assert len(ended) == len(set(ended)) == 24
     assert result.counts.turns == 24 * 4
-    assert sum(step.tokens for step in result.steps) == sum(
-        e.tokens for e in memory.events(ev.TurnEnded)
-    )
+    found = sum(step.tokens for step in result.steps)
+    assert found == sum(e.tokens for e in memory.events(ev.TurnEnded))
     assert sum(worker.decoded for worker in result.workers) == result.tokens
 
 
@@ -125,9 +124,8 @@ def test_each_turn_takes_the_ways_to_its_engine_and_back():
     ]
     for turn in range(4):  # of the first step; nothing else is under way
         bare, there, back, both = (found[turn] for found in times)
-        assert (there - bare, back - bare, both - bare) == pytest.approx(
-            (0.25 * (turn + 1), 0.5 * (turn + 1), 0.75 * (turn + 1))
-        )
+        expected = pytest.approx((0.25 * (turn + 1), 0.5 * (turn + 1), 0.75 * (turn + 1)))
+        assert (there - bare, back - bare, both - bare) == expected
 
 
 def test_an_answer_that_comes_after_its_turn_was_taken_back_is_not_heard():
@@ -137,9 +135,8 @@ def test_an_answer_that_comes_after_its_turn_was_taken_back_is_not_heard():
     assert result.counts.aborted > 0
     ended = [e.trajectory for e in memory.events(ev.TrajectoryEnded)]
     assert len(ended) == len(set(ended)) == 24 and result.counts.turns == 24 * 4
-    assert sum(step.tokens for step in result.steps) == sum(
-        e.tokens for e in memory.events(ev.TurnEnded)
-    )
+    found = sum(step.tokens for step in result.steps)
+    assert found == sum(e.tokens for e in memory.events(ev.TurnEnded))
     # what nobody heard of is made again
     assert sum(worker.decoded for worker in result.workers) > result.tokens
 
@@ -188,9 +185,7 @@ def test_nobody_to_take_turns_is_an_error_that_says_so():
 
 
 def test_turns_that_wait_for_a_day_end_a_run_that_only_ticks():
-    with pytest.raises(
-        RuntimeError, match=r"all turns have waited for 86400 s; which .*, 12 of them wait"
-    ):
+    with pytest.raises(RuntimeError, match=r"all turns have waited for 86400 s; which .*, 12 of"):
         run(cluster(pool(count=0), tick_s=60.0))
 
 
@@ -248,18 +243,7 @@ def test_called_back_memory_sends_turns_elsewhere_and_stays_called_back_until_th
 
 def test_a_worker_that_joins_takes_the_weights_first():
     what = cluster(pool(count=1), pool("lend", "cooperative", 3, on_request=True), groups=8)
-    result, memory = run(
-        what,
-        provisioning="on_demand",
-        args={
-            "min": 2,
-            "max": 2,
-            "patience_s": 0.0,
-            "idle_s": 1e9,
-            "cool_down_s": 0.0,
-            "back_off_s": 1.0,
-        },
-    )
+    result, memory = run(what, provisioning="on_demand", args={"min": 2, "max": 2} | AT_ONCE)
     joined = {
         event.worker: event.at
         for event in memory.events(ev.WorkerJoined)
@@ -276,18 +260,7 @@ def test_a_worker_that_joins_takes_the_weights_first():
 
 def test_a_full_pool_refuses():
     what = cluster(pool("lend", "cooperative", 0, on_request=True), pool(count=1))
-    result, memory = run(
-        what,
-        provisioning="on_demand",
-        args={
-            "min": 1,
-            "max": 1,
-            "patience_s": 0.0,
-            "idle_s": 1e9,
-            "cool_down_s": 0.0,
-            "back_off_s": 1.0,
-        },
-    )
+    result, memory = run(what, provisioning="on_demand", args={"min": 1, "max": 1} | AT_ONCE)
     assert result.counts.refused > 1 and memory.events(ev.CapacityRefused)
 
 
@@ -344,10 +317,8 @@ def test_gpus_that_roll_out_train_no_more_and_libras_split_shortens_the_steps():
     what = cluster(*pools, steps=8, groups=12, trainer=trainer)
     result, memory = run(what, provisioning="libra", args=args)
     never, _ = run(what, provisioning="libra", args=args | {"gain": 1.0})
-    assert {worker.name for worker in result.workers if worker.decoded} == {
-        "dedicated-0",
-        "elastic-0",
-    }
+    expected = {"dedicated-0", "elastic-0"}
+    assert {worker.name for worker in result.workers if worker.decoded} == expected
     assert {worker.name for worker in never.workers if worker.decoded} == {"dedicated-0"}
 
     def seconds(of, number):
@@ -356,9 +327,8 @@ def test_gpus_that_roll_out_train_no_more_and_libras_split_shortens_the_steps():
 
     for number in (0, 1, 3, 7):  # the same episodes
         assert result.steps[number].trained_tokens == never.steps[number].trained_tokens
-        assert seconds(result, number) == pytest.approx(
-            seconds(never, number) * (1 if number < 2 else 2)
-        )
+        found = seconds(result, number)
+        assert found == pytest.approx(seconds(never, number) * (1 if number < 2 else 2))
     assert seconds(result, 2) == pytest.approx(2 * seconds(never, 2) + 1.0), (
         "changing sides costs switch_s"
     )
@@ -373,16 +343,8 @@ def test_a_simulation_carries_actions_out_in_the_order_of_the_journal(monkeypatc
         carry_out(self, action)
 
     monkeypatch.setattr(driver.Simulation, "_carry_out", noted)
-    oversampled = build(
-        SchedulerConfig(
-            provisioning=Policy(name="fixed", args={}),
-            routing=Policy(name="least_loaded", args={}),
-            order=Policy(name="fifo", args={}),
-            batching=Policy(name="dapo", args={"oversample": 1.5, "max_admitted": 8.0}),
-            queue_depth=0.0,
-        ),
-        600.0,
-    )
+    dapo = {"oversample": 1.5, "max_admitted": 8.0}
+    oversampled = built(600.0, batching=("dapo", dapo))
     memory = clusters.Memory()
     simulate(cluster(), oversampled, 1, memory)
     said = [action for _, actions in memory.entries for action in actions]

@@ -26,24 +26,16 @@ COUNTED = (
 
 def test_named_instances_are_there_from_being_added_until_removed_and_may_come_back(write):
     pool = spot.read(write(NAMED))
-    assert (
-        list(zip(pool.begin, pool.end, strict=False)) == [(0, 3), (0, 10), (4, 10)]
-        and pool.seconds == 10
-    )
+    assert list(zip(pool.begin, pool.end, strict=False)) == [(0, 3), (0, 10), (4, 10)]
+    assert pool.seconds == 10
     assert pool.count(np.array([0, 2.9, 3, 4, 9.9, 10])).tolist() == [2, 2, 1, 2, 2, 0]
     assert [values.tolist() for values in pool.changes] == [[0, 3, 4], [2, 1, 2]]
 
 
 def test_a_count_that_is_sampled_gives_as_many_instances_at_each_time(write):
     pool = spot.read(write(COUNTED))
-    assert pool.seconds == 60 and pool.count(np.array([0, 9, 10, 39, 40, 59])).tolist() == [
-        2,
-        2,
-        3,
-        3,
-        1,
-        1,
-    ]
+    assert pool.seconds == 60
+    assert pool.count(np.array([0, 9, 10, 39, 40, 59])).tolist() == [2, 2, 3, 3, 1, 1]
     assert sorted(pool.end) == [40, 40, 60]
 
 
@@ -70,10 +62,7 @@ def test_which_instances_a_falling_count_takes_is_decided_by_the_seed(write):
         ("2021-12-11, noon, 4\n", "line 1, column 1: .* is no time like"),
         ("2021-12-11, 11:00:00, -4\n", "line 1, column 3: -4 is negative"),
         ("2021-12-11, 11:00:00, few\n", "line 1, column 3: 'few' is no whole number"),
-        (
-            "2021-12-11, 11:00:00, 4\n2021-12-11, 10:00:00, 4\n",
-            "line 2, column 2: .* is before the time of the line above",
-        ),
+        ("2021-12-11, 11:00:00, 4\n2021-12-11, 10:00:00, 4\n", "line 2, column 2: .* is before"),
         ("2021-12-11, 11:00:00, 99999999999\n", "line 1, column 3: 99999999999 is more than 1e.06"),
         ("9" * 400 + ",add,a\n", "line 1, column 1: 9+ is more than 1e.15"),
         ("0,add," + "x" * 200_000, "line 1: no CSV: field larger than field limit"),
@@ -90,9 +79,8 @@ def test_a_bad_file_is_refused_with_line_and_column(write, text, said):
 def test_a_slice_counts_from_its_start_and_a_limit_takes_no_more_than_there_is_room_for():
     pool = Availability(np.array([0.0, 0.0, 4.0]), np.array([3.0, 10.0, 10.0]), 10.0)
     cut = pool.slice(2, 5)
-    assert (
-        list(zip(cut.begin, cut.end, strict=False)) == [(0, 1), (0, 5), (2, 5)] and cut.seconds == 5
-    )
+    assert list(zip(cut.begin, cut.end, strict=False)) == [(0, 1), (0, 5), (2, 5)]
+    assert cut.seconds == 5
     small = pool.limited(1)
     assert list(zip(small.begin, small.end, strict=False)) == [(0, 3), (4, 10)]
 

@@ -9,16 +9,9 @@ import pytest
 from rose import config
 from rose.parts.adapters.gateway.server import Gateway
 from rose.parts.adapters.gateway.session import Session
-from rose.protocol import (
-    FinishReason,
-    Phase,
-    Sampling,
-    StartTrajectory,
-    TurnResult,
-    pack_floats,
-    pack_tokens,
-)
+from rose.protocol import FinishReason, Phase, Sampling, StartTrajectory
 from tests.foreign import python_of
+from tests.made import result
 
 REPOSITORY = Path(__file__).resolve().parents[4]
 START = StartTrajectory("g1.2", "g1", Phase.TRAIN, "agent", 8, None)
@@ -35,17 +28,8 @@ TOOL = {
 
 
 def limits(**changed) -> config.Env:
-    return config.Env(
-        **{
-            "name": "agent",
-            "args": {},
-            "max_turns": 8,
-            "max_new_tokens": 64,
-            "step_timeout_s": 120.0,
-            "max_failures_in_row": 1,
-        }
-        | changed
-    )
+    plain = {"name": "agent", "args": {}, "max_turns": 8, "max_new_tokens": 64}
+    return config.Env(**plain | {"step_timeout_s": 120.0, "max_failures_in_row": 1} | changed)
 
 
 class Policy:
@@ -61,22 +45,14 @@ class Policy:
         k = len(self.requests)
         self.requests.append(request)
         await self.gate.wait()
-        tokens = self.tokenizer.encode(
-            self.texts[min(k, len(self.texts) - 1)], add_special_tokens=False
-        )
-        tokens = (tokens + [self.tokenizer.eos_token_id] * self.closed)[
-            : request.sampling.max_new_tokens
-        ]
+        text = self.texts[min(k, len(self.texts) - 1)]
+        tokens = self.tokenizer.encode(text, add_special_tokens=False)
+        tokens += [self.tokenizer.eos_token_id] * self.closed
+        tokens = tokens[: request.sampling.max_new_tokens]
         stop = tokens[-1] == self.tokenizer.eos_token_id
-        result = TurnResult(
-            request.turn,
-            pack_tokens(tokens),
-            pack_floats([-0.25 * (k + 1)] * len(tokens)),
-            pack_tokens([k] * len(tokens)),
-            FinishReason.STOP if stop else FinishReason.LENGTH,
-        )
-        self.results.append(result)
-        return result
+        finish = FinishReason.STOP if stop else FinishReason.LENGTH
+        self.results.append(result(request.turn, tokens, -0.25 * (k + 1), k, finish))
+        return self.results[-1]
 
 
 class World:

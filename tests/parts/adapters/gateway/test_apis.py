@@ -28,197 +28,149 @@ def anthropic_client(world, **changed):
     )
 
 
-def test_openai_chat_calls_tools_in_parallel_and_goes_on_in_one_branch(serve):
-    async def go():
-        async with serve(CALL + CALL, "done") as world, openai_client(world) as client:
-            create = client.chat.completions.create
-            said = (
-                await create(model="m", messages=[USER], tools=[TOOL], temperature=None)
-            ).choices[0]
-            assert said.finish_reason == "tool_calls" and said.message.content is None
-            assert [c.function.name for c in said.message.tool_calls] == ["move", "move"]
-            assert json.loads(said.message.tool_calls[0].function.arguments) == {
-                "direction": "left"
-            }
-            results = [
-                {"role": "tool", "tool_call_id": c.id, "content": f"at {i}"}
-                for i, c in enumerate(said.message.tool_calls)
-            ]
-            history = [USER, said.message.model_dump(exclude_none=True), *results]
-            last = await create(model="m", messages=history, tools=[TOOL], max_completion_tokens=40)
-            assert (last.choices[0].message.content, last.choices[0].finish_reason) == (
-                "done",
-                "stop",
+async def test_openai_chat_calls_tools_in_parallel_and_goes_on_in_one_branch(serve):
+    async with serve(CALL + CALL, "done") as world, openai_client(world) as client:
+        create = client.chat.completions.create
+        said = (await create(model="m", messages=[USER], tools=[TOOL], temperature=None)).choices[0]
+        assert said.finish_reason == "tool_calls" and said.message.content is None
+        assert [c.function.name for c in said.message.tool_calls] == ["move", "move"]
+        assert json.loads(said.message.tool_calls[0].function.arguments) == {"direction": "left"}
+        results = [
+            {"role": "tool", "tool_call_id": c.id, "content": f"at {i}"}
+            for i, c in enumerate(said.message.tool_calls)
+        ]
+        history = [USER, said.message.model_dump(exclude_none=True), *results]
+        last = await create(model="m", messages=history, tools=[TOOL], max_completion_tokens=40)
+        assert (last.choices[0].message.content, last.choices[0].finish_reason) == ("done", "stop")
+        [branch] = world.session.history.branches()
+        first, second = world.policy.results
+        chat = world.chat
+        expected = chat.start([USER], [TOOL]) + unpack_tokens(first.tokens).tolist()
+        expected += chat.observations([("tool", "at 0"), ("tool", "at 1")])
+        assert branch.tokens == pack_tokens(expected) + second.tokens
+        assert sum(branch.mask) == (len(first.tokens) + len(second.tokens)) // 4
+        assert last.usage.prompt_tokens == len(expected)
+
+
+async def test_openai_chat_streams_what_it_would_answer(serve):
+    async with serve(f"hm {CALL}") as world, openai_client(world) as client:
+        stream = await client.chat.completions.create(
+            model="m",
+            messages=[USER],
+            tools=[TOOL],
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = [chunk async for chunk in stream]
+        text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        calls = [
+            c for chunk in chunks if chunk.choices for c in chunk.choices[0].delta.tool_calls or []
+        ]
+        assert text == "hm" and [c.function.name for c in calls] == ["move"]
+        assert chunks[-2].choices[0].finish_reason == "tool_calls"
+        assert chunks[-1].usage.completion_tokens > 3
+
+
+async def test_openai_responses_streamed_and_not(serve):
+    async with serve(CALL, "done") as world, openai_client(world) as client:
+        asked = [{"role": "user", "content": [{"type": "input_text", "text": "go"}]}]
+        first = await client.responses.create(
+            model="m", instructions="Play.", input=asked, tools=[RESPONSES_TOOL]
+        )
+        [call] = first.output
+        expected = ("function_call", "move", {"direction": "left"})
+        assert (call.type, call.name, json.loads(call.arguments)) == expected
+        history = [
+            *asked,
+            call.model_dump(exclude_none=True),
+            {"type": "function_call_output", "call_id": call.call_id, "output": "ok"},
+        ]
+        stream = await client.responses.create(
+            model="m", instructions="Play.", input=history, tools=[RESPONSES_TOOL], stream=True
+        )
+        events = [event async for event in stream]
+        assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == "done"
+        assert events[-1].type == "response.completed"
+        assert events[-1].response.output_text == "done"
+        assert len(world.session.history.branches()) == 1
+
+
+async def test_anthropic_messages_streamed_and_not(serve):
+    async with serve(f"hm {CALL}{CALL}", "done") as world, anthropic_client(world) as client:
+        asked = {"model": "m", "max_tokens": 50, "system": "Play.", "tools": [ANTHROPIC_TOOL]}
+        first = await client.messages.create(messages=[USER], **asked)
+        assert first.stop_reason == "tool_use"
+        assert [b.type for b in first.content] == ["text", "tool_use", "tool_use"]
+        assert first.content[1].input == {"direction": "left"}
+        results = [
+            {"type": "tool_result", "tool_use_id": b.id, "content": "ok"} for b in first.content[1:]
+        ]
+        history = [
+            USER,
+            {"role": "assistant", "content": first.content},
+            {"role": "user", "content": [*results, {"type": "text", "text": "on"}]},
+        ]
+        async with client.messages.stream(messages=history, **asked) as stream:
+            text = "".join([part async for part in stream.text_stream])
+            last = await stream.get_final_message()
+        assert text == "done" and last.stop_reason == "end_turn"
+        assert last.usage.output_tokens > 1
+        assert len(world.session.history.branches()) == 1
+        assert world.policy.requests[1].outcome == ""  # the user spoke last
+
+
+async def test_a_streamed_call_of_anthropics_has_its_arguments(serve):
+    async with serve(CALL) as world, anthropic_client(world) as client:
+        asked = {"model": "m", "max_tokens": 50, "tools": [ANTHROPIC_TOOL]}
+        async with client.messages.stream(messages=[USER], **asked) as stream:
+            last = await stream.get_final_message()
+        assert last.content[0].input == {"direction": "left"}
+
+
+async def test_the_token_route_takes_and_gives_token_ids(serve, chats):
+    async with serve("one", "two") as world, aiohttp.ClientSession() as http:
+        prompt, headers = (
+            chats["tiny"].start([USER], []),
+            {"Authorization": f"Bearer {world.key}"},
+        )
+
+        async def generate(tokens, status=200):
+            body = {"token_ids": tokens, "sampling_params": {"max_tokens": 9, "logprobs": 1}}
+            async with http.post(
+                f"{world.url}/inference/v1/generate", json=body, headers=headers
+            ) as response:
+                assert response.status == status
+                return (await response.json()).get("choices", [None])[0]
+
+        await generate([*prompt, world.chat.vocabulary], 400)
+        await generate([*prompt, 2**31 - 1], 400)
+        assert world.policy.requests == []
+        first = await generate(prompt)
+        assert first["finish_reason"] == "stop"
+        shown = first["logprobs"]["content"]
+        assert [c["token_id"] for c in shown] == first["token_ids"]
+        assert [c["token"] for c in shown] == [f"token_id:{t}" for t in first["token_ids"]]
+        longer = prompt + first["token_ids"] + chats["tiny"].observation("more", "user")
+        second = await generate(longer)
+        [branch] = world.session.history.branches()
+        assert unpack_tokens(branch.tokens).tolist() == longer + second["token_ids"]
+        assert sum(branch.mask) == len(first["token_ids"] + second["token_ids"])
+
+
+async def test_stop_strings_and_token_limits_end_a_turn_where_they_say(serve, tokenizer):
+    async with serve("left STOP right", "left and more") as world, openai_client(world) as client:
+        create = client.chat.completions.create
+        first = (await create(model="m", messages=[USER], stop=["STOP", "never"])).choices[0]
+        assert (first.message.content, first.finish_reason) == ("left ", "stop")
+        second = (await create(model="m", messages=[USER], max_tokens=2)).choices[0]
+        assert second.finish_reason == "length"
+        whole, cut = world.session.history.branches()
+        assert tokenizer.decode(unpack_tokens(whole.tokens)).endswith("left STOP")
+        async with anthropic_client(world) as other:
+            third = await other.messages.create(
+                model="m", max_tokens=50, messages=[USER], stop_sequences=["and"]
             )
-            [branch] = world.session.history.branches()
-            first, second = world.policy.results
-            chat = world.chat
-            expected = chat.start([USER], [TOOL]) + unpack_tokens(first.tokens).tolist()
-            expected += chat.observations([("tool", "at 0"), ("tool", "at 1")])
-            assert branch.tokens == pack_tokens(expected) + second.tokens
-            assert sum(branch.mask) == (len(first.tokens) + len(second.tokens)) // 4
-            assert last.usage.prompt_tokens == len(expected)
-
-    asyncio.run(go())
-
-
-def test_openai_chat_streams_what_it_would_answer(serve):
-    async def go():
-        async with serve(f"hm {CALL}") as world, openai_client(world) as client:
-            stream = await client.chat.completions.create(
-                model="m",
-                messages=[USER],
-                tools=[TOOL],
-                stream=True,
-                stream_options={"include_usage": True},
-            )
-            chunks = [chunk async for chunk in stream]
-            text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-            calls = [
-                c
-                for chunk in chunks
-                if chunk.choices
-                for c in chunk.choices[0].delta.tool_calls or []
-            ]
-            assert text == "hm" and [c.function.name for c in calls] == ["move"]
-            assert (
-                chunks[-2].choices[0].finish_reason == "tool_calls"
-                and chunks[-1].usage.completion_tokens > 3
-            )
-
-    asyncio.run(go())
-
-
-def test_openai_responses_streamed_and_not(serve):
-    async def go():
-        async with serve(CALL, "done") as world, openai_client(world) as client:
-            asked = [{"role": "user", "content": [{"type": "input_text", "text": "go"}]}]
-            first = await client.responses.create(
-                model="m", instructions="Play.", input=asked, tools=[RESPONSES_TOOL]
-            )
-            [call] = first.output
-            assert (call.type, call.name, json.loads(call.arguments)) == (
-                "function_call",
-                "move",
-                {"direction": "left"},
-            )
-            history = [
-                *asked,
-                call.model_dump(exclude_none=True),
-                {"type": "function_call_output", "call_id": call.call_id, "output": "ok"},
-            ]
-            stream = await client.responses.create(
-                model="m", instructions="Play.", input=history, tools=[RESPONSES_TOOL], stream=True
-            )
-            events = [event async for event in stream]
-            assert (
-                "".join(e.delta for e in events if e.type == "response.output_text.delta") == "done"
-            )
-            assert (
-                events[-1].type == "response.completed"
-                and events[-1].response.output_text == "done"
-            )
-            assert len(world.session.history.branches()) == 1
-
-    asyncio.run(go())
-
-
-def test_anthropic_messages_streamed_and_not(serve):
-    async def go():
-        async with serve(f"hm {CALL}{CALL}", "done") as world, anthropic_client(world) as client:
-            asked = {"model": "m", "max_tokens": 50, "system": "Play.", "tools": [ANTHROPIC_TOOL]}
-            first = await client.messages.create(messages=[USER], **asked)
-            assert first.stop_reason == "tool_use" and [b.type for b in first.content] == [
-                "text",
-                "tool_use",
-                "tool_use",
-            ]
-            assert first.content[1].input == {"direction": "left"}
-            results = [
-                {"type": "tool_result", "tool_use_id": b.id, "content": "ok"}
-                for b in first.content[1:]
-            ]
-            history = [
-                USER,
-                {"role": "assistant", "content": first.content},
-                {"role": "user", "content": [*results, {"type": "text", "text": "on"}]},
-            ]
-            async with client.messages.stream(messages=history, **asked) as stream:
-                text = "".join([part async for part in stream.text_stream])
-                last = await stream.get_final_message()
-            assert (
-                text == "done" and last.stop_reason == "end_turn" and last.usage.output_tokens > 1
-            )
-            assert len(world.session.history.branches()) == 1
-            assert world.policy.requests[1].outcome == ""  # the user spoke last
-
-    asyncio.run(go())
-
-
-def test_a_streamed_call_of_anthropics_has_its_arguments(serve):
-    async def go():
-        async with serve(CALL) as world, anthropic_client(world) as client:
-            asked = {"model": "m", "max_tokens": 50, "tools": [ANTHROPIC_TOOL]}
-            async with client.messages.stream(messages=[USER], **asked) as stream:
-                last = await stream.get_final_message()
-            assert last.content[0].input == {"direction": "left"}
-
-    asyncio.run(go())
-
-
-def test_the_token_route_takes_and_gives_token_ids(serve, chats):
-    async def go():
-        async with serve("one", "two") as world, aiohttp.ClientSession() as http:
-            prompt, headers = (
-                chats["tiny"].start([USER], []),
-                {"Authorization": f"Bearer {world.key}"},
-            )
-
-            async def generate(tokens, status=200):
-                body = {"token_ids": tokens, "sampling_params": {"max_tokens": 9, "logprobs": 1}}
-                async with http.post(
-                    f"{world.url}/inference/v1/generate", json=body, headers=headers
-                ) as response:
-                    assert response.status == status
-                    return (await response.json()).get("choices", [None])[0]
-
-            await generate([*prompt, world.chat.vocabulary], 400)
-            await generate([*prompt, 2**31 - 1], 400)
-            assert world.policy.requests == []
-            first = await generate(prompt)
-            assert first["finish_reason"] == "stop"
-            shown = first["logprobs"]["content"]
-            assert [c["token_id"] for c in shown] == first["token_ids"]
-            assert [c["token"] for c in shown] == [f"token_id:{t}" for t in first["token_ids"]]
-            longer = prompt + first["token_ids"] + chats["tiny"].observation("more", "user")
-            second = await generate(longer)
-            [branch] = world.session.history.branches()
-            assert unpack_tokens(branch.tokens).tolist() == longer + second["token_ids"]
-            assert sum(branch.mask) == len(first["token_ids"] + second["token_ids"])
-
-    asyncio.run(go())
-
-
-def test_stop_strings_and_token_limits_end_a_turn_where_they_say(serve, tokenizer):
-    async def go():
-        async with (
-            serve("left STOP right", "left and more") as world,
-            openai_client(world) as client,
-        ):
-            create = client.chat.completions.create
-            first = (await create(model="m", messages=[USER], stop=["STOP", "never"])).choices[0]
-            assert (first.message.content, first.finish_reason) == ("left ", "stop")
-            second = (await create(model="m", messages=[USER], max_tokens=2)).choices[0]
-            assert second.finish_reason == "length"
-            whole, cut = world.session.history.branches()
-            assert tokenizer.decode(unpack_tokens(whole.tokens)).endswith("left STOP")
-            async with anthropic_client(world) as other:
-                third = await other.messages.create(
-                    model="m", max_tokens=50, messages=[USER], stop_sequences=["and"]
-                )
-            assert (third.stop_reason, third.stop_sequence) == ("stop_sequence", "and")
-
-    asyncio.run(go())
+        assert (third.stop_reason, third.stop_sequence) == ("stop_sequence", "and")
 
 
 @pytest.mark.parametrize(
@@ -241,88 +193,73 @@ def test_stop_strings_and_token_limits_end_a_turn_where_they_say(serve, tokenize
         ({"response_format": {"type": "json_object"}}, "response_format"),
     ],
 )
-def test_what_is_not_supported_is_a_clear_400(serve, asked, words):
-    async def go():
-        async with serve("x") as world, openai_client(world) as client:
-            with pytest.raises(openai.BadRequestError, match=words):
-                await client.chat.completions.create(**{"model": "m", "messages": [USER]} | asked)
-            assert world.policy.requests == []
-
-    asyncio.run(go())
+async def test_what_is_not_supported_is_a_clear_400(serve, asked, words):
+    async with serve("x") as world, openai_client(world) as client:
+        with pytest.raises(openai.BadRequestError, match=words):
+            await client.chat.completions.create(**{"model": "m", "messages": [USER]} | asked)
+        assert world.policy.requests == []
 
 
-def test_a_context_that_is_too_long_is_each_apis_own_refusal(serve):
-    async def go():
-        async with serve("x", max_context=40) as world:
-            long = {"model": "m", "messages": [{"role": "user", "content": "left right " * 50}]}
-            async with openai_client(world) as client:
-                with pytest.raises(openai.BadRequestError) as error:
-                    await client.chat.completions.create(**long)
-                assert error.value.code == "context_length_exceeded"
-                with pytest.raises(openai.BadRequestError):
-                    await client.chat.completions.create(stream=True, **long)
-            async with anthropic_client(world) as client:
-                with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
-                    await client.messages.create(max_tokens=5, **long)
-                assert world.session.limit == "context" and world.policy.requests == []
-                # An agent that goes on with a shorter history was not ended by the limit.
-                await client.messages.create(max_tokens=5, model="m", messages=[USER])
-            assert world.session.limit == ""
-
-    asyncio.run(go())
+async def test_a_context_that_is_too_long_is_each_apis_own_refusal(serve):
+    async with serve("x", max_context=40) as world:
+        long = {"model": "m", "messages": [{"role": "user", "content": "left right " * 50}]}
+        async with openai_client(world) as client:
+            with pytest.raises(openai.BadRequestError) as error:
+                await client.chat.completions.create(**long)
+            assert error.value.code == "context_length_exceeded"
+            with pytest.raises(openai.BadRequestError):
+                await client.chat.completions.create(stream=True, **long)
+        async with anthropic_client(world) as client:
+            with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+                await client.messages.create(max_tokens=5, **long)
+            assert world.session.limit == "context" and world.policy.requests == []
+            # An agent that goes on with a shorter history was not ended by the limit.
+            await client.messages.create(max_tokens=5, model="m", messages=[USER])
+        assert world.session.limit == ""
 
 
-def test_only_the_trajectorys_key_opens_and_late_calls_are_told_so(serve):
-    async def go():
-        async with serve("x") as world:
-            asked = {"model": "m", "messages": [USER]}
-            for key in ("wrong", world.key[:-1], "é"):
-                headers = {"x-api-key": key.encode().decode("latin-1")}
-                async with (
-                    aiohttp.ClientSession() as http,
-                    http.get(f"{world.url}/v1/models", headers=headers) as got,
-                ):
-                    assert got.status == 401
-            async with openai_client(world, api_key="wrong") as client:
-                with pytest.raises(openai.AuthenticationError):
-                    await client.chat.completions.create(**asked)
-            async with openai_client(world) as client:
-                assert [m.id async for m in client.models.list()] == ["tiny"]
-                world.policy.gate.clear()
-                running = asyncio.create_task(client.chat.completions.create(**asked))
-                while not world.policy.requests:
-                    await asyncio.sleep(0.01)
-                world.gateway.dismiss(world.session)
-                for late in (running, client.chat.completions.create(**asked)):
-                    with pytest.raises(openai.APIStatusError) as error:
-                        await late
-                    assert (error.value.status_code, error.value.code) == (410, "trajectory_ended")
-
-    asyncio.run(go())
-
-
-def test_bodies_and_calls_at_once_are_bounded(serve, monkeypatch):
-    monkeypatch.setattr(server, "MAX_BODY", 10_000)
-
-    async def go():
-        async with serve("x", max_turns=2) as world, openai_client(world) as client:
-            create = client.chat.completions.create
-            with pytest.raises(openai.APIStatusError) as error:
-                await create(model="m", messages=[{"role": "user", "content": "x" * 20_000}])
-            assert error.value.status_code == 413
+async def test_only_the_trajectorys_key_opens_and_late_calls_are_told_so(serve):
+    async with serve("x") as world:
+        asked = {"model": "m", "messages": [USER]}
+        for key in ("wrong", world.key[:-1], "é"):
+            headers = {"x-api-key": key.encode().decode("latin-1")}
+            async with (
+                aiohttp.ClientSession() as http,
+                http.get(f"{world.url}/v1/models", headers=headers) as got,
+            ):
+                assert got.status == 401
+        async with openai_client(world, api_key="wrong") as client:
+            with pytest.raises(openai.AuthenticationError):
+                await client.chat.completions.create(**asked)
+        async with openai_client(world) as client:
+            assert [m.id async for m in client.models.list()] == ["tiny"]
             world.policy.gate.clear()
-            calls = [
-                asyncio.create_task(create(model="m", messages=[USER], seed=i)) for i in range(17)
-            ]
-            done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED, timeout=120)
-            errors = {type(call.exception()) for call in done}
-            assert errors <= {openai.RateLimitError, openai.PermissionDeniedError}
-            world.policy.gate.set()
-            got = await asyncio.gather(*calls, return_exceptions=True)
-            assert sum(not isinstance(each, Exception) for each in got) == 2, "max_turns"
-            assert world.session.limit
+            running = asyncio.create_task(client.chat.completions.create(**asked))
+            while not world.policy.requests:
+                await asyncio.sleep(0.01)
+            world.gateway.dismiss(world.session)
+            for late in (running, client.chat.completions.create(**asked)):
+                with pytest.raises(openai.APIStatusError) as error:
+                    await late
+                assert (error.value.status_code, error.value.code) == (410, "trajectory_ended")
 
-    asyncio.run(go())
+
+async def test_bodies_and_calls_at_once_are_bounded(serve, monkeypatch):
+    monkeypatch.setattr(server, "MAX_BODY", 10_000)
+    async with serve("x", max_turns=2) as world, openai_client(world) as client:
+        create = client.chat.completions.create
+        with pytest.raises(openai.APIStatusError) as error:
+            await create(model="m", messages=[{"role": "user", "content": "x" * 20_000}])
+        assert error.value.status_code == 413
+        world.policy.gate.clear()
+        calls = [asyncio.create_task(create(model="m", messages=[USER], seed=i)) for i in range(17)]
+        done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED, timeout=120)
+        errors = {type(call.exception()) for call in done}
+        assert errors <= {openai.RateLimitError, openai.PermissionDeniedError}
+        world.policy.gate.set()
+        got = await asyncio.gather(*calls, return_exceptions=True)
+        assert sum(not isinstance(each, Exception) for each in got) == 2, "max_turns"
+        assert world.session.limit
 
 
 @pytest.mark.parametrize(
@@ -334,45 +271,34 @@ def test_bodies_and_calls_at_once_are_bounded(serve, monkeypatch):
         ("GET", "/v1/models", b"", 200),
     ],
 )
-def test_whatever_is_asked_counts_and_is_refused_unread_once_it_is_too_much(
-    serve, monkeypatch, method, path, body, status
-):
+async def test_too_much_is_refused_unread(serve, monkeypatch, method, path, body, status):
     monkeypatch.setattr(server, "MAX_BODY", 10_000)
     monkeypatch.setattr(session, "BURST", 3)
     monkeypatch.setattr(session, "RATE", 0.0)
     monkeypatch.setattr(session, "MOST_REFUSED", 5)
+    async with serve("x") as world, aiohttp.ClientSession() as http:
 
-    async def go():
-        async with serve("x") as world, aiohttp.ClientSession() as http:
+        async def ask(path, body):
+            headers = {"x-api-key": world.key}
+            async with http.request(method, world.url + path, data=body, headers=headers) as got:
+                return got.status
 
-            async def ask(path, body):
-                headers = {"x-api-key": world.key}
-                async with http.request(
-                    method, world.url + path, data=body, headers=headers
-                ) as got:
-                    return got.status
-
-            assert [await ask(path, body) for _ in range(3)] == [status] * 3
-            assert await ask(path, body) == await ask(path, body) == 429
-            assert world.session.failed.done() == (status != 200), "5 refusals, or 2"
-
-    asyncio.run(go())
+        assert [await ask(path, body) for _ in range(3)] == [status] * 3
+        assert await ask(path, body) == await ask(path, body) == 429
+        assert world.session.failed.done() == (status != 200), "5 refusals, or 2"
 
 
-def test_the_reward_is_posted_with_the_key(serve):
-    async def go():
-        async with serve("x") as world, aiohttp.ClientSession() as http:
+async def test_the_reward_is_posted_with_the_key(serve):
+    async with serve("x") as world, aiohttp.ClientSession() as http:
 
-            async def post(value, key):
-                async with http.post(
-                    f"{world.url}/reward", json=value, headers={"x-api-key": key}
-                ) as got:
-                    return got.status
+        async def post(value, key):
+            async with http.post(
+                f"{world.url}/reward", json=value, headers={"x-api-key": key}
+            ) as got:
+                return got.status
 
-            assert await post({"reward": 1.0}, "wrong") == 401 and world.session.reward is None
-            assert await post({"reward": "high"}, world.key) == 400
-            assert await post({"reward": float("inf")}, world.key) == 400
-            assert await post({"reward": 0.5, "success": True}, world.key) == 200
-            assert world.session.reward == (0.5, True)
-
-    asyncio.run(go())
+        assert await post({"reward": 1.0}, "wrong") == 401 and world.session.reward is None
+        assert await post({"reward": "high"}, world.key) == 400
+        assert await post({"reward": float("inf")}, world.key) == 400
+        assert await post({"reward": 0.5, "success": True}, world.key) == 200
+        assert world.session.reward == (0.5, True)

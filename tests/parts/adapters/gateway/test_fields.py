@@ -62,98 +62,73 @@ def message_of(path, answer) -> str:
 
 
 @pytest.mark.parametrize("path, name", REFUSED)
-def test_a_refused_field_is_named_and_its_null_is_none(serve, path, name):
-    async def go():
-        async with serve("one") as world:
-            status, answer = await post(world, path, WHOLE[path] | {name: "x"})
-            assert status == 400 and name in message_of(path, answer)
-            status, _ = await post(world, path, WHOLE[path] | {name: None})
-            assert status == 200
-
-    asyncio.run(go())
+async def test_a_refused_field_is_named_and_its_null_is_none(serve, path, name):
+    async with serve("one") as world:
+        status, answer = await post(world, path, WHOLE[path] | {name: "x"})
+        assert status == 400 and name in message_of(path, answer)
+        status, _ = await post(world, path, WHOLE[path] | {name: None})
+        assert status == 200
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_a_field_without_effect_asks_for_no_other_answer_and_a_seed_does(serve, path):
-    async def go():
-        async with serve("one") as world:
-            whole = WHOLE[path]
-            ignored = {n: "x" for n, b in ROUTES[path].FIELDS.items() if b == fields.IGNORED}
-            for body in (whole, whole | ignored, whole | {"model": "another"}):
-                assert (await post(world, path, body))[0] == 200
-            assert world.session.turns == 1
-            await post(world, path, whole | {"seed": 2})
-            await post(world, path, whole | {"unheard_of": 2})
-            assert world.session.turns == 3
-
-    asyncio.run(go())
+async def test_a_field_without_effect_asks_for_no_other_answer_and_a_seed_does(serve, path):
+    async with serve("one") as world:
+        whole = WHOLE[path]
+        ignored = {n: "x" for n, b in ROUTES[path].FIELDS.items() if b == fields.IGNORED}
+        for body in (whole, whole | ignored, whole | {"model": "another"}):
+            assert (await post(world, path, body))[0] == 200
+        assert world.session.turns == 1
+        await post(world, path, whole | {"seed": 2})
+        await post(world, path, whole | {"unheard_of": 2})
+        assert world.session.turns == 3
 
 
 @pytest.mark.parametrize("method, path, status", [
     ("GET", "/", 404), ("POST", "/v1/embeddings", 404), ("GET", CHAT, 405), ("DELETE", MESSAGES, 405),
     ("POST", f"{MESSAGES}/batches", 404), ("POST", "/v1/models", 405), ("GET", "/%00%ff", 404),
 ])  # fmt: skip
-def test_unknown_routes_and_methods_are_refused_in_json(serve, method, path, status):
-    async def go():
-        async with serve("one") as world:
-            got, answer = await post(world, path, b"", method=method)
-            assert got == status and f"POST {CHAT}" in message_of(path, answer)
-
-    asyncio.run(go())
+async def test_unknown_routes_and_methods_are_refused_in_json(serve, method, path, status):
+    async with serve("one") as world:
+        got, answer = await post(world, path, b"", method=method)
+        assert got == status and f"POST {CHAT}" in message_of(path, answer)
 
 
-def test_a_method_that_a_route_lacks_is_told_those_that_it_has(serve):
-    async def go():
-        async with (
-            serve("one") as world,
-            aiohttp.ClientSession() as http,
-            http.get(world.url + CHAT) as got,
-        ):
-            assert (got.status, got.headers["Allow"]) == (405, "POST")
-
-    asyncio.run(go())
+async def test_a_method_that_a_route_lacks_is_told_those_that_it_has(serve):
+    async with (
+        serve("one") as world,
+        aiohttp.ClientSession() as http,
+        http.get(world.url + CHAT) as got,
+    ):
+        assert (got.status, got.headers["Allow"]) == (405, "POST")
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
-def test_a_body_that_is_expected_is_waited_for_and_other_expectations_are_refused(serve, path):
-    async def go():
-        async with serve("one") as world:
-            for expected, status in (("100-continue", 200), ("200-ok", 417)):
-                headers = {"Expect": expected}
-                got, answer = await post(world, path, WHOLE[path], headers=headers)
-                assert got == status
-                assert got == 200 or "Expect: '200-ok'" in message_of(path, answer)
-
-    asyncio.run(go())
+async def test_an_expected_body_is_waited_for_and_other_expectations_are_refused(serve, path):
+    async with serve("one") as world:
+        for expected, status in (("100-continue", 200), ("200-ok", 417)):
+            headers = {"Expect": expected}
+            got, answer = await post(world, path, WHOLE[path], headers=headers)
+            assert got == status
+            assert got == 200 or "Expect: '200-ok'" in message_of(path, answer)
 
 
-def test_a_responses_answer_repeats_what_it_was_asked_with(serve):
-    async def go():
-        async with serve("one", "two") as world:
-            asked = {
-                "parallel_tool_calls": False,
-                "instructions": "be brief",
-                "metadata": {"a": "b"},
-            }
-            _, bare = await post(world, RESPONSES, {"input": "go", "metadata": None})
-            _, whole = await post(world, RESPONSES, WHOLE[RESPONSES] | asked)
-            assert {name: whole[name] for name in asked} == asked
-            assert whole["tools"] == WHOLE[RESPONSES]["tools"]
-            assert (bare["parallel_tool_calls"], bare["metadata"], bare["tools"]) == (True, {}, [])
-
-    asyncio.run(go())
+async def test_a_responses_answer_repeats_what_it_was_asked_with(serve):
+    async with serve("one", "two") as world:
+        asked = {"parallel_tool_calls": False, "instructions": "be brief", "metadata": {"a": "b"}}
+        _, bare = await post(world, RESPONSES, {"input": "go", "metadata": None})
+        _, whole = await post(world, RESPONSES, WHOLE[RESPONSES] | asked)
+        assert {name: whole[name] for name in asked} == asked
+        assert whole["tools"] == WHOLE[RESPONSES]["tools"]
+        assert (bare["parallel_tool_calls"], bare["metadata"], bare["tools"]) == (True, {}, [])
 
 
-def test_a_model_of_every_name_is_the_policy(serve):
-    async def go():
-        async with serve("one") as world:
-            for name in ("tiny", "org/other"):
-                status, model = await post(world, f"/v1/models/{name}", b"", method="GET")
-                assert status == 200 and (model["id"], model["display_name"]) == (name, name)
-            _, listed = await post(world, "/v1/models", b"", method="GET")
-            assert [each["id"] for each in listed["data"]] == ["tiny"]
-
-    asyncio.run(go())
+async def test_a_model_of_every_name_is_the_policy(serve):
+    async with serve("one") as world:
+        for name in ("tiny", "org/other"):
+            status, model = await post(world, f"/v1/models/{name}", b"", method="GET")
+            assert status == 200 and (model["id"], model["display_name"]) == (name, name)
+        _, listed = await post(world, "/v1/models", b"", method="GET")
+        assert [each["id"] for each in listed["data"]] == ["tiny"]
 
 
 @pytest.mark.parametrize("given, words", [
@@ -170,16 +145,13 @@ def test_other_prompts_than_the_templates_are_refused(serve, given, words):
     asyncio.run(go())
 
 
-def test_arguments_that_nest_too_deep_are_refused(serve):
-    async def go():
-        async with serve("one") as world:
-            function = {"name": "move", "arguments": "[" * 10**5}
-            call = {"id": "a", "type": "function", "function": function}
-            said = {"role": "assistant", "content": None, "tool_calls": [call]}
-            got, answer = await post(world, CHAT, WHOLE[CHAT] | {"messages": [USER, said]})
-            assert got == 400 and "arguments must be a JSON object" in message_of(CHAT, answer)
-
-    asyncio.run(go())
+async def test_arguments_that_nest_too_deep_are_refused(serve):
+    async with serve("one") as world:
+        function = {"name": "move", "arguments": "[" * 10**5}
+        call = {"id": "a", "type": "function", "function": function}
+        said = {"role": "assistant", "content": None, "tool_calls": [call]}
+        got, answer = await post(world, CHAT, WHOLE[CHAT] | {"messages": [USER, said]})
+        assert got == 400 and "arguments must be a JSON object" in message_of(CHAT, answer)
 
 
 @pytest.mark.parametrize("encoding, squeeze, status, words", [
@@ -192,78 +164,63 @@ def test_arguments_that_nest_too_deep_are_refused(serve):
     ("gzip", lambda _: gzip.compress(bytes(2**25 + 1)), 413, "bytes at most"),
     ("gzip", lambda _: gzip.compress(b"[]"), 400, "a JSON object"),
 ])  # fmt: skip
-def test_a_body_in_an_encoding_is_read_or_refused(serve, encoding, squeeze, status, words):
-    async def go():
-        async with serve("one") as world:
-            data = squeeze(json.dumps(WHOLE[CHAT]).encode())
-            headers = {"Content-Encoding": encoding}
-            got, answer = await post(world, CHAT, data, headers=headers)
-            assert got == status, answer
-            assert got == 200 or words in message_of(CHAT, answer)
-
-    asyncio.run(go())
+async def test_a_body_in_an_encoding_is_read_or_refused(serve, encoding, squeeze, status, words):
+    async with serve("one") as world:
+        data = squeeze(json.dumps(WHOLE[CHAT]).encode())
+        headers = {"Content-Encoding": encoding}
+        got, answer = await post(world, CHAT, data, headers=headers)
+        assert got == status, answer
+        assert got == 200 or words in message_of(CHAT, answer)
 
 
 @pytest.mark.parametrize("charset, status", [
     ("utf-8", 200), ("UTF-16", 200), ("latin-1", 200), ("us-ascii", 200), ("punycode", 415), ("utf-7", 415),
     ("rot13", 415), ("nonsense", 415),
 ])  # fmt: skip
-def test_only_character_sets_that_decode_quickly_are_taken(serve, charset, status):
-    async def go():
-        async with serve("one") as world:
-            data = json.dumps(WHOLE[CHAT]).encode(charset if status == 200 else "ascii")
-            headers = {"Content-Type": f"application/json; charset={charset}"}
-            got, answer = await post(world, CHAT, data, headers=headers)
-            assert got == status
-            assert got == 200 or charset in message_of(CHAT, answer)
-
-    asyncio.run(go())
+async def test_only_character_sets_that_decode_quickly_are_taken(serve, charset, status):
+    async with serve("one") as world:
+        data = json.dumps(WHOLE[CHAT]).encode(charset if status == 200 else "ascii")
+        headers = {"Content-Type": f"application/json; charset={charset}"}
+        got, answer = await post(world, CHAT, data, headers=headers)
+        assert got == status
+        assert got == 200 or charset in message_of(CHAT, answer)
 
 
-def test_tokens_are_counted_without_a_call(serve):
-    async def go():
-        async with serve("one") as world:
-            body = WHOLE[MESSAGES] | {"system": "be brief"}
-            status, counted = await post(world, f"{MESSAGES}/count_tokens", body)
-            assert status == 200 and world.session.turns == 0 and not world.session.called.done()
-            _, answer = await post(world, MESSAGES, body)
-            assert counted == {"input_tokens": answer["usage"]["input_tokens"]}
-            status, counted = await post(world, f"{MESSAGES}/count_tokens", {"messages": [USER]})
-            assert status == 200, "max_tokens is not needed"
-            status, answer = await post(world, f"{MESSAGES}/count_tokens", {"messages": 5})
-            assert status == 400 and "messages" in message_of(MESSAGES, answer)
-            long = [{"role": "user", "content": "go " * 5000}]
-            status, counted = await post(world, f"{MESSAGES}/count_tokens", {"messages": long})
-            assert status == 200 and counted["input_tokens"] > 2000, "beyond the context"
-            assert not world.session.limit
-            long = [{"role": "user", "content": "x" * 2_000_000}]
-            began = time.monotonic()
-            status, counted = await post(world, f"{MESSAGES}/count_tokens", {"messages": long})
-            assert status == 200 and counted["input_tokens"] == world.chat.least_tokens(2_000_000)
-            assert time.monotonic() - began < 60, "no tokens were made of it"
-
-    asyncio.run(go())
+async def test_tokens_are_counted_without_a_call(serve):
+    async with serve("one") as world:
+        body = WHOLE[MESSAGES] | {"system": "be brief"}
+        status, counted = await post(world, f"{MESSAGES}/count_tokens", body)
+        assert status == 200 and world.session.turns == 0 and not world.session.called.done()
+        _, answer = await post(world, MESSAGES, body)
+        assert counted == {"input_tokens": answer["usage"]["input_tokens"]}
+        status, counted = await post(world, f"{MESSAGES}/count_tokens", {"messages": [USER]})
+        assert status == 200, "max_tokens is not needed"
+        status, answer = await post(world, f"{MESSAGES}/count_tokens", {"messages": 5})
+        assert status == 400 and "messages" in message_of(MESSAGES, answer)
+        long = [{"role": "user", "content": "go " * 5000}]
+        status, counted = await post(world, f"{MESSAGES}/count_tokens", {"messages": long})
+        assert status == 200 and counted["input_tokens"] > 2000, "beyond the context"
+        assert not world.session.limit
+        long = [{"role": "user", "content": "x" * 2_000_000}]
+        began = time.monotonic()
+        status, counted = await post(world, f"{MESSAGES}/count_tokens", {"messages": long})
+        assert status == 200 and counted["input_tokens"] == world.chat.least_tokens(2_000_000)
+        assert time.monotonic() - began < 60, "no tokens were made of it"
 
 
 @pytest.mark.parametrize("path", ONE_CALL)
-def test_without_parallel_calls_a_turn_ends_with_its_first(serve, path):
+async def test_without_parallel_calls_a_turn_ends_with_its_first(serve, path):
     second = CALL.replace("left", "up")
-
-    async def go():
-        async with serve(f"so {CALL}{second} and more", "done") as world:
-            status, answer = await post(world, path, WHOLE[path] | ONE_CALL[path])
-            said = {name: value for name, value in answer.items() if name != "tools"}
-            assert status == 200 and json.dumps(said).count('"move"') == 1
-            [branch] = world.session.history.branches()
-            made = [
-                t for t, own in zip(unpack_tokens(branch.tokens), branch.mask, strict=True) if own
-            ]
-            assert world.chat.decode(made) == f"so {CALL}"
-
-    asyncio.run(go())
+    async with serve(f"so {CALL}{second} and more", "done") as world:
+        status, answer = await post(world, path, WHOLE[path] | ONE_CALL[path])
+        said = {name: value for name, value in answer.items() if name != "tools"}
+        assert status == 200 and json.dumps(said).count('"move"') == 1
+        [branch] = world.session.history.branches()
+        made = [t for t, own in zip(unpack_tokens(branch.tokens), branch.mask, strict=True) if own]
+        assert world.chat.decode(made) == f"so {CALL}"
 
 
-def test_many_marks_of_unreadable_calls_are_not_each_read(serve, monkeypatch):
+async def test_many_marks_of_unreadable_calls_are_not_each_read(serve, monkeypatch):
     """A policy may repeat itself to the end of its tokens."""
     reads, true = [], ChatFormat.read
 
@@ -273,31 +230,23 @@ def test_many_marks_of_unreadable_calls_are_not_each_read(serve, monkeypatch):
 
     monkeypatch.setattr(ChatFormat, "read", read)
     broken = '<tool_call>\n{"name": "move"</tool_call>'
-
-    async def go():
-        async with serve(broken * 40 + CALL + CALL, max_new_tokens=1900) as world:
-            status, _ = await post(world, CHAT, WHOLE[CHAT] | ONE_CALL[CHAT])
-            assert status == 200
-
-    asyncio.run(go())
+    async with serve(broken * 40 + CALL + CALL, max_new_tokens=1900) as world:
+        status, _ = await post(world, CHAT, WHOLE[CHAT] | ONE_CALL[CHAT])
+        assert status == 200
     assert len(reads) <= 2 + session.MOST_MARKS
 
 
-def test_a_history_with_its_one_call_goes_on_in_the_same_branch(serve):
-    async def go():
-        async with serve(CALL + CALL.replace("left", "up"), "done") as world:
-            body = WHOLE[CHAT] | ONE_CALL[CHAT]
-            _, answer = await post(world, CHAT, body)
-            said = answer["choices"][0]["message"]
-            [call] = said["tool_calls"]
-            result = {"role": "tool", "tool_call_id": call["id"], "content": "at 0"}
-            status, _ = await post(world, CHAT, body | {"messages": [USER, said, result]})
-            [branch] = world.session.history.branches()
-            # as a server would render it: one call, its end, the result
-            expected = world.chat.start([USER], [TOOL]) + world.chat._encode(CALL)
-            expected += world.chat.observation("at 0", "tool", closed=False)
-            assert status == 200 and branch.tokens == pack_tokens(expected) + (
-                world.policy.results[1].tokens
-            )
-
-    asyncio.run(go())
+async def test_a_history_with_its_one_call_goes_on_in_the_same_branch(serve):
+    async with serve(CALL + CALL.replace("left", "up"), "done") as world:
+        body = WHOLE[CHAT] | ONE_CALL[CHAT]
+        _, answer = await post(world, CHAT, body)
+        said = answer["choices"][0]["message"]
+        [call] = said["tool_calls"]
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "at 0"}
+        status, _ = await post(world, CHAT, body | {"messages": [USER, said, result]})
+        [branch] = world.session.history.branches()
+        # as a server would render it: one call, its end, the result
+        expected = world.chat.start([USER], [TOOL]) + world.chat._encode(CALL)
+        expected += world.chat.observation("at 0", "tool", closed=False)
+        assert status == 200
+        assert branch.tokens == pack_tokens(expected) + (world.policy.results[1].tokens)

@@ -169,56 +169,50 @@ def solve(task):
 
 
 @pytest.mark.slow
-def test_functions_that_start_at_once_are_forked_by_one_process(tmp_path):
+async def test_functions_that_start_at_once_are_forked_by_one_process(tmp_path):
     """... whose imports' folder none of them removes; their threads need no shutting down."""
     (tmp_path / "folder_of_imports.py").write_text(FOLDER)
     (tmp_path / "agent.py").write_text(IDLE)
     (tmp_path / "task.json").write_text("{}")
-
-    async def go():
-        forks = Forks()
-        variables = environment({"ROSE_TASK": str(tmp_path / "task.json"), "ROSE_SEED": "1"}, ())
-        try:
-            function = f"{tmp_path}/agent.py:solve"
-            for turn in "ab":
-                names = [f"{turn}{i}" for i in range(2)]
-                started = await asyncio.gather(
-                    *(forks.start(n, function, (), (), variables, tmp_path / n) for n in names)
-                )
-                codes = [await asyncio.wait_for(each.code, 60) for each in started]
-                assert codes == [0, 0], started[0].last_words()
-            return [
-                each.pid
-                for each in processes.children()
-                if "rose.parts.adapters.gateway.call" in processes.words(each)
-            ]
-        finally:
-            await forks.close()
-
-    assert len(asyncio.run(go())) == 1
+    forks = Forks()
+    variables = environment({"ROSE_TASK": str(tmp_path / "task.json"), "ROSE_SEED": "1"}, ())
+    try:
+        function = f"{tmp_path}/agent.py:solve"
+        for turn in "ab":
+            names = [f"{turn}{i}" for i in range(2)]
+            started = await asyncio.gather(
+                *(forks.start(n, function, (), (), variables, tmp_path / n) for n in names)
+            )
+            codes = [await asyncio.wait_for(each.code, 60) for each in started]
+            assert codes == [0, 0], started[0].last_words()
+        found = [
+            each.pid
+            for each in processes.children()
+            if "rose.parts.adapters.gateway.call" in processes.words(each)
+        ]
+    finally:
+        await forks.close()
+    assert len(found) == 1
 
 
 @pytest.mark.slow
-def test_a_fork_that_fails_at_once_ends_alone(tmp_path):
+async def test_a_fork_that_fails_at_once_ends_alone(tmp_path):
     """The folder of its log is gone, as of a trajectory that was given up while it was forked."""
     (tmp_path / "folder_of_imports.py").write_text(FOLDER)
     (tmp_path / "agent.py").write_text(IDLE)
     (tmp_path / "task.json").write_text("{}")
-
-    async def go():
-        forks = Forks()
-        variables = environment({"ROSE_TASK": str(tmp_path / "task.json"), "ROSE_SEED": "1"}, ())
-        try:
-            codes = []
-            for log in (tmp_path / "gone" / "log", tmp_path / "log"):
-                function = f"{tmp_path}/agent.py:solve"
-                started = await forks.start(log.parent.name, function, (), (), variables, log)
-                codes.append(await asyncio.wait_for(started.code, 60))
-            return codes
-        finally:
-            await forks.close()
-
-    assert asyncio.run(go()) == [1, 0], "the imports' folder is still there"
+    forks = Forks()
+    variables = environment({"ROSE_TASK": str(tmp_path / "task.json"), "ROSE_SEED": "1"}, ())
+    try:
+        codes = []
+        for log in (tmp_path / "gone" / "log", tmp_path / "log"):
+            function = f"{tmp_path}/agent.py:solve"
+            started = await forks.start(log.parent.name, function, (), (), variables, log)
+            codes.append(await asyncio.wait_for(started.code, 60))
+        found = codes
+    finally:
+        await forks.close()
+    assert found == [1, 0], "the imports' folder is still there"
 
 
 def test_files_are_named_from_the_root(tmp_path, monkeypatch):
@@ -380,13 +374,9 @@ def test_a_function_that_judges_a_truncated_agent_must_not_fail_itself(run, tmp_
     """
     place = f"{tmp_path}/agent.py"
     arguments = {"function": f"{place}:solve", "reward": f"{place}:judge"}
-    with pytest.raises(
-        EnvironmentFailure, match=r"(?s)env\.args\.reward ended with code 1.*no verdict"
-    ):
+    with pytest.raises(EnvironmentFailure, match=r"(?s)env\.args\.reward ended with code 1.*no"):
         run(source, arguments, max_turns=1)
-    with pytest.raises(
-        EnvironmentFailure, match=r"env\.members\.a\.args\.function ended with code 1"
-    ):
+    with pytest.raises(EnvironmentFailure, match=r"env\.members\.a\.args\.function ended with"):
         run("def solve(task): raise ValueError", arguments, key="env.members.a")
 
 
@@ -421,32 +411,28 @@ reward(max(seen))
 
 
 @pytest.mark.slow
-def test_commands_begin_a_few_at_a_time(chats, tokenizer, tmp_path):
+async def test_commands_begin_a_few_at_a_time(chats, tokenizer, tmp_path):
     """... and functions, which are forked with their imports, all at once."""
     path = tmp_path / "agent.py"
     path.write_text(ASK + BEGINS.replace("FOLDER", str(tmp_path)))
+    gateway = Gateway("tiny")
+    gateway.beginning = asyncio.Semaphore(2)
+    await gateway.open("127.0.0.1")
 
-    async def go() -> list[float]:
-        gateway = Gateway("tiny")
-        gateway.beginning = asyncio.Semaphore(2)
-        await gateway.open("127.0.0.1")
+    def one(number: int):
+        start = msgspec.structs.replace(START, id=f"g0.{number}")
+        agent = Agent(command=[sys.executable, str(path)])
+        policy = Policy(tokenizer, "one", "two")
+        return run_agent(
+            start, agent, gateway, chats["tiny"], policy, limits(), "env", 2000, Sampling(1),
+            time.time,
+        )  # fmt: skip
 
-        def one(number: int):
-            start = msgspec.structs.replace(START, id=f"g0.{number}")
-            agent = Agent(command=[sys.executable, str(path)])
-            policy = Policy(tokenizer, "one", "two")
-            return run_agent(
-                start, agent, gateway, chats["tiny"], policy, limits(), "env", 2000, Sampling(1),
-                time.time,
-            )  # fmt: skip
-
-        try:
-            made = await asyncio.gather(*map(one, range(6)))
-        finally:
-            await gateway.close()
-        return [trajectory.reward for trajectory in made]
-
-    seen = asyncio.run(go())
+    try:
+        made = await asyncio.gather(*map(one, range(6)))
+    finally:
+        await gateway.close()
+    seen = [trajectory.reward for trajectory in made]
     assert max(seen) == 2 and len(seen) == 6
 
 

@@ -4,7 +4,6 @@ environments of it (verifiers_envs/), the policy's turns coming from a script.""
 import ast
 import asyncio
 import random
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from rose.parts.adapters.gateway.run import run_agent
 from rose.parts.adapters.gateway.server import Gateway
 from rose.processes import adopt_orphans
 from rose.protocol import Sampling, unpack_tokens
+from tests.processes import ran
 
 from .conftest import REPOSITORY, START, Policy, limits
 
@@ -152,11 +152,9 @@ def answers(args) -> list[str]:
     """Of the tasks that train, in the player's order."""
     made = envs.build(env_of(**args))
     return ast.literal_eval(
-        subprocess.run(
+        ran(
             [made.command[0], "-c", ANSWERS, str(PLAYER)],
             input=f"{made.settings}\n",
-            capture_output=True,
-            text=True,
             check=True,
             timeout=DEADLINE_S,
         ).stdout
@@ -177,11 +175,11 @@ def test_episodes_that_fail_are_no_episodes_of_reward_0(play, outside, monkeypat
         [(raising, ["3"]), (hanging, ["5"]), (1, ["no"]), (exiting, ["9"])],
         [(blocking, ["7"])],
         [(3, ["no"])],
-        step_timeout_s=30.0,
+        step_timeout_s=20.0,
     )
     assert "RuntimeError: nobody can judge 3" in raised.cause
     assert "SystemExit: 4" in exited.cause
-    assert "neither called nor ended within env.step_timeout_s=30 s" in hung.cause
+    assert "neither called nor ended within env.step_timeout_s=20 s" in hung.cause
     assert "neither called nor ended within" in blocked.cause
     assert fine.reward == 0.25, "other episodes go on"
     assert later.reward == 0.25, "the process that hung was replaced"

@@ -23,9 +23,7 @@ def latencies(make_config, setting, seed, spans):
 
 
 @pytest.mark.parametrize("setting, paper_s", [("rose_8b", 0.315), ("rose_32b", 0.716)])
-def test_serving_alone_is_as_late_as_in_the_paper_and_little_later_beside_rollouts(
-    make_config, setting, paper_s
-):
+def test_serving_alone_is_as_late_as_in_the_paper(make_config, setting, paper_s):
     alone, beside = (
         [latencies(make_config, setting, seed, spans) for seed in (1, 2, 3)]
         for spans in ([], [0.0, WHOLE])

@@ -2,27 +2,19 @@
 
 import re
 import shutil
-import subprocess
 
 import pytest
 from rich.console import Console
 
 from rose.parts.simulator.config import from_dict
 from rose.parts.simulator.study import front
+from tests.processes import ran
 
 SMALL = (
-    "model=qwen3_8b",
-    "trainer.batch_size=16",
-    "trainer.micro_batch_tokens=16384",
-    "rollout.group_size=4",
-    "sim/systems=[roll_grpo]",
-    "sim.steps=2",
-    "sim.warmup=1",
-    "sim.seeds=[1,2]",
-    "sim.processes=1",
-    "sim.serving.rate=1.0",
-    "sim.serving.args.seconds=60",
-)
+    "model=qwen3_8b trainer.batch_size=16 trainer.micro_batch_tokens=16384 rollout.group_size=4 "
+    "sim/systems=[roll_grpo] sim.steps=2 sim.warmup=1 sim.seeds=[1,2] sim.processes=1 "
+    "sim.serving.rate=1.0 sim.serving.args.seconds=60"
+).split()
 
 
 @pytest.mark.slow
@@ -43,22 +35,11 @@ def test_chromium_draws_every_figure_of_a_comparison_and_of_a_sweep(tree, tmp_pa
         ("x-sim.n_serving=2/report.html", ("gains", "phases", "timeline", "load", "slo")),
         ("x-sweep.html", ("gains", "phases", "timeline", "sweep-step", "sweep-rate")),
     ):
-        dom = subprocess.run(
-            [
-                browser,
-                "--headless",
-                "--no-sandbox",
-                "--disable-gpu",
-                "--window-size=1280,2000",
-                "--dump-dom",
-                f"--user-data-dir={tmp_path / 'profile'}",
-                (tmp_path / "outputs" / page).as_uri(),
-            ],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=True,
-        ).stdout
+        command = [browser, "--headless", "--no-sandbox", "--disable-gpu"]
+        command += ["--window-size=1280,2000", "--dump-dom"]
+        command += [f"--user-data-dir={tmp_path / 'profile'}"]
+        command += [(tmp_path / "outputs" / page).as_uri()]
+        dom = ran(command, timeout=300, check=True).stdout
         assert "data-error" not in dom, re.search(r'data-error="[^"]*"', dom)
         drawn = dict(re.findall(r'<figure id="fig-([\w-]+)">(.*?)</figure>', dom, re.S))
         for name in figures:
