@@ -192,6 +192,9 @@ def test_a_step_that_is_trained_as_the_run_fails_is_waited_for_and_saved(
         assert not running.done()
         run.finishes.set()
         await running
+
+    with pytest.raises(RunFailed, match="ValueError: gone"):
+        asyncio.run(scene())
     assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 8
 
 
@@ -202,10 +205,10 @@ def test_a_run_whose_trainer_is_gone_fails_at_once(coordinator, tmp_path, monkey
     assert checkpoint.latest(tmp_path) is None and coordinator.sent == []
 
 
-async def test_a_rank_that_cannot_write_ends_the_run_and_nothing_is_committed(
+def test_a_rank_that_cannot_write_ends_the_run_with_what_it_met_and_nothing_is_committed(
     coordinator, tmp_path
 ):
-    with pytest.raises(checkpoint.SaveFailed, match="trainer rank 1 could not save: OSError: No"):
+    async def scene():
         await save(coordinator, 60.0)
         checkpoint.mark(Path(coordinator.sent[0][1].folder), 1, "OSError: No space left on device")
         ended = asyncio.create_task(coordinator.checkpoints.committed())
@@ -213,19 +216,28 @@ async def test_a_rank_that_cannot_write_ends_the_run_and_nothing_is_committed(
         assert not ended.done(), "another rank writes"
         written(coordinator, 0)
         await ended
+
+    with pytest.raises(
+        checkpoint.SaveFailed, match="trainer rank 1 could not save: OSError: No space left"
+    ):
+        asyncio.run(scene())
     assert checkpoint.latest(tmp_path) is None
 
 
-async def test_while_other_ranks_write_no_save_is_tried_again(coordinator, tmp_path, monkeypatch):
+def test_where_other_ranks_still_write_no_save_is_tried_again(coordinator, tmp_path, monkeypatch):
     """They would write into the folder of the next try."""
     monkeypatch.setattr("rose.coordinator.checkpoints.FAILED_S", 0.0)
-    await save(coordinator, 60.0)
-    folder = Path(coordinator.sent[0][1].folder)
-    checkpoint.mark(folder, 1, "OSError: No space left on device")
-    for _ in range(2):
-        with pytest.raises(RunFailed, match="No space left.*still write after 0 s"):
-            await coordinator.checkpoints.order(5)
-    assert folder.exists() and len(coordinator.sent) == len(TRAINER_RANKS)
+
+    async def scene():
+        await save(coordinator, 60.0)
+        folder = Path(coordinator.sent[0][1].folder)
+        checkpoint.mark(folder, 1, "OSError: No space left on device")
+        for _ in range(2):
+            with pytest.raises(RunFailed, match="No space left.*still write after 0 s"):
+                await coordinator.checkpoints.order(5)
+        assert folder.exists() and len(coordinator.sent) == len(TRAINER_RANKS)
+
+    asyncio.run(scene())
 
 
 def test_a_save_that_failed_is_tried_again_before_the_run_ends(coordinator, tmp_path, monkeypatch):
@@ -259,20 +271,29 @@ def test_a_save_that_failed_is_tried_again_before_the_run_ends(coordinator, tmp_
     assert checkpoint.step_of(final) == 7 and not (final / "half").exists()
 
 
-async def test_ranks_that_never_write_are_named_by_number_after_the_deadline(coordinator):
-    with pytest.raises(RunFailed, match="waited 0.1 s for trainer ranks to save step 7: 1 of 2"):
+def test_ranks_that_never_write_are_named_by_number_after_the_deadline(coordinator):
+    async def scene():
         await save(coordinator, 0.1)
         written(coordinator, 1)
         await coordinator.checkpoints.committed()
 
+    with pytest.raises(
+        RunFailed, match="waited 0.1 s for trainer ranks to save step 7: 1 of 2 saved"
+    ):
+        asyncio.run(scene())
 
-def test_the_time_to_stop_and_slurms_warning_grow_with_the_checkpoint(coordinator, tmp_path):
+
+def test_the_time_to_stop_and_slurms_warning_grow_with_what_the_last_checkpoint_took(
+    coordinator, tmp_path
+):
     cluster = coordinator.config.cluster
     slurm = SimpleNamespace(warning_s=120)
     assert resume.stop_s(tmp_path, cluster) == 4 and resume.warning_s(tmp_path, slurm) == 120
     resume.note_save(tmp_path, 100.0)
-    assert resume.stop_s(tmp_path, cluster) == pytest.approx(500)
-    assert resume.warning_s(tmp_path, slurm) == 300
+    assert (
+        resume.stop_s(tmp_path, cluster) == pytest.approx(500)
+        and resume.warning_s(tmp_path, slurm) == 300
+    )
     assert resume.warning_s(tmp_path, slurm) > resume.stop_s(tmp_path, cluster) / 2 > 2 * 100.0, (
         "one runs, one follows"
     )

@@ -30,9 +30,15 @@ DEVICES = {
 def config(make_config):
     return lambda *overrides, provisioning=ALL_IDLE: make_config(
         f"trainer.steps={STEPS}",
-        "eval.episodes=2 trainer.batch_size=16 rollout.group_size=2 rollout.workers=1",
-        "rollout.hybrid=1 serving.borrow=false observe.tensorboard=false",
-        "observe.save_trajectories=false trainer.checkpoint_every=2",
+        "eval.episodes=2",
+        "trainer.batch_size=16",
+        "rollout.group_size=2",
+        "rollout.workers=1",
+        "rollout.hybrid=1",
+        "serving.borrow=false",
+        "observe.tensorboard=false",
+        "observe.save_trajectories=false",
+        "trainer.checkpoint_every=2",
         *provisioning,
         *overrides,
     )
@@ -51,7 +57,9 @@ def whole(peer):
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("devices", DEVICES)
-def test_a_hybrid_engine_works_in_every_step(devices, seed, config, tmp_path):
+def test_a_hybrid_engine_works_in_every_step_and_the_same_groups_are_trained(
+    devices, seed, config, tmp_path
+):
     made = config(*DEVICES[devices])
     coordinator, peer = peers.run(made, tmp_path / "hybrid", seed=seed)
     alone = config("rollout.hybrid=0", *DEVICES[devices])
@@ -111,7 +119,9 @@ def test_rlboost_lets_hybrid_engines_roll_out_too(config, tmp_path):
     assert about.index(ev.UseWorker) < about.index(ev.AssignTurn), "it rests until it is used"
 
 
-def test_an_engine_that_died_asleep_is_not_started_for_a_policy_without_it(config, tmp_path):
+def test_an_engine_that_died_asleep_is_not_started_for_a_policy_that_leaves_it_alone(
+    config, tmp_path
+):
     died = []
 
     def die(coordinator):
@@ -208,7 +218,9 @@ class EvenStarts(HybridStarts):
         super().rolled_out(60.0)
 
 
-def test_a_start_that_outlasts_a_rollout_is_said_once(config, tmp_path, monkeypatch):
+def test_a_start_that_outlasts_a_rollout_is_said_and_not_begun_at_every_step(
+    config, tmp_path, monkeypatch
+):
     def die(coordinator):
         peer, rank = hybrid_of(coordinator)
         if not peer.died and coordinator.progress.step == 0 and peer.training and peer.asleep(rank):
@@ -303,17 +315,16 @@ def test_a_start_that_its_own_death_began_in_its_turn_is_timed_from_there():
     assert not made.rollout(50.0)
 
 
-async def test_an_engine_that_has_no_time_to_start_beside_another_gets_no_turn(config, monkeypatch):
+def test_beside_an_engine_that_works_one_that_has_no_time_to_start_gets_no_turn(
+    config, monkeypatch
+):
     sent, now = [], [0.0]
     monkeypatch.setattr(hybrid_devices, "time", SimpleNamespace(time=lambda: now[0]))
-    made = config("cluster=gpus", "cluster.gpus=3", "trainer.ranks=2", "rollout.hybrid=2")
-    ranks = {p.Role.TRAINER: {0: 2, 1: 3}, p.Role.ROLLOUT: {0: 4, 1: 5, 2: 6}}
-    up, faults = {5, 6}, []
 
-    def send(rank, order):
-        sent.append((rank, type(order)))
-        awake = isinstance(order, p.Wake)
-        turns.received(p.DeviceChanged(rank, order.turn, awake, 0.1, 1.0, 2.0, 3.0))
+    async def scene():
+        made = config("cluster=gpus", "cluster.gpus=3", "trainer.ranks=2", "rollout.hybrid=2")
+        ranks = {p.Role.TRAINER: {0: 2, 1: 3}, p.Role.ROLLOUT: {0: 4, 1: 5, 2: 6}}
+        up, faults = {5, 6}, []
 
         def send(rank, order):
             sent.append((rank, type(order)))
@@ -340,20 +351,9 @@ async def test_an_engine_that_has_no_time_to_start_beside_another_gets_no_turn(c
         assert woken == [[5, 6], [5, 6], [5], [5]] and len(faults) == 2
         up = {5, 6}  # whoever is up has its turn
         await turns.to(p.Role.ROLLOUT)
-        woken.append([rank for rank, order in sent if order is p.Wake])
-        now[0] += 50.0
-        up = {5}
-        turns.changed()
-        now[0] += 10.0
-        sent.clear()
-        await turns.to(p.Role.TRAINER)
-        assert [rank for rank, order in sent if order is p.Sleep] == [5, 6]
-        turns.starts.rolled_out(60.0)
-    # it died late in its first turn, and had the second in vain
-    assert woken == [[5, 6], [5, 6], [5], [5]] and len(faults) == 2
-    up = {5, 6}  # whoever is up has its turn
-    await turns.to(p.Role.ROLLOUT)
-    assert [rank for rank, order in sent if order is p.Wake][-2:] == [5, 6]
+        assert [rank for rank, order in sent if order is p.Wake][-2:] == [5, 6]
+
+    asyncio.run(scene())
 
 
 def test_stopped_in_the_engines_turn_the_trainer_takes_its_devices_and_saves(config, tmp_path):
@@ -371,7 +371,9 @@ def test_stopped_in_the_engines_turn_the_trainer_takes_its_devices_and_saves(con
 
 
 @pytest.mark.parametrize("devices", DEVICES)
-def test_a_stop_saves_the_step_despite_a_hybrid_engine(devices, config, tmp_path, monkeypatch):
+def test_a_stop_saves_the_step_whatever_a_hybrid_engine_does(
+    devices, config, tmp_path, monkeypatch
+):
     """On GPUs its engine dies, and another is up before it is asleep; on CPUs it says nothing."""
     sleep = peers.Peers._Sleep
 
@@ -396,7 +398,7 @@ def test_a_stop_saves_the_step_despite_a_hybrid_engine(devices, config, tmp_path
     assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 3
 
 
-async def test_a_batch_that_is_complete_while_engines_wake_breaks_that_off(config):
+def test_a_batch_that_is_complete_while_engines_wake_breaks_that_off(config):
     sent = []
 
     async def scene():
@@ -443,30 +445,4 @@ async def test_a_batch_that_is_complete_while_engines_wake_breaks_that_off(confi
 
         return hybrid_ranks(made).values()
 
-    ranks = {p.Role.TRAINER: {0: 2}, p.Role.ROLLOUT: {0: 3, 1: 4}}
-    made = config(*DEVICES["gpus"])
-    [hybrid] = made_ranks(made)
-    said = (lambda rank, m: sent.append((rank, m)), NullRecorder(), lambda: {hybrid}, pytest.fail)
-    turns = HybridDevices(made, ranks, *said)
-
-    async def answer():
-        for _ in range(5):
-            await asyncio.sleep(0)
-        rank, order = sent[-1]
-        awake = isinstance(order, p.Wake)
-        turns.received(p.DeviceChanged(rank, order.turn, awake, 0.1, 1.0, 2.0, 3.0))
-
-    turns.begin(p.Role.ROLLOUT)
-    await answer()  # the trainer sleeps; the engine wakes, and takes its time
-    await asyncio.sleep(0)
-    turning = asyncio.create_task(turns.to(p.Role.TRAINER))
-    await answer()
-    turns.begin(p.Role.ROLLOUT)  # an engine has joined: not now
-    await answer()
-    await turning
-    turns.close()
-    turns.begin(p.Role.ROLLOUT)  # nor where the trainer is to save
-    await asyncio.sleep(0)
-    assert turns.holder is p.Role.TRAINER
-    expected = [(2, p.Sleep), (hybrid, p.Wake), (hybrid, p.Sleep), (2, p.Wake)]
-    assert [(rank, type(m)) for rank, m in sent] == expected
+    asyncio.run(scene())

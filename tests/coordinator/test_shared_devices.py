@@ -20,9 +20,15 @@ STEPS = 4
 def config(make_config):
     return lambda *overrides: make_config(
         f"trainer.steps={STEPS}",
-        "eval.episodes=3 eval.every=2 trainer.batch_size=8 rollout.group_size=2",
-        "serving.borrow=false observe.tensorboard=false observe.save_trajectories=false",
-        "trainer.checkpoint_every=2 colocate=true",
+        "eval.episodes=3",
+        "eval.every=2",
+        "trainer.batch_size=8",
+        "rollout.group_size=2",
+        "serving.borrow=false",
+        "observe.tensorboard=false",
+        "observe.save_trajectories=false",
+        "trainer.checkpoint_every=2",
+        "colocate=true",
         *overrides,
     )
 
@@ -57,8 +63,9 @@ def test_a_run_changes_turns_twice_a_step_and_trains_as_without(seed, config, tm
     ]
     rows = rows_of(read_metrics(tmp_path / "shared"), "step")
     assert [row["version"] for row in rows] == list(range(1, STEPS + 1))
-    assert rows[-1]["seconds_sleep"] == pytest.approx(0.2)
-    assert rows[-1]["seconds_wake"] == pytest.approx(0.4)
+    assert rows[-1]["seconds_sleep"] == pytest.approx(0.2) and rows[-1][
+        "seconds_wake"
+    ] == pytest.approx(0.4)
     assert rows[-1]["trainer_sleep_free_gib"] == 20.0 and rows[-1]["rollout_wake_gib"] == 3.0
 
 
@@ -102,12 +109,13 @@ def answer(device, rank, turn, awake=False):
     device.received(p.DeviceChanged(rank, turn, awake, 0.1, 1.0, 2.0, 3.0))
 
 
-async def test_a_rank_that_does_not_answer_is_named_with_what_was_waited_for(config):
-    changes = Changes(lambda what: None)
+def test_a_rank_that_does_not_answer_is_named_with_what_was_waited_for(config):
+    async def scene():
+        changes = Changes(lambda what: None)
 
-    async def until(ready, deadline_s, what):
-        assert deadline_s > 240  # an engine may have to be started
-        await changes.until(ready, 0.01, what)
+        async def until(ready, deadline_s, what):
+            assert deadline_s > 240  # an engine may have to be started
+            await changes.until(ready, 0.01, what)
 
         device = Devices(
             config(),
@@ -128,7 +136,7 @@ async def test_a_rank_that_does_not_answer_is_named_with_what_was_waited_for(con
     asyncio.run(scene())
 
 
-async def test_an_order_that_broke_off_is_given_again_and_late_answers_do_not_count(config):
+def test_an_order_that_broke_off_is_given_again_and_its_late_answers_count_for_nothing(config):
     sent = []
 
     async def scene():
@@ -143,11 +151,26 @@ async def test_an_order_that_broke_off_is_given_again_and_late_answers_do_not_co
         )
         first = asyncio.create_task(device.to(p.Role.ROLLOUT))
         await asyncio.sleep(0)
-    assert isinstance(sent[-1][1], p.Wake) and sent[-1][0] == 2
-    answer(device, 2, sent[-1][1].turn, awake=True)
-    changes.set()
-    await again
-    assert device.holder is p.Role.TRAINER
+        first.cancel()  # a stop, as the trainer gives its device back
+        await asyncio.gather(first, return_exceptions=True)
+        again = asyncio.create_task(device.to(p.Role.TRAINER))
+        await asyncio.sleep(0)
+        answer(device, 3, sent[-1][1].turn)
+        answer(device, 4, sent[0][1].turn)  # the order before
+        changes.set()
+        await asyncio.sleep(0)
+        assert [type(m) for _, m in sent] == [p.Sleep] * 3
+        answer(device, 4, sent[-1][1].turn)
+        changes.set()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert isinstance(sent[-1][1], p.Wake) and sent[-1][0] == 2
+        answer(device, 2, sent[-1][1].turn, awake=True)
+        changes.set()
+        await again
+        assert device.holder is p.Role.TRAINER
+
+    asyncio.run(scene())
 
 
 def test_without_sharing_nobody_is_told_anything(config):

@@ -20,20 +20,24 @@ from rose.coordinator.turn_log import TurnLog
 from rose.coordinator.turns import TurnHub
 from rose.coordinator.worker import Worker
 from rose.observe.recorder import NullRecorder
-from tests.made import trajectory as drawn
 
 
 def trajectory(name, reward, response, version=3, **more):
-    tokens, mask = [version] * response, [0] + [1] * response
-    ends, zeros = {"success": reward > 0, "turns": 2}, [0.0] * len(mask)
-    return drawn(name, [0, *tokens], mask, zeros, [-1, *tokens], reward, **ends | more)
-
-
-def counted(failed=0, dropped=(0, 0), staleness=1, lost=0, restarted=0, moved=0):
-    counts = {"dropped_groups": dropped[0], "dropped_tokens": dropped[1], "hosts_lost": lost}
-    counts |= {"trajectories_restarted": restarted, "trajectories_moved": moved}
-    groups = SimpleNamespace(failed=failed, given_up=0)
-    return SimpleNamespace(groups=groups, staleness_max=staleness, **counts)
+    made = [version] * response
+    return p.Trajectory(
+        name,
+        name.partition(".")[0],
+        p.Phase.TRAIN,
+        p.pack_tokens([0, *made]),
+        b"\0" + b"\1" * response,
+        p.pack_floats([0.0] * (response + 1)),
+        p.pack_tokens([-1, *made]),
+        reward,
+        reward > 0,
+        turns=2,
+        response_tokens=response,
+        **more,
+    )
 
 
 def hub(version, **workers):
@@ -129,8 +133,9 @@ def test_where_rollouts_go_on_in_training_the_rate_is_of_all_that_time():
     )
     times = {"rollout": 1.0, "idle": 0.0, "train": 5.0, "sync": 1.0}
     found = step_row([[trajectory("g0.0", 1.0, 8)]], {}, times, made, rollouts, began + 7.0)
-    assert found["tokens_per_s"] == pytest.approx(100)
-    assert found["engine_utilisation"] == pytest.approx(1.0)
+    assert found["tokens_per_s"] == pytest.approx(100) and found[
+        "engine_utilisation"
+    ] == pytest.approx(1.0)
 
 
 def test_a_run_from_saved_trajectories_has_no_engines():
@@ -187,8 +192,9 @@ def test_each_member_of_a_mixture_has_values_of_its_own_and_one_without_trajecto
         found["trajectories/sums"],
         found["trajectories/words"],
     ) == (2, 1, 0)
-    assert found["success/lake"] == found["reward_mean/lake"] == 0.5
-    assert found["success/sums"] == 0.0
+    assert (
+        found["success/lake"] == found["reward_mean/lake"] == 0.5 and found["success/sums"] == 0.0
+    )
     assert found["response_tokens_mean/lake"] == 6 and found["turns_mean/sums"] == 2
     assert (found["invalid_calls/lake"], found["truncated/sums"], found["truncated/lake"]) == (
         2,
@@ -205,6 +211,9 @@ def test_each_member_is_evaluated_on_the_held_out_tasks_that_are_its_own():
         1,
         0.5,
     )
-    expected = (1, 0.0, 2.0)
-    assert (found["eval_n/sums"], found["eval_reward/sums"], found["eval_turns/sums"]) == expected
+    assert (found["eval_n/sums"], found["eval_reward/sums"], found["eval_turns/sums"]) == (
+        1,
+        0.0,
+        2.0,
+    )
     assert "eval_n/words" not in found and evaluation_by_domain([], [MIXED]) == {}
