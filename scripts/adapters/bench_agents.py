@@ -55,6 +55,7 @@ from rose.parts.adapters.gateway.server import Gateway
 from rose.parts.adapters.gateway.session import Session
 from rose.reward.episode import Episode
 from scripts.adapters.bench_agents_program import converse
+from scripts.harness import configured
 from scripts.runs import ran
 
 NEW = 16  # new tokens of a turn
@@ -198,7 +199,7 @@ async def measure(name: str, args: argparse.Namespace) -> dict[str, list[dict[st
     turns, episodes, kv_gib = SIZES[name]
     model = read(f"model/{name}.yaml", config.Model)
     rollout = msgspec.structs.replace(
-        read("rollout/cpu.yaml", config.Rollout), max_sequences=64, kv_cache_gib=kv_gib, threads=2
+        configured().rollout, max_sequences=64, kv_cache_gib=kv_gib, threads=2
     )
     folder = models.resolve(model)
     engine = await Vllm.start(folder, rollout, model)

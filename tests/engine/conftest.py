@@ -10,6 +10,7 @@ import torch
 import yaml
 
 from rose import config
+from tests.conftest import compose_tree
 
 CONF = Path(__file__).parents[2] / "conf"
 COMMON = dict(
@@ -77,7 +78,7 @@ def wait(loop):
 
 @pytest.fixture(scope="session")
 def rollout() -> config.Rollout:
-    return msgspec.convert(yaml.safe_load((CONF / "rollout/cpu.yaml").read_text()), config.Rollout)
+    return msgspec.convert(compose_tree()["rollout"], config.Rollout)
 
 
 @pytest.fixture(scope="session")

@@ -92,7 +92,7 @@ REFUSED = (
 )
 
 
-@pytest.mark.parametrize("row, overrides", zip(exclusions.EXCLUSIONS, REFUSED, strict=True))
+@pytest.mark.parametrize("row, overrides", [*zip(exclusions.EXCLUSIONS, REFUSED, strict=True)])
 def test_each_row_refuses_a_run_by_the_key_of_its_feature(tree, row, overrides):
     c = configuration.from_dict(tree(*overrides.split()))
     known = shape(**MIXTURE) if row.other is exclusions.EXPERTS else None

@@ -30,6 +30,7 @@ from rose.protocol import (
     unpack_floats,
     unpack_tokens,
 )
+from tests.conftest import compose_tree
 
 from .conftest import START, TOOL, limits
 
@@ -67,7 +68,7 @@ def world():
 
     model = msgspec.structs.replace(read("model/tiny.yaml", config.Model), max_context=CONTEXT)
     folder = models.resolve(model)
-    rollout = read("rollout/cpu.yaml", config.Rollout)
+    rollout = msgspec.convert(compose_tree()["rollout"], config.Rollout)
     small = msgspec.structs.replace(rollout, kv_cache_gib=0.05)
     loop = asyncio.new_event_loop()
     engine = loop.run_until_complete(Engine.start(folder, small, model))
