@@ -78,7 +78,7 @@ class TrajectoryHost:
         self._turns: dict[str, asyncio.Future[p.TurnResult]] = {}
         self._own: dict[str, OwnTime] = {}  # clocks of the running trajectories' own time
         self._forks = Forks()
-        self._players: dict[str, Player] = {}  # by module:Class
+        self._players: dict[str, Player] = {}  # module:Class -> its object
         self._ending = False  # True once this process got SIGTERM: the job ends
 
     def end_told(self) -> None:

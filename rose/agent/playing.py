@@ -1,4 +1,4 @@
-"""What parts of ROSE add to an environment host: players of whole trajectories, and stores of
+"""Interfaces of what parts add to an environment host: players of whole trajectories, and stores of
 environments' states. `rose.agent.envs.base` says by which attributes an environment names them.
 """
 
@@ -49,7 +49,7 @@ class Store(Protocol):
         """Remove, at intervals and until cancelled, states that no trajectory needs."""
 
     async def close(self, deadline_s: float) -> None:
-        """Store what is left, for at most so many seconds."""
+        """Store what is left, for at most `deadline_s` seconds."""
 
 
 # (configuration, folder of the trajectories' snapshots, recorder) -> the store, or None if the

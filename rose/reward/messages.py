@@ -43,7 +43,8 @@ def end_when_lost(writer: asyncio.StreamWriter) -> None:
 
 
 class PoolFile(msgspec.Struct, frozen=True):
-    """How a worker reaches its pool: (address, port) pairs, with loopback first, and the token."""
+    """The file by which a worker reaches its pool: (address, port) pairs, with loopback first, and
+    the token."""
 
     addresses: list[tuple[str, int]]
     token: str

@@ -188,7 +188,7 @@ def main() -> None:
     async def run() -> None:
         code = await serve(scorer, args.pool, args.number, settings)
         sys.stdout.flush()
-        os._exit(code)  # without waiting for threads in which functions still run
+        os._exit(code)  # Threads in which functions still run are not awaited.
 
     run_to_its_end(run())
 

@@ -70,7 +70,7 @@ class Relay:
     def __init__(self, upstream: Source, cache: Cache, token: str):
         self.counters = dict.fromkeys(_COUNTERS, 0)
         self._upstream, self._cache, self._token = upstream, cache, f"Bearer {token}".encode()
-        self._flights: dict[Path, asyncio.Future[None]] = {}  # by the file in the cache
+        self._flights: dict[Path, asyncio.Future[None]] = {}  # file in the cache -> its download
         self._fetched: dict[Path, int] = {}  # bytes of each flight that have arrived
         self._threads = ThreadPoolExecutor(THREADS)
         self._fetches = ThreadPoolExecutor(FILES)

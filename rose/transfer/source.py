@@ -184,7 +184,7 @@ class Folder:
 
     def place(self, path: str, fresh: bool) -> Path:
         """Return where a file is. `fresh` skips caches, as in `read`."""
-        self.read(path, length=0, fresh=fresh)  # without bytes, this drops the pages of all of it
+        self.read(path, length=0, fresh=fresh)  # Reading no bytes drops all its pages.
         return Path(self._inside(path))
 
     def close(self) -> None:

@@ -173,7 +173,7 @@ class LibraPlanner:
     """
 
     plans_replicas = True
-    wakes_hybrids = False  # its hybrid workers are used beside training
+    wakes_hybrids = False  # Hybrid workers are used beside training.
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What `rose doctor` reports of this machine's sandboxes (`rose.extensions` finds it)."""
+"""The findings of `rose doctor` about this machine's sandboxes (`rose.extensions` finds them)."""
 
 from __future__ import annotations
 
