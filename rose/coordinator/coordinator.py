@@ -123,14 +123,7 @@ class Coordinator:
         self.training = Training(config, trainers, send, recorder)
         self.checkpoints = Checkpoints(config, folder, trainers, send, recorder, kept, saved)
         self.device = devices.build(
-            config,
-            folder,
-            self.members,
-            self._changed,
-            self.training,
-            self.hub,
-            self.records,
-            self.scheduler.waits_for_weights,
+            config, folder, self.members, self._changed, self.training, self.hub, self.records
         )
         self.ending = Ending(
             config,

@@ -23,13 +23,11 @@ def build(
     training: Training,
     hub: TurnHub,
     records: Records,
-    waits_for_weights: bool,
 ) -> Devices:
-    """`waits_for_weights`: rollouts wait for each step's weights."""
     remove_left(run_dir)
     base = config, members.ranks, members.send
     if config.hybrids:
         return HybridDevices(*base, records.recorder, training, hub, records.fault)
     if config.elastic_replicas:
-        return Replicas(*base, run_dir, changes, training, hub, records, not waits_for_weights)
+        return Replicas(*base, run_dir, changes, training, hub, records)
     return Devices(*base, changes.until, records.recorder, training)

@@ -67,7 +67,6 @@ class Replicas(Devices):
         training: Training,
         hub: TurnHub,
         records: Records,
-        is_planned: bool,
     ) -> None:
         sides = {p.Role.TRAINER: {}, p.Role.ROLLOUT: {}}
         super().__init__(config, sides, send, changes.until, records.recorder, training)
@@ -75,7 +74,7 @@ class Replicas(Devices):
         self._rollouts, self._hub, self._changes = ranks[p.Role.ROLLOUT], hub, changes
         self._on_fault = records.fault
         self._on_change = partial(records.change, kind="replica")
-        self._files, self.is_planned = _Gradients(run_dir), is_planned
+        self._files, self.is_planned = _Gradients(run_dir), not hub.scheduler.waits_for_weights
         self._up: dict[str, int] = {}  # worker whose replica is up -> bytes of its gradient
         self._stopped: set[str] = set()  # workers whose replica was given up
         self._why = ""  # reason why no replica had a part of the last step
