@@ -120,8 +120,11 @@ class HybridDevices(Devices):
     def engine_changed(self) -> None:
         self.starts.update(time.time())
 
-    async def before_save(self) -> None:
+    def end_moves(self) -> None:
         self._closed = True
+
+    async def before_save(self) -> None:
+        self.end_moves()
         await super().before_save()
 
     def cancel(self) -> None:

@@ -74,6 +74,9 @@ class Devices:
         loads the weights before it has a KV cache."""
         await self.to(p.Role.ROLLOUT)
 
+    def end_moves(self) -> None:
+        """Note that the run ends, so that the scheduler moves devices no more."""
+
     async def before_save(self) -> None:
         """Wake a trainer that sleeps, so that it can save the run's last step."""
         if self._config.trainer_sleeps:

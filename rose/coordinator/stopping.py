@@ -114,6 +114,7 @@ class Ending:
     async def save_stopped(self) -> None:
         """Save the last step of a run that was asked to stop. Raises `RunFailed` if there is not
         enough time."""
+        self._device.end_moves()
         self._training.stop()
         waited_s = time.monotonic() - self._asked_at
         deadline_s = resume.save_s(self._run_dir, self._config.cluster, waited_s)

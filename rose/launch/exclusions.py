@@ -140,7 +140,7 @@ ASKS_FOR_JOBS = Feature(
 )
 BUSY = Feature(
     BATCHING,
-    "scheduler/batching=synchronous, dapo, tail_batching or carry_over",
+    "scheduler/batching=synchronous, dapo, tail_batching, carry_over or another with trainer_waits",
     lambda r: not getattr(r.batching, "trainer_waits", r.in_step),
     "batching whose trainer rarely waits",
 )
@@ -166,12 +166,7 @@ GROUP_RELATIVE = _learning(
 )
 LOCAL = _option("cluster.kind", "slurm", "cluster=slurm", "no Slurm")
 NCCL = _value("transfer.broadcast", "nccl", "transfer.broadcast=auto or mpi")
-NO_BORROWING = Feature(
-    "serving.borrow",
-    "serving.borrow=true, deterministic=false and no replay",
-    lambda r: not r.c.borrows,
-    "no ranks that may join",
-)
+NO_BORROWING = _value("serving.borrow", False, "serving=borrow")
 NO_HYBRIDS = Feature(
     PROVISIONING,
     "scheduler/provisioning=all_idle or rlboost",
@@ -246,9 +241,7 @@ EXCLUSIONS = (
     Exclusion(REPLICAS, COLOCATE, ONE_WAY),
     Exclusion(HYBRID, STREAM, EARLY),
     Exclusion(BUSY, HYBRID, "hybrid engines work while the trainer waits for its batch"),
-    Exclusion(
-        NO_HYBRIDS, HYBRID, 'this policy never wakes them: joins_resting("hybrid") is not true'
-    ),
+    Exclusion(NO_HYBRIDS, HYBRID, "this policy never wakes them (its attribute wakes_hybrids)"),
     Exclusion(SLURM, HYBRID, "one machine's devices are shared", ONE_MACHINE),
     Exclusion(NCCL, HYBRID, TWO_RANKS),
     Exclusion(REPLICAS, HYBRID, ONE_WAY),
@@ -291,6 +284,8 @@ EXCLUSIONS = (
     Exclusion(ASKS_FOR_JOBS, LOCAL, "this policy submits jobs to Slurm"),
     Exclusion(NO_JOINING, ASKS_FOR_JOBS, "no rank of a job can join the run"),
     Exclusion(ASKS_FOR_JOBS, NO_BORROWING, "no rank of a job may join the run"),
+    Exclusion(ASKS_FOR_JOBS, DETERMINISTIC, "no rank of a job may join the run"),
+    Exclusion(ASKS_FOR_JOBS, REPLAY, "a replay has no engines"),
     Exclusion(SINGLE, GROUP_RELATIVE, "this algorithm learns nothing from a trajectory alone"),
     Exclusion(SINGLE, DYNAMIC_SAMPLING, "groups with equal rewards are refused"),
     Exclusion(DYNAMIC_SAMPLING, OF_TURNS, "the turns of groups with equal rewards may differ"),

@@ -86,6 +86,8 @@ REFUSED = (
     "scheduler/provisioning=on_demand",
     "scheduler/provisioning=on_demand cluster=dev cluster/mpi=openmpi",
     "scheduler/provisioning=on_demand cluster=dev serving=none",
+    f"scheduler/provisioning=on_demand cluster=dev {ONE} cluster.slurm.rollout.nodes=1 deterministic=true",
+    "scheduler/provisioning=on_demand cluster=dev rollout.replay=earlier",
     "rollout.group_size=1",
     "rollout.group_size=1 algorithm=reinforce_pp algorithm.dynamic_sampling=true",
     "algorithm=turn_grpo algorithm.dynamic_sampling=true",
