@@ -85,8 +85,6 @@ def _run(args: argparse.Namespace) -> int:
     if not 0 <= args.cache_gib < 1e6:
         raise TransferError(f"--cache-gib {args.cache_gib}: expected 0 or more")
     remote = "://" in args.upstream
-    if remote and not args.cache_gib:
-        raise TransferError("--cache-gib 0: expected more than 0 for the files of another relay")
     upstream = args.upstream if remote else os.path.realpath(args.upstream)
     if not remote and not os.path.isdir(upstream):
         raise TransferError(

@@ -13,12 +13,11 @@ from aiohttp import web
 
 from rose.transfer import TransferError
 from rose.transfer.relay import Relay
-from rose.transfer.relay_cache import Cache
+from rose.transfer.relay_cache import CHUNK, Cache
 from rose.transfer.relay_client import open_source
 from rose.transfer.source import Folder
 
 TOKEN = "0123456789abcdef" * 4
-MIB = 1 << 20
 
 
 class Upstream(Folder):
@@ -26,11 +25,11 @@ class Upstream(Folder):
 
     def __init__(self, root):
         super().__init__(root)
-        self.reads: list[tuple[str, int]] = []  # (path, MiB)
+        self.reads: list[tuple[str, int]] = []  # (path, chunk)
         self.down = ""
 
     def read(self, path, offset=0, length=None, fresh=False, tag=None):
-        self.reads.append((path, offset // MIB))
+        self.reads.append((path, offset // CHUNK))
         if self.down:
             raise TransferError(self.down)
         return super().read(path, offset, length, fresh, tag)

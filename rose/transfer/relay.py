@@ -1,49 +1,61 @@
 """Serve a store's files over HTTP and cache them. They never change while their version lives.
 
-`relay_client.py` describes the requests, `relay_cache.py` the cache. All clients that need a file
-share one *flight*, which fetches the whole of it into the cache. Threads call the upstream, because
-it may block. Requests without the token are refused. Nothing outside the store is named or read,
-and nothing is unpickled. No error of a client or of the upstream ends the relay: the answer 503
-names the error, and clients retry.
+`relay_client.py` describes the requests, `relay_cache.py` the cache. Files are cut into chunks.
+Clients that need the same chunk, listing or size at the same time share one *flight*, a request to
+the upstream. Threads call the upstream, because it may block. Requests without the token are
+refused. Nothing outside the store is named or read, and nothing is unpickled. No error of a client
+or of the upstream ends the relay: the answer 503 names the error, and clients retry.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import hmac
-import os
-import shutil
+import re
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from itertools import islice
 from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 
 from rose.transfer.errors import TransferError
-from rose.transfer.relay_cache import Cache
-from rose.transfer.source import Changed, Folder, Missing, Refused, Source, Stat, checked
+from rose.transfer.relay_cache import CHUNK, Cache, Chunk
+from rose.transfer.source import Changed, Missing, Refused, Source, Stat, checked
 
-# Bytes of a request to the upstream, and such requests in flight of one file. Together they keep a
-# link with 100 MB/s and 80 ms of latency busy for 90 % of the time.
-PIECE = 8 << 20
-AHEAD = 8
-FILES = 4  # files in flight
-THREADS = 32  # threads for all other calls
+AHEAD = 8  # chunks of one request in flight, which covers 80 ms of latency at 100 MB/s
+PULLS = 3 * AHEAD  # threads that read from the upstream
 # Bounds the wait for the upstream before a client gets 503; less than the client's ATTEMPT_S.
 WAIT_S = 8.0
-# Least seconds between two fetches of a file: a reader with bad memory must not load the link.
+# Seconds for which the size of a rank's file is remembered. It changes only together with its
+# folder's manifest, after a run was resumed. Other files and listings are never remembered.
+STAT_S = 5.0
+# Least seconds between two refreshes of a chunk: a reader with bad memory must not load the link.
 FRESH_S = 5.0
+STALLED_S = 60.0  # seconds without progress after which a client is disconnected
+_REMEMBERED = 10_000  # most remembered sizes, and most remembered refreshes
 _STOP_S = 0.5  # seconds in which answers in flight may end when the relay is stopped
-# upstream_bytes counts bytes of files; hits: requests answered from the disk at once; refused:
-# requests answered with 4xx; failed: with 5xx.
-_COUNTERS = ["upstream_bytes", "served_bytes", "hits", "upstream_errors", "refused", "failed"]
+_RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
+# 424 is "failed dependency": the upstream's refusal is final.
+_STATUS = {Missing: 404, Changed: 412, Refused: 424}
+# upstream_bytes counts bytes of files; hits: chunks read from the disk; cache_errors: chunks not
+# written to it; refused: requests answered with 4xx; failed: those answered with 5xx or aborted.
+_COUNTERS = [
+    "upstream_bytes",
+    "served_bytes",
+    "hits",
+    "pulls",
+    "upstream_errors",
+    "cache_errors",
+    "refused",
+    "failed",
+]
 
 T = TypeVar("T")
 
@@ -52,28 +64,19 @@ class BadRequest(TransferError):
     """The request is malformed; the message says what is expected."""
 
 
-# 424 is "failed dependency": the upstream's refusal is final.
-_STATUS = {BadRequest: 400, Missing: 404, Changed: 412, Refused: 424}
-
-
-class Fetching(TransferError):
-    """A file is being fetched, of which `fetched` bytes have arrived."""
-
-    def __init__(self, fetched: int, size: int):
-        super().__init__(f"waited {WAIT_S:g} s; {fetched} of {size} bytes are fetched")
-        self.fetched = fetched
-
-
 class Relay:
     """Request handlers and the state they share. Construct it inside a running event loop."""
 
     def __init__(self, upstream: Source, cache: Cache, token: str):
         self.counters = dict.fromkeys(_COUNTERS, 0)
         self._upstream, self._cache, self._token = upstream, cache, f"Bearer {token}".encode()
-        self._flights: dict[Path, asyncio.Future[None]] = {}  # file in the cache -> its download
-        self._fetched: dict[Path, int] = {}  # bytes of each flight that have arrived
-        self._threads = ThreadPoolExecutor(THREADS)
-        self._fetches = ThreadPoolExecutor(FILES)
+        self._flights: dict[Hashable, asyncio.Task] = {}
+        self._stats: dict[str, tuple[float, Stat | None]] = {}  # (monotonic time, answer) by path
+        self._refreshed: dict[Chunk, float] = {}
+        # A pool of its own, so that listings and sizes don't queue behind bytes.
+        self._meta = ThreadPoolExecutor(4, "meta")
+        self._pulls = ThreadPoolExecutor(PULLS, "pull")
+        self._disk = ThreadPoolExecutor(4, "disk")
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._answer])
@@ -90,18 +93,18 @@ class Relay:
 
     def close(self) -> None:
         """Wait for no thread, because a read of a dead mount may never return."""
-        for pool in (self._threads, self._fetches):
+        for pool in (self._meta, self._pulls, self._disk):
             pool.shutdown(wait=False, cancel_futures=True)
 
     async def names(self, path: str) -> list[str]:
-        return await self._run(self._upstream.names, path)
+        return await self._wait(
+            self._share(("names", path), lambda: self._run(self._meta, self._upstream.names, path))
+        )
 
     # ----------------------------------------------------------------- answers
 
     async def _sign(self, _, response: web.StreamResponse) -> None:
         response.headers["X-Rose-Relay"] = "1"
-        if response.status == 404 and "X-Rose-Tag" in response.headers:
-            response.set_status(503)  # The cache has evicted the file before it was opened.
 
     @web.middleware
     async def _answer(self, request: web.Request, handler) -> web.StreamResponse:
@@ -116,12 +119,12 @@ class Relay:
             )
         try:
             return await handler(request)
-        except (BadRequest, Missing, Refused) as error:
+        except BadRequest as error:
+            return self._refuse(400, str(error))
+        except (Missing, Refused) as error:
             return self._refuse(_STATUS[type(error)], str(error))
         except TransferError as error:
-            answer = self._refuse(503, str(error))
-            answer.headers["X-Rose-Fetched"] = str(getattr(error, "fetched", 0))
-            return answer
+            return self._refuse(503, str(error))
         except web.HTTPException as error:
             return self._refuse(error.status, error.reason)
         except Exception as error:
@@ -136,7 +139,7 @@ class Relay:
         return _json(await self.names(_path(request, root_too=True)))
 
     async def _answer_stat(self, request: web.Request) -> web.Response:
-        return _json(await self._run(self._upstream.stat, _path(request)))
+        return _json(await self._stat(_path(request), current=False))
 
     async def _answer_metrics(self, request: web.Request) -> web.Response:
         values = {f"{name}_total": value for name, value in self.counters.items()}
@@ -153,94 +156,140 @@ class Relay:
     async def _answer_file(self, request: web.Request) -> web.StreamResponse:
         path = _path(request)
         fresh = request.headers.get("Cache-Control") == "no-cache"
-        stat = await self._run(self._upstream.stat, path)
-        if stat is None:
-            raise Missing(f"{path}: no such file upstream")
-        if request.headers.get("X-Rose-Tag") not in (None, stat.tag):
-            raise Changed(f"{path}: rewritten since its size was read (tag {stat.tag})")
-        served = _bytes_in(request, path, stat.size)
-        file = await self._file(path, stat, fresh)
-        self.counters["served_bytes"] += served
-        headers = {"X-Rose-Tag": stat.tag}
-        return web.FileResponse(file, headers=headers) if served else web.Response(headers=headers)
+        wanted = request.headers.get("If-Match", "").strip('"')
+        for current in (fresh, True):  # A second attempt, because a remembered size may be old.
+            stat = await self._stat(path, current)
+            if stat is None:
+                raise Missing(f"{path}: no such file upstream")
+            if wanted and wanted != stat.tag:
+                changed = Changed(
+                    f"{path}: rewritten since its size was read (tag {stat.tag}, not "
+                    f"{wanted[:100]})"
+                )
+                continue
+            try:
+                return await self._send(request, path, stat, fresh)
+            except Changed as error:
+                changed = error
+        raise changed
+
+    async def _send(
+        self, request: web.Request, path: str, stat: Stat, fresh: bool
+    ) -> web.StreamResponse:
+        """Send a file's bytes. Raises the error if the first piece fails. If a later piece fails,
+        the header has been sent, and the client's connection is aborted. The client then requests
+        the remaining bytes, and the answer to that names the error."""
+        at, end = _range(request, path, stat.size)
+        headers = {"ETag": f'"{stat.tag}"'}
+        if at == end:
+            return web.Response(body=b"", headers=headers)
+        headers["Content-Range"] = f"bytes {at}-{end - 1}/{stat.size}"
+        response = web.StreamResponse(status=206, headers=headers)
+        response.content_type, response.content_length = "application/octet-stream", end - at
+        flights = (
+            self._fetch(Chunk(path, stat, index), fresh)
+            for index in range(at // CHUNK, (end - 1) // CHUNK + 1)
+        )
+        waiting = deque(islice(flights, AHEAD))
+        try:
+            while waiting:
+                data = await self._wait(waiting.popleft())
+                waiting.extend(islice(flights, 1))
+                if not response.prepared:
+                    await response.prepare(request)
+                first = at % CHUNK
+                piece = data[first : first + end - at]
+                async with asyncio.timeout(STALLED_S):
+                    await response.write(piece)
+                at += len(piece)
+                self.counters["served_bytes"] += len(piece)
+        except (TransferError, ConnectionError, TimeoutError):
+            if not response.prepared:
+                raise
+            self.counters["failed"] += 1
+            if request.transport is not None:
+                request.transport.abort()
+        return response
 
     # ----------------------------------------------------------------- the upstream
 
-    async def _file(self, path: str, stat: Stat, fresh: bool) -> Path:
-        """Return the file to send. All clients share one flight that fetches it, and that outlives
-        them. Raises `Fetching` after `WAIT_S` seconds."""
-        if not self._cache.limit and isinstance(self._upstream, Folder):
-            return self._upstream.place(path, fresh)
-        file = self._cache.path(path, stat)
-        flight = self._flights.get(file)
-        if flight is None:
-            if _whole(file, stat.size, fresh):
-                self.counters["hits"] += 1
-                return file
-            self._fetched[file] = 0
-            loop = asyncio.get_running_loop()
-            flight = loop.run_in_executor(self._fetches, self._fetch, path, stat, file, fresh)
-            self._flights[file] = flight
-            flight.add_done_callback(lambda done: self._end(file, done))
-        await asyncio.wait([flight], timeout=WAIT_S)
-        if not flight.done():
-            raise Fetching(self._fetched[file], stat.size)
-        flight.result()
-        return file
+    async def _stat(self, path: str, current: bool) -> Stat | None:
+        """Return the size and tag of a file; for a rank's file, the remembered ones will do unless
+        they must be `current`."""
+        asked, before = self._stats.get(path, (0.0, None))
+        if not current and before and path.endswith(".h5") and time.monotonic() - asked < STAT_S:
+            return before
+        asked = time.monotonic()
+        found = await self._wait(
+            self._share(("stat", path), lambda: self._run(self._meta, self._upstream.stat, path))
+        )
+        # With another manifest, the remembered sizes in its folder may be another version's.
+        rewritten = path.endswith("manifest.json") and found != before
+        if rewritten or len(self._stats) > _REMEMBERED:
+            self._stats.clear()
+        self._stats[path] = asked, found
+        return found
 
-    def _fetch(self, path: str, stat: Stat, file: Path, fresh: bool) -> None:
-        """Fetch a file into the cache, behind those of its bytes that are there already."""
-        if stat.size > self._cache.limit:
-            raise Refused(f"{path}: its {stat.size} bytes don't fit into the relay's --cache-gib")
-        self._cache.make_room(file, stat.size)
-        part = Path(f"{file}.part")
+    def _fetch(self, chunk: Chunk, fresh: bool) -> asyncio.Task:
+        refresh = (chunk, "fresh")
+        due = time.monotonic() - self._refreshed.get(chunk, -FRESH_S) >= FRESH_S
+        # All clients share a refresh in flight: until it ends, the cached chunk may be damaged.
+        if refresh in self._flights or (fresh and due):
+            return self._share(refresh, lambda: self._refresh(chunk))
+        return self._share(chunk, lambda: self._read(chunk))
 
-        def piece(at: int) -> bytes:
-            length = min(PIECE, stat.size - at)
-            return self._upstream.read(path, at, length, fresh and at == 0, stat.tag)
+    async def _refresh(self, chunk: Chunk) -> bytes:
+        if (plain := self._flights.get(chunk)) is not None:
+            await asyncio.wait([plain])  # Both would write the chunk's temporary file.
+        data = await self._pull(chunk, True)
+        if len(self._refreshed) > _REMEMBERED:
+            self._refreshed.clear()
+        self._refreshed[chunk] = time.monotonic()
+        return data
 
+    async def _read(self, chunk: Chunk) -> bytes:
+        data = await self._run(self._disk, self._cache.read, chunk)
+        if data is None:
+            return await self._pull(chunk, False)
+        self.counters["hits"] += 1
+        return data
+
+    async def _pull(self, chunk: Chunk, fresh: bool) -> bytes:
+        self.counters["pulls"] += 1
+        begin, tag = chunk.index * CHUNK, chunk.stat.tag
+        data = await self._run(
+            self._pulls, self._upstream.read, chunk.path, begin, chunk.length, fresh, tag
+        )
+        self.counters["upstream_bytes"] += len(data)
         try:
-            with part.open("ab") as written, ThreadPoolExecutor(AHEAD) as pool:
-                begin = written.tell()
-                if shutil.disk_usage(part).free < stat.size - begin:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                for at in range(begin, stat.size, AHEAD * PIECE):
-                    ahead = range(at, min(at + AHEAD * PIECE, stat.size), PIECE)
-                    for data in pool.map(piece, ahead):
-                        self._fetched[file] += written.write(data)
-            part.rename(file)
-        except OSError as error:
-            raise TransferError(
-                f"the relay's cache {self._cache.folder}: {error.strerror}"
-            ) from error
+            await self._run(self._disk, self._cache.write, chunk, data)
+        except OSError:  # With a full disk the relay still works, only slower.
+            self.counters["cache_errors"] += 1
+        return data
 
-    def _end(self, file: Path, done: asyncio.Future) -> None:
-        del self._flights[file]
-        self.counters["upstream_bytes"] += self._fetched.pop(file)
-        self._note(done)
+    def _share(self, key: Hashable, call: Callable[[], Awaitable[T]]) -> asyncio.Task[T]:
+        """Return the flight `key`; `call` begins it if there is none. It outlives its clients."""
+        flight = self._flights.get(key)
+        if flight is None:
+            flight = self._flights[key] = asyncio.ensure_future(call())
+            flight.add_done_callback(lambda done: self._end(key, done))
+        return flight
 
-    def _note(self, done: asyncio.Future) -> None:
+    def _end(self, key: Hashable, done: asyncio.Task) -> None:
+        del self._flights[key]
         if not done.cancelled() and isinstance(done.exception(), TransferError):
             self.counters["upstream_errors"] += 1
 
-    async def _run(self, call: Callable[..., T], *args) -> T:
-        """Return what a call in a thread returns. Raises its error, or `TransferError` after
-        `WAIT_S` seconds."""
-        flight = asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
-        flight.add_done_callback(self._note)
-        await asyncio.wait([flight], timeout=WAIT_S)
-        if not flight.done():
+    async def _wait(self, flight: asyncio.Task[T]) -> T:
+        """Return a flight's result. Raises its error, or `TransferError` after `WAIT_S` seconds."""
+        done, _ = await asyncio.wait([flight], timeout=WAIT_S)
+        if not done:
             raise TransferError(f"waited {WAIT_S:g} s for the upstream {self._upstream}")
         return flight.result()
 
-
-def _whole(file: Path, size: int, fresh: bool) -> bool:
-    """True if the cache has all of a file. `fresh`: and if that is no older than `FRESH_S`."""
-    try:
-        status = file.stat()
-    except OSError:
-        return False
-    return status.st_size == size and not (fresh and time.time() - status.st_mtime > FRESH_S)
+    @staticmethod
+    async def _run(pool: ThreadPoolExecutor, call: Callable[..., T], *args) -> T:
+        return await asyncio.get_running_loop().run_in_executor(pool, call, *args)
 
 
 def _json(value) -> web.Response:
@@ -254,18 +303,17 @@ def _path(request: web.Request, root_too: bool = False) -> str:
         raise BadRequest(str(error)) from None
 
 
-def _bytes_in(request: web.Request, path: str, size: int) -> int:
-    """Return how many bytes a request's range has. Raises `BadRequest` if the file lacks them."""
-    try:
-        asked = request.http_range
-    except ValueError:
-        raise BadRequest(
-            f"Range {request.headers['Range'][:100]!r}: expected bytes=FIRST-LAST"
-        ) from None
-    begin, end = asked.start or 0, size if asked.stop is None else asked.stop
-    if not 0 <= begin <= end <= size:
+def _range(request: web.Request, path: str, size: int) -> tuple[int, int]:
+    """Return the first byte and the end of the requested range. Raises `BadRequest` if it is
+    malformed or exceeds the file."""
+    asked = request.headers.get("Range", "bytes=0-")
+    match = _RANGE.fullmatch(asked)
+    if match is None:
+        raise BadRequest(f"Range {asked[:100]!r}: expected bytes=FIRST-LAST or bytes=FIRST-")
+    begin, end = int(match[1]), int(match[2]) + 1 if match[2] else size
+    if not begin <= end <= size:
         raise BadRequest(f"{path}: bytes {begin} to {end} were asked for, it has {size}")
-    return end - begin
+    return begin, end
 
 
 async def serve(

@@ -1,38 +1,57 @@
-"""Cache whole files on a relay's disk. They survive a restart and are evicted by last use.
+"""Cache chunks of files on a relay's disk. They survive a restart and are evicted by last use.
 
-    <cache>/files/v000012~from-000011~rank-00000.h5@<tag>         a whole file
-    <cache>/files/v000012~from-000011~rank-00000.h5@<tag>.part    its first bytes, while it is fetched
+    <cache>/chunks/v000012~from-000011~rank-00000.h5@<tag>@000007
 
-A rewritten file has another tag, and so another name here. The cache has no checksums. Readers
-verify their own, and request a fresh copy of damaged bytes.
-"""  # noqa: E501
+A chunk is written under a temporary name and renamed, so that a chunk of this name is whole. A
+rewritten file has another tag, and so other chunks. The cache has no checksums. Readers verify
+their own, and request a fresh copy of damaged bytes.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
 from pathlib import Path
+from typing import NamedTuple
 
-from rose.files import lock_now, own_folder
+from rose.files import lock_now, own_folder, write_whole
 from rose.transfer.errors import TransferError
 from rose.transfer.source import Stat
 
+# Bytes of a chunk: few enough that a read of a small range wastes little, and enough that requests
+# are few.
+CHUNK = 1 << 20
+
+
+class Chunk(NamedTuple):
+    path: str  # path in the store
+    stat: Stat
+    index: int  # number of the chunk, which begins at byte index * CHUNK
+
+    @property
+    def length(self) -> int:
+        return min(CHUNK, self.stat.size - self.index * CHUNK)
+
+    @property
+    def name(self) -> str:
+        return f"{self.path.replace('/', '~')}@{self.stat.tag}@{self.index:06d}"
+
 
 class Cache:
-    """Keeps at most `limit` bytes of files in `folder`, which it creates (mode 0700) and locks.
+    """Keeps at most `limit` bytes of chunks in `folder`, which it creates (mode 0700) and locks.
     Construction raises `TransferError` if that fails or another relay uses it. Thread-safe."""
 
     def __init__(self, folder: Path, limit: int):
         self.folder, self.limit, self.bytes = folder, limit, 0
-        self._files = folder / "files"
-        self._sizes: OrderedDict[str, int] = OrderedDict()  # files, least recently used first
+        self._chunks = folder / "chunks"
+        self._sizes: OrderedDict[str, int] = OrderedDict()  # chunks, least recently used first
         self._mutex = threading.Lock()
         try:
             own_folder(folder)
             self._lock = (folder / "lock").open("w", encoding="utf-8")
             lock_now(self._lock)
-            self._files.mkdir(exist_ok=True)
-            found = [(path.stat(), path) for path in self._files.iterdir()]
+            self._chunks.mkdir(exist_ok=True)
+            self._restore()
         except BlockingIOError:
             raise TransferError(
                 f"cache {folder}: another relay uses it; give each its own --cache"
@@ -41,22 +60,29 @@ class Cache:
             raise TransferError(
                 f"cache {folder}: {error.strerror}; give another --cache"
             ) from error
-        for status, path in sorted(found, key=lambda each: each[0].st_mtime):
-            self._add(path.name.removesuffix(".part"), status.st_size)
 
-    def path(self, path: str, stat: Stat) -> Path:
-        """Return where a whole file is, or will be. It counts as just used."""
-        name = f"{path.replace('/', '~')}@{stat.tag}"
+    def read(self, chunk: Chunk) -> bytes | None:
+        """Return a chunk's bytes, or None if it is not cached or incomplete on the disk."""
         with self._mutex:
-            if name in self._sizes:
-                self._sizes.move_to_end(name)
-        return self._files / name
+            if chunk.name not in self._sizes:
+                return None
+            self._sizes.move_to_end(chunk.name)
+        try:
+            data = (self._chunks / chunk.name).read_bytes()
+        except OSError:
+            return None
+        return data if len(data) == chunk.length else None
 
-    def make_room(self, file: Path, size: int) -> None:
-        """Evict others until a file of `size` bytes has room."""
-        self._add(file.name, size)
+    def write(self, chunk: Chunk, data: bytes) -> None:
+        """Keep a chunk, and evict others above the limit. Raises `OSError`."""
+        if not self.limit:
+            return
+        write_whole(self._chunks / chunk.name, data)
+        self._add(chunk.name, len(data))
 
     def close(self) -> None:
+        for part in self._chunks.glob("*.part"):
+            part.unlink(missing_ok=True)
         self._lock.close()
 
     def _add(self, name: str, size: int) -> None:
@@ -66,5 +92,13 @@ class Cache:
             while self.bytes > self.limit:
                 oldest, freed = self._sizes.popitem(last=False)
                 self.bytes -= freed
-                for suffix in ("", ".part"):
-                    (self._files / f"{oldest}{suffix}").unlink(missing_ok=True)
+                (self._chunks / oldest).unlink(missing_ok=True)
+
+    def _restore(self) -> None:
+        """Adopt an earlier relay's chunks, oldest first, and remove files that are no chunks."""
+        found = [(path.stat(), path) for path in self._chunks.iterdir()]
+        for status, path in sorted(found, key=lambda each: each[0].st_mtime):
+            if path.suffix == ".part" or path.name.count("@") != 2:
+                path.unlink()
+            else:
+                self._add(path.name, status.st_size)

@@ -2,7 +2,7 @@
 
 A relay answers these requests, each with `Authorization: Bearer TOKEN` (`relay.py`):
 
-    GET /files/PATH    a file's bytes; takes Range, X-Rose-Tag, and `Cache-Control: no-cache` to skip the cache
+    GET /files/PATH    a file's bytes; takes Range, If-Match, and `Cache-Control: no-cache` to skip the cache
     GET /stat/PATH     [size in bytes, tag] or null
     GET /names/PATH    ["names", "of the folder"]
     GET /metrics       counters, Prometheus text format
@@ -50,10 +50,7 @@ def open_source(where: str | Path, token: str | None = None, timeout_s: float = 
 
 
 class _Unavailable(Exception):
-    """The relay can't answer now; the message is the relay's. `fetched`: bytes of the file that it
-    has fetched from its upstream."""
-
-    fetched = 0
+    """The relay can't answer now; the message is the relay's."""
 
 
 class Relayed:
@@ -106,7 +103,7 @@ class Relayed:
         got = bytearray()
         headers = {"Cache-Control": "no-cache"} if fresh else {}
         if tag is not None:
-            headers["X-Rose-Tag"] = tag
+            headers["If-Match"] = f'"{tag}"'
         whole = length  # None until the relay reports it
 
         def attempt(wait_s: float) -> None:
@@ -126,7 +123,7 @@ class Relayed:
                         f"the relay sends {announced}"
                     )
                 # The next connection must send bytes of the same file.
-                headers["X-Rose-Tag"] = response.headers.get("X-Rose-Tag", "none")
+                headers["If-Match"] = response.headers.get("ETag", '"none"')
                 while piece := response.read(_PIECE):
                     got.extend(piece)
                 if len(got) != whole:
@@ -159,17 +156,15 @@ class Relayed:
 
     def _retry(self, path: str, attempt: Callable[[float], T], progress: Callable[[], int]) -> T:
         """Call `attempt(seconds)` until it returns or raises a final error. Raises `TransferError`
-        after `timeout_s` seconds in which neither `progress()` nor what the relay has fetched
-        grew."""
-        until, before, pause = time.monotonic() + self.timeout_s, (0, 0), _FIRST_PAUSE_S
+        after `timeout_s` seconds in which `progress()` did not grow."""
+        until, before, pause = time.monotonic() + self.timeout_s, 0, _FIRST_PAUSE_S
         while True:
             try:
                 return attempt(max(0.1, min(until - time.monotonic(), ATTEMPT_S)))
             except (urllib3.exceptions.HTTPError, _Unavailable) as error:
                 why = error
-            now = progress(), getattr(why, "fetched", 0)
-            if now > before:
-                until, before, pause = time.monotonic() + self.timeout_s, now, _FIRST_PAUSE_S
+            if progress() > before:
+                until, before, pause = time.monotonic() + self.timeout_s, progress(), _FIRST_PAUSE_S
             if time.monotonic() + pause > until:
                 raise TransferError(
                     f"{self}: {path}: {why}; given up after {self.timeout_s:g} s without a byte"
@@ -196,9 +191,7 @@ class Relayed:
         text = f"{response.status}: {response.read(2000).decode(errors='replace').strip()}"
         response.close()
         if response.status >= 500:
-            error = _Unavailable(text)
-            error.fetched = int(response.headers.get("X-Rose-Fetched", 0))
-            raise error
+            raise _Unavailable(text)
         if "X-Rose-Relay" not in response.headers:
             raise Refused(
                 f"{self}: {path}: no relay of ROSE answers there, but something else: {text[:200]}"

@@ -182,11 +182,6 @@ class Folder:
             at += len(parts[-1])
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def place(self, path: str, fresh: bool) -> Path:
-        """Return where a file is. `fresh` skips caches, as in `read`."""
-        self.read(path, length=0, fresh=fresh)  # Reading no bytes drops all its pages.
-        return Path(self._inside(path))
-
     def close(self) -> None:
         """Do nothing: no file stays open between two reads."""
 
