@@ -144,7 +144,11 @@ def compose(conf: Path, arguments: list[str]) -> list[dict]:
     if not any(word.startswith(("-", "hydra.")) for word in arguments):
         # A single point is composed here. `hydra.main` would do it twice, first for hydra.mode.
         with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
-            return [own_sections(errors.to_tree(hydra.compose("config", arguments)))]
+            composed = hydra.compose("config", arguments)
+            part = extensions.modes().get(composed.mode)
+            if part is not None and not _groups_of_mode(arguments):  # An experiment sets the mode.
+                composed = hydra.compose("config", [*part.GROUPS, *arguments])
+            return [own_sections(errors.to_tree(composed))]
 
     def collect(composed) -> None:
         tree = own_sections(errors.to_tree(composed))

@@ -78,9 +78,11 @@ def _unknown_key(key: str, text: str, conf: Path, arguments: list[str]) -> str:
         return f"{typed}: {section} is null; choose its values first: {options}"
     inside = re.search("full_key: (.+)", text)
     key = inside[1] if inside else key
-    if any(each.startswith(f"{key.rpartition('.')[0]}.") for each in known) or "." not in key:
-        return f"{typed}: no such key{_meant(key, known + _groups(conf))}"
-    return f"{typed}: no such key; a new one is added with '+{typed}'"
+    section = key.rpartition(".")[0]
+    free = section in known and not any(each.startswith(f"{section}.") for each in known)
+    if free or modes or section.startswith("env.members"):
+        return f"{typed}: no such key; a new one is added with '+{typed}'"
+    return f"{typed}: no such key{_meant(key, known + _groups(conf))}"
 
 
 def searched(arguments: list[str]) -> list[str]:

@@ -2,7 +2,8 @@
 
 A pool's file, which only the run's user can read, has its addresses and its token. At the start of
 a connection each side proves that it knows the token, which is never sent: an address may lead a
-worker of another host to another process.
+worker to another process. The proofs are for the address that the worker has dialled, so that such
+a process can't pass the pool's on. Loopback leads to the pool on its own host only.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ def folder(run_dir: Path, pool: int) -> Path:
     return run_dir / "rewards" / f"pool-{pool}"
 
 
-def proof(token: str, side: str, nonce: bytes) -> bytes:
-    """Return what shows that `side` ("pool" or "worker") knows the token."""
-    return hmac.digest(token.encode(), side.encode() + nonce, "sha256")
+def proof(token: str, side: str, nonce: bytes, address: tuple) -> bytes:
+    """Return what shows that `side` ("pool" or "worker") knows the token. `address` is the pool's
+    end of the connection, as a socket gives it."""
+    place = f"{side} {address[0]} {address[1]} ".encode()
+    return hmac.digest(token.encode(), place + nonce, "sha256")
 
 
 def end_when_lost(writer: asyncio.StreamWriter) -> None:
@@ -43,9 +46,10 @@ def end_when_lost(writer: asyncio.StreamWriter) -> None:
 
 
 class PoolFile(msgspec.Struct, frozen=True):
-    """The file by which a worker reaches its pool: (address, port) pairs, with loopback first, and
-    the token."""
+    """The file by which a worker reaches its pool on `host`: (address, port) pairs, with loopback
+    first, and the token."""
 
+    host: str
     addresses: list[tuple[str, int]]
     token: str
 

@@ -16,6 +16,7 @@ import asyncio
 import hmac
 import itertools
 import secrets
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
@@ -139,7 +140,8 @@ class Pool:
         self._folder.mkdir(parents=True, exist_ok=True)
         sockets = listen([LOOPBACK, *self._addresses])
         self._servers = [await asyncio.start_server(self._connected, sock=each) for each in sockets]
-        reachable = PoolFile([each.getsockname()[:2] for each in sockets], self._token)
+        places = [each.getsockname()[:2] for each in sockets]
+        reachable = PoolFile(socket.gethostname(), places, self._token)
         write_whole(self._folder / "pool.json", msgspec.json.encode(reachable), private=True)
         self._spawn(self._watch())
         self._grow()
@@ -281,7 +283,8 @@ class Pool:
         writer.write(frames.frame(nonce))
         async with asyncio.timeout(HELLO_S):
             hello = msgspec.msgpack.decode(await frames.read(reader, HELLO_BYTES), type=Hello)
-        if not hmac.compare_digest(hello.proof, proof(self._token, "worker", nonce)):
+        here = writer.get_extra_info("sockname")
+        if not hmac.compare_digest(hello.proof, proof(self._token, "worker", nonce, here)):
             return None
         number = next(self._worker_numbers) if hello.worker is None else hello.worker
         if hello.worker is None:
@@ -290,7 +293,7 @@ class Pool:
         if worker is None or worker.writer is not None:
             return None
         end_when_lost(writer)
-        writer.write(frames.frame(proof(self._token, "pool", hello.nonce)))
+        writer.write(frames.frame(proof(self._token, "pool", hello.nonce, here)))
         worker.writer = writer
         self._bad_starts *= worker.joined  # the start of an own worker has succeeded
         return number

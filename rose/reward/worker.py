@@ -16,6 +16,7 @@ import hmac
 import os
 import secrets
 import signal
+import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ import msgspec
 from rose import config as configuration
 from rose import inputs
 from rose.comm import frames
+from rose.comm.address import LOOPBACK
 from rose.config import ConfigError, Reward
 from rose.processes import die_with_parent, run_to_its_end
 from rose.reward import command, scorers
@@ -48,8 +50,12 @@ ERROR_CHARACTERS = 2_000  # longest error text in an `Answer`
 # Seconds after an answer's limit at which the worker stops a scorer that exceeds it. Less than the
 # pool's `GRACE_S`, so that the worker can report it.
 MARGIN_S = 2.0
+# Seconds after an answer's limit at which a worker of a Slurm job ends whose scorer keeps Python's
+# lock. More than the pool's `GRACE_S`, after which the pool counts a try. If the worker ended
+# first, the pool would take that for the end of the job.
+STUCK_S = 10.0
 REACH_S = 5.0  # longest wait for a pool's answer at one of its addresses
-JOIN_S = 60.0  # longest time in which a worker of a Slurm job finds no pool before it ends
+JOIN_S = 60.0  # longest time in which a worker finds no pool before it ends
 PAUSE_S = 2.0  # seconds between two attempts to find it
 # Seconds for which a worker of a Slurm job holds an answer back. If Slurm ends the job, it may have
 # killed the program that checks an answer just before it signals the worker, and that answer is
@@ -66,16 +72,20 @@ async def connect(file: Path, number: int | None) -> Connection | None:
     except (OSError, msgspec.DecodeError):
         return None  # the run has not started, or starts again
     for address in pool.addresses:
+        if address[0] == LOOPBACK and pool.host != socket.gethostname():
+            continue
         writer = None
         try:
             async with asyncio.timeout(REACH_S):
                 reader, writer = await asyncio.open_connection(*address)
                 end_when_lost(writer)
-                shown = proof(pool.token, "worker", await frames.read(reader, HELLO_BYTES))
+                there = writer.get_extra_info("peername")
+                nonce = await frames.read(reader, HELLO_BYTES)
+                shown = proof(pool.token, "worker", nonce, there)
                 hello = Hello(number, shown, secrets.token_bytes(NONCE_BYTES))
                 writer.write(frames.frame(msgspec.msgpack.encode(hello)))
                 shown = await frames.read(reader, HELLO_BYTES)
-            if hmac.compare_digest(shown, proof(pool.token, "pool", hello.nonce)):
+            if hmac.compare_digest(shown, proof(pool.token, "pool", hello.nonce, there)):
                 return reader, writer
         except (OSError, EOFError, TimeoutError, frames.FrameError):
             pass
@@ -84,10 +94,10 @@ async def connect(file: Path, number: int | None) -> Connection | None:
     return None
 
 
-async def join(file: Path) -> Connection | None:
-    """Connect a worker of a Slurm job, also to a run that starts within `JOIN_S` seconds."""
+async def join(file: Path, number: int | None) -> Connection | None:
+    """Connect to a pool that is busy, or whose run starts, within `JOIN_S` seconds."""
     end = time.monotonic() + JOIN_S
-    while (found := await connect(file, None)) is None and time.monotonic() < end:
+    while (found := await connect(file, number)) is None and time.monotonic() < end:
         await asyncio.sleep(PAUSE_S)
     return found
 
@@ -105,7 +115,7 @@ async def serve(scorer: Scorer, file: Path, number: int | None, settings: Reward
     With asyncio's default (six on two cores) a score could spend its time limit waiting for a
     thread."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(settings.per_worker))
-    found = await (join(file) if number is None else connect(file, number))
+    found = await join(file, number)
     if found is None:
         print(f"no pool answers at the addresses in {file}", flush=True)
         return 0
@@ -114,7 +124,7 @@ async def serve(scorer: Scorer, file: Path, number: int | None, settings: Reward
     hold_s = 0.0
     if number is None:
         hold_s = HOLD_S
-        running.add(asyncio.create_task(exit_when_stuck(settings.timeout_s + 2 * MARGIN_S)))
+        running.add(asyncio.create_task(exit_when_stuck(settings.timeout_s + STUCK_S)))
     try:
         while (data := await frames.read(reader, FRAME_BYTES)) != STOP:
             work = msgspec.msgpack.decode(data, type=Work)

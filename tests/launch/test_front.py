@@ -176,7 +176,7 @@ def test_hybrid_engines_need_a_policy_that_says_when_they_work_also_one_of_other
 
     tree = compose_tree("rollout.hybrid=1", f"output_dir={tmp_path}")
     tree["scheduler"]["provisioning"] = {"name": "rose.policies.plain:Fixed", "args": {}}
-    with pytest.raises(ConfigError, match=r"plain:Fixed'.*rollout\.hybrid=1.*joins_resting"):
+    with pytest.raises(ConfigError, match=r"plain:Fixed'.*rollout\.hybrid=1.*wakes_hybrids"):
         checks.check(tree)
     tree["scheduler"]["provisioning"] |= {
         "name": "rose.parts.rivals.rlboost:RlBoost",

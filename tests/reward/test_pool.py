@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -369,7 +370,9 @@ def test_a_worker_shows_its_token_to_no_other_process(world, tmp_path):
             writer.write(frames.frame(b"p" * 32))
 
         server = await asyncio.start_server(stranger, "127.0.0.1", 0)
-        known = messages.PoolFile([server.sockets[0].getsockname()[:2]], "the token")
+        known = messages.PoolFile(
+            socket.gethostname(), [server.sockets[0].getsockname()[:2]], "the token"
+        )
         (tmp_path / "pool.json").write_bytes(msgspec.json.encode(known))
         assert await worker.connect(tmp_path / "pool.json", None) is None
         server.close()

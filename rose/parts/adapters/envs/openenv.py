@@ -41,7 +41,7 @@ class Openenv:
     def __init__(
         self,
         url: str,
-        prompt: str = "",
+        prompt: str | None = "",
         reset: dict[str, Any] | None = None,
         success_at: float = 1.0,
         token_file: str | None = None,

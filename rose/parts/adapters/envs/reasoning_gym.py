@@ -41,7 +41,7 @@ class ReasoningGym:
     requires_tool = False
 
     def __init__(
-        self, tasks: Sequence[str | dict[str, Any]] = ("chain_sum",), system: str = SYSTEM
+        self, tasks: Sequence[str | dict[str, Any]] = ("chain_sum",), system: str | None = SYSTEM
     ):
         if not tasks:
             raise ConfigError(
