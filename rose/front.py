@@ -22,6 +22,7 @@ import hydra
 from hydra import initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
+from omegaconf import DictConfig
 from rich.console import Console
 
 from rose import checks, extensions, processes
@@ -139,19 +140,20 @@ def compose(conf: Path, arguments: list[str]) -> list[dict]:
     like. Raises `ConfigError` for a sweep without points."""
     arguments = [*_groups_of_mode(arguments), *arguments]
     trees: list[dict] = []
+    refused: list[ConfigError] = []
     swept = errors.swept_keys(arguments)
     errors.searched(arguments)
     if not any(word.startswith(("-", "hydra.")) for word in arguments):
         # A single point is composed here. `hydra.main` would do it twice, first for hydra.mode.
         with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
-            composed = hydra.compose("config", arguments)
-            part = extensions.modes().get(composed.mode)
-            if part is not None and not _groups_of_mode(arguments):  # An experiment sets the mode.
-                composed = hydra.compose("config", [*part.GROUPS, *arguments])
-            return [own_sections(errors.to_tree(composed))]
+            return [_tree(hydra.compose("config", arguments), arguments)]
 
     def collect(composed) -> None:
-        tree = own_sections(errors.to_tree(composed))
+        try:
+            tree = _tree(composed, arguments)
+        except ConfigError as error:  # Hydra would print words of its own about it.
+            refused.append(error)
+            return
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             tree["name"] = point_name(tree["name"], list(HydraConfig.get().overrides.task), swept)
         trees.append(tree)
@@ -166,6 +168,8 @@ def compose(conf: Path, arguments: list[str]) -> list[dict]:
         except BrokenPipeError:  # Hydra's help has been printed, and nothing runs
             raise _ReaderExited from None
     sys.argv = program
+    if refused:
+        raise refused[0]
     if (
         swept
         and not trees
@@ -180,6 +184,18 @@ def _groups_of_mode(arguments: list[str]) -> tuple[str, ...]:
     """Return the overrides that the mode on the command line needs, to be before all others."""
     asked = errors.value_of("mode", arguments).split(",")
     return next((part.GROUPS for mode, part in extensions.modes().items() if mode in asked), ())
+
+
+def _tree(composed: DictConfig, arguments: list[str]) -> dict:
+    """Return the tree of a composed configuration. Raises `ConfigError` if a file names a mode of a
+    part, whose groups only the command line can add."""
+    mode = str(composed.mode)
+    if mode in extensions.modes() and not _groups_of_mode(arguments):
+        raise ConfigError(
+            f"mode={mode!r}: is given by a file; give it on the command line, mode={mode}, which "
+            f"adds the section {extensions.modes()[mode].SECTION}"
+        )
+    return own_sections(errors.to_tree(composed))
 
 
 def own_sections(tree: dict) -> dict:

@@ -26,6 +26,7 @@ from rose.trainer import algorithms
 from tests import processes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+MODE = Path(__file__).with_name("simulated")  # an experiment that sets the mode
 CONF = REPOSITORY / "conf"
 
 
@@ -262,6 +263,7 @@ def launch(tmp_path, monkeypatch, capsys):
         ),
         (["sim.steps=3"], ["sim.steps=3", "mode=simulate or mode=plan"]),
         (["sim/systems=[rose]"], ["sim/systems=[rose]", "mode=simulate or mode=plan"]),
+        (["--config-dir", str(MODE), "+experiment=simulated"], ["mode='simulate'", "command line"]),
         (["mode=simulat"], ["mode='simulat'", "train", "simulate, plan"]),
         (["-m", "mode=train,simulate"], ["mode='simulate'", "one sweep is of one mode"]),
         (["experiment=qwen7b"], ["+experiment=qwen7b"]),
