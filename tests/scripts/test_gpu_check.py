@@ -49,7 +49,7 @@ def outcome(tmp_path, monkeypatch):
     def run(name, device="cpu", gpus=0, sizes={}, deadline_s=DEADLINE_S):
         setup, told = frame.Setup(device, gpus, "cpu", None, str(tmp_path), None, sizes), []
         one = gpu_check.run(odd.CHECKS[name], setup, deadline_s, told.append, "odd.py")
-        assert not processes.children(recursive=True)
+        assert not processes.left(lambda: processes.children(recursive=True))
         return one, told
 
     return run
