@@ -20,7 +20,7 @@ VANISHED = (psutil.Error, OSError)
 
 
 def ran(command, **more) -> subprocess.CompletedProcess:
-    """What a program that has ended said."""
+    """The output of a program that has ended."""
     return subprocess.run(command, capture_output=True, text=True, **more)
 
 

@@ -1,4 +1,4 @@
-"""What a check on a GPU is, what it reports, and with which settings it runs."""
+"""The frame of a check on a GPU: its figures, its report and its settings."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class Job(Run):
 
     @property
     def over(self) -> str:
-        """What an ended job printed; empty while it runs."""
+        """The output of an ended job; empty while it runs."""
         return "" if self.process.poll() is None else f"\n{self.process.communicate()[0]}"
 
     def wait(self, deadline_s: float = DEADLINE_S) -> int:

@@ -1,4 +1,4 @@
-"""What tests tell a scheduler, in few words."""
+"""Events that tests feed to a scheduler, in few words."""
 
 from rose.config import Policy
 from rose.config import Scheduler as SchedulerConfig

@@ -1,4 +1,4 @@
-"""What the doctor says of this machine's sandboxes."""
+"""The doctor's findings about this machine's sandboxes."""
 
 from rose.parts.sandbox import Found
 from rose.parts.sandbox.doctor import of_backends
