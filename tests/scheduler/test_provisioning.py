@@ -105,6 +105,6 @@ def test_numbers_that_make_no_policy_are_refused(args):
 def test_it_needs_slurm_and_ranks_that_may_join(make_config):
     with pytest.raises(ConfigError, match="cluster=slurm"):
         make_config("scheduler/provisioning=on_demand")
-    with pytest.raises(ConfigError, match="serving.borrow=true"):
+    with pytest.raises(ConfigError, match="serving=borrow"):
         make_config("scheduler/provisioning=on_demand", "cluster=dev", "serving=none")
     assert make_config("scheduler/provisioning=on_demand", "cluster=dev").borrows
