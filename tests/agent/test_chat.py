@@ -216,7 +216,7 @@ def test_a_lone_surrogate_in_a_call_is_replaced(chats, family):
 
 
 def test_the_parser_of_thoughts_has_the_templates_arguments(save_tokenizer):
-    """Without a thought, vLLM's parser would take an answer for a thought that was cut."""
+    """vLLM's parser would take an answer without a thought for a thought that was cut."""
     folder, off = save_tokenizer(TEMPLATES["qwen3"]), {"enable_thinking": False}
     chat = ChatFormat(folder, reasoning_format="qwen3")
     assert chat.read("up", []).thought == "up"

@@ -274,7 +274,7 @@ async def test_a_branch_goes_on_when_its_host_is_gone(lake, monkeypatch, tmp_pat
         first.handle(start)
     asked = await words.get()
     while not (isinstance(asked, p.TurnRequest) and asked.trajectory == branch.id):
-        if isinstance(asked, p.TurnRequest):  # else the other has ended before
+        if isinstance(asked, p.TurnRequest):  # The other may have ended before.
             first.handle(rollout._made(asked))
         asked = await words.get()
     # what it forked off is all that there is of it

@@ -50,5 +50,5 @@ async def test_a_stream_reader_gives_the_same_frames():
         await read(reader, 4)
     reader.feed_eof()
     with pytest.raises(asyncio.IncompleteReadError):
-        await read(reader, 2**31)  # what is left is not even a length
+        await read(reader, 2**31)  # The remaining bytes are not even a length.
     assert came == BODIES

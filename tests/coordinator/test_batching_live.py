@@ -97,7 +97,9 @@ def stopped_and_resumed(made, folder, stop_when):
 def test_stopped_anywhere_and_resumed_no_prompt_is_lost_or_trained_twice(policy, config, tmp_path):
     made = config(policy)
     places = [
-        lambda c: c.progress.step == 3 and c.rollouts.groups.running > 2,  # in a rollout
+        lambda c: (
+            c.progress.step == 3 and c.rollouts.groups.running > 2
+        ),  # The run is in a rollout.
         lambda c: c.progress.step == 3 and not c.progress.at_boundary,  # while it trains
         lambda c: c.progress.step == 3 and c.checkpoints.committing,
     ]  # while it saves

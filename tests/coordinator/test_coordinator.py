@@ -225,7 +225,7 @@ def test_a_rank_that_cannot_write_ends_the_run_with_what_it_met_and_nothing_is_c
 
 
 def test_where_other_ranks_still_write_no_save_is_tried_again(coordinator, tmp_path, monkeypatch):
-    """They would write into the folder of the next try."""
+    """Ranks that still write would write into the folder of the next try."""
     monkeypatch.setattr("rose.coordinator.checkpoints.FAILED_S", 0.0)
 
     async def scene():

@@ -183,7 +183,7 @@ def test_a_siblings_words_are_drafted_and_greedy_turns_stay(wait, engine_with, m
 
 def test_a_drafting_turn_that_is_aborted_goes_on_elsewhere_from_its_tokens(wait, engine_with):
     wanted, _ = steps_of(wait, engine_with("none"), "g6.0.t0#1")
-    steps_of(wait, engine_with("group"), "g6.1.t0#1")  # so that the next one drafts from its text
+    steps_of(wait, engine_with("group"), "g6.1.t0#1")  # The next turn drafts from its text.
 
     async def aborted() -> list[int]:
         made: list[int] = []

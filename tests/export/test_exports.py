@@ -78,7 +78,7 @@ async def test_the_end_of_a_run_waits_for_one_deadline(run, exports):
     after = "not written 0.05 s (trainer.step_timeout_s) after the last step"
     expected = [("export failed", f"step {step}: {after}") for step in (2, 3)]
     made = exports(step_timeout_s=0.05)
-    async with made._one_at_a_time:  # as one that hangs has it
+    async with made._one_at_a_time:  # A hanging export holds this lock.
         made.offer(2, str(run.store))
         made.offer(3, str(run.store))
         await made.finish()

@@ -15,7 +15,7 @@ GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-ab3b4c5d-7777-8888-9999-aaaabbbbcccc)
 """
 SLICE = "MIG-0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0"
 OLD_NAME = "MIG-GPU-ab3b4c5d-7777-8888-9999-aaaabbbbcccc/1/0"
-UUID = "GPU-%dc89852c-8ec8-92b7-dd3b-1ebe33b02c5%d"  # of the eight
+UUID = "GPU-%dc89852c-8ec8-92b7-dd3b-1ebe33b02c5%d"  # pattern of the eight GPUs' UUIDs
 FOUR = ("model=qwen3_8b", "trainer=zero3_gpu", "rollout=gpu", "cluster=gpus", "cluster.gpus=4")
 FOUR += ("trainer.ranks=2", "trainer.batch_size=64", "rollout.workers=2")
 

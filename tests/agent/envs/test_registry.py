@@ -178,7 +178,7 @@ def test_what_a_member_of_a_mixture_may_not_be_is_said_by_its_key():
 def plugin(monkeypatch, folder: Path, name: str, source: str) -> config.Env:
     (folder / f"{name}.py").write_text(source)
     monkeypatch.setattr(envs, "__path__", [*envs.__path__, str(folder)])
-    monkeypatch.setattr(envs, "_modules", envs._modules.__wrapped__)  # without its cache
+    monkeypatch.setattr(envs, "_modules", envs._modules.__wrapped__)  # uncached
     return named(name)
 
 

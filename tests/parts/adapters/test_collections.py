@@ -379,7 +379,7 @@ async def test_a_reward_that_queues_is_not_late_and_one_that_hangs_is(folder):
 
     busy = [_workers.call("rewards.py:waits", text=f"{folder}/go") for _ in range(_workers.MOST)]
     busy = [asyncio.create_task(each) for each in busy]
-    await asyncio.sleep(0)  # they are in the queue before it
+    await asyncio.sleep(0)  # Their requests enter the queue first.
     queues = asyncio.create_task(step("length", 3.0))
     await asyncio.wait({queues}, timeout=3.5)
     assert not queues.done()

@@ -110,7 +110,7 @@ def test_a_bad_value_is_named_before_anything_is_simulated(answer, tmp_path, cha
 
 
 def test_drafts_make_rollouts_shorter_for_the_systems_that_have_them(tree):
-    """And change nothing of the others."""
+    """The other systems stay as they are."""
 
     def rollout_s(*point):
         c, found = from_dict(tree(SMALL, "mode=simulate", "sim/systems=[seer]", *point)), {}
@@ -168,7 +168,7 @@ def test_a_simulation_prints_a_table_and_leaves_a_page_a_csv_and_a_json(answer, 
 
 
 def test_a_table_has_columns_of_sandboxes_where_there_are_some(answer, tmp_path):
-    """And each system's own way to recover."""
+    """Each system recovers in its own way."""
     _, said = answer("mode=simulate sim.seeds=[1]")
     assert "SLO kept" in said and "Made twice" not in said
     boxes = "sim.sandboxes.hosts=2 sim.sandboxes.mtbf_h=0.02 sim.sandboxes.look_s=0 name=boxes"
