@@ -4,7 +4,7 @@ nvidia-smi; imports no torch.
 CUDA_VISIBLE_DEVICES lists them: indices (`4,5`), UUIDs (`GPU-5c89852c-...`, or their beginnings) or
 MIG slices (`MIG-c6d4f1ef-...`). Empty means none, absent means all. A plan numbers a node's GPUs
 from 0. These numbers are places in that list, and a rank gets the names at its places. Left out:
-whether a GPU works (rose/doctor, scripts/gpu_check.py).
+whether a GPU works (rose/parts/doctor, scripts/gpu_check.py).
 """
 
 from __future__ import annotations
