@@ -1,8 +1,9 @@
-"""Check that ranks can join, and that a run survives a killed one: a rank joins as serving ranks do
-and is killed, and the next one joins.
+"""Check that ranks can join a run, and that the run survives when one is killed: a rank joins as
+serving ranks do and is killed, then a second one joins.
 
-The events of the coordinator's side (rose/parts/doctor/host.py) decide; those of the other side
-(rose/parts/doctor/joiner.py) give the cause.
+The events of the coordinator's side (rose/parts/doctor/host.py) decide whether the check has
+passed. If it has not, the cause is a porter's error, a fault that the coordinator's side reported,
+or else the last line of the joining side (rose/parts/doctor/joiner.py).
 """
 
 from __future__ import annotations
@@ -60,12 +61,13 @@ def _join(
     host: Sequence[str],
     joiners: Callable[[str], Sequence[Sequence[str]]],
 ) -> Finding:
-    """Try a join. `host`: the command that starts the coordinator's side; `joiners(its node)`:
-    commands for the other side, of which the first that starts is used."""
+    """Start both sides and return the finding. `host`: the command that starts the coordinator's
+    side. `joiners` maps the coordinator's node to commands for the joining side, which are tried in
+    order until one starts."""
     if not c.cluster.mpi.join:
-        words = f"not tried: cluster.mpi.join=false (of {c.cluster.mpi.name})"
+        text = f"not tried: cluster.mpi.join=false (of {c.cluster.mpi.name})"
         remedy = "Idle serving GPUs can't help: a run uses its dedicated rollout ranks only"
-        return Finding("warning", PART, words, remedy)
+        return Finding("warning", PART, text, remedy)
     if folder is None:
         return Finding("warning", PART, "not tried: it needs a folder for the run's files")
     python = (*container.command(c, [folder]), "-u", "-m")
@@ -78,16 +80,19 @@ def _join(
         env = launcher.environment(c)
         with Child([*host, *python, "rose.parts.doctor.host", run_dir], env) as coordinator:
             end = time.monotonic() + JOIN_S - END_S
-            opened = coordinator.until(lambda so_far: _nodes(so_far, "open"), OPEN_S)
-            members = Ended(1, "", "")
-            for starter in joiners(_nodes(coordinator.so_far(), "open")[0]) if opened else ():
+            is_open = coordinator.until(lambda so_far: _nodes(so_far, "open"), OPEN_S)
+            joiner_output = Ended(1, "", "")
+            for starter in joiners(_nodes(coordinator.so_far(), "open")[0]) if is_open else ():
                 with Child([*starter, *python, "rose.parts.doctor.joiner", run_dir], env) as joiner:
-                    members = joiner.wait(max(1.0, end - time.monotonic()))
-                if _nodes(members, "started"):
+                    joiner_output = joiner.wait(max(1.0, end - time.monotonic()))
+                if _nodes(joiner_output, "started"):
                     break
-            ends = members.code == 0
-            saw = coordinator.wait(lost_after_s + END_S) if ends else coordinator.so_far()
-    return joined(saw, members, c.cluster.kind == "slurm")
+            coordinator_output = (
+                coordinator.wait(lost_after_s + END_S)
+                if joiner_output.code == 0
+                else coordinator.so_far()
+            )
+    return joined(coordinator_output, joiner_output, c.cluster.kind == "slurm")
 
 
 def _nodes(ended: Ended, what: str) -> list[str]:
@@ -95,15 +100,14 @@ def _nodes(ended: Ended, what: str) -> list[str]:
 
 
 def joined(host: Ended, joiner: Ended, two_nodes: bool) -> Finding:
-    """Return the finding from both sides' events. `two_nodes`: they should have run on two
-    nodes."""
+    """Return the finding from both sides' events. `two_nodes`: warn if both ran on one node."""
     events = host.events()
     seen = {(event["what"], event["worker"]): event for event in events if "worker" in event}
-    missing = [words for what, number, words in STAGES if (what, f"borrowed-{number}") not in seen]
+    missing = [text for what, number, text in STAGES if (what, f"borrowed-{number}") not in seen]
     if not _nodes(host, "open"):
         remedy = "It needs what the lines above are about: the folder on that node, and MPI there"
-        words = f"the coordinator's side did not start: {host.last}"
-        return Finding("failed", PART, words, remedy)
+        text = f"the coordinator's side did not start: {host.last}"
+        return Finding("failed", PART, text, remedy)
     if missing:
         faults = [event["detail"] for event in events if event["what"] == "fault"]
         porters = [line for line in host.err.splitlines() if line.startswith("porter: ")]
@@ -111,12 +115,12 @@ def joined(host: Ended, joiner: Ended, two_nodes: bool) -> Finding:
         return Finding("failed", PART, f"{missing[0]}: {why}", REMEDY)
     here, there = _nodes(host, "open")[0], _nodes(joiner, "started")[0]
     after = seen["joined", "borrowed-1"]["detail"].rpartition(", ")[2]
-    words = (
+    text = (
         f"one of {there} joined {here} ({after}), was killed, which was noticed "
         f"{seen['lost', 'borrowed-1']['seconds']:.1f} s after its last message; the next joined "
         "and left"
     )
     if two_nodes and here == there:
         remedy = "Both sides ran on one node: try again when two are free"
-        return Finding("warning", PART, words, remedy)
-    return Finding("ok", PART, words)
+        return Finding("warning", PART, text, remedy)
+    return Finding("ok", PART, text)

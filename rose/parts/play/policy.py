@@ -1,4 +1,4 @@
-"""The engine that rollouts use, with the version that plays.
+"""The policy that plays: a rollout engine with the chosen version of the weights.
 
 The engine starts with the weights that the run began with, which are version 0, and loads a later
 version from the run's store as a rollout engine does. A version that only a checkpoint has is first
@@ -48,13 +48,13 @@ class Policy:
         self._short: Path | None = (
             None  # a folder for sockets, if the scratch folder's path is long
         )
-        self._pinned = False  # the user asked for this very version
+        self._pinned = False  # True if the user chose `version`
         self.version = FIRST
 
     def choose(self, version: int | None) -> None:
-        """Have `load` take `version`, null for the newest.
+        """Select the version that `load` loads; None selects the newest.
 
-        Raises `ConfigError` for a version that isn't there, and while there is none.
+        Raises `ConfigError` if the run doesn't have this version, or has none yet.
         """
         if not self._source.is_run:
             return
@@ -70,9 +70,9 @@ class Policy:
     async def load(self) -> None:
         """Start the engine, or load the chosen version into it.
 
-        A version that the trainer removes meanwhile gives way to the newest, unless the user asked
-        for it. Versions must be loaded in rising order. Raises `ConfigError`, `TransferError` for a
-        damaged version, and `EngineError`.
+        If the trainer removes the version meanwhile, the newest is loaded instead, unless the user
+        chose the version. Versions must be loaded in rising order. Raises `ConfigError`,
+        `TransferError` for a damaged version, and `EngineError`.
         """
         if not self._source.is_run:
             await self._start(self._source.model, None)
@@ -88,7 +88,7 @@ class Policy:
                 self.version = newest
 
     def newest(self) -> int:
-        """Raises `ConfigError` while the run has no version."""
+        """Return the run's newest version. Raises `ConfigError` while it has none."""
         saved = self._source.saved()
         if not saved:
             raise ConfigError(
@@ -99,7 +99,7 @@ class Policy:
 
     @property
     def label(self) -> str:
-        """Words for the version: "before training", "after 6 training steps"."""
+        """Description of the version: "before training", "after 6 training steps"."""
         if not self._source.is_run:
             return "as exported"
         if self.version == FIRST:
@@ -163,12 +163,14 @@ class Policy:
             )
 
     async def _exported(self, version: int) -> Path:
-        """The checkpoint of `version` as a model's folder. Raises `TransferError`."""
+        """Export the checkpoint of `version` and return the model's folder. Raises
+        `TransferError`."""
         out = self._scratch / f"version-{version}"
         command = [sys.executable, "-m", "rose.export", str(self._source.place)]
         command += ["--step", str(version), "--out", str(out)]
         command += ["--merge"] * (self._source.config.trainer.lora is not None)
-        # a process of its own: an engine can't be forked from one that has used torch's threads
+        # The export gets a process of its own, because an engine can't be forked from a process
+        # that has used torch's threads.
         export = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.DEVNULL,
@@ -211,7 +213,8 @@ def rollout_of_one(config: Config, folder: Path) -> Rollout:
 
 @contextmanager
 def _temporary_files_in(folder: Path, sockets: Path) -> Iterator[None]:
-    """Have vLLM make its files in `folder` and its sockets in `sockets`: it leaves some behind."""
+    """Make vLLM create its files in `folder` and its sockets in `sockets`, because it leaves some
+    behind."""
     before = tempfile.tempdir
     os.environ["VLLM_RPC_BASE_PATH"] = str(sockets)
     tempfile.tempdir = str(folder)
