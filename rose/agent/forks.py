@@ -59,15 +59,15 @@ class Forks:
         """Start the forks that wait for an earlier turn of `trajectory` from the prompt."""
         waiting = self._waiting.get(trajectory, {})
         for each in [each for each in waiting if each < turn]:
-            _release(waiting.pop(each))
+            _start_from_prompt(waiting.pop(each))
 
     def end(self, trajectory: str) -> None:
         """Start all forks that still wait for `trajectory` from the prompt."""
         for futures in self._waiting.pop(trajectory, {}).values():
-            _release(futures)
+            _start_from_prompt(futures)
 
 
-def _release(futures: list[asyncio.Future[Fork | None]]) -> None:
+def _start_from_prompt(futures: list[asyncio.Future[Fork | None]]) -> None:
     for future in futures:
         if not future.done():
             future.set_result(None)

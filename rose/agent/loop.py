@@ -210,8 +210,7 @@ class _Episode:
     async def _begin_or_fork(
         self, clock: Clock, fork: asyncio.Future[Fork | None] | None
     ) -> tuple[Start, float]:
-        """Begin from the parent's state, or from the prompt. Return the environment's start, and
-        the wall-clock time at which the episode began."""
+        """Begin from the parent's state or the prompt. Return the start and the time of it."""
         found = await fork if fork is not None else None
         started = clock()
         if found is None:
@@ -228,8 +227,7 @@ class _Episode:
         return Fork(first, tuple(self.played), await self.guard.checkpoint(), state)
 
     async def _restore(self, fork: Fork) -> Start:
-        """Bring the environment and this episode to the state of `fork`: resume the environment
-        from its checkpoint, or repeat the recorded actions. Return the recorded start."""
+        """Resume the environment from `fork`, or repeat its actions; then take over its state."""
         if fork.saved is not None:
             await self.guard.resume(fork.saved)
         else:

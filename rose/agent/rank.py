@@ -197,9 +197,8 @@ class HostRank:
 
 
 def _end_descendants() -> None:
-    """Wait `ALONE_S` for the descendants of the dead process, then kill them. Print and skip those
-    that still run `END_S` later. All are descendants of this rank by then
-    (`processes.adopt_orphans`), and the rank has no others."""
+    """Wait `ALONE_S` for the dead process's descendants, then kill them; print any that survive.
+    The rank has adopted them (`processes.adopt_orphans`) and has no other descendants."""
     until = time.monotonic() + ALONE_S
     while left := psutil.Process().children(recursive=True):
         for process in left:

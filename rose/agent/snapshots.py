@@ -109,8 +109,7 @@ class Snapshots:
         )
 
     def expect(self, trajectory: str) -> None:
-        """Create the trajectory's folder. While the folder exists, the states of the trajectory's
-        sandbox stay stored."""
+        """Create the trajectory's folder. While it exists, its sandbox's states stay stored."""
         try:
             (self._folder / trajectory).mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -177,18 +176,15 @@ class EpisodeSnapshots:
         self._writing: asyncio.Task[None] | None = None  # writes the last snapshot
         self._settling: asyncio.Task[None] | None = None  # waits until other hosts can resume one
 
-    async def resume(
-        self, restore: Callable[[Fork], Awaitable[Start]]
-    ) -> tuple[Start, float] | None:
-        """Restore the episode from its newest snapshot for which `restore` doesn't fail. Return the
-        environment's start, and the wall-clock time at which the episode began; None if no snapshot
-        can be restored."""
+    async def resume(self, apply: Callable[[Fork], Awaitable[Start]]) -> tuple[Start, float] | None:
+        """Apply the newest usable snapshot to the episode. Return the environment's start, and the
+        wall-clock time at which the episode began; None if there is no such snapshot."""
         if self._snapshots is None:
             return None
         for each in await asyncio.to_thread(self._snapshots.found, self._start):
             first = Start(each.messages, each.tools, each.task)
             try:
-                await restore(Fork(first, each.played, each.saved, each.state))
+                await apply(Fork(first, each.played, each.saved, each.state))
             except EnvironmentFailure as failure:
                 self._snapshots.say(f"turn {each.turns} can't be resumed: {failure}")
                 continue
@@ -234,8 +230,7 @@ class EpisodeSnapshots:
             self._snapshots.settled(self._start.id, turns)
 
     async def captured(self) -> None:
-        """Wait until a snapshot that has begun has the environment's state. Only then may the next
-        step change the environment."""
+        """Wait until a snapshot that has begun contains the environment's state."""
         if self._capturing is not None:
             await self._capturing
 

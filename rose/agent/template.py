@@ -174,26 +174,25 @@ def takes_parts(template: str) -> bool:
 
 
 def _content_loops(root: nodes.Template) -> Iterator[nodes.For]:
-    """Yield the template's loops over a message's content: over `message.content`, over a macro's
-    parameter that gets it from a call, or, outside of macros, over a variable named `content`."""
-    message_lists, before = {"messages"}, 0  # names of variables that hold the messages
+    """Yield the loops over a message's content: over `message.content`, over a macro's parameter
+    that gets it from a call, or, outside of macros, over a variable named `content`."""
+    lists, before = {"messages"}, 0  # names of variables that hold the messages
     # Follow assignments until none adds a name.
-    while before < len(message_lists):
-        before = len(message_lists)
+    while before < len(lists):
+        before = len(lists)
         for assign in root.find_all(nodes.Assign):
-            if _name(assign.node) in message_lists:
+            if _name(assign.node) in lists:
                 if not isinstance(assign.target, nodes.Name):
                     return  # vLLM passes text to a template that assigns messages to an attribute
-                message_lists.add(assign.target.name)
+                lists.add(assign.target.name)
     loops = list(root.find_all(nodes.For))
-    # Names of the variables that stand for one message in a loop over the messages.
-    message_names = {
+    items = {  # names of variables that hold one message
         loop.target.name
         for loop in loops
-        if _name(loop.iter) in message_lists and isinstance(loop.target, nodes.Name)
+        if _name(loop.iter) in lists and isinstance(loop.target, nodes.Name)
     }
     # id of each loop in a macro -> names of the macro's parameters that get a content from a call
-    content_parameters: dict[int, set[str]] = {}
+    parameters: dict[int, set[str]] = {}
     for macro in root.find_all(nodes.Macro):
         names = [argument.name for argument in macro.args]
         contents: set[str] = set()
@@ -201,13 +200,11 @@ def _content_loops(root: nodes.Template) -> Iterator[nodes.For]:
             if _name(call.node) == macro.name:
                 bound = [*zip(names, call.args, strict=False)]
                 bound += [(each.key, each.value) for each in call.kwargs if each.key in names]
-                contents |= {name for name, value in bound if _is_content(value, message_names)}
-        content_parameters |= {id(loop): contents for loop in macro.find_all(nodes.For)}
+                contents |= {name for name, value in bound if _is_content(value, items)}
+        parameters |= {id(loop): contents for loop in macro.find_all(nodes.For)}
     for loop in loops:
         looped = loop.iter.name if isinstance(loop.iter, nodes.Name) else None
-        if _is_content(loop.iter, message_names) or looped in content_parameters.get(
-            id(loop), {"content"}
-        ):
+        if _is_content(loop.iter, items) or looped in parameters.get(id(loop), {"content"}):
             yield loop
 
 
@@ -226,14 +223,11 @@ def _name(node: nodes.Node) -> str | None:
     return node.name if isinstance(node, nodes.Name) and node.ctx == "load" else None
 
 
-def _is_content(node: nodes.Node, message_names: set[str]) -> bool:
-    """True for `message.content` and `message["content"]`, where `message_names` has the name
-    `message`."""
+def _is_content(node: nodes.Node, items: set[str]) -> bool:
+    """True for `x.content` and `x["content"]` if `items` has the name x."""
     node = _root(node)
     if isinstance(node, nodes.Getitem):
         key = node.arg.value if isinstance(node.arg, nodes.Const) else None
     else:
         key = node.attr if isinstance(node, nodes.Getattr) else None
-    return (
-        key == "content" and isinstance(node.node, nodes.Name) and node.node.name in message_names
-    )
+    return key == "content" and isinstance(node.node, nodes.Name) and node.node.name in items
