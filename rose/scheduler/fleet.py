@@ -27,8 +27,8 @@ MOST_EXAMINED = 16
 
 
 class Fleet:
-    """`queue_depth` is the share of turns that a worker gets beyond its sequences, `label` maps a
-    worker's name to its label (`policies.Routing`)."""
+    """The index. A worker gets at most (1 + `queue_depth`) times `max_sequences` turns. `label`
+    maps a worker's name to its label (`policies.Routing`)."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class Fleet:
         self._unmet.clear()
 
     def reserve(self, turn: TurnState) -> None:
-        """Reserve what the policy asked for this turn, as far as it could hold the turn."""
+        """Reserve the workers that the policy asked for, and that could hold the turn, for it."""
         for asked in self._unmet:
             if isinstance(asked, str):
                 self._reserved[asked] = min(self._reserved.get(asked, NOT_RESERVED), turn.kv_need)
