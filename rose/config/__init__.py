@@ -123,9 +123,8 @@ def _is_mixture(tree: dict[str, Any]) -> bool:
 
 
 def _resolved(config: Config) -> Config:
-    """Return the configuration with a value for each key that is null and whose value other keys
-    determine, so that the stored configuration is complete. The key that a policy determines gets
-    its value from `rose.policies.registry.resolved`."""
+    """Return the configuration with a value for each null that other keys determine, for storing.
+    The null that a policy determines is left to `rose.policies.registry.resolved`."""
     replace, threads = msgspec.structs.replace, _threads(config)
     return replace(
         config,
@@ -149,10 +148,9 @@ def _hpz_ranks(config: Config) -> int | None:
 
 def _threads(config: Config) -> dict[str, int | None]:
     """Return the default numbers of threads of a trainer rank and of an engine. On GPUs the
-    libraries choose (None). On CPUs each role divides all cores among its ranks, since trainer and
-    engines mostly compute in turn; under Slurm an engine leaves one CPU to its ROSE rank. A
-    deterministic trainer on CPUs has the same number on every machine, since losses depend on it.
-    """
+    libraries choose (None). On CPUs each role divides all cores among its ranks, since both mostly
+    compute in turn; under Slurm an engine leaves one CPU to its ROSE rank. A deterministic trainer
+    on CPUs has the same number on every machine, since losses depend on it."""
     ranks = {"trainer": config.trainer.ranks, "rollout": config.rollout.workers}
     if config.cluster.gpus:
         return dict.fromkeys(ranks)

@@ -264,8 +264,9 @@ def _name_template(folder: Path, model: Model) -> None:
 
 
 def _name_sampling(folder: Path, rollout: Rollout) -> None:
-    """Write training's sampling parameters into generation_config.json, vLLM's defaults. With the
-    base model's temperature the policy would be another one."""
+    """Write training's sampling parameters into generation_config.json, from which vLLM takes its
+    defaults. With the base model's temperature, vLLM would serve another policy than the trained
+    one."""
     path = folder / "generation_config.json"
     whole = json.loads(path.read_text(encoding="utf-8"))
     penalties = ("repetition_penalty", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")

@@ -106,7 +106,8 @@ def trainer(c: Config, shape: ModelShape) -> Estimate:
     resting = _resting(c, shape)
     states = ("weights", "second weights", "gradients", "optimizer", "reference")
     worst = max(
-        (_in_a_pass(c, shape), _at_the_update(c, shape)), key=lambda items: sum(items.values())
+        (_added_in_a_pass(c, shape), _added_at_the_update(c, shape)),
+        key=lambda items: sum(items.values()),
     )
     size, share = BYTES[c.trainer.dtype], trained(c, shape) / c.trainer.ranks
     host = {
@@ -131,8 +132,8 @@ def moments(c: Config, shape: ModelShape) -> Items:
     if c.trainer.lora is not None:
         freed -= items["second weights"]
     return {
-        "forward and backward": resting + sum(_in_a_pass(c, shape).values()),
-        "update": resting + sum(_at_the_update(c, shape).values()),
+        "forward and backward": resting + sum(_added_in_a_pass(c, shape).values()),
+        "update": resting + sum(_added_at_the_update(c, shape).values()),
         "between steps": resting - freed,
     }
 
@@ -213,9 +214,8 @@ def _merged(c: Config, shape: ModelShape) -> int:
     return BYTES[c.model.dtype] * shape.layers * shape.experts * expert
 
 
-def _in_a_pass(c: Config, shape: ModelShape) -> Items:
-    """Return the bytes beside the resting ones, at the worst moment of a forward and backward
-    pass."""
+def _added_in_a_pass(c: Config, shape: ModelShape) -> Items:
+    """Return the bytes added at the worst moment of a forward and backward pass."""
     t, size = c.trainer, BYTES[c.trainer.dtype]
     tokens, largest = _tokens(c), _largest(c, shape)
     bucket = 4 * min(trained(c, shape), BUCKET_ELEMENTS)
@@ -290,7 +290,7 @@ def _elements(c: Config, shape: ModelShape) -> int:
     return norms + attention + 4 * shape.mlp_width + routed + adapter
 
 
-def _at_the_update(c: Config, shape: ModelShape) -> Items:
+def _added_at_the_update(c: Config, shape: ModelShape) -> Items:
     """Return the bytes beside the resting ones while the optimizer steps."""
     t = c.trainer
     if t.offload_optimizer or (t.zero_stage == 0 and t.dtype == "float32"):
@@ -364,7 +364,7 @@ def replica(c: Config, shape: ModelShape) -> Estimate:
     host |= {"staged blocks": min(GIB * c.transfer.stage_gib, weights)}
     host |= {"offloaded activations": _kept_on_host(alone, shape) if t.offload_activations else 0}
     return Estimate(
-        _gib(c, items | _in_a_pass(alone, shape)),
+        _gib(c, items | _added_in_a_pass(alone, shape)),
         firm,
         host={name: nbytes / GIB for name, nbytes in host.items() if nbytes},
     )

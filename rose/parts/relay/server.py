@@ -1,4 +1,4 @@
-"""Serve a store's files over HTTP and cache them. They never change while their version lives.
+"""Serve a store's files over HTTP and cache them. A file doesn't change while its version exists.
 
 `rose/transfer/relay_client.py` describes the requests, `cache.py` the cache. Files are cut into
 chunks. Clients that need the same chunk, listing or size at the same time share one *flight*, a
@@ -214,7 +214,7 @@ class Relay:
     # ----------------------------------------------------------------- the upstream
 
     async def _stat(self, path: str, current: bool) -> Stat | None:
-        """Return the size and tag of a file; for a rank's file, the remembered ones will do unless
+        """Return the size and tag of a file. Those of a rank's file may be remembered ones, unless
         they must be `current`."""
         asked, before = self._stats.get(path, (0.0, None))
         if not current and before and path.endswith(".h5") and time.monotonic() - asked < STAT_S:
