@@ -127,7 +127,7 @@ class Replicas(Devices):
             lambda: f"replicas to compute their part of step {step}: {', '.join(self._rows)}",
         )
         if self._answers:
-            self._count(p.Role.ROLLOUT, "sleep")
+            self._record_order(p.Role.ROLLOUT, "sleep")
         for worker in list(self._rows):
             self._give_up(worker, began, own_s, patience_s)
         missing = [row for name in dealt if name not in self._found for row in dealt[name]]

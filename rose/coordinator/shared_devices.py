@@ -151,7 +151,7 @@ class Devices:
                     + ", ".join(str(i) for i, rank in ranks.items() if rank not in self._answers)
                 ),
             )
-        self._count(role, name)
+        self._record_order(role, name)
 
     def _recipients(self, role: p.Role, order: type[p.Sleep] | type[p.Wake]) -> dict[int, int]:
         """Return index -> rank of the ranks that get the order."""
@@ -164,9 +164,9 @@ class Devices:
             return c.trainer.step_timeout_s + ANSWER_S
         return c.rollout.engine_start_timeout_s + c.transfer.load_timeout_s + ANSWER_S
 
-    def _count(self, role: p.Role, name: str) -> None:
-        found = list(self._answers.values())
-        add = self._figures
-        add[f"seconds_{name}"] = add.get(f"seconds_{name}", 0.0) + max(a.seconds for a in found)
-        add[f"{role.value}_{name}_gib"] = min(a.moved_gib for a in found)
-        add[f"{role.value}_{name}_free_gib"] = min(a.free_gib for a in found)
+    def _record_order(self, role: p.Role, name: str) -> None:
+        """Add the figures of the ranks' answers to an order to the step's row."""
+        answers, row = list(self._answers.values()), self._figures
+        row[f"seconds_{name}"] = row.get(f"seconds_{name}", 0.0) + max(a.seconds for a in answers)
+        row[f"{role.value}_{name}_gib"] = min(a.moved_gib for a in answers)
+        row[f"{role.value}_{name}_free_gib"] = min(a.free_gib for a in answers)

@@ -44,16 +44,18 @@ class RoseRouting:
       cap. Otherwise trajectories that start on lent GPUs would evict prefixes of other workers.
     It doesn't apply to other running trajectories, because stopping them would waste their work.
 
-    Ours, where the paper leaves it open: predicted seconds until the turn ends (`Speeds`) choose
-    between 2 and 3. They override 1 if another worker is faster by more than SLACK, and choose 4 if
-    waiting for a worker with its own device ends sooner than 2. A cooperative worker without
-    measurements gets TRIAL_TURNS turns of TRIAL_TOKENS each, which are then placed again; if its
-    pool has been measured, it gets only turns for which others have no room.
+    Ours, where the paper leaves it open: the predicted seconds until the turn ends (`Speeds`)
+    decide between 2 and 3. They rule out 1 if another worker is faster by more than the share
+    SLACK, and lead to 4 if the turn would end sooner after waiting for a worker with its own device
+    than by 2. A cooperative worker without measurements gets TRIAL_TURNS turns of TRIAL_TOKENS
+    each, which are then placed again; if its pool has been measured, it gets only turns for which
+    others have no room.
 
     A turn on a cooperative worker keeps its place in the queue. When a worker with its own device
-    gets free, and at ticks, the turn moves there if its remaining tokens, assumed to be those of a
-    mean turn, take longer at the measured pace than there, prefill and delay of the turns there
-    included, by more than the share SLACK times that worker's load.
+    gets free, and at ticks, two times are predicted for its remaining tokens, assumed to be those
+    of a mean turn: here at the measured pace, and on the other worker with prefill and the delay of
+    the turns there. The turn moves if the time here exceeds the other by more than the share SLACK
+    times that worker's load.
     """
 
     def __init__(self) -> None:

@@ -26,8 +26,8 @@ LOADING = "The policy is loaded, which takes a moment ..."
 
 
 class Session:
-    """`interactive`: a person sits at the terminal, who can be asked. `open_screens` has the
-    screens that must give the terminal back."""
+    """Games that are played one after the other. `interactive`: a person sits at the terminal and
+    can be asked. `screens` has all screens, which must release the terminal at the end."""
 
     def __init__(self, args: Namespace, console: Console, interactive: bool, scratch: Path) -> None:
         self._args, self._console, self._interactive = args, console, interactive
@@ -41,7 +41,8 @@ class Session:
         self.screens: list[Screen] = []
 
     async def run(self) -> None:
-        """Raises `ConfigError`, `EnvironmentFailure`, `EngineError` and `TransferError`."""
+        """Play the games. Raises `ConfigError`, `EnvironmentFailure`, `EngineError` and
+        `TransferError`."""
         args = self._args
         asked = "--before" if args.before else "--version" if args.version is not None else ""
         if asked and not self._source.is_run:
@@ -129,7 +130,7 @@ class Session:
         return outcome
 
     async def _load(self, screen: Screen) -> None:
-        """Have the engine ready, once."""
+        """Load the chosen version of the policy, at the first call only."""
         if self._loaded:
             return
         screen.waiting(LOADING)

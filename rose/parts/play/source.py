@@ -28,7 +28,8 @@ ENVIRONMENT = ("env=", "+experiment=", "env.name=")
 
 @dataclass(frozen=True)
 class Source:
-    """A policy's folder. `model` is that of a run's first weights, or `place` itself."""
+    """A policy's folder: a run, whose `model` has its first weights, or an exported model, whose
+    `model` is `place` itself."""
 
     place: Path
     config: Config
@@ -36,7 +37,7 @@ class Source:
 
     @property
     def model(self) -> Path:
-        """Raises `ConfigError` if the folder is gone."""
+        """The model's folder. Raises `ConfigError` if it is gone."""
         return models.resolve(self.config.model)
 
     def saved(self) -> dict[int, Path]:
@@ -63,7 +64,8 @@ class Task:
 
 
 def find(place: Path, overrides: list[str]) -> Source:
-    """Raises `ConfigError` unless `place` is a run or an exported model with an environment."""
+    """Return the source in `place`, the folder of a run, or of an exported model if `overrides`
+    name an environment. Raises `ConfigError` for any other folder."""
     if not place.is_dir():
         raise ConfigError(f"{place}: no such folder{_runs_beside(place)}")
     if not (place / "config.json").is_file():

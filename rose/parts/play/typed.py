@@ -47,7 +47,7 @@ def help_of(tools: list[dict[str, Any]], most: int, requires_tool: bool) -> str:
 
 
 def action(line: str, tools: list[dict[str, Any]]) -> Action | str:
-    """Return what the user means, or what can't be understood."""
+    """Return the action that the line means, or a text about what can't be understood."""
     if not tools:
         return Action(line)
     word, _, rest = line.strip().partition(" ")
@@ -88,7 +88,7 @@ def _form(function: dict[str, Any], named: bool) -> str:
 
 
 def _arguments(text: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    """Raises `ValueError` with what is wrong."""
+    """Return the arguments that the text gives. Raises `ValueError` with what is wrong."""
     properties = parameters.get("properties") or {}
     if text.startswith("{"):
         try:
