@@ -42,8 +42,9 @@ class BoundedStaleness(Asynchronous):
         ) + self._training < self._groups * (1 + self.staleness)
 
     def _must_wait(self) -> bool:
-        """True if this batch would leave too many groups for their deadlines (earliest deadline
-        first): the groups left of versions up to v must fit into the batches up to v + eta."""
+        """True if, after this batch, too many groups would be left for their deadlines (earliest
+        deadline first). For each version v, the remaining groups of versions up to v must fit into
+        the batches up to v + eta."""
         taken = left = 0
         for version in range(self._version - self.staleness, self._version):
             ready = self._accepted_of[version]

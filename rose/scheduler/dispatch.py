@@ -149,8 +149,8 @@ class Dispatch:
     def _round(self, at: float, tick: bool = False) -> list[AbortTurn | AssignTurn]:
         """Assign waiting turns in order, and reserve workers as the policy wanted for the others.
 
-        The policy is also asked to move a few running turns: if a worker got free, the first turns
-        to this worker; at a tick, the turns after those of the last tick to any worker.
+        The policy is also asked to move a few running turns. If a worker got free, the first turns
+        may move to it. At a tick, the turns after the last tick's may move to any worker.
         """
         self._fleet.begin_round()
         actions: list[AbortTurn | AssignTurn] = []
