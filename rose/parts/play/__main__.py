@@ -80,7 +80,7 @@ async def _play(args: argparse.Namespace, scratch: Path, complaints: Console) ->
 
 
 def _close(session) -> None:
-    """Give the terminal back, so that what is printed now stands below the game."""
+    """Release the terminal, so that later output stands below the game."""
     for screen in session.screens:
         screen.close()
 

@@ -128,6 +128,7 @@ class Policy:
                 shutil.rmtree(self._short, ignore_errors=True)
 
     async def _load(self, version: int) -> None:
+        """Start the engine with `version`, from the run's store or else from a checkpoint."""
         config = self._source.config
         if version == FIRST:
             await self._start(self._source.model, config.trainer.lora)

@@ -104,7 +104,8 @@ class LibraRouting:
         return []
 
     def _bucket_of(self, shape: Shape | None) -> int:
-        """Return the bucket of a worker that joins: by its degree, else the one that lacks most."""
+        """Return the bucket of a worker that joins: the one of its degree, else the bucket that is
+        furthest below its share."""
         if self.degrees is not None and shape is not None:
             return bisect_left(self.degrees, shape.degree)
         total = 1 + len(self._bucket)

@@ -154,6 +154,7 @@ class Checkpointer:
         self._due_kind = PROCESS
 
     async def _capture(self, turn: int) -> None:
+        """Queue a capture of the due kind, or of files alone if processes can't be captured."""
         wanted = self._due_kind
         possible = self.box.capture_kinds
         made = await self._take(wanted) if wanted in possible else None

@@ -190,6 +190,7 @@ class Criu:
     def _ask(
         self, kind: int, options: list[tuple[int, Any]], on_held: Callable[[], None] | None
     ) -> dict[int, Any]:
+        """Start CRIU, send it one request of this kind, and return its result."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         read, write = os.pipe()
         pid = os.fork()

@@ -61,6 +61,7 @@ class Inspector:
         return Change(kind, why, unsure, time.monotonic() - began)
 
     async def _look(self) -> tuple[str, str, tuple[str, ...] | None]:
+        """Return (kind, why, unsure) of the change since the last call; see `Change`."""
         printed = await self.box.account()
         shell, before = parts(printed), self._shell
         clock, clock_before = _clock(printed), self._clock

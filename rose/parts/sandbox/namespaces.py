@@ -58,6 +58,7 @@ class _Line:
         self.open = True
 
     def _read(self) -> None:
+        """Take one message: an answer to the oldest open order, or an event."""
         try:
             message, fds = receive(self.end)
         except BlockingIOError:
