@@ -58,8 +58,8 @@ def remove_shared(pid: int) -> None:
     """Unlink the shared memory of a whole MPI world on this node, including that of dead ranks.
 
     `pid` is a process of this world that still runs. Each rank's memory has its own name, which
-    contains the world's. Of names in another format, as other versions of MPICH give them, only
-    those that the process itself maps are unlinked.
+    contains the world's. If names have another format, as in other versions of MPICH, only the
+    memory that the process itself maps is unlinked.
     """
     for path in map(Path, shared(pid)):
         found = [path]

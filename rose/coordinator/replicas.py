@@ -292,6 +292,7 @@ class Replicas(Devices):
         return dealt
 
     def _give_up(self, worker: str, began: float, own_s: float, patience_s: float) -> None:
+        """Stop a worker's replica for good, no longer await its gradient, and report why."""
         del self._rows[worker]
         self._stopped.add(worker)
         del self._up[worker]

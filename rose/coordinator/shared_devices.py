@@ -3,8 +3,8 @@
 `Devices` is also the base of the other ways to divide devices (hybrid_devices.py, replicas.py),
 whose methods the step loop calls at the same points. Without shared devices they give no orders.
 
-One role at a time holds the devices' memory. The ranks of the role that has to release it answer
-when they have done so, and only then the other role is ordered to take it. The trainer holds the
+One role at a time holds the devices' memory. The ranks that have to release it answer when they
+have done so. Only then the other role is ordered to take it. The trainer holds the
 devices at the start: it loads its model on an empty device, and the first order to wake starts an
 engine. rose/trainer/offload.py and rose/engine/activation.py release and take the memory.
 """
@@ -134,6 +134,7 @@ class Devices:
             self._answers[answer.rank] = answer
 
     async def _order(self, role: p.Role, order: type[p.Sleep] | type[p.Wake], what: str) -> None:
+        """Send an order to the role's ranks and wait until all have answered."""
         ranks = self._recipients(role, order)
         if not ranks:
             return

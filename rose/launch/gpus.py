@@ -183,9 +183,9 @@ def of_step(places: Sequence[int], variable: str | None, who: str) -> str:
 
 
 def of_task(count: int, who: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return CUDA_VISIBLE_DEVICES for one of a node's tasks, which needs `count` GPUs. If it sees
-    the GPUs of other tasks too, it takes those at its place by SLURM_LOCALID. {} if all that it
-    sees is its own, or exactly as many as it needs. `environ`: the task's variables at its start.
+    """Return CUDA_VISIBLE_DEVICES for one of a node's tasks, which needs `count` GPUs. If the task
+    sees GPUs of other tasks, too, its own follow from SLURM_LOCALID. Return {} if it sees only its
+    own GPUs, or exactly as many as it needs. `environ`: the task's variables at its start.
 
     Raises `ConfigError` if it sees fewer, or only GPUs that earlier tasks on the node take.
     """

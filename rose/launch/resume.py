@@ -325,8 +325,7 @@ def step_end_s(run_dir: Path, cluster: Cluster, warned: bool) -> float:
 def save_s(run_dir: Path, cluster: Cluster, waited_s: float) -> float:
     """Return the seconds that saving the last step may take while a run stops, after `waited_s`
     of waiting for its end. In a job that Slurm has warned this may be more than the launcher
-    allows (`end_s`). A save that ends before that counts, and one that doesn't is lost with
-    either limit."""
+    allows (`end_s`): a save that takes longer than `end_s` is lost anyway, with either limit."""
     limit_s = stop_s(run_dir, cluster)
     left_s = max(STEP_SHARE * limit_s - waited_s, KEPT_SHARE * limit_s)
     return min(limit_s / 2, left_s)

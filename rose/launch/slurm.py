@@ -400,8 +400,8 @@ def _refuse_shared_nodes() -> None:
 
 def _end_old_steps() -> None:
     """End the steps of an earlier attempt. When the first node is lost, Slurm requeues only its
-    component: on the other nodes the last attempt's step lives on, and srun can't start ours beside
-    it. Raises `NotNow` if such a step won't end, and `commands.SlurmError`."""
+    component. On the other nodes the last attempt's step still runs, and srun can't start a new one
+    beside it. Raises `NotNow` if such a step won't end, and `commands.SlurmError`."""
     jobs = [
         os.environ.get(f"SLURM_JOB_ID_HET_GROUP_{group}", os.environ["SLURM_JOB_ID"])
         for group in range(int(os.environ.get("SLURM_HET_SIZE", "1")))
