@@ -201,9 +201,9 @@ class ChatFormat:
         tools: bool | None = None,
         system: bool = False,
     ) -> list[int]:
-        """Do as `observation` for several in a row: the results of a turn's calls, then a user's
-        messages. All are (role, text), or all are OpenAI messages. `system`: True if the trajectory
-        has a system message. Raises `CannotExtend`."""
+        """Return the tokens of several observations in a row, as `observation` does of one: the
+        results of a turn's calls, then a user's messages. All are (role, text), or all are OpenAI
+        messages. `system`: the trajectory has a system message. Raises `CannotExtend`."""
         whole = list(messages)
         if whole and isinstance(whole[0], tuple):
             whole = observed_messages(*zip(*whole, strict=True))

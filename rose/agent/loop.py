@@ -298,8 +298,8 @@ class _Episode:
     async def _act(
         self, text: str, tools: list[dict[str, Any]]
     ) -> tuple[list[Step], list[tuple[Observer, str]]]:
-        """Act on a turn's text. Return the environment's steps and (role, observation) pairs, or
-        the loop's own for a malformed or missing call. Without tools, no text is parsed for calls.
+        """Act on a turn's text. Return the environment's steps and (role, observation) pairs. For a
+        malformed or missing call the loop makes both. Without tools, text isn't parsed for calls.
         """
         requires_tool = self.guard.flag("requires_tool")
         action = self.chat.parse(text, tools) if tools or requires_tool else Action(text)

@@ -45,7 +45,7 @@ def environment(mpi: dict[str, str]) -> dict[str, str]:
 
 
 def unlink_shared(world: MPI.Comm) -> list[str]:
-    """Unlink the names of MPICH's shared memory, which the ranks keep mapped; return this rank's.
+    """Unlink the names of MPICH's shared memory, which stays mapped; return this rank's names.
     Collective over `world`, right after MPI's start."""
     world.Barrier()  # Every rank has opened the memory by its name.
     found = shared("self")

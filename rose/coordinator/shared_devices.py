@@ -4,9 +4,9 @@
 whose methods the step loop calls at the same points. Without shared devices they give no orders.
 
 One role at a time holds the devices' memory. The ranks that have to release it answer when they
-have done so. Only then the other role is ordered to take it. The trainer holds the
-devices at the start: it loads its model on an empty device, and the first order to wake starts an
-engine. rose/trainer/offload.py and rose/engine/activation.py release and take the memory.
+have done so. Only then the other role is ordered to take it. The trainer holds the devices at the
+start: it loads its model on an empty device, and the first order to wake starts an engine.
+rose/trainer/offload.py and rose/engine/activation.py release and take the memory.
 """
 
 from __future__ import annotations

@@ -84,8 +84,9 @@ def export(
 
 @contextmanager
 def lasting(found: Sequence[Weights], out: Path, of_the_run: bool) -> Iterator[None]:
-    """Let the run's own stores be read from hard links beside them, since the trainer goes on
-    removing versions. Links that an earlier export to `out` left are removed."""
+    """Make the run's own stores readable from hard links beside them while the context lasts,
+    because the trainer goes on removing versions. Remove links that an earlier export to `out`
+    left."""
     mine = xxhash.xxh3_64_hexdigest(str(out).encode())
     made = [
         (weights, weights.store.with_name(f".{weights.store.name}.{mine}"))

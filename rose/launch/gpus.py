@@ -215,8 +215,8 @@ def _all_its_own(count: int, environ: Mapping[str, str]) -> bool:
     2. Slurm has bound it to fewer GPUs than the step has on this node (SLURM_GPUS_ON_NODE);
     3. it is the only task on its node.
 
-    SLURM_STEP_GPUS doesn't show it, since a bound task finds its own there; nor does
-    SLURM_GPUS_PER_TASK, which is the batch script's.
+    SLURM_STEP_GPUS can't be used, because in a bound task it has only that task's GPUs, nor can
+    SLURM_GPUS_PER_TASK, because it comes from the batch script.
     """
     if "SLURM_LOCALID" not in environ:
         return True

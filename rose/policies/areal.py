@@ -16,9 +16,9 @@ class BoundedStaleness(Asynchronous):
        its first tokens. AReaL's code uses 1 (`max_concurrent_rollouts`, by default the batch size).
 
     A step trains on the oldest finished groups as soon as they make a batch. With admission alone a
-    slow group could be overtaken until it exceeds eta. So a batch waits if training it would leave
-    more groups that must be trained by some version than the steps until then can train. Admission
-    ensures that all can be trained in time: no group is dropped for its age. eta=0 is synchronous.
+    slow group could be overtaken until it exceeds eta. So a batch waits if, after it, the steps up
+    to some version could not train all groups that are due by then. Admission ensures that all can
+    be trained in time: no group is dropped for its age. eta=0 is synchronous.
 
     AReaL uses eta=4 for code and 8 for mathematics, with the decoupled objective
     (`algorithm=decoupled_ppo`). Live: turns in flight when a version is published are interrupted

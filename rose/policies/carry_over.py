@@ -46,8 +46,8 @@ class CarryOver:
     which AReaL's count alone doesn't achieve.
 
     `carry` is the number of batches in flight beyond the G groups of a step, at most `staleness`.
-    In the steady state the share min(carry, 1) of a batch is one version old, or older with a
-    larger carry; carry=0 is synchronous. A refused group (DAPO's dynamic sampling) is replaced
+    In the steady state the share min(carry, 1) of a batch is one version old; with carry above 1 it
+    is older. carry=0 is synchronous. A refused group (DAPO's dynamic sampling) is replaced
     until `max_admitted` times G groups were admitted for the step; after that it is used.
     """
 

@@ -80,13 +80,13 @@ class Elastic(AllIdle):
         match event:
             case WorkerJoined(worker=name, shape=Shape() as shape):
                 self._shaped[name] = shape
-                self._arrange()
+                self._find_blocks()
                 others = [w for w in self._shaped if w != name and _overlap(self._shaped[w], shape)]
                 if any(not cluster.workers[w].resting for w in others):
                     actions.append(RestWorker(name))
             case WorkerLost(worker=name) if name in self._shaped:
                 del self._shaped[name]
-                self._arrange()
+                self._find_blocks()
         return actions
 
     def decide(self, at: float, cluster: Cluster) -> list[Action]:
@@ -96,7 +96,7 @@ class Elastic(AllIdle):
                 actions += self._reshape(degrees, cluster)
         return actions
 
-    def _arrange(self) -> None:
+    def _find_blocks(self) -> None:
         self._blocks, end = [], 0
         for name, shape in sorted(self._shaped.items(), key=lambda each: each[1].first):
             if shape.first >= end:
