@@ -21,15 +21,12 @@ import xxhash
 import zstandard
 
 from rose.transfer import payload as layouts
-from rose.transfer.payload import Delta, Info, Layout, Plain, Rice
+from rose.transfer.payload import Delta, Info, Layout, Plain
 
 DTYPES = {2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}  # patterns by width in bytes
 LEVEL = 1  # zstandard's level; on weights the higher ones are slower, and larger by some percent
-# The least numbers of a stream from which its Rice parameter is guessed, before exact sizes decide.
-SAMPLE = 4096
 NOTHING = np.empty(0, np.int32)
 NUMBERS = ("changed positions", "large differences", "magnitudes")  # a delta's streams
-RISING = (1, 1, 0)  # 1 for a stream of ascending numbers, of which the gaps are coded
 
 
 @cache
@@ -59,7 +56,7 @@ def encode(new: np.ndarray, old: np.ndarray | None) -> np.ndarray:
         )
     positions, differences = np.empty(new.size, np.int32), np.empty(new.size, np.int32)
     count = _loops().scan(new, old, positions, differences)
-    delta = _encode_delta(new.size, new.itemsize, positions[:count], differences[:count])
+    delta = encode_changes(new.size, new.itemsize, positions[:count], differences[:count])
     if 2 * delta.size <= new.nbytes:  # Planes of weights are never that small.
         return delta
     return min(delta, _encode_whole(new), key=len)
@@ -79,7 +76,7 @@ def decode(payload, old: np.ndarray | None = None) -> np.ndarray:
         return _read_whole(layout, data)
     positions, differences = _read_changes(layout, data)
     new = np.array(old)
-    _loops().add(new, positions, differences, positions.size)
+    _loops().add(new, positions, differences, 1)
     return new
 
 
@@ -93,10 +90,10 @@ def apply(payload, values: np.ndarray) -> None:
     if isinstance(layout, Delta):
         positions, differences = _read_changes(layout, data)
         if values.flags.aligned:
-            _loops().add(values, positions, differences, positions.size)
+            _loops().add(values, positions, differences, 1)
         else:
             moved = values.copy()
-            _loops().add(moved, positions, differences, positions.size)
+            _loops().add(moved, positions, differences, 1)
             values[:] = moved
     elif not layouts.info(layout).needs_base:
         values[:] = _read_whole(layout, data)
@@ -131,7 +128,7 @@ def compose(first, second) -> np.ndarray:
         (np.add.reduceat(differences, starts) if starts.size else differences) << unused >> unused
     )
     at, sums = positions[starts][sums != 0], sums[sums != 0].astype(np.int32)
-    return _encode_delta(layout.values, layout.width, at, sums)
+    return encode_changes(layout.values, layout.width, at, sums)
 
 
 def info(payload) -> Info:
@@ -152,7 +149,7 @@ def moved(old: np.ndarray, differences: np.ndarray) -> np.ndarray:
     """Return the patterns (c,) that are `differences` (c,) int32 steps after `old` (c,), in the
     order of the floats."""
     new = np.array(old)
-    _loops().add(new, np.arange(old.size, dtype=np.int32), differences, old.size)
+    _loops().add(new, np.arange(old.size, dtype=np.int32), differences, 1)
     return new
 
 
@@ -169,87 +166,34 @@ def digest(array: np.ndarray) -> str:
 # --------------------------------------------------------------------------- deltas
 
 
-def _encode_delta(
+def encode_changes(
     total: int, width: int, positions: np.ndarray, differences: np.ndarray
 ) -> np.ndarray:
-    """Encode ascending positions (c,) int32 and their differences (c,) int32, none of them 0."""
-    changed = positions.size
-    if not changed:
+    """Return the payload (bytes,) uint8, a delta, of a block of `total` values of `width` bytes,
+    given ascending positions (c,) int32 and their differences (c,) int32, none of them 0."""
+    if not positions.size:
         return _start(Plain(layouts.UNCHANGED, width, total)).view(np.uint8)
-    large = np.flatnonzero((differences + 1).view(np.uint32) > 2).astype(np.int32)
-    excess = (np.abs(differences[large].astype(np.int64)) - 2).astype(np.int32)
-    numbers = _fewer(total, positions), _fewer(changed, large), excess
-    streams = tuple(map(_measured, numbers, RISING))
-    layout = Delta(width, total, changed, large.size, streams)
-    words, at = _start(layout), layout.offsets
-    signs = np.packbits(differences < 0, bitorder="little")
-    words.view(np.uint8)[at[0] // 8 : at[0] // 8 + signs.size] = signs
-    for i, (stream, rising) in enumerate(zip(streams, RISING, strict=True)):
-        offsets = at[1 + 3 * i : 4 + 3 * i]
-        _loops().write(numbers[i], rising, stream.k, stream.escape_bits, words, *offsets)
-    return words.view(np.uint8)
-
-
-def _fewer(total: int, positions: np.ndarray) -> np.ndarray:
-    """Return the positions, or the other items of 0..total-1 if those are fewer."""
-    return _others(total, positions) if 2 * positions.size > total else positions
-
-
-def _others(total: int, positions: np.ndarray) -> np.ndarray:
-    left = np.ones(total, bool)
-    left[positions] = False
-    return np.flatnonzero(left).astype(np.int32)
-
-
-def _measured(numbers: np.ndarray, rising: int) -> Rice:
-    """Return the numbers' layout with the likely `k`, or a neighbour if that takes fewer bits."""
-    at = np.arange(0, numbers.size, max(1, numbers.size // SAMPLE))
-    sample = numbers[at] - rising * np.where(at, numbers[at - 1] + 1, 0)
-    likely = layouts.likely_k(np.bincount(np.frexp(sample.astype(np.float64))[1]).tolist())
-    made, sizes = [], np.zeros(3, np.int64)
-    for k in range(max(0, likely - 1), likely + 2):
-        _loops().measure(numbers, rising, k, sizes)
-        quotients, escapes, largest = sizes.tolist()
-        escape_bits = (largest - layouts.ESCAPE).bit_length() if escapes else 0
-        made.append(Rice(numbers.size, k, numbers.size + quotients, escapes, escape_bits))
-    return min(made, key=lambda rice: sum(rice.sizes))
+    return _loops().encode_delta(positions, differences, total, width).view(np.uint8)
 
 
 def _read_changes(layout: Layout, data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return positions and differences, which are empty for an unchanged block."""
     if not isinstance(layout, Delta):
         return NOTHING, NOTHING
-    words, at = data.view(np.uint64), layout.offsets
-    most = layout.values - 1, layout.changed - 1, 2 ** (8 * layout.width - 1) - 2
-    read = [np.empty(stream.count, np.int32) for stream in layout.streams]
+    at = layout.offsets
+    fields = [layout.values, 8 * layout.width, layout.changed, layout.large, at[0]]
     for i, stream in enumerate(layout.streams):
-        unary, remainders, escapes = at[1 + 3 * i : 4 + 3 * i]
-        if not _loops().read(
-            words,
-            unary,
-            stream.unary_bits,
-            remainders,
-            stream.k,
-            escapes,
-            stream.escape_bits,
-            stream.escapes,
-            most[i],
-            RISING[i],
-            read[i],
-        ):
-            raise ValueError(
-                f"a payload whose {NUMBERS[i]} are not {stream.count} of at most {most[i]}"
-            )
-    positions, large, excess = read
-    if positions.size < layout.changed:
-        positions = _others(layout.values, positions)
-    if large.size < layout.large:
-        large = _others(layout.changed, large)
-    signs = data[at[0] // 8 : (at[1] + 7) // 8]
-    differences = np.unpackbits(signs, count=layout.changed, bitorder="little").astype(np.int32)
-    differences *= -2
-    differences += 1  # A set bit is -1, a clear one is 1.
-    differences[large] *= excess + 2
+        fields += [stream.count, *stream.fields[:2], stream.escapes, stream.escape_bits]
+        fields += at[1 + 3 * i : 4 + 3 * i]
+    positions = np.empty(layout.changed, np.int32)
+    differences = np.empty(layout.changed, np.int32)
+    found = _loops().decode_delta(data.view(np.uint64), np.array(fields), positions, differences)
+    if found:
+        most = layout.values - 1, layout.changed - 1, 2 ** (8 * layout.width - 1) - 2
+        raise ValueError(
+            f"a payload whose {NUMBERS[found - 1]} are not {layout.streams[found - 1].count} of "
+            f"at most {most[found - 1]}"
+        )
     return positions, differences
 
 
