@@ -123,6 +123,11 @@ class CodecOf:
     def info(self, payload) -> Info:
         return self.Info(bool(payload[0]))
 
+    def changes(self, payload, width: int, values: int, most: int) -> None:
+        """Return None: no rival's payload is staged without the values."""
+
+    differences = staticmethod(codec.differences)
+
     def decode(self, payload) -> Patterns:
         return np.frombuffer(payload, f"<u{payload[1]}", offset=4).copy()
 

@@ -24,6 +24,7 @@ from rose.transfer import payload as layouts
 from rose.transfer.payload import Delta, Info, Layout, Plain
 
 DTYPES = {2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}  # patterns by width in bytes
+SIGNED = {2: np.dtype(np.int16), 4: np.dtype(np.int32)}  # differences by width in bytes
 LEVEL = 1  # zstandard's level; on weights the higher ones are slower, and larger by some percent
 NOTHING = np.empty(0, np.int32)
 NUMBERS = ("changed positions", "large differences", "magnitudes")  # a delta's streams
@@ -136,21 +137,33 @@ def info(payload) -> Info:
     return layouts.info(_parse(payload)[1])
 
 
-def changes(payload) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ascending positions (c,) int32 and the differences (c,) int32 of a delta; c is 0
-    for an unchanged block. Raises `ValueError` for other kinds and for malformed payloads."""
+def changes(payload, width: int, values: int, most: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the ascending positions (c,) int32 and the differences (c,) of a delta, int16 for
+    values of 2 bytes and int32 for those of 4; c is 0 for an unchanged block. Return None if the
+    payload is of another kind, has more than `most` changes, or isn't of a block of `values` values
+    of `width` bytes. Raises `ValueError` for malformed payloads."""
     data, layout = _parse(payload)
-    if not layouts.info(layout).needs_base:
-        raise ValueError(f"a payload of kind {layouts.info(layout).kind} has no differences")
-    return _read_changes(layout, data)
+    found = layouts.info(layout)
+    if not found.needs_base or (found.width, found.values) != (width, values):
+        return None
+    if found.changed > most:
+        return None
+    positions, differences = _read_changes(layout, data)
+    return positions, differences.astype(SIGNED[width], copy=False)
 
 
-def moved(old: np.ndarray, differences: np.ndarray) -> np.ndarray:
-    """Return the patterns (c,) that are `differences` (c,) int32 steps after `old` (c,), in the
-    order of the floats."""
-    new = np.array(old)
-    _loops().add(new, np.arange(old.size, dtype=np.int32), differences, 1)
-    return new
+def differences(new: np.ndarray, old: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the positions (c,) int32 at which two blocks' patterns (n,) differ, and the
+    differences (c,), of the types that `changes` returns."""
+    positions, found = np.empty(new.size, np.int32), np.empty(new.size, np.int32)
+    count = _loops().scan(new, old, positions, found)
+    return positions[:count].copy(), found[:count].astype(SIGNED[new.itemsize])
+
+
+def move(values: np.ndarray, indices: np.ndarray, by: np.ndarray, sign: int) -> None:
+    """Move the patterns at `indices` (c,), int32 or int64, of `values` (n,), contiguous ones of 2
+    or 4 bytes, by the differences `by` (c,) times `sign`, 1 or -1, in the order of the floats."""
+    _loops().add(values.view(DTYPES[values.itemsize]), indices, by, sign)
 
 
 def as_bytes(array: np.ndarray) -> np.ndarray:

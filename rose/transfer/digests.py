@@ -20,7 +20,7 @@ import xxhash
 
 from rose.transfer.base import Base
 from rose.transfer.errors import TransferError
-from rose.transfer.live import Live, Place
+from rose.transfer.live import Live, Place, one_run
 
 # Blocks, and so warps, of one kernel launch. Each warp reads 1 KiB at a time, so the launch leaves
 # most of the device to the engine's kernels.
@@ -85,8 +85,8 @@ def digests(
 
 
 def host_digest(live: Live, place: Place) -> bytes:
-    """Return the digest of one block, which is read into host memory."""
-    return xxhash.xxh3_128_digest(live.read(place).data.cast("B"))
+    """Return the digest of one block, computed on the host."""
+    return xxhash.xxh3_128_digest(live.view(place).data.cast("B"))
 
 
 def hashes_on_device(live: Live) -> bool:
@@ -189,7 +189,7 @@ def _run(live: Live, place: Place) -> tuple[int, int, int, int] | None:
     first = place.rectangles[0]
     nbytes, begin = place.size * width, first.first_row * columns + first.first_column
     address = matrix.data_ptr() + begin * width
-    if _one_run(place, columns):
+    if one_run(place, columns):
         row, stride = nbytes, 0
     elif len(place.rectangles) == 1:
         row, stride = (first.last_column - first.first_column) * width, columns * width
@@ -198,18 +198,6 @@ def _run(live: Live, place: Place) -> tuple[int, int, int, int] | None:
     if nbytes <= LONG or any(number % 8 for number in (address, row, stride, nbytes)):
         return None
     return address, row // 8, stride, nbytes // 8
-
-
-def _one_run(place: Place, columns: int) -> bool:
-    """True if the rectangles follow one another in memory without gaps."""
-    end = None
-    for r in place.rectangles:
-        begin = r.first_row * columns + r.first_column
-        whole_rows = (r.first_column, r.last_column) == (0, columns)
-        if not (whole_rows or r.last_row - r.first_row == 1) or end not in (None, begin):
-            return False
-        end = begin + r.size
-    return True
 
 
 # ----------------------------------------------------------------- XXH3's end, for many blocks

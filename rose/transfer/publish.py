@@ -224,7 +224,7 @@ class Publisher:
         def composed(block: int) -> Part:
             parts = [edge.payloads(self.peers.rank, [block])[block] for edge in edges]
             payloads = (np.frombuffer(payload, np.uint8) for _, payload in parts)
-            old, new = parts[0][0]["old"].tobytes(), parts[-1][0]["new"].tobytes()
+            old, new = parts[0][0].old, parts[-1][0].new
             return functools.reduce(codec.compose, payloads), old, new
 
         return composed
