@@ -14,6 +14,7 @@ wrong one raises `ValueError` or decodes to wrong values, so callers check the v
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -57,10 +58,23 @@ def encode(new: np.ndarray, old: np.ndarray | None) -> np.ndarray:
         )
     positions, differences = np.empty(new.size, np.int32), np.empty(new.size, np.int32)
     count = _loops().scan(new, old, positions, differences)
-    delta = encode_changes(new.size, new.itemsize, positions[:count], differences[:count])
-    if 2 * delta.size <= new.nbytes:  # Planes of weights are never that small.
+    return encode_moves(new.size, new.itemsize, positions[:count], differences[:count], lambda: new)
+
+
+def encode_moves(
+    total: int,
+    width: int,
+    positions: np.ndarray,
+    differences: np.ndarray,
+    values: Callable[[], np.ndarray],
+) -> np.ndarray:
+    """Return the payload that `encode` returns, given what changes: ascending positions (c,) int32
+    and their differences (c,), none of them 0, of `total` values of `width` bytes. `values()`
+    returns the new patterns (n,), which are needed if many values change."""
+    delta = encode_changes(total, width, positions, differences)
+    if 2 * delta.size <= total * width:  # Planes of weights are never that small.
         return delta
-    return min(delta, _encode_whole(new), key=len)
+    return min(delta, _encode_whole(values()), key=len)
 
 
 def decode(payload, old: np.ndarray | None = None) -> np.ndarray:
@@ -121,15 +135,24 @@ def compose(first, second) -> np.ndarray:
         return _encode_whole(values)
     parts = _read_changes(layout, data), _read_changes(next_layout, next_data)
     positions, differences = (np.concatenate(part) for part in zip(*parts, strict=True))
+    moves = summed(positions, differences, layout.width)
+    return encode_changes(layout.values, layout.width, *moves)
+
+
+def summed(
+    positions: np.ndarray, differences: np.ndarray, width: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ascending positions (c,) int32 and differences (c,) int32 of several changes one
+    after the other, given all of them in a row, each with ascending positions. Differences at equal
+    positions add up, and those whose sum is 0 are left out."""
     order = np.argsort(positions, kind="stable")
     positions, differences = positions[order], differences[order].astype(np.int64)
     starts = np.flatnonzero(np.diff(positions, prepend=-1))
-    unused = 64 - layout.width * 8
+    unused = 64 - width * 8
     sums = (
         (np.add.reduceat(differences, starts) if starts.size else differences) << unused >> unused
     )
-    at, sums = positions[starts][sums != 0], sums[sums != 0].astype(np.int32)
-    return encode_changes(layout.values, layout.width, at, sums)
+    return positions[starts][sums != 0], sums[sums != 0].astype(np.int32)
 
 
 def info(payload) -> Info:
@@ -183,9 +206,10 @@ def encode_changes(
     total: int, width: int, positions: np.ndarray, differences: np.ndarray
 ) -> np.ndarray:
     """Return the payload (bytes,) uint8, a delta, of a block of `total` values of `width` bytes,
-    given ascending positions (c,) int32 and their differences (c,) int32, none of them 0."""
+    given ascending positions (c,) int32 and their differences (c,), none of them 0."""
     if not positions.size:
         return _start(Plain(layouts.UNCHANGED, width, total)).view(np.uint8)
+    differences = differences.astype(np.int32, copy=False)
     return _loops().encode_delta(positions, differences, total, width).view(np.uint8)
 
 

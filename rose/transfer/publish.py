@@ -1,8 +1,10 @@
 """Publish versions from a trainer rank: encode its shard's differences, write and remove edges.
 
-Each rank keeps a copy of its blocks' last published patterns (model bytes / ranks) and encodes the
-differences from it. No rank holds another rank's values. Engines wait for `publish`. While they
-roll out, `tidy` writes full versions and removes old edges.
+No rank holds another rank's values. The differences come from one of two sources:
+1. `Updates` know what the updates since the last version changed. No copy of it is kept.
+2. Otherwise each rank keeps a copy of its blocks' last published patterns (model bytes / ranks).
+
+Engines wait for `publish`. While they roll out, `tidy` writes full versions and removes old edges.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import functools
 import shutil
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -38,6 +40,7 @@ from rose.transfer.store import (
 )
 from rose.transfer.versions import write_hashes
 
+BATCH = 16  # blocks that a thread encodes at a time
 Part = tuple[np.ndarray, bytes, bytes]  # a block's payload in an edge, its digests before and after
 
 
@@ -52,6 +55,21 @@ class Peers(Protocol):
     def sum(self, value: int) -> int: ...
 
 
+class Updates(Protocol):
+    """What the updates of this rank's values change (rose/trainer/updates.py)."""
+
+    known: bool  # true if every change since the last `restart` is known
+
+    def restart(self) -> None:
+        """Begin with the values of now."""
+
+    def changes(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ascending positions (c,) int32 and differences (c,) of a block's changes."""
+
+    def digests(self, numbers: Iterable[int]) -> dict[int, bytes]:
+        """Return the xxh3-128 of each block. Called when all values are final."""
+
+
 class Published(NamedTuple):
     version: int
     nbytes: int  # bytes of all ranks' payloads in the edge from the previous version
@@ -64,7 +82,8 @@ class Publisher:
 
     `read(block)` returns the block's current values (n,), uint16 or uint32 patterns that must not
     change later. Readers start from the values read during construction, or from zeros if the plan
-    is an adapter's.
+    is an adapter's. From the second version on, `updates(plan)`, if there are any, know what
+    changed.
     """
 
     def __init__(
@@ -77,6 +96,7 @@ class Publisher:
         full_every: int,
         keep: int,
         timeout_s: float,
+        updates: Callable[[Plan], Updates] | None = None,
     ):
         self.store, self.peers = Path(store), peers
         self._read, self._threads, self._timeout_s = read, threads, timeout_s
@@ -98,8 +118,12 @@ class Publisher:
             )
         self._begun: int | None = None  # the version that is being encoded
         self._pool: ThreadPoolExecutor | None = None  # encodes that version
-        self._encoding: list[Future[Part]] = []  # a part for each block of `_mine`
-        # The last published (patterns, digest) of each block.
+        # For each batch of blocks, the parts, whose new digest may be b"" until the version is
+        # written.
+        self._encoding: list[Future[list[Part]]] = []
+        self._updates = None if updates is None else updates(self.plan)
+        # The last published (patterns, digest) of each block, without patterns once `_updates`
+        # know what changes.
         with ThreadPoolExecutor(threads, "encode") as pool:
             first = self._zeros if plan.base else self._read_block
             self._previous = dict(zip(self._mine, pool.map(first, self._mine), strict=True))
@@ -110,7 +134,18 @@ class Publisher:
             last = self._version if self._begun is None else self._begun
             raise ValueError(f"version {version} after {last}: versions grow, one at a time")
         self._begun, self._pool = version, ThreadPoolExecutor(self._threads, "encode")
-        self._encoding = [self._pool.submit(self._part, block) for block in self._mine]
+        part = self._part
+        if self._updates is not None and self._updates.known:
+            part = self._part_of_updates
+        elif self._mine and self._previous[self._mine[0]][0] is None:
+            raise TransferError(
+                "the weights were changed by something else than an update since the last version, "
+                "of which no copy is kept"
+            )
+        self._encoding = [
+            self._pool.submit(lambda low=low: [part(b) for b in self._mine[low : low + BATCH]])
+            for low in range(0, len(self._mine), BATCH)
+        ]
 
     def publish(
         self, version: int, send: Callable[[str, memoryview], None] | None = None
@@ -127,9 +162,14 @@ class Publisher:
             raise ValueError(f"version {version}, and {self._begun} was begun")
         start, base = time.perf_counter(), self._version
         writer = self._writer(version, base)
-        for block, future in zip(self._mine, self._encoding, strict=True):
-            writer.add(block, *future.result())
+        parts = [part for future in self._encoding for part in future.result()]
         self._pool.shutdown()
+        if self._updates is not None and self._updates.known:
+            found = self._updates.digests(self._mine)
+            parts = [(payload, old, found[n]) for n, (payload, old, _) in self._named(parts)]
+            self._previous = {number: (None, found[number]) for number in self._mine}
+        for number, part in self._named(parts):
+            writer.add(number, *part)
         if send is not None:
             send(f"{edge_name(version, base)}/{writer.path.name}", writer.image())
         encoded = time.perf_counter()
@@ -143,6 +183,9 @@ class Publisher:
         written = time.perf_counter() - encoded
         if self._full is None:  # Engines can't roll out before; later `tidy` writes full versions.
             self.write_full()
+        if self._updates is not None:
+            self._updates.restart()
+            self._previous = {n: (None, digest) for n, (_, digest) in self._previous.items()}
         return Published(version, nbytes, encoded - start, written)
 
     def write_hashes(self, folder: Path) -> None:
@@ -177,6 +220,17 @@ class Publisher:
         values, new = self._previous[number] = self._read_block(number)
         return codec.encode(values, previous), old, new
 
+    def _part_of_updates(self, number: int) -> Part:
+        """Encode a block from what the updates changed. Its new digest is still missing."""
+        block = self.plan.blocks[number]
+        values = size(block, self.plan.tensors[block.tensor].columns)
+        moves, width = self._updates.changes(number), self.plan.width(number).itemsize
+        payload = codec.encode_moves(values, width, *moves, lambda: self._read(block))
+        return payload, self._previous[number][1], b""
+
+    def _named(self, parts: list[Part]) -> Iterator[tuple[int, Part]]:
+        return zip(self._mine, parts, strict=True)
+
     # ----------------------------------------------------------------- while engines roll out
 
     def tidy(self) -> list[Step]:
@@ -197,6 +251,8 @@ class Publisher:
 
         def whole(block: int) -> Part:
             values, digest = self._previous[block]
+            if values is None:
+                values = self._read(self.plan.blocks[block])
             return codec.encode(values, None), b"", digest
 
         nbytes = self._write_edge(FULL, lambda: whole)

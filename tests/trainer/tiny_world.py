@@ -580,6 +580,16 @@ def watched(trainer, folder: Path, rank: int, beat_s: float):
     return Watch(beat_s, trainer.progress, report)
 
 
+def publish_beside(trainer, store: Path, cuts):
+    """A publisher of the same weights that keeps a copy of the last version."""
+    publisher = trainer._publisher
+    with mock.patch.object(type(trainer.config), "compares_updates", False):
+        trainer.open_store(store, cuts)
+    trainer._publisher, publisher = publisher, trainer._publisher
+    assert publisher._updates is None
+    return publisher
+
+
 def save(trainer, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     trainer.save(folder)
@@ -621,10 +631,15 @@ def main(job: dict, rank: int) -> None:
     place, model = local_place(job["port"]), folder / "model"
     trainer = Trainer(settings(job), rank, job["ranks"], place, model, NullRecorder())
     shape = read_shape(folder / "model")
-    trainer.open_store(
-        folder / job["name"], lambda name, extent: layout.cuts(name, extent, shape, [1, 2])
-    )
+    degrees = job.get("degrees", [1, 2])
+
+    def cuts(name: str, extent: tuple[int, ...]):
+        return layout.cuts(name, extent, shape, degrees)
+
+    trainer.open_store(folder / job["name"], cuts)
+    beside = publish_beside(trainer, folder / "copied", cuts) if job.get("beside") else None
     report: dict = {
+        "compares": trainer._updates is not None,
         "parameters": trainer.engine.parameters,
         "models": len(trainer.engine.models()),
         "metrics": [],
@@ -695,6 +710,9 @@ def main(job: dict, rank: int) -> None:
         elif action == "publish":
             trainer.publish(args[0])
             trainer.tidy()
+            if beside is not None:
+                beside.publish(args[0])
+                beside.tidy()
         elif action == "watch":
             watch = watched(trainer, folder, rank, args[0]).step
         elif action == "stop":
