@@ -28,6 +28,7 @@ WINDOW = 2**22
 WAITING = 8
 # Values from the first to the last one of a window at most, so that their positions are int32.
 SPAN = 2**30
+LARGEST = 2**31 - 1  # largest int32
 
 
 class _Window(NamedTuple):
@@ -75,7 +76,7 @@ class Comparison:
             if not len(positions) or base >= end or base + int(positions[-1]) < begin:
                 continue
             # Of the positions' own type, or NumPy would convert all of them at each call.
-            limits = np.array((max(begin - base, 0), min(end - base, SPAN)), positions.dtype)
+            limits = np.array((max(begin - base, 0), min(end - base, LARGEST)), positions.dtype)
             low, high = np.searchsorted(positions, limits)
             if low < high:
                 offset = np.int32(base - begin)

@@ -51,7 +51,12 @@ def test_versions_are_those_of_a_copy(tmp_path, stage, ranks, mixture, more):
     else:
         tiny_world.save_model(tmp_path / "model")
     settings = [f"trainer.zero_stage={stage}", "trainer.dtype=bfloat16", "model.dtype=bfloat16"]
-    settings += ["deterministic=false", "transfer.full_every=3", "transfer.keep_versions=100", *more]
+    settings += [
+        "deterministic=false",
+        "transfer.full_every=3",
+        "transfer.keep_versions=100",
+        *more,
+    ]
     for name, actions in (("run", ACTIONS), ("resumed", RESUMED)):
         job = {"name": name, "settings": settings, "actions": actions}
         job |= {"beside": True, "degrees": [1, 2, 4]}

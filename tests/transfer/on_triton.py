@@ -1,10 +1,12 @@
 """Run by test_digests.py in Triton's interpreter: the CPU's memory is the device's."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
 
-from rose.transfer import Corrupted, TransferError, codec, delta_triton, digests
+from rose.transfer import Corrupted, TransferError, codec, delta_triton, digests, updates
 from rose.transfer.blocks import Rectangle
 from rose.transfer.digests import compare, host_digest
 from rose.transfer.live import Live, Place
@@ -192,6 +194,43 @@ def test_what_an_update_changes_is_found_as_the_host_does(size, share):
         found.append((there[0].numpy() + first * delta_triton.TILE, there[1].numpy()))
     assert np.array_equal(np.concatenate([at for at, _ in found]), positions)
     assert np.array_equal(np.concatenate([by for _, by in found]), differences)
+
+
+class NoEvent:
+    """An event of a device that has done everything at once."""
+
+    def record(self):
+        pass
+
+    wait = synchronize = record
+
+
+@pytest.mark.parametrize("window", [100, 3000, 2**22])
+def test_changes_arrive_in_windows_and_add_up(monkeypatch, window):
+    empty = torch.empty
+    monkeypatch.setattr(updates, "WINDOW", window)
+    monkeypatch.setattr(updates, "SPAN", 4 * delta_triton.TILE)
+    monkeypatch.setattr(updates, "WAITING", 2)
+    for name, value in (("Event", NoEvent), ("Stream", lambda device: NoEvent())):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **k: empty(*a, **k))
+    there = updates.Comparison(torch.device("cuda"), 2)
+    here = updates.Comparison(torch.device("cpu"), 2)
+    held = torch.randn(60_000, generator=GENERATOR).bfloat16()
+    for update in range(2):
+        chosen = torch.rand(len(held), generator=GENERATOR) < (0.02, 0.5)[update]
+        noise = torch.randn(len(held), generator=GENERATOR)
+        master = torch.where(chosen, held.float() * (1 + 0.01 * noise), held.float())
+        for comparison in (there, here):
+            comparison.compare(3, master, held)
+        held = master.bfloat16()
+        for begin, end in ((0, 60_000), (0, 1), (4096, 8192), (20_001, 45_003), (59_999, 60_000)):
+            found = there.changes(3, begin, end)
+            for ours, twin in zip(found, here.changes(3, begin, end), strict=True):
+                assert np.array_equal(ours, twin)
+            assert len(found[0]) or end - begin == 1
 
 
 def random_patterns(count, dtype):
