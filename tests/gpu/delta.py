@@ -42,9 +42,40 @@ class Sizes(msgspec.Struct):
 
 
 def delta(report: Report) -> None:
-    """Publish and load two versions of each model."""
+    """Compare the kernels with the host's loops, then publish and load versions of each model."""
+    if report.gpus:
+        kernels(report)
     for name in report.sizes.models:
         run(report, name, MODELS[name])
+
+
+def kernels(report: Report) -> None:
+    """Move, compare and compact random patterns on the device and on the host."""
+    import torch
+
+    from rose.transfer import codec, delta_triton
+
+    device, wrong = torch.device("cuda"), 0
+    for dtype in (torch.int16, torch.int32):
+        for index in (torch.int32, torch.int64):
+            bounds = torch.iinfo(dtype)
+            drawn = torch.randint(bounds.min, bounds.max, (2, 2**20), dtype=dtype)
+            live, by = drawn[0].to(device), drawn[1, :300_001].to(device)
+            at = torch.randperm(2**20)[: len(by)].to(index)
+            delta_triton.move(live, at.to(device), by, 1)
+            codec.move(drawn[0].numpy(), at.numpy(), by.cpu().numpy(), 1)
+            wrong += int((live.cpu() != drawn[0]).sum())
+    report.figure("moved values that differ", wrong, most=0)
+    held = torch.randn(2**22 + 77, device=device).bfloat16()
+    master = held.float() * (1 + STEP * torch.randn(len(held), device=device))
+    patterns = held.view(torch.int16)
+    ends = delta_triton.compare(master, patterns).cumsum(0)
+    counts = 0, int(ends[-1])
+    found = delta_triton.compact(master, patterns, ends, (0, len(ends)), counts)
+    new, old = (x.view(torch.int16).cpu().numpy().view("u2") for x in (master.bfloat16(), held))
+    twin = codec.differences(new, old)
+    equal = all((a.cpu().numpy() == b).all() for a, b in zip(found, twin, strict=True))
+    report.figure("compared alike", equal and counts[1] == len(twin[0]), equal=True)
 
 
 def run(report: Report, name: str, shape: ModelShape) -> None:
