@@ -186,7 +186,8 @@ class Whole:
 
         tensor = self._plan.tensors[block.tensor]
         pieces = take(patterns(self.tensors[tensor.name]), 0, block, tensor.columns)
-        return np.concatenate([piece.reshape(-1) for piece in pieces])
+        flat = [piece.reshape(-1) for piece in pieces]
+        return np.concatenate(flat) if len(flat) > 1 else flat[0]
 
 
 def threads() -> int:

@@ -83,7 +83,8 @@ class ShardReader:
             self._split_groups(engine.optimizer, rank, world)
 
     def read(self, block: Block) -> np.ndarray:
-        """Copy the block's current bit patterns, (n,) uint16 or uint32."""
+        """Return the block's current bit patterns, (n,) uint16 or uint32, perhaps the parameter's
+        own memory."""
         tensor, (parameter, start) = self.tensors[block.tensor], self._sources[block.tensor]
         if self._masters:
             group, at, first = self._masters[id(parameter)]
@@ -92,7 +93,7 @@ class ShardReader:
             values, first = parameter.detach().reshape(-1), 0
         found = take(values, first - start, block, tensor.columns)
         pieces = [piece.reshape(-1) for piece in found]
-        whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
+        whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
         held = whole.to(parameter.dtype)  # values as the parameter has them, rounded
         if scale := self._scales.get(tensor.name):
             held = held.float() * scale

@@ -81,7 +81,7 @@ class Publisher:
     """A trainer rank's publisher. Construction is collective, and rank 0 creates the store.
 
     `read(block)` returns the block's current values (n,), uint16 or uint32 patterns that must not
-    change later. Readers start from the values read during construction, or from zeros if the plan
+    change until they are published. Readers start from the values read during construction, or from zeros if the plan
     is an adapter's. From the second version on, `updates(plan)`, if there are any, know what
     changed.
     """
@@ -207,7 +207,7 @@ class Publisher:
         return EdgeWriter(self.store, self.plan, version, base, self.peers.rank)
 
     def _read_block(self, number: int) -> tuple[np.ndarray, bytes]:
-        return _with_digest(self._read(self.plan.blocks[number]))
+        return _with_digest(np.array(self._read(self.plan.blocks[number])))
 
     def _zeros(self, number: int) -> tuple[np.ndarray, bytes]:
         block = self.plan.blocks[number]
@@ -217,8 +217,11 @@ class Publisher:
     def _part(self, number: int) -> Part:
         """Encode a block. An unchanged one is included, so that readers check that they have it."""
         previous, old = self._previous[number]
-        values, new = self._previous[number] = self._read_block(number)
-        return codec.encode(values, previous), old, new
+        values, new = _with_digest(self._read(self.plan.blocks[number]))
+        payload = codec.encode(values, previous)
+        np.copyto(previous, values)  # in place, because new memory takes longer than the copy
+        self._previous[number] = previous, new
+        return payload, old, new
 
     def _part_of_updates(self, number: int) -> Part:
         """Encode a block from what the updates changed. Its new digest is still missing."""

@@ -25,7 +25,7 @@ Moves = tuple[np.ndarray, np.ndarray]  # ascending positions (c,) int32, differe
 # values that it has on a CPU. A window on the device takes 24 MiB.
 WINDOW = 2**22
 # Windows that wait on the device for their copy to the host. They bound the memory there.
-WAITING = 8
+WAITING = 4
 # Values from the first to the last one of a window at most, so that their positions are int32.
 SPAN = 2**30
 LARGEST = 2**31 - 1  # largest int32

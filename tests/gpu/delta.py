@@ -84,7 +84,8 @@ def run(report: Report, name: str, shape: ModelShape) -> None:
     from rose.transfer import codec
 
     codec.compile_all()
-    device, folder = torch.device(report.setup.device), report.folder / "delta"
+    device = torch.device("cuda", 0) if report.gpus else torch.device("cpu")
+    folder = report.folder / "delta"
     trained = Trained(shape, device, report.sizes.changed, folder)
     nbytes = trained.held.nbytes
     report.say(f"{name}: {nbytes / 1e9:.1f} GB, {len(trained.blocks)} blocks")
