@@ -1,5 +1,5 @@
-"""What the updates of a trainer rank's weights change, for `Publisher`, without a copy of the last
-version: `compare` is called between each optimizer's step and the copy of its float32 values into
+"""Give `Publisher` what the updates of a trainer rank's weights change, without a copy of the last
+version. `compare` is called between each optimizer's step and the copy of its float32 values into
 the bfloat16 ones (rose/transfer/updates.py)."""
 
 from __future__ import annotations

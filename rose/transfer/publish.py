@@ -56,7 +56,7 @@ class Peers(Protocol):
 
 
 class Updates(Protocol):
-    """What the updates of this rank's values change (rose/trainer/updates.py)."""
+    """Source of what the updates of this rank's values change (rose/trainer/updates.py)."""
 
     known: bool  # true if every change since the last `restart` is known
 
@@ -81,9 +81,9 @@ class Publisher:
     """A trainer rank's publisher. Construction is collective, and rank 0 creates the store.
 
     `read(block)` returns the block's current values (n,), uint16 or uint32 patterns that must not
-    change until they are published. Readers start from the values read during construction, or from zeros if the plan
-    is an adapter's. From the second version on, `updates(plan)`, if there are any, know what
-    changed.
+    change until they are published. Readers start from the values read during construction, or from
+    zeros if the plan is an adapter's. From the second version on, `updates(plan)`, if there are
+    any, know what changed.
     """
 
     def __init__(
@@ -219,7 +219,8 @@ class Publisher:
         previous, old = self._previous[number]
         values, new = _with_digest(self._read(self.plan.blocks[number]))
         payload = codec.encode(values, previous)
-        np.copyto(previous, values)  # in place, because new memory takes longer than the copy
+        # The copy is written again in place, because new memory takes longer than the writing.
+        np.copyto(previous, values)
         self._previous[number] = previous, new
         return payload, old, new
 

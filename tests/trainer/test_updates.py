@@ -1,5 +1,5 @@
-"""What a trainer rank publishes of its optimizer's updates is, byte for byte, what it publishes by
-comparing with a copy of the last version."""
+"""The payloads that a trainer rank publishes of its optimizer's updates are, byte for byte, those
+that it publishes by comparing with a copy of the last version."""
 
 import pytest
 
