@@ -128,15 +128,14 @@ class Config(Section):
     def compares_updates(self) -> bool:
         """True if trainer ranks find what to publish by comparing the optimizer's float32 values
         with the bfloat16 ones before these are written. Otherwise each keeps a copy of the last
-        version: the values are float32 or multiplied (an adapter's), ZeRO holds no float32 ones on
-        the device, or an engine uses the device when a full version is written."""
+        version: the values are float32 or multiplied (an adapter's), or ZeRO holds no float32 ones
+        on the device."""
         t = self.trainer
         return (
             t.zero_stage > 1
             and (t.dtype, self.model.dtype) == ("bfloat16", "bfloat16")
             and t.lora is None
             and not t.offload_optimizer
-            and not self.shares_devices
         )
 
     @property

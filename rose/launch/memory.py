@@ -107,9 +107,11 @@ def trainer(c: Config, shape: ModelShape) -> Estimate:
         (_in_a_pass(c, shape), _at_the_update(c, shape)), key=lambda items: sum(items.values())
     )
     size, share = BYTES[c.trainer.dtype], trained(c, shape) / c.trainer.ranks
+    # A trainer that leaves its device to engines writes full versions from a copy of its values.
+    copies = not c.compares_updates or c.shares_devices
     host = {
-        "last published version": 0 if c.compares_updates else size * share,
-        "changes to publish": CHANGED * 6 * share if c.compares_updates else 0,
+        "last published version": size * share if copies else 0,
+        "changes to publish": 0 if copies else CHANGED * 6 * share,
         "offloaded optimizer": _offloaded(c, shape),
         "offloaded activations": _kept_on_host(c, shape) if c.trainer.offload_activations else 0,
         "experts merged as rank 0 reads them": _merged(c, shape),

@@ -185,7 +185,7 @@ class Publisher:
             self.write_full()
         if self._updates is not None:
             self._updates.restart()
-            self._previous = {n: (None, digest) for n, (_, digest) in self._previous.items()}
+            self._drop_values()
         return Published(version, nbytes, encoded - start, written)
 
     def write_hashes(self, folder: Path) -> None:
@@ -232,10 +232,21 @@ class Publisher:
         payload = codec.encode_moves(values, width, *moves, lambda: self._read(block))
         return payload, self._previous[number][1], b""
 
+    def _drop_values(self) -> None:
+        self._previous = {n: (None, digest) for n, (_, digest) in self._previous.items()}
+
     def _named(self, parts: list[Part]) -> Iterator[tuple[int, Part]]:
         return zip(self._mine, parts, strict=True)
 
     # ----------------------------------------------------------------- while engines roll out
+
+    def keep_values(self) -> None:
+        """Copy this rank's values to the host if `tidy` needs them for a full version, because they
+        are about to leave the device."""
+        if self._updates is not None and self._updates.known and self.full_due():
+            with ThreadPoolExecutor(self._threads, "encode") as pool:
+                found = pool.map(self._read_block, self._mine)
+                self._previous = dict(zip(self._mine, found, strict=True))
 
     def tidy(self) -> list[Step]:
         """Write a full version if one is due; on rank 0 also remove old edges. Return those that
@@ -264,6 +275,8 @@ class Publisher:
             return
         self._full, self._full_bytes, self._since_full = self._version, nbytes, 0
         self._write_initial()
+        if self._updates is not None and self._updates.known:
+            self._drop_values()
 
     def _write_initial(self) -> None:
         steps = self._chain

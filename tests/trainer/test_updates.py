@@ -14,7 +14,7 @@ ACTIONS = [
     ["publish", 1],
     ["train", 2, 40, 2, 1, 2],  # two updates
     ["publish", 2],
-    ["publish", 3],  # nothing changed
+    ["publish", 3, "away"],  # nothing changed; a full version is due
     ["train", 3, 100, 1, 1],
     ["train", 4, 100, 1, 1],  # two steps for one version
     ["publish", 4],

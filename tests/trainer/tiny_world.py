@@ -601,7 +601,8 @@ def main(job: dict, rank: int) -> None:
     """Each action of the job in turn: ["train", seed, limit, updates, reward_scale, version to
     publish or nothing], ["split", seed, limit]: the same with each trajectory in two branches,
     ["forked", seed, limit]: the same with those of `make_forked`, what they share trained once,
-    ["publish", version], ["save", folder], ["load", folder], ["states", file], ["turn"]: the device
+    ["publish", version], ["publish", version, "away"]: old versions are tidied while the device is
+    given back, ["save", folder], ["load", folder], ["states", file], ["turn"]: the device
     is given back and taken again, ["watch", beat_s]: as in a run, ["stop", rank]: that one stops in
     the next step. ["checkpointing", whether layers are computed again in the backward pass].
     ["rounds", algorithm, args, arguments of `stream_rounds` before `ranks`, limit,
@@ -708,10 +709,16 @@ def main(job: dict, rank: int) -> None:
                 ),
             )
         elif action == "publish":
-            trainer.publish(args[0])
+            version, *away = args
+            trainer.publish(version)
+            if away:
+                trainer.share_device(folder)
+                trainer.give_device_back()
             trainer.tidy()
+            if away:
+                trainer.take_device()
             if beside is not None:
-                beside.publish(args[0])
+                beside.publish(version)
                 beside.tidy()
         elif action == "watch":
             watch = watched(trainer, folder, rank, args[0]).step
