@@ -242,7 +242,8 @@ class Trainer:
         `tidy` is allowed. Returns the device's memory afterwards. On a CPU it first waits for a
         checkpoint, whose copies are host memory, too; `TimeoutError` if that takes too long."""
         with self.recorder.timed("offload"):
-            self._publisher.keep_values()
+            if self._publisher is not None:
+                self._publisher.keep_values()
             self.engine.forget_gathered()
             return self._offload.give_back()
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,13 +65,13 @@ class _Piece:
 
 class Changes:
     """The changed values of one version. The calls are, in order: `add` for each block, `upload`
-    once, `put(1)` to add the differences and `put(-1)` to take back what was added, `release`."""
+    once, `put(1)` to add the differences and `put(-1)` to subtract those that were added, `release`."""
 
     def __init__(self, live: Live, threads: int):
         self._live, self._threads = live, threads
         self._added: dict[str, list[Part]] = {}
         self._workspace: Tensor | None = None  # (bytes,) uint8; None if nothing goes to a device
-        self._bounce: _Bounce | None = None
+        self._bounce: Any = None  # a `_Bounce`, if there is a workspace
         self._put: list[_Piece] = []  # pieces whose differences the live weights have
         self.pieces: list[_Piece] = []
         self.device_bytes = 0
@@ -176,16 +177,16 @@ class Changes:
             if len(indices) != len(differences):
                 raise ValueError(f"{len(indices)} places, {len(differences)} differences")
         if self._workspace is None:
-            for part in piece.parts:
-                codec.move(flat.numpy(), *part, sign)
+            for indices, differences in piece.parts:
+                codec.move(flat.numpy(), indices, differences, sign)
             return
-        arrays = piece.resident or self._bounce.copy(piece, self._workspace)
+        at, by = piece.resident or self._bounce.copy(piece, self._workspace)
         if self._live.on_gpu:
             from rose.transfer import delta_triton  # Only torch for GPUs comes with Triton.
 
-            delta_triton.move(flat, *arrays, sign)
+            delta_triton.move(flat, at, by, sign)
         else:
-            codec.move(flat.numpy(), *(array.numpy() for array in arrays), sign)
+            codec.move(flat.numpy(), at.numpy(), by.numpy(), sign)
 
     def _compile(self, piece: _Piece) -> None:
         """Have Triton compile the kernel for this piece, before the pause. Raises
@@ -196,8 +197,8 @@ class Changes:
         try:
             from rose.transfer import delta_triton
 
-            arrays = piece.resident or _views(piece, self._workspace)
-            delta_triton.move(flat, *arrays, 1, count=0)
+            at, by = piece.resident or _views(piece, self._workspace)
+            delta_triton.move(flat, at, by, 1, count=0)
         except Exception as error:  # errors of Triton, C compilers and drivers
             raise TransferError(
                 f"Triton can't compile for {flat.device}, where live weights are to be changed: "

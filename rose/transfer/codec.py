@@ -24,8 +24,9 @@ import zstandard
 from rose.transfer import payload as layouts
 from rose.transfer.payload import Delta, Info, Layout, Plain
 
-DTYPES = {2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}  # patterns by width in bytes
-SIGNED = {2: np.dtype(np.int16), 4: np.dtype(np.int32)}  # differences by width in bytes
+# The types of patterns and of differences, by their width in bytes.
+DTYPES: dict[int, np.dtype] = {2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
+SIGNED: dict[int, np.dtype] = {2: np.dtype(np.int16), 4: np.dtype(np.int32)}
 LEVEL = 1  # zstandard's level; on weights the higher ones are slower, and larger by some percent
 NOTHING = np.empty(0, np.int32)
 NUMBERS = ("changed positions", "large differences", "magnitudes")  # a delta's streams
@@ -169,7 +170,7 @@ def changes(payload, width: int, values: int, most: int) -> tuple[np.ndarray, np
     found = layouts.info(layout)
     if not found.needs_base or (found.width, found.values) != (width, values):
         return None
-    if found.changed > most:
+    if found.changed is None or found.changed > most:
         return None
     positions, differences = _read_changes(layout, data)
     return positions, differences.astype(SIGNED[width], copy=False)
@@ -178,7 +179,8 @@ def changes(payload, width: int, values: int, most: int) -> tuple[np.ndarray, np
 def differences(new: np.ndarray, old: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the positions (c,) int32 at which two blocks' patterns (n,) differ, and the
     differences (c,), of the types that `changes` returns."""
-    positions, found = np.empty(new.size, np.int32), np.empty(new.size, np.int32)
+    positions: np.ndarray = np.empty(new.size, np.int32)
+    found: np.ndarray = np.empty(new.size, np.int32)
     count = _loops().scan(new, old, positions, found)
     return positions[:count].copy(), found[:count].astype(SIGNED[new.itemsize])
 
@@ -222,8 +224,8 @@ def _read_changes(layout: Layout, data: np.ndarray) -> tuple[np.ndarray, np.ndar
     for i, stream in enumerate(layout.streams):
         fields += [stream.count, *stream.fields[:2], stream.escapes, stream.escape_bits]
         fields += at[1 + 3 * i : 4 + 3 * i]
-    positions = np.empty(layout.changed, np.int32)
-    differences = np.empty(layout.changed, np.int32)
+    positions: np.ndarray = np.empty(layout.changed, np.int32)
+    differences: np.ndarray = np.empty(layout.changed, np.int32)
     found = _loops().decode_delta(data.view(np.uint64), np.array(fields), positions, differences)
     if found:
         most = layout.values - 1, layout.changed - 1, 2 ** (8 * layout.width - 1) - 2

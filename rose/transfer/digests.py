@@ -192,7 +192,8 @@ def _device_digests(
     values: Values, runs: Mapping[int, Run], tick: Callable[[], None]
 ) -> dict[int, bytes]:
     """Return the digests of the blocks in `runs`. Raises `_DeviceError`, and what `tick` raises."""
-    blocks, found = list(runs), {}
+    blocks = list(runs)
+    found: dict[int, bytes] = {}
     for low in range(0, len(blocks), values.at_once):
         tick()
         some = blocks[low : low + values.at_once]

@@ -24,8 +24,8 @@ from rose.transfer.store import (
 )
 
 # A table's rows with the hashes as bytes, as `Entry` has them.
-_AS_BYTES = np.dtype(
-    [(name, "V16" if name in ("old", "new") else ENTRY[name]) for name in ENTRY.names]
+_AS_BYTES: np.dtype = np.dtype(
+    [(name, "V16" if name in ("old", "new") else ENTRY[name]) for name in ENTRY.fields or ()]
 )
 MAX_GAP = 64 * 1024  # most unneeded bytes between two payloads that one read may include
 

@@ -41,6 +41,7 @@ from rose.transfer.store import (
 from rose.transfer.versions import write_hashes
 
 BATCH = 16  # blocks that a thread encodes at a time
+Moves = tuple[np.ndarray, np.ndarray]  # ascending positions (c,) and differences (c,)
 Part = tuple[np.ndarray, bytes, bytes]  # a block's payload in an edge, its digests before and after
 
 
@@ -63,8 +64,8 @@ class Updates(Protocol):
     def restart(self) -> None:
         """Begin with the values of now."""
 
-    def changes(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ascending positions (c,) int32 and differences (c,) of a block's changes."""
+    def changes(self, number: int) -> Moves:
+        """Return a block's changes."""
 
     def digests(self, numbers: Iterable[int]) -> dict[int, bytes]:
         """Return the xxh3-128 of each block. Called when all values are final."""
@@ -124,6 +125,7 @@ class Publisher:
         self._updates = None if updates is None else updates(self.plan)
         # The last published (patterns, digest) of each block, without patterns once `_updates`
         # know what changes.
+        self._previous: dict[int, tuple[np.ndarray | None, bytes]]
         with ThreadPoolExecutor(threads, "encode") as pool:
             first = self._zeros if plan.base else self._read_block
             self._previous = dict(zip(self._mine, pool.map(first, self._mine), strict=True))
@@ -134,16 +136,16 @@ class Publisher:
             last = self._version if self._begun is None else self._begun
             raise ValueError(f"version {version} after {last}: versions grow, one at a time")
         self._begun, self._pool = version, ThreadPoolExecutor(self._threads, "encode")
-        part = self._part
+        part: Callable[[int], Part] = self._part
         if self._updates is not None and self._updates.known:
-            part = self._part_of_updates
+            part = functools.partial(self._part_of_updates, self._updates.changes)
         elif self._mine and self._previous[self._mine[0]][0] is None:
             raise TransferError(
                 "the weights were changed by something else than an update since the last version, "
                 "of which no copy is kept"
             )
         self._encoding = [
-            self._pool.submit(lambda low=low: [part(b) for b in self._mine[low : low + BATCH]])
+            self._pool.submit(_each, part, self._mine[low : low + BATCH])
             for low in range(0, len(self._mine), BATCH)
         ]
 
@@ -224,12 +226,14 @@ class Publisher:
         self._previous[number] = previous, new
         return payload, old, new
 
-    def _part_of_updates(self, number: int) -> Part:
+    def _part_of_updates(self, changes: Callable[[int], Moves], number: int) -> Part:
         """Encode a block from what the updates changed. Its new digest is still missing."""
         block = self.plan.blocks[number]
         values = size(block, self.plan.tensors[block.tensor].columns)
-        moves, width = self._updates.changes(number), self.plan.width(number).itemsize
-        payload = codec.encode_moves(values, width, *moves, lambda: self._read(block))
+        (positions, differences), width = changes(number), self.plan.width(number).itemsize
+        payload = codec.encode_moves(
+            values, width, positions, differences, lambda: self._read(block)
+        )
         return payload, self._previous[number][1], b""
 
     def _drop_values(self) -> None:
@@ -340,6 +344,10 @@ class Publisher:
             print(f"trainer rank {self.peers.rank}: store upkeep failed: {error}", flush=True)
             return False
         return True
+
+
+def _each(part: Callable[[int], Part], blocks: list[int]) -> list[Part]:
+    return [part(block) for block in blocks]
 
 
 def _with_digest(values: np.ndarray) -> tuple[np.ndarray, bytes]:

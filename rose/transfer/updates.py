@@ -75,9 +75,9 @@ class Comparison:
             base, (positions, differences) = future.result()
             if not len(positions) or base >= end or base + int(positions[-1]) < begin:
                 continue
-            # Of the positions' own type, or NumPy would convert all of them at each call.
-            limits = np.array((max(begin - base, 0), min(end - base, LARGEST)), positions.dtype)
-            low, high = np.searchsorted(positions, limits)
+            limits = max(begin - base, 0), min(end - base, LARGEST)
+            # NumPy would convert all positions to another type of the limits at each call.
+            low, high = (int(np.searchsorted(positions, np.int32(limit))) for limit in limits)
             if low < high:
                 offset = np.int32(base - begin)
                 parts.append((positions[low:high] + offset, differences[low:high]))
