@@ -65,7 +65,8 @@ class _Piece:
 
 class Changes:
     """The changed values of one version. The calls are, in order: `add` for each block, `upload`
-    once, `put(1)` to add the differences and `put(-1)` to subtract those that were added, `release`."""
+    once, `put(1)` to add the differences and `put(-1)` to subtract those that were added, and
+    `release`."""
 
     def __init__(self, live: Live, threads: int):
         self._live, self._threads = live, threads
