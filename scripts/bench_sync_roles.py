@@ -66,7 +66,7 @@ class _Peers:
     def sum(self, value: int) -> int:
         import torch
 
-        total = torch.tensor(value)
+        total = torch.tensor(int(value))  # a sum of bools would be a bool
         torch.distributed.all_reduce(total)
         return int(total)
 

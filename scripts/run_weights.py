@@ -123,6 +123,11 @@ class CodecOf:
     def info(self, payload) -> Info:
         return self.Info(bool(payload[0]))
 
+    def changes(self, payload, width: int, values: int, most: int) -> None:
+        """Return None: no rival's payload is staged without the values."""
+
+    differences = staticmethod(codec.differences)
+
     def decode(self, payload) -> Patterns:
         return np.frombuffer(payload, f"<u{payload[1]}", offset=4).copy()
 
@@ -181,7 +186,8 @@ class Whole:
 
         tensor = self._plan.tensors[block.tensor]
         pieces = take(patterns(self.tensors[tensor.name]), 0, block, tensor.columns)
-        return np.concatenate([piece.reshape(-1) for piece in pieces])
+        flat = [piece.reshape(-1) for piece in pieces]
+        return np.concatenate(flat) if len(flat) > 1 else flat[0]
 
 
 def threads() -> int:

@@ -125,6 +125,20 @@ class Config(Section):
         return self.shares_devices or (self.hybrids > 0 and self.cluster.gpus > 0)
 
     @property
+    def compares_updates(self) -> bool:
+        """True if trainer ranks find what to publish by comparing the optimizer's float32 values
+        with the bfloat16 ones before these are written. Otherwise each keeps a copy of the last
+        version: the values are float32 or multiplied (an adapter's), or ZeRO holds no float32 ones
+        on the device."""
+        t = self.trainer
+        return (
+            t.zero_stage > 1
+            and (t.dtype, self.model.dtype) == ("bfloat16", "bfloat16")
+            and t.lora is None
+            and not t.offload_optimizer
+        )
+
+    @property
     def borrows(self) -> bool:
         """True if serving ranks may join: serving.borrow and cluster.mpi.join are set, and the run
         is neither deterministic nor a replay."""

@@ -183,6 +183,8 @@ class DeepSpeedEngine(Saving):
         self.settings, self.device = trainer, device
         self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.micro_batches = 0  # micro-batches that this process has begun
+        # Called with the number of each group of ZeRO's partition that was stepped, if it is set.
+        self.compare: Callable[[int], None] | None = None
         self.updates = 0  # updates since the start of the run; the learning rate depends on it
         self._learning_rate = learning_rates(trainer)
         logits = LOGIT_ELEMENTS_GPU if device.type == "cuda" else LOGIT_ELEMENTS
@@ -308,33 +310,39 @@ class DeepSpeedEngine(Saving):
         yield
 
     def _update(self, stepped: Callable[[], None] | None) -> tuple[float, float]:
-        if stepped is not None and self.settings.zero_stage:
-            return self._update_and_signal(stepped)
-        lr = self._learning_rate(self.updates)
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = lr
-        norm = self._unwrapped_norm()
-        self.engine.step()
+        with self._steps_observed(stepped):
+            lr = self._learning_rate(self.updates)
+            for group in self.engine.optimizer.param_groups:
+                group["lr"] = lr
+            norm = self._unwrapped_norm()
+            self.engine.step()
         if not self.engine.was_step_applied():
             raise NonFiniteGradient("the gradient is not finite")
         self.updates += 1
         return float(self.engine.get_global_grad_norm() if norm is None else norm), lr
 
-    def _update_and_signal(self, stepped: Callable[[], None]) -> tuple[float, float]:
-        """Update, and call `stepped` after the last group: ZeRO steps torch's optimizer once for
-        each group of its partition."""
-        zero = self.engine.optimizer
-        left = len(zero.fp16_groups if self.settings.zero_stage == 3 else zero.bit16_groups)
+    @contextmanager
+    def _steps_observed(self, stepped: Callable[[], None] | None) -> Iterator[None]:
+        """Under ZeRO, call `compare` for each group of the partition as soon as it is stepped,
+        before it is copied into the parameters, and `stepped` after the last group. ZeRO steps
+        torch's optimizer once for each group, in order."""
+        if not self.settings.zero_stage or (stepped is None and self.compare is None):
+            yield
+            return
+        zero, group = self.engine.optimizer, 0
+        groups = len(zero.fp16_groups if self.settings.zero_stage == 3 else zero.bit16_groups)
 
-        def count(*_) -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
+        def observe(*_) -> None:
+            nonlocal group
+            if self.compare is not None:
+                self.compare(group)
+            group += 1
+            if group == groups and stepped is not None:
                 stepped()
 
-        hook = zero.optimizer.register_step_post_hook(count)
+        hook = zero.optimizer.register_step_post_hook(observe)
         try:
-            return self._update(None)
+            yield
         finally:
             hook.remove()
 

@@ -10,7 +10,7 @@ rank's optimizer has stepped, before it is copied into the parameters and these 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -68,15 +68,23 @@ class ShardReader:
         self._ranges: Mapping[int, list[tuple[int, int, int]]] = {}
         # id of a parameter -> group, offset in it, flat index of the parameter's first value there
         self._masters: dict[int, tuple[int, int, int]] = {}
+        # This rank's part of each group under ZeRO: the optimizer's float32 values, and the values
+        # of the parameters, into which ZeRO copies them after each update.
+        self.flats: Sequence[torch.Tensor] = []
+        self.held: Sequence[torch.Tensor] = []
         if stage == 3:
             self.flats = engine.optimizer.fp32_partitioned_groups_flat
+            self.held = engine.optimizer.fp16_partitioned_groups_flat
             self._split_evenly(engine.optimizer, rank, world)
         elif stage in (1, 2):
             self.flats = engine.optimizer.single_partition_of_fp32_groups
+            groups = engine.optimizer.parallel_partitioned_bit16_groups
+            self.held = [partitions[rank] for partitions in groups]
             self._split_groups(engine.optimizer, rank, world)
 
     def read(self, block: Block) -> np.ndarray:
-        """Copy the block's current bit patterns, (n,) uint16 or uint32."""
+        """Return the block's current bit patterns, (n,) uint16 or uint32, perhaps the parameter's
+        own memory."""
         tensor, (parameter, start) = self.tensors[block.tensor], self._sources[block.tensor]
         if self._masters:
             group, at, first = self._masters[id(parameter)]
@@ -85,11 +93,18 @@ class ShardReader:
             values, first = parameter.detach().reshape(-1), 0
         found = take(values, first - start, block, tensor.columns)
         pieces = [piece.reshape(-1) for piece in found]
-        whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
+        whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
         held = whole.to(parameter.dtype)  # values as the parameter has them, rounded
         if scale := self._scales.get(tensor.name):
             held = held.float() * scale
         return patterns_of(held.to(self._dtype))
+
+    def origin(self, block: Block) -> tuple[int, int]:
+        """Return the group that has a block's values, and where in it the first value of the
+        block's whole tensor would be, under ZeRO."""
+        parameter, start = self._sources[block.tensor]
+        group, at, first = self._masters[id(parameter)]
+        return group, at + start - first
 
     def own(self) -> Iterator[Share]:
         """Under ZeRO, yield this rank's share of each parameter in `flats`, its float32 groups."""

@@ -40,6 +40,7 @@ from rose.trainer.reference import BelowAdapter
 from rose.trainer.shards import ShardReader
 from rose.trainer.step import Step
 from rose.trainer.tree_attention import DENSE_TOKENS
+from rose.trainer.updates import Updates
 from rose.transfer import codec
 from rose.transfer.blocks import cut
 from rose.transfer.publish import Published, Publisher
@@ -77,6 +78,7 @@ class Trainer:
             self.engine.hold_reference(folder)
         for model in self.engine.models():
             model.head.temperature = config.rollout.temperature
+        self._updates: Updates | None = None
         self._publisher: Publisher | None = None
         self._ahead: Step | None = None  # a step whose gradient is incomplete
         if config.trainer.compile or self.device.type == "cuda":  # flex attention is compiled there
@@ -185,15 +187,23 @@ class Trainer:
             below, whole = self.engine.policy.base_weights(), self.engine.whole
             base = adapter.base_of(below, whole, dtype, cuts)
             self.engine.base = base.fingerprint
+        threads = c.transfer.threads or c.trainer.threads or usable_threads()
+
+        def updates(plan: Plan) -> Updates:
+            self._updates = Updates(shards, plan, self.device, threads)
+            self.engine.compare = self._updates.compare
+            return self._updates
+
         self._publisher = Publisher(
             folder,
             Plan(FORMAT, "", self.world, shards.tensors, blocks, base),
             self._peers,
             shards.read,
-            c.transfer.threads or c.trainer.threads or usable_threads(),
+            threads,
             c.transfer.full_every,
             c.transfer.keep_versions,
             c.trainer.step_timeout_s,
+            updates if c.compares_updates else None,
         )
 
     def publish(
@@ -220,6 +230,8 @@ class Trainer:
         """Continue from a folder of `save`; bit for bit in float32 with deterministic=true."""
         with self.recorder.timed("load"):
             self.engine.load(Path(folder))
+            if self._updates is not None:
+                self._updates.forget()
 
     def share_device(self, folder: Path) -> None:
         """Prepare to share the device. On a CPU the states then wait in files of `folder`."""
@@ -230,6 +242,8 @@ class Trainer:
         `tidy` is allowed. Returns the device's memory afterwards. On a CPU it first waits for a
         checkpoint, whose copies are host memory, too; `TimeoutError` if that takes too long."""
         with self.recorder.timed("offload"):
+            if self._publisher is not None:
+                self._publisher.keep_values()
             self.engine.forget_gathered()
             return self._offload.give_back()
 

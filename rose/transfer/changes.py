@@ -1,35 +1,41 @@
-"""Write the single values that a version changes from the host into parameters on a device.
+"""Move the single values that a version changes, by their differences, where the live weights are.
+
+What is kept of a value is its index and its difference in the order of the floats
+(rose/transfer/payload.py): `put(1)` adds the differences, and `put(-1)` subtracts them. So no live
+value is read before the flip. On a GPU a kernel does it (rose/transfer/delta_triton.py).
 
 Before the flip, as many values as fit are copied to the device: 6 bytes for a bfloat16 value, an
-index of 4 and the new value. The others are copied during the flip through one small workspace on
-the device. That makes the pause longer, but no version is too large for the device. Old values
-stay on the host, because only a failed flip needs them. All device memory is allocated before the
-flip, so that the flip can't run out of it.
+index of 4 and the difference. The others are copied during the flip through one small workspace on
+the device. That makes the pause longer, but no version is too large for the device. All device
+memory is allocated before the flip, so that the flip can't run out of it.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rose.transfer.errors import Corrupted, TransferError
+from rose.transfer import codec
+from rose.transfer.errors import TransferError
 from rose.transfer.live import Live
 
-PIECE = 2**20  # most values of a piece, which is written or compared in one call
-# Bytes of the workspace for one value: torch's index, ours, the new value, the live one, a flag.
-VALUE_BYTES = 8 + 8 + 4 + 4 + 1
+PIECE = 2**20  # most values of a piece, which is moved in one call
+VALUE_BYTES = 8 + 4  # bytes of the workspace for one value: the longest index and difference
 # Bytes of the device that staging leaves free, because an engine's activations grow with batches.
 RESERVE_BYTES = 512 * 2**20
 # Bytes of the device that staging takes even if less than the reserve is free.
 MIN_BYTES = 32 * 2**20
 # From this size on, released memory is returned to the device and not kept by torch's allocator.
 LARGE_BYTES = 256 * 2**20
+ALIGNMENT = 16  # bytes; the kernel is compiled for arrays that begin at such addresses
+
+Part = tuple[np.ndarray, np.ndarray]  # indices (n,) and differences (n,)
 
 
 def budget(live: Live, most: int | None) -> int | None:
@@ -41,96 +47,71 @@ def budget(live: Live, most: int | None) -> int | None:
     return max(MIN_BYTES, free if most is None else min(free, most))
 
 
-def values_per_thread(nbytes: int | None, threads: int) -> int:
-    """Return how many values each of `threads` threads may process at once within `nbytes` of the
-    device; `PIECE` if `nbytes` is None, for parameters in host memory."""
-    return PIECE if nbytes is None else max(1, min(PIECE // 4, nbytes // (VALUE_BYTES * threads)))
-
-
 @dataclass
 class _Piece:
-    """Some changes of one parameter. `indices` (n,) and `new` (n,) are on the device if `resident`,
-    else on the host. `old` (n,) is always on the host."""
+    """Some changes of one parameter, `count` in all: `parts` on the host, or `resident`, indices
+    and differences, on the device."""
 
     parameter: str
-    indices: Tensor
-    new: Tensor
-    old: Tensor
-    resident: bool = False
+    parts: list[Part]
+    count: int
+    resident: tuple[Tensor, Tensor] | None = None
 
-
-class _Workspace:
-    """Device memory to process one piece of at most `values` values."""
-
-    def __init__(self, values: int, device: torch.device):
-        self._memory = torch.empty(values * VALUE_BYTES, dtype=torch.uint8, device=device)
-        self._ends = [values * end for end in (0, 8, 16, 20, 24, 25)]
-
-    def part(self, number: int, dtype: torch.dtype, count: int) -> Tensor:
-        """Return (count,) elements of the part that is summand `number` of `VALUE_BYTES`."""
-        return self._memory[self._ends[number] : self._ends[number + 1]].view(dtype)[:count]
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the piece on a device."""
+        return sum(_aligned(self.count * array.itemsize) for array in self.parts[0])
 
 
 class Changes:
     """The changed values of one version. The calls are, in order: `add` for each block, `upload`
-    once, `put` to write the values, `check` to compare them, `release`."""
+    once, `put(1)` to add the differences and `put(-1)` to subtract those that were added, and
+    `release`."""
 
     def __init__(self, live: Live, threads: int):
         self._live, self._threads = live, threads
-        self._added: dict[str, list[tuple[np.ndarray, ...]]] = {}
-        self._workspace: _Workspace | None = None  # None if nothing is copied to a device
+        self._added: dict[str, list[Part]] = {}
+        self._workspace: Tensor | None = None  # (bytes,) uint8; None if nothing goes to a device
+        self._bounce: Any = None  # a `_Bounce`, if there is a workspace
+        self._put: list[_Piece] = []  # pieces whose differences the live weights have
         self.pieces: list[_Piece] = []
         self.device_bytes = 0
 
-    def add(self, parameter: str, indices: np.ndarray, new: np.ndarray, old: np.ndarray) -> None:
-        """Add changes: flat indices (n,) of the parameter, new and old signed patterns (n,)."""
-        self._added.setdefault(parameter, []).append((indices, new, old))
+    def add(self, parameter: str, indices: np.ndarray, differences: np.ndarray) -> None:
+        """Add changes: flat indices (n,) of the parameter, int32 or int64, and differences (n,),
+        int16 for bfloat16 and int32 for float32."""
+        self._added.setdefault(parameter, []).append((indices, differences))
 
     def upload(self, most: int | None) -> None:
         """Allocate at most `most` bytes of the device (see `budget`), and copy there what fits.
         Raises `TransferError` if the device can't give even `MIN_BYTES`."""
         if most is None or not self._added:
             self.pieces = list(self._cut(PIECE))
-            return
-        values, memory = self._allocate(most)
-        self.pieces = list(self._cut(values))
-        at = 0
-        for piece in self.pieces:
-            middle = at + _aligned(piece.indices.nbytes)
-            end = middle + _aligned(piece.new.nbytes)
-            if end > memory.numel():
-                continue
-            for name, low, high in (("indices", at, middle), ("new", middle, end)):
-                host = getattr(piece, name)
-                setattr(piece, name, memory[low:high].view(host.dtype)[: len(host)].copy_(host))
-            piece.resident, at = True, end
+        else:
+            memory = self._allocate(most)
+            self._bounce, at = _Bounce(self.pieces, self._live), 0
+            for piece in self.pieces:
+                if (end := at + piece.nbytes) <= memory.numel():
+                    piece.resident, at = self._bounce.copy(piece, memory[at:end]), end
+                self._compile(piece)
+                if piece.resident:
+                    piece.parts = []
+        self._added = {}
 
-    def _allocate(self, most: int) -> tuple[int, Tensor]:
-        """Allocate the workspace, of at most a quarter of `most`, and memory for resident pieces.
-        Return (values of a piece, that memory)."""
-        wanted = sum(
-            _aligned(part.nbytes)
-            for parts in self._added.values()
-            for indices, new, _ in parts
-            for part in (indices, new)
-        )
+    def _allocate(self, most: int) -> Tensor:
+        """Make the pieces, and allocate a workspace for one, of at most a quarter of `most`. Return
+        memory for resident pieces."""
         while True:
-            values = max(1, min(PIECE, most // (4 * VALUE_BYTES)))
-            # Each piece aligns its two arrays, which adds at most 16 bytes.
-            aligned = wanted + 16 * (
-                len(self._added)
-                + sum(len(indices) for parts in self._added.values() for indices, _, _ in parts)
-                // values
-            )
+            values = max(1, min(PIECE, (most // 4 - 2 * ALIGNMENT) // VALUE_BYTES))
+            self.pieces = list(self._cut(values))
+            workspace = max(piece.nbytes for piece in self.pieces)
+            wanted = sum(piece.nbytes for piece in self.pieces)
+            there = {"dtype": torch.uint8, "device": self._live.device}
             try:
-                self._workspace = _Workspace(values, self._live.device)
-                memory = torch.empty(
-                    max(0, min(aligned, most - values * VALUE_BYTES)),
-                    dtype=torch.uint8,
-                    device=self._live.device,
-                )
-                self.device_bytes = values * VALUE_BYTES + memory.numel()
-                return values, memory
+                self._workspace = torch.empty(workspace, **there)
+                memory = torch.empty(max(0, min(wanted, most - workspace)), **there)
+                self.device_bytes = workspace + memory.numel()
+                return memory
             except torch.OutOfMemoryError as error:
                 self._workspace = None
                 torch.cuda.empty_cache()
@@ -143,82 +124,128 @@ class Changes:
                 most = max(MIN_BYTES, most // 4)
 
     def _cut(self, values: int) -> Iterator[_Piece]:
+        """Yield pieces of at most `values` values."""
         for parameter in sorted(self._added):
-            indices, new, old = (
-                torch.from_numpy(np.concatenate(part))
-                for part in zip(*self._added.pop(parameter), strict=False)
-            )
-            for low in range(0, len(new), values):
-                high = low + values
-                yield _Piece(parameter, indices[low:high], new[low:high], old[low:high])
+            parts: list[Part] = []
+            count = 0
+            for indices, differences in self._added[parameter]:
+                low = 0
+                while low < len(indices):
+                    high = min(len(indices), low + values - count)
+                    parts.append((indices[low:high], differences[low:high]))
+                    count, low = count + high - low, high
+                    if count == values:
+                        yield _Piece(parameter, parts, count)
+                        parts, count = [], 0
+            if count:
+                yield _Piece(parameter, parts, count)
 
     # ----------------------------------------------------------------- the live parameters
 
-    @torch.no_grad()
-    def put(self, which: str) -> None:
-        """Write the "new" values, or the "old" ones. On a CPU each value costs a cache miss, so
-        that threads help. scatter_ is up to four times as fast as `parameter[indices] = new`."""
-        self._each(
-            lambda piece: self._flat(piece).scatter_(
-                0, self._index(piece), self._values(piece, which)
-            )
-        )
+    def put(self, sign: int) -> None:
+        """Add the differences (`sign` 1), or subtract those that were added (-1). On a CPU each
+        value costs a cache miss, so that threads help."""
+        pieces, self._put = (self.pieces, []) if sign > 0 else (self._put, [])
 
-    def check(self) -> None:
-        """Compare the live parameters with the new values. Raises `Corrupted` if they differ."""
-        wrong: Counter[str] = Counter()
-        for piece in self.pieces:
-            flat, count = self._flat(piece), len(piece.new)
-            if self._workspace is None:
-                differ = flat[self._index(piece)] != piece.new
-            else:
-                found = self._workspace.part(3, flat.dtype, count)
-                torch.gather(flat, 0, self._index(piece), out=found)
-                differ = self._workspace.part(4, torch.bool, count)
-                torch.ne(found, self._values(piece, "new"), out=differ)
-            wrong[piece.parameter] += int(differ.sum())
-        for parameter, count in wrong.items():
-            if count:
-                total = sum(len(piece.new) for piece in self.pieces if piece.parameter == parameter)
-                raise Corrupted(
-                    f"live parameter {parameter}: {count} of {total} values are not what the flip "
-                    "wrote; the weights are a mixture now"
-                )
+        def work(piece: _Piece) -> None:
+            self._move(piece, sign)
+            if sign > 0:
+                self._put.append(piece)
+
+        self._each(pieces, work)
 
     def release(self) -> None:
         """Drop all changes and free their memory."""
         large = self.device_bytes > LARGE_BYTES
-        self.pieces, self._workspace, self.device_bytes = [], None, 0
+        self.pieces, self._put, self.device_bytes = [], [], 0
+        self._workspace = self._bounce = None
         if large and self._live.device.type == "cuda":
             torch.cuda.empty_cache()  # torch's allocator would keep it for this stream only
 
-    def _each(self, work: Callable[[_Piece], object]) -> None:
+    def _each(self, pieces: list[_Piece], work: Callable[[_Piece], object]) -> None:
         if self._threads == 1 or self._workspace is not None:
-            for piece in self.pieces:
+            for piece in pieces:
                 work(piece)
             return
         with ThreadPoolExecutor(self._threads, "flip") as pool:
-            for future in [pool.submit(work, piece) for piece in self.pieces]:
+            for future in [pool.submit(work, piece) for piece in pieces]:
                 future.result()
 
-    def _flat(self, piece: _Piece) -> Tensor:
-        return self._live.matrices[piece.parameter].view(-1)
-
-    def _index(self, piece: _Piece) -> Tensor:
-        """Return a piece's indices as (n,) int64, the type that torch needs."""
+    def _move(self, piece: _Piece, sign: int) -> None:
+        """Move a piece's values. Raises `ValueError` before it moves the first one."""
+        flat = self._live.matrices[piece.parameter].view(-1)
+        for indices, differences in piece.parts:
+            if len(indices) != len(differences):
+                raise ValueError(f"{len(indices)} places, {len(differences)} differences")
         if self._workspace is None:
-            return piece.indices.long()
-        indices, count = piece.indices, len(piece.indices)
-        if not piece.resident:
-            indices = self._workspace.part(1, indices.dtype, count).copy_(indices)
-        return self._workspace.part(0, torch.int64, count).copy_(indices)
+            for indices, differences in piece.parts:
+                codec.move(flat.numpy(), indices, differences, sign)
+            return
+        at, by = piece.resident or self._bounce.copy(piece, self._workspace)
+        if self._live.on_gpu:
+            from rose.transfer import delta_triton  # Only torch for GPUs comes with Triton.
 
-    def _values(self, piece: _Piece, which: str) -> Tensor:
-        values = getattr(piece, which)
-        if self._workspace is None or piece.resident and which == "new":
-            return values
-        return self._workspace.part(2, values.dtype, len(values)).copy_(values)
+            delta_triton.move(flat, at, by, sign)
+        else:
+            codec.move(flat.numpy(), at.numpy(), by.numpy(), sign)
+
+    def _compile(self, piece: _Piece) -> None:
+        """Have Triton compile the kernel for this piece, before the pause. Raises
+        `TransferError`."""
+        flat = self._live.matrices[piece.parameter].view(-1)
+        if not self._live.on_gpu:
+            return
+        try:
+            from rose.transfer import delta_triton
+
+            at, by = piece.resident or _views(piece, self._workspace)
+            delta_triton.move(flat, at, by, 1, count=0)
+        except Exception as error:  # errors of Triton, C compilers and drivers
+            raise TransferError(
+                f"Triton can't compile for {flat.device}, where live weights are to be changed: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+
+class _Bounce:
+    """Page-locked host memory for any two of `pieces`, through which pieces are copied to a device:
+    one is filled while the other one is copied."""
+
+    def __init__(self, pieces: list[_Piece], live: Live):
+        nbytes, self._turn = max(piece.nbytes for piece in pieces), 0
+        self._buffers: list[tuple[Tensor, torch.cuda.Event | None]] = []
+        for _ in range(2):
+            if live.device.type == "cuda":
+                locked = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+                self._buffers.append((locked, torch.cuda.Event()))
+            else:
+                self._buffers.append((torch.from_numpy(np.empty(nbytes, np.uint8)), None))
+
+    def copy(self, piece: _Piece, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Copy a piece's parts into `target` (bytes,) uint8, in the current stream, and return its
+        indices and differences there."""
+        buffer, copied = self._buffers[self._turn]
+        self._turn = 1 - self._turn
+        if copied is not None:
+            copied.synchronize()  # returns at once before the first copy
+        views = _views(piece, buffer)
+        for i, view in enumerate(views):
+            np.concatenate([part[i] for part in piece.parts], out=view.numpy())
+        target[: piece.nbytes].copy_(buffer[: piece.nbytes], non_blocking=True)
+        if copied is not None:
+            copied.record()
+        return _views(piece, target)
+
+
+def _views(piece: _Piece, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """Return memory (bytes,) uint8 as a piece's indices (n,) and differences (n,)."""
+    found, at = [], 0
+    for array in piece.parts[0]:
+        dtype = torch.from_numpy(array[:0]).dtype
+        found.append(memory[at : at + piece.count * array.itemsize].view(dtype))
+        at += _aligned(piece.count * array.itemsize)
+    return found[0], found[1]
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // 8) * 8
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

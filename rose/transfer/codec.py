@@ -14,6 +14,7 @@ wrong one raises `ValueError` or decodes to wrong values, so callers check the v
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -21,15 +22,14 @@ import xxhash
 import zstandard
 
 from rose.transfer import payload as layouts
-from rose.transfer.payload import Delta, Info, Layout, Plain, Rice
+from rose.transfer.payload import Delta, Info, Layout, Plain
 
-DTYPES = {2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}  # patterns by width in bytes
+# The types of patterns and of differences, by their width in bytes.
+DTYPES: dict[int, np.dtype] = {2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
+SIGNED: dict[int, np.dtype] = {2: np.dtype(np.int16), 4: np.dtype(np.int32)}
 LEVEL = 1  # zstandard's level; on weights the higher ones are slower, and larger by some percent
-# The least numbers of a stream from which its Rice parameter is guessed, before exact sizes decide.
-SAMPLE = 4096
 NOTHING = np.empty(0, np.int32)
 NUMBERS = ("changed positions", "large differences", "magnitudes")  # a delta's streams
-RISING = (1, 1, 0)  # 1 for a stream of ascending numbers, of which the gaps are coded
 
 
 @cache
@@ -59,10 +59,23 @@ def encode(new: np.ndarray, old: np.ndarray | None) -> np.ndarray:
         )
     positions, differences = np.empty(new.size, np.int32), np.empty(new.size, np.int32)
     count = _loops().scan(new, old, positions, differences)
-    delta = _encode_delta(new.size, new.itemsize, positions[:count], differences[:count])
-    if 2 * delta.size <= new.nbytes:  # Planes of weights are never that small.
+    return encode_moves(new.size, new.itemsize, positions[:count], differences[:count], lambda: new)
+
+
+def encode_moves(
+    total: int,
+    width: int,
+    positions: np.ndarray,
+    differences: np.ndarray,
+    values: Callable[[], np.ndarray],
+) -> np.ndarray:
+    """Return the payload that `encode` returns, given what changes: ascending positions (c,) int32
+    and their differences (c,), none of them 0, of `total` values of `width` bytes. `values()`
+    returns the new patterns (n,), which are needed if many values change."""
+    delta = encode_changes(total, width, positions, differences)
+    if 2 * delta.size <= total * width:  # Planes of weights are never that small.
         return delta
-    return min(delta, _encode_whole(new), key=len)
+    return min(delta, _encode_whole(values()), key=len)
 
 
 def decode(payload, old: np.ndarray | None = None) -> np.ndarray:
@@ -79,7 +92,7 @@ def decode(payload, old: np.ndarray | None = None) -> np.ndarray:
         return _read_whole(layout, data)
     positions, differences = _read_changes(layout, data)
     new = np.array(old)
-    _loops().add(new, positions, differences, positions.size)
+    _loops().add(new, positions, differences, 1)
     return new
 
 
@@ -93,10 +106,10 @@ def apply(payload, values: np.ndarray) -> None:
     if isinstance(layout, Delta):
         positions, differences = _read_changes(layout, data)
         if values.flags.aligned:
-            _loops().add(values, positions, differences, positions.size)
+            _loops().add(values, positions, differences, 1)
         else:
             moved = values.copy()
-            _loops().add(moved, positions, differences, positions.size)
+            _loops().add(moved, positions, differences, 1)
             values[:] = moved
     elif not layouts.info(layout).needs_base:
         values[:] = _read_whole(layout, data)
@@ -123,15 +136,24 @@ def compose(first, second) -> np.ndarray:
         return _encode_whole(values)
     parts = _read_changes(layout, data), _read_changes(next_layout, next_data)
     positions, differences = (np.concatenate(part) for part in zip(*parts, strict=True))
+    moves = summed(positions, differences, layout.width)
+    return encode_changes(layout.values, layout.width, *moves)
+
+
+def summed(
+    positions: np.ndarray, differences: np.ndarray, width: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ascending positions (c,) int32 and differences (c,) int32 of several changes one
+    after the other, given all of them in a row, each with ascending positions. Differences at equal
+    positions add up, and those whose sum is 0 are left out."""
     order = np.argsort(positions, kind="stable")
     positions, differences = positions[order], differences[order].astype(np.int64)
     starts = np.flatnonzero(np.diff(positions, prepend=-1))
-    unused = 64 - layout.width * 8
+    unused = 64 - width * 8
     sums = (
         (np.add.reduceat(differences, starts) if starts.size else differences) << unused >> unused
     )
-    at, sums = positions[starts][sums != 0], sums[sums != 0].astype(np.int32)
-    return _encode_delta(layout.values, layout.width, at, sums)
+    return positions[starts][sums != 0], sums[sums != 0].astype(np.int32)
 
 
 def info(payload) -> Info:
@@ -139,21 +161,34 @@ def info(payload) -> Info:
     return layouts.info(_parse(payload)[1])
 
 
-def changes(payload) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ascending positions (c,) int32 and the differences (c,) int32 of a delta; c is 0
-    for an unchanged block. Raises `ValueError` for other kinds and for malformed payloads."""
+def changes(payload, width: int, values: int, most: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the ascending positions (c,) int32 and the differences (c,) of a delta, int16 for
+    values of 2 bytes and int32 for those of 4; c is 0 for an unchanged block. Return None if the
+    payload is of another kind, has more than `most` changes, or isn't of a block of `values` values
+    of `width` bytes. Raises `ValueError` for malformed payloads."""
     data, layout = _parse(payload)
-    if not layouts.info(layout).needs_base:
-        raise ValueError(f"a payload of kind {layouts.info(layout).kind} has no differences")
-    return _read_changes(layout, data)
+    found = layouts.info(layout)
+    if not found.needs_base or (found.width, found.values) != (width, values):
+        return None
+    if found.changed is None or found.changed > most:
+        return None
+    positions, differences = _read_changes(layout, data)
+    return positions, differences.astype(SIGNED[width], copy=False)
 
 
-def moved(old: np.ndarray, differences: np.ndarray) -> np.ndarray:
-    """Return the patterns (c,) that are `differences` (c,) int32 steps after `old` (c,), in the
-    order of the floats."""
-    new = np.array(old)
-    _loops().add(new, np.arange(old.size, dtype=np.int32), differences, old.size)
-    return new
+def differences(new: np.ndarray, old: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the positions (c,) int32 at which two blocks' patterns (n,) differ, and the
+    differences (c,), of the types that `changes` returns."""
+    positions: np.ndarray = np.empty(new.size, np.int32)
+    found: np.ndarray = np.empty(new.size, np.int32)
+    count = _loops().scan(new, old, positions, found)
+    return positions[:count].copy(), found[:count].astype(SIGNED[new.itemsize])
+
+
+def move(values: np.ndarray, indices: np.ndarray, by: np.ndarray, sign: int) -> None:
+    """Move the patterns at `indices` (c,), int32 or int64, of `values` (n,), contiguous ones of 2
+    or 4 bytes, by the differences `by` (c,) times `sign`, 1 or -1, in the order of the floats."""
+    _loops().add(values.view(DTYPES[values.itemsize]), indices, by, sign)
 
 
 def as_bytes(array: np.ndarray) -> np.ndarray:
@@ -169,87 +204,35 @@ def digest(array: np.ndarray) -> str:
 # --------------------------------------------------------------------------- deltas
 
 
-def _encode_delta(
+def encode_changes(
     total: int, width: int, positions: np.ndarray, differences: np.ndarray
 ) -> np.ndarray:
-    """Encode ascending positions (c,) int32 and their differences (c,) int32, none of them 0."""
-    changed = positions.size
-    if not changed:
+    """Return the payload (bytes,) uint8, a delta, of a block of `total` values of `width` bytes,
+    given ascending positions (c,) int32 and their differences (c,), none of them 0."""
+    if not positions.size:
         return _start(Plain(layouts.UNCHANGED, width, total)).view(np.uint8)
-    large = np.flatnonzero((differences + 1).view(np.uint32) > 2).astype(np.int32)
-    excess = (np.abs(differences[large].astype(np.int64)) - 2).astype(np.int32)
-    numbers = _fewer(total, positions), _fewer(changed, large), excess
-    streams = tuple(map(_measured, numbers, RISING))
-    layout = Delta(width, total, changed, large.size, streams)
-    words, at = _start(layout), layout.offsets
-    signs = np.packbits(differences < 0, bitorder="little")
-    words.view(np.uint8)[at[0] // 8 : at[0] // 8 + signs.size] = signs
-    for i, (stream, rising) in enumerate(zip(streams, RISING, strict=True)):
-        offsets = at[1 + 3 * i : 4 + 3 * i]
-        _loops().write(numbers[i], rising, stream.k, stream.escape_bits, words, *offsets)
-    return words.view(np.uint8)
-
-
-def _fewer(total: int, positions: np.ndarray) -> np.ndarray:
-    """Return the positions, or the other items of 0..total-1 if those are fewer."""
-    return _others(total, positions) if 2 * positions.size > total else positions
-
-
-def _others(total: int, positions: np.ndarray) -> np.ndarray:
-    left = np.ones(total, bool)
-    left[positions] = False
-    return np.flatnonzero(left).astype(np.int32)
-
-
-def _measured(numbers: np.ndarray, rising: int) -> Rice:
-    """Return the numbers' layout with the likely `k`, or a neighbour if that takes fewer bits."""
-    at = np.arange(0, numbers.size, max(1, numbers.size // SAMPLE))
-    sample = numbers[at] - rising * np.where(at, numbers[at - 1] + 1, 0)
-    likely = layouts.likely_k(np.bincount(np.frexp(sample.astype(np.float64))[1]).tolist())
-    made, sizes = [], np.zeros(3, np.int64)
-    for k in range(max(0, likely - 1), likely + 2):
-        _loops().measure(numbers, rising, k, sizes)
-        quotients, escapes, largest = sizes.tolist()
-        escape_bits = (largest - layouts.ESCAPE).bit_length() if escapes else 0
-        made.append(Rice(numbers.size, k, numbers.size + quotients, escapes, escape_bits))
-    return min(made, key=lambda rice: sum(rice.sizes))
+    differences = differences.astype(np.int32, copy=False)
+    return _loops().encode_delta(positions, differences, total, width).view(np.uint8)
 
 
 def _read_changes(layout: Layout, data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return positions and differences, which are empty for an unchanged block."""
     if not isinstance(layout, Delta):
         return NOTHING, NOTHING
-    words, at = data.view(np.uint64), layout.offsets
-    most = layout.values - 1, layout.changed - 1, 2 ** (8 * layout.width - 1) - 2
-    read = [np.empty(stream.count, np.int32) for stream in layout.streams]
+    at = layout.offsets
+    fields = [layout.values, 8 * layout.width, layout.changed, layout.large, at[0]]
     for i, stream in enumerate(layout.streams):
-        unary, remainders, escapes = at[1 + 3 * i : 4 + 3 * i]
-        if not _loops().read(
-            words,
-            unary,
-            stream.unary_bits,
-            remainders,
-            stream.k,
-            escapes,
-            stream.escape_bits,
-            stream.escapes,
-            most[i],
-            RISING[i],
-            read[i],
-        ):
-            raise ValueError(
-                f"a payload whose {NUMBERS[i]} are not {stream.count} of at most {most[i]}"
-            )
-    positions, large, excess = read
-    if positions.size < layout.changed:
-        positions = _others(layout.values, positions)
-    if large.size < layout.large:
-        large = _others(layout.changed, large)
-    signs = data[at[0] // 8 : (at[1] + 7) // 8]
-    differences = np.unpackbits(signs, count=layout.changed, bitorder="little").astype(np.int32)
-    differences *= -2
-    differences += 1  # A set bit is -1, a clear one is 1.
-    differences[large] *= excess + 2
+        fields += [stream.count, *stream.fields[:2], stream.escapes, stream.escape_bits]
+        fields += at[1 + 3 * i : 4 + 3 * i]
+    positions: np.ndarray = np.empty(layout.changed, np.int32)
+    differences: np.ndarray = np.empty(layout.changed, np.int32)
+    found = _loops().decode_delta(data.view(np.uint64), np.array(fields), positions, differences)
+    if found:
+        most = layout.values - 1, layout.changed - 1, 2 ** (8 * layout.width - 1) - 2
+        raise ValueError(
+            f"a payload whose {NUMBERS[found - 1]} are not {layout.streams[found - 1].count} of "
+            f"at most {most[found - 1]}"
+        )
     return positions, differences
 
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ import xxhash
 
 from rose.transfer.base import Base
 from rose.transfer.errors import TransferError
-from rose.transfer.live import Live, Place
+from rose.transfer.live import Live, Place, one_run
 
 # Blocks, and so warps, of one kernel launch. Each warp reads 1 KiB at a time, so the launch leaves
 # most of the device to the engine's kernels.
@@ -41,6 +43,9 @@ LANES = (  # the initial values of XXH3's eight lanes
     *(0x85EBCA77C2B2AE63, 0x85EBCA77, 0x27D4EB2F165667C5, 0x9E3779B1),
 )
 
+# A block's address, 8-byte words in a row, bytes from row to row, and words in all.
+Run = tuple[int, int, int, int]
+
 log = logging.getLogger(__name__)
 
 
@@ -55,25 +60,72 @@ class _Trust:
 trust = _Trust()
 
 
+class Values(Protocol):
+    """Blocks of values that are hashed where they are: those of live parameters, or a trainer's."""
+
+    on_gpu: bool
+    device: torch.device
+    at_once: int  # blocks of one kernel launch
+
+    def side_stream(self) -> AbstractContextManager: ...
+
+    def run(self, block: int) -> Run | None:
+        """Return where a block is on the device, or None if it is no run of words, or rows of such
+        runs (`run_of`)."""
+
+    def view(self, block: int) -> np.ndarray:
+        """Return a block's patterns in host memory, without a copy if they are there."""
+
+    def name(self, block: int) -> str:
+        """Return the name of the block's parameter."""
+
+
+class _Placed:
+    """The blocks at `places` of live parameters."""
+
+    at_once = BLOCKS_PER_LAUNCH
+
+    def __init__(self, live: Live, places: Mapping[int, Place]):
+        self._live, self._places = live, places
+        self.on_gpu, self.device, self.side_stream = live.on_gpu, live.device, live.side_stream
+
+    def run(self, block: int) -> Run | None:
+        return _run(self._live, self._places[block])
+
+    def view(self, block: int) -> np.ndarray:
+        return self._live.view(self._places[block])
+
+    def name(self, block: int) -> str:
+        return self._places[block].parameter
+
+
 def digests(
     live: Live, places: Mapping[int, Place], threads: int, tick: Callable[[], None] = lambda: None
 ) -> dict[int, bytes]:
     """Return each block's digest, as `xxhash.xxh3_128_digest` computes it for the patterns'
     little-endian bytes. `tick` is called repeatedly and may raise to cancel the computation."""
+    return digests_of(_Placed(live, places), places, threads, tick)
+
+
+def digests_of(
+    values: Values, blocks: Iterable[int], threads: int, tick: Callable[[], None] = lambda: None
+) -> dict[int, bytes]:
+    """Return each block's digest, as `digests` does."""
     found: dict[int, bytes] = {}
-    if hashes_on_device(live):
-        runs = {block: run for block in places if (run := _run(live, places[block])) is not None}
+    blocks = list(blocks)
+    if hashes_on_device(values):
+        runs = {block: run for block in blocks if (run := values.run(block)) is not None}
         try:
-            found = _device_digests(live, places, runs, tick)
+            found = _device_digests(values, runs, tick)
         except _DeviceError as error:
             trust.right = False
             log.warning("blocks are read back to be hashed: %s", error)
-    rest = [block for block in places if block not in found]
+    rest = [block for block in blocks if block not in found]
 
     def read(block: int) -> bytes:
         tick()
-        with live.side_stream():
-            return host_digest(live, places[block])
+        with values.side_stream():
+            return _digest(values.view(block))
 
     with ThreadPoolExecutor(threads, "digests") as pool:
         futures = {block: pool.submit(read, block) for block in rest}
@@ -84,14 +136,18 @@ def digests(
                 future.cancel()
 
 
+def _digest(patterns: np.ndarray) -> bytes:
+    return xxhash.xxh3_128_digest(patterns.data.cast("B"))
+
+
 def host_digest(live: Live, place: Place) -> bytes:
-    """Return the digest of one block, which is read into host memory."""
-    return xxhash.xxh3_128_digest(live.read(place).data.cast("B"))
+    """Return the digest of one block, computed on the host."""
+    return _digest(live.view(place))
 
 
-def hashes_on_device(live: Live) -> bool:
+def hashes_on_device(values: Live | Values) -> bool:
     """True if a device hashes the blocks, which is fast and needs no copy in host memory."""
-    return live.on_gpu and trust.right is not False
+    return values.on_gpu and trust.right is not False
 
 
 def compare(
@@ -133,47 +189,45 @@ class _DeviceError(Exception):
 
 
 def _device_digests(
-    live: Live,
-    places: Mapping[int, Place],
-    runs: Mapping[int, tuple[int, int, int, int]],
-    tick: Callable[[], None],
+    values: Values, runs: Mapping[int, Run], tick: Callable[[], None]
 ) -> dict[int, bytes]:
     """Return the digests of the blocks in `runs`. Raises `_DeviceError`, and what `tick` raises."""
-    blocks, found = list(runs), {}
-    for low in range(0, len(blocks), BLOCKS_PER_LAUNCH):
+    blocks = list(runs)
+    found: dict[int, bytes] = {}
+    for low in range(0, len(blocks), values.at_once):
         tick()
-        some = blocks[low : low + BLOCKS_PER_LAUNCH]
+        some = blocks[low : low + values.at_once]
         table = np.array([runs[block] for block in some], np.int64)
         try:
-            with live.side_stream():
-                lanes = _lanes(live.device, table)
+            with values.side_stream():
+                lanes = _lanes(values.device, table)
         except (
             Exception
         ) as error:  # errors of Triton, C compilers and drivers, without a common base
             first = str(error).strip().partition("\n")[0]
             raise _DeviceError(
-                f"Triton fails on {live.device}: {type(error).__name__}: {first}"
+                f"Triton fails on {values.device}: {type(error).__name__}: {first}"
             ) from error
         found |= zip(some, merged(lanes, 8 * table[:, 3].astype(np.uint64)), strict=True)
         with trust.lock:
             if trust.right is None:
-                _compare(live, places[some[0]], found[some[0]])
+                _compare(values, some[0], found[some[0]])
     return found
 
 
-def _compare(live: Live, place: Place, found: bytes) -> None:
-    with live.side_stream():
-        wanted = host_digest(live, place)
+def _compare(values: Values, block: int, found: bytes) -> None:
+    with values.side_stream():
+        wanted = _digest(values.view(block))
     if found != wanted:
         raise _DeviceError(
-            f"{live.device} hashes a block of {place.parameter} to {found.hex()}, the host to "
+            f"{values.device} hashes a block of {values.name(block)} to {found.hex()}, the host to "
             f"{wanted.hex()}"
         )
     trust.right = True
 
 
 def _lanes(device: torch.device, blocks: np.ndarray) -> np.ndarray:
-    """Return the lanes (n, 8) uint64 of blocks (n, 4), each as `_run` describes it."""
+    """Return the lanes (n, 8) uint64 of blocks (n, 4), each a `Run`."""
     from rose.transfer import xxh3_triton  # Only torch for GPUs comes with Triton.
 
     there = torch.from_numpy(blocks).to(device)
@@ -181,35 +235,27 @@ def _lanes(device: torch.device, blocks: np.ndarray) -> np.ndarray:
     return xxh3_triton.accumulate(there, table).cpu().numpy().view(np.uint64)
 
 
-def _run(live: Live, place: Place) -> tuple[int, int, int, int] | None:
-    """Return a block's (address, 8-byte words in a row, bytes from row to row, words in all), or
-    None if it has another shape in memory or is too short."""
-    matrix = live.matrices[place.parameter]
-    columns, width = matrix.shape[1], matrix.element_size()
-    first = place.rectangles[0]
-    nbytes, begin = place.size * width, first.first_row * columns + first.first_column
-    address = matrix.data_ptr() + begin * width
-    if _one_run(place, columns):
-        row, stride = nbytes, 0
-    elif len(place.rectangles) == 1:
-        row, stride = (first.last_column - first.first_column) * width, columns * width
-    else:
-        return None
+def run_of(address: int, row: int, stride: int, nbytes: int) -> Run | None:
+    """Return a block's `Run`, given its address and the bytes of a row, from row to row, and in
+    all, or None if it is too short or isn't aligned to words."""
     if nbytes <= LONG or any(number % 8 for number in (address, row, stride, nbytes)):
         return None
     return address, row // 8, stride, nbytes // 8
 
 
-def _one_run(place: Place, columns: int) -> bool:
-    """True if the rectangles follow one another in memory without gaps."""
-    end = None
-    for r in place.rectangles:
-        begin = r.first_row * columns + r.first_column
-        whole_rows = (r.first_column, r.last_column) == (0, columns)
-        if not (whole_rows or r.last_row - r.first_row == 1) or end not in (None, begin):
-            return False
-        end = begin + r.size
-    return True
+def _run(live: Live, place: Place) -> Run | None:
+    matrix = live.matrices[place.parameter]
+    columns, width = matrix.shape[1], matrix.element_size()
+    first = place.rectangles[0]
+    nbytes, begin = place.size * width, first.first_row * columns + first.first_column
+    address = matrix.data_ptr() + begin * width
+    if one_run(place, columns):
+        row, stride = nbytes, 0
+    elif len(place.rectangles) == 1:
+        row, stride = (first.last_column - first.first_column) * width, columns * width
+    else:
+        return None
+    return run_of(address, row, stride, nbytes)
 
 
 # ----------------------------------------------------------------- XXH3's end, for many blocks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -22,7 +23,22 @@ from rose.transfer.store import (
     unseal,
 )
 
+# A table's rows with the hashes as bytes, as `Entry` has them.
+_AS_BYTES: np.dtype = np.dtype(
+    [(name, "V16" if name in ("old", "new") else ENTRY[name]) for name in ENTRY.fields or ()]
+)
 MAX_GAP = 64 * 1024  # most unneeded bytes between two payloads that one read may include
+
+
+class Entry(NamedTuple):
+    """A row of a rank's table, of dtype `ENTRY`."""
+
+    block: int
+    offset: int
+    length: int
+    check: int
+    old: bytes
+    new: bytes
 
 
 def read_plan(source: Source) -> tuple[Plan, str]:
@@ -80,29 +96,31 @@ class Edge:
             self._tables[rank] = table
         return self._tables[rank]
 
-    def payloads(self, rank: int, blocks: Sequence[int]) -> dict[int, tuple[np.void, memoryview]]:
+    def payloads(self, rank: int, blocks: Sequence[int]) -> dict[int, tuple[Entry, memoryview]]:
         """Return the (entry, payload) of each of `blocks`, ascending, which `rank` must own. Each
         payload's hash is checked. Damaged bytes are read once more without caches. Raises `Missing`
         or `Corrupted`."""
         table = self.table(rank)
-        found: dict[int, tuple[np.void, memoryview]] = {}
-        for entries in _spans(table[np.isin(table["block"], blocks)]):
-            found |= self._span(rank, entries)
+        found: dict[int, tuple[Entry, memoryview]] = {}
+        at = np.searchsorted(table["block"], blocks)
+        if len(table) and (table["block"][at.clip(max=len(table) - 1)] == blocks).all():
+            for entries in _spans(table[at]):
+                found |= self._span(rank, entries)
         if len(found) != len(blocks):
             raise Corrupted(f"{self._file(rank)}: its table lacks a block")
         return found
 
-    def _span(self, rank: int, entries: np.ndarray) -> dict[int, tuple[np.void, memoryview]]:
+    def _span(self, rank: int, entries: np.ndarray) -> dict[int, tuple[Entry, memoryview]]:
         low, end = int(entries[0]["offset"]), int(entries[-1]["offset"] + entries[-1]["length"])
         at = self.files[rank].data_offset + low
         for fresh in (False, True):
             data, found, damaged = memoryview(self._range(rank, at, end - low, fresh)), {}, None
-            for entry in entries:
-                begin = int(entry["offset"]) - low
-                payload = data[begin : begin + int(entry["length"])]
-                found[int(entry["block"])] = entry, payload
-                if xxhash.xxh3_64_intdigest(payload) != entry["check"]:
-                    damaged = entry["block"]
+            for fields in entries.view(_AS_BYTES).tolist():
+                entry = Entry(*fields)
+                payload = data[entry.offset - low : entry.offset - low + entry.length]
+                found[entry.block] = entry, payload
+                if xxhash.xxh3_64_intdigest(payload) != entry.check:
+                    damaged = entry.block
             if damaged is None:
                 return found
         raise Corrupted(f"{self._file(rank)}: the payload of block {damaged} is damaged")

@@ -86,15 +86,14 @@ class Live:
             at += r.size
         return _unsigned(out)
 
-    def read_at(self, place: Place, positions: np.ndarray, most: int) -> np.ndarray:
-        """Return the patterns at `positions` (c,) of a block, (c,) uint16 or uint32 in host memory.
-        The device holds `most` of them at a time, at 14 to 16 bytes each."""
-        flat = self.matrices[place.parameter].view(-1)
-        indices = torch.from_numpy(self.indices(place, positions))
-        out = torch.empty(len(positions), dtype=flat.dtype)
-        for low in range(0, len(positions), most):
-            out[low : low + most].copy_(flat[indices[low : low + most].to(flat.device).long()])
-        return _unsigned(out)
+    def view(self, place: Place) -> np.ndarray:
+        """Return a block's patterns (n,) uint16 or uint32: the parameter's own memory if that is
+        host memory in which the block has no gaps, else a copy. Nothing may be written to it."""
+        matrix, first = self.matrices[place.parameter], place.rectangles[0]
+        if matrix.device.type != "cpu" or not one_run(place, matrix.shape[1]):
+            return self.read(place)
+        begin = first.first_row * matrix.shape[1] + first.first_column
+        return _unsigned(matrix.view(-1)[begin : begin + place.size])
 
     def write(self, place: Place, values: torch.Tensor) -> None:
         """Write a block's patterns (n,), which are on the parameter's device or the host."""
@@ -121,6 +120,18 @@ class Live:
                 out[low:high] = (row + r.first_row) * columns + column + r.first_column
             at, low = at + r.size, high
         return out
+
+
+def one_run(place: Place, columns: int) -> bool:
+    """True if the rectangles follow one another in memory without gaps."""
+    end = None
+    for r in place.rectangles:
+        begin = r.first_row * columns + r.first_column
+        whole_rows = (r.first_column, r.last_column) == (0, columns)
+        if not (whole_rows or r.last_row - r.first_row == 1) or end not in (None, begin):
+            return False
+        end = begin + r.size
+    return True
 
 
 def _unsigned(patterns: torch.Tensor) -> np.ndarray:

@@ -229,23 +229,3 @@ class _Fields:
             shift += 7
             if byte < 128:
                 return value
-
-
-def likely_k(lengths: Sequence[int]) -> int:
-    """Return the best number of remainder bits for `lengths[i]` numbers of `i` bits, for each `i`.
-
-    A number of `i` bits is taken as 1.5 * 2^(i-1). The mean is no good estimate, because a few
-    values that cross zero differ by thousands and would dominate it.
-    """
-    present = [(i, count) for i, count in enumerate(lengths) if count]
-    longest = present[-1][0] if present else 0
-
-    def bits(k: int) -> int:
-        escape_bits = max(0, longest - k - 3)
-        total = 0
-        for length, count in present:
-            quotient = (3 << length >> 2) >> k
-            total += count * (1 + k + (quotient if quotient < ESCAPE else ESCAPE + escape_bits))
-        return total
-
-    return min(range(longest + 1), key=bits)

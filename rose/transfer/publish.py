@@ -1,8 +1,10 @@
 """Publish versions from a trainer rank: encode its shard's differences, write and remove edges.
 
-Each rank keeps a copy of its blocks' last published patterns (model bytes / ranks) and encodes the
-differences from it. No rank holds another rank's values. Engines wait for `publish`. While they
-roll out, `tidy` writes full versions and removes old edges.
+No rank holds another rank's values. The differences come from one of two sources:
+1. `Updates` know what the updates since the last version changed. No copy of it is kept.
+2. Otherwise each rank keeps a copy of its blocks' last published patterns (model bytes / ranks).
+
+Engines wait for `publish`. While they roll out, `tidy` writes full versions and removes old edges.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import functools
 import shutil
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -38,6 +40,8 @@ from rose.transfer.store import (
 )
 from rose.transfer.versions import write_hashes
 
+BATCH = 16  # blocks that a thread encodes at a time
+Moves = tuple[np.ndarray, np.ndarray]  # ascending positions (c,) and differences (c,)
 Part = tuple[np.ndarray, bytes, bytes]  # a block's payload in an edge, its digests before and after
 
 
@@ -52,6 +56,21 @@ class Peers(Protocol):
     def sum(self, value: int) -> int: ...
 
 
+class Updates(Protocol):
+    """Source of what the updates of this rank's values change (rose/trainer/updates.py)."""
+
+    known: bool  # true if every change since the last `restart` is known
+
+    def restart(self) -> None:
+        """Begin with the values of now."""
+
+    def changes(self, number: int) -> Moves:
+        """Return a block's changes."""
+
+    def digests(self, numbers: Iterable[int]) -> dict[int, bytes]:
+        """Return the xxh3-128 of each block. Called when all values are final."""
+
+
 class Published(NamedTuple):
     version: int
     nbytes: int  # bytes of all ranks' payloads in the edge from the previous version
@@ -63,8 +82,9 @@ class Publisher:
     """A trainer rank's publisher. Construction is collective, and rank 0 creates the store.
 
     `read(block)` returns the block's current values (n,), uint16 or uint32 patterns that must not
-    change later. Readers start from the values read during construction, or from zeros if the plan
-    is an adapter's.
+    change until they are published. Readers start from the values read during construction, or from
+    zeros if the plan is an adapter's. From the second version on, `updates(plan)`, if there are
+    any, know what changed.
     """
 
     def __init__(
@@ -77,6 +97,7 @@ class Publisher:
         full_every: int,
         keep: int,
         timeout_s: float,
+        updates: Callable[[Plan], Updates] | None = None,
     ):
         self.store, self.peers = Path(store), peers
         self._read, self._threads, self._timeout_s = read, threads, timeout_s
@@ -98,8 +119,13 @@ class Publisher:
             )
         self._begun: int | None = None  # the version that is being encoded
         self._pool: ThreadPoolExecutor | None = None  # encodes that version
-        self._encoding: list[Future[Part]] = []  # a part for each block of `_mine`
-        # The last published (patterns, digest) of each block.
+        # For each batch of blocks, the parts, whose new digest may be b"" until the version is
+        # written.
+        self._encoding: list[Future[list[Part]]] = []
+        self._updates = None if updates is None else updates(self.plan)
+        # The last published (patterns, digest) of each block, without patterns once `_updates`
+        # know what changes.
+        self._previous: dict[int, tuple[np.ndarray | None, bytes]]
         with ThreadPoolExecutor(threads, "encode") as pool:
             first = self._zeros if plan.base else self._read_block
             self._previous = dict(zip(self._mine, pool.map(first, self._mine), strict=True))
@@ -110,7 +136,18 @@ class Publisher:
             last = self._version if self._begun is None else self._begun
             raise ValueError(f"version {version} after {last}: versions grow, one at a time")
         self._begun, self._pool = version, ThreadPoolExecutor(self._threads, "encode")
-        self._encoding = [self._pool.submit(self._part, block) for block in self._mine]
+        part: Callable[[int], Part] = self._part
+        if self._updates is not None and self._updates.known:
+            part = functools.partial(self._part_of_updates, self._updates.changes)
+        elif self._mine and self._previous[self._mine[0]][0] is None:
+            raise TransferError(
+                "the weights were changed by something else than an update since the last version, "
+                "of which no copy is kept"
+            )
+        self._encoding = [
+            self._pool.submit(_each, part, self._mine[low : low + BATCH])
+            for low in range(0, len(self._mine), BATCH)
+        ]
 
     def publish(
         self, version: int, send: Callable[[str, memoryview], None] | None = None
@@ -127,9 +164,14 @@ class Publisher:
             raise ValueError(f"version {version}, and {self._begun} was begun")
         start, base = time.perf_counter(), self._version
         writer = self._writer(version, base)
-        for block, future in zip(self._mine, self._encoding, strict=True):
-            writer.add(block, *future.result())
+        parts = [part for future in self._encoding for part in future.result()]
         self._pool.shutdown()
+        if self._updates is not None and self._updates.known:
+            found = self._updates.digests(self._mine)
+            parts = [(payload, old, found[n]) for n, (payload, old, _) in self._named(parts)]
+            self._previous = {number: (None, found[number]) for number in self._mine}
+        for number, part in self._named(parts):
+            writer.add(number, *part)
         if send is not None:
             send(f"{edge_name(version, base)}/{writer.path.name}", writer.image())
         encoded = time.perf_counter()
@@ -143,6 +185,9 @@ class Publisher:
         written = time.perf_counter() - encoded
         if self._full is None:  # Engines can't roll out before; later `tidy` writes full versions.
             self.write_full()
+        if self._updates is not None:
+            self._updates.restart()
+            self._drop_values()
         return Published(version, nbytes, encoded - start, written)
 
     def write_hashes(self, folder: Path) -> None:
@@ -164,7 +209,7 @@ class Publisher:
         return EdgeWriter(self.store, self.plan, version, base, self.peers.rank)
 
     def _read_block(self, number: int) -> tuple[np.ndarray, bytes]:
-        return _with_digest(self._read(self.plan.blocks[number]))
+        return _with_digest(np.array(self._read(self.plan.blocks[number])))
 
     def _zeros(self, number: int) -> tuple[np.ndarray, bytes]:
         block = self.plan.blocks[number]
@@ -174,10 +219,38 @@ class Publisher:
     def _part(self, number: int) -> Part:
         """Encode a block. An unchanged one is included, so that readers check that they have it."""
         previous, old = self._previous[number]
-        values, new = self._previous[number] = self._read_block(number)
-        return codec.encode(values, previous), old, new
+        values, new = _with_digest(self._read(self.plan.blocks[number]))
+        payload = codec.encode(values, previous)
+        # The copy is written again in place, because new memory takes longer than the writing.
+        np.copyto(previous, values)
+        self._previous[number] = previous, new
+        return payload, old, new
+
+    def _part_of_updates(self, changes: Callable[[int], Moves], number: int) -> Part:
+        """Encode a block from what the updates changed. Its new digest is still missing."""
+        block = self.plan.blocks[number]
+        values = size(block, self.plan.tensors[block.tensor].columns)
+        (positions, differences), width = changes(number), self.plan.width(number).itemsize
+        payload = codec.encode_moves(
+            values, width, positions, differences, lambda: self._read(block)
+        )
+        return payload, self._previous[number][1], b""
+
+    def _drop_values(self) -> None:
+        self._previous = {n: (None, digest) for n, (_, digest) in self._previous.items()}
+
+    def _named(self, parts: list[Part]) -> Iterator[tuple[int, Part]]:
+        return zip(self._mine, parts, strict=True)
 
     # ----------------------------------------------------------------- while engines roll out
+
+    def keep_values(self) -> None:
+        """Copy this rank's values to the host if `tidy` needs them for a full version, because they
+        are about to leave the device."""
+        if self._updates is not None and self._updates.known and self.full_due():
+            with ThreadPoolExecutor(self._threads, "encode") as pool:
+                found = pool.map(self._read_block, self._mine)
+                self._previous = dict(zip(self._mine, found, strict=True))
 
     def tidy(self) -> list[Step]:
         """Write a full version if one is due; on rank 0 also remove old edges. Return those that
@@ -197,6 +270,8 @@ class Publisher:
 
         def whole(block: int) -> Part:
             values, digest = self._previous[block]
+            if values is None:
+                values = self._read(self.plan.blocks[block])
             return codec.encode(values, None), b"", digest
 
         nbytes = self._write_edge(FULL, lambda: whole)
@@ -204,6 +279,8 @@ class Publisher:
             return
         self._full, self._full_bytes, self._since_full = self._version, nbytes, 0
         self._write_initial()
+        if self._updates is not None and self._updates.known:
+            self._drop_values()
 
     def _write_initial(self) -> None:
         steps = self._chain
@@ -224,7 +301,7 @@ class Publisher:
         def composed(block: int) -> Part:
             parts = [edge.payloads(self.peers.rank, [block])[block] for edge in edges]
             payloads = (np.frombuffer(payload, np.uint8) for _, payload in parts)
-            old, new = parts[0][0]["old"].tobytes(), parts[-1][0]["new"].tobytes()
+            old, new = parts[0][0].old, parts[-1][0].new
             return functools.reduce(codec.compose, payloads), old, new
 
         return composed
@@ -267,6 +344,10 @@ class Publisher:
             print(f"trainer rank {self.peers.rank}: store upkeep failed: {error}", flush=True)
             return False
         return True
+
+
+def _each(part: Callable[[int], Part], blocks: list[int]) -> list[Part]:
+    return [part(block) for block in blocks]
 
 
 def _with_digest(values: np.ndarray) -> tuple[np.ndarray, bytes]:

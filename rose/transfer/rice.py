@@ -19,8 +19,16 @@ from numba.extending import intrinsic
 from rose.transfer import payload
 
 ESCAPE = 15
-assert ESCAPE == payload.ESCAPE
+MAGIC, VERSION, DELTA = 0x52, 2, 1
+assert (ESCAPE, MAGIC, VERSION, DELTA) == (
+    payload.ESCAPE,
+    payload.MAGIC,
+    payload.VERSION,
+    payload.DELTA,
+)
 ONE = np.uint64(1)
+# Most numbers of a stream from which its Rice parameter is guessed, before exact sizes decide.
+SAMPLE = 4096
 
 
 def _array(dtype, readonly: bool = False):
@@ -30,7 +38,8 @@ def _array(dtype, readonly: bool = False):
 BIT, INT = types.boolean, types.int64
 HALVES, SINGLES, WORDS = (_array(t, True) for t in (types.uint16, types.uint32, types.uint64))
 OUT_WORDS, INTS, LONGS = (_array(t) for t in (types.uint64, types.int32, types.int64))
-READ_INTS = _array(types.int32, True)
+READ_INTS, READ_LONGS = _array(types.int32, True), _array(types.int64, True)
+SHORTS = _array(types.int16, True)
 
 
 def _compile(*signatures):
@@ -236,12 +245,170 @@ def read(
     return previous == end - 1 and escaped == count
 
 
+@numba.njit(inline="always")
+def _length(number):
+    """Return the bits of a number that is not negative, without leading zeros."""
+    bits = 0
+    while number >> bits:
+        bits += 1
+    return bits
+
+
+@numba.njit(inline="always")
+def _likely_k(numbers, rising):
+    """Return the best number of remainder bits for a sample of the numbers.
+
+    A number of i bits is taken as 1.5 * 2^(i-1). The mean is no good estimate, because a few
+    values that cross zero differ by thousands and would dominate it.
+    """
+    lengths, longest = np.zeros(33, np.int64), 0
+    for i in range(0, numbers.size, max(1, numbers.size // SAMPLE)):
+        before = np.int64(numbers[i - 1]) + 1 if i else 0
+        length = _length(np.int64(numbers[i]) - rising * before)
+        lengths[length] += 1
+        longest = max(longest, length)
+    best, least = 0, np.int64(-1)
+    for k in range(longest + 1):
+        escape_bits, total = max(0, longest - k - 3), 0
+        for length in range(longest + 1):
+            quotient = (np.int64(3) << length >> 2) >> k
+            quotient = quotient if quotient < ESCAPE else ESCAPE + escape_bits
+            total += lengths[length] * (1 + k + quotient)
+        if least < 0 or total < least:
+            best, least = k, total
+    return best
+
+
+@numba.njit(inline="always")
+def _choose(numbers, rising, fields):
+    """Write a stream's `fields`, k, unary bits, escapes and bits of an escape, with the likely k,
+    or a neighbour if that takes fewer bits."""
+    likely, sizes, least = _likely_k(numbers, rising), np.zeros(3, np.int64), np.int64(-1)
+    for k in range(max(0, likely - 1), likely + 2):
+        measure(numbers, rising, k, sizes)
+        unary, escapes = numbers.size + sizes[0], sizes[1]
+        escape_bits = _length(sizes[2] - ESCAPE) if escapes else 0
+        total = unary + numbers.size * k + escapes * escape_bits
+        if least < 0 or total < least:
+            least = total
+            fields[0], fields[1], fields[2], fields[3] = k, unary, escapes, escape_bits
+
+
+@numba.njit(inline="always")
+def _others(total, chosen, others):
+    """Write the items of 0..total-1 that are not in `chosen`, ascending ones."""
+    at, count = 0, 0
+    for i in range(total):
+        if at < chosen.size and chosen[at] == i:
+            at += 1
+        else:
+            others[count] = i
+            count += 1
+
+
+@numba.njit(inline="always")
+def _fewer(total, chosen):
+    """Return the chosen items, or the other ones if those are fewer."""
+    if 2 * chosen.size <= total:
+        return chosen
+    others = np.empty(total - chosen.size, np.int32)
+    _others(total, chosen, others)
+    return others
+
+
+@_compile(OUT_WORDS(READ_INTS, READ_INTS, INT, INT))
+def encode_delta(positions, differences, total, width):
+    """Return the words of a delta's payload: `total` values of `width` bytes, of which those at the
+    ascending positions (c,) differ by the differences (c,), none of them 0, and c is not 0."""
+    changed, count = positions.size, 0
+    at_large, excess = np.empty(changed, np.int32), np.empty(changed, np.int32)
+    for i in range(changed):
+        size = abs(np.int64(differences[i]))
+        if size > 1:
+            at_large[count], excess[count] = i, size - 2
+            count += 1
+    first = _fewer(total, positions + np.int32(0))  # numba needs one type of both results
+    second, third = _fewer(changed, at_large[:count]), excess[:count]
+    fields = np.empty((3, 4), np.int64)
+    _choose(first, 1, fields[0])
+    _choose(second, 1, fields[1])
+    _choose(third, 0, fields[2])
+    header, end = np.zeros(64, np.uint8), 4
+    header[0], header[1], header[2], header[3] = MAGIC, VERSION, DELTA, width
+    for i in range(15):
+        field = total if i == 0 else changed if i == 1 else count if i == 2 else 0
+        if i > 2:
+            field = fields[(i - 3) // 4, (i - 3) % 4]
+        while field > 127:
+            header[end] = field & 127 | 128
+            field >>= 7
+            end += 1
+        header[end] = field
+        end += 1
+    sizes = first.size, second.size, third.size
+    signs = 64 * ((end + 7) // 8)
+    bits = signs + changed
+    for i in range(3):
+        bits += fields[i, 1] + sizes[i] * fields[i, 0] + fields[i, 2] * fields[i, 3]
+    words = np.zeros((bits + 63) // 64, np.uint64)
+    for i in range(end):
+        words[i >> 3] |= np.uint64(header[i]) << np.uint64(8 * (i & 7))
+    for i in range(changed):
+        at = signs + i
+        words[at >> 6] |= np.uint64(differences[i] < 0) << np.uint64(at & 63)
+    at = signs + changed
+    for i in range(3):
+        numbers = first if i == 0 else second if i == 1 else third
+        k, unary, escapes, escape_bits = fields[i]
+        after = at + unary, at + unary + numbers.size * k
+        write(numbers, np.int64(i < 2), k, escape_bits, words, at, *after)
+        at = after[1] + escapes * escape_bits
+    return words
+
+
+@_compile(INT(WORDS, READ_LONGS, INTS, INTS))
+def decode_delta(words, layout, positions, differences):
+    """Write the positions (c,) and differences (c,) of a delta's payload. `layout` (29,) is the
+    values' count and bits, c, how many differences are large, the offset of the signs, and for each
+    of the three streams its count, k, unary bits, escapes, bits of an escape, and its three
+    offsets. Return 0, or 1 plus the number of a stream that contradicts the layout."""
+    values, bits, changed, large, signs = layout[:5]
+    at_large, excess = np.empty(large, np.int32), np.empty(large, np.int32)
+    for i in range(3):
+        count, k, unary_bits, escapes, escape_bits, unary, remainders, at = layout[
+            5 + 8 * i : 13 + 8 * i
+        ]
+        numbers = positions if i == 0 else at_large if i == 1 else excess
+        total = values if i == 0 else changed
+        most = total - 1 if i < 2 else (np.int64(1) << (bits - 1)) - 2
+        read_in = numbers if count == numbers.size else np.empty(count, np.int32)
+        if not read(
+            *(words, unary, unary_bits, remainders, k, at, escape_bits, escapes, most),
+            np.int64(i < 2),
+            read_in,
+        ):
+            return i + 1
+        if count < numbers.size:
+            _others(total, read_in, numbers)
+    for i in range(changed):
+        at = signs + i
+        negative = np.int64(words[at >> 6] >> np.uint64(at & 63) & ONE)
+        differences[i] = 1 - 2 * negative
+    for i in range(large):
+        differences[at_large[i]] *= excess[i] + 2
+    return 0
+
+
 @_compile(
     types.void(_array(types.uint16), READ_INTS, READ_INTS, INT),
+    types.void(_array(types.uint16), READ_INTS, SHORTS, INT),
+    types.void(_array(types.uint16), READ_LONGS, SHORTS, INT),
     types.void(_array(types.uint32), READ_INTS, READ_INTS, INT),
+    types.void(_array(types.uint32), READ_LONGS, READ_INTS, INT),
 )
-def add(values, positions, differences, count):
-    """Move the first `count` values at `positions` by their differences, in place."""
+def add(values, positions, differences, sign):
+    """Move the values at `positions` by their differences times `sign`, 1 or -1, in place."""
     bits = _bits(values)
-    for i in range(count):
-        values[positions[i]] = _moved(values[positions[i]], np.int64(differences[i]), bits)
+    for i in range(positions.size):
+        at = positions[i]
+        values[at] = _moved(values[at], sign * np.int64(differences[i]), bits)

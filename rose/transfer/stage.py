@@ -1,25 +1,26 @@
 """Bring live weights from one version to another: stage while they are in use, flip while they are
 not.
 
-Staging reads the live weights and never writes them. For each block it computes the new values from
-the route's payloads and keeps the changes: indices and values if few change, else the whole block.
-1. If the live block's hash is known, only its changing values are read, and an unchanged block is
-   not read at all. The hash is known from an earlier comparison (`known_digest`) or from a GPU,
-   which hashes its own blocks (rose/transfer/digests.py).
-2. Otherwise the live block is read, the payloads are applied to the copy, and the hash of the
-   result is compared with the manifest's.
+Staging never writes the live weights. For each block it decodes the route's payload and keeps the
+changes: indices and differences if few values change, else the whole new block.
+1. If the route is one edge, the live blocks are hashed where they are (rose/transfer/digests.py),
+   or their hashes are known from an earlier comparison (`known_digest`). Then no live value is
+   read: the differences lead from a block with the edge's old hash to one with its new hash.
+2. Otherwise, or if many values change, the live block is read, the payloads are applied to the
+   copy, and the hash of the result is compared with the manifest's.
 
 A failure during staging leaves the old version as it was. `Staged.flip` only writes, and restores
-the old values if it fails. `Staged.check` reads back what was written and compares it, while the
-weights are in use: single values, or, if a GPU hashes, whole changed blocks.
+the old values if it fails. `Staged.check` hashes blocks while the weights are in use: on a GPU all
+that changed, on a CPU those that were compared when they were staged, and all whole ones.
 
-Host memory: three blocks per thread, 8 bytes per changed bfloat16 value (2 once the others are on
-the device), and whole blocks of at most `dense_bytes`; `flip` computes further blocks again. Device
+Host memory: three blocks per thread, 6 bytes per changed bfloat16 value (none once they are on the
+device), and whole blocks of at most `dense_bytes`; `flip` computes further blocks again. Device
 memory: see rose/transfer/changes.py, and one block while it is read or written.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +34,7 @@ import xxhash
 from rose.transfer import codec
 from rose.transfer.base import Base
 from rose.transfer.blocks import Rectangle, Tensor, rectangles, size
-from rose.transfer.changes import Changes, budget, values_per_thread
+from rose.transfer.changes import Changes, budget
 from rose.transfer.digests import digests, hashes_on_device
 from rose.transfer.edge import Edge
 from rose.transfer.errors import Corrupted, TransferError
@@ -44,9 +45,8 @@ from rose.transfer.store import WIDTHS, Plan
 BATCH_BYTES = 32 * 2**20
 BATCH_BLOCKS = 256
 # Share of changed values from which a block is kept whole. A bfloat16 value that is kept alone
-# takes 8 bytes on the host and 6 on the device, in a whole block 2.
+# takes 6 bytes, in a whole block 2.
 DENSE = 1 / 4
-NOTHING = np.empty(0, np.uint16)
 
 
 class WrongBase(TransferError):
@@ -57,12 +57,11 @@ class _Change(NamedTuple):
     """The change of a block."""
 
     block: int
-    positions: np.ndarray  # (c,) int32, the positions that change
-    old: np.ndarray  # (c,) old patterns
-    new: np.ndarray  # (c,) new patterns
-    whole: np.ndarray | None  # (n,) all new patterns, if they were computed
-    values: int  # n
-    wanted: np.ndarray  # (16,) uint8, the block's hash after the change
+    changed: int  # changed values
+    # The positions and differences of the changed values, or all new patterns (n,) if many change.
+    moves: tuple[np.ndarray, np.ndarray] | None
+    whole: np.ndarray | None
+    wanted: bytes  # the block's hash after the change
     nbytes: int  # bytes of payloads read
 
 
@@ -76,9 +75,7 @@ class Staged:
         self.changes = Changes(live, threads)
         self._dense: dict[int, torch.Tensor] = {}  # new patterns of whole blocks
         self._late: list[int] = []  # blocks beyond `dense_bytes`, which the flip computes again
-        # Hashes after the flip, of dense and late blocks, and of blocks with single changed values.
-        self._hashes: dict[int, np.ndarray] = {}
-        self._sparse_hashes: dict[int, np.ndarray] = {}
+        self._hashes: dict[int, bytes] = {}  # hashes after the flip, of the blocks to be checked
         self._lock = threading.Lock()
         self.digests: dict[int, bytes] = {}  # the route's xxh3-128 of each block after the flip
         self.changed = 0  # changed values
@@ -87,23 +84,23 @@ class Staged:
         self.mirrored = 0  # edges read from a mirror
         self.dense_bytes = 0
 
-    def _keep(self, change: _Change, dense_bytes: int) -> None:
-        count = len(change.positions)
+    def _keep(self, change: _Change, dense_bytes: int, check: bool) -> None:
+        """Keep a change. A whole block is always checked after the flip, another one by `check`."""
         place = self._places[change.block]
-        sparse = count < DENSE * change.values
-        indices = self._live.indices(place, change.positions) if sparse and count else None
+        if change.moves is not None and change.changed:
+            positions, differences = change.moves
+            indices = self._live.indices(place, positions)
         with self._lock:
             self.nbytes += change.nbytes
-            self.digests[change.block] = change.wanted.tobytes()
-            if not count:
+            self.digests[change.block] = change.wanted
+            if not change.changed:
                 return
-            self.changed += count
-            if sparse:
-                self._sparse_hashes[change.block] = change.wanted
-                self.changes.add(place.parameter, indices, _signed(change.new), _signed(change.old))
-                return
-            self._hashes[change.block] = change.wanted
-            if self.dense_bytes + change.whole.nbytes <= dense_bytes:
+            self.changed += change.changed
+            if check or change.moves is None:
+                self._hashes[change.block] = change.wanted
+            if change.moves is not None:
+                self.changes.add(place.parameter, indices, differences)
+            elif self.dense_bytes + change.whole.nbytes <= dense_bytes:
                 self._dense[change.block] = torch.from_numpy(_signed(change.whole))
                 self.dense_bytes += change.whole.nbytes
             else:
@@ -124,7 +121,7 @@ class Staged:
         try:
             for edge in self._work.route if self._late else ():  # checked before any write
                 edge.require()
-            self.changes.put("new")
+            self.changes.put(1)
             for block, values in self._dense.items():
                 half_done = block, torch.from_numpy(_signed(self._live.read(self._places[block])))
                 self._live.write(self._places[block], values)
@@ -154,16 +151,13 @@ class Staged:
             values = torch.from_numpy(_signed(self._live.read(self._places[block])))
             self._live.write(self._places[block], self._dense[block])
             self._dense[block].copy_(values)
-        self.changes.put("old")  # even for values that were not written yet
+        self.changes.put(-1)
 
     def check(self) -> None:
-        """Read back what the flip wrote. Raises `Corrupted` if it differs."""
-        with self._live.side_stream():
-            self.changes.check()
-        hashes = self._hashes | (self._sparse_hashes if hashes_on_device(self._live) else {})
-        places = {block: self._places[block] for block in hashes}
+        """Hash what the flip wrote. Raises `Corrupted` if a hash is wrong."""
+        places = {block: self._places[block] for block in self._hashes}
         for block, found in digests(self._live, places, self._threads).items():
-            if found != (wanted := hashes[block].tobytes()):
+            if found != (wanted := self._hashes[block]):
                 raise Corrupted(
                     f"live parameter {self._places[block].parameter}, block {block}: xxh3-128 "
                     f"{found.hex()} after the flip, expected {wanted.hex()}; the weights are a "
@@ -194,17 +188,20 @@ def stage(
     the block must be compared now. `tick` is called repeatedly and may raise to cancel the staging.
     Raises `WrongBase`, and `Missing` or `Corrupted` with the failed edge in the attribute `edge`.
     """
-    if from_live and len(route) == 1 and hashes_on_device(live):
-        known_digest = _or_from_device(known_digest, live, places, threads, tick)
-    at_a_time = values_per_thread(budget(live, device_bytes), threads)
-    work = _Work(live, plan, places, route, from_live, known_digest, at_a_time)
+    due = {block for block in places if known_digest(block) is None}
+    known = known_digest
+    if from_live and len(route) == 1:
+        compared = digests(live, {block: places[block] for block in due}, threads, tick)
+        known = lambda block: compared.get(block) or known_digest(block)  # noqa: E731
+    work = _Work(live, plan, places, route, from_live, known)
     staged = Staged(live, places, threads, work)
+    on_device = hashes_on_device(live)
 
     def run(batch: list[int]) -> None:
         tick()
         with live.side_stream():
             for change in work.changes(batch):
-                staged._keep(change, dense_bytes)
+                staged._keep(change, dense_bytes, on_device or change.block in due)
 
     with ThreadPoolExecutor(threads, "stage") as pool:
         futures = [pool.submit(run, batch) for batch in _batches(plan, places)]
@@ -218,19 +215,6 @@ def stage(
     return staged
 
 
-def _or_from_device(
-    known_digest: Callable[[int], bytes | None],
-    live: Live,
-    places: Mapping[int, Place],
-    threads: int,
-    tick: Callable[[], None],
-) -> Callable[[int], bytes | None]:
-    """Return `known_digest` completed by the device's digests of the blocks that it lacks."""
-    unknown = {block: place for block, place in places.items() if known_digest(block) is None}
-    found = digests(live, unknown, threads, tick)
-    return lambda block: found.get(block) or known_digest(block)
-
-
 @dataclass(frozen=True)
 class _Work:
     live: Live
@@ -239,7 +223,6 @@ class _Work:
     route: list[Edge]
     from_live: bool
     known_digest: Callable[[int], bytes | None]
-    at_a_time: int  # values that a thread may process on the device
 
     def changes(self, batch: list[int], verify: bool = True) -> Iterator[_Change]:
         """Yield the changes block by block, because a whole batch takes 64 MiB per thread. Without
@@ -257,33 +240,26 @@ class _Work:
             yield sparse or self._whole_change(block, steps, verify)
 
     def _sparse_change(self, block: int, steps: list[tuple]) -> _Change | None:
-        """Read only the changing values of a block. Return None unless the route is one edge, the
-        block's known hash is that of the edge's base, and few values change."""
+        """Decode the change of a block without its values. Return None unless the route is one
+        edge, the block's known hash is that of the edge's base, and few values change."""
         if len(steps) != 1:
             return None
         edge, entry, payload = steps[0]
-        place = self.places[block]
+        place, values = self.places[block], self.places[block].size
         width = self.live.matrices[place.parameter].element_size()
         try:
-            if self.known_digest(block) != entry["old"].tobytes():
+            if self.known_digest(block) != entry.old:
                 return None
-            info = codec.info(payload)
-            if (
-                not info.needs_base
-                or (info.values, info.width) != (place.size, width)
-                or info.changed >= DENSE * info.values
-            ):
-                return None
-            at, differences = codec.changes(payload)
+            moves = codec.changes(payload, width, values, math.ceil(DENSE * values) - 1)
         except ValueError as error:
             raise _damaged(edge, block, str(error)) from None
-        old = self.live.read_at(place, at, self.at_a_time) if len(at) else NOTHING
-        new = codec.moved(old, differences)
-        return _Change(block, at, old, new, None, info.values, entry["new"], len(payload))
+        if moves is None:
+            return None
+        return _Change(block, len(moves[0]), moves, None, entry.new, len(payload))
 
     def _whole_change(self, block: int, steps: list[tuple], verify: bool) -> _Change:
         nbytes = sum(len(payload) for _, _, payload in steps)
-        old = self.live.read(self.places[block])
+        old = self.live.view(self.places[block])
         new, base = old.copy(), self.from_live
         for edge, _, payload in steps:
             try:
@@ -293,24 +269,26 @@ class _Work:
             except ValueError as error:
                 raise _damaged(edge, block, str(error)) from None
             base = True
-        wanted = steps[-1][1]["new"]
+        wanted = steps[-1][1].new
         if not verify:
-            return _Change(block, NOTHING, NOTHING, NOTHING, new, len(new), wanted, nbytes)
-        if (_hash(new) != wanted).any():
+            return _Change(block, len(new), None, new, wanted, nbytes)
+        if _hash(new) != wanted:
             raise self._mismatch(block, steps, old, new)
-        where = np.flatnonzero(old != new).astype(np.int32)
-        return _Change(block, where, old[where], new[where], new, len(new), wanted, nbytes)
+        changed = int(np.count_nonzero(old != new))
+        if changed >= DENSE * len(new):
+            return _Change(block, changed, None, new, wanted, nbytes)
+        return _Change(block, changed, codec.differences(new, old), None, wanted, nbytes)
 
     def _mismatch(self, block: int, steps: list[tuple], old: np.ndarray, new: np.ndarray):
         needs_base = all(codec.info(payload).needs_base for _, _, payload in steps)
-        if needs_base and (_hash(old) != steps[0][1]["old"]).any():
+        if needs_base and _hash(old) != steps[0][1].old:
             name = self.plan.tensors[self.plan.blocks[block].tensor].name
             return WrongBase(
                 f"{steps[0][0].name} builds on other weights than the live ones: block {block} of "
-                f"{name} has xxh3-128 {_hex(_hash(old))}, expected {_hex(steps[0][1]['old'])}"
+                f"{name} has xxh3-128 {_hash(old).hex()}, expected {steps[0][1].old.hex()}"
             )
         edge, entry, _ = steps[-1]
-        text = f"its xxh3-128 is {_hex(_hash(new))}, the table says {_hex(entry['new'])}"
+        text = f"its xxh3-128 is {_hash(new).hex()}, the table says {entry.new.hex()}"
         return _damaged(edge, block, text)
 
 
@@ -410,10 +388,6 @@ def _signed(values: np.ndarray) -> np.ndarray:
     return values.view(np.int16 if values.itemsize == 2 else np.int32)
 
 
-def _hash(values: np.ndarray) -> np.ndarray:
-    """Return the xxh3-128 of the patterns' little-endian bytes as (16,) uint8."""
-    return np.frombuffer(xxhash.xxh3_128_digest(values.data.cast("B")), np.uint8)
-
-
-def _hex(digest: np.ndarray) -> str:
-    return digest.tobytes().hex()
+def _hash(values: np.ndarray) -> bytes:
+    """Return the xxh3-128 of the patterns' little-endian bytes."""
+    return xxhash.xxh3_128_digest(values.data.cast("B"))

@@ -36,6 +36,7 @@ from rose.transfer.errors import Corrupted, TransferError
 FORMAT = 3
 INITIAL = -1  # the version of the model folder's own weights
 FULL = None  # the base of an edge that needs none
+WRITE_BYTES = 2**24  # least bytes of payloads that are given to HDF5 at once
 MANIFEST = "manifest.json"
 PLAN = "plan.json"
 Step = tuple[int, int | None]  # an edge: its version and base
@@ -205,7 +206,7 @@ class EdgeWriter:
                 file.attrs.update(self._attributes)
                 data, at = file.create_dataset("data", (self.nbytes,), np.uint8), 0
                 while self._payloads:
-                    payload = self._payloads.popleft()
+                    payload = self._some_payloads()
                     data[at : at + payload.size] = payload
                     at += payload.size
                 file.create_dataset("blocks", data=np.array(self._entries, dtype=ENTRY))
@@ -213,6 +214,16 @@ class EdgeWriter:
             # 3.13 complains on standard error if a sink is collected before its export.
             self._image = memoryview(sink.getvalue())
         return self._image
+
+    def _some_payloads(self) -> np.ndarray:
+        """Remove the next payloads and return their bytes in a row, since each call of HDF5 takes
+        as long as a copy of 100 KB."""
+        some: list[np.ndarray] = []
+        nbytes = 0
+        while self._payloads and nbytes < WRITE_BYTES:
+            some.append(self._payloads.popleft())
+            nbytes += some[-1].size
+        return np.concatenate(some) if len(some) > 1 else some[0]
 
     def finish(self) -> Path:
         """Write the file and sync it to the disk. Raises `TransferError`, after which no unfinished

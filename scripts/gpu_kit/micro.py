@@ -2,11 +2,9 @@
 
     python scripts/gpu_kit/micro.py > micro.csv        # lines: part,figure,value,unit
 
-Three parts, each reported as "ran,0" when it fails:
+Two parts, each reported as "ran,0" when it fails:
 
 pages   microseconds to map and to release one page of the pool that lends KV memory.
-delta   GB/s of comparing and compacting weights on the device (ondevice_delta.py), whether the
-        result is exact, and the time of a flip.
 online  step time of an online engine S beside a rollout engine R in another process. S is a CUDA
         graph of 28 layers of the decode products of a 7B model. R does nothing; or runs steps of
         512 tokens; or runs them with a stop between layers, where its stream waits on the device
@@ -176,40 +174,10 @@ def pages(torch) -> None:
             )
 
 
-def delta(torch) -> None:
-    from ondevice_delta import apply_, changes
-
-    count = 2**30
-    held = torch.randn(count, device="cuda").mul_(0.02).bfloat16()
-    master = held.float()
-    master[torch.rand(count, device="cuda") < 0.01] *= 1.125
-    new, bits = master.bfloat16(), held.view(torch.int16)
-    for _ in range(3):  # kernels are compiled in the first pass; the last one counts
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        at, by = changes(master, bits)
-        torch.cuda.synchronize()
-        took = time.perf_counter() - began
-    report("delta", "compare and compact, of bfloat16", 2 * count / took / 1e9, "GB/s")
-    host = torch.empty(at.numel(), dtype=torch.int32, pin_memory=True)
-    began = time.perf_counter()
-    host.copy_(at)
-    rate = 4 * at.numel() / (time.perf_counter() - began) / 1e9
-    report("delta", "positions to the host", rate, "GB/s")
-    apply_(bits, at, by)
-    report("delta", "exact", float(torch.equal(bits, new.view(torch.int16))))
-    for sign in (-1, 1):  # reverted and applied again, with compiled kernels
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        apply_(bits, at, by, sign)
-        torch.cuda.synchronize()
-        report("delta", "flip of 10 million values", 1e3 * (time.perf_counter() - began), "ms")
-
-
 def main() -> None:
     import torch
 
-    for part in (pages, delta, online):
+    for part in (pages, online):
         try:
             part(torch)
         except Exception:

@@ -4,6 +4,7 @@ import pytest
 
 from tests.gpu import (
     coserving,
+    delta,
     digests,
     drafts,
     engine,
@@ -24,6 +25,7 @@ ALL = (
     *experts.CHECKS,
     *fused.CHECKS,
     *digests.CHECKS,
+    *delta.CHECKS,
     *engine.CHECKS,
     *lora.CHECKS,
     *drafts.CHECKS,

@@ -477,6 +477,16 @@ def test_offloading_moves_states_to_the_host(make_config):
     assert estimate.host["last published version"] == pytest.approx(2 * p / 8 / GIB)
 
 
+def test_a_copy_of_the_last_version_is_kept_only_where_updates_are_not_compared(make_config):
+    for more, item, nbytes in (
+        ((), "changes to publish", 0.15 * 6),
+        (("model.dtype=float32",), "last published version", 2),
+    ):
+        c = make_config(*QWEN3_8B, *more)
+        share = c.model.shape.parameters / 8 / GIB
+        assert memory.trainer(c, c.model.shape).host == {item: pytest.approx(nbytes * share)}
+
+
 def test_below_stage_3_master_weights_are_page_locked_too(make_config):
     alone = ("trainer.ranks=1", "cluster.gpus=9", "trainer.offload_optimizer=true")
     c = make_config(*QWEN3_8B, *alone, "trainer.zero_stage=2")

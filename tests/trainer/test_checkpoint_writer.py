@@ -121,6 +121,7 @@ def test_a_cpu_is_given_back_when_the_copies_are_written_and_not_with_them(tmp_p
     """To who looks for a process's tensors the writer's copies look like the trainer's states."""
     trainer = object.__new__(Trainer)
     trainer.device, trainer.recorder = torch.device("cpu"), NullRecorder()
+    trainer._publisher = None
     trainer.engine = engine = object.__new__(DeepSpeedEngine)
     engine.settings, engine.writer = SimpleNamespace(zero_stage=0), CheckpointWriter(0)
     wait = engine.writer.wait

@@ -580,6 +580,16 @@ def watched(trainer, folder: Path, rank: int, beat_s: float):
     return Watch(beat_s, trainer.progress, report)
 
 
+def publish_beside(trainer, store: Path, cuts):
+    """A publisher of the same weights that keeps a copy of the last version."""
+    publisher = trainer._publisher
+    with mock.patch.object(type(trainer.config), "compares_updates", False):
+        trainer.open_store(store, cuts)
+    trainer._publisher, publisher = publisher, trainer._publisher
+    assert publisher._updates is None
+    return publisher
+
+
 def save(trainer, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     trainer.save(folder)
@@ -591,7 +601,8 @@ def main(job: dict, rank: int) -> None:
     """Each action of the job in turn: ["train", seed, limit, updates, reward_scale, version to
     publish or nothing], ["split", seed, limit]: the same with each trajectory in two branches,
     ["forked", seed, limit]: the same with those of `make_forked`, what they share trained once,
-    ["publish", version], ["save", folder], ["load", folder], ["states", file], ["turn"]: the device
+    ["publish", version], ["publish", version, "away"]: old versions are tidied while the device is
+    given back, ["save", folder], ["load", folder], ["states", file], ["turn"]: the device
     is given back and taken again, ["watch", beat_s]: as in a run, ["stop", rank]: that one stops in
     the next step. ["checkpointing", whether layers are computed again in the backward pass].
     ["rounds", algorithm, args, arguments of `stream_rounds` before `ranks`, limit,
@@ -621,10 +632,15 @@ def main(job: dict, rank: int) -> None:
     place, model = local_place(job["port"]), folder / "model"
     trainer = Trainer(settings(job), rank, job["ranks"], place, model, NullRecorder())
     shape = read_shape(folder / "model")
-    trainer.open_store(
-        folder / job["name"], lambda name, extent: layout.cuts(name, extent, shape, [1, 2])
-    )
+    degrees = job.get("degrees", [1, 2])
+
+    def cuts(name: str, extent: tuple[int, ...]):
+        return layout.cuts(name, extent, shape, degrees)
+
+    trainer.open_store(folder / job["name"], cuts)
+    beside = publish_beside(trainer, folder / "copied", cuts) if job.get("beside") else None
     report: dict = {
+        "compares": trainer._updates is not None,
         "parameters": trainer.engine.parameters,
         "models": len(trainer.engine.models()),
         "metrics": [],
@@ -693,8 +709,17 @@ def main(job: dict, rank: int) -> None:
                 ),
             )
         elif action == "publish":
-            trainer.publish(args[0])
+            version, *away = args
+            trainer.publish(version)
+            if away:
+                trainer.share_device(folder)
+                trainer.give_device_back()
             trainer.tidy()
+            if away:
+                trainer.take_device()
+            if beside is not None:
+                beside.publish(version)
+                beside.tidy()
         elif action == "watch":
             watch = watched(trainer, folder, rank, args[0]).step
         elif action == "stop":

@@ -46,8 +46,8 @@ def test_a_base_is_known_by_its_bits_in_the_engines_dtype():
 
 
 def test_a_comparison_ends_once_nobody_wants_it_or_its_time_is_up(monkeypatch):
-    base, read, reads = measured(BELOW), Live.read, []
-    monkeypatch.setattr(Live, "read", lambda *args: reads.append(args) or read(*args))
+    base, view, reads = measured(BELOW), Live.view, []
+    monkeypatch.setattr(Live, "view", lambda *args: reads.append(args) or view(*args))
     compared(base, BELOW)
     assert len(reads) == len(base.blocks) > 3
     reads.clear()

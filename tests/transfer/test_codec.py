@@ -178,7 +178,7 @@ def test_an_unchanged_block_is_one_word():
 def test_differences_count_floats_in_between_also_across_zero():
     old = np.array([0x8000, 0x0000, 0x8001, 0x3F80, 0xBF80] + [7] * 100, np.uint16)
     new = np.array([0x0000, 0x8001, 0x0001, 0x3F81, 0xBF81] + [7] * 100, np.uint16)
-    positions, differences = changes(encode(new, old))
+    positions, differences = changes(encode(new, old), 2, new.size, 5)
     assert positions.tolist() == [0, 1, 2, 3, 4] and differences.tolist() == [1, -2, 3, 1, -1]
 
 
@@ -244,8 +244,10 @@ def test_what_does_not_fit_is_refused_by_name():
                     use(payload, values)
     with pytest.raises(ValueError, match="not of the same block"):
         compose(delta, encode(old[:50], None))
-    with pytest.raises(ValueError, match="kind raw has no differences"):
-        changes(full)
+    assert changes(full, 2, 100, 100) is None
+    found = info(delta).changed
+    assert changes(delta, 2, 100, found) and changes(delta, 2, 100, found - 1) is None
+    assert changes(delta, 4, 100, found) is None and changes(delta, 2, 99, found) is None
 
 
 def payloads_of_every_kind(dtype) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -283,7 +285,7 @@ def try_payload(payload: np.ndarray, old: np.ndarray) -> bool:
     decoded = decode(payload, old)
     assert np.array_equal(decoded, values)
     if info(payload).needs_base:
-        positions, _ = changes(payload)
+        positions, _ = changes(payload, old.itemsize, old.size, old.size)
         assert (np.diff(positions, prepend=-1, append=old.size) > 0).all()
     return True
 

@@ -21,13 +21,28 @@ COMPILES = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from rose.transfer import xxh3_triton
+from rose.transfer import delta_triton, xxh3_triton
 
-types = {"blocks": "*i64", "table": "*u64", "lanes_out": "*u64"}
+held = {"master": "*fp32", "held": "*i16", "n": "i64"}
+move = {"indices": "*i32", "count": "i32", "sign": "i32", "LOW": "constexpr"}
+KERNELS = (
+    (xxh3_triton._accumulate, {"blocks": "*i64", "table": "*u64", "lanes_out": "*u64"}, {}, 1),
+    (delta_triton._compare, held | {"counts": "*i32"}, {}, 4),
+    (
+        delta_triton._compact,
+        held | {"ends": "*i64", "positions": "*i32", "differences": "*i16", "first": "i32", "before": "i64"},
+        {},
+        4,
+    ),
+    (delta_triton._move, move | {"live": "*i16", "differences": "*i16"}, {"LOW": 0x7FFF}, 4),
+    (delta_triton._move, move | {"live": "*i32", "differences": "*i32"}, {"LOW": 0x7FFFFFFF}, 4),
+)
 for capability in (80, 90, 100):
-    source = ASTSource(fn=xxh3_triton._accumulate, signature=types, constexprs={})
-    target = GPUTarget("cuda", capability, 32)
-    print(capability, len(triton.compile(source, target=target, options={"num_warps": 1}).asm["cubin"]))
+    for kernel, types, constants, warps in KERNELS:
+        types = {name: types[name] for name in kernel.arg_names}
+        source = ASTSource(fn=kernel, signature=types, constexprs={(kernel.arg_names.index(n),): v for n, v in constants.items()})
+        target = GPUTarget("cuda", capability, 32)
+        print(capability, len(triton.compile(source, target=target, options={"num_warps": warps}).asm["cubin"]))
 """
 
 

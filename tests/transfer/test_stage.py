@@ -116,8 +116,9 @@ def test_a_flip_that_breaks_off_among_sparse_values_is_taken_back(two):
     store, zero, one = two
     live = copy(zero)
     made = staged(store, [(1, 0)], Live(live))
-    largest = max(made.changes.pieces, key=lambda piece: len(piece.new))
-    largest.new = largest.new[:-1]  # fewer values than places: torch refuses
+    largest = max(made.changes.pieces, key=lambda piece: piece.count)
+    indices, differences = largest.parts[-1]
+    largest.parts[-1] = indices, differences[:-1]  # fewer differences than places
     with pytest.raises(TransferError, match="was undone"):
         made.flip()
     assert same(live, zero)
@@ -134,23 +135,18 @@ def test_a_flip_that_can_t_be_taken_back_says_that_the_weights_are_a_mixture(two
 
 
 def test_the_check_names_a_parameter_that_is_not_what_it_should_be(two):
-    store, zero, one = two
-    live = copy(zero)
-    made = staged(store, [(1, 0)], Live(live))
-    made.flip()
-    live["layer.weight"] += 1
-    with pytest.raises(TransferError, match=r"live parameter layer.weight: \d+ of \d+ values are"):
-        made.check()
-    live = zeros()
-    made = staged(store, [(0, FULL)], Live(live))
-    made.flip()
-    live["layer.weight"] += 1
-    with pytest.raises(
-        TransferError,
-        match=r"live parameter layer.weight, block \d+: xxh3-128 [0-9a-f]{32} after the flip, "
-        r"expected [0-9a-f]{32}",
-    ):
-        made.check()
+    store, zero, _ = two
+    for before, route in ((zero, [(1, 0)]), (zeros(), [(0, FULL)])):
+        live = copy(before)
+        made = staged(store, route, Live(live))
+        made.flip()
+        live["layer.weight"] += 1
+        with pytest.raises(
+            TransferError,
+            match=r"live parameter layer.weight, block \d+: xxh3-128 [0-9a-f]{32} after the flip, "
+            r"expected [0-9a-f]{32}",
+        ):
+            made.check()
 
 
 # --------------------------------------------------------------------------- memory of the device
@@ -209,13 +205,12 @@ def test_the_device_gives_no_more_than_its_budget(tmp_path, room, share, dtype):
         made.flip()
         assert same(live, one)
         made.check()
-        made.changes.put("old")
+        made.changes.put(-1)
         assert same(live, zero)
-    assert (
-        peak.most <= max(room, changes.VALUE_BYTES) + 16
-    )  # sums of what differs are single numbers
-    assert made.changes.device_bytes <= max(room, changes.VALUE_BYTES)
-    resident = sum(piece.resident for piece in made.changes.pieces)
+    least = changes.VALUE_BYTES + 2 * changes.ALIGNMENT  # bytes for one value
+    assert peak.most <= max(room, least)
+    assert made.changes.device_bytes <= max(room, least)
+    resident = sum(piece.resident is not None for piece in made.changes.pieces)
     assert resident == (len(made.changes.pieces) if room == 10**6 else 0 if room == 1 else resident)
     made.release()
     assert made.changes.device_bytes == 0 and not made.changes.pieces
@@ -226,9 +221,9 @@ def added_again(made) -> dict:
     eyes of `Peak`."""
     added = {}
     for piece in made.changes.pieces:
-        added.setdefault(piece.parameter, []).append(
-            tuple(part.clone().numpy() for part in (piece.indices, piece.new, piece.old))
-        )
+        resident = [] if piece.resident is None else [piece.resident]
+        parts = piece.parts or [tuple(array.numpy().copy() for array in part) for part in resident]
+        added.setdefault(piece.parameter, []).extend(parts)
     return added
 
 
@@ -239,14 +234,14 @@ def test_a_device_that_has_less_than_it_said_gives_smaller_pieces(tmp_path, monk
     def scarce(size, **options):
         if options.get("device") is not None:
             asked.append(size)
-            if size > 3500:
+            if size > 3600:
                 raise torch.OutOfMemoryError("CUDA out of memory")
         return empty(size, **options)
 
     monkeypatch.setattr(changes, "MIN_BYTES", 4000)
     monkeypatch.setattr(torch, "empty", scarce)
     made = staged(store, [(1, 0)], Live(live), device_bytes=10**6)
-    assert max(asked) > 3500 and made.changes.device_bytes <= 4000
+    assert max(asked) > 3600 and made.changes.device_bytes <= 4000
     made.flip()
     made.check()
     assert same(live, one)

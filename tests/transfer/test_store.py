@@ -348,8 +348,8 @@ def test_the_edge_from_the_model_folder_says_of_every_block_the_same_as_all_diff
             made, payload = one.payloads(block.owner, [number])[number]
             assert np.array_equal(codec.decode(payload, start), values)
             assert np.array_equal(values, world.read_of(weights[version], block))
-            assert made["old"].tobytes() == xxhash.xxh3_128_digest(start)
-            assert made["new"].tobytes() == xxhash.xxh3_128_digest(values)
+            assert made.old == xxhash.xxh3_128_digest(start)
+            assert made.new == xxhash.xxh3_128_digest(values)
 
 
 def raises(error):

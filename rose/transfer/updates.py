@@ -1,0 +1,163 @@
+"""Find what an update of the weights changes, where they are, without a copy of the old ones.
+
+Between an optimizer's step and the copy of its float32 values into the bfloat16 ones, a trainer
+rank has both. `Comparison.compare` finds the values that differ. On a GPU two kernels compare and
+compact them (rose/transfer/delta_triton.py), and only positions and differences, 6 bytes a change,
+go to the host, through page-locked memory on a stream of their own. On a CPU the codec's own loop
+compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rose.transfer import codec
+
+Moves = tuple[np.ndarray, np.ndarray]  # ascending positions (c,) int32, differences (c,) int16
+
+# Changes that one window has on a GPU at most, unless one tile of the kernel has more, and the
+# values that it has on a CPU. A window on the device takes 24 MiB.
+WINDOW = 2**22
+# Windows that wait on the device for their copy to the host. They bound the memory there.
+WAITING = 4
+# Values from the first to the last one of a window at most, so that their positions are int32.
+SPAN = 2**30
+LARGEST = 2**31 - 1  # largest int32
+
+
+class _Window(NamedTuple):
+    base: int  # the group's value from which the positions count
+    moves: Moves
+
+
+class Comparison:
+    """The changes of all groups of values since `clear`. A group is a flat partition: (n,) float32
+    and (n,) bfloat16, both on `device`. `threads` compare on a CPU."""
+
+    def __init__(self, device: torch.device, threads: int):
+        self._device, self._threads = device, threads
+        self._stream: torch.cuda.Stream | None = None
+        self._copier = ThreadPoolExecutor(1, "changes")
+        self._bounce: list[Tensor] = []
+        # For each group, the windows of each comparison.
+        self._found: dict[int, list[list[Future[_Window]]]] = {}
+
+    def clear(self) -> None:
+        """Forget all changes."""
+        self._found = {}
+
+    def compare(self, group: int, master: Tensor, held: Tensor) -> None:
+        """Add the changes from `held` to `master`, rounded to bfloat16. On a GPU, `held` may be
+        written by later work of the current stream, and the changes arrive in the background."""
+        on_gpu = self._device.type == "cuda"
+        windows = self._on_device if on_gpu else self._on_host
+        found = windows(master.detach(), held.detach().view(torch.int16))
+        self._found.setdefault(group, []).append(found)
+
+    def changes(self, group: int, begin: int, end: int) -> Moves:
+        """Return the changes of a group's values from `begin` to `end`, with positions counted from
+        `begin`. Waits for what is still on its way from the device. Thread-safe."""
+        found = [self._between(windows, begin, end) for windows in self._found.get(group, [])]
+        if len(found) == 1:
+            return found[0]
+        positions, differences = _joined(found)
+        return codec.summed(positions, differences, 2)
+
+    def _between(self, windows: Sequence[Future[_Window]], begin: int, end: int) -> Moves:
+        parts = []
+        for future in windows:
+            base, (positions, differences) = future.result()
+            if not len(positions) or base >= end or base + int(positions[-1]) < begin:
+                continue
+            limits = max(begin - base, 0), min(end - base, LARGEST)
+            # NumPy would convert all positions to another type of the limits at each call.
+            low, high = (int(np.searchsorted(positions, np.int32(limit))) for limit in limits)
+            if low < high:
+                offset = np.int32(base - begin)
+                parts.append((positions[low:high] + offset, differences[low:high]))
+        return parts[0] if len(parts) == 1 else _joined(parts)
+
+    def _on_host(self, master: Tensor, held: Tensor) -> list[Future[_Window]]:
+        old = held.numpy().view(np.uint16)
+
+        def compared(base: int) -> _Window:
+            part = master[base : base + WINDOW].bfloat16().view(torch.int16)
+            new = part.numpy().view(np.uint16)
+            return _Window(base, codec.differences(new, old[base : base + WINDOW]))
+
+        with ThreadPoolExecutor(self._threads, "changes") as pool:
+            return [pool.submit(compared, base) for base in range(0, len(old), WINDOW)]
+
+    def _on_device(self, master: Tensor, held: Tensor) -> list[Future[_Window]]:
+        from rose.transfer import delta_triton  # Only torch for GPUs comes with Triton.
+
+        there = delta_triton.compare(master, held).cumsum(0)
+        ends = there.cpu().numpy()  # the only wait for the device
+        found: list[Future[_Window]] = []
+        for first, last in windows_of(ends, delta_triton.TILE):
+            counts = int(ends[first - 1]) if first else 0, int(ends[last - 1])
+            if len(found) >= WAITING:
+                found[-WAITING].result()
+            moves = delta_triton.compact(master, held, there, (first, last), counts)
+            ready = torch.cuda.Event()
+            ready.record()
+            base = first * delta_triton.TILE
+            found.append(self._copier.submit(self._copied, base, moves, ready))
+        return found
+
+    def _copied(self, base: int, moves: tuple[Tensor, Tensor], ready: torch.cuda.Event) -> _Window:
+        """Copy a window to the host. Runs in a thread, which must not return to device 0: torch
+        would create a CUDA context there."""
+        torch.cuda.set_device(self._device)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        count = len(moves[0])
+        if not self._bounce or len(self._bounce[0]) < count:
+            size = max(count, WINDOW)
+            self._bounce = [torch.empty(size, dtype=m.dtype, pin_memory=True) for m in moves]
+        with torch.cuda.stream(self._stream):
+            ready.wait()
+            for locked, part in zip(self._bounce, moves, strict=True):
+                locked[:count].copy_(part, non_blocking=True)
+        self._stream.synchronize()
+        positions, differences = (locked[:count].numpy().copy() for locked in self._bounce)
+        return _Window(base, (positions, differences))
+
+
+def windows_of(ends: np.ndarray, tile: int) -> list[tuple[int, int]]:
+    """Return the first and behind the last tile of each window, given the running sum (tiles,) of
+    the tiles' changes: of `WINDOW` changes and `SPAN` values at most, but one tile at least."""
+    found, first = [], 0
+    while first < len(ends):
+        before = int(ends[first - 1]) if first else 0
+        last = int(np.searchsorted(ends, before + WINDOW, side="right"))
+        last = max(first + 1, min(last, first + SPAN // tile, len(ends)))
+        found.append((first, last))
+        first = last
+    return found
+
+
+def in_band(moves: Moves, start: int, columns: int, first: int, last: int) -> Moves:
+    """Return those of the changes that are in the columns from `first` to `last` of a matrix with
+    `columns`. Their positions count from index `start` of the matrix, and those returned count the
+    values in these columns only."""
+    positions, differences = moves
+    row, column = np.divmod(positions.astype(np.int64) + start, columns)
+    inside = (column >= first) & (column < last)
+    begin, offset = divmod(start, columns)
+    before = begin * (last - first) + min(max(offset - first, 0), last - first)
+    at = row[inside] * (last - first) + (column[inside] - first - before)
+    return at.astype(np.int32), differences[inside]
+
+
+def _joined(parts: Sequence[Moves]) -> Moves:
+    if not parts:
+        return np.empty(0, np.int32), np.empty(0, np.int16)
+    positions, differences = (np.concatenate(part) for part in zip(*parts, strict=True))
+    return positions, differences
