@@ -81,9 +81,9 @@ class Branching(Section):
 
 
 class Draft(Section):
-    """Speculative decoding. group is ROSE's own method; suffix and ngram are vLLM's."""
+    """Speculative decoding. group is ROSE's own method; ngram is vLLM's."""
 
-    method: Literal["none", "group", "suffix", "ngram"]
+    method: Literal["none", "group", "ngram"]
     tokens: Count  # most tokens drafted for a request in one step
     adaptive: bool  # group only. true: as many tokens as save time, maybe none; false: all
     memory_mib: Count  # group only: memory of an engine for the texts of groups
@@ -99,7 +99,8 @@ class Rollout(Section):
     gpu_memory_utilization: Share
     prefix_caching: bool
     enforce_eager: bool
-    stream_interval: Count  # tokens between two progress reports of a running turn
+    # Tokens of a running turn after which its engine process sends them to the rank.
+    stream_interval: Count
     environment_hosts: Count
     temperature: Temperature
     top_p: Share

@@ -157,12 +157,6 @@ class RolloutWorker:
     async def start_engine(self) -> None:
         """Start an engine process, without reporting it yet. Raises `EngineError`."""
         rollout = self.config.rollout
-        if self.config.cluster.gpus and rollout.draft.method in ("group", "suffix"):
-            print(
-                f"{self.name}: rollout/draft={rollout.draft.method} takes vLLM's older model "
-                "runner (V1)",
-                flush=True,
-            )
         if self._frees_gpu:
             sleeps = {"enable_sleep_mode": True} | rollout.engine_args
             rollout = msgspec.structs.replace(rollout, engine_args=sleeps)
@@ -299,15 +293,18 @@ class RolloutWorker:
         return moved
 
     def _ready(self) -> p.WorkerReady:
+        engine = self.engine
+        assert engine is not None
         return p.WorkerReady(
             self.name,
             self.incarnation,
-            self.engine.pid,
+            engine.pid,
             self._max_sequences,
-            self.engine.kv_tokens,
-            self.engine.version,
-            self.engine.hardware,
+            engine.kv_tokens,
+            engine.version,
+            engine.hardware,
             self.config.serving.kind,
+            engine.description,
         )
 
     async def _heartbeat(self) -> None:

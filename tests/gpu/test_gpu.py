@@ -14,6 +14,7 @@ from tests.gpu import (
     lora,
     machine,
     model,
+    rate,
     trainer,
 )
 from tests.gpu.frame import Check, Report
@@ -27,6 +28,7 @@ ALL = (
     *digests.CHECKS,
     *delta.CHECKS,
     *engine.CHECKS,
+    *rate.CHECKS,
     *lora.CHECKS,
     *drafts.CHECKS,
     *coserving.CHECKS,
