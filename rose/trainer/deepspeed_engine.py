@@ -25,7 +25,7 @@ from rose import files
 from rose.comm.address import MEET_S, Place, RendezvousError
 from rose.processes import usable_threads
 from rose.trainer import kernels, mixture, sums
-from rose.trainer.batching import LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU
+from rose.trainer.batching import LOGIT_ELEMENTS_GPU, logit_elements
 from rose.trainer.checkpoint_writer import CheckpointWriter
 from rose.trainer.model import Policy, load
 from rose.trainer.prefix_tree import PrefixTree
@@ -185,7 +185,7 @@ class DeepSpeedEngine(Saving):
         self.micro_batches = 0  # micro-batches that this process has begun
         self.updates = 0  # updates since the start of the run; the learning rate depends on it
         self._learning_rate = learning_rates(trainer)
-        logits = LOGIT_ELEMENTS_GPU if device.type == "cuda" else LOGIT_ELEMENTS
+        logits = logit_elements(trainer, device.type == "cuda")
         parts = trainer.sequence_parallel
         self.shared = SequenceGroup(parts, device, trainer.step_timeout_s) if parts > 1 else None
         policy = _load_policy(trainer, folder, logits, self.shared)
@@ -368,7 +368,9 @@ class DeepSpeedEngine(Saving):
             return
         # The reference uses its own routers, and DeepSpeed makes the groups of `hpz` ranks once.
         alone = msgspec.structs.replace(self.settings, router_replay=False, hpz=None)
-        policy = _load_policy(alone, folder, self.policy.head.elements, self.shared)
+        # No more logits than an uncompiled head can compute at once.
+        logits = min(self.policy.head.elements, LOGIT_ELEMENTS_GPU)
+        policy = _load_policy(alone, folder, logits, self.shared)
         policy.hf.gradient_checkpointing_disable()  # nothing is kept for a backward pass
         if self.settings.kernels == "liger":
             kernels.use_liger(policy)
@@ -401,14 +403,11 @@ def _connect_second(device: torch.device, timeout_s: float) -> None:
 
 
 def _load_policy(
-    trainer: configuration.Trainer,
-    folder: Path | str,
-    logit_elements: int,
-    shared: SequenceGroup | None,
+    trainer: configuration.Trainer, folder: Path | str, logits: int, shared: SequenceGroup | None
 ) -> Policy:
     dtype = DTYPES[trainer.dtype]
-    args = (folder, dtype, trainer.gradient_checkpointing, logit_elements, trainer.lora, shared)
-    args += (trainer.router_replay,)
+    recomputes = trainer.gradient_checkpointing is not False
+    args = (folder, dtype, recomputes, logits, trainer.lora, shared, trainer.router_replay)
     if trainer.zero_stage != 3:
         return load(*args)
     from transformers.integrations import HfDeepSpeedConfig

@@ -11,9 +11,10 @@ adapter's reference. Two things stay outside of the compiled code:
 2. Attention over a prefix tree. Its table of blocks or stretches differs from tree to tree, and on
    GPUs it is compiled by itself.
 
-Liger has kernels for norms, rotary positions and the gated MLP's product. The head stays ours:
-Liger's product with cross entropy works in the same way, in chunks that are computed again in the
-backward pass. But it gives no entropy, for which all logits would have to be computed once more.
+Liger has kernels for norms, rotary positions and the gated MLP's product. The head is compiled in
+either case: what torch makes of it reads a logit twice for its log-probability and entropy, and
+once more to write the gradient in its place, all in bfloat16. Liger's product with cross entropy
+gives no entropy, for which all logits would have to be computed once more.
 """
 
 from __future__ import annotations
@@ -73,17 +74,21 @@ def compile_layers(policy: Policy) -> None:
     """Have `policy`'s layers and head compiled at their next call. Raises `CannotCompile` for a
     model without such layers."""
     layers = _layers(policy)
+    _compile_head(policy)
+    for layer in layers:  # not `layer.compile`, which would compile ZeRO-3's hooks, too
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+    policy.compiled = True
+    policy.hf.get_input_embeddings().register_forward_hook(_like_other_layers)
+
+
+def _compile_head(policy: Policy) -> None:
     # TORCH_COMPILE_DISABLE is set for the other processes of a run on CPUs.
     torch._dynamo.config.disable = False
     torch._dynamo.config.recompile_limit = MOST_FORMS
     # Equal lengths of one call may differ in the next.
     torch.fx.experimental._config.use_duck_shape = False
     logging.getLogger("torch._dynamo.convert_frame").addFilter(_explained)
-    for layer in layers:  # not `layer.compile`, which would compile ZeRO-3's hooks, too
-        layer.forward = torch.compile(layer.forward, dynamic=True)
     policy.head.chunk = torch.compile(policy.head.chunk, dynamic=True)
-    policy.compiled = True
-    policy.hf.get_input_embeddings().register_forward_hook(_like_other_layers)
 
 
 def _layers(policy: Policy) -> nn.ModuleList:
@@ -177,7 +182,8 @@ def _rotates_whole_heads(config: Any) -> bool:
 
 
 def use_liger(policy: Policy) -> None:
-    """Put Liger's kernels in place of the model's own, of one of `compilers.LIGER_TYPES`."""
+    """Put Liger's kernels in place of the model's own, of one of `compilers.LIGER_TYPES`, and have
+    the head compiled at its next call."""
     from liger_kernel.transformers import monkey_patch  # needs Triton
 
     config, module = policy.hf.config, sys.modules[type(policy.hf).__module__]
@@ -195,3 +201,4 @@ def use_liger(policy: Policy) -> None:
     # Liger also replaces the classes in the model's module. Its classes have no biases, so that a
     # reference, which is read after this, would lose those of the folder. Restore the classes.
     vars(module).update(classes)
+    _compile_head(policy)

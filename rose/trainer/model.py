@@ -74,7 +74,9 @@ class Head(nn.Module):
             logits = logits.div_(self.temperature)
         logp = logits.log_softmax(-1)
         # The part with a gradient comes first: recomputation for the backward pass stops after it.
-        chosen = logp.gather(1, targets[:, None]).squeeze(1)
+        # torch compiles this loss's gradient, unlike that of `gather`, into the gradient of the
+        # logits, in their memory and in one pass.
+        chosen = -F.nll_loss(logp, targets, reduction="none")
         with torch.no_grad():
             entropy = -(logp.exp() * logp).sum()
         return chosen, entropy

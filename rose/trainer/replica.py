@@ -48,7 +48,7 @@ class ReplicaEngine:
         self.policy: Policy = load(
             folder,
             getattr(torch, config.trainer.dtype),
-            config.trainer.gradient_checkpointing,
+            config.trainer.gradient_checkpointing is not False,
             LOGIT_ELEMENTS_GPU if on_gpu else LOGIT_ELEMENTS,
         )
         self.policy.head.temperature = config.rollout.temperature

@@ -116,7 +116,7 @@ class Trainer:
             ), None
         if on_cpu or self.config.deterministic:
             return "", flops(shape, flex)
-        sizes = (t.micro_batch_tokens, flex, t.gradient_checkpointing)
+        sizes = (t.micro_batch_tokens, flex, t.gradient_checkpointing is not False)
         costs = measure(shape, DTYPES[t.dtype], self.device, *sizes)
         print(
             f"trainer {self.index}: a layer takes {costs.token:.3g} s a token, {costs.causal:.3g} "
