@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from rose.processes import cores
 from rose.trainer import compilers
-from rose.trainer.model import Policy
+from rose.trainer.model import Head, Policy
 from rose.trainer.prefix_tree import PrefixTree, build_from_rows
 
 SILU = ("silu", "swish")  # names of SiLU in a config.json
@@ -74,21 +74,22 @@ def compile_layers(policy: Policy) -> None:
     """Have `policy`'s layers and head compiled at their next call. Raises `CannotCompile` for a
     model without such layers."""
     layers = _layers(policy)
-    _compile_head(policy)
+    compile_head(policy.head)
     for layer in layers:  # not `layer.compile`, which would compile ZeRO-3's hooks, too
         layer.forward = torch.compile(layer.forward, dynamic=True)
     policy.compiled = True
     policy.hf.get_input_embeddings().register_forward_hook(_like_other_layers)
 
 
-def _compile_head(policy: Policy) -> None:
+def compile_head(head: Head) -> None:
+    """Have a head's chunks compiled at their next call."""
     # TORCH_COMPILE_DISABLE is set for the other processes of a run on CPUs.
     torch._dynamo.config.disable = False
     torch._dynamo.config.recompile_limit = MOST_FORMS
     # Equal lengths of one call may differ in the next.
     torch.fx.experimental._config.use_duck_shape = False
     logging.getLogger("torch._dynamo.convert_frame").addFilter(_explained)
-    policy.head.chunk = torch.compile(policy.head.chunk, dynamic=True)
+    head.chunk = torch.compile(head.chunk, dynamic=True)
 
 
 def _layers(policy: Policy) -> nn.ModuleList:
@@ -201,4 +202,4 @@ def use_liger(policy: Policy) -> None:
     # Liger also replaces the classes in the model's module. Its classes have no biases, so that a
     # reference, which is read after this, would lose those of the folder. Restore the classes.
     vars(module).update(classes)
-    _compile_head(policy)
+    compile_head(policy.head)

@@ -13,6 +13,7 @@ from tests.gpu import (
     lora,
     machine,
     model,
+    speed,
     trainer,
 )
 from tests.gpu.frame import Check, Report
@@ -23,6 +24,7 @@ ALL = (
     *trainer.CHECKS,
     *experts.CHECKS,
     *fused.CHECKS,
+    *speed.CHECKS,
     *digests.CHECKS,
     *engine.CHECKS,
     *lora.CHECKS,
