@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from tests.gpu import trainer
 from tests.gpu.frame import Check, Report
 from tests.gpu.model import folder
 from tests.gpu.trainer import LIKE, Training, _flops, _shape, _work, batch, settings, spawn
@@ -55,10 +56,26 @@ class Logits(msgspec.Struct):
     dtype: str
 
 
-GPU = Steps("bfloat16", 8, 8, 1024, 1024, 16384, True, False, 3, 2, True, 8192, 8, True, True, False)
-    "bfloat16", 8, 8, 1024, 1024, 16384, True, False, 3, 2, True, 8192, 8, True, False, False
+GPU = Steps(
+    **msgspec.structs.asdict(trainer.GPU),
+    stage=2,
+    trees=True,
+    matrix=8192,
+    plain_rows=8,
+    beside=True,
+    profiled=False,
+    cudnn=False,
 )
-CPU = Steps("bfloat16", 2, 3, 24, 24, 256, True, False, 1, 2, True, 256, 3, True, True, False)
+CPU = Steps(
+    **msgspec.structs.asdict(trainer.CPU),
+    stage=2,
+    trees=True,
+    matrix=256,
+    plain_rows=3,
+    beside=True,
+    profiled=True,
+    cudnn=False,
+)
 
 
 def _timed(work: Callable[[], object], cuda: bool, rounds: int = ROUNDS) -> float:
