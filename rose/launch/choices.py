@@ -85,6 +85,7 @@ def _checkpointing(c: Config, shape: ModelShape | None) -> tuple[bool, str]:
 
 CHOICES = {
     "compile": _compile,
-    "kernels": _kernels,  # which depend on whether layers are compiled
-    "gradient_checkpointing": _checkpointing,  # whose memory depends on both
+    # These depend on whether layers are compiled, and the memory on both.
+    "kernels": _kernels,
+    "gradient_checkpointing": _checkpointing,
 }
