@@ -45,8 +45,8 @@ def _compile(c: Config, shape: ModelShape | None) -> tuple[bool, str]:
         return False, "on CPUs it gains little"
     if other := exclusions.refusal(_with(c, "compile", True), shape, exclusions.COMPILE):
         return False, f"not together with {other}"
-    if kind in compilers.OTHER_LAYERS:
-        return False, f"the layers of models of the type {kind} are not found"
+    if kind and kind not in compilers.LIGER_TYPES:
+        return False, f"not tried with models of the type {kind}"
     if c.cluster.kind == "local" and (found := compilers.no_compiler(on_gpu=True)):
         return False, found
     return True, "layers and head are compiled as the trainer starts, which takes a minute"

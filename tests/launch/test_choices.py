@@ -44,7 +44,7 @@ def chosen(c):
             (False, "none"),
             "Liger has none for models of the type gemma",
         ),
-        (("model.shape.type=gpt2",), (False, "none"), "of the type gpt2 are not found"),
+        (("model.shape.type=gpt2",), (False, "none"), "not tried with models of the type gpt2"),
     ],
 )
 def test_the_fastest_that_nothing_excludes(make_config, overrides, fused, why):
