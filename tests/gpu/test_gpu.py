@@ -13,6 +13,7 @@ from tests.gpu import (
     lora,
     machine,
     model,
+    operations,
     speed,
     trainer,
 )
@@ -25,6 +26,7 @@ ALL = (
     *experts.CHECKS,
     *fused.CHECKS,
     *speed.CHECKS,
+    *operations.CHECKS,
     *digests.CHECKS,
     *engine.CHECKS,
     *lora.CHECKS,

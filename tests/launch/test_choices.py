@@ -1,4 +1,4 @@
-"""What a configuration leaves open of the trainer's computation is chosen, with the reason."""
+"""The launcher chooses what a configuration leaves open of the trainer's computation, and says why."""
 
 import importlib.util
 

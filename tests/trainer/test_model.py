@@ -101,7 +101,7 @@ def test_the_backward_pass_does_not_compute_the_entropy_again():
 
 
 def test_a_heads_chunk_is_compiled_into_the_gradient_of_its_own_logits():
-    """As torch compiles it, nothing of the size of the logits is kept beside them."""
+    """The compiled chunk keeps nothing of the size of the logits beside them."""
     head = model.Head(torch.nn.Linear(16, 500, bias=False).bfloat16(), 2**20)
     head.chunk = torch.compile(head._chunk, dynamic=True, backend="aot_eager_decomp_partition")
     hidden = torch.randn(64, 16, dtype=torch.bfloat16, requires_grad=True)
