@@ -8,8 +8,8 @@ import shutil
 
 from rose.config import Config, ConfigError, Trainer
 
-# The `model_type`s of a config.json whose norms, rotary positions and MLP Liger 0.8 implements. Those
-# without experts were compiled on a CPU, too: same log-probabilities, same gradients.
+# The `model_type`s of a config.json whose norms, rotary positions and MLP Liger 0.8 implements.
+# Those without experts were compiled on a CPU, too: same log-probabilities, same gradients.
 LIGER_TYPES = ("llama", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe")
 # The `model_type`s whose decoder in transformers has its layers under another name than `layers`,
 # or a level deeper.
