@@ -211,7 +211,11 @@ def _listed(found, cuda: bool) -> str:
     """Return the kernels that take most time: milliseconds, share, calls, name."""
     device = "CUDA" if cuda else "CPU"
     took = "self_device_time_total" if cuda else "self_cpu_time_total"
-    kernels = [e for e in found.key_averages() if e.device_type.name == device]
+    kernels = [
+        e
+        for e in found.key_averages()
+        if e.device_type.name == device and not getattr(e, "is_user_annotation", False)
+    ]
     total = sum(getattr(e, took) for e in kernels) or 1.0
     lines = [f"{total / 1e3:9.2f} ms in all, {sum(e.count for e in kernels)} kernels"]
     for e in sorted(kernels, key=lambda e: -getattr(e, took))[:KERNELS]:
