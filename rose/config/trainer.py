@@ -118,10 +118,9 @@ class Trainer(Section):
     router_replay: bool  # true: route tokens to the experts that the engine recorded
     sequence_parallel: Count  # ranks that compute a row together
     offload_activations: bool  # true: the layers' inputs wait in host memory
-    # torch.compile of layers and head; null until rose/launch/choices.py decides
-    compile: bool | None
-    # liger: Triton kernels of the package liger-kernel for norms, rotary positions and MLPs, and a
-    # compiled head; null until rose/launch/choices.py decides
+    compile: bool  # torch.compile of layers, and of the head on CPUs
+    # liger: Triton kernels of the package liger-kernel for norms, rotary positions and MLPs; null
+    # until rose/launch/choices.py decides
     kernels: Literal["none", "liger"] | None
     # Each group of this many neighbouring ranks keeps a second copy of all weights, from which the
     # backward pass gathers (hpZ of ZeRO++, arXiv 2306.10209). node: a node's ranks; null: no copy.

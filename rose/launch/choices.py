@@ -1,8 +1,9 @@
-"""Choose what a configuration leaves open of the trainer's computation, `trainer.compile`,
-`trainer.kernels` and `trainer.gradient_checkpointing` where they are null, and say why.
+"""Choose what a configuration leaves open of the trainer's computation, `trainer.kernels` and
+`trainer.gradient_checkpointing` where they are null, and say why.
 
-None of them changes what is computed, apart from rounding, so each is what is fastest in a run that
-nothing else in the configuration keeps from it. Left out: how much faster each is (docs/gpu.md).
+Neither changes what is computed, apart from rounding, so the fastest is chosen that nothing else in
+the configuration excludes. Left out: how much faster each is (docs/gpu.md), and torch.compile,
+which was faster than Liger's kernels, but takes minutes to start.
 """
 
 from __future__ import annotations
@@ -39,19 +40,6 @@ def _with(c: Config, key: str, value: Any) -> Config:
     return msgspec.structs.replace(c, trainer=trainer)
 
 
-def _compile(c: Config, shape: ModelShape | None) -> tuple[bool, str]:
-    kind = shape.type if shape is not None else ""
-    if not c.cluster.gpus:
-        return False, "on CPUs it gains little"
-    if other := exclusions.refusal(_with(c, "compile", True), shape, exclusions.COMPILE):
-        return False, f"not together with {other}"
-    if kind and kind not in compilers.LIGER_TYPES:
-        return False, f"not tried with models of the type {kind}"
-    if c.cluster.kind == "local" and (found := compilers.no_compiler(on_gpu=True)):
-        return False, found
-    return True, "layers and head are compiled as the trainer starts, which takes a minute"
-
-
 def _kernels(c: Config, shape: ModelShape | None) -> tuple[str, str]:
     kind = shape.type if shape is not None else ""
     if not c.cluster.gpus:
@@ -64,7 +52,7 @@ def _kernels(c: Config, shape: ModelShape | None) -> tuple[str, str]:
         return "none", "whether the container has Liger is not known; if so, trainer.kernels=liger"
     if package := compilers.missing():
         return "none", f"{package} isn't installed here: pip install 'rose-rl[liger]'"
-    return "liger", "fused norms, rotary positions and MLPs, and a compiled head"
+    return "liger", "fused norms, rotary positions and MLPs"
 
 
 def _checkpointing(c: Config, shape: ModelShape | None) -> tuple[bool, str]:
@@ -83,9 +71,5 @@ def _checkpointing(c: Config, shape: ModelShape | None) -> tuple[bool, str]:
     return not fits, f"without it the trainer needs {needed:.1f} of {limit:g} GiB{most}"
 
 
-CHOICES = {
-    "compile": _compile,
-    # These depend on whether layers are compiled, and the memory on both.
-    "kernels": _kernels,
-    "gradient_checkpointing": _checkpointing,
-}
+# In this order, since the memory depends on the kernels.
+CHOICES = {"kernels": _kernels, "gradient_checkpointing": _checkpointing}

@@ -30,11 +30,11 @@ there):
   input and output, and the router's fp32 probabilities
 - the largest of three: (1) a layer recomputed, with the gradients of its MLP and the bucket being
   reduced; a compiled layer (trainer.compile) has the gradients of all its weights at once. (2) a
-  chunk of logits (batching.logit_elements) in fp32 three times, or once in the dtype if a compiled
-  head keeps it, with the output matrix's gradient twice, since the chunks' gradients are added up.
-  (3) that gradient, or a layer's experts' if larger, being reduced, in the dtype and in fp32. An
-  adapter doesn't train the output matrix, but keeps its own products, rank elements per token and
-  target, and one target's output
+  chunk of logits (batching.logit_elements) in fp32 three times, on GPUs once in the dtype
+  (head_triton.py), with the output matrix's gradient twice, since the chunks' gradients are added
+  up. (3) that gradient, or a layer's experts' if larger, being reduced, in the dtype and in fp32.
+  An adapter doesn't train the output matrix, but keeps its own products, rank elements per token
+  and target, and one target's output
 - reduced gradients: in float32 stage 1 sums micro-batches in the parameters' own gradients and
   copies a rank's share, 4 A / N Trainer, at the update: a copy of the fp32 gradients of one of
   DeepSpeed's groups, at most 1e9 of this rank's elements; none for float32 without ZeRO. The larger
@@ -62,7 +62,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rose.config import Config, ModelShape
-from rose.trainer.batching import LOGIT_ELEMENTS_KEPT, logit_elements
+from rose.trainer.batching import logit_elements
 
 GIB = 2**30
 RUNTIME_GIB = 1.0  # CUDA context and libraries, per process on a GPU
@@ -217,7 +217,7 @@ def _in_a_pass(c: Config, shape: ModelShape) -> Items:
     layer = 0 if t.gradient_checkpointing is False else _elements(c, shape)
     logits = logit_elements(t, c.cluster.gpus > 0)
     chunk = min(tokens, max(1, logits // shape.vocab))
-    each = size if logits == LOGIT_ELEMENTS_KEPT else 4 * LOGIT_COPIES  # bytes of a logit
+    each = size if c.cluster.gpus else 4 * LOGIT_COPIES  # bytes of a logit
     copies = (2 if chunk < tokens else 1) if t.lora is None else 0
     beside = max(shape.projections[name][0] for name in t.lora.targets) if t.lora else 0
     passing = 3 * shape.mlp_width + (2 + shape.experts_per_token) * shape.hidden + beside

@@ -20,12 +20,9 @@ from rose.config import ModelShape, Trainer
 from rose.protocol import Costs
 
 # Logits that the head computes in one chunk. On a CPU they take 128 MiB in float32; larger chunks
-# were no faster. On a GPU they take 1 GiB, so that the output matrix is read, and its gradient
-# added to, an eighth as often.
-LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU = 2**25, 2**28
-# The same of a compiled head on a GPU that has room for what layers keep. Its logits are kept as
-# well, 4 GiB in bfloat16, and their gradient takes their place. More would need larger indices.
-LOGIT_ELEMENTS_KEPT = 2**31 - 1
+# were no faster. On a GPU they take 1 GiB in bfloat16, and their gradient takes their place. Where
+# there is room for what layers keep, a single chunk's logits are kept as well, up to 4 GiB.
+LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU, LOGIT_ELEMENTS_KEPT = 2**25, 2**29, 2**31
 # The cost of a pair of tokens in attention, relative to a pair in a causal kernel. MASKED holds for
 # a dense mask on a CPU, SPARSE for stretches and for flex attention where it isn't measured.
 MASKED = 2.0
@@ -143,11 +140,8 @@ def _micro_batches(plan: Plan) -> list[list[int]]:
 
 def logit_elements(t: Trainer, on_gpu: bool) -> int:
     """Return how many logits the head computes in one chunk."""
-    if not on_gpu:
-        return LOGIT_ELEMENTS
-    compiled = t.compile or t.kernels == "liger"
-    kept = compiled and t.gradient_checkpointing is False
-    return LOGIT_ELEMENTS_KEPT if kept else LOGIT_ELEMENTS_GPU
+    on_device = LOGIT_ELEMENTS_KEPT if t.gradient_checkpointing is False else LOGIT_ELEMENTS_GPU
+    return on_device if on_gpu else LOGIT_ELEMENTS
 
 
 def flops(shape: ModelShape, sparse: bool = False) -> Costs:

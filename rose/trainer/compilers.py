@@ -9,7 +9,6 @@ import shutil
 from rose.config import Config, ConfigError, Trainer
 
 # The `model_type`s of a config.json whose norms, rotary positions and MLP Liger 0.8 implements.
-# Those without experts were compiled on a CPU, too: same log-probabilities, same gradients.
 LIGER_TYPES = ("llama", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe")
 # The `model_type`s whose decoder in transformers has its layers under another name than `layers`,
 # or a level deeper.
@@ -51,22 +50,16 @@ def missing() -> str:
 
 
 def why_none(on_gpu: bool) -> str:
-    """Return the error where torch can't compile here, or ""."""
-    found = no_compiler(on_gpu)
-    return found and f"trainer.compile=True: {found}; or trainer.compile=false"
-
-
-def no_compiler(on_gpu: bool) -> str:
-    """Return which program is missing for torch to compile here, or "": a C++ compiler on a CPU, a
-    C compiler, which Triton calls, on a GPU."""
+    """Return why torch can't compile here, or "" where it finds a compiler: a C++ compiler on a
+    CPU, a C compiler, which Triton calls, on a GPU."""
     variable, names = ("CC", ("gcc", "clang")) if on_gpu else ("CXX", ("g++",))
     chosen = os.environ.get(variable)
     names = (chosen,) if chosen else names
     if any(map(shutil.which, names)):
         return ""
     return (
-        f"no {' or '.join(names)} here, which compiles what torch writes; "
-        f"Debian: apt-get install g++, or name one by {variable}"
+        f"trainer.compile=True: no {' or '.join(names)} here, which compiles what torch writes; "
+        f"Debian: apt-get install g++, or name one by {variable}; or trainer.compile=false"
     )
 
 

@@ -25,7 +25,7 @@ from rose import files
 from rose.comm.address import MEET_S, Place, RendezvousError
 from rose.processes import usable_threads
 from rose.trainer import kernels, mixture, sums
-from rose.trainer.batching import LOGIT_ELEMENTS_GPU, logit_elements
+from rose.trainer.batching import logit_elements
 from rose.trainer.checkpoint_writer import CheckpointWriter
 from rose.trainer.model import Policy, load
 from rose.trainer.prefix_tree import PrefixTree
@@ -368,9 +368,7 @@ class DeepSpeedEngine(Saving):
             return
         # The reference uses its own routers, and DeepSpeed makes the groups of `hpz` ranks once.
         alone = msgspec.structs.replace(self.settings, router_replay=False, hpz=None)
-        # No more logits than an uncompiled head can compute at once.
-        logits = min(self.policy.head.elements, LOGIT_ELEMENTS_GPU)
-        policy = _load_policy(alone, folder, logits, self.shared)
+        policy = _load_policy(alone, folder, self.policy.head.elements, self.shared)
         policy.hf.gradient_checkpointing_disable()  # nothing is kept for a backward pass
         if self.settings.kernels == "liger":
             kernels.use_liger(policy)

@@ -1,20 +1,19 @@
 """Fused operations for the policy: torch.compile (`trainer.compile`), or Liger's Triton kernels
 (`trainer.kernels=liger`).
 
-torch.compile gets the decoder's layers, one by one, and a chunk of the head. All layers share one
-layer's code. Lengths are symbols in it, so rows of another length need no new compilation. torch
-compiles separately for a single row, several rows, a prefix tree, passes without a gradient, and an
-adapter's reference. Two things stay outside of the compiled code:
+torch.compile gets the decoder's layers, one by one, and on a CPU a chunk of the head. All layers
+share one layer's code. Lengths are symbols in it, so rows of another length need no new
+compilation. torch compiles separately for a single row, several rows, a prefix tree, passes without
+a gradient, and an adapter's reference. Two things stay outside of the compiled code:
 
 1. DeepSpeed's hooks. Under ZeRO-3 they gather a layer's weights whole, before its forward and its
    backward pass, and reduce its gradients after that.
 2. Attention over a prefix tree. Its table of blocks or stretches differs from tree to tree, and on
    GPUs it is compiled by itself.
 
-Liger has kernels for norms, rotary positions and the gated MLP's product. The head is compiled in
-either case: what torch makes of it reads a logit twice for its log-probability and entropy, and
-once more to write the gradient in its place, all in bfloat16. Liger's product with cross entropy
-gives no entropy, for which all logits would have to be computed once more.
+Liger has kernels for norms, rotary positions and the gated MLP's product. The head stays ours
+(rose/trainer/head_triton.py): Liger's product with cross entropy gives no entropy, for which all
+logits would have to be computed once more.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from torch import Tensor, nn
 
 from rose.processes import cores
 from rose.trainer import compilers
-from rose.trainer.model import Head, Policy
+from rose.trainer.model import Policy
 from rose.trainer.prefix_tree import PrefixTree, build_from_rows
 
 SILU = ("silu", "swish")  # names of SiLU in a config.json
@@ -74,22 +73,17 @@ def compile_layers(policy: Policy) -> None:
     """Have `policy`'s layers and head compiled at their next call. Raises `CannotCompile` for a
     model without such layers."""
     layers = _layers(policy)
-    compile_head(policy.head)
-    for layer in layers:  # not `layer.compile`, which would compile ZeRO-3's hooks, too
-        layer.forward = torch.compile(layer.forward, dynamic=True)
-    policy.compiled = True
-    policy.hf.get_input_embeddings().register_forward_hook(_like_other_layers)
-
-
-def compile_head(head: Head) -> None:
-    """Have a head's chunks compiled at their next call."""
     # TORCH_COMPILE_DISABLE is set for the other processes of a run on CPUs.
     torch._dynamo.config.disable = False
     torch._dynamo.config.recompile_limit = MOST_FORMS
     # Equal lengths of one call may differ in the next.
     torch.fx.experimental._config.use_duck_shape = False
     logging.getLogger("torch._dynamo.convert_frame").addFilter(_explained)
-    head.chunk = torch.compile(head.chunk, dynamic=True)
+    for layer in layers:  # not `layer.compile`, which would compile ZeRO-3's hooks, too
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+    policy.head.chunk = torch.compile(policy.head.chunk, dynamic=True)
+    policy.compiled = True
+    policy.hf.get_input_embeddings().register_forward_hook(_like_other_layers)
 
 
 def _layers(policy: Policy) -> nn.ModuleList:
@@ -183,8 +177,7 @@ def _rotates_whole_heads(config: Any) -> bool:
 
 
 def use_liger(policy: Policy) -> None:
-    """Put Liger's kernels in place of the model's own, of one of `compilers.LIGER_TYPES`, and have
-    the head compiled at its next call."""
+    """Put Liger's kernels in place of the model's own, of one of `compilers.LIGER_TYPES`."""
     from liger_kernel.transformers import monkey_patch  # needs Triton
 
     config, module = policy.hf.config, sys.modules[type(policy.hf).__module__]
@@ -202,4 +195,3 @@ def use_liger(policy: Policy) -> None:
     # Liger also replaces the classes in the model's module. Its classes have no biases, so that a
     # reference, which is read after this, would lose those of the folder. Restore the classes.
     vars(module).update(classes)
-    compile_head(policy.head)

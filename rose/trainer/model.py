@@ -51,6 +51,10 @@ class Head(nn.Module):
     def forward(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states (N, H), targets (N,) int64 -> log-probabilities (N,) float32, and the
         summed entropy in nats, () float32."""
+        return (self.fused if hidden.is_cuda else self.plain)(hidden, targets)
+
+    def plain(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute it by torch's operations, the twin of `fused` on a CPU."""
         if len(hidden) <= self.chunk_rows or not torch.is_grad_enabled():
             parts = [self._computed(h, t) for h, t in self._chunks(hidden, targets)]
         else:
@@ -60,6 +64,14 @@ class Head(nn.Module):
             ]
         logprobs, entropies = zip(*parts, strict=False)
         return torch.cat(logprobs), torch.stack(entropies).sum()
+
+    def fused(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute it by the kernels of rose/trainer/head_triton.py."""
+        from rose.trainer.head_triton import LogProbabilities  # needs Triton
+
+        return LogProbabilities.apply(
+            hidden, self.weight, self.bias, targets, self.temperature, self.chunk_rows
+        )
 
     def _chunks(self, hidden: Tensor, targets: Tensor):
         return zip(hidden.split(self.chunk_rows), targets.split(self.chunk_rows), strict=False)
@@ -74,9 +86,7 @@ class Head(nn.Module):
             logits = logits.div_(self.temperature)
         logp = logits.log_softmax(-1)
         # The part with a gradient comes first: recomputation for the backward pass stops after it.
-        # torch compiles this loss's gradient, unlike that of `gather`, into the gradient of the
-        # logits, in their memory and in one pass.
-        chosen = -F.nll_loss(logp, targets, reduction="none")
+        chosen = logp.gather(1, targets[:, None]).squeeze(1)
         with torch.no_grad():
             entropy = -(logp.exp() * logp).sum()
         return chosen, entropy

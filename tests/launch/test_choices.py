@@ -10,60 +10,51 @@ from rose.trainer import compilers
 from tests.launch.test_layout_and_plan import printed
 
 GPUS = ("model=qwen3_8b", "trainer=zero3_gpu", "rollout=gpu", "cluster=gpus", "cluster.gpus=16")
-OPEN = "trainer.compile=null trainer.kernels=null trainer.gradient_checkpointing=null"
+OPEN = "trainer.kernels=null trainer.gradient_checkpointing=null"
 
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
-    """A machine with compilers and Liger."""
+    """A machine with Liger."""
     find = importlib.util.find_spec
     there = ("liger_kernel", "triton")
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: name if name in there else find(name)
     )
-    monkeypatch.setattr(compilers, "no_compiler", lambda on_gpu: "")
 
 
 def chosen(c):
     c, reasons = choices.made(c, c.model.shape)
     t = c.trainer
-    return (t.compile, t.kernels, t.gradient_checkpointing), reasons
+    return (t.kernels, t.gradient_checkpointing), reasons
 
 
 @pytest.mark.parametrize(
-    "overrides, fused, why",
+    "overrides, kernels, why",
     [
-        ((), (True, "none"), "together with trainer.compile"),
-        (("trainer.kernels=none",), (True, "none"), "compiled as the trainer starts"),
-        (("trainer.kernels=liger",), (False, "liger"), "not together with trainer.kernels"),
-        (("trainer.compile=false",), (False, "liger"), "a compiled head"),
-        (("trainer.sequence_parallel=2",), (False, "liger"), "trainer.sequence_parallel"),
-        (("trainer.elastic_replicas=1",), (False, "none"), "trainer.elastic_replicas"),
-        (
-            ("trainer.compile=false", "model.shape.type=gemma"),
-            (False, "none"),
-            "Liger has none for models of the type gemma",
-        ),
-        (("model.shape.type=gpt2",), (False, "none"), "not tried with models of the type gpt2"),
+        ((), "liger", "fused norms"),
+        (("trainer.sequence_parallel=2",), "liger", "fused norms"),
+        (("trainer.compile=true",), "none", "together with trainer.compile"),
+        (("trainer.elastic_replicas=1",), "none", "together with trainer.elastic_replicas"),
+        (("model.shape.type=gemma",), "none", "Liger has none for models of the type gemma"),
+        (("model.shape.type=''",), "none", "of the type unknown"),
     ],
 )
-def test_the_fastest_that_nothing_excludes(make_config, overrides, fused, why):
+def test_ligers_kernels_where_nothing_excludes_them(make_config, overrides, kernels, why):
     found, reasons = chosen(make_config(*GPUS, *overrides))
-    assert found[:2] == fused and any(why in reason for reason in reasons), reasons
+    assert found[0] == kernels and why in reasons[0], reasons
 
 
 def test_what_a_machine_lacks_is_not_chosen(make_config, monkeypatch):
-    monkeypatch.setattr(compilers, "no_compiler", lambda on_gpu: "no gcc here")
     monkeypatch.setattr(compilers, "missing", lambda: "liger-kernel")
     found, reasons = chosen(make_config(*GPUS))
-    assert found[:2] == (False, "none")
-    assert "no gcc here" in reasons[0] and "pip install 'rose-rl[liger]'" in reasons[1]
+    assert found[0] == "none" and "pip install 'rose-rl[liger]'" in reasons[0]
 
 
 def test_layers_are_computed_again_where_memory_is_too_small(make_config):
     def recomputes(*overrides):
         found, reasons = chosen(make_config(*GPUS, *overrides))
-        return found[2], reasons[-1]
+        return found[1], reasons[-1]
 
     kept, why = recomputes("cluster.gpu_memory_gib=139")
     assert not kept and "of 139 GiB" in why
@@ -77,11 +68,11 @@ def test_layers_are_computed_again_where_memory_is_too_small(make_config):
 
 
 def test_on_cpus_nothing_is_chosen_that_needs_gpus(make_config):
-    assert chosen(make_config(OPEN))[0] == (False, "none", True)
+    assert chosen(make_config(OPEN))[0] == ("none", True)
 
 
 def test_the_plan_has_every_choice_and_says_why(make_config):
-    c = make_config(*GPUS, "trainer.compile=true")
+    c = make_config(*GPUS)
     made = plan.make(c, c.model.shape)
     assert made.config.trainer.gradient_checkpointing is not None
     assert [reason.partition("=")[0] for reason in made.chosen] == [
