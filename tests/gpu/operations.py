@@ -59,9 +59,15 @@ def attention(report: Report) -> None:
     """Time causal attention, forward and backward, by each way that torch has for it."""
     import torch
 
+    from rose.trainer import tree_attention
+
     sizes = report.sizes
     device, dtype = torch.device(report.setup.device), getattr(torch, sizes.dtype)
     width = sizes.heads * sizes.head_dim
+    if report.gpus:
+        form = (sizes.heads, sizes.kv_heads, sizes.head_dim, dtype)
+        works = tree_attention.cudnn_works(torch.device("cuda", 0), *form)
+        report.figure("cuDNN's values and gradients are torch's", works)
     for count, length in sizes.rows:
         for name, attend in _ways(report).items():
             values = _heads(sizes, count, length, device, dtype)
@@ -133,11 +139,10 @@ def _ways(report: Report) -> dict[str, Callable]:
 
 
 def head(report: Report) -> None:
-    """Time the head's passes as eager operations and compiled, computing chunks again or keeping
-    them, and compare each with float64."""
+    """Time the head's passes by torch's operations and by its kernels, computing chunks again or
+    keeping them, and compare each with float64."""
     import torch
 
-    from rose.trainer import kernels
     from rose.trainer.batching import LOGIT_ELEMENTS_GPU, LOGIT_ELEMENTS_KEPT
     from rose.trainer.model import Head
 
@@ -150,19 +155,17 @@ def head(report: Report) -> None:
     hidden.requires_grad_()
     targets = torch.randint(0, sizes.vocabulary, (sizes.tokens,), device=device)
     weights = torch.randn(sizes.tokens, device=device)
-    recomputed = min(LOGIT_ELEMENTS_GPU, sizes.tokens * sizes.vocabulary // 3)
-    for name, elements in (
-        ("eager, recomputed", recomputed),
-        ("compiled, recomputed", recomputed),
-        ("compiled, kept", LOGIT_ELEMENTS_KEPT),
-    ):
+    small, half = 2**28, min(LOGIT_ELEMENTS_GPU, sizes.tokens * sizes.vocabulary // 2)
+    ways = [("torch, recomputed", small, "plain")]
+    if report.gpus:
+        ways += [("Triton, recomputed", half, "fused"), ("Triton", LOGIT_ELEMENTS_KEPT, "fused")]
+    for name, elements, way in ways:
         made = Head(output, elements)
         made.temperature = 1.3
-        if name.startswith("compiled"):
-            kernels.compile_head(made)
+        compute = getattr(made, way)
 
-        def passes(made=made):
-            logprobs, entropy = made(hidden, targets)
+        def passes(compute=compute):
+            logprobs, entropy = compute(hidden, targets)
             gradients = torch.autograd.grad((logprobs * weights).sum(), (hidden, output.weight))
             return logprobs.detach(), entropy, *gradients
 
@@ -194,6 +197,16 @@ def _compare(report: Report, name: str, found, weight, hidden, targets, weights)
     report.figure(f"{name}: log-probability off by", float(apart), "nats", most=1e-4)
     apart = (found[2][rows].double() - gradient).norm() / gradient.norm()
     report.figure(f"{name}: gradient off by", float(apart), most=0.01)
+    # of one token of the vocabulary, over all rows
+    of_weight = torch.zeros(weight.shape[1], dtype=torch.float64, device=weight.device)
+    for begin in range(0, len(hidden), 1024):
+        part = slice(begin, begin + 1024)
+        scaled = (hidden[part].detach() @ weight.T).float() / 1.3
+        p = (scaled[:, 7] - scaled.logsumexp(-1)).exp()
+        of_token = ((targets[part] == 7).float() - p) * weights[part] / 1.3
+        of_weight += of_token.double() @ hidden[part].detach().double()
+    apart = (found[3][7].double() - of_weight).norm() / of_weight.norm()
+    report.figure(f"{name}: gradient of a row of the matrix off by", float(apart), most=0.02)
     report.figure(f"{name}: mean entropy", float(found[1]) / len(hidden), "nats")
 
 
@@ -212,11 +225,11 @@ CHECKS = (
     ),
     Check(
         "head",
-        "the head's passes, eager and compiled, beside float64",
+        "the head's passes by torch's operations and by its kernels, beside float64",
         head,
         {"cuda": Logits(8192, 1024, 151936, "bfloat16"), "cpu": Logits(96, 32, 500, "bfloat16")},
         120.0,
-        "trainer.compile=false",
+        "a head that is wrong: report it with the log",
         needs_model=False,
     ),
 )

@@ -24,8 +24,8 @@ from tests.gpu.trainer import LIKE, Training, _flops, _shape, _work, batch, sett
 GIB = 2**30
 AIM = 0.3  # least share of the matrix product's rate
 KERNELS = 25  # most kernels of a profile that are shown
-# What a user of one card had before the launcher chose.
-BEFORE = ("trainer.compile=false", "trainer.kernels=none", "trainer.gradient_checkpointing=true")
+# What the launcher would choose without Liger and without memory.
+BEFORE = ("trainer.kernels=none", "trainer.gradient_checkpointing=true")
 
 
 class Steps(Training):
@@ -35,7 +35,6 @@ class Steps(Training):
     plain_rows: int  # rows of a micro-batch of the plain loop
     beside: bool  # timing of the two others, too
     profiled: bool  # a list of the kernels of a micro-batch and of the optimizer
-    cudnn: bool  # cuDNN's attention for SDPA, where it can
 
 
 GPU = Steps(
@@ -46,7 +45,6 @@ GPU = Steps(
     plain_rows=8,
     beside=True,
     profiled=False,
-    cudnn=False,
 )
 CPU = Steps(
     **msgspec.structs.asdict(trainer.CPU),
@@ -56,7 +54,6 @@ CPU = Steps(
     plain_rows=3,
     beside=True,
     profiled=True,
-    cudnn=False,
 )
 
 
@@ -112,7 +109,6 @@ def speed(report: Report) -> None:
 def _ours(report: Report, rank: int, world: int, port: int, *overrides: str) -> dict:
     """Time steps of a trainer of one rank, with what the launcher chooses for it."""
     import torch
-    import torch.nn.attention
 
     from rose import protocol
     from rose.comm.address import local_place
@@ -135,10 +131,6 @@ def _ours(report: Report, rank: int, world: int, port: int, *overrides: str) -> 
         *overrides,
     )
     config, chosen = choices.made(config, shape)
-    if sizes.cudnn:
-        first = int(torch.nn.attention.SDPBackend.CUDNN_ATTENTION)
-        others = [kind for kind in torch._C._get_sdp_priority_order() if kind != first]
-        torch._C._set_sdp_priority_order([first, *others])
     began = time.monotonic()
     made = Trainer(config, rank, world, local_place(port), folder(report), NullRecorder())
     cuda = made.device.type == "cuda"
@@ -269,6 +261,6 @@ CHECKS = (
         speed,
         {"cuda": GPU, "cpu": CPU},
         240.0,
-        "trainer.compile=false; out of memory: trainer.gradient_checkpointing=true",
+        "out of memory: trainer.gradient_checkpointing=true",
     ),
 )
