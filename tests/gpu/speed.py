@@ -30,7 +30,7 @@ BEFORE = ("trainer.kernels=none", "trainer.gradient_checkpointing=true")
 
 class Steps(Training):
     stage: int  # ZeRO's
-    trees: bool  # preparation for prefix trees, too; only rows are timed
+    trees: bool  # a step of prefix trees, too
     matrix: int  # side of the square matrices that are multiplied
     plain_rows: int  # rows of a micro-batch of the plain loop
     beside: bool  # timing of the two others, too
@@ -79,6 +79,14 @@ def speed(report: Report) -> None:
         "the matrix product's rate, recomputation not counted",
         "which kernels take the time: --set speed.profiled=true",
     )
+    if sizes.trees:
+        report.figure("ROSE: step of prefix trees", ours["trees_s"], "s")
+        report.figure(
+            "trees and rows, grad_norm differs by",
+            abs(ours["of_trees"] / ours["grad_norm"] - 1),
+            most=LIKE,
+            remedy="rows attend by cuDNN's kernels, trees by flex attention: one of them is wrong",
+        )
     if report.gpus:
         report.figure(
             "ROSE: memory at the peak",
@@ -114,7 +122,7 @@ def _ours(report: Report, rank: int, world: int, port: int, *overrides: str) -> 
     from rose.comm.address import local_place
     from rose.launch import choices, memory
     from rose.observe.recorder import NullRecorder
-    from rose.trainer.batching import Padded, plan_micro_batches
+    from rose.trainer.batching import Padded, Shared, plan_micro_batches
     from rose.trainer.trainer import Trainer
 
     sizes, shape = report.sizes, _shape(report)
@@ -142,13 +150,14 @@ def _ours(report: Report, rank: int, world: int, port: int, *overrides: str) -> 
         [t.response_tokens for t in rows.values()],
         [False] * len(rows),
     )
-    packing = Padded([len(protocol.unpack_tokens(t.tokens)) for t in rows.values()])
+    tokens = [protocol.unpack_tokens(t.tokens) for t in rows.values()]
+    packing = Padded([len(each) for each in tokens])
     plan = plan_micro_batches(packing, world, sizes.micro_batch_tokens, 1)[rank]
     numbers = itertools.count(1)
 
-    def step(plan: list[list[list[int]]]) -> dict[str, float]:
+    def step(plan: list[list[list[int]]], trees: bool = False) -> dict[str, float]:
         mine = {row: rows[row] for micro in plan[0] for row in micro}
-        return made.train(protocol.TrainStep(next(numbers), summary, plan, False, 1), mine)
+        return made.train(protocol.TrainStep(next(numbers), summary, plan, trees, 1), mine)
 
     out |= step(plan) | _work(plan[0], packing, sizes)
     seconds = []
@@ -158,6 +167,12 @@ def _ours(report: Report, rank: int, world: int, port: int, *overrides: str) -> 
         seconds.append((time.monotonic() - began, metrics["seconds_optimizer"]))
         report.say(f"a step took {seconds[-1][0]:.3f} s")
     out["step_s"], out["optimizer_s"] = min(seconds)
+    if sizes.trees:
+        shared = plan_micro_batches(Shared(tokens), world, sizes.micro_batch_tokens, 1)[rank]
+        out["of_trees"] = step(shared, trees=True)["grad_norm"]
+        began = time.monotonic()
+        step(shared, trees=True)
+        out["trees_s"] = time.monotonic() - began
     peak = torch.cuda.max_memory_allocated() / GIB if cuda else 0.0
     out["peak_gib"] = memory.RUNTIME_GIB + peak
     if sizes.profiled and not overrides:
