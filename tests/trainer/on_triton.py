@@ -13,7 +13,7 @@ def small(monkeypatch):
 
 
 def exact(head, hidden, targets, weights):
-    """In float64, from logits as the product rounds them."""
+    """Compute the same in float64, from logits as the product rounds them."""
     weight = head.weight.detach()
     bias = None if head.bias is None else head.bias.detach()
     logits = torch.nn.functional.linear(hidden.detach(), weight, bias).double() / head.temperature

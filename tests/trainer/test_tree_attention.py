@@ -222,3 +222,24 @@ def test_long_rows_are_padded_for_cudnn_and_compute_the_same(tmp_path, monkeypat
     assert lengths == [padded]
     torch.testing.assert_close(found, exact)
     assert tree_attention.rounded(tokens, 3) % 3 == 0
+
+
+def test_cudnns_attention_is_taken_only_where_it_computes_the_same(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    form = CPU, 4, 2, 8, torch.bfloat16
+    assert tree_attention.cudnn_works(*form)
+    assert not tree_attention.cudnn_works(*form[:-1], torch.float32)
+    right = tree_attention.sdpa_attention_forward
+
+    def wrong(module, query, *rest, **more):
+        out, _ = right(module, query, *rest, **more)
+        return (1.1 if tree_attention._chosen.cudnn else 1.0) * out, None
+
+    def fails(*_, **__):
+        raise RuntimeError("cuDNN has no plan")
+
+    for other in (wrong, fails):
+        monkeypatch.setattr(tree_attention, "sdpa_attention_forward", other)
+        assert not tree_attention.cudnn_works(*form) and not tree_attention._chosen.cudnn
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert not tree_attention.cudnn_works(*form)
