@@ -57,7 +57,7 @@ def check(tree: dict) -> plan.Plan:
         else:
             gpus.for_launcher(c)
         if os.path.exists(stored) and not c.fresh:
-            resume.check(stored, c)
+            resume.check(stored, made.config)
     return made
 
 

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import hydra
@@ -270,7 +271,8 @@ def launch(made: plan.Plan, console: Console, command: str) -> int:
         c = model.fetch(c, c.run_dir / "config.json")
         # The plan must fit the hub's model, whose shape may differ from the one in conf/.
         if c.model != made.config.model:
-            made = plan.make(c, c.model.shape, made.doubts, checks.host_gib(c))
+            again = plan.make(c, c.model.shape, made.doubts, checks.host_gib(c))
+            made = replace(again, chosen=made.chosen)  # `c` has these choices
         plan.show(made, console)
         if note := resume.other_shape(c.run_dir, c):
             echo(console, note)

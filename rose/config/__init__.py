@@ -219,5 +219,6 @@ def _shape(raw: dict[str, Any]) -> ModelShape:
         "experts": raw.get("num_experts") or raw.get("num_local_experts") or 0,
         "experts_per_token": raw.get("num_experts_per_tok") or 0,
         "expert_intermediate": raw.get("moe_intermediate_size") or 0,
+        "type": raw.get("model_type") or "",
     }
     return msgspec.convert(found, ModelShape)

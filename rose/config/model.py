@@ -23,6 +23,7 @@ class ModelShape(Section):
     experts: Natural = 0
     experts_per_token: Natural = 0
     expert_intermediate: Natural = 0
+    type: str = ""  # `model_type` of the config.json; "": not known yet
 
     @property
     def mlp_width(self) -> int:

@@ -103,7 +103,9 @@ class Trainer(Section):
     # tokens of one forward pass, padding included; with share_prefixes distinct tokens
     micro_batch_tokens: Count
     share_prefixes: bool  # true: compute the common beginning of rows once where it is cheaper
-    gradient_checkpointing: bool
+    # true: the backward pass computes layers once more, instead of keeping what they computed; null
+    # until rose/launch/choices.py decides by the estimated memory
+    gradient_checkpointing: bool | None
     step_timeout_s: Positive  # limit of a training step or a checkpoint on all ranks
     checkpoint_every: Count
     checkpoint_keep: Count
@@ -116,9 +118,10 @@ class Trainer(Section):
     router_replay: bool  # true: route tokens to the experts that the engine recorded
     sequence_parallel: Count  # ranks that compute a row together
     offload_activations: bool  # true: the layers' inputs wait in host memory
-    compile: bool  # torch.compile of layers and head
-    # liger: Triton kernels of the package liger-kernel for norms, rotary positions and MLPs
-    kernels: Literal["none", "liger"]
+    compile: bool  # torch.compile of layers, and of the head on CPUs
+    # liger: Triton kernels of the package liger-kernel for norms, rotary positions and MLPs; null
+    # until rose/launch/choices.py decides
+    kernels: Literal["none", "liger"] | None
     # Each group of this many neighbouring ranks keeps a second copy of all weights, from which the
     # backward pass gathers (hpZ of ZeRO++, arXiv 2306.10209). node: a node's ranks; null: no copy.
     hpz: Count | Literal["node"] | None

@@ -73,9 +73,14 @@ def _set(key: str, value: Any) -> str:
 
 
 def _option(key: str, off: Any = False, without: str = "", about: str = "") -> Feature:
-    """Return the feature that is used if its key has another value than `off`."""
+    """Return the feature that is used if its key has another value than `off`, and is not null:
+    `rose.launch.choices` replaces a null only by what nothing excludes."""
     value = attrgetter(key)
-    return Feature(key, without or _set(key, off), lambda run: value(run.c) != off, about)
+
+    def used(run: Run) -> bool:
+        return value(run.c) not in (off, None)
+
+    return Feature(key, without or _set(key, off), used, about)
 
 
 def _value(key: str, on: Any, without: str, about: str = "") -> Feature:
@@ -303,6 +308,15 @@ def check(c: Config, shape: ModelShape | None = None) -> None:
     for row in EXCLUSIONS:
         if row.feature.used(run) and row.other.used(run):
             raise ConfigError(row.message(configuration.to_dict(c)))
+
+
+def refusal(c: Config, shape: ModelShape | None, feature: Feature) -> str:
+    """Return the name of a feature of `c` that excludes `feature`, which `c` uses, or ""."""
+    run = Run(c, shape)
+    for row in EXCLUSIONS:
+        if feature in row[:2] and row.feature.used(run) and row.other.used(run):
+            return (row.other if row.feature == feature else row.feature).name.replace("`", "")
+    return ""
 
 
 def from_dict(tree: dict[str, Any], **kinds: Any) -> Config:

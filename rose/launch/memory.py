@@ -25,17 +25,18 @@ Trainer, in addition at the worst moment of a pass:
   that limit
 - activations: kept for the backward pass. With e elements per token and layer, b T e layers; with
   gradient_checkpointing b T h layers (arXiv 2205.05198, section 5, for this block), on the host
-  with offload_activations. The e elements are the two norms' inputs in fp32 and outputs, q, k, v,
-  the attention output and the gated MLP's four; attention matrices are never stored. A mixture has
-  the MLP's four of each chosen expert, with its input and output, and the router's fp32
-  probabilities
+  with offload_activations. The e elements are the two norms' inputs in fp32 and outputs, those of
+  Qwen3's norms of heads, q, k, v, the attention output and the gated MLP's four; attention matrices
+  are never stored. Compiled layers and Liger's keep the norms' inputs in the dtype and three of the
+  MLP (counted in what torch compiles). A mixture has the MLP's four of each chosen expert, with its
+  input and output, and the router's fp32 probabilities
 - the largest of three: (1) a layer recomputed, with the gradients of its MLP and the bucket being
   reduced; a compiled layer (trainer.compile) has the gradients of all its weights at once. (2) a
-  chunk of logits (batching.LOGIT_ELEMENTS or LOGIT_ELEMENTS_GPU) in fp32 three times, with the
-  output matrix's gradient twice, since the chunks' gradients are added up. (3) that gradient, or a
-  layer's experts' if larger, being reduced, in the dtype and in fp32. An adapter doesn't train the
-  output matrix, but keeps its own products, rank elements per token and target, and one target's
-  output
+  chunk of logits (batching.logit_elements) in fp32 three times, on GPUs once in the dtype
+  (head_triton.py), with the output matrix's gradient twice, since the chunks' gradients are added
+  up. (3) that gradient, or a layer's experts' if larger, being reduced, in the dtype and in fp32.
+  An adapter doesn't train the output matrix, but keeps its own products, rank elements per token
+  and target, and one target's output
 - reduced gradients: in float32 stage 1 sums micro-batches in the parameters' own gradients and
   copies a rank's share, 4 A / N
 
@@ -67,7 +68,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rose.config import Config, ModelShape
-from rose.trainer.batching import LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU
+from rose.trainer.batching import logit_elements
 
 GIB = 2**30
 RUNTIME_GIB = 1.0  # CUDA context and libraries, per process on a GPU
@@ -226,17 +227,17 @@ def _added_in_a_pass(c: Config, shape: ModelShape) -> Items:
     t, size = c.trainer, BYTES[c.trainer.dtype]
     tokens, largest = _tokens(c), _largest(c, shape)
     bucket = 4 * min(trained(c, shape), BUCKET_ELEMENTS)
-    layer = _elements(c, shape) if t.gradient_checkpointing else 0
-    logits = LOGIT_ELEMENTS_GPU if c.cluster.gpus else LOGIT_ELEMENTS
+    layer = 0 if t.gradient_checkpointing is False else _elements(c, shape)
+    logits = logit_elements(t, c.cluster.gpus > 0)
     chunk = min(tokens, max(1, logits // shape.vocab))
+    each = size if c.cluster.gpus else 4 * LOGIT_COPIES  # bytes of a logit
     copies = (2 if chunk < tokens else 1) if t.lora is None else 0
     beside = max(shape.projections[name][0] for name in t.lora.targets) if t.lora else 0
     passing = 3 * shape.mlp_width + (2 + shape.experts_per_token) * shape.hidden + beside
     at_once = size * _of_a_layer(c, shape) if t.compile else 0
     work = {
         "a layer at work": size * tokens * (layer + passing) + bucket + at_once,
-        "logits at work": 4 * LOGIT_COPIES * chunk * shape.vocab
-        + copies * size * shape.vocab * shape.hidden,
+        "logits at work": each * chunk * shape.vocab + copies * size * shape.vocab * shape.hidden,
         "largest gradient": size * largest + (4 * largest if largest > BUCKET_ELEMENTS else bucket),
     }
     worst = max(work, key=work.__getitem__)
@@ -277,7 +278,8 @@ def _tokens(c: Config) -> int:
 
 def _kept(c: Config, shape: ModelShape) -> int:
     """Return the bytes that the layers keep for the backward pass."""
-    each = shape.hidden if c.trainer.gradient_checkpointing else _elements(c, shape)
+    recomputed = c.trainer.gradient_checkpointing is not False
+    each = shape.hidden if recomputed else _elements(c, shape)
     return BYTES[c.trainer.dtype] * _tokens(c) * shape.layers * each
 
 
@@ -290,11 +292,15 @@ def _elements(c: Config, shape: ModelShape) -> int:
     """Return the elements of the dtype, per token, that a layer computes for the backward pass.
     Where ranks share a row, each has all of the row's tokens in at least one key-value head."""
     t = c.trainer
-    norms = 2 * shape.hidden * (2 + 4 // BYTES[t.dtype])
+    fused = bool(t.compile) or t.kernels == "liger"
+    of_input = 1 if fused else 1 + 4 // BYTES[t.dtype]  # elements for each of a norm's input
+    norms = 2 * shape.hidden * (of_input + 1)
+    if not shape.type or shape.type.startswith("qwen3"):  # norms of each head's queries and keys
+        norms += shape.head_dim * (shape.heads + shape.kv_heads) * of_input
     attention = 2 * shape.head_dim * (shape.heads + max(shape.kv_heads, t.sequence_parallel))
     routed = 2 * shape.hidden * shape.experts_per_token + 4 // BYTES[t.dtype] * shape.experts
     adapter = t.lora.rank * len(t.lora.targets) if t.lora else 0
-    return norms + attention + 4 * shape.mlp_width + routed + adapter
+    return norms + attention + (3 if fused else 4) * shape.mlp_width + routed + adapter
 
 
 def _added_at_the_update(c: Config, shape: ModelShape) -> Items:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from rose.config import Config, ConfigError, ModelShape, check_model, cpus_of
 from rose.config.checks import time_limit
-from rose.launch import container, exclusions, memory, on_disk
+from rose.launch import choices, container, exclusions, memory, on_disk
 from rose.launch.layout import Rank, layout
 from rose.observe.terminal import echo
 from rose.policies import registry
@@ -34,6 +34,7 @@ class Plan:
     memory: dict[Role, memory.Estimate]  # the roles that load the model; empty without its shape
     warnings: tuple[str, ...]
     doubts: tuple[str, ...] = ()  # the warnings apart from those about memory
+    chosen: tuple[str, ...] = ()  # choices of `rose.launch.choices` with their reasons
 
     @property
     def gpus(self) -> int:
@@ -44,17 +45,19 @@ class Plan:
 def make(
     c: Config, shape: ModelShape | None, doubts: tuple[str, ...] = (), host_gib: float | None = None
 ) -> Plan:
-    """Plan the configuration. `doubts` and those found here become `Plan.warnings`. `host_gib`:
-    memory of the machine that all ranks run on; None: unknown. Raises `ConfigError` if the plan
-    can't run."""
+    """Plan the configuration, without what it left open (`rose.launch.choices`). `doubts` and those
+    found here become `Plan.warnings`. `host_gib`: memory of the machine that all ranks run on;
+    None: unknown. Raises `ConfigError` if the plan can't run."""
     container.check(c)
+    if shape is not None:
+        check_model(c, shape)
+        exclusions.check(c, shape)
+    c, chosen = choices.made(c, shape)
     own = (*_check_container(c), *_check_threads(c), *_check_machine(c))
     doubts = tuple(dict.fromkeys((*doubts, *own)))  # an earlier plan's doubts hold these, too
     if shape is None:
         doubt = "memory is not estimated: the model is not made yet and model.shape is null"
-        return Plan(c, None, layout(c), {}, (*doubts, doubt), doubts)
-    check_model(c, shape)
-    exclusions.check(c, shape)
+        return Plan(c, None, layout(c), {}, (*doubts, doubt), doubts, chosen)
     estimates = {Role.TRAINER: memory.trainer(c, shape)}
     if c.rollout.replay is None:
         estimates[Role.ROLLOUT] = memory.rollout(c, shape)
@@ -62,7 +65,8 @@ def make(
         _check_host(c, estimates[Role.TRAINER], estimates[Role.ROLLOUT], host_gib)
     if c.elastic_replicas:
         _check_replicas(c, shape, estimates, host_gib)
-    return Plan(c, shape, layout(c), estimates, (*doubts, *_check_memory(c, estimates)), doubts)
+    warnings = (*doubts, *_check_memory(c, estimates))
+    return Plan(c, shape, layout(c), estimates, warnings, doubts, chosen)
 
 
 def _check_threads(c: Config) -> Iterator[str]:
@@ -226,7 +230,7 @@ def _check_replicas(
 def _less_memory(c: Config) -> Iterator[str]:
     """Yield the changes that would lower the trainer's need."""
     t = c.trainer
-    if not t.gradient_checkpointing:
+    if t.gradient_checkpointing is False:
         yield "set trainer.gradient_checkpointing=true"
     if t.micro_batch_tokens > c.model.max_context:
         yield f"lower trainer.micro_batch_tokens={t.micro_batch_tokens}"
@@ -342,6 +346,8 @@ def show(plan: Plan, console: Console) -> None:
         )
     if plan.gpus:
         echo(console, f"in host memory, GiB of each rank at most: {'; '.join(_host(plan))}")
+    for choice in plan.chosen:
+        echo(console, choice)
     if plan.shape is not None:
         echo(console, str(on_disk.of(c, plan.shape)))
     if c.cluster.kind == "slurm":

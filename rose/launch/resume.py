@@ -49,6 +49,7 @@ MAY_CHANGE = (
     "trainer.elastic_replicas",
     "trainer.compile",
     "trainer.kernels",
+    "trainer.gradient_checkpointing",
     "transfer.*",
     "serving.*",
     "reward.ranks",

@@ -16,13 +16,13 @@ from typing import Protocol
 import numpy as np
 
 from rose import protocol as p
-from rose.config import ModelShape
+from rose.config import ModelShape, Trainer
 from rose.protocol import Costs
 
 # Logits that the head computes in one chunk. On a CPU they take 128 MiB in float32; larger chunks
-# were no faster. On a GPU they take 1 GiB, so that the output matrix is read, and its gradient
-# added to, an eighth as often.
-LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU = 2**25, 2**28
+# were no faster. On a GPU they take 1 GiB in bfloat16, and their gradient takes their place. Where
+# there is room for what layers keep, a single chunk's logits are kept as well, up to 4 GiB.
+LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU, LOGIT_ELEMENTS_KEPT = 2**25, 2**29, 2**31
 # The cost of a pair of tokens in attention, relative to a pair in a causal kernel. MASKED holds for
 # a dense mask on a CPU, SPARSE for stretches and for flex attention where it isn't measured.
 MASKED = 2.0
@@ -136,6 +136,12 @@ def plan_batch(
 
 def _micro_batches(plan: Plan) -> list[list[int]]:
     return [m for rank in plan for update in rank for m in update if m]
+
+
+def logit_elements(t: Trainer, on_gpu: bool) -> int:
+    """Return how many logits the head computes in one chunk."""
+    on_device = LOGIT_ELEMENTS_KEPT if t.gradient_checkpointing is False else LOGIT_ELEMENTS_GPU
+    return on_device if on_gpu else LOGIT_ELEMENTS
 
 
 def flops(shape: ModelShape, sparse: bool = False) -> Costs:

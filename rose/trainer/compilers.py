@@ -28,17 +28,25 @@ OTHER_LAYERS = (
 def check(c: Config) -> None:
     """Raise `ConfigError` for a missing package or compiler. A container and the nodes of a Slurm
     job have their own, which the ranks check as they start."""
-    slurm = c.cluster.slurm if c.cluster.kind == "slurm" else None
-    contained = slurm is not None and slurm.container is not None
-    if c.trainer.kernels == "liger" and not contained:
-        for package, name in (("liger_kernel", "liger-kernel"), ("triton", "triton")):
-            if importlib.util.find_spec(package) is None:
-                raise ConfigError(
-                    f"trainer.kernels='liger': the package {name} isn't installed here: "
-                    "pip install 'rose-rl[liger]', or trainer.kernels=none"
-                )
-    if c.trainer.compile and slurm is None and (found := why_none(c.cluster.gpus > 0)):
+    if c.trainer.kernels == "liger" and not contained(c) and (package := missing()):
+        raise ConfigError(
+            f"trainer.kernels='liger': the package {package} isn't installed here: "
+            "pip install 'rose-rl[liger]', or trainer.kernels=none"
+        )
+    if c.trainer.compile and c.cluster.kind == "local" and (found := why_none(c.cluster.gpus > 0)):
         raise ConfigError(found)
+
+
+def contained(c: Config) -> bool:
+    """True if the trainer's ranks run in a container, whose packages aren't known here."""
+    return c.cluster.kind == "slurm" and c.cluster.slurm.container is not None
+
+
+def missing() -> str:
+    """Return the name of a package that Liger's kernels need and that isn't installed; "" if all
+    are."""
+    needed = {"liger_kernel": "liger-kernel", "triton": "triton"}
+    return next((n for p, n in needed.items() if importlib.util.find_spec(p) is None), "")
 
 
 def why_none(on_gpu: bool) -> str:

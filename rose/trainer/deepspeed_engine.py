@@ -25,7 +25,7 @@ from rose import files
 from rose.comm.address import MEET_S, Place, RendezvousError
 from rose.processes import usable_threads
 from rose.trainer import kernels, mixture, sums
-from rose.trainer.batching import LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU
+from rose.trainer.batching import logit_elements
 from rose.trainer.checkpoint_writer import CheckpointWriter
 from rose.trainer.model import Policy, load
 from rose.trainer.prefix_tree import PrefixTree
@@ -187,7 +187,7 @@ class DeepSpeedEngine(Saving):
         self.compare: Callable[[int], None] | None = None
         self.updates = 0  # updates since the start of the run; the learning rate depends on it
         self._learning_rate = learning_rates(trainer)
-        logits = LOGIT_ELEMENTS_GPU if device.type == "cuda" else LOGIT_ELEMENTS
+        logits = logit_elements(trainer, device.type == "cuda")
         parts = trainer.sequence_parallel
         self.shared = SequenceGroup(parts, device, trainer.step_timeout_s) if parts > 1 else None
         policy = _load_policy(trainer, folder, logits, self.shared)
@@ -409,14 +409,11 @@ def _connect_second(device: torch.device, timeout_s: float) -> None:
 
 
 def _load_policy(
-    trainer: configuration.Trainer,
-    folder: Path | str,
-    logit_elements: int,
-    shared: SequenceGroup | None,
+    trainer: configuration.Trainer, folder: Path | str, logits: int, shared: SequenceGroup | None
 ) -> Policy:
     dtype = DTYPES[trainer.dtype]
-    args = (folder, dtype, trainer.gradient_checkpointing, logit_elements, trainer.lora, shared)
-    args += (trainer.router_replay,)
+    recomputes = trainer.gradient_checkpointing is not False
+    args = (folder, dtype, recomputes, logits, trainer.lora, shared, trainer.router_replay)
     if trainer.zero_stage != 3:
         return load(*args)
     from transformers.integrations import HfDeepSpeedConfig

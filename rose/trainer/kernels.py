@@ -1,19 +1,19 @@
 """Fused operations for the policy: torch.compile (`trainer.compile`), or Liger's Triton kernels
 (`trainer.kernels=liger`).
 
-torch.compile gets the decoder's layers, one by one, and a chunk of the head. All layers share one
-layer's code. Lengths are symbols in it, so rows of another length need no new compilation. torch
-compiles separately for a single row, several rows, a prefix tree, passes without a gradient, and an
-adapter's reference. Two things stay outside of the compiled code:
+torch.compile gets the decoder's layers, one by one, and on a CPU a chunk of the head. All layers
+share one layer's code. Lengths are symbols in it, so rows of another length need no new
+compilation. torch compiles separately for a single row, several rows, a prefix tree, passes without
+a gradient, and an adapter's reference. Two things stay outside of the compiled code:
 
 1. DeepSpeed's hooks. Under ZeRO-3 they gather a layer's weights whole, before its forward and its
    backward pass, and reduce its gradients after that.
 2. Attention over a prefix tree. Its table of blocks or stretches differs from tree to tree, and on
    GPUs it is compiled by itself.
 
-Liger has kernels for norms, rotary positions and the gated MLP's product. The head stays ours:
-Liger's product with cross entropy works in the same way, in chunks that are computed again in the
-backward pass. But it gives no entropy, for which all logits would have to be computed once more.
+Liger has kernels for norms, rotary positions and the gated MLP's product. The head stays ours
+(rose/trainer/head_triton.py): Liger's product with cross entropy gives no entropy, for which all
+logits would have to be computed once more.
 """
 
 from __future__ import annotations

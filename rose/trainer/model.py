@@ -51,6 +51,10 @@ class Head(nn.Module):
     def forward(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states (N, H), targets (N,) int64 -> log-probabilities (N,) float32, and the
         summed entropy in nats, () float32."""
+        return (self.fused if hidden.is_cuda else self.plain)(hidden, targets)
+
+    def plain(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute it by torch's operations, the twin of `fused` on a CPU."""
         if len(hidden) <= self.chunk_rows or not torch.is_grad_enabled():
             parts = [self._computed(h, t) for h, t in self._chunks(hidden, targets)]
         else:
@@ -60,6 +64,14 @@ class Head(nn.Module):
             ]
         logprobs, entropies = zip(*parts, strict=False)
         return torch.cat(logprobs), torch.stack(entropies).sum()
+
+    def fused(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute it by the kernels of rose/trainer/head_triton.py."""
+        from rose.trainer.head_triton import LogProbabilities  # needs Triton
+
+        return LogProbabilities.apply(
+            hidden, self.weight, self.bias, targets, self.temperature, self.chunk_rows
+        )
 
     def _chunks(self, hidden: Tensor, targets: Tensor):
         return zip(hidden.split(self.chunk_rows), targets.split(self.chunk_rows), strict=False)
@@ -118,23 +130,30 @@ class Policy(nn.Module):
 
     def why_not_flex(self, device: torch.device) -> str:
         """Try compiled flex attention. Returns why it can't train this model here, "" if it can."""
+        return tree_attention.why_not_flex(device, *self._heads(), self.hf.dtype)
+
+    def cudnn_works(self, device: torch.device) -> bool:
+        """Try cuDNN's attention for rows."""
+        return tree_attention.cudnn_works(device, *self._heads(), self.hf.dtype)
+
+    def _heads(self) -> tuple[int, int, int]:
+        """Return the number of heads and key-value heads of a rank, and the size of a head."""
         config = self.hf.config
         heads, size = config.num_attention_heads, config.hidden_size
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         parts = self.shared.size if self.shared else 1
-        return tree_attention.why_not_flex(
-            device,
-            heads // parts,
-            max(1, kv_heads // parts),
-            getattr(config, "head_dim", None) or size // heads,
-            self.hf.dtype,
-        )
+        head_dim = getattr(config, "head_dim", None) or size // heads
+        return heads // parts, max(1, kv_heads // parts), head_dim
 
     def use_flex(self) -> None:
         """Use flex attention for trees from now on, if the model has no `prefix_tree.obstacle`."""
+        self.use_own_attention()
+        self.flex = True
+
+    def use_own_attention(self) -> None:
+        """Use `tree_attention.attention` from now on, also for rows. Same condition."""
         if self.shared is None:
             self.hf.set_attn_implementation(tree_attention.NAME)
-        self.flex = True
 
     def use_stretches(self) -> None:
         """Use stretches for trees from now on, on a CPU. Same condition as for `use_flex`."""
@@ -163,13 +182,16 @@ class Policy(nn.Module):
             # `self(...)` would make ZeRO-3's hooks begin a pass within the pass.
             logprobs, entropy = self.forward(inputs, targets, mask, tree)
             return logprobs[:, :1], entropy
-        made = mask.bool()
+        made, width = mask.bool(), mask.shape[1]
         if self.replay is not None:
             self.replay.begin(experts, mask)
         if self.shared is not None:
             return self._together(self.shared, inputs, targets, made, tree)
         if tree is None:
-            hidden = self._states(input_ids=inputs)[made]  # (N, H)
+            # Padding behind every token, to which none attends.
+            more = 0 if self.replay else tree_attention.rounded(width) - width
+            states = self._states(input_ids=F.pad(inputs, (0, more)))
+            hidden = states[:, :width][made]  # (N, H)
         else:
             tree, attended = tree_attention.attended(
                 tree, self.flex, by_stretches=self.by_stretches
@@ -198,7 +220,8 @@ class Policy(nn.Module):
         """`forward` with a part of each sequence on every rank of the group; `made` (B, T) bool."""
         width, attended = inputs.shape[1], None
         if tree is None:
-            more = -width % shared.size  # padding behind every token, so that none attends to it
+            # padding behind every token, so that none attends to it
+            more = tree_attention.rounded(width, shared.size) - width
             tokens = F.pad(inputs, (0, more))
             positions = torch.arange(width + more, device=inputs.device)[None]
             nodes = positions[:, :width].expand_as(inputs)

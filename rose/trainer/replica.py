@@ -23,7 +23,7 @@ from rose.observe.recorder import NullRecorder
 from rose.processes import usable_threads
 from rose.trainer import sums
 from rose.trainer.algorithms import build
-from rose.trainer.batching import LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU
+from rose.trainer.batching import logit_elements
 from rose.trainer.experts import parts
 from rose.trainer.model import Policy, load
 from rose.trainer.prefix_tree import PrefixTree, obstacle
@@ -48,8 +48,8 @@ class ReplicaEngine:
         self.policy: Policy = load(
             folder,
             getattr(torch, config.trainer.dtype),
-            config.trainer.gradient_checkpointing,
-            LOGIT_ELEMENTS_GPU if on_gpu else LOGIT_ELEMENTS,
+            config.trainer.gradient_checkpointing is not False,
+            logit_elements(config.trainer, on_gpu),
         )
         self.policy.head.temperature = config.rollout.temperature
         self.policy.offloads = config.trainer.offload_activations

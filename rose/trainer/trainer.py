@@ -22,7 +22,7 @@ from rose.config import Config, read_shape
 from rose.memory import DeviceMemory
 from rose.observe.recorder import NullRecorder
 from rose.processes import usable_threads
-from rose.trainer import adapter, kernels, probe, watch
+from rose.trainer import adapter, kernels, probe, tree_attention, watch
 from rose.trainer.algorithms import build
 from rose.trainer.batching import flops
 from rose.trainer.costs import measure
@@ -39,12 +39,13 @@ from rose.trainer.prefix_tree import obstacle
 from rose.trainer.reference import BelowAdapter
 from rose.trainer.shards import ShardReader
 from rose.trainer.step import Step
-from rose.trainer.tree_attention import DENSE_TOKENS
 from rose.trainer.updates import Updates
 from rose.transfer import codec
 from rose.transfer.blocks import cut
 from rose.transfer.publish import Published, Publisher
 from rose.transfer.store import FORMAT, Plan
+
+LENGTH_DEPENDENT = ("dynamic", "longrope")  # kinds of rotary positions
 
 
 class Trainer:
@@ -83,11 +84,29 @@ class Trainer:
         self._ahead: Step | None = None  # a step whose gradient is incomplete
         if config.trainer.compile or self.device.type == "cuda":  # flex attention is compiled there
             kernels.share_cores(place.neighbours)
+        self._prepare_rows()
         self.no_trees, self.costs = self._prepare_trees(folder)
         trees = config.trainer.share_prefixes and not self.no_trees
         probe.check(self.engine, folder, config.model.max_context, trees)
         if config.trainer.compile:
             self._compile()
+
+    def _prepare_rows(self) -> None:
+        """Have long rows attend by cuDNN's kernels, if they work on every rank. They are padded for
+        it, which recorded experts and positions that depend on the length don't allow. Compiled
+        layers keep torch's own."""
+        t, policy = self.config.trainer, self.engine.policy
+        rope = getattr(policy.hf.config, "rope_parameters", None) or {}
+        if self.device.type == "cpu" or t.compile or t.router_replay or self.config.deterministic:
+            return
+        if obstacle(policy.hf.config) or rope.get("rope_type") in LENGTH_DEPENDENT:
+            return
+        if self._peers.sum(not policy.cudnn_works(self.device)):
+            return
+        print(f"trainer {self.index}: long rows attend by cuDNN's kernels", flush=True)
+        for model in self.engine.models():
+            model.use_own_attention()
+        tree_attention.use_cudnn(True)
 
     def _prepare_trees(self, folder: Path | str) -> tuple[str, protocol.Costs | None]:
         """Return (why this model can't be trained on prefix trees, "" if it can; the costs that
@@ -110,15 +129,16 @@ class Trainer:
         if flex:
             for model in self.engine.models():
                 model.use_flex()
-        elif t.micro_batch_tokens > DENSE_TOKENS:
+        elif t.micro_batch_tokens > tree_attention.DENSE_TOKENS:
             return (
-                f"trainer.micro_batch_tokens={t.micro_batch_tokens} is more than {DENSE_TOKENS}, "
+                f"trainer.micro_batch_tokens={t.micro_batch_tokens} is more than "
+                f"{tree_attention.DENSE_TOKENS}, "
                 "above which a mask of all pairs takes too much memory; without it: "
                 f"{without or 'another rank cannot'}"
             ), None
         if on_cpu or self.config.deterministic:
             return "", flops(shape, flex)
-        sizes = (t.micro_batch_tokens, flex, t.gradient_checkpointing)
+        sizes = (t.micro_batch_tokens, flex, t.gradient_checkpointing is not False)
         costs = measure(shape, DTYPES[t.dtype], self.device, *sizes)
         print(
             f"trainer {self.index}: a layer takes {costs.token:.3g} s a token, {costs.causal:.3g} "

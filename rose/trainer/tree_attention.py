@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
@@ -33,10 +34,22 @@ SMALLEST = 2 * BLOCK
 # Most tokens of a tree under a dense mask, which then takes 64 MiB of bool, and up to 256 MiB of
 # bias in each layer's call.
 DENSE_TOKENS = 8192
+# Fewest tokens of a row for cuDNN's attention, and what their number is rounded up to. On an H200
+# its kernels do 1.8 times the operations a second of torch's, but take 0.1 s for the first row of
+# each other length. Shorter rows have less attention to save than padding to compute.
+LONG, MULTIPLE = 2048, 128
+HOPPER = 9  # compute capability from which cuDNN's attention is taken
 OFF = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")  # torch's variables that switch it off
 CLOSE = 0.02  # largest error relative to the largest value: bfloat16 has 8 bits of precision
 # (shared, own) tokens of the rows of the tree that is tried at the start
 PROBE_ROWS = ((200, 150), (200, 90), (200, 33), (0, 140))
+# SDPA's kernels, the first of which that can is taken.
+IN_ORDER = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 
 def attended(
@@ -105,12 +118,70 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Compute attention, with transformers' signature: query (B, heads, L, d), key and value (B,
     kv_heads, L, d) -> (B, L, heads, d)."""
+    if _chosen.cudnn and attention_mask is None and query.shape[2] >= LONG:
+        with sdpa_kernel(IN_ORDER, set_priority=True):
+            return sdpa_attention_forward(
+                module, query, key, value, None, scaling=scaling, **kwargs
+            )
     by_stretches = isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.int64
     if by_stretches or isinstance(attention_mask, BlockMask):
         return _over_tree(query, key, value, attention_mask, scaling), None
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, scaling=scaling, **kwargs
     )
+
+
+class _Chosen:
+    """The choice of this process for rows (`use_cudnn`)."""
+
+    cudnn = False
+
+
+_chosen = _Chosen()
+
+
+def use_cudnn(on: bool) -> None:
+    """Have `attention` over long rows computed by cuDNN where it can, or by torch's own kernels."""
+    _chosen.cudnn = on
+
+
+def rounded(length: int, multiple: int = 1) -> int:
+    """Return the length to which rows are padded: a multiple, for cuDNN one of few."""
+    if _chosen.cudnn and length >= LONG:
+        multiple = math.lcm(multiple, MULTIPLE)
+    return -(-length // multiple) * multiple
+
+
+def cudnn_works(
+    device: torch.device, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> bool:
+    """Try cuDNN's attention on this device: True if its values and gradients are those of torch's
+    own kernels, apart from rounding."""
+    if dtype.itemsize != 2 or torch.cuda.get_device_capability(device)[0] < HOPPER:
+        return False
+    numbers = torch.Generator(device).manual_seed(0)
+    shapes = [(1, LONG, count, head_dim) for count in (heads, kv_heads, kv_heads)]
+    inputs = [torch.randn(x, generator=numbers, device=device).to(dtype) for x in shapes]
+    weights = torch.randn(shapes[0], generator=numbers, device=device)
+    layer = nn.Module()
+    layer.num_key_value_groups = heads // kv_heads
+
+    def run(on: bool) -> list[Tensor]:
+        use_cudnn(on)
+        return _with_gradients(
+            lambda *x: attention(layer, *(each.transpose(1, 2) for each in x), None)[0],
+            inputs,
+            weights,
+        )
+
+    try:
+        pairs = zip(run(True), run(False), strict=True)
+        apart = max(float((a - b).float().abs().max() / b.float().abs().max()) for a, b in pairs)
+    except RuntimeError:  # cuDNN's errors
+        return False
+    finally:
+        use_cudnn(False)
+    return apart <= CLOSE
 
 
 @torch.compiler.disable  # compiled with a layer (trainer.compile), it would fit one tree only

@@ -1,5 +1,6 @@
 # What makes a trainer's step cheaper, each beside the same without it. At most 600 s.
 . scripts/gpu_kit/env.sh
+NAME=speed LIMIT=240 check speed attention head
 NAME=liger LIMIT=160 check liger
 for stage in 2 3; do NAME=compile_zero$stage LIMIT=${1:-220} check compile_zero$stage; done
 results

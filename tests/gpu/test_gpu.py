@@ -14,7 +14,9 @@ from tests.gpu import (
     lora,
     machine,
     model,
+    operations,
     rate,
+    speed,
     trainer,
 )
 from tests.gpu.frame import Check, Report
@@ -25,6 +27,8 @@ ALL = (
     *trainer.CHECKS,
     *experts.CHECKS,
     *fused.CHECKS,
+    *speed.CHECKS,
+    *operations.CHECKS,
     *digests.CHECKS,
     *delta.CHECKS,
     *engine.CHECKS,

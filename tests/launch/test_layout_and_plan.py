@@ -172,13 +172,15 @@ def test_zero_stages_share_what_the_paper_says(make_config, stage, weights, grad
 
 def test_compiled_layers_are_gathered_whole_and_give_all_their_gradients_at_once(make_config):
     given = (*QWEN3_8B, "trainer.zero_stage=3", "trainer.micro_batch_tokens=131072")
-    c, compiled = make_config(*given), make_config(*given, "trainer.compile=true")
+    # Liger's layers keep as much for the backward pass.
+    c = make_config(*given, "trainer.kernels=liger")
+    compiled = make_config(*given, "trainer.compile=true")
     shape, layer = c.model.shape, 192_937_984  # 4 matrices of attention, 3 of the MLP
     before, now = (memory.trainer(x, shape).items for x in (c, compiled))
     for item in ("gathered parameters", "a layer at work"):
         assert now[item] - before[item] == pytest.approx(2 * layer / GIB), item
     adapter = memory.trainer(make_config(*given, *LORA, "trainer.compile=true"), shape).items
-    frozen = memory.trainer(make_config(*given, *LORA), shape).items
+    frozen = memory.trainer(make_config(*given, *LORA, "trainer.kernels=liger"), shape).items
     assert adapter["gathered parameters"] == now["gathered parameters"]
     assert 0 < adapter["a layer at work"] - frozen["a layer at work"] < 0.02 * layer / GIB
 
@@ -435,7 +437,7 @@ def test_doubtful_activations_are_a_warning_with_what_is_not_so_yet(make_config)
 @pytest.mark.parametrize(
     ("overrides", "worst"),
     [
-        ((), "logits at work"),
+        (("trainer.gradient_checkpointing=false",), "logits at work"),
         (("trainer.micro_batch_tokens=65536", "model.shape.vocab=32768"), "a layer at work"),
         (
             ("trainer.micro_batch_tokens=1024", "model.max_context=1024", "env.max_new_tokens=512"),

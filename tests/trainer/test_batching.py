@@ -3,15 +3,20 @@ ranks."""
 
 import random
 
+import msgspec
 import numpy as np
 import pytest
 
 from rose.config import ModelShape
 from rose.trainer.batching import (
+    LOGIT_ELEMENTS,
+    LOGIT_ELEMENTS_GPU,
+    LOGIT_ELEMENTS_KEPT,
     Padded,
     Shared,
     common,
     flops,
+    logit_elements,
     plan_batch,
     plan_micro_batches,
     size_of,
@@ -134,3 +139,11 @@ def test_trees_are_taken_where_they_save_and_only_there():
     assert plan_batch(alike, 1, 12_000, 1, flops(SMALL_MODEL))[1]
     assert not plan_batch(unlike, 1, 12_000, 1, flops(SMALL_MODEL))[1]
     assert not plan_batch(alike, 1, 12_000, 1, None)[1]
+
+
+@pytest.mark.parametrize("recomputes, kept", [(False, True), (True, False), (None, False)])
+def test_a_head_on_a_gpu_keeps_its_logits_where_layers_keep_theirs(make_config, recomputes, kept):
+    t = msgspec.structs.replace(make_config().trainer, gradient_checkpointing=recomputes)
+    found = logit_elements(t, on_gpu=True)
+    assert found == (LOGIT_ELEMENTS_KEPT if kept else LOGIT_ELEMENTS_GPU)
+    assert logit_elements(t, on_gpu=False) == LOGIT_ELEMENTS

@@ -202,3 +202,44 @@ def test_measured_costs_decide():
     assert batching.plan_batch(alike, 1, 4096, 1, cheap)[1]
     dear = type(cheap)(cheap.token, cheap.causal, cheap.causal * 1000, dense=True)
     assert not batching.plan_batch(alike, 1, 4096, 1, dear)[1]
+
+
+@pytest.mark.parametrize("tokens, padded", [(7, 7), (8, 8), (9, 12), (13, 16)])
+def test_long_rows_are_padded_for_cudnn_and_compute_the_same(tmp_path, monkeypatch, tokens, padded):
+    monkeypatch.setattr(tree_attention, "LONG", 8)
+    monkeypatch.setattr(tree_attention, "MULTIPLE", 4)
+    policy = model.load(tiny_world.save_model(tmp_path), torch.float32, False)
+    policy.use_own_attention()
+    inputs = torch.randint(1, tiny_world.VOCABULARY, (2, tokens))
+    exact = policy(inputs, inputs, torch.ones(inputs.shape))
+    lengths = []
+    policy.hf.base_model.layers[0].register_forward_pre_hook(
+        lambda _, args: lengths.append(args[0].shape[1])
+    )
+    monkeypatch.setattr(tree_attention, "_chosen", tree_attention._Chosen())
+    tree_attention.use_cudnn(True)
+    found = policy(inputs, inputs, torch.ones(inputs.shape))
+    assert lengths == [padded]
+    torch.testing.assert_close(found, exact)
+    assert tree_attention.rounded(tokens, 3) % 3 == 0
+
+
+def test_cudnns_attention_is_taken_only_where_it_computes_the_same(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    form = CPU, 4, 2, 8, torch.bfloat16
+    assert tree_attention.cudnn_works(*form)
+    assert not tree_attention.cudnn_works(*form[:-1], torch.float32)
+    right = tree_attention.sdpa_attention_forward
+
+    def wrong(module, query, *rest, **more):
+        out, _ = right(module, query, *rest, **more)
+        return (1.1 if tree_attention._chosen.cudnn else 1.0) * out, None
+
+    def fails(*_, **__):
+        raise RuntimeError("cuDNN has no plan")
+
+    for other in (wrong, fails):
+        monkeypatch.setattr(tree_attention, "sdpa_attention_forward", other)
+        assert not tree_attention.cudnn_works(*form) and not tree_attention._chosen.cudnn
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert not tree_attention.cudnn_works(*form)

@@ -19,7 +19,7 @@ def check(c: Config, need: Need) -> None:
     _check_draft(c, need)
     _check_router_replay(c, need)
     need(
-        c.trainer.kernels == "none" or c.cluster.gpus > 0,
+        c.trainer.kernels != "liger" or c.cluster.gpus > 0,
         "trainer.kernels",
         "Triton's need GPUs: none",
     )
@@ -52,7 +52,7 @@ def _check_batch(c: Config, need: Need) -> None:
         f"trainer.updates_per_step={c.trainer.updates_per_step} updates",
     )
     need(
-        not c.trainer.offload_activations or c.trainer.gradient_checkpointing,
+        not c.trainer.offload_activations or c.trainer.gradient_checkpointing is not False,
         "trainer.offload_activations",
         "needs trainer.gradient_checkpointing=true: else all that layers compute would go to the "
         "host and back",

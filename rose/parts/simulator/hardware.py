@@ -80,6 +80,7 @@ PCIE = {
 
 SHAPES = {  # copies of the models' public config.json, as in conf/model
     "qwen3_8b": ModelShape(
+        type="qwen3",
         layers=36,
         hidden=4096,
         intermediate=12288,
@@ -90,6 +91,7 @@ SHAPES = {  # copies of the models' public config.json, as in conf/model
         tied_embeddings=False,
     ),
     "qwen3_32b": ModelShape(
+        type="qwen3",
         layers=64,
         hidden=5120,
         intermediate=25600,
@@ -100,6 +102,7 @@ SHAPES = {  # copies of the models' public config.json, as in conf/model
         tied_embeddings=False,
     ),
     "qwen2_5_7b": ModelShape(
+        type="qwen2",
         layers=28,
         hidden=3584,
         intermediate=18944,
@@ -110,6 +113,7 @@ SHAPES = {  # copies of the models' public config.json, as in conf/model
         tied_embeddings=False,
     ),
     "qwen2_5_32b": ModelShape(
+        type="qwen2",
         layers=64,
         hidden=5120,
         intermediate=27648,

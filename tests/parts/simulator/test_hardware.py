@@ -124,8 +124,8 @@ def test_old_log_probabilities_cost_what_the_live_trainer_spends(make_config, ov
     """Of its first update the update's own forward pass gives them."""
     c = make_config("mode=simulate", "+experiment=rose_8b", *overrides)
     trainer = build.make_spec(c, "rose", build.ours(c), 1).trainer
-    bare = hardware.trainer(c.model.shape, GPUS["H800"], 8, c.trainer.gradient_checkpointing)
-    assert c.trainer.gradient_checkpointing
+    bare = hardware.trainer(c.model.shape, GPUS["H800"], 8, recompute=True)
+    assert c.trainer.gradient_checkpointing is None, "the layers are computed again"
     assert trainer.flops_per_token / bare.flops_per_token == pytest.approx((4 + passes) / 4)
 
 

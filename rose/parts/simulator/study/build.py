@@ -78,7 +78,7 @@ def make_spec(c: Config, name: str, system: SimSystem, seed: int) -> spec.Spec:
         shape,
         trainer_gpu,
         c.trainer.ranks,
-        c.trainer.gradient_checkpointing,
+        c.trainer.gradient_checkpointing is not False,
         s.trainer.mfu,
         _forward_passes(c),
     )

@@ -1,0 +1,75 @@
+"""Choose what a configuration leaves open of the trainer's computation, `trainer.kernels` and
+`trainer.gradient_checkpointing` where they are null, and say why.
+
+Neither changes what is computed, apart from rounding, so the fastest is chosen that nothing else in
+the configuration excludes. Left out: how much faster each is (docs/gpu.md), and torch.compile,
+which was faster than Liger's kernels, but takes minutes to start.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from rose.config import Config, ModelShape
+from rose.launch import exclusions, memory
+from rose.trainer import compilers
+
+# Largest share of a GPU's memory that the estimate may take without recomputation. Measured peaks
+# were up to 1.06 of the estimates (docs/results).
+FITS = 0.9
+
+
+def made(c: Config, shape: ModelShape | None) -> tuple[Config, tuple[str, ...]]:
+    """Return the configuration without these nulls, and a sentence on each choice. `shape`: None if
+    the model isn't known yet."""
+    reasons = []
+    for key, choose in CHOICES.items():
+        if getattr(c.trainer, key) is None:
+            value, because = choose(c, shape)
+            c = _with(c, key, value)
+            given = value if isinstance(value, str) else json.dumps(value)
+            reasons.append(f"trainer.{key}={given}: {because}")
+    return c, tuple(reasons)
+
+
+def _with(c: Config, key: str, value: Any) -> Config:
+    trainer = msgspec.structs.replace(c.trainer, **{key: value})
+    return msgspec.structs.replace(c, trainer=trainer)
+
+
+def _kernels(c: Config, shape: ModelShape | None) -> tuple[str, str]:
+    kind = shape.type if shape is not None else ""
+    if not c.cluster.gpus:
+        return "none", "Triton's need GPUs"
+    if other := exclusions.refusal(_with(c, "kernels", "liger"), shape, exclusions.KERNELS):
+        return "none", f"Liger's are not used together with {other}"
+    if kind not in compilers.LIGER_TYPES:
+        return "none", f"Liger has none for models of the type {kind or 'unknown'}"
+    if compilers.contained(c):
+        return "none", "whether the container has Liger is not known; if so, trainer.kernels=liger"
+    if package := compilers.missing():
+        return "none", f"{package} isn't installed here: pip install 'rose-rl[liger]'"
+    return "liger", "fused norms, rotary positions and MLPs"
+
+
+def _checkpointing(c: Config, shape: ModelShape | None) -> tuple[bool, str]:
+    limit = c.cluster.gpu_memory_gib
+    if c.trainer.offload_activations:
+        return True, "trainer.offload_activations=true keeps the layers' inputs in host memory"
+    if not c.cluster.gpus or limit is None or shape is None:
+        return True, "how much memory there is, or how much the model needs, is not known"
+    limit -= memory.ASLEEP_GIB if c.trainer_sleeps else 0
+    without = _with(c, "gradient_checkpointing", False)
+    needed = memory.trainer(without, shape).total
+    if c.elastic_replicas:
+        needed = max(needed, memory.replica(without, shape).total)
+    fits = needed <= FITS * limit
+    most = "" if fits else f", and at most {FITS:.0%} may be planned"
+    return not fits, f"without it the trainer needs {needed:.1f} of {limit:g} GiB{most}"
+
+
+# In this order, since the memory depends on the kernels.
+CHOICES = {"kernels": _kernels, "gradient_checkpointing": _checkpointing}

@@ -1,0 +1,281 @@
+"""The checks of the trainer's speed on one device, for gpu_check.py: a step as a user gets it, beside
+one without fused operations and beside a plain transformers loop.
+
+All rates are useful operations a second: what a forward and a backward pass need, without what is
+computed again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from tests.gpu import trainer
+from tests.gpu.frame import Check, Report
+from tests.gpu.model import folder
+from tests.gpu.operations import timed
+from tests.gpu.trainer import LIKE, Training, _flops, _shape, _work, batch, settings, spawn
+
+GIB = 2**30
+AIM = 0.3  # least share of the matrix product's rate
+KERNELS = 25  # most kernels of a profile that are shown
+# What the launcher would choose without Liger and without memory.
+BEFORE = ("trainer.kernels=none", "trainer.gradient_checkpointing=true")
+
+
+class Steps(Training):
+    stage: int  # ZeRO's
+    trees: bool  # a step of prefix trees, too
+    matrix: int  # side of the square matrices that are multiplied
+    plain_rows: int  # rows of a micro-batch of the plain loop
+    beside: bool  # timing of the two others, too
+    profiled: bool  # a list of the kernels of a micro-batch and of the optimizer
+
+
+GPU = Steps(
+    **msgspec.structs.asdict(trainer.GPU),
+    stage=2,
+    trees=True,
+    matrix=8192,
+    plain_rows=8,
+    beside=True,
+    profiled=False,
+)
+CPU = Steps(
+    **msgspec.structs.asdict(trainer.CPU),
+    stage=2,
+    trees=True,
+    matrix=256,
+    plain_rows=3,
+    beside=True,
+    profiled=True,
+)
+
+
+def speed(report: Report) -> None:
+    shape, sizes = _shape(report), report.sizes
+    (ours,) = spawn(report, _ours, 1)
+    rate = ours["matrix"] / 1e12
+    report.figure("bfloat16 matrix product", rate, "TFLOP/s")
+    for choice in ours["chosen"]:
+        report.say(choice)
+    report.figure("ROSE: start", ours["start_s"], "s")
+    report.figure("ROSE: optimizer", ours["optimizer_s"], "s")
+    bound = rate if report.gpus else None
+    useful = _flops(shape, [ours]) / ours["step_s"] / 1e12
+    report.figure("ROSE: step", ours["step_s"], "s")
+    report.figure("ROSE: computed tokens", ours["tokens"] / ours["step_s"], "token/s")
+    report.share(
+        "ROSE: useful operations",
+        useful,
+        "TFLOP/s",
+        bound,
+        AIM,
+        "the matrix product's rate, recomputation not counted",
+        "which kernels take the time: --set speed.profiled=true",
+    )
+    if sizes.trees:
+        report.figure("ROSE: step of prefix trees", ours["trees_s"], "s")
+        report.figure(
+            "trees and rows, grad_norm differs by",
+            abs(ours["of_trees"] / ours["grad_norm"] - 1),
+            most=LIKE,
+            remedy="rows attend by cuDNN's kernels, trees by flex attention: one of them is wrong",
+        )
+    if report.gpus:
+        report.figure(
+            "ROSE: memory at the peak",
+            ours["peak_gib"],
+            "GiB",
+            most=1.1 * ours["estimate_gib"],
+            source=f"rose.launch.memory says {ours['estimate_gib']:.1f}",
+            remedy="trainer.gradient_checkpointing=true until the estimate is right",
+        )
+    if not sizes.beside:
+        return
+    (before,) = spawn(report, _ours, 1, *BEFORE)
+    (plain,) = spawn(report, _plain, 1)
+    for name, other in (("unfused, recomputing", before), ("transformers", plain)):
+        report.figure(f"{name}: step", other["step_s"], "s")
+        other = other["step_s"]
+        report.figure(f"{name}: useful operations", useful * ours["step_s"] / other, "TFLOP/s")
+        report.figure(f"ROSE is as fast as {name}", other / ours["step_s"], "times")
+    for name in ("grad_norm", "entropy"):
+        report.figure(
+            f"unfused, {name} differs by",
+            abs(ours[name] - before[name]) / max(abs(before[name]), 1e-12),
+            most=LIKE,
+            remedy=f"{' '.join(BEFORE)} until it is mended: the default computes something else",
+        )
+
+
+def _ours(report: Report, rank: int, world: int, port: int, *overrides: str) -> dict:
+    """Time steps of a trainer of one rank, with what the launcher chooses for it."""
+    import torch
+
+    from rose import protocol
+    from rose.comm.address import local_place
+    from rose.launch import choices, memory
+    from rose.observe.recorder import NullRecorder
+    from rose.trainer.batching import Padded, Shared, plan_micro_batches
+    from rose.trainer.trainer import Trainer
+
+    sizes, shape = report.sizes, _shape(report)
+    rows = batch(sizes, shape.vocab)
+    config = settings(
+        report,
+        sizes,
+        world,
+        sizes.shared + sizes.own,
+        len(rows),
+        f"trainer.micro_batch_tokens={sizes.micro_batch_tokens}",
+        f"trainer.zero_stage={sizes.stage}",
+        f"trainer.share_prefixes={str(sizes.trees).lower()}",
+        *overrides,
+    )
+    config, chosen = choices.made(config, shape)
+    began = time.monotonic()
+    made = Trainer(config, rank, world, local_place(port), folder(report), NullRecorder())
+    cuda = made.device.type == "cuda"
+    out: dict[str, Any] = {"start_s": time.monotonic() - began, "chosen": chosen}
+    out["estimate_gib"] = memory.trainer(config, shape).total
+    summary = protocol.BatchSummary(
+        [t.reward for t in rows.values()],
+        [int(t.group[1:]) for t in rows.values()],
+        [t.response_tokens for t in rows.values()],
+        [False] * len(rows),
+    )
+    tokens = [protocol.unpack_tokens(t.tokens) for t in rows.values()]
+    packing = Padded([len(each) for each in tokens])
+    plan = plan_micro_batches(packing, world, sizes.micro_batch_tokens, 1)[rank]
+    numbers = itertools.count(1)
+
+    def step(plan: list[list[list[int]]], trees: bool = False) -> dict[str, float]:
+        mine = {row: rows[row] for micro in plan[0] for row in micro}
+        return made.train(protocol.TrainStep(next(numbers), summary, plan, trees, 1), mine)
+
+    out |= step(plan) | _work(plan[0], packing, sizes)
+    seconds = []
+    for _ in range(sizes.timed):
+        began = time.monotonic()
+        metrics = step(plan)
+        seconds.append((time.monotonic() - began, metrics["seconds_optimizer"]))
+        report.say(f"a step took {seconds[-1][0]:.3f} s")
+    out["step_s"], out["optimizer_s"] = min(seconds)
+    if sizes.trees:
+        shared = plan_micro_batches(Shared(tokens), world, sizes.micro_batch_tokens, 1)[rank]
+        out["of_trees"] = step(shared, trees=True)["grad_norm"]
+        began = time.monotonic()
+        step(shared, trees=True)
+        out["trees_s"] = time.monotonic() - began
+    peak = torch.cuda.max_memory_allocated() / GIB if cuda else 0.0
+    out["peak_gib"] = memory.RUNTIME_GIB + peak
+    if sizes.profiled and not overrides:
+        with _profiles(made.engine, report.say, cuda):
+            step([[plan[0][0]]])
+    made.close()
+    side = torch.randn(sizes.matrix, sizes.matrix, dtype=torch.bfloat16, device=made.device)
+    out["matrix"] = 2 * sizes.matrix**3 / timed(lambda: side @ side, cuda)
+    return out
+
+
+@contextmanager
+def _profiles(engine, say: Callable[[str], None], cuda: bool) -> Iterator[None]:
+    """List the kernels by the device's time: those before the engine's update, and the update's."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    passes, optimizer = (profile(activities=kinds) for _ in range(2))
+    update = engine.update
+
+    def updated(*args):
+        if cuda:
+            torch.cuda.synchronize()
+        passes.stop()
+        with optimizer:
+            found = update(*args)
+            if cuda:
+                torch.cuda.synchronize()
+        return found
+
+    engine.update = updated
+    passes.start()
+    try:
+        yield
+    finally:
+        del engine.update
+    for name, found in (("forward and backward", passes), ("optimizer", optimizer)):
+        say(f"{name} of one micro-batch, by the device's time:\n{_listed(found, cuda)}")
+
+
+def _listed(found, cuda: bool) -> str:
+    """Return the kernels that take most time: milliseconds, share, calls, name."""
+    device = "CUDA" if cuda else "CPU"
+    took = "self_device_time_total" if cuda else "self_cpu_time_total"
+    kernels = [
+        e
+        for e in found.key_averages()
+        if e.device_type.name == device and not getattr(e, "is_user_annotation", False)
+    ]
+    total = sum(getattr(e, took) for e in kernels) or 1.0
+    lines = [f"{total / 1e3:9.2f} ms in all, {sum(e.count for e in kernels)} kernels"]
+    for e in sorted(kernels, key=lambda e: -getattr(e, took))[:KERNELS]:
+        ms = getattr(e, took) / 1e3
+        lines.append(f"{ms:9.2f} {1e5 * ms / total:5.1f}% {e.count:5} {e.key[:80]}")
+    return "\n".join(lines)
+
+
+def _plain(report: Report, rank: int, world: int, port: int) -> dict:
+    """Time steps of a loop as transformers' users write it: weights and AdamW in bfloat16, SDPA,
+    gradient checkpointing, and the loss of the model from all logits of a micro-batch."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from rose import protocol
+
+    sizes, device = report.sizes, torch.device(report.setup.device)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder(report), dtype=torch.bfloat16, attn_implementation="sdpa"
+    ).to(device)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+    rows = [
+        torch.from_numpy(protocol.unpack_tokens(t.tokens).astype("int64"))
+        for t in batch(sizes, _shape(report).vocab).values()
+    ]
+    seconds = []
+    for _ in range(sizes.timed + 1):
+        began = time.monotonic()
+        for micro in torch.stack(rows).split(sizes.plain_rows):
+            tokens = micro.to(device)
+            labels = tokens.clone()
+            labels[:, : sizes.shared] = -100  # the prompt
+            loss = model(input_ids=tokens, labels=labels, use_cache=False).loss
+            (loss * len(micro) / len(rows)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.monotonic() - began)
+        report.say(f"a step of the plain loop took {seconds[-1]:.3f} s")
+    return {"step_s": min(seconds[1:])}
+
+
+CHECKS = (
+    Check(
+        "speed",
+        "a trainer's step as a user gets it, beside one without fused operations and a plain transformers loop",
+        speed,
+        {"cuda": GPU, "cpu": CPU},
+        240.0,
+        "out of memory: trainer.gradient_checkpointing=true",
+    ),
+)

@@ -1,0 +1,87 @@
+"""The launcher chooses what a configuration leaves open of the trainer's computation, and says why."""
+
+import importlib.util
+
+import msgspec
+import pytest
+
+from rose.launch import choices, plan
+from rose.trainer import compilers
+from tests.launch.test_layout_and_plan import printed
+
+GPUS = ("model=qwen3_8b", "trainer=zero3_gpu", "rollout=gpu", "cluster=gpus", "cluster.gpus=16")
+OPEN = "trainer.kernels=null trainer.gradient_checkpointing=null"
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    """A machine with Liger."""
+    find = importlib.util.find_spec
+    there = ("liger_kernel", "triton")
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: name if name in there else find(name)
+    )
+
+
+def chosen(c):
+    c, reasons = choices.made(c, c.model.shape)
+    t = c.trainer
+    return (t.kernels, t.gradient_checkpointing), reasons
+
+
+@pytest.mark.parametrize(
+    "overrides, kernels, why",
+    [
+        ((), "liger", "fused norms"),
+        (("trainer.sequence_parallel=2",), "liger", "fused norms"),
+        (("trainer.compile=true",), "none", "together with trainer.compile"),
+        (("trainer.elastic_replicas=1",), "none", "together with trainer.elastic_replicas"),
+        (("model.shape.type=gemma",), "none", "Liger has none for models of the type gemma"),
+        (("model.shape.type=''",), "none", "of the type unknown"),
+    ],
+)
+def test_ligers_kernels_where_nothing_excludes_them(make_config, overrides, kernels, why):
+    found, reasons = chosen(make_config(*GPUS, *overrides))
+    assert found[0] == kernels and why in reasons[0], reasons
+
+
+def test_what_a_machine_lacks_is_not_chosen(make_config, monkeypatch):
+    monkeypatch.setattr(compilers, "missing", lambda: "liger-kernel")
+    found, reasons = chosen(make_config(*GPUS))
+    assert found[0] == "none" and "pip install 'rose-rl[liger]'" in reasons[0]
+
+
+def test_layers_are_computed_again_where_memory_is_too_small(make_config):
+    def recomputes(*overrides):
+        found, reasons = chosen(make_config(*GPUS, *overrides))
+        return found[1], reasons[-1]
+
+    kept, why = recomputes("cluster.gpu_memory_gib=139")
+    assert not kept and "of 139 GiB" in why
+    needed = float(why.split("needs ")[1].split(" ")[0])
+    for share, again in ((choices.FITS - 0.01, False), (choices.FITS + 0.01, True)):
+        kept, why = recomputes(f"cluster.gpu_memory_gib={needed / share:.2f}")
+        assert kept == again, why
+    assert recomputes("cluster.gpu_memory_gib=null")[0]
+    kept, why = recomputes("cluster.gpu_memory_gib=139", "trainer.offload_activations=true")
+    assert kept and "offload_activations" in why
+
+
+def test_on_cpus_nothing_is_chosen_that_needs_gpus(make_config):
+    assert chosen(make_config(OPEN))[0] == ("none", True)
+
+
+def test_the_plan_has_every_choice_and_says_why(make_config):
+    c = make_config(*GPUS)
+    made = plan.make(c, c.model.shape)
+    assert made.config.trainer.gradient_checkpointing is not None
+    assert [reason.partition("=")[0] for reason in made.chosen] == [
+        "trainer.kernels",
+        "trainer.gradient_checkpointing",
+    ]
+    said = " ".join(printed(made).split())
+    assert all(" ".join(reason.split()) in said for reason in made.chosen)
+    again = plan.make(made.config, c.model.shape)
+    assert again.config == made.config and not again.chosen
+    unknown = msgspec.structs.replace(c, model=msgspec.structs.replace(c.model, shape=None))
+    assert plan.make(unknown, None).config.trainer.gradient_checkpointing
