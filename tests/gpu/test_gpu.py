@@ -13,6 +13,7 @@ from tests.gpu import (
     lora,
     machine,
     model,
+    stops,
     trainer,
 )
 from tests.gpu.frame import Check, Report
@@ -27,6 +28,7 @@ ALL = (
     *engine.CHECKS,
     *lora.CHECKS,
     *drafts.CHECKS,
+    *stops.CHECKS,
     *coserving.CHECKS,
     *jobs.CHECKS,
     *machine.LAST,

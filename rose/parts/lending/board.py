@@ -57,6 +57,7 @@ class Online:
     prompt_tokens: float = 0
     made_tokens: float = 0  # generated tokens
     busy_s: float = 0  # seconds in engine steps
+    shared_s: float = 0  # seconds in engine steps beside which rollout steps could run
     step_error: float = 0  # mean of |predicted - measured| / measured step time
     step_p99: float = 0  # 99th percentile of measured / predicted step time
 
@@ -100,6 +101,8 @@ class Control:
     pid_started: float = 0
     beat: float = 0
     lend: float = 0  # 1: lend; 0: stop at once
+    # 1: the online engine stops rollout steps between layers (rose/parts/lending/flag.py)
+    stops: float = 1
     share: float = 1  # share of the lendable memory that is lent at this hour, 0 to 1
     epoch: float = 0  # number of training steps seen; a change ends a freeze
 

@@ -144,6 +144,7 @@ def test_no_admitted_step_can_hold_up_the_online_engine_beyond_its_slack(
         chunk_tokens=chunk,
         step_share=share,
         priority="idle",
+        stops="layer",
         kv_gib=None,
         reserve=0.1,
         high_watermark=0.9,

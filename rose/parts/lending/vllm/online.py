@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from rose.heap import Ahead
 from rose.parts.lending import board
 from rose.parts.lending.board import Peer
+from rose.parts.lending.rules.dial import Dial
 from rose.parts.lending.rules.predictor import Predictor, Work
 from rose.parts.lending.rules.slo import Attainment, Promptness, Request, hold_until
 from rose.parts.lending.vllm.blocks import Layout
@@ -72,6 +73,10 @@ class OnlineScheduler(Member):
             if self.device.profile
             else None
         )
+        found = (self.device.profile or {}).get("interference", {})
+        self._dial = Dial(slo, found.get("hold_p99", 1.0), found.get("hold_mean", 1.0))
+        self._lets = False  # true if the rollout engine may run beside the step in flight
+        self._flag.up = False
         self._attainment = Attainment(slo) if slo else None
         self._promptness = Promptness(slo) if slo else None
         self._rollout = Peer(self.device.folder / "rollout", board.Rollout)
@@ -124,6 +129,8 @@ class OnlineScheduler(Member):
             if name in self.requests
         )
         if not output.total_num_scheduled_tokens:
+            if not self._in_flight:
+                self._flag.up = False
             self._write_board()
         return output
 
@@ -136,6 +143,7 @@ class OnlineScheduler(Member):
             for output in group.outputs:
                 self._count(output, now)
         self._write_board()
+        self._stop_rollouts()
         return outputs
 
     def finish_requests(self, request_ids, finished_status):
@@ -156,6 +164,8 @@ class OnlineScheduler(Member):
             for seen in self._seen.values():
                 seen.lent = True
         self._write_board(self._ends_at(self._predictor))
+        if len(self._in_flight) == 1:
+            self._stop_rollouts()
 
     def _step_ended(self, work: Work, began: float, ended: float) -> None:
         if self.device is None:
@@ -163,11 +173,40 @@ class OnlineScheduler(Member):
         s = self.state
         s.steps += 1
         s.busy_s += ended - began
+        s.shared_s += (ended - began) * self._lets
+        self._dial.ended(work, ended - began)
         s.prompt_tokens += sum(count for count, _ in work.prefill)
         if self._predictor:
             self._predictor.observe(work, ended - began)
             s.step_error, s.step_p99 = self._predictor.error
         s.step_ends = self._ends_at(self._predictor)
+
+    def _stop_rollouts(self) -> None:
+        """Raise or lower the flag for the step that the device runs now.
+
+        The flag is down
+        1. while no request runs;
+        2. while requests wait for memory, which a stopped rollout step may keep;
+        3. beside a step for which the dial allows it;
+        4. where the operator switched stops off.
+        Between two steps of running requests it stays as it is.
+        """
+        control = self.control.read()
+        if control is not None and not control.stops > 0:
+            self._lets, self._flag.up = True, False
+        elif self._in_flight:
+            s, work = self.state, self._in_flight[0][1]
+            self._lets = self._waits_for_memory() or self._dial.lets(
+                work, s.decode_s, s.hold_until - time.monotonic()
+            )
+            self._flag.up = not self._lets
+        elif not self.running or self._waits_for_memory():
+            self._flag.up = False
+        if not self._seen:
+            self._dial.idle()
+
+    def _waits_for_memory(self) -> bool:
+        return bool(self.waiting) and self._to_come() > self.pool.free
 
     def _write_board(self, step_ends: float | None = None) -> None:
         with self._writing:
@@ -339,6 +378,8 @@ class OnlineScheduler(Member):
 
     def _on_beat(self) -> None:
         """Do what can't wait for the end of a step: reclaim memory, and make the heap resident."""
+        if not self._in_flight and not self.running:
+            self._flag.up = False
         if self._heap is not None and not self._seen:
             self._heap.catch_up(HEAP_BEAT_S)
         self._reclaim()
@@ -348,7 +389,8 @@ class OnlineScheduler(Member):
         priority, so that it gets CPU time to release the memory. Kills it if it hasn't after
         lending.revoke_after_s."""
         now, rollout, missing = time.monotonic(), self._rollout.read() or self._rollout.last, 0.0
-        if rollout is not None and self.waiting and self._to_come() > self.pool.free:
+        if rollout is not None and self._waits_for_memory():
+            self._flag.up = False
             wanted = min(self.pool.used + self._to_come(), self.pool.total) + self.pool.overhead
             missing = wanted - (self.device.kv_bytes - rollout.kv_budget)
         if missing < self.pool.block_bytes or not board.is_alive(rollout):
