@@ -44,7 +44,9 @@ PLAN = {
     "static": ("static", "static"),
     "priority": ("priority", "priority_load"),
     "ours": ("ours", "ours"),
+    "steps": ("ours", "ours"),
 }
+LENT = (OURS, "steps")  # scenarios behind the gate
 # The last two values are those of conf/lending/default.yaml.
 MAX_CONTEXT, MAX_SEQUENCES, MAX_BATCHED = (1024, 64, 2048)
 MAX_PROMPT, MAX_OUTPUT = 800, 200
@@ -62,7 +64,7 @@ class Options:
     trace: str = ""  # file; generated if empty
     seconds: float = 25.0  # seconds of traffic in a run
     seeds: int = 3
-    scenarios: str = ",".join(PLAN)
+    scenarios: str = "alone,naive,static,priority,ours"
     busy: float = 0.25  # share of the device's time that S alone uses
     slack: float = 1.25  # targets, as multiples of the percentiles of S alone
     slo: str = ""  # TTFT P50, P99, TPOT P50, P99 in seconds, separated by commas
@@ -298,6 +300,8 @@ class Bench:
         server, rollouts = PLAN[scenario]
         server, side = self.servers[server], self.rollouts.get(rollouts)
         processes: list[Any] = [server, *([side] if side else [])]
+        if self.operator is not None:
+            self.operator.stops(scenario == OURS)
         for process in processes:
             process.wake()
         try:
@@ -372,7 +376,7 @@ class Bench:
         if scenario == "priority":
             found["made"] = server.metric("vllm:generation_tokens_total")
         found["preempted"] = server.metric("vllm:num_preemptions_total")
-        if scenario == OURS:
+        if scenario in LENT:
             state = self.operator.read("rollout", board.Rollout)
             online = self.operator.read("online", board.Online)
             if state:

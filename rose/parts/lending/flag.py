@@ -1,5 +1,5 @@
-"""The stop flag of a shared device: the online engine S stops a running step of the rollout engine R
-between two layers.
+"""The stop flag of a shared device: by it the online engine S stops a running step of the rollout
+engine R between two layers.
 
 The flag is a word in a page of /dev/shm that both engines map. Each engine writes one byte of it,
 so no write needs a lock. S raises the flag while it computes. R ignores the flag while nobody would
