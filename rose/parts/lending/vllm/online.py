@@ -24,7 +24,7 @@ from rose.parts.lending.rules.predictor import Predictor, Work
 from rose.parts.lending.rules.slo import Attainment, Promptness, Request, hold_until
 from rose.parts.lending.vllm.blocks import Layout
 from rose.parts.lending.vllm.member import Member, vllm_scheduler
-from rose.parts.lending.vllm.pool import AT_ONCE, Call
+from rose.parts.lending.vllm.pool import AT_ONCE, IN_FLIGHT, Call
 from rose.parts.lending.vllm.priority import restore_priority
 
 MOST_KEPT = 0.25  # most of all KV memory that is kept free for the prompts of the next step
@@ -35,6 +35,8 @@ HEAP_BEAT_S = 0.005
 # Memory is only lent when more than RELAX x lending.reserve is unused, so that small changes of the
 # need move nothing.
 RELAX = 2.0
+# Least seconds between two moves of memory beside steps in flight that no request waits for.
+MOVE_EVERY_S = 0.05
 
 
 def scheduler(vllm_config, **others):
@@ -87,6 +89,7 @@ class OnlineScheduler(Member):
         self._heap: Ahead | None = None
         self._asked_at: float | None = None  # time since when requests wait for lent memory
         self._releasing = False  # true if more memory will be released at later steps
+        self._moved_at = 0.0  # time of the last move of memory beside a step in flight
         self.state.kv_held = self.device.kv_bytes  # correct once the workers report their memory
 
     def attach(self, core) -> None:
@@ -357,24 +360,36 @@ class OnlineScheduler(Member):
 
         It publishes first and then reads what is lent. The rollout engine does the same, so that
         the two never take the same bytes. Unless `at_once`, a call moves little memory beyond what
-        the next step needs, because all running requests wait meanwhile.
+        the next step needs, because all running requests wait meanwhile, and even less, and not at
+        each call, while a step is in flight.
         """
         needed = self._needed()
         goal = self._to_hold(needed) if self._lends() else self.pool.total
-        hold = goal if at_once else self.pool.paced(goal, self._soon())
+        piece = math.inf if at_once else IN_FLIGHT if self._in_flight else AT_ONCE
+        hold = self._paced(goal, piece)
         grows = hold > self.pool.limit_bytes
         with self._writing:
             self.state.kv_wanted = needed + self.pool.overhead
             # Until the pool has grown, any part of the device's memory may be taken.
             self.state.kv_held = self.device.kv_bytes if grows else self.pool.mapped
             self._board.write()
-        reached = self.pool.limit(
-            hold, self.device.kv_bytes - self._lent(), math.inf if at_once else AT_ONCE
-        )
+        reached = self.pool.limit(hold, self.device.kv_bytes - self._lent(), piece)
         self._releasing = self.pool.limit_bytes > goal
         with self._writing:
             self.state.kv_held = max(reached, self.pool.limit_bytes)
             self._board.write()
+
+    def _paced(self, goal: float, piece: float) -> float:
+        """Bytes to hold after this step is planned, on the way to `goal`: a `piece` of memory moves
+        beyond what the next step needs, and beside a step in flight only every MOVE_EVERY_S."""
+        soon, now = self._soon(), time.monotonic()
+        hold = self.pool.paced(goal, soon, piece)
+        if not self._in_flight or hold == self.pool.limit_bytes or soon > self.pool.limit_bytes:
+            return hold
+        if now - self._moved_at < MOVE_EVERY_S:
+            return self.pool.limit_bytes
+        self._moved_at = now
+        return hold
 
     def _on_beat(self) -> None:
         """Do what can't wait for the end of a step: reclaim memory, and make the heap resident."""
