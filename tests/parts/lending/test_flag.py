@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rose.parts.lending import settings
 from rose.parts.lending.flag import MAY_GO, Flag
 from rose.parts.lending.vllm import stops
-from rose.parts.lending.vllm.vmm import CudaDriver
+from rose.parts.lending.vllm.vmm import CudaDriver, CudaError
 from tests.parts.lending.cuda_rules import build_libcuda
 
 JOIN_S = 60.0
@@ -68,6 +69,16 @@ def test_a_gpus_stream_waits_for_the_flag_by_the_calls_of_cudas_header(flag, tmp
         assert not step.is_alive()
 
 
+def test_a_gpu_that_cannot_wait_is_refused_with_the_setting_that_helps(flag, monkeypatch):
+    class Driver:
+        def lock(self, address, nbytes):
+            raise CudaError("cuMemHostRegister_v2", 801, "CUDA_ERROR_NOT_SUPPORTED")
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", None, raising=False)
+    with pytest.raises(ValueError, match="NOT_SUPPORTED.*set serving.lending.stops=step"):
+        stops.on_gpu(flag, torch.device("cuda", 0), Driver())
+
+
 def test_on_a_cpu_a_stop_ends_with_the_flag_or_at_its_deadline(flag, monkeypatch):
     stop = stops.on_cpu(flag)
     flag.up = True
@@ -88,4 +99,7 @@ def config(ranks: int):
 
 
 def test_a_step_has_a_part_per_layer_and_one_for_the_logits_but_one_alone_over_several_ranks():
-    assert (stops.parts(config(1)), stops.parts(config(2))) == (29, 1)
+    lending = settings.of_server([]).lending
+    assert (stops.parts(config(1), lending), stops.parts(config(2), lending)) == (29, 1)
+    switched_off = settings.of_server(["serving.lending.stops=step"]).lending
+    assert stops.parts(config(1), switched_off) == 1

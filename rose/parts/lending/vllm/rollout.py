@@ -59,7 +59,10 @@ class RolloutScheduler(Member):
         lending = self._lending = self.device.serving.lending
         self._online = Peer(self.device.folder / "online", board.Online)
         self._gate = Gate(
-            lending, self.device.serving.online.slo, self.device.profile, parts(self.vllm_config)
+            lending,
+            self.device.serving.online.slo,
+            self.device.profile,
+            parts(self.vllm_config, lending),
         )
         self._predictor = self._gate.predictor
         self._budget = Budget(lending, self.device.kv_bytes)

@@ -14,15 +14,14 @@ different layers, and the first would spin in a collective operation on the onli
 from __future__ import annotations
 
 import mmap
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from rose.engine import plugin
+from rose.parts.lending.config import Lending
 from rose.parts.lending.flag import MAY_GO, Flag
-from rose.parts.lending.vllm.vmm import CudaDriver
+from rose.parts.lending.vllm import device
+from rose.parts.lending.vllm.vmm import CudaDriver, CudaError
 
 # Least and most seconds between two polls of the flag on a CPU.
 FIRST_POLL_S = 0.0002
@@ -33,21 +32,23 @@ DEADLINE_S = 20.0
 Stop = Callable[[], None]
 
 
-def parts(vllm_config: Any) -> int:
+def parts(vllm_config: Any, lending: Lending) -> int:
     """Return the number of parts of a step between which it can be stopped."""
-    if vllm_config.parallel_config.world_size > 1:
+    if lending.stops == "step" or vllm_config.parallel_config.world_size > 1:
         return 1
     return vllm_config.model_config.get_num_layers(vllm_config.parallel_config) + 1
 
 
 def stop_steps(worker: Any) -> None:
     """Add the stops to the model of `worker`, vLLM's, in an engine that shares its device. Called
-    before CUDA graphs are captured. Until there is a scheduler, steps don't stop."""
+    before CUDA graphs are captured. Until there is a scheduler, steps don't stop. Raises
+    `ValueError` for a GPU that can't wait for the flag."""
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-    if parts(worker.vllm_config) == 1:
+    here = device.here()
+    if parts(worker.vllm_config, here.serving.lending) == 1:
         return
-    flag = Flag(Path(os.environ[plugin.FOLDER]))
+    flag = Flag(here.folder)
     flag.ignored = True
     stop = on_gpu(flag, worker.device) if worker.device.type == "cuda" else on_cpu(flag)
     for layer in worker.vllm_config.compilation_config.static_forward_context.values():
@@ -58,16 +59,25 @@ def stop_steps(worker: Any) -> None:
     _stop_before(worker.get_model(), "compute_logits", stop)
 
 
-def on_gpu(flag: Flag, device: Any, driver: CudaDriver | None = None) -> Stop:
-    """Return a stop of the stream that is current when it is called. Raises `CudaError`."""
+def on_gpu(flag: Flag, gpu: Any, driver: CudaDriver | None = None) -> Stop:
+    """Return a stop of the stream that is current when it is called. Tries it once. Raises
+    `ValueError` if the GPU can't do it."""
     import torch
 
-    driver = driver or CudaDriver(device.index or 0)
-    word, current = driver.lock(flag.address, mmap.PAGESIZE), torch._C._cuda_getCurrentRawStream
+    driver, index = driver or CudaDriver(gpu.index or 0), gpu.index or 0
+    current = torch._C._cuda_getCurrentRawStream
 
     def stop() -> None:
-        driver.wait(current(device.index or 0), word, MAY_GO)
+        driver.wait(current(index), word, MAY_GO)
 
+    try:
+        word = driver.lock(flag.address, mmap.PAGESIZE)
+        stop()
+    except CudaError as error:
+        raise ValueError(
+            f"serving.lending.stops=layer: streams of {gpu} can't wait for a word in host memory "
+            f"({error}); set serving.lending.stops=step"
+        ) from error
     return stop
 
 
