@@ -1,4 +1,4 @@
-"""How often rollouts may run beside the online engine's steps."""
+"""Sharing steps of the online engine: how often rollouts may run beside them."""
 
 import pytest
 from hypothesis import given

@@ -9,6 +9,7 @@ that it was returned.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -413,7 +414,8 @@ class OnlineScheduler(Member):
             return
         self._asked_at = self._asked_at or now
         if now - self._asked_at > self._lending.revoke_after_s:
-            os.kill(int(rollout.pid), signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(rollout.pid), signal.SIGKILL)
         else:
             restore_priority(int(rollout.pid))
 
