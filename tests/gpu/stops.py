@@ -35,14 +35,15 @@ class Sizes(msgspec.Struct):
     kv_gib: float = 8.0
     context: int = 1024
     turns: int = 64  # concurrent turns of R
-    turn: tuple[int, int] = (256, 512)  # prompt and new tokens of one
+    turn: tuple[int, int] = (768, 32)  # prompt and new tokens of one
+    step: int = 512  # most tokens of a step of R, as serving.lending.chunk_tokens
     phase_s: float = 4.0  # seconds of each phase
     # Most that S's median step may take beside an R that stops, as a multiple of its step alone.
     slower: float = 1.25
 
 
 GPU = Sizes()
-CPU = Sizes("cpu", "float32", 0.0625, 512, 4, (32, 64), 1.5, 4.0)
+CPU = Sizes("cpu", "float32", 0.0625, 512, 4, (32, 64), 256, 1.5, 4.0)
 
 
 def online(boards: str, gpus: bool, orders: Any) -> None:
@@ -122,6 +123,7 @@ async def _stops(report: Report, boards: Path, child: Any, orders: Any) -> None:
         f"rollout={sizes.rollout}",
         "rollout.workers=1",
         f"rollout.max_sequences={sizes.turns}",
+        f"rollout.max_batched_tokens={sizes.step}",
         f"rollout.kv_cache_gib={sizes.kv_gib}",
         "rollout.gpu_memory_utilization=0.5",
         "model.source=folder",
