@@ -38,12 +38,14 @@ class Sizes(msgspec.Struct):
     turn: tuple[int, int] = (768, 32)  # prompt and new tokens of one
     step: int = 512  # most tokens of a step of R, as serving.lending.chunk_tokens
     phase_s: float = 4.0  # seconds of each phase
+    # CUDA graphs of R, if not those of a shared device: FULL_AND_PIECEWISE where a graph holds stops
+    graphs: str | None = None
     # Most that S's median step may take beside an R that stops, as a multiple of its step alone.
     slower: float = 1.25
 
 
 GPU = Sizes()
-CPU = Sizes("cpu", "float32", 0.0625, 512, 4, (32, 64), 256, 1.5, 4.0)
+CPU = Sizes("cpu", "float32", 0.0625, 512, 4, (32, 64), 256, 1.5, None, 4.0)
 
 
 def online(boards: str, gpus: bool, orders: Any) -> None:
@@ -117,9 +119,12 @@ async def _stops(report: Report, boards: Path, child: Any, orders: Any) -> None:
     sizes = report.sizes
     os.environ.update(device.describe(boards, settings.of_server([]), None))
     flag = Flag(boards)
-    gpus = ["cluster=gpus", "cluster.gpus=2", "trainer.ranks=1"] if report.gpus else []
+    own = ["cluster=gpus", "cluster.gpus=2", "trainer.ranks=1"] if report.gpus else []
+    if sizes.graphs:
+        graphs = f"compilation_config: {{cudagraph_mode: {sizes.graphs}}}"
+        own.append(f"rollout.engine_args={{{graphs}}}")
     config = configured(
-        *gpus,
+        *own,
         f"rollout={sizes.rollout}",
         "rollout.workers=1",
         f"rollout.max_sequences={sizes.turns}",
