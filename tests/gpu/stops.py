@@ -121,8 +121,8 @@ async def _stops(report: Report, boards: Path, child: Any, orders: Any) -> None:
     flag = Flag(boards)
     own = ["cluster=gpus", "cluster.gpus=2", "trainer.ranks=1"] if report.gpus else []
     if sizes.graphs:
-        graphs = f"compilation_config: {{cudagraph_mode: {sizes.graphs}}}"
-        own.append(f"rollout.engine_args={{{graphs}}}")
+        graphs = f"{{cudagraph_mode: {sizes.graphs}}}"
+        own.append(f"+rollout.engine_args.compilation_config={graphs}")
     config = configured(
         *own,
         f"rollout={sizes.rollout}",
