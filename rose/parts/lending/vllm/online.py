@@ -210,7 +210,8 @@ class OnlineScheduler(Member):
             self._dial.idle()
 
     def _waits_for_memory(self) -> bool:
-        return bool(self.waiting) and self._to_come() > self.pool.free
+        """True if requests wait for memory while the rollout engine has some."""
+        return bool(self.waiting) and self._to_come() > self.pool.free and self._lent() > 0
 
     def _write_board(self, step_ends: float | None = None) -> None:
         with self._writing:

@@ -103,6 +103,14 @@ def test_while_requests_wait_for_memory_the_flag_is_down_beside_requests_that_ru
     online.done()
     online.plan()
     assert flag.up and not scheduler._waits_for_memory()
+    boards.set("rollout", kv_budget=0)
+    for name in "cdef":
+        online.add(name, prompt=400, tokens=20)
+    online.done()
+    online.plan()
+    assert scheduler.waiting and flag.up, (
+        "an online engine short of memory of its own computes alone"
+    )
 
 
 def test_a_revoked_budget_ends_a_stopped_step_before_memory_is_released(rollouts, boards, flag):
