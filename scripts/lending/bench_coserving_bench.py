@@ -80,6 +80,7 @@ class Options:
     device: int = max(os.sched_getaffinity(0))  # number of a core
     # Cores of the device, below 1: steps then take long, as beside a whole training job (needs root).
     quota: float = 0.0
+    priority: str = "idle"  # normal: both engines take turns, as kernels on a GPU do
     out: str = str(REPOSITORY / "outputs" / "bench_coserving")
 
 
@@ -227,7 +228,8 @@ class Bench:
             "max_sequences": MAX_SEQUENCES,
             "max_batched_tokens": MAX_BATCHED,
         }
-        return [f"serving.online.{key}={value}" for key, value in given.items()]
+        own = [f"serving.online.{key}={value}" for key, value in given.items()]
+        return [*own, f"serving.lending.priority={self.options.priority}"]
 
     def profile(self) -> Path:
         """Return the profile of this device and these models. The first call measures it on the
