@@ -260,6 +260,7 @@ TWINS = (
     "sleep",
     "lora",
     "drafts",
+    "stops",
     "coserving",
     "colocated",
 )
