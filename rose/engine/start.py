@@ -135,8 +135,6 @@ def engine_args(
     without cached prefixes. Log-probabilities are those of the distribution that tokens are sampled
     from, after temperature, top-k and top-p, because the trainer's importance weights use them."""
     shares = "ROSE_COSERVING" in os.environ
-    of_parts = [m.WORKER for m in extensions.modules("shared_device").values()] if shares else []
-    worker = of_parts[0] if of_parts else EXTENSION
     unprocessed = (rollout.temperature, rollout.top_p, rollout.top_k) == (1, 1, 0)
     args = dict(
         model=str(folder),
@@ -153,7 +151,7 @@ def engine_args(
         stream_interval=rollout.stream_interval,
         logprobs_mode="raw_logprobs" if unprocessed else "processed_logprobs",
         use_tqdm_on_load=False,
-        worker_extension_cls=worker,
+        worker_extension_cls=EXTENSION,
         seed=seed,
     )
     if deterministic:
@@ -168,8 +166,8 @@ def engine_args(
         args["enable_return_routed_experts"] = True
     if rollout.kv_cache_gib is not None:
         args["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
-    if gpus and shares:
-        args["enable_sleep_mode"] = True  # lets `Engine.deactivate` release the weights
+    for part in extensions.modules("shared_device").values() if shares else ():
+        args |= part.engine_args(gpus)
     # No drafts beside an online engine: the prediction of step times doesn't know them.
     if rollout.draft.method != "none" and not shares:
         args["speculative_config"] = speculative(rollout.draft, gpus)

@@ -14,6 +14,7 @@ Each seed is another slice. For each seed the scenarios run one after the other:
     static    the same, with half of the KV memory each
     priority  one engine with vLLM's priority scheduling serves both; rollouts have low priority
     ours      two engines, R behind the gate
+    steps     the same, but S never stops a step of R between layers (not by default)
 Targets are S alone's own percentiles times `slack`, from a run before the first seed, unless `slo`
 gives them. Before that, each scenario has an uncounted run that warms its engines. On a virtual
 machine, a run is repeated, twice at most, if the hypervisor took more than 4% of the machine. Left

@@ -35,7 +35,7 @@ from scripts.lending.bench_coserving_engines import (
     confine,
 )
 from scripts.lending.bench_coserving_tables import ALONE, OURS, Run, Slo, percentile, slo_of
-from scripts.live_runs import Stolen, wait_for_calm
+from scripts.live_runs import Quota, Stolen, wait_for_calm
 
 # scenario -> (server, rollout side)
 PLAN = {
@@ -44,13 +44,15 @@ PLAN = {
     "static": ("static", "static"),
     "priority": ("priority", "priority_load"),
     "ours": ("ours", "ours"),
+    "steps": ("ours", "ours"),
 }
+LENT = (OURS, "steps")  # scenarios behind the gate
 # The last two values are those of conf/lending/default.yaml.
 MAX_CONTEXT, MAX_SEQUENCES, MAX_BATCHED = (1024, 64, 2048)
 MAX_PROMPT, MAX_OUTPUT = 800, 200
 SETTLE_S, DRAIN_S, BASELINE_S = 2.0, 20.0, 8.0
 CALIBRATE_S = (6.0, 12.0)  # seconds of S alone, each run at the load that the one before suggests
-PROFILE_S, PROFILE_LIMIT_S = 20.0, 240.0
+PROFILE_S, PROFILE_LIMIT_S, PROFILE_POLL_S = 20.0, 240.0, 0.1
 EPOCH_S = 10.0  # seconds of a training step; a frozen KV budget may grow again at the next one
 # Largest share of a run's time that the hypervisor may take, and most attempts to keep it.
 CALM, TRIES = 0.04, 3
@@ -62,7 +64,7 @@ class Options:
     trace: str = ""  # file; generated if empty
     seconds: float = 25.0  # seconds of traffic in a run
     seeds: int = 3
-    scenarios: str = ",".join(PLAN)
+    scenarios: str = "alone,naive,static,priority,ours"
     busy: float = 0.25  # share of the device's time that S alone uses
     slack: float = 1.25  # targets, as multiples of the percentiles of S alone
     slo: str = ""  # TTFT P50, P99, TPOT P50, P99 in seconds, separated by commas
@@ -76,6 +78,9 @@ class Options:
     concurrency: int = 32  # concurrent turns of R
     kv_mib: float = 64.0  # MiB of KV memory of the device
     device: int = max(os.sched_getaffinity(0))  # number of a core
+    # Cores of the device, below 1: steps then take long, as beside a whole training job (needs root).
+    quota: float = 0.0
+    priority: str = "idle"  # normal: both engines take turns, as kernels on a GPU do
     out: str = str(REPOSITORY / "outputs" / "bench_coserving")
 
 
@@ -103,6 +108,8 @@ class Bench:
         self._stack.callback(os.sched_setaffinity, 0, self.host | self.device)
         self.guard = Guard()
         self._stack.callback(self.guard.close)
+        self._quota = Quota("bench", self.options.quota, self.options.device)
+        self._stack.callback(self._quota.close)
         return self
 
     def __exit__(self, *_) -> None:
@@ -125,6 +132,9 @@ class Bench:
         for process in new:
             process.ready()
         confine(new, self.device, self.host)
+        for process in new:
+            self._quota.add(process.popen.pid)
+        self._quota.limit()
         for process in new:
             if isinstance(process, Server):
                 warm = traces.Trace(
@@ -218,7 +228,8 @@ class Bench:
             "max_sequences": MAX_SEQUENCES,
             "max_batched_tokens": MAX_BATCHED,
         }
-        return [f"serving.online.{key}={value}" for key, value in given.items()]
+        own = [f"serving.online.{key}={value}" for key, value in given.items()]
+        return [*own, f"serving.lending.priority={self.options.priority}"]
 
     def profile(self) -> Path:
         """Return the profile of this device and these models. The first call measures it on the
@@ -255,12 +266,19 @@ class Bench:
             "cluster.gpus=0",
             *self._online(),
         ]
-        making = Process(self.guard, "profile", command, self.folder / "profile.log")
+        log = self.folder / "profile.log"
+        making = Process(self.guard, "profile", command, log)
+        end = time.monotonic() + PROFILE_LIMIT_S
         try:
-            if making.popen.wait(PROFILE_LIMIT_S):
+            while making.popen.poll() is None:
+                if time.monotonic() > end:
+                    raise making.failed(f"took over {PROFILE_LIMIT_S:g} s")
+                if "measuring" in log.read_text(errors="replace"):  # once an engine has started
+                    self._quota.add(making.popen.pid)
+                    self._quota.limit()
+                time.sleep(PROFILE_POLL_S)
+            if making.popen.returncode:
                 raise making.failed(f"ended with {making.popen.returncode}")
-        except subprocess.TimeoutExpired:
-            raise making.failed(f"took over {PROFILE_LIMIT_S:g} s") from None
         finally:
             making.end()
 
@@ -298,6 +316,8 @@ class Bench:
         server, rollouts = PLAN[scenario]
         server, side = self.servers[server], self.rollouts.get(rollouts)
         processes: list[Any] = [server, *([side] if side else [])]
+        if self.operator is not None:
+            self.operator.stops(scenario == OURS)
         for process in processes:
             process.wake()
         try:
@@ -344,7 +364,7 @@ class Bench:
             [r.tpot for r in requests],
             [r.done for r in requests],
             percentile([r.late for r in requests], 99),
-            grown["busy"] / passed,
+            grown["busy"] / passed / (self.options.quota or 1.0),
             grown["made"] / passed,
             int(grown["evicted"]),
             int(grown["wasted"]),
@@ -372,7 +392,7 @@ class Bench:
         if scenario == "priority":
             found["made"] = server.metric("vllm:generation_tokens_total")
         found["preempted"] = server.metric("vllm:num_preemptions_total")
-        if scenario == OURS:
+        if scenario in LENT:
             state = self.operator.read("rollout", board.Rollout)
             online = self.operator.read("online", board.Online)
             if state:

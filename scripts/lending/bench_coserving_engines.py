@@ -233,6 +233,10 @@ class Operator:
     def lend(self, yes: bool) -> None:
         self._writer.state.lend = float(yes)
 
+    def stops(self, yes: bool) -> None:
+        """Let the online engine stop rollout steps between layers, or not."""
+        self._writer.state.stops = float(yes)
+
     def _beat(self) -> None:
         start = time.monotonic()
         while not self._ends.wait(BEAT_S):

@@ -23,8 +23,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rose import protocol
-from rose.engine import plugin
-from rose.parts.lending.vllm import priority
+from rose.parts.lending.vllm import device, priority
 from scripts.harness import answers, configured
 from scripts.lending.bench_coserving_client import WORDS
 
@@ -95,10 +94,9 @@ class EngineLoop(Loop):
         )
         args = job["engine_args"]
         rollout = msgspec.structs.replace(config.rollout, engine_args=args)
-        if plugin.FOLDER in os.environ:
-            os.nice(
-                priority.NICE
-            )  # nice value of a borrowed rank, see rose.parts.lending.rank.member
+        here = device.here()
+        if here is not None and here.serving.lending.priority == "idle":
+            os.nice(priority.NICE)  # as a borrowed rank (rose.parts.lending.rank.member)
         self._number = 0
         self._engine = await Engine.start(job["model"], rollout, config.model, seed=job["seed"])
         return {"ready": True, "engine": self._engine.pid}

@@ -11,6 +11,8 @@ from rose.config import ConfigError, Lora
 from rose.config.checks import engines
 from rose.engine import arguments
 from rose.engine.start import engine_args, environment
+from rose.parts.lending import settings
+from rose.parts.lending.vllm import device
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -21,11 +23,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 def test_sleep_mode_on_a_gpu(gpus, lent, expected, rollout, model_config, tmp_path, monkeypatch):
     monkeypatch.delenv("ROSE_COSERVING", raising=False)
     if lent:
-        monkeypatch.setenv("ROSE_COSERVING", str(tmp_path))
-    assert (
-        engine_args(Path("m"), rollout, model_config, False, 0, gpus).get("enable_sleep_mode")
-        is expected
-    )
+        for name, value in device.describe(tmp_path, settings.of_server([]), None).items():
+            monkeypatch.setenv(name, value)
+    args = engine_args(Path("m"), rollout, model_config, False, 0, gpus)
+    assert args.get("enable_sleep_mode") is expected
+    assert ("compilation_config" in args) is bool(expected)
     assert ("VLLM_KV_CACHE_LAYOUT" in environment(gpus, 1, lent)) is bool(expected)
 
 

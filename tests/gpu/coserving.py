@@ -1,5 +1,5 @@
 """The checks of co-serving for gpu_check.py: the page pool that lends KV memory; the profile; an
-online server and a rollout engine that share the memory and the steps of one device.
+online server S and a rollout engine R that share the memory and the steps of one device.
 
 Imports vLLM only within the checks.
 """
@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -18,13 +19,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 import numpy as np
 
 from scripts.harness import PATHS, REPOSITORY
 from tests.gpu.frame import Check, Report
 from tests.gpu.model import folder
+from tests.gpu.users import Users
 
 GIB = 2**30
 LOOK_S = 0.02
@@ -33,6 +34,8 @@ STOP_S = 5.0
 BEYOND = 0.15
 # Seconds until S must have its pages again. A page takes 0.1 ms, but a step maps only 256 MiB.
 REMAP_S = 15.0
+LOOSE = (10.0, 20.0, 5.0, 10.0)  # targets while S's users are measured alone, seconds
+WARM_S = 3.0  # seconds of users before the first phase counts
 
 
 class Pages(msgspec.Struct):
@@ -50,19 +53,16 @@ class Pair(msgspec.Struct):
     turn: tuple[int, int] = (512, 256)  # prompt and new tokens of one
     clients: int = 8  # concurrent requests of S
     request: tuple[int, int] = (512, 32)
-    phase_s: float = 5.0  # seconds of each phase: R alone; both; R again after it was stopped
-    # ttft_p50_s, ttft_p99_s, tpot_p50_s, tpot_p99_s
-    slo: tuple[float, ...] = (0.5, 1.0, 0.1, 0.2)
+    # seconds of each phase: S alone; R alone; both; both without stops; R again after it was stopped
+    phase_s: float = 8.0
+    slack: float = 1.2  # targets, as multiples of what S's users get alone
     within: float = 0.5  # least share of online requests within their targets
     # Least share of the memory mapped by R that the device has again when R is stopped.
     given_back: float = 0.9
 
 
 GPU = Pair()
-CPU = Pair(
-    *("cpu", "float32", None, 6.0, 0.0625, 512, 4, (32, 32), 2, (32, 4)),
-    *(1.5, (2.0, 5.0, 0.5, 1.0), 0.2),
-)
+CPU = Pair(*("cpu", "float32", None, 6.0, 0.0625, 512, 4, (32, 32), 2, (32, 8)), *(3.0, 3.0, 0.2))
 
 
 def pool(report: Report) -> None:
@@ -114,15 +114,16 @@ def page_pool(pool, free: Callable[[], int]) -> str:
 # --------------------------------------------------------------------------- profile
 
 
-def overrides(report: Report) -> list[str]:
-    """Return the overrides of a run with an engine beside an online server of the same model."""
+def overrides(report: Report, targets: tuple[float, ...] = LOOSE) -> list[str]:
+    """Return the overrides of a run with an engine beside an online server of the same model.
+    `targets` are in seconds, in the order of serving.online.slo's keys."""
     sizes = report.sizes
     gpus = ["cluster=gpus", "cluster.gpus=2", "trainer.ranks=1"]
     cpus = ["serving.lending.revoke_after_s=20"]  # larger on a CPU, which may have other work
     slo = ", ".join(
         f"{name}: {value}"
         for name, value in zip(
-            ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s"), sizes.slo, strict=True
+            ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s"), targets, strict=True
         )
     )
     return [
@@ -204,9 +205,8 @@ class Both:
         from rose.parts.lending.operator.server import OnlineServer
         from rose.parts.lending.vllm import device
 
-        model = ["model.source=folder", f"model.path={folder(report)}"]
-        self.report, self.config = report, settings.composed([*overrides(report), *model])
-        config = self.config
+        self.report, self.measured = report, measured
+        self.config = config = settings.composed(self._overrides(LOOSE))
         self.boards = board.folder(f"gpu-check-{os.getpid()}")
         self.variables = device.describe(self.boards, config.serving, measured)
         self.control = ControlBoard(self.boards, config.serving.lending, "", report.say)
@@ -221,23 +221,50 @@ class Both:
         self.engine: Any = None
         self.made = self.evicted = 0  # tokens and aborted turns of R
         self.rests = False  # R is inactive or about to be, so no turn starts
-        self.latencies: list[float] = []  # seconds of each of S's requests
-        self.refused: list[str] = []
+        self.users = Users(report, self.server, config.serving.online.model, self.vocabulary)
 
-    async def start(self) -> None:
-        """Start S, then R, as rose.parts.lending.operator.operate starts them."""
-        from rose.engine.vllm_engine import Engine
-        from rose.parts.lending.operator import operate
-        from rose.parts.lending.operator.server import FREE_SHARE
+    def _overrides(self, targets: tuple[float, ...]) -> list[str]:
+        model = ["model.source=folder", f"model.path={folder(self.report)}"]
+        return [*overrides(self.report, targets), *model]
 
+    async def start_online(self) -> None:
+        """Start S, as rose.parts.lending.operator.operate starts it."""
         self.tasks = [
             asyncio.create_task(work)
             for work in (self.control.beat(), self.server.run(self.report.say))
         ]
-        await self.until(
-            lambda: self.server.up, self.config.serving.online.start_timeout_s, "the online server"
-        )
-        self.report.say("the online server is up")
+        await self._serves()
+        self.users.begin()
+        self.tasks += self.users.tasks
+
+    async def restart_online(self, targets: tuple[float, ...]) -> None:
+        """Kill S, which is started again with these targets."""
+        from rose.parts.lending import settings
+        from rose.parts.lending.vllm import device
+
+        await self.end_users()
+        self.config = settings.composed(self._overrides(targets))
+        device.describe(self.boards, self.config.serving, self.measured)
+        self.server.up = False
+        os.killpg(self.server._process.pid, signal.SIGKILL)
+        await self._serves()
+
+    async def _serves(self) -> None:
+        began = time.monotonic()
+        seconds = self.config.serving.online.start_timeout_s
+        await self.until(lambda: self.server.up, seconds, "the online server")
+        self.report.figure("start of S", time.monotonic() - began, "s")
+
+    async def end_users(self) -> None:
+        self.tasks = [task for task in self.tasks if task not in self.users.tasks]
+        await self.users.end()
+
+    async def start_rollouts(self) -> None:
+        """Start R beside S, as rose.parts.lending.operator.operate starts it."""
+        from rose.engine.vllm_engine import Engine
+        from rose.parts.lending.operator import operate
+        from rose.parts.lending.operator.server import FREE_SHARE
+
         own = {
             "kv_cache_gib": self.report.sizes.kv_gib,
             "engine_args": {"scheduler_cls": operate.SCHEDULER},
@@ -300,24 +327,6 @@ class Both:
                 self.evicted += 1
                 await asyncio.sleep(LOOK_S)
 
-    async def requests(self, number: int, client: aiohttp.ClientSession) -> None:
-        """Send an online user's requests, each followed by a pause of its own duration."""
-        dice, (prompt, new) = np.random.default_rng(1000 + number), self.report.sizes.request
-        while True:
-            began = time.monotonic()
-            body = {
-                "model": self.config.serving.online.model,
-                "prompt": dice.integers(0, self.vocabulary, prompt).tolist(),
-                "max_tokens": new,
-                "ignore_eos": True,
-            }
-            async with client.post(f"{self.server.url}/v1/completions", json=body) as answer:
-                said = await answer.json()
-                if answer.status != 200 or said["usage"]["completion_tokens"] != new:
-                    self.refused.append(f"{answer.status}: {str(said)[:200]}")
-            self.latencies.append(time.monotonic() - began)
-            await asyncio.sleep(self.latencies[-1])
-
     @property
     def vocabulary(self) -> int:
         from rose.config import read_shape
@@ -325,6 +334,7 @@ class Both:
         return read_shape(folder(self.report)).vocab
 
     async def close(self) -> None:
+        await self.end_users()
         if self.engine is not None:
             await self.engine.shutdown()
         for task in self.tasks:
@@ -339,44 +349,35 @@ async def _coserving(report: Report, measured: dict[str, Any]) -> None:
     sizes = report.sizes
     both = Both(report, measured)
     try:
-        await both.start()
+        await both.start_online()
+        alone = await _users_alone(both)
+        await both.restart_online(tuple(sizes.slack * value for value in alone))
+        await both.start_rollouts()
         both.tasks += [asyncio.create_task(both.rollouts(number)) for number in range(sizes.turns)]
         took = await both.until(lambda: both.made, 60.0, "the first token of R: is anything lent?")
         report.figure("first token of R after", took, "s")
-        alone = await _rate(both, sizes.phase_s)
-        report.figure("R, S idle", alone, "token/s")
+        report.figure("R, S idle", await _rate(both, sizes.phase_s), "token/s")
         report.figure(
             "lent to R", both.board("rollout").kv_budget / GIB, "GiB", least=0.1 * sizes.kv_gib
         )
         report.figure("mapped by R", await both.mapped() / GIB, "GiB")
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60.0)) as client:
-            users = [
-                asyncio.create_task(both.requests(number, client))
-                for number in range(sizes.clients)
-            ]
-            both.tasks += users
-            report.figure("R beside S's users", await _rate(both, sizes.phase_s), "token/s")
-            await _stopped(report, both)
-            await _rested(report, both)
-            report.figure(
-                "R again, lent anew", await _rate(both, sizes.phase_s), "token/s", least=1.0
-            )
-            await both.until(
-                lambda: len(both.latencies) >= sizes.clients, 60.0, "the users' answers"
-            )
-            online = both.board("online")
-            for task in users:
-                both.tasks.remove(task)
-                task.cancel()
-            await asyncio.wait(users, timeout=STOP_S)
-        report.figure("users' requests answered", len(both.latencies), least=sizes.clients)
+        both.users.begin()
+        both.tasks += both.users.tasks
+        await _rate(both, WARM_S)
+        for stops in (False, True):
+            await _beside(both, stops, alone)
+        await _stopped(report, both)
+        await _rested(report, both)
+        report.figure("R again, lent anew", await _rate(both, sizes.phase_s), "token/s", least=1.0)
+        users, online = both.users, both.board("online")
+        await both.end_users()
+        report.figure("users' requests answered", len(users.took), least=sizes.clients)
         report.figure(
             "users' requests refused or short",
-            len(both.refused),
+            len(users.refused),
             most=0,
-            remedy="; ".join(both.refused[:2]),
+            remedy="; ".join(users.refused[:2]),
         )
-        report.figure("users' requests, median", float(np.median(both.latencies)), "s")
         report.figure(
             "within their targets",
             online.met / max(1.0, online.finished),
@@ -388,12 +389,46 @@ async def _coserving(report: Report, measured: dict[str, Any]) -> None:
             "the online server started",
             both.server.starts,
             "times",
-            equal=1,
+            equal=2,
             remedy="lending ended the online server: its log is online.log in the scratch folder",
         )
     finally:
         with suppress(asyncio.CancelledError):
             await both.close()
+
+
+async def _users_alone(both: Both) -> tuple[float, ...]:
+    """Measure the latencies of S's users without R; return them as serving.online.slo has them."""
+    await _rate(both, WARM_S)
+    both.users.forget()
+    await _rate(both, both.report.sizes.phase_s)
+    return both.users.figures("alone")
+
+
+async def _beside(both: Both, stops: bool, alone: tuple[float, ...]) -> None:
+    """Measure S's users and what R harvests beside them, with stops between layers or without, as
+    the operator switches them by serving.lending.stops."""
+    report, phase = both.report, f"beside R {'with' if stops else 'without'} stops"
+    both.control.state.stops = float(stops)
+    both.control.write()
+    await _rate(both, 1.0)
+    both.users.forget()
+    before = both.board("online"), both.board("rollout")
+    report.figure(f"R's tokens, S {phase}", await _rate(both, report.sizes.phase_s), "token/s")
+    online, rollout = both.board("online"), both.board("rollout")
+    both.users.figures(phase, alone)
+    report.figure(
+        f"S {phase}: its steps took",
+        100 * (online.busy_s - before[0].busy_s) / report.sizes.phase_s,
+        "% of the time",
+    )
+    report.figure(
+        f"S {phase}: steps shared with R",
+        100 * (online.shared_s - before[0].shared_s) / max(1e-9, online.busy_s - before[0].busy_s),
+        "% of their time",
+    )
+    gate = [getattr(rollout, name) - getattr(before[1], name) for name in ("open_s", "shut_s")]
+    report.figure(f"S {phase}: gate open", 100 * gate[0] / max(1e-9, sum(gate)), "%")
 
 
 async def _rate(both: Both, seconds: float) -> float:

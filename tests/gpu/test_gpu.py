@@ -17,6 +17,7 @@ from tests.gpu import (
     operations,
     rate,
     speed,
+    stops,
     trainer,
 )
 from tests.gpu.frame import Check, Report
@@ -35,6 +36,7 @@ ALL = (
     *rate.CHECKS,
     *lora.CHECKS,
     *drafts.CHECKS,
+    *stops.CHECKS,
     *coserving.CHECKS,
     *jobs.CHECKS,
     *machine.LAST,

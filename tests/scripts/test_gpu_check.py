@@ -262,6 +262,7 @@ TWINS = (
     "sleep",
     "lora",
     "drafts",
+    "stops",
     "coserving",
     "colocated",
 )

@@ -24,6 +24,8 @@ OPEN_RETRY_S = 1.0  # seconds between two attempts to open a board that does not
 # Attempts to copy a board. A copy is torn if a write ran meanwhile, which takes microseconds.
 TRIES = 8
 INFINITE = float("inf")
+ALIVE_S = 0.1  # seconds for which a process that was found alive counts as alive
+_seen_alive: dict[tuple[float, float], float] = {}  # (pid, its start) -> time when it was alive
 
 
 @dataclasses.dataclass
@@ -57,6 +59,7 @@ class Online:
     prompt_tokens: float = 0
     made_tokens: float = 0  # generated tokens
     busy_s: float = 0  # seconds in engine steps
+    shared_s: float = 0  # seconds in engine steps beside which rollout steps could run
     step_error: float = 0  # mean of |predicted - measured| / measured step time
     step_p99: float = 0  # 99th percentile of measured / predicted step time
 
@@ -100,6 +103,8 @@ class Control:
     pid_started: float = 0
     beat: float = 0
     lend: float = 0  # 1: lend; 0: stop at once
+    # 1: the online engine stops rollout steps between layers (rose/parts/lending/flag.py)
+    stops: float = 1
     share: float = 1  # share of the lendable memory that is lent at this hour, 0 to 1
     epoch: float = 0  # number of training steps seen; a change ends a freeze
 
@@ -238,11 +243,19 @@ class Peer(Generic[State]):
 
 
 def is_alive(state: Online | Rollout | Control | Epoch) -> bool:
-    """True if the process that wrote `state` lives; false if another process has its pid now."""
+    """True if the process that wrote `state` lives, or lived ALIVE_S ago; false if another process
+    has its pid now. The engines ask at each step and beat, and reading /proc would take them half
+    of a beat's time."""
+    writer, now = (state.pid, state.pid_started), time.monotonic()
+    if now - _seen_alive.get(writer, -INFINITE) < ALIVE_S:
+        return True
     try:
-        return _started(int(state.pid)) == state.pid_started
+        alive = _started(int(state.pid)) == state.pid_started
     except OSError:
         return False
+    if alive:
+        _seen_alive[writer] = now
+    return alive
 
 
 def _started(pid: int) -> float:

@@ -61,7 +61,10 @@ class Lending(Section):
     profile: str | None
     chunk_tokens: Count  # most prefill tokens of one step of the rollout engine
     step_share: Share  # longest delay of an online request by a rollout step / ttft_p99_s
-    priority: Literal["idle", "normal"]  # CPU priority of the rollout engine's threads
+    # CPU priority of the rollout engine's threads; without effect on a GPU
+    priority: Literal["idle", "normal"]
+    # where a rollout step stops for the online engine: between two layers, or only when it ends
+    stops: Literal["layer", "step"]
     # the device's KV memory, one budget for both engines; null: online.kv_cache_gib
     kv_gib: Positive | None
     reserve: Share  # share of kv_gib that is never lent, beyond what online requests use

@@ -31,7 +31,7 @@ from rose.config import ConfigError
 from rose.engine import plugin, start
 from rose.engine.start import EngineError
 from rose.files import write_whole
-from rose.parts.lending import settings
+from rose.parts.lending import settings, shared_device
 from rose.parts.lending.config import Config
 from rose.parts.lending.device_profile import AGAIN, FORMAT, fingerprint
 from rose.parts.lending.operator import operate, server
@@ -218,6 +218,8 @@ def rollout_side(config: Config, model: Path):
 
     folder = start.local_folder(model)
     args = start.engine_args(folder, config.rollout, config.model, deterministic=False, seed=0)
+    if config.cluster.gpus > 0:
+        args = shared_device.graphs(config.serving.lending) | args
     environment = start.environment(
         config.cluster.gpus > 0, config.rollout.threads, shares_device=True
     )

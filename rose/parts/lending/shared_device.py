@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import multiprocessing
+from typing import Any
 
+from rose.parts.lending.config import Lending
 from rose.parts.lending.operator import metrics
+from rose.parts.lending.vllm import device
 from rose.processes import die_with_parent
 
 WORKER = "rose.parts.lending.vllm.worker_extension.LentWorker"
+
+
+def engine_args(gpus: bool) -> dict[str, Any]:
+    """Return vLLM's arguments of a rollout engine on a shared device. Sleep mode lets
+    `Engine.deactivate` release the weights of a GPU."""
+    found = device.here()
+    own = {"worker_extension_cls": WORKER}
+    return own | {"enable_sleep_mode": True} | graphs(found.serving.lending) if gpus else own
+
+
+def graphs(lending: Lending) -> dict[str, Any]:
+    """Return vLLM's argument for the CUDA graphs of a rollout engine. Between two attentions, a
+    step can only stop where a graph ends."""
+    stops = lending.stops == "layer"
+    return {"compilation_config": {"cudagraph_mode": "PIECEWISE"}} if stops else {}
 
 
 def register() -> None:

@@ -101,6 +101,7 @@ LIBCUDA = r"""
 #include <cuda.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 #define PAGE (2UL << 20)
 static int live; static CUcontext current;
 static int right(const CUmemAllocationProp *p) {
@@ -153,6 +154,19 @@ CUresult cuStreamSynchronize(CUstream stream) {
 CUresult cuMemsetD8Async(CUdeviceptr p, unsigned char value, size_t n, CUstream stream) {
     if (stream != (CUstream)0x7ffff0005678) return CUDA_ERROR_INVALID_VALUE;
     memset((void *)p, value, n); return CUDA_SUCCESS; }
+/* The device sees locked pages SHIFT bytes further. A stream does its work at once, so a wait blocks. */
+#define SHIFT (1UL << 20)
+static char *locked;
+CUresult cuMemHostRegister(void *p, size_t n, unsigned flags) {
+    locked = p; return flags == (CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP) && n == 4096
+        && current == (CUcontext)0x7ffff0001234 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
+CUresult cuMemHostGetDevicePointer(CUdeviceptr *device, void *p, unsigned flags) {
+    *device = (CUdeviceptr)p + SHIFT; return p == locked && !flags ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
+CUresult cuStreamWaitValue32(CUstream stream, CUdeviceptr p, cuuint32_t value, unsigned flags) {
+    if (p != (CUdeviceptr)locked + SHIFT || stream != (CUstream)0x77 || flags != CU_STREAM_WAIT_VALUE_AND)
+        return CUDA_ERROR_INVALID_VALUE;
+    while (!(*(volatile cuuint32_t *)locked & value)) usleep(1000);
+    return CUDA_SUCCESS; }
 """
 
 

@@ -111,7 +111,8 @@ def test_no_reader_ever_sees_half_of_a_state(tmp_path):
         thread.join()
 
 
-def test_a_new_writer_takes_over_and_a_killed_one_is_not_alive(tmp_path):
+def test_a_new_writer_takes_over_and_a_killed_one_is_not_alive(tmp_path, monkeypatch):
+    monkeypatch.setattr(board, "ALIVE_S", 0.0)
     code = (
         f"import sys; sys.path.insert(0, {os.getcwd()!r})\n"
         "from rose.parts.lending import board; from pathlib import Path\n"

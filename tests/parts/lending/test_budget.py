@@ -128,6 +128,7 @@ def test_it_never_passes_what_is_free_nor_grows_while_frozen_whatever_happens(
         chunk_tokens=512,
         step_share=0.1,
         priority="idle",
+        stops="layer",
         kv_gib=None,
         reserve=reserve,
         high_watermark=watermark,

@@ -25,6 +25,16 @@ def test_beside_an_idle_engine_a_whole_chunk_goes(gate, online, control):
     assert gate.admit(NOW, online(NOW), control(NOW), DEMAND) == (512, Reason.OPEN)
 
 
+def test_a_step_that_can_be_stopped_between_layers_holds_up_only_for_a_part_of_its_time(
+    lending, slo, profile, online, control, predictor
+):
+    gate = Gate(lending(), slo, profile(), parts=10)
+    step = 0.02 * predictor.p99(part(DEMAND, 300)) + 1e-6
+    board = online(NOW, running=1, hold_until=NOW + step)
+    assert gate.admit(NOW, board, control(NOW), DEMAND) == (300, Reason.OPEN)
+    assert gate.admit(NOW, board, control(NOW, stops=0), DEMAND)[0] < 300
+
+
 def test_no_more_than_there_is_to_do(gate, online, control):
     assert gate.admit(NOW, online(NOW), control(NOW), Work((), 3, 300)) == (3, Reason.OPEN)
     assert gate.admit(NOW, online(NOW), control(NOW), Work((), 0, 0)) == (1, Reason.OPEN)
@@ -144,6 +154,7 @@ def test_no_admitted_step_can_hold_up_the_online_engine_beyond_its_slack(
         chunk_tokens=chunk,
         step_share=share,
         priority="idle",
+        stops="layer",
         kv_gib=None,
         reserve=0.1,
         high_watermark=0.9,

@@ -54,6 +54,7 @@ class ControlBoard:
         # Written by the rank that lends the rollout engine.
         self._progress = board.Peer(folder / "epoch", board.Epoch)
         self._share = self.switch.share(time.localtime().tm_hour)
+        self.state.stops = float(lending.stops == "layer")
         self.write()
 
     @property

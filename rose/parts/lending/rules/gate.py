@@ -1,7 +1,8 @@
 """The gate that decides when the rollout engine R may begin a step, and how large it may be. Pure.
 
 A step of R whose P99 time is T delays a concurrent step of the online engine S by at most h T; h is
-the interference measured by rose.parts.lending.profile. R's step may begin if
+the interference measured by rose.parts.lending.profile. If S stops R's steps between layers
+(rose/parts/lending/flag.py), h is divided by the number of layers. R's step may begin if
 1. S, delayed by that, still meets every target (now + h T <= hold_until), and
 2. a request that arrives just after loses at most step_share of its TTFT target, or less where the
    median TTFT requires it (slo.Promptness), and
@@ -50,11 +51,13 @@ class Admission(NamedTuple):
 
 class Gate:
     """Admits steps of R. `profile` is written by rose.parts.lending.profile, or None. `predictor`
-    predicts R's step times, and R's scheduler refines it with each step. Raises `ValueError` for an
-    invalid profile."""
+    predicts R's step times, and R's scheduler refines it with each step. `parts` is the number of
+    parts of a step of R between which S can stop it. Raises `ValueError` for an invalid profile."""
 
-    def __init__(self, lending: Lending, slo: Slo | None, profile: dict[str, Any] | None) -> None:
-        self._lending, self._slo = lending, slo
+    def __init__(
+        self, lending: Lending, slo: Slo | None, profile: dict[str, Any] | None, parts: int = 1
+    ) -> None:
+        self._lending, self._slo, self._parts = lending, slo, parts
         self.predictor: Predictor | None = None
         self.hold = 0.0  # h at its P99
         self.hold_mean = 0.0  # mean of h
@@ -89,27 +92,29 @@ class Gate:
             return Admission(0, Reason.NO_SLO)
         if reason := lent(now, online, control, self._lending):
             return Admission(0, reason)
+        parts = self._parts if control.stops > 0 else 1
+        hold, hold_mean = self.hold / parts, self.hold_mean / parts
         share = self._lending.step_share * self._slo.ttft_p99_s * online.prompt_share
-        share, slack = share - self.hold * ahead[0], online.hold_until - now - self.hold * ahead[1]
+        share, slack = share - hold * ahead[0], online.hold_until - now - hold * ahead[1]
         demand = demand if demand.tokens else Work((), 1, 0)
         one = part(demand, 1)
         for fits, reason in (
-            (self.hold * self.predictor.seconds(one) <= share, Reason.STEP_SHARE),
-            (self.hold * self.predictor.p99(one) <= slack, Reason.SLACK),
-            (online.decode_s <= self._slo.tpot_p50_s * (1 - self.hold_mean), Reason.PACE),
+            (hold * self.predictor.seconds(one) <= share, Reason.STEP_SHARE),
+            (hold * self.predictor.p99(one) <= slack, Reason.SLACK),
+            (online.decode_s <= self._slo.tpot_p50_s * (1 - hold_mean), Reason.PACE),
         ):
             if not fits:  # true for NaN, too
                 return Admission(0, reason)
-        return Admission(self._largest(demand, share, slack), Reason.OPEN)
+        return Admission(self._largest(demand, hold, share, slack), Reason.OPEN)
 
-    def _largest(self, demand: Work, share: float, slack: float) -> int:
+    def _largest(self, demand: Work, hold: float, share: float, slack: float) -> int:
         """Find the most tokens that fit, by bisection. The caller knows that 1 fits."""
 
         def fits(tokens: int) -> bool:
             work = part(demand, tokens)
             return (
-                self.hold * self.predictor.seconds(work) <= share
-                and self.hold * self.predictor.p99(work) <= slack
+                hold * self.predictor.seconds(work) <= share
+                and hold * self.predictor.p99(work) <= slack
             )
 
         low, most = 1, min(self._lending.chunk_tokens, demand.tokens)

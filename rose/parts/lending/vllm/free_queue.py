@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import heapq
 
+import numpy as np
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
 
 class LowFirst(FreeKVCacheBlockQueue):
     """An empty replacement of `BlockPool.free_block_queue`, which hands out blocks without a cached
-    prefix by their number, the lowest first."""
+    prefix by their number, the lowest first. `free` (blocks,) bool: which blocks are in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int) -> None:
         super().__init__([])
+        self.free = np.zeros(blocks, bool)
         self._uncached: dict[int, KVCacheBlock] = {}  # free blocks without a cached prefix
         self._heap: list[int] = []  # block numbers of these, and some that were handed out since
 
@@ -27,6 +29,15 @@ class LowFirst(FreeKVCacheBlockQueue):
             self._uncached[block.block_id] = block
             heapq.heappush(self._heap, block.block_id)
         self.num_free_blocks += len(blocks)
+        self._mark(blocks, True)
+
+    def append(self, block: KVCacheBlock) -> None:
+        super().append(block)
+        self.free[block.block_id] = True
+
+    def append_n(self, blocks: list[KVCacheBlock]) -> None:
+        super().append_n(blocks)
+        self._mark(blocks, True)
 
     def popleft(self) -> KVCacheBlock:
         return self.popleft_n(1)[0] if self.num_free_blocks else super().popleft()
@@ -39,9 +50,12 @@ class LowFirst(FreeKVCacheBlockQueue):
             if block is not None:
                 taken.append(block)
         self.num_free_blocks -= len(taken)
-        return taken + super().popleft_n(n - len(taken))
+        taken += super().popleft_n(n - len(taken))
+        self._mark(taken, False)
+        return taken
 
     def remove(self, block: KVCacheBlock) -> None:
+        self.free[block.block_id] = False
         if self._uncached.pop(block.block_id, None) is None:
             super().remove(block)
         else:
@@ -50,3 +64,6 @@ class LowFirst(FreeKVCacheBlockQueue):
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         uncached = [self._uncached[number] for number in sorted(self._uncached)]
         return uncached + super().get_all_free_blocks()
+
+    def _mark(self, blocks: list[KVCacheBlock], free: bool) -> None:
+        self.free[[block.block_id for block in blocks]] = free

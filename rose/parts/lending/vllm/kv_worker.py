@@ -79,6 +79,7 @@ def _warm_up_in_scratch(worker: Worker) -> None:
     warm_up = worker.compile_or_warm_up_model
 
     def compile_or_warm_up_model():
+        worker.rose_before_warm_up()
         with worker.rose_kv.scratch():
             done = warm_up()
         if worker.rose_headroom is not None:
@@ -144,6 +145,9 @@ class KvWorker:
         """Release the memory of these blocks and their content. Return the bytes released. On a GPU
         this waits for the steps that were submitted."""
         return self._rose_lent().release(block_ids)
+
+    def rose_before_warm_up(self) -> None:
+        """Called in an engine that shares its device, before its CUDA graphs are captured."""
 
     def _rose_release_cache(self) -> set[tuple[int, int]]:
         self._rose_lent().suspend()

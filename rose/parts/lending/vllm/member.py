@@ -10,6 +10,7 @@ from typing import Any
 from rose.engine import plugin
 from rose.parts.lending import board
 from rose.parts.lending.board import Peer
+from rose.parts.lending.flag import Flag
 from rose.parts.lending.rules.predictor import Predictor
 from rose.parts.lending.vllm import device
 from rose.parts.lending.vllm.blocks import Layout
@@ -42,6 +43,7 @@ class Member(Timed):
             )
         self.pool = Pool(self.kv_cache_manager, self.kv_cache_config)
         self.control = Peer(self.device.folder / "control", board.Control)
+        self._flag = Flag(self.device.folder)
         self._board = board.Writer(self.device.folder / self.board_name, self.kind)
         self.state = self._board.state
         self.state.kv_total = self.pool.total

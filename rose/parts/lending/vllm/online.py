@@ -9,6 +9,7 @@ that it was returned.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -19,11 +20,12 @@ from dataclasses import dataclass
 from rose.heap import Ahead
 from rose.parts.lending import board
 from rose.parts.lending.board import Peer
+from rose.parts.lending.rules.dial import Dial
 from rose.parts.lending.rules.predictor import Predictor, Work
 from rose.parts.lending.rules.slo import Attainment, Promptness, Request, hold_until
 from rose.parts.lending.vllm.blocks import Layout
 from rose.parts.lending.vllm.member import Member, vllm_scheduler
-from rose.parts.lending.vllm.pool import AT_ONCE, Call
+from rose.parts.lending.vllm.pool import AT_ONCE, IN_FLIGHT, Call
 from rose.parts.lending.vllm.priority import restore_priority
 
 MOST_KEPT = 0.25  # most of all KV memory that is kept free for the prompts of the next step
@@ -34,6 +36,8 @@ HEAP_BEAT_S = 0.005
 # Memory is only lent when more than RELAX x lending.reserve is unused, so that small changes of the
 # need move nothing.
 RELAX = 2.0
+# Least seconds between two moves of memory beside steps in flight that no request waits for.
+MOVE_EVERY_S = 0.05
 
 
 def scheduler(vllm_config, **others):
@@ -72,6 +76,10 @@ class OnlineScheduler(Member):
             if self.device.profile
             else None
         )
+        found = (self.device.profile or {}).get("interference", {})
+        self._dial = Dial(slo, found.get("hold_p99", 1.0), found.get("hold_mean", 1.0))
+        self._lets = False  # true if the rollout engine may run beside the step in flight
+        self._flag.up = False
         self._attainment = Attainment(slo) if slo else None
         self._promptness = Promptness(slo) if slo else None
         self._rollout = Peer(self.device.folder / "rollout", board.Rollout)
@@ -82,6 +90,7 @@ class OnlineScheduler(Member):
         self._heap: Ahead | None = None
         self._asked_at: float | None = None  # time since when requests wait for lent memory
         self._releasing = False  # true if more memory will be released at later steps
+        self._moved_at = 0.0  # time of the last move of memory beside a step in flight
         self.state.kv_held = self.device.kv_bytes  # correct once the workers report their memory
 
     def attach(self, core) -> None:
@@ -124,6 +133,8 @@ class OnlineScheduler(Member):
             if name in self.requests
         )
         if not output.total_num_scheduled_tokens:
+            if not self._in_flight:
+                self._flag.up = False
             self._write_board()
         return output
 
@@ -136,6 +147,7 @@ class OnlineScheduler(Member):
             for output in group.outputs:
                 self._count(output, now)
         self._write_board()
+        self._stop_rollouts()
         return outputs
 
     def finish_requests(self, request_ids, finished_status):
@@ -156,6 +168,8 @@ class OnlineScheduler(Member):
             for seen in self._seen.values():
                 seen.lent = True
         self._write_board(self._ends_at(self._predictor))
+        if len(self._in_flight) == 1:
+            self._stop_rollouts()
 
     def _step_ended(self, work: Work, began: float, ended: float) -> None:
         if self.device is None:
@@ -163,11 +177,41 @@ class OnlineScheduler(Member):
         s = self.state
         s.steps += 1
         s.busy_s += ended - began
+        s.shared_s += (ended - began) * self._lets
+        self._dial.ended(work, ended - began)
         s.prompt_tokens += sum(count for count, _ in work.prefill)
         if self._predictor:
             self._predictor.observe(work, ended - began)
             s.step_error, s.step_p99 = self._predictor.error
         s.step_ends = self._ends_at(self._predictor)
+
+    def _stop_rollouts(self) -> None:
+        """Raise or lower the flag for the step that the device runs now.
+
+        The flag is down
+        1. while no request runs;
+        2. while requests wait for memory, which a stopped rollout step may keep;
+        3. beside a step for which the dial allows it;
+        4. where the operator switched stops off.
+        Between two steps of running requests it stays as it is.
+        """
+        control = self.control.read()
+        if control is not None and not control.stops > 0:
+            self._lets, self._flag.up = True, False
+        elif self._in_flight:
+            s, work = self.state, self._in_flight[0][1]
+            self._lets = self._waits_for_memory() or self._dial.lets(
+                work, s.decode_s, s.hold_until - time.monotonic()
+            )
+            self._flag.up = not self._lets
+        elif not self.running or self._waits_for_memory():
+            self._flag.up = False
+        if not self._seen:
+            self._dial.idle()
+
+    def _waits_for_memory(self) -> bool:
+        """True if requests wait for memory while the rollout engine has some."""
+        return bool(self.waiting) and self._to_come() > self.pool.free and self._lent() > 0
 
     def _write_board(self, step_ends: float | None = None) -> None:
         with self._writing:
@@ -318,27 +362,41 @@ class OnlineScheduler(Member):
 
         It publishes first and then reads what is lent. The rollout engine does the same, so that
         the two never take the same bytes. Unless `at_once`, a call moves little memory beyond what
-        the next step needs, because all running requests wait meanwhile.
+        the next step needs, because all running requests wait meanwhile, and even less, and not at
+        each call, while a step is in flight.
         """
         needed = self._needed()
         goal = self._to_hold(needed) if self._lends() else self.pool.total
-        hold = goal if at_once else self.pool.paced(goal, self._soon())
+        piece = math.inf if at_once else IN_FLIGHT if self._in_flight else AT_ONCE
+        hold = self._paced(goal, piece)
         grows = hold > self.pool.limit_bytes
         with self._writing:
             self.state.kv_wanted = needed + self.pool.overhead
             # Until the pool has grown, any part of the device's memory may be taken.
             self.state.kv_held = self.device.kv_bytes if grows else self.pool.mapped
             self._board.write()
-        reached = self.pool.limit(
-            hold, self.device.kv_bytes - self._lent(), math.inf if at_once else AT_ONCE
-        )
+        reached = self.pool.limit(hold, self.device.kv_bytes - self._lent(), piece)
         self._releasing = self.pool.limit_bytes > goal
         with self._writing:
             self.state.kv_held = max(reached, self.pool.limit_bytes)
             self._board.write()
 
+    def _paced(self, goal: float, piece: float) -> float:
+        """Bytes to hold after this step is planned, on the way to `goal`: a `piece` of memory moves
+        beyond what the next step needs, and beside a step in flight only every MOVE_EVERY_S."""
+        soon, now = self._soon(), time.monotonic()
+        hold = self.pool.paced(goal, soon, piece)
+        if not self._in_flight or hold == self.pool.limit_bytes or soon > self.pool.limit_bytes:
+            return hold
+        if now - self._moved_at < MOVE_EVERY_S:
+            return self.pool.limit_bytes
+        self._moved_at = now
+        return hold
+
     def _on_beat(self) -> None:
         """Do what can't wait for the end of a step: reclaim memory, and make the heap resident."""
+        if not self._in_flight and not self.running:
+            self._flag.up = False
         if self._heap is not None and not self._seen:
             self._heap.catch_up(HEAP_BEAT_S)
         self._reclaim()
@@ -348,7 +406,8 @@ class OnlineScheduler(Member):
         priority, so that it gets CPU time to release the memory. Kills it if it hasn't after
         lending.revoke_after_s."""
         now, rollout, missing = time.monotonic(), self._rollout.read() or self._rollout.last, 0.0
-        if rollout is not None and self.waiting and self._to_come() > self.pool.free:
+        if rollout is not None and self._waits_for_memory():
+            self._flag.up = False
             wanted = min(self.pool.used + self._to_come(), self.pool.total) + self.pool.overhead
             missing = wanted - (self.device.kv_bytes - rollout.kv_budget)
         if missing < self.pool.block_bytes or not board.is_alive(rollout):
@@ -356,7 +415,8 @@ class OnlineScheduler(Member):
             return
         self._asked_at = self._asked_at or now
         if now - self._asked_at > self._lending.revoke_after_s:
-            os.kill(int(rollout.pid), signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(rollout.pid), signal.SIGKILL)
         else:
             restore_priority(int(rollout.pid))
 

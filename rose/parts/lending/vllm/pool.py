@@ -24,9 +24,10 @@ RELEASE = "rose_release_blocks"
 MAP = "rose_map_blocks"
 RETRY_S = 1.0  # seconds after a failure to map before memory is requested again
 # Most bytes that one call maps, so that a large request succeeds in part if memory is short. Also
-# the most that is mapped or released while a step is planned. That takes about 10 ms on a GPU, in
-# which no request proceeds.
+# the most that is mapped or released while a step is planned, which takes 7 ms on a GPU.
 AT_ONCE = 2**28
+# Most bytes instead while a step is in flight: about 1 ms on a GPU, for which requests wait.
+IN_FLIGHT = 2**25
 # A request of at most this many blocks that fails is not split further.
 FEW = 16
 # Calls of `limit` between two checks whether pages have become free, which take a few ms for 50,000
@@ -53,7 +54,7 @@ class Pool:
         self._usable = np.zeros(blocks, bool)  # blocks that are not withheld
         self._usable[0] = True  # vLLM's null block
         self._blocks.touch(self._blocks.blocks[1:])
-        self._blocks.free_block_queue = LowFirst()
+        self._queue = self._blocks.free_block_queue = LowFirst(blocks)
         self.mapped = 0  # bytes of pages
         self._asked: tuple[int, float] | None = None  # (blocks, bytes of pages) of the last `limit`
         self.scattered = False  # true if the used blocks take more pages than at the low end
@@ -105,14 +106,20 @@ class Pool:
     def excess(self, nbytes: float, requests: Sequence[str]) -> int:
         """Number of `requests`, from the first on, that must end so that the blocks of the others
         fit into `nbytes` of pages. All of them if even that isn't enough."""
-        counts = self._counts()
-        if self._pages.nbytes(counts > 0) <= nbytes:
+        held = self._held()
+        if self._pages.nbytes(held) <= nbytes:
             return 0
         ids = [np.array(self._manager.get_block_ids(name)[0], np.int64) for name in requests]
+        others = held.copy()
+        for of_one in ids:
+            others[of_one] = False
+        others[0] = True
 
         def fits(number: int) -> bool:
-            ended = np.bincount(np.concatenate(ids[:number]), minlength=counts.size)
-            return self._pages.nbytes(counts - ended > 0) <= nbytes
+            kept = others.copy()
+            for of_one in ids[number:]:
+                kept[of_one] = True
+            return self._pages.nbytes(kept) <= nbytes
 
         low, high = 0, len(ids)
         while high - low > 1:
@@ -120,12 +127,12 @@ class Pool:
             low, high = (low, middle) if fits(middle) else (middle, high)
         return high
 
-    def paced(self, nbytes: float, soon: float = 0.0) -> float:
+    def paced(self, nbytes: float, soon: float, piece: float) -> float:
         """Bytes of blocks to request from `limit` in this step, on the way up to `nbytes`, `soon`
-        of which must be there now."""
+        of which must be there now, and at most a `piece` beyond them."""
         if nbytes <= self.limit_bytes:
             return nbytes
-        return min(nbytes, max(self.limit_bytes, soon) + AT_ONCE)
+        return min(nbytes, max(self.limit_bytes, soon) + piece)
 
     def limit(self, nbytes: float, most: float = math.inf, at_once: float = math.inf) -> int:
         """Use at most `nbytes` of blocks from now on, in at most `most` bytes of pages. Return the
@@ -141,7 +148,7 @@ class Pool:
             self._become(
                 self._without_oldest(*asked)
                 if self._pages.alone
-                else self._pages.choose(self._usable & (self._counts() > 0), *asked),
+                else self._pages.choose(self._held(), *asked),
                 asked,
                 at_once if self.mapped <= most else math.inf,
             )
@@ -177,13 +184,11 @@ class Pool:
         low = np.arange(self._usable.size) < int(self._usable.sum())
         return self._pages.nbytes(low)
 
-    def _counts(self) -> np.ndarray:
-        """Number of requests that hold each block, (blocks,) int; 0 for withheld blocks."""
-        blocks = self._blocks.blocks
-        counts = np.fromiter((block.ref_cnt for block in blocks), np.int64, len(blocks))
-        counts[~self._usable] = 0
-        counts[0] = 1
-        return counts
+    def _held(self) -> np.ndarray:
+        """The blocks that requests hold, and vLLM's null block, (blocks,) bool."""
+        held = self._usable & ~self._queue.free
+        held[0] = True
+        return held
 
     def _become(self, usable: np.ndarray, asked: tuple[int, float], at_once: float) -> None:
         """Make the blocks `usable`: withhold those that are not in it, then lend the new ones. If

@@ -28,12 +28,16 @@ from rose.parts.lending.vllm.member import Member, pause_s, vllm_scheduler
 from rose.parts.lending.vllm.pool import AT_ONCE
 from rose.parts.lending.vllm.priority import Priority
 from rose.parts.lending.vllm.steps import work_of
+from rose.parts.lending.vllm.stops import parts
 
 # Least and most seconds between two polls of a shut gate, each of which interrupts the online
 # engine.
 FIRST_POLL_S = 0.0005
 LAST_POLL_S = 0.005
 WAIT_S = 0.05  # most seconds at a shut gate before the engine's loop runs again
+# Most seconds for which the online engine may stop a step. Calls into the engine, as for new
+# weights, wait for the step's end. One step in this time costs a busy online engine about 1 %.
+MOST_STOPPED_S = 2.0
 
 
 def scheduler(vllm_config, **others):
@@ -54,7 +58,12 @@ class RolloutScheduler(Member):
             return
         lending = self._lending = self.device.serving.lending
         self._online = Peer(self.device.folder / "online", board.Online)
-        self._gate = Gate(lending, self.device.serving.online.slo, self.device.profile)
+        self._gate = Gate(
+            lending,
+            self.device.serving.online.slo,
+            self.device.profile,
+            parts(self.vllm_config, lending),
+        )
         self._predictor = self._gate.predictor
         self._budget = Budget(lending, self.device.kv_bytes)
         self._priority: Priority | None = None
@@ -63,7 +72,7 @@ class RolloutScheduler(Member):
         self._beside: deque[float | None] = deque()
         self._gate_since = self._moved_at = time.monotonic()
         self._large_since: float | None = None
-        self._inactive = False
+        self._inactive = self._moves_memory = False
         self.state.shut_by = float(Reason.CONTROL_SILENT)
 
     def attach(self, core) -> None:
@@ -204,6 +213,25 @@ class RolloutScheduler(Member):
         found = self._online.read()
         return None if found is None or found.step_ends else found.steps
 
+    def _on_beat(self) -> None:
+        self._flag.ignored = self._must_not_stop()
+
+    def _must_not_stop(self) -> bool:
+        """True if the step in flight must end although the online engine's flag may be up:
+
+        1. The online engine is silent. It may have died with the flag up.
+        2. Memory is being moved or must be released, which waits for the step.
+        3. The step was stopped for too long.
+        """
+        if self._moves_memory or self._online.read(self._lending.stale_after_s) is None:
+            return True
+        if self._target(copy.copy(self._budget)) < self.pool.mapped:
+            return True
+        first = next(iter(self._in_flight), None)
+        return first is not None and (
+            time.monotonic() - max(first[2], self._last_ended) > MOST_STOPPED_S
+        )
+
     # ------------------------------------------------------------------ memory
 
     def set_inactive(self, inactive: bool) -> None:
@@ -232,7 +260,13 @@ class RolloutScheduler(Member):
             self.evict(
                 running[: self.pool.excess(target, [request.request_id for request in running])]
             )
-        self._publish_budget(self.pool.limit(self.pool.total, target))
+        self._moves_memory = True
+        try:
+            if target < held:  # the release waits for the step in flight
+                self._flag.ignored = True
+            self._publish_budget(self.pool.limit(self.pool.total, target))
+        finally:
+            self._moves_memory = False
         self._give_up_on_large()
         self.state.frozen = float(self._budget.frozen)
 

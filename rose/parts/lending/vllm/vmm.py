@@ -28,6 +28,9 @@ _DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 _MINIMUM = 0  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: waits for no other stream
+# CU_MEMHOSTREGISTER_PORTABLE and _DEVICEMAP: locked for all contexts, and visible to the device
+_LOCKED = 3
+_ANY_BIT = 2  # CU_STREAM_WAIT_VALUE_AND: waits until the word has a bit of the value
 
 
 class CudaError(RuntimeError):
@@ -280,6 +283,9 @@ _CALLS = {
     "cuStreamCreate": (_POINTER, ctypes.c_uint),
     "cuStreamSynchronize": (_POINTER,),
     "cuMemsetD8Async": (_WORD, ctypes.c_ubyte, _SIZE, _POINTER),
+    "cuMemHostRegister_v2": (_POINTER, _SIZE, ctypes.c_uint),
+    "cuMemHostGetDevicePointer_v2": (_POINTER, _POINTER, ctypes.c_uint),
+    "cuStreamWaitValue32_v2": (_POINTER, _WORD, ctypes.c_uint32, ctypes.c_uint),
 }
 
 
@@ -348,6 +354,17 @@ class CudaDriver:
 
     def synchronize(self) -> None:
         self._in_context("cuCtxSynchronize")
+
+    def lock(self, address: int, nbytes: int) -> int:
+        """Lock pages of host memory, so that streams can wait for words in them. Return the
+        device's address of the first."""
+        self._in_context("cuMemHostRegister_v2", address, nbytes, _LOCKED)
+        return self._new(ctypes.c_ulonglong(), "cuMemHostGetDevicePointer_v2", address, 0)
+
+    def wait(self, stream: int, address: int, bits: int) -> None:
+        """Let `stream` wait until the 32-bit word at the device's `address` has any of `bits`. For
+        threads in which the device's context is current."""
+        self._call("cuStreamWaitValue32_v2", stream, address, bits, _ANY_BIT)
 
     def _new(self, value, call: str, *arguments) -> int:
         self._in_context(call, ctypes.byref(value), *arguments)

@@ -91,6 +91,7 @@ def boards(tmp_path, monkeypatch):
     # takes longer than was predicted, is a matter of single tests.
     monkeypatch.setattr(gate, "CONTROL_STALE_S", 60.0)
     monkeypatch.setattr(gate, "AHEAD_S", 60.0)
+    monkeypatch.setattr(board, "ALIVE_S", 0.0)
     observe = Predictor.observe
     monkeypatch.setattr(
         Predictor,

@@ -177,6 +177,7 @@ def test_the_steps_in_flight_are_part_of_what_a_step_holds_the_online_engine_up_
     """The online engine has time for one of R's steps, then not for another beside it."""
     _, _, rollout = pair(2 * BUDGET // PAGE)
     scheduler, told = rollout.driven.scheduler, boards.begin("online", board.Online)
+    boards.set("control", stops=0)
     rollout.driven.add("r", prompt=60, tokens=100)
     for _ in range(3):
         rollout.turn(False)

@@ -302,3 +302,24 @@ def test_without_a_device_it_is_vllms_scheduler_and_logs_its_steps(
     assert [line["decode_context"] for line in lines] == [0, 20, 21]
     assert all(line["began"] < line["ended"] for line in lines) and driven.ended["a"][0] == "LENGTH"
     assert os.environ.get("ROSE_COSERVING") is None
+
+
+def test_beside_a_step_in_flight_memory_moves_in_small_parts_and_seldom(
+    driven, boards, monkeypatch
+):
+    monkeypatch.setattr(online, "IN_FLIGHT", 2 * 4096)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    driven.add("a", prompt=32, tokens=200)
+    driven.plan()
+    boards.begin("rollout", board.Rollout)
+    scheduler = driven.scheduler
+    scheduler._rollout._tried_at = float("-inf")
+    assert [changes(driven, scheduler._share_memory)[0] for _ in range(3)] == [2, 0, 0]
+    now += online.MOVE_EVERY_S
+    assert changes(driven, scheduler._share_memory) == (2, 0)
+    driven.done()
+    assert changes(driven, scheduler._share_memory)[0] > 30, "all of it while no step runs"
+    driven.plan()
+    driven.add("b", prompt=450, tokens=20)
+    assert changes(driven, scheduler._share_memory)[1] > 0, "what requests need comes at once"

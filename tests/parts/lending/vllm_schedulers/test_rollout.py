@@ -112,6 +112,7 @@ def test_steps_beside_the_online_engines_own_teach_nothing_about_step_times(driv
 
 def test_the_slack_bounds_a_step(driven, boards):
     """The predictor says 10 microseconds a prompt token beyond 1 ms; hold_p99 is 1."""
+    boards.set("control", stops=0)
     driven.add("a", prompt=200)
     boards.set("online", hold_until=time.monotonic() + 1000.0)
     assert driven.step()["a"] == 200

@@ -1,0 +1,105 @@
+"""The stops of a rollout engine's step: before the attention of each layer, and before the logits,
+the step waits while the online engine's flag is up (rose/parts/lending/flag.py).
+
+vLLM's attention is a custom op, at which it splits the compiled model: with CUDA graphs of the
+pieces (cudagraph_mode=PIECEWISE), Python runs between them. So this needs no op of its own, and no
+change to what vLLM compiles. On a GPU the stream waits, and not the thread, which submits the rest
+of the step meanwhile; while a stream waits, the device belongs to the other process. On a CPU the
+computing thread polls the flag.
+
+A rollout engine with tensor parallelism has no stops. Its ranks would pass a rising flag at
+different layers, and the first would spin in a collective operation on the online engine's device.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rose.parts.lending.config import Lending
+from rose.parts.lending.flag import MAY_GO, Flag
+from rose.parts.lending.vllm import device
+from rose.parts.lending.vllm.vmm import CudaDriver, CudaError
+
+# Least and most seconds between two polls of the flag on a CPU.
+FIRST_POLL_S = 0.0002
+LAST_POLL_S = 0.002
+# Most seconds of a stop on a CPU. The scheduler ends a stop far sooner (rollout.MOST_STOPPED_S).
+DEADLINE_S = 20.0
+
+Stop = Callable[[], None]
+
+
+def parts(vllm_config: Any, lending: Lending) -> int:
+    """Return the number of parts of a step between which it can be stopped."""
+    if lending.stops == "step" or vllm_config.parallel_config.world_size > 1:
+        return 1
+    return vllm_config.model_config.get_num_layers(vllm_config.parallel_config) + 1
+
+
+def stop_steps(worker: Any) -> None:
+    """Add the stops to the model of `worker`, vLLM's, in an engine that shares its device. Called
+    before CUDA graphs are captured. Until there is a scheduler, steps don't stop. Raises
+    `ValueError` for a GPU that can't wait for the flag."""
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    here = device.here()
+    if parts(worker.vllm_config, here.serving.lending) == 1:
+        return
+    flag = Flag(here.folder)
+    flag.ignored = True
+    stop = on_gpu(flag, worker.device) if worker.device.type == "cuda" else on_cpu(flag)
+    for layer in worker.vllm_config.compilation_config.static_forward_context.values():
+        # Other layers, as those of experts, are inside the pieces that CUDA graphs capture.
+        if isinstance(layer, AttentionLayerBase):
+            latent = hasattr(layer, "forward_impl")
+            _stop_before(*((layer, "forward_impl") if latent else (layer.impl, "forward")), stop)
+    _stop_before(worker.get_model(), "compute_logits", stop)
+
+
+def on_gpu(flag: Flag, gpu: Any, driver: CudaDriver | None = None) -> Stop:
+    """Return a stop of the stream that is current when it is called. Tries it once. Raises
+    `ValueError` if the GPU can't do it."""
+    import torch
+
+    driver, index = driver or CudaDriver(gpu.index or 0), gpu.index or 0
+    current = torch._C._cuda_getCurrentRawStream
+
+    def stop() -> None:
+        driver.wait(current(index), word, MAY_GO)
+
+    try:
+        word = driver.lock(flag.address, mmap.PAGESIZE)
+        stop()
+    except CudaError as error:
+        raise ValueError(
+            f"serving.lending.stops=layer: streams of {gpu} can't wait for a word in host memory "
+            f"({error}); set serving.lending.stops=step"
+        ) from error
+    return stop
+
+
+def on_cpu(flag: Flag) -> Stop:
+    """Return a stop of the calling thread."""
+
+    def stop() -> None:
+        if flag.may_go:
+            return
+        end, pause = time.monotonic() + DEADLINE_S, FIRST_POLL_S
+        while not flag.may_go and time.monotonic() < end:
+            time.sleep(pause)
+            pause = min(1.5 * pause, LAST_POLL_S)
+
+    return stop
+
+
+def _stop_before(target: Any, name: str, stop: Stop) -> None:
+    original = getattr(target, name)
+
+    def stopping(*args, **kwargs):
+        stop()
+        return original(*args, **kwargs)
+
+    setattr(target, name, stopping)

@@ -1,0 +1,164 @@
+"""The stop flag in both engines' schedulers: when the online engine raises it, and when the rollout
+engine ignores it."""
+
+import time
+
+import msgspec
+import pytest
+
+from rose.parts.lending import board
+from rose.parts.lending.flag import Flag
+from rose.parts.lending.vllm import rollout
+
+pytestmark = pytest.mark.slow  # imports vLLM
+TOTAL = 64 * 4096
+
+
+@pytest.fixture
+def flag(boards):
+    return Flag(boards.folder)
+
+
+@pytest.fixture
+def online(boards, make_scheduler):
+    boards.begin("control", board.Control, lend=1, share=1)
+    return make_scheduler("rose.parts.lending.vllm.online")
+
+
+@pytest.fixture
+def rollouts(boards, make_scheduler):
+    boards.begin("online", board.Online, kv_total=TOTAL, kv_held=TOTAL // 10)
+    boards.begin("control", board.Control, lend=1, share=1, epoch=1)
+    return make_scheduler("rose.parts.lending.vllm.rollout")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_flag_is_up_from_the_first_step_of_requests_to_their_end(online, flag, asynchronous):
+    scheduler = online.scheduler
+    scheduler._dial.lets = lambda *_: False
+    assert not flag.up
+    online.add("a", prompt=40, tokens=4)
+    assert not flag.up
+    seen = []
+    for _ in range(8):
+        online.plan()
+        seen.append(flag.up)
+        if not asynchronous or len(online.in_flight) == 2:
+            online.done()
+            seen.append(flag.up)
+    assert seen[:4] == [True] * 4 and not flag.up
+    scheduler._flag.up = True  # the engine was idle all the while
+    scheduler._on_beat()
+    assert not flag.up
+
+
+def test_rollouts_run_beside_the_steps_that_the_dial_allows(online, flag):
+    scheduler = online.scheduler
+    asked = []
+    scheduler._dial.lets = lambda *words: bool(asked.append(words)) or len(asked) % 2 == 0
+    online.add("a", prompt=40, tokens=6)
+    online.plan()
+    seen = [flag.up]
+    while online.in_flight:
+        online.done()
+        if scheduler.has_unfinished_requests():
+            online.plan()
+            seen.append(flag.up)
+    assert seen == [True, False] * 3
+    (prompt, *_), (decode, decode_s, left_s) = asked[:2]
+    assert prompt.prefill and decode.decodes == 1 and decode_s > 0 and left_s > 0
+    assert 0 < scheduler.state.shared_s < scheduler.state.busy_s
+
+
+def test_an_operator_who_switches_stops_off_never_finds_the_flag_up(online, flag, boards):
+    boards.set("control", stops=0)
+    online.add("a", prompt=40, tokens=6)
+    online.plan()
+    assert not flag.up
+    boards.set("control", stops=1)
+    online.done()
+    online.plan()
+    assert flag.up
+
+
+def test_while_requests_wait_for_memory_the_flag_is_down_beside_requests_that_run(
+    online, flag, boards
+):
+    """A stopped rollout step may keep the memory: neither engine would go on."""
+    scheduler = online.scheduler
+    scheduler._dial.lets = lambda *_: False
+    boards.begin("rollout", board.Rollout, kv_budget=0.8 * TOTAL)
+    scheduler._rollout._tried_at = float("-inf")
+    online.add("a", prompt=32, tokens=200)
+    online.step()
+    online.plan()
+    assert flag.up
+    online.add("b", prompt=400, tokens=20)
+    scheduler._on_beat()
+    assert not flag.up, "at once, and not only at the next step"
+    online.done()
+    assert "b" not in online.plan() or scheduler._waits_for_memory()
+    assert not flag.up
+    boards.set("rollout", kv_budget=0.1 * TOTAL)
+    online.done()
+    online.plan()
+    assert flag.up and not scheduler._waits_for_memory()
+    boards.set("rollout", kv_budget=0)
+    for name in "cdef":
+        online.add(name, prompt=400, tokens=20)
+    online.done()
+    online.plan()
+    assert scheduler.waiting and flag.up, (
+        "an online engine short of memory of its own computes alone"
+    )
+
+
+def test_a_revoked_budget_ends_a_stopped_step_before_memory_is_released(rollouts, boards, flag):
+    """The release waits for the step in flight, which waits for the flag."""
+    scheduler, ignored = rollouts.scheduler, []
+    call = scheduler.pool._call
+    scheduler.pool._call = lambda *words: ignored.append(flag.ignored) or call(*words)
+    rollouts.add("a", prompt=150, tokens=100)
+    rollouts.plan()
+    scheduler._on_beat()
+    assert not flag.ignored
+    boards.set("online", kv_used=0.9 * TOTAL, kv_wanted=0.9 * TOTAL, kv_held=0.9 * TOTAL)
+    scheduler._on_beat()
+    assert flag.ignored, "the engine's loop may wait for the step"
+    rollouts.done()
+    scheduler._flag.ignored, ignored[:] = False, []
+    rollouts.plan()
+    assert ignored and all(ignored)
+    scheduler._on_beat()
+    assert not flag.ignored
+
+
+def test_a_flag_that_a_dead_or_silent_engine_left_up_is_ignored(rollouts, boards, flag):
+    flag.up = True
+    rollouts.add("a")
+    rollouts.plan()
+    scheduler = rollouts.scheduler
+    scheduler._on_beat()
+    assert not flag.may_go
+    boards.close()
+    scheduler._lending = msgspec.structs.replace(scheduler._lending, stale_after_s=0.01)
+    time.sleep(0.02)
+    scheduler._on_beat()
+    assert flag.may_go
+
+
+def test_a_step_that_was_stopped_for_long_ends_beside_a_busy_online_engine(
+    rollouts, flag, monkeypatch
+):
+    flag.up = True
+    rollouts.add("a")
+    rollouts.plan()
+    scheduler = rollouts.scheduler
+    scheduler._on_beat()
+    assert not flag.may_go
+    monkeypatch.setattr(rollout, "MOST_STOPPED_S", 0.0)
+    scheduler._on_beat()
+    assert flag.may_go
+    rollouts.done()
+    scheduler._on_beat()
+    assert not flag.may_go, "the next one stops again"
