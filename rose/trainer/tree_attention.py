@@ -166,13 +166,13 @@ def cudnn_works(
     layer = nn.Module()
     layer.num_key_value_groups = heads // kv_heads
 
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        return attention(layer, query, key, value, None)[0]
+
     def run(on: bool) -> list[Tensor]:
         use_cudnn(on)
-        return _with_gradients(
-            lambda *x: attention(layer, *(each.transpose(1, 2) for each in x), None)[0],
-            inputs,
-            weights,
-        )
+        return _with_gradients(attend, inputs, weights)
 
     try:
         pairs = zip(run(True), run(False), strict=True)

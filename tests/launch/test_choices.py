@@ -85,3 +85,8 @@ def test_the_plan_has_every_choice_and_says_why(make_config):
     assert again.config == made.config and not again.chosen
     unknown = msgspec.structs.replace(c, model=msgspec.structs.replace(c.model, shape=None))
     assert plan.make(unknown, None).config.trainer.gradient_checkpointing
+
+
+@pytest.mark.parametrize("experiment", ["qwen3_0_6b", "qwen7b", "qwen7b_lora"])
+def test_experiments_get_the_fast_choices(make_config, experiment):
+    assert chosen(make_config(f"+experiment={experiment}"))[0] == ("liger", False)
