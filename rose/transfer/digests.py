@@ -27,6 +27,7 @@ from rose.transfer.live import Live, Place, one_run
 # Blocks, and so warps, of one kernel launch. Each warp reads 1 KiB at a time, so the launch leaves
 # most of the device to the engine's kernels.
 BLOCKS_PER_LAUNCH = 512
+BATCH = 8  # blocks that a thread of the host hashes at a time
 LONG = 240  # bytes up to which XXH3 has other forms
 # xxHash's default secret (XXH3_kSecret).
 SECRET = bytes.fromhex(
@@ -122,17 +123,23 @@ def digests_of(
             log.warning("blocks are read back to be hashed: %s", error)
     rest = [block for block in blocks if block not in found]
 
-    def read(block: int) -> bytes:
-        tick()
+    def read(some: list[int]) -> list[bytes]:
         with values.side_stream():
-            return _digest(values.view(block))
+            made = []
+            for block in some:
+                tick()
+                made.append(_digest(values.view(block)))
+            return made
 
     with ThreadPoolExecutor(threads, "digests") as pool:
-        futures = {block: pool.submit(read, block) for block in rest}
+        batches = [rest[low : low + BATCH] for low in range(0, len(rest), BATCH)]
+        futures = [pool.submit(read, some) for some in batches]
         try:
-            return found | {block: future.result() for block, future in futures.items()}
+            for some, future in zip(batches, futures, strict=True):
+                found |= zip(some, future.result(), strict=True)
+            return found
         finally:
-            for future in futures.values():
+            for future in futures:
                 future.cancel()
 
 

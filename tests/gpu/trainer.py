@@ -252,6 +252,7 @@ def _train(report: Report, rank: int, world: int, port: int) -> dict:
     began = time.monotonic()
     made = started(report, config, rank, world, port)
     report.say(f"rank 0 of {world} has its share after {time.monotonic() - began:.1f} s")
+    made.publish(0)
     summary = protocol.BatchSummary(
         [t.reward for t in rows.values()],
         [int(t.group[1:]) for t in rows.values()],
@@ -450,6 +451,7 @@ def _transfer(report: Report, rank: int, world: int, port: int) -> dict:
     for version, share in enumerate([0.0, *sizes.shares]):
         truth = _move(weights, share, generator)
         began = time.monotonic()
+        _finish_update(made)
         published = made.publish(version)
         step = {"nbytes": published.nbytes, "publish_s": time.monotonic() - began}
         if receiver is None:
@@ -478,6 +480,14 @@ def _transfer(report: Report, rank: int, world: int, port: int) -> dict:
     receiver.close()
     made.close()
     return {"steps": steps[1:], "nbytes": sum(t.nbytes for t in live.values())}
+
+
+def _finish_update(made) -> None:
+    """Do what ZeRO-3 does with each group after its step, for float32 values that were changed."""
+    zero = made.engine.engine.optimizer
+    for group in range(len(zero.fp16_groups)):
+        made.engine.compare(group)
+        zero._reassign_or_swap_out_partitioned_parameters(group)
 
 
 def _move(weights, share: float, generator) -> dict:
