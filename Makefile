@@ -49,7 +49,7 @@ lint: $(VENV)/.stamp-test
 	$(VENV)/bin/python scripts/house.py
 
 gpu: $(VENV)/.stamp-gpu
-	@echo "installed; what works here: $(VENV)/bin/python -m rose.doctor +experiment=qwen3_0_6b (on a GPU node)"
+	@echo "installed; what works here: $(VENV)/bin/rose doctor +experiment=qwen3_0_6b (on a GPU node)"
 
 clean:
 	rm -rf $(VENV) .pytest_cache build *.egg-info

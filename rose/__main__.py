@@ -4,6 +4,7 @@
     rose simulate [KEY=VALUE ...]    ... with mode=simulate: the same on a simulated cluster
     rose plan [KEY=VALUE ...]        ... with mode=plan: how many GPUs it needs
     rose serve name=RUN [...]        lend this process's share of a serving node to a run
+    rose relay UPSTREAM [...]        weight versions over a slow link once, for many engines
     rose export RUN [...]            a model folder of a run
     rose play RUN [...]              the policy plays a held-out task in this terminal
     rose show RUN [...]              trajectories of a run as conversations
@@ -24,13 +25,7 @@ import sys
 from rose import extensions
 
 MODES = ("train", "simulate", "plan")
-MODULES = {
-    "export": "rose.export",
-    "play": "rose.play",
-    "show": "rose.show",
-    "state": "rose.launch.state",
-    "doctor": "rose.doctor",
-}
+MODULES = {"export": "rose.export", "show": "rose.show", "state": "rose.launch.state"}
 
 
 def main() -> int:

@@ -141,7 +141,7 @@ class Bench:
 
     def _relays(self, stack: ExitStack, link) -> str:
         """Start a relay on each side and return the URL of the serving side's."""
-        relay = [sys.executable, "-m", "rose.relay"]
+        relay = [sys.executable, "-m", "rose.parts.relay"]
         token = ["--token-file", str(self.token_file), "--cache"]
         cache = Path(tempfile.mkdtemp(dir=self.folder))
         first = [*link.sides[0], *relay, str(self.stores), "--cache-gib", "0", "--listen"]

@@ -13,7 +13,7 @@ sets on this GPU (published HBM bandwidth and dense bfloat16 rate, in rose/parts
 passes from a low share of that limit. Exit code 1 if any check failed, 2 for a wrong command line.
 
 The model is a random one of the shape of Qwen3-0.6B, created in a scratch folder (nothing is
-downloaded), or --model FOLDER or hub id. Left out: several nodes (python -m rose.doctor
+downloaded), or --model FOLDER or hub id. Left out: several nodes (rose doctor
 cluster=slurm), and whether training learns.
 """
 

@@ -100,7 +100,7 @@ class ChatFormat:
         self._arguments = arguments(self.template) | arguments(of_tools)
         if not self.native_tools:
             self._tokenizer.chat_template = TOOLS_AS_TEXT + self._tokenizer.get_chat_template()
-        self._write()
+        self._learn_gaps()
         self._with = functools.lru_cache(VARIANTS)(self._variant)
         self._reasoning_format = reasoning_format
         self._find_thoughts()
@@ -108,8 +108,8 @@ class ChatFormat:
             tool_format, self._tokenizer, None if self.tools_problem else self._written_call()
         )
 
-    def _write(self) -> None:
-        """Find out what the template writes after an answer with these arguments, and create the
+    def _learn_gaps(self) -> None:
+        """Find the text that the template with these arguments writes after an answer; create the
         caches. Raises `CannotExtend`."""
         self._gaps = Gaps(self.folder, self._render, self._eos_texts(), self.native_tools)
         self._gaps.of(("user",), False)
@@ -132,13 +132,13 @@ class ChatFormat:
         return self._with(json.dumps(kept, sort_keys=True)) if kept else self
 
     def _variant(self, given: str) -> ChatFormat:
-        made = copy.copy(self)
-        made.template_args = self.template_args | json.loads(given)
-        if made.template_args == self.template_args:
+        other = copy.copy(self)
+        other.template_args = self.template_args | json.loads(given)
+        if other.template_args == self.template_args:
             return self
-        made._write()
-        made._find_thoughts()
-        return made
+        other._learn_gaps()
+        other._find_thoughts()
+        return other
 
     @classmethod
     def of(cls, folder: str | Path, model: Model) -> ChatFormat:
@@ -158,8 +158,8 @@ class ChatFormat:
         return list(self._start(*key) if short else self._start_tokens(*key))
 
     def least_tokens(self, characters: int) -> int:
-        """Return a lower bound on the number of tokens of `characters`; 0 if unknown. With it, the
-        caller rejects too long messages without tokenizing them, at a second per 100 kB."""
+        """Return a lower bound on the number of tokens of `characters`; 0 if unknown. With it the
+        caller rejects texts that are too long without tokenizing them (a second per 100 kB)."""
         return characters // self._longest if self._longest else 0
 
     async def in_thread(self, characters: int, write: Callable[..., Tokens], *given: Any) -> Tokens:
@@ -201,9 +201,9 @@ class ChatFormat:
         tools: bool | None = None,
         system: bool = False,
     ) -> list[int]:
-        """Do as `observation` for several in a row: the results of a turn's calls, then a user's
-        messages. All are (role, text), or all are OpenAI messages. `system`: True if the trajectory
-        has a system message. Raises `CannotExtend`."""
+        """Return the tokens of several observations in a row, as `observation` does of one: the
+        results of a turn's calls, then a user's messages. All are (role, text), or all are OpenAI
+        messages. `system`: the trajectory has a system message. Raises `CannotExtend`."""
         whole = list(messages)
         if whole and isinstance(whole[0], tuple):
             whole = observed_messages(*zip(*whole, strict=True))

@@ -1,11 +1,11 @@
 """Tree rollouts (`rollout/branch`): trajectories that fork off other trajectories of their host.
 
-A fork waits until its parent has reached a certain turn and copies the parent's tokens. It brings
-its own environment to the same state: from what the parent's environment has saved
-(`Environment.checkpoint`), else by a reset to the same seed and a repetition of all actions, whose
-results must equal the recorded ones. The copy is the fork's first snapshot
-(rose/agent/snapshots.py), so after its host died it resumes without its parent. If the parent ends
-or fails before that turn, the fork starts from the prompt; others can still fork off it.
+A fork waits until its parent has reached a certain turn and copies the parent's tokens. It resumes
+its own environment from the state of the parent's (`Environment.checkpoint`). Without that method,
+it resets the environment to the same seed and repeats all actions, whose results must equal the
+recorded ones. The copy is the fork's first snapshot (rose/agent/snapshots.py), from which it
+resumes without its parent after its host has died. If the parent ends or fails before that turn,
+the fork starts from the prompt; other trajectories can still fork off it.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ class Forks:
         """Start the forks that wait for an earlier turn of `trajectory` from the prompt."""
         waiting = self._waiting.get(trajectory, {})
         for each in [each for each in waiting if each < turn]:
-            _release(waiting.pop(each))
+            _start_from_prompt(waiting.pop(each))
 
     def end(self, trajectory: str) -> None:
         """Start all forks that still wait for `trajectory` from the prompt."""
         for futures in self._waiting.pop(trajectory, {}).values():
-            _release(futures)
+            _start_from_prompt(futures)
 
 
-def _release(futures: list[asyncio.Future[Fork | None]]) -> None:
+def _start_from_prompt(futures: list[asyncio.Future[Fork | None]]) -> None:
     for future in futures:
         if not future.done():
             future.set_result(None)

@@ -17,7 +17,7 @@ from rose.protocol import Trajectory
 from rose.reward import values
 
 CAUSE_CHARACTERS = 4000  # most characters of a cause, which may quote 2,000 bytes of a log
-LOOK_S = 0.1  # least seconds between two checks of a deadline that moves while a call is queued
+POLL_S = 0.1  # least seconds between two checks of a deadline that moves while a call is queued
 
 
 class EnvironmentFailure(Exception):
@@ -119,7 +119,7 @@ class Guard:
         try:  # not wait_for, which would wait for an environment that swallows its cancellation
             left = self.timeout_s
             while not task.done() and left > 0:
-                await asyncio.wait({task}, timeout=max(left, LOOK_S))
+                await asyncio.wait({task}, timeout=max(left, POLL_S))
                 left = self.timeout_s - (time.monotonic() - began - queue.seconds)
         finally:
             task.cancel()

@@ -120,7 +120,7 @@ class _Episode:
         self.guard, self.scoring, self.snapshots, self.forks = guard, scoring, snapshots, forks
         self.state = EpisodeState()
         self.truncated = False
-        self.cut = False  # True: a token limit ended the last turn
+        self.turn_cut = False  # True: a token limit ended the last turn
         self.limit = ""  # value of `Trajectory.limit`
         self.rewards_turns = False
         self.stats: dict[str, float] = {}
@@ -132,8 +132,8 @@ class _Episode:
         return self.max_context - len(self.state.mask)
 
     async def run(self, clock: Clock, fork: asyncio.Future[Fork | None] | None) -> Trajectory:
-        if (resumed := await self.snapshots.resume(self._go_on)) is None:
-            first, started = await self._started(clock, fork)
+        if (resumed := await self.snapshots.resume(self._restore)) is None:
+            first, started = await self._begin_or_fork(clock, fork)
         else:
             first, started = resumed
             if fork is not None:
@@ -167,7 +167,7 @@ class _Episode:
             self.state.reward += last.reward
             self.state.turn_rewards[-1] += last.reward
             self.state.success = self.state.success or last.success
-        if self.cut:
+        if self.turn_cut:
             self.truncated, self.limit = True, "answer" if self.room > 0 else "context"
         if self.scoring is not None:
             await self._score(self.scoring, first.task, clock)
@@ -180,7 +180,7 @@ class _Episode:
         if (least := self.chat.least_tokens(size)) >= self.max_context:
             raise self._no_room(f"at least {least}")
         size += len(json.dumps(first.tools))  # not in the bound above: the template may omit tools
-        prompt = await self._written("reset", size, self.chat.start, first.messages, first.tools)
+        prompt = await self._tokens_of("reset", size, self.chat.start, first.messages, first.tools)
         if len(prompt) >= self.max_context:
             raise self._no_room(str(len(prompt)))
         self.state.observe(prompt)
@@ -193,12 +193,12 @@ class _Episode:
             f"{self.max_context}; raise it or make {self.guard.key}.args smaller",
         )
 
-    async def _written(
+    async def _tokens_of(
         self, method: str, size: int, write: Callable[..., list[int]], *given: Any
     ) -> list[int]:
-        """Return the chat template's tokens for the `size` characters that a method of the
-        environment returned. The template has been checked with other messages, so if it refuses
-        these, the environment is at fault. Raises `EnvironmentFailure`."""
+        """Return the tokens that the chat template makes of what the environment's `method`
+        returned, `size` characters. The template has been checked with other messages, so if it
+        refuses these, the environment is at fault. Raises `EnvironmentFailure`."""
         try:
             return await self.chat.in_thread(size, write, *given)
         except CannotExtend as error:
@@ -207,16 +207,16 @@ class _Episode:
                 f"{type(self.env).__name__}.{method} gave what can't be written: {error}",
             ) from error
 
-    async def _started(
+    async def _begin_or_fork(
         self, clock: Clock, fork: asyncio.Future[Fork | None] | None
     ) -> tuple[Start, float]:
-        """Begin from the parent's state, or from the prompt. Return the start and its time."""
+        """Begin from the parent's state or the prompt. Return the start and the time of it."""
         found = await fork if fork is not None else None
         started = clock()
         if found is None:
             return await self._begin(), started
         await self.snapshots.write(found, started)
-        return await self._go_on(found), started
+        return await self._restore(found), started
 
     async def _fork(self, first: Start) -> Fork:
         """Return the state of this episode before its next turn."""
@@ -226,22 +226,22 @@ class _Episode:
         state.migrations = 0
         return Fork(first, tuple(self.played), await self.guard.checkpoint(), state)
 
-    async def _go_on(self, fork: Fork) -> Start:
-        """Bring the environment and this episode to the state of `fork`."""
+    async def _restore(self, fork: Fork) -> Start:
+        """Resume the environment from `fork`, or repeat its actions; then take over its state."""
         if fork.saved is not None:
             await self.guard.resume(fork.saved)
         else:
             first = await self.guard.reset(self.start.env_seed)
-            self._expect(
+            self._check_repeated(
                 "reset", (fork.first.messages, fork.first.tools), (first.messages, first.tools)
             )
             for number, (action, step) in enumerate(fork.played):
-                self._expect(f"step {number}", step, await self.guard.step(action))
+                self._check_repeated(f"step {number}", step, await self.guard.step(action))
         self.played = list(fork.played)
         self.state = fork.state.copy()
         return fork.first
 
-    def _expect(self, what: str, recorded: Any, got: Any) -> None:
+    def _check_repeated(self, what: str, recorded: Any, got: Any) -> None:
         if got != recorded:
             raise EnvironmentFailure(
                 self.start.id,
@@ -292,14 +292,14 @@ class _Episode:
         tokens = checked(result, turn, sampling.max_new_tokens)
         self.state.append(result, len(tokens))
         closed = int(tokens[-1]) in self.chat.eos_ids
-        self.cut = is_cut(result.finish, closed)
+        self.turn_cut = is_cut(result.finish, closed)
         return self.chat.decode(tokens), closed
 
     async def _act(
         self, text: str, tools: list[dict[str, Any]]
     ) -> tuple[list[Step], list[tuple[Observer, str]]]:
-        """Act on a turn's text. Return the environment's steps and (role, observation) pairs, or
-        the loop's own for a malformed or missing call. Without tools, no text is parsed for calls.
+        """Act on a turn's text. Return the environment's steps and (role, observation) pairs. For a
+        malformed or missing call the loop makes both. Without tools, text isn't parsed for calls.
         """
         requires_tool = self.guard.flag("requires_tool")
         action = self.chat.parse(text, tools) if tools or requires_tool else Action(text)
@@ -309,7 +309,7 @@ class _Episode:
         if action.call is None and requires_tool:
             reminder = REMINDER.format(self.chat.format.form)
             return [Step(observation=reminder, invalid=True)], [("user", reminder)]
-        action = replace(action, truncated=self.cut, said=self.chat.said(text))
+        action = replace(action, truncated=self.turn_cut, said=self.chat.said(text))
         if len(action.calls) > 1 and self.guard.flag("several_calls"):
             return await self._act_at_once(action)
         role = "user" if action.call is None else "tool"
@@ -347,7 +347,7 @@ class _Episode:
         ends = last or self.chat.least_tokens(size) >= self.room
         if not ends:
             given = observed, closed, bool(first.tools), self.state.has_system
-            tokens = await self._written("step", size, self.chat.observations, *given)
+            tokens = await self._tokens_of("step", size, self.chat.observations, *given)
             ends = len(tokens) >= self.room
         if ends:
             self.truncated, self.limit = True, "turns" if last else "context"
@@ -389,8 +389,8 @@ def is_cut(finish: FinishReason, closed: bool) -> bool:
 
 
 def checked(result: TurnResult, turn: str, most: int):
-    """Check that a result fits its request, and return its tokens, int32 (n,). Raises `ValueError`,
-    which means a bug in the sender."""
+    """Check that a result fits its request, and return its tokens, int32 (n,). Raises `ValueError`
+    if it doesn't, which is a bug of the sender."""
     tokens = unpack_tokens(result.tokens)
     lengths = {len(result.tokens), len(result.logprobs), len(result.versions)}
     if (

@@ -19,7 +19,8 @@ from rose import protocol as p
 from rose.agent.envs.base import Environment
 from rose.agent.snapshots import Snapshot
 
-LOOK_S, LOOKS = 0.5, 4  # seconds between two samples of the load; samples per report
+LOAD_SAMPLE_S = 0.5  # seconds between two samples of the machine's load
+SAMPLES = 4  # samples in a report, so that one is sent every two seconds
 
 
 class Moves:
@@ -29,7 +30,7 @@ class Moves:
         self.rank, self._send = rank, send
         self._running: dict[str, Environment] = {}
         self._saved: dict[str, int] = {}  # turns in the newest snapshot that other hosts can read
-        self._asked: set[str] = set()  # trajectories that the coordinator wants to move
+        self._to_move: set[str] = set()  # trajectories that the coordinator wants to move
 
     def begin(self, trajectory: str, environment: Environment) -> None:
         self._running[trajectory] = environment
@@ -37,22 +38,22 @@ class Moves:
     def end(self, trajectory: str) -> None:
         self._running.pop(trajectory, None)
         self._saved.pop(trajectory, None)
-        self._asked.discard(trajectory)
+        self._to_move.discard(trajectory)
 
     def ask(self, trajectory: str) -> None:
         """Move the trajectory to another host as soon as a snapshot allows."""
-        self._asked.add(trajectory)
+        self._to_move.add(trajectory)
 
     def leaves_before(self, trajectory: str) -> str | None:
-        """Return the turn right after the newest snapshot. The trajectory may leave while it waits
-        for that turn. None if it isn't to move, or has no snapshot yet."""
-        if trajectory not in self._asked or trajectory not in self._saved:
+        """Return the turn that follows the newest snapshot: the trajectory may leave while it waits
+        for this turn. Return None if it is not to move, or has no snapshot yet."""
+        if trajectory not in self._to_move or trajectory not in self._saved:
             return None
         return f"{trajectory}.t{self._saved[trajectory]}"
 
     async def saved(self, snapshot: Snapshot) -> bool:
-        """Report a snapshot that is on disk, once all that it refers to is stored where other hosts
-        can read it. True if it was reported."""
+        """Report a snapshot that is on disk, after waiting until other hosts can read the data that
+        it refers to. Return whether it was reported."""
         trajectory = snapshot.start.id
         settled = getattr(self._running.get(trajectory), "settled", None)
         if settled is not None and not await settled():
@@ -68,11 +69,11 @@ class Moves:
         """Report the whole machine's load until cancelled: any load slows commands."""
         while True:
             cores, tasks = float(len(os.sched_getaffinity(0))), 0
-            for _ in range(LOOKS):
-                await asyncio.sleep(LOOK_S)
+            for _ in range(SAMPLES):
+                await asyncio.sleep(LOAD_SAMPLE_S)
                 tasks += _runnable()
             memory = psutil.virtual_memory().percent / 100
-            load = p.HostLoad(self.rank, len(self._running), cores, tasks / LOOKS, memory)
+            load = p.HostLoad(self.rank, len(self._running), cores, tasks / SAMPLES, memory)
             self._send(load)
 
 

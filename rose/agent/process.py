@@ -4,8 +4,8 @@
 
 Environments are foreign code: they may crash, leak memory or be killed by the kernel. So they run
 in this process, without MPI. The rank, which the job can't lose, forwards its messages. The channel
-is a stream socket of frames (`rose.comm.frames`). A frame to the rank holds the number of the
-receiving rank, uint32 little-endian, and the message; a frame from the rank only the message.
+is a stream socket of frames (`rose.comm.frames`). A frame from the process begins with the number
+of the rank that gets the message, uint32 little-endian. A frame to the process is only a message.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ async def run(
     channel: socket.socket,
     recorder: NullRecorder,
 ) -> int:
-    """Run the host and return the exit code. An error is sent to the rank, which fails with it."""
+    """Run the host and return the exit code. An error is sent to the rank, which then fails."""
     with importing():
         from rose.agent import host
     link = Channel(*await asyncio.open_connection(sock=channel, limit=READ_BYTES))

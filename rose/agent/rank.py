@@ -32,7 +32,7 @@ from rose.launch.layout import Rank
 
 # Seconds for killed processes to end; one of another user, or asleep in the kernel, may outlast it.
 END_S = 10.0
-ALONE_S = 2.0  # seconds for a dead process's descendants to exit, as a sandbox's keeper does
+ALONE_S = 2.0  # seconds for a dead process's descendants to exit by themselves
 CLOSE_S = 10.0  # seconds to shut down, besides the environments' step_timeout_s
 TAIL_LINES = 15  # last lines of the process's log in the report of its death
 PAUSE_S = 0.05  # seconds between two polls for descendants
@@ -45,7 +45,7 @@ WATCH_S = 1.0  # seconds between two checks for a missing beat
 
 
 class HostFailed(RuntimeError):
-    """The process failed with the error that this one quotes. A restart would not help."""
+    """The process failed with the error in the message. A restart would not help."""
 
 
 class _Process:
@@ -91,24 +91,24 @@ class _Process:
                 data = memoryview(await frames.read(self._reader, FRAME_BYTES))
                 rank = int.from_bytes(data[:RANK_BYTES], "little")
                 if rank == mailbox.rank:
-                    self._heard(decode(data[RANK_BYTES:]))
+                    self._receive_own(decode(data[RANK_BYTES:]))
                     continue
                 mailbox.forward(rank, data[RANK_BYTES:])
 
-    def _heard(self, message: p.Message) -> None:
+    def _receive_own(self, message: p.Message) -> None:
         if isinstance(message, p.RankFailed):
             raise HostFailed(message.error)
         self.silent_s = 0.0
 
     def signal(self, number: int) -> None:
-        """Send a signal with `os.kill`. asyncio's methods poll the process first, and may take its
-        exit code away from `wait`."""
+        """Send a signal with `os.kill`. asyncio's own methods poll the process first, and may reap
+        its exit code before `wait` gets it."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)
 
-    async def end(self) -> str:
-        """Wait for the process's exit and end its descendants; return how the process ended."""
+    async def wait(self) -> str:
+        """Wait until the process has exited, then end its descendants. Return how it ended."""
         code = await self._process.wait()
         self._writer.close()
         await asyncio.to_thread(_end_descendants)
@@ -133,32 +133,32 @@ class HostRank:
         tasks.spawn(self._receive())
         tasks.spawn(self._watch())
         try:
-            await tasks.run_until(self._keep())
+            await tasks.run_until(self._keep_running())
         finally:
             self._process.signal(signal.SIGKILL)
-            await self._process.end()
+            await self._process.wait()
             await tasks.close(CLOSE_S)
 
     async def _start(self) -> _Process:
         mpi = self._config.cluster.mpi.env
         return await _Process.start(self._run_dir, self._attempt, self._me.rank, mpi)
 
-    async def _keep(self) -> None:
+    async def _keep_running(self) -> None:
         while True:
             await self._process.pass_on(self._mailbox)
             if not self._ends.is_set():
                 self._process.signal(signal.SIGKILL)  # a process without its socket is useless
-            how = await self._process.end()
+            how = await self._process.wait()
             if self._ends.is_set():
                 return
             if (silent_s := self._process.silent_s or 0.0) > END_SILENT_S:
                 how = f"did not answer for {silent_s:.0f} s and was {how}"
             self._process = await self._start()
             log = logs.rank_log(self._run_dir, self._attempt, self._me.role, self._me.rank)
-            words = "\n".join(f"  {line}" for line in logs.tail(log, TAIL_LINES))
+            last_lines = "\n".join(f"  {line}" for line in logs.tail(log, TAIL_LINES))
             self._lost += 1
             self._mailbox.send(
-                COORDINATOR, p.HostLost(self._me.rank, f"{how}; last lines of {log}:\n{words}")
+                COORDINATOR, p.HostLost(self._me.rank, f"{how}; last lines of {log}:\n{last_lines}")
             )
 
     async def _watch(self) -> None:
@@ -197,8 +197,8 @@ class HostRank:
 
 
 def _end_descendants() -> None:
-    """Wait for the dead process's descendants, then kill them; return if some can't be ended. They
-    are children of this rank by then (`processes.adopt_orphans`), and it has no others."""
+    """Wait `ALONE_S` for the dead process's descendants, then kill them; print any that survive.
+    The rank has adopted them (`processes.adopt_orphans`) and has no other descendants."""
     until = time.monotonic() + ALONE_S
     while left := psutil.Process().children(recursive=True):
         for process in left:

@@ -73,9 +73,9 @@ class Scoring:
             future.set_result(scored)
 
     def turn_rewards(self, own: list[float], reward: float) -> list[float]:
-        """Distribute an episode's score `reward` over its turns: each turn but the last gets the
-        environment's reward `own` times environment_weight, the last turn the remainder. [] where
-        the weight is 0, because such a score says nothing about single turns."""
+        """Distribute an episode's score `reward` over its turns. Each turn but the last gets the
+        environment's reward `own` times environment_weight; the last turn gets the remainder.
+        Without that weight return []: such a score says nothing about single turns."""
         weight = self._settings.environment_weight
         if not weight:
             return []

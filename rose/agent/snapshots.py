@@ -6,8 +6,8 @@ XXH3-128 hash, then msgpack. At least the last `KEPT` snapshots stay, and all si
 other hosts can resume, because the data that a snapshot refers to may still be on its way to them.
 If a snapshot is damaged or the environment can't resume it, the one before is used. Snapshots are
 written while the model generates. If the disk fails or is slow, snapshots are skipped and nothing
-else happens. The coordinator removes a trajectory's folder at its end, the host that of a cancelled
-trajectory. The data that `saved` refers to belongs to the environment.
+else happens. The coordinator removes a trajectory's folder at its end; if the trajectory is
+cancelled, the host does. The data that `saved` refers to belongs to the environment.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rose.files import write_whole
 
 KEPT = 2  # least number of newest snapshots that stay for each trajectory
 HASH = 16  # bytes of an XXH3-128 hash
-MOST_WORDS = 10  # most lines in the host's log about snapshots that failed
+MOST_LINES = 10  # most lines in the host's log about snapshots that failed
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -77,7 +77,7 @@ class Snapshots:
         self.digests = {name: _digest(config, name) for name in config.environments}
         self.on_resume, self._on_saved = on_resume, on_saved
         self._settled: dict[str, str] = {}  # trajectory -> newest snapshot for other hosts, by name
-        self._words = 0  # lines logged
+        self._lines = 0  # lines logged
 
     def found(self, start: p.StartTrajectory) -> list[Snapshot]:
         """Return the snapshots that the trajectory may resume from, the newest first."""
@@ -109,7 +109,7 @@ class Snapshots:
         )
 
     def expect(self, trajectory: str) -> None:
-        """Create the trajectory's folder; while it exists, its sandbox's states stay stored."""
+        """Create the trajectory's folder. While it exists, its sandbox's states stay stored."""
         try:
             (self._folder / trajectory).mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -155,16 +155,16 @@ class Snapshots:
         return []
 
     def say(self, what: str) -> None:
-        """Write a line to the host's log, for the first `MOST_WORDS` calls only."""
-        self._words += 1
-        if self._words <= MOST_WORDS:
-            last = "; no more is said of that" if self._words == MOST_WORDS else ""
+        """Write a line to the host's log, for the first `MOST_LINES` calls only."""
+        self._lines += 1
+        if self._lines <= MOST_LINES:
+            last = "; no more is said of that" if self._lines == MOST_LINES else ""
             print(f"snapshots: {what}{last}", flush=True)
 
 
 class EpisodeSnapshots:
     """Takes the snapshots of one episode, while the model generates, if `env` has `checkpoint`.
-    `snapshots` are None on a host without snapshots."""
+    `snapshots` is None on a host without snapshots."""
 
     def __init__(
         self, snapshots: Snapshots | None, start: p.StartTrajectory, env: Environment, guard: Guard
@@ -176,15 +176,15 @@ class EpisodeSnapshots:
         self._writing: asyncio.Task[None] | None = None  # writes the last snapshot
         self._settling: asyncio.Task[None] | None = None  # waits until other hosts can resume one
 
-    async def resume(self, go_on: Callable[[Fork], Awaitable[Start]]) -> tuple[Start, float] | None:
-        """Have `go_on` bring the episode to the newest snapshot from which it can. Return the
-        episode's start and its time; None if there is no such snapshot."""
+    async def resume(self, apply: Callable[[Fork], Awaitable[Start]]) -> tuple[Start, float] | None:
+        """Apply the newest usable snapshot to the episode. Return the environment's start, and the
+        wall-clock time at which the episode began; None if there is no such snapshot."""
         if self._snapshots is None:
             return None
         for each in await asyncio.to_thread(self._snapshots.found, self._start):
             first = Start(each.messages, each.tools, each.task)
             try:
-                await go_on(Fork(first, each.played, each.saved, each.state))
+                await apply(Fork(first, each.played, each.saved, each.state))
             except EnvironmentFailure as failure:
                 self._snapshots.say(f"turn {each.turns} can't be resumed: {failure}")
                 continue
@@ -193,12 +193,12 @@ class EpisodeSnapshots:
         return None
 
     async def write(self, fork: Fork, started: float) -> None:
-        """Write the first snapshot of a fork. When the host dies, the parent may be past this
-        turn."""
+        """Write the first snapshot of a fork, because the parent can't provide this state again
+        once it has passed the turn."""
         if self._snapshots is not None:
             more = fork.first.messages, fork.played
             await self._snapshots.write(
-                self._made(fork.first, started, fork.state, fork.saved, *more)
+                self._new_snapshot(fork.first, started, fork.state, fork.saved, *more)
             )
 
     def take(self, first: Start, started: float, state: EpisodeState) -> None:
@@ -214,12 +214,12 @@ class EpisodeSnapshots:
         except EnvironmentFailure as failure:
             self._snapshots.say(str(failure))
             return
-        made = self._made(first, started, state, saved)
+        made = self._new_snapshot(first, started, state, saved)
         self._writing = asyncio.create_task(self._snapshots.write(made))
         if self._settling is None or self._settling.done():
             self._settling = asyncio.create_task(self._settle(made.turns))
 
-    def _made(self, first: Start, started: float, *state: Any) -> Snapshot:
+    def _new_snapshot(self, first: Start, started: float, *state: Any) -> Snapshot:
         own = self._snapshots.attempt, self._snapshots.digests[self._start.domain]
         return Snapshot(*own, self._start, first.tools, first.task, started, *state)
 
@@ -230,7 +230,7 @@ class EpisodeSnapshots:
             self._snapshots.settled(self._start.id, turns)
 
     async def captured(self) -> None:
-        """Wait until the environment's state is saved, so that it may change."""
+        """Wait until a snapshot that has begun contains the environment's state."""
         if self._capturing is not None:
             await self._capturing
 

@@ -129,6 +129,7 @@ def _served_message(message: dict[str, Any], parts: bool) -> dict[str, Any]:
 
 
 def _served_call(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool call with its arguments parsed from JSON, as vLLM passes it to a template."""
     arguments = call["function"].get("arguments") or {}
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
@@ -173,6 +174,8 @@ def takes_parts(template: str) -> bool:
 
 
 def _content_loops(root: nodes.Template) -> Iterator[nodes.For]:
+    """Yield the loops over a message's content: over `message.content`, over a macro's parameter
+    that gets it from a call, or, outside of macros, over a variable named `content`."""
     lists, before = {"messages"}, 0  # names of variables that hold the messages
     # Follow assignments until none adds a name.
     while before < len(lists):
@@ -183,13 +186,13 @@ def _content_loops(root: nodes.Template) -> Iterator[nodes.For]:
                     return  # vLLM passes text to a template that assigns messages to an attribute
                 lists.add(assign.target.name)
     loops = list(root.find_all(nodes.For))
-    items = {
+    items = {  # names of variables that hold one message
         loop.target.name
         for loop in loops
         if _name(loop.iter) in lists and isinstance(loop.target, nodes.Name)
     }
-    # id of each loop in a macro -> the macro's parameters that a call passes a content to
-    given: dict[int, set[str]] = {}
+    # id of each loop in a macro -> names of the macro's parameters that get a content from a call
+    parameters: dict[int, set[str]] = {}
     for macro in root.find_all(nodes.Macro):
         names = [argument.name for argument in macro.args]
         contents: set[str] = set()
@@ -198,10 +201,10 @@ def _content_loops(root: nodes.Template) -> Iterator[nodes.For]:
                 bound = [*zip(names, call.args, strict=False)]
                 bound += [(each.key, each.value) for each in call.kwargs if each.key in names]
                 contents |= {name for name, value in bound if _is_content(value, items)}
-        given |= {id(loop): contents for loop in macro.find_all(nodes.For)}
+        parameters |= {id(loop): contents for loop in macro.find_all(nodes.For)}
     for loop in loops:
-        plain = loop.iter.name if isinstance(loop.iter, nodes.Name) else None
-        if _is_content(loop.iter, items) or plain in given.get(id(loop), {"content"}):
+        looped = loop.iter.name if isinstance(loop.iter, nodes.Name) else None
+        if _is_content(loop.iter, items) or looped in parameters.get(id(loop), {"content"}):
             yield loop
 
 
@@ -215,11 +218,13 @@ def _root(node: nodes.Node) -> nodes.Node:
 
 
 def _name(node: nodes.Node) -> str | None:
+    """Return the name of the variable that the expression reads; None for other expressions."""
     node = _root(node)
     return node.name if isinstance(node, nodes.Name) and node.ctx == "load" else None
 
 
 def _is_content(node: nodes.Node, items: set[str]) -> bool:
+    """True for `x.content` and `x["content"]` if `items` has the name x."""
     node = _root(node)
     if isinstance(node, nodes.Getitem):
         key = node.arg.value if isinstance(node.arg, nodes.Const) else None

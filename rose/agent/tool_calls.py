@@ -60,7 +60,7 @@ def parse(text: str) -> Action | BadCall:
 def split_thought(text: str) -> tuple[str, str]:
     """Split a text at its last ``</think>`` outside of calls. Return (thought, answer)."""
     at = text.rfind(END)
-    spans = list(_values(text)) if at >= 0 else []
+    spans = list(_call_spans(text)) if at >= 0 else []
     while spans and at >= 0:
         start, end = spans[-1]
         if at >= end:
@@ -73,7 +73,7 @@ def split_thought(text: str) -> tuple[str, str]:
     return THOUGHT.sub("", text[:at]), text[at + len(END) :].lstrip("\n")
 
 
-def _values(text: str) -> Iterator[tuple[int, int]]:
+def _call_spans(text: str) -> Iterator[tuple[int, int]]:
     """Yield (start, end) of the JSON of each well-formed call."""
     at = 0
     while (at := text.find(OPEN, at)) >= 0:

@@ -183,8 +183,8 @@ class _Listeners:
 
 
 def listen(addresses: list[str]) -> list[socket.socket]:
-    """Return listening sockets, without those of addresses that were just removed or whose family
-    is switched off."""
+    """Return a listening socket for each address that can be bound. An address can't if it was just
+    removed, or if the kernel has its family (IPv6) switched off."""
     sockets = []
     for address in addresses:
         try:

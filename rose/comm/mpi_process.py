@@ -45,7 +45,7 @@ def environment(mpi: dict[str, str]) -> dict[str, str]:
 
 
 def unlink_shared(world: MPI.Comm) -> list[str]:
-    """Unlink the names of MPICH's shared memory, which the ranks keep mapped; return this rank's.
+    """Unlink the names of MPICH's shared memory, which stays mapped; return this rank's names.
     Collective over `world`, right after MPI's start."""
     world.Barrier()  # Every rank has opened the memory by its name.
     found = shared("self")
@@ -58,8 +58,8 @@ def remove_shared(pid: int) -> None:
     """Unlink the shared memory of a whole MPI world on this node, including that of dead ranks.
 
     `pid` is a process of this world that still runs. Each rank's memory has its own name, which
-    contains the world's. Of names in another format, as other versions of MPICH give them, only
-    those that the process itself maps are unlinked.
+    contains the world's. If names have another format, as in other versions of MPICH, only the
+    memory that the process itself maps is unlinked.
     """
     for path in map(Path, shared(pid)):
         found = [path]

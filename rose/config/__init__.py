@@ -123,34 +123,34 @@ def _is_mixture(tree: dict[str, Any]) -> bool:
 
 
 def _resolved(config: Config) -> Config:
-    """Replace each null that other keys decide, so that the stored configuration has its value.
-    `rose.policies.registry.resolved` replaces the one that a policy decides."""
+    """Return the configuration with a value for each null that other keys determine, for storing.
+    The null that a policy determines is left to `rose.policies.registry.resolved`."""
     replace, threads = msgspec.structs.replace, _threads(config)
     return replace(
         config,
         trainer=replace(
             config.trainer,
             threads=config.trainer.threads or threads["trainer"],
-            hpz=_second_copies(config),
+            hpz=_hpz_ranks(config),
         ),
         rollout=replace(config.rollout, threads=config.rollout.threads or threads["rollout"]),
     )
 
 
-def _second_copies(config: Config) -> int | None:
+def _hpz_ranks(config: Config) -> int | None:
     """Return `trainer.hpz` as a number of ranks, or None for no second copy of the weights.
-    hpz=node is None where a node has one trainer rank or all of them: a copy would save nothing."""
-    hpz, each = config.trainer.hpz, config.trainers_of_node
+    hpz=node is None if a node has one trainer rank or all of them: a copy would save nothing."""
+    hpz, per_node = config.trainer.hpz, config.trainers_of_node
     if hpz != "node":
         return hpz
-    return each if 1 < each < config.trainer.ranks else None
+    return per_node if 1 < per_node < config.trainer.ranks else None
 
 
 def _threads(config: Config) -> dict[str, int | None]:
-    """Return the threads of a trainer rank and of an engine where the configuration has null. On
-    GPUs the libraries choose (None). On CPUs each role divides all cores among its ranks, as both
-    mostly compute in turn; under Slurm an engine leaves one CPU to its ROSE rank. A deterministic
-    trainer on CPUs has the same number on every machine, since losses depend on it."""
+    """Return the default numbers of threads of a trainer rank and of an engine. On GPUs the
+    libraries choose (None). On CPUs each role divides all cores among its ranks, since both mostly
+    compute in turn; under Slurm an engine leaves one CPU to its ROSE rank. A deterministic trainer
+    on CPUs has the same number on every machine, since losses depend on it."""
     ranks = {"trainer": config.trainer.ranks, "rollout": config.rollout.workers}
     if config.cluster.gpus:
         return dict.fromkeys(ranks)
@@ -173,8 +173,8 @@ def keys() -> list[str]:
 
 
 def load(path: Path, checked: bool = True) -> Config:
-    """Read the resolved config that `save` wrote into a run's folder. checked=False also reads one
-    that this machine could not run."""
+    """Read the resolved configuration that `save` wrote into a run's folder. checked=False accepts
+    one that this machine could not run."""
     return from_dict(stored(path), checked)
 
 

@@ -19,5 +19,5 @@
     rose.scheduler.actions.ActionQueue -> journal.py
 
 coordinator.py opens with who waits for what. It connects the modules above, which do not import it.
-Outside this folder only `rose.main`, the front door, the doctor and rose.play import from it.
+Outside this folder only `rose.main`, the front door, the doctor and rose.parts.play import from it.
 """

@@ -105,6 +105,7 @@ class Borrowed:
             self._door.close()
 
     async def _poll(self) -> None:
+        """Poll for ranks that ask to join or connect; send heartbeats; disconnect silent ranks."""
         beat_at = sent_at = polled_at = time.monotonic()
         while True:
             await asyncio.sleep(POLL_S)

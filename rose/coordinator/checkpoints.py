@@ -95,10 +95,8 @@ class Checkpoints:
 
     async def finish(self, step: int, state: dict[str, Any], deadline_s: float) -> None:
         """Start a task that commits the checkpoint of `step`, with the coordinator's `state` at the
-        step's end.
-
-        Also orders the checkpoint, unless that is done: on shared devices the ranks write it before
-        they release the devices, which is before the step's end.
+        step's end. The checkpoint is ordered first unless that is done already: on shared devices
+        the ranks must write it before they release the devices, which is before the step's end.
         """
         await self.order(step)
         saving, self._saving = self._saving, None

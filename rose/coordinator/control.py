@@ -113,9 +113,9 @@ class Groups:
     def open(
         self, name: str, phase: Phase, task: Task, size: int, spare: int = 0
     ) -> list[StartTrajectory]:
-        """Begin a group; return the messages that start its members, each after that of the member
-        that it forks off. `spare` more members start, which never fork: the first `size` members to
-        finish make the group, and `late` names the others."""
+        """Begin a group and return the messages that start its members. A member's message follows
+        that of its parent, off which it forks. `spare` further members start, which never fork: the
+        first `size` members to finish make up the group, and `late` names the others."""
         group = self._groups[name] = _Group(phase, task, size, spare)
         return self._members(name, group, "")
 
@@ -287,9 +287,10 @@ def eval_task(seed: int, index: int, weights: Mapping[str, float]) -> Task:
 def chosen(weights: Mapping[str, float], seed: int, index: int) -> str:
     """Return the name for `index`; names are chosen by their weights, in any order of the mapping.
 
-    Index after index walks round a circle of the weights in steps of the golden ratio. So even a
-    few neighbouring indices, like those of a batch, have each name about as often as its weight
-    says: among 64 within three, among 16 within two. Independent draws would vary more.
+    Successive indices walk round a circle of the weights in steps of the golden ratio. So even a
+    few neighbouring indices, such as those of a batch, have each name about as often as its weight
+    says. Among 64 indices the count is off by at most three, among 16 by at most two. Independent
+    draws would vary more.
     """
     names = sorted(weights)
     largest = max(weights.values())

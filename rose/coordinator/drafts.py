@@ -53,7 +53,7 @@ class Siblings:
                 new[request.group][request.turn] = None
 
     def turn_ended(self, request: p.TurnRequest) -> None:
-        """Note that the turn gets no more tokens, so that its last few are sent, too."""
+        """Mark the turn as complete, so that its last few tokens are sent, too."""
         turn = self._groups.get(request.group, {}).get(request.turn)
         if turn is not None:
             turn.open = False
@@ -75,8 +75,8 @@ class Siblings:
         self._ended.pop(worker, None)
 
     def flush(self, worker: str, rank: int, groups: Iterable[str]) -> None:
-        """Send `worker`, which holds turns of `groups`, the tokens of these that it lacks, at most
-        `MOST_BYTES`; the next call sends the remaining ones."""
+        """Send `worker`, which holds turns of `groups`, the tokens of these groups that it lacks. A
+        call sends at most `MOST_BYTES`; the next call sends the remaining ones."""
         have = self._have.setdefault(worker, {})
         room = MOST_BYTES
         spans = []

@@ -40,7 +40,8 @@ class Exports:
             _remove(left)
 
     def resume(self, step: int, store: str) -> None:
-        """Export `step`, at which the run continues, if an interruption prevented it."""
+        """Export `step`, from which the run continues, if it is due and isn't there: the run was
+        interrupted before."""
         if not self._out(step).exists():
             self.offer(step, store)
 

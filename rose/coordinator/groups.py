@@ -379,7 +379,8 @@ class Rollouts:
                             self._suspects.setdefault(rank, set()).add(each.start.id)
 
     def _clear_suspect(self, each: _Running) -> None:
-        """Drop the suspicion, because the trajectory got beyond that turn, ended or has left."""
+        """Drop the suspicion, because the trajectory has passed the turn in which its host died,
+        has ended, or has left the host."""
         here = self._suspects.get(each.host, set())
         if each.start.id in here:
             here.remove(each.start.id)

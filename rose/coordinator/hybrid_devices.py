@@ -5,9 +5,9 @@
     a batch is complete -> the step loop waits for the second move, and counts how long
 
 The scheduler decides when to move. All hybrid engines wake and sleep together, because the trainer
-does. They are awake while the scheduler uses any of them, except an engine that is down and has not
-enough time to start (rose/coordinator/hybrid_starts.py). On CPUs, where memory has room for both,
-the trainer gets no orders.
+does. They are awake while the scheduler uses any of them. An engine that is down starts only if it
+has enough time (rose/coordinator/hybrid_starts.py). On CPUs, where memory has room for both, the
+trainer gets no orders.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class HybridDevices(Devices):
         return {"hybrid_delay": self._delay}
 
     def rollout_began(self) -> None:
-        """Wake the engines if the scheduler uses any, or would use engines that are down and that
-        have enough time to start."""
+        """Wake the engines in two cases: the scheduler uses one of them, or an engine that is down
+        has enough time to start and the scheduler would use it then."""
         if self._hub.workers.uses_hybrids or (
             self.starts.any_worth and self._hub.scheduler.rolls_hybrids()
         ):
@@ -86,8 +86,8 @@ class HybridDevices(Devices):
             self.begin(p.Role.ROLLOUT if used else p.Role.TRAINER)
 
     def begin(self, role: p.Role) -> None:
-        """Begin to move the devices to `role`, and cancel a move to the other role. Ignored while
-        `to` waits, and once the run ends; the next step begins with the scheduler's next order."""
+        """Begin to move the devices to `role`, and cancel a move to the other role. Do nothing
+        while `to` waits, or once the run ends. The scheduler orders again in the next step."""
         if not (self._waits or self._closed):
             self._begin(role)
 

@@ -119,8 +119,8 @@ def closest_limit(trajectory: Trajectory, config: Config) -> tuple[int, int]:
 
 
 def _made(leaves: list[Trajectory]) -> list[int]:
-    """Count the policy's tokens of each leaf, with those that it shares with earlier ones, where
-    alone they are marked."""
+    """Return the number of the policy's tokens in each leaf, including those that it shares with
+    earlier leaves, which alone have them marked."""
     if len(leaves) == 1:
         return [leaves[0].response_tokens]
     known: list[tuple[np.ndarray, np.ndarray]] = []  # tokens, and whether the policy made each

@@ -10,10 +10,10 @@ Where rollouts run during training, only engines sleep that the scheduler idles 
 has moved their turns, with the tokens so far, to other workers.
 
 ZeRO's groups don't change: a step uses the replicas that are up when its training begins. Only the
-last order of a step names gradients, and only of replicas whose whole sum is there. So nothing is
-applied twice: each row is computed once or, if its replica was given up, once more by the ranks. A
-replica that was given up ends and has no part in later steps, since each of them would wait for it.
-Gradients are files in the machine's memory, or in the run's folder where memory has no room.
+step's last message to the ranks names gradients, and only complete ones; the ranks compute the rows
+of each replica that died or was given up. So no row is applied twice. A replica that was given up
+ends and has no part in later steps, since each of them would wait for it.
+Gradients are files in the machine's memory, or in the run's folder if memory has no room.
 
 Not done: parts in proportion to speed; waking an engine before the step's end when its replica is
 done or dead, because it would load the version that the step replaces.
@@ -54,8 +54,9 @@ def remove_left(run_dir: Path) -> None:
 
 
 class Replicas(Devices):
-    """Trains steps with replicas. `is_planned`: provisioning decides how many replicas train, since
-    rollouts go on meanwhile; engines whose replica trains pass their turns on and sleep."""
+    """Trains steps with replicas. `is_planned`: rollouts go on during training, so a provisioning
+    policy decides how many replicas train, and the scheduler moves the turns of their engines to
+    other engines."""
 
     def __init__(
         self,
@@ -126,7 +127,7 @@ class Replicas(Devices):
             lambda: f"replicas to compute their part of step {step}: {', '.join(self._rows)}",
         )
         if self._answers:
-            self._count(p.Role.ROLLOUT, "sleep")
+            self._record_order(p.Role.ROLLOUT, "sleep")
         for worker in list(self._rows):
             self._give_up(worker, began, own_s, patience_s)
         missing = [row for name in dealt if name not in self._found for row in dealt[name]]
@@ -178,11 +179,11 @@ class Replicas(Devices):
                 self._feed(ev.ReplicaLost, worker)
 
     def act(self, action: ev.Action) -> None:
-        """Note and report the scheduler's decision how many replicas train from a step on."""
+        """Record and report how many replicas the scheduler lets train from a step on."""
         if isinstance(action, ev.PlanReplicas):
-            self._planned(action)
+            self._report_plan(action)
 
-    def _planned(self, plan: ev.PlanReplicas) -> None:
+    def _report_plan(self, plan: ev.PlanReplicas) -> None:
         self._plans.append(plan)
         change = "still" if plan.replicas == plan.before else f"instead of {plan.before}"
         before = f" where {plan.expected_s:.3g} s were expected" if plan.expected_s else ""
@@ -259,8 +260,8 @@ class Replicas(Devices):
             self._hub.feed(event(at=time.time(), worker=worker))
 
     def _order_sleep(self, engines: list[int]) -> None:
-        """Order the engines (by index) to sleep, without waiting. `holder` is None until they wake
-        again, so an engine that hangs is noticed only then."""
+        """Order the engines (by index) to sleep, and don't wait for it. `holder` is None until they
+        wake again, so an engine that hangs is noticed only then."""
         self._answers = {}
         if not engines:
             return
@@ -291,6 +292,7 @@ class Replicas(Devices):
         return dealt
 
     def _give_up(self, worker: str, began: float, own_s: float, patience_s: float) -> None:
+        """Stop a worker's replica for good, no longer await its gradient, and report why."""
         del self._rows[worker]
         self._stopped.add(worker)
         del self._up[worker]

@@ -3,10 +3,10 @@
 `Devices` is also the base of the other ways to divide devices (hybrid_devices.py, replicas.py),
 whose methods the step loop calls at the same points. Without shared devices they give no orders.
 
-One role at a time holds the devices' memory. The ranks of the role that has to release it answer
-when they have done so, and only then the other role is ordered to take it. The trainer holds the
-devices at the start: it loads its model on an empty device, and the first order to wake starts an
-engine. rose/trainer/offload.py and rose/engine/activation.py release and take the memory.
+One role at a time holds the devices' memory. The ranks that have to release it answer when they
+have done so. Only then the other role is ordered to take it. The trainer holds the devices at the
+start: it loads its model on an empty device, and the first order to wake starts an engine.
+rose/trainer/offload.py and rose/engine/activation.py release and take the memory.
 """
 
 from __future__ import annotations
@@ -134,6 +134,7 @@ class Devices:
             self._answers[answer.rank] = answer
 
     async def _order(self, role: p.Role, order: type[p.Sleep] | type[p.Wake], what: str) -> None:
+        """Send an order to the role's ranks and wait until all have answered."""
         ranks = self._recipients(role, order)
         if not ranks:
             return
@@ -151,7 +152,7 @@ class Devices:
                     + ", ".join(str(i) for i, rank in ranks.items() if rank not in self._answers)
                 ),
             )
-        self._count(role, name)
+        self._record_order(role, name)
 
     def _recipients(self, role: p.Role, order: type[p.Sleep] | type[p.Wake]) -> dict[int, int]:
         """Return index -> rank of the ranks that get the order."""
@@ -164,9 +165,9 @@ class Devices:
             return c.trainer.step_timeout_s + ANSWER_S
         return c.rollout.engine_start_timeout_s + c.transfer.load_timeout_s + ANSWER_S
 
-    def _count(self, role: p.Role, name: str) -> None:
-        found = list(self._answers.values())
-        add = self._figures
-        add[f"seconds_{name}"] = add.get(f"seconds_{name}", 0.0) + max(a.seconds for a in found)
-        add[f"{role.value}_{name}_gib"] = min(a.moved_gib for a in found)
-        add[f"{role.value}_{name}_free_gib"] = min(a.free_gib for a in found)
+    def _record_order(self, role: p.Role, name: str) -> None:
+        """Add the figures of the ranks' answers to an order to the step's row."""
+        answers, row = list(self._answers.values()), self._figures
+        row[f"seconds_{name}"] = row.get(f"seconds_{name}", 0.0) + max(a.seconds for a in answers)
+        row[f"{role.value}_{name}_gib"] = min(a.moved_gib for a in answers)
+        row[f"{role.value}_{name}_free_gib"] = min(a.free_gib for a in answers)

@@ -47,8 +47,9 @@ class StepEnd:
         self._began = None
 
     def left_s(self) -> float:
-        """Return the seconds until the step's end, if it takes as long as the longest recent one; 0
-        if it has taken longer, if no step is trained, and for the attempt's first step."""
+        """Return the predicted seconds until the step's end: the duration of the longest recent
+        step less the time since its start. Return 0 if that is negative, if no step is trained, and
+        for the attempt's first step."""
         if self._began is None:
             return 0.0
         return max(0.0, max(self._took, default=0.0) - (time.monotonic() - self._began))

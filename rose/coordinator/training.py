@@ -123,11 +123,12 @@ class Training:
         self._stopping = True
 
     def received(self, message: p.TrainedAhead) -> None:
-        """Note that a rank has computed its round, and send the next when all have."""
+        """Note that a rank has computed its part of the round; after the last rank's, send the next
+        round."""
         if message.step == self._step:
             self._working.discard(message.index)
             if not self._working:
-                self._count_hidden()
+                self._end_round_ahead()
                 self._start_round()
 
     def complete(self, step: int, groups: list[Group]) -> None:
@@ -135,7 +136,7 @@ class Training:
         `RunFailed`, before any update, if a group that was sent isn't among `groups`."""
         if self._step != step:  # A replayed batch has no `begin_step`.
             self.begin_step(step)
-        self._count_hidden()
+        self._end_round_ahead()
         self._waiting.clear()
         remaining = {group[0].group: group for group in groups}
         for name in self._sent:
@@ -144,11 +145,11 @@ class Training:
                     f"group {name} was trained ahead for step {step}, whose batch is without it; "
                     "set trainer.stream=false"
                 )
-        self._round(remaining, more=False)
+        self._send_groups(remaining, more=False)
 
     def share(self, step: int, groups: list[Group], replicas: int) -> list[list[p.Message]]:
-        """Send the trainer ranks their part of a whole batch; return the messages for each replica,
-        none for one whose part is empty. The ranks update after `finish`."""
+        """Send the trainer ranks their part of a whole batch; return the messages for each replica.
+        A replica whose part is empty gets none. The ranks update after `finish`."""
         self.begin_step(step)
         self._add_to_step({group[0].group: group for group in groups})
         plan, trees = self._plan(range(self._samples), True, replicas)
@@ -192,8 +193,8 @@ class Training:
             "seconds_ahead": hidden_s,
         }
 
-    def _count_hidden(self) -> None:
-        """Add the time since the start of the round that runs ahead."""
+    def _end_round_ahead(self) -> None:
+        """Add the seconds of the round that ran before the batch was complete, if one ran."""
         if self._since is not None:
             now = time.time()
             self._hidden_s += now - self._since
@@ -203,10 +204,11 @@ class Training:
     def _start_round(self) -> None:
         if self._waiting and not self._working and not self._stopping:
             self._since, self._working = time.time(), set(self._ranks)
-            self._round(self._take_waiting(), more=True)
+            self._send_groups(self._take_waiting(), more=True)
 
     def _take_waiting(self) -> dict[str, Group]:
-        """Remove the groups of a round from those that wait, and return them; one at least."""
+        """Remove the groups of the next round from the waiting groups, and return them: at least
+        one if any waits."""
         c, taken, tokens = self._config.trainer, {}, 0
         for name, group in self._waiting.items():
             if taken and tokens >= MICRO_BATCHES_OF_ROUND * c.replicas * c.micro_batch_tokens:
@@ -217,7 +219,7 @@ class Training:
             del self._waiting[name]
         return taken
 
-    def _round(self, groups: dict[str, Group], more: bool) -> None:
+    def _send_groups(self, groups: dict[str, Group], more: bool) -> None:
         part = more or bool(self._sent)
         first = self._samples
         self._add_to_step(groups)

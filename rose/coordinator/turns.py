@@ -140,8 +140,8 @@ class TurnHub:
         return not open_turns - set(self.ledger.orphans(trajectory))
 
     def turns_done(self, trajectory: str) -> int:
-        """Return the turns completed since the trajectory was last started, a snapshot's
-        included."""
+        """Return the number of turns completed since the trajectory was last started, including
+        those of a snapshot."""
         return self._turns_done.get(trajectory, 0)
 
     def restart_trajectory(self, trajectory: str) -> None:
@@ -252,10 +252,10 @@ class TurnHub:
             self._count_tokens(m.id, m.tokens)
 
     def _adopt_open_turn(self, source: int, m: p.TurnRequest) -> bool:
-        """Give the new host the open turn that the lost host requested with this very request.
+        """Assign the lost host's open turn to the new host if both requested the same.
 
-        Returns False if there is none. Another open turn of the lost host that has the same name or
-        context is aborted, and its tokens are recorded.
+        Return False if there is none. Another open turn of the lost host with the same name or the
+        same context is aborted, and its tokens are recorded.
         """
         for turn in self.ledger.orphans(m.trajectory):
             before = self.ledger.request_of(turn)
@@ -295,7 +295,8 @@ class TurnHub:
     def _take_tokens(
         self, source: int, m: p.TurnProgress | p.TurnFinished | p.TurnReturned
     ) -> int | None:
-        """Add the tokens of a message to its turn; return how many, or None for a late message."""
+        """Add the tokens of a message to its turn and return their number. Return None for a late
+        message."""
         name = self.ledger.worker_of(m.turn)
         if m.turn in self.ledger and (name is None or self.workers[name].rank != source):
             return None  # The turn waits in the queue, or another worker has it.

@@ -84,8 +84,9 @@ def export(
 
 @contextmanager
 def lasting(found: Sequence[Weights], out: Path, of_the_run: bool) -> Iterator[None]:
-    """Let the run's own stores be read from hard links beside them, since the trainer goes on
-    removing versions. Links that an earlier export to `out` left are removed."""
+    """Make the run's own stores readable from hard links beside them while the context lasts,
+    because the trainer goes on removing versions. Remove links that an earlier export to `out`
+    left."""
     mine = xxhash.xxh3_64_hexdigest(str(out).encode())
     made = [
         (weights, weights.store.with_name(f".{weights.store.name}.{mine}"))
@@ -264,8 +265,9 @@ def _name_template(folder: Path, model: Model) -> None:
 
 
 def _name_sampling(folder: Path, rollout: Rollout) -> None:
-    """Write training's sampling parameters into generation_config.json, vLLM's defaults. With the
-    base model's temperature the policy would be another one."""
+    """Write training's sampling parameters into generation_config.json, from which vLLM takes its
+    defaults. With the base model's temperature, vLLM would serve another policy than the trained
+    one."""
     path = folder / "generation_config.json"
     whole = json.loads(path.read_text(encoding="utf-8"))
     penalties = ("repetition_penalty", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")

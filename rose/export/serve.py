@@ -25,8 +25,9 @@ SHOWS_NO_TOOLS = (
 
 
 def commands(config: Config, base: Path, out: Path, adapter: bool) -> str:
-    """Return lines of sh. The first works on the kind of machine that the run had. `base`: folder
-    of the model that the run began with. `adapter`: `out` holds an adapter without the model."""
+    """Return lines of sh. The first is for the kind of devices that the run had, GPUs or CPUs.
+    `base`: folder of the model that the run began with. `adapter`: `out` holds an adapter without
+    the model."""
     tools, notes = _tools(config, base, adapter)
     options = [*_model(config, base, out, adapter), *_exact(config), *tools, *_template(config)]
     on_gpus = ["vllm", "serve", *options]

@@ -5,8 +5,8 @@
 Slurm may warn a job (SIGUSR2) or end it (SIGTERM) at any time. Until Python runs, the job's shell
 keeps these signals (rose/launch/sbatch.py). It passes them on once this process has signalled that
 it is ready. From then on they are in `received`, and the work that submitit stored in FOLDER
-decides what they mean. submitit would install handlers of its own, which requeue the job by its
-rules or raise; here it installs none. Only the standard library is imported until signals are
+handles them. submitit's own handlers, which requeue the job by its rules or raise, are not
+installed. Only the standard library is imported until signals are
 noted. Left out: obeying signals.
 """
 

@@ -25,8 +25,8 @@ FOLDERS = {
 
 def variables(cluster: Cluster, given: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of `FOLDERS` that are not in `given`, for folders under
-    cluster.cache_dir or, in a Slurm job without it, under this node's TMPDIR. Return none
-    elsewhere, nor if another user owns the folder. Makes the folder, for this user alone."""
+    cluster.cache_dir or, in a Slurm job without it, under this node's TMPDIR. Without either, or if
+    another user owns the folder, return none. Makes the folder, for this user alone."""
     if cluster.cache_dir is not None:
         home = Path(cluster.cache_dir).expanduser()
     elif cluster.kind == "slurm":

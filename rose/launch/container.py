@@ -48,7 +48,7 @@ def command(c: Config, folders: Sequence[Path]) -> list[str]:
 
 def alone(c: Config, folders: Sequence[Path], cpus: int) -> list[str]:
     """Return the same command for a place without srun before it, as in the batch script of a job
-    with one task of `cpus` CPUs. pyxis works through srun only, so there srun starts it."""
+    with one task of `cpus` CPUs. With pyxis the command begins with srun, which pyxis needs."""
     box = _box(c)
     # From Slurm 22.05 to 23.02 a step has one CPU unless it asks for those of its job.
     starter = ["srun", "--mpi=none", "--ntasks=1", f"--cpus-per-task={cpus}"]

@@ -60,7 +60,7 @@ def explain(error: Exception, conf: Path, arguments: list[str]) -> str:
 
 
 def _unknown_key(key: str, text: str, conf: Path, arguments: list[str]) -> str:
-    """Return what is wrong with an override of `key`, of which Hydra says `text`."""
+    """Return what is wrong with an override of `key`. `text` is Hydra's message."""
     typed = f"{key}={value_of(key, arguments)}"
     section = re.split("[./@]", key)[0]
     modes = [f"mode={m}" for m, part in extensions.modes().items() if section == part.SECTION]
@@ -82,13 +82,13 @@ def _unknown_key(key: str, text: str, conf: Path, arguments: list[str]) -> str:
     free = section in known and not any(each.startswith(f"{section}.") for each in known)
     if free or modes or section.startswith("env.members"):
         return f"{typed}: no such key; a new one is added with '+{typed}'"
-    return f"{typed}: no such key{_meant(key, known + _groups(conf))}"
+    return f"{typed}: no such key{_suggestion(key, known + _groups(conf))}"
 
 
 def searched(arguments: list[str]) -> list[str]:
-    """Return the places besides conf/ where Hydra looks for options, as it writes them: what
-    --config-dir DIR and hydra.searchpath=[...] name. Raises `ConfigError` for a folder that is
-    missing, of which Hydra only warns."""
+    """Return where Hydra searches for options besides conf/, in Hydra's notation: the places in
+    --config-dir DIR and hydra.searchpath=[...]. Raises `ConfigError` for a missing folder, about
+    which Hydra only warns."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd")
     given = parser.parse_known_args(arguments)[0].config_dir
@@ -107,8 +107,8 @@ def searched(arguments: list[str]) -> list[str]:
 
 
 def options_first(arguments: list[str]) -> list[str]:
-    """Return `arguments` with Hydra's options before the overrides, wherever the user wrote them:
-    Hydra takes overrides in one place only. Exits, as Hydra does, for an unknown option."""
+    """Return `arguments` with Hydra's options before the overrides, because Hydra rejects overrides
+    in more than one place. Exits, as Hydra does, for an unknown option."""
     overrides = get_args_parser().parse_intermixed_args(arguments).overrides
     options = list(arguments)
     for override in overrides:
@@ -132,7 +132,7 @@ def _several_values(override: str) -> str:
 
 
 def value_of(key: str, arguments: list[str]) -> str:
-    """Return what the command line gives for `key`, as typed; '' if nothing."""
+    """Return the value that the command line gives `key`, as typed; "" if it gives none."""
     values = [
         a.split("=", 1)[1] for a in arguments if "=" in a and a.split("=", 1)[0].lstrip("+~") == key
     ]
@@ -153,17 +153,18 @@ def _missing_option(error: MissingConfigException, conf: Path) -> str:
     )
     if not options:
         groups = sorted(str(p.relative_to(conf)) for p in conf.rglob("*") if p.is_dir())
-        return f"{error.missing_cfg_file}: no such file in {conf}{_meant(group or option, groups)}"
-    return (
-        f"{group}={option}: no such option{_meant(option, options)}; there are {', '.join(options)}"
-    )
+        meant = _suggestion(group or option, groups)
+        return f"{error.missing_cfg_file}: no such file in {conf}{meant}"
+    meant = _suggestion(option, options)
+    return f"{group}={option}: no such option{meant}; there are {', '.join(options)}"
 
 
 def _groups(conf: Path) -> list[str]:
     return sorted({str(p.parent.relative_to(conf)) for p in conf.glob("*/**/*.yaml")})
 
 
-def _meant(word: str, known: list[str]) -> str:
+def _suggestion(word: str, known: list[str]) -> str:
+    """Return "; did you mean ...?" with the most similar of `known`, or "" if none is similar."""
     # A key may be known to the typed configuration and still be no key of conf/: don't suggest it.
     near = difflib.get_close_matches(word, sorted({*known} - {word}), n=3, cutoff=0.75)
     return f"; did you mean {' or '.join(near)}?" if near else ""

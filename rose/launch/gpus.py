@@ -4,7 +4,7 @@ nvidia-smi; imports no torch.
 CUDA_VISIBLE_DEVICES lists them: indices (`4,5`), UUIDs (`GPU-5c89852c-...`, or their beginnings) or
 MIG slices (`MIG-c6d4f1ef-...`). Empty means none, absent means all. A plan numbers a node's GPUs
 from 0. These numbers are places in that list, and a rank gets the names at its places. Left out:
-whether a GPU works (rose/doctor, scripts/gpu_check.py).
+whether a GPU works (rose/parts/doctor, scripts/gpu_check.py).
 """
 
 from __future__ import annotations
@@ -183,9 +183,9 @@ def of_step(places: Sequence[int], variable: str | None, who: str) -> str:
 
 
 def of_task(count: int, who: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return CUDA_VISIBLE_DEVICES for one of a node's tasks, which needs `count` GPUs. If it sees
-    the GPUs of other tasks too, it takes those at its place by SLURM_LOCALID. {} if all that it
-    sees is its own, or exactly as many as it needs. `environ`: the task's variables at its start.
+    """Return CUDA_VISIBLE_DEVICES for one of a node's tasks, which needs `count` GPUs. If the task
+    sees GPUs of other tasks, too, its own follow from SLURM_LOCALID. Return {} if it sees only its
+    own GPUs, or exactly as many as it needs. `environ`: the task's variables at its start.
 
     Raises `ConfigError` if it sees fewer, or only GPUs that earlier tasks on the node take.
     """
@@ -215,8 +215,8 @@ def _all_its_own(count: int, environ: Mapping[str, str]) -> bool:
     2. Slurm has bound it to fewer GPUs than the step has on this node (SLURM_GPUS_ON_NODE);
     3. it is the only task on its node.
 
-    SLURM_STEP_GPUS doesn't show it, since a bound task finds its own there; nor does
-    SLURM_GPUS_PER_TASK, which is the batch script's.
+    SLURM_STEP_GPUS can't be used, because in a bound task it has only that task's GPUs, nor can
+    SLURM_GPUS_PER_TASK, because it comes from the batch script.
     """
     if "SLURM_LOCALID" not in environ:
         return True

@@ -61,7 +61,7 @@ def run(run_dir: Path, attempt: int, body: Callable[[Rank], None]) -> NoReturn:
     if child:
         os._exit(_watch(run_dir, attempt, number, child))
     processes.die_with_parent(guard)
-    os._exit(_body(run_dir, attempt, me, config, body))
+    os._exit(_run_rank(run_dir, attempt, me, config, body))
 
 
 def _set_environment(me: Rank, config: Config, own_logs: Path) -> None:
@@ -147,9 +147,10 @@ def _is_stopped(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] == "T"
 
 
-def _body(
+def _run_rank(
     run_dir: Path, attempt: int, me: Rank, config: Config, body: Callable[[Rank], None]
 ) -> int:
+    """Run the rank in this process and return its exit code. Errors go to its log and status."""
     status = rank_status.RankStatus(
         rank=me.rank,
         role=me.role,

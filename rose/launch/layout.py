@@ -75,6 +75,7 @@ def _number(roles: tuple[tuple[int, tuple[Role, int | None, int], bool], ...]) -
 
 
 def _on_slurm(c: Config) -> Iterator[Rank]:
+    """Yield the ranks of component 0 (the trainer's) node by node, then those of component 1."""
     on_gpu, rolls = c.cluster.gpus > 0, c.rollout.replay is None
     counts = dict.fromkeys(Role, 0)
     rank = 0

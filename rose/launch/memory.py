@@ -8,8 +8,8 @@ were read in 0.19.8 and measured by tests/trainer/allocated.py (without an adapt
 Trainer, between steps (ZeRO, arXiv 1910.02054; "shared from stage 2" means 1/N per rank from
 there):
 - weights: b P, shared from stage 3
-- second weights: with trainer.hpz=H ranks b P / H more, from a pass to the update; of frozen ones
-  always
+- second weights: with trainer.hpz=H ranks b P / H more, from a pass to the update; those of frozen
+  parameters always
 - gradients: accumulated in fp32 (without ZeRO in the dtype), 4 A, shared from stage 2; freed after
   the update except at stage 3; on the host with offload_optimizer, from stage 2
 - optimizer: Adam's two fp32 moments, 8 A, and the fp32 master weights, 4 A, which ZeRO keeps for
@@ -17,7 +17,9 @@ there):
 - reduction bucket: in trainer.reduce_dtype, min(A, 2e8) elements (deepspeed_engine.LARGEST_BUCKET);
   stage 3 keeps it
 - reference of algorithm.kl_coef: b P, shared from stage 3; an adapter's reference is the base,
-  which is counted already Trainer, in addition at the worst moment of a pass:
+  which is counted already
+
+Trainer, in addition at the worst moment of a pass:
 - gathered parameters: at stage 3 with several ranks, at most 1e9 at a time (DeepSpeed's
   stage3_max_live_parameters); with trainer.compile one layer more, which is gathered whole beyond
   that limit
@@ -35,10 +37,13 @@ there):
   output matrix, but keeps its own products, rank elements per token and target, and one target's
   output
 - reduced gradients: in float32 stage 1 sums micro-batches in the parameters' own gradients and
-  copies a rank's share, 4 A / N Trainer, at the update: a copy of the fp32 gradients of one of
-  DeepSpeed's groups, at most 1e9 of this rank's elements; none for float32 without ZeRO. The larger
-  of the two moments counts. Prefix trees need nothing more: their mask is a table of blocks (flex
-  attention). Rollout (vLLM), per device of a tensor-parallel group of size tp:
+  copies a rank's share, 4 A / N
+
+Trainer, at the update: a copy of the fp32 gradients of one of DeepSpeed's groups, at most 1e9 of
+this rank's elements; none for float32 without ZeRO. The larger of the two moments counts. Prefix
+trees need nothing more: their mask is a table of blocks (flex attention).
+
+Rollout (vLLM), per device of a tensor-parallel group of size tp:
 - weights: b P / tp; an adapter's memory, as if tp did not share it (it shares A or B)
 - activations of a step's tokens (Rollout.step_tokens): b T' (2 h + 3 i / tp), with i and one more h
   for each chosen expert, and logits of max_sequences, in the dtype, in fp32 and sorted
@@ -47,9 +52,10 @@ there):
   least one device, so tp > kv_heads replicates
 - outside of gpu_memory_utilization: with transfer.broadcast=nccl a second context, the rank's own;
   with rollout/draft the logits of drafted positions beyond each sequence's first, which vLLM's
-  rejection sampler has twice in the dtype and three times in fp32, and its profile run misses Left
-  out: allocator fragmentation (a few percent) and NCCL buffers; RUNTIME_GIB stands for CUDA's
-  context.
+  rejection sampler has twice in the dtype and three times in fp32, and its profile run misses
+
+Left out: allocator fragmentation (a few percent) and NCCL buffers; RUNTIME_GIB stands for CUDA's
+context.
 """
 
 from __future__ import annotations
@@ -100,7 +106,8 @@ def trainer(c: Config, shape: ModelShape) -> Estimate:
     resting = _resting(c, shape)
     states = ("weights", "second weights", "gradients", "optimizer", "reference")
     worst = max(
-        (_in_a_pass(c, shape), _at_the_update(c, shape)), key=lambda items: sum(items.values())
+        (_added_in_a_pass(c, shape), _added_at_the_update(c, shape)),
+        key=lambda items: sum(items.values()),
     )
     size, share = BYTES[c.trainer.dtype], trained(c, shape) / c.trainer.ranks
     host = {
@@ -125,8 +132,8 @@ def moments(c: Config, shape: ModelShape) -> Items:
     if c.trainer.lora is not None:
         freed -= items["second weights"]
     return {
-        "forward and backward": resting + sum(_in_a_pass(c, shape).values()),
-        "update": resting + sum(_at_the_update(c, shape).values()),
+        "forward and backward": resting + sum(_added_in_a_pass(c, shape).values()),
+        "update": resting + sum(_added_at_the_update(c, shape).values()),
         "between steps": resting - freed,
     }
 
@@ -207,9 +214,8 @@ def _merged(c: Config, shape: ModelShape) -> int:
     return BYTES[c.model.dtype] * shape.layers * shape.experts * expert
 
 
-def _in_a_pass(c: Config, shape: ModelShape) -> Items:
-    """Return the bytes beside the resting ones, at the worst moment of a forward and backward
-    pass."""
+def _added_in_a_pass(c: Config, shape: ModelShape) -> Items:
+    """Return the bytes added at the worst moment of a forward and backward pass."""
     t, size = c.trainer, BYTES[c.trainer.dtype]
     tokens, largest = _tokens(c), _largest(c, shape)
     bucket = 4 * min(trained(c, shape), BUCKET_ELEMENTS)
@@ -284,7 +290,7 @@ def _elements(c: Config, shape: ModelShape) -> int:
     return norms + attention + 4 * shape.mlp_width + routed + adapter
 
 
-def _at_the_update(c: Config, shape: ModelShape) -> Items:
+def _added_at_the_update(c: Config, shape: ModelShape) -> Items:
     """Return the bytes beside the resting ones while the optimizer steps."""
     t = c.trainer
     if t.offload_optimizer or (t.zero_stage == 0 and t.dtype == "float32"):
@@ -358,7 +364,7 @@ def replica(c: Config, shape: ModelShape) -> Estimate:
     host |= {"staged blocks": min(GIB * c.transfer.stage_gib, weights)}
     host |= {"offloaded activations": _kept_on_host(alone, shape) if t.offload_activations else 0}
     return Estimate(
-        _gib(c, items | _in_a_pass(alone, shape)),
+        _gib(c, items | _added_in_a_pass(alone, shape)),
         firm,
         host={name: nbytes / GIB for name, nbytes in host.items() if nbytes},
     )

@@ -21,9 +21,9 @@ SCALED = ("default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deeps
 
 
 def shape(c: Config) -> ModelShape | None:
-    """Return the model's shape: from its folder, or else model.shape; None if it is unknown until
-    the model is made. Makes and loads nothing. Raises `ConfigError` if the folder should exist and
-    doesn't (a dry run with model.shape needs no folder)."""
+    """Return the model's shape from its folder, or else model.shape; None if it is unknown until
+    the model is made. Makes and loads nothing. Raises `ConfigError` if the folder is missing and
+    needed (a dry run with model.shape needs none)."""
     if c.model.source == "hub":
         if folder := _in_cache(c):
             hub.check_trainable(folder, f"model.path={c.model.path!r}")
@@ -68,9 +68,9 @@ def _in_cache(c: Config) -> Path | None:
 
 
 def fetch(c: Config, stored: Path) -> Config:
-    """Find or download a hub's model, once, on the machine that has the network; leave any other
-    model as it is. A run that continues (its config.json, `stored`, exists) uses the commit that it
-    began with.
+    """Find or download a hub's model, once, on the machine that has the network. Any other model is
+    left as it is. A run that continues (its config.json, `stored`, exists) keeps the commit with
+    which it began.
 
     Raises `ConfigError` if the hub can't provide it, or it can't be trained.
     """
@@ -84,7 +84,8 @@ def fetch(c: Config, stored: Path) -> Config:
 
 
 def _commit_of(stored: Path, c: Config) -> str | None:
-    """Return the commit that the run of this name trains; None if it starts over."""
+    """Return the hub's commit with which the run of this name began; None if the run is new, starts
+    over or has another model now. `stored` is the run's config.json."""
     if c.fresh or not stored.exists():
         return None
     before = configuration.load(stored, checked=False).model

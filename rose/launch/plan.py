@@ -152,7 +152,7 @@ def _check_memory(c: Config, estimates: dict[Role, memory.Estimate]) -> Iterator
             yield (
                 f"an engine may need {rollout.total:.1f} of {limit:g} GiB, {rollout.outside:.1f} "
                 f"of them beside its share; lower rollout.gpu_memory_utilization={share:g}"
-                f"{_fewer_drafts(c)}"
+                f"{_draft_keys_to_lower(c)}"
             )
     if trainer.total > limit:
         yield (
@@ -161,7 +161,7 @@ def _check_memory(c: Config, estimates: dict[Role, memory.Estimate]) -> Iterator
         )
 
 
-def _fewer_drafts(c: Config) -> str:
+def _draft_keys_to_lower(c: Config) -> str:
     r = c.rollout
     if r.draft.method == "none":
         return ""

@@ -122,8 +122,8 @@ def check(stored: Path, new: Config) -> None:
 
 
 def not_applied(stored: Path, new: Config) -> list[str]:
-    """Return the keys, with both values, whose values in `new` differ from those of the run stored
-    at `stored`, which is running."""
+    """Return a text for each key whose value in `new` differs from the running run's, with both
+    values. `stored` is the running run's config.json."""
     if not stored.exists():
         return []
     before, now = _flatten(configuration.stored(stored)), _flatten(configuration.to_dict(new))
@@ -136,8 +136,8 @@ def not_applied(stored: Path, new: Config) -> list[str]:
 
 
 def other_rates(run_dir: Path, c: Config) -> str:
-    """Return how the learning rate jumps if the run continues with another trainer.steps, over
-    which its schedule decays; "" if it doesn't jump."""
+    """Return a text about the learning rate's jump if the run continues with another trainer.steps,
+    on which its schedule depends; "" if there is no jump."""
     latest, stored = checkpoint.latest(run_dir), run_dir / "config.json"
     if latest is None or not stored.exists() or c.trainer.optimizer.schedule == "constant":
         return ""
@@ -157,9 +157,9 @@ def other_rates(run_dir: Path, c: Config) -> str:
 
 
 def check_inputs(run_dir: Path, name: str) -> str:
-    """Return, in words, which files that keys name and which installed packages have changed since
-    the run's last attempt; "" if none. Raises `ConfigError` for a file that alters the training,
-    once a step is saved."""
+    """Return a text about changes since the run's last attempt, of files that keys name and of
+    installed packages; "" if there are none. Raises `ConfigError` for a file that alters the
+    training, once a step is saved."""
     every = list(inputs.changed(run_dir))
     files = [f"{key}: {what}" for key, what in every if not _matches(key, MAY_CHANGE)]
     if files and checkpoint.latest(run_dir) is not None:
@@ -178,8 +178,9 @@ def _matches(key: str, rules: tuple[str, ...]) -> bool:
 
 
 def other_shape(run_dir: Path, c: Config) -> str:
-    """Return the ranks and ZeRO stage by which the run's last checkpoint was saved and is
-    continued, in words; "" if they are the same. Raises `ConfigError` if that can't be done."""
+    """Return a text with the ranks and ZeRO stages that saved the run's last checkpoint and that
+    will load it; "" if they are the same. Raises `ConfigError` if the checkpoint can't be loaded
+    so."""
     latest = checkpoint.latest(run_dir)
     if latest is None:
         return ""
@@ -211,8 +212,8 @@ def mark_finished(run_dir: Path, steps: int, stopped: Config | None = None) -> N
 
 
 def is_finished(run_dir: Path, c: Config) -> bool:
-    """True if the run finished with at least trainer.steps, or if the same eval.stop ended it early
-    on the way to at least as many."""
+    """True if the run has finished at least trainer.steps, or if the same eval.stop ended it early
+    on the way to at least trainer.steps."""
     done = _finished(run_dir)
     if done is None:
         return False
@@ -237,8 +238,8 @@ def _finished(run_dir: Path) -> dict[str, Any] | None:
 
 
 def requeues_without_checkpoint(run_dir: Path, job: str, restarts: int) -> int:
-    """Return how often `job`, requeued `restarts` times in all, was requeued since the run last had
-    a new checkpoint. status/requeues.json keeps the count at that checkpoint."""
+    """Return the number of times that `job` was requeued since the run's last new checkpoint.
+    `restarts` counts all its requeues; status/requeues.json has the count at that checkpoint."""
     path = Path(run_dir) / "status" / "requeues.json"
     latest = checkpoint.latest(run_dir)
     step = checkpoint.step_of(latest) if latest else 0
@@ -324,8 +325,7 @@ def step_end_s(run_dir: Path, cluster: Cluster, warned: bool) -> float:
 def save_s(run_dir: Path, cluster: Cluster, waited_s: float) -> float:
     """Return the seconds that saving the last step may take while a run stops, after `waited_s`
     of waiting for its end. In a job that Slurm has warned this may be more than the launcher
-    allows (`end_s`). A save that ends before that counts, and one that doesn't is lost with
-    either limit."""
+    allows (`end_s`): a save that takes longer than `end_s` is lost anyway, with either limit."""
     limit_s = stop_s(run_dir, cluster)
     left_s = max(STEP_SHARE * limit_s - waited_s, KEPT_SHARE * limit_s)
     return min(limit_s / 2, left_s)

@@ -181,16 +181,16 @@ def _options(c: Config, members: Sequence[Rank]) -> dict[str, Any]:
 
 
 def _component_options(
-    c: Config, named: str, nodes: int, ranks_per_node: int, gpus: int
+    c: Config, section: str, nodes: int, ranks_per_node: int, gpus: int
 ) -> dict[str, Any]:
-    """Return sbatch's options for `named`, a field of `Slurm`. `gpus`: GPUs that ranks use on
-    the fullest node. No more are requested, since others may use them, or the user would pay for
-    them."""
-    component: Component = getattr(c.cluster.slurm, named)
+    """Return sbatch's options for `section`, a field of `Slurm`. `gpus`: GPUs that ranks use on the
+    fullest node. No more are requested: other jobs may use the rest, and the user would pay for
+    it."""
+    component: Component = getattr(c.cluster.slurm, section)
     options: dict[str, Any] = {
         "nodes": nodes,
         "ntasks-per-node": ranks_per_node,
-        "cpus-per-task": cpus_of(c.cluster, named, c.rollout),
+        "cpus-per-task": cpus_of(c.cluster, section, c.rollout),
     }
     if c.cluster.gpus and gpus:
         options["gpus-per-node"] = gpus

@@ -106,9 +106,9 @@ class Executor(submitit.SlurmExecutor):
 
 @contextmanager
 def _as_outside_a_job() -> Iterator[None]:
-    """Hide the variables of the job in whose shell somebody submits. sbatch passes this process's
-    variables on, and these would bind the ranks to the CPUs and GPUs of that other job. Outside a
-    job such variables are the user's or the site's own, and stay."""
+    """Hide the variables of the surrounding job if the user submits from a job's shell. sbatch
+    passes this process's variables on, and those would bind the ranks to the CPUs and GPUs of the
+    other job. Outside a job, such variables are the user's or the site's own, and stay."""
     inside = "SLURM_JOB_ID" in os.environ
     with _without(
         [n for n in os.environ if inside and n.startswith(OF_A_JOB) and n not in OF_THE_SITE]
@@ -126,8 +126,9 @@ def _without(names: Sequence[str]) -> Iterator[None]:
 
 
 def _overruling(text: str) -> list[str]:
-    """Return the variables of sbatch's that would overrule the script. A user's defaults for the
-    account, the partition and the like are not among them where the script leaves these out."""
+    """Return sbatch's variables that would overrule the script. A variable with the user's default
+    for the account, the partition and the like is not among them if the script doesn't set that
+    option."""
     return [
         name
         for name in os.environ
@@ -328,8 +329,8 @@ def _locked(run_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def _warned_in_time(run_dir: Path, slurm: Slurm) -> Iterator[None]:
-    """Warn this process before the time limit where Slurm would warn too late. Slurm warns as early
-    as the job asked for at submission, and saving may have turned out to take longer."""
+    """Warn this process before the time limit if Slurm would warn too late: the interval of Slurm's
+    warning was fixed at submission, and saving may have turned out to take longer."""
     over = threading.Event()
 
     def watch() -> None:
@@ -358,12 +359,12 @@ def _warned_in_time(run_dir: Path, slurm: Slurm) -> Iterator[None]:
 
 
 def _end_time() -> float | None:
-    """Return when Slurm will end this job, in seconds of the epoch; inf without a limit, None if
-    Slurm gives no answer."""
+    """Return the time at which Slurm will end this job, in seconds of the epoch; inf without a time
+    limit, None if Slurm gives no answer."""
     if given := os.environ.get("SLURM_JOB_END_TIME"):  # set since Slurm 23.02
         return float(given)
     try:
-        asked = commands.ask(
+        printed = commands.ask(
             ["squeue", "--noheader", "--format=%e", "--jobs", os.environ["SLURM_JOB_ID"]],
             patience_s=0.0,
             deadline_s=ANSWER_S,
@@ -372,8 +373,8 @@ def _end_time() -> float | None:
     except commands.SlurmError:
         return None
     # squeue prints a local time for each component, and N/A where there is no limit.
-    ends = re.findall(r"^\d{4}-\d\d-\d\dT[\d:]{8}$", asked, re.MULTILINE)
-    if not asked.strip():
+    ends = re.findall(r"^\d{4}-\d\d-\d\dT[\d:]{8}$", printed, re.MULTILINE)
+    if not printed.strip():
         return None
     return min((datetime.fromisoformat(end).timestamp() for end in ends), default=float("inf"))
 
@@ -399,8 +400,8 @@ def _refuse_shared_nodes() -> None:
 
 def _end_old_steps() -> None:
     """End the steps of an earlier attempt. When the first node is lost, Slurm requeues only its
-    component: on the other nodes the last attempt's step lives on, and srun can't start ours beside
-    it. Raises `NotNow` if such a step won't end, and `commands.SlurmError`."""
+    component. On the other nodes the last attempt's step still runs, and srun can't start a new one
+    beside it. Raises `NotNow` if such a step won't end, and `commands.SlurmError`."""
     jobs = [
         os.environ.get(f"SLURM_JOB_ID_HET_GROUP_{group}", os.environ["SLURM_JOB_ID"])
         for group in range(int(os.environ.get("SLURM_HET_SIZE", "1")))

@@ -100,7 +100,8 @@ class Job:
         return rank_status.read_all(self.run_dir, self.attempt)
 
     def wait(self) -> Outcome:
-        """Wait until the job ends, and handle its signals meanwhile unless they are `handled`."""
+        """Wait until the job ends and return how it ended. Meanwhile, handle SIGINT, SIGTERM and
+        Slurm's warning, unless the batch process does (`handled`)."""
         before = {
             number: signal.signal(number, lambda got, _: self.signals.append(got))
             for number in batch.SIGNALS
@@ -235,8 +236,8 @@ class Job:
         )
 
     def _explained(self, failure: str) -> Outcome:
-        """Return the outcome of a failure. If the run's folder takes no more files, say so: a rank
-        that dies of a full disk may not be able to report it, and then seems lost."""
+        """Return the outcome of a failure. If no more files can be written to the run's folder, add
+        that as the cause: a rank that dies of a full disk may not be able to report it."""
         refused = files.refusal(self.run_dir)
         if refused and self.lost:
             failure = (
@@ -266,9 +267,9 @@ class Job:
             return  # `end_all` kills it.
 
     def _dead(self, states: dict[int, RankStatus], starter_gone: bool = False) -> list[RankStatus]:
-        """Return the ranks that failed, and those whose process is gone without a report because
-        their guard died too. Ranks on other hosts count as alive while the starter, which watches
-        them, lives."""
+        """Return the ranks that failed, and the ranks that are gone without a report because their
+        guard died too. Ranks on other hosts count as alive while the starter, which watches them,
+        is alive."""
         gone = [
             s.rank
             for s in states.values()

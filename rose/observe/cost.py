@@ -96,9 +96,9 @@ class Meter:
         self.cost.trained += int(tokens)
 
     def energy(self, counters: Mapping[str, float]) -> None:
-        """Take the joules that each device reports to have used so far. A device that two ranks
-        report counts once. A counter that falls was reset, as by reloading the driver, and counts
-        on from there."""
+        """Record the joules that each device reports to have used so far. A device that two ranks
+        report counts once. If a counter falls, it was reset, as by reloading the driver, and its
+        later increases are added."""
         for device, now in counters.items():
             first, last = self._counters.get(device, (now, now))
             self._counters[device] = (first if now >= last else now - (last - first), now)

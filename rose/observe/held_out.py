@@ -33,8 +33,8 @@ def score(row: Row) -> float:
 
 
 def best(rows: list[Row]) -> Row | None:
-    """Return the evaluation after a training step with the highest score. Among equals prefer those
-    without newer weights than their step's (`later`), then the first."""
+    """Return the evaluation after a training step with the highest score. Among equal scores,
+    prefer an evaluation that used no newer weights than its step's (`later`), then the first."""
     after = (row for row in evaluated(rows) if row["step"] > 0)
     return max(after, key=lambda row: (score(row), not later(row)), default=None)
 

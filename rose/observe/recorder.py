@@ -4,7 +4,7 @@ ROLE-RANK.000001.jsonl and so on.
 
 Times are wall-clock seconds, so that the ranks of one machine share a time axis; nothing corrects
 for clocks that differ between machines. Lines are flushed about each second and at `close`. A crash
-loses the lines since then, and a full disk those that it refuses.
+loses the lines since the last flush. A full disk loses the lines that it can't hold.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ def read_events(run_dir: Path | str) -> Iterator[RankEvents]:
 
 
 def read_lines(file) -> Iterator[dict[str, Any]]:
-    """Yield the complete JSON objects of a binary file of JSON lines, whatever state a crash left
-    it in."""
+    """Yield the complete JSON objects of a binary file of JSON lines. Lines that a crash has cut
+    are skipped."""
     for line in file:
         try:
             value = msgspec.json.decode(line)

@@ -208,7 +208,8 @@ def _planned(steps: list[dict[str, Any]]) -> str:
 
 
 def _optimisation(steps: list[dict[str, Any]]) -> list[str]:
-    """Return the names of that section's figures. Only a run with a reference has its figure."""
+    """Return the names of the section's figures; `reference` only if the run has a reference
+    model."""
     reference = ["reference"] if any("reference_kl" in row for row in steps) else []
     names = ["mismatch", "ratio", "clipped", "staleness", "entropy", "grad", "lr", "equal"]
     return [*names, *reference]

@@ -104,8 +104,8 @@ def _follow_lines(run_dir: Path, polls: Iterator[None], console: Console) -> Non
 
 
 def _newly_untaught(rows: list[dict[str, Any]]) -> str:
-    """Return the warning of `series.untaught` if the last row is the first to cause it; ""
-    otherwise."""
+    """Return the warning of `series.untaught` (steps without a gradient) if the last row is the
+    first to cause it; "" otherwise."""
     steps = rows_of(rows, "step")
     if not rows or rows[-1]["kind"] != "step" or series.untaught(steps[:-1]):
         return ""

@@ -53,7 +53,7 @@ def build_timeline(run_dir: Path | str) -> dict[str, Any] | None:
     t0 = min(row.spans[0].start for row in shown)
     end = max(span.end for row in shown for span in row.spans)
     steps.sort(key=lambda step: step["start"])
-    kept = _steps_that_fit(shown, steps)
+    kept = _windows_that_fit(shown, steps)
     if kept is not None and len(steps) > MAX_STEPS:
         steps = [step for step in steps if any(step["start"] == start for start, _ in kept)]
     shown = shown[:MAX_ROWS]
@@ -86,7 +86,7 @@ def _row_order(row: Row) -> tuple:
     return list(SHOWN).index(row.role), natural(row.name)
 
 
-def _steps_that_fit(rows: list[Row], steps: list[dict[str, Any]]) -> list[tuple[int, int]] | None:
+def _windows_that_fit(rows: list[Row], steps: list[dict[str, Any]]) -> list[tuple[int, int]] | None:
     """Return None if all marks fit; otherwise time windows of whole steps, spread evenly over the
     run."""
     starts = np.sort(np.array([span.start for row in rows for span in row.spans]))

@@ -46,8 +46,8 @@ def assign_lanes(spans: list[Span], nest: bool = True) -> list[int]:
     """Return a lane for each span (sorted as by `spans_of`), the lowest free one: O(n log n).
 
     With `nest`, a span shares the lane of the open span of its trajectory if it has another name
-    and fits inside. A span without a trajectory shares that of the latest open one without. In all
-    other cases the spans of a lane never overlap.
+    and fits inside. A span without a trajectory shares the lane of the latest open span without a
+    trajectory. In all other cases the spans of a lane never overlap.
     """
     lanes: list[int] = []
     stacks: list[list[Span]] = []  # open spans per lane, outermost first
@@ -93,13 +93,15 @@ def build_trace(run_dir: Path | str) -> Path:
         separator = b""
         for rank in read_events(run_dir):
             pid = pids.setdefault(rank.name, len(pids) + 1)
-            separator = _write(file, _rank_events(rank, pid, flows), separator)
-        _write(file, _flow_events(flows), separator)
+            separator = _write_events(file, _rank_events(rank, pid, flows), separator)
+        _write_events(file, _flow_events(flows), separator)
         file.write(b"\n]}\n")
     return path
 
 
-def _write(file, events: Iterable[dict[str, Any]], separator: bytes) -> bytes:
+def _write_events(file, events: Iterable[dict[str, Any]], separator: bytes) -> bytes:
+    """Append events to a JSON list, the first one behind `separator`. Return the separator for the
+    next event: only the first of the list has none before it."""
     for event in events:
         file.write(separator + msgspec.json.encode(event))
         separator = b",\n"
@@ -138,8 +140,8 @@ def _rank_events(rank: RankEvents, pid: int, flows: dict[str, list]) -> Iterable
 
 
 def _flow_events(flows: dict[str, list]) -> Iterable[dict[str, Any]]:
-    """Yield the arrow trajectory -> turn -> turn ... of each trajectory. A trajectory of which only
-    spans of one kind were recorded has none."""
+    """Yield the arrow trajectory -> turn -> turn ... of each trajectory that has a span of its own
+    and one of a turn."""
     for number, (key, stops) in enumerate(flows.items(), 1):
         if {name for _, name, _, _ in stops} != {"trajectory", "turn"}:
             continue

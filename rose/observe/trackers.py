@@ -154,7 +154,7 @@ def check(observe: Observe) -> None:
 
 
 def run_id(run_dir: Path, name: str, new: Callable[[], str]) -> str:
-    """Return the id of the tracker's run: the noted one if this run has continued, else a new
+    """Return the id of the tracker's run: the one in `FILE` if this run was resumed, else a new
     one."""
     path = Path(run_dir) / FILE
     if (known := _ids(path).get(name)) is not None:

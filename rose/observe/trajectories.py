@@ -162,8 +162,8 @@ def _sample(record: dict[str, Any]) -> Sample:
 
 
 def notable(trajectories: list[Shown]) -> list[tuple[str, Shown]]:
-    """Return (why, trajectory) of the few that show most of a step, none twice: with the best and
-    the worst reward, the one with most tokens, and one that failed."""
+    """Return (why, trajectory) of the trajectories that show most of a step: the best and the worst
+    reward, the most tokens, and a failed one. No trajectory appears twice."""
     if not trajectories:
         return []
     failed = [t for t in trajectories if t.failed]

@@ -16,9 +16,9 @@ class BoundedStaleness(Asynchronous):
        its first tokens. AReaL's code uses 1 (`max_concurrent_rollouts`, by default the batch size).
 
     A step trains on the oldest finished groups as soon as they make a batch. With admission alone a
-    slow group could be overtaken until it exceeds eta. So a batch waits if training it would leave
-    more groups that must be trained by some version than the steps until then can train. Admission
-    ensures that all can be trained in time: no group is dropped for its age. eta=0 is synchronous.
+    slow group could be overtaken until it exceeds eta. So a batch waits if, after it, the steps up
+    to some version could not train all groups that are due by then. Admission ensures that all can
+    be trained in time: no group is dropped for its age. eta=0 is synchronous.
 
     AReaL uses eta=4 for code and 8 for mathematics, with the decoupled objective
     (`algorithm=decoupled_ppo`). Live: turns in flight when a version is published are interrupted
@@ -42,8 +42,9 @@ class BoundedStaleness(Asynchronous):
         ) + self._training < self._groups * (1 + self.staleness)
 
     def _must_wait(self) -> bool:
-        """True if this batch would leave too many groups for their deadlines (earliest deadline
-        first): the groups left of versions up to v must fit into the batches up to v + eta."""
+        """True if, after this batch, too many groups would be left for their deadlines (earliest
+        deadline first). For each version v, the remaining groups of versions up to v must fit into
+        the batches up to v + eta."""
         taken = left = 0
         for version in range(self._version - self.staleness, self._version):
             ready = self._accepted_of[version]

@@ -50,8 +50,8 @@ class Stream:
         return {"next": self._next, "again": lost + [list(entry) for entry in self._again]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a `snapshot`, of this or another batching policy. Old checkpoints, from
-        before prompts had second tries, lack `again`."""
+        """Continue from a `snapshot` of this or another batching policy. Checkpoints from before
+        prompts could be put back lack `again`."""
         self._next = state["next"]
         self._again = deque((index, retry) for index, retry in state.get("again", []))
 

@@ -40,14 +40,14 @@ class CarryOver:
 
     Ours. The parts are known (AReaL's staleness bound, partial rollouts); the rule below makes them
     safe together. A group admitted at version a must be trained at version a + `staleness` at the
-    latest. A batch of G groups is taken only if the groups left can all meet their deadlines with
-    one batch per version (earliest deadline first: at most k G of them are due within the next k
-    batches). Otherwise the step waits for older groups. So the bound holds without dropping, which
-    AReaL's count alone doesn't achieve.
+    latest. A batch of G groups is taken only if the remaining groups can all meet their deadlines
+    with one batch per version: at most k G of them are due within the next k batches (earliest
+    deadline first). Otherwise the step waits for older groups. So the bound holds without dropping,
+    which AReaL's count alone doesn't achieve.
 
     `carry` is the number of batches in flight beyond the G groups of a step, at most `staleness`.
-    In the steady state the share min(carry, 1) of a batch is one version old, or older with a
-    larger carry; carry=0 is synchronous. A refused group (DAPO's dynamic sampling) is replaced
+    In the steady state the share min(carry, 1) of a batch is one version old; with carry above 1 it
+    is older. carry=0 is synchronous. A refused group (DAPO's dynamic sampling) is replaced
     until `max_admitted` times G groups were admitted for the step; after that it is used.
     """
 

@@ -29,10 +29,10 @@ CALM = 20  # steps without such a delay after which `AllIdle` halves `hybrid_tai
 class OnDemand:
     """Hold `min` to `max` low-priority jobs, one worker each, as the queue of turns demands.
 
-    One more is requested when turns have waited without a break for `patience_s`. The one requested
-    last is released when no turn has waited for `idle_s`, which must exceed a training phase, in
-    which no turn waits. Two decisions are at least `cool_down_s` apart. After a refusal nothing is
-    requested for `back_off_s`, and twice as long after each further one, up to five minutes. Times
+    Another job is requested when turns have waited without a break for `patience_s`. The newest job
+    is released when no turn has waited for `idle_s`, which must exceed a training phase, in which
+    no turn waits. Two decisions are at least `cool_down_s` apart. After a refusal nothing is
+    requested for `back_off_s`. Each further refusal doubles this time, up to five minutes. Times
     are in seconds.
     """
 
@@ -204,7 +204,8 @@ class AllIdle(RoseProvisioning):
 
 
 class DueFirst:
-    """Oldest version first, by the newest version at the group's first turn, then by arrival.
+    """Oldest groups first, by the version that was the newest at the group's first turn; then by
+    arrival.
 
     Ours, for batching policies that carry groups over (`carry_over`, `bounded_staleness`): turns
     that the next step waits for don't wait behind turns for a later one. Nothing starves, because
@@ -229,17 +230,17 @@ class DueFirst:
 
 
 class EarliestFinish:
-    """Send a turn to the worker on which it is predicted to end first (`Speeds`). Cached prefix,
-    load, hardware and interference so have one unit, seconds. Ours.
+    """Send a turn to the worker on which it is predicted to end first (`Speeds`). So the effects of
+    a cached prefix, load, hardware and interference are compared in one unit, seconds. Ours.
 
     Candidates are the worker with the prefix cached and the least loaded worker of each kind and
-    hardware. Predicted are the seconds for the mean output of the turn's domain, at most a chunk,
-    plus the delay of the turns there. A pool without measurements comes first: its worker with the
-    prefix cached, else its least loaded one. After each `chunk_tokens` a turn is placed again
-    (Seer's divided rollout, arXiv 2511.14617); most stay. So a trajectory leaves its cached prefix
-    when waiting costs more than prefill, and the last trajectories of a step, which decide its end,
-    gather on the fastest engines. `chunk_tokens` is our value: a chunk takes much longer than
-    prefill of a context.
+    hardware. The prediction is the seconds for the mean output of the turn's domain, at most a
+    chunk, plus the delay that this causes the turns already there. A pool without measurements
+    comes first: its worker with the prefix cached, else its least loaded one. After each
+    `chunk_tokens` a turn is placed again (Seer's divided rollout, arXiv 2511.14617); most stay. So
+    a trajectory leaves its cached prefix when waiting costs more than prefill, and the last
+    trajectories of a step, which decide its end, gather on the fastest engines. `chunk_tokens` is
+    our value: a chunk takes much longer than prefill of a context.
 
     A new trajectory starts only while the KV of all workers holds all started trajectories, at the
     mean context that trajectories end with. With more, they would evict each other's prefixes while

@@ -102,7 +102,8 @@ class Rebalance:
         return moves
 
     def _candidates(self, host: str, cluster: Cluster) -> list[tuple[float, str]]:
-        """Return the host's (seconds in commands that count, trajectory), most seconds first."""
+        """Return (seconds in commands since its last move, name) of the host's trajectories, in
+        descending order."""
         saved = cluster.saved
         self._counted = {name: s for name, s in self._counted.items() if name in saved}
         found = [

@@ -81,8 +81,8 @@ def build(config: cfg.Scheduler, turn_timeout_s: float) -> Scheduler:
 
 
 def resolved(c: cfg.Config) -> cfg.Config:
-    """Replace a null of `transfer.in_flight`, which the batching policy decides. Raises
-    `rose.config.ConfigError` as `build` does."""
+    """Return the configuration with a value for `transfer.in_flight`: if it is null, the batching
+    policy determines it. Raises `rose.config.ConfigError` as `build` does."""
     if c.transfer.in_flight:
         return c
     in_step = getattr(policy("batching", c.scheduler.batching), "waits_for_weights", False)

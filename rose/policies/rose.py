@@ -44,16 +44,17 @@ class RoseRouting:
       cap. Otherwise trajectories that start on lent GPUs would evict prefixes of other workers.
     It doesn't apply to other running trajectories, because stopping them would waste their work.
 
-    Ours, where the paper leaves it open: predicted seconds until the turn ends (`Speeds`) choose
-    between 2 and 3. They override 1 if another worker is faster by more than SLACK, and choose 4 if
-    waiting for a worker with its own device ends sooner than 2. A cooperative worker without
-    measurements gets TRIAL_TURNS turns of TRIAL_TOKENS each, which are then placed again; if its
-    pool has been measured, it gets only turns for which others have no room.
+    Ours, where the paper leaves it open: the predicted seconds until the turn ends (`Speeds`)
+    decide between 2 and 3. Case 1 is passed over if another worker is faster by more than the share
+    SLACK. A turn waits instead of 2 if it ends sooner on a worker with its own device, including
+    the wait. A cooperative worker without measurements gets TRIAL_TURNS turns of TRIAL_TOKENS each,
+    which are then placed again; if its pool has been measured, it gets only turns for which others
+    have no room.
 
     A turn on a cooperative worker keeps its place in the queue. When a worker with its own device
-    gets free, and at ticks, the turn moves there if its remaining tokens, assumed to be those of a
-    mean turn, take longer at the measured pace than there, prefill and delay of the turns there
-    included, by more than the share SLACK times that worker's load.
+    gets free, and at ticks, two times are predicted for the turn's remaining tokens, assumed to be
+    those of a mean turn: t on its worker, at the measured pace, and t' on the free worker, with
+    prefill and the delay of the turns there. The turn moves if t > t' (1 + SLACK x load there).
     """
 
     def __init__(self) -> None:
@@ -106,9 +107,9 @@ class RoseRouting:
         return self._lane_waits
 
     def lane(self, turn: TurnState) -> str:
-        """Return one of four lanes, by what lets a turn wait: "held_out" for evaluations, to which
-        the cap doesn't apply, "new" for trajectories that the cap keeps from starting, and for
-        running ones "own" or "lent", the sort of worker that has their prefix."""
+        """Return one of four lanes, by the reason why a turn may wait. Evaluations, to which the
+        cap doesn't apply, are "held_out". Trajectories that the cap keeps from starting are "new".
+        Running ones are "own" or "lent", by the sort of worker that has their prefix."""
         if turn.held_out:
             return "held_out"
         where = self._worker_of.get(turn.trajectory)
@@ -273,9 +274,9 @@ class RoseProvisioning:
     `recent_s`. The policy changes the workers in use
     1. when training begins, for the next step, so that activation is over when that begins. A
        worker in use is replaced only by one whose use is lower by more than `hysteresis`;
-    2. within a step, while fewer than `n_serving` are in use and one more pays. Activation
-       (weights, KV pages) takes `activation_s`, and one more worker beside n saves at most
-       1/(n + 1) of what is left of the step by the exponential mean of the last steps;
+    2. within a step, while fewer than `n_serving` are in use and another worker pays. Its
+       activation (weights, KV pages) takes `activation_s`. Beside n workers it saves at most
+       1/(n + 1) of the step's remaining time, by the exponential mean of the last steps;
     3. in the tail: while fewer turns than workers are left, a worker without a turn for `idle_s`
        rests.
 

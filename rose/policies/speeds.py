@@ -113,8 +113,8 @@ class Speeds:
                 self.step_begun()
 
     def sent(self, turn: TurnState, worker: WorkerState, cached: bool) -> None:
-        """Note that an attempt begins. An earlier one that hasn't ended, because its worker rested,
-        was lost or returned the turn, is forgotten."""
+        """Record that an attempt begins. Forget the turn's earlier attempt if it hasn't ended: its
+        worker rested, was lost or returned the turn."""
         self._forget_turn(turn)
         context = uncached(turn)
         held = self._held[worker.worker] = self._held.get(worker.worker, 0) + context
@@ -192,8 +192,8 @@ class Speeds:
         """Return the seconds of the turn's next `output` tokens on the worker, plus the delay of
         the turns there; None if the worker's pool hasn't been measured.
 
-        Each decode step of this turn is longer by the contexts of the others, and theirs are longer
-        by its context, about as much. Counting both minimizes the sum over all turns.
+        The contexts of the other turns make each decode step of this turn longer, and its context
+        makes their steps longer by about as much. Counting both minimizes the sum over all turns.
         """
         pool = self._pools.get((worker.kind, worker.hardware))
         return None if pool is None else self._predict(pool, turn, worker, output, cached, 2)
@@ -292,8 +292,8 @@ class LeastSquares:
 def project(w: Features, p: tuple[float, ...]) -> Features:
     """Return coefficients without negative ones, close to the best fit under that constraint.
 
-    One after another, each negative coefficient is set to 0, and the others are changed to the best
-    fit given that, by the covariances `p`.
+    The negative coefficients are set to 0 one after the other. After each, the other coefficients
+    are changed to the best fit given that, by the covariances `p`.
     """
     columns = (p[0], p[1], p[2]), (p[1], p[3], p[4]), (p[2], p[4], p[5])
     for i in range(3):

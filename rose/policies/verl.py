@@ -59,7 +59,7 @@ class Synchronous:
 
 
 class OneStepOff:
-    """Train on one batch while the next is generated, so that staleness is 1 but for the first
+    """Train on one batch while the next is generated, so that staleness is 1 except for the first
     batch (Noukhovitch et al., arXiv 2410.18252; veRL's one-step-off-policy recipe; ROSE's
     one-step-off).
 

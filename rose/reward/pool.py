@@ -4,10 +4,11 @@ The pool starts workers while answers wait and none is free, up to `max_workers`
 that were idle for `idle_s`, down to `min_workers`. Its own workers and those of Slurm jobs
 (*joined* ones) connect over TCP. Failures:
 
-1. A worker dies, or its scorer fails: another worker scores the answer. After `TRIES` it fails.
+1. A worker dies, or its scorer fails: another worker scores the answer. After `TRIES` tries the
+   answer fails.
 2. A worker exceeds an answer's limit by `GRACE_S`: it is killed, and case 1 applies.
-3. A Slurm job is preempted or killed: its answers are scored elsewhere, and this counts as a try
-   only from an answer's loss number `LOSSES` on.
+3. A Slurm job is preempted or killed: other workers score its answers. The first losses of an
+   answer don't count as tries; from loss number `LOSSES` on, each does.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class Pool:
         reachable = PoolFile(socket.gethostname(), places, self._token)
         write_whole(self._folder / "pool.json", msgspec.json.encode(reachable), private=True)
         self._spawn(self._watch())
-        self._grow()
+        self._start_workers()
 
     async def score(self, trajectory: str, prompt: str, episode: bytes) -> Scored:
         """Return the score of an episode. Calls for the same episode share one computation. Another
@@ -159,11 +160,11 @@ class Pool:
             job = _Job(next(self._numbers), trajectory, prompt, episode, future, time.monotonic())
             self._jobs[trajectory] = job
             self._queue.append(job)
-            self._deal()
+            self._dispatch()
         return await asyncio.shield(job.future)
 
     def cancel(self, trajectory: str) -> None:
-        """Drop the request. A worker that is scoring the answer finishes for nothing."""
+        """Drop the request. If a worker is scoring the answer, its result is ignored."""
         job = self._jobs.pop(trajectory, None)
         if job is not None:
             with suppress(ValueError):
@@ -204,7 +205,8 @@ class Pool:
         return sum(worker.joined for worker in self._workers.values())
 
     def unmet(self) -> tuple[int, float]:
-        """Return (answers that wait although all own workers are up, seconds of the oldest)."""
+        """Return the number of answers that wait although all own workers are up, and for how many
+        seconds the oldest has waited."""
         up = sum(w.writer is not None and not w.joined for w in self._workers.values())
         if not self._queue or up < self._settings.max_workers:
             return 0, 0.0
@@ -213,7 +215,7 @@ class Pool:
 
     # ----------------------------------------------------------------- dispatch
 
-    def _deal(self) -> None:
+    def _dispatch(self) -> None:
         """Give waiting answers to workers with room, and start workers for the remaining ones."""
         for job in list(self._queue):
             number = self._worker_for(job)
@@ -221,19 +223,19 @@ class Pool:
                 continue
             self._queue.remove(job)
             self._give(number, job)
-        self._grow()
+        self._start_workers()
 
     def _worker_for(self, job: _Job) -> int | None:
-        """Return the connected worker with the most room that hasn't tried the answer. One that has
-        tried it is returned only if the pool can have no other worker."""
-        room = [
+        """Return the connected worker that has the most room and hasn't tried the answer. If the
+        pool can have no other worker, return one that has tried it. None if none has room."""
+        candidates = [
             (len(worker.jobs), number)
             for number, worker in self._workers.items()
             if worker.writer is not None and len(worker.jobs) < self._settings.per_worker
         ]
-        fresh = [each for each in room if each[1] not in job.tried]
+        untried = [each for each in candidates if each[1] not in job.tried]
         others = self._settings.max_workers > 1 or self._workers.keys() - set(job.tried)
-        return min(fresh or ([] if others else room), default=(0, None))[1]
+        return min(untried or ([] if others else candidates), default=(0, None))[1]
 
     def _give(self, number: int, job: _Job) -> None:
         worker = self._workers[number]
@@ -246,7 +248,7 @@ class Pool:
         work = Work(job.number, limit_s, job.episode)
         worker.writer.write(frames.frame(msgspec.msgpack.encode(work)))
 
-    def _grow(self) -> None:
+    def _start_workers(self) -> None:
         """Start as many workers as the waiting answers need, within the bounds."""
         s = self._settings
         coming = sum(worker.writer is None for worker in self._workers.values())
@@ -303,7 +305,7 @@ class Pool:
         worker = self._workers[number]
         worker.free_since = time.monotonic()
         try:
-            self._deal()
+            self._dispatch()
             while True:
                 data = await frames.read(reader, FRAME_BYTES)
                 self._answered(number, msgspec.msgpack.decode(data, type=Answer))
@@ -324,7 +326,7 @@ class Pool:
             self.timeouts += answer.score.timed_out
             queue_s = job.begun - job.asked
             job.future.set_result(Scored(answer.score, queue_s, answer.seconds, worker.joined))
-        self._deal()
+        self._dispatch()
 
     def _retry(self, job: _Job, error: str) -> None:
         """Queue the answer again for another worker; after `TRIES` let it fail."""
@@ -351,8 +353,8 @@ class Pool:
         return wanted
 
     def _lost(self, number: int, why: str, fault: bool = True) -> None:
-        """Drop a worker and retry its answers. `fault`: one of these may be the cause, so that the
-        loss counts as a try of each."""
+        """Drop a worker and retry its answers. `fault`: an answer may have caused the loss, so that
+        the loss counts as a try of each."""
         worker = self._workers.pop(number, None)
         if worker is None:
             return
@@ -362,7 +364,7 @@ class Pool:
             if not fault and job.losses < LOSSES:
                 job.tried.remove(number)
             self._retry(job, why)
-        self._deal()
+        self._dispatch()
 
     @staticmethod
     def _dismiss(worker: _Worker, for_good: bool = False) -> None:
@@ -392,7 +394,7 @@ class Pool:
                 elif self._idle(worker, now):
                     del self._workers[number]
                     self._dismiss(worker, for_good=True)
-            self._grow()
+            self._start_workers()
             if now - saved > SAVE_S:
                 saved = now
                 await asyncio.to_thread(self._save)

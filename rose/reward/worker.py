@@ -66,7 +66,8 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def connect(file: Path, number: int | None) -> Connection | None:
-    """Connect to a pool at the first of its addresses where it answers; None if there is none."""
+    """Connect to a pool at the first of its addresses at which it answers. Return None if it
+    answers at none."""
     try:
         pool = msgspec.json.decode(file.read_bytes(), type=PoolFile)
     except (OSError, msgspec.DecodeError):
@@ -110,10 +111,10 @@ async def exit_when_stuck(limit_s: float) -> None:
 
 
 async def serve(scorer: Scorer, file: Path, number: int | None, settings: Reward) -> int:
-    """Compute scores until the connection ends. Return the exit code, which is 0 if a Slurm job
-    needs no other worker. Plain functions run in as many threads as there may be scores at once.
-    With asyncio's default (six on two cores) a score could spend its time limit waiting for a
-    thread."""
+    """Compute scores until the connection ends, and return the exit code. It is 0 if the pool needs
+    no further worker; otherwise a Slurm job starts another. Synchronous functions run in as many
+    threads as scores run at once: with asyncio's default (six on two cores) a score could wait for
+    a thread until its time is over."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(settings.per_worker))
     found = await join(file, number)
     if found is None:
@@ -142,8 +143,8 @@ async def serve(scorer: Scorer, file: Path, number: int | None, settings: Reward
 async def answer(
     scorer: Scorer, work: Work, writer: asyncio.StreamWriter, hold_s: float = 0.0
 ) -> None:
-    """Compute a score and send it after `hold_s` seconds, or the error for which there is none. If
-    a function hangs, the process exits, since a thread can't be stopped and would occupy a slot."""
+    """Compute a score and send it after `hold_s` seconds; send the error if there is no score. If a
+    function hangs, the process exits, because a thread can't be stopped and would occupy a slot."""
     began, score, error, hung = time.monotonic(), None, "", False
     try:
         async with asyncio.timeout(work.limit_s + MARGIN_S):

@@ -1,9 +1,9 @@
 """Queue of turns, and the rounds that assign waiting turns to workers and move running ones.
 
 The cost of a round doesn't grow with the number of waiting turns. The routing policy is asked only
-about turns for which some worker has room, and until LOOK_AHEAD turns of a lane have found no
-worker. Turns that need more room than any worker has are skipped together, and the workers that
-could hold the smallest of them are reserved for it, whatever their kind.
+about turns for which some worker has room, and for each lane only until LOOK_AHEAD of its turns
+have found no worker. Turns that need more room than any worker has are skipped together, and the
+workers that could hold the smallest of them are reserved for it, whatever their kind.
 
 A turn that runs on a worker which the routing policy *watches* (one that may be slow) keeps its
 place in the queue's order. When another worker gets free, the policy is asked about moving this
@@ -30,11 +30,11 @@ from rose.scheduler.policies import Order, Routing, optional
 from rose.scheduler.state import NOT_RESERVED, UNBOUNDED, Cluster, TurnState, WorkerState
 from rose.scheduler.turn_queue import Entry, TurnQueue
 
-# Turns of a lane that may find no worker in a round. Then the round leaves the lane, which bounds
-# the calls of the policy.
+# Turns of a lane that may find no worker in a round. After them the round skips the rest of the
+# lane, which bounds the calls of the policy.
 LOOK_AHEAD = 32
 MAX_MOVES = 2  # moves of one running turn to faster workers
-# Running turns that the policy is asked to move: when an unwatched worker gets free, and at a tick
+# Running turns that the policy is asked about: when an unwatched worker gets free, and at a tick
 ASKED_WHEN_FREED = 1
 ASKED_AT_TICK = 32
 
@@ -107,8 +107,8 @@ class Dispatch:
         return len(self._watched) > 0 and (tick or self._freed != "")
 
     def round(self, at: float, tick: bool = False) -> list[AbortTurn | AssignTurn]:
-        """Return the assignments that are possible now, in order, each behind the aborts of the
-        turns that make room for it."""
+        """Return the assignments that are possible now, in order. Aborts of the turns that make
+        room for an assignment precede it."""
         actions = self._round(at, tick)
         while found := self._preemption():
             turn, preempted = found
@@ -120,11 +120,11 @@ class Dispatch:
         return actions
 
     def _preemption(self) -> tuple[TurnState, list[TurnState]] | None:
-        """Return the first training turn that no worker has room for and that preemption can help,
-        with the evaluation turns to preempt; None if there is none.
+        """Find the first training turn for which no worker has room and preemption makes room.
+        Return it with the evaluation turns to preempt; None if there is no such turn.
 
         A turn that preemption can't help doesn't delay smaller ones, but the workers that can hold
-        it are reserved for it. A turn for which preemption failed before reserves none.
+        it are reserved for it. No workers are reserved for a turn for which preemption has failed.
         """
         if not self._held_out or self._cluster.waiting == self._waiting_held_out:
             return None
@@ -147,10 +147,10 @@ class Dispatch:
         return None
 
     def _round(self, at: float, tick: bool = False) -> list[AbortTurn | AssignTurn]:
-        """Assign waiting turns in order. A turn that finds no worker reserves what it asked for.
+        """Assign waiting turns in order, and reserve workers as the policy wanted for the others.
 
-        The policy is asked about a few running turns, too: about the first ones for a worker that
-        got free, and at a tick about those behind the last tick's for any worker.
+        The policy is also asked to move a few running turns. If a worker got free, the first turns
+        may move to it. At a tick, the turns after the last tick's may move to any worker.
         """
         self._fleet.begin_round()
         actions: list[AbortTurn | AssignTurn] = []
@@ -182,7 +182,7 @@ class Dispatch:
         return actions
 
     def _candidates(self, tick: bool) -> list[Entry]:
-        """Return the running turns to ask about, in reverse order."""
+        """Return the running turns that the policy is asked about, in reverse order."""
         if not tick:
             return self._watched.next_entries(ASKED_WHEN_FREED)[::-1]
         found = self._watched.next_entries(ASKED_AT_TICK, self._last_asked)
@@ -191,7 +191,7 @@ class Dispatch:
         return found[::-1]
 
     def _move(self, turn: TurnState, freed: str, at: float) -> list[AbortTurn | AssignTurn]:
-        """Move the turn to a worker that the policy names: `freed`, or any if that is ""."""
+        """Move the turn if the policy names a better worker: `freed`, or any if that is ""."""
         self._fleet.begin_turn()
         among = [self._fleet.get(freed, turn)] if freed else self._fleet.least_of_each(turn)
         worker = self._better(turn, among, at, self._cluster) if among != [None] else None

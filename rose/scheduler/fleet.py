@@ -2,9 +2,9 @@
 
 A worker is *ready* when it has the newest weights, accepts turns, and isn't loading, draining or
 resting. Ready workers are grouped into pools of one kind, hardware and label (a routing policy may
-assign labels). Two sorts of workers get pools of their own: those whose memory was revoked, and
-those that lend only part of their KV cache, a pool per power of two of its size. A pool ranks its
-workers with room twice, by load and by room.
+assign labels). Workers whose memory was revoked get pools of their own. So do workers that lend
+only part of their KV cache, with a pool per power of two of that part. A pool ranks its workers
+with room twice, by load and by room.
 
 A turn that finds no worker stays in the queue. Until the end of the round, the workers that the
 policy asked for and that could hold the turn are reserved for it. Otherwise small turns would
@@ -27,8 +27,8 @@ MOST_EXAMINED = 16
 
 
 class Fleet:
-    """`queue_depth` is the share of turns that a worker gets beyond its sequences, `label` maps a
-    worker's name to its label (`policies.Routing`)."""
+    """The index. A worker gets at most (1 + `queue_depth`) times `max_sequences` turns. `label`
+    maps a worker's name to its label (`policies.Routing`)."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class Fleet:
         self._unmet.clear()
 
     def reserve(self, turn: TurnState) -> None:
-        """Reserve what the policy asked for this turn, as far as it could hold the turn."""
+        """Reserve the workers that the policy asked for, and that could hold the turn, for it."""
         for asked in self._unmet:
             if isinstance(asked, str):
                 self._reserved[asked] = min(self._reserved.get(asked, NOT_RESERVED), turn.kv_need)

@@ -46,8 +46,8 @@ class Ranking:
     def find(
         self, suits: Callable[[str], bool], among: int, all_of_them: bool = False
     ) -> list[tuple[Any, ...]]:
-        """Return the entries of the first `among` names whose name suits, in order: one entry at
-        most, or all with `all_of_them`."""
+        """Return the first entry whose name suits, or all such entries with `all_of_them`, among
+        the first `among` entries."""
         heap, seen, found = self._heap, [], []
         for _ in range(min(among, len(self._entries))):
             entry = self.first()

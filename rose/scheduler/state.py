@@ -83,7 +83,7 @@ class WorkerState:
 
     @property
     def largest_turn(self) -> int:
-        """Size in KV tokens of the largest turn that the worker accepts while it has no other.
+        """KV tokens of the largest turn that the worker accepts while it has no other turns.
 
         UNBOUNDED if the whole cache is lent: a turn larger than the cache can run alone, because
         the engine preempts and recomputes. While only a part is lent the worker would return it.

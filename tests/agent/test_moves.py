@@ -131,7 +131,7 @@ async def test_one_that_is_cancelled_as_it_may_leave_is_released_by_nobody(confi
 
 
 async def test_the_load_is_the_machines_tasks_on_the_cores_that_it_may_use(monkeypatch):
-    monkeypatch.setattr("rose.agent.moves.LOOK_S", 0.01)
+    monkeypatch.setattr("rose.agent.moves.LOAD_SAMPLE_S", 0.01)
     said = asyncio.Queue()
     telling = asyncio.create_task(Moves(3, said.put_nowait).tell_load())
     load = await asyncio.wait_for(said.get(), DEADLINE_S)

@@ -6,7 +6,6 @@ import time
 import numpy as np
 import pytest
 import torch
-from relays import TOKEN, Running
 from transformers import AutoModelForCausalLM
 
 from rose import protocol
@@ -28,6 +27,7 @@ from tests.engine.test_vllm_engine import (
     turn,
     turns,
 )
+from tests.parts.relay.relays import TOKEN, Running
 from tests.transfer.worlds import World
 
 pytestmark = pytest.mark.slow

@@ -446,7 +446,7 @@ CHECKS = (
         tensor_parallel,
         {"cuda": BOTH, "cpu": NARROW_CPU},
         240.0,
-        "NCCL between the two: python -m rose.doctor cluster=gpus; NCCL_DEBUG=INFO; "
+        "NCCL between the two: rose doctor cluster=gpus; NCCL_DEBUG=INFO; "
         "NCCL_P2P_DISABLE=1 goes around a "
         "broken link",
         least_gpus=2,

@@ -229,7 +229,7 @@ CHECKS = (
             "cpu": Run([*IN_TURN, *ON_CPU, *LONG, "cluster=local", "cluster.gpus=0"], 1, 0.02),
         },
         300.0,
-        "NCCL between the two: python -m rose.doctor cluster=gpus; trainer.sequence_parallel=1 "
+        "NCCL between the two: rose doctor cluster=gpus; trainer.sequence_parallel=1 "
         "tells whether it is the sharing of rows",
         least_gpus=2,
         needs_model=False,

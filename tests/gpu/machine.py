@@ -19,9 +19,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from rose.doctor import devices
-from rose.doctor.devices import FREE_SHARE, GIB
-from rose.doctor.finding import run
+from rose.parts.doctor import devices
+from rose.parts.doctor.devices import FREE_SHARE, GIB
+from rose.parts.doctor.finding import run
 from tests.gpu.frame import Check, Report
 
 PACKAGES = ("torch", "vllm", "deepspeed", "transformers", "triton", "mpi4py", "numpy", "numba")
@@ -248,7 +248,9 @@ def _synchronize(torch, device) -> None:
 def nccl(report: Report) -> None:
     """Run the doctor's all-reduce, a rank per GPU, which checks the sum. Report its speed."""
     ranks = report.sizes.ranks or report.setup.gpus
-    done = run([sys.executable, "-m", "rose.doctor.all_reduce", report.sizes.backend, str(ranks)])
+    done = run(
+        [sys.executable, "-m", "rose.parts.doctor.all_reduce", report.sizes.backend, str(ranks)]
+    )
     told = [event["gib_per_s"] for event in done.events() if event["what"] == "all-reduce"]
     print(done.out, done.err)
     if done.code or not told:
@@ -284,7 +286,7 @@ FIRST = (
             "cpu": Machine(2**24, 256, 1, 0.1, 0.5),
         },
         150.0,
-        "python -m rose.doctor cluster=gpus says more of packages and driver",
+        "rose doctor cluster=gpus says more of packages and driver",
         least_gpus=0,
         needs_model=False,
     ),

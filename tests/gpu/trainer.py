@@ -518,6 +518,6 @@ CHECKS = (
         240.0,
         "out of memory: --set trainer.micro_batch_tokens=8192; a hang of several ranks: "
         "NCCL_DEBUG=INFO, and "
-        "python -m rose.doctor cluster=gpus",
+        "rose doctor cluster=gpus",
     ),
 )

@@ -26,7 +26,7 @@ from rose.export.weights import steps, stores
 from rose.transfer.receive import materialise
 from tests import processes
 from tests.job.job import DEADLINE_S, Job
-from tests.play import commands
+from tests.parts.play import commands
 from tests.processes import ran
 from tests.transfer.worlds import same
 

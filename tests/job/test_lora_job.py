@@ -19,7 +19,7 @@ from rose.transfer.source import Folder
 from tests.job.job import Held, Job
 from tests.job.test_export_job import exported
 from tests.job.test_interrupted_job import assert_same, saved
-from tests.play import commands
+from tests.parts.play import commands
 from tests.transfer.worlds import same
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from rose.doctor import slurm
+from rose.parts.doctor import slurm
 from tests import processes
 from tests.processes import ran
 
@@ -41,7 +41,8 @@ def examine(make_config):
 def test_it_finds_a_world_over_two_components_shared_files_and_a_join_between_two_nodes(tmp_path):
     """The command, with all that it examines."""
     well = ran(
-        [sys.executable, "-m", "rose.doctor", "--folder", str(tmp_path), "cluster=dev"], timeout=600
+        [sys.executable, "-m", "rose.parts.doctor", "--folder", str(tmp_path), "cluster=dev"],
+        timeout=600,
     )
     assert well.returncode == 0, well.stdout + well.stderr
     for part in (
@@ -82,7 +83,7 @@ def test_where_none_can_join_it_says_what_is_lost(examine, tmp_path, monkeypatch
     assert not [finding for finding in said.values() if finding.state == "failed"], said
     started = (tmp_path / "bin" / "started").read_text().splitlines()
     assert len(started) == 2 and all(
-        line.startswith("exec --bind ") and "-m rose.doctor.rank" in line for line in started
+        line.startswith("exec --bind ") and "-m rose.parts.doctor.rank" in line for line in started
     )
     assert said["one MPI world, srun over two components"].state == "ok"
     lost = said["join and survive a killed peer"]

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fuzz_transfer_world import History, Tally, Weights, load, world
-from relays import TOKEN, Running
 
 from rose.transfer import TransferError
 from rose.transfer.source import Folder
 from rose.transfer.store import FULL, INITIAL, MANIFEST, PLAN, Manifest, Step, edge_name, unseal
+from tests.parts.relay.relays import TOKEN, Running
 from tests.transfer.worlds import same
 
 WAYS = 1 / 8  # of the flipped bytes: the other routes are taken too, which takes five times as long

@@ -8,13 +8,13 @@ import shutil
 
 import pytest
 import torch
-from relays import TOKEN, Running
 
 from rose.transfer import TransferError
 from rose.transfer.live import Live
 from rose.transfer.receive import Receiver, materialise, whole
 from rose.transfer.source import Folder
 from rose.transfer.store import FULL, INITIAL, MANIFEST, edge_name
+from tests.parts.relay.relays import TOKEN, Running
 from tests.transfer.worlds import World, same
 
 ALL = 1 << 30

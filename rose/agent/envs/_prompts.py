@@ -306,7 +306,7 @@ def _split(place: str, field: str, share: float, here: str) -> tuple[list, list]
     return sides
 
 
-@functools.cache  # a check once a process, as each trajectory builds an environment
+@functools.cache  # cached, because each trajectory builds an environment
 def _check_answers(key: str, place: str, field: str, prompt_field: str, here: str) -> None:
     for number, row in enumerate(_rows(key, place, prompt_field, here), 1):
         value = row.get(field)

@@ -36,8 +36,8 @@ _own = threading.local()  # `worker`: the process of this thread of the pool
 
 
 class Queueing:
-    """The time in which calls within `with Queueing() as queue:` waited for a free process, so that
-    their deadline need not count it."""
+    """The time for which calls within `with Queueing() as queue:` waited for a free process. A
+    deadline on the calls can leave it out."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -62,7 +62,7 @@ class Queueing:
             self._waiting.add(call)
 
     def leave(self, call: object) -> None:
-        """End the call's wait. It may be called again without effect."""
+        """End the call's wait. A second call has no effect."""
         with self._lock:
             if self._waiting == {call}:
                 self._past += time.monotonic() - self._since
@@ -104,15 +104,15 @@ async def call(spec: str, limit_s: float | None = None, **arguments: Any) -> Any
     whole = f"{Path(place).resolve()}:{name}" if place.endswith(".py") else spec
     line = json.dumps([whole, arguments], default=msgspec.to_builtins).encode() + b"\n"
     loop, begun = asyncio.get_running_loop(), asyncio.Event()
-    turn = _Turn(limit_s, lambda: loop.call_soon_threadsafe(begun.set))
-    working = asyncio.wrap_future(_pool().submit(turn.run, line))
+    running = _FunctionCall(limit_s, lambda: loop.call_soon_threadsafe(begun.set))
+    working = asyncio.wrap_future(_pool().submit(running.run, line))
     try:
         with QUEUED.get()():
             await begun.wait()
         answer = await working
     except asyncio.CancelledError:
         working.cancel()
-        turn.cancel()
+        running.cancel()
         raise
     if answer.get("too_slow"):
         raise FunctionTooSlow(f"{spec}: did not return within {limit_s:g} s")
@@ -126,9 +126,9 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(MOST, processes.usable_threads()), "worker-process")
 
 
-class _Turn:
-    """A function call, which a thread of the pool runs and the event loop may cancel. The thread
-    calls `on_begin` first."""
+class _FunctionCall:
+    """A function call, which a thread of the pool runs and the event loop may cancel. `on_begin` is
+    called in the thread when it begins."""
 
     def __init__(self, limit_s: float | None, on_begin: Callable[[], object]) -> None:
         self._limit_s, self._on_begin = limit_s, on_begin

@@ -71,7 +71,7 @@ def _check_values(c: Config, need: Need) -> None:
     need(
         relay is None or re.fullmatch(r"https?://[^/\s]+:\d+", relay) is not None,
         "transfer.relay",
-        "must be http://host:port, as `python -m rose.relay` prints it, or null",
+        "must be http://host:port, as `rose relay` prints it, or null",
     )
     need(
         relay is None or c.transfer.relay_token_file is not None,

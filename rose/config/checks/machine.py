@@ -244,11 +244,11 @@ def _check_container(container: Container | None, need: Need) -> None:
         f"{key}.image",
         "a file, or a name that the runtime can pull",
     )
-    for at, mount in enumerate(container.mounts):
+    for index, mount in enumerate(container.mounts):
         need(
             mount.startswith("/") and "," not in mount,
-            f"{key}.mounts.{at}",
+            f"{key}.mounts.{index}",
             'an absolute path, or "/host/path:/path/inside"',
         )
-    for at, option in enumerate(container.args):
-        need(option.startswith("-"), f"{key}.args.{at}", "must be an option, as --no-home")
+    for index, option in enumerate(container.args):
+        need(option.startswith("-"), f"{key}.args.{index}", "must be an option, as --no-home")

@@ -62,6 +62,6 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def drafts(name: str, value: Any) -> bool:
-    """True if this argument of vLLM asks for speculative decoding: speculative_config, spec_method,
-    or one that a command line shortens or divides by dots."""
+    """True if this argument of vLLM asks for speculative decoding: speculative_config or
+    spec_method, also in a short or dotted form as on a command line."""
     return name.replace("-", "_").startswith("spec") and value is not None

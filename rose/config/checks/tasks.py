@@ -21,7 +21,7 @@ def check(c: Config, need: Need) -> None:
 
 
 def _check_env(c: Config, need: Need) -> None:
-    """Check each member, and that there is one."""
+    """Check each environment of a mixture, and that there is at least one."""
     need(
         len(c.env.members) > 0,
         "env.members",
@@ -136,5 +136,5 @@ def _check_reward(c: Config, need: Need) -> None:
         if unscored and not r.pools:
             raise ConfigError(
                 f"{key}.args.reward=null: then reward= must say what an answer is "
-                "worth, as reward=function; it is environment"
+                "worth, as reward=function; with reward=environment nothing scores the answers"
             )

@@ -28,9 +28,9 @@ def seconds(time: str | int) -> int | None:
 
 
 def too_short(c: Config, warning_s: int, default: str = "") -> str:
-    """Return an error about the first time limit that leaves less than `START_S` before the
-    warning, which comes `warning_s` before the limit; "" if there is none. `default`:
-    SBATCH_TIMELIMIT, which Slurm uses where the job's script names no limit."""
+    """Return an error about the first time limit that is too short, else "". Slurm warns the job
+    `warning_s` before the limit, and at least `START_S` must pass before the warning. `default`:
+    SBATCH_TIMELIMIT, which Slurm uses if the job's script names no limit."""
     found = limits(c) or ([("SBATCH_TIMELIMIT", default)] if default else [])
     for source, limit in found:
         allowed = seconds(limit)
@@ -52,9 +52,9 @@ def limits(c: Config) -> list[tuple[str, str | int]]:
     for name in ("trainer", "rollout"):
         component = getattr(c.cluster.slurm, name)
         named = [(f"cluster.slurm.{name}.time", component.time)] if component.time else []
-        for at, option in enumerate(component.sbatch):
+        for index, option in enumerate(component.sbatch):
             name_of_option, _, value = option.partition("=")
             if name_of_option == "--time":
-                named.append((f"cluster.slurm.{name}.sbatch.{at}=--time", value))
+                named.append((f"cluster.slurm.{name}.sbatch.{index}=--time", value))
         found += named[-1:]
     return found

@@ -27,25 +27,28 @@ WINDOW = 512
 
 
 class Elastic(AllIdle):
-    """`all_idle` with elastic engines: those that share GPUs (`WorkerJoined.shape`) wake and sleep
-    as the phase of a step demands.
+    """`all_idle` with elastic engines: of the engines that share GPUs (`WorkerJoined.shape`), the
+    policy wakes those that suit the step's present load.
 
     Engines whose GPUs overlap form a block, and each block has one degree awake at a time. An
     engine that shares no GPU is always awake. At every tick the policy predicts for each degree how
-    long the block's turns, and its share of the waiting ones, will take: the product of
-    - the seconds of a decode step, with the turns that an engine gets, at most its sequences;
-    - the tokens that a trajectory of their length has left: the mean over those of the last WINDOW
-      trajectories that were longer;
-    - the waves that serve all turns.
+    long the block's turns, and its share of the waiting turns, will take. The prediction is the
+    product of
+    - the seconds of a decode step. Its batch is the number of turns per engine, or the engine's
+      `max_sequences` if that is less;
+    - the tokens that a trajectory with the turns' mean length still generates: the mean over the
+      longer ones among the last WINDOW trajectories;
+    - the number of such batches, one after the other, in which an engine serves its turns.
 
     The block changes its degree if that saves more than it costs, and at least the share `gain` of
     the time. The cost is `switch_s` (aborted turns, weights copied over PCIe) plus the prefill of
-    all contexts, by the times of the engine's shape. The degree that joined first is awake at the
-    beginning, and again if no engine of the block is awake because one was lost.
+    all contexts, by the times of the engine's shape. At the beginning the degree that joined first
+    is awake. It wakes again if the block has lost its only awake engine.
 
-    RollPacker doubles the degree for the next step when preemptions exceed 1.05 times those before,
-    and halves it after four steps without. Libra takes the mix that its cost model prefers every 20
-    steps. Both decide between steps, so neither adapts to the tail of a step, as this policy does.
+    RollPacker doubles the degree for the next step if the preemptions exceed 1.05 times those of
+    the step before, and halves it after four steps without preemptions. Libra chooses a mix of
+    degrees by its cost model every 20 steps. Both decide between steps, so unlike this policy they
+    can't adapt to the tail of a step.
     """
 
     def __init__(
@@ -77,13 +80,13 @@ class Elastic(AllIdle):
         match event:
             case WorkerJoined(worker=name, shape=Shape() as shape):
                 self._shaped[name] = shape
-                self._arrange()
+                self._find_blocks()
                 others = [w for w in self._shaped if w != name and _overlap(self._shaped[w], shape)]
                 if any(not cluster.workers[w].resting for w in others):
                     actions.append(RestWorker(name))
             case WorkerLost(worker=name) if name in self._shaped:
                 del self._shaped[name]
-                self._arrange()
+                self._find_blocks()
         return actions
 
     def decide(self, at: float, cluster: Cluster) -> list[Action]:
@@ -93,7 +96,7 @@ class Elastic(AllIdle):
                 actions += self._reshape(degrees, cluster)
         return actions
 
-    def _arrange(self) -> None:
+    def _find_blocks(self) -> None:
         self._blocks, end = [], 0
         for name, shape in sorted(self._shaped.items(), key=lambda each: each[1].first):
             if shape.first >= end:
@@ -137,7 +140,7 @@ class Elastic(AllIdle):
 
 
 class Load(NamedTuple):
-    """Work of a block: its turns, and its share of the waiting ones."""
+    """Work of a block: its running turns and its share of the waiting turns."""
 
     turns: float  # number of turns
     context: float  # mean tokens of context
@@ -145,10 +148,10 @@ class Load(NamedTuple):
 
 
 class Residuals:
-    """Prediction of the tokens that a trajectory has left, by those that it has generated."""
+    """Predicts the tokens that a trajectory still generates from those that it has generated."""
 
     def __init__(self) -> None:
-        self._made: dict[str, int] = {}  # trajectory -> tokens of its ended turns
+        self._generated: dict[str, int] = {}  # trajectory -> tokens of its ended turns
         self._recent: deque[int] = deque()  # tokens of the last ended trajectories, oldest first
         self._ordered: list[int] = []  # the same, ascending
 
@@ -156,9 +159,9 @@ class Residuals:
         match event:
             case TurnEnded(turn=name, tokens=tokens):
                 trajectory = cluster.turns[name].trajectory
-                self._made[trajectory] = self._made.get(trajectory, 0) + tokens
+                self._generated[trajectory] = self._generated.get(trajectory, 0) + tokens
             case TrajectoryEnded(trajectory=name, tokens=tokens):
-                self._made.pop(name, None)
+                self._generated.pop(name, None)
                 if tokens:  # 0 if it was cancelled and its length is unknown
                     if len(self._recent) == WINDOW:
                         self._ordered.remove(self._recent.popleft())
@@ -167,10 +170,11 @@ class Residuals:
 
     def made(self, turn: TurnState) -> int:
         """Return the tokens that the turn's trajectory has generated so far."""
-        return self._made.get(turn.trajectory, 0) + turn.made_tokens
+        return self._generated.get(turn.trajectory, 0) + turn.made_tokens
 
     def left(self, made: float) -> float:
-        """Return the mean tokens that longer trajectories had left here; 0 if there was none."""
+        """Return the mean number of tokens that longer trajectories generated after their first
+        `made`; 0 if there was no longer one."""
         longer = self._ordered[bisect_right(self._ordered, made) :]
         return sum(longer) / len(longer) - made if longer else 0.0
 

@@ -104,7 +104,8 @@ class LibraRouting:
         return []
 
     def _bucket_of(self, shape: Shape | None) -> int:
-        """Return the bucket of a worker that joins: by its degree, else the one that lacks most."""
+        """Return the bucket of a worker that joins: the one of its degree, else the bucket that is
+        furthest below its share."""
         if self.degrees is not None and shape is not None:
             return bisect_left(self.degrees, shape.degree)
         total = 1 + len(self._bucket)
@@ -158,18 +159,19 @@ class LibraPlanner:
       divided by a worker's rate.
     - Training: inversely proportional to the number of workers that train.
     Rate and training time are measured; the authors use formulas and simulators. The best split is
-    taken if it saves more than `cost_s` seconds of a step, the cost of a change, and at least the
-    share `gain`: the authors' rule with their values, 15 s and 5 %. Their plans also choose
-    tensor-parallel degrees; here all workers of a pool have the same.
+    used if it saves more than `cost_s` seconds of a step, the cost of a change, and at least the
+    share `gain` of the step. That is the authors' rule with their values, 15 s and 5 %. Their plans
+    also choose tensor-parallel degrees; here all workers of a pool have the same.
 
     Simulated, the trainer's GPUs are split. Hybrid workers train at first. GPUs worth
     `training_workers` workers always train; if that is 0, one hybrid worker always trains.
 
-    Live, dedicated workers with a replica are split (trainer.elastic_replicas). Those that are to
-    train, the ones with the fewest turns, rest while the trainer works: `replicas` of them until
-    the first plan. At least one dedicated worker continues. A split that was tried with the present
-    number of trainer ranks is rated by its last measured training time per token. A training that
-    lost a replica isn't measured. Rollout is predicted longer by the time that workers rest.
+    Live, dedicated workers with a replica are split (trainer.elastic_replicas). While the trainer
+    trains, the workers with the fewest turns rest, and their replicas train. Their number is
+    `replicas` until the first plan; at least one dedicated worker continues. A split that was tried
+    with the present number of trainer ranks is rated by its last measured training time per token.
+    A training that lost a replica isn't measured. The predicted time of a rollout includes the time
+    for which workers rest.
     """
 
     plans_replicas = True

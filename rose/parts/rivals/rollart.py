@@ -13,12 +13,12 @@ class RollArt:
     """Send the turns of a domain to the GPUs that suit them, or to others if those are full
     (RollArt, arXiv 2512.22560, hardware-affinity workload mapping).
 
-    Prefill-heavy domains (many turns, short outputs) suit devices with much compute, decode-heavy
-    ones (few turns, long outputs) those with much memory bandwidth per cost. As in the paper, the
-    user declares it: `hardware` maps a domain (`TurnRequested.domain`) to hardware
-    (`WorkerJoined.hardware`), and `default` is for all other domains; "" means any. The paper maps
-    prefill-heavy to H800 and decode-heavy to H20. On the chosen hardware the worker with the
-    trajectory's cached prefix comes first.
+    Prefill-heavy domains (many turns, short outputs) suit devices with much compute. Decode-heavy
+    domains (few turns, long outputs) suit devices with much memory bandwidth per cost. As in the
+    paper, the user declares the hardware: `hardware` maps a domain (`TurnRequested.domain`) to
+    hardware (`WorkerJoined.hardware`), and `default` is for all other domains; "" means any. The
+    paper maps prefill-heavy to H800 and decode-heavy to H20. On the chosen hardware the worker with
+    the trajectory's cached prefix comes first.
     """
 
     def __init__(self, hardware: dict[str, str], default: str) -> None:

@@ -12,12 +12,12 @@ class Serverless:
     """Request workers as turns arrive and release them as turns end (λRL-like: the serverless
     baseline of ROSE's evaluation, and MinionsRL before it).
 
-    At once, it requests as many workers as the unfinished turns need at `turns_per_worker` each, up
-    to `max`. Workers that weren't needed for `keep_alive_s` are released, the last requested first.
-    So every step pays for allocation again: queue, start, and a whole copy of the weights. After a
-    refusal it requests nothing for `back_off_s`, and twice as long after each further one, up to
-    five minutes. Requests that are open together count as one refusal. Times are in seconds; the
-    values in `conf` are ours.
+    It requests, without delay, as many workers as the unfinished turns need at `turns_per_worker`
+    each, up to `max`. Workers that weren't needed for `keep_alive_s` are released, the last
+    requested first. So every step pays for allocation again: queue, start, and a whole copy of the
+    weights. After a refusal it requests nothing for `back_off_s`. Each further refusal doubles this
+    time, up to five minutes. If several open requests are refused together, that counts as one
+    refusal. Times are in seconds; the values in `conf` are ours.
     """
 
     asks_for_jobs = True
@@ -35,7 +35,7 @@ class Serverless:
         self.keep_alive_s, self.back_off_s = keep_alive_s, back_off_s
         # Index n: last time at which at least n workers were needed
         self._needed_at = [-math.inf] * (max + 1)
-        self._asked = 0
+        self._requested = 0
 
     def decide(self, at: float, cluster: Cluster) -> list[Action]:
         need = min(self.max, math.ceil(len(cluster.turns) / self.turns_per_worker))
@@ -45,7 +45,7 @@ class Serverless:
             return (
                 []
                 if cluster.back_off.waits(at, self.back_off_s)
-                else self._ask(need - have, cluster)
+                else self._request_workers(need - have, cluster)
             )
         keep = next(
             (n for n in range(self.max, need, -1) if at - self._needed_at[n] < self.keep_alive_s),
@@ -53,11 +53,11 @@ class Serverless:
         )
         return [ReleaseCapacity(name) for name in reversed(list(cluster.requests)[keep:])]
 
-    def _ask(self, count: int, cluster: Cluster) -> list[Action]:
+    def _request_workers(self, count: int, cluster: Cluster) -> list[Action]:
         names: list[str] = []
         while len(names) < count:
-            self._asked += 1
+            self._requested += 1
             # A request of an earlier attempt of the run may have the name.
-            if (name := f"lend-{self._asked}") not in cluster.requests:
+            if (name := f"lend-{self._requested}") not in cluster.requests:
                 names.append(name)
         return [RequestCapacity(name) for name in names]

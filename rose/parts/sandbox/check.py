@@ -1,10 +1,10 @@
 """Run a check: a program in a sandbox's final state that the agent's processes can't touch.
 
 A check has the sandbox's root, network and limits, but process and mount namespaces of its own
-beside the agent's. So the agent's processes can't see, trace or end it, nor see its files and its
-verdict. A check doesn't see settings for test programs that the agent left in the root. Servers
-that the agent started keep running. An agent can change the programs of an image, such as its
-Python, and nothing here prevents that; without an image programs are read-only.
+beside the agent's. So the agent's processes can't see, trace or end it, and can't see its files or
+its verdict. If the agent has put settings for test programs into the root, the check doesn't see
+them. Servers that the agent started keep running. An agent can change the programs of an image,
+such as its Python, and nothing here prevents that; without an image programs are read-only.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def _serve(
 
 
 def given(image: str) -> dict[str, bytes | None]:
-    """Return the names in the root that a sandbox started with, each with the content of its file
-    if it matches `SETTINGS`, else None."""
+    """Return the names in the root with which a sandbox started. A name that matches `SETTINGS`
+    maps to the content of its file, any other name to None."""
     found: dict[str, bytes | None] = {}
     for entry in os.scandir(image):
         found[entry.name] = None
@@ -176,7 +176,8 @@ def pack(folder: str) -> bytes:
 
 
 def unpack(tar: bytes, folder: str) -> None:
-    """Unpack a tar of `pack` in `folder`. Raises ValueError if it has more than files below it."""
+    """Unpack a tar of `pack` in `folder`. Raises ValueError if it has other entries than files
+    below `folder`."""
     with tarfile.open(fileobj=io.BytesIO(tar)) as packed:
         for member in packed:
             inside = PurePosixPath(member.name)

@@ -9,8 +9,9 @@
 
 The policy `classified` captures what the inspector finds changed (Crab, arXiv 2604.28138). `full`
 captures everything after each turn, `files` the files and the shell's variables. Where processes
-can't be captured, files and variables are, and the restored sandbox names what it lacks. If a turn
-is skipped because there was no room or an error occurred, the next capture includes its changes.
+can't be captured, only files and variables are, and the restored sandbox names what it lacks. If a
+turn is skipped because there was no room or an error occurred, the next capture includes its
+changes.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ MOST_BYTES = 8 << 30
 
 @dataclass(frozen=True)
 class _Point:
-    """A turn that is stored or waits to be."""
+    """A turn whose capture is stored or in the queue."""
 
     turn: int
     ticket: Ticket | None
@@ -50,8 +51,8 @@ class _Point:
 
 @dataclass(frozen=True)
 class Restored:
-    """A restored sandbox. `turn`: the one whose state it has, earlier than requested if later
-    ones could not be restored; `wrong` has their errors."""
+    """A restored sandbox with the state after `turn`. This is an earlier turn than requested if
+    later ones could not be restored; `wrong` has their errors."""
 
     box: Sandbox
     name: str
@@ -82,19 +83,22 @@ class Checkpointer:
         self._origin = origin
         self._parent = (origin.name, origin.turn) if origin else None
         self._last: _Point | None = None  # the newest capture
-        self._since: Listing | None = None  # the newest capture's listing
-        # Least kind of the next capture. Processes of a restored sandbox are already stored.
-        self._due = FILES
-        self._unsure: set[str] | None = set()  # files that it must copy in any case; None: all
+        self._last_listing: Listing | None = None  # the newest capture's listing
+        # Least kind of the next capture; a turn that changes more raises it. FILES is enough at
+        # first even for a restored sandbox, because its processes are already stored.
+        self._due_kind = FILES
+        # Files that the next capture copies even if they look unchanged; None: all files.
+        self._unsure: set[str] | None = set()
         self._size = 0  # bytes of the last capture
         self._too_large = False  # True after a capture was too large, which is logged once
         self._lost = False  # True while no capture has the newest state of the processes
-        # Turns by kind of capture, and `skipped` turns; seconds that captures delayed the agent;
-        # bytes of captures, and what they took in the store.
+        # Number of turns by kind of capture, and of skipped turns; seconds that captures delayed
+        # the agent; bytes of captures, before and after packing.
         self.stats = dict.fromkeys((*ORDER, "skipped", "seconds", "raw_bytes", "bytes"), 0)
 
     async def begin(self) -> None:
-        """Count changes from the sandbox's present state on. Raises `SandboxError`."""
+        """Make the sandbox's present state the one that the first turn is compared with. Raises
+        `SandboxError`."""
         # The clock may have stepped back since an earlier episode of this name was stored.
         stored = await asyncio.to_thread(self.engine.store.newest_life, self.name)
         self.life = max(self.life, stored + 1)
@@ -102,8 +106,8 @@ class Checkpointer:
             await self._inspector.look()
 
     async def move(self, box: Sandbox) -> None:
-        """Go on with `box`, the sandbox in an earlier state. The next capture is a complete one.
-        Raises `SandboxError`."""
+        """Continue with `box`, which has an earlier state of this sandbox. The next capture is
+        complete. Raises `SandboxError`."""
         self.box, self._inspector = box, Inspector(box)
         self._start_over()
         await self.begin()
@@ -121,15 +125,15 @@ class Checkpointer:
             self.stats["seconds"] += time.monotonic() - began
 
     async def _after_turn(self, turn: int) -> None:
-        change = await self._look()
-        self._due = max(self._due, change.kind, key=ORDER.index)
+        change = await self._classify()
+        self._due_kind = max(self._due_kind, change.kind, key=ORDER.index)
         if change.unsure is None or self._unsure is None:
             self._unsure = None
         else:
             self._unsure |= set(change.unsure)
         if self._last and (_failed(self._last.ticket.packed) or _failed(self._last.ticket.stored)):
             self._start_over()
-        if self._due == NONE:
+        if self._due_kind == NONE:
             self.stats[NONE] += 1
             self._points[turn] = self._last
         elif not self.engine.room(self._size):
@@ -137,20 +141,21 @@ class Checkpointer:
         else:
             await self._capture(turn)
 
-    async def _look(self) -> Change:
+    async def _classify(self) -> Change:
         if self.policy == CLASSIFIED:
             return await self._inspector.look()
         return Change(PROCESS if self.policy == FULL else FILES, self.policy, None)
 
     def _start_over(self) -> None:
-        """Make the next capture complete: the one that it would refer to was not stored, or is of
-        another sandbox."""
+        """Make the next capture complete, because the capture that it would refer to was not stored
+        or is of another sandbox."""
         self._points = {t: p for t, p in self._points.items() if p is not self._last}
-        self._last = self._since = self._parent = None
-        self._due = PROCESS
+        self._last = self._last_listing = self._parent = None
+        self._due_kind = PROCESS
 
     async def _capture(self, turn: int) -> None:
-        wanted = self._due
+        """Queue a capture of the due kind, or of files alone if processes can't be captured."""
+        wanted = self._due_kind
         possible = self.box.capture_kinds
         made = await self._take(wanted) if wanted in possible else None
         if made is None and wanted == PROCESS and FILES in possible:
@@ -178,8 +183,8 @@ class Checkpointer:
         self.stats["raw_bytes"] += self._size
         ticket.packed.add_done_callback(lambda _: self._count(ticket))
         self._points[turn] = self._last = _Point(turn, ticket)
-        self._parent, self._since, self._unsure = (self.name, turn), listing, set()
-        self._due = wanted if self._lost and PROCESS in possible else NONE
+        self._parent, self._last_listing, self._unsure = (self.name, turn), listing, set()
+        self._due_kind = wanted if self._lost and PROCESS in possible else NONE
 
     async def _refuse(self, made: Capture, turn: int, read: int) -> None:
         self.stats["skipped"] += 1
@@ -194,7 +199,7 @@ class Checkpointer:
 
     async def _take(self, kind: str) -> Capture | None:
         """Take a capture. If that fails, log it and return None."""
-        since = self._since
+        since = self._last_listing
         if since is not None and self._unsure is None:
             since = None
         elif since is not None and self._unsure:
@@ -217,8 +222,8 @@ class Checkpointer:
         return json.dumps(found).encode()
 
     async def settled(self, turn: int, wait_s: float = 60.0) -> bool:
-        """Return whether another host can restore the state after `turn`. If it waits to be stored,
-        give it priority and wait for it, for `wait_s` seconds at most."""
+        """Return whether another host can restore the state after `turn`. If its capture is still
+        queued, give it priority and wait for it, at most `wait_s` seconds."""
         point, origin = self._points.get(turn), self._origin
         if point is None and origin is not None and turn == origin.turn:
             shared = self.engine.store.behind
@@ -259,8 +264,8 @@ def _failed(future: asyncio.Future[str]) -> bool:
 
 
 def _without(listing: Listing, paths: set[str]) -> Listing:
-    """Return the listing without the files at `paths`, under all of their names: of a file with
-    several names only the first one's entry has the content."""
+    """Return the listing without the files at `paths`, under all names of these files: if a file
+    has several names, only the entry of the first has its content."""
     inodes = {entry["ino"] for entry in listing if entry["path"] in paths}
     return [entry for entry in listing if entry["ino"] not in inodes]
 

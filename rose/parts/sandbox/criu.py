@@ -130,7 +130,7 @@ def interpreter(path: str) -> str:
 
 
 def order() -> dict[str, Any]:
-    """Return the argument of `open_program`, fit for JSON. Raises `SandboxError`."""
+    """Return the argument of `open_program`, as plain values for JSON. Raises `SandboxError`."""
     return asdict(find())
 
 
@@ -157,7 +157,8 @@ class CriuError(Exception):
 
 
 class Criu:
-    """A request to a CRIU process, which starts for it. `dump` and `restore` raise `CriuError`."""
+    """A request to CRIU, for which a CRIU process is started. `dump` and `restore` raise
+    `CriuError`."""
 
     def __init__(self, opened: Opened, images: int) -> None:
         self.opened, self.images = opened, images
@@ -166,7 +167,7 @@ class Criu:
 
     def dump(self, session: int, on_held: Callable[[], None]) -> None:
         """Write `session` and its descendants to images. `on_held` is called when they are written
-        and still held; afterwards they run on."""
+        and still stopped. When it returns, they continue."""
         options = _options(self.images) + [(2, session), (3, 1)]
         answer = self._ask(DUMP, options, on_held)
         if not answer.get(2):
@@ -189,12 +190,13 @@ class Criu:
     def _ask(
         self, kind: int, options: list[tuple[int, Any]], on_held: Callable[[], None] | None
     ) -> dict[int, Any]:
+        """Start CRIU, send it one request of this kind, and return its result."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
             try:
-                self._become(theirs, write, listen=kind == DUMP)
+                self._exec_criu(theirs, write, listen=kind == DUMP)
             finally:
                 os._exit(127)
         theirs.close()
@@ -217,7 +219,10 @@ class Criu:
                     os.waitpid(pid, 0)
             os.close(read)
 
-    def _become(self, line: socket.socket, log: int, listen: bool) -> NoReturn:
+    def _exec_criu(self, channel: socket.socket, log: int, listen: bool) -> NoReturn:
+        """Replace this forked process by CRIU, which serves requests on `channel` and writes its
+        errors to `log`. `listen`: first send the parent a listener for calls about filters
+        (trace.py)."""
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         os.dup2(os.open("/dev/null", os.O_RDWR), 0)
         os.dup2(0, 1)
@@ -225,23 +230,25 @@ class Criu:
         own = self.opened
         if listen and kernel.SECCOMP is not None:
             listener = trace.notify()
-            socket.send_fds(line, [b"l"], [listener])
+            socket.send_fds(channel, [b"l"], [listener])
             os.close(listener)
-        for fd in (*own.libraries, own.program, own.cache, self.images, line.fileno()):
+        for fd in (*own.libraries, own.program, own.cache, self.images, channel.fileno()):
             os.set_inheritable(fd, True)
         folders = ":".join(f"/proc/self/fd/{fd}" for fd in own.libraries)
         cache = f"/proc/self/fd/{own.cache}"
-        argv = ["criu", "--inhibit-cache", "--library-path", folders]
-        argv += [f"/proc/self/fd/{own.program}", "--no-default-config", "swrk", str(line.fileno())]
+        program = f"/proc/self/fd/{own.program}"
+        argv = ["criu", "--inhibit-cache", "--library-path", folders, program]
+        argv += ["--no-default-config", "swrk", str(channel.fileno())]
         os.execve(own.loader, argv, {"XDG_RUNTIME_DIR": cache, "CRIU_LIBS_DIR": cache})
 
     def _serve(
-        self, line: socket.socket, log: int, listener: int, on_held: Callable[[], None] | None
+        self, channel: socket.socket, log: int, listener: int, on_held: Callable[[], None] | None
     ) -> dict[int, Any]:
-        """Serve CRIU until its last answer and return that, {} if it ended before; keep its log."""
+        """Answer CRIU's notifications and keep its log until its result arrives. Return the result;
+        {} if CRIU ended without one."""
         program = kernel.filter_program() if listener >= 0 else b""
         poll = select.poll()
-        for fd in (line.fileno(), log, *([listener] if listener >= 0 else [])):
+        for fd in (channel.fileno(), log, *([listener] if listener >= 0 else [])):
             poll.register(fd, select.POLLIN)
         while True:
             for fd, event in poll.poll():
@@ -255,13 +262,13 @@ class Criu:
                 elif fd == listener:
                     poll.unregister(listener)
                 else:
-                    data = line.recv(1 << 16)
+                    data = channel.recv(1 << 16)
                     answer = decode(data)
                     if not data or answer[1] != NOTIFY:
                         return answer
                     if on_held is not None and decode(answer[5]).get(1) == b"post-dump":
                         on_held()
-                    line.send(encode([(1, NOTIFY), (3, 1)]))
+                    channel.send(encode([(1, NOTIFY), (3, 1)]))
 
     def _foreign(self, task: int) -> None:
         self._problem = f"thread {task} has a filter of system calls of its own"
@@ -299,13 +306,14 @@ def encode(fields: list[tuple[int, Any]]) -> bytes:
     made = b""
     for number, value in fields:
         if isinstance(value, bytes):
-            made += _number(number << 3 | 2) + _number(len(value)) + value
+            made += _varint(number << 3 | 2) + _varint(len(value)) + value
         else:
-            made += _number(number << 3) + _number(value % (1 << 64))
+            made += _varint(number << 3) + _varint(value % (1 << 64))
     return made
 
 
-def _number(value: int) -> bytes:
+def _varint(value: int) -> bytes:
+    """Encode a whole number as a varint of protobuf."""
     made = bytearray()
     while value > 0x7F:
         made.append(value & 0x7F | 0x80)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rose.doctor.finding import Finding
 from rose.parts import sandbox
+from rose.parts.doctor.finding import Finding
 
 
 def findings() -> list[Finding]:

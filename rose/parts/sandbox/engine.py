@@ -4,10 +4,11 @@
                           packed                                      stored
 
 One process (`packer`) does both steps. Turns that a caller waits for, or whose sandbox has begun
-its next turn, come first; then the oldest captures. Turns of one sandbox are done in order, and
-those of several at once, so that a large one delays no other. Raw captures that wait are bounded:
-beyond the bound a turn is skipped, and a later one takes its place. When a disk is full,
-checkpointing stops with one message, and the run goes on. No method blocks the event loop.
+its next turn, come first; then the oldest captures. Turns of one sandbox are processed in order,
+and several sandboxes at once, so that a large turn delays no other sandbox. The raw captures that
+wait are bounded: beyond the bound a turn is skipped, and the next capture includes its changes.
+When a disk is full, checkpointing stops with one message, and the run goes on. No method blocks the
+event loop.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ COLLECT_S = 30.0  # seconds between two removals of packs that no manifest names
 
 @dataclass
 class Counters:
-    """Sums since the start. `raw_bytes`: sizes of captures; `packed_bytes`, `stored_bytes`: what
-    they took in the local and the shared store; `lag_s`: seconds from captures to their arrival in
+    """Sums since the start. `raw_bytes`: sizes of captures; `packed_bytes`, `stored_bytes`: their
+    sizes in the local and the shared store; `lag_s`: seconds from captures to their arrival in
     the shared store; `late`: captures not stored when the sandbox's next turn began."""
 
     stored: int = 0
@@ -116,7 +117,7 @@ class Engine:
         """Start the packer. Raises `SandboxError` if either folder can't be used."""
         try:
             await asyncio.to_thread(self._make_folders)
-            await self._alive()
+            await self._running_packer()
         except OSError as error:
             raise SandboxError(f"checkpoints can't be kept: {error}") from None
         return self
@@ -137,7 +138,7 @@ class Engine:
         with held(self._home / "lock", LOCK_S):
             left.take_over(self._home, self._shared, self.say)
 
-    async def _alive(self) -> PackerProcess:
+    async def _running_packer(self) -> PackerProcess:
         """Return a running packer. Raises OSError if none can start, or too many have died."""
         async with self._starting:
             if self._packer is None or self._packer.killed or self._packer.ended:
@@ -182,8 +183,8 @@ class Engine:
         return ticket
 
     def urge(self, name: str, late: bool = False) -> None:
-        """Give the captures of `name` priority. `late`: its next turn begins before they are
-        stored."""
+        """Give the queued captures of `name` priority. `late`: count them as late, because the
+        sandbox's next turn has begun."""
         for stage in ("save", "copy"):
             for ticket in self._waiting[stage] + self._at_work[stage]:
                 if ticket.name == name:
@@ -192,8 +193,8 @@ class Engine:
                     ticket.late |= late
 
     async def packed(self, name: str, turn: int, life: int) -> None:
-        """Wait until the captures of `name` up to `turn` can be loaded here or have failed. If the
-        turn isn't here then, take over what dead hosts of this machine had packed."""
+        """Wait until each capture of `name` up to `turn` is in the local store or has failed. If
+        the turn isn't in a store then, take over what dead hosts of this machine have packed."""
         self.urge(name)
         on_their_way = self._waiting["save"] + self._at_work["save"]
         for ticket in on_their_way:
@@ -211,8 +212,8 @@ class Engine:
         self._forget_unwanted()
 
     async def sweep(self) -> None:
-        """Remove all stored turns of names that aren't `wanted`, also those that killed hosts and
-        earlier attempts of the run left. Returns when that is done."""
+        """Remove all stored turns of names that aren't `wanted`, including names from killed hosts
+        and from earlier attempts of the run. Return when they are removed."""
 
         def unwanted() -> list[str]:
             return [name for name in self.store.behind.names() if not self._wanted(name)]
@@ -221,9 +222,8 @@ class Engine:
         try:
             for name in await asyncio.to_thread(unwanted):
                 order = {"do": "forget", "name": name, "keep": 0, "upto": None}
-                self._order_tidy(
-                    order | {"unless_wanted": True}
-                )  # checked again when the order's turn comes
+                # `wanted` is checked again when the order is carried out.
+                self._order_tidy(order | {"unless_wanted": True})
         except OSError as error:
             self.say(f"old checkpoints of sandboxes stay: {error}")
         if self._tidying is not None:
@@ -327,11 +327,11 @@ class Engine:
         self._dispatch()
 
     async def _ask(self, order: dict[str, Any], wait_s: float) -> dict[str, Any] | None:
-        """Return the packer's answer, None if it died. A packer that doesn't answer is killed; its
-        other callers ask the next one."""
+        """Return the packer's answer; None if the packer died. A packer that doesn't answer is
+        killed, and other orders that it had are sent to the next packer."""
         while True:
             try:
-                packer = await self._alive()
+                packer = await self._running_packer()
                 return await asyncio.wait_for(packer.ask(order), wait_s)
             except TimeoutError:
                 packer.kill()
@@ -395,16 +395,17 @@ class Engine:
             order = self._tidy.pop(0)
             if order.get("unless_wanted") and await asyncio.to_thread(self._wanted, order["name"]):
                 continue
-            if held_up := self._in_the_way(order):
-                await asyncio.wait([t.stored for t in held_up], timeout=JOB_S)
+            if blocking := self._blocking_tickets(order):
+                await asyncio.wait([t.stored for t in blocking], timeout=JOB_S)
             self._note(await self._ask(order, JOB_S))
             if time.monotonic() > self._collected + COLLECT_S:
                 self._collected = time.monotonic()
                 self._note(await self._ask({"do": "collect", "name": ""}, JOB_S))
 
-    def _in_the_way(self, order: dict[str, Any]) -> list[Ticket]:
-        """Return the queued captures that must be stored before `order` removes turns of `name`:
-        those that refer to such turns and, if all turns of `name` go, its own."""
+    def _blocking_tickets(self, order: dict[str, Any]) -> list[Ticket]:
+        """Return the queued captures that must be stored before `order` removes turns of a name.
+        These are the captures that refer to turns of that name and, if all its turns are to be
+        removed, the captures of the name itself."""
         name, whole = order["name"], order["upto"] is None
         return [
             ticket

@@ -343,9 +343,9 @@ class Init:
 
 
 def leave_low_numbers(last: int = LOW_NUMBERS) -> None:
-    """Give new processes ids above `last`. Linux gives the low ids only once. So those of the
-    processes that restore a capture don't collide with the ids in it, which captured processes must
-    get again."""
+    """Give new processes ids above `last`. Captured processes must get their ids again when they
+    are restored, and these are higher: Linux gives the low ids only once. So the processes that
+    restore a capture leave those ids free."""
     with (
         contextlib.suppress(OSError),
         open("/proc/sys/kernel/ns_last_pid", "r+", encoding="utf-8") as file,

@@ -46,7 +46,8 @@ class Change:
 
 
 class Inspector:
-    """Inspects one running sandbox. The first inspection finds all new: its kind is `process`."""
+    """Inspects one running sandbox. The first inspection has nothing to compare with, so its kind
+    is `process`."""
 
     def __init__(self, box: Sandbox) -> None:
         self.box = box
@@ -60,9 +61,10 @@ class Inspector:
         return Change(kind, why, unsure, time.monotonic() - began)
 
     async def _look(self) -> tuple[str, str, tuple[str, ...] | None]:
-        said = await self.box.account()
-        shell, before = parts(said), self._shell
-        clock, clock_before = _clock(said), self._clock
+        """Return (kind, why, unsure) of the change since the last call; see `Change`."""
+        printed = await self.box.account()
+        shell, before = parts(printed), self._shell
+        clock, clock_before = _clock(printed), self._clock
         self._shell, self._clock = shell, clock
         try:
             seen = await self.box.shell.look()
@@ -89,15 +91,16 @@ class Inspector:
         return NONE, "", unsure
 
     async def resume(self) -> None:
-        """Ignore that a capture of the processes made them run, which is no change by the agent.
-        Call it after each such capture. Raises `SandboxError`."""
+        """Ignore that the processes ran because of a capture, which is no change by the agent.
+        Call this after each capture of processes. Raises `SandboxError`."""
         await self.box.shell.resume()
 
 
-def parts(said: bytes | None) -> dict[bytes, bytes]:
-    """Return the hash of each part of a shell's state by name, without the volatile variables."""
+def parts(printed: bytes | None) -> dict[bytes, bytes]:
+    """Return the hash of each part of the state that a shell printed, by the part's name. The clock
+    and volatile variables are left out."""
     found = {}
-    for part in (said or b"").split(b"\1")[1:]:
+    for part in (printed or b"").split(b"\1")[1:]:
         name, _, text = part.partition(b"\n")
         if name == b"clock":
             continue
@@ -107,7 +110,8 @@ def parts(said: bytes | None) -> dict[bytes, bytes]:
     return found
 
 
-def _clock(said: bytes | None) -> int:
-    """Return when the shell's SECONDS were 0, in seconds since 1970. It may be off by one."""
-    found = CLOCK.search(said or b"")
+def _clock(printed: bytes | None) -> int:
+    """Return the time at which the shell's SECONDS were 0, in seconds since 1970. It may be off by
+    one; 0 if the shell didn't print it."""
+    found = CLOCK.search(printed or b"")
     return int(found[1]) if found else 0

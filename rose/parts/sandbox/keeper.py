@@ -267,7 +267,8 @@ class Keeper:
         return f"{self.base}/image"
 
     def criu_cache(self, user: int) -> str:
-        """Return a folder for CRIU's cache of kernel features. CRIU of each range must own its."""
+        """Return a folder for CRIU's cache of kernel features. Each range of users has its own
+        folder, because CRIU must own it."""
         own, known = f"{self.base}/criu/{user}", glob.glob(f"{self.base}/criu/*/*")
         if not os.path.isdir(own):
             os.mkdir(own, 0o700)

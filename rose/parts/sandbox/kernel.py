@@ -153,7 +153,8 @@ def unmount(target: str) -> None:
 
 
 def bind(source: str, target: str, read_only: bool = False) -> None:
-    """Bind-mount recursively. `read_only` applies to all mounts below, too (Linux 5.12)."""
+    """Bind-mount recursively. `read_only` applies to all mounts below `source`, too (Linux
+    5.12)."""
     mount(source, target, "", MS_BIND | MS_REC)
     if read_only:
         set_attributes(AT_FDCWD, target, ATTR_RDONLY | ATTR_NOSUID, recursive=True)
@@ -272,7 +273,8 @@ def raise_loopback() -> None:
 
 def confine(filter_calls: bool) -> None:
     """Drop all capabilities but `KEPT_CAPABILITIES` for good, in this process and its children. No
-    program gains any. `filter_calls` also refuses the system calls in `REFUSED`."""
+    program that they execute gains any. `filter_calls` also refuses the system calls in
+    `REFUSED`."""
     for capability in range(CAP_LAST):
         if capability not in KEPT_CAPABILITIES and LIBC.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
             break  # no further capability in this kernel
@@ -310,6 +312,8 @@ class _Compare(ctypes.Structure):
 
 @contextlib.contextmanager
 def _filter() -> Iterator[ctypes.c_void_p]:
+    """Yield libseccomp's filter that refuses the system calls in `REFUSED`, new user namespaces,
+    input into terminals, and families of sockets other than `FAMILIES`."""
     context = ctypes.c_void_p(SECCOMP.seccomp_init(ctypes.c_uint32(ACT_ALLOW)))
     if not context:
         raise OSError(errno.ENOMEM, "seccomp_init failed")

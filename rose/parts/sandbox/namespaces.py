@@ -46,8 +46,8 @@ PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 
 
 class _Line:
-    """The host's end of a sandbox's socket, where the keeper and process 1 send messages. Answers
-    come in the order of the orders."""
+    """The host's end of a sandbox's socket, to which the keeper and process 1 send messages.
+    Answers arrive in the order in which the orders were sent."""
 
     def __init__(self, end: socket.socket, on_event: Callable[[dict[str, Any] | None], None]):
         end.setblocking(False)
@@ -58,6 +58,7 @@ class _Line:
         self.open = True
 
     def _read(self) -> None:
+        """Take one message: an answer to the oldest open order, or an event."""
         try:
             message, fds = receive(self.end)
         except BlockingIOError:
@@ -279,9 +280,9 @@ class Namespaces:
         await self._order(do="resume")
 
     async def _open(self, path: str, write: bool) -> int:
-        """Open a file. If the sandbox lacks something that the agent's processes may have used up,
-        kill them and try again. Raises OSError for errors of the file, `SandboxError` for
-        others."""
+        """Open a file. If the sandbox lacks a resource that the agent's processes may have used up,
+        kill them and try again. Raises OSError for errors of the file, and `SandboxError` for any
+        other error."""
         for last in (False, True):
             try:
                 return (await self._order(do="open", path=_path(path), write=write))[1][0]
@@ -373,14 +374,17 @@ class Namespaces:
         return result
 
     async def beside(self, do: str, order: dict[str, Any], *fds: int, wait_s: float) -> Any:
-        """Run `do` in this sandbox and return its answer. Raises `SandboxError`."""
-        result, said = self._send_beside(do, order, *fds), bytearray()
+        """Have a child of the keeper carry out the order `do` in this sandbox, and return its
+        answer. Raises `SandboxError`."""
+        result, output = self._send_beside(do, order, *fds), bytearray()
         try:
             async with asyncio.timeout(wait_s):
-                await _until_end(result, said, ANSWER_BYTES, ANSWER_BYTES)
+                await _until_end(result, output, ANSWER_BYTES, ANSWER_BYTES)
         except TimeoutError:
             raise SandboxError(f"backend {NAME}: no {do} within {wait_s:g} s") from None
-        answer = json.loads(said or b'{"failed": "what did it was ended"}')
+        answer = json.loads(
+            output or b'{"failed": "the process that carried out the order was ended"}'
+        )
         if "failed" in answer:
             raise SandboxError(f"backend {NAME}: {answer['failed']}")
         return answer

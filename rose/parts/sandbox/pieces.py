@@ -27,8 +27,8 @@ ZEROS = bytes(PAGE_BYTES)
 @dataclass
 class Manifest:
     """A stored turn. `files`: path in the capture's folder -> (bytes, extents). `raw`: bytes of the
-    capture without holes; `written`: bytes that it took in this store. `image_turn`: the turn that
-    `image/` is of. `life`: number of the sandbox among those of its name, the last is greatest."""
+    capture without holes; `written`: bytes that it took in this store. `image_turn`: the turn in
+    which `image/` was captured. `life`: a number that grows with each sandbox of this name."""
 
     name: str
     turn: int

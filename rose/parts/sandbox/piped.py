@@ -89,6 +89,7 @@ class Piped:
         return self
 
     async def _begin_session(self, images: Path | None = None) -> None:
+        """Start the session, or restore it from `images`, and connect its three pipes."""
         for argv in self.program.begin(self.spec, self.folder):
             await self._expect(argv, f"{self.program.PROGRAM}: not begun within {START_S:g} s")
         ours = [os.pipe() for _ in range(3)]

@@ -113,17 +113,18 @@ class Sandbox:
             await self.shell.resume()
 
     async def _replay(self, script: str) -> list[str]:
-        """Restore a state with `script`. Return what could not be. Raises `SandboxError`."""
-        turn = _Turn(self.shell, OUTPUT_BYTES)
-        turn.begin(script.encode(errors="surrogateescape") + b"\0")
+        """Restore a state with `script`. Return the parts that could not be restored. Raises
+        `SandboxError`."""
+        running = _RunningCommand(self.shell, OUTPUT_BYTES)
+        running.begin(script.encode(errors="surrogateescape") + b"\0")
         try:
-            waiting = {turn.done, self._ended}
+            waiting = {running.done, self._ended}
             await asyncio.wait(waiting, timeout=ACCOUNT_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            turn.end()
-        if turn.code is None:
+            running.end()
+        if running.code is None:
             raise SandboxError(f"its shell did not take the captured state in {ACCOUNT_S:g} s")
-        return lost(bytes(turn.output))
+        return lost(bytes(running.output))
 
     @classmethod
     async def start(cls, spec: Spec, backend: str = "auto") -> Sandbox:
@@ -153,25 +154,25 @@ class Sandbox:
         if b"\0" in data or len(data) > COMMAND_BYTES or command in (ACCOUNT, "\2"):
             words = f"not run: a command has at most {COMMAND_BYTES} bytes of text"
             return Result("", None, words)
-        turn = _Turn(self.shell, limit)
+        running = _RunningCommand(self.shell, limit)
         began = time.monotonic()
         ticks = int(time.clock_gettime(time.CLOCK_BOOTTIME) * TICKS_PER_S)
-        turn.begin(data + b"\0")
+        running.begin(data + b"\0")
         try:
-            await self._wait(turn, wait_s)
-            note, restarted = await self._settle(turn, ticks, wait_s)
+            await self._wait(running, wait_s)
+            note, restarted = await self._settle(running, ticks, wait_s)
         finally:
-            turn.end()
-        if turn.dropped:
-            cut = f"output cut: the first {limit} of {limit + turn.dropped} bytes are shown"
+            running.end()
+        if running.dropped:
+            cut = f"output cut: the first {limit} of {limit + running.dropped} bytes are shown"
             note = "; ".join(filter(None, (note, cut)))
-        code = turn.code if not note or turn.stopped is None else None
+        code = running.code if not note or running.stopped is None else None
         if code == 137 and not note:
             note = f"exit code 137: killed; the sandbox has {self.spec.limits.memory_mib} MiB"
-        elif code and turn.dropped:
+        elif code and running.dropped:
             note += f"; exit code {code}"
         seconds = time.monotonic() - began
-        output = bytes(turn.output).decode(errors="replace")
+        output = bytes(running.output).decode(errors="replace")
         result = Result(output, code, note, seconds, restarted)
         if self.on_turn is not None:
             await self.on_turn(result)
@@ -183,47 +184,49 @@ class Sandbox:
         `SandboxError`."""
         if self._closed:
             raise SandboxError("the sandbox is closed")
-        turn = _Account(self.shell, ACCOUNT_BYTES)
+        running = _Account(self.shell, ACCOUNT_BYTES)
         ticks = int(time.clock_gettime(time.CLOCK_BOOTTIME) * TICKS_PER_S)
-        turn.begin(ACCOUNT.encode() + b"\0")
+        running.begin(ACCOUNT.encode() + b"\0")
         try:
-            await self._wait(turn, wait_s)
-            note, _ = await self._settle(turn, ticks, wait_s)
+            await self._wait(running, wait_s)
+            note, _ = await self._settle(running, ticks, wait_s)
         finally:
-            turn.end()
-        return None if note or turn.dropped else bytes(turn.output)
+            running.end()
+        return None if note or running.dropped else bytes(running.output)
 
-    async def _wait(self, turn: _Turn, wait_s: float) -> None:
-        """Return when the turn is done, the shell has ended or waits for its next command, or after
-        `wait_s` seconds."""
-        until, waiting = time.monotonic() + wait_s, {turn.done, self._ended}
+    async def _wait(self, running: _RunningCommand, wait_s: float) -> None:
+        """Wait until the command is done, the shell has ended or waits for its next command, or
+        `wait_s` seconds have passed."""
+        until, waiting = time.monotonic() + wait_s, {running.done, self._ended}
         while (left_s := until - time.monotonic()) > 0:
             pause_s = min(left_s, IDLE_EVERY_S)
             if (await asyncio.wait(waiting, timeout=pause_s, return_when="FIRST_COMPLETED"))[0]:
                 return
-            if turn.written and await self.shell.idle() and not turn.done.done():
-                turn.stopped = NO_CODE
+            if running.written and await self.shell.idle() and not running.done.done():
+                running.stopped = NO_CODE
                 return
 
-    async def _settle(self, turn: _Turn, ticks: int, wait_s: float) -> tuple[str, bool]:
-        """Bring the session back to where it takes a command. Return what was done, in words, and
-        whether the session is a new one."""
-        if turn.done.done() and turn.stopped is None:
+    async def _settle(
+        self, running: _RunningCommand, ticks: int, wait_s: float
+    ) -> tuple[str, bool]:
+        """Stop or restart the session as needed, until it can take a command. Return a text about
+        what was done, and whether the session is a new one."""
+        if running.done.done() and running.stopped is None:
             return "", False
         if self._ended.done():
             if self._ended.result():
                 raise SandboxError(self._ended.result())
             await self._restart(None)
             return f"the shell ended; {self._restarted}", True
-        words = turn.stopped or f"stopped: not done after {wait_s:g} s"
-        turn.stopped = words
+        words = running.stopped or f"stopped: not done after {wait_s:g} s"
+        running.stopped = words
         until = time.monotonic() + (0.0 if words == NO_CODE else GRACE_S)
-        while turn.code is None and time.monotonic() < until and not self._ended.done():
+        while running.code is None and time.monotonic() < until and not self._ended.done():
             if not await self.shell.stop_since(ticks):
                 break
-            waiting = {turn.coded, self._ended}
+            waiting = {running.coded, self._ended}
             await asyncio.wait(waiting, timeout=STOP_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
-        if turn.code is not None:
+        if running.code is not None:
             return words, False
         await self._restart(await self.shell.cwd())
         return f"{words}; its shell had to be ended, {self._restarted}", True
@@ -267,15 +270,14 @@ class Sandbox:
         return await self.shell.fresh(argv, tar, at, list(collect), limit, wait_s)
 
 
-class _Turn:
-    """A command in progress. Reads its output and its exit code."""
+class _RunningCommand:
+    """A command that runs; its output and its exit code are read meanwhile."""
 
     def __init__(self, shell: Shell, limit: int) -> None:
         self.shell, self.limit = shell, limit
         self.loop = asyncio.get_running_loop()
-        self.done: asyncio.Future[None] = (
-            self.loop.create_future()
-        )  # the command ended or must stop
+        # Resolved when the command has ended or must be stopped.
+        self.done: asyncio.Future[None] = self.loop.create_future()
         self.coded: asyncio.Future[None] = self.loop.create_future()
         self.output, self.dropped = bytearray(), 0
         self.code: int | None = None
@@ -342,9 +344,9 @@ class _Turn:
         self.loop.remove_writer(self._fds[0])
 
 
-class _Account(_Turn):
-    """A request for the session's state. It arrives where exit codes do, up to a NUL, because
-    programs in the background may print where output arrives."""
+class _Account(_RunningCommand):
+    """A request for the session's state. The session writes it into the pipe of exit codes, with a
+    NUL at its end, because programs in the background may write into the pipe of output."""
 
     def begin(self, data: bytes) -> None:
         self._left = data

@@ -49,9 +49,10 @@ COPY_BYTES = 1 << 20  # bytes of a read when a pack is copied
 
 
 class Store:
-    """A folder of checkpoints. `behind`: a store that is read for what this one lacks. `sync`: what
-    is committed is on the disk, not only in the kernel. Methods raise OSError if the disk refuses,
-    and leave nothing half-written. They block, so an event loop calls them in a thread."""
+    """A folder of checkpoints. `behind`: a store from which missing turns and chunks are read.
+    `sync`: a commit returns when its data is on the disk, not only in the kernel. Methods raise
+    OSError if the disk refuses, and leave nothing half-written. They block, so an event loop calls
+    them in a thread."""
 
     def __init__(self, folder: Path, behind: Store | None = None, sync: bool = False) -> None:
         self.folder, self.behind, self.sync = Path(folder), behind, sync
@@ -114,8 +115,8 @@ class Store:
         return made
 
     def _whole_listing(self, capture: Path, before: Manifest | None) -> tuple[bytes, dict]:
-        """Return the listing with data for every regular file, and name here -> name in `before` of
-        the files that the capture left out."""
+        """Return the listing with data for every regular file, and a mapping name -> name in
+        `before` for the files that the capture left out."""
         raw = (capture / LISTING).read_bytes()
         entries = json.loads(raw)
         missing = [
@@ -149,7 +150,8 @@ class Store:
             writer.close()
 
     def _own(self, made: Manifest, new: str) -> None:
-        """Copy packs here that only the store behind has, as they may be removed there any time."""
+        """Copy packs of the manifest that only the store behind has, because they may be removed
+        there at any time."""
         for pack in made.packs:
             if pack != new and self.behind is not None and not self._pack_path(pack).exists():
                 try:
@@ -190,9 +192,9 @@ class Store:
         return HASH_BYTES + len(body)
 
     def copy(self, name: str, turn: int, to: Store, pace: Callable[[int], None]) -> int | None:
-        """Store the turn in `to`, too. `pace(n)` is called before `n` bytes are written. Return
-        the bytes written, None if `to` has this turn of a later life, which it keeps. Raises
-        `StoreDamaged`."""
+        """Store the turn in `to`, too. `pace(n)` is called before `n` bytes are written. Return the
+        number of bytes written. If `to` has this turn from a later life, keep that and return None.
+        Raises `StoreDamaged`."""
         made, written = self.manifest(name, turn), 0
         if to._later(made):
             return None

@@ -2,9 +2,9 @@
 
 `Stopped` holds the agent's processes with ptrace(2) while their files are copied. `notify` and
 `answer` use seccomp's notifications: this process answers some ptrace calls of a child in the
-kernel's place. To read a filter of system calls takes rights on the host (CAP_SYS_ADMIN in the
-first user namespace), which a process in a sandbox's user namespace never has. But the filter is
-the one that `kernel.confine` loaded, so it is known.
+kernel's place. Reading a process's filter of system calls takes rights on the host (CAP_SYS_ADMIN
+in the first user namespace), which a process in a sandbox's user namespace never has. The filter is
+known all the same, because `kernel.confine` has loaded it.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ def tasks(spare: set[int]) -> set[int]:
 
 
 class Stopped:
-    """Context in which no process but `spare` runs. Unlike with SIGSTOP, parents don't notice it,
-    and they run on if this process is killed. A process that waits for its child of vfork(2) can't
-    stop while the child is stopped. Then all run on until a retry."""
+    """Context in which only the processes `spare` run. Unlike SIGSTOP, ptrace hides the stop from
+    the parents, and the processes continue if this one is killed. A process that waits for its
+    child of vfork(2) can't stop while the child is stopped. In that case all are released, and
+    stopping them is tried again."""
 
     def __init__(self, spare: set[int]) -> None:
         self.spare = spare | {os.getpid()}
@@ -82,6 +83,8 @@ class Stopped:
         )
 
     def _stop_all(self) -> bool:
+        """Stop all threads, including those that begin meanwhile. Return False if that takes longer
+        than `STOP_S`."""
         until, refused = time.monotonic() + STOP_S, set()
         while time.monotonic() < until:
             new = tasks(self.spare) - set(self.held) - self._asked - refused
@@ -145,8 +148,8 @@ def notify() -> int:
 
 
 def answer(listener: int, program: bytes, on_foreign: Callable[[int], None]) -> None:
-    """Answer a call of the child: each thread has the one filter `program`. If a thread has others,
-    too, `on_foreign(thread)` is called, because it can't be captured."""
+    """Answer a ptrace call of the child as if each thread had only the filter `program`. If a
+    thread has further filters, call `on_foreign(thread)`, because it can't be captured."""
     notice = bytearray(NOTICE.size)
     try:
         fcntl.ioctl(listener, RECEIVE, notice)
@@ -172,7 +175,7 @@ def answer(listener: int, program: bytes, on_foreign: Callable[[int], None]) -> 
 
 
 def _filters(task: int) -> int:
-    """Return how many filters a thread has; 1 if the kernel (before 5.9) doesn't report it."""
+    """Return the number of a thread's filters; 1 if the kernel (before 5.9) doesn't report it."""
     with contextlib.suppress(OSError), open(f"/proc/{task}/status", "rb") as file:
         for line in file:
             if line.startswith(b"Seccomp_filters:"):

@@ -30,8 +30,9 @@ INTERNET = ("tcp", "tcp6", "udp", "udp6")
 
 
 def waiting(pid: int, number: int) -> int:
-    """Return the unread bytes in the pipe or terminal that a process has open as `number`. It isn't
-    opened again, because that would wake processes that wait for it. Raises OSError."""
+    """Return the number of unread bytes in the pipe or terminal that a process has open as
+    `number`. Its descriptor is borrowed, because opening the pipe again would wake processes that
+    wait for it. Raises OSError."""
     fd = kernel.borrowed(pid, number)
     try:
         return bytes_in(fd)
@@ -40,7 +41,7 @@ def waiting(pid: int, number: int) -> int:
 
 
 def bytes_in(fd: int) -> int:
-    """Return how much the pipe or terminal `fd` holds unread. Raises OSError."""
+    """Return the number of unread bytes in the pipe or terminal `fd`. Raises OSError."""
     return struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))[0]
 
 
@@ -57,7 +58,7 @@ def terminals(spare: set[int]) -> bool:
 
 
 def not_captured() -> list[str]:
-    """Name what this sandbox has that no capture keeps."""
+    """Name the objects in this sandbox that no capture keeps."""
     found = []
     for path in SYSTEM_V:
         with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
@@ -110,7 +111,7 @@ def _internet(kinds: tuple[str, ...]) -> set[int]:
 
 
 def _unix() -> set[int]:
-    """Return the same for unix sockets of this network namespace, from sock_diag(7)."""
+    """Return such inodes of unix sockets in this network namespace, from sock_diag(7)."""
     everything = 0xFFFFFFFF
     with socket.socket(
         socket.AF_NETLINK, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC, NETLINK_SOCK_DIAG

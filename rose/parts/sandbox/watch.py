@@ -54,8 +54,8 @@ class Folder:
     folders: frozenset[str]
 
     def difference(self, new: Folder) -> str | None:
-        """Return the name of something that differs, "" for the folder itself, None if nothing
-        does. A file that was created and removed again makes no difference."""
+        """Return the name of an entry that differs, "" for the folder itself, or None if nothing
+        differs. A file that was created and removed again makes no difference."""
         for name in (self.files.items() ^ new.files.items()) | {
             (name, None) for name in self.folders ^ new.folders
         }:
@@ -110,12 +110,12 @@ class Layer:
             return changed, None
         return changed, sorted(filter(self._is_there, closed))
 
-    def _folder(self, path: str, told: bool) -> tuple[Folder, str | None]:
+    def _folder(self, path: str, reported: bool) -> tuple[Folder, str | None]:
         """Return the folder, and what differs in it. It is read only if it may have changed."""
         status = os.stat(path or ".", dir_fd=self.root, follow_symlinks=False)
         old = self.known.get(path)
         same = old is not None and old.own[0] == status.st_ino
-        if same and not told and not self.blind and old.times[0] == status.st_ctime_ns:
+        if same and not reported and not self.blind and old.times[0] == status.st_ctime_ns:
             return old, None
         if not same:
             self._watch(path)
@@ -323,7 +323,8 @@ class Queues:
         return found
 
     def full(self) -> str | None:
-        """Return "a socket" or the like if one has something unread, None if none has."""
+        """Return the kind of an end that has unread data, such as "a socket"; None if none has
+        any."""
         for pid, fd in self.ends.values():
             with contextlib.suppress(ProcessLookupError):
                 if unread.waiting(pid, fd):

@@ -56,7 +56,7 @@ def enter(
         os.kill(inner, signal.SIGKILL)
         os.waitpid(inner, 0)
     except OSError as error:
-        _say(to, failed(error))
+        _send(to, failed(error))
     finally:
         os._exit(0)
 
@@ -91,9 +91,9 @@ def capture(order: dict[str, Any], cache: str, spaces: list[int], fds: list[int]
         with os.fdopen(listing, "w", encoding="utf-8") as file:
             json.dump(made.entries, file)
         found = {"bytes": made.bytes, "running": names, "lost": unread.not_captured()}
-        _say(to, found | {"last_pid": last_pid})
+        _send(to, found | {"last_pid": last_pid})
 
-    enter(spaces, 0, to, lambda: _telling(to, work), GRACE_S)
+    enter(spaces, 0, to, lambda: _report_failure(to, work), GRACE_S)
 
 
 def revive(order: dict[str, Any], cache: str, spaces: list[int], fds: list[int]) -> NoReturn:
@@ -103,16 +103,16 @@ def revive(order: dict[str, Any], cache: str, spaces: list[int], fds: list[int])
 
     def work() -> None:
         assert opened is not None
-        _say(to, {"pid": Criu(opened, images).restore()})
+        _send(to, {"pid": Criu(opened, images).restore()})
 
-    enter(spaces, 0, to, lambda: _telling(to, work))
+    enter(spaces, 0, to, lambda: _report_failure(to, work))
 
 
 def _program(order: dict[str, Any], cache: str, to: int) -> Opened | None:
     try:
         return open_program(order["criu"], cache) if order["criu"] else None
     except OSError as error:
-        _say(to, {"failed": str(error)})
+        _send(to, {"failed": str(error)})
         os._exit(1)
 
 
@@ -129,19 +129,21 @@ def _names(but: set[int]) -> list[str]:
     return found
 
 
-def _telling(to: int, work: Callable[[], None]) -> None:
+def _report_failure(to: int, work: Callable[[], None]) -> None:
+    """Call `work`; if it fails, send the error to the host."""
     try:
         work()
     except Exception as error:  # any failure is reported to the host
-        _say(to, failed(error))
+        _send(to, failed(error))
 
 
 def failed(error: Exception) -> dict[str, Any]:
-    """Return the result for an error. `full`: the agent may have used up what was missing."""
+    """Return the result for an error. `full` is True if a resource was used up, perhaps by the
+    agent."""
     full = isinstance(error, MemoryError) or getattr(error, "errno", 0) in FULL
     words = str(error) if isinstance(error, CriuError) else f"{type(error).__name__}: {error}"
     return {"failed": words[:FAILURE_BYTES], "full": full}
 
 
-def _say(to: int, answer: dict[str, Any]) -> None:
+def _send(to: int, answer: dict[str, Any]) -> None:
     os.write(to, json.dumps(answer).encode())

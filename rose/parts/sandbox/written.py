@@ -1,7 +1,8 @@
 """Find writes into processes through the files in /proc/PID: `mem` and the settings beside it.
 
-Such a write changes a process that doesn't run, and no time of any file. inotify reports it for the
-process's folder. Without inotify, or when its watches are used up, it isn't seen.
+Such a write can change a process that is asleep, and changes no file's times. inotify reports it
+for the process's folder. Without inotify, or when its watches are used up, the write goes
+unnoticed.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ class Written:
         return [event for event in events if event[0] not in self._names]
 
     def watch(self, names: dict[Key, str]) -> None:
-        """Watch these processes with their threads from now on, and no others."""
+        """Watch these processes, with their threads, and stop watching all others."""
         for key in self.watched.keys() - names.keys():
             self._forget(self.watched.pop(key))
         for key, name in names.items():
             own = f"/proc/{key[0]}"
-            # The process has just ended, or there are no more watches.
+            # An error means that the process has just ended, or that no watch is left.
             with contextlib.suppress(OSError):
                 wanted = {own, *(f"{own}/task/{thread}" for thread in os.listdir(f"{own}/task"))}
                 known = self.watched.setdefault(key, {})

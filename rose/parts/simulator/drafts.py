@@ -4,9 +4,9 @@
 All requests with the same number of ended siblings advance by the same mean number of tokens a
 step, measured in a recorded run (`spec.Drafts`). So runs of equal steps are fast-forwarded here,
 too. A drafted token costs as much as a decode (rose/parts/lending/rules/predictor.py), or its
-matrix products where these take longer than the step; each request costs a lookup in addition. At
-each change of the batch the number of drafted tokens follows the rule of the live engine
-(`rose.engine.drafts.gain.fastest`), but with the true step times instead of fitted ones.
+matrix products if these take longer than the step. Each request costs a lookup in addition. At each
+change of the batch the live engine's rule (`rose.engine.drafts.gain.fastest`) chooses the number of
+drafted tokens, but from the true step times instead of fitted ones.
 
 The model leaves out:
 - how the requests of one step differ, the KV of drafted tokens, and the gate's probes;
@@ -30,7 +30,7 @@ from rose.parts.simulator.engine import DECODE, PART, Sequence, SimEngine
 
 
 class Ended:
-    """A count of the ended trajectories of each group, shared by all engines of a run."""
+    """Number of ended trajectories per group, shared by all engines of a run."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -46,7 +46,8 @@ class Ended:
 
 
 class _Level:
-    """The decoding sequences of one level of ended siblings (`spec.Drafts.siblings`)."""
+    """The decoding sequences whose groups have about the same number of ended siblings: one level
+    of `spec.Drafts.siblings`."""
 
     def __init__(self) -> None:
         self.count = 0  # sequences
@@ -64,7 +65,7 @@ class DraftingEngine(SimEngine):
         self._drafts, self._siblings = config.drafts, ended
         self._levels = [_Level() for _ in self._drafts.siblings]
         self._drafted = 0.0  # tokens drafted per step
-        self._rise = 0.0  # tokens generated per step
+        self._generated = 0.0  # generated tokens, all sequences together
         self._flat = 0.0  # seconds of a step without prefill and without attention
 
     def tokens_by(self, now: float, seq: Sequence) -> int:
@@ -77,7 +78,7 @@ class DraftingEngine(SimEngine):
         )
 
     def sibling_ended(self, now: float, group: str) -> bool:
-        """Move the group's sequences to the level that `Ended` gives them after a sibling ended.
+        """Move the group's decoding sequences to the level of its present number of ended siblings.
         Return whether any moved."""
         level = self._level_of(group)
         moves = [s for s in self._decoding() if s.group == group and s._level != level]
@@ -94,7 +95,8 @@ class DraftingEngine(SimEngine):
     # ----------------------------------------------------------------- number of drafts
 
     def _decide(self) -> None:
-        """Choose how much the next steps draft, and set the levels' rates and the step's time."""
+        """Choose the tokens that the next steps draft; set the levels' rates and the step's
+        time."""
         c, drafts, decodes = self._c, self._drafts, self._decodes
         best, counts = None, np.array([level.count for level in self._levels])
         if decodes:
@@ -109,10 +111,10 @@ class DraftingEngine(SimEngine):
         self._flat = float(self._flat_of(self._drafted, 0.0))
         for at, level in enumerate(self._levels):
             level.rate = 1.0 if best is None else 1.0 + float(drafts.accepted[at, best])
-        self._rise = sum(level.count * level.rate for level in self._levels)
+        self._generated = sum(level.count * level.rate for level in self._levels)
 
     def _flat_of(self, drafted: float | np.ndarray, prefill_s: float) -> float | np.ndarray:
-        """Seconds of a step of all decodes with `drafted` tokens, attention aside."""
+        """Seconds of a step with all decodes and `drafted` tokens, without attention."""
         c, decodes = self._c, self._decodes
         computed = decodes + drafted
         flat = max(c.c0, prefill_s) + c.c5 + c.c3 * computed
@@ -136,7 +138,7 @@ class DraftingEngine(SimEngine):
 
     @property
     def _growth(self) -> float:
-        return self._rise
+        return self._generated
 
     def _steps_left(self) -> int:
         self._decide()
@@ -149,16 +151,16 @@ class DraftingEngine(SimEngine):
         return max(1, int(steps))
 
     def _seconds(self, steps: int, decodes: int, attended: float) -> float:
-        return steps * (self._flat + self._c.c4 * (attended + self._rise * (steps - 1) * 0.5))
+        return steps * (self._flat + self._c.c4 * (attended + self._generated * (steps - 1) * 0.5))
 
     def _steps_in(self, seconds: float) -> float:
-        growth = self._c.c4 * self._rise
+        growth = self._c.c4 * self._generated
         first = self._flat + self._c.c4 * self._attended - growth / 2
         return 2 * seconds / (first + math.sqrt(first * first + 2 * growth * seconds))
 
     def _decode(self, steps: int) -> list[Sequence]:
         self._at += self._seconds(steps, self._decodes, self._attended)
-        generated = self._rise * steps
+        generated = self._generated * steps
         self._attended += generated
         self._held += generated
         self.decoded += generated
@@ -191,8 +193,8 @@ class DraftingEngine(SimEngine):
         self._leave(seq, self._whole(seq, self._levels[seq._level].done - seq._decode_start))
 
     def _leave(self, seq: Sequence, generated: int) -> None:
-        """Take the sequence out of the batch after `generated` tokens. What its level counted
-        beyond these is subtracted from the engine's sums."""
+        """Take the sequence out of the batch after `generated` tokens, and subtract from the
+        engine's sums what its level has counted beyond these."""
         level = self._levels[seq._level]
         beyond = level.done - seq._decode_start - generated
         level.count -= 1

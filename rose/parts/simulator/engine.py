@@ -271,9 +271,9 @@ class SimEngine:
         return end + self._seconds(steps, decodes, self._attended + self._decodes + context)
 
     def _choose_chunks(self, budget: int) -> tuple[float, int, int]:
-        """Choose chunks of at most `budget` tokens together. Return (seconds for the chunks alone,
-        steps until the first of their sequences ends or 0 if a prompt is not complete by then, sum
-        of their contexts at the first decode step)."""
+        """Choose chunks of at most `budget` tokens together. Return three numbers: seconds for the
+        chunks alone; steps until the first of their sequences ends, or 0 if a prompt stays
+        incomplete; and the sum of their contexts at the first decode step."""
         c, cost, left, context = self._c, 0.0, 1 << 60, 0
         for seq in self._prefill:
             todo = seq._todo

@@ -161,7 +161,7 @@ def _check(domain: Domain) -> None:
 
 
 class _Group:
-    """The draws of one group. Arrays have the shape (size, max_turns) of the domain."""
+    """The random draws of one group. Arrays have the shape (size, the domain's max_turns)."""
 
     def __init__(self, domain: Domain, size: int, version: int, draw: np.random.Generator) -> None:
         shape = (size, domain.max_turns)
@@ -208,18 +208,19 @@ class _Group:
         )
 
     def _correlated(
-        self, group: float, mine: np.ndarray | float, rest: np.ndarray, own: bool = True
+        self, prompt: float, trajectory: np.ndarray | float, turn: np.ndarray, own: bool = True
     ) -> np.ndarray:
-        """Mix standard normal draws of the prompt, the trajectory (unless not `own`) and the turn
-        into one, by their shares in the variance."""
+        """Mix standard normal draws of the prompt, the trajectory and the turn into one, by their
+        shares in the variance. Without `own`, the trajectory has no share."""
         shares = self._domain.group_share, self._domain.trajectory_share * own
         return (
-            math.sqrt(shares[0]) * group
-            + math.sqrt(shares[1]) * mine
-            + math.sqrt(1 - sum(shares)) * rest
+            math.sqrt(shares[0]) * prompt
+            + math.sqrt(shares[1]) * trajectory
+            + math.sqrt(1 - sum(shares)) * turn
         )
 
     def episodes(self, max_context: int) -> list[Episode]:
+        """Return the group's episodes. One that exceeds `max_context` is cut there and fails."""
         prompt = min(self._prompt, max_context // 2)
         after = prompt + np.cumsum(self._output + self._observed, axis=1)
         room = max_context - np.concatenate([np.full((self._size, 1), prompt), after[:, :-1]], 1)

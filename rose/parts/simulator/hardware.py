@@ -239,9 +239,10 @@ def step_time(
       latency (two all-reduces a layer, which do not overlap with compute).
     - c1: a prompt token's matrix products and its bytes in the all-reduces.
     - c2: a prompt token's attention to one token before it.
-    - c3: what a decode adds: its bytes in the all-reduces, its sampling and output, and matrix
-      products. For D decodes these take max(weights' time, D products). The rule is linear in D, so
-      c3 has the slope of the chord from 0 to `sequences`, which is nowhere below the maximum.
+    - c3: the time that each decode adds: its bytes in the all-reduces, its sampling and output, and
+      matrix products. The products of D decodes take as long as reading the weights (already in
+      c0), or longer if D is large. A step time must be linear in D, so c3 is the slope of the line
+      through the true times of 0 and `sequences` decodes. It is nowhere below the true times.
     - c4: the time to read the KV of one token of context.
 
     Raises `ValueError` if `tensor_parallel` doesn't divide the heads.

@@ -3,8 +3,8 @@ and what rollouts cost online requests.
 
 - Compute: the worker runs in work time, which passes at the share of the device that it gets.
 - Memory: the rule of rose/parts/lending/rules/budget.py.
-- Latency: each request has a TTFT and TPOT without rollouts and another one beside them. They are
-  weighted by the shares of the request's piece of time without and with rollouts.
+- Latency: each request has a TTFT and TPOT without rollouts, and others beside rollouts. Their
+  weights are the shares of the request's piece of time without and with rollouts.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ MINUTE_S = 60.0  # definition: seconds of a minute
 
 
 class Pace:
-    """The work time of a device: it passes at `rates`, piecewise constant and periodic."""
+    """The work time of a device: it passes at `rates`, piecewise constant and periodic. `offset_s`:
+    seconds of the load's period that have passed at simulated time 0."""
 
-    def __init__(self, load: spec.Load, rates: np.ndarray, ahead: float) -> None:
+    def __init__(self, load: spec.Load, rates: np.ndarray, offset_s: float) -> None:
         at = np.append(load.at, load.period_s)
         self._at = load.at.tolist()
         self._rates = rates.tolist()
@@ -36,17 +37,17 @@ class Pace:
         self._period, self._total = load.period_s, self._done[-1]
         if not self._total > 0:
             raise ValueError("serving leaves no compute at all on a cooperative device")
-        self._ahead = ahead
+        self._offset_s = offset_s
 
-    def moved(self, ahead: float) -> Pace:
-        """Return the pace of another device, with the same tables."""
+    def moved(self, offset_s: float) -> Pace:
+        """Return the pace of a device with the same load and another offset."""
         other = object.__new__(Pace)
-        other.__dict__.update(self.__dict__, _ahead=ahead)
+        other.__dict__.update(self.__dict__, _offset_s=offset_s)
         return other
 
     def work(self, wall: float) -> float:
         """Return the work time at this simulated time."""
-        cycles, rest = divmod(wall + self._ahead, self._period)
+        cycles, rest = divmod(wall + self._offset_s, self._period)
         piece = bisect_right(self._at, rest) - 1
         return (
             cycles * self._total + self._done[piece] + (rest - self._at[piece]) * self._rates[piece]
@@ -59,7 +60,7 @@ class Pace:
         cycles, rest = divmod(work, self._total)
         piece = max(bisect_left(self._done, rest) - 1, 0)
         inside = (rest - self._done[piece]) / self._rates[piece] if self._rates[piece] else 0.0
-        return cycles * self._period + self._at[piece] + inside - self._ahead
+        return cycles * self._period + self._at[piece] + inside - self._offset_s
 
 
 def rates(serving: spec.Serving, load: spec.Load) -> np.ndarray:
@@ -78,8 +79,8 @@ def beside(load: spec.Load) -> spec.Load:
 
 
 class Changes:
-    """The changes over time of the KV memory that serving holds on one `Load`. Changes below `step`
-    of the whole are left out, except those to or from a full cache."""
+    """The changes over time of the share of KV memory that serving holds under one `Load`. Changes
+    below `step` are left out, except those to or from a full cache."""
 
     def __init__(self, load: spec.Load, step: float) -> None:
         self.at, self.used, self.period = [], [], load.period_s
@@ -106,29 +107,30 @@ class Changes:
 
 
 class Budget:
-    """The share of a device's KV memory that rollouts may hold; it can't grow while `frozen`."""
+    """The share of a device's KV memory that rollouts may hold; it can't grow while `frozen`.
+    `offset_s`: as in `Pace`."""
 
-    def __init__(self, serving: spec.Serving, changes: Changes, ahead: float) -> None:
-        self._serving, self._changes, self._ahead = serving, changes, ahead
+    def __init__(self, serving: spec.Serving, changes: Changes, offset_s: float) -> None:
+        self._serving, self._changes, self._offset_s = serving, changes, offset_s
         self.share = 0.0
         self.frozen = False
         self._peak, self._updated_at = 0.0, -math.inf
         self.update(0.0)
 
     def next_change(self, now: float) -> float:
-        return self._changes.after(now + self._ahead) - self._ahead
+        return self._changes.after(now + self._offset_s) - self._offset_s
 
     def thaw(self) -> None:
         """Allow growth again, as a training step begins."""
         self.frozen = False
 
     def update(self, now: float) -> float:
-        """Set and return the share, by what serving holds now."""
+        """Set the share by the memory that serving holds now, and return it."""
         serving = self._serving
         if serving.executor == "none":
             self.share = 1.0
             return self.share
-        used = self._changes.used_at(now + self._ahead)
+        used = self._changes.used_at(now + self._offset_s)
         free = 1 - serving.reserve - used
         if serving.executor == "memory_only":
             self.share = max(0.0, free)
@@ -160,9 +162,9 @@ class Observer:
         # id of a load -> (load, (2, pieces) occurrences of each piece without and with rollouts)
         self._weights: dict[int, tuple[spec.Load, np.ndarray]] = {}
 
-    def add(self, load: spec.Load, ahead: float, spans: array) -> None:
+    def add(self, load: spec.Load, offset_s: float, spans: array) -> None:
         """Add a device. `spans` has the begin, end, begin, ... of its rollouts."""
-        at, widths, piece = _unrolled(load, ahead, self._seconds)
+        at, widths, piece = _unrolled(load, offset_s, self._seconds)
         shared = _overlap(np.frombuffer(spans, np.float64), at, widths)
         times = widths / _widths(load)[piece]
         count = len(load.at)
@@ -238,14 +240,13 @@ def _widths(load: spec.Load) -> np.ndarray:
 
 
 def _unrolled(
-    load: spec.Load, ahead: float, seconds: float
+    load: spec.Load, offset_s: float, seconds: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (begin, width, index in the load) of the pieces within [0, seconds), cut to it."""
-    first, last = math.floor(ahead / load.period_s), math.floor((ahead + seconds) / load.period_s)
-    begins = (
-        load.at[None, :] + load.period_s * np.arange(first, last + 1)[:, None]
-    ).ravel() - ahead
-    ends = np.append(begins[1:], (last + 1) * load.period_s - ahead)
+    period_s = load.period_s
+    first, last = math.floor(offset_s / period_s), math.floor((offset_s + seconds) / period_s)
+    begins = (load.at[None, :] + period_s * np.arange(first, last + 1)[:, None]).ravel() - offset_s
+    ends = np.append(begins[1:], (last + 1) * period_s - offset_s)
     piece = np.tile(np.arange(len(load.at)), last + 1 - first)
     begins, ends = np.clip(begins, 0, seconds), np.clip(ends, 0, seconds)
     kept = ends > begins

@@ -8,10 +8,10 @@ continue on another.
 Commands, starts and captures share the host's cores. Bytes pass two queues, first come first
 served: each host's link, then the store. The live queue has priorities; this one has none.
 
-A turn is saved when its bytes are stored, and a turn that changed nothing when the turns before it
-are. Captured bytes that are not stored yet are lost with their host.
+A turn is saved when its bytes are stored. A turn that changed nothing is saved when the turns
+before it are. Captured bytes that are not stored yet are lost with their host.
 
-A host's failures are drawn by (seed, host), and what a trajectory's turns change by (seed,
+A host's failures are drawn by (seed, host), and the changes by a trajectory's turns by (seed,
 trajectory), so that all ways of recovery are compared on the same failures and changes.
 """
 
@@ -51,7 +51,8 @@ class Hub(Protocol):
 
 
 class Box(Task):
-    """The sandbox of one trajectory, on any host. Events of an earlier `life` are ignored."""
+    """The sandbox of one trajectory, on any host. A new `life` begins when it leaves a host; events
+    of an earlier one are ignored."""
 
     __slots__ = (
         "trajectory",
@@ -114,7 +115,7 @@ class Sandboxes:
             for at in range(len(what.cores))
         ]
         self._boxes: dict[str, Box] = {}
-        self._homeless: deque[Box] = deque()  # sandboxes that wait because no host is up
+        self._waiting_for_host: deque[Box] = deque()  # sandboxes that wait because no host is up
         self._store_free = 0.0
         self._saves = what.recovery in ("full", "classified")
         self._shares = np.cumsum([change.share for change in what.changes])
@@ -152,7 +153,7 @@ class Sandboxes:
         """Start the sandbox on this host once there is memory for it."""
         box.host = host
         if host is None:
-            self._homeless.append(box)
+            self._waiting_for_host.append(box)
         elif (len(host.boxes) + 1) * self._what.sandbox_bytes > self._what.memory_bytes:
             host.waiting.append(box)
         else:
@@ -160,13 +161,13 @@ class Sandboxes:
             self._begin(box, host)
 
     def _leave(self, box: Box) -> None:
-        """Take the sandbox off its host, and ignore later events of what it did there."""
+        """Remove the sandbox from its host. Events that it scheduled there are ignored later."""
         host, key = box.host, box.trajectory.key
         box.life += 1
         box.ready, box.running, box.saving, box.host = False, False, False, None
         if host is None:
-            if box in self._homeless:
-                self._homeless.remove(box)
+            if box in self._waiting_for_host:
+                self._waiting_for_host.remove(box)
             return
         host.cores.cancel(box)
         if host.boxes.pop(key, None) is None:
@@ -184,12 +185,12 @@ class Sandboxes:
             self._begin(box, host)
 
     def _least_used_host(self) -> Host | None:
-        """Return the host with the fewest sandboxes of those that are up, the first of several."""
+        """Return the running host with the fewest sandboxes, the first of several."""
         up = [host for host in self._hosts if host.alive]
         return min(up, key=lambda host: len(host.boxes) + len(host.waiting), default=None)
 
     def _begin(self, box: Box, host: Host) -> None:
-        """Start the sandbox in its trajectory's state, once it has memory: from the store, by
+        """Start the sandbox, which has got memory, in its trajectory's state: from the store, by
         replaying commands, or from the beginning."""
         what, trajectory = self._what, box.trajectory
         if self._saves and box.stored:
@@ -225,7 +226,7 @@ class Sandboxes:
         self._next(box)
 
     def _next(self, box: Box) -> None:
-        """Move the sandbox if it is to move; otherwise run its command if nothing else runs."""
+        """Move the sandbox if it has a target. Otherwise run its command unless something runs."""
         if box.target is not None:
             self._leave_for_target(box)
         elif box.command is not None and box.ready and not (box.running or box.saving):
@@ -357,9 +358,10 @@ class Sandboxes:
             after = self._draws[at].exponential(self._what.mtbf_s)
             self._loop.at(self._loop.now + after, self._fail, (host, at, True))
 
-    def _fail(self, what: tuple[Host, int, bool], _ticket: int) -> None:
-        """Kill a host. `again`: the failure was drawn, and the next is drawn after the restart."""
-        host, _, again = what
+    def _fail(self, failure: tuple[Host, int, bool], _ticket: int) -> None:
+        """Kill a host, and lose its sandboxes. `failure` is (host, its index, drawn). A drawn
+        failure, unlike one of the configuration, is followed by another after the restart."""
+        host = failure[0]
         if not host.alive:
             return
         host.alive, lost = False, [*host.boxes.values(), *host.waiting]
@@ -374,7 +376,7 @@ class Sandboxes:
             box.host = box.target = box.overdue = None
             box.unsaved.clear()
         self._counts.lost_hosts += 1
-        self._loop.at(self._loop.now + self._what.restart_s, self._restart, what)
+        self._loop.at(self._loop.now + self._what.restart_s, self._restart, failure)
         self._hub.feed(ev.HostLost(at=self._loop.now, host=host.name))
         for box in lost:
             if self._boxes.get(box.trajectory.key) is box:
@@ -398,13 +400,14 @@ class Sandboxes:
             self._counts.recovered += 1
             self._enter(box, self._least_used_host())
 
-    def _restart(self, what: tuple[Host, int, bool], _ticket: int) -> None:
-        host, at, again = what
+    def _restart(self, failure: tuple[Host, int, bool], _ticket: int) -> None:
+        """Restart the host of `failure` (see `_fail`) and place the sandboxes that wait for one."""
+        host, index, drawn = failure
         host.alive, host.used_s = True, host.cores.used()
-        if again:
-            self._fails_later(host, at)
-        homeless, self._homeless = self._homeless, deque()
-        for box in homeless:
+        if drawn:
+            self._fails_later(host, index)
+        waiting_for_host, self._waiting_for_host = self._waiting_for_host, deque()
+        for box in waiting_for_host:
             self._enter(box, self._least_used_host())
 
     def _report_load(self, host: Host, _ticket: int) -> None:

@@ -1,8 +1,9 @@
 """Online serving on the devices of a cooperative pool: turns a request trace into
 `rose.parts.simulator.spec.Devices`.
 
-As behind a load balancer, the requests of one service go to its devices in turn, so that peaks come
-to all devices at once. Only a few devices (`variants`) are computed, and stand for the others.
+As behind a load balancer, the requests of one service go to its devices in turn, so that all
+devices have their peaks at once. Only a few devices (`variants`) are computed; the others have the
+same loads.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class Devices:
 
 
 def load(served: Served, kv_tokens: int, piece_s: float = PIECE_S) -> Load:
-    """Return the load of an online engine from what it served: for each piece of `piece_s` seconds
-    the share spent computing, and the most KV held as a share of `kv_tokens`."""
+    """Return the load of an online engine that has served these requests: for each piece of
+    `piece_s` seconds the share spent computing, and the most KV held as a share of `kv_tokens`."""
     pieces = max(1, math.ceil(served.seconds / piece_s))
     edges = piece_s * np.arange(pieces + 1)
     work = np.concatenate([[0.0], np.cumsum(served.busy_s)])
@@ -91,39 +92,39 @@ class Beside:
 
 def contended(engine: Engine, contention: float) -> Beside:
     """Return the engine beside uncontrolled rollouts: steps take 1 + `contention` times as long."""
-    slower = dataclasses.asdict(engine.step)
-    return Beside(
-        replace(engine, step=StepTime(**{name: c * (1 + contention) for name, c in slower.items()}))
-    )
+    step = {name: c * (1 + contention) for name, c in dataclasses.asdict(engine.step).items()}
+    return Beside(replace(engine, step=StepTime(**step)))
 
 
 def devices(
     trace: Trace, engine: Engine, count: int, variants: int, beside: Beside | None = None
 ) -> Devices:
-    """Serve `trace`, the requests of `variants` devices, and return loads for `count` devices."""
+    """Return the loads of `count` devices. The requests in `trace` are those of `variants` devices,
+    and the remaining devices repeat the loads of these. `beside`: the online engine beside
+    rollouts; None if its load is the same without them."""
     parts = split(trace, variants)
-    served = [online.serve(part, engine) for part in parts]
-    loads = [load(found, engine.kv_tokens) for found in served]
-    slower = (
+    alone = [online.serve(part, engine) for part in parts]
+    loads = [load(served, engine.kv_tokens) for served in alone]
+    with_rollouts = (
         [online.serve(part, beside.engine, beside.pace_s, beside.hold_s) for part in parts]
         if beside
         else []
     )
-    if slower:
+    if with_rollouts:
         loads = [
-            replace(alone, beside=load(found, engine.kv_tokens))
-            for alone, found in zip(loads, slower, strict=False)
+            replace(own, beside=load(served, engine.kv_tokens))
+            for own, served in zip(loads, with_rollouts, strict=False)
         ]
-    gaps = online.gap_p99(served), online.gap_p99(slower) if slower else math.nan
+    gaps = online.gap_p99(alone), online.gap_p99(with_rollouts) if with_rollouts else math.nan
     return Devices(tuple(loads), count, gaps)
 
 
 def provisioned(
     trace: Trace, engine: Engine, ttft_slo_s: float, tpot_slo_s: float, rounds: int = ROUNDS
 ) -> float:
-    """Find the factor on the trace's times (`Trace.scaled`) at which one device, alone, just meets
-    its P99 targets: the load for which an operator would size the service. Raises `ValueError` if
-    even single requests miss the targets, or all requests at once meet them."""
+    """Return the factor on the trace's times (`Trace.scaled`) at which one device without rollouts
+    just meets its P99 targets: the load for which an operator would size the service. Raises
+    `ValueError` if even single requests miss the targets, or all requests at once meet them."""
 
     def meets(factor: float) -> bool:
         return (

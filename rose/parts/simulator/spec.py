@@ -183,8 +183,8 @@ class Load:
 
 class Devices(Protocol):
     def load(self, device: int) -> tuple[Load, float]:
-        """Return (load, ahead) of the device with this index, from 0. At time t the device is where
-        the load is at t + ahead seconds. Devices may share one `Load` object."""
+        """Return (load, offset_s) of the device with this index, from 0. At time t the device has
+        the load's values of time t + offset_s. Devices may share one `Load` object."""
 
 
 @dataclass(frozen=True)

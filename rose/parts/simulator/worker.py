@@ -18,7 +18,7 @@ class SimWorker:
         "engine",
         "pace",
         "budget",
-        "ahead",
+        "offset_s",
         "load",
         "version",
         "turns",
@@ -40,7 +40,7 @@ class SimWorker:
         self.engine = DraftingEngine(pool.engine, ended) if drafts else SimEngine(pool.engine)
         self.pace: lending.Pace | None = None  # None: work time equals simulated time
         self.budget: lending.Budget | None = None
-        self.load, self.ahead = None, 0.0
+        self.load, self.offset_s = None, 0.0
         self.version = -1
         self.turns: dict[str, object] = {}  # turn in the engine -> its trajectory
         self.ticket = 0  # ticket of the engine's next event in the loop; 0: none

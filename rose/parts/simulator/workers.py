@@ -56,7 +56,7 @@ class Workers:
         self._link_free = dict.fromkeys(self._pools, 0.0)  # pool -> time its link is free
         # (id of a Load, pool) -> (pace, changes)
         self._tables: dict[tuple[int, str], tuple] = {}
-        # Seconds by which the next training step is longer, since GPUs have changed sides.
+        # Seconds by which the next training step is longer because GPUs were moved.
         self._regroup_s = 0.0
         self.version = -1
         self._ended = Ended()
@@ -102,7 +102,7 @@ class Workers:
             self._update_budget(worker, 0)
 
     def _attach_serving(self, worker: SimWorker, serving: spec.Serving) -> None:
-        worker.load, worker.ahead = serving.devices.load(worker.serial)
+        worker.load, worker.offset_s = serving.devices.load(worker.serial)
         key = id(worker.load), worker.pool.name
         if key not in self._tables:
             pace = (
@@ -112,8 +112,8 @@ class Workers:
             )
             self._tables[key] = pace, lending.Changes(lending.beside(worker.load), serving.step)
         pace, changes = self._tables[key]
-        worker.pace = pace and pace.moved(worker.ahead)
-        worker.budget = lending.Budget(serving, changes, worker.ahead)
+        worker.pace = pace and pace.moved(worker.offset_s)
+        worker.budget = lending.Budget(serving, changes, worker.offset_s)
 
     def lose(self, worker: SimWorker, reason: str) -> None:
         now = self._loop.now
@@ -353,8 +353,8 @@ class Workers:
                 self._report_capacity(worker)
 
     def _report_capacity(self, worker: SimWorker) -> None:
-        """Resize the engine's KV cache to what is lent, and report it to the scheduler, if the
-        change is at least `step` of the whole, to or from 0, or a change of `revoked`."""
+        """Resize the engine's KV cache to the lent share and report that to the scheduler. Changes
+        below `step` of the whole are ignored, unless they are to or from 0 or change `revoked`."""
         whole, share = worker.pool.engine.kv_tokens, worker.budget.share
         tokens, revoked = int(share * whole), worker.budget.frozen
         reported, was_revoked = worker.reported
@@ -387,7 +387,8 @@ class Workers:
     # ----------------------------------------------------------------- hybrid pools
 
     def to_training(self, seconds: float) -> float:
-        """Stop rollout on hybrid workers for `seconds`. Return the delay until their GPUs train."""
+        """Stop rollout on hybrid workers. It is expected to start again after `seconds`. Return the
+        delay until their GPUs train."""
         return self._switch(False, seconds)
 
     def to_rollout(self) -> None:
@@ -406,7 +407,7 @@ class Workers:
             self._regroup_s = max(self._regroup_s, worker.pool.switch_s)
 
     def _switch(self, rollout: bool, seconds: float) -> float:
-        """Switch the hybrid workers that change with the phases. Return the longest delay."""
+        """Switch all hybrid workers that alternate with training. Return the longest delay."""
         longest = 0.0
         if not rollout:
             longest, self._regroup_s = self._regroup_s, 0.0
@@ -441,7 +442,7 @@ class Workers:
                 worker.busy_since = -1.0
             worker.end_hold(now)
             if worker.load is not None and worker.pool.name in observers:
-                observers[worker.pool.name].add(worker.load, worker.ahead, worker.spans)
+                observers[worker.pool.name].add(worker.load, worker.offset_s, worker.spans)
             engine = worker.engine
             found.append(
                 result.Worker(

@@ -72,7 +72,7 @@ async def settled(future):
 def test_orders_that_take_too_long_are_no_deaths_of_the_packer(loop, host, monkeypatch):
     async def go():
         for turn in range(engine.DEATHS + 2):
-            os.kill((await host._alive())._process.pid, signal.SIGSTOP)
+            os.kill((await host._running_packer())._process.pid, signal.SIGSTOP)
             with monkeypatch.context() as short:
                 short.setattr(engine, "JOB_S", 0.05)
                 slow = host.submit("slow", turn, *raw(host, turn))
@@ -89,7 +89,7 @@ def test_orders_that_take_too_long_are_no_deaths_of_the_packer(loop, host, monke
 def test_a_packer_that_dies_too_often_stops_checkpoints(loop, host):
     async def go():
         while not host.stopped:
-            packer = await host._alive()
+            packer = await host._running_packer()
             os.kill(packer._process.pid, signal.SIGKILL)
             last = host.submit("t", 0, *raw(host, 0))
             await settled(last.stored)

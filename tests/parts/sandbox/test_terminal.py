@@ -22,8 +22,8 @@ from rose.agent.envs.base import Action, ToolCall
 from rose.agent.host import TrajectoryHost, open_store
 from rose.agent.snapshots import Snapshots
 from rose.config import ConfigError
-from rose.doctor import machine
 from rose.observe.recorder import NullRecorder
+from rose.parts.doctor import machine
 from rose.parts.sandbox import SandboxError, criu
 from rose.parts.sandbox.envs import _tasks, _undo
 from rose.parts.sandbox.envs._host_store import HostStore

@@ -295,11 +295,11 @@ def main():
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # stderr in place of stdout, so that environments' prints are no answers
 
-    def answer(said):
+    def answer(message):
         try:
-            text = json.dumps(said, default=_plain)
+            text = json.dumps(message, default=_plain)
         except (TypeError, ValueError) as error:  # An environment's own metrics may be anything.
-            text = json.dumps({"name": said.get("name"), "error": _text(error)})
+            text = json.dumps({"name": message.get("name"), "error": _text(error)})
         out.write(text + "\n")
         out.flush()
 

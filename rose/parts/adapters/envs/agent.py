@@ -1,8 +1,8 @@
 """An agent's own program, one process for each trajectory, which calls the policy over an API.
 
-It has no `reset` and `step`. The environment host runs it at the gateway
-(rose/parts/adapters/gateway), which passes it an address, a key and a task in environment
-variables. This file has its env.args.
+Such an environment has no `reset` and `step`. The environment host starts the program and passes it
+three things in environment variables: the address of the gateway (rose/parts/adapters/gateway), a
+key and a task. This file has the arguments (env.args).
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class Agent:
                 'needed, as env.args.command="python agent.py" or env.args.function=my.agent:run'
             )
         self.command = None if command is None else _command(command)
-        self.function = None if function is None else _function("function", function)
-        self.reward = None if reward is None else _function("reward", reward)
+        self.function = None if function is None else _function_reference("function", function)
+        self.reward = None if reward is None else _function_reference("reward", reward)
         self.doubt = ""
         self._place = tasks
         self._tasks = [] if tasks is None else _lines(tasks)
         if isinstance(environment, str) or not all(isinstance(name, str) for name in environment):
             raise ConfigError(f"env.args.environment={environment!r}: a list of variables' names")
-        if both := _in_both(tasks) if tasks is not None else 0:
+        if both := _count_in_both(tasks) if tasks is not None else 0:
             self.doubt = (
                 f"env.args.tasks={tasks!r}: {both} of the held-out tasks (every second line) "
                 "are training tasks, too, so evaluation measures what was trained"
@@ -103,7 +103,9 @@ def _command(command: Any) -> list[str]:
     return argv
 
 
-def _function(key: str, name: Any) -> str:
+def _function_reference(key: str, name: Any) -> str:
+    """Check the value of env.args.`key` and return it, with an absolute path if it names a file.
+    Nothing is imported. A module in the working folder is accepted, too. Raises `ConfigError`."""
     place, _, function = name.rpartition(":") if isinstance(name, str) else ("", "", "")
     if not place or not function.isidentifier():
         raise ConfigError(
@@ -120,7 +122,8 @@ def _function(key: str, name: Any) -> str:
 
 
 @functools.lru_cache(8)
-def _in_both(path: str) -> int:
+def _count_in_both(path: str) -> int:
+    """Return the number of held-out tasks that are also training tasks."""
     train, held_out = ([json.dumps(t, sort_keys=True) for t in _lines(path)[k::2]] for k in (0, 1))
     return sum(task in set(train) for task in held_out)
 

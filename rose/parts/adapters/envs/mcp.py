@@ -35,10 +35,10 @@ CLOSE_S = 5.0  # seconds for a server to end before its process is killed
 
 
 class Mcp:
-    """A server is given by `command` (a list; `env` adds to its variables), or by `url` (with a
-    bearer token in `token_file`). `tools` names those of its tools that the policy gets; null: all.
-    The policy sees `most_characters` of a tool's answer. The other arguments are those of
-    `prompts`. Raises `ConfigError`."""
+    """The server is started by `command` (a list; `env` adds to its variables), or reached at `url`
+    (with a bearer token in `token_file`). `tools` names the server's tools that the policy gets;
+    null: all. The policy sees at most `most_characters` of a tool's answer. The other arguments are
+    those of `prompts`. Raises `ConfigError`."""
 
     requires_tool = False
     several_calls = True
@@ -83,7 +83,7 @@ class Mcp:
         return self.source.task_name(seed)
 
     def starts(self) -> Iterator[tuple[str, Start]]:
-        """Yield every task without its tools, which the server names when it runs."""
+        """Yield every task without its tools, which only a running server can list."""
         return self.source.starts()
 
     async def step(self, action: Action) -> Step:

@@ -31,9 +31,9 @@ SYSTEM = (
 
 
 class ReasoningGym:
-    """A question of one of `tasks`: names, or {task: NAME, weight: 1.0, level: null, and the task's
-    own arguments}. `all` stands for every task. `level` is a level of the task's curriculum, 0 the
-    easiest, or [lowest, highest] to draw from.
+    """Each episode asks one question of one of `tasks`. An entry of `tasks` is a name, or {task:
+    NAME, weight: 1.0, level: null, and the task's own arguments}. `all` stands for every task.
+    `level` is a level of the task's curriculum, 0 the easiest, or [lowest, highest] to draw from.
 
     The reward is the library's score, 0 to 1. Success begins at 0.99. Raises `ConfigError`.
     """
@@ -79,7 +79,7 @@ class ReasoningGym:
         return Step(observation=f"Score {score:g}.", reward=score, done=True, success=score >= 0.99)
 
     async def close(self) -> None:
-        """Do nothing, as nothing is held."""
+        """Do nothing: an episode holds no resources."""
 
 
 def ask(name: str, arguments: dict[str, Any], seed: int) -> str:

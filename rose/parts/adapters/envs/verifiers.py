@@ -83,7 +83,8 @@ class Verifiers(Agent):
         inputs.note("env.args.id", whose, self.tasks["tasks"])
 
 
-@functools.cache  # a load once a process, as each trajectory builds an environment
+# Cached, because each trajectory builds an environment.
+@functools.cache
 def _load(command: tuple[str, ...], settings: str, given: tuple[str, ...]) -> dict[str, Any]:
     """Return the numbers of training and held-out tasks, and a digest of all tasks. Raises
     `ConfigError` that names the setting that can't be used."""

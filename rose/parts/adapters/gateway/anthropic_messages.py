@@ -43,14 +43,15 @@ TEXT = ("text",)
 
 
 def read(body: dict[str, Any]) -> Query:
-    """Read the body of a messages request. Raises `ApiError`."""
+    """Return the query in the body of a messages request. Raises `ApiError`."""
     if fields.count(body, "max_tokens") is None:
         raise bad("max_tokens: missing")
     return read_prompt(body)
 
 
 def read_prompt(body: dict[str, Any]) -> Query:
-    """Read a body that may lack `max_tokens`. Raises `ApiError`."""
+    """Return the query in the body of a request to count tokens, which has the same fields as a
+    messages request but needs no `max_tokens`. Raises `ApiError`."""
     fields.refuse(body, FIELDS)
     output = take(body, "output_config", dict, {})
     fields.free_text(output.get("format"), "output_config.format")
@@ -79,6 +80,8 @@ def read_prompt(body: dict[str, Any]) -> Query:
 
 
 def _messages(raw: dict[str, Any], where: str) -> list[Message]:
+    """Convert one message: a user's becomes a message for each tool result, and then one with the
+    text if there is any."""
     role, content = take(raw, "role", str), take(raw, "content", (str, list))
     if role not in ("user", "assistant", "system"):
         raise bad(f"{where}.role: {role!r} is neither user nor assistant")
@@ -90,8 +93,8 @@ def _messages(raw: dict[str, Any], where: str) -> list[Message]:
     if role == "assistant":
         return [_assistant(blocks, where)]
     results = [_result(b, where) for b in blocks if b.get("type") == "tool_result"]
-    said = _said([block for block in blocks if block.get("type") != "tool_result"], where)
-    return results + ([Message.of(role, said)] if said else [])
+    texts = _texts([block for block in blocks if block.get("type") != "tool_result"], where)
+    return results + ([Message.of(role, texts)] if texts else [])
 
 
 def _parts(content: str | list[Any]) -> list[Any]:
@@ -107,8 +110,8 @@ def _system(content: Any, where: str) -> str:
     return "".join(text for text in texts if not text.startswith(fields.BILLING))
 
 
-def _said(blocks: list[dict[str, Any]], where: str) -> tuple[str, ...]:
-    """Return the texts of the blocks that aren't empty."""
+def _texts(blocks: list[dict[str, Any]], where: str) -> tuple[str, ...]:
+    """Return the texts of the blocks, without empty ones."""
     return tuple(text for text in fields.texts(blocks, TEXT, where) if text)
 
 
@@ -125,7 +128,7 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> Message:
                 continue  # It is encrypted, so no prompt can contain it. vLLM drops it, too.
             case _:
                 said.append(block)
-    parts = _said(said, f"{where}.content")
+    parts = _texts(said, f"{where}.content")
     return Message.of("assistant", parts, calls=tuple(calls), thought="".join(thought))
 
 

@@ -79,6 +79,7 @@ class _Server:
     async def fork(
         self, name: str, arguments: Sequence[str], variables: Mapping[str, str], log: Path
     ) -> Program:
+        """Start the function in a process forked from the server. Raises OSError if that fails."""
         loop = asyncio.get_running_loop()
         pid = self._pids[name] = loop.create_future()
         code = self._codes[name] = loop.create_future()

@@ -179,14 +179,14 @@ class History:
         node: Node,
         template_args: dict[str, Any] | None = None,
     ) -> None:
-        """Note that a conversation of `messages` and then `answer` continues from `node`."""
+        """Record that a later call with `messages` and then `answer` continues from `node`."""
         node.conversation = (*messages, answer)
         given = self._chat.with_args(template_args or {}).template_args
         self._after.setdefault(digests([*messages, answer], tools, given)[-1], node)
 
     def leaves(self) -> list[Node]:
-        """Return the leaves, the longest first. Answers that the agent never received and that no
-        call continues are removed before."""
+        """Remove answers that the agent never received and that no call continues. Then return the
+        leaves, the longest first."""
         for node in reversed(self._nodes()):
             if not node.delivered and not node.children:
                 (node.parent.children if node.parent else self._roots).remove(node)
@@ -210,7 +210,8 @@ class History:
 def _appended(
     chat: ChatFormat, new: Sequence[Message], node: Node, tools: bool, system: bool
 ) -> list[int] | None:
-    """Return the tokens of messages behind a node's answer; None if they can't be appended."""
+    """Return the tokens of the `new` messages, which follow the node's answer; None if the template
+    can't append them."""
     if any(message.role not in ("user", "tool") for message in new):
         return None
     try:
@@ -222,7 +223,7 @@ def _appended(
 
 def _branch(leaf: Node, seen: set[int]) -> Branch:
     """Return a leaf's training sample. `seen` has the ids of the nodes that earlier samples train;
-    this sample's nodes are added."""
+    the nodes of this sample are added to it."""
     node, shared = leaf, 0
     turns: list[tuple[int, int]] = []  # (turn, number of its tokens), the last turn first
     while node is not None:

@@ -3,7 +3,7 @@
     python -I rose/parts/adapters/gateway/reaper.py COMMAND...
 
 A process may leave its group and session and clear its environment, but it can't leave its
-ancestors: if its parent ends, Linux makes the nearest ancestor that is a subreaper (prctl(2)) its
+ancestors. If its parent ends, the nearest ancestor that is a subreaper (prctl(2)) becomes its
 parent. So the reaper stays between the host and the program. When the program ends, or the reaper
 gets SIGTERM, the reaper kills its children until none is left; their orphans become its children in
 turn. It ends with the program's exit code, 128 + N if signal N ended the program. It also gets
@@ -24,15 +24,15 @@ from typing import NoReturn
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 END_S = 5.0  # seconds for children to be gone: milliseconds, unless the kernel blocks one
-LOOK_S = 0.02  # seconds between two polls for children, as orphans become children in between
-HEARD = (signal.SIGTERM, signal.SIGCHLD)
+POLL_S = 0.02  # seconds between two polls for children, as orphans become children in between
+HANDLED = (signal.SIGTERM, signal.SIGCHLD)
 PRCTL = ctypes.CDLL(None).prctl  # resolved at import, since dlsym() is not safe after fork()
 
 
 def run(program: Callable[[], NoReturn], parent: int) -> NoReturn:
     """Run `program` in a child that leads a session of its own. The calling process becomes the
     reaper. It must have no other threads, and `parent` must be the pid of its parent."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+    signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
     PRCTL(PR_SET_CHILD_SUBREAPER, 1)
     PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
     own = os.getpid()
@@ -42,13 +42,13 @@ def run(program: Callable[[], NoReturn], parent: int) -> NoReturn:
     if not child:
         os.setsid()
         PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
         if os.getppid() == own:
             program()
         os._exit(1)
     code = None
     while code is None:
-        heard = signal.sigwait(HEARD)
+        heard = signal.sigwait(HANDLED)
         code = 128 + heard if heard == signal.SIGTERM else _reap(child)
     _end_children()
     os._exit(code)
@@ -76,7 +76,7 @@ def _end_children() -> None:
         for pid in _children():
             with suppress(OSError):  # It has ended, or it runs as another user, as below sudo.
                 os.kill(pid, signal.SIGKILL)
-        signal.sigtimedwait([signal.SIGCHLD], LOOK_S)
+        signal.sigtimedwait([signal.SIGCHLD], POLL_S)
 
 
 def _children() -> list[int]:

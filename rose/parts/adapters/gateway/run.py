@@ -47,7 +47,7 @@ FILES = ("reward.json", "log", "judge.log")  # files in a program's folder
 SCRATCH = "rose-agent-"  # prefix of programs' temporary folders; the host's pid follows
 BEGIN_S = 30.0  # seconds after which a command without a call lets the next one start
 KEPT_BYTES = 2**16  # bytes of a failed program's output that are kept
-LOOK_S = 0.25  # seconds between two polls of a program
+POLL_S = 0.25  # seconds between two polls of a program
 
 
 async def run_agent(
@@ -173,30 +173,30 @@ class _Run:
         else:
             begin, name = self._fork(agent.function, self.variables, self.log), "function"
         await self._execute(begin, name, agents=True)
-        required = required and not self._excused
+        required = required and not self._crash_is_truncation
         if agent.reward is None:
             return self._read_reward(required)
-        said = [_shown(leaf.conversation) for leaf in self.session.history.leaves()]
+        conversations = [_shown(leaf.conversation) for leaf in self.session.history.leaves()]
         transcript = self.folder / "transcript.json"
-        self._write(transcript, said)
+        self._write(transcript, conversations)
         self.reward.unlink(missing_ok=True)  # The function's reward replaces the agent's.
         self.session.reward = None
         # The reward function doesn't get the key: it must not call the policy.
         without = {k: v for k, v in self.variables.items() if v != self.session.key}
-        judging = self._fork(agent.reward, without, self.judged, str(transcript))
-        await self._execute(judging, "reward")
+        reward_program = self._fork(agent.reward, without, self.judged, str(transcript))
+        await self._execute(reward_program, "reward")
         return self._read_reward(required)
 
     @property
-    def _excused(self) -> bool:
-        """True if a crash of the program counts as truncation, as its context or its calls are used
-        up. Episodes of `Verifiers` end in order even then, so their errors come from scoring."""
+    def _crash_is_truncation(self) -> bool:
+        """True if a crash of the program counts as truncation, because its context or its calls are
+        used up. An episode of `Verifiers` doesn't crash then, so its errors come from scoring."""
         return bool(self.session.limit) and not isinstance(self.agent, Verifiers)
 
     async def _command(self, argv: list[str]) -> Program:
         """Start the agent's command with a permit of `gateway.beginning`, held until its first call
-        but at most `BEGIN_S`. Before that call a command is busy with imports; if a whole batch
-        began at once, none would call for a long time. Raises OSError."""
+        but at most `BEGIN_S`. Before that call a command is busy with imports; if all commands of a
+        batch began at once, none would call for a long time. Raises OSError."""
         places = self.gateway.beginning
         with _workers.QUEUED.get()():
             await places.acquire()
@@ -243,8 +243,8 @@ class _Run:
     async def _execute(
         self, begin: Awaitable[Program | Playing], name: str, agents: bool = False
     ) -> None:
-        """Run the program of env.args.`name` to its end. An agent's program (`agents`) may fail
-        once its context or its calls are used up. Raises `EnvironmentFailure`."""
+        """Run the program of env.args.`name` to its end. Raises `EnvironmentFailure` if it fails,
+        unless it is the agent's own program (`agents`) and its context or its calls are used up."""
         what = f"{self.key}.args.{name}"
         try:
             running = await begin
@@ -256,7 +256,7 @@ class _Run:
             raise self._failure(f"{what}: {error}", running) from error
         finally:
             await asyncio.shield(running.end())
-        if code and not (agents and self._excused):
+        if code and not (agents and self._crash_is_truncation):
             raise self._failure(f"{what} ended with code {code}", running)
 
     async def _watch(self, running: Program | Playing) -> int:
@@ -265,7 +265,7 @@ class _Run:
         began, limit = time.monotonic(), self.limits.step_timeout_s
         ends = {running.code, self.session.failed}
         while True:
-            await asyncio.wait(ends, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
             running.cut_log()
             if running.code.done():
                 return running.code.result()
@@ -294,8 +294,8 @@ class _Run:
             raise self._failure(f"the file ROSE_REWARD: {error}") from None
 
     def _failure(self, cause: str, running: Program | Playing | None = None) -> EnvironmentFailure:
-        words = running.last_words() if running else ""
-        return EnvironmentFailure(self.start.id, f"{cause}; it said: {words}" if words else cause)
+        output = running.last_words() if running else ""
+        return EnvironmentFailure(self.start.id, f"{cause}; it said: {output}" if output else cause)
 
     def _write(self, path: Path, value: Any) -> None:
         with open(
@@ -305,8 +305,9 @@ class _Run:
 
 
 def _json(path: Path) -> Any:
-    """Return the JSON in a file. A program may have left anything there, and a pipe doesn't block
-    the read. Raises OSError, `RecursionError`, and `ValueError` that says what it is instead."""
+    """Return the JSON in a file. The program may have written anything there, or left a pipe, which
+    must not block the read. Raises OSError, `RecursionError`, and a `ValueError` that describes
+    what the file holds instead."""
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         about = os.fstat(file)

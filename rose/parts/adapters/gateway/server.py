@@ -57,7 +57,8 @@ COUNT = "/v1/messages/count_tokens"
 
 
 class Gateway:
-    """The HTTP server and its sessions. `model` is the policy's name where a call names none."""
+    """The HTTP server and its sessions. `model` is the policy's name for calls that name no
+    model."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -131,7 +132,7 @@ class Gateway:
             session = self._session(request)
             with session.counted():
                 body = await _body(request, session.body_s)
-                query = await _beside(request, api.read, body)
+                query = await _read_query(request, api.read, body)
                 streamed = fields.take(body, "stream", bool, False)
                 model = fields.take(body, "model", str, self._model)
         except ApiError as error:
@@ -183,7 +184,7 @@ class Gateway:
             session = self._session(request)
             with session.counted(is_call=False):
                 body = await _body(request, session.body_s)
-                query = await _beside(request, anthropic_messages.read_prompt, body)
+                query = await _read_query(request, anthropic_messages.read_prompt, body)
                 count = await session.prompt_tokens(query)
         except ApiError as error:
             return _refused(anthropic_messages, error)
@@ -317,8 +318,8 @@ def _too_large() -> ApiError:
     return ApiError(413, f"a body has {MAX_BODY} bytes at most", "too_large")
 
 
-async def _beside(request: web.Request, read: Callable[[Any], Query], body: Any) -> Query:
-    """Return `read(body)`, in a thread if the body is long. Raises `ApiError`."""
+async def _read_query(request: web.Request, read: Callable[[Any], Query], body: Any) -> Query:
+    """Return `read(body)`. A long body is read in a thread. Raises `ApiError`."""
     if (request.content_length or MAX_BODY) <= LOOP_CHARACTERS:
         return read(body)
     return await asyncio.to_thread(read, body)

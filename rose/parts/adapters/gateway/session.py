@@ -39,9 +39,8 @@ from rose.protocol import (
 # End marks tried to find a turn's first call, as strings may have marks too. Each costs a parse.
 MOST_MARKS = 8
 MOST_OPEN = 16  # open requests of one trajectory; no framework starts as many sub-agents
-MOST_REFUSED = (
-    256  # refused calls, or repeated ones, after which the agent counts as broken and is ended
-)
+# Refused calls, or repeated ones, after which the agent counts as broken and is ended.
+MOST_REFUSED = 256
 MESSAGE_CHARACTERS = 50  # characters that take as long to read as a message's frame
 RATE = 50.0  # calls a second in the mean, more than any model answers
 BURST = 500  # calls at once, those of ten seconds
@@ -121,8 +120,8 @@ class Session:
         self._max_context, self._sampling, self._clock = max_context, sampling, clock
         self.history = History(chat)
         self.turns = self.migrations = self.invalid_calls = 0
-        # "context" or "turns" after a call was refused because that is used up; "" again once a
-        # later call, as one with a shortened history, becomes a turn.
+        # "context" or "turns" if the last call was refused because this limit is used up. It is ""
+        # again after a later call, such as one with a shortened history, has become a turn.
         self.limit = ""
         self.too_long = ""  # message of the last refusal because of the context
         self.reward: tuple[float, bool] | None = None  # (reward, success), if the agent sent one
@@ -133,7 +132,7 @@ class Session:
         self._counting = asyncio.Lock()
         self._open = self._waiting = 0  # open requests, and how many of them wait for the model
         self._refused = self._replays = 0
-        self._heard_at = clock()
+        self._active_at = clock()
         self._allowance, self._counted_at = float(BURST), clock()
         self.cut = 0  # turns that were running at `close`
 
@@ -141,7 +140,7 @@ class Session:
     def idle_s(self) -> float:
         """Seconds since the agent's last call began or was answered; 0 while it waits for an
         answer. Reading a call's body is not waiting. Token counts and models are no calls."""
-        return 0.0 if self._waiting else self._clock() - self._heard_at
+        return 0.0 if self._waiting else self._clock() - self._active_at
 
     @property
     def body_s(self) -> float:
@@ -149,8 +148,8 @@ class Session:
         return self._limits.step_timeout_s
 
     async def answer(self, query: Query) -> Answer:
-        """Answer a call, with a new turn or that of an equal call before. `counted` must have
-        counted the request. Raises `ApiError`."""
+        """Answer a call with a new turn, or with the turn of an earlier equal call. `counted` must
+        have counted the request. Raises `ApiError`."""
         self._check_length(query)
         digest = await self._chat.in_thread(query.size, query.digest)
         task = self._calls.get(digest)
@@ -176,7 +175,7 @@ class Session:
         finally:
             self._open -= 1
             self._waiting -= 1
-            self._heard_at = self._clock()
+            self._active_at = self._clock()
 
     async def prompt_tokens(self, query: Query) -> int:
         """Count the tokens of a prompt, without a turn. For a prompt that can't fit into the
@@ -190,12 +189,12 @@ class Session:
 
     @contextlib.contextmanager
     def counted(self, is_call: bool = True) -> Iterator[None]:
-        """Surround a request from before its body is read. Bounds the agent's requests, at once
-        and a second, and counts those refused. `is_call`: the request is more than a question
-        about tokens or models. Raises `ApiError`."""
+        """Context of a request, entered before its body is read. It bounds the agent's requests at
+        once and per second, and counts refused ones. `is_call` is False for a request that only
+        counts tokens or lists models. Raises `ApiError`."""
         self._count()
         if is_call:
-            self._heard_at = self._clock()
+            self._active_at = self._clock()
             if not self.called.done():
                 self.called.set_result(None)
         self._open += 1
@@ -235,7 +234,8 @@ class Session:
             )
 
     def _count_replay(self) -> None:
-        """Count a repeated call. An agent that repeats it until the answer changes never ends."""
+        """Count a repeated call, and end an agent that repeats calls too often: it may wait for the
+        answer to change, which never happens."""
         self._replays += 1
         if self._replays >= MOST_REFUSED:
             self._fail(
@@ -253,8 +253,8 @@ class Session:
             self._calls.pop(digest, None)
 
     def _check_length(self, query: Query) -> None:
-        """Refuse messages whose number of characters shows that they can't fit, since tokenising
-        them would take seconds. Raises `ApiError`."""
+        """Refuse messages that have too many characters to fit into the context, without tokenising
+        them, which would take seconds. Raises `ApiError`."""
         least = self._chat.least_tokens(query.characters)
         if least >= self._max_context:
             error = self._too_long(f"at least {least}")
@@ -303,7 +303,7 @@ class Session:
         except CannotExtend as error:
             raise ApiError(400, str(error)) from None
 
-    def _request(self, turn: str, context: bytes, most: int, query: Query) -> TurnRequest:
+    def _request(self, turn: str, context: bytes, token_limit: int, query: Query) -> TurnRequest:
         answers_tool = bool(query.messages) and query.messages[-1].role == "tool"
         return TurnRequest(
             turn=turn,
@@ -312,7 +312,9 @@ class Session:
             phase=self.start.phase,
             tokens=context,
             sampling=msgspec.structs.replace(
-                self._sampling, seed=turn_seed(self.start.sampling_seed, turn), max_new_tokens=most
+                self._sampling,
+                seed=turn_seed(self.start.sampling_seed, turn),
+                max_new_tokens=token_limit,
             ),
             domain=self.start.domain,
             outcome="ok" if answers_tool else "",
@@ -357,8 +359,8 @@ class Session:
 def _first_call(
     chat: ChatFormat, result: TurnResult, text: str, tools: list[dict[str, Any]]
 ) -> tuple[TurnResult, str]:
-    """Return the turn up to the token that completes its first call, and its text; the whole turn
-    if the model's call format has no end mark."""
+    """Return the turn up to the token that completes its first call, and the text up to there. If
+    the model's call format has no end mark, return the whole turn."""
     if len(chat.read(text, tools).calls) < 2:
         return result, text
     end = 0
@@ -391,8 +393,8 @@ def _cut(result: TurnResult, kept: int) -> TurnResult:
 def _stop(
     chat: ChatFormat, result: TurnResult, stops: tuple[str, ...]
 ) -> tuple[TurnResult, str, str | None]:
-    """Return the turn up to the token that completes the first stop string, its text before that,
-    and the string."""
+    """Return the turn up to the token that completes the first stop string, the text before this
+    string, and the string (None without one)."""
     tokens = unpack_tokens(result.tokens)
     text = chat.decode(tokens)
     found = [(text.find(stop), stop) for stop in stops if stop in text]

@@ -149,8 +149,9 @@ def _save(s: SimSave | None) -> spec.Save | None:
 
 
 def _forward_passes(c: Config) -> float:
-    """Return the forward passes over the batch besides the update's: the configured number, or the
-    live trainer's for old log-probabilities (rose/trainer/trainer.py)."""
+    """Return the number of forward passes over the batch besides those of the updates. By default
+    these are the live trainer's for old log-probabilities (rose/trainer/trainer.py), which it needs
+    for all but the first of a step's updates."""
     configured = c.sim.trainer.forward_passes
     return 1 - 1 / c.trainer.updates_per_step if configured is None else configured
 

@@ -145,7 +145,7 @@ def of(result: Result, point: str, system: str, warmup: int, wall_s: float, draw
         allocation=_allocation(result),
         migrations=counts.migrations / len(result.steps),
         wall_s=wall_s,
-        hidden=_hidden(steps),
+        hidden=_hidden_share(steps),
         **(_sandboxes(result, generated) if result.sandboxes else {}),
         picture=_picture(result) if drawn else None,
     )
@@ -156,7 +156,8 @@ def _tail(seconds: np.ndarray) -> float:
     return float(np.percentile(seconds, late) / np.median(seconds)) if len(seconds) else math.nan
 
 
-def _hidden(steps: Sequence[Step]) -> float:
+def _hidden_share(steps: Sequence[Step]) -> float:
+    """Return the share of the training's time that lay before its batch was complete."""
     ahead_s = sum(step.ahead_s for step in steps)
     after_s = sum(step.trained_at - step.training_at for step in steps)
     return ahead_s / (ahead_s + after_s) if after_s else math.nan
@@ -172,7 +173,7 @@ def _attainment(serving: Sequence[ServingUse]) -> float:
 
 
 def _latencies(serving: Sequence[ServingUse]) -> dict[str, float]:
-    """Return the first pool's latencies, and the shares of compute that serving takes and lends."""
+    """Return the first pool's latencies, and the shares of compute that serving uses and lends."""
     if not serving:
         return {
             f"{when}{what}_p99_s": math.nan
@@ -226,8 +227,8 @@ def _phases(step: Step) -> list[float]:
 
 
 def shares(spans: np.ndarray, end: float, bins: int) -> list[float]:
-    """Return which share of each of `bins` equal parts of [0, end] the spans cover. The spans (n,
-    2) must be ascending and disjoint."""
+    """Divide [0, end] into `bins` equal parts and return the share of each that the spans cover.
+    The spans (n, 2) must be ascending and disjoint."""
     edges = np.linspace(0.0, end, bins + 1)
     if not len(spans):
         return [0.0] * bins

@@ -18,7 +18,7 @@ from rose.parts.simulator.traces import spot
 
 BITS = 8  # definition: bits of a byte
 RATES = ("compute", "memory", "nvlink")  # fields of hardware.Efficiency that must not be 0
-# Seconds of generated spot availability. It doesn't change any more after that.
+# Seconds of generated spot availability, which stays constant afterwards.
 SPOT_S = 24 * 3600.0  # ours: a day, longer than the steps that are counted
 
 
@@ -83,13 +83,13 @@ def degrees(p: SimPool) -> list[int]:
 
 
 def gpus(p: SimPool) -> int:
-    """Return the GPUs that one of the pool's `workers` stands for."""
+    """Return the number of GPUs that one of the pool's `workers` stands for."""
     given = p.tensor_parallel
     return given if isinstance(given, int) else given[0] if p.elastic else sum(given)
 
 
 def device(p: SimPool, degree: int) -> str:
-    """Return the name for `WorkerJoined.hardware`, with the degree where a pool has several."""
+    """Return the name for `WorkerJoined.hardware`, which has the degree if the pool has several."""
     return f"{p.gpu}x{degree}" if isinstance(p.tensor_parallel, list) else p.gpu
 
 
@@ -172,7 +172,7 @@ def _online(c: Config) -> ModelShape:
 
 
 def _online_engine(c: Config, gpu: spec.Gpu, degree: int, rolls: ModelShape) -> spec.Engine:
-    """Return the online engine, whose KV memory is what the weights of both models leave."""
+    """Return the online engine. Its KV memory is the rest beside the weights of both models."""
     shape, s, efficiency = _online(c), c.sim.serving, _efficiency(c)
     try:
         tokens = hardware.kv_tokens(
@@ -209,7 +209,8 @@ def _available(c: Config, most: int, seed: int) -> spec.Available:
 
 
 def _drafts(c: Config) -> spec.Drafts | None:
-    """Return the drafts; None without measured siblings. Raises `ConfigError`."""
+    """Return the measured numbers of drafted and accepted tokens (`sim.draft`) for this
+    `rollout.draft.tokens`; None if no siblings were measured. Raises `ConfigError`."""
     s, tokens = c.sim.draft, c.rollout.draft.tokens
     if not s.siblings:
         return None

@@ -1,4 +1,4 @@
-"""Runs the simulations of many systems and seeds in processes, equal ones only once."""
+"""Runs the simulations of many systems and seeds in processes. Equal simulations run only once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ UNREAD = (
     "eval",
     "transfer",
 )
-# Keys of `sim` that don't, or that a job has fields for.
+# Keys of `sim` of these kinds.
 UNREAD_SIM = ("label", "pools", "executor", "systems", "plan", "processes", "seeds")
 
 
@@ -108,13 +108,13 @@ def carry_out(jobs: Sequence[Job], workers: int, console: Console) -> list[Outco
 def run_all(
     jobs: Sequence[Job], workers: int, on_outcome: Callable[[Outcome], None]
 ) -> list[Outcome]:
-    """Return the outcomes in the order of `jobs`, of which equal ones run once. `on_outcome` is
-    called with each outcome as its run ends. Raises `SimulationFailed`."""
+    """Return the outcomes in the order of `jobs`. Equal jobs run once. `on_outcome` is called with
+    each outcome as its run ends. Raises `SimulationFailed`."""
     first: dict[str, Job] = {}
     for job in jobs:
         first.setdefault(job.key, job)
     found: dict[str, Outcome] = {}
-    for key, outcome in _carried_out(first, workers):
+    for key, outcome in _outcomes(first, workers):
         found[key] = outcome
         on_outcome(outcome)
     return [
@@ -122,7 +122,7 @@ def run_all(
     ]
 
 
-def _carried_out(jobs: dict[str, Job], workers: int) -> Iterator[tuple[str, Outcome]]:
+def _outcomes(jobs: dict[str, Job], workers: int) -> Iterator[tuple[str, Outcome]]:
     if workers == 1 or len(jobs) == 1:
         for key, job in jobs.items():
             yield key, run(job)
@@ -142,9 +142,9 @@ def _carried_out(jobs: dict[str, Job], workers: int) -> Iterator[tuple[str, Outc
 
 @contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Yield a pool of fresh interpreters without our threads and locks; an error ends them."""
+    """Yield a pool of new interpreters without our threads and locks; an error ends them."""
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, _alone, (os.getpid(),))
+    pool = ProcessPoolExecutor(workers, context, _init_process, (os.getpid(),))
     try:
         yield pool
     except BaseException:
@@ -155,7 +155,7 @@ def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     pool.shutdown()
 
 
-def _alone(parent: int) -> None:
+def _init_process(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Only the parent handles the terminal's Ctrl-C.
     processes.die_with_parent(parent)
 

@@ -55,7 +55,7 @@ class Answer:
 
 
 def target(c: Config) -> float:
-    """Return the seconds a step may take. Raises `ConfigError` unless one target is given."""
+    """Return the seconds that a step may take. Raises `ConfigError` unless one target is given."""
     p = c.sim.plan
     if (p.steps_per_hour is None) == (p.hours is None):
         raise ConfigError(

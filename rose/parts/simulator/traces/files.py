@@ -47,9 +47,9 @@ class Format(NamedTuple):
 
 
 def read(path: str | Path) -> Trace:
-    """Read a trace. Raises `OSError`, or a `TraceError` that names file, line and column if the
-    first line fits no format, a column is missing, a field is no time or no whole number, tokens
-    are negative, a time is before the one above it, or there are no requests."""
+    """Read a trace. Raises `OSError`, or a `TraceError` that names file, line and column: the first
+    line fits no format, a column is missing, a field is no time or no whole number, tokens are
+    negative, a time is before that of the line above, or there are no requests."""
     path = Path(path)
     with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
         first = file.readline()

@@ -2,9 +2,9 @@
 
 There are two formats, both of Bamboo's traces (Thorpe et al., NSDI 2023; RLBoost replays them),
 recognized by the first line: `milliseconds,add|remove,name`, and `date, time, count`, a sampled
-count. The second doesn't say which instances are removed when the count falls, so they are drawn at
-random. In the first format removed instances are neither the oldest nor the youngest either: in the
-p3 trace their mean rank by age is 0.52 of 0..1.
+count. The second doesn't name the instances that are removed when the count falls, so they are
+drawn at random. That agrees with traces in the first format, which remove instances of any age: in
+the p3 trace their mean rank by age is 0.52 of 0..1.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Availability:
 
     def limited(self, most: int) -> Availability:
         """Return a part with at most `most` instances at once, for a smaller cluster: an instance
-        is left out if there are as many when it begins."""
+        is left out if `most` others are available when it begins."""
         held: list[float] = []
         taken = np.zeros(len(self), bool)
         for at, (begin, end) in enumerate(zip(self.begin, self.end, strict=False)):
@@ -99,9 +99,12 @@ class Availability:
 
 def read(path: str | Path, seed: int = 0) -> Availability:
     """Read a trace. `seed` draws the instances that a falling count removes. Raises `OSError`, or a
-    `TraceError` that names file, line and column if the file is empty or has neither format, a
-    field is missing, negative or no number, a time is before the one above it, or an instance is
-    added twice or removed without having been added."""
+    `TraceError` that names file, line and column in these cases:
+    - the file is empty or has neither format;
+    - a field is missing, negative or no number;
+    - a time is before that of the line above;
+    - an instance is added twice, or removed without having been added.
+    """
     path = Path(path)
     with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
         reader = csv.reader(file)

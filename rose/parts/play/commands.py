@@ -1,0 +1,3 @@
+"""The command of this part."""
+
+COMMANDS = {"play": "rose.parts.play"}

@@ -1,0 +1,3 @@
+"""The command of this part."""
+
+COMMANDS = {"relay": "rose.parts.relay"}

@@ -1,0 +1,67 @@
+"""A person's line becomes a call by the tool's schema."""
+
+import pytest
+
+from rose.agent.envs.base import Action, ToolCall
+from rose.agent.envs.calculator import TOOLS
+from rose.agent.envs.frozen_lake import MOVE_TOOL
+from rose.parts.adapters.envs.minigrid import Minigrid
+from rose.parts.play import typed
+from rose.parts.sandbox.envs.terminal import BASH, EDIT, UNDO
+
+
+@pytest.mark.parametrize(
+    ("line", "tools", "call"),
+    [
+        ("left", [MOVE_TOOL], ToolCall("move", {"direction": "left"})),
+        ("l", [MOVE_TOOL], ToolCall("move", {"direction": "left"})),
+        ("move down", [MOVE_TOOL], ToolCall("move", {"direction": "down"})),
+        ('{"direction": "up"}', [MOVE_TOOL], ToolCall("move", {"direction": "up"})),
+        ("calculate 3 + 4", TOOLS, ToolCall("calculate", {"expression": "3 + 4"})),
+        ("a -7.5", TOOLS, ToolCall("answer", {"value": -7.5})),
+        ("forward f, left", [Minigrid()._tool()], None),
+        ("ls -l | wc", [BASH], ToolCall("bash", {"command": "ls -l | wc"})),
+        ("edit a.txt 'x y' z", [BASH, EDIT, UNDO], None),
+        ("undo", [BASH, EDIT, UNDO], ToolCall("undo", {})),
+        ("undo 2", [BASH, EDIT, UNDO], ToolCall("undo", {"commands": 2})),
+    ],
+)
+def test_a_line_is_a_call(line, tools, call):
+    found = typed.action(line, tools)
+    assert isinstance(found, Action), found
+    if line.startswith("edit"):
+        call = ToolCall("edit_file", {"path": "a.txt", "old": "x y", "new": "z"})
+    if line.startswith("forward"):
+        call = ToolCall("act", {"actions": ["forward", "forward", "left"]})
+    assert found.call == call
+
+
+@pytest.mark.parametrize(
+    ("line", "tools", "words"),
+    [
+        ("north", [MOVE_TOOL], "'north' is none of left, down, right, up; type left|down|right|up"),
+        ("", [MOVE_TOOL], "none of left"),
+        ("multiply 2 3", TOOLS, "'multiply': begin with one of calculate, answer, or with say"),
+        ("answer seven", TOOLS, "'seven' is no number; type answer VALUE"),
+        ("edit a.txt", [BASH, EDIT], "1 words where 3 are needed; type edit_file PATH OLD NEW"),
+        ("edit 'a", [BASH, EDIT], "No closing quotation"),
+        ("{left", [MOVE_TOOL], "no JSON object"),
+    ],
+)
+def test_a_line_that_means_nothing_says_what_would(line, tools, words):
+    found = typed.action(line, tools)
+    assert isinstance(found, str) and words in found
+
+
+def test_text_is_said_without_tools_and_after_say():
+    assert typed.action("left of it", []) == Action("left of it")
+    assert typed.action("say it is done", [BASH]) == Action("it is done")
+
+
+def test_the_help_has_every_tool_and_how_to_leave():
+    turns = "(at most 4 turns; Ctrl-D leaves)."
+    assert typed.help_of([MOVE_TOOL], 4, True) == f"Type left|down|right|up {turns}"
+    assert typed.help_of(TOOLS, 4, True) == f"Type calculate EXPRESSION, or answer VALUE {turns}"
+    shell = typed.help_of([BASH, EDIT, UNDO], 4, False)
+    assert "edit_file PATH OLD NEW, or undo [COMMANDS], or say TEXT without a call" in shell
+    assert typed.help_of([], 4, False) == f"Type your answer {turns}"
