@@ -29,6 +29,7 @@ assert (ESCAPE, MAGIC, VERSION, DELTA) == (
 ONE = np.uint64(1)
 # Most numbers of a stream from which its Rice parameter is guessed, before exact sizes decide.
 SAMPLE = 4096
+AHEAD = 64  # values of a cache line each, which together stay in the nearest cache
 
 
 def _array(dtype, readonly: bool = False):
@@ -407,8 +408,14 @@ def decode_delta(words, layout, positions, differences):
     types.void(_array(types.uint32), READ_LONGS, READ_INTS, INT),
 )
 def add(values, positions, differences, sign):
-    """Move the values at `positions` by their differences times `sign`, 1 or -1, in place."""
+    """Move the values at `positions` by their differences times `sign`, 1 or -1, in place. Values
+    are loaded `AHEAD` at a time, since the processor waits for each store before a later load."""
     bits = _bits(values)
-    for i in range(positions.size):
-        at = positions[i]
-        values[at] = _moved(values[at], sign * np.int64(differences[i]), bits)
+    held = np.empty(AHEAD, np.int64)
+    for start in range(0, positions.size, AHEAD):
+        count = min(AHEAD, positions.size - start)
+        for i in range(count):
+            held[i] = values[np.uint64(positions[start + i])]
+        for i in range(count):
+            by = sign * np.int64(differences[start + i])
+            values[np.uint64(positions[start + i])] = _moved(held[i], by, bits)

@@ -96,7 +96,8 @@ class EngineLoop(Loop):
         rollout = msgspec.structs.replace(config.rollout, engine_args=args)
         here = device.here()
         if here is not None and here.serving.lending.priority == "idle":
-            os.nice(priority.NICE)  # as a borrowed rank (rose.parts.lending.rank.member)
+            # A borrowed rank does the same: rose.parts.lending.rank.member.
+            os.nice(priority.NICE)
         self._number = 0
         self._engine = await Engine.start(job["model"], rollout, config.model, seed=job["seed"])
         return {"ready": True, "engine": self._engine.pid}

@@ -23,6 +23,7 @@ from tests.gpu.frame import Check, Report
 from tests.gpu.model import folder
 
 PAUSE_S = 0.003  # seconds between two steps of S
+AHEAD_S = 0.001  # seconds in which S's engine prepares a step after it has raised the flag
 STOPPED_S = 0.3  # seconds until the tokens of steps before a stop have arrived
 LAYERS, HIDDEN, INTERMEDIATE = 28, 3584, 18944  # shapes of Qwen2.5-7B
 START_S = 60.0
@@ -49,7 +50,8 @@ CPU = Sizes("cpu", "float32", 0.0625, 512, 4, (32, 64), 256, 1.5, None, 4.0)
 
 
 def online(boards: str, gpus: bool, orders: Any) -> None:
-    """Act as S: answer each order, a number of seconds, with the steps' milliseconds."""
+    """Act as S: answer each order with the milliseconds of its steps. An order is a number of
+    seconds, and by how many seconds the flag is up before each step; less than 0: it stays up."""
     import torch
 
     from rose.parts.lending.flag import Flag
@@ -58,15 +60,19 @@ def online(boards: str, gpus: bool, orders: Any) -> None:
     flag.up = False
     step()
     orders.send("ready")
-    while (seconds := orders.recv()) is not None:
-        took, end = [], time.monotonic() + seconds
+    while (order := orders.recv()) is not None:
+        (seconds, ahead), took = order, []
+        end = time.monotonic() + seconds
+        flag.up = ahead < 0
         while time.monotonic() < end:
             time.sleep(PAUSE_S)
-            began = time.perf_counter()
             flag.up = True
+            time.sleep(max(0.0, ahead))
+            began = time.perf_counter()
             step()
-            flag.up = False
             took.append(1e3 * (time.perf_counter() - began))
+            flag.up = ahead < 0
+        flag.up = False
         orders.send(took)
 
 
@@ -162,8 +168,12 @@ async def _stops(report: Report, boards: Path, child: Any, orders: Any) -> None:
         unstopped = await both.phase("beside R without stops")
         flag.ignored = False
         stopped = await both.phase("beside R with stops", most=sizes.slower * alone)
+        early = await both.phase(f"beside R, flag up {1e3 * AHEAD_S:g} ms before", AHEAD_S)
+        still = await both.phase("beside R that is stopped all the time", -1.0)
         report.figure("S beside R, without stops", unstopped / alone, "of alone")
         report.figure("S beside R, with stops", stopped / alone, "of alone")
+        report.figure("S beside R, with stops in time", early / alone, "of alone")
+        report.figure("S beside R, which is stopped all the time", still / alone, "of alone")
         flag.up = True
         await asyncio.sleep(STOPPED_S)
         report.figure("R while the flag is up", await both.rate(1.0), "token/s", equal=0)
@@ -202,9 +212,9 @@ class Both:
             async for chunk in self.engine.generate(f"r{number}.{at}", tokens, sampling):
                 self.made += len(chunk.tokens)
 
-    async def phase(self, name: str, most: float | None = None) -> float:
+    async def phase(self, name: str, ahead: float = 0.0, most: float | None = None) -> float:
         """Measure S for a phase; return the median of its steps in milliseconds."""
-        self.orders.send(self.report.sizes.phase_s)
+        self.orders.send((self.report.sizes.phase_s, ahead))
         before, began = self.made, time.monotonic()
         took = sorted(await asyncio.to_thread(self.orders.recv))
         rate = (self.made - before) / (time.monotonic() - began)

@@ -124,6 +124,8 @@ class OnlineScheduler(Member):
         if self.device is None:
             return super().schedule(throttle_prefills)
         self._due = False
+        if self.waiting and not self.running:
+            self._clear_the_device()
         self._share_memory()
         before = {r.request_id: r.num_preemptions for r in self.running}
         output = super().schedule(throttle_prefills)
@@ -184,6 +186,13 @@ class OnlineScheduler(Member):
             self._predictor.observe(work, ended - began)
             s.step_error, s.step_p99 = self._predictor.error
         s.step_ends = self._ends_at(self._predictor)
+
+    def _clear_the_device(self) -> None:
+        """Raise the flag before the first step of requests is planned. Preparing the step takes a
+        millisecond, in which a rollout step reaches its next stop."""
+        control = self.control.read()
+        if control is None or control.stops > 0:
+            self._flag.up = True
 
     def _stop_rollouts(self) -> None:
         """Raise or lower the flag for the step that the device runs now.

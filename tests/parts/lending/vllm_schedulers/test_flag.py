@@ -162,3 +162,15 @@ def test_a_step_that_was_stopped_for_long_ends_beside_a_busy_online_engine(
     rollouts.done()
     scheduler._on_beat()
     assert not flag.may_go, "the next one stops again"
+
+
+def test_the_flag_is_up_while_the_first_step_is_planned_and_down_if_there_is_none(
+    online, flag, monkeypatch
+):
+    scheduler, seen = online.scheduler, []
+    share = scheduler._share_memory
+    monkeypatch.setattr(scheduler, "_share_memory", lambda: seen.append(flag.up) or share())
+    online.add("a", prompt=40, tokens=1)
+    online.step()
+    online.step()
+    assert seen == [True, False] and not flag.up
