@@ -1,10 +1,11 @@
 """ROSE's vLLM plugin (entry point group `vllm.general_plugins`): vLLM loads it in every process of
 an engine.
 
-It patches vLLM in three ways:
+It patches vLLM in four ways:
 1. vLLM finds the physical GPU of a MIG slice.
 2. On a CPU, it asks Linux for AMX, and glibc keeps the memory of one step for the next.
-3. In an engine that shares its device, parts add theirs (`shared_device` in rose/extensions.py).
+3. It sends tokens once in `rollout.stream_interval` tokens (rose/engine/outputs.py).
+4. In an engine that shares its device, parts add theirs (`shared_device` in rose/extensions.py).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ EVICTED = "rose-evicted"
 
 def register() -> None:
     """Patch vLLM in this process; a second call changes nothing. Without `FOLDER` in the
-    environment, it only does what is for CPUs and MIG slices."""
+    environment, it leaves out what parts add."""
     from vllm.platforms import current_platform
 
     ask_for_amx()
@@ -36,6 +37,9 @@ def register() -> None:
         from vllm.platforms.cuda import NvmlCudaPlatform, pynvml
 
         find_gpus_of_slices(NvmlCudaPlatform, pynvml)
+    from rose.engine import outputs
+
+    outputs.install()
     if FOLDER not in os.environ:
         return
     for part in extensions.modules("shared_device").values():

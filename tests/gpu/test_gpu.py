@@ -13,6 +13,7 @@ from tests.gpu import (
     lora,
     machine,
     model,
+    rate,
     trainer,
 )
 from tests.gpu.frame import Check, Report
@@ -25,6 +26,7 @@ ALL = (
     *fused.CHECKS,
     *digests.CHECKS,
     *engine.CHECKS,
+    *rate.CHECKS,
     *lora.CHECKS,
     *drafts.CHECKS,
     *coserving.CHECKS,
