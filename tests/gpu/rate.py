@@ -16,6 +16,7 @@ import psutil
 
 from tests.gpu import engine
 from tests.gpu.frame import Check, Report
+from tests.gpu.model import folder
 
 SWITCH_S = 0.005  # Python's own
 GPU = engine.Engines("gpu", "bfloat16", 0.9, 256, 256, 256, 256, 0, 0, 0.0, 0, 0)
@@ -31,16 +32,18 @@ class Way(msgspec.Struct, frozen=True):
     joined: bool = False  # log-probabilities of several tokens are read at once
     collects: bool = True  # both processes collect garbage
     switch_s: float = SWITCH_S
+    wide: bool = False  # the kernel of log-probabilities reads wide blocks
 
 
 PLAIN = Way("vLLM's outputs")
-ALL = Way("all of these", 32, 32, True)
+ALL = Way("all of these", 32, 32, True, wide=True)
 WAYS = (
     PLAIN,
     Way("log-probabilities read at once", joined=True),
     Way("kept for 8 tokens", 8),
     Way("kept for 8 tokens, and read at once", 8, joined=True),
-    Way("read every 32 tokens", read=32),
+    Way("kept for 32 tokens, and read at once", 32, 32, joined=True),
+    Way("wide blocks", wide=True),
     Way("no garbage collection", collects=False),
     Way("threads switch after 0.5 ms", switch_s=SWITCH_S / 10),
     ALL,
@@ -61,10 +64,12 @@ async def _rate(report: Report) -> None:
     rollout = msgspec.structs.replace(config.rollout, engine_args=arguments)
     running = await engine.start(report, msgspec.structs.replace(config, rollout=rollout))
     try:
-        await engine.turn(running, "warm", engine.prompts(report, 1, 1)[0], report.sizes.alone)
-        began = time.monotonic()
-        await engine.turn(running, "alone", engine.prompts(report, 1, 2)[0], report.sizes.alone)
-        report.figure("one turn", report.sizes.alone / (time.monotonic() - began), "token/s")
+        engine._ways(report, running)
+        running._stop_tokens = []  # each turn is one request
+        if report.gpus:
+            await _kernel(report, running)
+        await _alone(report, running, PLAIN)
+        await _alone(report, running, ALL)
         await _measure(report, running, msgspec.structs.replace(PLAIN, name="the first time"))
         for way in WAYS:
             await _measure(report, running, way, parts=way in (PLAIN, ALL))
@@ -81,7 +86,7 @@ async def _measure(report: Report, running: Any, way: Way, parts: bool = False) 
 
     sizes = report.sizes
     llm, join = running._llm, LogprobsProcessor._update_sample_logprobs
-    await llm.collective_rpc("rate_levers", args=(way.kept, way.collects, way.switch_s))
+    await llm.collective_rpc("rate_levers", args=levers(way))
     llm.output_processor.stream_interval = way.read
     if not way.joined:
         LogprobsProcessor._update_sample_logprobs = join.__wrapped__
@@ -109,11 +114,42 @@ async def _measure(report: Report, running: Any, way: Way, parts: bool = False) 
             "us a token",
         )
     if parts:
-        (spent,) = await llm.collective_rpc("rate_spent")
-        steps = spent.pop("steps")
-        report.figure(f"{way.name}: steps", steps)
-        for name, seconds in spent.items():
-            report.figure(f"{way.name}: {name}", 1000 * seconds / steps, "ms a step")
+        await _parts(report, running, way.name)
+
+
+def levers(way: Way) -> tuple:
+    return way.kept, way.collects, way.switch_s, way.wide
+
+
+async def _parts(report: Report, running: Any, name: str) -> None:
+    """Report the mean time of a step's parts since the levers were set."""
+    (spent,) = await running._llm.collective_rpc("rate_spent")
+    steps = spent.pop("steps")
+    report.figure(f"{name}: steps", steps)
+    for part, seconds in sorted(spent.items()):
+        report.figure(f"{name}: {part}", 1000 * seconds / steps, "ms a step")
+
+
+async def _alone(report: Report, running: Any, way: Way) -> None:
+    """Report the rate of one turn alone."""
+    for name in ("warm", "alone"):
+        await running._llm.collective_rpc("rate_levers", args=levers(way))
+        prompt, began = engine.prompts(report, 1, 2)[0], time.monotonic()
+        await engine.turn(running, f"{name}, {way.name}", prompt, report.sizes.alone)
+    rate = report.sizes.alone / (time.monotonic() - began)
+    report.figure(f"one turn, {way.name}", rate, "token/s")
+    await _parts(report, running, f"one turn, {way.name}")
+
+
+async def _kernel(report: Report, running: Any) -> None:
+    from rose.config import read_shape
+
+    for rows in (1, report.sizes.turns):
+        arguments = (rows, read_shape(folder(report)).vocab)
+        (took,) = await running._llm.collective_rpc("rate_kernel", args=arguments)
+        for name, value in took.items():
+            unit = "nats" if name == "largest difference" else "us"
+            report.figure(f"log-probabilities of {rows} tokens, {name}", value, unit)
 
 
 async def _clear(running: Any) -> None:
@@ -133,7 +169,7 @@ async def _bare(report: Report, running: Any) -> None:
     from vllm.sampling_params import RequestOutputKind
 
     sizes = report.sizes
-    await running._llm.collective_rpc("rate_levers", args=(1, True, SWITCH_S))
+    await running._llm.collective_rpc("rate_levers", args=levers(PLAIN))
 
     async def one(name: str, prompt: list[int], logprobs: int | None) -> None:
         sampling = SamplingParams(
