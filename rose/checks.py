@@ -6,7 +6,6 @@ features that exclude each other (rose/launch/exclusions.py).
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +41,6 @@ def check(tree: dict) -> plan.Plan:
         replay.check(Path(c.rollout.replay), c.trainer.steps, c.rollout.temperature)
     if getattr(algorithm, "needs_turn_rewards", False):
         check_turn_rewards(c)
-    check_draft(c)
     arguments.check(c)
     compilers.check(c)
     check_forks(c, getattr(algorithm, "trains_segments", False))
@@ -126,17 +124,6 @@ def check_domains(c: Config) -> None:
                 f"scheduler.routing.args.hardware.{domain}={hardware!r}: no such domain in this "
                 f"run; its environments are {', '.join(c.environments)}"
             )
-
-
-def check_draft(c: Config) -> None:
-    """Raise `ConfigError` for drafts by a package that isn't installed (outside of containers)."""
-    contained = c.cluster.slurm is not None and c.cluster.slurm.container is not None
-    suffix = c.rollout.draft.method == "suffix" and not contained
-    if suffix and importlib.util.find_spec("arctic_inference") is None:
-        raise ConfigError(
-            "rollout.draft.method='suffix': the package arctic-inference isn't installed here: "
-            "pip install arctic-inference, or rollout/draft=group"
-        )
 
 
 def check_forks(c: Config, needed: bool) -> None:

@@ -105,7 +105,7 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
             ["rollout.group_size=6", "a multiple of 4", "rollout.branch.ways=[2, 2]"],
         ),
         (
-            "rollout/draft=group cluster.gpus=8 +rollout.engine_args.spec_tokens=4",
+            "rollout/draft=ngram cluster.gpus=8 +rollout.engine_args.spec_tokens=4",
             ["rollout.engine_args.spec_tokens=4", "leave out one of them"],
         ),
         ("rollout/draft=group rollout.draft.tokens=0", ["rollout.draft.tokens=0", ">= 1"]),

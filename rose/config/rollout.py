@@ -81,9 +81,9 @@ class Branching(Section):
 
 
 class Draft(Section):
-    """Speculative decoding. group is ROSE's own method; suffix and ngram are vLLM's."""
+    """Speculative decoding. group is ROSE's own method; ngram is vLLM's."""
 
-    method: Literal["none", "group", "suffix", "ngram"]
+    method: Literal["none", "group", "ngram"]
     tokens: Count  # most tokens drafted for a request in one step
     adaptive: bool  # group only. true: as many tokens as save time, maybe none; false: all
     memory_mib: Count  # group only: memory of an engine for the texts of groups

@@ -157,12 +157,6 @@ class RolloutWorker:
     async def start_engine(self) -> None:
         """Start an engine process, without reporting it yet. Raises `EngineError`."""
         rollout = self.config.rollout
-        if self.config.cluster.gpus and rollout.draft.method in ("group", "suffix"):
-            print(
-                f"{self.name}: rollout/draft={rollout.draft.method} takes vLLM's older model "
-                "runner (V1)",
-                flush=True,
-            )
         if self._frees_gpu:
             sleeps = {"enable_sleep_mode": True} | rollout.engine_args
             rollout = msgspec.structs.replace(rollout, engine_args=sleeps)

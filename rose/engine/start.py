@@ -172,18 +172,18 @@ def engine_args(
         args["enable_sleep_mode"] = True  # lets `Engine.deactivate` release the weights
     # No drafts beside an online engine: the prediction of step times doesn't know them.
     if rollout.draft.method != "none" and not shares:
-        args["speculative_config"] = speculative(rollout.draft)
+        args["speculative_config"] = speculative(rollout.draft, gpus)
     return args | rollout.engine_args
 
 
-def speculative(draft: Draft) -> dict:
+def speculative(draft: Draft, gpus: bool) -> dict:
     """vLLM's speculative_config for `draft`."""
-    found = {"method": draft.method, "num_speculative_tokens": draft.tokens}
-    if draft.method == "ngram":
-        return found | {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
+    found = {"num_speculative_tokens": draft.tokens}
     if draft.method == "group":
         return found | {"method": "custom_class", "model": PROPOSER}
-    return found
+    # Only by the second name does vLLM schedule asynchronously. Both search on the GPU there.
+    method = "ngram_gpu" if gpus else "ngram"
+    return found | {"method": method, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
 
 
 def preload() -> None:

@@ -150,7 +150,6 @@ COLOCATE = Feature(
     lambda r: r.c.shares_devices,
     "one GPU or `colocate=true`",
 )
-CPUS = _value("cluster.gpus", 0, "GPUs", "CPUs")
 ENGINES = Feature(
     "rollout.workers",
     "rollout.workers=1",
@@ -158,7 +157,9 @@ ENGINES = Feature(
     "several engines",
 )
 EXPERTS = Feature("model.name", "a dense model", lambda r: r.experts, "a mixture of experts")
+DRAFTS_OF_GROUPS = _value("rollout.draft.method", "group", "rollout/draft=ngram or none")
 FINISH = _value("transfer.in_flight", "finish", "transfer.in_flight=recompute or keep")
+GPUS = _option("cluster.gpus", 0, "cluster.gpus=0", "GPUs")
 GROUP_RELATIVE = _learning(
     "group_relative",
     "algorithm=reinforce_pp, which does without groups",
@@ -207,7 +208,6 @@ OVERSAMPLING = Feature(
 )
 SINGLE = _value("rollout.group_size", 1, "rollout.group_size=2 or more")
 SLURM = _value("cluster.kind", "slurm", ONE_MACHINE, "Slurm")
-SUFFIX = _value("rollout.draft.method", "suffix", "rollout/draft=group or ngram")
 WHOLE = REPLICAS._replace(
     used=lambda r: r.c.elastic_replicas >= max(1, r.c.rollout.workers),
     about="a replica beside each engine",
@@ -218,6 +218,10 @@ EARLY = "the trainer works while trajectories run"
 IN_TURN = "trainer and engines share devices in turn, and this policy rolls out during training"
 ONE_WAY = "devices have one way to change sides"
 TWO_RANKS = "NCCL refuses two ranks on one GPU"
+V1 = (
+    "vLLM runs ROSE's proposer by its older model runner and without asynchronous scheduling, "
+    "which takes more time than the drafts save"
+)
 UNEVALUATED = "a replay starts no engines, so no held-out task is evaluated"
 
 EXCLUSIONS = (
@@ -274,7 +278,7 @@ EXCLUSIONS = (
     Exclusion(HPZ, SEQUENCE_PARALLEL),
     Exclusion(HPZ, EXPERTS),
     Exclusion(LORA, EXPERTS, "the weights of experts are all trained"),
-    Exclusion(SUFFIX, CPUS, remedy=SUFFIX.without),
+    Exclusion(DRAFTS_OF_GROUPS, GPUS, V1, DRAFTS_OF_GROUPS.without),
     Exclusion(RECORDED, NO_PREFIX_CACHE, BLOCKS),
     Exclusion(RECORDED, DRAFTS),
     Exclusion(ROUTER_REPLAY, SEQUENCE_PARALLEL),

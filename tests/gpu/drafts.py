@@ -27,27 +27,22 @@ def drafts(report: Report) -> None:
 
 
 async def _drafts(report: Report) -> None:
-    """Run a group's turns of one prompt all at once: each drafts from the texts of the others."""
-    config = engine.settings(
-        report,
-        "rollout/draft=group",
-        "rollout.draft.adaptive=false",
-        "rollout.draft.tokens=5",
-        "rollout.enforce_eager=true",
-    )
+    """Run turns of one prompt all at once, with drafts from their own text."""
+    config = engine.settings(report, "rollout/draft=ngram", "rollout.draft.tokens=5")
     running, sizes = await engine.start(report, config), report.sizes
     try:
+        engine.ways(report, running)
         prompt = engine.prompts(report, 1, 13)[0]
         before = running.stats()
         made = await asyncio.gather(
             *(
-                engine.turn(running, f"g1.{i}.t0#1", prompt, sizes.new, temperature=TEMPERATURE)
+                engine.turn(running, f"turn-{i}", prompt, sizes.new, temperature=TEMPERATURE)
                 for i in range(sizes.turns)
             )
         )
         after = running.stats()
-        alone = await engine.turn(running, "g1.alone.t0#1", prompt, sizes.new, temperature=0.0)
-        again = await engine.turn(running, "g1.again.t0#1", prompt, sizes.new, temperature=0.0)
+        alone = await engine.turn(running, "alone", prompt, sizes.new, temperature=0.0)
+        again = await engine.turn(running, "again", prompt, sizes.new, temperature=0.0)
     finally:
         await running.shutdown()
     report.figure("drafted", after.drafted - before.drafted, "tokens", least=1)
@@ -56,7 +51,7 @@ async def _drafts(report: Report) -> None:
         after.accepted - before.accepted,
         "tokens",
         least=1,
-        remedy="siblings' texts do not reach the proposer, or all of its drafts are refused",
+        remedy="the proposer finds nothing in a turn's text, or all of its drafts are refused",
     )
     report.figure("a greedy turn, twice: same tokens", alone.tokens == again.tokens, equal=True)
     z, chi_squared = _surprise(report, prompt, [one.tokens[: sizes.new] for one in made])
@@ -101,7 +96,7 @@ def _surprise(report: Report, prompt: list[int], turns: list[list[int]]) -> tupl
 CHECKS = (
     Check(
         "drafts",
-        "an engine that drafts from a group's texts samples the model's own distribution",
+        "an engine that drafts from a turn's own text samples the model's own distribution",
         drafts,
         {"cuda": GPU, "cpu": CPU},
         240.0,

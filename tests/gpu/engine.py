@@ -154,7 +154,7 @@ async def _engine(report: Report, *overrides: str, speed: bool = True) -> None:
     running = await start(report, config)
     try:
         if speed:
-            _ways(report, running)
+            ways(report, running)
             await _speed(report, running)
         *_, versions = await flip_under_traffic(report, running, config)
         scored = await asyncio.gather(
@@ -168,7 +168,7 @@ async def _engine(report: Report, *overrides: str, speed: bool = True) -> None:
         await running.shutdown()
 
 
-def _ways(report: Report, running) -> None:
+def ways(report: Report, running) -> None:
     """Check the paths that vLLM takes on GPUs, which CPU tests never take."""
     config = running._llm.vllm_config
     graphs = str(config.compilation_config.cudagraph_mode).rpartition(".")[2]

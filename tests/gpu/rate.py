@@ -64,7 +64,7 @@ async def _rate(report: Report) -> None:
     rollout = msgspec.structs.replace(config.rollout, engine_args=arguments)
     running = await engine.start(report, msgspec.structs.replace(config, rollout=rollout))
     try:
-        engine._ways(report, running)
+        engine.ways(report, running)
         running._stop_tokens = []  # each turn is one request
         if report.gpus:
             await _kernel(report, running)

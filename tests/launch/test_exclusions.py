@@ -76,7 +76,7 @@ REFUSED = (
     "trainer.hpz=2 trainer.ranks=4 trainer.zero_stage=3 trainer.sequence_parallel=2",
     "trainer.hpz=2 trainer.ranks=4 trainer.zero_stage=3 model.name=experts",
     f"{LORA} model.name=experts",
-    "rollout/draft=suffix",
+    f"{GPUS} rollout/draft=group",
     "trainer.router_replay=true rollout.prefix_caching=false",
     "trainer.router_replay=true rollout/draft=ngram",
     "trainer.router_replay=true trainer.ranks=2 trainer.sequence_parallel=2",

@@ -699,15 +699,6 @@ def test_trees_are_refused_where_nothing_forks_or_nothing_is_beside_them(
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-def test_drafts_by_a_package_that_is_not_here_are_refused_but_for_a_container(make_config):
-    suffix = make_config("+experiment=qwen7b", "rollout/draft=suffix")
-    with pytest.raises(ConfigError, match="rollout.draft.method='suffix'.*arctic-inference"):
-        checks.check_draft(suffix)
-    box = "{runtime: apptainer, image: /a.sif, python: /bin/python, mounts: [], args: []}"
-    slurm = ["cluster=slurm", f"cluster.slurm.container={box}"]
-    checks.check_draft(make_config("+experiment=qwen7b", "rollout/draft=suffix", *slurm))
-
-
 def test_trees_need_no_algorithm_of_their_own(make_config):
     checks.check_forks(make_config("rollout/branch=tree"), False)
     checks.check_forks(make_config("rollout/branch=tree", "algorithm=tree_grpo"), True)

@@ -389,7 +389,7 @@ def test_a_cache_of_a_given_size_holds_a_sequence_on_a_cpu_too(make_config):
 def test_what_engines_hold_beside_their_share_takes_nothing_from_it(make_config):
     bare, nccl, drafts = (
         make_config(*QWEN3_8B, *more)
-        for more in ([], ["transfer.broadcast=nccl"], ["rollout/draft=group"])
+        for more in ([], ["transfer.broadcast=nccl"], ["rollout/draft=ngram"])
     )
     made = [plan.make(c, c.model.shape) for c in (bare, nccl, drafts)]
     engines = [each.memory[Role.ROLLOUT] for each in made]
@@ -411,7 +411,7 @@ def test_host_memory_for_a_version_is_no_more_than_the_version(make_config):
 
 
 def test_drafts_for_whose_check_a_gpu_has_no_room_are_a_doubt(make_config):
-    c = make_config(*QWEN3_8B, "rollout/draft=group", "rollout.draft.tokens=32")
+    c = make_config(*QWEN3_8B, "rollout/draft=ngram", "rollout.draft.tokens=32")
     words = plan.make(c, c.model.shape).warnings[-1]
     assert "an engine may need" in words and "18.0 of them beside its share" in words
     assert "rollout.draft.tokens=32 or rollout.max_sequences=256" in words

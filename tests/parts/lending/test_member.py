@@ -28,6 +28,6 @@ def test_drafts_are_let_through_where_a_worker_mends_their_sampling():
         )
 
     refuse_drafts(config("ngram", EXTENSION), mended=("ngram",))
-    for method, extension in (("suffix", EXTENSION), ("ngram", "other.Extension")):
+    for method, extension in (("medusa", EXTENSION), ("ngram", "other.Extension")):
         with pytest.raises(ValueError, match="samples wrong tokens"):
             refuse_drafts(config(method, extension), mended=("ngram",))
