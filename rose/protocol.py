@@ -408,6 +408,8 @@ class WorkerReady(Message):
     hardware: str = ""  # the device's name, as "H800"; "cpu"
     # serving.kind of a borrowed engine
     kind: Literal["cooperative", "spot", "serverless"] = "cooperative"
+    # A line about what vLLM chose for the engine, and one for each warning of its start.
+    description: list[str] = []
 
 
 class WorkerDown(Message):

@@ -374,6 +374,8 @@ class Coordinator:
             if isinstance(message, p.HostReady) and message.machine:
                 what = f"environment host, rank {message.rank}"
                 self.records.row("host", what, message.machine)
+            if isinstance(message, p.WorkerReady) and message.description:
+                self.records.row("engine", message.worker, "\n".join(message.description))
             if not (
                 self.rollouts.handle(message)
                 or self.hub.handle(source, message)

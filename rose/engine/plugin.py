@@ -37,8 +37,9 @@ def register() -> None:
         from vllm.platforms.cuda import NvmlCudaPlatform, pynvml
 
         find_gpus_of_slices(NvmlCudaPlatform, pynvml)
-    from rose.engine import outputs
+    from rose.engine import described, outputs
 
+    described.listen()
     outputs.install()
     if FOLDER not in os.environ:
         return

@@ -302,6 +302,7 @@ class RolloutWorker:
             self.engine.version,
             self.engine.hardware,
             self.config.serving.kind,
+            self.engine.description,
         )
 
     async def _heartbeat(self) -> None:

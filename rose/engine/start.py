@@ -205,8 +205,9 @@ def build(args: dict, gpus: bool):
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.executor import Executor
 
-    from rose.engine import plugin
+    from rose.engine import described, plugin
 
+    described.listen()
     # vLLM loads the plugin only where ROSE is installed, not where it is imported from a folder.
     plugin.register()
     if not gpus:

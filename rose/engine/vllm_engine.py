@@ -106,6 +106,7 @@ class Engine(Activation, Generation, Staging):
         max_context: int,
         turn_timeout_s: float,
         threads: int,
+        description: list[str],
     ):
         self._llm = llm
         self._latest = latest
@@ -128,6 +129,8 @@ class Engine(Activation, Generation, Staging):
             or not config.scheduler_config.enable_chunked_prefill
         )
         self.version = -1  # the weights in the model's folder
+        # A line about what vLLM chose, and one for each of its warnings.
+        self.description = description
         self._process = llm.engine_core.resources.engine_manager.processes[0]
         self._died = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().add_reader(self._process.sentinel, self._on_death)
@@ -170,10 +173,8 @@ class Engine(Activation, Generation, Staging):
         try:
             async with asyncio.timeout(rollout.engine_start_timeout_s):
                 llm, latest = await asyncio.shield(building)
-            # vLLM caches this answer. Afterwards `generate` registers a request without yielding
-            # to the event loop, which `load_version` relies on.
             async with asyncio.timeout(RPC_TIMEOUT_S):
-                await llm.get_supported_tasks()
+                description = await _introduced(llm)
                 if lora is not None:
                     await llm.collective_rpc("rose_adapter")
                 if routing and not gpus:
@@ -191,7 +192,8 @@ class Engine(Activation, Generation, Staging):
                 raise EngineError(f"engine for {folder} did not start: {error}") from error
             raise
         threads = rollout.threads or usable_threads()
-        return cls(llm, latest, ends, model.max_context, rollout.turn_timeout_s, threads)
+        limits = model.max_context, rollout.turn_timeout_s
+        return cls(llm, latest, ends, *limits, threads, description)
 
     # ------------------------------------------------------------------ drafts
 
@@ -406,6 +408,14 @@ class Engine(Activation, Generation, Staging):
         raise EngineDied(
             f"engine process {self.pid} was ended, as it did not answer within {timeout_s:g} s"
         )
+
+
+async def _introduced(llm) -> list[str]:
+    """Return the description of a new engine."""
+    # vLLM caches this answer. Afterwards `generate` registers a request without yielding to the
+    # event loop, which `load_version` relies on.
+    await llm.get_supported_tasks()
+    return (await llm.collective_rpc("rose_description"))[0]
 
 
 async def _end(building: asyncio.Future, before: set) -> None:

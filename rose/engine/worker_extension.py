@@ -18,7 +18,7 @@ import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
-from rose.engine import adapter
+from rose.engine import adapter, described
 from rose.engine.drafts import PROPOSER, rejection
 from rose.engine.inactive import InactiveWorker
 from rose.engine.weight_transfer import NAME, RoseWeightTransferEngine
@@ -59,6 +59,10 @@ class WorkerExtension(InactiveWorker):
         if self._weight_update_active:
             self.finish_weight_update()  # flips nothing, as no version is staged any more
         return self.weight_transfer_engine.status()
+
+    def rose_description(self) -> list[str]:
+        """Return `described.lines` of this worker."""
+        return described.lines(self.vllm_config)
 
     def rose_begin_drafts(self, adaptive: bool, memory_bytes: int) -> None:
         """Prepare an engine with speculative drafts, before its first request. Raises

@@ -1,9 +1,9 @@
 """Write the run's numbers: a JSON line per training step, evaluation, fault or borrowed rank, and
 the same for TensorBoard and trackers (trackers.py).
 
-A row has `kind` ("step", "eval", "fault", "worker", "replica" or "host"), `step`, `time` (wall
-clock, seconds) and its values. metrics.jsonl is authoritative: each row is fsync'd, and a resume
-cuts the file back. TensorBoard is a view of it. Never imports torch.
+A row has `kind` ("step", "eval", "fault", "worker", "replica", "host" or "engine"), `step`, `time`
+(wall clock, seconds) and its values. metrics.jsonl is authoritative: each row is fsync'd, and a
+resume cuts the file back. TensorBoard is a view of it. Never imports torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rose.observe.trackers import Background
 
 FILE = "metrics.jsonl"
 # Kinds of rows that record an event, in `what` and `detail`.
-EVENTS = ("fault", "worker", "replica", "host")
+EVENTS = ("fault", "worker", "replica", "host", "engine")
 
 
 class MetricsWriter:

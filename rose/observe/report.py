@@ -87,7 +87,8 @@ def build_report(run_dir: Path | str) -> Path:
         **_rewards(steps),
         "Borrowed ranks": _borrowed(borrowed, steps) + "".join(of_parts),
         "Faults": _faults(faults, steps),
-        **_machines([row for row in rows if row["kind"] == "host"]),
+        **_alike("Engines", "Engine", [row for row in rows if row["kind"] == "engine"]),
+        **_alike("Environment hosts", "Host", [row for row in rows if row["kind"] == "host"]),
         "Details": _details(steps, config),
     }
     body = "\n\n".join(section(title, content) for title, content in sections.items())
@@ -382,14 +383,17 @@ def _borrowed(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> str:
     return f"<p>They generated {share:.1%} of the rollout tokens.</p>" + _happened(rows)
 
 
-def _machines(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """Return what the environment hosts reported of their machines. Hosts with the same report
-    share a row."""
-    hosts: dict[str, dict[str, None]] = {}
+def _alike(title: str, first: str, rows: list[dict[str, Any]]) -> dict[str, str]:
+    """Return a section of what engines or environment hosts reported of themselves; {} without any.
+    Those with the same report share a row."""
+    found: dict[str, dict[str, None]] = {}
     for row in rows:
-        hosts.setdefault(row["detail"], {})[row["what"]] = None
-    cells = [[escape("; ".join(names)), escape(words)] for words, names in hosts.items()]
-    return {"Environment hosts": table(("Host", "Has"), cells, listed=True)} if cells else {}
+        found.setdefault(row["detail"], {})[row["what"]] = None
+    cells = [
+        [escape("; ".join(names)), escape(words).replace("\n", "<br>")]
+        for words, names in found.items()
+    ]
+    return {title: table((first, "Has"), cells, listed=True)} if cells else {}
 
 
 def _happened(rows: list[dict[str, Any]]) -> str:

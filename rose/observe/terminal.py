@@ -126,7 +126,10 @@ def describe(row: dict[str, Any], steps: int) -> str:
     """Return one row of the metrics as one line of text."""
     if row["kind"] in EVENTS:
         fault = "fault: " if row["kind"] == "fault" else ""
-        found = f"{row.get('what', '')}: {row.get('detail', '')}"
+        detail = str(row.get("detail", ""))
+        # The other lines are vLLM's warnings, which the report has.
+        detail = detail.partition("\n")[0] if row["kind"] == "engine" else detail
+        found = f"{row.get('what', '')}: {detail}"
         return f"step {row['step']}: {fault}{printable(found)}"
     if row["kind"] == "eval":
         found = series.evaluations([row])

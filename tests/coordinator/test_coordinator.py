@@ -15,6 +15,7 @@ from rose.launch import resume
 from rose.observe.metrics import read_metrics
 from rose.observe.recorder import NullRecorder
 from rose.observe.report import build_report
+from rose.observe.terminal import describe
 from rose.trainer import checkpoint
 
 TRAINER_RANKS = (2, 3)
@@ -73,11 +74,12 @@ def test_a_stop_while_ranks_write_waits_for_the_rest_of_that_checkpoint(coordina
     assert resume.last_save_s(tmp_path) > 0
 
 
-def test_what_a_host_says_of_its_machine_is_a_row_for_the_report(coordinator, tmp_path):
+def test_what_hosts_and_engines_say_of_themselves_is_a_row_for_the_report(coordinator, tmp_path):
     told = [
         p.HostReady(1),
         p.HostReady(1, "sandboxes: <none>"),
         p.HostReady(1, "sandboxes: <none>"),
+        p.WorkerReady("rollout-0", 1, 7, 4, 64, -1, description=["by V2; graphs", "a warning"]),
     ]
 
     async def receive():
@@ -89,11 +91,14 @@ def test_what_a_host_says_of_its_machine_is_a_row_for_the_report(coordinator, tm
     with pytest.raises(EOFError):
         asyncio.run(coordinator._receive())
     assert 1 in coordinator.rollouts.up
-    (row, again) = read_metrics(tmp_path)
+    (row, again, engine) = read_metrics(tmp_path)
     assert (row["kind"], row["step"]) == ("host", 7)
     assert row["what"] == again["what"] == "environment host, rank 1"
     shown = "<td>environment host, rank 1</td><td class=text>sandboxes: &lt;none&gt;</td>"
-    assert build_report(tmp_path).read_text().count(shown) == 1
+    report = build_report(tmp_path).read_text()
+    assert report.count(shown) == 1
+    assert "<td>rollout-0</td><td class=text>by V2; graphs<br>a warning</td>" in report
+    assert describe(engine, 1) == "step 7: rollout-0: by V2; graphs"
 
 
 def test_the_steps_go_on_while_it_is_written_and_the_next_one_waits_for_it(coordinator, tmp_path):

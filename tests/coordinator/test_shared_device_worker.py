@@ -20,7 +20,7 @@ class FakeEngine:
     """Keeps what was asked of it, of all engines, in `log`."""
 
     log, starting, drafts_of_groups = [], None, True
-    hardware, kv_tokens, pid = "cpu", 100, 4242
+    hardware, kv_tokens, pid, description = "cpu", 100, 4242, []
 
     def __init__(self, args):
         self.args, self.version, self.asleep, self.alive = args, -1, False, True

@@ -197,6 +197,9 @@ def test_turns_end_at_eos_at_the_limit_and_at_the_context(warm, wait, model_conf
             assert len(prompt) + len(result["tokens"]) == model_config.max_context
     expected = {protocol.FinishReason.STOP, protocol.FinishReason.LENGTH}
     assert {r["finish"] for r in results} == expected
+    chosen, *warnings = engine.description
+    assert chosen.startswith("vLLM 0.") and "model runner V1; synchronous scheduling" in chosen
+    assert "attention by CPU_ATTN; CUDA graphs NONE" in chosen and any(warnings)
     full = wait(turn(engine, "full", [5] * model_config.max_context))
     assert (full["tokens"], full["finish"]) == ([], protocol.FinishReason.LENGTH)
     stats = engine.stats()

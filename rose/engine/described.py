@@ -1,0 +1,55 @@
+"""What vLLM chose for an engine, and what it warned of: vLLM falls back to slower ways with a line
+in a log only.
+
+`listen` must be called before vLLM reads its configuration. A forked engine process goes on with
+the list of its parent.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from rose.files import printable
+
+
+class _Listener(logging.Handler):
+    """Keeps the first warning of each line of vLLM's source."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: dict[tuple[str, int], str] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = " ".join(printable(record.getMessage()).split())
+        self.texts.setdefault((record.pathname, record.lineno), text)
+
+
+_listener = _Listener()
+
+
+def listen() -> None:
+    """Keep vLLM's warnings from now on; a second call changes nothing."""
+    logging.getLogger("vllm").addHandler(_listener)
+
+
+def lines(config: Any) -> list[str]:
+    """Return what is chosen in vLLM's `config`, which a model was built by, and then one line for
+    each warning."""
+    import vllm
+
+    layers = config.compilation_config.static_forward_context.values()
+    backends = {
+        layer.get_attn_backend().get_name()
+        for layer in layers
+        if hasattr(layer, "get_attn_backend")
+    }
+    asynchronous = config.scheduler_config.async_scheduling
+    graphs = str(config.compilation_config.cudagraph_mode).rpartition(".")[2]
+    chosen = (
+        f"vLLM {vllm.__version__}: model runner {'V2' if config.use_v2_model_runner else 'V1'}",
+        f"{'asynchronous' if asynchronous else 'synchronous'} scheduling",
+        f"attention by {', '.join(sorted(backends)) or 'no known backend'}",
+        f"CUDA graphs {graphs}",
+    )
+    return ["; ".join(chosen), *_listener.texts.values()]
