@@ -1,5 +1,5 @@
-"""What vLLM chose for an engine, and what it warned of: vLLM falls back to slower ways with a line
-in a log only.
+"""Describes an engine: what vLLM chose for it, and what vLLM warned of. Where vLLM falls back to a
+slower way, it says so in a log only.
 
 `listen` must be called before vLLM reads its configuration. A forked engine process goes on with
 the list of its parent.

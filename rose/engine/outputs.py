@@ -99,7 +99,7 @@ def joined(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
 
 def install() -> None:
     """Patch vLLM in this process; a second call changes nothing."""
-    if getattr(EngineCore._attach_weight_version, "keeps", False):
+    if hasattr(LogprobsProcessor._update_sample_logprobs, "__wrapped__"):
         return
     _keep_outputs()
     LogprobsProcessor._update_sample_logprobs = _faster(LogprobsProcessor._update_sample_logprobs)
@@ -145,7 +145,6 @@ def _keep_outputs() -> None:
         abort(self, request_ids)
         kept_by(self).forget(request_ids)
 
-    _attach_weight_version.keeps = True
     EngineCore._attach_weight_version = _attach_weight_version
     EngineCore.set_weight_version = set_weight_version
     EngineCore.abort_requests = abort_requests
