@@ -250,6 +250,11 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
             ["rollout.engine_args.enable_sleep_mode=False", "trainer.elastic_replicas"],
         ),
         (
+            "cluster=gpus rollout.tensor_parallel=2 "
+            "+rollout.engine_args.sleep_mode_offload_cudagraph=true",
+            ["sleep_mode_offload_cudagraph=True", "not tried", "rollout.tensor_parallel=2"],
+        ),
+        (
             "cluster=gpus cluster.gpus=1 +rollout.engine_args.enable_sleep_mode=false",
             ["rollout.engine_args.enable_sleep_mode=False", "true, or leave it out"],
         ),

@@ -108,3 +108,9 @@ def _check_arguments(c: Config, need: Need) -> None:
             "engines give their GPU to the trainer, or to a replica, between rollouts "
             "(colocate, rollout.hybrid, trainer.elastic_replicas): true, or leave it out",
         )
+        need(
+            name != "sleep_mode_offload_cudagraph" or not value or c.rollout.tensor_parallel == 1,
+            key,
+            f"not tried with rollout.tensor_parallel={c.rollout.tensor_parallel}, whose all-reduce "
+            "inside CUDA graphs crashed beside it in earlier versions of vLLM: leave it out",
+        )
