@@ -40,7 +40,7 @@ from rose.processes import adopt_orphans
 from scripts.harness import REPOSITORY, Child, Failed
 from tests import processes
 from tests.gpu.frame import Check, Figure, Setup
-from tests.gpu.machine import ALL_NEED, visible
+from tests.gpu.machine import ALL_NEED, versions, visible
 from tests.gpu.model import MODEL
 from tests.gpu.test_gpu import CHECKS
 
@@ -48,12 +48,18 @@ OK, FAILED, IMPOSSIBLE = "ok", "FAILED", "not possible here"
 # pytest's outcomes, as the table shows them.
 STATES = {"passed": OK, "failed": FAILED, "skipped": IMPOSSIBLE}
 LEAVE_S = 15.0  # seconds for a check's processes to end after the check or after SIGTERM
+# A check takes longer on a CPU, where other work shares the cores.
+CPU_TIMES = 4
 LOG_LINES = 25  # last lines of a failed check's output that are shown
-SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
+SMI = (
+    "nvidia-smi",
+    "--query-gpu=name,memory.total,driver_version",
+    "--format=csv,noheader,nounits",
+)
 SMI_S = 60.0
 TORCH = (
     "import torch; [print(torch.cuda.get_device_name(i), torch.cuda.mem_get_info(i)[1] >> 20, "
-    "sep=',') for i in range(torch.cuda.device_count())]"
+    "'', sep=',') for i in range(torch.cuda.device_count())]"
 )
 
 
@@ -147,21 +153,21 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def look(arguments: argparse.Namespace, scratch: Path) -> Setup:
     """Return the device's name, memory and count, and the command line's choices. Without
     nvidia-smi, torch is asked, in a process of its own."""
-    gpu, memory, count = "cpu", None, 0
+    gpu, memory, count, driver = "cpu", None, 0, ""
     if arguments.device == "cuda":
         listed = lines(SMI)
         count = visible(len(listed))
         if not listed:
             listed = lines((sys.executable, "-c", TORCH))  # visible GPUs only
             count = len(listed)
-        gpu, memory = (listed[0][0], float(listed[0][1]) / 1024) if listed else ("none", None)
-    return Setup(
-        arguments.device, count, gpu, memory, str(scratch), arguments.model, arguments.sizes
-    )
+        gpu, mib, driver = listed[0] if listed else ("none", None, "")
+        memory = mib and float(mib) / 1024
+    folder, sizes = str(scratch), arguments.sizes
+    return Setup(arguments.device, count, gpu, memory, folder, arguments.model, sizes, driver)
 
 
 def lines(command: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return (name, MiB) of each GPU, as `command` prints them; nothing if it fails."""
+    """Return (name, MiB, driver's version) of each GPU, as `command` prints them; nothing if it fails."""
     try:
         words = subprocess.run(
             command, capture_output=True, text=True, timeout=SMI_S, check=True
@@ -171,7 +177,7 @@ def lines(command: tuple[str, ...]) -> list[tuple[str, ...]]:
     return [
         tuple(part.strip() for part in line.split(","))
         for line in words.splitlines()
-        if line.count(",") == 1
+        if line.count(",") == 2
     ]
 
 
@@ -201,7 +207,7 @@ def run_all(checks: list[Check], setup: Setup, arguments: argparse.Namespace) ->
         outcome = run(
             check,
             setup,
-            min(left, check.deadline_s),
+            min(left, check.deadline_s * (CPU_TIMES if setup.device == "cpu" else 1)),
             lambda words: print(f"  {time.monotonic() - began:5.0f} s  {words}", flush=True),
         )
         outcomes.append(outcome)
@@ -332,6 +338,7 @@ def write_json(path: Path, setup: Setup, outcomes: list[Outcome]) -> None:
         "gpus": setup.gpus,
         "gpu": setup.gpu,
         "memory_gib": setup.memory_gib,
+        "versions": versions(setup),
         "ok": all(one.state != FAILED for one in outcomes),
         "checks": found,
     }

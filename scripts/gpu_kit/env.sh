@@ -6,11 +6,7 @@ if [ ! -d $KIT ]; then
 fi
 [ ! -f .kit-moe/kit.tar.xz ] || [ -f $KIT/vllm/_moe_C_stable_libtorch.abi3.so ] || tar xJf .kit-moe/kit.tar.xz -C $KIT
 export PYTHONPATH=$PWD:$KIT PATH=$KIT/bin:$PATH LD_LIBRARY_PATH=$KIT/lib:${LD_LIBRARY_PATH:-}
-nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader | tee $OUT/versions.txt
-python3 - <<'P' >> $OUT/versions.txt
-from importlib.metadata import version
-print(*(f"{n}=={version(n)}" for n in ("torch", "triton", "transformers", "numpy", "numba", "vllm", "deepspeed", "liger-kernel", "mpi4py")), sep="\n")
-P
+nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader
 # At most eight files come back, of 16 MiB each: results in one archive, caches in parts of 15 MiB.
 keep() {
     tar cf - -C /tmp/cache . | xz -T0 -3 | split -b 15m - $OUT/cache.tar.xz.

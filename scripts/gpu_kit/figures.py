@@ -19,21 +19,16 @@ def rows(archive: str):
         texts = {
             member.name: tar.extractfile(member).read().decode()
             for member in tar
-            if member.isfile() and member.name.endswith((".json", "micro.csv", "versions.txt"))
+            if member.isfile() and member.name.endswith(".json")
         }
-    for name, text in sorted(texts.items()):
-        if name.endswith("versions.txt"):
-            card, *packages = text.splitlines()
-            yield "versions", "card, driver", ", ".join(card.split(", ")[:2]), ""
-            yield from (("versions", *line.split("=="), "") for line in packages)
-        elif name.endswith("micro.csv"):
-            yield from (("micro " + part, *rest) for part, *rest in csv.reader(text.splitlines()))
-        else:
-            yield from checked(json.loads(text))
+    for _, text in sorted(texts.items()):
+        yield from checked(json.loads(text))
 
 
 def checked(told: dict):
     """Yield the rows of one file of gpu_check's."""
+    yield "versions", "the card", told["gpu"], ""
+    yield from (("versions", name, version, "") for name, version in told["versions"].items())
     for check in told["checks"]:
         yield check["name"], "state", check["state"], ""
         for figure in check["figures"]:

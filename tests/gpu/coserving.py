@@ -498,7 +498,7 @@ CHECKS = (
         "python -m rose.parts.lending.profile: step times of both engines, alone and together",
         profile,
         {"cuda": GPU, "cpu": CPU},
-        360.0,
+        240.0,
         "the log has both engines' words; memory: --set profile.kv_gib=2",
     ),
     Check(
@@ -506,7 +506,7 @@ CHECKS = (
         "an online server and a rollout engine on one device: HTTP, memory and steps change hands",
         coserving,
         {"cuda": GPU, "cpu": CPU},
-        660.0,  # includes the profile if this check runs alone
+        240.0,  # includes the profile if this check runs alone
         "the log and online.log beside it have the engines' words; docs/serving.md",
     ),
 )

@@ -182,7 +182,7 @@ CHECKS = (
         "memory as ranks read them",
         experts,
         {"cuda": GPU, "cpu": CPU},
-        400.0,
+        240.0,
         "out of memory: --set experts.layers=1; the log has the part that failed",
         needs_model=False,
     ),

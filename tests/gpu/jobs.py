@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from scripts.harness import REPOSITORY
+from tests.gpu.engine import kv_cache
 from tests.gpu.frame import Check, Report
 from tests.gpu.model import TOKENIZER_STEPS
 
@@ -27,6 +28,7 @@ class Run(msgspec.Struct):
     overrides: list[str]
     steps: int
     mismatch: float  # largest mean |log-probability difference| of engine and trainer
+    kv_gib: float | None = None  # rollout.kv_cache_gib, where other work shares the card
 
 
 SMALL = [
@@ -92,6 +94,7 @@ def job(report: Report) -> None:
         "name=gpu-check",
         f"trainer.steps={sizes.steps}",
         *sizes.overrides,
+        *kv_cache(sizes.kv_gib),
     ]
     report.say(" ".join(["python launch.py", *command[2:]]))
     began = time.monotonic()
@@ -178,7 +181,7 @@ CHECKS = (
             "cuda": Run([*IN_TURN, *ON_GPU, "cluster.gpus=1"], 2, 0.05),
             "cpu": Run([*IN_TURN, *ON_CPU, "cluster=local", "cluster.gpus=0"], 1, 0.02),
         },
-        300.0,
+        240.0,
         "the log has each rank's last words; out of memory: rollout.gpu_memory_utilization lower",
         needs_model=False,
     ),
@@ -190,7 +193,7 @@ CHECKS = (
             "cuda": Run([*ON_GPU, *HYBRID, "cluster.gpus=2"], 2, 0.05),
             "cpu": Run([*ON_CPU, *HYBRID], 1, 1e-3),
         },
-        300.0,
+        240.0,
         "`colocated` tells whether it is the turns; the log has each rank's last words",
         least_gpus=2,
         needs_model=False,
@@ -216,7 +219,7 @@ CHECKS = (
             "cuda": Run([*IN_TURN, *ON_GPU, *EXPERTS, "cluster.gpus=1"], 2, 0.05),
             "cpu": Run([*IN_TURN, *ON_CPU, *EXPERTS, "cluster=local", "cluster.gpus=0"], 1, 0.02),
         },
-        300.0,
+        240.0,
         "trainer.router_replay=false tells whether it is the replay; the log has each rank's words",
         needs_model=False,
     ),
@@ -228,7 +231,7 @@ CHECKS = (
             "cuda": Run([*IN_TURN, *ON_GPU, *LONG, "cluster.gpus=2"], 2, 0.05),
             "cpu": Run([*IN_TURN, *ON_CPU, *LONG, "cluster=local", "cluster.gpus=0"], 1, 0.02),
         },
-        300.0,
+        240.0,
         "NCCL between the two: rose doctor cluster=gpus; trainer.sequence_parallel=1 "
         "tells whether it is the sharing of rows",
         least_gpus=2,

@@ -6,8 +6,10 @@ shared or cut by MIG shows here.
 
 from __future__ import annotations
 
+import csv
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
 import time
@@ -22,9 +24,21 @@ import pytest
 from rose.parts.doctor import devices
 from rose.parts.doctor.devices import FREE_SHARE, GIB
 from rose.parts.doctor.finding import run
-from tests.gpu.frame import Check, Report
+from scripts.harness import REPOSITORY
+from tests.gpu.frame import Check, Report, Setup
 
-PACKAGES = ("torch", "vllm", "deepspeed", "transformers", "triton", "mpi4py", "numpy", "numba")
+# Distributions whose versions a figure may depend on.
+PACKAGES = (
+    "torch",
+    "triton",
+    "vllm",
+    "deepspeed",
+    "transformers",
+    "liger-kernel",
+    "numpy",
+    "numba",
+    "mpi4py",
+)
 LEAST_SHM_GIB = 8.0
 LEAST_DISK_GIB = 5.0
 
@@ -56,16 +70,23 @@ def visible(listed: int) -> int:
     )
 
 
+def versions(setup: Setup) -> dict[str, str]:
+    """Return the versions of the driver and of `PACKAGES`."""
+    found = {"the driver": setup.driver} if setup.driver else {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
 # --------------------------------------------------------------------------- machine
 
 
 def machine(report: Report) -> None:
-    for name in PACKAGES:
-        try:
-            report.say(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            wanted = report.gpus or name != "triton"  # CPU builds need no triton
-            report.say(f"{name} is not installed" + ("" if wanted else ", and not needed on a CPU"))
+    for name, version in versions(report.setup).items():
+        report.figure(f"version of {name}", version)
     _host(report)
     if report.gpus:
         _driver(report)
@@ -245,6 +266,17 @@ def _synchronize(torch, device) -> None:
         torch.cuda.synchronize(device)
 
 
+def micro(report: Report) -> None:
+    """Run the kit's micro.py, and report its lines as figures."""
+    command = [sys.executable, str(REPOSITORY / "scripts" / "gpu_kit" / "micro.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        for part, name, value, unit in csv.reader(child.stdout):
+            ran = {"least": 1, "remedy": "the log has the error"} if name == "ran" else {}
+            report.figure(f"{part}: {name}", float(value), unit, **ran)
+    if child.returncode:
+        raise RuntimeError(f"micro.py ended with code {child.returncode}")
+
+
 def nccl(report: Report) -> None:
     """Run the doctor's all-reduce, a rank per GPU, which checks the sum. Report its speed."""
     ranks = report.sizes.ranks or report.setup.gpus
@@ -288,6 +320,16 @@ FIRST = (
         150.0,
         "rose doctor cluster=gpus says more of packages and driver",
         least_gpus=0,
+        needs_model=False,
+    ),
+    Check(
+        "micro",
+        "what decides designs: an online step beside other work, pages, weights compared",
+        micro,
+        {"cuda": Nothing(), "cpu": Nothing()},
+        150.0,
+        "the card must be free: other work on it counts",
+        on_cpu=False,
         needs_model=False,
     ),
 )
