@@ -1,11 +1,12 @@
 """ROSE's vLLM plugin (entry point group `vllm.general_plugins`): vLLM loads it in every process of
 an engine.
 
-It patches vLLM in four ways:
+It patches vLLM in five ways:
 1. vLLM finds the physical GPU of a MIG slice.
 2. On a CPU, it asks Linux for AMX, and glibc keeps the memory of one step for the next.
 3. It sends tokens once in `rollout.stream_interval` tokens (rose/engine/outputs.py).
-4. In an engine that shares its device, parts add theirs (`shared_device` in rose/extensions.py).
+4. It schedules decoding requests in less time (rose/engine/slots.py).
+5. In an engine that shares its device, parts add theirs (`shared_device` in rose/extensions.py).
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ def register() -> None:
         from vllm.platforms.cuda import NvmlCudaPlatform, pynvml
 
         find_gpus_of_slices(NvmlCudaPlatform, pynvml)
-    from rose.engine import described, outputs
+    from rose.engine import described, outputs, slots
 
     described.listen()
     outputs.install()
+    slots.install()
     if FOLDER not in os.environ:
         return
     for part in extensions.modules("shared_device").values():

@@ -33,10 +33,11 @@ class Way(msgspec.Struct, frozen=True):
     collects: bool = True  # both processes collect garbage
     switch_s: float = SWITCH_S
     wide: bool = False  # the kernel of log-probabilities reads wide blocks
+    slots: bool = False  # vLLM doesn't search for KV blocks where none is needed
 
 
 PLAIN = Way("vLLM's outputs")
-ALL = Way("all of these", 32, 32, True, wide=True)
+ALL = Way("all of these", 32, 32, True, wide=True, slots=True)
 WAYS = (
     PLAIN,
     Way("log-probabilities read at once", joined=True),
@@ -44,6 +45,7 @@ WAYS = (
     Way("kept for 8 tokens, and read at once", 8, joined=True),
     Way("kept for 32 tokens, and read at once", 32, 32, joined=True),
     Way("wide blocks", wide=True),
+    Way("no search for KV blocks", slots=True),
     Way("no garbage collection", collects=False),
     Way("threads switch after 0.5 ms", switch_s=SWITCH_S / 10),
     ALL,
@@ -118,7 +120,7 @@ async def _measure(report: Report, running: Any, way: Way, parts: bool = False) 
 
 
 def levers(way: Way) -> tuple:
-    return way.kept, way.collects, way.switch_s, way.wide
+    return way.kept, way.collects, way.switch_s, way.wide, way.slots
 
 
 async def _parts(report: Report, running: Any, name: str) -> None:

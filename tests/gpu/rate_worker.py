@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import torch
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.executor.uniproc_executor import AsyncOutputFuture
 from vllm.v1.serial_utils import MsgpackEncoder
@@ -23,6 +24,7 @@ from rose.engine.worker_extension import WorkerExtension
 CORES: list[EngineCoreProc] = []  # the engine core, once it has made a step
 # Part of a step -> seconds of wall time, and (name, "processor") -> of processor time.
 SPENT: Counter[str] = Counter()
+QUICK_SLOTS = KVCacheManager.allocate_slots  # as rose/engine/slots.py installed it
 REPEATS = 200  # launches of a kernel that is timed
 
 
@@ -94,14 +96,15 @@ def with_wide_blocks(logprob, narrow: Callable) -> Callable:
 class Extension(WorkerExtension):
     """Mixed into vLLM's worker."""
 
-    def rate_levers(self, interval: int, collects: bool, switch_s: float, wide: bool) -> None:
-        """Set the tokens that `rose.engine.outputs` keeps, whether Python collects garbage, the
-        time after which a thread must leave the GIL, and whether the kernel of log-probabilities
-        reads wide blocks."""
+    def rate_levers(
+        self, interval: int, collects: bool, switch_s: float, wide: bool, slots: bool
+    ) -> None:
+        """Set the levers of `tests.gpu.rate.Way` in this process."""
         for core in CORES:
             outputs.kept_by(core).interval = interval
         gc.enable() if collects else gc.disable()
         sys.setswitchinterval(switch_s)
+        KVCacheManager.allocate_slots = QUICK_SLOTS if slots else QUICK_SLOTS.__wrapped__
         if self.device.type == "cuda":
             from vllm.v1.worker.gpu.sample import logprob
 

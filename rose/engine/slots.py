@@ -1,0 +1,50 @@
+"""Spares vLLM's scheduler the search for KV blocks where a request needs none.
+
+A request gets a block of 16 tokens once in 16 steps. In the other steps vLLM still goes through all
+stages of `allocate_slots`, which was more than half of the time that it takes to schedule 256
+decoding requests.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+
+def install() -> None:
+    """Patch vLLM in this process; a second call changes nothing."""
+    original = KVCacheManager.allocate_slots
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def allocate_slots(self, request, num_new_tokens, *more, num_lookahead_tokens=0, **rest):
+        if not (more or rest) and _has_slots(self, request, num_new_tokens, num_lookahead_tokens):
+            return self.empty_kv_cache_blocks
+        return original(
+            self, request, num_new_tokens, *more, num_lookahead_tokens=num_lookahead_tokens, **rest
+        )
+
+    KVCacheManager.allocate_slots = allocate_slots
+
+
+def _has_slots(manager: Any, request: Any, new: int, lookahead: int) -> bool:
+    """True if the blocks of a running request have room for `new` tokens and `lookahead` more, and
+    none of them becomes full, which would have to be cached."""
+    groups = manager.coordinator.single_type_managers
+    group, name = groups[0], request.request_id
+    # vLLM counts cached blocks of requests that run, in an engine with prefix caching.
+    cached = group.num_cached_block.get(name)
+    if cached is None or len(groups) > 1 or type(group) is not FullAttentionManager or new < 1:
+        return False
+    after = request.num_computed_tokens + new
+    return (
+        min(after + lookahead, manager.max_model_len)
+        <= len(group.req_to_blocks[name]) * group.block_size
+        and min(after, request.num_tokens) // group.block_size <= cached
+        # Memory that a co-serving engine must return counts as less than none.
+        and manager.block_pool.get_num_free_blocks() >= 0
+    )
