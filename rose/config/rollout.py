@@ -99,7 +99,8 @@ class Rollout(Section):
     gpu_memory_utilization: Share
     prefix_caching: bool
     enforce_eager: bool
-    stream_interval: Count  # tokens between two progress reports of a running turn
+    # Tokens of a running turn after which its engine process sends them to the rank.
+    stream_interval: Count
     environment_hosts: Count
     temperature: Temperature
     top_p: Share
