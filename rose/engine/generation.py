@@ -111,9 +111,8 @@ class Generation:
         routed: int,
     ) -> AsyncIterator[Chunk]:
         """Run one vLLM request to its end, whatever ends it, and yield its output."""
-        from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
         from vllm.v1.engine.exceptions import EngineDeadError
 
         self._serial += 1

@@ -45,6 +45,4 @@ def _has_slots(manager: Any, request: Any, new: int, lookahead: int) -> bool:
         min(after + lookahead, manager.max_model_len)
         <= len(group.req_to_blocks[name]) * group.block_size
         and min(after, request.num_tokens) // group.block_size <= cached
-        # Memory that a co-serving engine must return counts as less than none.
-        and manager.block_pool.get_num_free_blocks() >= 0
     )
