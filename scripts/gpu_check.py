@@ -160,14 +160,15 @@ def look(arguments: argparse.Namespace, scratch: Path) -> Setup:
         if not listed:
             listed = lines((sys.executable, "-c", TORCH))  # visible GPUs only
             count = len(listed)
-        gpu, mib, driver = listed[0] if listed else ("none", None, "")
-        memory = mib and float(mib) / 1024
+        gpu, mib, driver = listed[0] if listed else ("none", "", "")
+        memory = float(mib) / 1024 if mib else None
     folder, sizes = str(scratch), arguments.sizes
     return Setup(arguments.device, count, gpu, memory, folder, arguments.model, sizes, driver)
 
 
 def lines(command: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return (name, MiB, driver's version) of each GPU, as `command` prints them; nothing if it fails."""
+    """Return (name, MiB, driver's version) of each GPU, as `command` prints them; nothing if it
+    fails."""
     try:
         words = subprocess.run(
             command, capture_output=True, text=True, timeout=SMI_S, check=True

@@ -293,16 +293,18 @@ class RolloutWorker:
         return moved
 
     def _ready(self) -> p.WorkerReady:
+        engine = self.engine
+        assert engine is not None
         return p.WorkerReady(
             self.name,
             self.incarnation,
-            self.engine.pid,
+            engine.pid,
             self._max_sequences,
-            self.engine.kv_tokens,
-            self.engine.version,
-            self.engine.hardware,
+            engine.kv_tokens,
+            engine.version,
+            engine.hardware,
             self.config.serving.kind,
-            self.engine.description,
+            engine.description,
         )
 
     async def _heartbeat(self) -> None:

@@ -215,8 +215,9 @@ async def _speed(report: Report, running) -> None:
         "weights once a token from HBM",
         "slow steps: are CUDA graphs in use, is the CPU busy with something else?",
     )
+    # The first round compiles kernels. Only the second counts.
     for name, seed, new in (("first", 4, sizes.new // 8), ("all", 3, sizes.new)):
-        began = time.monotonic()  # what the first of them compile doesn't count
+        began = time.monotonic()
         await asyncio.gather(
             *(
                 turn(running, f"{name} {i}", prompt, new)

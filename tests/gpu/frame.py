@@ -21,7 +21,7 @@ class Setup(msgspec.Struct):
     folder: str  # scratch folder, shared by the checks of one call
     model: str | None  # folder or hub id; if null, a model of Qwen3-0.6B's shape is created
     sizes: dict[str, dict[str, Any]]  # check -> its parameters
-    driver: str = ""  # its version; "" on a CPU, and where nvidia-smi is missing
+    driver: str = ""  # the driver's version; "" on a CPU, and where nvidia-smi is missing
 
     @property
     def rates(self) -> tuple[float, float] | None:

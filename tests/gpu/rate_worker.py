@@ -24,7 +24,8 @@ from rose.engine.worker_extension import WorkerExtension
 CORES: list[EngineCoreProc] = []  # the engine core, once it has made a step
 # Part of a step -> seconds of wall time, and (name, "processor") -> of processor time.
 SPENT: Counter[str] = Counter()
-QUICK_SLOTS = KVCacheManager.allocate_slots  # as rose/engine/slots.py installed it
+# rose/engine/slots.py has replaced vLLM's function by this one.
+QUICK_SLOTS = KVCacheManager.allocate_slots
 REPEATS = 200  # launches of a kernel that is timed
 
 
