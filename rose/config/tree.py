@@ -126,17 +126,11 @@ class Config(Section):
 
     @property
     def compares_updates(self) -> bool:
-        """True if trainer ranks find what to publish by comparing the optimizer's float32 values
-        with the bfloat16 ones before these are written. Otherwise each keeps a copy of the last
-        version: the values are float32 or multiplied (an adapter's), or ZeRO holds no float32 ones
-        on the device."""
-        t = self.trainer
-        return (
-            t.zero_stage > 1
-            and (t.dtype, self.model.dtype) == ("bfloat16", "bfloat16")
-            and t.lora is None
-            and not t.offload_optimizer
-        )
+        """True if trainer ranks publish by comparing the optimizer's float32 values with the
+        bfloat16 ones that these replace on the device. Otherwise they copy the last version."""
+        t, types = self.trainer, (self.trainer.dtype, self.model.dtype)
+        alike = types == ("bfloat16", "bfloat16") and t.zero_stage > 1
+        return alike and t.lora is None and not t.offload_optimizer
 
     @property
     def borrows(self) -> bool:

@@ -87,7 +87,8 @@ class Changes:
         Raises `TransferError` if the device can't give even `MIN_BYTES`."""
         if most is None or not self._added:
             self.pieces = list(self._cut(PIECE))
-            for piece in self.pieces:  # in one part each, so that the flip takes fewer calls
+            # Each piece becomes one part, so that the flip takes fewer calls.
+            for piece in self.pieces:
                 indices, differences = zip(*piece.parts, strict=True)
                 piece.parts = [(np.concatenate(indices), np.concatenate(differences))]
         else:

@@ -9,8 +9,9 @@ compares.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 import numpy as np
@@ -21,14 +22,20 @@ from rose.transfer import codec
 
 Moves = tuple[np.ndarray, np.ndarray]  # ascending positions (c,) int32, differences (c,) int16
 
-# Changes that one window has on a GPU at most, unless one tile of the kernel has more, and the
-# values that it has on a CPU. A window on the device takes 24 MiB.
+# Changes that one window has on a GPU at most, in 24 MiB, and the values that it has on a CPU.
 WINDOW = 2**22
+ROOM = WINDOW  # values for which the page-locked memory of a window has room
+# Windows whose page-locked memory is kept from step to step, 24 MiB each: the changes of a quarter
+# of 7B are 5. Further windows are copied out of it.
+LOCKED = 16
 # Windows that wait on the device for their copy to the host. They bound the memory there.
 WAITING = 4
 # Values from the first to the last one of a window at most, so that their positions are int32.
 SPAN = 2**30
 LARGEST = 2**31 - 1  # largest int32
+
+
+Locked = tuple[Tensor, ...]  # page-locked memory for positions and differences
 
 
 class _Window(NamedTuple):
@@ -44,13 +51,18 @@ class Comparison:
         self._device, self._threads = device, threads
         self._stream: torch.cuda.Stream | None = None
         self._copier = ThreadPoolExecutor(1, "changes")
-        self._bounce: list[Tensor] = []
+        # Page-locked memory for a window each, and that which windows of `_found` have.
+        self._free: list[Locked] = []
+        self._taken: list[Locked] = []
         # For each group, the windows of each comparison.
         self._found: dict[int, list[list[Future[_Window]]]] = {}
 
     def clear(self) -> None:
-        """Forget all changes."""
+        """Forget all changes. No array that `changes` returned may be used after that."""
+        for windows in itertools.chain.from_iterable(self._found.values()):
+            wait(windows)
         self._found = {}
+        self._free, self._taken = self._free + self._taken, []
 
     def compare(self, group: int, master: Tensor, held: Tensor) -> None:
         """Add the changes from `held` to `master`, rounded to bfloat16. On a GPU, `held` may be
@@ -117,17 +129,22 @@ class Comparison:
         torch.cuda.set_device(self._device)
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
+        if self._free:
+            pair = self._free.pop()
+        else:
+            pair = tuple(torch.empty(ROOM, dtype=m.dtype, pin_memory=True) for m in moves)
         count = len(moves[0])
-        if not self._bounce or len(self._bounce[0]) < count:
-            size = max(count, WINDOW)
-            self._bounce = [torch.empty(size, dtype=m.dtype, pin_memory=True) for m in moves]
         with torch.cuda.stream(self._stream):
             ready.wait()
-            for locked, part in zip(self._bounce, moves, strict=True):
+            for locked, part in zip(pair, moves, strict=True):
                 locked[:count].copy_(part, non_blocking=True)
         self._stream.synchronize()
-        positions, differences = (locked[:count].numpy().copy() for locked in self._bounce)
-        return _Window(base, (positions, differences))
+        positions, differences = (locked[:count].numpy() for locked in pair)
+        if len(self._taken) < LOCKED:
+            self._taken.append(pair)
+            return _Window(base, (positions, differences))
+        self._free.append(pair)
+        return _Window(base, (positions.copy(), differences.copy()))
 
 
 def windows_of(ends: np.ndarray, tile: int) -> list[tuple[int, int]]:

@@ -211,6 +211,7 @@ def test_changes_arrive_in_windows_and_add_up(monkeypatch, window):
     monkeypatch.setattr(updates, "WINDOW", window)
     monkeypatch.setattr(updates, "SPAN", 4 * delta_triton.TILE)
     monkeypatch.setattr(updates, "WAITING", 2)
+    monkeypatch.setattr(updates, "LOCKED", 2)
     for name, value in (("Event", NoEvent), ("Stream", lambda device: NoEvent())):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
