@@ -1,6 +1,7 @@
-# The checks that only have to work, side by side: their speeds are floors. At most 260 s.
+# What bounds an engine, whether its model gains by a process of its own, and stops between layers; alone on the card. At most 400 s.
 . scripts/gpu_kit/env.sh
-export LIMIT=240 LINES_SHOWN=12
-NAME=trainer check trainer & NAME=lora check lora --set lora.kv_gib=4 & NAME=drafts check drafts --set drafts.kv_gib=4 & NAME=mixture check mixture --set mixture.kv_gib=4 & wait
-for one in trainer lora drafts mixture; do echo "== $one"; grep -E "^$one|FAILED|->|Error" $OUT/$one.log | tail -12; done
+model
+NAME=rate LIMIT=200 check rate
+NAME=engine LIMIT=120 check engine
+NAME=stops LIMIT=${1:-100} check stops
 results
