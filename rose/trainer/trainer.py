@@ -229,7 +229,7 @@ class Trainer:
     def load(self, folder: Path) -> None:
         """Continue from a folder of `save`; bit for bit in float32 with deterministic=true."""
         with self.recorder.timed("load"):
-            if self._updates is not None:
+            if self._publisher is not None:
                 self._publisher.copy_values()
             self.engine.load(Path(folder))
             if self._updates is not None:
