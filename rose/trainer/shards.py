@@ -18,14 +18,13 @@ import torch
 
 from rose.trainer.experts import parts
 from rose.transfer.blocks import Block, Shards, Tensor, take
-
-PATTERNS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
+from rose.transfer.live import unsigned
 
 
 def patterns_of(values: torch.Tensor) -> np.ndarray:
-    """Bit patterns of values: (n,) bfloat16 or float32 -> (n,) uint16 or uint32 in host memory."""
-    array = values.view(PATTERNS[values.dtype]).cpu().numpy()
-    return array.view(np.uint16 if array.itemsize == 2 else np.uint32)
+    """Return the bit patterns of (n,) bfloat16 or float32 values as uint16 or uint32 in host
+    memory, which is the values' own if they are there."""
+    return unsigned(values.cpu().contiguous())
 
 
 class Share(NamedTuple):

@@ -249,6 +249,8 @@ class Trainer:
     def load(self, folder: Path) -> None:
         """Continue from a folder of `save`; bit for bit in float32 with deterministic=true."""
         with self.recorder.timed("load"):
+            if self._publisher is not None:
+                self._publisher.copy_values()
             self.engine.load(Path(folder))
             if self._updates is not None:
                 self._updates.forget()
@@ -262,8 +264,8 @@ class Trainer:
         `tidy` is allowed. Returns the device's memory afterwards. On a CPU it first waits for a
         checkpoint, whose copies are host memory, too; `TimeoutError` if that takes too long."""
         with self.recorder.timed("offload"):
-            if self._publisher is not None:
-                self._publisher.keep_values()
+            if self._publisher is not None and self._publisher.full_due():
+                self._publisher.copy_values()
             self.engine.forget_gathered()
             return self._offload.give_back()
 

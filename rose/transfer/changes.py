@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rose.transfer import codec
 from rose.transfer.errors import TransferError
-from rose.transfer.live import Live
+from rose.transfer.live import Live, unsigned
 
 PIECE = 2**20  # most values of a piece, which is moved in one call
 VALUE_BYTES = 8 + 4  # bytes of the workspace for one value: the longest index and difference
@@ -183,7 +183,7 @@ class Changes:
                 raise ValueError(f"{len(indices)} places, {len(differences)} differences")
         if self._workspace is None:
             for indices, differences in piece.parts:
-                codec.move(flat.numpy(), indices, differences, sign)
+                codec.move(unsigned(flat), indices, differences, sign)
             return
         at, by = piece.resident or self._bounce.copy(piece, self._workspace)
         if self._live.on_gpu:
@@ -191,7 +191,7 @@ class Changes:
 
             delta_triton.move(flat, at, by, sign)
         else:
-            codec.move(flat.numpy(), at.numpy(), by.numpy(), sign)
+            codec.move(unsigned(flat), at.numpy(), by.numpy(), sign)
 
     def _compile(self, piece: _Piece) -> None:
         """Have Triton compile the kernel for this piece, before the pause. Raises

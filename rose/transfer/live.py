@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -84,7 +85,7 @@ class Live:
             part = matrix[r.first_row : r.last_row, r.first_column : r.last_column]
             out[at : at + r.size].view(part.shape).copy_(part)
             at += r.size
-        return _unsigned(out)
+        return unsigned(out)
 
     def view(self, place: Place) -> np.ndarray:
         """Return a block's patterns (n,) uint16 or uint32: the parameter's own memory if that is
@@ -93,7 +94,7 @@ class Live:
         if matrix.device.type != "cpu" or not one_run(place, matrix.shape[1]):
             return self.read(place)
         begin = first.first_row * matrix.shape[1] + first.first_column
-        return _unsigned(matrix.view(-1)[begin : begin + place.size])
+        return unsigned(matrix.view(-1)[begin : begin + place.size])
 
     def write(self, place: Place, values: torch.Tensor) -> None:
         """Write a block's patterns (n,), which are on the parameter's device or the host."""
@@ -134,6 +135,13 @@ def one_run(place: Place, columns: int) -> bool:
     return True
 
 
-def _unsigned(patterns: torch.Tensor) -> np.ndarray:
-    array = patterns.numpy()
-    return array.view(np.uint16 if array.itemsize == 2 else np.uint32)
+def unsigned(patterns: torch.Tensor) -> np.ndarray:
+    """Return contiguous patterns (n,) of 2 or 4 bytes in host memory as uint16 or uint32, without a
+    copy. `Tensor.numpy` would forbid torch to resize the storage, as a trainer does that leaves its
+    device (rose/trainer/offload.py)."""
+    dtype: np.dtype = np.dtype(np.uint16 if patterns.element_size() == 2 else np.uint32)
+    if not patterns.numel():
+        return np.empty(0, dtype)
+    buffer: Any = (ctypes.c_char * patterns.nbytes).from_address(patterns.data_ptr())
+    buffer.tensor = patterns  # lives as long as the array
+    return np.frombuffer(buffer, dtype)

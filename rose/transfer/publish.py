@@ -139,11 +139,6 @@ class Publisher:
         part: Callable[[int], Part] = self._part
         if self._updates is not None and self._updates.known:
             part = functools.partial(self._part_of_updates, self._updates.changes)
-        elif self._mine and self._previous[self._mine[0]][0] is None:
-            raise TransferError(
-                "the weights were changed by something else than an update since the last version, "
-                "of which no copy is kept"
-            )
         self._encoding = [
             self._pool.submit(_each, part, self._mine[low : low + BATCH])
             for low in range(0, len(self._mine), BATCH)
@@ -244,13 +239,21 @@ class Publisher:
 
     # ----------------------------------------------------------------- while engines roll out
 
-    def keep_values(self) -> None:
-        """Copy this rank's values to the host if `tidy` needs them for a full version, because they
-        are about to leave the device."""
-        if self._updates is not None and self._updates.known and self.full_due():
-            with ThreadPoolExecutor(self._threads, "encode") as pool:
-                found = pool.map(self._read_block, self._mine)
-                self._previous = dict(zip(self._mine, found, strict=True))
+    def copy_values(self) -> None:
+        """Copy the last version's values to the host, if they are known only from the weights. Call
+        it before these change by something else than an update, or leave the device before `tidy`
+        writes a full version (`full_due`)."""
+        if self._updates is None or not self._updates.known:
+            return
+
+        def last(changes: Callable[[int], Moves], number: int) -> tuple[np.ndarray, bytes]:
+            values = np.array(self._read(self.plan.blocks[number]))
+            codec.move(values, *changes(number), sign=-1)
+            return values, self._previous[number][1]
+
+        with ThreadPoolExecutor(self._threads, "encode") as pool:
+            found = pool.map(functools.partial(last, self._updates.changes), self._mine)
+            self._previous = dict(zip(self._mine, found, strict=True))
 
     def tidy(self) -> list[Step]:
         """Write a full version if one is due; on rank 0 also remove old edges. Return those that

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rose.transfer import codec
+from rose.transfer.live import unsigned
 
 Moves = tuple[np.ndarray, np.ndarray]  # ascending positions (c,) int32, differences (c,) int16
 
@@ -96,12 +97,12 @@ class Comparison:
         return parts[0] if len(parts) == 1 else _joined(parts)
 
     def _on_host(self, master: Tensor, held: Tensor) -> list[Future[_Window]]:
-        old = held.numpy().view(np.uint16)
+        old = unsigned(held)
 
         def compared(base: int) -> _Window:
             part = master[base : base + WINDOW].bfloat16().view(torch.int16)
-            new = part.numpy().view(np.uint16)
-            return _Window(base, codec.differences(new, old[base : base + WINDOW]))
+            moves = codec.differences(unsigned(part), old[base : base + WINDOW])
+            return _Window(base, moves)
 
         with ThreadPoolExecutor(self._threads, "changes") as pool:
             return [pool.submit(compared, base) for base in range(0, len(old), WINDOW)]

@@ -19,6 +19,10 @@ ACTIONS = [
     ["train", 4, 100, 1, 1],  # two steps for one version
     ["publish", 4],
     ["save"],
+    ["train", 6, 64, 1, 1],
+    ["load"],  # over what was trained and not published
+    ["train", 7, 64, 1, 1],
+    ["publish", 5],
 ]
 RESUMED = [["load"], ["publish", 4], ["train", 5, 64, 1, 1, 5], ["publish", 5]]
 
