@@ -1,4 +1,4 @@
-# What no GPU has run yet, alone on the card, the most important first. At most 430 s.
+# What no GPU has run yet, alone on the card, the most important first. At most 430 s; `transfer` and `trainer` of stage 3 publish DeepSpeed's own partitions.
 . scripts/gpu_kit/env.sh
 model & NAME=delta LIMIT=100 check delta --set 'delta.models=[0.6B, 7B]' & wait
 model
