@@ -19,7 +19,7 @@ from rose.trainer import compilers
 
 # Largest share of a GPU's memory that the estimate may take without recomputation. Measured peaks
 # were up to 1.06 of the estimates (docs/results).
-FITS = 0.9
+FITS = 0.85
 
 
 def made(c: Config, shape: ModelShape | None) -> tuple[Config, tuple[str, ...]]:
@@ -52,6 +52,8 @@ def _kernels(c: Config, shape: ModelShape | None) -> tuple[str, str]:
         return "none", "whether the container has Liger is not known; if so, trainer.kernels=liger"
     if package := compilers.missing():
         return "none", f"{package} isn't installed here: pip install 'rose-rl[liger]'"
+    if c.cluster.kind == "local" and (lacking := compilers.no_compiler(on_gpu=True)):
+        return "none", lacking
     return "liger", "fused norms, rotary positions and MLPs"
 
 
@@ -61,6 +63,8 @@ def _checkpointing(c: Config, shape: ModelShape | None) -> tuple[bool, str]:
         return True, "trainer.offload_activations=true keeps the layers' inputs in host memory"
     if not c.cluster.gpus or limit is None or shape is None:
         return True, "how much memory there is, or how much the model needs, is not known"
+    if shape.experts and c.trainer.zero_stage == 3 and c.trainer.ranks > 1:
+        return True, "without it the backward pass keeps all experts that ZeRO-3 gathers"
     limit -= memory.ASLEEP_GIB if c.trainer_sleeps else 0
     without = _with(c, "gradient_checkpointing", False)
     needed = memory.trainer(without, shape).total

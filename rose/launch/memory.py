@@ -119,7 +119,7 @@ def trainer(c: Config, shape: ModelShape) -> Estimate:
     copies = not c.compares_updates or c.shares_devices
     host = {
         "last published version": size * share if copies else 0,
-        "changes to publish": 0 if copies else CHANGED * 6 * share,
+        "changes to publish": 0 if copies else CHANGED * 6 * share * c.trainer.updates_per_step,
         "offloaded optimizer": _offloaded(c, shape),
         "offloaded activations": _kept_on_host(c, shape) if c.trainer.offload_activations else 0,
         "experts merged as rank 0 reads them": _merged(c, shape),
@@ -300,7 +300,10 @@ def _elements(c: Config, shape: ModelShape) -> int:
     attention = 2 * shape.head_dim * (shape.heads + max(shape.kv_heads, t.sequence_parallel))
     routed = 2 * shape.hidden * shape.experts_per_token + 4 // BYTES[t.dtype] * shape.experts
     adapter = t.lora.rank * len(t.lora.targets) if t.lora else 0
-    return norms + attention + (3 if fused else 4) * shape.mlp_width + routed + adapter
+    of_mlp = (
+        3 if t.compile or fused and not shape.experts else 4
+    )  # Liger leaves experts as they are
+    return norms + attention + of_mlp * shape.mlp_width + routed + adapter
 
 
 def _added_at_the_update(c: Config, shape: ModelShape) -> Items:

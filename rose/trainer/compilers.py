@@ -50,16 +50,22 @@ def missing() -> str:
 
 
 def why_none(on_gpu: bool) -> str:
-    """Return why torch can't compile here, or "" where it finds a compiler: a C++ compiler on a
-    CPU, a C compiler, which Triton calls, on a GPU."""
+    """Return why `trainer.compile` is impossible here, or ""."""
+    found = no_compiler(on_gpu)
+    return found and f"trainer.compile=True: {found}; or trainer.compile=false"
+
+
+def no_compiler(on_gpu: bool) -> str:
+    """Return which compiler is missing here, or "": a C++ compiler on a CPU, a C compiler, which
+    Triton calls, on a GPU."""
     variable, names = ("CC", ("gcc", "clang")) if on_gpu else ("CXX", ("g++",))
     chosen = os.environ.get(variable)
     names = (chosen,) if chosen else names
     if any(map(shutil.which, names)):
         return ""
     return (
-        f"trainer.compile=True: no {' or '.join(names)} here, which compiles what torch writes; "
-        f"Debian: apt-get install g++, or name one by {variable}; or trainer.compile=false"
+        f"no {' or '.join(names)} here, which compiles what torch writes; "
+        f"Debian: apt-get install g++, or name one by {variable}"
     )
 
 

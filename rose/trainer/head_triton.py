@@ -96,6 +96,7 @@ class LogProbabilities(torch.autograd.Function):
         logits = None
         for begin in range(0, count, chunk_rows):
             rows = slice(begin, begin + chunk_rows)
+            logits = None  # The last chunk's memory is this one's.
             logits = F.linear(hidden[rows], weight, bias)
             _sums[(len(logits),)](
                 logits,
@@ -125,7 +126,7 @@ class LogProbabilities(torch.autograd.Function):
         gradients = gradients.float().contiguous()
         for begin in range(0, len(hidden), ctx.chunk_rows):
             rows = slice(begin, begin + ctx.chunk_rows)
-            given = hidden[rows]
+            given, logits = hidden[rows], None
             logits = F.linear(given, weight, bias) if kept is None else kept
             width = logits.shape[1]
             _gradients[(len(logits), triton.cdiv(width, BLOCK))](

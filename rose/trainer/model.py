@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rose.config import Lora
 from rose.trainer import adapter, mixture, sequence, tree_attention
-from rose.trainer.batching import LOGIT_ELEMENTS
+from rose.trainer.batching import LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU
 from rose.trainer.prefix_tree import PrefixTree
 from rose.trainer.router_replay import RouterReplay
 from rose.trainer.saved_states import PREFIX
@@ -40,6 +40,7 @@ class Head(nn.Module):
     `temperature`, as in the engines, which sample tokens at it."""
 
     temperature = 1.0
+    fuses = True  # false where Triton can't compile kernels
 
     def __init__(self, output: nn.Linear, logit_elements: int):
         super().__init__()
@@ -51,7 +52,7 @@ class Head(nn.Module):
     def forward(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states (N, H), targets (N,) int64 -> log-probabilities (N,) float32, and the
         summed entropy in nats, () float32."""
-        return (self.fused if hidden.is_cuda else self.plain)(hidden, targets)
+        return (self.fused if hidden.is_cuda and self.fuses else self.plain)(hidden, targets)
 
     def plain(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Compute it by torch's operations, the twin of `fused` on a CPU."""
@@ -69,8 +70,11 @@ class Head(nn.Module):
         """Compute it by the kernels of rose/trainer/head_triton.py."""
         from rose.trainer.head_triton import LogProbabilities  # needs Triton
 
+        rows = self.chunk_rows
+        if not torch.is_grad_enabled():  # No backward pass needs these logits, so they may be few.
+            rows = max(1, min(rows, LOGIT_ELEMENTS_GPU // self.weight.shape[0]))
         return LogProbabilities.apply(
-            hidden, self.weight, self.bias, targets, self.temperature, self.chunk_rows
+            hidden, self.weight, self.bias, targets, self.temperature, rows
         )
 
     def _chunks(self, hidden: Tensor, targets: Tensor):

@@ -18,11 +18,11 @@ import torch
 
 from rose import heap, protocol
 from rose.comm.address import Place
-from rose.config import Config, read_shape
+from rose.config import Config, ConfigError, read_shape
 from rose.memory import DeviceMemory
 from rose.observe.recorder import NullRecorder
 from rose.processes import usable_threads
-from rose.trainer import adapter, kernels, probe, tree_attention, watch
+from rose.trainer import adapter, compilers, kernels, probe, tree_attention, watch
 from rose.trainer.algorithms import build
 from rose.trainer.batching import flops
 from rose.trainer.costs import measure
@@ -45,6 +45,9 @@ from rose.transfer.blocks import cut
 from rose.transfer.publish import Published, Publisher
 from rose.transfer.store import FORMAT, Plan
 
+# Least share of `cluster.gpu_memory_gib` that a card must have: drivers report a little less than
+# the makers do.
+LEAST_MEMORY = 0.95
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # kinds of rotary positions
 
 
@@ -73,12 +76,15 @@ class Trainer:
         on_hosts = join_world(self.device, index, world, place, config.trainer.step_timeout_s)
         self._peers = _Peers(index, world, on_hosts)
         check_second_copies(config.trainer.hpz, place)
+        if self.device.type == "cuda":
+            self._check_card()
         self.algorithm = build(config.algorithm.name, config.algorithm.args)
         self.engine = DeepSpeedEngine(config.trainer, folder, self.device, place.neighbours)
         if config.algorithm.kl_coef:
             self.engine.hold_reference(folder)
         for model in self.engine.models():
             model.head.temperature = config.rollout.temperature
+            model.head.fuses = not compilers.no_compiler(on_gpu=True)
         self._updates: Updates | None = None
         self._publisher: Publisher | None = None
         self._ahead: Step | None = None  # a step whose gradient is incomplete
@@ -90,6 +96,20 @@ class Trainer:
         probe.check(self.engine, folder, config.model.max_context, trees)
         if config.trainer.compile:
             self._compile()
+
+    def _check_card(self) -> None:
+        """Raise `ConfigError` if this GPU lacks what the launcher has counted on: a compiler for
+        Liger's kernels, or the memory by which it chose not to compute layers again."""
+        c = self.config
+        if c.trainer.kernels == "liger" and (lacking := compilers.no_compiler(on_gpu=True)):
+            raise ConfigError(f"trainer.kernels='liger': {lacking}; or trainer.kernels=none")
+        card = torch.cuda.get_device_properties(self.device)
+        given, found = c.cluster.gpu_memory_gib, card.total_memory / 2**30
+        if c.trainer.gradient_checkpointing is False and given and found < LEAST_MEMORY * given:
+            raise ConfigError(
+                f"cluster.gpu_memory_gib={given:g}, but the {card.name} of trainer {self.index} "
+                f"has {found:.0f} GiB: set cluster.gpu_memory_gib={found:.0f}"
+            )
 
     def _prepare_rows(self) -> None:
         """Have long rows attend by cuDNN's kernels, if they work on every rank. They are padded for

@@ -106,6 +106,7 @@ def run(report: Report, name: str, shape: ModelShape) -> None:
     timed("published by comparing with a copy", lambda: trained.publish(1))
     timed("staged the first time", lambda: engine.stage(1))
     engine.staged.flip()
+    settle(device)
     engine.staged.check()
     # What is compiled at first use: the kernels that compare.
     trained.change()
@@ -278,6 +279,7 @@ class Engine:
 
     def flip(self) -> None:
         self.staged.flip()
+        settle(self.receiver._live.device)
         self.staged.check()
 
     def differing(self) -> int:

@@ -85,7 +85,7 @@ def attention(report: Report) -> None:
                     if report.gpus:
                         torch.cuda.synchronize()
                 new = (time.perf_counter() - began) / NEW_LENGTHS
-            except (RuntimeError, ImportError, TypeError) as error:
+            except (RuntimeError, ImportError, TypeError, ValueError) as error:
                 report.say(f"{name}, {count} x {length}: {str(error).strip().splitlines()[0]}")
                 continue
             useful = 12.0 * count * length**2 / 2 * width

@@ -15,12 +15,13 @@ OPEN = "trainer.kernels=null trainer.gradient_checkpointing=null"
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
-    """A machine with Liger."""
+    """A machine with Liger and a compiler."""
     find = importlib.util.find_spec
     there = ("liger_kernel", "triton")
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: name if name in there else find(name)
     )
+    monkeypatch.setattr(compilers, "no_compiler", lambda on_gpu: "")
 
 
 def chosen(c):
@@ -46,6 +47,9 @@ def test_ligers_kernels_where_nothing_excludes_them(make_config, overrides, kern
 
 
 def test_what_a_machine_lacks_is_not_chosen(make_config, monkeypatch):
+    monkeypatch.setattr(compilers, "no_compiler", lambda on_gpu: "no gcc here")
+    found, reasons = chosen(make_config(*GPUS))
+    assert found[0] == "none" and "no gcc here" in reasons[0]
     monkeypatch.setattr(compilers, "missing", lambda: "liger-kernel")
     found, reasons = chosen(make_config(*GPUS))
     assert found[0] == "none" and "pip install 'rose-rl[liger]'" in reasons[0]
@@ -65,6 +69,14 @@ def test_layers_are_computed_again_where_memory_is_too_small(make_config):
     assert recomputes("cluster.gpu_memory_gib=null")[0]
     kept, why = recomputes("cluster.gpu_memory_gib=139", "trainer.offload_activations=true")
     assert kept and "offload_activations" in why
+
+
+def test_a_mixture_that_zero_3_gathers_is_computed_again(make_config):
+    """Its experts' weights would stay gathered until the backward pass."""
+    mixture = ("model=qwen3_30b_a3b", *GPUS[1:], "cluster.gpus=64", "trainer.ranks=32")
+    mixture += ("rollout.workers=8", "trainer.micro_batch_tokens=16384")
+    found, reasons = chosen(make_config(*mixture))
+    assert found[-1] is True and "all experts" in reasons[-1]
 
 
 def test_on_cpus_nothing_is_chosen_that_needs_gpus(make_config):
