@@ -11,8 +11,8 @@ A part adds by a module with one of these names:
                 each. `JOBS`: kinds of Slurm jobs that help a run (rose/launch/lent.py), the module
                 that submits each. `KEYS`: sections of keys that a run has not, the command whose
                 command line has each.
-    shared_device.py `engine_args(gpus)`: vLLM's arguments of a rollout engine that shares its
-                device. `register()`: patches vLLM in the processes of such an engine.
+    shared_device.py `engine_args(gpus, tensor_parallel)`: vLLM's arguments of a rollout engine that
+                shares its device. `register()`: patches vLLM in the processes of such an engine.
     doctor.py   `findings()`: what `rose doctor` reports of this machine for the part.
     run_report.py `html(run_dir)`: what a run's report shows below its borrowed ranks.
     policies.py `POLICIES`: scheduling policies by kind, and by name.

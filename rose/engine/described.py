@@ -21,7 +21,11 @@ class _Listener(logging.Handler):
         self.texts: dict[tuple[str, int], str] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = " ".join(printable(record.getMessage()).split())
+        try:
+            text = " ".join(printable(record.getMessage()).split())
+        except Exception:  # whatever formatting raises, as in logging's own handlers
+            self.handleError(record)
+            return
         self.texts.setdefault((record.pathname, record.lineno), text)
 
 

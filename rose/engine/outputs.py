@@ -109,7 +109,10 @@ def install() -> None:
 def kept_by(core: Any) -> Kept:
     """Return the outputs that the engine `core` keeps."""
     if not hasattr(core, "rose_kept"):
-        core.rose_kept = Kept(core.vllm_config.scheduler_config.stream_interval)
+        config = core.vllm_config
+        ours = str(config.parallel_config.worker_extension_cls).startswith("rose.")
+        # Other servers' requests may have log-probabilities of unlike width: they can't be joined.
+        core.rose_kept = Kept(config.scheduler_config.stream_interval if ours else 1)
     return core.rose_kept
 
 

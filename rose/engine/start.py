@@ -167,7 +167,7 @@ def engine_args(
     if rollout.kv_cache_gib is not None:
         args["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
     for part in extensions.modules("shared_device").values() if shares else ():
-        args |= part.engine_args(gpus)
+        args |= part.engine_args(gpus, rollout.tensor_parallel)
     # No drafts beside an online engine: the prediction of step times doesn't know them.
     if rollout.draft.method != "none" and not shares:
         args["speculative_config"] = speculative(rollout.draft, gpus)

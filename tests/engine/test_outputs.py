@@ -12,6 +12,8 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
 
 from rose.engine import outputs
+from rose.engine.outputs import kept_by
+from rose.engine.start import EXTENSION
 
 outputs.install()
 
@@ -84,14 +86,23 @@ def test_request_of_one_output_and_interval_of_one_keep_nothing():
     assert [len(sent(kept, output("a", t))) for t in range(3)] == [1, 1, 1]
 
 
-def core(interval: int) -> SimpleNamespace:
-    scheduler_config = SimpleNamespace(stream_interval=interval)
+def core(interval: int, extension: str = EXTENSION) -> SimpleNamespace:
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(stream_interval=interval),
+        parallel_config=SimpleNamespace(worker_extension_cls=extension),
+    )
     return SimpleNamespace(
-        vllm_config=SimpleNamespace(scheduler_config=scheduler_config),
+        vllm_config=config,
         output_queue=queue.Queue(),
         scheduler=SimpleNamespace(finish_requests=lambda *_: None),
         _weight_version="old",
     )
+
+
+def test_another_server_in_this_environment_keeps_nothing():
+    """Its requests may ask for unlike numbers of log-probabilities, which can't be joined."""
+    assert kept_by(core(8)).interval == 8
+    assert kept_by(core(8, "")).interval == 1
 
 
 def step(engine: SimpleNamespace, *made: EngineCoreOutput) -> list[EngineCoreOutput]:

@@ -18,6 +18,7 @@ OWN_ARGUMENTS = (
     "port",
     "served_model_name",
     "scheduler_cls",
+    "stream_interval",
     "worker_extension_cls",
     "api_server_count",
     "data_parallel_size",

@@ -22,12 +22,14 @@ _LOWERED, _IGNORED = 0, 1  # bytes of the word
 
 
 class Flag:
-    """The flag in `folder`. It lives as long as its page is mapped, even if the file is removed."""
+    """The flag in `folder`. It lives as long as its page is mapped, even if the file is removed.
+    Raises `OSError` if there is no room for the page."""
 
     def __init__(self, folder: Path) -> None:
         file = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.ftruncate(file, mmap.PAGESIZE)
+            # A page that a full /dev/shm can't give would end the process at its first write.
+            os.posix_fallocate(file, 0, mmap.PAGESIZE)
             self._page = mmap.mmap(file, mmap.PAGESIZE)
         finally:
             os.close(file)

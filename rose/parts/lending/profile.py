@@ -219,7 +219,7 @@ def rollout_side(config: Config, model: Path):
     folder = start.local_folder(model)
     args = start.engine_args(folder, config.rollout, config.model, deterministic=False, seed=0)
     if config.cluster.gpus > 0:
-        args = shared_device.graphs(config.serving.lending) | args
+        args = shared_device.graphs(config.serving.lending, config.rollout.tensor_parallel) | args
     environment = start.environment(
         config.cluster.gpus > 0, config.rollout.threads, shares_device=True
     )

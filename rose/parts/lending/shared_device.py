@@ -13,18 +13,17 @@ from rose.processes import die_with_parent
 WORKER = "rose.parts.lending.vllm.worker_extension.LentWorker"
 
 
-def engine_args(gpus: bool) -> dict[str, Any]:
+def engine_args(gpus: bool, tensor_parallel: int) -> dict[str, Any]:
     """Return vLLM's arguments of a rollout engine on a shared device. Sleep mode lets
     `Engine.deactivate` release the weights of a GPU."""
-    found = device.here()
-    own = {"worker_extension_cls": WORKER}
-    return own | {"enable_sleep_mode": True} | graphs(found.serving.lending) if gpus else own
+    lending, own = device.here().serving.lending, {"worker_extension_cls": WORKER}
+    return own | {"enable_sleep_mode": True} | graphs(lending, tensor_parallel) if gpus else own
 
 
-def graphs(lending: Lending) -> dict[str, Any]:
+def graphs(lending: Lending, tensor_parallel: int) -> dict[str, Any]:
     """Return vLLM's argument for the CUDA graphs of a rollout engine. Between two attentions, a
-    step can only stop where a graph ends."""
-    stops = lending.stops == "layer"
+    step can only stop where a graph ends. One with tensor parallelism has no stops."""
+    stops = lending.stops == "layer" and tensor_parallel == 1
     return {"compilation_config": {"cudagraph_mode": "PIECEWISE"}} if stops else {}
 
 

@@ -1,8 +1,10 @@
 """The stop flag between two processes of a device, and the stops of a step on a GPU and on a CPU."""
 
+import gc
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -41,6 +43,28 @@ def test_a_step_goes_on_while_the_flag_is_down_or_ignored(flag, tmp_path, up, ig
     assert (other.up, other.ignored, other.may_go) == (bool(up), bool(ignored), may_go)
     word = int.from_bytes((tmp_path / "flag").read_bytes()[:4], "little")
     assert bool(word & MAY_GO) == may_go
+
+
+def test_a_page_that_is_locked_for_a_gpu_stays_mapped(tmp_path, monkeypatch):
+    """CUDA keeps the address, at which nothing else may be mapped."""
+
+    class Driver:
+        def lock(self, address, nbytes):
+            return address
+
+        def wait(self, stream, word, bits):
+            pass
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    flag = Flag(tmp_path)
+    address = f"{flag.address:x}-"
+    stop = stops.on_gpu(flag, torch.device("cuda", 0), Driver())
+    del flag
+    gc.collect()
+    assert address in Path("/proc/self/maps").read_text(encoding="utf-8")
+    del stop
+    gc.collect()
+    assert address not in Path("/proc/self/maps").read_text(encoding="utf-8")
 
 
 def test_another_process_sees_the_flag_though_its_file_was_removed(flag, tmp_path):

@@ -404,7 +404,7 @@ class OnlineScheduler(Member):
 
     def _on_beat(self) -> None:
         """Do what can't wait for the end of a step: reclaim memory, and make the heap resident."""
-        if not self._in_flight and not self.running:
+        if not self._in_flight and not (self.running and self.has_unfinished_requests()):
             self._flag.up = False
         if self._heap is not None and not self._seen:
             self._heap.catch_up(HEAP_BEAT_S)

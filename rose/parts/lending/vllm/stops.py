@@ -78,6 +78,7 @@ def on_gpu(flag: Flag, gpu: Any, driver: CudaDriver | None = None) -> Stop:
             f"serving.lending.stops=layer: streams of {gpu} can't wait for a word in host memory "
             f"({error}); set serving.lending.stops=step"
         ) from error
+    stop.flag = flag  # type: ignore[attr-defined]  # CUDA locks its page, which must stay mapped.
     return stop
 
 
