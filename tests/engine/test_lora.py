@@ -205,7 +205,7 @@ def test_an_adapter_for_another_base_is_refused(start, wait, folders, tmp_path):
 
 
 def test_the_base_is_compared_once_while_wanted(start, wait, folders, tmp_path, monkeypatch):
-    began, go, read = tmp_path / "began", tmp_path / "go", Live.read
+    began, go, view = tmp_path / "began", tmp_path / "go", Live.view
 
     def held(live, place):
         if "lora" not in place.parameter:
@@ -213,9 +213,9 @@ def test_the_base_is_compared_once_while_wanted(start, wait, folders, tmp_path, 
                 file.write(f"{place.parameter}\n")
             while not go.exists():
                 time.sleep(0.01)
-        return read(live, place)
+        return view(live, place)
 
-    monkeypatch.setattr(Live, "read", held)  # before the fork: the engine has it too
+    monkeypatch.setattr(Live, "view", held)  # before the fork: the engine has it too
     engine = start("Qwen3", lora=ALL)
     load = engine.load_version
     policy = policy_of(folders["Qwen3"], ALL, 1)

@@ -72,7 +72,7 @@ class Host:
     on_gpu = False
 
     def __init__(self, live) -> None:
-        self.read, self.side_stream = live.read, live.side_stream
+        self.view, self.side_stream, self.device = live.view, live.side_stream, live.device
 
 
 CHECKS = (
