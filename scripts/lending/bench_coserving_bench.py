@@ -273,7 +273,9 @@ class Bench:
             while making.popen.poll() is None:
                 if time.monotonic() > end:
                     raise making.failed(f"took over {PROFILE_LIMIT_S:g} s")
-                if "measuring" in log.read_text(errors="replace"):  # once an engine has started
+                if "measuring" in log.read_text(
+                    encoding="utf-8", errors="replace"
+                ):  # once an engine has started
                     self._quota.add(making.popen.pid)
                     self._quota.limit()
                 time.sleep(PROFILE_POLL_S)

@@ -215,7 +215,7 @@ def test_the_base_is_compared_once_while_wanted(start, wait, folders, tmp_path, 
                 time.sleep(0.01)
         return view(live, place)
 
-    monkeypatch.setattr(Live, "view", held)  # before the fork: the engine has it too
+    monkeypatch.setattr(Live, "view", held)  # The engine is forked later and has it, too.
     engine = start("Qwen3", lora=ALL)
     load = engine.load_version
     policy = policy_of(folders["Qwen3"], ALL, 1)

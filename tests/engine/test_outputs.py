@@ -100,7 +100,7 @@ def core(interval: int, extension: str = EXTENSION) -> SimpleNamespace:
 
 
 def test_another_server_in_this_environment_keeps_nothing():
-    """Its requests may ask for unlike numbers of log-probabilities, which can't be joined."""
+    """Requests of another server may have unlike numbers of log-probabilities."""
     assert kept_by(core(8)).interval == 8
     assert kept_by(core(8, "")).interval == 1
 

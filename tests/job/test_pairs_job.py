@@ -28,6 +28,6 @@ def test_engines_sample_with_the_trainers_weights(tmp_path, counted, overrides):
     assert job.wait() == 0, job.said + job.logs()
     steps = job.steps()
     assert len(steps) == 5
-    assert any(row["grad_norm"] > 0 for row in steps[:-1])  # so a later step has other weights
+    assert any(row["grad_norm"] > 0 for row in steps[:-1])  # A later step has other weights.
     assert all(row["mismatch_kl"] < 1e-8 for row in steps)
     assert sum(row.get(counted, 0) for row in steps) > 0

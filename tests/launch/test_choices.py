@@ -72,7 +72,7 @@ def test_layers_are_computed_again_where_memory_is_too_small(make_config):
 
 
 def test_a_mixture_that_zero_3_gathers_is_computed_again(make_config):
-    """Its experts' weights would stay gathered until the backward pass."""
+    """Without recomputation all experts' weights would stay gathered until the backward pass."""
     mixture = ("model=qwen3_30b_a3b", *GPUS[1:], "cluster.gpus=64", "trainer.ranks=32")
     mixture += ("rollout.workers=8", "trainer.micro_batch_tokens=16384")
     found, reasons = chosen(make_config(*mixture))
