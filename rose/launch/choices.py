@@ -63,8 +63,6 @@ def _checkpointing(c: Config, shape: ModelShape | None) -> tuple[bool, str]:
         return True, "trainer.offload_activations=true keeps the layers' inputs in host memory"
     if not c.cluster.gpus or limit is None or shape is None:
         return True, "how much memory there is, or how much the model needs, is not known"
-    if shape.experts and c.trainer.zero_stage == 3 and c.trainer.ranks > 1:
-        return True, "without it the backward pass keeps all experts that ZeRO-3 gathers"
     limit -= memory.ASLEEP_GIB if c.trainer_sleeps else 0
     without = _with(c, "gradient_checkpointing", False)
     needed = memory.trainer(without, shape).total

@@ -22,7 +22,8 @@ there):
 Trainer, in addition at the worst moment of a pass:
 - gathered parameters: at stage 3 with several ranks, at most 1e9 at a time (DeepSpeed's
   stage3_max_live_parameters); with trainer.compile one layer more, which is gathered whole beyond
-  that limit
+  that limit; without gradient_checkpointing all experts of a mixture more, of whose weights the
+  backward pass keeps views
 - activations: kept for the backward pass. With e elements per token and layer, b T e layers; with
   gradient_checkpointing b T h layers (arXiv 2205.05198, section 5, for this block), on the host
   with offload_activations. The e elements are the two norms' inputs in fp32 and outputs, those of
@@ -218,8 +219,12 @@ def _merged(c: Config, shape: ModelShape) -> int:
     (rose/trainer/mixture.py)."""
     if c.trainer.zero_stage < 3:
         return 0
-    expert = 3 * shape.hidden * shape.expert_intermediate
-    return BYTES[c.model.dtype] * shape.layers * shape.experts * expert
+    return BYTES[c.model.dtype] * _of_experts(shape)
+
+
+def _of_experts(shape: ModelShape) -> int:
+    """Return the number of elements of all experts of the model."""
+    return shape.layers * shape.experts * 3 * shape.hidden * shape.expert_intermediate
 
 
 def _added_in_a_pass(c: Config, shape: ModelShape) -> Items:
@@ -242,10 +247,12 @@ def _added_in_a_pass(c: Config, shape: ModelShape) -> Items:
     }
     worst = max(work, key=work.__getitem__)
     live = LIVE_PARAMETERS + (_layer(shape) if t.compile else 0)
-    gathered = size * min(shape.parameters, live) if t.zero_stage == 3 and t.ranks > 1 else 0
+    # The backward pass keeps views of the experts' weights, so ZeRO-3 can't release them.
+    kept = _of_experts(shape) if t.gradient_checkpointing is False else 0
+    gathered = min(shape.parameters, live + kept) if t.zero_stage == 3 and t.ranks > 1 else 0
     reduced = 4 * trained(c, shape) / t.ranks if t.zero_stage == 1 and size == 4 else 0
     return {
-        "gathered parameters": float(gathered),
+        "gathered parameters": float(size * gathered),
         "reduced gradients": float(reduced),
         "activations": 0.0 if t.offload_activations else float(_kept(c, shape)),
         worst: float(work[worst]),

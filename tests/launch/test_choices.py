@@ -72,11 +72,18 @@ def test_layers_are_computed_again_where_memory_is_too_small(make_config):
 
 
 def test_a_mixture_that_zero_3_gathers_is_computed_again(make_config):
-    """Without recomputation all experts' weights would stay gathered until the backward pass."""
+    """Expert weights would otherwise stay gathered until the backward pass."""
     mixture = ("model=qwen3_30b_a3b", *GPUS[1:], "cluster.gpus=64", "trainer.ranks=32")
     mixture += ("rollout.workers=8", "trainer.micro_batch_tokens=16384")
-    found, reasons = chosen(make_config(*mixture))
-    assert found[-1] is True and "all experts" in reasons[-1]
+    config = make_config(*mixture)
+    shape = config.model.shape
+    found, reasons = chosen(config)
+    assert found[-1] is True and "without it the trainer needs" in reasons[-1]
+    needed = float(reasons[-1].split("needs ")[1].split(" ")[0])
+    experts = 3 * shape.layers * shape.experts * shape.hidden * shape.expert_intermediate
+    assert needed > 2 * experts / 2**30  # in bfloat16
+    again, _ = chosen(make_config(*mixture, f"cluster.gpu_memory_gib={1.2 * needed:.0f}"))
+    assert again[-1] is False
 
 
 def test_on_cpus_nothing_is_chosen_that_needs_gpus(make_config):
