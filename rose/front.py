@@ -143,7 +143,8 @@ def compose(conf: Path, arguments: list[str]) -> list[dict]:
     trees: list[dict] = []
     refused: list[ConfigError] = []
     swept = errors.swept_keys(arguments)
-    errors.searched(arguments)
+    places = (place.removeprefix("file://") for place in errors.searched(arguments))
+    errors.check_options(arguments, [conf, *map(Path, places)])
     if not any(word.startswith(("-", "hydra.")) for word in arguments):
         # A single point is composed here. `hydra.main` would do it twice, first for hydra.mode.
         with initialize_config_dir(str(conf.resolve()), version_base="1.3"):

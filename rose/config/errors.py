@@ -43,6 +43,15 @@ def check_known(given: dict[str, Any], known: Collection[str], where: str, whose
             )
 
 
+def similar(word: str, known: list[str]) -> list[str]:
+    """Return up to three of the `known` keys that `word` may be meant for: those that end alike, as
+    trainer.optimizer.lr for trainer.lr, where these are few; else those of similar letters."""
+    alike = [key for key in known if key.rpartition(".")[2] == word.rpartition(".")[2]]
+    if 0 < len(alike) <= 3:
+        return alike
+    return difflib.get_close_matches(word, known, n=3, cutoff=0.75)
+
+
 def value_at(tree: Any, dotted: str) -> Any:
     """Return the value in plain containers at a key such as `trainer.optimizer.betas.0`. None if
     there is none."""
@@ -70,7 +79,7 @@ def explain(message: str, tree: dict[str, Any], root: Struct) -> str:
         full = ".".join(filter(None, [key, unknown.group(1)]))
         if full in extensions.merged("commands", "KEYS"):
             return f"{full}={value_at(tree, full)!r}: {extensions.of_a_command(full)}"
-        near = difflib.get_close_matches(full, keys(root), n=3, cutoff=0.75)
+        near = similar(full, keys(root))
         meant = f"did you mean {' or '.join(near)}?" if near else "see conf/ for the ones there are"
         return f"{full}={value_at(tree, full)!r}: no such key; {meant}"
     if missing:

@@ -7,13 +7,12 @@ Left out: errors in a composed configuration, which rose/config/ reports.
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 from pathlib import Path
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString
 from hydra.errors import (
     ConfigCompositionException,
     HydraException,
@@ -25,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rose import config as configuration
 from rose import extensions
+from rose.config.errors import similar
 
 COMPLAINTS = (HydraException, OmegaConfBaseException)
 SWEEP = ("-m", "--multirun")
@@ -52,6 +52,12 @@ def explain(error: Exception, conf: Path, arguments: list[str]) -> str:
             key = found[1]
             value = value_of(key, arguments)
             return f"+{key}={value}: the configuration has {key} already; write {key}={value}"
+        if found := re.match("Could not append to config.*?at '(.+?)'", text):
+            key = found[1]
+            typed = f"{key}={value_of(key, arguments)}"
+            return f"+{typed}: the configuration has {key} already; write {typed}"
+        if found := re.match("Could not delete from config\\. '(.+?)' does not exist", text):
+            return f"~{found[1]}: no such key{_suggestion(found[1], configuration.keys())}"
         if found := re.match("Could not override '(.+?)'", text):
             return _unknown_key(found[1], text, conf, arguments)
         return " ".join(text.split())
@@ -83,6 +89,26 @@ def _unknown_key(key: str, text: str, conf: Path, arguments: list[str]) -> str:
     if free or modes or section.startswith("env.members"):
         return f"{typed}: no such key; a new one is added with '+{typed}'"
     return f"{typed}: no such key{_suggestion(key, known + _groups(conf))}"
+
+
+def check_options(arguments: list[str], folders: list[Path]) -> None:
+    """Raise `ConfigError` for a group of one of the `folders` whose option is a number or the like,
+    as in rollout=2. Hydra raises a ValueError about it that names neither."""
+    for override in _parsed(arguments):
+        group = override.key_or_group
+        if override.is_delete() or not any((folder / group).is_dir() for folder in folders):
+            continue
+        value = override.value()
+        options = value.list if isinstance(value, ChoiceSweep) else [value]
+        for option in [o for each in options for o in (each if isinstance(each, list) else [each])]:
+            if not isinstance(option, str | QuotedString):
+                files = {
+                    path.stem for folder in folders for path in (folder / group).glob("*.yaml")
+                }
+                raise configuration.ConfigError(
+                    f"{override.input_line}: {group} takes the name of a file, not {option!r}; "
+                    f"there are {', '.join(sorted(files))}"
+                )
 
 
 def searched(arguments: list[str]) -> list[str]:
@@ -166,7 +192,7 @@ def _groups(conf: Path) -> list[str]:
 def _suggestion(word: str, known: list[str]) -> str:
     """Return "; did you mean ...?" with the most similar of `known`, or "" if none is similar."""
     # A key may be known to the typed configuration and still be no key of conf/: don't suggest it.
-    near = difflib.get_close_matches(word, sorted({*known} - {word}), n=3, cutoff=0.75)
+    near = similar(word, sorted({*known} - {word}))
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
