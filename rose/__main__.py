@@ -25,7 +25,7 @@ import sys
 from rose import extensions
 
 MODES = ("train", "simulate", "plan")
-MODULES = {"export": "rose.export", "show": "rose.show", "state": "rose.launch.state"}
+MODULES = {"export": "rose.export", "state": "rose.launch.state"}
 
 
 def main() -> int:

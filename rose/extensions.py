@@ -14,6 +14,8 @@ A part adds by a module with one of these names:
     shared_device.py `engine_args(gpus, tensor_parallel)`: vLLM's arguments of a rollout engine that
                 shares its device. `register()`: patches vLLM in the processes of such an engine.
     doctor.py   `findings()`: what `rose doctor` reports of this machine for the part.
+    views.py    `write(observe, run_dir)`: writes the files that people look at, once an attempt has
+                ended. `PAGE`: the name of the one that the run's last lines point to.
     run_report.py `html(run_dir)`: what a run's report shows below its borrowed ranks.
     policies.py `POLICIES`: scheduling policies by kind, and by name.
 

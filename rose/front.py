@@ -42,7 +42,7 @@ from rose.launch import (
     state,
     supervise,
 )
-from rose.observe import report, terminal
+from rose.observe import terminal
 from rose.observe.terminal import echo
 
 # Hydra's flags with which it prints something and composes no configuration.
@@ -328,7 +328,8 @@ def _run(c: Config, made: plan.Plan, console: Console) -> int:
         c.cluster,
     )
     outcome = _follow(job, c, console)
-    report.build_views(c.observe, c.run_dir)
+    for part in extensions.modules("views").values():
+        part.write(c.observe, c.run_dir)
     if outcome.failure:
         echo(Console(stderr=True), outcome.failure, label=f"[red]{c.name} failed:[/]")
     elif outcome.interrupted:

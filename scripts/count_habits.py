@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rose.agent.envs.frozen_lake import DIRECTIONS
-from rose.observe.trajectories import Shown, Texts, read, saved_steps
+from rose.parts.report.trajectories import Shown, Texts, read, saved_steps
 from scripts.make_tiny_model import distances
 
 # Columns of text. The widest heading then fits on one line, also where the output is a file.

@@ -28,7 +28,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rose.engine.drafts.proposer import GroupProposer
-from rose.observe import trajectories
+from rose.parts.report import trajectories
 from scripts.harness import Failed, keyed
 
 SIBLINGS = (0, 1, 2, 4, 8)  # levels; each begins at this number of siblings

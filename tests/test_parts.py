@@ -54,6 +54,8 @@ def test_the_default_run_trains_without_any_part(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     (step,) = rows_of(read_metrics(tmp_path / "outputs" / "run"), "step")
     assert step["version"] == 1
+    assert "Take the model home" in done.stdout and "Report:" not in done.stdout
+    assert not (tmp_path / "outputs" / "run" / "report.html").exists()
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from rose.observe.metrics import read_metrics, rows_of
 from rose.observe.recorder import SEGMENT
-from rose.observe.trajectories import STEP_FILES
 
 STEP_NAME = re.compile(r"step-(\d+)\.msgpack")
 
@@ -41,7 +40,7 @@ class Retention:
             return
         self._own[step] = time.time()
         newest = step - self._keep  # newest step whose files go
-        rollouts = self._run_dir.glob(STEP_FILES)
+        rollouts = self._run_dir.glob("rollouts/*")
         old = [path for path in rollouts if (number := _step_of(path)) and number <= newest]
         if (until := self._own.get(newest)) is not None:
             old += self._older(f"events/{self._attempt}", f"*.{SEGMENT}", until)

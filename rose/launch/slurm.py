@@ -28,13 +28,13 @@ from rich.console import Console
 from submitit.core.utils import FailedJobError
 
 from rose import config as configuration
-from rose import inputs, processes
+from rose import extensions, inputs, processes
 from rose.config import Config, ConfigError, Slurm
 from rose.config.checks import time_limit
 from rose.launch import batch, commands, lent, local, logs, model, resume, sbatch, state, supervise
 from rose.launch.batch import RunFailed
 from rose.launch.layout import Rank, layout
-from rose.observe import report, terminal
+from rose.observe import terminal
 from rose.observe.terminal import echo
 
 POLL_S = 5.0  # seconds between two checks of the time that is left
@@ -271,7 +271,8 @@ class Run:
         steps = shown if c.observe.terminal else nullcontext()
         with _warned_in_time(self.run_dir, c.cluster.slurm), steps:
             outcome = job.wait()
-        report.build_views(c.observe, self.run_dir)
+        for part in extensions.modules("views").values():
+            part.write(c.observe, self.run_dir)
         return outcome
 
     def _requeue(self, c: Config, outcome: supervise.Outcome) -> str:

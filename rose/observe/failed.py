@@ -20,15 +20,12 @@ from typing import Any
 import msgspec
 
 from rose.files import write_whole
-from rose.observe.trajectories import Shown, of_record
 
 FOLDER = "failed"
 MOST = 64  # files of a run
 MOST_BYTES = 8 * 2**20  # bytes of a file; a longer trajectory is kept without its tokens
 WAITING = 16  # trajectories that may wait for the disk; further ones are dropped
 CLOSE_S = 5.0  # seconds for writing the waiting trajectories at the end
-# Errors of decoding a file that holds no trajectory.
-NOT_ONE = (msgspec.DecodeError, AttributeError, KeyError, TypeError, ValueError)
 
 
 class Keeper:
@@ -80,33 +77,11 @@ class Keeper:
         write_whole(self._folder / f"{about['id']}.msgpack", data)
         self._written += 1
         if self._written % (MOST // 4) == 0:  # Not each time: a shared disk lists folders slowly.
-            for old in _by_age(self._folder)[:-MOST]:
+            for old in by_age(self._folder)[:-MOST]:
                 old.unlink(missing_ok=True)
 
 
-def read(run_dir: Path, most: int = 2 * MOST) -> tuple[list[Shown], list[str]]:
-    """Return the newest `most` kept trajectories, the oldest of them first, and a message for each
-    file that can't be read."""
-    found, damaged = [], []
-    for path in _by_age(Path(run_dir) / FOLDER)[-most:]:
-        try:
-            shown = of_record(msgspec.msgpack.decode(path.read_bytes()))
-            if not all(isinstance(shown.record[name], str) for name in ("id", "cause")):
-                raise ValueError("id and cause must be texts")
-            found.append(shown)
-        except FileNotFoundError:  # A host has removed it, since there are newer ones.
-            continue
-        except (OSError, *NOT_ONE) as error:
-            damaged.append(f"{path}: holds no trajectory: {type(error).__name__}: {error}")
-    return found, damaged
-
-
-def count(run_dir: Path) -> int:
-    """Return the number of kept trajectories."""
-    return len(_by_age(Path(run_dir) / FOLDER))
-
-
-def _by_age(folder: Path) -> list[Path]:
+def by_age(folder: Path) -> list[Path]:
     """Return the files, the oldest first. Hosts may remove some of them meanwhile."""
     ages = {}
     for path in folder.glob("*.msgpack"):

@@ -21,9 +21,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rose import places
+from rose import extensions, places
 from rose.files import printable
-from rose.observe import cost, report, series
+from rose.observe import cost, series
 from rose.observe.metrics import EVENTS, read_metrics, rows_of
 from rose.observe.status import Status, read_status
 
@@ -76,6 +76,11 @@ def echo(console: Console, text: str, label: str = "", style: str | None = None)
         console.print(label, end=" ")
     words = printable(text)
     console.print(words, markup=False, highlight=False, soft_wrap=True, style=style)
+
+
+def plain(text: object, style: str = "") -> Text:
+    """Return `text` for printing, with escape sequences and markup shown instead of obeyed."""
+    return Text(printable(text), style=style)
 
 
 def show(console: Console, table: Table) -> None:
@@ -281,9 +286,9 @@ def final_table(run_dir: Path | str, console: Console) -> None:
             echo(console, line, style="blue" if utf else None)
         first, last = f"step {steps[0]['step']}", f"step {steps[-1]['step']}"
         echo(console, f"      {first}{last:>{max(1, width - len(first))}}")
-    path = Path(run_dir) / report.FILE
-    if path.exists():
-        echo(console, f"\nReport: {path}")
+    for part in extensions.modules("views").values():
+        if (path := Path(run_dir) / part.PAGE).exists():
+            echo(console, f"\nReport: {path}")
     if steps:
         run = shlex.quote(str(run_dir))
         echo(console, f"Take the model home: {places.command()} export {run} --out my-model")

@@ -12,6 +12,7 @@ from rose.agent.host import TrajectoryHost
 from rose.agent.own_time import OwnTime
 from rose.observe import failed
 from rose.observe.recorder import NullRecorder
+from rose.parts.report.trajectories import read_failed
 from tests.agent.wander import Wander
 
 DOMAIN = "tests.agent.wander:Wander"
@@ -51,7 +52,7 @@ def ended(make_config, chats, tmp_path):
 def test_one_that_ends_well_bears_the_name_of_its_task(ended, monkeypatch, tmp_path):
     monkeypatch.setattr(Wander, "task_name", lambda _, seed: f"walk {seed}", raising=False)
     assert ended().trajectory.task == "walk 7"
-    assert failed.read(tmp_path) == ([], [])
+    assert read_failed(tmp_path) == ([], [])
 
 
 @pytest.mark.parametrize("name", [lambda *_: 1 / 0, lambda *_: "\ud800" * 10_000, "no method"])
@@ -88,7 +89,7 @@ def test_one_that_fails_is_kept_with_its_task_and_what_was_said(ended, monkeypat
     monkeypatch.setattr(Wander, "step", breaks)
     message = ended()
     assert isinstance(message, p.TrajectoryFailed) and "(walk 7)" in message.error
-    [kept], damaged = failed.read(tmp_path)
+    [kept], damaged = read_failed(tmp_path)
     assert not damaged and kept.id == START.id and kept.record["task"] == "walk 7"
     assert "the lake is dry" in kept.record["cause"] and kept.record["turns"] == 1
     assert [list(part.tokens) for part in kept.samples[0].parts() if part.made] == [WORDS]
@@ -102,5 +103,5 @@ def test_one_whose_time_is_up_is_kept_as_far_as_it_came(ended, monkeypatch, tmp_
     monkeypatch.setattr(Wander, "step", hangs)
     message = ended(trajectory_timeout_s=5.0)
     assert isinstance(message, p.TrajectoryFailed) and "trajectory_timeout_s" in message.error
-    [kept], _ = failed.read(tmp_path)
+    [kept], _ = read_failed(tmp_path)
     assert kept.record["turns"] == 1 and kept.made == len(WORDS)

@@ -14,8 +14,8 @@ from rose.coordinator.waiting import RunFailed
 from rose.launch import resume
 from rose.observe.metrics import read_metrics
 from rose.observe.recorder import NullRecorder
-from rose.observe.report import build_report
 from rose.observe.terminal import describe
+from rose.parts.report.report import build_report
 from rose.trainer import checkpoint
 
 TRAINER_RANKS = (2, 3)

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 import pytest
 
 from rose.coordinator import journal
-from rose.observe import failed
+from rose.parts.report.trajectories import read_failed
 from rose.scheduler import events as ev
 from tests import processes
 from tests.job.hosts import HOSTS, everything, hosts, kill_hosts, rolls
@@ -68,7 +68,7 @@ def inside(folder: Path) -> list[Path]:
 
 def same(job: Job, whole: Job) -> None:
     """Nothing is lost, made anew or left behind."""
-    assert [shown.record["cause"] for shown in failed.read(job.run)[0]] == []
+    assert [shown.record["cause"] for shown in read_failed(job.run)[0]] == []
     assert everything(job) == everything(whole)
     assert len(trained_on(job.run, STEPS)) == len(set(trained_on(job.run, STEPS)))
     assert sum(step["resumed_snapshots"] for step in job.steps()) > 0

@@ -10,7 +10,7 @@ from rich.console import Console
 from rose import energy
 from rose.launch import state
 from rose.observe import cost, terminal
-from rose.observe.report import build_report
+from rose.parts.report.report import build_report
 
 MADE = {"dedicated": 300, "borrowed": 100}
 

@@ -6,7 +6,7 @@ import pytest
 
 from rose.observe import held_out
 from rose.observe.metrics import MetricsWriter
-from rose.observe.report import build_report
+from rose.parts.report.report import build_report
 
 
 @pytest.mark.parametrize("n, k", [(1, 1), (5, 2), (6, 6), (8, 3)])

@@ -10,8 +10,8 @@ from rich.table import Table
 from rose import places
 from rose.observe import terminal
 from rose.observe.metrics import MetricsWriter, read_metrics
-from rose.observe.report import build_report
 from rose.observe.status import LiveStatus, Status, WorkerStatus
+from rose.parts.report.report import build_report
 from tests.observe.run_folder import write_run
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rose.observe.trajectories import Sample
+from rose.parts.report.trajectories import Sample
 from scripts import replay_drafts
 from scripts.harness import Failed
 

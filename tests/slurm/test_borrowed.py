@@ -15,10 +15,10 @@ import pytest
 from rose.launch import state
 from rose.models import resolve
 from rose.observe.metrics import read_metrics, rows_of
-from rose.observe.report import build_report
 from rose.observe.status import read_status
 from rose.parts.lending import device_profile, run_report, settings
 from rose.parts.lending.rules.predictor import Predictor
+from rose.parts.report.report import build_report
 from tests.slurm.conftest import REPOSITORY, SlurmJob
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]

@@ -14,7 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from rose.observe.shell import milliseconds, table
+from rose.parts.report.shell import milliseconds, table
 
 LENT = "lent.json"
 LATENCIES = {

@@ -19,8 +19,8 @@ from rich.text import Text
 from rose.agent.chat import ChatFormat
 from rose.agent.envs.base import Start, Step
 from rose.config import Env
+from rose.observe.terminal import plain
 from rose.parts.play.typed import show_call
-from rose.show import plain
 
 PAUSE_S = 0.5  # seconds between two frames on a terminal, so that eyes can follow
 MAP_WIDTH = 34  # characters: as wide as the longest line below a lake, so that columns stay

@@ -13,7 +13,7 @@ from rose.parts.lending.board import Control, Online, Rollout
 from rose.parts.lending.operator import history, report
 from rose.parts.lending.operator.history import History
 from rose.parts.lending.operator.metrics import Boards
-from tests.observe.test_report import CHROMIUM
+from tests.parts.report.test_report import CHROMIUM
 
 SLO = "serving.online.slo={ttft_p50_s: 0.2, ttft_p99_s: 0.5, tpot_p50_s: 0.05, tpot_p99_s: 0.15}"
 

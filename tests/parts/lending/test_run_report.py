@@ -2,8 +2,8 @@
 
 import json
 
-from rose.observe.report import build_report
 from rose.parts.lending import run_report
+from rose.parts.report.report import build_report
 from tests.observe.run_folder import write_run
 
 

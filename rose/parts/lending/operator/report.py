@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from rose.observe import shell
-from rose.observe.shell import figure, figures, milliseconds, section, table
 from rose.parts.lending.config import Serving, Slo
 from rose.parts.lending.operator.history import History
+from rose.parts.report import shell
+from rose.parts.report.shell import figure, figures, milliseconds, section, table
 
 GIB = 2**30
 LATENCIES = {

@@ -1,7 +1,7 @@
 """Writes the pages: outputs/NAME/report.html of one comparison, and outputs/NAME-sweep.html of the
 points of a sweep.
 
-Shell, style and chart functions are those of the training report (rose/observe).
+Shell, style and chart functions are those of the training report (rose/parts/report).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from rose.files import write_whole
-from rose.observe import shell
-from rose.observe.shell import figure, figures, section
+from rose.parts.report import shell
+from rose.parts.report.shell import figure, figures, section
 from rose.parts.simulator.config import Config
 from rose.parts.simulator.study import build
 from rose.parts.simulator.study.gains import Interval

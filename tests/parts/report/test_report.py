@@ -7,11 +7,11 @@ import shutil
 import numpy as np
 import pytest
 
-from rose.observe import series, timeline
 from rose.observe.metrics import MetricsWriter
-from rose.observe.report import build_report
 from rose.observe.status import write_failure
-from rose.observe.trace import Span
+from rose.parts.report import curves, timeline
+from rose.parts.report.report import build_report
+from rose.parts.report.trace import Span
 from tests.observe.run_folder import write_run
 from tests.processes import ran
 
@@ -22,22 +22,22 @@ CHROMIUM += ("--virtual-time-budget=4000",)
 
 def test_unaccounted_time_is_shown_as_other():
     took = {"time_step": 10.0, "time_rollout": 5.0, "time_train": 3.0}
-    (bar,) = series.phase_bars([{"step": 1} | took])
+    (bar,) = curves.phase_bars([{"step": 1} | took])
     phases = {"rollout": 5.0, "train": 3.0, "sync": 0.0, "idle": 0.0, "other": 2.0}
     assert bar == phases | {"first": 1, "last": 1}
 
 
 def test_long_curves_become_means_of_neighbours():
     steps = [{"step": i, "success": float(i)} for i in range(1000)]
-    curves = series.curves(steps)
-    assert len(curves["x"]) == len(curves["success"]) == 334 <= series.MAX_POINTS
-    assert curves["x"][0] == curves["success"][0] == 1.0 and "loss" not in curves
+    drawn = curves.curves(steps)
+    assert len(drawn["x"]) == len(drawn["success"]) == 334 <= curves.MAX_POINTS
+    assert drawn["x"][0] == drawn["success"][0] == 1.0 and "loss" not in drawn
 
 
 def test_histograms_with_different_edges_keep_their_mass():
-    same = series.length_histogram([{"step": 1, "response_hist": [[8, 1], [16, 3]]}])
+    same = curves.length_histogram([{"step": 1, "response_hist": [[8, 1], [16, 3]]}])
     assert same["edges"] == [0, 8, 16] and same["sides"][0]["shares"] == [0.25, 0.75]
-    mixed = series.length_histogram(
+    mixed = curves.length_histogram(
         [{"step": 1, "response_hist": [[10, 5]]}, {"step": 2, "response_hist": [[12, 1], [24, 1]]}]
     )
     early, late = (side["shares"] for side in mixed["sides"])
@@ -48,18 +48,18 @@ def test_histograms_with_different_edges_keep_their_mass():
 
 def test_values_have_a_bar_each_and_many_a_bar_for_a_part_of_their_range():
     few = [{"step": 1, "r": [[0.0, 3], [1.0, 1]]}, {"step": 2, "r": [[0.5, 2]]}]
-    found = series.value_histogram(few, "r")
+    found = curves.value_histogram(few, "r")
     assert found["labels"] == ["0", "0.5", "1"]
     assert [side["shares"] for side in found["sides"]] == [[0.75, 0, 0.25], [0, 1, 0]]
-    many = series.value_histogram([{"step": 1, "r": [[v / 2 - 10, 1] for v in range(49)]}], "r")
-    assert len(many["edges"]) == series.MAX_BINS + 1
+    many = curves.value_histogram([{"step": 1, "r": [[v / 2 - 10, 1] for v in range(49)]}], "r")
+    assert len(many["edges"]) == curves.MAX_BINS + 1
     assert (many["edges"][0], many["edges"][-1]) == (-10, 14)
     [side] = many["sides"]
     assert sum(side["shares"]) == pytest.approx(1, abs=1e-3) and min(side["shares"]) > 0
-    turns = series.value_histogram([{"step": 1, "r": [[v, 1] for v in range(1, 31)]}], "r")
+    turns = curves.value_histogram([{"step": 1, "r": [[v, 1] for v in range(1, 31)]}], "r")
     assert turns["edges"] == list(range(1, 32, 2)), "whole numbers, each part of two"
     assert set(turns["sides"][0]["shares"]) == {round(1 / 15, 5)}
-    assert series.value_histogram([{"step": 1}], "r") is None
+    assert curves.value_histogram([{"step": 1}], "r") is None
 
 
 def test_each_task_has_its_successes_early_late_and_held_out(tmp_path):

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from rose.observe.recorder import RankEvents, read_events
-from rose.observe.series import natural
-from rose.observe.trace import Span, assign_lanes, spans_of
+from rose.parts.report.curves import natural
+from rose.parts.report.trace import Span, assign_lanes, spans_of
 
 MAX_MARKS = 20_000  # single spans, at about 60 bytes each: 1.2 MB of the report
 MAX_ROWS = 300  # ranks

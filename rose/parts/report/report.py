@@ -1,11 +1,9 @@
 """Write `<run_dir>/report.html`, the run in one file. Text, tables and configuration are written
-here as HTML; the scripts in page/ draw the figures. `build_views` writes the trace too, once an
-attempt has ended."""
+here as HTML; the scripts in page/ draw the figures."""
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from html import escape
 from importlib.resources import files
@@ -13,17 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from rose import extensions
-from rose.config import Observe
 from rose.files import printable, write_whole
-from rose.observe import conversations, cost, members, series, shell, tasks
+from rose.observe import cost, series
 from rose.observe.metrics import read_metrics, rows_of
-from rose.observe.shell import figure, figures, section, table
 from rose.observe.status import read_failure
-from rose.observe.timeline import build_timeline
-from rose.observe.trace import build_trace
+from rose.parts.report import conversations, curves, events, members, shell, tasks
+from rose.parts.report.shell import figure, figures, section, table
+from rose.parts.report.timeline import build_timeline
 
 FILE = "report.html"
-MAX_TABLE_ROWS = 200  # rows of a table; longer runs are thinned, or only the latest shown
+MAX_TABLE_ROWS = 200  # rows of the table of steps, which thins longer runs
 # (key of a row of metrics.jsonl, column's title, format) of the table of steps.
 COLUMNS = (
     ("step", "Step", "{:.0f}"),
@@ -55,14 +52,14 @@ def build_report(run_dir: Path | str) -> Path:
     evals = series.evaluations(rows_of(rows, "eval"))
     config, timeline = _config(run_dir), build_timeline(run_dir)
     data = {
-        "curves": series.curves(steps),
-        "engines": series.curves_by(steps, "tokens_per_s"),
-        "members": series.curves_by(steps, "success"),
-        "phases": series.phase_bars(steps),
+        "curves": curves.curves(steps),
+        "engines": curves.curves_by(steps, "tokens_per_s"),
+        "members": curves.curves_by(steps, "success"),
+        "phases": curves.phase_bars(steps),
         "evals": evals,
-        "lengths": series.length_histogram(steps),
-        "rewards": series.value_histogram(steps, "reward_values"),
-        "turns": series.value_histogram(steps, "turn_values"),
+        "lengths": curves.length_histogram(steps),
+        "rewards": curves.value_histogram(steps, "reward_values"),
+        "turns": curves.value_histogram(steps, "turn_values"),
         "timeline": timeline,
     }
     times = (
@@ -85,14 +82,14 @@ def build_report(run_dir: Path | str) -> Path:
         "Trajectories": conversations.html(run_dir),
         "Optimisation": figures(*_optimisation(steps)),
         **_rewards(steps),
-        "Borrowed ranks": _borrowed(borrowed, steps) + "".join(of_parts),
-        "Faults": _faults(faults, steps),
-        **_alike("Engines", "Engine", [row for row in rows if row["kind"] == "engine"]),
-        **_alike("Environment hosts", "Host", [row for row in rows if row["kind"] == "host"]),
+        "Borrowed ranks": events.borrowed(borrowed, steps) + "".join(of_parts),
+        "Faults": events.faults(faults, steps),
+        **events.alike("Engines", "Engine", [row for row in rows if row["kind"] == "engine"]),
+        **events.alike("Environment hosts", "Host", [row for row in rows if row["kind"] == "host"]),
         "Details": _details(steps, config),
     }
     body = "\n\n".join(section(title, content) for title, content in sections.items())
-    own = files("rose.observe") / "page"
+    own = files("rose.parts.report") / "page"
     scripts = [(own / name).read_text(encoding="utf-8") for name in ("figures.js", "timeline.js")]
     name, facts = run_dir.resolve().name, _facts(steps, timeline)
     html = shell.page("training", name, _subtitle(config, rows), facts, body, data, scripts)
@@ -187,7 +184,7 @@ def _replicas(steps: list[dict[str, Any]], happened: list[dict[str, Any]]) -> st
         f"waited {waited:.2g} s a step for them, and read their gradients in {read:.2g} s. Parts "
         f"that it computed instead of one that was lost: {lost:,}.</p>"
         + _planned(steps)
-        + _happened(happened)
+        + events.listed(happened)
     )
 
 
@@ -214,17 +211,6 @@ def _optimisation(steps: list[dict[str, Any]]) -> list[str]:
     reference = ["reference"] if any("reference_kl" in row for row in steps) else []
     names = ["mismatch", "ratio", "clipped", "staleness", "entropy", "grad", "lr", "equal"]
     return [*names, *reference]
-
-
-def build_views(observe: Observe, run_dir: Path) -> None:
-    """Write trace and report if conf/observe asks for them. If the disk has no room, print that on
-    stderr and go on, since the run's own end matters more."""
-    for wanted, make in ((observe.trace, build_trace), (observe.report, build_report)):
-        try:
-            if wanted:
-                make(run_dir)
-        except OSError as error:
-            print(f"not written: {error.filename}: {error.strerror}", file=sys.stderr, flush=True)
 
 
 def _config(run_dir: Path) -> dict[str, Any]:
@@ -326,33 +312,6 @@ def _number(value: Any, form: str) -> str:
     return form.format(value) if isinstance(value, (int, float)) else "–"
 
 
-def _faults(faults: list[dict[str, Any]], steps: list[dict[str, Any]]) -> str:
-    """Return the steps' counters in one sentence, then a table of the faults with their times."""
-    counted = (
-        ("engine restarts", "engine_restarts"),
-        ("turns continued on another engine", "migrations"),
-        ("environment hosts lost", "hosts_lost"),
-        ("trajectories that started again", "trajectories_restarted"),
-        ("trajectories that moved to another host", "trajectories_moved"),
-        ("... from a snapshot", "resumed_snapshots"),
-        ("turns taken over", "resumed_turns"),
-        ("of them returned by an engine that also serves users", "returned_turns"),
-        ("trajectories failed and replaced", "failed_trajectories"),
-        ("tasks given up", "failed_tasks"),
-        ("invalid tool calls", "invalid_calls"),
-        ("truncated responses", "truncated"),
-    )
-    # Rows have the total of the run so far for these, and the step's own count for the others.
-    of_run = ("engine_restarts", "failed_trajectories", "failed_tasks")
-    sums = {
-        name: int((max if key in of_run else sum)([row.get(key) or 0 for row in steps] or [0]))
-        for name, key in counted
-    }
-    text = "; ".join(f"{name} {count:,}" for name, count in sums.items())
-    happened = _happened(faults) or '<p class="empty">No fault was recorded.</p>'
-    return f"<p>Over all steps: {text}.</p>{happened}"
-
-
 def _drafts(steps: list[dict[str, Any]]) -> str:
     """Return a line about speculative decoding; "" without."""
     drafted, accepted = (
@@ -366,50 +325,6 @@ def _drafts(steps: list[dict[str, Any]]) -> str:
         f"<p>Drafts (rollout/draft): {drafted:,} tokens, {share:.0%} of them accepted; {each} "
         "tokens in a step of an engine.</p>"
     )
-
-
-def _borrowed(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> str:
-    """Return the tokens that borrowed ranks generated, then a table of the ranks that joined or
-    left."""
-    if not rows:
-        return '<p class="empty">No serving rank joined this run.</p>'
-    lent = made = 0.0
-    for row in steps:
-        seconds = (row.get("time_rollout") or 0) + (row.get("time_idle") or 0)
-        tokens = (row.get("tokens_per_s") or 0) * seconds
-        lent += tokens * (row.get("borrowed_token_share") or 0)
-        made += tokens
-    share = lent / made if made else 0.0
-    return f"<p>They generated {share:.1%} of the rollout tokens.</p>" + _happened(rows)
-
-
-def _alike(title: str, first: str, rows: list[dict[str, Any]]) -> dict[str, str]:
-    """Return a section of what engines or environment hosts reported of themselves; {} without any.
-    Those with the same report share a row."""
-    found: dict[str, dict[str, None]] = {}
-    for row in rows:
-        found.setdefault(row["detail"], {})[row["what"]] = None
-    cells = [
-        [escape("; ".join(names)), escape(words).replace("\n", "<br>")]
-        for words, names in found.items()
-    ]
-    return {title: table((first, "Has"), cells, listed=True)} if cells else {}
-
-
-def _happened(rows: list[dict[str, Any]]) -> str:
-    """Return the latest events as a table; "" without any."""
-    cells = [
-        [
-            time.strftime("%H:%M:%S", time.localtime(f["time"])),
-            str(f["step"]),
-            escape(str(f.get("what", ""))),
-            escape(str(f.get("detail", ""))[:1000]),
-        ]
-        for f in rows[-MAX_TABLE_ROWS:]
-    ]
-    more = len(rows) - MAX_TABLE_ROWS
-    note = f"<p class=muted>The {more:,} earlier ones are in metrics.jsonl.</p>" if more > 0 else ""
-    return table(("Time", "Step", "What", "Detail"), cells, listed=True) + note
 
 
 def _details(steps: list[dict[str, Any]], config: dict[str, Any]) -> str:

@@ -10,8 +10,16 @@ from pathlib import Path
 import numpy as np
 
 from rose.files import printable
-from rose.observe import failed
-from rose.observe.trajectories import Part, Shown, Texts, notable, read, saved_steps
+from rose.parts.report.trajectories import (
+    Part,
+    Shown,
+    Texts,
+    failed_files,
+    notable,
+    read,
+    read_failed,
+    saved_steps,
+)
 
 MAX_STEPS = 24  # steps shown, evenly spaced, with the first and the last
 MAX_CHARACTERS = 4000  # characters of a trajectory: some 400 kB for `MAX_STEPS`
@@ -32,7 +40,7 @@ def html(run_dir: Path) -> str:
     note = f" ({escape(texts.missing)})" if texts.missing else ""
     return (
         f"<p class=muted>What the policy made stands on a coloured ground. {len(chosen)} of "
-        f"{len(steps)} steps; python -m rose.show RUN [TRAJECTORY] prints any of them in "
+        f"{len(steps)} steps; rose show RUN [TRAJECTORY] prints any of them in "
         f"full{note}.</p>{body}{replaced}"
     )
 
@@ -40,8 +48,8 @@ def html(run_dir: Path) -> str:
 def _failed(run_dir: Path, texts: Texts) -> str:
     """Return the newest trajectories that failed, with what their programs printed; "" if none
     failed."""
-    newest, damaged = failed.read(run_dir, MAX_FAILED)
-    kept = failed.count(run_dir)
+    newest, damaged = read_failed(run_dir, MAX_FAILED)
+    kept = len(failed_files(run_dir))
     body = "".join(f"<p class=muted>{escape(words)}</p>" for words in damaged)
     for shown in reversed(newest):
         task = shown.record.get("task")
@@ -53,7 +61,7 @@ def _failed(run_dir: Path, texts: Texts) -> str:
             body += f"<p class=muted>The program printed:</p><pre>{text}</pre>"
     if not body:
         return ""
-    more = "; python -m rose.show RUN --failed lists the others" * (kept > len(newest))
+    more = "; rose show RUN --failed lists the others" * (kept > len(newest))
     return (
         f"<details><summary>Failed and replaced: the newest {len(newest)} of {kept} that are "
         f"kept{more}</summary>{body}</details>"

@@ -30,7 +30,7 @@ def page(
     `subtitle` and `body` are HTML. `data`: what the scripts find as DATA. `scripts`: JavaScript
     sources, one of which defines drawAll(); they may use what charts.js defines.
     """
-    own = files("rose.observe") / "page"
+    own = files("rose.parts.report") / "page"
     listed = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts
     )

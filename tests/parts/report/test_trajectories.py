@@ -1,4 +1,4 @@
-"""Trajectories as people read them: by `python -m rose.show`, and in the report."""
+"""Trajectories as people read them: by `rose show`, and in the report."""
 
 import json
 import os
@@ -13,11 +13,12 @@ from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from rose import protocol as p
-from rose import show
 from rose.coordinator import replay
-from rose.observe import conversations, failed, trajectories
-from rose.observe.report import build_report
-from rose.observe.trajectories import Texts, notable, read, saved_steps
+from rose.observe import failed
+from rose.parts.report import conversations, show, trajectories
+from rose.parts.report.report import build_report
+from rose.parts.report.trajectories import Texts, notable, read, read_failed, saved_steps
+from rose.places import REPOSITORY
 from tests.made import trajectory as drawn
 from tests.processes import ran
 
@@ -78,13 +79,9 @@ def run(tmp_path):
 def shown(run, *arguments, columns=140):
     """(exit code, stdout, stderr) of the command."""
     done = ran(
-        [sys.executable, "-m", "rose.show", str(run), *arguments],
+        [sys.executable, "-m", "rose", "show", str(run), *arguments],
         timeout=120,
-        env={
-            "COLUMNS": str(columns),
-            "PATH": "",
-            "PYTHONPATH": str(show.__file__)[: -len("rose/show.py")],
-        },
+        env={"COLUMNS": str(columns), "PATH": "", "PYTHONPATH": str(REPOSITORY)},
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -170,9 +167,9 @@ def test_only_the_newest_that_failed_are_kept(tmp_path, monkeypatch):
     for number in range(9):
         keep(tmp_path, f"g{number}.0")
         os.utime(tmp_path / "failed" / f"g{number}.0.msgpack", (number, number))
-    found, damaged = failed.read(tmp_path)
+    found, damaged = read_failed(tmp_path)
     assert [shown.id for shown in found][-3:] == ["g6.0", "g7.0", "g8.0"] and not damaged
-    assert len(found) <= 5 and [s.id for s in failed.read(tmp_path, 2)[0]] == ["g7.0", "g8.0"]
+    assert len(found) <= 5 and [s.id for s in read_failed(tmp_path, 2)[0]] == ["g7.0", "g8.0"]
 
 
 def test_what_can_not_be_kept_costs_nothing_else(tmp_path, monkeypatch, capfd):
@@ -181,7 +178,7 @@ def test_what_can_not_be_kept_costs_nothing_else(tmp_path, monkeypatch, capfd):
     assert "is not kept: UnicodeEncodeError" in capfd.readouterr().out
     monkeypatch.setattr(failed, "MOST_BYTES", 500)
     keep(tmp_path, "g7.1", trajectory("g7.1", ["go", "left " * 500]))
-    [found] = failed.read(tmp_path)[0]
+    [found] = read_failed(tmp_path)[0]
     assert found.samples == [] and found.record["task"] == "row 7", "the words alone"
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "failed").write_text("a file where the folder would be")

@@ -1,5 +1,5 @@
-"""Read the trajectories of a step as they were trained on, from rollouts/step-N.msgpack, for people
-to look at.
+"""Read the trajectories of a step as they were trained on, from rollouts/step-N.msgpack, and those
+that failed, from failed/, for people to look at.
 
 Tokens become text by the model's tokenizer alone, so nothing of transformers is loaded. If the
 tokenizer can't be found, tokens are shown by their numbers. A trajectory whose history branches has
@@ -17,7 +17,11 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from rose.observe import failed
+
 STEP_FILES = "rollouts/step-*.msgpack"
+# Errors of decoding a file that holds no trajectory.
+NOT_ONE = (msgspec.DecodeError, AttributeError, KeyError, TypeError, ValueError)
 LEFT_OUT = ("branches", "turn_tokens")  # fields whose content is in the samples
 
 
@@ -126,15 +130,37 @@ def read(run_dir: Path, step: int) -> list[Shown]:
     try:
         for group in msgspec.msgpack.decode(path.read_bytes()):
             for record in group:
-                found.append(of_record(record))
-    except (msgspec.DecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
+                found.append(_of_record(record))
+    except NOT_ONE as error:
         raise ValueError(
             f"{path}: holds no trajectories: {type(error).__name__}: {error}"
         ) from None
     return found
 
 
-def of_record(record: dict[str, Any]) -> Shown:
+def read_failed(run_dir: Path, most: int = 2 * failed.MOST) -> tuple[list[Shown], list[str]]:
+    """Return the newest `most` kept trajectories that failed, the oldest of them first, and a
+    message for each file that can't be read."""
+    found, damaged = [], []
+    for path in failed_files(run_dir)[-most:]:
+        try:
+            shown = _of_record(msgspec.msgpack.decode(path.read_bytes()))
+            if not all(isinstance(shown.record[name], str) for name in ("id", "cause")):
+                raise ValueError("id and cause must be texts")
+            found.append(shown)
+        except FileNotFoundError:  # A host has removed it, since there are newer ones.
+            continue
+        except (OSError, *NOT_ONE) as error:
+            damaged.append(f"{path}: holds no trajectory: {type(error).__name__}: {error}")
+    return found, damaged
+
+
+def failed_files(run_dir: Path) -> list[Path]:
+    """Return the files of trajectories that failed, the oldest first."""
+    return failed.by_age(Path(run_dir) / failed.FOLDER)
+
+
+def _of_record(record: dict[str, Any]) -> Shown:
     """Return a trajectory from the fields of a file. Fields are read by name and not by type, since
     a later release may store more. Raises `ValueError`, KeyError, TypeError or AttributeError if
     the record is no trajectory."""
@@ -166,12 +192,12 @@ def notable(trajectories: list[Shown]) -> list[tuple[str, Shown]]:
     reward, the most tokens, and a failed one. No trajectory appears twice."""
     if not trajectories:
         return []
-    failed = [t for t in trajectories if t.failed]
+    unlucky = [t for t in trajectories if t.failed]
     wanted = [
         ("best", max(trajectories, key=lambda t: t.reward)),
         ("worst", min(trajectories, key=lambda t: t.reward)),
         ("longest", max(trajectories, key=lambda t: t.made)),
-        *(("failed", t) for t in failed[:1]),
+        *(("failed", t) for t in unlucky[:1]),
     ]
     found: dict[str, tuple[str, Shown]] = {}
     for why, trajectory in wanted:

@@ -1,17 +1,17 @@
 """Print a step's trajectories as a list, or one trajectory as a conversation.
 
-    python -m rose.show outputs/NAME                     the newest step's trajectories
-    python -m rose.show outputs/NAME --step 12
-    python -m rose.show outputs/NAME g12.3               that trajectory, of whichever step has it
-    python -m rose.show outputs/NAME g12.3 --tokens      each token: number, mask, probability, version
-    python -m rose.show outputs/NAME --failed            those that failed and were replaced, and why
-    python -m rose.show outputs/NAME --failed g12.4      one of them, with what its program printed
+    rose show outputs/NAME                     the newest step's trajectories
+    rose show outputs/NAME --step 12
+    rose show outputs/NAME g12.3               that trajectory, of whichever step has it
+    rose show outputs/NAME g12.3 --tokens      each token: number, mask, probability, version
+    rose show outputs/NAME --failed            those that failed and were replaced, and why
+    rose show outputs/NAME --failed g12.4      one of them, with what its program printed
 
 Reads rollouts/ and failed/ (observe.save_trajectories=true), also while the run goes on; pipe it
 into less -R.
 
     0 printed   1 no such trajectory, or a damaged file   2 bad arguments
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -25,23 +25,16 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from rose.files import printable
 from rose.observe import failed
-from rose.observe.trajectories import Part, Shown, Texts, read, saved_steps
+from rose.observe.terminal import plain
+from rose.parts.report.trajectories import Part, Shown, Texts, read, read_failed, saved_steps
 
 MOST_CAUSE = 200  # characters of a cause in the list
 
 
-def plain(text: object, style: str = "") -> Text:
-    """Return `text` for printing, with escape sequences and markup shown instead of obeyed."""
-    return Text(printable(text), style=style)
-
-
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m rose.show",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="rose show", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("run", metavar="RUN", type=Path, help="the run's folder, as outputs/NAME")
@@ -75,7 +68,7 @@ def _steps(steps: list[int]) -> str:
 
 def list_failed(run: Path, console: Console) -> int:
     """List the saved trajectories that failed, and name files that can't be read."""
-    found, damaged = failed.read(run)
+    found, damaged = read_failed(run)
     for problem in damaged:
         print(problem, file=sys.stderr)
     table = Table(title=f"{len(found)} failed and replaced, the newest last", title_justify="left")
@@ -141,7 +134,7 @@ def find(run: Path, name: str, step: int | None) -> tuple[int | None, Shown]:
 
 def find_failed(run: Path, name: str) -> Shown:
     """Return the newest failed trajectory of this name. Raises `ValueError` if there is none."""
-    found, damaged = failed.read(run)
+    found, damaged = read_failed(run)
     for shown in reversed(found):
         if shown.id == name:
             return shown

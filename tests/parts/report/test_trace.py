@@ -5,7 +5,7 @@ import json
 from collections import defaultdict
 
 from rose.observe.recorder import read_events
-from rose.observe.trace import Span, assign_lanes, build_trace
+from rose.parts.report.trace import Span, assign_lanes, build_trace
 from tests.observe.run_folder import write_run
 
 

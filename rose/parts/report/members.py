@@ -6,7 +6,8 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from rose.observe import series, shell
+from rose.observe import series
+from rose.parts.report import shell
 
 COLUMNS = (
     ("success", "{:.1%}"),

@@ -6,7 +6,7 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from rose.observe.shell import table
+from rose.parts.report.shell import table
 
 MAX_TASKS = 200  # tasks in the table: those that were solved least often
 Row = dict[str, Any]

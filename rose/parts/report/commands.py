@@ -1,0 +1,3 @@
+"""The command of this part."""
+
+COMMANDS = {"show": "rose.parts.report.show"}
