@@ -14,6 +14,10 @@ A part adds by a module with one of these names:
     shared_device.py `engine_args(gpus, tensor_parallel)`: vLLM's arguments of a rollout engine that
                 shares its device. `register()`: patches vLLM in the processes of such an engine.
     doctor.py   `findings()`: what `rose doctor` reports of this machine for the part.
+    draft_methods.py `METHODS`: values of rollout.draft.method besides vLLM's. `engine_args(draft)`:
+                vLLM's arguments of an engine that drafts. `Sender(hub, send)`: the coordinator's
+                `Listener`, which sends `DraftText`. `Receiver(engine, died)`: passes that on at
+                the rank of an engine.
     run_report.py `html(run_dir)`: what a run's report shows below its borrowed ranks.
     policies.py `POLICIES`: scheduling policies by kind, and by name.
 
@@ -52,6 +56,11 @@ def modules(name: str) -> dict[str, ModuleType]:
 def modes() -> dict[str, ModuleType]:
     """Return the module that runs each mode besides train, by the mode."""
     return {mode: module for module in modules("modes").values() for mode in module.MODES}
+
+
+def draft_methods() -> dict[str, ModuleType]:
+    """Return the module of each method of speculative decoding that a part adds, by the method."""
+    return {m: module for module in modules("draft_methods").values() for m in module.METHODS}
 
 
 def merged(name: str, attribute: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rose.engine.drafts.proposer import GroupProposer
+from rose.parts.drafts.proposer import GroupProposer
 from rose.observe import trajectories
 from scripts.harness import Failed, keyed
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from rose.engine.drafts.gain import Gate
-from rose.engine.drafts.text import Text, acceptance
+from rose.parts.drafts.gain import Gate
+from rose.parts.drafts.text import Text, acceptance
 
 
 class _Row:
