@@ -11,15 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from rose import protocol as p
-from rose.coordinator.decoding import Decoding
 from rose.coordinator.journal import Journal
 from rose.coordinator.ledger import NO_HOST, Ledger
 from rose.coordinator.turn_log import TurnLog
 from rose.coordinator.weights import Weights
-from rose.coordinator.worker import Worker, Workers
+from rose.coordinator.worker import Decoding, Worker, Workers
 from rose.observe.recorder import NullRecorder
 from rose.scheduler import Scheduler
 from rose.scheduler import events as ev
@@ -34,15 +33,6 @@ class StepCounts:
     token_at: float = 0.0  # time of the last token
     resumed_snapshots: int = 0  # trajectories that resumed from a snapshot
     returned: int = 0  # turns that engines returned
-
-
-class Listener(Protocol):
-    """What a part adds to follow turns (`Sender` in rose/extensions.py)."""
-
-    def observe(self, event: ev.Event) -> None:
-        """Receive an event before the scheduler does."""
-
-    def group_ended(self, group: str) -> None: ...
 
 
 class TurnHub:
@@ -65,7 +55,7 @@ class TurnHub:
         hybrids: Collection[int] = (),
     ) -> None:
         self.log = log
-        self.listener: Listener | None = None
+        self.listener: Any = None  # `Sender` of a part (rose/extensions.py)
         self._world_size = world_size  # workers at this rank and above are borrowed
         self._hybrids = hybrids
         self._send, self._recorder = send, recorder

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 def test_an_engine_that_drafts_dies_with_turns_and_none_is_lost_or_paid_twice(tmp_path):
-    """What they sample is checked in tests/engine/test_drafts.py; here that the trainer finds the
+    """What they sample is checked in tests/parts/drafts/test_engine.py; here that the trainer finds the
     log-probabilities that it was told, that no trajectory is lost, and that drafts are counted."""
     gates = Gated(tmp_path, 2, groups=8, size=4)
     gates.opens(1)

@@ -2,7 +2,6 @@
 
 This is Seer's grouped speculative decoding (arXiv 2511.14617), through vLLM's speculative method
 `custom_class`. `text` holds a group's texts and finds drafts in them, `gain` decides how long
-drafts are, and `proposer` has the class that vLLM calls. `sender` (at the coordinator) and
-`receiver` (at each engine's rank) forward what siblings got on other engines. Importing this
-package imports nothing else.
+drafts are, `proposer` has the class that vLLM calls, and `siblings` forwards what siblings got on
+other engines. Importing this package imports nothing else.
 """

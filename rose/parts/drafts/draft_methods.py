@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rose.config import Draft
-from rose.parts.drafts.receiver import Receiver
-from rose.parts.drafts.sender import Sender
+from rose.parts.drafts.siblings import Receiver, Sender
 
 __all__ = ["METHODS", "Receiver", "Sender", "engine_args"]
 

@@ -8,7 +8,7 @@ from typing import Any
 from vllm.platforms import current_platform
 
 from rose.engine.worker_extension import WorkerExtension
-from rose.parts.drafts.sender import Span
+from rose.parts.drafts.siblings import Span
 
 
 class DraftingWorker(WorkerExtension):

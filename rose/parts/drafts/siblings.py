@@ -7,7 +7,9 @@ that arrive late, or are lost with an engine, cost drafts, but never change a tu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,6 +19,7 @@ from rose.scheduler import events as ev
 
 if TYPE_CHECKING:
     from rose.coordinator.turns import TurnHub
+    from rose.engine.vllm_engine import Engine
 
 # The end of a turn's context that is sent with its tokens: 16 int32 tokens, the longest context
 # that drafts are looked up by.
@@ -25,9 +28,12 @@ CONTEXT_BYTES = 4 * 16
 LEAST_BYTES = 4 * 16
 # Bounds a message to an engine, which indexes this many bytes within a tenth of a second.
 MOST_BYTES = 2**18
+# Number of messages kept until an engine takes them. The oldest are dropped.
+MOST_MESSAGES = 32
 
 # A turn, the number of its first new token, `CONTEXT_BYTES` of its context, and its new tokens.
 Span = tuple[str, int, bytes, bytes]
+_DECODER = msgspec.msgpack.Decoder(tuple[list[Span], list[str]])
 
 
 class _Turn:
@@ -50,8 +56,7 @@ class Sender:
         self._ended: dict[str, list[str]] = {}  # worker -> ended groups, not reported to it yet
 
     def observe(self, event: ev.Event) -> None:
-        """Take the tokens of a turn that has progressed; send each engine what it lacks at a tick
-        of the coordinator."""
+        """Take the tokens of a turn that progressed; at each tick, send engines what they lack."""
         ledger = self._hub.ledger
         match event:
             case ev.TurnProgressed(turn=turn):
@@ -99,9 +104,8 @@ class Sender:
 
     def forget_worker(self, worker: str) -> None:
         """Forget what a worker has, because it is lost or its engine has restarted."""
-        self._have.pop(worker, None)
-        self._new.pop(worker, None)
-        self._ended.pop(worker, None)
+        for known in (self._have, self._new, self._ended):
+            known.pop(worker, None)
 
     def flush(self, worker: str, rank: int, groups: Iterable[str]) -> None:
         """Send `worker`, which holds turns of `groups`, the tokens of these groups that it lacks. A
@@ -129,3 +133,42 @@ class Sender:
         ended = self._ended.pop(worker, [])
         if spans or ended:
             self._send(rank, p.DraftText(msgspec.msgpack.encode((spans, ended))))
+
+
+class Receiver:
+    """The messages of `Sender` to a rollout rank. `engine` returns the rank's engine, `died` true
+    if an error of the engine came of its death."""
+
+    def __init__(
+        self, engine: Callable[[], Engine | None], died: Callable[[Engine], Awaitable[bool]]
+    ) -> None:
+        self._engine, self._died = engine, died
+        # Tokens of siblings' turns, and groups that ended, until they are passed to the engine.
+        self._spans: deque[list[Span]] = deque(maxlen=MOST_MESSAGES)
+        self._ended: list[str] = []
+        self._arrived = asyncio.Event()
+
+    def add(self, message: p.DraftText) -> None:
+        spans, ended = _DECODER.decode(message.content)
+        self._spans.append(spans)
+        self._ended += ended
+        self._arrived.set()
+
+    async def run(self) -> None:
+        """Pass siblings' tokens to an engine that drafts. One call runs at a time; what arrives
+        meanwhile goes with the next. Only drafts depend on it, so tokens for an engine that is
+        down, or dies meanwhile, are dropped."""
+        while True:
+            await self._arrived.wait()
+            self._arrived.clear()
+            spans, ended = [span for some in self._spans for span in some], self._ended
+            self._spans.clear()
+            self._ended = []
+            engine = self._engine()
+            if engine is None or not engine.alive or not engine.drafts:
+                continue
+            try:
+                await engine.call_workers("rose_learn_siblings", spans, ended)
+            except Exception:
+                if not await self._died(engine):
+                    raise

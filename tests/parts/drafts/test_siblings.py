@@ -1,20 +1,22 @@
 """Siblings' turns reach the engines that draft from them."""
 
+import asyncio
 import time
 
 import msgspec
 
 from rose import protocol as p
-from rose.parts.drafts.sender import CONTEXT_BYTES, LEAST_BYTES, MOST_BYTES, Sender
+from rose.parts.drafts.siblings import CONTEXT_BYTES, LEAST_BYTES, MOST_BYTES, MOST_MESSAGES, Sender
 from rose.scheduler import events as ev
 from tests.coordinator import conftest
+from tests.coordinator import test_shared_device_worker as rank
+
+FakeEngine, play = rank.FakeEngine, rank.play
 
 
-def request(turn: str, context: int = 40) -> p.TurnRequest:
-    trajectory = turn.rpartition(".")[0]
-    tokens = p.pack_tokens(range(context))
-    sampling = p.Sampling(max_new_tokens=4096)
-    group = trajectory.partition(".")[0]
+def request(turn: str) -> p.TurnRequest:
+    trajectory, group = turn.rpartition(".")[0], turn.partition(".")[0]
+    tokens, sampling = p.pack_tokens(range(40)), p.Sampling(max_new_tokens=4096)
     return p.TurnRequest(turn, trajectory, group, p.Phase.TRAIN, tokens, sampling)
 
 
@@ -112,9 +114,41 @@ def test_an_engine_gets_what_the_siblings_of_its_turns_got_on_others(tmp_path):
     world.finish(list(range(20, 25)), turn=asked.turn, rank=first)  # few, but the turn has ended
     world.hub.feed(ev.Tick(at=time.time()))
     [(rank, message)] = world.taken(p.DraftText)
-    assert rank == other and content(message)[0] == [[asked.turn, 20, span[2], p.pack_tokens(range(20, 25))]]
+    assert rank == other and content(message)[0] == [
+        [asked.turn, 20, span[2], p.pack_tokens(range(20, 25))]
+    ]
     world.hub.group_ended("g0")
     world.hub.feed(ev.Tick(at=time.time()))
     ended = [(rank, content(m)) for rank, m in world.taken(p.DraftText)]
     assert sorted(ended) == [(10, [[], ["g0"]]), (11, [[], ["g0"]])]
     world.journal.close()
+
+
+def test_an_engine_learns_from_siblings_in_one_call_at_a_time(play):
+    def span(number):
+        return (f"t{number}", 0, b"before", b"new")
+
+    def hint(world, number):
+        content = msgspec.msgpack.encode(([span(number)], [f"g{number}"]))
+        world.inbox.put_nowait(p.DraftText(content))
+
+    async def calls(count):
+        while len(FakeEngine.log) < 2 + count:
+            await asyncio.sleep(0.001)
+
+    async def scene(world):
+        world.tell(p.Wake)
+        await world.told(p.DeviceChanged)
+        hint(world, 0)
+        await calls(1)
+        for number in range(1, MOST_MESSAGES + 2):
+            hint(world, number)
+        while not world.inbox.empty():
+            await asyncio.sleep(0.001)
+        FakeEngine.last.learns.set()
+        await calls(2)
+
+    kept, ended = range(2, MOST_MESSAGES + 2), range(1, MOST_MESSAGES + 2)
+    passed = ([span(0)], ["g0"]), ([span(i) for i in kept], [f"g{i}" for i in ended])
+    expected = [("rose_learn_siblings", *call) for call in passed]
+    assert play(scene, "rollout/draft=group")[2:] == expected
