@@ -17,7 +17,7 @@ A part adds by a module with one of these names:
     draft_methods.py `METHODS`: values of rollout.draft.method besides vLLM's. `engine_args(draft)`:
                 vLLM's arguments of such an engine. `Sender(hub, send)`: sends engines `DraftText`;
                 its `observe` gets the coordinator's events, its `group_ended` each ended group.
-                `Receiver(engine, died)`: `add` takes these messages at a rank, `run` passes them on.
+                `Receiver(engine, died)`: `add` takes the messages at a rank, `run` passes them on.
     run_report.py `html(run_dir)`: what a run's report shows below its borrowed ranks.
     policies.py `POLICIES`: scheduling policies by kind, and by name.
 

@@ -93,8 +93,7 @@ class Coordinator:
         self.records = Records(config, folder, attempt, recorder, self.progress, journal, resumed)
         self._changed = Changes(lambda what: self.records.live.update(waiting_for=what))
         self.members = Members(config, mailbox)
-        fault, change = self.records.fault, self.records.change
-        size = mailbox.size
+        fault, change, size = self.records.fault, self.records.change, mailbox.size
         self.borrowed = Borrowed(config, folder, attempt, size, lambda: self.hub, fault, change)
         log = TurnLog(folder / "turns", self.progress.step, config.rollout.resume_turns)
         hybrids = set(hybrid_ranks(config).values())

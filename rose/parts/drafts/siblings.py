@@ -59,13 +59,12 @@ class Sender:
         """Take the tokens of a turn that progressed; at each tick, send engines what they lack."""
         ledger = self._hub.ledger
         match event:
-            case ev.TurnProgressed(turn=turn):
-                worker = ledger.worker_of(turn)
-                self.add_tokens(ledger.request_of(turn), worker, ledger.last_tokens(turn))
+            case ev.TurnProgressed(turn=turn) if name := ledger.worker_of(turn):
+                self.add_tokens(ledger.request_of(turn), name, ledger.last_tokens(turn))
             case ev.TurnEnded(turn=turn):
                 self.turn_ended(turn)
-            case ev.WorkerLost(worker=worker, ended=ended):
-                self.forget_worker(worker)
+            case ev.WorkerLost(worker=name, ended=ended):
+                self.forget_worker(name)
                 for turn in ended:
                     self.turn_ended(turn)
             case ev.Tick():
@@ -116,10 +115,10 @@ class Sender:
         of_groups = self._new.setdefault(worker, {})
         for group in groups:
             turns = self._groups.get(group, {})
-            new = of_groups.get(group)
-            if new is None and turns:
+            new = of_groups.get(group, {})
+            if group not in of_groups and turns:
                 new = of_groups[group] = dict.fromkeys(turns)
-            for name in list(new or ()):
+            for name in list(new):
                 turn, start = turns[name], have.get(name, 0)
                 lacks = len(turn.tokens) - start
                 if room > 0 and lacks >= (LEAST_BYTES if turn.open else 1):

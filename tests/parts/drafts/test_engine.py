@@ -120,7 +120,7 @@ def test_new_weights_meet_drafting_turns(wait, folder, rollout, model_config, tm
     assert set(found["versions"][:cut]) == {-1} and set(found["versions"][cut:]) == {1}
     agrees(new, [late], [PROMPTS[3]])
     for model, part in ((old, slice(0, cut)), (new, slice(cut, None))):
-        if model is new and in_flight == "keep":  # its KV cache is the old weights'
+        if model is new and in_flight == "keep":  # the KV cache of the old weights
             continue
         tokens, logprobs = reference(model, PROMPTS[2], found["tokens"])
         assert found["tokens"][part] == tokens[part]

@@ -50,7 +50,7 @@ def test_an_engine_gets_what_its_groups_turns_got_elsewhere_once():
     assert world.flushed() == [] and world.sent == []
     world.got("g0.0.t0", "a", 16)
     assert world.flushed() == [("g0.0.t0", 20, 16)]
-    assert world.flushed("a") == []  # who made it has it
+    assert world.flushed("a") == []  # the worker that generated them
 
 
 def test_few_tokens_of_an_open_turn_wait_for_more_and_its_end():
