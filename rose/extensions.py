@@ -16,6 +16,10 @@ A part adds by a module with one of these names:
     doctor.py   `findings()`: what `rose doctor` reports of this machine for the part.
     views.py    `write(observe, run_dir)`: writes the files that people look at, once an attempt has
                 ended. `PAGE`: the name of the one that the run's last lines point to.
+    draft_methods.py `METHODS`: values of rollout.draft.method besides vLLM's. `engine_args(draft)`:
+                vLLM's arguments of such an engine. `Sender(hub, send)`: sends engines `DraftText`;
+                its `observe` gets the coordinator's events, its `group_ended` each ended group.
+                `Receiver(engine, died)`: `add` takes the messages at a rank, `run` passes them on.
     run_report.py `html(run_dir)`: what a run's report shows below its borrowed ranks.
     policies.py `POLICIES`: scheduling policies by kind, and by name.
 
@@ -54,6 +58,11 @@ def modules(name: str) -> dict[str, ModuleType]:
 def modes() -> dict[str, ModuleType]:
     """Return the module that runs each mode besides train, by the mode."""
     return {mode: module for module in modules("modes").values() for mode in module.MODES}
+
+
+def draft_methods() -> dict[str, ModuleType]:
+    """Return the module of each method of speculative decoding that a part adds, by the method."""
+    return {m: module for module in modules("draft_methods").values() for m in module.METHODS}
 
 
 def merged(name: str, attribute: str) -> dict[str, Any]:

@@ -439,21 +439,11 @@ class WorkerLoad(Message):
     energy_j: dict[str, float] = {}  # rose.energy.counters
 
 
-class SiblingTurn(Record):
-    """Tokens of a turn that runs on another engine."""
+class DraftText(Message):
+    """Coordinator -> worker, regularly where engines draft by a part's method: text that the engine
+    hasn't."""
 
-    turn: str
-    start: int  # number of the first token within the turn
-    before: bytes  # int32: the last tokens of the turn's context
-    tokens: bytes  # int32
-
-
-class SiblingTurns(Message):
-    """Coordinator -> worker, regularly where engines draft from their groups' text: new tokens of
-    groups whose turns the worker has, and the groups that have ended."""
-
-    turns: list[SiblingTurn]
-    ended: list[str]
+    content: bytes  # encoded by the part
 
 
 class WorkerCapacity(Message):
@@ -787,7 +777,7 @@ AnyMessage = (
     | WorkerDown
     | WorkerLoad
     | WorkerCapacity
-    | SiblingTurns
+    | DraftText
     | GenerateTurn
     | AbortTurn
     | TurnProgress

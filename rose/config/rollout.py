@@ -81,9 +81,9 @@ class Branching(Section):
 
 
 class Draft(Section):
-    """Speculative decoding. group is ROSE's own method; ngram is vLLM's."""
+    """Speculative decoding: none, vLLM's ngram, or a method of a part (rose/extensions.py)."""
 
-    method: Literal["none", "group", "ngram"]
+    method: str
     tokens: Count  # most tokens drafted for a request in one step
     adaptive: bool  # group only. true: as many tokens as save time, maybe none; false: all
     memory_mib: Count  # group only: memory of an engine for the texts of groups

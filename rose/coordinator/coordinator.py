@@ -35,6 +35,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rose import extensions
 from rose import protocol as p
 from rose.comm.mailbox import Mailbox
 from rose.comm.tasks import Tasks
@@ -92,15 +93,15 @@ class Coordinator:
         self.records = Records(config, folder, attempt, recorder, self.progress, journal, resumed)
         self._changed = Changes(lambda what: self.records.live.update(waiting_for=what))
         self.members = Members(config, mailbox)
-        fault, change = self.records.fault, self.records.change
-        size = mailbox.size
+        fault, change, size = self.records.fault, self.records.change, mailbox.size
         self.borrowed = Borrowed(config, folder, attempt, size, lambda: self.hub, fault, change)
         log = TurnLog(folder / "turns", self.progress.step, config.rollout.resume_turns)
-        siblings = config.rollout.draft.method == "group"
         hybrids = set(hybrid_ranks(config).values())
         self.hub = TurnHub(
-            scheduler, self._send, journal, recorder, self._act, fault, size, log, siblings, hybrids
+            scheduler, self._send, journal, recorder, self._act, fault, size, log, hybrids
         )
+        if part := extensions.draft_methods().get(config.rollout.draft.method):
+            self.hub.listener = part.Sender(self.hub, self._send)
         self._connect(attempt, log)
         self.evaluations.lost(state.get("evaluating", []))
         self.rollouts.groups.failed = state.get("failed_trajectories", 0)
@@ -404,7 +405,6 @@ class Coordinator:
             await asyncio.sleep(TICK_S)
             self.hub.feed(ev.Tick(at=time.time()))
             self.hub.log.flush()
-            self.hub.share_siblings()
             self.reward_jobs.tick()
             self.evaluations.collect()
             self.records.tick(self.hub, self.rollouts)

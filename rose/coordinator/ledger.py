@@ -164,6 +164,10 @@ class Ledger:
         """Return the number of tokens received of the turn."""
         return self._turns[turn].received
 
+    def last_tokens(self, turn: str) -> bytes:
+        """Return the tokens (int32) that were added last."""
+        return self._turns[turn].tokens[-1]
+
     def complete(self, turn: str) -> bool:
         """True when every requested token was received. The worker may die before it sends
         `TurnFinished`."""

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rose import protocol as p
-from rose.coordinator.drafts import Decoding, Siblings
 from rose.coordinator.journal import Journal
 from rose.coordinator.ledger import NO_HOST, Ledger
 from rose.coordinator.turn_log import TurnLog
 from rose.coordinator.weights import Weights
-from rose.coordinator.worker import Worker, Workers
+from rose.coordinator.worker import Decoding, Worker, Workers
 from rose.observe.recorder import NullRecorder
 from rose.scheduler import Scheduler
 from rose.scheduler import events as ev
@@ -39,9 +38,8 @@ class StepCounts:
 class TurnHub:
     """Passes messages of environment hosts and workers to the scheduler, and its actions to them.
 
-    `send` takes (rank, message), `on_fault` (what, detail). `siblings`: engines draft from the
-    other turns of a group (rollout/draft=group). `hybrids`: ranks of engines on the trainer's
-    devices.
+    `send` takes (rank, message), `on_fault` (what, detail). `hybrids`: ranks of engines on the
+    trainer's devices.
     """
 
     def __init__(
@@ -54,11 +52,10 @@ class TurnHub:
         on_fault: Callable[[str, str], None],
         world_size: int,
         log: TurnLog,
-        siblings: bool = False,
         hybrids: Collection[int] = (),
     ) -> None:
         self.log = log
-        self.siblings = Siblings(send) if siblings else None
+        self.listener: Any = None  # `Sender` of a part (rose/extensions.py)
         self._world_size = world_size  # workers at this rank and above are borrowed
         self._hybrids = hybrids
         self._send, self._recorder = send, recorder
@@ -172,6 +169,8 @@ class TurnHub:
     def feed(self, event: ev.Event) -> None:
         """Pass the event to the scheduler and carry out its actions. When called from within an
         action, return at once; the event is handled after the remaining actions."""
+        if self.listener is not None:
+            self.listener.observe(event)
         self._queue.feed(event)
 
     def _carry_out(self, action: ev.Action) -> None:
@@ -305,8 +304,6 @@ class TurnHub:
             now = self.progress_at = self.counts.token_at = time.time()
             self.workers.count(name, count)
             self._count_tokens(self.ledger.trajectory_of(m.turn), count)
-            if self.siblings is not None:
-                self.siblings.add_tokens(self.ledger.request_of(m.turn), name, m.tokens)
             self.feed(ev.TurnProgressed(at=now, turn=m.turn, attempt=m.attempt, tokens=count))
         return count
 
@@ -320,8 +317,6 @@ class TurnHub:
 
     def _deliver(self, turn: str, finish: p.FinishReason) -> None:
         request = self.ledger.request_of(turn)
-        if self.siblings is not None:
-            self.siblings.turn_ended(request)
         host, result = self.ledger.close(turn, finish)
         self.log.add(request, result, self.weights.version, delivered=host != NO_HOST)
         if host != NO_HOST:
@@ -395,25 +390,14 @@ class TurnHub:
         self.workers.remove(name)
         return held
 
-    def share_siblings(self) -> None:
-        """Send each engine the tokens that its groups got on other engines, to draft from."""
-        if self.siblings is None:
-            return
-        held = self.ledger.groups_by_worker()
-        for name, worker in self.workers.items():
-            if worker.alive:
-                self.siblings.flush(name, worker.rank, sorted(held.get(name, ())))
-
     def group_ended(self, group: str) -> None:
-        if self.siblings is not None:
-            self.siblings.group_ended(group)
+        if self.listener is not None:
+            self.listener.group_ended(group)
 
     def _unassign_all(self, name: str, why: str) -> int:
         worker = self.workers[name]
         worker.turn_closed(time.time(), worker.open_turns)
         worker.alive = False
-        if self.siblings is not None:
-            self.siblings.forget_worker(name)
         held = self.ledger.of_worker(name)
         ended = [turn for turn in held if self.ledger.complete(turn)]
         for turn in held:

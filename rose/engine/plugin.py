@@ -17,7 +17,6 @@ from typing import Any
 
 from rose import extensions, heap
 from rose.config.checks import NO_DRAFTS
-from rose.engine.drafts import EXTENSION
 
 # Names that engines, schedulers and commands agree on.
 # Environment variable with the folder of a device's boards; set where engines share a device.
@@ -71,17 +70,13 @@ def end_quickly(core: type) -> None:
     core.shutdown = shutdown
 
 
-def refuse_drafts(vllm_config: Any, mended: tuple[str, ...] = ()) -> None:
+def refuse_drafts(vllm_config: Any) -> None:
     """Raise `ValueError` for an engine on a CPU that would decode speculatively. Its arguments or
-    the model's config.json may ask for that. The methods in `mended` are allowed with a worker
-    extension that corrects vLLM's sampling (rose/engine/drafts/rejection.py)."""
+    the model's config.json may ask for that."""
     from vllm.platforms import current_platform
 
     speculative = vllm_config.speculative_config
-    if speculative is None or not current_platform.is_cpu():
-        return
-    mends = mended and vllm_config.parallel_config.worker_extension_cls == EXTENSION
-    if not mends or speculative.method not in mended:
+    if speculative is not None and current_platform.is_cpu():
         raise ValueError(f"{speculative.method}: {NO_DRAFTS}")
 
 

@@ -14,13 +14,12 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
-from collections import deque
 from collections.abc import Coroutine
 from pathlib import Path
 
 import msgspec
 
-from rose import energy
+from rose import energy, extensions
 from rose import protocol as p
 from rose.comm.mailbox import Mailbox
 from rose.comm.tasks import Tasks
@@ -41,9 +40,6 @@ STOP_DEADLINE_S = 5.0  # seconds for the worker's tasks to end after a shutdown
 # Seconds between two progress messages of a turn. Longer costs more tokens when a worker is lost,
 # shorter costs the coordinator more messages.
 PROGRESS_S = 0.1
-# Number of `SiblingTurns` messages (each a quarter MiB at most) kept until an engine takes them.
-# The oldest are dropped.
-HINTS = 32
 # Seconds that we wait, after an error, to learn that the engine process is dead. A killed process
 # is reaped in well under a second.
 DEATH_NOTICE_S = 2.0
@@ -122,10 +118,8 @@ class RolloutWorker:
         self._starting: asyncio.Timeout | None = None
         if not self._alternates:
             self._has_device.set()
-        # Tokens of siblings' turns, and groups that ended, until they are passed to the engine.
-        self._hints: deque[list[p.SiblingTurn]] = deque(maxlen=HINTS)
-        self._groups_ended: list[str] = []
-        self._hinted = asyncio.Event()
+        part = extensions.draft_methods().get(config.rollout.draft.method)
+        self._draft_text = part and part.Receiver(lambda: self.engine, self._died)
         self._ends = False
         # True if a cancelled turn sends its last tokens, because it continues on another worker.
         self._sends_last_tokens = False
@@ -148,7 +142,7 @@ class RolloutWorker:
 
     def _services(self) -> list[Coroutine]:
         own = [self._receive(), self._keep_engine(), self._heartbeat(), self._share_device()]
-        own.append(self._feed_drafts())
+        own += [self._draft_text.run()] if self._draft_text else []
         own += [self._keep_replica()] if self._replica else []
         return own + ([self._broadcast.receive()] if self._broadcast else [])
 
@@ -340,10 +334,8 @@ class RolloutWorker:
                     self._replica.order(message)
                 case p.StopReplica():
                     self._replica.stop()
-                case p.SiblingTurns():
-                    self._hints.append(message.turns)
-                    self._groups_ended += message.ended
-                    self._hinted.set()
+                case p.DraftText():
+                    self._draft_text.add(message)
                 case p.Shutdown(reason):
                     self.dismissed = reason
                     return
@@ -434,26 +426,6 @@ class RolloutWorker:
 
     def _progress(self, m: p.GenerateTurn, unsent: _Unsent) -> None:
         self._send(p.TurnProgress(m.turn, m.attempt, *unsent.packed(), **unsent.routing))
-
-    async def _feed_drafts(self) -> None:
-        """Pass siblings' tokens to an engine that drafts from its groups' text. One call runs at a
-        time; what arrives meanwhile goes with the next. Only drafts depend on it, so tokens for an
-        engine that is down, or dies meanwhile, are dropped."""
-        while True:
-            await self._hinted.wait()
-            self._hinted.clear()
-            turns, ended = [turn for some in self._hints for turn in some], self._groups_ended
-            self._hints.clear()
-            self._groups_ended = []
-            engine = self.engine
-            if engine is None or not engine.alive or not engine.drafts_of_groups:
-                continue
-            try:
-                spans = [(turn.turn, turn.start, turn.before, turn.tokens) for turn in turns]
-                await engine.learn_siblings(spans, ended)
-            except Exception:
-                if not await self._died(engine):
-                    raise
 
     async def _load(self, m: p.LoadVersion) -> None:
         engine, incarnation = self.engine, self.incarnation

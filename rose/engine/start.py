@@ -13,9 +13,9 @@ from pathlib import Path
 
 from rose import extensions, hub
 from rose.config import ConfigError, Draft, Lora, Model, Rollout
-from rose.engine.drafts import EXTENSION, PROPOSER
 from rose.processes import importing
 
+EXTENSION = "rose.engine.worker_extension.WorkerExtension"  # vLLM's worker_extension_cls
 PLUGIN = "rose"  # name of the entry point in pyproject.toml
 # Most bytes of the path of vLLM's socket folder. Linux allows a socket 107 bytes, of which a slash
 # and a UUID take 37.
@@ -170,18 +170,18 @@ def engine_args(
         args |= part.engine_args(gpus, rollout.tensor_parallel)
     # No drafts beside an online engine: the prediction of step times doesn't know them.
     if rollout.draft.method != "none" and not shares:
-        args["speculative_config"] = speculative(rollout.draft, gpus)
+        args |= drafting(rollout.draft, gpus)
     return args | rollout.engine_args
 
 
-def speculative(draft: Draft, gpus: bool) -> dict:
-    """vLLM's speculative_config for `draft`."""
+def drafting(draft: Draft, gpus: bool) -> dict:
+    """Return vLLM's arguments of an engine that drafts."""
+    if (part := extensions.draft_methods().get(draft.method)) is not None:
+        return part.engine_args(draft)
     found = {"num_speculative_tokens": draft.tokens}
-    if draft.method == "group":
-        return found | {"method": "custom_class", "model": PROPOSER}
-    # Only by the second name does vLLM schedule asynchronously. Both search on the GPU there.
-    method = "ngram_gpu" if gpus else "ngram"
-    return found | {"method": method, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
+    # Only by the first name does vLLM schedule asynchronously. Both search on the GPU there.
+    found["method"] = "ngram_gpu" if gpus else "ngram"
+    return {"speculative_config": found | {"prompt_lookup_min": 2, "prompt_lookup_max": 5}}
 
 
 def preload() -> None:
@@ -217,7 +217,9 @@ def build(args: dict, gpus: bool):
 
         routing.allow()
     config = AsyncEngineArgs(**({"weight_transfer_config": transfer} | args)).create_engine_config()
-    plugin.refuse_drafts(config, mended=("custom_class", "ngram"))
+    # `rose_begin_drafts` corrects vLLM's sampling of the drafts that `args` ask for.
+    if not args.get("speculative_config"):
+        plugin.refuse_drafts(config)
     if not gpus:
         # vLLM's CPU platform has just set "spawn", which would import everything once more.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"

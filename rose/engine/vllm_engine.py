@@ -35,13 +35,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import psutil
 
 from rose.config import ConfigError, Lora, Model, Rollout, Transfer
 from rose.engine import plugin
 from rose.engine.activation import Activation
 from rose.engine.adapter import adapter_request
-from rose.engine.drafts import PROPOSER
 from rose.engine.generation import Generation, Turn
 from rose.engine.staging import Staging
 from rose.engine.start import (
@@ -162,7 +162,6 @@ class Engine(Activation, Generation, Staging):
         threads, shares = 1 if deterministic else rollout.threads, plugin.FOLDER in os.environ
         for name, value in environment(gpus, threads, shares).items():
             os.environ.setdefault(name, value)
-        draft_args = (rollout.draft.adaptive, rollout.draft.memory_mib * 2**20)
         before = set(multiprocessing.active_children())
         building = asyncio.get_running_loop().run_in_executor(
             _starter,
@@ -180,7 +179,8 @@ class Engine(Activation, Generation, Staging):
                 if routing and not gpus:
                     await llm.collective_rpc("rose_record_routing")
                 if llm.vllm_config.speculative_config is not None:
-                    await llm.collective_rpc("rose_begin_drafts", args=draft_args)
+                    draft = msgspec.to_builtins(rollout.draft)
+                    await llm.collective_rpc("rose_begin_drafts", args=(draft,))
         except BaseException as error:
             await _end(building, before)
             if isinstance(error, TimeoutError):
@@ -194,20 +194,6 @@ class Engine(Activation, Generation, Staging):
         threads = rollout.threads or usable_threads()
         limits = model.max_context, rollout.turn_timeout_s
         return cls(llm, latest, ends, *limits, threads, description)
-
-    # ------------------------------------------------------------------ drafts
-
-    @property
-    def drafts_of_groups(self) -> bool:
-        """True if drafts come from the text of a turn's group (rollout/draft=group)."""
-        speculative = self._llm.vllm_config.speculative_config
-        return speculative is not None and speculative.model == PROPOSER
-
-    async def learn_siblings(self, spans: list[tuple[str, int, bytes, bytes]], ended: list[str]):
-        """Give the proposer tokens that siblings' turns got on other engines, and drop the groups
-        `ended`. `spans` are arguments of `GroupProposer.feed`. There is no timeout, as a slow
-        answer about drafts is no reason to kill an engine."""
-        await self._worker("rose_siblings", None, spans, ended)
 
     # ------------------------------------------------------------------ weights
 
@@ -307,6 +293,11 @@ class Engine(Activation, Generation, Staging):
         except Exception as error:  # vLLM turns every error of a worker into a bare Exception
             raise TransferError(str(error)) from error
 
+    async def call_workers(self, method: str, *args) -> None:
+        """Call a method that a part's worker extension adds. There is no timeout, as a slow answer
+        is no reason to kill an engine."""
+        await self._worker(method, None, *args)
+
     async def checksum(self) -> list[dict[str, str]]:
         """xxh3-128 of every live parameter, one dictionary per tensor-parallel rank."""
         self._check_weights()
@@ -317,6 +308,11 @@ class Engine(Activation, Generation, Staging):
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def drafts(self) -> bool:
+        """True if the engine decodes speculatively."""
+        return self._llm.vllm_config.speculative_config is not None
 
     @property
     def open(self) -> bool:

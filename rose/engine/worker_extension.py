@@ -12,14 +12,13 @@ reorder the weights, so that an update in place would seem to succeed but change
 from __future__ import annotations
 
 import os
-import time
+from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
-from rose.engine import adapter, described
-from rose.engine.drafts import PROPOSER, rejection
+from rose.engine import adapter, described, rejection
 from rose.engine.inactive import InactiveWorker
 from rose.engine.weight_transfer import NAME, RoseWeightTransferEngine
 from rose.processes import die_with_parent
@@ -64,29 +63,18 @@ class WorkerExtension(InactiveWorker):
         """Return `described.lines` of this worker."""
         return described.lines(self.vllm_config)
 
-    def rose_begin_drafts(self, adaptive: bool, memory_bytes: int) -> None:
-        """Prepare an engine with speculative drafts, before its first request. Raises
-        `RuntimeError` if vLLM's sampling of drafted positions can't be corrected on a CPU."""
-        clock = time.perf_counter
+    def rose_begin_drafts(self, draft: dict[str, Any]) -> None:
+        """Prepare an engine with speculative drafts, before its first request. `draft` is the
+        section rollout.draft. Raises `RuntimeError` if vLLM's sampling of drafted positions can't
+        be corrected on a CPU."""
         if current_platform.is_cpu():
             rejection.mend()
-            # This thread takes part in all that a step computes, and its CPU time doesn't include
-            # the load of other processes.
-            clock = time.thread_time
-        if self.vllm_config.speculative_config.model == PROPOSER:
-            self.model_runner.drafter.begin(self.model_runner, adaptive, memory_bytes, clock)
 
     def rose_record_routing(self) -> None:
         """Prepare a CPU engine that returns its routing, before its first request."""
         from rose.engine import routing  # imports vLLM modules that no other engine needs
 
         routing.record(self.model_runner)
-
-    def rose_siblings(self, spans: list[tuple[str, int, bytes, bytes]], ended: list[str]) -> None:
-        """See `Engine.learn_siblings`."""
-        for span in spans:
-            self.model_runner.drafter.feed(*span)
-        self.model_runner.drafter.drop(ended)
 
     def rose_checksum(self) -> dict[str, str]:
         """xxh3-128 of every live parameter of this rank, padding included, and an adapter's."""

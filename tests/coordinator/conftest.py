@@ -28,15 +28,15 @@ class World:
     """The hub and everything around it; `sent` are (rank, message), `actions` those about groups
     and batches."""
 
-    def __init__(self, folder, routing="least_loaded", resumed_at=0, siblings=False, hybrids=()):
+    def __init__(self, folder, routing="least_loaded", resumed_at=0, hybrids=()):
         self.sent, self.actions, self.faults = [], [], []
         self.journal_path = folder / "journal" / "attempt-001.jsonl"
         self.scheduler = scheduler(routing)
         self.journal = Journal(self.journal_path, self.scheduler.snapshot())
         notes = (self.journal, NullRecorder(), self.actions.append, self._fault, 100)
         log = TurnLog(folder / "turns", resumed_at, 0)
-        more = {"log": log, "siblings": siblings, "hybrids": hybrids}
-        self.hub = TurnHub(self.scheduler, lambda *sent: self.sent.append(sent), *notes, **more)
+        send = lambda *sent: self.sent.append(sent)  # noqa: E731
+        self.hub = TurnHub(self.scheduler, send, *notes, log=log, hybrids=hybrids)
 
     def _fault(self, *fault):
         self.faults.append(fault)

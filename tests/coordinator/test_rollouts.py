@@ -1,11 +1,12 @@
 """Groups come and go at any time: each trajectory is started, counted, cancelled and forgotten
 once."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from rose import protocol as p
 from rose.coordinator import control
-from rose.coordinator.drafts import Siblings
 from rose.coordinator.waiting import RunFailed
 from rose.scheduler import events as ev
 from tests.coordinator.conftest import of_hosts
@@ -221,17 +222,16 @@ def test_what_forks_off_a_trajectory_is_started_on_the_same_host(world, make_con
         assert not follows or started[follows][0] == rank
 
 
-def test_engines_that_draft_hear_of_each_group_that_is_complete_or_dropped(world, rollouts):
-    world.hub.siblings = Siblings(lambda rank, m: world.sent.append((rank, m)))
+def test_a_part_hears_of_each_group_that_is_complete_or_dropped(world, rollouts):
+    ended, events = [], []
+    world.hub.listener = SimpleNamespace(observe=events.append, group_ended=ended.append)
     for index in range(3):
         rollouts.admit(index, f"g{index}", 0.0)
     for index in range(SIZE):
         world.request(f"g0.{index}.t0")
         world.finish([4], turn=f"g0.{index}.t0")
     rollouts.handle(arrived("g0.0"))
-    world.hub.share_siblings()
-    assert world.taken(p.SiblingTurns) == []
+    assert ended == [] and ev.TurnEnded in map(type, events)
     rollouts.handle(arrived("g0.1"))
     rollouts.drop("g1")
-    world.hub.share_siblings()
-    assert [m.ended for _, m in world.taken(p.SiblingTurns)] == [["g0", "g1"]]
+    assert ended == ["g0", "g1"]

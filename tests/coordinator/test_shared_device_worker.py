@@ -19,7 +19,7 @@ DEADLINE_S = 120.0
 class FakeEngine:
     """Keeps what was asked of it, of all engines, in `log`."""
 
-    log, starting, drafts_of_groups = [], None, True
+    log, starting, drafts = [], None, True
     hardware, kv_tokens, pid, description = "cpu", 100, 4242, []
 
     def __init__(self, args):
@@ -61,8 +61,8 @@ class FakeEngine:
         self.version = version
         return SimpleNamespace(nbytes=1, route=[], mirrored=0, pause_s=0.0)
 
-    async def learn_siblings(self, spans, ended):
-        self.log.append(([turn for turn, *_ in spans], ended))
+    async def call_workers(self, method, *args):
+        self.log.append((method, *args))
         await self.learns.wait()
 
     async def shutdown(self):
@@ -262,32 +262,6 @@ def test_a_version_that_is_there_after_its_turn_is_loaded_in_the_next(play):
         await world.told(p.DeviceChanged, 3)
 
     assert play(scene, *ON_GPUS) == ["start", "up", "sleep", "weights", "load 5", "kv_cache"]
-
-
-def test_an_engine_learns_from_siblings_in_one_call_at_a_time(play):
-    def hint(world, number):
-        turn = p.SiblingTurn(f"t{number}", 0, b"", b"")
-        world.inbox.put_nowait(p.SiblingTurns([turn], [f"g{number}"]))
-
-    async def calls(count):
-        while len(FakeEngine.log) < 2 + count:
-            await asyncio.sleep(0.001)
-
-    async def scene(world):
-        world.tell(p.Wake)
-        await world.told(p.DeviceChanged)
-        hint(world, 0)
-        await calls(1)
-        for number in range(1, rollout.HINTS + 2):
-            hint(world, number)
-        while not world.inbox.empty():
-            await asyncio.sleep(0.001)
-        FakeEngine.last.learns.set()
-        await calls(2)
-
-    kept, ended = range(2, rollout.HINTS + 2), range(1, rollout.HINTS + 2)
-    expected = [(["t0"], ["g0"]), ([f"t{i}" for i in kept], [f"g{i}" for i in ended])]
-    assert play(scene)[2:] == expected
 
 
 def test_on_a_gpu_the_engine_is_started_with_sleep_mode(play):

@@ -18,7 +18,7 @@ from rose.coordinator.step_metrics import (
 )
 from rose.coordinator.turn_log import TurnLog
 from rose.coordinator.turns import TurnHub
-from rose.coordinator.worker import Worker
+from rose.coordinator.worker import Decoding, Worker
 from rose.observe.recorder import NullRecorder
 
 
@@ -217,3 +217,20 @@ def test_each_member_is_evaluated_on_the_held_out_tasks_that_are_its_own():
         2.0,
     )
     assert "eval_n/words" not in found and evaluation_by_domain([], [MIXED]) == {}
+
+
+def test_engines_steps_are_counted_from_heartbeats_over_restarts():
+    decoding = Decoding()
+
+    def load(incarnation: int, tokens: int, steps: int, drafted: int, accepted: int) -> None:
+        decoding.count(
+            p.WorkerLoad("a", incarnation, 1, 0, 0.0, tokens, 0, 0, steps, drafted, accepted)
+        )
+
+    load(1, 100, 50, 0, 0)
+    assert decoding.row() == {"tokens_per_engine_step": 2.0}
+    decoding.begin_step()
+    load(1, 160, 70, 40, 20)
+    load(2, 20, 20, 10, 0)
+    expected = {"tokens_per_engine_step": 2.0, "drafted_tokens": 50, "accepted_tokens": 20}
+    assert decoding.row() == expected

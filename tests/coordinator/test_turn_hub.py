@@ -380,25 +380,3 @@ def test_what_is_carried_out_is_what_the_journal_has_in_its_order(tmp_path, monk
     assert [action for entry in entries for action in entry.actions] == done
     assert ev.AssignTurn("g1.0.t0", "rollout-0", 1) in done
     assert replay(made.journal_path, scheduler()) == len(entries)
-
-
-def test_an_engine_gets_what_the_siblings_of_its_turns_got_on_others(tmp_path):
-    """A new member of a group starts on the other engine with what the first has got."""
-    world = World(tmp_path, siblings=True)
-    world.hub.weights.publish(0, "v0/manifest.json")
-    world.ready("rollout-0", sequences=1)
-    world.ready("rollout-1", sequences=1)
-    world.request(new=30)
-    world.request("g0.1.t0", new=30)
-    [(first, asked), _] = world.taken(p.GenerateTurn)
-    world.progress(list(range(20)), turn=asked.turn, rank=first)
-    world.hub.share_siblings()
-    [(rank, message)] = world.taken(p.SiblingTurns)
-    [turn] = message.turns
-    assert (rank, turn.turn, turn.start) == ({10: 11, 11: 10}[first], asked.turn, 0)
-    assert tokens(turn) == list(range(20)) and p.unpack_tokens(turn.before).tolist() == [1, 2, 3]
-    world.hub.group_ended("g0")
-    world.hub.share_siblings()
-    ended = [(rank, m.ended) for rank, m in world.taken(p.SiblingTurns)]
-    assert sorted(ended) == [(10, ["g0"]), (11, ["g0"])]
-    world.journal.close()

@@ -10,8 +10,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 def test_an_engine_that_drafts_dies_with_turns_and_none_is_lost_or_paid_twice(tmp_path):
-    """What they sample is checked in tests/engine/test_drafts.py; here that the trainer finds the
-    log-probabilities that it was told, that no trajectory is lost, and that drafts are counted."""
+    """tests/parts/drafts/test_engine.py checks what they sample; here the trainer finds the
+    log-probabilities that it was told, no trajectory is lost, and drafts are counted."""
     gates = Gated(tmp_path, 2, groups=8, size=4)
     gates.opens(1)
     job = Job(

@@ -12,8 +12,8 @@ from rose.config.errors import ConfigError
 Need = Callable[[bool, str, str], None]  # (is it so?, key, what would be right)
 NO_DRAFTS = (
     "vLLM 0.32 on CPUs samples wrong tokens with speculative decoding, without saying so "
-    "(vllm-project/vllm issue 55005): leave it out, or run on GPUs; a run's own engines, where "
-    "ROSE mends it, have rollout/draft=group or ngram"
+    "(vllm-project/vllm issue 55005): leave it out, or run on GPUs; for a run's own engines, "
+    "where ROSE mends it, set rollout/draft"
 )
 # Largest value of a time, a size and a number of threads, by the end of a key's name. A larger
 # one would be refused only after the run has started.

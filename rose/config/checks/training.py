@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rose import extensions
 from rose.config.checks.need import MOST_AT_ONCE, Need, drafts
 from rose.config.trainer import FUSED, SLOT_RANKS
 from rose.config.tree import Config
@@ -149,6 +150,9 @@ def _check_draft(c: Config, need: Need) -> None:
     method = c.rollout.draft.method
     if method == "none":
         return
+    methods = ("ngram", *extensions.draft_methods())
+    remedy = f"no such method; there are none, {', '.join(methods)}"
+    need(method in methods, "rollout.draft.method", remedy)
     for name, value in c.rollout.engine_args.items():
         need(
             not drafts(name, value),

@@ -164,8 +164,8 @@ class SimDrafted(Section):
 
 
 class SimDraft(Section):
-    """Acceptance of drafts by engines of systems with draft=group. `scripts/replay_drafts.py`
-    counts it in a recorded run."""
+    """Acceptance of drafts by engines of systems with draft=group.
+    `scripts/drafts/replay_drafts.py` counts it in a recorded run."""
 
     lookup_s: NotNegative  # seconds for each request, in a step that drafts
     siblings: list[Natural]  # least finished siblings, for each row; []: no engine drafts

@@ -1,11 +1,11 @@
 """A model of an engine that drafts tokens from the text of its requests and of their ended siblings
-(live: rose/engine/drafts).
+(live: rose/parts/drafts).
 
 All requests with the same number of ended siblings advance by the same mean number of tokens a
 step, measured in a recorded run (`spec.Drafts`). So runs of equal steps are fast-forwarded here,
 too. A drafted token costs as much as a decode (rose/parts/lending/rules/predictor.py), or its
 matrix products if these take longer than the step. Each request costs a lookup in addition. At each
-change of the batch the live engine's rule (`rose.engine.drafts.gain.fastest`) chooses the number of
+change of the batch the live engine's rule (`rose.parts.drafts.gain.fastest`) chooses the number of
 drafted tokens, but from the true step times instead of fitted ones.
 
 The model leaves out:
@@ -24,7 +24,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from rose.engine.drafts import gain
+from rose.parts.drafts import gain
 from rose.parts.simulator import spec
 from rose.parts.simulator.engine import DECODE, PART, Sequence, SimEngine
 

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from rose.engine.drafts import EXTENSION
 from rose.engine.plugin import refuse_drafts
 from rose.parts.lending.vllm.member import vllm_scheduler
 
@@ -18,16 +17,3 @@ def test_an_engine_on_a_cpu_that_would_decode_drafts_does_not_start():
     for start in (refuse_drafts, lambda config: vllm_scheduler(object, config)):
         with pytest.raises(ValueError, match="eagle3: vLLM 0.32 on CPUs samples wrong tokens"):
             start(drafting)
-
-
-def test_drafts_are_let_through_where_a_worker_mends_their_sampling():
-    def config(method: str, extension: str) -> SimpleNamespace:
-        return SimpleNamespace(
-            speculative_config=SimpleNamespace(method=method),
-            parallel_config=SimpleNamespace(worker_extension_cls=extension),
-        )
-
-    refuse_drafts(config("ngram", EXTENSION), mended=("ngram",))
-    for method, extension in (("medusa", EXTENSION), ("ngram", "other.Extension")):
-        with pytest.raises(ValueError, match="samples wrong tokens"):
-            refuse_drafts(config(method, extension), mended=("ngram",))

@@ -218,7 +218,7 @@ def _drafts(c: Config) -> spec.Drafts | None:
     if tokens not in found:
         raise ConfigError(
             f"rollout.draft.tokens={tokens}: sim.draft.lengths has drafts of at most "
-            f"{', '.join(map(str, found))} tokens; scripts/replay_drafts.py counts others"
+            f"{', '.join(map(str, found))} tokens; scripts/drafts/replay_drafts.py counts others"
         )
     if s.siblings[0] or s.siblings != sorted(set(s.siblings)):
         raise ConfigError(f"sim.draft.siblings={s.siblings}: ascending from 0")

@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from rose.engine.drafts.gain import Gate
-from rose.engine.drafts.text import Text, acceptance
+from rose.parts.drafts.gain import Gate
+from rose.parts.drafts.text import Text, acceptance
+
+Clock = Callable[[], float]  # seconds
 
 
 class _Row:
@@ -43,15 +45,14 @@ class GroupProposer:
         self.most = vllm_config.speculative_config.num_speculative_tokens
         self.gate, self.memory_bytes = Gate(adaptive=True), 0
         self.overall = acceptance(begins=True)
-        self.texts: OrderedDict[str, Text] = (
-            OrderedDict()
-        )  # keys are groups, the least recently used first
+        # group -> its text, the least recently used first
+        self.texts: OrderedDict[str, Text] = OrderedDict()
         self._rows: dict[str, _Row] = {}  # request id -> row
         self._last: dict[str, _Row] = {}  # trajectory -> the row of its last request
         # Turn on another engine -> (its group's text, its last node there, number of its tokens).
         self._fed: dict[str, tuple[Text, int, int]] = {}
         self._runner: Any = None
-        self._clock: Callable[[], float] = time.perf_counter
+        self._clock: Clock = time.perf_counter
         self._before: list[str] = []  # requests of the last step if all of them decoded, else empty
         self._drafted, self._returned_at = 0, 0.0
 
@@ -59,11 +60,7 @@ class GroupProposer:
         """Do nothing; vLLM calls it, but there is no draft model."""
 
     def begin(
-        self,
-        runner: Any,
-        adaptive: bool,
-        memory_bytes: int,
-        clock: Callable[[], float] = time.perf_counter,
+        self, runner: Any, adaptive: bool, memory_bytes: int, clock: Clock = time.perf_counter
     ) -> None:
         """Set the proposer up, before the first request. `runner` is vLLM's model runner,
         `memory_bytes` limits the texts of all groups together, and `clock` times steps."""
@@ -103,7 +100,8 @@ class GroupProposer:
             for i, row, length in zip(found, rows, self.gate.decide(chances), strict=True):
                 drafts[i] = row.path[0, :length].tolist()
                 self._drafted += int(length)
-            self._forget_rows(ids)
+            if len(self._rows) > 2 * len(ids) + 16:
+                self._rows = {name: self._rows[name] for name in ids if name in self._rows}
         self._returned_at = self._clock()
         return drafts
 
@@ -188,8 +186,3 @@ class GroupProposer:
             text = self.texts[group] = Text()
         self.texts.move_to_end(group)
         return text
-
-    def _forget_rows(self, ids: list[str]) -> None:
-        if len(self._rows) > 2 * len(ids) + 16:
-            running = set(ids)
-            self._rows = {name: row for name, row in self._rows.items() if name in running}

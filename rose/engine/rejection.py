@@ -39,7 +39,7 @@ def mend() -> None:
 
         raise RuntimeError(
             f"vLLM {vllm.__version__} has no rejection_sampler.expand_batch_to_tokens, which "
-            "rose/engine/drafts/rejection.py mends for drafts on CPUs"
+            "rose/engine/rejection.py mends for drafts on CPUs"
         )
     rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
     original = rejection_sampler.RejectionSampler.forward

@@ -1,7 +1,7 @@
 """Tabulate for the simulator the drafts that a recorded run would have accepted, by siblings.
 
-    python scripts/replay_drafts.py run=outputs/smollm                            # prints it
-    python scripts/replay_drafts.py run=outputs/smollm out=conf/sim/draft/calls.yaml
+    python scripts/drafts/replay_drafts.py run=outputs/smollm                            # prints it
+    python scripts/drafts/replay_drafts.py run=outputs/smollm out=conf/sim/draft/calls.yaml
 
 Replays the trajectories of RUN/rollouts through the engines' own proposer (rollout/draft=group),
 one after the other within each group. A drafted token counts as accepted if it is the token that
@@ -16,18 +16,18 @@ then, and by the longest draft. `lookup_s`: the median seconds of a request's lo
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import yaml
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from rose.engine.drafts.proposer import GroupProposer
+from rose.parts.drafts.gain import Gate
+from rose.parts.drafts.proposer import GroupProposer
 from rose.parts.report import trajectories
 from scripts.harness import Failed, keyed
 
@@ -38,23 +38,15 @@ LENGTHS = (2, 4, 8)  # longest drafts in tokens
 MEMORY = 2**30  # bytes for the texts of all groups, which is no bound here
 
 
-class Cut:
-    """A stand-in for the engines' gate: a draft goes on while its chance is at least `chance`."""
+class Cut(Gate):
+    """A gate that doesn't learn: a draft goes on while its chance is at least `chance`."""
 
     def __init__(self, chance: float) -> None:
+        super().__init__(adaptive=False)
         self.chance = chance
-
-    def looks_up(self) -> bool:
-        return True
 
     def decide(self, chances: np.ndarray) -> np.ndarray:
         return np.count_nonzero(chances >= self.chance, axis=1)
-
-    def accepted(self, tokens: int) -> None:
-        """Do nothing: this gate does not learn."""
-
-    def observe(self, requests: int, drafted: int, seconds: float) -> None:
-        """Do nothing: this gate does not learn."""
 
 
 class Replay:
@@ -74,9 +66,10 @@ class Replay:
         for siblings, member in enumerate(members):
             level = np.searchsorted(SIBLINGS, siblings, side="right") - 1
             tokens = member.tokens.copy()  # numba needs a writable array, which the file's isn't
-            for turn, (start, end) in enumerate(turns(member)):
+            for turn, part in enumerate(part for part in member.parts() if part.made):
                 self._batch.req_ids = [f"{name}.{siblings}.t{turn}#1"]
-                self.counts[level] += self._turn(tokens, start, end)
+                end = part.start + len(part.tokens)
+                self.counts[level] += self._turn(tokens, part.start, end)
         self.proposer.drop([name])
 
     def _turn(self, tokens: np.ndarray, start: int, end: int) -> tuple[int, int, int]:
@@ -95,13 +88,6 @@ class Replay:
             new = min(hits + 1, end - at)
             steps, drafted, accepted = steps + 1, drafted + len(draft), accepted + new - 1
             at += new
-
-
-def turns(sample: trajectories.Sample) -> Iterator[tuple[int, int]]:
-    """Yield the first and one past the last token of each turn."""
-    for part in sample.parts():
-        if part.made:
-            yield part.start, part.start + len(part.tokens)
 
 
 def recorded(run: Path) -> dict[str, list[trajectories.Sample]]:
@@ -135,7 +121,7 @@ def table(groups: dict[str, list], orders: int) -> dict:
         if not steps[0, :, 0].all():
             largest = max(map(len, groups.values()))
             raise Failed(f"groups of {largest} trajectories at most: more than {SIBLINGS[-1]}")
-        drafted, accepted = (steps[:, :, 1:] / steps[:, :, :1]).round(3).T
+        drafted, accepted = (steps[:, :, 1:] / steps[:, :, :1]).round(3).T.tolist()
         lengths.append({"tokens": most, "drafted": drafted, "accepted": accepted})
         seconds += [second for run in runs for second in run.seconds]
     return {
@@ -144,20 +130,6 @@ def table(groups: dict[str, list], orders: int) -> dict:
         "chances": list(CHANCES),
         "lengths": lengths,
     }
-
-
-def yaml(found: dict, head: tuple[str, ...]) -> str:
-    """Format the table as YAML, with a row of numbers a line."""
-    lines = [f"# {line}" for line in head]
-    lines += [f"{key}: {json.dumps(found[key])}" for key in ("lookup_s", "siblings", "chances")]
-    lines.append("lengths:")
-    for each in found["lengths"]:
-        lines.append(f"  - tokens: {each['tokens']}")
-        for key in ("drafted", "accepted"):
-            rows = [json.dumps(row) for row in each[key].tolist()]
-            lines.append(f"    {key}:")
-            lines += [f"      - {row}" for row in rows]
-    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -169,9 +141,11 @@ def main() -> None:
     head = (
         f"{len(members)} trajectories in {len(groups)} groups, {tokens} tokens, of",
         (run / "command.txt").read_text(encoding="utf-8").strip(),
-        f"python scripts/replay_drafts.py run={run} orders={given['orders']}",
+        f"python scripts/drafts/replay_drafts.py run={run} orders={given['orders']}",
     )
-    text = yaml(table(groups, given["orders"]), head)
+    found = table(groups, given["orders"])
+    text = "".join(f"# {line}\n" for line in head)
+    text += yaml.safe_dump(found, default_flow_style=None, sort_keys=False)
     if given["out"]:
         Path(given["out"]).write_text(text, encoding="utf-8")
     print(text)

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rose.engine.drafts import gain
-from rose.engine.drafts.proposer import GroupProposer
-from rose.engine.drafts.text import Text, acceptance
+from rose.parts.drafts import gain
+from rose.parts.drafts.proposer import GroupProposer
+from rose.parts.drafts.text import Text, acceptance
 
 MOST = 6
 

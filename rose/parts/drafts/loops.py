@@ -25,6 +25,7 @@ CANDIDATES = 32  # most places examined per context length, newest first: keeps 
 LEVELS = (2, 4, 8, 16)  # least matched tokens of each level; the levels have chances of their own
 LEVELS_TRIED = 2  # number of levels for which a draft is built, from the longest match down
 SHARES = 8  # number of classes of agreement between the matching places
+LEAST_SHARES = (0.9, 0.7, 0.5, 0.3)  # least agreement of the classes from 3 on; the last has none
 MIN_CHANCE = 0.02  # chance of a token below which a draft ends
 GROUP_TRIALS = 8.0  # trials of a group that weigh as much as the experience of all groups
 # Trials of a kind of token after which its counts are halved, so that earlier ones fade.
@@ -130,19 +131,12 @@ def kind_of(match, agree, of):
     level = 0
     while level + 1 < len(LEVELS) and match >= LEVELS[level + 1]:
         level += 1
-    share = agree / of
     if agree == of:
         agreement = 0 if of == 1 else 1 if of < 4 else 2
-    elif share >= 0.9:
-        agreement = 3
-    elif share >= 0.7:
-        agreement = 4
-    elif share >= 0.5:
-        agreement = 5
-    elif share >= 0.3:
-        agreement = 6
     else:
-        agreement = 7
+        agreement = 3
+        while agreement + 1 < SHARES and agree / of < LEAST_SHARES[agreement - 3]:
+            agreement += 1
     return level * SHARES + agreement
 
 

@@ -124,7 +124,7 @@ class Gate:
     def __init__(self, adaptive: bool) -> None:
         self.adaptive = adaptive
         self._times: dict[int, StepTimes] = {}
-        self._step = 0
+        self._step, self._probes = 0, False
         self._skip = 0  # steps to skip between two lookups
         self._skipped = 0  # steps skipped since the last lookup
         self._expected = 0.0  # accepted tokens expected of the last step's drafts
@@ -134,6 +134,7 @@ class Gate:
     def looks_up(self) -> bool:
         """Begin a step; return True if it should look up drafts."""
         self._step += 1
+        self._probes = self._step % PROBE == 0
         if not self.adaptive or self._skipped >= self._skip or self._probes:
             self._skipped = 0
             return True
@@ -182,7 +183,3 @@ class Gate:
 
     def _times_of(self, requests: int) -> StepTimes:
         return self._times.setdefault((requests - 1).bit_length(), StepTimes())
-
-    @property
-    def _probes(self) -> bool:
-        return self._step % PROBE == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rose.engine.drafts import loops
+from rose.parts.drafts import loops
 
 FIRST = 2048  # nodes that a new text has room for
 # Number of last tokens that are compared to decide whether a turn continues the turn before.

@@ -1,6 +1,6 @@
 """Measure tokens per engine step and rollout time with and without drafts, on two engines in turn.
 
-    python scripts/bench_drafts.py work=calls,text concurrent=1,8,16 rounds=3 method=group adaptive=true
+    python scripts/drafts/bench_drafts.py work=calls,text concurrent=1,8,16 rounds=3 method=group adaptive=true
 
 `work`: calls (SmolLM2 with the calculator, two turns), text (SmolLM2, stories of 96 tokens), tiny
 (a model of 0.4M parameters on FrozenLake), noise (the tiny model at temperature 2, which repeats
@@ -25,13 +25,13 @@ from typing import NamedTuple
 import msgspec
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rose import protocol as p
 from rose.agent.chat import ChatFormat
 from rose.agent.envs import build
 from rose.agent.loop import run_trajectory
-from rose.config import Config, Draft
+from rose.config import Config
 from rose.engine import start
 from rose.engine.vllm_engine import Engine
 from rose.models import resolve
@@ -40,16 +40,10 @@ from scripts.harness import configured, keyed, listed
 GROUP = 16
 STORY = "Write a short story about a lighthouse keeper who finds a letter in a bottle."
 STORY_TOKENS = 96
-WORKS = {
-    "calls": ("+experiment=smollm", "rollout.threads=1"),
-    "text": ("+experiment=smollm", "rollout.threads=1"),
-    "tiny": ("rollout.max_sequences=16",),
-    "noise": ("rollout.max_sequences=16",),
-}
-
-
-# Least number of trajectories in a round.
-LEAST = {"calls": 8, "text": 8, "tiny": 64, "noise": 64}
+SMOLLM = 8, "+experiment=smollm"
+TINY = 64, "rollout.max_sequences=16"
+# The least number of trajectories in a round, and the override, of each work.
+WORKS = {"calls": SMOLLM, "text": SMOLLM, "tiny": TINY, "noise": TINY}
 
 
 class Round(NamedTuple):
@@ -67,7 +61,6 @@ class Bench:
     def __init__(self, config: Config, engine: Engine, work: str) -> None:
         self.config, self.engine, self.work = config, engine, work
         self.chat = ChatFormat.of(resolve(config.model), config.model)
-        self._serial = 0
 
     async def run(self, seed: int, concurrent: int, trajectories: int) -> Round:
         """Run trajectories in groups that the engine has not seen, `concurrent` at once."""
@@ -93,62 +86,53 @@ class Bench:
         sampling = p.Sampling(max_new_tokens=STORY_TOKENS, temperature=heat)
         name = f"{group}.{index}"
         if self.work in ("text", "noise"):
-            tokens = self.chat.start([{"role": "user", "content": STORY}], [])
-            await self._turn(f"{name}.t0", p.pack_tokens(tokens), sampling)
+            tokens = p.pack_tokens(self.chat.start([{"role": "user", "content": STORY}], []))
+            asked = p.TurnRequest(f"{name}.t0", name, group, p.Phase.TRAIN, tokens, sampling)
+            await self._turn(asked)
             return
         limits = self.config.env
         begin = p.StartTrajectory(name, group, p.Phase.TRAIN, limits.name, seed, None)
         context = self.config.model.max_context
-        rest = (self._asked, limits, "env", context, sampling, time.time)
+        rest = (self._turn, limits, "env", context, sampling, time.time)
         await run_trajectory(begin, build(limits), self.chat, *rest)
 
-    async def _asked(self, request: p.TurnRequest) -> p.TurnResult:
-        return await self._turn(request.turn, request.tokens, request.sampling)
-
-    async def _turn(self, turn: str, tokens: bytes, sampling: p.Sampling) -> p.TurnResult:
-        made, logprobs, versions = [], [], []
-        async for chunk in self.engine.generate(f"{turn}#1", tokens, sampling):
+    async def _turn(self, m: p.TurnRequest) -> p.TurnResult:
+        made, logprobs = [], []
+        async for chunk in self.engine.generate(f"{m.turn}#1", m.tokens, m.sampling):
             made += chunk.tokens
             logprobs += chunk.logprobs
-            versions += [chunk.version] * len(chunk.tokens)
-        packed = (p.pack_tokens(made), p.pack_floats(logprobs), p.pack_tokens(versions))
-        return p.TurnResult(turn, *packed, chunk.finish)
-
-
-async def started(config: Config, draft: Draft) -> Engine:
-    rollout = msgspec.structs.replace(config.rollout, draft=draft, threads=1)
-    return await Engine.start(resolve(config.model), rollout, config.model, seed=len(draft.method))
+        versions = p.pack_tokens([chunk.version] * len(made))
+        packed = p.pack_tokens(made), p.pack_floats(logprobs), versions
+        return p.TurnResult(m.turn, *packed, chunk.finish)
 
 
 async def measure(
     work: str, method: str, adaptive: bool, concurrent: list[int], rounds: int
 ) -> list[list[str]]:
-    config = configured(
-        *WORKS[work], f"rollout/draft={method}", f"rollout.draft.adaptive={str(adaptive).lower()}"
-    )
+    least, override = WORKS[work]
+    adapts = f"rollout.draft.adaptive={str(adaptive).lower()}"
+    config = configured(override, "rollout.threads=1", f"rollout/draft={method}", adapts)
     none = msgspec.structs.replace(config.rollout.draft, method="none")
-    engines = {d.method: await started(config, d) for d in (none, config.rollout.draft)}
-    benches = {name: Bench(config, engine, work) for name, engine in engines.items()}
-    for at, bench in enumerate(benches.values()):
-        await bench.run(
-            10_000 * (at + 1),
-            GROUP,
-            GROUP,
-            # A warm-up, and steps that the adaptive gate learns from.
-        )
+    benches = {}
+    for at, draft in enumerate((none, config.rollout.draft)):
+        rollout = msgspec.structs.replace(config.rollout, draft=draft)
+        engine = await Engine.start(resolve(config.model), rollout, config.model, seed=at)
+        bench = benches[draft.method] = Bench(config, engine, work)
+        # A warm-up, and steps that the adaptive gate learns from.
+        await bench.run(10_000 * (at + 1), GROUP, GROUP)
     rows = []
     for each in concurrent:
         found: dict[str, list[Round]] = {name: [] for name in benches}
         for index in range(rounds):
             for name in list(benches) if index % 2 else list(benches)[::-1]:
                 seed = 1000 * each + 10 * index
-                got = await benches[name].run(seed, each, max(LEAST[work], 2 * each))
+                got = await benches[name].run(seed, each, max(least, 2 * each))
                 found[name].append(got)
-                print(json.dumps({"work": work, "draft": name, "concurrent": each} | got._asdict()))
-                sys.stdout.flush()
+                line = {"work": work, "draft": name, "concurrent": each} | got._asdict()
+                print(json.dumps(line), flush=True)
         rows.append([work, str(each), *columns(found["none"], found[method])])
-    for engine in engines.values():
-        await engine.shutdown()
+    for bench in benches.values():
+        await bench.engine.shutdown()
     return rows
 
 
@@ -175,13 +159,9 @@ def main() -> None:
     for name, value in start.environment(gpus=False, threads=1).items():
         os.environ.setdefault(name, value)
     start.preload()
-    rows = [
-        row
-        for work in listed("work", given["work"], WORKS)
-        for row in asyncio.run(
-            measure(work, given["method"], given["adaptive"], concurrent, given["rounds"])
-        )
-    ]
+    more = given["method"], given["adaptive"], concurrent, given["rounds"]
+    works = listed("work", given["work"], WORKS)
+    rows = [row for work in works for row in asyncio.run(measure(work, *more))]
     print("| work | concurrent | tokens/step without | with | ratio | accepted | faster | by CPU |")
     print("|---|---|---|---|---|---|---|---|")
     for row in rows:

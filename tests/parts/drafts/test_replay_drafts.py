@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rose.parts.report.trajectories import Sample
-from scripts import replay_drafts
+from scripts.drafts import replay_drafts
 from scripts.harness import Failed
 
 
