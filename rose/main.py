@@ -153,6 +153,11 @@ def run_role(
                 with importing("mlflow"):
                     from rose.trainer import rank as trainer
 
+                def check_card(shape: cfg.ModelShape, gib: float) -> None:
+                    from rose.launch import choices  # needed on GPUs only
+
+                    choices.check_card(config, shape, me.index, gib)
+
                 trainer.run(
                     config,
                     run_dir,
@@ -163,6 +168,7 @@ def run_role(
                     recorder,
                     resume_from,
                     lambda *begun: rank_status.mark_begun(run_dir, attempt, me.rank, *begun),
+                    check_card,
                 )
             case p.Role.ROLLOUT:
                 from rose.engine.rank import RolloutWorker
