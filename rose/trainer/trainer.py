@@ -232,8 +232,14 @@ class Trainer:
             c.transfer.full_every,
             c.transfer.keep_versions,
             c.trainer.step_timeout_s,
-            updates if c.compares_updates else None,
+            updates if self._compares else None,
         )
+
+    @property
+    def _compares(self) -> bool:
+        """True if updates are compared. On a GPU, Triton's kernels do it, which need a compiler."""
+        on_gpu = self.device.type == "cuda"
+        return self.config.compares_updates and not (on_gpu and compilers.no_compiler(on_gpu))
 
     def publish(
         self, version: int, send: Callable[[str, memoryview], None] | None = None
