@@ -1,4 +1,4 @@
-"""What a trainer rank does on a GPU whose host has no C compiler, which Triton needs."""
+"""A trainer rank on a GPU whose host has no C compiler, which Triton needs."""
 
 from types import SimpleNamespace
 
