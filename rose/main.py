@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import os
 import signal
 import socket
@@ -153,17 +154,10 @@ def run_role(
                 with importing("mlflow"):
                     from rose.trainer import rank as trainer
 
-                trainer.run(
-                    config,
-                    run_dir,
-                    attempt,
-                    mailbox,
-                    peers,
-                    broadcast,
-                    recorder,
-                    resume_from,
-                    lambda *begun: rank_status.mark_begun(run_dir, attempt, me.rank, *begun),
-                )
+                begun = functools.partial(rank_status.mark_begun, run_dir, attempt, me.rank)
+                check_card = functools.partial(_check_card, config, me.index)
+                where = config, run_dir, attempt, mailbox, peers, broadcast, recorder, resume_from
+                trainer.run(*where, begun, check_card)
             case p.Role.ROLLOUT:
                 from rose.engine.rank import RolloutWorker
 
@@ -173,6 +167,15 @@ def run_role(
                 asyncio.run(worker.run())
     finally:
         recorder.close()
+
+
+def _check_card(config: cfg.Config, trainer: int, shape: cfg.ModelShape, device) -> None:
+    """Check the GPU of a trainer by `choices.check_card`."""
+    if device.type == "cuda":
+        from rose import memory
+        from rose.launch import choices
+
+        choices.check_card(config, shape, trainer, memory.device_memory(device).total)
 
 
 def _latest_checkpoint(run_dir: Path) -> str | None:

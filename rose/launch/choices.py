@@ -13,13 +13,16 @@ from typing import Any
 
 import msgspec
 
-from rose.config import Config, ModelShape
+from rose.config import Config, ConfigError, ModelShape
 from rose.launch import exclusions, memory
 from rose.trainer import compilers
 
 # Largest share of a GPU's memory that the estimate may take without recomputation. Measured peaks
 # were up to 1.06 of the estimates (docs/results).
 FITS = 0.85
+# Least share of `cluster.gpu_memory_gib` that a card has, since drivers report a little less than
+# the makers do. A card with less is another one than the choice was made for.
+LEAST_MEMORY = 0.95
 
 
 def made(c: Config, shape: ModelShape | None) -> tuple[Config, tuple[str, ...]]:
@@ -63,14 +66,35 @@ def _checkpointing(c: Config, shape: ModelShape | None) -> tuple[bool, str]:
         return True, "trainer.offload_activations=true keeps the layers' inputs in host memory"
     if not c.cluster.gpus or limit is None or shape is None:
         return True, "how much memory there is, or how much the model needs, is not known"
-    limit -= memory.ASLEEP_GIB if c.trainer_sleeps else 0
+    needed, limit = _without_it(c, shape, limit)
+    fits = needed <= FITS * limit
+    most = "" if fits else f", and at most {FITS:.0%} may be planned"
+    return not fits, f"without it the trainer needs {needed:.1f} of {limit:g} GiB{most}"
+
+
+def _without_it(c: Config, shape: ModelShape, card_gib: float) -> tuple[float, float]:
+    """Return the GiB that the trainer needs without gradient checkpointing, and those that it can
+    have of a card."""
     without = _with(c, "gradient_checkpointing", False)
     needed = memory.trainer(without, shape).total
     if c.elastic_replicas:
         needed = max(needed, memory.replica(without, shape).total)
-    fits = needed <= FITS * limit
-    most = "" if fits else f", and at most {FITS:.0%} may be planned"
-    return not fits, f"without it the trainer needs {needed:.1f} of {limit:g} GiB{most}"
+    return needed, card_gib - (memory.ASLEEP_GIB if c.trainer_sleeps else 0)
+
+
+def check_card(c: Config, shape: ModelShape, trainer: int, found_gib: float) -> None:
+    """Raise `ConfigError` if the card of a trainer has less memory than `cluster.gpu_memory_gib`,
+    and too little for a run that does not compute layers again."""
+    given = c.cluster.gpu_memory_gib
+    if c.trainer.gradient_checkpointing is not False or not given:
+        return
+    needed, limit = _without_it(c, shape, found_gib)
+    if found_gib < LEAST_MEMORY * given and needed > FITS * limit:
+        raise ConfigError(
+            f"cluster.gpu_memory_gib={given:g}, but the GPU of trainer {trainer} has "
+            f"{found_gib:.0f} GiB, and without trainer.gradient_checkpointing the trainer needs "
+            f"{needed:.1f}: set cluster.gpu_memory_gib={found_gib:.0f}"
+        )
 
 
 # In this order, since the memory depends on the kernels.

@@ -23,6 +23,9 @@ from rose.protocol import Costs
 # were no faster. On a GPU they take 1 GiB in bfloat16, and their gradient takes their place. Where
 # there is room for what layers keep, a single chunk's logits are kept as well, up to 4 GiB.
 LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU, LOGIT_ELEMENTS_KEPT = 2**25, 2**29, 2**31
+# Most logits of a chunk by torch's operations, which take 14 bytes each and not 2: on a GPU whose
+# host can't compile kernels.
+LOGIT_ELEMENTS_PLAIN = 2**26
 # The cost of a pair of tokens in attention, relative to a pair in a causal kernel. MASKED holds for
 # a dense mask on a CPU, SPARSE for stretches and for flex attention where it isn't measured.
 MASKED = 2.0

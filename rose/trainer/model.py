@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rose.config import Lora
 from rose.trainer import adapter, mixture, sequence, tree_attention
-from rose.trainer.batching import LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU
+from rose.trainer.batching import LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU, LOGIT_ELEMENTS_PLAIN
 from rose.trainer.prefix_tree import PrefixTree
 from rose.trainer.router_replay import RouterReplay
 from rose.trainer.saved_states import PREFIX
@@ -56,12 +56,14 @@ class Head(nn.Module):
 
     def plain(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Compute it by torch's operations, the twin of `fused` on a CPU."""
-        if len(hidden) <= self.chunk_rows or not torch.is_grad_enabled():
-            parts = [self._computed(h, t) for h, t in self._chunks(hidden, targets)]
+        rows = max(1, min(self.chunk_rows, LOGIT_ELEMENTS_PLAIN // self.weight.shape[0]))
+        chunks = zip(hidden.split(rows), targets.split(rows), strict=True)
+        if len(hidden) <= rows or not torch.is_grad_enabled():
+            parts = [self._computed(h, t) for h, t in chunks]
         else:
             parts = [
                 checkpoint(self._computed, h, t, use_reentrant=False, preserve_rng_state=False)
-                for h, t in self._chunks(hidden, targets)
+                for h, t in chunks
             ]
         logprobs, entropies = zip(*parts, strict=False)
         return torch.cat(logprobs), torch.stack(entropies).sum()
@@ -76,9 +78,6 @@ class Head(nn.Module):
         return LogProbabilities.apply(
             hidden, self.weight, self.bias, targets, self.temperature, rows
         )
-
-    def _chunks(self, hidden: Tensor, targets: Tensor):
-        return zip(hidden.split(self.chunk_rows), targets.split(self.chunk_rows), strict=False)
 
     def _computed(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         # No rows, or one, run uncompiled: torch would compile separately for each.

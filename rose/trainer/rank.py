@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from mpi4py import MPI
 
@@ -14,7 +15,7 @@ from rose import protocol as p
 from rose.comm import address
 from rose.comm.mailbox import Mailbox, gather_texts
 from rose.comm.wire import COORDINATOR
-from rose.config import Config, read_shape
+from rose.config import Config, ModelShape, read_shape
 from rose.engine import layout
 from rose.models import resolve
 from rose.observe.recorder import NullRecorder
@@ -36,10 +37,12 @@ def run(
     recorder: NullRecorder,
     resume_from: Path | None,
     report_begun: Callable[[int | None, float], None],
+    check_card: Callable[[ModelShape, Any], None],
 ) -> None:
     """Run until the coordinator sends `Shutdown`. `peers` are the trainer ranks; torch.distributed
     gets a port of its own at the first of them. `broadcast` sends to the dedicated rollout ranks.
-    `report_begun` is `Watch`'s `report`, with the seconds between two reports."""
+    `report_begun` is `Watch`'s `report`, with the seconds between two reports. `check_card` raises
+    `ConfigError` for a GPU that is too small."""
     index, world = peers.Get_rank(), peers.Get_size()
     # Imports from a cold file system take minutes on one node and seconds on another.
     what = "the trainers' start (cluster.start_timeout_s)"
@@ -56,6 +59,7 @@ def run(
         # Remove versions of earlier attempts, which no engine holds.
         shutil.rmtree(store.parent, ignore_errors=True)
     shape = read_shape(model)
+    check_card(shape, trainer.device)
     degrees = {*config.transfer.tensor_parallel, config.rollout.tensor_parallel}
     trainer.open_store(store, lambda name, extent: layout.cuts(name, extent, shape, degrees))
     step = 0

@@ -45,9 +45,6 @@ from rose.transfer.blocks import cut
 from rose.transfer.publish import Published, Publisher
 from rose.transfer.store import FORMAT, Plan
 
-# Least share of `cluster.gpu_memory_gib` that a card must have: drivers report a little less than
-# the makers do.
-LEAST_MEMORY = 0.95
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # kinds of rotary positions
 
 
@@ -77,7 +74,7 @@ class Trainer:
         self._peers = _Peers(index, world, on_hosts)
         check_second_copies(config.trainer.hpz, place)
         if self.device.type == "cuda":
-            self._check_card()
+            self._check_compiler()
         self.algorithm = build(config.algorithm.name, config.algorithm.args)
         self.engine = DeepSpeedEngine(config.trainer, folder, self.device, place.neighbours)
         if config.algorithm.kl_coef:
@@ -97,19 +94,11 @@ class Trainer:
         if config.trainer.compile:
             self._compile()
 
-    def _check_card(self) -> None:
-        """Raise `ConfigError` if this GPU lacks what the launcher has counted on: a compiler for
-        Liger's kernels, or the memory by which it chose not to compute layers again."""
-        c = self.config
-        if c.trainer.kernels == "liger" and (lacking := compilers.no_compiler(on_gpu=True)):
+    def _check_compiler(self) -> None:
+        """Raise `ConfigError` if this host lacks the C compiler that Liger's kernels need."""
+        lacking = compilers.no_compiler(on_gpu=True)
+        if self.config.trainer.kernels == "liger" and lacking:
             raise ConfigError(f"trainer.kernels='liger': {lacking}; or trainer.kernels=none")
-        card = torch.cuda.get_device_properties(self.device)
-        given, found = c.cluster.gpu_memory_gib, card.total_memory / 2**30
-        if c.trainer.gradient_checkpointing is False and given and found < LEAST_MEMORY * given:
-            raise ConfigError(
-                f"cluster.gpu_memory_gib={given:g}, but the {card.name} of trainer {self.index} "
-                f"has {found:.0f} GiB: set cluster.gpu_memory_gib={found:.0f}"
-            )
 
     def _prepare_rows(self) -> None:
         """Have long rows attend by cuDNN's kernels, if they work on every rank. They are padded for
@@ -243,8 +232,14 @@ class Trainer:
             c.transfer.full_every,
             c.transfer.keep_versions,
             c.trainer.step_timeout_s,
-            updates if c.compares_updates else None,
+            updates if self._compares else None,
         )
+
+    @property
+    def _compares(self) -> bool:
+        """True if updates are compared. On a GPU, Triton's kernels do it, which need a compiler."""
+        on_gpu = self.device.type == "cuda"
+        return self.config.compares_updates and not (on_gpu and compilers.no_compiler(on_gpu))
 
     def publish(
         self, version: int, send: Callable[[str, memoryview], None] | None = None

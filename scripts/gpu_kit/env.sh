@@ -21,4 +21,10 @@ model() {
     [ -d /tmp/model/model ] || { mkdir -p /tmp/model && python3 scripts/gpu_kit/make_model.py /tmp/model > /tmp/model/log 2>&1; }
     export MADE="--model /tmp/model/model"
 }
-check() { echo "== $*"; timeout ${LIMIT:-300} python3 scripts/gpu_check.py --json $OUT/$NAME.json $MADE "$@" 2>&1 | tee $OUT/$NAME.log | tail -${LINES_SHOWN:-45}; }
+# A call on the machine ends after 600 s, of which the archives need 30: no check may take more than what is left.
+check() {
+    local most=${LIMIT:-300} left=$((570 - SECONDS))
+    echo "== $*"
+    [ $left -gt 0 ] || { echo "no time left"; return; }
+    timeout $((most < left ? most : left)) python3 scripts/gpu_check.py --json $OUT/$NAME.json $MADE "$@" 2>&1 | tee $OUT/$NAME.log | tail -${LINES_SHOWN:-45}
+}

@@ -1,4 +1,4 @@
-# What bounds an engine, whether its model gains by a process of its own, and stops between layers; alone on the card. At most 400 s.
+# What bounds an engine, whether its model gains by a process of its own, and stops between layers; alone on the card. At most 430 s.
 . scripts/gpu_kit/env.sh
 model
 NAME=rate LIMIT=200 check rate

@@ -542,7 +542,7 @@ CHECKS = (
         "an online server and a rollout engine on one device: HTTP, memory and steps change hands",
         coserving,
         {"cuda": GPU, "cpu": CPU},
-        240.0,  # includes the profile if this check runs alone
+        360.0,  # includes the profile if this check runs alone
         "the log and online.log beside it have the engines' words; docs/serving.md",
     ),
 )

@@ -60,6 +60,8 @@ CPU = Training("bfloat16", 2, 3, 24, 24, 256, True, False, 1)
 def settings(report: Report, sizes: Any, world: int, longest: int, batch: int, *overrides: str):
     """Return the configuration of `world` trainer ranks, by conf/trainer/zero3_gpu."""
     gpus = ["cluster=gpus", f"cluster.gpus={world + 1}"] if report.gpus else []
+    if report.setup.memory_gib:
+        gpus.append(f"cluster.gpu_memory_gib={report.setup.memory_gib:g}")
     return configured(
         *gpus,
         "trainer=zero3_gpu",

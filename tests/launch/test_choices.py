@@ -5,6 +5,7 @@ import importlib.util
 import msgspec
 import pytest
 
+from rose.config import ConfigError
 from rose.launch import choices, plan
 from rose.trainer import compilers
 from tests.launch.test_layout_and_plan import printed
@@ -69,6 +70,22 @@ def test_layers_are_computed_again_where_memory_is_too_small(make_config):
     assert recomputes("cluster.gpu_memory_gib=null")[0]
     kept, why = recomputes("cluster.gpu_memory_gib=139", "trainer.offload_activations=true")
     assert kept and "offload_activations" in why
+
+
+def test_a_smaller_card_is_refused_only_where_the_run_does_not_fit(make_config):
+    """An A10G of 24 GB has 22.2 GiB, an L40S of 48 GB 44.5."""
+    large = make_config(*GPUS, "trainer.gradient_checkpointing=false")
+    shape = large.model.shape
+    with pytest.raises(ConfigError, match=r"=79, but the GPU of trainer 3 has 44 GiB, and without"):
+        choices.check_card(large, shape, 3, 44.5)
+    choices.check_card(large, shape, 3, 78.2)
+    again = make_config(*GPUS, "trainer.gradient_checkpointing=true")
+    choices.check_card(again, shape, 3, 44.5)
+    small, _ = choices.made(c := make_config("+experiment=qwen3_0_6b"), c.model.shape)
+    assert small.trainer.gradient_checkpointing is False
+    choices.check_card(small, c.model.shape, 0, 22.2)
+    with pytest.raises(ConfigError, match="set cluster.gpu_memory_gib=16"):
+        choices.check_card(small, c.model.shape, 0, 15.8)
 
 
 def test_a_mixture_that_zero_3_gathers_is_computed_again(make_config):

@@ -19,7 +19,7 @@ from rose.parts.lending.vllm.vmm import CudaDriver, PagePool
 from rose.processes import adopt_orphans
 from scripts import gpu_check
 from tests import processes
-from tests.gpu import coserving, engine, experts, frame, machine, odd
+from tests.gpu import coserving, engine, experts, frame, machine, odd, trainer
 from tests.gpu.test_gpu import ALL
 from tests.parts.lending.cuda_rules import build_libcuda
 
@@ -68,6 +68,12 @@ def test_a_figure_outside_fails_the_check_and_the_others_are_still_told(outcome,
     assert written["versions"]["torch"].startswith("2.") and "the driver" not in written["versions"]
     [figure, _] = written["checks"][0]["figures"]
     assert figure["share"] == 0.2 and not figure["ok"]
+
+
+def test_what_a_trainer_chooses_is_for_the_card_that_is_there(tmp_path):
+    setup = frame.Setup("cuda", 1, "NVIDIA L4", 22.5, str(tmp_path), None, {})
+    report = frame.Report(setup, trainer.GPU, print)
+    assert trainer.settings(report, trainer.GPU, 1, 64, 8).cluster.gpu_memory_gib == 22.5
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A trainer rank refuses a GPU that lacks what the launcher has counted on."""
+"""A trainer rank on a GPU whose host has no C compiler, which Triton needs."""
 
 from types import SimpleNamespace
 
@@ -9,24 +9,24 @@ from rose.config import ConfigError
 from rose.trainer import compilers
 from rose.trainer.trainer import Trainer
 
-
-def check(monkeypatch, memory_gib: float, compiler: str = "", **chosen) -> None:
-    card = SimpleNamespace(name="NVIDIA L40S", total_memory=int(memory_gib * 2**30))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    monkeypatch.setattr(compilers, "no_compiler", lambda on_gpu: compiler)
-    trainer = SimpleNamespace(**({"kernels": "liger", "gradient_checkpointing": False} | chosen))
-    config = SimpleNamespace(trainer=trainer, cluster=SimpleNamespace(gpu_memory_gib=79))
-    Trainer._check_card(SimpleNamespace(config=config, device=torch.device("cpu"), index=3))
+NONE = "no gcc here"
 
 
-def test_a_smaller_card_than_the_choice_was_made_for_is_named(monkeypatch):
-    with pytest.raises(ConfigError, match=r"gpu_memory_gib=79, but the NVIDIA L40S of trainer 3"):
-        check(monkeypatch, 44.4)
-    check(monkeypatch, 78.2)
-    check(monkeypatch, 44.4, gradient_checkpointing=True)
+def rank(monkeypatch, lacking: str, kernels: str = "none", device: str = "cuda") -> SimpleNamespace:
+    monkeypatch.setattr(compilers, "no_compiler", lambda on_gpu: lacking)
+    config = SimpleNamespace(trainer=SimpleNamespace(kernels=kernels), compares_updates=True)
+    return SimpleNamespace(config=config, device=torch.device(device))
 
 
 def test_ligers_kernels_without_a_compiler_are_refused(monkeypatch):
     with pytest.raises(ConfigError, match="no gcc here; or trainer.kernels=none"):
-        check(monkeypatch, 79, compiler="no gcc here")
-    check(monkeypatch, 79, compiler="no gcc here", kernels="none")
+        Trainer._check_compiler(rank(monkeypatch, NONE, "liger"))
+    Trainer._check_compiler(rank(monkeypatch, NONE))
+    Trainer._check_compiler(rank(monkeypatch, "", "liger"))
+
+
+def test_without_a_compiler_versions_are_published_by_a_copy(monkeypatch):
+    compares = Trainer._compares.fget
+    assert not compares(rank(monkeypatch, NONE))
+    assert compares(rank(monkeypatch, ""))
+    assert compares(rank(monkeypatch, NONE, device="cpu"))

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from rose.trainer import model
+from rose.trainer.batching import LOGIT_ELEMENTS_KEPT
 from rose.trainer.collate import collate
 from tests.trainer import tiny_world
 
@@ -52,6 +53,17 @@ def test_values_and_gradients_equal_the_naive_ones(folder, batch, rows_per_chunk
             rtol=1e-4,
             atol=1e-5 * float(expected_gradient.abs().max()),
         )
+
+
+def test_torchs_operations_get_few_logits_at_once(monkeypatch):
+    """A chunk's logits take seven times the memory by torch's operations than by the kernels."""
+    monkeypatch.setattr(model, "LOGIT_ELEMENTS_PLAIN", 3 * 50)
+    head = model.Head(torch.nn.Linear(4, 50), LOGIT_ELEMENTS_KEPT)
+    hidden, targets = torch.randn(8, 4, requires_grad=True), torch.arange(8)
+    rows, chunk = [], head.chunk
+    head.chunk = lambda *given: rows.append(len(given[0])) or chunk(*given)
+    head.plain(hidden, targets)[0].sum().backward()
+    assert rows[:3] == [3, 3, 2] and max(rows) == 3
 
 
 def test_gradient_checkpointing_changes_no_gradient(folder, batch):
