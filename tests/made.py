@@ -1,6 +1,7 @@
-"""Messages that tests make, in few words."""
+"""Messages and episodes that tests make, in few words."""
 
 from rose import protocol as p
+from rose.reward.episode import Episode
 
 
 def result(turn, tokens, logprob=-1.0, version=0, finish=p.FinishReason.STOP, **more):
@@ -16,3 +17,9 @@ def trajectory(name, tokens=(), mask=(), logprobs=(), versions=(), reward=0.0, *
     plain = {"phase": p.Phase.TRAIN, "success": False, "turns": 1, "response_tokens": sum(mask)}
     group = name.partition(".")[0]
     return p.Trajectory(id=name, group=group, reward=reward, **packed, **plain | more)
+
+
+def episode(**more):
+    plain = {"trajectory": "g0.0", "domain": "d", "seed": 1, "task": {}, "transcript": []}
+    plain |= {"reward": 0.0, "success": False, "truncated": False, "turns": 1}
+    return Episode(**plain | more)

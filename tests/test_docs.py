@@ -18,7 +18,8 @@ from rose import config, front
 from rose.agent import envs
 from rose.agent.envs.base import Action, ToolCall
 from rose.reward import scorers
-from rose.reward.episode import Episode, Said
+from rose.reward.episode import Said
+from tests.made import episode
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONF = REPOSITORY / "conf"
@@ -180,7 +181,6 @@ async def test_the_printed_server_has_a_tool(reader, monkeypatch):
     step = await env.step(Action("", ToolCall("multiply", {"a": 17, "b": 23})))
     last = await env.step(Action(f"It is {step.observation}."))
     await env.close()
-    (step, last) = step, last
     assert (step.observation, step.invalid) == ("391", False)
     assert (last.reward, last.done, last.success) == (1.0, True, True)
 
@@ -194,9 +194,8 @@ def test_the_printed_tests_tell_right_answers_from_wrong_ones(reader):
 
     def scored(code: str) -> float:
         said = Said(policy=True, text=f"So:\n```python\n{code}\n```")
-        fields = {"domain": "prompts", "seed": 0, "task": row, "transcript": [said], "turns": 1}
-        ended = {"trajectory": "g0.0", "reward": 0.0, "success": False, "truncated": False}
-        return asyncio.run(scorer.score(Episode(**fields, **ended), 60.0)).reward
+        ended = episode(task=row, transcript=[said])
+        return asyncio.run(scorer.score(ended, 60.0)).reward
 
     assert scored("def f(x): return 2 * x") == 1.0
     assert scored("def f(x): return x") == 0.0

@@ -12,63 +12,52 @@ from rose.agent.tool_calls import BadCall, parse
 MOVE = '{"name": "move", "arguments": {"direction": "left"}}'
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        f"<tool_call>\n{MOVE}\n</tool_call>",
-        f"<tool_call>{MOVE}</tool_call>",
-        f"<tool_call>[{MOVE}]</tool_call>",  # SmolLM2
-        f"I go left.\n<tool_call>{MOVE}</tool_call> so there",
-        f"<think>perhaps <tool_call>nonsense</think><tool_call>{MOVE}</tool_call>",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    f"<tool_call>\n{MOVE}\n</tool_call>",
+    f"<tool_call>{MOVE}</tool_call>",
+    f"<tool_call>[{MOVE}]</tool_call>",  # SmolLM2
+    f"I go left.\n<tool_call>{MOVE}</tool_call> so there",
+    f"<think>perhaps <tool_call>nonsense</think><tool_call>{MOVE}</tool_call>",
+])  # fmt: skip
 def test_a_call_is_read_in_either_form(text):
     assert parse(text) == Action(text=text, call=ToolCall("move", {"direction": "left"}))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        f"<tool_call>{MOVE}</tool_call>\n<tool_call>{MOVE}</tool_call>",
-        f"<tool_call>[{MOVE}, {MOVE}]</tool_call>",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    f"<tool_call>{MOVE}</tool_call>\n<tool_call>{MOVE}</tool_call>",
+    f"<tool_call>[{MOVE}, {MOVE}]</tool_call>",
+])  # fmt: skip
 def test_several_calls_are_all_read_in_order(text):
     action = parse(text)
     assert action.calls == (ToolCall("move", {"direction": "left"}),) * 2
     assert action.call == action.calls[0]
 
 
-def test_text_without_a_call_is_plain_text():
-    assert parse("the answer is 4") == Action("the answer is 4")
-
-
-def test_a_call_that_was_only_thought_of_does_not_count():
-    assert parse(f"<think><tool_call>{MOVE}</tool_call></think>done").call is None
-
-
 @pytest.mark.parametrize(
-    "text, problem",
-    [
-        ("<tool_call>move left</tool_call>", "not valid JSON"),
-        ("<tool_call></tool_call>", "not valid JSON"),
-        (f"<tool_call>{MOVE}", "must stand between"),
-        (f"{MOVE}</tool_call>", "must stand between"),
-        (f"</tool_call>{MOVE}<tool_call>", "must stand between"),
-        (f"<tool_call>{MOVE}</tool_call><tool_call>left</tool_call>", "not valid JSON"),
-        (f"<tool_call>{MOVE}</tool_call></tool_call>", "must stand between"),
-        ("<tool_call>[]</tool_call>", "one object"),
-        ("<tool_call>3</tool_call>", "one object"),
-        ('<tool_call>{"name": "move"}</tool_call>', "one object"),
-        ('<tool_call>{"name": "", "arguments": {}}</tool_call>', "one object"),
-        ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', "one object"),
-        ('<tool_call>{"name": "move", "arguments": "left"}</tool_call>', "one object"),
-        ('<tool_call>{"name": "move", "arguments": {"x": NaN}}</tool_call>', "not valid JSON"),
-        ('<tool_call>{"name": "move", "arguments": {"x": 1e999}}</tool_call>', "not valid JSON"),
-        ("<tool_call>" + "9" * 5000 + "</tool_call>", "not valid JSON"),
-        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not valid JSON"),
-    ],
+    "text", ["the answer is 4", f"<think><tool_call>{MOVE}</tool_call></think>done"]
 )
+def test_text_without_a_call_is_plain_text(text):
+    assert parse(text) == Action(text), "a call that was only thought of does not count"
+
+
+@pytest.mark.parametrize("text, problem", [
+    ("<tool_call>move left</tool_call>", "not valid JSON"),
+    ("<tool_call></tool_call>", "not valid JSON"),
+    (f"<tool_call>{MOVE}", "must stand between"),
+    (f"{MOVE}</tool_call>", "must stand between"),
+    (f"</tool_call>{MOVE}<tool_call>", "must stand between"),
+    (f"<tool_call>{MOVE}</tool_call><tool_call>left</tool_call>", "not valid JSON"),
+    (f"<tool_call>{MOVE}</tool_call></tool_call>", "must stand between"),
+    ("<tool_call>[]</tool_call>", "one object"), ("<tool_call>3</tool_call>", "one object"),
+    ('<tool_call>{"name": "move"}</tool_call>', "one object"),
+    ('<tool_call>{"name": "", "arguments": {}}</tool_call>', "one object"),
+    ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', "one object"),
+    ('<tool_call>{"name": "move", "arguments": "left"}</tool_call>', "one object"),
+    ('<tool_call>{"name": "move", "arguments": {"x": NaN}}</tool_call>', "not valid JSON"),
+    ('<tool_call>{"name": "move", "arguments": {"x": 1e999}}</tool_call>', "not valid JSON"),
+    ("<tool_call>" + "9" * 5000 + "</tool_call>", "not valid JSON"),
+    ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not valid JSON"),
+])  # fmt: skip
 def test_a_bad_call_is_explained(text, problem):
     result = parse(text)
     assert isinstance(result, BadCall)
@@ -87,19 +76,8 @@ def test_marks_in_an_argument_are_text(said, thought):
     assert action.calls == tuple(calls)
 
 
-pieces = st.sampled_from(
-    [
-        "<tool_call>",
-        "</tool_call>",
-        "<think>",
-        "</think>",
-        '{"name": "a", "arguments": {',
-        "}}",
-        "[",
-        "]",
-        "1",
-    ]
-)
+MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "}}", "[", "]", "1"]
+pieces = st.sampled_from([*MARKS, '{"name": "a", "arguments": {'])
 
 
 @settings(max_examples=60, deadline=None)

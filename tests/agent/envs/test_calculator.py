@@ -97,22 +97,12 @@ def test_questions_are_as_difficult_as_asked():
 # --------------------------------------------------------------------------- arithmetic
 
 
-@pytest.mark.parametrize(
-    "text, value",
-    [
-        ("1 + 2 * 3", "7"),
-        ("(1 + 2) * 3", "9"),
-        ("-3 - -4", "1"),
-        ("7 / 2", "3.5"),
-        ("0.1 + 0.2", "0.3"),
-        ("1 / 3", "0.333333333333"),
-        ("7 // 2", "3"),
-        ("-7 % 3", "2"),
-        ("2 ** 10", "1024"),
-        ("2 ** -1", "0.5"),
-        ("2 ** 64 * 2 ** 64 - 2 ** 64 * 2 ** 64 + 5", "5"),
-    ],
-)
+@pytest.mark.parametrize("text, value", [
+    ("1 + 2 * 3", "7"), ("(1 + 2) * 3", "9"), ("-3 - -4", "1"), ("7 / 2", "3.5"),
+    ("0.1 + 0.2", "0.3"), ("1 / 3", "0.333333333333"), ("7 // 2", "3"), ("-7 % 3", "2"),
+    ("2 ** 10", "1024"), ("2 ** -1", "0.5"),
+    ("2 ** 64 * 2 ** 64 - 2 ** 64 * 2 ** 64 + 5", "5"),
+])  # fmt: skip
 def test_arithmetic_is_exact(text, value):
     assert _arithmetic.format_number(_arithmetic.evaluate(text)) == value
 
@@ -129,7 +119,7 @@ def test_anything_else_is_refused(text):
         _arithmetic.evaluate(text)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None)
 @given(st.one_of(st.text(), st.text("0123456789+-*/%(). e_", max_size=250)))
 def test_no_text_costs_much_or_raises_anything_else(text):
     began = time.process_time()

@@ -20,23 +20,14 @@ def answer(env, text):
     return asyncio.run(env.step(Action(text)))
 
 
-@pytest.mark.parametrize(
-    "text, found",
-    [
-        (r"so \boxed{42}", "42"),
-        (r"\boxed{1} no, \boxed{ 2 }.", "2"),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed{7} or \boxed{8", "7"),
-        (r"\boxed{$7$}", "7"),
-        ("3 + 4 = 7.", "7"),
-        ("it is -1,234.5", "-1,234.5"),
-        (r"<think>\boxed{1}</think> 5", "5"),
-        (r"\boxed{5} <think>or \boxed{6}", "5"),
-        (r"\boxed{\boxed{5}} \boxed{}", "5"),
-        (r"\boxed{\left\{1\right.}", r"\left\{1\right."),
-        ("none", ""),
-    ],
-)
+@pytest.mark.parametrize("text, found", [
+    (r"so \boxed{42}", "42"), (r"\boxed{1} no, \boxed{ 2 }.", "2"),
+    (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"\boxed{7} or \boxed{8", "7"),
+    (r"\boxed{$7$}", "7"), ("3 + 4 = 7.", "7"), ("it is -1,234.5", "-1,234.5"),
+    (r"<think>\boxed{1}</think> 5", "5"), (r"\boxed{5} <think>or \boxed{6}", "5"),
+    (r"\boxed{\boxed{5}} \boxed{}", "5"),
+    (r"\boxed{\left\{1\right.}", r"\left\{1\right."), ("none", ""),
+])  # fmt: skip
 def test_the_last_box_counts_else_the_last_number(text, found):
     assert final_answer(text, NUMBER) == found
 
@@ -80,7 +71,7 @@ def brute_force(numbers, target):
     return combine([(number, str(number)) for number in numbers])
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_every_countdown_has_a_solution_that_is_accepted(seed):
     env, text = ask("countdown", seed)
     numbers, target = countdown_parts(text)

@@ -13,7 +13,7 @@ import yaml
 
 from rose import config
 from rose.agent import envs
-from rose.agent.envs.base import Action, Start, Step, ToolCall
+from rose.agent.envs.base import Action, Step, ToolCall
 from rose.config import ConfigError
 
 CONF = Path(__file__).resolve().parents[3] / "conf" / "env"
@@ -72,14 +72,8 @@ def test_a_seed_determines_the_episode(env_config):
 
     first, again = asyncio.run(start(5)), asyncio.run(start(5))
     assert first == again
-    assert len({str(asyncio.run(start(seed)).messages) for seed in range(6)}) > 1
-
-
-async def test_seeds_of_the_full_range_are_taken(env_config):
-    for seed in (0, 2**31, 2**63 - 1):
-        env = envs.build(env_config)
-        assert isinstance(await env.reset(seed), Start)
-        await env.close()
+    seeds = (0, 1, 2, 3, 2**31, 2**63 - 1)
+    assert len({str(asyncio.run(start(seed)).messages) for seed in seeds}) > 1
 
 
 async def test_closing_early_and_twice_is_safe(env_config):
@@ -109,11 +103,12 @@ async def test_no_call_raises_and_what_cannot_be_done_is_said(env_config):
         for value in ODD_ARGUMENTS
     ]
     for call in calls:
-        await env.reset(1)
         step = await env.step(Action(text="", call=call))
         assert isinstance(step, Step) and len(step.observation) < 1000
         if env.requires_tool and (call is None or call in ODD_CALLS or "other" in call.arguments):
             assert step.invalid and step.observation and not step.done and step.reward == 0
+        if step.done:
+            await env.reset(1)
     await env.close()
 
 
@@ -136,27 +131,23 @@ def test_an_unknown_argument_is_refused_with_the_known_ones():
         envs.check(read("frozen_lake", sise=5))
 
 
-@pytest.mark.parametrize(
-    "name, args, key",
-    [
-        ("calculator", {"operations": 0}, "operations"),
-        ("calculator", {"operations": True}, "operations"),
-        ("calculator", {"largest": "9"}, "largest"),
-        ("calculator", {"operators": "+/"}, "operators"),
-        ("calculator", {"operators": ""}, "operators"),
-        ("calculator", {"shaping": 1}, "shaping"),
-        ("reasoning", {"task": "chess"}, "task"),
-        ("reasoning", {"size": 1}, "size"),
-        ("reasoning", {"largest": 1}, "largest"),
-        ("minigrid", {"task": "MiniGrid-Nowhere-v0"}, "task"),
-        ("minigrid", {"task": "CartPole-v1"}, "task"),
-        ("minigrid", {"task": []}, "task"),
-        ("minigrid", {"actions_per_turn": 0}, "actions_per_turn"),
-        ("minigrid", {"max_steps": 0}, "max_steps"),
-        ("minigrid", {"shaping": -1}, "shaping"),
-        ("frozen_lake", {"shaping": "much"}, "shaping"),
-    ],
-)
+@pytest.mark.parametrize("name, args, key", [
+    ("calculator", {"operations": 0}, "operations"),
+    ("calculator", {"operations": True}, "operations"), ("calculator", {"largest": "9"}, "largest"),
+    ("calculator", {"operators": "+/"}, "operators"),
+    ("calculator", {"operators": ""}, "operators"), ("calculator", {"shaping": 1}, "shaping"),
+    ("reasoning", {"task": "chess"}, "task"), ("reasoning", {"size": 1}, "size"),
+    ("reasoning", {"largest": 1}, "largest"),
+    ("minigrid", {"task": "MiniGrid-Nowhere-v0"}, "task"),
+    ("minigrid", {"task": "CartPole-v1"}, "task"), ("minigrid", {"task": []}, "task"),
+    ("minigrid", {"actions_per_turn": 0}, "actions_per_turn"),
+    ("minigrid", {"max_steps": 0}, "max_steps"), ("minigrid", {"shaping": -1}, "shaping"),
+    ("frozen_lake", {"shaping": "much"}, "shaping"), ("frozen_lake", {"size": 1}, "size"),
+    ("frozen_lake", {"size": 4.0}, "size"),
+    ("frozen_lake", {"hole_probability": 0.9}, "hole_probability"),
+    ("frozen_lake", {"hole_probability": True}, "hole_probability"),
+    ("frozen_lake", {"slippery": "no"}, "slippery"),
+])  # fmt: skip
 def test_a_bad_argument_is_named(name, args, key):
     with pytest.raises(ConfigError) as error:
         envs.check(read(name, **args))
@@ -191,18 +182,15 @@ class Odd:
 """
 
 
-@pytest.mark.parametrize(
-    "more, words",
-    [
-        ("def requires_tool(self): return False", "its requires_tool is <bound method .*not true"),
-        ("rewards_turns = 'yes'", "its rewards_turns is 'yes', not true or false"),
-        ("end = 10", "its end is 10, not a method"),
-        ("checkpoint = 'last.pt'", "its checkpoint is 'last.pt', not a method"),
-        ("several_calls = property(lambda self: 1 / 0)", "its properties raised ZeroDivisionError"),
-        ("step = None", "its step is None, not a method"),
-        ("def __init__(self): raise SystemExit(2)", r"odd raised SystemExit\(2\)"),
-    ],
-)
+@pytest.mark.parametrize("more, words", [
+    ("def requires_tool(self): return False", "its requires_tool is <bound method .*not true"),
+    ("rewards_turns = 'yes'", "its rewards_turns is 'yes', not true or false"),
+    ("end = 10", "its end is 10, not a method"),
+    ("checkpoint = 'last.pt'", "its checkpoint is 'last.pt', not a method"),
+    ("several_calls = property(lambda self: 1 / 0)", "its properties raised ZeroDivisionError"),
+    ("step = None", "its step is None, not a method"),
+    ("def __init__(self): raise SystemExit(2)", r"odd raised SystemExit\(2\)"),
+])  # fmt: skip
 def test_a_class_whose_attributes_mean_nothing_is_refused(monkeypatch, tmp_path, more, words):
     monkeypatch.delitem(sys.modules, f"{envs.__name__}.odd", raising=False)
     with pytest.raises(ConfigError, match=words):
@@ -215,14 +203,11 @@ def test_numbers_that_are_flags_and_methods_that_are_none_are_taken(monkeypatch,
     envs.check(plugin(monkeypatch, tmp_path, "odd", f"{PLAIN}    {more}\n"))
 
 
-@pytest.mark.parametrize(
-    "name, source, words",
-    [
-        ("needs_package", "import not_there", "needs the Python package 'not_there'"),
-        ("no_class", "x = 1", "no_class.py must define the class NoClass"),
-        ("bare", "class Bare:\n    def __init__(self, size): pass\n", r"env\.args\.size: missing"),
-    ],
-)
+@pytest.mark.parametrize("name, source, words", [
+    ("needs_package", "import not_there", "needs the Python package 'not_there'"),
+    ("no_class", "x = 1", "no_class.py must define the class NoClass"),
+    ("bare", "class Bare:\n    def __init__(self, size): pass\n", r"env\.args\.size: missing"),
+])  # fmt: skip
 def test_a_file_that_is_no_environment_is_refused(monkeypatch, tmp_path, name, source, words):
     with pytest.raises(ConfigError, match=words):
         envs.check(plugin(monkeypatch, tmp_path, name, source))
