@@ -139,7 +139,7 @@ def test_longer_and_faster_is_still_the_same_run(make_config, tmp_path):
         make_config(
             "trainer.steps=90 rollout.workers=1 eval.episodes=8 eval=beside eval.stop.patience=3",
             "+env@eval.sets.sums=calculator +eval.sets.sums.episodes=64 observe.trace=false",
-            "cluster.stop_timeout_s=1",
+            "cluster.stop_timeout_s=1 rollout/draft=group",
         ),
     )
 
@@ -162,18 +162,10 @@ def test_other_trainer_ranks_continue_the_run_and_that_is_said(make_config, tmp_
         resume.check(tmp_path / "config.json", make_config("trainer.zero_stage=0"))
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "seed=2",
-        "trainer.batch_size=32",
-        "env.max_turns=3",
-        "algorithm=dapo",
-        "rollout.temperature=0.7",
-        "model.recipe.seed=2",
-        "+env.args.more=1",
-    ],
-)
+@pytest.mark.parametrize("override", [
+    "seed=2", "trainer.batch_size=32", "env.max_turns=3", "algorithm=dapo",
+    "rollout.temperature=0.7", "rollout.top_k=5", "model.recipe.seed=2", "+env.args.more=1",
+])  # fmt: skip
 def test_what_changes_the_training_is_another_run(make_config, tmp_path, override):
     local.write_config(make_config(), tmp_path)
     with pytest.raises(ConfigError, match=override.split("=")[0].lstrip("+")):

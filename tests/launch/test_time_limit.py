@@ -1,7 +1,6 @@
 """A job whose checkpoints take longer than the warning that it asked Slurm for warns itself in
 time."""
 
-import os
 import signal
 import threading
 import time
@@ -51,21 +50,13 @@ def test_the_warning_comes_in_time(warned, settings, tmp_path, monkeypatch, took
 
 
 @pytest.fixture
-def squeue(tmp_path, monkeypatch):
+def squeue(stand_in, monkeypatch):
     """squeue(words, code): one that says so, in a job of a Slurm that sets no
     SLURM_JOB_END_TIME."""
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-
-    def make(words, code=0):
-        program = tmp_path / "squeue"
-        program.write_text(
-            f"#!/bin/sh\n[ $SLURM_TIME_FORMAT = standard ] && printf '{words}'\nexit {code}\n"
-        )
-        program.chmod(0o755)
-
-    return make
+    said = "[ $SLURM_TIME_FORMAT = standard ] && printf"
+    return lambda words, code=0: stand_in(squeue=f"{said} '{words}'\nexit {code}")
 
 
 def at(seconds):
@@ -81,19 +72,10 @@ def test_before_23_02_squeue_alone_tells_the_end(warned, settings, squeue, tmp_p
         assert warned(120.0)
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "end"),
-    [
-        (
-            "2026-01-02T03:04:05\\n2026-01-02T04:00:00\\n",
-            0,
-            time.mktime((2026, 1, 2, 3, 4, 5, 0, 0, -1)),
-        ),
-        ("N/A\\n", 0, float("inf")),
-        ("", 0, None),
-        ("", 1, None),
-    ],
-)
+@pytest.mark.parametrize(("words", "code", "end"), [
+    ("2026-01-02T03:04:05\\n2026-01-02T04:00:00\\n", 0, time.mktime((2026, 1, 2, 3, 4, 5, 0, 0, -1))),
+    ("N/A\\n", 0, float("inf")), ("", 0, None), ("", 1, None),
+])  # fmt: skip
 def test_the_end_is_the_earliest_components(squeue, words, code, end):
     squeue(words, code)
     assert slurm._end_time() == end
@@ -108,37 +90,21 @@ def test_a_job_that_is_submitted_again_asks_for_the_longer_warning(make_config, 
     assert "B:USR2@901" in text
 
 
-@pytest.mark.parametrize(
-    ("limit", "seconds"),
-    [
-        ("2", 120),
-        (2, 120),
-        ("2:30", 180),
-        ("1:02:03", 3780),
-        ("1-0", 86400),
-        ("2-01:30", 178200),
-        ("1-00:00:10", 86460),
-        ("UNLIMITED", None),
-        ("soon", None),
-    ],
-)
+@pytest.mark.parametrize(("limit", "seconds"), [
+    ("2", 120), (2, 120), ("2:30", 180), ("1:02:03", 3780), ("1-0", 86400), ("2-01:30", 178200),
+    ("1-00:00:10", 86460), ("UNLIMITED", None), ("soon", None),
+])  # fmt: skip
 def test_times_are_read_as_slurm_reads_them(limit, seconds):
     assert time_limit.seconds(limit) == seconds
 
 
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        (["cluster.slurm.trainer.time=2"], "cluster.slurm.trainer.time=2"),
-        (["cluster.slurm.trainer.time='1:59'"], "cluster.slurm.trainer.time='1:59'"),
-        (["cluster.slurm.rollout.time='00:01:00'"], "cluster.slurm.rollout.time='00:01:00'"),
-        (["cluster.slurm.trainer.sbatch=[--time=1]"], "cluster.slurm.trainer.sbatch.0=--time='1'"),
-        (
-            ["cluster.slurm.trainer.time='1:00:00'", "cluster.slurm.warning_s=3600"],
-            "cluster.slurm.trainer.time='1:00:00'",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "key"), [
+    (["cluster.slurm.trainer.time=2"], "cluster.slurm.trainer.time=2"),
+    (["cluster.slurm.trainer.time='1:59'"], "cluster.slurm.trainer.time='1:59'"),
+    (["cluster.slurm.rollout.time='00:01:00'"], "cluster.slurm.rollout.time='00:01:00'"),
+    (["cluster.slurm.trainer.sbatch=[--time=1]"], "cluster.slurm.trainer.sbatch.0=--time='1'"),
+    (["cluster.slurm.trainer.time='1:00:00'", "cluster.slurm.warning_s=3600"], "cluster.slurm.trainer.time='1:00:00'"),
+])  # fmt: skip
 def test_a_limit_that_the_warning_and_a_start_fill_is_refused(make_config, overrides, key):
     with pytest.raises(ConfigError) as refused:
         make_config("cluster=slurm", *overrides)
