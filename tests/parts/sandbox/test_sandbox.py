@@ -30,6 +30,7 @@ from rose.parts.sandbox import (
     piped,
     probe,
 )
+from rose.parts.sandbox.backend import SESSION
 from rose.parts.sandbox.cgroups import Groups, began
 from rose.parts.sandbox.piped import Piped
 from rose.parts.sandbox.users import COUNT, FIRST, RANGES, Ranges
@@ -92,37 +93,15 @@ def play(folder: Path, options: dict, *argv: str, program: str = "scenarios.py")
     return done.stdout
 
 
-QUICK = [
-    "the_session_keeps_its_state",
-    "a_hook_is_called_when_the_shell_waits",
-    "an_ended_shell_is_replaced",
-    "the_session_leaves_no_mark_on_commands",
-    "what_disables_the_shells_own_commands_hangs_nothing",
-    "a_late_command_is_stopped_and_the_session_goes_on",
-    "output_is_cut",
-    "the_disk_has_a_bound",
-    "the_host_is_not_seen",
-    "files_are_read_and_written",
-    "what_one_hoards_the_others_have",
-    "what_a_check_stands_on_can_not_be_replaced",
-    "a_check_has_none_of_the_agents_settings_in_the_root",
-    "a_check_outlives_what_fills_the_sandbox",
-    "a_check_that_floods_is_stopped",
-    "strange_orders_leave_the_sandbox_as_it_is",
-    "a_memory_hog_is_killed_and_process_1_is_not",
-]
-
-
-@pytest.fixture(scope="module")
-def loop():
-    """One event loop, and so one keeper, for the module."""
-    with asyncio.Runner() as runner:
-        yield runner
-        runner.run(_close())
-
-
-async def _close():
-    probe.close()
+# Those that `make unit` leaves to the slow run of all.
+LONGER = (
+    "there_is_no_network_but_loopback",
+    "two_sandboxes_share_nothing",
+    "a_check_is_beyond_reach",
+    "a_check_runs_whatever_the_agent_makes_of_the_root",
+    "a_check_has_what_the_image_had",
+)
+QUICK = [f.__name__ for f in scenarios.FAST if f.__name__ not in LONGER]
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -208,20 +187,17 @@ def test_nothing_stays_behind_whoever_is_killed(killed):
 # --------------------------------------------------------------------------- pure parts
 
 
-@pytest.mark.parametrize(
-    "wrong, words",
-    [
-        ({"image": "/nowhere"}, "image='/nowhere': no such folder"),
-        ({"workdir": "app"}, "workdir='app': a path from the root"),
-        ({"workdir": "/"}, "workdir='/': a path from the root"),
-        ({"workdir": "/app/../usr"}, r"workdir='/app/\.\./usr': without \.\. and outside"),
-        ({"workdir": "//lib/x"}, "workdir='//lib/x': without .* and outside of tests, logs"),
-        ({"limits": Limits(disk_mib=0)}, r"limits\.disk_mib=0: a whole number above 0"),
-        ({"limits": Limits(memory_mib=1.5)}, r"limits\.memory_mib=1\.5: a whole number"),
-        ({"limits": Limits(cpus=float("nan"))}, r"limits\.cpus=nan: a number above 0"),
-        ({"limits": Limits(cpus=True)}, r"limits\.cpus=True: a number above 0"),
-    ],
-)
+@pytest.mark.parametrize("wrong, words", [
+    ({"image": "/nowhere"}, "image='/nowhere': no such folder"),
+    ({"workdir": "app"}, "workdir='app': a path from the root"),
+    ({"workdir": "/"}, "workdir='/': a path from the root"),
+    ({"workdir": "/app/../usr"}, r"workdir='/app/\.\./usr': without \.\. and outside"),
+    ({"workdir": "//lib/x"}, "workdir='//lib/x': without .* and outside of tests, logs"),
+    ({"limits": Limits(disk_mib=0)}, r"limits\.disk_mib=0: a whole number above 0"),
+    ({"limits": Limits(memory_mib=1.5)}, r"limits\.memory_mib=1\.5: a whole number"),
+    ({"limits": Limits(cpus=float("nan"))}, r"limits\.cpus=nan: a number above 0"),
+    ({"limits": Limits(cpus=True)}, r"limits\.cpus=True: a number above 0"),
+])  # fmt: skip
 def test_a_bad_spec_is_named(wrong, words):
     with pytest.raises(SandboxError, match=words):
         Spec(**wrong)
@@ -405,13 +381,7 @@ class Plain:
 
     @staticmethod
     def session(spec, folder):
-        return [
-            "/bin/bash",
-            "--norc",
-            "--noprofile",
-            "-c",
-            f"cd {folder}/work\n{scenarios_session()}",
-        ]
+        return ["/bin/bash", "--norc", "--noprofile", "-c", f"cd {folder}/work\n{SESSION}"]
 
     @staticmethod
     def beside(spec, folder, argv):
@@ -428,12 +398,6 @@ class Broken(Plain):
     @staticmethod
     def beside(spec, folder, argv):
         return ["/bin/sh", "-c", "echo it broke >&2; exit 128"]
-
-
-def scenarios_session():
-    from rose.parts.sandbox.backend import SESSION
-
-    return SESSION
 
 
 def test_a_session_on_three_pipes(loop):
@@ -462,14 +426,11 @@ def test_a_session_on_three_pipes(loop):
     loop.run(go())
 
 
-@pytest.mark.parametrize(
-    "program, words",
-    [
-        ("echo warned >&2; exec sleep 1000", "bash: warned\nits shell was not there within 3 s"),
-        ("exec yes >&2", "bash: .*y\ny\n"),
-        ("exec <&-; echo refused >&2", "bash: refused"),
-    ],
-)
+@pytest.mark.parametrize("program, words", [
+    ("echo warned >&2; exec sleep 1000", "bash: warned\nits shell was not there within 3 s"),
+    ("exec yes >&2", "bash: .*y\ny\n"),
+    ("exec <&-; echo refused >&2", "bash: refused"),
+])  # fmt: skip
 def test_a_shell_that_never_answers_is_given_up(loop, monkeypatch, program, words):
     class Silent(Plain):
         @staticmethod

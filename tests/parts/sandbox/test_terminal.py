@@ -19,7 +19,7 @@ from rose import protocol as p
 from rose.agent import envs
 from rose.agent.envs import _ladder
 from rose.agent.envs.base import Action, ToolCall
-from rose.agent.host import TrajectoryHost, open_store
+from rose.agent.host import open_store
 from rose.agent.snapshots import Snapshots
 from rose.config import ConfigError
 from rose.observe.recorder import NullRecorder
@@ -28,9 +28,10 @@ from rose.parts.sandbox import SandboxError, criu
 from rose.parts.sandbox.envs import _tasks, _undo
 from rose.parts.sandbox.envs._host_store import HostStore
 from rose.parts.sandbox.envs.terminal import Terminal
+from scripts.sandbox import make_repair_tasks
+from tests.agent.hosted import Hosted
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-from scripts.sandbox import make_repair_tasks
 
 
 def bash(command):
@@ -137,20 +138,17 @@ def test_every_broken_task_is_named_before_anything_starts(tmp_path):
     assert "fine" not in words.replace("task fine", "")
 
 
-@pytest.mark.parametrize(
-    "toml, words",
-    [
-        ("agent = 3", r"task\.toml: agent=3: a table"),
-        ("[verifier]\ntimeout_sec = nan", r"verifier\.timeout_sec=nan is no number above 0"),
-        ("[environment]\ncpus = inf", r"environment\.cpus=inf is no number above 0"),
-        ("[environment]\nmemory_mb = 99.5", r"environment\.memory_mb=99\.5 is no whole number"),
-        ("[environment]\nworkdir = '/usr/x'", r"environment\.workdir='/usr/x': without"),
-        ("[environment]\nworkdir = '/a/../usr'", r"environment\.workdir='/a/\.\./usr': without"),
-        ("[environment]\nworkdir = 3", r"environment\.workdir='3': a path from the root"),
-        ("[verifier]\ntimeout_sec = 900", r"timeout_sec=900 is not below env\.step_timeout_s=900"),
-        ("[environment]\nstorage_mb = 1000", "disk of 1000 MiB takes memory of 1064 MiB at least"),
-    ],
-)
+@pytest.mark.parametrize("toml, words", [
+    ("agent = 3", r"task\.toml: agent=3: a table"),
+    ("[verifier]\ntimeout_sec = nan", r"verifier\.timeout_sec=nan is no number above 0"),
+    ("[environment]\ncpus = inf", r"environment\.cpus=inf is no number above 0"),
+    ("[environment]\nmemory_mb = 99.5", r"environment\.memory_mb=99\.5 is no whole number"),
+    ("[environment]\nworkdir = '/usr/x'", r"environment\.workdir='/usr/x': without"),
+    ("[environment]\nworkdir = '/a/../usr'", r"environment\.workdir='/a/\.\./usr': without"),
+    ("[environment]\nworkdir = 3", r"environment\.workdir='3': a path from the root"),
+    ("[verifier]\ntimeout_sec = 900", r"timeout_sec=900 is not below env\.step_timeout_s=900"),
+    ("[environment]\nstorage_mb = 1000", "disk of 1000 MiB takes memory of 1064 MiB at least"),
+])  # fmt: skip
 def test_a_task_that_could_not_run_is_named_before_the_run(tmp_path, toml, words):
     task(tmp_path, "wrong", toml=toml)
     with pytest.raises(ConfigError, match=f"task wrong: .*{words}"):
@@ -499,13 +497,12 @@ async def test_no_other_host_sweeps_states_of_a_trajectory(make_config, chats, t
     )
     start = p.StartTrajectory("g0.0", "g0", p.Phase.TRAIN, "terminal", 6, None)
     engine = await open_store(config, tmp_path / "snapshots", NullRecorder())
-    snapshots, words = Snapshots(tmp_path / "snapshots", 1, config, print), asyncio.Queue()
-    rest = (asyncio.create_task, NullRecorder(), None, snapshots, engine)
-    host = TrajectoryHost(config, chats["tiny"], words.put_nowait, *rest)
+    snapshots = Snapshots(tmp_path / "snapshots", 1, config, print)
+    host = Hosted(config, chats["tiny"], snapshots, checkpoints=engine)
     host.handle(start)
-    assert isinstance(await words.get(), p.TurnRequest)
+    assert isinstance(await host.next(), p.TurnRequest)
     assert (tmp_path / "snapshots" / "g0.0").is_dir()
     host.handle(p.CancelTrajectory("g0.0"))
     while (tmp_path / "snapshots" / "g0.0").exists():
         await asyncio.sleep(0.01)
-    await host.close()
+    await host.host.close()

@@ -344,14 +344,10 @@ def test_what_a_failed_program_said_and_printed_is_kept(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "then, limit, reward",
-    [
-        ("", {"max_turns": 2}, 0.0),
-        ("reward(0.5)", {"max_turns": 2}, 0.5),
-        ("""ask("left right " * 4000)""", {"max_turns": 8}, 0.0),
-    ],
-)
+@pytest.mark.parametrize("then, limit, reward", [
+    ("", {"max_turns": 2}, 0.0), ("reward(0.5)", {"max_turns": 2}, 0.5),
+    ("""ask("left right " * 4000)""", {"max_turns": 8}, 0.0),
+])  # fmt: skip
 def test_an_agent_that_raises_at_a_limit_is_truncated_not_replaced(run, then, limit, reward):
     got = run(f"""
         ask("a"), ask("b")
@@ -502,15 +498,12 @@ def test_nothing_of_a_function_stays_behind(run, tmp_path, way):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "then, words, changed",
-    [
-        ("time.sleep(600)", "neither called nor ended", {"step_timeout_s": 1.5}),
-        ("os._exit(3)", "ended with code 3", {}),
-        ("os.kill(os.getpid(), 9)", "ended with code 137", {}),
-        ("os.killpg(0, 9)", "ended with code 137", {}),
-    ],
-)
+@pytest.mark.parametrize("then, words, changed", [
+    ("time.sleep(600)", "neither called nor ended", {"step_timeout_s": 1.5}),
+    ("os._exit(3)", "ended with code 3", {}),
+    ("os.kill(os.getpid(), 9)", "ended with code 137", {}),
+    ("os.killpg(0, 9)", "ended with code 137", {}),
+])  # fmt: skip
 def test_nothing_of_a_program_that_fails_stays_behind(run, tmp_path, then, words, changed):
     source = away("a daemon without variables", tmp_path / "pids", f"""
         start()
@@ -575,22 +568,19 @@ def test_a_task_is_a_line_of_its_file_and_held_out_ones_are_others(tmp_path):
         Agent(command="true", tasks=str(torn))
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        ({}, "one of them is needed"),
-        ({"command": "a", "function": "b:c"}, "one of them is needed"),
-        ({"command": "no-such-program-7f3a x"}, "no program 'no-such-program-7f3a'"),
-        ({"command": "'"}, "env.args.command"),
-        ({"command": []}, "a program and its arguments"),
-        ({"function": "nothing"}, "package.module:function"),
-        ({"function": "no_such_package_7f3a:run"}, "no Python package 'no_such_package_7f3a'"),
-        ({"function": "/no/such.py:run"}, "no file /no/such.py"),
-        ({"command": "true", "reward": "x"}, "env.args.reward='x'"),
-        ({"command": "true", "tasks": "/no/such.jsonl"}, "env.args.tasks"),
-        ({"command": "true", "environment": "PATH"}, "a list"),
-    ],
-)
+@pytest.mark.parametrize("arguments, words", [
+    ({}, "one of them is needed"),
+    ({"command": "a", "function": "b:c"}, "one of them is needed"),
+    ({"command": "no-such-program-7f3a x"}, "no program 'no-such-program-7f3a'"),
+    ({"command": "'"}, "env.args.command"),
+    ({"command": []}, "a program and its arguments"),
+    ({"function": "nothing"}, "package.module:function"),
+    ({"function": "no_such_package_7f3a:run"}, "no Python package 'no_such_package_7f3a'"),
+    ({"function": "/no/such.py:run"}, "no file /no/such.py"),
+    ({"command": "true", "reward": "x"}, "env.args.reward='x'"),
+    ({"command": "true", "tasks": "/no/such.jsonl"}, "env.args.tasks"),
+    ({"command": "true", "environment": "PATH"}, "a list"),
+])  # fmt: skip
 def test_bad_arguments_are_named(arguments, words):
     with pytest.raises(ConfigError) as error:
         Agent(**arguments)
