@@ -19,7 +19,7 @@ from rose.agent import envs
 from rose.agent.envs.base import Action, ToolCall
 from rose.reward import scorers
 from rose.reward.episode import Said
-from tests.made import episode
+from tests.made import episode, model_folder
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONF = REPOSITORY / "conf"
@@ -29,10 +29,6 @@ PLAIN = (
     *("agents.md", "algorithms.md", "environments.md", "export.md", "frozenlake.md", "install.md"),
     *("play.md", "rewards.md", "slurm.md"),
 )
-# The configuration of an exported model, as far as a plan needs it.
-MODEL = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64}
-MODEL |= {"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-MODEL |= {"num_key_value_heads": 1, "vocab_size": 64}
 SECTIONS = "algorithm|cluster|env|eval|model|observe|reward|rollout|sandbox|scheduler|serving|trainer|transfer"
 # Keys under names that users give, and names of files.
 OF_USERS = r".*\.(md|py|log)$|env\.members\.|eval\.sets\.|reward\.args\.parts\."
@@ -160,11 +156,7 @@ def make(folder: Path, path: str) -> None:
     if path == "beside.jsonl":
         exec((folder / "beside.py").read_text(), {"__name__": "__main__"})
         return
-    (folder / path).mkdir()
-    (folder / path / "config.json").write_text(json.dumps(MODEL))
-    (folder / path / "tokenizer_config.json").write_text("{}")
-    # A file of weights without tensors: 8 bytes say how long its header is, which is {}.
-    (folder / path / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
+    model_folder(folder / path, model_type="llama")
 
 
 async def test_the_printed_server_has_a_tool(reader, monkeypatch):

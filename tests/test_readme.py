@@ -163,21 +163,11 @@ def test_the_commands_on_a_run_do_what_they_say_on_one(tmp_path):
 @pytest.mark.parametrize(
     "page", [README, CONFIGURATION, REPOSITORY / "SECURITY.md"], ids=lambda page: page.name
 )
-def test_its_links_lead_to_files_and_headings_that_exist(page):
+def test_links_by_a_name_have_an_address(page):
+    """Where links lead, tests/test_docs.py tells of every page."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.M)
     names = set(re.findall(r"^\[([\w-]+)\]: ", text, re.M))
-    used = set(re.findall(r"\]\[([\w-]+)\]", text))
-    assert used == names
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if target.startswith("https://"):
-            continue
-        file, _, anchor = target.partition("#")
-        path = (page.parent / file).resolve() if file else page
-        assert path.exists(), f"{page.name}: {target}"
-        if anchor:
-            headings = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
-            slugs = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
-            assert anchor in slugs, f"{page.name}: {target}"
+    assert set(re.findall(r"\]\[([\w-]+)\]", text)) == names
 
 
 def test_every_rival_is_read_at_one_commit_and_its_date_stands_above_it():

@@ -21,14 +21,10 @@ from .conftest import TEMPLATES, TRL_TEMPLATES
 STYLES = {
     "chatml": served.CHATML,
     "hermes": {"default": served.CHATML, "tool_use": served.HERMES_TOOL_USE},
-    "llama3": served.LLAMA3,
-    "mistral": served.MISTRAL,
-    "gemma": served.GEMMA,
-    "qwen3": TEMPLATES["qwen3"],
-    "deepseek": served.DEEPSEEK,
-    "gpt_oss": served.GPT_OSS,
+    "llama3": served.LLAMA3, "mistral": served.MISTRAL, "gemma": served.GEMMA,
+    "qwen3": TEMPLATES["qwen3"], "deepseek": served.DEEPSEEK, "gpt_oss": served.GPT_OSS,
     "mistral_v3": served.MISTRAL_V3,
-}
+}  # fmt: skip
 REFUSES_TOOLS = {"gpt_oss", "mistral_v3"}
 styles = pytest.mark.parametrize("style", STYLES)
 TEXTS = ["go", "F F\nP G", " \n edges\t ", "", "0", "é 漢 🙂 Ä", "\"quoted\" <b> & 'x'\\n"]

@@ -12,15 +12,13 @@ import pytest
 
 from rose.launch import batch, sbatch, slurm
 from rose.launch.layout import layout
+from tests import processes
 
 DEADLINE_S = 120.0
 
 
 def wait_for(path):
-    end = time.monotonic() + DEADLINE_S
-    while not path.exists():
-        assert time.monotonic() < end, f"waited too long for {path}"
-        time.sleep(0.02)
+    processes.until(path.exists, str(path), DEADLINE_S)
 
 
 @dataclass
@@ -58,16 +56,11 @@ def job(make_config, tmp_path, stand_in):
         stand_in(sbatch="echo Submitted batch job 7", srun="exit 0")
         slurm.Executor(sbatch.folder(tmp_path / "run"), text).submit(Work(tmp_path, error))
         (tmp_path / "script").write_text(text)
-        process = subprocess.Popen(
-            ["bash", str(tmp_path / "script")],
-            env=os.environ | {"SLURM_JOB_ID": "7", "PYTHONPATH": str(late.parent)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        started.append(process)
-        return process
+        env = os.environ | {"SLURM_JOB_ID": "7", "PYTHONPATH": str(late.parent)}
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        command = ["bash", str(tmp_path / "script")]
+        started.append(subprocess.Popen(command, env=env, start_new_session=True, **output))
+        return started[-1]
 
     yield start
     for process in started:

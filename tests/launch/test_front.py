@@ -24,6 +24,8 @@ from rose.launch import doubts, local, plan, resume, slurm, supervise
 from rose.launch.layout import layout
 from rose.trainer import algorithms
 from tests import processes
+from tests.made import model_folder
+from tests.processes import ran
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODE = Path(__file__).with_name("simulated")  # an experiment that sets the mode
@@ -270,12 +272,8 @@ def test_a_tracker_that_is_not_installed_is_refused(launch, tmp_path, monkeypatc
 
 def test_an_affinity_names_members_of_the_mixture(launch):
     code, out, err = launch(
-        "env=mixture",
-        *(
-            word
-            for name in ("small", "large")
-            for word in (f"+env@env.members.{name}=frozen_lake", f"+env.members.{name}.weight=1")
-        ),
+        *("env=mixture", "+env@env.members.small=frozen_lake", "+env.members.small.weight=1"),
+        *("+env@env.members.large=frozen_lake", "+env.members.large.weight=1"),
         "env.members.large.args.size=6",
         "scheduler/routing=rollart",
         "+scheduler.routing.args.hardware.large=H20",
@@ -385,12 +383,7 @@ def test_held_out_tasks_that_a_replay_leaves_out_are_a_doubt(make_config):
 
 
 def test_the_plan_tells_the_size_of_a_model_that_lies_in_a_folder(launch, tmp_path):
-    (tmp_path / "m").mkdir()
-    (tmp_path / "m" / "tokenizer_config.json").write_text("{}")
-    (tmp_path / "m" / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
-    raw = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "hidden_size": 64}
-    raw |= {"intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 256}
-    (tmp_path / "m" / "config.json").write_text(json.dumps(raw))
+    model_folder(tmp_path / "m")
     code, out, _ = launch("model.source=folder", "model.path=m", "cluster.dry_run=true")
     assert code == 0 and "model tiny: 0.12M parameters" in out
 
@@ -457,22 +450,14 @@ def test_a_job_that_sbatch_refuses_leaves_only_a_run_that_had_begun(
 def test_a_signal_while_the_model_is_made_ends_launcher_and_recipe(tmp_path, number):
     """Real: scripts/make_tiny_model.py imports torch for seconds, which is when it is ended."""
     env = os.environ | {"ROSE_CACHE": str(tmp_path / "cache")}
-    launcher = subprocess.Popen(
-        [sys.executable, str(REPOSITORY / "launch.py"), "name=x"],
-        cwd=tmp_path,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    command = [sys.executable, str(REPOSITORY / "launch.py"), "name=x"]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    launcher = subprocess.Popen(command, cwd=tmp_path, env=env, **output)
 
     def makes():
         assert launcher.poll() is None, launcher.communicate()
-        return [
-            child
-            for child in processes.children(launcher.pid)
-            if any(part.endswith("make_tiny_model.py") for part in processes.words(child))
-        ]
+        found = processes.children(launcher.pid)
+        return [each for each in found if "make_tiny_model.py" in " ".join(processes.words(each))]
 
     try:
         recipe = processes.until(makes, "the recipe")
@@ -548,13 +533,7 @@ def test_a_mixture_goes_on_with_the_same_weights_whatever_the_order_of_its_membe
 def test_without_the_environment_it_says_what_to_do(tmp_path):
     shutil.copy(REPOSITORY / "launch.py", tmp_path)
     shutil.copytree(REPOSITORY / "rose", tmp_path / "rose")
-    bare = subprocess.run(
-        [sys.executable, "-S", "-E", "launch.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    bare = ran([sys.executable, "-S", "-E", "launch.py"], cwd=tmp_path, timeout=600)
     assert bare.returncode == 2
     assert "is not installed" in bare.stderr and "make train" in bare.stderr
 
@@ -582,9 +561,7 @@ def test_training_imports_no_simulator_and_who_computes_nothing_no_torch():
         "import rose.agent.rank, rose.agent.process; "
         "print([m for m in sys.modules if 'rose.parts.simulator' in m or m == 'torch'])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", words], capture_output=True, text=True, cwd=CONF.parent, check=True
-    )
+    done = ran([sys.executable, "-c", words], cwd=CONF.parent, check=True)
     assert done.stdout.strip() == "[]"
 
 

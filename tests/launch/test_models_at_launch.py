@@ -9,11 +9,9 @@ import pytest
 from rose import hub
 from rose.config import ConfigError
 from rose.launch import model, resume
+from tests import made
 
-RAW = {
-    "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "num_attention_heads": 2,
-    "hidden_size": 8, "intermediate_size": 8, "vocab_size": 9, "max_position_embeddings": 512,
-}  # fmt: skip
+RAW = made.LLAMA | {"num_attention_heads": 2, "max_position_embeddings": 512}
 
 
 def safetensors(path, size=8, kept=None):
@@ -24,12 +22,7 @@ def safetensors(path, size=8, kept=None):
 
 @pytest.fixture
 def folder(tmp_path):
-    made = tmp_path / "model"
-    made.mkdir()
-    (made / "config.json").write_text(json.dumps(RAW))
-    (made / "tokenizer_config.json").write_text("{}")
-    safetensors(made / "model.safetensors")
-    return made
+    return made.model_folder(tmp_path / "model", **RAW)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from rose import config
 from rose.agent import envs
 from rose.agent.envs.base import Action, Step, ToolCall
 from rose.config import ConfigError
+from tests.made import environment
 
 CONF = Path(__file__).resolve().parents[3] / "conf" / "env"
 ODD_CALLS = [None, ToolCall("no_such_tool" * 20, {}), ToolCall("\ud800", {"x": "\ud800"})]
@@ -26,9 +27,8 @@ GIVEN = {"prompts": ("data",), "mcp": ("data",)}  # arguments without a default 
 
 
 def read(name: str, **args) -> config.Env:
-    raw = yaml.safe_load((CONF / f"{name}.yaml").read_text())
     given = {key: prompts() for key in GIVEN.get(name, ())}
-    return config.Env(**(raw | {"args": raw["args"] | given | args}))
+    return environment(name, **given | args)
 
 
 @functools.cache

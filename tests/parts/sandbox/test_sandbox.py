@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import psutil
@@ -138,13 +137,6 @@ def mounted() -> set[str]:
     return set(Path("/proc/self/mountinfo").read_text().splitlines())
 
 
-def until(happened, what: str) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not happened():
-        assert time.monotonic() < end, f"{what}: not within {DEADLINE_S:g} s"
-        time.sleep(0.02)
-
-
 def groups_of(keeper: int) -> list[Path]:
     return [g for parent in Groups().parents for g in parent.glob(f"rose-{keeper}-*")]
 
@@ -154,15 +146,12 @@ def groups_of(keeper: int) -> list[Path]:
 def test_nothing_stays_behind_whoever_is_killed(killed):
     mark = f"rose-{secrets.token_hex(8)}"
     mounts = mounted()
-    host = subprocess.Popen(
-        [sys.executable, HERE / "killed.py", mark],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-    )
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, HERE / "killed.py", mark]
+    host = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     try:
         keeper, count = map(int, host.stdout.readline().split())
-        until(lambda: len(bearing(mark)) == 2 * count, "background processes")
+        processes.until(lambda: len(bearing(mark)) == 2 * count, "background processes")
         assert not [m for m in mounted() - mounts if " - overlay " in m or "rose" in m]
         if os.geteuid() == 0:
             assert groups_of(keeper)
@@ -172,8 +161,8 @@ def test_nothing_stays_behind_whoever_is_killed(killed):
             host.kill()
         if killed != "host":
             os.kill(keeper, signal.SIGKILL)
-        until(lambda: not bearing(mark), "the end of the sandboxes' processes")
-        until(lambda: not processes.alive(keeper), "the keeper's end")
+        processes.until(lambda: not bearing(mark), "the end of the sandboxes' processes")
+        processes.until(lambda: not processes.alive(keeper), "the keeper's end")
     finally:
         host.kill()
         host.wait()

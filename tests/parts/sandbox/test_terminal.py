@@ -12,9 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import yaml
 
-from rose import config
 from rose import protocol as p
 from rose.agent import envs
 from rose.agent.envs import _ladder
@@ -30,6 +28,7 @@ from rose.parts.sandbox.envs._host_store import HostStore
 from rose.parts.sandbox.envs.terminal import Terminal
 from scripts.sandbox import make_repair_tasks
 from tests.agent.hosted import Hosted
+from tests.made import environment
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -117,10 +116,8 @@ def test_every_broken_task_is_named_before_anything_starts(tmp_path):
     (task(tmp_path, "windows") / "tests/test.sh").write_bytes(b"exit 0\r\n")
     (task(tmp_path, "old") / "instruction.md").write_bytes(b"Gr\xf6\xdfe\n")
     (task(tmp_path, "marked") / "task.toml").write_bytes(b"\xef\xbb\xbf[agent]\n")
-    raw = yaml.safe_load((REPOSITORY / "conf/env/terminal.yaml").read_text())
-    raw["args"]["tasks"] = str(tmp_path)
     with pytest.raises(ConfigError) as error:
-        envs.check(config.Env(**raw))
+        envs.check(environment("terminal", tasks=str(tmp_path)))
     words = str(error.value)
     assert words.startswith(f"env.args.tasks={str(tmp_path)!r}: ")
     for expected in (
@@ -480,13 +477,12 @@ async def test_a_repeated_call_that_shows_something_else_ends_the_resume(tmp_pat
 
 
 def test_undo_is_off_unless_asked_for():
-    raw = yaml.safe_load((REPOSITORY / "conf/env/terminal.yaml").read_text())
     for args, words in (
         ({"undo": "yes"}, "undo='yes': true or false"),
         ({"cpus": 0}, "cpus=0: a number above 0"),
     ):
         with pytest.raises(ConfigError, match=f"env.args.{words}"):
-            envs.build(config.Env(**(raw | {"args": args})))
+            envs.build(environment("terminal", **args))
     assert "undo" not in Terminal().tools
 
 

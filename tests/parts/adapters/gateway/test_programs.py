@@ -8,9 +8,7 @@ import random
 import subprocess
 import sys
 import textwrap
-import time
 
-import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -24,13 +22,11 @@ from rose.parts.adapters.envs.agent import Agent
 from rose.parts.adapters.gateway import program
 from rose.parts.adapters.gateway.forks import Forks
 from rose.parts.adapters.gateway.program import environment
-from rose.parts.adapters.gateway.run import run_agent
-from rose.parts.adapters.gateway.server import Gateway
 from rose.processes import adopt_orphans
-from rose.protocol import Sampling, TrajectoryScored
+from rose.protocol import TrajectoryScored
 from tests import processes
 
-from .conftest import START, Policy, limits
+from .conftest import START, Policy, limits, open_gateway, played
 
 ASK = """
 import json, os, urllib.request
@@ -50,26 +46,22 @@ def reward(value):
 def run(chats, tokenizer, tmp_path, make_config):
     """run(source, **limits) -> the trajectory of a program with this source."""
 
-    def go(source, arguments=None, scorer=None, key="env", **changed):
+    def go(source, arguments=None, scorer=None, **changed):
         path = tmp_path / "agent.py"
         path.write_text(ASK + textwrap.dedent(source))
         agent = Agent(**(arguments or {"command": [sys.executable, str(path)]}))
 
         async def run():
             adopt_orphans()
-            gateway = Gateway("tiny")
-            await gateway.open("127.0.0.1")
             scoring = None
             if scorer is not None:  # a reward rank that answers at once
                 settings = make_config("reward=function", "reward.args.path=judge.py:f").reward
                 scoring = Scoring(settings, [3], lambda rank, m: scoring.handle(scorer(m)))
-            try:
-                return await run_agent(
-                    START, agent, gateway, chats["tiny"], Policy(tokenizer, "one", "two"),
-                    limits(**changed), key, 2000, Sampling(1), time.time, scoring,
-                )  # fmt: skip
-            finally:
-                await gateway.close()
+            policy = Policy(tokenizer, "one", "two")
+            async with open_gateway() as gateway:
+                return await played(
+                    gateway, agent, chats["tiny"], policy, scoring=scoring, **changed
+                )
 
         return asyncio.run(run())
 
@@ -411,23 +403,12 @@ async def test_commands_begin_a_few_at_a_time(chats, tokenizer, tmp_path):
     """... and functions, which are forked with their imports, all at once."""
     path = tmp_path / "agent.py"
     path.write_text(ASK + BEGINS.replace("FOLDER", str(tmp_path)))
-    gateway = Gateway("tiny")
-    gateway.beginning = asyncio.Semaphore(2)
-    await gateway.open("127.0.0.1")
-
-    def one(number: int):
-        start = msgspec.structs.replace(START, id=f"g0.{number}")
-        agent = Agent(command=[sys.executable, str(path)])
-        policy = Policy(tokenizer, "one", "two")
-        return run_agent(
-            start, agent, gateway, chats["tiny"], policy, limits(), "env", 2000, Sampling(1),
-            time.time,
-        )  # fmt: skip
-
-    try:
-        made = await asyncio.gather(*map(one, range(6)))
-    finally:
-        await gateway.close()
+    agent = Agent(command=[sys.executable, str(path)])
+    async with open_gateway(beginning=asyncio.Semaphore(2)) as gateway:
+        policies = [Policy(tokenizer, "one", "two") for _ in range(6)]
+        given = (gateway, agent, chats["tiny"])
+        episodes = (played(*given, each, f"g0.{n}") for n, each in enumerate(policies))
+        made = await asyncio.gather(*episodes)
     seen = [trajectory.reward for trajectory in made]
     assert max(seen) == 2 and len(seen) == 6
 
