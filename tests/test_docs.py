@@ -11,14 +11,13 @@ from pathlib import Path
 import printed
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from rose import config, front
 from rose.agent import envs
 from rose.agent.envs.base import Action, ToolCall
 from rose.reward import scorers
 from rose.reward.episode import Said
+from tests.conftest import compose_tree
 from tests.made import episode, model_folder
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -166,7 +165,7 @@ async def test_the_printed_server_has_a_tool(reader, monkeypatch):
     monkeypatch.setenv("PATH", os.pathsep.join(folders))
     reader("environments.md")
     (run,) = [r for r in printed.commands("environments.md") if "env=mcp" in r]
-    tree = composed(*run)["env"]
+    tree = compose_tree(*run)["env"]
     env = envs.build(config.Env(**tree))
     start = await env.reset(0)
     assert [tool["function"]["name"] for tool in start.tools] == ["multiply"]
@@ -181,7 +180,7 @@ def test_the_printed_tests_tell_right_answers_from_wrong_ones(reader):
     folder = reader("rewards.md")
     row = json.loads((folder / "tasks.jsonl").read_text().splitlines()[0])
     (run,) = [r for r in printed.commands("rewards.md") if "reward=command" in r]
-    reward = composed(*run)["reward"]
+    reward = compose_tree(*run)["reward"]
     scorer = scorers.build(reward["name"], reward["args"])
 
     def scored(code: str) -> float:
@@ -191,8 +190,3 @@ def test_the_printed_tests_tell_right_answers_from_wrong_ones(reader):
 
     assert scored("def f(x): return 2 * x") == 1.0
     assert scored("def f(x): return x") == 0.0
-
-
-def composed(*overrides: str) -> dict:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return OmegaConf.to_container(compose("config", list(overrides)), resolve=True)

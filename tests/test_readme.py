@@ -181,7 +181,7 @@ def test_every_rival_is_read_at_one_commit_and_its_date_stands_above_it():
 
 
 def test_help_names_the_ten_keys_that_most_runs_set_before_all_others():
-    done = ran([sys.executable, "-m", "rose", "train", "--help"], cwd=REPOSITORY, timeout=SECONDS)  # fmt: skip
+    done = ran([sys.executable, "-m", "rose", "train", "--help"], cwd=REPOSITORY, timeout=SECONDS)
     first = done.stdout.split("== Configuration groups ==")[0]
     keys = re.findall(r"^  (\+?[\w.]+=\S+)  ", first, re.M)
     assert done.returncode == 0 and len(keys) == 10

@@ -6,7 +6,6 @@ import json
 import random
 
 import pytest
-from vllm.exceptions import VLLMValidationError
 
 from rose.agent.chat import CannotExtend, ChatFormat
 from rose.agent.template import takes_parts
@@ -153,6 +152,8 @@ APIS = {
 
 def tokens_or_none(write, *given):
     """Return None where the conversation is refused."""
+    from vllm.exceptions import VLLMValidationError  # after seconds, which others need not wait
+
     try:
         return list(write(*given))
     except (CannotExtend, ApiError, VLLMValidationError):
@@ -175,7 +176,7 @@ def test_the_gateway_writes_a_request_as_vllm_does(sides, style, api):
     chat, vllm = sides(style)
     _, body_of = APIS[api]
     written = 0
-    for seed in range(40):
+    for seed in range(24):
         rng = random.Random(seed)
         tools = style not in REFUSES_TOOLS and rng.random() < 0.7
         said = conversation(rng, style, tools)
@@ -185,7 +186,7 @@ def test_the_gateway_writes_a_request_as_vllm_does(sides, style, api):
         assert shown(chat, ours) == shown(chat, theirs), (seed, body)
         assert ours == theirs
         written += theirs is not None
-    assert written > 20, "most conversations are such that the template writes them"
+    assert written > 12, "most conversations are such that the template writes them"
 
 
 SYSTEM, GO, YES = (
@@ -286,7 +287,7 @@ def turn_of(chat, first, second):
 def test_the_gateway_goes_on_after_a_turn_as_vllm_does(sides, style):
     chat, vllm = sides(style)
     steps_seen = 0
-    for seed in range(40):
+    for seed in range(24):
         rng = random.Random(seed)
         tools = style not in REFUSES_TOOLS and rng.random() < 0.7
         body = chat_body(conversation(rng, style, tools), FUNCTIONS[:2] if tools else [])
@@ -300,14 +301,14 @@ def test_the_gateway_goes_on_after_a_turn_as_vllm_does(sides, style):
             context = list(memoryview(following.context).cast("i"))
             assert shown(chat, context) == second, (seed, body)
             steps_seen += 1
-    assert steps_seen > 10
+    assert steps_seen > 6
 
 
 @styles
 def test_the_loop_goes_on_after_a_turn_as_vllm_does(sides, style):
     chat, vllm = sides(style)
     steps_seen = 0
-    for seed in range(60):
+    for seed in range(36):
         rng = random.Random(seed)
         tools = style not in REFUSES_TOOLS and rng.random() < 0.7
         said = [
@@ -325,7 +326,7 @@ def test_the_loop_goes_on_after_a_turn_as_vllm_does(sides, style):
             tokens = tokens + turn_of(chat, first, second) + gap
             assert shown(chat, tokens) == second, (seed, body)
             steps_seen += 1
-    assert steps_seen > 10
+    assert steps_seen > 6
 
 
 @pytest.mark.parametrize("style", sorted(REFUSES_TOOLS))

@@ -76,6 +76,7 @@ async def test_a_malformed_action_is_told_and_a_broken_environment_fails(url):
     assert "number" in told[1].observation and "Call one of act" in told[2].observation
 
 
+@pytest.mark.slow
 def test_the_look_at_launch_goes_to_no_proxy_as_episodes_do(url, monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
