@@ -25,10 +25,13 @@ def test_a_full_disk_leaves_the_old_file_and_no_half_of_the_new(disk):
     assert {p.name for p in disk.path.iterdir()} == {"state.json", "filler", "lost+found"}
 
 
-@pytest.mark.parametrize("deed, words", [
-    ("fill", "No space left on device; free some space there"),
-    ("fail", "Read-only file system; have it mounted writable again"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "deed, words",
+    [
+        ("fill", "No space left on device; free some space there"),
+        ("fail", "Read-only file system; have it mounted writable again"),
+    ],
+)
 def test_a_refusing_folder_is_named_with_the_remedy(disk, deed, words):
     getattr(disk, deed)()
     assert files.advice(files.refusal(disk.path)).startswith(

@@ -114,14 +114,17 @@ def test_what_is_no_id_is_said_to_be_none(cache):
         hub.snapshot("a/b/c/d")
 
 
-@pytest.mark.parametrize("change, said", [
-    ({"num_experts": 60, "architectures": ["Qwen2MoeForCausalLM"]}, "Qwen2MoeForCausalLM"),
-    ({"decoder_sparse_step": 2, "architectures": ["Qwen3MoeForCausalLM"]}, r"some layers have"),
-    ({"quantization_config": {"quant_method": "awq"}}, r"quantised \(awq\)"),
-    ({"quantization_config": "fp8"}, r"quantised \(fp8\)"),
-    ({"architectures": None}, "its architecture is unknown"),
-    ({"architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM; ROSE trains"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"num_experts": 60, "architectures": ["Qwen2MoeForCausalLM"]}, "Qwen2MoeForCausalLM"),
+        ({"decoder_sparse_step": 2, "architectures": ["Qwen3MoeForCausalLM"]}, r"some layers have"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quantised \(awq\)"),
+        ({"quantization_config": "fp8"}, r"quantised \(fp8\)"),
+        ({"architectures": None}, "its architecture is unknown"),
+        ({"architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM; ROSE trains"),
+    ],
+)
 def test_untrainable_models_are_refused_when_planned(cache, files, tree, tmp_path, change, said):
     hub_cache.add(cache, "acme/tiny", files, **change)
     with pytest.raises(ConfigError, match=f"model.path='acme/tiny': .*{said}"):

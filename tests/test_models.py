@@ -70,11 +70,15 @@ def test_a_rank_takes_the_snapshot_that_the_launcher_found(tmp_path):
     assert models.resolve(model("hub", "acme/tiny", snapshot=str(folder))) == folder
 
 
-@pytest.mark.parametrize("names, words", [
-    (None, "no such folder"), ((), "no config.json"),
-    (("config.json",), "no tokenizer_config.json"),
-    (("adapter_config.json", "tokenizer_config.json"), "is an adapter; .* rose.export RUN"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "names, words",
+    [
+        (None, "no such folder"),
+        ((), "no config.json"),
+        (("config.json",), "no tokenizer_config.json"),
+        (("adapter_config.json", "tokenizer_config.json"), "is an adapter; .* rose.export RUN"),
+    ],
+)
 def test_an_incomplete_folder_is_named_with_what_it_lacks(tmp_path, names, words):
     folder = tmp_path / "m" if names is None else fill(tmp_path / "m", *names)
     with pytest.raises(ConfigError, match=f"model.path=.*{folder}.*{words}"):

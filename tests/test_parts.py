@@ -13,9 +13,15 @@ from rose.observe.metrics import read_metrics, rows_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SMALL = (
-    "name=run", "trainer.steps=1", "trainer.batch_size=8", "rollout.group_size=4",
-    "rollout.workers=1", "rollout.kv_cache_gib=0.1", "eval.episodes=4", "observe.terminal=false",
-)  # fmt: skip
+    "name=run",
+    "trainer.steps=1",
+    "trainer.batch_size=8",
+    "rollout.group_size=4",
+    "rollout.workers=1",
+    "rollout.kv_cache_gib=0.1",
+    "eval.episodes=4",
+    "observe.terminal=false",
+)
 SECONDS = 600
 
 

@@ -24,16 +24,19 @@ def test_threads_follow_the_binding_and_end_at_eight(monkeypatch, tmp_path):
         assert processes.usable_threads() == wanted
 
 
-@pytest.mark.parametrize("own, files, wanted", [
-    ("0::/a/b", {}, 64),
-    ("0::/a/b", {"a/b/cpu.max": "max 100000"}, 64),
-    ("0::/a/b", {"a/b/cpu.max": "250000 100000"}, 2),
-    ("0::/a/b", {"a/b/cpu.max": "400000 100000", "a/cpu.max": "150000 50000"}, 3),
-    ("0::/", {"cpu.max": "50000 100000"}, 1),  # a container's own root
-    ("2:cpu,cpuacct:/d", {"cpu/d/cpu.cfs_quota_us": "-1"}, 64),
-    ("2:cpu,cpuacct:/d/e", {"cpu/cpu.cfs_quota_us": "200000"}, 2),  # mounted as another path
-    ("3:cpuset:/d\n1:cpu:/d\n0::/", {"cpu/d/cpu.cfs_quota_us": "500000"}, 5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "own, files, wanted",
+    [
+        ("0::/a/b", {}, 64),
+        ("0::/a/b", {"a/b/cpu.max": "max 100000"}, 64),
+        ("0::/a/b", {"a/b/cpu.max": "250000 100000"}, 2),
+        ("0::/a/b", {"a/b/cpu.max": "400000 100000", "a/cpu.max": "150000 50000"}, 3),
+        ("0::/", {"cpu.max": "50000 100000"}, 1),  # a container's own root
+        ("2:cpu,cpuacct:/d", {"cpu/d/cpu.cfs_quota_us": "-1"}, 64),
+        ("2:cpu,cpuacct:/d/e", {"cpu/cpu.cfs_quota_us": "200000"}, 2),  # mounted as another path
+        ("3:cpuset:/d\n1:cpu:/d\n0::/", {"cpu/d/cpu.cfs_quota_us": "500000"}, 5),
+    ],
+)
 def test_cores_are_no_more_than_the_groups_quotas(monkeypatch, tmp_path, own, files, wanted):
     for name, text in files.items():
         file = tmp_path / "fs" / name

@@ -52,10 +52,12 @@ def commands(page: Path) -> list[str]:
     placeholder = re.compile(r"KEY=VALUE|\bDIR\b|--help$")
     return list(
         dict.fromkeys(
-            line for line in found if line.split()[:1] and line.split()[0] in PROGRAMS
+            line
+            for line in found
+            if line.split()[:1] and line.split()[0] in PROGRAMS
             if not placeholder.search(line)
         )
-    )  # fmt: skip
+    )
 
 
 def launches(page: Path) -> list[str]:
@@ -123,7 +125,7 @@ def test_the_lending_job_starts_a_rank_for_the_run_of_that_name(tmp_path):
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     assert programs("sbatch")
     for command in programs("sbatch"):
-        done = ran(["bash", "-c", command], cwd=REPOSITORY, env=environment, timeout=SECONDS)  # fmt: skip
+        done = ran(["bash", "-c", command], cwd=REPOSITORY, env=environment, timeout=SECONDS)
         assert done.returncode == 0, done.stderr
         assert "-m rose serve name=qwen7b" in done.stdout
 
@@ -139,7 +141,13 @@ def test_the_commands_on_a_run_do_what_they_say_on_one(tmp_path):
     }
 
     def shell(command: str) -> subprocess.CompletedProcess:
-        return ran(["bash", "-c", command], cwd=tmp_path, env=environment, timeout=SECONDS, stdin=subprocess.DEVNULL)  # fmt: skip
+        return ran(
+            ["bash", "-c", command],
+            cwd=tmp_path,
+            env=environment,
+            timeout=SECONDS,
+            stdin=subprocess.DEVNULL,
+        )
 
     done = shell(f"python {REPOSITORY}/launch.py {' '.join(SMALL)}")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -174,8 +182,13 @@ def test_every_rival_is_read_at_one_commit_and_its_date_stands_above_it():
     text = README.read_text()
     (header,) = [line for line in text.splitlines() if line.startswith("| | ROSE | [TRL]")]
     assert len(re.findall(r"\d+ [A-Z][a-z]+ 20\d\d", header)) == 5
-    for owner in ("huggingface/trl", "verl-project/verl", "PrimeIntellect-ai/prime-rl",
-                  "NovaSky-AI/SkyRL", "THUDM/slime"):  # fmt: skip
+    for owner in (
+        "huggingface/trl",
+        "verl-project/verl",
+        "PrimeIntellect-ai/prime-rl",
+        "NovaSky-AI/SkyRL",
+        "THUDM/slime",
+    ):
         commits = re.findall(rf"github\.com/{owner}/(?:blob|tree)/(\w+)", text)
         assert len(set(commits)) == 1 and len(commits[0]) == 40
 

@@ -223,11 +223,14 @@ def test_each_turns_tokens_and_rewards_are_kept_where_the_environment_rewards_tu
 # --------------------------------------------------------------------------- calls that are none
 
 
-@pytest.mark.parametrize("text, answer, role, reaches_env", [
-    (NONSENSE, "Bad tool call", "tool", False),
-    ("hello", REMINDER.format(FORM), "user", False),
-    ('<tool_call>{"name": "fly", "arguments": {}}</tool_call>', "no tool fly", "tool", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, answer, role, reaches_env",
+    [
+        (NONSENSE, "Bad tool call", "tool", False),
+        ("hello", REMINDER.format(FORM), "user", False),
+        ('<tool_call>{"name": "fly", "arguments": {}}</tool_call>', "no tool fly", "tool", True),
+    ],
+)
 def test_an_unusable_call_is_answered(run, chats, tokenizer, text, answer, role, reaches_env):
     env, script = Walk(1), Script(tokenizer, text, STEP)
     trajectory = run(env, script)
@@ -421,12 +424,16 @@ async def cancels_itself(*_):
 
 
 @pytest.mark.parametrize("method", ["reset", "step", "close"])
-@pytest.mark.parametrize("behaviour, cause", [
-    (hangs, "did not return within env.step_timeout_s=0.05 s"),
-    (hangs_and_ignores_cancellation, "did not return within env.step_timeout_s=0.05 s"),
-    (raises, "lake is dry"), (raises_without_being_async, "lake is dry"),
-    (cancels_itself, "CancelledError"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "behaviour, cause",
+    [
+        (hangs, "did not return within env.step_timeout_s=0.05 s"),
+        (hangs_and_ignores_cancellation, "did not return within env.step_timeout_s=0.05 s"),
+        (raises, "lake is dry"),
+        (raises_without_being_async, "lake is dry"),
+        (cancels_itself, "CancelledError"),
+    ],
+)
 def test_a_broken_environment_is_closed_and_named(run, tokenizer, method, behaviour, cause):
     env = broken(method, behaviour)
     with pytest.raises(EnvironmentFailure) as failure:
@@ -480,12 +487,21 @@ def test_an_error_of_the_turn_source_closes_the_environment_and_passes_on(run):
     assert env.closed == 1
 
 
-@pytest.mark.parametrize("change", [
-    {"turn": "g9.9.t0"}, {"finish": FinishReason.ABORT}, {"logprobs": b""},
-    {"versions": pack_tokens([0] * 9)},
-    {"tokens": b"", "logprobs": b"", "versions": b""},
-    {"tokens": pack_tokens([5] * 99), "logprobs": pack_floats([0.0] * 99), "versions": pack_tokens([0] * 99)},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"turn": "g9.9.t0"},
+        {"finish": FinishReason.ABORT},
+        {"logprobs": b""},
+        {"versions": pack_tokens([0] * 9)},
+        {"tokens": b"", "logprobs": b"", "versions": b""},
+        {
+            "tokens": pack_tokens([5] * 99),
+            "logprobs": pack_floats([0.0] * 99),
+            "versions": pack_tokens([0] * 99),
+        },
+    ],
+)
 def test_a_turn_that_was_not_asked_for_is_refused(run, change):
     async def source(request):
         return msgspec.structs.replace(turn_result(request.turn, [5], 0.0), **change)

@@ -157,14 +157,21 @@ def test_a_base_models_template_may_end_turns_by_a_token_that_is_named(save_toke
     assert chat.decode([7, tokenizer.eos_token_id]) == tokenizer.decode([7])
 
 
-@pytest.mark.parametrize("template, problem", [
-    (None, "no chat template"),
-    # the number of turns so far stands in every prompt
-    ("{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' + " "messages|length|string }}{% endfor %}", "depends on the turns before"),
-    ("{% for m in messages %}{{ m.content + '[END]' }}{% endfor %}", "none of its end-of-turn"),
-    ("{{ messages[-1].content + '<|im_end|>' }}", "does not write each message once"),
-    ("{{ raise_exception('one turn only') }}", "one turn only"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "template, problem",
+    [
+        (None, "no chat template"),
+        # the number of turns so far stands in every prompt
+        (
+            "{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' + "
+            "messages|length|string }}{% endfor %}",
+            "depends on the turns before",
+        ),
+        ("{% for m in messages %}{{ m.content + '[END]' }}{% endfor %}", "none of its end-of-turn"),
+        ("{{ messages[-1].content + '<|im_end|>' }}", "does not write each message once"),
+        ("{{ raise_exception('one turn only') }}", "one turn only"),
+    ],
+)
 def test_an_unusable_template_is_refused_naming_the_model(save_tokenizer, template, problem):
     folder = save_tokenizer(template)
     with pytest.raises(ConfigError, match=problem) as error:

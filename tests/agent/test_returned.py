@@ -89,13 +89,21 @@ WRONG = [
     ("reset", lambda: Start([ASK, {"role": "human", "content": "x"}]), r"\[1\] the role 'human'"),
     ("reset", lambda: Start([{"role": "user"}]), r"messages\[0\] the content None, not text"),
     ("reset", lambda: Start([{"role": "user", "content": 3}]), "the content 3, not text"),
-    ("reset", lambda: Start([{"role": "user", "content": [{"type": "text", "text": "x"}]}]), r"Odd.reset gave messages\[0\] the content \[.*parts can't be given"),
+    (
+        "reset",
+        lambda: Start([{"role": "user", "content": [{"type": "text", "text": "x"}]}]),
+        r"Odd.reset gave messages\[0\] the content \[.*parts can't be given",
+    ),
     ("reset", lambda: Start([{"role": "assistant", "content": None}]), "the content None"),
     ("reset", lambda: Start([ASK | {"extra": object()}]), "messages with more than plain JSON"),
     ("reset", lambda: Start([ASK], None), "tools None, not a list"),
     ("reset", lambda: Start([ASK], ["go"]), r"tools\[0\] 'go', not an OpenAI function schema"),
     ("reset", lambda: Start([ASK], [{"name": "go"}]), r"tools\[0\] {'name': 'go'}"),
-    ("reset", lambda: Start([ASK], [{"function": {"name": "go", "parameters": "none"}}]), r"tools\[0\] the parameters 'none'"),
+    (
+        "reset",
+        lambda: Start([ASK], [{"function": {"name": "go", "parameters": "none"}}]),
+        r"tools\[0\] the parameters 'none'",
+    ),
     ("reset", lambda: Start([ASK], [], None), "the task None, not a dict"),
     ("reset", lambda: Start([ASK], [], {"a": object()}), "a task with more than plain JSON"),
     ("step", lambda: None, "Odd.step returned None, not a Step"),
@@ -124,9 +132,13 @@ WRONG = [
     ("stats", lambda: {"a": float("inf")}, "Odd.stats gave 'a': inf"),
     ("stats", lambda: raises(RuntimeError("no")), r"Odd.stats raised RuntimeError\('no'\)"),
     ("stats", lambda: sys.exit(2), r"Odd.stats raised SystemExit\(2\)"),
-    ("requires_tool", lambda self: False, "Odd.requires_tool gave <bound method .*not true or false"),
+    (
+        "requires_tool",
+        lambda self: False,
+        "Odd.requires_tool gave <bound method .*not true or false",
+    ),
     ("rewards_turns", property(lambda self: raises(KeyError("x"))), "Odd.rewards_turns raised Key"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("name, given, words", WRONG)

@@ -108,11 +108,14 @@ def called(text):
     return {"id": "1", "type": "function", "function": {"name": "go", "arguments": {"to": text}}}
 
 
-@pytest.mark.parametrize("starts, words", [
-    (lambda: [Start([])], r"env\.name: Own\.starts gave Start\(.*, not \(name, Start\)"),
-    (lambda: open("/nowhere"), r"env\.name: Own\.starts raised FileNotFoundError"),
-    (lambda: None, r"env\.name: Own\.starts raised TypeError"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "starts, words",
+    [
+        (lambda: [Start([])], r"env\.name: Own\.starts gave Start\(.*, not \(name, Start\)"),
+        (lambda: open("/nowhere"), r"env\.name: Own\.starts raised FileNotFoundError"),
+        (lambda: None, r"env\.name: Own\.starts raised TypeError"),
+    ],
+)
 def test_starts_that_raise_or_give_no_pairs_are_refused(starts, words):
     own = type("Own", (), {"starts": staticmethod(starts)})()
     with pytest.raises(ConfigError, match=words):

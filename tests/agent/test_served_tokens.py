@@ -20,10 +20,14 @@ from .conftest import TEMPLATES, TRL_TEMPLATES
 STYLES = {
     "chatml": served.CHATML,
     "hermes": {"default": served.CHATML, "tool_use": served.HERMES_TOOL_USE},
-    "llama3": served.LLAMA3, "mistral": served.MISTRAL, "gemma": served.GEMMA,
-    "qwen3": TEMPLATES["qwen3"], "deepseek": served.DEEPSEEK, "gpt_oss": served.GPT_OSS,
+    "llama3": served.LLAMA3,
+    "mistral": served.MISTRAL,
+    "gemma": served.GEMMA,
+    "qwen3": TEMPLATES["qwen3"],
+    "deepseek": served.DEEPSEEK,
+    "gpt_oss": served.GPT_OSS,
     "mistral_v3": served.MISTRAL_V3,
-}  # fmt: skip
+}
 REFUSES_TOOLS = {"gpt_oss", "mistral_v3"}
 styles = pytest.mark.parametrize("style", STYLES)
 TEXTS = ["go", "F F\nP G", " \n edges\t ", "", "0", "é 漢 🙂 Ä", "\"quoted\" <b> & 'x'\\n"]
@@ -196,18 +200,21 @@ SYSTEM, GO, YES = (
 OFF = {"chat_template_kwargs": {"enable_thinking": False}}
 
 
-@pytest.mark.parametrize("api, asked, thinks", [
-    ("chat", OFF, False),
-    ("chat", {"reasoning_effort": "none"}, False),
-    ("chat", {"reasoning_effort": "high"}, True),
-    ("chat", {"reasoning_effort": "high"} | OFF, False),
-    ("chat", {"chat_template_kwargs": {"nobody_reads_this": 1, "enable_thinking": None}}, True),
-    ("responses", {"reasoning": {"effort": "none", "summary": "auto"}}, False),
-    ("responses", OFF, False),
-    ("messages", {"thinking": {"type": "disabled"}}, False),
-    ("messages", {"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}}, True),
-    ("messages", OFF, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "api, asked, thinks",
+    [
+        ("chat", OFF, False),
+        ("chat", {"reasoning_effort": "none"}, False),
+        ("chat", {"reasoning_effort": "high"}, True),
+        ("chat", {"reasoning_effort": "high"} | OFF, False),
+        ("chat", {"chat_template_kwargs": {"nobody_reads_this": 1, "enable_thinking": None}}, True),
+        ("responses", {"reasoning": {"effort": "none", "summary": "auto"}}, False),
+        ("responses", OFF, False),
+        ("messages", {"thinking": {"type": "disabled"}}, False),
+        ("messages", {"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}}, True),
+        ("messages", OFF, False),
+    ],
+)
 def test_a_requests_arguments_of_the_template_are_used_as_vllm_does(sides, api, asked, thinks):
     chat, vllm = sides("qwen3")
     for seed in range(6):
@@ -412,11 +419,14 @@ def test_a_call_without_text_is_written_as_vllm_does(sides, style, content):
     assert place(chat, "chat", body).new == vllm.chat(body)
 
 
-@pytest.mark.parametrize("api, block", [
-    ("chat", {"type": "refusal", "refusal": "no"}),
-    # A thought that Anthropic has encrypted.
-    ("messages", {"type": "redacted_thinking", "data": "x"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "api, block",
+    [
+        ("chat", {"type": "refusal", "refusal": "no"}),
+        # A thought that Anthropic has encrypted.
+        ("messages", {"type": "redacted_thinking", "data": "x"}),
+    ],
+)
 def test_a_refusal_is_a_text_and_an_unreadable_thought_is_left_out(sides, api, block):
     chat, vllm = sides("chatml")
     said = [block, {"type": "text", "text": "yes"}][: 1 + (api == "messages")]

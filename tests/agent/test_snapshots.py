@@ -233,11 +233,14 @@ class Large(Wander):
         return Start((await super().reset(seed)).messages, task={"answer": 10**30})
 
 
-@pytest.mark.parametrize("kind, words", [
-    (Full, "Full.checkpoint raised OSError('no space left')"),
-    (Large, "a snapshot could not be written: OverflowError"),  # which no file can hold
-    (Wander, "a snapshot could not be written"),  # its folder takes no files
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, words",
+    [
+        (Full, "Full.checkpoint raised OSError('no space left')"),
+        (Large, "a snapshot could not be written: OverflowError"),  # which no file can hold
+        (Wander, "a snapshot could not be written"),  # its folder takes no files
+    ],
+)
 def test_what_can_not_be_saved_costs_snapshots_only(world, capsys, kind, words):
     if kind is Wander:
         (world.folder / START.id).write_text("in the way")

@@ -12,21 +12,27 @@ from rose.agent.tool_calls import BadCall, parse
 MOVE = '{"name": "move", "arguments": {"direction": "left"}}'
 
 
-@pytest.mark.parametrize("text", [
-    f"<tool_call>\n{MOVE}\n</tool_call>",
-    f"<tool_call>{MOVE}</tool_call>",
-    f"<tool_call>[{MOVE}]</tool_call>",  # SmolLM2
-    f"I go left.\n<tool_call>{MOVE}</tool_call> so there",
-    f"<think>perhaps <tool_call>nonsense</think><tool_call>{MOVE}</tool_call>",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"<tool_call>\n{MOVE}\n</tool_call>",
+        f"<tool_call>{MOVE}</tool_call>",
+        f"<tool_call>[{MOVE}]</tool_call>",  # SmolLM2
+        f"I go left.\n<tool_call>{MOVE}</tool_call> so there",
+        f"<think>perhaps <tool_call>nonsense</think><tool_call>{MOVE}</tool_call>",
+    ],
+)
 def test_a_call_is_read_in_either_form(text):
     assert parse(text) == Action(text=text, call=ToolCall("move", {"direction": "left"}))
 
 
-@pytest.mark.parametrize("text", [
-    f"<tool_call>{MOVE}</tool_call>\n<tool_call>{MOVE}</tool_call>",
-    f"<tool_call>[{MOVE}, {MOVE}]</tool_call>",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"<tool_call>{MOVE}</tool_call>\n<tool_call>{MOVE}</tool_call>",
+        f"<tool_call>[{MOVE}, {MOVE}]</tool_call>",
+    ],
+)
 def test_several_calls_are_all_read_in_order(text):
     action = parse(text)
     assert action.calls == (ToolCall("move", {"direction": "left"}),) * 2
@@ -40,24 +46,28 @@ def test_text_without_a_call_is_plain_text(text):
     assert parse(text) == Action(text), "a call that was only thought of does not count"
 
 
-@pytest.mark.parametrize("text, problem", [
-    ("<tool_call>move left</tool_call>", "not valid JSON"),
-    ("<tool_call></tool_call>", "not valid JSON"),
-    (f"<tool_call>{MOVE}", "must stand between"),
-    (f"{MOVE}</tool_call>", "must stand between"),
-    (f"</tool_call>{MOVE}<tool_call>", "must stand between"),
-    (f"<tool_call>{MOVE}</tool_call><tool_call>left</tool_call>", "not valid JSON"),
-    (f"<tool_call>{MOVE}</tool_call></tool_call>", "must stand between"),
-    ("<tool_call>[]</tool_call>", "one object"), ("<tool_call>3</tool_call>", "one object"),
-    ('<tool_call>{"name": "move"}</tool_call>', "one object"),
-    ('<tool_call>{"name": "", "arguments": {}}</tool_call>', "one object"),
-    ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', "one object"),
-    ('<tool_call>{"name": "move", "arguments": "left"}</tool_call>', "one object"),
-    ('<tool_call>{"name": "move", "arguments": {"x": NaN}}</tool_call>', "not valid JSON"),
-    ('<tool_call>{"name": "move", "arguments": {"x": 1e999}}</tool_call>', "not valid JSON"),
-    ("<tool_call>" + "9" * 5000 + "</tool_call>", "not valid JSON"),
-    ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not valid JSON"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        ("<tool_call>move left</tool_call>", "not valid JSON"),
+        ("<tool_call></tool_call>", "not valid JSON"),
+        (f"<tool_call>{MOVE}", "must stand between"),
+        (f"{MOVE}</tool_call>", "must stand between"),
+        (f"</tool_call>{MOVE}<tool_call>", "must stand between"),
+        (f"<tool_call>{MOVE}</tool_call><tool_call>left</tool_call>", "not valid JSON"),
+        (f"<tool_call>{MOVE}</tool_call></tool_call>", "must stand between"),
+        ("<tool_call>[]</tool_call>", "one object"),
+        ("<tool_call>3</tool_call>", "one object"),
+        ('<tool_call>{"name": "move"}</tool_call>', "one object"),
+        ('<tool_call>{"name": "", "arguments": {}}</tool_call>', "one object"),
+        ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', "one object"),
+        ('<tool_call>{"name": "move", "arguments": "left"}</tool_call>', "one object"),
+        ('<tool_call>{"name": "move", "arguments": {"x": NaN}}</tool_call>', "not valid JSON"),
+        ('<tool_call>{"name": "move", "arguments": {"x": 1e999}}</tool_call>', "not valid JSON"),
+        ("<tool_call>" + "9" * 5000 + "</tool_call>", "not valid JSON"),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not valid JSON"),
+    ],
+)
 def test_a_bad_call_is_explained(text, problem):
     result = parse(text)
     assert isinstance(result, BadCall)

@@ -85,11 +85,16 @@ def test_the_tool_parser_is_the_form_that_the_template_writes(make_config, base)
         assert (serve.SHOWS_NO_TOOLS in text) == (template == SMOLLM2)
 
 
-@pytest.mark.parametrize("name, marks, parser", [
-    ("qwen3", True, ["qwen3"]), (OPENS, True, ["qwen3"]),
-    ("qwen3_instruct_2507", True, None),  # It writes thoughts, and asks for none.
-    ("qwen3", False, None), ("qwen2_5", True, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, marks, parser",
+    [
+        ("qwen3", True, ["qwen3"]),
+        (OPENS, True, ["qwen3"]),
+        ("qwen3_instruct_2507", True, None),  # It writes thoughts, and asks for none.
+        ("qwen3", False, None),
+        ("qwen2_5", True, None),
+    ],
+)
 def test_thoughts_are_read_where_the_template_asks_for_them(make_config, base, name, marks, parser):
     template = name if name == OPENS else (TRL_TEMPLATES / f"{name}.jinja").read_text()
     folder = base(template)

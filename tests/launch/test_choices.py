@@ -30,14 +30,17 @@ def chosen(c):
     return (t.kernels, t.gradient_checkpointing), reasons
 
 
-@pytest.mark.parametrize("overrides, kernels, why", [
-    ((), "liger", "fused norms"),
-    (("trainer.sequence_parallel=2",), "liger", "fused norms"),
-    (("trainer.compile=true",), "none", "together with trainer.compile"),
-    (("trainer.elastic_replicas=1",), "none", "together with trainer.elastic_replicas"),
-    (("model.shape.type=gemma",), "none", "Liger has none for models of the type gemma"),
-    (("model.shape.type=''",), "none", "of the type unknown"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "overrides, kernels, why",
+    [
+        ((), "liger", "fused norms"),
+        (("trainer.sequence_parallel=2",), "liger", "fused norms"),
+        (("trainer.compile=true",), "none", "together with trainer.compile"),
+        (("trainer.elastic_replicas=1",), "none", "together with trainer.elastic_replicas"),
+        (("model.shape.type=gemma",), "none", "Liger has none for models of the type gemma"),
+        (("model.shape.type=''",), "none", "of the type unknown"),
+    ],
+)
 def test_ligers_kernels_where_nothing_excludes_them(make_config, overrides, kernels, why):
     found, reasons = chosen(make_config(*GPUS, *overrides))
     assert found[0] == kernels and why in reasons[0], reasons

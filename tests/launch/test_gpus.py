@@ -28,14 +28,22 @@ def test_a_listing_has_every_gpu_and_its_slices():
     assert gpus.parse("NVIDIA-SMI has failed because it couldn't communicate with it.\n") == ()
 
 
-@pytest.mark.parametrize(("listing", "variable", "names"), [
-    (EIGHT, None, ("0", "1", "2", "3", "4", "5", "6", "7")),
-    (EIGHT, "4,5,6,7", ("4", "5", "6", "7")), (EIGHT, " 7, 2 ", ("7", "2")), (EIGHT, "", ()),
-    (EIGHT, "-1", ()), (EIGHT, "NoDevFiles", ()),
-    (EIGHT, f"GPU-3c8,{UUID % (1, 1)}", (UUID % (3, 3), UUID % (1, 1))),
-    (SLICED, None, ("0", "MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f", SLICE)),
-    (SLICED, SLICE, (SLICE,)), (SLICED, OLD_NAME, (OLD_NAME,)), ("", "0,1", ()),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("listing", "variable", "names"),
+    [
+        (EIGHT, None, ("0", "1", "2", "3", "4", "5", "6", "7")),
+        (EIGHT, "4,5,6,7", ("4", "5", "6", "7")),
+        (EIGHT, " 7, 2 ", ("7", "2")),
+        (EIGHT, "", ()),
+        (EIGHT, "-1", ()),
+        (EIGHT, "NoDevFiles", ()),
+        (EIGHT, f"GPU-3c8,{UUID % (1, 1)}", (UUID % (3, 3), UUID % (1, 1))),
+        (SLICED, None, ("0", "MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f", SLICE)),
+        (SLICED, SLICE, (SLICE,)),
+        (SLICED, OLD_NAME, (OLD_NAME,)),
+        ("", "0,1", ()),
+    ],
+)
 def test_the_variable_is_read_as_cuda_reads_it(listing, variable, names):
     assert gpus.given(gpus.parse(listing), variable) == names
 
@@ -44,12 +52,16 @@ def test_where_nvidia_smi_cannot_tell_the_variable_is_believed():
     assert gpus.given(None, "2,GPU-3") == ("2", "GPU-3") and gpus.given(None, None) == ()
 
 
-@pytest.mark.parametrize(("listing", "variable", "words"), [
-    (EIGHT, "4,8", ["CUDA_VISIBLE_DEVICES=4,8", "no GPU is called '8'", "7 (GPU-7c89852c"]),
-    (EIGHT, "1,1", ["names 1 twice"]),
-    (EIGHT, "GPU-ffff", ["no GPU is called 'GPU-ffff'"]),
-    (SLICED, "GPU-a", ["2 GPUs begin with GPU-a"]), (EIGHT, "0,,1", ["no GPU is called ''"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("listing", "variable", "words"),
+    [
+        (EIGHT, "4,8", ["CUDA_VISIBLE_DEVICES=4,8", "no GPU is called '8'", "7 (GPU-7c89852c"]),
+        (EIGHT, "1,1", ["names 1 twice"]),
+        (EIGHT, "GPU-ffff", ["no GPU is called 'GPU-ffff'"]),
+        (SLICED, "GPU-a", ["2 GPUs begin with GPU-a"]),
+        (EIGHT, "0,,1", ["no GPU is called ''"]),
+    ],
+)
 def test_a_name_that_cuda_would_stumble_over_is_refused(listing, variable, words):
     with pytest.raises(ConfigError) as refused:
         gpus.given(gpus.parse(listing), variable)
@@ -63,12 +75,15 @@ def test_a_launcher_hands_out_what_it_was_given(make_config, nvidia_smi):
     assert gpus.for_launcher(make_config()) == ()
 
 
-@pytest.mark.parametrize(("listing", "variable", "words"), [
-    (EIGHT, "4,5", "cluster.gpus=4: CUDA_VISIBLE_DEVICES=4,5 gives this launcher 2; lower it"),
-    (EIGHT, "", "cluster.gpus=4: CUDA_VISIBLE_DEVICES= gives this launcher 0"),
-    (SLICED, None, "cluster.gpus=4: this machine has 3"),
-    ("", "0,1,2,3", "cluster.gpus=4: this machine has 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("listing", "variable", "words"),
+    [
+        (EIGHT, "4,5", "cluster.gpus=4: CUDA_VISIBLE_DEVICES=4,5 gives this launcher 2; lower it"),
+        (EIGHT, "", "cluster.gpus=4: CUDA_VISIBLE_DEVICES= gives this launcher 0"),
+        (SLICED, None, "cluster.gpus=4: this machine has 3"),
+        ("", "0,1,2,3", "cluster.gpus=4: this machine has 0"),
+    ],
+)
 def test_too_few_are_refused(make_config, nvidia_smi, listing, variable, words):
     nvidia_smi(listing, variable)
     with pytest.raises(ConfigError, match=words):
@@ -83,11 +98,16 @@ def test_slices_are_for_single_ranks(make_config, nvidia_smi):
     assert gpus.for_launcher(make_config(*FOUR, *two, "trainer.ranks=1"))[1].startswith("MIG-")
 
 
-@pytest.mark.parametrize(("variable", "mine"), [
-    (None, "2,3"),  # a site that sets nothing
-    ("0,1,2,3", "2,3"), ("4,5,6,7", "6,7"), ("GPU-a,GPU-b,GPU-c,GPU-d", "GPU-c,GPU-d"),
-    ("0,1", "0,1"),  # bound to its own by Slurm
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("variable", "mine"),
+    [
+        (None, "2,3"),  # a site that sets nothing
+        ("0,1,2,3", "2,3"),
+        ("4,5,6,7", "6,7"),
+        ("GPU-a,GPU-b,GPU-c,GPU-d", "GPU-c,GPU-d"),
+        ("0,1", "0,1"),  # bound to its own by Slurm
+    ],
+)
 def test_a_rank_of_a_slurm_step_takes_its_places_of_the_steps_list(variable, mine):
     assert gpus.of_step((2, 3), variable, "rank 5") == mine
 
@@ -98,12 +118,18 @@ def test_a_step_that_shows_too_few_is_named(variable):
         gpus.of_step((2, 3), variable, "rank 5")
 
 
-@pytest.mark.parametrize(("variable", "local", "count", "mine"), [
-    ("3", "2", 1, None),  # bound to its own: --gpus-per-task=1
-    ("0,1", None, 2, None), ("0,1,2,3", "0", 2, "0,1"), ("0,1,2,3", "1", 2, "2,3"),
-    ("4,5,6,7", "3", 1, "7"), (None, "7", 1, "7"),
-    ("GPU-3c8,GPU-1c8", "1", 1, "GPU-1c89852c-8ec8-92b7-dd3b-1ebe33b02c51"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("variable", "local", "count", "mine"),
+    [
+        ("3", "2", 1, None),  # bound to its own: --gpus-per-task=1
+        ("0,1", None, 2, None),
+        ("0,1,2,3", "0", 2, "0,1"),
+        ("0,1,2,3", "1", 2, "2,3"),
+        ("4,5,6,7", "3", 1, "7"),
+        (None, "7", 1, "7"),
+        ("GPU-3c8,GPU-1c8", "1", 1, "GPU-1c89852c-8ec8-92b7-dd3b-1ebe33b02c51"),
+    ],
+)
 def test_serving_tasks_take_their_places(nvidia_smi, monkeypatch, variable, local, count, mine):
     nvidia_smi(EIGHT, variable)
     monkeypatch.delenv("SLURM_LOCALID", raising=False)

@@ -17,17 +17,20 @@ def trainer(rank, begun, since=0.0, **more):
     return RankStatus(**who, state="running", begun=begun, beat_s=10.0, since=since, **more)
 
 
-@pytest.mark.parametrize(("told", "beats", "named"), [
-    ({2: [8, 8, 8], 3: [8, 8, 8], 4: [5]}, 3, {4: 5}),  # fell silent
-    ({2: [8] * 8, 3: [8] * 8, 4: []}, 8, {4: None}),  # was silent from the step's beginning
-    ({2: [8] * 7, 3: [8] * 7, 4: []}, 7, {}),  # or is busy between two steps
-    ({2: [8] * 8, 3: [5] * 8, 4: [8] * 8}, 8, {3: 5}),  # lives and does not come
-    ({2: [8] * 7, 3: [5] * 7, 4: [8] * 7}, 7, {}),  # or computes for long
-    ({2: [8] * 8, 3: [5, 6] * 4, 4: [8] * 8}, 8, {}),  # slow: it is still coming
-    ({2: [8] * 8, 3: [8] * 8, 4: [8] * 8}, 8, {}),  # all in the same collective
-    ({2: [8], 3: [7], 4: [8]}, 8, {}),  # no beat for long: the reader was away, or the disk
-    ({2: [None] * 8, 3: [None] * 8, 4: [None] * 8}, 8, {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("told", "beats", "named"),
+    [
+        ({2: [8, 8, 8], 3: [8, 8, 8], 4: [5]}, 3, {4: 5}),  # fell silent
+        ({2: [8] * 8, 3: [8] * 8, 4: []}, 8, {4: None}),  # was silent from the step's beginning
+        ({2: [8] * 7, 3: [8] * 7, 4: []}, 7, {}),  # or is busy between two steps
+        ({2: [8] * 8, 3: [5] * 8, 4: [8] * 8}, 8, {3: 5}),  # lives and does not come
+        ({2: [8] * 7, 3: [5] * 7, 4: [8] * 7}, 7, {}),  # or computes for long
+        ({2: [8] * 8, 3: [5, 6] * 4, 4: [8] * 8}, 8, {}),  # slow: it is still coming
+        ({2: [8] * 8, 3: [8] * 8, 4: [8] * 8}, 8, {}),  # all in the same collective
+        ({2: [8], 3: [7], 4: [8]}, 8, {}),  # no beat for long: the reader was away, or the disk
+        ({2: [None] * 8, 3: [None] * 8, 4: [None] * 8}, 8, {}),
+    ],
+)
 def test_the_trainer_rank_that_others_wait_for_is_named(tmp_path, make_config, told, beats, named):
     job = supervise.Job(None, (), tmp_path, 1, make_config().cluster)
     last = {rank: trainer(rank, None) for rank in told}
@@ -56,10 +59,13 @@ def test_who_looks_after_long_names_nobody(tmp_path, make_config):
     assert not job._hanging(ranks, 1300.0)
 
 
-@pytest.mark.parametrize(("error", "lost"), [
-    ("AcceleratorError: CUDA error: uncorrectable ECC error encountered", True),
-    ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        ("AcceleratorError: CUDA error: uncorrectable ECC error encountered", True),
+        ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", False),
+    ],
+)
 def test_a_gpu_that_fails_is_lost_and_one_too_small_is_not(tmp_path, make_config, error, lost):
     job = supervise.Job(None, (), tmp_path, 1, make_config().cluster)
     assert error in job._first([trainer(2, None, exit_code=1, error=error)])

@@ -239,11 +239,14 @@ def test_offloaded_activations_wait_on_the_host(make_config, qwen):
     assert odd.trainer.host["offloaded activations"] == 28 / 8
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({"sliding_window": 4096, "use_sliding_window": True}, "sliding_window=4096"),
-    ({"layer_types": ["sliding_attention"]}, "layers of the kind sliding_attention"),
-    ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "positions of the kind dynamic"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"sliding_window": 4096, "use_sliding_window": True}, "sliding_window=4096"),
+        ({"layer_types": ["sliding_attention"]}, "layers of the kind sliding_attention"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "positions of the kind dynamic"),
+    ],
+)
 def test_a_model_whose_rows_ranks_cannot_share_is_refused(make_config, tmp_path, change, words):
     raw = RAW | {"sliding_window": 4096, "use_sliding_window": False}
     raw |= {"max_position_embeddings": 256, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
@@ -280,32 +283,62 @@ def test_kv_cache_is_split_over_heads_but_never_below_one_head(qwen):
     assert tokens[8] == tokens[16] == 8 * tokens[1]
 
 
-@pytest.mark.parametrize("overrides, words", [
-    ("trainer.zero_stage=0 trainer.dtype=float32", "cluster.gpu_memory_gib=79.0: .*zero_stage"),
-    ("trainer.ranks=2 cluster.gpu_memory_gib=16", "cluster.gpu_memory_gib.*trainer.ranks"),
-    ("rollout.kv_cache_gib=70", "rollout.tensor_parallel=1.*rollout.kv_cache_gib"),
-    ("rollout.kv_cache_gib=1", "rollout.kv_cache_gib=1: has room for 7281.*raise it"),
-    ("rollout.max_batched_tokens=2000000", r"max_batched_tokens=2000000 tokens.*\(168.2 GiB\)"),
-    ("model.max_context=400000 trainer.micro_batch_tokens=400000", "model.max_context=400000"),
-    ("rollout.tensor_parallel=3 cluster.gpus=32", "rollout.tensor_parallel=3.*32 attention heads"),
-    ("trainer.sequence_parallel=7 trainer.ranks=7", "sequence_parallel=7.*32 attention heads"),
-    ("trainer.sequence_parallel=8 model.shape.kv_heads=6", "a multiple of, the 6 key-value heads"),
-    ("colocate=true trainer.ranks=8 rollout.gpu_memory_utilization=0.99", "0.981 of a GPU's 79"),
-    ("cluster.gpus=1 trainer.ranks=1 rollout.workers=1", "gpu_memory_gib=79.0: .* 77.5 GiB on each"),
-    (f"{REPLICAS} cluster.gpu_memory_gib=48", "elastic_replicas=4: a replica may need"),
-    (f"{REPLICAS} rollout.gpu_memory_utilization=0.99", "the replica's process keeps 1.5 GiB"),
-    ("cluster.gpus=0 rollout.kv_cache_gib=2", "kv_cache_gib=2: has room for 14563 tokens, and"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        ("trainer.zero_stage=0 trainer.dtype=float32", "cluster.gpu_memory_gib=79.0: .*zero_stage"),
+        ("trainer.ranks=2 cluster.gpu_memory_gib=16", "cluster.gpu_memory_gib.*trainer.ranks"),
+        ("rollout.kv_cache_gib=70", "rollout.tensor_parallel=1.*rollout.kv_cache_gib"),
+        ("rollout.kv_cache_gib=1", "rollout.kv_cache_gib=1: has room for 7281.*raise it"),
+        ("rollout.max_batched_tokens=2000000", r"max_batched_tokens=2000000 tokens.*\(168.2 GiB\)"),
+        ("model.max_context=400000 trainer.micro_batch_tokens=400000", "model.max_context=400000"),
+        (
+            "rollout.tensor_parallel=3 cluster.gpus=32",
+            "rollout.tensor_parallel=3.*32 attention heads",
+        ),
+        ("trainer.sequence_parallel=7 trainer.ranks=7", "sequence_parallel=7.*32 attention heads"),
+        (
+            "trainer.sequence_parallel=8 model.shape.kv_heads=6",
+            "a multiple of, the 6 key-value heads",
+        ),
+        (
+            "colocate=true trainer.ranks=8 rollout.gpu_memory_utilization=0.99",
+            "0.981 of a GPU's 79",
+        ),
+        (
+            "cluster.gpus=1 trainer.ranks=1 rollout.workers=1",
+            "gpu_memory_gib=79.0: .* 77.5 GiB on each",
+        ),
+        (f"{REPLICAS} cluster.gpu_memory_gib=48", "elastic_replicas=4: a replica may need"),
+        (f"{REPLICAS} rollout.gpu_memory_utilization=0.99", "the replica's process keeps 1.5 GiB"),
+        ("cluster.gpus=0 rollout.kv_cache_gib=2", "kv_cache_gib=2: has room for 14563 tokens, and"),
+    ],
+)
 def test_what_cannot_fit_is_refused_with_key_and_remedy(qwen, overrides, words):
     with pytest.raises(ConfigError, match=f"(?s){words}"):
         qwen(overrides).make()
 
 
-@pytest.mark.parametrize("base, overrides, least, most, words", [
-    (QWEN3_8B, f"{REPLICAS} trainer.offload_optimizer=false", 40, 500, "elastic_replicas=4: .* 40.0 GiB of memory"),
-    (QWEN3_8B, HYBRID, 64, 400, "rollout.hybrid=2: .* 64.0 GiB of memory"),
-    (["+experiment=qwen3_0_6b"], "colocate=null", 8, 32, r"colocate=None \(one GPU\): 11.1 GiB of .* 8.0 GiB"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "base, overrides, least, most, words",
+    [
+        (
+            QWEN3_8B,
+            f"{REPLICAS} trainer.offload_optimizer=false",
+            40,
+            500,
+            "elastic_replicas=4: .* 40.0 GiB of memory",
+        ),
+        (QWEN3_8B, HYBRID, 64, 400, "rollout.hybrid=2: .* 64.0 GiB of memory"),
+        (
+            ["+experiment=qwen3_0_6b"],
+            "colocate=null",
+            8,
+            32,
+            r"colocate=None \(one GPU\): 11.1 GiB of .* 8.0 GiB",
+        ),
+    ],
+)
 def test_host_memory_has_to_hold_what_waits_there(make_config, base, overrides, least, most, words):
     planned = Planned(make_config(*base, overrides))
     planned.make(most)
@@ -359,14 +392,23 @@ def test_doubtful_activations_are_a_warning_with_what_is_not_so_yet(qwen):
     )
 
 
-@pytest.mark.parametrize("overrides, worst", [
-    ("trainer.gradient_checkpointing=false", "logits at work"),
-    ("trainer.micro_batch_tokens=65536 model.shape.vocab=32768", "a layer at work"),
-    ("trainer.micro_batch_tokens=1024 model.max_context=1024 env.max_new_tokens=512", "largest gradient"),
-    # Gradients of a deep model are copied for the update, up to DeepSpeed's 1e9.
-    ("trainer.ranks=1 trainer.micro_batch_tokens=2048 model.max_context=2048 env.max_new_tokens=512 "
-     "model.shape.vocab=8192 model.shape.layers=72", "copy of gradients"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "overrides, worst",
+    [
+        ("trainer.gradient_checkpointing=false", "logits at work"),
+        ("trainer.micro_batch_tokens=65536 model.shape.vocab=32768", "a layer at work"),
+        (
+            "trainer.micro_batch_tokens=1024 model.max_context=1024 env.max_new_tokens=512",
+            "largest gradient",
+        ),
+        # Gradients of a deep model are copied for the update, up to DeepSpeed's 1e9.
+        (
+            "trainer.ranks=1 trainer.micro_batch_tokens=2048 model.max_context=2048 env.max_new_tokens=512 "
+            "model.shape.vocab=8192 model.shape.layers=72",
+            "copy of gradients",
+        ),
+    ],
+)
 def test_the_worst_moment_of_a_step_counts(qwen, overrides, worst):
     planned = qwen(overrides)
     items = planned.trainer.items
@@ -441,10 +483,13 @@ def test_ranks_that_share_a_row_are_on_one_node_where_it_has_so_many(make_config
     make_config(*TWELVE, nodes, f"trainer.sequence_parallel={parts}")
 
 
-@pytest.mark.parametrize("override, words", [
-    ("trainer.hpz=4", "trainer.hpz=4: must divide the 6 trainer ranks of each"),
-    ("trainer.sequence_parallel=4", "sequence_parallel=4: the 6 trainer ranks of each of 2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        ("trainer.hpz=4", "trainer.hpz=4: must divide the 6 trainer ranks of each"),
+        ("trainer.sequence_parallel=4", "sequence_parallel=4: the 6 trainer ranks of each of 2"),
+    ],
+)
 def test_ranks_that_share_something_are_not_torn_apart_between_nodes(make_config, override, words):
     with pytest.raises(ConfigError, match=words):
         make_config(*TWELVE, override)
@@ -457,13 +502,21 @@ def test_rank_0_has_all_experts_in_host_memory_as_it_reads_them(make_config, qwe
     assert item not in qwen().trainer.host
 
 
-@pytest.mark.parametrize("experiment, ranks, gpus, parameters", [
-    ("smollm", 4, 0, "134.52M"), ("qwen3_0_6b", 4, 1, "596.04M"), ("qwen7b", 10, 8, "7.62B"),
-    ("qwen7b_lora", 4, 1, "7.62B"), ("qwen7b_64k", 10, 8, "7.62B"),
-    ("qwen8b_frozenlake", 18, 16, "8.19B"), ("qwen32b", 28, 48, "32.76B"),
-    ("qwen3_30b_a3b", 24, 24, "30.53B parameters, 3.35B of them active (8 of 128 experts)"),
-    ("rose_8b", 18, 16, "8.19B"), ("rose_32b", 28, 48, "32.76B"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "experiment, ranks, gpus, parameters",
+    [
+        ("smollm", 4, 0, "134.52M"),
+        ("qwen3_0_6b", 4, 1, "596.04M"),
+        ("qwen7b", 10, 8, "7.62B"),
+        ("qwen7b_lora", 4, 1, "7.62B"),
+        ("qwen7b_64k", 10, 8, "7.62B"),
+        ("qwen8b_frozenlake", 18, 16, "8.19B"),
+        ("qwen32b", 28, 48, "32.76B"),
+        ("qwen3_30b_a3b", 24, 24, "30.53B parameters, 3.35B of them active (8 of 128 experts)"),
+        ("rose_8b", 18, 16, "8.19B"),
+        ("rose_32b", 28, 48, "32.76B"),
+    ],
+)
 def test_experiments_fit_and_print_their_plan(make_config, experiment, ranks, gpus, parameters):
     """Parameters as model cards have them: 134.5M, 7.62B, 8.2B, 32.8B, 30.5B (3.3B active)."""
     c = make_config(f"+experiment={experiment}", "cluster.dry_run=true")

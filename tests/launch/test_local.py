@@ -163,10 +163,19 @@ def test_other_trainer_ranks_continue_the_run_and_that_is_said(make_config, tmp_
         resume.check(tmp_path / "config.json", make_config("trainer.zero_stage=0"))
 
 
-@pytest.mark.parametrize("override", [
-    "seed=2", "trainer.batch_size=32", "env.max_turns=3", "algorithm=dapo",
-    "rollout.temperature=0.7", "rollout.top_k=5", "model.recipe.seed=2", "+env.args.more=1",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "override",
+    [
+        "seed=2",
+        "trainer.batch_size=32",
+        "env.max_turns=3",
+        "algorithm=dapo",
+        "rollout.temperature=0.7",
+        "rollout.top_k=5",
+        "model.recipe.seed=2",
+        "+env.args.more=1",
+    ],
+)
 def test_what_changes_the_training_is_another_run(make_config, tmp_path, override):
     local.write_config(make_config(), tmp_path)
     with pytest.raises(ConfigError, match=override.split("=")[0].lstrip("+")):

@@ -47,14 +47,19 @@ def sharded(folder, there):
     [
         (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
         (lambda f: safetensors(f / "model.safetensors", kept=-1), "its header says"),
-        (lambda f: (f / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1"), "run git lfs pull"),
+        (
+            lambda f: (f / "model.safetensors").write_text(
+                "version https://git-lfs.github.com/spec/v1"
+            ),
+            "run git lfs pull",
+        ),
         (lambda f: (f / "model.safetensors").write_text("<html>"), "its header says nothing"),
         (lambda f: (f / "model.safetensors").write_bytes(b""), "has 0 bytes"),
         (lambda f: sharded(f, (1, 0, 1)), "has no model-00002-of-00003.safetensors"),
         (lambda f: sharded(f, (1, 0, 0)), "has no model-00002-of-00003.safetensors and 1 more"),
         (lambda f: (f / "model.safetensors.index.json").write_text("{"), "is unreadable"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("dry", ["false", "true"])
 def test_a_folder_whose_weights_are_not_all_there_is_refused(folder, shape, damage, words, dry):
     assert shape(f"cluster.dry_run={dry}").heads == 2
@@ -68,11 +73,20 @@ def test_pytorchs_own_files_are_taken(folder, shape):
     assert shape().heads == 2
 
 
-@pytest.mark.parametrize("kind, factor, positions, fits", [
-    ("default", None, 512, True), ("default", None, 511, False), ("yarn", 4.0, 128, False),
-    ("yarn", 4.0, 512, True), ("llama3", 8.0, 128, False), ("longrope", 4.0, 511, False),
-    ("linear", 4.0, 128, True), ("linear", 2.0, 128, False), ("dynamic", 4.0, 128, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, factor, positions, fits",
+    [
+        ("default", None, 512, True),
+        ("default", None, 511, False),
+        ("yarn", 4.0, 128, False),
+        ("yarn", 4.0, 512, True),
+        ("llama3", 8.0, 128, False),
+        ("longrope", 4.0, 511, False),
+        ("linear", 4.0, 128, True),
+        ("linear", 2.0, 128, False),
+        ("dynamic", 4.0, 128, True),
+    ],
+)
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_contexts_beyond_positions_are_refused(folder, shape, kind, factor, positions, fits, key):
     rope = {"rope_type": kind} | ({"factor": factor} if factor else {})

@@ -57,11 +57,16 @@ def test_blocks_are_counted_and_have_their_own_variables():
     assert blocks(words) == expected
 
 
-@pytest.mark.parametrize("words, complaint", [
-    ([], "no command"),
-    (["-n", "2"], "a number above 0 and a command"), (["-n", "0", "run"], "a number above 0"),
-    (["-env", "A"], "-env: too few"), (["-n", "two", "run"], "two"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, complaint",
+    [
+        ([], "no command"),
+        (["-n", "2"], "a number above 0 and a command"),
+        (["-n", "0", "run"], "a number above 0"),
+        (["-env", "A"], "-env: too few"),
+        (["-n", "two", "run"], "two"),
+    ],
+)
 def test_what_is_no_command_line_is_refused(words, complaint):
     with pytest.raises(ValueError, match=complaint):
         blocks(words)
@@ -96,12 +101,15 @@ def test_nothing_listens_but_the_ranks_on_loopback():
             process.kill()
 
 
-@pytest.mark.parametrize("source, code, words", [
-    ("raise SystemExit(3)", 3, "rank 0 ended with code 3"),
-    ("import os; os.kill(os.getpid(), 9)", 137, "rank 0 ended with SIGKILL"),
-    ("import os; os.kill(os.getpid(), 40)", 168, "rank 0 ended with signal 40"),
-    (f"{WORLD}MPI.COMM_WORLD.Abort(5)", 5, "called MPI_Abort"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "source, code, words",
+    [
+        ("raise SystemExit(3)", 3, "rank 0 ended with code 3"),
+        ("import os; os.kill(os.getpid(), 9)", 137, "rank 0 ended with SIGKILL"),
+        ("import os; os.kill(os.getpid(), 40)", 168, "rank 0 ended with signal 40"),
+        (f"{WORLD}MPI.COMM_WORLD.Abort(5)", 5, "called MPI_Abort"),
+    ],
+)
 def test_a_rank_that_fails_ends_the_others_and_gives_its_code(source, code, words):
     variable = ("-env", "KIND", "a")
     waits = python(f"{WORLD if WORLD in source else ''}\nimport time; time.sleep(600)")

@@ -107,21 +107,24 @@ def ends(argv):
     return [part.split("--export=ALL ")[1] for part in " ".join(argv).split(" : ")]
 
 
-@pytest.mark.parametrize(("runtime", "begins"), [
-    (
-        "apptainer",
-        "--cpus-per-task=4 --gpus-per-node=8 --gpu-bind=none --mem=0 apptainer exec --nv "
-        f"--bind {REPOSITORY},/runs,/scratch:/data --no-home /shared/rose.sif "
-        "/usr/local/bin/python -m rose.main --run /runs/7b-seed=1,algorithm=grpo --attempt 3",
-    ),
-    (
-        "pyxis",
-        "--cpus-per-task=4 --gpus-per-node=8 --gpu-bind=none --mem=0 "
-        "--container-image=/shared/rose.sif "
-        f"--container-mounts={REPOSITORY}:{REPOSITORY},/runs:/runs,/scratch:/data --no-home "
-        "/usr/local/bin/python -m rose.main --run /runs/7b-seed=1,algorithm=grpo --attempt 3",
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("runtime", "begins"),
+    [
+        (
+            "apptainer",
+            "--cpus-per-task=4 --gpus-per-node=8 --gpu-bind=none --mem=0 apptainer exec --nv "
+            f"--bind {REPOSITORY},/runs,/scratch:/data --no-home /shared/rose.sif "
+            "/usr/local/bin/python -m rose.main --run /runs/7b-seed=1,algorithm=grpo --attempt 3",
+        ),
+        (
+            "pyxis",
+            "--cpus-per-task=4 --gpus-per-node=8 --gpu-bind=none --mem=0 "
+            "--container-image=/shared/rose.sif "
+            f"--container-mounts={REPOSITORY}:{REPOSITORY},/runs:/runs,/scratch:/data --no-home "
+            "/usr/local/bin/python -m rose.main --run /runs/7b-seed=1,algorithm=grpo --attempt 3",
+        ),
+    ],
+)
 def test_every_rank_starts_in_the_container(make_config, runtime, begins):
     c = make_config(
         *SEVEN_B,
@@ -168,10 +171,13 @@ def test_a_job_that_computes_rewards_asks_for_cpus_only(make_config):
     assert "gpus" not in text and "#SBATCH --job-name=qwen7b-reward-0-1" in text
 
 
-@pytest.mark.parametrize("model", [
-    ("model.source=hub", "model.path=a/b", "model.snapshot=/hub/models--a--b/snapshots/c0ffee"),
-    ("model.source=folder", "model.path=/hub/models--a--b/snapshots/c0ffee"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "model",
+    [
+        ("model.source=hub", "model.path=a/b", "model.snapshot=/hub/models--a--b/snapshots/c0ffee"),
+        ("model.source=folder", "model.path=/hub/models--a--b/snapshots/c0ffee"),
+    ],
+)
 def test_a_model_in_a_hubs_cache_is_mounted_with_what_its_links_lead_to(make_config, model):
     c = make_config(*SEVEN_B, BOX % "apptainer", *model)
     (mounts,) = {
@@ -193,10 +199,13 @@ def test_what_else_ranks_read_is_mounted(make_config):
     assert only.split("--bind ")[1].split()[0] == expected
 
 
-@pytest.mark.parametrize(("override", "words"), [
-    ("output_dir=/scratch/a,b", "output_dir: /scratch/a,b can't be mounted"),
-    ("model.path=/models/7b:2", "the model's folder: /models/7b:2 can't be mounted"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("output_dir=/scratch/a,b", "output_dir: /scratch/a,b can't be mounted"),
+        ("model.path=/models/7b:2", "the model's folder: /models/7b:2 can't be mounted"),
+    ],
+)
 def test_a_path_that_the_runtime_would_take_for_two_is_refused(make_config, override, words):
     ours = ("model.source=folder", override)
     with pytest.raises(ConfigError, match=words):
@@ -204,12 +213,16 @@ def test_a_path_that_the_runtime_would_take_for_two_is_refused(make_config, over
     plan.make(make_config(*SEVEN_B, *ours), None)
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ("runtime=docker", "container.runtime='docker'"),
-    ("python=python", "container.python='python': the interpreter's absolute"),
-    ("mounts=[scratch]", "container.mounts.0='scratch'"), ("args=[x]", "container.args.0='x'"),
-    ("runtime=apptainer image=--help", "container.image='--help'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ("runtime=docker", "container.runtime='docker'"),
+        ("python=python", "container.python='python': the interpreter's absolute"),
+        ("mounts=[scratch]", "container.mounts.0='scratch'"),
+        ("args=[x]", "container.args.0='x'"),
+        ("runtime=apptainer image=--help", "container.image='--help'"),
+    ],
+)
 def test_a_container_that_cannot_be_started_is_refused_by_key(make_config, changes, words):
     box = "cluster.slurm.container={runtime: pyxis, image: a, python: /p, mounts: [], args: []}"
     changed = [f"cluster.slurm.container.{change}" for change in changes.split()]
@@ -245,12 +258,15 @@ def test_every_node_of_the_trainer_component_has_the_same_number_of_ranks(make_c
     assert sum(r.role is Role.ENVIRONMENT for r in ranks) >= 4
 
 
-@pytest.mark.parametrize(("overrides", "words"), [
-    ("trainer.ranks=3 cluster.slurm.trainer.nodes=2", "trainer.nodes=2.*trainer.ranks=3"),
-    ("rollout.workers=3", "cluster.slurm.rollout.nodes=2.*rollout.workers=3"),
-    ("cluster.slurm.trainer.sbatch=[exclusive]", "trainer.sbatch.0='exclusive'.*--exclusive"),
-    ("cluster.slurm.trainer.nodes=0", "cluster.slurm.trainer.nodes=0.*>= 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ("trainer.ranks=3 cluster.slurm.trainer.nodes=2", "trainer.nodes=2.*trainer.ranks=3"),
+        ("rollout.workers=3", "cluster.slurm.rollout.nodes=2.*rollout.workers=3"),
+        ("cluster.slurm.trainer.sbatch=[exclusive]", "trainer.sbatch.0='exclusive'.*--exclusive"),
+        ("cluster.slurm.trainer.nodes=0", "cluster.slurm.trainer.nodes=0.*>= 1"),
+    ],
+)
 def test_what_cannot_be_a_job_is_refused_by_key(make_config, overrides, words):
     with pytest.raises(ConfigError, match=f"(?s){words}"):
         make_config("cluster=dev", overrides)
@@ -276,9 +292,11 @@ def test_more_ranks_than_gpus_on_a_node_are_refused(make_config):
 
 def test_memory_may_be_a_plain_number_and_a_time_is_text(make_config):
     c = make_config(
-        *SEVEN_B, "cluster.slurm.trainer.time='90'", "cluster.slurm.rollout.mem=64000",
+        *SEVEN_B,
+        "cluster.slurm.trainer.time='90'",
+        "cluster.slurm.rollout.mem=64000",
         "cluster.slurm.rollout.time='1:30:00'",
-    )  # fmt: skip
+    )
     text = sbatch.script(c, layout(c), Path("/runs/x"))
     assert "#SBATCH --time=90\n" in text and "#SBATCH --mem=64000\n" in text
     assert "#SBATCH --time=1:30:00\n" in text
@@ -300,9 +318,7 @@ def test_a_users_defaults_for_slurms_commands_overrule_nothing(monkeypatch):
     monkeypatch.setenv("SBATCH_NO_REQUEUE", "1")
     text = "#SBATCH --partition=gpu\n#SBATCH --time=1:00:00\n"
     found = set(slurm._overruling(text))
-    assert found == {
-        "SBATCH_PARTITION", "SBATCH_OUTPUT", "SBATCH_TIMELIMIT", "SBATCH_NO_REQUEUE"
-    }  # fmt: skip
+    assert found == {"SBATCH_PARTITION", "SBATCH_OUTPUT", "SBATCH_TIMELIMIT", "SBATCH_NO_REQUEUE"}
     monkeypatch.setenv("SQUEUE_STATES", "RUNNING")
     monkeypatch.setenv("SACCT_FORMAT", "jobid")
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
@@ -310,10 +326,21 @@ def test_a_users_defaults_for_slurms_commands_overrule_nothing(monkeypatch):
     assert "SLURM_CONF" in own and not {"SQUEUE_STATES", "SACCT_FORMAT"} & own.keys()
 
 
-@pytest.mark.parametrize(("more", "asked"), [
-    ((), [4, 4]),
-    (("trainer.ranks=8", "rollout.workers=3", "rollout.tensor_parallel=2", "cluster.gpus=16"), [8, 6]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("more", "asked"),
+    [
+        ((), [4, 4]),
+        (
+            (
+                "trainer.ranks=8",
+                "rollout.workers=3",
+                "rollout.tensor_parallel=2",
+                "cluster.gpus=16",
+            ),
+            [8, 6],
+        ),
+    ],
+)
 def test_only_the_gpus_that_ranks_use_are_asked_for(make_config, tmp_path, more, asked):
     c = make_config("+experiment=qwen7b", "cluster=slurm", *more)
     text = sbatch.script(c, layout(c), tmp_path, 120)

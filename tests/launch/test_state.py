@@ -17,21 +17,34 @@ def rows(*states, reason="None"):
     return [state.JobState(f"7+{n}", word, "0:0", reason, "n1", "0:01") for n, word in made]
 
 
-@pytest.mark.parametrize("states, reason, why", [
-    ("PENDING FAILED", "None", "component 7+1 has ended"),
-    ("PENDING PENDING", "None", ""), ("RUNNING RUNNING", "None", ""), ("PENDING RUNNING", "None", ""),
-    ("COMPLETED COMPLETED", "None", ""), ("", "None", ""),
-    # It asks for more than a limit.
-    *(("PENDING", reason, reason) for reason in (
-        "QOSMaxWallDurationPerJobLimit", "AssocMaxCpuPerJobLimit", "QOSMinGRESPerJob",
-        "PartitionTimeLimit", "InvalidAccount",
-    )),
-    ("RUNNING", "InvalidAccount", ""),
-    # Other jobs will end.
-    *(("PENDING", reason, "") for reason in (
-        "Priority", "QOSMaxJobsPerUserLimit", "AssocGrpGRES", "BeginTime",
-    )),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "states, reason, why",
+    [
+        ("PENDING FAILED", "None", "component 7+1 has ended"),
+        ("PENDING PENDING", "None", ""),
+        ("RUNNING RUNNING", "None", ""),
+        ("PENDING RUNNING", "None", ""),
+        ("COMPLETED COMPLETED", "None", ""),
+        ("", "None", ""),
+        # It asks for more than a limit.
+        *(
+            ("PENDING", reason, reason)
+            for reason in (
+                "QOSMaxWallDurationPerJobLimit",
+                "AssocMaxCpuPerJobLimit",
+                "QOSMinGRESPerJob",
+                "PartitionTimeLimit",
+                "InvalidAccount",
+            )
+        ),
+        ("RUNNING", "InvalidAccount", ""),
+        # Other jobs will end.
+        *(
+            ("PENDING", reason, "")
+            for reason in ("Priority", "QOSMaxJobsPerUserLimit", "AssocGrpGRES", "BeginTime")
+        ),
+    ],
+)
 def test_a_job_that_waits_for_ever_is_known(monkeypatch, states, reason, why):
     monkeypatch.setattr(state, "components", lambda job: rows(*states.split(), reason=reason))
     said = state.cannot_start("7")
@@ -81,13 +94,16 @@ def test_a_slurm_that_does_not_answer_in_time_is_told_in_a_line(tmp_path, monkey
     assert asked(tmp_path)[::2] == (1, "sacct did not answer within 30 s")
 
 
-@pytest.mark.parametrize("squeue, said", [
-    (AWAY, "squeue failed: Unable to contact slurm controller"),
-    ("exit 3", "squeue failed: exit code 3, no output"),
-    ("echo hello", "squeue printed 'hello', which is no state of a job"),
-    (r"printf '\377\376 garbage\n'", "squeue printed '\ufffd\ufffd garbage', which is no"),
-    ("#!/no/such/shell", "squeue can't be run: No such file or directory"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "squeue, said",
+    [
+        (AWAY, "squeue failed: Unable to contact slurm controller"),
+        ("exit 3", "squeue failed: exit code 3, no output"),
+        ("echo hello", "squeue printed 'hello', which is no state of a job"),
+        (r"printf '\377\376 garbage\n'", "squeue printed '\ufffd\ufffd garbage', which is no"),
+        ("#!/no/such/shell", "squeue can't be run: No such file or directory"),
+    ],
+)
 def test_a_slurm_that_fails_ends_no_run_and_what_lies_there_is_told(
     commands, tmp_path, asked, squeue, said
 ):
@@ -130,11 +146,14 @@ def test_a_folder_that_is_no_run_is_told_in_a_line(commands, tmp_path, asked):
     assert "Is a directory" in asked(run)[2]
 
 
-@pytest.mark.parametrize("fields, words", [
-    ({"phase": "rollout", "step": 4}, r"step 4 of 9, rollout \(\d+ s ago\); saved after step"),
-    ({"phase": "starting", "waiting_for": "engines"}, r"step 0 of 9, starting, waiting for"),
-    ({"phase": "done", "step": 7}, "finished after step 7 of 9; saved after step 3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"phase": "rollout", "step": 4}, r"step 4 of 9, rollout \(\d+ s ago\); saved after step"),
+        ({"phase": "starting", "waiting_for": "engines"}, r"step 0 of 9, starting, waiting for"),
+        ({"phase": "done", "step": 7}, "finished after step 7 of 9; saved after step 3"),
+    ],
+)
 def test_how_far_a_run_has_come_is_told_in_a_line(tmp_path, asked, fields, words):
     run = tmp_path / "mine"
     live = LiveStatus(run)

@@ -102,10 +102,14 @@ def test_a_run_that_ends_well_has_code_0_and_every_rank_done(begin, run_dir):
     assert (run_dir / "logs" / "latest").resolve().name == "attempt-001"
 
 
-@pytest.mark.parametrize("deed, words", [
-    ("kill", "killed by SIGKILL"), ("exit", "exited with code 7"),
-    ("raise", "exited with code 1: ValueError: the toy broke"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "deed, words",
+    [
+        ("kill", "killed by SIGKILL"),
+        ("exit", "exited with code 7"),
+        ("raise", "exited with code 1: ValueError: the toy broke"),
+    ],
+)
 def test_a_dead_rank_ends_the_job_with_its_name_and_last_words(begin, run_dir, deed, words):
     memory = mirror.choose_path(run_dir)
     process = begin(TOY=f"trainer-0:{deed}", TOY_SECONDS=LONG)

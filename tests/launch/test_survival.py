@@ -174,11 +174,14 @@ def test_steps_of_an_earlier_attempt_that_stay_requeue_the_job(job, stand_in, mo
 LOST = supervise.Outcome("rank 2 was killed by SIGKILL", lost_rank=True)
 
 
-@pytest.mark.parametrize("lines", [
-    f"[ $N -gt 4 ] || {{ {AWAY}; exit 1; }}",
-    "[ $N -gt 3 ] || { echo 'Unexpected message received' >&2; exit 1; }",
-    "echo 'Job is pending execution for job 7' >&2; exit 1",  # an answer to it was lost
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "lines",
+    [
+        f"[ $N -gt 4 ] || {{ {AWAY}; exit 1; }}",
+        "[ $N -gt 3 ] || { echo 'Unexpected message received' >&2; exit 1; }",
+        "echo 'Job is pending execution for job 7' >&2; exit 1",  # an answer to it was lost
+    ],
+)
 def test_a_requeue_is_asked_for_until_slurm_answers(job, stand_in, capsys, lines):
     stand_in(scontrol=lines)
     job.outcome = LOST

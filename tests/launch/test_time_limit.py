@@ -72,10 +72,19 @@ def test_before_23_02_squeue_alone_tells_the_end(warned, settings, squeue, tmp_p
         assert warned(120.0)
 
 
-@pytest.mark.parametrize(("words", "code", "end"), [
-    ("2026-01-02T03:04:05\\n2026-01-02T04:00:00\\n", 0, time.mktime((2026, 1, 2, 3, 4, 5, 0, 0, -1))),
-    ("N/A\\n", 0, float("inf")), ("", 0, None), ("", 1, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "code", "end"),
+    [
+        (
+            "2026-01-02T03:04:05\\n2026-01-02T04:00:00\\n",
+            0,
+            time.mktime((2026, 1, 2, 3, 4, 5, 0, 0, -1)),
+        ),
+        ("N/A\\n", 0, float("inf")),
+        ("", 0, None),
+        ("", 1, None),
+    ],
+)
 def test_the_end_is_the_earliest_components(squeue, words, code, end):
     squeue(words, code)
     assert slurm._end_time() == end
@@ -90,21 +99,37 @@ def test_a_job_that_is_submitted_again_asks_for_the_longer_warning(make_config, 
     assert "B:USR2@901" in text
 
 
-@pytest.mark.parametrize(("limit", "seconds"), [
-    ("2", 120), (2, 120), ("2:30", 180), ("1:02:03", 3780), ("1-0", 86400), ("2-01:30", 178200),
-    ("1-00:00:10", 86460), ("UNLIMITED", None), ("soon", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [
+        ("2", 120),
+        (2, 120),
+        ("2:30", 180),
+        ("1:02:03", 3780),
+        ("1-0", 86400),
+        ("2-01:30", 178200),
+        ("1-00:00:10", 86460),
+        ("UNLIMITED", None),
+        ("soon", None),
+    ],
+)
 def test_times_are_read_as_slurm_reads_them(limit, seconds):
     assert time_limit.seconds(limit) == seconds
 
 
-@pytest.mark.parametrize(("overrides", "key"), [
-    (["cluster.slurm.trainer.time=2"], "cluster.slurm.trainer.time=2"),
-    (["cluster.slurm.trainer.time='1:59'"], "cluster.slurm.trainer.time='1:59'"),
-    (["cluster.slurm.rollout.time='00:01:00'"], "cluster.slurm.rollout.time='00:01:00'"),
-    (["cluster.slurm.trainer.sbatch=[--time=1]"], "cluster.slurm.trainer.sbatch.0=--time='1'"),
-    (["cluster.slurm.trainer.time='1:00:00'", "cluster.slurm.warning_s=3600"], "cluster.slurm.trainer.time='1:00:00'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["cluster.slurm.trainer.time=2"], "cluster.slurm.trainer.time=2"),
+        (["cluster.slurm.trainer.time='1:59'"], "cluster.slurm.trainer.time='1:59'"),
+        (["cluster.slurm.rollout.time='00:01:00'"], "cluster.slurm.rollout.time='00:01:00'"),
+        (["cluster.slurm.trainer.sbatch=[--time=1]"], "cluster.slurm.trainer.sbatch.0=--time='1'"),
+        (
+            ["cluster.slurm.trainer.time='1:00:00'", "cluster.slurm.warning_s=3600"],
+            "cluster.slurm.trainer.time='1:00:00'",
+        ),
+    ],
+)
 def test_a_limit_that_the_warning_and_a_start_fill_is_refused(make_config, overrides, key):
     with pytest.raises(ConfigError) as refused:
         make_config("cluster=slurm", *overrides)

@@ -91,13 +91,17 @@ def test_whatever_a_function_raises_its_worker_answers(file, name, error, summed
     assert (found.number, found.score, found.error) == (1, None, error)
 
 
-@pytest.mark.parametrize(("path", "said"), [
-    ("{file}", "must be FILE.py:FUNCTION"), ("{file}:absent", "defines no absent"),
-    ("{file}:number", "number is a int, not a function"),
-    ("{folder}/none.py:f", "there is no file"),
-    ("no.such.module:f", "importing no.such.module failed: ModuleNotFoundError"),
-    ("{broken}:f", "running .* failed: ZeroDivisionError"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("{file}", "must be FILE.py:FUNCTION"),
+        ("{file}:absent", "defines no absent"),
+        ("{file}:number", "number is a int, not a function"),
+        ("{folder}/none.py:f", "there is no file"),
+        ("no.such.module:f", "importing no.such.module failed: ModuleNotFoundError"),
+        ("{broken}:f", "running .* failed: ZeroDivisionError"),
+    ],
+)
 def test_a_function_that_is_not_there_is_refused(file, tmp_path, path, said):
     broken = tmp_path / "broken.py"
     broken.write_text("1 / 0")
@@ -309,26 +313,37 @@ def test_parts_add_up_by_their_weights(file):
     assert total == Score(reward=2 * 0.25 - 0.4, success=True)
 
 
-@pytest.mark.parametrize(("name", "args", "said"), [
-    ("magic", {}, "reward.name='magic': no such reward; there are environment, function"),
-    ("function", {}, "reward.args: .*path"),
-    ("function", {"path": 3}, "reward.args.path: expected `str`"),
-    ("command", {"argv": []}, r"reward.args.argv=\[\]"),
-    ("command", {"argv": ["sh"], "memory": 3}, "reward.args.memory=3: command has no such"),
-    ("judge", JUDGE | {"url": "localhost"}, "reward.args.url='localhost'"),
-    ("judge", JUDGE | {"pattern": "("}, "reward.args.pattern"),
-    ("judge", JUDGE | {"pattern": "x"}, "must have one group"),
-    ("command", {"argv": ["no-such-program"]}, "there is no program no-such-program"),
-    ("command", {"argv": ["sh"], "answer_file": "../x"}, r"answer_file='../x'"),
-    ("judge", JUDGE | {"high": float("nan")}, "reward.args.high=nan: must be above"),
-    ("sum", {"parts": {"a": {"name": "environment", "args": None}}}, "reward.args.parts.a="),
-    ("sum", {"parts": {"a": {"name": "environment", "weight": float("inf")}}}, "reward.args.parts.a.weight=inf"),
-    ("judge", JUDGE | {"high": 0.0}, "reward.args.high=0.0: must be above"),
-    ("judge", JUDGE | {"api_key_file": "/no/file"}, "api_key_file='/no/file'"),
-    ("sum", {"parts": {}}, "at least one part"),
-    ("sum", {"parts": {"a": {"name": "sum"}}}, "reward.args.parts.a=.*a name of environment"),
-    ("sum", {"parts": {"a": {"name": "command", "args": {"argv": []}}}}, r"reward.args.parts.a.args.argv=\[\]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "args", "said"),
+    [
+        ("magic", {}, "reward.name='magic': no such reward; there are environment, function"),
+        ("function", {}, "reward.args: .*path"),
+        ("function", {"path": 3}, "reward.args.path: expected `str`"),
+        ("command", {"argv": []}, r"reward.args.argv=\[\]"),
+        ("command", {"argv": ["sh"], "memory": 3}, "reward.args.memory=3: command has no such"),
+        ("judge", JUDGE | {"url": "localhost"}, "reward.args.url='localhost'"),
+        ("judge", JUDGE | {"pattern": "("}, "reward.args.pattern"),
+        ("judge", JUDGE | {"pattern": "x"}, "must have one group"),
+        ("command", {"argv": ["no-such-program"]}, "there is no program no-such-program"),
+        ("command", {"argv": ["sh"], "answer_file": "../x"}, r"answer_file='../x'"),
+        ("judge", JUDGE | {"high": float("nan")}, "reward.args.high=nan: must be above"),
+        ("sum", {"parts": {"a": {"name": "environment", "args": None}}}, "reward.args.parts.a="),
+        (
+            "sum",
+            {"parts": {"a": {"name": "environment", "weight": float("inf")}}},
+            "reward.args.parts.a.weight=inf",
+        ),
+        ("judge", JUDGE | {"high": 0.0}, "reward.args.high=0.0: must be above"),
+        ("judge", JUDGE | {"api_key_file": "/no/file"}, "api_key_file='/no/file'"),
+        ("sum", {"parts": {}}, "at least one part"),
+        ("sum", {"parts": {"a": {"name": "sum"}}}, "reward.args.parts.a=.*a name of environment"),
+        (
+            "sum",
+            {"parts": {"a": {"name": "command", "args": {"argv": []}}}},
+            r"reward.args.parts.a.args.argv=\[\]",
+        ),
+    ],
+)
 def test_bad_arguments_are_refused_by_their_key(name, args, said):
     with pytest.raises(ConfigError, match=said):
         scorers.build(name, args)

@@ -22,24 +22,48 @@ DEADLINE_S = 60.0
 
 # (what a function returns, the reward, the success; None: no word on it)
 TAKEN = [
-    ("1", 1.0, None), ("-0.5", -0.5, None), ("True", 1.0, None), ("False", 0.0, None),
-    ("numpy.float32(0.25)", 0.25, None), ("numpy.int64(3)", 3.0, None),
-    ("numpy.bool_(True)", 1.0, None), ("numpy.array(0.5)", 0.5, None),
-    ("numpy.array([0.5])", 0.5, None), ("torch.tensor(0.5)", 0.5, None),
-    ("Decimal('0.5')", 0.5, None), ("(1, True)", 1.0, True),
-    ("(numpy.float32(1), numpy.bool_(False))", 1.0, False), ("[0.5, 1]", 0.5, True),
+    ("1", 1.0, None),
+    ("-0.5", -0.5, None),
+    ("True", 1.0, None),
+    ("False", 0.0, None),
+    ("numpy.float32(0.25)", 0.25, None),
+    ("numpy.int64(3)", 3.0, None),
+    ("numpy.bool_(True)", 1.0, None),
+    ("numpy.array(0.5)", 0.5, None),
+    ("numpy.array([0.5])", 0.5, None),
+    ("torch.tensor(0.5)", 0.5, None),
+    ("Decimal('0.5')", 0.5, None),
+    ("(1, True)", 1.0, True),
+    ("(numpy.float32(1), numpy.bool_(False))", 1.0, False),
+    ("[0.5, 1]", 0.5, True),
     ("{'reward': numpy.float64(2), 'success': numpy.bool_(True)}", 2.0, True),
     ("{'reward': True}", 1.0, None),
     ("Score(reward=numpy.float32(0.5), success=numpy.bool_(True))", 0.5, True),
     ("1e15", 1e15, None),
     ("(later((numpy.float32(0.5), True)))", 0.5, True),  # an async function behind a plain one
-]  # fmt: skip
+]
 REFUSED = [
-    "'1'", "''", "numpy.str_('1')", "math.nan", "-math.inf", "numpy.float32('inf')", "1e16",
-    "10**400", "numpy.float64(1e300)", "numpy.ma.masked_array([1.0], True).mean()",
-    "numpy.array([1.0, 1.0])", "1j", "[1]", "(1, 0.5)", "(1, 'yes')", "(True, True, True)",
-    "{'reward': '1'}", "{'score': 1}", "{'reward': 1, 'success': 'no'}", "Score(reward=math.nan)",
-]  # fmt: skip
+    "'1'",
+    "''",
+    "numpy.str_('1')",
+    "math.nan",
+    "-math.inf",
+    "numpy.float32('inf')",
+    "1e16",
+    "10**400",
+    "numpy.float64(1e300)",
+    "numpy.ma.masked_array([1.0], True).mean()",
+    "numpy.array([1.0, 1.0])",
+    "1j",
+    "[1]",
+    "(1, 0.5)",
+    "(1, 'yes')",
+    "(True, True, True)",
+    "{'reward': '1'}",
+    "{'score': 1}",
+    "{'reward': 1, 'success': 'no'}",
+    "Score(reward=math.nan)",
+]
 SOURCE = """
 import math
 from decimal import Decimal

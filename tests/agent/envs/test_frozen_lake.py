@@ -72,14 +72,17 @@ def test_walls_hold_the_agent():
     assert step.observation == first.messages[1]["content"] and not step.invalid
 
 
-@pytest.mark.parametrize("action, word", [
-    (Action("north!"), "Call move"),
-    (Action("", ToolCall("jump", {"direction": "left"})), "jump"),
-    (Action("", ToolCall("move", {"direction": "north"})), "direction"),
-    (Action("", ToolCall("move", {})), "direction"),
-    (Action("", ToolCall("move", {"direction": ["left"]})), "direction"),
-    (Action("", ToolCall("move", {"direction": "down", "speed": 2})), "one argument"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "action, word",
+    [
+        (Action("north!"), "Call move"),
+        (Action("", ToolCall("jump", {"direction": "left"})), "jump"),
+        (Action("", ToolCall("move", {"direction": "north"})), "direction"),
+        (Action("", ToolCall("move", {})), "direction"),
+        (Action("", ToolCall("move", {"direction": ["left"]})), "direction"),
+        (Action("", ToolCall("move", {"direction": "down", "speed": 2})), "one argument"),
+    ],
+)
 def test_what_it_cannot_do_is_explained_counted_and_changes_nothing(action, word):
     env, first = start()
     step = asyncio.run(env.step(action))

@@ -20,14 +20,23 @@ def answer(env, text):
     return asyncio.run(env.step(Action(text)))
 
 
-@pytest.mark.parametrize("text, found", [
-    (r"so \boxed{42}", "42"), (r"\boxed{1} no, \boxed{ 2 }.", "2"),
-    (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"\boxed{7} or \boxed{8", "7"),
-    (r"\boxed{$7$}", "7"), ("3 + 4 = 7.", "7"), ("it is -1,234.5", "-1,234.5"),
-    (r"<think>\boxed{1}</think> 5", "5"), (r"\boxed{5} <think>or \boxed{6}", "5"),
-    (r"\boxed{\boxed{5}} \boxed{}", "5"),
-    (r"\boxed{\left\{1\right.}", r"\left\{1\right."), ("none", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        (r"so \boxed{42}", "42"),
+        (r"\boxed{1} no, \boxed{ 2 }.", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{7} or \boxed{8", "7"),
+        (r"\boxed{$7$}", "7"),
+        ("3 + 4 = 7.", "7"),
+        ("it is -1,234.5", "-1,234.5"),
+        (r"<think>\boxed{1}</think> 5", "5"),
+        (r"\boxed{5} <think>or \boxed{6}", "5"),
+        (r"\boxed{\boxed{5}} \boxed{}", "5"),
+        (r"\boxed{\left\{1\right.}", r"\left\{1\right."),
+        ("none", ""),
+    ],
+)
 def test_the_last_box_counts_else_the_last_number(text, found):
     assert final_answer(text, NUMBER) == found
 

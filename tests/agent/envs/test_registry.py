@@ -131,23 +131,32 @@ def test_an_unknown_argument_is_refused_with_the_known_ones():
         envs.check(read("frozen_lake", sise=5))
 
 
-@pytest.mark.parametrize("name, args, key", [
-    ("calculator", {"operations": 0}, "operations"),
-    ("calculator", {"operations": True}, "operations"), ("calculator", {"largest": "9"}, "largest"),
-    ("calculator", {"operators": "+/"}, "operators"),
-    ("calculator", {"operators": ""}, "operators"), ("calculator", {"shaping": 1}, "shaping"),
-    ("reasoning", {"task": "chess"}, "task"), ("reasoning", {"size": 1}, "size"),
-    ("reasoning", {"largest": 1}, "largest"),
-    ("minigrid", {"task": "MiniGrid-Nowhere-v0"}, "task"),
-    ("minigrid", {"task": "CartPole-v1"}, "task"), ("minigrid", {"task": []}, "task"),
-    ("minigrid", {"actions_per_turn": 0}, "actions_per_turn"),
-    ("minigrid", {"max_steps": 0}, "max_steps"), ("minigrid", {"shaping": -1}, "shaping"),
-    ("frozen_lake", {"shaping": "much"}, "shaping"), ("frozen_lake", {"size": 1}, "size"),
-    ("frozen_lake", {"size": 4.0}, "size"),
-    ("frozen_lake", {"hole_probability": 0.9}, "hole_probability"),
-    ("frozen_lake", {"hole_probability": True}, "hole_probability"),
-    ("frozen_lake", {"slippery": "no"}, "slippery"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, args, key",
+    [
+        ("calculator", {"operations": 0}, "operations"),
+        ("calculator", {"operations": True}, "operations"),
+        ("calculator", {"largest": "9"}, "largest"),
+        ("calculator", {"operators": "+/"}, "operators"),
+        ("calculator", {"operators": ""}, "operators"),
+        ("calculator", {"shaping": 1}, "shaping"),
+        ("reasoning", {"task": "chess"}, "task"),
+        ("reasoning", {"size": 1}, "size"),
+        ("reasoning", {"largest": 1}, "largest"),
+        ("minigrid", {"task": "MiniGrid-Nowhere-v0"}, "task"),
+        ("minigrid", {"task": "CartPole-v1"}, "task"),
+        ("minigrid", {"task": []}, "task"),
+        ("minigrid", {"actions_per_turn": 0}, "actions_per_turn"),
+        ("minigrid", {"max_steps": 0}, "max_steps"),
+        ("minigrid", {"shaping": -1}, "shaping"),
+        ("frozen_lake", {"shaping": "much"}, "shaping"),
+        ("frozen_lake", {"size": 1}, "size"),
+        ("frozen_lake", {"size": 4.0}, "size"),
+        ("frozen_lake", {"hole_probability": 0.9}, "hole_probability"),
+        ("frozen_lake", {"hole_probability": True}, "hole_probability"),
+        ("frozen_lake", {"slippery": "no"}, "slippery"),
+    ],
+)
 def test_a_bad_argument_is_named(name, args, key):
     with pytest.raises(ConfigError) as error:
         envs.check(read(name, **args))
@@ -182,15 +191,18 @@ class Odd:
 """
 
 
-@pytest.mark.parametrize("more, words", [
-    ("def requires_tool(self): return False", "its requires_tool is <bound method .*not true"),
-    ("rewards_turns = 'yes'", "its rewards_turns is 'yes', not true or false"),
-    ("end = 10", "its end is 10, not a method"),
-    ("checkpoint = 'last.pt'", "its checkpoint is 'last.pt', not a method"),
-    ("several_calls = property(lambda self: 1 / 0)", "its properties raised ZeroDivisionError"),
-    ("step = None", "its step is None, not a method"),
-    ("def __init__(self): raise SystemExit(2)", r"odd raised SystemExit\(2\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        ("def requires_tool(self): return False", "its requires_tool is <bound method .*not true"),
+        ("rewards_turns = 'yes'", "its rewards_turns is 'yes', not true or false"),
+        ("end = 10", "its end is 10, not a method"),
+        ("checkpoint = 'last.pt'", "its checkpoint is 'last.pt', not a method"),
+        ("several_calls = property(lambda self: 1 / 0)", "its properties raised ZeroDivisionError"),
+        ("step = None", "its step is None, not a method"),
+        ("def __init__(self): raise SystemExit(2)", r"odd raised SystemExit\(2\)"),
+    ],
+)
 def test_a_class_whose_attributes_mean_nothing_is_refused(monkeypatch, tmp_path, more, words):
     monkeypatch.delitem(sys.modules, f"{envs.__name__}.odd", raising=False)
     with pytest.raises(ConfigError, match=words):
@@ -203,11 +215,14 @@ def test_numbers_that_are_flags_and_methods_that_are_none_are_taken(monkeypatch,
     envs.check(plugin(monkeypatch, tmp_path, "odd", f"{PLAIN}    {more}\n"))
 
 
-@pytest.mark.parametrize("name, source, words", [
-    ("needs_package", "import not_there", "needs the Python package 'not_there'"),
-    ("no_class", "x = 1", "no_class.py must define the class NoClass"),
-    ("bare", "class Bare:\n    def __init__(self, size): pass\n", r"env\.args\.size: missing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, source, words",
+    [
+        ("needs_package", "import not_there", "needs the Python package 'not_there'"),
+        ("no_class", "x = 1", "no_class.py must define the class NoClass"),
+        ("bare", "class Bare:\n    def __init__(self, size): pass\n", r"env\.args\.size: missing"),
+    ],
+)
 def test_a_file_that_is_no_environment_is_refused(monkeypatch, tmp_path, name, source, words):
     with pytest.raises(ConfigError, match=words):
         envs.check(plugin(monkeypatch, tmp_path, name, source))

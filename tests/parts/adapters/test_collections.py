@@ -120,16 +120,19 @@ def test_tasks_are_mixed_by_their_weights_and_levels_make_them_harder():
     assert terms(0) < terms(8) and terms(0) < terms([0, 8])
 
 
-@pytest.mark.parametrize("tasks, words", [
-    ([], "env.args.tasks=[]"),
-    (["chain_sums"], "tasks[0]='chain_sums': no such task; there are ab, "),
-    (["composite"], "tasks[0]='composite': no such task"),
-    ([{"task": "chain_sum", "weight": 0}], "tasks[0].weight=0: a number above 0"),
-    ([{"task": "chain_sum", "level": 99}], "has the levels 0 to 10"),
-    ([{"task": "acre", "level": 1}], "acre has no levels"),
-    ([{"task": "chain_sum", "terms": 3}], "tasks[0].terms=3: chain_sum takes min_terms"),
-    ([{"task": "chain_sum", "min_terms": -1}], "chain_sum refuses them"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tasks, words",
+    [
+        ([], "env.args.tasks=[]"),
+        (["chain_sums"], "tasks[0]='chain_sums': no such task; there are ab, "),
+        (["composite"], "tasks[0]='composite': no such task"),
+        ([{"task": "chain_sum", "weight": 0}], "tasks[0].weight=0: a number above 0"),
+        ([{"task": "chain_sum", "level": 99}], "has the levels 0 to 10"),
+        ([{"task": "acre", "level": 1}], "acre has no levels"),
+        ([{"task": "chain_sum", "terms": 3}], "tasks[0].terms=3: chain_sum takes min_terms"),
+        ([{"task": "chain_sum", "min_terms": -1}], "chain_sum refuses them"),
+    ],
+)
 def test_a_bad_task_is_named(tasks, words):
     with pytest.raises(ConfigError) as error:
         envs.check(env_of("reasoning_gym", tasks=tasks))
@@ -212,15 +215,18 @@ def test_the_opponent_may_be_a_function_of_the_users(tmp_path):
     assert "cell 8" in step.observation
 
 
-@pytest.mark.parametrize("args, words", [
-    ({"game": "TicTacTo-v0"}, "no such game; there are 2048-v0"),
-    ({"game": "Wordle-v0"}, "can't be played here with any number of players"),
-    ({"game": "PublicGoodsGame-v0"}, "no such game"),
-    ({"players": 3}, "can't be played here with 3 players"),
-    ({"seat": 2}, "env.args.seat=2: null, or from 0 to 1"),
-    ({"opponent": "randm"}, "env.args.opponent='randm': must be FILE.py:FUNCTION"),
-    ({"options": {"sise": 3}}, "unexpected keyword argument 'sise'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        ({"game": "TicTacTo-v0"}, "no such game; there are 2048-v0"),
+        ({"game": "Wordle-v0"}, "can't be played here with any number of players"),
+        ({"game": "PublicGoodsGame-v0"}, "no such game"),
+        ({"players": 3}, "can't be played here with 3 players"),
+        ({"seat": 2}, "env.args.seat=2: null, or from 0 to 1"),
+        ({"opponent": "randm"}, "env.args.opponent='randm': must be FILE.py:FUNCTION"),
+        ({"options": {"sise": 3}}, "unexpected keyword argument 'sise'"),
+    ],
+)
 def test_a_game_that_can_not_be_played_is_refused(args, words):
     with pytest.raises(ConfigError) as error:
         envs.check(env_of("textarena", **args))
@@ -273,13 +279,22 @@ def test_math_takes_any_form_of_the_answer(folder):
     assert [step.success for step in steps] == [True, True, False, False, False]
 
 
-@pytest.mark.parametrize("gold, right, wrong", [
-    (r"2\sqrt{3}", r"2\sqrt{3}", "2"), ("3x^2", "3x^2", "3"), (r"\frac{1}{2}", "0.5", "1"),
-    ("(1, 2)", "(1, 2)", "2"), ("-7", "-7", "7"), ("1,000", "1000", "1"),
-    (r"thus $x = \frac{3}{4}$", "0.75", "3"), (r"so \boxed{12}", "12", "1"),
-    ("3 + 4 = 7\n#### 7", "7", "3"),
-    ("42.", "42", "4"), (12, "12", "2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "gold, right, wrong",
+    [
+        (r"2\sqrt{3}", r"2\sqrt{3}", "2"),
+        ("3x^2", "3x^2", "3"),
+        (r"\frac{1}{2}", "0.5", "1"),
+        ("(1, 2)", "(1, 2)", "2"),
+        ("-7", "-7", "7"),
+        ("1,000", "1000", "1"),
+        (r"thus $x = \frac{3}{4}$", "0.75", "3"),
+        (r"so \boxed{12}", "12", "1"),
+        ("3 + 4 = 7\n#### 7", "7", "3"),
+        ("42.", "42", "4"),
+        (12, "12", "2"),
+    ],
+)
 def test_math_reads_the_whole_answer_of_a_row(gold, right, wrong):
     from rose.agent.envs._math import reward
 
@@ -395,21 +410,24 @@ def test_a_reward_that_raises_ends_or_hangs_is_no_reward(folder):
         assert play(env("length"), 2, Action("x"))[1].reward > 0
 
 
-@pytest.mark.parametrize("args, words", [
-    ({"data": "nowhere.jsonl"}, "env.args.data='nowhere.jsonl': no such file or folder"),
-    ({"data": "broken.jsonl"}, "broken.jsonl': line 2 is no JSON"),
-    ({"data": "lines.json"}, "a file with a row on each line is named .jsonl"),
-    ({"data": "rewards.py"}, "must be a .jsonl, .json or .parquet file"),
-    ({"prompt_field": "question"}, "row 1 of sums.jsonl has no text there"),
-    ({"answer_field": "gold"}, "env.args.answer_field='gold': row 1 of sums.jsonl"),
-    ({"held_out": 1.5}, "env.args.held_out=1.5"),
-    ({"held_out": 1e-9}, "both sides need some"),
-    ({"reward": "rewards.py:nope"}, "rewards.py defines no nope"),
-    ({"reward": "nope.py:f"}, "there is no file"),
-    ({"reward": "maths"}, "must be FILE.py:FUNCTION"),
-    ({"reward": "rewards.py:wants"}, "takes sentence; a reward function takes some of text"),
-    ({"success_at": "1"}, "env.args.success_at='1': a number"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        ({"data": "nowhere.jsonl"}, "env.args.data='nowhere.jsonl': no such file or folder"),
+        ({"data": "broken.jsonl"}, "broken.jsonl': line 2 is no JSON"),
+        ({"data": "lines.json"}, "a file with a row on each line is named .jsonl"),
+        ({"data": "rewards.py"}, "must be a .jsonl, .json or .parquet file"),
+        ({"prompt_field": "question"}, "row 1 of sums.jsonl has no text there"),
+        ({"answer_field": "gold"}, "env.args.answer_field='gold': row 1 of sums.jsonl"),
+        ({"held_out": 1.5}, "env.args.held_out=1.5"),
+        ({"held_out": 1e-9}, "both sides need some"),
+        ({"reward": "rewards.py:nope"}, "rewards.py defines no nope"),
+        ({"reward": "nope.py:f"}, "there is no file"),
+        ({"reward": "maths"}, "must be FILE.py:FUNCTION"),
+        ({"reward": "rewards.py:wants"}, "takes sentence; a reward function takes some of text"),
+        ({"success_at": "1"}, "env.args.success_at='1': a number"),
+    ],
+)
 def test_bad_prompts_and_rewards_are_refused(folder, args, words):
     (folder / "broken.jsonl").write_text('{"prompt": "x", "answer": 1}\nnonsense\n')
     (folder / "lines.json").write_text('{"prompt": "x", "answer": 1}\n' * 2)
@@ -423,18 +441,21 @@ def chat(*said, answer="3"):
     return {"prompt": [{"role": roles.get(r, r), "content": "x"} for r in said], "answer": answer}
 
 
-@pytest.mark.parametrize("row, args, words", [
-    (chat("u", "a"), {}, "row 2 of rows.jsonl ends with the assistant's answer"),
-    (chat("s", "u", "s", "u"), {}, "row 2 of rows.jsonl has a system message that is not its"),
-    (chat("human"), {}, "row 2 of rows.jsonl has the role 'human'"),
-    ({"prompt": [{"role": "user", "content": ["x"]}]}, {}, "message 1 there is {'role'"),
-    (chat("s", "u"), {"system": "Be brief."}, "env.args.system: row 2 of rows.jsonl has a"),
-    (chat("u", answer=["3", "4"]), {}, "row 2 of rows.jsonl has a list there, ['3', '4']; "),
-    (chat("u", answer={"value": 3}), {}, "has a dict there, {'value': 3}"),
-    (chat("u", answer=None), {}, "row 2 of rows.jsonl has no answer there"),
-    (chat("u", answer=" "), {}, "row 2 of rows.jsonl has no answer there"),
-    (chat("u", answer=math.nan), {}, "row 2 of rows.jsonl has no answer there"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "row, args, words",
+    [
+        (chat("u", "a"), {}, "row 2 of rows.jsonl ends with the assistant's answer"),
+        (chat("s", "u", "s", "u"), {}, "row 2 of rows.jsonl has a system message that is not its"),
+        (chat("human"), {}, "row 2 of rows.jsonl has the role 'human'"),
+        ({"prompt": [{"role": "user", "content": ["x"]}]}, {}, "message 1 there is {'role'"),
+        (chat("s", "u"), {"system": "Be brief."}, "env.args.system: row 2 of rows.jsonl has a"),
+        (chat("u", answer=["3", "4"]), {}, "row 2 of rows.jsonl has a list there, ['3', '4']; "),
+        (chat("u", answer={"value": 3}), {}, "has a dict there, {'value': 3}"),
+        (chat("u", answer=None), {}, "row 2 of rows.jsonl has no answer there"),
+        (chat("u", answer=" "), {}, "row 2 of rows.jsonl has no answer there"),
+        (chat("u", answer=math.nan), {}, "row 2 of rows.jsonl has no answer there"),
+    ],
+)
 @pytest.mark.parametrize("key", ["data", "held_out"])
 def test_rows_that_teach_something_else_are_refused_in_every_file(folder, key, row, args, words):
     good = {"prompt": "1 + 2?", "answer": "3"}
@@ -621,14 +642,17 @@ def test_a_server_that_ends_fails_the_trajectory_and_not_the_host(folder):
         play(mcp(command=[sys.executable, str(SERVER)], tools=["fly"]), 2)
 
 
-@pytest.mark.parametrize("args, words", [
-    ({}, "either it, a list as"),
-    ({"command": ["no-such-program"]}, "no program 'no-such-program' on PATH"),
-    ({"command": "python x.py"}, "a list of texts, or null"),
-    ({"command": [sys.executable, 3]}, "a list of texts, or null"),
-    ({"url": "localhost:80"}, "env.args.url='localhost:80'"),
-    ({"url": "http://h/mcp", "token_file": "none"}, "token_file='none': no such file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        ({}, "either it, a list as"),
+        ({"command": ["no-such-program"]}, "no program 'no-such-program' on PATH"),
+        ({"command": "python x.py"}, "a list of texts, or null"),
+        ({"command": [sys.executable, 3]}, "a list of texts, or null"),
+        ({"url": "localhost:80"}, "env.args.url='localhost:80'"),
+        ({"url": "http://h/mcp", "token_file": "none"}, "token_file='none': no such file"),
+    ],
+)
 def test_a_bad_server_is_refused(folder, args, words):
     with pytest.raises(ConfigError) as error:
         envs.check(mcp(**args))

@@ -519,14 +519,20 @@ async def gvisor_brings_all_back(folder):
 GVISOR = [gvisor_brings_all_back]
 SCENARIOS = [
     everything_comes_back_several_times_and_again,
-    what_the_agent_has_built_and_where_it_listens_come_back, numbers_of_processes_go_on,
-    what_is_not_captured_is_said, pipes_and_removed_files_keep_what_is_in_them,
-    files_and_memory_are_of_one_moment, what_can_not_be_captured_is_named_and_goes_on,
-    one_that_is_given_up_leaves_the_sandbox_as_it_is, odd_files_come_back,
-    what_an_image_had_is_still_gone, only_what_changed_is_copied,
-    who_waits_for_its_vfork_is_stopped_a_little_later, a_shell_is_made_again_without_its_processes,
+    what_the_agent_has_built_and_where_it_listens_come_back,
+    numbers_of_processes_go_on,
+    what_is_not_captured_is_said,
+    pipes_and_removed_files_keep_what_is_in_them,
+    files_and_memory_are_of_one_moment,
+    what_can_not_be_captured_is_named_and_goes_on,
+    one_that_is_given_up_leaves_the_sandbox_as_it_is,
+    odd_files_come_back,
+    what_an_image_had_is_still_gone,
+    only_what_changed_is_copied,
+    who_waits_for_its_vfork_is_stopped_a_little_later,
+    a_shell_is_made_again_without_its_processes,
     damage_is_named,
-]  # fmt: skip
+]
 
 
 async def main(names):

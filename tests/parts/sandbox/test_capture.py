@@ -252,17 +252,20 @@ GOOD = {"mode": 0o755, "uid": os.geteuid(), "gid": os.getegid(), "mtime_ns": 0, 
 TOP = GOOD | {"path": ".", "kind": "dir"}
 
 
-@pytest.mark.parametrize("entry, words", [
-    ({"path": "../out", "kind": "dir"}, "not below a folder"),
-    ({"path": "/out", "kind": "dir"}, "not below a folder"),
-    ({"path": "a/b", "kind": "dir"}, "not below a folder"),
-    ({"path": "..", "kind": "dir"}, "is no 'dir'"),
-    ({"path": "x", "kind": "device"}, "is no 'device'"),
-    ({"path": "x", "kind": "file", "data": None}, "not in this capture"),
-    ({"path": "x", "kind": "file", "data": "data/../../x"}, "not in this capture"),
-    ({"path": "x", "kind": "file", "same": "y"}, "which is no file before it"),
-    ({"path": "x"}, "an entry without all of"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "entry, words",
+    [
+        ({"path": "../out", "kind": "dir"}, "not below a folder"),
+        ({"path": "/out", "kind": "dir"}, "not below a folder"),
+        ({"path": "a/b", "kind": "dir"}, "not below a folder"),
+        ({"path": "..", "kind": "dir"}, "is no 'dir'"),
+        ({"path": "x", "kind": "device"}, "is no 'device'"),
+        ({"path": "x", "kind": "file", "data": None}, "not in this capture"),
+        ({"path": "x", "kind": "file", "data": "data/../../x"}, "not in this capture"),
+        ({"path": "x", "kind": "file", "same": "y"}, "which is no file before it"),
+        ({"path": "x"}, "an entry without all of"),
+    ],
+)
 def test_a_listing_that_leads_elsewhere_is_refused(tmp_path, entry, words):
     (tmp_path / "data").mkdir()
     with pytest.raises((ValueError, OSError), match=words):
@@ -346,11 +349,16 @@ def test_what_is_no_state_of_a_shell_is_named():
         replay.script(b"bash: x")
 
 
-@pytest.mark.parametrize("about, words", [
-    (None, "No such file"), ("{", "JSONDecodeError"),
-    ('{"format": 99}', "format 99; this ROSE reads 1"), ('{"format": 1, "spec": {}}', "KeyError"),
-    ("[]", "TypeError"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "about, words",
+    [
+        (None, "No such file"),
+        ("{", "JSONDecodeError"),
+        ('{"format": 99}', "format 99; this ROSE reads 1"),
+        ('{"format": 1, "spec": {}}', "KeyError"),
+        ("[]", "TypeError"),
+    ],
+)
 def test_a_folder_that_is_no_capture_is_named(tmp_path, about, words):
     if about is not None:
         (tmp_path / "about.json").write_text(about)

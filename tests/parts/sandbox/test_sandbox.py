@@ -176,17 +176,20 @@ def test_nothing_stays_behind_whoever_is_killed(killed):
 # --------------------------------------------------------------------------- pure parts
 
 
-@pytest.mark.parametrize("wrong, words", [
-    ({"image": "/nowhere"}, "image='/nowhere': no such folder"),
-    ({"workdir": "app"}, "workdir='app': a path from the root"),
-    ({"workdir": "/"}, "workdir='/': a path from the root"),
-    ({"workdir": "/app/../usr"}, r"workdir='/app/\.\./usr': without \.\. and outside"),
-    ({"workdir": "//lib/x"}, "workdir='//lib/x': without .* and outside of tests, logs"),
-    ({"limits": Limits(disk_mib=0)}, r"limits\.disk_mib=0: a whole number above 0"),
-    ({"limits": Limits(memory_mib=1.5)}, r"limits\.memory_mib=1\.5: a whole number"),
-    ({"limits": Limits(cpus=float("nan"))}, r"limits\.cpus=nan: a number above 0"),
-    ({"limits": Limits(cpus=True)}, r"limits\.cpus=True: a number above 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        ({"image": "/nowhere"}, "image='/nowhere': no such folder"),
+        ({"workdir": "app"}, "workdir='app': a path from the root"),
+        ({"workdir": "/"}, "workdir='/': a path from the root"),
+        ({"workdir": "/app/../usr"}, r"workdir='/app/\.\./usr': without \.\. and outside"),
+        ({"workdir": "//lib/x"}, "workdir='//lib/x': without .* and outside of tests, logs"),
+        ({"limits": Limits(disk_mib=0)}, r"limits\.disk_mib=0: a whole number above 0"),
+        ({"limits": Limits(memory_mib=1.5)}, r"limits\.memory_mib=1\.5: a whole number"),
+        ({"limits": Limits(cpus=float("nan"))}, r"limits\.cpus=nan: a number above 0"),
+        ({"limits": Limits(cpus=True)}, r"limits\.cpus=True: a number above 0"),
+    ],
+)
 def test_a_bad_spec_is_named(wrong, words):
     with pytest.raises(SandboxError, match=words):
         Spec(**wrong)
@@ -415,11 +418,14 @@ def test_a_session_on_three_pipes(loop):
     loop.run(go())
 
 
-@pytest.mark.parametrize("program, words", [
-    ("echo warned >&2; exec sleep 1000", "bash: warned\nits shell was not there within 3 s"),
-    ("exec yes >&2", "bash: .*y\ny\n"),
-    ("exec <&-; echo refused >&2", "bash: refused"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "program, words",
+    [
+        ("echo warned >&2; exec sleep 1000", "bash: warned\nits shell was not there within 3 s"),
+        ("exec yes >&2", "bash: .*y\ny\n"),
+        ("exec <&-; echo refused >&2", "bash: refused"),
+    ],
+)
 def test_a_shell_that_never_answers_is_given_up(loop, monkeypatch, program, words):
     class Silent(Plain):
         @staticmethod

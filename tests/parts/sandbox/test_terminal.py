@@ -135,17 +135,20 @@ def test_every_broken_task_is_named_before_anything_starts(tmp_path):
     assert "fine" not in words.replace("task fine", "")
 
 
-@pytest.mark.parametrize("toml, words", [
-    ("agent = 3", r"task\.toml: agent=3: a table"),
-    ("[verifier]\ntimeout_sec = nan", r"verifier\.timeout_sec=nan is no number above 0"),
-    ("[environment]\ncpus = inf", r"environment\.cpus=inf is no number above 0"),
-    ("[environment]\nmemory_mb = 99.5", r"environment\.memory_mb=99\.5 is no whole number"),
-    ("[environment]\nworkdir = '/usr/x'", r"environment\.workdir='/usr/x': without"),
-    ("[environment]\nworkdir = '/a/../usr'", r"environment\.workdir='/a/\.\./usr': without"),
-    ("[environment]\nworkdir = 3", r"environment\.workdir='3': a path from the root"),
-    ("[verifier]\ntimeout_sec = 900", r"timeout_sec=900 is not below env\.step_timeout_s=900"),
-    ("[environment]\nstorage_mb = 1000", "disk of 1000 MiB takes memory of 1064 MiB at least"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "toml, words",
+    [
+        ("agent = 3", r"task\.toml: agent=3: a table"),
+        ("[verifier]\ntimeout_sec = nan", r"verifier\.timeout_sec=nan is no number above 0"),
+        ("[environment]\ncpus = inf", r"environment\.cpus=inf is no number above 0"),
+        ("[environment]\nmemory_mb = 99.5", r"environment\.memory_mb=99\.5 is no whole number"),
+        ("[environment]\nworkdir = '/usr/x'", r"environment\.workdir='/usr/x': without"),
+        ("[environment]\nworkdir = '/a/../usr'", r"environment\.workdir='/a/\.\./usr': without"),
+        ("[environment]\nworkdir = 3", r"environment\.workdir='3': a path from the root"),
+        ("[verifier]\ntimeout_sec = 900", r"timeout_sec=900 is not below env\.step_timeout_s=900"),
+        ("[environment]\nstorage_mb = 1000", "disk of 1000 MiB takes memory of 1064 MiB at least"),
+    ],
+)
 def test_a_task_that_could_not_run_is_named_before_the_run(tmp_path, toml, words):
     task(tmp_path, "wrong", toml=toml)
     with pytest.raises(ConfigError, match=f"task wrong: .*{words}"):

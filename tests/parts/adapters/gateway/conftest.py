@@ -22,8 +22,12 @@ USER = {"role": "user", "content": "go"}
 CALL = '<tool_call>\n{"name": "move", "arguments": {"direction": "left"}}\n</tool_call>'
 TOOL = {
     "type": "function",
-    "function": {"name": "move", "description": "Move.", "parameters": {"type": "object", "properties": {"direction": {"type": "string"}}}},
-}  # fmt: skip
+    "function": {
+        "name": "move",
+        "description": "Move.",
+        "parameters": {"type": "object", "properties": {"direction": {"type": "string"}}},
+    },
+}
 
 
 def limits(**changed) -> config.Env:

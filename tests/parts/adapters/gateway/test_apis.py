@@ -173,14 +173,26 @@ async def test_stop_strings_and_token_limits_end_a_turn_where_they_say(serve, to
         assert (third.stop_reason, third.stop_sequence) == ("stop_sequence", "and")
 
 
-@pytest.mark.parametrize("asked, words", [
-    ({"n": 2}, "n: 2; only 1"), ({"logprobs": True}, "logprobs"), ({"stop": ["a"] * 17}, "stop"),
-    ({"max_tokens": 0}, "max_tokens: 0"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image_url"),
-    ({"messages": [USER, {"role": "assistant", "content": "x"}]}, "last one not an assistant"),
-    ({"messages": []}, "at least one"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "asked, words",
+    [
+        ({"n": 2}, "n: 2; only 1"),
+        ({"logprobs": True}, "logprobs"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"max_tokens": 0}, "max_tokens: 0"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+                ]
+            },
+            "image_url",
+        ),
+        ({"messages": [USER, {"role": "assistant", "content": "x"}]}, "last one not an assistant"),
+        ({"messages": []}, "at least one"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
 async def test_what_is_not_supported_is_a_clear_400(serve, asked, words):
     async with serve("x") as world, openai_client(world) as client:
         with pytest.raises(openai.BadRequestError, match=words):
@@ -250,11 +262,15 @@ async def test_bodies_and_calls_at_once_are_bounded(serve, monkeypatch):
         assert world.session.limit
 
 
-@pytest.mark.parametrize("method, path, body, status", [
-    ("POST", "/reward", b'{"reward": 1e400}', 400),
-    ("POST", "/v1/chat/completions", b"no JSON", 400),
-    ("POST", "/v1/messages", b"x" * 20_000, 413), ("GET", "/v1/models", b"", 200),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "method, path, body, status",
+    [
+        ("POST", "/reward", b'{"reward": 1e400}', 400),
+        ("POST", "/v1/chat/completions", b"no JSON", 400),
+        ("POST", "/v1/messages", b"x" * 20_000, 413),
+        ("GET", "/v1/models", b"", 200),
+    ],
+)
 async def test_too_much_is_refused_unread(serve, monkeypatch, method, path, body, status):
     monkeypatch.setattr(server, "MAX_BODY", 10_000)
     monkeypatch.setattr(session, "BURST", 3)

@@ -50,8 +50,12 @@ class Policy:
             logprobs += chunk.logprobs
             versions += [chunk.version] * len(chunk.tokens)
         return TurnResult(
-            request.turn, pack_tokens(tokens), pack_floats(logprobs), pack_tokens(versions), chunk.finish
-        )  # fmt: skip
+            request.turn,
+            pack_tokens(tokens),
+            pack_floats(logprobs),
+            pack_tokens(versions),
+            chunk.finish,
+        )
 
 
 def read(name, kind):
@@ -215,11 +219,15 @@ def test_a_framework_from_pypi_runs_as_it_is(world):
             verbosity_level=0,
             prompt_templates={
                 "system_prompt": "Play.",
-                "planning": {"initial_plan": "", "update_plan_pre_messages": "", "update_plan_post_messages": ""},
+                "planning": {
+                    "initial_plan": "",
+                    "update_plan_pre_messages": "",
+                    "update_plan_post_messages": "",
+                },
                 "managed_agent": {"task": "", "report": ""},
                 "final_answer": {"pre_messages": "", "post_messages": ""},
             },
-        )  # fmt: skip
+        )
         await asyncio.to_thread(agent.run, "F F\nP G")
 
     session = go(world, use)

@@ -263,25 +263,54 @@ def test_the_runs_own_reward_scores_what_was_said(run):
         ('ask("a")', "ended without a reward", {}),
         ('ask("a"); reward("high")', "which is no number", {}),
         ('ask("a"); reward(10**400)', "which is not finite", {}),
-        ('ask("a"); open(os.environ["ROSE_REWARD"], "w").write("[" * 4096)', "the file ROSE_REWARD: ", {}),  # Python 3.13 reads so deep
+        (
+            'ask("a"); open(os.environ["ROSE_REWARD"], "w").write("[" * 4096)',
+            "the file ROSE_REWARD: ",
+            {},
+        ),  # Python 3.13 reads so deep
         ('ask("a"); os.mkdir(os.environ["ROSE_REWARD"])', "is no file", {}),
         ('ask("a"); os.mkfifo(os.environ["ROSE_REWARD"])', "is no file", {}),
-        ('ask("a"); os.truncate(os.open(os.environ["ROSE_REWARD"], os.O_CREAT | os.O_RDWR), 1 << 40)', "ROSE_REWARD: it has 1,099,511,627,776 bytes; a reward has 65,536", {}),
-        ('ask("a"); open(os.environ["ROSE_REWARD"], "w").write("True")', "ROSE_REWARD: it holds b'True', which is no JSON", {}),
+        (
+            'ask("a"); os.truncate(os.open(os.environ["ROSE_REWARD"], os.O_CREAT | os.O_RDWR), 1 << 40)',
+            "ROSE_REWARD: it has 1,099,511,627,776 bytes; a reward has 65,536",
+            {},
+        ),
+        (
+            'ask("a"); open(os.environ["ROSE_REWARD"], "w").write("True")',
+            "ROSE_REWARD: it holds b'True', which is no JSON",
+            {},
+        ),
         ('ask("left right " * 4000)', "the agent's first call was refused: the messages have", {}),
-        ('try: ask("left right " * 4000)\nexcept OSError: reward(0.0)', "first call was refused: the messages have", {}),
+        (
+            'try: ask("left right " * 4000)\nexcept OSError: reward(0.0)',
+            "first call was refused: the messages have",
+            {},
+        ),
         ('while ask("a") != "two": pass', "256 calls of the agent were the same", {}),
         ("reward(1)", "ended without a call", {}),
-        ("import time; time.sleep(600)", "neither called nor ended within env.step_timeout_s=1.5 s", {"step_timeout_s": 1.5}),
-        ('ask("a"); import time; time.sleep(600)', "neither called nor ended", {"step_timeout_s": 3.0}),
-        ("""
+        (
+            "import time; time.sleep(600)",
+            "neither called nor ended within env.step_timeout_s=1.5 s",
+            {"step_timeout_s": 1.5},
+        ),
+        (
+            'ask("a"); import time; time.sleep(600)',
+            "neither called nor ended",
+            {"step_timeout_s": 3.0},
+        ),
+        (
+            """
 while True:
     try:
         ask("a", str(os.urandom(4)))
     except OSError:
         pass
-""", "256 calls of the agent were refused", {"max_turns": 2}),
-        ("""
+""",
+            "256 calls of the agent were refused",
+            {"max_turns": 2},
+        ),
+        (
+            """
 import socket, time
 ask("a")
 host, port = os.environ["ROSE_GATEWAY_URL"].removeprefix("http://").split(":")
@@ -290,17 +319,24 @@ key = os.environ["OPENAI_API_KEY"]
 half.sendall(f"POST /v1/chat/completions HTTP/1.1\\r\\nHost: x\\r\\nAuthorization: Bearer {key}\\r\\n"
              "Content-Length: 1000\\r\\n\\r\\n{".encode())
 time.sleep(600)
-""", "neither called nor ended", {"step_timeout_s": 3.0}),
-        ("""
+""",
+            "neither called nor ended",
+            {"step_timeout_s": 3.0},
+        ),
+        (
+            """
 import time
 ask("a")
 while True:
     headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
     urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/models", headers=headers))
     time.sleep(0.1)
-""", "neither called nor ended", {"step_timeout_s": 3.0}),
+""",
+            "neither called nor ended",
+            {"step_timeout_s": 3.0},
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_program_that_does_not_end_well_fails_its_trajectory(run, source, words, changed):
     with pytest.raises(EnvironmentFailure) as error:
         run("\n" + source, **changed)
@@ -336,17 +372,24 @@ def test_what_a_failed_program_said_and_printed_is_kept(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("then, limit, reward", [
-    ("", {"max_turns": 2}, 0.0), ("reward(0.5)", {"max_turns": 2}, 0.5),
-    ("""ask("left right " * 4000)""", {"max_turns": 8}, 0.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "then, limit, reward",
+    [
+        ("", {"max_turns": 2}, 0.0),
+        ("reward(0.5)", {"max_turns": 2}, 0.5),
+        ("""ask("left right " * 4000)""", {"max_turns": 8}, 0.0),
+    ],
+)
 def test_an_agent_that_raises_at_a_limit_is_truncated_not_replaced(run, then, limit, reward):
-    got = run(f"""
+    got = run(
+        f"""
         ask("a"), ask("b")
         {then}
         ask("c")
         raise SystemExit("not reached")
-    """, **limit)  # fmt: skip
+    """,
+        **limit,
+    )
     assert (got.reward, got.success, got.truncated, got.turns) == (reward, False, True, 2)
     assert got.limit == ("turns" if limit["max_turns"] == 2 else "context")
 
@@ -454,11 +497,15 @@ def away(way: str, pids: os.PathLike, then: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", AWAY)
 def test_nothing_of_a_program_stays_behind(run, tmp_path, way):
-    source = away(way, tmp_path / "pids", """
+    source = away(
+        way,
+        tmp_path / "pids",
+        """
         start()
         ask("a")
         reward(1)
-    """)  # fmt: skip
+    """,
+    )
     before = {child.pid for child in psutil.Process().children()}
     assert run(source).reward == 1.0
     assert not processes.alive(int((tmp_path / "pids").read_text()))
@@ -468,29 +515,40 @@ def test_nothing_of_a_program_stays_behind(run, tmp_path, way):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", AWAY)
 def test_nothing_of_a_function_stays_behind(run, tmp_path, way):
-    source = away(way, tmp_path / "pids", """
+    source = away(
+        way,
+        tmp_path / "pids",
+        """
         def solve(task):
             start()
             ask("a")
             return 1.0
-    """)  # fmt: skip
+    """,
+    )
     assert run(source, {"function": f"{tmp_path}/agent.py:solve"}).reward == 1.0
     assert not processes.alive(int((tmp_path / "pids").read_text()))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("then, words, changed", [
-    ("time.sleep(600)", "neither called nor ended", {"step_timeout_s": 1.5}),
-    ("os._exit(3)", "ended with code 3", {}),
-    ("os.kill(os.getpid(), 9)", "ended with code 137", {}),
-    ("os.killpg(0, 9)", "ended with code 137", {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "then, words, changed",
+    [
+        ("time.sleep(600)", "neither called nor ended", {"step_timeout_s": 1.5}),
+        ("os._exit(3)", "ended with code 3", {}),
+        ("os.kill(os.getpid(), 9)", "ended with code 137", {}),
+        ("os.killpg(0, 9)", "ended with code 137", {}),
+    ],
+)
 def test_nothing_of_a_program_that_fails_stays_behind(run, tmp_path, then, words, changed):
-    source = away("a daemon without variables", tmp_path / "pids", f"""
+    source = away(
+        "a daemon without variables",
+        tmp_path / "pids",
+        f"""
         start()
         ask("a")
         {then}
-    """)  # fmt: skip
+    """,
+    )
     with pytest.raises(EnvironmentFailure, match=words):
         run(source, **changed)
     assert not processes.alive(int((tmp_path / "pids").read_text()))
@@ -498,12 +556,16 @@ def test_nothing_of_a_program_that_fails_stays_behind(run, tmp_path, then, words
 
 @pytest.mark.slow
 def test_what_a_killed_reaper_leaves_behind_is_found_by_its_name(run, tmp_path):
-    source = away("a daemon", tmp_path / "pids", """
+    source = away(
+        "a daemon",
+        tmp_path / "pids",
+        """
         start()
         ask("a")
         os.kill(os.getppid(), 9)
         time.sleep(600)
-    """)  # fmt: skip
+    """,
+    )
     with pytest.raises(EnvironmentFailure, match="ended with code -9"):
         run(source)
     assert not processes.alive(int((tmp_path / "pids").read_text()))
@@ -549,19 +611,22 @@ def test_a_task_is_a_line_of_its_file_and_held_out_ones_are_others(tmp_path):
         Agent(command="true", tasks=str(torn))
 
 
-@pytest.mark.parametrize("arguments, words", [
-    ({}, "one of them is needed"),
-    ({"command": "a", "function": "b:c"}, "one of them is needed"),
-    ({"command": "no-such-program-7f3a x"}, "no program 'no-such-program-7f3a'"),
-    ({"command": "'"}, "env.args.command"),
-    ({"command": []}, "a program and its arguments"),
-    ({"function": "nothing"}, "package.module:function"),
-    ({"function": "no_such_package_7f3a:run"}, "no Python package 'no_such_package_7f3a'"),
-    ({"function": "/no/such.py:run"}, "no file /no/such.py"),
-    ({"command": "true", "reward": "x"}, "env.args.reward='x'"),
-    ({"command": "true", "tasks": "/no/such.jsonl"}, "env.args.tasks"),
-    ({"command": "true", "environment": "PATH"}, "a list"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({}, "one of them is needed"),
+        ({"command": "a", "function": "b:c"}, "one of them is needed"),
+        ({"command": "no-such-program-7f3a x"}, "no program 'no-such-program-7f3a'"),
+        ({"command": "'"}, "env.args.command"),
+        ({"command": []}, "a program and its arguments"),
+        ({"function": "nothing"}, "package.module:function"),
+        ({"function": "no_such_package_7f3a:run"}, "no Python package 'no_such_package_7f3a'"),
+        ({"function": "/no/such.py:run"}, "no file /no/such.py"),
+        ({"command": "true", "reward": "x"}, "env.args.reward='x'"),
+        ({"command": "true", "tasks": "/no/such.jsonl"}, "env.args.tasks"),
+        ({"command": "true", "environment": "PATH"}, "a list"),
+    ],
+)
 def test_bad_arguments_are_named(arguments, words):
     with pytest.raises(ConfigError) as error:
         Agent(**arguments)
