@@ -1,6 +1,17 @@
-"""Messages that tests make, in few words."""
+"""Messages, episodes, environments and models that tests make, in few words."""
 
+import json
+
+import yaml
+
+from rose import config
 from rose import protocol as p
+from rose.places import CONF
+from rose.reward.episode import Episode
+
+# A Llama of two layers, as far as a plan needs it.
+LLAMA = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "hidden_size": 64}
+LLAMA |= {"intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 256}
 
 
 def result(turn, tokens, logprob=-1.0, version=0, finish=p.FinishReason.STOP, **more):
@@ -16,3 +27,25 @@ def trajectory(name, tokens=(), mask=(), logprobs=(), versions=(), reward=0.0, *
     plain = {"phase": p.Phase.TRAIN, "success": False, "turns": 1, "response_tokens": sum(mask)}
     group = name.partition(".")[0]
     return p.Trajectory(id=name, group=group, reward=reward, **packed, **plain | more)
+
+
+def episode(**more):
+    plain = {"trajectory": "g0.0", "domain": "d", "seed": 1, "task": {}, "transcript": []}
+    plain |= {"reward": 0.0, "success": False, "truncated": False, "turns": 1}
+    return Episode(**plain | more)
+
+
+def environment(name, **args):
+    """conf/env/NAME.yaml with these arguments."""
+    raw = yaml.safe_load((CONF / "env" / f"{name}.yaml").read_text())
+    return config.Env(**(raw | {"args": raw["args"] | args}))
+
+
+def model_folder(folder, **changes):
+    """A model's folder, with files enough to be looked at and none to be loaded."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(LLAMA | changes))
+    (folder / "tokenizer_config.json").write_text("{}")
+    # No tensor: 8 bytes say how long the header is, which is {}.
+    (folder / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
+    return folder

@@ -9,6 +9,7 @@ from rose import config as configuration
 from rose import processes
 from rose.config import ConfigError, ModelShape, check_model, from_dict, read_shape, to_dict
 from tests.conftest import CONF
+from tests.made import model_folder
 
 
 def test_the_default_configuration_survives_the_run_folder(make_config, tmp_path):
@@ -419,17 +420,8 @@ def test_where_no_rank_can_join_it_is_said_unless_none_is_wanted(make_config):
 
 
 def shape(**changes):
-    usual = dict(
-        layers=2,
-        hidden=64,
-        intermediate=128,
-        heads=8,
-        kv_heads=2,
-        head_dim=8,
-        vocab=256,
-        tied_embeddings=True,
-    )
-    return ModelShape(**usual | changes)
+    usual = dict(layers=2, hidden=64, intermediate=128, heads=8, kv_heads=2, head_dim=8, vocab=256)
+    return ModelShape(**usual | {"tied_embeddings": True} | changes)
 
 
 def test_engines_of_several_degrees_are_refused_with_where_and_why(make_config):
@@ -511,17 +503,8 @@ def test_one_gpu_is_for_one_side_or_for_both_in_turn(make_config):
 
 
 def test_shape_comes_from_the_models_folder(tmp_path):
-    raw = {
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "vocab_size": 256,
-        "tie_word_embeddings": True,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    assert read_shape(tmp_path) == shape()
+    more = {"num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    assert read_shape(model_folder(tmp_path, **more)) == shape()
 
 
 NO_HEADS = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 256}

@@ -11,14 +11,14 @@ from pathlib import Path
 import printed
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from rose import config, front
 from rose.agent import envs
 from rose.agent.envs.base import Action, ToolCall
 from rose.reward import scorers
-from rose.reward.episode import Episode, Said
+from rose.reward.episode import Said
+from tests.conftest import compose_tree
+from tests.made import episode, model_folder
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONF = REPOSITORY / "conf"
@@ -28,10 +28,6 @@ PLAIN = (
     *("agents.md", "algorithms.md", "environments.md", "export.md", "frozenlake.md", "install.md"),
     *("play.md", "rewards.md", "slurm.md"),
 )
-# The configuration of an exported model, as far as a plan needs it.
-MODEL = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64}
-MODEL |= {"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-MODEL |= {"num_key_value_heads": 1, "vocab_size": 64}
 SECTIONS = "algorithm|cluster|env|eval|model|observe|reward|rollout|sandbox|scheduler|serving|trainer|transfer"
 # Keys under names that users give, and names of files.
 OF_USERS = r".*\.(md|py|log)$|env\.members\.|eval\.sets\.|reward\.args\.parts\."
@@ -159,11 +155,7 @@ def make(folder: Path, path: str) -> None:
     if path == "beside.jsonl":
         exec((folder / "beside.py").read_text(), {"__name__": "__main__"})
         return
-    (folder / path).mkdir()
-    (folder / path / "config.json").write_text(json.dumps(MODEL))
-    (folder / path / "tokenizer_config.json").write_text("{}")
-    # A file of weights without tensors: 8 bytes say how long its header is, which is {}.
-    (folder / path / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
+    model_folder(folder / path, model_type="llama")
 
 
 async def test_the_printed_server_has_a_tool(reader, monkeypatch):
@@ -173,14 +165,13 @@ async def test_the_printed_server_has_a_tool(reader, monkeypatch):
     monkeypatch.setenv("PATH", os.pathsep.join(folders))
     reader("environments.md")
     (run,) = [r for r in printed.commands("environments.md") if "env=mcp" in r]
-    tree = composed(*run)["env"]
+    tree = compose_tree(*run)["env"]
     env = envs.build(config.Env(**tree))
     start = await env.reset(0)
     assert [tool["function"]["name"] for tool in start.tools] == ["multiply"]
     step = await env.step(Action("", ToolCall("multiply", {"a": 17, "b": 23})))
     last = await env.step(Action(f"It is {step.observation}."))
     await env.close()
-    (step, last) = step, last
     assert (step.observation, step.invalid) == ("391", False)
     assert (last.reward, last.done, last.success) == (1.0, True, True)
 
@@ -189,19 +180,13 @@ def test_the_printed_tests_tell_right_answers_from_wrong_ones(reader):
     folder = reader("rewards.md")
     row = json.loads((folder / "tasks.jsonl").read_text().splitlines()[0])
     (run,) = [r for r in printed.commands("rewards.md") if "reward=command" in r]
-    reward = composed(*run)["reward"]
+    reward = compose_tree(*run)["reward"]
     scorer = scorers.build(reward["name"], reward["args"])
 
     def scored(code: str) -> float:
         said = Said(policy=True, text=f"So:\n```python\n{code}\n```")
-        fields = {"domain": "prompts", "seed": 0, "task": row, "transcript": [said], "turns": 1}
-        ended = {"trajectory": "g0.0", "reward": 0.0, "success": False, "truncated": False}
-        return asyncio.run(scorer.score(Episode(**fields, **ended), 60.0)).reward
+        ended = episode(task=row, transcript=[said])
+        return asyncio.run(scorer.score(ended, 60.0)).reward
 
     assert scored("def f(x): return 2 * x") == 1.0
     assert scored("def f(x): return x") == 0.0
-
-
-def composed(*overrides: str) -> dict:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return OmegaConf.to_container(compose("config", list(overrides)), resolve=True)

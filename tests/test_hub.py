@@ -14,13 +14,11 @@ from rose import config as configuration
 from rose import front, hub
 from rose.config import ConfigError
 from rose.launch import local, model
+from tests.made import model_folder
 from tests.processes import ran
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 OTHER = "f" * 40
-QWEN = {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2, "hidden_size": 64}
-QWEN |= {"intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-QWEN |= {"vocab_size": 512}
 SMALL = [f"model.shape.{key}=64" for key in ("hidden", "intermediate", "head_dim", "vocab")]
 
 
@@ -38,13 +36,8 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def files(tmp_path):
-    """A model's folder: files enough to be looked at, none to be loaded."""
-    folder = tmp_path / "made"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(QWEN))
-    (folder / "tokenizer_config.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")  # no tensor
-    return folder
+    shape = {"num_key_value_heads": 2, "vocab_size": 512}
+    return model_folder(tmp_path / "made", architectures=["Qwen3ForCausalLM"], **shape)
 
 
 def config(tree, tmp_path, *overrides):
@@ -148,16 +141,12 @@ def test_the_real_shape_wins_over_that_of_conf(cache, files, tree, tmp_path):
 def test_a_run_keeps_its_commit_though_the_branch_has_moved(cache, files, tree, tmp_path):
     first = hub_cache.add(cache, "acme/tiny", files)
     c = config(tree, tmp_path)
-    local.write_config(model.fetch(c, c.run_dir / "config.json"), made(c.run_dir))
+    c.run_dir.mkdir(parents=True)
+    local.write_config(model.fetch(c, c.run_dir / "config.json"), c.run_dir)
     second = hub_cache.add(cache, "acme/tiny", files, commit=OTHER)
     assert model.fetch(c, c.run_dir / "config.json").model.snapshot == str(first)
     over = config(tree, tmp_path, "fresh=true")
     assert model.fetch(over, c.run_dir / "config.json").model.snapshot == str(second)
-
-
-def made(folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    return folder
 
 
 def test_ranks_never_ask_the_hub(tree, tmp_path):

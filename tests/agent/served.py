@@ -152,13 +152,13 @@ GPT_OSS = """\
 MARKS = ["<|eot_id|>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[INST]", "[/INST]"]
 
 
-def save(tokenizer, template, folder):
-    """A model's folder with this template, or with several by their names."""
+def save(tokenizer, template, folder, more=()):
+    """A model's folder with this template, or with several by their names; `more` marks are tokens."""
     own = copy.deepcopy(tokenizer)
     own.bos_token = own.bos_token or "<|endoftext|>"
     marks = [
         mark
-        for mark in MARKS
+        for mark in (*MARKS, *more)
         if mark in template or mark == "<|python_tag|>" and "<|eot_id|>" in template
     ]
     own.add_special_tokens({"additional_special_tokens": marks})

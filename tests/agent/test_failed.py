@@ -8,16 +8,15 @@ import pytest
 
 from rose import protocol as p
 from rose.agent.envs import _workers
-from rose.agent.host import TrajectoryHost
 from rose.agent.own_time import OwnTime
 from rose.observe import failed
-from rose.observe.recorder import NullRecorder
 from rose.parts.report.trajectories import read_failed
+from tests.agent.hosted import DEADLINE_S, Hosted
 from tests.agent.wander import Wander
+from tests.made import result
 
 DOMAIN = "tests.agent.wander:Wander"
 START = p.StartTrajectory("g1.2", "g1", p.Phase.TRAIN, DOMAIN, 7, None)
-DEADLINE_S = 120.0
 WORDS = list(range(40, 46))
 
 
@@ -31,18 +30,10 @@ def ended(make_config, chats, tmp_path):
         config = msgspec.structs.replace(made, env=env)
 
         async def scene():
-            words = asyncio.Queue()
-            keeper = failed.Keeper(tmp_path)
-            rest = (asyncio.create_task, NullRecorder(), None, None, None, None, keeper)
-            host = TrajectoryHost(config, chats["tiny"], words.put_nowait, *rest)
-            host.handle(START)
-            while True:
-                message = await asyncio.wait_for(words.get(), DEADLINE_S)
-                if not isinstance(message, p.TurnRequest):
-                    await host.close()
-                    return message
-                turn = (p.pack_tokens(WORDS), p.pack_floats([-1.0] * 6), p.pack_tokens([0] * 6))
-                host.handle(p.TurnResult(message.turn, *turn, p.FinishReason.STOP))
+            hosted = Hosted(config, chats["tiny"], failed=failed.Keeper(tmp_path))
+            *_, last = await hosted.play(START, lambda request: result(request.turn, WORDS))
+            await hosted.host.close()
+            return last
 
         return asyncio.run(scene())
 
@@ -101,7 +92,7 @@ def test_one_whose_time_is_up_is_kept_as_far_as_it_came(ended, monkeypatch, tmp_
         await asyncio.sleep(2 * DEADLINE_S)
 
     monkeypatch.setattr(Wander, "step", hangs)
-    message = ended(trajectory_timeout_s=5.0)
+    message = ended(trajectory_timeout_s=1.0)
     assert isinstance(message, p.TrajectoryFailed) and "trajectory_timeout_s" in message.error
     [kept], _ = read_failed(tmp_path)
     assert kept.record["turns"] == 1 and kept.made == len(WORDS)

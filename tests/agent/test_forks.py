@@ -12,14 +12,12 @@ import pytest
 from rose import protocol as p
 from rose.agent.envs.base import Start, Step
 from rose.agent.envs.frozen_lake import DIRECTIONS, FrozenLake
-from rose.agent.host import TrajectoryHost
 from rose.agent.snapshots import Snapshots
 from rose.coordinator.control import Bounds, Groups, Task
-from rose.observe.recorder import NullRecorder
+from tests.agent.hosted import Hosted
 from tests.made import result
 
 TREE = ("rollout/branch=tree", "rollout.branch.ways=[2,2]", "rollout.branch.at=[2,3]")
-DEADLINE_S = 120.0
 
 
 class Rollout:
@@ -32,20 +30,17 @@ class Rollout:
 
     def run(self, stop=lambda host, request: None):
         """The group, once all are in. `stop` is asked before each answer."""
-        return asyncio.run(asyncio.wait_for(self._run(stop), DEADLINE_S))
+        return asyncio.run(self._run(stop))
 
     async def _run(self, stop):
-        words = asyncio.Queue()
-        host = TrajectoryHost(
-            self.config, self.chat, words.put_nowait, asyncio.create_task, NullRecorder()
-        )
+        host = Hosted(self.config, self.chat)
         self.starts = self.groups.open(
             "g0", p.Phase.TRAIN, self.task, self.config.rollout.group_size
         )
         for start in self.starts:
             host.handle(start)
         while True:
-            match message := await words.get():
+            match message := await host.next():
                 case p.TurnRequest():
                     self.requests.append(message)
                     stop(host, message)
@@ -61,20 +56,14 @@ class Rollout:
     def alone(self, turns):
         """A trajectory of the same task, by itself, which answers what these turns answered."""
 
-        async def play():
-            words, left = asyncio.Queue(), list(turns)
-            host = TrajectoryHost(
-                self.config, self.chat, words.put_nowait, asyncio.create_task, NullRecorder()
-            )
-            host.handle(
-                p.StartTrajectory("g0.0", "g0", p.Phase.TRAIN, self.task.domain, self.task.seed, 1)
-            )
-            while isinstance(message := await words.get(), p.TurnRequest):
-                made = self._made(message, left.pop(0))
-                host.handle(made)
-            return message.trajectory
+        task, left = self.task, iter(turns)
+        start = p.StartTrajectory("g0.0", "g0", p.Phase.TRAIN, task.domain, task.seed, 1)
 
-        return asyncio.run(asyncio.wait_for(play(), DEADLINE_S))
+        async def play():
+            made = lambda request: self._made(request, next(left))  # noqa: E731
+            return await Hosted(self.config, self.chat).play(start, made)
+
+        return asyncio.run(play())[-1].trajectory
 
     def _made(self, request, as_turn=None):
         text = self.answer(as_turn or request.turn)
@@ -259,39 +248,28 @@ async def test_a_branch_goes_on_when_its_host_is_gone(lake, monkeypatch, tmp_pat
         monkeypatch.setattr("rose.agent.host.build", lambda env: Saved())
     rollout = lake(group=4)
 
-    def host(words):
+    def host():
         taken = Snapshots(tmp_path, 1, rollout.config, lambda snapshot: None)
-        rest = (words.put_nowait, asyncio.create_task, NullRecorder(), None, taken)
-        return TrajectoryHost(rollout.config, rollout.chat, *rest)
+        return Hosted(rollout.config, rollout.chat, taken)
 
     size = rollout.config.rollout.group_size
     starts = rollout.groups.open("g0", p.Phase.TRAIN, rollout.task, size)
     [branch] = [start for start in starts if start.id == "g0.2"]
     assert (branch.follows, branch.fork) == ("g0.0", 2)
-    words = asyncio.Queue()
-    first = host(words)
+    first = host()
     for start in (starts[0], branch):
         first.handle(start)
-    asked = await words.get()
-    while not (isinstance(asked, p.TurnRequest) and asked.trajectory == branch.id):
-        if isinstance(asked, p.TurnRequest):  # The other may have ended before.
-            first.handle(rollout._made(asked))
-        asked = await words.get()
+    while (asked := await first.next(p.TurnRequest)).trajectory != branch.id:
+        first.handle(rollout._made(asked))
     # what it forked off is all that there is of it
     for path in (tmp_path / branch.id).iterdir():
         assert path.name == "a001-t0002"
-    for task in (left := list(first._trajectories.values())):
+    for task in (left := list(first.host._trajectories.values())):
         task.cancel()
     await asyncio.gather(*left, return_exceptions=True)
-    words = asyncio.Queue()
-    second = host(words)
-    second.handle(branch)
-    again = await words.get()
+    again, *_, last = await host().play(branch, rollout._made)
     assert (again.turn, again.tokens) == ("g0.2.t2", asked.tokens)
-    while isinstance(again, p.TurnRequest):
-        second.handle(rollout._made(again))
-        again = await words.get()
-    assert [tuple(each) for each in again.trajectory.inherited] == [("g0.0", 2)]
+    assert [tuple(each) for each in last.trajectory.inherited] == [("g0.0", 2)]
 
 
 def bash(command):

@@ -6,27 +6,25 @@ import asyncio
 import pytest
 
 from rose import protocol as p
-from rose.agent.host import ENDING_S, TOLD_S, TrajectoryHost
-from rose.observe.recorder import NullRecorder
+from rose.agent.host import ENDING_S, TOLD_S
+from tests.agent.hosted import Hosted
 from tests.made import result
 
-DEADLINE_S = 120.0
+
+def start(domain="calculator"):
+    return p.StartTrajectory("g0.0", "g0", p.Phase.TRAIN, domain, 8, None)
 
 
 def hosted(config, chat, domain, tokens):
-    """What a host says about one trajectory whose every turn is these tokens, as many as it asks
+    """What a host says about one trajectory, whose every turn is as many of these tokens as it asks
     for."""
 
+    def made(request):
+        tokens_of = tokens[: request.sampling.max_new_tokens]
+        return result(request.turn, tokens_of, finish=p.FinishReason.LENGTH)
+
     async def go():
-        words, said = asyncio.Queue(), []
-        host = TrajectoryHost(config, chat, words.put_nowait, asyncio.create_task, NullRecorder())
-        host.handle(p.StartTrajectory("g0.0", "g0", p.Phase.TRAIN, domain, 8, None))
-        while True:
-            said.append(await asyncio.wait_for(words.get(), DEADLINE_S))
-            if not isinstance(said[-1], p.TurnRequest):
-                return said
-            made = tokens[: said[-1].sampling.max_new_tokens]
-            host.handle(result(said[-1].turn, made, finish=p.FinishReason.LENGTH))
+        return await Hosted(config, chat).play(start(domain), made)
 
     return asyncio.run(go())
 
@@ -53,12 +51,9 @@ async def test_a_turns_result_that_arrives_twice_is_taken_once(make_config, chat
         '<tool_call>{"name": "move", "arguments": {"direction": "right"}}</tool_call>',
         add_special_tokens=False,
     )
-    words = asyncio.Queue()
-    host = TrajectoryHost(
-        config, chats["tiny"], words.put_nowait, asyncio.create_task, NullRecorder()
-    )
-    host.handle(p.StartTrajectory("g0.0", "g0", p.Phase.TRAIN, "frozen_lake", 8, None))
-    while isinstance(asked := await asyncio.wait_for(words.get(), DEADLINE_S), p.TurnRequest):
+    host = Hosted(config, chats["tiny"])
+    host.handle(start("frozen_lake"))
+    while isinstance(asked := await host.next(), p.TurnRequest):
         made = result(asked.turn, right, finish=p.FinishReason.LENGTH, migrations=1)
         host.handle(made)
         host.handle(made)
@@ -85,12 +80,9 @@ async def test_deaths_with_a_job_are_no_failure(make_config, chats, monkeypatch,
         slept.append(seconds)
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    words = asyncio.Queue()
-    spawn, name = asyncio.create_task, "calculator"
-    host = TrajectoryHost(config, chats["tiny"], words.put_nowait, spawn, NullRecorder())
+    host = Hosted(config, chats["tiny"])
     if ending:
-        host.end_told()
-    host.handle(p.StartTrajectory("g0.0", "g0", p.Phase.TRAIN, name, 8, None))
-    found = await asyncio.wait_for(words.get(), DEADLINE_S)
-    assert isinstance(found, p.TrajectoryFailed)
+        host.host.end_told()
+    host.handle(start())
+    assert isinstance(await host.next(), p.TrajectoryFailed)
     assert slept == [TOLD_S, ENDING_S][: 1 + ending]

@@ -8,38 +8,32 @@ import msgspec
 import pytest
 
 from rose import protocol as p
-from rose.agent.host import TrajectoryHost
 from rose.agent.moves import Moves
 from rose.agent.snapshots import Snapshots
-from rose.observe.recorder import NullRecorder
+from tests.agent.hosted import DEADLINE_S, Hosted
 from tests.agent.wander import Wander
+from tests.made import result
 
 DOMAIN = "tests.agent.wander:Wander"
 START = p.StartTrajectory("g1.2", "g1", p.Phase.TRAIN, DOMAIN, 7, None)
 WORDS = list(range(40, 46))
-DEADLINE_S = 120.0
 
 
-class Host:
-    def __init__(self, config, chat, folder, rank):
-        self.words, self.settles = asyncio.Queue(), asyncio.Event()
-        snapshots = Snapshots(folder, 1, config, lambda _: None, lambda s: self.host.saved(s))
-        self.moves = Moves(rank, self.words.put_nowait)
-        rest = (asyncio.create_task, NullRecorder(), None, snapshots, None, self.moves)
-        self.host = TrajectoryHost(config, chat, self.words.put_nowait, *rest)
+class Host(Hosted):
+    def __init__(self, config, chat, folder, rank=1):
+        saved = lambda snapshot: self.host.saved(snapshot)  # noqa: E731
+        snapshots = Snapshots(folder, 1, config, lambda _: None, saved)
+        self.moves = Moves(rank, lambda message: self.words.put_nowait(message))
+        super().__init__(config, chat, snapshots, self.moves)
 
-    async def next(self, kind):
-        """Its next message, but for those about what is saved unless it is asked for them."""
-        while True:
-            message = await asyncio.wait_for(self.words.get(), DEADLINE_S)
-            if isinstance(message, kind):
-                return message
-            assert isinstance(message, p.TrajectorySaved | p.TurnRequest), message
+    async def begun(self):
+        """Answer the first turn; the trajectory waits for the second one then."""
+        self.handle(START)
+        self.answer(await self.next(p.TurnRequest))
+        return await self.next(p.TurnRequest)
 
     def answer(self, request):
-        n = len(WORDS)
-        made = (p.pack_tokens(WORDS), p.pack_floats([-1.0] * n), p.pack_tokens([0] * n))
-        self.host.handle(p.TurnResult(request.turn, *made, p.FinishReason.STOP))
+        self.handle(result(request.turn, WORDS))
 
 
 @pytest.fixture
@@ -51,23 +45,22 @@ def config(make_config):
 
 async def test_it_leaves_before_the_turn_that_it_waits_for_and_goes_on(config, chats, tmp_path):
     old, new = (Host(config, chats["tiny"], tmp_path, rank) for rank in (1, 2))
-    old.host.handle(START)
-    old.host.handle(p.ReleaseTrajectory(START.id))
+    old.handle(START)
+    old.handle(p.ReleaseTrajectory(START.id))
     old.answer(await old.next(p.TurnRequest))  # nothing is saved before the first turn
     asked = await old.next(p.TurnRequest)
     saved = await old.next(p.TrajectorySaved)
     assert (saved.rank, saved.id, saved.turns) == (1, START.id, 1) and saved.commands_s > 0
     assert await old.next(p.TrajectoryReleased) == p.TrajectoryReleased(1, START.id)
     assert old.words.empty(), "its last word"
-    new.host.handle(START)
+    new.handle(START)
     again = await new.next(p.TurnRequest)
     assert (again.turn, again.tokens) == (asked.turn, asked.tokens)
     for _ in range(2):
         new.answer(again)
-        last = await new.next(p.TurnRequest | p.TrajectoryFinished)
-        again = last
-    assert last.trajectory.turns == 3
-    old.host.handle(p.ReleaseTrajectory(START.id))
+        again = await new.next(p.TurnRequest, p.TrajectoryFinished)
+    assert again.trajectory.turns == 3
+    old.handle(p.ReleaseTrajectory(START.id))
     assert old.words.empty(), "it is gone"
 
 
@@ -79,11 +72,9 @@ async def test_it_stays_while_others_could_not_read_it(config, chats, tmp_path, 
         return True
 
     monkeypatch.setattr(Wander, "settled", settled, raising=False)
-    host = Host(config, chats["tiny"], tmp_path, 1)
-    host.host.handle(START)
-    host.answer(await host.next(p.TurnRequest))
-    await host.next(p.TurnRequest)
-    host.host.handle(p.ReleaseTrajectory(START.id))
+    host = Host(config, chats["tiny"], tmp_path)
+    await host.begun()
+    host.handle(p.ReleaseTrajectory(START.id))
     while not (tmp_path / START.id / "a001-t0001").exists():
         await asyncio.sleep(0.01)
     for _ in range(10):
@@ -104,12 +95,10 @@ async def test_no_snapshot_of_a_cancelled_trajectory_is_left(config, chats, tmp_
         assert (tmp_path / START.id).exists()
 
     monkeypatch.setattr(Snapshots, "_write", late)
-    host = Host(config, chats["tiny"], tmp_path, 1)
-    host.host.handle(START)
-    host.answer(await host.next(p.TurnRequest))
-    await host.next(p.TurnRequest)
+    host = Host(config, chats["tiny"], tmp_path)
+    await host.begun()
     assert await asyncio.to_thread(begins.wait, DEADLINE_S)
-    host.host.handle(p.CancelTrajectory(START.id))
+    host.handle(p.CancelTrajectory(START.id))
     goes_on.set()
     while others := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.wait(others)
@@ -117,13 +106,11 @@ async def test_no_snapshot_of_a_cancelled_trajectory_is_left(config, chats, tmp_
 
 
 async def test_one_that_is_cancelled_as_it_may_leave_is_released_by_nobody(config, chats, tmp_path):
-    host = Host(config, chats["tiny"], tmp_path, 1)
-    host.host.handle(START)
-    host.answer(await host.next(p.TurnRequest))
-    await host.next(p.TurnRequest)
+    host = Host(config, chats["tiny"], tmp_path)
+    await host.begun()
     await host.next(p.TrajectorySaved)
     host.moves.ask(START.id)
-    host.host.handle(p.CancelTrajectory(START.id))
+    host.handle(p.CancelTrajectory(START.id))
     host.host._release(START.id)
     while others := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.wait(others)
@@ -136,6 +123,5 @@ async def test_the_load_is_the_machines_tasks_on_the_cores_that_it_may_use(monke
     telling = asyncio.create_task(Moves(3, said.put_nowait).tell_load())
     load = await asyncio.wait_for(said.get(), DEADLINE_S)
     telling.cancel()
-    load = load
     assert (load.rank, load.running) == (3, 0)
     assert load.cores >= 1 and load.cpu >= 0 and 0 < load.memory <= 1

@@ -78,76 +78,75 @@ def raises(error):
     raise error
 
 
-# (what the environment gives, words of the error)
+# (a method or an attribute, what it gives, words of the error)
 WRONG = [
-    (dict(reset=lambda: None), "Odd.reset returned None, not a Start"),
-    (dict(reset=lambda: Start(None)), "Odd.reset gave messages None, not a list"),
-    (dict(reset=lambda: Start([])), "Odd.reset gave no messages"),
-    (dict(reset=lambda: Start("say")), "Odd.reset gave messages 'say'"),
-    (dict(reset=lambda: Start(["say"])), r"Odd.reset gave messages\[0\] 'say', not a dict"),
-    (dict(reset=lambda: Start([{"content": "x"}])), r"messages\[0\] the role None"),
+    ("reset", lambda: None, "Odd.reset returned None, not a Start"),
+    ("reset", lambda: Start(None), "Odd.reset gave messages None, not a list"),
+    ("reset", lambda: Start([]), "Odd.reset gave no messages"),
+    ("reset", lambda: Start("say"), "Odd.reset gave messages 'say'"),
+    ("reset", lambda: Start(["say"]), r"Odd.reset gave messages\[0\] 'say', not a dict"),
+    ("reset", lambda: Start([{"content": "x"}]), r"messages\[0\] the role None"),
+    ("reset", lambda: Start([ASK, {"role": "human", "content": "x"}]), r"\[1\] the role 'human'"),
+    ("reset", lambda: Start([{"role": "user"}]), r"messages\[0\] the content None, not text"),
+    ("reset", lambda: Start([{"role": "user", "content": 3}]), "the content 3, not text"),
     (
-        dict(reset=lambda: Start([ASK, {"role": "human", "content": "x"}])),
-        r"\[1\] the role 'human'",
-    ),
-    (dict(reset=lambda: Start([{"role": "user"}])), r"messages\[0\] the content None, not text"),
-    (dict(reset=lambda: Start([{"role": "user", "content": 3}])), "the content 3, not text"),
-    (
-        dict(reset=lambda: Start([{"role": "user", "content": [{"type": "text", "text": "x"}]}])),
+        "reset",
+        lambda: Start([{"role": "user", "content": [{"type": "text", "text": "x"}]}]),
         r"Odd.reset gave messages\[0\] the content \[.*parts can't be given",
     ),
-    (dict(reset=lambda: Start([{"role": "assistant", "content": None}])), "the content None"),
-    (dict(reset=lambda: Start([ASK | {"extra": object()}])), "messages with more than plain JSON"),
-    (dict(reset=lambda: Start([ASK], None)), "tools None, not a list"),
-    (dict(reset=lambda: Start([ASK], ["go"])), r"tools\[0\] 'go', not an OpenAI function schema"),
-    (dict(reset=lambda: Start([ASK], [{"name": "go"}])), r"tools\[0\] {'name': 'go'}"),
+    ("reset", lambda: Start([{"role": "assistant", "content": None}]), "the content None"),
+    ("reset", lambda: Start([ASK | {"extra": object()}]), "messages with more than plain JSON"),
+    ("reset", lambda: Start([ASK], None), "tools None, not a list"),
+    ("reset", lambda: Start([ASK], ["go"]), r"tools\[0\] 'go', not an OpenAI function schema"),
+    ("reset", lambda: Start([ASK], [{"name": "go"}]), r"tools\[0\] {'name': 'go'}"),
     (
-        dict(reset=lambda: Start([ASK], [{"function": {"name": "go", "parameters": "none"}}])),
+        "reset",
+        lambda: Start([ASK], [{"function": {"name": "go", "parameters": "none"}}]),
         r"tools\[0\] the parameters 'none'",
     ),
-    (dict(reset=lambda: Start([ASK], [], None)), "the task None, not a dict"),
-    (dict(reset=lambda: Start([ASK], [], {"a": object()})), "a task with more than plain JSON"),
-    (dict(step=lambda: None), "Odd.step returned None, not a Step"),
-    (dict(step=lambda: {"reward": 1}), "Odd.step returned {'reward': 1}, not a Step"),
-    (dict(step=lambda: Step(None)), "Odd.step gave the observation None, not text"),
-    (dict(step=lambda: Step(b"x")), "Odd.step gave the observation b'x', not text"),
-    (dict(step=lambda: Step(["x"])), r"the observation \['x'\], not text"),
-    (dict(step=lambda: Step({"a": 1}, done=True)), "the observation {'a': 1}, not text"),
-    (dict(step=lambda: Step("x", reward=float("nan"))), "the reward nan, which is not finite"),
-    (dict(step=lambda: Step("x", reward=1e300)), r"the reward 1e\+300; rewards lie between"),
-    (dict(step=lambda: Step("x", reward=None)), "the reward None, which is no number"),
-    (dict(step=lambda: Step("x", success=None)), "success None, not true or false"),
-    (dict(step=lambda: Step("x", success="no")), "success 'no', not true or false"),
-    (dict(step=lambda: Step("x", done=0.5)), "done 0.5, not true or false"),
-    (dict(step=lambda: Step("x", invalid=[])), r"invalid \[\], not true or false"),
-    (dict(step=lambda: Step("x", observations="ab")), "observations 'ab', not a list"),
-    (dict(step=lambda: Step("x", observations=("a", 2))), r"observations\[1\] 2, not text"),
-    (dict(step=lambda: Step("x", reward=Unreadable())), "Odd.step gave a value that can't be read"),
-    (dict(step=lambda: sys.exit(3)), "Odd.step raised .*SystemExit"),
-    (dict(step=lambda: raises(ValueError("\ud800" * 10**5))), "Odd.step raised ValueError"),
-    (dict(end=lambda: Step("x", reward=float("nan"))), "Odd.end gave the reward nan"),
-    (dict(end=lambda: 1.0), "Odd.end returned 1.0, not a Step"),
-    (dict(stats=lambda: None), "Odd.stats gave None, not a dict"),
-    (dict(stats=lambda: {"a": "b"}), "Odd.stats gave 'a': 'b', not a text with a finite number"),
-    (dict(stats=lambda: {1: 2.0}), "Odd.stats gave 1: 2.0, not a text"),
-    (dict(stats=lambda: {"a": float("inf")}), "Odd.stats gave 'a': inf"),
-    (dict(stats=lambda: raises(RuntimeError("no"))), r"Odd.stats raised RuntimeError\('no'\)"),
-    (dict(stats=lambda: sys.exit(2)), r"Odd.stats raised SystemExit\(2\)"),
+    ("reset", lambda: Start([ASK], [], None), "the task None, not a dict"),
+    ("reset", lambda: Start([ASK], [], {"a": object()}), "a task with more than plain JSON"),
+    ("step", lambda: None, "Odd.step returned None, not a Step"),
+    ("step", lambda: {"reward": 1}, "Odd.step returned {'reward': 1}, not a Step"),
+    ("step", lambda: Step(None), "Odd.step gave the observation None, not text"),
+    ("step", lambda: Step(b"x"), "Odd.step gave the observation b'x', not text"),
+    ("step", lambda: Step(["x"]), r"the observation \['x'\], not text"),
+    ("step", lambda: Step({"a": 1}, done=True), "the observation {'a': 1}, not text"),
+    ("step", lambda: Step("x", reward=float("nan")), "the reward nan, which is not finite"),
+    ("step", lambda: Step("x", reward=1e300), r"the reward 1e\+300; rewards lie between"),
+    ("step", lambda: Step("x", reward=None), "the reward None, which is no number"),
+    ("step", lambda: Step("x", success=None), "success None, not true or false"),
+    ("step", lambda: Step("x", success="no"), "success 'no', not true or false"),
+    ("step", lambda: Step("x", done=0.5), "done 0.5, not true or false"),
+    ("step", lambda: Step("x", invalid=[]), r"invalid \[\], not true or false"),
+    ("step", lambda: Step("x", observations="ab"), "observations 'ab', not a list"),
+    ("step", lambda: Step("x", observations=("a", 2)), r"observations\[1\] 2, not text"),
+    ("step", lambda: Step("x", reward=Unreadable()), "Odd.step gave a value that can't be read"),
+    ("step", lambda: sys.exit(3), "Odd.step raised .*SystemExit"),
+    ("step", lambda: raises(ValueError("\ud800" * 10**5)), "Odd.step raised ValueError"),
+    ("end", lambda: Step("x", reward=float("nan")), "Odd.end gave the reward nan"),
+    ("end", lambda: 1.0, "Odd.end returned 1.0, not a Step"),
+    ("stats", lambda: None, "Odd.stats gave None, not a dict"),
+    ("stats", lambda: {"a": "b"}, "Odd.stats gave 'a': 'b', not a text with a finite number"),
+    ("stats", lambda: {1: 2.0}, "Odd.stats gave 1: 2.0, not a text"),
+    ("stats", lambda: {"a": float("inf")}, "Odd.stats gave 'a': inf"),
+    ("stats", lambda: raises(RuntimeError("no")), r"Odd.stats raised RuntimeError\('no'\)"),
+    ("stats", lambda: sys.exit(2), r"Odd.stats raised SystemExit\(2\)"),
     (
-        dict(requires_tool=lambda self: False),
+        "requires_tool",
+        lambda self: False,
         "Odd.requires_tool gave <bound method .*not true or false",
     ),
-    (
-        dict(rewards_turns=property(lambda self: raises(KeyError("x")))),
-        "Odd.rewards_turns raised Key",
-    ),
+    ("rewards_turns", property(lambda self: raises(KeyError("x"))), "Odd.rewards_turns raised Key"),
 ]
 
 
-@pytest.mark.parametrize("given, words", WRONG)
-def test_what_is_wrong_fails_the_trajectory_and_names_class_method_and_value(chats, given, words):
-    own = {name: given[name] for name in given if name in FLAGS}
-    odd = type("Odd", (Odd,), own)(**{name: given[name] for name in given if name not in own})
+@pytest.mark.parametrize("name, given, words", WRONG)
+def test_what_is_wrong_fails_the_trajectory_and_names_class_method_and_value(
+    chats, name, given, words
+):
+    own, made = ({name: given}, {}) if name in FLAGS else ({}, {name: given})
+    odd = type("Odd", (Odd,), own)(**made)
     with pytest.raises(EnvironmentFailure, match=words) as failure:
         play(chats, odd)
     str(failure.value).encode()  # a message carries it

@@ -6,7 +6,6 @@ import json
 import random
 
 import pytest
-from vllm.exceptions import VLLMValidationError
 
 from rose.agent.chat import CannotExtend, ChatFormat
 from rose.agent.template import takes_parts
@@ -157,10 +156,18 @@ APIS = {
 
 def tokens_or_none(write, *given):
     """Return None where the conversation is refused."""
+    from vllm.exceptions import VLLMValidationError  # after seconds, which others need not wait
+
     try:
         return list(write(*given))
     except (CannotExtend, ApiError, VLLMValidationError):
         return None
+
+
+def place(chat, api, body):
+    """Return where the gateway sees a request in a new history."""
+    query = APIS[api][0].read(copy.deepcopy(body))
+    return History(chat).place(query.messages, query.tools, query.template_args)
 
 
 def shown(chat, tokens):
@@ -171,24 +178,19 @@ def shown(chat, tokens):
 @pytest.mark.parametrize("api", APIS)
 def test_the_gateway_writes_a_request_as_vllm_does(sides, style, api):
     chat, vllm = sides(style)
-    reader, body_of = APIS[api]
+    _, body_of = APIS[api]
     written = 0
-    for seed in range(40):
+    for seed in range(24):
         rng = random.Random(seed)
         tools = style not in REFUSES_TOOLS and rng.random() < 0.7
         said = conversation(rng, style, tools)
         body = body_of(said, rng.sample(FUNCTIONS, 3) if tools else [])
         theirs = tokens_or_none(getattr(vllm, api), body)
-
-        def place(body):
-            query = reader.read(body)
-            return History(chat).place(query.messages, query.tools).new
-
-        ours = tokens_or_none(place, copy.deepcopy(body))
+        ours = tokens_or_none(lambda body: place(chat, api, body).new, body)
         assert shown(chat, ours) == shown(chat, theirs), (seed, body)
         assert ours == theirs
         written += theirs is not None
-    assert written > 20, "most conversations are such that the template writes them"
+    assert written > 12, "most conversations are such that the template writes them"
 
 
 SYSTEM, GO, YES = (
@@ -215,14 +217,11 @@ OFF = {"chat_template_kwargs": {"enable_thinking": False}}
 )
 def test_a_requests_arguments_of_the_template_are_used_as_vllm_does(sides, api, asked, thinks):
     chat, vllm = sides("qwen3")
-    reader, body_of = APIS[api]
     for seed in range(6):
         said = conversation(random.Random(seed), "qwen3", True)
-        body = body_of(said, FUNCTIONS[:2]) | asked
-        query = reader.read(copy.deepcopy(body))
-        place = History(chat).place(query.messages, query.tools, query.template_args)
+        body = APIS[api][1](said, FUNCTIONS[:2]) | asked
         theirs = getattr(vllm, api)(body)
-        assert shown(chat, place.new) == shown(chat, theirs)
+        assert shown(chat, place(chat, api, body).new) == shown(chat, theirs)
         assert shown(chat, theirs).endswith("</think>\n\n") == (not thinks)
 
 
@@ -238,15 +237,6 @@ def test_a_conversation_goes_on_only_with_the_same_arguments_of_the_template(sid
     found = history.place(messages, [], off).new[-4:]
     assert found == vllm.chat({"model": "m", "messages": [GO]} | OFF)[-4:]
     assert history.place(messages, []).parent is None
-
-
-def test_a_thought_that_anthropic_has_encrypted_is_left_out_as_in_vllm(sides):
-    chat, vllm = sides("chatml")
-    blocks = [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "yes"}]
-    body = {"model": "m", "max_tokens": 4}
-    body["messages"] = [GO, {"role": "assistant", "content": blocks}, GO]
-    query = anthropic_messages.read(copy.deepcopy(body))
-    assert History(chat).place(query.messages, []).new == vllm.messages(body)
 
 
 LINE = "x-anthropic-billing-header: cch=1f"
@@ -272,8 +262,7 @@ def test_claude_codes_line_goes_from_the_system_message_as_vllm_drops_it(sides, 
         body = {"model": "m", "max_tokens": 4} if api == "messages" else {"model": "m"}
         body |= {"input" if api == "responses" else "messages": [GO]}
         body[key] = [listed, GO] if key in ("messages", "input") else listed
-        query = APIS[api][0].read(copy.deepcopy(body))
-        ours = History(chat).place(query.messages, query.tools).new
+        ours = place(chat, api, body).new
         assert shown(chat, ours) == shown(chat, getattr(vllm, api)(body)), (api, key)
 
 
@@ -305,7 +294,7 @@ def turn_of(chat, first, second):
 def test_the_gateway_goes_on_after_a_turn_as_vllm_does(sides, style):
     chat, vllm = sides(style)
     steps_seen = 0
-    for seed in range(40):
+    for seed in range(24):
         rng = random.Random(seed)
         tools = style not in REFUSES_TOOLS and rng.random() < 0.7
         body = chat_body(conversation(rng, style, tools), FUNCTIONS[:2] if tools else [])
@@ -319,14 +308,14 @@ def test_the_gateway_goes_on_after_a_turn_as_vllm_does(sides, style):
             context = list(memoryview(following.context).cast("i"))
             assert shown(chat, context) == second, (seed, body)
             steps_seen += 1
-    assert steps_seen > 10
+    assert steps_seen > 6
 
 
 @styles
 def test_the_loop_goes_on_after_a_turn_as_vllm_does(sides, style):
     chat, vllm = sides(style)
     steps_seen = 0
-    for seed in range(60):
+    for seed in range(36):
         rng = random.Random(seed)
         tools = style not in REFUSES_TOOLS and rng.random() < 0.7
         said = [
@@ -344,7 +333,7 @@ def test_the_loop_goes_on_after_a_turn_as_vllm_does(sides, style):
             tokens = tokens + turn_of(chat, first, second) + gap
             assert shown(chat, tokens) == second, (seed, body)
             steps_seen += 1
-    assert steps_seen > 10
+    assert steps_seen > 6
 
 
 @pytest.mark.parametrize("style", sorted(REFUSES_TOOLS))
@@ -380,14 +369,12 @@ def test_a_system_message_that_moves_is_refused_in_a_conversation_with_one(token
         chat.observations([("user", "on")], True, False, system=True)
 
 
-def test_results_that_a_template_numbers_are_refused_with_tools(tokenizer, tmp_path):
-    chat, _ = going_on(tokenizer, tmp_path, served.NUMBERED)
+def test_marks_that_depend_on_the_turns_before_are_refused(tokenizer, tmp_path):
+    """Results that a template numbers, with tools; a conversation's length, always."""
+    chat, _ = going_on(tokenizer, tmp_path / "numbered", served.NUMBERED)
     assert "depends on the turns before" in chat.tools_problem
-
-
-def test_marks_that_depend_on_a_conversations_length_are_refused(tokenizer, tmp_path):
     with pytest.raises(CannotExtend, match="depends on the turns before"):
-        going_on(tokenizer, tmp_path, served.LENGTH)
+        going_on(tokenizer, tmp_path / "length", served.LENGTH)
 
 
 @pytest.mark.parametrize("template", [served.SLICED, served.CUTS])
@@ -429,21 +416,23 @@ def test_a_call_without_text_is_written_as_vllm_does(sides, style, content):
     result = {"role": "tool", "tool_call_id": "123456789", "content": "r"}
     tools = [{"type": "function", "function": FUNCTIONS[0]}]
     body = {"model": "m", "messages": [GO, answer, result], "tools": tools}
-    query = openai_chat.read(copy.deepcopy(body))
-    assert History(chat).place(query.messages, query.tools).new == vllm.chat(body)
+    assert place(chat, "chat", body).new == vllm.chat(body)
 
 
-def test_a_refusal_is_a_text_and_the_changing_line_goes_in_every_api(sides):
+@pytest.mark.parametrize(
+    "api, block",
+    [
+        ("chat", {"type": "refusal", "refusal": "no"}),
+        # A thought that Anthropic has encrypted.
+        ("messages", {"type": "redacted_thinking", "data": "x"}),
+    ],
+)
+def test_a_refusal_is_a_text_and_an_unreadable_thought_is_left_out(sides, api, block):
     chat, vllm = sides("chatml")
-    refusal = [{"type": "refusal", "refusal": "no"}]
-    line = {"role": "system", "content": "x-anthropic-billing-header: 7"}
-    for messages in ([GO, {"role": "assistant", "content": refusal}, GO], [line, GO]):
-        body = {"model": "m", "messages": messages}
-        query = openai_chat.read(copy.deepcopy(body))
-        assert History(chat).place(query.messages, []).new == vllm.chat(body)
-    body = {"model": "m", "max_tokens": 1, "system": line["content"], "messages": [GO]}
-    query = anthropic_messages.read(copy.deepcopy(body))
-    assert History(chat).place(query.messages, []).new == vllm.messages(body)
+    said = [block, {"type": "text", "text": "yes"}][: 1 + (api == "messages")]
+    body = {"model": "m", "max_tokens": 4}
+    body["messages"] = [GO, {"role": "assistant", "content": said}, GO]
+    assert place(chat, api, body).new == getattr(vllm, api)(body)
 
 
 def test_developers_and_names_reach_the_template_as_in_vllm(sides):
@@ -452,30 +441,16 @@ def test_developers_and_names_reach_the_template_as_in_vllm(sides):
     messages += [{"role": "user", "name": "ada", "content": "go"}]
     messages += [{"role": "developer", "content": "three"}, {"role": "user", "content": "on"}]
     body = {"model": "m", "messages": messages}
-    query = openai_chat.read(copy.deepcopy(body))
-    assert History(chat).place(query.messages, []).new == vllm.chat(body)
-    assert query.messages[2].rendered(chat)["name"] == "ada"
+    assert place(chat, "chat", body).new == vllm.chat(body)
+    assert openai_chat.read(body).messages[2].rendered(chat)["name"] == "ada"
 
 
 def test_a_content_is_given_in_parts_where_vllm_gives_it_so():
     from vllm.renderers.hf import _detect_content_format
 
-    found = [*TRL_TEMPLATES.glob("*.jinja")]
-    texts = [path.read_text() for path in found] + [
-        t for t in STYLES.values() if isinstance(t, str)
-    ]
+    found = [path for path in TRL_TEMPLATES.glob("*.jinja") if "training" not in path.name]
+    texts = [path.read_text() for path in found]
+    texts += [t for t in STYLES.values() if isinstance(t, str)]
     theirs = {text: _detect_content_format(text, default="string") == "openai" for text in texts}
     assert {text: takes_parts(text) for text in texts} == theirs
     assert len(set(theirs.values())) == 2
-
-
-def test_the_line_that_changes_with_each_call_of_claude_code_is_dropped(sides):
-    chat, vllm = sides("qwen3")
-    system = [
-        {"type": "text", "text": text} for text in ("x-anthropic-billing-header: 1", "A", "B")
-    ]
-    body = {"model": "m", "max_tokens": 1, "system": system}
-    body["messages"] = [{"role": "user", "content": "go"}]
-    query = anthropic_messages.read(copy.deepcopy(body))
-    assert query.messages[0].text == "AB"
-    assert History(chat).place(query.messages, []).new == vllm.messages(body)

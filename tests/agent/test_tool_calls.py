@@ -39,12 +39,11 @@ def test_several_calls_are_all_read_in_order(text):
     assert action.call == action.calls[0]
 
 
-def test_text_without_a_call_is_plain_text():
-    assert parse("the answer is 4") == Action("the answer is 4")
-
-
-def test_a_call_that_was_only_thought_of_does_not_count():
-    assert parse(f"<think><tool_call>{MOVE}</tool_call></think>done").call is None
+@pytest.mark.parametrize(
+    "text", ["the answer is 4", f"<think><tool_call>{MOVE}</tool_call></think>done"]
+)
+def test_text_without_a_call_is_plain_text(text):
+    assert parse(text) == Action(text), "a call that was only thought of does not count"
 
 
 @pytest.mark.parametrize(
@@ -87,19 +86,8 @@ def test_marks_in_an_argument_are_text(said, thought):
     assert action.calls == tuple(calls)
 
 
-pieces = st.sampled_from(
-    [
-        "<tool_call>",
-        "</tool_call>",
-        "<think>",
-        "</think>",
-        '{"name": "a", "arguments": {',
-        "}}",
-        "[",
-        "]",
-        "1",
-    ]
-)
+MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "}}", "[", "]", "1"]
+pieces = st.sampled_from([*MARKS, '{"name": "a", "arguments": {'])
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,10 +1,11 @@
 """Each form of tool calls is read back from the chat template that writes it, several calls in one
 turn are answered together, and every token is the template's."""
 
-import copy
+import functools
 import json
 
 import pytest
+from transformers import AutoTokenizer
 
 from rose import checks
 from rose.agent.chat import ChatFormat
@@ -12,26 +13,9 @@ from rose.agent.envs.base import ToolCall
 from rose.agent.tool_calls import BadCall
 from rose.config import ConfigError
 
+from . import served
 from .conftest import TRL_TEMPLATES
 
-# As mistral-common 1.5.4 and later (tokenizer version 11) writes a conversation.
-MISTRAL = """\
-{{- bos_token }}
-{%- if messages[0].role == 'system' %}{{- '[SYSTEM_PROMPT]' + messages[0].content + '[/SYSTEM_PROMPT]' }}{% endif %}
-{%- if tools %}{{- '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{% endif %}
-{%- for message in messages %}
-{%- if message.role == 'user' %}{{- '[INST]' + message.content + '[/INST]' }}
-{%- elif message.role == 'assistant' %}
-{%- if message.content %}{{- message.content }}{% endif %}
-{%- for call in message.tool_calls or [] %}
-{{- '[TOOL_CALLS]' + call.function.name + '[ARGS]' + (call.function.arguments | tojson) }}
-{%- endfor %}
-{{- eos_token }}
-{%- elif message.role == 'tool' %}
-{%- if message.tool_call_id | length != 9 %}{{- raise_exception('call ids have 9 characters') }}{% endif %}
-{{- '[TOOL_RESULTS]' + message.tool_call_id + '[TOOL_CONTENT]' + message.content + '[/TOOL_RESULTS]' }}
-{%- endif %}
-{%- endfor %}"""
 # As Llama 3.2's small models and vLLM's tool_chat_template_llama3.2_pythonic.jinja write it.
 PYTHONIC = """\
 {{- bos_token }}
@@ -68,26 +52,14 @@ QWEN3_CODER = """\
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
-LLAMA_MARKS = ["<|python_tag|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-MISTRAL_MARKS = [f"[{m}]" for m in ("INST", "/INST", "TOOL_CALLS", "ARGS", "AVAILABLE_TOOLS", "/AVAILABLE_TOOLS", "TOOL_RESULTS", "/TOOL_RESULTS", "TOOL_CONTENT", "SYSTEM_PROMPT", "/SYSTEM_PROMPT")]  # fmt: skip
-
-# form -> (template, marks that are special tokens, end of turn, whether it writes several calls)
+# form -> (template, whether it writes several calls)
 FAMILIES = {
-    "hermes": (
-        (TRL_TEMPLATES / "qwen3.jinja").read_text(),
-        ["<think>", "</think>"],
-        "<|im_end|>",
-        True,
-    ),
-    "qwen3_coder": (QWEN3_CODER, [], "<|im_end|>", True),
-    "llama3_json": (
-        (TRL_TEMPLATES / "llama3_1.jinja").read_text(),
-        LLAMA_MARKS,
-        "<|eot_id|>",
-        False,  # Llama 3.1's refuses them; the model may still write them, with semicolons
-    ),
-    "mistral": (MISTRAL, MISTRAL_MARKS, "</s>", True),
-    "pythonic": (PYTHONIC, LLAMA_MARKS, "<|eot_id|>", True),
+    "hermes": ((TRL_TEMPLATES / "qwen3.jinja").read_text(), True),
+    "qwen3_coder": (QWEN3_CODER, True),
+    # Llama 3.1's refuses them; the model may still write them, with semicolons
+    "llama3_json": ((TRL_TEMPLATES / "llama3_1.jinja").read_text(), False),
+    "mistral": (served.MISTRAL, True),
+    "pythonic": (PYTHONIC, True),
 }
 forms = pytest.mark.parametrize("form", FAMILIES)
 TOOLS = [
@@ -113,22 +85,12 @@ USER = {"role": "user", "content": "F F\nP G"}
 @pytest.fixture(scope="module")
 def of_family(tokenizer, tmp_path_factory):
     """of_family(form) -> (tokenizer, folder)."""
-    made = {}
 
+    @functools.cache
     def make(form):
-        if form not in made:
-            template, marks, end, _ = FAMILIES[form]
-            own = copy.deepcopy(tokenizer)
-            own.add_special_tokens(
-                {"additional_special_tokens": marks + [end] * (end not in marks)}
-            )
-            own.eos_token, own.chat_template = end, template
-            if own.bos_token is None:
-                own.bos_token = "<|endoftext|>"
-            folder = tmp_path_factory.mktemp(form)
-            own.save_pretrained(folder)
-            made[form] = own, folder
-        return made[form]
+        folder, thoughts = tmp_path_factory.mktemp(form) / "model", ["<think>", "</think>"]
+        served.save(tokenizer, FAMILIES[form][0], folder, more=thoughts)
+        return AutoTokenizer.from_pretrained(folder), folder
 
     return make
 
@@ -169,7 +131,7 @@ def test_the_form_is_told_by_the_template_and_calls_come_back_as_they_were_writt
     tokenizer, folder = of_family(form)
     chat = ChatFormat(folder)
     assert chat.format.name == form and chat.native_tools
-    calls = CALLS if FAMILIES[form][3] else CALLS[:1]
+    calls = CALLS if FAMILIES[form][1] else CALLS[:1]
     action = chat.parse(chat.decode(turn_of(tokenizer, calls)), TOOLS)
     assert action.calls == calls and action.call == CALLS[0]
 
@@ -178,7 +140,7 @@ def test_the_form_is_told_by_the_template_and_calls_come_back_as_they_were_writt
 def test_calls_of_one_turn_are_answered_together_as_the_template_writes_it(of_family, form):
     tokenizer, folder = of_family(form)
     chat = ChatFormat(folder, tool_format=form)
-    calls = CALLS if FAMILIES[form][3] else CALLS[:1]
+    calls = CALLS if FAMILIES[form][1] else CALLS[:1]
     texts = ['a "b"\nc', "é 漢"][: len(calls)]
     turn = turn_of(tokenizer, calls)
     joined = chat.start([USER], TOOLS) + turn + chat.observations([("tool", t) for t in texts])

@@ -3,12 +3,12 @@ not for ever."""
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
-import psutil
 import pytest
 
 from rose.comm import address
@@ -17,6 +17,7 @@ from tests.processes import ran
 
 RANKS = Path(__file__).with_name("address_ranks.py")
 DEADLINE_S = 240.0
+SAY_AND_DO = 'hostname "$0" && exec "$@"'
 HOSTS = "127.0.0.1 localhost\n127.0.1.1 {name}\n"  # as Debian, Ubuntu and DGX OS write it
 
 
@@ -89,8 +90,6 @@ def test_nobody_meets_where_not_all_ranks_have_been(monkeypatch):
 
 def test_another_service_at_that_address_is_not_the_first_rank():
     """As where a bridge has one address on every host."""
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def answer():
@@ -186,23 +185,8 @@ class TwoHosts:
         each."""
         started = [
             subprocess.Popen(
-                [
-                    "ip",
-                    "netns",
-                    "exec",
-                    name,
-                    "unshare",
-                    "--uts",
-                    "sh",
-                    "-c",
-                    'hostname "$0" && exec "$@"',
-                    name,
-                    sys.executable,
-                    str(RANKS),
-                    str(folder),
-                    str(rank),
-                    *arguments,
-                ],
+                [*f"ip netns exec {name} unshare --uts sh -c".split(), SAY_AND_DO, name]
+                + [sys.executable, str(RANKS), str(folder), str(rank), *arguments],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -259,10 +243,6 @@ def test_a_rank_that_never_connects_ends_the_others_with_place_and_hosts(two_hos
     (code, _, errors), _ = two_hosts.ranks(tmp_path, "wire", "1")
     assert code == 1 and "RendezvousError" in errors and "10.77.0.1:" in errors
     assert all(name in errors for name in two_hosts.names)
-
-
-def test_nothing_of_it_is_left_here():
-    assert not [name for name in psutil.net_if_addrs() if name == "wire"]
 
 
 def test_nccl_takes_one_interface_and_not_all_that_begin_like_it(monkeypatch, make_config):

@@ -134,13 +134,19 @@ async def test_the_end_of_a_run_ends_what_is_being_written(run, exports):
     assert left(run) == set()
 
 
-async def test_only_the_steps_that_are_due_are_offered(run, exports, monkeypatch):
-    begun: list[int] = []
+@pytest.fixture
+def begun(monkeypatch):
+    """The steps that would be written."""
+    steps: list[int] = []
 
     async def note(self, step, store):
-        begun.append(step)
+        steps.append(step)
 
     monkeypatch.setattr(Exports, "_export", note)
+    return steps
+
+
+async def test_only_the_steps_that_are_due_are_offered(run, exports, begun):
     made = exports(export_every=4, steps=10)
     for step in range(11):
         made.offer(step, str(run.store))
@@ -152,13 +158,7 @@ async def test_only_the_steps_that_are_due_are_offered(run, exports, monkeypatch
     assert begun == [4, 8, 10]
 
 
-async def test_a_continued_run_writes_the_step_that_is_missing(run, exports, monkeypatch):
-    begun: list[int] = []
-
-    async def note(self, step, store):
-        begun.append(step)
-
-    monkeypatch.setattr(Exports, "_export", note)
+async def test_a_continued_run_writes_the_step_that_is_missing(run, exports, begun):
     made = exports()
     made.resume(3, str(run.store))
     (run.run / "exports" / "step_2").mkdir(parents=True)

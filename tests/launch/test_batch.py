@@ -2,7 +2,6 @@
 nothing by themselves."""
 
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -13,15 +12,13 @@ import pytest
 
 from rose.launch import batch, sbatch, slurm
 from rose.launch.layout import layout
+from tests import processes
 
 DEADLINE_S = 120.0
 
 
 def wait_for(path):
-    end = time.monotonic() + DEADLINE_S
-    while not path.exists():
-        assert time.monotonic() < end, f"waited too long for {path}"
-        time.sleep(0.02)
+    processes.until(path.exists, str(path), DEADLINE_S)
 
 
 @dataclass
@@ -40,7 +37,7 @@ class Work:
 
 
 @pytest.fixture
-def job(make_config, tmp_path, monkeypatch):
+def job(make_config, tmp_path, stand_in):
     """job(error) -> the running batch script, which holds in its setup lines, as Python starts, and
     in its work, until the file gate-PLACE is there."""
     started = []
@@ -56,24 +53,14 @@ def job(make_config, tmp_path, monkeypatch):
         c = make_config("cluster=slurm", f"output_dir={tmp_path}", "name=run")
         c.cluster.slurm.setup.append(hold)
         text = sbatch.script(c, layout(c), tmp_path / "run")
-        stand_in = tmp_path / "bin" / "sbatch"
-        stand_in.parent.mkdir()
-        stand_in.write_text("#!/bin/sh\necho Submitted batch job 7\n")
-        stand_in.chmod(0o755)
-        shutil.copy(stand_in, stand_in.with_name("srun"))
-        monkeypatch.setenv("PATH", f"{stand_in.parent}{os.pathsep}{os.environ['PATH']}")
+        stand_in(sbatch="echo Submitted batch job 7", srun="exit 0")
         slurm.Executor(sbatch.folder(tmp_path / "run"), text).submit(Work(tmp_path, error))
         (tmp_path / "script").write_text(text)
-        process = subprocess.Popen(
-            ["bash", str(tmp_path / "script")],
-            env=os.environ | {"SLURM_JOB_ID": "7", "PYTHONPATH": str(late.parent)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        started.append(process)
-        return process
+        env = os.environ | {"SLURM_JOB_ID": "7", "PYTHONPATH": str(late.parent)}
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        command = ["bash", str(tmp_path / "script")]
+        started.append(subprocess.Popen(command, env=env, start_new_session=True, **output))
+        return started[-1]
 
     yield start
     for process in started:
@@ -85,8 +72,9 @@ def job(make_config, tmp_path, monkeypatch):
 PLACES = ("setup", "python", "works")
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "place, number", zip(PLACES, (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT), strict=True)
+)
 def test_a_signal_to_the_script_reaches_the_work_wherever_the_job_is(job, tmp_path, place, number):
     process = job()
     for each in PLACES:

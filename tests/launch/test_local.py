@@ -13,6 +13,7 @@ from rose import files, models
 from rose.config import ConfigError
 from rose.launch import local, logs, model, resume
 from rose.launch.layout import layout
+from tests.made import model_folder
 from tests.processes import ran
 
 
@@ -139,7 +140,7 @@ def test_longer_and_faster_is_still_the_same_run(make_config, tmp_path):
         make_config(
             "trainer.steps=90 rollout.workers=1 eval.episodes=8 eval=beside eval.stop.patience=3",
             "+env@eval.sets.sums=calculator +eval.sets.sums.episodes=64 observe.trace=false",
-            "cluster.stop_timeout_s=1",
+            "cluster.stop_timeout_s=1 rollout/draft=group",
         ),
     )
 
@@ -170,6 +171,7 @@ def test_other_trainer_ranks_continue_the_run_and_that_is_said(make_config, tmp_
         "env.max_turns=3",
         "algorithm=dapo",
         "rollout.temperature=0.7",
+        "rollout.top_k=5",
         "model.recipe.seed=2",
         "+env.args.more=1",
     ],
@@ -181,16 +183,10 @@ def test_what_changes_the_training_is_another_run(make_config, tmp_path, overrid
 
 
 def test_another_model_folder_is_another_run_and_another_cache_is_not(make_config, tmp_path):
-    for name in "ab":
-        (tmp_path / name).mkdir()
-        for file in ("tokenizer_config.json", "config.json"):
-            (tmp_path / name / file).write_text("{}")
-    a, b = (f"model.path={tmp_path / name}" for name in "ab")
+    a, b = (f"model.path={model_folder(tmp_path / name)}" for name in "ab")
     local.write_config(make_config("model.source=folder", a), tmp_path)
-    resume.check(
-        tmp_path / "config.json",
-        make_config("model.source=folder", f"model.path={tmp_path}/b/../a"),
-    )
+    same = make_config("model.source=folder", f"model.path={tmp_path}/b/../a")
+    resume.check(tmp_path / "config.json", same)
     with pytest.raises(ConfigError, match="model.path: .*/a' -> .*/b'"):
         resume.check(tmp_path / "config.json", make_config("model.source=folder", b))
     local.write_config(make_config(a), tmp_path)
@@ -216,11 +212,7 @@ def test_a_model_that_is_not_made_yet_has_no_shape(make_config, monkeypatch, tmp
     c = make_config()
     assert model.shape(c) is None
     folder = models.recipe_folder("tiny", c.model.recipe)
-    folder.mkdir(parents=True)
-    raw = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128}
-    raw |= {"num_attention_heads": 4, "vocab_size": 256}
-    (folder / "config.json").write_text(json.dumps(raw))
-    (folder / "tokenizer_config.json").write_text("{}")
+    model_folder(folder)
     assert model.shape(c).layers == 2
     prepared = model.prepare(c)
     assert (prepared.model.path, prepared.model.shape.head_dim) == (str(folder), 16)

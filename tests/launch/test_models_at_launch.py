@@ -9,11 +9,9 @@ import pytest
 from rose import hub
 from rose.config import ConfigError
 from rose.launch import model, resume
+from tests import made
 
-RAW = {
-    "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "num_attention_heads": 2,
-    "hidden_size": 8, "intermediate_size": 8, "vocab_size": 9, "max_position_embeddings": 512,
-}  # fmt: skip
+RAW = made.LLAMA | {"num_attention_heads": 2, "max_position_embeddings": 512}
 
 
 def safetensors(path, size=8, kept=None):
@@ -24,12 +22,7 @@ def safetensors(path, size=8, kept=None):
 
 @pytest.fixture
 def folder(tmp_path):
-    made = tmp_path / "model"
-    made.mkdir()
-    (made / "config.json").write_text(json.dumps(RAW))
-    (made / "tokenizer_config.json").write_text("{}")
-    safetensors(made / "model.safetensors")
-    return made
+    return made.model_folder(tmp_path / "model", **RAW)
 
 
 @pytest.fixture
@@ -54,14 +47,19 @@ def sharded(folder, there):
     [
         (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
         (lambda f: safetensors(f / "model.safetensors", kept=-1), "its header says"),
-        (lambda f: (f / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1"), "run git lfs pull"),
+        (
+            lambda f: (f / "model.safetensors").write_text(
+                "version https://git-lfs.github.com/spec/v1"
+            ),
+            "run git lfs pull",
+        ),
         (lambda f: (f / "model.safetensors").write_text("<html>"), "its header says nothing"),
         (lambda f: (f / "model.safetensors").write_bytes(b""), "has 0 bytes"),
         (lambda f: sharded(f, (1, 0, 1)), "has no model-00002-of-00003.safetensors"),
         (lambda f: sharded(f, (1, 0, 0)), "has no model-00002-of-00003.safetensors and 1 more"),
         (lambda f: (f / "model.safetensors.index.json").write_text("{"), "is unreadable"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("dry", ["false", "true"])
 def test_a_folder_whose_weights_are_not_all_there_is_refused(folder, shape, damage, words, dry):
     assert shape(f"cluster.dry_run={dry}").heads == 2

@@ -292,9 +292,11 @@ def test_more_ranks_than_gpus_on_a_node_are_refused(make_config):
 
 def test_memory_may_be_a_plain_number_and_a_time_is_text(make_config):
     c = make_config(
-        *SEVEN_B, "cluster.slurm.trainer.time='90'", "cluster.slurm.rollout.mem=64000",
+        *SEVEN_B,
+        "cluster.slurm.trainer.time='90'",
+        "cluster.slurm.rollout.mem=64000",
         "cluster.slurm.rollout.time='1:30:00'",
-    )  # fmt: skip
+    )
     text = sbatch.script(c, layout(c), Path("/runs/x"))
     assert "#SBATCH --time=90\n" in text and "#SBATCH --mem=64000\n" in text
     assert "#SBATCH --time=1:30:00\n" in text
@@ -316,9 +318,7 @@ def test_a_users_defaults_for_slurms_commands_overrule_nothing(monkeypatch):
     monkeypatch.setenv("SBATCH_NO_REQUEUE", "1")
     text = "#SBATCH --partition=gpu\n#SBATCH --time=1:00:00\n"
     found = set(slurm._overruling(text))
-    assert found == {
-        "SBATCH_PARTITION", "SBATCH_OUTPUT", "SBATCH_TIMELIMIT", "SBATCH_NO_REQUEUE"
-    }  # fmt: skip
+    assert found == {"SBATCH_PARTITION", "SBATCH_OUTPUT", "SBATCH_TIMELIMIT", "SBATCH_NO_REQUEUE"}
     monkeypatch.setenv("SQUEUE_STATES", "RUNNING")
     monkeypatch.setenv("SACCT_FORMAT", "jobid")
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")

@@ -40,24 +40,16 @@ def shell(monkeypatch):
 
 
 @pytest.fixture
-def submitted(make_config, tmp_path, monkeypatch):
+def submitted(make_config, tmp_path, stand_in):
     """submitted() -> the environment that sbatch finds."""
-    program = tmp_path / "bin" / "sbatch"
-    program.parent.mkdir()
-    program.write_text(f"#!/bin/sh\nenv > {tmp_path}/found\necho Submitted batch job 7\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
 
     def submit():
-        for name in ("srun", "squeue", "scontrol"):
-            (program.parent / name).symlink_to(program)
+        stand_in(sbatch=f"env > {tmp_path}/found; echo Submitted batch job 7")
+        stand_in(srun="exit 0", squeue="exit 0", scontrol="exit 0")
         c = make_config("cluster=slurm", f"output_dir={tmp_path}", "name=run")
         slurm.submit(c, layout(c), Console(quiet=True))
-        return dict(
-            line.split("=", 1)
-            for line in (tmp_path / "found").read_text().splitlines()
-            if "=" in line
-        )
+        lines = (tmp_path / "found").read_text().splitlines()
+        return dict(line.split("=", 1) for line in lines if "=" in line)
 
     return submit
 
@@ -77,17 +69,9 @@ def test_outside_a_job_sbatch_gets_all_that_the_site_has_set(shell, submitted):
 
 
 def test_the_ranks_srun_gets_nothing_that_is_of_one_component_only(shell, make_config):
-    shell(
-        OF_THE_SHELL
-        | OF_THE_USER
-        | {
-            "SLURM_CPUS_PER_TASK": "8",
-            "SLURM_MEM_PER_NODE": "9",
-            "SLURM_MEM_BIND": "local",
-            "SLURM_GPU_BIND": "single:1",
-            "SLURM_NTASKS_PER_NODE": "4",
-        }
-    )
+    of_the_job = {"SLURM_CPUS_PER_TASK": "8", "SLURM_MEM_PER_NODE": "9", "SLURM_MEM_BIND": "local"}
+    of_the_job |= {"SLURM_GPU_BIND": "single:1", "SLURM_NTASKS_PER_NODE": "4"}
+    shell(OF_THE_SHELL | OF_THE_USER | of_the_job)
     found = slurm._environment(make_config("cluster=slurm", "+cluster.env.SLURM_MEM_BIND=none"))
     ours = {name for name in found if name.startswith("SLURM_")}
     expected = {"SLURM_JOB_ID", "SLURM_HET_SIZE", "SLURM_CONF", "SLURM_CLUSTERS", "SLURM_MEM_BIND"}

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -43,15 +42,9 @@ def begin(run_dir):
 
     def start(folder=run_dir, **toy):
         env = os.environ | {"PYTHONPATH": str(REPOSITORY)} | toy
-        started.append(
-            subprocess.Popen(
-                [sys.executable, str(DRIVE), str(folder)],
-                env=env,
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
-        )
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        command = [sys.executable, str(DRIVE), str(folder)]
+        started.append(subprocess.Popen(command, env=env, **output))
         return started[-1]
 
     yield start
@@ -79,10 +72,7 @@ def outlive(run_dir):
 
 
 def wait_until(true):
-    deadline = time.monotonic() + DEADLINE_S
-    while not true():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.05)
+    processes.until(true, "what the test needs", DEADLINE_S)
 
 
 def all_up(run_dir, ranks=5):

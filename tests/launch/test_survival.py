@@ -21,31 +21,6 @@ NO = "echo 'Requested operation is presently disabled' >&2; exit 1"
 
 
 @pytest.fixture
-def stand_in(tmp_path, monkeypatch):
-    """stand_in(NAME="shell lines"), in which $N is how often it has been called; called(NAME) ->
-    its arguments, a line a call."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-
-    class StandIn:
-        def __call__(self, **lines):
-            for name, line in lines.items():
-                program = folder / name
-                program.write_text(
-                    f'#!/bin/sh\necho "$@" >> {folder}/{name}.calls\n'
-                    f"N=$(wc -l < {folder}/{name}.calls)\n{line}\n"
-                )
-                program.chmod(0o755)
-
-        def called(self, name):
-            path = folder / f"{name}.calls"
-            return path.read_text().splitlines() if path.exists() else []
-
-    return StandIn()
-
-
-@pytest.fixture
 def job(make_config, tmp_path, monkeypatch, stand_in):
     """A run in its job, whose ranks are a stand-in that ends as `job.outcome`; signals of earlier
     tests are forgotten."""
@@ -172,7 +147,7 @@ def test_a_job_for_gpus_is_not_submitted_from_an_environment_for_cpus(make_confi
 
 def test_a_run_that_gets_on_is_requeued_without_end(job, monkeypatch):
     job.outcome = LOST
-    for restarts in range(0, 100, 9):
+    for restarts in range(4, 100, 19):
         (job.run_dir / "checkpoints" / f"step-{restarts + 1:06d}").mkdir(parents=True)
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
         assert job() == "requeued"

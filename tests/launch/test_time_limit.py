@@ -1,7 +1,6 @@
 """A job whose checkpoints take longer than the warning that it asked Slurm for warns itself in
 time."""
 
-import os
 import signal
 import threading
 import time
@@ -51,21 +50,13 @@ def test_the_warning_comes_in_time(warned, settings, tmp_path, monkeypatch, took
 
 
 @pytest.fixture
-def squeue(tmp_path, monkeypatch):
+def squeue(stand_in, monkeypatch):
     """squeue(words, code): one that says so, in a job of a Slurm that sets no
     SLURM_JOB_END_TIME."""
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-
-    def make(words, code=0):
-        program = tmp_path / "squeue"
-        program.write_text(
-            f"#!/bin/sh\n[ $SLURM_TIME_FORMAT = standard ] && printf '{words}'\nexit {code}\n"
-        )
-        program.chmod(0o755)
-
-    return make
+    said = "[ $SLURM_TIME_FORMAT = standard ] && printf"
+    return lambda words, code=0: stand_in(squeue=f"{said} '{words}'\nexit {code}")
 
 
 def at(seconds):

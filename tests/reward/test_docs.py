@@ -5,22 +5,7 @@ import asyncio
 import printed
 
 from rose.reward import scorers
-from rose.reward.episode import Episode
-
-
-def episode(success: bool, turns: int) -> Episode:
-    """As of the default environment, which tells nothing of its tasks."""
-    return Episode(
-        trajectory="g0.0",
-        domain="frozen_lake",
-        seed=1,
-        task={},
-        transcript=[],
-        reward=float(success),
-        success=success,
-        truncated=False,
-        turns=turns,
-    )
+from tests.made import episode
 
 
 def test_the_function_tells_good_episodes_of_its_own_command_from_bad_ones(make_config, tmp_path):
@@ -30,7 +15,8 @@ def test_the_function_tells_good_episodes_of_its_own_command_from_bad_ones(make_
     scorer = scorers.build(c.reward.name, c.reward.args)
 
     def scored(success: bool, turns: int):
-        return asyncio.run(scorer.score(episode(success, turns), 60.0))
+        ended = episode(reward=float(success), success=success, turns=turns)
+        return asyncio.run(scorer.score(ended, 60.0))
 
     assert list(c.environments) == ["frozen_lake"]
     assert scored(True, 4).reward > scored(True, 9).reward > scored(False, 3).reward == 0

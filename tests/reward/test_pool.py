@@ -20,11 +20,12 @@ from rose.launch import local
 from rose.reward import messages, worker
 from rose.reward import pool as pools
 from rose.reward.anchors import Anchors
-from rose.reward.episode import Episode, Said, ScoringFailed
+from rose.reward.episode import Said, ScoringFailed
 from rose.reward.pool import Answer, Pool
 from rose.reward.rank import start_worker
 from tests import processes
 from tests.conftest import compose_tree
+from tests.made import episode
 
 DEADLINE_S = 300.0
 FUNCTIONS = """
@@ -66,15 +67,15 @@ class World:
         tree = compose_tree(*([] if "reward=command" in settings else own), *settings)
         self.config = configuration.from_dict(tree)
         local.write_config(self.config, folder)
+        self.home = messages.folder(folder, 0)
 
-    def run(self, body) -> None:
-        """`await body(pool)` on an open pool, within the deadline."""
+    def run(self, body, start=None, hosts=()) -> None:
+        """`await body(pool)` on an open pool, within the deadline; `start` instead of processes."""
 
         async def main():
             tasks = Tasks()
-            home = messages.folder(self.folder, 0)
-            start = functools.partial(start_worker, self.folder, home)
-            pool = Pool(self.config.reward, home, start, tasks.spawn)
+            start_one = start or functools.partial(start_worker, self.folder, self.home)
+            pool = Pool(self.config.reward, self.home, start_one, tasks.spawn, hosts)
             try:
                 await pool.open()
                 async with asyncio.timeout(DEADLINE_S):
@@ -86,18 +87,9 @@ class World:
         asyncio.run(main())
 
     def score(self, pool, name: str, kind: str = "fine", prompt: str = "p"):
-        episode = Episode(
-            trajectory=name,
-            domain="d",
-            seed=0,
-            task={"folder": str(self.folder)},
-            transcript=[Said(False, "q"), Said(True, kind)],
-            reward=0.0,
-            success=False,
-            truncated=False,
-            turns=1,
-        )
-        return asyncio.create_task(pool.score(name, prompt, msgspec.json.encode(episode)))
+        said = [Said(False, "q"), Said(True, kind)]
+        ended = episode(trajectory=name, task={"folder": str(self.folder)}, transcript=said)
+        return asyncio.create_task(pool.score(name, prompt, msgspec.json.encode(ended)))
 
     def tries(self, name: str) -> list[int]:
         path = self.folder / f"{name}.begun"
@@ -335,17 +327,15 @@ def test_workers_that_cannot_start_fail_what_waits(world):
             await w.score(pool, "a")
 
     w.run(body)
-    assert (
-        "has changed since this attempt of the run began"
-        in (messages.folder(w.folder, 0) / "worker-0.log").read_text()
-    )
+    said = (w.home / "worker-0.log").read_text()
+    assert "has changed since this attempt of the run began" in said
 
 
 def test_a_stranger_on_the_socket_gets_no_work(world):
     w = world("reward.max_workers=1")
 
     async def body(pool):
-        file = messages.folder(w.folder, 0) / "pool.json"
+        file = w.home / "pool.json"
         assert file.stat().st_mode & 0o777 == 0o600
         known = msgspec.json.decode(file.read_bytes(), type=messages.PoolFile)
         (w.folder / "guess").write_bytes(
@@ -381,14 +371,11 @@ def test_a_worker_shows_its_token_to_no_other_process(world, tmp_path):
     assert len(seen) == 1 and b"the token" not in seen[0]
 
 
-def test_a_pool_listens_at_the_addresses_that_it_is_given(world, tmp_path):
+def test_a_pool_listens_at_the_addresses_that_it_is_given(world):
     w = world("reward.max_workers=1")
 
-    async def main():
-        tasks = Tasks()
-        pool = Pool(w.config.reward, tmp_path / "pool", None, tasks.spawn, ["127.0.0.2"])
-        await pool.open()
-        file = tmp_path / "pool" / "pool.json"
+    async def body(pool):
+        file = w.home / "pool.json"
         known = msgspec.json.decode(file.read_bytes(), type=messages.PoolFile)
         assert [address for address, _ in known.addresses] == ["127.0.0.1", "127.0.0.2"]
         far = msgspec.structs.replace(known, addresses=known.addresses[1:])
@@ -397,9 +384,8 @@ def test_a_pool_listens_at_the_addresses_that_it_is_given(world, tmp_path):
         await pool.close()
         assert await frames.read(reader, messages.FRAME_BYTES) == messages.STOP
         writer.close()
-        await tasks.close(5.0)
 
-    asyncio.run(main())
+    w.run(body, hosts=["127.0.0.2"])
 
 
 class Puppet:
@@ -426,43 +412,32 @@ class Puppet:
         self.task.cancel()
 
 
-def test_limits_follow_the_slowest_right_answer_of_the_prompt(world, tmp_path):
+def test_limits_follow_the_slowest_right_answer_of_the_prompt(world):
     w = world("reward.max_workers=1", "reward.adaptive=true", "reward.timeout_s=30")
     puppets = []
 
-    async def main():
-        tasks = Tasks()
+    async def one(pool, name, prompt, success, seconds):
+        asked = w.score(pool, name, prompt=prompt)
+        await until(lambda: puppets)
+        work = await puppets[0].work()
+        score = pools.Score(reward=float(success), success=success)
+        puppets[0].say(Answer(work.number, score, "", seconds))
+        await asked
+        return work.limit_s
 
-        def start(*args):
-            puppets.append(Puppet(*args))
-            return puppets[-1]
+    async def body(pool):
+        assert await one(pool, "a", "p", False, 20.0) == 30.0
+        assert await one(pool, "b", "p", True, 4.0) == 30.0
+        assert await one(pool, "c", "p", True, 3.0) == 6.0
+        assert await one(pool, "d", "q", True, 0.1) == 30.0
+        assert await one(pool, "e", "q", True, 0.1) == 2.0
+        assert await one(pool, "f", "p", True, 29.0) == 6.0
+        assert await one(pool, "g", "p", True, 1.0) == 30.0
 
-        async def one(pool, name, prompt, success, seconds):
-            asked = w.score(pool, name, prompt=prompt)
-            await until(lambda: puppets)
-            work = await puppets[0].work()
-            score = pools.Score(reward=float(success), success=success)
-            puppets[0].say(Answer(work.number, score, "", seconds))
-            await asked
-            return work.limit_s
-
-        pool = Pool(w.config.reward, tmp_path / "pool", start, tasks.spawn)
-        await pool.open()
-        async with asyncio.timeout(DEADLINE_S):
-            assert await one(pool, "a", "p", False, 20.0) == 30.0
-            assert await one(pool, "b", "p", True, 4.0) == 30.0
-            assert await one(pool, "c", "p", True, 3.0) == 6.0
-            assert await one(pool, "d", "q", True, 0.1) == 30.0
-            assert await one(pool, "e", "q", True, 0.1) == 2.0
-            assert await one(pool, "f", "p", True, 29.0) == 6.0
-            assert await one(pool, "g", "p", True, 1.0) == 30.0
-        await pool.close()
-        await tasks.close(5.0)
-
-    asyncio.run(main())
-    kept = Anchors(tmp_path / "pool" / "anchors.json", 30.0, adaptive=True)
+    w.run(body, lambda *given: puppets.append(Puppet(*given)) or puppets[-1])
+    kept = Anchors(w.home / "anchors.json", 30.0, adaptive=True)
     assert kept.limit_s("q") == 2.0 and kept.limit_s("p") == 30.0 and kept.limit_s("new") == 30.0
-    assert json.loads((tmp_path / "pool" / "anchors.json").read_text()) == {"p": 29.0, "q": 0.1}
+    assert json.loads((w.home / "anchors.json").read_text()) == {"p": 29.0, "q": 0.1}
 
 
 def test_a_worker_that_does_not_answer_in_time_is_killed_and_its_work_goes_on(world, monkeypatch):
@@ -470,28 +445,21 @@ def test_a_worker_that_does_not_answer_in_time_is_killed_and_its_work_goes_on(wo
     w = world("reward.max_workers=2", "reward.timeout_s=0.3", "reward.deadline_s=60")
     puppets = []
 
-    async def main():
-        tasks = Tasks()
+    def start(*given):
+        if puppets:
+            monkeypatch.setattr(pools, "GRACE_S", DEADLINE_S)  # of the second, which answers
+        puppets.append(Puppet(*given))
+        return puppets[-1]
 
-        def start(*args):
-            if puppets:
-                monkeypatch.setattr(pools, "GRACE_S", DEADLINE_S)  # of the second, which answers
-            puppets.append(Puppet(*args))
-            return puppets[-1]
+    async def body(pool):
+        began = time.monotonic()
+        asked = w.score(pool, "a")
+        await until(lambda: puppets)
+        await puppets[0].work()  # and no word more
+        await until(lambda: len(puppets) == 2)
+        work = await puppets[1].work()
+        puppets[1].say(Answer(work.number, pools.Score(reward=1.0), "", 0.1))
+        assert (await asked).score.reward == 1.0
+        assert time.monotonic() - began > 0.3
 
-        pool = Pool(w.config.reward, w.folder / "pool", start, tasks.spawn)
-        await pool.open()
-        async with asyncio.timeout(DEADLINE_S):
-            began = time.monotonic()
-            asked = w.score(pool, "a")
-            await until(lambda: puppets)
-            await puppets[0].work()  # and no word more
-            await until(lambda: len(puppets) == 2)
-            work = await puppets[1].work()
-            puppets[1].say(Answer(work.number, pools.Score(reward=1.0), "", 0.1))
-            assert (await asked).score.reward == 1.0
-            assert time.monotonic() - began > 0.3
-        await pool.close()
-        await tasks.close(5.0)
-
-    asyncio.run(main())
+    w.run(body, start)

@@ -14,8 +14,9 @@ from rose.comm import frames
 from rose.config import ConfigError
 from rose.processes import run_to_its_end
 from rose.reward import command, scorers, worker
-from rose.reward.episode import Episode, Said, Score, ScoringFailed, score_of
+from rose.reward.episode import Said, Score, ScoringFailed
 from rose.reward.messages import Answer, Work
+from tests import made
 
 FUNCTIONS = """
 import asyncio
@@ -29,12 +30,6 @@ async def both(episode):
 
 def named(episode):
     return {"reward": 0.5, "success": None}
-
-def words(episode):
-    return "good"
-
-def infinite(episode):
-    return float("inf")
 
 def exits(episode):
     raise SystemExit(3)
@@ -51,17 +46,8 @@ number = 3
 
 def episode(response="four", task=None, reward=0.25):
     said = [Said(False, "two and two? "), Said(True, "let me see"), Said(False, "go on")]
-    return Episode(
-        trajectory="g0.0",
-        domain="sums",
-        seed=2,
-        task=task or {},
-        transcript=[*said, Said(True, response)],
-        reward=reward,
-        success=True,
-        truncated=False,
-        turns=2,
-    )
+    ended = {"reward": reward, "success": True, "turns": 2}
+    return made.episode(task=task or {}, transcript=[*said, Said(True, response)], **ended)
 
 
 def scored(scorer, one=None, limit_s=60.0) -> Score:
@@ -84,12 +70,6 @@ def test_a_function_may_be_plain_or_async_and_take_arguments(file):
     assert scored(build("function", {"path": f"{file}:named"})) == Score(reward=0.5)
 
 
-@pytest.mark.parametrize(("name", "said"), [("words", "'good'"), ("infinite", "inf")])
-def test_what_is_no_finite_number_is_no_score(file, name, said):
-    with pytest.raises(ScoringFailed, match=f"{name} (returned|gave the reward) {said}"):
-        scored(scorers.build("function", {"path": f"{file}:{name}"}))
-
-
 @pytest.mark.parametrize(
     ("name", "error"),
     [("exits", "SystemExit: 3"), ("exits_later", "SystemExit: 3"), ("half", "ValueError: \\ud83d")],
@@ -109,13 +89,6 @@ def test_whatever_a_function_raises_its_worker_answers(file, name, error, summed
     [answer] = answers
     found = msgspec.msgpack.decode(answer[len(frames.frame(b"")) :], type=Answer)
     assert (found.number, found.score, found.error) == (1, None, error)
-
-
-def test_score_of_takes_numpys_numbers():
-    import numpy as np
-
-    assert score_of(np.float32(0.5), "f") == Score(reward=0.5)
-    assert score_of((np.bool_(True), np.bool_(False)), "f") == Score(reward=1.0, success=False)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ from rose.agent.guard import EnvironmentFailure, Guard
 from rose.parts.adapters.gateway import call
 from rose.parts.adapters.gateway.server import reward_of
 from rose.reward import values
-from rose.reward.episode import Episode, Score, ScoringFailed, score_of
+from rose.reward.episode import Score, ScoringFailed, score_of
 from rose.reward.scorers import Function
+from tests.made import episode
 
 DEADLINE_S = 60.0
 
@@ -104,12 +105,8 @@ def functions(tmp_path_factory):
 def by_function(text, functions, monkeypatch, tmp_path):
     """reward=function, and a reward worker's own check."""
     value_of(text)
-    episode = Episode(
-        trajectory="g0.0", domain="odd", seed=1, task={"text": text}, transcript=[], reward=0.0,
-        success=False, truncated=False, turns=1,
-    )  # fmt: skip
     scorer = Function(f"{functions}:of_episode")
-    return score_of(asyncio.run(scorer.score(episode, DEADLINE_S)), "it")
+    return score_of(asyncio.run(scorer.score(episode(task={"text": text}), DEADLINE_S)), "it")
 
 
 def by_worker(text, functions, monkeypatch, tmp_path):

@@ -129,7 +129,7 @@ def test_anything_else_is_refused(text):
         _arithmetic.evaluate(text)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None)
 @given(st.one_of(st.text(), st.text("0123456789+-*/%(). e_", max_size=250)))
 def test_no_text_costs_much_or_raises_anything_else(text):
     began = time.process_time()

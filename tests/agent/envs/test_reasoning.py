@@ -80,7 +80,7 @@ def brute_force(numbers, target):
     return combine([(number, str(number)) for number in numbers])
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_every_countdown_has_a_solution_that_is_accepted(seed):
     env, text = ask("countdown", seed)
     numbers, target = countdown_parts(text)

@@ -8,21 +8,20 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 
-from rose import config
 from rose.agent import envs
 from rose.agent.envs import _workers
 from rose.agent.envs.base import Action, ToolCall
 from rose.config import ConfigError
 from rose.reward.episode import ScoringFailed
 from tests import processes
-from tests.ports import free_port
+from tests.made import environment as env_of
+
+from .conftest import served
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SERVER = Path(__file__).parent / "servers" / "mcp_server.py"
@@ -42,11 +41,6 @@ def nothing(): return None
 def roles(messages): return float("".join({"assistant": "1", "tool": "2"}.get(m["role"], "") for m in messages))
 def wants(sentence): return 1
 """
-
-
-def env_of(name, **args):
-    raw = yaml.safe_load((REPOSITORY / "conf" / "env" / f"{name}.yaml").read_text())
-    return config.Env(**(raw | {"args": raw["args"] | args}))
 
 
 def play(env, seed, *actions):
@@ -570,20 +564,8 @@ def test_rows_that_no_function_could_get_are_refused(folder):
 @pytest.fixture
 def http_server():
     """The URL of an MCP server that runs."""
-    import socket
-
-    port = free_port()
-    process = subprocess.Popen([sys.executable, str(SERVER), str(port)])
-    end = time.monotonic() + DEADLINE_S
-    while True:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                break
-        assert process.poll() is None and time.monotonic() < end, "the MCP server did not start"
-        time.sleep(0.1)
-    yield f"http://127.0.0.1:{port}/mcp"
-    process.kill()
-    process.wait()
+    with served(sys.executable, SERVER) as port:
+        yield f"http://127.0.0.1:{port}/mcp"
 
 
 def mcp(**args):
@@ -685,12 +667,9 @@ def test_worker_processes_end_with_whoever_started_them(tmp_path):
         "print(asyncio.run(_workers.call('os:getpid')), flush=True)\n"
         "import time; time.sleep(3600)\n"
     )
-    host = subprocess.Popen(
-        [sys.executable, "-c", words],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-    )
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-c", words]
+    host = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     worker = psutil.Process(int(host.stdout.readline()))
     host.send_signal(signal.SIGKILL)
     host.wait()

@@ -3,21 +3,18 @@
 import asyncio
 import os
 import socket
-import subprocess
-import time
-import urllib.request
 from pathlib import Path
 
 import pytest
-import yaml
 
-from rose import config
 from rose.agent import envs
 from rose.agent.envs.base import Action, ToolCall
 from rose.config import ConfigError
 from rose.parts.adapters.envs import openenv
 from tests.foreign import python_of
-from tests.ports import free_port
+from tests.made import environment
+
+from .conftest import served
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SERVER = Path(__file__).parent / "servers" / "openenv_server.py"
@@ -25,27 +22,15 @@ DEADLINE_S = 120.0
 
 
 def env_of(**args):
-    raw = yaml.safe_load((REPOSITORY / "conf" / "env" / "openenv.yaml").read_text())
-    return config.Env(**(raw | {"args": raw["args"] | args}))
+    return environment("openenv", **args)
 
 
 @pytest.fixture(scope="module")
 def url():
     """Of a server that runs."""
-    port = free_port()
     bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    server = subprocess.Popen([str(python_of("openenv")), str(SERVER), str(port)], env=bare)
-    end = time.monotonic() + DEADLINE_S
-    while True:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-            break
-        except OSError:
-            assert server.poll() is None and time.monotonic() < end, "the server did not start"
-            time.sleep(0.1)
-    yield f"http://127.0.0.1:{port}"
-    server.kill()
-    server.wait()
+    with served(python_of("openenv"), SERVER, env=bare) as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 def guess(number):
@@ -87,11 +72,11 @@ async def test_a_malformed_action_is_told_and_a_broken_environment_fails(url):
         await env.step(guess(666))
     await env.close()
     await env.close()
-    told = told
     assert all(step.invalid and not step.done for step in told)
     assert "number" in told[1].observation and "Call one of act" in told[2].observation
 
 
+@pytest.mark.slow
 def test_the_look_at_launch_goes_to_no_proxy_as_episodes_do(url, monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")

@@ -16,7 +16,7 @@ import pytest
 
 from rose.parts.sandbox import SandboxError, capture, criu, kernel, layer, replay, trace
 from rose.parts.sandbox.backend import ACCOUNT, SESSION
-from tests.processes import ran
+from tests.processes import ran, until
 
 sys.path.insert(0, str(Path(__file__).parent))
 import captures
@@ -192,10 +192,9 @@ def fill(entries, data: Path, root: Path):
 
 def settle(*paths: Path):
     """Until the files' times are old enough to tell a change by."""
-    end = time.monotonic() + DEADLINE_S
-    while any(time.time_ns() - p.lstat().st_ctime_ns < 2 * layer.TICK_NS for p in paths):
-        assert time.monotonic() < end
-        time.sleep(0.005)
+    now = time.time_ns
+    old = lambda: all(now() - p.lstat().st_ctime_ns > 2 * layer.TICK_NS for p in paths)  # noqa: E731
+    until(old, "old times", DEADLINE_S)
 
 
 def test_a_layer_is_made_again(tmp_path):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rose.parts.sandbox import Sandbox, Spec, checkpointer, engine, probe
+from rose.parts.sandbox import Sandbox, Spec, checkpointer, engine
 from rose.parts.sandbox.checkpointer import Checkpointer
 from rose.parts.sandbox.engine import Engine
 from rose.parts.sandbox.inspector import FILES
@@ -27,17 +27,6 @@ import scenarios
 from raw_captures import Upper, check_loaded
 
 LONG_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def loop():
-    with asyncio.Runner() as runner:
-        yield runner
-        runner.run(_close())
-
-
-async def _close():
-    probe.close()
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """What the inspector says of a turn, with the kernel's real features, as root and without rights."""
 
-import asyncio
 import json
 import os
 import sys
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rose.parts.sandbox import Sandbox, Spec, probe
+from rose.parts.sandbox import Sandbox, Spec
 from rose.parts.sandbox.inspector import FILES, NONE, PROCESS, Inspector, parts
 from rose.parts.sandbox.piped import Piped
 from tests.processes import ran
@@ -35,17 +34,6 @@ async def go():
 
 asyncio.run(go())
 """
-
-
-@pytest.fixture(scope="module")
-def loop():
-    with asyncio.Runner() as runner:
-        yield runner
-        runner.run(_close())
-
-
-async def _close():
-    probe.close()
 
 
 def with_inspector(loop, go):

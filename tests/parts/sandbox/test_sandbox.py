@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import psutil
@@ -30,6 +29,7 @@ from rose.parts.sandbox import (
     piped,
     probe,
 )
+from rose.parts.sandbox.backend import SESSION
 from rose.parts.sandbox.cgroups import Groups, began
 from rose.parts.sandbox.piped import Piped
 from rose.parts.sandbox.users import COUNT, FIRST, RANGES, Ranges
@@ -92,37 +92,15 @@ def play(folder: Path, options: dict, *argv: str, program: str = "scenarios.py")
     return done.stdout
 
 
-QUICK = [
-    "the_session_keeps_its_state",
-    "a_hook_is_called_when_the_shell_waits",
-    "an_ended_shell_is_replaced",
-    "the_session_leaves_no_mark_on_commands",
-    "what_disables_the_shells_own_commands_hangs_nothing",
-    "a_late_command_is_stopped_and_the_session_goes_on",
-    "output_is_cut",
-    "the_disk_has_a_bound",
-    "the_host_is_not_seen",
-    "files_are_read_and_written",
-    "what_one_hoards_the_others_have",
-    "what_a_check_stands_on_can_not_be_replaced",
-    "a_check_has_none_of_the_agents_settings_in_the_root",
-    "a_check_outlives_what_fills_the_sandbox",
-    "a_check_that_floods_is_stopped",
-    "strange_orders_leave_the_sandbox_as_it_is",
-    "a_memory_hog_is_killed_and_process_1_is_not",
-]
-
-
-@pytest.fixture(scope="module")
-def loop():
-    """One event loop, and so one keeper, for the module."""
-    with asyncio.Runner() as runner:
-        yield runner
-        runner.run(_close())
-
-
-async def _close():
-    probe.close()
+# Those that `make unit` leaves to the slow run of all.
+LONGER = (
+    "there_is_no_network_but_loopback",
+    "two_sandboxes_share_nothing",
+    "a_check_is_beyond_reach",
+    "a_check_runs_whatever_the_agent_makes_of_the_root",
+    "a_check_has_what_the_image_had",
+)
+QUICK = [f.__name__ for f in scenarios.FAST if f.__name__ not in LONGER]
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -159,13 +137,6 @@ def mounted() -> set[str]:
     return set(Path("/proc/self/mountinfo").read_text().splitlines())
 
 
-def until(happened, what: str) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not happened():
-        assert time.monotonic() < end, f"{what}: not within {DEADLINE_S:g} s"
-        time.sleep(0.02)
-
-
 def groups_of(keeper: int) -> list[Path]:
     return [g for parent in Groups().parents for g in parent.glob(f"rose-{keeper}-*")]
 
@@ -175,15 +146,12 @@ def groups_of(keeper: int) -> list[Path]:
 def test_nothing_stays_behind_whoever_is_killed(killed):
     mark = f"rose-{secrets.token_hex(8)}"
     mounts = mounted()
-    host = subprocess.Popen(
-        [sys.executable, HERE / "killed.py", mark],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-    )
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, HERE / "killed.py", mark]
+    host = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     try:
         keeper, count = map(int, host.stdout.readline().split())
-        until(lambda: len(bearing(mark)) == 2 * count, "background processes")
+        processes.until(lambda: len(bearing(mark)) == 2 * count, "background processes")
         assert not [m for m in mounted() - mounts if " - overlay " in m or "rose" in m]
         if os.geteuid() == 0:
             assert groups_of(keeper)
@@ -193,8 +161,8 @@ def test_nothing_stays_behind_whoever_is_killed(killed):
             host.kill()
         if killed != "host":
             os.kill(keeper, signal.SIGKILL)
-        until(lambda: not bearing(mark), "the end of the sandboxes' processes")
-        until(lambda: not processes.alive(keeper), "the keeper's end")
+        processes.until(lambda: not bearing(mark), "the end of the sandboxes' processes")
+        processes.until(lambda: not processes.alive(keeper), "the keeper's end")
     finally:
         host.kill()
         host.wait()
@@ -405,13 +373,7 @@ class Plain:
 
     @staticmethod
     def session(spec, folder):
-        return [
-            "/bin/bash",
-            "--norc",
-            "--noprofile",
-            "-c",
-            f"cd {folder}/work\n{scenarios_session()}",
-        ]
+        return ["/bin/bash", "--norc", "--noprofile", "-c", f"cd {folder}/work\n{SESSION}"]
 
     @staticmethod
     def beside(spec, folder, argv):
@@ -428,12 +390,6 @@ class Broken(Plain):
     @staticmethod
     def beside(spec, folder, argv):
         return ["/bin/sh", "-c", "echo it broke >&2; exit 128"]
-
-
-def scenarios_session():
-    from rose.parts.sandbox.backend import SESSION
-
-    return SESSION
 
 
 def test_a_session_on_three_pipes(loop):

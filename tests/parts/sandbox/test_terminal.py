@@ -12,14 +12,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import yaml
 
-from rose import config
 from rose import protocol as p
 from rose.agent import envs
 from rose.agent.envs import _ladder
 from rose.agent.envs.base import Action, ToolCall
-from rose.agent.host import TrajectoryHost, open_store
+from rose.agent.host import open_store
 from rose.agent.snapshots import Snapshots
 from rose.config import ConfigError
 from rose.observe.recorder import NullRecorder
@@ -28,9 +26,11 @@ from rose.parts.sandbox import SandboxError, criu
 from rose.parts.sandbox.envs import _tasks, _undo
 from rose.parts.sandbox.envs._host_store import HostStore
 from rose.parts.sandbox.envs.terminal import Terminal
+from scripts.sandbox import make_repair_tasks
+from tests.agent.hosted import Hosted
+from tests.made import environment
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-from scripts.sandbox import make_repair_tasks
 
 
 def bash(command):
@@ -116,10 +116,8 @@ def test_every_broken_task_is_named_before_anything_starts(tmp_path):
     (task(tmp_path, "windows") / "tests/test.sh").write_bytes(b"exit 0\r\n")
     (task(tmp_path, "old") / "instruction.md").write_bytes(b"Gr\xf6\xdfe\n")
     (task(tmp_path, "marked") / "task.toml").write_bytes(b"\xef\xbb\xbf[agent]\n")
-    raw = yaml.safe_load((REPOSITORY / "conf/env/terminal.yaml").read_text())
-    raw["args"]["tasks"] = str(tmp_path)
     with pytest.raises(ConfigError) as error:
-        envs.check(config.Env(**raw))
+        envs.check(environment("terminal", tasks=str(tmp_path)))
     words = str(error.value)
     assert words.startswith(f"env.args.tasks={str(tmp_path)!r}: ")
     for expected in (
@@ -482,13 +480,12 @@ async def test_a_repeated_call_that_shows_something_else_ends_the_resume(tmp_pat
 
 
 def test_undo_is_off_unless_asked_for():
-    raw = yaml.safe_load((REPOSITORY / "conf/env/terminal.yaml").read_text())
     for args, words in (
         ({"undo": "yes"}, "undo='yes': true or false"),
         ({"cpus": 0}, "cpus=0: a number above 0"),
     ):
         with pytest.raises(ConfigError, match=f"env.args.{words}"):
-            envs.build(config.Env(**(raw | {"args": args})))
+            envs.build(environment("terminal", **args))
     assert "undo" not in Terminal().tools
 
 
@@ -499,13 +496,12 @@ async def test_no_other_host_sweeps_states_of_a_trajectory(make_config, chats, t
     )
     start = p.StartTrajectory("g0.0", "g0", p.Phase.TRAIN, "terminal", 6, None)
     engine = await open_store(config, tmp_path / "snapshots", NullRecorder())
-    snapshots, words = Snapshots(tmp_path / "snapshots", 1, config, print), asyncio.Queue()
-    rest = (asyncio.create_task, NullRecorder(), None, snapshots, engine)
-    host = TrajectoryHost(config, chats["tiny"], words.put_nowait, *rest)
+    snapshots = Snapshots(tmp_path / "snapshots", 1, config, print)
+    host = Hosted(config, chats["tiny"], snapshots, checkpoints=engine)
     host.handle(start)
-    assert isinstance(await words.get(), p.TurnRequest)
+    assert isinstance(await host.next(), p.TurnRequest)
     assert (tmp_path / "snapshots" / "g0.0").is_dir()
     host.handle(p.CancelTrajectory("g0.0"))
     while (tmp_path / "snapshots" / "g0.0").exists():
         await asyncio.sleep(0.01)
-    await host.close()
+    await host.host.close()

@@ -1,12 +1,15 @@
 """A gateway on a free port, whose turns come from a script."""
 
 import asyncio
+import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rose import config
+from rose.parts.adapters.gateway.run import run_agent
 from rose.parts.adapters.gateway.server import Gateway
 from rose.parts.adapters.gateway.session import Session
 from rose.protocol import FinishReason, Phase, Sampling, StartTrajectory
@@ -55,6 +58,26 @@ class Policy:
         return self.results[-1]
 
 
+@asynccontextmanager
+async def open_gateway(**attributes):
+    gateway = Gateway("tiny")
+    vars(gateway).update(attributes)
+    await gateway.open("127.0.0.1")
+    try:
+        yield gateway
+    finally:
+        await gateway.close()
+
+
+async def played(gateway, agent, chat, policy, name=START.id, seed=START.env_seed, **changed):
+    """An agent's trajectory; `changed`: of its limits, its key, its context and its scoring."""
+    start = msgspec.structs.replace(START, id=name, env_seed=seed)
+    plain = {"key": "env", "max_context": 2000, "scoring": None}
+    key, context, scoring = (changed.pop(name, each) for name, each in plain.items())
+    rest = (limits(**changed), key, context, Sampling(1), time.time, scoring)
+    return await run_agent(start, agent, gateway, chat, policy, *rest)
+
+
 class World:
     def __init__(self, gateway, chat, policy, max_context, **changed):
         self.gateway, self.policy, self.chat = gateway, policy, chat
@@ -79,13 +102,9 @@ def serve(chats, tokenizer):
 
     @asynccontextmanager
     async def opened(*texts, chat=None, closed=True, max_context=2000, **changed):
-        gateway = Gateway("tiny")
-        await gateway.open("127.0.0.1")
-        try:
+        async with open_gateway() as gateway:
             policy = Policy(tokenizer, *texts, closed=closed)
             yield World(gateway, chat or chats["tiny"], policy, max_context, **changed)
-        finally:
-            await gateway.close()
 
     return opened
 

@@ -2,7 +2,6 @@
 log-probabilities are those of transformers."""
 
 import asyncio
-import time
 from pathlib import Path
 
 import anthropic
@@ -19,8 +18,6 @@ from rose import config, models
 from rose.agent.chat import ChatFormat
 from rose.parts.adapters.envs.agent import Agent
 from rose.parts.adapters.envs.verifiers import Verifiers
-from rose.parts.adapters.gateway.run import run_agent
-from rose.parts.adapters.gateway.server import Gateway
 from rose.parts.adapters.gateway.session import Session
 from rose.protocol import (
     Sampling,
@@ -32,7 +29,7 @@ from rose.protocol import (
 )
 from tests.conftest import compose_tree
 
-from .conftest import START, TOOL, limits
+from .conftest import START, TOOL, limits, open_gateway, played
 
 pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).resolve().parents[4]
@@ -53,8 +50,12 @@ class Policy:
             logprobs += chunk.logprobs
             versions += [chunk.version] * len(chunk.tokens)
         return TurnResult(
-            request.turn, pack_tokens(tokens), pack_floats(logprobs), pack_tokens(versions), chunk.finish
-        )  # fmt: skip
+            request.turn,
+            pack_tokens(tokens),
+            pack_floats(logprobs),
+            pack_tokens(versions),
+            chunk.finish,
+        )
 
 
 def read(name, kind):
@@ -100,18 +101,15 @@ def go(world, use, **changed):
     loop, chat, policy, _ = world
 
     async def run():
-        gateway = Gateway("tiny")
-        await gateway.open("127.0.0.1")
-        session = Session(
-            START, chat, policy, limits(max_new_tokens=NEW, **changed), CONTEXT, Sampling(1)
-        )
-        gateway.admit(session)
-        try:
-            await use(gateway.url, session.key)
-            return session
-        finally:
-            gateway.dismiss(session)
-            await gateway.close()
+        within = limits(max_new_tokens=NEW, **changed)
+        session = Session(START, chat, policy, within, CONTEXT, Sampling(1))
+        async with open_gateway() as gateway:
+            gateway.admit(session)
+            try:
+                await use(gateway.url, session.key)
+                return session
+            finally:
+                gateway.dismiss(session)
 
     return loop.run_until_complete(run())
 
@@ -162,28 +160,17 @@ def test_calls_at_once_are_exact(world):
     check(world[3], branches)
 
 
-def played(world, agent, **changed):
+def three(world, agent, **changed):
     """Three episodes of it."""
     loop, chat, policy, _ = world
 
     async def run():
-        gateway = Gateway("tiny")
-        await gateway.open("127.0.0.1")
-        try:
-            starts = [
-                msgspec.structs.replace(START, id=f"g1.{i}", env_seed=2 * i) for i in range(3)
-            ]
-            return await asyncio.gather(
-                *(
-                    run_agent(
-                        start, agent, gateway, chat, policy, limits(**changed), "env", CONTEXT,
-                        Sampling(1), time.time,
-                    )
-                    for start in starts
-                )
-            )  # fmt: skip
-        finally:
-            await gateway.close()
+        async with open_gateway() as gateway:
+            given = (gateway, agent, chat, policy)
+            episodes = (
+                played(*given, f"g1.{i}", 2 * i, max_context=CONTEXT, **changed) for i in range(3)
+            )
+            return await asyncio.gather(*episodes)
 
     return loop.run_until_complete(run())
 
@@ -191,7 +178,7 @@ def played(world, agent, **changed):
 def test_the_agent_of_the_docs_plays_to_its_end(world, tmp_path):
     printed.write("agents.md", tmp_path)
     agent = Agent(function=f"{tmp_path}/lake_agent.py:play")
-    for trajectory in played(world, agent, max_turns=12):
+    for trajectory in three(world, agent, max_turns=12):
         assert trajectory.reward in (0.0, 1.0) and trajectory.turns >= 1
         check_one = [s for s in trajectory.samples() if s.response_tokens > 10]
         if check_one:
@@ -204,7 +191,7 @@ def test_an_environment_of_verifiers_is_exact(world, verifiers_python, monkeypat
     guess = Verifiers(
         verifiers_python, "rose_guess", most_tasks=50, renderer=renderer, environment=["PYTHONPATH"]
     )
-    trajectories = played(world, guess, max_new_tokens=NEW, step_timeout_s=300.0)
+    trajectories = three(world, guess, max_new_tokens=NEW, step_timeout_s=300.0)
     assert max(t.turns for t in trajectories) > 1
     check(world[3], [s for t in trajectories for s in t.samples()])
 
@@ -232,11 +219,15 @@ def test_a_framework_from_pypi_runs_as_it_is(world):
             verbosity_level=0,
             prompt_templates={
                 "system_prompt": "Play.",
-                "planning": {"initial_plan": "", "update_plan_pre_messages": "", "update_plan_post_messages": ""},
+                "planning": {
+                    "initial_plan": "",
+                    "update_plan_pre_messages": "",
+                    "update_plan_post_messages": "",
+                },
                 "managed_agent": {"task": "", "report": ""},
                 "final_answer": {"pre_messages": "", "post_messages": ""},
             },
-        )  # fmt: skip
+        )
         await asyncio.to_thread(agent.run, "F F\nP G")
 
     session = go(world, use)

@@ -8,9 +8,7 @@ import random
 import subprocess
 import sys
 import textwrap
-import time
 
-import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -24,13 +22,11 @@ from rose.parts.adapters.envs.agent import Agent
 from rose.parts.adapters.gateway import program
 from rose.parts.adapters.gateway.forks import Forks
 from rose.parts.adapters.gateway.program import environment
-from rose.parts.adapters.gateway.run import run_agent
-from rose.parts.adapters.gateway.server import Gateway
 from rose.processes import adopt_orphans
-from rose.protocol import Sampling, TrajectoryScored
+from rose.protocol import TrajectoryScored
 from tests import processes
 
-from .conftest import START, Policy, limits
+from .conftest import START, Policy, limits, open_gateway, played
 
 ASK = """
 import json, os, urllib.request
@@ -50,26 +46,22 @@ def reward(value):
 def run(chats, tokenizer, tmp_path, make_config):
     """run(source, **limits) -> the trajectory of a program with this source."""
 
-    def go(source, arguments=None, scorer=None, key="env", **changed):
+    def go(source, arguments=None, scorer=None, **changed):
         path = tmp_path / "agent.py"
         path.write_text(ASK + textwrap.dedent(source))
         agent = Agent(**(arguments or {"command": [sys.executable, str(path)]}))
 
         async def run():
             adopt_orphans()
-            gateway = Gateway("tiny")
-            await gateway.open("127.0.0.1")
             scoring = None
             if scorer is not None:  # a reward rank that answers at once
                 settings = make_config("reward=function", "reward.args.path=judge.py:f").reward
                 scoring = Scoring(settings, [3], lambda rank, m: scoring.handle(scorer(m)))
-            try:
-                return await run_agent(
-                    START, agent, gateway, chats["tiny"], Policy(tokenizer, "one", "two"),
-                    limits(**changed), key, 2000, Sampling(1), time.time, scoring,
-                )  # fmt: skip
-            finally:
-                await gateway.close()
+            policy = Policy(tokenizer, "one", "two")
+            async with open_gateway() as gateway:
+                return await played(
+                    gateway, agent, chats["tiny"], policy, scoring=scoring, **changed
+                )
 
         return asyncio.run(run())
 
@@ -271,25 +263,54 @@ def test_the_runs_own_reward_scores_what_was_said(run):
         ('ask("a")', "ended without a reward", {}),
         ('ask("a"); reward("high")', "which is no number", {}),
         ('ask("a"); reward(10**400)', "which is not finite", {}),
-        ('ask("a"); open(os.environ["ROSE_REWARD"], "w").write("[" * 4096)', "the file ROSE_REWARD: ", {}),  # Python 3.13 reads so deep
+        (
+            'ask("a"); open(os.environ["ROSE_REWARD"], "w").write("[" * 4096)',
+            "the file ROSE_REWARD: ",
+            {},
+        ),  # Python 3.13 reads so deep
         ('ask("a"); os.mkdir(os.environ["ROSE_REWARD"])', "is no file", {}),
         ('ask("a"); os.mkfifo(os.environ["ROSE_REWARD"])', "is no file", {}),
-        ('ask("a"); os.truncate(os.open(os.environ["ROSE_REWARD"], os.O_CREAT | os.O_RDWR), 1 << 40)', "ROSE_REWARD: it has 1,099,511,627,776 bytes; a reward has 65,536", {}),
-        ('ask("a"); open(os.environ["ROSE_REWARD"], "w").write("True")', "ROSE_REWARD: it holds b'True', which is no JSON", {}),
+        (
+            'ask("a"); os.truncate(os.open(os.environ["ROSE_REWARD"], os.O_CREAT | os.O_RDWR), 1 << 40)',
+            "ROSE_REWARD: it has 1,099,511,627,776 bytes; a reward has 65,536",
+            {},
+        ),
+        (
+            'ask("a"); open(os.environ["ROSE_REWARD"], "w").write("True")',
+            "ROSE_REWARD: it holds b'True', which is no JSON",
+            {},
+        ),
         ('ask("left right " * 4000)', "the agent's first call was refused: the messages have", {}),
-        ('try: ask("left right " * 4000)\nexcept OSError: reward(0.0)', "first call was refused: the messages have", {}),
+        (
+            'try: ask("left right " * 4000)\nexcept OSError: reward(0.0)',
+            "first call was refused: the messages have",
+            {},
+        ),
         ('while ask("a") != "two": pass', "256 calls of the agent were the same", {}),
         ("reward(1)", "ended without a call", {}),
-        ("import time; time.sleep(600)", "neither called nor ended within env.step_timeout_s=1.5 s", {"step_timeout_s": 1.5}),
-        ('ask("a"); import time; time.sleep(600)', "neither called nor ended", {"step_timeout_s": 3.0}),
-        ("""
+        (
+            "import time; time.sleep(600)",
+            "neither called nor ended within env.step_timeout_s=1.5 s",
+            {"step_timeout_s": 1.5},
+        ),
+        (
+            'ask("a"); import time; time.sleep(600)',
+            "neither called nor ended",
+            {"step_timeout_s": 3.0},
+        ),
+        (
+            """
 while True:
     try:
         ask("a", str(os.urandom(4)))
     except OSError:
         pass
-""", "256 calls of the agent were refused", {"max_turns": 2}),
-        ("""
+""",
+            "256 calls of the agent were refused",
+            {"max_turns": 2},
+        ),
+        (
+            """
 import socket, time
 ask("a")
 host, port = os.environ["ROSE_GATEWAY_URL"].removeprefix("http://").split(":")
@@ -298,17 +319,24 @@ key = os.environ["OPENAI_API_KEY"]
 half.sendall(f"POST /v1/chat/completions HTTP/1.1\\r\\nHost: x\\r\\nAuthorization: Bearer {key}\\r\\n"
              "Content-Length: 1000\\r\\n\\r\\n{".encode())
 time.sleep(600)
-""", "neither called nor ended", {"step_timeout_s": 3.0}),
-        ("""
+""",
+            "neither called nor ended",
+            {"step_timeout_s": 3.0},
+        ),
+        (
+            """
 import time
 ask("a")
 while True:
     headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
     urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/models", headers=headers))
     time.sleep(0.1)
-""", "neither called nor ended", {"step_timeout_s": 3.0}),
+""",
+            "neither called nor ended",
+            {"step_timeout_s": 3.0},
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_program_that_does_not_end_well_fails_its_trajectory(run, source, words, changed):
     with pytest.raises(EnvironmentFailure) as error:
         run("\n" + source, **changed)
@@ -353,12 +381,15 @@ def test_what_a_failed_program_said_and_printed_is_kept(run):
     ],
 )
 def test_an_agent_that_raises_at_a_limit_is_truncated_not_replaced(run, then, limit, reward):
-    got = run(f"""
+    got = run(
+        f"""
         ask("a"), ask("b")
         {then}
         ask("c")
         raise SystemExit("not reached")
-    """, **limit)  # fmt: skip
+    """,
+        **limit,
+    )
     assert (got.reward, got.success, got.truncated, got.turns) == (reward, False, True, 2)
     assert got.limit == ("turns" if limit["max_turns"] == 2 else "context")
 
@@ -415,23 +446,12 @@ async def test_commands_begin_a_few_at_a_time(chats, tokenizer, tmp_path):
     """... and functions, which are forked with their imports, all at once."""
     path = tmp_path / "agent.py"
     path.write_text(ASK + BEGINS.replace("FOLDER", str(tmp_path)))
-    gateway = Gateway("tiny")
-    gateway.beginning = asyncio.Semaphore(2)
-    await gateway.open("127.0.0.1")
-
-    def one(number: int):
-        start = msgspec.structs.replace(START, id=f"g0.{number}")
-        agent = Agent(command=[sys.executable, str(path)])
-        policy = Policy(tokenizer, "one", "two")
-        return run_agent(
-            start, agent, gateway, chats["tiny"], policy, limits(), "env", 2000, Sampling(1),
-            time.time,
-        )  # fmt: skip
-
-    try:
-        made = await asyncio.gather(*map(one, range(6)))
-    finally:
-        await gateway.close()
+    agent = Agent(command=[sys.executable, str(path)])
+    async with open_gateway(beginning=asyncio.Semaphore(2)) as gateway:
+        policies = [Policy(tokenizer, "one", "two") for _ in range(6)]
+        given = (gateway, agent, chats["tiny"])
+        episodes = (played(*given, each, f"g0.{n}") for n, each in enumerate(policies))
+        made = await asyncio.gather(*episodes)
     seen = [trajectory.reward for trajectory in made]
     assert max(seen) == 2 and len(seen) == 6
 
@@ -477,11 +497,15 @@ def away(way: str, pids: os.PathLike, then: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", AWAY)
 def test_nothing_of_a_program_stays_behind(run, tmp_path, way):
-    source = away(way, tmp_path / "pids", """
+    source = away(
+        way,
+        tmp_path / "pids",
+        """
         start()
         ask("a")
         reward(1)
-    """)  # fmt: skip
+    """,
+    )
     before = {child.pid for child in psutil.Process().children()}
     assert run(source).reward == 1.0
     assert not processes.alive(int((tmp_path / "pids").read_text()))
@@ -491,12 +515,16 @@ def test_nothing_of_a_program_stays_behind(run, tmp_path, way):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", AWAY)
 def test_nothing_of_a_function_stays_behind(run, tmp_path, way):
-    source = away(way, tmp_path / "pids", """
+    source = away(
+        way,
+        tmp_path / "pids",
+        """
         def solve(task):
             start()
             ask("a")
             return 1.0
-    """)  # fmt: skip
+    """,
+    )
     assert run(source, {"function": f"{tmp_path}/agent.py:solve"}).reward == 1.0
     assert not processes.alive(int((tmp_path / "pids").read_text()))
 
@@ -512,11 +540,15 @@ def test_nothing_of_a_function_stays_behind(run, tmp_path, way):
     ],
 )
 def test_nothing_of_a_program_that_fails_stays_behind(run, tmp_path, then, words, changed):
-    source = away("a daemon without variables", tmp_path / "pids", f"""
+    source = away(
+        "a daemon without variables",
+        tmp_path / "pids",
+        f"""
         start()
         ask("a")
         {then}
-    """)  # fmt: skip
+    """,
+    )
     with pytest.raises(EnvironmentFailure, match=words):
         run(source, **changed)
     assert not processes.alive(int((tmp_path / "pids").read_text()))
@@ -524,12 +556,16 @@ def test_nothing_of_a_program_that_fails_stays_behind(run, tmp_path, then, words
 
 @pytest.mark.slow
 def test_what_a_killed_reaper_leaves_behind_is_found_by_its_name(run, tmp_path):
-    source = away("a daemon", tmp_path / "pids", """
+    source = away(
+        "a daemon",
+        tmp_path / "pids",
+        """
         start()
         ask("a")
         os.kill(os.getppid(), 9)
         time.sleep(600)
-    """)  # fmt: skip
+    """,
+    )
     with pytest.raises(EnvironmentFailure, match="ended with code -9"):
         run(source)
     assert not processes.alive(int((tmp_path / "pids").read_text()))

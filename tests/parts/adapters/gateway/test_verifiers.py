@@ -5,34 +5,28 @@ import ast
 import asyncio
 import random
 import sys
-import time
 from pathlib import Path
 
-import msgspec
 import pytest
-import yaml
 
-from rose import config
 from rose.agent import envs
 from rose.agent.guard import EnvironmentFailure
 from rose.config import ConfigError
 from rose.parts.adapters.envs.verifiers import PLAYER
 from rose.parts.adapters.gateway import players
-from rose.parts.adapters.gateway.run import run_agent
-from rose.parts.adapters.gateway.server import Gateway
 from rose.processes import adopt_orphans
-from rose.protocol import Sampling, unpack_tokens
+from rose.protocol import unpack_tokens
+from tests.made import environment
 from tests.processes import ran
 
-from .conftest import REPOSITORY, START, Policy, limits
+from .conftest import Policy, open_gateway, played
 
 DEADLINE_S = 300.0
 ADD = '<tool_call>\n{"name": "adder_add", "arguments": {"a": 1, "b": 12}}\n</tool_call>'
 
 
 def env_of(**args):
-    raw = yaml.safe_load((REPOSITORY / "conf" / "env" / "verifiers.yaml").read_text())
-    return config.Env(**(raw | {"args": raw["args"] | args}))
+    return environment("verifiers", **args)
 
 
 def test_what_can_not_be_a_verifiers_environment_is_refused(tmp_path):
@@ -66,6 +60,12 @@ def outside(verifiers_python, monkeypatch):
     return {"python": verifiers_python, "environment": ["PYTHONPATH"]}
 
 
+def made_of(sample):
+    """The tokens of a sample that the policy made."""
+    tokens = unpack_tokens(sample.tokens).tolist()
+    return [token for token, own in zip(tokens, sample.mask, strict=True) if own]
+
+
 @pytest.fixture
 def play(chats, tokenizer):
     """play(env.args, rounds of [(seed, texts of the policy)], **limits) -> the trajectories or
@@ -75,38 +75,25 @@ def play(chats, tokenizer):
         made = envs.build(env_of(**args))
 
         async def one(gateway, seed, texts):
-            start = msgspec.structs.replace(START, id=f"g{seed}", env_seed=seed)
-            policy = Policy(tokenizer, *texts)
+            policy, given = Policy(tokenizer, *texts), {"step_timeout_s": DEADLINE_S} | changed
             try:
-                trajectory = await run_agent(
-                    start, made, gateway, chats["tiny"], policy,
-                    limits(**{"step_timeout_s": DEADLINE_S} | changed), "env", 2000, Sampling(1),
-                    time.time,
-                )  # fmt: skip
+                trajectory = await played(
+                    gateway, made, chats["tiny"], policy, f"g{seed}", seed, **given
+                )
             except EnvironmentFailure as failure:
                 return failure
             # what the policy made is trained once, token by token, and nothing else is
             said = [t for r in policy.results for t in unpack_tokens(r.tokens).tolist()]
-            trained = [
-                token
-                for s in trajectory.samples()
-                for token, own in zip(unpack_tokens(s.tokens).tolist(), s.mask, strict=True)
-                if own
-            ]
-            assert trained == said
+            assert [t for s in trajectory.samples() for t in made_of(s)] == said
             return trajectory
 
         async def run():
             adopt_orphans()
-            gateway = Gateway("tiny")
-            await gateway.open("127.0.0.1")
-            try:
+            async with open_gateway() as gateway:
                 return [
                     await asyncio.gather(*(one(gateway, *each) for each in episodes))
                     for episodes in rounds
                 ]
-            finally:
-                await gateway.close()
 
         return asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
 

@@ -1,0 +1,63 @@
+"""What the supervisor concludes from ranks' reports: which of them never joined the MPI world within
+cluster.start_timeout_s, and which vanished with the guard that reports how they end."""
+
+import functools
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from rose.launch import rank_status
+from tests.launch.conftest import report
+
+PASSED, FAR = 0.0, float("inf")
+
+
+def test_ranks_that_hang_in_mpis_start_are_named_with_their_hosts_and_the_key(reported):
+    *others, last = reported.ranks
+    for rank in others:
+        rank_status.mark_joined(reported.run_dir, 1, rank.rank)
+    assert reported._failure({"appear": FAR}) == ""
+    said = reported._failure({"appear": PASSED})
+    assert said.startswith(
+        f"{last.role.value} rank {last.rank} on {socket.gethostname()} did not join the MPI world "
+        f"within cluster.start_timeout_s={reported.cluster.start_timeout_s:g}"
+    )
+    assert "cluster.interface='ib7'" in said
+    rank_status.mark_joined(reported.run_dir, 1, last.rank)
+    deadlines = {"appear": PASSED}
+    assert reported._failure(deadlines) == "" and not deadlines
+
+
+@pytest.fixture
+def gone():
+    """The pid of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_a_rank_has_vanished_once_its_guard_which_reports_its_end_is_gone_too(reported, gone):
+    report(reported, reported.ranks[0], pid=gone)
+    for _ in range(3):  # polls
+        assert reported._failure({}) == ""
+    report(reported, reported.ranks[0], pid=gone, guard_pid=gone)
+    assert "vanished (its process is gone)" in reported._failure({})
+    assert reported.lost
+
+
+def test_a_report_that_comes_while_the_launcher_looks_counts(reported, gone, monkeypatch):
+    """The guard wrote its last report between the launcher's reading and its look at processes."""
+    dead = {"pid": gone, "guard_pid": gone}
+    report(reported, reported.ranks[0], **dead)
+    read, reads = functools.partial(rank_status.read_all, reported.run_dir, reported.attempt), []
+
+    def statuses():
+        reads.append(read())
+        report(reported, reported.ranks[0], **dead, state="done", exit_code=0)
+        return reads[-1]
+
+    monkeypatch.setattr(reported, "statuses", statuses)
+    assert reported._failure({}) == ""
+    assert reads[0][0].state == "running" and len(reads) > 1
