@@ -157,11 +157,9 @@ def test_links_are_each_pairs():
     slow = devices.between({(0, 1): "PHB"}, view())
     assert slow.state == "warning" and "no NVLink" in slow.words
     blocked = devices.between(pairs, view(no_peer=[(0, 2)]))
-    assert (
-        blocked.state == "warning"
-        and "GPUs 0 and 2 can't read" in blocked.words
-        and "ACS" in blocked.remedy
-    )
+    assert blocked.state == "warning"
+    assert "GPUs 0 and 2 can't read" in blocked.words
+    assert "ACS" in blocked.remedy
 
 
 def test_gpus_too_old_for_the_presets_are_named():
@@ -184,11 +182,9 @@ def test_shared_memory(monkeypatch, tmp_path, total, free, wanted, state, remedy
 
     monkeypatch.setattr(devices.os, "statvfs", lambda _: Size)
     found = devices.shared_memory(wanted, "failed", tmp_path)
-    assert (
-        found.state == state
-        and remedy in found.remedy
-        and f"of {total / 1024:.1f} GiB" in found.words
-    )
+    assert found.state == state
+    assert remedy in found.remedy
+    assert f"of {total / 1024:.1f} GiB" in found.words
 
 
 @pytest.fixture
@@ -206,11 +202,9 @@ def test_a_broken_driver_is_told_in_its_own_words(smi):
     smi(BROKEN, 18)
     assert devices.of_node(0, 0.0)[0].state == "warning"
     found = devices.of_node(2, 0.0)[0]
-    assert (
-        found.state == "failed"
-        and "none of 2" in found.words
-        and "NVML library version" in found.words
-    )
+    assert found.state == "failed"
+    assert "none of 2" in found.words
+    assert "NVML library version" in found.words
 
 
 def test_without_a_gpu_it_says_so(monkeypatch):

@@ -37,11 +37,9 @@ def test_a_folder_that_cannot_hold_runs_is_named(tmp_path):
 def test_a_package_that_does_not_import_is_named():
     assert machine.package("h5py").state == "ok"
     found = machine.package("rose_has_no_such_package")
-    assert (
-        found.state == "failed"
-        and "rose_has_no_such_package" in found.words
-        and "make gpu" in found.remedy
-    )
+    assert found.state == "failed"
+    assert "rose_has_no_such_package" in found.words
+    assert "make gpu" in found.remedy
 
 
 def test_events_are_found_where_a_launcher_joined_or_cut_the_lines():
@@ -182,10 +180,8 @@ def joiner(node="n2", **rest):
 def test_a_join_that_survives_a_kill_tells_the_times():
     found = join.joined(ended(*story()), joiner(), two_nodes=True)
     assert found.state == "ok"
-    assert (
-        "one of n2 joined n1 (1.0 s after it asked)" in found.words
-        and "2.0 s after its last message" in found.words
-    )
+    assert "one of n2 joined n1 (1.0 s after it asked)" in found.words
+    assert "2.0 s after its last message" in found.words
     assert join.joined(ended(*story()), joiner("n1"), two_nodes=True).state == "warning"
     assert join.joined(ended(*story()), joiner("n1"), two_nodes=False).state == "ok"
 
@@ -249,11 +245,9 @@ def test_nccl_tells_its_bandwidth_or_what_went_wrong():
     found = machine.reduced(
         ended(err="RuntimeError: NCCL error: unhandled system error", code=1), 8
     )
-    assert (
-        found.state == "failed"
-        and "unhandled system error" in found.words
-        and "NCCL_DEBUG" in found.remedy
-    )
+    assert found.state == "failed"
+    assert "unhandled system error" in found.words
+    assert "NCCL_DEBUG" in found.remedy
 
 
 @pytest.mark.slow
@@ -269,10 +263,8 @@ def test_nccl_is_tried_between_two_gpus(make_config, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
     last = machine.gpus(make_config())[-1]
-    assert (last.state, last.part) == (
-        "failed",
-        "NCCL between 2 GPUs",
-    ) and "torch sees 0 GPUs of 2" in last.words
+    assert (last.state, last.part) == ("failed", "NCCL between 2 GPUs")
+    assert "torch sees 0 GPUs of 2" in last.words
 
 
 @pytest.mark.parametrize(("variable", "tried"), [("4,5", [2]), ("6", []), (None, [8])])
@@ -343,11 +335,9 @@ def test_a_name_that_is_no_gpu_of_this_machine_is_a_finding(make_config, monkeyp
 def test_a_package_that_takes_too_long_to_import_is_told_from_one_that_is_not_there(monkeypatch):
     monkeypatch.setattr(machine, "IMPORT_S", 0.0)
     late = machine.package("torch")
-    assert (
-        late.state == "failed"
-        and "no end within 0 s" in late.words
-        and "faster file system" in late.remedy
-    )
+    assert late.state == "failed"
+    assert "no end within 0 s" in late.words
+    assert "faster file system" in late.remedy
 
 
 # --------------------------------------------------------------------------- the command

@@ -38,17 +38,13 @@ def test_crossing_the_watermark_halves_it_at_once_until_under_and_freezes_it(
     whole = budget.update(0.0, online(0.0), control(0.0))
     # up to the watermark it may
     assert budget.update(0.1, online(0.1, kv_used=GIB // 2), control(0.1)) == whole
-    assert (
-        budget.update(0.2, online(0.2, kv_used=2 * GIB), control(0.2)) == whole // 2
-        and budget.frozen
-    )
+    assert budget.update(0.2, online(0.2, kv_used=2 * GIB), control(0.2)) == whole // 2
+    assert budget.frozen
     assert budget.update(0.3, online(0.3, kv_wanted=7 * GIB), control(0.3)) == whole // 8
     # S is idle again: still frozen
     assert budget.update(900.0, online(900.0), control(900.0)) == whole // 8
-    assert (
-        budget.update(901.0, online(901.0), control(901.0, epoch=1)) == pytest.approx(whole)
-        and not budget.frozen
-    )
+    assert budget.update(901.0, online(901.0), control(901.0, epoch=1)) == pytest.approx(whole)
+    assert not budget.frozen
 
 
 def test_after_a_burst_it_grows_slowly_as_the_next_may_come(budget, online, control):
@@ -69,10 +65,8 @@ def test_stopped_by_the_operator_or_the_online_engine_it_is_0_at_once(budget, on
 
 def test_the_hours_share_bounds_it_without_freezing(budget, online, control):
     budget.update(0.0, online(0.0), control(0.0))
-    assert (
-        budget.update(1.0, online(1.0), control(1.0, share=0.25)) == int(0.25 * 0.9 * TOTAL)
-        and not budget.frozen
-    )
+    assert budget.update(1.0, online(1.0), control(1.0, share=0.25)) == int(0.25 * 0.9 * TOTAL)
+    assert not budget.frozen
     assert budget.update(2.0, online(2.0), control(2.0)) == MOST
 
 
@@ -149,9 +143,8 @@ def test_it_never_passes_what_is_free_nor_grows_while_frozen_whatever_happens(
         found = budget.update(
             now, online, Control(beat=now, lend=0.0 if stopped else 1.0, share=share, epoch=epoch)
         )
-        assert isinstance(found, int) and 0 <= found <= max(
-            0, int(min(0.9 * watermark, 1 - reserve) * TOTAL)
-        )
+        assert isinstance(found, int)
+        assert 0 <= found <= max(0, int(min(0.9 * watermark, 1 - reserve) * TOTAL))
         if frozen and budget.frozen:
             assert found <= before
         if stopped or share == 0:

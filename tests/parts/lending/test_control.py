@@ -98,11 +98,9 @@ def test_while_the_stop_file_exists_nothing_is_lent(tmp_path, serving, monkeypat
         watching.cancel()
 
     asyncio.run(run())
-    assert (
-        len(said) == 2
-        and "exists (serving.lending.stop_file)" in said[0]
-        and "lending again" in said[1]
-    )
+    assert len(said) == 2
+    assert "exists (serving.lending.stop_file)" in said[0]
+    assert "lending again" in said[1]
 
 
 def test_a_stop_file_on_a_file_system_that_does_not_answer_stops_lending(

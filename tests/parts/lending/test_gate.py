@@ -194,11 +194,9 @@ def test_a_part_has_so_many_tokens_and_none_that_the_whole_has_not(
     whole = Work(tuple(prompts), decodes, context)
     cut = part(whole, tokens)
     assert cut.tokens == min(tokens, whole.tokens)
-    assert (
-        cut.decodes <= decodes
-        and cut.decode_context <= context
-        and len(cut.prefill) <= len(prompts)
-    )
+    assert cut.decodes <= decodes
+    assert cut.decode_context <= context
+    assert len(cut.prefill) <= len(prompts)
 
 
 def test_nothing_begins_beside_decodes_that_would_miss_their_median_target(

@@ -168,9 +168,8 @@ def made(slower, count=400, noise=0.0, covered=1.0):
 
 def test_twice_as_long_beside_rollouts_is_half_of_their_time():
     measured = interference(*made(2.0), PREDICTOR, PREDICTOR)
-    assert measured["hold_mean"] == pytest.approx(0.5) and measured["hold_p99"] == pytest.approx(
-        0.5
-    )
+    assert measured["hold_mean"] == pytest.approx(0.5)
+    assert measured["hold_p99"] == pytest.approx(0.5)
     assert measured["progress"] == pytest.approx(0.5)  # a decode of 10 ms in 20 ms
     assert (measured["steps_alone"], measured["steps_beside"]) == (200, 200)
 
@@ -229,10 +228,8 @@ def test_the_rollout_engine_is_measured_with_what_a_lender_starts_it_with(tiny, 
         "model.max_context=2048",
     ]
     config, _ = profile.configured(gpu, {"model": str(tiny)})
-    assert (
-        config.rollout.kv_cache_gib == 10
-        and config.rollout.gpu_memory_utilization == operate.FREE_SHARE
-    )
+    assert config.rollout.kv_cache_gib == 10
+    assert config.rollout.gpu_memory_utilization == operate.FREE_SHARE
     online, rollout = profile.online_side(config), profile.rollout_side(config, tiny)
     assert (
         online.args["gpu_memory_utilization"]

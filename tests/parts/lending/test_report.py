@@ -68,9 +68,8 @@ def test_counters_go_on_over_the_restart_of_an_engine(clock):
 def test_a_long_history_is_thinned_and_keeps_its_ends(clock, monkeypatch):
     monkeypatch.setattr(history, "MOST_ROWS", 100)
     made = lived(clock, 1000)
-    assert len(made.rows["t"]) <= 100 and {len(values) for values in made.rows.values()} == {
-        len(made.rows["t"])
-    }
+    assert len(made.rows["t"]) <= 100
+    assert {len(values) for values in made.rows.values()} == {len(made.rows["t"])}
     assert made.rows["t"][0] == 1 and made.rows["t"][-1] > 1000 - 2 * made.every_s
     gaps = [b - a for a, b in zip(made.rows["t"], made.rows["t"][1:], strict=False)]
     assert max(gaps) <= 2 * min(gaps)
@@ -152,10 +151,8 @@ def test_the_summary_for_the_training_runs_report_is_json_of_both_sides(clock):
             )
         )
     )
-    assert (
-        told["device"] == "run on n1"
-        and told["made_tokens"] == 5950
-        and told["slo"]["ttft_p99_s"] == 0.5
-    )
+    assert told["device"] == "run on n1"
+    assert told["made_tokens"] == 5950
+    assert told["slo"]["ttft_p99_s"] == 0.5
     met, finished = told["attained"]["with"]
     assert 0 < met <= finished

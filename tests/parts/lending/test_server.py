@@ -91,11 +91,9 @@ def test_one_that_is_killed_is_started_again_at_the_same_address_without_what_it
         await up(made, starts=2)
         await gone(engine)
         assert made.url == url and url in said[0]
-        assert (
-            "killed by SIGKILL" in said[1]
-            and "hello from" in said[1]
-            and "started in 0.05 s" in said[1]
-        )
+        assert "killed by SIGKILL" in said[1]
+        assert "hello from" in said[1]
+        assert "started in 0.05 s" in said[1]
         running.cancel()
         second = int((tmp_path / "child").read_text())
         await asyncio.sleep(0)
@@ -112,9 +110,8 @@ def test_it_gets_no_signal_of_our_group_and_competes_by_its_priority_within_our_
         made = make()
         running = asyncio.create_task(made.run(print))
         await up(made)
-        assert os.getpgid(made._process.pid) != os.getpgid(0) and os.getsid(
-            made._process.pid
-        ) == os.getsid(0)
+        assert os.getpgid(made._process.pid) != os.getpgid(0)
+        assert os.getsid(made._process.pid) == os.getsid(0)
         running.cancel()
         await made.stop()
 
@@ -252,19 +249,14 @@ def test_vllms_arguments():
 def test_settings_become_arguments_and_engine_args_go_over_them(make):
     made = make("serving.online.engine_args={max-num-seqs: 3, seed: 1}", kind=OnlineServer)
     words = made.command()
-    assert (
-        words[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
-        and words.count("--max-num-seqs") == 1
-    )
-    assert (
-        words[words.index("--max-num-seqs") + 1] == "3" and words[words.index("--seed") + 1] == "1"
-    )
+    assert words[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert words.count("--max-num-seqs") == 1
+    assert words[words.index("--max-num-seqs") + 1] == "3"
+    assert words[words.index("--seed") + 1] == "1"
     assert words[words.index("--scheduler-cls") + 1] == "rose.parts.lending.vllm.online.scheduler"
     assert "VLLM_KV_CACHE_LAYOUT" not in made.environment()
-    assert (
-        made.environment()["ROSE_COSERVING"] == str(made.folder)
-        and made.environment()["OMP_NUM_THREADS"] == "1"
-    )
+    assert made.environment()["ROSE_COSERVING"] == str(made.folder)
+    assert made.environment()["OMP_NUM_THREADS"] == "1"
 
 
 def test_on_a_gpu_the_online_engine_keeps_each_kv_block_in_one_place(make, monkeypatch):
@@ -320,10 +312,8 @@ def test_vllms_server_serves_and_shows_the_boards_beside_its_own_metrics(
             async with client.get(f"{made.url}/metrics") as answer:
                 text = await answer.text()
         assert 'rose_online_requests_total{lending="without",met="yes"} 1.0' in text
-        assert (
-            'rose_online_tokens_total{kind="made"} 6.0' in text
-            and report.quantiles(text).keys() == SLO_KEYS
-        )
+        assert 'rose_online_tokens_total{kind="made"} 6.0' in text
+        assert report.quantiles(text).keys() == SLO_KEYS
         os.kill(made._process.pid, 9)
         state = Reader(tmp_path / "online", Online).read()
         await gone(int(state.pid))  # the engine process, at once: not by the sweep alone

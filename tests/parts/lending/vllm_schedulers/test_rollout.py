@@ -241,9 +241,8 @@ def test_who_comes_to_a_shut_gate_after_a_long_idle_time_waits_as_long_as_others
     driven.scheduler._moved_at = driven.scheduler._gate_since = time.monotonic() - 1000.0
     driven.add("a")
     driven.steps(2)
-    assert (
-        not driven.ended and driven.scheduler.state.open_s + driven.scheduler.state.shut_s < 900.0
-    )
+    assert not driven.ended
+    assert driven.scheduler.state.open_s + driven.scheduler.state.shut_s < 900.0
 
 
 def test_an_idle_engine_says_that_its_gate_opens_again(driven, boards):
@@ -274,11 +273,9 @@ def test_an_idle_engine_wakes_to_give_memory_back(driven, boards):
     driven.add("a", tokens=2)
     driven.steps(4)
     scheduler = driven.scheduler
-    assert (
-        scheduler.pool.limit_bytes > 0
-        and not scheduler.has_requests()
-        and not scheduler._wants_loop()
-    )
+    assert scheduler.pool.limit_bytes > 0
+    assert not scheduler.has_requests()
+    assert not scheduler._wants_loop()
     boards.set("control", lend=0)
     assert scheduler._wants_loop()
     driven.step()
