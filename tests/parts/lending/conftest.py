@@ -1,6 +1,7 @@
 """The default lending rules, targets, boards of a healthy pair of engines, and a made-up device."""
 
 import functools
+import json
 import random
 
 import msgspec
@@ -23,6 +24,14 @@ def _default() -> Lending:
 def lent_by(**changes) -> Lending:
     """The default section `serving.lending` with these values."""
     return msgspec.structs.replace(_default(), **changes)
+
+
+def folder(path, **shape):
+    """A model's folder, with this shape and no weights."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(shape))
+    (path / "tokenizer_config.json").write_text("{}")
+    return path
 
 
 @pytest.fixture

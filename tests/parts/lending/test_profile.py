@@ -18,18 +18,11 @@ from rose.parts.lending import device_profile, profile, settings
 from rose.parts.lending.measure import FEWEST, LEAST_HOLD, Step, interference
 from rose.parts.lending.operator import operate
 from rose.parts.lending.rules.predictor import Predictor, Work
+from tests.parts.lending.conftest import folder
 from tests.processes import ran
 
 DECODE = Work((), 1, 100)
 PREDICTOR = Predictor((0.01, 1e-4, 0, 0, 0))  # a decode takes 10 ms
-
-
-def folder(path, **shape):
-    """A model's folder."""
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(shape))
-    (path / "tokenizer_config.json").write_text("{}")
-    return path
 
 
 def own(model):
