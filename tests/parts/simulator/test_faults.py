@@ -40,7 +40,7 @@ def test_hosts_that_nobody_kills_cost_what_a_start_does():
     bare = simulate(cluster(), scheduler(), 1)
     boxes = faults.hosts(2, [], "none", 0.25, 1.0, 3.0)
     boxed = simulate(cluster(sandboxes=boxes), scheduler(), 1)
-    assert boxed.steps[0].rollout_s == pytest.approx(bare.steps[0].rollout_s + 0.25, rel=0.02)
+    assert boxed.steps[0].rollout_s == pytest.approx(bare.steps[0].rollout_s + 0.25, abs=0.05)
     assert boxed.tokens == bare.tokens
 
 
