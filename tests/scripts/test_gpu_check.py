@@ -21,7 +21,7 @@ from scripts import gpu_check
 from tests import processes
 from tests.gpu import coserving, engine, experts, frame, machine, odd, trainer
 from tests.gpu.test_gpu import ALL
-from tests.parts.lending.cuda_rules import build_libcuda
+from tests.parts.lending.libcuda import build_libcuda
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MiB = 2**20

@@ -1,13 +1,11 @@
 """What the doctor makes of what nvidia-smi, torch and /dev/shm say; the texts are as real machines
 print them."""
 
-import json
-import os
-
 import pytest
 
 from rose.parts.doctor import devices
 from rose.parts.doctor.finding import Ended
+from tests.parts.doctor.conftest import check, ended
 
 H200 = "0, NVIDIA H200, 580.159.04, 143771, 143150, 9.0, Disabled\n"
 OLD_DRIVER = H200.replace("580.159.04", "570.86.15")
@@ -24,28 +22,16 @@ TOPO = (
 )
 
 
-def view(cuda="13.0", count=1, error="", no_peer=(), version="2.13.0+cu130"):
-    event = {
-        "what": "torch",
-        "node": "n",
-        "version": version,
-        "cuda": cuda,
-        "count": count,
-        "error": error,
-        "no_peer": no_peer,
-    }
-    return Ended(0, json.dumps(event) + "\n", "")
+def view(cuda="13.0", error="", no_peer=(), version="2.13.0+cu130"):
+    said = {"version": version, "cuda": cuda, "count": 1, "error": error, "no_peer": no_peer}
+    return ended({"what": "torch"} | said)
 
 
 def test_a_line_of_nvidia_smi():
     [gpu] = devices.parse(H200)
-    assert (gpu.name, gpu.total_mib, gpu.driver, gpu.capability, gpu.sliced) == (
-        "NVIDIA H200",
-        143771,
-        "580.159.04",
-        (9, 0),
-        False,
-    )
+    memory = gpu.total_mib, gpu.free_mib
+    assert (gpu.name, *memory) == ("NVIDIA H200", 143771, 143150)
+    assert (gpu.driver, gpu.capability, gpu.sliced) == ("580.159.04", (9, 0), False)
     assert devices.parse(BROKEN) == [] and [gpu.index for gpu in devices.parse(TWO)] == [0, 1]
     [sliced] = devices.parse(SLICED)
     assert sliced.sliced and sliced.free_mib == 0
@@ -61,8 +47,7 @@ def test_a_line_of_nvidia_smi():
     ],
 )
 def test_number_and_free_memory(text, wanted, state, words):
-    found = devices.here(devices.parse(text), wanted)
-    assert found.state == state and words in found.words
+    check(devices.here(devices.parse(text), wanted), state, words)
 
 
 @pytest.mark.parametrize(
@@ -79,94 +64,57 @@ def test_gpus_that_are_there_and_not_given_do_not_count(nvidia_smi, variable, wa
     nvidia_smi(variable=variable)
     found = devices.named(wanted)
     assert [finding.words for finding in found] == words
-    assert all(
-        (finding.state, finding.part) == ("failed", f"CUDA_VISIBLE_DEVICES={variable}")
-        for finding in found
-    )
+    for finding in found:
+        assert finding[:2] == ("failed", f"CUDA_VISIBLE_DEVICES={variable}")
 
 
-def test_a_node_is_looked_at_with_what_was_given_of_it(tmp_path, monkeypatch):
-    smi = tmp_path / "nvidia-smi"
+def test_a_node_is_looked_at_with_what_was_given_of_it(nvidia_smi_says, monkeypatch):
     listing = "".join(f"GPU {number}: NVIDIA H200 (UUID: GPU-{number})\n" for number in (0, 1))
-    smi.write_text(
-        f'#!/bin/sh\ncase "$1" in -L) echo "{listing}" ;; --query*) echo "{TWO}" ;; esac\n'
-    )
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    smi = nvidia_smi_says(f'case "$1" in -L) echo "{listing}" ;; --query*) echo "{TWO}" ;; esac')
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     real = devices.run
     monkeypatch.setattr(
         devices, "run", lambda argv, **more: real(argv, **more) if argv[0] == str(smi) else view()
     )
-    assert ("failed", "names 1 GPUs; the run wants 2") in [
-        found[0:3:2] for found in devices.of_node(2, 0.0)
-    ]
+    found = [(each.state, each.words) for each in devices.of_node(2, 0.0)]
+    assert ("failed", "names 1 GPUs; the run wants 2") in found
+
+
+BUILT = "driver 580.159.04, torch 2.13.0+cu130 built for CUDA 13.0; torch computes on 1"
+OLD = view(error="The NVIDIA driver on your system is too old")
+NO_TORCH = Ended(1, "", "ModuleNotFoundError: No module named 'torch'\n")
+CPU = view(cuda=None, version="2.13.0+cpu")
+FABRIC = view(error="system not yet initialized")
 
 
 @pytest.mark.parametrize(
     ("text", "seen", "state", "words", "remedy"),
     [
-        (
-            H200,
-            view(),
-            "ok",
-            "driver 580.159.04, torch 2.13.0+cu130 built for CUDA 13.0; torch computes on 1",
-            "",
-        ),
-        (
-            OLD_DRIVER,
-            view(error="The NVIDIA driver on your system is too old"),
-            "failed",
-            "too old",
-            "needs driver 580 or later",
-        ),
+        (H200, view(), "ok", BUILT, ""),
+        (OLD_DRIVER, OLD, "failed", "too old", "needs driver 580 or later"),
         (OLD_DRIVER, view(), "ok", "by a compatibility package", ""),
         (OLD_DRIVER, view(cuda="12.8"), "ok", "built for CUDA 12.8; torch computes on 1", ""),
-        (
-            H200,
-            view(error="system not yet initialized"),
-            "failed",
-            "not yet initialized",
-            "nvidia-fabricmanager",
-        ),
-        (
-            H200,
-            view(cuda=None, version="2.13.0+cpu"),
-            "failed",
-            "torch 2.13.0+cpu is not built for CUDA",
-            "make gpu",
-        ),
-        (
-            H200,
-            Ended(1, "", "ModuleNotFoundError: No module named 'torch'\n"),
-            "failed",
-            "No module named",
-            "make gpu",
-        ),
+        (H200, FABRIC, "failed", "not yet initialized", "nvidia-fabricmanager"),
+        (H200, CPU, "failed", "torch 2.13.0+cpu is not built for CUDA", "make gpu"),
+        (H200, NO_TORCH, "failed", "No module named", "make gpu"),
     ],
 )
 def test_the_driver_against_torchs_cuda(text, seen, state, words, remedy):
-    found = devices.cuda(devices.parse(text), seen)
-    assert found.state == state and words in found.words and remedy in found.remedy, found
+    check(devices.cuda(devices.parse(text), seen), state, words, remedy)
 
 
 def test_links_are_each_pairs():
     pairs = devices.links(TOPO)
     assert pairs == {(0, 1): "NV18", (0, 2): "SYS", (1, 2): "SYS"}
     assert devices.between(pairs, view()).words == "NV18 (1 pairs), SYS (2 pairs)"
-    slow = devices.between({(0, 1): "PHB"}, view())
-    assert slow.state == "warning" and "no NVLink" in slow.words
+    check(devices.between({(0, 1): "PHB"}, view()), "warning", "no NVLink")
     blocked = devices.between(pairs, view(no_peer=[(0, 2)]))
-    assert (
-        blocked.state == "warning"
-        and "GPUs 0 and 2 can't read" in blocked.words
-        and "ACS" in blocked.remedy
-    )
+    check(blocked, "warning", "GPUs 0 and 2 can't read", "ACS")
 
 
 def test_gpus_too_old_for_the_presets_are_named():
     [found] = devices.old(devices.parse(T4))
-    assert "sm_75" in found.words and "sm_80" in found.remedy
+    check(found, "warning", "sm_75", "sm_80")
     assert devices.old(devices.parse(H200)) == []
 
 
@@ -184,57 +132,24 @@ def test_shared_memory(monkeypatch, tmp_path, total, free, wanted, state, remedy
 
     monkeypatch.setattr(devices.os, "statvfs", lambda _: Size)
     found = devices.shared_memory(wanted, "failed", tmp_path)
-    assert (
-        found.state == state
-        and remedy in found.remedy
-        and f"of {total / 1024:.1f} GiB" in found.words
-    )
+    check(found, state, f"of {total / 1024:.1f} GiB", remedy)
 
 
-@pytest.fixture
-def smi(tmp_path, monkeypatch):
-    def make(answer, code=0):
-        (tmp_path / "answer").write_text(answer)
-        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\ncat {tmp_path}/answer\nexit {code}\n")
-        (tmp_path / "nvidia-smi").chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-
-    return make
-
-
-def test_a_broken_driver_is_told_in_its_own_words(smi):
-    smi(BROKEN, 18)
-    assert devices.of_node(0, 0.0)[0].state == "warning"
-    found = devices.of_node(2, 0.0)[0]
-    assert (
-        found.state == "failed"
-        and "none of 2" in found.words
-        and "NVML library version" in found.words
-    )
+def test_a_broken_driver_is_told_in_its_own_words(nvidia_smi_says):
+    nvidia_smi_says(f"echo '{BROKEN}'; exit 18")
+    check(devices.of_node(0, 0.0)[0], "warning", "NVML library version")
+    check(devices.of_node(2, 0.0)[0], "failed", "none of 2: nvidia-smi: NVML library version")
 
 
 def test_without_a_gpu_it_says_so(monkeypatch):
     monkeypatch.setattr(devices.shutil, "which", lambda _: None)
-    assert devices.of_node(0, 0.0)[0] == (
-        "ok",
-        "GPUs here",
-        "none, and none needed on this machine",
-        "",
-    )
-    assert devices.of_node(8, 0.0)[0].words == "none of 8: no NVIDIA driver"
+    check(devices.of_node(0, 0.0)[0], "ok", "none, and none needed on this machine")
+    check(devices.of_node(8, 0.0)[0], "failed", "none of 8: no NVIDIA driver")
 
 
 def test_findings_of_another_node_come_through():
-    event = {
-        "what": "finding",
-        "node": "n7",
-        "state": "ok",
-        "part": "GPUs here",
-        "words": "8 x NVIDIA H200",
-        "remedy": "",
-    }
-    assert devices.findings(Ended(0, json.dumps(event) + "\n", "")) == [
-        ("ok", "GPUs here on n7", "8 x NVIDIA H200", "")
-    ]
+    said = {"state": "ok", "part": "GPUs here", "words": "8 x NVIDIA H200", "remedy": ""}
+    found = devices.findings(ended({"what": "finding", "node": "n7"} | said))
+    assert found == [("ok", "GPUs here on n7", "8 x NVIDIA H200", "")]
     [none] = devices.findings(Ended(1, "", "srun: error: Unable to allocate resources\n"))
-    assert none.state == "failed" and "Unable to allocate" in none.words
+    check(none, "failed", "Unable to allocate")

@@ -1,5 +1,7 @@
 """The default lending rules, targets, boards of a healthy pair of engines, and a made-up device."""
 
+import functools
+import json
 import random
 
 import msgspec
@@ -14,11 +16,27 @@ from rose.parts.lending.rules.predictor import Predictor, Work
 COEFFICIENTS = (0.02, 2e-4, 1e-7, 1e-3, 2e-6, 0.0)
 
 
+@functools.cache
+def _default() -> Lending:
+    return settings.of_server([]).lending
+
+
+def lent_by(**changes) -> Lending:
+    """The default section `serving.lending` with these values."""
+    return msgspec.structs.replace(_default(), **changes)
+
+
+def folder(path, **shape):
+    """A model's folder, with this shape and no weights."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(shape))
+    (path / "tokenizer_config.json").write_text("{}")
+    return path
+
+
 @pytest.fixture
 def lending():
-    """lending(chunk_tokens=64, ...) -> the default section with these values."""
-    tree = msgspec.to_builtins(settings.of_server([]).lending)
-    return lambda **changes: msgspec.convert(tree | changes, Lending)
+    return lent_by
 
 
 @pytest.fixture

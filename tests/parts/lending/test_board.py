@@ -26,7 +26,8 @@ def test_what_was_written_is_read_with_the_writers_process_and_time(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [Online, Rollout, Control])
-def test_every_flipped_byte_is_noticed(tmp_path, kind):
+def test_every_flipped_byte_is_noticed(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(board, "TRIES", 1)  # nobody writes
     writer = Writer(tmp_path / "board", kind)
     writer.write()
     reader = Reader(tmp_path / "board", kind)
@@ -62,9 +63,8 @@ def test_a_state_of_zeros_or_of_another_kind_or_size_is_none(tmp_path):
     writer.write()
     with pytest.raises(ValueError, match="bytes, a board of Control has"):
         Reader(tmp_path / "board", Control)
-    other = dataclasses.make_dataclass(
-        "Online", [(f.name + "x", float, 0.0) for f in dataclasses.fields(Online)]
-    )
+    renamed = [(f"{field.name}x", float, 0.0) for field in dataclasses.fields(Online)]
+    other = dataclasses.make_dataclass("Online", renamed)
     assert Reader(tmp_path / "board", other).read() is None
 
 
@@ -74,11 +74,9 @@ def test_a_stale_state_and_one_of_the_future_are_none_and_say_their_age(tmp_path
     reader = Reader(tmp_path / "board", Control)
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 1.0)
-    assert (
-        reader.read() is not None
-        and reader.read(stale_after_s=0.5) is None
-        and "old, over 0.5" in reader.why
-    )
+    assert reader.read() is not None
+    assert reader.read(stale_after_s=0.5) is None
+    assert "old, over 0.5" in reader.why
     monkeypatch.setattr(time, "monotonic", lambda: now - 1.0)
     assert reader.read() is None and "in the future" in reader.why
 
@@ -92,16 +90,15 @@ def test_no_reader_ever_sees_half_of_a_state(tmp_path):
         count = 0
         while not stop.is_set():
             count += 1
-            for field in dataclasses.fields(Online):
-                if field.name not in ("pid", "pid_started", "beat"):
-                    setattr(writer.state, field.name, count)
+            for field in dataclasses.fields(Online)[3:]:  # after pid, pid_started and beat
+                setattr(writer.state, field.name, count)
             writer.write()
 
     thread = threading.Thread(target=write)
     thread.start()
     try:
         reader, seen = Reader(tmp_path / "board", Online), set()
-        while len(seen) < 60:
+        while len(seen) < 20:
             if (found := reader.read()) is not None:
                 values = {getattr(found, f.name) for f in dataclasses.fields(Online)[3:]}
                 assert len(values) == 1 or found.steps == 0

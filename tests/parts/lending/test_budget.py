@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose.parts.lending.board import Control, Online
-from rose.parts.lending.config import Lending
 from rose.parts.lending.rules.budget import HALF_LIFE_S, Budget
+from tests.parts.lending.conftest import lent_by
 
 GIB = 2**30
 TOTAL = 10 * GIB
@@ -17,87 +17,71 @@ MOST = int(0.81 * TOTAL)  # of the default watermark and reserve
 
 
 @pytest.fixture
-def budget(lending):
-    return Budget(lending(), TOTAL)
+def budget():
+    return Budget(lent_by(), TOTAL)
 
 
-def test_it_grows_to_what_is_free_below_the_watermark(budget, online, control):
-    assert budget.update(0.0, online(0.0), control(0.0)) == MOST
-    assert not budget.frozen
+@pytest.fixture
+def said(budget):
+    """said(now, kv_used=..., share=..., ...) -> the budget when both boards said this just now."""
+
+    def update(now, **state):
+        boards = Online(pid=1, beat=now), Control(pid=1, beat=now, lend=1.0)
+        for name, value in state.items():
+            setattr(boards[not hasattr(boards[0], name)], name, value)
+        return budget.update(now, *boards)
+
+    return update
 
 
-def test_what_the_online_engine_wants_counts_like_what_it_uses(budget, online, control):
-    assert budget.update(0.0, online(0.0, kv_used=GIB, kv_wanted=3 * GIB), control(0.0)) == int(
-        0.81 * TOTAL - 3 * GIB
-    )
+def test_it_grows_to_what_is_free_below_the_watermark(budget, said):
+    assert said(0.0) == MOST and not budget.frozen
 
 
-def test_crossing_the_watermark_halves_it_at_once_until_under_and_freezes_it(
-    budget, online, control
-):
-    whole = budget.update(0.0, online(0.0), control(0.0))
-    # up to the watermark it may
-    assert budget.update(0.1, online(0.1, kv_used=GIB // 2), control(0.1)) == whole
-    assert (
-        budget.update(0.2, online(0.2, kv_used=2 * GIB), control(0.2)) == whole // 2
-        and budget.frozen
-    )
-    assert budget.update(0.3, online(0.3, kv_wanted=7 * GIB), control(0.3)) == whole // 8
-    # S is idle again: still frozen
-    assert budget.update(900.0, online(900.0), control(900.0)) == whole // 8
-    assert (
-        budget.update(901.0, online(901.0), control(901.0, epoch=1)) == pytest.approx(whole)
-        and not budget.frozen
-    )
+def test_what_the_online_engine_wants_counts_like_what_it_uses(said):
+    assert said(0.0, kv_used=GIB, kv_wanted=3 * GIB) == int(0.81 * TOTAL - 3 * GIB)
 
 
-def test_after_a_burst_it_grows_slowly_as_the_next_may_come(budget, online, control):
-    budget.update(0.0, online(0.0, kv_used=8 * GIB), control(0.0))
-    assert budget.update(0.1, online(0.1), control(0.1)) < 0.2 * GIB
-    assert budget.update(HALF_LIFE_S, online(HALF_LIFE_S), control(HALF_LIFE_S)) == pytest.approx(
-        0.81 * TOTAL - 4 * GIB, rel=0.01
-    )
+def test_crossing_the_watermark_halves_it_at_once_until_under_and_freezes_it(budget, said):
+    whole = said(0.0)
+    assert said(0.1, kv_used=GIB // 2) == whole, "up to the watermark it may"
+    assert said(0.2, kv_used=2 * GIB) == whole // 2 and budget.frozen
+    assert said(0.3, kv_wanted=7 * GIB) == whole // 8
+    assert said(900.0) == whole // 8, "the online engine is idle again: still frozen"
+    assert said(901.0, epoch=1) == pytest.approx(whole) and not budget.frozen
 
 
-def test_stopped_by_the_operator_or_the_online_engine_it_is_0_at_once(budget, online, control):
-    for stopped in (dict(lend=0.0), dict(share=0.0)):
-        assert budget.update(0.0, online(0.0), control(0.0)) > 0
-        assert budget.update(0.1, online(0.1), control(0.1, **stopped)) == 0
-    assert budget.update(0.2, online(0.2), control(0.2)) > 0
-    assert budget.update(0.3, online(0.3, lends=0), control(0.3)) == 0
+def test_after_a_burst_it_grows_slowly_as_the_next_may_come(said):
+    said(0.0, kv_used=8 * GIB)
+    assert said(0.1) < 0.2 * GIB
+    assert said(HALF_LIFE_S) == pytest.approx(0.81 * TOTAL - 4 * GIB, rel=0.01)
 
 
-def test_the_hours_share_bounds_it_without_freezing(budget, online, control):
-    budget.update(0.0, online(0.0), control(0.0))
-    assert (
-        budget.update(1.0, online(1.0), control(1.0, share=0.25)) == int(0.25 * 0.9 * TOTAL)
-        and not budget.frozen
-    )
-    assert budget.update(2.0, online(2.0), control(2.0)) == MOST
+@pytest.mark.parametrize("stopped", [dict(lend=0.0), dict(share=0.0), dict(lends=0)])
+def test_stopped_by_the_operator_or_the_online_engine_it_is_0_at_once(said, stopped):
+    assert said(0.0) > 0 == said(0.1, **stopped)
 
 
-def test_silence_keeps_it_for_a_while_then_takes_it(budget, online, control):
-    whole = budget.update(0.0, online(0.0), control(0.0))
-    assert budget.update(0.5, online(0.0), control(0.5)) == whole
-    assert budget.update(1.0, None, control(1.0)) == whole
-    assert budget.update(3.0, None, None) == 0
-    assert budget.update(3.1, online(3.1), control(3.1)) == whole
+def test_the_hours_share_bounds_it_without_freezing(budget, said):
+    said(0.0)
+    assert said(1.0, share=0.25) == int(0.25 * 0.9 * TOTAL) and not budget.frozen
+    assert said(2.0) == MOST
 
 
-def test_before_anything_is_heard_there_is_none(budget, online, control):
-    assert (
-        budget.update(0.0, None, control(0.0)) == budget.update(9.0, online(0.0), control(9.0)) == 0
-    )
+def test_silence_keeps_it_for_a_while_then_takes_it(budget, said, online, control):
+    assert budget.update(0.0, None, control(0.0)) == 0, "nothing was ever heard"
+    assert budget.update(9.0, online(0.0), control(9.0)) == 0
+    whole = said(10.0)
+    assert budget.update(10.5, online(10.0), control(10.5)) == whole
+    assert budget.update(11.0, None, control(11.0)) == whole
+    assert budget.update(13.0, None, None) == 0
+    assert said(13.1) == whole
 
 
 @pytest.mark.parametrize("needed", [math.nan, -1.0, math.inf, 50.0 * GIB])
-def test_a_need_that_is_no_number_or_beyond_all_memory_takes_everything(
-    budget, online, control, needed
-):
-    budget.update(0.0, online(0.0), control(0.0))
-    board = online(0.1, kv_wanted=needed)
-    board.kv_used = needed
-    assert budget.update(0.1, board, control(0.1)) == 0
+def test_a_need_that_is_no_number_or_beyond_all_memory_takes_everything(said, needed):
+    said(0.0)
+    assert said(0.1, kv_wanted=needed, kv_used=needed) == 0
 
 
 fractions = st.floats(0, 1.5)
@@ -123,22 +107,7 @@ fractions = st.floats(0, 1.5)
 def test_it_never_passes_what_is_free_nor_grows_while_frozen_whatever_happens(
     events, reserve, watermark
 ):
-    lending = Lending(
-        profile=None,
-        chunk_tokens=512,
-        step_share=0.1,
-        priority="idle",
-        stops="layer",
-        kv_gib=None,
-        reserve=reserve,
-        high_watermark=watermark,
-        stale_after_s=0.25,
-        revoke_after_s=2.0,
-        patience_s=5.0,
-        hours={},
-        control_port=0,
-        stop_file=None,
-    )
+    lending = lent_by(reserve=reserve, high_watermark=watermark)
     budget, now, epoch = Budget(lending, TOTAL), 100.0, 0
     for passed, used, wanted, share, silent, stopped, epochs in events:
         now, epoch = now + passed, epoch + epochs // 2  # the clock may go backwards
@@ -149,9 +118,8 @@ def test_it_never_passes_what_is_free_nor_grows_while_frozen_whatever_happens(
         found = budget.update(
             now, online, Control(beat=now, lend=0.0 if stopped else 1.0, share=share, epoch=epoch)
         )
-        assert isinstance(found, int) and 0 <= found <= max(
-            0, int(min(0.9 * watermark, 1 - reserve) * TOTAL)
-        )
+        assert isinstance(found, int)
+        assert 0 <= found <= max(0, int(min(0.9 * watermark, 1 - reserve) * TOTAL))
         if frozen and budget.frozen:
             assert found <= before
         if stopped or share == 0:

@@ -8,12 +8,8 @@ from rose.parts.lending.board import Rollout, Writer
 from rose.parts.lending.rank.capacity import PROBE_S, SHUT_S, Capacity, CapacityWatch, EngineBoard
 
 WHOLE, SEQUENCES = 1000, 8
-
-
-def state(at, **changes):
-    return Rollout(
-        **({"beat": at, "open": 1, "running": 1, "kv_total": 4000, "kv_budget": 4000} | changes)
-    )
+ALL = Capacity(WHOLE, SEQUENCES, 0.0, False)
+SHUT = Capacity(WHOLE, 0, -1.0, False)
 
 
 @pytest.fixture
@@ -21,74 +17,74 @@ def watch():
     return CapacityWatch(WHOLE, SEQUENCES)
 
 
-def test_the_first_look_says_what_there_is_and_the_next_ones_nothing(watch):
-    assert watch.update(0.0, state(0.0)) == Capacity(WHOLE, SEQUENCES, 0.0, False)
-    assert [watch.update(t, state(t, steps=t)) for t in (0.1, 0.2, 5.0)] == [None] * 3
+@pytest.fixture
+def said(watch):
+    """said(at, open=0, ...) -> what is said of a board that has this now, else all is lent."""
+    whole = {"open": 1, "running": 1, "kv_total": 4000, "kv_budget": 4000}
+    return lambda at, **changes: watch.update(at, Rollout(**whole | {"beat": at} | changes))
+
+
+def test_the_first_look_says_what_there_is_and_the_next_ones_nothing(watch, said):
+    assert said(0.0) == ALL
+    assert [said(t, steps=t) for t in (0.1, 0.2, 5.0)] == [None] * 3
     watch.repeat()
-    assert watch.update(6.0, state(6.0)) == Capacity(WHOLE, SEQUENCES, 0.0, False)
+    assert said(6.0) == ALL
 
 
-def test_the_budget_in_bytes_is_said_in_tokens_when_it_has_changed_by_more_than_little(watch):
-    watch.update(0.0, state(0.0))
-    assert watch.update(0.1, state(0.1, kv_budget=3900)) is None
-    assert watch.update(0.2, state(0.2, kv_budget=3000)) == Capacity(750, SEQUENCES, -1.0, False)
-    assert watch.update(0.3, state(0.3, kv_budget=2900)) is None
+def test_the_budget_in_bytes_is_said_in_tokens_when_it_has_changed_by_more_than_little(said):
+    said(0.0)
+    assert said(0.1, kv_budget=3900) is None
+    assert said(0.2, kv_budget=3000) == Capacity(750, SEQUENCES, -1.0, False)
+    assert said(0.3, kv_budget=2900) is None
     # little by little is a change, too
-    assert watch.update(0.4, state(0.4, kv_budget=2700)).kv_tokens == 675
+    assert said(0.4, kv_budget=2700).kv_tokens == 675
 
 
-def test_memory_that_was_taken_back_and_may_not_grow_is_said_at_once(watch):
-    watch.update(0.0, state(0.0))
-    assert watch.update(0.1, state(0.1, kv_budget=2000, frozen=1)) == Capacity(
-        500, SEQUENCES, -1.0, True
-    )
-    assert watch.update(0.2, state(0.2, kv_budget=0, frozen=1)) == Capacity(0, 0, -1.0, True)
-    assert watch.update(0.3, state(0.3)) == Capacity(WHOLE, SEQUENCES, 0.0, False)
+def test_memory_that_was_taken_back_and_may_not_grow_is_said_at_once(said):
+    said(0.0)
+    assert said(0.1, kv_budget=2000, frozen=1) == Capacity(500, SEQUENCES, -1.0, True)
+    assert said(0.2, kv_budget=0, frozen=1) == Capacity(0, 0, -1.0, True)
+    assert said(0.3) == ALL
 
 
-def test_a_gate_that_is_shut_for_long_is_said_and_its_opening_at_once(watch):
-    watch.update(0.0, state(0.0))
-    assert watch.update(0.1, state(0.1, open=0)) is None
-    assert watch.update(0.1 + SHUT_S, state(0.1 + SHUT_S, open=0)) is None
-    assert watch.update(0.2 + SHUT_S, state(0.2 + SHUT_S, open=0)) == Capacity(
-        WHOLE, 0, -1.0, False
-    )
-    assert watch.update(9.0, state(9.0)) == Capacity(WHOLE, SEQUENCES, 0.0, False)
+def test_a_gate_that_is_shut_for_long_is_said_and_its_opening_at_once(said):
+    said(0.0)
+    assert said(0.1, open=0) is None is said(0.1 + SHUT_S, open=0)
+    assert said(0.2 + SHUT_S, open=0) == SHUT
+    assert said(9.0) == ALL
 
 
-def test_a_gate_through_which_steps_go_is_not_shut(watch):
-    watch.update(0.0, state(0.0))
-    assert [watch.update(t / 2, state(t / 2, open=0, steps=t)) for t in range(1, 10)] == [None] * 9
+def test_a_gate_through_which_steps_go_is_not_shut(said):
+    said(0.0)
+    assert [said(t / 2, open=0, steps=t) for t in range(1, 10)] == [None] * 9
 
 
-def test_the_next_opening_is_expected_as_the_last_ones_came(watch):
-    said = [watch.update(t, state(t, open=0)) for t in (0.0, 3.9)]
-    assert said[1].expected_s == -1.0
-    watch.update(4.0, state(4.0))
-    watch.update(5.0, state(5.0, open=0))
-    assert watch.update(6.5, state(6.5, open=0)) == Capacity(WHOLE, 0, pytest.approx(2.5), False)
+def test_the_next_opening_is_expected_as_the_last_ones_came(said):
+    assert [said(t, open=0) for t in (0.0, 3.9)][1].expected_s == -1.0
+    said(4.0)
+    said(5.0, open=0)
+    assert said(6.5, open=0) == Capacity(WHOLE, 0, pytest.approx(2.5), False)
 
 
-def test_one_turn_may_try_whether_the_gate_of_an_idle_engine_is_still_shut(watch):
+def test_one_turn_may_try_whether_the_gate_of_an_idle_engine_is_still_shut(said):
     """vLLM's scheduler does not run without requests: a gate that was shut then would be shut for
     ever."""
-    watch.update(0.0, state(0.0, open=0))
-    assert watch.update(1.1, state(1.1, open=0)).max_sequences == 0
-    idle = dict(open=0, running=0)
-    assert watch.update(2.0, state(2.0, **idle)) is None
-    assert watch.update(2.1 + PROBE_S, state(4.1, **idle)).max_sequences == 1
-    assert watch.update(5.0, state(5.0, open=0)).max_sequences == 0  # the gate lets nothing in
-    assert watch.update(6.0, state(6.0)).max_sequences == SEQUENCES
-    assert watch.update(9.0, state(9.0, running=0)) is None
-    watch.update(9.1, state(9.1, running=0, open=0, kv_budget=0))
+    said(0.0, open=0)
+    assert said(1.1, open=0).max_sequences == 0
+    assert said(2.0, open=0, running=0) is None
+    assert said(2.1 + PROBE_S, open=0, running=0).max_sequences == 1
+    assert said(5.0, open=0).max_sequences == 0  # the gate lets nothing in
+    assert said(6.0).max_sequences == SEQUENCES
+    assert said(9.0, running=0) is None
+    said(9.1, running=0, open=0, kv_budget=0)
     # no memory: nothing to try
-    assert watch.update(20.0, state(20.0, running=0, open=0, kv_budget=0)) is None
+    assert said(20.0, running=0, open=0, kv_budget=0) is None
 
 
-def test_without_a_board_it_takes_nothing(watch):
+def test_without_a_board_it_takes_nothing(watch, said):
     assert watch.update(0.0, None) == Capacity(0, 0, -1.0, False)
     assert watch.update(0.1, None) is None
-    assert watch.update(0.2, state(0.2)) == Capacity(WHOLE, SEQUENCES, 0.0, False)
+    assert said(0.2) == ALL
 
 
 def test_a_board_counts_once_it_is_there_if_it_is_the_engines(tmp_path, capsys):

@@ -20,40 +20,31 @@ def serving():
 
 
 def make(folder, serving, never="", **lending):
-    said = []
-    lending = msgspec.structs.replace(serving.lending, **lending)
-    return (
-        ControlBoard(folder, lending, never, said.append),
-        said,
-        Reader(folder / "control", Control),
-    )
+    said, lending = [], msgspec.structs.replace(serving.lending, **lending)
+    made = ControlBoard(folder, lending, never, said.append)
+    return made, said, Reader(folder / "control", Control)
+
+
+async def until(reader, lend):
+    async with asyncio.timeout(60):
+        while reader.read().lend != lend:
+            await asyncio.sleep(0.01)
 
 
 def test_hours_not_named_lend_all_of_it(serving):
-    switch = Switch(serving.lending, "")
-    assert [switch.share(hour) for hour in (0, 1, 2, 8, 19, 20, 22, 23)] == [
-        0,
-        0,
-        1,
-        0.25,
-        0.25,
-        1,
-        0,
-        0,
-    ]
+    switch, hours = Switch(serving.lending, ""), (0, 1, 2, 8, 19, 20, 22, 23)
+    assert [switch.share(hour) for hour in hours] == [0, 0, 1, 0.25, 0.25, 1, 0, 0]
 
 
 def test_a_clock_that_is_set_changes_the_share_at_the_next_beat_and_back(
     tmp_path, serving, monkeypatch
 ):
-    monkeypatch.setattr(
-        time, "localtime", lambda: time.struct_time((2026, 1, 1, 12, 59, 59, 0, 1, 0))
-    )
+    hours = [12]
+    now = lambda: time.struct_time((2026, 1, 1, hours[-1], 0, 0, 0, 1, 0))  # noqa: E731
+    monkeypatch.setattr(time, "localtime", now)
     made, said, reader = make(tmp_path, serving)
     for hour, share in ((23, 0), (9, 0.25), (3, 1)):
-        monkeypatch.setattr(
-            time, "localtime", lambda hour=hour: time.struct_time((2026, 1, 1, hour, 0, 0, 0, 1, 0))
-        )
+        hours.append(hour)
         made.write()
         assert reader.read().share == share and f"{share:g} of what" in said[-1]
 
@@ -78,48 +69,31 @@ def test_a_start_does_not_overrule_a_standing_reason(tmp_path, serving):
     assert reader.read().lend == 0 and said[-1] == "lending started by HTTP, but: no profile"
 
 
-def test_while_the_stop_file_exists_nothing_is_lent(tmp_path, serving, monkeypatch):
+async def test_while_the_stop_file_exists_nothing_is_lent(tmp_path, serving, monkeypatch):
     monkeypatch.setattr(controls, "POLL_S", 0.01)
-    made, said, reader = make(tmp_path, serving, stop_file=str(tmp_path / "sub" / "stop"))
-
-    async def until(lend):
-        async with asyncio.timeout(60):
-            while reader.read().lend != lend:
-                await asyncio.sleep(0.01)
-
-    async def run():
-        watching = asyncio.create_task(made.watch_file())
-        await until(1)
-        (tmp_path / "sub").mkdir()
-        (tmp_path / "sub" / "stop").symlink_to("nowhere")  # a stop is a stop
-        await until(0)
-        (tmp_path / "sub" / "stop").unlink()
-        await until(1)
-        watching.cancel()
-
-    asyncio.run(run())
-    assert (
-        len(said) == 2
-        and "exists (serving.lending.stop_file)" in said[0]
-        and "lending again" in said[1]
-    )
+    stop = tmp_path / "sub" / "stop"
+    made, said, reader = make(tmp_path, serving, stop_file=str(stop))
+    watching = asyncio.create_task(made.watch_file())
+    await until(reader, 1)
+    stop.parent.mkdir()
+    stop.symlink_to("nowhere")  # a stop is a stop
+    await until(reader, 0)
+    stop.unlink()
+    await until(reader, 1)
+    watching.cancel()
+    stopped, again = said
+    assert "exists (serving.lending.stop_file)" in stopped and "lending again" in again
 
 
-def test_a_stop_file_on_a_file_system_that_does_not_answer_stops_lending(
+async def test_a_stop_file_on_a_file_system_that_does_not_answer_stops_lending(
     tmp_path, serving, monkeypatch
 ):
     monkeypatch.setattr(controls, "LOST_S", 0.02)
     monkeypatch.setattr(controls, "_exists", lambda path: time.sleep(0.3))
     made, said, reader = make(tmp_path, serving, stop_file="/mnt/dead/stop")
-
-    async def run():
-        watching = asyncio.create_task(made.watch_file())
-        async with asyncio.timeout(60):
-            while reader.read().lend:
-                await asyncio.sleep(0.01)
-        watching.cancel()
-
-    asyncio.run(run())
+    watching = asyncio.create_task(made.watch_file())
+    await until(reader, 0)
+    watching.cancel()
     assert "does not answer" in said[0]
 
 
@@ -135,52 +109,42 @@ def test_a_new_policy_version_is_a_new_epoch(tmp_path, serving):
     assert reader.read().epoch == 3
 
 
-def test_http_stops_and_starts_with_the_token_only(tmp_path, serving):
-    serving = msgspec.structs.replace(
-        serving, online=msgspec.structs.replace(serving.online, port=0)
-    )
+async def test_http_stops_and_starts_with_the_token_only(tmp_path, serving):
+    replace = msgspec.structs.replace
+    serving = replace(serving, online=replace(serving.online, port=0))
     made, said, reader = make(tmp_path, serving)
 
     async def page():
         return "<p>report</p>"
 
-    async def run():
-        server = Web(
-            tmp_path, tmp_path, serving, made, page, lambda: {"lend": bool(made.state.lend)}
-        )
-        await server.open()
-        url = f"http://127.0.0.1:{server.port}"
-        token = (tmp_path / "token").read_text().strip()
-        assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600 and len(token) == 64
-        async with aiohttp.ClientSession() as client:
-            for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": token}):
-                async with client.post(f"{url}/lending/stop", headers=headers) as answer:
-                    assert answer.status == 401 and "token" in await answer.text()
-            assert reader.read().lend == 1
-            right = {"Authorization": f"Bearer {token}"}
-            async with client.post(f"{url}/lending/stop", headers=right) as answer:
-                assert answer.status == 200 and await answer.json() == {"lend": False}
-            assert reader.read().lend == 0 and "HTTP from 127.0.0.1" in said[-1]
-            async with client.get(f"{url}/metrics") as answer:
-                assert "\nrose_lending 0.0\n" in await answer.text()
-            async with client.get(f"{url}/report") as answer:
-                assert answer.content_type == "text/html" and "report" in await answer.text()
-            async with client.post(f"{url}/lending/start", headers=right) as answer:
-                assert await answer.json() == {"lend": True}
-            async with client.get(f"{url}/lending/stop") as answer:
-                assert answer.status == 405
-            async with client.post(f"{url}/lending/halt", headers=right) as answer:
-                assert answer.status == 404
-        with pytest.raises(Exception, match="serving.lending.control_port=.*in use"):
-            taken = msgspec.structs.replace(serving.lending, control_port=server.port)
-            await Web(
-                tmp_path,
-                tmp_path,
-                msgspec.structs.replace(serving, lending=taken),
-                made,
-                page,
-                dict,
-            ).open()
-        await server.close()
+    def web(serving):
+        status = lambda: {"lend": bool(made.state.lend)}  # noqa: E731
+        return Web(tmp_path, tmp_path, serving, made, page, status)
 
-    asyncio.run(run())
+    server = web(serving)
+    await server.open()
+    token = (tmp_path / "token").read_text().strip()
+    assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600 and len(token) == 64
+    right = {"Authorization": f"Bearer {token}"}
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{server.port}") as client:
+        for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": token}):
+            async with client.post("/lending/stop", headers=headers) as answer:
+                assert answer.status == 401 and "token" in await answer.text()
+        assert reader.read().lend == 1
+        async with client.post("/lending/stop", headers=right) as answer:
+            assert answer.status == 200 and await answer.json() == {"lend": False}
+        assert reader.read().lend == 0 and "HTTP from 127.0.0.1" in said[-1]
+        async with client.get("/metrics") as answer:
+            assert "\nrose_lending 0.0\n" in await answer.text()
+        async with client.get("/report") as answer:
+            assert answer.content_type == "text/html" and "report" in await answer.text()
+        async with client.post("/lending/start", headers=right) as answer:
+            assert await answer.json() == {"lend": True}
+        async with client.get("/lending/stop") as answer:
+            assert answer.status == 405
+        async with client.post("/lending/halt", headers=right) as answer:
+            assert answer.status == 404
+    taken = replace(serving, lending=replace(serving.lending, control_port=server.port))
+    with pytest.raises(Exception, match="serving.lending.control_port=.*in use"):
+        await web(taken).open()
+    await server.close()

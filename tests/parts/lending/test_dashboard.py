@@ -53,10 +53,8 @@ def test_labels_that_are_asked_for_exist(expressions):
 
 
 def test_every_panel_asks_the_chosen_data_source_and_has_a_place_of_its_own(dashboard):
-    assert (
-        dashboard["schemaVersion"] >= 39
-        and dashboard["templating"]["list"][0]["type"] == "datasource"
-    )
+    assert dashboard["schemaVersion"] >= 39
+    assert dashboard["templating"]["list"][0]["type"] == "datasource"
     taken = set()
     for panel in dashboard["panels"]:
         place = panel["gridPos"]

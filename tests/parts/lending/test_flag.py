@@ -14,7 +14,7 @@ from rose.parts.lending import settings
 from rose.parts.lending.flag import MAY_GO, Flag
 from rose.parts.lending.vllm import stops
 from rose.parts.lending.vllm.vmm import CudaDriver, CudaError
-from tests.parts.lending.cuda_rules import build_libcuda
+from tests.parts.lending.libcuda import build_libcuda
 
 JOIN_S = 60.0
 

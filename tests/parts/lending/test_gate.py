@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose.parts.lending.board import Control, Online
-from rose.parts.lending.config import Lending, Slo
+from rose.parts.lending.config import Slo
 from rose.parts.lending.rules.gate import CONTROL_STALE_S, Gate, Reason, part
 from rose.parts.lending.rules.predictor import Predictor, Work
+from tests.parts.lending.conftest import lent_by
 
 NOW = 1000.0
 DEMAND = Work(((5000, 0),), 8, 8000)
@@ -21,99 +22,83 @@ def gate(lending, slo, profile):
     return Gate(lending(), slo, profile())
 
 
-def test_beside_an_idle_engine_a_whole_chunk_goes(gate, online, control):
-    assert gate.admit(NOW, online(NOW), control(NOW), DEMAND) == (512, Reason.OPEN)
+@pytest.fixture
+def admit(online, control):
+    """admit(gate, demand, lend=..., hold_until=..., ...) -> (tokens, reason), when both boards said
+    this just now."""
+
+    def asked(gate, demand=DEMAND, ahead=(0.0, 0.0), **state):
+        of_control = {name: state.pop(name) for name in ("lend", "share", "stops") if name in state}
+        return gate.admit(NOW, online(NOW, **state), control(NOW, **of_control), demand, ahead)
+
+    return asked
+
+
+def test_beside_an_idle_engine_a_whole_chunk_goes_but_no_more_than_there_is_to_do(gate, admit):
+    assert admit(gate) == (512, Reason.OPEN)
+    assert admit(gate, Work((), 3, 300)) == (3, Reason.OPEN)
+    assert admit(gate, Work((), 0, 0)) == (1, Reason.OPEN)
 
 
 def test_a_step_that_can_be_stopped_between_layers_holds_up_only_for_a_part_of_its_time(
-    lending, slo, profile, online, control, predictor
+    lending, slo, profile, admit, predictor
 ):
     gate = Gate(lending(), slo, profile(), parts=10)
-    step = 0.02 * predictor.p99(part(DEMAND, 300)) + 1e-6
-    board = online(NOW, running=1, hold_until=NOW + step)
-    assert gate.admit(NOW, board, control(NOW), DEMAND) == (300, Reason.OPEN)
-    assert gate.admit(NOW, board, control(NOW, stops=0), DEMAND)[0] < 300
+    until = NOW + 0.02 * predictor.p99(part(DEMAND, 300)) + 1e-6
+    assert admit(gate, running=1, hold_until=until) == (300, Reason.OPEN)
+    assert admit(gate, running=1, hold_until=until, stops=0)[0] < 300
 
 
-def test_no_more_than_there_is_to_do(gate, online, control):
-    assert gate.admit(NOW, online(NOW), control(NOW), Work((), 3, 300)) == (3, Reason.OPEN)
-    assert gate.admit(NOW, online(NOW), control(NOW), Work((), 0, 0)) == (1, Reason.OPEN)
-
-
-def test_slack_makes_the_chunk_smaller_then_shuts(gate, online, control, predictor):
+def test_slack_makes_the_chunk_smaller_then_shuts(gate, admit, predictor):
     step = 0.2 * predictor.p99(part(DEMAND, 300)) + 1e-6
-    found = gate.admit(NOW, online(NOW, running=1, hold_until=NOW + step), control(NOW), DEMAND)
-    assert found == (300, Reason.OPEN)
-    assert gate.admit(NOW, online(NOW, running=1, hold_until=NOW + 1e-3), control(NOW), DEMAND) == (
-        0,
-        Reason.SLACK,
-    )
-    assert gate.admit(NOW, online(NOW, running=1, hold_until=NOW - 5), control(NOW), DEMAND) == (
-        0,
-        Reason.SLACK,
-    )
+    assert admit(gate, running=1, hold_until=NOW + step) == (300, Reason.OPEN)
+    for late in (1e-3, -5):
+        assert admit(gate, running=1, hold_until=NOW + late) == (0, Reason.SLACK)
 
 
-def test_a_request_to_come_is_held_up_no_longer_than_its_share(
-    lending, slo, profile, online, control
-):
+def test_a_request_to_come_is_held_up_no_longer_than_its_share(lending, slo, profile, admit):
     gate = Gate(lending(step_share=0.001), slo, profile())
-    assert gate.admit(NOW, online(NOW), control(NOW), DEMAND) == (0, Reason.STEP_SHARE)
+    assert admit(gate) == (0, Reason.STEP_SHARE)
 
 
-def test_it_is_held_up_for_less_of_it_where_that_keeps_the_median(gate, online, control, predictor):
+def test_it_is_held_up_for_less_of_it_where_that_keeps_the_median(gate, admit, predictor):
     part_of = (0.2 * predictor.seconds(part(DEMAND, 300)) + 1e-6) / (0.1 * 1.0)
-    assert gate.admit(NOW, online(NOW, prompt_share=part_of), control(NOW), DEMAND) == (
-        300,
-        Reason.OPEN,
-    )
-    assert gate.admit(NOW, online(NOW, prompt_share=1e-3), control(NOW), DEMAND) == (
-        0,
-        Reason.STEP_SHARE,
-    )
+    assert admit(gate, prompt_share=part_of) == (300, Reason.OPEN)
+    assert admit(gate, prompt_share=1e-3) == (0, Reason.STEP_SHARE)
+
+
+NAN = math.nan
 
 
 @pytest.mark.parametrize(
-    "state, reason",
+    "of_online, of_control, reason",
     [
-        (dict(online=None), Reason.ONLINE_SILENT),
-        (dict(control=None), Reason.CONTROL_SILENT),
-        (dict(beat=NOW - 0.3), Reason.ONLINE_SILENT),
-        (dict(beat=NOW + 5), Reason.ONLINE_SILENT),
-        (dict(beat=math.nan), Reason.ONLINE_SILENT),
-        (dict(hold_until=math.nan), Reason.SLACK),
-        (dict(decode_s=math.nan), Reason.PACE),
-        (dict(prompt_share=math.nan), Reason.STEP_SHARE),
-        (dict(lends=0), Reason.ONLINE_REFUSES),
-        (dict(lend=0.0), Reason.STOPPED),
-        (dict(share=0.0), Reason.HOUR),
-        (dict(lend=math.nan), Reason.STOPPED),
-        (dict(control_beat=NOW - CONTROL_STALE_S - 1), Reason.CONTROL_SILENT),
+        (None, {}, Reason.ONLINE_SILENT),
+        ({}, None, Reason.CONTROL_SILENT),
+        (dict(beat=NOW - 0.3), {}, Reason.ONLINE_SILENT),
+        (dict(beat=NOW + 5), {}, Reason.ONLINE_SILENT),
+        (dict(beat=NAN), {}, Reason.ONLINE_SILENT),
+        (dict(hold_until=NAN), {}, Reason.SLACK),
+        (dict(decode_s=NAN), {}, Reason.PACE),
+        (dict(prompt_share=NAN), {}, Reason.STEP_SHARE),
+        (dict(lends=0), {}, Reason.ONLINE_REFUSES),
+        ({}, dict(lend=0.0), Reason.STOPPED),
+        ({}, dict(share=0.0), Reason.HOUR),
+        ({}, dict(lend=NAN), Reason.STOPPED),
+        ({}, dict(beat=NOW - CONTROL_STALE_S - 1), Reason.CONTROL_SILENT),
     ],
 )
-def test_what_shuts_it(gate, online, control, state, reason):
-    of_online, of_control = (
-        {k: v for k, v in state.items() if k in names}
-        for names in (("hold_until", "decode_s", "prompt_share", "lends"), ("lend", "share"))
+def test_what_shuts_it(gate, of_online, of_control, reason):
+    online = of_online if of_online is None else Online(**dict(pid=1, beat=NOW) | of_online)
+    control = (
+        Control(**dict(pid=1, beat=NOW, lend=1.0) | of_control) if of_control is not None else None
     )
-    board = None if "online" in state else online(NOW, **of_online)
-    word = None if "control" in state else control(NOW, **of_control)
-    if "beat" in state:
-        board.beat = state["beat"]
-    if "control_beat" in state:
-        word.beat = state["control_beat"]
-    assert gate.admit(NOW, board, word, DEMAND) == (0, reason)
+    assert gate.admit(NOW, online, control, DEMAND) == (0, reason)
 
 
-def test_without_profile_or_targets_nothing_is_lent(lending, slo, profile, online, control):
-    assert Gate(lending(), slo, None).admit(NOW, online(NOW), control(NOW), DEMAND) == (
-        0,
-        Reason.NO_PROFILE,
-    )
-    assert Gate(lending(), None, profile()).admit(NOW, online(NOW), control(NOW), DEMAND) == (
-        0,
-        Reason.NO_SLO,
-    )
+def test_without_profile_or_targets_nothing_is_lent(lending, slo, profile, admit):
+    assert admit(Gate(lending(), slo, None)) == (0, Reason.NO_PROFILE)
+    assert admit(Gate(lending(), None, profile())) == (0, Reason.NO_SLO)
 
 
 @pytest.mark.parametrize(
@@ -149,22 +134,7 @@ chunks = st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 5000)), max_siz
 def test_no_admitted_step_can_hold_up_the_online_engine_beyond_its_slack(
     prompts, decodes, context, slack, hold, share, chunk, observed
 ):
-    lending = Lending(
-        profile=None,
-        chunk_tokens=chunk,
-        step_share=share,
-        priority="idle",
-        stops="layer",
-        kv_gib=None,
-        reserve=0.1,
-        high_watermark=0.9,
-        stale_after_s=0.25,
-        revoke_after_s=2.0,
-        patience_s=5.0,
-        hours={},
-        control_port=0,
-        stop_file=None,
-    )
+    lending = lent_by(chunk_tokens=chunk, step_share=share)
     predictor = Predictor((0.02, 2e-4, 1e-7, 1e-3, 2e-6))
     gate = Gate(
         lending,
@@ -194,40 +164,26 @@ def test_a_part_has_so_many_tokens_and_none_that_the_whole_has_not(
     whole = Work(tuple(prompts), decodes, context)
     cut = part(whole, tokens)
     assert cut.tokens == min(tokens, whole.tokens)
-    assert (
-        cut.decodes <= decodes
-        and cut.decode_context <= context
-        and len(cut.prefill) <= len(prompts)
-    )
+    assert cut.decodes <= decodes
+    assert cut.decode_context <= context
+    assert len(cut.prefill) <= len(prompts)
 
 
-def test_nothing_begins_beside_decodes_that_would_miss_their_median_target(
-    lending, slo, profile, online, control
-):
-    """hold 0.2, 0.1 on average: a decode step of 91 ms takes 101 ms beside R; tpot_p50_s is 100
-    ms."""
-    gate = Gate(lending(), slo, profile(0.2))
-
-    def ask(seconds):
-        return gate.admit(
-            10.0, online(10.0, decode_s=seconds), control(10.0), Work((), 4, 400)
-        ).reason
-
-    assert ask(0.0) is Reason.OPEN and ask(0.089) is Reason.OPEN and ask(0.091) is Reason.PACE
+def test_nothing_begins_beside_decodes_that_would_miss_their_median_target(gate, admit):
+    """A decode step of 91 ms takes 101 ms beside rollouts, which hold up by 0.1 on average;
+    tpot_p50_s is 100 ms."""
+    for seconds, reason in ((0.0, Reason.OPEN), (0.089, Reason.OPEN), (0.091, Reason.PACE)):
+        assert admit(gate, Work((), 4, 400), decode_s=seconds).reason is reason
 
 
 def test_what_is_left_of_the_steps_let_through_before_is_part_of_the_next_ones(
-    lending, slo, profile, online, control
+    lending, slo, profile, admit
 ):
-    from rose.parts.lending.rules.gate import Gate
-    from rose.parts.lending.rules.predictor import Work
-
-    gate, now, one = Gate(lending(step_share=0.5), slo, profile(hold=0.5)), 100.0, Work((), 1, 10)
+    gate, one = Gate(lending(step_share=0.5), slo, profile(hold=0.5)), Work((), 1, 10)
     p99, mean = gate.predictor.p99(one), gate.predictor.seconds(one)
-    slack = 0.5 * (p99 + 0.03) + 1e-6
-    board, told = online(now, hold_until=now + slack), control(now)
-    assert gate.admit(now, board, told, one, (0.02, 0.03)).tokens == 1
-    assert gate.admit(now, board, told, one, (0.02, 0.031)).reason.name == "SLACK"
+    until = NOW + 0.5 * (p99 + 0.03) + 1e-6
+    assert admit(gate, one, (0.02, 0.03), hold_until=until).tokens == 1
+    assert admit(gate, one, (0.02, 0.031), hold_until=until).reason is Reason.SLACK
     left = slo.ttft_p99_s - mean  # of step_share's 0.5, of which a step takes h = 0.5 of its time
-    assert gate.admit(now, online(now), told, one, (left - 1e-6, 0.0)).tokens == 1
-    assert gate.admit(now, online(now), told, one, (left + 1e-6, 0.0)).reason.name == "STEP_SHARE"
+    assert admit(gate, one, (left - 1e-6, 0.0)).tokens == 1
+    assert admit(gate, one, (left + 1e-6, 0.0)).reason is Reason.STEP_SHARE

@@ -12,13 +12,8 @@ from rose.parts.lending.operator import operate
 from rose.parts.lending.rank import lender
 
 RUN = (
-    "model=qwen3_8b",
-    "trainer=zero3_gpu",
-    "rollout=gpu",
-    "cluster=gpus",
-    "rollout.workers=2",
-    "rollout.tensor_parallel=2",
-    "trainer.ranks=4",
+    "model=qwen3_8b trainer=zero3_gpu rollout=gpu cluster=gpus rollout.workers=2 "
+    "rollout.tensor_parallel=2 trainer.ranks=4"
 )
 
 
@@ -26,69 +21,64 @@ RUN = (
 def run(make_config, tmp_path):
     """A run on GPUs that has begun, with engines over two of them."""
     (tmp_path / "run").mkdir()
-    local.write_config(make_config(*RUN), tmp_path / "run")
+    local.write_config(make_config(RUN), tmp_path / "run")
     return tmp_path / "run"
 
 
+@pytest.fixture
+def prepared(run, monkeypatch):
+    """prepared(overrides) -> the CUDA_VISIBLE_DEVICES of a lender that is about to load."""
+    monkeypatch.setattr(lender.start, "preload", lambda: None)
+
+    def prepare(overrides=(), **variables):
+        # what it sets is vLLM's, for the rest of a process's life
+        monkeypatch.setattr(os, "environ", dict(os.environ) | variables)
+        lender.Lender(run, list(overrides))._prepare(settings.of_run(run, list(overrides)))
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+    return prepare
+
+
 def test_a_lender_takes_the_gpus_at_its_place_and_keeps_them_for_the_next_membership(
-    run, nvidia_smi, monkeypatch
+    prepared, nvidia_smi, monkeypatch
 ):
     nvidia_smi(variable="4,5,6,7")
     monkeypatch.setenv("SLURM_LOCALID", "1")
-    monkeypatch.setattr(lender.start, "preload", lambda: None)
-    # what it sets is vLLM's, for the rest of a process's life
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    one, config = lender.Lender(run, []), settings.of_run(run, [])
-    one._prepare(config)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "6,7"
+    assert prepared() == "6,7"
     monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("nothing has changed"))
-    one._prepare(config)
+    assert prepared() == "6,7"
 
 
 def test_a_lender_under_slurm_compiles_on_its_nodes_disk_as_ranks_do(
-    run, nvidia_smi, monkeypatch, tmp_path
+    prepared, nvidia_smi, tmp_path
 ):
     nvidia_smi(variable="4,5")
-    monkeypatch.setattr(lender.start, "preload", lambda: None)
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    own = [f"cluster.cache_dir={tmp_path}/kernels"]
-    lender.Lender(run, own)._prepare(settings.of_run(run, own))
+    prepared([f"cluster.cache_dir={tmp_path}/kernels"])
     assert os.environ["TRITON_CACHE_DIR"] == f"{tmp_path}/kernels/triton"
 
 
 def test_beside_a_server_that_is_larger_a_lender_takes_the_first_of_what_the_task_took(
-    run, nvidia_smi, monkeypatch
+    prepared, nvidia_smi
 ):
     """Whatever its place on the node: the operator has narrowed the list to the task's own."""
     nvidia_smi(variable="4,5,6,7")
-    monkeypatch.setenv("SLURM_LOCALID", "3")
-    monkeypatch.setattr(lender.start, "preload", lambda: None)
-    monkeypatch.setattr(os, "environ", os.environ | {plugin.FOLDER: "/nowhere"})
-    lender.Lender(run, [])._prepare(settings.of_run(run, []))
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert prepared(SLURM_LOCALID="3", **{plugin.FOLDER: "/nowhere"}) == "4,5"
 
 
-def test_a_lender_that_sees_too_few_says_so_before_it_imports_vllm(run, nvidia_smi, monkeypatch):
+def test_a_lender_that_sees_too_few_says_so_before_it_imports_vllm(
+    prepared, nvidia_smi, monkeypatch
+):
     nvidia_smi(variable="3")
+    prepared(["cluster.gpus=0", "rollout.tensor_parallel=1"])
     monkeypatch.setattr(lender.start, "preload", lambda: pytest.fail("refused first"))
-    with pytest.raises(
-        ConfigError, match="rollout.tensor_parallel=2 needs 2 GPUs.*--gpus-per-task=2"
-    ):
-        lender.Lender(run, [])._prepare(settings.of_run(run, []))
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    on_cpu = ["cluster.gpus=0", "rollout.tensor_parallel=1"]
-    monkeypatch.setattr(lender.start, "preload", lambda: None)
-    lender.Lender(run, on_cpu)._prepare(settings.of_run(run, on_cpu))
+    with pytest.raises(ConfigError, match="tensor_parallel=2 needs 2 GPUs.*--gpus-per-task=2"):
+        prepared()
 
 
 @pytest.mark.parametrize(
     ("more", "begun", "taken"),
     [
-        (
-            [],
-            False,
-            "3",
-        ),  # of a run that has not begun nothing is known: as many as the server needs
+        ([], False, "3"),  # a run that has not begun is unknown: as many as the server needs
         ([], True, "6,7"),
         (["serving.online.engine_args.tensor-parallel-size=2"], False, "6,7"),
     ],
@@ -105,15 +95,14 @@ def test_a_server_and_its_lender_take_as_many_as_the_larger_of_both(
     assert os.environ["CUDA_VISIBLE_DEVICES"] == taken
 
 
+SLURM = ("LOCALID", "GPUS_ON_NODE", "STEP_TASKS_PER_NODE", "NODEID")
+
+
 def step(tasks: str, total: int, local: int, node: int = 0) -> dict[str, str]:
     """What Slurm tells a task: of a real cluster with GPUs that are none, by srun of these
     shapes."""
-    return {
-        "SLURM_LOCALID": str(local),
-        "SLURM_GPUS_ON_NODE": str(total),
-        "SLURM_STEP_TASKS_PER_NODE": tasks,
-        "SLURM_NODEID": str(node),
-    }
+    said = map(str, (local, total, tasks, node))
+    return {f"SLURM_{name}": each for name, each in zip(SLURM, said, strict=True)}
 
 
 @pytest.mark.parametrize(
@@ -122,64 +111,42 @@ def step(tasks: str, total: int, local: int, node: int = 0) -> dict[str, str]:
         (step("1", 2, 0), "0,1", [], "0,1"),  # --ntasks=1 --gpus-per-task=2
         (step("2", 4, 0), "0,1", [], "0,1"),  # --ntasks=2 --gpus-per-task=2
         (step("3", 6, 2), "4,5", [], "4,5"),
-        (
-            step("2(x2),1", 2, 0, node=2),
-            "0,1",
-            [],
-            "0,1",
-        ),  # a heterogeneous job, or five tasks on three nodes
-        (
-            step("2", 8, 1),
-            "0,1,2,3,4,5,6,7",
-            ["rollout.tensor_parallel=2"],
-            "2,3",
-        ),  # --ntasks=2 --gres=gpu:8
+        (step("2(x2),1", 2, 0, 2), "0,1", [], "0,1"),  # heterogeneous, or five tasks on three nodes
+        # --ntasks=2 --gres=gpu:8
+        (step("2", 8, 1), "0,1,2,3,4,5,6,7", ["rollout.tensor_parallel=2"], "2,3"),
         ({}, "0,1,2", [], "0,1"),  # by hand
     ],
     ids=str,
 )
 def test_a_server_before_its_run_leaves_the_rollout_engine_the_gpus_that_it_will_need(
-    run, nvidia_smi, monkeypatch, slurm, visible, extra, taken
+    run, prepared, nvidia_smi, monkeypatch, slurm, visible, extra, taken
 ):
     """The operator's view, then the lender's, in its child, when the run has begun."""
     nvidia_smi(variable=visible)
-    for name in (
-        "SLURM_LOCALID",
-        "SLURM_GPUS_ON_NODE",
-        "SLURM_STEP_TASKS_PER_NODE",
-        "SLURM_NODEID",
-    ):
-        monkeypatch.delenv(name, raising=False)
+    for name in SLURM:
+        monkeypatch.delenv(f"SLURM_{name}", raising=False)
     for name, value in slurm.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(operate, "has_gpus", lambda _: True)
-    monkeypatch.setattr(lender.start, "preload", lambda: None)
     overrides = ["serving.online.model=m", *extra]
     operate.take_gpus(run.with_name("later"), overrides, settings.of_server(overrides))
-    monkeypatch.setattr(os, "environ", os.environ | {plugin.FOLDER: "/nowhere"})
-    lender.Lender(run, overrides)._prepare(settings.of_run(run, overrides))
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == taken
+    assert prepared(overrides, **{plugin.FOLDER: "/nowhere"}) == taken
 
 
-def test_two_tasks_that_see_one_gpu_do_not_share_it(run, nvidia_smi, monkeypatch):
+def test_two_tasks_that_see_one_gpu_do_not_share_it(nvidia_smi):
     """--ntasks=2 --gres=gpu:1; and with --gpus-per-task=1 each has its own."""
     nvidia_smi()
     seen = {"CUDA_VISIBLE_DEVICES": "0"}
     assert gpus.of_task(1, "an engine", seen | step("2", 1, 0)) == {}
-    with pytest.raises(
-        ConfigError,
-        match="number 1 on .* sees 1 in all .*, as the tasks before it do; .*-per-task=1",
-    ):
+    shared = "number 1 on .* sees 1 in all .*, as the tasks before it do; .*-per-task=1"
+    with pytest.raises(ConfigError, match=shared):
         gpus.of_task(1, "an engine", seen | step("2", 1, 1))
     assert gpus.of_task(1, "an engine", {"CUDA_VISIBLE_DEVICES": "1"} | step("2", 2, 1)) == {}
 
 
 def test_a_server_that_sees_too_few_is_refused(run, nvidia_smi):
     nvidia_smi(variable="3")
-    overrides = [
-        "serving.online.model=m",
-        "serving.online.engine_args.tensor_parallel_size=4",
-        "cluster.gpus=8",
-    ]
+    degree = "serving.online.engine_args.tensor_parallel_size=4"
+    overrides = ["serving.online.model=m", degree, "cluster.gpus=8"]
     with pytest.raises(ConfigError, match="engine_args.tensor_parallel_size=4 needs 4 GPUs"):
         operate.take_gpus(run, overrides, settings.of_server(overrides))

@@ -1,7 +1,6 @@
 """The boards as Prometheus sees them."""
 
 import os
-import subprocess
 import sys
 import time
 
@@ -14,14 +13,14 @@ from rose.parts.lending.board import Control, Online, Rollout, Writer
 from rose.parts.lending.config import Slo
 from rose.parts.lending.operator.metrics import FAMILIES, FIELDS, BoardCollector
 from rose.parts.lending.vllm import device
+from tests.processes import ran
 
 SLO = Slo(ttft_p50_s=0.2, ttft_p99_s=0.5, tpot_p50_s=0.05, tpot_p99_s=0.15)
 
 
 def write(folder, name, kind, **fields):
     writer = Writer(folder / name, kind)
-    for field, value in fields.items():
-        setattr(writer.state, field, value)
+    vars(writer.state).update(fields)
     writer.write()
     return writer
 
@@ -36,55 +35,33 @@ def scraped(folder, slo=SLO):
     }
 
 
+ONLINE = {"finished": 10, "met": 8, "finished_lending": 6, "met_lending": 5, "aborted": 1}
+ONLINE |= {"preempted": 2, "kv_total": 100.0, "kv_used": 40.0}
+ROLLOUT = {"open_s": 3, "shut_s": 1, "prompt_tokens": 7, "made_tokens": 9, "evicted": 2}
+ROLLOUT |= {"wasted_tokens": 30, "kv_budget": 50.0, "frozen": 1, "step_error": 0.1, "shut_by": 8}
+
+
 def test_every_family_has_help_a_unit_in_its_name_and_its_samples(tmp_path):
-    write(
-        tmp_path,
-        "online",
-        Online,
-        finished=10,
-        met=8,
-        finished_lending=6,
-        met_lending=5,
-        aborted=1,
-        preempted=2,
-        hold_until=time.monotonic() + 1000,
-        kv_total=100.0,
-        kv_used=40.0,
-    )
-    write(
-        tmp_path,
-        "rollout",
-        Rollout,
-        open_s=3,
-        shut_s=1,
-        prompt_tokens=7,
-        made_tokens=9,
-        evicted=2,
-        wasted_tokens=30,
-        kv_budget=50.0,
-        frozen=1,
-        step_error=0.1,
-        shut_by=8,
-    )
+    write(tmp_path, "online", Online, hold_until=time.monotonic() + 1000, **ONLINE)
+    write(tmp_path, "rollout", Rollout, **ROLLOUT)
     write(tmp_path, "control", Control, lend=1, share=0.5)
     found = scraped(tmp_path)
-    names = {name for name, *_ in found}
     fields = [metric for board in FIELDS.values() for metric in board.values()]
-    assert {name for name, *_ in [*FAMILIES, *fields]} <= names
-    assert (
-        found["rose_lent_tokens_total", ("kind", "made")] == 9
-        and found["rose_gate_open_ratio",] == 0.75
-    )
-    assert found["rose_online_requests_total", ("lending", "with"), ("met", "no")] == 1
-    assert found["rose_online_requests_total", ("lending", "without"), ("met", "yes")] == 3
-    assert found["rose_slo_attainment", ("lending", "without")] == 0.75
-    assert (
-        found["rose_gate_shut", ("reason", "slack")] == 1
-        and found["rose_gate_shut", ("reason", "hour")] == 0
-    )
-    assert found["rose_kv_bytes", ("kind", "budget"), ("who", "rollout")] == 50
-    assert 500 < found["rose_online_slack_seconds",] <= 1000 and found["rose_lending_share",] == 0.5
-    assert found["rose_slo_target_seconds", ("latency", "tpot"), ("quantile", "0.99")] == 0.15
+    assert {name for name, *_ in [*FAMILIES, *fields]} <= {name for name, *_ in found}
+    for key, value in {
+        ("rose_lent_tokens_total", ("kind", "made")): 9,
+        ("rose_gate_open_ratio",): 0.75,
+        ("rose_online_requests_total", ("lending", "with"), ("met", "no")): 1,
+        ("rose_online_requests_total", ("lending", "without"), ("met", "yes")): 3,
+        ("rose_slo_attainment", ("lending", "without")): 0.75,
+        ("rose_gate_shut", ("reason", "slack")): 1,
+        ("rose_gate_shut", ("reason", "hour")): 0,
+        ("rose_kv_bytes", ("kind", "budget"), ("who", "rollout")): 50,
+        ("rose_lending_share",): 0.5,
+        ("rose_slo_target_seconds", ("latency", "tpot"), ("quantile", "0.99")): 0.15,
+    }.items():
+        assert found[key] == value, key
+    assert 500 < found["rose_online_slack_seconds",] <= 1000
     texts = [text for _, _, text, _ in FAMILIES] + [text for _, text in fields]
     assert all(text.endswith(".") for text in texts)
 
@@ -96,18 +73,14 @@ def test_what_is_not_known_is_not_said(tmp_path):
     }
     write(tmp_path, "online", Online)
     found = scraped(tmp_path, None)
-    assert (
-        found["rose_board_up", ("board", "online")] == 1
-        and ("rose_online_slack_seconds",) not in found
-    )
+    assert found["rose_board_up", ("board", "online")] == 1
+    assert ("rose_online_slack_seconds",) not in found
     assert not any(name == "rose_slo_attainment" for name, *_ in found)  # of no requests
 
 
 def test_the_board_of_a_dead_process_or_a_damaged_one_is_not_believed(tmp_path):
     writer = write(tmp_path, "online", Online, finished=4)
-    child = subprocess.run(
-        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True
-    )
+    child = ran([sys.executable, "-c", "import os; print(os.getpid())"])
     writer.state.pid = float(child.stdout)
     writer.write()
     assert scraped(tmp_path)["rose_board_up", ("board", "online")] == 0
@@ -131,10 +104,6 @@ print(generate_latest().decode().count('HELP rose_lending '))
 @pytest.mark.parametrize("serving", [True, False])
 def test_an_engines_own_registry_has_them_once_and_only_when_co_serving(tmp_path, serving):
     here = device.describe(tmp_path, settings.of_server([]), None)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        env=dict(os.environ) | (here if serving else {}),
-    )
+    env = dict(os.environ) | (here if serving else {})
+    done = ran([sys.executable, "-c", PROGRAM], env=env)
     assert done.stdout.strip() == str(int(serving)), done.stderr

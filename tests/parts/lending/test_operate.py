@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
@@ -18,17 +17,10 @@ from rose.parts.lending import settings
 from rose.parts.lending.board import Control, Reader
 from rose.parts.lending.operator import operate
 from rose.parts.lending.operator.control import BEAT_S
+from tests import processes
 
-DEADLINE_S = 120.0
-PROFILE = {
-    "online": {
-        "predictor": {
-            "coefficients": [0.01, 1e-4, 0.0, 1e-3, 0.0],
-            "samples": 9,
-            "ratios": [[1.0], [1.0]],
-        }
-    }
-}
+PREDICTOR = {"coefficients": [0.01, 1e-4, 0.0, 1e-3, 0.0], "samples": 9, "ratios": [[1.0], [1.0]]}
+PROFILE = {"online": {"predictor": PREDICTOR}}
 SLO = "serving.online.slo={ttft_p50_s: 0.2, ttft_p99_s: 0.5, tpot_p50_s: 0.05, tpot_p99_s: 0.15}"
 
 # A lender that says what it gets and ends as it is told: exits by folder/lender_ends, or on a
@@ -65,38 +57,27 @@ sys.exit(made.run())
 
 
 class Running:
-    def __init__(
-        self, home: Path, overrides: list[str], profile: object, environment: dict
-    ) -> None:
-        self.home = home
+    def __init__(self, home: Path, overrides: list[str], profile: object, environment: dict):
+        self.home, self.log = home, home / "log"
         (home / "outputs").mkdir(exist_ok=True)
-        self.log = home / "log"
+        command = [sys.executable, "-u", "-c", PROGRAM, home, repr(profile), *overrides]
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-u", "-c", PROGRAM, home, repr(profile), *overrides],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=os.environ | environment,
+                command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | environment
             )
         self.boards = Path(self.saying("boards ").split()[-1])
 
     def until(self, what, words: str):
-        deadline = time.monotonic() + DEADLINE_S
-        while not (found := what()):
-            assert time.monotonic() < deadline, f"{words} never came:\n{self.log.read_text()}"
-            time.sleep(0.02)
-        return found
+        return processes.until(what, f"{words}:\n{self.log.read_text()}")
 
     def saying(self, words: str) -> str:
-        return self.until(
-            lambda: next((s for s in self.log.read_text().splitlines() if words in s), ""), words
-        )
+        lines = lambda: [s for s in self.log.read_text().splitlines() if words in s]  # noqa: E731
+        return self.until(lines, words)[0]
 
     def lender(self, words: str, times: int = 1) -> str:
         path = self.home / "lender"
-        self.until(
-            lambda: path.exists() and path.read_text().count(words) >= times, f"lender: {words}"
-        )
+        said = lambda: path.exists() and path.read_text().count(words) >= times  # noqa: E731
+        self.until(said, f"lender: {words}")
         return path.read_text()
 
     def control(self) -> Control:
@@ -104,7 +85,7 @@ class Running:
 
     def told(self, number: int) -> int:
         self.process.send_signal(number)
-        return self.process.wait(DEADLINE_S)
+        return self.process.wait(processes.DEADLINE_S)
 
 
 @pytest.fixture
@@ -112,14 +93,8 @@ def operator(tmp_path):
     started = []
 
     def start(*overrides, profile=PROFILE, **environment):
-        started.append(
-            Running(
-                tmp_path,
-                ["serving.online.model=hub/model", "serving.online.port=0", *overrides],
-                profile,
-                environment,
-            )
-        )
+        given = ["serving.online.model=hub/model", "serving.online.port=0", *overrides]
+        started.append(Running(tmp_path, given, profile, environment))
         return started[-1]
 
     yield start
@@ -133,10 +108,8 @@ def test_the_lender_begins_beside_the_server_and_both_leave_on_sigterm(operator,
     running = operator(SLO)
     text = running.lender("began")
     assert str(running.boards) in text and running.control().lend == 1
-    assert (
-        json.loads((running.boards / "config.json").read_text())["serving"]["online"]["model"]
-        == "hub/model"
-    )
+    config = json.loads((running.boards / "config.json").read_text())
+    assert config["serving"]["online"]["model"] == "hub/model"
     assert running.told(signal.SIGTERM) == 0
     assert running.lender("SIGTERM") and not running.boards.exists()
     (home,) = (tmp_path / "outputs" / "serving").iterdir()
@@ -172,12 +145,13 @@ def test_signals_stop_and_start_lending_and_end_no_child_that_gets_them_too(oper
     url = running.saying("operator's page").split("page ")[1].split("/report")[0]
     with urllib.request.urlopen(f"{url}/lending") as answer:
         status = json.loads(answer.read())
-    assert (
-        status["lend"]
-        and status["why_not"] == ""
-        and status["online"]["up"]
-        and status["rollout"]["lender"]
-    )
+    assert status["lend"]
+    assert status["why_not"] == ""
+    assert status["online"]["up"]
+    assert status["rollout"]["lender"]
+
+
+FAST = SLO.replace("0.05", "0.001").replace("0.15", "0.002")
 
 
 @pytest.mark.slow
@@ -186,14 +160,7 @@ def test_signals_stop_and_start_lending_and_end_no_child_that_gets_them_too(oper
     [
         (None, [SLO], "the default refuses to lend until a profile"),
         (PROFILE, [], "serving.online.slo is null"),
-        (
-            PROFILE,
-            [
-                "serving.online.slo={ttft_p50_s: 0.2, ttft_p99_s: 0.5, tpot_p50_s: 0.001, "
-                "tpot_p99_s: 0.002}"
-            ],
-            "tpot_p99_s=0.002 s can't be met even alone",
-        ),
+        (PROFILE, [FAST], "tpot_p99_s=0.002 s can't be met even alone"),
     ],
 )
 def test_without_a_profile_or_targets_it_serves_and_nothing_is_lent(
@@ -204,9 +171,8 @@ def test_without_a_profile_or_targets_it_serves_and_nothing_is_lent(
     assert words in running.saying("nothing is lent") and running.control().lend == 0
     beat = running.control().beat
     running.until(lambda: running.control().beat > beat + 10 * BEAT_S, "ten more beats")
-    assert (
-        not (tmp_path / "lender").exists() and running.log.read_text().count("nothing is lent") == 1
-    )
+    assert not (tmp_path / "lender").exists()
+    assert running.log.read_text().count("nothing is lent") == 1
     assert running.told(signal.SIGINT) == 0
 
 
@@ -228,7 +194,9 @@ def test_a_lender_that_is_killed_is_started_again_and_one_that_ends_leaves_the_s
 @pytest.mark.slow
 def test_a_server_that_can_not_start_ends_it_all_with_code_1(operator):
     running = operator(SLO, BROKEN="1")
-    assert running.process.wait(DEADLINE_S) == 1 and "wrong shape" in running.log.read_text()
+    assert (
+        running.process.wait(processes.DEADLINE_S) == 1 and "wrong shape" in running.log.read_text()
+    )
     assert not running.boards.exists()
 
 
@@ -264,28 +232,21 @@ def test_a_folder_of_boards_that_leads_elsewhere_is_left_alone(tmp_path, monkeyp
 
 def test_the_lender_gets_the_rollout_engines_scheduler_and_the_whole_budget(tmp_path):
     def arguments(*overrides):
-        given = list(overrides)
-        made = operate.Operator(
-            tmp_path / f"arguments-{os.getpid()}", given, settings.of_server(given), {}
-        )
-        try:
-            return made.lender_command()
-        finally:
-            (made.folder / "lock").unlink()
-            made.folder.rmdir()
+        given = ["serving.online.model=m", "serving.lending.kv_gib=3.0", *overrides]
+        run = tmp_path / f"arguments-{os.getpid()}"
+        made = operate.Operator(run, given, settings.of_server(given), {})
+        (made.folder / "lock").unlink()
+        made.folder.rmdir()
+        return made.lender_command()
 
-    given = ["serving.online.model=m", "serving.lending.kv_gib=3.0"]
-    assert arguments(*given, "cluster.gpus=0")[-4:] == [
+    assert arguments("cluster.gpus=0")[-4:] == [
         "serving.lending.kv_gib=3.0",
         "cluster.gpus=0",
         "rollout.kv_cache_gib=3.0",
         "rollout.engine_args.scheduler_cls=rose.parts.lending.vllm.rollout.scheduler",
     ]
-    assert "rollout.kv_cache_gib=3.0" not in arguments(*given, "rollout.kv_cache_gib=0.5")
-    assert any(
-        words.startswith("rollout.gpu_memory_utilization=")
-        for words in arguments(*given, "cluster.gpus=1")
-    )
+    assert "rollout.kv_cache_gib=3.0" not in arguments("rollout.kv_cache_gib=0.5")
+    assert "rollout.gpu_memory_utilization=" in " ".join(arguments("cluster.gpus=1"))
 
 
 def test_gpus_are_used_where_there_are_some_unless_the_command_line_says_otherwise():
@@ -294,14 +255,9 @@ def test_gpus_are_used_where_there_are_some_unless_the_command_line_says_otherwi
 
 
 def test_a_taken_control_port_is_refused_before_the_server_starts(tmp_path):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        overrides = [
-            "serving.online.model=hub/model",
-            "serving.online.port=0",
-            f"serving.lending.control_port={taken.getsockname()[1]}",
-        ]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = f"serving.lending.control_port={taken.getsockname()[1]}"
+        overrides = ["serving.online.model=hub/model", "serving.online.port=0", port]
         made = operate.Operator(tmp_path / "run", overrides, settings.of_server(overrides), {})
         with pytest.raises(ConfigError, match="serving.lending.control_port=.*in use"):
             made.run()

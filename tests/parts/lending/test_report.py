@@ -3,7 +3,6 @@ it."""
 
 import json
 import shutil
-import subprocess
 
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
@@ -14,6 +13,7 @@ from rose.parts.lending.operator import history, report
 from rose.parts.lending.operator.history import History
 from rose.parts.lending.operator.metrics import Boards
 from tests.parts.report.test_report import CHROMIUM
+from tests.processes import ran
 
 SLO = "serving.online.slo={ttft_p50_s: 0.2, ttft_p99_s: 0.5, tpot_p50_s: 0.05, tpot_p99_s: 0.15}"
 
@@ -30,28 +30,10 @@ def lived(clock, seconds):
     made = History()
     for t in range(seconds):
         clock[0] += 1.0
-        made.add(
-            Boards(
-                Online(
-                    pid=1,
-                    finished=2 * t,
-                    met=2 * t,
-                    finished_lending=t,
-                    met_lending=t,
-                    kv_held=2**29,
-                    running=t % 3,
-                ),
-                Rollout(
-                    pid=2,
-                    made_tokens=50 * t,
-                    open_s=0.7 * t,
-                    shut_s=0.2 * t,
-                    kv_budget=2**29,
-                    evicted=t // 30,
-                ),
-                Control(lend=1),
-            )
-        )
+        counts = {"finished": 2 * t, "met": 2 * t, "finished_lending": t, "met_lending": t}
+        online = Online(pid=1, kv_held=2**29, running=t % 3, **counts)
+        counts = {"made_tokens": 50 * t, "open_s": 0.7 * t, "shut_s": 0.2 * t, "evicted": t // 30}
+        made.add(Boards(online, Rollout(pid=2, kv_budget=2**29, **counts), Control(lend=1)))
     return made
 
 
@@ -68,24 +50,17 @@ def test_counters_go_on_over_the_restart_of_an_engine(clock):
 def test_a_long_history_is_thinned_and_keeps_its_ends(clock, monkeypatch):
     monkeypatch.setattr(history, "MOST_ROWS", 100)
     made = lived(clock, 1000)
-    assert len(made.rows["t"]) <= 100 and {len(values) for values in made.rows.values()} == {
-        len(made.rows["t"])
-    }
-    assert made.rows["t"][0] == 1 and made.rows["t"][-1] > 1000 - 2 * made.every_s
-    gaps = [b - a for a, b in zip(made.rows["t"], made.rows["t"][1:], strict=False)]
+    t = made.rows["t"]
+    assert len(t) <= 100 and {len(values) for values in made.rows.values()} == {len(t)}
+    assert t[0] == 1 and t[-1] > 1000 - 2 * made.every_s
+    gaps = [b - a for a, b in zip(t, t[1:], strict=False)]
     assert max(gaps) <= 2 * min(gaps)
     assert made.totals()["rollout.made_tokens"] == 50 * 999
 
 
 def test_quantiles_are_interpolated_as_prometheus_does():
-    registry = CollectorRegistry()
-    h = Histogram(
-        "vllm:time_to_first_token_seconds",
-        "x",
-        ["model"],
-        buckets=(0.1, 0.2, 0.4),
-        registry=registry,
-    )
+    registry, name = CollectorRegistry(), "vllm:time_to_first_token_seconds"
+    h = Histogram(name, "x", ["model"], buckets=(0.1, 0.2, 0.4), registry=registry)
     for value in [0.05] * 50 + [0.15] * 40 + [0.3] * 10:
         h.labels("m").observe(value)
     found = report.quantiles(generate_latest(registry).decode())
@@ -99,14 +74,8 @@ def test_quantiles_are_interpolated_as_prometheus_does():
 def test_the_page_has_both_sides_and_escapes_what_it_is_told(clock):
     serving = settings.of_server(["serving.online.model=</script><b>x", SLO])
     measured = {"ttft_p50_s": 0.1, "ttft_p99_s": 0.6}
-    html = report.page(
-        "run",
-        serving,
-        lived(clock, 120),
-        measured,
-        "stopped by <me>",
-        [report.Event(0.0, "<i>died")],
-    )
+    events = [report.Event(0.0, "<i>died")]
+    html = report.page("run", serving, lived(clock, 120), measured, "stopped by <me>", events)
     assert "</script><b>x" not in html and "<i>died" not in html and "stopped by &lt;me&gt;" in html
     assert "<b>missed</b>" in html and ">met<" in html and "500 ms" in html and "600 ms" in html
     assert "5,950" in html and "77.8%" in html  # tokens made, gate open
@@ -114,9 +83,8 @@ def test_the_page_has_both_sides_and_escapes_what_it_is_told(clock):
 
 
 def test_a_page_of_nothing_yet():
-    html = report.page(
-        "run", settings.of_server(["serving.online.model=m"]), History(), {}, "no profile", []
-    )
+    serving = settings.of_server(["serving.online.model=m"])
+    html = report.page("run", serving, History(), {}, "no profile", [])
     assert "Nothing happened." in html and "–" in html
 
 
@@ -128,34 +96,16 @@ def test_a_browser_draws_the_page(clock, tmp_path):
     )
     serving = settings.of_server(["serving.online.model=m", SLO])
     (tmp_path / "report.html").write_text(report.page("run", serving, lived(clock, 90), {}, "", []))
-    dom = subprocess.run(
-        [
-            chromium,
-            *CHROMIUM,
-            "--dump-dom",
-            f"--user-data-dir={tmp_path}/profile",
-            f"file://{tmp_path}/report.html",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    ).stdout
+    command = [chromium, *CHROMIUM, "--dump-dom", f"--user-data-dir={tmp_path}/profile"]
+    dom = ran([*command, f"file://{tmp_path}/report.html"], timeout=120).stdout
     assert "data-error" not in dom and dom.count("<svg") == 6
 
 
 def test_the_summary_for_the_training_runs_report_is_json_of_both_sides(clock):
-    serving = settings.of_server(["serving.online.model=m", SLO])
-    told = json.loads(
-        json.dumps(
-            report.summary(
-                "run on n1", {"ttft_p99_s": 0.3}, serving.online.slo, lived(clock, 120), ""
-            )
-        )
-    )
-    assert (
-        told["device"] == "run on n1"
-        and told["made_tokens"] == 5950
-        and told["slo"]["ttft_p99_s"] == 0.5
-    )
+    slo = settings.of_server(["serving.online.model=m", SLO]).online.slo
+    summary = report.summary("run on n1", {"ttft_p99_s": 0.3}, slo, lived(clock, 120), "")
+    told = json.loads(json.dumps(summary))
+    assert (told["device"], told["made_tokens"]) == ("run on n1", 5950)
+    assert told["slo"]["ttft_p99_s"] == 0.5
     met, finished = told["attained"]["with"]
     assert 0 < met <= finished

@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import aiohttp
 import pytest
@@ -17,7 +16,8 @@ from rose.parts.lending.board import Online, Reader
 from rose.parts.lending.operator import report, server
 from rose.parts.lending.operator.server import OnlineServer, ServerError, _option
 from rose.parts.lending.vllm import device
-from tests.engine.conftest import folders, loop  # noqa: F401
+from tests import processes
+from tests.engine.conftest import folders  # noqa: F401
 
 SLO_KEYS = {"ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s"}
 
@@ -46,15 +46,13 @@ class Small(OnlineServer):
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):
-    monkeypatch.setattr(server, "BACK_OFF_S", (0.05, 0.2))
-    monkeypatch.setattr(server, "POLL_S", 0.02)
-    monkeypatch.setattr(server, "STOP_S", 60.0)
+    for name, value in {"BACK_OFF_S": (0.05, 0.2), "POLL_S": 0.02, "STOP_S": 60.0}.items():
+        monkeypatch.setattr(server, name, value)
 
     def make(*arguments, kind=Small):
-        serving = settings.of_server(
-            ["serving.online.model=hub/model", "serving.online.port=0", *arguments]
-        )
-        return kind(serving, tmp_path, tmp_path / "online.log", gpus=False, threads=1)
+        given = ["serving.online.model=hub/model", "serving.online.port=0", *arguments]
+        log = tmp_path / "online.log"
+        return kind(settings.of_server(given), tmp_path, log, gpus=False, threads=1)
 
     return make
 
@@ -65,67 +63,46 @@ async def up(made, starts=1):
             await asyncio.sleep(0.01)
 
 
-def lives(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # the latter as it ends between open and read
-        return False
-
-
 async def gone(pid):
-    async with asyncio.timeout(60):
-        while lives(pid):
-            await asyncio.sleep(0.01)
+    await asyncio.to_thread(processes.until, lambda: not processes.alive(pid), f"{pid} to end")
 
 
 @pytest.mark.slow
-def test_one_that_is_killed_is_started_again_at_the_same_address_without_what_it_left(
+async def test_one_that_is_killed_is_started_again_at_the_same_address_without_what_it_left(
     make, tmp_path
 ):
-    async def run():
-        made, said = make(), []
-        running = asyncio.create_task(made.run(said.append))
-        await up(made)
-        url, engine = made.url, int((tmp_path / "child").read_text())
-        os.kill(made._process.pid, 9)
-        await up(made, starts=2)
-        await gone(engine)
-        assert made.url == url and url in said[0]
-        assert (
-            "killed by SIGKILL" in said[1]
-            and "hello from" in said[1]
-            and "started in 0.05 s" in said[1]
-        )
-        running.cancel()
-        second = int((tmp_path / "child").read_text())
-        await asyncio.sleep(0)
-        assert lives(made._process.pid)  # until it is told: requests under way may end
-        await made.stop()
-        await gone(second)
-        assert made._process.returncode == -15
-
-    asyncio.run(run())
+    made, said = make(), []
+    running = asyncio.create_task(made.run(said.append))
+    await up(made)
+    url, engine = made.url, int((tmp_path / "child").read_text())
+    os.kill(made._process.pid, 9)
+    await up(made, starts=2)
+    await gone(engine)
+    assert made.url == url and url in said[0]
+    for words in ("killed by SIGKILL", "hello from", "started in 0.05 s"):
+        assert words in said[1]
+    running.cancel()
+    second = int((tmp_path / "child").read_text())
+    await asyncio.sleep(0)
+    assert processes.alive(made._process.pid)  # until it is told: requests under way may end
+    await made.stop()
+    await gone(second)
+    assert made._process.returncode == -15
 
 
-def test_it_gets_no_signal_of_our_group_and_competes_by_its_priority_within_our_session(make):
-    async def run():
-        made = make()
-        running = asyncio.create_task(made.run(print))
-        await up(made)
-        assert os.getpgid(made._process.pid) != os.getpgid(0) and os.getsid(
-            made._process.pid
-        ) == os.getsid(0)
-        running.cancel()
-        await made.stop()
-
-    asyncio.run(run())
+async def test_it_gets_no_signal_of_our_group_and_competes_by_its_priority_within_our_session(make):
+    made = make()
+    running = asyncio.create_task(made.run(print))
+    await up(made)
+    pid = made._process.pid
+    assert os.getpgid(pid) != os.getpgid(0) and os.getsid(pid) == os.getsid(0)
+    running.cancel()
+    await made.stop()
 
 
 def test_one_that_never_comes_up_is_an_error_with_its_last_words(make, tmp_path):
     (tmp_path / "broken").touch()
-    with pytest.raises(
-        ServerError, match="(?s)ended with code 1 before it served.*the wrong shape"
-    ):
+    with pytest.raises(ServerError, match="(?s)code 1 before it served.*the wrong shape"):
         asyncio.run(make().run(print))
 
 
@@ -134,28 +111,25 @@ def test_one_that_does_not_answer_in_time_is_ended(make, tmp_path):
     made = make("serving.online.start_timeout_s=0.5")
     with pytest.raises(ServerError, match="(?s)did not answer .*start_timeout_s=0.5"):
         asyncio.run(made.run(print))
-    assert not lives(made._process.pid)
+    assert not processes.alive(made._process.pid)
 
 
 @pytest.mark.slow
-def test_a_later_start_that_fails_is_tried_again_and_again(make, tmp_path):
-    async def run():
-        made, said = make(), []
-        running = asyncio.create_task(made.run(said.append))
-        await up(made)
-        (tmp_path / "broken").touch()
-        os.kill(made._process.pid, 9)
-        async with asyncio.timeout(60):
-            while len(said) < 4:
-                await asyncio.sleep(0.01)
-        (tmp_path / "broken").unlink()
-        await up(made, starts=4)
-        running.cancel()
-        await made.stop()
-        pauses = [words.rpartition("started in ")[2] for words in said[1:4]]
-        assert pauses == ["0.05 s", "0.1 s", "0.2 s"]
-
-    asyncio.run(run())
+async def test_a_later_start_that_fails_is_tried_again_and_again(make, tmp_path):
+    made, said = make(), []
+    running = asyncio.create_task(made.run(said.append))
+    await up(made)
+    (tmp_path / "broken").touch()
+    os.kill(made._process.pid, 9)
+    async with asyncio.timeout(60):
+        while len(said) < 4:
+            await asyncio.sleep(0.01)
+    (tmp_path / "broken").unlink()
+    await up(made, starts=4)
+    running.cancel()
+    await made.stop()
+    pauses = [words.rpartition("started in ")[2] for words in said[1:4]]
+    assert pauses == ["0.05 s", "0.1 s", "0.2 s"]
 
 
 @pytest.mark.slow
@@ -174,35 +148,34 @@ async def run():
     await running
 asyncio.run(run())
 """
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
-    ) as process:
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         pid = int(process.stdout.readline())
-        assert lives(pid)
+        assert processes.alive(pid)
         process.kill()
     asyncio.run(gone(pid))
     # this one's engine process follows its server by the plugin
     os.kill(int((tmp_path / "child").read_text()), 9)
 
 
-def test_what_can_be_said_before_a_start_is(make, tmp_path):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(
-            ConfigError,
-            match=f"serving.online.port={port}: Address already in use.*or 0 for a free",
-        ):
-            make(f"serving.online.port={port}").check()
-    with pytest.raises(ConfigError, match="serving.online.model='/no/such': no such folder here"):
-        make("serving.online.model=/no/such").check()
+def test_what_can_be_said_before_a_start_is(make, tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
-    with pytest.raises(ConfigError, match="no config.json there"):
-        make(f"serving.online.model={tmp_path}/model").check()
-    with pytest.raises(ConfigError, match="serving.online.host=300.1.1.1"):
-        make("serving.online.host=300.1.1.1").check()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for given, words in (
+            (f"port={port}", f"port={port}: Address already in use.*or 0 for a free"),
+            ("model=/no/such", "model='/no/such': no such folder here"),
+            (f"model={tmp_path}/model", "no config.json there"),
+            ("host=300.1.1.1", "host=300.1.1.1"),
+        ):
+            with pytest.raises(ConfigError, match=words):
+                make(f"serving.online.{given}").check()
     make().check()
+    make("serving.online.engine_args={speculative_config: null}").check()
+    monkeypatch.setattr(server, "entry_points", lambda **_: ())
+    unknown = "does not know ROSE's plugin .vllm.general_plugins.; install ROSE there"
+    with pytest.raises(ConfigError, match=unknown):
+        make().check()
 
 
 @pytest.mark.parametrize(
@@ -223,111 +196,67 @@ def test_an_online_server_on_a_cpu_decodes_no_drafts(make, argument):
     made.check()
 
 
-def test_an_argument_that_is_null_asks_for_nothing(make):
-    make("serving.online.engine_args={speculative_config: null}").check()
+@pytest.mark.parametrize(
+    "name, value, words",
+    [
+        ("max_model_len", 8, ["--max-model-len", "8"]),
+        ("async_scheduling", False, ["--no-async-scheduling"]),
+        ("enforce_eager", True, ["--enforce-eager"]),
+        ("served_model_name", None, []),
+        ("compilation_config", {"level": 0}, ["--compilation-config", '{"level": 0}']),
+        ("allowed_origins", ["*", "a"], ["--allowed-origins", "*", "a"]),
+    ],
+)
+def test_vllms_arguments(name, value, words):
+    assert _option(name, value) == words
 
 
-def test_vllms_arguments():
-    made = [
-        _option(*pair)
-        for pair in (
-            ("max_model_len", 8),
-            ("async_scheduling", False),
-            ("enforce_eager", True),
-            ("served_model_name", None),
-            ("compilation_config", {"level": 0}),
-            ("allowed_origins", ["*", "a"]),
-        )
-    ]
-    assert made == [
-        ["--max-model-len", "8"],
-        ["--no-async-scheduling"],
-        ["--enforce-eager"],
-        [],
-        ["--compilation-config", '{"level": 0}'],
-        ["--allowed-origins", "*", "a"],
-    ]
-
-
-def test_settings_become_arguments_and_engine_args_go_over_them(make):
+def test_settings_become_arguments_and_engine_args_go_over_them(make, monkeypatch):
+    for name in ("ROSE_COSERVING", "VLLM_KV_CACHE_LAYOUT"):
+        monkeypatch.delenv(name, raising=False)
     made = make("serving.online.engine_args={max-num-seqs: 3, seed: 1}", kind=OnlineServer)
     words = made.command()
-    assert (
-        words[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
-        and words.count("--max-num-seqs") == 1
-    )
-    assert (
-        words[words.index("--max-num-seqs") + 1] == "3" and words[words.index("--seed") + 1] == "1"
-    )
-    assert words[words.index("--scheduler-cls") + 1] == "rose.parts.lending.vllm.online.scheduler"
-    assert "VLLM_KV_CACHE_LAYOUT" not in made.environment()
-    assert (
-        made.environment()["ROSE_COSERVING"] == str(made.folder)
-        and made.environment()["OMP_NUM_THREADS"] == "1"
-    )
-
-
-def test_on_a_gpu_the_online_engine_keeps_each_kv_block_in_one_place(make, monkeypatch):
-    """So that pages of it can be given back. Its operator's environment says nothing of a shared
-    device."""
-    monkeypatch.delenv("ROSE_COSERVING", raising=False)
-    monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT", raising=False)
-    made = make(kind=OnlineServer)
-    made.gpus = True
+    assert words[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert words.count("--max-num-seqs") == 1
+    for name, value in {
+        "--max-num-seqs": "3",
+        "--seed": "1",
+        "--scheduler-cls": "rose.parts.lending.vllm.online.scheduler",
+    }.items():
+        assert words[words.index(name) + 1] == value
+    variables = made.environment()
+    assert "VLLM_KV_CACHE_LAYOUT" not in variables and variables["OMP_NUM_THREADS"] == "1"
+    assert variables["ROSE_COSERVING"] == str(made.folder)
+    made.gpus = True  # a KV block lies in one place, so that its pages can be given back
     assert made.environment()["VLLM_KV_CACHE_LAYOUT"] == "BLHNC"
 
 
-def test_a_vllm_that_does_not_know_rose_is_refused(make, monkeypatch):
-    monkeypatch.setattr(server, "entry_points", lambda **_: ())
-    with pytest.raises(
-        ConfigError, match="does not know ROSE's plugin .vllm.general_plugins.; install ROSE there"
-    ):
-        make().check()
-
-
 @pytest.mark.slow
-def test_vllms_server_serves_and_shows_the_boards_beside_its_own_metrics(
-    tmp_path,
-    loop,  # noqa: F811
-    folders,  # noqa: F811
-):
-    serving = settings.of_server(
-        [
-            f"serving.online.model={folders['Qwen3']}",
-            "serving.online.port=0",
-            "serving.online.served_name=tiny",
-            "serving.online.kv_cache_gib=0.05",
-            "serving.online.max_context=256",
-            "serving.online.engine_args={skip_tokenizer_init: true}",
-            "serving.online.slo={ttft_p50_s: 20, ttft_p99_s: 20, tpot_p50_s: 5, tpot_p99_s: 5}",
-        ]
-    )
+async def test_vllms_server_serves_and_shows_the_boards_beside_its_own_metrics(tmp_path, folders):  # noqa: F811
+    given = {"port": 0, "served_name": "tiny", "kv_cache_gib": 0.05, "max_context": 256}
+    given |= {"model": folders["Qwen3"], "engine_args": "{skip_tokenizer_init: true}"}
+    given |= {"slo": "{ttft_p50_s: 20, ttft_p99_s: 20, tpot_p50_s: 5, tpot_p99_s: 5}"}
+    serving = settings.of_server([f"serving.online.{key}={value}" for key, value in given.items()])
     device.describe(tmp_path, serving, None)
     made = OnlineServer(serving, tmp_path, tmp_path / "log", gpus=False, threads=1)
     made.check()
-
-    async def run():
-        running = asyncio.create_task(made.run(print))
-        while not made.up:
-            await asyncio.wait({running}, timeout=0.2)
-            assert not running.done(), running.exception()
-        async with aiohttp.ClientSession() as client:
-            body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 6, "ignore_eos": True}
-            async with client.post(f"{made.url}/v1/completions", json=body) as answer:
-                said = await answer.json()
-                assert answer.status == 200, (said, (tmp_path / "log").read_text()[-4000:])
-            assert said["usage"]["completion_tokens"] == 6
-            async with client.get(f"{made.url}/metrics") as answer:
-                text = await answer.text()
-        assert 'rose_online_requests_total{lending="without",met="yes"} 1.0' in text
-        assert (
-            'rose_online_tokens_total{kind="made"} 6.0' in text
-            and report.quantiles(text).keys() == SLO_KEYS
-        )
-        os.kill(made._process.pid, 9)
-        state = Reader(tmp_path / "online", Online).read()
-        await gone(int(state.pid))  # the engine process, at once: not by the sweep alone
-        running.cancel()
-        await made.stop()
-
-    loop.run_until_complete(run())
+    running = asyncio.create_task(made.run(print))
+    while not made.up:
+        await asyncio.wait({running}, timeout=0.2)
+        assert not running.done(), running.exception()
+    async with aiohttp.ClientSession(made.url) as client:
+        body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 6, "ignore_eos": True}
+        async with client.post("/v1/completions", json=body) as answer:
+            said = await answer.json()
+            assert answer.status == 200, (said, (tmp_path / "log").read_text()[-4000:])
+        assert said["usage"]["completion_tokens"] == 6
+        async with client.get("/metrics") as answer:
+            text = await answer.text()
+    assert 'rose_online_requests_total{lending="without",met="yes"} 1.0' in text
+    assert 'rose_online_tokens_total{kind="made"} 6.0' in text
+    assert report.quantiles(text).keys() == SLO_KEYS
+    os.kill(made._process.pid, 9)
+    state = Reader(tmp_path / "online", Online).read()
+    await gone(int(state.pid))  # the engine process, at once: not by the sweep alone
+    running.cancel()
+    await made.stop()

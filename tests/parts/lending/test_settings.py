@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 
 import pytest
@@ -15,6 +14,8 @@ from rose.launch import local
 from rose.parts.lending import settings
 from rose.parts.lending.config import hours_of
 from rose.parts.lending.rank.lender import Lender
+from tests.parts.lending.conftest import folder
+from tests.processes import ran
 
 
 @pytest.fixture
@@ -30,9 +31,8 @@ def run_dir(tmp_path, config):
 
 
 def test_the_runs_own_with_what_differs_over_it(run_dir):
-    c = settings.of_run(
-        run_dir, ["rollout.threads=2", "serving.lost_after_s=3.5", "cluster.env.X=a"]
-    )
+    given = "rollout.threads=2 serving.lost_after_s=3.5 cluster.env.X=a"
+    c = settings.of_run(run_dir, given.split())
     assert c.rollout.threads == 2 and c.serving.lost_after_s == 3.5 and c.cluster.env["X"] == "a"
     assert c.seed == settings.of_run(run_dir, []).seed
 
@@ -52,18 +52,11 @@ def test_an_engine_elsewhere_has_no_more_threads_than_its_own_cores(
 
 
 def test_a_node_that_cannot_see_the_runs_hub_cache_gives_a_folder_of_its_own(tmp_path, make_config):
-    own = tmp_path / "own"
-    own.mkdir()
-    for name in ("config.json", "tokenizer_config.json"):
-        (own / name).write_text("{}")
-    c = make_config(
-        "model.source=hub", "model.path=acme/tiny", "+model.snapshot=/elsewhere/snapshots/c0ffee"
-    )
+    own, gone = folder(tmp_path / "own"), "/elsewhere/snapshots/c0ffee"
+    c = make_config(f"model.source=hub model.path=acme/tiny +model.snapshot={gone}")
     configuration.save(c, tmp_path / "config.json")
     assert models.resolve(settings.of_run(tmp_path, [f"model.path={own}"]).model) == own
-    with pytest.raises(
-        ConfigError, match="model.snapshot='/elsewhere/snapshots/c0ffee': no such folder"
-    ):
+    with pytest.raises(ConfigError, match=f"model.snapshot='{gone}': no such folder"):
         models.resolve(settings.of_run(tmp_path, []).model)
 
 
@@ -95,26 +88,18 @@ def test_a_folder_without_a_run_is_named(tmp_path):
 
 
 def serve(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "rose", "serve", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    return ran([sys.executable, "-m", "rose", "serve", *arguments], timeout=60)
 
 
 @pytest.mark.slow
-def test_the_command_refuses_bad_arguments_with_code_2(tmp_path):
-    assert (done := serve("output_dir=.")).returncode == 2 and "name is missing" in done.stderr
-    assert (
-        done := serve("name=a", f"output_dir={tmp_path}/none")
-    ).returncode == 2 and "no such folder" in done.stderr
-
-
-@pytest.mark.slow
-def test_it_waits_for_a_run_as_long_as_it_was_told(tmp_path):
-    done = serve("name=a", f"output_dir={tmp_path}", "serving.wait_s=1")
-    assert done.returncode == 0 and "no run to serve" in done.stdout
+def test_the_command_refuses_bad_arguments_and_waits_for_a_run_as_long_as_it_was_told(tmp_path):
+    for arguments, code, words in (
+        (["output_dir=."], 2, "name is missing"),
+        (["name=a", f"output_dir={tmp_path}/none"], 2, "no such folder"),
+        (["name=a", f"output_dir={tmp_path}", "serving.wait_s=1"], 0, "no run to serve"),
+    ):
+        done = serve(*arguments)
+        assert done.returncode == code and words in done.stdout + done.stderr
 
 
 @pytest.mark.slow
@@ -129,10 +114,8 @@ def test_a_run_that_takes_no_borrowed_ranks_is_not_waited_for(tmp_path, make_con
     config = make_config("serving=none", f"output_dir={tmp_path}", "name=run")
     (tmp_path / "run").mkdir()
     local.write_config(config, tmp_path / "run")
-    before = {
-        number: signal.getsignal(number)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-    }
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+    before = {number: signal.getsignal(number) for number in signals}
     try:
         assert Lender(tmp_path / "run", []).run() == 1
     finally:
@@ -142,70 +125,53 @@ def test_a_run_that_takes_no_borrowed_ranks_is_not_waited_for(tmp_path, make_con
 
 
 def test_an_online_server_has_its_settings_before_there_is_a_run():
-    assert (
-        settings.of_server([]).online.model is None and settings.of_server([]).lending.hours == {}
-    )
+    default = settings.of_server([])
+    assert default.online.model is None and default.lending.hours == {}
+    targets = {"ttft_p50_s": 0.2, "ttft_p99_s": 0.5, "tpot_p50_s": 0.05, "tpot_p99_s": 0.1}
     s = settings.of_server(
-        [
-            "rollout.threads=1",
-            "serving.online.model=/models/a",
-            "serving.online.slo.ttft_p99_s=0.5",
-            "serving.online.slo.ttft_p50_s=0.2",
-            "serving.online.slo.tpot_p99_s=0.1",
-            "serving.online.slo.tpot_p50_s=0.05",
-            "serving.lending.hours.22-06=0.5",
-            "serving.online.engine_args.seed=3",
-        ]
+        ["rollout.threads=1", "serving.online.model=/models/a", "serving.lending.hours.22-06=0.5"]
+        + ["serving.online.engine_args.seed=3"]
+        + [f"serving.online.slo.{name}={value}" for name, value in targets.items()]
     )
-    assert (
-        s.online.model == "/models/a"
-        and s.online.slo.ttft_p99_s == 0.5
-        and s.online.engine_args == {"seed": 3}
-    )
-    assert s.lending.hours == {"22-06": 0.5}
-    slo = "{ttft_p50_s: 0.2, ttft_p99_s: 0.5, tpot_p50_s: 0.05, tpot_p99_s: 0.1}"
-    assert settings.of_server([f"serving.online.slo={slo}"]).online.slo == s.online.slo
+    assert s.online.model == "/models/a" and s.online.slo.ttft_p99_s == 0.5
+    assert s.online.engine_args == {"seed": 3} and s.lending.hours == {"22-06": 0.5}
+    whole = ", ".join(f"{name}: {value}" for name, value in targets.items())
+    assert settings.of_server([f"serving.online.slo={{{whole}}}"]).online.slo == s.online.slo
+
+
+def slo(*seconds):
+    names = ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s")
+    said = ", ".join(f"{name}: {each}" for name, each in zip(names, seconds, strict=True))
+    return f"online.slo={{{said}}}"
 
 
 @pytest.mark.parametrize(
     "argument, words",
     [
-        (
-            "serving.online.prt=1",
-            r"serving.online.prt: no such key in conf/serving and conf/lending; did you mean serving.online.port\?",
-        ),
-        ("serving.online.port=-1", "serving.online.port=-1"),
-        ("serving.online.port=70000", "below 65536"),
-        (
-            "serving.online.slo.ttft_p9_s=1",
-            "ttft_p9_s=1: no such key; did you mean serving.online.slo.ttft_p99_s",
-        ),
-        ("serving.online.slo.ttft_p99_s=1", "serving.online.slo.*: missing"),
-        (
-            "serving.online.slo={ttft_p50_s: 1, ttft_p99_s: 0.5, tpot_p50_s: 1, tpot_p99_s: 1}",
-            "ttft_p50_s=1.*at most",
-        ),
-        (
-            "serving.online.slo={ttft_p50_s: 1, ttft_p99_s: 1, tpot_p50_s: 2, tpot_p99_s: 1}",
-            "tpot_p50_s=2.*at most",
-        ),
-        ("serving.online.engine_args.port=1", "is set by ROSE"),
-        ("serving.online.max_batched_tokens=8", "each takes one"),
-        ("serving.lending.control_port=8000", "is serving.online.port too"),
-        ("serving.lending.reserve=0.95", "below"),
-        ("serving.lending.kv_gib=0.5", "which is part of it"),
-        ("serving.lending.stale_after_s=0.01", "at least 0.1"),
-        ("serving.lending.hours.8-20=1", 'must be written as "08-20"'),
-        ("serving.lending.hours.08-20=1.5", "0 to 1"),
-        ("serving.lending.hours={20-25: 1}", "from 00 to 24"),
-        ("serving.lending.hours={08-08: 1}", "from 00 to 24"),
-        ("serving.lending.hours={22-06: 1, 05-07: 0}", "hour 05 is in '22-06' too"),
-        ("serving.lending.hours={08-20: -1}", "hours.*>= 0"),
+        ("online.prt=1", r"conf/serving and conf/lending; did you mean serving.online.port\?"),
+        ("online.port=-1", "serving.online.port=-1"),
+        ("online.port=70000", "below 65536"),
+        ("online.slo.ttft_p9_s=1", "ttft_p9_s=1: .*; did you mean serving.online.slo.ttft_p99_s"),
+        ("online.slo.ttft_p99_s=1", "serving.online.slo.*: missing"),
+        (slo(1, 0.5, 1, 1), "ttft_p50_s=1.*at most"),
+        (slo(1, 1, 2, 1), "tpot_p50_s=2.*at most"),
+        ("online.engine_args.port=1", "is set by ROSE"),
+        ("online.max_batched_tokens=8", "each takes one"),
+        ("lending.control_port=8000", "is serving.online.port too"),
+        ("lending.reserve=0.95", "below"),
+        ("lending.kv_gib=0.5", "which is part of it"),
+        ("lending.stale_after_s=0.01", "at least 0.1"),
+        ("lending.hours.8-20=1", 'must be written as "08-20"'),
+        ("lending.hours.08-20=1.5", "0 to 1"),
+        ("lending.hours={20-25: 1}", "from 00 to 24"),
+        ("lending.hours={08-08: 1}", "from 00 to 24"),
+        ("lending.hours={22-06: 1, 05-07: 0}", "hour 05 is in '22-06' too"),
+        ("lending.hours={08-20: -1}", "hours.*>= 0"),
     ],
 )
 def test_what_an_online_server_cannot_have_is_named(argument, words):
     with pytest.raises(ConfigError, match=words):
-        settings.of_server([argument])
+        settings.of_server([f"serving.{argument}"])
 
 
 def test_a_runs_rank_takes_the_same_keys(run_dir):

@@ -1,7 +1,10 @@
-"""The GPU's page pool against a driver that enforces CUDA's rules, and its calls against CUDA's own
-header."""
+"""The GPU's page pool on pages whose absence kills: what steps in flight, warm-up and a full device
+do to it; and its calls against CUDA's own header."""
 
+import faulthandler
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,22 +13,19 @@ from hypothesis import strategies as st
 
 from rose.parts.lending.vllm.blocks import BlockMemory, Layout
 from rose.parts.lending.vllm.vmm import CudaDriver, CudaError, PagePool
-from tests.parts.lending.cuda_rules import StrictDriver, build_libcuda
+from tests.parts.lending.fatal_pages import PAGE, Device, FatalDriver, FatalPages
+from tests.parts.lending.libcuda import build_libcuda
 
-PAGE = 4096
+SMALL = 4096
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.integers(1, 20_000), st.integers(2, 30), st.integers(1, 3), st.data())
+@settings(max_examples=50)
+@given(st.integers(1, 10_000), st.integers(2, 30), st.integers(1, 3), st.data())
 def test_blocks_in_use_are_always_mapped(stride, blocks, regions, data):
-    driver = StrictDriver()
-    layout = Layout(
-        stride * blocks * regions,
-        blocks,
-        tuple(i * stride * blocks for i in range(regions)),
-        (stride,) * regions,
-    )
-    pool = PagePool(driver, layout.nbytes)
+    starts = tuple(i * stride * blocks for i in range(regions))
+    layout = Layout(stride * blocks * regions, blocks, starts, (stride,) * regions)
+    device = Device(layout.nbytes // SMALL + 1, SMALL)
+    pool = FatalPages(device, layout.nbytes)
     memory = BlockMemory(pool, layout)
     held: set[int] = set()
     for _ in range(data.draw(st.integers(1, 8))):
@@ -36,72 +36,113 @@ def test_blocks_in_use_are_always_mapped(stride, blocks, regions, data):
         else:
             memory.release(ids)
             held -= ids
-        for block in held:
-            for start in layout.starts:
-                low = start + block * stride
-                for byte in {low, low + stride - 1, *range(low, low + stride, PAGE)}:
-                    driver.write(pool.address + byte, 1)
-        needed = {
-            (start + block * stride + byte) // PAGE
-            for block in held
-            for start in layout.starts
-            for byte in {*range(0, stride, PAGE), stride - 1}
-        }
-        assert len(driver.mapped) == len(driver.created) == len(needed)
-        assert pool.mapped_bytes == memory.mapped_bytes == len(needed) * PAGE
+        needed = set()
+        for low in (start + block * stride for block in held for start in starts):
+            for byte in {*range(low, low + stride, SMALL), low + stride - 1}:
+                pool.touch(byte)
+                needed.add(byte // SMALL)
+        assert pool.mapped_bytes == memory.mapped_bytes == len(needed) * SMALL
+        assert device.used == len(needed)
     pool.close()
-    assert not driver.created and not driver.mapped and not driver.reserved
+    assert not device.used
 
 
-def test_fresh_pages_are_zeros_and_mapped_ones_keep_their_bytes():
-    driver = StrictDriver()
-    pool = PagePool(driver, 8 * PAGE)
-    pool.map([(0, 2 * PAGE)])
-    driver.write(pool.address, 5)
-    pool.map([(0, 4 * PAGE)])
-    assert [driver.read(pool.address + i * PAGE) for i in range(4)] == [5, 0, 0, 0]
-    pool.release([(0, PAGE)])
-    pool.map([(0, PAGE)])
-    assert driver.read(pool.address) == 0
+def dies_of(call) -> int:
+    """The signal that kills a process which does this; 0: it lives."""
+    child = os.fork()
+    if not child:
+        faulthandler.disable()
+        call()
+        os._exit(0)
+    return os.WTERMSIG(os.waitpid(child, 0)[1])
 
 
-def test_memory_is_unmapped_only_after_the_device_has_finished_with_it():
-    driver = StrictDriver()
-    pool = PagePool(driver, 4 * PAGE)
-    pool.map([(0, 4 * PAGE)])
-    driver.write(pool.address + PAGE, 1)
+def test_an_unmapped_page_kills_and_a_fresh_one_is_zeros_and_a_mapped_one_keeps_its_bytes():
+    pool = FatalPages(Device(3), 4 * PAGE)
+    assert dies_of(lambda: pool.read(0)) == signal.SIGSEGV
+    pool.map([(PAGE, 2 * PAGE)])
+    assert pool.read(PAGE) == pool.read(2 * PAGE - 1) == 0
+    pool.touch(PAGE, 5)
+    for outside in (2 * PAGE, PAGE - 1):
+        assert dies_of(lambda byte=outside: pool.touch(byte)) == signal.SIGSEGV
+    pool.map([(PAGE, 3 * PAGE)])
+    assert (pool.read(PAGE), pool.read(2 * PAGE)) == (5, 0)
     pool.release([(PAGE, 2 * PAGE)])
-    waits = driver.waits
-    pool.release([(PAGE, 2 * PAGE)])  # nothing is there: nobody is kept waiting
-    assert driver.waits == waits and pool.mapped_bytes == 3 * PAGE
+    assert dies_of(lambda: pool.read(PAGE)) == signal.SIGSEGV
+    pool.map([(PAGE, 2 * PAGE)])
+    assert pool.read(PAGE) == 0
+
+
+def test_a_page_outlives_the_steps_in_flight_that_touch_it():
+    """vLLM has freed a request's blocks while two steps that know them run, or are yet to."""
+    device = Device(4)
+    pool = FatalPages(device, 4 * PAGE)
+    pool.map([(0, 4 * PAGE)])
+    device.kernels += [lambda: pool.touch(3 * PAGE), lambda: pool.touch(PAGE)]
+    pool.release([(PAGE, 4 * PAGE)])
+    assert not device.kernels and device.used == 1
+    # one that was submitted afterwards is nobody's to wait for
+    device.kernels.append(lambda: pool.touch(3 * PAGE))
+    pool.release([(PAGE, 4 * PAGE)])
+    assert device.kernels and dies_of(device.run) == signal.SIGSEGV
+
+
+def test_mapping_more_waits_for_no_step():
+    device = Device(4)
+    pool = FatalPages(device, 4 * PAGE)
+    pool.map([(0, PAGE)])
+    device.kernels.append(lambda: pool.touch(0))
+    pool.map([(PAGE, 4 * PAGE)])
+    assert device.kernels
+
+
+def test_while_kernels_are_warmed_up_any_block_may_be_written_and_one_page_is_all_it_takes():
+    device = Device(5)
+    layout = Layout(10 * PAGE + 5, 7, (0,), (3_000_000,))
+    pool = FatalPages(device, layout.nbytes)
+    memory = BlockMemory(pool, layout)
+    memory.map([0])  # pages 0 and 1
+    pool.touch(0, 7)
+    with memory.scratch():
+        assert device.used == 3 and pool.read(9 * PAGE) == 0  # not the rubbish of others
+        for page in range(2, 11):
+            pool.touch(page * PAGE, page)
+        device.kernels.append(lambda: pool.touch(10 * PAGE))  # the last step may not have ended yet
+    assert not device.kernels and device.used == 2 and memory.held == 1 and pool.read(0) == 7
+    assert dies_of(lambda: pool.touch(10 * PAGE)) == signal.SIGSEGV
+    memory.map([6])
+    assert pool.read(10 * PAGE) == 0
 
 
 def test_a_device_out_of_memory_is_said_and_leaves_everything_as_it_was():
-    driver = StrictDriver(pages=5)
-    layout = Layout(8 * PAGE, 8, (0,), (PAGE,))
-    memory = BlockMemory(PagePool(driver, layout.nbytes), layout)
+    device = Device(5)
+    memory = BlockMemory(FatalPages(device, 8 * PAGE), Layout(8 * PAGE, 8, (0,), (PAGE,)))
     memory.map([0, 1, 2])
-    with pytest.raises(MemoryError, match="no GPU memory for another page of 4096 bytes of KV"):
+    with pytest.raises(MemoryError, match=f"no GPU memory for another page of {PAGE} bytes of KV"):
         memory.map([2, 3, 4, 5, 6])
-    assert len(driver.created) == 3 and memory.held == 3 and memory.mapped_bytes == 3 * PAGE
+    assert device.used == memory.held == 3 and memory.mapped_bytes == 3 * PAGE
     assert memory.map([3, 4]) == 2 * PAGE
+    with pytest.raises(MemoryError, match="no GPU memory"), memory.scratch():
+        pass
+    assert device.used == 5
 
 
 def test_a_pool_leaves_to_others_what_it_was_told_to_spare():
-    driver = StrictDriver(pages=8)
-    pool = PagePool(driver, 8 * PAGE, spare=3 * PAGE)
+    device = Device(8)
+    pool = FatalPages(device, 8 * PAGE, spare=3 * PAGE)
     pool.map([(0, 2 * PAGE), (4 * PAGE, 6 * PAGE)])
-    with pytest.raises(MemoryError, match="8192 bytes more of KV cache would leave less than"):
+    with pytest.raises(MemoryError, match=f"{2 * PAGE} bytes more of KV cache would leave less"):
         pool.map([(0, 4 * PAGE)])
     assert pool.mapped_bytes == 4 * PAGE
     pool.map([(0, 3 * PAGE)])
-    driver.pages -= 2  # somebody else's
+    device.take(), device.take()  # somebody else's
     pool.map([(0, 3 * PAGE)])  # it has them
 
 
 @pytest.mark.parametrize("call, at", [("map", 2), ("map", 1), ("allow", 0), ("zero", 0)])
 def test_a_call_that_fails_midway_leaks_nothing(call, at, monkeypatch):
-    driver = StrictDriver()
+    device = Device(4)
+    driver = FatalDriver(device)
     pool = PagePool(driver, 4 * PAGE)
     works, calls = getattr(driver, call), []
 
@@ -114,12 +155,12 @@ def test_a_call_that_fails_midway_leaks_nothing(call, at, monkeypatch):
     monkeypatch.setattr(driver, call, failing)
     with pytest.raises(CudaError, match="CUDA_ERROR_UNKNOWN"):
         pool.map([(0, 4 * PAGE)])
-    assert not driver.created and not driver.mapped and pool.mapped_bytes == 0
+    assert not device.used and not driver.shown and pool.mapped_bytes == 0
 
 
 @pytest.mark.parametrize("bad", [(0, 100), (1, PAGE), (0, 5 * PAGE), (-PAGE, 0), (2 * PAGE, PAGE)])
 def test_a_range_that_is_not_of_whole_pages_inside_is_refused(bad):
-    pool = PagePool(StrictDriver(), 4 * PAGE)
+    pool = FatalPages(Device(4), 4 * PAGE)
     for call in (pool.map, pool.release):
         with pytest.raises(ValueError, match="not a range of whole pages"):
             call([bad])

@@ -105,10 +105,8 @@ def test_an_evicted_turn_and_what_the_engine_can_take_are_told(make_config, tmp_
             [],
         )
         await coordinator.until(lambda: len(capacities()) >= 2, "the word after a return")
-        assert (
-            capacities()[1] == whole
-            and coordinator.said.index(returned) < len(coordinator.said) - 1
-        )
+        assert capacities()[1] == whole
+        assert coordinator.said.index(returned) < len(coordinator.said) - 1
 
         board.state.kv_budget, board.state.frozen = 2**19, 1
         board.write()

@@ -70,13 +70,10 @@ class Running:
         return open_source(self.url, TOKEN, timeout_s)
 
     def metrics(self) -> dict[str, int]:
-        answer = urllib3.request(
-            "GET", f"{self.url}/metrics", headers={"Authorization": f"Bearer {TOKEN}"}
-        )
-        return {
-            name: int(value)
-            for name, value in re.findall(r"^rose_relay_(\w+) (\d+)$", answer.data.decode(), re.M)
-        }
+        allowed = {"Authorization": f"Bearer {TOKEN}"}
+        text = urllib3.request("GET", f"{self.url}/metrics", headers=allowed).data.decode()
+        found = re.findall(r"^rose_relay_(\w+) (\d+)$", text, re.M)
+        return {name: int(value) for name, value in found}
 
 
 class Cutting:
@@ -94,13 +91,9 @@ class Cutting:
             client, _ = self._listening.accept()
             self._times -= 1
             server = socket.create_connection(("127.0.0.1", self._port))
-            threading.Thread(
-                target=self._pump, args=(client, server, float("inf"), False), daemon=True
-            ).start()
             left = self._after if self._times >= 0 else float("inf")
-            threading.Thread(
-                target=self._pump, args=(server, client, left, True), daemon=True
-            ).start()
+            for pair in ((client, server, float("inf"), False), (server, client, left, True)):
+                threading.Thread(target=self._pump, args=pair, daemon=True).start()
 
     def _pump(self, source, sink, left, answers):
         try:

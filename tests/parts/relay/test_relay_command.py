@@ -39,16 +39,23 @@ runpy.run_module("rose.parts.relay", run_name="__main__")
 
 
 @pytest.fixture
+def secret(tmp_path):
+    """A token's file that only its owner can read."""
+    path = tmp_path / "secret"
+    path.write_text("s" * 64)
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture
 def command():
-    """command(upstream, options) -> (process, url); what was started is ended."""
+    """command(upstream, cache, options) -> (process, url); what was started is ended."""
     started = []
 
-    def command(*arguments, program=("-m", "rose.parts.relay")) -> tuple[subprocess.Popen, str]:
+    def command(upstream, cache, *options, port=0, program=("-m", "rose.parts.relay")):
+        given = [upstream, "--listen", f"127.0.0.1:{port}", "--cache", cache, *options]
         process = subprocess.Popen(
-            [sys.executable, *program, *map(str, arguments)],
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            [sys.executable, *program, *map(str, given)], text=True, stdout=-1, stderr=-1
         )
         started.append(process)
         line = process.stdout.readline()
@@ -68,18 +75,11 @@ def test_a_killed_relay_that_comes_back_costs_its_readers_time_and_the_link_noth
 ):
     data = os.urandom(24 * CHUNK)
     (store / FILE).write_bytes(data)
-    near, near_url = command(store, "--listen", "127.0.0.1:0", "--cache", tmp_path / "near")
+    near, near_url = command(store, tmp_path / "near")
     token = tmp_path / "near/token"
     assert token.stat().st_mode & 0o777 == 0o600
-    options = (
-        "--listen",
-        f"127.0.0.1:{free_port()}",
-        "--cache",
-        tmp_path / "far",
-        "--token-file",
-        token,
-    )
-    far, far_url = command(near_url, *options)
+    far_port, options = free_port(), ("--token-file", token)
+    far, far_url = command(near_url, tmp_path / "far", *options, port=far_port)
     source, parts = open_source(far_url, read_token(token), 120), []
 
     def read():
@@ -94,7 +94,7 @@ def test_a_killed_relay_that_comes_back_costs_its_readers_time_and_the_link_noth
     far.wait()
     kept = sum(path.suffix != ".part" for path in (tmp_path / "far").glob("chunks/*"))
     assert kept >= 8
-    far, _ = command(near_url, *options)
+    far, _ = command(near_url, tmp_path / "far", *options, port=far_port)
     reader.join(150)
     assert b"".join(parts) == data
     assert len(list((tmp_path / "far").glob("chunks/*"))) == 24
@@ -106,7 +106,7 @@ def test_a_relay_that_does_not_come_back_is_named_and_one_told_to_end_leaves_not
     command, store, tmp_path
 ):
     (store / FILE).write_bytes(os.urandom(8 * CHUNK))
-    process, url = command(store, "--listen", "127.0.0.1:0", "--cache", tmp_path / "cache")
+    process, url = command(store, tmp_path / "cache")
     source = open_source(url, read_token(tmp_path / "cache/token"), 120)
     assert len(source.read(FILE, 0, 100)) == 100
     source.timeout_s = 0.5
@@ -120,21 +120,11 @@ def test_a_relay_that_does_not_come_back_is_named_and_one_told_to_end_leaves_not
 
 @pytest.mark.slow
 def test_it_ends_when_told_so_though_its_upstream_hangs_and_a_client_takes_nothing(
-    command, store, tmp_path
+    command, secret, tmp_path
 ):
     silent = socket.create_server(("127.0.0.1", 0))  # accepts, and never answers
-    (tmp_path / "secret").write_text("s" * 64)
-    (tmp_path / "secret").chmod(0o600)
-    process, url = command(
-        f"http://127.0.0.1:{silent.getsockname()[1]}",
-        "--listen",
-        "127.0.0.1:0",
-        "--cache",
-        tmp_path / "cache",
-        "--token-file",
-        tmp_path / "secret",
-        program=("-c", PATIENT),
-    )
+    upstream, options = f"http://127.0.0.1:{silent.getsockname()[1]}", ("--token-file", secret)
+    process, url = command(upstream, tmp_path / "cache", *options, program=("-c", PATIENT))
     with pytest.raises(TransferError, match=f"{url}: {FILE}: .*timed out.*; given up after 0.5 s"):
         open_source(url, "s" * 64, 0.5).read(FILE)
     with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
@@ -149,32 +139,13 @@ def test_it_ends_when_told_so_though_its_upstream_hangs_and_a_client_takes_nothi
 
 @pytest.mark.slow
 def test_two_relays_with_different_tokens_and_one_that_starts_before_its_upstream(
-    command, store, tmp_path
+    command, store, secret, tmp_path
 ):
     (store / FILE).write_bytes(b"weights")
-    (tmp_path / "secret").write_text("s" * 64)
-    (tmp_path / "secret").chmod(0o600)
-    near_port = free_port()
-    _, far_url = command(
-        f"http://127.0.0.1:{near_port}",
-        "--listen",
-        "127.0.0.1:0",
-        "--cache",
-        tmp_path / "far",
-        "--upstream-token-file",
-        tmp_path / "secret",
-    )
-    command(
-        store,
-        "--listen",
-        f"127.0.0.1:{near_port}",
-        "--cache",
-        tmp_path / "near",
-        "--cache-gib",
-        "0",
-        "--token-file",
-        tmp_path / "secret",
-    )
+    port = free_port()
+    near, own = f"http://127.0.0.1:{port}", ("--upstream-token-file", secret)
+    _, far_url = command(near, tmp_path / "far", *own)
+    command(store, tmp_path / "near", "--cache-gib", "0", "--token-file", secret, port=port)
     assert open_source(far_url, read_token(tmp_path / "far/token")).read(FILE) == b"weights"
     with pytest.raises(Refused, match="wrong token"):
         open_source(far_url, "s" * 64).read(FILE)
@@ -218,9 +189,8 @@ def test_a_default_cache_that_is_a_link_is_refused(store, tmp_path, capsys, monk
 def test_a_port_that_is_taken_is_named(store, tmp_path, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert (
-            relay.main([str(store), "--listen", address, "--cache", str(tmp_path / "cache")]) == 1
-        )
+        given = [str(store), "--listen", address, "--cache", str(tmp_path / "cache")]
+        assert relay.main(given) == 1
     assert f"--listen {address}: " in capsys.readouterr().err
 
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from rose.parts.simulator import probes, spec
 from rose.parts.simulator.driver import simulate
+from rose.scheduler import events as ev
 from tests.scheduler.said import built
 
 ENGINE = spec.Engine(spec.StepTime(0.01, 2e-5, 1e-9, 1e-4, 1e-7), 8, 2048, 60_000, True)
@@ -123,3 +124,15 @@ class Devices:
 def serving(load, executor="gate", **changes):
     found = spec.Serving(Devices(load), executor, 0.5, 0.15, 0.0, 1.0, 0.05, 0.9, 0.05)
     return dataclasses.replace(found, **changes)
+
+
+def borrowed(load=None, executor="gate", count=2):
+    """A pool beside online engines of this load, half of whose compute is idle by default."""
+    beside = serving(load or steady_load(), executor)
+    return pool("borrowed", "cooperative", count, serving=beside)
+
+
+def counted_once(memory, count):
+    """Check that so many trajectories ended, each once."""
+    ended = [event.trajectory for event in memory.events(ev.TrajectoryEnded)]
+    assert len(ended) == len(set(ended)) == count

@@ -20,25 +20,19 @@ def lines(path, rows) -> str:
 def step_log(path, noise: float = 0.0):
     draw, truth, rows, now = np.random.default_rng(1), Predictor(COEFFICIENTS), [], 0.0
     for _ in range(400):
-        prefill = [[int(draw.integers(8, 2000)), int(draw.integers(0, 500))]] * int(
-            draw.integers(0, 3)
-        )
+        chunk = [int(draw.integers(8, 2000)), int(draw.integers(0, 500))]
+        prefill = [chunk] * int(draw.integers(0, 3))
         decodes = int(draw.integers(0 if prefill else 1, 64))
-        context = decodes * int(draw.integers(1, 4000))
-        seconds = truth.seconds(Work(tuple(map(tuple, prefill)), decodes, context)) * np.exp(
-            draw.normal(0, noise)
-        )
-        rows.append(
-            {
-                "began": now,
-                "ended": now + seconds,
-                "prefill": prefill,
-                "decodes": decodes,
-                "decode_context": context,
-            }
-        )
-        now += seconds
+        row = {"prefill": prefill, "decodes": decodes}
+        row["decode_context"] = decodes * int(draw.integers(1, 4000))
+        ended = now + truth.seconds(work(row)) * np.exp(draw.normal(0, noise))
+        rows.append({"began": now, "ended": ended} | row)
+        now = ended
     return lines(path, rows)
+
+
+def work(row) -> Work:
+    return Work(tuple(map(tuple, row["prefill"])), row["decodes"], row["decode_context"])
 
 
 def test_a_step_log_gives_back_the_coefficients_it_was_made_with(tmp_path):
@@ -53,28 +47,19 @@ def test_steps_together_take_as_long_as_they_did_also_where_a_quota_stops_every_
         row["ended"] += 2 * (row["ended"] - row["began"])
     step, _ = calibrate.of_steps([lines(tmp_path / "b.jsonl", rows)])
     fitted = Predictor(list(vars(step).values()))
-    for kind in (
-        rows,
-        [row for row in rows if row["prefill"]],
-        [row for row in rows if row["decodes"] < 16],
-    ):
-        predicted = sum(
-            fitted.seconds(Work(tuple(map(tuple, r["prefill"])), r["decodes"], r["decode_context"]))
-            for r in kind
-        )
+    prefills = [row for row in rows if row["prefill"]]
+    for kind in (rows, prefills, [row for row in rows if row["decodes"] < 16]):
+        predicted = sum(fitted.seconds(work(row)) for row in kind)
         assert predicted == pytest.approx(sum(r["ended"] - r["began"] for r in kind), rel=0.1)
 
 
 def test_training_time_is_a_line_in_the_tokens_with_no_negative_part(tmp_path):
     def metrics(times):
-        return lines(
-            tmp_path / "metrics.jsonl",
-            [{"kind": "eval", "step": 0}]
-            + [
-                {"kind": "step", "step": i, "tokens": tokens, "time_train": train, "time_sync": 0.2}
-                for i, (tokens, train) in enumerate([(1, 99.0), *times])
-            ],
-        )
+        rows = [{"kind": "eval", "step": 0}]
+        for step, (tokens, train) in enumerate([(1, 99.0), *times]):
+            row = {"kind": "step", "step": step, "tokens": tokens}
+            rows.append(row | {"time_train": train, "time_sync": 0.2})
+        return lines(tmp_path / "metrics.jsonl", rows)
 
     found = calibrate.of_metrics(metrics([(1000, 1.5), (2000, 2.0), (4000, 3.0)]))
     expected = pytest.approx((1.0, 5e-4, 0.2, 3))
@@ -93,42 +78,27 @@ def entry(kind, at, actions=(), **fields):
 
 def journal(path, *more):
     def turn(name, number, at, context, **fields):
-        return entry(
-            "TurnRequested",
-            at,
-            turn=f"{name}.t{number}",
-            trajectory=name,
-            group=name.split(".")[0],
-            context_tokens=context,
-            max_new_tokens=64,
-            **fields,
-        )
+        ids = {"turn": f"{name}.t{number}", "trajectory": name, "group": name.split(".")[0]}
+        sizes = {"context_tokens": context, "max_new_tokens": 64}
+        return entry("TurnRequested", at, **ids, **sizes, **fields)
 
-    return lines(
-        path,
-        [
-            {"batching": {"next": 0}},
-            entry(
-                "StepBegun",
-                10.0,
-                [{"type": "AdmitGroup", "index": 0, "group": "g0"}],
-                step=1,
-                groups=1,
-            ),
-            turn("g0.0", 0, 10.5, 70, domain="search"),
-            turn("g0.1", 0, 10.6, 70, domain="search"),
-            entry("TurnProgressed", 11.0, turn="g0.0.t0", attempt=1, tokens=5),
-            entry("TurnEnded", 11.2, turn="g0.0.t0", tokens=6),
-            turn("g0.0", 1, 12.0, 106, domain="search", outcome="failed"),
-            entry("TurnProgressed", 12.5, turn="g0.0.t1", attempt=1, tokens=9),
-            entry("TurnEnded", 13.0, turn="g0.0.t1"),
-            entry("TrajectoryEnded", 13.25, trajectory="g0.0"),
-            turn("e1.0", 0, 14.0, 70),
-            entry("TurnEnded", 15.0, turn="e1.0.t0", tokens=3),
-            entry("TrajectoryEnded", 15.0, trajectory="e1.0"),
-            *more,
-        ],
-    )
+    admitted = [{"type": "AdmitGroup", "index": 0, "group": "g0"}]
+    rows = [
+        {"batching": {"next": 0}},
+        entry("StepBegun", 10.0, admitted, step=1, groups=1),
+        turn("g0.0", 0, 10.5, 70, domain="search"),
+        turn("g0.1", 0, 10.6, 70, domain="search"),
+        entry("TurnProgressed", 11.0, turn="g0.0.t0", attempt=1, tokens=5),
+        entry("TurnEnded", 11.2, turn="g0.0.t0", tokens=6),
+        turn("g0.0", 1, 12.0, 106, domain="search", outcome="failed"),
+        entry("TurnProgressed", 12.5, turn="g0.0.t1", attempt=1, tokens=9),
+        entry("TurnEnded", 13.0, turn="g0.0.t1"),
+        entry("TrajectoryEnded", 13.25, trajectory="g0.0"),
+        turn("e1.0", 0, 14.0, 70),
+        entry("TurnEnded", 15.0, turn="e1.0.t0", tokens=3),
+        entry("TrajectoryEnded", 15.0, trajectory="e1.0"),
+    ]
+    return lines(path, [*rows, *more])
 
 
 def test_a_journal_tells_each_trajectory_turn_by_turn(tmp_path):

@@ -2,7 +2,6 @@
 what they were before some did."""
 
 import dataclasses
-import math
 
 import numpy as np
 import pytest
@@ -129,17 +128,12 @@ def test_a_full_cache_preempts_and_no_token_is_lost():
 
 
 def test_a_run_with_drafts_counts_the_same_tokens_in_less_time():
-    base = pool().engine
     table = drafts([[1.0], [2.0]], adaptive=True)
-    fast = pool(engine=dataclasses.replace(base, drafts=table))
-    env = [Agents(crash=1), Agents(crash=1)]
-    with_drafts, without = (
-        run(cluster(each, env=env))[0] for each, env in zip((fast, pool()), env, strict=True)
-    )
-    assert [s.tokens for s in with_drafts.steps] == [s.tokens for s in without.steps]
-    assert with_drafts.seconds < without.seconds
-    assert sum(w.decoded for w in with_drafts.workers) >= sum(s.tokens for s in without.steps)
-    assert math.isfinite(with_drafts.seconds)
+    fast = pool(engine=dataclasses.replace(pool().engine, drafts=table))
+    drafting, without = (run(cluster(each, env=Agents(crash=1)))[0] for each in (fast, pool()))
+    assert [s.tokens for s in drafting.steps] == [s.tokens for s in without.steps]
+    assert drafting.seconds < without.seconds
+    assert sum(w.decoded for w in drafting.workers) >= sum(s.tokens for s in without.steps)
 
 
 def test_engines_without_drafts_are_what_they_were():

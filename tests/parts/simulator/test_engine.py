@@ -50,12 +50,8 @@ def step_by_step(arrivals, sequences, batched, step=STEP):
             into += [one] if one[1] == one[2] else []
             if not budget:
                 break
-        now += (
-            step.c5
-            + max(step.c0, cost)
-            + step.c3 * len(decode)
-            + step.c4 * sum(context for _, context, _ in decode)
-        )
+        attended = sum(context for _, context, _ in decode)
+        now += step.c5 + max(step.c0, cost) + step.c3 * len(decode) + step.c4 * attended
         for one in decode:
             one[1] += 1
             one[2] -= 1
@@ -110,30 +106,18 @@ def test_without_prefix_caching_everything_is_computed_anew():
     assert e.prefilled == 600
 
 
-def test_what_was_least_recently_used_goes_first():
+@pytest.mark.parametrize("again, computed", [("b", 1), ("a", 506)])
+def test_the_least_recently_used_context_goes_from_its_end_on_as_far_as_room_is_needed(
+    again, computed
+):
     e = engine(kv=2500)
-    for at, name in enumerate("ab"):
+    for at, name in enumerate("abc"):  # c takes some of a's place
         e.add(10.0 * at, sequence(name, 1000, 2))
         run(e)
-    e.add(20.0, sequence("c", 1000, 2))  # takes a's place
-    run(e)
     before = e.prefilled
-    e.add(30.0, sequence("b", 1002, 1))
+    e.add(30.0, sequence(again, 1002, 1))  # of 3 x 1,002 tokens 506 had no room
     run(e)
-    assert e.prefilled == before + 1
-
-
-def test_a_context_goes_from_its_end_on_and_only_as_far_as_room_is_needed():
-    e = engine(kv=2500)
-    for at, name in enumerate("ab"):
-        e.add(10.0 * at, sequence(name, 1000, 2))
-        run(e)
-    e.add(20.0, sequence("c", 1000, 2))
-    run(e)
-    before = e.prefilled
-    e.add(30.0, sequence("a", 1002, 1))  # of 3 x 1,002 tokens 506 had no room
-    run(e)
-    assert e.prefilled == before + 506
+    assert e.prefilled == before + computed
 
 
 def test_a_full_cache_preempts_the_newest_which_computes_again_what_was_taken():

@@ -7,19 +7,19 @@ import pytest
 from rose.parts.simulator import faults
 from rose.parts.simulator.driver import simulate
 from rose.scheduler import events as ev
-from tests.parts.simulator.clusters import Memory, cluster, pool, scheduler, serving, steady_load
+from tests.parts.simulator.clusters import Memory, borrowed, cluster, pool, scheduler
 
 
 def test_an_engine_beside_an_online_server_dies_and_comes_back_at_the_times_given():
-    lent = pool("lent", "cooperative", 1, serving=serving(steady_load()))
-    lent = dataclasses.replace(lent, available=faults.up([(3.0, 3.5), (15.0, 15.5)]))
+    available = faults.up([(3.0, 3.5), (15.0, 15.5)])
+    lent = dataclasses.replace(borrowed(count=1), available=available)
     memory = Memory()
     result = simulate(cluster(pool(count=1), lent, groups=6), scheduler(), 1, memory)
     assert [e.at for e in memory.events(ev.WorkerLost)] == [3.0, 15.0]
     joined = [e.at for e in memory.events(ev.WorkerJoined) if e.kind == "cooperative"]
     assert joined == [0.0, 7.5, 19.5]  # its pool takes 4 s to start
     assert [step.trajectories for step in result.steps] == [24, 24]
-    assert result.serving and sum(w.decoded for w in result.workers if w.pool == "lent")
+    assert result.serving and sum(w.decoded for w in result.workers if w.pool == "borrowed")
 
 
 def test_killed_hosts_lose_nothing_and_double_nothing():
@@ -40,7 +40,7 @@ def test_hosts_that_nobody_kills_cost_what_a_start_does():
     bare = simulate(cluster(), scheduler(), 1)
     boxes = faults.hosts(2, [], "none", 0.25, 1.0, 3.0)
     boxed = simulate(cluster(sandboxes=boxes), scheduler(), 1)
-    assert boxed.steps[0].rollout_s == pytest.approx(bare.steps[0].rollout_s + 0.25, rel=0.02)
+    assert boxed.steps[0].rollout_s == pytest.approx(bare.steps[0].rollout_s + 0.25, abs=0.05)
     assert boxed.tokens == bare.tokens
 
 

@@ -15,15 +15,10 @@ from tests.parts.simulator.clusters import made_load, serving, steady_load
 shares = st.lists(st.floats(0, 1), min_size=2, max_size=6)
 
 
-def load(busy, kv=None, piece_s=10.0):
-    count = len(busy)
-    return made_load(
-        piece_s * np.arange(count),
-        np.array(busy),
-        np.array(kv or [0.2] * count),
-        100,
-        piece_s * count,
-    )
+def load(busy, kv=None):
+    """Pieces of 10 s."""
+    at, kv = 10.0 * np.arange(len(busy)), np.array(kv or [0.2] * len(busy))
+    return made_load(at, np.array(busy), kv, 100, 10.0 * len(busy))
 
 
 def budget(kv, **changes):
@@ -38,8 +33,7 @@ def test_work_time_passes_at_the_idle_share(busy, wall, ahead):
     pace = lending.Pace(found, 1 - found.busy, 0.0).moved(ahead)
     work = pace.work(wall)
     assert pace.work(pace.wall(work)) == pytest.approx(work, abs=1e-6)
-    # where no work passes, a rounding of `work` decides between the beginning and the end of that
-    # time
+    # Where no work passes, a rounding of `work` decides between that time's beginning and its end.
     assert pace.wall(work - 1e-9 * (1 + work)) <= wall + 1e-6
     assert pace.work(wall + found.period_s) - work == pytest.approx(10.0 * (1 - found.busy).sum())
 
@@ -118,15 +112,9 @@ def test_a_rare_late_request_is_seen_where_it_is_and_weighs_what_it_weighs():
 
 
 def slowed(found, factor):
-    return dataclasses.replace(
-        found,
-        beside=dataclasses.replace(
-            found,
-            busy=np.minimum(1, factor * found.busy),
-            ttft_s=factor * found.ttft_s,
-            tpot_s=factor * found.tpot_s,
-        ),
-    )
+    times = {name: factor * getattr(found, name) for name in ("ttft_s", "tpot_s")}
+    slower = dataclasses.replace(found, busy=np.minimum(1, factor * found.busy), **times)
+    return dataclasses.replace(found, beside=slower)
 
 
 def test_what_rollouts_cost_is_in_proportion_to_the_time_beside():

@@ -73,40 +73,22 @@ def erlang_c(servers, offered):
     return last / (sum(terms) + last)
 
 
-def controlled(load, workers, sequences, seed, lengths, exact, closed_form):
-    """The simulated mean, less what chance did to the exact one."""
+def check(load, workers, sequences, seed, lengths, exact, closed_form):
+    """Compare the simulated mean, less what chance did to the exact one, with the closed form."""
     seconds = probes.queue(load, TOKENS, workers, sequences, ARRIVALS, seed, lengths)
-    return seconds.mean() - (exact(*drawn(load, workers, seed, lengths)) - closed_form)
+    chance = exact(*drawn(load, workers, seed, lengths)) - closed_form
+    assert seconds.mean() - chance == pytest.approx(closed_form, rel=WITHIN)
 
 
-@pytest.mark.parametrize("load", [0.3, 0.7])
-def test_one_engine_with_one_sequence_is_an_m_m_1_queue(load):
-    closed = TOKENS * probes.TOKEN_S / (1 - load)
-    found = controlled(
-        load, 1, 1, 1, exponential, lambda at, s: first_come_first_served(at, s, 1), closed
-    )
-    assert found == pytest.approx(closed, rel=WITHIN)
-
-
-@pytest.mark.parametrize("workers", [2, 5])
-def test_engines_with_one_sequence_each_are_an_m_m_k_queue(workers):
-    service, load = TOKENS * probes.TOKEN_S, 0.8
+@pytest.mark.parametrize("load, workers", [(0.3, 1), (0.7, 1), (0.8, 2), (0.8, 5)])
+def test_engines_with_one_sequence_each_are_an_m_m_k_queue(load, workers):
+    service = TOKENS * probes.TOKEN_S
     closed = service + erlang_c(workers, workers * load) * service / (workers * (1 - load))
-    found = controlled(
-        load,
-        workers,
-        1,
-        2,
-        exponential,
-        lambda at, s: first_come_first_served(at, s, workers),
-        closed,
-    )
-    assert found == pytest.approx(closed, rel=WITHIN)
+    exact = lambda at, s: first_come_first_served(at, s, workers)  # noqa: E731
+    check(load, workers, 1, 2, exponential, exact, closed)
 
 
 @pytest.mark.parametrize("lengths", [constant, exponential, hyperexponential])
 def test_a_batch_whose_steps_cost_in_proportion_shares_the_processor_whatever_the_lengths(lengths):
-    load = 0.6
-    closed = TOKENS * probes.TOKEN_S / (1 - load)  # M/G/1-PS: insensitive to the distribution
-    found = controlled(load, 1, 1 << 20, 3, lengths, shared_processor, closed)
-    assert found == pytest.approx(closed, rel=WITHIN)
+    closed = TOKENS * probes.TOKEN_S / (1 - 0.6)  # M/G/1-PS: insensitive to the distribution
+    check(0.6, 1, 1 << 20, 3, lengths, shared_processor, closed)

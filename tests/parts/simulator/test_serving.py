@@ -28,16 +28,18 @@ def step_by_step(work: Trace, engine: Engine) -> list[tuple[float, float]]:
     """(first token, last token) of each request, one engine step at a time."""
     c, now, after, running, prefill = engine.step, 0.0, 0, [], []
     first, last, held = {}, {}, 0
+
+    def fits(request: int) -> bool:
+        room = len(running) + len(prefill) < engine.max_sequences
+        return room and held + need(request) <= engine.kv_tokens
+
+    def need(request: int) -> int:
+        return int(work.prompt_tokens[request] + work.output_tokens[request])
+
     while after < len(work) or running or prefill:
-        while (
-            after < len(work)
-            and work.at[after] <= now
-            and len(running) + len(prefill) < engine.max_sequences
-            and held + (need := int(work.prompt_tokens[after] + work.output_tokens[after]))
-            <= engine.kv_tokens
-        ):
+        while after < len(work) and work.at[after] <= now and fits(after):
             prefill.append([after, 0])
-            held, after = held + need, after + 1
+            held, after = held + need(after), after + 1
         if not running and not prefill:
             now = work.at[after]
             continue
@@ -57,35 +59,27 @@ def step_by_step(work: Trace, engine: Engine) -> list[tuple[float, float]]:
             first[chunk[0]] = now
             running.append((chunk[0], chunk[1] + 1))
         for request, context in list(running):
-            if context == work.prompt_tokens[request] + work.output_tokens[request]:
+            if context == need(request):
                 running.remove((request, context))
                 last[request] = now
                 held -= context
     return [(first[i], last[i]) for i in range(len(work))]
 
 
+request = st.tuples(st.floats(0, 0.5), st.integers(1, 5000), st.integers(1, 60))
+requests = st.lists(request, min_size=1, max_size=20)
+
+
 @settings(max_examples=60, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.floats(0, 0.5), st.integers(1, 5000), st.integers(1, 60)),
-        min_size=1,
-        max_size=20,
-    ),
-    st.sampled_from([2, 64]),
-    st.sampled_from([6000, 300_000]),
-)
+@given(requests, st.sampled_from([2, 64]), st.sampled_from([6000, 300_000]))
 def test_skipping_over_like_steps_changes_no_time(requests, sequences, kv):
     at = np.cumsum([gap for gap, _, _ in requests])
-    work = trace(
-        *[(t, prompt, output) for t, (_, prompt, output) in zip(at, requests, strict=False)]
-    )
+    work = trace(*[(t, *sizes) for t, (_, *sizes) in zip(at, requests, strict=True)])
     engine = replace(ENGINE, max_sequences=sequences, kv_tokens=kv)
     served, expected = online.serve(work, engine), step_by_step(work, engine)
     assert served.at + served.ttft_s == pytest.approx([first for first, _ in expected], abs=1e-9)
-    tpot = [
-        (last - first) / (o - 1) if o > 1 else math.nan
-        for (first, last), o in zip(expected, work.output_tokens, strict=False)
-    ]
+    each = zip(expected, work.output_tokens, strict=True)
+    tpot = [(last - first) / (o - 1) if o > 1 else math.nan for (first, last), o in each]
     assert served.tpot_s == pytest.approx(tpot, abs=1e-9, nan_ok=True)
 
 
@@ -120,10 +114,7 @@ def test_one_request_takes_what_its_steps_take():
 
 def test_at_the_pace_of_its_targets_serving_computes_less_and_keeps_them():
     work = traces.generate(1, seconds=120, rate=3)
-    alone, beside = (
-        online.serve(work, ENGINE),
-        online.serve(work, ENGINE, pace_s=0.075, hold_s=0.02),
-    )
+    alone, beside = (online.serve(work, ENGINE, *pace) for pace in ((), (0.075, 0.02)))
     assert beside.busy < 0.5 * alone.busy
     assert alone.p99()[1] < beside.p99()[1] <= 0.076
     assert beside.p99()[0] - alone.p99()[0] < 0.05
@@ -142,9 +133,8 @@ def test_a_second_of_peak_traffic_is_a_second_of_peak_load_on_every_device():
 
 def test_what_is_done_beside_rollouts_comes_in_the_same_pieces():
     work = traces.generate(2, seconds=60, rate=4)
-    found = serving.devices(
-        work, ENGINE, count=2, variants=2, beside=serving.Beside(ENGINE, 0.075, 0.02)
-    )
+    beside = serving.Beside(ENGINE, 0.075, 0.02)
+    found = serving.devices(work, ENGINE, count=2, variants=2, beside=beside)
     assert found.gap_p99_s[1] > found.gap_p99_s[0] > 0
     for alone in found.loads:
         assert len(alone.beside.at) == len(alone.at) and alone.beside.period_s == alone.period_s
@@ -153,10 +143,9 @@ def test_what_is_done_beside_rollouts_comes_in_the_same_pieces():
 
 
 def served_with(blocks, kv=300_000, caching=True):
-    work = replace(
-        trace(*[(float(at), 512 * len(each), 1) for at, each in enumerate(blocks)]), blocks=blocks
-    )
-    return online.serve(work, replace(ENGINE, kv_tokens=kv, prefix_caching=caching)).ttft_s
+    work = trace(*[(float(at), 512 * len(each), 1) for at, each in enumerate(blocks)])
+    engine = replace(ENGINE, kv_tokens=kv, prefix_caching=caching)
+    return online.serve(replace(work, blocks=blocks), engine).ttft_s
 
 
 def test_a_prefix_that_was_served_before_is_not_computed_again():
@@ -186,9 +175,8 @@ def test_a_token_that_a_prompt_holds_up_is_late_though_its_requests_mean_is_not(
 
 def test_beside_rollouts_that_nobody_controls_steps_take_longer_and_queues_do_more_than_that():
     work = traces.generate(3, seconds=120, rate=10)
-    found = serving.devices(
-        work, ENGINE, count=1, variants=1, beside=serving.contended(ENGINE, 1.0)
-    ).loads[0]
+    beside = serving.contended(ENGINE, 1.0)
+    [found] = serving.devices(work, ENGINE, count=1, variants=1, beside=beside).loads
     assert (found.beside.tpot_s > 1.9 * found.tpot_s)[~np.isnan(found.tpot_s)].mean() > 0.9
     assert np.percentile(found.beside.ttft_s, 99) > 2.2 * np.percentile(found.ttft_s, 99)
 

@@ -12,16 +12,7 @@ from rose.parts.simulator import driver, probes, spec
 from rose.parts.simulator.driver import simulate
 from rose.scheduler import events as ev
 from tests.parts.simulator import clusters
-from tests.parts.simulator.clusters import (
-    Agents,
-    cluster,
-    made_load,
-    pool,
-    run,
-    scheduler,
-    serving,
-    steady_load,
-)
+from tests.parts.simulator.clusters import Agents, cluster, counted_once, pool, run, scheduler
 from tests.scheduler.said import built
 
 AT_ONCE = {"patience_s": 0.0, "idle_s": 1e9, "cool_down_s": 0.0, "back_off_s": 1.0}
@@ -32,8 +23,7 @@ AT_ONCE = {"patience_s": 0.0, "idle_s": 1e9, "cool_down_s": 0.0, "back_off_s": 1
 def test_each_step_trains_on_its_groups_and_every_trajectory_ends_once():
     result, memory = run(cluster())
     assert [step.trajectories for step in result.steps] == [12, 12]
-    ended = [e.trajectory for e in memory.events(ev.TrajectoryEnded)]
-    assert len(ended) == len(set(ended)) == 24
+    counted_once(memory, 24)
     assert result.counts.turns == 24 * 4
     found = sum(step.tokens for step in result.steps)
     assert found == sum(e.tokens for e in memory.events(ev.TurnEnded))
@@ -75,17 +65,13 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another():
 
 
 def test_a_simulated_runs_journal_replays_to_the_same_decisions(tmp_path):
-    load = steady_load()
-    what = cluster(pool(), pool("borrowed", "cooperative", serving=serving(load)))
+    what = cluster(pool(), clusters.borrowed())
     path = tmp_path / "journal.jsonl"
-    fresh = scheduler("cache_affine", routing_args={"imbalance": 0.1})
+    fresh, again = (scheduler("cache_affine", routing_args={"imbalance": 0.1}) for _ in range(2))
     written = journal.Journal(path, fresh.snapshot())
     result = simulate(what, fresh, 3, written)
     written.close()
-    assert (
-        journal.replay(path, scheduler("cache_affine", routing_args={"imbalance": 0.1}))
-        == result.counts.decisions
-    )
+    assert journal.replay(path, again) == result.counts.decisions
 
 
 def test_rival_schedulers_meet_the_same_episodes():
@@ -103,25 +89,19 @@ def test_more_engines_make_a_shorter_rollout():
 
 
 def test_groups_whose_rewards_are_equal_are_replaced():
-    env = Agents(equal=[1])
-    result, memory = run(cluster(env=env, dynamic=True, steps=1))
-    assert [event.group for event in memory.events(ev.GroupFinished) if not event.accepted] == [
-        "g1"
-    ]
+    result, memory = run(cluster(env=Agents(equal=[1]), dynamic=True, steps=1))
+    finished = memory.events(ev.GroupFinished)
+    assert [event.group for event in finished if not event.accepted] == ["g1"]
     assert result.steps[0].trajectories == 12 and result.counts.dropped_groups == 1
     assert result.counts.dropped_tokens > 0
 
 
 def test_each_turn_takes_the_ways_to_its_engine_and_back():
-    times = [
-        [
-            e.at
-            for e in run(cluster(groups=1, size=1, dispatch_s=there, answer_s=back))[1].events(
-                ev.TurnEnded
-            )
-        ]
-        for there, back in ((0.0, 0.0), (0.25, 0.0), (0.0, 0.5), (0.25, 0.5))
-    ]
+    def ends(there, back):
+        _, memory = run(cluster(groups=1, size=1, dispatch_s=there, answer_s=back))
+        return [event.at for event in memory.events(ev.TurnEnded)]
+
+    times = [ends(*ways) for ways in ((0.0, 0.0), (0.25, 0.0), (0.0, 0.5), (0.25, 0.5))]
     for turn in range(4):  # of the first step; nothing else is under way
         bare, there, back, both = (found[turn] for found in times)
         expected = pytest.approx((0.25 * (turn + 1), 0.5 * (turn + 1), 0.75 * (turn + 1)))
@@ -133,30 +113,33 @@ def test_an_answer_that_comes_after_its_turn_was_taken_back_is_not_heard():
     of."""
     result, memory = run(cluster(answer_s=3.0), timeout=3.8)
     assert result.counts.aborted > 0
-    ended = [e.trajectory for e in memory.events(ev.TrajectoryEnded)]
-    assert len(ended) == len(set(ended)) == 24 and result.counts.turns == 24 * 4
+    counted_once(memory, 24)
+    assert result.counts.turns == 24 * 4
     found = sum(step.tokens for step in result.steps)
     assert found == sum(e.tokens for e in memory.events(ev.TurnEnded))
     # what nobody heard of is made again
     assert sum(worker.decoded for worker in result.workers) > result.tokens
 
 
-def test_answers_on_their_way_from_a_worker_that_is_lost_are_lost():
-    available = spec.Available(np.array([0.0, 7.0, 20.0]), np.array([2, 0, 1], np.int32))
-    result, memory = run(
-        cluster(pool(count=1), pool("spot", "spot", 2, available=available), groups=6, answer_s=2.0)
-    )
+SPOT = spec.Available(np.array([0.0, 7.0, 20.0]), np.array([2, 0, 1], np.int32))
+
+
+def beside_spot(**changes):
+    """A run whose two spot workers are lost at 7 s; one is there again from 20 s on."""
+    pools = pool(count=1), pool("spot", "spot", 2, available=SPOT)
+    result, memory = run(cluster(*pools, groups=6, **changes))
     assert result.counts.lost_workers == 2 and result.counts.migrations > 0
     assert sum(step.trajectories for step in result.steps) == 48
-    ended = [e.trajectory for e in memory.events(ev.TrajectoryEnded)]
-    assert len(ended) == len(set(ended)) == 48
+    return result, memory
+
+
+def test_answers_on_their_way_from_a_worker_that_is_lost_are_lost():
+    result, memory = beside_spot(answer_s=2.0)
+    counted_once(memory, 48)
     lost_at = next(e.at for e in memory.events(ev.WorkerLost))
     taken = {a.turn: (at, a.worker) for at, a in memory.actions(ev.AssignTurn)}
-    assert not [
-        e
-        for e in memory.events(ev.TurnEnded)
-        if e.at > lost_at and taken[e.turn][0] < lost_at and taken[e.turn][1].startswith("spot")
-    ]
+    later = [taken[e.turn] for e in memory.events(ev.TurnEnded) if e.at > lost_at]
+    assert not [worker for at, worker in later if at < lost_at and worker.startswith("spot")]
 
 
 def test_a_crashed_environment_is_replaced_within_its_group():
@@ -164,11 +147,6 @@ def test_a_crashed_environment_is_replaced_within_its_group():
     assert result.counts.crashed == 3 and result.steps[0].trajectories == 12
     assert result.counts.crashed_tokens > 0
     assert {"g0.0", "g0.0r1"} <= {event.trajectory for event in memory.events(ev.TrajectoryEnded)}
-
-
-def test_environments_that_always_crash_stop_the_run():
-    with pytest.raises(RuntimeError, match="failed in a row"):
-        run(cluster(env=Agents(crash=2), groups=1, size=1, max_failures_in_row=2))
 
 
 def test_the_scheduler_hears_of_long_turns_while_they_run():
@@ -179,59 +157,52 @@ def test_the_scheduler_hears_of_long_turns_while_they_run():
     assert quiet.steps == result.steps  # nothing depends on it here
 
 
-def test_nobody_to_take_turns_is_an_error_that_says_so():
-    with pytest.raises(RuntimeError, match="12 of them wait for 0 workers"):
-        run(cluster(pool(count=0), tick_s=math.inf))
-
-
-def test_turns_that_wait_for_a_day_end_a_run_that_only_ticks():
-    with pytest.raises(RuntimeError, match=r"all turns have waited for 86400 s; which .*, 12 of"):
-        run(cluster(pool(count=0), tick_s=60.0))
-
-
-def test_a_run_beyond_its_horizon_is_an_error():
-    with pytest.raises(RuntimeError, match="horizon_s=5"):
-        run(cluster(horizon_s=5.0))
+@pytest.mark.parametrize(
+    "what, words",
+    [
+        (cluster(pool(count=0), tick_s=math.inf), "12 of them wait for 0 workers"),
+        (
+            cluster(pool(count=0), tick_s=60.0),
+            r"all turns have waited for 86400 s; which .*, 12 of",
+        ),
+        (cluster(horizon_s=5.0), "horizon_s=5"),
+        (cluster(env=Agents(crash=2), groups=1, size=1, max_failures_in_row=2), "failed in a row"),
+    ],
+    ids=["nobody", "only ticks", "beyond its horizon", "crashes"],
+)
+def test_a_run_that_cannot_end_is_an_error_that_says_why(what, words):
+    with pytest.raises(RuntimeError, match=words):
+        run(what)
 
 
 # --------------------------------------------------------------------------- borrowed workers
 
 
 def test_a_cooperative_worker_computes_in_the_idle_share_only():
-    alone = run(cluster(pool(count=1), steps=1))[0].steps[0].rollout_s
-    shared = run(
-        cluster(pool("borrowed", "cooperative", 1, serving=serving(steady_load(busy=0.5))), steps=1)
-    )[0]
-    bare = run(
-        cluster(pool("borrowed", "cooperative", 1, serving=serving(steady_load(), "none")), steps=1)
-    )[0]
-    assert bare.steps[0].rollout_s == pytest.approx(alone)
-    assert alone < shared.steps[0].rollout_s <= 2 * alone
+    pools = pool(count=1), clusters.borrowed(None, "none", 1), clusters.borrowed(count=1)
+    alone, bare, beside = (run(cluster(each, steps=1))[0].steps[0].rollout_s for each in pools)
+    assert bare == pytest.approx(alone)
+    assert alone < beside <= 2 * alone
 
 
 def test_the_gate_keeps_the_targets_that_memory_sharing_alone_misses():
     attained = {}
     for executor in ("gate", "memory_only"):
-        load = steady_load(busy=0.5)
+        load = clusters.steady_load(busy=0.5)
         slower = dataclasses.replace(
             load, busy=load.busy * 2, ttft_s=load.ttft_s * 3, tpot_s=load.tpot_s * 2
         )
         load = dataclasses.replace(load, beside=slower if executor == "memory_only" else None)
-        what = cluster(pool(), pool("borrowed", "cooperative", serving=serving(load, executor)))
-        [use] = run(what)[0].serving
+        [use] = run(cluster(pool(), clusters.borrowed(load, executor)))[0].serving
         attained[executor] = use.beside.ttft_attained
         assert use.alone.ttft_attained > 0.99
     assert attained["gate"] > 0.99 > attained["memory_only"]
 
 
 def test_called_back_memory_sends_turns_elsewhere_and_stays_called_back_until_the_next_step():
-    burst = made_load(
-        np.array([0.0, 6.0, 8.0]), np.full(3, 0.2), np.array([0.1, 0.99, 0.1]), 50, 1000.0
-    )
-    what = cluster(
-        pool(count=1), pool("borrowed", "cooperative", 1, serving=serving(burst)), groups=4
-    )
-    result, memory = run(what)
+    kv = np.array([0.1, 0.99, 0.1])
+    burst = clusters.made_load(np.array([0.0, 6.0, 8.0]), np.full(3, 0.2), kv, 50, 1000.0)
+    result, memory = run(cluster(pool(count=1), clusters.borrowed(burst, count=1), groups=4))
     words = [(e.at, e.kv_tokens, e.revoked) for e in memory.events(ev.WorkerCapacity)]
     assert result.counts.returned > 0 and result.counts.migrations >= result.counts.returned
     assert (6.0, 0, True) in words
@@ -244,17 +215,12 @@ def test_called_back_memory_sends_turns_elsewhere_and_stays_called_back_until_th
 def test_a_worker_that_joins_takes_the_weights_first():
     what = cluster(pool(count=1), pool("lend", "cooperative", 3, on_request=True), groups=8)
     result, memory = run(what, provisioning="on_demand", args={"min": 2, "max": 2} | AT_ONCE)
-    joined = {
-        event.worker: event.at
-        for event in memory.events(ev.WorkerJoined)
-        if event.kind == "cooperative"
-    }
+    joined = [event for event in memory.events(ev.WorkerJoined) if event.kind == "cooperative"]
     assert len(joined) == 2 and len(result.allocations) == 2
     for granted in result.allocations:
         assert granted.seconds > 4.0  # its start, and a whole version
-        firsts = [
-            at for at, action in memory.actions(ev.AssignTurn) if action.worker == granted.worker
-        ]
+        turns = memory.actions(ev.AssignTurn)
+        firsts = [at for at, action in turns if action.worker == granted.worker]
         assert min(firsts) >= granted.ready_at
 
 
@@ -265,15 +231,10 @@ def test_a_full_pool_refuses():
 
 
 def test_lost_spot_workers_cost_no_token_that_had_been_made():
-    available = spec.Available(np.array([0.0, 7.0, 20.0]), np.array([2, 0, 1], np.int32))
-    what = cluster(pool(count=1), pool("spot", "spot", 2, available=available), groups=6)
-    result, memory = run(what)
-    assert result.counts.lost_workers == 2 and result.counts.migrations > 0
-    assert sum(step.trajectories for step in result.steps) == 48
+    result, memory = beside_spot()
     assert sum(worker.decoded for worker in result.workers) == result.tokens  # none was made twice
-    assert [event.worker for event in memory.events(ev.WorkerJoined) if event.kind == "spot"][
-        2:
-    ] == ["spot-2"]
+    joined = [event.worker for event in memory.events(ev.WorkerJoined) if event.kind == "spot"]
+    assert joined[2:] == ["spot-2"]
 
 
 def test_hybrid_workers_roll_out_only_between_training_phases():
@@ -337,16 +298,11 @@ def test_gpus_that_roll_out_train_no_more_and_libras_split_shortens_the_steps():
 
 def test_a_simulation_carries_actions_out_in_the_order_of_the_journal(monkeypatch):
     done, carry_out = [], driver.Simulation._carry_out
-
-    def noted(self, action):
-        done.append(action)
-        carry_out(self, action)
-
+    noted = lambda self, action: done.append(action) or carry_out(self, action)  # noqa: E731
     monkeypatch.setattr(driver.Simulation, "_carry_out", noted)
     dapo = {"oversample": 1.5, "max_admitted": 8.0}
-    oversampled = built(600.0, batching=("dapo", dapo))
     memory = clusters.Memory()
-    simulate(cluster(), oversampled, 1, memory)
+    simulate(cluster(), built(600.0, batching=("dapo", dapo)), 1, memory)
     said = [action for _, actions in memory.entries for action in actions]
     assert said == done and any(isinstance(action, ev.DropGroup) for action in done)
 

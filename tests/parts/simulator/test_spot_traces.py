@@ -17,10 +17,9 @@ def write(tmp_path):
 
 
 NAMED = "1000,add,a\n1000,add,b\n4000,remove,a\n5000,add,a\n11000,remove,b\n"
-COUNTED = (
-    "2021-12-11, 11:00:00, 2\n2021-12-11, 11:00:10, 3\n2021-12-11, 11:00:30, 3\n2021-12-11, "
-    "11:00:40, 1\n"
-    "2021-12-11, 11:01:00, 1\n"
+COUNTED = "".join(
+    f"2021-12-11, 11:{at}, {count}\n"
+    for at, count in (("00:00", 2), ("00:10", 3), ("00:30", 3), ("00:40", 1), ("01:00", 1))
 )
 
 
@@ -41,10 +40,9 @@ def test_a_count_that_is_sampled_gives_as_many_instances_at_each_time(write):
 
 def test_which_instances_a_falling_count_takes_is_decided_by_the_seed(write):
     path = write(COUNTED)
-    stays = [
-        spot.read(path, seed).begin[spot.read(path, seed).end == 60].item() for seed in range(40)
-    ]
-    assert stays[3] == spot.read(path, 3).begin[spot.read(path, 3).end == 60].item()
+    pools = [spot.read(path, seed) for seed in (*range(40), 3)]
+    stays = [pool.begin[pool.end == 60].item() for pool in pools]
+    assert stays[3] == stays[-1]
     assert set(stays) == {0.0, 10.0}
 
 

@@ -24,35 +24,55 @@ def write(tmp_path):
     return write
 
 
-def small() -> Trace:
-    return Trace(
-        np.array([0.0, 1.0, 2.5, 4.0]),
-        np.array([10, 200, 30, 40], np.int32),
-        np.array([1, 2, 300, 4], np.int32),
-    )
+def trace(at, prompt, output) -> Trace:
+    return Trace(np.array(at), np.array(prompt, np.int32), np.array(output, np.int32))
+
+
+SMALL = trace([0.0, 1.0, 2.5, 4.0], [10, 200, 30, 40], [1, 2, 300, 4])
+
+
+def said(found: Trace) -> tuple[list, list, list]:
+    return found.at.tolist(), found.prompt_tokens.tolist(), found.output_tokens.tolist()
+
+
+MADE = '{"timestamp": %s, "input_length": %s, "output_length": %s}\n'
+BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
 
 
 def test_a_file_of_azures_format_is_read_to_the_microsecond(write):
-    trace = traces.read(write(HEADER + "\n".join(ROWS) + "\n"))
-    assert trace.at.tolist() == pytest.approx([0, 4.314579, 60.0], abs=1e-9)
-    assert trace.prompt_tokens.tolist() == [374, 396, 0]
-    assert trace.output_tokens.tolist() == [44, 109, 1]
+    found = traces.read(write(HEADER + "\n".join(ROWS) + "\n"))
+    expected = (pytest.approx([0, 4.314579, 60.0], abs=1e-9), [374, 396, 0], [44, 109, 1])
+    assert said(found) == expected
     expected = (np.float64, np.int32, np.int32)
-    assert (trace.at.dtype, trace.prompt_tokens.dtype, trace.output_tokens.dtype) == expected
+    assert (found.at.dtype, found.prompt_tokens.dtype, found.output_tokens.dtype) == expected
 
 
-def test_columns_are_found_by_name_among_others_and_blank_lines_are_no_requests(write):
-    text = "id,GeneratedTokens,TIMESTAMP,ContextTokens\r\n7,44,2023-11-16 18:15:46,374\r\n\r\n"
-    trace = traces.read(write(text))
-    assert (trace.at.tolist(), trace.prompt_tokens.tolist(), trace.output_tokens.tolist()) == (
-        [0.0],
-        [374],
-        [44],
-    )
+UTC = "2024-05-10 00:00:0%d.009930+00:00,1,2\n"
+MOONCAKE = MADE % (27482, 6955, 52) + "\n" + MADE % (30535, 6472, 26)
 
 
 @pytest.mark.parametrize(
-    "text, said",
+    "text, expected",
+    [
+        (  # columns among others, and blank lines
+            "id,GeneratedTokens,TIMESTAMP,ContextTokens\r\n7,44,2023-11-16 18:15:46,374\r\n\r\n",
+            ([0.0], [374], [44]),
+        ),
+        (HEADER + UTC % 0 + UTC % 1, ([0.0, 1.0], [1, 1], [2, 2])),
+        (  # which keeps what failed
+            BURST + "5,ChatGPT,472,18,490,Conversation log\n45.5,GPT-4,1087,0,1087,API log\n",
+            ([0.0, 40.5], [472, 1087], [18, 0]),
+        ),
+        (MOONCAKE, (pytest.approx([0, 3.053], abs=1e-12), [6955, 6472], [52, 26])),
+    ],
+    ids=["azure", "azure of 2024", "burstgpt", "mooncake"],
+)
+def test_a_format_is_told_by_its_first_line(write, text, expected):
+    assert said(traces.read(write(text))) == expected
+
+
+@pytest.mark.parametrize(
+    "text, words",
     [
         ("", "line 1: an empty file is no header of a request trace; known are Azure"),
         ("a,b\n1,2\n", r"line 1: \['a', 'b'\] is no header of a request trace; known are Azure"),
@@ -68,53 +88,6 @@ def test_columns_are_found_by_name_among_others_and_blank_lines_are_no_requests(
         (HEADER + "2023-11-16 18:15:46,99999999999,2\n", "line 2, column ContextTokens"),
         (HEADER + ROWS[0] + '\n"' + "x" * 200_000, "line 3: no CSV: field larger than field limit"),
         ('"' + "x" * 200_000, "line 1: no CSV: field larger than field limit"),
-    ],
-)
-def test_a_bad_file_is_refused_with_the_place_that_is_wrong(write, text, said):
-    path = write(text)
-    with pytest.raises(TraceError, match=said) as caught:
-        traces.read(path)
-    assert str(caught.value).startswith(str(path))
-
-
-MADE = '{"timestamp": %s, "input_length": %s, "output_length": %s}\n'
-BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
-
-
-def test_a_file_of_burstgpts_format_is_told_by_its_header_and_keeps_what_failed(write):
-    trace = traces.read(
-        write(BURST + "5,ChatGPT,472,18,490,Conversation log\n45.5,GPT-4,1087,0,1087,API log\n")
-    )
-    assert (trace.at.tolist(), trace.prompt_tokens.tolist(), trace.output_tokens.tolist()) == (
-        [0.0, 40.5],
-        [472, 1087],
-        [18, 0],
-    )
-
-
-def test_a_file_of_mooncakes_format_is_told_by_its_first_line_and_counts_milliseconds(write):
-    rows = [
-        '{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47]}',
-        "",
-        '{"timestamp": 30535, "input_length": 6472, "output_length": 26}',
-    ]
-    trace = traces.read(write("\n".join(rows)))
-    assert trace.at.tolist() == pytest.approx([0, 3.053], abs=1e-12)
-    assert (trace.prompt_tokens.tolist(), trace.output_tokens.tolist()) == ([6955, 6472], [52, 26])
-
-
-def test_a_time_of_azures_later_traces_may_name_utc(write):
-    trace = traces.read(
-        write(
-            HEADER + "2024-05-10 00:00:00.009930+00:00,1,2\n2024-05-10 00:00:01.009930+00:00,3,4\n"
-        )
-    )
-    assert trace.at.tolist() == [0.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    "text, said",
-    [
         (BURST.replace("Response tokens,", "") + "5,ChatGPT,4,8,C\n", "line 1: no column Response"),
         (BURST, "no requests below the header"),
         (BURST + "5,ChatGPT,472,18,490,C\n4,ChatGPT,1,1,2,C\n", "line 3, column Timestamp: 4 is"),
@@ -134,32 +107,31 @@ def test_a_time_of_azures_later_traces_may_name_utc(write):
         (MADE % (2, 5, -1), "line 1, column output_length: -1 tokens"),
     ],
 )
-def test_the_other_formats_are_refused_with_the_place_too(write, text, said):
-    with pytest.raises(TraceError, match=said):
-        traces.read(write(text))
+def test_a_bad_file_is_refused_with_the_place_that_is_wrong(write, text, words):
+    path = write(text)
+    with pytest.raises(TraceError, match=words) as caught:
+        traces.read(path)
+    assert str(caught.value).startswith(str(path))
 
 
 def test_a_slice_counts_from_its_start_and_excludes_its_end():
-    cut = small().slice(1.0, 3.0)
+    cut = SMALL.slice(1.0, 3.0)
     assert cut.at.tolist() == [0.0, 1.5] and cut.prompt_tokens.tolist() == [200, 30]
-    assert len(small().slice(10, 5)) == 0 and small().slice(10, 5).seconds == 0
+    assert len(SMALL.slice(10, 5)) == 0 and SMALL.slice(10, 5).seconds == 0
 
 
 def test_scaling_changes_times_or_lengths_and_loses_no_request():
-    assert small().scaled(2).at.tolist() == [0, 2, 5, 8]
-    scaled = small().tokens_scaled(0.1, 0.25)
-    assert scaled.prompt_tokens.tolist() == [1, 20, 3, 4]
-    assert scaled.output_tokens.tolist() == [1, 1, 75, 1]
-    clipped = small().clipped(100, 3)
-    assert clipped.prompt_tokens.tolist() == [10, 100, 30, 40]
-    assert clipped.output_tokens.tolist() == [1, 2, 3, 3]
+    assert SMALL.scaled(2).at.tolist() == [0, 2, 5, 8]
+    scaled, clipped = SMALL.tokens_scaled(0.1, 0.25), SMALL.clipped(100, 3)
+    assert said(scaled)[1:] == ([1, 20, 3, 4], [1, 1, 75, 1])
+    assert said(clipped)[1:] == ([10, 100, 30, 40], [1, 2, 3, 3])
     assert {scaled.prompt_tokens.dtype, clipped.output_tokens.dtype} == {np.dtype(np.int32)}
 
 
 @pytest.mark.parametrize("factor", [0, -1, float("nan"), float("inf")])
 def test_a_time_factor_must_be_positive(factor):
     with pytest.raises(ValueError, match="time_factor"):
-        small().scaled(factor)
+        SMALL.scaled(factor)
 
 
 def test_a_made_trace_has_the_rate_the_lengths_and_the_peaks_asked_for():
@@ -178,11 +150,10 @@ def test_a_made_trace_has_the_rate_the_lengths_and_the_peaks_asked_for():
 def test_mooncakes_prefixes_go_with_their_requests(write):
     line = '{"timestamp": %d, "input_length": 600, "output_length": 5%s}\n'
     text = "".join(line % (1000 * at, f', "hash_ids": [{at}, 7]') for at in range(4))
-    trace = traces.read(write(text))
-    assert trace.blocks == ((0, 7), (1, 7), (2, 7), (3, 7))
-    assert (
-        trace.slice(1, 2).blocks == trace.scaled(2).clipped(10, 10).blocks[1:3] == trace.blocks[1:3]
-    )
+    found = traces.read(write(text))
+    assert found.blocks == ((0, 7), (1, 7), (2, 7), (3, 7))
+    assert found.slice(1, 2).blocks == found.scaled(2).clipped(10, 10).blocks[1:3]
+    assert found.slice(1, 2).blocks == found.blocks[1:3]
     assert traces.read(write(text + line % (4000, ""))).blocks is None
     with pytest.raises(TraceError, match="line 1, column hash_ids: '7' is no list of whole"):
         traces.read(write(line % (0, ', "hash_ids": 7')))
@@ -200,11 +171,8 @@ def test_a_steady_trace_is_poisson_and_the_seed_decides():
     steady = traces.generate(1, rate=100, minute_peak=1, second_peak=1)
     counts = np.bincount(steady.at.astype(int))
     assert counts.var() / counts.mean() == pytest.approx(1, abs=0.15)
-    assert (
-        traces.generate(3).at.tolist()
-        == traces.generate(3).at.tolist()
-        != traces.generate(4).at.tolist()
-    )
+    first, again, other = (traces.generate(seed).at.tolist() for seed in (3, 3, 4))
+    assert first == again != other
 
 
 @pytest.mark.parametrize(

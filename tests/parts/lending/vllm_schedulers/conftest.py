@@ -27,25 +27,19 @@ PROFILE = {
     "interference": {"hold_p99": 1.0, "hold_mean": 0.5},
 }
 
+KINDS = {"online": board.Online, "rollout": board.Rollout, "control": board.Control}
+
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory):
     import transformers
 
     folder = tmp_path_factory.mktemp("model")
-    transformers.Qwen3Config(
-        vocab_size=263,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        head_dim=32,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        architectures=["Qwen3ForCausalLM"],
-        eos_token_id=1,
-        bos_token_id=None,
-    ).save_pretrained(folder)
+    sizes = {"vocab_size": 263, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    tokens = {"max_position_embeddings": 2048, "eos_token_id": 1, "bos_token_id": None}
+    architecture = {"architectures": ["Qwen3ForCausalLM"]}
+    transformers.Qwen3Config(**sizes, **tokens, **architecture).save_pretrained(folder)
     return folder
 
 
@@ -61,8 +55,8 @@ class Boards:
         self._beating = threading.Thread(target=self._beats, daemon=True)
         self._beating.start()
 
-    def begin(self, name, kind, **fields):
-        writer = self.writers[name] = board.Writer(self.folder / name, kind)
+    def begin(self, name, **fields):
+        writer = self.writers[name] = board.Writer(self.folder / name, KINDS[name])
         self.set(name, **fields)
         return writer
 
@@ -92,22 +86,14 @@ def boards(tmp_path, monkeypatch):
     monkeypatch.setattr(gate, "CONTROL_STALE_S", 60.0)
     monkeypatch.setattr(gate, "AHEAD_S", 60.0)
     monkeypatch.setattr(board, "ALIVE_S", 0.0)
+    monkeypatch.setattr(board, "OPEN_RETRY_S", -1.0)  # boards that appear later are opened at once
     observe = Predictor.observe
-    monkeypatch.setattr(
-        Predictor,
-        "observe",
-        lambda self, work, seconds: observe(self, work, 1.01 * self.seconds(work)),
-    )
-    lending = msgspec.structs.replace(
-        serving.lending,
-        kv_gib=(BLOCKS - 1) * BLOCK_BYTES / 2**30,
-        stale_after_s=60.0,
-        patience_s=600.0,
-        revoke_after_s=600.0,
-    )
-    serving = msgspec.structs.replace(
-        serving, lending=lending, online=msgspec.structs.replace(serving.online, slo=SLO)
-    )
+    as_predicted = lambda self, work, seconds: observe(self, work, 1.01 * self.seconds(work))  # noqa: E731
+    monkeypatch.setattr(Predictor, "observe", as_predicted)
+    replace, kv_gib = msgspec.structs.replace, (BLOCKS - 1) * BLOCK_BYTES / 2**30
+    patient = {"stale_after_s": 60.0, "patience_s": 600.0, "revoke_after_s": 600.0}
+    lending = replace(serving.lending, kv_gib=kv_gib, **patient)
+    serving = replace(serving, lending=lending, online=replace(serving.online, slo=SLO))
     for name, value in device.describe(tmp_path / "boards", serving, PROFILE).items():
         monkeypatch.setenv(name, value)
     made = Boards(tmp_path / "boards")
@@ -141,14 +127,9 @@ def make_scheduler(model_folder, asynchronous):
         model = ModelConfig(
             model=str(model_folder), skip_tokenizer_init=True, dtype="float32", seed=0
         )
-        scheduling = SchedulerConfig(
-            max_num_seqs=16,
-            max_num_batched_tokens=256,
-            max_model_len=512,
-            enable_chunked_prefill=True,
-            is_encoder_decoder=False,
-            async_scheduling=asynchronous,
-        )
+        sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 512}
+        chosen = {"enable_chunked_prefill": True, "is_encoder_decoder": False}
+        scheduling = SchedulerConfig(async_scheduling=asynchronous, **sizes, **chosen)
         cache = CacheConfig(
             block_size=BLOCK, gpu_memory_utilization=0.9, enable_prefix_caching=True
         )
@@ -163,23 +144,18 @@ def make_scheduler(model_folder, asynchronous):
         tensor = KVCacheTensor(
             size=blocks * size, layers=["layer"], layer_stride=size, block_stride=size
         )
-        kv = KVCacheConfig(
-            num_blocks=blocks,
-            kv_cache_tensors=[tensor],
-            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
-        )
+        groups = [KVCacheGroupSpec(["layer"], spec)]
+        kv = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[tensor], kv_cache_groups=groups)
         cache.num_gpu_blocks = blocks
         build = resolve_obj_by_qualname(f"{module}.scheduler")
-        return Driven(
-            build(
-                vllm_config=config,
-                kv_cache_config=kv,
-                log_stats=True,
-                block_size=BLOCK,
-                structured_output_manager=StructuredOutputManager(config),
-            ),
-            memory,
+        scheduler = build(
+            vllm_config=config,
+            kv_cache_config=kv,
+            log_stats=True,
+            block_size=BLOCK,
+            structured_output_manager=StructuredOutputManager(config),
         )
+        return Driven(scheduler, memory)
 
     return make
 
@@ -233,16 +209,15 @@ class Driven:
         # not hash(), by which two names in some processes would share a prefix
         first = zlib.crc32(name.encode())
         ids = [(first + i) % 250 + 2 for i in range(prompt)]
-        self.scheduler.add_request(
-            Request(
-                request_id=name,
-                prompt_token_ids=ids,
-                sampling_params=params,
-                pooling_params=None,
-                arrival_time=time.time(),
-                block_hasher=get_request_block_hasher(BLOCK, sha256),
-            )
+        request = Request(
+            request_id=name,
+            prompt_token_ids=ids,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=time.time(),
+            block_hasher=get_request_block_hasher(BLOCK, sha256),
         )
+        self.scheduler.add_request(request)
 
     def step(self):
         """One step, planned and done; the number of tokens that each request computed in it."""
@@ -268,30 +243,20 @@ class Driven:
 
         output, sampled = self.in_flight.pop(0)
         names = list(output.num_scheduled_tokens)
-        result = self.scheduler.update_from_output(
-            output,
-            ModelRunnerOutput(
-                req_ids=names,
-                req_id_to_index={name: i for i, name in enumerate(names)},
-                sampled_token_ids=sampled,
-                logprobs=None,
-                prompt_logprobs_dict={},
-                pooler_output=[],
-            ),
+        made = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: i for i, name in enumerate(names)},
+            sampled_token_ids=sampled,
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=[],
         )
-        for group in result.values():
+        for group in self.scheduler.update_from_output(output, made).values():
             for one in group.outputs:
-                self.made[one.request_id] = self.made.get(one.request_id, 0) + len(
-                    one.new_token_ids
-                )
+                name = one.request_id
+                self.made[name] = self.made.get(name, 0) + len(one.new_token_ids)
                 if one.finish_reason is not None:
-                    self.ended[one.request_id] = (one.finish_reason.name, one.stop_reason)
+                    self.ended[name] = (one.finish_reason.name, one.stop_reason)
 
     def steps(self, count):
         return [self.step() for _ in range(count)]
-
-
-@pytest.fixture
-def read():
-    """read(boards, "rollout", board.Rollout) -> its state now."""
-    return lambda boards, name, kind: board.Reader(boards.folder / name, kind).read()

@@ -70,11 +70,10 @@ class Kernel:
 def pair(boards, make_scheduler, monkeypatch):
     """pair(pages) -> S and R on a device with so many pages for their KV caches besides those of
     the null blocks."""
-    monkeypatch.setattr(board, "OPEN_RETRY_S", 0.0)  # boards that appear later are opened at once
     here = device.here().serving
     lending = msgspec.structs.replace(here.lending, kv_gib=BUDGET / 2**30)
     device.describe(boards.folder, msgspec.structs.replace(here, lending=lending), PROFILE)
-    boards.begin("control", board.Control, lend=1)
+    boards.begin("control", lend=1)
 
     def made(pages):
         gpu, layout = Device(pages + 2), Layout(BLOCKS * BLOCK_BYTES, BLOCKS, (0,), (BLOCK_BYTES,))
@@ -160,7 +159,7 @@ def test_blocks_of_a_request_that_ended_go_back_after_the_step_that_still_writes
     online.driven.add("long", prompt=250, tokens=100)
     online.turn(asynchronous)
     online.turn(asynchronous)
-    boards.begin("rollout", board.Rollout)  # now there is somebody to lend to
+    boards.begin("rollout")  # now there is somebody to lend to
     had = used(online)[0]
     online.plan()  # a step with "long", which the device has yet to do
     scheduler.finish_requests("long", abort())
@@ -176,7 +175,7 @@ def test_the_steps_in_flight_are_part_of_what_a_step_holds_the_online_engine_up_
 ):
     """The online engine has time for one of R's steps, then not for another beside it."""
     _, _, rollout = pair(2 * BUDGET // PAGE)
-    scheduler, told = rollout.driven.scheduler, boards.begin("online", board.Online)
+    scheduler, told = rollout.driven.scheduler, boards.begin("online")
     boards.set("control", stops=0)
     rollout.driven.add("r", prompt=60, tokens=100)
     for _ in range(3):

@@ -6,7 +6,6 @@ import time
 import msgspec
 import pytest
 
-from rose.parts.lending import board
 from rose.parts.lending.flag import Flag
 from rose.parts.lending.vllm import rollout
 
@@ -21,14 +20,14 @@ def flag(boards):
 
 @pytest.fixture
 def online(boards, make_scheduler):
-    boards.begin("control", board.Control, lend=1, share=1)
+    boards.begin("control", lend=1, share=1)
     return make_scheduler("rose.parts.lending.vllm.online")
 
 
 @pytest.fixture
 def rollouts(boards, make_scheduler):
-    boards.begin("online", board.Online, kv_total=TOTAL, kv_held=TOTAL // 10)
-    boards.begin("control", board.Control, lend=1, share=1, epoch=1)
+    boards.begin("online", kv_total=TOTAL, kv_held=TOTAL // 10)
+    boards.begin("control", lend=1, share=1, epoch=1)
     return make_scheduler("rose.parts.lending.vllm.rollout")
 
 
@@ -87,8 +86,7 @@ def test_while_requests_wait_for_memory_the_flag_is_down_beside_requests_that_ru
     """A stopped rollout step may keep the memory: neither engine would go on."""
     scheduler = online.scheduler
     scheduler._dial.lets = lambda *_: False
-    boards.begin("rollout", board.Rollout, kv_budget=0.8 * TOTAL)
-    scheduler._rollout._tried_at = float("-inf")
+    boards.begin("rollout", kv_budget=0.8 * TOTAL)
     online.add("a", prompt=32, tokens=200)
     online.step()
     online.plan()

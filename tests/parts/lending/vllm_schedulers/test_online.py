@@ -4,9 +4,9 @@ back."""
 import os
 import signal
 import subprocess
-import sys
 import time
 
+import msgspec
 import pytest
 
 from rose.parts.lending import board
@@ -18,7 +18,7 @@ TOTAL = 64 * 4096
 
 @pytest.fixture
 def driven(boards, make_scheduler):
-    boards.begin("control", board.Control, lend=1, share=1)
+    boards.begin("control", lend=1, share=1)
     return make_scheduler("rose.parts.lending.vllm.online")
 
 
@@ -65,8 +65,7 @@ def test_a_client_that_hangs_up_is_forgotten(driven):
 def test_requests_are_counted_apart_while_anything_is_lent(driven, boards):
     driven.add("a", tokens=1)
     driven.step()
-    boards.begin("rollout", board.Rollout, running=3)
-    driven.scheduler._rollout._tried_at = float("-inf")
+    boards.begin("rollout", running=3)
     driven.add("b", tokens=1)
     driven.step()
     state = driven.scheduler.state
@@ -101,8 +100,7 @@ def test_alone_it_keeps_its_memory_and_beside_a_rollout_engine_it_lends_what_it_
     driven.add("a", prompt=64, tokens=50)
     driven.step()
     assert driven.scheduler.pool.limit_bytes == TOTAL
-    boards.begin("rollout", board.Rollout)
-    driven.scheduler._rollout._tried_at = float("-inf")
+    boards.begin("rollout")
     driven.step()
     state, pool = driven.scheduler.state, driven.scheduler.pool
     assert state.kv_held == pool.limit_bytes < 0.5 * TOTAL and pool.used <= pool.limit_bytes
@@ -112,8 +110,7 @@ def test_a_whole_step_of_prompts_finds_memory_beside_an_engine_that_has_all_that
     driven, boards
 ):
     driven.add("a", prompt=32, tokens=200)
-    boards.begin("rollout", board.Rollout)
-    driven.scheduler._rollout._tried_at = float("-inf")
+    boards.begin("rollout")
     driven.step()
     state, pool = driven.scheduler.state, driven.scheduler.pool
     boards.set("rollout", kv_budget=TOTAL - state.kv_held)
@@ -128,8 +125,7 @@ def test_a_rollout_engine_is_left_alone_while_only_what_is_kept_for_later_is_mis
 ):
     lifted = []
     monkeypatch.setattr(online, "restore_priority", lifted.append)
-    boards.begin("rollout", board.Rollout, kv_budget=0.7 * TOTAL)
-    driven.scheduler._rollout._tried_at = float("-inf")
+    boards.begin("rollout", kv_budget=0.7 * TOTAL)
     driven.add("a", prompt=200, tokens=200)
     driven.step()
     driven.add("b", prompt=60, tokens=20)
@@ -143,8 +139,7 @@ def test_a_rollout_engine_is_left_alone_while_only_what_is_kept_for_later_is_mis
 def test_it_uses_lent_memory_only_after_it_was_given_back_and_is_not_preempted_meanwhile(
     driven, boards
 ):
-    boards.begin("rollout", board.Rollout, kv_budget=0.8 * TOTAL)
-    driven.scheduler._rollout._tried_at = float("-inf")
+    boards.begin("rollout", kv_budget=0.8 * TOTAL)
     driven.add("a", prompt=32, tokens=200)
     driven.step()
     state, pool = driven.scheduler.state, driven.scheduler.pool
@@ -157,8 +152,7 @@ def test_it_uses_lent_memory_only_after_it_was_given_back_and_is_not_preempted_m
 
 
 def test_when_lending_stops_everything_is_held_again(driven, boards):
-    boards.begin("rollout", board.Rollout)
-    driven.scheduler._rollout._tried_at = float("-inf")
+    boards.begin("rollout")
     driven.add("a", tokens=50)
     driven.step()
     assert driven.scheduler.pool.limit_bytes < TOTAL
@@ -190,8 +184,7 @@ def test_while_requests_run_memory_changes_hands_in_parts_and_all_of_it_in_the_e
     assert scheduler.pool.limit_bytes == TOTAL, "nobody waits at the start"
     driven.add("a", prompt=32, tokens=200)
     driven.step()
-    boards.begin("rollout", board.Rollout)
-    scheduler._rollout._tried_at = float("-inf")
+    boards.begin("rollout")
     given = [changes(driven, driven.step) for _ in range(20)]
     # "a" grows by a block in between
     assert all(lost <= 4 and got <= 1 for lost, got in given) and given[0] == (4, 0)
@@ -209,8 +202,7 @@ def test_what_the_next_step_needs_is_there_at_once_and_the_rest_in_parts(
     driven, boards, four_at_once
 ):
     driven.add("a", prompt=32, tokens=200)
-    boards.begin("rollout", board.Rollout)
-    driven.scheduler._rollout._tried_at = float("-inf")
+    boards.begin("rollout")
     driven.steps(20)
     had = driven.scheduler.pool.limit_bytes
     for name in "bcd":
@@ -224,8 +216,7 @@ def test_what_the_next_step_needs_is_there_at_once_and_the_rest_in_parts(
 
 
 def test_without_requests_the_beat_has_the_rest_change_hands(driven, boards, four_at_once):
-    boards.begin("rollout", board.Rollout)
-    driven.scheduler._rollout._tried_at = float("-inf")
+    boards.begin("rollout")
     for lend in (1, 0):
         boards.set("control", lend=lend)
         turns = 0
@@ -235,18 +226,20 @@ def test_without_requests_the_beat_has_the_rest_change_hands(driven, boards, fou
         assert 5 < turns < 16 and (driven.scheduler.pool.limit_bytes == TOTAL) != lend
 
 
+@pytest.fixture
+def lender(boards):
+    """A living rollout engine's process, whose board has most of the memory."""
+    process = subprocess.Popen(["sleep", "600"])
+    started = board._started(process.pid)
+    boards.begin("rollout", kv_budget=0.8 * TOTAL, pid=process.pid, pid_started=started)
+    yield process
+    process.kill()
+    process.wait(60)
+
+
 def test_memory_of_a_dead_rollout_engine_is_taken_and_that_of_a_damaged_board_is_not(
-    driven, boards
+    driven, boards, lender
 ):
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    boards.begin(
-        "rollout",
-        board.Rollout,
-        kv_budget=0.8 * TOTAL,
-        pid=process.pid,
-        pid_started=board._started(process.pid),
-    )
-    driven.scheduler._rollout._tried_at = float("-inf")
     driven.add("a", prompt=400, tokens=100)
     driven.step()
     assert driven.scheduler.pool.limit_bytes <= 0.2 * TOTAL
@@ -257,41 +250,27 @@ def test_memory_of_a_dead_rollout_engine_is_taken_and_that_of_a_damaged_board_is
         file.write(b"\xff" * 16)
     driven.step()
     assert driven.scheduler.pool.limit_bytes <= 0.2 * TOTAL
-    process.kill()
-    process.wait(60)
+    lender.kill()
+    lender.wait(60)
     driven.step()
     assert driven.scheduler.pool.limit_bytes > 0.3 * TOTAL
 
 
-def test_a_rollout_engine_that_keeps_what_requests_wait_for_is_ended(driven, boards):
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    try:
-        boards.begin(
-            "rollout",
-            board.Rollout,
-            kv_budget=0.9 * TOTAL,
-            pid=process.pid,
-            pid_started=board._started(process.pid),
-        )
-        driven.scheduler._rollout._tried_at = float("-inf")
-        driven.add("a", prompt=400, tokens=100)
-        driven.step()
-        driven.scheduler._on_beat()
-        assert process.poll() is None
-        driven.scheduler._asked_at -= driven.scheduler._lending.revoke_after_s
-        driven.scheduler._on_beat()
-        assert process.wait(60) == -signal.SIGKILL
-        driven.step()
-        assert driven.scheduler.pool.limit_bytes > 0.3 * TOTAL
-    finally:
-        process.kill()
+def test_a_rollout_engine_that_keeps_what_requests_wait_for_is_ended(driven, lender):
+    driven.add("a", prompt=400, tokens=100)
+    driven.step()
+    driven.scheduler._on_beat()
+    assert lender.poll() is None
+    driven.scheduler._asked_at -= driven.scheduler._lending.revoke_after_s
+    driven.scheduler._on_beat()
+    assert lender.wait(60) == -signal.SIGKILL
+    driven.step()
+    assert driven.scheduler.pool.limit_bytes > 0.3 * TOTAL
 
 
 def test_without_a_device_it_is_vllms_scheduler_and_logs_its_steps(
     make_scheduler, monkeypatch, tmp_path
 ):
-    import msgspec
-
     monkeypatch.delenv("ROSE_COSERVING", raising=False)
     monkeypatch.setenv("ROSE_COSERVING_STEPS", str(tmp_path / "steps"))
     driven = make_scheduler("rose.parts.lending.vllm.online")
@@ -312,9 +291,8 @@ def test_beside_a_step_in_flight_memory_moves_in_small_parts_and_seldom(
     monkeypatch.setattr(time, "monotonic", lambda: now)
     driven.add("a", prompt=32, tokens=200)
     driven.plan()
-    boards.begin("rollout", board.Rollout)
+    boards.begin("rollout")
     scheduler = driven.scheduler
-    scheduler._rollout._tried_at = float("-inf")
     assert [changes(driven, scheduler._share_memory)[0] for _ in range(3)] == [2, 0, 0]
     now += online.MOVE_EVERY_S
     assert changes(driven, scheduler._share_memory) == (2, 0)

@@ -234,9 +234,8 @@ def test_a_strewn_pool_settles_in_parts_and_has_as_many_blocks_meanwhile():
     for _ in range(3 * module.SETTLE):
         before = engine.workers[0]._held.copy()
         pool.limit(10 * pool.block_bytes, math.inf, pool.block_bytes)
-        assert (
-            before & ~engine.workers[0]._held
-        ).sum() <= 1 and pool.limit_bytes >= 8 * pool.block_bytes
+        assert (before & ~engine.workers[0]._held).sum() <= 1
+        assert pool.limit_bytes >= 8 * pool.block_bytes
         engine.step()
 
 

@@ -18,9 +18,13 @@ TOTAL = 64 * 4096
 
 @pytest.fixture
 def driven(boards, make_scheduler):
-    boards.begin("online", board.Online, kv_total=TOTAL, kv_held=TOTAL // 10)
-    boards.begin("control", board.Control, lend=1, share=1, epoch=1)
+    boards.begin("online", kv_total=TOTAL, kv_held=TOTAL // 10)
+    boards.begin("control", lend=1, share=1, epoch=1)
     return make_scheduler("rose.parts.lending.vllm.rollout")
+
+
+def lends_for(scheduler, **changes):
+    scheduler._gate._lending = msgspec.structs.replace(scheduler._lending, **changes)
 
 
 def blocks_held(driven):
@@ -58,9 +62,7 @@ def test_nothing_passes_a_shut_gate_and_it_opens_again(driven, boards, who, fiel
 @pytest.mark.parametrize(
     "call",
     [
-        lambda driven, boards: driven.scheduler._core.input_queue.put_nowait(
-            "an abort, or a request"
-        ),
+        lambda driven, boards: driven.scheduler._core.input_queue.put_nowait("a request"),
         lambda driven, boards: boards.set("online", kv_used=0.9 * TOTAL),
         lambda driven, boards: boards.set("online", hold_until=board.INFINITE),
     ],
@@ -83,8 +85,7 @@ def test_a_silent_online_engine_shuts_the_gate(driven, boards):
     driven.add("a")
     driven.step()
     boards.close()
-    scheduler = driven.scheduler
-    scheduler._gate._lending = msgspec.structs.replace(scheduler._lending, stale_after_s=0.01)
+    lends_for(driven.scheduler, stale_after_s=0.01)
     time.sleep(0.02)
     assert not any(driven.steps(2)) and driven.scheduler.state.shut_by == Reason.ONLINE_SILENT
 
@@ -159,9 +160,8 @@ def test_it_stays_small_until_the_next_training_step(driven, boards):
     driven.steps(3)
     assert blocks_held(driven) == small
     boards.set("control", epoch=2)
-    driven.scheduler._budget._peak = (
-        0.0  # what was lately used is forgotten slowly; not what is tested here
-    )
+    # What was lately used is forgotten slowly; that isn't what is tested here.
+    driven.scheduler._budget._peak = 0.0
     driven.step()
     assert blocks_held(driven) > small
 
@@ -241,9 +241,8 @@ def test_who_comes_to_a_shut_gate_after_a_long_idle_time_waits_as_long_as_others
     driven.scheduler._moved_at = driven.scheduler._gate_since = time.monotonic() - 1000.0
     driven.add("a")
     driven.steps(2)
-    assert (
-        not driven.ended and driven.scheduler.state.open_s + driven.scheduler.state.shut_s < 900.0
-    )
+    assert not driven.ended
+    assert driven.scheduler.state.open_s + driven.scheduler.state.shut_s < 900.0
 
 
 def test_an_idle_engine_says_that_its_gate_opens_again(driven, boards):
@@ -263,9 +262,7 @@ def test_fewer_tokens_than_requests_reach_all_of_them_in_turn(driven, boards):
         driven.add(name, prompt=8, tokens=50)
     driven.step()
     boards.set("online", hold_until=time.monotonic() + 100)
-    driven.scheduler._gate._lending = msgspec.structs.replace(
-        driven.scheduler._lending, chunk_tokens=2
-    )
+    lends_for(driven.scheduler, chunk_tokens=2)
     served = {name for got in driven.steps(3) for name in got}
     assert served == set("abcdef")
 
@@ -274,11 +271,9 @@ def test_an_idle_engine_wakes_to_give_memory_back(driven, boards):
     driven.add("a", tokens=2)
     driven.steps(4)
     scheduler = driven.scheduler
-    assert (
-        scheduler.pool.limit_bytes > 0
-        and not scheduler.has_requests()
-        and not scheduler._wants_loop()
-    )
+    assert scheduler.pool.limit_bytes > 0
+    assert not scheduler.has_requests()
+    assert not scheduler._wants_loop()
     boards.set("control", lend=0)
     assert scheduler._wants_loop()
     driven.step()

@@ -8,25 +8,17 @@ from rich.console import Console
 
 from rose.parts.simulator.config import from_dict
 from rose.parts.simulator.study import front
+from tests.parts.simulator.study.test_front import SMALL
 from tests.processes import ran
-
-SMALL = (
-    "model=qwen3_8b trainer.batch_size=16 trainer.micro_batch_tokens=16384 rollout.group_size=4 "
-    "sim/systems=[roll_grpo] sim.steps=2 sim.warmup=1 sim.seeds=[1,2] sim.processes=1 "
-    "sim.serving.rate=1.0 sim.serving.args.seconds=60"
-).split()
 
 
 @pytest.mark.slow
 def test_chromium_draws_every_figure_of_a_comparison_and_of_a_sweep(tree, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    points = [
-        from_dict(tree(*SMALL, "mode=simulate", f"sim.n_serving={n}", f"name=x-sim.n_serving={n}"))
-        for n in (1, 2)
-    ]
-    assert (
-        front.main(points, Console(file=open(tmp_path / "said", "w")), "python launch.py ...") == 0
-    )
+    chosen = [f"sim.n_serving={n} name=x-sim.n_serving={n}" for n in (1, 2)]
+    points = [from_dict(tree(f"{SMALL} mode=simulate", each)) for each in chosen]
+    console = Console(file=open(tmp_path / "said", "w"))
+    assert front.main(points, console, "python launch.py ...") == 0
     browser = shutil.which("chromium")
     assert browser, (
         "the page is checked in a real browser: apt-get install chromium fonts-dejavu-core"

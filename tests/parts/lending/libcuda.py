@@ -1,98 +1,10 @@
-"""A device in memory that is as strict as CUDA about virtual memory management, and a libcuda of
-the host's memory."""
+"""A libcuda of the host's memory."""
 
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-
-from rose.parts.lending.vllm.vmm import OUT_OF_MEMORY, CudaError
-
-
-class StrictDriver:
-    """`vmm.Driver`: an `AssertionError` where CUDA would fail or corrupt, `CudaError` where it is
-    out of memory. `running`: a kernel uses the pages of these addresses until `synchronize`."""
-
-    def __init__(self, granularity: int = 4096, pages: int = 2**30) -> None:
-        self.granularity, self.pages = granularity, pages
-        self.reserved: dict[int, int] = {}
-        self.created: set[int] = set()
-        self.mapped: dict[int, int] = {}  # address -> handle
-        self.allowed: set[int] = set()
-        self.memory: dict[int, int] = {}  # address of a page -> its value
-        self.running: set[int] = set()
-        self.waits = 0
-        self._next = 1
-
-    def _aligned(self, *numbers: int) -> None:
-        assert all(n % self.granularity == 0 for n in numbers), numbers
-
-    def reserve(self, nbytes):
-        self._aligned(nbytes)
-        address = 2**40 + sum(self.reserved.values())
-        self.reserved[address] = nbytes
-        return address
-
-    def free(self, address, nbytes):
-        assert self.reserved.pop(address) == nbytes
-        assert not any(address <= a < address + nbytes for a in self.mapped), (
-            "addresses freed with memory in them"
-        )
-
-    def create(self):
-        if len(self.created) == self.pages:
-            raise CudaError("cuMemCreate", OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY")
-        self._next += 1
-        self.created.add(self._next)
-        return self._next
-
-    def release(self, handle):
-        assert handle not in self.mapped.values(), (
-            "released while it is mapped: its memory would stay"
-        )
-        self.created.remove(handle)
-
-    def map(self, address, handle):
-        self._aligned(address)
-        assert handle in self.created and address not in self.mapped
-        assert any(low <= address < low + nbytes for low, nbytes in self.reserved.items())
-        self.mapped[address] = handle
-        self.memory[address] = 255
-
-    def allow(self, address, nbytes):
-        self._aligned(address, nbytes)
-        for page in range(address, address + nbytes, self.granularity):
-            assert page in self.mapped, "access set where nothing is mapped"
-            self.allowed.add(page)
-
-    def unmap(self, address):
-        assert address not in self.running, "a kernel still uses it"
-        del self.mapped[address], self.memory[address]
-        self.allowed.discard(address)
-
-    def zero(self, address, nbytes):
-        for page in range(address, address + nbytes, self.granularity):
-            self.write(page, 0)
-
-    def available(self):
-        return (self.pages - len(self.created)) * self.granularity
-
-    def synchronize(self):
-        self.waits += 1
-        self.running.clear()
-
-    def write(self, address, value):
-        page = address // self.granularity * self.granularity
-        assert page in self.allowed, "illegal memory access"
-        self.memory[page] = value
-        self.running.add(page)
-
-    def read(self, address):
-        page = address // self.granularity * self.granularity
-        assert page in self.allowed, "illegal memory access"
-        return self.memory[page]
-
 
 # Compiled against CUDA's own header, so that the compiler holds it to CUDA's signatures and
 # structs.
@@ -173,14 +85,9 @@ CUresult cuStreamWaitValue32(CUstream stream, CUdeviceptr p, cuuint32_t value, u
 def build_libcuda(folder: Path, pages: int = 3) -> str:
     """Path of a shared library with the driver's calls, whose GPU is host memory of so many pages
     of 2 MiB."""
-    headers = [
-        path
-        for path in (
-            Path("/usr/local/cuda/include"),
-            *sorted(Path("/usr/local").glob("cuda-*/include")),
-        )
-        if (path / "cuda.h").exists()
-    ]
+    installed = sorted(Path("/usr/local").glob("cuda-*/include"))
+    folders = [Path("/usr/local/cuda/include"), *installed]
+    headers = [folder for folder in folders if (folder / "cuda.h").exists()]
     if not headers or not shutil.which("gcc"):
         pytest.skip("needs gcc and CUDA's header cuda.h")
     (folder / "fake.c").write_text(LIBCUDA)
