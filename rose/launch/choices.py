@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from rose import extensions
 from rose.config import Config, ModelShape
 from rose.launch import exclusions, memory
 from rose.trainer import compilers
@@ -66,8 +67,8 @@ def _checkpointing(c: Config, shape: ModelShape | None) -> tuple[bool, str]:
     limit -= memory.ASLEEP_GIB if c.trainer_sleeps else 0
     without = _with(c, "gradient_checkpointing", False)
     needed = memory.trainer(without, shape).total
-    if c.elastic_replicas:
-        needed = max(needed, memory.replica(without, shape).total)
+    for part in extensions.modules("launch").values():
+        needed = max(needed, part.estimate(without, shape).total)
     fits = needed <= FITS * limit
     most = "" if fits else f", and at most {FITS:.0%} may be planned"
     return not fits, f"without it the trainer needs {needed:.1f} of {limit:g} GiB{most}"

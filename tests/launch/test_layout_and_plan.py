@@ -121,39 +121,6 @@ def test_host_memory_has_to_hold_who_waits_where_trainer_and_engines_share_gpus(
     plan.make(here, alone.model.shape, host_gib=0.1)
 
 
-def test_memory_for_replicas_is_beside_engines_on_cpus_and_instead_on_gpus(make_config):
-    shape = make_config(*QWEN3_8B).model.shape
-    c = make_config("trainer.elastic_replicas=1", "rollout.workers=2")
-    trainer, engine, each = (f(c, shape) for f in (memory.trainer, memory.rollout, memory.replica))
-    assert each.firm == pytest.approx(8 * shape.parameters / 2**30)
-    assert each.host["file of the gradient"] == pytest.approx(4 * shape.parameters / 2**30)
-    assert 0 < each.host["staged blocks"] <= c.transfer.stage_gib
-    offloads = make_config(
-        "trainer.elastic_replicas=1 trainer.offload_activations=true",
-        "trainer.gradient_checkpointing=true",
-    )
-    more = memory.replica(offloads, shape).host["offloaded activations"]
-    assert more == memory.trainer(offloads, shape).host["offloaded activations"] > 0
-    whole = trainer.total + 2 * engine.total + each.total + sum(each.host.values())
-    whole += sum(memory.host_gib(c, trainer, engine))
-    plan.make(c, shape, host_gib=whole + 1)
-    with pytest.raises(ConfigError, match=rf"elastic_replicas=1: {whole:.1f} GiB of trainer"):
-        plan.make(c, shape, host_gib=whole - 1)
-    gpus = ("cluster.gpus=8", "trainer.ranks=4", "rollout.workers=4", "trainer.elastic_replicas=4")
-    c = make_config(*QWEN3_8B, *gpus, "trainer.offload_optimizer=false")
-    assert [r.gpus for r in layout(c) if r.role is Role.ROLLOUT] == [(4,), (5,), (6,), (7,)]
-    said = " ".join(printed(plan.make(c, shape, host_gib=500.0)).split())
-    assert "1, replicas that train beside 4 of them, " in said
-    with pytest.raises(ConfigError, match=r"elastic_replicas=4: .* 40.0 GiB of memory"):
-        plan.make(c, shape, host_gib=40.0)
-    small = make_config(*QWEN3_8B, *gpus, "cluster.gpu_memory_gib=48")
-    with pytest.raises(ConfigError, match="elastic_replicas=4: a replica may need"):
-        plan.make(small, shape)
-    full = make_config(*QWEN3_8B, *gpus, "rollout.gpu_memory_utilization=0.99")
-    with pytest.raises(ConfigError, match="the replica's process keeps 1.5 GiB"):
-        plan.make(full, shape)
-
-
 def test_ranks_on_cpu_have_threads_and_no_gpu(make_config):
     trainer = next(r for r in layout(make_config("trainer.threads=3")) if r.role is Role.TRAINER)
     assert trainer.environment == {"OMP_NUM_THREADS": "3"}
