@@ -25,10 +25,8 @@ A part adds by a module with one of these names:
     launch.py   `EXCLUSIONS`: more rows of rose/launch/exclusions.py. `estimate(c, shape)`: memory
                 of the part's process in a training step. `check(c, shape, estimates, host_gib)`:
                 raises `ConfigError` if it doesn't fit. `words(c, shape)`: what the plan says of it.
-    division.py `build(...)`: a `Devices`, which divides the devices between the trainer and the
-                engines (rose/coordinator/devices.py); None in a run that needs it not.
-    rollout_worker.py `build(run_dir, index, ...)`: the `RolloutWorker` of the engine with this
-                index, with its arguments; None if the core's will do (rose/main.py).
+    division.py `build(...)`: the run's `Devices` (rose/coordinator/devices.py); None: the core's.
+    rollout_worker.py `build(...)`: an engine's `RolloutWorker` (rose/main.py); None: the core's.
     gradients.py `add(step)`: adds the gradients of `TrainStep.sums` to a trainer rank's own.
 
 Left out: other packages' entry points (rose/config/outside.py).
@@ -81,8 +79,7 @@ def merged(name: str, attribute: str) -> dict[str, Any]:
 
 def build(name: str, *arguments: Any) -> Any:
     """Return what a part's module `name` builds with these arguments; None if no part does."""
-    built = (module.build(*arguments) for module in modules(name).values())
-    return next((each for each in built if each is not None), None)
+    return next(filter(None, (m.build(*arguments) for m in modules(name).values())), None)
 
 
 def of_a_command(key: str) -> str:

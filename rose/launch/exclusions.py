@@ -264,8 +264,11 @@ def rows() -> Iterator[Exclusion]:
 
 
 def check(c: Config, shape: ModelShape | None = None) -> None:
-    """Raise `ConfigError` for two features that exclude each other. `shape`: None if the model
-    isn't known yet."""
+    """Raise `ConfigError` for two features that exclude each other, or one whose part is not here.
+    `shape`: None if the model isn't known yet."""
+    if c.elastic_replicas and "replicas" not in extensions.names():
+        asked = f"trainer.elastic_replicas={c.elastic_replicas}"
+        raise ConfigError(f"{asked}: needs rose/parts/replicas, which is not here; set it to 0")
     run = Run(c, shape)
     for row in rows():
         if row.feature.used(run) and row.other.used(run):

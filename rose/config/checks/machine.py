@@ -7,7 +7,6 @@ import re
 
 import msgspec
 
-from rose import extensions
 from rose.config.checks import time_limit
 from rose.config.checks.need import Need, leaves
 from rose.config.cluster import Container, Mpi, nodes_of
@@ -48,11 +47,6 @@ def check(c: Config, need: Need) -> None:
         c.elastic_replicas <= c.rollout.workers,
         "trainer.elastic_replicas",
         f"at most rollout.workers={c.rollout.workers}: each has the device of a dedicated engine",
-    )
-    need(
-        not c.elastic_replicas or "replicas" in extensions.names(),
-        "trainer.elastic_replicas",
-        "rose/parts/replicas is not here, without which no replica trains; set it to 0",
     )
     pools = c.reward.pools if rolls else 0
     engines += c.hybrids

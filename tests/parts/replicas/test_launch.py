@@ -45,7 +45,7 @@ def test_each_row_refuses_a_run_by_the_key_of_its_feature(tree, row, overrides):
 
 def test_without_the_part_replicas_are_refused(make_config, monkeypatch):
     monkeypatch.setattr(extensions, "names", lambda: ("lending",))
-    with pytest.raises(ConfigError, match="elastic_replicas=1: rose/parts/replicas is not here"):
+    with pytest.raises(ConfigError, match="elastic_replicas=1: needs rose/parts/replicas, which"):
         make_config(REPLICA)
     make_config("trainer.elastic_replicas=0")
 
