@@ -16,6 +16,7 @@ import socket
 from pathlib import Path
 
 from rose import config as cfg
+from rose import extensions
 from rose import protocol as p
 from rose.comm import address
 from rose.launch import guard, rank_status
@@ -162,9 +163,9 @@ def run_role(
                 from rose.engine.rank import RolloutWorker
 
                 hybrid = me.index >= config.rollout.workers
-                folder = run_dir if me.index < config.elastic_replicas else None
-                worker = RolloutWorker(config, name, mailbox, recorder, broadcast, hybrid, folder)
-                asyncio.run(worker.run())
+                arguments = config, name, mailbox, recorder, broadcast, hybrid
+                of_part = extensions.build("rollout_worker", run_dir, me.index, *arguments)
+                asyncio.run((of_part or RolloutWorker(*arguments)).run())
     finally:
         recorder.close()
 

@@ -596,8 +596,8 @@ class BatchSummary(Record):
 
 
 class GradientSum(Record):
-    """The gradient of a replica's rows of a step, in a file of rose/trainer/sums.py, and sums over
-    their tokens. `ratio_max`: see rose/trainer/importance.py."""
+    """The gradient of a replica's rows of a step (rose/parts/replicas/gradients.py), and
+    sums over their tokens. `ratio_max`: see rose/trainer/importance.py."""
 
     file: str
     statistics: dict[str, float]
@@ -620,7 +620,7 @@ class TrainStep(Message):
     # True, with `trainer.stream`: further messages add to the batch. `summary` and `owners` cover
     # all groups so far, `micro_batches` the new ones. The gradient is accumulated and not applied.
     more: bool = False
-    # with `trainer.elastic_replicas`: gradients of the step's other rows, which the trainer adds
+    # gradients of the step's other rows, which the trainer adds (`trainer.elastic_replicas`)
     sums: list[GradientSum] = []
 
 

@@ -9,7 +9,7 @@
     training.py      the batch -> trainer ranks; with trainer.stream group by group
     checkpoints.py   every rank's part on disk -> committed, beside the next steps
     borrowed.py      ranks of other jobs that join, fall silent and leave
-    shared_devices.py, hybrid_devices.py, replicas.py
+    shared_devices.py, hybrid_devices.py
                      which role holds a GPU that trainer and engines share
     records.py, members.py, stopping.py
                      metrics, cost and progress; the run's ranks; a stop or a failure

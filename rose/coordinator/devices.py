@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rose import extensions
 from rose.config import Config
 from rose.coordinator.hybrid_devices import HybridDevices
 from rose.coordinator.members import Members
 from rose.coordinator.records import Records
-from rose.coordinator.replicas import Replicas, remove_left
 from rose.coordinator.shared_devices import Devices
 from rose.coordinator.training import Training
 from rose.coordinator.turns import TurnHub
@@ -24,10 +24,10 @@ def build(
     hub: TurnHub,
     records: Records,
 ) -> Devices:
-    remove_left(run_dir)
+    everything = config, run_dir, members, changes, training, hub, records
+    if (of_part := extensions.build("division", *everything)) is not None:
+        return of_part
     base = config, members.ranks, members.send
     if config.hybrids:
         return HybridDevices(*base, records.recorder, training, hub, records.fault)
-    if config.elastic_replicas:
-        return Replicas(*base, run_dir, changes, training, hub, records)
     return Devices(*base, changes.until, records.recorder, training)

@@ -1,7 +1,8 @@
 """Decides which role holds the devices that trainer ranks and engines share (colocate=true).
 
-`Devices` is also the base of the other ways to divide devices (hybrid_devices.py, replicas.py),
-whose methods the step loop calls at the same points. Without shared devices they give no orders.
+`Devices` is also the base of the other ways to divide devices (hybrid_devices.py, and those of
+parts), whose methods the step loop calls at the same points. Without shared devices they give no
+orders.
 
 One role at a time holds the devices' memory. The ranks that have to release it answer when they
 have done so. Only then the other role is ordered to take it. The trainer holds the devices at the

@@ -7,10 +7,6 @@ there is any, and rounds grow while it is slower than the rollouts. When the bat
 remaining groups are the last round, and only then the update is applied (rose/trainer/growing.py).
 A round does not wait for fuller micro-batches, because their tokens would then be computed after
 the batch is complete, when the rollouts may wait for the trainer.
-
-Where replicas take a part of the batch (rose/coordinator/replicas.py), the ranks' own part is sent
-as a round ahead of the last one. The last round has the rows that replicas failed to compute, and
-names the gradients to be added.
 """
 
 from __future__ import annotations
@@ -58,9 +54,9 @@ class Training:
     def begin_step(self, step: int) -> None:
         self._step = step
         self._sent: dict[str, Group] = {}  # groups in the order of their rows
-        self._samples = 0  # rows of the groups sent
+        self.rows: list[p.Trajectory] = []  # samples of the groups sent
         self._waiting: dict[str, Group] = {}  # certain groups that are not sent yet
-        self._working: set[int] = set()  # indices of ranks that have not reported the round's end
+        self.working: set[int] = set()  # indices of ranks that have not reported the round's end
         self._since: float | None = None  # time of the round's start; None: no round ahead runs
         self._hidden_s = 0.0  # seconds of rounds before the batch was complete
 
@@ -126,8 +122,8 @@ class Training:
         """Note that a rank has computed its part of the round; after the last rank's, send the next
         round."""
         if message.step == self._step:
-            self._working.discard(message.index)
-            if not self._working:
+            self.working.discard(message.index)
+            if not self.working:
                 self._end_round_ahead()
                 self._start_round()
 
@@ -146,38 +142,6 @@ class Training:
                     "set trainer.stream=false"
                 )
         self._send_groups(remaining, more=False)
-
-    def share(self, step: int, groups: list[Group], replicas: int) -> list[list[p.Message]]:
-        """Send the trainer ranks their part of a whole batch; return the messages for each replica.
-        A replica whose part is empty gets none. The ranks update after `finish`."""
-        self.begin_step(step)
-        self._add_to_step({group[0].group: group for group in groups})
-        plan, trees = self._plan(range(self._samples), True, replicas)
-        count = self._config.trainer.replicas
-        self._working = set(self._ranks)
-        self._send_round(plan[:count], trees, True)
-        return [
-            self._messages(own, trees, True) if any(map(any, own)) else [] for own in plan[count:]
-        ]
-
-    @property
-    def ranks_done(self) -> bool:
-        """True if every rank has computed what it was sent."""
-        return not self._working
-
-    def finish(self, rows: list[int], sums: list[p.GradientSum]) -> None:
-        """Send the last round of a batch that was shared with replicas: the `rows` that no replica
-        has computed, and the names of the other rows' gradients."""
-        if rows:
-            plan, trees = self._plan(rows, True)
-        else:
-            plan, trees = [[[[]]]] * self._config.trainer.replicas, False
-        self._send_round(plan, trees, False, sums)
-
-    def tokens(self, rows: Sequence[int] | None = None) -> int:
-        """Return the number of tokens in these rows of the step, or in all, with contexts."""
-        chosen = self._rows if rows is None else [self._rows[row] for row in rows]
-        return sum(len(row.mask) for row in chosen)
 
     def take_figures(self, train_s: float) -> dict[str, float]:
         """Return values for the step's row; empty without `trainer.stream`.
@@ -202,8 +166,8 @@ class Training:
             self._since = None
 
     def _start_round(self) -> None:
-        if self._waiting and not self._working and not self._stopping:
-            self._since, self._working = time.time(), set(self._ranks)
+        if self._waiting and not self.working and not self._stopping:
+            self._since = time.time()
             self._send_groups(self._take_waiting(), more=True)
 
     def _take_waiting(self) -> dict[str, Group]:
@@ -221,28 +185,27 @@ class Training:
 
     def _send_groups(self, groups: dict[str, Group], more: bool) -> None:
         part = more or bool(self._sent)
-        first = self._samples
-        self._add_to_step(groups)
-        plan, trees = self._plan(range(first, self._samples), part)
-        self._send_round(plan, trees, more)
+        first = len(self.rows)
+        self.add_to_step(groups)
+        plan, trees = self.plan(range(first, len(self.rows)), part)
+        self.send_round(plan, trees, more)
 
-    def _add_to_step(self, groups: dict[str, Group]) -> None:
+    def add_to_step(self, groups: dict[str, Group]) -> None:
         """Append the groups' rows to the step's rows."""
         self._sent |= groups
         self._summary = replay.summarise(list(self._sent.values()), self._config)
         shared = self._summary.segments if self._once else []
         trajectories = [t for group in self._sent.values() for t in group]
         found = segments.samples(trajectories, shared)
-        self._rows, self._owners = map(list, zip(*found, strict=True))
-        self._samples = len(self._rows)
+        self.rows, self._owners = map(list, zip(*found, strict=True))
 
-    def _plan(self, rows: Sequence[int], part: bool, replicas: int = 0) -> tuple[Plan, bool]:
-        """Return (plan, trees): the plan shares these rows among the ranks and, after them, the
-        `replicas`; `trees` is True if its micro-batches are prefix trees."""
+    def plan(self, rows: Sequence[int], part: bool, others: int = 0) -> tuple[Plan, bool]:
+        """Return (plan, trees): the plan shares these rows among the ranks and, after them, as many
+        `others`; `trees` is True if its micro-batches are prefix trees."""
         c = self._config.trainer
         plan, trees = plan_batch(
-            [p.unpack_tokens(self._rows[row].tokens) for row in rows],
-            c.replicas + replicas,
+            [p.unpack_tokens(self.rows[row].tokens) for row in rows],
+            c.replicas + others,
             c.micro_batch_tokens,
             c.updates_per_step,
             self.costs,
@@ -253,7 +216,7 @@ class Training:
         ]
         return numbered, trees
 
-    def _messages(
+    def messages(
         self,
         own: list[list[list[int]]],
         trees: bool,
@@ -261,15 +224,19 @@ class Training:
         sums: Sequence[p.GradientSum] = (),
     ) -> list[p.Message]:
         return train_messages(
-            self._step, self._summary, own, trees, self._rows, self._owners, more, sums
+            self._step, self._summary, own, trees, self.rows, self._owners, more, sums
         )
 
-    def _send_round(
+    def send_round(
         self, plan: Plan, trees: bool, more: bool, sums: Sequence[p.GradientSum] = ()
     ) -> None:
+        """Send each rank its part of a round. With `more`, further rounds of the step follow.
+        `sums` are gradients of other rows, which the ranks add."""
+        if more:
+            self.working = set(self._ranks)
         parts = self._config.trainer.sequence_parallel
         for index, own in enumerate(plan):
-            messages = self._messages(own, trees, more, sums)
+            messages = self.messages(own, trees, more, sums)
             for rank in range(index * parts, (index + 1) * parts):
                 for message in messages:
                     self._send(self._ranks[rank], message)

@@ -5,15 +5,13 @@ the worker reports that at once and starts another engine; meanwhile the coordin
 elsewhere and has the new engine load the newest weights.
 
 On a device shared with a trainer rank (colocate=true, rollout.hybrid), the coordinator orders when
-the engine starts, wakes and sleeps. An engine with a replica (trainer.elastic_replicas) leaves its
-device to the replica while it sleeps.
+the engine starts, wakes and sleeps.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-import traceback
 from collections.abc import Coroutine
 from pathlib import Path
 
@@ -27,7 +25,6 @@ from rose.comm.wire import COORDINATOR
 from rose.config import Config
 from rose.engine.activation import NOTHING, Moved
 from rose.engine.generation import Chunk
-from rose.engine.replica import Replica
 from rose.engine.vllm_engine import Engine, EngineDied
 from rose.models import resolve
 from rose.observe.recorder import NullRecorder
@@ -72,8 +69,7 @@ class RolloutWorker:
 
     `mailbox` may be None until `run`; `start_engine` may be awaited before. `broadcast` fills the
     node's mirror, if this rank takes part in a broadcast. `hybrid` means that the engine uses a
-    device of the trainer, beside engines with devices of their own (rollout.hybrid). `run_dir`, the
-    run's folder, is given only to a rank with a replica (trainer.elastic_replicas).
+    device of the trainer, beside engines with devices of their own (rollout.hybrid).
     """
 
     heartbeat_s = HEARTBEAT_S
@@ -87,7 +83,6 @@ class RolloutWorker:
         recorder: NullRecorder,
         broadcast: Broadcast | None = None,
         hybrid: bool = False,
-        run_dir: Path | None = None,
     ) -> None:
         self.config, self.name, self.mailbox, self.recorder = config, name, mailbox, recorder
         self._broadcast = broadcast
@@ -106,15 +101,8 @@ class RolloutWorker:
         self._alternates = config.trainer_sleeps and (
             hybrid or self.dedicated and config.shares_devices
         )
-        self._replica = run_dir and Replica(config, run_dir, self.folder, name, self._send)
-        # True if the engine releases GPU memory when it sleeps.
-        self._frees_gpu = config.cluster.gpus > 0 and (
-            self._alternates or self._replica is not None
-        )
         # True if an order to sleep cancels an engine's start, because no role waits for the start.
-        self._start_cancellable = (
-            self._alternates and hybrid or self._frees_gpu and self._replica is not None
-        )
+        self._start_cancellable = self._alternates and hybrid
         self._starting: asyncio.Timeout | None = None
         if not self._alternates:
             self._has_device.set()
@@ -143,7 +131,6 @@ class RolloutWorker:
     def _services(self) -> list[Coroutine]:
         own = [self._receive(), self._keep_engine(), self._heartbeat(), self._share_device()]
         own += [self._draft_text.run()] if self._draft_text else []
-        own += [self._keep_replica()] if self._replica else []
         return own + ([self._broadcast.receive()] if self._broadcast else [])
 
     # ----------------------------------------------------------------- the engine's life
@@ -151,7 +138,7 @@ class RolloutWorker:
     async def start_engine(self) -> None:
         """Start an engine process, without reporting it yet. Raises `EngineError`."""
         rollout = self.config.rollout
-        if self._frees_gpu:
+        if self.config.cluster.gpus and self._alternates:
             sleeps = {"enable_sleep_mode": True} | rollout.engine_args
             rollout = msgspec.structs.replace(rollout, engine_args=sleeps)
         self.engine = await Engine.start(
@@ -184,11 +171,6 @@ class RolloutWorker:
             f"the engine of {self.name} died {self.config.rollout.engine_restarts + 1} times; "
             "rollout.engine_restarts allows no more"
         )
-
-    async def _keep_replica(self) -> None:
-        await self._up.wait()
-        await self._replica.keep()
-        await asyncio.Event().wait()  # the rank continues without a replica
 
     async def _bring_engine_up(self) -> None:
         """Start an engine once this worker has the device, unless one is alive."""
@@ -235,10 +217,9 @@ class RolloutWorker:
         2. if the start is cancellable, it is cancelled, and begins again when the device is back;
         3. otherwise the engine finishes starting, then sleeps.
 
-        A dead engine has released everything already. An engine with a replica that fails to sleep
-        is shut down, so that the replica gets the device.
+        A dead engine has released everything already.
         """
-        if self._device.locked() and not (self._alternates or self._frees_gpu):
+        if self._device.locked() and not self._alternates:
             self._has_device.clear()
             return NOTHING
         if self._start_cancellable and self._starting is not None:
@@ -251,11 +232,7 @@ class RolloutWorker:
                     return await engine.sleep()
                 except Exception:
                     if not await self._died(engine):
-                        if self._replica is None:
-                            raise
-                        # Another engine is started when this one would have to wake.
-                        print(f"{self.name}: {traceback.format_exc()}", flush=True)
-                        await engine.shutdown()
+                        raise
         return NOTHING
 
     async def _wake(self) -> Moved:
@@ -265,8 +242,6 @@ class RolloutWorker:
         staging needs the cache's room. If an engine has to be started, this waits until it is up,
         unless its start is cancellable: then an order to sleep may come first.
         """
-        if self._replica is not None:
-            await self._replica.leave_device()
         engine = self.engine
         sleeps = engine is not None and engine.alive and engine.asleep
         moved = NOTHING
@@ -328,12 +303,6 @@ class RolloutWorker:
                     task.add_done_callback(self._load_tasks.discard)
                 case p.Sleep() | p.Wake():
                     self._device_orders.put_nowait(message)
-                case p.ComputeGradient():
-                    self._order_replica(message)
-                case p.TrainStep() | p.TrainPart():
-                    self._replica.order(message)
-                case p.StopReplica():
-                    self._replica.stop()
                 case p.DraftText():
                     self._draft_text.add(message)
                 case p.Shutdown(reason):
@@ -341,10 +310,6 @@ class RolloutWorker:
                     return
                 case _:
                     self._handle(message)
-
-    def _order_replica(self, message: p.LoadVersion | p.ComputeGradient) -> None:
-        here = self._store(message.store)
-        self._replica.order(msgspec.structs.replace(message, store=here))
 
     def _handle(self, message: p.Message) -> None:
         raise ValueError(f"a rollout worker has no use for {type(message).__name__}")
@@ -461,9 +426,6 @@ class RolloutWorker:
                 self.name, incarnation, m.version, seconds, loaded.pause_s, loaded.nbytes
             )
         )
-        # The replica loads the version afterwards, because the step waits only for the engine.
-        if self._replica is not None:
-            self._order_replica(m)
 
     async def _mirrored(self, edge: str) -> str | None:
         """Return the folder of the node's mirror, or None without a broadcast. Waits until `edge`

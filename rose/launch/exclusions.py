@@ -8,11 +8,12 @@ another key must allow or bound (rose/config/checks).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from rose import config as configuration
+from rose import extensions
 from rose.config import Config, ConfigError, ModelShape, errors
 from rose.policies import registry
 from rose.trainer import algorithms
@@ -134,8 +135,6 @@ PATIENCE = _option("eval.stop.patience", 0)._replace(
     used=lambda r: r.trains and r.c.eval.stop.patience
 )
 RECORDED = ROUTER_REPLAY._replace(used=lambda r: r.c.trainer.router_replay and r.rolls)
-REPLICAS = _option("trainer.elastic_replicas", 0)._replace(used=lambda r: r.c.elastic_replicas > 0)
-UNPLANNED = REPLICAS._replace(used=lambda r: r.c.elastic_replicas > 0 and r.in_step)
 
 ASKS_FOR_JOBS = Feature(
     PROVISIONING,
@@ -179,12 +178,6 @@ NO_HYBRIDS = Feature(
     lambda r: not r.wakes_hybrids(),
     "provisioning that wakes no hybrid engines",
 )
-NO_PLANNER = Feature(
-    PROVISIONING,
-    "scheduler/provisioning=libra",
-    lambda r: not r.in_step and not getattr(r.provisioning, "plans_replicas", False),
-    "overlapping batching without a planner",
-)
 OF_BATCH = _learning(
     "advantages_of_batch",
     "an algorithm that compares within groups",
@@ -196,32 +189,15 @@ ONE_UPDATE = _learning(
     "for rloo algorithm.args.clip_low=0.2 and algorithm.args.clip_high=0.2",
     "a loss without a ratio",
 )
-OTHER_DTYPE = Feature(
-    "model.dtype",
-    "the same in model.dtype and trainer.dtype",
-    lambda r: r.c.trainer.dtype != r.c.model.dtype,
-    "`model.dtype` other than `trainer.dtype`",
-)
 OVERLAP = Feature(
     BATCHING, "scheduler/batching=synchronous", lambda r: not r.in_step, "overlapping batching"
 )
-OVERSAMPLING = Feature(
-    BATCHING,
-    "scheduler/batching=synchronous or bounded_staleness",
-    lambda r: r.in_step and r.c.scheduler.batching.name != "synchronous",
-    "`dapo`, `tail_batching`",
-)
 SINGLE = _value("rollout.group_size", 1, "rollout.group_size=2 or more")
 SLURM = _value("cluster.kind", "slurm", ONE_MACHINE, "Slurm")
-WHOLE = REPLICAS._replace(
-    used=lambda r: r.c.elastic_replicas >= max(1, r.c.rollout.workers),
-    about="a replica beside each engine",
-)
 
 BLOCKS = "vLLM keeps the experts of prompts by the blocks of its prefix cache"
 EARLY = "the trainer works while trajectories run"
 IN_TURN = "trainer and engines share devices in turn, and this policy rolls out during training"
-ONE_WAY = "devices have one way to change sides"
 TWO_RANKS = "NCCL refuses two ranks on one GPU"
 V1 = (
     "vLLM runs ROSE's proposer by its older model runner and without asynchronous scheduling, "
@@ -240,38 +216,17 @@ EXCLUSIONS = (
     Exclusion(RECORDED, DETERMINISTIC, BLOCKS),
     Exclusion(BESIDE, DETERMINISTIC, "evaluation and training would be one after the other"),
     Exclusion(HYBRID, DETERMINISTIC, "a deterministic run has one engine"),
-    Exclusion(REPLICAS, DETERMINISTIC, "gradients are summed in another order"),
     Exclusion(OVERLAP, COLOCATE, IN_TURN),
     Exclusion(BESIDE, COLOCATE, "evaluation and training share devices in turn"),
     Exclusion(SLURM, COLOCATE, "one machine's devices are shared", ONE_MACHINE),
     Exclusion(NCCL, COLOCATE, TWO_RANKS),
     Exclusion(STREAM, COLOCATE, EARLY),
     Exclusion(HYBRID, COLOCATE, "all engines are on the trainer's devices already"),
-    Exclusion(REPLICAS, COLOCATE, ONE_WAY),
     Exclusion(HYBRID, STREAM, EARLY),
     Exclusion(BUSY, HYBRID, "hybrid engines work while the trainer waits for its batch"),
     Exclusion(NO_HYBRIDS, HYBRID, "this policy never wakes them (its attribute wakes_hybrids)"),
     Exclusion(SLURM, HYBRID, "one machine's devices are shared", ONE_MACHINE),
     Exclusion(NCCL, HYBRID, TWO_RANKS),
-    Exclusion(REPLICAS, HYBRID, ONE_WAY),
-    Exclusion(OVERSAMPLING, REPLICAS),
-    Exclusion(WHOLE, OVERLAP, "one engine at least goes on rolling out"),
-    Exclusion(NO_PLANNER, REPLICAS, "nothing plans how many replicas train"),
-    Exclusion(SLURM, REPLICAS),
-    Exclusion(BESIDE, UNPLANNED, "engines that evaluate can't sleep"),
-    Exclusion(NCCL, REPLICAS, "NCCL keeps memory of an engine's device while that sleeps"),
-    Exclusion(STREAM, REPLICAS, EARLY),
-    Exclusion(UPDATES, REPLICAS, "replicas get weights once a step"),
-    Exclusion(LORA, REPLICAS),
-    Exclusion(ROUTER_REPLAY, REPLICAS),
-    Exclusion(SEQUENCE_PARALLEL, REPLICAS, "each replica computes whole rows"),
-    Exclusion(COMPILE, REPLICAS),
-    Exclusion(KERNELS, REPLICAS),
-    Exclusion(OFFLOADED_OPTIMIZER, REPLICAS, "DeepSpeed counts its norm early"),
-    Exclusion(KL, REPLICAS, "replicas hold no reference"),
-    Exclusion(TENSOR_PARALLEL, REPLICAS, "each replica has one device"),
-    Exclusion(OTHER_DTYPE, REPLICAS, "replicas compute with published weights"),
-    Exclusion(REPLICAS, EXPERTS),
     Exclusion(STREAM, UPDATES, "which groups belong to an update is known when all are in"),
     Exclusion(STREAM, OF_BATCH, "the whole batch is not known before its last group is in"),
     Exclusion(UPDATES, ONE_UPDATE, "updates behind a step's first would be wrong without a ratio"),
@@ -301,11 +256,21 @@ EXCLUSIONS = (
 )
 
 
+def rows() -> Iterator[Exclusion]:
+    """Yield the table's rows, and those of parts."""
+    yield from EXCLUSIONS
+    for part in extensions.modules("launch").values():
+        yield from part.EXCLUSIONS
+
+
 def check(c: Config, shape: ModelShape | None = None) -> None:
-    """Raise `ConfigError` for two features that exclude each other. `shape`: None if the model
-    isn't known yet."""
+    """Raise `ConfigError` for two features that exclude each other, or one whose part is not here.
+    `shape`: None if the model isn't known yet."""
+    if c.elastic_replicas and "replicas" not in extensions.names():
+        asked = f"trainer.elastic_replicas={c.elastic_replicas}"
+        raise ConfigError(f"{asked}: needs rose/parts/replicas, which is not here; set it to 0")
     run = Run(c, shape)
-    for row in EXCLUSIONS:
+    for row in rows():
         if row.feature.used(run) and row.other.used(run):
             raise ConfigError(row.message(configuration.to_dict(c)))
 
@@ -313,7 +278,7 @@ def check(c: Config, shape: ModelShape | None = None) -> None:
 def refusal(c: Config, shape: ModelShape | None, feature: Feature) -> str:
     """Return the name of a feature of `c` that excludes `feature`, which `c` uses, or ""."""
     run = Run(c, shape)
-    for row in EXCLUSIONS:
+    for row in rows():
         if feature in row[:2] and row.feature.used(run) and row.other.used(run):
             return (row.other if row.feature == feature else row.feature).name.replace("`", "")
     return ""

@@ -66,8 +66,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import msgspec
-
 from rose.config import Config, ModelShape
 from rose.trainer.batching import logit_elements
 
@@ -112,7 +110,7 @@ def trainer(c: Config, shape: ModelShape) -> Estimate:
     resting = _resting(c, shape)
     states = ("weights", "second weights", "gradients", "optimizer", "reference")
     worst = max(
-        (_added_in_a_pass(c, shape), _added_at_the_update(c, shape)),
+        (added_in_a_pass(c, shape), _added_at_the_update(c, shape)),
         key=lambda items: sum(items.values()),
     )
     size, share = BYTES[c.trainer.dtype], trained(c, shape) / c.trainer.ranks
@@ -126,7 +124,7 @@ def trainer(c: Config, shape: ModelShape) -> Estimate:
         "experts merged as rank 0 reads them": _merged(c, shape),
     }
     return Estimate(
-        _gib(c, resting | worst),
+        in_gib(c, resting | worst),
         sum(resting[name] for name in states) / GIB,
         host={name: nbytes / GIB for name, nbytes in host.items() if nbytes},
     )
@@ -141,7 +139,7 @@ def moments(c: Config, shape: ModelShape) -> Items:
     if c.trainer.lora is not None:
         freed -= items["second weights"]
     return {
-        "forward and backward": resting + sum(_added_in_a_pass(c, shape).values()),
+        "forward and backward": resting + sum(added_in_a_pass(c, shape).values()),
         "update": resting + sum(_added_at_the_update(c, shape).values()),
         "between steps": resting - freed,
     }
@@ -227,7 +225,7 @@ def _of_experts(shape: ModelShape) -> int:
     return shape.layers * shape.experts * 3 * shape.hidden * shape.expert_intermediate
 
 
-def _added_in_a_pass(c: Config, shape: ModelShape) -> Items:
+def added_in_a_pass(c: Config, shape: ModelShape) -> Items:
     """Return the bytes added at the worst moment of a forward and backward pass."""
     t, size = c.trainer, BYTES[c.trainer.dtype]
     tokens, largest = _tokens(c), _largest(c, shape)
@@ -329,7 +327,7 @@ def rollout(c: Config, shape: ModelShape) -> Estimate:
     work = size * step * (wide + 3 * shape.mlp_width // tp)
     logits = (size + 8) * r.max_sequences * shape.vocab
     adapter = c.trainer.lora.slot_parameters(shape) if c.trainer.lora else 0
-    items = _gib(
+    items = in_gib(
         c,
         {
             "weights": size * shape.parameters / tp,
@@ -373,26 +371,6 @@ def _drafted(c: Config, shape: ModelShape) -> int:
     return max(0, positions) * shape.vocab * (2 * BYTES[c.model.dtype] + 3 * 4)
 
 
-def replica(c: Config, shape: ModelShape) -> Estimate:
-    """Estimate an elastic replica at work: like a trainer rank alone, with gradients in fp32 and no
-    optimizer."""
-    t = msgspec.structs.replace(c.trainer, ranks=1, zero_stage=0)
-    alone = msgspec.structs.replace(c, trainer=t)
-    weights = float(BYTES[t.dtype] * shape.parameters)
-    items = {"weights": weights, "gradients": 4.0 * shape.parameters}
-    firm = sum(items.values()) / GIB
-    # A replica's gradient lies in a file in /dev/shm from the end of its work to the step's end.
-    host = {"weights between steps": weights if c.cluster.gpus else 0.0}
-    host |= {"file of the gradient": items["gradients"]}
-    host |= {"staged blocks": min(GIB * c.transfer.stage_gib, weights)}
-    host |= {"offloaded activations": _kept_on_host(alone, shape) if t.offload_activations else 0}
-    return Estimate(
-        _gib(c, items | _added_in_a_pass(alone, shape)),
-        firm,
-        host={name: nbytes / GIB for name, nbytes in host.items() if nbytes},
-    )
-
-
 def waiting_gib(c: Config, trainer: Estimate, rollout: Estimate) -> tuple[float, float]:
     """Return the GiB of host memory, all ranks together, where engines and trainer share devices:
     (the trainer's states while engines roll out, the engines' weights while the trainer trains). On
@@ -410,8 +388,9 @@ def host_gib(c: Config, trainer: Estimate, rollout: Estimate) -> tuple[float, fl
     return c.trainer.ranks * sum(trainer.host.values()), mirror + engines * sum(held.values())
 
 
-def _gib(c: Config, items: dict[str, float]) -> dict[str, float]:
-    in_gib = {name: nbytes / GIB for name, nbytes in items.items() if nbytes}
+def in_gib(c: Config, items: dict[str, float]) -> dict[str, float]:
+    """Return bytes on a device as GiB, with CUDA's context."""
+    found = {name: nbytes / GIB for name, nbytes in items.items() if nbytes}
     if c.cluster.gpus:
-        in_gib["runtime"] = RUNTIME_GIB
-    return in_gib
+        found["runtime"] = RUNTIME_GIB
+    return found

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from rose import extensions
 from rose.config import Config, ConfigError, ModelShape, check_model, cpus_of
 from rose.config.checks import time_limit
 from rose.launch import choices, container, exclusions, memory, on_disk
@@ -63,8 +64,8 @@ def make(
         estimates[Role.ROLLOUT] = memory.rollout(c, shape)
     if host_gib is not None and (c.hybrids or c.shares_devices and c.cluster.gpus):
         _check_host(c, estimates[Role.TRAINER], estimates[Role.ROLLOUT], host_gib)
-    if c.elastic_replicas:
-        _check_replicas(c, shape, estimates, host_gib)
+    for part in extensions.modules("launch").values():
+        part.check(c, shape, estimates, host_gib)
     warnings = (*doubts, *_check_memory(c, estimates))
     return Plan(c, shape, layout(c), estimates, warnings, doubts, chosen)
 
@@ -141,7 +142,8 @@ def _check_memory(c: Config, estimates: dict[Role, memory.Estimate]) -> Iterator
         return
     if c.trainer_sleeps:
         limit -= memory.ASLEEP_GIB
-        _check_share(c, c.cluster.gpu_memory_gib)
+        shared = f"rollout.hybrid={c.hybrids}" if c.hybrids else "colocate=true"
+        check_share(c, c.cluster.gpu_memory_gib, shared, "trainer's")
     trainer = estimates[Role.TRAINER]
     if trainer.firm > limit:
         raise ConfigError(
@@ -197,36 +199,6 @@ def _check_host(
         )
 
 
-def _check_replicas(
-    c: Config, shape: ModelShape, estimates: dict[Role, memory.Estimate], host_gib: float | None
-) -> None:
-    """Raise `ConfigError` if replicas don't fit. On a GPU a replica has the memory beside a
-    sleeping engine, and while it sleeps itself must leave free the engine's share. On CPUs trainer,
-    engines and replicas are in memory at once."""
-    each, key = memory.replica(c, shape), f"trainer.elastic_replicas={c.elastic_replicas}"
-    trainer, rollout = estimates[Role.TRAINER], estimates[Role.ROLLOUT]
-    offloaded, staged = memory.host_gib(c, trainer, rollout)
-    wanted = offloaded + staged + c.elastic_replicas * sum(each.host.values())
-    if c.cluster.gpus:
-        wanted += c.elastic_replicas * rollout.firm  # weights of the sleeping engines
-        if (limit := c.cluster.gpu_memory_gib) is not None:
-            _check_share(c, limit)
-            if each.total > limit - memory.ASLEEP_GIB:
-                raise ConfigError(
-                    f"{key}: a replica may need {each.total:.1f} GiB ({each.firm:.1f} of them for "
-                    f"weights and gradients) beside an engine that sleeps, of {limit:g}; lower "
-                    f"trainer.micro_batch_tokens={c.trainer.micro_batch_tokens}, or set it to 0"
-                )
-    else:
-        wanted += c.trainer.ranks * trainer.total + c.rollout.workers * rollout.total
-        wanted += c.elastic_replicas * each.total
-    if host_gib is not None and wanted > host_gib:
-        raise ConfigError(
-            f"{key}: {wanted:.1f} GiB of trainer, engines and replicas don't fit into the "
-            f"{host_gib:.1f} GiB of memory that the run may take here; set it to 0"
-        )
-
-
 def _less_memory(c: Config) -> Iterator[str]:
     """Yield the changes that would lower the trainer's need."""
     t = c.trainer
@@ -250,15 +222,10 @@ def _less_memory(c: Config) -> Iterator[str]:
     )
 
 
-def _check_share(c: Config, limit: float) -> None:
+def check_share(c: Config, limit: float, shared: str, whose: str) -> None:
     """Raise `ConfigError` if vLLM would not start because its share of a GPU's `limit` GiB can't be
-    free: the trainer's or a replica's process keeps memory there while it sleeps."""
+    free: by the override `shared`, `whose` process keeps memory there while it sleeps."""
     most = 1 - memory.ASLEEP_GIB / limit
-    shared, whose = (
-        (f"trainer.elastic_replicas={c.elastic_replicas}", "replica's")
-        if c.elastic_replicas
-        else (f"rollout.hybrid={c.hybrids}" if c.hybrids else "colocate=true", "trainer's")
-    )
     if c.rollout.gpu_memory_utilization > most:
         raise ConfigError(
             f"rollout.gpu_memory_utilization={c.rollout.gpu_memory_utilization:g}: {shared} "
@@ -319,7 +286,7 @@ def show(plan: Plan, console: Console) -> None:
     hybrid = f"and {c.hybrids} on the trainer's devices " if c.hybrids else ""
     source = (
         f"{c.rollout.workers} engines {hybrid}with tensor parallel {c.rollout.tensor_parallel}"
-        f"{_replicas(plan)}"
+        f"{''.join(part.words(c, plan.shape) for part in extensions.modules('launch').values())}"
         if c.rollout.replay is None
         else f"trajectories saved in {c.rollout.replay}"
     )
@@ -354,17 +321,6 @@ def show(plan: Plan, console: Console) -> None:
         echo(console, "; ".join(_nodes(plan)))
     for warning in (*plan.warnings, *_check_limits(c)):
         echo(console, warning, label="[yellow]warning:[/]")
-
-
-def _replicas(plan: Plan) -> str:
-    c = plan.config
-    if not c.elastic_replicas:
-        return ""
-    needs = ""
-    if plan.shape is not None:
-        each = memory.replica(c, plan.shape)
-        needs = f", {each.total:.1f} GiB each and {sum(each.host.values()):.1f} in host memory"
-    return f", replicas that train beside {c.elastic_replicas} of them{needs}"
 
 
 def _span(members: list[Rank]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -23,8 +23,7 @@ import torch
 from rose import config as configuration
 from rose import files
 from rose.comm.address import MEET_S, Place, RendezvousError
-from rose.processes import usable_threads
-from rose.trainer import kernels, mixture, sums
+from rose.trainer import kernels, mixture
 from rose.trainer.batching import logit_elements
 from rose.trainer.checkpoint_writer import CheckpointWriter
 from rose.trainer.model import Policy, load
@@ -269,16 +268,6 @@ class DeepSpeedEngine(Saving):
         """Return the minimum of all ranks' numbers, () int64; None if it is `NEVER`."""
         torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MIN)
         return None if int(number) == NEVER else int(number)
-
-    def add(self, files: Sequence[str]) -> None:
-        """Add gradients that replicas wrote to `files` to this rank's share. To be called between
-        the update's last backward pass and `update`. Raises what `sums.Sum` raises."""
-        for file in files:
-            with sums.Sum(file, self.settings.threads or usable_threads()) as found:
-                for name, held, begin in sums.held(
-                    self.engine.optimizer, self.policy.named_weights(), self.settings.zero_stage
-                ):
-                    found.add(name, held, begin)
 
     def update(
         self, stepped: Callable[[], None] | None = None, scale: float = 1.0

@@ -1,4 +1,4 @@
-"""A training step: the part that a trainer rank and an elastic replica do alike, and its sums.
+"""A training step: compute the gradient, apply it, and sum the statistics of its tokens.
 
 Advantages and weights come from the batch's summary. Then each update computes the loss of
 `algorithms.base`, one micro-batch after another.
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rose import protocol
+from rose import extensions, protocol
 from rose.config import Config
 from rose.observe.recorder import NullRecorder
 from rose.trainer.algorithms.base import Algorithm, Summary, TokenBatch
@@ -38,13 +38,13 @@ class TrainingDiverged(ArithmeticError):
 
 
 class Trains(Protocol):
-    """A trainer rank or a replica."""
+    """A trainer rank, or a part's process that takes steps."""
 
     config: Config
     device: torch.device
     recorder: NullRecorder
     algorithm: Algorithm
-    engine: Any  # a `DeepSpeedEngine`, or a replica's
+    engine: Any  # a `DeepSpeedEngine`, or what a part has instead
 
 
 class Step:
@@ -57,7 +57,7 @@ class Step:
         self.kl_correction = trainer.config.algorithm.kl_correction
         self.growing = Growing(self.algorithm)
         self.updates: list[list[MicroBatch]] = []
-        self.others: list[protocol.GradientSum] = []  # sums that replicas computed for this step
+        self.others: list[protocol.GradientSum] = []  # gradients of other rows
         zero = torch.zeros((), device=self.device)
         self.sums: dict[str, Tensor] = defaultdict(zero.clone)  # no reference cycle: freed at once
         self.ratio_max = torch.zeros((), device=self.device)
@@ -88,7 +88,7 @@ class Step:
         ]
 
     def run_ahead(self) -> None:
-        with self._phase("forward_backward"):
+        with self.phase("forward_backward"):
             for micro_batches in self.updates:
                 self._accumulate(0, micro_batches, {}, more=True)
 
@@ -97,14 +97,12 @@ class Step:
         `DeepSpeedEngine.update` says."""
         proximal = self._proximal()
         norms, lr = [], 0.0
-        self._check_others()
         for number, micro_batches in enumerate(self.updates):
-            with self._phase("forward_backward"):
+            with self.phase("forward_backward"):
                 self._accumulate(number, micro_batches, proximal)
-            if self.others:
-                with self._phase("replica_read"):
-                    self._add_others()
-            with self._phase("optimizer"):
+            for part in extensions.modules("gradients").values() if self.others else ():
+                part.add(self)
+            with self.phase("optimizer"):
                 norm, lr = self._apply(number, stepped if number == len(self.updates) - 1 else None)
             norms.append(norm)
         return {"grad_norm": sum(norms) / len(norms), "lr": lr} | self._reduced()
@@ -114,7 +112,7 @@ class Step:
         The first update is left out: its own forward passes run with these weights."""
         if not self.algorithm.recompute_proximal or len(self.updates) == 1:
             return {}
-        with self._phase("proximal"), torch.no_grad():
+        with self.phase("proximal"), torch.no_grad():
             return {
                 (u, m): self._forward(batch)[0]
                 for u, update in enumerate(self.updates)
@@ -143,22 +141,6 @@ class Step:
                 f"step {self.number}, update {update}, micro-batch {first}: the loss is not "
                 "finite; nothing of this update was applied"
             )
-
-    def _check_others(self) -> None:
-        """Raise `TrainingDiverged` if a replica's loss is not finite; alike on every rank, since
-        each has all replicas' statistics."""
-        if not all(math.isfinite(other.statistics["loss"]) for other in self.others):
-            raise TrainingDiverged(
-                f"step {self.number}: the loss of a replica's rows is not finite; nothing of this "
-                "update was applied"
-            )
-
-    def _add_others(self) -> None:
-        self.engine.add([other.file for other in self.others])
-        for other in self.others:
-            self.ratio_max.clamp_(min=other.ratio_max)
-            for name, value in other.statistics.items():
-                self.sums[name] += value if self.engine.rank == 0 else 0.0
 
     def _loss(self, batch: MicroBatch, proximal: Tensor | None) -> Tensor:
         """Compute this micro-batch's part of the loss, and add its statistics to the sums."""
@@ -239,7 +221,7 @@ class Step:
         return per_token | times | {"mismatch_max_ratio": ratio_max, "tokens": tokens}
 
     @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Iterator[None]:
         start = time.time()
         with self.recorder.timed(name, step=self.number):
             yield

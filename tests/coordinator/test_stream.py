@@ -59,15 +59,15 @@ def test_a_stop_saves_the_last_step_while_groups_of_the_next_are_trained(config,
 
     def stop(coordinator):
         seen[:] = [coordinator.training]
-        return coordinator.progress.step == 2 and bool(coordinator.training._working)
+        return coordinator.progress.step == 2 and bool(coordinator.training.working)
 
     with pytest.raises(Stopped):
         peers.run(made, tmp_path, stop_when=stop)
     assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 2
     [training] = seen
-    training._working.clear()
+    training.working.clear()
     training.add("late", [trajectory("late.0")])
-    assert not training._working, "ranks that save, or end, are given no round"
+    assert not training.working, "ranks that save, or end, are given no round"
 
 
 def trajectory(name: str) -> p.Trajectory:

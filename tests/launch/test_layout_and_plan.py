@@ -17,7 +17,6 @@ TWELVE = (
 )
 HYBRID = "trainer.ranks=4 trainer.offload_optimizer=true rollout.hybrid=2"
 HYBRID += " scheduler/provisioning=all_idle"
-REPLICAS = "cluster.gpus=8 trainer.ranks=4 rollout.workers=4 trainer.elastic_replicas=4"
 GIB = 2**30
 
 
@@ -106,31 +105,6 @@ def test_a_machine_has_memory_for_the_trainer_and_hybrid_engines_at_once(make_co
         p.make(states + engines - 1)
     here = make_config("trainer.ranks=2", "colocate=true")  # on CPUs states wait in a file
     Planned(here, shape).make(0.1)
-
-
-def test_memory_for_replicas_is_beside_engines_on_cpus_and_instead_on_gpus(make_config, qwen):
-    shape = make_config(*QWEN3_8B).model.shape
-    p = Planned(make_config("trainer.elastic_replicas=1", "rollout.workers=2"), shape)
-    c, each = p.c, memory.replica(p.c, shape)
-    assert each.firm == pytest.approx(8 * shape.parameters / 2**30)
-    assert each.host["file of the gradient"] == pytest.approx(4 * shape.parameters / 2**30)
-    assert 0 < each.host["staged blocks"] <= c.transfer.stage_gib
-    offloads = make_config(
-        "trainer.elastic_replicas=1 trainer.offload_activations=true",
-        "trainer.gradient_checkpointing=true",
-    )
-    more = memory.replica(offloads, shape).host["offloaded activations"]
-    assert more == memory.trainer(offloads, shape).host["offloaded activations"] > 0
-    whole = p.trainer.total + 2 * p.engine.total + each.total + sum(each.host.values())
-    whole += sum(memory.host_gib(c, p.trainer, p.engine))
-    p.make(whole + 1)
-    with pytest.raises(ConfigError, match=rf"elastic_replicas=1: {whole:.1f} GiB of trainer"):
-        p.make(whole - 1)
-    on_gpus = qwen(REPLICAS, "trainer.offload_optimizer=false")
-    ranks = layout(on_gpus.c)
-    assert [r.gpus for r in ranks if r.role is Role.ROLLOUT] == [(4,), (5,), (6,), (7,)]
-    said = " ".join(printed(on_gpus.make(500.0)).split())
-    assert "1, replicas that train beside 4 of them, " in said
 
 
 def test_ranks_on_cpu_have_threads_and_no_gpu(make_config):
@@ -309,8 +283,6 @@ def test_kv_cache_is_split_over_heads_but_never_below_one_head(qwen):
             "cluster.gpus=1 trainer.ranks=1 rollout.workers=1",
             "gpu_memory_gib=79.0: .* 77.5 GiB on each",
         ),
-        (f"{REPLICAS} cluster.gpu_memory_gib=48", "elastic_replicas=4: a replica may need"),
-        (f"{REPLICAS} rollout.gpu_memory_utilization=0.99", "the replica's process keeps 1.5 GiB"),
         ("cluster.gpus=0 rollout.kv_cache_gib=2", "kv_cache_gib=2: has room for 14563 tokens, and"),
     ],
 )
@@ -322,13 +294,6 @@ def test_what_cannot_fit_is_refused_with_key_and_remedy(qwen, overrides, words):
 @pytest.mark.parametrize(
     "base, overrides, least, most, words",
     [
-        (
-            QWEN3_8B,
-            f"{REPLICAS} trainer.offload_optimizer=false",
-            40,
-            500,
-            "elastic_replicas=4: .* 40.0 GiB of memory",
-        ),
         (QWEN3_8B, HYBRID, 64, 400, "rollout.hybrid=2: .* 64.0 GiB of memory"),
         (
             ["+experiment=qwen3_0_6b"],

@@ -8,10 +8,9 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
@@ -244,112 +243,6 @@ def keep_gradient(trainer, file: Path, step) -> None:
     np.savez(file, **gradients[0])
 
 
-def run_replica(job: dict, number: int, words: Path) -> None:
-    """A replica's process; as quick to start as a rank's."""
-    from rose import config
-    from rose.trainer import replica_process
-
-    say_to(words)
-    folder, end = Path(job["folder"]), time.monotonic() + DEADLINE_S
-    while True:
-        with suppress(ConnectionRefusedError):
-            channel = socket.create_connection(("127.0.0.1", job["replica_port"]))
-            break
-        assert time.monotonic() < end, "rank 0 does not listen"
-        time.sleep(0.1)
-    config.save(settings(job), folder / f"replica{number}.json")
-    read = config.load(folder / f"replica{number}.json")
-    replica_process.serve(read, folder / "model", str(number), channel)
-
-
-class Helpers:
-    """The replicas, as rank 0 knows them."""
-
-    def __init__(self, job: dict) -> None:
-        from rose import protocol as p
-        from rose.comm import frames
-
-        self._store, self._folder = str(Path(job["folder"]) / job["name"]), Path(job["folder"])
-        self._channels: dict[int, tuple[socket.socket, frames.Frames]] = {}
-        with socket.create_server(("127.0.0.1", job["replica_port"])) as server:
-            server.settimeout(DEADLINE_S)
-            for _ in range(job["replicas"]):
-                channel, _ = server.accept()
-                channel.settimeout(DEADLINE_S)
-                found = channel, frames.Frames(channel, 2**30)
-                ready = self._hear(found)
-                assert isinstance(ready, p.ReplicaReady)
-                self._channels[int(ready.worker)] = found
-
-    def compute(self, number: int, version: int, step, rows):
-        """Its `GradientSum` of the rows by the weights of `version`."""
-        from rose import protocol as p
-        from rose.comm import frames
-        from rose.comm.wire import encode
-
-        channel = self._channels[number]
-        file = self._folder / f"gradient{number}-{step.step}"
-        order = p.ComputeGradient(step.step, version, self._store, str(file))
-        if version % 2:  # the order finds it there
-            channel[0].sendall(frames.frame(encode(p.LoadVersion(version, self._store))))
-        for message in (order, step, p.TrainPart(step.step, 0, list(rows), [*rows.values()])):
-            channel[0].sendall(frames.frame(encode(message)))
-        answer = self._hear(channel)
-        assert isinstance(answer, p.GradientComputed), answer
-        return answer.gradient
-
-    def close(self) -> None:
-        """They end."""
-        for channel, _ in self._channels.values():
-            channel.close()
-
-    @staticmethod
-    def _hear(found):
-        from rose.comm.wire import decode
-
-        while not (whole := found[1].take()):
-            assert whole is not None, "a replica has ended"
-        [data] = whole
-        return decode(data)
-
-
-def share_step(trainer, job: dict, helpers: Helpers | None, version: int, args: list) -> dict:
-    """A step in which the ranks compute their part beside `replicas`, and then the part of those
-    that are `lost`; its metrics. `helpers`: of rank 0."""
-    import msgspec
-
-    from rose import protocol as p
-
-    seed, limit, replicas, lost = args
-    rows, summary = make_batch(seed)
-    rank, ranks = trainer.index, job["ranks"]
-    everyone, trees = plan(seed, rows, ranks + replicas, limit, 1)
-
-    def step(own, **more):
-        mine = {row: rows[row] for update in own for micro in update for row in micro}
-        return p.TrainStep(version + 1, summary, own, trees, 1, **more), mine
-
-    file = Path(job["folder"]) / "sums.json"
-    if rank == 0:
-        found = []
-        for n in range(lost, replicas):
-            found.append(helpers.compute(n, version, *step(everyone[ranks + n], more=True)))
-        file.write_bytes(msgspec.json.encode(found))
-    trainer._peers.barrier()
-    sums = msgspec.json.decode(file.read_bytes(), type=list[p.GradientSum])
-    missing = {row for own in everyone[ranks : ranks + lost] for u in own for m in u for row in m}
-    last = [[[]]]
-    if missing:
-        numbers = sorted(missing)
-        given = {at: rows[row] for at, row in enumerate(numbers)}
-        last = [
-            [[numbers[at] for at in micro] for micro in update]
-            for update in plan(seed, given, ranks, limit, 1, part=True)[0][rank]
-        ]
-    trainer.train_ahead(*step(everyone[rank], more=True))
-    return trainer.train(*step(last, sums=sums))
-
-
 def in_halves(t):
     """The trajectory as two branches with the same tokens, each of which trains half of them."""
     import msgspec
@@ -381,7 +274,10 @@ def world_of(job: dict, folder: Path, ranks: int) -> tuple[list, list[Path]]:
     job |= {"tree": tree(job)}  # so that no rank needs Hydra and pytest
     job |= {"replica_port": free_port()} if job.get("replicas") else {}
     roles = [(run_rank, rank) for rank in range(ranks)]
-    roles += [(run_replica, number) for number in range(job.get("replicas", 0))]
+    if job.get("replicas"):
+        from tests.parts.replicas.beside import run_replica
+
+        roles += [(run_replica, number) for number in range(job["replicas"])]
     words = [folder / f"{job['name']}-{at}.log" for at in range(len(roles))]
     return [
         server().Process(target=role, args=(job, number, file))
@@ -428,7 +324,7 @@ def server():
             "deepspeed",
             "transformers",
             "rose.trainer.trainer",
-            "rose.trainer.replica",
+            "rose.parts.replicas.replica",
             "rose.transfer.rice",  # numba's loops, which a trainer loads when it opens its store
             "tests.trainer.imported",  # the last
         ]
@@ -656,7 +552,10 @@ def main(job: dict, rank: int) -> None:
     parts = trainer.config.trainer.sequence_parallel
     replicas, replica = job["ranks"] // parts, rank // parts
     watch = nullcontext
-    helpers = Helpers(job) if job.get("replicas") and rank == 0 else None
+    if job.get("replicas"):
+        from tests.parts.replicas.beside import Helpers, share_step
+
+        helpers = Helpers(job) if rank == 0 else None
     for number, (action, *args) in enumerate(job["actions"]):
         if action == "train":
             seed, limit, updates, reward_scale, *publish_as = args
@@ -741,7 +640,7 @@ def main(job: dict, rank: int) -> None:
     if gradients:
         every = [(f"{n} {name}", g) for n, one in enumerate(gradients) for name, g in one.items()]
         np.savez(folder / f"{job['name']}-gradients-{rank}.npz", **dict(every))
-    if helpers is not None:
+    if job.get("replicas") and helpers is not None:
         helpers.close()
     report["forms"] = forms(trainer)
     report["compiler"] = "torch._inductor.compile_fx" in sys.modules

@@ -1,6 +1,6 @@
-"""The elastic replica beside an engine, as the rollout rank sees it.
+"""The rollout rank of an engine with a replica, which has the device while the engine sleeps.
 
-The replica is a process of its own (rose/trainer/replica_process.py), because MPI can't lose a rank
+The replica is a process of its own (rose/parts/replicas/process.py), because MPI can't lose a rank
 and a replica may die at any time. The rank starts it once the engine is up. A replica that dies is
 started again `rollout.engine_restarts` times; after that the run continues without it.
 """
@@ -12,18 +12,82 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from rose import processes
 from rose import protocol as p
 from rose.comm import frames, mpi_process
-from rose.comm.wire import MAX_MESSAGE_BYTES, decode, encode
+from rose.comm.wire import decode, encode
 from rose.config import Config, check_model, read_shape
+from rose.engine.activation import NOTHING, Moved
+from rose.engine.rank import RolloutWorker
+from rose.parts.replicas.process import FRAME_BYTES
 
-FRAME_BYTES = MAX_MESSAGE_BYTES + 64  # limit of a message with its header
 READ_BYTES = 2**20  # buffer limit of the channel from the replica
+
+
+def build(run_dir: Path, index: int, config: Config, *arguments: Any) -> RolloutWorker | None:
+    """Return the worker of the rollout rank with this index; None if it has no replica."""
+    return ReplicaWorker(run_dir, config, *arguments) if index < config.elastic_replicas else None
+
+
+class ReplicaWorker(RolloutWorker):
+    """`run_dir` is the run's folder; `arguments` are those of a `RolloutWorker`."""
+
+    def __init__(self, run_dir: Path, config: Config, name: str, *arguments: Any) -> None:
+        super().__init__(config, name, *arguments)
+        self._replica = Replica(config, run_dir, self.folder, name, self._send)
+        # On a GPU engine and replica hold the device's memory alternately.
+        self._alternates = self._start_cancellable = config.cluster.gpus > 0
+
+    def _services(self) -> list[Coroutine]:
+        return [*super()._services(), self._keep_replica()]
+
+    async def _keep_replica(self) -> None:
+        await self._up.wait()
+        await self._replica.keep()
+        await asyncio.Event().wait()  # the rank continues without a replica
+
+    async def _sleep(self) -> Moved:
+        """Put the engine to sleep. An engine that fails to is shut down, so that the replica gets
+        the device. Another one is started when this one would have to wake."""
+        try:
+            return await super()._sleep()
+        except Exception:
+            print(f"{self.name}: {traceback.format_exc()}", flush=True)
+            await self.engine.shutdown()
+            return NOTHING
+
+    async def _wake(self) -> Moved:
+        await self._replica.leave_device()
+        return await super()._wake()
+
+    def _handle(self, message: p.Message) -> None:
+        match message:
+            case p.ComputeGradient():
+                self._order(message)
+            case p.TrainStep() | p.TrainPart():
+                self._replica.order(message)
+            case p.StopReplica():
+                self._replica.stop()
+            case _:
+                super()._handle(message)
+
+    async def _load(self, m: p.LoadVersion) -> None:
+        await super()._load(m)
+        # The replica loads the version afterwards, because the step waits only for the engine.
+        if self.engine.version == m.version:
+            self._order(m)
+
+    def _order(self, message: p.LoadVersion | p.ComputeGradient) -> None:
+        here = self._store(message.store)
+        self._replica.order(msgspec.structs.replace(message, store=here))
 
 
 class Replica:
@@ -92,7 +156,7 @@ class Replica:
     async def _start(self) -> asyncio.StreamReader:
         ours, theirs = socket.socketpair()
         here = os.getpid()
-        command = [sys.executable, "-m", "rose.trainer.replica_process"]
+        command = [sys.executable, "-m", "rose.parts.replicas.process"]
         command += [*self._arguments, "--worker", self._worker]
         with theirs:
             self._process = await asyncio.create_subprocess_exec(

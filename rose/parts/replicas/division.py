@@ -23,14 +23,14 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rose import protocol as p
 from rose.config import Config
+from rose.coordinator.members import Members
 from rose.coordinator.records import Records
 from rose.coordinator.shared_devices import Devices
 from rose.coordinator.training import Group, Training
@@ -47,10 +47,12 @@ ROOM = 1.1  # free memory that the gradients' files need, over their size
 PATIENCE = 0.1
 
 
-def remove_left(run_dir: Path) -> None:
-    """Remove the files that killed attempts of the run left in memory and in its folder."""
+def build(config: Config, run_dir: Path, *arguments: Any) -> Replicas | None:
+    """Return what trains the run's steps with replicas; None for a run without them. Remove the
+    files that killed attempts of the run left in memory and in its folder."""
     mirror.remove_left(run_dir)
     shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
+    return Replicas(config, run_dir, *arguments) if config.elastic_replicas else None
 
 
 class Replicas(Devices):
@@ -61,20 +63,18 @@ class Replicas(Devices):
     def __init__(
         self,
         config: Config,
-        ranks: dict[p.Role, dict[int, int]],
-        send: Callable[[int, p.Message], None],
         run_dir: Path,
+        members: Members,
         changes: Changes,
         training: Training,
         hub: TurnHub,
         records: Records,
     ) -> None:
-        sides = {p.Role.TRAINER: {}, p.Role.ROLLOUT: {}}
-        super().__init__(config, sides, send, changes.until, records.recorder, training)
+        sides: dict[p.Role, dict[int, int]] = {p.Role.TRAINER: {}, p.Role.ROLLOUT: {}}
+        super().__init__(config, sides, members.send, changes.until, records.recorder, training)
         self.shared, self.holder = True, p.Role.ROLLOUT
-        self._rollouts, self._hub, self._changes = ranks[p.Role.ROLLOUT], hub, changes
-        self._on_fault = records.fault
-        self._on_change = partial(records.change, kind="replica")
+        self._rollouts = members.ranks[p.Role.ROLLOUT]
+        self._hub, self._changes, self._records = hub, changes, records
         self._files, self.is_planned = _Gradients(run_dir), not hub.scheduler.waits_for_weights
         self._up: dict[str, int] = {}  # worker whose replica is up -> bytes of its gradient
         self._stopped: set[str] = set()  # workers whose replica was given up
@@ -95,7 +95,7 @@ class Replicas(Devices):
         """Leave the engines awake; those whose replica trains are ordered to sleep in `train`."""
 
     def batch_tokens(self) -> int:
-        return self._training.tokens() if self.is_planned else 0
+        return self._tokens() if self.is_planned else 0
 
     async def train(self, step: int, groups: list[Group]) -> None:
         """Give the trainer ranks and the replicas their parts; return when the replicas are done
@@ -103,7 +103,7 @@ class Replicas(Devices):
         self._step = step
         chosen, why = self._choose(groups)
         if why and why != self._why:
-            self._on_change("no replica trains", f"step {step}: {why}")
+            self._records.change("no replica trains", f"step {step}: {why}", "replica")
         self._why = why
         planned = self._planned_row(step)
         if not chosen:
@@ -115,7 +115,7 @@ class Replicas(Devices):
         self._order_sleep([_index(worker) for worker in self._orders])
         timeout_s = self._config.trainer.step_timeout_s
         await self._changes.until(
-            lambda: self._training.ranks_done,
+            lambda: not self._training.working,
             timeout_s,
             lambda: f"trainer ranks to compute their part of step {step}",
         )
@@ -132,11 +132,16 @@ class Replicas(Devices):
             self._give_up(worker, began, own_s, patience_s)
         missing = [row for name in dealt if name not in self._found for row in dealt[name]]
         found = list(self._found.values())
-        self._training.finish(sorted(missing), [each.gradient for each in found])
+        # The last round has the rows that no replica has computed, and names the others' gradients.
+        ranks = self._config.trainer.replicas
+        plan, trees = (
+            self._training.plan(sorted(missing), True) if missing else ([[[[]]]] * ranks, False)
+        )
+        self._training.send_round(plan, trees, False, [each.gradient for each in found])
         computed = [row for each in found for row in dealt[each.worker]]
         self._row = {
             "replicas": len(dealt),
-            "replica_token_share": self._training.tokens(computed) / self._training.tokens(),
+            "replica_token_share": self._tokens(computed) / self._tokens(),
             "replicas_lost": len(dealt) - len(found),
             "device_seconds_replica": sum(each.seconds for each in found),
             "seconds_replica": max((each.seconds for each in found), default=0.0),
@@ -165,7 +170,7 @@ class Replicas(Devices):
         match m:
             case p.ReplicaReady(worker=worker, pid=pid, nbytes=nbytes):
                 self._up[worker] = nbytes
-                self._on_change("replica ready", f"{worker}, process {pid}")
+                self._records.change("replica ready", f"{worker}, process {pid}", "replica")
                 self._feed(ev.ReplicaReady, worker)
             case p.GradientComputed(worker=worker, step=step):
                 if step == self._step and self._rows.pop(worker, None) is not None:
@@ -173,7 +178,7 @@ class Replicas(Devices):
             case p.ReplicaLost(worker=worker, error=error, restarting=restarting):
                 self._up.pop(worker, None)
                 after = "another is started" if restarting else "the run goes on without it"
-                self._on_fault("replica died", f"{worker}: {error}; {after}")
+                self._records.fault("replica died", f"{worker}: {error}; {after}")
                 self._rows.pop(worker, None)
                 self._orders.pop(worker, None)
                 self._feed(ev.ReplicaLost, worker)
@@ -187,11 +192,12 @@ class Replicas(Devices):
         self._plans.append(plan)
         change = "still" if plan.replicas == plan.before else f"instead of {plan.before}"
         before = f" where {plan.expected_s:.3g} s were expected" if plan.expected_s else ""
-        self._on_change(
+        self._records.change(
             "replicas planned",
             f"from step {plan.step} on {plan.replicas} train, {change}: {plan.forecast_s:.3g} s a "
             f"step are expected. Steps took {plan.step_s:.3g} s{before}: training "
             f"{plan.training_s:.3g} s, and rollout {plan.rollout_s:.3g} s beside it",
+            "replica",
         )
 
     def clean_up(self) -> None:
@@ -278,18 +284,26 @@ class Replicas(Devices):
         folder = self._files.folder(sum(self._up[worker] for worker in chosen))
         self._rows, self._found = {}, {}
         self._orders, self._ordered = {}, {}
-        shares = self._training.share(step, groups, len(chosen))
-        dealt = {}
-        for worker, messages in zip(chosen, shares, strict=True):
-            if not messages:
+        training, ranks, dealt = self._training, self._config.trainer.replicas, {}
+        training.begin_step(step)
+        training.add_to_step({group[0].group: group for group in groups})
+        plan, trees = training.plan(range(len(training.rows)), True, len(chosen))
+        training.send_round(plan[:ranks], trees, True)
+        for worker, own in zip(chosen, plan[ranks:], strict=True):
+            if not any(map(any, own)):
                 continue
-            dealt[worker] = self._rows[worker] = [row for m in messages[1:] for row in m.indices]
+            dealt[worker] = self._rows[worker] = [row for rows in sum(own, []) for row in rows]
             file = str(folder / f"{worker}-step-{step}")
             order = p.ComputeGradient(
                 step, self._hub.weights.version, self._hub.weights.store, file
             )
-            self._orders[worker] = [order, *messages]
+            self._orders[worker] = [order, *training.messages(own, trees, True)]
         return dealt
+
+    def _tokens(self, rows: Sequence[int] | None = None) -> int:
+        """Return the number of tokens in these rows of the step, or in all, with contexts."""
+        every = self._training.rows
+        return sum(len(row.mask) for row in (every if rows is None else [every[r] for r in rows]))
 
     def _give_up(self, worker: str, began: float, own_s: float, patience_s: float) -> None:
         """Stop a worker's replica for good, no longer await its gradient, and report why."""
@@ -306,7 +320,7 @@ class Replicas(Devices):
                 f"no gradient of step {self._step} in {spent:.1f} s, "
                 f"{spent / max(own_s, 1e-3):.1f} times as long as trainer ranks took for their part"
             )
-        self._on_fault(
+        self._records.fault(
             "replica given up",
             f"{worker}: {why}; the trainer computes its rows, and the run goes on without this "
             f"replica. The ranks waited {patience_s:.1f} s after their part, which is {PATIENCE:g} "

@@ -11,18 +11,18 @@ import torch
 
 from rose import protocol as p
 from rose.observe.recorder import NullRecorder
-from rose.trainer import sums
+from rose.parts.replicas import gradients
 from rose.trainer.algorithms import build
 from rose.trainer.step import Step, TrainingDiverged
 
 
 def test_every_part_of_a_gradient_is_added_where_it_belongs(tmp_path):
     values = {"a.weight": torch.randn(3000, 700), "b.bias": torch.randn(5)}
-    sums.write(tmp_path / "sum", values.items())
+    gradients.write(tmp_path / "sum", values.items())
     assert [path.name for path in tmp_path.iterdir()] == ["sum"]
     held = {"a.weight": torch.randn(2_000_000), "b.bias": torch.randn(5)}
     before = {name: part.clone() for name, part in held.items()}
-    with sums.Sum(tmp_path / "sum", threads=2) as found:
+    with gradients.Sum(tmp_path / "sum", threads=2) as found:
         found.add("a.weight", held["a.weight"], 100_000)
         found.add("b.bias", held["b.bias"], 0)
         with pytest.raises(OSError, match=r"sum: b\.bias has fewer values"):
@@ -37,34 +37,34 @@ def test_every_part_of_a_gradient_is_added_where_it_belongs(tmp_path):
 def test_a_damaged_file_is_found_and_named(tmp_path):
     file = tmp_path / "sum"
     values = torch.randn(100_000)
-    sums.write(file, [("a", values)])
+    gradients.write(file, [("a", values)])
     data = file.read_bytes()
     at = data.index(values[50_000:50_008].numpy().tobytes())
     for wrong in (at, len(data) - 40, len(data) - 1):  # in the values, the index, the end
         damaged = bytearray(data)
         damaged[wrong] ^= 1
         file.write_bytes(bytes(damaged))
-        with pytest.raises(OSError, match=f"{file}: damaged"), sums.Sum(file) as found:
+        with pytest.raises(OSError, match=f"{file}: damaged"), gradients.Sum(file) as found:
             found.add("a", torch.zeros(100_000), 0)
     for size in (10, 1000, len(data) - 1):
         file.write_bytes(data[:size])
         with pytest.raises(OSError, match=f"{file}: damaged"):
-            sums.Sum(file)
+            gradients.Sum(file)
     with pytest.raises(FileNotFoundError, match=r"none"):
-        sums.Sum(tmp_path / "none")
+        gradients.Sum(tmp_path / "none")
 
 
 def test_a_full_disk_is_an_error_that_names_the_file_and_nothing_stays(disk):
     file = disk.path / "sum"
     disk.fill(leave=2**20)
     with pytest.raises(OSError, match=re.escape(str(file))) as refused:
-        sums.write(file, [("a", torch.ones(2**20)), ("b", torch.ones(2**20))])
+        gradients.write(file, [("a", torch.ones(2**20)), ("b", torch.ones(2**20))])
     assert refused.value.errno == errno.ENOSPC
     assert [path.name for path in disk.path.glob("sum*")] == []
     disk.empty()
-    sums.write(file, [("a", torch.ones(2**20))])
+    gradients.write(file, [("a", torch.ones(2**20))])
     held = torch.ones(2**20)
-    with sums.Sum(file) as found:
+    with gradients.Sum(file) as found:
         found.add("a", held, 0)
     assert torch.equal(held, torch.full((2**20,), 2.0))
 
@@ -82,4 +82,4 @@ def test_a_replicas_loss_that_is_not_finite_ends_the_step(loss, make_config):
     step = Step(trains, 3)
     step.others = [p.GradientSum("", {"loss": float(loss)}, 0.0)]
     with pytest.raises(TrainingDiverged, match="step 3: the loss of a replica's rows is not"):
-        step.run(None)
+        gradients.add(step)

@@ -8,7 +8,7 @@ import pytest
 
 from rose import config
 from rose import protocol as p
-from rose.engine.replica import Replica
+from rose.parts.replicas.rollout_worker import Replica
 from tests.trainer import tiny_world
 
 pytestmark = pytest.mark.slow

@@ -20,8 +20,8 @@ from torch import Tensor
 from rose import heap, protocol
 from rose.config import Config
 from rose.observe.recorder import NullRecorder
+from rose.parts.replicas import gradients
 from rose.processes import usable_threads
-from rose.trainer import sums
 from rose.trainer.algorithms import build
 from rose.trainer.batching import logit_elements
 from rose.trainer.experts import parts
@@ -187,7 +187,7 @@ class Replica:
             current.run_ahead()
         except TrainingDiverged:
             return protocol.GradientSum("", {"loss": float("nan")}, 0.0)
-        sums.write(order.file, self.engine.gradients())
+        gradients.write(order.file, self.engine.gradients())
         statistics = {name: float(value) for name, value in current.sums.items()}
         return protocol.GradientSum(order.file, statistics, float(current.ratio_max))
 

@@ -7,7 +7,7 @@ import torch
 
 from rose import protocol as p
 from rose.observe.recorder import NullRecorder
-from rose.trainer import replica
+from rose.parts.replicas import replica
 from tests.trainer import tiny_world
 
 pytestmark = pytest.mark.slow

@@ -1,6 +1,6 @@
-"""The process of an elastic replica, started by a rollout rank (rose/engine/replica.py):
+"""The process of an elastic replica, started by a rollout rank (rollout_worker.py):
 
-    python -m rose.trainer.replica_process --config FILE --model FOLDER --worker NAME --channel FD
+    python -m rose.parts.replicas.process --config FILE --model FOLDER --worker NAME --channel FD
 
 It may be killed at any instruction. Then its result is lost and its rows are computed elsewhere.
 The channel is a stream socket with messages in frames (`rose.comm.frames`). The process receives
@@ -35,7 +35,7 @@ FRAME_BYTES = MAX_MESSAGE_BYTES + 64  # a message with its header
 def serve(config: cfg.Config, model: Path, name: str, channel: socket.socket) -> None:
     """Compute what the rollout rank orders, until that rank closes the channel."""
     with importing():
-        from rose.trainer.replica import Replica
+        from rose.parts.replicas.replica import Replica
     replica = Replica(config, model, NullRecorder())
 
     def send(message: p.Message) -> None:
@@ -69,7 +69,7 @@ def serve(config: cfg.Config, model: Path, name: str, channel: socket.socket) ->
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="a replica's process; see rose/engine/replica.py")
+    parser = argparse.ArgumentParser(description="a replica's process; see rose/parts/replicas")
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--worker", required=True)

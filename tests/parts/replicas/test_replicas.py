@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from rose import protocol as p
-from rose.coordinator import replicas
 from rose.coordinator.coordinator import Stopped
 from rose.coordinator.waiting import RunFailed
 from rose.launch import resume
 from rose.launch.layout import layout
 from rose.observe.metrics import read_metrics, rows_of
+from rose.parts.replicas import division
 from rose.trainer import checkpoint
 from rose.transfer.mirror import choose_path
 from tests.coordinator import peers
@@ -59,7 +59,7 @@ def test_replicas_compute_a_part_and_the_same_groups_are_trained(devices, config
     assert all(row["device_seconds_replica"] == pytest.approx(0.2) for row in rows)  # as they say
     assert all(0.3 < row["replica_token_share"] < 1 for row in rows)
     assert peer.rounds == STEPS and peer.awake == set(ranks_of(config(*gpus)))
-    assert not (tmp_path / "shared" / replicas.FOLDER).exists()
+    assert not (tmp_path / "shared" / division.FOLDER).exists()
     assert not choose_path(tmp_path / "shared").exists()
     assert peer.turns_asleep == 0
 
@@ -82,7 +82,7 @@ def test_the_trainer_takes_the_rows_of_a_replica_that_dies_at_work(config, tmp_p
 
 
 def test_a_late_gradient_of_one_that_hangs_is_not_applied(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(replicas, "PATIENCE", 1e-4)
+    monkeypatch.setattr(division, "PATIENCE", 1e-4)
     made, said = config(), []
 
     class Slow(peers.Peers):
@@ -115,7 +115,7 @@ def test_a_late_gradient_of_one_that_hangs_is_not_applied(config, tmp_path, monk
 
 
 def test_an_engine_that_stays_awake_costs_its_replica_only(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(replicas, "PATIENCE", 1e-4)
+    monkeypatch.setattr(division, "PATIENCE", 1e-4)
     made = config()
     first, second = ranks_of(made)
 
@@ -210,7 +210,7 @@ def test_gradients_are_in_memory_if_it_has_room(config, tmp_path, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(peers, "Peers", Needs)
             (tmp_path / str(nbytes)).mkdir()
-            (tmp_path / str(nbytes) / replicas.FOLDER).mkdir()  # a killed attempt's
+            (tmp_path / str(nbytes) / division.FOLDER).mkdir()  # a killed attempt's
             peers.run(config(), tmp_path / str(nbytes))
         assert len(files) == 2 * STEPS
         assert all(parent in file.parents for file in files)
@@ -281,6 +281,6 @@ def test_an_engine_that_does_not_wake_is_named(config, tmp_path, monkeypatch):
             assert rank == second
 
     monkeypatch.setattr(peers, "Peers", Hangs)
-    monkeypatch.setattr(replicas.Replicas, "_deadline_s", lambda *_: 0.01)
+    monkeypatch.setattr(division.Replicas, "_deadline_s", lambda *_: 0.01)
     with pytest.raises(RunFailed, match="rollout ranks to take .* no `DeviceChanged` of 1$"):
         peers.run(made, tmp_path)

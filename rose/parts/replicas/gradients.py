@@ -13,6 +13,7 @@ replicas must be on the trainer's machine.
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 from collections.abc import Iterable, Iterator
@@ -27,6 +28,8 @@ import xxhash
 from torch import Tensor
 
 from rose.files import whole
+from rose.processes import usable_threads
+from rose.trainer.step import Step, TrainingDiverged
 
 BLOCK = 2**20  # values of a block, which has a checksum of its own
 THREADS = 8  # most threads that read one file, and so most blocks in memory
@@ -130,7 +133,34 @@ class Sum:
         return data
 
 
-def held(
+def add(step: Step) -> None:
+    """Add the replicas' gradients to this rank's share, and their statistics to the step's. To be
+    called between the update's last backward pass and the update.
+
+    Raises what `Sum` raises, and `TrainingDiverged` if a replica's loss is not finite; alike
+    on every rank, since each has all replicas' statistics."""
+    if not all(math.isfinite(other.statistics["loss"]) for other in step.others):
+        raise TrainingDiverged(
+            f"step {step.number}: the loss of a replica's rows is not finite; nothing of this "
+            "update was applied"
+        )
+    engine = step.engine
+    threads = engine.settings.threads or usable_threads()
+    with step.phase("replica_read"):
+        for other in step.others:
+            with Sum(other.file, threads) as found:
+                for name, held, begin in _held(
+                    engine.engine.optimizer,
+                    engine.policy.named_weights(),
+                    engine.settings.zero_stage,
+                ):
+                    found.add(name, held, begin)
+            step.ratio_max.clamp_(min=other.ratio_max)
+            for name, value in other.statistics.items():
+                step.sums[name] += value if engine.rank == 0 else 0.0
+
+
+def _held(
     optimizer: Any, weights: list[tuple[str, torch.nn.Parameter]], stage: int
 ) -> Iterator[tuple[str, Tensor, int]]:
     """Yield (parameter, this rank's part of its reduced gradient (n,), flat index of the part's
