@@ -1,11 +1,12 @@
 """Compare the transfer codec with its rivals: bytes, their ratio to the entropy bound, and speed.
 
     python scripts/bench_codec.py                              # made-up values
-    python scripts/bench_codec.py outputs/smollm --steps 2     # and the last versions of a run's store
+    python scripts/bench_codec.py outputs/smollm --steps 2     # and the last versions of runs' stores
     python scripts/bench_codec.py outputs/smollm --elements 0 --only ours,gapdiff
 
 Every encoding works on blocks of 4 Mi values and is decoded in place onto the older values; every
-result is compared bit by bit. Speed is in GB/s of model bytes, the best of `--rounds`. One thread
+result is compared bit by bit. `--elements`: made-up values. Speed is in GB/s of model bytes, the
+best of `--rounds`. One thread
 is timed by the CPU clock, so that other programs on the machine count less; `--threads` over blocks
 are timed by the wall clock. bound: entropy of which values change plus entropy of the integer
 differences, each as independent draws over the whole model. A run stores its versions in
@@ -14,7 +15,6 @@ differences, each as independent draws over the whole model. A run stores its ve
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import sys
@@ -31,6 +31,7 @@ from rich.console import Console
 
 from rose.transfer import codec
 from scripts.csv_tables import shown, write_csv
+from scripts.harness import flagged, listed
 from scripts.run_weights import RIVALS, Patterns, Rival, last_versions, patterns
 
 BLOCK = 1 << 22  # values
@@ -161,20 +162,10 @@ def whole(name: str, blocks: list[Patterns]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("runs", metavar="RUN", type=Path, nargs="*", help="folders of runs")
-    parser.add_argument("--steps", type=int, default=2, help="last ones of each run")
-    parser.add_argument("--elements", type=int, default=8 * BLOCK, help="made-up values; 0: none")
-    parser.add_argument("--only", default=",".join(RIVALS), help=f"of {','.join(RIVALS)}")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--csv", type=Path, help="write every row there")
-    args = parser.parse_args(argv)
-    chosen = args.only.split(",")
-    if unknown := set(chosen) - set(RIVALS):
-        parser.error(f"--only: no encoding {', '.join(sorted(unknown))}; there are {args.only}")
+    cores = len(os.sched_getaffinity(0))
+    args = flagged(__doc__, argv, "RUN", only="", steps=2, elements=8 * BLOCK, threads=cores,
+                   rounds=3, csv=Path)  # fmt: skip
+    chosen = listed("--only", args.only, RIVALS)
     codec.compile_all()
     console, rows = Console(width=140), []
 
@@ -193,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
         run("noise to noise", noise(args.elements))
         print(whole("Gaussian values", [new for new, _ in made_up(args.elements, 0)]))
         print(whole("noise", [new for new, _ in noise(args.elements)]))
-    for folder in args.runs:
+    for folder in map(Path, args.words):
         for number, blocks in enumerate(of_run(folder, args.steps), 1):
             run(f"{folder.name}, step {number}", blocks)
         print(whole(f"{folder.name}", [new for new, _ in blocks]))

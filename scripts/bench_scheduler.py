@@ -16,7 +16,6 @@ off, as it is in the simulator.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 import time
@@ -37,6 +36,7 @@ from rose.policies import build
 from rose.scheduler import Scheduler
 from rose.scheduler import events as ev
 from scripts.csv_tables import REPOSITORY, shown, write_csv
+from scripts.harness import flagged, listed
 
 SEQUENCES, KV_TOKENS, GROUP, TURNS = 4, 40_000, 16, 8
 # name -> (provisioning, routing, order, batching)
@@ -280,18 +280,10 @@ def measure(system: str, workers: int, events: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parse = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parse.add_argument("--sizes", default="100,1000,10000")
-    parse.add_argument("--policies", default=",".join(SYSTEMS))
-    parse.add_argument("--events", type=int, default=20_000, help="turns ended, of each row")
-    parse.add_argument("--csv", type=Path)
-    args = parse.parse_args()
+    args = flagged(__doc__, sizes="100,1000,10000", policies="", events=20_000, csv=Path)
+    policies = listed("--policies", args.policies, SYSTEMS)
     sizes = [int(size) for size in args.sizes.split(",")]
-    rows = [
-        measure(system, size, args.events) for system in args.policies.split(",") for size in sizes
-    ]
+    rows = [measure(system, size, args.events) for system in policies for size in sizes]
     Console(width=120).print(shown(rows, "one decision, by event: medians and percentiles"))
     if args.csv:
         write_csv(args.csv, rows)

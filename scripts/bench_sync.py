@@ -15,7 +15,6 @@ all. Left out: full versions and collecting, latency, an engine around the recei
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -42,7 +41,7 @@ from rose.transfer.source import read_token
 from scripts.bench_sync_link import Loopback, Namespaces
 from scripts.bench_sync_roles import digest
 from scripts.csv_tables import shown, write_csv
-from scripts.harness import REPOSITORY, Child, Failed, cfg, free_port
+from scripts.harness import REPOSITORY, Child, Failed, cfg, flagged, free_port
 from scripts.run_weights import last_versions
 
 RANKS = 2
@@ -230,24 +229,18 @@ def medians(rows: list[Sync]) -> list[dict]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="folders of runs")
-    parser.add_argument("--rates", type=numbers, default="1000,200", help="Mbit/s; 0: no limit")
-    parser.add_argument("--receivers", type=numbers, default="1,2,4", help="how many at once")
-    parser.add_argument("--steps", type=int, default=3, help="syncs per figure")
-    parser.add_argument("--csv", type=Path, help="write every sync there")
-    args = parser.parse_args(argv)
+    args = flagged(__doc__, argv, "RUN", rates="1000,200", receivers="1,2,4", steps=3, csv=Path)
     # SIGTERM becomes an exception, so that everything is cleaned up.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    rows, receivers = [], sorted(int(count) for count in args.receivers)
-    if args.steps < 1 or receivers[0] < 1 or min(args.rates) < 0:
-        parser.error("--steps and --receivers must be at least 1, --rates at least 0")
+    rates = [float(rate) for rate in args.rates.split(",")]
+    receivers = sorted(int(count) for count in args.receivers.split(","))
+    if not args.words or min(args.steps, receivers[0]) < 1 or min(rates) < 0:
+        raise Failed("one RUN is needed; --steps and --receivers from 1 on, --rates from 0 on")
+    rows = []
     with tempfile.TemporaryDirectory(prefix="rose-bench-sync-") as folder:
-        runs = [steps_of(run, args.steps, Path(folder)) for run in args.runs]
+        runs = [steps_of(Path(run), args.steps, Path(folder)) for run in args.words]
         bench = Bench(Path(folder), runs, receivers)
-        for rate in args.rates:
+        for rate in rates:
             found = bench.over(rate)
             title = f"{rate:g} Mbit/s, medians" if rate else "no limit, medians"
             Console(width=160).print(shown(medians(found), title))
@@ -255,10 +248,6 @@ def main(argv: list[str] | None = None) -> int:
     if args.csv:
         write_csv(args.csv, [row._asdict() for row in rows])
     return 0
-
-
-def numbers(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Shared by scripts: a run's configuration, and processes that answer in JSON. Not a command."""
+"""Shared by scripts: options, a run's configuration, processes that answer in JSON. Not a command."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -65,6 +66,36 @@ def keyed(words: Sequence[str], doc: str, **defaults: Any) -> dict[str, Any]:
         except (ValueError, KeyError):
             raise Failed(f"{word!r}: {text!r} is no {kind.__name__}") from None
     return given
+
+
+def flagged(doc: str, words: Sequence[str] | None = None, rest: str = "", **defaults: Any) -> Any:
+    """Return the options given as --NAME VALUE in `words`, by default the command line's.
+
+    A default gives its option's type. A list takes several words, a list of names some of them.
+    False is a switch. A type is that of an option that is None unless it is given. `rest` names the
+    other words, which the field `words` then has. --help prints `doc`.
+    """
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in defaults.items():
+        flag = f"--{name.replace('_', '-')}"
+        if default is False:
+            parser.add_argument(flag, action="store_true")
+            continue
+        many, optional = isinstance(default, list), isinstance(default, type)
+        kind = default if optional else type(*default[:1] or [""]) if many else type(default)
+        parser.add_argument(
+            flag,
+            type=kind,
+            nargs="+" if many else None,
+            choices=default if many and default and kind is str else None,
+            default=None if optional else default,
+            help="default: %(default)s",
+        )
+    if rest:
+        parser.add_argument("words", nargs="*", metavar=rest)
+    return parser.parse_intermixed_args(words)
 
 
 def listed(key: str, text: str, known: Iterable[str]) -> list[str]:

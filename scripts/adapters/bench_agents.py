@@ -21,7 +21,6 @@ inside the environment that the pool hides.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import statistics
@@ -55,7 +54,7 @@ from rose.parts.adapters.gateway.server import Gateway
 from rose.parts.adapters.gateway.session import Session
 from rose.reward.episode import Episode
 from scripts.adapters.bench_agents_program import converse
-from scripts.harness import configured
+from scripts.harness import configured, flagged
 from scripts.runs import ran
 
 NEW = 16  # new tokens of a turn
@@ -188,7 +187,7 @@ class Bench:
         }
 
 
-async def measure(name: str, args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+async def measure(name: str, args: Any) -> dict[str, list[dict[str, float]]]:
     from rose.engine.vllm_engine import Engine as Vllm
 
     def read(name: str, kind: Any) -> Any:
@@ -269,14 +268,7 @@ def rewards(scratch: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parts = [*SIZES, "rewards"]
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
-    parser.add_argument("--agents", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
-    args = parser.parse_args()
+    args = flagged(__doc__, parts=[*SIZES, "rewards"], agents=64, rounds=3)
     with tempfile.TemporaryDirectory(prefix="rose-bench-") as scratch:
         os.environ["TMPDIR"] = scratch
         for part in args.parts:

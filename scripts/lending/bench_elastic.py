@@ -1,7 +1,7 @@
 """Measure the cost to a training run of ranks that join and leave, on a real Slurm.
 
     slurm/dev_cluster.sh start && export SLURM_CONF=... python scripts/lending/bench_elastic.py [--rounds 3]
-    [--steps 6] [--borrowed 0 1 2 4] [HYDRA OVERRIDES ...]
+    [--steps 6] [--borrowed 0 1 2 4] [--keep FOLDER] [HYDRA OVERRIDES ...]
 
 A training job with one dedicated engine runs throughout. In each round serving jobs join it one
 after the other, and at each number of borrowed ranks `--steps` training steps are timed. Then half
@@ -24,7 +24,6 @@ run on this machine.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -46,6 +45,7 @@ from rose.observe.metrics import read_metrics
 from rose.scheduler import events as ev
 from scripts import slurm_jobs
 from scripts.csv_tables import shown
+from scripts.harness import Failed, flagged
 from scripts.slurm_jobs import Serving
 
 RUN = (
@@ -265,22 +265,14 @@ def show(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--borrowed", type=int, nargs="+", default=[0, 1, 2, 4], help="ascending")
-    parser.add_argument("--keep", type=Path, help="leave everything in this folder")
-    args, overrides = parser.parse_known_args()
+    args = flagged(__doc__, None, "OVERRIDE", rounds=3, steps=6, borrowed=[0, 1, 2, 4], keep=Path)
     if shutil.which("sbatch") is None or "SLURM_CONF" not in os.environ:
-        parser.error("SLURM_CONF is not set, or there is no sbatch: slurm/dev_cluster.sh start")
-    if args.borrowed != sorted(args.borrowed):
-        parser.error(f"--borrowed {args.borrowed}: must ascend")
+        raise Failed("SLURM_CONF is not set, or there is no sbatch: slurm/dev_cluster.sh start")
+    counts = sorted(args.borrowed)
     with tempfile.TemporaryDirectory(prefix="rose-elastic-") as scratch:
         folder = (args.keep or Path(scratch)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        bench(folder, args.rounds, args.steps, args.borrowed, overrides, Console())
+        bench(folder, args.rounds, args.steps, counts, args.words, Console())
     return 0
 
 

@@ -18,7 +18,7 @@ hosts and clients have what is left.
 
 The targets of lending are 1.25 times what users got in `alone` under the same traffic, so `alone`
 runs before `borrowed`. Users come as in a public trace (--trace), whose time is stretched to
---rate. That keeps the shape of its bursts and not their seconds. Each seed takes one of the
+--rate requests a second and device. That keeps the shape of its bursts. Each seed takes one of the
 20-minute windows with the largest bursts in their first four minutes. A request that isn't answered
 counts as infinitely late. A killed host's sandboxes are not restored: an agent that is a program of
 its own has no checkpoints, so it runs again, and gets the answers that its first run got.
@@ -32,7 +32,6 @@ install), 4 x quota cores and two more, and a machine that does nothing else.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import sys
@@ -49,7 +48,7 @@ from rose.parts.sandbox import SandboxError
 from rose.parts.sandbox.probe import choose
 from rose.parts.simulator.traces import TraceError, read
 from scripts.csv_tables import put
-from scripts.harness import REPOSITORY, configured
+from scripts.harness import REPOSITORY, configured, flagged
 from scripts.lending import promise_figure, promise_page
 from scripts.lending.promise_forecast import forecast
 from scripts.lending.promise_results import SIDES, Results
@@ -63,13 +62,13 @@ FIGURE = REPOSITORY / "docs" / "promise.svg"
 PAGE = REPOSITORY / "docs" / "benchmarks.md"
 
 
-def settings(args: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
+def settings(args: Any) -> dict[str, Any]:
     """Return what must be the same in all runs of a proof."""
     found = {key: getattr(args, key) for key in ("steps", "batch", "quota", "rate", "every")}
-    return found | {"trace": args.trace.name if args.trace else None, "overrides": overrides}
+    return found | {"trace": args.trace.name if args.trace else None, "overrides": args.words}
 
 
-def checked(args: argparse.Namespace) -> list[tuple[str, int]]:
+def checked(args: Any) -> list[tuple[str, int]]:
     """Return the runs that are wanted. Raises `SystemExit` with one line for what would fail."""
     if os.geteuid():
         raise SystemExit("prove_promise: needs root, for virtual nodes and CPU quotas")
@@ -95,7 +94,7 @@ def checked(args: argparse.Namespace) -> list[tuple[str, int]]:
     return [one for name, one in named.items() if not args.only or name in args.only]
 
 
-def planned(args: argparse.Namespace, overrides: list[str]) -> Plan:
+def planned(args: Any) -> Plan:
     folder = args.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     return Plan(
@@ -108,11 +107,11 @@ def planned(args: argparse.Namespace, overrides: list[str]) -> Plan:
         args.rate,
         args.trace,
         args.every,
-        overrides,
+        args.words,
     )
 
 
-def prove(plan: Plan, args: argparse.Namespace, results: Results, wanted: list) -> None:
+def prove(plan: Plan, args: Any, results: Results, wanted: list) -> None:
     """Do the runs that are not there yet, in order."""
     missing = [one for one in wanted if results.get(*one) is None]
     for side, seed in missing:
@@ -176,30 +175,17 @@ def _say(words: str, name: str = "") -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--batch", type=int, default=64, help="trajectories of a step")
-    parser.add_argument("--quota", type=float, default=0.1, help="cores of each engine and device")
-    parser.add_argument("--rate", type=float, default=0.2, help="online requests/s of a device")
-    parser.add_argument("--trace", type=Path, help="of online requests; else one is made")
-    parser.add_argument("--every", type=float, default=60.0, help="seconds between two kills")
-    parser.add_argument("--profile-s", type=float, default=40.0, help="of a serving device")
-    parser.add_argument("--only", nargs="+", default=[], metavar="RUN", help="as alone-1")
-    parser.add_argument("--redraw", action="store_true", help="run nothing")
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "outputs" / "promise")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--figure", type=Path, default=FIGURE)
-    args, overrides = parser.parse_known_args()
+    out, only = REPOSITORY / "outputs" / "promise", list[str]()
+    args = flagged(__doc__, None, "OVERRIDE", seeds=3, steps=40, batch=64, quota=0.1, rate=0.2,
+                   trace=Path, every=60.0, profile_s=40.0, only=only, redraw=False, out=out,
+                   results=RESULTS, figure=FIGURE)  # fmt: skip
     if args.redraw:
         draw(Results(args.results), args.figure)
         return
     end_in_order()
     wanted = checked(args)
-    results = Results(args.results, settings(args, overrides))
-    prove(planned(args, overrides), args, results, wanted)
+    results = Results(args.results, settings(args))
+    prove(planned(args), args, results, wanted)
     draw(results, args.figure)
 
 

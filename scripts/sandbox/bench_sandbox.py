@@ -16,7 +16,6 @@ thinks between two turns; restored episodes are played on without thinking.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import shutil
 import statistics
@@ -33,8 +32,8 @@ from rich.table import Table
 
 from rose.parts.sandbox import Sandbox, SandboxError, Spec
 from rose.parts.sandbox.inspector import NONE, Inspector
-from rose.parts.sandbox.probe import AUTO, BACKENDS, close
-from scripts.harness import configured
+from rose.parts.sandbox.probe import AUTO, close
+from scripts.harness import configured, flagged
 from scripts.sandbox.bench_sandbox_episodes import EPISODES, Episode
 from scripts.sandbox.bench_sandbox_policies import (
     CHAT,
@@ -89,7 +88,7 @@ def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.1f}, {statistics.quantiles(values, n=20)[-1]:.1f}"
 
 
-async def starts(args: argparse.Namespace) -> Table:
+async def starts(args: Any) -> Table:
     first, box = await timed(Sandbox.start(Spec()))
     await box.close()
     table = Table("at once", "start", "start, all", "turn", "close", title=f"{box.backend}, ms")
@@ -126,7 +125,7 @@ async def captured(box: Sandbox, kind: str, folder: Path) -> tuple[float, float,
     return took, restored, size
 
 
-async def captures(args: argparse.Namespace) -> Table:
+async def captures(args: Any) -> Table:
     title = f"captures in {args.folder}, ms"
     table = Table("state", "kind", "capture", "restore", "kB", title=title)
     with tempfile.TemporaryDirectory(prefix="rose-bench-", dir=args.folder) as top:
@@ -141,7 +140,7 @@ async def captures(args: argparse.Namespace) -> Table:
     return table
 
 
-async def looks(args: argparse.Namespace) -> Table:
+async def looks(args: Any) -> Table:
     table = Table("files", "nothing changed", "one file written", "all read", title="a look, ms")
     for folders in FOLDERS:
         async with await Sandbox.start(Spec()) as box:
@@ -166,7 +165,7 @@ def sampled() -> Episode:
     return Sampled(configured("+experiment=terminal").model)
 
 
-async def recovery(args: argparse.Namespace) -> Table:
+async def recovery(args: Any) -> Table:
     title = f"killed at every turn, thinking {args.think:g} s"
     columns = ("episode", "policy", "right", "captured", "stored", "turn", "restore")
     table = Table(*columns, "exposed", "time", title=title)
@@ -191,7 +190,7 @@ async def recovery(args: argparse.Namespace) -> Table:
     return table
 
 
-async def costs(args: argparse.Namespace) -> Table:
+async def costs(args: Any) -> Table:
     """Return the table of costs. A capture is without the look, which the simulator adds."""
     title = "turns by what is captured: share, milliseconds, bytes in the store"
     table = Table("episode", "kind", "share", "look", "capture", "stored", "restore", title=title)
@@ -217,7 +216,7 @@ PARTS = {
 }
 
 
-async def run(args: argparse.Namespace) -> None:
+async def run(args: Any) -> None:
     console = Console(width=120)
     try:
         for name in args.only:
@@ -227,15 +226,10 @@ async def run(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS))
-    parser.add_argument("--starts", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--turns", type=int, default=200)
-    parser.add_argument("--think", type=float, default=2.0)
-    parser.add_argument("--backend", choices=(AUTO, *BACKENDS), default=AUTO, help="of captures")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    args = flagged(__doc__, only=list(PARTS), starts=[1, 8, 64], turns=200, think=2.0,
+                   backend=AUTO, folder=Path(tempfile.gettempdir()))  # fmt: skip
     try:
-        asyncio.run(run(parser.parse_args()))
+        asyncio.run(run(args))
     except SandboxError as error:
         sys.exit(str(error))
 

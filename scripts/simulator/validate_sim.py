@@ -22,12 +22,12 @@ of all rounds, without the first steps:
 The figures need a machine without other load: --quota times engines, the trainer's thread and the
 environment host must find a core whenever they need one. A virtual machine whose host is busy is
 slower for minutes. So only training steps count in which the hypervisor took less than 5% of it
-(live_runs.CALM), and a configuration with too few of them runs again in the next round.
+(live_runs.CALM), and a configuration with too few of them runs again in the next round, --rounds at
+most. --keep FOLDER leaves the runs there, and finished ones that are there are used again.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -51,6 +51,7 @@ from rose.parts.simulator.driver import simulate
 from rose.policies import build
 from rose.scheduler import events as ev
 from scripts.csv_tables import shown, write_csv
+from scripts.harness import Failed, flagged
 from scripts.live_runs import Durations, Live, Ran, end_in_order, wait_for_calm
 
 PROFILES = {
@@ -324,7 +325,7 @@ def measured(runs: list[Ran]) -> tuple[Figures, tuple[float, float]]:
 
 
 def run_all(
-    folder: Path, names: list[str], options: argparse.Namespace, alike: list[str], console: Console
+    folder: Path, names: list[str], options: Any, alike: list[str], console: Console
 ) -> dict[str, list[Ran]]:
     """Run all configurations until each has ENOUGH steps. Raises `SystemExit` if some don't."""
     done: dict[str, list[Ran]] = {name: [] for name in names}
@@ -384,27 +385,13 @@ def as_rows(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quota", type=float, default=0.4, help="cores of each engine; 0: no quota"
-    )
-    parser.add_argument("--rounds", type=int, default=6, help="at most")
-    parser.add_argument("--steps", type=int, default=12, help="of each run")
-    parser.add_argument("--only", nargs="+", choices=list(LIVE), default=list(LIVE))
-    parser.add_argument("--csv", type=Path)
-    parser.add_argument(
-        "--keep",
-        type=Path,
-        help="leave the runs in this folder; finished ones there are used again",
-    )
-    args, overrides = parser.parse_known_args()
+    args = flagged(__doc__, None, "OVERRIDE", quota=0.4, rounds=6, steps=12, only=list(LIVE),
+                   csv=Path, keep=Path)  # fmt: skip
     end_in_order()
     if args.steps < SKIP + 2:
-        parser.error(f"--steps {args.steps}: at least two beyond the first {SKIP}")
+        raise Failed(f"--steps {args.steps}: at least two beyond the first {SKIP}")
     console = Console(width=120)
-    alike = [f"trainer.steps={args.steps}", "serving=none", *overrides]
+    alike = [f"trainer.steps={args.steps}", "serving=none", *args.words]
     with tempfile.TemporaryDirectory(prefix="rose-validate-") as scratch:
         folder = (args.keep or Path(scratch)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
