@@ -70,12 +70,22 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([first, "|---" * len(header) + "|", *rest])
 
 
+def bounded(mean: float, low: float, high: float, form: str = ".2f") -> str:
+    """Format a mean and its interval as 1.31 (1.28–1.34), without bounds that are NaN."""
+    bounds = "" if math.isnan(low + high) else f" ({low:{form}}–{high:{form}})"
+    return f"{mean:{form}}{bounds}"
+
+
 def with_bounds(row: Mapping[str, str], key: str, low: str, high: str, form: str = ".2f") -> str:
-    """Format three columns of a CSV row as 1.31 (1.28–1.34), without bounds if a bound is empty."""
-    mean, *bounds = (
-        format(float(row[name]), form) if row[name] else "" for name in (key, low, high)
-    )
-    return f"{mean} ({'–'.join(bounds)})" if all(bounds) else mean
+    """Format three columns of a CSV row as `bounded` does. An empty bound is NaN."""
+    return bounded(*(float(row[name] or "nan") for name in (key, low, high)), form)
+
+
+def draw(path: Path, page: str, name: str, words: Callable[[list[dict[str, str]]], str]) -> None:
+    """Put the table that `words` formats of a CSV file into a page, if the file is one of the docs'
+    own."""
+    if path.parent == RESULTS and path.exists():
+        put(REPOSITORY / "docs" / page, name, words(read_csv(path)))
 
 
 def put(page: Path, name: str, text: str) -> None:

@@ -36,16 +36,7 @@ from rose.parts.simulator.hardware import EFFICIENCY
 from rose.parts.simulator.study import runs, table
 from rose.parts.simulator.study.gains import Interval, gain, interval
 from rose.parts.simulator.study.outcome import Outcome, by_system, values
-from scripts.csv_tables import (
-    REPOSITORY,
-    RESULTS,
-    markdown,
-    merge,
-    put,
-    read_csv,
-    shown,
-    with_bounds,
-)
+from scripts.csv_tables import RESULTS, bounded, draw, markdown, merge, shown, with_bounds
 from scripts.harness import keyed, listed, simulated
 
 SYSTEMS = (
@@ -142,14 +133,14 @@ def outcomes_of(configs: Sequence[Config], processes: int) -> list[Outcome]:
     return runs.carry_out([job for c in configs for job in runs.jobs_of(c)], processes, CONSOLE)
 
 
-def ours(row: Published, outcomes: Sequence[Outcome]) -> Interval:
-    """Return our number for a row of the paper. Throughput is trained trajectories per second."""
-    systems = by_system(outcomes)
-    mine, rival = systems[row.mine], systems[row.rival]
-    if row.what == "throughput over":
+def number(what: str, mine: Sequence[Outcome], rival: Sequence[Outcome]) -> Interval:
+    """Return our number for a row of a paper. Throughput is trained trajectories per second."""
+    if what == "throughput over":
         return gain(values(mine, "trajectories_s"), values(rival, "trajectories_s"))
-    if row.what == "rollout time under":
+    if what == "rollout time under":
         return gain(values(rival, "rollout_s"), values(mine, "rollout_s"))
+    if what == "tokens/s":
+        return interval(values(mine, "tokens_s"))
     return interval(values(rival, "allocation"))
 
 
@@ -163,7 +154,7 @@ def compared(setting: str, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
         if row.rival not in systems or row.mine not in systems:
             continue
         low, high = getattr(row, setting)
-        found = ours(row, outcomes)
+        found = number(row.what, systems[row.mine], systems[row.rival])
         rows.append(
             {
                 "setting": setting,
@@ -265,7 +256,7 @@ def effects(rows: Sequence[dict[str, str]]) -> str:
                 for key in ("step_s", "staleness", "dropped", "attainment")
             )
             attained += [] if math.isnan(kept) else [kept]
-            line += ["1" if name == "roll_grpo" else brief(over), f"{step_s:.0f}"]
+            line += ["1" if name == "roll_grpo" else bounded(*over), f"{step_s:.0f}"]
             line += [f"{stale:.2f}, {dropped:.1%}"]
         lines.append(line)
     text = markdown(header, lines)
@@ -275,12 +266,6 @@ def effects(rows: Sequence[dict[str, str]]) -> str:
             f"{min(attained):.2%} to {max(attained):.2%}."
         )
     return text
-
-
-def brief(found: Interval) -> str:
-    """Format an interval as 1.31 (1.28–1.34)."""
-    bounds = "" if math.isnan(found.low) else f" ({found.low:.2f}–{found.high:.2f})"
-    return f"{found.mean:.2f}{bounds}"
 
 
 def _column(rows: Sequence[dict[str, str]], key: str) -> list[float]:
@@ -364,67 +349,49 @@ def main(arguments: Sequence[str]) -> int:
         **{"sensitivity": True, "table1": "true", "processes": 0, "draw": False},
         out=str(RESULTS),
     )
-    out, drawn, absolute = Path(given["out"]), given["draw"], given["table1"]
+    out, absolute = Path(given["out"]), given["table1"]
     settings = listed("only", given["only"], SETTINGS)
     listed("table1", absolute, ("true", "false", "only"))
     processes = runs.cores(given["processes"] or None)
     timing = [f"sim.steps={given['steps']}", f"sim.warmup={given['warmup']}"]
     timing.append(f"sim.seeds=[{given['seeds']}]")
-    if not drawn and absolute != "false":
-        _measure_table1(out, settings, timing, processes)
-    if not drawn and absolute != "only":
-        _measure(out, settings, given["systems"], timing, processes, given["sensitivity"])
-    if out != RESULTS:
-        return 0
-    docs = REPOSITORY / "docs"
-    pages = [("simulator.md", "table1", table1_words, "rose_table1.csv")]
-    if absolute != "only":
-        pages += [
-            ("policies.md", "measured", effects, "rose_systems.csv"),
-            ("simulator.md", "paper", beside, "rose_paper.csv"),
-            ("simulator.md", "sensitivity", varied_words, "rose_sensitivity.csv"),
-        ]
-    for page, name, words, file in pages:
-        if (out / file).exists():
-            put(docs / page, name, words(read_csv(out / file)))
+    for setting in [] if given["draw"] else settings:
+        if absolute != "false":
+            _measure_table1(out, setting, timing, processes)
+        if absolute != "only":
+            _measure(out, setting, given["systems"], timing, processes, given["sensitivity"])
+    draw(out / "rose_table1.csv", "simulator.md", "table1", table1_words)
+    draw(out / "rose_systems.csv", "policies.md", "measured", effects)
+    draw(out / "rose_paper.csv", "simulator.md", "paper", beside)
+    draw(out / "rose_sensitivity.csv", "simulator.md", "sensitivity", varied_words)
     return 0
 
 
-def _measure_table1(out: Path, settings: Sequence[str], timing: list[str], processes: int) -> None:
-    for setting in settings:
-        rivals = ",".join(name for name in TABLE1 if name not in ("rose", ALONE))
-        c = composed(setting, [*timing, f"sim/systems=[{rivals}]"])
-        rows = table1(setting, outcomes_of([c], processes))
-        CONSOLE.print(shown(rows, f"{SETTINGS[setting]}: the paper's Table 1 and ours"))
-        merge_settings(out / "rose_table1.csv", rows)
+def _measure_table1(out: Path, setting: str, timing: list[str], processes: int) -> None:
+    rivals = ",".join(name for name in TABLE1 if name not in ("rose", ALONE))
+    c = composed(setting, [*timing, f"sim/systems=[{rivals}]"])
+    rows = table1(setting, outcomes_of([c], processes))
+    CONSOLE.print(shown(rows, f"{SETTINGS[setting]}: the paper's Table 1 and ours"))
+    merge_settings(out / "rose_table1.csv", rows)
 
 
 def _measure(
-    out: Path,
-    settings: Sequence[str],
-    systems: str,
-    timing: list[str],
-    processes: int,
-    varied: bool,
+    out: Path, setting: str, systems: str, timing: list[str], processes: int, varied: bool
 ) -> None:
-    """Simulate the settings and systems, and merge the rows into the files' other rows."""
-    for setting in settings:
-        c = composed(setting, [*timing, f"sim/systems=[{systems}]"])
-        outcomes = outcomes_of([c], processes)
-        rows = compared(setting, outcomes)
-        CONSOLE.print(table.table(outcomes, "rose", setting))
-        CONSOLE.print(shown(rows, f"{SETTINGS[setting]}: the paper and ours"))
-        merge_settings(out / "rose_paper.csv", rows, "mine", "what", "rival")
-        each = csv.DictReader(table.csv_text(outcomes).splitlines())
-        rows = [{"setting": setting} | row for row in each]
-        merge_settings(out / "rose_systems.csv", rows, "system")
-        if varied:
-            few = [*timing, "sim.seeds=[1]", f"sim/systems=[{','.join(VARIED_SYSTEMS)}]"]
-            rows = sensitivity(setting, few, processes)
-            CONSOLE.print(
-                shown(rows, f"{SETTINGS[setting]}: one parameter at 0.8 and 1.2 times its value")
-            )
-            merge_settings(out / "rose_sensitivity.csv", rows)
+    """Simulate the systems in a setting, and merge the rows into the files' other rows."""
+    c, name = composed(setting, [*timing, f"sim/systems=[{systems}]"]), SETTINGS[setting]
+    outcomes = outcomes_of([c], processes)
+    rows = compared(setting, outcomes)
+    CONSOLE.print(table.table(outcomes, "rose", setting))
+    CONSOLE.print(shown(rows, f"{name}: the paper and ours"))
+    merge_settings(out / "rose_paper.csv", rows, "mine", "what", "rival")
+    each = csv.DictReader(table.csv_text(outcomes).splitlines())
+    merge_settings(out / "rose_systems.csv", [{"setting": setting} | row for row in each], "system")
+    if varied:
+        few = [*timing, "sim.seeds=[1]", f"sim/systems=[{','.join(VARIED_SYSTEMS)}]"]
+        rows = sensitivity(setting, few, processes)
+        CONSOLE.print(shown(rows, f"{name}: one parameter at 0.8 and 1.2 times its value"))
+        merge_settings(out / "rose_sensitivity.csv", rows)
 
 
 def merge_settings(path: Path, rows: list[dict[str, Any]], *parts: str) -> None:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,8 +41,8 @@ from rose.parts.simulator.config import Config, SimSystem
 from rose.parts.simulator.study import runs
 from rose.parts.simulator.study.gains import gain
 from rose.parts.simulator.study.outcome import Outcome, by_system, mean, values
-from scripts.csv_tables import REPOSITORY, RESULTS, markdown, put, read_csv, with_bounds
-from scripts.harness import keyed, listed
+from scripts.csv_tables import REPOSITORY, RESULTS, draw, markdown, with_bounds
+from scripts.harness import keyed, listed, simulated
 from scripts.simulator.reproduce_rose import (
     SETTINGS,
     composed,
@@ -65,21 +66,14 @@ BATCHING: dict[str, tuple[dict[str, Any], ...]] = {
     ),
 }
 ORDER: dict[str, tuple[dict[str, Any], ...]] = {
-    "fifo": ({},),
-    "due_first": ({},),
-    "longest_first": ({},),
+    **dict.fromkeys(("fifo", "due_first", "longest_first"), ({},)),
     "mlfq": ({"first": "short"}, {"first": "long"}),
     "shortest_first": ({},),
 }
-ROUTING: dict[str, tuple[dict[str, Any], ...]] = {
-    "rose": ({},),
-    "earliest_finish": ({},),
-    "seer": ({},),
-    "least_loaded": ({},),
-    "cache_affine": ({},),
-    "round_robin": ({},),
-    "thunder": ({},),
-}
+ROUTING: dict[str, tuple[dict[str, Any], ...]] = dict.fromkeys(
+    ["rose", "earliest_finish", "seer", "least_loaded", "cache_affine", "round_robin", "thunder"],
+    ({},),
+)
 PROVISIONING: dict[str, tuple[dict[str, Any], ...]] = {"rose": ({},), "all_idle": ({},)}
 KINDS = {"batching": BATCHING, "order": ORDER, "routing": ROUTING, "provisioning": PROVISIONING}
 POOLS = {"rose": ["dedicated", "cooperative"], "all_idle": ["dedicated", "hybrid", "cooperative"]}
@@ -95,15 +89,8 @@ class Choice(NamedTuple):
     args: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        return " ".join(
-            [
-                self.name,
-                *(
-                    f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
-                    for key, value in self.args
-                ),
-            ]
-        )
+        args = (f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in self.args)
+        return " ".join([self.name, *args])
 
 
 class Composition(NamedTuple):
@@ -141,48 +128,29 @@ KEPT = (  # compositions that go through all rounds, and are named in the tables
 )
 
 
+@cache
 def shipped(name: str) -> Composition:
-    """Return the composition of conf/sim/systems/NAME.yaml. Arguments that it doesn't set are those
-    of the option's file and not of BATCHING, so these may keep it out of the search."""
-    tree = yaml.safe_load(
-        (REPOSITORY / "conf" / "sim" / "systems" / f"{name}.yaml").read_text(encoding="utf-8")
-    )
-    chosen = {}
-    for each in tree["defaults"]:
-        if isinstance(each, dict):
-            ((key, option),) = each.items()
-            chosen[key.rsplit(".", 1)[1]] = option
-    given = {kind: tree["scheduler"].get(kind, {}).get("args", {}) for kind in KINDS}
-    return Composition(*(_whole(kind, chosen[kind], given[kind]) for kind in KINDS))
-
-
-def _whole(kind: str, name: str, given: dict[str, Any]) -> Choice:
-    """Return a choice with the arguments that KINDS varies, as given or as in its file."""
-    args = _option(kind, name)["args"] | given
-    varied = KINDS[kind][name][0] if name in KINDS[kind] else {}
-    return Choice(name, tuple((key, args[key]) for key in varied))
-
-
-def bound(batching: Choice) -> int:
-    """Return the largest staleness that a batching policy allows."""
-    return int(
-        next(
-            (value for key, value in batching.args if key in BOUNDS),
-            batching.name == "one_step_off",
+    """Return the composition of conf/sim/systems/NAME.yaml, with the arguments that KINDS varies.
+    Their values may keep it out of the search."""
+    scheduler = simulated(f"sim/systems=[{name}]").sim.systems[name].scheduler
+    chosen = [(options, getattr(scheduler, kind)) for kind, options in KINDS.items()]
+    return Composition(
+        *(
+            Choice(policy.name, tuple((key, policy.args[key]) for key in options[policy.name][0]))
+            for options, policy in chosen
         )
     )
 
 
+def bound(batching: Choice) -> int:
+    """Return the largest staleness that a batching policy allows."""
+    bounds = [value for key, value in batching.args if key in BOUNDS]
+    return int(bounds[0] if bounds else batching.name == "one_step_off")
+
+
 def compositions(only: dict[str, Sequence[str]], staleness: float = math.inf) -> list[Composition]:
     """Return all compositions that make sense, of the options named in `only` (kind -> names; a
-    kind that isn't in it has all options) and of at most `staleness`. Raises `SystemExit` for a
-    name that is not searched."""
-    for kind, names in only.items():
-        if unknown := [name for name in names if name not in KINDS[kind]]:
-            raise SystemExit(
-                f"{kind}={','.join(unknown)}: not in this search; there are "
-                f"{', '.join(KINDS[kind])}"
-            )
+    kind that isn't in it has all options) and of at most `staleness`."""
     each = [
         [
             Choice(name, tuple(args.items()))
@@ -400,15 +368,14 @@ def main(arguments: Sequence[str]) -> int:
     settings = listed("only", given["only"], SETTINGS)
     processes = runs.cores(given["processes"] or None)
     seeds = [int(seed) for seed in given["seeds"].split(",")]
-    only = {kind: given[kind].split(",") for kind in KINDS if given[kind]}
+    only = {kind: listed(kind, given[kind], options) for kind, options in KINDS.items()}
     for setting in [] if given["draw"] else settings:
         rows: list[dict[str, Any]] = []
         tried = compositions(only, given["staleness"])
         for found in search(setting, tried, rounds, seeds, lambda c: outcomes_of([c], processes)):
             rows += found
             merge_settings(out / FILE, rows)
-    if out == RESULTS:
-        put(REPOSITORY / "docs" / "policies.md", "search", words(read_csv(out / FILE)))
+    draw(out / FILE, "policies.md", "search", words)
     return 0
 
 

@@ -23,16 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from rose.parts.simulator.study import runs
 from rose.parts.simulator.study.gains import gain
 from rose.parts.simulator.study.outcome import Outcome, mean, values
-from scripts.csv_tables import (
-    REPOSITORY,
-    RESULTS,
-    markdown,
-    merge,
-    put,
-    read_csv,
-    shown,
-    with_bounds,
-)
+from scripts.csv_tables import RESULTS, draw, markdown, merge, shown, with_bounds
 from scripts.harness import keyed, listed
 from scripts.simulator.reproduce_rose import CONSOLE, SETTINGS, composed
 
@@ -191,8 +182,7 @@ def main() -> None:
             found = study(setting, system, given, options["processes"])
             CONSOLE.print(shown(found, f"{setting}, {system}"))
             merge(path, found, key, lambda row: order.index(key(row)))
-    if path.parent == RESULTS:
-        put(REPOSITORY / "docs" / "simulator.md", "shapes", drawn(read_csv(path)))
+    draw(path, "simulator.md", "shapes", drawn)
 
 
 if __name__ == "__main__":
