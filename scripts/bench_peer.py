@@ -17,7 +17,6 @@ run, which other load lengthens less: medians and extremes, and TRL's as multipl
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import itertools
 import json
@@ -28,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from rich.console import Console
 from rose import files
 from rose.models import resolve
 from scripts.csv_tables import shown
-from scripts.harness import Failed, configured, keyed, stop
+from scripts.harness import Failed, configured, family, keyed, stop
 from scripts.runs import Run, launch
 
 LOOK_S = 0.1
@@ -187,12 +187,9 @@ def _marks(
 
 def processor_s(pid: int) -> float:
     total = 0.0
-    with contextlib.suppress(psutil.Error):
-        root = psutil.Process(pid)
-        for process in (root, *root.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):
-                times = process.cpu_times()
-                total += times.user + times.system
+    for process in family(pid):
+        with suppress(psutil.Error):
+            total += sum(process.cpu_times()[:2])
     return total
 
 

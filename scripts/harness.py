@@ -19,6 +19,8 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
+import psutil
+
 from rose import config as cfg
 from rose import front
 from rose.launch import exclusions
@@ -192,6 +194,22 @@ def stop(process: subprocess.Popen, patience_s: float = 60.0) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """Return a process and all processes below it, nothing if it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    return []
+
+
+def each_thread(process: psutil.Process, do: Callable[[int], object]) -> None:
+    """Call `do` with the id of each thread of the process. Threads that end meanwhile are skipped."""
+    with suppress(psutil.NoSuchProcess):
+        for thread in process.threads():
+            with suppress(ProcessLookupError):
+                do(thread.id)
 
 
 def answers() -> Callable[[dict], None]:

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from rose.parts.simulator.study.gains import Interval
 from scripts.csv_tables import markdown
-from scripts.lending.promise_count import curve, device_hours, difference, rewards
-from scripts.lending.promise_latency import SLACK, ratios
+from scripts.lending.promise_count import SLACK, curve, device_hours, difference, ratios, rewards
 
 WINDOWS = 4  # parts of a run; a point of a reward curve is the mean of one part's steps
 NAMES = {"dedicated": "four dedicated", "alone": "one alone", "borrowed": "one and borrowed"}

@@ -57,6 +57,7 @@ from scripts.live_runs import Quota, end_in_order, wait_for_calm
 from scripts.slurm_jobs import cluster
 
 RESULTS = REPOSITORY / "docs" / "results" / "promise"
+SETTINGS = ("steps", "batch", "quota", "rate", "every")  # options that a proof's runs share
 FORECAST = "forecast"  # the word of --only for the simulator's part
 FIGURE = REPOSITORY / "docs" / "promise.svg"
 PAGE = REPOSITORY / "docs" / "benchmarks.md"
@@ -64,8 +65,8 @@ PAGE = REPOSITORY / "docs" / "benchmarks.md"
 
 def settings(args: Any) -> dict[str, Any]:
     """Return what must be the same in all runs of a proof."""
-    found = {key: getattr(args, key) for key in ("steps", "batch", "quota", "rate", "every")}
-    return found | {"trace": args.trace.name if args.trace else None, "overrides": args.words}
+    found = {key: getattr(args, key) for key in SETTINGS}
+    return found | {"trace": args.trace.name, "overrides": args.words}
 
 
 def checked(args: Any) -> list[tuple[str, int]]:
@@ -77,9 +78,10 @@ def checked(args: Any) -> list[tuple[str, int]]:
             f"prove_promise: --batch {args.batch}: a multiple of {GROUP}; --steps {args.steps}: 4 "
             f"or more; --seeds {args.seeds}: 1 or more"
         )
+    if args.trace is None:
+        raise SystemExit("prove_promise: --trace FILE is needed, of online requests")
     try:
-        if args.trace is not None:
-            read(args.trace)
+        read(args.trace)
         choose()
     except (OSError, TraceError, SandboxError) as error:
         raise SystemExit(f"prove_promise: {error}") from None
@@ -97,18 +99,8 @@ def checked(args: Any) -> list[tuple[str, int]]:
 def planned(args: Any) -> Plan:
     folder = args.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    return Plan(
-        folder,
-        resolve(configured(*MODEL).model),
-        folder / "profile.json",
-        args.steps,
-        args.batch,
-        args.quota,
-        args.rate,
-        args.trace,
-        args.every,
-        args.words,
-    )
+    model, own = resolve(configured(*MODEL).model), {key: getattr(args, key) for key in SETTINGS}
+    return Plan(folder, model, folder / "profile.json", trace=args.trace, words=args.words, **own)
 
 
 def prove(plan: Plan, args: Any, results: Results, wanted: list) -> None:

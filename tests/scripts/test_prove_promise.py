@@ -14,10 +14,10 @@ from rose.coordinator import replay
 from rose.coordinator.journal import Journal
 from rose.protocol import Phase, Trajectory
 from rose.scheduler import events as ev
+from scripts import slurm_jobs
 from scripts.lending import (
     promise_count,
     promise_figure,
-    promise_latency,
     promise_page,
     promise_results,
     promise_run,
@@ -77,7 +77,7 @@ def test_a_jobs_engines_are_held_in_all_of_its_attempts():
         "7+1|Unknown|Unknown",
     ]
     start, now = (datetime(2026, 11, 25, 10, *at).timestamp() for at in ((0, 0), (7, 30)))
-    found = promise_count.held(rows, 1, now)
+    found = slurm_jobs.held(rows, 1, now)
     assert found == [(start, start + 300), (start + 360, now)]
     run = {"engines": 4, "held": [[a - start, b - start] for a, b in found]}
     assert promise_count.device_hours(run) == pytest.approx(4 * 390 / 3600)
@@ -216,7 +216,7 @@ def test_only_requests_that_came_while_both_sides_ran_are_compared():
     beside["served_s"] = 150.0
     alone["requests"] = [[at, 9.0 if at >= 150 else 0.1, 0.05, 1] for at, *_ in alone["requests"]]
     beside["requests"] = [[at, 0.12, 0.05, 1] for at, *_ in beside["requests"] if at < 150]
-    ttft = promise_latency.ratios([(alone, beside)])[1]
+    ttft = promise_count.ratios([(alone, beside)])[1]
     assert (ttft.name, ttft.alone, ttft.beside) == ("TTFT P99", 0.1, 0.12)
     assert ttft.ratio == ttft.low == ttft.high == pytest.approx(1.2)
 
