@@ -1,11 +1,10 @@
-"""Measure sandboxes: starts, turns, captures, inspections, recovery by policy, costs.
+"""Measure sandboxes: starts, turns, captures, recovery by policy, costs.
 
-    python scripts/sandbox/bench_sandbox.py [--only starts captures looks recovery costs] [--think 2]
+    python scripts/sandbox/bench_sandbox.py [--only starts captures recovery costs] [--think 2]
 
-starts     a turn is the builtin `:`, so that its time is overhead; compared with a plain bash
+starts     a turn is the builtin `:`, so that its time is overhead
 captures   the fastest and the median of captures in --folder, and of a restore with its first turn; state
            `server` has a Python HTTP server in the background
-looks      the inspector's look at a turn, by the number of files written before
 recovery   killed at every turn of three scripted episodes and one that the tiny model plays, then
            restored and played to the end
 costs      the figures of an episode in conf/sim/sandboxes/*.yaml
@@ -31,10 +30,10 @@ from rich.console import Console
 from rich.table import Table
 
 from rose.parts.sandbox import Sandbox, SandboxError, Spec
-from rose.parts.sandbox.inspector import NONE, Inspector
+from rose.parts.sandbox.inspector import NONE
 from rose.parts.sandbox.probe import AUTO, close
 from scripts.harness import configured, flagged
-from scripts.sandbox.bench_sandbox_episodes import EPISODES, Episode
+from scripts.sandbox.bench_sandbox_episodes import EPISODES, Sampled
 from scripts.sandbox.bench_sandbox_policies import (
     CHAT,
     CLASSIFIED,
@@ -47,7 +46,6 @@ from scripts.sandbox.bench_sandbox_policies import (
 )
 
 WAIT_S = 60.0
-LOOKS = 50
 CAPTURES = 15
 SMALL_FILES = "for i in $(seq 20); do echo $i > f$i; done"
 HTTP_SERVER = (
@@ -57,7 +55,6 @@ HTTP_SERVER = (
     "do sleep .05; done"
 )
 RESTORES = 5
-FOLDERS = (0, 20, 200)  # folders of a hundred files each
 
 
 async def timed(call) -> tuple[float, Any]:
@@ -65,21 +62,6 @@ async def timed(call) -> tuple[float, Any]:
     began = time.perf_counter()
     made = await call
     return (time.perf_counter() - began) * 1e3, made
-
-
-async def plain_turn(turns: int) -> float:
-    """Return the milliseconds of the same turn in a bash without a sandbox, by two pipes."""
-    bash: Any = await asyncio.create_subprocess_exec(
-        "bash", "--norc", "-s", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
-    )
-    began = time.perf_counter()
-    for _ in range(turns):
-        bash.stdin.write(b":; echo $?\n")
-        await bash.stdout.readline()
-    each = (time.perf_counter() - began) * 1e3 / turns
-    bash.stdin.close()
-    await bash.wait()
-    return each
 
 
 def spread(values: list[float]) -> str:
@@ -105,10 +87,7 @@ async def starts(args: Any) -> Table:
         ended, _ = await timed(asyncio.gather(*(box.close() for box in boxes)))
         start = spread([each for each, _ in made])
         table.add_row(str(count), start, f"{whole:.0f}", spread(taken), f"{ended:.1f}")
-    table.caption = (
-        f"the first one, with its keeper: {first:.0f}; the turn in a plain bash: "
-        f"{await plain_turn(args.turns):.2f}"
-    )
+    table.caption = f"the first one, with its keeper: {first:.0f}"
     return table
 
 
@@ -140,36 +119,11 @@ async def captures(args: Any) -> Table:
     return table
 
 
-async def looks(args: Any) -> Table:
-    table = Table("files", "nothing changed", "one file written", "all read", title="a look, ms")
-    for folders in FOLDERS:
-        async with await Sandbox.start(Spec()) as box:
-            await box.run(
-                f"for ((d = 0; d < {folders}; d++)); do mkdir $d; touch $d/{{1..100}}; done", WAIT_S
-            )
-            inspector = Inspector(box)
-            whole, _ = await timed(inspector.look())
-            rows: dict[str, list[float]] = {":": [], "echo x > file": []}
-            for _ in range(LOOKS):
-                for command, taken in rows.items():
-                    await box.run(command, WAIT_S)
-                    taken.append((await timed(inspector.look()))[0])
-        table.add_row(f"{folders * 100:,}", *map(spread, rows.values()), f"{whole:.1f}")
-    return table
-
-
-def sampled() -> Episode:
-    """Return the episode with a model. This imports torch only when it is needed."""
-    from scripts.sandbox.bench_sandbox_model import Sampled
-
-    return Sampled(configured("+experiment=terminal").model)
-
-
 async def recovery(args: Any) -> Table:
     title = f"killed at every turn, thinking {args.think:g} s"
     columns = ("episode", "policy", "right", "captured", "stored", "turn", "restore")
     table = Table(*columns, "exposed", "time", title=title)
-    for episode in (*EPISODES, sampled()):
+    for episode in (*EPISODES, Sampled(configured("+experiment=terminal").model)):
         async with await Sandbox.start(Spec()) as box:
             wanted = (await play(box, episode)).end
         found = {p: await kill_at_each_turn(episode, p, args.think, wanted) for p in POLICIES}
@@ -207,20 +161,13 @@ async def costs(args: Any) -> Table:
     return table
 
 
-PARTS = {
-    "starts": starts,
-    "captures": captures,
-    "looks": looks,
-    "recovery": recovery,
-    "costs": costs,
-}
+PARTS = {part.__name__: part for part in (starts, captures, recovery, costs)}
 
 
 async def run(args: Any) -> None:
-    console = Console(width=120)
     try:
         for name in args.only:
-            console.print(await PARTS[name](args))
+            Console(width=120).print(await PARTS[name](args))
     finally:
         close()
 
