@@ -27,12 +27,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rich.console import Console
-
 from rose.coordinator import replay
 from rose.models import resolve
 from rose.protocol import Trajectory, unpack_tokens
-from scripts.csv_tables import shown
+from scripts import csv_tables
 from scripts.harness import Child, answers, cfg, flagged
 from scripts.runs import ran
 
@@ -159,7 +157,7 @@ def show(measured: list[list[dict]]) -> None:
         middle = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
         rows.append(middle | {"ratio, least": min(ratios), "ratio, most": max(ratios)})
     title = f"one training step, medians of {len(measured[0])} rounds; seconds, tokens/s"
-    Console(width=120).print(shown(rows, title))
+    csv_tables.show(rows, title)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
 """Time whole GRPO steps of SmolLM2-135M on this machine's cores beside TRL's GRPOTrainer.
 
-    python scripts/bench_peer.py [prompts=4] [members=8] [tokens=64] [steps=4]
-        [rounds=2] [threads=2] [wait=passive]
+    python scripts/bench_peer.py [prompts=4] [members=8] [tokens=64] [steps=4] [rounds=2] [threads=2]
 
 A step is `prompts` questions with `members` answers each, all of exactly `tokens` tokens, their
 rewards (the share of distinct words), the update in float32, and weights from which the next step
 samples. Each round is a run of `launch.py` (one engine of all `threads`, which engine and trainer
 use in turns) and one of TRL, which generates with transformers, without gradient checkpointing and
 all samples in one batch. The first step of each run is left out, because it touches memory and
-chooses kernels. `wait` is TRL's OMP_WAIT_POLICY. By default its threads spin between operations,
-which is faster on an idle machine and many times slower beside any other load.
+chooses kernels. TRL's threads spin between operations, which is faster on an idle machine and many
+times slower beside any other load (OMP_WAIT_POLICY=passive).
 
 Needs requirements/test.txt. Prints seconds of a step, and processor seconds of all processes of the
 run, which other load lengthens less: medians and extremes, and TRL's as multiples of ours.
@@ -35,11 +34,9 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rich.console import Console
-
 from rose import files
 from rose.models import resolve
-from scripts.csv_tables import shown
+from scripts import csv_tables
 from scripts.harness import Failed, configured, family, keyed, stop
 from scripts.runs import Run, launch
 
@@ -53,17 +50,8 @@ TOPICS = ("a river", "an old clock", "the night train", "bread", "a lighthouse",
 def main() -> int:
     if sys.argv[1:2] == ["--trl"]:
         return trl(json.loads(sys.argv[2]), Path(sys.argv[3]))
-    options = keyed(
-        sys.argv[1:],
-        __doc__,
-        prompts=4,
-        members=8,
-        tokens=64,
-        steps=4,
-        rounds=2,
-        threads=2,
-        wait="",
-    )
+    sizes = {"prompts": 4, "members": 8, "tokens": 64, "steps": 4, "rounds": 2, "threads": 2}
+    options = keyed(sys.argv[1:], __doc__, **sizes)
     if options["steps"] < 2:
         raise Failed(f"steps={options['steps']}: two at least, as the first is not counted")
     found: dict[str, list[tuple[float, float]]] = {"ours": [], "TRL": []}
@@ -148,8 +136,6 @@ def trl_run(options: dict[str, Any], folder: Path) -> list[tuple[float, float]]:
     steps.touch()
     command = [sys.executable, __file__, "--trl", json.dumps(options), str(folder)]
     env = {"OMP_NUM_THREADS": str(options["threads"]), "TOKENIZERS_PARALLELISM": "false"}
-    if options["wait"]:
-        env["OMP_WAIT_POLICY"] = options["wait"]
     return timed(command, env, folder, options["steps"], lambda: steps.stat().st_size)
 
 
@@ -256,7 +242,7 @@ def show(found: dict[str, list[tuple[float, float]]]) -> None:
                 "CPU of ours": medians[name][1] / medians["ours"][1],
             }
         )
-    Console(width=140).print(shown(table, f"{len(found['ours'])} steps each"))
+    csv_tables.show(table, f"{len(found['ours'])} steps each")
 
 
 if __name__ == "__main__":

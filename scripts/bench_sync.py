@@ -5,9 +5,8 @@
 
 The last `--steps` versions of each run's store (which keeps transfer.keep_versions of them) are
 published again, by every encoding, through `Publisher` on two ranks, a relay beside the store, the
-link, a second relay, and `Receiver`. The link is two network namespaces and tc's tbf; rate 0 is the
-loopback. Seconds: from the order to publish until the last receiver has flipped. Bytes of the link:
-the kernel's, including headers and requests' answers. After every sync, each receiver's weights are
+link, a second relay, and `Receiver`. Rate 0 is the loopback. Seconds: from the order to publish
+until the last receiver has flipped. Bytes of the link include headers and requests' answers. After every sync, each receiver's weights are
 compared with the run's. Dense is synced for the first run only, because its bytes are the same for
 all. Left out: full versions and collecting, latency, an engine around the receiver (`gpu_check.py
 --device cpu engine` has one).
@@ -21,6 +20,7 @@ import re
 import secrets
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -34,18 +34,18 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rich.console import Console
-
 from rose.files import write_whole
 from rose.transfer.source import read_token
-from scripts.bench_sync_link import Loopback, Namespaces
 from scripts.bench_sync_roles import digest
-from scripts.csv_tables import shown, write_csv
+from scripts.csv_tables import show, write_csv
 from scripts.harness import REPOSITORY, Child, Failed, cfg, flagged, free_port
 from scripts.run_weights import last_versions
 
 RANKS = 2
 ENCODINGS = ("dense", "xor", "ours")
+BURST = 256 * 1024  # bytes of a token bucket; a packet with offload has up to 64 KiB
+SUBNET = "10.203.71"
+ROOTLESS = "unshare -rnm sh -c 'mount -t tmpfs none /run && python scripts/bench_sync.py ...'"
 VARIABLES = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 
@@ -87,6 +87,79 @@ def steps_of(run: Path, count: int, folder: Path) -> Steps:
         digests.append(digest(tensors))
     shape = msgspec.to_builtins(cfg.load(run / "config.json").model.shape)
     return Steps(run.name, files, digests, shape)
+
+
+class Loopback:
+    """A link that is neither limited nor counted."""
+
+    name, sides, listen, host = "loopback", ([], []), "127.0.0.1:0", "127.0.0.1"
+
+    def __enter__(self) -> Loopback:
+        return self
+
+    def __exit__(self, *_) -> None:
+        pass
+
+    def bytes(self) -> int:
+        return 0
+
+
+class Namespaces:
+    """A link of `rate` bits a second: two network namespaces joined by a veth pair, tc's token
+    bucket on both ends, bytes from the kernel's counters. A context manager that removes its
+    namespaces at the end. Raises `Failed` where this machine can't create them. Latency is left
+    out, because tc's netem is a module that many kernels lack."""
+
+    listen, host = f"{SUBNET}.1:0", f"{SUBNET}.1"  # addresses of the training side's relay
+
+    def __init__(self, rate: float) -> None:
+        self.name = f"network namespaces, tc tbf {rate / 1e6:g} Mbit/s"
+        self._rate, tag = rate, os.getpid()
+        self._spaces = f"rose-train-{tag}", f"rose-serve-{tag}"
+        self._ends = f"rt{tag}", f"rs{tag}"
+
+    def __enter__(self) -> Namespaces:
+        try:
+            self._make()
+        except (OSError, subprocess.CalledProcessError) as error:
+            self.__exit__()
+            words = getattr(error, "stderr", None) or error
+            raise Failed(
+                f"--rates {self._rate / 1e6:g}: no network namespaces ({str(words).strip()}); they "
+                f"need root and iproute2, or: {ROOTLESS}; --rates 0 is the loopback without a limit"
+            ) from None
+        return self
+
+    def _make(self) -> None:
+        (train, serve), (here, there) = self._spaces, self._ends
+        for space in self._spaces:
+            _tool(f"ip netns add {space}")
+        _tool(f"ip link add {here} netns {train} type veth peer name {there} netns {serve}")
+        for number, (space, end) in enumerate(zip(self._spaces, self._ends, strict=True), 1):
+            _tool(f"ip -n {space} addr add {SUBNET}.{number}/30 dev {end}")
+            for device in (end, "lo"):
+                _tool(f"ip -n {space} link set {device} up")
+            limit = f"tbf rate {self._rate:.0f}bit burst {BURST} latency 50ms"
+            _tool(f"tc -n {space} qdisc add dev {end} root {limit}")
+
+    def __exit__(self, *_) -> None:
+        if shutil.which("ip"):
+            for space in self._spaces:  # removes the veth pair, too
+                subprocess.run(["ip", "netns", "del", space], stderr=subprocess.DEVNULL)
+
+    @property
+    def sides(self) -> tuple[list[str], list[str]]:
+        """The commands that run a program on the training and on the serving side."""
+        return tuple(["ip", "netns", "exec", space] for space in self._spaces)
+
+    def bytes(self) -> int:
+        """Return the bytes that the serving side has received so far."""
+        counter = f"/sys/class/net/{self._ends[1]}/statistics/rx_bytes"
+        return int(_tool(f"ip netns exec {self._spaces[1]} cat {counter}"))
+
+
+def _tool(command: str) -> str:
+    return subprocess.run(command.split(), check=True, capture_output=True, text=True).stdout
 
 
 class Bench:
@@ -243,7 +316,7 @@ def main(argv: list[str] | None = None) -> int:
         for rate in rates:
             found = bench.over(rate)
             title = f"{rate:g} Mbit/s, medians" if rate else "no limit, medians"
-            Console(width=160).print(shown(medians(found), title))
+            show(medians(found), title)
             rows += found
     if args.csv:
         write_csv(args.csv, [row._asdict() for row in rows])

@@ -30,12 +30,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rich.console import Console
-
 from rose.agent.envs.base import Action, Start, Step
 from rose.agent.envs.frozen_lake import FrozenLake
 from rose.policies.verl import Synchronous
-from scripts.csv_tables import shown, write_csv
+from scripts.csv_tables import show, write_csv
 from scripts.harness import flagged
 from scripts.live_runs import Live, end_in_order
 from scripts.runs import REPOSITORY
@@ -111,17 +109,17 @@ def measure(folder: Path, options: Any) -> list[dict]:
     ]
 
 
-def show(found: list[dict], console: Console) -> None:
+def summarise(found: list[dict]) -> None:
     keys = ("step_s", "rollout_s", "train_s", "computed_s", "stream_hidden")
     kinds = {kind: [m for m in found if m["kind"] == kind] for kind in KINDS}
     rows = [
         {"kind": kind} | {key: statistics.median(m[key] for m in of) for key in keys}
         for kind, of in kinds.items()
     ]
-    console.print(shown(rows, f"a step of {GROUPS} groups, medians of {len(found) // 2}"))
+    show(rows, f"a step of {GROUPS} groups, medians of {len(found) // 2}")
     ratios = [one["step_s"] / other["step_s"] for one, other in zip(*kinds.values(), strict=True)]
     low, middle, high = np.percentile(ratios, (25, 50, 75))
-    console.print(f"faster by {middle:.2f} (quartiles {low:.2f}, {high:.2f})", highlight=False)
+    print(f"faster by {middle:.2f} (quartiles {low:.2f}, {high:.2f})")
 
 
 def main() -> None:
@@ -132,7 +130,7 @@ def main() -> None:
         found = measure(Path(scratch), options)
     if options.csv:
         write_csv(options.csv, found)
-    show(found, Console(width=120))
+    summarise(found)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -17,6 +18,7 @@ sys.path.insert(0, str(REPOSITORY))
 from rose.files import write_whole
 
 RESULTS = REPOSITORY / "docs" / "results"
+WIDTH = 160  # columns of a printed table, at most
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -49,7 +51,8 @@ def merge(
     write_csv(path, sorted([*kept, *rows], key=order))
 
 
-def shown(rows: Sequence[dict[str, Any]], title: str) -> Table:
+def show(rows: Sequence[dict[str, Any]], title: str) -> None:
+    """Print rows as a table."""
     made = Table(title=title, title_justify="left")
     for key in rows[0]:
         made.add_column(
@@ -62,7 +65,7 @@ def shown(rows: Sequence[dict[str, Any]], title: str) -> Table:
                 for v in row.values()
             )
         )
-    return made
+    Console(width=WIDTH).print(made)
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from rose.parts.simulator.study import runs
 from rose.parts.simulator.study.gains import Interval
 from rose.parts.simulator.study.outcome import Outcome, by_system
-from scripts.csv_tables import RESULTS, draw, markdown, merge, shown, with_bounds
+from scripts.csv_tables import RESULTS, draw, markdown, merge, show, with_bounds
 from scripts.harness import keyed, listed
 from scripts.simulator.reproduce_rose import CONSOLE, composed, number
 
@@ -180,7 +180,7 @@ def main(arguments: Sequence[str]) -> int:
         processes = runs.cores(given["processes"] or None)
         found = compared(rows, simulated(rows, overrides, processes))
         short = [{key: row[key] for key in row if key not in ("source", "remark")} for row in found]
-        CONSOLE.print(shown(short, "Each paper and ours"))
+        show(short, "Each paper and ours")
         order = [" ".join([row.setting, *row.overrides]) for row in ROWS]
         merge(path, found, lambda row: row["setting"], lambda row: order.index(row["setting"]))
     draw(path, "simulator.md", "papers", words)

@@ -36,7 +36,7 @@ from rose.parts.simulator.hardware import EFFICIENCY
 from rose.parts.simulator.study import runs, table
 from rose.parts.simulator.study.gains import Interval, gain, interval
 from rose.parts.simulator.study.outcome import Outcome, by_system, values
-from scripts.csv_tables import RESULTS, bounded, draw, markdown, merge, shown, with_bounds
+from scripts.csv_tables import RESULTS, bounded, draw, markdown, merge, show, with_bounds
 from scripts.harness import keyed, listed, simulated
 
 SYSTEMS = (
@@ -371,7 +371,7 @@ def _measure_table1(out: Path, setting: str, timing: list[str], processes: int) 
     rivals = ",".join(name for name in TABLE1 if name not in ("rose", ALONE))
     c = composed(setting, [*timing, f"sim/systems=[{rivals}]"])
     rows = table1(setting, outcomes_of([c], processes))
-    CONSOLE.print(shown(rows, f"{SETTINGS[setting]}: the paper's Table 1 and ours"))
+    show(rows, f"{SETTINGS[setting]}: the paper's Table 1 and ours")
     merge_settings(out / "rose_table1.csv", rows)
 
 
@@ -383,14 +383,14 @@ def _measure(
     outcomes = outcomes_of([c], processes)
     rows = compared(setting, outcomes)
     CONSOLE.print(table.table(outcomes, "rose", setting))
-    CONSOLE.print(shown(rows, f"{name}: the paper and ours"))
+    show(rows, f"{name}: the paper and ours")
     merge_settings(out / "rose_paper.csv", rows, "mine", "what", "rival")
     each = csv.DictReader(table.csv_text(outcomes).splitlines())
     merge_settings(out / "rose_systems.csv", [{"setting": setting} | row for row in each], "system")
     if varied:
         few = [*timing, "sim.seeds=[1]", f"sim/systems=[{','.join(VARIED_SYSTEMS)}]"]
         rows = sensitivity(setting, few, processes)
-        CONSOLE.print(shown(rows, f"{name}: one parameter at 0.8 and 1.2 times its value"))
+        show(rows, f"{name}: one parameter at 0.8 and 1.2 times its value")
         merge_settings(out / "rose_sensitivity.csv", rows)
 
 

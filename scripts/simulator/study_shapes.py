@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from rose.parts.simulator.study import runs
 from rose.parts.simulator.study.gains import gain
 from rose.parts.simulator.study.outcome import Outcome, mean, values
-from scripts.csv_tables import RESULTS, draw, markdown, merge, shown, with_bounds
+from scripts.csv_tables import RESULTS, draw, markdown, merge, show, with_bounds
 from scripts.harness import keyed, listed
 from scripts.simulator.reproduce_rose import CONSOLE, SETTINGS, composed
 
@@ -180,7 +180,7 @@ def main() -> None:
     for setting in [] if options["draw"] else listed("only", options["only"], ROWS):
         for system in listed("systems", options["systems"], SYSTEMS):
             found = study(setting, system, given, options["processes"])
-            CONSOLE.print(shown(found, f"{setting}, {system}"))
+            show(found, f"{setting}, {system}")
             merge(path, found, key, lambda row: order.index(key(row)))
     draw(path, "simulator.md", "shapes", drawn)
 
