@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,6 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 import aiohttp
-import msgspec
-import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -116,8 +115,14 @@ class Bench:
         self.limits = config.Env("frozen_lake", {}, turns, NEW, 300.0, 1)
         os.environ["BENCH_TURNS"] = str(turns)
         program, given = f"{REPOSITORY}/scripts/adapters/bench_agents_program.py", ["BENCH_TURNS"]
-        self.function = Agent(function=f"{program}:solve", environment=given)
-        self.command = Agent(command=[sys.executable, program], environment=given)
+        function = Agent(function=f"{program}:solve", environment=given)
+        command = Agent(command=[sys.executable, program], environment=given)
+        self.ways = {
+            "loop": self.own_loop,
+            "http": self.over_http,
+            "function": partial(self.by_process, function),
+            "command": partial(self.by_process, command),
+        }
         self.beside: list[float] = []  # seconds of each call beyond its turn
 
     async def own_loop(self, start: p.StartTrajectory) -> None:
@@ -152,13 +157,7 @@ class Bench:
         session.history.branches()
         self.gateway.dismiss(session)
 
-    async def by_function(self, start: p.StartTrajectory) -> None:
-        await self._by_process(start, self.function)
-
-    async def by_command(self, start: p.StartTrajectory) -> None:
-        await self._by_process(start, self.command)
-
-    async def _by_process(self, start: p.StartTrajectory, agent: Agent) -> None:
+    async def by_process(self, agent: Agent, start: p.StartTrajectory) -> None:
         await run_agent(
             start, agent, self.gateway, self.chat, self.engine, self.limits, "env",
             self.context, SAMPLING, time.time,
@@ -190,38 +189,24 @@ class Bench:
 async def measure(name: str, args: Any) -> dict[str, list[dict[str, float]]]:
     from rose.engine.vllm_engine import Engine as Vllm
 
-    def read(name: str, kind: Any) -> Any:
-        return msgspec.convert(
-            yaml.safe_load((REPOSITORY / "conf" / name).read_text(encoding="utf-8")), kind
-        )
-
     turns, episodes, kv_gib = SIZES[name]
-    model = read(f"model/{name}.yaml", config.Model)
-    rollout = msgspec.structs.replace(
-        configured().rollout, max_sequences=64, kv_cache_gib=kv_gib, threads=2
-    )
-    folder = models.resolve(model)
-    engine = await Vllm.start(folder, rollout, model)
+    own = ("rollout.max_sequences=64", f"rollout.kv_cache_gib={kv_gib}", "rollout.threads=2")
+    c = configured(f"model={name}", *own)
+    model, folder = c.model, models.resolve(c.model)
+    engine = await Vllm.start(folder, c.rollout, model)
     gateway = Gateway("bench")
     await gateway.open("127.0.0.1")
     try:
         chat = ChatFormat.of(folder, model)
         bench = Bench(engine, chat, model.max_context, gateway, turns)
-        ways = {
-            "loop": bench.own_loop,
-            "http": bench.over_http,
-            "function": bench.by_function,
-            "command": bench.by_command,
-        }
-        for way, play in ways.items():  # warm-up of caches and imports
+        for way, play in bench.ways.items():  # warm-up of caches and imports
             await bench.run(play, f"warm-{way}", 8, 8)
         found: dict[str, list[dict[str, float]]] = {}
         for number in range(args.rounds):
-            for way, play in ways.items():
-                made = await bench.run(play, f"{way}{number}", episodes, args.agents)
+            runs = {way: (play, episodes, args.agents) for way, play in bench.ways.items()}
+            for way, (play, *size) in (runs | {"alone": (bench.over_http, 8, 1)}).items():
+                made = await bench.run(play, f"{way}{number}", *size)
                 found.setdefault(way, []).append(made)
-            alone = await bench.run(bench.over_http, f"alone{number}", 8, 1)
-            found.setdefault("alone", []).append(alone)
         return found
     finally:
         await gateway.close()

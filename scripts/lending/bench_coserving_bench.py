@@ -176,13 +176,9 @@ class Bench:
             if name == "ours":
                 engine_args["scheduler_cls"] = "rose.parts.lending.vllm.rollout.scheduler"
                 env |= self._lends()
-            job |= {
-                "model": str(model(options.rollout_model, 1)),
-                "max_context": MAX_CONTEXT,
-                "max_sequences": options.concurrency,
-                "engine_args": engine_args,
-                "kv_bytes": int(options.kv_mib * 2**20 / (2 if name == "static" else 1)),
-            }
+            kv_gib = options.kv_mib / 2**10 / (2 if name == "static" else 1)
+            job |= {"model": str(model(options.rollout_model, 1)), "engine_args": engine_args}
+            job["overrides"] = self._rolls(kv_gib)
         made = Rollouts(self.guard, f"rollouts-{name}", kind, job, self.folder, env)
         self._stack.callback(made.end)
         return made
@@ -201,6 +197,11 @@ class Bench:
                 self.operator.folder, serving, json.loads(profile.read_text(encoding="utf-8"))
             )
         return self._lent
+
+    def _rolls(self, kv_gib: float) -> list[str]:
+        """Return the overrides of a rollout engine's configuration."""
+        given = (f"model.max_context={MAX_CONTEXT}", f"rollout.kv_cache_gib={kv_gib}")
+        return [*given, f"rollout.max_sequences={self.options.concurrency}"]
 
     def _online(self, share: float = 1.0) -> list[str]:
         """Return the overrides of a server's configuration, with this share of the KV memory."""
@@ -224,9 +225,7 @@ class Bench:
         words = [
             f"seconds={PROFILE_S}",
             f"model={model(options.rollout_model, 1)}",
-            f"model.max_context={MAX_CONTEXT}",
-            f"rollout.max_sequences={options.concurrency}",
-            f"rollout.kv_cache_gib={options.kv_mib / 2**10}",
+            *self._rolls(options.kv_mib / 2**10),
             "cluster.gpus=0",
             *self._online(),
         ]
