@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -120,14 +120,11 @@ def endless(folder: Path) -> Path:
         ("generation_config.json", {"eos_token_id": number}),
         ("tokenizer_config.json", {"eos_token": UNUSED}),
     ):
-        files.write_whole(
-            folder / name,
-            json.dumps(json.loads((source / name).read_text(encoding="utf-8")) | end).encode(),
-        )
-    template = (source / "chat_template.jinja").read_text(encoding="utf-8")
-    files.write_whole(
-        folder / "chat_template.jinja", template.replace("<|im_end|>", UNUSED).encode()
-    )
+        tree = json.loads((source / name).read_text(encoding="utf-8")) | end
+        files.write_whole(folder / name, json.dumps(tree).encode())
+    name = "chat_template.jinja"
+    template = (source / name).read_text(encoding="utf-8").replace("<|im_end|>", UNUSED)
+    files.write_whole(folder / name, template.encode())
     return folder
 
 
@@ -145,30 +142,21 @@ def timed(
     """Run a command that makes `steps` training steps. Return (seconds, processor seconds of all
     its processes) of each step but the first. `done` returns the number of finished steps."""
     with open(folder / "log", "wb") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | env
-        )
-        try:
-            marks = list(_marks(process, steps, done, folder / "log"))
-        finally:
-            stop(process)
+        environment = os.environ | env
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    marks, last = list[tuple[float, float]](), time.monotonic()
+    try:
+        while len(marks) < steps:
+            if process.poll() not in (None, 0) or time.monotonic() - last > SILENCE_S:
+                log_end = (folder / "log").read_text(errors="replace", encoding="utf-8")[-3000:]
+                raise Failed(f"{len(marks)} of {steps} steps:\n{log_end}")
+            if done() > len(marks):
+                last = time.monotonic()
+                marks.append((last, processor_s(process.pid)))
+            time.sleep(LOOK_S)
+    finally:
+        stop(process)
     return [(b[0] - a[0], b[1] - a[1]) for a, b in zip(marks[:-1], marks[1:], strict=True)]
-
-
-def _marks(
-    process: subprocess.Popen, steps: int, done: Callable[[], int], log: Path
-) -> Iterator[tuple[float, float]]:
-    """Yield (time, processor seconds) at the end of each step."""
-    seen, last = 0, time.monotonic()
-    while seen < steps:
-        if process.poll() not in (None, 0) or time.monotonic() - last > SILENCE_S:
-            raise Failed(
-                f"{seen} of {steps} steps:\n{log.read_text(errors='replace', encoding='utf-8')[-3000:]}"
-            )
-        if done() > seen:
-            seen, last = seen + 1, time.monotonic()
-            yield last, processor_s(process.pid)
-        time.sleep(LOOK_S)
 
 
 def processor_s(pid: int) -> float:
@@ -222,26 +210,14 @@ def trl(options: dict[str, Any], folder: Path) -> int:
 
 
 def show(found: dict[str, list[tuple[float, float]]]) -> None:
-    medians = {
-        name: [statistics.median(column) for column in zip(*steps, strict=True)]
-        for name, steps in found.items()
-    }
-    table = []
+    table, ours = [], [statistics.median(column) for column in zip(*found["ours"], strict=True)]
     for name, steps in found.items():
-        seconds, cpu = zip(*steps, strict=True)
-        table.append(
-            {
-                "steps of": name,
-                "s": medians[name][0],
-                "least": min(seconds),
-                "most": max(seconds),
-                "CPU s": medians[name][1],
-                "least CPU": min(cpu),
-                "most CPU": max(cpu),
-                "of ours": medians[name][0] / medians["ours"][0],
-                "CPU of ours": medians[name][1] / medians["ours"][1],
-            }
-        )
+        row: dict[str, Any] = {"steps of": name}
+        for unit, values in zip(("s", "CPU s"), zip(*steps, strict=True), strict=True):
+            row |= {unit: statistics.median(values), f"least {unit[:-2]}".strip(): min(values)}
+            row |= {f"most {unit[:-2]}".strip(): max(values)}
+        row |= {"of ours": row["s"] / ours[0], "CPU of ours": row["CPU s"] / ours[1]}
+        table.append(row)
     csv_tables.show(table, f"{len(found['ours'])} steps each")
 
 

@@ -28,7 +28,7 @@ import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -47,21 +47,6 @@ BURST = 256 * 1024  # bytes of a token bucket; a packet with offload has up to 6
 SUBNET = "10.203.71"
 ROOTLESS = "unshare -rnm sh -c 'mount -t tmpfs none /run && python scripts/bench_sync.py ...'"
 VARIABLES = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-
-
-class Sync(NamedTuple):
-    rate: float  # Mbit/s
-    run: str
-    encoding: str
-    receivers: int
-    MB: float  # size of the edge
-    link_MB: float  # over the link
-    seconds: float  # publish to flipped
-    publish_s: float
-    pause_ms: float  # flip of the slowest receiver
-    publish_cpu_s: float  # processor time of both ranks
-    stage_cpu_s: float  # processor time of the slowest receiver until it had flipped
-    changed: int  # number of values
 
 
 class Steps(NamedTuple):
@@ -89,43 +74,31 @@ def steps_of(run: Path, count: int, folder: Path) -> Steps:
     return Steps(run.name, files, digests, shape)
 
 
-class Loopback:
-    """A link that is neither limited nor counted."""
-
-    name, sides, listen, host = "loopback", ([], []), "127.0.0.1:0", "127.0.0.1"
-
-    def __enter__(self) -> Loopback:
-        return self
-
-    def __exit__(self, *_) -> None:
-        pass
-
-    def bytes(self) -> int:
-        return 0
-
-
-class Namespaces:
+class Link:
     """A link of `rate` bits a second: two network namespaces joined by a veth pair, tc's token
     bucket on both ends, bytes from the kernel's counters. A context manager that removes its
     namespaces at the end. Raises `Failed` where this machine can't create them. Latency is left
-    out, because tc's netem is a module that many kernels lack."""
-
-    listen, host = f"{SUBNET}.1:0", f"{SUBNET}.1"  # addresses of the training side's relay
+    out, because tc's netem is a module that many kernels lack. With a rate of 0 it is the loopback,
+    neither limited nor counted."""
 
     def __init__(self, rate: float) -> None:
-        self.name = f"network namespaces, tc tbf {rate / 1e6:g} Mbit/s"
-        self._rate, tag = rate, os.getpid()
-        self._spaces = f"rose-train-{tag}", f"rose-serve-{tag}"
+        self.name = f"network namespaces, tc tbf {rate / 1e6:g} Mbit/s" if rate else "loopback"
+        self.host = f"{SUBNET}.1" if rate else "127.0.0.1"  # address of the training side's relay
+        self.rate, tag = rate, os.getpid()
+        self._spaces = (f"rose-train-{tag}", f"rose-serve-{tag}") if rate else ()
         self._ends = f"rt{tag}", f"rs{tag}"
+        # The commands that run a program on the training and on the serving side.
+        self.sides = [["ip", "netns", "exec", space] for space in self._spaces] or [[], []]
 
-    def __enter__(self) -> Namespaces:
+    def __enter__(self) -> Link:
         try:
-            self._make()
+            if self.rate:
+                self._make()
         except (OSError, subprocess.CalledProcessError) as error:
             self.__exit__()
             words = getattr(error, "stderr", None) or error
             raise Failed(
-                f"--rates {self._rate / 1e6:g}: no network namespaces ({str(words).strip()}); they "
+                f"--rates {self.rate / 1e6:g}: no network namespaces ({str(words).strip()}); they "
                 f"need root and iproute2, or: {ROOTLESS}; --rates 0 is the loopback without a limit"
             ) from None
         return self
@@ -139,7 +112,7 @@ class Namespaces:
             _tool(f"ip -n {space} addr add {SUBNET}.{number}/30 dev {end}")
             for device in (end, "lo"):
                 _tool(f"ip -n {space} link set {device} up")
-            limit = f"tbf rate {self._rate:.0f}bit burst {BURST} latency 50ms"
+            limit = f"tbf rate {self.rate:.0f}bit burst {BURST} latency 50ms"
             _tool(f"tc -n {space} qdisc add dev {end} root {limit}")
 
     def __exit__(self, *_) -> None:
@@ -147,13 +120,10 @@ class Namespaces:
             for space in self._spaces:  # removes the veth pair, too
                 subprocess.run(["ip", "netns", "del", space], stderr=subprocess.DEVNULL)
 
-    @property
-    def sides(self) -> tuple[list[str], list[str]]:
-        """The commands that run a program on the training and on the serving side."""
-        return tuple(["ip", "netns", "exec", space] for space in self._spaces)
-
     def bytes(self) -> int:
-        """Return the bytes that the serving side has received so far."""
+        """Return the bytes that the serving side has received so far, 0 without a counter."""
+        if not self.rate:
+            return 0
         counter = f"/sys/class/net/{self._ends[1]}/statistics/rx_bytes"
         return int(_tool(f"ip netns exec {self._spaces[1]} cat {counter}"))
 
@@ -176,10 +146,10 @@ class Bench:
         stack.callback(made.end)
         return made
 
-    def over(self, rate: float) -> list[Sync]:
+    def over(self, rate: float) -> list[dict]:
         """Measure everything over a link of `rate` Mbit/s."""
         with ExitStack() as stack:
-            link: Any = stack.enter_context(Namespaces(rate * 1e6) if rate else Loopback())
+            link = stack.enter_context(Link(rate * 1e6))
             load = os.getloadavg()[0]
             print(f"link: {link.name}; {load:.1f} programs ran in the minute before", flush=True)
             serving = self._relays(stack, link)
@@ -217,7 +187,7 @@ class Bench:
         token = ["--token-file", str(self.token_file), "--cache"]
         cache = Path(tempfile.mkdtemp(dir=self.folder))
         first = [*link.sides[0], *relay, str(self.stores), "--cache-gib", "0", "--listen"]
-        command = [*first, link.listen, *token, str(cache / "a")]
+        command = [*first, f"{link.host}:0", *token, str(cache / "a")]
         port = re.search(r":(\d+) ", self.child(stack, "relay-training", command).line(60))[1]
         upstream = [*link.sides[1], *relay, f"http://{link.host}:{port}"]
         command = [*upstream, "--listen", "127.0.0.1:0", *token, str(cache / "b")]
@@ -226,7 +196,7 @@ class Bench:
 
     def _syncs(
         self, link, serving, publishers, readers, run: Steps, encoding: str, rate: float
-    ) -> list[Sync]:
+    ) -> list[dict]:
         store = Path(tempfile.mkdtemp(prefix=f"{encoding}-", dir=self.stores))
         opening = {"encoding": encoding, "file": str(run.files[0])}
         ask(publishers, opening | {"open": str(store)})
@@ -246,29 +216,29 @@ class Bench:
                     )
             slowest = max(loaded, key=lambda found: found["flipped"])
             rows.append(
-                Sync(
-                    rate,
-                    run.name,
-                    encoding,
-                    len(readers),
-                    published[0]["nbytes"] / 1e6,
-                    crossed / 1e6,
-                    slowest["flipped"] - began,
-                    max(found["seconds"] for found in published),
-                    1e3 * slowest["pause_s"],
-                    sum(found["cpu_s"] for found in published),
-                    slowest["cpu_s"],
-                    slowest["changed"],
-                )
+                {
+                    "rate": rate,  # Mbit/s
+                    "run": run.name,
+                    "encoding": encoding,
+                    "receivers": len(readers),
+                    "MB": published[0]["nbytes"] / 1e6,
+                    "link_MB": crossed / 1e6,
+                    "seconds": slowest["flipped"] - began,  # publish to flipped
+                    "publish_s": max(found["seconds"] for found in published),
+                    "pause_ms": 1e3 * slowest["pause_s"],  # flip of the slowest receiver
+                    "publish_cpu_s": sum(found["cpu_s"] for found in published),
+                    "stage_cpu_s": slowest["cpu_s"],
+                    "changed": slowest["changed"],  # number of values
+                }
             )
         shutil.rmtree(store)
-        print(f"  {run.name} {encoding}, {len(readers)} receivers: {rows[-1].seconds:.2f} s")
+        print(f"  {run.name} {encoding}, {len(readers)} receivers: {rows[-1]['seconds']:.2f} s")
         return rows
 
     def _pulled(self, url: str, link) -> int:
         """Return the bytes of files that the serving side's relay requested, for a link that counts
         no bytes. 0 with namespaces, which count theirs."""
-        if link.sides[1]:
+        if link.rate:
             return 0
         headers = {"Authorization": f"Bearer {read_token(self.token_file)}"}
         asked = urllib.request.Request(f"{url}/metrics", headers=headers)
@@ -283,20 +253,17 @@ def ask(children: list[Child], order: dict) -> list[dict]:
     return [child.answer() for child in children]
 
 
-def medians(rows: list[Sync]) -> list[dict]:
+def medians(rows: list[dict]) -> list[dict]:
     """Return a row per run and encoding. Seconds and bytes of the link are given for each number of
     receivers, the other columns for the fewest."""
     found: dict[tuple[str, str], dict] = {}
     for row in rows:
-        same = [each for each in rows if each[1:4] == row[1:4]]
-        middle = {
-            field: median(getattr(each, field) for each in same) for field in Sync._fields[4:]
-        }
-        key = row.run, row.encoding
-        seconds = {f"s x{row.receivers}": middle.pop("seconds")}
-        links = {f"link x{row.receivers}": middle.pop("link_MB")}
-        first = {"run": row.run, "encoding": row.encoding} | middle
-        found[key] = (found.get(key) or first) | seconds | links
+        name, encoding, count = (row[key] for key in ("run", "encoding", "receivers"))
+        same = [each for each in rows if list(each.values())[1:4] == [name, encoding, count]]
+        middle = {key: median(each[key] for each in same) for key in list(row)[4:]}
+        own = {f"s x{count}": middle.pop("seconds"), f"link x{count}": middle.pop("link_MB")}
+        first = {"run": name, "encoding": encoding} | middle
+        found[name, encoding] = found.get((name, encoding), first) | own
     dense = max(row["MB"] for row in found.values())
     return [row | {"dense / it": dense / row["MB"]} for row in found.values()]
 
@@ -315,11 +282,10 @@ def main(argv: list[str] | None = None) -> int:
         bench = Bench(Path(folder), runs, receivers)
         for rate in rates:
             found = bench.over(rate)
-            title = f"{rate:g} Mbit/s, medians" if rate else "no limit, medians"
-            show(medians(found), title)
+            show(medians(found), f"{rate:g} Mbit/s, medians" if rate else "no limit, medians")
             rows += found
     if args.csv:
-        write_csv(args.csv, [row._asdict() for row in rows])
+        write_csv(args.csv, rows)
     return 0
 
 

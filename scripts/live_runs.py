@@ -33,7 +33,7 @@ from rose.parts.lending.vllm.steps import STEPS
 from rose.protocol import Role
 from rose.scheduler import events as ev
 from scripts.harness import PATHS, REPOSITORY, each_thread, family, stop
-from scripts.runs import Run, launch
+from scripts.runs import MEASURED, Run, launch
 
 ENGINE = "VLLM::EngineCore"  # vLLM's name for the process that computes
 PERIOD_US, LEAST_US = 10_000, 1_000  # shortest period, and Linux's least quota of a period
@@ -47,12 +47,7 @@ V2, V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/cpu")
 # Like vLLM's own scheduler where no device is shared, but able to log its steps.
 SCHEDULER = "rose.parts.lending.vllm.rollout.scheduler"
 ALIKE = (
-    "eval.episodes=0",
-    "observe.terminal=false",
-    "observe.report=false",
-    "observe.tensorboard=false",
-    "rollout.threads=1",
-    "trainer.threads=1",
+    *MEASURED,
     "trainer.checkpoint_every=1000000",
     "algorithm=decoupled_ppo",
     "trainer.optimizer.lr=1e-9",  # negligible, so that the policy and its lengths stay the same
@@ -89,9 +84,8 @@ class Quota:
             if self._v2:
                 (V2 / "cgroup.subtree_control").write_text("+cpu", encoding="utf-8")
             self._folder.mkdir()
-            (self._folder / ("cpu.max" if self._v2 else "cpu.cfs_quota_us")).read_text(
-                encoding="utf-8"
-            )
+            file = "cpu.max" if self._v2 else "cpu.cfs_quota_us"
+            (self._folder / file).read_text(encoding="utf-8")
         except OSError as error:
             raise SystemExit(
                 f"no CPU quota can be set here ({error}): run as root with a writable cgroup "
@@ -200,10 +194,8 @@ def wait_for_calm(log: Callable[[str], None]) -> None:
         if share < CALM:
             return
         if not logged:
-            log(
-                f"the hypervisor takes {share:.0%} of this machine; waiting for a calm, "
-                f"{PATIENCE_S:g} s at most"
-            )
+            words = f"waiting for a calm, {PATIENCE_S:g} s at most"
+            log(f"the hypervisor takes {share:.0%} of this machine; {words}")
             logged = True
 
 
@@ -229,17 +221,11 @@ class Ran(Run):
 
     def _taken(self, rows: list[dict]) -> np.ndarray:
         """Return the core-seconds that the hypervisor took in each step."""
-        at, lost = zip(
-            *(
-                json.loads(line)
-                for line in self._stolen_file.read_text(encoding="utf-8").splitlines()
-            ),
-            strict=False,
-        )
+        lines = self._stolen_file.read_text(encoding="utf-8").splitlines()
+        at, lost = zip(*map(json.loads, lines), strict=True)
         ends = np.array([row["time"] for row in rows])
-        return np.interp(ends, at, lost) - np.interp(
-            ends - [row["time_step"] for row in rows], at, lost
-        )
+        begins = ends - [row["time_step"] for row in rows]
+        return np.interp(ends, at, lost) - np.interp(begins, at, lost)
 
     def entries(self) -> list[tuple[ev.Event, list[ev.Action]]]:
         [path] = (self.run / "journal").glob("attempt-*.jsonl")
@@ -252,7 +238,7 @@ class Confined(Run):
     """A run that is under way, of which each dedicated engine gets a quota of its own."""
 
     _cores: float
-    _quotas: dict[int, Quota]  # by the pid of the engine's rank
+    _quotas: dict[int, Quota]  # pid of an engine's rank -> its quota
 
     def confine(self) -> None:
         """Confine the engines that have started. Call this often."""
@@ -278,14 +264,10 @@ class Live(Ran, Confined):
     ) -> None:
         super().__init__(folder, name)
         self._log = (folder / f"{name}.log").open("wb")
-        environment = os.environ | ({STEPS: str(steps_log)} if steps_log else {})
-        self._process = subprocess.Popen(
-            launch(folder, name, *ALIKE, *overrides),
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
+        env = os.environ | ({STEPS: str(steps_log)} if steps_log else {})
+        log = {"stdout": self._log, "stderr": self._log}
+        command = launch(folder, name, *ALIKE, *overrides)
+        self._process = subprocess.Popen(command, env=env, start_new_session=True, **log)
         self._cores, self._quotas = quota, {}
         self._stolen = self._stolen_file.open("w", buffering=1, encoding="utf-8")
 
@@ -301,16 +283,12 @@ class Live(Ran, Confined):
                 self._stolen.write(json.dumps(Stolen.now()) + "\n")
                 self.confine()
                 if time.monotonic() > end:
-                    raise SystemExit(
-                        f"{self.run.name} took over {deadline_s:g} s; see {self._log.name}"
-                    )
+                    raise SystemExit(f"{self.run} took over {deadline_s:g} s; see {self._log.name}")
                 time.sleep(LOOK_S)
         finally:
             self.close()
-        if self._process.returncode:
-            raise SystemExit(
-                f"{self.run.name} ended with {self._process.returncode}; see {self._log.name}"
-            )
+        if code := self._process.returncode:
+            raise SystemExit(f"{self.run} ended with {code}; see {self._log.name}")
 
     def close(self) -> None:
         if not self.over:

@@ -81,8 +81,6 @@ class Options:
     concurrency: int = 32  # concurrent turns of R
     kv_mib: float = 64.0  # MiB of KV memory of the device
     device: int = max(os.sched_getaffinity(0))  # number of a core
-    # Cores of the device, below 1: steps then take long, as beside a whole training job (needs root).
-    quota: float = 0.0
     priority: str = "idle"  # normal: both engines take turns, as kernels on a GPU do
     out: str = str(REPOSITORY / "outputs" / "bench_coserving")
 
@@ -111,8 +109,6 @@ class Bench:
         self._stack.callback(os.sched_setaffinity, 0, self.host | self.device)
         self.guard = Guard()
         self._stack.callback(self.guard.close)
-        self._quota = Quota("bench", self.options.quota, self.options.device)
-        self._stack.callback(self._quota.close)
         return self
 
     def __exit__(self, *_) -> None:
@@ -135,9 +131,6 @@ class Bench:
         for process in new:
             process.ready()
         confine(new, self.device, self.host)
-        for process in new:
-            self._quota.add(process.popen.pid)
-        self._quota.limit()
         for process in new:
             if isinstance(process, Server):
                 warm = traces.Trace(
@@ -229,9 +222,10 @@ class Bench:
             "cluster.gpus=0",
             *self._online(),
         ]
+        none, core = Quota("none", 0), ("taskset", "-c", str(options.device))
         for _ in range(0 if file.exists() else TRIES):
             wait_for_calm(print)
-            live_runs.profile(file, self._quota, words, ("taskset", "-c", str(options.device)))
+            live_runs.profile(file, none, words, core)
             if json.loads(file.read_text(encoding="utf-8"))["stolen"] <= CALM:
                 break
         return file
@@ -305,7 +299,7 @@ class Bench:
             [r.tpot for r in requests],
             [r.done for r in requests],
             percentile([r.late for r in requests], 99),
-            grown["busy"] / passed / (self.options.quota or 1.0),
+            grown["busy"] / passed,
             grown["made"] / passed,
             int(grown["evicted"]),
             int(grown["wasted"]),

@@ -43,17 +43,14 @@ from rose.observe.metrics import read_metrics
 from rose.scheduler import events as ev
 from scripts import csv_tables
 from scripts.harness import Failed, flagged
+from scripts.runs import MEASURED
 from scripts.slurm_jobs import Serving, Training
 
 RUN = (
+    *MEASURED,
     "trainer.steps=1000000",
-    "eval.episodes=0",
-    "observe.terminal=false",
-    "observe.report=false",
     "rollout.workers=1",
     "cluster.slurm.rollout.nodes=1",
-    "rollout.threads=1",
-    "trainer.threads=1",
     "rollout.kv_cache_gib=0.05",
     "trainer.checkpoint_every=1000000",
     "transfer.keep_versions=4",

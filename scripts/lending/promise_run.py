@@ -29,6 +29,7 @@ from scripts.lending import promise_count
 from scripts.lending.bench_coserving_client import replay
 from scripts.lending.promise_count import targets
 from scripts.live_runs import LOOK_S, Quota, Stolen
+from scripts.runs import MEASURED
 from scripts.slurm_jobs import Serving, Training, command
 
 SERVED = "chat"
@@ -65,14 +66,11 @@ ALIKE = (
     f"rollout.group_size={GROUP}",
     "rollout.max_sequences=6",  # bound by an engine's memory
     "rollout.kv_cache_gib=0.05",
-    "rollout.threads=1",
-    "trainer.threads=1",
+    *MEASURED,
+    "observe.report=true",
     "trainer.optimizer.lr=5e-4",  # At 1e-3 one of six runs forgot its calls for good.
     "trainer.optimizer.schedule=constant",  # sides differ in their number of steps
     "trainer.optimizer.warmup_steps=2",
-    "eval.episodes=0",
-    "observe.terminal=false",
-    "observe.tensorboard=false",
     "transfer.keep_versions=4",
     "serving.lost_after_s=10",  # busy machine, on which a rank may be seconds late
 )
@@ -131,7 +129,7 @@ def _fullest(window: traces.Trace) -> int:
 class Storm:
     """The harm to the borrowed side, always amid rollouts:
 
-    1. Every `every_s` seconds the next victim of `STORM` is struck. It is skipped if it isn't there
+    1. Every `every` seconds the next victim of `STORM` is struck. It is skipped if it isn't there
        for `VICTIM_S`.
     2. At half of the steps the whole job is requeued.
     """

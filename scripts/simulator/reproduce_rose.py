@@ -39,18 +39,7 @@ from rose.parts.simulator.study.outcome import Outcome, by_system, values
 from scripts.csv_tables import RESULTS, bounded, draw, markdown, merge, show, with_bounds
 from scripts.harness import keyed, listed, simulated
 
-SYSTEMS = (
-    "roll_grpo",
-    "roll_dapo",
-    "rose_dapo",
-    "areal",
-    "rose_areal",
-    "rlboost",
-    "serverless",
-    "thunder",
-    "best",
-    "best_sync",
-)
+SYSTEMS = "roll_grpo,roll_dapo,rose_dapo,areal,rose_areal,rlboost,serverless,thunder,best,best_sync"
 SETTINGS = {"rose_8b": "Qwen3-8B, FrozenLake", "rose_32b": "Qwen3-32B, ALFWorld"}
 
 
@@ -66,9 +55,8 @@ class Published(NamedTuple):
 
 PUBLISHED = (
     Published("throughput over", "roll_grpo", (1.31, 1.31), (1.46, 1.46)),
-    Published(
-        "throughput over", "roll_dapo", (1.42, 1.42), (3.31, 3.31), "rose_dapo"
-    ),  # DAPO on both sides
+    # DAPO on both sides.
+    Published("throughput over", "roll_dapo", (1.42, 1.42), (3.31, 3.31), "rose_dapo"),
     # The paper doesn't say which of the two it means ("orthogonal to asynchrony").
     Published("throughput over", "areal", (1.44, 1.44), (2.69, 2.69)),
     Published("throughput over", "areal", (1.44, 1.44), (2.69, 2.69), "rose_areal"),
@@ -78,16 +66,12 @@ PUBLISHED = (
     Published("allocation overhead", "serverless", (0.15, 0.26), (0.15, 0.26)),
 )
 ALONE = "serving alone"
-TABLE1 = {  # paper's Table 1: our system -> setting -> (rollout s, P99 TTFT ms, P99 TPOT ms)
+# The paper's Table 1: our system -> setting -> (rollout s, P99 TTFT ms, P99 TPOT ms). Alone is its
+# ServerlessLLM, uncontrolled the same with rollouts beside.
+TABLE1 = {
     "rose": {"rose_8b": (496.3, 338.1, 136.1), "rose_32b": (960.1, 837.5, 398.1)},
-    ALONE: {
-        "rose_8b": (math.nan, 314.8, 117.8),
-        "rose_32b": (math.nan, 716.1, 312.8),
-    },  # ServerlessLLM in the paper
-    "uncontrolled": {
-        "rose_8b": (651.7, 1166.1, 135.6),
-        "rose_32b": (1161.8, 2426.2, 565.3),
-    },  # rollouts beside, without control
+    ALONE: {"rose_8b": (math.nan, 314.8, 117.8), "rose_32b": (math.nan, 716.1, 312.8)},
+    "uncontrolled": {"rose_8b": (651.7, 1166.1, 135.6), "rose_32b": (1161.8, 2426.2, 565.3)},
     "prism": {"rose_8b": (731.7, 973.2, 115.4), "rose_32b": (1301.2, 1625.4, 351.7)},
 }
 SENSITIVITY = {  # parameter -> the keys that a factor multiplies
@@ -178,24 +162,14 @@ def table1(setting: str, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     systems, rows = by_system(outcomes), []
     for name, published in TABLE1.items():
         ran, alone = systems["rose" if name == ALONE else name], "alone_" if name == ALONE else ""
-        paper_rollout_s, paper_ttft_ms, paper_tpot_ms = published[setting]
-
-        def ms(what: str, ran: list[Outcome] = ran, alone: str = alone) -> float:
-            return 1e3 * fmean(values(ran, f"{alone}{what}_p99_s"))
-
-        rows.append(
-            {
-                "setting": setting,
-                "system": name,
-                "paper_rollout_s": paper_rollout_s,
-                "rollout_s": math.nan if alone else fmean(values(ran, "rollout_s")),
-                "paper_ttft_ms": paper_ttft_ms,
-                "ttft_ms": ms("ttft"),
-                "paper_tpot_ms": paper_tpot_ms,
-                "tpot_ms": ms("tpot"),
-                "gap_ms": ms("gap"),
-            }
+        theirs = published[setting]
+        ttft, tpot, gap = (
+            1e3 * fmean(values(ran, f"{alone}{what}_p99_s")) for what in ("ttft", "tpot", "gap")
         )
+        row = {"setting": setting, "system": name, "paper_rollout_s": theirs[0]}
+        row |= {"rollout_s": math.nan if alone else fmean(values(ran, "rollout_s"))}
+        row |= {"paper_ttft_ms": theirs[1], "ttft_ms": ttft, "paper_tpot_ms": theirs[2]}
+        rows.append(row | {"tpot_ms": tpot, "gap_ms": gap})
     return rows
 
 
@@ -235,28 +209,27 @@ def settings_in(rows: Sequence[Mapping[str, str]]) -> list[str]:
 def effects(rows: Sequence[dict[str, str]]) -> str:
     """Format rose_systems.csv as a table of Markdown: the throughput of each system over the
     resource-fixed one, and the share of online requests within both targets."""
-    systems: dict[str, dict[str, list[dict[str, str]]]] = {}
-    for row in rows:
-        systems.setdefault(row["system"], {}).setdefault(row["setting"], []).append(row)
-    settings = settings_in(rows)
+    settings, names = settings_in(rows), dict.fromkeys(row["system"] for row in rows)
     header = ["system"]
-    for name in settings:
-        header += [f"{SETTINGS[name]}: over roll_grpo [95%]", "step, s", "staleness, dropped"]
+    for setting in settings:
+        header += [f"{SETTINGS[setting]}: over roll_grpo [95%]", "step, s", "staleness, dropped"]
+
+    def of(system: str, setting: str, key: str) -> list[float]:
+        mine = (row for row in rows if (row["system"], row["setting"]) == (system, setting))
+        return [float(row[key]) if row[key] else math.nan for row in mine]
+
     lines, attained = [], []
-    for name, measured in systems.items():
+    for name in names:
         line = [name]
         for setting in settings:
-            if setting not in measured:
+            if not (speed := of(name, setting, "trajectories_s")):
                 line += ["", "", ""]
                 continue
-            each, base = measured[setting], systems["roll_grpo"][setting]
-            over = gain(_column(each, "trajectories_s"), _column(base, "trajectories_s"))
-            step_s, stale, dropped, kept = (
-                fmean(_column(each, key))
-                for key in ("step_s", "staleness", "dropped", "attainment")
-            )
+            over = bounded(*gain(speed, of("roll_grpo", setting, "trajectories_s")))
+            keys = ("step_s", "staleness", "dropped", "attainment")
+            step_s, stale, dropped, kept = (fmean(of(name, setting, key)) for key in keys)
             attained += [] if math.isnan(kept) else [kept]
-            line += ["1" if name == "roll_grpo" else bounded(*over), f"{step_s:.0f}"]
+            line += ["1" if name == "roll_grpo" else over, f"{step_s:.0f}"]
             line += [f"{stale:.2f}, {dropped:.1%}"]
         lines.append(line)
     text = markdown(header, lines)
@@ -266,10 +239,6 @@ def effects(rows: Sequence[dict[str, str]]) -> str:
             f"{min(attained):.2%} to {max(attained):.2%}."
         )
     return text
-
-
-def _column(rows: Sequence[dict[str, str]], key: str) -> list[float]:
-    return [float(row[key]) if row[key] else math.nan for row in rows]
 
 
 def beside(rows: Sequence[dict[str, str]]) -> str:
@@ -288,13 +257,10 @@ def beside(rows: Sequence[dict[str, str]]) -> str:
         off = f", {float(row['difference']):+.0%}" if row["difference"] else ""
         what = f"{row['mine']}, {row['what']}{' of' if share else ''} {row['rival']}"
         found.setdefault(what, {})[row["setting"]] = (paper, mine + off)
-    return markdown(
-        header,
-        [
-            [what, *(cell for name in settings for cell in cells.get(name, ("", "")))]
-            for what, cells in found.items()
-        ],
-    )
+    lines = []
+    for what, cells in found.items():
+        lines.append([what, *(cell for name in settings for cell in cells.get(name, ("", "")))])
+    return markdown(header, lines)
 
 
 def table1_words(rows: Sequence[dict[str, str]]) -> str:
@@ -320,21 +286,18 @@ def varied_words(rows: Sequence[dict[str, str]]) -> str:
     rivals = [key for key in rows[0] if key.startswith("over ")]
     tables = []
     for setting in settings_in(rows):
-        values_of: dict[str, list[dict[str, str]]] = {}
+        found: dict[str, list[dict[str, str]]] = {}
         for row in rows:
             if row["setting"] == setting:
-                values_of.setdefault(row["parameter"], []).append(row)
-        base = values_of.pop("as it is")
-
-        def change(each: list[dict[str, str]], base: dict[str, str] = base[0]) -> float:
-            return max(abs(float(row[key]) - float(base[key])) for row in each for key in rivals)
-
-        same = [name for name, each in values_of.items() if change(each) <= SAME]
-        shown = {"as it is": base} | {k: v for k, v in values_of.items() if k not in same}
-        lines = [
-            [name, *(", ".join(f"{float(row[key]):.2f}" for row in each) for key in rivals)]
-            for name, each in shown.items()
-        ]
+                found.setdefault(row["parameter"], []).append(row)
+        base, lines, same = found["as it is"][0], [], []
+        for name, each in found.items():
+            changes = (abs(float(row[key]) - float(base[key])) for row in each for key in rivals)
+            if name != "as it is" and max(changes) <= SAME:
+                same.append(name)
+                continue
+            cells = (", ".join(f"{float(row[key]):.2f}" for row in each) for key in rivals)
+            lines.append([name, *cells])
         tables.append(markdown([SETTINGS[setting], *rivals], lines))
         if same:
             tables.append(f"No ratio changes by more than {SAME} with: {', '.join(same)}.")
@@ -345,7 +308,7 @@ def main(arguments: Sequence[str]) -> int:
     given = keyed(
         arguments,
         __doc__,
-        **{"only": "", "systems": ",".join(SYSTEMS), "seeds": "1,2,3", "steps": 12, "warmup": 6},
+        **{"only": "", "systems": SYSTEMS, "seeds": "1,2,3", "steps": 12, "warmup": 6},
         **{"sensitivity": True, "table1": "true", "processes": 0, "draw": False},
         out=str(RESULTS),
     )

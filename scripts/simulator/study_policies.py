@@ -204,21 +204,13 @@ def divided(c: Config, by: int) -> list[str]:
 def of_round(
     setting: str, which: Round, seeds: Sequence[int], candidates: Iterable[Composition]
 ) -> Config:
-    base = [
-        "sim/systems=[]",
-        f"sim.steps={which.steps}",
-        f"sim.warmup={which.warmup}",
-        f"sim.seeds=[{','.join(map(str, seeds[: which.seeds]))}]",
-    ]
+    base = ["sim/systems=[]", f"sim.steps={which.steps}", f"sim.warmup={which.warmup}"]
+    base.append(f"sim.seeds=[{','.join(map(str, seeds[: which.seeds]))}]")
     if which.divided > 1:
         base += divided(composed(setting, base), which.divided)
     c = composed(setting, base)
-    return msgspec.structs.replace(
-        c,
-        sim=msgspec.structs.replace(
-            c.sim, systems={str(each): system(each, c) for each in candidates}
-        ),
-    )
+    systems = {str(each): system(each, c) for each in candidates}
+    return msgspec.structs.replace(c, sim=msgspec.structs.replace(c.sim, systems=systems))
 
 
 # --------------------------------------------------------------------------- what is found
@@ -264,21 +256,17 @@ def on_front(row: dict[str, Any], rows: Iterable[dict[str, Any]]) -> bool:
         return -each["tokens_s"], each["staleness"], each["staleness_max"]
 
     mine = points(row)
-    return not any(
-        points(other) != mine and all(a <= b for a, b in zip(points(other), mine, strict=False))
-        for other in rows
-    )
+    better = (other for other in map(points, rows) if other != mine)
+    return not any(all(a <= b for a, b in zip(other, mine, strict=True)) for other in better)
 
 
 def survivors(rows: Sequence[dict[str, Any]], kept: int) -> list[str]:
-    """Return the names of the `kept` fastest of each largest staleness."""
-    found: dict[str, None] = {}
-    for most in sorted({row["staleness_max"] for row in rows}):
-        same = sorted(
-            (row for row in rows if row["staleness_max"] == most), key=lambda row: -row["tokens_s"]
-        )
-        found |= dict.fromkeys(_name(row) for row in same[:kept])
-    return list(found)
+    """Return the names of the `kept` fastest of each largest staleness, freshest first. `rows` are
+    sorted by speed."""
+    found: dict[float, list[str]] = {}
+    for row in rows:
+        found.setdefault(row["staleness_max"], []).append(_name(row))
+    return [name for most in sorted(found) for name in found[most][:kept]]
 
 
 def _name(row: dict[str, Any]) -> str:
@@ -306,10 +294,8 @@ def search(
     all_of_them = {str(each): each for each in known}
     left = list(dict.fromkeys([*map(str, candidates), *always]))
     for number, which in enumerate(rounds, 1):
-        outcomes = carried_out(
-            of_round(setting, which, seeds, [all_of_them[name] for name in left])
-        )
-        found = rows_of(setting, number, which, outcomes)
+        c = of_round(setting, which, seeds, [all_of_them[name] for name in left])
+        found = rows_of(setting, number, which, carried_out(c))
         yield found
         left = list(dict.fromkeys([*survivors(found, which.kept), *always]))
 
@@ -318,37 +304,31 @@ def words(rows: Sequence[dict[str, str]]) -> str:
     """Format the last round of each setting in policies_search.csv as a table of Markdown: the
     compositions on the front and those with a name, freshest first."""
     names, settings = named(), settings_in(rows)
-    shown: dict[str, dict[str, dict[str, str]]] = {}
-    header = [
-        "batching, order, routing, provisioning",
-        "is",
-        "staleness: mean, largest",
-        "dropped, at most",
-    ]
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    header = ["batching, order, routing, provisioning", "is", "staleness: mean, largest"]
+    header.append("dropped, at most")
     for setting in settings:
         mine = [row for row in rows if row["setting"] == setting]
         last = [row for row in mine if row["round"] == max(each["round"] for each in mine)]
         for row in last:
             if _name(row) in names or row["front"] == "1":
-                shown.setdefault(_name(row), {})[setting] = row
+                found.setdefault(_name(row), {})[setting] = row
         part = last[0]
         size = "" if part["divided"] == "1" else f", 1/{part['divided']}, {part['seeds']} seed"
         header += [f"{SETTINGS[setting]}{size}: tokens/s over ROSE [95%]", "step, s"]
 
     def freshness(name: str) -> tuple[float, float]:
-        row = next(iter(shown[name].values()))
+        row = next(iter(found[name].values()))
         return float(row["staleness_max"]), -float(row["tokens_s"])
 
     lines = []
-    for name in sorted(shown, key=freshness):
-        each = list(shown[name].values())
-        mean_, most, lost = (
-            max(float(row[key]) for row in each)
+    for name in sorted(found, key=freshness):
+        stale, most, lost = (
+            max(float(row[key]) for row in found[name].values())
             for key in ("staleness", "staleness_max", "dropped")
         )
-        line = [name, names.get(name, ""), f"{mean_:.2f}, {most:.0f}", f"{lost:.1%}"]
-        for setting in settings:
-            row = shown[name].get(setting)
+        line = [name, names.get(name, ""), f"{stale:.2f}, {most:.0f}", f"{lost:.1%}"]
+        for row in map(found[name].get, settings):
             front = "*" if row and row["front"] == "1" else ""
             over = with_bounds(row, "over_rose", "low", "high") + front if row else ""
             line += [over, f"{float(row['step_s']):.0f}" if row else ""]

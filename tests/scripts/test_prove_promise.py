@@ -15,14 +15,7 @@ from rose.coordinator.journal import Journal
 from rose.protocol import Phase, Trajectory
 from rose.scheduler import events as ev
 from scripts import slurm_jobs
-from scripts.lending import (
-    promise_count,
-    promise_figure,
-    promise_page,
-    promise_results,
-    promise_run,
-    prove_promise,
-)
+from scripts.lending import promise_count, promise_figure, promise_page, promise_run, prove_promise
 
 MEMBERS = 2
 
@@ -223,11 +216,11 @@ def test_only_requests_that_came_while_both_sides_ran_are_compared():
 
 def test_a_seeds_file_is_read_again_and_only_whole_seeds_are_drawn(tmp_path):
     settings = {"steps": 4, "batch": 8}
-    results = promise_results.Results(tmp_path, settings)
-    for side in promise_results.SIDES:
+    results = prove_promise.Results(tmp_path, settings)
+    for side in prove_promise.SIDES:
         results.put(ran(side, 1))
     results.put(ran("alone", 2))
-    again = promise_results.Results(tmp_path)
+    again = prove_promise.Results(tmp_path)
     assert again.settings == settings
     assert again.whole() == json.loads(json.dumps(again.whole())) == results.whole()
     assert {run["seed"] for run in again.whole()} == {1} and again.get("borrowed", 2) is None
@@ -242,16 +235,16 @@ def test_lending_needs_serving_alone_on_the_same_machine(alone, words):
 
 
 def test_runs_of_other_settings_and_damaged_files_are_refused(tmp_path):
-    promise_results.Results(tmp_path, {"steps": 4}).put(ran("alone", 1))
+    prove_promise.Results(tmp_path, {"steps": 4}).put(ran("alone", 1))
     with pytest.raises(SystemExit, match=r"seed-1.json is of other settings \(steps 4, not 5\)"):
-        promise_results.Results(tmp_path, {"steps": 5})
+        prove_promise.Results(tmp_path, {"steps": 5})
     (tmp_path / "seed-2.json").write_text("{")
     with pytest.raises(SystemExit, match="seed-2.json is no file of a seed"):
-        promise_results.Results(tmp_path)
+        prove_promise.Results(tmp_path)
 
 
 def test_the_figure_is_redrawn_from_the_seeds_files_alone(tmp_path, monkeypatch, capsys):
-    results = promise_results.Results(tmp_path, {"steps": 4, "batch": 8})
+    results = prove_promise.Results(tmp_path, {"steps": 4, "batch": 8})
     for run in three_sides():
         results.put(run)
     figure = tmp_path / "figure.svg"
