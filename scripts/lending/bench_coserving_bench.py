@@ -26,7 +26,7 @@ from rose.parts.lending.vllm import device
 from rose.parts.simulator import traces
 from scripts import live_runs
 from scripts.harness import REPOSITORY, Failed
-from scripts.lending.bench_coserving_client import Request, replay
+from scripts.lending.bench_coserving_client import replay
 from scripts.lending.bench_coserving_engines import (
     Guard,
     Operator,
@@ -264,50 +264,43 @@ class Bench:
         server, side = self.servers[PLAN[scenario][0]], self.rollouts.get(PLAN[scenario][1])
         if self.operator is not None:
             self.operator.state.stops = float(scenario == OURS)
-        with _awake(server, side):
-            return asyncio.run(self._run(scenario, seed, traffic, seconds, server, side))
 
-    async def _run(
-        self,
-        scenario: str,
-        seed: int,
-        traffic: traces.Trace,
-        seconds: float,
-        server: Server,
-        side: Rollouts | None,
-    ) -> Run:
-        await asyncio.sleep(SETTLE_S)
-        before = await asyncio.to_thread(self._counts, scenario, server, side)
-        # New prompts each time: a server that had the same traffic would have them in its cache.
-        self._replays += 1
-        sending = asyncio.create_task(
-            replay(server.url, server.served, traffic, self._replays, DRAIN_S)
-        )
-        await asyncio.sleep(seconds)
-        after = await asyncio.to_thread(self._counts, scenario, server, side)
-        requests = await sending
-        passed = after["at"] - before["at"]
-        grown = {name: after[name] - before[name] for name in before}
-        if scenario == "priority":  # engine's counter has the tokens of both sides
-            grown["made"] -= sum(at <= seconds for one in requests for at in one.chunks)
-        opened = grown["open_s"] + grown["shut_s"]
-        return Run(
-            scenario,
-            seed,
-            seconds,
-            [r.ttft for r in requests],
-            [r.tpot for r in requests],
-            [r.done for r in requests],
-            percentile([r.late for r in requests], 99),
-            grown["busy"] / passed,
-            grown["made"] / passed,
-            int(grown["evicted"]),
-            int(grown["wasted"]),
-            int(grown["preempted"]),
-            grown["open_s"] / opened if opened else None,
-            _reasons(requests),
-            before["at"],
-        )
+        async def measured() -> Run:
+            await asyncio.sleep(SETTLE_S)
+            before = await asyncio.to_thread(self._counts, scenario, server, side)
+            # New prompts each time: a server that had the same traffic would have them in its cache.
+            self._replays += 1
+            sending = asyncio.create_task(
+                replay(server.url, server.served, traffic, self._replays, DRAIN_S)
+            )
+            await asyncio.sleep(seconds)
+            after = await asyncio.to_thread(self._counts, scenario, server, side)
+            requests = await sending
+            passed = after["at"] - before["at"]
+            grown = {name: after[name] - before[name] for name in before}
+            if scenario == "priority":  # engine's counter has the tokens of both sides
+                grown["made"] -= sum(at <= seconds for one in requests for at in one.chunks)
+            opened = grown["open_s"] + grown["shut_s"]
+            return Run(
+                scenario,
+                seed,
+                seconds,
+                [r.ttft for r in requests],
+                [r.tpot for r in requests],
+                [r.done for r in requests],
+                percentile([r.late for r in requests], 99),
+                grown["busy"] / passed,
+                grown["made"] / passed,
+                int(grown["evicted"]),
+                int(grown["wasted"]),
+                int(grown["preempted"]),
+                grown["open_s"] / opened if opened else None,
+                sorted({request.why for request in requests if request.why}),
+                before["at"],
+            )
+
+        with _awake(server, side):
+            return asyncio.run(measured())
 
     def _counts(self, scenario: str, server: Server, side: Rollouts | None) -> dict[str, float]:
         """Return counters that only grow. A run is the time between two readings."""
@@ -401,10 +394,6 @@ def _awake(server: Server | None, side: Rollouts | None) -> Iterator[None]:
 def _work(trace: traces.Trace) -> float:
     """Return the trace's work in prompt tokens. A generated token takes as long as ten."""
     return float(trace.prompt_tokens.sum() + 10 * trace.output_tokens.sum())
-
-
-def _reasons(requests: list[Request]) -> list[str]:
-    return sorted({request.why for request in requests if request.why})
 
 
 def model(shape: str, seed: int) -> Path:

@@ -91,12 +91,6 @@ def device_hours(run: Mapping[str, Any], at: float = math.inf) -> float:
     return run["engines"] * seconds / HOUR_S
 
 
-def group_rewards(run: Path, steps: int) -> list[list[float]]:
-    """Return each group's mean reward, by step. Raises `ValueError` naming a missing file."""
-    trained = [replay.load(run, step) for step in range(1, steps + 1)]
-    return [[fmean(t.reward for t in group) for group in step] for step in trained]
-
-
 def rewards(run: Mapping[str, Any]) -> list[float]:
     """Return the mean reward of each step."""
     return [fmean(step) for step in run["groups"]]

@@ -16,11 +16,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import psutil
 
 from rose import config as cfg
+from rose.coordinator.replay import load
 from rose.parts.simulator import traces
 from rose.protocol import Role
 from scripts import live_runs
@@ -351,7 +353,8 @@ async def _train(
 
 
 def _figures(plan: Plan, training: Training, side: str, seed: int, began: float) -> dict:
-    rows = training.steps()
+    rows, steps = training.steps(), plan.steps_of(side)
+    trained = [load(training.run, step) for step in range(1, steps + 1)]
     return {
         "machine": machine(),
         "side": side,
@@ -360,9 +363,9 @@ def _figures(plan: Plan, training: Training, side: str, seed: int, began: float)
         "held": [[start - began, end - began] for start, end in training.held()],
         "attempts": len(list((training.run / "journal").glob("attempt-*.jsonl"))),
         "at_s": [row["time"] - began for row in rows],
-        "groups": promise_count.group_rewards(training.run, plan.steps_of(side)),
+        "groups": [[fmean(t.reward for t in group) for group in step] for step in trained],
         "step_s": [row["time_step"] for row in rows],
         "borrowed_share": [row.get("borrowed_token_share", 0.0) for row in rows],
         "repeated": {key: sum(row.get(key, 0) for row in rows) for key in REPEATED},
-        "counts": promise_count.count(training.run, plan.steps_of(side), plan.batch)._asdict(),
+        "counts": promise_count.count(training.run, steps, plan.batch)._asdict(),
     }

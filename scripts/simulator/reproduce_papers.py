@@ -99,17 +99,14 @@ def simulated(rows: Sequence[Row], overrides: Sequence[str], processes: int) -> 
     for setting, own in settings_of(rows):
         name = f"name='{_point(setting, own)}'"
         configs.append(composed(f"papers/{setting}", [*own, *overrides, name]))
-    jobs = [job for c in configs for job in runs.jobs_of(c) if job.name in _systems(rows)]
+    systems = {name for row in rows for name in (row.system, row.rival)}
+    jobs = [job for c in configs for job in runs.jobs_of(c) if job.name in systems]
     return runs.carry_out(jobs, processes, CONSOLE)
 
 
 def _point(setting: str, overrides: Sequence[str]) -> str:
     """Return the name of a run, which is the point of its outcomes."""
     return ",".join([setting, *overrides]).replace("/", ".")
-
-
-def _systems(rows: Sequence[Row]) -> set[str]:
-    return {row.system for row in rows} | {row.rival for row in rows}
 
 
 def ours(row: Row, outcomes: Sequence[Outcome]) -> Interval:
@@ -135,9 +132,7 @@ def compared(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> list[dict[str,
                 "what": f"{row.what} {row.rival}".strip(),
                 "paper_low": row.paper[0],
                 "paper_high": row.paper[1],
-                "ours": mine.mean,
-                "ours_low": mine.low,
-                "ours_high": mine.high,
+                **dict(zip(("ours", "ours_low", "ours_high"), mine, strict=True)),
                 "ratio": mine.mean / middle,
                 "source": row.source,
                 "remark": row.remark,

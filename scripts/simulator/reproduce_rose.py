@@ -147,9 +147,7 @@ def compared(setting: str, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
                 "rival": row.rival,
                 "paper_low": low,
                 "paper_high": high,
-                "ours": found.mean,
-                "ours_low": found.low,
-                "ours_high": found.high,
+                **dict(zip(("ours", "ours_low", "ours_high"), found, strict=True)),
                 "difference": found.mean / fmean((low, high)) - 1,
             }
         )

@@ -225,7 +225,7 @@ def rows_of(
     for name, each in systems.items():
         if name == BASE:
             continue
-        found = gain(values(each, "tokens_s"), base)
+        over = gain(values(each, "tokens_s"), base)
         rows.append(
             {
                 "setting": setting,
@@ -235,9 +235,7 @@ def rows_of(
                 "seeds": len(each),
                 "step_s": mean(each, "step_s"),
                 "tokens_s": mean(each, "tokens_s"),
-                "over_rose": found.mean,
-                "low": found.low,
-                "high": found.high,
+                **dict(zip(("over_rose", "low", "high"), over, strict=True)),
                 "staleness": mean(each, "staleness"),
                 "staleness_max": max(values(each, "staleness_max")),
                 "dropped": mean(each, "dropped"),
