@@ -38,8 +38,9 @@ from rose.files import write_whole
 from rose.transfer.source import read_token
 from scripts.bench_sync_roles import digest
 from scripts.csv_tables import show, write_csv
-from scripts.harness import REPOSITORY, Child, Failed, cfg, flagged, free_port
+from scripts.harness import REPOSITORY, Child, Failed, cfg, flagged
 from scripts.run_weights import last_versions
+from tests.ports import free_port
 
 RANKS = 2
 ENCODINGS = ("dense", "xor", "ours")

@@ -38,7 +38,8 @@ from rose.coordinator.replay import summarise
 from rose.models import resolve
 from rose.trainer import batching
 from scripts import csv_tables
-from scripts.harness import Child, answers, configured, free_port, keyed
+from scripts.harness import Child, answers, configured, keyed
+from tests.ports import free_port
 
 
 def main() -> int:

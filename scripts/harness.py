@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import selectors
-import socket
 import subprocess
 import sys
 import time
@@ -106,25 +104,6 @@ def listed(key: str, text: str, known: Iterable[str]) -> list[str]:
     if unknown := set(found) - set(known):
         raise Failed(f"{key}={text}: no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     return found or list(known)
-
-
-_drawn = random.Random(os.getpid())
-
-
-def free_port() -> int:
-    """Return a free port of the loopback. It lies below the ports that the system assigns to
-    connections and to port 0, where there are ports below: otherwise the system might assign it
-    before a slow program binds it."""
-    first = int(
-        Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8").split()[0]
-    )
-    low, high = (18_600, first) if first > 20_000 else (20_000, 60_000)
-    while True:
-        port = _drawn.randrange(low, high)
-        with socket.socket() as probe, suppress(OSError):
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 class Child:

@@ -26,8 +26,9 @@ from rose.engine.start import environment
 from rose.parts.lending import board
 from rose.parts.lending.config import Lending
 from rose.parts.lending.operator import control, metrics
-from scripts.harness import Child, each_thread, family, free_port
+from scripts.harness import Child, each_thread, family
 from scripts.live_runs import engines_of
+from tests.ports import free_port
 
 START_S, ANSWER_S, END_S = 300.0, 60.0, 10.0
 LEAVE_S = 5.0  # seconds for the other processes of a group after its first has ended
