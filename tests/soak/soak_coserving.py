@@ -229,7 +229,7 @@ class Soak:
         return self.bench.operator.folder / str(self.draw.choice(["online", "rollout", "control"]))
 
     def switch_off(self) -> str:
-        switch = self.bench.operator.switch  # its thread writes the board
+        switch = self.bench.operator.switch
         switch.by_hand = "stopped by the soak"
         time.sleep(STOP_S)
         first = self._steps()
