@@ -1,62 +1,47 @@
 """Compare the transfer codec with its rivals: bytes, their ratio to the entropy bound, and speed.
 
     python scripts/bench_codec.py                              # made-up values
-    python scripts/bench_codec.py outputs/smollm --steps 2     # and the last versions of a run's store
+    python scripts/bench_codec.py outputs/smollm --steps 2     # and the last versions of runs' stores
     python scripts/bench_codec.py outputs/smollm --elements 0 --only ours,gapdiff
 
 Every encoding works on blocks of 4 Mi values and is decoded in place onto the older values; every
-result is compared bit by bit. Speed is in GB/s of model bytes, the best of `--rounds`. One thread
-is timed by the CPU clock, so that other programs on the machine count less; `--threads` over blocks
-are timed by the wall clock. bound: entropy of which values change plus entropy of the integer
-differences, each as independent draws over the whole model. A run stores its versions in
-`model.dtype`, and keeps transfer.keep_versions of them.
+result is compared bit by bit. `--elements`: made-up values. Speed is in GB/s of model bytes on one
+thread, the best of `--rounds`, by the CPU clock, so that other programs on the machine count less.
+bound: entropy of which values change plus entropy of the integer differences, each as independent
+draws over the whole model. A run stores its versions in `model.dtype`, and keeps
+transfer.keep_versions of them.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
-import os
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rich.console import Console
-
 from rose.transfer import codec
-from scripts.csv_tables import shown, write_csv
+from scripts.csv_tables import show, write_csv
+from scripts.harness import flagged, listed
 from scripts.run_weights import RIVALS, Patterns, Rival, last_versions, patterns
 
 BLOCK = 1 << 22  # values
 FRACTIONS = (0.001, 0.01, 0.05, 0.2, 0.5, 1.0)
 # Chance that a synthetic difference grows by one more: 1.64 bits of entropy with the sign.
 STEP_TAIL = 0.13
+WAYS = ("encode", "decode")
 Block = tuple[Patterns, Patterns]  # new, old values
-
-
-class Row(NamedTuple):
-    workload: str
-    encoding: str
-    MB: float
-    of_bound: float
-    of_raw: float
-    encode_GBs: float  # GB/s on one thread
-    decode_GBs: float
-    encode_all_GBs: float
-    decode_all_GBs: float
 
 
 def made_up(elements: int, fraction: float) -> list[Block]:
     """Return Gaussian bfloat16 weights, a `fraction` of them moved, mostly by one bit pattern."""
     draw = np.random.default_rng(0)
     blocks = []
-    for size in sizes(elements):
+    for start in range(0, elements, BLOCK):
+        size = min(BLOCK, elements - start)
         old = draw.standard_normal(size, np.float32) * np.float32(0.02)
         old = (old.view(np.uint32) >> 16).astype(np.uint16)
         at = np.flatnonzero(draw.random(size, np.float32) < fraction)
@@ -65,19 +50,6 @@ def made_up(elements: int, fraction: float) -> list[Block]:
         new[at] += moved.astype(np.uint16)
         blocks.append((new, old))
     return blocks
-
-
-def noise(elements: int) -> list[Block]:
-    """Return blocks of uniform random bits, which no encoding can shrink."""
-    draw = np.random.default_rng(0)
-    return [
-        tuple(draw.integers(0, 65536, size, dtype=np.uint16) for _ in range(2))
-        for size in sizes(elements)
-    ]
-
-
-def sizes(elements: int) -> list[int]:
-    return [min(BLOCK, elements - start) for start in range(0, elements, BLOCK)]
 
 
 def of_run(run: Path, steps: int) -> list[list[Block]]:
@@ -118,87 +90,47 @@ def bound(blocks: list[Block]) -> float:
     return (total * entropy(where) + differences.size * entropy(counts)) / 8
 
 
-def measure(
-    rival: Rival, workload: str, blocks: list[Block], limit: float, threads: int, rounds: int
-) -> Row:
+def measure(rival: Rival, workload: str, blocks: list[Block], limit: float, rounds: int) -> dict:
     """Encode and decode all blocks. Raises `SystemExit` if a block comes back different."""
     raw = sum(new.nbytes for new, _ in blocks)
-    speeds = []
-    for workers, clock in ((1, time.process_time), (threads, time.perf_counter)):
-        with ThreadPoolExecutor(workers) as pool:
-            best = [math.inf, math.inf]
-            for _ in range(rounds):
-                began = clock()
-                payloads = list(pool.map(lambda block: rival.encode(*block), blocks))
-                best[0] = min(best[0], clock() - began)
-                values = [old.copy() for _, old in blocks]
-                began = clock()
-                list(pool.map(rival.apply, payloads, values))
-                best[1] = min(best[1], clock() - began)
-                same = [np.array_equal(a, new) for a, (new, _) in zip(values, blocks, strict=True)]
-                if not all(same):
-                    raise SystemExit(f"{rival.name} on {workload}: a block came back different")
-        speeds += [raw / seconds / 1e9 for seconds in best]
+    best = [math.inf, math.inf]
+    for _ in range(rounds):
+        values = [old.copy() for _, old in blocks]
+        began = time.process_time()
+        payloads = [rival.encode(*block) for block in blocks]
+        encoded = time.process_time()
+        for payload, older in zip(payloads, values, strict=True):
+            rival.apply(payload, older)
+        took = encoded - began, time.process_time() - encoded
+        best = [*map(min, best, took)]
+        if not all(np.array_equal(a, new) for a, (new, _) in zip(values, blocks, strict=True)):
+            raise SystemExit(f"{rival.name} on {workload}: a block came back different")
     size = sum(map(len, payloads))
-    ratio = size / limit if limit else math.nan
-    return Row(workload, rival.name, size / 1e6, ratio, size / raw, *speeds)
-
-
-def whole(name: str, blocks: list[Patterns]) -> str:
-    """Return the size and speed of blocks that are encoded without a base, on one thread."""
-    raw = sum(block.nbytes for block in blocks)
-    began = time.process_time()
-    payloads = [codec.encode(block, None) for block in blocks]
-    encoded = time.process_time()
-    back = [codec.decode(payload) for payload in payloads]
-    decoded = time.process_time()
-    if not all(map(np.array_equal, back, blocks)):
-        raise SystemExit(f"{name}: a block came back different")
-    return (
-        f"{name} without a base: {sum(p.size for p in payloads) / raw:.5f} of its bytes, encode "
-        f"{raw / (encoded - began) / 1e9:.2f}, decode {raw / (decoded - encoded) / 1e9:.2f} GB/s"
-    )
+    row: dict = {"workload": workload, "encoding": rival.name, "MB": size / 1e6}
+    row |= {"of_bound": size / limit if limit else math.nan, "of_raw": size / raw}
+    return row | {f"{way}_GBs": raw / s / 1e9 for way, s in zip(WAYS, best, strict=True)}
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("runs", metavar="RUN", type=Path, nargs="*", help="folders of runs")
-    parser.add_argument("--steps", type=int, default=2, help="last ones of each run")
-    parser.add_argument("--elements", type=int, default=8 * BLOCK, help="made-up values; 0: none")
-    parser.add_argument("--only", default=",".join(RIVALS), help=f"of {','.join(RIVALS)}")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--csv", type=Path, help="write every row there")
-    args = parser.parse_args(argv)
-    chosen = args.only.split(",")
-    if unknown := set(chosen) - set(RIVALS):
-        parser.error(f"--only: no encoding {', '.join(sorted(unknown))}; there are {args.only}")
+    args = flagged(__doc__, argv, "RUN", only="", steps=2, elements=8 * BLOCK, rounds=3, csv=Path)
+    chosen = listed("--only", args.only, RIVALS)
     codec.compile_all()
-    console, rows = Console(width=140), []
+    rows = []
 
     def run(workload: str, blocks: list[Block]) -> None:
         limit = bound(blocks)
-        found = [
-            measure(RIVALS[name], workload, blocks, limit, args.threads, args.rounds)
-            for name in chosen
-        ]
+        found = [measure(RIVALS[name], workload, blocks, limit, args.rounds) for name in chosen]
         rows.extend(found)
-        console.print(shown([row._asdict() for row in found], f"bound {limit / 1e6:.3f} MB"))
+        show(found, f"bound {limit / 1e6:.3f} MB")
 
     if args.elements:
         for fraction in FRACTIONS:
             run(f"{100 * fraction:g}% changed", made_up(args.elements, fraction))
-        run("noise to noise", noise(args.elements))
-        print(whole("Gaussian values", [new for new, _ in made_up(args.elements, 0)]))
-        print(whole("noise", [new for new, _ in noise(args.elements)]))
-    for folder in args.runs:
+    for folder in map(Path, args.words):
         for number, blocks in enumerate(of_run(folder, args.steps), 1):
             run(f"{folder.name}, step {number}", blocks)
-        print(whole(f"{folder.name}", [new for new, _ in blocks]))
     if args.csv:
-        write_csv(args.csv, [row._asdict() for row in rows])
+        write_csv(args.csv, rows)
     return 0
 
 

@@ -13,7 +13,6 @@ smallest and largest ratio. Weights differ by a few updates, which changes no ti
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -28,36 +27,20 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rich.console import Console
-
 from rose.coordinator import replay
 from rose.models import resolve
 from rose.protocol import Trajectory, unpack_tokens
-from scripts.csv_tables import shown
-from scripts.harness import Child, answers, cfg
+from scripts import csv_tables
+from scripts.harness import Child, answers, cfg, flagged
 from scripts.runs import ran
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--engines", type=int, nargs="+", default=[1, 2])
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=8,
-        help="training steps; the first is a warm-up and not counted",
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--alone", nargs=3, metavar=("RUN", "INDEX", "ENGINES"), help=argparse.SUPPRESS
-    )
-    args, overrides = parser.parse_known_args()
-    if args.alone:
-        return asyncio.run(drive_alone(Path(args.alone[0]), int(args.alone[1]), int(args.alone[2])))
+    if sys.argv[1:2] == ["--alone"]:
+        return asyncio.run(drive_alone(Path(sys.argv[2]), *map(int, sys.argv[3:])))
+    args = flagged(__doc__, None, "OVERRIDE", engines=[1, 2], steps=8, rounds=3)
     rounds = [
-        [measure(engines, args.steps, overrides) for engines in args.engines]
+        [measure(engines, args.steps, args.words) for engines in args.engines]
         for _ in range(args.rounds)
     ]
     show([[measured[i] for measured in rounds] for i in range(len(args.engines))])
@@ -174,7 +157,7 @@ def show(measured: list[list[dict]]) -> None:
         middle = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
         rows.append(middle | {"ratio, least": min(ratios), "ratio, most": max(ratios)})
     title = f"one training step, medians of {len(measured[0])} rounds; seconds, tokens/s"
-    Console(width=120).print(shown(rows, title))
+    csv_tables.show(rows, title)
 
 
 if __name__ == "__main__":

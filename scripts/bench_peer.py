@@ -1,15 +1,14 @@
 """Time whole GRPO steps of SmolLM2-135M on this machine's cores beside TRL's GRPOTrainer.
 
-    python scripts/bench_peer.py [prompts=4] [members=8] [tokens=64] [steps=4]
-        [rounds=2] [threads=2] [wait=passive]
+    python scripts/bench_peer.py [prompts=4] [members=8] [tokens=64] [steps=4] [rounds=2] [threads=2]
 
 A step is `prompts` questions with `members` answers each, all of exactly `tokens` tokens, their
 rewards (the share of distinct words), the update in float32, and weights from which the next step
 samples. Each round is a run of `launch.py` (one engine of all `threads`, which engine and trainer
 use in turns) and one of TRL, which generates with transformers, without gradient checkpointing and
 all samples in one batch. The first step of each run is left out, because it touches memory and
-chooses kernels. `wait` is TRL's OMP_WAIT_POLICY. By default its threads spin between operations,
-which is faster on an idle machine and many times slower beside any other load.
+chooses kernels. TRL's threads spin between operations, which is faster on an idle machine and many
+times slower beside any other load (OMP_WAIT_POLICY=passive).
 
 Needs requirements/test.txt. Prints seconds of a step, and processor seconds of all processes of the
 run, which other load lengthens less: medians and extremes, and TRL's as multiples of ours.
@@ -17,7 +16,6 @@ run, which other load lengthens less: medians and extremes, and TRL's as multipl
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import itertools
 import json
@@ -27,7 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,10 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rich.console import Console
-
 from rose import files
 from rose.models import resolve
-from scripts.csv_tables import shown
-from scripts.harness import Failed, configured, keyed, stop
+from scripts import csv_tables
+from scripts.harness import Failed, configured, family, keyed, stop
 from scripts.runs import Run, launch
 
 LOOK_S = 0.1
@@ -53,17 +50,8 @@ TOPICS = ("a river", "an old clock", "the night train", "bread", "a lighthouse",
 def main() -> int:
     if sys.argv[1:2] == ["--trl"]:
         return trl(json.loads(sys.argv[2]), Path(sys.argv[3]))
-    options = keyed(
-        sys.argv[1:],
-        __doc__,
-        prompts=4,
-        members=8,
-        tokens=64,
-        steps=4,
-        rounds=2,
-        threads=2,
-        wait="",
-    )
+    sizes = {"prompts": 4, "members": 8, "tokens": 64, "steps": 4, "rounds": 2, "threads": 2}
+    options = keyed(sys.argv[1:], __doc__, **sizes)
     if options["steps"] < 2:
         raise Failed(f"steps={options['steps']}: two at least, as the first is not counted")
     found: dict[str, list[tuple[float, float]]] = {"ours": [], "TRL": []}
@@ -132,14 +120,11 @@ def endless(folder: Path) -> Path:
         ("generation_config.json", {"eos_token_id": number}),
         ("tokenizer_config.json", {"eos_token": UNUSED}),
     ):
-        files.write_whole(
-            folder / name,
-            json.dumps(json.loads((source / name).read_text(encoding="utf-8")) | end).encode(),
-        )
-    template = (source / "chat_template.jinja").read_text(encoding="utf-8")
-    files.write_whole(
-        folder / "chat_template.jinja", template.replace("<|im_end|>", UNUSED).encode()
-    )
+        tree = json.loads((source / name).read_text(encoding="utf-8")) | end
+        files.write_whole(folder / name, json.dumps(tree).encode())
+    name = "chat_template.jinja"
+    template = (source / name).read_text(encoding="utf-8").replace("<|im_end|>", UNUSED)
+    files.write_whole(folder / name, template.encode())
     return folder
 
 
@@ -148,8 +133,6 @@ def trl_run(options: dict[str, Any], folder: Path) -> list[tuple[float, float]]:
     steps.touch()
     command = [sys.executable, __file__, "--trl", json.dumps(options), str(folder)]
     env = {"OMP_NUM_THREADS": str(options["threads"]), "TOKENIZERS_PARALLELISM": "false"}
-    if options["wait"]:
-        env["OMP_WAIT_POLICY"] = options["wait"]
     return timed(command, env, folder, options["steps"], lambda: steps.stat().st_size)
 
 
@@ -159,40 +142,28 @@ def timed(
     """Run a command that makes `steps` training steps. Return (seconds, processor seconds of all
     its processes) of each step but the first. `done` returns the number of finished steps."""
     with open(folder / "log", "wb") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | env
-        )
-        try:
-            marks = list(_marks(process, steps, done, folder / "log"))
-        finally:
-            stop(process)
+        environment = os.environ | env
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    marks, last = list[tuple[float, float]](), time.monotonic()
+    try:
+        while len(marks) < steps:
+            if process.poll() not in (None, 0) or time.monotonic() - last > SILENCE_S:
+                log_end = (folder / "log").read_text(errors="replace", encoding="utf-8")[-3000:]
+                raise Failed(f"{len(marks)} of {steps} steps:\n{log_end}")
+            if done() > len(marks):
+                last = time.monotonic()
+                marks.append((last, processor_s(process.pid)))
+            time.sleep(LOOK_S)
+    finally:
+        stop(process)
     return [(b[0] - a[0], b[1] - a[1]) for a, b in zip(marks[:-1], marks[1:], strict=True)]
-
-
-def _marks(
-    process: subprocess.Popen, steps: int, done: Callable[[], int], log: Path
-) -> Iterator[tuple[float, float]]:
-    """Yield (time, processor seconds) at the end of each step."""
-    seen, last = 0, time.monotonic()
-    while seen < steps:
-        if process.poll() not in (None, 0) or time.monotonic() - last > SILENCE_S:
-            raise Failed(
-                f"{seen} of {steps} steps:\n{log.read_text(errors='replace', encoding='utf-8')[-3000:]}"
-            )
-        if done() > seen:
-            seen, last = seen + 1, time.monotonic()
-            yield last, processor_s(process.pid)
-        time.sleep(LOOK_S)
 
 
 def processor_s(pid: int) -> float:
     total = 0.0
-    with contextlib.suppress(psutil.Error):
-        root = psutil.Process(pid)
-        for process in (root, *root.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):
-                times = process.cpu_times()
-                total += times.user + times.system
+    for process in family(pid):
+        with suppress(psutil.Error):
+            total += sum(process.cpu_times()[:2])
     return total
 
 
@@ -239,27 +210,15 @@ def trl(options: dict[str, Any], folder: Path) -> int:
 
 
 def show(found: dict[str, list[tuple[float, float]]]) -> None:
-    medians = {
-        name: [statistics.median(column) for column in zip(*steps, strict=True)]
-        for name, steps in found.items()
-    }
-    table = []
+    table, ours = [], [statistics.median(column) for column in zip(*found["ours"], strict=True)]
     for name, steps in found.items():
-        seconds, cpu = zip(*steps, strict=True)
-        table.append(
-            {
-                "steps of": name,
-                "s": medians[name][0],
-                "least": min(seconds),
-                "most": max(seconds),
-                "CPU s": medians[name][1],
-                "least CPU": min(cpu),
-                "most CPU": max(cpu),
-                "of ours": medians[name][0] / medians["ours"][0],
-                "CPU of ours": medians[name][1] / medians["ours"][1],
-            }
-        )
-    Console(width=140).print(shown(table, f"{len(found['ours'])} steps each"))
+        row: dict[str, Any] = {"steps of": name}
+        for unit, values in zip(("s", "CPU s"), zip(*steps, strict=True), strict=True):
+            row |= {unit: statistics.median(values), f"least {unit[:-2]}".strip(): min(values)}
+            row |= {f"most {unit[:-2]}".strip(): max(values)}
+        row |= {"of ours": row["s"] / ours[0], "CPU of ours": row["CPU s"] / ours[1]}
+        table.append(row)
+    csv_tables.show(table, f"{len(found['ours'])} steps each")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ off, as it is in the simulator.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 import time
@@ -29,14 +28,13 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rich.console import Console
-
 from rose.config import Policy
 from rose.config import Scheduler as SchedulerConfig
 from rose.policies import build
 from rose.scheduler import Scheduler
 from rose.scheduler import events as ev
-from scripts.csv_tables import REPOSITORY, shown, write_csv
+from scripts.csv_tables import REPOSITORY, show, write_csv
+from scripts.harness import flagged, listed
 
 SEQUENCES, KV_TOKENS, GROUP, TURNS = 4, 40_000, 16, 8
 # name -> (provisioning, routing, order, batching)
@@ -90,7 +88,7 @@ class Load:
         self.ready: deque[str] = deque()  # turns to be requested
         self.version, self.step, self.loads = 0, 0, deque()
         self.wanted = 5 * workers
-        self.feed(ev.VersionPublished(at=0.0, version=0))
+        self.feed(ev.VersionPublished, version=0)
         for i in range(workers):
             self.join(i)
         self.begin()
@@ -102,21 +100,12 @@ class Load:
         name = f"worker-{i}"
         if kind in ("cooperative", "spot") and i < len(self.scheduler.cluster.workers) + 1:
             self.borrowed.append(name)
-        self.feed(
-            ev.WorkerJoined(
-                at=self.at,
-                worker=name,
-                kind=kind,
-                max_sequences=SEQUENCES,
-                kv_tokens=KV_TOKENS,
-                version=self.version,
-                hardware=hardware,
-            )
-        )
+        own = {"kind": kind, "hardware": hardware, "version": self.version}
+        self.feed(ev.WorkerJoined, worker=name, max_sequences=SEQUENCES, kv_tokens=KV_TOKENS, **own)
 
     def begin(self) -> None:
         self.step += 1
-        self.feed(ev.StepBegun(at=self.at, step=self.step, groups=max(self.wanted // GROUP, 1)))
+        self.feed(ev.StepBegun, step=self.step, groups=max(self.wanted // GROUP, 1))
 
     def fill(self) -> None:
         """Request all turns that are ready, so that the concurrency stays constant."""
@@ -125,74 +114,58 @@ class Load:
             trajectory, _, number = turn.rpartition(".t")
             if trajectory not in self.left:
                 continue  # dropped trajectory
-            group = trajectory.partition(".")[0]
             self.feed(
-                ev.TurnRequested(
-                    at=self.at,
-                    turn=turn,
-                    trajectory=trajectory,
-                    group=group,
-                    context_tokens=500 * (1 + int(number)),
-                    max_new_tokens=int(self.draw.integers(200, 6000)),
-                    domain=("maths", "web")[len(trajectory) % 2],
-                    outcome=("ok", "failed")[int(self.draw.random() < 0.2)],
-                )
+                ev.TurnRequested,
+                turn=turn,
+                trajectory=trajectory,
+                group=trajectory.partition(".")[0],
+                context_tokens=500 * (1 + int(number)),
+                max_new_tokens=int(self.draw.integers(200, 6000)),
+                domain=("maths", "web")[len(trajectory) % 2],
+                outcome=("ok", "failed")[int(self.draw.random() < 0.2)],
             )
 
     def end(self, turn: str) -> None:
         tokens = int(self.draw.integers(50, 2000))
         self.forget(turn)
-        self.feed(ev.TurnEnded(at=self.at, turn=turn, tokens=tokens))
+        self.feed(ev.TurnEnded, turn=turn, tokens=tokens)
         trajectory, _, number = turn.rpartition(".t")
         self.left[trajectory] -= 1
         if self.left[trajectory]:
             self.ready.append(f"{trajectory}.t{int(number) + 1}")
             return
         del self.left[trajectory]
-        self.feed(ev.TrajectoryEnded(at=self.at, trajectory=trajectory, tokens=tokens * TURNS))
+        self.feed(ev.TrajectoryEnded, trajectory=trajectory, tokens=tokens * TURNS)
         group = trajectory.partition(".")[0]
         self.group[group].remove(trajectory)
         if not self.group[group]:
             del self.group[group]
-            self.feed(ev.GroupFinished(at=self.at, group=group, accepted=True))
+            self.feed(ev.GroupFinished, group=group, accepted=True)
 
     def disturb(self, n: int) -> None:
         """Feed rare events, once in 500 others: a tick, and a change of a borrowed worker."""
-        self.feed(ev.Tick(at=self.at))
+        self.feed(ev.Tick)
         name = self.borrowed[int(self.draw.integers(len(self.borrowed)))]
         match n % 5:
             case 0 | 1:
                 share = float(self.draw.choice([0.0, 0.25, 0.5, 1.0]))
-                self.feed(
-                    ev.WorkerCapacity(
-                        at=self.at,
-                        worker=name,
-                        kv_tokens=int(KV_TOKENS * share),
-                        max_sequences=SEQUENCES if share else 0,
-                        expected_s=-1.0,
-                        revoked=share < 1,
-                    )
-                )
+                self.capacity(name, share, -1.0)
             case 2 if self.running:
                 turn = self.running[int(self.draw.integers(len(self.running)))]
                 worker, attempt = self.attempt[turn]
                 self.forget(turn)
-                self.feed(ev.TurnReturned(at=self.at, turn=turn, attempt=attempt))
-                self.feed(
-                    ev.WorkerCapacity(
-                        at=self.at,
-                        worker=worker,
-                        kv_tokens=KV_TOKENS,
-                        max_sequences=SEQUENCES,
-                        expected_s=0.0,
-                        revoked=False,
-                    )
-                )
+                self.feed(ev.TurnReturned, turn=turn, attempt=attempt)
+                self.capacity(worker, 1.0, 0.0)
             case 3:
                 for turn in list(self.scheduler.cluster.workers[name].turns):
                     self.forget(turn)
-                self.feed(ev.WorkerLost(at=self.at, worker=name, reason="preempted"))
+                self.feed(ev.WorkerLost, worker=name, reason="preempted")
                 self.join(int(name.partition("-")[2]))
+
+    def capacity(self, worker: str, share: float, expected_s: float) -> None:
+        kv, seats = int(KV_TOKENS * share), SEQUENCES if share else 0
+        own = {"max_sequences": seats, "expected_s": expected_s, "revoked": share < 1}
+        self.feed(ev.WorkerCapacity, worker=worker, kv_tokens=kv, **own)
 
     def run(self, events: int) -> None:
         for n in range(events):
@@ -200,7 +173,7 @@ class Load:
             self.fill()
             if self.loads:
                 worker, version = self.loads.popleft()
-                self.feed(ev.WorkerLoaded(at=self.at, worker=worker, version=version))
+                self.feed(ev.WorkerLoaded, worker=worker, version=version)
             if self.running:
                 self.end(self.running[int(self.draw.integers(len(self.running)))])
             if n % 500 == 0:
@@ -208,7 +181,8 @@ class Load:
 
     # ----------------------------------------------------------------- what the scheduler says
 
-    def feed(self, event: ev.Event) -> None:
+    def feed(self, type_: type[ev.Event], /, **fields: Any) -> None:
+        event = type_(at=self.at, **fields)
         began = time.thread_time_ns()
         actions = self.scheduler.handle(event)
         self.costs.setdefault(type(event).__name__, []).append(time.thread_time_ns() - began)
@@ -227,7 +201,7 @@ class Load:
                     self.drop(group)
                 case ev.StartTraining():
                     self.version += 1
-                    self.feed(ev.VersionPublished(at=self.at, version=self.version))
+                    self.feed(ev.VersionPublished, version=self.version)
                     self.begin()
 
     def admit(self, group: str) -> None:
@@ -242,8 +216,8 @@ class Load:
             for n in range(TURNS):
                 if (turn := f"{trajectory}.t{n}") in self.scheduler.cluster.turns:
                     self.forget(turn)
-                    self.feed(ev.TurnEnded(at=self.at, turn=turn))
-            self.feed(ev.TrajectoryEnded(at=self.at, trajectory=trajectory))
+                    self.feed(ev.TurnEnded, turn=turn)
+            self.feed(ev.TrajectoryEnded, trajectory=trajectory)
 
     def forget(self, turn: str) -> None:
         place = self.place.pop(turn, None)
@@ -280,19 +254,11 @@ def measure(system: str, workers: int, events: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parse = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parse.add_argument("--sizes", default="100,1000,10000")
-    parse.add_argument("--policies", default=",".join(SYSTEMS))
-    parse.add_argument("--events", type=int, default=20_000, help="turns ended, of each row")
-    parse.add_argument("--csv", type=Path)
-    args = parse.parse_args()
+    args = flagged(__doc__, sizes="100,1000,10000", policies="", events=20_000, csv=Path)
+    policies = listed("--policies", args.policies, SYSTEMS)
     sizes = [int(size) for size in args.sizes.split(",")]
-    rows = [
-        measure(system, size, args.events) for system in args.policies.split(",") for size in sizes
-    ]
-    Console(width=120).print(shown(rows, "one decision, by event: medians and percentiles"))
+    rows = [measure(system, size, args.events) for system in policies for size in sizes]
+    show(rows, "one decision, by event: medians and percentiles")
     if args.csv:
         write_csv(args.csv, rows)
 

@@ -5,9 +5,8 @@
 
 The last `--steps` versions of each run's store (which keeps transfer.keep_versions of them) are
 published again, by every encoding, through `Publisher` on two ranks, a relay beside the store, the
-link, a second relay, and `Receiver`. The link is two network namespaces and tc's tbf; rate 0 is the
-loopback. Seconds: from the order to publish until the last receiver has flipped. Bytes of the link:
-the kernel's, including headers and requests' answers. After every sync, each receiver's weights are
+link, a second relay, and `Receiver`. Rate 0 is the loopback. Seconds: from the order to publish
+until the last receiver has flipped. Bytes of the link include headers and requests' answers. After every sync, each receiver's weights are
 compared with the run's. Dense is synced for the first run only, because its bytes are the same for
 all. Left out: full versions and collecting, latency, an engine around the receiver (`gpu_check.py
 --device cpu engine` has one).
@@ -15,13 +14,13 @@ all. Left out: full versions and collecting, latency, an engine around the recei
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import secrets
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -29,40 +28,26 @@ import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rich.console import Console
-
 from rose.files import write_whole
 from rose.transfer.source import read_token
-from scripts.bench_sync_link import Loopback, Namespaces
 from scripts.bench_sync_roles import digest
-from scripts.csv_tables import shown, write_csv
-from scripts.harness import REPOSITORY, Child, Failed, cfg, free_port
+from scripts.csv_tables import show, write_csv
+from scripts.harness import REPOSITORY, Child, Failed, cfg, flagged
 from scripts.run_weights import last_versions
+from tests.ports import free_port
 
 RANKS = 2
 ENCODINGS = ("dense", "xor", "ours")
+BURST = 256 * 1024  # bytes of a token bucket; a packet with offload has up to 64 KiB
+SUBNET = "10.203.71"
+ROOTLESS = "unshare -rnm sh -c 'mount -t tmpfs none /run && python scripts/bench_sync.py ...'"
 VARIABLES = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-
-
-class Sync(NamedTuple):
-    rate: float  # Mbit/s
-    run: str
-    encoding: str
-    receivers: int
-    MB: float  # size of the edge
-    link_MB: float  # over the link
-    seconds: float  # publish to flipped
-    publish_s: float
-    pause_ms: float  # flip of the slowest receiver
-    publish_cpu_s: float  # processor time of both ranks
-    stage_cpu_s: float  # processor time of the slowest receiver until it had flipped
-    changed: int  # number of values
 
 
 class Steps(NamedTuple):
@@ -90,6 +75,64 @@ def steps_of(run: Path, count: int, folder: Path) -> Steps:
     return Steps(run.name, files, digests, shape)
 
 
+class Link:
+    """A link of `rate` bits a second: two network namespaces joined by a veth pair, tc's token
+    bucket on both ends, bytes from the kernel's counters. A context manager that removes its
+    namespaces at the end. Raises `Failed` where this machine can't create them. Latency is left
+    out, because tc's netem is a module that many kernels lack. With a rate of 0 it is the loopback,
+    neither limited nor counted."""
+
+    def __init__(self, rate: float) -> None:
+        self.name = f"network namespaces, tc tbf {rate / 1e6:g} Mbit/s" if rate else "loopback"
+        self.host = f"{SUBNET}.1" if rate else "127.0.0.1"  # address of the training side's relay
+        self.rate, tag = rate, os.getpid()
+        self._spaces = (f"rose-train-{tag}", f"rose-serve-{tag}") if rate else ()
+        self._ends = f"rt{tag}", f"rs{tag}"
+        # The commands that run a program on the training and on the serving side.
+        self.sides = [["ip", "netns", "exec", space] for space in self._spaces] or [[], []]
+
+    def __enter__(self) -> Link:
+        try:
+            if self.rate:
+                self._make()
+        except (OSError, subprocess.CalledProcessError) as error:
+            self.__exit__()
+            words = getattr(error, "stderr", None) or error
+            raise Failed(
+                f"--rates {self.rate / 1e6:g}: no network namespaces ({str(words).strip()}); they "
+                f"need root and iproute2, or: {ROOTLESS}; --rates 0 is the loopback without a limit"
+            ) from None
+        return self
+
+    def _make(self) -> None:
+        (train, serve), (here, there) = self._spaces, self._ends
+        for space in self._spaces:
+            _tool(f"ip netns add {space}")
+        _tool(f"ip link add {here} netns {train} type veth peer name {there} netns {serve}")
+        for number, (space, end) in enumerate(zip(self._spaces, self._ends, strict=True), 1):
+            _tool(f"ip -n {space} addr add {SUBNET}.{number}/30 dev {end}")
+            for device in (end, "lo"):
+                _tool(f"ip -n {space} link set {device} up")
+            limit = f"tbf rate {self.rate:.0f}bit burst {BURST} latency 50ms"
+            _tool(f"tc -n {space} qdisc add dev {end} root {limit}")
+
+    def __exit__(self, *_) -> None:
+        if shutil.which("ip"):
+            for space in self._spaces:  # removes the veth pair, too
+                subprocess.run(["ip", "netns", "del", space], stderr=subprocess.DEVNULL)
+
+    def bytes(self) -> int:
+        """Return the bytes that the serving side has received so far, 0 without a counter."""
+        if not self.rate:
+            return 0
+        counter = f"/sys/class/net/{self._ends[1]}/statistics/rx_bytes"
+        return int(_tool(f"ip netns exec {self._spaces[1]} cat {counter}"))
+
+
+def _tool(command: str) -> str:
+    return subprocess.run(command.split(), check=True, capture_output=True, text=True).stdout
+
+
 class Bench:
     """The syncs of all runs, which must have one model's shape."""
 
@@ -104,10 +147,10 @@ class Bench:
         stack.callback(made.end)
         return made
 
-    def over(self, rate: float) -> list[Sync]:
+    def over(self, rate: float) -> list[dict]:
         """Measure everything over a link of `rate` Mbit/s."""
         with ExitStack() as stack:
-            link: Any = stack.enter_context(Namespaces(rate * 1e6) if rate else Loopback())
+            link = stack.enter_context(Link(rate * 1e6))
             load = os.getloadavg()[0]
             print(f"link: {link.name}; {load:.1f} programs ran in the minute before", flush=True)
             serving = self._relays(stack, link)
@@ -145,7 +188,7 @@ class Bench:
         token = ["--token-file", str(self.token_file), "--cache"]
         cache = Path(tempfile.mkdtemp(dir=self.folder))
         first = [*link.sides[0], *relay, str(self.stores), "--cache-gib", "0", "--listen"]
-        command = [*first, link.listen, *token, str(cache / "a")]
+        command = [*first, f"{link.host}:0", *token, str(cache / "a")]
         port = re.search(r":(\d+) ", self.child(stack, "relay-training", command).line(60))[1]
         upstream = [*link.sides[1], *relay, f"http://{link.host}:{port}"]
         command = [*upstream, "--listen", "127.0.0.1:0", *token, str(cache / "b")]
@@ -154,7 +197,7 @@ class Bench:
 
     def _syncs(
         self, link, serving, publishers, readers, run: Steps, encoding: str, rate: float
-    ) -> list[Sync]:
+    ) -> list[dict]:
         store = Path(tempfile.mkdtemp(prefix=f"{encoding}-", dir=self.stores))
         opening = {"encoding": encoding, "file": str(run.files[0])}
         ask(publishers, opening | {"open": str(store)})
@@ -174,29 +217,29 @@ class Bench:
                     )
             slowest = max(loaded, key=lambda found: found["flipped"])
             rows.append(
-                Sync(
-                    rate,
-                    run.name,
-                    encoding,
-                    len(readers),
-                    published[0]["nbytes"] / 1e6,
-                    crossed / 1e6,
-                    slowest["flipped"] - began,
-                    max(found["seconds"] for found in published),
-                    1e3 * slowest["pause_s"],
-                    sum(found["cpu_s"] for found in published),
-                    slowest["cpu_s"],
-                    slowest["changed"],
-                )
+                {
+                    "rate": rate,  # Mbit/s
+                    "run": run.name,
+                    "encoding": encoding,
+                    "receivers": len(readers),
+                    "MB": published[0]["nbytes"] / 1e6,
+                    "link_MB": crossed / 1e6,
+                    "seconds": slowest["flipped"] - began,  # publish to flipped
+                    "publish_s": max(found["seconds"] for found in published),
+                    "pause_ms": 1e3 * slowest["pause_s"],  # flip of the slowest receiver
+                    "publish_cpu_s": sum(found["cpu_s"] for found in published),
+                    "stage_cpu_s": slowest["cpu_s"],
+                    "changed": slowest["changed"],  # number of values
+                }
             )
         shutil.rmtree(store)
-        print(f"  {run.name} {encoding}, {len(readers)} receivers: {rows[-1].seconds:.2f} s")
+        print(f"  {run.name} {encoding}, {len(readers)} receivers: {rows[-1]['seconds']:.2f} s")
         return rows
 
     def _pulled(self, url: str, link) -> int:
         """Return the bytes of files that the serving side's relay requested, for a link that counts
         no bytes. 0 with namespaces, which count theirs."""
-        if link.sides[1]:
+        if link.rate:
             return 0
         headers = {"Authorization": f"Bearer {read_token(self.token_file)}"}
         asked = urllib.request.Request(f"{url}/metrics", headers=headers)
@@ -211,54 +254,40 @@ def ask(children: list[Child], order: dict) -> list[dict]:
     return [child.answer() for child in children]
 
 
-def medians(rows: list[Sync]) -> list[dict]:
+def medians(rows: list[dict]) -> list[dict]:
     """Return a row per run and encoding. Seconds and bytes of the link are given for each number of
     receivers, the other columns for the fewest."""
     found: dict[tuple[str, str], dict] = {}
     for row in rows:
-        same = [each for each in rows if each[1:4] == row[1:4]]
-        middle = {
-            field: median(getattr(each, field) for each in same) for field in Sync._fields[4:]
-        }
-        key = row.run, row.encoding
-        seconds = {f"s x{row.receivers}": middle.pop("seconds")}
-        links = {f"link x{row.receivers}": middle.pop("link_MB")}
-        first = {"run": row.run, "encoding": row.encoding} | middle
-        found[key] = (found.get(key) or first) | seconds | links
+        name, encoding, count = (row[key] for key in ("run", "encoding", "receivers"))
+        same = [each for each in rows if list(each.values())[1:4] == [name, encoding, count]]
+        middle = {key: median(each[key] for each in same) for key in list(row)[4:]}
+        own = {f"s x{count}": middle.pop("seconds"), f"link x{count}": middle.pop("link_MB")}
+        first = {"run": name, "encoding": encoding} | middle
+        found[name, encoding] = found.get((name, encoding), first) | own
     dense = max(row["MB"] for row in found.values())
     return [row | {"dense / it": dense / row["MB"]} for row in found.values()]
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="folders of runs")
-    parser.add_argument("--rates", type=numbers, default="1000,200", help="Mbit/s; 0: no limit")
-    parser.add_argument("--receivers", type=numbers, default="1,2,4", help="how many at once")
-    parser.add_argument("--steps", type=int, default=3, help="syncs per figure")
-    parser.add_argument("--csv", type=Path, help="write every sync there")
-    args = parser.parse_args(argv)
+    args = flagged(__doc__, argv, "RUN", rates="1000,200", receivers="1,2,4", steps=3, csv=Path)
     # SIGTERM becomes an exception, so that everything is cleaned up.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    rows, receivers = [], sorted(int(count) for count in args.receivers)
-    if args.steps < 1 or receivers[0] < 1 or min(args.rates) < 0:
-        parser.error("--steps and --receivers must be at least 1, --rates at least 0")
+    rates = [float(rate) for rate in args.rates.split(",")]
+    receivers = sorted(int(count) for count in args.receivers.split(","))
+    if not args.words or min(args.steps, receivers[0]) < 1 or min(rates) < 0:
+        raise Failed("one RUN is needed; --steps and --receivers from 1 on, --rates from 0 on")
+    rows = []
     with tempfile.TemporaryDirectory(prefix="rose-bench-sync-") as folder:
-        runs = [steps_of(run, args.steps, Path(folder)) for run in args.runs]
+        runs = [steps_of(Path(run), args.steps, Path(folder)) for run in args.words]
         bench = Bench(Path(folder), runs, receivers)
-        for rate in args.rates:
+        for rate in rates:
             found = bench.over(rate)
-            title = f"{rate:g} Mbit/s, medians" if rate else "no limit, medians"
-            Console(width=160).print(shown(medians(found), title))
+            show(medians(found), f"{rate:g} Mbit/s, medians" if rate else "no limit, medians")
             rows += found
     if args.csv:
-        write_csv(args.csv, [row._asdict() for row in rows])
+        write_csv(args.csv, rows)
     return 0
-
-
-def numbers(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
 
 
 if __name__ == "__main__":

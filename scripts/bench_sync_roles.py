@@ -74,8 +74,6 @@ class _Peers:
 def publish(job: dict, orders, say) -> None:
     """Publish versions as ordered: {"open": store, "file", "encoding"} publishes that file as
     version 0, then {"version", "file"} each load one, and the next order publishes it."""
-    from pathlib import Path
-
     from rose.config import ModelShape
     from rose.transfer import publish as product
 

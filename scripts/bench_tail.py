@@ -18,7 +18,6 @@ of the trainer's time before the batch was complete.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import statistics
@@ -31,12 +30,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rich.console import Console
-
 from rose.agent.envs.base import Action, Start, Step
 from rose.agent.envs.frozen_lake import FrozenLake
 from rose.policies.verl import Synchronous
-from scripts.csv_tables import shown, write_csv
+from scripts.csv_tables import show, write_csv
+from scripts.harness import flagged
 from scripts.live_runs import Live, end_in_order
 from scripts.runs import REPOSITORY
 
@@ -78,7 +76,7 @@ class SlowLake(FrozenLake):
         return await super().step(action)
 
 
-def measure(folder: Path, options: argparse.Namespace) -> list[dict]:
+def measure(folder: Path, options: Any) -> list[dict]:
     """Run launch.py and return the steps that count."""
     live = Live(
         folder,
@@ -92,7 +90,7 @@ def measure(folder: Path, options: argparse.Namespace) -> list[dict]:
             f"trainer.steps={SKIPPED + 2 * options.pairs}",
             *STREAM,
             f"+env.args.median_s={options.median}",
-            *options.overrides,
+            *options.words,
         ],
         options.quota,
     )
@@ -111,35 +109,28 @@ def measure(folder: Path, options: argparse.Namespace) -> list[dict]:
     ]
 
 
-def show(found: list[dict], console: Console) -> None:
+def summarise(found: list[dict]) -> None:
     keys = ("step_s", "rollout_s", "train_s", "computed_s", "stream_hidden")
     kinds = {kind: [m for m in found if m["kind"] == kind] for kind in KINDS}
     rows = [
         {"kind": kind} | {key: statistics.median(m[key] for m in of) for key in keys}
         for kind, of in kinds.items()
     ]
-    console.print(shown(rows, f"a step of {GROUPS} groups, medians of {len(found) // 2}"))
+    show(rows, f"a step of {GROUPS} groups, medians of {len(found) // 2}")
     ratios = [one["step_s"] / other["step_s"] for one, other in zip(*kinds.values(), strict=True)]
     low, middle, high = np.percentile(ratios, (25, 50, 75))
-    console.print(f"faster by {middle:.2f} (quartiles {low:.2f}, {high:.2f})", highlight=False)
+    print(f"faster by {middle:.2f} (quartiles {low:.2f}, {high:.2f})")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--pairs", type=int, default=10, help="of steps that count")
-    parser.add_argument("--median", type=float, default=3.0, help="seconds of a first move")
-    parser.add_argument("--quota", type=float, default=1.0, help="cores of the engine; 0: no quota")
-    parser.add_argument("--csv", type=Path)
-    options, options.overrides = parser.parse_known_args()
+    options = flagged(__doc__, None, "OVERRIDE", pairs=10, median=3.0, quota=1.0, csv=Path)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(REPOSITORY)])
     end_in_order()
     with tempfile.TemporaryDirectory(prefix="rose-bench-tail-") as scratch:
         found = measure(Path(scratch), options)
     if options.csv:
         write_csv(options.csv, found)
-    show(found, Console(width=120))
+    summarise(found)
 
 
 if __name__ == "__main__":

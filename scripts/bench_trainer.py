@@ -1,19 +1,16 @@
 """Compare the trainer's step with a plain transformers loop over the same rows, alternating.
 
     python scripts/bench_trainer.py [model=smollm2] [groups=4] [members=8] [prompt=192] [own=64]
-        [micro_batch_tokens=4096] [plain_tokens=4096] [threads=2] [rounds=5] [wait=passive]
-        [spin=5000] [lora=16]
+        [micro_batch_tokens=4096] [plain_tokens=4096] [threads=2] [rounds=5] [lora=16]
 
 A batch has `groups` prompts of `prompt` tokens, each with `members` answers of `own`/2 to `own`
 tokens, of random ids. Three kinds of steps alternate, in two processes: `plain` (padded rows, the
 decoder, logits of the answers' tokens only, AdamW), `rows` and `trees` (`Trainer.train`, in the
 environment of a run's trainer rank, without and with prefix trees). `plain_tokens` bounds a
-micro-batch of the plain loop. `wait=passive` is its OMP_WAIT_POLICY, as the trainer's is on shared
-machines, because threads that spin count as processor time. `spin` is the trainer's GOMP_SPINCOUNT:
-how often its threads check for their next operation before they sleep. `lora=16` adds `rows lora`
-and `trees lora`, in another process: adapters of that rank beside every projection of the frozen
-model. They, too, are compared with `plain`, which trains all weights. With `members=2 prompt=1`
-trees share nothing: they are rows packed without padding.
+micro-batch of the plain loop. `lora=16` adds `rows lora` and `trees lora`, in another process:
+adapters of that rank beside every projection of the frozen model. They, too, are compared with
+`plain`, which trains all weights. With `members=2 prompt=1` trees share nothing: they are rows
+packed without padding.
 
 Prints the first step; medians and extremes of the other steps' forward and backward passes, and of
 the optimizer's step; rows/s; and ratios to `plain` of the same round, in wall time and in processor
@@ -35,15 +32,14 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rich.console import Console
-
 from rose import protocol as p
 from rose.config import Config, read_shape
 from rose.coordinator.replay import summarise
 from rose.models import resolve
 from rose.trainer import batching
-from scripts.csv_tables import shown
-from scripts.harness import Child, answers, configured, free_port, keyed
+from scripts import csv_tables
+from scripts.harness import Child, answers, configured, keyed
+from tests.ports import free_port
 
 
 def main() -> int:
@@ -52,18 +48,8 @@ def main() -> int:
     options = keyed(
         sys.argv[1:],
         __doc__,
-        model="smollm2",
-        groups=4,
-        members=8,
-        prompt=192,
-        own=64,
-        micro_batch_tokens=4096,
-        plain_tokens=4096,
-        threads=2,
-        rounds=5,
-        wait="",
-        spin="",
-        lora=0,
+        **{"model": "smollm2", "groups": 4, "members": 8, "prompt": 192, "own": 64},
+        **{"micro_batch_tokens": 4096, "plain_tokens": 4096, "threads": 2, "rounds": 5, "lora": 0},
     )
     # The process that has a kind of step. LoRA has one of its own.
     who = {"plain": "plain", "rows": "trainer", "trees": "trainer"}
@@ -72,13 +58,8 @@ def main() -> int:
     config = configuration(options)
     resolve(config.model)  # created before two processes need it
     threads = {"OMP_NUM_THREADS": str(options["threads"])}
-    wait = {"OMP_WAIT_POLICY": options["wait"]} if options["wait"] else {}
-    spin = {"GOMP_SPINCOUNT": options["spin"]} if options["spin"] else {}
-    environment = {
-        "plain": threads | wait,
-        "trainer": threads | config.cluster.mpi.env | config.cluster.env | spin,
-    }
-    environment |= {"lora": environment["trainer"]} if options["lora"] else {}
+    ours = threads | config.cluster.mpi.env | config.cluster.env
+    environment = {name: threads if name == "plain" else ours for name in who.values()}
     found: list[dict[str, dict]] = []
     with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
         children = {}
@@ -269,7 +250,7 @@ def show(found: list[dict[str, dict]]) -> None:
                 "cpu": statistics.median(one["plain"]["cpu"] / one[kind]["cpu"] for one in later),
             }
         )
-    Console(width=160).print(shown(table, f"medians of {len(later)} rounds"))
+    csv_tables.show(table, f"medians of {len(later)} rounds")
 
 
 if __name__ == "__main__":

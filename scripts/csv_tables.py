@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -17,6 +18,7 @@ sys.path.insert(0, str(REPOSITORY))
 from rose.files import write_whole
 
 RESULTS = REPOSITORY / "docs" / "results"
+WIDTH = 160  # columns of a printed table, at most
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -49,7 +51,8 @@ def merge(
     write_csv(path, sorted([*kept, *rows], key=order))
 
 
-def shown(rows: Sequence[dict[str, Any]], title: str) -> Table:
+def show(rows: Sequence[dict[str, Any]], title: str) -> None:
+    """Print rows as a table."""
     made = Table(title=title, title_justify="left")
     for key in rows[0]:
         made.add_column(
@@ -62,7 +65,7 @@ def shown(rows: Sequence[dict[str, Any]], title: str) -> Table:
                 for v in row.values()
             )
         )
-    return made
+    Console(width=WIDTH).print(made)
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -70,12 +73,22 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([first, "|---" * len(header) + "|", *rest])
 
 
+def bounded(mean: float, low: float, high: float, form: str = ".2f") -> str:
+    """Format a mean and its interval as 1.31 (1.28–1.34), without bounds that are NaN."""
+    bounds = "" if math.isnan(low + high) else f" ({low:{form}}–{high:{form}})"
+    return f"{mean:{form}}{bounds}"
+
+
 def with_bounds(row: Mapping[str, str], key: str, low: str, high: str, form: str = ".2f") -> str:
-    """Format three columns of a CSV row as 1.31 (1.28–1.34), without bounds if a bound is empty."""
-    mean, *bounds = (
-        format(float(row[name]), form) if row[name] else "" for name in (key, low, high)
-    )
-    return f"{mean} ({'–'.join(bounds)})" if all(bounds) else mean
+    """Format three columns of a CSV row as `bounded` does. An empty bound is NaN."""
+    return bounded(*(float(row[name] or "nan") for name in (key, low, high)), form)
+
+
+def draw(path: Path, page: str, name: str, words: Callable[[list[dict[str, str]]], str]) -> None:
+    """Put the table that `words` formats of a CSV file into a page, if the file is one of the docs'
+    own."""
+    if path.parent == RESULTS and path.exists():
+        put(REPOSITORY / "docs" / page, name, words(read_csv(path)))
 
 
 def put(page: Path, name: str, text: str) -> None:

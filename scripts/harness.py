@@ -1,12 +1,11 @@
-"""Shared by scripts: a run's configuration, and processes that answer in JSON. Not a command."""
+"""Shared by scripts: options, a run's configuration, processes that answer in JSON. Not a command."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import random
 import selectors
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
+
+import psutil
 
 from rose import config as cfg
 from rose import front
@@ -67,31 +68,42 @@ def keyed(words: Sequence[str], doc: str, **defaults: Any) -> dict[str, Any]:
     return given
 
 
+def flagged(doc: str, words: Sequence[str] | None = None, rest: str = "", **defaults: Any) -> Any:
+    """Return the options given as --NAME VALUE in `words`, by default the command line's.
+
+    A default gives its option's type. A list takes several words, a list of names some of them.
+    False is a switch. A type is that of an option that is None unless it is given. `rest` names the
+    other words, which the field `words` then has. --help prints `doc`.
+    """
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in defaults.items():
+        flag = f"--{name.replace('_', '-')}"
+        if default is False:
+            parser.add_argument(flag, action="store_true")
+            continue
+        many, optional = isinstance(default, list), isinstance(default, type)
+        kind = default if optional else type(*default[:1] or [""]) if many else type(default)
+        parser.add_argument(
+            flag,
+            type=kind,
+            nargs="+" if many else None,
+            choices=default if many and default and kind is str else None,
+            default=None if optional else default,
+            help="default: %(default)s",
+        )
+    if rest:
+        parser.add_argument("words", nargs="*", metavar=rest)
+    return parser.parse_intermixed_args(words)
+
+
 def listed(key: str, text: str, known: Iterable[str]) -> list[str]:
     """Return a comma-separated option's names, all of `known` if it is empty. Raises `Failed`."""
     found = [word for word in text.split(",") if word]
     if unknown := set(found) - set(known):
         raise Failed(f"{key}={text}: no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     return found or list(known)
-
-
-_drawn = random.Random(os.getpid())
-
-
-def free_port() -> int:
-    """Return a free port of the loopback. It lies below the ports that the system assigns to
-    connections and to port 0, where there are ports below: otherwise the system might assign it
-    before a slow program binds it."""
-    first = int(
-        Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8").split()[0]
-    )
-    low, high = (18_600, first) if first > 20_000 else (20_000, 60_000)
-    while True:
-        port = _drawn.randrange(low, high)
-        with socket.socket() as probe, suppress(OSError):
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 class Child:
@@ -161,6 +173,22 @@ def stop(process: subprocess.Popen, patience_s: float = 60.0) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """Return a process and all processes below it, nothing if it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    return []
+
+
+def each_thread(process: psutil.Process, do: Callable[[int], object]) -> None:
+    """Call `do` with the id of each thread of the process. Threads that end meanwhile are skipped."""
+    with suppress(psutil.NoSuchProcess):
+        for thread in process.threads():
+            with suppress(ProcessLookupError):
+                do(thread.id)
 
 
 def answers() -> Callable[[dict], None]:

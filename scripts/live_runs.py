@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,9 +30,10 @@ import psutil
 from rose.coordinator import journal
 from rose.parts.lending.profile import stolen_s
 from rose.parts.lending.vllm.steps import STEPS
+from rose.protocol import Role
 from rose.scheduler import events as ev
-from scripts.harness import stop
-from scripts.runs import Run, launch
+from scripts.harness import PATHS, REPOSITORY, each_thread, family, stop
+from scripts.runs import MEASURED, Run, launch
 
 ENGINE = "VLLM::EngineCore"  # vLLM's name for the process that computes
 PERIOD_US, LEAST_US = 10_000, 1_000  # shortest period, and Linux's least quota of a period
@@ -46,12 +47,7 @@ V2, V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/cpu")
 # Like vLLM's own scheduler where no device is shared, but able to log its steps.
 SCHEDULER = "rose.parts.lending.vllm.rollout.scheduler"
 ALIKE = (
-    "eval.episodes=0",
-    "observe.terminal=false",
-    "observe.report=false",
-    "observe.tensorboard=false",
-    "rollout.threads=1",
-    "trainer.threads=1",
+    *MEASURED,
     "trainer.checkpoint_every=1000000",
     "algorithm=decoupled_ppo",
     "trainer.optimizer.lr=1e-9",  # negligible, so that the policy and its lengths stay the same
@@ -59,6 +55,15 @@ ALIKE = (
     # vLLM's default on a CPU is 128. On average half a block of a turn's context is computed again.
     "+rollout.engine_args.block_size=32",
 )
+
+
+def engines_of(pid: int) -> list[psutil.Process]:
+    """Return the processes below this one that vLLM has named as engines."""
+    found = []
+    for one in family(pid)[1:]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [one] if one.cmdline()[:1] == [ENGINE] else []
+    return found
 
 
 class Quota:
@@ -79,9 +84,8 @@ class Quota:
             if self._v2:
                 (V2 / "cgroup.subtree_control").write_text("+cpu", encoding="utf-8")
             self._folder.mkdir()
-            (self._folder / ("cpu.max" if self._v2 else "cpu.cfs_quota_us")).read_text(
-                encoding="utf-8"
-            )
+            file = "cpu.max" if self._v2 else "cpu.cfs_quota_us"
+            (self._folder / file).read_text(encoding="utf-8")
         except OSError as error:
             raise SystemExit(
                 f"no CPU quota can be set here ({error}): run as root with a writable cgroup "
@@ -93,32 +97,21 @@ class Quota:
         for one that starts several engines, of which only the first is named ENGINE."""
         if self._folder is None:
             return
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for one in psutil.Process(pid).children(recursive=True):
-                with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-                    if everybody or one.cmdline()[:1] == [ENGINE]:
-                        (self._folder / "cgroup.procs").write_text(str(one.pid), encoding="utf-8")
-                        self._bind(one)
+        core = self._core
+        for one in family(pid)[1:] if everybody else engines_of(pid):
+            with contextlib.suppress(ProcessLookupError):
+                (self._folder / "cgroup.procs").write_text(str(one.pid), encoding="utf-8")
+                if core is not None:  # threads that start later inherit it
+                    each_thread(one, lambda thread: os.sched_setaffinity(thread, {core}))
 
     @staticmethod
     def favour(pid: int) -> None:
         """Give servers in front of an engine priority over other work, because they have cores of
         their own where the engine is a GPU."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(pid)
-            for one in (process, *process.children(recursive=True)):
-                with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-                    if one.cmdline()[:1] != [ENGINE]:
-                        for thread in one.threads():
-                            os.setpriority(os.PRIO_PROCESS, thread.id, FAVOURED)
-
-    def _bind(self, process: psutil.Process) -> None:
-        """Bind all threads of the process to the quota's core; later threads inherit that."""
-        if self._core is None:
-            return
-        for thread in process.threads():
-            with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(thread.id, {self._core})
+        engines = engines_of(pid)
+        for one in family(pid):
+            if one not in engines:
+                each_thread(one, lambda it: os.setpriority(os.PRIO_PROCESS, it, FAVOURED))
 
     def limit(self) -> None:
         """Set the limit. Raises `SystemExit` if there is no engine in the quota."""
@@ -151,6 +144,26 @@ class Quota:
                 time.sleep(0.1)  # retried until the last process is gone
 
 
+def profile(out: Path, quota: Quota, words: Sequence[str], prefix: Sequence[str] = ()) -> None:
+    """Measure a serving device, whose engines are put into `quota`. Raises `SystemExit` with the
+    last lines of the measurement."""
+    command = [*prefix, sys.executable, "-m", "rose.parts.lending.profile", f"out={out}", *words]
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | PATHS, **pipe)
+    lines = []
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            if "measuring" in line:  # printed once an engine has started
+                quota.add(process.pid, everybody=True)
+                quota.limit()
+        process.wait()
+    finally:
+        stop(process)
+    if process.returncode:
+        raise SystemExit(f"the profile ended with {process.returncode}:\n{''.join(lines[-20:])}")
+
+
 class Stolen(NamedTuple):
     """The processor time that the hypervisor has taken from this machine so far."""
 
@@ -181,10 +194,8 @@ def wait_for_calm(log: Callable[[str], None]) -> None:
         if share < CALM:
             return
         if not logged:
-            log(
-                f"the hypervisor takes {share:.0%} of this machine; waiting for a calm, "
-                f"{PATIENCE_S:g} s at most"
-            )
+            words = f"waiting for a calm, {PATIENCE_S:g} s at most"
+            log(f"the hypervisor takes {share:.0%} of this machine; {words}")
             logged = True
 
 
@@ -210,17 +221,11 @@ class Ran(Run):
 
     def _taken(self, rows: list[dict]) -> np.ndarray:
         """Return the core-seconds that the hypervisor took in each step."""
-        at, lost = zip(
-            *(
-                json.loads(line)
-                for line in self._stolen_file.read_text(encoding="utf-8").splitlines()
-            ),
-            strict=False,
-        )
+        lines = self._stolen_file.read_text(encoding="utf-8").splitlines()
+        at, lost = zip(*map(json.loads, lines), strict=True)
         ends = np.array([row["time"] for row in rows])
-        return np.interp(ends, at, lost) - np.interp(
-            ends - [row["time_step"] for row in rows], at, lost
-        )
+        begins = ends - [row["time_step"] for row in rows]
+        return np.interp(ends, at, lost) - np.interp(begins, at, lost)
 
     def entries(self) -> list[tuple[ev.Event, list[ev.Action]]]:
         [path] = (self.run / "journal").glob("attempt-*.jsonl")
@@ -229,8 +234,25 @@ class Ran(Run):
         return [(entry.event, entry.actions) for entry in found]
 
 
-class Live(Ran):
-    """A run of launch.py that starts at once, with each dedicated engine in a quota of its own."""
+class Confined(Run):
+    """A run that is under way, of which each dedicated engine gets a quota of its own."""
+
+    _cores: float
+    _quotas: dict[int, Quota]  # pid of an engine's rank -> its quota
+
+    def confine(self) -> None:
+        """Confine the engines that have started. Call this often."""
+        if self.phase()[0] in ("", "starting"):
+            return
+        for rank in self.ranks(Role.ROLLOUT):
+            if rank.pid not in self._quotas and engines_of(rank.pid):
+                quota = self._quotas[rank.pid] = Quota(f"engine-{rank.pid}", self._cores)
+                quota.add(rank.pid)
+                quota.limit()
+
+
+class Live(Ran, Confined):
+    """A run of launch.py that starts at once."""
 
     def __init__(
         self,
@@ -242,54 +264,31 @@ class Live(Ran):
     ) -> None:
         super().__init__(folder, name)
         self._log = (folder / f"{name}.log").open("wb")
-        environment = os.environ | ({STEPS: str(steps_log)} if steps_log else {})
-        self._process = subprocess.Popen(
-            launch(folder, name, *ALIKE, *overrides),
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
-        self._cores, self._quotas = quota, dict[int, Quota]()
+        env = os.environ | ({STEPS: str(steps_log)} if steps_log else {})
+        log = {"stdout": self._log, "stderr": self._log}
+        command = launch(folder, name, *ALIKE, *overrides)
+        self._process = subprocess.Popen(command, env=env, start_new_session=True, **log)
+        self._cores, self._quotas = quota, {}
         self._stolen = self._stolen_file.open("w", buffering=1, encoding="utf-8")
-        self._limited = False
 
     @property
     def over(self) -> bool:
         return self._process.poll() is not None
-
-    def look(self) -> None:
-        """Confine the engines that have started. Call this often."""
-        self._stolen.write(json.dumps(Stolen.now()) + "\n")
-        for path in (self.run / "status").glob("attempt-*/rank-*.json"):
-            with contextlib.suppress(ValueError):  # file that is being written
-                rank = json.loads(path.read_text(encoding="utf-8"))
-                if rank["role"] == "rollout" and not self._limited:
-                    if rank["index"] not in self._quotas:
-                        self._quotas[rank["index"]] = Quota(f"engine-{rank['index']}", self._cores)
-                    self._quotas[rank["index"]].add(rank["pid"])
-        if not self._limited and self._quotas and self.phase()[0] not in ("", "starting"):
-            for quota in self._quotas.values():
-                quota.limit()
-            self._limited = True
 
     def wait(self, deadline_s: float) -> None:
         """Wait until the run ends. Raises `SystemExit` naming its log if it fails or is late."""
         end = time.monotonic() + deadline_s
         try:
             while not self.over:
-                self.look()
+                self._stolen.write(json.dumps(Stolen.now()) + "\n")
+                self.confine()
                 if time.monotonic() > end:
-                    raise SystemExit(
-                        f"{self.run.name} took over {deadline_s:g} s; see {self._log.name}"
-                    )
+                    raise SystemExit(f"{self.run} took over {deadline_s:g} s; see {self._log.name}")
                 time.sleep(LOOK_S)
         finally:
             self.close()
-        if self._process.returncode:
-            raise SystemExit(
-                f"{self.run.name} ended with {self._process.returncode}; see {self._log.name}"
-            )
+        if code := self._process.returncode:
+            raise SystemExit(f"{self.run} ended with {code}; see {self._log.name}")
 
     def close(self) -> None:
         if not self.over:

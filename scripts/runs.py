@@ -17,6 +17,11 @@ from rose.protocol import Role
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEADLINE_S, POLL_S = 900.0, 0.05
+# A run that is measured has no evaluation and no reports, and its engines and trainers one thread.
+MEASURED = (
+    *("eval.episodes=0", "observe.terminal=false", "observe.report=false"),
+    *("observe.tensorboard=false", "rollout.threads=1", "trainer.threads=1"),
+)
 
 
 def launch(folder: Path | str, name: str, *overrides: str) -> list[str]:

@@ -31,7 +31,7 @@ LOCKS = ROOT / "requirements"
 BUILD_TOOLS = ("setuptools==78.1.1", "wheel==0.48.0")
 # Seconds that asking TORCH_INDEX for torch's versions may take.
 PROBE_S = 15
-CONNECT_S = 4  # seconds that one of its connections may take
+IMPATIENT = ("--timeout", "4", "--retries", "0")  # seconds that one of its connections may take
 QUOTED_LINES = 15  # last lines of pip's output, shown when it fails
 NUMA = "libnuma.so.1"
 MARK = "rose-set-up"  # a file in environments that this file has made
@@ -196,7 +196,7 @@ def install_torch(env: Environment, index: str) -> None:
         taken = "the build for CPUs that pip's own settings offer"
         env.say(f"torch: {taken}")
         env.install(for_cpus)
-    elif index and env.offers(for_cpus, "--index-url", index, *_impatient(), within_s=PROBE_S):
+    elif index and env.offers(for_cpus, "--index-url", index, *IMPATIENT, within_s=PROBE_S):
         taken = f"the build for CPUs from {index}"
         env.say(f"torch: {taken}")
         env.install("--index-url", index, for_cpus, hint="; `make TORCH_INDEX=` skips this index")
@@ -207,10 +207,6 @@ def install_torch(env: Environment, index: str) -> None:
         env.say(f"torch: {taken} (about 2 GB to download)")
         env.install(pin, "-r", str(LOCKS / "torch-cuda.txt"))
     env.say(f"torch: {env.size_gb() - before:.1f} GB on disk")
-
-
-def _impatient() -> tuple[str, ...]:
-    return ("--timeout", str(CONNECT_S), "--retries", "0")
 
 
 def check(env: Environment, program: str) -> None:

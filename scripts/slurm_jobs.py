@@ -7,16 +7,16 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 
 import psutil
 
 from rose.launch import state
 from rose.observe.status import read_status
-from rose.protocol import Role
-from scripts.lending.promise_count import held
-from scripts.live_runs import ENGINE, Quota
+from scripts.harness import family
+from scripts.live_runs import Confined, Quota, engines_of
 from scripts.runs import REPOSITORY, Run, launch
 
 COMMAND_S, START_S, END_S = 60.0, 300.0, 120.0
@@ -62,14 +62,6 @@ def command(*words: str, limit_s: float = COMMAND_S) -> str:
     return done.stdout.strip()
 
 
-def has_engine(pid: int) -> bool:
-    """True if a vLLM engine has started below this process."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        below = psutil.Process(pid).children(recursive=True)
-        return any(one.cmdline()[:1] == [ENGINE] for one in below)
-    return False
-
-
 class Job:
     """A Slurm job. `log` has its output."""
 
@@ -92,14 +84,27 @@ class Job:
             time.sleep(0.2)
 
 
-class Training(Job, Run):
-    """The training job, submitted by launch.py. Each of its engines gets a quota of its own once
-    the run's attempt has begun its first step."""
+def held(rows: Iterable[str], component: int, now: float) -> list[tuple[float, float]]:
+    """Return from when to when a job held the nodes of one of its components, one pair per attempt,
+    in seconds of the wall's clock.
+
+    `rows` are those of sacct --duplicates --parsable2 --noheader --format=JobID,Start,End; an
+    attempt that runs ends `now`. An attempt that never started has no pair."""
+    found = []
+    for row in rows:
+        job, start, end = row.strip().split("|")
+        if job.partition("+")[2] == str(component) and start[:1].isdigit():
+            until = datetime.fromisoformat(end).timestamp() if end[:1].isdigit() else now
+            found.append((datetime.fromisoformat(start).timestamp(), until))
+    return sorted(found)
+
+
+class Training(Job, Confined):
+    """The training job, submitted by launch.py."""
 
     def __init__(self, folder: Path, name: str, overrides: Sequence[str], cores: float = 0) -> None:
         Run.__init__(self, folder / name)
-        self._cores = cores
-        self._quotas: dict[int, Quota] = {}  # pid of a rank -> quota of its engine
+        self._cores, self._quotas = cores, {}
         self._step: tuple[float, int] | tuple[()] = ()  # (attempt's start, step) that rolls out
         self._begun = 0.0  # time.monotonic() when that rollout was first seen
         command(*launch(folder, name, "cluster=dev", "fresh=true", *overrides), limit_s=START_S)
@@ -118,15 +123,6 @@ class Training(Job, Run):
             self._step, self._begun = step, time.monotonic()
         going = status.finished < 0.6 * max(1, status.total)
         return going and time.monotonic() > self._begun + AMID_S
-
-    def confine(self) -> None:
-        if self.phase()[0] in ("", "starting"):
-            return
-        for rank in self.ranks(Role.ROLLOUT):
-            if rank.pid not in self._quotas and has_engine(rank.pid):
-                quota = self._quotas[rank.pid] = Quota(f"engine-{rank.pid}", self._cores)
-                quota.add(rank.pid)
-                quota.limit()
 
     def held(self) -> list[tuple[float, float]]:
         """Return from when to when the job held its dedicated engines' nodes, once per attempt."""
@@ -202,7 +198,7 @@ class Serving(Job):
         because the quota stands for a device's compute."""
         server = self._operator if self.online and self.url else None
         for process in filter(None, (self.member, server)):
-            if process.pid not in self._confined and has_engine(process.pid):
+            if process.pid not in self._confined and engines_of(process.pid):
                 self._quota.add(process.pid)
                 self._quota.favour(process.pid)
                 self._confined.add(process.pid)
@@ -223,7 +219,7 @@ class Serving(Job):
         member = self.member
         if member is None:
             return ""
-        for process in (*member.children(recursive=True), member):
+        for process in reversed(family(member.pid)):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         return f"killed {self.members()[-1][1]}"

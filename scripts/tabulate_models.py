@@ -135,7 +135,8 @@ def tried(family: str, more: dict[str, Any]) -> Row | None:
     """Probe one family and return its row, or None if there is no small model of it."""
     from rose.trainer import probe
 
-    variant = ", ".join(f"{k}={_short(v)}" for k, v in more.items())
+    shown = {k: v["rope_type"] if isinstance(v, dict) else v for k, v in more.items()}
+    variant = ", ".join(f"{k}={v}" for k, v in shown.items())
     with tempfile.TemporaryDirectory() as folder:
         try:
             save(family, more, folder)
@@ -149,10 +150,6 @@ def tried(family: str, more: dict[str, Any]) -> Row | None:
         except Exception as error:
             return Row(family, variant, f"no: {_reason(error, folder)}", "")
     return Row(family, variant, "yes", engine.obstacle or "yes")
-
-
-def _short(value: Any) -> Any:
-    return value["rope_type"] if isinstance(value, dict) else value
 
 
 def _reason(error: Exception, folder: str) -> str:

@@ -1,7 +1,7 @@
 """The one table of features that exclude each other, and `from_dict`, which refuses a run with two
 of them.
 
-`scripts/tabulate_exclusions.py` writes the table into docs/configuration.md. Left out: keys that
+`scripts/tabulate_code.py` writes the table into docs/configuration.md. Left out: keys that
 another key must allow or bound (rose/config/checks).
 """
 

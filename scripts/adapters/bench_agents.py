@@ -21,7 +21,6 @@ inside the environment that the pool hides.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import statistics
@@ -29,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,6 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 import aiohttp
-import msgspec
-import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -55,7 +53,7 @@ from rose.parts.adapters.gateway.server import Gateway
 from rose.parts.adapters.gateway.session import Session
 from rose.reward.episode import Episode
 from scripts.adapters.bench_agents_program import converse
-from scripts.harness import configured
+from scripts.harness import configured, flagged
 from scripts.runs import ran
 
 NEW = 16  # new tokens of a turn
@@ -67,27 +65,21 @@ STEPS = 4
 
 
 class Engine:
-    """A turn function on an engine, which counts turns, tokens and seconds."""
+    """A turn function on an engine, which counts turns and tokens."""
 
     def __init__(self, engine: Any) -> None:
-        self._engine, self.tokens, self.turns, self.busy_s = engine, 0, 0, 0.0
+        self._engine, self.tokens, self.turns = engine, 0, 0
 
     async def __call__(self, request: p.TurnRequest) -> p.TurnResult:
-        began, tokens, logprobs, versions = time.perf_counter(), [], [], []
+        tokens, logprobs, versions = [], [], []
         async for chunk in self._engine.generate(request.turn, request.tokens, request.sampling):
             tokens += chunk.tokens
             logprobs += chunk.logprobs
             versions += [chunk.version] * len(chunk.tokens)
         self.tokens += len(tokens)
         self.turns += 1
-        self.busy_s += time.perf_counter() - began
-        return p.TurnResult(
-            request.turn,
-            p.pack_tokens(tokens),
-            p.pack_floats(logprobs),
-            p.pack_tokens(versions),
-            chunk.finish,
-        )
+        packed = (p.pack_tokens(tokens), p.pack_floats(logprobs), p.pack_tokens(versions))
+        return p.TurnResult(request.turn, *packed, chunk.finish)
 
 
 class SlowLake(FrozenLake):
@@ -117,8 +109,14 @@ class Bench:
         self.limits = config.Env("frozen_lake", {}, turns, NEW, 300.0, 1)
         os.environ["BENCH_TURNS"] = str(turns)
         program, given = f"{REPOSITORY}/scripts/adapters/bench_agents_program.py", ["BENCH_TURNS"]
-        self.function = Agent(function=f"{program}:solve", environment=given)
-        self.command = Agent(command=[sys.executable, program], environment=given)
+        function = Agent(function=f"{program}:solve", environment=given)
+        command = Agent(command=[sys.executable, program], environment=given)
+        self.ways = {
+            "loop": self.own_loop,
+            "http": self.over_http,
+            "function": partial(self.by_process, function),
+            "command": partial(self.by_process, command),
+        }
         self.beside: list[float] = []  # seconds of each call beyond its turn
 
     async def own_loop(self, start: p.StartTrajectory) -> None:
@@ -153,13 +151,7 @@ class Bench:
         session.history.branches()
         self.gateway.dismiss(session)
 
-    async def by_function(self, start: p.StartTrajectory) -> None:
-        await self._by_process(start, self.function)
-
-    async def by_command(self, start: p.StartTrajectory) -> None:
-        await self._by_process(start, self.command)
-
-    async def _by_process(self, start: p.StartTrajectory, agent: Agent) -> None:
+    async def by_process(self, agent: Agent, start: p.StartTrajectory) -> None:
         await run_agent(
             start, agent, self.gateway, self.chat, self.engine, self.limits, "env",
             self.context, SAMPLING, time.time,
@@ -181,48 +173,31 @@ class Bench:
         await asyncio.gather(*map(one, range(episodes)))
         seconds = time.perf_counter() - began
         ms = 1e3 * statistics.median(self.beside) if self.beside else float("nan")
-        return {
-            "turns": self.engine.turns / seconds,
-            "tokens": self.engine.tokens / seconds,
-            "beside": ms,
-        }
+        turns, tokens = self.engine.turns / seconds, self.engine.tokens / seconds
+        return {"turns": turns, "tokens": tokens, "beside": ms}
 
 
-async def measure(name: str, args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+async def measure(name: str, args: Any) -> dict[str, list[dict[str, float]]]:
     from rose.engine.vllm_engine import Engine as Vllm
 
-    def read(name: str, kind: Any) -> Any:
-        return msgspec.convert(
-            yaml.safe_load((REPOSITORY / "conf" / name).read_text(encoding="utf-8")), kind
-        )
-
     turns, episodes, kv_gib = SIZES[name]
-    model = read(f"model/{name}.yaml", config.Model)
-    rollout = msgspec.structs.replace(
-        configured().rollout, max_sequences=64, kv_cache_gib=kv_gib, threads=2
-    )
-    folder = models.resolve(model)
-    engine = await Vllm.start(folder, rollout, model)
+    own = ("rollout.max_sequences=64", f"rollout.kv_cache_gib={kv_gib}", "rollout.threads=2")
+    c = configured(f"model={name}", *own)
+    model, folder = c.model, models.resolve(c.model)
+    engine = await Vllm.start(folder, c.rollout, model)
     gateway = Gateway("bench")
     await gateway.open("127.0.0.1")
     try:
         chat = ChatFormat.of(folder, model)
         bench = Bench(engine, chat, model.max_context, gateway, turns)
-        ways = {
-            "loop": bench.own_loop,
-            "http": bench.over_http,
-            "function": bench.by_function,
-            "command": bench.by_command,
-        }
-        for way, play in ways.items():  # warm-up of caches and imports
+        for way, play in bench.ways.items():  # warm-up of caches and imports
             await bench.run(play, f"warm-{way}", 8, 8)
         found: dict[str, list[dict[str, float]]] = {}
         for number in range(args.rounds):
-            for way, play in ways.items():
-                made = await bench.run(play, f"{way}{number}", episodes, args.agents)
+            runs = {way: (play, episodes, args.agents) for way, play in bench.ways.items()}
+            for way, (play, *size) in (runs | {"alone": (bench.over_http, 8, 1)}).items():
+                made = await bench.run(play, f"{way}{number}", *size)
                 found.setdefault(way, []).append(made)
-            alone = await bench.run(bench.over_http, f"alone{number}", 8, 1)
-            found.setdefault("alone", []).append(alone)
         return found
     finally:
         await gateway.close()
@@ -262,21 +237,14 @@ def rewards(scratch: str) -> None:
     inside = step_s(scratch, "inside", "env.name=bench_agents:SlowLake")
     pool = step_s(scratch, "pool", "reward=function", path, *at_once)
     table = Table("rewards of 2 s", "step (s)", "hidden")
-    for name, seconds in (("none", none), ("inside", inside), ("pool", pool)):
-        hidden = f"{(inside - seconds) / (inside - none):.0%}" if name == "pool" else ""
-        table.add_row(name, f"{seconds:.2f}", hidden)
+    table.add_row("none", f"{none:.2f}")
+    table.add_row("inside", f"{inside:.2f}")
+    table.add_row("pool", f"{pool:.2f}", f"{(inside - pool) / (inside - none):.0%}")
     Console().print(table)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parts = [*SIZES, "rewards"]
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
-    parser.add_argument("--agents", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
-    args = parser.parse_args()
+    args = flagged(__doc__, parts=[*SIZES, "rewards"], agents=64, rounds=3)
     with tempfile.TemporaryDirectory(prefix="rose-bench-") as scratch:
         os.environ["TMPDIR"] = scratch
         for part in args.parts:

@@ -13,18 +13,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rose.models import cache_dir
-from rose.parts.lending import board, settings
+from rose.parts.lending import settings
+from rose.parts.lending.operator.server import engine_args
 from rose.parts.lending.vllm import device
 from rose.parts.simulator import traces
+from scripts import live_runs
 from scripts.harness import REPOSITORY, Failed
-from scripts.lending.bench_coserving_client import Request, replay
+from scripts.lending.bench_coserving_client import replay
 from scripts.lending.bench_coserving_engines import (
     Guard,
     Operator,
@@ -34,7 +36,7 @@ from scripts.lending.bench_coserving_engines import (
     busy_s,
     confine,
 )
-from scripts.lending.bench_coserving_tables import ALONE, OURS, Run, Slo, percentile, slo_of
+from scripts.lending.bench_coserving_tables import ALONE, METRICS, OURS, Run, Slo, percentile
 from scripts.live_runs import Quota, Stolen, wait_for_calm
 
 # scenario -> (server, rollout side)
@@ -52,10 +54,11 @@ MAX_CONTEXT, MAX_SEQUENCES, MAX_BATCHED = (1024, 64, 2048)
 MAX_PROMPT, MAX_OUTPUT = 800, 200
 SETTLE_S, DRAIN_S, BASELINE_S = 2.0, 20.0, 8.0
 CALIBRATE_S = (6.0, 12.0)  # seconds of S alone, each run at the load that the one before suggests
-PROFILE_S, PROFILE_LIMIT_S, PROFILE_POLL_S = 20.0, 240.0, 0.1
-EPOCH_S = 10.0  # seconds of a training step; a frozen KV budget may grow again at the next one
+PROFILE_S = 20.0
 # Largest share of a run's time that the hypervisor may take, and most attempts to keep it.
 CALM, TRIES = 0.04, 3
+SOCKETS = "VLLM_RPC_BASE_PATH"  # the folder of engines' sockets, which a killed engine leaves
+MADE = "vllm:generation_tokens_total"
 STARTS = 16  # random slices, of which the one with the load nearest to the whole trace's is used
 
 
@@ -78,8 +81,6 @@ class Options:
     concurrency: int = 32  # concurrent turns of R
     kv_mib: float = 64.0  # MiB of KV memory of the device
     device: int = max(os.sched_getaffinity(0))  # number of a core
-    # Cores of the device, below 1: steps then take long, as beside a whole training job (needs root).
-    quota: float = 0.0
     priority: str = "idle"  # normal: both engines take turns, as kernels on a GPU do
     out: str = str(REPOSITORY / "outputs" / "bench_coserving")
 
@@ -108,8 +109,6 @@ class Bench:
         self._stack.callback(os.sched_setaffinity, 0, self.host | self.device)
         self.guard = Guard()
         self._stack.callback(self.guard.close)
-        self._quota = Quota("bench", self.options.quota, self.options.device)
-        self._stack.callback(self._quota.close)
         return self
 
     def __exit__(self, *_) -> None:
@@ -133,9 +132,6 @@ class Bench:
             process.ready()
         confine(new, self.device, self.host)
         for process in new:
-            self._quota.add(process.popen.pid)
-        self._quota.limit()
-        for process in new:
             if isinstance(process, Server):
                 warm = traces.Trace(
                     np.arange(8) * 0.1, np.full(8, 100, np.int32), np.full(8, 8, np.int32)
@@ -149,31 +145,22 @@ class Bench:
         os.sched_setaffinity(0, self.host)
 
     def server(self, kind: str, port: int | None = None) -> Server:
-        kv_bytes = int(self.options.kv_mib * 2**20 / (2 if kind == "static" else 1))
-        args = {
-            "dtype": "float32",
-            "max_model_len": MAX_CONTEXT,
-            "max_num_seqs": MAX_SEQUENCES,
-            "max_num_batched_tokens": MAX_BATCHED,
-            "kv_cache_memory_bytes": kv_bytes,
-        }
-        env = self._environment()
+        config = settings.of_server(self._online(0.5 if kind == "static" else 1.0))
+        args, env = engine_args(config.online, gpus=False), {SOCKETS: str(self.folder)}
         if kind == "priority":
             args["scheduling_policy"] = "priority"
         if kind == "ours":
-            args["scheduler_cls"] = "rose.parts.lending.vllm.online.scheduler"
-            args["worker_extension_cls"] = "rose.parts.lending.vllm.kv_worker.KvWorker"
             env |= self._lends()
-        made = Server(
-            self.guard, f"server-{kind}", model(self.options.model, 0), args, self.folder, port, env
-        )
+        else:
+            args |= {"scheduler_cls": None, "worker_extension_cls": None}
+        made = Server(self.guard, f"server-{kind}", args, self.folder, port, env)
         self._stack.callback(made.end)
         return made
 
     def side(self, name: str, server: str) -> Rollouts:
         options = self.options
         job: dict[str, Any] = {"concurrency": options.concurrency, "group": 8, "seed": 1}
-        env = self._environment()
+        env = {SOCKETS: str(self.folder)}
         if name.endswith("_load"):
             kind = "http"
             job |= {"url": self.servers[server].url, "served": self.servers[server].served}
@@ -182,20 +169,12 @@ class Bench:
             if name == "ours":
                 engine_args["scheduler_cls"] = "rose.parts.lending.vllm.rollout.scheduler"
                 env |= self._lends()
-            job |= {
-                "model": str(model(options.rollout_model, 1)),
-                "max_context": MAX_CONTEXT,
-                "max_sequences": options.concurrency,
-                "engine_args": engine_args,
-                "kv_bytes": int(options.kv_mib * 2**20 / (2 if name == "static" else 1)),
-            }
+            kv_gib = options.kv_mib / 2**10 / (2 if name == "static" else 1)
+            job |= {"model": str(model(options.rollout_model, 1)), "engine_args": engine_args}
+            job["overrides"] = self._rolls(kv_gib)
         made = Rollouts(self.guard, f"rollouts-{name}", kind, job, self.folder, env)
         self._stack.callback(made.end)
         return made
-
-    def _environment(self) -> dict[str, str]:
-        """Return the environment variables of every engine."""
-        return {"VLLM_RPC_BASE_PATH": str(self.folder)}  # sockets, which a killed engine leaves
 
     def _lends(self) -> dict[str, str]:
         """Return the environment variables of the engines on a lent device. The first call
@@ -203,28 +182,27 @@ class Bench:
         if self.operator is None:
             profile = self.profile()
             slo = ", ".join(f"{name}_s: {seconds}" for name, seconds in vars(self.slo).items())
-            serving = settings.of_server(
-                [
-                    *self._online(),
-                    f"serving.online.slo={{{slo}}}",
-                    f"serving.lending.profile={profile}",
-                ]
-            )
-            self.operator = Operator(f"bench-{os.getpid()}", EPOCH_S)
+            own = (f"serving.online.slo={{{slo}}}", f"serving.lending.profile={profile}")
+            serving = settings.of_server([*self._online(), *own])
+            self.operator = Operator(f"bench-{os.getpid()}", serving.lending)
             self._stack.callback(self.operator.close)
             self._lent = device.describe(
                 self.operator.folder, serving, json.loads(profile.read_text(encoding="utf-8"))
             )
-            self.operator.start()
         return self._lent
 
-    def _online(self) -> list[str]:
-        """Return the overrides of the server's configuration."""
+    def _rolls(self, kv_gib: float) -> list[str]:
+        """Return the overrides of a rollout engine's configuration."""
+        given = (f"model.max_context={MAX_CONTEXT}", f"rollout.kv_cache_gib={kv_gib}")
+        return [*given, f"rollout.max_sequences={self.options.concurrency}"]
+
+    def _online(self, share: float = 1.0) -> list[str]:
+        """Return the overrides of a server's configuration, with this share of the KV memory."""
         given = {
             "model": model(self.options.model, 0),
             "dtype": "float32",
             "max_context": MAX_CONTEXT,
-            "kv_cache_gib": self.options.kv_mib / 2**10,
+            "kv_cache_gib": share * self.options.kv_mib / 2**10,
             "max_sequences": MAX_SEQUENCES,
             "max_batched_tokens": MAX_BATCHED,
         }
@@ -237,52 +215,20 @@ class Bench:
         options, file = self.options, self.folder / "profile.json"
         if options.profile:
             return Path(options.profile)
-        tries = 0 if file.exists() else TRIES
-        while tries and not (
-            file.exists() and json.loads(file.read_text(encoding="utf-8"))["stolen"] <= CALM
-        ):
-            wait_for_calm(print)
-            self._measure_profile(file)
-            tries -= 1
-        return file
-
-    def _measure_profile(self, file: Path) -> None:
-        options = self.options
-        command = [
-            *[
-                "taskset",
-                "-c",
-                str(options.device),
-                sys.executable,
-                "-m",
-                "rose.parts.lending.profile",
-            ],
-            f"out={file}",
+        words = [
             f"seconds={PROFILE_S}",
             f"model={model(options.rollout_model, 1)}",
-            f"model.max_context={MAX_CONTEXT}",
-            f"rollout.max_sequences={options.concurrency}",
-            f"rollout.kv_cache_gib={options.kv_mib / 2**10}",
+            *self._rolls(options.kv_mib / 2**10),
             "cluster.gpus=0",
             *self._online(),
         ]
-        log = self.folder / "profile.log"
-        making = Process(self.guard, "profile", command, log)
-        end = time.monotonic() + PROFILE_LIMIT_S
-        try:
-            while making.popen.poll() is None:
-                if time.monotonic() > end:
-                    raise making.failed(f"took over {PROFILE_LIMIT_S:g} s")
-                if "measuring" in log.read_text(
-                    encoding="utf-8", errors="replace"
-                ):  # once an engine has started
-                    self._quota.add(making.popen.pid)
-                    self._quota.limit()
-                time.sleep(PROFILE_POLL_S)
-            if making.popen.returncode:
-                raise making.failed(f"ended with {making.popen.returncode}")
-        finally:
-            making.end()
+        none, core = Quota("none", 0), ("taskset", "-c", str(options.device))
+        for _ in range(0 if file.exists() else TRIES):
+            wait_for_calm(print)
+            live_runs.profile(file, none, words, core)
+            if json.loads(file.read_text(encoding="utf-8"))["stolen"] <= CALM:
+                break
+        return file
 
     # ----------------------------------------------------------------- one run
 
@@ -315,90 +261,61 @@ class Bench:
         return min(found, key=lambda run: run.stolen)
 
     def run(self, scenario: str, seed: int, traffic: traces.Trace, seconds: float) -> Run:
-        server, rollouts = PLAN[scenario]
-        server, side = self.servers[server], self.rollouts.get(rollouts)
-        processes: list[Any] = [server, *([side] if side else [])]
+        server, side = self.servers[PLAN[scenario][0]], self.rollouts.get(PLAN[scenario][1])
         if self.operator is not None:
-            self.operator.stops(scenario == OURS)
-        for process in processes:
-            process.wake()
-        try:
-            if side:
-                side.ask("start")
-            return asyncio.run(self._run(scenario, seed, traffic, seconds, server, side))
-        finally:
-            if side:
-                side.ask("stop")
-            for process in processes:
-                process.park()
+            self.operator.state.stops = float(scenario == OURS)
 
-    async def _run(
-        self,
-        scenario: str,
-        seed: int,
-        traffic: traces.Trace,
-        seconds: float,
-        server: Server,
-        side: Rollouts | None,
-    ) -> Run:
-        await asyncio.sleep(SETTLE_S)
-        before = await asyncio.to_thread(self._counts, scenario, server, side)
-        # New prompts each time: a server that had the same traffic would have them in its cache.
-        self._replays += 1
-        sending = asyncio.create_task(
-            replay(server.url, server.served, traffic, self._replays, DRAIN_S)
-        )
-        await asyncio.sleep(seconds)
-        after = await asyncio.to_thread(self._counts, scenario, server, side)
-        requests = await sending
-        passed = after["at"] - before["at"]
-        grown = {name: after[name] - before[name] for name in before}
-        if scenario == "priority":  # engine's counter has the tokens of both sides
-            grown["made"] -= sum(
-                sum(at <= seconds for at in request.chunks) for request in requests
+        async def measured() -> Run:
+            await asyncio.sleep(SETTLE_S)
+            before = await asyncio.to_thread(self._counts, scenario, server, side)
+            # New prompts each time: a server that had the same traffic would have them in its cache.
+            self._replays += 1
+            sending = asyncio.create_task(
+                replay(server.url, server.served, traffic, self._replays, DRAIN_S)
             )
-        opened = grown["open_s"] + grown["shut_s"]
-        return Run(
-            scenario,
-            seed,
-            seconds,
-            [r.ttft for r in requests],
-            [r.tpot for r in requests],
-            [r.done for r in requests],
-            percentile([r.late for r in requests], 99),
-            grown["busy"] / passed / (self.options.quota or 1.0),
-            grown["made"] / passed,
-            int(grown["evicted"]),
-            int(grown["wasted"]),
-            int(grown["preempted"]),
-            grown["open_s"] / opened if opened else None,
-            _reasons(requests),
-            before["at"],
-        )
+            await asyncio.sleep(seconds)
+            after = await asyncio.to_thread(self._counts, scenario, server, side)
+            requests = await sending
+            passed = after["at"] - before["at"]
+            grown = {name: after[name] - before[name] for name in before}
+            if scenario == "priority":  # engine's counter has the tokens of both sides
+                grown["made"] -= sum(at <= seconds for one in requests for at in one.chunks)
+            opened = grown["open_s"] + grown["shut_s"]
+            return Run(
+                scenario,
+                seed,
+                seconds,
+                [r.ttft for r in requests],
+                [r.tpot for r in requests],
+                [r.done for r in requests],
+                percentile([r.late for r in requests], 99),
+                grown["busy"] / passed,
+                grown["made"] / passed,
+                int(grown["evicted"]),
+                int(grown["wasted"]),
+                int(grown["preempted"]),
+                grown["open_s"] / opened if opened else None,
+                sorted({request.why for request in requests if request.why}),
+                before["at"],
+            )
+
+        with _awake(server, side):
+            return asyncio.run(measured())
 
     def _counts(self, scenario: str, server: Server, side: Rollouts | None) -> dict[str, float]:
         """Return counters that only grow. A run is the time between two readings."""
-        found = {
-            "at": time.monotonic(),
-            "busy": busy_s(server.engine()),
-            "made": 0,
-            "evicted": 0,
-            "wasted": 0,
-            "preempted": 0,
-            "open_s": 0,
-            "shut_s": 0,
-        }
+        found = dict.fromkeys(("made", "evicted", "wasted", "open_s", "shut_s"), 0.0)
+        found |= {"at": time.monotonic(), "busy": busy_s(server.engine())}
         if side:
             said = side.ask("count")
             found |= {name: said[name] for name in ("made", "evicted", "wasted")}
         if scenario == "priority":
-            found["made"] = server.metric("vllm:generation_tokens_total")
+            found["made"] = server.metric(MADE)
         found["preempted"] = server.metric("vllm:num_preemptions_total")
         if scenario in LENT:
-            state = self.operator.read("rollout", board.Rollout)
-            online = self.operator.read("online", board.Online)
-            if state:
-                found |= {"open_s": state.open_s, "shut_s": state.shut_s}
+            online, rollout, _ = self.operator.boards()
+            if rollout:
+                found |= {"open_s": rollout.open_s, "shut_s": rollout.shut_s}
             if online:
                 found["preempted"] = online.preempted
         return found
@@ -406,34 +323,16 @@ class Bench:
     def baseline(self, name: str) -> float:
         """Return the tokens that this side generates per second of its engine's processor time,
         with nothing beside it. Processor time is the same on a machine with other load."""
-        side, server = (
-            self.rollouts[name],
-            self.servers["priority"] if name.endswith("_load") else None,
-        )
-        engine = (server or side).engine()
-        processes = [side, *([server] if server else [])]
-        for process in processes:
-            process.wake()
-        try:
-            side.ask("start")
-            time.sleep(SETTLE_S)
-            counts = []
-            for wait in (BASELINE_S, 0.0):
-                counts.append(
-                    (
-                        busy_s(engine),
-                        server.metric("vllm:generation_tokens_total")
-                        if server
-                        else side.ask("count")["made"],
-                    )
-                )
+        side = self.rollouts[name]
+        server = self.servers["priority"] if name.endswith("_load") else None
+        engine, counts = (server or side).engine(), []
+        with _awake(server, side):
+            for wait in (SETTLE_S, BASELINE_S):
                 time.sleep(wait)
-            (began, first), (ended, last) = counts
-            return (last - first) / (ended - began)
-        finally:
-            side.ask("stop")
-            for process in processes:
-                process.park()
+                made = server.metric(MADE) if server else side.ask("count")["made"]
+                counts.append((busy_s(engine), made))
+        (began, first), (ended, last) = counts
+        return (last - first) / (ended - began)
 
     # ----------------------------------------------------------------- all of them
 
@@ -470,18 +369,30 @@ class Bench:
         if self.options.slo:
             return Slo(*map(float, self.options.slo.split(",")))
         seconds = self.options.seconds
-        return slo_of(
-            [self.calm_run(ALONE, 1000, self.slice(2000, seconds), seconds)], self.options.slack
-        )
+        alone = self.calm_run(ALONE, 1000, self.slice(2000, seconds), seconds)
+        return Slo(*(self.options.slack * alone.latency(metric) for metric in METRICS))
+
+
+@contextmanager
+def _awake(server: Server | None, side: Rollouts | None) -> Iterator[None]:
+    """Continue parked processes, with turns running on the rollout side, and park them again."""
+    processes: list[Process] = [one for one in (server, side) if one]
+    for process in processes:
+        process.wake()
+    try:
+        if side:
+            side.ask("start")
+        yield
+    finally:
+        if side:
+            side.ask("stop")
+        for process in processes:
+            process.park()
 
 
 def _work(trace: traces.Trace) -> float:
     """Return the trace's work in prompt tokens. A generated token takes as long as ten."""
     return float(trace.prompt_tokens.sum() + 10 * trace.output_tokens.sum())
-
-
-def _reasons(requests: list[Request]) -> list[str]:
-    return sorted({request.why for request in requests if request.why})
 
 
 def model(shape: str, seed: int) -> Path:

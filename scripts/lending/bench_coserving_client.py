@@ -23,7 +23,7 @@ class Request:
     """A request and its latencies. Times are in seconds from the traffic's start."""
 
     at: float  # time at which it should be sent
-    prompt_tokens: int
+    prompt: list[int]
     output_tokens: int  # tokens asked for; no end of text shortens the answer
     late: float = 0.0  # seconds between `at` and the sending, which is the client's own fault
     # Arrival times of chunks. The server merges tokens that it sends late into one chunk.
@@ -60,36 +60,22 @@ async def replay(
     `leave`: number of a request -> seconds after which its client disconnects. `start`: the
     traffic's start by CLOCK_MONOTONIC, by default now. `words`: the vocabulary size."""
     draw = np.random.default_rng(seed)
-    prompts = [
-        draw.integers(1, words, max(1, int(length))).tolist() for length in trace.prompt_tokens
-    ]
     requests = [
-        Request(float(at), len(prompt), max(1, int(output)))
-        for at, prompt, output in zip(trace.at, prompts, trace.output_tokens, strict=False)
+        Request(float(at), draw.integers(1, words, max(1, n)).tolist(), max(1, int(output)))
+        for at, n, output in zip(trace.at, trace.prompt_tokens, trace.output_tokens, strict=False)
     ]
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         start = start or time.monotonic()
+        place = session, f"{url}/v1/completions", model
         sent = [
-            asyncio.create_task(
-                _one(
-                    session,
-                    f"{url}/v1/completions",
-                    model,
-                    request,
-                    prompt,
-                    start,
-                    leave.get(number),
-                )
-            )
-            for number, (request, prompt) in enumerate(zip(requests, prompts, strict=False))
+            asyncio.create_task(_one(*place, request, start, leave.get(number)))
+            for number, request in enumerate(requests)
         ]
         if sent:
-            _, pending = await asyncio.wait(
-                sent, timeout=start + trace.seconds + drain_s - time.monotonic()
-            )
-            for task in pending:
+            left_s = start + trace.seconds + drain_s - time.monotonic()
+            for task in (await asyncio.wait(sent, timeout=left_s))[1]:
                 task.cancel()
             await asyncio.gather(*sent, return_exceptions=True)
     return requests
@@ -100,7 +86,6 @@ async def _one(
     url: str,
     model: str,
     request: Request,
-    prompt: list[int],
     start: float,
     leave_s: float | None,
 ) -> None:
@@ -108,7 +93,7 @@ async def _one(
     request.late = time.monotonic() - start - request.at
     body = {
         "model": model,
-        "prompt": prompt,
+        "prompt": request.prompt,
         "max_tokens": request.output_tokens,
         "ignore_eos": True,
         "stream": True,

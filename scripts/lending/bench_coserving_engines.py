@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,15 @@ import psutil
 
 from rose.engine.start import environment
 from rose.parts.lending import board
-from scripts.harness import Child, free_port
+from rose.parts.lending.config import Lending
+from rose.parts.lending.operator import control, metrics
+from scripts.harness import Child, each_thread, family
+from scripts.live_runs import engines_of
+from tests.ports import free_port
 
 START_S, ANSWER_S, END_S = 300.0, 60.0, 10.0
 LEAVE_S = 5.0  # seconds for the other processes of a group after its first has ended
-BEAT_S = 0.05
+EPOCH_S = 10.0  # seconds of a training step; a frozen KV budget may grow again at the next one
 NICE = 19  # priority of R's front end, which shares the host's cores with S's
 VARIABLES = environment(gpus=False, threads=1)
 
@@ -80,18 +84,10 @@ class Process(Child):
     # ----------------------------------------------------------------- where and when it runs
 
     def engine(self) -> int:
-        """Return the pid of the descendant that vLLM named EngineCore. Raises `Failed`."""
-        for process in psutil.Process(self.popen.pid).children(recursive=True):
-            if "EngineCore" in " ".join(process.cmdline()) or "EngineCore" in process.name():
-                return process.pid
-        raise self.failed("has no process named EngineCore")
-
-    def tree(self) -> list[psutil.Process]:
-        try:
-            top = psutil.Process(self.popen.pid)
-            return [top, *top.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
+        """Return the pid of the process of its engine. Raises `Failed`."""
+        for process in engines_of(self.popen.pid):
+            return process.pid
+        raise self.failed("has no engine")
 
     def park(self) -> None:
         if self.popen.poll() is None:
@@ -104,12 +100,10 @@ class Process(Child):
 
     def kill(self) -> None:
         """Kill all at once, except Python's resource tracker, which then unlinks shared memory."""
-        for one in self.tree():
-            try:
+        for one in family(self.popen.pid):
+            with suppress(psutil.NoSuchProcess):
                 if "resource_tracker" not in " ".join(one.cmdline()):
                     one.kill()
-            except psutil.NoSuchProcess:
-                pass
 
     def end(self) -> None:
         """End the process group: by SIGTERM, then by SIGKILL, until no process of it is left."""
@@ -140,7 +134,6 @@ class Server(Process):
         self,
         guard: Guard,
         name: str,
-        model: Path,
         args: dict,
         folder: Path,
         port: int | None = None,
@@ -149,15 +142,9 @@ class Server(Process):
         self.port, self.served = port or free_port(), "s"
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        args = {
-            "model": model,
-            "host": "127.0.0.1",
-            "port": self.port,
-            "served_model_name": self.served,
-            "generation_config": "vllm",
-        } | args
-        for key, value in args.items():
-            command += [f"--{key.replace('_', '-')}", str(value)]
+        args |= {"host": "127.0.0.1", "port": self.port, "served_model_name": self.served}
+        for key, value in (args | {"generation_config": "vllm"}).items():
+            command += [] if value is None else [f"--{key.replace('_', '-')}", str(value)]
         command += ["--enforce-eager", "--disable-uvicorn-access-log"]
         super().__init__(guard, name, command, folder / f"{name}.log", env)
 
@@ -193,21 +180,14 @@ class Rollouts(Process):
         self, guard: Guard, name: str, kind: str, job: dict, folder: Path, env: dict[str, str] = {}
     ) -> None:
         script = str(Path(__file__).with_name("bench_coserving_rollout.py"))
-        super().__init__(
-            guard,
-            name,
-            [sys.executable, script, kind, json.dumps(job)],
-            folder / f"{name}.log",
-            env,
-        )
+        command = [sys.executable, script, kind, json.dumps(job)]
+        super().__init__(guard, name, command, folder / f"{name}.log", env)
 
     def ready(self) -> None:
         self.pid = self.answer(START_S)["engine"]  # None if it has no engine of its own
-        for process in self.tree():
+        for process in family(self.popen.pid):
             if process.pid != self.pid:
-                each_thread(
-                    process.pid, lambda thread: os.setpriority(os.PRIO_PROCESS, thread, NICE)
-                )
+                each_thread(process, lambda it: os.setpriority(os.PRIO_PROCESS, it, NICE))
 
     def engine(self) -> int | None:
         return self.pid
@@ -216,73 +196,46 @@ class Rollouts(Process):
         return super().ask({"do": order}, ANSWER_S)
 
 
-class Operator:
-    """The operator of a lent device: publishes that the device is lent, and the number of the
-    training step. `close` removes its folder."""
+class Operator(control.ControlBoard):
+    """The operator of a lent device, whose thread writes the board. A training step lasts
+    `EPOCH_S`. `close` removes the folder of the boards."""
 
-    def __init__(self, name: str, epoch_s: float) -> None:
-        self.folder, self._epoch_s = board.folder(name), epoch_s
-        self._writer = board.Writer(self.folder / "control", board.Control)
-        self._ends = threading.Event()
-        self._writer.state.lend = 1.0
+    def __init__(self, name: str, lending: Lending) -> None:
+        self._began, self._ends = time.monotonic(), threading.Event()
+        super().__init__(board.folder(name), lending, "", str)
         self._thread = threading.Thread(target=self._beat, daemon=True)
-
-    def start(self) -> None:
         self._thread.start()
 
-    def lend(self, yes: bool) -> None:
-        self._writer.state.lend = float(yes)
-
-    def stops(self, yes: bool) -> None:
-        """Let the online engine stop rollout steps between layers, or not."""
-        self._writer.state.stops = float(yes)
-
     def _beat(self) -> None:
-        start = time.monotonic()
-        while not self._ends.wait(BEAT_S):
-            self._writer.state.epoch = float((time.monotonic() - start) // self._epoch_s)
-            self._writer.write()
+        while not self._ends.wait(control.BEAT_S):
+            self.write()
 
-    def read(self, name: str, kind: type) -> board.Online | board.Rollout | None:
-        """Return the state of a board, however old; None if there is no such board."""
-        try:
-            reader = board.Reader(self.folder / name, kind)
-        except (OSError, ValueError):
-            return None
-        try:
-            return reader.read()
-        finally:
-            reader.close()
+    def _epoch(self, before: float) -> float:
+        return float((time.monotonic() - self._began) // EPOCH_S)
+
+    def boards(self) -> metrics.Boards:
+        """Return the states of the boards, however old."""
+        return metrics.read(self.folder, living=False)
 
     def close(self) -> None:
         self._ends.set()
-        if self._thread.is_alive():
-            self._thread.join()
-        self._writer.close()
-        for path in self.folder.iterdir():
-            path.unlink()
-        self.folder.rmdir()
+        self._thread.join()
+        super().close()
+        shutil.rmtree(self.folder)
 
 
 # --------------------------------------------------------------------------- the machine
-
-
-def each_thread(pid: int, do: Callable[[int], None]) -> None:
-    for thread in os.listdir(f"/proc/{pid}/task"):
-        with suppress(ProcessLookupError):  # thread that has just ended
-            do(int(thread))
 
 
 def confine(processes: list[Process], device: set[int], host: set[int]) -> None:
     """Confine engines to the device's cores and all other processes to the host's."""
     for process in processes:
         engine = process.engine()
-        for one in process.tree():
+        for one in family(process.popen.pid):
             cores = device if one.pid == engine else host
-            each_thread(one.pid, lambda thread: os.sched_setaffinity(thread, cores))
+            each_thread(one, lambda thread: os.sched_setaffinity(thread, cores))
 
 
 def busy_s(pid: int) -> float:
     """Return the processor seconds of a process since its start."""
-    times = psutil.Process(pid).cpu_times()
-    return times.user + times.system
+    return sum(psutil.Process(pid).cpu_times()[:2])

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
@@ -33,28 +34,20 @@ PRIORITY = 1000
 ELSEWHERE_S = 0.25
 
 
-class Turns:
-    """Endless turns in groups, each a prompt (int32 array) and a number of new tokens."""
-
-    def __init__(self, job: dict) -> None:
-        self._draw = np.random.default_rng(job["seed"])
-        self._group, self._left = job["group"], 0
-
-    def next(self) -> tuple[np.ndarray, int]:
-        if not self._left:
-            self._prompt = self._draw.integers(1, WORDS, self._draw.integers(64, 257)).astype(
-                np.int32
-            )
-            self._left = self._group
-        self._left -= 1
-        return self._prompt, int(self._draw.integers(32, 129))
+def endless(job: dict) -> Iterator[tuple[np.ndarray, int]]:
+    """Yield turns in groups, each a prompt (int32 array) and a number of new tokens."""
+    draw = np.random.default_rng(job["seed"])
+    while True:
+        prompt = draw.integers(1, WORDS, draw.integers(64, 257)).astype(np.int32)
+        for _ in range(job["group"]):
+            yield prompt, int(draw.integers(32, 129))
 
 
 class Loop:
     """A loop that keeps `concurrency` turns running. `_turn` runs one and counts its tokens."""
 
     def __init__(self, job: dict) -> None:
-        self._job, self._turns, self._tasks = job, Turns(job), []
+        self._job, self._turns, self._tasks = job, endless(job), []
         self.count = {"made": 0, "turns": 0, "evicted": 0, "wasted": 0}
 
     def start(self) -> None:
@@ -67,9 +60,8 @@ class Loop:
 
     async def _work(self) -> None:
         while True:
-            prompt, new = self._turns.next()
             try:
-                ended = await self._turn(prompt, new)
+                ended = await self._turn(*next(self._turns))
             except Exception as error:
                 print(f"a turn failed: {error!r}", file=sys.stderr, flush=True)
                 ended = False
@@ -86,14 +78,8 @@ class EngineLoop(Loop):
         from rose.engine.vllm_engine import Engine
 
         job = self._job
-        config = configured(
-            f"model.max_context={job['max_context']}",
-            "trainer.micro_batch_tokens=4096",
-            f"rollout.kv_cache_gib={job['kv_bytes'] / 2**30}",
-            f"rollout.max_sequences={job['max_sequences']}",
-        )
-        args = job["engine_args"]
-        rollout = msgspec.structs.replace(config.rollout, engine_args=args)
+        config = configured("trainer.micro_batch_tokens=4096", *job["overrides"])
+        rollout = msgspec.structs.replace(config.rollout, engine_args=job["engine_args"])
         here = device.here()
         if here is not None and here.serving.lending.priority == "idle":
             # A borrowed rank does the same: rose.parts.lending.rank.member.
@@ -105,11 +91,9 @@ class EngineLoop(Loop):
     async def _turn(self, prompt: np.ndarray, new: int) -> bool:
         self._number += 1
         name, made, finish = f"turn{self._number}", 0, None
-        sampling = protocol.Sampling(
-            temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=new, seed=None
-        )
+        request = name, protocol.pack_tokens(prompt), protocol.Sampling(max_new_tokens=new)
         try:
-            async for chunk in self._engine.generate(name, protocol.pack_tokens(prompt), sampling):
+            async for chunk in self._engine.generate(*request):
                 made, finish = made + len(chunk.tokens), chunk.finish
                 self.count["made"] += len(chunk.tokens)
         except asyncio.CancelledError:

@@ -45,18 +45,14 @@ class Run:
     stolen: float = 0.0  # share of the machine's time that the hypervisor took meanwhile
 
     def latency(self, metric: str) -> float:
-        kind, _, share = metric.partition("_p")
-        return percentile(getattr(self, kind), float(share))
-
-    def meets(self, slo: Slo) -> list[bool]:
-        """Return for each request whether it was done and met the targets."""
-        return [
-            done and ttft <= slo.ttft_p99 and (tpot is None or tpot <= slo.tpot_p99)
-            for done, ttft, tpot in zip(self.done, self.ttft, self.tpot, strict=False)
-        ]
+        return pooled([self], metric)
 
     def met(self, slo: Slo) -> int:
-        return sum(self.meets(slo))
+        """Return the number of requests that were done and met the targets."""
+        return sum(
+            done and ttft <= slo.ttft_p99 and (tpot is None or tpot <= slo.tpot_p99)
+            for done, ttft, tpot in zip(self.done, self.ttft, self.tpot, strict=True)
+        )
 
 
 @dataclass
@@ -72,10 +68,6 @@ def percentile(values: list[float | None], share: float) -> float:
     return float(np.percentile(known, share)) if known else float("nan")
 
 
-def slo_of(runs: list[Run], factor: float) -> Slo:
-    return Slo(*(factor * pooled(runs, metric) for metric in METRICS))
-
-
 def pooled(runs: list[Run], metric: str) -> float:
     """Return a percentile over the requests of all these runs."""
     kind, _, share = metric.partition("_p")
@@ -88,14 +80,9 @@ def ratios(runs: list[Run], scenario: str, metric: str) -> list[float]:
     machine's noise. Seeds in which S alone generated too few tokens for a latency are left out."""
     found = []
     for run in runs:
-        if run.scenario != scenario:
-            continue
-        beside = [
-            other.latency(metric)
-            for other in runs
-            if other.scenario == ALONE and other.seed == run.seed and other is not run
-        ]
-        if beside and (alone := mean(beside)):
+        others = (it for it in runs if (it.scenario, it.seed) == (ALONE, run.seed))
+        beside = [other.latency(metric) for other in others if other is not run]
+        if run.scenario == scenario and beside and (alone := mean(beside)):
             found.append(run.latency(metric) / alone)
     return found
 
@@ -114,6 +101,7 @@ def table(runs: list[Run], slo: Slo, alone: Alone) -> list[dict]:
     rows = []
     for scenario in dict.fromkeys(run.scenario for run in runs):
         mine = [run for run in runs if run.scenario == scenario]
+        opened = [run.open for run in mine if run.open is not None]
         row = {
             "scenario": scenario,
             "requests": sum(len(run.done) for run in mine),
@@ -127,7 +115,7 @@ def table(runs: list[Run], slo: Slo, alone: Alone) -> list[dict]:
             "busy": mean(run.busy for run in mine),
             "made": mean(run.made for run in mine),
             **spread("harvest", [] if scenario == ALONE else harvest(runs, scenario, alone)),
-            "open": _mean([run.open for run in mine]),
+            "open": mean(opened) if opened else None,
             "evicted": sum(run.evicted for run in mine),
             "wasted": sum(run.wasted for run in mine),
             "preempted": sum(run.preempted for run in mine),
@@ -140,11 +128,6 @@ def table(runs: list[Run], slo: Slo, alone: Alone) -> list[dict]:
 def spread(name: str, values: list[float]) -> dict[str, float | None]:
     found = (min(values), mean(values), max(values)) if values else (None,) * 3
     return {f"{name}_{end}": x for end, x in zip(("low", "mean", "high"), found, strict=True)}
-
-
-def _mean(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return mean(known) if known else None
 
 
 def shown(rows: list[dict], slo: Slo) -> Table:

@@ -1,7 +1,7 @@
 """Measure the cost to a training run of ranks that join and leave, on a real Slurm.
 
     slurm/dev_cluster.sh start && export SLURM_CONF=... python scripts/lending/bench_elastic.py [--rounds 3]
-    [--steps 6] [--borrowed 0 1 2 4] [HYDRA OVERRIDES ...]
+    [--steps 6] [--borrowed 0 1 2 4] [--keep FOLDER] [HYDRA OVERRIDES ...]
 
 A training job with one dedicated engine runs throughout. In each round serving jobs join it one
 after the other, and at each number of borrowed ranks `--steps` training steps are timed. Then half
@@ -24,7 +24,6 @@ run on this machine.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -38,25 +37,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from rich.console import Console
-
 from rose.coordinator import journal
 from rose.engine.rank import PROGRESS_S
 from rose.observe.metrics import read_metrics
 from rose.scheduler import events as ev
-from scripts import slurm_jobs
-from scripts.csv_tables import shown
-from scripts.slurm_jobs import Serving
+from scripts import csv_tables
+from scripts.harness import Failed, flagged
+from scripts.runs import MEASURED
+from scripts.slurm_jobs import Serving, Training
 
 RUN = (
+    *MEASURED,
     "trainer.steps=1000000",
-    "eval.episodes=0",
-    "observe.terminal=false",
-    "observe.report=false",
     "rollout.workers=1",
     "cluster.slurm.rollout.nodes=1",
-    "rollout.threads=1",
-    "trainer.threads=1",
     "rollout.kv_cache_gib=0.05",
     "trainer.checkpoint_every=1000000",
     "transfer.keep_versions=4",
@@ -65,14 +59,13 @@ REPORT_S = PROGRESS_S  # seconds between two messages of a rank with turns
 RATE_S = 2.0  # seconds before a killed rank's last message over which its token rate is computed
 
 
-class Training(slurm_jobs.Training):
-    def next_steps(self, count: int) -> list[float]:
-        """Wait for the next `count` whole steps and return their seconds."""
-        # The present step is skipped, because it may have begun with other ranks.
-        first = (self.steps()[-1]["step"] if self.steps() else 0) + 2
-        last = first + count - 1
-        self.until(lambda: self.steps() and self.steps()[-1]["step"] >= last, f"{count} steps")
-        return [row["time_step"] for row in self.steps() if first <= row["step"] <= last]
+def next_steps(training: Training, count: int) -> list[float]:
+    """Wait for the next `count` whole steps and return their seconds."""
+    # The present step is skipped, because it may have begun with other ranks.
+    first = training.steps()[-1]["step"] + 2
+    last = first + count - 1
+    training.until(lambda: training.steps()[-1]["step"] >= last, f"{count} steps")
+    return [row["time_step"] for row in training.steps() if first <= row["step"] <= last]
 
 
 def joined(training: Training, job: Serving) -> str:
@@ -138,20 +131,15 @@ def read(entries, killed: dict[str, float]) -> Story:
             case ev.TurnEnded(turn=turn):
                 size.pop(turn, None), holder.pop(turn, None), orphans.pop(turn, None)
             case ev.WorkerLost(worker=worker):
-                held = [
-                    turn
-                    for turn, name in holder.items()
-                    if name == worker and turn not in event.ended
-                ]
                 for turn in event.ended:
                     size.pop(turn, None), holder.pop(turn, None)
+                held = [turn for turn, name in holder.items() if name == worker]
                 for turn in held:
                     del holder[turn]
                 if worker in killed:
                     orphans |= dict.fromkeys(held, worker)
-                    story.losses[worker] = _loss(
-                        event.at, killed[worker], [size[t] for t in held], words.get(worker, [])
-                    )
+                    sizes, said = [size[turn] for turn in held], words.get(worker, [])
+                    story.losses[worker] = _loss(event.at, killed[worker], sizes, said)
         for action in entry.actions:
             if isinstance(action, ev.AssignTurn):
                 holder[action.turn] = action.worker
@@ -172,9 +160,7 @@ def _loss(noticed: float, killed: float, held: list[int], words: list[tuple[floa
     )
 
 
-def bench(
-    folder: Path, rounds: int, steps: int, counts: list[int], overrides: list[str], console: Console
-) -> None:
+def bench(folder: Path, rounds: int, steps: int, counts: list[int], overrides: list[str]) -> None:
     training = Training(folder, "bench", [*RUN, *overrides])
     serving: list[Serving] = []
     killed, drained = {}, {}
@@ -185,10 +171,10 @@ def bench(
             for count in counts:
                 while len(serving) < count:
                     serving.append(Serving(folder, "bench", ""))
-                    console.print(f"round {at + 1}: {joined(training, serving[-1])} joined")
-                times[count] += training.next_steps(steps)
+                    print(f"round {at + 1}: {joined(training, serving[-1])} joined", flush=True)
+                times[count] += next_steps(training, steps)
                 median = statistics.median(times[count][-steps:])
-                console.print(f"round {at + 1}: {count} borrowed: {median:.2f} s a step")
+                print(f"round {at + 1}: {count} borrowed: {median:.2f} s a step", flush=True)
             for i, job in enumerate(serving):
                 worker = joined(training, job)
                 if i % 2:
@@ -197,24 +183,20 @@ def bench(
                     killed[worker] = kill(job)
                 training.until(lambda worker=worker: gone(training, worker), f"{worker} to be gone")
             serving.clear()
-        training.next_steps(1)  # a step, with which the journal is flushed
+        next_steps(training, 1)  # a step, with which the journal is flushed
     finally:
         for job in (*serving, training):
             job.end()
-    show(training, killed, drained, times, console)
+    show(training, killed, drained, times)
 
 
 def gone(training: Training, worker: str) -> float | None:
     """Return when the coordinator noted that the worker was gone, wall clock, or None."""
-    return next(
-        (
-            row["time"]
-            for row in read_metrics(training.run)
-            if row.get("what") in ("left", "borrowed rank lost")
-            and row["detail"].startswith(f"{worker}:")
-        ),
-        None,
-    )
+    for row in read_metrics(training.run):
+        ended = row.get("what") in ("left", "borrowed rank lost")
+        if ended and row["detail"].startswith(f"{worker}:"):
+            return row["time"]
+    return None
 
 
 def show(
@@ -222,7 +204,6 @@ def show(
     killed: dict[str, float],
     drained: dict[str, float],
     times: dict[int, list[float]],
-    console: Console,
 ) -> None:
     [path] = (training.run / "journal").glob("attempt-*.jsonl")
     entries = journal.read(path)
@@ -240,9 +221,9 @@ def show(
         "joined to first token, s": [
             at - story.joined[w] for w, at in story.first_token.items() if w in waited
         ],
-        "kill to notice, s": [one.notice for one in losses if one.notice is not None],
+        "kill to notice, s": [it.notice for it in losses if it.notice is not None],
         "kill to reroute of its last turn, s": [
-            one.reroute for one in losses if one.reroute is not None
+            it.reroute for it in losses if it.reroute is not None
         ],
         "turns moved per kill": [one.turns for one in losses],
         "tokens lost per kill": [one.lost for one in losses],
@@ -261,26 +242,18 @@ def show(
         if values
     ]
     title = f"{len(waited)} joins, {len(killed)} kills, {len(drained)} drained"
-    console.print(shown(rows, title))
+    csv_tables.show(rows, title)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--borrowed", type=int, nargs="+", default=[0, 1, 2, 4], help="ascending")
-    parser.add_argument("--keep", type=Path, help="leave everything in this folder")
-    args, overrides = parser.parse_known_args()
+    args = flagged(__doc__, None, "OVERRIDE", rounds=3, steps=6, borrowed=[0, 1, 2, 4], keep=Path)
     if shutil.which("sbatch") is None or "SLURM_CONF" not in os.environ:
-        parser.error("SLURM_CONF is not set, or there is no sbatch: slurm/dev_cluster.sh start")
-    if args.borrowed != sorted(args.borrowed):
-        parser.error(f"--borrowed {args.borrowed}: must ascend")
+        raise Failed("SLURM_CONF is not set, or there is no sbatch: slurm/dev_cluster.sh start")
+    counts = sorted(args.borrowed)
     with tempfile.TemporaryDirectory(prefix="rose-elastic-") as scratch:
         folder = (args.keep or Path(scratch)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        bench(folder, args.rounds, args.steps, args.borrowed, overrides, Console())
+        bench(folder, args.rounds, args.steps, counts, args.words)
     return 0
 
 

@@ -1,19 +1,25 @@
-"""Count the trajectories of prove_promise.py's runs, from their files. Pure; not a command.
+"""The figures of prove_promise.py's runs: their trajectories, rewards and online users' latencies.
+Not a command.
 
 A trajectory is named GROUP.MEMBER, or GROUP.MEMBERrN if it replaces one whose work was thrown away.
 In a synchronous run that finished, every group admitted up to the last trained one is trained, once
 and whole, whatever happened to ranks, hosts and jobs in between.
+
+Online users' latencies beside rollouts are compared with those of serving alone. Both sides get the
+same requests at the same times. Counted are those that came while both sides ran. A request that
+isn't answered counts as infinitely late.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from rose.coordinator import journal, replay
 from rose.coordinator.control import first_name
@@ -21,6 +27,12 @@ from rose.parts.simulator.study.gains import Interval, interval
 from rose.scheduler import events as ev
 
 HOUR_S = 3600.0
+SLACK = 1.25  # targets of lending, as multiples of the latencies of serving alone
+# Seconds of traffic that are drawn together, because requests of one burst are not independent.
+WINDOW_S = 20.0
+DRAWS = 2000
+NAMES = {"ttft": "TTFT", "tpot": "TPOT"}
+PERCENTILES = (50, 99)
 
 
 class Counts(NamedTuple):
@@ -73,31 +85,10 @@ def tally(
     )
 
 
-def held(rows: Iterable[str], component: int, now: float) -> list[tuple[float, float]]:
-    """Return from when to when a job held the nodes of one of its components, one pair per attempt,
-    in seconds of the wall's clock.
-
-    `rows` are those of sacct --duplicates --parsable2 --noheader --format=JobID,Start,End; an
-    attempt that runs ends `now`. An attempt that never started has no pair."""
-    found = []
-    for row in rows:
-        job, start, end = row.strip().split("|")
-        if job.partition("+")[2] == str(component) and start[:1].isdigit():
-            until = datetime.fromisoformat(end).timestamp() if end[:1].isdigit() else now
-            found.append((datetime.fromisoformat(start).timestamp(), until))
-    return sorted(found)
-
-
 def device_hours(run: Mapping[str, Any], at: float = math.inf) -> float:
     """Return the hours of dedicated engines that a run had used `at` seconds after its submission."""
     seconds = sum(max(0.0, min(end, at) - start) for start, end in run["held"])
     return run["engines"] * seconds / HOUR_S
-
-
-def group_rewards(run: Path, steps: int) -> list[list[float]]:
-    """Return each group's mean reward, by step. Raises `ValueError` naming a missing file."""
-    trained = [replay.load(run, step) for step in range(1, steps + 1)]
-    return [[fmean(t.reward for t in group) for group in step] for step in trained]
 
 
 def rewards(run: Mapping[str, Any]) -> list[float]:
@@ -128,3 +119,96 @@ def difference(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]
     if len(ours) > 1:
         return interval([fmean(a) - fmean(b) for a, b in zip(ours, theirs, strict=True)])
     return interval([a - b for a, b in zip(ours[0], theirs[0], strict=True)])
+
+
+# --------------------------------------------------------------------------- latencies of online users
+
+
+class Request(NamedTuple):
+    """An online request: its time and latencies in seconds. A single token has no TPOT."""
+
+    at: float
+    ttft: float
+    tpot: float | None
+
+
+class Ratio(NamedTuple):
+    """A percentile alone and beside rollouts, in seconds, and their ratio with its 95% interval."""
+
+    name: str
+    alone: float
+    beside: float
+    ratio: float
+    low: float
+    high: float
+
+
+def requests(run: Mapping[str, Any], until: float = math.inf) -> list[Request]:
+    """Return the requests of a run that came before `until`."""
+    found = []
+    for at, ttft, tpot, done in run["requests"]:
+        if at < until:
+            found.append(Request(at, ttft, tpot) if done else Request(at, math.inf, math.inf))
+    return found
+
+
+def targets(alone: Mapping[str, Any]) -> dict[str, float]:
+    """Return the targets of serving.online.slo: `SLACK` times what serving alone gave."""
+    found, once = [(0, request) for request in requests(alone)], np.ones((1, 1), dtype=int)
+    return {
+        f"{key}_p{percent}_s": round(SLACK * float(_percentiles(found, key, percent, once)[0]), 4)
+        for key in NAMES
+        for percent in PERCENTILES
+    }
+
+
+def ratios(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[Ratio]:
+    """Compare the runs of each seed, (alone, beside), all seeds together.
+
+    The interval is a bootstrap over pieces of `WINDOW_S` seconds of the traffic, the same pieces on
+    both sides.
+    """
+    sides = [_pieces(pairs, number) for number in range(2)]
+    count = 1 + max((piece for side in sides for piece, _ in side), default=0)
+    once: np.ndarray = np.ones((1, count), dtype=int)
+    drawn = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), DRAWS)
+    found = []
+    for key, name in NAMES.items():
+        for percent in PERCENTILES:
+            alone, beside = (_percentiles(side, key, percent, once)[0] for side in sides)
+            with np.errstate(invalid="ignore"):
+                all_drawn = np.divide(*(_percentiles(s, key, percent, drawn) for s in sides[::-1]))
+            low, high = np.nanquantile(all_drawn, (0.025, 0.975), method="nearest")
+            bounds = float(beside / alone), float(low), float(high)
+            found.append(Ratio(f"{name} P{percent}", float(alone), float(beside), *bounds))
+    return found
+
+
+def _pieces(
+    pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], side: int
+) -> list[tuple[int, Request]]:
+    """Return the requests of one side of all seeds, each with the number of its piece."""
+    found, first = [], 0
+    for pair in pairs:
+        until = min(run["served_s"] for run in pair)
+        found += [(first + int(r.at // WINDOW_S), r) for r in requests(pair[side], until)]
+        first += math.ceil(until / WINDOW_S)
+    return found
+
+
+def _percentiles(
+    side: Sequence[tuple[int, Request]], key: str, percent: int, times: np.ndarray
+) -> np.ndarray:
+    """Return a percentile for each row of `times`, which says how often each piece counts.
+
+    It is the value at rank p (n - 1), rounded up, as numpy's method "higher"; infinite without
+    requests.
+    """
+    rows = [(value, at) for at, one in side if (value := getattr(one, key)) is not None]
+    rows.sort()
+    values = np.array([value for value, _ in rows] + [math.inf])
+    weights = times[:, [at for _, at in rows]]  # (rows of times, requests)
+    upto = weights.cumsum(axis=1)
+    count = weights.sum(axis=1, keepdims=True)
+    rank = np.ceil(percent / 100 * (count - 1))
+    return values[np.where(count[:, 0] > 0, (upto <= rank).sum(axis=1), len(rows))]

@@ -17,8 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rose.parts.simulator.study.gains import Interval
-from scripts.lending.promise_count import curve, device_hours
-from scripts.lending.promise_latency import SLACK, Ratio, ratios
+from scripts.lending.promise_count import SLACK, Ratio, curve, device_hours, ratios
 from scripts.lending.promise_page import HARM, SIDES, Of, by_side, kind_of, pairs, window
 
 WIDTH, MARGIN = 860, 20
@@ -66,8 +65,8 @@ def figure(runs: Sequence[dict], title: str) -> str:
     parts = [
         _text(MARGIN, 26, f"The promise, measured: {title}", "big"),
         *_legend(),
-        *_panel(of, 0, "training step", _by_step, lambda run: len(run["groups"])),
-        *_panel(of, 1, "hours of dedicated engines", _by_hours, device_hours),
+        *_panel(of, 0, "training step", _by_step),
+        *_panel(of, 1, "hours of dedicated engines", device_hours),
         *_strip(found, strip),
     ]
     size = f'width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}"'
@@ -103,15 +102,16 @@ def _mark(kind: str, x: float, y: float) -> str:
 
 
 def _legend() -> list[str]:
-    parts, x = [], float(MARGIN)
-    for side, words in WORDS.items():
-        parts.append(_line(x, 46, x + 24, 46, f"curve {side}"))
-        parts.append(_text(x + 30, 50, words))
-        x += 30 + 6.4 * len(words) + 26
-    x = float(MARGIN)
-    for kind, words in HARM.items():
-        parts += [_mark(kind, x + 12, 66), _text(x + 30, 70, words)]
-        x += 30 + 6.4 * len(words) + 26
+    parts = []
+    for y, named in ((46, WORDS), (66, HARM)):
+        x = float(MARGIN)
+        for kind, words in named.items():
+            line = named is WORDS
+            parts.append(
+                _line(x, y, x + 24, y, f"curve {kind}") if line else _mark(kind, x + 12, y)
+            )
+            parts.append(_text(x + 30, y + 4, words))
+            x += 30 + 6.4 * len(words) + 26
     return parts
 
 
@@ -121,19 +121,9 @@ def _by_step(run: dict, at: float) -> float:
     return float(np.interp(at, ends, range(len(ends))))
 
 
-def _by_hours(run: dict, at: float) -> float:
-    return device_hours(run, at)
-
-
-def _panel(
-    of: Of,
-    number: int,
-    words: str,
-    place: Callable[[dict, float], float],
-    width: Callable[[dict], float],
-) -> list[str]:
-    """Draw the curves over `place(run, seconds)`, which ends at `width(run)`."""
-    most = _rounded(max(width(run) for runs in of.values() for run in runs))
+def _panel(of: Of, number: int, words: str, place: Callable[[dict, float], float]) -> list[str]:
+    """Draw the curves over `place(run, seconds)`."""
+    most = _rounded(max(place(run, math.inf) for runs in of.values() for run in runs))
     x = Axis(PANEL_LEFTS[number], PLOT_W, most)
     y = Axis(PANEL_TOP + PLOT_H, -PLOT_H, 1.0)
     seeds = len(of["borrowed"])
@@ -181,14 +171,10 @@ def _curve(side: str, points: Sequence[tuple[float, Interval]], x: Axis, y: Axis
 
 
 def _rounded(most: float) -> float:
-    """Return the end of an axis: `most`, up to five steps of 1, 2, 2.5, 4 or 5 of a power of ten."""
-    step = most / 5
-    power = 10.0 ** math.floor(math.log10(step))
-    return (
-        5
-        * power
-        * next(f for f in (1, 1.2, 1.6, 2, 2.5, 3, 4, 5, 6, 8, 10) if f * power >= step * 0.999)
-    )
+    """Return the end of an axis of five steps that holds `most`."""
+    power = 10.0 ** math.floor(math.log10(most / 5))
+    ends = (5 * power * factor for factor in (1, 1.2, 1.6, 2, 2.5, 3, 4, 5, 6, 8, 10))
+    return next(end for end in ends if end >= most * 0.999)
 
 
 def _strip(found: Sequence[Ratio], top: float) -> list[str]:
@@ -197,14 +183,8 @@ def _strip(found: Sequence[Ratio], top: float) -> list[str]:
     most = min(MOST_RATIO, max(2.0, math.ceil(2 * max(finite, default=2.0)) / 2))
     x = Axis(STRIP_LEFT, STRIP_W, most)
     bottom = top + STRIP_ROW * len(found)
-    parts = [
-        _text(
-            MARGIN,
-            top - 38,
-            "Online users' latency beside rollouts, as a multiple of serving alone under the same "
-            "traffic, 95% interval",
-        )
-    ]
+    words = "Online users' latency beside rollouts, as a multiple of serving alone under the same "
+    parts = [_text(MARGIN, top - 38, f"{words}traffic, 95% interval")]
     for tick in range(int(most * 2) + 1):
         parts.append(_line(x(tick / 2), top - 6, x(tick / 2), bottom, "grid"))
         parts.append(_text(x(tick / 2), bottom + 16, f"{tick / 2:g}", "soft", "middle"))
@@ -214,9 +194,8 @@ def _strip(found: Sequence[Ratio], top: float) -> list[str]:
     parts.append(_text(x(SLACK), top - 10, f"target {SLACK:g}", "", "middle"))
     for number, one in enumerate(found):
         y = top + STRIP_ROW * (number + 0.5)
-        parts.append(
-            _text(MARGIN, y + 4, f"{one.name}: {one.alone:.3f} s alone, {one.beside:.3f} s")
-        )
+        words = f"{one.name}: {one.alone:.3f} s alone, {one.beside:.3f} s"
+        parts.append(_text(MARGIN, y + 4, words))
         parts.append(_line(x(one.low), y, x(one.high), y, "borrowed", ' stroke-width="3"'))
         parts.append(f'<circle class="dot" cx="{x(one.ratio):.1f}" cy="{y:.1f}" r="5"/>')
         shown = f"{one.ratio:.2f} ({one.low:.2f} to {one.high:.2f})"

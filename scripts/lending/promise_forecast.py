@@ -25,7 +25,7 @@ from rose.parts.simulator.driver import simulate
 from rose.parts.simulator.result import Result
 from rose.policies import build
 from scripts.harness import configured, simulated
-from scripts.lending.promise_latency import SLACK
+from scripts.lending.promise_count import SLACK
 from scripts.lending.promise_run import (
     ALIKE,
     AWAY_S,
@@ -62,7 +62,7 @@ def _profile_run(plan: Plan) -> tuple[Ran, Path]:
     if not ran.finished:
         log.unlink(missing_ok=True)
         words = ["fresh=true", "serving=none", "rollout.workers=1", f"trainer.steps={STEPS}"]
-        words += [f"trainer.batch_size={plan.batch}", *plan.overrides]
+        words += [f"trainer.batch_size={plan.batch}", *plan.words]
         alike = [word for word in ALIKE if not word.startswith("trainer.optimizer.lr")]
         live = Live(plan.folder, "profile", [*alike, *words], plan.quota, log)
         live.wait(DEADLINE_S)
@@ -120,7 +120,7 @@ def _spec(
     struck: dict[str, list[float]] = {victim: [] for victim in STORM}
     if side == "borrowed":
         for number in range(STRIKES):
-            struck[STORM[number % len(STORM)]].append((number + 1) * plan.every_s)
+            struck[STORM[number % len(STORM)]].append((number + 1) * plan.every)
         starts = spec.Allocation(0.0, start_s)
         use = _serving(plan, engine, seed)
         for node, load in zip(DEVICES, use.devices.loads, strict=True):

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from rose.parts.simulator.study.gains import Interval
 from scripts.csv_tables import markdown
-from scripts.lending.promise_count import curve, device_hours, difference, rewards
-from scripts.lending.promise_latency import SLACK, ratios
+from scripts.lending.promise_count import SLACK, curve, device_hours, difference, ratios, rewards
 
 WINDOWS = 4  # parts of a run; a point of a reward curve is the mean of one part's steps
 NAMES = {"dedicated": "four dedicated", "alone": "one alone", "borrowed": "one and borrowed"}
@@ -48,11 +47,6 @@ def window(of: Of) -> int:
     return math.ceil(max(len(run["groups"]) for runs in of.values() for run in runs) / WINDOWS)
 
 
-def curves(of: Of) -> dict[str, list[tuple[float, Interval]]]:
-    """Return each side's (middle step, mean reward over seeds with its 95% interval)."""
-    return {side: curve(of[side], window(of)) for side in SIDES}
-
-
 def half(one: Interval) -> float:
     return (one.high - one.low) / 2
 
@@ -79,7 +73,7 @@ def _cells(of: Of, shown: Callable[[list[dict]], str]) -> Any:
 
 
 def _rewards(of: Of) -> list[Line]:
-    found = curves(of)
+    found = {side: curve(of[side], window(of)) for side in SIDES}
     first = [f"{found[side][0][1].mean:.2f}" for side in SIDES]
     ends = {side: found[side][-1][1] for side in SIDES}
     last = [f"{end.mean:.3f} ± {half(end):.3f}" for end in ends.values()]
@@ -127,35 +121,22 @@ def _gain(dedicated: float, alone: float, borrowed: float) -> float:
 
 
 def _devices(of: Of, forecast: Forecast) -> list[Line]:
+    held = {side: fmean(device_hours(run) / run["engines"] for run in of[side]) for side in SIDES}
     found = []
     for words, own, others in (
         ("dedicated engines' device-hours, half at most", 0, 0),
         ("... and the trainer's", 1, 0),
         ("... and the spare one's, and those of lent devices as if they served nobody", 1, 3),
     ):
-        hours = {}
-        for side in SIDES:
-            more = own + others * (side == "borrowed")
-            hours[side] = fmean(
-                device_hours(run) * (run["engines"] + more) / run["engines"] for run in of[side]
-            )
-        share = hours["borrowed"] / hours["dedicated"]
-        expected = [
-            (of[side][0]["engines"] + own + others * (side == "borrowed"))
-            * forecast[side]["held_s"]
-            for side in CLAIMED
-            if forecast
-        ]
-        found.append(
-            Line(
-                words,
-                f"{hours['dedicated']:.3f}",
-                f"{hours['alone']:.3f}, fewer steps",
-                f"{hours['borrowed']:.3f} ({share:.0%})",
-                None if own else share <= 0.5,
-                f"{expected[1] / expected[0]:.0%}" if expected else "",
-            )
-        )
+        count = {side: of[side][0]["engines"] + own for side in SIDES}
+        count["borrowed"] += others
+        dedicated, alone, borrowed = (held[side] * count[side] for side in SIDES)
+        share, expected = borrowed / dedicated, ""
+        if forecast:
+            theirs, ours = (count[side] * forecast[side]["held_s"] for side in CLAIMED)
+            expected = f"{ours / theirs:.0%}"
+        cells = f"{dedicated:.3f}", f"{alone:.3f}, fewer steps", f"{borrowed:.3f} ({share:.0%})"
+        found.append(Line(words, *cells, None if own else share <= 0.5, expected))
     return found
 
 
@@ -187,21 +168,18 @@ def _online(of: Of, forecast: Forecast) -> list[Line]:
 
 
 def _trajectories(of: Of) -> list[Line]:
+    def total(runs: list[dict], part: str, *keys: str) -> int:
+        return sum(run[part][key] for run in runs for key in keys)
+
     def wrong(runs: list[dict]) -> str:
-        lost, replaced, doubled, trained = (
-            sum(run["counts"][key] for run in runs)
-            for key in ("lost", "replaced", "doubled", "trained")
-        )
-        return f"{lost + replaced} and {doubled} of {trained:,}"
+        lost, doubled = total(runs, "counts", "lost", "replaced"), total(runs, "counts", "doubled")
+        return f"{lost} and {doubled} of {total(runs, 'counts', 'trained'):,}"
 
     def repeated(runs: list[dict]) -> str:
-        return "; ".join(
-            f"{sum(run['repeated'][key] for run in runs)}"
-            for key in ("trajectories_restarted", "resumed_turns")
-        )
+        restarted = total(runs, "repeated", "trajectories_restarted")
+        return f"{restarted}; {total(runs, 'repeated', 'resumed_turns')}"
 
-    bad = ("lost", "replaced", "doubled", "short")
-    holds = not any(run["counts"][key] for run in of["borrowed"] for key in bad)
+    holds = not total(of["borrowed"], "counts", "lost", "replaced", "doubled", "short")
     words = "trajectories begun again; turns answered again from records"
     return [
         Line("trajectories lost, counted twice", *_cells(of, wrong), holds),

@@ -12,24 +12,26 @@ import contextlib
 import math
 import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import psutil
 
 from rose import config as cfg
+from rose.coordinator.replay import load
 from rose.parts.simulator import traces
 from rose.protocol import Role
-from scripts.harness import PATHS, REPOSITORY
+from scripts import live_runs
+from scripts.harness import REPOSITORY
 from scripts.lending import promise_count
 from scripts.lending.bench_coserving_client import replay
-from scripts.lending.promise_latency import targets
+from scripts.lending.promise_count import targets
 from scripts.live_runs import LOOK_S, Quota, Stolen
+from scripts.runs import MEASURED
 from scripts.slurm_jobs import Serving, Training, command
 
 SERVED = "chat"
@@ -45,8 +47,8 @@ REPEATED = ("trajectories_restarted", "resumed_turns")  # counters in metrics.js
 DEVICES, SPARE = ("n3", "n4"), "n5"  # nodes that serve users, and a spare one; training has n1, n2
 # Seconds of a piece of the users' traffic, and seconds for the answers after its end.
 PIECE_S, DRAIN_S = 5.0, 20.0
-START_S, STEP_S = 600.0, 600.0  # deadlines in seconds: of all starts, and of a training step
-PROMPT, OUTPUT = (64.0, 0.6), (24.0, 0.6)  # tokens of the generated trace: median, sigma
+WAIT_S = 600.0  # deadline of all starts, and of a training step
+PROMPT, OUTPUT = 64.0, 24.0  # mean tokens of the users' requests
 MOST_PROMPT, MOST_OUTPUT = 300, 100
 STORM = ("n3", "spare", "host", "n4")  # borrowed engines by node, an environment host
 # Seconds until a missing victim is skipped; seconds of the more urgent job on the spare device.
@@ -66,14 +68,11 @@ ALIKE = (
     f"rollout.group_size={GROUP}",
     "rollout.max_sequences=6",  # bound by an engine's memory
     "rollout.kv_cache_gib=0.05",
-    "rollout.threads=1",
-    "trainer.threads=1",
+    *MEASURED,
+    "observe.report=true",
     "trainer.optimizer.lr=5e-4",  # At 1e-3 one of six runs forgot its calls for good.
     "trainer.optimizer.schedule=constant",  # sides differ in their number of steps
     "trainer.optimizer.warmup_steps=2",
-    "eval.episodes=0",
-    "observe.terminal=false",
-    "observe.tensorboard=false",
     "transfer.keep_versions=4",
     "serving.lost_after_s=10",  # busy machine, on which a rank may be seconds late
 )
@@ -98,33 +97,23 @@ class Plan:
     batch: int
     quota: float  # cores of an engine, and of a serving device
     rate: float  # online requests per second and device
-    trace: Path | None
-    every_s: float  # seconds between two kills
-    overrides: list[str] = field(default_factory=list)
+    trace: Path
+    every: float  # seconds between two kills
+    words: list[str] = field(default_factory=list)  # overrides of the run's configuration
 
     def requests(self, seed: int) -> list[traces.Trace]:
         """Return the requests of each device, the same on all sides."""
-        if self.trace is None:
-            seeds = [1000 * seed + number for number in range(len(DEVICES))]
-            made = [
-                traces.generate(one, TRACE_S, self.rate, prompt=PROMPT, output=OUTPUT)
-                for one in seeds
-            ]
-            return [trace.clipped(MOST_PROMPT, MOST_OUTPUT) for trace in made]
         whole = traces.read(self.trace)
         lengths = whole.tokens_scaled(
-            PROMPT[0] / whole.prompt_tokens.mean(), OUTPUT[0] / whole.output_tokens.mean()
+            PROMPT / whole.prompt_tokens.mean(), OUTPUT / whole.output_tokens.mean()
         ).clipped(MOST_PROMPT, MOST_OUTPUT)
-        slower = lengths.scaled(self.slower(whole))
+        # The trace's seconds are stretched to reach `rate`.
+        slower = lengths.scaled(len(whole) / whole.seconds / (self.rate * len(DEVICES)))
         count = int(slower.seconds // TRACE_S)
         windows = [slower.slice(TRACE_S * at, TRACE_S) for at in range(count)]
         windows.sort(key=_fullest, reverse=True)
         chosen = windows[(seed - 1) % len(windows)]
         return [chosen.part(slice(at, None, len(DEVICES))) for at in range(len(DEVICES))]
-
-    def slower(self, whole: traces.Trace) -> float:
-        """Return the factor by which the trace's seconds are stretched to reach `rate`."""
-        return len(whole) / whole.seconds / (self.rate * len(DEVICES))
 
     def steps_of(self, side: str) -> int:
         """Return the steps of a side. `alone` has fewer, because one engine is slow and nothing is
@@ -142,7 +131,7 @@ def _fullest(window: traces.Trace) -> int:
 class Storm:
     """The harm to the borrowed side, always amid rollouts:
 
-    1. Every `every_s` seconds the next victim of `STORM` is struck. It is skipped if it isn't there
+    1. Every `every` seconds the next victim of `STORM` is struck. It is skipped if it isn't there
        for `VICTIM_S`.
     2. At half of the steps the whole job is requeued.
     """
@@ -159,7 +148,7 @@ class Storm:
     _requeued: bool = False
 
     def __post_init__(self) -> None:
-        self._due = time.monotonic() + self.plan.every_s
+        self._due = time.monotonic() + self.plan.every
 
     def look(self) -> None:
         steps, amid, now = len(self.training.steps()), self.training.amid(), time.monotonic()
@@ -177,7 +166,7 @@ class Storm:
                     return
                 self.log(f"skipped {victim}: not there")
             self._number, self._missing_since = self._number + 1, math.inf
-            self._due = now + self.plan.every_s
+            self._due = now + self.plan.every
 
     def _strike(self, victim: str) -> str:
         """Strike the victim. Return what was done, '' if it isn't there."""
@@ -275,39 +264,10 @@ def core(device: int) -> int:
 
 def profile(plan: Plan, seconds: float) -> None:
     """Measure a serving device, for `seconds` each engine and both together."""
-    quota, model = Quota("profile", plan.quota, core(0)), plan.model
-    command = [
-        sys.executable,
-        "-m",
-        "rose.parts.lending.profile",
-        f"out={plan.profile}",
-        f"seconds={seconds}",
-        f"model={model}",
-        "model.max_context=512",
-        "rollout.threads=1",
-        "rollout.kv_cache_gib=0.1",
-        f"serving.online.model={model}",
-        "serving.online.dtype=float32",
-        "serving.online.kv_cache_gib=0.1",
-        "serving.online.max_context=512",
-    ]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=REPOSITORY,
-        env=os.environ | PATHS,
-    )
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if "measuring" in line:  # printed once an engine has started
-            quota.add(process.pid, everybody=True)
-            quota.limit()
-    quota.close()
-    if process.wait():
-        raise SystemExit(f"the profile ended with {process.returncode}:\n{''.join(lines[-20:])}")
+    models = (f"model={plan.model}", f"serving.online.model={plan.model}", "model.max_context=512")
+    with contextlib.closing(Quota("profile", plan.quota, core(0))) as quota:
+        words = (f"seconds={seconds}", *models, "rollout.threads=1", *ONLINE)
+        live_runs.profile(plan.profile, quota, words)
 
 
 async def users(
@@ -346,29 +306,31 @@ def _overrides(plan: Plan, side: str, seed: int) -> list[str]:
         "trainer.checkpoint_every=1",
         *POLICIES[side],
         *(() if side == "borrowed" else ("serving=none",)),
-        *plan.overrides,
+        *plan.words,
     ]
 
 
 async def _until(
-    ready: Callable[[], object], what: str, jobs: list[Serving], training: Training | None = None
+    ready: Callable[[], object],
+    what: str,
+    jobs: list[Serving],
+    training: Training | None = None,
+    storm: Storm | None = None,
 ) -> None:
-    end = time.monotonic() + START_S
+    """Confine engines and run the storm until `ready()`. Raises `SystemExit` after `WAIT_S`, or if
+    the training job, or before there is one a serving job, has ended."""
+    end = time.monotonic() + WAIT_S
     while not ready():
-        _look(jobs, training)
-        over = next((job for job in (*jobs, training) if job and job.over), None)
+        for one in filter(None, (training, *jobs)):
+            one.confine()
+        over = any(job.over for job in ([training] if training else jobs))
         if over or time.monotonic() > end:
-            why = "since its job has ended" if over else f"within {START_S:g} s"
-            raise SystemExit(
-                f"{what} did not come {why}; see {over.log if over else jobs[0].log}"
-                + (f" and {training.run}/logs" if training else "")
-            )
+            why = "since the job has ended" if over else f"within {WAIT_S:g} s"
+            where = f" and {training.run}/logs" if training else ""
+            raise SystemExit(f"{what} did not come {why}; see {jobs[0].log}{where}")
+        if storm is not None:
+            storm.look()
         await asyncio.sleep(LOOK_S)
-
-
-def _look(jobs: list[Serving], training: Training | None) -> None:
-    for one in filter(None, (training, *jobs)):
-        one.confine()
 
 
 async def _train(
@@ -378,32 +340,21 @@ async def _train(
     storm: Storm | None,
     log: Callable[[str], None],
 ) -> None:
-    """Watch the run until it ends: confine its engines, log its steps and run the storm. Raises
-    `SystemExit` if a step exceeds STEP_S or the job ends early."""
-    known, end = 0, time.monotonic() + STEP_S
-    while True:
-        _look(jobs, training)
-        if training.over:
-            break
-        rows = training.steps()
-        if len(rows) > known:
-            known, end = len(rows), time.monotonic() + STEP_S
-            row = rows[-1]
-            log(
-                f"step {row['step']} of {steps}: reward {row['reward_mean']:.2f}, "
-                f"{row['time_step']:.1f} s, {row.get('borrowed_workers', 0)} borrowed"
-            )
-        if time.monotonic() > end:
-            raise SystemExit(f"no step within {STEP_S:g} s; see {training.run}/logs")
-        if storm is not None and known < steps:
-            storm.look()
-        await asyncio.sleep(LOOK_S)
-    if not (training.run / "status" / "finished.json").exists():
-        raise SystemExit(f"the training job ended early; see {training.run}/logs")
+    """Watch the run until it ends, and log its steps. Raises as `_until` does."""
+    for step in range(1, steps + 1):
+        await _until(lambda: len(training.steps()) >= step, f"step {step}", jobs, training, storm)
+        row = training.steps()[-1]
+        log(
+            f"step {row['step']} of {steps}: reward {row['reward_mean']:.2f}, "
+            f"{row['time_step']:.1f} s, {row.get('borrowed_workers', 0)} borrowed"
+        )
+    finished = training.run / "status" / "finished.json"
+    await _until(lambda: finished.exists() and training.over, "the end of the run", jobs, training)
 
 
 def _figures(plan: Plan, training: Training, side: str, seed: int, began: float) -> dict:
-    rows = training.steps()
+    rows, steps = training.steps(), plan.steps_of(side)
+    trained = [load(training.run, step) for step in range(1, steps + 1)]
     return {
         "machine": machine(),
         "side": side,
@@ -412,9 +363,9 @@ def _figures(plan: Plan, training: Training, side: str, seed: int, began: float)
         "held": [[start - began, end - began] for start, end in training.held()],
         "attempts": len(list((training.run / "journal").glob("attempt-*.jsonl"))),
         "at_s": [row["time"] - began for row in rows],
-        "groups": promise_count.group_rewards(training.run, plan.steps_of(side)),
+        "groups": [[fmean(t.reward for t in group) for group in step] for step in trained],
         "step_s": [row["time_step"] for row in rows],
         "borrowed_share": [row.get("borrowed_token_share", 0.0) for row in rows],
         "repeated": {key: sum(row.get(key, 0) for row in rows) for key in REPEATED},
-        "counts": promise_count.count(training.run, plan.steps_of(side), plan.batch)._asdict(),
+        "counts": promise_count.count(training.run, steps, plan.batch)._asdict(),
     }

@@ -5,38 +5,31 @@
     python scripts/lending/prove_promise.py --trace FILE --only forecast                    # by the simulator
     python scripts/lending/prove_promise.py --redraw       # table and figure from docs/results/promise alone
 
-An agent that knows no trainer (promise_agent.py) learns in sandboxes, over the gateway, as a job of
-a real Slurm whose virtual nodes are this machine (slurm/dev_cluster.sh). Each engine, and each
-serving device, has the same CPU quota, which it gets before any other process; trainer, environment
-hosts and clients have what is left.
-
-    dedicated  four dedicated engines; two devices serve users beside, and lend nothing
-    alone      one dedicated engine and the same devices, which lend nothing; 2 of 5 steps
-    borrowed   one dedicated engine; the devices lend what serving leaves idle, a spare engine joins.
-               Every --every seconds the next of them is killed or preempted, or an environment
-               host is killed; at half of the steps Slurm requeues the training job
-
-The targets of lending are 1.25 times what users got in `alone` under the same traffic, so `alone`
-runs before `borrowed`. Users come as in a public trace (--trace), whose time is stretched to
---rate. That keeps the shape of its bursts and not their seconds. Each seed takes one of the
-20-minute windows with the largest bursts in their first four minutes. A request that isn't answered
-counts as infinitely late. A killed host's sandboxes are not restored: an agent that is a program of
-its own has no checkpoints, so it runs again, and gets the answers that its first run got.
+docs/benchmarks.md says what the three sides are and what is compared. They run as jobs of a real
+Slurm whose virtual nodes are this machine (slurm/dev_cluster.sh). Each engine and each serving
+device has the same CPU quota, which it gets before any other process; trainer, environment hosts
+and clients have what is left. Users come as in a public trace, whose time is stretched to --rate
+requests a second and device. That keeps the shape of its bursts. Each seed takes one of the
+20-minute windows with the largest bursts in their first four minutes. A killed host's sandboxes are
+not restored: an agent that is a program of its own has no checkpoints, so it runs again, and gets
+the answers that its first run got.
 
 The simulator predicts all sides before they run. The figures of each run go to --results when it is
 done, one file per seed. An interrupted proof goes on from there, on another machine too, but
-`borrowed` needs an `alone` of the same kind of machine: `--only SIDE-SEED` does single runs. All
-that it starts it ends, also after Ctrl-C. It needs root, Slurm's packages (slurm/dev_cluster.sh
-install), 4 x quota cores and two more, and a machine that does nothing else.
+`borrowed` needs an `alone` of the same kind of machine, which gives it the targets of lending:
+`--only SIDE-SEED` does single runs. All that it starts it ends, also after Ctrl-C. It needs root,
+Slurm's packages (slurm/dev_cluster.sh install), 4 x quota cores and two more, and a machine that
+does nothing else.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import json
 import os
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,27 +42,125 @@ from rose.parts.sandbox import SandboxError
 from rose.parts.sandbox.probe import choose
 from rose.parts.simulator.traces import TraceError, read
 from scripts.csv_tables import put
-from scripts.harness import REPOSITORY, configured
+from scripts.harness import REPOSITORY, configured, flagged
 from scripts.lending import promise_figure, promise_page
 from scripts.lending.promise_forecast import forecast
-from scripts.lending.promise_results import SIDES, Results
 from scripts.lending.promise_run import GROUP, MODEL, Plan, machine, profile, run
 from scripts.live_runs import Quota, end_in_order, wait_for_calm
 from scripts.slurm_jobs import cluster
 
 RESULTS = REPOSITORY / "docs" / "results" / "promise"
+SETTINGS = ("steps", "batch", "quota", "rate", "every")  # options that a proof's runs share
+# The sides of a seed run in this order, since the targets of `borrowed` come from `alone`.
+SIDES = ("alone", "borrowed", "dedicated")
 FORECAST = "forecast"  # the word of --only for the simulator's part
 FIGURE = REPOSITORY / "docs" / "promise.svg"
 PAGE = REPOSITORY / "docs" / "benchmarks.md"
 
 
-def settings(args: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
+class Results:
+    """The files seed-N.json of one folder, all with the same settings, and its forecast.json.
+
+    A seed's file has the settings, and the figures of each side that is done. It is written after
+    each side, so that an interrupted proof goes on from it. Times are in seconds since the training
+    job was submitted, of online requests since the traffic began. Raises `SystemExit` if the folder
+    has runs of other settings, or a file that is damaged.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any] | None = None) -> None:
+        self.folder = folder
+        self._seeds = dict(self._read())
+        kept = [seed["settings"] for seed in self._seeds.values()]
+        self.settings = dict(settings if settings is not None else kept[0] if kept else {})
+        for number, found in zip(self._seeds, kept, strict=True):
+            self._check(number, found)
+
+    def _read(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        for path in sorted(self.folder.glob("seed-*.json")):
+            try:
+                number = int(path.stem.partition("-")[2])
+                found = json.loads(path.read_text(encoding="utf-8"))
+                if not found["settings"] or set(found["sides"]) - set(SIDES):
+                    raise ValueError(f"its sides must be of {', '.join(SIDES)}")
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise SystemExit(
+                    f"prove_promise: {path} is no file of a seed ({error!r}); remove it, and its "
+                    "sides run again"
+                ) from None
+            yield number, found
+
+    def _check(self, seed: int, found: Mapping[str, Any]) -> None:
+        keys = sorted({*found, *self.settings})
+        both = [(key, found.get(key), self.settings.get(key)) for key in keys]
+        if words := "; ".join(
+            f"{key} {was!r}, not {now!r}" for key, was, now in both if was != now
+        ):
+            raise SystemExit(
+                f"prove_promise: {self._path(seed)} is of other settings ({words}); give them, or "
+                "another --results"
+            )
+
+    def _path(self, seed: int) -> Path:
+        return self.folder / f"seed-{seed}.json"
+
+    def get(self, side: str, seed: int) -> dict[str, Any] | None:
+        """Return the figures of a run, null if it isn't done."""
+        return self._seeds[seed]["sides"].get(side) if seed in self._seeds else None
+
+    def put(self, run: dict[str, Any]) -> None:
+        """Keep the figures of a run, which has `side` and `seed`."""
+        seed = self._seeds.setdefault(run["seed"], {"settings": self.settings, "sides": {}})
+        seed["sides"][run["side"]] = run
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_whole(self._path(run["seed"]), _written(seed).encode())
+
+    @property
+    def forecast(self) -> dict[str, dict[str, float]]:
+        """Return the simulator's prediction of each side; empty if none has these settings."""
+        path = self.folder / "forecast.json"
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return found["sides"] if found.get("settings") == self.settings else {}
+
+    def foresee(self, sides: dict[str, dict[str, float]]) -> None:
+        """Keep the simulator's prediction, which must be made before the runs."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(_rounded({"settings": self.settings, "sides": sides}), indent=1)
+        write_whole(self.folder / "forecast.json", f"{text}\n".encode())
+
+    def whole(self) -> list[dict[str, Any]]:
+        """Return the runs of all seeds that have every side, in order."""
+        done = [seed["sides"] for _, seed in sorted(self._seeds.items())]
+        return [sides[side] for sides in done if len(sides) == len(SIDES) for side in SIDES]
+
+
+def _written(seed: dict[str, Any]) -> str:
+    """Return a seed's file, with one line per side, so that a commit shows which side came."""
+
+    def dumped(value: Any) -> str:
+        return json.dumps(_rounded(value), separators=(",", ":"))
+
+    sides = ",\n".join(f'"{side}":{dumped(run)}' for side, run in seed["sides"].items())
+    return f'{{"settings":{dumped(seed["settings"])},\n"sides":{{\n{sides}\n}}}}\n'
+
+
+def _rounded(value: Any) -> Any:
+    """Return the value with its floats cut to a tenth of a millisecond."""
+    if isinstance(value, float):
+        return round(value, 4)
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(one) for one in value]
+    return value
+
+
+def settings(args: Any) -> dict[str, Any]:
     """Return what must be the same in all runs of a proof."""
-    found = {key: getattr(args, key) for key in ("steps", "batch", "quota", "rate", "every")}
-    return found | {"trace": args.trace.name if args.trace else None, "overrides": overrides}
+    found = {key: getattr(args, key) for key in SETTINGS}
+    return found | {"trace": args.trace.name, "overrides": args.words}
 
 
-def checked(args: argparse.Namespace) -> list[tuple[str, int]]:
+def checked(args: Any) -> list[tuple[str, int]]:
     """Return the runs that are wanted. Raises `SystemExit` with one line for what would fail."""
     if os.geteuid():
         raise SystemExit("prove_promise: needs root, for virtual nodes and CPU quotas")
@@ -78,9 +169,10 @@ def checked(args: argparse.Namespace) -> list[tuple[str, int]]:
             f"prove_promise: --batch {args.batch}: a multiple of {GROUP}; --steps {args.steps}: 4 "
             f"or more; --seeds {args.seeds}: 1 or more"
         )
+    if args.trace is None:
+        raise SystemExit("prove_promise: --trace FILE is needed, of online requests")
     try:
-        if args.trace is not None:
-            read(args.trace)
+        read(args.trace)
         choose()
     except (OSError, TraceError, SandboxError) as error:
         raise SystemExit(f"prove_promise: {error}") from None
@@ -95,24 +187,14 @@ def checked(args: argparse.Namespace) -> list[tuple[str, int]]:
     return [one for name, one in named.items() if not args.only or name in args.only]
 
 
-def planned(args: argparse.Namespace, overrides: list[str]) -> Plan:
+def planned(args: Any) -> Plan:
     folder = args.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    return Plan(
-        folder,
-        resolve(configured(*MODEL).model),
-        folder / "profile.json",
-        args.steps,
-        args.batch,
-        args.quota,
-        args.rate,
-        args.trace,
-        args.every,
-        overrides,
-    )
+    model, own = resolve(configured(*MODEL).model), {key: getattr(args, key) for key in SETTINGS}
+    return Plan(folder, model, folder / "profile.json", trace=args.trace, words=args.words, **own)
 
 
-def prove(plan: Plan, args: argparse.Namespace, results: Results, wanted: list) -> None:
+def prove(plan: Plan, args: Any, results: Results, wanted: list) -> None:
     """Do the runs that are not there yet, in order."""
     missing = [one for one in wanted if results.get(*one) is None]
     for side, seed in missing:
@@ -176,30 +258,17 @@ def _say(words: str, name: str = "") -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--batch", type=int, default=64, help="trajectories of a step")
-    parser.add_argument("--quota", type=float, default=0.1, help="cores of each engine and device")
-    parser.add_argument("--rate", type=float, default=0.2, help="online requests/s of a device")
-    parser.add_argument("--trace", type=Path, help="of online requests; else one is made")
-    parser.add_argument("--every", type=float, default=60.0, help="seconds between two kills")
-    parser.add_argument("--profile-s", type=float, default=40.0, help="of a serving device")
-    parser.add_argument("--only", nargs="+", default=[], metavar="RUN", help="as alone-1")
-    parser.add_argument("--redraw", action="store_true", help="run nothing")
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "outputs" / "promise")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--figure", type=Path, default=FIGURE)
-    args, overrides = parser.parse_known_args()
+    out, only = REPOSITORY / "outputs" / "promise", list[str]()
+    args = flagged(__doc__, None, "OVERRIDE", seeds=3, steps=40, batch=64, quota=0.1, rate=0.2,
+                   trace=Path, every=60.0, profile_s=40.0, only=only, redraw=False, out=out,
+                   results=RESULTS, figure=FIGURE)  # fmt: skip
     if args.redraw:
         draw(Results(args.results), args.figure)
         return
     end_in_order()
     wanted = checked(args)
-    results = Results(args.results, settings(args, overrides))
-    prove(planned(args, overrides), args, results, wanted)
+    results = Results(args.results, settings(args))
+    prove(planned(args), args, results, wanted)
     draw(results, args.figure)
 
 

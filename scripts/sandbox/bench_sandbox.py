@@ -1,11 +1,10 @@
-"""Measure sandboxes: starts, turns, captures, inspections, recovery by policy, costs.
+"""Measure sandboxes: starts, turns, captures, recovery by policy, costs.
 
-    python scripts/sandbox/bench_sandbox.py [--only starts captures looks recovery costs] [--think 2]
+    python scripts/sandbox/bench_sandbox.py [--only starts captures recovery costs] [--think 2]
 
-starts     a turn is the builtin `:`, so that its time is overhead; compared with a plain bash
+starts     a turn is the builtin `:`, so that its time is overhead
 captures   the fastest and the median of captures in --folder, and of a restore with its first turn; state
            `server` has a Python HTTP server in the background
-looks      the inspector's look at a turn, by the number of files written before
 recovery   killed at every turn of three scripted episodes and one that the tiny model plays, then
            restored and played to the end
 costs      the figures of an episode in conf/sim/sandboxes/*.yaml
@@ -16,7 +15,6 @@ thinks between two turns; restored episodes are played on without thinking.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import shutil
 import statistics
@@ -32,10 +30,10 @@ from rich.console import Console
 from rich.table import Table
 
 from rose.parts.sandbox import Sandbox, SandboxError, Spec
-from rose.parts.sandbox.inspector import NONE, Inspector
-from rose.parts.sandbox.probe import AUTO, BACKENDS, close
-from scripts.harness import configured
-from scripts.sandbox.bench_sandbox_episodes import EPISODES, Episode
+from rose.parts.sandbox.inspector import NONE
+from rose.parts.sandbox.probe import AUTO, close
+from scripts.harness import configured, flagged
+from scripts.sandbox.bench_sandbox_episodes import EPISODES, Sampled
 from scripts.sandbox.bench_sandbox_policies import (
     CHAT,
     CLASSIFIED,
@@ -48,7 +46,6 @@ from scripts.sandbox.bench_sandbox_policies import (
 )
 
 WAIT_S = 60.0
-LOOKS = 50
 CAPTURES = 15
 SMALL_FILES = "for i in $(seq 20); do echo $i > f$i; done"
 HTTP_SERVER = (
@@ -58,7 +55,6 @@ HTTP_SERVER = (
     "do sleep .05; done"
 )
 RESTORES = 5
-FOLDERS = (0, 20, 200)  # folders of a hundred files each
 
 
 async def timed(call) -> tuple[float, Any]:
@@ -68,28 +64,13 @@ async def timed(call) -> tuple[float, Any]:
     return (time.perf_counter() - began) * 1e3, made
 
 
-async def plain_turn(turns: int) -> float:
-    """Return the milliseconds of the same turn in a bash without a sandbox, by two pipes."""
-    bash: Any = await asyncio.create_subprocess_exec(
-        "bash", "--norc", "-s", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
-    )
-    began = time.perf_counter()
-    for _ in range(turns):
-        bash.stdin.write(b":; echo $?\n")
-        await bash.stdout.readline()
-    each = (time.perf_counter() - began) * 1e3 / turns
-    bash.stdin.close()
-    await bash.wait()
-    return each
-
-
 def spread(values: list[float]) -> str:
     if len(values) < 2:
         return f"{values[0]:.1f}"
     return f"{statistics.median(values):.1f}, {statistics.quantiles(values, n=20)[-1]:.1f}"
 
 
-async def starts(args: argparse.Namespace) -> Table:
+async def starts(args: Any) -> Table:
     first, box = await timed(Sandbox.start(Spec()))
     await box.close()
     table = Table("at once", "start", "start, all", "turn", "close", title=f"{box.backend}, ms")
@@ -106,10 +87,7 @@ async def starts(args: argparse.Namespace) -> Table:
         ended, _ = await timed(asyncio.gather(*(box.close() for box in boxes)))
         start = spread([each for each, _ in made])
         table.add_row(str(count), start, f"{whole:.0f}", spread(taken), f"{ended:.1f}")
-    table.caption = (
-        f"the first one, with its keeper: {first:.0f}; the turn in a plain bash: "
-        f"{await plain_turn(args.turns):.2f}"
-    )
+    table.caption = f"the first one, with its keeper: {first:.0f}"
     return table
 
 
@@ -126,7 +104,7 @@ async def captured(box: Sandbox, kind: str, folder: Path) -> tuple[float, float,
     return took, restored, size
 
 
-async def captures(args: argparse.Namespace) -> Table:
+async def captures(args: Any) -> Table:
     title = f"captures in {args.folder}, ms"
     table = Table("state", "kind", "capture", "restore", "kB", title=title)
     with tempfile.TemporaryDirectory(prefix="rose-bench-", dir=args.folder) as top:
@@ -141,36 +119,11 @@ async def captures(args: argparse.Namespace) -> Table:
     return table
 
 
-async def looks(args: argparse.Namespace) -> Table:
-    table = Table("files", "nothing changed", "one file written", "all read", title="a look, ms")
-    for folders in FOLDERS:
-        async with await Sandbox.start(Spec()) as box:
-            await box.run(
-                f"for ((d = 0; d < {folders}; d++)); do mkdir $d; touch $d/{{1..100}}; done", WAIT_S
-            )
-            inspector = Inspector(box)
-            whole, _ = await timed(inspector.look())
-            rows: dict[str, list[float]] = {":": [], "echo x > file": []}
-            for _ in range(LOOKS):
-                for command, taken in rows.items():
-                    await box.run(command, WAIT_S)
-                    taken.append((await timed(inspector.look()))[0])
-        table.add_row(f"{folders * 100:,}", *map(spread, rows.values()), f"{whole:.1f}")
-    return table
-
-
-def sampled() -> Episode:
-    """Return the episode with a model. This imports torch only when it is needed."""
-    from scripts.sandbox.bench_sandbox_model import Sampled
-
-    return Sampled(configured("+experiment=terminal").model)
-
-
-async def recovery(args: argparse.Namespace) -> Table:
+async def recovery(args: Any) -> Table:
     title = f"killed at every turn, thinking {args.think:g} s"
     columns = ("episode", "policy", "right", "captured", "stored", "turn", "restore")
     table = Table(*columns, "exposed", "time", title=title)
-    for episode in (*EPISODES, sampled()):
+    for episode in (*EPISODES, Sampled(configured("+experiment=terminal").model)):
         async with await Sandbox.start(Spec()) as box:
             wanted = (await play(box, episode)).end
         found = {p: await kill_at_each_turn(episode, p, args.think, wanted) for p in POLICIES}
@@ -191,7 +144,7 @@ async def recovery(args: argparse.Namespace) -> Table:
     return table
 
 
-async def costs(args: argparse.Namespace) -> Table:
+async def costs(args: Any) -> Table:
     """Return the table of costs. A capture is without the look, which the simulator adds."""
     title = "turns by what is captured: share, milliseconds, bytes in the store"
     table = Table("episode", "kind", "share", "look", "capture", "stored", "restore", title=title)
@@ -208,34 +161,22 @@ async def costs(args: argparse.Namespace) -> Table:
     return table
 
 
-PARTS = {
-    "starts": starts,
-    "captures": captures,
-    "looks": looks,
-    "recovery": recovery,
-    "costs": costs,
-}
+PARTS = {part.__name__: part for part in (starts, captures, recovery, costs)}
 
 
-async def run(args: argparse.Namespace) -> None:
-    console = Console(width=120)
+async def run(args: Any) -> None:
     try:
         for name in args.only:
-            console.print(await PARTS[name](args))
+            Console(width=120).print(await PARTS[name](args))
     finally:
         close()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS))
-    parser.add_argument("--starts", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--turns", type=int, default=200)
-    parser.add_argument("--think", type=float, default=2.0)
-    parser.add_argument("--backend", choices=(AUTO, *BACKENDS), default=AUTO, help="of captures")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    args = flagged(__doc__, only=list(PARTS), starts=[1, 8, 64], turns=200, think=2.0,
+                   backend=AUTO, folder=Path(tempfile.gettempdir()))  # fmt: skip
     try:
-        asyncio.run(run(parser.parse_args()))
+        asyncio.run(run(args))
     except SandboxError as error:
         sys.exit(str(error))
 

@@ -1,7 +1,6 @@
-"""Scripted episodes for scripts/sandbox/bench_sandbox.py: commands of an agent without a model. (For an
-episode with a model see bench_sandbox_model.py.)
+"""Episodes for scripts/sandbox/bench_sandbox.py: scripted commands, and those of a model.
 
-Three kinds, after Crab's (arXiv 2604.28138): state in the shell, a repair of code, a server in the
+Scripted are three kinds, after Crab's (arXiv 2604.28138): state in the shell, a repair of code, a server in the
 background. Three quarters of their turns only read, as an agent's do. None depends on time: a
 command that waits polls for its condition. The last command shows the whole state; a fault-free run
 defines the right output.
@@ -11,6 +10,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol
+
+from rose.agent.chat import ChatFormat
+from rose.agent.envs import _ladder
+from rose.config import Model
+from rose.models import resolve
+from rose.parts.sandbox.envs.terminal import BASH
+
+RUNGS = ("print", "replace")  # alternating; "find" would have folders of the same names
+SEEN_TURNS = 2
+SEEN = 160  # characters of a command's output that the model sees
+NEW_TOKENS = 32
+WRITE = "mkdir work; cd work; for name in {names}; do echo {words} > $name; done"
 
 
 @dataclass(frozen=True)
@@ -141,3 +152,58 @@ SERVER = Scripted(
 )
 
 EPISODES = (SHELL, REPAIR, SERVER)
+
+
+class Sampled:
+    """An `Episode` of errands in one shell, by sampled commands. Raises `ConfigError`.
+
+    The tiny model with which `+experiment=terminal` begins prints and changes files, one errand a
+    turn; the first turn writes them. The output of the last commands is in its system message,
+    where it confuses the model least. Each turn has its own seed, so that an episode that continues
+    in the same state has the same tokens. Left out: engines with batches, whose rounding differs
+    from run to run.
+    """
+
+    name = "model"
+    check = "head *; pwd"
+
+    def __init__(self, model: Model, length: int = 16) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self.length = length
+        torch.set_num_threads(1)
+        folder = resolve(model)
+        self._chat = ChatFormat.of(folder, model)
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def next(self, turns: list[Turn]) -> Turn:
+        if not turns:
+            words = " ".join(_ladder.COLOURS)
+            return Turn(WRITE.format(names=" ".join(_ladder.NAMES), words=words))
+        tokens = self._sample(self._context(turns), seed=len(turns))
+        call = getattr(self._chat.parse(self._chat.decode(tokens), [BASH]), "call", None)
+        command = call.arguments.get("command") if call is not None else None
+        return Turn(command if isinstance(command, str) else ":", tuple(tokens))
+
+    def _context(self, turns: list[Turn]) -> list[int]:
+        seen = "".join(turn.shown[:SEEN] for turn in turns[-SEEN_TURNS:])
+        errand = _ladder.draw(len(turns), (RUNGS[len(turns) % 2],)).instruction
+        messages = [
+            {"role": "system", "content": f"{seen}{_ladder.SYSTEM}"},
+            {"role": "user", "content": errand},
+        ]
+        return self._chat.start(messages, [BASH])
+
+    def _sample(self, context: list[int], seed: int) -> list[int]:
+        """Sample tokens until an end-of-turn token, at most `NEW_TOKENS`."""
+        import torch
+
+        drawn, made, cache = torch.Generator().manual_seed(seed), list[int](), None
+        with torch.inference_mode():
+            while len(made) < NEW_TOKENS and not (made and made[-1] in self._chat.eos_ids):
+                given = torch.tensor([made[-1:] or context])
+                step = self._model(given, past_key_values=cache, use_cache=True)
+                cache, chances = step.past_key_values, step.logits[0, -1].softmax(-1)
+                made.append(int(torch.multinomial(chances, 1, generator=drawn)))
+        return made

@@ -49,12 +49,15 @@ class Played:
 
 
 @contextlib.asynccontextmanager
-async def engine_in(folder: Path) -> AsyncIterator[Engine]:
-    engine = await Engine(folder / "shared", local=folder / "local", keep=KEPT).open()
-    try:
-        yield engine
-    finally:
-        await engine.close()
+async def opened() -> AsyncIterator[Engine]:
+    """Open a store of captures in folders of its own."""
+    with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
+        local = Path(folder, "local")
+        engine = await Engine(Path(folder, "shared"), local=local, keep=KEPT).open()
+        try:
+            yield engine
+        finally:
+            await engine.close()
 
 
 async def command(box: Sandbox, text: str) -> str:
@@ -89,10 +92,10 @@ async def play(
     return played
 
 
-async def begin(box: Sandbox, engine: Engine, name: str, policy: str) -> Any:
+async def begin(box: Sandbox, engine: Engine, policy: str) -> Any:
     if policy == CHAT:
         return None
-    keeper = Checkpointer(box, engine, name, policy if policy in (FULL, CLASSIFIED) else FILES)
+    keeper = Checkpointer(box, engine, "bench", policy if policy in (FULL, CLASSIFIED) else FILES)
     await keeper.begin()
     return keeper
 
@@ -124,28 +127,27 @@ async def kill_at_each_turn(
 ) -> Recovered:
     """Play the episode, then restore and finish it once for each turn. `wanted`: the episode's
     `end` without faults and without checkpoints."""
-    with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
-        async with engine_in(Path(folder)) as engine:
-            box = await Sandbox.start(Spec())
-            keeper = await begin(box, engine, "bench", policy)
-            made = Recovered(await play(box, episode, think_s, keeper))
-            turns = range(1, episode.length + 1)
-            saved: dict[int, bytes | None] = dict.fromkeys(turns)
-            if keeper is not None:
-                await keeper.settled(turns[-1])
-                saved = {turn: keeper.saved(turn) for turn in turns}
-                made.captured = engine.counters.raw_bytes
-                made.stored = engine.counters.stored_bytes
+    async with opened() as engine:
+        box = await Sandbox.start(Spec())
+        keeper = await begin(box, engine, policy)
+        made = Recovered(await play(box, episode, think_s, keeper))
+        turns = range(1, episode.length + 1)
+        saved: dict[int, bytes | None] = dict.fromkeys(turns)
+        if keeper is not None:
+            await keeper.settled(turns[-1])
+            saved = {turn: keeper.saved(turn) for turn in turns}
+            made.captured = engine.counters.raw_bytes
+            made.stored = engine.counters.stored_bytes
+        await box.close()
+        for turn in turns:
+            began = time.monotonic()
+            box = await bring_back(policy, engine, saved[turn])
+            made.restores.append(time.monotonic() - began)
+            with contextlib.suppress(SandboxError):
+                again = await play(box, episode, before=made.played.turns[:turn])
+                made.right += again.end == wanted
             await box.close()
-            for turn in turns:
-                began = time.monotonic()
-                box = await bring_back(policy, engine, saved[turn])
-                made.restores.append(time.monotonic() - began)
-                with contextlib.suppress(SandboxError):
-                    again = await play(box, episode, before=made.played.turns[:turn])
-                    made.right += again.end == wanted
-                await box.close()
-            return made
+        return made
 
 
 @dataclass(frozen=True)
@@ -161,19 +163,18 @@ class Save:
 
 async def saves(episode: Scripted, policy: str, think_s: float) -> list[Save]:
     """Play an episode and return the costs of its turns, by kind of capture."""
-    with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
-        async with engine_in(Path(folder)) as engine, await Sandbox.start(Spec()) as box:
-            keeper = await begin(box, engine, "bench", policy)
-            made: dict[str, list[tuple[float, float]]] = {NONE: [], FILES: [], PROCESS: []}
-            for turn, text in enumerate(episode.commands, 1):
-                await command(box, text)
-                before, stored = dict(keeper.stats), engine.counters.stored_bytes
-                await keeper.after_turn(turn)
-                await keeper.settled(turn)
-                await asyncio.sleep(think_s)
-                took = keeper.stats["seconds"] - before["seconds"]
-                (kind,) = (k for k in made if keeper.stats[k] > before[k])
-                made[kind].append((took, engine.counters.stored_bytes - stored))
+    async with opened() as engine, await Sandbox.start(Spec()) as box:
+        keeper = await begin(box, engine, policy)
+        made: dict[str, list[tuple[float, float]]] = {NONE: [], FILES: [], PROCESS: []}
+        for turn, text in enumerate(episode.commands, 1):
+            await command(box, text)
+            before, stored = dict(keeper.stats), engine.counters.stored_bytes
+            await keeper.after_turn(turn)
+            await keeper.settled(turn)
+            await asyncio.sleep(think_s)
+            took = keeper.stats["seconds"] - before["seconds"]
+            (kind,) = (k for k in made if keeper.stats[k] > before[k])
+            made[kind].append((took, engine.counters.stored_bytes - stored))
     return [
         Save(
             kind,
@@ -188,18 +189,17 @@ async def saves(episode: Scripted, policy: str, think_s: float) -> list[Save]:
 
 async def restoring(episode: Episode, times: int) -> tuple[float, int]:
     """Return the median seconds of a restore from a full checkpoint of the end, and its bytes."""
-    with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
-        async with engine_in(Path(folder)) as engine:
-            async with await Sandbox.start(Spec()) as box:
-                await play(box, episode)
-                keeper = await begin(box, engine, "bench", FULL)
-                await keeper.after_turn(1)
-                await keeper.settled(1)
-                saved = keeper.saved(1)
-            took = []
-            for _ in range(times):
-                began = time.monotonic()
-                back = await restore(saved, engine)
-                took.append(time.monotonic() - began)
-                await back.box.close()
-            return statistics.median(took), engine.counters.stored_bytes
+    async with opened() as engine:
+        async with await Sandbox.start(Spec()) as box:
+            await play(box, episode)
+            keeper = await begin(box, engine, FULL)
+            await keeper.after_turn(1)
+            await keeper.settled(1)
+            saved = keeper.saved(1)
+        took = []
+        for _ in range(times):
+            began = time.monotonic()
+            back = await restore(saved, engine)
+            took.append(time.monotonic() - began)
+            await back.box.close()
+        return statistics.median(took), engine.counters.stored_bytes

@@ -188,29 +188,22 @@ def answers(name: str, source: str, cases: list) -> list | None:
 
 
 def write(folder: Path, name: str, whole: str, broken: str, cases: list, shown: list) -> None:
-    for part in ("environment", "tests", "solution"):
-        (folder / part).mkdir(parents=True)
-    (folder / "environment" / f"{name}.py").write_text(broken, encoding="utf-8")
-    (folder / "environment" / "examples.json").write_text(json.dumps(shown), encoding="utf-8")
-    (folder / "environment" / f"test_{name}.py").write_text(
-        CHECK.format(name=name, cases="examples.json", hidden=False, run_s=CHECK_S),
-        encoding="utf-8",
-    )
-    (folder / "tests" / "cases.json").write_text(json.dumps(cases), encoding="utf-8")
-    (folder / "tests" / "check.py").write_text(
-        CHECK.format(name=name, cases="cases.json", hidden=True, run_s=CHECK_S), encoding="utf-8"
-    )
-    (folder / "tests" / "test.sh").write_text("exec python3 -I /tests/check.py\n", encoding="utf-8")
-    (folder / "solution" / "solve.sh").write_text(
-        f"cat > {name}.py <<'END'\n{whole}END\n", encoding="utf-8"
-    )
-    (folder / "instruction.md").write_text(
-        f"{name}.py has one bug: python3 test_{name}.py shows it. Mend {name}.py.\n",
-        encoding="utf-8",
-    )
-    (folder / "task.toml").write_text(
-        "[agent]\ntimeout_sec = 300\n[verifier]\ntimeout_sec = 20\n", encoding="utf-8"
-    )
+    def check(cases: str, hidden: bool) -> str:
+        return CHECK.format(name=name, cases=cases, hidden=hidden, run_s=CHECK_S)
+
+    for path, text in {
+        f"environment/{name}.py": broken,
+        "environment/examples.json": json.dumps(shown),
+        f"environment/test_{name}.py": check("examples.json", hidden=False),
+        "tests/cases.json": json.dumps(cases),
+        "tests/check.py": check("cases.json", hidden=True),
+        "tests/test.sh": "exec python3 -I /tests/check.py\n",
+        "solution/solve.sh": f"cat > {name}.py <<'END'\n{whole}END\n",
+        "instruction.md": f"{name}.py has one bug: python3 test_{name}.py shows it. Mend {name}.py.\n",
+        "task.toml": "[agent]\ntimeout_sec = 300\n[verifier]\ntimeout_sec = 20\n",
+    }.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text, encoding="utf-8")
 
 
 def make(out: Path, count: int, held_out: int, seed: int) -> None:

@@ -12,7 +12,6 @@ scheduler's decision for each arrival.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import resource
 import sys
@@ -26,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rose.parts.simulator import probes
 from scripts.csv_tables import write_csv
+from scripts.harness import flagged
 
 TURNS, PER_GPU = 8, 5
 ARRIVALS, LOAD, TOKENS = 20_000, 0.8, 200  # arrivals, utilisation, mean tokens of an arrival
@@ -103,10 +103,7 @@ def beside_simpy() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--sizes", type=int, nargs="+", default=[100, 1000, 10_000], help="GPUs")
-    parser.add_argument("--csv", type=Path)
-    options = parser.parse_args()
+    options = flagged(__doc__, sizes=[100, 1000, 10_000], csv=Path)
     rows = []
     for gpus in options.sizes:
         with multiprocessing.get_context("spawn").Pool(1) as process:

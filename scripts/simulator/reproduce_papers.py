@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rose.parts.simulator.study import runs
-from rose.parts.simulator.study.gains import Interval, gain, interval
-from rose.parts.simulator.study.outcome import Outcome, by_system, values
-from scripts.csv_tables import RESULTS, markdown, merge, put, read_csv, shown, with_bounds
+from rose.parts.simulator.study.gains import Interval
+from rose.parts.simulator.study.outcome import Outcome, by_system
+from scripts.csv_tables import RESULTS, draw, markdown, merge, show, with_bounds
 from scripts.harness import keyed, listed
-from scripts.simulator.reproduce_rose import CONSOLE, REPOSITORY, composed
+from scripts.simulator.reproduce_rose import CONSOLE, composed, number
 
 
 class Row(NamedTuple):
@@ -99,7 +99,8 @@ def simulated(rows: Sequence[Row], overrides: Sequence[str], processes: int) -> 
     for setting, own in settings_of(rows):
         name = f"name='{_point(setting, own)}'"
         configs.append(composed(f"papers/{setting}", [*own, *overrides, name]))
-    jobs = [job for c in configs for job in runs.jobs_of(c) if job.name in _systems(rows)]
+    systems = {name for row in rows for name in (row.system, row.rival)}
+    jobs = [job for c in configs for job in runs.jobs_of(c) if job.name in systems]
     return runs.carry_out(jobs, processes, CONSOLE)
 
 
@@ -108,30 +109,21 @@ def _point(setting: str, overrides: Sequence[str]) -> str:
     return ",".join([setting, *overrides]).replace("/", ".")
 
 
-def _systems(rows: Sequence[Row]) -> set[str]:
-    return {row.system for row in rows} | {row.rival for row in rows}
-
-
 def ours(row: Row, outcomes: Sequence[Outcome]) -> Interval:
-    """Return our number for a row. Throughput is that of trained trajectories."""
+    """Return our number for a row."""
 
     def found(setting: str, system: str) -> list[Outcome]:
         point = _point(setting, row.overrides)
         return by_system([o for o in outcomes if o.point == point])[system]
 
-    mine = found(row.setting, row.system)
-    if row.what == "tokens/s":
-        return interval(values(mine, "tokens_s"))
-    rival = found(row.rival_setting or row.setting, row.rival)
-    if row.what == "rollout time under":
-        return gain(values(rival, "rollout_s"), values(mine, "rollout_s"))
-    return gain(values(mine, "trajectories_s"), values(rival, "trajectories_s"))
+    rival = found(row.rival_setting or row.setting, row.rival) if row.rival else []
+    return number(row.what, found(row.setting, row.system), rival)
 
 
 def compared(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     found = []
     for row in rows:
-        number = ours(row, outcomes)
+        mine = ours(row, outcomes)
         middle = (row.paper[0] * row.paper[1]) ** 0.5
         found.append(
             {
@@ -140,10 +132,8 @@ def compared(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> list[dict[str,
                 "what": f"{row.what} {row.rival}".strip(),
                 "paper_low": row.paper[0],
                 "paper_high": row.paper[1],
-                "ours": number.mean,
-                "ours_low": number.low,
-                "ours_high": number.high,
-                "ratio": number.mean / middle,
+                **dict(zip(("ours", "ours_low", "ours_high"), mine, strict=True)),
+                "ratio": mine.mean / middle,
                 "source": row.source,
                 "remark": row.remark,
             }
@@ -176,8 +166,7 @@ def main(arguments: Sequence[str]) -> int:
         **{"out": str(RESULTS), "draw": False},
     )
     only = listed("only", given["only"], dict.fromkeys(row.setting for row in ROWS))
-    out = Path(given["out"])
-    path = out / "papers.csv"
+    path = Path(given["out"]) / "papers.csv"
     if not given["draw"]:
         rows = [row for row in ROWS if row.setting in only]
         overrides = [f"sim.seeds=[{given['seeds']}]"]
@@ -186,11 +175,10 @@ def main(arguments: Sequence[str]) -> int:
         processes = runs.cores(given["processes"] or None)
         found = compared(rows, simulated(rows, overrides, processes))
         short = [{key: row[key] for key in row if key not in ("source", "remark")} for row in found]
-        CONSOLE.print(shown(short, "Each paper and ours"))
+        show(short, "Each paper and ours")
         order = [" ".join([row.setting, *row.overrides]) for row in ROWS]
         merge(path, found, lambda row: row["setting"], lambda row: order.index(row["setting"]))
-    if out == RESULTS:
-        put(REPOSITORY / "docs" / "simulator.md", "papers", words(read_csv(path)))
+    draw(path, "simulator.md", "papers", words)
     return 0
 
 

@@ -36,30 +36,10 @@ from rose.parts.simulator.hardware import EFFICIENCY
 from rose.parts.simulator.study import runs, table
 from rose.parts.simulator.study.gains import Interval, gain, interval
 from rose.parts.simulator.study.outcome import Outcome, by_system, values
-from scripts.csv_tables import (
-    REPOSITORY,
-    RESULTS,
-    markdown,
-    merge,
-    put,
-    read_csv,
-    shown,
-    with_bounds,
-)
+from scripts.csv_tables import RESULTS, bounded, draw, markdown, merge, show, with_bounds
 from scripts.harness import keyed, listed, simulated
 
-SYSTEMS = (
-    "roll_grpo",
-    "roll_dapo",
-    "rose_dapo",
-    "areal",
-    "rose_areal",
-    "rlboost",
-    "serverless",
-    "thunder",
-    "best",
-    "best_sync",
-)
+SYSTEMS = "roll_grpo,roll_dapo,rose_dapo,areal,rose_areal,rlboost,serverless,thunder,best,best_sync"
 SETTINGS = {"rose_8b": "Qwen3-8B, FrozenLake", "rose_32b": "Qwen3-32B, ALFWorld"}
 
 
@@ -75,9 +55,8 @@ class Published(NamedTuple):
 
 PUBLISHED = (
     Published("throughput over", "roll_grpo", (1.31, 1.31), (1.46, 1.46)),
-    Published(
-        "throughput over", "roll_dapo", (1.42, 1.42), (3.31, 3.31), "rose_dapo"
-    ),  # DAPO on both sides
+    # DAPO on both sides.
+    Published("throughput over", "roll_dapo", (1.42, 1.42), (3.31, 3.31), "rose_dapo"),
     # The paper doesn't say which of the two it means ("orthogonal to asynchrony").
     Published("throughput over", "areal", (1.44, 1.44), (2.69, 2.69)),
     Published("throughput over", "areal", (1.44, 1.44), (2.69, 2.69), "rose_areal"),
@@ -87,16 +66,12 @@ PUBLISHED = (
     Published("allocation overhead", "serverless", (0.15, 0.26), (0.15, 0.26)),
 )
 ALONE = "serving alone"
-TABLE1 = {  # paper's Table 1: our system -> setting -> (rollout s, P99 TTFT ms, P99 TPOT ms)
+# The paper's Table 1: our system -> setting -> (rollout s, P99 TTFT ms, P99 TPOT ms). Alone is its
+# ServerlessLLM, uncontrolled the same with rollouts beside.
+TABLE1 = {
     "rose": {"rose_8b": (496.3, 338.1, 136.1), "rose_32b": (960.1, 837.5, 398.1)},
-    ALONE: {
-        "rose_8b": (math.nan, 314.8, 117.8),
-        "rose_32b": (math.nan, 716.1, 312.8),
-    },  # ServerlessLLM in the paper
-    "uncontrolled": {
-        "rose_8b": (651.7, 1166.1, 135.6),
-        "rose_32b": (1161.8, 2426.2, 565.3),
-    },  # rollouts beside, without control
+    ALONE: {"rose_8b": (math.nan, 314.8, 117.8), "rose_32b": (math.nan, 716.1, 312.8)},
+    "uncontrolled": {"rose_8b": (651.7, 1166.1, 135.6), "rose_32b": (1161.8, 2426.2, 565.3)},
     "prism": {"rose_8b": (731.7, 973.2, 115.4), "rose_32b": (1301.2, 1625.4, 351.7)},
 }
 SENSITIVITY = {  # parameter -> the keys that a factor multiplies
@@ -142,14 +117,14 @@ def outcomes_of(configs: Sequence[Config], processes: int) -> list[Outcome]:
     return runs.carry_out([job for c in configs for job in runs.jobs_of(c)], processes, CONSOLE)
 
 
-def ours(row: Published, outcomes: Sequence[Outcome]) -> Interval:
-    """Return our number for a row of the paper. Throughput is trained trajectories per second."""
-    systems = by_system(outcomes)
-    mine, rival = systems[row.mine], systems[row.rival]
-    if row.what == "throughput over":
+def number(what: str, mine: Sequence[Outcome], rival: Sequence[Outcome]) -> Interval:
+    """Return our number for a row of a paper. Throughput is trained trajectories per second."""
+    if what == "throughput over":
         return gain(values(mine, "trajectories_s"), values(rival, "trajectories_s"))
-    if row.what == "rollout time under":
+    if what == "rollout time under":
         return gain(values(rival, "rollout_s"), values(mine, "rollout_s"))
+    if what == "tokens/s":
+        return interval(values(mine, "tokens_s"))
     return interval(values(rival, "allocation"))
 
 
@@ -163,7 +138,7 @@ def compared(setting: str, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
         if row.rival not in systems or row.mine not in systems:
             continue
         low, high = getattr(row, setting)
-        found = ours(row, outcomes)
+        found = number(row.what, systems[row.mine], systems[row.rival])
         rows.append(
             {
                 "setting": setting,
@@ -172,9 +147,7 @@ def compared(setting: str, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
                 "rival": row.rival,
                 "paper_low": low,
                 "paper_high": high,
-                "ours": found.mean,
-                "ours_low": found.low,
-                "ours_high": found.high,
+                **dict(zip(("ours", "ours_low", "ours_high"), found, strict=True)),
                 "difference": found.mean / fmean((low, high)) - 1,
             }
         )
@@ -187,24 +160,14 @@ def table1(setting: str, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     systems, rows = by_system(outcomes), []
     for name, published in TABLE1.items():
         ran, alone = systems["rose" if name == ALONE else name], "alone_" if name == ALONE else ""
-        paper_rollout_s, paper_ttft_ms, paper_tpot_ms = published[setting]
-
-        def ms(what: str, ran: list[Outcome] = ran, alone: str = alone) -> float:
-            return 1e3 * fmean(values(ran, f"{alone}{what}_p99_s"))
-
-        rows.append(
-            {
-                "setting": setting,
-                "system": name,
-                "paper_rollout_s": paper_rollout_s,
-                "rollout_s": math.nan if alone else fmean(values(ran, "rollout_s")),
-                "paper_ttft_ms": paper_ttft_ms,
-                "ttft_ms": ms("ttft"),
-                "paper_tpot_ms": paper_tpot_ms,
-                "tpot_ms": ms("tpot"),
-                "gap_ms": ms("gap"),
-            }
+        theirs = published[setting]
+        ttft, tpot, gap = (
+            1e3 * fmean(values(ran, f"{alone}{what}_p99_s")) for what in ("ttft", "tpot", "gap")
         )
+        row = {"setting": setting, "system": name, "paper_rollout_s": theirs[0]}
+        row |= {"rollout_s": math.nan if alone else fmean(values(ran, "rollout_s"))}
+        row |= {"paper_ttft_ms": theirs[1], "ttft_ms": ttft, "paper_tpot_ms": theirs[2]}
+        rows.append(row | {"tpot_ms": tpot, "gap_ms": gap})
     return rows
 
 
@@ -244,28 +207,27 @@ def settings_in(rows: Sequence[Mapping[str, str]]) -> list[str]:
 def effects(rows: Sequence[dict[str, str]]) -> str:
     """Format rose_systems.csv as a table of Markdown: the throughput of each system over the
     resource-fixed one, and the share of online requests within both targets."""
-    systems: dict[str, dict[str, list[dict[str, str]]]] = {}
-    for row in rows:
-        systems.setdefault(row["system"], {}).setdefault(row["setting"], []).append(row)
-    settings = settings_in(rows)
+    settings, names = settings_in(rows), dict.fromkeys(row["system"] for row in rows)
     header = ["system"]
-    for name in settings:
-        header += [f"{SETTINGS[name]}: over roll_grpo [95%]", "step, s", "staleness, dropped"]
+    for setting in settings:
+        header += [f"{SETTINGS[setting]}: over roll_grpo [95%]", "step, s", "staleness, dropped"]
+
+    def of(system: str, setting: str, key: str) -> list[float]:
+        mine = (row for row in rows if (row["system"], row["setting"]) == (system, setting))
+        return [float(row[key]) if row[key] else math.nan for row in mine]
+
     lines, attained = [], []
-    for name, measured in systems.items():
+    for name in names:
         line = [name]
         for setting in settings:
-            if setting not in measured:
+            if not (speed := of(name, setting, "trajectories_s")):
                 line += ["", "", ""]
                 continue
-            each, base = measured[setting], systems["roll_grpo"][setting]
-            over = gain(_column(each, "trajectories_s"), _column(base, "trajectories_s"))
-            step_s, stale, dropped, kept = (
-                fmean(_column(each, key))
-                for key in ("step_s", "staleness", "dropped", "attainment")
-            )
+            over = bounded(*gain(speed, of("roll_grpo", setting, "trajectories_s")))
+            keys = ("step_s", "staleness", "dropped", "attainment")
+            step_s, stale, dropped, kept = (fmean(of(name, setting, key)) for key in keys)
             attained += [] if math.isnan(kept) else [kept]
-            line += ["1" if name == "roll_grpo" else brief(over), f"{step_s:.0f}"]
+            line += ["1" if name == "roll_grpo" else over, f"{step_s:.0f}"]
             line += [f"{stale:.2f}, {dropped:.1%}"]
         lines.append(line)
     text = markdown(header, lines)
@@ -275,16 +237,6 @@ def effects(rows: Sequence[dict[str, str]]) -> str:
             f"{min(attained):.2%} to {max(attained):.2%}."
         )
     return text
-
-
-def brief(found: Interval) -> str:
-    """Format an interval as 1.31 (1.28–1.34)."""
-    bounds = "" if math.isnan(found.low) else f" ({found.low:.2f}–{found.high:.2f})"
-    return f"{found.mean:.2f}{bounds}"
-
-
-def _column(rows: Sequence[dict[str, str]], key: str) -> list[float]:
-    return [float(row[key]) if row[key] else math.nan for row in rows]
 
 
 def beside(rows: Sequence[dict[str, str]]) -> str:
@@ -303,13 +255,10 @@ def beside(rows: Sequence[dict[str, str]]) -> str:
         off = f", {float(row['difference']):+.0%}" if row["difference"] else ""
         what = f"{row['mine']}, {row['what']}{' of' if share else ''} {row['rival']}"
         found.setdefault(what, {})[row["setting"]] = (paper, mine + off)
-    return markdown(
-        header,
-        [
-            [what, *(cell for name in settings for cell in cells.get(name, ("", "")))]
-            for what, cells in found.items()
-        ],
-    )
+    lines = []
+    for what, cells in found.items():
+        lines.append([what, *(cell for name in settings for cell in cells.get(name, ("", "")))])
+    return markdown(header, lines)
 
 
 def table1_words(rows: Sequence[dict[str, str]]) -> str:
@@ -335,21 +284,18 @@ def varied_words(rows: Sequence[dict[str, str]]) -> str:
     rivals = [key for key in rows[0] if key.startswith("over ")]
     tables = []
     for setting in settings_in(rows):
-        values_of: dict[str, list[dict[str, str]]] = {}
+        found: dict[str, list[dict[str, str]]] = {}
         for row in rows:
             if row["setting"] == setting:
-                values_of.setdefault(row["parameter"], []).append(row)
-        base = values_of.pop("as it is")
-
-        def change(each: list[dict[str, str]], base: dict[str, str] = base[0]) -> float:
-            return max(abs(float(row[key]) - float(base[key])) for row in each for key in rivals)
-
-        same = [name for name, each in values_of.items() if change(each) <= SAME]
-        shown = {"as it is": base} | {k: v for k, v in values_of.items() if k not in same}
-        lines = [
-            [name, *(", ".join(f"{float(row[key]):.2f}" for row in each) for key in rivals)]
-            for name, each in shown.items()
-        ]
+                found.setdefault(row["parameter"], []).append(row)
+        base, lines, same = found["as it is"][0], [], []
+        for name, each in found.items():
+            changes = (abs(float(row[key]) - float(base[key])) for row in each for key in rivals)
+            if name != "as it is" and max(changes) <= SAME:
+                same.append(name)
+                continue
+            cells = (", ".join(f"{float(row[key]):.2f}" for row in each) for key in rivals)
+            lines.append([name, *cells])
         tables.append(markdown([SETTINGS[setting], *rivals], lines))
         if same:
             tables.append(f"No ratio changes by more than {SAME} with: {', '.join(same)}.")
@@ -360,71 +306,53 @@ def main(arguments: Sequence[str]) -> int:
     given = keyed(
         arguments,
         __doc__,
-        **{"only": "", "systems": ",".join(SYSTEMS), "seeds": "1,2,3", "steps": 12, "warmup": 6},
+        **{"only": "", "systems": SYSTEMS, "seeds": "1,2,3", "steps": 12, "warmup": 6},
         **{"sensitivity": True, "table1": "true", "processes": 0, "draw": False},
         out=str(RESULTS),
     )
-    out, drawn, absolute = Path(given["out"]), given["draw"], given["table1"]
+    out, absolute = Path(given["out"]), given["table1"]
     settings = listed("only", given["only"], SETTINGS)
     listed("table1", absolute, ("true", "false", "only"))
     processes = runs.cores(given["processes"] or None)
     timing = [f"sim.steps={given['steps']}", f"sim.warmup={given['warmup']}"]
     timing.append(f"sim.seeds=[{given['seeds']}]")
-    if not drawn and absolute != "false":
-        _measure_table1(out, settings, timing, processes)
-    if not drawn and absolute != "only":
-        _measure(out, settings, given["systems"], timing, processes, given["sensitivity"])
-    if out != RESULTS:
-        return 0
-    docs = REPOSITORY / "docs"
-    pages = [("simulator.md", "table1", table1_words, "rose_table1.csv")]
-    if absolute != "only":
-        pages += [
-            ("policies.md", "measured", effects, "rose_systems.csv"),
-            ("simulator.md", "paper", beside, "rose_paper.csv"),
-            ("simulator.md", "sensitivity", varied_words, "rose_sensitivity.csv"),
-        ]
-    for page, name, words, file in pages:
-        if (out / file).exists():
-            put(docs / page, name, words(read_csv(out / file)))
+    for setting in [] if given["draw"] else settings:
+        if absolute != "false":
+            _measure_table1(out, setting, timing, processes)
+        if absolute != "only":
+            _measure(out, setting, given["systems"], timing, processes, given["sensitivity"])
+    draw(out / "rose_table1.csv", "simulator.md", "table1", table1_words)
+    draw(out / "rose_systems.csv", "policies.md", "measured", effects)
+    draw(out / "rose_paper.csv", "simulator.md", "paper", beside)
+    draw(out / "rose_sensitivity.csv", "simulator.md", "sensitivity", varied_words)
     return 0
 
 
-def _measure_table1(out: Path, settings: Sequence[str], timing: list[str], processes: int) -> None:
-    for setting in settings:
-        rivals = ",".join(name for name in TABLE1 if name not in ("rose", ALONE))
-        c = composed(setting, [*timing, f"sim/systems=[{rivals}]"])
-        rows = table1(setting, outcomes_of([c], processes))
-        CONSOLE.print(shown(rows, f"{SETTINGS[setting]}: the paper's Table 1 and ours"))
-        merge_settings(out / "rose_table1.csv", rows)
+def _measure_table1(out: Path, setting: str, timing: list[str], processes: int) -> None:
+    rivals = ",".join(name for name in TABLE1 if name not in ("rose", ALONE))
+    c = composed(setting, [*timing, f"sim/systems=[{rivals}]"])
+    rows = table1(setting, outcomes_of([c], processes))
+    show(rows, f"{SETTINGS[setting]}: the paper's Table 1 and ours")
+    merge_settings(out / "rose_table1.csv", rows)
 
 
 def _measure(
-    out: Path,
-    settings: Sequence[str],
-    systems: str,
-    timing: list[str],
-    processes: int,
-    varied: bool,
+    out: Path, setting: str, systems: str, timing: list[str], processes: int, varied: bool
 ) -> None:
-    """Simulate the settings and systems, and merge the rows into the files' other rows."""
-    for setting in settings:
-        c = composed(setting, [*timing, f"sim/systems=[{systems}]"])
-        outcomes = outcomes_of([c], processes)
-        rows = compared(setting, outcomes)
-        CONSOLE.print(table.table(outcomes, "rose", setting))
-        CONSOLE.print(shown(rows, f"{SETTINGS[setting]}: the paper and ours"))
-        merge_settings(out / "rose_paper.csv", rows, "mine", "what", "rival")
-        each = csv.DictReader(table.csv_text(outcomes).splitlines())
-        rows = [{"setting": setting} | row for row in each]
-        merge_settings(out / "rose_systems.csv", rows, "system")
-        if varied:
-            few = [*timing, "sim.seeds=[1]", f"sim/systems=[{','.join(VARIED_SYSTEMS)}]"]
-            rows = sensitivity(setting, few, processes)
-            CONSOLE.print(
-                shown(rows, f"{SETTINGS[setting]}: one parameter at 0.8 and 1.2 times its value")
-            )
-            merge_settings(out / "rose_sensitivity.csv", rows)
+    """Simulate the systems in a setting, and merge the rows into the files' other rows."""
+    c, name = composed(setting, [*timing, f"sim/systems=[{systems}]"]), SETTINGS[setting]
+    outcomes = outcomes_of([c], processes)
+    rows = compared(setting, outcomes)
+    CONSOLE.print(table.table(outcomes, "rose", setting))
+    show(rows, f"{name}: the paper and ours")
+    merge_settings(out / "rose_paper.csv", rows, "mine", "what", "rival")
+    each = csv.DictReader(table.csv_text(outcomes).splitlines())
+    merge_settings(out / "rose_systems.csv", [{"setting": setting} | row for row in each], "system")
+    if varied:
+        few = [*timing, "sim.seeds=[1]", f"sim/systems=[{','.join(VARIED_SYSTEMS)}]"]
+        rows = sensitivity(setting, few, processes)
+        show(rows, f"{name}: one parameter at 0.8 and 1.2 times its value")
+        merge_settings(out / "rose_sensitivity.csv", rows)
 
 
 def merge_settings(path: Path, rows: list[dict[str, Any]], *parts: str) -> None:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,8 +41,8 @@ from rose.parts.simulator.config import Config, SimSystem
 from rose.parts.simulator.study import runs
 from rose.parts.simulator.study.gains import gain
 from rose.parts.simulator.study.outcome import Outcome, by_system, mean, values
-from scripts.csv_tables import REPOSITORY, RESULTS, markdown, put, read_csv, with_bounds
-from scripts.harness import keyed, listed
+from scripts.csv_tables import REPOSITORY, RESULTS, draw, markdown, with_bounds
+from scripts.harness import keyed, listed, simulated
 from scripts.simulator.reproduce_rose import (
     SETTINGS,
     composed,
@@ -65,21 +66,14 @@ BATCHING: dict[str, tuple[dict[str, Any], ...]] = {
     ),
 }
 ORDER: dict[str, tuple[dict[str, Any], ...]] = {
-    "fifo": ({},),
-    "due_first": ({},),
-    "longest_first": ({},),
+    **dict.fromkeys(("fifo", "due_first", "longest_first"), ({},)),
     "mlfq": ({"first": "short"}, {"first": "long"}),
     "shortest_first": ({},),
 }
-ROUTING: dict[str, tuple[dict[str, Any], ...]] = {
-    "rose": ({},),
-    "earliest_finish": ({},),
-    "seer": ({},),
-    "least_loaded": ({},),
-    "cache_affine": ({},),
-    "round_robin": ({},),
-    "thunder": ({},),
-}
+ROUTING: dict[str, tuple[dict[str, Any], ...]] = dict.fromkeys(
+    ["rose", "earliest_finish", "seer", "least_loaded", "cache_affine", "round_robin", "thunder"],
+    ({},),
+)
 PROVISIONING: dict[str, tuple[dict[str, Any], ...]] = {"rose": ({},), "all_idle": ({},)}
 KINDS = {"batching": BATCHING, "order": ORDER, "routing": ROUTING, "provisioning": PROVISIONING}
 POOLS = {"rose": ["dedicated", "cooperative"], "all_idle": ["dedicated", "hybrid", "cooperative"]}
@@ -95,15 +89,8 @@ class Choice(NamedTuple):
     args: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        return " ".join(
-            [
-                self.name,
-                *(
-                    f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
-                    for key, value in self.args
-                ),
-            ]
-        )
+        args = (f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in self.args)
+        return " ".join([self.name, *args])
 
 
 class Composition(NamedTuple):
@@ -141,48 +128,29 @@ KEPT = (  # compositions that go through all rounds, and are named in the tables
 )
 
 
+@cache
 def shipped(name: str) -> Composition:
-    """Return the composition of conf/sim/systems/NAME.yaml. Arguments that it doesn't set are those
-    of the option's file and not of BATCHING, so these may keep it out of the search."""
-    tree = yaml.safe_load(
-        (REPOSITORY / "conf" / "sim" / "systems" / f"{name}.yaml").read_text(encoding="utf-8")
-    )
-    chosen = {}
-    for each in tree["defaults"]:
-        if isinstance(each, dict):
-            ((key, option),) = each.items()
-            chosen[key.rsplit(".", 1)[1]] = option
-    given = {kind: tree["scheduler"].get(kind, {}).get("args", {}) for kind in KINDS}
-    return Composition(*(_whole(kind, chosen[kind], given[kind]) for kind in KINDS))
-
-
-def _whole(kind: str, name: str, given: dict[str, Any]) -> Choice:
-    """Return a choice with the arguments that KINDS varies, as given or as in its file."""
-    args = _option(kind, name)["args"] | given
-    varied = KINDS[kind][name][0] if name in KINDS[kind] else {}
-    return Choice(name, tuple((key, args[key]) for key in varied))
-
-
-def bound(batching: Choice) -> int:
-    """Return the largest staleness that a batching policy allows."""
-    return int(
-        next(
-            (value for key, value in batching.args if key in BOUNDS),
-            batching.name == "one_step_off",
+    """Return the composition of conf/sim/systems/NAME.yaml, with the arguments that KINDS varies.
+    Their values may keep it out of the search."""
+    scheduler = simulated(f"sim/systems=[{name}]").sim.systems[name].scheduler
+    chosen = [(options, getattr(scheduler, kind)) for kind, options in KINDS.items()]
+    return Composition(
+        *(
+            Choice(policy.name, tuple((key, policy.args[key]) for key in options[policy.name][0]))
+            for options, policy in chosen
         )
     )
 
 
+def bound(batching: Choice) -> int:
+    """Return the largest staleness that a batching policy allows."""
+    bounds = [value for key, value in batching.args if key in BOUNDS]
+    return int(bounds[0] if bounds else batching.name == "one_step_off")
+
+
 def compositions(only: dict[str, Sequence[str]], staleness: float = math.inf) -> list[Composition]:
     """Return all compositions that make sense, of the options named in `only` (kind -> names; a
-    kind that isn't in it has all options) and of at most `staleness`. Raises `SystemExit` for a
-    name that is not searched."""
-    for kind, names in only.items():
-        if unknown := [name for name in names if name not in KINDS[kind]]:
-            raise SystemExit(
-                f"{kind}={','.join(unknown)}: not in this search; there are "
-                f"{', '.join(KINDS[kind])}"
-            )
+    kind that isn't in it has all options) and of at most `staleness`."""
     each = [
         [
             Choice(name, tuple(args.items()))
@@ -236,21 +204,13 @@ def divided(c: Config, by: int) -> list[str]:
 def of_round(
     setting: str, which: Round, seeds: Sequence[int], candidates: Iterable[Composition]
 ) -> Config:
-    base = [
-        "sim/systems=[]",
-        f"sim.steps={which.steps}",
-        f"sim.warmup={which.warmup}",
-        f"sim.seeds=[{','.join(map(str, seeds[: which.seeds]))}]",
-    ]
+    base = ["sim/systems=[]", f"sim.steps={which.steps}", f"sim.warmup={which.warmup}"]
+    base.append(f"sim.seeds=[{','.join(map(str, seeds[: which.seeds]))}]")
     if which.divided > 1:
         base += divided(composed(setting, base), which.divided)
     c = composed(setting, base)
-    return msgspec.structs.replace(
-        c,
-        sim=msgspec.structs.replace(
-            c.sim, systems={str(each): system(each, c) for each in candidates}
-        ),
-    )
+    systems = {str(each): system(each, c) for each in candidates}
+    return msgspec.structs.replace(c, sim=msgspec.structs.replace(c.sim, systems=systems))
 
 
 # --------------------------------------------------------------------------- what is found
@@ -265,7 +225,7 @@ def rows_of(
     for name, each in systems.items():
         if name == BASE:
             continue
-        found = gain(values(each, "tokens_s"), base)
+        over = gain(values(each, "tokens_s"), base)
         rows.append(
             {
                 "setting": setting,
@@ -275,9 +235,7 @@ def rows_of(
                 "seeds": len(each),
                 "step_s": mean(each, "step_s"),
                 "tokens_s": mean(each, "tokens_s"),
-                "over_rose": found.mean,
-                "low": found.low,
-                "high": found.high,
+                **dict(zip(("over_rose", "low", "high"), over, strict=True)),
                 "staleness": mean(each, "staleness"),
                 "staleness_max": max(values(each, "staleness_max")),
                 "dropped": mean(each, "dropped"),
@@ -296,21 +254,17 @@ def on_front(row: dict[str, Any], rows: Iterable[dict[str, Any]]) -> bool:
         return -each["tokens_s"], each["staleness"], each["staleness_max"]
 
     mine = points(row)
-    return not any(
-        points(other) != mine and all(a <= b for a, b in zip(points(other), mine, strict=False))
-        for other in rows
-    )
+    better = (other for other in map(points, rows) if other != mine)
+    return not any(all(a <= b for a, b in zip(other, mine, strict=True)) for other in better)
 
 
 def survivors(rows: Sequence[dict[str, Any]], kept: int) -> list[str]:
-    """Return the names of the `kept` fastest of each largest staleness."""
-    found: dict[str, None] = {}
-    for most in sorted({row["staleness_max"] for row in rows}):
-        same = sorted(
-            (row for row in rows if row["staleness_max"] == most), key=lambda row: -row["tokens_s"]
-        )
-        found |= dict.fromkeys(_name(row) for row in same[:kept])
-    return list(found)
+    """Return the names of the `kept` fastest of each largest staleness, freshest first. `rows` are
+    sorted by speed."""
+    found: dict[float, list[str]] = {}
+    for row in rows:
+        found.setdefault(row["staleness_max"], []).append(_name(row))
+    return [name for most in sorted(found) for name in found[most][:kept]]
 
 
 def _name(row: dict[str, Any]) -> str:
@@ -338,10 +292,8 @@ def search(
     all_of_them = {str(each): each for each in known}
     left = list(dict.fromkeys([*map(str, candidates), *always]))
     for number, which in enumerate(rounds, 1):
-        outcomes = carried_out(
-            of_round(setting, which, seeds, [all_of_them[name] for name in left])
-        )
-        found = rows_of(setting, number, which, outcomes)
+        c = of_round(setting, which, seeds, [all_of_them[name] for name in left])
+        found = rows_of(setting, number, which, carried_out(c))
         yield found
         left = list(dict.fromkeys([*survivors(found, which.kept), *always]))
 
@@ -350,37 +302,31 @@ def words(rows: Sequence[dict[str, str]]) -> str:
     """Format the last round of each setting in policies_search.csv as a table of Markdown: the
     compositions on the front and those with a name, freshest first."""
     names, settings = named(), settings_in(rows)
-    shown: dict[str, dict[str, dict[str, str]]] = {}
-    header = [
-        "batching, order, routing, provisioning",
-        "is",
-        "staleness: mean, largest",
-        "dropped, at most",
-    ]
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    header = ["batching, order, routing, provisioning", "is", "staleness: mean, largest"]
+    header.append("dropped, at most")
     for setting in settings:
         mine = [row for row in rows if row["setting"] == setting]
         last = [row for row in mine if row["round"] == max(each["round"] for each in mine)]
         for row in last:
             if _name(row) in names or row["front"] == "1":
-                shown.setdefault(_name(row), {})[setting] = row
+                found.setdefault(_name(row), {})[setting] = row
         part = last[0]
         size = "" if part["divided"] == "1" else f", 1/{part['divided']}, {part['seeds']} seed"
         header += [f"{SETTINGS[setting]}{size}: tokens/s over ROSE [95%]", "step, s"]
 
     def freshness(name: str) -> tuple[float, float]:
-        row = next(iter(shown[name].values()))
+        row = next(iter(found[name].values()))
         return float(row["staleness_max"]), -float(row["tokens_s"])
 
     lines = []
-    for name in sorted(shown, key=freshness):
-        each = list(shown[name].values())
-        mean_, most, lost = (
-            max(float(row[key]) for row in each)
+    for name in sorted(found, key=freshness):
+        stale, most, lost = (
+            max(float(row[key]) for row in found[name].values())
             for key in ("staleness", "staleness_max", "dropped")
         )
-        line = [name, names.get(name, ""), f"{mean_:.2f}, {most:.0f}", f"{lost:.1%}"]
-        for setting in settings:
-            row = shown[name].get(setting)
+        line = [name, names.get(name, ""), f"{stale:.2f}, {most:.0f}", f"{lost:.1%}"]
+        for row in map(found[name].get, settings):
             front = "*" if row and row["front"] == "1" else ""
             over = with_bounds(row, "over_rose", "low", "high") + front if row else ""
             line += [over, f"{float(row['step_s']):.0f}" if row else ""]
@@ -400,15 +346,14 @@ def main(arguments: Sequence[str]) -> int:
     settings = listed("only", given["only"], SETTINGS)
     processes = runs.cores(given["processes"] or None)
     seeds = [int(seed) for seed in given["seeds"].split(",")]
-    only = {kind: given[kind].split(",") for kind in KINDS if given[kind]}
+    only = {kind: listed(kind, given[kind], options) for kind, options in KINDS.items()}
     for setting in [] if given["draw"] else settings:
         rows: list[dict[str, Any]] = []
         tried = compositions(only, given["staleness"])
         for found in search(setting, tried, rounds, seeds, lambda c: outcomes_of([c], processes)):
             rows += found
             merge_settings(out / FILE, rows)
-    if out == RESULTS:
-        put(REPOSITORY / "docs" / "policies.md", "search", words(read_csv(out / FILE)))
+    draw(out / FILE, "policies.md", "search", words)
     return 0
 
 

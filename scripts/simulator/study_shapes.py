@@ -23,16 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from rose.parts.simulator.study import runs
 from rose.parts.simulator.study.gains import gain
 from rose.parts.simulator.study.outcome import Outcome, mean, values
-from scripts.csv_tables import (
-    REPOSITORY,
-    RESULTS,
-    markdown,
-    merge,
-    put,
-    read_csv,
-    shown,
-    with_bounds,
-)
+from scripts.csv_tables import RESULTS, draw, markdown, merge, show, with_bounds
 from scripts.harness import keyed, listed
 from scripts.simulator.reproduce_rose import CONSOLE, SETTINGS, composed
 
@@ -60,27 +51,21 @@ class Shapes(NamedTuple):
         return str(self).replace(" ", "-")
 
     def overrides(self, system: str, best: int) -> list[str]:
-        pool, elastic = "sim.pool.dedicated", self.kind == "switching"
         degrees = self.degrees[0] if self.kind == "single" else list(self.degrees)
-        policy, trainers = f"sim.systems.{system}.scheduler.provisioning", self.hybrid or best
-        return [
+        pool, trainers = "sim.pool.dedicated", self.hybrid or best
+        found = [
             f"{pool}.tensor_parallel={degrees}".replace(" ", ""),
             f"{pool}.workers={self.workers}",
             f"{pool}.max_sequences={SEQUENCES * degrees if self.kind == 'single' else 'null'}",
             f"sim.pool.hybrid.tensor_parallel={trainers}",
             f"sim.pool.hybrid.max_sequences={SEQUENCES * trainers}",
-            *(
-                (
-                    f"{pool}.elastic=true",
-                    f"{pool}.switch_s=1.0",  # seconds to wake, as in sim.pool.cooperative
-                    f"{policy}.name=elastic",
-                    f"+{policy}.args.gain=0.05",
-                    f"+{policy}.args.switch_s=1.5",
-                )
-                if elastic
-                else ()
-            ),
         ]
+        if self.kind == "switching":
+            policy = f"sim.systems.{system}.scheduler.provisioning"
+            found += [f"{pool}.elastic=true", f"{policy}.name=elastic", f"+{policy}.args.gain=0.05"]
+            # Seconds to wake, as in sim.pool.cooperative, and those that the policy expects.
+            found += [f"{pool}.switch_s=1.0", f"+{policy}.args.switch_s=1.5"]
+        return found
 
 
 def single(degree: int, gpus: int) -> Shapes:
@@ -129,21 +114,14 @@ def study(setting: str, system: str, given: Sequence[str], processes: int) -> li
     best = max(alone, key=lambda row: mean(of(row), "tokens_s"))
     others = [row for row in rows if row.kind != "single"]
     outcomes += simulated(setting, system, others, best.degrees[0], given, processes)
-    theirs = values(of(best), "tokens_s")
-    return [
-        {
-            "setting": setting,
-            "system": system,
-            "shapes": str(row),
-            "step_s": mean(of(row), "step_s"),
-            "rollout_s": mean(of(row), "rollout_s"),
-            **dict(
-                zip(("gain", "low", "high"), gain(values(of(row), "tokens_s"), theirs), strict=True)
-            ),
-            "seeds": len(theirs),
-        }
-        for row in rows
-    ]
+    theirs, found = values(of(best), "tokens_s"), []
+    for row in rows:
+        over = gain(values(of(row), "tokens_s"), theirs)
+        made: dict = {"setting": setting, "system": system, "shapes": str(row)}
+        made |= {key: mean(of(row), key) for key in ("step_s", "rollout_s")}
+        made |= zip(("gain", "low", "high"), over, strict=True)
+        found.append(made | {"seeds": len(theirs)})
+    return found
 
 
 def drawn(rows: Sequence[dict[str, str]]) -> str:
@@ -189,10 +167,9 @@ def main() -> None:
     for setting in [] if options["draw"] else listed("only", options["only"], ROWS):
         for system in listed("systems", options["systems"], SYSTEMS):
             found = study(setting, system, given, options["processes"])
-            CONSOLE.print(shown(found, f"{setting}, {system}"))
+            show(found, f"{setting}, {system}")
             merge(path, found, key, lambda row: order.index(key(row)))
-    if path.parent == RESULTS:
-        put(REPOSITORY / "docs" / "simulator.md", "shapes", drawn(read_csv(path)))
+    draw(path, "simulator.md", "shapes", drawn)
 
 
 if __name__ == "__main__":

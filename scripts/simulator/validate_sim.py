@@ -22,12 +22,12 @@ of all rounds, without the first steps:
 The figures need a machine without other load: --quota times engines, the trainer's thread and the
 environment host must find a core whenever they need one. A virtual machine whose host is busy is
 slower for minutes. So only training steps count in which the hypervisor took less than 5% of it
-(live_runs.CALM), and a configuration with too few of them runs again in the next round.
+(live_runs.CALM), and a configuration with too few of them runs again in the next round, --rounds at
+most. --keep FOLDER leaves the runs there, and finished ones that are there are used again.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -39,8 +39,6 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from rich.console import Console
-
 from rose import config as cfg
 from rose.coordinator import replay
 from rose.coordinator.records import TICK_S
@@ -50,45 +48,26 @@ from rose.parts.simulator import calibrate, spec
 from rose.parts.simulator.driver import simulate
 from rose.policies import build
 from rose.scheduler import events as ev
-from scripts.csv_tables import shown, write_csv
+from scripts.csv_tables import show, write_csv
+from scripts.harness import Failed, flagged
 from scripts.live_runs import Durations, Live, Ran, end_in_order, wait_for_calm
 
 PROFILES = {
-    "profile": ("rollout.workers=1", "trainer.batch_size=48", "scheduler/routing=cache_affine"),
-    "profile_low": ("rollout.workers=1", "trainer.batch_size=8", "scheduler/routing=cache_affine"),
+    "profile": "rollout.workers=1 trainer.batch_size=48 scheduler/routing=cache_affine",
+    "profile_low": "rollout.workers=1 trainer.batch_size=8 scheduler/routing=cache_affine",
 }
-LIVE: dict[str, tuple[str, ...]] = {
-    "sync_2": ("rollout.workers=2", "trainer.batch_size=64", "scheduler/routing=cache_affine"),
-    "sync_1_low": ("rollout.workers=1", "trainer.batch_size=16", "scheduler/routing=least_loaded"),
-    "round_robin_2_queued": (
-        "rollout.workers=2",
-        "trainer.batch_size=64",
-        "scheduler/routing=round_robin",
-        "rollout.max_sequences=8",
-    ),
-    "dapo_2": ("rollout.workers=2", "trainer.batch_size=32", "scheduler/batching=dapo"),
-    "tail_batching_1": (
-        "rollout.workers=1",
-        "trainer.batch_size=32",
-        "scheduler/batching=tail_batching",
-    ),
-    "seer_2": (
-        "rollout.workers=2",
-        "trainer.batch_size=48",
-        "scheduler/routing=seer",
-        "scheduler/order=longest_first",
-    ),
-    "one_step_off_1": (
-        "rollout.workers=1",
-        "trainer.batch_size=32",
-        "scheduler/batching=one_step_off",
-    ),
-    "areal_2": (
-        "rollout.workers=2",
-        "trainer.batch_size=64",
-        "scheduler/batching=bounded_staleness",
-        "scheduler.batching.args.eta=1",
-    ),
+LIVE = {
+    "sync_2": "rollout.workers=2 trainer.batch_size=64 scheduler/routing=cache_affine",
+    "sync_1_low": "rollout.workers=1 trainer.batch_size=16 scheduler/routing=least_loaded",
+    "round_robin_2_queued": "rollout.workers=2 trainer.batch_size=64 "
+    "scheduler/routing=round_robin rollout.max_sequences=8",
+    "dapo_2": "rollout.workers=2 trainer.batch_size=32 scheduler/batching=dapo",
+    "tail_batching_1": "rollout.workers=1 trainer.batch_size=32 scheduler/batching=tail_batching",
+    "seer_2": "rollout.workers=2 trainer.batch_size=48 scheduler/routing=seer "
+    "scheduler/order=longest_first",
+    "one_step_off_1": "rollout.workers=1 trainer.batch_size=32 scheduler/batching=one_step_off",
+    "areal_2": "rollout.workers=2 trainer.batch_size=64 scheduler/batching=bounded_staleness "
+    "scheduler.batching.args.eta=1",
 }
 ENOUGH = 6  # least number of training steps that count
 SKIP = 2  # first steps that don't count
@@ -154,10 +133,8 @@ def profile_of(runs: list[tuple[Ran, Path]]) -> Profile:
         steps = engine_steps(log)
         logs.append(log.with_suffix(".whole"))
         between_included(steps, windows, logs[-1])
-        for found, all_of_them in zip(
-            ways(live, entries, steps, windows), (there, back), strict=False
-        ):
-            all_of_them += found
+        to, fro = ways(live, entries, steps, windows)
+        there, back = there + to, back + fro
         pauses += [row["sync_pause_s"] for row in counted]
         joined = next(event for event, _ in entries if isinstance(event, ev.WorkerJoined))
     phases = logs[0].with_name("phases.jsonl")
@@ -192,9 +169,7 @@ def between_included(steps: list[dict], windows: list[Window], out: Path) -> Non
     usual = statistics.median(gap for gap in gaps if gap < MOST_GAP_S)
     with out.open("w", encoding="utf-8") as file:
         for before, step in zip(steps, steps[1:], strict=False):
-            if any(
-                window.begin <= step["start"] and step["wall"] <= window.end for window in windows
-            ):
+            if any(w.begin <= step["start"] and step["wall"] <= w.end for w in windows):
                 gap = step["began"] - before["ended"]
                 gap = gap if step["decodes"] and gap < MOST_GAP_S else min(gap, usual)
                 file.write(json.dumps(step | {"began": step["began"] - gap}) + "\n")
@@ -214,10 +189,7 @@ def ways(
     step before them, so the middle of the possible times is used. Turns without a free seat have
     none."""
     seats = cfg.load(live.run / "config.json").rollout.max_sequences
-    begins, ends = (
-        np.array([step["start"] for step in steps]),
-        np.array([step["wall"] for step in steps]),
-    )
+    begins, ends = (np.array([step[key] for step in steps]) for key in ("start", "wall"))
     assigned = {
         (a.turn, a.attempt): event.at
         for event, actions in entries
@@ -226,26 +198,23 @@ def ways(
     }
     known = {event.turn: event.at for event, _ in entries if isinstance(event, ev.TurnEnded)}
     there, back = [], []
-    for rank in read_events(live.run):
-        for event in rank.events:
-            if rank.role != "rollout" or event["kind"] != "span" or event["name"] != "turn":
-                continue
-            turn = event["args"]["turn"]
-            at = assigned.get((turn, event["args"]["attempt"]))
-            last = int(np.searchsorted(ends, event["end"])) - 1
-            before = last - event["args"]["tokens"]
-            if (
-                turn not in known
-                or at is None
-                or before < 0
-                or not any(window.begin <= at and known[turn] <= window.end for window in windows)
-            ):
-                continue
-            back.append(known[turn] - ends[last])
-            if steps[before]["decodes"] + len(steps[before]["prefill"]) < seats:
-                latest = begins[before + 1]
-                idle = latest - ends[before] > IDLE_S  # arrival just when the step began
-                there.append(latest - at if idle else (max(begins[before], at) + latest) / 2 - at)
+    ranks = (rank for rank in read_events(live.run) if rank.role == "rollout")
+    for event in (event for rank in ranks for event in rank.events):
+        if event["kind"] != "span" or event["name"] != "turn":
+            continue
+        turn = event["args"]["turn"]
+        at, end = assigned.get((turn, event["args"]["attempt"])), known.get(turn)
+        last = int(np.searchsorted(ends, event["end"])) - 1
+        before = last - event["args"]["tokens"]
+        if at is None or end is None or before < 0:
+            continue
+        if not any(window.begin <= at and end <= window.end for window in windows):
+            continue
+        back.append(end - ends[last])
+        if steps[before]["decodes"] + len(steps[before]["prefill"]) < seats:
+            latest = begins[before + 1]
+            idle = latest - ends[before] > IDLE_S  # arrival just when the step began
+            there.append(latest - at if idle else (max(begins[before], at) + latest) / 2 - at)
     return there, back
 
 
@@ -323,16 +292,12 @@ def measured(runs: list[Ran]) -> tuple[Figures, tuple[float, float]]:
     ), (low, high)
 
 
-def run_all(
-    folder: Path, names: list[str], options: argparse.Namespace, alike: list[str], console: Console
-) -> dict[str, list[Ran]]:
+def run_all(folder: Path, names: list[str], options: Any, alike: list[str]) -> dict[str, list[Ran]]:
     """Run all configurations until each has ENOUGH steps. Raises `SystemExit` if some don't."""
     done: dict[str, list[Ran]] = {name: [] for name in names}
 
     def lacking() -> dict[str, int]:
-        counts = {
-            name: sum(len(live.calm_steps(SKIP)) for live in runs) for name, runs in done.items()
-        }
+        counts = {name: sum(len(r.calm_steps(SKIP)) for r in runs) for name, runs in done.items()}
         return {name: count for name, count in counts.items() if count < ENOUGH}
 
     for at in range(options.rounds):
@@ -340,30 +305,26 @@ def run_all(
             log = folder / f"{name}-{at}.jsonl" if name in PROFILES else None
             live = Ran(folder, f"{name}-{at}")
             if not live.finished:
-                wait_for_calm(console.print)
-                live = Live(
-                    folder, f"{name}-{at}", [*alike, *(PROFILES | LIVE)[name]], options.quota, log
-                )
+                wait_for_calm(print)
+                words = [*alike, *(PROFILES | LIVE)[name].split()]
+                live = Live(folder, f"{name}-{at}", words, options.quota, log)
                 live.wait(DEADLINE_S)
             done[name].append(live)
-            console.print(
-                f"round {at + 1}, {name}: {len(live.calm_steps(SKIP))} of "
-                f"{len(live.steps(SKIP))} steps on a calm machine",
-                highlight=False,
-            )
+            calm = f"{len(live.calm_steps(SKIP))} of {len(live.steps(SKIP))} steps"
+            print(f"round {at + 1}, {name}: {calm} on a calm machine", flush=True)
     if short := lacking():
+        counts = ", ".join(f"{name} {count} of {ENOUGH}" for name, count in short.items())
         raise SystemExit(
-            "too few training steps without other guests of the host: "
-            + ", ".join(f"{name} {count} of {ENOUGH}" for name, count in short.items())
-            + "; --keep and more --rounds"
+            f"too few training steps without other guests of the host: {counts}; --keep and more "
+            "--rounds"
         )
     return done
 
 
-def show(rows: list[Row], profile: Profile, quota: float, console: Console) -> None:
-    console.print(shown(as_rows(rows), f"simulated and measured, engines of {quota:g} cores"))
+def summarise(rows: list[Row], profile: Profile, quota: float) -> None:
+    show(as_rows(rows), f"simulated and measured, engines of {quota:g} cores")
     c = profile.step
-    console.print(
+    print(
         f"engine: {1e3 * (c.c0 + c.c5):.2f} ms, {1e3 * c.c1:.3f} ms per prompt token, "
         f"{1e3 * c.c3:.3f} ms per decode (mean error of a step {100 * profile.error:.0f}%); "
         f"trainer {profile.phases.step_s:.2f} s + {1e3 * profile.phases.token_s:.3f} ms per token; "
@@ -384,31 +345,16 @@ def as_rows(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quota", type=float, default=0.4, help="cores of each engine; 0: no quota"
-    )
-    parser.add_argument("--rounds", type=int, default=6, help="at most")
-    parser.add_argument("--steps", type=int, default=12, help="of each run")
-    parser.add_argument("--only", nargs="+", choices=list(LIVE), default=list(LIVE))
-    parser.add_argument("--csv", type=Path)
-    parser.add_argument(
-        "--keep",
-        type=Path,
-        help="leave the runs in this folder; finished ones there are used again",
-    )
-    args, overrides = parser.parse_known_args()
+    args = flagged(__doc__, None, "OVERRIDE", quota=0.4, rounds=6, steps=12, only=list(LIVE),
+                   csv=Path, keep=Path)  # fmt: skip
     end_in_order()
     if args.steps < SKIP + 2:
-        parser.error(f"--steps {args.steps}: at least two beyond the first {SKIP}")
-    console = Console(width=120)
-    alike = [f"trainer.steps={args.steps}", "serving=none", *overrides]
+        raise Failed(f"--steps {args.steps}: at least two beyond the first {SKIP}")
+    alike = [f"trainer.steps={args.steps}", "serving=none", *args.words]
     with tempfile.TemporaryDirectory(prefix="rose-validate-") as scratch:
         folder = (args.keep or Path(scratch)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        done = run_all(folder, [*PROFILES, *args.only], args, alike, console)
+        done = run_all(folder, [*PROFILES, *args.only], args, alike)
         profile = profile_of(
             [(live, folder / f"{live.run.name}.jsonl") for name in PROFILES for live in done[name]]
         )
@@ -416,7 +362,7 @@ def main() -> None:
         for name in args.only:
             config = cfg.load(done[name][0].run / "config.json")
             rows.append(Row(name, predicted(config, profile, args.steps), *measured(done[name])))
-        show(rows, profile, args.quota, console)
+        summarise(rows, profile, args.quota)
         if args.csv:
             write_csv(args.csv, as_rows(rows))
 

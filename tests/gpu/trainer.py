@@ -14,10 +14,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from scripts.harness import configured, free_port
+from scripts.harness import configured
 from scripts.run_weights import threads
 from tests.gpu.frame import Check, Report
 from tests.gpu.model import folder
+from tests.ports import free_port
 
 GIB = 2**30
 JOIN_S = 30.0

@@ -1,18 +1,11 @@
 """The one table of features that exclude each other: each row refuses a run, with its words."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from rose import config as configuration
 from rose.config import ConfigError
 from rose.launch import exclusions
 from tests.test_config import MIXTURE, shape
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import tabulate_exclusions
 
 ONE = "rollout.workers=1"
 GPUS = "cluster=gpus cluster.gpus=4"
@@ -115,7 +108,3 @@ def test_policies_of_other_packages_have_the_features_that_their_classes_name(tr
         ConfigError, match=r"batching.name='.*:Own': impossible with rollout.hybrid"
     ):
         exclusions.from_dict(own)
-
-
-def test_the_docs_have_the_table():
-    assert tabulate_exclusions.text() in tabulate_exclusions.PAGE.read_text(encoding="utf-8")

@@ -6,7 +6,9 @@ import asyncio
 import pytest
 
 from rose.parts.sandbox import Sandbox, Spec
-from scripts.sandbox.bench_sandbox import close, sampled
+from scripts.harness import configured
+from scripts.sandbox.bench_sandbox import close
+from scripts.sandbox.bench_sandbox_episodes import Sampled
 from scripts.sandbox.bench_sandbox_policies import CHAT, CLASSIFIED, kill_at_each_turn, play
 
 pytestmark = pytest.mark.slow
@@ -25,8 +27,7 @@ async def killed(episode, policy):
 
 
 def test_a_models_episode_goes_on_with_the_same_tokens_from_any_turn():
-    episode = sampled()
-    episode.length = TURNS
+    episode = Sampled(configured("+experiment=terminal").model, TURNS)
     played, made = asyncio.run(killed(episode, CLASSIFIED))
     assert made.right == TURNS and made.played.end == played.end
     commands = {turn.command.split()[0] for turn in played.turns[1:]}
@@ -35,7 +36,6 @@ def test_a_models_episode_goes_on_with_the_same_tokens_from_any_turn():
 
 
 def test_without_its_machine_it_does_not():
-    episode = sampled()
-    episode.length = TURNS
+    episode = Sampled(configured("+experiment=terminal").model, TURNS)
     _, made = asyncio.run(killed(episode, CHAT))
     assert made.right == 0

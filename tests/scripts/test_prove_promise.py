@@ -14,15 +14,8 @@ from rose.coordinator import replay
 from rose.coordinator.journal import Journal
 from rose.protocol import Phase, Trajectory
 from rose.scheduler import events as ev
-from scripts.lending import (
-    promise_count,
-    promise_figure,
-    promise_latency,
-    promise_page,
-    promise_results,
-    promise_run,
-    prove_promise,
-)
+from scripts import slurm_jobs
+from scripts.lending import promise_count, promise_figure, promise_page, promise_run, prove_promise
 
 MEMBERS = 2
 
@@ -77,7 +70,7 @@ def test_a_jobs_engines_are_held_in_all_of_its_attempts():
         "7+1|Unknown|Unknown",
     ]
     start, now = (datetime(2026, 11, 25, 10, *at).timestamp() for at in ((0, 0), (7, 30)))
-    found = promise_count.held(rows, 1, now)
+    found = slurm_jobs.held(rows, 1, now)
     assert found == [(start, start + 300), (start + 360, now)]
     run = {"engines": 4, "held": [[a - start, b - start] for a, b in found]}
     assert promise_count.device_hours(run) == pytest.approx(4 * 390 / 3600)
@@ -216,18 +209,18 @@ def test_only_requests_that_came_while_both_sides_ran_are_compared():
     beside["served_s"] = 150.0
     alone["requests"] = [[at, 9.0 if at >= 150 else 0.1, 0.05, 1] for at, *_ in alone["requests"]]
     beside["requests"] = [[at, 0.12, 0.05, 1] for at, *_ in beside["requests"] if at < 150]
-    ttft = promise_latency.ratios([(alone, beside)])[1]
+    ttft = promise_count.ratios([(alone, beside)])[1]
     assert (ttft.name, ttft.alone, ttft.beside) == ("TTFT P99", 0.1, 0.12)
     assert ttft.ratio == ttft.low == ttft.high == pytest.approx(1.2)
 
 
 def test_a_seeds_file_is_read_again_and_only_whole_seeds_are_drawn(tmp_path):
     settings = {"steps": 4, "batch": 8}
-    results = promise_results.Results(tmp_path, settings)
-    for side in promise_results.SIDES:
+    results = prove_promise.Results(tmp_path, settings)
+    for side in prove_promise.SIDES:
         results.put(ran(side, 1))
     results.put(ran("alone", 2))
-    again = promise_results.Results(tmp_path)
+    again = prove_promise.Results(tmp_path)
     assert again.settings == settings
     assert again.whole() == json.loads(json.dumps(again.whole())) == results.whole()
     assert {run["seed"] for run in again.whole()} == {1} and again.get("borrowed", 2) is None
@@ -242,16 +235,16 @@ def test_lending_needs_serving_alone_on_the_same_machine(alone, words):
 
 
 def test_runs_of_other_settings_and_damaged_files_are_refused(tmp_path):
-    promise_results.Results(tmp_path, {"steps": 4}).put(ran("alone", 1))
+    prove_promise.Results(tmp_path, {"steps": 4}).put(ran("alone", 1))
     with pytest.raises(SystemExit, match=r"seed-1.json is of other settings \(steps 4, not 5\)"):
-        promise_results.Results(tmp_path, {"steps": 5})
+        prove_promise.Results(tmp_path, {"steps": 5})
     (tmp_path / "seed-2.json").write_text("{")
     with pytest.raises(SystemExit, match="seed-2.json is no file of a seed"):
-        promise_results.Results(tmp_path)
+        prove_promise.Results(tmp_path)
 
 
 def test_the_figure_is_redrawn_from_the_seeds_files_alone(tmp_path, monkeypatch, capsys):
-    results = promise_results.Results(tmp_path, {"steps": 4, "batch": 8})
+    results = prove_promise.Results(tmp_path, {"steps": 4, "batch": 8})
     for run in three_sides():
         results.put(run)
     figure = tmp_path / "figure.svg"

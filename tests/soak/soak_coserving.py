@@ -32,9 +32,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
 from rose import heap
-from rose.parts.lending import board
 from rose.parts.simulator import traces
-from scripts.harness import Failed
+from scripts.harness import Failed, family
 from scripts.lending.bench_coserving import parse, say
 from scripts.lending.bench_coserving_bench import ALONE, DRAIN_S, Bench
 from scripts.lending.bench_coserving_client import Request, replay
@@ -128,10 +127,8 @@ class Soak:
                 )
             if time.monotonic() > end:
                 raise Failed(
-                    f"rollouts made no token within {PROGRESS_S:g} s; their board says "
-                    f"{self.bench.operator.read('rollout', board.Rollout)}, the server's "
-                    f"{self.bench.operator.read('online', board.Online)}; "
-                    f"{self.side.failed('wrote')}"
+                    f"rollouts made no token within {PROGRESS_S:g} s; the boards say "
+                    f"{self.bench.operator.boards()}; {self.side.failed('wrote')}"
                 )
             time.sleep(0.05)
         return (
@@ -140,13 +137,13 @@ class Soak:
 
     def _refuses(self) -> bool:
         """On a machine with other guests S may miss its targets whatever is lent."""
-        online = self.bench.operator.read("online", board.Online)
+        online = self.bench.operator.boards().online
         return online is not None and online.lends == 0
 
     def look(self) -> None:
         """An end that nobody ordered; sizes of what has been up for long enough."""
         for process in (self.server, self.side):
-            if process.popen.poll() is not None or len(process.tree()) < 2:
+            if process.popen.poll() is not None or len(family(process.popen.pid)) < 2:
                 raise Failed(f"{process.name} ended by itself: {process.failed('said')}")
             pid = process.popen.pid
             if time.monotonic() - self.since.setdefault(pid, time.monotonic()) > STEADY_S:
@@ -168,11 +165,11 @@ class Soak:
 
     def _steps(self) -> float:
         """Steps that R has ended."""
-        return self.bench.operator.read("rollout", board.Rollout).steps
+        return self.bench.operator.boards().rollout.steps
 
     def _made(self) -> float:
         """Tokens by R's scheduler; what the other side has received of them comes later."""
-        return self.bench.operator.read("rollout", board.Rollout).made_tokens
+        return self.bench.operator.boards().rollout.made_tokens
 
     # ----------------------------------------------------------------- what goes wrong
 
@@ -232,13 +229,13 @@ class Soak:
         return self.bench.operator.folder / str(self.draw.choice(["online", "rollout", "control"]))
 
     def switch_off(self) -> str:
-        operator = self.bench.operator
-        operator.lend(False)
+        switch = self.bench.operator.switch
+        switch.by_hand = "stopped by the soak"
         time.sleep(STOP_S)
         first = self._steps()
         time.sleep(self.draw.uniform(*HELD_S))
         after = self._steps()
-        operator.lend(True)
+        switch.by_hand = ""
         if after > first + 1:  # one that had begun ends when the online engine lets it
             self.problems.append(
                 f"{after - first:g} rollout steps ended more than {STOP_S:g} s after lending was "
@@ -363,7 +360,7 @@ class Soak:
 
 
 def size(process: Process) -> Size:
-    tree = process.tree()
+    tree = family(process.popen.pid)
     return Size(
         {one.pid: one.memory_info().rss for one in tree}, sum(one.num_fds() for one in tree)
     )

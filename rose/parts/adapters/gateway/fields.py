@@ -1,7 +1,7 @@
 """Readers for the fields of a request's body.
 
 A missing, wrong or unsupported field raises `ApiError`. Each API's module lists in `FIELDS` what
-happens to each field; scripts/adapters/tabulate_fields.py writes these lists into docs/agents.md.
+happens to each field; scripts/tabulate_code.py writes these lists into docs/agents.md.
 """
 
 from __future__ import annotations
