@@ -18,9 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from rose import config as cfg
-from rose.coordinator.records import TICK_S
-from rose.engine.rank import PROGRESS_S
-from rose.parts.simulator import calibrate, faults, online, serving, spec
+from rose.parts.simulator import faults, online, serving, spec
 from rose.parts.simulator.driver import simulate
 from rose.parts.simulator.result import Result
 from rose.policies import build
@@ -38,6 +36,7 @@ from scripts.lending.promise_run import (
     Plan,
 )
 from scripts.live_runs import Live, Ran
+from scripts.simulator import validate_sim
 from scripts.simulator.validate_sim import GPU, Profile, parts, profile_of
 
 STEPS = 5  # steps of the profile, of which the first two don't count
@@ -114,7 +113,7 @@ def _online(engine: spec.Engine) -> spec.Engine:
 def _spec(
     plan: Plan, side: str, c: cfg.Config, profile: Profile, seed: int, start_s: float
 ) -> spec.Spec:
-    engine, link, trainer = parts(c, profile)
+    engine, link, _ = parts(c, profile)
     at_once = spec.Allocation(0.0, 0.0)
     pools = [spec.Pool("rollout", "dedicated", GPU, 1, engine, link, at_once, ENGINES[side])]
     struck: dict[str, list[float]] = {victim: [] for victim in STORM}
@@ -132,20 +131,9 @@ def _spec(
         away = faults.up([(at, at + AWAY_S) for at in struck["spare"]])
         pools.append(replace(pool, available=away))
     killed = [(at, HOSTS - 1) for at in struck["host"]]
-    return spec.Spec(
-        side,
-        plan.steps_of(side),
-        spec.Batch(plan.batch // GROUP, GROUP, False),
-        calibrate.Recorded(profile.groups, c.env.max_new_tokens),
-        trainer,
-        tuple(pools),
-        TICK_S,
-        PROGRESS_S,
-        profile.dispatch_s,
-        profile.answer_s,
-        c.transfer.in_flight,
-        sandboxes=faults.hosts(HOSTS, killed, "replay", 0.0, DEAD_S, HOST_S),
-    )
+    hosts = faults.hosts(HOSTS, killed, "replay", 0.0, DEAD_S, HOST_S)
+    batch = spec.Batch(plan.batch // GROUP, GROUP, False)
+    return validate_sim.simulated(c, profile, side, plan.steps_of(side), batch, pools, hosts)
 
 
 def _serving(plan: Plan, engine: spec.Engine, seed: int) -> spec.Serving:

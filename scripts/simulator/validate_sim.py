@@ -32,6 +32,7 @@ import json
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -236,30 +237,30 @@ def parts(c: cfg.Config, profile: Profile) -> tuple[spec.Engine, spec.Link, spec
     return engine, link, spec.Trainer(0, GPU, 1.0, 0.0, phases.step_s, 0.0, phases.token_s)
 
 
+def simulated(
+    c: cfg.Config,
+    profile: Profile,
+    name: str,
+    steps: int,
+    batch: spec.Batch,
+    pools: Sequence[spec.Pool],
+    sandboxes: spec.Sandboxes | None = None,
+) -> spec.Spec:
+    """Return a run with the episodes, the trainer and the delays of the profile."""
+    episodes = calibrate.Recorded(profile.groups, c.env.max_new_tokens)
+    delays = TICK_S, PROGRESS_S, profile.dispatch_s, profile.answer_s, c.transfer.in_flight
+    *_, trainer = parts(c, profile)
+    own = name, steps, batch, episodes, trainer, tuple(pools)
+    return spec.Spec(*own, *delays, sandboxes=sandboxes)
+
+
 def predicted(c: cfg.Config, profile: Profile, steps: int) -> Figures:
     """Simulate a configuration and return the means over seeds."""
-    engine, link, trainer = parts(c, profile)
-    pool = spec.Pool(
-        "rollout", "dedicated", GPU, 1, engine, link, spec.Allocation(0.0, 0.0), c.rollout.workers
-    )
-    batch = spec.Batch(
-        c.trainer.batch_size // c.rollout.group_size,
-        c.rollout.group_size,
-        c.algorithm.dynamic_sampling,
-    )
-    what = spec.Spec(
-        c.name,
-        steps,
-        batch,
-        calibrate.Recorded(profile.groups, c.env.max_new_tokens),
-        trainer,
-        (pool,),
-        TICK_S,
-        PROGRESS_S,
-        profile.dispatch_s,
-        profile.answer_s,
-        c.transfer.in_flight,
-    )
+    engine, link, _ = parts(c, profile)
+    at_once, size = spec.Allocation(0.0, 0.0), c.rollout.group_size
+    pool = spec.Pool("rollout", "dedicated", GPU, 1, engine, link, at_once, c.rollout.workers)
+    batch = spec.Batch(c.trainer.batch_size // size, size, c.algorithm.dynamic_sampling)
+    what = simulated(c, profile, c.name, steps, batch, [pool])
     found = []
     for seed in range(SEEDS):
         tail = Durations(SKIP + 1)
