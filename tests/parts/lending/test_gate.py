@@ -136,14 +136,11 @@ def test_no_admitted_step_can_hold_up_the_online_engine_beyond_its_slack(
 ):
     lending = lent_by(chunk_tokens=chunk, step_share=share)
     predictor = Predictor((0.02, 2e-4, 1e-7, 1e-3, 2e-6))
-    gate = Gate(
-        lending,
-        Slo(0.5, 1.0, 0.1, 0.2),
-        {
-            "rollout": {"predictor": predictor.to_dict()},
-            "interference": {"hold_p99": hold, "hold_mean": 0.0},
-        },
-    )
+    profile = {
+        "rollout": {"predictor": predictor.to_dict()},
+        "interference": {"hold_p99": hold, "hold_mean": 0.0},
+    }
+    gate = Gate(lending, Slo(0.5, 1.0, 0.1, 0.2), profile)
     for at, seconds in enumerate(observed):  # the two kinds of steps drift apart
         gate.predictor.observe(Work(((100, 0),), 0, 0) if at % 3 else Work((), 1, 100), seconds)
     demand = Work(tuple(prompts), decodes, context)

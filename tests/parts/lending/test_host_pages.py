@@ -20,13 +20,10 @@ MiB = 2**20
 def resident(pool: HostPages) -> int:
     """Bytes of the pool in RAM, by mincore."""
     flags = np.zeros(pool.nbytes // PAGE, np.uint8)
-    address = ctypes.c_void_p(pool.tensor().data_ptr())
-    assert (
-        ctypes.CDLL(None).mincore(
-            address, ctypes.c_size_t(pool.nbytes), ctypes.c_void_p(flags.ctypes.data)
-        )
-        == 0
+    address, found = (
+        ctypes.c_void_p(each) for each in (pool.tensor().data_ptr(), flags.ctypes.data)
     )
+    assert ctypes.CDLL(None).mincore(address, ctypes.c_size_t(pool.nbytes), found) == 0
     return int((flags & 1).sum()) * PAGE
 
 
@@ -43,10 +40,8 @@ def caches(draw) -> Layout:
 
 
 def spans_of(layout: Layout, block: int) -> list[tuple[int, int]]:
-    return [
-        (start + block * stride, start + (block + 1) * stride)
-        for start, stride in zip(layout.starts, layout.strides, strict=False)
-    ]
+    regions = zip(layout.starts, layout.strides, strict=True)
+    return [(start + block * stride, start + (block + 1) * stride) for start, stride in regions]
 
 
 @settings(max_examples=60, deadline=None)
@@ -69,20 +64,15 @@ def test_whatever_is_released_kept_blocks_keep_their_bytes_and_whole_free_pages_
         else:
             pages_mapped -= memory.release(ids)
             held -= ids
-        needed = {
-            page
-            for block in held
-            for low, high in spans_of(layout, block)
-            for page in range(low // PAGE, -(-high // PAGE))
-        }
+        spans = [span for block in held for span in spans_of(layout, block)]
+        needed = {page for low, high in spans for page in range(low // PAGE, -(-high // PAGE))}
         assert pages_mapped == memory.mapped_bytes == len(needed) * PAGE
         assert memory.held == len(held)
         # every held byte was written, so its page is resident
         assert resident(pool) == len(needed) * PAGE
         for block in held:
-            assert all(
-                (values[low:high] == block + 1).all() for low, high in spans_of(layout, block)
-            )
+            for low, high in spans_of(layout, block):
+                assert (values[low:high] == block + 1).all()
 
 
 def test_released_blocks_leave_the_resident_size_and_come_back_as_zeros():

@@ -25,21 +25,18 @@ class Standing:
     def __init__(self, process: Process, steps) -> None:
         tensor = SimpleNamespace(size=BLOCKS * STRIDE, block_stride=STRIDE, host_resident=False)
         spec = SimpleNamespace(has_layer_views=True)
-        self.model_runner = SimpleNamespace(
-            kv_cache_config=SimpleNamespace(
-                kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)],
-                has_mamba_layers=False,
-                num_blocks=BLOCKS,
-                kv_cache_tensors=[tensor],
-            )
+        config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+        config.has_mamba_layers, config.num_blocks, config.kv_cache_tensors = (
+            False,
+            BLOCKS,
+            [tensor],
         )
-        self.cache_config = SimpleNamespace(
-            get_resolved_kv_cache_layout=lambda: SimpleNamespace(name="BLHNC")
-        )
+        self.model_runner = SimpleNamespace(kv_cache_config=config)
+        layout = SimpleNamespace(name="BLHNC")
+        self.cache_config = SimpleNamespace(get_resolved_kv_cache_layout=lambda: layout)
         self.process, self.steps = process, steps
-        self.vllm_config = SimpleNamespace(
-            model_config=SimpleNamespace(enable_cumem_allocator=False)
-        )
+        model = SimpleNamespace(enable_cumem_allocator=False)
+        self.vllm_config = SimpleNamespace(model_config=model)
 
     def determine_available_memory(self) -> int:
         self.process.pass_by(STEP)
@@ -60,9 +57,8 @@ def started(monkeypatch, tmp_path):
     from rose.parts.lending.vllm import kv_worker
 
     monkeypatch.setenv(plugin.FOLDER, str(tmp_path))
-    monkeypatch.setattr(
-        kv_worker, "new_pool", lambda nbytes, device: FatalPages(Device(20), nbytes)
-    )
+    new_pool = lambda nbytes, device: FatalPages(Device(20), nbytes)  # noqa: E731
+    monkeypatch.setattr(kv_worker, "new_pool", new_pool)
 
     def start(gpu: Gpu, steps=range(1, BLOCKS)):
         process = Process(gpu)

@@ -2,6 +2,7 @@
 afterwards."""
 
 import asyncio
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -16,13 +17,8 @@ from tests.engine import conftest as engines
 from tests.engine.test_activation import DEADLINE_S, MiB, same, turns
 
 pytestmark = pytest.mark.slow
-loop, folders, rollout, model_config = (
-    engines.loop,
-    engines.folders,
-    engines.rollout,
-    engines.model_config,
-)
-start_one, start = engines.start_one, engines.start
+loop, folders, rollout = engines.loop, engines.folders, engines.rollout
+model_config, start_one, start = engines.model_config, engines.start_one, engines.start
 
 
 def worker(engine, loop, method: str, *args):
@@ -30,23 +26,24 @@ def worker(engine, loop, method: str, *args):
     return loop.run_until_complete(engine._llm.collective_rpc(method, args=args))[0]
 
 
+def co_serving(folder, monkeypatch, serving):
+    for name, value in device.describe(folder, serving, None).items():
+        monkeypatch.setenv(name, value)
+
+
 def test_the_blocks_that_a_scheduler_releases_leave_the_engines_resident_size(
     start, loop, tmp_path, monkeypatch
 ):
-    serving = settings.of_server([])
-    for name, value in device.describe(tmp_path, serving, None).items():
-        monkeypatch.setenv(name, value)
+    co_serving(tmp_path, monkeypatch, settings.of_server([]))
     engine = start("Qwen3")
-    layout = worker(engine, loop, "rose_kv_layout")
+    call = partial(worker, engine, loop)
+    layout = call("rose_kv_layout")
     assert layout["held"] == 1  # vLLM's null block
-    total = layout["blocks"] * layout["block_bytes"]
     assert layout["blocks"] == engine._llm.vllm_config.cache_config.num_gpu_blocks
+    block_bytes, everything = layout["block_bytes"], list(range(1, layout["blocks"]))
+    total = layout["blocks"] * block_bytes
     assert total > 200 * MiB
-    everything = range(1, layout["blocks"])
-    assert (
-        worker(engine, loop, "rose_map_blocks", list(everything))
-        > total - 2 * layout["block_bytes"]
-    )
+    assert call("rose_map_blocks", everything) > total - 2 * block_bytes
     made = loop.run_until_complete(turns(engine))
     empty = resident_bytes(engine.pid)
     # of each a block, 128 KiB, stays cached: 48 MiB
@@ -54,19 +51,16 @@ def test_the_blocks_that_a_scheduler_releases_leave_the_engines_resident_size(
     loop.run_until_complete(turns(engine, many, protocol.Sampling(max_new_tokens=2), tag="fill"))
     full = resident_bytes(engine.pid)
     assert full - empty > 40 * MiB  # meanwhile the engine allocates and frees for itself, too
-    assert (
-        worker(engine, loop, "rose_release_blocks", list(everything))
-        > total - 2 * layout["block_bytes"]
-    )
-    assert worker(engine, loop, "rose_kv_layout")["held"] == 1
+    assert call("rose_release_blocks", everything) > total - 2 * block_bytes
+    assert call("rose_kv_layout")["held"] == 1
     assert full - resident_bytes(engine.pid) > 40 * MiB
     loop.run_until_complete(engine._llm.reset_prefix_cache())
-    worker(engine, loop, "rose_map_blocks", list(everything))
+    call("rose_map_blocks", everything)
     assert same(loop.run_until_complete(turns(engine)), made)
     loop.run_until_complete(engine.deactivate())
-    assert worker(engine, loop, "rose_kv_layout")["mapped_bytes"] == 0
+    assert call("rose_kv_layout")["mapped_bytes"] == 0
     loop.run_until_complete(engine.activate())
-    assert worker(engine, loop, "rose_kv_layout")["held"] == layout["blocks"]
+    assert call("rose_kv_layout")["held"] == layout["blocks"]
     assert same(loop.run_until_complete(turns(engine)), made)
 
 
@@ -76,20 +70,13 @@ def test_an_inactive_rollout_engine_holds_no_kv_memory_though_all_of_it_is_lent(
     monkeypatch.setattr(gate, "CONTROL_STALE_S", 3600.0)  # the engine is forked from here
     serving = settings.of_server([])
     lending = msgspec.structs.replace(serving.lending, kv_gib=0.25, stale_after_s=3600.0)
-    for name, value in device.describe(
-        tmp_path, msgspec.structs.replace(serving, lending=lending), None
-    ).items():
-        monkeypatch.setenv(name, value)
-    for name, kind, said in (
-        ("online", board.Online, {}),
-        ("control", board.Control, {"lend": 1.0}),
-    ):
-        writer = board.Writer(tmp_path / name, kind)
-        vars(writer.state).update(said)
-        writer.write()
-    engine = start(
-        "Qwen3", engine_args={"scheduler_cls": "rose.parts.lending.vllm.rollout.scheduler"}
-    )
+    co_serving(tmp_path, monkeypatch, msgspec.structs.replace(serving, lending=lending))
+    board.Writer(tmp_path / "online", board.Online).write()
+    control = board.Writer(tmp_path / "control", board.Control)
+    control.state.lend = 1.0
+    control.write()
+    scheduler = "rose.parts.lending.vllm.rollout.scheduler"
+    engine = start("Qwen3", engine_args={"scheduler_cls": scheduler})
     told = board.Reader(tmp_path / "rollout", board.Rollout)
 
     async def until_lent() -> None:

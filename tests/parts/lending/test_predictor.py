@@ -13,14 +13,14 @@ from rose.parts.lending.rules.predictor import SCALES, WINDOW, Predictor, Work
 TRUE = (0.02, 2e-4, 1e-7, 1e-3, 2e-6, 0.0)
 
 
-@pytest.mark.parametrize(
-    "c0, c5", [(0.02, 0.0), (0.015, 0.005), (0.0, 0.02)]
-)  # bound by memory, both, by the host
+# bound by memory, both, by the host
+@pytest.mark.parametrize("c0, c5", [(0.02, 0.0), (0.015, 0.005), (0.0, 0.02)])
 def test_exact_steps_give_the_coefficients_back(steps, c0, c5):
     true = c0, *TRUE[1:5], c5
     fitted = Predictor.fit(steps(400, true))
     assert fitted.coefficients == pytest.approx(true, rel=1e-3, abs=1e-8)
     assert fitted.error == pytest.approx((0.0, 1.0), abs=1e-3)
+    assert fitted.seconds(Work((), 0, 0)) == fitted.p99(Work((), 0, 0)) == 0
 
 
 def test_noise_is_averaged_and_told_as_error(steps):
@@ -32,36 +32,19 @@ def test_noise_is_averaged_and_told_as_error(steps):
 
 def test_page_faults_move_the_margin_but_not_the_coefficients(steps):
     samples = steps(400, TRUE, noise=0.02)
-    for at in range(0, 400, 40):
-        samples[at] = (samples[at][0], samples[at][1] * 30)
-        samples[at + 1] = (samples[at + 1][0], samples[at + 1][1] * 30)
-    fitted = Predictor.fit(samples)
+    slow = [
+        (work, seconds * (30 if at % 40 < 2 else 1)) for at, (work, seconds) in enumerate(samples)
+    ]
+    fitted = Predictor.fit(slow)
     assert fitted.coefficients == pytest.approx(TRUE, rel=0.1, abs=1e-3)
     assert fitted.error[1] > 20
 
 
 def test_coefficients_are_never_negative_though_the_plain_solution_is():
-    samples = [(Work((), d, 100 * d), 0.1 - 0.001 * d) for d in range(1, 20)]
-    samples += [
-        (Work(((n, 0),), 0, 0), 0.1 + n * 1e-3 - n * n * 1e-7) for n in range(100, 2000, 100)
-    ]
-    fitted = Predictor.fit(samples)
+    decodes = [(Work((), d, 100 * d), 0.1 - 0.001 * d) for d in range(1, 20)]
+    prompts = [(n, 0.1 + n * 1e-3 - n * n * 1e-7) for n in range(100, 2000, 100)]
+    fitted = Predictor.fit([*decodes, *((Work(((n, 0),), 0, 0), s) for n, s in prompts)])
     assert all(c >= 0 for c in fitted.coefficients) and fitted.coefficients[1] > 0
-
-
-def test_a_short_prefill_costs_no_more_than_reading_the_weights(predictor):
-    assert predictor.seconds(Work(((10, 0),), 0, 0)) == pytest.approx(0.02)
-    assert predictor.seconds(Work(((1000, 0),), 0, 0)) == pytest.approx(0.2 + 1e-7 * 1000 * 500)
-
-
-def test_a_long_prompt_costs_more_than_its_tokens_and_chunks_of_it_cost_the_same(predictor):
-    whole = predictor.seconds(Work(((2000, 0),), 0, 0))
-    assert whole > 2 * predictor.seconds(Work(((1000, 0),), 0, 0))
-    assert predictor.seconds(Work(((1000, 0), (1000, 1000)), 0, 0)) == pytest.approx(whole)
-
-
-def test_no_work_takes_no_time(predictor):
-    assert predictor.seconds(Work((), 0, 0)) == predictor.p99(Work((), 0, 0)) == 0
 
 
 def test_decodes_that_a_fit_took_for_free_take_no_time_whatever_other_steps_took():
@@ -113,13 +96,11 @@ def test_a_single_slow_step_widens_the_margin_and_leaves_the_mean(predictor):
     assert predictor.p99(work) > 900 * mean
 
 
+observed = st.tuples(st.integers(1, 100_000), st.floats(allow_nan=True, allow_infinity=True))
+
+
 @settings(deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.integers(1, 100_000), st.floats(allow_nan=True, allow_infinity=True)),
-        max_size=2 * WINDOW,
-    )
-)
+@given(st.lists(observed, max_size=2 * WINDOW))
 def test_whatever_is_observed_predictions_stay_finite_positive_and_within_the_bounds(observed):
     predictor = Predictor(TRUE)
     works = [Work(((new, 0),), 3, 300) for new in (1, 100, 100_000)]
@@ -136,8 +117,8 @@ def test_memory_is_bounded_and_the_margin_forgets(predictor):
     work = Work((), 1, 1)
     for at in range(5 * WINDOW):
         predictor.observe(work, predictor.seconds(work) * (10 if at < WINDOW else 1))
-    kind = predictor._kinds[0]
-    assert len(kind.last) == len(kind.ordered) == WINDOW and kind.p99 == pytest.approx(1, abs=0.1)
+    assert len(predictor._kinds[0].last) == WINDOW
+    assert predictor.p99(work) == pytest.approx(predictor.seconds(work), rel=0.1)
     assert predictor.error[0] == pytest.approx(0, abs=0.1)
 
 
@@ -150,11 +131,8 @@ def test_it_survives_json_with_its_margin(steps):
 
 
 def test_a_profile_from_before_c5_is_read_as_it_was_meant(predictor):
-    found = predictor.to_dict()
-    assert (
-        Predictor.from_dict(found | {"coefficients": found["coefficients"][:5]}).coefficients
-        == predictor.coefficients
-    )
+    old = predictor.to_dict() | {"coefficients": list(predictor.coefficients[:5])}
+    assert Predictor.from_dict(old).coefficients == predictor.coefficients
 
 
 @pytest.mark.parametrize(

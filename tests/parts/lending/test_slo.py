@@ -29,125 +29,95 @@ def prefill(predictor, *chunks, decodes=0, context=0):
     return predictor.p99(Work(chunks, decodes, context))
 
 
-def test_without_requests_there_is_no_limit(predictor, slo):
-    assert hold_until(NOW, [], predictor, slo) == math.inf
+@pytest.fixture
+def left(predictor, slo):
+    """left(requests, ...) -> seconds for which the engine may be kept away, beyond NOW."""
+    return lambda *requests, **more: hold_until(NOW, list(requests), predictor, slo, **more) - NOW
 
 
-def test_a_waiting_request_may_wait_for_its_target_less_its_prefill(predictor, slo):
-    assert hold_until(NOW, [Request(NOW - 0.1, 800, 0)], predictor, slo) == pytest.approx(
-        NOW - 0.1 + 1.0 - prefill(predictor, (800, 0))
-    )
+def test_without_requests_there_is_no_limit_and_for_a_late_one_no_time(left):
+    assert left() == math.inf and left(Request(NOW - 3, 10, 0)) < 0
 
 
-def test_prefills_before_it_in_the_queue_count_in_order_of_arrival(predictor, slo):
+def test_a_waiting_request_may_wait_for_its_target_less_its_prefill(left, predictor):
+    expected = pytest.approx(0.9 - prefill(predictor, (800, 0)))
+    assert left(Request(NOW - 0.1, 800, 0)) == expected
+
+
+def test_prefills_before_it_in_the_queue_count_in_order_of_arrival(left, predictor):
     queue = [Request(NOW, 1998, 0), Request(NOW - 0.2, 1000, 0)]
-    found = hold_until(NOW, queue, predictor, slo, max_batched_tokens=1000)
+    found = left(*queue, max_batched_tokens=1000)
     first = prefill(predictor, (1000, 0))  # afterwards it makes tokens beside the other's prefill
-    both = first + sum(
-        prefill(predictor, (999, before), decodes=1, context=1000) for before in (0, 999)
-    )
-    assert found == pytest.approx(min(NOW - 0.2 + 1 - first, NOW + 1 - both))
-    assert found == hold_until(NOW, queue[::-1], predictor, slo, max_batched_tokens=1000)
+    steps = [prefill(predictor, (999, at), decodes=1, context=1000) for at in (0, 999)]
+    assert found == pytest.approx(min(0.8 - first, 1 - first - sum(steps)))
+    assert found == left(*queue[::-1], max_batched_tokens=1000)
 
 
-def test_prompts_share_a_step_while_it_has_room(predictor, slo):
-    queue = [Request(NOW, 300, 0), Request(NOW, 300, 0)]
-    assert hold_until(NOW, queue, predictor, slo, max_batched_tokens=600) == pytest.approx(
-        NOW + 1 - prefill(predictor, (300, 0), (300, 0))
-    )
+def test_prompts_share_a_step_while_it_has_room(left, predictor):
+    expected = pytest.approx(1 - prefill(predictor, (300, 0), (300, 0)))
+    assert left(*[Request(NOW, 300, 0)] * 2, max_batched_tokens=600) == expected
 
 
-def test_decodes_beside_a_prefill_take_their_time_and_their_place(predictor, slo):
+def test_decodes_beside_a_prefill_take_their_time_and_their_place(left, predictor):
     running = [Request(NOW - 5, 0, 1000, NOW, 1) for _ in range(10)]
-    found = hold_until(NOW, [Request(NOW, 90, 0), *running], predictor, slo, max_batched_tokens=50)
-    steps = (
-        prefill(predictor, (40, 0), decodes=10, context=10000)
-        + prefill(predictor, (40, 40), decodes=10, context=10000)
-        + prefill(predictor, (10, 80), decodes=10, context=10000)
-    )
-    first = prefill(predictor, (40, 0), decodes=10, context=10000)
-    assert found == pytest.approx(min(NOW + 1 - steps, NOW + 0.2 - first))
+    found = left(Request(NOW, 90, 0), *running, max_batched_tokens=50)
+    chunks = (40, 0), (40, 40), (10, 80)
+    steps = [prefill(predictor, chunk, decodes=10, context=10000) for chunk in chunks]
+    assert found == pytest.approx(min(1 - sum(steps), 0.2 - steps[0]))
 
 
-def test_the_next_token_is_due_when_the_mean_time_per_token_would_reach_its_target(predictor, slo):
-    step = predictor.p99(Work((), 1, 50))
+def test_the_next_token_is_due_when_the_mean_time_per_token_would_reach_its_target(left, predictor):
+    step = prefill(predictor, decodes=1, context=50)
     # 10 tokens: the eleventh is due 2 s after the first
-    late = Request(NOW - 9, 0, 50, NOW - 1.9, 10)
-    assert hold_until(NOW, [late], predictor, slo) == pytest.approx(NOW + 0.1 - step)
-
-
-def test_credit_of_a_fast_start_is_capped(predictor, slo):
+    assert left(Request(NOW - 9, 0, 50, NOW - 1.9, 10)) == pytest.approx(0.1 - step)
+    # The credit of a fast start is capped.
     fast = Request(NOW - 9, 0, 50, NOW - 1, 1000, NOW - 0.3)
-    step = predictor.p99(Work((), 1, 50))
-    assert hold_until(NOW, [fast], predictor, slo) == pytest.approx(NOW - 0.3 + CREDIT * 0.2 - step)
+    assert left(fast) == pytest.approx(-0.3 + CREDIT * 0.2 - step)
 
 
-def test_a_request_that_is_late_already_leaves_no_time(predictor, slo):
-    assert hold_until(NOW, [Request(NOW - 3, 10, 0)], predictor, slo) < NOW
+def test_a_preempted_request_is_due_by_its_tokens_after_its_prefill(left, predictor):
+    expected = pytest.approx(-1 + 8 * 0.2 - prefill(predictor, (500, 0)))
+    assert left(Request(NOW - 9, 500, 0, NOW - 1, 8)) == expected
 
 
-def test_a_preempted_request_is_due_by_its_tokens_after_its_prefill(predictor, slo):
-    found = hold_until(NOW, [Request(NOW - 9, 500, 0, NOW - 1, 8)], predictor, slo)
-    assert found == pytest.approx(NOW - 1 + 8 * 0.2 - prefill(predictor, (500, 0)))
-
-
-def test_with_more_requests_than_sequences_nothing_can_be_promised(predictor, slo):
+def test_with_more_requests_than_sequences_nothing_can_be_promised(left):
     queue = [Request(NOW, 10, 0)] * 3
-    assert hold_until(NOW, queue, predictor, slo, max_sequences=3) > NOW
-    assert hold_until(NOW, queue, predictor, slo, max_sequences=2) == NOW
+    assert left(*queue, max_sequences=3) > 0 == left(*queue, max_sequences=2)
 
 
-waiting = st.builds(
-    Request,
-    st.floats(90, 100),
-    st.integers(0, 5000),
-    st.integers(0, 500),
-    st.none(),
-    st.just(0),
-    st.none(),
-)
-running = st.builds(
-    Request,
-    st.just(80.0),
-    st.just(0),
-    st.integers(1, 3000),
-    st.floats(90, 100),
-    st.integers(1, 50),
-    st.none() | st.floats(99, 100),
-)
+none, prompts, begun = st.none(), st.integers(0, 5000), st.floats(90, 100)
+waiting = st.builds(Request, begun, prompts, st.integers(0, 500), none, st.just(0), none)
+tokens, last = st.integers(1, 50), none | st.floats(99, 100)
+running = st.builds(Request, st.just(80.0), st.just(0), st.integers(1, 3000), begun, tokens, last)
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(waiting | running, min_size=1, max_size=20), waiting | running, st.integers(40, 3000)
 )
 def test_one_more_request_never_gives_more_time(requests, another, batched):
     predictor, slo = Predictor((0.02, 2e-4, 1e-7, 1e-3, 2e-6)), Slo(0.5, 1.0, 0.1, 0.2)
-    before = hold_until(NOW, requests, predictor, slo, batched)
-    assert math.isfinite(before)
-    latest = requests + [another._replace(arrival=101.0)]
+    assert math.isfinite(hold_until(NOW, requests, predictor, slo, batched))
     # a decode makes steps longer
     if another.prompt_left == 0 and another.first_token_at is not None:
-        assert (
-            hold_until(NOW, latest, predictor, slo, max(batched, 100))
-            <= hold_until(NOW, requests, predictor, slo, max(batched, 100)) + 1e-9
+        more = [*requests, another._replace(arrival=101.0)]
+        before, after = (
+            hold_until(NOW, each, predictor, slo, max(batched, 100)) for each in (requests, more)
         )
+        assert after <= before + 1e-9
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(waiting, min_size=1, max_size=10), st.integers(40, 3000))
 def test_kept_away_so_long_every_first_token_is_in_time(requests, batched):
     """Replays the steps that the rule counts on, one token budget at a time."""
     predictor, slo = Predictor((0.02, 2e-4, 1e-7, 1e-3, 2e-6)), Slo(0.5, 1.0, 0.1, 0.2)
     clock = hold_until(NOW, requests, predictor, slo, batched)
-    left = [
-        [r.arrival, max(1, r.prompt_left), r.context]
-        for r in sorted(requests, key=lambda r: r.arrival)
-    ]
+    queue = sorted(requests, key=lambda r: r.arrival)
+    left = [[r.arrival, max(1, r.prompt_left), r.context] for r in queue]
     decodes = context = 0
     while left:
-        room, chunks = max(1, batched - decodes), []
-        done = []
+        room, chunks, done = max(1, batched - decodes), [], []
         for request in left:
             new = min(room, request[1])
             if not new:
@@ -189,20 +159,16 @@ def test_attainment_counts_by_lending(slo):
 
 def test_an_engine_that_misses_by_itself_is_known_and_may_recover(slo):
     seen = Attainment(slo)
+    for _ in range(300):
+        seen.add(9.0, 0.1, lent=True)
+    assert not seen.misses_alone, "misses while lending are not its own"
     for _ in range(JUDGED - 1):
         seen.add(9.0, 0.1, lent=False)
-    assert not seen.misses_alone  # too few to say
+    assert not seen.misses_alone, "too few to say"
     seen.add(9.0, 0.1, lent=False)
     assert seen.misses_alone
     for _ in range(300):
         seen.add(0.1, 0.1, lent=False)
-    assert not seen.misses_alone
-
-
-def test_misses_while_lending_are_not_its_own(slo):
-    seen = Attainment(slo)
-    for _ in range(300):
-        seen.add(9.0, 0.1, lent=True)
     assert not seen.misses_alone
 
 

@@ -25,19 +25,15 @@ def move(direction: str) -> str:
 def play(console, chat):
     """play(config, task, *texts) -> the outcome of the scripted policy's game."""
 
+    async def ready():
+        pass
+
     def play(config, task, *texts):
         screen = screen_for(task.env, console)
         policy = Scripted(chat, *texts)
-
-        async def ready():
-            pass
-
-        async def go():
-            outcome = await game.by_policy(task, config, chat, policy, screen, ready)
-            screen.ended(session.verdict(outcome))
-            return outcome
-
-        return asyncio.run(go())
+        outcome = asyncio.run(game.by_policy(task, config, chat, policy, screen, ready))
+        screen.ended(session.verdict(outcome))
+        return outcome
 
     return play
 
@@ -48,10 +44,8 @@ def solvable(config, way):
     async def solves(task):
         env = game.envs.build(task.env)
         await env.reset(task.seed)
-        steps = [
-            await env.step(game.Action("", typed.ToolCall("move", {"direction": each})))
-            for each in way
-        ]
+        calls = [typed.ToolCall("move", {"direction": each}) for each in way]
+        steps = [await env.step(game.Action("", call)) for call in calls]
         return steps[-1].success and not any(step.done for step in steps[:-1])
 
     tasks = (source.held_out(config, number, None) for number in range(200))
@@ -84,9 +78,8 @@ def test_a_call_that_cannot_be_read_is_shown_as_it_was_said(make_config, play, p
 def test_an_environment_without_a_map_is_a_conversation(make_config, play, printed):
     config = make_config("env=calculator", "model.max_context=512")
     task = source.held_out(config, 0, None)
-    outcome = play(
-        config, task, '<tool_call>{"name": "answer", "arguments": {"value": 1e9}}</tool_call>'
-    )
+    answer = '{"name": "answer", "arguments": {"value": 1e9}}'
+    outcome = play(config, task, f"<tool_call>{answer}</tool_call>")
     assert not outcome.success and outcome.turns == 1
     said = printed()
     assert "\nuser:\nWhat is " in said and "\npolicy, turn 1:\n<tool_call>" in said
@@ -157,13 +150,13 @@ def test_the_user_may_leave_and_has_as_many_turns_as_the_policy(make_config, con
 
 @pytest.fixture
 def questions(tmp_path, make_config):
-    (tmp_path / "mine.py").write_text("def right(text):\n    return 1.0\n")
+    data, reward = tmp_path / "data.jsonl", tmp_path / "mine.py"
+    reward.write_text("def right(text):\n    return 1.0\n")
     rows = "".join(f'{{"prompt": "left or right {n}", "answer": "{n}"}}\n' for n in range(20))
-    (tmp_path / "data.jsonl").write_text(rows)
-    return make_config(
-        "env=prompts", f"env.args.data={tmp_path / 'data.jsonl'}", f"env.args.reward={tmp_path / 'mine.py'}:right",
-        "env.args.system=Be brief", "env.max_new_tokens=16",
-    )  # fmt: skip
+    data.write_text(rows)
+    args = {"data": data, "reward": f"{reward}:right", "system": "Be brief"}
+    given = [f"env.args.{name}={value}" for name, value in args.items()]
+    return make_config("env=prompts", *given, "env.max_new_tokens=16")
 
 
 def test_one_question_and_one_answer_is_a_conversation(questions, chat, console, printed, types):

@@ -33,13 +33,6 @@ def exported(tmp_path):
     return made
 
 
-def refusal(capfd, *arguments) -> str:
-    with pytest.raises(SystemExit) as ended:
-        command.main(list(map(str, arguments)))
-    assert ended.value.code == 2
-    return capfd.readouterr().err
-
-
 def test_the_newest_version_is_played_unless_another_is_asked_for(folder, tmp_path):
     policy = Policy(source.find(folder, []), 1, tmp_path)
     policy.choose(None)
@@ -90,23 +83,23 @@ def test_a_run_without_a_version_has_only_the_first(make_config, tmp_path):
     policy.choose(0)
 
 
-def test_folders_that_are_nothing_to_play_are_refused_with_those_that_are(folder, tmp_path):
-    with pytest.raises(ConfigError, match="no such folder; there are .*lakes"):
-        source.find(folder.with_name("sea"), [])
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="neither a run nor an exported model"):
-        source.find(tmp_path / "empty", [])
-    (tmp_path / "empty" / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="is an adapter.*--merge"):
-        source.find(tmp_path / "empty", [])
-    (tmp_path / "empty" / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="config.json: damaged"):
-        source.find(tmp_path / "empty", [])
-
-
-def test_a_run_plays_its_own_environments(folder):
-    with pytest.raises(ConfigError, match="env=calculator: .*lakes is a run"):
-        source.find(folder, ["env=calculator"])
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (None, "no such folder; there are .*lakes"),
+        ([], "neither a run nor an exported model"),
+        (["adapter_config.json"], "is an adapter.*--merge"),
+        (["config.json"], "config.json: damaged"),
+    ],
+)
+def test_folders_that_are_nothing_to_play_are_refused_with_those_that_are(folder, files, words):
+    place = folder.with_name("sea")
+    if files is not None:
+        place.mkdir()
+    for name in files or ():
+        (place / name).write_text("{")
+    with pytest.raises(ConfigError, match=words):
+        source.find(place, [])
 
 
 def test_an_exported_model_plays_the_environment_of_the_command_line(exported):
@@ -136,6 +129,7 @@ def test_an_exported_model_needs_an_environment_that_there_is(exported, override
 
 def test_commands_in_refusals_take_any_path(folder, exported):
     for place, overrides, words in (
+        # A run plays its own environments.
         (folder, ["env=calculator"], "rose export {} --out DIR"),
         (exported, [], "rose play {} env=frozen_lake"),
     ):
@@ -161,20 +155,16 @@ def test_a_task_is_the_one_that_the_runs_evaluations_have(make_config):
 
 
 def test_the_temperature_of_the_command_line_is_that_of_every_set(make_config):
-    config = make_config(
-        "+env@eval.sets.sums=calculator", "+eval.sets.sums.episodes=3",
-        "+eval.sets.sums.temperature=0.5",
-    )  # fmt: skip
+    sums = "+env@eval.sets.sums=calculator +eval.sets.sums.episodes=3"
+    config = make_config(f"{sums} +eval.sets.sums.temperature=0.5")
     warm = source.with_temperature(config, 0.2)
     assert warm.eval.of("sums")[1] == warm.eval.of("frozen_lake")[1] == 0.2
     assert config.eval.of("sums")[1] == 0.5
 
 
 def test_an_engine_has_memory_for_a_game_and_drafts_nothing(make_config, tmp_path):
-    shape = dict(
-        num_hidden_layers=32, hidden_size=4096, intermediate_size=11008, num_attention_heads=32,
-        num_key_value_heads=8, vocab_size=32000,
-    )  # fmt: skip
+    shape = {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 11008}
+    shape |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     config = make_config("rollout/draft=group", "model.max_context=2048")
     rollout = rollout_of_one(config, tmp_path)
@@ -194,7 +184,9 @@ def test_an_engine_has_memory_for_a_game_and_drafts_nothing(make_config, tmp_pat
     ],
 )
 def test_arguments_that_say_nothing_are_refused(arguments, words, capfd):
-    assert words in refusal(capfd, "outputs/any", *arguments)
+    with pytest.raises(SystemExit) as ended:
+        command.main(["outputs/any", *arguments])
+    assert ended.value.code == 2 and words in capfd.readouterr().err
 
 
 def test_an_error_is_one_line_and_nothing_stays_behind(tmp_path, capfd, monkeypatch):
@@ -212,9 +204,8 @@ def test_an_exported_model_has_one_version(exported, option, capfd):
 
 
 def test_a_person_cannot_stand_in_for_a_program(make_config, tmp_path, capfd):
-    configuration.save(
-        make_config("env=agent", "env.args.command=sleep 1"), tmp_path / "config.json"
-    )
+    agent = make_config("env=agent", "env.args.command=sleep 1")
+    configuration.save(agent, tmp_path / "config.json")
     assert command.main([str(tmp_path), "--human"]) == 2
     assert "--human: env.name='agent' runs a program" in capfd.readouterr().err
 

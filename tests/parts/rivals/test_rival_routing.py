@@ -7,9 +7,12 @@ from rose.scheduler import events as ev
 from tests.scheduler.said import asked, built, joined, lends
 
 
-def make(routing, queue_depth=0.0, **args):
+def make(routing, *workers, queue_depth=0.0, **args):
+    """A scheduler with this routing and dedicated workers of these names."""
     s = built(queue_depth=queue_depth, routing=(routing, args))
     s.handle(ev.VersionPublished(at=0.0, version=0))
+    for name in workers:
+        join(s, name)
     return s
 
 
@@ -35,17 +38,34 @@ def end(s, turn, at=0.0, tokens=10):
     return where(s.handle(ev.TurnEnded(at=at, turn=turn, tokens=tokens)))
 
 
+def over(s, trajectory, at=0.0, tokens=10):
+    return where(s.handle(ev.TrajectoryEnded(at=at, trajectory=trajectory, tokens=tokens)))
+
+
+def lose(s, worker, at=0.0):
+    return where(s.handle(ev.WorkerLost(at=at, worker=worker, reason="gone")))
+
+
+def progress(s, turn, at, tokens, attempt=1):
+    s.handle(ev.TurnProgressed(at=at, turn=turn, attempt=attempt, tokens=tokens))
+
+
 # ----------------------------------------------------------------- ROSE
 
 
 def test_rose_keeps_a_trajectory_where_its_prefix_is_cached_while_that_has_room():
-    s = make("rose")
-    join(s, "a"), join(s, "b")
+    s = make("rose", "a", "b")
     assert request(s, "g0.0.t0") == "a"
     assert request(s, "g0.1.t0") == "b"
     assert request(s, "g0.2.t0", need=300) == "a"
     end(s, "g0.0.t0")
     assert request(s, "g0.0.t1") == "a", "though b has the smaller load"
+
+
+def ends(s, trajectory, at, tokens=100):
+    """End a trajectory with its only turn."""
+    end(s, f"{trajectory}.t0", at, tokens)
+    return over(s, trajectory, at, tokens)
 
 
 def crowd(s, most=8, worker="a", each=1.0):
@@ -54,8 +74,7 @@ def crowd(s, most=8, worker="a", each=1.0):
         for i in range(n):
             assert request(s, f"x{n}.{i}.t0", at=10.0 * n) == worker
         for i in range(n):
-            end(s, f"x{n}.{i}.t0", at=(10 + each) * n, tokens=100)
-            s.handle(ev.TrajectoryEnded(at=(10 + each) * n, trajectory=f"x{n}.{i}", tokens=100))
+            ends(s, f"x{n}.{i}", (10 + each) * n)
 
 
 def test_rose_leaves_a_prefix_for_a_worker_where_the_turn_ends_sooner():
@@ -72,11 +91,11 @@ def teach_both(s, lent=20.0):
     """Teach the fit that a generates 100 tokens in a second, and the lent c in `lent` seconds."""
     join(s, "a", sequences=1), join(s, "c", "cooperative")
     for n in range(10):
-        assert request(s, f"x{n}.0.t0", at=0.0) in "ac" and request(s, f"x{n}.1.t0", at=0.0) in "ac"
         for i in range(2):
-            turn = s.cluster.turns[f"x{n}.{i}.t0"]
-            end(s, turn.turn, at={"a": 1.0, "c": lent}[turn.worker], tokens=100)
-            s.handle(ev.TrajectoryEnded(at=1.0, trajectory=turn.trajectory, tokens=100))
+            assert request(s, f"x{n}.{i}.t0") in "ac"
+        for i in range(2):
+            worker = s.cluster.turns[f"x{n}.{i}.t0"].worker
+            ends(s, f"x{n}.{i}", {"a": 1.0, "c": lent}[worker])
 
 
 def test_rose_lets_a_turn_wait_rather_than_send_it_to_a_lent_worker_where_it_would_end_later():
@@ -84,9 +103,8 @@ def test_rose_lets_a_turn_wait_rather_than_send_it_to_a_lent_worker_where_it_wou
     teach_both(s)
     join(s, "b", sequences=2)
     assert [request(s, f"g0.{i}.t0", at=30.0) for i in range(4)] == ["a", "b", "b", ""]
-    s.handle(ev.WorkerLost(at=30.0, worker="b", reason="gone"))
-    lost = s.handle(ev.WorkerLost(at=30.0, worker="a", reason="gone"))
-    assert set(where(lost).values()) == {"c"} and s.waiting == 0, "no other worker is left"
+    lose(s, "b", at=30.0)
+    assert set(lose(s, "a", at=30.0).values()) == {"c"} and s.waiting == 0, "no other is left"
 
 
 def test_rose_moves_a_turn_that_is_slow_to_a_fast_worker_that_gets_free_before_one_that_came_later():
@@ -96,7 +114,7 @@ def test_rose_moves_a_turn_that_is_slow_to_a_fast_worker_that_gets_free_before_o
     places = {request(s, f"g0.{i}.t0", at=30.0, need=300): f"g0.{i}.t0" for i in range(3)}
     assert places.keys() == {"a", "c", ""} and places[""] == "g0.2.t0"
     slow = places["c"]
-    s.handle(ev.TurnProgressed(at=34.0, turn=slow, attempt=1, tokens=20))
+    progress(s, slow, 34.0, 20)
     assert s.handle(ev.Tick(at=34.0)) == [], "no other worker has room"
     answers = s.handle(ev.TurnEnded(at=34.0, turn=places["a"], tokens=400))
     assert answers == [
@@ -112,14 +130,14 @@ def test_rose_moves_a_trajectory_from_a_lent_worker_only_to_one_below_the_cap():
     teach_both(s, lent=1.0)
     places = {request(s, f"g0.{i}.t0", at=30.0, need=600): f"g0.{i}" for i in range(2)}
     slow, other = places["c"], places["a"]
-    s.handle(ev.TurnProgressed(at=40.0, turn=f"{slow}.t0", attempt=1, tokens=10))
+    progress(s, f"{slow}.t0", 40.0, 10)
     # The tools of `other` run, and its prefix stays on a.
     assert end(s, f"{other}.t0", at=40.0, tokens=100) == {}
     assert s.handle(ev.Tick(at=40.0)) == []
     end(s, f"{slow}.t0", at=300.0, tokens=100)
     assert request(s, f"{slow}.t1", at=300.0, need=600) == "c"
-    s.handle(ev.TurnProgressed(at=310.0, turn=f"{slow}.t1", attempt=1, tokens=10))
-    s.handle(ev.TrajectoryEnded(at=310.0, trajectory=other, tokens=100))
+    progress(s, f"{slow}.t1", 310.0, 10)
+    over(s, other, 310.0, 100)
     assert where(s.handle(ev.Tick(at=310.0))) == {f"{slow}.t1": "a"}
 
 
@@ -130,7 +148,7 @@ def test_rose_moves_no_running_turn_into_the_queue_of_an_engine():
     for i in range(4):
         places.setdefault(request(s, f"g0.{i}.t0", at=30.0), []).append(f"g0.{i}.t0")
     slow, (first, second) = places["c"][0], places["a"]
-    s.handle(ev.TurnProgressed(at=40.0, turn=slow, attempt=1, tokens=10))
+    progress(s, slow, 40.0, 10)
     assert end(s, first, at=40.0, tokens=100) == {}, "the second took its place"
     assert end(s, second, at=40.0, tokens=100) == {slow: "a"}
 
@@ -138,13 +156,13 @@ def test_rose_moves_no_running_turn_into_the_queue_of_an_engine():
 def test_rose_moves_a_long_turn_though_the_fit_overestimates_contexts_beyond_its_data():
     s = make("rose")
     join(s, "a", kv=10_000), crowd(s)
-    s.handle(ev.WorkerLost(at=100.0, worker="a", reason="gone"))
+    lose(s, "a", at=100.0)
     join(s, "c", "cooperative", kv=10_000), crowd(s, worker="c", each=1.5)
     join(s, "a", kv=10_000, sequences=1)
     assert request(s, "g0.0.t0", at=100.0) == "a"
     assert request(s, "g1.0.t0", at=100.0, need=3000) == "c"
     # The fit predicts 40 s because of the long context.
-    s.handle(ev.TurnProgressed(at=101.5, turn="g1.0.t0", attempt=1, tokens=100))
+    progress(s, "g1.0.t0", 101.5, 100)
     assert end(s, "g0.0.t0", at=101.5, tokens=100) == {"g1.0.t0": "a"}
 
 
@@ -154,10 +172,9 @@ def test_rose_leaves_a_turn_where_moving_does_not_pay():
     for n in range(10):
         for i in range(2):
             request(s, f"x{n}.{i}.t0", at=0.0)
-            end(s, f"x{n}.{i}.t0", at=1.0, tokens=100)
-            s.handle(ev.TrajectoryEnded(at=1.0, trajectory=f"x{n}.{i}", tokens=100))
+            ends(s, f"x{n}.{i}", 1.0)
     places = {request(s, f"g0.{i}.t0", at=30.0, need=300): i for i in range(2)}
-    s.handle(ev.TurnProgressed(at=31.0, turn=f"g0.{places['c']}.t0", attempt=1, tokens=100))
+    progress(s, f"g0.{places['c']}.t0", 31.0, 100)
     assert s.handle(ev.TurnEnded(at=31.0, turn=f"g0.{places['a']}.t0", tokens=100)) == []
     assert s.handle(ev.Tick(at=31.5)) == []
 
@@ -208,9 +225,8 @@ def test_rose_caps_trajectories_by_their_kv_need_while_tools_run_and_lets_starte
     end(s, "g0.0.t0"), end(s, "g0.1.t0")  # The tools of both run, and their prefixes stay.
     assert request(s, "g0.2.t0") == ""
     assert request(s, "g0.0.t1") == "a"
-    s.handle(ev.TurnEnded(at=0.0, turn="g0.0.t1", tokens=5))
-    expected = {"g0.2.t0": "a"}
-    assert where(s.handle(ev.TrajectoryEnded(at=0.0, trajectory="g0.0", tokens=10))) == expected
+    end(s, "g0.0.t1", 0.0, 5)
+    assert over(s, "g0.0") == {"g0.2.t0": "a"}
 
 
 def test_rose_forgets_what_a_lost_worker_held():
@@ -219,7 +235,7 @@ def test_rose_forgets_what_a_lost_worker_held():
     assert request(s, "g0.0.t0", need=200) == "a"
     end(s, "g0.0.t0")
     assert request(s, "g0.1.t0", need=200) == ""
-    s.handle(ev.WorkerLost(at=0.0, worker="a", reason="gone"))
+    lose(s, "a")
     s.handle(ev.TurnEnded(at=0.0, turn="g0.1.t0"))
     join(s, "a", kv=250)
     assert request(s, "g0.2.t0", need=200) == "a"
@@ -235,10 +251,10 @@ def test_seer_cuts_a_turn_into_chunks_and_any_worker_takes_the_next():
     turn = s.cluster.turns["g0.0.t0"]
     assert (turn.worker, turn.kv_need) == ("a", 90)
     assert request(s, "g1.0.t0", need=20) == "b"
-    s.handle(ev.TurnProgressed(at=1.0, turn="g0.0.t0", attempt=1, tokens=40))
+    progress(s, "g0.0.t0", 1.0, 40)
     back = s.handle(ev.TurnReturned(at=1.0, turn="g0.0.t0", attempt=1, chunk=True))
     assert back == [ev.AssignTurn("g0.0.t0", "a", 2, 40)] and turn.kv_need == 130
-    s.handle(ev.TurnProgressed(at=2.0, turn="g0.0.t0", attempt=2, tokens=40))
+    progress(s, "g0.0.t0", 2.0, 40, attempt=2)
     request(s, "g2.0.t0", need=400)
     last = s.handle(ev.TurnReturned(at=2.0, turn="g0.0.t0", attempt=2, chunk=True))
     assert last[0].max_tokens == 0 and turn.kv_need == 150
@@ -251,17 +267,14 @@ def live(s, trajectory, outcome, tokens):
     """Run a trajectory with a turn of 10 tokens, a tool call, and a turn of `tokens`. Return the
     worker of the second turn."""
     request(s, f"{trajectory}.t0", domain="env")
-    s.handle(ev.TurnEnded(at=1.0, turn=f"{trajectory}.t0", tokens=10))
+    end(s, f"{trajectory}.t0", 1.0, 10)
     went = request(s, f"{trajectory}.t1", domain="env", outcome=outcome)
-    s.handle(ev.TurnEnded(at=2.0, turn=f"{trajectory}.t1", tokens=tokens))
-    s.handle(ev.TrajectoryEnded(at=2.0, trajectory=trajectory, tokens=10 + tokens))
+    end(s, f"{trajectory}.t1", 2.0, tokens), over(s, trajectory, 2.0, 10 + tokens)
     return went
 
 
 def test_libra_moves_a_trajectory_to_the_bucket_that_its_outcomes_predict():
-    s = make("libra", limits=[50, 200], shares=[1, 1, 1])
-    for name in "abc":
-        join(s, name)
+    s = make("libra", *"abc", limits=[50, 200], shares=[1, 1, 1])
     # No trajectory has ended yet, so it stays in the first bucket.
     assert live(s, "g0.0", "failed", 300) == "a"
     assert live(s, "g1.0", "failed", 300) == "c"
@@ -285,12 +298,8 @@ def test_libra_distributes_workers_to_buckets_by_shares():
     s = make("libra", limits=[50, 200], shares=[0.5, 0.25, 0.25])
     for i in range(8):
         join(s, f"w{i}")
-    routing = s._queue._choose.__self__
-    assert [[routing.label(f"w{i}") for i in range(8)].count(bucket) for bucket in range(3)] == [
-        4,
-        2,
-        2,
-    ]
+    labels = [s._queue._choose.__self__.label(f"w{i}") for i in range(8)]
+    assert [labels.count(bucket) for bucket in range(3)] == [4, 2, 2]
 
 
 def test_libra_gives_long_trajectories_the_engines_of_a_large_degree():
@@ -316,10 +325,9 @@ def test_libra_labels_a_worker_that_joins_again():
     s = make("libra", limits=[50], shares=[1, 1])
     for name in "abc":
         join(s, name, sequences=1)
-    s.handle(ev.WorkerLost(at=0.0, worker="a", reason="gone"))
-    s.handle(ev.WorkerLost(at=0.0, worker="c", reason="gone"))
+    lose(s, "a"), lose(s, "c")
     join(s, "a", sequences=1)
-    s.handle(ev.WorkerLost(at=0.0, worker="b", reason="gone"))
+    lose(s, "b")
     join(s, "b", sequences=1)  # The first bucket has worker a.
     assert [request(s, f"g0.{i}.t0") for i in range(3)] == ["a", "b", ""]
 
@@ -344,11 +352,8 @@ def test_rollart_sends_domains_to_their_hardware_and_elsewhere_only_when_that_is
 def teach(s, worker, seconds, turns=40):
     """Run turns of 100 tokens that take `seconds[worker]` on the worker that gets them."""
     for i in range(turns):
-        name = f"{worker}{i}.0.t0"
-        s.handle(asked(name, context=50, new=100))
-        sent = s.cluster.turns[name].worker
-        s.handle(ev.TurnEnded(at=seconds[sent], turn=name, tokens=100))
-        s.handle(ev.TrajectoryEnded(at=seconds[sent], trajectory=name[:-3], tokens=100))
+        s.handle(asked(f"{worker}{i}.0.t0", context=50, new=100))
+        ends(s, f"{worker}{i}.0", seconds[s.cluster.turns[f"{worker}{i}.0.t0"].worker])
 
 
 def test_earliest_finish_learns_which_worker_is_slow():
@@ -410,6 +415,5 @@ def test_earliest_finish_starts_only_trajectories_whose_prefixes_can_stay_and_le
     assert places == ["a"] * 6 + ["", ""]
     end(s, "g0.0.t0", at=3.0)
     assert request(s, "g0.0.t1", need=100, at=3.0) == "a"
-    s.handle(ev.TurnEnded(at=4.0, turn="g0.0.t1", tokens=100))
-    expected = {"g6.0.t0": "a"}
-    assert where(s.handle(ev.TrajectoryEnded(at=4.0, trajectory="g0.0", tokens=110))) == expected
+    end(s, "g0.0.t1", 4.0, 100)
+    assert over(s, "g0.0", 4.0, 110) == {"g6.0.t0": "a"}

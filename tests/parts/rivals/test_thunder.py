@@ -4,7 +4,7 @@ import pytest
 
 from rose.config import ConfigError
 from rose.scheduler import events as ev
-from tests.parts.rivals.test_rival_routing import end, join, lend, make, where
+from tests.parts.rivals.test_rival_routing import end, join, lend, make, over, where
 from tests.scheduler.said import asked, built, lends
 
 BUFFER = 100  # KV tokens reserved for each active program
@@ -45,8 +45,7 @@ def test_an_ended_trajectory_frees_its_room():
     s = thunder("a")
     acts(s, "g0.0", 800)
     assert request(s, "g1.0.t0", 600) == ""
-    expected = {"g1.0.t0": "a"}
-    assert where(s.handle(ev.TrajectoryEnded(at=1.0, trajectory="g0.0", tokens=10))) == expected
+    assert over(s, "g0.0", 1.0) == {"g1.0.t0": "a"}
 
 
 def test_the_room_of_long_tools_decays_by_half_lives():
@@ -70,8 +69,7 @@ def test_programs_beyond_a_workers_memory_are_paused_tools_first_and_small_conte
     assert request(s, "g1.0.t1", 310, at=10.0) == "" == request(s, "g2.0.t1", 320, at=10.0)
     # A paused program is restored where there is room, not where it was.
     assert end(s, "g5.0.t0", at=11.0) == {}
-    expected = {"g1.0.t1": "b", "g2.0.t1": "b"}
-    assert where(s.handle(ev.TrajectoryEnded(at=11.0, trajectory="g5.0", tokens=10))) == expected
+    assert over(s, "g5.0", 11.0) == {"g1.0.t1": "b", "g2.0.t1": "b"}
 
 
 def test_if_generating_programs_exceed_the_memory_the_smallest_is_paused_after_its_turn():

@@ -30,17 +30,10 @@ class Agents:
         def episode(member):
             output = tuple(int(x) for x in draw.integers(5, 400, 4))
             crashed = member == 0 and self.crash + (size > 1) > 1
-            return spec.Episode(
-                200,
-                output,
-                (30,) * 4,
-                tuple(draw.exponential(1.0, 4).tolist()),
-                (False, True, False, False),
-                0.0 if index in self.equal else float(member % 2),
-                0.5,
-                crashed,
-                "test",
-            )
+            think = tuple(draw.exponential(1.0, 4).tolist()), (False, True, False, False)
+            reward = 0.0 if index in self.equal else float(member % 2)
+            sizes = 200, output, (30,) * 4
+            return spec.Episode(*sizes, *think, reward, 0.5, crashed, "test")
 
         return [episode(member) for member in range(size)]
 
@@ -51,18 +44,9 @@ def pool(name="dedicated", kind="dedicated", count=2, **changes):
 
 
 def cluster(*pools, steps=2, groups=3, size=4, env=None, dynamic=False, **changes):
-    found = spec.Spec(
-        "test",
-        steps,
-        spec.Batch(groups, size, dynamic),
-        env or Agents(),
-        TRAINER,
-        pools or (pool(),),
-        0.5,
-        1.0,
-        0.001,
-        0.001,
-    )
+    batch, env, pools = spec.Batch(groups, size, dynamic), env or Agents(), pools or (pool(),)
+    times = 0.5, 1.0, 0.001, 0.001
+    found = spec.Spec("test", steps, batch, env, TRAINER, pools, *times)
     return dataclasses.replace(found, **changes)
 
 

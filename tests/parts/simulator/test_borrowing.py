@@ -40,15 +40,8 @@ def devices(share, seed):
 
 def seconds(environment, seed, provisioning, args, *lent):
     world = environments.Environments(tuple(map(domains.domain, ENVIRONMENTS[environment])), 32768)
-    what = cluster(
-        pool(count=2, engine=ENGINE),
-        *lent,
-        steps=STEPS,
-        groups=GROUPS,
-        size=SIZE,
-        env=world,
-        progress_s=5.0,
-    )
+    pools, sizes = (pool(count=2, engine=ENGINE), *lent), {"groups": GROUPS, "size": SIZE}
+    what = cluster(*pools, steps=STEPS, env=world, progress_s=5.0, **sizes)
     chosen = {"provisioning": (provisioning, args), "routing": "rose"}
     scheduler = built(600.0, 0.25, {"max_admitted": 8.0}, **chosen)
     return simulate(what, scheduler, seed).steps[-1].ended

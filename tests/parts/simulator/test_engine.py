@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from rose.parts.simulator import spec
 from rose.parts.simulator.engine import Sequence, SimEngine
+from tests.parts.simulator.stepwise import first_and_last
 
 STEP = spec.StepTime(0.01, 2e-5, 1e-8, 3e-4, 1e-6, 0.002)
 
@@ -31,37 +32,6 @@ def run(engine, until=math.inf):
     return ended
 
 
-def step_by_step(arrivals, sequences, batched, step=STEP):
-    """What `run` returns, by one loop round per engine step. `arrivals`: (time, key, context,
-    tokens), in order."""
-    now, waiting, prefill, decode, ended = 0.0, list(arrivals), [], [], []
-    while waiting or prefill or decode:
-        if not prefill and not decode:
-            now = max(now, waiting[0][0])
-        while waiting and waiting[0][0] <= now + 1e-9 and len(prefill) + len(decode) < sequences:
-            _, key, context, tokens = waiting.pop(0)
-            prefill.append([key, 0, context, tokens])
-        budget, cost, into = batched - len(decode), 0.0, []
-        for one in prefill:
-            chunk = min(budget, one[2] - one[1])
-            cost += chunk * (step.c1 + step.c2 * (one[1] + chunk / 2))
-            one[1] += chunk
-            budget -= chunk
-            into += [one] if one[1] == one[2] else []
-            if not budget:
-                break
-        attended = sum(context for _, context, _ in decode)
-        now += step.c5 + max(step.c0, cost) + step.c3 * len(decode) + step.c4 * attended
-        for one in decode:
-            one[1] += 1
-            one[2] -= 1
-        decode += [[key, context + 1, tokens - 1] for key, _, context, tokens in into]
-        prefill = [one for one in prefill if one not in into]
-        ended += [(now, key) for key, _, left in decode if not left]
-        decode = [one for one in decode if one[2]]
-    return ended
-
-
 arrivals = st.lists(
     st.tuples(st.floats(0, 3), st.integers(1, 900), st.integers(1, 60)), min_size=1, max_size=12
 )
@@ -76,9 +46,10 @@ def test_every_sequence_ends_when_it_would_if_each_step_were_taken(drawn, sequen
         ended += run(fast, at)
         fast.add(at, sequence(key, context, tokens))
     ended += run(fast)
-    expected = step_by_step(drawn, sequences, batched)
-    expected = pytest.approx({key: at for at, key in expected}, abs=1e-6)
-    assert {key: at for at, key in ended} == expected
+    requests = [(at, context, tokens) for at, _, context, tokens in drawn]
+    taken = first_and_last(requests, STEP, sequences, batched, at_once=1e-9)
+    expected = {key: last for (_, key, *_), (_, last) in zip(drawn, taken, strict=True)}
+    assert {key: at for at, key in ended} == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_turn_after_another_prefills_only_what_is_new():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rose.parts.simulator import online, serving, traces
 from rose.parts.simulator.spec import Engine, StepTime
 from rose.parts.simulator.traces import Trace
+from tests.parts.simulator.stepwise import first_and_last
 
 STEP = StepTime(c0=0.008, c1=2.6e-5, c2=7e-10, c3=1e-5, c4=2e-8)
 ENGINE = Engine(
@@ -24,48 +25,6 @@ def trace(*requests: tuple[float, int, int]) -> Trace:
     return Trace(np.array(at, float), np.array(prompt, np.int32), np.array(output, np.int32))
 
 
-def step_by_step(work: Trace, engine: Engine) -> list[tuple[float, float]]:
-    """(first token, last token) of each request, one engine step at a time."""
-    c, now, after, running, prefill = engine.step, 0.0, 0, [], []
-    first, last, held = {}, {}, 0
-
-    def fits(request: int) -> bool:
-        room = len(running) + len(prefill) < engine.max_sequences
-        return room and held + need(request) <= engine.kv_tokens
-
-    def need(request: int) -> int:
-        return int(work.prompt_tokens[request] + work.output_tokens[request])
-
-    while after < len(work) or running or prefill:
-        while after < len(work) and work.at[after] <= now and fits(after):
-            prefill.append([after, 0])
-            held, after = held + need(after), after + 1
-        if not running and not prefill:
-            now = work.at[after]
-            continue
-        room, cost, joined = max(1, engine.max_batched_tokens - len(running)), 0.0, []
-        for chunk in prefill:
-            new = min(int(work.prompt_tokens[chunk[0]]) - chunk[1], room)
-            cost += new * (c.c1 + c.c2 * (chunk[1] + new / 2))
-            chunk[1], room = chunk[1] + new, room - new
-            if chunk[1] == work.prompt_tokens[chunk[0]]:
-                joined.append(chunk)
-            if not room:
-                break
-        now += max(c.c0, cost) + c.c3 * len(running) + c.c4 * sum(context for _, context in running)
-        running = [(request, context + 1) for request, context in running]
-        for chunk in joined:
-            prefill.remove(chunk)
-            first[chunk[0]] = now
-            running.append((chunk[0], chunk[1] + 1))
-        for request, context in list(running):
-            if context == need(request):
-                running.remove((request, context))
-                last[request] = now
-                held -= context
-    return [(first[i], last[i]) for i in range(len(work))]
-
-
 request = st.tuples(st.floats(0, 0.5), st.integers(1, 5000), st.integers(1, 60))
 requests = st.lists(request, min_size=1, max_size=20)
 
@@ -74,9 +33,11 @@ requests = st.lists(request, min_size=1, max_size=20)
 @given(requests, st.sampled_from([2, 64]), st.sampled_from([6000, 300_000]))
 def test_skipping_over_like_steps_changes_no_time(requests, sequences, kv):
     at = np.cumsum([gap for gap, _, _ in requests])
-    work = trace(*[(t, *sizes) for t, (_, *sizes) in zip(at, requests, strict=True)])
     engine = replace(ENGINE, max_sequences=sequences, kv_tokens=kv)
-    served, expected = online.serve(work, engine), step_by_step(work, engine)
+    requests = [(t, *sizes) for t, (_, *sizes) in zip(at, requests, strict=True)]
+    work = trace(*requests)
+    served = online.serve(work, engine)
+    expected = first_and_last(requests, STEP, sequences, engine.max_batched_tokens, kv)
     assert served.at + served.ttft_s == pytest.approx([first for first, _ in expected], abs=1e-9)
     each = zip(expected, work.output_tokens, strict=True)
     tpot = [(last - first) / (o - 1) if o > 1 else math.nan for (first, last), o in each]

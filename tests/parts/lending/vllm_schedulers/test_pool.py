@@ -133,15 +133,10 @@ def test_no_page_is_touched_that_is_not_there_and_what_is_mapped_stays_within_it
         for _ in range(30):
             what = dice.random()
             if what < 0.4:
-                wanted, most = (
-                    dice.randint(0, pool.total),
-                    dice.choice((pool.total + PAGE, dice.randint(0, pool.total))),
-                )
-                before, had, at_once = (
-                    pool.mapped,
-                    pool.limit_bytes,
-                    dice.choice((math.inf, 3 * pool.block_bytes)),
-                )
+                wanted = dice.randint(0, pool.total)
+                most = dice.choice((pool.total + PAGE, dice.randint(0, pool.total)))
+                before, had = pool.mapped, pool.limit_bytes
+                at_once = dice.choice((math.inf, 3 * pool.block_bytes))
                 reached = pool.limit(wanted, most, at_once)
                 assert reached <= max(most, pages_of(engine, engine.held)) or reached < before
                 least = max(wanted, len(engine.held) * pool.block_bytes)
@@ -268,15 +263,8 @@ def test_as_requests_come_and_go_what_is_used_moves_to_few_pages():
 
 class Counted(BlockMemory):
     def __init__(self, layout):
-        super().__init__(
-            SimpleNamespace(
-                page=PAGE,
-                nbytes=-(-layout.nbytes // PAGE) * PAGE,
-                map=lambda ranges: None,
-                release=lambda ranges: None,
-            ),
-            layout,
-        )
+        none, nbytes = lambda ranges: None, -(-layout.nbytes // PAGE) * PAGE
+        super().__init__(SimpleNamespace(page=PAGE, nbytes=nbytes, map=none, release=none), layout)
         self.map([0])
 
 
