@@ -65,10 +65,8 @@ def test_overrides_may_stand_on_both_sides_of_an_option(tmp_path, at):
     (["env=frozen_lake"], r"env\.name='frozen_lake': gives no rewards of turns, which algorithm"),
     (["env=agent", "env.args.command=/bin/true"], r"env\.name='agent': .* or algorithm=grpo"),
     (["env=games", "env.members.frozen_lake.args.shaping=0.5"], r"env\.members\.calculator\.name='calculator': gives no rewards of turns"),
-    (
-        ["env.args.shaping=0.5", "reward=function", "reward.args.path=os:getcwd"],
-        r"reward\.name='function': replaces .* reward=sum with a part \{name: environment\}",
-    ),
+    (["env.args.shaping=0.5", "reward=function", "reward.args.path=os:getcwd"],
+     r"reward\.name='function': replaces .* reward=sum with a part \{name: environment\}"),
 ])  # fmt: skip
 def test_an_algorithm_of_turns_needs_rewards_of_turns(make_config, overrides, words):
     with pytest.raises(ConfigError, match=words):
@@ -191,10 +189,9 @@ def launch(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("arguments, words", [
     (["trainer.stepz=3"], ["trainer.stepz=3", "no such key", "trainer.steps"]),
     (["trainer.lora.rank=8"], ["trainer.lora.rank=8", "trainer.lora is null", "+trainer/lora=linear"]),
-    (["enve=frozen_lake"], ["enve=frozen_lake", "no such key", "env"]), (
-        ["env=mixture", "+env@env.members.b=frozen_lake", "env.members.b.max_turn=6"],
-        ["env.members.b.max_turn=6", "no such key", "+env.members.b.max_turn=6"],
-    ),
+    (["enve=frozen_lake"], ["enve=frozen_lake", "no such key", "env"]),
+    (["env=mixture", "+env@env.members.b=frozen_lake", "env.members.b.max_turn=6"],
+     ["env.members.b.max_turn=6", "no such key", "+env.members.b.max_turn=6"]),
     (
         [
             "env=games",
@@ -207,10 +204,8 @@ def launch(tmp_path, monkeypatch, capsys):
             "frozen_lake, calculator",
         ],
     ),
-    (
-        ["scheduler/routing=rollart", "+scheduler.routing.args.hardware.calculator=H20"],
-        ["scheduler.routing.args.hardware.calculator='H20'", "environments are frozen_lake"],
-    ),
+    (["scheduler/routing=rollart", "+scheduler.routing.args.hardware.calculator=H20"],
+     ["scheduler.routing.args.hardware.calculator='H20'", "environments are frozen_lake"]),
     (["env=games", "env.members.calculator.args.largest=0"], ["env.members.calculator.args.largest=0", "1000000"]),
     (["~trainer.stepz"], ["'trainer.stepz' does not exist"]),
     (["~trainer.steps=7"], ["'trainer.steps' is 60 and not 7"]),
