@@ -192,18 +192,8 @@ def launch(tmp_path, monkeypatch, capsys):
     (["enve=frozen_lake"], ["enve=frozen_lake", "no such key", "env"]),
     (["env=mixture", "+env@env.members.b=frozen_lake", "env.members.b.max_turn=6"],
      ["env.members.b.max_turn=6", "no such key", "+env.members.b.max_turn=6"]),
-    (
-        [
-            "env=games",
-            "scheduler/routing=rollart",
-            "+scheduler.routing.args.hardware.calculater=H20",
-        ],
-        [
-            "scheduler.routing.args.hardware.calculater='H20'",
-            "no such domain",
-            "frozen_lake, calculator",
-        ],
-    ),
+    (["env=games", "scheduler/routing=rollart", "+scheduler.routing.args.hardware.calculater=H20"],
+     ["scheduler.routing.args.hardware.calculater='H20'", "no such domain", "frozen_lake, calculator"]),
     (["scheduler/routing=rollart", "+scheduler.routing.args.hardware.calculator=H20"],
      ["scheduler.routing.args.hardware.calculator='H20'", "environments are frozen_lake"]),
     (["env=games", "env.members.calculator.args.largest=0"], ["env.members.calculator.args.largest=0", "1000000"]),
