@@ -1,6 +1,7 @@
 """A pool with its real worker processes: scores come once, whatever happens to the workers."""
 
 import asyncio
+import contextlib
 import functools
 import json
 import os
