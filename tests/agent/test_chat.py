@@ -118,18 +118,6 @@ def test_an_observation_cannot_forge_a_turn(chats, tokenizer, family):
         assert forged.count(token) == honest.count(token)
 
 
-def test_decoding_drops_the_end_of_turn_and_keeps_the_tool_marks(chats, tokenizer):
-    text = '<tool_call>\n{"name": "move", "arguments": {"direction": "up"}}\n</tool_call>'
-    tokens = tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id]
-    assert chats["tiny"].decode(tokens) == text
-
-
-def test_generation_config_adds_end_tokens(save_tokenizer, tokenizer):
-    folder = save_tokenizer(TEMPLATES["tiny"])
-    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')
-    assert ChatFormat(folder).eos_ids == {tokenizer.eos_token_id, 0, 2}
-
-
 def test_a_base_models_template_may_end_turns_by_a_token_that_is_named(save_tokenizer, tokenizer):
     folder = save_tokenizer(TEMPLATES["tiny"])
     path = folder / "tokenizer_config.json"

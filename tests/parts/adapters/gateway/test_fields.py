@@ -1,7 +1,6 @@
 """Every field of a request is used, refused in the API's own form, or named as without effect; and
 what is no request at all is refused in that form, too."""
 
-import asyncio
 import gzip
 import json
 import time
@@ -131,27 +130,32 @@ async def test_a_model_of_every_name_is_the_policy(serve):
         assert [each["id"] for each in listed["data"]] == ["tiny"]
 
 
+def asks_with(content):
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+def says(**message):
+    return {"messages": [USER, {"role": "assistant", **message}]}
+
+
+DEEP = {"id": "a", "type": "function", "function": {"name": "move", "arguments": "[" * 10**5}}
+
+
 @pytest.mark.parametrize("given, words", [
     ({"chat_template_kwargs": {"tools": []}}, "tools is the conversation's own"),
     ({"chat_template_kwargs": "x"}, "chat_template_kwargs"), ({"reasoning_effort": 3}, "reasoning_effort"),
     ({"add_generation_prompt": False}, "add_generation_prompt: false"),
+    (says(content=None, tool_calls=[DEEP]), "arguments must be a JSON object"),
+    ({"n": 2}, "n: 2; only 1"), ({"logprobs": True}, "logprobs"), ({"stop": ["a"] * 17}, "stop"),
+    ({"max_tokens": 0}, "max_tokens: 0"), ({"response_format": {"type": "json_object"}}, "response_format"),
+    (asks_with([{"type": "image_url", "image_url": {"url": "x"}}]), "image_url"),
+    (says(content="x"), "last one not an assistant"), ({"messages": []}, "at least one"),
 ])  # fmt: skip
-def test_other_prompts_than_the_templates_are_refused(serve, given, words):
-    async def go():
-        async with serve("one") as world:
-            status, answer = await post(world, CHAT, WHOLE[CHAT] | given)
-            assert status == 400 and words in message_of(CHAT, answer)
-
-    asyncio.run(go())
-
-
-async def test_arguments_that_nest_too_deep_are_refused(serve):
+async def test_what_can_not_be_done_is_refused(serve, given, words):
     async with serve("one") as world:
-        function = {"name": "move", "arguments": "[" * 10**5}
-        call = {"id": "a", "type": "function", "function": function}
-        said = {"role": "assistant", "content": None, "tool_calls": [call]}
-        got, answer = await post(world, CHAT, WHOLE[CHAT] | {"messages": [USER, said]})
-        assert got == 400 and "arguments must be a JSON object" in message_of(CHAT, answer)
+        status, answer = await post(world, CHAT, WHOLE[CHAT] | given)
+        assert status == 400 and words in message_of(CHAT, answer)
+        assert world.policy.requests == []
 
 
 @pytest.mark.parametrize("encoding, squeeze, status, words", [
