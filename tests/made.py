@@ -35,6 +35,14 @@ def episode(**more):
     return Episode(**plain | more)
 
 
+def tool(name, **properties):
+    """The schema of a function with properties of these types, which are all required."""
+    of_type = {key: {"type": kind} for key, kind in properties.items()}
+    parameters = {"type": "object", "properties": of_type, "required": [*properties]}
+    function = {"name": name, "description": f"{name} it.", "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
 def environment(name, **args):
     """conf/env/NAME.yaml with these arguments."""
     raw = yaml.safe_load((CONF / "env" / f"{name}.yaml").read_text())

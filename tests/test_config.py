@@ -9,7 +9,10 @@ from rose import config as configuration
 from rose import processes
 from rose.config import ConfigError, ModelShape, check_model, from_dict, read_shape, to_dict
 from tests.conftest import CONF
-from tests.made import model_folder
+from tests.made import LLAMA, model_folder
+
+ALL = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
+ONE_GPU = "cluster=gpus cluster.gpus=1 trainer.ranks=1 rollout.workers=1"
 
 
 def test_the_default_configuration_survives_the_run_folder(make_config, tmp_path):
@@ -26,27 +29,18 @@ def test_a_mixture_survives_the_run_folder_and_a_single_environment_is_stored_as
     assert mixed.env.members["calculator"].max_turns == 4 and mixed.env.step_timeout_s == 10.0
     configuration.save(mixed, tmp_path / "config.json")
     assert configuration.load(tmp_path / "config.json") == mixed
-    assert set(to_dict(single)["env"]) == {
-        "name",
-        "args",
-        "max_turns",
-        "max_new_tokens",
-        "step_timeout_s",
-        "trajectory_timeout_s",
-        "max_failures_in_row",
-        "max_failed_tasks",
-    }
-    assert single.env.members == {"frozen_lake": single.env} and single.env.weights == {
-        "frozen_lake": 1.0
-    }
+    keys = "name args max_turns max_new_tokens step_timeout_s trajectory_timeout_s"
+    keys += " max_failures_in_row max_failed_tasks"
+    assert set(to_dict(single)["env"]) == {*keys.split()}
+    assert single.env.members == {"frozen_lake": single.env}
+    assert single.env.weights == {"frozen_lake": 1.0}
 
 
 def test_the_name_of_a_member_can_be_a_domain(tree):
     mixed = tree("env=games")
     mixed["env"]["members"]["a b"] = mixed["env"]["members"]["calculator"]
-    with pytest.raises(
-        ConfigError, match="letters, digits, _ and - only in a member's name, which is 'a b'"
-    ):
+    words = "letters, digits, _ and - only in a member's name, which is 'a b'"
+    with pytest.raises(ConfigError, match=words):
         from_dict(mixed)
 
 
@@ -205,7 +199,7 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
         ("env=mixture", ["env.members={}", "needs members", "+env@env.members.more=reasoning"]),
         ("env=games env.members.calculator.weight=0", ["env.members.calculator.weight=0", "> 0"]),
         ("env=games env.members.calculator.weight=-1", ["env.members.calculator.weight=-1", "> 0"]),
-        ("env=games ~env.members.calculator.weight", ["env.members.calculator.weight", "missing"]),
+        ("~env.members.calculator.weight env=games", ["env.members.calculator.weight", "missing"]),
         (
             "env=games env.members.calculator.weight=.inf",
             ["env.members.calculator.weight=inf", "finite"],
@@ -300,11 +294,58 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
         ("name=../up", ["name='../up'", "letters"]),
         ("+trainer.stepz=1", ["trainer.stepz=1", "no such key", "trainer.steps"]),
         ("~trainer.steps", ["trainer.steps", "missing"]),
+        (
+            "rollout.tensor_parallel=[1,4]",
+            ["rollout.tensor_parallel=[1, 4]: one number; ", "sim.pool.dedicated.tensor_parallel"],
+        ),
+        (
+            "+rollout.engine_args.max_lora_rank=64",
+            ["engine_args.max_lora_rank=64: is set by ROSE, from"],
+        ),
+        ("trainer.lora={rank: 0, alpha: 1, targets: [q_proj]}", ["trainer.lora.rank=0", ">= 1"]),
+        (
+            "trainer.lora={rank: 513, alpha: 1, targets: [q_proj]}",
+            ["trainer.lora.rank=513: at most 512"],
+        ),
+        ("trainer.lora={rank: 8, alpha: 0, targets: [q_proj]}", ["trainer.lora.alpha=0", "> 0"]),
+        (
+            "trainer.lora={rank: 8, alpha: 1, targets: []}",
+            ["trainer.lora.targets=[]: some of " + ALL],
+        ),
+        (
+            "trainer.lora={rank: 8, alpha: 1, targets: [q_proj, c_attn]}",
+            ["trainer.lora.targets.1='c_attn'", "there are " + ALL],
+        ),
+        (
+            "trainer.lora={rank: 8, alpha: 1, targets: [q_proj, q_proj]}",
+            ["trainer.lora.targets.1='q_proj': is named twice"],
+        ),
+        ("trainer.lora={rank: 8, alpha: 1}", ["trainer.lora.targets: missing"]),
+        (
+            "+trainer/lora=linear trainer.dtype=bfloat16 trainer.zero_stage=2",
+            ["model.dtype='float32': bfloat16 with trainer.dtype=bfloat16"],
+        ),
+        (
+            "+trainer/lora=linear cluster=gpus model.dtype=float32",
+            ["model.dtype='float32': bfloat16: vLLM's LoRA kernels for GPUs"],
+        ),
+        (
+            "rollout.replay=earlier trainer.ranks=2 cluster.gpus=1",
+            ["cluster.gpus=1: the run needs 2 (trainer.ranks=2"],
+        ),
+        (
+            f"{ONE_GPU} colocate=false",
+            ["cluster.gpus=1: the run needs 2 ", "share them in turn: colocate=true"],
+        ),
+        (
+            f"{ONE_GPU} colocate=true rollout.workers=2",
+            ["cluster.gpus=1: the run needs 2 (trainer.ranks=1 or 2 engines", "rollout.workers"],
+        ),
     ],
 )
-def test_impossible_values_are_named_with_their_remedy(tree, override, words):
+def test_impossible_values_are_named_with_their_remedy(make_config, override, words):
     with pytest.raises(ConfigError) as refused:
-        from_dict(tree(*override.split(" ")))
+        make_config(override)
     assert all(word in str(refused.value) for word in words), refused.value
 
 
@@ -349,12 +390,8 @@ def test_requests_keep_their_cache_where_versions_come_while_they_run(
     chosen = make_config(f"scheduler/batching={batching}")
     assert chosen.transfer.in_flight == in_flight
     assert from_dict(to_dict(chosen)) == chosen
-    assert (
-        make_config(
-            f"scheduler/batching={batching}", "transfer.in_flight=finish"
-        ).transfer.in_flight
-        == "finish"
-    )
+    finish = make_config(f"scheduler/batching={batching}", "transfer.in_flight=finish")
+    assert finish.transfer.in_flight == "finish"
 
 
 @pytest.mark.parametrize(
@@ -402,21 +439,22 @@ PRESETS = sorted(path.stem for path in (CONF / "cluster" / "mpi").iterdir())
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_mpi_is_a_configuration_and_says_whether_ranks_may_join(make_config, name):
     c = make_config("cluster=slurm", f"cluster/mpi={name}")
-    assert c.cluster.mpi.name == name and c.borrows == c.cluster.mpi.join == (
-        name in ("mpich", "mpich_wheel")
-    )
+    joins = name in ("mpich", "mpich_wheel")
+    assert c.cluster.mpi.name == name and c.borrows == c.cluster.mpi.join == joins
     assert not c.cluster.mpi.join_env or c.cluster.mpi.join
 
 
 def test_where_no_rank_can_join_it_is_said_unless_none_is_wanted(make_config):
     openmpi = "cluster/mpi=openmpi"
     words = make_config(openmpi).why_not_borrowed
-    assert (
-        "cluster.mpi.join=false (of openmpi)" in words and "2 dedicated rollout ranks only" in words
-    )
+    assert "cluster.mpi.join=false (of openmpi)" in words
+    assert "2 dedicated rollout ranks only" in words
     assert make_config().why_not_borrowed == ""
     assert make_config(openmpi, "serving=none").why_not_borrowed == ""
     assert make_config(openmpi, "rollout.replay=earlier").why_not_borrowed == ""
+
+
+MIXTURE = dict(experts=6, experts_per_token=2, expert_intermediate=48)
 
 
 def shape(**changes):
@@ -424,82 +462,64 @@ def shape(**changes):
     return ModelShape(**usual | {"tied_embeddings": True} | changes)
 
 
-def test_engines_of_several_degrees_are_refused_with_where_and_why(make_config):
-    words = r"rollout.tensor_parallel=\[1, 4\]: one number; .*sim.pool.dedicated.tensor_parallel"
-    with pytest.raises(ConfigError, match=words):
-        make_config("rollout.tensor_parallel=[1,4]")
-
-
-def test_tensor_parallel_must_divide_the_heads_and_needs_gpus(make_config):
-    on_gpus = "cluster.gpus=64"
-    # 2 key-value heads are replicated
-    check_model(make_config("rollout.tensor_parallel=4", on_gpus), shape())
-    with pytest.raises(
-        ConfigError, match="rollout.tensor_parallel=3: must divide the 8 attention heads"
-    ):
-        check_model(make_config("rollout.tensor_parallel=3", on_gpus), shape())
-    with pytest.raises(ConfigError, match="rollout.tensor_parallel=4: .* 3 key-value heads"):
-        check_model(make_config("rollout.tensor_parallel=4", on_gpus), shape(heads=12, kv_heads=3))
-    with pytest.raises(ConfigError, match="rollout.tensor_parallel=2: needs GPUs"):
-        check_model(make_config("rollout.tensor_parallel=2"), shape())
-    with pytest.raises(
-        ConfigError, match="rollout.tensor_parallel=2: must divide the intermediate size 129"
-    ):
-        check_model(make_config("rollout.tensor_parallel=2", on_gpus), shape(intermediate=129))
-
-
-MIXTURE = dict(experts=6, experts_per_token=2, expert_intermediate=48)
-
-
 @pytest.mark.parametrize(
-    "overrides, changes, says",
+    "overrides, changes, words",
     [
         (
-            ["rollout.tensor_parallel=4"],
-            MIXTURE | {"expert_intermediate": 50},
-            "rollout.tensor_parallel=4: must divide the intermediate size of an expert, 50",
+            "rollout.tensor_parallel=3",
+            {},
+            "rollout.tensor_parallel=3: must divide the 8 attention heads",
         ),
         (
-            ["rollout.tensor_parallel=4", "+rollout.engine_args.enable_expert_parallel=true"],
-            MIXTURE,
-            r"rollout.tensor_parallel=4: must divide the number of experts \(enable_expert_par.* 6",
+            "rollout.tensor_parallel=4",
+            {"heads": 12, "kv_heads": 3},
+            "rollout.tensor_parallel=4: .* 3 key-value heads",
         ),
-        (["trainer.router_replay=true"], {}, "trainer.router_replay=true: model tiny is dense"),
+        ("rollout.tensor_parallel=2 cluster.gpus=0", {}, "rollout.tensor_parallel=2: needs GPUs"),
+        (
+            "rollout.tensor_parallel=2",
+            {"intermediate": 129},
+            "tensor_parallel=2: must divide the intermediate size 129",
+        ),
+        (
+            "rollout.tensor_parallel=4",
+            MIXTURE | {"expert_intermediate": 50},
+            "tensor_parallel=4: must divide the intermediate size of an expert, 50",
+        ),
+        (
+            "rollout.tensor_parallel=4 +rollout.engine_args.enable_expert_parallel=true",
+            MIXTURE,
+            r"tensor_parallel=4: must divide the number of experts \(enable_expert_par.* 6",
+        ),
+        ("trainer.router_replay=true", {}, "trainer.router_replay=true: model tiny is dense"),
+        (
+            "+trainer/lora=attention trainer.lora.rank=128 model.dtype=bfloat16",
+            {"hidden": 128, "head_dim": 32},
+            "trainer.lora.rank=128: at most 64, .* of k_proj",
+        ),
+        # 2 key-value heads are replicated.
+        ("rollout.tensor_parallel=4", {}, None),
+        ("rollout.tensor_parallel=2 trainer.router_replay=true", MIXTURE, None),
     ],
 )
-def test_what_a_mixture_cannot_do_is_refused(make_config, overrides, changes, says):
-    with pytest.raises(ConfigError, match=says):
-        check_model(make_config("cluster.gpus=64", *overrides), shape(**changes))
-    allowed = ["rollout.tensor_parallel=2", "trainer.router_replay=true"]
-    check_model(make_config("cluster.gpus=64", *allowed), shape(**MIXTURE))
-
-
-def test_a_replay_has_no_engines_and_no_environment_hosts_to_count(make_config):
-    make_config("rollout.replay=earlier", "cluster.gpus=1", "cluster.slots=2", "deterministic=true")
-    with pytest.raises(ConfigError, match=r"cluster.gpus=1: the run needs 2 \(trainer.ranks=2"):
-        make_config("rollout.replay=earlier", "trainer.ranks=2", "cluster.gpus=1")
-
-
-GPU = ("cluster=gpus", "cluster.gpus=1", "trainer.ranks=1", "rollout.workers=1")
+def test_what_a_models_shape_does_not_allow_is_refused(make_config, overrides, changes, words):
+    c = make_config("cluster.gpus=64", overrides)
+    if words is None:
+        return check_model(c, shape(**changes))
+    with pytest.raises(ConfigError, match=words):
+        check_model(c, shape(**changes))
 
 
 def test_one_gpu_is_for_one_side_or_for_both_in_turn(make_config):
-    with pytest.raises(
-        ConfigError, match=r"cluster.gpus=1: the run needs 2 .* share them in turn: colocate=true"
-    ):
-        make_config(*GPU, "colocate=false")
-    assert make_config(*GPU).shares_devices and make_config(*GPU, "colocate=true").shares_devices
-    assert (
-        not make_config(*GPU, "cluster.gpus=2").shares_devices and not make_config().shares_devices
-    )
-    make_config(
-        *GPU, "colocate=true", "cluster.gpus=4", "trainer.ranks=4", "rollout.tensor_parallel=4"
-    )
-    with pytest.raises(
-        ConfigError,
-        match=r"cluster.gpus=1: the run needs 2 \(trainer.ranks=1 or 2 engines.*rollout.workers",
-    ):
-        make_config(*GPU, "colocate=true", "rollout.workers=2")
+    def shares(*overrides):
+        return make_config(*overrides).shares_devices
+
+    assert shares(ONE_GPU) and shares(ONE_GPU, "colocate=true")
+    assert not shares(ONE_GPU, "cluster.gpus=2") and not shares()
+    four = "cluster.gpus=4 trainer.ranks=4 rollout.tensor_parallel=4"
+    assert shares(ONE_GPU, "colocate=true", four)
+    # A replay has no engines and no environment hosts to count.
+    make_config("rollout.replay=earlier", "cluster.gpus=1", "cluster.slots=2", "deterministic=true")
 
 
 def test_shape_comes_from_the_models_folder(tmp_path):
@@ -507,16 +527,15 @@ def test_shape_comes_from_the_models_folder(tmp_path):
     assert read_shape(model_folder(tmp_path, **more)) == shape()
 
 
-NO_HEADS = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 256}
-NO_HEADS |= {"num_attention_heads": 0}
-
-
 @pytest.mark.parametrize(
     "content",
     [
-        *(None, "not json", '{"model_type": "clip"}', "[1]", json.dumps(NO_HEADS)),
-        json.dumps(NO_HEADS | {"num_attention_heads": "8"}),
-        json.dumps(NO_HEADS | {"num_attention_heads": 8, "num_hidden_layers": 0}),
+        None,
+        "not json",
+        '{"model_type": "clip"}',
+        "[1]",
+        *(json.dumps(LLAMA | {"num_attention_heads": heads}) for heads in (0, "8")),
+        json.dumps(LLAMA | {"num_hidden_layers": 0}),
     ],
 )
 def test_a_folder_without_a_decoder_is_refused_by_name(tmp_path, content):
@@ -529,79 +548,16 @@ def test_a_folder_without_a_decoder_is_refused_by_name(tmp_path, content):
 def test_every_key_is_known(tree):
     """`keys`, which near matches come from, names everything that conf/ sets."""
 
+    open_maps = {"args", "env", "join_env", "recipe", "engine_args", "chat_template_args", "shape"}
+    open_maps |= {"pool", "systems", "changes"}
+
     def dotted(branch, prefix=""):
         for name, value in branch.items():
             yield prefix + name
-            if (
-                isinstance(value, dict)
-                and name
-                not in (
-                    "args",
-                    "env",
-                    "join_env",
-                    "recipe",
-                    "engine_args",
-                    "chat_template_args",
-                    "shape",
-                    "pool",
-                    "systems",
-                    "changes",
-                )
-                or prefix + name == "env"
-            ):
+            if isinstance(value, dict) and name not in open_maps or prefix + name == "env":
                 yield from dotted(value, f"{prefix}{name}.")
 
     assert set(dotted(tree())) <= set(configuration.keys())
-
-
-ALL = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
-
-
-@pytest.mark.parametrize(
-    "lora, more, words",
-    [
-        ("rank: 0, alpha: 1, targets: [q_proj]", (), ["trainer.lora.rank=0", ">= 1"]),
-        ("rank: 513, alpha: 1, targets: [q_proj]", (), ["trainer.lora.rank=513: at most 512"]),
-        ("rank: 8, alpha: 0, targets: [q_proj]", (), ["trainer.lora.alpha=0", "> 0"]),
-        ("rank: 8, alpha: 1, targets: []", (), ["trainer.lora.targets=[]: some of " + ALL]),
-        (
-            "rank: 8, alpha: 1, targets: [q_proj, c_attn]",
-            (),
-            ["trainer.lora.targets.1='c_attn'", "there are " + ALL],
-        ),
-        (
-            "rank: 8, alpha: 1, targets: [q_proj, q_proj]",
-            (),
-            ["trainer.lora.targets.1='q_proj': is named twice"],
-        ),
-        ("rank: 8, alpha: 1", (), ["trainer.lora.targets: missing"]),
-        (
-            "rank: 8, alpha: 1, targets: [q_proj]",
-            ("trainer.dtype=bfloat16", "trainer.zero_stage=2"),
-            ["model.dtype='float32': bfloat16 with trainer.dtype=bfloat16"],
-        ),
-        (
-            "rank: 8, alpha: 1, targets: [q_proj]",
-            ("cluster=gpus", "model.dtype=float32"),
-            ["model.dtype='float32': bfloat16: vLLM's LoRA kernels for GPUs"],
-        ),
-    ],
-)
-def test_an_adapter_that_no_engine_could_serve_is_refused(make_config, lora, more, words):
-    with pytest.raises(ConfigError) as refused:
-        make_config(f"trainer.lora={{{lora}}}", *more)
-    assert all(word in str(refused.value) for word in words), str(refused.value)
-
-
-def test_an_adapter_is_no_larger_than_the_matrices(make_config):
-    c = make_config("+trainer/lora=attention", "trainer.lora.rank=128")
-    with pytest.raises(ConfigError, match="trainer.lora.rank=128: at most 64, .* of k_proj"):
-        check_model(c, shape(hidden=128, kv_heads=2, head_dim=32))
-
-
-def test_what_vllm_is_told_of_the_adapter_is_set_by_rose(make_config):
-    with pytest.raises(ConfigError, match="engine_args.max_lora_rank=64: is set by ROSE, from"):
-        make_config("+rollout.engine_args.max_lora_rank=64")
 
 
 def test_a_set_has_the_evaluations_samples_and_temperature_unless_it_has_its_own(make_config):

@@ -1,4 +1,5 @@
-"""Real memory: what is given back leaves the resident size, what is kept keeps its bytes."""
+"""Real memory: what is given back leaves the resident size, what is kept keeps its bytes, and what a
+step needs of glibc's heap is there before. An allocator is set up once, in a process of its own."""
 
 import mmap
 import subprocess
@@ -8,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from rose import heap
 from rose.memory import PAGE, release_pages, resident_bytes
+from tests.processes import ran
 
 MiB = 2**20
 
@@ -37,3 +40,75 @@ def test_the_resident_size_of_an_ended_process_is_an_error():
     child.communicate(b"\n")
     with pytest.raises(OSError):
         resident_bytes(child.pid)
+
+
+GROW = """
+import ctypes, resource, sys
+from rose import heap
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+libc.malloc(200_000)
+heap.keep()
+libc.free(libc.malloc(8 << 20))  # the heap grows, and by `AHEAD` more
+if sys.argv[1] == "ahead":
+    ahead = heap.Ahead()
+    calls = 1
+    while not ahead.catch_up(0.0):
+        calls += 1
+    print(calls)
+    assert ahead.catch_up(0.0)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(12):
+    libc.memset(libc.malloc(8 << 20), 1, 8 << 20)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def grow(how):
+    done = ran([sys.executable, "-c", GROW, how], check=True, timeout=120)
+    return list(map(int, done.stdout.split()))
+
+
+def test_a_heap_that_grows_meets_no_page_faults_where_it_was_made_resident_ahead():
+    assert grow("by fault")[-1] > 20_000
+    calls, faults = grow("ahead")
+    assert faults < 1000
+    assert calls > 100, "each goes on for no longer than it may"
+
+
+def test_without_such_a_heap_nothing_happens(monkeypatch):
+    monkeypatch.setattr(heap, "_heap_start", lambda: None)
+    assert heap.Ahead().catch_up(0.0)
+    monkeypatch.setattr(
+        heap, "_heap_start", lambda: 0x1000
+    )  # no memory of ours: the system refuses
+    ahead = heap.Ahead()
+    assert ahead.catch_up(0.0) and ahead.catch_up(0.0)
+
+
+KEEP_ALL = """
+import ctypes, resource
+from rose import heap
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+heap.keep_all()
+faults = []
+for _ in range(2):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [libc.malloc(96 << 20) for _ in range(2)]
+    for block in blocks:
+        libc.memset(block, 1, 96 << 20)
+    for block in blocks:
+        libc.free(block)
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(*faults)
+"""
+
+
+def test_a_trainers_large_blocks_are_mapped_once():
+    command = [sys.executable, "-c", KEEP_ALL]
+    done = ran(command, check=True, timeout=120)
+    first, second = map(int, done.stdout.split())
+    assert first > 1000 * second

@@ -251,9 +251,7 @@ def test_several_calls_are_carried_out_in_order_and_answered_together(run, chats
     said = context.rpartition(f"{STEP}<|im_end|>\n")[2]
     assert said.index("3 to go") < said.index("2 to go") and said.count("<tool_response>") == 2
 
-
-def test_nothing_is_carried_out_after_the_call_that_ends_the_task(run, tokenizer):
-    env = Walk(1)
+    env = Walk(1)  # Nothing is carried out after the call that ends the task.
     assert run(env, Script(tokenizer, STEP * 3)).reward == 0.5
     assert len(env.actions) == 1
 
@@ -529,20 +527,20 @@ class OneAnswer:
 
 
 @pytest.mark.parametrize(
-    "closed, most, cut", [(True, 64, False), (True, 2, True), (False, 64, True)]
+    "closed, most, cut",
+    [
+        (True, 64, False),
+        (True, 2, True),
+        (False, 64, True),
+        (True, None, False),  # The end of the turn is the last token that it may have.
+    ],
 )
 def test_an_answer_that_a_token_limit_ends_is_truncated(run, tokenizer, closed, most, cut):
-    env = OneAnswer()
-    got = run(env, Script(tokenizer, "one two three four", closed=closed), max_new_tokens=most)
+    env, text = OneAnswer(), "one two three four"
+    most = most or len(tokenizer.encode(text, add_special_tokens=False)) + 1
+    got = run(env, Script(tokenizer, text, closed=closed), max_new_tokens=most)
     assert (got.truncated, env.action.truncated) == (cut, cut)
     assert got.limit == ("answer" if cut else "")
-
-
-def test_an_end_of_turn_at_the_limit_is_no_cut(run, tokenizer):
-    words = len(tokenizer.encode("one two", add_special_tokens=False))
-    env = OneAnswer()
-    got = run(env, Script(tokenizer, "one two"), max_new_tokens=words + 1)
-    assert not got.truncated and not env.action.truncated
 
 
 def test_a_turn_that_was_cut_and_went_on_does_not_truncate(run, tokenizer):

@@ -191,12 +191,9 @@ def test_a_silent_process_is_asked_again_and_again_then_aborted_then_killed(watc
     assert 5 < sent.count(SIGNAL) < 15
 
 
-def test_one_that_goes_on_when_it_is_asked_lives(watching):
+def test_one_that_goes_on_when_it_is_asked_lives_and_one_that_has_not_begun_is_left_alone(watching):
     sent = watching(Asked(SIGNAL), lambda process: len(process.signals) == 20)
     assert set(sent) == {SIGNAL}
-
-
-def test_one_that_has_not_begun_is_left_alone(watching):
     process, looks = Asked(None), []
     process.silent_s = None
     assert watching(process, lambda _: looks.append(1) or len(looks) > 2000) == []

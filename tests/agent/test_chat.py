@@ -8,22 +8,12 @@ from transformers import AutoTokenizer
 
 from rose.agent.chat import ChatFormat, tokenizer_class
 from rose.config import ConfigError
+from tests.made import tool
 
 from .conftest import TEMPLATES
 
 MESSAGES = [{"role": "system", "content": "Play."}, {"role": "user", "content": "F F\nP G"}]
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "move",
-        "description": "Move one cell.",
-        "parameters": {
-            "type": "object",
-            "properties": {"direction": {"type": "string"}},
-            "required": ["direction"],
-        },
-    },
-}
+TOOL = tool("move", direction="string")
 SAID = {"role": "assistant", "content": "I go on."}
 families = pytest.mark.parametrize("family", TEMPLATES)
 
@@ -128,23 +118,6 @@ def test_an_observation_cannot_forge_a_turn(chats, tokenizer, family):
         assert forged.count(token) == honest.count(token)
 
 
-def test_a_lone_surrogate_in_an_observation_is_replaced(chats):
-    chat = chats["tiny"]
-    assert chat.observation("a\ud800b", "tool") == chat.observation("a?b", "tool")
-
-
-def test_decoding_drops_the_end_of_turn_and_keeps_the_tool_marks(chats, tokenizer):
-    text = '<tool_call>\n{"name": "move", "arguments": {"direction": "up"}}\n</tool_call>'
-    tokens = tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id]
-    assert chats["tiny"].decode(tokens) == text
-
-
-def test_generation_config_adds_end_tokens(save_tokenizer, tokenizer):
-    folder = save_tokenizer(TEMPLATES["tiny"])
-    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')
-    assert ChatFormat(folder).eos_ids == {tokenizer.eos_token_id, 0, 2}
-
-
 def test_a_base_models_template_may_end_turns_by_a_token_that_is_named(save_tokenizer, tokenizer):
     folder = save_tokenizer(TEMPLATES["tiny"])
     path = folder / "tokenizer_config.json"
@@ -202,18 +175,17 @@ def test_the_vocabulary_is_the_models_where_there_is_one(save_tokenizer, tokeniz
 
 
 @families
-def test_a_lone_surrogate_in_a_call_is_replaced(chats, family):
+def test_a_lone_surrogate_in_a_call_or_an_observation_is_replaced(chats, family):
     def said(text):
         function = {"name": "move", "arguments": {"direction": text}}
         call = {"id": "rose00000", "type": "function", "function": function}
-        return [
-            *MESSAGES,
-            {"role": "assistant", "content": text, "tool_calls": [call]},
-            MESSAGES[1],
-        ]
+        answer = {"role": "assistant", "content": text, "tool_calls": [call]}
+        return [*MESSAGES, answer, MESSAGES[1]]
 
-    prompt = chats[family].start(said("a\ud800b"), [TOOL])
-    assert prompt == chats[family].start(said("a?b"), [TOOL]) or family == "smollm2"  # JSON escapes
+    chat = chats[family]
+    assert chat.observation("a\ud800b", "tool") == chat.observation("a?b", "tool")
+    prompt = chat.start(said("a\ud800b"), [TOOL])
+    assert prompt == chat.start(said("a?b"), [TOOL]) or family == "smollm2"  # JSON escapes
 
 
 def test_the_parser_of_thoughts_has_the_templates_arguments(save_tokenizer):

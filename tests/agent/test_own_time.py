@@ -10,22 +10,16 @@ from rose.agent.own_time import OwnTime
 SHORT_S, LONG_S = 0.2, 60.0
 
 
-async def test_what_goes_on_for_ever_ends_with_the_key_and_the_limit():
+async def test_what_goes_on_for_ever_ends_with_the_key_the_limit_and_what_was_made_by_then():
     with pytest.raises(EnvironmentFailure) as failure:
         async with OwnTime("g0.1", SHORT_S, "env.members.lake"):
-            await asyncio.sleep(LONG_S)
-    words = "g0.1: it took 0.2 s besides the model's turns (env.members.lake.trajectory_timeout_s)"
-    assert words in str(failure.value)
-
-
-async def test_what_a_trajectory_had_made_by_then_is_kept():
-    with pytest.raises(EnvironmentFailure) as failure:
-        async with OwnTime("g0.1", SHORT_S, "env"):
             try:
                 await asyncio.sleep(LONG_S)
             except BaseException as error:
                 error.made, error.output = "a trajectory", "words"
                 raise
+    words = "g0.1: it took 0.2 s besides the model's turns (env.members.lake.trajectory_timeout_s)"
+    assert words in str(failure.value)
     assert (failure.value.made, failure.value.output) == ("a trajectory", "words")
 
 
@@ -36,12 +30,7 @@ async def test_waits_for_turns_do_not_count_also_where_several_overlap():
 
     async with OwnTime("g0.1", SHORT_S, "env") as own:
         await asyncio.gather(*(turn(own, SHORT_S * k) for k in (0.5, 1, 2)))
-        found = "ended"
-    assert found == "ended"
-
-
-async def test_a_trajectory_that_waits_for_another_to_fork_off_spends_no_time():
-    async with OwnTime("g0.1", SHORT_S, "env") as own:
+        # A trajectory that forks off another waits for it.
         found = await own.waiting(asyncio.sleep(2 * SHORT_S, "forked"))
     assert found == "forked"
 

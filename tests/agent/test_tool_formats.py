@@ -12,6 +12,7 @@ from rose.agent.chat import ChatFormat
 from rose.agent.envs.base import ToolCall
 from rose.agent.tool_calls import BadCall
 from rose.config import ConfigError
+from tests.made import tool
 
 from . import served
 from .conftest import TRL_TEMPLATES
@@ -62,19 +63,7 @@ FAMILIES = {
     "pythonic": (PYTHONIC, True),
 }
 forms = pytest.mark.parametrize("form", FAMILIES)
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "move",
-            "description": "Move.",
-            "parameters": {
-                "type": "object",
-                "properties": {"direction": {"type": "string"}, "steps": {"type": "integer"}},
-            },
-        },
-    }
-]
+TOOLS = [tool("move", direction="string", steps="integer")]
 CALLS = (
     ToolCall("move", {"direction": "left and up", "steps": 2}),
     ToolCall("move", {"direction": "down", "steps": 1}),
@@ -96,13 +85,10 @@ def of_family(tokenizer, tmp_path_factory):
 
 
 def said(calls):
+    functions = [{"name": c.name, "arguments": c.arguments} for c in calls]
     written = [
-        {
-            "id": f"rose{i:05d}",
-            "type": "function",
-            "function": {"name": c.name, "arguments": c.arguments},
-        }
-        for i, c in enumerate(calls)
+        {"id": f"rose{i:05d}", "type": "function", "function": each}
+        for i, each in enumerate(functions)
     ]
     return {"role": "assistant", "content": "", "tool_calls": written}
 

@@ -354,13 +354,6 @@ def test_an_affinity_names_members_of_the_mixture(launch):
     assert code == 0 and "trainer" in out, err
 
 
-def test_dry_run_prints_the_plan_and_writes_nothing(launch, tmp_path):
-    code, out, err = launch("+experiment=qwen32b", "cluster.dry_run=true")
-    assert code == 0 and not err
-    assert "qwen32b: 28 ranks, 48 GPUs" in out and "KV cache" in out
-    assert not list(tmp_path.iterdir())
-
-
 def test_tokens_that_are_drawn_otherwise_than_trained_are_a_doubt(launch, make_config):
     bare = ["algorithm.importance_cap=null"]
     code, out, _ = launch("cluster.dry_run=true", "rollout.temperature=0.7", "rollout.top_k=3")

@@ -72,34 +72,26 @@ def test_a_gpu_that_fails_is_lost_and_one_too_small_is_not(tmp_path, make_config
     assert job.lost is lost
 
 
-def test_the_guard_ends_a_rank_that_stays_stopped(monkeypatch):
+@pytest.mark.parametrize("stops", [True, False])
+def test_the_guard_ends_a_rank_that_stays_stopped_and_leaves_one_that_works_alone(
+    monkeypatch, stops
+):
     monkeypatch.setattr(guard, "POLL_S", 0.01)
     monkeypatch.setattr(guard, "STOPPED_POLLS", 5)
     rank = os.fork()
     if not rank:
-        os.kill(os.getpid(), signal.SIGSTOP)
-        os._exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP) if stops else time.sleep(0.3)
+        os._exit(3)
     before = signal.getsignal(signal.SIGALRM)
     try:
         code, why = guard._wait(rank)
     finally:
         signal.signal(signal.SIGALRM, before)
+    if not stops:
+        assert (code, why) == (3, "")
+        return
     assert code == -signal.SIGKILL and "had been stopped (SIGSTOP) for 0.05 s" in why
     assert "killed by SIGKILL: its" in trainer(2, None, exit_code=code, error=why).how_it_ended()
-
-
-def test_a_rank_that_works_is_left_alone(monkeypatch):
-    monkeypatch.setattr(guard, "POLL_S", 0.01)
-    monkeypatch.setattr(guard, "STOPPED_POLLS", 5)
-    rank = os.fork()
-    if not rank:
-        time.sleep(0.3)
-        os._exit(3)
-    before = signal.getsignal(signal.SIGALRM)
-    try:
-        assert guard._wait(rank) == (3, "")
-    finally:
-        signal.signal(signal.SIGALRM, before)
 
 
 def test_the_watchdog_has_half_of_a_steps_time_and_what_the_user_gives_stays(tmp_path):

@@ -1,4 +1,5 @@
-"""The mpiexec line, the ranks' environment, and the run's folder."""
+"""The mpiexec line, the ranks' environment, with its folders for compiled kernels, and the run's
+folder."""
 
 import json
 import os
@@ -7,11 +8,12 @@ import socket
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rose import files, models
 from rose.config import ConfigError
-from rose.launch import local, logs, model, resume
+from rose.launch import caches, local, logs, model, resume
 from rose.launch.layout import layout
 from tests.made import model_folder
 from tests.processes import ran
@@ -226,3 +228,28 @@ def test_ranks_of_one_machine_meet_on_loopback(make_config, monkeypatch, given, 
     assert local.environment(make_config())["FI_TCP_IFACE"] == taken
     named = make_config("cluster.interface=ib0")
     assert local.environment(named)["FI_TCP_IFACE"] == "ib0", "the configuration wins"
+
+
+def cached(make_config, kind, folder):
+    c = make_config().cluster
+    return msgspec.structs.replace(c, kind=kind, cache_dir=folder and str(folder))
+
+
+def test_slurm_ranks_compile_on_their_nodes_disk(make_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(caches.tempfile, "gettempdir", lambda: str(tmp_path))
+    found = caches.variables(cached(make_config, "slurm", None), {"TRITON_CACHE_DIR": "/mine"})
+    assert set(found) == set(caches.FOLDERS) - {"TRITON_CACHE_DIR"}
+    (home,) = tmp_path.iterdir()
+    assert all(value.startswith(str(home)) for value in found.values())
+    assert home.stat().st_mode & 0o777 == 0o700
+    assert caches.variables(cached(make_config, "local", None), {}) == {}
+    assert caches.variables(cached(make_config, "local", tmp_path / "k"), {})[
+        "VLLM_CACHE_ROOT"
+    ] == str(tmp_path / "k/vllm")
+
+
+def test_somebody_elses_folder_is_left_alone(make_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(caches.os, "geteuid", lambda: 12345)
+    assert caches.variables(cached(make_config, "slurm", tmp_path), {}) == {}
+    (tmp_path / "file").write_text("")
+    assert caches.variables(cached(make_config, "slurm", tmp_path / "file" / "below"), {}) == {}

@@ -36,15 +36,17 @@ def impatient(run_dir, make_config):
 
 @pytest.fixture
 def begin(run_dir):
-    """begin(TOY=..., TOY_SECONDS=...) -> the launcher's process, in `run_dir` or the folder given;
-    whatever a failing test leaves is killed."""
+    """begin(TOY=..., TOY_SECONDS=...) -> the launcher's process, in `run_dir` or the folder given,
+    with `up` once all ranks are up; whatever a failing test leaves is killed."""
     started = []
 
-    def start(folder=run_dir, **toy):
+    def start(folder=run_dir, up=False, **toy):
         env = os.environ | {"PYTHONPATH": str(REPOSITORY)} | toy
         output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         command = [sys.executable, str(DRIVE), str(folder)]
         started.append(subprocess.Popen(command, env=env, **output))
+        if up:
+            wait_until(lambda: all_up(folder))
         return started[-1]
 
     yield start
@@ -95,9 +97,8 @@ def test_a_run_that_ends_well_has_code_0_and_every_rank_done(begin, run_dir):
     code, output = finish(begin())
     assert code == 0, output
     statuses = rank_status.read_all(run_dir, 1)
-    assert [
-        (s.rank, s.state, s.exit_code) for s in sorted(statuses.values(), key=lambda s: s.rank)
-    ] == [(rank, "done", 0) for rank in range(5)]
+    ended = {(s.rank, s.state, s.exit_code) for s in statuses.values()}
+    assert ended == {(rank, "done", 0) for rank in range(5)}
     assert not outlive(run_dir), "the toy engines outlived the run"
     assert (run_dir / "logs" / "latest").resolve().name == "attempt-001"
 
@@ -112,8 +113,7 @@ def test_a_run_that_ends_well_has_code_0_and_every_rank_done(begin, run_dir):
 )
 def test_a_dead_rank_ends_the_job_with_its_name_and_last_words(begin, run_dir, deed, words):
     memory = mirror.choose_path(run_dir)
-    process = begin(TOY=f"trainer-0:{deed}", TOY_SECONDS=LONG)
-    wait_until(lambda: all_up(run_dir))
+    process = begin(up=True, TOY=f"trainer-0:{deed}", TOY_SECONDS=LONG)
     code, output = finish(process)
     assert code == 1
     assert "rank 2 (trainer 0, pid" in output and words in output
@@ -135,8 +135,7 @@ def test_a_rank_that_does_not_leave_is_ended_once_the_coordinator_is_done(begin,
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_lets_the_coordinator_finish_cleanly(begin, run_dir, number):
-    process = begin(TOY_SECONDS=LONG)
-    wait_until(lambda: all_up(run_dir))
+    process = begin(up=True, TOY_SECONDS=LONG)
     process.send_signal(number)
     code, output = finish(process)
     assert code == 128 + number, output
@@ -145,8 +144,7 @@ def test_a_signal_lets_the_coordinator_finish_cleanly(begin, run_dir, number):
 
 
 def test_a_coordinator_that_does_not_stop_is_ended_at_the_deadline(begin, impatient):
-    process = begin(TOY="coordinator-0:hang")
-    wait_until(lambda: all_up(impatient))
+    process = begin(up=True, TOY="coordinator-0:hang")
     process.send_signal(signal.SIGTERM)
     code, output = finish(process)
     assert code == 143 and "did not stop within cluster.stop_timeout_s=0.5" in output
@@ -156,8 +154,7 @@ def test_a_coordinator_that_does_not_stop_is_ended_at_the_deadline(begin, impati
 
 def test_a_coordinator_that_stopped_in_time_is_reported_so(begin, run_dir, make_config):
     configuration.save(make_config("cluster.stop_timeout_s=6"), run_dir / "config.json")
-    process = begin(TOY="rollout-1:hang", TOY_SECONDS=LONG)
-    wait_until(lambda: all_up(run_dir))
+    process = begin(up=True, TOY="rollout-1:hang", TOY_SECONDS=LONG)
     process.send_signal(signal.SIGTERM)
     code, output = finish(process)
     assert code == 143 and not output.strip(), output
@@ -174,8 +171,7 @@ def test_ranks_that_do_not_appear_are_named_after_the_start_timeout(begin, run_d
 
 
 def test_a_second_signal_kills_at_once(begin, run_dir):
-    process = begin(TOY="coordinator-0:hang")
-    wait_until(lambda: all_up(run_dir))
+    process = begin(up=True, TOY="coordinator-0:hang")
     process.send_signal(signal.SIGINT)
     wait_until((run_dir / "told").exists)
     process.send_signal(signal.SIGINT)
@@ -195,23 +191,19 @@ def test_a_process_whose_maps_can_not_be_read_keeps_nobody_from_being_ended():
         supervise.end_all(process)
         print(process.returncode)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, timeout=300
-    )
-    assert done.stdout == b"-9\n", done.stderr
+    done = processes.ran([sys.executable, "-c", code], cwd=REPOSITORY, timeout=300)
+    assert done.stdout == "-9\n", done.stderr
 
 
 def test_no_rank_outlives_a_launcher_that_is_killed(begin, run_dir):
-    process = begin(TOY_SECONDS=LONG)
-    wait_until(lambda: all_up(run_dir))
+    process = begin(up=True, TOY_SECONDS=LONG)
     process.kill()
     process.wait(timeout=DEADLINE_S)
     wait_until(lambda: not of_run(run_dir) - engines_of(run_dir))
 
 
 def test_two_launches_of_one_name_do_not_meet(begin, run_dir):
-    first = begin(TOY_SECONDS=LONG)
-    wait_until(lambda: all_up(run_dir))
+    first = begin(up=True, TOY_SECONDS=LONG)
     code, output = finish(begin())
     assert code == 1 and f"in use by another launch (process {first.pid} on " in output
     assert first.poll() is None, "the second launch ended the first"
@@ -223,16 +215,13 @@ def test_a_full_disk_is_the_cause_and_no_lost_rank(begin, disk, tmp_path, make_c
     ends."""
     configuration.save(make_config(), disk.path / "config.json")
     full = tmp_path / "full"
-    process = begin(disk.path, TOY=f"trainer-0:{deed}", TOY_SECONDS=LONG, TOY_WAITS=str(full))
-    wait_until(lambda: all_up(disk.path))
+    toy = {"TOY": f"trainer-0:{deed}", "TOY_SECONDS": LONG, "TOY_WAITS": str(full)}
+    process = begin(disk.path, up=True, **toy)
     disk.fill()
     full.touch()
     code, output = finish(process)
-    assert (
-        code == 1
-        and f"{disk.path}: No space left on device; free some space there; the same launch.py"
-        in output
-    )
+    remedy = "No space left on device; free some space there; the same launch.py"
+    assert code == 1 and f"{disk.path}: {remedy}" in output
     assert "a rank was lost" not in output
     assert "during this attempt, grew (files) by " in output  # the disk's filler
     assert not outlive(disk.path)

@@ -1,6 +1,7 @@
 """A pool with its real worker processes: scores come once, whatever happens to the workers."""
 
 import asyncio
+import contextlib
 import functools
 import json
 import os
@@ -69,22 +70,18 @@ class World:
         local.write_config(self.config, folder)
         self.home = messages.folder(folder, 0)
 
-    def run(self, body, start=None, hosts=()) -> None:
-        """`await body(pool)` on an open pool, within the deadline; `start` instead of processes."""
-
-        async def main():
-            tasks = Tasks()
-            start_one = start or functools.partial(start_worker, self.folder, self.home)
-            pool = Pool(self.config.reward, self.home, start_one, tasks.spawn, hosts)
-            try:
-                await pool.open()
-                async with asyncio.timeout(DEADLINE_S):
-                    await tasks.run_until(body(pool))
-            finally:
-                await pool.close()
-                await tasks.close(5.0)
-
-        asyncio.run(main())
+    @contextlib.asynccontextmanager
+    async def pool(self, start=None, hosts=()):
+        """An open pool; `start` instead of processes."""
+        tasks = Tasks()
+        start = start or functools.partial(start_worker, self.folder, self.home)
+        made = Pool(self.config.reward, self.home, start, tasks.spawn, hosts)
+        try:
+            await made.open()
+            yield made
+        finally:
+            await made.close()
+            await tasks.close(5.0)
 
     def score(self, pool, name: str, kind: str = "fine", prompt: str = "p"):
         said = [Said(False, "q"), Said(True, kind)]
@@ -107,10 +104,9 @@ async def until(ready) -> None:
 
 
 @pytest.mark.slow
-def test_workers_come_by_demand_within_the_bounds_and_leave(world):
+async def test_workers_come_by_demand_within_the_bounds_and_leave(world):
     w = world("reward.max_workers=2", "reward.idle_s=0.5")
-
-    async def body(pool):
+    async with w.pool() as pool:
         assert pool.workers == 0
         waiting = [w.score(pool, f"t{i}", "waits") for i in range(5)]
         await until(lambda: w.tries("t0") and w.tries("t1"))
@@ -122,27 +118,21 @@ def test_workers_come_by_demand_within_the_bounds_and_leave(world):
         await until(lambda: pool.workers == 0)
         await w.score(pool, "later")
 
-    w.run(body)
-
 
 @pytest.mark.slow
-def test_a_worker_computes_as_many_plain_scores_at_once_as_it_is_given(world):
+async def test_a_worker_computes_as_many_plain_scores_at_once_as_it_is_given(world):
     made = world("reward.max_workers=1", "reward.per_worker=40")
-
-    async def body(pool):
+    async with made.pool() as pool:
         scores = [made.score(pool, f"t{number}", "waits") for number in range(40)]
         await until(lambda: all(made.tries(f"t{number}") for number in range(40)))
         (made.folder / "go").touch()
         await asyncio.gather(*scores)
 
-    made.run(body)
-
 
 @pytest.mark.slow
-def test_an_episode_that_was_played_otherwise_again_has_a_score_of_its_own(world):
+async def test_an_episode_that_was_played_otherwise_again_has_a_score_of_its_own(world):
     w = world("reward.max_workers=1", "reward.per_worker=2")
-
-    async def body(pool):
+    async with w.pool() as pool:
         first = w.score(pool, "a", "waits")
         await until(lambda: w.tries("a"))
         again = w.score(pool, "a", "holds")  # its host died meanwhile
@@ -155,14 +145,11 @@ def test_an_episode_that_was_played_otherwise_again_has_a_score_of_its_own(world
         (w.folder / "a").touch()
         await again
 
-    w.run(body)
-
 
 @pytest.mark.slow
-def test_an_answer_is_scored_once_and_survives_its_worker(world):
+async def test_an_answer_is_scored_once_and_survives_its_worker(world):
     w = world("reward.max_workers=2")
-
-    async def body(pool):
+    async with w.pool() as pool:
         same = [w.score(pool, "a", "waits") for _ in range(3)]
         await until(lambda: w.tries("a"))
         dies = w.score(pool, "b", "dies once")
@@ -174,14 +161,11 @@ def test_an_answer_is_scored_once_and_survives_its_worker(world):
         assert (await dies).score.reward == w.tries("b")[1] != w.tries("b")[0]
         assert (pool.retries, pool.failures) == (2, 0)
 
-    w.run(body)
-
 
 @pytest.mark.slow
-def test_what_two_workers_cannot_score_has_failed_and_the_others_go_on(world):
+async def test_what_two_workers_cannot_score_has_failed_and_the_others_go_on(world):
     w = world("reward.max_workers=2", "reward.timeout_s=2", "reward.deadline_s=60")
-
-    async def body(pool):
+    async with w.pool() as pool:
         bad = {kind: w.score(pool, kind, kind) for kind in ("dies", "raises", "hangs")}
         good = [w.score(pool, f"good{i}") for i in range(4)]
         await asyncio.gather(*good)
@@ -195,14 +179,11 @@ def test_what_two_workers_cannot_score_has_failed_and_the_others_go_on(world):
             assert len(w.tries(kind)) == 2
         assert pool.failures == 3
 
-    w.run(body)
-
 
 @pytest.mark.slow
-def test_one_worker_at_most_tries_twice_by_itself_and_a_cancelled_answer_is_forgotten(world):
+async def test_one_worker_at_most_tries_twice_by_itself_and_a_cancelled_answer_is_forgotten(world):
     w = world("reward.max_workers=1")
-
-    async def body(pool):
+    async with w.pool() as pool:
         with pytest.raises(ScoringFailed):
             await w.score(pool, "a", "raises")
         running, waiting = w.score(pool, "b", "waits"), w.score(pool, "c")
@@ -216,8 +197,6 @@ def test_one_worker_at_most_tries_twice_by_itself_and_a_cancelled_answer_is_forg
         await w.score(pool, "d")
         assert not w.tries("c")
 
-    w.run(body)
-
 
 JOB = """
 import sys
@@ -228,13 +207,13 @@ print(Help(Path(sys.argv[1]), 0)())
 
 
 @pytest.mark.slow
-def test_workers_of_jobs_join_and_what_they_held_when_killed_is_scored_elsewhere(world):
+async def test_workers_of_jobs_join_and_what_they_held_when_killed_is_scored_elsewhere(world):
     """A job is ended, another's rank killed. Neither is a try of the answer, which has two."""
     own = ("reward.max_workers=1", "reward.max_jobs=2", "reward.timeout_s=250")
     # no rank may be idle for too long before the pool has missed the killed one
     w = world("cluster=dev", "reward.idle_s=1000", *own)
+    async with w.pool() as pool:
 
-    async def body(pool):
         async def job():
             return await asyncio.create_subprocess_exec(sys.executable, "-c", JOB, str(w.folder))
 
@@ -263,8 +242,6 @@ def test_workers_of_jobs_join_and_what_they_held_when_killed_is_scored_elsewhere
         assert not (await busy).joined
         assert pool.retries >= 2 and not pool.failures and len(w.tries("own")) == 1
 
-    w.run(body)
-
 
 LOOP = "import time, pathlib\nwhile True: time.sleep(0.05)  # rose-reward-test-{}"
 
@@ -275,7 +252,7 @@ def programs(mark: str) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_program_that_takes_too_long_scores_zero_and_ends_with_its_worker(world, tmp_path):
+async def test_a_program_that_takes_too_long_scores_zero_and_ends_with_its_worker(world, tmp_path):
     mark = f"mark-{tmp_path.name}-{os.getpid()}"
     w = world(
         "reward=command",
@@ -283,20 +260,15 @@ def test_a_program_that_takes_too_long_scores_zero_and_ends_with_its_worker(worl
         "reward.max_workers=1",
         "reward.timeout_s=1",
     )
-
-    async def body(pool):
+    async with w.pool() as pool:
         found = await w.score(pool, "a", LOOP)
         assert found.score == pools.Score(reward=0.0, success=False, timed_out=True)
         assert (pool.timeouts, pool.retries) == (1, 0)
         await until(lambda: not programs(mark))  # it was killed with the first in its namespaces
-
-    w.run(body)
-    w.config = msgspec.structs.replace(
-        w.config, reward=msgspec.structs.replace(w.config.reward, timeout_s=100.0)
-    )
+    patient = msgspec.structs.replace(w.config.reward, timeout_s=100.0)
+    w.config = msgspec.structs.replace(w.config, reward=patient)
     configuration.save(w.config, w.folder / "config.json")
-
-    async def killed(pool):
+    async with w.pool() as pool:
         asked = w.score(pool, "b", LOOP)
         await until(lambda: programs(mark))
         (worker,) = [process.process for process in pool._workers.values()]
@@ -307,34 +279,23 @@ def test_a_program_that_takes_too_long_scores_zero_and_ends_with_its_worker(worl
         pool.cancel("b")
         with pytest.raises(asyncio.CancelledError):
             await asked
-
-    w.run(killed)
-
-    async def gone():
-        async with asyncio.timeout(DEADLINE_S):
-            await until(lambda: not programs(mark))
-
-    asyncio.run(gone())
+    await until(lambda: not programs(mark))
 
 
 @pytest.mark.slow
-def test_workers_that_cannot_start_fail_what_waits(world):
+async def test_workers_that_cannot_start_fail_what_waits(world):
     w = world("reward.min_workers=0", "reward.max_workers=1")
-
-    async def body(pool):
+    async with w.pool() as pool:
         (w.folder / "mine.py").write_text(FUNCTIONS + "# changed")  # after the run began
         with pytest.raises(ScoringFailed, match="3 reward workers in a row ended"):
             await w.score(pool, "a")
-
-    w.run(body)
     said = (w.home / "worker-0.log").read_text()
     assert "has changed since this attempt of the run began" in said
 
 
-def test_a_stranger_on_the_socket_gets_no_work(world):
+async def test_a_stranger_on_the_socket_gets_no_work(world):
     w = world("reward.max_workers=1")
-
-    async def body(pool):
+    async with w.pool() as pool:
         file = w.home / "pool.json"
         assert file.stat().st_mode & 0o777 == 0o600
         known = msgspec.json.decode(file.read_bytes(), type=messages.PoolFile)
@@ -346,35 +307,28 @@ def test_a_stranger_on_the_socket_gets_no_work(world):
         assert pool.joined == 1
         writer.close()
 
-    w.run(body)
 
-
-def test_a_worker_shows_its_token_to_no_other_process(world, tmp_path):
+async def test_a_worker_shows_its_token_to_no_other_process(tmp_path):
     """Another service may listen at an address of the pool's host."""
     seen = []
 
-    async def main():
-        async def stranger(reader, writer):
-            writer.write(frames.frame(b"n" * messages.NONCE_BYTES))
-            seen.append(await frames.read(reader, messages.HELLO_BYTES))
-            writer.write(frames.frame(b"p" * 32))
+    async def stranger(reader, writer):
+        writer.write(frames.frame(b"n" * messages.NONCE_BYTES))
+        seen.append(await frames.read(reader, messages.HELLO_BYTES))
+        writer.write(frames.frame(b"p" * 32))
 
-        server = await asyncio.start_server(stranger, "127.0.0.1", 0)
-        known = messages.PoolFile(
-            socket.gethostname(), [server.sockets[0].getsockname()[:2]], "the token"
-        )
-        (tmp_path / "pool.json").write_bytes(msgspec.json.encode(known))
-        assert await worker.connect(tmp_path / "pool.json", None) is None
-        server.close()
-
-    asyncio.run(main())
+    server = await asyncio.start_server(stranger, "127.0.0.1", 0)
+    address = server.sockets[0].getsockname()[:2]
+    known = messages.PoolFile(socket.gethostname(), [address], "the token")
+    (tmp_path / "pool.json").write_bytes(msgspec.json.encode(known))
+    assert await worker.connect(tmp_path / "pool.json", None) is None
+    server.close()
     assert len(seen) == 1 and b"the token" not in seen[0]
 
 
-def test_a_pool_listens_at_the_addresses_that_it_is_given(world):
+async def test_a_pool_listens_at_the_addresses_that_it_is_given(world):
     w = world("reward.max_workers=1")
-
-    async def body(pool):
+    async with w.pool(hosts=["127.0.0.2"]) as pool:
         file = w.home / "pool.json"
         known = msgspec.json.decode(file.read_bytes(), type=messages.PoolFile)
         assert [address for address, _ in known.addresses] == ["127.0.0.1", "127.0.0.2"]
@@ -384,8 +338,6 @@ def test_a_pool_listens_at_the_addresses_that_it_is_given(world):
         await pool.close()
         assert await frames.read(reader, messages.FRAME_BYTES) == messages.STOP
         writer.close()
-
-    w.run(body, hosts=["127.0.0.2"])
 
 
 class Puppet:
@@ -412,7 +364,7 @@ class Puppet:
         self.task.cancel()
 
 
-def test_limits_follow_the_slowest_right_answer_of_the_prompt(world):
+async def test_limits_follow_the_slowest_right_answer_of_the_prompt(world):
     w = world("reward.max_workers=1", "reward.adaptive=true", "reward.timeout_s=30")
     puppets = []
 
@@ -425,7 +377,7 @@ def test_limits_follow_the_slowest_right_answer_of_the_prompt(world):
         await asked
         return work.limit_s
 
-    async def body(pool):
+    async with w.pool(lambda *given: puppets.append(Puppet(*given)) or puppets[-1]) as pool:
         assert await one(pool, "a", "p", False, 20.0) == 30.0
         assert await one(pool, "b", "p", True, 4.0) == 30.0
         assert await one(pool, "c", "p", True, 3.0) == 6.0
@@ -433,14 +385,14 @@ def test_limits_follow_the_slowest_right_answer_of_the_prompt(world):
         assert await one(pool, "e", "q", True, 0.1) == 2.0
         assert await one(pool, "f", "p", True, 29.0) == 6.0
         assert await one(pool, "g", "p", True, 1.0) == 30.0
-
-    w.run(body, lambda *given: puppets.append(Puppet(*given)) or puppets[-1])
     kept = Anchors(w.home / "anchors.json", 30.0, adaptive=True)
     assert kept.limit_s("q") == 2.0 and kept.limit_s("p") == 30.0 and kept.limit_s("new") == 30.0
     assert json.loads((w.home / "anchors.json").read_text()) == {"p": 29.0, "q": 0.1}
 
 
-def test_a_worker_that_does_not_answer_in_time_is_killed_and_its_work_goes_on(world, monkeypatch):
+async def test_a_worker_that_does_not_answer_in_time_is_killed_and_its_work_goes_on(
+    world, monkeypatch
+):
     monkeypatch.setattr(pools, "GRACE_S", 0.0)
     w = world("reward.max_workers=2", "reward.timeout_s=0.3", "reward.deadline_s=60")
     puppets = []
@@ -451,7 +403,7 @@ def test_a_worker_that_does_not_answer_in_time_is_killed_and_its_work_goes_on(wo
         puppets.append(Puppet(*given))
         return puppets[-1]
 
-    async def body(pool):
+    async with w.pool(start) as pool:
         began = time.monotonic()
         asked = w.score(pool, "a")
         await until(lambda: puppets)
@@ -461,5 +413,3 @@ def test_a_worker_that_does_not_answer_in_time_is_killed_and_its_work_goes_on(wo
         puppets[1].say(Answer(work.number, pools.Score(reward=1.0), "", 0.1))
         assert (await asked).score.reward == 1.0
         assert time.monotonic() - began > 0.3
-
-    w.run(body, start)

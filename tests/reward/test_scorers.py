@@ -1,4 +1,5 @@
-"""Scorers on their own: what they answer, and how bad arguments are refused."""
+"""Scorers on their own: what they answer, how bad arguments are refused, and that docs/rewards.md is
+right about them."""
 
 import asyncio
 import os
@@ -7,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
+import printed
 import pytest
 from aiohttp import web
 
@@ -347,3 +349,18 @@ def test_parts_add_up_by_their_weights(file):
 def test_bad_arguments_are_refused_by_their_key(name, args, said):
     with pytest.raises(ConfigError, match=said):
         scorers.build(name, args)
+
+
+def test_the_function_tells_good_episodes_of_its_own_command_from_bad_ones(make_config, tmp_path):
+    printed.write("rewards.md", tmp_path)
+    overrides = printed.overrides("rewards.md", "short")
+    c = make_config(*(word.replace("mine.py", f"{tmp_path}/mine.py") for word in overrides))
+    scorer = scorers.build(c.reward.name, c.reward.args)
+
+    def scored(success: bool, turns: int):
+        ended = made.episode(reward=float(success), success=success, turns=turns)
+        return asyncio.run(scorer.score(ended, 60.0))
+
+    assert list(c.environments) == ["frozen_lake"]
+    assert scored(True, 4).reward > scored(True, 9).reward > scored(False, 3).reward == 0
+    assert scored(True, 4).success is True and scored(False, 3).success is False

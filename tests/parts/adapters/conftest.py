@@ -1,13 +1,41 @@
 """Servers of other packages; and the fixtures of tests/agent, on whose loop and templates the
 adapters' tests rest."""
 
+import json
 import socket
 import subprocess
 from contextlib import contextmanager
 
+import pytest
+
 from tests import processes
 from tests.agent.conftest import chats, save_tokenizer, tokenizer  # noqa: F401
 from tests.ports import free_port
+
+REWARDS = """
+import asyncio, os, time
+def length(text, row): print("to the log"); return len(text) + row["answer"]
+async def slow_judge(messages): await asyncio.sleep(0.01); return messages[-1]["content"] == "yes"
+def raises(text): raise OSError("the judge is away")
+def hangs(text): time.sleep(3600)
+def ends(text): os._exit(7)
+def waits(text):
+    while not os.path.exists(text): time.sleep(0.01)
+    return 1
+def nothing(): return None
+def roles(messages): return float("".join({"assistant": "1", "tool": "2"}.get(m["role"], "") for m in messages))
+def wants(sentence): return 1
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working folder with prompts and reward functions."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"What is {n} / 2?", "answer": n / 2} for n in range(40)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    return tmp_path
 
 
 @contextmanager

@@ -86,13 +86,9 @@ def test_the_look_at_launch_goes_to_no_proxy_as_episodes_do(url, monkeypatch):
     envs.check(env_of(url=url))
 
 
-def test_no_server_is_refused_before_anything_starts(tmp_path):
+def test_no_server_is_refused_before_anything_starts():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and doesn't listen
         where = f"http://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match="no OpenEnv server answers GET"):
             envs.check(env_of(url=where))
-    with pytest.raises(ConfigError, match="env.args.url='envs:8000'"):
-        envs.check(env_of(url="envs:8000"))
-    with pytest.raises(ConfigError, match="token_file='none': no such file"):
-        envs.check(env_of(url="http://h:1", token_file="none"))

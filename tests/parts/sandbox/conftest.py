@@ -1,7 +1,9 @@
-"""One event loop, and so one keeper, for a module; and the fixtures of tests/agent, on whose loop and
-templates the tests of env=terminal rest."""
+"""One event loop, and so one keeper, for the tests of a module that use `loop`; and the fixtures of
+tests/agent, on whose loop and templates the tests of env=terminal rest."""
 
 import asyncio
+import inspect
+import subprocess
 
 import pytest
 
@@ -18,3 +20,23 @@ def loop():
 
 async def _close():
     probe.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    if "loop" not in pyfuncitem.fixturenames or not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    test = pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
+    pyfuncitem._request.getfixturevalue("loop").run(asyncio.wait_for(test, 300.0))
+    return True
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """1 MiB, of a real file system."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=True)
+    yield folder
+    subprocess.run(["umount", folder], check=True)

@@ -27,6 +27,7 @@ import scenarios
 from raw_captures import Upper, check_loaded
 
 LONG_S = 60.0
+pytestmark = pytest.mark.usefixtures("loop")
 
 
 @pytest.fixture
@@ -58,58 +59,49 @@ async def settled(future):
 # --------------------------------------------------------------------------- the engine
 
 
-def test_orders_that_take_too_long_are_no_deaths_of_the_packer(loop, host, monkeypatch):
-    async def go():
-        for turn in range(engine.DEATHS + 2):
-            os.kill((await host._running_packer())._process.pid, signal.SIGSTOP)
-            with monkeypatch.context() as short:
-                short.setattr(engine, "JOB_S", 0.05)
-                slow = host.submit("slow", turn, *raw(host, turn))
-                for _ in range(3):  # the order is on its way, with that deadline
-                    await asyncio.sleep(0)
-            other = host.submit(f"other-{turn}", 0, *raw(host, turn))
-            assert "not done within 0.05 s" in await settled(slow.packed)
-            assert await settled(other.stored) == ""
-        assert host.stopped == "" and host.counters.failed == engine.DEATHS + 2
-
-    loop.run(go())
+async def test_orders_that_take_too_long_are_no_deaths_of_the_packer(host, monkeypatch):
+    for turn in range(engine.DEATHS + 2):
+        os.kill((await host._running_packer())._process.pid, signal.SIGSTOP)
+        with monkeypatch.context() as short:
+            short.setattr(engine, "JOB_S", 0.05)
+            slow = host.submit("slow", turn, *raw(host, turn))
+            for _ in range(3):  # the order is on its way, with that deadline
+                await asyncio.sleep(0)
+        other = host.submit(f"other-{turn}", 0, *raw(host, turn))
+        assert "not done within 0.05 s" in await settled(slow.packed)
+        assert await settled(other.stored) == ""
+    assert host.stopped == "" and host.counters.failed == engine.DEATHS + 2
 
 
-def test_a_packer_that_dies_too_often_stops_checkpoints(loop, host):
-    async def go():
-        while not host.stopped:
-            packer = await host._running_packer()
-            os.kill(packer._process.pid, signal.SIGKILL)
-            last = host.submit("t", 0, *raw(host, 0))
-            await settled(last.stored)
-        assert f"their packer died {engine.DEATHS + 1} times: exit code -9" in host.stopped
-
-    loop.run(go())
+async def test_a_packer_that_dies_too_often_stops_checkpoints(host):
+    while not host.stopped:
+        packer = await host._running_packer()
+        os.kill(packer._process.pid, signal.SIGKILL)
+        last = host.submit("t", 0, *raw(host, 0))
+        await settled(last.stored)
+    assert f"their packer died {engine.DEATHS + 1} times: exit code -9" in host.stopped
 
 
-def test_a_turn_stays_while_one_that_refers_to_it_is_on_its_way(loop, host, tmp_path):
-    async def go():
-        upper = Upper(tmp_path / "upper", 3)
-        upper.change()
-        folder = host.place()
-        upper.capture(folder, process=False)
-        first = host.submit("parent", 1, folder, 1000)
-        assert await settled(first.stored) == ""
-        for i in range(engine.AT_ONCE["save"]):  # before it in the queue
-            host.submit(f"large-{i}", 1, *raw(host, i, 8 << 20))
-        folder = host.place()
-        made = upper.capture(folder, process=False)  # without what is unchanged
-        fork = host.submit("fork", 1, folder, 1000, ("parent", 1))
-        host.forget("parent")
-        assert await settled(fork.stored) == ""
-        check_loaded(Store(tmp_path / "shared").load("fork", 1, tmp_path / "back"), made)
-        await asyncio.wait_for(host._tidying, LONG_S)
-        assert "parent" not in Store(tmp_path / "shared").names()
-
-    loop.run(go())
+async def test_a_turn_stays_while_one_that_refers_to_it_is_on_its_way(host, tmp_path):
+    upper = Upper(tmp_path / "upper", 3)
+    upper.change()
+    folder = host.place()
+    upper.capture(folder, process=False)
+    first = host.submit("parent", 1, folder, 1000)
+    assert await settled(first.stored) == ""
+    for i in range(engine.AT_ONCE["save"]):  # before it in the queue
+        host.submit(f"large-{i}", 1, *raw(host, i, 8 << 20))
+    folder = host.place()
+    made = upper.capture(folder, process=False)  # without what is unchanged
+    fork = host.submit("fork", 1, folder, 1000, ("parent", 1))
+    host.forget("parent")
+    assert await settled(fork.stored) == ""
+    check_loaded(Store(tmp_path / "shared").load("fork", 1, tmp_path / "back"), made)
+    await asyncio.wait_for(host._tidying, LONG_S)
+    assert "parent" not in Store(tmp_path / "shared").names()
 
 
-def test_a_host_leaves_alone_what_one_of_another_run_left(loop, tmp_path):
+async def test_a_host_leaves_alone_what_one_of_another_run_left(tmp_path):
     async def died(shared):
         """A host of the run that stores in `shared`, with a turn that is only packed."""
         host = await Engine(shared, tmp_path / "node").open()
@@ -119,18 +111,15 @@ def test_a_host_leaves_alone_what_one_of_another_run_left(loop, tmp_path):
         host._lock.close()
         return host.local
 
-    async def go():
-        one, other = tmp_path / "one", tmp_path / "other"
-        left, old = await died(one), await died(tmp_path / "third")
-        for path in (old, *old.rglob("*")):
-            os.utime(path, (0, 0))
-        said = []
-        await (await Engine(other, tmp_path / "node", say=said.append).open()).close()
-        assert left.exists() and not old.exists() and Store(other).names() == []
-        await (await Engine(one, tmp_path / "node", wanted=lambda name: True).open()).close()
-        assert not left.exists() and Store(one).turns("t") == [1] and said == []
-
-    loop.run(go())
+    one, other = tmp_path / "one", tmp_path / "other"
+    left, old = await died(one), await died(tmp_path / "third")
+    for path in (old, *old.rglob("*")):
+        os.utime(path, (0, 0))
+    said = []
+    await (await Engine(other, tmp_path / "node", say=said.append).open()).close()
+    assert left.exists() and not old.exists() and Store(other).names() == []
+    await (await Engine(one, tmp_path / "node", wanted=lambda name: True).open()).close()
+    assert not left.exists() and Store(one).turns("t") == [1] and said == []
 
 
 KILLED = """
@@ -150,7 +139,7 @@ asyncio.run(go(Path(sys.argv[1]), *sys.argv[2:]))
 """
 
 
-def test_what_a_killed_run_left_is_swept_unless_a_trajectory_wants_it(loop, tmp_path):
+async def test_what_a_killed_run_left_is_swept_unless_a_trajectory_wants_it(tmp_path):
     """Those whose snapshots are there may be resumed, or run on another host."""
     argv = [sys.executable, "-c", KILLED, str(tmp_path), "g0.0", "g0.1", "g0.2"]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
@@ -166,129 +155,105 @@ def test_what_a_killed_run_left_is_swept_unless_a_trajectory_wants_it(loop, tmp_
             (snapshots / name).mkdir(exist_ok=True)
         return found
 
-    async def go():
-        said = []
-        host = await Engine(tmp_path / "shared", tmp_path / "node", wanted=wanted).open()
-        host.say = said.append
-        shared = Store(tmp_path / "shared")
-        assert shared.names() == ["g0.0", "g0.1", "g0.2"]
-        await asyncio.wait_for(host.sweep(), LONG_S)
-        assert shared.names() == ["g0.1", "g0.2"] and said == []
-        assert (host.store.load("g0.1", 1, tmp_path / "back") / "listing.json").is_file()
-        await host.close()
-        assert shared.names() == ["g0.1", "g0.2"], "an orderly end leaves them, too"
-
-    loop.run(go())
+    said = []
+    host = await Engine(tmp_path / "shared", tmp_path / "node", wanted=wanted).open()
+    host.say = said.append
+    shared = Store(tmp_path / "shared")
+    assert shared.names() == ["g0.0", "g0.1", "g0.2"]
+    await asyncio.wait_for(host.sweep(), LONG_S)
+    assert shared.names() == ["g0.1", "g0.2"] and said == []
+    assert (host.store.load("g0.1", 1, tmp_path / "back") / "listing.json").is_file()
+    await host.close()
+    assert shared.names() == ["g0.1", "g0.2"], "an orderly end leaves them, too"
 
 
 @pytest.mark.parametrize("full", ["shared", "node"])
-def test_a_disk_that_fills_up_is_named_once_and_ends_checkpoints(loop, tmp_path, full):
-    folder, said = tmp_path / full, []
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=True)
-
-    async def go():
-        host = await Engine(tmp_path / "shared", tmp_path / "node", say=said.append).open()
-        async with await Sandbox.start(Spec()) as box:
-            keeper = Checkpointer(box, host, "t")
-            await keeper.begin()
-            for turn in range(1, 4):
-                await box.run("head -c 700000 /dev/urandom > $RANDOM", LONG_S)
-                await keeper.after_turn(turn)
-                await keeper.settled(turn)
-            assert (await box.run("ls | wc -l", LONG_S)).output == "3\n", "it goes on"
-        assert len(said) == 1 and said[0] == host.stopped
-        assert said[0].startswith(f"checkpoints of sandboxes stop here: {folder}: ")
-        assert said[0].endswith("free some space there; the run goes on without")
-        await host.close()
-
-    try:
-        loop.run(go())
-    finally:
-        subprocess.run(["umount", folder], check=True)
+async def test_a_disk_that_fills_up_is_named_once_and_ends_checkpoints(tmp_path, small_disk, full):
+    places, said = {"shared": tmp_path / "shared", "node": tmp_path / "node"}, []
+    host = await Engine(*(places | {full: small_disk}).values(), say=said.append).open()
+    async with await Sandbox.start(Spec()) as box:
+        keeper = Checkpointer(box, host, "t")
+        await keeper.begin()
+        for turn in range(1, 4):
+            await box.run("head -c 700000 /dev/urandom > $RANDOM", LONG_S)
+            await keeper.after_turn(turn)
+            await keeper.settled(turn)
+        assert (await box.run("ls | wc -l", LONG_S)).output == "3\n", "it goes on"
+    assert len(said) == 1 and said[0] == host.stopped
+    assert said[0].startswith(f"checkpoints of sandboxes stop here: {small_disk}: ")
+    assert said[0].endswith("free some space there; the run goes on without")
+    await host.close()
 
 
-def test_what_dead_hosts_left_keeps_no_host_from_its_work(loop, tmp_path, monkeypatch):
+async def test_what_dead_hosts_left_keeps_no_host_from_its_work(tmp_path, monkeypatch):
     def full(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    async def go():
-        said = []
-        monkeypatch.setattr(engine.left, "take_over", full)
-        host = await Engine(tmp_path / "shared", tmp_path / "node", say=said.append).open()
-        assert "what dead hosts left can't be taken over: [Errno 28]" in said[0]
-        assert await settled(host.submit("t", 1, *raw(host, 1)).stored) == ""
-        await host.close()
-
-    loop.run(go())
+    said = []
+    monkeypatch.setattr(engine.left, "take_over", full)
+    host = await Engine(tmp_path / "shared", tmp_path / "node", say=said.append).open()
+    assert "what dead hosts left can't be taken over: [Errno 28]" in said[0]
+    assert await settled(host.submit("t", 1, *raw(host, 1)).stored) == ""
+    await host.close()
 
 
-def test_a_turn_of_an_earlier_episode_of_this_name_is_not_taken_for_a_later_ones(loop, tmp_path):
+async def test_a_turn_of_an_earlier_episode_of_this_name_is_not_taken_for_a_later_ones(tmp_path):
     """The later life's first turn is packed on this node by a host that died, not stored yet."""
 
-    async def go():
-        shared = tmp_path / "shared"
-        first = await Engine(shared, tmp_path / "elsewhere", wanted=lambda name: True).open()
-        assert await settled(first.submit("t", 1, *raw(first, 1), life=1).stored) == ""
-        await first.close()
-        dead = await Engine(shared, tmp_path / "node", wanted=lambda name: True).open()
-        dead.store.save("t", 1, raw(dead, 2)[0], life=2)
-        await dead._packer.close()
-        dead._lock.close()
-        host = await Engine(shared, tmp_path / "node2", wanted=lambda name: True).open()
-        await host.packed("t", 1, 2)
-        assert not host.store.has("t", 1, 2)
-        with pytest.raises(StoreDamaged, match="turn 1 of t is that of another episode"):
-            host.store.load("t", 1, tmp_path / "into", life=2)
-        await host.close()
-        host = await Engine(shared, tmp_path / "node", wanted=lambda name: True).open()
-        assert host.store.has("t", 1, 2)  # it took over what the dead one had
-        await host.close()
-        old = Store(tmp_path / "old")
-        old.save("t", 1, Store(shared).load("t", 1, tmp_path / "again"), life=1)
-        assert old.copy("t", 1, Store(shared), lambda n: None) is None
-        assert Store(shared).has("t", 1, 2)
-
-    loop.run(go())
+    shared = tmp_path / "shared"
+    first = await Engine(shared, tmp_path / "elsewhere", wanted=lambda name: True).open()
+    assert await settled(first.submit("t", 1, *raw(first, 1), life=1).stored) == ""
+    await first.close()
+    dead = await Engine(shared, tmp_path / "node", wanted=lambda name: True).open()
+    dead.store.save("t", 1, raw(dead, 2)[0], life=2)
+    await dead._packer.close()
+    dead._lock.close()
+    host = await Engine(shared, tmp_path / "node2", wanted=lambda name: True).open()
+    await host.packed("t", 1, 2)
+    assert not host.store.has("t", 1, 2)
+    with pytest.raises(StoreDamaged, match="turn 1 of t is that of another episode"):
+        host.store.load("t", 1, tmp_path / "into", life=2)
+    await host.close()
+    host = await Engine(shared, tmp_path / "node", wanted=lambda name: True).open()
+    assert host.store.has("t", 1, 2)  # it took over what the dead one had
+    await host.close()
+    old = Store(tmp_path / "old")
+    old.save("t", 1, Store(shared).load("t", 1, tmp_path / "again"), life=1)
+    assert old.copy("t", 1, Store(shared), lambda n: None) is None
+    assert Store(shared).has("t", 1, 2)
 
 
 # --------------------------------------------------------------------------- checkpointers
 
 
-def test_a_clock_that_stepped_back_costs_no_checkpoint(loop, host, monkeypatch):
+async def test_a_clock_that_stepped_back_costs_no_checkpoint(host, monkeypatch):
     """An earlier episode of the name was stored when the clock was ahead."""
 
-    async def go():
-        assert await settled(host.submit("t", 1, *raw(host, 1), life=2**62).stored) == ""
-        late = host.submit("t", 1, *raw(host, 2), life=5)
-        assert "a later episode of this name is stored" in await settled(late.stored)
-        async with await Sandbox.start(Spec(limits=scenarios.SMALL), "namespaces") as box:
-            kept = Checkpointer(box, host, "t", FILES)
-            await kept.begin()
-            await box.run("echo new > file", LONG_S)
-            await kept.after_turn(1)
-            assert await kept.settled(1)
-            back = await checkpointer.restore(kept.saved(1), host, "namespaces", exact=True)
-            async with back.box:
-                assert (await back.box.run("cat file", LONG_S)).output == "new\n"
-
-    loop.run(go())
+    assert await settled(host.submit("t", 1, *raw(host, 1), life=2**62).stored) == ""
+    late = host.submit("t", 1, *raw(host, 2), life=5)
+    assert "a later episode of this name is stored" in await settled(late.stored)
+    async with await Sandbox.start(Spec(limits=scenarios.SMALL), "namespaces") as box:
+        kept = Checkpointer(box, host, "t", FILES)
+        await kept.begin()
+        await box.run("echo new > file", LONG_S)
+        await kept.after_turn(1)
+        assert await kept.settled(1)
+        back = await checkpointer.restore(kept.saved(1), host, "namespaces", exact=True)
+        async with back.box:
+            assert (await back.box.run("cat file", LONG_S)).output == "new\n"
 
 
-def with_sandboxes(loop, host, count, go):
-    """`go` gets `count` checkpointers, "t0" and so on, of fresh sandboxes."""
-
-    async def run():
-        async with contextlib.AsyncExitStack() as stack:
-            kept = []
-            for i in range(count):
-                box = await Sandbox.start(Spec(limits=scenarios.SMALL), "namespaces")
-                await stack.enter_async_context(box)
-                kept.append(Checkpointer(box, host, f"t{i}"))
-                await kept[-1].begin()
-            await go(*kept)
-
-    loop.run(run())
+@contextlib.asynccontextmanager
+async def sandboxes(host, count=1):
+    """Checkpointers, "t0" and so on, of fresh sandboxes."""
+    async with contextlib.AsyncExitStack() as stack:
+        kept = []
+        for i in range(count):
+            box = await Sandbox.start(Spec(limits=scenarios.SMALL), "namespaces")
+            await stack.enter_async_context(box)
+            kept.append(Checkpointer(box, host, f"t{i}"))
+            await kept[-1].begin()
+        yield kept
 
 
 async def turn(kept, number, command):
@@ -305,14 +270,14 @@ def content(host, name, number, path, into):
     return (folder / entries[entry.get("same", path)]["data"]).read_text()
 
 
-def test_a_write_through_memory_to_a_file_of_two_names_is_kept(loop, host, tmp_path):
+async def test_a_write_through_memory_to_a_file_of_two_names_is_kept(host, tmp_path):
     """Its content is listed at the first name, it is written to at the second one."""
     program = (
         "import mmap\nwith open('second', 'r+b') as f, mmap.mmap(f.fileno(), 0) as m:\n"
         "    m[:1] = bytes([m[0] + 1])\n"
     )
 
-    async def go(kept):
+    async with sandboxes(host) as (kept,):
         await kept.box.write_file("/tmp/in_place.py", program.encode())
         await turn(kept, 1, "echo x > first; ln first second; sleep .1")  # past TICK_NS
         await turn(kept, 2, "python3 /tmp/in_place.py; sleep .1")
@@ -322,13 +287,11 @@ def test_a_write_through_memory_to_a_file_of_two_names_is_kept(loop, host, tmp_p
             into = tmp_path / f"back-{number}"
             assert content(host, "t0", number, "app/first", into) == text
 
-    with_sandboxes(loop, host, 1, go)
 
-
-def test_a_turn_that_was_not_stored_is_made_up_for_though_nothing_changes(loop, host, tmp_path):
+async def test_a_turn_that_was_not_stored_is_made_up_for_though_nothing_changes(host, tmp_path):
     packs, away = tmp_path / "shared/packs", tmp_path / "away"
 
-    async def go(kept):
+    async with sandboxes(host) as (kept,):
         await turn(kept, 1, "echo x > f")
         assert await kept.settled(1)
         packs.rename(away)
@@ -341,14 +304,12 @@ def test_a_turn_that_was_not_stored_is_made_up_for_though_nothing_changes(loop, 
         assert await kept.settled(3)
         assert content(host, "t0", 3, "app/f", tmp_path / "back") == "y\n"
 
-    with_sandboxes(loop, host, 1, go)
 
-
-def test_a_capture_that_is_too_large_costs_its_own_sandbox_only(loop, host, tmp_path, monkeypatch):
+async def test_a_capture_that_is_too_large_costs_its_own_sandbox_only(host, tmp_path, monkeypatch):
     strewn = "import os\nfor i in range(64): os.pwrite(1, b'x', i << 16)"
     monkeypatch.setattr(checkpointer, "MOST_BYTES", 2 << 20)
 
-    async def go(large, other):
+    async with sandboxes(host, 2) as (large, other):
         await turn(large, 1, "truncate -s 100G f")  # a hole costs nothing
         assert await large.settled(1)
         for number in (2, 3):
@@ -363,20 +324,16 @@ def test_a_capture_that_is_too_large_costs_its_own_sandbox_only(loop, host, tmp_
         assert await large.settled(4)
         assert content(host, "t0", 4, "app/f", tmp_path / "back") == "small\n"
 
-    with_sandboxes(loop, host, 2, go)
 
-
-def test_the_listing_of_the_capture_before_is_written_beside_the_event_loop(loop, host, tmp_path):
+async def test_the_listing_of_the_capture_before_is_written_beside_the_event_loop(host, tmp_path):
     class Watched(list):
         def __iter__(self):
             threads.add(threading.current_thread())
             return super().__iter__()
 
-    async def go(kept):
+    threads = set()
+    async with sandboxes(host) as (kept,):
         await kept.box.run("echo x > f", LONG_S)
         before = await kept.box.capture(FILES, tmp_path / "one")
         await kept.box.capture(FILES, tmp_path / "two", Watched(before.listing))
         assert threads and threading.main_thread() not in threads
-
-    threads = set()
-    with_sandboxes(loop, host, 1, go)

@@ -18,6 +18,7 @@ from test_sandbox import Plain, other_user, play, readable  # noqa: F401 (a fixt
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 LONG_S = 60.0
+pytestmark = pytest.mark.usefixtures("loop")
 NO_INOTIFY = """
 import asyncio
 from rose.parts.sandbox import Sandbox, Spec
@@ -36,165 +37,144 @@ asyncio.run(go())
 """
 
 
-def with_inspector(loop, go):
-    async def run():
-        async with await Sandbox.start(Spec(limits=scenarios.SMALL), "namespaces") as box:
-            inspector = Inspector(box)
-            assert (await inspector.look()).why == "the first look"
-            await go(box, inspector)
-
-    loop.run(run())
-
-
-def test_the_least_that_keeps_a_turn(loop):
-    async def go(box, inspector):
-        for command, kind, why in (
-            ("ls /usr > /dev/null", NONE, ""),
-            ("echo x > f", FILES, "/app/f changed"),
-            ("A=1", PROCESS, "the shell's variables changed"),
-            ("echo y > f; sleep 1000 &", PROCESS, "the shell's jobs changed"),
-        ):
-            await box.run(command, LONG_S)
-            change = await inspector.look()
-            assert (change.kind, change.why) == (kind, why), command
-        await box.write_file("/app/deep/er", b"")  # by the host
-        assert (await inspector.look()).kind in (FILES, PROCESS)  # sleep may have begun just now
-
-    with_inspector(loop, go)
+@pytest.fixture
+def watched(loop):
+    """(a sandbox, its inspector, which has looked once)."""
+    box = loop.run(Sandbox.start(Spec(limits=scenarios.SMALL), "namespaces"))
+    inspector = Inspector(box)
+    assert loop.run(inspector.look()).why == "the first look"
+    yield box, inspector
+    loop.run(box.close())
 
 
-def test_a_look_leaves_no_trace(loop):
+async def test_the_least_that_keeps_a_turn(watched):
+    box, inspector = watched
+    for command, kind, why in (
+        ("ls /usr > /dev/null", NONE, ""),
+        ("echo x > f", FILES, "/app/f changed"),
+        ("A=1", PROCESS, "the shell's variables changed"),
+        ("echo y > f; sleep 1000 &", PROCESS, "the shell's jobs changed"),
+    ):
+        await box.run(command, LONG_S)
+        change = await inspector.look()
+        assert (change.kind, change.why) == (kind, why), command
+    await box.write_file("/app/deep/er", b"")  # by the host
+    assert (await inspector.look()).kind in (FILES, PROCESS)  # sleep may have begun just now
+
+
+async def test_a_look_leaves_no_trace(watched):
     """Random numbers, the jobs' table, and what the background prints between two turns."""
 
-    async def go(box, inspector):
-        ended = 'until test -z "$(jobs -r)"; do :; done'
-        await box.run(f"RANDOM=42; true & {ended}; mkfifo pipe", LONG_S)
-        await box.run("(read -r word < pipe; echo $word; echo > pipe) & RANDOM=42", LONG_S)
-        await inspector.look()
-        await inspector.look()
-        with_looks = await box.run("echo $RANDOM; jobs %1; echo late > pipe; cat pipe", LONG_S)
-        assert "Done" in with_looks.output and "late\n" in with_looks.output, with_looks
-        await box.run("RANDOM=42", LONG_S)
-        without = await box.run("echo $RANDOM", LONG_S)
-        assert with_looks.output.split()[0] == without.output.strip()
-
-    with_inspector(loop, go)
+    box, inspector = watched
+    ended = 'until test -z "$(jobs -r)"; do :; done'
+    await box.run(f"RANDOM=42; true & {ended}; mkfifo pipe", LONG_S)
+    await box.run("(read -r word < pipe; echo $word; echo > pipe) & RANDOM=42", LONG_S)
+    await inspector.look()
+    await inspector.look()
+    with_looks = await box.run("echo $RANDOM; jobs %1; echo late > pipe; cat pipe", LONG_S)
+    assert "Done" in with_looks.output and "late\n" in with_looks.output, with_looks
+    await box.run("RANDOM=42", LONG_S)
+    without = await box.run("echo $RANDOM", LONG_S)
+    assert with_looks.output.split()[0] == without.output.strip()
 
 
-def test_a_shell_that_does_not_tell_its_state_is_ended(loop):
-    async def go(box, inspector):
-        await box.run("trap 'while [[ $__rose == $'\\''\\1'\\'' ]]; do :; done' DEBUG", LONG_S)
-        assert await box.account(0.2) is None
-        change = await inspector.look()
-        assert change.kind == PROCESS and change.why == "the shell itself changed"
-        await scenarios.still_alive(box)
-
-    with_inspector(loop, go)
+async def test_a_shell_that_does_not_tell_its_state_is_ended(watched):
+    box, inspector = watched
+    await box.run("trap 'while [[ $__rose == $'\\''\\1'\\'' ]]; do :; done' DEBUG", LONG_S)
+    assert await box.account(0.2) is None
+    change = await inspector.look()
+    assert change.kind == PROCESS and change.why == "the shell itself changed"
+    await scenarios.still_alive(box)
 
 
-def test_a_forged_exit_code_is_no_state(loop):
-    async def go(box, inspector):
-        await box.run("printf 'x\\0' > /run/rose/codes", LONG_S)
-        assert (await inspector.look()).kind == NONE
-        for mark in ("\1", "\2"):  # They are the session's own.
-            assert (await box.run(mark, LONG_S)).note.startswith("not run")
-        await scenarios.still_alive(box)
-
-    with_inspector(loop, go)
+async def test_a_forged_exit_code_is_no_state(watched):
+    box, inspector = watched
+    await box.run("printf 'x\\0' > /run/rose/codes", LONG_S)
+    assert (await inspector.look()).kind == NONE
+    for mark in ("\1", "\2"):  # They are the session's own.
+        assert (await box.run(mark, LONG_S)).note.startswith("not run")
+    await scenarios.still_alive(box)
 
 
-def test_a_process_that_ran_to_be_saved_has_not_changed(loop):
-    async def go(box, inspector):
-        await box.run("coproc C { exec cat; }", LONG_S)
-        asked = "echo x >&${C[1]}; read -r -u ${C[0]} A; until grep -qE '^(0|63) ' /proc/$C_PID/syscall; do :; done"
-        await box.run(asked, LONG_S)
-        await inspector.look()
-        await box.run(asked, LONG_S)
-        await inspector.resume()
-        assert (await inspector.look()).kind == NONE
-        await box.run(asked, LONG_S)
-        assert (await inspector.look()).why == "process cat ran"
-
-    with_inspector(loop, go)
+async def test_a_process_that_ran_to_be_saved_has_not_changed(watched):
+    box, inspector = watched
+    await box.run("coproc C { exec cat; }", LONG_S)
+    asked = "echo x >&${C[1]}; read -r -u ${C[0]} A; until grep -qE '^(0|63) ' /proc/$C_PID/syscall; do :; done"
+    await box.run(asked, LONG_S)
+    await inspector.look()
+    await box.run(asked, LONG_S)
+    await inspector.resume()
+    assert (await inspector.look()).kind == NONE
+    await box.run(asked, LONG_S)
+    assert (await inspector.look()).why == "process cat ran"
 
 
-def test_a_write_into_a_process_that_sleeps_is_seen(loop):
-    async def go(box, inspector):
-        asleep = "until grep -qE '^(230|115) ' /proc/$!/syscall; do :; done"
-        await box.run(f"sleep 1000 & {asleep}", LONG_S)
-        await inspector.look()
-        await box.run("echo 0x33 > /proc/$!/coredump_filter", LONG_S)
-        change = await inspector.look()
-        assert change.why == "coredump_filter of process sleep was written", change
-        assert (await inspector.look()).kind == NONE
-
-    with_inspector(loop, go)
+async def test_a_write_into_a_process_that_sleeps_is_seen(watched):
+    box, inspector = watched
+    asleep = "until grep -qE '^(230|115) ' /proc/$!/syscall; do :; done"
+    await box.run(f"sleep 1000 & {asleep}", LONG_S)
+    await inspector.look()
+    await box.run("echo 0x33 > /proc/$!/coredump_filter", LONG_S)
+    change = await inspector.look()
+    assert change.why == "coredump_filter of process sleep was written", change
+    assert (await inspector.look()).kind == NONE
 
 
-def test_an_unsure_file_is_named(loop):
+async def test_an_unsure_file_is_named(watched):
     """Its content changes by a write through memory, and no time of it does."""
 
-    async def go(box, inspector):
-        program = "import mmap\\nwith open('f', 'r+b') as f, mmap.mmap(f.fileno(), 0) as m:\\n"
-        program += "    m[:1] = bytes([m[0] + 1])\\n"
-        await box.run(f'printf "{program}" > /tmp/in_place.py', LONG_S)
-        await box.run("echo x > f", LONG_S)
-        await inspector.look()
-        before = await box.run("stat -c '%i %s %Y %Z' f", LONG_S)
-        await box.run("python3 /tmp/in_place.py", LONG_S)
-        expected = f"y\n{before.output}"
-        assert (await box.run("cat f; stat -c '%i %s %Y %Z' f", LONG_S)).output == expected
-        change = await inspector.look()
-        assert (change.kind, change.unsure) == (FILES, ("app/f",))
-
-    with_inspector(loop, go)
+    box, inspector = watched
+    program = "import mmap\\nwith open('f', 'r+b') as f, mmap.mmap(f.fileno(), 0) as m:\\n"
+    program += "    m[:1] = bytes([m[0] + 1])\\n"
+    await box.run(f'printf "{program}" > /tmp/in_place.py', LONG_S)
+    await box.run("echo x > f", LONG_S)
+    await inspector.look()
+    before = await box.run("stat -c '%i %s %Y %Z' f", LONG_S)
+    await box.run("python3 /tmp/in_place.py", LONG_S)
+    expected = f"y\n{before.output}"
+    assert (await box.run("cat f; stat -c '%i %s %Y %Z' f", LONG_S)).output == expected
+    change = await inspector.look()
+    assert (change.kind, change.unsure) == (FILES, ("app/f",))
 
 
-def test_more_unsure_files_than_an_answer_takes_are_all(loop):
+async def test_more_unsure_files_than_an_answer_takes_are_all(watched):
     """Names of bytes that aren't UTF-8 take six times their length."""
 
-    async def go(box, inspector):
-        program = "for i in range(400):\n    open(b'%03d' % i + b'\\xff' * 250, 'w').write('x')\n"
-        await box.write_file("/tmp/names.py", program.encode())
-        await box.run("python3 /tmp/names.py", LONG_S)
-        change = await inspector.look()
-        assert (change.kind, change.unsure) == (FILES, None) and change.why.endswith(" changed")
-        await scenarios.still_alive(box)
-
-    with_inspector(loop, go)
+    box, inspector = watched
+    program = "for i in range(400):\n    open(b'%03d' % i + b'\\xff' * 250, 'w').write('x')\n"
+    await box.write_file("/tmp/names.py", program.encode())
+    await box.run("python3 /tmp/names.py", LONG_S)
+    change = await inspector.look()
+    assert (change.kind, change.unsure) == (FILES, None) and change.why.endswith(" changed")
+    await scenarios.still_alive(box)
 
 
 @pytest.mark.slow
-def test_programs_with_any_name_are_looked_at_saved_and_stopped(loop, tmp_path):
+async def test_programs_with_any_name_are_looked_at_saved_and_stopped(watched, tmp_path):
     """Bytes that aren't UTF-8, and what Python, but no kernel, takes for the end of a line."""
     names = r"$'\xff)' $'\x1cctxt_switches'"
     named = f"for n in {names}; do cp /usr/bin/sleep /tmp/$n; /tmp/$n 1000 & done"
     begun = "until [ $(pgrep -cf ' 1000$') = 2 ]; do :; done"
 
-    async def go(box, inspector):
-        await box.run(f"{named}; {begun}", LONG_S)
-        assert (await inspector.look()).kind == PROCESS
-        await box.capture("files", tmp_path / "c")
-        saved = json.loads((tmp_path / "c/about.json").read_text())
-        assert "\ufffd)" in saved["running"]
-        # by then it has begun
-        assert (await box.run("sleep 1000", 3.0)).note == "stopped: not done after 3 s"
-        await scenarios.still_alive(box)
-
-    with_inspector(loop, go)
+    box, inspector = watched
+    await box.run(f"{named}; {begun}", LONG_S)
+    assert (await inspector.look()).kind == PROCESS
+    await box.capture("files", tmp_path / "c")
+    saved = json.loads((tmp_path / "c/about.json").read_text())
+    assert "\ufffd)" in saved["running"]
+    # by then it has begun
+    assert (await box.run("sleep 1000", 3.0)).note == "stopped: not done after 3 s"
+    await scenarios.still_alive(box)
 
 
-def test_what_is_not_seen_counts_as_changed(loop):
-    async def go():
-        shell = await Piped(Plain, Spec()).begin()
-        async with Sandbox(shell, Spec(), "plain") as box:
-            inspector = Inspector(box)
-            for _ in range(2):
-                change = await inspector.look()
-                assert (change.kind, change.unsure) == (PROCESS, None)
-                assert "what changes in plain is not seen" in change.why
-
-    loop.run(go())
+async def test_what_is_not_seen_counts_as_changed():
+    shell = await Piped(Plain, Spec()).begin()
+    async with Sandbox(shell, Spec(), "plain") as box:
+        inspector = Inspector(box)
+        for _ in range(2):
+            change = await inspector.look()
+            assert (change.kind, change.unsure) == (PROCESS, None)
+            assert "what changes in plain is not seen" in change.why
 
 
 def test_without_inotify_no_turn_is_without_effect():

@@ -37,6 +37,8 @@ from rose.parts.sandbox.users import COUNT, FIRST, RANGES, Ranges
 sys.path.insert(0, str(Path(__file__).parent))
 import scenarios
 
+from rose.parts.sandbox import Found
+from rose.parts.sandbox.doctor import of_backends
 from tests import processes
 from tests.processes import ran
 
@@ -44,6 +46,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).parent
 NOBODY = 65534
 DEADLINE_S = 120.0
+pytestmark = pytest.mark.usefixtures("loop")
 
 
 def other_user() -> dict:
@@ -103,13 +106,16 @@ LONGER = (
 QUICK = [f.__name__ for f in scenarios.FAST if f.__name__ not in LONGER]
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_a_sandbox(loop, name):
-    async def go():
-        async with await Sandbox.start(Spec(limits=scenarios.SMALL), "namespaces") as box:
-            await getattr(scenarios, name)(box)
+@pytest.fixture
+def box(loop):
+    made = loop.run(Sandbox.start(Spec(limits=scenarios.SMALL), "namespaces"))
+    yield made
+    loop.run(made.close())
 
-    loop.run(go())
+
+@pytest.mark.parametrize("name", QUICK)
+async def test_a_sandbox(box, name):
+    await getattr(scenarios, name)(box)
 
 
 @pytest.mark.slow
@@ -278,42 +284,33 @@ def test_no_two_sandboxes_of_a_machine_have_a_user_in_common():
 
 
 @pytest.mark.parametrize("number", [errno.ETOOMANYREFS, errno.EMFILE, errno.ENOMEM, errno.EIO])
-def test_a_file_that_the_sandbox_can_not_open_is_no_missing_file(loop, monkeypatch, number):
+async def test_a_file_that_the_sandbox_can_not_open_is_no_missing_file(box, monkeypatch, number):
     ended = []
 
-    async def go():
-        async with await Sandbox.start(Spec(limits=scenarios.SMALL), "namespaces") as box:
+    async def order(**message):
+        if message["do"] == "open":
+            raise OSError(number, "x")
+        ended.append(message)
 
-            async def order(**message):
-                if message["do"] == "open":
-                    raise OSError(number, "x")
-                ended.append(message)
-
-            monkeypatch.setattr(box.shell, "_order", order)
-            for what in (box.read_file("/app/x"), box.write_file("/app/x", b"")):
-                with pytest.raises(SandboxError, match="'/app/x' could not be opened"):
-                    await what
-
-    loop.run(go())
+    with monkeypatch.context() as patch:
+        patch.setattr(box.shell, "_order", order)
+        for what in (box.read_file("/app/x"), box.write_file("/app/x", b"")):
+            with pytest.raises(SandboxError, match="'/app/x' could not be opened"):
+                await what
     assert ended == [{"do": "stop", "since": 0}] * 2, "the agent's processes had their turn to go"
 
 
-def test_a_check_whose_process_is_ended_is_no_verdict(loop, tmp_path):
-    async def go():
-        async with await Sandbox.start(Spec(limits=scenarios.SMALL), "namespaces") as box:
-            keeper = box.shell.keeper.process.pid
-            others = set(psutil.Process(keeper).children())
-            argv = ["/bin/bash", "-c", "sleep 1000"]
-            check = asyncio.ensure_future(box.check(argv, str(tmp_path)))
-            while not (found := set(psutil.Process(keeper).children()) - others):
-                await asyncio.sleep(0.01)
-            found.pop().kill()
-            # Whether it was a member of the sandbox's cgroup by then is a matter of moments.
-            with pytest.raises(SandboxError, match="what ran the check was ended|No such process"):
-                await check
-            await scenarios.still_alive(box)
-
-    loop.run(go())
+async def test_a_check_whose_process_is_ended_is_no_verdict(box, tmp_path):
+    keeper = psutil.Process(box.shell.keeper.process.pid)
+    others = set(keeper.children())
+    check = asyncio.ensure_future(box.check(["/bin/bash", "-c", "sleep 1000"], str(tmp_path)))
+    while not (found := set(keeper.children()) - others):
+        await asyncio.sleep(0.01)
+    found.pop().kill()
+    # Whether it was a member of the sandbox's cgroup by then is a matter of moments.
+    with pytest.raises(SandboxError, match="what ran the check was ended|No such process"):
+        await check
+    await scenarios.still_alive(box)
 
 
 def test_what_is_packed_is_unpacked_and_nothing_leaves_its_folder(tmp_path):
@@ -392,30 +389,27 @@ class Broken(Plain):
         return ["/bin/sh", "-c", "echo it broke >&2; exit 128"]
 
 
-def test_a_session_on_three_pipes(loop):
-    async def go():
-        shell = await Piped(Plain, Spec()).begin()
-        async with Sandbox(shell, Spec(), "plain") as box:
-            await box.run("A=1; echo x > file", DEADLINE_S)
-            assert (await box.run("echo $A; cat file; false", DEADLINE_S)).output == "1\nx\n"
-            late = await box.run("while :; do sleep 1; done", 0.1)
-            assert late.restarted and "its shell had to be ended" in late.words()
-            assert (await box.run("cat file; exit 1", DEADLINE_S)).restarted
-            assert await box.read_file("file") == b"x\n"
-            await box.write_file("deep/er", b"\x00")
-            assert await box.read_file("deep/er") == b"\x00"
-            with pytest.raises(OSError):
-                await box.read_file("none")
-            shell.program = Broken
-            for what in (
-                box.read_file("file"),
-                box.write_file("file", b""),
-                shell.fresh(["/bin/true"], b"", "/tests", [], 99, DEADLINE_S),
-            ):
-                with pytest.raises(SandboxError, match="it broke"):
-                    await what
-
-    loop.run(go())
+async def test_a_session_on_three_pipes():
+    shell = await Piped(Plain, Spec()).begin()
+    async with Sandbox(shell, Spec(), "plain") as box:
+        await box.run("A=1; echo x > file", DEADLINE_S)
+        assert (await box.run("echo $A; cat file; false", DEADLINE_S)).output == "1\nx\n"
+        late = await box.run("while :; do sleep 1; done", 0.1)
+        assert late.restarted and "its shell had to be ended" in late.words()
+        assert (await box.run("cat file; exit 1", DEADLINE_S)).restarted
+        assert await box.read_file("file") == b"x\n"
+        await box.write_file("deep/er", b"\x00")
+        assert await box.read_file("deep/er") == b"\x00"
+        with pytest.raises(OSError):
+            await box.read_file("none")
+        shell.program = Broken
+        for what in (
+            box.read_file("file"),
+            box.write_file("file", b""),
+            shell.fresh(["/bin/true"], b"", "/tests", [], 99, DEADLINE_S),
+        ):
+            with pytest.raises(SandboxError, match="it broke"):
+                await what
 
 
 @pytest.mark.parametrize(
@@ -469,3 +463,18 @@ def test_doctor_names_every_backend():
     chosen = probe.choose()
     assert chosen.backend == "namespaces"
     assert chosen.account.startswith("sandboxes: namespaces, with")
+
+
+def test_each_backend_of_sandboxes_is_named_with_what_is_lost():
+    whole = Found("namespaces", "with root")
+    absent = Found("gvisor", "", "runsc is not installed")
+    first, second = of_backends([whole, absent])
+    assert (first.state, first.words) == ("ok", "with root (backend=auto takes it)")
+    assert (second.state, second.words) == ("ok", "not used: runsc is not installed")
+    refused = Found("namespaces", "", "user.max_user_namespaces=0 is in the way")
+    first, second = of_backends([refused, Found("gvisor", "works", "", ("no pids",))])
+    assert first.state == "warning" and refused.problem in first.words
+    assert second.state == "warning" and second.remedy == "no pids"
+    assert second.words == "works (backend=auto takes it)"
+    first, second = of_backends([refused, absent])
+    assert first.remedy == second.remedy == "env=terminal can't run here"

@@ -321,16 +321,6 @@ def test_what_a_killed_writer_left_is_removed(tmp_path):
         assert [p for p in (tmp_path / "store" / "parts").iterdir()] == [living.path]
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """1 MiB, of a real file system."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=True)
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
 def test_a_full_disk_leaves_nothing_half_written(tmp_path, small_disk):
     store, upper = Store(small_disk / "store"), Upper(tmp_path / "upper", 10)
     made = upper.capture(tmp_path / "raw-0", process=True)

@@ -176,9 +176,12 @@ def test_no_tasks_and_bad_arguments_are_named(tmp_path):
         ({"tasks": "/nowhere"}, "no such folder"),
         ({"rungs": ["climb"]}, "a list of some of find, print, replace"),
         ({"backend": "docker"}, "there are auto, namespaces"),
+        ({"undo": "yes"}, "undo='yes': true or false"),
+        ({"cpus": 0}, "cpus=0: a number above 0"),
     ):
-        with pytest.raises(ConfigError, match=words):
-            Terminal(**args)
+        with pytest.raises(ConfigError, match=f"env.args.*{words}"):
+            envs.build(environment("terminal", **args))
+    assert "undo" not in Terminal().tools
 
 
 def test_tasks_are_split_and_none_is_in_both(tmp_path):
@@ -477,16 +480,6 @@ async def test_a_repeated_call_that_shows_something_else_ends_the_resume(tmp_pat
         assert (await other.step(bash("cat /app/f"))).observation == "one"
         with pytest.raises(SandboxError, match="a call can't be repeated: .*uuid.* showed"):
             await other.resume(once)
-
-
-def test_undo_is_off_unless_asked_for():
-    for args, words in (
-        ({"undo": "yes"}, "undo='yes': true or false"),
-        ({"cpus": 0}, "cpus=0: a number above 0"),
-    ):
-        with pytest.raises(ConfigError, match=f"env.args.{words}"):
-            envs.build(environment("terminal", **args))
-    assert "undo" not in Terminal().tools
 
 
 @pytest.mark.slow

@@ -14,20 +14,13 @@ from rose.parts.adapters.gateway.server import Gateway
 from rose.parts.adapters.gateway.session import Session
 from rose.protocol import FinishReason, Phase, Sampling, StartTrajectory
 from tests.foreign import python_of
-from tests.made import result
+from tests.made import result, tool
 
 REPOSITORY = Path(__file__).resolve().parents[4]
 START = StartTrajectory("g1.2", "g1", Phase.TRAIN, "agent", 8, None)
 USER = {"role": "user", "content": "go"}
 CALL = '<tool_call>\n{"name": "move", "arguments": {"direction": "left"}}\n</tool_call>'
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "move",
-        "description": "Move.",
-        "parameters": {"type": "object", "properties": {"direction": {"type": "string"}}},
-    },
-}
+TOOL = tool("move", direction="string")
 
 
 def limits(**changed) -> config.Env:

@@ -173,33 +173,6 @@ async def test_stop_strings_and_token_limits_end_a_turn_where_they_say(serve, to
         assert (third.stop_reason, third.stop_sequence) == ("stop_sequence", "and")
 
 
-@pytest.mark.parametrize(
-    "asked, words",
-    [
-        ({"n": 2}, "n: 2; only 1"),
-        ({"logprobs": True}, "logprobs"),
-        ({"stop": ["a"] * 17}, "stop"),
-        ({"max_tokens": 0}, "max_tokens: 0"),
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
-                ]
-            },
-            "image_url",
-        ),
-        ({"messages": [USER, {"role": "assistant", "content": "x"}]}, "last one not an assistant"),
-        ({"messages": []}, "at least one"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-    ],
-)
-async def test_what_is_not_supported_is_a_clear_400(serve, asked, words):
-    async with serve("x") as world, openai_client(world) as client:
-        with pytest.raises(openai.BadRequestError, match=words):
-            await client.chat.completions.create(**{"model": "m", "messages": [USER]} | asked)
-        assert world.policy.requests == []
-
-
 async def test_a_context_that_is_too_long_is_each_apis_own_refusal(serve):
     async with serve("x", max_context=40) as world:
         long = {"model": "m", "messages": [{"role": "user", "content": "left right " * 50}]}

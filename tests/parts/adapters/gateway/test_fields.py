@@ -1,7 +1,6 @@
 """Every field of a request is used, refused in the API's own form, or named as without effect; and
 what is no request at all is refused in that form, too."""
 
-import asyncio
 import gzip
 import json
 import time
@@ -83,10 +82,18 @@ async def test_a_field_without_effect_asks_for_no_other_answer_and_a_seed_does(s
         assert world.session.turns == 3
 
 
-@pytest.mark.parametrize("method, path, status", [
-    ("GET", "/", 404), ("POST", "/v1/embeddings", 404), ("GET", CHAT, 405), ("DELETE", MESSAGES, 405),
-    ("POST", f"{MESSAGES}/batches", 404), ("POST", "/v1/models", 405), ("GET", "/%00%ff", 404),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "method, path, status",
+    [
+        ("GET", "/", 404),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", CHAT, 405),
+        ("DELETE", MESSAGES, 405),
+        ("POST", f"{MESSAGES}/batches", 404),
+        ("POST", "/v1/models", 405),
+        ("GET", "/%00%ff", 404),
+    ],
+)
 async def test_unknown_routes_and_methods_are_refused_in_json(serve, method, path, status):
     async with serve("one") as world:
         got, answer = await post(world, path, b"", method=method)
@@ -131,39 +138,60 @@ async def test_a_model_of_every_name_is_the_policy(serve):
         assert [each["id"] for each in listed["data"]] == ["tiny"]
 
 
-@pytest.mark.parametrize("given, words", [
-    ({"chat_template_kwargs": {"tools": []}}, "tools is the conversation's own"),
-    ({"chat_template_kwargs": "x"}, "chat_template_kwargs"), ({"reasoning_effort": 3}, "reasoning_effort"),
-    ({"add_generation_prompt": False}, "add_generation_prompt: false"),
-])  # fmt: skip
-def test_other_prompts_than_the_templates_are_refused(serve, given, words):
-    async def go():
-        async with serve("one") as world:
-            status, answer = await post(world, CHAT, WHOLE[CHAT] | given)
-            assert status == 400 and words in message_of(CHAT, answer)
-
-    asyncio.run(go())
+def asks_with(content):
+    return {"messages": [{"role": "user", "content": content}]}
 
 
-async def test_arguments_that_nest_too_deep_are_refused(serve):
+def says(**message):
+    return {"messages": [USER, {"role": "assistant", **message}]}
+
+
+DEEP = {"id": "a", "type": "function", "function": {"name": "move", "arguments": "[" * 10**5}}
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"chat_template_kwargs": {"tools": []}}, "tools is the conversation's own"),
+        ({"chat_template_kwargs": "x"}, "chat_template_kwargs"),
+        ({"reasoning_effort": 3}, "reasoning_effort"),
+        ({"add_generation_prompt": False}, "add_generation_prompt: false"),
+        (says(content=None, tool_calls=[DEEP]), "arguments must be a JSON object"),
+        ({"n": 2}, "n: 2; only 1"),
+        ({"logprobs": True}, "logprobs"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"max_tokens": 0}, "max_tokens: 0"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        (asks_with([{"type": "image_url", "image_url": {"url": "x"}}]), "image_url"),
+        (says(content="x"), "last one not an assistant"),
+        ({"messages": []}, "at least one"),
+    ],
+)
+async def test_what_can_not_be_done_is_refused(serve, given, words):
     async with serve("one") as world:
-        function = {"name": "move", "arguments": "[" * 10**5}
-        call = {"id": "a", "type": "function", "function": function}
-        said = {"role": "assistant", "content": None, "tool_calls": [call]}
-        got, answer = await post(world, CHAT, WHOLE[CHAT] | {"messages": [USER, said]})
-        assert got == 400 and "arguments must be a JSON object" in message_of(CHAT, answer)
+        status, answer = await post(world, CHAT, WHOLE[CHAT] | given)
+        assert status == 400 and words in message_of(CHAT, answer)
+        assert world.policy.requests == []
 
 
-@pytest.mark.parametrize("encoding, squeeze, status, words", [
-    ("gzip", gzip.compress, 200, ""), ("deflate", zlib.compress, 200, ""), ("", bytes, 200, ""),
-    ("gzip", lambda body: gzip.compress(body[:9]) + gzip.compress(body[9:]), 200, ""),
-    ("gzip", lambda body: gzip.compress(body) + b"junk", 400, "is not gzip"),
-    ("identity", bytes, 200, ""), ("GZIP", gzip.compress, 200, ""),
-    ("gzip", bytes, 400, "is not gzip"), ("br", bytes, 415, "'br'"), ("gzip, br", bytes, 415, "gzip, br"),
-    ("gzip", lambda body: gzip.compress(body)[:-9], 400, "ends too soon"),
-    ("gzip", lambda _: gzip.compress(bytes(2**25 + 1)), 413, "bytes at most"),
-    ("gzip", lambda _: gzip.compress(b"[]"), 400, "a JSON object"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "encoding, squeeze, status, words",
+    [
+        ("gzip", gzip.compress, 200, ""),
+        ("deflate", zlib.compress, 200, ""),
+        ("", bytes, 200, ""),
+        ("gzip", lambda body: gzip.compress(body[:9]) + gzip.compress(body[9:]), 200, ""),
+        ("gzip", lambda body: gzip.compress(body) + b"junk", 400, "is not gzip"),
+        ("identity", bytes, 200, ""),
+        ("GZIP", gzip.compress, 200, ""),
+        ("gzip", bytes, 400, "is not gzip"),
+        ("br", bytes, 415, "'br'"),
+        ("gzip, br", bytes, 415, "gzip, br"),
+        ("gzip", lambda body: gzip.compress(body)[:-9], 400, "ends too soon"),
+        ("gzip", lambda _: gzip.compress(bytes(2**25 + 1)), 413, "bytes at most"),
+        ("gzip", lambda _: gzip.compress(b"[]"), 400, "a JSON object"),
+    ],
+)
 async def test_a_body_in_an_encoding_is_read_or_refused(serve, encoding, squeeze, status, words):
     async with serve("one") as world:
         data = squeeze(json.dumps(WHOLE[CHAT]).encode())
@@ -173,10 +201,19 @@ async def test_a_body_in_an_encoding_is_read_or_refused(serve, encoding, squeeze
         assert got == 200 or words in message_of(CHAT, answer)
 
 
-@pytest.mark.parametrize("charset, status", [
-    ("utf-8", 200), ("UTF-16", 200), ("latin-1", 200), ("us-ascii", 200), ("punycode", 415), ("utf-7", 415),
-    ("rot13", 415), ("nonsense", 415),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "charset, status",
+    [
+        ("utf-8", 200),
+        ("UTF-16", 200),
+        ("latin-1", 200),
+        ("us-ascii", 200),
+        ("punycode", 415),
+        ("utf-7", 415),
+        ("rot13", 415),
+        ("nonsense", 415),
+    ],
+)
 async def test_only_character_sets_that_decode_quickly_are_taken(serve, charset, status):
     async with serve("one") as world:
         data = json.dumps(WHOLE[CHAT]).encode(charset if status == 200 else "ascii")

@@ -611,28 +611,6 @@ def test_a_task_is_a_line_of_its_file_and_held_out_ones_are_others(tmp_path):
         Agent(command="true", tasks=str(torn))
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        ({}, "one of them is needed"),
-        ({"command": "a", "function": "b:c"}, "one of them is needed"),
-        ({"command": "no-such-program-7f3a x"}, "no program 'no-such-program-7f3a'"),
-        ({"command": "'"}, "env.args.command"),
-        ({"command": []}, "a program and its arguments"),
-        ({"function": "nothing"}, "package.module:function"),
-        ({"function": "no_such_package_7f3a:run"}, "no Python package 'no_such_package_7f3a'"),
-        ({"function": "/no/such.py:run"}, "no file /no/such.py"),
-        ({"command": "true", "reward": "x"}, "env.args.reward='x'"),
-        ({"command": "true", "tasks": "/no/such.jsonl"}, "env.args.tasks"),
-        ({"command": "true", "environment": "PATH"}, "a list"),
-    ],
-)
-def test_bad_arguments_are_named(arguments, words):
-    with pytest.raises(ConfigError) as error:
-        Agent(**arguments)
-    assert words in str(error.value)
-
-
 def test_a_run_without_a_program_is_refused_before_it_starts(tree, tmp_path):
     with pytest.raises(ConfigError, match="env.args.command=None, env.args.function=None"):
         checks.check(tree("env=agent", f"output_dir={tmp_path}"))

@@ -29,23 +29,6 @@ def env_of(**args):
     return environment("verifiers", **args)
 
 
-def test_what_can_not_be_a_verifiers_environment_is_refused(tmp_path):
-    def refused(match, **args):
-        with pytest.raises(ConfigError, match=match):
-            envs.check(env_of(**({"python": sys.executable, "id": "x"} | args)))
-
-    refused("env.args.python='/no/python': no such program", python="/no/python")
-    refused("env.args.id='': the name", id="")
-    refused("env.args.held_out=1.5: a share", held_out=1.5)
-    refused("env.args.args=3: a map", args=3)
-    refused("env.args.most_tasks=0: an integer", most_tasks=0)
-    refused("env.args.python='.*': No package metadata was found for verifiers")
-    old = tmp_path / "python"
-    old.write_text("#!/bin/sh\necho 'unknown option -P' >&2; exit 2\n")
-    old.chmod(0o755)
-    refused("a Python from 3.11 with verifiers 0.4; it ended with code 2: unknown", python=str(old))
-
-
 def test_the_python_of_a_virtual_environment_stays_its_own(tmp_path, monkeypatch):
     (tmp_path / "python").symlink_to(sys.executable)
     monkeypatch.chdir(tmp_path)
