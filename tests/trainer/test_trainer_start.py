@@ -24,5 +24,5 @@ def test_a_rank_may_import_as_long_as_ranks_may_start(make_config, monkeypatch, 
     monkeypatch.setattr(trainer, "gather_texts", gather)
     config = make_config("cluster.start_timeout_s=700")
     with pytest.raises(TimeoutError, match="cluster.start_timeout_s"):
-        trainer.run(config, tmp_path, 1, None, Peers(), None, None, None, None)
+        trainer.run(config, tmp_path, 1, None, Peers(), None, None, None, None, None)
     assert [deadline for deadline, _ in waited] == [700] and address.MEET_S < 700

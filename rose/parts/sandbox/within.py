@@ -40,11 +40,15 @@ def enter(
         os.setresuid(0, 0, 0)
         if new:
             kernel.unshare(new)
+        outer = os.pidfd_open(os.getpid())
         inner = os.fork()
         if inner == 0:
             try:
                 kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-                work()
+                # A parent that was killed before this call leaves its child alive.
+                if not select.select([outer], [], [], 0)[0]:
+                    os.close(outer)
+                    work()
             finally:
                 os._exit(0)
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # unset by the change of users

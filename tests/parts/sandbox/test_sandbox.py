@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import psutil
@@ -26,8 +27,10 @@ from rose.parts.sandbox import (
     check,
     criu,
     gvisor,
+    kernel,
     piped,
     probe,
+    within,
 )
 from rose.parts.sandbox.backend import SESSION
 from rose.parts.sandbox.cgroups import Groups, began
@@ -311,6 +314,29 @@ async def test_a_check_whose_process_is_ended_is_no_verdict(box, tmp_path):
     with pytest.raises(SandboxError, match="what ran the check was ended|No such process"):
         await check
     await scenarios.still_alive(box)
+
+
+def test_work_does_not_begin_if_its_parent_was_killed_as_it_was_forked(monkeypatch):
+    here, asked = os.getpid(), kernel.prctl
+
+    def ask_late(*what):
+        if (parent := os.getppid()) == here:
+            signal.pause()  # until the child has killed this process
+        os.kill(parent, signal.SIGKILL)
+        while os.getppid() == parent:
+            time.sleep(0.001)
+        asked(*what)
+
+    for name in ("setresgid", "setresuid"):
+        monkeypatch.setattr(os, name, lambda *_: None)
+    monkeypatch.setattr(kernel, "prctl", ask_late)
+    answer, to = os.pipe()
+    if (outer := os.fork()) == 0:
+        within.enter([], 0, to, lambda: os.write(to, b"ran"))
+    os.close(to)
+    os.waitpid(outer, 0)
+    with os.fdopen(answer, "rb") as said:
+        assert said.read() == b""
 
 
 def test_what_is_packed_is_unpacked_and_nothing_leaves_its_folder(tmp_path):
