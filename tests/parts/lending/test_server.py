@@ -84,7 +84,8 @@ async def test_one_that_is_killed_is_started_again_at_the_same_address_without_w
     running.cancel()
     second = int((tmp_path / "child").read_text())
     await asyncio.sleep(0)
-    assert processes.alive(made._process.pid)  # until it is told: requests under way may end
+    # It lives until it is told to end, because requests under way may end.
+    assert processes.alive(made._process.pid)
     await made.stop()
     await gone(second)
     assert made._process.returncode == -15

@@ -13,12 +13,12 @@ WHOLE = 900.0  # seconds of the made trace
 
 
 def latencies(c, seed):
-    """Of serving alone, and beside rollouts that always run."""
+    """Yield the latencies of serving alone, then beside rollouts that always run."""
     what = build.make_spec(c, "rose", build.ours(c), seed)
     [serving] = [pool.serving for pool in what.pools if pool.serving]
     for spans in ([], [0.0, WHOLE]):
         observer = lending.Observer("cooperative", serving, WHOLE)
-        for device in range(4):  # of which the others are copies
+        for device in range(4):  # the other devices are copies of these four
             observer.add(*serving.devices.load(device), array("d", spans))
         yield observer.result().beside
 
