@@ -41,9 +41,7 @@ def test_every_flipped_byte_is_noticed(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("nbytes", [0, 16, 100])
-def test_a_board_that_was_cut_kills_nobody_and_is_whole_again_after_the_next_write(
-    tmp_path, nbytes
-):
+def test_a_board_that_was_cut_kills_nobody_and_is_whole_after_the_next_write(tmp_path, nbytes):
     writer = Writer(tmp_path / "board", Online)
     writer.write()
     reader = Reader(tmp_path / "board", Online)

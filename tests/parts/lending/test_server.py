@@ -68,9 +68,7 @@ async def gone(pid):
 
 
 @pytest.mark.slow
-async def test_one_that_is_killed_is_started_again_at_the_same_address_without_what_it_left(
-    make, tmp_path
-):
+async def test_one_that_is_killed_is_started_again_at_the_same_address(make, tmp_path):
     made, said = make(), []
     running = asyncio.create_task(made.run(said.append))
     await up(made)
