@@ -1,4 +1,4 @@
-"""What programs say to the doctor, and what it must make of that."""
+"""Output of programs that the doctor starts, and a check of the finding it must make of that."""
 
 import json
 import os

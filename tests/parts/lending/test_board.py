@@ -41,9 +41,7 @@ def test_every_flipped_byte_is_noticed(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("nbytes", [0, 16, 100])
-def test_a_board_that_was_cut_kills_nobody_and_is_whole_again_after_the_next_write(
-    tmp_path, nbytes
-):
+def test_a_board_that_was_cut_kills_nobody_and_is_whole_after_the_next_write(tmp_path, nbytes):
     writer = Writer(tmp_path / "board", Online)
     writer.write()
     reader = Reader(tmp_path / "board", Online)
@@ -89,7 +87,7 @@ def test_no_reader_ever_sees_half_of_a_state(tmp_path):
         count = 0
         while not stop.is_set():
             count += 1
-            for field in dataclasses.fields(Online)[3:]:  # after pid, pid_started and beat
+            for field in dataclasses.fields(Online)[3:]:  # without pid, pid_started and beat
                 setattr(writer.state, field.name, count)
             writer.write()
 

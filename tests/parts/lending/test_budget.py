@@ -104,9 +104,7 @@ fractions = st.floats(0, 1.5)
     st.floats(0.0, 0.9),
     st.floats(0.1, 1.0),
 )
-def test_it_never_passes_what_is_free_nor_grows_while_frozen_whatever_happens(
-    events, reserve, watermark
-):
+def test_it_never_passes_what_is_free_nor_grows_while_frozen(events, reserve, watermark):
     lending = lent_by(reserve=reserve, high_watermark=watermark)
     budget, now, epoch = Budget(lending, TOTAL), 100.0, 0
     for passed, used, wanted, share, silent, stopped, epochs in events:

@@ -36,9 +36,7 @@ def test_hours_not_named_lend_all_of_it(serving):
     assert [switch.share(hour) for hour in hours] == [0, 0, 1, 0.25, 0.25, 1, 0, 0]
 
 
-def test_a_clock_that_is_set_changes_the_share_at_the_next_beat_and_back(
-    tmp_path, serving, monkeypatch
-):
+def test_a_clock_that_is_set_changes_the_share_at_the_next_beat(tmp_path, serving, monkeypatch):
     hours = [12]
     now = lambda: time.struct_time((2026, 1, 1, hours[-1], 0, 0, 0, 1, 0))  # noqa: E731
     monkeypatch.setattr(time, "localtime", now)
@@ -85,9 +83,7 @@ async def test_while_the_stop_file_exists_nothing_is_lent(tmp_path, serving, mon
     assert "exists (serving.lending.stop_file)" in stopped and "lending again" in again
 
 
-async def test_a_stop_file_on_a_file_system_that_does_not_answer_stops_lending(
-    tmp_path, serving, monkeypatch
-):
+async def test_a_stop_file_whose_mount_is_silent_stops_lending(tmp_path, serving, monkeypatch):
     monkeypatch.setattr(controls, "LOST_S", 0.02)
     monkeypatch.setattr(controls, "_exists", lambda path: time.sleep(0.3))
     made, said, reader = make(tmp_path, serving, stop_file="/mnt/dead/stop")

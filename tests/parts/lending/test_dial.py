@@ -37,9 +37,7 @@ def test_looser_targets_let_more_steps_be_shared_and_the_mean_step_meets_the_tar
 
 
 @given(st.floats(0.5, 4.0), st.floats(0.0, 1.0), st.floats(1.0, 30.0))
-def test_the_mean_step_meets_the_target_though_steps_take_longer_than_the_profile_says(
-    pace, hold, slower
-):
+def test_the_mean_step_meets_the_target_though_steps_take_longer(pace, hold, slower):
     _, mean = shared(Dial(slo(pace), hold, hold), 3000, slower)
     # One step more than was saved may be shared.
     assert mean <= max(STEP_S, PACE * pace * STEP_S) + slower * STEP_S / 3000 + 1e-9

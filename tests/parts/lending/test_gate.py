@@ -40,9 +40,7 @@ def test_beside_an_idle_engine_a_whole_chunk_goes_but_no_more_than_there_is_to_d
     assert admit(gate, Work((), 0, 0)) == (1, Reason.OPEN)
 
 
-def test_a_step_that_can_be_stopped_between_layers_holds_up_only_for_a_part_of_its_time(
-    lending, slo, profile, admit, predictor
-):
+def test_a_step_with_stops_holds_up_for_a_part_of_its_time(lending, slo, profile, admit, predictor):
     gate = Gate(lending(), slo, profile(), parts=10)
     until = NOW + 0.02 * predictor.p99(part(DEMAND, 300)) + 1e-6
     assert admit(gate, running=1, hold_until=until) == (300, Reason.OPEN)
@@ -155,9 +153,7 @@ def test_no_admitted_step_can_hold_up_the_online_engine_beyond_its_slack(
 
 @settings(deadline=None)
 @given(chunks, st.integers(0, 100), st.integers(0, 100_000), st.integers(0, 20_000))
-def test_a_part_has_so_many_tokens_and_none_that_the_whole_has_not(
-    prompts, decodes, context, tokens
-):
+def test_a_part_has_so_many_tokens_and_all_are_the_wholes(prompts, decodes, context, tokens):
     whole = Work(tuple(prompts), decodes, context)
     cut = part(whole, tokens)
     assert cut.tokens == min(tokens, whole.tokens)
@@ -173,9 +169,7 @@ def test_nothing_begins_beside_decodes_that_would_miss_their_median_target(gate,
         assert admit(gate, Work((), 4, 400), decode_s=seconds).reason is reason
 
 
-def test_what_is_left_of_the_steps_let_through_before_is_part_of_the_next_ones(
-    lending, slo, profile, admit
-):
+def test_what_is_left_of_steps_before_is_part_of_the_next_ones(lending, slo, profile, admit):
     gate, one = Gate(lending(step_share=0.5), slo, profile(hold=0.5)), Work((), 1, 10)
     p99, mean = gate.predictor.p99(one), gate.predictor.seconds(one)
     until = NOW + 0.5 * (p99 + 0.03) + 1e-6

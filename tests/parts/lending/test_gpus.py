@@ -39,9 +39,7 @@ def prepared(run, monkeypatch):
     return prepare
 
 
-def test_a_lender_takes_the_gpus_at_its_place_and_keeps_them_for_the_next_membership(
-    prepared, nvidia_smi, monkeypatch
-):
+def test_a_lender_takes_the_gpus_at_its_place_and_keeps_them(prepared, nvidia_smi, monkeypatch):
     nvidia_smi(variable="4,5,6,7")
     monkeypatch.setenv("SLURM_LOCALID", "1")
     assert prepared() == "6,7"
@@ -49,25 +47,19 @@ def test_a_lender_takes_the_gpus_at_its_place_and_keeps_them_for_the_next_member
     assert prepared() == "6,7"
 
 
-def test_a_lender_under_slurm_compiles_on_its_nodes_disk_as_ranks_do(
-    prepared, nvidia_smi, tmp_path
-):
+def test_a_lender_under_slurm_compiles_on_its_nodes_disk(prepared, nvidia_smi, tmp_path):
     nvidia_smi(variable="4,5")
     prepared([f"cluster.cache_dir={tmp_path}/kernels"])
     assert os.environ["TRITON_CACHE_DIR"] == f"{tmp_path}/kernels/triton"
 
 
-def test_beside_a_server_that_is_larger_a_lender_takes_the_first_of_what_the_task_took(
-    prepared, nvidia_smi
-):
+def test_beside_a_larger_server_a_lender_takes_the_first_gpus_of_the_task(prepared, nvidia_smi):
     """Whatever its place on the node: the operator has narrowed the list to the task's own."""
     nvidia_smi(variable="4,5,6,7")
     assert prepared(SLURM_LOCALID="3", **{plugin.FOLDER: "/nowhere"}) == "4,5"
 
 
-def test_a_lender_that_sees_too_few_says_so_before_it_imports_vllm(
-    prepared, nvidia_smi, monkeypatch
-):
+def test_a_lender_that_sees_too_few_says_so_before_vllm(prepared, nvidia_smi, monkeypatch):
     nvidia_smi(variable="3")
     prepared(["cluster.gpus=0", "rollout.tensor_parallel=1"])
     monkeypatch.setattr(lender.start, "preload", lambda: pytest.fail("refused first"))

@@ -46,9 +46,7 @@ def spans_of(layout: Layout, block: int) -> list[tuple[int, int]]:
 
 @settings(max_examples=60, deadline=None)
 @given(caches(), st.data())
-def test_whatever_is_released_kept_blocks_keep_their_bytes_and_whole_free_pages_are_not_resident(
-    layout, data
-):
+def test_kept_blocks_keep_their_bytes_and_free_pages_are_not_resident(layout, data):
     pool = HostPages(layout.nbytes)
     memory, values = BlockMemory(pool, layout), pool.tensor().numpy()
     held: set[int] = set()

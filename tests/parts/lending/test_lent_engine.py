@@ -31,9 +31,7 @@ def co_serving(folder, monkeypatch, serving):
         monkeypatch.setenv(name, value)
 
 
-def test_the_blocks_that_a_scheduler_releases_leave_the_engines_resident_size(
-    start, loop, tmp_path, monkeypatch
-):
+def test_blocks_that_are_released_leave_the_resident_size(start, loop, tmp_path, monkeypatch):
     co_serving(tmp_path, monkeypatch, settings.of_server([]))
     engine = start("Qwen3")
     call = partial(worker, engine, loop)
@@ -64,9 +62,7 @@ def test_the_blocks_that_a_scheduler_releases_leave_the_engines_resident_size(
     assert same(loop.run_until_complete(turns(engine)), made)
 
 
-def test_an_inactive_rollout_engine_holds_no_kv_memory_though_all_of_it_is_lent(
-    start, loop, tmp_path, monkeypatch
-):
+def test_an_inactive_rollout_engine_holds_no_kv_memory(start, loop, tmp_path, monkeypatch):
     monkeypatch.setattr(gate, "CONTROL_STALE_S", 3600.0)  # the engine is forked from here
     serving = settings.of_server([])
     lending = msgspec.structs.replace(serving.lending, kv_gib=0.25, stale_after_s=3600.0)

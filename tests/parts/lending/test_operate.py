@@ -119,9 +119,7 @@ def test_the_lender_begins_beside_the_server_and_both_leave_on_sigterm(operator,
 
 
 @pytest.mark.slow
-def test_sigusr2_lets_the_lender_finish_and_lends_meanwhile_and_a_sigterm_after_it_does_not(
-    operator,
-):
+def test_sigusr2_lets_the_lender_finish_and_a_sigterm_after_it_does_not(operator):
     running = operator(SLO, BUSY="1")
     running.lender("began")
     running.process.send_signal(signal.SIGUSR2)
@@ -163,9 +161,7 @@ FAST = SLO.replace("0.05", "0.001").replace("0.15", "0.002")
         (PROFILE, [FAST], "tpot_p99_s=0.002 s can't be met even alone"),
     ],
 )
-def test_without_a_profile_or_targets_it_serves_and_nothing_is_lent(
-    operator, profile, overrides, words, tmp_path
-):
+def test_without_profile_or_targets_nothing_is_lent(operator, profile, overrides, words, tmp_path):
     running = operator(*overrides, profile=profile)
     running.saying("serves hub/model")
     assert words in running.saying("nothing is lent") and running.control().lend == 0
@@ -177,9 +173,7 @@ def test_without_a_profile_or_targets_it_serves_and_nothing_is_lent(
 
 
 @pytest.mark.slow
-def test_a_lender_that_is_killed_is_started_again_and_one_that_ends_leaves_the_server(
-    operator, tmp_path
-):
+def test_a_killed_lender_is_started_again_and_one_that_ends_leaves_the_server(operator, tmp_path):
     running = operator(SLO)
     first = int(running.lender("began").split()[1])
     os.kill(first, signal.SIGKILL)

@@ -49,9 +49,7 @@ def found(config, model):
     return {"format": device_profile.FORMAT, "seconds": 60.0} | found
 
 
-def test_it_survives_its_file_and_suits_the_engines_that_it_was_measured_with(
-    tmp_path, found, config, model
-):
+def test_it_survives_its_file_and_suits_the_engines_measured(tmp_path, found, config, model):
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(found))
     assert device_profile.load(path) == found

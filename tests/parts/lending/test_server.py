@@ -68,9 +68,7 @@ async def gone(pid):
 
 
 @pytest.mark.slow
-async def test_one_that_is_killed_is_started_again_at_the_same_address_without_what_it_left(
-    make, tmp_path
-):
+async def test_one_that_is_killed_is_started_again_at_the_same_address(make, tmp_path):
     made, said = make(), []
     running = asyncio.create_task(made.run(said.append))
     await up(made)
@@ -84,7 +82,8 @@ async def test_one_that_is_killed_is_started_again_at_the_same_address_without_w
     running.cancel()
     second = int((tmp_path / "child").read_text())
     await asyncio.sleep(0)
-    assert processes.alive(made._process.pid)  # until it is told: requests under way may end
+    # It lives until it is told to end, because requests under way may end.
+    assert processes.alive(made._process.pid)
     await made.stop()
     await gone(second)
     assert made._process.returncode == -15

@@ -37,9 +37,7 @@ def test_the_runs_own_with_what_differs_over_it(run_dir):
     assert c.seed == settings.of_run(run_dir, []).seed
 
 
-def test_an_engine_elsewhere_has_no_more_threads_than_its_own_cores(
-    make_config, tmp_path, monkeypatch
-):
+def test_an_engine_elsewhere_has_no_more_threads_than_cores(make_config, tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "CGROUP", tmp_path)  # no quotas
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     configuration.save(make_config("rollout.workers=1"), tmp_path / "config.json")

@@ -216,9 +216,7 @@ def test_a_file_that_was_cut_short_upstream_gives_an_error_and_no_bytes(start, s
     assert len(source.read(FILE)) == 1000
 
 
-def test_a_damaged_chunk_is_pulled_anew_when_a_reader_says_so_and_not_again_and_again(
-    start, store, tmp_path
-):
+def test_a_damaged_chunk_is_pulled_once_more_when_a_reader_says_so(start, store, tmp_path):
     data = fill(store, 2)
     near = start(upstream := Upstream(store), tmp_path / "near")
     far = start(near.client(), tmp_path / "far")
@@ -253,9 +251,7 @@ class Held(Upstream):
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["fresh", "plain"])
-def test_who_wants_a_chunk_anew_shares_the_pull_of_it_that_is_under_way_or_waits_for_it(
-    start, store, tmp_path, first
-):
+def test_two_readers_who_want_a_fresh_chunk_share_one_pull(start, store, tmp_path, first):
     data = fill(store, 1)
     running = start(upstream := Held(store), tmp_path / "cache")
     if first:  # what lies there is damaged
@@ -297,9 +293,7 @@ def test_a_new_version_is_seen_at_once_through_two_relays(start, store, tmp_path
     assert "v000003" in source.names("")
 
 
-def test_a_version_that_a_resumed_run_published_anew_is_not_mixed_with_the_old_one(
-    start, store, tmp_path
-):
+def test_a_version_that_is_published_again_is_not_mixed_with_the_old(start, store, tmp_path):
     manifest = f"{EDGE}/manifest.json"
     near = start(Upstream(store), tmp_path / "near")
     source = start(near.client(), tmp_path / "far").client()
@@ -363,9 +357,7 @@ def test_an_upstream_that_is_down_is_waited_for_and_then_named(start, store, tmp
 
 
 @pytest.mark.slow
-def test_an_upstream_that_hangs_blocks_only_who_wants_its_bytes(
-    start, store, tmp_path, monkeypatch
-):
+def test_an_upstream_that_hangs_blocks_only_its_readers(start, store, tmp_path, monkeypatch):
     monkeypatch.setattr("rose.parts.relay.server.WAIT_S", 0.5)
     data = fill(store, 3)
     free = threading.Event()
@@ -414,9 +406,7 @@ def test_a_cache_serves_one_relay_at_a_time(tmp_path):
     Cache(tmp_path / "cache", 0).close()
 
 
-def test_the_client_refuses_an_answer_of_another_length_and_a_tag_that_is_none(
-    start, store, tmp_path
-):
+def test_the_client_refuses_a_tag_that_is_none(start, store, tmp_path):
     fill(store, 1)
 
     class Odd(Upstream):

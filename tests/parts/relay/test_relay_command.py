@@ -70,9 +70,7 @@ def command():
 
 
 @pytest.mark.slow
-def test_a_killed_relay_that_comes_back_costs_its_readers_time_and_the_link_nothing(
-    command, store, tmp_path
-):
+def test_a_killed_relay_that_comes_back_costs_the_link_nothing(command, store, tmp_path):
     data = os.urandom(24 * CHUNK)
     (store / FILE).write_bytes(data)
     near, near_url = command(store, tmp_path / "near")
@@ -102,9 +100,7 @@ def test_a_killed_relay_that_comes_back_costs_its_readers_time_and_the_link_noth
 
 
 @pytest.mark.slow
-def test_a_relay_that_does_not_come_back_is_named_and_one_told_to_end_leaves_nothing_half(
-    command, store, tmp_path
-):
+def test_a_relay_that_is_gone_is_named_and_leaves_no_half_files(command, store, tmp_path):
     (store / FILE).write_bytes(os.urandom(8 * CHUNK))
     process, url = command(store, tmp_path / "cache")
     source = open_source(url, read_token(tmp_path / "cache/token"), 120)
@@ -119,9 +115,7 @@ def test_a_relay_that_does_not_come_back_is_named_and_one_told_to_end_leaves_not
 
 
 @pytest.mark.slow
-def test_it_ends_when_told_so_though_its_upstream_hangs_and_a_client_takes_nothing(
-    command, secret, tmp_path
-):
+def test_it_ends_at_once_though_its_upstream_and_a_client_hang(command, secret, tmp_path):
     silent = socket.create_server(("127.0.0.1", 0))  # accepts, and never answers
     upstream, options = f"http://127.0.0.1:{silent.getsockname()[1]}", ("--token-file", secret)
     process, url = command(upstream, tmp_path / "cache", *options, program=("-c", PATIENT))
@@ -138,9 +132,7 @@ def test_it_ends_when_told_so_though_its_upstream_hangs_and_a_client_takes_nothi
 
 
 @pytest.mark.slow
-def test_two_relays_with_different_tokens_and_one_that_starts_before_its_upstream(
-    command, store, secret, tmp_path
-):
+def test_two_relays_with_different_tokens_start_in_any_order(command, store, secret, tmp_path):
     (store / FILE).write_bytes(b"weights")
     port = free_port()
     near, own = f"http://127.0.0.1:{port}", ("--upstream-token-file", secret)

@@ -78,15 +78,14 @@ def test_without_prefix_caching_everything_is_computed_anew():
 
 
 @pytest.mark.parametrize("again, computed", [("b", 1), ("a", 506)])
-def test_the_least_recently_used_context_goes_from_its_end_on_as_far_as_room_is_needed(
-    again, computed
-):
+def test_the_least_recently_used_context_goes_from_its_end_on(again, computed):
     e = engine(kv=2500)
     for at, name in enumerate("abc"):  # c takes some of a's place
         e.add(10.0 * at, sequence(name, 1000, 2))
         run(e)
     before = e.prefilled
-    e.add(30.0, sequence(again, 1002, 1))  # of 3 x 1,002 tokens 506 had no room
+    # There was no room for 506 of the 3 x 1,002 tokens.
+    e.add(30.0, sequence(again, 1002, 1))
     run(e)
     assert e.prefilled == before + computed
 

@@ -99,9 +99,7 @@ def used(*engines) -> list[int]:
 
 @pytest.mark.parametrize("missing", [0, 9], ids=["enough", "too little"])
 @pytest.mark.parametrize("seed", range(2))
-def test_both_live_on_one_budget_whatever_comes(
-    pair, boards, asynchronous, seed, missing, monkeypatch
-):
+def test_both_live_on_one_budget_always(pair, boards, asynchronous, seed, missing, monkeypatch):
     """`missing`: pages of the budget that somebody else on the device has. With the second seed
     little changes hands at once, as it does where there is much."""
     for module in (pool, online_scheduler, rollout_scheduler) if seed else ():
@@ -151,9 +149,7 @@ def abort():
     return RequestStatus.FINISHED_ABORTED
 
 
-def test_blocks_of_a_request_that_ended_go_back_after_the_step_that_still_writes_to_them(
-    pair, boards, asynchronous
-):
+def test_blocks_go_back_after_the_step_that_still_writes_to_them(pair, boards, asynchronous):
     gpu, online, rollout = pair(BUDGET // PAGE)
     scheduler = online.driven.scheduler
     online.driven.add("long", prompt=250, tokens=100)
@@ -170,9 +166,7 @@ def test_blocks_of_a_request_that_ended_go_back_after_the_step_that_still_writes
         online.done()
 
 
-def test_the_steps_in_flight_are_part_of_what_a_step_holds_the_online_engine_up_for(
-    pair, boards, asynchronous
-):
+def test_the_steps_in_flight_are_part_of_what_a_step_holds_up_for(pair, boards, asynchronous):
     """The online engine has time for one of R's steps, then not for another beside it."""
     _, _, rollout = pair(2 * BUDGET // PAGE)
     scheduler, told = rollout.driven.scheduler, boards.begin("online")

@@ -80,9 +80,7 @@ def test_an_operator_who_switches_stops_off_never_finds_the_flag_up(online, flag
     assert flag.up
 
 
-def test_while_requests_wait_for_memory_the_flag_is_down_beside_requests_that_run(
-    online, flag, boards
-):
+def test_while_requests_wait_for_memory_the_flag_is_down(online, flag, boards):
     """A stopped rollout step may keep the memory: neither engine would go on."""
     scheduler = online.scheduler
     scheduler._dial.lets = lambda *_: False
@@ -145,9 +143,7 @@ def test_a_flag_that_a_dead_or_silent_engine_left_up_is_ignored(rollouts, boards
     assert flag.may_go
 
 
-def test_a_step_that_was_stopped_for_long_ends_beside_a_busy_online_engine(
-    rollouts, flag, monkeypatch
-):
+def test_a_step_that_was_stopped_for_long_ends_beside_a_busy_engine(rollouts, flag, monkeypatch):
     flag.up = True
     rollouts.add("a")
     rollouts.plan()
@@ -162,9 +158,7 @@ def test_a_step_that_was_stopped_for_long_ends_beside_a_busy_online_engine(
     assert not flag.may_go, "the next one stops again"
 
 
-def test_the_flag_is_up_while_the_first_step_is_planned_and_down_if_there_is_none(
-    online, flag, monkeypatch
-):
+def test_the_flag_is_up_while_the_first_step_is_planned(online, flag, monkeypatch):
     scheduler, seen = online.scheduler, []
     share = scheduler._share_memory
     monkeypatch.setattr(scheduler, "_share_memory", lambda: seen.append(flag.up) or share())

@@ -22,9 +22,7 @@ def driven(boards, make_scheduler):
     return make_scheduler("rose.parts.lending.vllm.online")
 
 
-def test_without_requests_it_can_be_held_up_for_ever_and_with_one_until_its_target(
-    driven, monkeypatch
-):
+def test_without_requests_it_is_held_up_for_ever_and_with_one_until_its_target(driven, monkeypatch):
     state = driven.scheduler.state
     driven.scheduler._write_board()
     assert state.hold_until == board.INFINITE
@@ -72,9 +70,7 @@ def test_requests_are_counted_apart_while_anything_is_lent(driven, boards):
     assert (state.finished, state.finished_lending) == (2, 1)
 
 
-def test_first_tokens_later_than_their_median_target_leave_rollouts_a_smaller_share_until_they_are_sooner(
-    driven, monkeypatch
-):
+def test_first_tokens_beyond_their_median_target_leave_rollouts_less(driven, monkeypatch):
     monkeypatch.setattr("rose.parts.lending.rules.slo.FORGET_S", 1e6)
     shares = []
     for late_s in (0.3, 0.0):  # of a median target of 0.2 s, within ttft_p99_s
@@ -94,9 +90,7 @@ def test_requests_that_lose_their_memory_to_others_are_counted(driven):
     assert driven.scheduler.state.preempted > 0 and driven.made == dict.fromkeys("abc", 250)
 
 
-def test_alone_it_keeps_its_memory_and_beside_a_rollout_engine_it_lends_what_it_does_not_need(
-    driven, boards
-):
+def test_alone_it_keeps_its_memory_and_beside_rollouts_it_lends(driven, boards):
     driven.add("a", prompt=64, tokens=50)
     driven.step()
     assert driven.scheduler.pool.limit_bytes == TOTAL
@@ -106,9 +100,7 @@ def test_alone_it_keeps_its_memory_and_beside_a_rollout_engine_it_lends_what_it_
     assert state.kv_held == pool.limit_bytes < 0.5 * TOTAL and pool.used <= pool.limit_bytes
 
 
-def test_a_whole_step_of_prompts_finds_memory_beside_an_engine_that_has_all_that_is_lent(
-    driven, boards
-):
+def test_a_whole_step_of_prompts_finds_memory_though_all_else_is_lent(driven, boards):
     driven.add("a", prompt=32, tokens=200)
     boards.begin("rollout")
     driven.step()
@@ -120,9 +112,7 @@ def test_a_whole_step_of_prompts_finds_memory_beside_an_engine_that_has_all_that
     assert pool.limit_bytes <= TOTAL - boards.writers["rollout"].state.kv_budget
 
 
-def test_a_rollout_engine_is_left_alone_while_only_what_is_kept_for_later_is_missing(
-    driven, boards, monkeypatch
-):
+def test_rollouts_are_left_alone_while_only_the_reserve_is_missing(driven, boards, monkeypatch):
     lifted = []
     monkeypatch.setattr(online, "restore_priority", lifted.append)
     boards.begin("rollout", kv_budget=0.7 * TOTAL)
@@ -136,9 +126,7 @@ def test_a_rollout_engine_is_left_alone_while_only_what_is_kept_for_later_is_mis
     assert lifted == [os.getpid()]
 
 
-def test_it_uses_lent_memory_only_after_it_was_given_back_and_is_not_preempted_meanwhile(
-    driven, boards
-):
+def test_it_uses_lent_memory_after_its_return_and_preempts_nothing_meanwhile(driven, boards):
     boards.begin("rollout", kv_budget=0.8 * TOTAL)
     driven.add("a", prompt=32, tokens=200)
     driven.step()
@@ -177,9 +165,7 @@ def changes(driven, step) -> tuple[int, int]:
     )
 
 
-def test_while_requests_run_memory_changes_hands_in_parts_and_all_of_it_in_the_end(
-    driven, boards, four_at_once
-):
+def test_while_requests_run_memory_changes_hands_in_parts(driven, boards, four_at_once):
     scheduler = driven.scheduler
     assert scheduler.pool.limit_bytes == TOTAL, "nobody waits at the start"
     driven.add("a", prompt=32, tokens=200)
@@ -198,9 +184,7 @@ def test_while_requests_run_memory_changes_hands_in_parts_and_all_of_it_in_the_e
     assert scheduler.pool.limit_bytes == TOTAL
 
 
-def test_what_the_next_step_needs_is_there_at_once_and_the_rest_in_parts(
-    driven, boards, four_at_once
-):
+def test_what_the_next_step_needs_is_there_at_once(driven, boards, four_at_once):
     driven.add("a", prompt=32, tokens=200)
     boards.begin("rollout")
     driven.steps(20)
@@ -237,9 +221,7 @@ def lender(boards):
     process.wait(60)
 
 
-def test_memory_of_a_dead_rollout_engine_is_taken_and_that_of_a_damaged_board_is_not(
-    driven, boards, lender
-):
+def test_memory_of_a_dead_engine_is_taken_of_a_damaged_board_not(driven, boards, lender):
     driven.add("a", prompt=400, tokens=100)
     driven.step()
     assert driven.scheduler.pool.limit_bytes <= 0.2 * TOTAL
@@ -268,9 +250,7 @@ def test_a_rollout_engine_that_keeps_what_requests_wait_for_is_ended(driven, len
     assert driven.scheduler.pool.limit_bytes > 0.3 * TOTAL
 
 
-def test_without_a_device_it_is_vllms_scheduler_and_logs_its_steps(
-    make_scheduler, monkeypatch, tmp_path
-):
+def test_without_a_device_it_is_vllms_and_logs_its_steps(make_scheduler, monkeypatch, tmp_path):
     monkeypatch.delenv("ROSE_COSERVING", raising=False)
     monkeypatch.setenv("ROSE_COSERVING_STEPS", str(tmp_path / "steps"))
     driven = make_scheduler("rose.parts.lending.vllm.online")
@@ -283,9 +263,7 @@ def test_without_a_device_it_is_vllms_scheduler_and_logs_its_steps(
     assert os.environ.get("ROSE_COSERVING") is None
 
 
-def test_beside_a_step_in_flight_memory_moves_in_small_parts_and_seldom(
-    driven, boards, monkeypatch
-):
+def test_beside_a_step_in_flight_memory_moves_seldom_and_little(driven, boards, monkeypatch):
     monkeypatch.setattr(online, "IN_FLIGHT", 2 * 4096)
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)

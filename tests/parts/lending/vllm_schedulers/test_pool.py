@@ -120,9 +120,7 @@ def test_nothing_is_used_before_it_is_said_how_much():
 
 @settings(max_examples=15, deadline=None)
 @given(st.sampled_from(LAYOUTS), st.integers(1, 2), st.integers(0, 2**32), st.data())
-def test_no_page_is_touched_that_is_not_there_and_what_is_mapped_stays_within_its_limit(
-    layout, workers, seed, data
-):
+def test_no_page_is_touched_that_is_not_there_and_limits_are_kept(layout, workers, seed, data):
     dice = random.Random(seed)
     pages = -(-layout.nbytes // PAGE)
     room = data.draw(st.integers(pages // 3, pages))

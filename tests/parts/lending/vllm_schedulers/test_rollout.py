@@ -127,9 +127,7 @@ def test_the_slack_bounds_a_step(driven, boards):
     assert sum(driven.step().values()) > 100
 
 
-def test_memory_that_the_online_engine_wants_is_given_back_at_once_and_whole_requests_with_it(
-    driven, boards
-):
+def test_memory_that_is_wanted_back_is_released_at_once_with_whole_requests(driven, boards):
     for name in "abcd":
         driven.add(name, prompt=150, tokens=100)
     driven.steps(4)
@@ -173,9 +171,7 @@ def test_it_takes_only_what_the_online_engine_has_let_go(driven, boards):
     assert driven.scheduler.pool.limit_bytes <= 0.2 * TOTAL
 
 
-def test_what_is_lent_it_takes_in_parts_and_hears_of_revocations_in_between(
-    driven, boards, monkeypatch
-):
+def test_it_takes_what_is_lent_in_parts_and_revocations_between(driven, boards, monkeypatch):
     for module in (pool, rollout):
         monkeypatch.setattr(module, "AT_ONCE", 4 * 4096)
     driven.step()
