@@ -27,13 +27,17 @@ def run(make_config, tmp_path):
 
 @pytest.fixture
 def prepared(run, monkeypatch):
-    """prepared(overrides) -> the CUDA_VISIBLE_DEVICES of a lender that is about to load."""
+    """prepared(overrides) -> the CUDA_VISIBLE_DEVICES of a lender, the same for each call with these
+    overrides, that is about to load."""
     monkeypatch.setattr(lender.start, "preload", lambda: None)
+    lenders = {}
 
     def prepare(overrides=(), **variables):
         # what it sets is vLLM's, for the rest of a process's life
         monkeypatch.setattr(os, "environ", dict(os.environ) | variables)
-        lender.Lender(run, list(overrides))._prepare(settings.of_run(run, list(overrides)))
+        given = list(overrides)
+        one = lenders.setdefault(str(given), lender.Lender(run, given))
+        one._prepare(settings.of_run(run, given))
         return os.environ["CUDA_VISIBLE_DEVICES"]
 
     return prepare
