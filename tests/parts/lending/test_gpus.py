@@ -79,9 +79,7 @@ def test_a_lender_that_sees_too_few_says_so_before_vllm(prepared, nvidia_smi, mo
         (["serving.online.engine_args.tensor-parallel-size=2"], False, "6,7"),
     ],
 )
-def test_a_server_and_its_lender_take_as_many_as_the_larger_of_both(
-    run, nvidia_smi, monkeypatch, more, begun, taken
-):
+def test_a_server_takes_what_the_larger_needs(run, nvidia_smi, monkeypatch, more, begun, taken):
     nvidia_smi(variable="2,3" if taken == "3" else "4,5,6,7")
     monkeypatch.setenv("SLURM_LOCALID", "1")
     overrides = ["serving.online.model=m", *more]

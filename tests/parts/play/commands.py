@@ -25,14 +25,8 @@ def environment(temporary: Path) -> dict[str, str]:
 
 def play(*arguments: object, temporary: Path, typed: str = "") -> subprocess.CompletedProcess:
     """`typed` comes through a pipe. `temporary` is the folder for temporary files."""
-    return subprocess.run(
-        [*COMMAND, *map(str, arguments)],
-        input=typed,
-        env=environment(temporary),
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+    command = [*COMMAND, *map(str, arguments)]
+    return processes.ran(command, input=typed, env=environment(temporary), timeout=SECONDS)
 
 
 def frames(said: str) -> list[str]:

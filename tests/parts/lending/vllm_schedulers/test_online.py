@@ -272,7 +272,7 @@ def test_beside_a_step_in_flight_memory_moves_seldom_and_little(driven, boards, 
     boards.begin("rollout")
     scheduler = driven.scheduler
     assert [changes(driven, scheduler._share_memory)[0] for _ in range(3)] == [2, 0, 0]
-    now += online.MOVE_EVERY_S
+    now += 2 * online.MOVE_EVERY_S
     assert changes(driven, scheduler._share_memory) == (2, 0)
     driven.done()
     assert changes(driven, scheduler._share_memory)[0] > 30, "all of it while no step runs"
