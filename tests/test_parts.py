@@ -73,7 +73,7 @@ def test_what_a_missing_part_would_add_is_named_as_unknown(tmp_path):
         ("mode=simulate", "mode='simulate': no such mode; there are train"),
         ("scheduler/routing=seer", "scheduler.routing.name='seer': no such routing policy"),
         ("+experiment=terminal", "env.name='terminal': no such environment"),
-        ("rollout/draft=group", "rollout.draft.method='group': no such method; there are none"),
+        ("rollout/draft=group", "rollout.draft.method='group': one of none, ngram"),
         ("serving.online.port=1", "serving.online.port=1: no such key"),
         (
             "trainer.elastic_replicas=1",

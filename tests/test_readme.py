@@ -172,7 +172,7 @@ def test_the_commands_on_a_run_do_what_they_say_on_one(tmp_path):
     "page", [README, CONFIGURATION, REPOSITORY / "SECURITY.md"], ids=lambda page: page.name
 )
 def test_links_by_a_name_have_an_address(page):
-    """Where links lead, tests/test_docs.py tells of every page."""
+    """tests/test_docs.py checks where the links of every page lead."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.M)
     names = set(re.findall(r"^\[([\w-]+)\]: ", text, re.M))
     assert set(re.findall(r"\]\[([\w-]+)\]", text)) == names

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, QuotedString, Sweep
 from hydra.errors import (
     ConfigCompositionException,
     HydraException,
@@ -98,17 +100,22 @@ def check_options(arguments: list[str], folders: list[Path]) -> None:
         group = override.key_or_group
         if override.is_delete() or not any((folder / group).is_dir() for folder in folders):
             continue
-        value = override.value()
-        options = value.list if isinstance(value, ChoiceSweep) else [value]
-        for option in [o for each in options for o in (each if isinstance(each, list) else [each])]:
-            if not isinstance(option, str | QuotedString):
-                files = {
-                    path.stem for folder in folders for path in (folder / group).glob("*.yaml")
-                }
-                raise configuration.ConfigError(
-                    f"{override.input_line}: {group} takes the name of a file, not {option!r}; "
-                    f"there are {', '.join(sorted(files))}"
-                )
+        wrong = [o for o in _options(override) if not isinstance(o, str | QuotedString | Glob)]
+        if wrong:
+            files = {path.stem for folder in folders for path in (folder / group).glob("*.yaml")}
+            what = "a range" if isinstance(wrong[0], Sweep) else repr(wrong[0])
+            raise configuration.ConfigError(
+                f"{override.input_line}: {group} takes the name of a file, not {what}; "
+                f"there are {', '.join(sorted(files))}"
+            )
+
+
+def _options(override: Override) -> Iterator[Any]:
+    """Yield what an override chooses of a group: one option, those of a list, or those of a
+    sweep, whose members may be lists."""
+    value = override.value()
+    for each in value.list if isinstance(value, ChoiceSweep) else [value]:
+        yield from each if isinstance(each, list) else [each]
 
 
 def searched(arguments: list[str]) -> list[str]:

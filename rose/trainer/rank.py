@@ -20,6 +20,7 @@ from rose.engine import layout
 from rose.models import resolve
 from rose.observe.recorder import NullRecorder
 from rose.trainer import checkpoint
+from rose.trainer.deepspeed_engine import use_device
 from rose.trainer.trainer import Trainer
 from rose.trainer.watch import BEAT_SHARE, Watch
 from rose.transfer.broadcast import Broadcast
@@ -42,7 +43,7 @@ def run(
     """Run until the coordinator sends `Shutdown`. `peers` are the trainer ranks; torch.distributed
     gets a port of its own at the first of them. `broadcast` sends to the dedicated rollout ranks.
     `report_begun` is `Watch`'s `report`, with the seconds between two reports. `check_card` raises
-    `ConfigError` for a GPU that is too small."""
+    `ConfigError` for a GPU that is too small, before the model is loaded."""
     index, world = peers.Get_rank(), peers.Get_size()
     # Imports from a cold file system take minutes on one node and seconds on another.
     what = "the trainers' start (cluster.start_timeout_s)"
@@ -53,13 +54,13 @@ def run(
         config.cluster.interface,
     )
     model = resolve(config.model)
+    shape = read_shape(model)
+    check_card(shape, use_device(config.cluster.gpus, index))
     trainer = Trainer(config, index, world, place, model, recorder)
     store = Path(run_dir) / "weights" / f"attempt-{attempt:03d}"
     if index == 0:
         # Remove versions of earlier attempts, which no engine holds.
         shutil.rmtree(store.parent, ignore_errors=True)
-    shape = read_shape(model)
-    check_card(shape, trainer.device)
     degrees = {*config.transfer.tensor_parallel, config.rollout.tensor_parallel}
     trainer.open_store(store, lambda name, extent: layout.cuts(name, extent, shape, degrees))
     step = 0

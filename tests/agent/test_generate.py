@@ -16,8 +16,8 @@ def start(domain="calculator"):
 
 
 def hosted(config, chat, domain, tokens):
-    """What a host says about one trajectory, whose every turn is as many of these tokens as it asks
-    for."""
+    """Return what a host says about one trajectory. Each of its turns is as many of these tokens as
+    it asks for."""
 
     def made(request):
         tokens_of = tokens[: request.sampling.max_new_tokens]

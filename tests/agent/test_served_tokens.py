@@ -156,7 +156,7 @@ APIS = {
 
 def tokens_or_none(write, *given):
     """Return None where the conversation is refused."""
-    from vllm.exceptions import VLLMValidationError  # after seconds, which others need not wait
+    from vllm.exceptions import VLLMValidationError  # imported here, since it takes seconds
 
     try:
         return list(write(*given))

@@ -238,7 +238,7 @@ class Large(Wander):
     [
         (Full, "Full.checkpoint raised OSError('no space left')"),
         (Large, "a snapshot could not be written: OverflowError"),  # which no file can hold
-        (Wander, "a snapshot could not be written"),  # its folder takes no files
+        (Wander, "a snapshot could not be written"),  # The test closes its folder to new files.
     ],
 )
 def test_what_can_not_be_saved_costs_snapshots_only(world, capsys, kind, words):

@@ -98,7 +98,7 @@ def test_a_mixture_that_zero_3_gathers_is_computed_again(make_config):
     assert found[-1] is True and "without it the trainer needs" in reasons[-1]
     needed = float(reasons[-1].split("needs ")[1].split(" ")[0])
     experts = 3 * shape.layers * shape.experts * shape.hidden * shape.expert_intermediate
-    assert needed > 2 * experts / 2**30  # in bfloat16
+    assert needed > 2 * experts / 2**30  # A value has two bytes in bfloat16.
     again, _ = chosen(make_config(*mixture, f"cluster.gpu_memory_gib={1.2 * needed:.0f}"))
     assert again[-1] is False
 

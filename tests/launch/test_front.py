@@ -551,6 +551,13 @@ def test_a_sweep_plans_every_point_under_a_name_of_its_own(launch):
             assert f"frozenlake-seed={seed},scheduler.routing={routing}: 5 ranks" in out
 
 
+def test_a_sweep_over_all_options_of_a_group_plans_each(launch):
+    code, out, _ = launch("-m", "cluster.dry_run=true", "env=glob([calc*,frozen*])")
+    assert code == 0
+    for env in ("calculator", "frozen_lake"):
+        assert f"env={env}: 5 ranks" in out
+
+
 @pytest.fixture
 def earlier(launch, make_config):
     """The default run, as an earlier launch has left its configuration."""

@@ -1,4 +1,4 @@
-"""What the supervisor concludes from ranks' reports: which of them never joined the MPI world within
+"""The supervisor learns from ranks' reports which of them never joined the MPI world within
 cluster.start_timeout_s, and which vanished with the guard that reports how they end."""
 
 import functools

@@ -399,7 +399,7 @@ async def test_a_worker_that_does_not_answer_in_time_is_killed_and_its_work_goes
 
     def start(*given):
         if puppets:
-            monkeypatch.setattr(pools, "GRACE_S", DEADLINE_S)  # of the second, which answers
+            monkeypatch.setattr(pools, "GRACE_S", DEADLINE_S)  # The second one answers.
         puppets.append(Puppet(*given))
         return puppets[-1]
 
@@ -407,7 +407,7 @@ async def test_a_worker_that_does_not_answer_in_time_is_killed_and_its_work_goes
         began = time.monotonic()
         asked = w.score(pool, "a")
         await until(lambda: puppets)
-        await puppets[0].work()  # and no word more
+        await puppets[0].work()  # This one says nothing more.
         await until(lambda: len(puppets) == 2)
         work = await puppets[1].work()
         puppets[1].say(Answer(work.number, pools.Score(reward=1.0), "", 0.1))

@@ -151,8 +151,7 @@ def _check_draft(c: Config, need: Need) -> None:
     if method == "none":
         return
     methods = ("ngram", *extensions.draft_methods())
-    remedy = f"no such method; there are none, {', '.join(methods)}"
-    need(method in methods, "rollout.draft.method", remedy)
+    need(method in methods, "rollout.draft.method", f"one of none, {', '.join(methods)}")
     for name, value in c.rollout.engine_args.items():
         need(
             not drafts(name, value),

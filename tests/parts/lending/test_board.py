@@ -87,7 +87,7 @@ def test_no_reader_ever_sees_half_of_a_state(tmp_path):
         count = 0
         while not stop.is_set():
             count += 1
-            for field in dataclasses.fields(Online)[3:]:  # without pid, pid_started and beat
+            for field in dataclasses.fields(Online)[3:]:  # all but pid, pid_started and beat
                 setattr(writer.state, field.name, count)
             writer.write()
 

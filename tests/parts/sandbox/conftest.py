@@ -1,5 +1,5 @@
-"""One event loop, and so one keeper, for the tests of a module that use `loop`; and the fixtures of
-tests/agent, on whose loop and templates the tests of env=terminal rest."""
+"""The tests of a module that use `loop` share one event loop, and so one keeper. The fixtures of
+tests/agent are here, too: the tests of env=terminal use its loop and templates."""
 
 import asyncio
 import inspect

@@ -89,10 +89,10 @@ async def test_a_turn_stays_while_one_that_refers_to_it_is_on_its_way(host, tmp_
     upper.capture(folder, process=False)
     first = host.submit("parent", 1, folder, 1000)
     assert await settled(first.stored) == ""
-    for i in range(engine.AT_ONCE["save"]):  # before it in the queue
+    for i in range(engine.AT_ONCE["save"]):  # These are saved before it.
         host.submit(f"large-{i}", 1, *raw(host, i, 8 << 20))
     folder = host.place()
-    made = upper.capture(folder, process=False)  # without what is unchanged
+    made = upper.capture(folder, process=False)  # This leaves out what is unchanged.
     fork = host.submit("fork", 1, folder, 1000, ("parent", 1))
     host.forget("parent")
     assert await settled(fork.stored) == ""
@@ -215,7 +215,7 @@ async def test_a_turn_of_an_earlier_episode_of_this_name_is_not_taken_for_a_late
         host.store.load("t", 1, tmp_path / "into", life=2)
     await host.close()
     host = await Engine(shared, tmp_path / "node", wanted=lambda name: True).open()
-    assert host.store.has("t", 1, 2)  # it took over what the dead one had
+    assert host.store.has("t", 1, 2)  # The new engine has what the dead one had.
     await host.close()
     old = Store(tmp_path / "old")
     old.save("t", 1, Store(shared).load("t", 1, tmp_path / "again"), life=1)

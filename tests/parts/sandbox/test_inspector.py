@@ -58,7 +58,7 @@ async def test_the_least_that_keeps_a_turn(watched):
         await box.run(command, LONG_S)
         change = await inspector.look()
         assert (change.kind, change.why) == (kind, why), command
-    await box.write_file("/app/deep/er", b"")  # by the host
+    await box.write_file("/app/deep/er", b"")  # The host writes this one.
     assert (await inspector.look()).kind in (FILES, PROCESS)  # sleep may have begun just now
 
 

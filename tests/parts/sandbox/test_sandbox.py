@@ -321,7 +321,7 @@ def test_work_does_not_begin_if_its_parent_was_killed_as_it_was_forked(monkeypat
 
     def ask_late(*what):
         if (parent := os.getppid()) == here:
-            signal.pause()  # until the child has killed this process
+            signal.pause()  # The child kills this process.
         os.kill(parent, signal.SIGKILL)
         while os.getppid() == parent:
             time.sleep(0.001)
