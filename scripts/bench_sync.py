@@ -5,11 +5,12 @@
 
 The last `--steps` versions of each run's store (which keeps transfer.keep_versions of them) are
 published again, by every encoding, through `Publisher` on two ranks, a relay beside the store, the
-link, a second relay, and `Receiver`. Rate 0 is the loopback. Seconds: from the order to publish
-until the last receiver has flipped. Bytes of the link include headers and requests' answers. After every sync, each receiver's weights are
-compared with the run's. Dense is synced for the first run only, because its bytes are the same for
-all. Left out: full versions and collecting, latency, an engine around the receiver (`gpu_check.py
---device cpu engine` has one).
+link, a second relay, and `Receiver`. `--rates`: Mbit/s; 0 is the loopback, without a limit.
+Seconds: from the order to publish until the last receiver has flipped. Bytes of the link include
+headers and requests' answers. After every sync, each receiver's weights are compared with the
+run's. Dense is synced for the first run only, because its bytes are the same for all. Left out:
+full versions and collecting, latency, an engine around the receiver (`gpu_check.py --device cpu
+engine` has one).
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from tests.ports import free_port
 
 RANKS = 2
 ENCODINGS = ("dense", "xor", "ours")
+ALIKE = ("run", "encoding", "receivers")  # what the syncs of one median have in common
 BURST = 256 * 1024  # bytes of a token bucket; a packet with offload has up to 64 KiB
 SUBNET = "10.203.71"
 ROOTLESS = "unshare -rnm sh -c 'mount -t tmpfs none /run && python scripts/bench_sync.py ...'"
@@ -259,9 +261,9 @@ def medians(rows: list[dict]) -> list[dict]:
     receivers, the other columns for the fewest."""
     found: dict[tuple[str, str], dict] = {}
     for row in rows:
-        name, encoding, count = (row[key] for key in ("run", "encoding", "receivers"))
-        same = [each for each in rows if list(each.values())[1:4] == [name, encoding, count]]
-        middle = {key: median(each[key] for each in same) for key in list(row)[4:]}
+        name, encoding, count = (row[key] for key in ALIKE)
+        same = [each for each in rows if all(each[key] == row[key] for key in ALIKE)]
+        middle = {key: median(x[key] for x in same) for key in row if key not in ("rate", *ALIKE)}
         own = {f"s x{count}": middle.pop("seconds"), f"link x{count}": middle.pop("link_MB")}
         first = {"run": name, "encoding": encoding} | middle
         found[name, encoding] = found.get((name, encoding), first) | own

@@ -5,6 +5,12 @@
     python scripts/lending/prove_promise.py --trace FILE --only forecast                    # by the simulator
     python scripts/lending/prove_promise.py --redraw       # table and figure from docs/results/promise alone
 
+--quota     cores of each engine and serving device
+--rate      online requests a second of a device
+--batch     trajectories of a step
+--every     seconds between two kills
+--profile-s seconds of measuring a serving device
+
 docs/benchmarks.md says what the three sides are and what is compared. They run as jobs of a real
 Slurm whose virtual nodes are this machine (slurm/dev_cluster.sh). Each engine and each serving
 device has the same CPU quota, which it gets before any other process; trainer, environment hosts
@@ -259,9 +265,24 @@ def _say(words: str, name: str = "") -> None:
 
 def main() -> None:
     out, only = REPOSITORY / "outputs" / "promise", list[str]()
-    args = flagged(__doc__, None, "OVERRIDE", seeds=3, steps=40, batch=64, quota=0.1, rate=0.2,
-                   trace=Path, every=60.0, profile_s=40.0, only=only, redraw=False, out=out,
-                   results=RESULTS, figure=FIGURE)  # fmt: skip
+    args = flagged(
+        __doc__,
+        None,
+        "OVERRIDE",
+        seeds=3,
+        steps=40,
+        batch=64,
+        quota=0.1,
+        rate=0.2,
+        trace=Path,
+        every=60.0,
+        profile_s=40.0,
+        only=only,
+        redraw=False,
+        out=out,
+        results=RESULTS,
+        figure=FIGURE,
+    )
     if args.redraw:
         draw(Results(args.results), args.figure)
         return

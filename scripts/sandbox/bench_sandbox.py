@@ -173,8 +173,15 @@ async def run(args: Any) -> None:
 
 
 def main() -> None:
-    args = flagged(__doc__, only=list(PARTS), starts=[1, 8, 64], turns=200, think=2.0,
-                   backend=AUTO, folder=Path(tempfile.gettempdir()))  # fmt: skip
+    args = flagged(
+        __doc__,
+        only=list(PARTS),
+        starts=[1, 8, 64],
+        turns=200,
+        think=2.0,
+        backend=AUTO,
+        folder=Path(tempfile.gettempdir()),
+    )
     try:
         asyncio.run(run(args))
     except SandboxError as error:

@@ -346,8 +346,17 @@ def as_rows(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    args = flagged(__doc__, None, "OVERRIDE", quota=0.4, rounds=6, steps=12, only=list(LIVE),
-                   csv=Path, keep=Path)  # fmt: skip
+    args = flagged(
+        __doc__,
+        None,
+        "OVERRIDE",
+        quota=0.4,
+        rounds=6,
+        steps=12,
+        only=list(LIVE),
+        csv=Path,
+        keep=Path,
+    )
     end_in_order()
     if args.steps < SKIP + 2:
         raise Failed(f"--steps {args.steps}: at least two beyond the first {SKIP}")
