@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 
 
 def seed_of(*parts: object) -> int:

@@ -39,6 +39,7 @@ ENGINE = "VLLM::EngineCore"  # vLLM's name for the process that computes
 PERIOD_US, LEAST_US = 10_000, 1_000  # shortest period, and Linux's least quota of a period
 FAVOURED = -10  # the nice value of servers in front of engines
 LOOK_S = 0.5  # seconds between two polls of all processes, which take 10 ms
+PROFILE_LIMIT_S, PROFILE_POLL_S = 600.0, 0.1  # of measuring a serving device
 CORES = os.cpu_count() or 1
 CALM = 0.05
 # Seconds for which the machine must be calm before a run, and longest wait for that.
@@ -146,22 +147,25 @@ class Quota:
 
 def profile(out: Path, quota: Quota, words: Sequence[str], prefix: Sequence[str] = ()) -> None:
     """Measure a serving device, whose engines are put into `quota`. Raises `SystemExit` with the
-    last lines of the measurement."""
+    last lines of the measurement if it fails or takes over `PROFILE_LIMIT_S`."""
     command = [*prefix, sys.executable, "-m", "rose.parts.lending.profile", f"out={out}", *words]
-    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | PATHS, **pipe)
-    lines = []
+    log, end = out.with_suffix(".log"), time.monotonic() + PROFILE_LIMIT_S
+    with log.open("wb") as file:
+        output = {"stdout": file, "stderr": file}
+        process = subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | PATHS, **output)
     try:
-        for line in process.stdout:
-            lines.append(line)
-            if "measuring" in line:  # printed once an engine has started
+        while process.poll() is None and time.monotonic() < end:
+            if "measuring" in log.read_text(errors="replace"):  # printed once an engine has started
                 quota.add(process.pid, everybody=True)
                 quota.limit()
-        process.wait()
+            time.sleep(PROFILE_POLL_S)
+        code = process.poll()
     finally:
         stop(process)
-    if process.returncode:
-        raise SystemExit(f"the profile ended with {process.returncode}:\n{''.join(lines[-20:])}")
+    if code != 0:
+        why = f"took over {PROFILE_LIMIT_S:g} s" if code is None else f"ended with {code}"
+        said = log.read_text(errors="replace").splitlines()[-20:]
+        raise SystemExit("\n".join([f"the profile {why}:", *said]))
 
 
 class Stolen(NamedTuple):

@@ -304,7 +304,9 @@ class RolloutWorker:
                 case p.Sleep() | p.Wake():
                     self._device_orders.put_nowait(message)
                 case p.DraftText():
-                    self._draft_text.add(message)
+                    # A rank of `rose serve` may draft by another method than the run.
+                    if self._draft_text is not None:
+                        self._draft_text.add(message)
                 case p.Shutdown(reason):
                     self.dismissed = reason
                     return

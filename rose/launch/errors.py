@@ -76,6 +76,8 @@ def _unknown_key(key: str, text: str, conf: Path, arguments: list[str]) -> str:
         return f"{typed}: only runs with {' or '.join(modes)} have the section {section}"
     if absent := extensions.of_a_command(key):
         return f"{typed}: {absent}"
+    if (conf / key).is_dir() and value_of(key, arguments).startswith("{"):
+        return f"{typed}: it has a key that {key} has not; give each as {key}.KEY=VALUE"
     if (conf / key.partition("@")[0]).is_dir():
         return f"{typed}: {key} is not in the default configuration; add it with +{typed}"
     known = configuration.keys()
@@ -112,10 +114,11 @@ def check_options(arguments: list[str], folders: list[Path]) -> None:
 
 def _options(override: Override) -> Iterator[Any]:
     """Yield what an override chooses of a group: one option, those of a list, or those of a
-    sweep, whose members may be lists."""
+    sweep, whose members may be lists. A dictionary chooses none: it has values of keys."""
     value = override.value()
     for each in value.list if isinstance(value, ChoiceSweep) else [value]:
-        yield from each if isinstance(each, list) else [each]
+        if not isinstance(each, dict):
+            yield from each if isinstance(each, list) else [each]
 
 
 def searched(arguments: list[str]) -> list[str]:

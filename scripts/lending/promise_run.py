@@ -324,6 +324,8 @@ async def _until(
         for one in filter(None, (training, *jobs)):
             one.confine()
         over = any(job.over for job in ([training] if training else jobs))
+        if over and ready():  # The job may have ended since `ready()` was asked.
+            return
         if over or time.monotonic() > end:
             why = "since the job has ended" if over else f"within {WAIT_S:g} s"
             where = f" and {training.run}/logs" if training else ""

@@ -252,6 +252,7 @@ def launch(tmp_path, monkeypatch, capsys):
         (["trainer.lr=1e-5"], ["trainer.lr=1e-5: no such key", "trainer.optimizer.lr"]),
         (["+steps=7"], ["steps=7: no such key", "trainer.steps"]),
         (["rollout=2"], ["rollout=2", "the name of a file", "cpu, gpu"]),
+        (["rollout={a: 1}"], ["rollout={a: 1}", "give each as rollout.KEY=VALUE"]),
         (["rollout=null"], ["rollout=null", "the name of a file", "cpu, gpu"]),
         (["rollout/draft=[none,7]"], ["rollout/draft=[none,7]", "not 7", "group, ngram, none"]),
         (["-m", "rollout=1,2"], ["rollout=1,2", "not 1", "cpu, gpu"]),

@@ -152,3 +152,16 @@ def test_an_engine_learns_from_siblings_in_one_call_at_a_time(play):
     passed = ([span(0)], ["g0"]), ([span(i) for i in kept], [f"g{i}" for i in ended])
     expected = [("rose_learn_siblings", *call) for call in passed]
     assert play(scene, "rollout/draft=group")[2:] == expected
+
+
+def test_an_engine_that_drafts_otherwise_needs_no_siblings(play):
+    """A rank of `rose serve` may have a method of its own in a run with rollout/draft=group."""
+
+    async def scene(world):
+        world.tell(p.Wake)
+        await world.told(p.DeviceChanged)
+        world.inbox.put_nowait(p.DraftText(msgspec.msgpack.encode(([], ["g0"]))))
+        world.tell(p.Sleep)
+        await world.told(p.DeviceChanged, 2)
+
+    assert not [call for call in play(scene) if call[0] == "rose_learn_siblings"]
