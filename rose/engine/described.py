@@ -7,6 +7,7 @@ the list of its parent.
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -34,7 +35,21 @@ _listener = _Listener()
 
 def listen() -> None:
     """Keep vLLM's warnings from now on; a second call changes nothing."""
+    from vllm import logger
+
     logging.getLogger("vllm").addHandler(_listener)
+    configure = logger._configure_vllm_root_logger
+    if hasattr(configure, "__wrapped__"):
+        return
+
+    # vLLM removes all handlers of its logger when an engine's configuration is made, and again at
+    # the start of the engine process.
+    @functools.wraps(configure)
+    def listening(*args, **kwargs):
+        configure(*args, **kwargs)
+        logging.getLogger("vllm").addHandler(_listener)
+
+    logger._configure_vllm_root_logger = listening
 
 
 def lines(config: Any) -> list[str]:

@@ -16,6 +16,7 @@ coordinator's.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -291,7 +292,7 @@ class Job:
         if states[0].state == "running" and psutil.pid_exists(states[0].pid):
             if self.signals[0] == signal.SIGUSR2:
                 resume.note_warned(self.run_dir, self.attempt)
-            os.kill(states[0].pid, signal.SIGTERM)
+            _terminate(states[0].pid)
         return True
 
     def _describe(self, status: RankStatus) -> str:
@@ -323,12 +324,18 @@ class Job:
         for status in running:
             if _is_here(status) and psutil.pid_exists(status.pid):
                 _remove_shared([status.pid])
-                os.kill(status.pid, signal.SIGTERM)
+                _terminate(status.pid)
         if not all(map(_is_here, running)) and self.process.poll() is None:
             self.process.terminate()
         deadline = time.monotonic() + grace_s
         while self.process.poll() is None and time.monotonic() < deadline and len(self.signals) < 2:
             time.sleep(self._poll_s)
+
+
+def _terminate(pid: int) -> None:
+    """Send SIGTERM, unless the process has ended since the caller saw it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
 
 
 def _is_here(status: RankStatus) -> bool:

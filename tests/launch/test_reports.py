@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rose.launch import rank_status
+from rose.launch import rank_status, supervise
 from tests.launch.conftest import report
 
 PASSED, FAR = 0.0, float("inf")
@@ -61,3 +61,14 @@ def test_a_report_that_comes_while_the_launcher_looks_counts(reported, gone, mon
     monkeypatch.setattr(reported, "statuses", statuses)
     assert reported._failure({}) == ""
     assert reads[0][0].state == "running" and len(reads) > 1
+
+
+def test_a_rank_that_ends_while_the_launcher_ends_ranks_is_no_error(reported, monkeypatch):
+    """It still existed when the launcher looked, and has been waited for when the signal is sent."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    for rank in reported.ranks:
+        report(reported, rank, pid=process.pid)
+    monkeypatch.setattr(supervise, "_remove_shared", lambda pids: process.communicate(b"\n"))
+    monkeypatch.setattr(reported, "process", process)
+    reported._end_ranks(FAR)
+    assert process.returncode == 0
