@@ -45,7 +45,8 @@ from tests.ports import free_port
 
 RANKS = 2
 ENCODINGS = ("dense", "xor", "ours")
-ALIKE = ("run", "encoding", "receivers")  # what the syncs of one median have in common
+# A median is over the syncs that have these in common.
+ALIKE = ("run", "encoding", "receivers")
 BURST = 256 * 1024  # bytes of a token bucket; a packet with offload has up to 64 KiB
 SUBNET = "10.203.71"
 ROOTLESS = "unshare -rnm sh -c 'mount -t tmpfs none /run && python scripts/bench_sync.py ...'"

@@ -39,7 +39,8 @@ ENGINE = "VLLM::EngineCore"  # vLLM's name for the process that computes
 PERIOD_US, LEAST_US = 10_000, 1_000  # shortest period, and Linux's least quota of a period
 FAVOURED = -10  # the nice value of servers in front of engines
 LOOK_S = 0.5  # seconds between two polls of all processes, which take 10 ms
-PROFILE_LIMIT_S, PROFILE_POLL_S = 600.0, 0.1  # of measuring a serving device
+# Seconds that the measurement of a serving device may take, and between two looks at it.
+PROFILE_LIMIT_S, PROFILE_POLL_S = 600.0, 0.1
 CORES = os.cpu_count() or 1
 CALM = 0.05
 # Seconds for which the machine must be calm before a run, and longest wait for that.
@@ -155,7 +156,8 @@ def profile(out: Path, quota: Quota, words: Sequence[str], prefix: Sequence[str]
         process = subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | PATHS, **output)
     try:
         while process.poll() is None and time.monotonic() < end:
-            if "measuring" in log.read_text(errors="replace"):  # printed once an engine has started
+            # It prints "measuring" once an engine has started.
+            if "measuring" in log.read_text(encoding="utf-8", errors="replace"):
                 quota.add(process.pid, everybody=True)
                 quota.limit()
             time.sleep(PROFILE_POLL_S)
@@ -164,7 +166,7 @@ def profile(out: Path, quota: Quota, words: Sequence[str], prefix: Sequence[str]
         stop(process)
     if code != 0:
         why = f"took over {PROFILE_LIMIT_S:g} s" if code is None else f"ended with {code}"
-        said = log.read_text(errors="replace").splitlines()[-20:]
+        said = log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
         raise SystemExit("\n".join([f"the profile {why}:", *said]))
 
 

@@ -8,9 +8,9 @@ rollout, so that the model knows how to call a tool and plays badly: the rest is
 demonstrator avoids holes, but steps towards the goal with probability 1 - noise only. Its maps come
 from even seeds >= 2**63, which no run uses (its seeds are int64), so none is a held-out one. With
 --env terminal it imitates one on the ladder of that environment, each word of whose commands is
-drawn anew with probability noise; seeds as above. With --experts N every layer is a mixture of
-them, two to a token, each half as wide as the dense MLP. Same arguments on the same machine ->
-bit-identical files. Left out: any pretraining on text.
+drawn at random with probability noise; seeds as above. With --experts N every layer is a mixture of
+them, two to a token, each half as wide as the dense MLP. The same arguments give the same bytes on
+the same machine. There is no pretraining on text.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def demonstrate(picture: str, noise: float, rng: random.Random) -> str:
 async def episode(
     seed: int, lake: dict, noise: float, rng: random.Random
 ) -> tuple[list[dict], list[dict], bool]:
-    """One demonstration: its messages, the tools, and whether it reached the goal."""
+    """Return a demonstration's messages, its tools, and whether it reached the goal."""
     env = FrozenLake(**lake)
     start = await env.reset(seed)
     messages, success = list(start.messages), False
@@ -173,7 +173,8 @@ def commands(count: int, noise: float, seed: int) -> tuple[list[Conversation], f
 # --------------------------------------------------------------------------- tokenizer
 
 
-WORDS = rf"(?:{'|'.join(DIRECTIONS)})(?: [FHG]| wall)?"  # with its neighbour, as `right H`
+# A direction, with or without its neighbour, as in `right H`.
+WORDS = rf"(?:{'|'.join(DIRECTIONS)})(?: [FHG]| wall)?"
 LADDER_WORDS = "|".join((*_ladder.NAMES, *_ladder.COLOURS))
 
 

@@ -64,7 +64,7 @@ def test_a_report_that_comes_while_the_launcher_looks_counts(reported, gone, mon
 
 
 def test_a_rank_that_ends_while_the_launcher_ends_ranks_is_no_error(reported, monkeypatch):
-    """It still existed when the launcher looked, and has been waited for when the signal is sent."""
+    """The rank still existed when the launcher looked, but no longer when it sends the signal."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     for rank in reported.ranks:
         report(reported, rank, pid=process.pid)
