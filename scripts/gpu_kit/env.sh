@@ -12,9 +12,12 @@ keep() {
     tar cf - -C /tmp/cache . | xz -T0 -3 | split -b 15m - $OUT/cache.tar.xz.
     results
 }
+# The archive has the results of earlier checks on this machine, too.
 results() {
-    mkdir -p $OUT/scratch && for f in /tmp/rose-gpu-check-*/*.log; do [ -f "$f" ] && tail -c 200000 "$f" > $OUT/scratch/$(basename $(dirname $f))-$(basename $f); done
-    (cd $OUT && tar czf results.tar.gz --remove-files $(ls | grep -v -e cache.tar -e results.tar))
+    mkdir -p /tmp/results/scratch
+    for f in /tmp/rose-gpu-check-*/*.log; do [ -f "$f" ] && tail -c 200000 "$f" > /tmp/results/scratch/$(basename $(dirname $f))-$(basename $f); done
+    cp $OUT/*.json $OUT/*.log /tmp/results 2>/dev/null
+    tar czf $OUT/results.tar.gz -C /tmp/results . && rm -f $OUT/*.json $OUT/*.log
 }
 # Makes the model of all checks once, in 40 s: each `check` would make one of its own.
 model() {
@@ -22,8 +25,9 @@ model() {
     export MADE="--model /tmp/model/model"
 }
 # A call on the machine ends after 600 s, of which the archives need 30: no check may take more than what is left.
+# MOST=N bash scripts/gpu_kit/stage1.sh bounds a shorter call.
 check() {
-    local most=${LIMIT:-300} left=$((570 - SECONDS))
+    local most=${LIMIT:-300} left=$((${MOST:-570} - SECONDS))
     echo "== $*"
     [ $left -gt 0 ] || { echo "no time left"; return; }
     timeout $((most < left ? most : left)) python3 scripts/gpu_check.py --json $OUT/$NAME.json $MADE "$@" 2>&1 | tee $OUT/$NAME.log | tail -${LINES_SHOWN:-45}
