@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -83,6 +84,7 @@ class Staged:
         self.route: list[str] = []  # names of the edges
         self.mirrored = 0  # edges read from a mirror
         self.dense_bytes = 0
+        self.copy_s = 0.0  # seconds for which changes were copied to the device
 
     def _keep(self, change: _Change, dense_bytes: int, check: bool) -> None:
         """Keep a change. A whole block is always checked after the flip, another one by `check`."""
@@ -108,9 +110,11 @@ class Staged:
 
     def _upload(self, device_bytes: int | None) -> None:
         """Copy the changes that fit to the parameters' device, so that the flip copies less."""
+        began = time.perf_counter()
         with self._live.side_stream():
             self.changes.upload(budget(self._live, device_bytes))
         self._live.synchronize()
+        self.copy_s = time.perf_counter() - began
         self._late.sort()
 
     @torch.no_grad()
