@@ -143,7 +143,7 @@ class Activation:
         try:
             return await self._worker(method, ACTIVATE_TIMEOUT_S, *args)
         except (TransferError, EngineError) as error:
-            self._process.kill()
+            self.kill()
             raise EngineDied(
                 f"engine process {self.pid} was ended, as {method} failed: {error}"
             ) from error

@@ -25,7 +25,7 @@ from rose.comm.wire import COORDINATOR
 from rose.config import Config
 from rose.engine.activation import NOTHING, Moved
 from rose.engine.generation import Chunk
-from rose.engine.vllm_engine import Engine, EngineDied
+from rose.engine.vllm_engine import REAP_S, Engine, EngineDied
 from rose.models import resolve
 from rose.observe.recorder import NullRecorder
 from rose.protocol import seed_of
@@ -37,8 +37,8 @@ STOP_DEADLINE_S = 5.0  # seconds for the worker's tasks to end after a shutdown
 # Seconds between two progress messages of a turn. Longer costs more tokens when a worker is lost,
 # shorter costs the coordinator more messages.
 PROGRESS_S = 0.1
-# Seconds that we wait, after an error, to learn that the engine process is dead. A killed process
-# is reaped in well under a second.
+# Seconds that we wait, after an error, to learn that the engine process is dead, unless vLLM
+# reports that it failed: then it gets `REAP_S` to release its memory.
 DEATH_NOTICE_S = 2.0
 
 
@@ -317,9 +317,13 @@ class RolloutWorker:
         raise ValueError(f"a rollout worker has no use for {type(message).__name__}")
 
     async def _died(self, engine: Engine) -> bool:
-        """True if `engine` is dead, `DEATH_NOTICE_S` after an error of it at the latest. vLLM's
-        threads may raise an error before we notice the death."""
+        """True if `engine` is dead, after an error of it. vLLM's threads may raise an error before
+        we notice the death. An engine process that vLLM has given up is killed: it would take
+        seconds to end by itself."""
         await asyncio.wait({engine.died}, timeout=DEATH_NOTICE_S)
+        if engine.alive and engine.lost:
+            engine.kill()
+            await asyncio.wait({engine.died}, timeout=REAP_S)
         return not engine.alive
 
     async def _generate(self, m: p.GenerateTurn) -> None:

@@ -99,7 +99,7 @@ class Staging:
         try:
             found = await self._worker("rose_flip", timeout_s)
         except BaseException:
-            self._process.kill()
+            self.kill()
             raise
         self._check_statuses(found)
 
@@ -116,7 +116,7 @@ class Staging:
         if any(status["mixture"] for status in failed) or (
             failed and any(s["state"] == "checking" for s in found)
         ):
-            self._process.kill()
+            self.kill()
             raise EngineDied(
                 f"engine process {self.pid} was ended, as its weights were a mixture: "
                 f"{failed[0]['error']}"

@@ -133,6 +133,7 @@ class Engine(Activation, Generation, Staging):
         self.description = description
         self._process = llm.engine_core.resources.engine_manager.processes[0]
         self._died = asyncio.get_running_loop().create_future()
+        self._killed = False
         asyncio.get_running_loop().add_reader(self._process.sentinel, self._on_death)
 
     @classmethod
@@ -329,6 +330,18 @@ class Engine(Activation, Generation, Staging):
         return self._died
 
     @property
+    def lost(self) -> bool:
+        """True from when vLLM reports that the engine process failed, or `kill`. The process may
+        live for some time after either, because it releases its memory."""
+        return self._killed or (self._llm is not None and self._llm.errored)
+
+    def kill(self) -> None:
+        """Kill the engine process, so that its owner can start another. `died` tells when it is
+        gone."""
+        self._killed = True
+        self._process.kill()
+
+    @property
     def hardware(self) -> str:
         """The device's name, for example "H800" or "cpu"."""
         from vllm.platforms import current_platform
@@ -369,7 +382,7 @@ class Engine(Activation, Generation, Staging):
         stopping = asyncio.ensure_future(asyncio.to_thread(llm.shutdown, STOP_TIMEOUT_S))
         await asyncio.wait([stopping], timeout=STOP_TIMEOUT_S + 1)
         if self._process.exitcode is None:
-            self._process.kill()
+            self.kill()
         await asyncio.to_thread(self._process.join, REAP_S)
 
     def _check_alive(self) -> None:
@@ -400,7 +413,7 @@ class Engine(Activation, Generation, Staging):
         if task.done():
             raise task.exception()
         task.cancel()
-        self._process.kill()
+        self.kill()
         raise EngineDied(
             f"engine process {self.pid} was ended, as it did not answer within {timeout_s:g} s"
         )

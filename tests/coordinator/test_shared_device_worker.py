@@ -24,6 +24,7 @@ class FakeEngine:
 
     def __init__(self, args):
         self.args, self.version, self.asleep, self.alive = args, -1, False, True
+        self.failed = False  # what vLLM reports while the process still lives
         self.died = asyncio.get_running_loop().create_future()
         self.learns = asyncio.Event()
 
@@ -36,6 +37,14 @@ class FakeEngine:
         cls.last = cls(settings.engine_args)
         return cls.last
 
+    @property
+    def lost(self):
+        return self.failed
+
+    def kill(self):
+        self.log.append("kill")
+        asyncio.get_running_loop().call_soon(self.die)
+
     def die(self):
         self.alive = False
         self.died.set_result(None)
@@ -47,7 +56,7 @@ class FakeEngine:
 
     async def wake_weights(self):
         self.log.append("weights")
-        if not self.alive:
+        if self.failed or not self.alive:
             raise EngineDied("gone")
         return Moved(-1.0, 15.0, 24.0)
 
@@ -172,6 +181,24 @@ def test_an_engine_that_dies_asleep_is_restarted_in_its_next_turn_and_not_before
         assert [m.incarnation for m in world.sent if isinstance(m, p.WorkerReady)] == [1, 2]
 
     assert play(scene) == ["start", "up", "sleep", "start", "up"]
+
+
+def test_an_engine_that_vllm_gave_up_and_that_lives_on_is_killed_and_another_starts(
+    play, monkeypatch
+):
+    monkeypatch.setattr(rollout, "DEATH_NOTICE_S", 0.0)
+
+    async def scene(world):
+        world.tell(p.Wake)
+        await world.told(p.DeviceChanged)
+        world.tell(p.Sleep)
+        await world.told(p.DeviceChanged, 2)
+        FakeEngine.last.failed = True
+        world.tell(p.Wake)
+        assert (await world.told(p.DeviceChanged, 3)).awake
+        assert await world.told(p.WorkerDown)
+
+    assert play(scene) == ["start", "up", "sleep", "weights", "kill", "start", "up"]
 
 
 def test_told_to_sleep_while_it_starts_again_it_answers_when_it_has_been_put_to_sleep(play):
