@@ -19,7 +19,7 @@ FOLDER=${FOLDER:-${XDG_CACHE_HOME:-$HOME/.cache}/rose/dev_cluster}
 NODES=${NODES:-4} CPUS=${CPUS:-8} GPUS=${GPUS:-2} MEM=${MEM:-8000} PORT=${PORT:-17000}
 PACKAGES="slurm-wlm slurm-wlm-basic-plugins slurm-client slurmdbd slurm-wlm-mysql-plugin munge mariadb-server"
 PROGRAMS="munged slurmctld slurmd slurmdbd mariadbd mariadb-install-db sbatch srun sacctmgr unshare"
-DEADLINE_S=60
+DEADLINE_S=300
 etc=$FOLDER/etc log=$FOLDER/log run=$FOLDER/run
 export SLURM_CONF=$etc/slurm.conf
 PATH=$PATH:/usr/sbin:/sbin
@@ -184,7 +184,7 @@ start() {
     wait_for mariadbd $log/mariadbd.log mariadb-admin --no-defaults -S $run/mysql.sock ping
     mariadb --no-defaults -S $run/mysql.sock -e "create database if not exists slurm_acct"
     MYSQL_UNIX_PORT=$run/mysql.sock slurmdbd >$log/slurmdbd.out 2>&1 </dev/null  # its only way to learn the socket
-    wait_for slurmdbd $log/slurmdbd.log timeout 3 sacctmgr -n list cluster
+    wait_for slurmdbd $log/slurmdbd.log timeout 30 sacctmgr -n list cluster
     wait_for "accounts" $log/slurmdbd.log accounts
     start_controller
     wait_for slurmctld $log/slurmctld.log sh -c "scontrol ping | grep -q UP"

@@ -51,6 +51,13 @@ def words(process: psutil.Process) -> list[str]:
     return []
 
 
+def name(process: psutil.Process) -> str:
+    """The name of a process; "" if it has ended."""
+    with contextlib.suppress(*VANISHED):
+        return process.name()
+    return ""
+
+
 def parent(process: psutil.Process) -> int:
     """Its pid; 0 of one that has ended."""
     with contextlib.suppress(*VANISHED):

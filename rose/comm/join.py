@@ -130,6 +130,10 @@ class Door:
         for suffix in (".asks", ".answer", ".comes"):
             (self.folder / f"{id}{suffix}").unlink(missing_ok=True)
 
+    def is_asking(self, id: str) -> bool:
+        """True if a rank that was admitted and is not connected has not withdrawn its request."""
+        return any((self.folder / f"{id}{suffix}").exists() for suffix in (".asks", ".comes"))
+
     def is_token(self, token: str) -> bool:
         return hmac.compare_digest(token.encode(), self.token.encode())
 

@@ -9,6 +9,7 @@ The connection itself is in rose/comm/guest.py, turns are in rose/coordinator/tu
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rose import processes
 from rose import protocol as p
 from rose.comm.guest import Guest, GuestGone
 from rose.comm.join import Ask, Door
@@ -31,6 +33,8 @@ POLL_S = 0.1  # seconds between two polls for requests to join
 LATE_S = 0.5  # seconds
 BEAT_S = 2.0  # seconds between two updates of the endpoint's file, which show that the run lives
 FAREWELL_S = 0.3  # seconds for the last message to reach the ranks
+ASKS_S = 5.0  # seconds between two looks whether a rank that was admitted still asks
+WITHDREW = "it withdrew its request"
 HELLO_S = 5.0  # seconds from a rank's connection to its `JoinHello`
 # Messages that a borrowed rank may send after its `JoinHello`.
 ACCEPTED = (
@@ -90,6 +94,8 @@ class Borrowed:
         self._ranks: dict[int, _Rank] = {}  # address -> rank
         self._first = self._next = world_size
         self._tasks: Tasks | None = None
+        # Bounds the porters that start at once, each of which takes a second of a core.
+        self._opening = asyncio.Semaphore(2 * processes.cores())
 
     async def run(self) -> None:
         """Poll for requests to join, and serve the ranks, until cancelled.
@@ -168,7 +174,12 @@ class Borrowed:
     async def _serve_rank(self, address: int, rank: _Rank) -> None:
         """Serve one rank, from its admission until it is disconnected or has left."""
         try:
-            rank.guest = await Guest.open([*local.MPIEXEC, "-n", "1"], self._mpi_env)
+            async with self._opening:
+                # The rank may have lost patience while others' porters started.
+                if not await asyncio.to_thread(self._door.is_asking, rank.id):
+                    self._disconnect(address, WITHDREW)
+                    return
+                rank.guest = await Guest.open([*local.MPIEXEC, "-n", "1"], self._mpi_env)
         except GuestGone as error:
             await asyncio.to_thread(self._door.answer, rank.id, reason=str(error), temporary=True)
             self._disconnect(address, str(error))
@@ -177,8 +188,7 @@ class Borrowed:
             await asyncio.to_thread(
                 self._door.answer, rank.id, worker=rank.worker, port=rank.guest.port
             )
-            async with asyncio.timeout(self._patience_s):
-                await rank.connecting.wait()
+            await self._until_it_connects(rank)
             await rank.guest.accept()
             rank.connected = True
             self._tasks.spawn(self._expect_hello(address, rank))
@@ -192,6 +202,16 @@ class Borrowed:
         finally:
             await asyncio.to_thread(self._door.forget, rank.id)
             await rank.guest.close()
+
+    async def _until_it_connects(self, rank: _Rank) -> None:
+        """Wait for the rank. Raises `TimeoutError` if it is late, `GuestGone` if it withdraws."""
+        async with asyncio.timeout(self._patience_s):
+            while not rank.connecting.is_set():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(rank.connecting.wait(), ASKS_S)
+                    return
+                if not await asyncio.to_thread(self._door.is_asking, rank.id):
+                    raise GuestGone(WITHDREW)
 
     async def _expect_hello(self, address: int, rank: _Rank) -> None:
         await asyncio.sleep(HELLO_S)

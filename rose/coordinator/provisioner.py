@@ -8,6 +8,7 @@ rose/launch/sbatch.py writes the job's script.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -189,6 +190,7 @@ async def _command(*command: str) -> tuple[int, str, str]:
         async with asyncio.timeout(COMMAND_S):
             out, err = await process.communicate()
     except TimeoutError:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):  # It may have ended just now.
+            process.kill()
         return 124, "", f"{command[0]} did not answer within {COMMAND_S:g} s"
     return process.returncode, out.decode().strip(), err.decode().strip()[-500:]

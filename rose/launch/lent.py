@@ -4,6 +4,7 @@ that lend it engines, rewards.json those that compute rewards."""
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from rose.files import write_whole
@@ -34,8 +35,9 @@ def cancel_all(run_dir: Path) -> None:
         print(f"scancel {' '.join(jobs)}: done", flush=True)
     except commands.SlurmError as error:
         print(error, flush=True)
-    for kind in (ENGINES, REWARDS):
-        note(run_dir, {}, kind)
+    with suppress(OSError):  # A full disk must not hide why the run ended.
+        for kind in (ENGINES, REWARDS):
+            note(run_dir, {}, kind)
 
 
 def _path(run_dir: Path, kind: str) -> Path:

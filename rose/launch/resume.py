@@ -299,7 +299,8 @@ def end_s(run_dir: Path, cluster: Cluster, warned: bool) -> float:
 def note_warned(run_dir: Path, attempt: int) -> None:
     """Record, for the coordinator and before its signal, that Slurm has warned the job or its time
     limit is near."""
-    _warning(run_dir, attempt).touch()
+    with suppress(OSError):  # A full disk must not keep the coordinator from being told to stop.
+        _warning(run_dir, attempt).touch()
 
 
 def is_warned(run_dir: Path, attempt: int) -> bool:

@@ -222,8 +222,7 @@ class Run:
         except NotNow as cause:
             signals = batch.received
             outcome = supervise.Outcome("" if signals else str(cause), sum(signals[:1]), True)
-        # A rank lost after SIGTERM is no reason to requeue: somebody cancelled the job (scancel).
-        if outcome.interrupted == signal.SIGUSR2 or outcome.lost_rank and not outcome.interrupted:
+        if _requeues(outcome):
             return self._requeue(c, outcome)
         lent.cancel_all(self.run_dir)
         if outcome.failure:
@@ -271,9 +270,15 @@ class Run:
         steps = shown if c.observe.terminal else nullcontext()
         with _warned_in_time(self.run_dir, c.cluster.slurm), steps:
             outcome = job.wait()
+        # The trace and report of a long run take minutes, which a job near its time limit has not:
+        # the last attempt writes those of all.
+        if not _requeues(outcome):
+            self._write_views(c)
+        return outcome
+
+    def _write_views(self, c: Config) -> None:
         for part in extensions.modules("views").values():
             part.write(c.observe, self.run_dir)
-        return outcome
 
     def _requeue(self, c: Config, outcome: supervise.Outcome) -> str:
         """Ask Slurm for another attempt, which continues from the last checkpoint. Slurm then ends
@@ -282,6 +287,7 @@ class Run:
         job, done, most = os.environ["SLURM_JOB_ID"], _restarts(), c.cluster.slurm.requeues
         lost = resume.requeues_without_checkpoint(self.run_dir, job, done)
         if lost >= most:
+            self._write_views(c)
             raise RunFailed(
                 f"given up after {lost} requeues without a new checkpoint "
                 f"(cluster.slurm.requeues={most}); the last end: {why}"
@@ -298,6 +304,13 @@ class Run:
                 "it, Slurm has requeued it already, else the same launch.py command continues it"
             ) from None
         return "requeued"
+
+
+def _requeues(outcome: supervise.Outcome) -> bool:
+    """True if another attempt shall follow. A rank lost after SIGTERM is no reason: somebody
+    cancelled the job (scancel)."""
+    warned = outcome.interrupted == signal.SIGUSR2
+    return warned or (outcome.lost_rank and not outcome.interrupted)
 
 
 def _restarts() -> int:

@@ -82,7 +82,7 @@ async def run(
     """
     if program(argv[0]) is None and not (set(files) & {argv[0], argv[0].removeprefix("./")}):
         raise FileNotFoundError(f"there is no program {argv[0]}")
-    with tempfile.TemporaryDirectory(prefix="rose-reward-") as folder:
+    with tempfile.TemporaryDirectory(prefix="rose-reward-", ignore_cleanup_errors=True) as folder:
         _lay(Path(folder), files)
         process = await asyncio.create_subprocess_exec(
             *((*isolation(), *BEGIN) if isolation() else ()),

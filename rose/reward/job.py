@@ -37,7 +37,9 @@ class Help:
     def __call__(self) -> str:
         batch.remember()
         c = configuration.load(self.run_dir / "config.json")
-        with tempfile.TemporaryDirectory(prefix="rose-reward-") as scratch:
+        with tempfile.TemporaryDirectory(
+            prefix="rose-reward-", ignore_cleanup_errors=True
+        ) as scratch:
             workers = [self._start(scratch) for _ in range(cpus_of(c.cluster, "reward", c.rollout))]
             starts = len(workers) * STARTS
             while workers:

@@ -113,7 +113,7 @@ class Mirror:
         """Wait until the edge is complete in the mirror. Return "", or the reason if it was refused
         or is late; then its files must be read from the store."""
         began, folder = time.monotonic(), self.path / edge
-        while len(list(folder.glob("rank-*.h5"))) < self._files:
+        while _count(folder) < self._files:
             for refused in (folder / REFUSED, self.path / REFUSED):
                 with suppress(OSError):
                     return refused.read_text(encoding="utf-8")
@@ -122,6 +122,13 @@ class Mirror:
                 return f"not broadcast within {patience:g} s"
             await asyncio.sleep(0.002)
         return ""
+
+
+def _count(folder: Path) -> int:
+    """Return how many ranks' files are in a folder, which another process may just remove."""
+    with suppress(OSError):
+        return sum(name.startswith("rank-") and name.endswith(".h5") for name in os.listdir(folder))
+    return 0
 
 
 def _start_time(pid: int) -> str:

@@ -23,22 +23,25 @@ DEADLINE_S = 60.0
 def watched(monkeypatch):
     """watched(coroutine function) -> (its result, what was said): beside a `LoopWatch`, while
     another process sends the signal as the host's rank does. A thread would need the lock."""
-    monkeypatch.setattr(blocked, "BEAT_S", 0.05)
+    monkeypatch.setattr(blocked, "BEAT_S", 0.2)  # It speaks from LIMIT_S on.
     before = signal.getsignal(SIGNAL)
-    ask = ["sh", "-c", f"while kill -{int(SIGNAL)} {os.getpid()}; do sleep 0.1; done"]
+    ask = ["sh", "-c", f"read go; while kill -{int(SIGNAL)} {os.getpid()}; do sleep 0.1; done"]
 
     def run(scene):
         said = []
+        # Started before the watch, since a start takes long on a busy machine.
+        asking = subprocess.Popen(ask, stdin=subprocess.PIPE)
 
         async def beside():
             watch = asyncio.create_task(LoopWatch(lambda: None, said.append).run())
             await asyncio.sleep(0)
-            asking = subprocess.Popen(ask)
+            asking.stdin.write(b"\n")
+            asking.stdin.flush()
             try:
                 return await scene()
             finally:
                 asking.kill()
-                asking.wait()
+                asking.communicate()
                 watch.cancel()
 
         return asyncio.run(beside()), said

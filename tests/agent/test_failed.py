@@ -92,7 +92,7 @@ def test_one_whose_time_is_up_is_kept_as_far_as_it_came(ended, monkeypatch, tmp_
         await asyncio.sleep(2 * DEADLINE_S)
 
     monkeypatch.setattr(Wander, "step", hangs)
-    message = ended(trajectory_timeout_s=1.0)
+    message = ended(trajectory_timeout_s=5.0)
     assert isinstance(message, p.TrajectoryFailed) and "trajectory_timeout_s" in message.error
     [kept], _ = read_failed(tmp_path)
     assert kept.record["turns"] == 1 and kept.made == len(WORDS)

@@ -17,6 +17,8 @@ import pytest
 
 from rose import protocol as p
 from rose.comm import join, mpi_process, porter
+from rose.comm.guest import Guest
+from rose.coordinator import borrowed
 from rose.coordinator.borrowed import Borrowed
 from tests import processes
 from tests.coordinator.conftest import HOST, RANK, World
@@ -96,8 +98,10 @@ class Court:
 
 
 @pytest.fixture
-def court(tmp_path, make_config):
-    """Where no rank is silent for too long, however busy the machine is."""
+def court(tmp_path, make_config, monkeypatch):
+    """Where no rank is silent for too long, and a porter has the time to say goodbye, however busy
+    the machine is."""
+    monkeypatch.setattr(Guest.close, "__defaults__", (60.0,))
     return Court(tmp_path, make_config("serving.lost_after_s=60"))
 
 
@@ -275,6 +279,22 @@ def test_no_more_ranks_than_allowed(tmp_path, make_config):
         second = c.join("works")
         await c.until(lambda: second.poll() is not None, "the refusal")
         assert "serving.max_ranks" in second.communicate()[0]
+
+    Court(tmp_path, make_config("serving.max_ranks=1")).run(story)
+
+
+def test_a_rank_that_asks_no_longer_leaves_its_place_to_another(tmp_path, make_config, monkeypatch):
+    monkeypatch.setattr(borrowed, "ASKS_S", 0.1)
+
+    async def story(c):
+        application = join.Application(c.run_dir)
+        answer = await asyncio.to_thread(application.ask, DEADLINE_S)
+        assert answer.worker == "borrowed-1"
+        application.withdraw()
+        await c.until(c.lost, "the loss")
+        assert c.lost() == ["borrowed-1: before it had joined: it withdrew its request"]
+        c.join("works")
+        await c.until(lambda: c.workers() == ["borrowed-2", "rollout-0"], "the other")
 
     Court(tmp_path, make_config("serving.max_ranks=1")).run(story)
 

@@ -16,8 +16,10 @@ DEADLINE_S = 240
 
 
 @pytest.fixture
-def exports(run):
+def exports(run, monkeypatch):
     """exports(export_every=2, ...) -> those of this run; what they told is in `.told`."""
+
+    monkeypatch.setattr("rose.coordinator.exports.LOWEST", 0)  # other tests have the cores
 
     def make(**trainer) -> Exports:
         tree = configuration.to_dict(configuration.load(run.run / "config.json"))

@@ -24,7 +24,7 @@ from tests.gpu.model import folder
 
 PAUSE_S = 0.003  # seconds between two steps of S
 AHEAD_S = 0.001  # seconds in which S's engine prepares a step after it has raised the flag
-STOPPED_S = 0.3  # seconds until the tokens of steps before a stop have arrived
+STOPPED_S = 0.3  # seconds without a token after which a stop has taken effect
 LAYERS, HIDDEN, INTERMEDIATE = 28, 3584, 18944  # shapes of Qwen2.5-7B
 START_S = 60.0
 UNTIL_S = 20.0
@@ -175,7 +175,9 @@ async def _stops(report: Report, boards: Path, child: Any, orders: Any) -> None:
         report.figure("S beside R, with stops in time", early / alone, "of alone")
         report.figure("S beside R, which is stopped all the time", still / alone, "of alone")
         flag.up = True
-        await asyncio.sleep(STOPPED_S)
+        async with asyncio.timeout(10 * UNTIL_S):  # until the tokens of steps before have arrived
+            while await both.rate(STOPPED_S):
+                pass
         report.figure("R while the flag is up", await both.rate(1.0), "token/s", equal=0)
         flag.up, before = False, both.made
         began = time.monotonic()

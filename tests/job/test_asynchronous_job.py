@@ -11,7 +11,7 @@ from rose.policies import build
 from rose.scheduler.groups import group_index
 from tests.job.job import Job
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 STEPS, ETA = 4, 1
 REWARD = """

@@ -30,7 +30,7 @@ from tests.parts.play import commands
 from tests.processes import ran
 from tests.transfer.worlds import same
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 
 @pytest.fixture(scope="module")

@@ -18,10 +18,10 @@ from rose.observe.metrics import read_metrics, rows_of
 from tests.conftest import compose_tree
 from tests.processes import ran
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-DEADLINE_S = 480.0
+DEADLINE_S = 900.0
 SIZES = (
     "cluster=local cluster.gpus=0 model.max_context=512 trainer.steps=1 trainer.batch_size=8 "
     "trainer.micro_batch_tokens=1024 trainer.threads=1 rollout.workers=1 "

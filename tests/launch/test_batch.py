@@ -31,6 +31,8 @@ class Work:
     def __call__(self):
         (self.folder / "works").touch()
         wait_for(self.folder / "gate-works")
+        if (self.folder / "signalled").exists():
+            processes.until(lambda: batch.received, "the signal", DEADLINE_S)
         (self.folder / "got").write_text(" ".join(map(str, batch.received)))
         if self.error:
             raise slurm.RunFailed(self.error)
@@ -73,13 +75,14 @@ PLACES = ("setup", "python", "works")
 
 
 @pytest.mark.parametrize(
-    "place, number", zip(PLACES, (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT), strict=True)
+    "place, number", list(zip(PLACES, (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT), strict=True))
 )
 def test_a_signal_to_the_script_reaches_the_work_wherever_the_job_is(job, tmp_path, place, number):
     process = job()
     for each in PLACES:
         wait_for(tmp_path / each)
         if each == place:
+            (tmp_path / "signalled").touch()
             process.send_signal(number)
             time.sleep(0.1)
         (tmp_path / f"gate-{each}").touch()

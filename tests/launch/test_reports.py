@@ -63,6 +63,26 @@ def test_a_report_that_comes_while_the_launcher_looks_counts(reported, gone, mon
     assert reads[0][0].state == "running" and len(reads) > 1
 
 
+def test_reports_that_come_after_the_starter_has_ended_count(reported, monkeypatch):
+    """The launcher read the reports before the last guard wrote its own."""
+    for rank in reported.ranks:
+        report(reported, rank)
+    read, starter = reported.statuses(), subprocess.Popen(["true"])
+    starter.wait()
+    monkeypatch.setattr(reported, "process", starter)
+    for rank in reported.ranks:
+        report(reported, rank, state="done", exit_code=0)
+    late = iter([read])
+    monkeypatch.setattr(
+        reported,
+        "statuses",
+        lambda: next(late, None) or rank_status.read_all(reported.run_dir, reported.attempt),
+    )
+    assert reported._failure({}) == ""
+    report(reported, reported.ranks[0], state="running")
+    assert "exited with code 0" in reported._failure({})
+
+
 def test_a_rank_that_ends_while_the_launcher_ends_ranks_is_no_error(reported, monkeypatch):
     """The rank still existed when the launcher looked, but no longer when it sends the signal."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)

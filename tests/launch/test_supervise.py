@@ -153,7 +153,7 @@ def test_a_coordinator_that_does_not_stop_is_ended_at_the_deadline(begin, impati
 
 
 def test_a_coordinator_that_stopped_in_time_is_reported_so(begin, run_dir, make_config):
-    configuration.save(make_config("cluster.stop_timeout_s=6"), run_dir / "config.json")
+    configuration.save(make_config("cluster.stop_timeout_s=20"), run_dir / "config.json")
     process = begin(up=True, TOY="rollout-1:hang", TOY_SECONDS=LONG)
     process.send_signal(signal.SIGTERM)
     code, output = finish(process)

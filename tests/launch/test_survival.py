@@ -6,8 +6,8 @@ import contextlib
 import fcntl
 import os
 import signal
-import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -82,22 +82,20 @@ def test_the_supervisor_gets_what_came_before_it_and_leaves_the_handlers(job, mo
 
 
 @contextlib.contextmanager
-def held(path, seconds):
-    """Another node's lock, which is released after these seconds."""
+def held(path):
+    """Another node's lock; its value releases it."""
     path.touch()
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        release = threading.Timer(seconds, lambda: fcntl.flock(file, fcntl.LOCK_UN))
-        release.start()
-        yield
-        release.cancel()
-        release.join()
+        yield lambda: fcntl.flock(file, fcntl.LOCK_UN)
 
 
 @pytest.mark.parametrize("restarts", ["0", "1"])
 def test_an_attempt_waits_for_the_earlier_ones_lock(job, stand_in, monkeypatch, capsys, restarts):
     monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
-    with held(job.run_dir / "lock", 0.5):
+    with held(job.run_dir / "lock") as release:
+        pausing = SimpleNamespace(**vars(time) | {"sleep": lambda _: release()})
+        monkeypatch.setattr(slurm, "time", pausing)
         assert job() == "finished"
     assert len(stand_in.called("srun")) == 1
     assert capsys.readouterr().out.count("waiting for its end") == 1
@@ -119,7 +117,7 @@ def test_a_lease_of_a_dead_client_ends_the_wait_like_a_lock(job, stand_in, monke
 
 def test_a_lock_that_stays_requeues_a_restarted_attempt_and_fails_a_first_one(job, monkeypatch):
     monkeypatch.setattr(slurm, "RELEASE_S", 0.1)
-    with held(job.run_dir / "lock", 60.0):
+    with held(job.run_dir / "lock"):
         with pytest.raises(slurm.RunFailed, match="in use by another launch"):
             job()
         monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -143,6 +141,16 @@ def test_a_job_for_gpus_is_not_submitted_from_an_environment_for_cpus(make_confi
 
     monkeypatch.setattr(slurm, "version", missing)
     slurm.check_environment(make_config(gpus, "cluster=slurm"))
+
+
+def test_trace_and_report_wait_for_the_last_attempt(job, monkeypatch):
+    """Those of a long run take minutes, and near its time limit a job has seconds."""
+    written = []
+    monkeypatch.setattr(job, "_write_views", lambda c: written.append(job.outcome))
+    for outcome in (LOST, supervise.Outcome(interrupted=signal.SIGUSR2), supervise.Outcome()):
+        job.outcome = outcome
+        job()
+    assert written == [supervise.Outcome()]
 
 
 def test_a_run_that_gets_on_is_requeued_without_end(job, monkeypatch):

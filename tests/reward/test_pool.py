@@ -148,7 +148,7 @@ async def test_an_episode_that_was_played_otherwise_again_has_a_score_of_its_own
 
 @pytest.mark.slow
 async def test_an_answer_is_scored_once_and_survives_its_worker(world):
-    w = world("reward.max_workers=2")
+    w = world("reward.max_workers=2", "reward.timeout_s=250")
     async with w.pool() as pool:
         same = [w.score(pool, "a", "waits") for _ in range(3)]
         await until(lambda: w.tries("a"))

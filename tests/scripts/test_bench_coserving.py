@@ -178,13 +178,13 @@ def test_a_short_run_measures_s_alone_and_beside_rollouts_and_leaves_nothing(
     monkeypatch.setenv("ROSE_CACHE", str(tmp_path / "cache"))
     # nothing is measured here: a machine with other guests will do
     monkeypatch.setattr("scripts.live_runs.PATIENCE_S", 0.0)
-    waits = {"TRIES": 1, "SETTLE_S": 0.2, "BASELINE_S": 1.0, "DRAIN_S": 120.0}
+    waits = {"TRIES": 1, "SETTLE_S": 0.2, "BASELINE_S": 5.0, "DRAIN_S": 120.0}
     waits["CALIBRATE_S"] = (1.0, 2.0)
     for name, value in waits.items():
         monkeypatch.setattr(f"scripts.lending.bench_coserving_bench.{name}", value)
     given = [
         "scenarios=alone,naive",
-        "seconds=2",
+        "seconds=5",
         "seeds=1",
         "model=128x1",
         "rollout_model=128x1",

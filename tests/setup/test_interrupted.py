@@ -25,7 +25,7 @@ from tests.slurm.conftest import cluster, in_the_cluster
 
 def test_hangs(cluster):
     job = f'trap "" TERM; env -i setsid sleep 7000 & touch {cluster}/runs; sleep 7000'
-    subprocess.run(["sbatch", "--output=/dev/null", "--wrap", job], check=True, timeout=60)
+    subprocess.run(["sbatch", "--output=/dev/null", "--wrap", job], check=True, timeout=600)
     while not (cluster / "runs").exists():
         time.sleep(0.1)
     Path("folder").write_text(str(cluster))
@@ -89,8 +89,8 @@ def test_an_interrupted_test_run_leaves_no_cluster(start, tmp_path, options, num
             return (tmp_path / "folder").read_text()
         return ""
 
-    folder = processes.until(up, "the job")
-    daemons = {each.name() for each in of_cluster(folder)}
+    folder = processes.until(up, "the job", 600.0)
+    daemons = {processes.name(each) for each in of_cluster(folder)}
     assert {"munged", "mariadbd", "slurmctld", "slurmd"} <= daemons
     everything = with_children(of_cluster(folder))
     assert any(processes.words(each) == ["sleep", "7000"] for each in everything)

@@ -65,7 +65,7 @@ def dev_cluster(folder: Path, *words: str) -> None:
     done = ran(
         [str(REPOSITORY / "slurm" / "dev_cluster.sh"), *words],
         env=os.environ | settings(folder),
-        timeout=600,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

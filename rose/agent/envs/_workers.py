@@ -160,14 +160,16 @@ class _FunctionCall:
         with self._lock:
             self._process = None
         limit.cancel()
+        if not answer or slow.is_set() or self._cancelled:
+            # The process has ended, or was killed, perhaps just after it had answered.
+            process.kill()
+            process.wait()
+            _own.worker = None
         if answer:
             return json.loads(answer)
-        process.kill()
-        code = process.wait()
-        _own.worker = None
         return {
             "too_slow": slow.is_set(),
-            "error": f"its process ended with code {code} before it answered",
+            "error": f"its process ended with code {process.returncode} before it answered",
         }
 
     def cancel(self) -> None:

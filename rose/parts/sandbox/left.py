@@ -40,7 +40,7 @@ def take_over(home: Path, shared: Path, say: Callable[[str], None]) -> None:
     are old. Raises OSError."""
     for folder in home.glob(f"{PREFIX}*"):
         with (
-            contextlib.suppress(BlockingIOError),
+            contextlib.suppress(BlockingIOError, FileNotFoundError),  # it lives, or removes itself
             (folder / "lock").open("a", encoding="utf-8") as file,
         ):
             lock_now(file)

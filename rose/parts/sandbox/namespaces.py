@@ -38,6 +38,7 @@ OF_FILES = {
     errno.ENXIO, errno.EOVERFLOW, errno.EPERM, errno.EROFS, errno.ETXTBSY,
 }  # fmt: skip
 PATH_BYTES = 4096  # Linux's PATH_MAX
+BEGIN_AT_ONCE = 8  # sandboxes of a host that begin at once
 ORDER_S = 30.0  # seconds for an answer of process 1, which takes milliseconds
 IDLE_S = 1.0  # seconds for an answer that only saves time
 KILLED_S = 10.0  # seconds that killed processes have to end
@@ -110,6 +111,8 @@ class Keeper:
 
     def __init__(self, process: subprocess.Popen, end: socket.socket, found: dict[str, Any]):
         self.process, self.end = process, end
+        # The keeper makes one sandbox at a time, and its socket holds about a hundred orders.
+        self._beginning = asyncio.Semaphore(BEGIN_AT_ONCE)
         self.root: bool = found["root"]
         self.lacking: dict[str, str] = found["lacking"]  # limits that can't be set, and why
 
@@ -156,7 +159,12 @@ class Keeper:
 
     async def begin(self, spec: Spec, saved: tuple[int, int] | None = None) -> Namespaces:
         """Start a sandbox. With `saved`, file descriptors of a listing and its folder of contents
-        (layer.py), it has these files and no session. Raises `SandboxError`."""
+        (layer.py), it has these files and no session. Waits while `BEGIN_AT_ONCE` others begin.
+        Raises `SandboxError`."""
+        async with self._beginning:
+            return await self._begin(spec, saved)
+
+    async def _begin(self, spec: Spec, saved: tuple[int, int] | None) -> Namespaces:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         order = asdict(spec) | {"variables": spec.variables()}
         made = Namespaces(self, ours)

@@ -135,7 +135,8 @@ class Piped:
         try:
             out, err = await asyncio.wait_for(process.communicate(data), wait_s)
         except TimeoutError:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):  # It may have ended just now.
+                process.kill()
             raise
         return process.returncode or 0, out, err.decode(errors="replace")
 

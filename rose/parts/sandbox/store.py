@@ -182,8 +182,14 @@ class Store:
                 file.flush()
                 if self.sync:
                     os.fsync(file.fileno())
-            path.parent.mkdir(exist_ok=True)
-            part.replace(path)
+            for last in (False, True):  # `forget` may remove the folder between the two calls.
+                path.parent.mkdir(exist_ok=True)
+                try:
+                    part.replace(path)
+                    break
+                except FileNotFoundError:
+                    if last:
+                        raise
         finally:
             part.unlink(missing_ok=True)
         if self.sync:

@@ -118,7 +118,8 @@ class _Process:
         except TimeoutError:
             loaded = {"error": f"it was not loaded within {LOAD_S:g} s"}
         except BaseException:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):  # It may have ended just now.
+                process.kill()
             raise
         if "error" not in loaded and loaded != verifiers.tasks:
             loaded = {

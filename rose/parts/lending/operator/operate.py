@@ -378,7 +378,10 @@ def claim(name: str) -> tuple[Path, TextIO]:
             own_folder(folder)
         except OSError:  # another user's, whose links would lead the lock to a file of ours
             continue
-        lock = open(folder / LOCK, "w", encoding="utf-8")  # noqa: SIM115 (held while the process lives)
+        try:
+            lock = open(folder / LOCK, "w", encoding="utf-8")  # noqa: SIM115 (held while the process lives)
+        except FileNotFoundError:  # its owner is just removing it
+            continue
         try:
             lock_now(lock)
             if os.stat(folder / LOCK).st_ino != os.fstat(lock.fileno()).st_ino:
@@ -388,7 +391,7 @@ def claim(name: str) -> tuple[Path, TextIO]:
             continue
         for left in folder.iterdir():  # files that a killed process left
             if left.name != LOCK:
-                left.unlink()
+                left.unlink(missing_ok=True)
         return folder, lock
     raise ConfigError(
         f"name={name!r}: {DEVICES} devices of this node serve a run of this name already, or "

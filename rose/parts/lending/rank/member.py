@@ -31,8 +31,8 @@ from rose.parts.lending.config import Config
 from rose.parts.lending.vllm import priority
 
 # Seconds to wait for the coordinator's answer. It takes 0.2 s, unless the coordinator writes a
-# checkpoint or its file system is slow.
-ANSWER_S = 20.0
+# checkpoint, its file system is slow, or many ranks join at once.
+ANSWER_S = 60.0
 FIRST_RANK = 10000  # number of the first borrowed rank in the trace
 
 

@@ -53,6 +53,7 @@ def test_the_flag_is_up_from_the_first_step_of_requests_to_their_end(online, fla
 
 def test_rollouts_run_beside_the_steps_that_the_dial_allows(online, flag):
     scheduler = online.scheduler
+    scheduler._slo = msgspec.structs.replace(scheduler._slo, tpot_p99_s=1000.0)
     asked = []
     scheduler._dial.lets = lambda *words: bool(asked.append(words)) or len(asked) % 2 == 0
     online.add("a", prompt=40, tokens=6)

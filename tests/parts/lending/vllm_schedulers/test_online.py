@@ -26,8 +26,9 @@ def test_without_requests_it_is_held_up_for_ever_and_with_one_until_its_target(d
     state = driven.scheduler.state
     driven.scheduler._write_board()
     assert state.hold_until == board.INFINITE
-    now = time.monotonic()
+    now, wall = time.monotonic(), time.time()
     monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "time", lambda: wall)
     driven.add("a", prompt=100, tokens=5)
     assert state.waiting == 1 and now + 0.4 < state.hold_until < now + 0.5, (
         "0.5 s, but for its own prefill"
@@ -72,6 +73,9 @@ def test_requests_are_counted_apart_while_anything_is_lent(driven, boards):
 
 def test_first_tokens_beyond_their_median_target_leave_rollouts_less(driven, monkeypatch):
     monkeypatch.setattr("rose.parts.lending.rules.slo.FORGET_S", 1e6)
+    now, wall = time.monotonic(), time.time()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "time", lambda: wall)
     shares = []
     for late_s in (0.3, 0.0):  # of a median target of 0.2 s, within ttft_p99_s
         for i in range(60):
