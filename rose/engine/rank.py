@@ -317,9 +317,8 @@ class RolloutWorker:
         raise ValueError(f"a rollout worker has no use for {type(message).__name__}")
 
     async def _died(self, engine: Engine) -> bool:
-        """True if `engine` is dead, after an error of it. vLLM's threads may raise an error before
-        we notice the death. An engine process that vLLM has given up is killed: it would take
-        seconds to end by itself."""
+        """True if `engine` is dead, after an error that may have come before we noticed. A process
+        that vLLM has given up is killed, because it would take seconds to end by itself."""
         await asyncio.wait({engine.died}, timeout=DEATH_NOTICE_S)
         if engine.alive and engine.lost:
             engine.kill()

@@ -336,8 +336,7 @@ class Engine(Activation, Generation, Staging):
         return self._killed or (self._llm is not None and self._llm.errored)
 
     def kill(self) -> None:
-        """Kill the engine process, so that its owner can start another. `died` tells when it is
-        gone."""
+        """Kill the engine process, so that its owner can start another once `died` is done."""
         self._killed = True
         self._process.kill()
 

@@ -299,7 +299,7 @@ def end_s(run_dir: Path, cluster: Cluster, warned: bool) -> float:
 def note_warned(run_dir: Path, attempt: int) -> None:
     """Record, for the coordinator and before its signal, that Slurm has warned the job or its time
     limit is near."""
-    with suppress(OSError):  # A full disk must not keep the coordinator from being told to stop.
+    with suppress(OSError):  # A full disk must not prevent the coordinator's signal.
         _warning(run_dir, attempt).touch()
 
 

@@ -14,9 +14,7 @@ import numpy as np
 
 from rose.transfer.base import Base, digest_of
 from rose.transfer.blocks import Block, Tensor, size
-from rose.transfer.edge import list_edges
 from rose.transfer.errors import Corrupted, Missing
-from rose.transfer.source import Folder
 from rose.transfer.store import (
     FORMAT,
     FULL,
@@ -24,7 +22,7 @@ from rose.transfer.store import (
     MANIFEST,
     PLAN,
     Plan,
-    edge_name,
+    parse_edge,
     seal,
     unseal,
     write_file,
@@ -36,8 +34,14 @@ Digests = list[tuple[Block, bytes]]  # a tensor's blocks with the xxh3-128 of ea
 def readable(store: Path) -> list[int]:
     """Return, in order, the versions that can be read from a store's files alone; [] if it is no
     store. Their files may still be damaged."""
-    source = Folder(store)  # The trainer may remove a version meanwhile.
-    edges = [e for e in list_edges(source) if source.stat(f"{edge_name(*e)}/{MANIFEST}")]
+    while True:
+        try:
+            manifests = list(Path(store).glob(f"v*/*/{MANIFEST}"))
+            break
+        except FileNotFoundError:
+            continue  # The trainer has removed a version meanwhile.
+    steps = (parse_edge(path.parent.parent.name, path.parent.name) for path in manifests)
+    edges = {step for step in steps if step is not None}
     found = {version for version, base in edges if base is FULL}
     for version, base in sorted(edge for edge in edges if edge[1] not in (FULL, INITIAL)):
         if base in found:

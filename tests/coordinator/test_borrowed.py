@@ -99,8 +99,8 @@ class Court:
 
 @pytest.fixture
 def court(tmp_path, make_config, monkeypatch):
-    """Where no rank is silent for too long, and a porter has the time to say goodbye, however busy
-    the machine is."""
+    """A court in which no rank is silent for too long, and a porter has the time to say goodbye,
+    however busy the machine is."""
     monkeypatch.setattr(Guest.close, "__defaults__", (60.0,))
     return Court(tmp_path, make_config("serving.lost_after_s=60"))
 

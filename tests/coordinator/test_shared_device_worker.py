@@ -24,7 +24,7 @@ class FakeEngine:
 
     def __init__(self, args):
         self.args, self.version, self.asleep, self.alive = args, -1, False, True
-        self.failed = False  # what vLLM reports while the process still lives
+        self.failed = False  # vLLM may report that while the process still lives.
         self.died = asyncio.get_running_loop().create_future()
         self.learns = asyncio.Event()
 

@@ -175,7 +175,7 @@ async def _stops(report: Report, boards: Path, child: Any, orders: Any) -> None:
         report.figure("S beside R, with stops in time", early / alone, "of alone")
         report.figure("S beside R, which is stopped all the time", still / alone, "of alone")
         flag.up = True
-        async with asyncio.timeout(10 * UNTIL_S):  # until the tokens of steps before have arrived
+        async with asyncio.timeout(10 * UNTIL_S):  # Tokens of steps before arrive.
             while await both.rate(STOPPED_S):
                 pass
         report.figure("R while the flag is up", await both.rate(1.0), "token/s", equal=0)

@@ -144,7 +144,7 @@ def test_a_job_for_gpus_is_not_submitted_from_an_environment_for_cpus(make_confi
 
 
 def test_trace_and_report_wait_for_the_last_attempt(job, monkeypatch):
-    """Those of a long run take minutes, and near its time limit a job has seconds."""
+    """A long run's take minutes, and near its time limit a job has seconds."""
     written = []
     monkeypatch.setattr(job, "_write_views", lambda c: written.append(job.outcome))
     for outcome in (LOST, supervise.Outcome(interrupted=signal.SIGUSR2), supervise.Outcome()):

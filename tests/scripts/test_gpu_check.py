@@ -316,7 +316,7 @@ def twins(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3300)  # of all of them
+@pytest.mark.timeout(3300)  # The first one runs all of them.
 @pytest.mark.parametrize("name", TWINS)
 def test_the_twin_of_each_check_is_ok_on_a_cpu(twins, name):
     found, ran = twins

@@ -40,7 +40,9 @@ def take_over(home: Path, shared: Path, say: Callable[[str], None]) -> None:
     are old. Raises OSError."""
     for folder in home.glob(f"{PREFIX}*"):
         with (
-            contextlib.suppress(BlockingIOError, FileNotFoundError),  # it lives, or removes itself
+            contextlib.suppress(
+                BlockingIOError, FileNotFoundError
+            ),  # The host lives, or is ending.
             (folder / "lock").open("a", encoding="utf-8") as file,
         ):
             lock_now(file)

@@ -38,7 +38,7 @@ OF_FILES = {
     errno.ENXIO, errno.EOVERFLOW, errno.EPERM, errno.EROFS, errno.ETXTBSY,
 }  # fmt: skip
 PATH_BYTES = 4096  # Linux's PATH_MAX
-BEGIN_AT_ONCE = 8  # sandboxes of a host that begin at once
+BEGIN_AT_ONCE = 8  # sandboxes of a host; the keeper's socket holds a hundred orders
 ORDER_S = 30.0  # seconds for an answer of process 1, which takes milliseconds
 IDLE_S = 1.0  # seconds for an answer that only saves time
 KILLED_S = 10.0  # seconds that killed processes have to end
@@ -111,7 +111,6 @@ class Keeper:
 
     def __init__(self, process: subprocess.Popen, end: socket.socket, found: dict[str, Any]):
         self.process, self.end = process, end
-        # The keeper makes one sandbox at a time, and its socket holds about a hundred orders.
         self._beginning = asyncio.Semaphore(BEGIN_AT_ONCE)
         self.root: bool = found["root"]
         self.lacking: dict[str, str] = found["lacking"]  # limits that can't be set, and why
@@ -159,32 +158,28 @@ class Keeper:
 
     async def begin(self, spec: Spec, saved: tuple[int, int] | None = None) -> Namespaces:
         """Start a sandbox. With `saved`, file descriptors of a listing and its folder of contents
-        (layer.py), it has these files and no session. Waits while `BEGIN_AT_ONCE` others begin.
-        Raises `SandboxError`."""
-        async with self._beginning:
-            return await self._begin(spec, saved)
-
-    async def _begin(self, spec: Spec, saved: tuple[int, int] | None) -> Namespaces:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        (layer.py), it has these files and no session. Raises `SandboxError`."""
         order = asdict(spec) | {"variables": spec.variables()}
-        made = Namespaces(self, ours)
-        try:
-            send(self.end, order, (theirs.fileno(), *(saved or ())))
-        except OSError as error:
-            made.line.close()
-            raise SandboxError(f"the keeper of sandboxes is gone: {error}") from None
-        finally:
-            theirs.close()
-        try:
-            await asyncio.wait_for(made.ready(), START_S)
-            if saved is None:
-                await made.restart(None)
-        except TimeoutError:
-            await made.close()
-            raise SandboxError(f"a sandbox was not ready within {START_S:g} s") from None
-        except BaseException:
-            await made.close()
-            raise
+        async with self._beginning:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            made = Namespaces(self, ours)
+            try:
+                send(self.end, order, (theirs.fileno(), *(saved or ())))
+            except OSError as error:
+                made.line.close()
+                raise SandboxError(f"the keeper of sandboxes is gone: {error}") from None
+            finally:
+                theirs.close()
+            try:  # The keeper makes one sandbox at a time.
+                await asyncio.wait_for(made.ready(), START_S)
+                if saved is None:
+                    await made.restart(None)
+            except TimeoutError:
+                await made.close()
+                raise SandboxError(f"a sandbox was not ready within {START_S:g} s") from None
+            except BaseException:
+                await made.close()
+                raise
         return made
 
     def close(self) -> None:

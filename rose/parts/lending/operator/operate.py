@@ -380,7 +380,7 @@ def claim(name: str) -> tuple[Path, TextIO]:
             continue
         try:
             lock = open(folder / LOCK, "w", encoding="utf-8")  # noqa: SIM115 (held while the process lives)
-        except FileNotFoundError:  # its owner is just removing it
+        except FileNotFoundError:  # Its owner is just removing it.
             continue
         try:
             lock_now(lock)
