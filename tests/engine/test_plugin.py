@@ -37,7 +37,8 @@ def test_an_engine_that_ends_collects_nothing_and_its_process_does_later():
 
 
 # Steps, each with somewhat larger buffers: glibc maps what is larger than all that it has seen.
-# Page faults of the last, of two processes that share torch's import.
+# The page faults of all steps, of two processes that share torch's import. A small allocation in
+# between may divide the memory of one step, so that a single step shows little.
 STEPS = """
 import os, resource
 import torch
@@ -48,8 +49,8 @@ for who in ("ours", "glibc's"):
     if who == "ours":
         from rose.engine import plugin
         plugin.register()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for size in range(8, 17):  # MiB
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         buffers = [torch.ones(size << 18) for _ in range(8)]
         buffers.clear()
     print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, flush=True)
@@ -61,4 +62,4 @@ for who in ("ours", "glibc's"):
 def test_an_engine_on_a_cpu_keeps_the_memory_of_a_step_for_the_next():
     done = ran([sys.executable, "-c", STEPS], check=True, timeout=120)
     ours, glibcs = map(int, done.stdout.split())
-    assert ours < glibcs / 3, (ours, glibcs)
+    assert ours < glibcs / 2, (ours, glibcs)
