@@ -6,6 +6,7 @@ Left out: the texts that Slurm gets (sbatch.py) and the state of a job afterward
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import shlex
@@ -43,6 +44,7 @@ POLL_S = 5.0  # seconds between two checks of the time that is left
 RELEASE_S = 300.0
 ANSWER_S = 20.0  # seconds for squeue's answer; the next check asks again
 STEPS_S = 2.0  # seconds between two polls of the metrics, whose steps the job's log shows
+VIEWS_S = 8.0  # seconds for trace and report before a requeue, of resume.REQUEUE_S
 PAUSE_S = 1.0  # seconds between two tries to get what an earlier attempt holds
 # Beginnings of the variables that Slurm sets in a job's processes.
 OF_A_JOB = ("SLURM_", "SLURMD_", "PMI_", "PMIX_")
@@ -222,7 +224,7 @@ class Run:
         except NotNow as cause:
             signals = batch.received
             outcome = supervise.Outcome("" if signals else str(cause), sum(signals[:1]), True)
-        if _requeues(outcome):
+        if outcome.requeues:
             return self._requeue(c, outcome)
         lent.cancel_all(self.run_dir)
         if outcome.failure:
@@ -270,15 +272,21 @@ class Run:
         steps = shown if c.observe.terminal else nullcontext()
         with _warned_in_time(self.run_dir, c.cluster.slurm), steps:
             outcome = job.wait()
-        # The trace and report of a long run take minutes, which a job near its time limit has not:
-        # the last attempt writes those of all.
-        if not _requeues(outcome):
-            self._write_views(c)
+        self._write_views(c, VIEWS_S if outcome.requeues else None)
         return outcome
 
-    def _write_views(self, c: Config) -> None:
+    def _write_views(self, c: Config, within_s: float | None = None) -> None:
+        """Write trace and report; stop that after `within_s` seconds. Those of a long run take
+        minutes, which a job near its time limit has not: a later attempt writes those of all."""
+        fork = multiprocessing.get_context("fork")
         for part in extensions.modules("views").values():
-            part.write(c.observe, self.run_dir)
+            writing = fork.Process(target=part.write, args=(c.observe, self.run_dir))
+            writing.start()
+            writing.join(within_s)
+            if writing.is_alive():
+                print("trace and report are left to a later attempt", flush=True)
+                writing.kill()
+                writing.join()
 
     def _requeue(self, c: Config, outcome: supervise.Outcome) -> str:
         """Ask Slurm for another attempt, which continues from the last checkpoint. Slurm then ends
@@ -287,7 +295,6 @@ class Run:
         job, done, most = os.environ["SLURM_JOB_ID"], _restarts(), c.cluster.slurm.requeues
         lost = resume.requeues_without_checkpoint(self.run_dir, job, done)
         if lost >= most:
-            self._write_views(c)
             raise RunFailed(
                 f"given up after {lost} requeues without a new checkpoint "
                 f"(cluster.slurm.requeues={most}); the last end: {why}"
@@ -304,13 +311,6 @@ class Run:
                 "it, Slurm has requeued it already, else the same launch.py command continues it"
             ) from None
         return "requeued"
-
-
-def _requeues(outcome: supervise.Outcome) -> bool:
-    """True if another attempt shall follow. A rank lost after SIGTERM is no reason: somebody
-    cancelled the job (scancel)."""
-    warned = outcome.interrupted == signal.SIGUSR2
-    return warned or (outcome.lost_rank and not outcome.interrupted)
 
 
 def _restarts() -> int:

@@ -75,6 +75,12 @@ class Outcome:
     def code(self) -> int:
         return 128 + self.interrupted if self.interrupted else int(bool(self.failure))
 
+    @property
+    def requeues(self) -> bool:
+        """True if Slurm shall start another attempt. A rank lost after SIGTERM is no reason:
+        somebody cancelled the job (scancel)."""
+        return self.interrupted == signal.SIGUSR2 or (self.lost_rank and not self.interrupted)
+
 
 @dataclass
 class Job:

@@ -143,14 +143,16 @@ def test_a_job_for_gpus_is_not_submitted_from_an_environment_for_cpus(make_confi
     slurm.check_environment(make_config(gpus, "cluster=slurm"))
 
 
-def test_trace_and_report_wait_for_the_last_attempt(job, monkeypatch):
-    """A long run's take minutes, and near its time limit a job has seconds."""
-    written = []
-    monkeypatch.setattr(job, "_write_views", lambda c: written.append(job.outcome))
-    for outcome in (LOST, supervise.Outcome(interrupted=signal.SIGUSR2), supervise.Outcome()):
-        job.outcome = outcome
-        job()
-    assert written == [supervise.Outcome()]
+def test_trace_and_report_do_not_keep_a_job_near_its_time_limit(job, monkeypatch, capsys):
+    part = SimpleNamespace(write=lambda observe, run_dir: time.sleep(600))
+    monkeypatch.setattr(slurm.extensions, "modules", lambda name: {"slow": part})
+    monkeypatch.setattr(slurm, "VIEWS_S", 0.1)
+    job.outcome = supervise.Outcome(interrupted=signal.SIGUSR2)
+    assert job() == "requeued"
+    assert "left to a later attempt" in capsys.readouterr().out
+    part.write = lambda observe, run_dir: (run_dir / "written").touch()
+    job.outcome = supervise.Outcome()
+    assert job() == "finished" and (job.run_dir / "written").exists()
 
 
 def test_a_run_that_gets_on_is_requeued_without_end(job, monkeypatch):
