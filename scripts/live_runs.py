@@ -150,14 +150,17 @@ def profile(out: Path, quota: Quota, words: Sequence[str], prefix: Sequence[str]
     """Measure a serving device, whose engines are put into `quota`. Raises `SystemExit` with the
     last lines of the measurement if it fails or takes over `PROFILE_LIMIT_S`."""
     command = [*prefix, sys.executable, "-m", "rose.parts.lending.profile", f"out={out}", *words]
-    log, end = out.with_suffix(".log"), time.monotonic() + PROFILE_LIMIT_S
+    log, end, confined = out.with_suffix(".log"), time.monotonic() + PROFILE_LIMIT_S, 0
     with log.open("wb") as file:
-        output = {"stdout": file, "stderr": file}
-        process = subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | PATHS, **output)
+        process = subprocess.Popen(
+            command, cwd=REPOSITORY, env=os.environ | PATHS, stdout=file, stderr=file
+        )
     try:
         while process.poll() is None and time.monotonic() < end:
-            # It prints "measuring" once an engine has started.
-            if "measuring" in log.read_text(encoding="utf-8", errors="replace"):
+            # It prints "measuring" once an engine has started, and again for the second engine.
+            engines = log.read_text(encoding="utf-8", errors="replace").count("measuring")
+            if engines > confined:
+                confined = engines
                 quota.add(process.pid, everybody=True)
                 quota.limit()
             time.sleep(PROFILE_POLL_S)

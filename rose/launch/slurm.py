@@ -276,17 +276,17 @@ class Run:
         return outcome
 
     def _write_views(self, c: Config, within_s: float | None = None) -> None:
-        """Write trace and report; stop that after `within_s` seconds. Those of a long run take
-        minutes, which a job near its time limit has not: a later attempt writes those of all."""
-        fork = multiprocessing.get_context("fork")
+        """Write trace and report, in at most `within_s` seconds: those of a long run take minutes,
+        which a job near its time limit has not."""
+        process = multiprocessing.get_context("fork").Process
         for part in extensions.modules("views").values():
-            writing = fork.Process(target=part.write, args=(c.observe, self.run_dir))
+            writing = process(target=part.write, args=(c.observe, self.run_dir))
             writing.start()
             writing.join(within_s)
-            if writing.is_alive():
-                print("trace and report are left to a later attempt", flush=True)
+            if writing.exitcode != 0:
                 writing.kill()
                 writing.join()
+                print("trace and report of this attempt were not written", flush=True)
 
     def _requeue(self, c: Config, outcome: supervise.Outcome) -> str:
         """Ask Slurm for another attempt, which continues from the last checkpoint. Slurm then ends
@@ -295,6 +295,8 @@ class Run:
         job, done, most = os.environ["SLURM_JOB_ID"], _restarts(), c.cluster.slurm.requeues
         lost = resume.requeues_without_checkpoint(self.run_dir, job, done)
         if lost >= most:
+            if not outcome.interrupted:  # There is time, and no attempt follows.
+                self._write_views(c)
             raise RunFailed(
                 f"given up after {lost} requeues without a new checkpoint "
                 f"(cluster.slurm.requeues={most}); the last end: {why}"

@@ -27,7 +27,7 @@ model() {
 # A call on the machine ends after 600 s, of which the archives need 30: no check may take more than what is left.
 # MOST=N bash scripts/gpu_kit/stage1.sh bounds a shorter call.
 check() {
-    local most=${LIMIT:-300} left=$((${MOST:-570} - SECONDS))
+    local most=${LIMIT:-300} left=$((${MOST:-600} - 30 - SECONDS))
     echo "== $*"
     [ $left -gt 0 ] || { echo "no time left"; return; }
     timeout $((most < left ? most : left)) python3 scripts/gpu_check.py --json $OUT/$NAME.json $MADE "$@" 2>&1 | tee $OUT/$NAME.log | tail -${LINES_SHOWN:-45}

@@ -20,9 +20,8 @@ class Engine(staging.Staging):
     def __init__(self, *answers):
         self.answers, self.asked, self._took_s = list(answers), [], {}
         self.killed = 0
-        self._process = SimpleNamespace(kill=self._kill)
 
-    def _kill(self):
+    def kill(self):
         self.killed += 1
 
     async def _worker(self, method, timeout_s, *args):

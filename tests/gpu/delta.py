@@ -119,11 +119,12 @@ def run(report: Report, name: str, shape: ModelShape) -> None:
     timed("compared", lambda: trained.updates.compare(0))
     trained.copy()
     published = timed("published", lambda: trained.publish(3))
+    known = engine.receiver._digests
     timed("staged", lambda: engine.stage(3))
     copied = engine.staged.copy_s
     # What threads gain: each holds Python's lock between two loops over a block.
     for workers in (4, 1):
-        engine.have = 2
+        engine.have, engine.receiver._digests = 2, known
         timed(f"staged by {workers} threads", lambda workers=workers: engine.stage(3, workers))
     changed = engine.staged.changed
     timed("flipped", engine.staged.flip)

@@ -149,7 +149,7 @@ def test_trace_and_report_do_not_keep_a_job_near_its_time_limit(job, monkeypatch
     monkeypatch.setattr(slurm, "VIEWS_S", 0.1)
     job.outcome = supervise.Outcome(interrupted=signal.SIGUSR2)
     assert job() == "requeued"
-    assert "left to a later attempt" in capsys.readouterr().out
+    assert "of this attempt were not written" in capsys.readouterr().out
     part.write = lambda observe, run_dir: (run_dir / "written").touch()
     job.outcome = supervise.Outcome()
     assert job() == "finished" and (job.run_dir / "written").exists()

@@ -160,12 +160,15 @@ class _FunctionCall:
         with self._lock:
             self._process = None
         limit.cancel()
-        if not answer or slow.is_set() or self._cancelled:
+        if limit.ident is not None:
+            limit.join()
+        whole = answer.endswith(b"\n")
+        if not whole or slow.is_set() or self._cancelled:
             # The process has ended, or was killed, perhaps just after it had answered.
             process.kill()
             process.wait()
             _own.worker = None
-        if answer:
+        if whole:
             return json.loads(answer)
         return {
             "too_slow": slow.is_set(),

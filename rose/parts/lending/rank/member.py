@@ -84,6 +84,13 @@ def run(run_dir: Path, config: Config, on_join: Callable[[], object]) -> Ended:
     if found is None:
         raise JoinError(f"{run_dir}: the run has just ended", temporary=True)
     application = Application(run_dir)
+
+    def leave(*_) -> None:
+        application.withdraw()
+        os._exit(Ended.LEFT)
+
+    for number in (signal.SIGUSR2, signal.SIGTERM):  # The worker replaces these handlers.
+        signal.signal(number, leave)
     answer = application.ask(ANSWER_S)
     log(f"admitted as {answer.worker} (attempt {found.attempt}); starting the engine")
     recorder = _recorder(config, run_dir, answer.worker, found.attempt)
