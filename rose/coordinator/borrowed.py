@@ -206,7 +206,7 @@ class Borrowed:
     async def _until_it_connects(self, rank: _Rank) -> None:
         """Wait for the rank. Raises `TimeoutError` if it is late, `GuestGone` if it withdraws."""
         async with asyncio.timeout(self._patience_s):
-            while not rank.connecting.is_set():
+            while True:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(rank.connecting.wait(), ASKS_S)
                     return

@@ -82,19 +82,15 @@ def test_whole_steps_of_a_mixture_with_two_engines_and_two_trainer_ranks(tmp_pat
     logs = [path.read_text() for path in (job.run / "logs" / "latest").glob("rollout-*.log")]
     late = sum(words.count("from the store: not broadcast within") for words in logs)
     elsewhere = sum(load["mirrored"] == 0 for load in loads)
-    assert elsewhere <= late, (
+    assert elsewhere <= late and elsewhere < len(loads), (
         "dedicated engines read what was broadcast to their node, if it came in time"
     )
-    if elsewhere == len(loads):
-        pytest.xfail("no version was broadcast in time")
     assert job.orphans() == []
     config = cfg.load(job.run / "config.json")
     replayed = build(config.scheduler, config.rollout.turn_timeout_s)
     assert journal.replay(job.run / "journal" / "attempt-001.jsonl", replayed) > 100
     again = Job(tmp_path, *overrides)
     assert again.wait() == 0 and "finished" in again.said
-    if elsewhere == len(loads):
-        pytest.xfail("no version was broadcast in time")
 
 
 def test_failing_environments_are_replaced_and_too_many_stop_the_run(tmp_path):
