@@ -14,7 +14,7 @@ wrong one raises `ValueError` or decodes to wrong values, so callers check the v
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
@@ -29,6 +29,7 @@ DTYPES: dict[int, np.dtype] = {2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
 SIGNED: dict[int, np.dtype] = {2: np.dtype(np.int16), 4: np.dtype(np.int32)}
 LEVEL = 1  # zstandard's level; on weights the higher ones are slower, and larger by some percent
 NOTHING = np.empty(0, np.int32)
+LAYOUT_FIELDS = 29  # integers of a delta's layout, as the loops take it
 NUMBERS = ("changed positions", "large differences", "magnitudes")  # a delta's streams
 
 
@@ -161,19 +162,41 @@ def info(payload) -> Info:
     return layouts.info(_parse(payload)[1])
 
 
-def changes(payload, width: int, values: int, most: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the ascending positions (c,) int32 and the differences (c,) of a delta, int16 for
-    values of 2 bytes and int32 for those of 4; c is 0 for an unchanged block. Return None if the
-    payload is of another kind, has more than `most` changes, or isn't of a block of `values` values
-    of `width` bytes. Raises `ValueError` for malformed payloads."""
-    data, layout = _parse(payload)
-    found = layouts.info(layout)
-    if not found.needs_base or (found.width, found.values) != (width, values):
-        return None
-    if found.changed is None or found.changed > most:
-        return None
-    positions, differences = _read_changes(layout, data)
-    return positions, differences.astype(SIGNED[width], copy=False)
+def changes(
+    payloads: Sequence,
+    width: int,
+    values: Sequence[int],
+    most: Sequence[int],
+    shifts: Sequence[int],
+) -> list[tuple[np.ndarray, np.ndarray] | None]:
+    """Decode the deltas of several blocks in one call, which takes the GIL a few times in all.
+
+    For each block return its ascending positions (c,) int32, with its shift added, and the
+    differences (c,), int16 for values of 2 bytes and int32 for those of 4; c is 0 if it is
+    unchanged. A block has None if its payload is of another kind, has more than `most` changes,
+    isn't of a block of `values` values of `width` bytes, or is malformed: `apply` says how.
+    """
+    joined = _as_payload(b"".join(payloads))
+    data = joined if joined.ctypes.data % layouts.WORD == 0 else joined.copy()
+    sizes: np.ndarray = np.array([len(payload) for payload in payloads], np.int64)
+    if (sizes % layouts.WORD).any():
+        return [None] * len(payloads)
+    rows: np.ndarray = np.empty((len(payloads), LAYOUT_FIELDS), np.int64)
+    totals: np.ndarray = np.array(values, np.int64)
+    _loops().read_headers(data, np.cumsum(sizes) - sizes, sizes, totals, width, rows)
+    rows[rows[:, 2] > np.array(most), 0] = -1
+    counts = np.where(rows[:, 0] < 0, 0, rows[:, 2])
+    ends = np.cumsum(counts)
+    positions: np.ndarray = np.empty(counts.sum(), np.int32)
+    differences: np.ndarray = np.empty(len(positions), SIGNED[width])
+    words, added = data.view(np.uint64), np.array(shifts, np.int64)
+    _loops().decode_deltas(words, rows, added, ends, positions, differences)
+    return [
+        None if fields < 0 else (positions[end - count : end], differences[end - count : end])
+        for fields, count, end in zip(
+            rows[:, 0].tolist(), counts.tolist(), ends.tolist(), strict=True
+        )
+    ]
 
 
 def differences(new: np.ndarray, old: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -37,9 +37,9 @@ from rose.transfer.base import Base
 from rose.transfer.blocks import Rectangle, Tensor, rectangles, size
 from rose.transfer.changes import Changes, budget
 from rose.transfer.digests import digests, hashes_on_device
-from rose.transfer.edge import Edge
+from rose.transfer.edge import Edge, Entry
 from rose.transfer.errors import Corrupted, TransferError
-from rose.transfer.live import Live, Place
+from rose.transfer.live import Live, Place, one_run
 from rose.transfer.store import WIDTHS, Plan
 
 # Bounds the blocks whose payloads are fetched together, by their bytes and their count.
@@ -59,7 +59,8 @@ class _Change(NamedTuple):
 
     block: int
     changed: int  # changed values
-    # The positions and differences of the changed values, or all new patterns (n,) if many change.
+    # The flat indices in the parameter and the differences of the changed values, or all new
+    # patterns (n,) if many change.
     moves: tuple[np.ndarray, np.ndarray] | None
     whole: np.ndarray | None
     wanted: bytes  # the block's hash after the change
@@ -88,10 +89,6 @@ class Staged:
 
     def _keep(self, change: _Change, dense_bytes: int, check: bool) -> None:
         """Keep a change. A whole block is always checked after the flip, another one by `check`."""
-        place = self._places[change.block]
-        if change.moves is not None and change.changed:
-            positions, differences = change.moves
-            indices = self._live.indices(place, positions)
         with self._lock:
             self.nbytes += change.nbytes
             self.digests[change.block] = change.wanted
@@ -101,7 +98,7 @@ class Staged:
             if check or change.moves is None:
                 self._hashes[change.block] = change.wanted
             if change.moves is not None:
-                self.changes.add(place.parameter, indices, differences)
+                self.changes.add(self._places[change.block].parameter, *change.moves)
             elif self.dense_bytes + change.whole.nbytes <= dense_bytes:
                 self._dense[change.block] = torch.from_numpy(_signed(change.whole))
                 self.dense_bytes += change.whole.nbytes
@@ -238,28 +235,48 @@ class _Work:
             except TransferError as error:
                 error.edge = edge
                 raise
+        sparse = self._sparse_changes(found[0]) if verify and len(found) == 1 else {}
+        yield from sparse.values()
         for block in batch:
-            steps = [(edge, *part[block]) for edge, part in zip(self.route, found, strict=True)]
-            sparse = self._sparse_change(block, steps) if verify else None
-            yield sparse or self._whole_change(block, steps, verify)
+            if block not in sparse:
+                steps = [(edge, *part[block]) for edge, part in zip(self.route, found, strict=True)]
+                yield self._whole_change(block, steps, verify)
 
-    def _sparse_change(self, block: int, steps: list[tuple]) -> _Change | None:
-        """Decode the change of a block without its values. Return None unless the route is one
-        edge, the block's known hash is that of the edge's base, and few values change."""
-        if len(steps) != 1:
+    def _sparse_changes(self, found: dict[int, tuple[Entry, memoryview]]) -> dict[int, _Change]:
+        """Decode the changes of blocks without their values: of those whose known hash is that of
+        the edge's base, and of which few values change."""
+        known = [block for block in found if self.known_digest(block) == found[block][0].old]
+        widths = {block: self._matrix(block).element_size() for block in known}
+        changes = {}
+        for width in set(widths.values()):
+            blocks = [block for block in known if widths[block] == width]
+            values = [self.places[block].size for block in blocks]
+            most = [math.ceil(DENSE * count) - 1 for count in values]
+            shifts = [self._shift(block) for block in blocks]
+            payloads = [found[block][1] for block in blocks]
+            added = [shift or 0 for shift in shifts]
+            decoded = codec.changes(payloads, width, values, most, added)
+            for block, shift, moves in zip(blocks, shifts, decoded, strict=True):
+                if moves is None:
+                    continue
+                if shift is None:
+                    moves = self.live.indices(self.places[block], moves[0]), moves[1]
+                entry, payload = found[block]
+                changed = len(moves[0])
+                changes[block] = _Change(block, changed, moves, None, entry.new, len(payload))
+        return changes
+
+    def _matrix(self, block: int) -> torch.Tensor:
+        return self.live.matrices[self.places[block].parameter]
+
+    def _shift(self, block: int) -> int | None:
+        """Return what leads from positions in a block to int32 indices in its parameter, if that is
+        one number."""
+        place, matrix = self.places[block], self._matrix(block)
+        if matrix.numel() >= 2**31 or not one_run(place, matrix.shape[1]):
             return None
-        edge, entry, payload = steps[0]
-        place, values = self.places[block], self.places[block].size
-        width = self.live.matrices[place.parameter].element_size()
-        try:
-            if self.known_digest(block) != entry.old:
-                return None
-            moves = codec.changes(payload, width, values, math.ceil(DENSE * values) - 1)
-        except ValueError as error:
-            raise _damaged(edge, block, str(error)) from None
-        if moves is None:
-            return None
-        return _Change(block, len(moves[0]), moves, None, entry.new, len(payload))
+        first = place.rectangles[0]
+        return first.first_row * matrix.shape[1] + first.first_column
 
     def _whole_change(self, block: int, steps: list[tuple], verify: bool) -> _Change:
         nbytes = sum(len(payload) for _, _, payload in steps)
@@ -281,7 +298,9 @@ class _Work:
         changed = int(np.count_nonzero(old != new))
         if changed >= DENSE * len(new):
             return _Change(block, changed, None, new, wanted, nbytes)
-        return _Change(block, changed, codec.differences(new, old), None, wanted, nbytes)
+        positions, differences = codec.differences(new, old)
+        moves = self.live.indices(self.places[block], positions), differences
+        return _Change(block, changed, moves, None, wanted, nbytes)
 
     def _mismatch(self, block: int, steps: list[tuple], old: np.ndarray, new: np.ndarray):
         needs_base = all(codec.info(payload).needs_base for _, _, payload in steps)

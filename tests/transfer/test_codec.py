@@ -53,6 +53,11 @@ def noise(size: int, dtype, seed: int = 0) -> np.ndarray:
     )
 
 
+def change(payload: np.ndarray, width: int, values: int, most: int):
+    """Decode one payload by `changes`."""
+    return changes([payload], width, [values], [most], [0])[0]
+
+
 def entropy(counts: np.ndarray) -> float:
     """Bits of one draw."""
     shares = counts[counts > 0] / counts.sum()
@@ -178,7 +183,7 @@ def test_an_unchanged_block_is_one_word():
 def test_differences_count_floats_in_between_also_across_zero():
     old = np.array([0x8000, 0x0000, 0x8001, 0x3F80, 0xBF80] + [7] * 100, np.uint16)
     new = np.array([0x0000, 0x8001, 0x0001, 0x3F81, 0xBF81] + [7] * 100, np.uint16)
-    positions, differences = changes(encode(new, old), 2, new.size, 5)
+    positions, differences = change(encode(new, old), 2, new.size, 5)
     assert positions.tolist() == [0, 1, 2, 3, 4] and differences.tolist() == [1, -2, 3, 1, -1]
 
 
@@ -244,10 +249,10 @@ def test_what_does_not_fit_is_refused_by_name():
                     use(payload, values)
     with pytest.raises(ValueError, match="not of the same block"):
         compose(delta, encode(old[:50], None))
-    assert changes(full, 2, 100, 100) is None
+    assert change(full, 2, 100, 100) is None
     found = info(delta).changed
-    assert changes(delta, 2, 100, found) and changes(delta, 2, 100, found - 1) is None
-    assert changes(delta, 4, 100, found) is None and changes(delta, 2, 99, found) is None
+    assert change(delta, 2, 100, found) and change(delta, 2, 100, found - 1) is None
+    assert change(delta, 4, 100, found) is None and change(delta, 2, 99, found) is None
 
 
 def payloads_of_every_kind(dtype) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -275,19 +280,46 @@ def payloads_of_every_kind(dtype) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def try_payload(payload: np.ndarray, old: np.ndarray) -> bool:
-    """True if it was taken; what refuses leaves the values as they were."""
-    values = old.copy()
+    """True if it was taken; what refuses leaves the values as they were. `changes` takes the same
+    payloads as `apply`, but for those that need no older values."""
+    values, moves = old.copy(), change(payload, old.itemsize, old.size, old.size)
     try:
         apply(payload, values)
     except ValueError:
-        assert np.array_equal(values, old)
+        assert np.array_equal(values, old) and moves is None
         return False
     decoded = decode(payload, old)
     assert np.array_equal(decoded, values)
-    if info(payload).needs_base:
-        positions, _ = changes(payload, old.itemsize, old.size, old.size)
-        assert (np.diff(positions, prepend=-1, append=old.size) > 0).all()
+    if not info(payload).needs_base:
+        assert moves is None
+        return True
+    assert (np.diff(moves[0], prepend=-1, append=old.size) > 0).all()
+    moved = old.copy()
+    codec.move(moved, *moves, 1)
+    assert np.array_equal(moved, decoded)
     return True
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_payloads_that_are_decoded_together_are_decoded_as_each_alone(dtype):
+    width, made = (
+        np.dtype(dtype).itemsize,
+        [payload for payload, _ in payloads_of_every_kind(dtype)],
+    )
+    made.insert(3, made[1][:-8])  # cut short
+    shifts = [1000 * n for n in range(len(made))]
+    sizes = [300] * len(made)
+    together = changes(made, width, sizes, sizes, shifts)
+    for payload, found, shift in zip(made, together, shifts, strict=True):
+        alone = change(payload, width, 300, 300)
+        assert (found is None) == (alone is None)
+        if found is not None:
+            assert (found[0] == alone[0] + shift).all() and (found[1] == alone[1]).all()
+            assert found[1].dtype == codec.SIGNED[width]
+    assert together[3] is None and sum(found is not None for found in together) >= 5
+    made[3] = made[3][:-1]  # no whole words
+    assert changes(made, width, sizes, sizes, shifts) == [None] * len(made)
+    assert changes([], width, [], [], []) == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
