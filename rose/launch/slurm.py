@@ -46,6 +46,9 @@ ANSWER_S = 20.0  # seconds for squeue's answer; the next check asks again
 STEPS_S = 2.0  # seconds between two polls of the metrics, whose steps the job's log shows
 VIEWS_S = 8.0  # seconds for trace and report before a requeue, of resume.REQUEUE_S
 PAUSE_S = 1.0  # seconds between two tries to get what an earlier attempt holds
+# Seconds until an old step is killed again. The new step gets the same number, and a kill that is
+# still on its way to the node would end it.
+KILL_AGAIN_S = 15.0
 # Beginnings of the variables that Slurm sets in a job's processes.
 OF_A_JOB = ("SLURM_", "SLURMD_", "PMI_", "PMIX_")
 # Variables by which Slurm's commands find its controller.
@@ -423,10 +426,13 @@ def _end_old_steps() -> None:
         for group in range(int(os.environ.get("SLURM_HET_SIZE", "1")))
     ]
     end = time.monotonic() + RELEASE_S
+    kill_at = 0.0
     while old := _numbered_steps(jobs):
-        print(f"ending steps of an earlier attempt: {' '.join(old)}", flush=True)
-        with suppress(commands.SlurmError):  # The step may have ended, which the next poll shows.
-            commands.ask(["scancel", "--signal=KILL", *old], patience_s=0.0)
+        if time.monotonic() >= kill_at:
+            print(f"ending steps of an earlier attempt: {' '.join(old)}", flush=True)
+            with suppress(commands.SlurmError):  # The step may have ended: the next poll shows it.
+                commands.ask(["scancel", "--signal=KILL", *old], patience_s=0.0)
+            kill_at = time.monotonic() + KILL_AGAIN_S
         if time.monotonic() > end or batch.received:
             raise NotNow(f"steps {' '.join(old)} of an earlier attempt did not end")
         time.sleep(PAUSE_S)

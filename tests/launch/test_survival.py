@@ -181,6 +181,18 @@ def test_steps_of_an_earlier_attempt_that_stay_requeue_the_job(job, stand_in, mo
     assert stand_in.called("scancel")[0] == "--signal=KILL 7.0" and stand_in.called("srun") == []
 
 
+@pytest.mark.parametrize(("again_s", "kills"), [(600.0, 1), (0.0, 4)])
+def test_a_step_that_takes_its_time_to_end_is_not_killed_at_each_look(
+    job, stand_in, monkeypatch, again_s, kills
+):
+    """The new step has the old one's number, and a late kill would end it."""
+    monkeypatch.setattr(slurm, "KILL_AGAIN_S", again_s)
+    stand_in(squeue='case "$*" in *--steps*) ;; *) exit 0;; esac; [ $N -gt 4 ] || echo 7.0')
+    assert job() == "finished"
+    assert stand_in.called("scancel") == ["--signal=KILL 7.0"] * kills
+    assert len(stand_in.called("srun")) == 1
+
+
 LOST = supervise.Outcome("rank 2 was killed by SIGKILL", lost_rank=True)
 
 
