@@ -46,11 +46,8 @@ ANSWER_S = 20.0  # seconds for squeue's answer; the next check asks again
 STEPS_S = 2.0  # seconds between two polls of the metrics, whose steps the job's log shows
 VIEWS_S = 8.0  # seconds for trace and report before a requeue, of resume.REQUEUE_S
 PAUSE_S = 1.0  # seconds between two tries to get what an earlier attempt holds
-# Seconds until an old step is killed again. The new step gets the same number, and a kill that is
-# still on its way to the node would end it.
-KILL_AGAIN_S = 15.0
-# Beginnings of the variables that Slurm sets in a job's processes.
-OF_A_JOB = ("SLURM_", "SLURMD_", "PMI_", "PMIX_")
+KILL_AGAIN_S = 15.0  # seconds; a late kill would end the new step, which has the old one's number
+OF_A_JOB = ("SLURM_", "SLURMD_", "PMI_", "PMIX_")  # beginnings of a job's variables
 # Variables by which Slurm's commands find its controller.
 OF_THE_SITE = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
 # Beginnings of the variables that sbatch set for the first component, or the submitting shell had.
@@ -67,8 +64,6 @@ OF_ONE_COMPONENT = (
     "SLURM_DISTRIBUTION",
     "SLURM_EXPORT_ENV",
 )
-
-
 # Variables with a user's defaults for options of sbatch that the configuration may leave out.
 DEFAULTS = {
     f"SBATCH_{name}": option
@@ -425,8 +420,7 @@ def _end_old_steps() -> None:
         os.environ.get(f"SLURM_JOB_ID_HET_GROUP_{group}", os.environ["SLURM_JOB_ID"])
         for group in range(int(os.environ.get("SLURM_HET_SIZE", "1")))
     ]
-    end = time.monotonic() + RELEASE_S
-    kill_at = 0.0
+    end, kill_at = time.monotonic() + RELEASE_S, 0.0
     while old := _numbered_steps(jobs):
         if time.monotonic() >= kill_at:
             print(f"ending steps of an earlier attempt: {' '.join(old)}", flush=True)

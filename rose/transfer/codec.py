@@ -29,7 +29,6 @@ DTYPES: dict[int, np.dtype] = {2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
 SIGNED: dict[int, np.dtype] = {2: np.dtype(np.int16), 4: np.dtype(np.int32)}
 LEVEL = 1  # zstandard's level; on weights the higher ones are slower, and larger by some percent
 NOTHING = np.empty(0, np.int32)
-LAYOUT_FIELDS = 29  # integers of a delta's layout, as the loops take it
 NUMBERS = ("changed positions", "large differences", "magnitudes")  # a delta's streams
 
 
@@ -176,27 +175,34 @@ def changes(
     unchanged. A block has None if its payload is of another kind, has more than `most` changes,
     isn't of a block of `values` values of `width` bytes, or is malformed: `apply` says how.
     """
-    joined = _as_payload(b"".join(payloads))
-    data = joined if joined.ctypes.data % layouts.WORD == 0 else joined.copy()
-    sizes: np.ndarray = np.array([len(payload) for payload in payloads], np.int64)
-    if (sizes % layouts.WORD).any():
-        return [None] * len(payloads)
-    rows: np.ndarray = np.empty((len(payloads), LAYOUT_FIELDS), np.int64)
-    totals: np.ndarray = np.array(values, np.int64)
-    _loops().read_headers(data, np.cumsum(sizes) - sizes, sizes, totals, width, rows)
-    rows[rows[:, 2] > np.array(most), 0] = -1
-    counts = np.where(rows[:, 0] < 0, 0, rows[:, 2])
-    ends = np.cumsum(counts)
-    positions: np.ndarray = np.empty(counts.sum(), np.int32)
-    differences: np.ndarray = np.empty(len(positions), SIGNED[width])
-    words, added = data.view(np.uint64), np.array(shifts, np.int64)
-    _loops().decode_deltas(words, rows, added, ends, positions, differences)
-    return [
-        None if fields < 0 else (positions[end - count : end], differences[end - count : end])
-        for fields, count, end in zip(
-            rows[:, 0].tolist(), counts.tolist(), ends.tolist(), strict=True
-        )
-    ]
+    chosen, rows, begin = [], [], 0
+    for i, (payload, total, limit) in enumerate(zip(payloads, values, most, strict=True)):
+        try:
+            layout = layouts.parse(bytes(payload[: layouts.HEADER_LIMIT]), len(payload))
+        except ValueError:
+            continue
+        found = layouts.info(layout)
+        if (found.width, found.values) != (width, total) or found.changed is None:
+            continue
+        if found.changed <= limit:
+            chosen.append(i)
+            rows.append(_fields(layout, begin))
+            begin += len(payload)
+    decoded: list[tuple[np.ndarray, np.ndarray] | None] = [None] * len(payloads)
+    if not chosen:
+        return decoded
+    words = np.frombuffer(b"".join([payloads[i] for i in chosen]), np.uint64)
+    fields: np.ndarray = np.array(rows)
+    ends = fields[:, 2].cumsum()
+    positions: np.ndarray = np.empty(ends[-1], np.int32)
+    differences: np.ndarray = np.empty(ends[-1], SIGNED[width])
+    added: np.ndarray = np.array(shifts, np.int64)[chosen]
+    counts = fields[:, 2].tolist()
+    _loops().decode_deltas(words, fields, added, ends, positions, differences)
+    for i, first, count, end in zip(chosen, fields[:, 0], counts, ends.tolist(), strict=True):
+        if first >= 0:
+            decoded[i] = positions[end - count : end], differences[end - count : end]
+    return decoded
 
 
 def differences(new: np.ndarray, old: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -242,11 +248,7 @@ def _read_changes(layout: Layout, data: np.ndarray) -> tuple[np.ndarray, np.ndar
     """Return positions and differences, which are empty for an unchanged block."""
     if not isinstance(layout, Delta):
         return NOTHING, NOTHING
-    at = layout.offsets
-    fields = [layout.values, 8 * layout.width, layout.changed, layout.large, at[0]]
-    for i, stream in enumerate(layout.streams):
-        fields += [stream.count, *stream.fields[:2], stream.escapes, stream.escape_bits]
-        fields += at[1 + 3 * i : 4 + 3 * i]
+    fields = _fields(layout, 0)
     positions: np.ndarray = np.empty(layout.changed, np.int32)
     differences: np.ndarray = np.empty(layout.changed, np.int32)
     found = _loops().decode_delta(data.view(np.uint64), np.array(fields), positions, differences)
@@ -257,6 +259,19 @@ def _read_changes(layout: Layout, data: np.ndarray) -> tuple[np.ndarray, np.ndar
             f"at most {most[found - 1]}"
         )
     return positions, differences
+
+
+def _fields(layout: Layout, begin: int) -> list[int]:
+    """Return the 29 integers that `decode_delta` takes, of a payload that begins at byte `begin`.
+    An unchanged block is a delta without changes."""
+    if not isinstance(layout, Delta):
+        return [layout.values, 8 * layout.width, *[0] * 27]
+    at = [8 * begin + offset for offset in layout.offsets]
+    fields = [layout.values, 8 * layout.width, layout.changed, layout.large, at[0]]
+    for i, stream in enumerate(layout.streams):
+        fields += [stream.count, *stream.fields[:2], stream.escapes, stream.escape_bits]
+        fields += at[1 + 3 * i : 4 + 3 * i]
+    return fields
 
 
 # --------------------------------------------------------------------------- whole values

@@ -20,13 +20,11 @@ from rose.transfer import payload
 
 ESCAPE = 15
 MAGIC, VERSION, DELTA = 0x52, 2, 1
-UNCHANGED = 0
-assert (ESCAPE, MAGIC, VERSION, DELTA, UNCHANGED) == (
+assert (ESCAPE, MAGIC, VERSION, DELTA) == (
     payload.ESCAPE,
     payload.MAGIC,
     payload.VERSION,
     payload.DELTA,
-    payload.UNCHANGED,
 )
 ONE = np.uint64(1)
 # Most numbers of a stream from which its Rice parameter is guessed, before exact sizes decide.
@@ -43,8 +41,7 @@ HALVES, SINGLES, WORDS = (_array(t, True) for t in (types.uint16, types.uint32, 
 OUT_WORDS, INTS, LONGS = (_array(t) for t in (types.uint64, types.int32, types.int64))
 READ_INTS, READ_LONGS = _array(types.int32, True), _array(types.int64, True)
 SHORTS = _array(types.int16, True)
-READ_BYTES, OUT_SHORTS = _array(types.uint8, True), _array(types.int16)
-LAYOUTS = types.Array(types.int64, 2, "C")
+OUT_SHORTS, LAYOUTS = _array(types.int16), types.Array(types.int64, 2, "C")
 
 
 def _compile(*signatures):
@@ -371,74 +368,6 @@ def encode_delta(positions, differences, total, width):
     return words
 
 
-@numba.njit(inline="always")
-def _varint(data, at, end):
-    """Read an unsigned LEB128 integer in its shortest form from byte `at` on. Return it and the
-    byte after it, or -1 twice if it is malformed or does not end before byte `end`."""
-    value, shift = np.int64(0), 0
-    while at < end and shift <= 35:
-        byte = np.int64(data[at])
-        at += 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return (value, at) if byte or not shift else (np.int64(-1), np.int64(-1))
-        shift += 7
-    return np.int64(-1), np.int64(-1)
-
-
-@numba.njit(inline="always")
-def _header(data, begin, size, total, width, layout):
-    """Write the layout of the payload of `size` bytes that begins at byte `begin`, for
-    `decode_delta`. Return False unless it is a well-formed one, unchanged or a delta, of `total`
-    values of `width` bytes (rose/transfer/payload.py has the rules)."""
-    end = begin + size
-    if size < 8 or size % 8 or data[begin] != MAGIC or data[begin + 1] != VERSION:
-        return False
-    kind, fields, at = data[begin + 2], np.empty(15, np.int64), begin + 4
-    if kind not in (UNCHANGED, DELTA) or data[begin + 3] != width:
-        return False
-    for i in range(15 if kind == DELTA else 1):
-        fields[i], at = _varint(data, at, end)
-        if at < 0:
-            return False
-    words = (at - begin + 7) // 8 * 8
-    for i in range(at, begin + words):
-        if data[i]:
-            return False
-    layout[:] = 0
-    layout[0], layout[1], layout[4] = total, 8 * width, 8 * (begin + words)
-    if fields[0] != total or kind == UNCHANGED:
-        return fields[0] == total and size == words
-    changed, large = fields[1], fields[2]
-    if changed > total or large > changed:
-        return False
-    layout[2], layout[3] = changed, large
-    bit = layout[4] + changed
-    for i in range(3):
-        k, unary, escapes, escape_bits = fields[3 + 4 * i : 7 + 4 * i]
-        of, chosen = (total, changed) if i == 0 else (changed, large)
-        count = min(chosen, of - chosen) if i < 2 else large
-        if k + escape_bits > 31 or escapes > count:
-            return False
-        if unary < count or unary > count * (ESCAPE + 1):
-            return False
-        row = layout[5 + 8 * i : 13 + 8 * i]
-        row[0], row[1], row[2], row[3], row[4] = count, k, unary, escapes, escape_bits
-        row[5], row[6] = bit, bit + unary
-        row[7] = row[6] + count * k
-        bit = row[7] + escapes * escape_bits
-    return (bit - 8 * begin + 63) // 64 * 8 == size
-
-
-@_compile(types.void(READ_BYTES, READ_LONGS, READ_LONGS, READ_LONGS, INT, LAYOUTS))
-def read_headers(data, begins, sizes, totals, width, layouts):
-    """Write a row (29,) of `layouts` for each of several payloads in `data`, for `decode_deltas`.
-    A row begins with -1 if `_header` returns False."""
-    for i in range(begins.size):
-        if not _header(data, begins[i], sizes[i], totals[i], width, layouts[i]):
-            layouts[i, 0] = -1
-
-
 @_compile(INT(WORDS, READ_LONGS, INTS, INTS))
 def decode_delta(words, layout, positions, differences):
     """Write the positions (c,) and differences (c,) of a delta's payload. `layout` (29,) is the
@@ -478,18 +407,17 @@ def decode_delta(words, layout, positions, differences):
 )
 def decode_deltas(words, layouts, shifts, ends, positions, differences):
     """Decode several deltas by `decode_delta`: that of row i of `layouts` to the items of
-    `positions` and `differences` before ends[i], with shifts[i] added to its positions. A row that
-    begins with -1 is left out, and one whose payload contradicts its layout begins with -1 then."""
+    `positions` and `differences` before ends[i], with shifts[i] added to its positions. The row of
+    one that contradicts its layout begins with -1 afterwards."""
     begin = 0
     for i in range(ends.size):
         end = ends[i]
-        if layouts[i, 0] >= 0:
-            found = np.empty(end - begin, np.int32)
-            if decode_delta(words, layouts[i], positions[begin:end], found):
-                layouts[i, 0] = -1
-            for j in range(found.size):
-                positions[begin + j] += np.int32(shifts[i])
-                differences[begin + j] = found[j]
+        found = np.empty(end - begin, np.int32)
+        if decode_delta(words, layouts[i], positions[begin:end], found):
+            layouts[i, 0] = -1
+        for j in range(found.size):
+            positions[begin + j] += np.int32(shifts[i])
+            differences[begin + j] = found[j]
         begin = end
 
 

@@ -13,9 +13,10 @@ A failure during staging leaves the old version as it was. `Staged.flip` only wr
 the old values if it fails. `Staged.check` hashes blocks while the weights are in use: on a GPU all
 that changed, on a CPU those that were compared when they were staged, and all whole ones.
 
-Host memory: three blocks per thread, 6 bytes per changed bfloat16 value (none once they are on the
-device), and whole blocks of at most `dense_bytes`; `flip` computes further blocks again. Device
-memory: see rose/transfer/changes.py, and one block while it is read or written.
+Host memory: three blocks and twice a batch's payloads per thread, 6 bytes per changed bfloat16
+value (none once they are on the device), and whole blocks of at most `dense_bytes`; `flip` computes
+further blocks again. Device memory: see rose/transfer/changes.py, and one block while it is read or
+written.
 """
 
 from __future__ import annotations
