@@ -7,7 +7,7 @@
     rose relay UPSTREAM [...]        weight versions over a slow link once, for many engines
     rose export RUN [...]            a model folder of a run
     rose play RUN [...]              the policy plays a held-out task in this terminal
-    rose show RUN [...]              trajectories of a run as conversations
+    rose show RUN [...]              trajectories of a run: a list, or one as a conversation
     rose state RUN [...]             what became of runs and their Slurm jobs
     rose doctor [KEY=VALUE ...]      what works on this machine or cluster
     rose slurm                       a folder: sbatch $(rose slurm)/serving.sbatch name=RUN
@@ -20,6 +20,8 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import select
+import signal
 import sys
 
 from rose import extensions
@@ -29,14 +31,30 @@ MODULES = {"export": "rose.export", "state": "rose.launch.state"}
 
 
 def main() -> int:
-    name, *arguments = sys.argv[1:] or ["--help"]
+    """Run the command that the arguments name. Return its exit code, quietly that of SIGPIPE if the
+    reader of standard output has exited, as with `rose --help | head`."""
+    try:
+        try:
+            return _run(*(sys.argv[1:] or ["--help"]))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        watched = select.poll()
+        watched.register(sys.stdout, 0)
+        if not watched.poll(0):  # Another pipe broke, or a connection.
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the last flush fails
+        return 128 + signal.SIGPIPE
+
+
+def _run(name: str, *arguments: str) -> int:
     if name in ("-h", "--help", "help"):
         print(__doc__)
         return 0
     if name == "-sc":
-        return _complete(arguments)
+        return _complete([*arguments])
     if name in MODES:
-        return _front(name, arguments)
+        return _front(name, [*arguments])
     if name == "slurm":
         from rose.places import SLURM
 

@@ -165,8 +165,12 @@ def compose(conf: Path, arguments: list[str]) -> list[dict]:
     with tempfile.TemporaryDirectory(prefix="rose-hydra-") as scratch:
         # conf/config.yaml names this folder as the place of Hydra's multirun.yaml.
         os.environ["ROSE_HYDRA_SCRATCH"] = scratch
+        decorate = hydra.main(version_base="1.3", config_path=str(conf), config_name="config")
         try:
-            hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(collect)()
+            try:
+                decorate(collect)()
+            finally:
+                sys.stdout.flush()  # Hydra exits after it has printed a text.
         except BrokenPipeError:  # Hydra's help has been printed, and nothing runs
             raise _ReaderExited from None
     sys.argv = program

@@ -612,15 +612,18 @@ def test_without_the_environment_it_says_what_to_do(tmp_path):
 
 
 @pytest.mark.slow
-def test_help_whose_reader_has_left_ends_quietly(tmp_path):
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("program", [["launch.py"], ["-m", "rose"]], ids=" ".join)
+def test_help_whose_reader_has_left_ends_quietly(program, unbuffered):
     """As into `head`, which leaves after ten of its hundreds of lines."""
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [sys.executable, str(REPOSITORY / "launch.py"), "--help"],
+        [sys.executable, *program, "--help"],
         stdout=writer,
         stderr=subprocess.PIPE,
-        cwd=tmp_path,
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
         timeout=120,
     )
     os.close(writer)
