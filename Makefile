@@ -37,7 +37,7 @@ soak: $(VENV)/.stamp-test
 	$(VENV)/bin/python tests/comm/test_mailbox.py 6000
 	$(VENV)/bin/python tests/soak/fuzz_transfer.py
 	$(VENV)/bin/python tests/soak/storm.py 50
-	for way in stream hybrid replicas; do $(VENV)/bin/python tests/soak/storm.py 15 --with $$way || exit 1; done
+	for way in stream hybrid; do $(VENV)/bin/python tests/soak/storm.py 15 --with $$way || exit 1; done
 	$(VENV)/bin/python tests/soak/soak_coserving.py
 	$(VENV)/bin/python tests/soak/storm_hosts.py
 	$(PYTEST) -m soak

@@ -22,12 +22,6 @@ A part adds by a module with one of these names:
                 `Receiver(engine, died)`: `add` takes the messages at a rank, `run` passes them on.
     run_report.py `html(run_dir)`: what a run's report shows below its borrowed ranks.
     policies.py `POLICIES`: scheduling policies by kind, and by name.
-    launch.py   `EXCLUSIONS`: more rows of rose/launch/exclusions.py. `estimate(c, shape)`: memory
-                of the part's process in a training step. `check(c, shape, estimates, host_gib)`:
-                raises `ConfigError` if it doesn't fit. `words(c, shape)`: what the plan says of it.
-    division.py `build(...)`: the run's `Devices` (rose/coordinator/devices.py); None: the core's.
-    rollout_worker.py `build(...)`: an engine's `RolloutWorker` (rose/main.py); None: the core's.
-    gradients.py `add(step)`: adds the gradients of `TrainStep.sums` to a trainer rank's own.
 
 Left out: other packages' entry points (rose/config/outside.py).
 """
@@ -75,11 +69,6 @@ def merged(name: str, attribute: str) -> dict[str, Any]:
     """Merge the dictionaries that the parts' modules `name` have as `attribute`."""
     found = (getattr(module, attribute, {}) for module in modules(name).values())
     return {key: value for each in found for key, value in each.items()}
-
-
-def build(name: str, *arguments: Any) -> Any:
-    """Return what a part's module `name` builds with these arguments; None if no part does."""
-    return next(filter(None, (m.build(*arguments) for m in modules(name).values())), None)
 
 
 def of_a_command(key: str) -> str:

@@ -16,7 +16,6 @@ import socket
 from pathlib import Path
 
 from rose import config as cfg
-from rose import extensions
 from rose import protocol as p
 from rose.comm import address
 from rose.launch import guard, rank_status
@@ -163,9 +162,8 @@ def run_role(
                 from rose.engine.rank import RolloutWorker
 
                 hybrid = me.index >= config.rollout.workers
-                arguments = config, name, mailbox, recorder, broadcast, hybrid
-                of_part = extensions.build("rollout_worker", run_dir, me.index, *arguments)
-                asyncio.run((of_part or RolloutWorker(*arguments)).run())
+                worker = RolloutWorker(config, name, mailbox, recorder, broadcast, hybrid)
+                asyncio.run(worker.run())
     finally:
         recorder.close()
 

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 
 
 def seed_of(*parts: object) -> int:
@@ -595,15 +595,6 @@ class BatchSummary(Record):
     limits: list[tuple[int, int]] = []
 
 
-class GradientSum(Record):
-    """The gradient of a replica's rows of a step (rose/parts/replicas/gradients.py), and
-    sums over their tokens. `ratio_max`: see rose/trainer/importance.py."""
-
-    file: str
-    statistics: dict[str, float]
-    ratio_max: float
-
-
 class TrainStep(Message):
     """Coordinator -> every trainer rank: the step begins. The batch's rows are the samples of its
     trajectories, one for each leaf. The rank's own rows follow in `parts` messages of `TrainPart`.
@@ -620,8 +611,6 @@ class TrainStep(Message):
     # True, with `trainer.stream`: further messages add to the batch. `summary` and `owners` cover
     # all groups so far, `micro_batches` the new ones. The gradient is accumulated and not applied.
     more: bool = False
-    # gradients of the step's other rows, which the trainer adds (`trainer.elastic_replicas`)
-    sums: list[GradientSum] = []
 
 
 class TrainPart(Message):
@@ -647,46 +636,6 @@ class TrainDone(Message):
     metrics: dict[str, float]
     store: str
     energy_j: dict[str, float] = {}  # rose.energy.counters
-
-
-class ComputeGradient(Message):
-    """Coordinator -> rollout rank whose engine sleeps: its replica computes the gradient of the
-    following `TrainStep` with the weights of `version` and writes it to `file`."""
-
-    step: int
-    version: int
-    store: str  # folder of the versions
-    file: str
-
-
-class ReplicaReady(Message):
-    """Rollout rank -> coordinator: its replica's process is up, at the start or after a restart."""
-
-    worker: str
-    pid: int
-    nbytes: int = 0  # size of a gradient's file
-
-
-class StopReplica(Message):
-    """Coordinator -> rollout rank: end the replica's process, and start no other."""
-
-
-class GradientComputed(Message):
-    """Rollout rank -> coordinator: the file holds the whole gradient."""
-
-    worker: str
-    step: int
-    gradient: GradientSum
-    seconds: float
-
-
-class ReplicaLost(Message):
-    """Rollout rank -> coordinator: its replica's process died or failed, and its gradient is
-    lost."""
-
-    worker: str
-    error: str
-    restarting: bool
 
 
 class SaveCheckpoint(Message):
@@ -794,11 +743,6 @@ AnyMessage = (
     | TrainPart
     | TrainedAhead
     | TrainDone
-    | ComputeGradient
-    | ReplicaReady
-    | StopReplica
-    | GradientComputed
-    | ReplicaLost
     | SaveCheckpoint
     | TrainerReady
     | Sleep

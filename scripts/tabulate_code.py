@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rose.launch.exclusions import rows as excluded
+from rose.launch.exclusions import EXCLUSIONS
 from rose.parts.adapters.gateway.server import ROUTES
 from scripts.csv_tables import REPOSITORY, markdown, put
 
@@ -21,7 +21,7 @@ from scripts.csv_tables import REPOSITORY, markdown, put
 def exclusions() -> str:
     """Return a table with a row for each feature: which are impossible, or not tried, with it."""
     found: dict[str, tuple[list[str], list[str]]] = {}
-    for row in excluded():
+    for row in EXCLUSIONS:
         impossible, untried = found.setdefault(row.other.name, ([], []))
         (impossible if row.because else untried).append(row.feature.name)
     rows = [(name, ", ".join(a), ", ".join(b)) for name, (a, b) in found.items()]

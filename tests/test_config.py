@@ -236,15 +236,6 @@ def test_the_name_of_a_member_can_be_a_domain(tree):
             ["trainer.hpz=4", "into two groups or more"],
         ),
         (
-            "trainer.elastic_replicas=3 rollout.workers=2",
-            ["trainer.elastic_replicas=3", "at most rollout.workers=2"],
-        ),
-        (
-            "trainer.elastic_replicas=1 cluster=gpus cluster.gpus=3 "
-            "+rollout.engine_args.enable_sleep_mode=false",
-            ["rollout.engine_args.enable_sleep_mode=False", "trainer.elastic_replicas"],
-        ),
-        (
             "cluster=gpus rollout.tensor_parallel=2 "
             "+rollout.engine_args.sleep_mode_offload_cudagraph=true",
             ["sleep_mode_offload_cudagraph=True", "not tried", "rollout.tensor_parallel=2"],

@@ -75,10 +75,6 @@ def test_what_a_missing_part_would_add_is_named_as_unknown(tmp_path):
         ("+experiment=terminal", "env.name='terminal': no such environment"),
         ("rollout/draft=group", "rollout.draft.method='group': one of none, ngram"),
         ("serving.online.port=1", "serving.online.port=1: no such key"),
-        (
-            "trainer.elastic_replicas=1",
-            "trainer.elastic_replicas=1: needs rose/parts/replicas, which is not",
-        ),
     ):
         done = launch(tmp_path, argument)
         assert done.returncode == 2 and words in done.stderr.replace("\n", " "), done.stderr

@@ -125,8 +125,6 @@ class Trainer(Section):
     # Each group of this many neighbouring ranks keeps a second copy of all weights, from which the
     # backward pass gathers (hpZ of ZeRO++, arXiv 2306.10209). node: a node's ranks; null: no copy.
     hpz: Count | Literal["node"] | None
-    # dedicated engines on whose devices a replica trains while the trainer does
-    elastic_replicas: Natural
 
     @property
     def replicas(self) -> int:

@@ -114,11 +114,6 @@ class Config(Section):
         return ranks // nodes
 
     @property
-    def elastic_replicas(self) -> int:
-        """Number of dedicated engines beside which a replica of the model can train."""
-        return self.trainer.elastic_replicas if self.rollout.replay is None else 0
-
-    @property
     def trainer_sleeps(self) -> bool:
         """True if the trainer frees its devices' memory for engines between its steps. On CPUs
         trainer and hybrid engines fit beside each other."""

@@ -123,9 +123,7 @@ class Coordinator:
         trainers, kept, saved = ranks[p.Role.TRAINER], self.evaluations.kept, log.checkpoint_saved
         self.training = Training(config, trainers, send, recorder)
         self.checkpoints = Checkpoints(config, folder, trainers, send, recorder, kept, saved)
-        self.device = devices.build(
-            config, folder, self.members, self._changed, self.training, self.hub, self.records
-        )
+        self.device = devices.build(config, self.members, self._changed, self.hub, self.records)
         self.ending = Ending(
             config,
             folder,
@@ -175,13 +173,6 @@ class Coordinator:
             with contextlib.suppress(OSError):
                 self.records.finish(self.hub)
             close_all(self.records, self.hub.log)
-
-    async def dismiss(self, reason: str) -> None:
-        """Have every other rank leave, and remove what they shared."""
-        try:
-            await self.members.dismiss(reason)
-        finally:
-            self.device.clean_up()
 
     async def _steps(self) -> None:
         await self._bring_up()
@@ -283,7 +274,7 @@ class Coordinator:
         self.records.live.update(phase="train", waiting_for=ranks)
         await self.device.before_train(rollout_s)
         with self.recorder.timed("train", step=step):
-            await self.device.train(step, groups)
+            self.training.complete(step, groups)
             done = await self.training.trained(self._changed)
         self.ending.step_end.training_ended()
         return done
@@ -294,7 +285,7 @@ class Coordinator:
         turn waits for an engine that has the weights."""
         self.records.live.update(phase="sync")
         with self.recorder.timed("sync", version=done[0].version):
-            self.hub.weights.publish(done[0].version, done[0].store, self.device.batch_tokens())
+            self.hub.weights.publish(done[0].version, done[0].store)
             # A run that stops only has to save the step; its engines stay asleep.
             if not self.ending.asked.is_set():
                 await self.device.published()
@@ -426,7 +417,7 @@ class Coordinator:
                 self.rollouts.batch = groups
             case ev.RequestCapacity() | ev.ReleaseCapacity():
                 self.provisioner.do(action)
-            case ev.UseWorker() | ev.RestWorker() | ev.PlanReplicas():
+            case ev.UseWorker() | ev.RestWorker():
                 self.device.act(action)
             case ev.MoveTrajectory(trajectory, host):
                 self.rollouts.move(trajectory, host)
@@ -440,11 +431,11 @@ async def drive(coordinator: Coordinator) -> None:
     try:
         await coordinator.run()
     except Stopped as stopped:
-        await coordinator.dismiss(str(stopped))
+        await coordinator.members.dismiss(str(stopped))
         return
     except Exception as error:
-        await coordinator.dismiss(f"{type(error).__name__}: {error}")
+        await coordinator.members.dismiss(f"{type(error).__name__}: {error}")
         raise
     stopped = coordinator.config if coordinator.progress.stopped_early else None
     resume.mark_finished(coordinator.run_dir, coordinator.progress.step, stopped)
-    await coordinator.dismiss("the run is complete")
+    await coordinator.members.dismiss("the run is complete")

@@ -21,7 +21,6 @@ from rose import protocol as p
 from rose.config import Config
 from rose.coordinator.hybrid_starts import HybridStarts
 from rose.coordinator.shared_devices import Devices
-from rose.coordinator.training import Training
 from rose.coordinator.turns import TurnHub
 from rose.coordinator.waiting import Changes, RunFailed
 from rose.launch.layout import hybrid_ranks
@@ -39,7 +38,6 @@ class HybridDevices(Devices):
         ranks: dict[p.Role, dict[int, int]],
         send: Callable[[int, p.Message], None],
         recorder: NullRecorder,
-        training: Training,
         hub: TurnHub,
         on_fault: Callable[[str, str], None],
     ) -> None:
@@ -48,7 +46,7 @@ class HybridDevices(Devices):
             p.Role.TRAINER: ranks[p.Role.TRAINER] if config.trainer_sleeps else {},
             p.Role.ROLLOUT: hybrid_ranks(config),
         }
-        super().__init__(config, sides, send, self._changes.until, recorder, training)
+        super().__init__(config, sides, send, self._changes.until, recorder)
         self._hub = hub
         if not config.trainer_sleeps:
             self.holder = p.Role.ROLLOUT  # Engines start awake beside the trainer.

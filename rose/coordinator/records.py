@@ -89,10 +89,10 @@ class Records:
         row = {"kind": kind, "what": what, "detail": detail}
         self.metrics.write(self._progress.step, row)
 
-    def change(self, what: str, detail: str, kind: str = "worker") -> None:
-        """Report that a borrowed rank, a job or a replica has come or left in order."""
+    def change(self, what: str, detail: str) -> None:
+        """Report that a borrowed rank or a job has come or left in order."""
         self.recorder.instant(what, detail=detail)
-        self.row(kind, what, detail)
+        self.row("worker", what, detail)
         print(f"{what}: {detail}", flush=True)
 
     def fault(self, what: str, detail: str) -> None:

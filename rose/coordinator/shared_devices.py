@@ -1,8 +1,7 @@
 """Decides which role holds the devices that trainer ranks and engines share (colocate=true).
 
-`Devices` is also the base of the other ways to divide devices (hybrid_devices.py, and those of
-parts), whose methods the step loop calls at the same points. Without shared devices they give no
-orders.
+`Devices` is also the base class of `HybridDevices` (hybrid_devices.py). The step loop calls the
+methods of both at the same points. Without shared devices `Devices` gives no orders.
 
 One role at a time holds the devices' memory. The ranks that have to release it answer when they
 have done so. Only then the other role is ordered to take it. The trainer holds the devices at the
@@ -17,7 +16,6 @@ from typing import Any
 
 from rose import protocol as p
 from rose.config import Config
-from rose.coordinator.training import Group, Training
 from rose.observe.recorder import NullRecorder
 from rose.scheduler import events as ev
 
@@ -35,7 +33,6 @@ class Devices:
         send: Callable[[int, p.Message], None],
         until: Callable[..., Awaitable[None]],
         recorder: NullRecorder,
-        training: Training,
     ) -> None:
         self.shared = config.shares_devices or config.hybrids > 0
         self._config = config
@@ -43,7 +40,6 @@ class Devices:
         self._send = send
         self._until = until
         self._recorder = recorder
-        self._training = training
         self.holder: p.Role | None = p.Role.TRAINER  # None during a move, or after a cancelled one
         self._order_number = 0
         self._answers: dict[int, p.DeviceChanged] = {}  # rank -> answer to the last order
@@ -61,14 +57,6 @@ class Devices:
     async def before_train(self, rollout_s: float) -> None:
         """Move the devices to the trainer after a rollout phase of `rollout_s` seconds."""
         await self.to(p.Role.TRAINER)
-
-    async def train(self, step: int, groups: list[Group]) -> None:
-        """Send the step's batch, or what is left of it, to the trainer ranks."""
-        self._training.complete(step, groups)
-
-    def batch_tokens(self) -> int:
-        """Return the tokens of the step's batch, for the scheduler; 0 if it needs no number."""
-        return 0
 
     async def published(self) -> None:
         """Move the devices to the engines after a version was published. An engine that wakes
@@ -108,9 +96,6 @@ class Devices:
 
     def cancel(self) -> None:
         """Cancel a move, because the run has ended."""
-
-    def clean_up(self) -> None:
-        """Remove files, after the ranks have left or are about to be ended."""
 
     # ----------------------------------------------------------------- moves
 

@@ -12,7 +12,7 @@ the batch is complete, when the rollouts may wait for the trainer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from rose import protocol as p
 from rose.config import Config
@@ -20,7 +20,7 @@ from rose.coordinator import replay
 from rose.coordinator.waiting import Changes, RunFailed
 from rose.observe.recorder import NullRecorder
 from rose.trainer import algorithms, segments
-from rose.trainer.batching import Plan, plan_batch, train_messages
+from rose.trainer.batching import plan_batch, train_messages
 
 Group = list[p.Trajectory]
 # Bounds a round, which has one group at least, to about this many micro-batches of each rank. A run
@@ -54,7 +54,7 @@ class Training:
     def begin_step(self, step: int) -> None:
         self._step = step
         self._sent: dict[str, Group] = {}  # groups in the order of their rows
-        self.rows: list[p.Trajectory] = []  # samples of the groups sent
+        self._samples = 0  # number of samples (rows) of the groups sent
         self._waiting: dict[str, Group] = {}  # certain groups that are not sent yet
         self.working: set[int] = set()  # indices of ranks that have not reported the round's end
         self._since: float | None = None  # time of the round's start; None: no round ahead runs
@@ -184,59 +184,29 @@ class Training:
         return taken
 
     def _send_groups(self, groups: dict[str, Group], more: bool) -> None:
+        """Send these groups as a round: each rank its part of the groups' rows. With `more`,
+        further rounds of the step follow."""
         part = more or bool(self._sent)
-        first = len(self.rows)
-        self.add_to_step(groups)
-        plan, trees = self.plan(range(first, len(self.rows)), part)
-        self.send_round(plan, trees, more)
-
-    def add_to_step(self, groups: dict[str, Group]) -> None:
-        """Append the groups' rows to the step's rows."""
         self._sent |= groups
-        self._summary = replay.summarise(list(self._sent.values()), self._config)
-        shared = self._summary.segments if self._once else []
+        summary = replay.summarise(list(self._sent.values()), self._config)
+        shared = summary.segments if self._once else []
         trajectories = [t for group in self._sent.values() for t in group]
-        found = segments.samples(trajectories, shared)
-        self.rows, self._owners = map(list, zip(*found, strict=True))
-
-    def plan(self, rows: Sequence[int], part: bool, others: int = 0) -> tuple[Plan, bool]:
-        """Return (plan, trees): the plan shares these rows among the ranks and, after them, as many
-        `others`; `trees` is True if its micro-batches are prefix trees."""
+        samples, owners = map(list, zip(*segments.samples(trajectories, shared), strict=True))
+        first, self._samples = self._samples, len(samples)
         c = self._config.trainer
         plan, trees = plan_batch(
-            [p.unpack_tokens(self.rows[row].tokens) for row in rows],
-            c.replicas + others,
+            [p.unpack_tokens(sample.tokens) for sample in samples[first:]],
+            c.replicas,
             c.micro_batch_tokens,
             c.updates_per_step,
             self.costs,
             part,
         )
-        numbered = [
-            [[[rows[at] for at in batch] for batch in update] for update in own] for own in plan
-        ]
-        return numbered, trees
-
-    def messages(
-        self,
-        own: list[list[list[int]]],
-        trees: bool,
-        more: bool,
-        sums: Sequence[p.GradientSum] = (),
-    ) -> list[p.Message]:
-        return train_messages(
-            self._step, self._summary, own, trees, self.rows, self._owners, more, sums
-        )
-
-    def send_round(
-        self, plan: Plan, trees: bool, more: bool, sums: Sequence[p.GradientSum] = ()
-    ) -> None:
-        """Send each rank its part of a round. With `more`, further rounds of the step follow.
-        `sums` are gradients of other rows, which the ranks add."""
         if more:
             self.working = set(self._ranks)
-        parts = self._config.trainer.sequence_parallel
         for index, own in enumerate(plan):
-            messages = self.messages(own, trees, more, sums)
-            for rank in range(index * parts, (index + 1) * parts):
+            rows = [[[first + row for row in batch] for batch in update] for update in own]
+            messages = train_messages(self._step, summary, rows, trees, samples, owners, more)
+            for rank in range(index * c.sequence_parallel, (index + 1) * c.sequence_parallel):
                 for message in messages:
                     self._send(self._ranks[rank], message)

@@ -32,12 +32,12 @@ class Weights:
         self.sync_bytes = 0  # loaded of the newest version, by all workers
         self.sync_pause_s = 0.0  # longest pause of a worker for the newest version
 
-    def publish(self, version: int, store: str, tokens: int = 0) -> None:
+    def publish(self, version: int, store: str) -> None:
         """Have every worker load this version before it gets another turn. `store` is the folder of
-        the weight store, `tokens` the size of the version's batch (0: unknown)."""
+        the weight store."""
         self.version, self.store = version, store
         self.sync_bytes, self.sync_pause_s = 0, 0.0
-        self._feed(ev.VersionPublished(at=time.time(), version=version, tokens=tokens))
+        self._feed(ev.VersionPublished(at=time.time(), version=version))
         for name, worker in list(self._workers.items()):
             failed, worker.failed_loads = worker.failed_loads, 0
             if worker.alive and failed >= MOST_HYBRID_LOADS:

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from rose import extensions
 from rose.config import Config, ConfigError, ModelShape
 from rose.launch import exclusions, memory
 from rose.trainer import compilers
@@ -78,8 +77,6 @@ def _without_it(c: Config, shape: ModelShape, card_gib: float) -> tuple[float, f
     have of a card."""
     without = _with(c, "gradient_checkpointing", False)
     needed = memory.trainer(without, shape).total
-    for part in extensions.modules("launch").values():
-        needed = max(needed, part.estimate(without, shape).total)
     return needed, card_gib - (memory.ASLEEP_GIB if c.trainer_sleeps else 0)
 
 

@@ -8,12 +8,11 @@ another key must allow or bound (rose/config/checks).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from rose import config as configuration
-from rose import extensions
 from rose.config import Config, ConfigError, ModelShape, errors
 from rose.policies import registry
 from rose.trainer import algorithms
@@ -113,17 +112,14 @@ DRAFTS = _option("rollout.draft.method", "none", "rollout/draft=none")
 DYNAMIC_SAMPLING = _option("algorithm.dynamic_sampling")
 HPZ = _option("trainer.hpz", None)
 KERNELS = _option("trainer.kernels", "none")
-KL = _option("algorithm.kl_coef", 0)
 LORA = _option("trainer.lora", None)
 NO_JOINING = _option("cluster.mpi.join", True, "another cluster/mpi=", "an MPI without joining")
 NO_PREFIX_CACHE = _option("rollout.prefix_caching", True, about="no `rollout.prefix_caching`")
 OFFLOADED_ACTIVATIONS = _option("trainer.offload_activations")
-OFFLOADED_OPTIMIZER = _option("trainer.offload_optimizer")
 REPLAY = _option("rollout.replay", None)
 ROUTER_REPLAY = _option("trainer.router_replay")
 SEQUENCE_PARALLEL = _option("trainer.sequence_parallel", 1)
 STREAM = _option("trainer.stream")
-TENSOR_PARALLEL = _option("rollout.tensor_parallel", 1)
 UPDATES = _option("trainer.updates_per_step", 1)
 
 ADAPTIVE = _option("reward.adaptive")._replace(
@@ -256,21 +252,11 @@ EXCLUSIONS = (
 )
 
 
-def rows() -> Iterator[Exclusion]:
-    """Yield the table's rows, and those of parts."""
-    yield from EXCLUSIONS
-    for part in extensions.modules("launch").values():
-        yield from part.EXCLUSIONS
-
-
 def check(c: Config, shape: ModelShape | None = None) -> None:
-    """Raise `ConfigError` for two features that exclude each other, or one whose part is not here.
-    `shape`: None if the model isn't known yet."""
-    if c.elastic_replicas and "replicas" not in extensions.names():
-        asked = f"trainer.elastic_replicas={c.elastic_replicas}"
-        raise ConfigError(f"{asked}: needs rose/parts/replicas, which is not here; set it to 0")
+    """Raise `ConfigError` for two features that exclude each other. `shape`: None if the model
+    isn't known yet."""
     run = Run(c, shape)
-    for row in rows():
+    for row in EXCLUSIONS:
         if row.feature.used(run) and row.other.used(run):
             raise ConfigError(row.message(configuration.to_dict(c)))
 
@@ -278,7 +264,7 @@ def check(c: Config, shape: ModelShape | None = None) -> None:
 def refusal(c: Config, shape: ModelShape | None, feature: Feature) -> str:
     """Return the name of a feature of `c` that excludes `feature`, which `c` uses, or ""."""
     run = Run(c, shape)
-    for row in rows():
+    for row in EXCLUSIONS:
         if feature in row[:2] and row.feature.used(run) and row.other.used(run):
             return (row.other if row.feature == feature else row.feature).name.replace("`", "")
     return ""

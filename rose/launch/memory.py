@@ -110,7 +110,7 @@ def trainer(c: Config, shape: ModelShape) -> Estimate:
     resting = _resting(c, shape)
     states = ("weights", "second weights", "gradients", "optimizer", "reference")
     worst = max(
-        (added_in_a_pass(c, shape), _added_at_the_update(c, shape)),
+        (_added_in_a_pass(c, shape), _added_at_the_update(c, shape)),
         key=lambda items: sum(items.values()),
     )
     size, share = BYTES[c.trainer.dtype], trained(c, shape) / c.trainer.ranks
@@ -124,7 +124,7 @@ def trainer(c: Config, shape: ModelShape) -> Estimate:
         "experts merged as rank 0 reads them": _merged(c, shape),
     }
     return Estimate(
-        in_gib(c, resting | worst),
+        _in_gib(c, resting | worst),
         sum(resting[name] for name in states) / GIB,
         host={name: nbytes / GIB for name, nbytes in host.items() if nbytes},
     )
@@ -139,7 +139,7 @@ def moments(c: Config, shape: ModelShape) -> Items:
     if c.trainer.lora is not None:
         freed -= items["second weights"]
     return {
-        "forward and backward": resting + sum(added_in_a_pass(c, shape).values()),
+        "forward and backward": resting + sum(_added_in_a_pass(c, shape).values()),
         "update": resting + sum(_added_at_the_update(c, shape).values()),
         "between steps": resting - freed,
     }
@@ -225,7 +225,7 @@ def _of_experts(shape: ModelShape) -> int:
     return shape.layers * shape.experts * 3 * shape.hidden * shape.expert_intermediate
 
 
-def added_in_a_pass(c: Config, shape: ModelShape) -> Items:
+def _added_in_a_pass(c: Config, shape: ModelShape) -> Items:
     """Return the bytes added at the worst moment of a forward and backward pass."""
     t, size = c.trainer, BYTES[c.trainer.dtype]
     tokens, largest = _tokens(c), _largest(c, shape)
@@ -327,7 +327,7 @@ def rollout(c: Config, shape: ModelShape) -> Estimate:
     work = size * step * (wide + 3 * shape.mlp_width // tp)
     logits = (size + 8) * r.max_sequences * shape.vocab
     adapter = c.trainer.lora.slot_parameters(shape) if c.trainer.lora else 0
-    items = in_gib(
+    items = _in_gib(
         c,
         {
             "weights": size * shape.parameters / tp,
@@ -388,7 +388,7 @@ def host_gib(c: Config, trainer: Estimate, rollout: Estimate) -> tuple[float, fl
     return c.trainer.ranks * sum(trainer.host.values()), mirror + engines * sum(held.values())
 
 
-def in_gib(c: Config, items: dict[str, float]) -> dict[str, float]:
+def _in_gib(c: Config, items: dict[str, float]) -> dict[str, float]:
     """Return bytes on a device as GiB, with CUDA's context."""
     found = {name: nbytes / GIB for name, nbytes in items.items() if nbytes}
     if c.cluster.gpus:

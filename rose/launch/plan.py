@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from rose import extensions
 from rose.config import Config, ConfigError, ModelShape, check_model, cpus_of
 from rose.config.checks import time_limit
 from rose.launch import choices, container, exclusions, memory, on_disk
@@ -64,8 +63,6 @@ def make(
         estimates[Role.ROLLOUT] = memory.rollout(c, shape)
     if host_gib is not None and (c.hybrids or c.shares_devices and c.cluster.gpus):
         _check_host(c, estimates[Role.TRAINER], estimates[Role.ROLLOUT], host_gib)
-    for part in extensions.modules("launch").values():
-        part.check(c, shape, estimates, host_gib)
     warnings = (*doubts, *_check_memory(c, estimates))
     return Plan(c, shape, layout(c), estimates, warnings, doubts, chosen)
 
@@ -142,8 +139,7 @@ def _check_memory(c: Config, estimates: dict[Role, memory.Estimate]) -> Iterator
         return
     if c.trainer_sleeps:
         limit -= memory.ASLEEP_GIB
-        shared = f"rollout.hybrid={c.hybrids}" if c.hybrids else "colocate=true"
-        check_share(c, c.cluster.gpu_memory_gib, shared, "trainer's")
+        _check_share(c, c.cluster.gpu_memory_gib)
     trainer = estimates[Role.TRAINER]
     if trainer.firm > limit:
         raise ConfigError(
@@ -222,15 +218,16 @@ def _less_memory(c: Config) -> Iterator[str]:
     )
 
 
-def check_share(c: Config, limit: float, shared: str, whose: str) -> None:
+def _check_share(c: Config, limit: float) -> None:
     """Raise `ConfigError` if vLLM would not start because its share of a GPU's `limit` GiB can't be
-    free: by the override `shared`, `whose` process keeps memory there while it sleeps."""
+    free: a trainer that sleeps keeps memory there."""
     most = 1 - memory.ASLEEP_GIB / limit
     if c.rollout.gpu_memory_utilization > most:
+        shared = f"rollout.hybrid={c.hybrids}" if c.hybrids else "colocate=true"
         raise ConfigError(
             f"rollout.gpu_memory_utilization={c.rollout.gpu_memory_utilization:g}: {shared} "
             f"leaves an engine {most:.3g} of a GPU's {limit:g} GiB: the "
-            f"{whose} process keeps {memory.ASLEEP_GIB:g} GiB there in the engine's turn"
+            f"trainer's process keeps {memory.ASLEEP_GIB:g} GiB there in the engine's turn"
         )
 
 
@@ -286,7 +283,6 @@ def show(plan: Plan, console: Console) -> None:
     hybrid = f"and {c.hybrids} on the trainer's devices " if c.hybrids else ""
     source = (
         f"{c.rollout.workers} engines {hybrid}with tensor parallel {c.rollout.tensor_parallel}"
-        f"{''.join(part.words(c, plan.shape) for part in extensions.modules('launch').values())}"
         if c.rollout.replay is None
         else f"trajectories saved in {c.rollout.replay}"
     )

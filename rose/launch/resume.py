@@ -46,7 +46,6 @@ MAY_CHANGE = (
     "trainer.sequence_parallel",
     "trainer.offload_activations",
     "trainer.hpz",
-    "trainer.elastic_replicas",
     "trainer.compile",
     "trainer.kernels",
     "trainer.gradient_checkpointing",

@@ -1,7 +1,7 @@
 """Write the run's numbers: a JSON line per training step, evaluation, fault or borrowed rank, and
 the same for TensorBoard and trackers (trackers.py).
 
-A row has `kind` ("step", "eval", "fault", "worker", "replica", "host" or "engine"), `step`, `time`
+A row has `kind` ("step", "eval", "fault", "worker", "host" or "engine"), `step`, `time`
 (wall clock, seconds) and its values. metrics.jsonl is authoritative: each row is fsync'd, and a
 resume cuts the file back. TensorBoard is a view of it. Never imports torch.
 """
@@ -23,7 +23,7 @@ from rose.observe.trackers import Background
 
 FILE = "metrics.jsonl"
 # Kinds of rows that record an event, in `what` and `detail`.
-EVENTS = ("fault", "worker", "replica", "host", "engine")
+EVENTS = ("fault", "worker", "host", "engine")
 
 
 class MetricsWriter:

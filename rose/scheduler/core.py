@@ -59,8 +59,6 @@ class Scheduler:
             ev.WorkerDraining: self._worker_draining,
             ev.WorkerCapacity: self._worker_capacity,
             ev.WorkerLoaded: self._worker_loaded,
-            ev.ReplicaReady: self._replica_ready,
-            ev.ReplicaLost: self._replica_lost,
             ev.VersionPublished: self._version_published,
             ev.CapacityQueued: self._capacity_queued,
             ev.CapacityGranted: self._capacity_granted,
@@ -95,7 +93,6 @@ class Scheduler:
             provisioning, "rolls_hybrids", lambda: True
         )
         self.waits_for_weights: bool = getattr(batching, "waits_for_weights", False)
-        self._training_begins = optional(provisioning, "training_begins", lambda cluster: [])
         self._published = optional(batching, "published", lambda version: [])
         self._certain = optional(batching, "certain", lambda: [])
         # Groups that the trainer of a streaming step has received; None if the step isn't streamed
@@ -136,16 +133,10 @@ class Scheduler:
     def snapshot(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as plain containers. Workers and turns are not in it:
         after a restart workers join again and turns are requested again."""
-        state = {"batching": self._batching.snapshot()}
-        if kept := optional(self._provisioning, "snapshot", dict)():
-            state["provisioning"] = {type(self._provisioning).__name__: kept}
-        return state
+        return {"batching": self._batching.snapshot()}
 
     def restore(self, state: dict[str, Any]) -> None:
         self._batching.restore(state["batching"])
-        kept = state.get("provisioning", {}).get(type(self._provisioning).__name__)
-        if kept is not None:  # None if the checkpoint was written with another provisioning policy
-            self._provisioning.restore(kept)
 
     @property
     def staleness(self) -> int:
@@ -188,7 +179,6 @@ class Scheduler:
             match action:
                 case ev.StartTraining():
                     self.cluster.training, self._given_early = True, None
-                    done += self._carry_out(self._training_begins(self.cluster))
                 case ev.AdmitGroup(_, group):
                     self.cluster.admitted[group] = 0
                 case ev.DropGroup(group):
@@ -313,14 +303,6 @@ class Scheduler:
                     del homes[key]
         worker.cached.clear()
         self.fleet.changed(worker.worker)
-
-    def _replica_ready(self, e: ev.ReplicaReady) -> list[Action]:
-        self.cluster.replicas.add(e.worker)
-        return []
-
-    def _replica_lost(self, e: ev.ReplicaLost) -> list[Action]:
-        self.cluster.replicas.discard(e.worker)
-        return []
 
     # ----------------------------------------------------------------- capacity
 

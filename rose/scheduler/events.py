@@ -79,19 +79,6 @@ class WorkerCapacity(Event):
     revoked: bool
 
 
-class ReplicaReady(Event):
-    """A replica beside this dedicated worker can compute a part of each gradient while the worker
-    rests. Sent only in runs whose rollouts continue during training."""
-
-    worker: str
-
-
-class ReplicaLost(Event):
-    """The replica beside this worker died or was abandoned. A later `ReplicaReady` may follow."""
-
-    worker: str
-
-
 class CapacityQueued(Event):
     """The queue accepted the request, or still holds it from an earlier attempt of the run."""
 
@@ -121,7 +108,6 @@ class VersionPublished(Event):
     """The trainer published the weights of a version."""
 
     version: int
-    tokens: int = 0  # size of the batch that was trained for it, contexts included; 0 if unknown
 
 
 class TurnRequested(Event):
@@ -200,8 +186,6 @@ class StepBegun(Event):
     group_size: int = 0  # trajectories per group; 0 if unknown
     # Share of the last step in which the trainer waited for devices that hybrid workers held
     hybrid_delay: float = 0.0
-    # Ranks of the trainer, each as fast as a replica; 0 if no replica can take part in the step
-    trainers: int = 0
 
 
 class GroupFinished(Event):
@@ -221,8 +205,6 @@ AnyEvent = (
     | WorkerDraining
     | WorkerLoaded
     | WorkerCapacity
-    | ReplicaReady
-    | ReplicaLost
     | CapacityQueued
     | CapacityGranted
     | CapacityRefused
@@ -333,23 +315,6 @@ class RestWorker(Action):
     worker: str
 
 
-class PlanReplicas(Action):
-    """Report the planner's number of replicas that train from this step on.
-
-    The scheduler applies the plan by `RestWorker` when a step's training begins; a driver may
-    ignore this action.
-    """
-
-    step: int
-    replicas: int
-    before: int  # replicas by the previous plan
-    forecast_s: float  # predicted seconds of a step with this plan
-    step_s: float  # measured seconds of a step since the previous plan
-    rollout_s: float  # rollout part of a step, since the previous plan
-    training_s: float  # training part of a step, since the previous plan
-    expected_s: float  # seconds of a step that the previous plan predicted; 0 if there was none
-
-
 class MoveTrajectory(Action):
     """Continue the trajectory on another environment host, from a snapshot with all of its turns.
 
@@ -379,7 +344,6 @@ AnyAction = (
     | ReleaseCapacity
     | UseWorker
     | RestWorker
-    | PlanReplicas
     | MoveTrajectory
     | GiveUp
 )

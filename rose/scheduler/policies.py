@@ -22,7 +22,6 @@ OBSERVED = frozenset(
         ev.GroupFinished,
         ev.WorkerJoined,
         ev.WorkerCapacity,
-        ev.ReplicaLost,
         ev.CapacityQueued,
         ev.CapacityGranted,
         ev.CapacityRefused,
@@ -110,14 +109,10 @@ class Provisioning(Protocol):
     - `joins_resting(kind) -> bool`: True if workers of this kind rest when they join.
     - `rolls_hybrids() -> bool`: True if a hybrid worker that joined now would be used, so that its
       engine is worth starting. True by default.
-    - `training_begins(cluster) -> list[Action]`: called when a step's batch is complete. Replicas
-      (`cluster.replicas`) whose workers rest after it may take part in the training.
-    - `snapshot() -> dict` and `restore(state)`, both or none: as in `Batching`.
 
     Optional attributes:
 
     - `asks_for_jobs: bool`: it requests capacity, which is a Slurm job each. False by default.
-    - `plans_replicas: bool`: it decides how many replicas train. False by default.
     - `wakes_hybrids: bool`: it wakes hybrid workers while the trainer waits. By default
       `joins_resting("hybrid")`.
     """

@@ -181,8 +181,6 @@ class Cluster:
 
     workers: dict[str, WorkerState] = field(default_factory=dict)
     turns: dict[str, TurnState] = field(default_factory=dict)
-    # Workers, joined or not, with a replica that can train while they rest
-    replicas: set[str] = field(default_factory=set)
     # Trajectory -> worker that has its prefix cached
     home: dict[str, str] = field(default_factory=dict)
     # Group -> worker that has its prompt cached

@@ -261,7 +261,6 @@ def train_messages(
     samples: list[p.Trajectory],
     owners: Sequence[int] = (),
     more: bool = False,
-    sums: Sequence[p.GradientSum] = (),
 ) -> list[p.Message]:
     """Build a rank's messages of a step: a `TrainStep`, then `TrainPart`s with the samples of the
     rank's rows, about `PART_BYTES` each."""
@@ -276,7 +275,7 @@ def train_messages(
         parts[-1].append(row)
         size += nbytes
     messages: list[p.Message] = [
-        p.TrainStep(step, summary, micro_batches, trees, len(parts), list(owners), more, list(sums))
+        p.TrainStep(step, summary, micro_batches, trees, len(parts), list(owners), more)
     ]
     for at, part in enumerate(parts):
         messages.append(p.TrainPart(step, at, part, [samples[row] for row in part]))

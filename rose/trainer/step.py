@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rose import extensions, protocol
+from rose import protocol
 from rose.config import Config
 from rose.observe.recorder import NullRecorder
 from rose.trainer.algorithms.base import Algorithm, Summary, TokenBatch
@@ -38,13 +38,13 @@ class TrainingDiverged(ArithmeticError):
 
 
 class Trains(Protocol):
-    """A trainer rank, or a part's process that takes steps."""
+    """A trainer rank, as far as a step needs it."""
 
     config: Config
     device: torch.device
     recorder: NullRecorder
     algorithm: Algorithm
-    engine: Any  # a `DeepSpeedEngine`, or what a part has instead
+    engine: Any  # a `DeepSpeedEngine`
 
 
 class Step:
@@ -57,7 +57,6 @@ class Step:
         self.kl_correction = trainer.config.algorithm.kl_correction
         self.growing = Growing(self.algorithm)
         self.updates: list[list[MicroBatch]] = []
-        self.others: list[protocol.GradientSum] = []  # gradients of other rows
         zero = torch.zeros((), device=self.device)
         self.sums: dict[str, Tensor] = defaultdict(zero.clone)  # no reference cycle: freed at once
         self.ratio_max = torch.zeros((), device=self.device)
@@ -78,7 +77,6 @@ class Step:
         )
         # both (N,), or (N, turns)
         self.advantages, self.weights = self.growing.extend(summary)
-        self.others = step.sums
         self.owners = torch.tensor(step.owners or range(len(summary.rewards)))  # (rows,) int64
         policy = self.engine.policy
         known = policy.vocabulary, step.trees, policy.replay
@@ -88,7 +86,7 @@ class Step:
         ]
 
     def run_ahead(self) -> None:
-        with self.phase("forward_backward"):
+        with self._phase("forward_backward"):
             for micro_batches in self.updates:
                 self._accumulate(0, micro_batches, {}, more=True)
 
@@ -98,11 +96,9 @@ class Step:
         proximal = self._proximal()
         norms, lr = [], 0.0
         for number, micro_batches in enumerate(self.updates):
-            with self.phase("forward_backward"):
+            with self._phase("forward_backward"):
                 self._accumulate(number, micro_batches, proximal)
-            for part in extensions.modules("gradients").values() if self.others else ():
-                part.add(self)
-            with self.phase("optimizer"):
+            with self._phase("optimizer"):
                 norm, lr = self._apply(number, stepped if number == len(self.updates) - 1 else None)
             norms.append(norm)
         return {"grad_norm": sum(norms) / len(norms), "lr": lr} | self._reduced()
@@ -112,7 +108,7 @@ class Step:
         The first update is left out: its own forward passes run with these weights."""
         if not self.algorithm.recompute_proximal or len(self.updates) == 1:
             return {}
-        with self.phase("proximal"), torch.no_grad():
+        with self._phase("proximal"), torch.no_grad():
             return {
                 (u, m): self._forward(batch)[0]
                 for u, update in enumerate(self.updates)
@@ -221,11 +217,11 @@ class Step:
         return per_token | times | {"mismatch_max_ratio": ratio_max, "tokens": tokens}
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def _phase(self, name: str) -> Iterator[None]:
         start = time.time()
         with self.recorder.timed(name, step=self.number):
             yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.time() - start
+        self.seconds[name] += time.time() - start
 
 
 def _padded(of_turns: list[list[float]], dtype: torch.dtype, behind: float) -> Tensor | None:

@@ -8,8 +8,7 @@ middle of a turn.
 
 Where devices are shared, a rank holds its device from the order on, and until its answer is heard:
 never both roles. Hybrid engines (rollout.hybrid) on CPUs share it with nobody, and are asleep while
-the trainer trains. Replicas (trainer.elastic_replicas) compute while the engine on their device is
-asleep; of those that `lost` names, rank and step, the process dies at work.
+the trainer trains.
 """
 
 import asyncio
@@ -64,17 +63,10 @@ class Peers:
             for role in (p.Role.TRAINER, p.Role.ROLLOUT)
         )
         self.hybrids = set(hybrid_ranks(config).values())
-        self.replicas = {r.rank for r in ranks if r.role is p.Role.ROLLOUT}
-        self.replicas = set(sorted(self.replicas)[: config.elastic_replicas])
-        self.lost = set()  # (rank, step)
-        self.stopped = []  # (rank whose replica was given up, step that it was at work on)
-        self.orders_of = {}  # replica's rank -> what it is to compute
-        self.gradients = {}  # file -> its rows: number -> trajectory
-        self.rows = {}  # of the step, of the trainer's own rounds
-        in_turn = engines if config.shares_devices else self.hybrids | self.replicas
+        in_turn = engines if config.shares_devices else self.hybrids
         # who has a device in turn, and has it now
         self.in_turn = in_turn | trainers if config.trainer_sleeps else in_turn
-        self.awake = trainers if config.trainer_sleeps else self.hybrids | self.replicas
+        self.awake = trainers if config.trainer_sleeps else set(self.hybrids)
         self.waiting = {}  # rank -> turns that wait in a hybrid engine until it wakes
         self.of_hybrids = Counter()  # turns that these got, and that moved on
         self.orders = []  # (role, its name), where devices are shared
@@ -96,8 +88,6 @@ class Peers:
             elif rank.role is p.Role.ROLLOUT:
                 self.incarnation[rank.rank] = 1
                 self.say(rank.rank, self.ready(rank, 1))
-            if rank.rank in self.replicas:
-                self.say(rank.rank, p.ReplicaReady(f"rollout-{rank.index}", 4243))
 
     # ----------------------------------------------------------------- the mailbox
 
@@ -155,7 +145,6 @@ class Peers:
             self.awake.discard(rank)
             return p.DeviceChanged(rank, m.turn, False, 0.1, 3.0, 20.0, 24.0)
 
-        assert rank not in self.replicas or self.training, "the trainer waits for engines"
         self.orders.append((self.role[rank].role, "sleep"))
         self.say(rank, slept, PROMPT if self.role[rank].role is p.Role.TRAINER else None)
 
@@ -316,9 +305,6 @@ class Peers:
     # ----------------------------------------------------------------- trainer
 
     def _TrainStep(self, rank, m):
-        if self.replicas:
-            self.step_of_shared(rank, m)
-            return
         assert not self.asleep(rank) and not self.awake & self.hybrids
         assert m.step == self.step + 1, "a step is trained once"
         self.training, self.ahead = not m.more, m.more
@@ -330,9 +316,6 @@ class Peers:
 
     def _TrainPart(self, rank, m):
         rows = dict(zip(m.indices, m.trajectories, strict=True))
-        if self.replicas:
-            self.part_of_shared(rank, rows)
-            return
         self.trained[m.step] += [rows[index] for index in sorted(rows)]
         if self.ahead:
             self.rounds += 1
@@ -344,60 +327,6 @@ class Peers:
             return p.TrainDone(m.step, 0, m.step, {"loss": 0.5}, "store")
 
         self.say(rank, done)
-
-    # ----------------------------------------------------------------- replicas
-
-    def _ComputeGradient(self, rank, m):
-        assert self.asleep(rank) and (m.version, m.step) == (self.step, self.step + 1)
-        self.orders_of[rank] = m
-
-    def _StopReplica(self, rank, m):
-        self.stopped.append((rank, self.orders_of[rank].step if rank in self.orders_of else 0))
-
-    def step_of_shared(self, rank, m):
-        assert m.step == self.step + 1, "a step is trained once"
-        if rank not in self.replicas:
-            self.rounds += m.more
-            self.order, self.rows = m, self.rows if m.step in self.begun else {}
-            self.begun.add(m.step)
-            self.training = True
-
-    def part_of_shared(self, rank, rows):
-        if rank in self.replicas:
-            self.say(rank, lambda: self.computed(rank, rows))
-            return
-        assert not self.rows.keys() & rows.keys(), "each row comes once"
-        self.rows |= rows
-        step = self.order.step
-        if self.order.more:
-            self.say(rank, lambda: self.ahead_of_shared(rank, step))
-            return
-        for gradient in self.order.sums:
-            others = self.gradients.pop(gradient.file)
-            assert others and not self.rows.keys() & others.keys(), "nothing is applied twice"
-            self.rows |= others
-        assert sorted(self.rows) == list(range(len(self.order.summary.rewards)))
-        self.trained[step] = [self.rows[row] for row in sorted(self.rows)]
-
-        def done():
-            self.training, self.step = False, step
-            return p.TrainDone(step, 0, step, {"loss": 0.5}, "store")
-
-        self.say(rank, done)
-
-    def ahead_of_shared(self, rank, step):
-        """The trainer's word of its own part, when it is heard."""
-        return p.TrainedAhead(step, 0)
-
-    def computed(self, rank, rows):
-        """A replica's word, when it is heard."""
-        order, name = self.orders_of.pop(rank), f"rollout-{self.role[rank].index}"
-        if (rank, order.step) in self.lost:
-            self.say(rank, p.ReplicaReady(name, 4244))
-            return p.ReplicaLost(name, "killed by SIGKILL", True)
-        self.gradients[order.file] = rows
-        found = p.GradientSum(order.file, {"loss": 0.5}, 1.0)
-        return p.GradientComputed(name, order.step, found, 0.1)
 
     def _SaveCheckpoint(self, rank, m):
         assert not self.asleep(rank)

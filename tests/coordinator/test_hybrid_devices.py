@@ -332,7 +332,7 @@ def test_beside_an_engine_that_works_one_that_has_no_time_to_start_gets_no_turn(
             turns.received(p.DeviceChanged(rank, order.turn, awake, 0.1, 1.0, 2.0, 3.0))
 
         hub = SimpleNamespace(workers=SimpleNamespace(hybrids_up=lambda: up))
-        said = (send, NullRecorder(), None, hub, lambda *fault: faults.append(fault))
+        said = (send, NullRecorder(), hub, lambda *fault: faults.append(fault))
         turns = HybridDevices(made, ranks, *said)
         woken = []
         for _ in range(4):
@@ -408,7 +408,6 @@ def test_a_batch_that_is_complete_while_engines_wake_breaks_that_off(config):
         said = (
             lambda rank, m: sent.append((rank, m)),
             NullRecorder(),
-            None,
             SimpleNamespace(workers=SimpleNamespace(hybrids_up=lambda: {hybrid})),
             pytest.fail,
         )

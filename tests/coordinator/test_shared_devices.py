@@ -123,7 +123,6 @@ def test_a_rank_that_does_not_answer_is_named_with_what_was_waited_for(config):
             lambda rank, m: rank == 3 and answer(device, rank, m.turn),
             until,
             NullRecorder(),
-            None,
         )
         device.holder = p.Role.ROLLOUT
         with pytest.raises(
@@ -142,12 +141,7 @@ def test_an_order_that_broke_off_is_given_again_and_its_late_answers_count_for_n
     async def scene():
         changes = Changes(lambda what: None)
         device = Devices(
-            config(),
-            RANKS,
-            lambda rank, m: sent.append((rank, m)),
-            changes.until,
-            NullRecorder(),
-            None,
+            config(), RANKS, lambda rank, m: sent.append((rank, m)), changes.until, NullRecorder()
         )
         first = asyncio.create_task(device.to(p.Role.ROLLOUT))
         await asyncio.sleep(0)
@@ -175,12 +169,7 @@ def test_an_order_that_broke_off_is_given_again_and_its_late_answers_count_for_n
 
 def test_without_sharing_nobody_is_told_anything(config):
     device = Devices(
-        config("colocate=false"),
-        RANKS,
-        lambda rank, m: pytest.fail("told"),
-        None,
-        NullRecorder(),
-        None,
+        config("colocate=false"), RANKS, lambda rank, m: pytest.fail("told"), None, NullRecorder()
     )
     asyncio.run(device.to(p.Role.ROLLOUT))
     assert device.row({}, 0.0) == {}

@@ -69,8 +69,6 @@ HYBRID = [
     "scheduler/provisioning=all_idle",
     "scheduler.provisioning.args.hybrid_wait_s=0",
 ]
-REPLICAS = ["trainer.elastic_replicas=1"]
-SEVERAL = 30  # number of steps, during which the replica starts
 ON_CPU = [
     *SMALL,
     "rollout.kv_cache_gib=0.05",
@@ -137,16 +135,6 @@ def job(report: Report) -> None:
     # Reported only when the device is shared in turn.
     for name in sorted(last.keys() & {"seconds_sleep", "seconds_wake"}):
         report.figure(f"last step, {name.removeprefix('seconds_')}", last[name], "s")
-    if shared := [row for row in steps if row.get("replicas")]:
-        report.figure("replica's share of the tokens", shared[-1]["replica_token_share"], "share")
-    if "replicas" in last:
-        report.figure(
-            "steps in which the replica had a part",
-            len(shared),
-            least=1,
-            remedy="the engine's log in logs/latest, which is its too, tells why it was not up",
-        )
-        report.figure("parts that it lost", sum(row["replicas_lost"] for row in steps), equal=0)
     for name in sorted(k for k in last if k.startswith("hybrid_")):
         report.figure(f"last step, {name}", last[name], "share")
     for name in sorted(k for k in last if k.endswith("_gib")):
@@ -195,19 +183,6 @@ CHECKS = (
         },
         240.0,
         "`colocated` tells whether it is the turns; the log has each rank's last words",
-        least_gpus=2,
-        needs_model=False,
-    ),
-    Check(
-        "replicas",
-        "launch.py on two GPUs: one trains, one rolls out and trains in turn",
-        job,
-        {
-            "cuda": Run([*ON_GPU, *REPLICAS, "cluster.gpus=2"], SEVERAL, 0.05),
-            "cpu": Run([*ON_CPU, *REPLICAS], SEVERAL, 1e-3),
-        },
-        400.0,
-        "`colocated` tells whether it is the engine's sleep; the log has each process's last words",
         least_gpus=2,
         needs_model=False,
     ),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import subprocess
 import time
 from collections.abc import Iterator
@@ -228,16 +227,3 @@ def suspend(rank: psutil.Process) -> None:
 def resume(rank: psutil.Process) -> None:
     rank.resume()
     psutil.Process(rank.ppid()).resume()
-
-
-def replica(job: Job, number: int) -> psutil.Process:
-    """The process of rollout-0's replica that got up as the `number`-th."""
-
-    def up() -> list[dict]:
-        if not (job.run / "metrics.jsonl").exists():
-            return []
-        ready = [row for row in read_metrics(job.run) if row.get("what") == "replica ready"]
-        return ready[number - 1 : number]
-
-    [row] = job.until(up, f"start {number} of the replica")
-    return psutil.Process(int(re.fullmatch(r"rollout-0, process (\d+)", row["detail"])[1]))

@@ -37,7 +37,6 @@ def chosen(c):
         ((), "liger", "fused norms"),
         (("trainer.sequence_parallel=2",), "liger", "fused norms"),
         (("trainer.compile=true",), "none", "together with trainer.compile"),
-        (("trainer.elastic_replicas=1",), "none", "together with trainer.elastic_replicas"),
         (("model.shape.type=gemma",), "none", "Liger has none for models of the type gemma"),
         (("model.shape.type=''",), "none", "of the type unknown"),
     ],

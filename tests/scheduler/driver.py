@@ -165,9 +165,6 @@ class Driver:
     def do_RestWorker(self, a):
         self.workers[a.worker].resting = True
 
-    def do_PlanReplicas(self, a):
-        assert a.replicas >= 0 and a.forecast_s > 0
-
     def do_MoveTrajectory(self, a):
         assert a.trajectory in self.saved, "only a trajectory with a snapshot moves"
         assert a.host in self.hosts and a.host != self.saved[a.trajectory]
@@ -352,16 +349,12 @@ class Driver:
             if group.state == "running":
                 self.asked[f"{replacement}.t0"] = 5
 
-    def at_replica(self, worker, up):
-        if self.workers.get(worker) and self.workers[worker].kind == "dedicated":
-            self.feed(ev.ReplicaReady if up else ev.ReplicaLost, worker=worker)
-
     def train(self):
         if self.trainer == "free":
             self.step += 1
             self.trainer = "wants a batch"
             stream = self.step % 2 == 0
-            self.feed(ev.StepBegun, step=self.step, groups=GROUPS, stream=stream, trainers=1)
+            self.feed(ev.StepBegun, step=self.step, groups=GROUPS, stream=stream)
         elif self.trainer == "trains":
             self.version += 1
             self.trainer = "free"

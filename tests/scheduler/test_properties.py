@@ -36,7 +36,7 @@ def policy(kind, name):
     found = (CONF / kind / f"{name}.yaml").read_text().replace("${serving.max_ranks}", "1")
     read = yaml.safe_load(found)
     if (kind, name) == ("provisioning", "libra"):  # Plan after every step, for any gain.
-        read["args"] |= {"period_steps": 1, "gain": 0.0, "cost_s": 0.0, "replicas": 2}
+        read["args"] |= {"period_steps": 1, "gain": 0.0, "cost_s": 0.0}
     return Policy(**read)
 
 
@@ -57,7 +57,6 @@ STEPS = st.tuples(
         + ["host"] * 2
         + ["load"] * 4
         + ["train"] * 2
-        + ["replica"] * 2
         + ["fail", "tick", "stall", "answer"]
         + ["clock"]
     ),
@@ -83,8 +82,6 @@ def play(driver, what, worker, pick, count):
             driver.at_worker(worker, what, kv=pick * WHOLE_KV // 7, sequences=count % 4)
         case "train":
             driver.train()
-        case "replica":
-            driver.at_replica(worker, up=pick > 1)
         case "fail":
             driver.fail(pick)
         case "tick":

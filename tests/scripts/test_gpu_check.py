@@ -253,9 +253,9 @@ def test_pages_that_are_not_zeros_are_found(device, monkeypatch):
 
 # Not here: `precision` is `engine`'s code, whose twin runs in float32 (tp2 needs GPUs for it);
 # `profile` is a command that tests/parts/lending/test_profile.py runs; `nccl` is the doctor's; `job` is
-# `colocated` with fewer words, `mixture`, `long`, `hybrid` and `replicas` are it with more; their
-# runs are those of tests/job/test_gpu_experiments.py, tests/trainer/test_sequence.py and
-# tests/job/test_hybrid_job.py and test_replicas_job.py. `experts` reads a model as tests/trainer/test_mixture.py does.
+# `colocated` with fewer words, `mixture`, `long` and `hybrid` are it with more; their runs are
+# those of tests/job/test_gpu_experiments.py, tests/trainer/test_sequence.py and
+# tests/job/test_hybrid_job.py. `experts` reads a model as tests/trainer/test_mixture.py does.
 # `compile` and `hpz` are steps of `trainer` with an option, as tests/trainer/test_kernels.py's and
 # test_hpz.py's.
 TWINS = (

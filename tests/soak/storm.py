@@ -2,7 +2,7 @@
 is checked.
 
     python tests/soak/storm.py [JOINS=50] [--lenders 3] [--seed 1] [--keep FOLDER]
-        [--with stream|hybrid|replicas] [HYDRA OVERRIDES ...]
+        [--with stream|hybrid] [HYDRA OVERRIDES ...]
 
 The main job trains on this machine while `--lenders` serving ranks with real engines come over MPI,
 each killed with SIGKILL at a random moment (half of them on their way in or within a second of
@@ -52,7 +52,6 @@ SMALL = (
 FASTER = {
     "stream": ("rollout/draft=group", "trainer.stream=true"),
     "hybrid": ("rollout/draft=group", "rollout.hybrid=1", "scheduler/provisioning=all_idle"),
-    "replicas": ("rollout/draft=group", "rollout.workers=2", "trainer.elastic_replicas=1"),
 }
 START_S = 900.0
 JOIN_S = 900.0

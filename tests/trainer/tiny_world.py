@@ -233,16 +233,6 @@ def watch_gradients(trainer, found: list) -> None:
     trainer.engine._update = watched
 
 
-def keep_gradient(trainer, file: Path, step) -> None:
-    """The gradient of the update that `step()` applies, and the weights after it, in a file."""
-    gradients: list = []
-    watch_gradients(trainer, gradients)
-    step()
-    del trainer.engine._update
-    gradients[0] |= {f"{n} after": w for n, w in weights(trainer).items()}
-    np.savez(file, **gradients[0])
-
-
 def in_halves(t):
     """The trajectory as two branches with the same tokens, each of which trains half of them."""
     import msgspec
@@ -269,19 +259,12 @@ def in_halves(t):
 
 
 def world_of(job: dict, folder: Path, ranks: int) -> tuple[list, list[Path]]:
-    """(`ranks` processes, and replicas behind them, to be started, the files of their words)."""
+    """(`ranks` processes to be started, the files of their words)."""
     job = job | {"ranks": ranks, "port": free_port(), "folder": str(folder)}
     job |= {"tree": tree(job)}  # so that no rank needs Hydra and pytest
-    job |= {"replica_port": free_port()} if job.get("replicas") else {}
-    roles = [(run_rank, rank) for rank in range(ranks)]
-    if job.get("replicas"):
-        from tests.parts.replicas.beside import run_replica
-
-        roles += [(run_replica, number) for number in range(job["replicas"])]
-    words = [folder / f"{job['name']}-{at}.log" for at in range(len(roles))]
+    words = [folder / f"{job['name']}-{rank}.log" for rank in range(ranks)]
     return [
-        server().Process(target=role, args=(job, number, file))
-        for (role, number), file in zip(roles, words, strict=True)
+        server().Process(target=run_rank, args=(job, rank, file)) for rank, file in enumerate(words)
     ], words
 
 
@@ -324,7 +307,6 @@ def server():
             "deepspeed",
             "transformers",
             "rose.trainer.trainer",
-            "rose.parts.replicas.replica",
             "rose.transfer.rice",  # numba's loops, which a trainer loads when it opens its store
             "tests.trainer.imported",  # the last
         ]
@@ -335,14 +317,10 @@ def server():
 
 
 def run_rank(job: dict, rank: int, words: Path) -> None:
-    say_to(words)
-    main(job, rank)
-
-
-def say_to(words: Path) -> None:
     with open(words, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    main(job, rank)
 
 
 def limits_s() -> list[float]:
@@ -502,9 +480,7 @@ def main(job: dict, rank: int) -> None:
     is given back and taken again, ["watch", beat_s]: as in a run, ["stop", rank]: that one stops in
     the next step. ["checkpointing", whether layers are computed again in the backward pass].
     ["rounds", algorithm, args, arguments of `stream_rounds` before `ranks`, limit,
-    gradient]: a step in rounds, its gradient in a file, a checkpoint between rounds. ["shared", seed, limit,
-    replicas, lost, version, gradient]: a step on the weights of the published `version`, of whose
-    replicas the first `lost` ones give no gradient."""
+    gradient]: a step in rounds, its gradient in a file, a checkpoint between rounds."""
     import deepspeed
     import msgspec
 
@@ -552,10 +528,6 @@ def main(job: dict, rank: int) -> None:
     parts = trainer.config.trainer.sequence_parallel
     replicas, replica = job["ranks"] // parts, rank // parts
     watch = nullcontext
-    if job.get("replicas"):
-        from tests.parts.replicas.beside import Helpers, share_step
-
-        helpers = Helpers(job) if rank == 0 else None
     for number, (action, *args) in enumerate(job["actions"]):
         if action == "train":
             seed, limit, updates, reward_scale, *publish_as = args
@@ -598,15 +570,6 @@ def main(job: dict, rank: int) -> None:
             del trainer.engine._update
             gradients[0] |= {f"{n} after": w for n, w in weights(trainer).items()}
             np.savez(folder / f"{kept}-{rank}.npz", **gradients[0])
-        elif action == "shared":
-            *arguments, version, kept = args
-            keep_gradient(
-                trainer,
-                folder / f"{kept}-{rank}.npz",
-                lambda given=arguments, of=version: report["metrics"].append(
-                    share_step(trainer, job, helpers, of, given)
-                ),
-            )
         elif action == "publish":
             version, *away = args
             trainer.publish(version)
@@ -640,8 +603,6 @@ def main(job: dict, rank: int) -> None:
     if gradients:
         every = [(f"{n} {name}", g) for n, one in enumerate(gradients) for name, g in one.items()]
         np.savez(folder / f"{job['name']}-gradients-{rank}.npz", **dict(every))
-    if job.get("replicas") and helpers is not None:
-        helpers.close()
     report["forms"] = forms(trainer)
     report["compiler"] = "torch._inductor.compile_fx" in sys.modules
     report["operators"] = deepspeed.ops.__compatible_ops__

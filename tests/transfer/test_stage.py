@@ -82,7 +82,7 @@ def test_staging_touches_nothing_and_the_flip_changes_exactly_what_differs(two):
     made.flip()
     assert same(live, one)
     made.check()
-    # Else a trainer's replica could not leave the memory to its engine.
+    # Else torch could not resize a trainer's storages, whose values `unsigned` reads the same way.
     assert all(tensor.untyped_storage().resizable() for tensor in live.values())
     assert made.changed == sum(
         int((zero[n].view(torch.int16) != one[n].view(torch.int16)).sum()) for n in zero

@@ -101,12 +101,10 @@ def _check_arguments(c: Config, need: Need) -> None:
         )
         need(c.cluster.gpus > 0 or not drafts(given, value), key, NO_DRAFTS)
         need(
-            not (c.cluster.gpus and (c.trainer_sleeps or c.elastic_replicas))
-            or name != "enable_sleep_mode"
-            or bool(value),
+            not (c.cluster.gpus and c.trainer_sleeps) or name != "enable_sleep_mode" or bool(value),
             key,
-            "engines give their GPU to the trainer, or to a replica, between rollouts "
-            "(colocate, rollout.hybrid, trainer.elastic_replicas): true, or leave it out",
+            "engines give their GPU to the trainer between rollouts (colocate, rollout.hybrid): "
+            "true, or leave it out",
         )
         need(
             name != "sleep_mode_offload_cudagraph" or not value or c.rollout.tensor_parallel == 1,

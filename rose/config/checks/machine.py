@@ -43,11 +43,6 @@ def check(c: Config, need: Need) -> None:
         f"at most {devices}: a device of the trainer's for each of rollout.tensor_parallel="
         f"{c.rollout.tensor_parallel} ranks, and trainer.ranks={c.trainer.ranks}",
     )
-    need(
-        c.elastic_replicas <= c.rollout.workers,
-        "trainer.elastic_replicas",
-        f"at most rollout.workers={c.rollout.workers}: each has the device of a dedicated engine",
-    )
     pools = c.reward.pools if rolls else 0
     engines += c.hybrids
     ranks = 1 + hosts + pools + c.trainer.ranks + engines

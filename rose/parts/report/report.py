@@ -66,7 +66,6 @@ def build_report(run_dir: Path | str) -> Path:
         figure("phases")
         + _hidden(steps)
         + _hybrid(steps)
-        + _replicas(steps, [row for row in rows if row["kind"] == "replica"])
         + figure("timeline")
         + figure("throughput")
     )
@@ -165,44 +164,6 @@ def _hybrid(steps: list[dict[str, Any]]) -> str:
 
 def _sum(steps: list[dict[str, Any]], key: str) -> float:
     return sum(row.get(key) or 0 for row in steps)
-
-
-def _replicas(steps: list[dict[str, Any]], happened: list[dict[str, Any]]) -> str:
-    """Return a line about training on engines' devices, and what happened to the replicas; ""
-    without."""
-    share = series.mean_of(steps, "replica_token_share")
-    if share is None:
-        return ""
-    waited, read = (
-        series.mean_of(steps, f"seconds_replica_{key}") or 0.0 for key in ("wait", "read")
-    )
-    parts, lost = (int(_sum(steps, key)) for key in ("replicas", "replicas_lost"))
-    given = _duration(_sum(steps, "device_seconds_replica"))
-    return (
-        f"<p>Replicas on engines' devices (trainer.elastic_replicas) computed {parts - lost:,} "
-        f"parts of batches with {share:.0%} of their tokens ({given} of devices); the trainer "
-        f"waited {waited:.2g} s a step for them, and read their gradients in {read:.2g} s. Parts "
-        f"that it computed instead of one that was lost: {lost:,}.</p>"
-        + _planned(steps)
-        + events.listed(happened)
-    )
-
-
-def _planned(steps: list[dict[str, Any]]) -> str:
-    """Return a line about the planned number of replicas; "" if no planner decides it."""
-    planned = series.mean_of(steps, "replicas_planned")
-    if planned is None:
-        return ""
-    words = f"On average {planned:.2g} were to train (scheduler/provisioning=libra)."
-    if predicted := [row for row in steps if "seconds_step_planned" in row]:
-        expected, took = (
-            series.mean_of(predicted, key) or 0.0 for key in ("seconds_step_planned", "time_step")
-        )
-        words += (
-            f" In {len(predicted):,} steps after a plan one was to take {expected:.3g} s on "
-            f"average, and took {took:.3g} s."
-        )
-    return f"<p>{words}</p>"
 
 
 def _optimisation(steps: list[dict[str, Any]]) -> list[str]:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from rose.parts.rivals.causal_tree import Levels
 from rose.scheduler.events import (
     Action,
     Event,
-    PlanReplicas,
-    ReplicaLost,
     RestWorker,
     Shape,
     StepBegun,
@@ -148,9 +146,10 @@ class Measured(NamedTuple):
 
 
 class LibraPlanner:
-    """Split devices between training and rollout by predicted times (Libra, arXiv 2606.03077,
-    global resource planner with an elastic hybrid pool; github.com/NetX-lab/Libra,
-    infra/cost_model).
+    """Split the trainer's GPUs between training and rollout by predicted times (Libra, arXiv
+    2606.03077, global resource planner with an elastic hybrid pool; github.com/NetX-lab/Libra,
+    infra/cost_model). Simulated only: live, hybrid workers are used while the trainer waits, and
+    not beside training.
 
     Every `period_steps` steps each split is rated by max(rollout, training) of a step, since the
     two overlap.
@@ -163,71 +162,32 @@ class LibraPlanner:
     share `gain` of the step. That is the authors' rule with their values, 15 s and 5 %. Their plans
     also choose tensor-parallel degrees; here all workers of a pool have the same.
 
-    Simulated, the trainer's GPUs are split. Hybrid workers train at first. GPUs worth
-    `training_workers` workers always train; if that is 0, one hybrid worker always trains.
-
-    Live, dedicated workers with a replica are split (trainer.elastic_replicas). While the trainer
-    trains, the workers with the fewest turns rest, and their replicas train. Their number is
-    `replicas` until the first plan; at least one dedicated worker continues. A split that was tried
-    with the present number of trainer ranks is rated by its last measured training time per token.
-    A training that lost a replica isn't measured. The predicted time of a rollout includes the time
-    for which workers rest.
+    Hybrid workers train at first. GPUs worth `training_workers` workers always train; if that is 0,
+    one hybrid worker always trains.
     """
 
-    plans_replicas = True
     wakes_hybrids = False  # Hybrid workers are used beside training.
 
     def __init__(
-        self,
-        period_steps: int,
-        gain: float,
-        cost_s: float,
-        training_workers: int,
-        replicas: int = 0,
+        self, period_steps: int, gain: float, cost_s: float, training_workers: int
     ) -> None:
         if period_steps < 1 or not gain >= 0 or not cost_s >= 0 or training_workers < 0:
             raise ValueError(
                 f"period_steps={period_steps} must be at least 1, gain={gain}, cost_s={cost_s} and "
                 f"training_workers={training_workers} not negative"
             )
-        if replicas < 0:
-            raise ValueError(f"replicas={replicas}: of the dedicated workers, 0 or more")
         self.period_steps, self.gain, self.cost_s = period_steps, gain, cost_s
-        self.training_workers, self.replicas = training_workers, replicas
+        self.training_workers = training_workers
         self._rollout = 0  # hybrid workers that roll out
-        self._trainers = 0  # trainer ranks that train together with replicas; 0 without replicas
-        self._rested: list[str] = []  # workers that rest during the current training
-        # A replica of the current training was lost, so the trainer computed its rows.
-        self._replica_lost = False
-        self._token_s: dict[int, float] = {}  # number of replicas -> training seconds per token
-        self._expected_s = 0.0  # seconds of a step that the last plan of replicas predicted
         self._begun: float | None = None  # time at which the period began
         self._training_since: float | None = None
         self._reset()
 
     def _reset(self) -> None:
         self._steps = 0
-        self._training_s = 0.0
-        self._trained_by: list[int] = []  # number of replicas of each measured training
-        self._tokens = 0  # tokens of these trainings
+        self._training_s, self._trainings = 0.0, 0  # seconds of the trainings, and their number
         self._lengths: list[int] = []  # tokens of the trajectories that ended in the period
         self._busy_workers, self._polls = 0.0, 0  # workers with turns, summed over the polls
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return the state of the plans of replicas; {} before the first plan."""
-        if not self._expected_s:
-            return {}
-        return {
-            "replicas": self.replicas,
-            "trainers": self._trainers,
-            "token_s": sorted(self._token_s.items()),
-            "expected_s": self._expected_s,
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.replicas, self._expected_s = state["replicas"], state["expected_s"]
-        self._trainers = state.get("trainers", 0)
-        self._token_s = {count: token_s for count, token_s in state["token_s"]}
 
     def joins_resting(self, kind: str) -> bool:
         return kind == "hybrid"
@@ -238,18 +198,15 @@ class LibraPlanner:
         match event:
             case TrajectoryEnded(tokens=tokens) if tokens:
                 self._lengths.append(tokens)
-            case VersionPublished() if self._training_since is not None:
-                return self._trained(event, cluster)
-            case ReplicaLost(worker=worker):
-                self._replica_lost |= worker in self._rested
+            case VersionPublished(at=at) if self._training_since is not None:
+                self._training_s += at - self._training_since
+                self._trainings += 1
+                self._training_since = None
             case StepBegun(at=at):
-                if self._trainers and event.trainers != self._trainers:
-                    self._token_s.clear()  # The run was restarted with another number of ranks.
-                self._trainers = event.trainers
                 if self._begun is None:
                     self._begun = at
                 elif (steps := self._steps + 1) >= self.period_steps:
-                    return self._plan(at, event.step, steps, cluster)
+                    return self._plan(at, steps, cluster)
                 else:
                     self._steps = steps
         return []
@@ -261,44 +218,22 @@ class LibraPlanner:
             self._polls += 1
         return self._use_and_rest(cluster)
 
-    def training_begins(self, cluster: Cluster) -> list[Action]:
-        free = {w.worker: w for w in _dedicated(cluster) if not (w.resting or w.draining)}
-        able = [free[name] for name in sorted(cluster.replicas) if name in free]
-        able.sort(key=lambda w: len(w.turns))
-        most = max(0, min(self.replicas, len(free) - 1))
-        self._rested = [w.worker for w in able[:most]]
-        return [RestWorker(name) for name in self._rested]
-
-    def _trained(self, event: VersionPublished, cluster: Cluster) -> list[Action]:
-        if not self._replica_lost:
-            self._training_s += event.at - self._training_since
-            self._tokens += event.tokens
-            self._trained_by.append(len(self._rested))
-        self._training_since, self._replica_lost = None, False
-        rested, self._rested = self._rested, []
-        workers = cluster.workers
-        return [UseWorker(name) for name in rested if name in workers and workers[name].resting]
-
-    def _plan(self, at: float, step: int, steps: int, cluster: Cluster) -> list[Action]:
-        period_s = at - self._begun
-        busy_s = period_s * self._busy_workers / self._polls if self._polls else 0.0
-        actions: list[Action] = []
-        if busy_s > 0 and self._lengths and self._training_s > 0:
+    def _plan(self, at: float, steps: int, cluster: Cluster) -> list[Action]:
+        busy_s = (at - self._begun) * self._busy_workers / self._polls if self._polls else 0.0
+        if busy_s > 0 and self._lengths and self._training_s > 0 and _hybrid(cluster):
             found = Measured(
                 sorted(self._lengths, reverse=True)[::steps],
                 sum(self._lengths) / busy_s,
-                self._training_s / len(self._trained_by),
+                self._training_s / self._trainings,
             )
-            if self._trainers:
-                first = step + cluster.training  # A training that runs keeps the old split.
-                actions.append(self._plan_replicas(found, first, period_s, steps, cluster))
-            elif _hybrid(cluster):
-                self._plan_hybrids(found, cluster)
+            self._rollout = self._best_split(found, cluster)
         self._begun = at
         self._reset()
-        return actions + self._use_and_rest(cluster)
+        return self._use_and_rest(cluster)
 
-    def _plan_hybrids(self, found: Measured, cluster: Cluster) -> None:
+    def _best_split(self, found: Measured, cluster: Cluster) -> int:
+        """Return the number of hybrid workers that roll out in the split with the shortest step if
+        it is worth the change, else their present number."""
         hybrid = len(_hybrid(cluster))
         others = len(cluster.workers) - hybrid
         now = min(self._rollout, hybrid)
@@ -309,47 +244,10 @@ class LibraPlanner:
             for n in range(most + 1)
             if others + n
         }
-        self._rollout = self._best_split(times, now, self._rollout)
-
-    def _plan_replicas(
-        self, found: Measured, step: int, period_s: float, steps: int, cluster: Cluster
-    ) -> PlanReplicas:
-        dedicated = [w.worker for w in _dedicated(cluster)]
-        most = max(0, min(len(cluster.replicas.intersection(dedicated)), len(dedicated) - 1))
-        workers, by = len(cluster.workers), self._trained_by
-        tokens, step_s = max(1, self._tokens) / len(by), period_s / steps
-        if min(by) == max(by):
-            self._token_s[by[0]] = found.training_s / tokens
-        # Seconds of training for a single rank or replica
-        all_s = found.training_s * (self._trainers + sum(by) / len(by))
-        rollout_s, training_s = {}, {}
-        for n in range(most + 1):
-            tried = self._token_s.get(n)
-            training_s[n] = all_s / (self._trainers + n) if tried is None else tried * tokens
-            rollout_s[n] = makespan(found, workers) + n * training_s[n] / workers
-        times = {n: max(rollout_s[n], training_s[n]) for n in training_s}
-        before, now = self.replicas, min(self.replicas, most)  # Some replicas may be down.
-        best = self._best_split(times, now, now)
-        self.replicas = before if best == now else best
-        forecast_s = step_s * (times[best] / times[now])
-        expected_s, self._expected_s = self._expected_s, forecast_s
-        return PlanReplicas(
-            step=step,
-            replicas=self.replicas,
-            before=before,
-            forecast_s=forecast_s,
-            step_s=step_s,
-            rollout_s=rollout_s[now],
-            training_s=found.training_s,
-            expected_s=expected_s,
-        )
-
-    def _best_split(self, times: dict[int, float], now: int, otherwise: int) -> int:
-        """Return the split with the shortest step if it is worth the change, else `otherwise`."""
         best = min(times, key=lambda n: (times[n], abs(n - now)))
         saved = times.get(now, float("inf")) - times[best]
         worth = saved > self.cost_s and saved >= self.gain * times.get(now, 0.0)
-        return best if worth else otherwise
+        return best if worth else self._rollout
 
     def _use_and_rest(self, cluster: Cluster) -> list[Action]:
         """Return the actions that let `_rollout` hybrid workers roll out and the others rest."""
@@ -387,7 +285,3 @@ def _parts(lengths: Sequence[int], most: float) -> int:
 
 def _hybrid(cluster: Cluster) -> list[WorkerState]:
     return [w for _, w in sorted(cluster.workers.items()) if w.kind == "hybrid"]
-
-
-def _dedicated(cluster: Cluster) -> list[WorkerState]:
-    return [w for _, w in sorted(cluster.workers.items()) if w.kind == "dedicated"]

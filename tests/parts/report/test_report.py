@@ -137,41 +137,6 @@ def test_the_report_tells_what_drafts_did(tmp_path):
     assert "2,000 tokens, 20% of them accepted; 3.00 tokens in a step of an engine" in html
 
 
-def test_the_report_tells_what_replicas_did(tmp_path):
-    run = write_run(tmp_path / "run", steps=0)
-    assert "elastic_replicas" not in build_report(run).read_text()
-    metrics = MetricsWriter(run, tensorboard=False)
-    metrics.write(0, {"kind": "replica", "what": "replica ready", "detail": "rollout-0, process 7"})
-    for step, share, lost in ((1, 0.5, 0), (2, 0.0, 2)):
-        row = {"replica_token_share": share, "seconds_replica_wait": 1.5, "replicas_lost": lost}
-        row |= {"replicas": 2, "device_seconds_replica": 20.0 * (not lost)}
-        metrics.write(step, row | {"seconds_replica_read": 0.5})
-    metrics.close()
-    html = build_report(run).read_text()
-    assert "computed 2 parts of batches with 25% of their tokens (20.0 s of devices); the" in html
-    assert "waited 1.5 s a step for them, and read their gradients in 0.5 s." in html
-    assert "instead of one that was lost: 2.</p>" in html
-    assert html.count("rollout-0, process 7") == 1 and "No serving rank joined this run." in html
-    assert "were to train" not in html
-
-
-def test_the_report_tells_what_was_planned_and_what_then_happened(tmp_path):
-    run = write_run(tmp_path / "run", steps=0)
-    metrics = MetricsWriter(run, tensorboard=False)
-    share = {"replica_token_share": 0.0, "replicas_planned": 0}
-    metrics.write(1, share | {"time_step": 9.0})
-    for what in ("replica ready", "replicas planned"):  # between the same two steps
-        metrics.write(1, {"kind": "replica", "what": what, "detail": f"of {what}"})
-    for step, took in ((2, 5.0), (3, 7.0)):
-        plan = {"replicas_planned": 1, "seconds_step_planned": 5.0, "time_step": took}
-        metrics.write(step, share | plan)
-    metrics.close()
-    html = build_report(run).read_text()
-    assert "On average 0.67 were to train (scheduler/provisioning=libra). In 2 steps after" in html
-    assert "a plan one was to take 5 s on average, and took 6 s.</p>" in html
-    assert "of replica ready" in html and "of replicas planned" in html
-
-
 def test_the_report_tells_what_hybrid_engines_did(tmp_path):
     run = write_run(tmp_path / "run", steps=0)
     assert "rollout.hybrid" not in build_report(run).read_text()
