@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rose.config.errors import ConfigError
-from rose.files import LFS_ADVICE, is_lfs_pointer
+from rose.weight_files import ALIKE, check_files
 
 # Files that the trainer and the engines read, and those that an exported model gets (rose/export).
 # Copies of the weights as .bin, .gguf, .onnx or consolidated files are not downloaded.
@@ -24,7 +24,6 @@ WANTED = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors", "LICENSE*", 
 UNWANTED = ("original/*", "metal/*", "onnx/*", "consolidated*")
 # Variables in the environment of each process that the launcher starts.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-MOST_HEADER = 10**8  # bytes of a safetensors header, the library's own limit
 
 
 def snapshot(repository: str, revision: str | None = None, key: str = "model.path") -> Path:
@@ -112,52 +111,6 @@ def check_whole(folder: Path, named: str) -> None:
     check_files(folder, named, _again(folder))
 
 
-def check_files(folder: Path, named: str, again: str) -> None:
-    """Raise `ConfigError` when a file of the weights is absent, or not as long as its header says.
-    `again` is the error's advice. A folder with only PyTorch's own files is not checked."""
-    index = folder / "model.safetensors.index.json"
-    shards = ["model.safetensors"]
-    if index.is_file():
-        try:
-            shards = sorted(
-                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            )
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ConfigError(f"{named}: {index} is unreadable ({error!r}); {again}") from None
-    elif not (folder / shards[0]).is_file() and any(folder.glob("pytorch_model*.bin")):
-        return
-    missing = [name for name in shards if not (folder / name).is_file()]
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ConfigError(
-            f"{named}: {folder} has no {missing[0]}{more}; if the download was cut short: "
-            f"{again}; if the model has no safetensors weights, convert them with save_pretrained"
-        )
-    for name in shards:
-        if is_lfs_pointer(folder / name):
-            raise ConfigError(f"{named}: {folder / name}: {LFS_ADVICE}")
-        size, whole = (folder / name).stat().st_size, _whole_bytes(folder / name)
-        if not whole or size != whole:
-            raise ConfigError(
-                f"{named}: {folder / name} has {size} bytes, and its header says "
-                f"{whole or 'nothing'}; if the download was cut short: {again}"
-            )
-
-
-def _whole_bytes(path: Path) -> int:
-    """Return the size that a safetensors file has by its header; 0 if the header is invalid."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 0 < length < MOST_HEADER:
-            return 0
-        try:
-            header = json.loads(file.read(length))
-            ends = [t["data_offsets"][1] for k, t in header.items() if k != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return 0
-    return 8 + length + max(ends, default=0)
-
-
 def check_trainable(folder: Path, named: str) -> None:
     """Raise `ConfigError` for a model that ROSE can't train, judged by its config.json alone."""
     kind = _kind(json.loads((folder / "config.json").read_text(encoding="utf-8")))
@@ -170,7 +123,8 @@ def check_trainable(folder: Path, named: str) -> None:
 
 def check_weights(folder: Path, named: str) -> None:
     """Raise `ConfigError` for weights that ROSE can't publish as a policy version: quantised ones,
-    and mixtures of experts that it doesn't know. Any dense architecture passes."""
+    those of no language model, and mixtures of experts that it doesn't know. Any dense architecture
+    passes."""
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if quantised := raw.get("quantization_config"):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
@@ -181,6 +135,21 @@ def check_weights(folder: Path, named: str) -> None:
         raise ConfigError(
             f"{named}: its config.json names no architectures, by which vLLM finds the model's "
             "class; write them with save_pretrained"
+        )
+    if not _kind(raw).endswith(DECODERS):
+        raise ConfigError(
+            f"{named}: its architecture is {_kind(raw)}, in config.json's architectures; ROSE "
+            "trains language models, whose classes end in ForCausalLM"
+        )
+    if not raw.get("model_type"):
+        raise ConfigError(
+            f"{named}: its config.json names no model_type, by which transformers finds the "
+            "model's class; write it with save_pretrained"
+        )
+    dtype = str(raw.get("dtype") or raw.get("torch_dtype") or DTYPES[0]).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ConfigError(
+            f"{named}: its config.json has the dtype {dtype!r}; there are {', '.join(DTYPES)}"
         )
     mixture = _kind(raw) == MIXTURE or any(raw.get(key) for key in EXPERTS)
     if mixture and _kind(raw) != MIXTURE:
@@ -200,7 +169,9 @@ def _kind(raw: dict[str, Any]) -> str:
 
 MIXTURE = "Qwen3MoeForCausalLM"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of config.json
-TRAINABLE = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", MIXTURE, "LlamaForCausalLM")
+TRAINABLE = ALIKE
+DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")  # of a config.json
+DECODERS = ("ForCausalLM", "LMHeadModel")  # ends of the names of language models' classes
 
 
 def _as_folder(key: str) -> str:

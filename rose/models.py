@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from rose import files, hub, places, processes
 from rose.config import ConfigError, Model
@@ -101,18 +104,49 @@ def check_folder(folder: Path) -> Path:
     return folder
 
 
+class _Rope(msgspec.Struct):
+    factor: float | None = None
+    rope_type: str | None = None
+    type: str | None = None
+
+
+class _Values(msgspec.Struct):
+    """The values that ROSE reads of a model's JSON files, with their types. A shape's sizes are
+    checked by `read_shape`."""
+
+    architectures: list[str] | None = None
+    model_type: str | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    tie_word_embeddings: bool | None = None
+    max_position_embeddings: float | None = None
+    rope_parameters: _Rope | None = None
+    rope_scaling: _Rope | None = None
+    layer_types: list[str] | None = None
+    eos_token_id: int | list[int] | None = None
+    eos_token: str | dict[str, Any] | None = None
+    added_tokens_decoder: dict[str, dict[str, Any]] | None = None
+
+
 def _check_json(path: Path) -> None:
-    """Raise `ConfigError` for a file that is there and is no JSON object."""
+    """Raise `ConfigError` for a file that is there and is no JSON object, or whose values have
+    other types than `_Values`."""
+    where = f"model.path={str(path.parent)!r}: {path.name}"
     try:
-        if isinstance(_json(path), dict):
-            return
-        error = "not an object"
-    except (OSError, ValueError) as found:
-        error = str(found)
-    raise ConfigError(
-        f"model.path={str(path.parent)!r}: {path.name} is no JSON object ({error}); copy the file "
-        "again, or write it with save_pretrained"
-    )
+        found = _json(path)
+        error = "" if isinstance(found, dict) else "not an object"
+    except (OSError, ValueError) as damage:
+        error = str(damage)
+    if error:
+        raise ConfigError(
+            f"{where} is no JSON object ({error}); copy the file again, or write it with "
+            "save_pretrained"
+        )
+    try:
+        msgspec.convert(found, _Values)
+    except msgspec.ValidationError as wrong:
+        key = re.sub(r".*`\$\.(\w+).*`", r"\1", str(wrong))
+        raise ConfigError(f"{where} has {key}={found.get(key)!r}: {wrong}") from None
 
 
 def end_tokens(folder: Path | str, more: Sequence[str] = ()) -> list[int]:

@@ -11,6 +11,7 @@ from rose.reward.episode import Episode
 
 # A Llama of two layers, as far as a plan needs it.
 LLAMA = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "hidden_size": 64}
+LLAMA |= {"model_type": "llama"}
 LLAMA |= {"intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 256}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rose import hub, models
+from rose import models, weight_files
 from rose.config import ConfigError, Model
 
 
@@ -151,4 +151,6 @@ def test_a_file_that_a_clone_has_left_in_lfs_is_named(tmp_path, name):
     folder = fill(tmp_path / "model", "config.json", "tokenizer_config.json")
     (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     with pytest.raises(ConfigError, match=f"{name}: it is a pointer of Git LFS.*run git lfs pull"):
-        hub.check_files(models.check_folder(folder), "model.path='m'", "copy the folder again")
+        weight_files.check_files(
+            models.check_folder(folder), "model.path='m'", "copy the folder again"
+        )

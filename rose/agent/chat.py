@@ -104,6 +104,7 @@ class ChatFormat:
         self._with = functools.lru_cache(VARIANTS)(self._variant)
         self._reasoning_format = reasoning_format
         self._find_thoughts()
+        self._check_vocabulary()
         self.format = tool_formats.find(
             tool_format, self._tokenizer, None if self.tools_problem else self._written_call()
         )
@@ -255,9 +256,10 @@ class ChatFormat:
     def _load(self):
         try:
             tokenizer = tokenizer_class(self.folder).from_pretrained(self.folder)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # Of damaged files the library raises anything.
             raise ConfigError(
-                f"model.path={self.folder!r}: no tokenizer could be loaded there ({error})"
+                f"model.path={self.folder!r}: no tokenizer could be loaded there "
+                f"({type(error).__name__}: {error})"
             ) from error
         if not tokenizer.is_fast:
             raise self._error("its tokenizer has no tokenizer.json (fast tokenizer)")
@@ -271,6 +273,16 @@ class ChatFormat:
         given = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         text = given.get("text_config") or {}  # present in vision-language models
         return given.get("vocab_size") or text.get("vocab_size") or len(self._tokenizer)
+
+    def _check_vocabulary(self) -> None:
+        """Raise `ConfigError` if the template writes a token that the model's matrices lack."""
+        for token in self._encode(self._render([plain_message("user")])):
+            if token >= self.vocabulary:
+                raise self._error(
+                    f"its chat template writes {self._tokenizer.convert_ids_to_tokens(token)!r}, "
+                    f"token {token}, and config.json has vocab_size={self.vocabulary}; give the "
+                    "model more rows (resize_token_embeddings) and save it again"
+                )
 
     def _render(
         self, messages: list[dict], tools: list[dict] | None = None, prompt: bool = True

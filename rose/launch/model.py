@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from rose import config as configuration
-from rose import hub, models
+from rose import hub, models, weight_files
 from rose.config import Config, ConfigError, ModelShape, read_shape
 from rose.trainer import compilers
 
@@ -44,7 +44,7 @@ def shape(c: Config) -> ModelShape | None:
         folder = models.check_folder(Path(c.model.path).expanduser())
         named = f"model.path={c.model.path!r}"
         hub.check_weights(folder, named)
-        hub.check_files(folder, named, "copy the folder again")
+        weight_files.check_files(folder, named, "copy the folder again")
         return _shape_of(folder, c)
     folder = models.recipe_folder(c.model.source, c.model.recipe)
     return read_shape(models.check_folder(folder)) if folder.exists() else c.model.shape

@@ -9,7 +9,6 @@ Asks squeue, and sacct for jobs that ended some time ago.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shlex
 import shutil
@@ -313,7 +312,7 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", type=Path, nargs="+", help="the run's folder, or several")
-    console = Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 120)))
+    console = Console(width=shutil.get_terminal_size((120, 24)).columns)
     return max(_state_of(run_dir, console) for run_dir in parser.parse_args().run)
 
 

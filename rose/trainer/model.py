@@ -267,8 +267,9 @@ def load(
     gets a new adapter; with `shared` a group of ranks splits its sequences. Under an
     `HfDeepSpeedConfig` of ZeRO-3 that the caller holds, the weights are split as they are read.
 
-    Raises `ValueError` for a model whose config changes its logits or attention (`UNAPPLIED`), and
-    what `adapter.attach` raises. rose/trainer/probe.py finds what no key of a config shows."""
+    Raises `ValueError` for a model whose config changes its logits or attention (`UNAPPLIED`) or
+    whose folder lacks a weight, and what `adapter.attach` raises. rose/trainer/probe.py finds what
+    no key of a config shows."""
     config = AutoConfig.from_pretrained(str(folder))
     for key in UNAPPLIED:
         if getattr(config, key, None) not in (None, 1, 1.0):
@@ -280,13 +281,20 @@ def load(
         if "drop" in key and isinstance(value, float):
             # Engines sample without dropout, and the trained policy must be the sampled one.
             setattr(config, key, 0.0)
-    hf = AutoModelForCausalLM.from_pretrained(
+    hf, loaded = AutoModelForCausalLM.from_pretrained(
         str(folder),
         config=config,
         dtype=dtype,
         attn_implementation="sdpa",
         experts_implementation=mixture.NAME,
+        output_loading_info=True,
     )
+    if missing := sorted(loaded["missing_keys"]):  # They have random values now.
+        raise ValueError(
+            f"model {folder}: its weights lack {missing[0]}"
+            f"{f' and {len(missing) - 1} more' * (len(missing) > 1)}; copy them again, or save "
+            "the model again with save_pretrained"
+        )
     if gradient_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
     if lora is not None:

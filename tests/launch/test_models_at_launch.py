@@ -1,6 +1,7 @@
 """Models that users bring: what can't be loaded, or not as asked, is refused by the launcher."""
 
 import json
+import math
 import shutil
 import struct
 
@@ -66,6 +67,104 @@ def test_a_folder_whose_weights_are_not_all_there_is_refused(folder, shape, dama
     damage(folder)
     with pytest.raises(ConfigError, match=f"model.path='.*{words}"):
         shape(f"cluster.dry_run={dry}")
+
+
+def tensors():
+    """The tensors of `RAW`'s model as of a safetensors header: names with types and shapes."""
+    layer = {"self_attn.q_proj": [64, 64], "mlp.up_proj": [128, 64], "input_layernorm": [64]}
+    made = {"model.embed_tokens": [256, 64], "model.norm": [64], "lm_head": [256, 64]}
+    made |= {f"model.layers.{n}.{part}": shape for n in (0, 1) for part, shape in layer.items()}
+    return {f"{name}.weight": ("BF16", shape) for name, shape in made.items()}
+
+
+def write_tensors(path, made):
+    header, end = {}, 0
+    for name, (dtype, shape) in made.items():
+        begin, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    head = json.dumps(header | {"__metadata__": {"format": "pt"}}).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(head)) + head)
+        file.truncate(8 + len(head) + end)
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    "changes, config, words",
+    [
+        ({UP: None}, {}, f"{UP} is missing, which other layers have"),
+        ({UP: ("BF16", [100, 64])}, {}, rf"{UP} has the shape \[100, 64\], in other layers \[128"),
+        ({UP: ("I8", [128, 64])}, {}, f"{UP} has the type I8"),
+        (
+            {},
+            {"num_hidden_layers": 3},
+            r"num_hidden_layers=3, and the weights have 2 layers \(0 to",
+        ),
+        ({}, {"num_hidden_layers": 1}, "num_hidden_layers=1, and the weights have 2 layers"),
+        ({}, {"vocab_size": 260}, r"vocab_size=260, and model.embed_tokens.weight has .*\[256, 64"),
+        ({"lm_head.weight": ("BF16", [300, 64])}, {}, "vocab_size=256, and lm_head.weight has"),
+        ({"lm_head.weight": None}, {"tie_word_embeddings": False}, "lm_head.weight is missing"),
+        ({"model.embed_tokens.weight": None}, {}, "model.embed_tokens.weight is missing"),
+        # Good ones: a tied output matrix, buffers of whole numbers, classes whose layers differ.
+        ({"lm_head.weight": None}, {"tie_word_embeddings": True}, ""),
+        (
+            {"model.layers.0.self_attn.mask": ("BOOL", [2, 2])},
+            {"architectures": ["X1LMHeadModel"]},
+            "",
+        ),
+        ({UP: None}, {"architectures": ["OtherForCausalLM"]}, ""),
+    ],
+)
+def test_weights_are_compared_with_the_configuration(folder, shape, changes, config, words):
+    made = {name: t for name, t in (tensors() | changes).items() if t is not None}
+    write_tensors(folder / "model.safetensors", made)
+    (folder / "config.json").write_text(json.dumps(RAW | config))
+    if not words:
+        assert shape().layers == 2
+        return
+    with pytest.raises(ConfigError, match=f"model.path='.*{words}"):
+        shape()
+
+
+def test_an_index_that_names_the_wrong_file_is_refused(folder, shape):
+    names = list(tensors())
+    parts = {"a.safetensors": names[:3], "b.safetensors": names[3:]}
+    for file, some in parts.items():
+        write_tensors(folder / file, {name: tensors()[name] for name in some})
+    index = {name: file for file, some in parts.items() for name in some}
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    assert shape().layers == 2
+    index[names[0]] = "b.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(ConfigError, match=f"{names[0]} is in b.safetensors, which has no such"):
+        shape()
+
+
+@pytest.mark.parametrize(
+    "file, key, value, words",
+    [
+        ("config.json", "architectures", "LlamaForCausalLM", "Expected `array"),
+        ("config.json", "architectures", ["LlamaForSequenceClassification"], "end in ForCausalLM"),
+        ("config.json", "architectures", ["BertModel"], "end in ForCausalLM"),
+        ("config.json", "model_type", None, "names no model_type"),
+        ("config.json", "dtype", "foo", "dtype 'foo'; there are float32"),
+        ("config.json", "eos_token_id", "2", "eos_token_id='2': Expected `int"),
+        ("generation_config.json", "eos_token_id", ["2"], r"eos_token_id=\['2'\]: Expected `int`"),
+        ("config.json", "max_position_embeddings", "512", "max_position_embeddings='512'"),
+        ("config.json", "rope_parameters", [1], r"rope_parameters=\[1\]: Expected `object"),
+        ("config.json", "rope_scaling", {"factor": "4"}, "rope_scaling=.*Expected `float"),
+        ("tokenizer_config.json", "eos_token", 5, "eos_token=5: Expected"),
+    ],
+)
+def test_values_of_other_types_are_named(folder, shape, file, key, value, words):
+    path = folder / file
+    raw = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(raw | {key: value}))
+    with pytest.raises(ConfigError, match=f"model.path='.*{words}"):
+        shape()
 
 
 def test_pytorchs_own_files_are_taken(folder, shape):

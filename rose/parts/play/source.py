@@ -107,7 +107,7 @@ def _of_export(place: Path, tree: dict[str, Any], overrides: list[str]) -> Confi
     from rose.launch import errors
     from rose.places import CONF
 
-    context = min(tree.get("max_position_embeddings", LONGEST_CONTEXT), LONGEST_CONTEXT)
+    context = int(min(tree.get("max_position_embeddings") or LONGEST_CONTEXT, LONGEST_CONTEXT))
     dtype = tree.get("dtype") or tree.get("torch_dtype") or "bfloat16"
     quoted = json.dumps(str(place.resolve()))
     own = [f"model.path={quoted}", f"model.max_context={context}", f"model.dtype={dtype}"]

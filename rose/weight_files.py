@@ -1,0 +1,165 @@
+"""Check a model folder's weights by the headers of its safetensors files, before anything loads
+them: whether all files and tensors are there, with types that can be trained and with the shapes
+that config.json says.
+
+This reads some kB of each file and imports no torch. The layers of the architectures in `ALIKE`
+have the same tensors, so a missing tensor shows there; of other architectures the trainer says so
+when it loads them (rose/trainer/model.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rose.config.errors import ConfigError
+from rose.files import LFS_ADVICE, is_lfs_pointer
+
+MOST_HEADER = 10**8  # bytes of a safetensors header, the library's own limit
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# Architectures whose layers have the same tensors each, under the names below.
+ALIKE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+FLOATS = ("F64", "F32", "BF16", "F16")  # types of weights, as safetensors names them
+
+
+class Tensor(NamedTuple):
+    dtype: str  # as in `FLOATS`
+    shape: tuple[int, ...]
+
+
+class Wrong(ValueError):
+    """What is wrong with a model's weights, and what to do."""
+
+
+def check_files(folder: Path, named: str, again: str) -> None:
+    """Raise `ConfigError` when a file of the weights is absent, not as long as its header says, or
+    has not the tensors that config.json asks for. `named` is the key and value that gave the
+    folder, `again` the error's advice. A folder with only PyTorch's own files is not checked."""
+    try:
+        tensors = _tensors(folder, again)
+        if tensors:
+            raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            _check_types(tensors)
+            if (raw.get("architectures") or [""])[0] in ALIKE:
+                _check_layers(tensors, raw)
+                _check_ends(tensors, raw)
+    except Wrong as error:
+        raise ConfigError(f"{named}: {folder}: {error}") from None
+
+
+def _tensors(folder: Path, again: str) -> dict[str, Tensor]:
+    """Return all tensors by name; none for a folder with only PyTorch's own files."""
+    index: dict[str, str] | None = None
+    shards = [WHOLE]
+    if (folder / INDEX).is_file():
+        try:
+            index = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            shards = sorted(set(index.values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Wrong(f"{INDEX} is unreadable ({error!r}); {again}") from None
+    elif not (folder / WHOLE).is_file() and any(folder.glob("pytorch_model*.bin")):
+        return {}
+    if missing := [name for name in shards if not (folder / name).is_file()]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise Wrong(
+            f"has no {missing[0]}{more}; if the download was cut short: {again}; if the model has "
+            "no safetensors weights, convert them with save_pretrained"
+        )
+    found: dict[str, Tensor] = {}
+    for shard in shards:
+        there = _header(folder / shard, again)
+        for name in [name for name, of in (index or {}).items() if of == shard]:
+            if name not in there:
+                raise Wrong(f"{INDEX} says that {name} is in {shard}, which has no such tensor")
+        found |= there
+    return found
+
+
+def _header(path: Path, again: str) -> dict[str, Tensor]:
+    """Return the tensors of one file, which has the length that its header says."""
+    if is_lfs_pointer(path):
+        raise Wrong(f"{path.name}: {LFS_ADVICE}")
+    size, whole, tensors = path.stat().st_size, 0, {}
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if 0 < length < MOST_HEADER:
+            try:
+                header = json.loads(file.read(length))
+                header.pop("__metadata__", None)
+                tensors = {k: Tensor(t["dtype"], tuple(t["shape"])) for k, t in header.items()}
+                ends = [t["data_offsets"][1] for t in header.values()]
+                whole = 8 + length + max(ends, default=0)
+            except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+                whole = 0
+    if not whole or size != whole:
+        raise Wrong(
+            f"{path.name} has {size} bytes, and its header says {whole or 'nothing'}; if the "
+            f"download was cut short: {again}"
+        )
+    return tensors
+
+
+def _check_types(tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if name.endswith(".weight") and tensor.dtype not in FLOATS:
+            raise Wrong(
+                f"{name} has the type {tensor.dtype}, and weights are trained in "
+                f"{', '.join(FLOATS[1:])}; give the model before it was quantised"
+            )
+
+
+def _check_layers(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> None:
+    """Compare the layers with one another, and their number with config.json's."""
+    layers: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if found := LAYER.fullmatch(name):
+            layers.setdefault(int(found[1]), {})[found[2]] = tensor
+    count = raw.get("num_hidden_layers")
+    if isinstance(count, int) and sorted(layers) != list(range(count)):
+        raise Wrong(
+            f"config.json has num_hidden_layers={count}, and the weights have "
+            f"{len(layers)} layers ({_numbers(sorted(layers))}); save both with save_pretrained"
+        )
+    every: dict[str, Tensor] = {}
+    for number in sorted(layers):
+        every = layers[number] | every  # The first layer that has a tensor says its shape.
+    for number, layer in sorted(layers.items()):
+        for part, tensor in every.items():
+            if part not in layer:
+                raise Wrong(
+                    f"model.layers.{number}.{part} is missing, which other layers have; copy the "
+                    "weights again, or save them with save_pretrained"
+                )
+            if layer[part].shape != tensor.shape:
+                raise Wrong(
+                    f"model.layers.{number}.{part} has the shape {list(layer[part].shape)}, in "
+                    f"other layers {list(tensor.shape)}"
+                )
+
+
+def _check_ends(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> None:
+    """Compare the embeddings and the output matrix with config.json's sizes."""
+    needed = [EMBEDDINGS] + [HEAD] * (raw.get("tie_word_embeddings") is False)
+    for name in needed:
+        if name not in tensors:
+            raise Wrong(f"{name} is missing; copy the weights again")
+    for name in (EMBEDDINGS, HEAD):
+        if name not in tensors or len(tensors[name].shape) != 2:
+            continue
+        pairs = zip(("vocab_size", "hidden_size"), tensors[name].shape, strict=True)
+        for key, size in pairs:
+            if isinstance(raw.get(key), int) and raw[key] != size:
+                raise Wrong(
+                    f"config.json has {key}={raw[key]}, and {name} has the shape "
+                    f"{list(tensors[name].shape)}; save both with save_pretrained"
+                )
+
+
+def _numbers(found: list[int]) -> str:
+    return f"{found[0]} to {found[-1]}" if found else "none"
