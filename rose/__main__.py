@@ -31,14 +31,21 @@ MODULES = {"export": "rose.export", "state": "rose.launch.state"}
 
 
 def main() -> int:
-    """Run the command that the arguments name. Return its exit code, quietly that of SIGPIPE if the
-    reader of standard output has exited, as with `rose --help | head`."""
+    """Run the command that the arguments name. Return its exit code; quietly that of SIGPIPE if
+    what it printed met a reader that has exited, as with `rose --help | head`."""
     try:
         try:
-            return _run(*(sys.argv[1:] or ["--help"]))
-        finally:
+            code = _run(*(sys.argv[1:] or ["--help"]))
+        except SystemExit as end:
+            if isinstance(end.code, str):  # a message for stderr
+                raise
+            code = int(end.code or 0)
+        if sys.stdout is not None:
             sys.stdout.flush()
+        return code
     except BrokenPipeError:
+        if sys.stdout is None:
+            raise
         watched = select.poll()
         watched.register(sys.stdout, 0)
         if not watched.poll(0):  # Another pipe broke, or a connection.

@@ -169,8 +169,10 @@ def compose(conf: Path, arguments: list[str]) -> list[dict]:
         try:
             try:
                 decorate(collect)()
-            finally:
-                sys.stdout.flush()  # Hydra exits after it has printed a text.
+            except SystemExit:  # Hydra has printed a text.
+                if sys.stdout is not None:
+                    sys.stdout.flush()
+                raise
         except BrokenPipeError:  # Hydra's help has been printed, and nothing runs
             raise _ReaderExited from None
     sys.argv = program

@@ -29,13 +29,21 @@ class Disk:
         _do("umount", *options, str(self.path))
 
     def fill(self, leave: int = 0) -> None:
-        """Another user's file takes the room but for `leave` bytes."""
-        # no block is left
-        with (self.path / "filler").open("wb", buffering=0) as file, suppress(OSError):
-            while self.free() > leave or leave == 0:
-                file.write(bytes(65_536 if leave else 4096))
-                if leave:
-                    os.fsync(file.fileno())  # else the file system guesses at its free blocks
+        """Another user's file takes the room but for `leave` bytes.
+
+        Until its data is written out, ext4 guesses how many blocks that takes, and reserves some
+        more. So the file is full when nothing can be added after a sync."""
+        with (self.path / "filler").open("wb", buffering=0) as file:
+            while leave and self.free() > leave:
+                file.write(bytes(65_536))
+                os.fsync(file.fileno())
+            before = -1
+            while not leave and file.tell() > before:
+                before = file.tell()
+                with suppress(OSError):
+                    while True:
+                        file.write(bytes(4096))
+                os.fsync(file.fileno())
 
     def empty(self) -> None:
         (self.path / "filler").unlink()

@@ -110,7 +110,7 @@ def test_the_lines_of_the_dry_run_are_what_it_prints(tmp_path, monkeypatch, capf
     (command,) = [c for c in launches(README) if "cluster=slurm" in c and "dry_run" in c]
     assert front.main(CONF, shlex.split(command)[2:]) == 0
     said = [line.rstrip() for line in capfd.readouterr().out.splitlines()]
-    shown = block_after("Of its lines:")
+    shown = block_after("prints among others:")
     assert len(shown) == 8 and [line for line in shown if line not in said] == []
 
 

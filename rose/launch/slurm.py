@@ -46,7 +46,7 @@ ANSWER_S = 20.0  # seconds for squeue's answer; the next check asks again
 STEPS_S = 2.0  # seconds between two polls of the metrics, whose steps the job's log shows
 VIEWS_S = 8.0  # seconds for trace and report before a requeue, of resume.REQUEUE_S
 PAUSE_S = 1.0  # seconds between two tries to get what an earlier attempt holds
-KILL_AGAIN_S = 15.0  # seconds; a late kill would end the new step, which has the old one's number
+KILL_AGAIN_S = 15.0  # seconds between kills of an old step: a late one would end the new step
 OF_A_JOB = ("SLURM_", "SLURMD_", "PMI_", "PMIX_")  # beginnings of a job's variables
 # Variables by which Slurm's commands find its controller.
 OF_THE_SITE = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")

@@ -227,8 +227,9 @@ class _Work:
     known_digest: Callable[[int], bytes | None]
 
     def changes(self, batch: list[int], verify: bool = True) -> Iterator[_Change]:
-        """Yield the changes block by block, because a whole batch takes 64 MiB per thread. Without
-        `verify` every block is computed whole and not compared."""
+        """Yield the changes that are decoded without values, which are those of the batch at once,
+        and then, block by block, those of blocks that are computed whole: a whole batch would take
+        64 MiB per thread. Without `verify` every block is computed whole and not compared."""
         rank, found = self.plan.blocks[batch[0]].owner, []
         for edge in self.route:
             try:
@@ -247,20 +248,21 @@ class _Work:
         """Decode the changes of blocks without their values: of those whose known hash is that of
         the edge's base, and of which few values change."""
         known = [block for block in found if self.known_digest(block) == found[block][0].old]
-        widths = {block: self._matrix(block).element_size() for block in known}
+        # Positions that become indices by more than a shift are freed with their own call's arrays.
+        shifts = {block: self._shift(block) for block in known}
+        kinds = {b: (self._matrix(b).element_size(), shifts[b] is None) for b in known}
         changes = {}
-        for width in set(widths.values()):
-            blocks = [block for block in known if widths[block] == width]
+        for kind in set(kinds.values()):
+            blocks = [block for block in known if kinds[block] == kind]
             values = [self.places[block].size for block in blocks]
             most = [math.ceil(DENSE * count) - 1 for count in values]
-            shifts = [self._shift(block) for block in blocks]
             payloads = [found[block][1] for block in blocks]
-            added = [shift or 0 for shift in shifts]
-            decoded = codec.changes(payloads, width, values, most, added)
-            for block, shift, moves in zip(blocks, shifts, decoded, strict=True):
+            added = [shifts[block] or 0 for block in blocks]
+            decoded = codec.changes(payloads, kind[0], values, most, added)
+            for block, moves in zip(blocks, decoded, strict=True):
                 if moves is None:
                     continue
-                if shift is None:
+                if shifts[block] is None:
                     moves = self.live.indices(self.places[block], moves[0]), moves[1]
                 entry, payload = found[block]
                 changed = len(moves[0])

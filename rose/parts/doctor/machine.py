@@ -36,7 +36,7 @@ def package(name: str) -> Finding:
     remedy = "make gpu (or make train, without GPUs) sets up an environment that has it"
     if done.code == 124:
         remedy = f"{sys.prefix} is slow to read: put it on a faster file system, or in a "
-        remedy += "container's image (docs/install.md); or other programs keep the machine busy"
+        remedy += "container's image (docs/install.md), or ask again when the machine is less busy"
     return Finding("failed", part, done.last, remedy)
 
 

@@ -88,8 +88,8 @@ def build_libcuda(folder: Path, pages: int = 3) -> str:
     of 2 MiB."""
     if not shutil.which("gcc"):
         pytest.skip("needs gcc")
-    # of the package nvidia-cuda-runtime (requirements/test.txt)
-    [header] = Path(sysconfig.get_path("purelib")).glob("nvidia/cu*/include/cuda.h")
+    header = Path(sysconfig.get_path("purelib")) / "nvidia/cu13/include/cuda.h"
+    assert header.exists(), f"no {header}: it comes with requirements/test.txt"
     (folder / "fake.c").write_text(LIBCUDA)
     command = ["gcc", "-shared", "-fPIC", "-Werror", f"-DLIMIT={pages}", f"-I{header.parent}", "-o"]
     command += [folder / "libcuda.so", folder / "fake.c"]
