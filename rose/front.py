@@ -8,6 +8,7 @@ that continues (resume.py), and the ranks.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shlex
@@ -220,7 +221,11 @@ def point_name(name: str, overrides: list[str], swept: list[str]) -> str:
     parts = [o.lstrip("+") for o in overrides if o.split("=", 1)[0].lstrip("+") in swept]
     if not parts or any(part.startswith("name=") for part in parts):
         return name
-    return f"{name}-{re.sub(r'[^A-Za-z0-9._,=+-]', '.', ','.join(parts))}"[:NAME_LIMIT]
+    found = f"{name}-{re.sub(r'[^A-Za-z0-9._,=+-]', '.', ','.join(parts))}"
+    if len(found) <= NAME_LIMIT:
+        return found
+    digest = hashlib.sha256(",".join(parts).encode()).hexdigest()[:8]
+    return f"{found[: NAME_LIMIT - 9]}-{digest}"
 
 
 def _active_job(c: Config) -> str | None:

@@ -22,6 +22,7 @@ from rose.weight_files import ALIKE, check_files
 # Copies of the weights as .bin, .gguf, .onnx or consolidated files are not downloaded.
 WANTED = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors", "LICENSE*", "NOTICE*")
 UNWANTED = ("original/*", "metal/*", "onnx/*", "consolidated*")
+REACH_S = 10.0  # seconds for the hub's first answer
 # Variables in the environment of each process that the launcher starts.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
@@ -39,6 +40,7 @@ def snapshot(repository: str, revision: str | None = None, key: str = "model.pat
     named = f"{key}={repository!r}" + (f", revision {revision!r}" if revision else "")
     cache = constants.HF_HUB_CACHE
     try:
+        _reach()
         found = snapshot_download(
             repository,
             revision=revision,
@@ -63,16 +65,32 @@ def snapshot(repository: str, revision: str | None = None, key: str = "model.pat
         raise ConfigError(f"{named}: no hub id, which is owner/name ({error})") from None
     # Raised by the hub, the file system, the HTTP library (a proxy that refuses) or Xet.
     except Exception as error:
+        if (local := cached(repository, revision)) is not None:
+            return _announced(repository, local, named)
         raise ConfigError(
             f"{named}: the hub can't be reached and the cache {cache} does not have it whole "
             f"({_first_line(error)}). On a machine with network: `hf download {repository}"
             f"{f' --revision {revision}' if revision else ''}` with HF_HOME on a file system that "
             f"this machine sees, too; or {key}=/folder{_as_folder(key)} for a copy on disk"
         ) from None
-    folder = Path(found).absolute()  # not resolved: its name is the commit, its files are links
+    # The folder is not resolved: its name is the commit, and its files are links.
+    return _announced(repository, Path(found).absolute(), named)
+
+
+def _announced(repository: str, folder: Path, named: str) -> Path:
     check_whole(folder, named)
     print(f"{repository}: commit {folder.name[:12]} in {folder}", file=sys.stderr, flush=True)
     return folder
+
+
+def _reach() -> None:
+    """Ask the hub for an answer, whatever it is, and raise the HTTP library's error if there is
+    none. The library's own calls try again for half a minute first."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if not constants.HF_HUB_OFFLINE:
+        get_session().head(constants.ENDPOINT, timeout=REACH_S)
 
 
 def configuration(repository: str, revision: str | None) -> Path:
@@ -81,6 +99,7 @@ def configuration(repository: str, revision: str | None) -> Path:
     from huggingface_hub import hf_hub_download
 
     try:
+        _reach()
         return Path(hf_hub_download(repository, "config.json", revision=revision)).parent
     except Exception:  # `snapshot` fails for the same reason, and raises it as a `ConfigError`.
         return snapshot(repository, revision)
@@ -88,7 +107,7 @@ def configuration(repository: str, revision: str | None) -> Path:
 
 def cached(repository: str, revision: str | None) -> Path | None:
     """Return the cached folder of `revision`, without network; None if the cache lacks it."""
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import snapshot_download
 
     try:
         found = snapshot_download(
@@ -98,7 +117,7 @@ def cached(repository: str, revision: str | None) -> Path | None:
             allow_patterns=list(WANTED),
             ignore_patterns=list(UNWANTED),
         )
-    except (errors.LocalEntryNotFoundError, errors.HFValidationError, OSError):
+    except Exception:  # The errors of a missing file are no class of their own.
         return None
     return Path(found).absolute()
 
@@ -170,7 +189,7 @@ def _kind(raw: dict[str, Any]) -> str:
 MIXTURE = "Qwen3MoeForCausalLM"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of config.json
 TRAINABLE = ALIKE
-DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")  # of a config.json
+DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")  # allowed in config.json
 DECODERS = ("ForCausalLM", "LMHeadModel")  # ends of the names of language models' classes
 
 

@@ -29,12 +29,12 @@ FLOATS = ("F64", "F32", "BF16", "F16")  # types of weights, as safetensors names
 
 
 class Tensor(NamedTuple):
-    dtype: str  # as in `FLOATS`
+    dtype: str  # safetensors' name, as BF16
     shape: tuple[int, ...]
 
 
 class Wrong(ValueError):
-    """What is wrong with a model's weights, and what to do."""
+    """An error that says what is wrong with a model's weights, and what to do."""
 
 
 def check_files(folder: Path, named: str, again: str) -> None:

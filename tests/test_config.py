@@ -515,7 +515,7 @@ def test_one_gpu_is_for_one_side_or_for_both_in_turn(make_config):
 
 def test_shape_comes_from_the_models_folder(tmp_path):
     more = {"num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    assert read_shape(model_folder(tmp_path, **more)) == shape()
+    assert read_shape(model_folder(tmp_path, **more)) == shape(type="llama")
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,22 @@ def test_a_fault_of_the_libraries_below_is_told_in_the_same_words(cache, monkeyp
         hub.snapshot("acme/tiny")
 
 
+def test_a_hub_that_does_not_answer_is_asked_once(cache, files, monkeypatch):
+    """The library would try for half a minute; a whole model in the cache is taken."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(hub, "cached", lambda *_: None)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: 1 / 0)
+    for ask in (hub.snapshot, hub.configuration):
+        with pytest.raises(ConfigError, match="the hub can't be reached and the cache .*refused"):
+            ask("acme/tiny", None)
+    monkeypatch.setattr(hub, "cached", lambda *_: files)
+    assert hub.snapshot("acme/tiny") == files
+
+
 def test_licence_and_notice_are_downloaded_and_other_weights_are_not():
     there = ["LICENSE", "NOTICE.md", "config.json", "pytorch_model.bin", "original/params.json"]
     found = huggingface_hub.utils.filter_repo_objects(

@@ -7,6 +7,7 @@ names the key, its value and what would be right. Nothing else reads the YAML of
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,7 @@ def _resolved(config: Config) -> Config:
     replace, threads = msgspec.structs.replace, _threads(config)
     return replace(
         config,
+        output_dir=os.path.expanduser(config.output_dir),
         trainer=replace(
             config.trainer,
             threads=config.trainer.threads or threads["trainer"],

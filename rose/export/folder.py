@@ -63,6 +63,8 @@ def export(
     if merge and not lora:
         raise ConfigError("--merge: the run trained all weights, so there is no adapter to merge")
     source = models.check_folder(base) if base else models.resolve(config.model)
+    if base:
+        _check_shape(source, config)
     step, found = places(run_dir, step, store)
     with whole_folder(out) as part, lasting(found, out, store is None):
         asked = [adapter.Merged(weights, source) for weights in found] if merge else found
@@ -120,7 +122,26 @@ def read_config(run_dir: Path) -> Config:
     path = run_dir / "config.json"
     if not path.is_file():
         raise ConfigError(f"{run_dir}: no {path.name} there; give a run's folder, as outputs/NAME")
-    return configuration.load(path, checked=False)  # the release that ran it has checked it
+    try:
+        tree = configuration.stored(path)
+    except ValueError as error:
+        raise ConfigError(f"{path}: damaged: {error}") from None
+    if not isinstance(tree, dict) or {"model_type", "architectures"} & tree.keys():
+        what = "a model's folder" if isinstance(tree, dict) else "no run's folder"
+        raise ConfigError(f"{run_dir}: is {what}; give that of a run, as outputs/NAME")
+    return configuration.from_dict(tree, checked=False)  # the release that ran it has checked it
+
+
+def _check_shape(source: Path, config: Config) -> None:
+    """Raise `ConfigError` if the model in `source` has other sizes than the run's."""
+    found, wanted = configuration.read_shape(source), config.model.shape
+    for key in found.__struct_fields__ if wanted is not None else ():
+        if getattr(found, key) != getattr(wanted, key):
+            raise ConfigError(
+                f"{source}: this model's config.json has {key}={getattr(found, key)}, and the "
+                f"run's model {getattr(wanted, key)}; give --base the folder of the model that the "
+                "run began with"
+            )
 
 
 def _first_sound(

@@ -63,6 +63,9 @@ def explain(error: Exception, conf: Path, arguments: list[str]) -> str:
         if found := re.match("Could not override '(.+?)'", text):
             return _unknown_key(found[1], text, conf, arguments)
         return " ".join(text.split())
+    if "does not support sweep type" in str(error):
+        several = [str(o.input_line) for o in _parsed(arguments) if o.is_sweep_override()]
+        return f"{' '.join(several)}: a sweep takes values, as a,b,c, or range(1,4) or glob(*)"
     key = getattr(error, "full_key", None)
     return f"{key}: {_first_line(error)}" if key else _first_line(error)
 
@@ -97,7 +100,18 @@ def _unknown_key(key: str, text: str, conf: Path, arguments: list[str]) -> str:
 
 def check_options(arguments: list[str], folders: list[Path]) -> None:
     """Raise `ConfigError` for a group of one of the `folders` whose option is a number or the like,
-    as in rollout=2. Hydra raises a ValueError about it that names neither."""
+    as in rollout=2. Hydra raises a ValueError about it that names neither. Refuse, too, keys that
+    are written as options, keys without a name, and another folder in the place of conf/."""
+    for argument in arguments:
+        name, equals, given = argument.partition("=")
+        if name in ("--config-path", "-cp"):
+            raise configuration.ConfigError(
+                f"{argument}: ROSE's own conf/ can't be left out; --config-dir adds a folder"
+            )
+        if not name:
+            raise configuration.ConfigError(f"{argument}: has no key; write KEY=VALUE")
+        if equals and name.startswith("-") and "." in name.lstrip("-"):
+            raise configuration.ConfigError(f"{argument}: write {name.lstrip('-')}={given}")
     for override in _parsed(arguments):
         group = override.key_or_group
         if override.is_delete() or not any((folder / group).is_dir() for folder in folders):

@@ -157,6 +157,23 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path):
         ChatFormat(tmp_path)
 
 
+def test_a_tokenizer_that_is_damaged_is_refused(save_tokenizer):
+    folder = save_tokenizer(TEMPLATES["tiny"])
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="model.path=.*no tokenizer could be loaded .*KeyError"):
+        ChatFormat(folder)
+
+
+def test_a_template_with_tokens_that_the_model_lacks_is_refused(save_tokenizer, tokenizer):
+    folder = save_tokenizer(TEMPLATES["tiny"])
+    sizes = {"vocab_size": 100, "model_type": "llama"}
+    (folder / "config.json").write_text(json.dumps(sizes))
+    with pytest.raises(
+        ConfigError, match=r"writes '.*', token \d+, and config.json has vocab_size=100"
+    ):
+        ChatFormat(folder)
+
+
 def test_a_new_observation_renders_no_template(chats, monkeypatch):
     """Which takes a hundred times as long as to encode its text."""
     chat = chats["tiny"]

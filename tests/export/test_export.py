@@ -7,6 +7,7 @@ import resource
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -22,6 +23,7 @@ from rose.transfer.blocks import Tensor
 from rose.transfer.errors import Corrupted, Missing
 from rose.transfer.receive import materialise
 from scripts.make_tiny_model import demonstrations, make_tokenizer
+from tests.made import model_folder
 from tests.processes import ran
 from tests.transfer.worlds import World, same
 
@@ -198,6 +200,23 @@ def test_a_folder_with_something_in_it_is_refused_and_an_empty_one_filled(run, t
     assert code == 2 and f"no folder {tmp_path / 'no'}" in err
     code, _, err = main(capsys, tmp_path, "--out", tmp_path / "new")
     assert code == 2 and f"{tmp_path}: no config.json there; give a run's folder" in err
+
+
+def test_a_models_folder_is_no_run_and_a_base_of_other_sizes_is_refused(
+    run, base, tmp_path, capsys
+):
+    code, _, err = main(capsys, base, "--out", tmp_path / "home")
+    assert code == 2 and f"{base}: is a model's folder; give that of a run" in err
+    (tmp_path / "config.json").write_text("[1]")
+    code, _, err = main(capsys, tmp_path, "--out", tmp_path / "home")
+    assert code == 2 and f"{tmp_path}: is no run's folder" in err
+    other = model_folder(tmp_path / "other", num_hidden_layers=7)
+    tree = configuration.stored(run.run / "config.json")
+    tree["model"]["shape"] = msgspec.to_builtins(configuration.read_shape(other)) | {"layers": 2}
+    (run.run / "config.json").write_text(json.dumps(tree))
+    code, _, err = main(capsys, run.run, "--out", tmp_path / "home", "--base", other)
+    assert code == 2 and "layers=7, and the run's model 2; give --base" in err
+    assert not (tmp_path / "home").exists()
 
 
 def test_a_damaged_file_is_named_and_leaves_nothing(run, tmp_path, capsys):

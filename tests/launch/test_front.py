@@ -317,6 +317,13 @@ def launch(tmp_path, monkeypatch, capsys):
         ),
         (["cluster=gpus", "cluster.gpus=8"], ["cluster.gpus=8", "this machine has"]),
         (["-m", "seed=1,2", "name=x,x"], ["two points of the sweep"]),
+        (["output_dir="], ["output_dir=''", "a folder, as outputs"]),
+        (["output_dir='$HOME/runs'"], ["output_dir='$HOME/runs'", "oc.env:HOME"]),
+        (["--config-path", "/tmp"], ["--config-path", "--config-dir adds a folder"]),
+        (["--config-path=/tmp"], ["--config-path=/tmp", "--config-dir adds a folder"]),
+        (["=5"], ["=5: has no key"]),
+        (["--trainer.steps=5"], ["--trainer.steps=5: write trainer.steps=5"]),
+        (["-m", "trainer.optimizer.lr=interval(0,1)"], ["lr=interval(0,1): a sweep takes values"]),
         (["-m", "trainer.batch_size=64,63"], ["trainer.batch_size=63"]),
     ],
 )
@@ -665,3 +672,15 @@ def test_trees_are_refused_where_nothing_forks_or_nothing_is_beside_them(
     assert all(word in str(error.value) for word in words), str(error.value)
     checks.check_forks(make_config("rollout/branch=tree"), False)
     checks.check_forks(make_config("rollout/branch=tree", "algorithm=tree_grpo"), True)
+
+
+def test_points_of_a_sweep_whose_values_are_long_have_names_of_their_own():
+    sweep = [f"env.args.data=/{'a' * 140}{n}.jsonl" for n in (1, 2)]
+    names = [front.point_name("lake", [point], ["env.args.data"]) for point in sweep]
+    assert names[0] != names[1] and {len(name) for name in names} == {front.NAME_LIMIT}
+    assert names == [front.point_name("lake", [point], ["env.args.data"]) for point in sweep]
+
+
+def test_an_output_folder_may_begin_with_the_home_folder(make_config, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert make_config("output_dir=~/runs", "name=lake").run_dir == Path("/home/me/runs/lake")

@@ -7,6 +7,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
@@ -108,6 +109,15 @@ def save_llama(folder, **more):
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return model.load(folder, torch.float32, False)
+
+
+def test_a_folder_that_lacks_a_weight_is_refused(tmp_path):
+    tiny_world.save_model(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"], weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="lack model.layers.1.mlp.up_proj.weight and 1 more; copy"):
+        model.load(tmp_path, torch.float32, False)
 
 
 def test_a_reference_that_is_read_after_ligers_kernels_has_all_of_its_weights(tmp_path, liger):

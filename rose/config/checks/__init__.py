@@ -51,6 +51,12 @@ def _check_values(c: Config, need: Need) -> None:
         "letters, digits and . _ , = + - only, at most 151 of them; it names the run's folder",
     )
     need(
+        c.output_dir.strip() != "" and "$" not in c.output_dir,
+        "output_dir",
+        "a folder, as outputs; a variable of the shell is written without quotes around it, or as "
+        "${oc.env:HOME}/outputs",
+    )
+    need(
         len(c.trainer.optimizer.betas) == 2 and all(0 <= b < 1 for b in c.trainer.optimizer.betas),
         "trainer.optimizer.betas",
         "two numbers in [0, 1)",

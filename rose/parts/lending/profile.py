@@ -118,7 +118,11 @@ def _configured(overrides: list[str], given: dict[str, Any]) -> Config:
                 f"model={given['model']!r}: name={given['name']!r} has its own model; give one of "
                 "them"
             )
-        run_dir = (Path(str(given.get("output_dir", "outputs"))) / str(given["name"])).resolve()
+        run_dir = (
+            (Path(str(given.get("output_dir", "outputs"))) / str(given["name"]))
+            .expanduser()
+            .resolve()
+        )
         return settings.of_run(run_dir, overrides)
     if "model" in given:
         return settings.composed(

@@ -44,7 +44,11 @@ def main(arguments: list[str]) -> int:
         given = settings.parse(arguments)
         if "name" not in given:
             raise ConfigError("name is missing: which run? as rose serve name=frozenlake")
-        run_dir = (Path(str(given.pop("output_dir", "outputs"))) / str(given.pop("name"))).resolve()
+        run_dir = (
+            (Path(str(given.pop("output_dir", "outputs"))) / str(given.pop("name")))
+            .expanduser()
+            .resolve()
+        )
         overrides = [a for a in arguments if a.partition("=")[0] not in ("name", "output_dir")]
         if not run_dir.parent.is_dir():
             raise ConfigError(
