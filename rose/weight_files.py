@@ -46,8 +46,10 @@ def check_files(folder: Path, named: str, again: str) -> None:
         if tensors:
             raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             _check_types(tensors)
-            if (raw.get("architectures") or [""])[0] in ALIKE:
-                _check_layers(tensors, raw)
+            layers = _layers(tensors)
+            # Libraries also read weights with other names, which are not compared here.
+            if layers and (raw.get("architectures") or [""])[0] in ALIKE:
+                _check_layers(layers, raw)
                 _check_ends(tensors, raw)
     except Wrong as error:
         raise ConfigError(f"{named}: {folder}: {error}") from None
@@ -114,17 +116,23 @@ def _check_types(tensors: Mapping[str, Tensor]) -> None:
             )
 
 
-def _check_layers(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> None:
-    """Compare the layers with one another, and their number with config.json's."""
+def _layers(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+    """Return the tensors of each layer by their names within it."""
     layers: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         if found := LAYER.fullmatch(name):
             layers.setdefault(int(found[1]), {})[found[2]] = tensor
+    return layers
+
+
+def _check_layers(layers: dict[int, dict[str, Tensor]], raw: Mapping[str, Any]) -> None:
+    """Compare the layers with one another, and their number with config.json's."""
     count = raw.get("num_hidden_layers")
     if isinstance(count, int) and sorted(layers) != list(range(count)):
         raise Wrong(
             f"config.json has num_hidden_layers={count}, and the weights have "
-            f"{len(layers)} layers ({_numbers(sorted(layers))}); save both with save_pretrained"
+            f"{len(layers)} layers ({min(layers)} to {max(layers)}); save both with "
+            "save_pretrained"
         )
     every: dict[str, Tensor] = {}
     for number in sorted(layers):
@@ -159,7 +167,3 @@ def _check_ends(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> None:
                     f"config.json has {key}={raw[key]}, and {name} has the shape "
                     f"{list(tensors[name].shape)}; save both with save_pretrained"
                 )
-
-
-def _numbers(found: list[int]) -> str:
-    return f"{found[0]} to {found[-1]}" if found else "none"

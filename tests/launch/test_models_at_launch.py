@@ -115,10 +115,13 @@ UP = "model.layers.1.mlp.up_proj.weight"
             "",
         ),
         ({UP: None}, {"architectures": ["OtherForCausalLM"]}, ""),
+        ({}, {"unprefixed": True}, ""),
     ],
 )
 def test_weights_are_compared_with_the_configuration(folder, shape, changes, config, words):
     made = {name: t for name, t in (tensors() | changes).items() if t is not None}
+    if config.pop("unprefixed", False):
+        made = {name.removeprefix("model."): t for name, t in made.items()}
     write_tensors(folder / "model.safetensors", made)
     (folder / "config.json").write_text(json.dumps(RAW | config))
     if not words:
