@@ -48,7 +48,7 @@ def test_a_model_without_fused_operations_is_refused_by_its_config(make_config, 
     c = make_config(*LIGER, "trainer.kernels=liger", f"model.path={tmp_path}")
     for kind in ("qwen3", "gpt2"):
         (tmp_path / "config.json").write_text(
-            json.dumps(raw | {"model_type": kind, "architectures": ["Any"]})
+            json.dumps(raw | {"model_type": kind, "architectures": ["AnyForCausalLM"]})
         )
         if kind == "qwen3":
             assert model.shape(c).heads == 8
