@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rose import inputs
-from rose.config import ConfigError
+from rose.config import ConfigError, outside
 
 
 def load(where: str, key: str) -> Callable[..., Any]:
@@ -52,6 +52,8 @@ def _module(name: str, where: str, key: str):
     inputs.verify(where)
     try:
         return importlib.import_module(name)
+    except SystemExit as error:
+        raise ConfigError(f"{key}={where!r}: importing {name} {outside.exited(error)}") from error
     except Exception as error:  # the user's code may raise anything
         raise ConfigError(f"{key}={where!r}: importing {name} failed: {error!r}") from error
 
@@ -69,6 +71,8 @@ def _of_file(path: Path, where: str, key: str):
     sys.modules[spec.name] = module  # dataclasses and pickle need it there
     try:
         spec.loader.exec_module(module)
+    except SystemExit as error:
+        raise ConfigError(f"{key}={where!r}: running {path} {outside.exited(error)}") from error
     except Exception as error:  # the user's code may raise anything
         raise ConfigError(f"{key}={where!r}: running {path} failed: {error!r}") from error
     return module
