@@ -216,7 +216,7 @@ async def test_a_fork_that_fails_at_once_ends_alone(tmp_path):
 
 def test_files_are_named_from_the_root(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "agent.py").write_text("")
+    (tmp_path / "agent.py").write_text("def f(task): return 1\n")
     (tmp_path / "tasks.jsonl").write_text("1\n2\n")
     (tmp_path / "package").mkdir()
     args = {"function": "agent.py:f", "reward": "package:judge", "tasks": "tasks.jsonl"}
