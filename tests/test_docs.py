@@ -133,6 +133,7 @@ def reader(tmp_path, monkeypatch):
 @pytest.mark.parametrize("page, run", dry_runs())
 def test_commands_are_accepted(page, run, reader, monkeypatch):
     folder = reader(page)
+    (folder / "agent.py").touch()  # a program of the reader's own
     # Earlier commands of the pages make these files.
     for path in ("beside.jsonl", "my-model"):
         if f"={path}" in " ".join(run):

@@ -230,11 +230,11 @@ def test_a_module_that_was_edited_is_refused_by_whoever_imports_it(folder, begun
     function.load("mine:score", "key")
     (folder / "mine.py").write_text("class Env: pass")
     made = type("Env", (), {"__module__": "mine"})
-    agents = Agent(function="mine:score"), Agent(command=[sys.executable, "-m", "mine"])
     for read in (
         lambda: function.load("mine:score", "key"),
         lambda: envs._verify(made),
-        *(agent.verify for agent in agents),
+        lambda: Agent(function="mine:score"),
+        Agent(command=[sys.executable, "-m", "mine"]).verify,
     ):
         with pytest.raises(ConfigError, match="mine.py has changed since this attempt"):
             read()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -42,7 +43,17 @@ def find(
             f"(entry points {group}{f', {prefix}NAME' if prefix else ''}): {others or 'none'}; "
             "another one is written package.module:Class"
         )
-    return _attribute(_imported(module, where, mine), path, where)
+    by = f" (entry point of {_origin(mine[0])})" if mine else ""
+    return _attribute(imported(module, f"{where}{by}"), path, where)
+
+
+def parameters(cls: type) -> dict[str, inspect.Parameter] | None:
+    """Return the parameters of a user's class by name; None if the class shows none to Python, as
+    classes of C extensions do."""
+    try:
+        return dict(inspect.signature(cls).parameters)
+    except (TypeError, ValueError):
+        return None
 
 
 def lacking(made: Any, protocol: type) -> list[str]:
@@ -55,12 +66,22 @@ def _origin(point: EntryPoint) -> str:
     return f"{point.dist.name if point.dist else 'an unknown package'} ({point.value})"
 
 
-def _imported(module: str, where: str, mine: list[EntryPoint]) -> Any:
-    by = f" (entry point of {_origin(mine[0])})" if mine else ""
+def exited(error: SystemExit) -> str:
+    """Return the end of an error's text about a user's file that exits when it is imported."""
+    return (
+        f"ended the process (SystemExit {error.code!r}); put what runs as a program below "
+        "`if __name__ == '__main__'`"
+    )
+
+
+def imported(module: str, where: str) -> Any:
+    """Import a user's module, which `where` (KEY=VALUE) names. Raises `ConfigError`."""
     try:
         return importlib.import_module(module)
+    except SystemExit as error:
+        raise ConfigError(f"{where}: importing {module} {exited(error)}") from error
     except Exception as error:  # a user's module may raise anything
-        message = f"{where}{by}: importing {module} failed: {type(error).__name__}: {error}"
+        message = f"{where}: importing {module} failed: {type(error).__name__}: {error}"
         if isinstance(error, ModuleNotFoundError) and module.startswith(error.name or "."):
             folders = ", ".join(folder or "the current folder" for folder in sys.path)
             message += (

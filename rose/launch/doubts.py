@@ -7,6 +7,7 @@ A doubt is a warning's text; the run may start. Left out: doubts about ranks, me
 from __future__ import annotations
 
 from rose.config import Config, ConfigError
+from rose.launch import local
 
 
 def of(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:
@@ -20,6 +21,7 @@ def of(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:
         + unevaluated(c)
         + unpunished(c)
         + unshared(c)
+        + unset(c)
     )
 
 
@@ -121,6 +123,20 @@ def unshared(c: Config) -> tuple[str, ...]:
         "trainer.zero_stage=3: with trainer.ranks=1 nothing is shared out, and its gathering costs "
         "time; trainer.zero_stage=2 has the same results",
     )
+
+
+def unset(c: Config) -> tuple[str, ...]:
+    """Return doubts about variables for an agent's program that are not set here. It is no error: a
+    Slurm job's environment may differ."""
+    found, ours = [], local.environment(c)
+    for key, member in c.environments.values():
+        names = member.args.get("environment") or () if member.name == "agent" else ()
+        if lacks := [name for name in names if name not in ours]:
+            found.append(
+                f"{key}.args.environment={list(names)}: {', '.join(lacks)} is not set here, so the "
+                f"program will run without it; export it, or give +cluster.env.{lacks[0]}=VALUE"
+            )
+    return tuple(found)
 
 
 def unclipped(c: Config, recomputes: bool) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rose import config as configuration
 from rose import extensions
+from rose.config import outside
 from rose.config.errors import similar
 
 COMPLAINTS = (HydraException, OmegaConfBaseException)
@@ -147,7 +148,11 @@ def searched(arguments: list[str]) -> list[str]:
         value = override.value()
         for place in value if isinstance(value, list) else [value]:
             folder = str(place).removeprefix("file://")
-            if not str(place).startswith("pkg://") and not Path(folder).is_dir():
+            if str(place).startswith("pkg://"):
+                # Hydra imports the package, too, and ends with it where the package exits.
+                package = str(place).removeprefix("pkg://").replace("/", ".").strip(".")
+                outside.imported(package, f"hydra.searchpath=[{place}]")
+            elif not Path(folder).is_dir():
                 raise configuration.ConfigError(
                     f"{override.input_line}: {folder} is no folder; write file:// and its path "
                     "from the root, or pkg:// and a package"

@@ -4,7 +4,6 @@ POLICIES (`rose.extensions`). Policies of other packages are entry points KIND.N
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, get_type_hints
 
 import msgspec
@@ -103,7 +102,7 @@ def policy(kind: str, chosen: cfg.Policy) -> Any:
         "rose.policies",
         f"{kind}.",
     )
-    takes = inspect.signature(found).parameters
+    takes = outside.parameters(found) or {}
     needed = [k for k, p in takes.items() if p.default is p.empty]
     for key in [k for k in chosen.args if k not in takes] + [
         k for k in needed if k not in chosen.args
@@ -123,6 +122,10 @@ def policy(kind: str, chosen: cfg.Policy) -> Any:
         made = found(**chosen.args)
     except (TypeError, ValueError) as error:
         raise cfg.ConfigError(f"scheduler.{kind}.args={chosen.args}: {error}") from None
+    except (Exception, SystemExit) as error:  # The class is a user's.
+        raise cfg.ConfigError(
+            f"scheduler.{kind}.args={chosen.args}: {chosen.name} raised {error!r}"
+        ) from error
     if lacks := outside.lacking(made, PROTOCOLS[kind]):
         raise cfg.ConfigError(
             f"scheduler.{kind}.name={chosen.name!r}: {found.__qualname__} is no {kind} policy, it "

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rose import inputs
-from rose.config import ConfigError
+from rose.config import ConfigError, outside
 
 
 def load(where: str, key: str) -> Callable[..., Any]:
@@ -37,6 +37,40 @@ def load(where: str, key: str) -> Callable[..., Any]:
     return found
 
 
+def check_kind(found: Callable[..., Any], where: str) -> None:
+    """Raise `ConfigError` for a class, and for a generator function, whose call computes nothing.
+    `where`: KEY=VALUE, which named `found`."""
+    if isinstance(found, type):
+        raise ConfigError(
+            f"{where}: {found.__name__} is a class; name a function, or an object of the class"
+        )
+    generators = inspect.isgeneratorfunction, inspect.isasyncgenfunction
+    called = getattr(found, "__call__", None)  # noqa: B004  (the method itself is checked)
+    if any(test(each) for test in generators for each in (found, called)):
+        raise ConfigError(
+            f"{where}: it is a generator function (it has `yield`), whose call gives no value; "
+            "write `return`"
+        )
+
+
+def check_call(found: Callable[..., Any], where: str, /, *given: Any, **named: Any) -> None:
+    """Raise `ConfigError` as `check_kind` does, and for a function that can't be called with these
+    arguments. A function of a C extension that shows Python no parameters is accepted."""
+    check_kind(found, where)
+    try:
+        # A decorator may give its function further arguments, so only its wrapper counts.
+        parameters = inspect.signature(found, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return
+    try:
+        parameters.bind(*given, **named)
+    except TypeError as error:
+        arguments = ", ".join((*map(str, given), *(f"{key}={named[key]!r}" for key in named)))
+        raise ConfigError(
+            f"{where}: it takes {parameters!s:.200}, and is called with ({arguments}): {error}"
+        ) from None
+
+
 def result(value: Any) -> Any:
     """Return what a function has returned, or what comes of it where it is to be awaited: a
     function may be async without looking so, behind a decorator or as an object. Call this outside
@@ -52,6 +86,8 @@ def _module(name: str, where: str, key: str):
     inputs.verify(where)
     try:
         return importlib.import_module(name)
+    except SystemExit as error:
+        raise ConfigError(f"{key}={where!r}: importing {name} {outside.exited(error)}") from error
     except Exception as error:  # the user's code may raise anything
         raise ConfigError(f"{key}={where!r}: importing {name} failed: {error!r}") from error
 
@@ -69,6 +105,8 @@ def _of_file(path: Path, where: str, key: str):
     sys.modules[spec.name] = module  # dataclasses and pickle need it there
     try:
         spec.loader.exec_module(module)
+    except SystemExit as error:
+        raise ConfigError(f"{key}={where!r}: running {path} {outside.exited(error)}") from error
     except Exception as error:  # the user's code may raise anything
         raise ConfigError(f"{key}={where!r}: running {path} failed: {error!r}") from error
     return module

@@ -52,7 +52,10 @@ class Function:
     args: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "call", function.load(self.path, "reward.args.path"))
+        call = function.load(self.path, "reward.args.path")
+        given = f" with args={self.args}" if self.args else ""
+        function.check_call(call, f"reward.args.path={self.path!r}{given}", "episode", **self.args)
+        object.__setattr__(self, "call", call)
 
     async def score(self, episode: Episode, limit_s: float) -> Score:
         plain = not inspect.iscoroutinefunction(self.call)

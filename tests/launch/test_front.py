@@ -447,6 +447,14 @@ def test_the_plan_of_a_replay_has_only_the_ranks_it_starts(launch, tmp_path):
     assert "environment" not in out and "engines" not in out
 
 
+def test_variables_that_a_program_will_not_have_are_a_doubt(make_config, monkeypatch):
+    monkeypatch.setenv("MY_VAR", "")
+    keys = ("env=agent", "env.args.command=true", "env.args.environment=[MY_VAR,NOPE_VAR]")
+    [doubt] = doubts.unset(make_config(*keys))
+    assert doubt.startswith("env.args.environment=['MY_VAR', 'NOPE_VAR']: NOPE_VAR is not set here")
+    assert doubts.unset(make_config(*keys, "+cluster.env.NOPE_VAR=x")) == ()
+
+
 def test_held_out_tasks_that_a_replay_leaves_out_are_a_doubt(make_config):
     asked = ["+env@eval.sets.sums=calculator", "+eval.sets.sums.episodes=8", "eval.episodes=16"]
     [doubt] = doubts.unevaluated(make_config("rollout.replay=earlier", *asked))

@@ -138,6 +138,31 @@ def test_an_import_error_is_told_in_its_own_words(launch, tmp_path, monkeypatch)
     assert "looked in" not in said
 
 
+EXITS = "import sys\nclass Order:\n    def __init__(self): sys.exit(0)\n"
+
+
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        ("env.name=exits:Game", "importing exits ended the process (SystemExit 0); put what runs"),
+        ("algorithm.name=exits:Game", "algorithm.name='exits:Game': importing exits ended"),
+        ("hydra.searchpath=[pkg://exits]", "searchpath=[pkg://exits]: importing exits ended"),
+        ("reward.args.path=exits:f", "reward.args.path='exits:f': importing exits ended"),
+        ("scheduler.order.name=made:Order", "made:Order raised SystemExit(0)"),
+        # Python shows no parameters of these classes, which are in C.
+        ("env.name=builtins:bytes", "builtins:bytes raised TypeError("),
+        ("scheduler.order.name=builtins:int", "int is no order policy, it lacks key"),
+    ],
+)
+def test_code_that_exits_is_named(launch, tmp_path, monkeypatch, override, words):
+    (tmp_path / "exits.py").write_text("class Game: pass\nraise SystemExit(0)\n")
+    (tmp_path / "made.py").write_text(EXITS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reward = ["reward=function"] if "reward" in override else []
+    code, said = launch(*reward, override, "cluster.dry_run=true")
+    assert code == 2 and words in said, said
+
+
 def test_two_packages_with_one_name_are_refused(tmp_path, monkeypatch):
     for package in ("one", "other"):
         folder = tmp_path / f"{package}-1.0.dist-info"

@@ -102,14 +102,63 @@ def test_whatever_a_function_raises_its_worker_answers(file, name, error, summed
         ("{folder}/none.py:f", "there is no file"),
         ("no.such.module:f", "importing no.such.module failed: ModuleNotFoundError"),
         ("{broken}:f", "running .* failed: ZeroDivisionError"),
+        ("{folder}/exits.py:f", r"exits.py ended the process \(SystemExit 0\); .* `if __name__"),
     ],
 )
 def test_a_function_that_is_not_there_is_refused(file, tmp_path, path, said):
     broken = tmp_path / "broken.py"
     broken.write_text("1 / 0")
+    (tmp_path / "exits.py").write_text("def f(episode): return 1\nraise SystemExit(0)\n")
     path = path.format(file=file, folder=tmp_path, broken=broken)
     with pytest.raises(ConfigError, match=rf"^reward.args.path='.*': .*{said}"):
         scorers.build("function", {"path": path})
+
+
+CALLED = """
+import functools
+def judged(function):
+    @functools.wraps(function)
+    def call(episode): return function(episode, 0.5)
+    return call
+class Judge:
+    def __call__(self, episode): return 0.5
+class Draws:
+    def __call__(self, episode): yield 0.5
+@judged
+def wrapped(episode, most): return most
+def none(): return 0.5
+def two(episode, answer): return 0.5
+def generator(episode): yield 0.5
+async def waits(episode): yield 0.5
+def every(*args, **more): return 0.5
+def by_position(episode, /): return 0.5
+judge, draws, part = Judge(), Draws(), functools.partial(two, answer=3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "said"),
+    [
+        ("none", {}, r": it takes \(\), and is called with \(episode\): too many positional"),
+        ("two", {"nope": 1}, r" with args={'nope': 1}: it .* called with \(episode, nope=1\)"),
+        ("two", {"episode": 1, "answer": 1}, "multiple values for argument 'episode'"),
+        ("judge", {"nope": 1}, "unexpected keyword argument 'nope'"),
+        ("Judge", {}, ": Judge is a class; name a function"),
+        *((name, {}, ": it is a generator") for name in ("generator", "waits", "draws")),
+        *((name, {}, "") for name in ("every", "by_position", "judge", "part", "wrapped")),
+        ("every", {"found": 1, "where": 2}, ""),
+    ],
+)
+def test_how_a_function_will_be_called_is_checked(tmp_path, name, args, said):
+    (tmp_path / "called.py").write_text(CALLED)
+    function = {"path": f"{tmp_path}/called.py:{name}", "args": args}
+    if not said:
+        assert scored(scorers.build("function", function)).reward == 0.5
+        return
+    with pytest.raises(ConfigError, match=f"^reward.args.path='.*:{name}'.*{said}"):
+        scorers.build("function", function)
+    with pytest.raises(ConfigError, match=r"^reward\.args\.parts\.one\.args\.path="):
+        scorers.build("sum", {"parts": {"one": {"name": "function", "args": function}}})
 
 
 def test_a_command_checks_the_answers_code_with_the_tasks_files():

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import math
 import pkgutil
 import re
@@ -88,8 +87,9 @@ def build(env: config.Env) -> Environment:
     Raises `ConfigError` that names env.name or env.args.<key>, and the known values.
     """
     cls = _find(env.name)
-    known = inspect.signature(cls).parameters
-    free = any(p.kind is p.VAR_KEYWORD for p in known.values())
+    shown = outside.parameters(cls)
+    known = shown or {}
+    free = shown is None or any(p.kind is p.VAR_KEYWORD for p in known.values())
     for key, value in env.args.items():
         if key not in known and not free:
             raise ConfigError(
@@ -219,10 +219,11 @@ def with_whole_paths(env: config.Env | config.Mixture) -> config.Env | config.Mi
         members = {name: with_whole_paths(member) for name, member in env.members.items()}
         return msgspec.structs.replace(env, members=members)
     args, cls = dict(env.args), _find(env.name)
-    defaults = inspect.signature(cls).parameters
+    defaults = outside.parameters(cls) or {}
     for key in getattr(cls, "paths", ()):
         place, mark, rest = re.match(r"([^#:]*)([#:]?)(.*)", str(args.get(key)), re.S).groups()
-        keyword = args.get(key) == defaults[key].default  # such as math, even if a file is named so
+        # A default is a keyword, such as math, even if a file is named so.
+        keyword = key in defaults and args.get(key) == defaults[key].default
         # A file's name may itself contain # or a colon.
         if isinstance(args.get(key), str) and Path(args[key]).exists():
             place, mark, rest = args[key], "", ""

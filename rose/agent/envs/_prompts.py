@@ -22,6 +22,7 @@ from rose.agent.envs import _workers
 from rose.agent.envs.base import Action, Start
 from rose.config import ConfigError
 from rose.files import LFS_ADVICE, is_lfs_pointer, json_lines, user_text
+from rose.reward import function
 from rose.reward.episode import Episode, Said, Score, score_of
 
 MATH = "rose.agent.envs._math:reward"
@@ -154,16 +155,38 @@ def _function(spec: str, here: str) -> tuple[Any, tuple[str, ...]]:
 
             raise missing("env.args.reward='math'", error.__cause__) from error
         raise
-    parameters = inspect.signature(found).parameters
-    unknown = [
-        name for name, p in parameters.items() if name not in PASSED and p.default is p.empty
-    ]
-    if unknown:
+    where, some = f"env.args.reward={spec!r}", f"some of {', '.join(PASSED)}"
+    function.check_kind(found, where)
+    try:
+        parameters = _parameters(found)
+    except (TypeError, ValueError):
         raise ConfigError(
-            f"env.args.reward={spec!r}: it takes {', '.join(unknown)}; a reward function takes "
-            f"some of {', '.join(PASSED)}"
+            f"{where}: it shows Python no parameters, as some functions in C don't; call it in a "
+            f"function of your own, which takes {some}"
+        ) from None
+    kinds = {p.kind for p in parameters}
+    named = {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    unknown = [name for name, p in named.items() if name not in PASSED and p.default is p.empty]
+    if unknown:
+        raise ConfigError(f"{where}: it takes {', '.join(unknown)}; a reward function takes {some}")
+    if unnamed := [n for n, p in named.items() if n in PASSED and p.kind is p.POSITIONAL_ONLY]:
+        raise ConfigError(
+            f"{where}: it takes {', '.join(unnamed)} only by position (before a /), and a reward "
+            "function is called with names; remove the /"
         )
-    return found, tuple(name for name in PASSED if name in parameters)
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        return found, PASSED
+    return found, tuple(name for name in PASSED if name in named)
+
+
+def _parameters(found: Any) -> list[inspect.Parameter]:
+    """Return the parameters of a function: a decorator's own, or where those are *args or **kwargs,
+    the parameters of the function that it wraps. Raises `TypeError` or `ValueError` where Python
+    sees none."""
+    own = list(inspect.signature(found, follow_wrapped=False).parameters.values())
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in own):
+        return list(inspect.signature(found).parameters.values())
+    return own
 
 
 @functools.cache

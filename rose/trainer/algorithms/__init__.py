@@ -55,6 +55,8 @@ def build(name: str, args: dict[str, Any]) -> Algorithm:
         made = msgspec.convert(args, algorithm)
     except msgspec.ValidationError as error:
         raise ConfigError(_explain(str(error), args)) from None
+    except (Exception, SystemExit) as error:  # The class is a user's.
+        raise ConfigError(f"algorithm.args={args}: {name} raised {error!r}") from error
     if lacks := outside.lacking(made, Algorithm):
         raise ConfigError(
             f"algorithm.name={name!r}: {algorithm.__qualname__} is no algorithm, it lacks "

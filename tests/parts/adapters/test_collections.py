@@ -15,6 +15,7 @@ import pytest
 
 from rose.agent import envs
 from rose.agent.envs import _workers
+from rose.agent.envs._prompts import PASSED
 from rose.agent.envs.base import Action, ToolCall
 from rose.config import ConfigError
 from rose.reward.episode import ScoringFailed
@@ -227,6 +228,32 @@ def test_a_function_of_the_users_rewards_async_or_not(folder):
     assert step("length").reward >= 3 + row["answer"]
     assert step("slow_judge").reward == 1.0 and not step("slow_judge", "no").success
     assert not step("length", success_at=1000).success
+
+
+KEYWORDS = """
+import functools
+def trl(text, **kwargs): return sorted(kwargs) == ["episode", "messages", "row"]
+def nothing(*args): return not args
+def judged(function):
+    return functools.wraps(function)(lambda text: function(text, 1.0))
+def passed_on(function):
+    return functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
+@judged
+def wrapped(text, judge): return judge
+@passed_on
+def decorated(text): return bool(text)
+"""
+
+
+@pytest.mark.slow
+def test_a_reward_function_may_take_any_keywords(folder):
+    """A function with **kwargs gets all four values, a function with *args alone gets none."""
+    (folder / "keywords.py").write_text(KEYWORDS)
+    text = ("text",)
+    for name, takes in (("trl", PASSED), ("nothing", ()), ("wrapped", text), ("decorated", text)):
+        env = env_of("prompts", data="sums.jsonl", reward=f"keywords.py:{name}")
+        assert envs.build(env).source._takes == takes
+        assert play(env, 2, Action("x"))[1].reward == 1.0, name
 
 
 EPISODES = """

@@ -13,39 +13,46 @@ GIVEN = {
     "mcp": {"data": "sums.jsonl", "reward": "rewards.py:length"},
     "verifiers": {"python": sys.executable, "id": "x"},
 }
+SUM = {"task": "chain_sum"}
+
+ODD = """
+class Judge: pass
+def placed(text, /): return 1.0
+async def draws(text): yield 1.0
+"""
+# No line of a program is run here: its packages may be in another environment.
+PROGRAM = """
+from elsewhere import Agent as imported
+def play(task):
+    def inner(): global late; late = play
+async def judge(conversations, task): return 1
+if play(1): chosen = play
+else:
+    try: from fast import run
+    except ImportError as run: pass
+with open("x") as file, play as entered: (first, *others), each[0] = play, play
+match play:
+    case {"x": taken, **more} | [taken, *more]: pass
+[x for x in range(3) if (walrus := play)]
+"""
+NAMES = "play judge chosen run imported entered first others late taken more walrus"
 
 
 @pytest.mark.parametrize(
     "name, args, words",
     [
         ("reasoning_gym", {"tasks": []}, "env.args.tasks=[]"),
-        (
-            "reasoning_gym",
-            {"tasks": ["chain_sums"]},
-            "tasks[0]='chain_sums': no such task; there are ab, ",
-        ),
+        ("reasoning_gym", {"tasks": ["chain_sums"]}, "'chain_sums': no such task; there are ab, "),
         ("reasoning_gym", {"tasks": ["composite"]}, "tasks[0]='composite': no such task"),
-        (
-            "reasoning_gym",
-            {"tasks": [{"task": "chain_sum", "weight": 0}]},
-            "tasks[0].weight=0: a number above 0",
-        ),
-        (
-            "reasoning_gym",
-            {"tasks": [{"task": "chain_sum", "level": 99}]},
-            "has the levels 0 to 10",
-        ),
+        ("reasoning_gym", {"tasks": [SUM | {"weight": 0}]}, "tasks[0].weight=0: a number above 0"),
+        ("reasoning_gym", {"tasks": [SUM | {"level": 99}]}, "has the levels 0 to 10"),
         ("reasoning_gym", {"tasks": [{"task": "acre", "level": 1}]}, "acre has no levels"),
         (
             "reasoning_gym",
-            {"tasks": [{"task": "chain_sum", "terms": 3}]},
+            {"tasks": [SUM | {"terms": 3}]},
             "tasks[0].terms=3: chain_sum takes min_terms",
         ),
-        (
-            "reasoning_gym",
-            {"tasks": [{"task": "chain_sum", "min_terms": -1}]},
-            "chain_sum refuses them",
-        ),
+        ("reasoning_gym", {"tasks": [SUM | {"min_terms": -1}]}, "chain_sum refuses them"),
         ("textarena", {"game": "TicTacTo-v0"}, "no such game; there are 2048-v0"),
         ("textarena", {"game": "Wordle-v0"}, "can't be played here with any number of players"),
         ("textarena", {"game": "PublicGoodsGame-v0"}, "no such game"),
@@ -53,11 +60,7 @@ GIVEN = {
         ("textarena", {"seat": 2}, "env.args.seat=2: null, or from 0 to 1"),
         ("textarena", {"opponent": "randm"}, "env.args.opponent='randm': must be FILE.py:FUNCTION"),
         ("textarena", {"options": {"sise": 3}}, "unexpected keyword argument 'sise'"),
-        (
-            "prompts",
-            {"data": "nowhere.jsonl"},
-            "env.args.data='nowhere.jsonl': no such file or folder",
-        ),
+        ("prompts", {"data": "nowhere.jsonl"}, "data='nowhere.jsonl': no such file or"),
         ("prompts", {"data": "broken.jsonl"}, "broken.jsonl': line 2 is no JSON"),
         ("prompts", {"data": "lines.json"}, "a file with a row on each line is named .jsonl"),
         ("prompts", {"data": "rewards.py"}, "must be a .jsonl, .json or .parquet file"),
@@ -68,11 +71,13 @@ GIVEN = {
         ("prompts", {"reward": "rewards.py:nope"}, "rewards.py defines no nope"),
         ("prompts", {"reward": "nope.py:f"}, "there is no file"),
         ("prompts", {"reward": "maths"}, "must be FILE.py:FUNCTION"),
-        (
-            "prompts",
-            {"reward": "rewards.py:wants"},
-            "takes sentence; a reward function takes some of text",
-        ),
+        ("prompts", {"reward": "rewards.py:wants"}, "takes sentence; a reward function takes some"),
+        ("prompts", {"reward": "odd.py:placed"}, "takes text only by position (before"),
+        ("prompts", {"reward": "odd.py:draws"}, "it is a generator function (it has `yield`)"),
+        ("prompts", {"reward": "odd.py:Judge"}, "odd.py:Judge': Judge is a class; name a"),
+        ("prompts", {"reward": "builtins:max"}, "'builtins:max': it shows Python no parameters"),
+        ("prompts", {"reward": "exits.py:f"}, "reward='exits.py:f': running exits.py ended"),
+        ("textarena", {"opponent": "odd.py:placed"}, "odd.py:placed': it takes (text, /)"),
         ("prompts", {"success_at": "1"}, "env.args.success_at='1': a number"),
         ("mcp", {}, "either it, a list as"),
         ("mcp", {"command": ["no-such-program"]}, "no program 'no-such-program' on PATH"),
@@ -88,15 +93,22 @@ GIVEN = {
         ("agent", {"command": "'"}, "env.args.command"),
         ("agent", {"command": []}, "a program and its arguments"),
         ("agent", {"function": "nothing"}, "package.module:function"),
-        (
-            "agent",
-            {"function": "no_such_package_7f3a:run"},
-            "no Python package 'no_such_package_7f3a'",
-        ),
+        ("agent", {"function": "no_such_7f3a:run"}, "no Python package 'no_such_7f3a'"),
         ("agent", {"function": "/no/such.py:run"}, "no file /no/such.py"),
         ("agent", {"command": "true", "reward": "x"}, "env.args.reward='x'"),
         ("agent", {"command": "true", "tasks": "/no/such.jsonl"}, "env.args.tasks"),
         ("agent", {"command": "true", "environment": "PATH"}, "a list"),
+        ("agent", {"command": "true", "environment": ["KEY=1"]}, "names, without values"),
+        ("agent", {"function": "broken.py:play"}, "broken.py, line 2 is no Python 3."),
+        ("agent", {"function": "broken:play"}, "broken.py, line 2 is no Python 3."),
+        ("agent", {"function": "program.py:inner"}, "program.py defines no inner at its top"),
+        ("agent", {"function": "program:paly"}, "its functions are play, judge"),
+        ("agent", {"function": "json:lods"}, "defines no lods"),
+        ("agent", {"command": "true", "reward": "program.py:no"}, "env.args.reward='program"),
+        ("agent", {"command": "python3 no.py"}, "env.args.command='python3 no.py': there"),
+        ("agent", {"command": "python -u -W error -Xdev no.py x"}, "there is no file no.py in /"),
+        ("agent", {"command": [sys.executable, "/no/file.py"]}, "there is no file /no/file.py"),
+        ("mcp", {"command": ["python3", "no.py"]}, "there is no file no.py in /"),
         ("verifiers", {"python": "/no/python"}, "env.args.python='/no/python': no such program"),
         ("verifiers", {"id": ""}, "env.args.id='': the name"),
         ("verifiers", {"held_out": 1.5}, "env.args.held_out=1.5: a share"),
@@ -112,9 +124,29 @@ GIVEN = {
 )
 def test_what_an_environment_can_not_be_given_is_refused(folder, name, args, words):
     (folder / "broken.jsonl").write_text('{"prompt": "x", "answer": 1}\nnonsense\n')
+    (folder / "broken.py").write_text("import os\ndef play(task: return 1\n")
+    (folder / "program.py").write_text(PROGRAM)
+    (folder / "odd.py").write_text(ODD)
+    (folder / "exits.py").write_text("def f(text): return 1\nraise SystemExit(0)\n")
     (folder / "lines.json").write_text('{"prompt": "x", "answer": 1}\n' * 2)
     (folder / "old").write_text("#!/bin/sh\necho 'unknown option -P' >&2; exit 2\n")
     (folder / "old").chmod(0o755)
     with pytest.raises(ConfigError) as error:
         envs.check(environment(name, **GIVEN.get(name, {}) | args))
     assert words in str(error.value)
+
+
+FUNCTIONS = [f"program.py:{name}" for name in NAMES.split()]
+FUNCTIONS += ["dynamic.py:any", "starred.py:any", "lazy.py:any", "json:loads"]
+COMMANDS = ["python3 program.py no.py", "python3 -m no.py", "python3 -c no.py", "sh no.py"]
+
+
+def test_programs_that_can_not_be_judged_here_are_accepted(folder):
+    (folder / "program.py").write_text(PROGRAM)
+    (folder / "dynamic.py").write_text("globals()['any'] = print\n")
+    (folder / "starred.py").write_text("if 1: from elsewhere import *\n")
+    (folder / "lazy.py").write_text("def __getattr__(name): return print\n")
+    for function in FUNCTIONS:
+        envs.check(environment("agent", function=function))
+    for command in COMMANDS:
+        envs.check(environment("agent", command=command, reward="program.py:judge"))

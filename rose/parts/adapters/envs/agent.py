@@ -20,6 +20,7 @@ from typing import Any
 from rose import inputs, processes
 from rose.config import ConfigError
 from rose.files import json_lines
+from rose.parts.adapters.envs import _source
 
 
 class Agent:
@@ -58,8 +59,10 @@ class Agent:
         self.doubt = ""
         self._place = tasks
         self._tasks = [] if tasks is None else _lines(tasks)
-        if isinstance(environment, str) or not all(isinstance(name, str) for name in environment):
-            raise ConfigError(f"env.args.environment={environment!r}: a list of variables' names")
+        if isinstance(environment, str) or not all(map(_is_name, environment)):
+            raise ConfigError(
+                f"env.args.environment={environment!r}: a list of variables' names, without values"
+            )
         if both := _count_in_both(tasks) if tasks is not None else 0:
             self.doubt = (
                 f"env.args.tasks={tasks!r}: {both} of the held-out tasks (every second line) "
@@ -89,6 +92,10 @@ class Agent:
         return task
 
 
+def _is_name(variable: Any) -> bool:
+    return isinstance(variable, str) and bool(variable) and "=" not in variable
+
+
 def _command(command: Any) -> list[str]:
     try:
         argv = shlex.split(command) if isinstance(command, str) else list(command)
@@ -100,24 +107,26 @@ def _command(command: Any) -> list[str]:
         raise ConfigError(
             f"env.args.command={command!r}: no program {argv[0]!r} on PATH or at that path"
         )
+    _source.check_script(argv, f"env.args.command={command!r}")
     return argv
 
 
 def _function_reference(key: str, name: Any) -> str:
     """Check the value of env.args.`key` and return it, with an absolute path if it names a file.
     Nothing is imported. A module in the working folder is accepted, too. Raises `ConfigError`."""
+    where = f"env.args.{key}={name!r}"
     place, _, function = name.rpartition(":") if isinstance(name, str) else ("", "", "")
     if not place or not function.isidentifier():
-        raise ConfigError(
-            f"env.args.{key}={name!r}: package.module:function or file.py:function is needed"
-        )
+        raise ConfigError(f"{where}: package.module:function or file.py:function is needed")
     if place.endswith(".py"):
         if not Path(place).is_file():
-            raise ConfigError(f"env.args.{key}={name!r}: no file {place} in {os.getcwd()}")
+            raise ConfigError(f"{where}: no file {place} in {os.getcwd()}")
+        _source.check_name(Path(place).resolve(), function, where)
         return f"{Path(place).resolve()}:{function}"
     top = place.partition(".")[0]
     if importlib.util.find_spec(top) is None and not list(Path.cwd().glob(f"{top}*")):
-        raise ConfigError(f"env.args.{key}={name!r}: no Python package {top!r} is installed")
+        raise ConfigError(f"{where}: no Python package {top!r} is installed")
+    _source.check_module(place, function, where)
     return name
 
 

@@ -30,6 +30,7 @@ from rose.agent.envs.base import Action, Start, Step
 from rose.agent.envs.prompts import last_step
 from rose.config import ConfigError
 from rose.config.common import Count
+from rose.parts.adapters.envs import _source
 
 CLOSE_S = 5.0  # seconds for a server to end before its process is killed
 
@@ -221,6 +222,7 @@ def _check_server(command: list[str] | None, url: str | None, token_file: str | 
             raise ConfigError(f"env.args.command={command!r}: a list of words: program, arguments")
         if shutil.which(command[0], path=processes.search_path()) is None:
             raise ConfigError(f"env.args.command={command!r}: no program {command[0]!r} on PATH")
+        _source.check_script(command, f"env.args.command={command!r}")
     elif not url.startswith(("http://", "https://")):
         raise ConfigError(f"env.args.url={url!r}: http://host:port/mcp")
     if token_file is not None and not Path(token_file).is_file():

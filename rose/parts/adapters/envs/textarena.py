@@ -26,6 +26,7 @@ from textarena.envs.registration import ENV_REGISTRY
 from rose.agent.envs import _workers
 from rose.agent.envs.base import Action, Start, Step
 from rose.config import ConfigError
+from rose.reward import function
 
 # Games that ask a remote language model, or that are too slow to copy for the random opponent.
 EXCEPT = ("MarketEntryGame", "PublicGoodsGame", "SettlersOfCatan")
@@ -72,7 +73,9 @@ class Textarena:
         if seat is not None and (type(seat) is not int or not 0 <= seat < self.players):
             raise ConfigError(f"env.args.seat={seat!r}: null, or from 0 to {self.players - 1}")
         if opponent != "random":
-            _workers.load("env.args.opponent", opponent)
+            named = {"observation": "", "player": 0, "seed": 0}
+            found = _workers.load("env.args.opponent", opponent)
+            function.check_call(found, f"env.args.opponent={opponent!r}", **named)
         self.game, self.opponent, self.fixed_seat = game, opponent, seat
         self._game: ta.Env | None = None
         self._generators: tuple = ()

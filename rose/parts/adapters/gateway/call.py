@@ -56,7 +56,7 @@ def preload(name: str) -> None:
                 case _:
                     modules = []
             for module in modules:
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(Exception, SystemExit):
                     importlib.import_module(module)
 
 

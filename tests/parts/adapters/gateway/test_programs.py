@@ -19,7 +19,7 @@ from rose.agent.guard import EnvironmentFailure, ScoringFailure
 from rose.agent.scoring import Scoring
 from rose.config import ConfigError
 from rose.parts.adapters.envs.agent import Agent
-from rose.parts.adapters.gateway import program
+from rose.parts.adapters.gateway import call, program
 from rose.parts.adapters.gateway.forks import Forks
 from rose.parts.adapters.gateway.program import environment
 from rose.processes import adopt_orphans
@@ -105,6 +105,13 @@ def test_a_proxy_that_an_agent_gets_is_not_for_the_gateway(monkeypatch):
         monkeypatch.setenv("NO_PROXY", given)
         found = environment(own, ("HTTPS_PROXY", "NO_PROXY"))
         assert found["no_proxy"] == found["NO_PROXY"] == hosts
+
+
+def test_an_import_that_exits_does_not_end_the_server_of_functions(tmp_path, monkeypatch):
+    (tmp_path / "agent.py").write_text("import exits_here\n")
+    (tmp_path / "exits_here.py").write_text("raise SystemExit(0)\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    call.preload(f"{tmp_path}/agent.py:solve")
 
 
 @pytest.mark.slow
@@ -209,7 +216,7 @@ async def test_a_fork_that_fails_at_once_ends_alone(tmp_path):
 
 def test_files_are_named_from_the_root(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "agent.py").write_text("")
+    (tmp_path / "agent.py").write_text("def f(task): return 1\n")
     (tmp_path / "tasks.jsonl").write_text("1\n2\n")
     (tmp_path / "package").mkdir()
     args = {"function": "agent.py:f", "reward": "package:judge", "tasks": "tasks.jsonl"}
