@@ -68,6 +68,9 @@ def run(
         os._exit(1)
     try:
         init.serve()
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            send(control, {"broken": f"{type(error).__name__}: {error}"})
     finally:
         os._exit(0)
 

@@ -205,6 +205,7 @@ class Namespaces:
         self.user = 0  # host user of the sandbox's root, 0 without root
         self.session = 0  # id of the session's bash in the sandbox
         self.commands = self.output = self.codes = -1
+        self._why = ""  # the error that ended process 1, in an error's text
         self.line = _Line(control, self._event)
 
     def on_end(self, callback: Callable[[str], None]) -> None:
@@ -216,8 +217,10 @@ class Namespaces:
     def _event(self, message: dict[str, Any] | None) -> None:
         if message is None:
             self._gone.set()
-            self._fail("the sandbox ended while it was made")
-            self._on_end("the sandbox's first process has ended")
+            self._fail(f"the sandbox ended while it was made{self._why}")
+            self._on_end(f"the sandbox's first process has ended{self._why}")
+        elif "broken" in message:
+            self._why = f" ({message['broken']})"
         elif "failed" in message:
             self._fail(message["failed"])
         elif "ready" in message:

@@ -504,3 +504,10 @@ def test_each_backend_of_sandboxes_is_named_with_what_is_lost():
     assert second.words == "works (backend=auto takes it)"
     first, second = of_backends([refused, absent])
     assert first.remedy == second.remedy == "env=terminal can't run here"
+
+
+async def test_an_error_that_ends_process_1_is_named(box):
+    with pytest.raises(SandboxError, match="first process has ended"):
+        await box.shell.line.order({"do": "nonsense"})
+    with pytest.raises(SandboxError, match=r"ended \(ValueError: .* no use for nonsense\)"):
+        await box.run("true", 60)
