@@ -1,5 +1,5 @@
 """Child processes that end with their parent (Linux's parent-death signal and child subreaper),
-numbers of cores and threads, and faster imports of large packages.
+names of processes, numbers of cores and threads, and faster imports of large packages.
 
 Imports nothing of ROSE. Left out: other systems than Linux; ROSE's engines and MPI settings need
 Linux anyway.
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import gc
+import hashlib
 import math
 import os
 import signal
@@ -45,6 +47,36 @@ KEPT = (
     "SSL_CERT_FILE",
     "SSL_CERT_DIR",
 )
+
+
+def mark() -> str:
+    """Return a name of this process for folders that other processes find: this machine's boot and
+    PID namespace, and the process's id and start. Machines may share a folder for temporary files,
+    and a container has process ids of its own."""
+    return f"{_here()}.{os.getpid()}.{_start(os.getpid())}"
+
+
+def has_ended(marked: str) -> bool:
+    """True if `marked` is the mark of a process of this machine and PID namespace that has ended.
+    False for other processes, which can't be seen from here, and for other texts."""
+    here, _, rest = marked.partition(".")
+    pid, _, start = rest.partition(".")
+    return here == _here() and pid.isdecimal() and _start(int(pid)) != start
+
+
+@functools.cache
+def _here() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    return hashlib.blake2s(f"{boot} {namespace}".encode(), digest_size=4).hexdigest()
+
+
+def _start(pid: int) -> str:
+    """Return the clock ticks after boot at which a process began; "" if there is no such one."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
 
 
 def bare_environment(given: Sequence[str] = ()) -> dict[str, str]:

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-import psutil
-
+from rose import processes
 from rose import protocol as p
 from rose.comm import mpi_process
 from rose.comm.address import addresses_of
@@ -29,7 +27,7 @@ from rose.reward.pool import Pool
 
 CLOSE_S = 5.0  # longest wait for the rank's tasks at its end
 REPORT_S = 1.0  # seconds between two reports to the coordinator, which may submit Slurm jobs
-SCRATCH = "rose-reward-"  # name, before the rank's pid, of its folder in the node's TMPDIR
+SCRATCH = "rose-reward-"  # name, before the rank's mark, of its folder in the node's TMPDIR
 
 
 def start_worker(run_dir: Path, folder: Path, number: int, pool: Path):
@@ -50,10 +48,9 @@ def start_worker(run_dir: Path, folder: Path, number: int, pool: Path):
 def _scratch() -> Path:
     """Create this rank's folder for its workers' temporary files, and remove those of ranks that
     were killed."""
-    own = Path(tempfile.gettempdir()) / f"{SCRATCH}{os.getpid()}"
+    own = Path(tempfile.gettempdir()) / f"{SCRATCH}{processes.mark()}"
     for other in own.parent.glob(f"{SCRATCH}*"):
-        pid = other.name.removeprefix(SCRATCH)
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+        if processes.has_ended(other.name.removeprefix(SCRATCH)):
             shutil.rmtree(other, ignore_errors=True)  # fails for another user's folder
     own_folder(own)
     return own

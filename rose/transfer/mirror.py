@@ -3,10 +3,10 @@
     <path>/v000012/from-000011/rank-00003.h5     a file of the store, complete once it has this name
     <path>/refused, <path>/v000012/from-000011/refused     the reason why no further file arrives
 
-`<path>` is rose-<uid>-<run>-<pid>.<start> in /dev/shm, mode 0700. The first rollout rank on the
-node owns it and is the only one that writes; the other ranks read. The mirror outlives engines. A
-rank that is killed leaves it behind. Then its launcher removes it, or the next rank of the same run
-on this node does, which finds by pid and start time that the owner is dead.
+`<path>` is rose-<uid>-<run>-<mark of a process> in /dev/shm, mode 0700. The first rollout rank on
+the node owns it and is the only one that writes; the other ranks read. The mirror outlives engines.
+A rank that is killed leaves it behind. Then its launcher removes it, or the next rank of the same
+run on this node does, which finds by the mark (rose/processes.py) that the owner is dead.
 
 The mirror is optional. If the operating system refuses anything (no memory left, no folder), only
 the edge being written is lost, and readers find it in the store's files
@@ -26,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rose import processes
 from rose.files import own_folder
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -41,10 +42,9 @@ def choose_path(run_dir: Path, folder: Path | None = None) -> Path:
     run = hashlib.blake2s(str(run_dir.resolve()).encode(), digest_size=6).hexdigest()
     prefix = f"rose-{os.getuid()}-{run}-"
     for left in parent.glob(f"{prefix}*"):
-        pid, _, start = left.name.removeprefix(prefix).partition(".")
-        if pid.isdecimal() and _start_time(int(pid)) != start:
+        if processes.has_ended(left.name.removeprefix(prefix)):
             shutil.rmtree(left, ignore_errors=True)
-    return parent / f"{prefix}{os.getpid()}.{_start_time(os.getpid())}"
+    return parent / f"{prefix}{processes.mark()}"
 
 
 def remove_left(run_dir: Path) -> None:
@@ -129,12 +129,3 @@ def _count(folder: Path) -> int:
     with suppress(OSError):
         return sum(name.startswith("rank-") and name.endswith(".h5") for name in os.listdir(folder))
     return 0
-
-
-def _start_time(pid: int) -> str:
-    """Return the clock ticks after boot at which a process began, which with the pid are unique on
-    a node, or "" if there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
-    except OSError:
-        return ""

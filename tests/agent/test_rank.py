@@ -1,13 +1,13 @@
 """What a dead environment host leaves behind, and its rank."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from rose.parts.adapters.gateway.run import SCRATCH, remove_stale
+from rose.processes import mark
 from tests import processes
 from tests.processes import ran
 
@@ -35,11 +35,11 @@ def test_a_process_that_cant_be_ended_holds_up_no_new_host():
 
 def test_folders_of_agents_whose_hosts_were_killed_go(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    for pid in (gone.pid, os.getpid()):
-        (tmp_path / f"{SCRATCH}{pid}-x" / "in").mkdir(parents=True)
-    (tmp_path / f"{SCRATCH}other").mkdir()
+    here, pid, start = mark().split(".")
+    gone = f"{SCRATCH}{here}.{pid}.1-x"  # an earlier process of this number
+    elsewhere = f"{SCRATCH}{here[::-1]}.{2**22 + 1}.1-x"  # of another node, with the same folder
+    kept = {f"{SCRATCH}{here}.{pid}.{start}-x", elsewhere, f"{SCRATCH}other"}
+    for name in (*kept, gone):
+        (tmp_path / name / "in").mkdir(parents=True)
     remove_stale()
-    left = {path.name for path in Path(tmp_path).iterdir()}
-    assert left == {f"{SCRATCH}{os.getpid()}-x", f"{SCRATCH}other"}
+    assert {path.name for path in Path(tmp_path).iterdir()} == kept

@@ -18,7 +18,8 @@ from pathlib import Path
 from rose.parts.sandbox.backend import MIB, Limits
 
 PERIOD_US = 100_000  # microseconds of a CPU quota's period, the kernel's default
-NAME = re.compile(r"rose-(\d+)-(\d+)-\d+")
+# Process id and start of a keeper, its PID namespace, and the sandbox's number.
+NAME = re.compile(r"rose-(\d+)-(\d+)-(\d+)-\d+")
 END_S = 5.0  # seconds for a group's processes to end after SIGKILL
 REMEDY = (
     "a delegated group helps, with COMMAND in a subgroup (systemd 254 or later): "
@@ -41,6 +42,16 @@ def began(pid: int | str) -> int | None:
         return None
     fields = stat.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else int(fields[19])
+
+
+def own_name() -> str:
+    """Return the beginning of the names of this process's groups. A container may share control
+    groups with its host, and process ids with nobody."""
+    return f"rose-{os.getpid()}-{began(os.getpid())}-{_namespace()}"
+
+
+def _namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
 
 
 class Groups:
@@ -136,12 +147,14 @@ class Groups:
             _remove(parent / name)
 
     def remove_stale(self) -> list[str]:
-        """Remove the groups whose keeper is gone, and return their names."""
+        """Remove the groups whose keeper is gone, and return their names. Those of other PID
+        namespaces are left, since their keepers can't be seen from here."""
         found = set()
         for parent in self.parents:
             for folder in parent.glob("rose-*"):
                 name = NAME.fullmatch(folder.name)
-                if name and began(name[1]) != int(name[2]):
+                here = name is not None and int(name[3]) == _namespace()
+                if name and here and began(name[1]) != int(name[2]):
                     _remove(folder)
                     found.add(folder.name)
         return sorted(found)

@@ -26,7 +26,7 @@ from typing import Any
 
 from rose.parts.sandbox import check, kernel, users, within
 from rose.parts.sandbox.backend import HOST_FOLDERS, Limits
-from rose.parts.sandbox.cgroups import Groups, began
+from rose.parts.sandbox.cgroups import Groups, own_name
 from rose.parts.sandbox.init import WORK, receive, run, send
 
 PLACES = ("/media", "/mnt", "/srv", "/opt")  # candidates for a private tmpfs: the first empty one
@@ -86,7 +86,7 @@ class Keeper:
         self.root = self._own_namespaces()
         self.ranges = users.Ranges()
         self.base = self._own_files()
-        self.name = f"rose-{os.getpid()}-{began(os.getpid())}"
+        self.name = own_name()
         self.made = 0
         # Process 1's id on the host -> the sandbox's number, its namespaces (file descriptors), its
         # spec, and the host user of its root (0 without root).

@@ -27,11 +27,8 @@ NAME = "namespaces"
 START_S = 30.0  # seconds for the keeper or a sandbox to start on a busy machine
 CHECK_FLOOD_BYTES = 16 << 20  # most output of a check before it is stopped
 ANSWER_BYTES = 64 << 20  # most bytes of a result
-# Most open files of this process. Each sandbox takes four, and the limit must be above that of
-# agents' programs (init.MOST_FILES).
-MOST_FILES = 65_536
-# Errors of opening or writing a file that are about the file, its path or its disk. Any other error
-# is the sandbox's own failure, which must not count as the agent's.
+MOST_FILES = 65_536  # open files of this process: four a sandbox, and more than init.MOST_FILES
+# Errors about a file, its path or its disk. Any other is the sandbox's own, and not the agent's.
 OF_FILES = {
     errno.EACCES, errno.EBUSY, errno.EDQUOT, errno.EEXIST, errno.EFBIG, errno.EINVAL, errno.EISDIR,
     errno.ELOOP, errno.ENAMETOOLONG, errno.ENODEV, errno.ENOENT, errno.ENOSPC, errno.ENOTDIR,

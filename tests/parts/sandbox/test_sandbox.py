@@ -33,7 +33,7 @@ from rose.parts.sandbox import (
     within,
 )
 from rose.parts.sandbox.backend import SESSION
-from rose.parts.sandbox.cgroups import Groups, began
+from rose.parts.sandbox.cgroups import Groups, own_name
 from rose.parts.sandbox.piped import Piped
 from rose.parts.sandbox.users import COUNT, FIRST, RANGES, Ranges
 
@@ -269,11 +269,14 @@ def test_a_missing_controller_is_named(tmp_path):
 
 def test_only_groups_whose_keeper_is_gone_are_removed(tmp_path):
     groups = second_version(tmp_path, "pids\n")
-    alive = f"rose-{os.getpid()}-{began(os.getpid())}-1"
-    for name in (alive, f"rose-{os.getpid()}-1-1", "rose-notours", "other"):
+    alive, (*_, namespace) = f"{own_name()}-1", own_name().split("-")
+    gone = f"rose-{os.getpid()}-1-{namespace}-1"
+    # A keeper of a container with the same control groups, whose process ids are others.
+    inside = f"rose-{os.getpid()}-1-{int(namespace) + 1}-1"
+    for name in (alive, gone, inside, "rose-notours", "other"):
         (tmp_path / "fs/job" / name).mkdir()
-    assert groups.remove_stale() == [f"rose-{os.getpid()}-1-1"]
-    expected = {alive, "rose-notours", "other"}
+    assert groups.remove_stale() == [gone]
+    expected = {alive, inside, "rose-notours", "other"}
     assert {p.name for p in (tmp_path / "fs/job").iterdir() if p.is_dir()} == expected
 
 

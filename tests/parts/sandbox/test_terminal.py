@@ -26,6 +26,7 @@ from rose.parts.sandbox import SandboxError, criu
 from rose.parts.sandbox.envs import _tasks, _undo
 from rose.parts.sandbox.envs._host_store import HostStore
 from rose.parts.sandbox.envs.terminal import Terminal
+from rose.processes import mark
 from scripts.sandbox import make_repair_tasks
 from tests.agent.hosted import Hosted
 from tests.made import environment
@@ -387,7 +388,8 @@ def test_an_agent_can_take_commands_back_and_is_told_what_came(with_criu, monkey
 @pytest.mark.slow
 def test_old_states_go_and_nothing_stays_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    dead = tmp_path / f"{_undo.PREFIX}{2**22 + 1}-gone"  # beyond the kernel's largest number
+    here, *_ = mark().split(".")
+    dead = tmp_path / f"{_undo.PREFIX}{here}.{2**22 + 1}.1-gone"  # beyond the kernel's numbers
     dead.mkdir()
     _, _, kept = acted(*(f"echo {i} > /app/f" for i in range(_undo.MOST + 3)))
     assert len(kept) == _undo.MOST

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rose.parts.sandbox import Sandbox, SandboxError, Spec, probe
+from rose.processes import has_ended, mark
 
 MOST = 8  # states of a sandbox, each as large as the sandbox's disk and memory at most
 SHARE = 0.25  # share of the space that is free or holds states; other hosts use the same disk
 BLOCK = 512  # bytes of a block as counted by st_blocks
-PREFIX = f"rose-undo-{os.geteuid()}-"  # start of a folder's name; its process's pid follows
+PREFIX = f"rose-undo-{os.geteuid()}-"  # start of a folder's name; its process's mark follows
 
 
 @dataclass(eq=False)
@@ -42,7 +43,7 @@ class Undo:
     def __init__(self, resumed: bool = False) -> None:
         self._resumed = resumed
         _remove_stale(Path(tempfile.gettempdir()))
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{mark()}-"))
         self._numbers = itertools.count()
         self._states: list[_State] = []
 
@@ -137,6 +138,5 @@ def problem(backend: str) -> str:
 def _remove_stale(where: Path) -> None:
     """Remove folders of this user's processes that have ended."""
     for folder in where.glob(f"{PREFIX}*"):
-        process = folder.name.removeprefix(PREFIX).partition("-")[0]
-        if process.isdecimal() and not os.path.exists(f"/proc/{process}"):
+        if has_ended(folder.name.removeprefix(PREFIX).partition("-")[0]):
             shutil.rmtree(folder, ignore_errors=True)
