@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -38,7 +39,7 @@ def check(tree: dict) -> plan.Plan:
     if c.reward.pools:
         scorers.build(c.reward.name, c.reward.args)
     if c.rollout.replay is not None:
-        replay.check(Path(c.rollout.replay), c.trainer.steps, c.rollout.temperature)
+        replay.check(Path(c.rollout.replay), c)
     if getattr(algorithm, "needs_turn_rewards", False):
         check_turn_rewards(c)
     arguments.check(c)
@@ -49,6 +50,7 @@ def check(tree: dict) -> plan.Plan:
     found = doubts.of(c, scheduler.staleness, algorithm.corrects_mismatch)
     found += doubts.unclipped(c, algorithm.recompute_proximal)
     found += envs.doubts(c.env, bool(c.eval.episodes))
+    found += doubts.simulated(c)
     made = plan.make(c, model.shape(c), found, host_gib(c))
     stored = c.run_dir / "config.json"
     if not c.cluster.dry_run:
@@ -56,8 +58,15 @@ def check(tree: dict) -> plan.Plan:
             slurm.check_programs()
         else:
             gpus.for_launcher(c)
-        if os.path.exists(stored) and not c.fresh:
+    try:
+        if not c.fresh and os.path.exists(stored):
             resume.check(stored, made.config)
+        elif not c.fresh:
+            resume.check_whole(c.run_dir)
+    except ConfigError as error:
+        if not c.cluster.dry_run:
+            raise
+        return replace(made, warnings=(*made.warnings, f"this will be refused: {error}"))
     return made
 
 

@@ -30,7 +30,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from rose.config import Config, ConfigError
+from rose.config import Config, ConfigError, stored_object
 from rose.files import write_whole
 
 NAME = "inputs.json"
@@ -72,8 +72,8 @@ def record(c: Config, run_dir: Path) -> None:
 def recorded(run_dir: Path) -> dict[str, Any]:
     """Return what `record` wrote, which is empty before the run's first attempt."""
     path = Path(run_dir) / NAME
-    empty = {"files": {}, "packages": {}, "noted": {}}
-    return json.loads(path.read_text("utf-8")) if path.exists() else empty
+    empty: dict[str, Any] = {"files": {}, "packages": {}, "noted": {}}
+    return empty | (stored_object(path) if path.exists() else {})
 
 
 def changed(run_dir: Path) -> Iterator[tuple[str, str]]:

@@ -68,7 +68,7 @@ def test_the_cuda_libraries_of_a_torch_on_cpus_are_those_of_gpus():
 
 def test_what_tests_add_changes_no_version_of_a_run():
     assert not lock("test.txt").keys() & lock("cpu.txt").keys()
-    tests, cuda = lock("test.txt"), lock("torch-cuda.txt")  # where torch is the CUDA build
+    tests, cuda = lock("test.txt"), lock("torch-cuda.txt")  # the latter for CUDA builds of torch
     assert {name: tests[name] for name in tests.keys() & cuda.keys()}.items() <= cuda.items()
     extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"][
         "optional-dependencies"

@@ -181,8 +181,22 @@ def load(path: Path, checked: bool = True) -> Config:
 
 
 def stored(path: Path) -> dict[str, Any]:
-    """Return the tree that `save` wrote."""
-    return json.loads(Path(path).read_text(encoding="utf-8"))
+    """Return the tree that `save` wrote. Raises `ConfigError` for a damaged file."""
+    return stored_object(Path(path))
+
+
+def stored_object(path: Path) -> dict[str, Any]:
+    """Read an object that a run stored as JSON. Raises `ConfigError` for a damaged file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict) and found:
+            return found
+        why = "no JSON object with values"
+    except (OSError, ValueError) as error:
+        why = str(error)
+    raise ConfigError(
+        f"{path}: is damaged ({why}); restore it from a copy, or start over with fresh=true"
+    )
 
 
 def save(config: Config, path: Path) -> None:

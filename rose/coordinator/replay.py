@@ -45,14 +45,16 @@ def load(run_dir: Path, step: int) -> list[list[Trajectory]]:
         raise ValueError(f"rollout.replay: {path} holds no trajectories: {error}") from None
 
 
-def check(run_dir: Path, steps: int, temperature: float) -> None:
-    """Raise `ConfigError` unless the run at `run_dir` can be replayed at `temperature`.
+def check(run_dir: Path, config: Config) -> None:
+    """Raise `ConfigError` unless the run at `run_dir` can be replayed with `config`.
 
-    1. Every step up to `steps` must be saved.
-    2. The run's own temperature, of which the saved log-probabilities are, must be `temperature`.
+    1. Every step up to trainer.steps must be saved.
+    2. The temperature, of which the saved log-probabilities are, and the sizes of batches and
+       groups must be the run's own.
 
     A folder without config.json passes the second check.
     """
+    steps = config.trainer.steps
     missing = next(
         (path for step in range(1, steps + 1) if not (path := path_of(run_dir, step)).is_file()),
         None,
@@ -66,12 +68,19 @@ def check(run_dir: Path, steps: int, temperature: float) -> None:
     stored = Path(run_dir) / "config.json"
     if not stored.is_file():
         return
-    drawn = configuration.stored(stored)["rollout"]["temperature"]
-    if drawn != temperature:
-        raise ConfigError(
-            f"rollout.temperature={temperature:g}: the tokens of rollout.replay={str(run_dir)!r} "
-            f"were drawn at {drawn:g}: rollout.temperature={drawn:g}"
-        )
+    tree = configuration.stored(stored)
+    for key, now in (
+        ("rollout.temperature", config.rollout.temperature),
+        ("rollout.group_size", config.rollout.group_size),
+        ("trainer.batch_size", config.trainer.batch_size),
+    ):
+        section, name = key.split(".")
+        was = tree.get(section, {}).get(name, now)
+        if was != now:
+            raise ConfigError(
+                f"{key}={now:g}: the trajectories of rollout.replay={str(run_dir)!r} were made "
+                f"with {key}={was:g}"
+            )
 
 
 def check_turn_rewards(run_dir: Path, needs: str) -> None:

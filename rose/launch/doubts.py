@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from rose.config import Config, ConfigError
 from rose.launch import local
+from rose.policies import registry
 
 
 def of(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:
@@ -22,6 +23,18 @@ def of(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:
         + unpunished(c)
         + unshared(c)
         + unset(c)
+    )
+
+
+def simulated(c: Config) -> tuple[str, ...]:
+    """Return a doubt about a policy that does in a live run less than in a simulation."""
+    name = c.scheduler.provisioning.name
+    policy = registry.policy("provisioning", c.scheduler.provisioning)
+    if c.mode != "train" or not getattr(policy, "simulated_only", False):
+        return ()
+    return (
+        f"scheduler.provisioning.name={name!r} works in simulations only (docs/policies.md): "
+        "this run is as with scheduler/provisioning=all_idle or fixed",
     )
 
 

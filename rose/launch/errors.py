@@ -42,7 +42,7 @@ def explain(error: Exception, conf: Path, arguments: list[str]) -> str:
         return (
             f"{error.override}: can't be read as key=value ({_first_line(error)}); put quotes "
             "around a value with "
-            "special characters, for example 'key=\"a b\"'"
+            "special characters, for example 'key=\"a b\"' or 'key=[\"a=b\"]'"
         )
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _missing_option(error, conf)

@@ -28,6 +28,7 @@ MAY_CHANGE = (
     "trainer.zero_stage",
     "trainer.threads",
     "trainer.checkpoint_*",
+    "trainer.step_timeout_s",
     "trainer.export_*",
     "trainer.stream",
     "observe.*",
@@ -43,6 +44,7 @@ MAY_CHANGE = (
     "fresh",
     "colocate",
     "output_dir",
+    "name",  # Its folder may have been renamed or copied.
     "trainer.sequence_parallel",
     "trainer.offload_activations",
     "trainer.hpz",
@@ -119,6 +121,17 @@ def check(stored: Path, new: Config) -> None:
         )
     other_shape(Path(stored).parent, new)
     check_inputs(Path(stored).parent, new.name)
+
+
+def check_whole(run_dir: Path) -> None:
+    """Raise `ConfigError` for a folder with checkpoints and without the run's configuration: they
+    would be continued with any other."""
+    if checkpoint.latest(run_dir) is not None:
+        raise ConfigError(
+            f"{run_dir}: has checkpoints and no config.json, so it can't be known whether this "
+            "configuration continues them; restore it, set fresh=true to start over, or give "
+            "another name"
+        )
 
 
 def not_applied(stored: Path, new: Config) -> list[str]:
@@ -221,6 +234,12 @@ def is_finished(run_dir: Path, c: Config) -> bool:
     return stopped or done["steps"] >= c.trainer.steps
 
 
+def finished_steps(run_dir: Path) -> int:
+    """Return the number of steps of a finished run; 0 if it has not finished."""
+    done = _finished(run_dir)
+    return done["steps"] if done is not None else 0
+
+
 def stopped_early(run_dir: Path) -> int | None:
     """Return the step at which eval.stop ended the run; None if it didn't."""
     done = _finished(run_dir)
@@ -234,7 +253,12 @@ def _stop(c: Config) -> list[float]:
 
 def _finished(run_dir: Path) -> dict[str, Any] | None:
     path = _mark(run_dir)
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    if not path.exists():
+        return None
+    found = configuration.stored_object(path)
+    if not isinstance(found.get("steps"), int):
+        raise ConfigError(f"{path}: is damaged (no number of steps); remove it to train on")
+    return found
 
 
 def requeues_without_checkpoint(run_dir: Path, job: str, restarts: int) -> int:

@@ -37,7 +37,7 @@ def test_folders_of_agents_whose_hosts_were_killed_go(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     here, pid, start = mark().split(".")
     gone = f"{SCRATCH}{here}.{pid}.1-x"  # an earlier process of this number
-    elsewhere = f"{SCRATCH}{here[::-1]}.{2**22 + 1}.1-x"  # of another node, with the same folder
+    elsewhere = f"{SCRATCH}{here[::-1]}.{2**22 + 1}.1-x"  # a host of another node
     kept = {f"{SCRATCH}{here}.{pid}.{start}-x", elsewhere, f"{SCRATCH}other"}
     for name in (*kept, gone):
         (tmp_path / name / "in").mkdir(parents=True)

@@ -21,13 +21,25 @@ def test_saved_groups_come_back_whole(tmp_path):
     assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step-000003.msgpack"]
 
 
-def test_tokens_are_trained_at_the_temperature_that_they_were_drawn_at(tmp_path, make_config):
+@pytest.mark.parametrize(
+    "other, words",
+    [
+        ("rollout.temperature=1", "rollout.temperature=1: .* with rollout.temperature=0.7"),
+        ("rollout.group_size=4", "rollout.group_size=4: .* with rollout.group_size=8"),
+        ("trainer.batch_size=64", "trainer.batch_size=64: .* with trainer.batch_size=32"),
+    ],
+)
+def test_trajectories_are_trained_as_they_were_made(tmp_path, make_config, other, words):
     replay.save(tmp_path, 1, GROUPS)
-    replay.check(tmp_path, 1, 0.7)  # nobody knows
-    configuration.save(make_config("rollout.temperature=0.7"), tmp_path / "config.json")
-    replay.check(tmp_path, 1, 0.7)
-    with pytest.raises(ConfigError, match="rollout.temperature=1: .* 0.7: rollout.temperature=0.7"):
-        replay.check(tmp_path, 1, 1.0)
+    made = ("trainer.steps=1 trainer.batch_size=32 rollout.group_size=8", "rollout.temperature=0.7")
+    replay.check(tmp_path, make_config(*made, other))  # nobody knows
+    configuration.save(make_config(*made), tmp_path / "config.json")
+    replay.check(tmp_path, make_config(*made))
+    with pytest.raises(ConfigError, match=words):
+        replay.check(tmp_path, make_config(*made, other))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="config.json: is damaged"):
+        replay.check(tmp_path, make_config(*made))
 
 
 def test_a_missing_step_is_named(tmp_path):

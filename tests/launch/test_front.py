@@ -595,6 +595,40 @@ def test_a_finished_run_prints_its_table_again_and_how_a_stopped_one_goes_on(lau
     assert not (earlier.run_dir / "logs").exists(), "it was started again"
 
 
+def test_a_finished_run_says_how_many_steps_it_has(launch, earlier):
+    resume.mark_finished(earlier.run_dir, earlier.trainer.steps)
+    (earlier.run_dir / "metrics.jsonl").touch()
+    _, out, _ = launch("trainer.steps=1")
+    assert f"is finished ({earlier.trainer.steps} steps)" in out
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"steps": "2"}'])
+@pytest.mark.parametrize("name", ["config.json", "status/finished.json", "inputs.json"])
+def test_a_damaged_file_of_a_run_is_named(launch, earlier, name, text):
+    (earlier.run_dir / "status").mkdir()
+    (earlier.run_dir / name).write_text(text)
+    code, _, err = launch("cluster.dry_run=false")
+    if text.startswith('{"') and name != "status/finished.json":
+        return  # an object of another kind: its keys differ, or are none of ours
+    assert code == 2 and f"{name}: is damaged" in err.replace("\n", " "), err
+    assert "Traceback" not in err
+
+
+def test_a_run_without_its_configuration_is_not_continued(launch, earlier):
+    (earlier.run_dir / "config.json").unlink()
+    step = earlier.run_dir / "checkpoints" / "step-000002"
+    step.mkdir(parents=True)
+    (step / "coordinator.json").write_text("{}")
+    (step / "trainer.json").write_text("{}")
+    code, _, err = launch("seed=2")
+    assert code == 2 and "has checkpoints and no config.json" in err
+
+
+def test_a_dry_run_says_what_a_launch_would_refuse(launch, earlier):
+    code, out, _ = launch("seed=2", "cluster.dry_run=true")
+    assert code == 0 and "this will be refused" in out and "seed: 1 -> 2" in out
+
+
 def test_the_run_of_another_configuration_is_not_continued(launch, earlier):
     c = earlier
     code, _, err = launch("seed=2", "trainer.optimizer.lr=0.5")

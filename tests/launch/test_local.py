@@ -142,7 +142,7 @@ def test_longer_and_faster_is_still_the_same_run(make_config, tmp_path):
         make_config(
             "trainer.steps=90 rollout.workers=1 eval.episodes=8 eval=beside eval.stop.patience=3",
             "+env@eval.sets.sums=calculator +eval.sets.sums.episodes=64 observe.trace=false",
-            "cluster.stop_timeout_s=1 rollout/draft=group",
+            "cluster.stop_timeout_s=1 rollout/draft=group trainer.step_timeout_s=9000 name=renamed",
         ),
     )
 

@@ -377,7 +377,25 @@ HERE = "cluster.slurm.container"
         *(
             (SEVEN_B, f"cluster.slurm.{part}.{key}", rf"cluster.slurm.{part}.{key[:3]}.*=.*{words}")
             for part in ("trainer", "rollout", "borrowed", "reward")
-            for key, words in (("time=43200", "quotes"), ("mem=64", "64G"), ("mem='512'", "64G"))
+            for key, words in (
+                *(("time=43200", "quotes"), ("mem=64", "64G"), ("mem='512'", "64G")),
+                *((f"time={text}", "Slurm's forms") for text in ("2d", "1.5h", "'1:30:00:00'")),
+                *((f"mem={text}", "64G") for text in ("all", "64.5G", "1M", "900K", "64GB")),
+            )
+        ),
+        *(
+            (
+                SEVEN_B,
+                f"cluster.slurm.trainer.sbatch=['{option}']",
+                f"trainer.sbatch.0='{option}'.*{words}",
+            )
+            for option, words in (
+                *(
+                    (f"--{each}", "is set by ROSE")
+                    for each in ("no-requeue", "nodes=3", "array=1-3")
+                ),
+                *((each, "must be an option") for each in ("--time 1", "--", "-N3", "--Nodes=3")),
+            )
         ),
     ],
 )

@@ -13,6 +13,11 @@ from rose.config.cluster import Container, Mpi, nodes_of
 from rose.config.errors import ConfigError
 from rose.config.tree import Config
 
+# Options of sbatch that ROSE writes itself.
+OWN_OPTIONS = (
+    *("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "output", "error"),
+    *("signal", "requeue", "no-requeue", "job-name", "array", "open-mode", "wrap"),
+)
 LEAST_MIB = 1024  # bounds a job's memory from below: a rank's Python alone takes half of it
 
 
@@ -189,18 +194,15 @@ def _check_slurm(c: Config, engines: int, need: Need) -> None:
             f'to Slurm; write "12:00:00" with its quotes, or "{time}" for {time} minutes (on a '
             "command line '\"12:00:00\"')",
         )
-        mem = str(getattr(c.cluster.slurm, name).mem)
         need(
-            not mem.isdecimal() or int(mem) == 0 or int(mem) >= LEAST_MIB,
-            f"cluster.slurm.{name}.mem",
-            f"a size with its unit, as 64G: {mem} is MiB to Slurm, and no rank starts in that",
+            time is None or time_limit.known(time),
+            f"cluster.slurm.{name}.time",
+            "in one of Slurm's forms: minutes, hours:minutes:seconds, days-hours, as 2-00:00:00, "
+            "or UNLIMITED",
         )
+        _check_memory(name, getattr(c.cluster.slurm, name).mem, need)
         for at, option in enumerate(getattr(c.cluster.slurm, name).sbatch):
-            need(
-                option.startswith("--"),
-                f"cluster.slurm.{name}.sbatch.{at}",
-                "must be an option, as --exclusive",
-            )
+            _check_option(f"cluster.slurm.{name}.sbatch.{at}", option, need)
     _check_container(c.cluster.slurm.container, need)
     for key, value in leaves(msgspec.to_builtins(c.cluster.slurm)):
         need(
@@ -208,6 +210,30 @@ def _check_slurm(c: Config, engines: int, need: Need) -> None:
             f"cluster.slurm.{key}",
             "must be one line of text, not empty; null leaves an option out",
         )
+
+
+def _check_memory(component: str, mem: str | int | None, need: Need) -> None:
+    key, found = f"cluster.slurm.{component}.mem", re.fullmatch(r"(\d+)([KMGT]?)", str(mem).upper())
+    need(mem is None or found is not None, key, "a size of whole numbers with its unit, as 64G")
+    if found is not None and int(found[1]):
+        mib = int(found[1]) * {"K": 2**-10, "": 1, "M": 1, "G": 2**10, "T": 2**20}[found[2]]
+        need(
+            mib >= LEAST_MIB,
+            key,
+            f"a size with its unit, as 64G: {mem} is {mib:g} MiB to Slurm, and no rank starts in "
+            "that",
+        )
+
+
+def _check_option(key: str, option: str, need: Need) -> None:
+    """Check an option for sbatch. One that ROSE sets would be there twice, or win over ROSE's."""
+    need(
+        re.fullmatch(r"--[a-z][a-z0-9-]*(=.+)?", option) is not None,
+        key,
+        "must be an option, as --exclusive or --mail-type=END",
+    )
+    name = option[2:].partition("=")[0]
+    need(name not in OWN_OPTIONS, key, f"--{name} is set by ROSE, from other keys")
 
 
 def _check_groups(c: Config, need: Need) -> None:

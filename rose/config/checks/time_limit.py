@@ -27,6 +27,11 @@ def seconds(time: str | int) -> int | None:
     return -(-whole // 60) * 60
 
 
+def known(time: str | int) -> bool:
+    """True for a time limit that sbatch takes."""
+    return seconds(time) is not None or str(time).strip().upper() in ("UNLIMITED", "INFINITE")
+
+
 def too_short(c: Config, warning_s: int, default: str = "") -> str:
     """Return an error about the first time limit that is too short, else "". Slurm warns the job
     `warning_s` before the limit, and at least `START_S` must pass before the warning. `default`:

@@ -24,6 +24,7 @@ starts it again.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -44,6 +45,8 @@ def main(arguments: list[str]) -> int:
         given = settings.parse(arguments)
         if "name" not in given:
             raise ConfigError("name is missing: which run? as rose serve name=frozenlake")
+        if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._,=+-]*", str(given["name"])) is None:
+            raise ConfigError(f"name={given['name']!r}: is no run's name; as rose serve name=lake")
         run_dir = (
             (Path(str(given.pop("output_dir", "outputs"))) / str(given.pop("name")))
             .expanduser()

@@ -89,6 +89,11 @@ def _run(args: argparse.Namespace) -> int:
             f"UPSTREAM {args.upstream!r}: no such folder here; expected the run's weights folder, "
             "or http://host:port of another relay"
         )
+    if not remote and os.path.isfile(f"{upstream}/config.json"):
+        raise TransferError(
+            f"UPSTREAM {args.upstream!r}: is a run's folder; its weights are in "
+            f"{args.upstream.rstrip('/')}/weights"
+        )
     upstream_token = None
     if remote:
         if not (args.upstream_token_file or args.token_file):

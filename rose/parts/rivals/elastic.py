@@ -51,6 +51,8 @@ class Elastic(AllIdle):
     can't adapt to the tail of a step.
     """
 
+    simulated_only = True  # No live engines share GPUs.
+
     def __init__(
         self,
         n_serving: int,

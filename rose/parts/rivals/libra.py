@@ -167,6 +167,7 @@ class LibraPlanner:
     """
 
     wakes_hybrids = False  # Hybrid workers are used beside training.
+    simulated_only = True
 
     def __init__(
         self, period_steps: int, gain: float, cost_s: float, training_workers: int

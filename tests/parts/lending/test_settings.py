@@ -93,6 +93,8 @@ def serve(*arguments):
 def test_the_command_refuses_bad_arguments_and_waits_for_a_run_as_long_as_it_was_told(tmp_path):
     for arguments, code, words in (
         (["output_dir=."], 2, "name is missing"),
+        (["name=", f"output_dir={tmp_path}"], 2, "name='': is no run's name"),
+        (["name=..", f"output_dir={tmp_path}"], 2, "is no run's name"),
         (["name=a", f"output_dir={tmp_path}/none"], 2, "no such folder"),
         (["name=a", f"output_dir={tmp_path}", "serving.wait_s=1"], 0, "no run to serve"),
     ):

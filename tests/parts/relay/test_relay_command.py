@@ -147,6 +147,7 @@ def test_two_relays_with_different_tokens_start_in_any_order(command, store, sec
     "arguments, why",
     [
         (["{store}/nothing"], "no such folder here"),
+        (["{store}/run"], "is a run's folder; its weights are in .*run/weights"),
         (["{store}", "--listen", "7673"], "--listen '7673': expected HOST:PORT"),
         (["{store}", "--listen", "h:99999"], "expected HOST:PORT"),
         (["{store}", "--cache-gib", "-1"], "--cache-gib -1.0: expected 0 or more"),
@@ -158,6 +159,8 @@ def test_two_relays_with_different_tokens_start_in_any_order(command, store, sec
     ],
 )
 def test_what_it_cannot_use_is_refused_in_one_line(store, tmp_path, capsys, arguments, why):
+    (store / "run").mkdir()
+    (store / "run" / "config.json").touch()
     for name, mode in (("readable", 0o644), ("good", 0o600)):
         (store / name).write_text("0123456789abcdef")
         (store / name).chmod(mode)

@@ -70,6 +70,12 @@ def check(c: Config, mode: str) -> None:
     if mode == "plan":
         sizing.target(c)
         sizing.borrowed_pool(c)
+    for name in ("report.html", "result.json", "result.csv"):
+        if (c.run_dir / name).is_dir():
+            raise ConfigError(
+                f"name={c.name!r}: {c.run_dir / name} is a folder, and the simulation writes a "
+                "file of this name; remove it, or give another name"
+            )
     if any((c.run_dir / name).exists() for name in OF_A_RUN):
         raise ConfigError(
             f"name={c.name!r}: {c.run_dir} holds a training run; give the simulation another name"
