@@ -131,6 +131,9 @@ def test_a_folder_that_cannot_be_made_is_said_before_anything_is_simulated(answe
     (tmp_path / "outputs" / "frozenlake" / "checkpoints").mkdir(parents=True)  # a training run's
     with pytest.raises(ConfigError, match="name='frozenlake'.*another name"):
         answer("mode=simulate")
+    (tmp_path / "outputs" / "study" / "report.html").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="name='study'.*report.html is a folder"):
+        answer("mode=simulate name=study")
 
 
 def test_the_launcher_answers_and_says_where_the_page_is(tmp_path, monkeypatch, capsys):
