@@ -123,8 +123,9 @@ class CodecOf:
     def info(self, payload) -> Info:
         return self.Info(bool(payload[0]))
 
-    def changes(self, payload, width: int, values: int, most: int) -> None:
-        """Return None: no rival's payload is staged without the values."""
+    def changes(self, payloads, *_) -> list[None]:
+        """Return None for each block: no rival's payload is staged without the values."""
+        return [None] * len(payloads)
 
     differences = staticmethod(codec.differences)
 

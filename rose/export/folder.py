@@ -122,13 +122,9 @@ def read_config(run_dir: Path) -> Config:
     path = run_dir / "config.json"
     if not path.is_file():
         raise ConfigError(f"{run_dir}: no {path.name} there; give a run's folder, as outputs/NAME")
-    try:
-        tree = configuration.stored(path)
-    except ValueError as error:
-        raise ConfigError(f"{path}: damaged: {error}") from None
-    if not isinstance(tree, dict) or {"model_type", "architectures"} & tree.keys():
-        what = "a model's folder" if isinstance(tree, dict) else "no run's folder"
-        raise ConfigError(f"{run_dir}: is {what}; give that of a run, as outputs/NAME")
+    tree = configuration.stored(path)
+    if {"model_type", "architectures"} & tree.keys():
+        raise ConfigError(f"{run_dir}: is a model's folder; give that of a run, as outputs/NAME")
     return configuration.from_dict(tree, checked=False)  # the release that ran it has checked it
 
 

@@ -209,7 +209,7 @@ def test_a_models_folder_is_no_run_and_a_base_of_other_sizes_is_refused(
     assert code == 2 and f"{base}: is a model's folder; give that of a run" in err
     (tmp_path / "config.json").write_text("[1]")
     code, _, err = main(capsys, tmp_path, "--out", tmp_path / "home")
-    assert code == 2 and f"{tmp_path}: is no run's folder" in err
+    assert code == 2 and f"{tmp_path / 'config.json'}: is damaged (no JSON object" in err
     other = model_folder(tmp_path / "other", num_hidden_layers=7)
     tree = configuration.stored(run.run / "config.json")
     tree["model"]["shape"] = msgspec.to_builtins(configuration.read_shape(other)) | {"layers": 2}
