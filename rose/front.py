@@ -272,8 +272,8 @@ def launch(made: plan.Plan, console: Console, command: str) -> int:
     with _aside(c, console), local.locked(c.run_dir):
         if resume.is_finished(c.run_dir, c):
             early = resume.stopped_early(c.run_dir)
-            made_steps = f"{resume.finished_steps(c.run_dir)} steps"
-            steps = made_steps if early is None else f"eval.stop, step {early}"
+            count = resume.finished_steps(c.run_dir)
+            steps = f"{count} steps" if early is None else f"eval.stop, step {early}"
             on = "a larger trainer.steps" if early is None else "another eval.stop.patience"
             echo(
                 console,

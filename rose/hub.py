@@ -117,7 +117,7 @@ def cached(repository: str, revision: str | None) -> Path | None:
             allow_patterns=list(WANTED),
             ignore_patterns=list(UNWANTED),
         )
-    except Exception:  # The errors of a missing file are no class of their own.
+    except Exception:  # Whatever is wrong with the cache, the hub is asked next.
         return None
     return Path(found).absolute()
 

@@ -380,7 +380,7 @@ HERE = "cluster.slurm.container"
             for key, words in (
                 *(("time=43200", "quotes"), ("mem=64", "64G"), ("mem='512'", "64G")),
                 *((f"time={text}", "Slurm's forms") for text in ("2d", "1.5h", "'1:30:00:00'")),
-                *((f"mem={text}", "64G") for text in ("all", "64.5G", "1M", "900K", "64GB")),
+                *((f"mem={text}", "64G") for text in ("all", "64.5G", "1M", "900KB", "64B")),
             )
         ),
         *(
@@ -402,3 +402,9 @@ HERE = "cluster.slurm.container"
 def test_what_cannot_be_a_job_is_refused_by_key(make_config, base, overrides, words):
     with pytest.raises(ConfigError, match=f"(?s){words}"):
         make_config(*base, overrides)
+
+
+@pytest.mark.parametrize("mem", ["64G", "64GB", "64gb", "2048", "2T", "0"])
+def test_memory_is_given_as_sbatch_reads_it(make_config, mem):
+    c = make_config(*SEVEN_B, f"cluster.slurm.trainer.mem='{mem}'")
+    assert f"--mem={mem}\n" in sbatch.script(c, layout(c), Path("/runs/x"))

@@ -17,9 +17,10 @@ from rose.config.checks.need import NO_DRAFTS, Need, drafts, needs
 from rose.config.serving import Serving
 from rose.config.tree import Config
 
-__all__ = ["NO_DRAFTS", "Need", "check", "check_model", "check_serving", "drafts", "needs"]
+__all__ = ["NAME", "NO_DRAFTS", "Need", "check", "check_model", "check_serving", "drafts", "needs"]
 
 
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,=+-]{0,150}")  # a run's, and its folder's
 COLDEST = 0.01  # vLLM's _MAX_TEMP: it samples at no lower temperature, except greedily at 0
 
 
@@ -46,7 +47,7 @@ def check_serving(s: Serving, need: Need) -> None:
 def _check_values(c: Config, need: Need) -> None:
     """Check single values whose types don't bound them."""
     need(
-        re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._,=+-]{0,150}", c.name) is not None,
+        NAME.fullmatch(c.name) is not None,
         "name",
         "letters, digits and . _ , = + - only, at most 151 of them; it names the run's folder",
     )

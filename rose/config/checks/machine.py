@@ -18,6 +18,8 @@ OWN_OPTIONS = (
     *("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "output", "error"),
     *("signal", "requeue", "no-requeue", "job-name", "array", "open-mode", "wrap"),
 )
+SIZE = r"(\d+)(?:([KMGT])B?)?"  # sizes of memory that sbatch takes, as 64G or 64GB
+MIB_OF = {"K": 2**-10, "M": 1, "G": 2**10, "T": 2**20}
 LEAST_MIB = 1024  # bounds a job's memory from below: a rank's Python alone takes half of it
 
 
@@ -213,10 +215,10 @@ def _check_slurm(c: Config, engines: int, need: Need) -> None:
 
 
 def _check_memory(component: str, mem: str | int | None, need: Need) -> None:
-    key, found = f"cluster.slurm.{component}.mem", re.fullmatch(r"(\d+)([KMGT]?)", str(mem).upper())
+    key, found = f"cluster.slurm.{component}.mem", re.fullmatch(SIZE, str(mem).upper())
     need(mem is None or found is not None, key, "a size of whole numbers with its unit, as 64G")
     if found is not None and int(found[1]):
-        mib = int(found[1]) * {"K": 2**-10, "": 1, "M": 1, "G": 2**10, "T": 2**20}[found[2]]
+        mib = int(found[1]) * MIB_OF[found[2] or "M"]
         need(
             mib >= LEAST_MIB,
             key,

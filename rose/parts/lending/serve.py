@@ -24,13 +24,13 @@ starts it again.
 from __future__ import annotations
 
 import os
-import re
 import sys
 from pathlib import Path
 
 import msgspec
 
 from rose.config import ConfigError
+from rose.config.checks import NAME
 from rose.engine import plugin
 from rose.parts.lending import settings
 from rose.parts.lending.operator import operate
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
         given = settings.parse(arguments)
         if "name" not in given:
             raise ConfigError("name is missing: which run? as rose serve name=frozenlake")
-        if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._,=+-]*", str(given["name"])) is None:
+        if NAME.fullmatch(str(given["name"])) is None:
             raise ConfigError(f"name={given['name']!r}: is no run's name; as rose serve name=lake")
         run_dir = (
             (Path(str(given.pop("output_dir", "outputs"))) / str(given.pop("name")))
