@@ -6,8 +6,7 @@ Slurm may warn a job (SIGUSR2) or end it (SIGTERM) at any time. Until Python run
 keeps these signals (rose/launch/sbatch.py). It passes them on once this process has signalled that
 it is ready. From then on they are in `received`, and the work that submitit stored in FOLDER
 handles them. submitit's own handlers, which requeue the job by its rules or raise, are not
-installed. Only the standard library is imported until signals are
-noted. Left out: obeying signals.
+installed. Only the standard library is imported until signals are noted. Left out: obeying signals.
 """
 
 from __future__ import annotations
@@ -33,6 +32,13 @@ def remember() -> None:
     """Handle `SIGNALS` by noting them in `received`."""
     for number in SIGNALS:
         signal.signal(number, _note)
+
+
+def ignore() -> None:
+    """Ignore `SIGNALS` from now on. Python gives signals with a handler their default action back
+    before it exits, so that a late one would replace the job's exit code with the signal's."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _note(number: int, _) -> None:
@@ -64,4 +70,8 @@ if __name__ == "__main__":
     # Others import `received` from rose.launch.batch, which is another module than __main__.
     from rose.launch import batch
 
-    sys.exit(batch.main(sys.argv[1]))
+    try:
+        code = batch.main(sys.argv[1])
+    finally:
+        batch.ignore()
+    sys.exit(code)

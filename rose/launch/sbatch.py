@@ -101,14 +101,16 @@ def _submitted(python: Sequence[str], run_dir: Path) -> str:
 
 def _kept_by_shell(command: str) -> str:
     """Return lines that start the command, pass signals on to it (`KEEP_SIGNALS`) and end with its
-    exit code. A signal ends the shell's `wait` early, so they wait in a loop. In POSIX mode, which
-    the user's POSIXLY_CORRECT switches on, bash would forget the exit code at the first wait."""
+    exit code. A signal ends the shell's `wait` early, so they wait in a loop, and ignore signals
+    once the command has ended: the last `wait` gives its exit code. In POSIX mode, which the user's
+    POSIXLY_CORRECT switches on, bash would forget the exit code at the first wait."""
     return "\n".join(
         (
             "set +o posix",
             f"(trap '' {' '.join(KEPT)}; export {SHELL}=$$; {command}) &",
             "rose_python=$!",
             'while kill -0 "$rose_python" 2>/dev/null; do wait "$rose_python" || :; done',
+            f"trap '' {' '.join(KEPT)}",
             'wait "$rose_python"',
         )
     )

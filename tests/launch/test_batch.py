@@ -21,6 +21,23 @@ def wait_for(path):
     processes.until(path.exists, str(path), DEADLINE_S)
 
 
+last = []  # what Python deletes as it exits, after it has given signals their default action back
+
+
+class Last:
+    """Holds the exit of its process until the file `gate-exit` is there."""
+
+    def __init__(self, folder):
+        self.folder = str(folder)
+
+    def __del__(self, open=open, exists=os.path.exists, sleep=time.sleep):
+        open(self.folder + "/exit", "w").close()
+        for _ in range(int(DEADLINE_S / 0.02)):
+            if exists(self.folder + "/gate-exit"):
+                break
+            sleep(0.02)
+
+
 @dataclass
 class Work:
     """Stands for the run inside the job: holds at `gate`, and notes its signals."""
@@ -34,6 +51,8 @@ class Work:
         if (self.folder / "signalled").exists():
             processes.until(lambda: batch.received, "the signal", DEADLINE_S)
         (self.folder / "got").write_text(" ".join(map(str, batch.received)))
+        if not (self.folder / "gate-exit").exists():
+            last.append(Last(self.folder))
         if self.error:
             raise slurm.RunFailed(self.error)
 
@@ -64,6 +83,7 @@ def job(make_config, tmp_path, stand_in):
         started.append(subprocess.Popen(command, env=env, start_new_session=True, **output))
         return started[-1]
 
+    (tmp_path / "gate-exit").touch()
     yield start
     for process in started:
         if process.poll() is None:
@@ -105,6 +125,18 @@ def test_a_signal_to_all_of_the_job_counts_once_and_a_failure_is_told(job, tmp_p
     assert process.returncode == 1
     assert (tmp_path / "got").read_text() == str(int(signal.SIGTERM))
     assert said.splitlines()[-1] == "failed: the disk is full" and "Traceback" not in said
+
+
+def test_a_signal_as_python_exits_changes_no_code(job, tmp_path):
+    process = job("the disk is full")
+    (tmp_path / "gate-exit").unlink()
+    for place in PLACES:
+        (tmp_path / f"gate-{place}").touch()
+    wait_for(tmp_path / "exit")
+    os.killpg(process.pid, signal.SIGTERM)
+    (tmp_path / "gate-exit").touch()
+    said, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 1, said
 
 
 def test_its_code_is_the_works_in_posix_mode_too(job, tmp_path, monkeypatch):

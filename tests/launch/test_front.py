@@ -602,14 +602,18 @@ def test_a_finished_run_says_how_many_steps_it_has(launch, earlier):
     assert f"is finished ({earlier.trainer.steps} steps)" in out
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", '{"steps": "2"}'])
-@pytest.mark.parametrize("name", ["config.json", "status/finished.json", "inputs.json"])
+DAMAGED = [
+    (name, text)
+    for name in ("config.json", "status/finished.json", "inputs.json")
+    for text in ("", "{", "[1]")
+]
+
+
+@pytest.mark.parametrize("name, text", [*DAMAGED, ("status/finished.json", '{"steps": "2"}')])
 def test_a_damaged_file_of_a_run_is_named(launch, earlier, name, text):
     (earlier.run_dir / "status").mkdir()
     (earlier.run_dir / name).write_text(text)
     code, _, err = launch("cluster.dry_run=false")
-    if text.startswith('{"') and name != "status/finished.json":
-        return  # an object of another kind: its keys differ, or are none of ours
     assert code == 2 and f"{name}: is damaged" in err.replace("\n", " "), err
     assert "Traceback" not in err
 
