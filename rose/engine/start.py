@@ -11,15 +11,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-from rose import extensions, hub
+from rose import extensions, hub, scratch
 from rose.config import ConfigError, Draft, Lora, Model, Rollout
 from rose.processes import importing
 
 EXTENSION = "rose.engine.worker_extension.WorkerExtension"  # vLLM's worker_extension_cls
 PLUGIN = "rose"  # name of the entry point in pyproject.toml
-# Most bytes of the path of vLLM's socket folder. Linux allows a socket 107 bytes, of which a slash
-# and a UUID take 37.
-LONGEST_FOLDER = 70
+SOCKETS = "rose-vllm-"  # kind of the folder of vLLM's sockets
+# Most bytes of TMPDIR's path with vLLM's sockets below it. Linux allows a socket 107 bytes, of
+# which a slash and a UUID take 37, and our folder's name up to 40.
+LONGEST_FOLDER = 30
 # Bounds a call into the engine. Pause and resume take an engine step at most.
 RPC_TIMEOUT_S = 30.0
 # A module whose `lib` returns something for every attribute name, so that its __dict__ is not a
@@ -55,19 +56,24 @@ class Latest:
             self.accepted += drafts.num_accepted_tokens
 
 
-def _short_sockets() -> dict[str, str]:
-    """Move vLLM's sockets to /tmp if the path of TMPDIR is too long for their names. Raises
-    `ConfigError` if it is, and /tmp can't be written."""
-    folder = tempfile.gettempdir()
-    if len(os.fsencode(folder)) <= LONGEST_FOLDER or "VLLM_RPC_BASE_PATH" in os.environ:
+def _sockets() -> dict[str, str]:
+    """Give vLLM's sockets, which it leaves behind, a folder of this process. It is in /tmp if the
+    path of TMPDIR is too long for their names. Raises `ConfigError` if it is, and /tmp can't be
+    written."""
+    name = "VLLM_RPC_BASE_PATH"
+    if name in os.environ:
         return {}
-    if not os.access("/tmp", os.W_OK | os.X_OK):
+    given = tempfile.gettempdir()
+    if len(os.fsencode(given)) <= LONGEST_FOLDER:
+        return {name: str(scratch.folder(SOCKETS))}
+    try:
+        return {name: str(scratch.folder(SOCKETS, "/tmp"))}
+    except OSError as error:
         raise ConfigError(
-            f"TMPDIR={folder}: vLLM's sockets have names of 107 characters at most, so this path "
-            f"may have {LONGEST_FOLDER}, and /tmp can't be written: set VLLM_RPC_BASE_PATH to "
-            "a shorter folder of this machine"
-        )
-    return {"VLLM_RPC_BASE_PATH": "/tmp"}
+            f"TMPDIR={given}: vLLM's sockets have names of 107 characters at most, so this path "
+            f"may have {LONGEST_FOLDER}, and /tmp can't be used ({error}): set {name} to a shorter "
+            "folder of this machine"
+        ) from None
 
 
 def _allow_plugins() -> None:
@@ -88,7 +94,7 @@ def environment(gpus: bool, threads: int | None, shares_device: bool = False) ->
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "TOKENIZERS_PARALLELISM": "false",
-        **_short_sockets(),
+        **_sockets(),
         **hub.OFFLINE,
     }
     if gpus:

@@ -8,18 +8,17 @@ import functools
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-from rose import processes
 from rose import protocol as p
+from rose import scratch
 from rose.comm import mpi_process
 from rose.comm.address import addresses_of
 from rose.comm.mailbox import Mailbox
 from rose.comm.tasks import Tasks
 from rose.comm.wire import COORDINATOR
 from rose.config import Config
-from rose.files import Lossy, own_folder
+from rose.files import Lossy
 from rose.observe.recorder import NullRecorder
 from rose.reward import messages
 from rose.reward.episode import ScoringFailed
@@ -27,7 +26,7 @@ from rose.reward.pool import Pool
 
 CLOSE_S = 5.0  # longest wait for the rank's tasks at its end
 REPORT_S = 1.0  # seconds between two reports to the coordinator, which may submit Slurm jobs
-SCRATCH = "rose-reward-"  # name, before the rank's mark, of its folder in the node's TMPDIR
+SCRATCH = "rose-reward-"  # kind of the rank's folder for its workers' temporary files
 
 
 def start_worker(run_dir: Path, folder: Path, number: int, pool: Path):
@@ -38,22 +37,11 @@ def start_worker(run_dir: Path, folder: Path, number: int, pool: Path):
     with Lossy(folder / f"worker-{number}.log", "w") as log:
         return subprocess.Popen(
             command,
-            env=mpi_process.environment({"OMP_NUM_THREADS": "1", "TMPDIR": str(_scratch())}),
+            env=mpi_process.environment({"OMP_NUM_THREADS": "1", "TMPDIR": str(scratch.folder(SCRATCH))}),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
         )
-
-
-def _scratch() -> Path:
-    """Create this rank's folder for its workers' temporary files, and remove those of ranks that
-    were killed."""
-    own = Path(tempfile.gettempdir()) / f"{SCRATCH}{processes.mark()}"
-    for other in own.parent.glob(f"{SCRATCH}*"):
-        if processes.has_ended(other.name.removeprefix(SCRATCH)):
-            shutil.rmtree(other, ignore_errors=True)  # fails for another user's folder
-    own_folder(own)
-    return own
 
 
 class RewardRank:
@@ -90,7 +78,7 @@ class RewardRank:
         finally:
             await self._pool.close()
             await tasks.close(CLOSE_S)
-            shutil.rmtree(_scratch(), ignore_errors=True)
+            shutil.rmtree(scratch.folder(SCRATCH), ignore_errors=True)
 
     async def _receive(self) -> None:
         while True:

@@ -2,11 +2,14 @@
 
 import importlib.util
 import os
+import tempfile
 import tomllib
+import uuid
 from pathlib import Path
 
 import pytest
 
+from rose import scratch
 from rose.config import ConfigError, Lora
 from rose.config.checks import engines
 from rose.engine import arguments
@@ -65,16 +68,24 @@ def test_the_longest_draft_is_vllms():
     assert f"\nMAX_SPEC_LEN = {engines.MOST_DRAFTED}\n" in source
 
 
+def _no_place():
+    raise OSError("no space")
+
+
 @pytest.mark.parametrize("gpus", [True, False])
 def test_vllms_sockets_have_room_for_their_names(monkeypatch, gpus):
     """A Unix socket's path has 107 bytes, of which vLLM takes 37 for a slash and a UUID."""
     name = "VLLM_RPC_BASE_PATH"
     monkeypatch.delenv(name, raising=False)
-    for folder, base in (("/scratch", None), ("/" + "x" * 69, None), ("/" + "x" * 70, "/tmp")):
-        monkeypatch.setattr("tempfile.gettempdir", lambda folder=folder: folder)
-        assert environment(gpus, 1).get(name) == base
-    monkeypatch.setattr("os.access", lambda *_: False)
-    with pytest.raises(ConfigError, match="TMPDIR=/xxx.*VLLM_RPC_BASE_PATH"):
+    with tempfile.TemporaryDirectory(prefix="x" * 17, dir="/tmp") as longest:  # 30 bytes
+        for folder, base in (("/tmp", "/tmp"), (longest, longest), (f"{longest}y", "/tmp")):
+            monkeypatch.setattr(tempfile, "tempdir", folder)
+            found = Path(environment(gpus, 1)[name])
+            assert found.is_dir() and found.parent == Path(base)
+            assert len(str(found / str(uuid.uuid4()))) <= 107
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * 40)
+    monkeypatch.setattr(scratch, "folder", lambda *_: _no_place())
+    with pytest.raises(ConfigError, match="TMPDIR=/xxx.*no space.*VLLM_RPC_BASE_PATH"):
         environment(gpus, 1)
     monkeypatch.setenv(name, "/short")
     assert name not in environment(gpus, 1)

@@ -8,8 +8,6 @@ exported into the scratch folder. The run's folder is only read.
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -33,7 +31,6 @@ SEQUENCES = 8  # calls that a program may have under way at once
 # vLLM refuses to start on a GPU of which less than this share is free. With a fixed size of the KV
 # cache it uses the share for nothing else, so a small one lets a run and a game share a GPU.
 FREE_SHARE = 0.02
-SOCKET_CHARACTERS = 60  # a folder's path at most: Linux allows 107 with the names of vLLM's sockets
 FLOAT_BYTES = {"float32": 4, "bfloat16": 2}
 GIB = 2**30
 
@@ -45,9 +42,6 @@ class Policy:
     def __init__(self, source: Source, seed: int, scratch: Path) -> None:
         self._source, self._seed, self._scratch = source, seed, scratch
         self._engine = None
-        self._short: Path | None = (
-            None  # a folder for sockets, if the scratch folder's path is long
-        )
         self._pinned = False  # True if the user chose `version`
         self.version = FIRST
 
@@ -120,12 +114,8 @@ class Policy:
 
     async def close(self) -> None:
         """End the engine's process; safe when called twice."""
-        try:
-            if self._engine is not None:
-                await self._engine.shutdown()
-        finally:
-            if self._short is not None:
-                shutil.rmtree(self._short, ignore_errors=True)
+        if self._engine is not None:
+            await self._engine.shutdown()
 
     async def _load(self, version: int) -> None:
         """Start the engine with `version`, from the run's store or else from a checkpoint."""
@@ -142,7 +132,7 @@ class Policy:
         if (saved[version] / checkpoint.TRAINER_STATE).is_file():
             folder = await self._exported(version)
             await self.close()
-            self._engine = self._short = None
+            self._engine = None
             await self._start(folder, None)
             return
         await self._start(self._source.model, config.trainer.lora)
@@ -156,9 +146,7 @@ class Policy:
         config = self._source.config
         gpus = config.cluster.gpus > 0
         rollout = rollout_of_one(config, folder)
-        if len(str(self._scratch)) > SOCKET_CHARACTERS:
-            self._short = Path(tempfile.mkdtemp(prefix="rose-play-", dir="/tmp"))
-        with _temporary_files_in(self._scratch, self._short or self._scratch):
+        with _temporary_files_in(self._scratch):
             self._engine = await Engine.start(
                 folder, rollout, config.model, gpus=gpus, seed=self._seed, lora=lora
             )
@@ -213,11 +201,9 @@ def rollout_of_one(config: Config, folder: Path) -> Rollout:
 
 
 @contextmanager
-def _temporary_files_in(folder: Path, sockets: Path) -> Iterator[None]:
-    """Make vLLM create its files in `folder` and its sockets in `sockets`, because it leaves some
-    behind."""
+def _temporary_files_in(folder: Path) -> Iterator[None]:
+    """Make vLLM create its files in `folder`, because it leaves some behind."""
     before = tempfile.tempdir
-    os.environ["VLLM_RPC_BASE_PATH"] = str(sockets)
     tempfile.tempdir = str(folder)
     try:
         yield

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import stat
 import tempfile
 import time
@@ -21,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from rose import config, processes
+from rose import config, scratch
 from rose.agent import returned
 from rose.agent.chat import ChatFormat
 from rose.agent.envs import _workers
@@ -44,7 +43,7 @@ from rose.reward.episode import Episode
 # Most bytes of the file ROSE_REWARD. A reward is short, but an agent may add notes to it.
 REWARD_BYTES = 2**16
 FILES = ("reward.json", "log", "judge.log")  # files in a program's folder
-SCRATCH = "rose-agent-"  # prefix of programs' temporary folders; the host's mark follows
+SCRATCH = "rose-agent-"  # kind of programs' temporary folders
 BEGIN_S = 30.0  # seconds after which a command without a call lets the next one start
 KEPT_BYTES = 2**16  # bytes of a failed program's output that are kept
 POLL_S = 0.25  # seconds between two polls of a program
@@ -71,7 +70,7 @@ async def run_agent(
     started = clock()
     try:
         with tempfile.TemporaryDirectory(
-            prefix=f"{SCRATCH}{processes.mark()}-", ignore_cleanup_errors=True
+            prefix=scratch.prefix(SCRATCH), ignore_cleanup_errors=True
         ) as folder:
             run = _Run(start, agent, gateway, session, limits, key, chat.folder, Path(folder))
             try:
@@ -119,9 +118,7 @@ def _without_a_turn(session: Session) -> EnvironmentFailure:
 
 def remove_stale() -> None:
     """Remove temporary folders of this user's killed hosts."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*-*"):
-        if processes.has_ended(folder.name.removeprefix(SCRATCH).partition("-")[0]):
-            shutil.rmtree(folder, ignore_errors=True)
+    scratch.remove_stale(SCRATCH)
 
 
 class _Run:

@@ -16,8 +16,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from rose import scratch
 from rose.parts.sandbox import Sandbox, SandboxError, Spec, probe
-from rose.processes import has_ended, mark
 
 MOST = 8  # states of a sandbox, each as large as the sandbox's disk and memory at most
 SHARE = 0.25  # share of the space that is free or holds states; other hosts use the same disk
@@ -42,8 +42,8 @@ class Undo:
 
     def __init__(self, resumed: bool = False) -> None:
         self._resumed = resumed
-        _remove_stale(Path(tempfile.gettempdir()))
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{mark()}-"))
+        scratch.remove_stale(PREFIX)
+        self._folder = Path(tempfile.mkdtemp(prefix=scratch.prefix(PREFIX)))
         self._numbers = itertools.count()
         self._states: list[_State] = []
 
@@ -133,10 +133,3 @@ def problem(backend: str) -> str:
         return asyncio.run(look())
     finally:
         probe.close()
-
-
-def _remove_stale(where: Path) -> None:
-    """Remove folders of this user's processes that have ended."""
-    for folder in where.glob(f"{PREFIX}*"):
-        if has_ended(folder.name.removeprefix(PREFIX).partition("-")[0]):
-            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,48 @@
+"""Temporary folders that go when their process has ended, even if it was killed.
+
+They are in the folder for temporary files. Each is named after its process, and the next process on
+the machine that makes one of that kind removes those of ended processes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from rose import processes
+from rose.files import own_folder
+
+
+def folder(kind: str, parent: str | None = None) -> Path:
+    """Create this process's folder of a kind, for its user alone, or return the one that is there.
+    It goes when the process exits. `kind` is the start of its name, `parent` a folder to use
+    instead of TMPDIR. Raises OSError."""
+    remove_stale(kind, parent)
+    path = _parent(parent) / f"{kind}{processes.mark()}"
+    own_folder(path, parents=False)
+    atexit.register(_remove, path, os.getpid())
+    return path
+
+
+def prefix(kind: str) -> str:
+    """Return how the names of this process's folders of a kind begin, if it has several."""
+    return f"{kind}{processes.mark()}-"
+
+
+def remove_stale(kind: str, parent: str | None = None) -> None:
+    """Remove folders of a kind whose processes have ended. Those of other users stay."""
+    for path in _parent(parent).glob(f"{kind}*"):
+        if processes.has_ended(path.name.removeprefix(kind).partition("-")[0]):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _parent(parent: str | None) -> Path:
+    return Path(tempfile.gettempdir() if parent is None else parent)
+
+
+def _remove(path: Path, owner: int) -> None:
+    if os.getpid() == owner:  # A forked process has its parent's exit functions.
+        shutil.rmtree(path, ignore_errors=True)
