@@ -30,6 +30,7 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -65,6 +66,9 @@ REAP_S = 60.0
 # forks the engine.
 CANCELLED_START_S = 60.0
 CANCELLED_POLL_S = 0.05  # seconds between two checks for such a process
+
+# The list of hundreds of names in vLLM's error about a model's architecture.
+ARCHITECTURES = re.compile(r" Supported architectures: \w*\(?\[[^\]]*\]\)?")
 
 _starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-starter")
 
@@ -190,7 +194,8 @@ class Engine(Activation, Generation, Staging):
                     "(rollout.engine_start_timeout_s)"
                 ) from error
             if isinstance(error, Exception):
-                raise EngineError(f"engine for {folder} did not start: {error}") from error
+                said = ARCHITECTURES.sub("", str(error))
+                raise EngineError(f"engine for {folder} did not start: {said}") from error
             raise
         threads = rollout.threads or usable_threads()
         limits = model.max_context, rollout.turn_timeout_s
