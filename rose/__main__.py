@@ -20,7 +20,6 @@ from __future__ import annotations
 import os
 import re
 import runpy
-import select
 import signal
 import sys
 
@@ -44,13 +43,10 @@ def main() -> int:
             sys.stdout.flush()
         return code
     except BrokenPipeError:
-        if sys.stdout is None:
+        from rose.observe import terminal
+
+        if not terminal.reader_has_left():
             raise
-        watched = select.poll()
-        watched.register(sys.stdout, 0)
-        if not watched.poll(0):  # Another pipe broke, or a connection.
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the last flush fails
         return 128 + signal.SIGPIPE
 
 

@@ -61,6 +61,7 @@ INSTEAD_OF_RUNNING = frozenset(
         "-sc",
     )
 )
+HOME = re.compile(r"^([\w.+]+=)~(?=/|$)")  # bash replaces this ~ itself, other shells don't
 TRAIN = "train"  # the mode that needs no part
 NAME_LIMIT = 151  # characters of a run's name; rose/config/checks refuses longer names
 
@@ -69,26 +70,26 @@ def main(conf: Path, arguments: list[str], program: str = "python launch.py") ->
     """Run the command line `arguments` of `program` on the Hydra folder `conf`. Return the
     process's exit code."""
     complaints = Console(stderr=True)
+    arguments = [HOME.sub(lambda found: found[1] + os.path.expanduser("~"), a) for a in arguments]
     try:
         with _signals_raise():
-            return _main(conf, arguments, Console(), program)
+            code = _main(conf, arguments, Console(), program)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+            return code
     except errors.COMPLAINTS as error:
         typed = [*_groups_of_mode(arguments), *arguments]
         return _refuse(complaints, errors.explain(error, conf, typed))
     except ConfigError as error:
         return _refuse(complaints, str(error))
-    except _ReaderExited:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # or the last flush would fail
+    except BrokenPipeError:
+        if not terminal.reader_has_left():
+            raise
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt as interrupt:
         (number,) = interrupt.args
         echo(complaints, f"ended by {signal.Signals(number).name}")
         return 128 + number
-
-
-class _ReaderExited(Exception):
-    """Standard output is a pipe whose reader has exited, as with `--help | head`."""
 
 
 @contextmanager
@@ -168,14 +169,11 @@ def compose(conf: Path, arguments: list[str]) -> list[dict]:
         os.environ["ROSE_HYDRA_SCRATCH"] = scratch
         decorate = hydra.main(version_base="1.3", config_path=str(conf), config_name="config")
         try:
-            try:
-                decorate(collect)()
-            except SystemExit:  # Hydra has printed a text.
-                if sys.stdout is not None:
-                    sys.stdout.flush()
-                raise
-        except BrokenPipeError:  # Hydra's help has been printed, and nothing runs
-            raise _ReaderExited from None
+            decorate(collect)()
+        except SystemExit:  # Hydra has printed a text.
+            if sys.stdout is not None:
+                sys.stdout.flush()
+            raise
     sys.argv = program
     if refused:
         raise refused[0]

@@ -9,20 +9,23 @@ Not handled: data sets, and weights that are not safetensors.
 
 from __future__ import annotations
 
-import json
+import functools
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from rose import weight_files
 from rose.config.errors import ConfigError
-from rose.weight_files import ALIKE, check_files
 
 # Files that the trainer and the engines read, and those that an exported model gets (rose/export).
 # Copies of the weights as .bin, .gguf, .onnx or consolidated files are not downloaded.
 WANTED = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors", "LICENSE*", "NOTICE*")
 UNWANTED = ("original/*", "metal/*", "onnx/*", "consolidated*")
 REACH_S = 10.0  # seconds for the hub's first answer
+TRIES = 2  # requests for it, as a name's resolution may fail for a moment
 # Variables in the environment of each process that the launcher starts.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
@@ -84,13 +87,27 @@ def _announced(repository: str, folder: Path, named: str) -> Path:
 
 
 def _reach() -> None:
-    """Ask the hub for an answer, whatever it is, and raise the HTTP library's error if there is
-    none. The library's own calls try again for half a minute first."""
+    """Raise the HTTP library's error if the hub gives no answer."""
     from huggingface_hub import constants
+
+    if not constants.HF_HUB_OFFLINE and (error := _unreachable(constants.ENDPOINT)) is not None:
+        raise error
+
+
+@functools.cache
+def _unreachable(endpoint: str) -> Exception | None:
+    """Ask the hub for an answer, whatever it is, and return the HTTP library's error if there is
+    none. The library's own calls try again for half a minute first, each time."""
     from huggingface_hub.utils import get_session
 
-    if not constants.HF_HUB_OFFLINE:
-        get_session().head(constants.ENDPOINT, timeout=REACH_S)
+    failed: Exception | None = None
+    for _ in range(TRIES):
+        try:
+            get_session().head(endpoint, timeout=REACH_S, follow_redirects=False)
+            return None
+        except Exception as error:  # The library may be httpx, or what a user's backend returns.
+            failed = error
+    return failed
 
 
 def configuration(repository: str, revision: str | None) -> Path:
@@ -127,12 +144,12 @@ def check_whole(folder: Path, named: str) -> None:
     for name in ("config.json", "tokenizer_config.json"):
         if not (folder / name).is_file():
             raise ConfigError(f"{named}: {folder} has no {name}; {_again(folder)}")
-    check_files(folder, named, _again(folder))
+    weight_files.check_files(folder, named, _again(folder))
 
 
 def check_trainable(folder: Path, named: str) -> None:
     """Raise `ConfigError` for a model that ROSE can't train, judged by its config.json alone."""
-    kind = _kind(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    kind = _kind(_configuration(folder, named))
     if kind not in TRAINABLE:
         raise ConfigError(
             f"{named}: its architecture is {kind}; ROSE trains {', '.join(TRAINABLE)}"
@@ -144,7 +161,7 @@ def check_weights(folder: Path, named: str) -> None:
     """Raise `ConfigError` for weights that ROSE can't publish as a policy version: quantised ones,
     those of no language model, and mixtures of experts that it doesn't know. Any dense architecture
     passes."""
-    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    raw = _configuration(folder, named)
     if quantised := raw.get("quantization_config"):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise ConfigError(
@@ -182,13 +199,23 @@ def check_weights(folder: Path, named: str) -> None:
         )
 
 
+def _configuration(folder: Path, named: str) -> dict[str, Any]:
+    """Return the contents of config.json. Raises `ConfigError` for a file that was cut short."""
+    try:
+        return msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"{named}: {folder}/config.json is no JSON object ({error}); {_again(folder)}"
+        ) from None
+
+
 def _kind(raw: dict[str, Any]) -> str:
     return (raw.get("architectures") or ["unknown"])[0]
 
 
 MIXTURE = "Qwen3MoeForCausalLM"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of config.json
-TRAINABLE = ALIKE
+TRAINABLE = weight_files.ALIKE
 DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")  # allowed in config.json
 DECODERS = ("ForCausalLM", "LMHeadModel")  # ends of the names of language models' classes
 

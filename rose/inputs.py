@@ -73,7 +73,8 @@ def recorded(run_dir: Path) -> dict[str, Any]:
     """Return what `record` wrote, which is empty before the run's first attempt."""
     path = Path(run_dir) / NAME
     empty: dict[str, Any] = {"files": {}, "packages": {}, "noted": {}}
-    return empty | (stored_object(path) if path.exists() else {})
+    advice = "remove it to go on with the files as they are now"
+    return empty | (stored_object(path, advice) if path.exists() else {})
 
 
 def changed(run_dir: Path) -> Iterator[tuple[str, str]]:

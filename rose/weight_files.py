@@ -13,7 +13,9 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from rose.config.errors import ConfigError
 from rose.files import LFS_ADVICE, is_lfs_pointer
@@ -23,7 +25,8 @@ WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # Architectures whose layers have the same tensors each, under the names below.
 ALIKE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+LAYER = re.compile(r"model\.layers\.(\d+)\.(.+\.(?:weight|bias))")
+Index = Annotated[dict[str, str], msgspec.Meta(min_length=1)]  # tensor -> its file
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FLOATS = ("F64", "F32", "BF16", "F16")  # types of weights, as safetensors names them
 
@@ -37,34 +40,43 @@ class Wrong(ValueError):
     """An error that says what is wrong with a model's weights, and what to do."""
 
 
-def check_files(folder: Path, named: str, again: str) -> None:
-    """Raise `ConfigError` when a file of the weights is absent, not as long as its header says, or
-    has not the tensors that config.json asks for. `named` is the key and value that gave the
-    folder, `again` the error's advice. A folder with only PyTorch's own files is not checked."""
+def check_files(folder: Path, named: str, again: str) -> dict[str, Tensor]:
+    """Raise `ConfigError` when a file of the weights is absent, or not as long as its header says.
+    Return all tensors by name, none for a folder with only PyTorch's own files. `named` is the key
+    and value that gave the folder, `again` the error's advice."""
     try:
-        tensors = _tensors(folder, again)
-        if tensors:
-            raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            _check_types(tensors)
-            layers = _layers(tensors)
-            # Libraries also read weights with other names, which are not compared here.
-            if layers and (raw.get("architectures") or [""])[0] in ALIKE:
-                _check_layers(layers, raw)
-                _check_ends(tensors, raw)
+        return _tensors(folder, again)
+    except Wrong as error:
+        raise ConfigError(f"{named}: {folder}: {error}") from None
+
+
+def check_trainable(folder: Path, named: str, again: str) -> None:
+    """Raise `ConfigError` as `check_files` does, and for tensors that can't be trained or are not
+    those that config.json asks for."""
+    tensors = check_files(folder, named, again)
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    layers = _layers(tensors)
+    try:
+        _check_types(tensors)
+        # Libraries also read weights with other names, which are not compared here.
+        if layers and (raw.get("architectures") or [""])[0] in ALIKE:
+            _check_layers(layers, raw)
+            _check_ends(tensors, raw)
     except Wrong as error:
         raise ConfigError(f"{named}: {folder}: {error}") from None
 
 
 def _tensors(folder: Path, again: str) -> dict[str, Tensor]:
     """Return all tensors by name; none for a folder with only PyTorch's own files."""
-    index: dict[str, str] | None = None
+    index: dict[str, str] = {}
     shards = [WHOLE]
     if (folder / INDEX).is_file():
         try:
-            index = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-            shards = sorted(set(index.values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raw = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            index = msgspec.convert(raw, Index)
+        except (ValueError, KeyError, TypeError) as error:
             raise Wrong(f"{INDEX} is unreadable ({error!r}); {again}") from None
+        shards = sorted(set(index.values()))
     elif not (folder / WHOLE).is_file() and any(folder.glob("pytorch_model*.bin")):
         return {}
     if missing := [name for name in shards if not (folder / name).is_file()]:
@@ -75,11 +87,11 @@ def _tensors(folder: Path, again: str) -> dict[str, Tensor]:
         )
     found: dict[str, Tensor] = {}
     for shard in shards:
-        there = _header(folder / shard, again)
-        for name in [name for name, of in (index or {}).items() if of == shard]:
-            if name not in there:
-                raise Wrong(f"{INDEX} says that {name} is in {shard}, which has no such tensor")
-        found |= there
+        found |= _header(folder / shard, again)
+    for name, shard in index.items():
+        # A head that the model ties to its embeddings may be in the index alone.
+        if name.endswith(".weight") and name not in found and name != HEAD:
+            raise Wrong(f"{INDEX} says that {name} is in {shard}, and no file has it; {again}")
     return found
 
 
@@ -117,7 +129,8 @@ def _check_types(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _layers(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-    """Return the tensors of each layer by their names within it."""
+    """Return the weights of each layer by their names within it. Files of old libraries also have
+    buffers, such as rotary_emb.inv_freq, which nothing reads."""
     layers: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         if found := LAYER.fullmatch(name):

@@ -185,8 +185,9 @@ def stored(path: Path) -> dict[str, Any]:
     return stored_object(Path(path))
 
 
-def stored_object(path: Path) -> dict[str, Any]:
-    """Read an object that a run stored as JSON. Raises `ConfigError` for a damaged file."""
+def stored_object(path: Path, advice: str = "restore it from a copy") -> dict[str, Any]:
+    """Read an object that a run stored as JSON. Raises `ConfigError`, with `advice`, for a damaged
+    file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(found, dict) and found:
@@ -194,9 +195,7 @@ def stored_object(path: Path) -> dict[str, Any]:
         why = "no JSON object with values"
     except (OSError, ValueError) as error:
         why = str(error)
-    raise ConfigError(
-        f"{path}: is damaged ({why}); restore it from a copy, or start over with fresh=true"
-    )
+    raise ConfigError(f"{path}: is damaged ({why}); {advice}")
 
 
 def save(config: Config, path: Path) -> None:

@@ -44,7 +44,7 @@ def shape(c: Config) -> ModelShape | None:
         folder = models.check_folder(Path(c.model.path).expanduser())
         named = f"model.path={c.model.path!r}"
         hub.check_weights(folder, named)
-        weight_files.check_files(folder, named, "copy the folder again")
+        weight_files.check_trainable(folder, named, "copy the folder again")
         return _shape_of(folder, c)
     folder = models.recipe_folder(c.model.source, c.model.recipe)
     return read_shape(models.check_folder(folder)) if folder.exists() else c.model.shape
@@ -78,7 +78,9 @@ def fetch(c: Config, stored: Path) -> Config:
         return c
     commit = _commit_of(stored, c)
     folder = hub.snapshot(models.hub_id(c.model), commit or c.model.revision)
-    hub.check_trainable(folder, f"model.path={c.model.path!r}")
+    named = f"model.path={c.model.path!r}"
+    hub.check_trainable(folder, named)
+    weight_files.check_trainable(folder, named, "give another revision, or another model")
     found = msgspec.structs.replace(c.model, snapshot=str(folder), shape=_shape_of(folder, c))
     return msgspec.structs.replace(c, model=found)
 

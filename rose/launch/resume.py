@@ -107,7 +107,9 @@ RECIPES_MAY_CHANGE = ("model.path",)
 def check(stored: Path, new: Config) -> None:
     """Raise `ConfigError` if the run stored at `stored` (its config.json) can't continue with
     `new`."""
-    before, now = _flatten(configuration.stored(stored)), _flatten(configuration.to_dict(new))
+    advice = "restore it from a copy, or start over with fresh=true"
+    before = _flatten(configuration.stored_object(stored, advice))
+    now = _flatten(configuration.to_dict(new))
     rules = MAY_CHANGE + (RECIPES_MAY_CHANGE if new.model.source in models.RECIPES else ())
     if new.model.source == "folder":
         now["model.path"] = str(models.resolve(new.model).resolve())  # config.json has it resolved
@@ -259,9 +261,10 @@ def _finished(run_dir: Path) -> dict[str, Any] | None:
     path = _mark(run_dir)
     if not path.exists():
         return None
-    found = configuration.stored_object(path)
+    advice = "remove it to train on"
+    found = configuration.stored_object(path, advice)
     if not isinstance(found.get("steps"), int):
-        raise ConfigError(f"{path}: is damaged (no number of steps); remove it to train on")
+        raise ConfigError(f"{path}: is damaged (no number of steps); {advice}")
     return found
 
 

@@ -6,7 +6,10 @@ without effect on the run.
 
 from __future__ import annotations
 
+import os
+import select
 import shlex
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -67,6 +70,19 @@ def follow(
         _follow_live(Path(run_dir), polls, console)
     else:
         _follow_lines(Path(run_dir), polls, console)
+
+
+def reader_has_left() -> bool:
+    """True if standard output is a pipe whose reader has exited, as with `--help | head`. What is
+    printed from then on goes nowhere. False where another pipe or a connection broke."""
+    if sys.stdout is None:
+        return False
+    watched = select.poll()
+    watched.register(sys.stdout, 0)
+    if not watched.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the last flush fails
+    return True
 
 
 def echo(console: Console, text: str, label: str = "", style: str | None = None) -> None:

@@ -30,6 +30,7 @@ FORMATS = "a .jsonl, .json or .parquet file, or a folder that the package datase
 JUDGE_S = 20.0  # seconds for `math`, which takes milliseconds unless the machine is busy
 ROLES = ("system", "user", "assistant", "tool")
 PASSED = ("text", "row", "messages", "episode")  # possible parameters of a reward function
+OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # *args and **kwargs
 
 
 class Prompts:
@@ -158,15 +159,20 @@ def _function(spec: str, here: str) -> tuple[Any, tuple[str, ...]]:
     where, some = f"env.args.reward={spec!r}", f"some of {', '.join(PASSED)}"
     function.check_kind(found, where)
     try:
-        parameters = _parameters(found)
+        own, seen = _parameters(found)
     except (TypeError, ValueError):
         raise ConfigError(
             f"{where}: it shows Python no parameters, as some functions in C don't; call it in a "
             f"function of your own, which takes {some}"
         ) from None
-    kinds = {p.kind for p in parameters}
-    named = {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    unknown = [name for name, p in named.items() if name not in PASSED and p.default is p.empty]
+    named = {p.name: p for p in seen if p.kind not in OPEN}
+    unknown = [
+        p.name
+        for p in own
+        if p.kind not in OPEN and p.name not in PASSED and p.default is p.empty
+    ]
+    if [p.kind for p in own] == [inspect.Parameter.VAR_POSITIONAL]:
+        unknown = [f"*{own[0].name}"]
     if unknown:
         raise ConfigError(f"{where}: it takes {', '.join(unknown)}; a reward function takes {some}")
     if unnamed := [n for n, p in named.items() if n in PASSED and p.kind is p.POSITIONAL_ONLY]:
@@ -174,19 +180,19 @@ def _function(spec: str, here: str) -> tuple[Any, tuple[str, ...]]:
             f"{where}: it takes {', '.join(unnamed)} only by position (before a /), and a reward "
             "function is called with names; remove the /"
         )
-    if inspect.Parameter.VAR_KEYWORD in kinds:
+    if any(p.kind is p.VAR_KEYWORD for p in seen):
         return found, PASSED
     return found, tuple(name for name in PASSED if name in named)
 
 
-def _parameters(found: Any) -> list[inspect.Parameter]:
-    """Return the parameters of a function: a decorator's own, or where those are *args or **kwargs,
-    the parameters of the function that it wraps. Raises `TypeError` or `ValueError` where Python
-    sees none."""
+def _parameters(found: Any) -> tuple[list[inspect.Parameter], list[inspect.Parameter]]:
+    """Return a function's own parameters, and those that it passes on: where a decorator's own are
+    *args or **kwargs, they are those of the function that it wraps, some of which it may give
+    itself. Raises `TypeError` or `ValueError` where Python sees none."""
     own = list(inspect.signature(found, follow_wrapped=False).parameters.values())
-    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in own):
-        return list(inspect.signature(found).parameters.values())
-    return own
+    if any(p.kind in OPEN for p in own):
+        return own, list(inspect.signature(found).parameters.values())
+    return own, own
 
 
 @functools.cache

@@ -52,7 +52,7 @@ def _check_values(c: Config, need: Need) -> None:
         "letters, digits and . _ , = + - only, at most 151 of them; it names the run's folder",
     )
     need(
-        c.output_dir.strip() != "" and "$" not in c.output_dir,
+        c.output_dir.strip() != "" and re.search(r"\$[A-Za-z_{]", c.output_dir) is None,
         "output_dir",
         "a folder, as outputs; a variable of the shell is written without quotes around it, or as "
         "${oc.env:HOME}/outputs",

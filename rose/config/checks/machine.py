@@ -13,13 +13,17 @@ from rose.config.cluster import Container, Mpi, nodes_of
 from rose.config.errors import ConfigError
 from rose.config.tree import Config
 
-# Options of sbatch that ROSE writes itself.
+# Options of sbatch that ROSE writes itself, and those that would change how the job's script runs.
 OWN_OPTIONS = (
     *("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "output", "error"),
     *("signal", "requeue", "no-requeue", "job-name", "array", "open-mode", "wrap"),
 )
 SIZE = r"(\d+)(?:([KMGT])B?)?"  # sizes of memory that sbatch takes, as 64G or 64GB
 MIB_OF = {"K": 2**-10, "M": 1, "G": 2**10, "T": 2**20}
+TIMES = (
+    "in one of Slurm's forms: minutes, hours:minutes:seconds, days-hours, as 2-00:00:00, or "
+    "UNLIMITED"
+)
 LEAST_MIB = 1024  # bounds a job's memory from below: a rank's Python alone takes half of it
 
 
@@ -199,10 +203,9 @@ def _check_slurm(c: Config, engines: int, need: Need) -> None:
         need(
             time is None or time_limit.known(time),
             f"cluster.slurm.{name}.time",
-            "in one of Slurm's forms: minutes, hours:minutes:seconds, days-hours, as 2-00:00:00, "
-            "or UNLIMITED",
+            TIMES,
         )
-        _check_memory(name, getattr(c.cluster.slurm, name).mem, need)
+        _check_memory(f"cluster.slurm.{name}.mem", getattr(c.cluster.slurm, name).mem, need)
         for at, option in enumerate(getattr(c.cluster.slurm, name).sbatch):
             _check_option(f"cluster.slurm.{name}.sbatch.{at}", option, need)
     _check_container(c.cluster.slurm.container, need)
@@ -214,8 +217,8 @@ def _check_slurm(c: Config, engines: int, need: Need) -> None:
         )
 
 
-def _check_memory(component: str, mem: str | int | None, need: Need) -> None:
-    key, found = f"cluster.slurm.{component}.mem", re.fullmatch(SIZE, str(mem).upper())
+def _check_memory(key: str, mem: str | int | None, need: Need) -> None:
+    found = re.fullmatch(SIZE, str(mem).upper())
     need(mem is None or found is not None, key, "a size of whole numbers with its unit, as 64G")
     if found is not None and int(found[1]):
         mib = int(found[1]) * MIB_OF[found[2] or "M"]
@@ -228,14 +231,24 @@ def _check_memory(component: str, mem: str | int | None, need: Need) -> None:
 
 
 def _check_option(key: str, option: str, need: Need) -> None:
-    """Check an option for sbatch. One that ROSE sets would be there twice, or win over ROSE's."""
+    """Check an option for sbatch. It would win over one that ROSE sets, which may be meant only for
+    the type of the GPUs."""
     need(
         re.fullmatch(r"--[a-z][a-z0-9-]*(=.+)?", option) is not None,
         key,
         "must be an option, as --exclusive or --mail-type=END",
     )
-    name = option[2:].partition("=")[0]
-    need(name not in OWN_OPTIONS, key, f"--{name} is set by ROSE, from other keys")
+    name, _, value = option[2:].partition("=")
+    typed = re.fullmatch(r"gpus-per-node=[^:,\s]+:\d+", option[2:]) is not None
+    need(
+        name not in OWN_OPTIONS or typed,
+        key,
+        f"--{name} is set by ROSE, from other keys"
+        + ("; it may name the GPUs' type, as --gpus-per-node=a100:8" if name[:4] == "gpus" else ""),
+    )
+    need(name != "time" or time_limit.known(value), key, f"--time {TIMES}")
+    if name == "mem":
+        _check_memory(key, value, need)
 
 
 def _check_groups(c: Config, need: Need) -> None:

@@ -11,6 +11,7 @@ from rose.config.tree import Config
 START_S = 60
 # Slurm's forms of a time: minutes, minutes:seconds, hours:minutes:seconds, and days before these.
 FORM = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+NO_LIMIT = ("UNLIMITED", "INFINITE", "-1")
 
 
 def seconds(time: str | int) -> int | None:
@@ -29,7 +30,7 @@ def seconds(time: str | int) -> int | None:
 
 def known(time: str | int) -> bool:
     """True for a time limit that sbatch takes."""
-    return seconds(time) is not None or str(time).strip().upper() in ("UNLIMITED", "INFINITE")
+    return seconds(time) is not None or str(time).strip().upper() in NO_LIMIT
 
 
 def too_short(c: Config, warning_s: int, default: str = "") -> str:

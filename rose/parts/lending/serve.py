@@ -45,13 +45,11 @@ def main(arguments: list[str]) -> int:
         given = settings.parse(arguments)
         if "name" not in given:
             raise ConfigError("name is missing: which run? as rose serve name=frozenlake")
-        if NAME.fullmatch(str(given["name"])) is None:
-            raise ConfigError(f"name={given['name']!r}: is no run's name; as rose serve name=lake")
-        run_dir = (
-            (Path(str(given.pop("output_dir", "outputs"))) / str(given.pop("name")))
-            .expanduser()
-            .resolve()
-        )
+        name, output_dir = str(given.pop("name")), str(given.pop("output_dir", "outputs"))
+        run_dir = Path(output_dir, name).expanduser().resolve()
+        # A folder that was renamed may have a name that no new run can have.
+        if NAME.fullmatch(name) is None and not (run_dir / "config.json").is_file():
+            raise ConfigError(f"name={name!r}: is no run's name; as rose serve name=lake")
         overrides = [a for a in arguments if a.partition("=")[0] not in ("name", "output_dir")]
         if not run_dir.parent.is_dir():
             raise ConfigError(

@@ -37,7 +37,9 @@ def check_name(file: Path, name: str, where: str) -> None:
             warnings.simplefilter("ignore")  # The process that runs the file prints its warnings.
             tree = ast.parse(file.read_bytes(), str(file))
             compile(tree, str(file), "exec", dont_inherit=True)  # finds `return` outside functions
-    except (OSError, ValueError, SyntaxError) as error:
+    except OSError as error:
+        raise ConfigError(f"{where}: {file} can't be read: {error.strerror}") from None
+    except (ValueError, SyntaxError) as error:
         line = getattr(error, "lineno", None)
         raise ConfigError(
             f"{where}: {file}{f', line {line}' if line else ''} is no Python "
@@ -67,9 +69,11 @@ def check_module(module: str, name: str, where: str) -> None:
 
 def check_script(argv: Sequence[str], where: str) -> None:
     """Raise `ConfigError` for a command that lets Python run a file which is not there. Programs
-    start in the folder of the launch. `where`: KEY=VALUE, which gave the command."""
+    start in the folder of the launch. A file whose folder is not there either may be in a container
+    or on a disk of the nodes. `where`: KEY=VALUE, which gave the command."""
     script = _script(argv)
-    if script.endswith(".py") and not Path(script).exists():
+    seen = not os.path.isabs(script) or Path(script).parent.exists()
+    if script.endswith(".py") and seen and not Path(script).exists():
         there = "" if os.path.isabs(script) else f" in {os.getcwd()}, where the program will start"
         raise ConfigError(f"{where}: there is no file {script}{there}")
 
