@@ -20,6 +20,14 @@ from rose.transfer.source import Folder
 TOKEN = "0123456789abcdef" * 4
 
 
+def metrics(url: str, token: str = TOKEN) -> dict[str, int]:
+    """The counters of the relay at this address."""
+    allowed = {"Authorization": f"Bearer {token}"}
+    text = urllib3.request("GET", f"{url}/metrics", headers=allowed).data.decode()
+    found = re.findall(r"^rose_relay_(\w+) (\d+)$", text, re.M)
+    return {name: int(value) for name, value in found}
+
+
 class Upstream(Folder):
     """A folder behind a link that counts, and that can be down."""
 
@@ -70,10 +78,7 @@ class Running:
         return open_source(self.url, TOKEN, timeout_s)
 
     def metrics(self) -> dict[str, int]:
-        allowed = {"Authorization": f"Bearer {TOKEN}"}
-        text = urllib3.request("GET", f"{self.url}/metrics", headers=allowed).data.decode()
-        found = re.findall(r"^rose_relay_(\w+) (\d+)$", text, re.M)
-        return {name: int(value) for name, value in found}
+        return metrics(self.url)
 
 
 class Cutting:
