@@ -3,7 +3,6 @@ models for real."""
 
 import functools
 import json
-import os
 import random
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from rose import config as configuration
-from rose import processes
 from rose.config import ConfigError
 from rose.engine.start import EngineError
 from rose.parts.lending import device_profile, profile, settings
@@ -54,20 +52,6 @@ def test_it_survives_its_file_and_suits_the_engines_measured(tmp_path, found, co
     path.write_text(json.dumps(found))
     assert device_profile.load(path) == found
     device_profile.check(device_profile.load(path), path, config, model)
-
-
-def test_the_threads_are_those_of_the_lender_whatever_machine_launched_the_run(
-    tmp_path, make_config, model, monkeypatch
-):
-    monkeypatch.setattr(processes, "CGROUP", tmp_path)  # no quotas
-    found = []
-    for launcher in 64, 4:
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, n=launcher: set(range(n)))
-        configuration.save(make_config(*own(model), "rollout.workers=1"), tmp_path / "config.json")
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-        here = settings.of_run(tmp_path, [f"serving.online.model={model}"])
-        found.append(device_profile.fingerprint(here, model))
-    assert found[0] == found[1] and found[0]["rollout"]["threads"] == 2
 
 
 def test_all_that_differs_is_said_at_once(tmp_path, found, model, config):
