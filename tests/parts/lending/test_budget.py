@@ -38,10 +38,6 @@ def test_it_grows_to_what_is_free_below_the_watermark(budget, said):
     assert said(0.0) == MOST and not budget.frozen
 
 
-def test_what_the_online_engine_wants_counts_like_what_it_uses(said):
-    assert said(0.0, kv_used=GIB, kv_wanted=3 * GIB) == int(0.81 * TOTAL - 3 * GIB)
-
-
 def test_crossing_the_watermark_halves_it_at_once_until_under_and_freezes_it(budget, said):
     whole = said(0.0)
     assert said(0.1, kv_used=GIB // 2) == whole, "up to the watermark it may"
@@ -55,11 +51,6 @@ def test_after_a_burst_it_grows_slowly_as_the_next_may_come(said):
     said(0.0, kv_used=8 * GIB)
     assert said(0.1) < 0.2 * GIB
     assert said(HALF_LIFE_S) == pytest.approx(0.81 * TOTAL - 4 * GIB, rel=0.01)
-
-
-@pytest.mark.parametrize("stopped", [dict(lend=0.0), dict(share=0.0), dict(lends=0)])
-def test_stopped_by_the_operator_or_the_online_engine_it_is_0_at_once(said, stopped):
-    assert said(0.0) > 0 == said(0.1, **stopped)
 
 
 def test_the_hours_share_bounds_it_without_freezing(budget, said):

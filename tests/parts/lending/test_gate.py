@@ -54,11 +54,6 @@ def test_slack_makes_the_chunk_smaller_then_shuts(gate, admit, predictor):
         assert admit(gate, running=1, hold_until=NOW + late) == (0, Reason.SLACK)
 
 
-def test_a_request_to_come_is_held_up_no_longer_than_its_share(lending, slo, profile, admit):
-    gate = Gate(lending(step_share=0.001), slo, profile())
-    assert admit(gate) == (0, Reason.STEP_SHARE)
-
-
 def test_it_is_held_up_for_less_of_it_where_that_keeps_the_median(gate, admit, predictor):
     part_of = (0.2 * predictor.seconds(part(DEMAND, 300)) + 1e-6) / (0.1 * 1.0)
     assert admit(gate, prompt_share=part_of) == (300, Reason.OPEN)
