@@ -34,12 +34,9 @@ def said(budget):
     return update
 
 
-def test_it_grows_to_what_is_free_below_the_watermark(budget, said):
-    assert said(0.0) == MOST and not budget.frozen
-
-
-def test_crossing_the_watermark_halves_it_at_once_until_under_and_freezes_it(budget, said):
+def test_it_grows_to_the_watermark_and_crossing_that_halves_and_freezes_it_at_once(budget, said):
     whole = said(0.0)
+    assert whole == MOST and not budget.frozen
     assert said(0.1, kv_used=GIB // 2) == whole, "up to the watermark it may"
     assert said(0.2, kv_used=2 * GIB) == whole // 2 and budget.frozen
     assert said(0.3, kv_wanted=7 * GIB) == whole // 8

@@ -205,13 +205,10 @@ def test_bad_arguments_are_refused(capsys, arguments, words):
 
 @pytest.mark.slow
 def test_two_tiny_models_are_measured_for_real_and_their_profile_suits_them(tmp_path):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from tests.engine.conftest import make_model
 
     tiny, path = tmp_path / "tiny", tmp_path / "profile.json"
-    sizes = {"vocab_size": 263, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
-    shape = Qwen3Config(max_position_embeddings=512, eos_token_id=1, **sizes, **heads)
-    Qwen3ForCausalLM(shape).save_pretrained(tiny)
+    make_model("Qwen3").save_pretrained(tiny)
     (tiny / "tokenizer_config.json").write_text("{}")
     given = (
         "serving.online.max_context=512 serving.online.max_sequences=8 rollout.max_sequences=8 "

@@ -29,8 +29,8 @@ def write(run, number, content):
 
 
 def test_each_device_has_a_row_with_both_sides(tmp_path, told):
-    run = tmp_path / "run"
-    write_run(run)
+    run = write_run(tmp_path / "run")
+    assert "What serving kept" not in build_report(run).read_text()
     write(run, 0, json.dumps(told("run on <node>")))
     write(run, 1, '{"device": "half wr')
     write(tmp_path / "other", 0, json.dumps(told("of another run")))
@@ -40,9 +40,3 @@ def test_each_device_has_a_row_with_both_sides(tmp_path, told):
     assert "run on &lt;node&gt;" in html and "run on <node>" not in html
     assert "of another run" not in html
     assert 'href="../serving/run-node-0/report.html"' in html
-
-
-def test_a_run_without_such_devices_says_nothing_of_them(tmp_path):
-    write_run(tmp_path / "run")
-    assert run_report.html(tmp_path / "run") == ""
-    assert "What serving kept" not in build_report(tmp_path / "run").read_text()

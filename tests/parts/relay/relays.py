@@ -84,7 +84,7 @@ class Running:
 class Cutting:
     """A link that breaks each of the first `times` connections after `after` bytes of answers."""
 
-    def __init__(self, port: int, after: int, times: float):
+    def __init__(self, port: int, after: int, times: int):
         self._port, self._after, self._times = port, after, times
         self.passed = 0  # bytes of answers
         self._listening = socket.create_server(("127.0.0.1", 0))
