@@ -72,26 +72,12 @@ def test_a_need_that_is_no_number_or_beyond_all_memory_takes_everything(said, ne
     assert said(0.1, kv_wanted=needed, kv_used=needed) == 0
 
 
-fractions = st.floats(0, 1.5)
+pauses, needs, shares = st.floats(-5, 20), st.floats(0, 1.5), st.sampled_from([0.0, 0.3, 1.0])
+happens = st.tuples(pauses, needs, needs, shares, st.booleans(), st.booleans(), st.integers(0, 2))
 
 
 @settings(deadline=None)
-@given(
-    st.lists(
-        st.tuples(
-            st.floats(-5, 20),
-            fractions,
-            fractions,
-            st.sampled_from([0.0, 0.3, 1.0]),
-            st.booleans(),
-            st.booleans(),
-            st.integers(0, 2),
-        ),
-        max_size=60,
-    ),
-    st.floats(0.0, 0.9),
-    st.floats(0.1, 1.0),
-)
+@given(st.lists(happens, max_size=60), st.floats(0.0, 0.9), st.floats(0.1, 1.0))
 def test_it_never_passes_what_is_free_nor_grows_while_frozen(events, reserve, watermark):
     lending = lent_by(reserve=reserve, high_watermark=watermark)
     budget, now, epoch = Budget(lending, TOTAL), 100.0, 0

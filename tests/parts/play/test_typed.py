@@ -57,9 +57,7 @@ def test_text_is_said_without_tools_and_after_say():
 
 
 def test_the_help_has_every_tool_and_how_to_leave():
-    turns = "(at most 4 turns; Ctrl-D leaves)."
-    assert typed.help_of([MOVE_TOOL], 4, True) == f"Type left|down|right|up {turns}"
-    assert typed.help_of(TOOLS, 4, True) == f"Type calculate EXPRESSION, or answer VALUE {turns}"
     shell = typed.help_of(SHELL, 4, False)
     assert "edit_file PATH OLD NEW, or undo [COMMANDS], or say TEXT without a call" in shell
-    assert typed.help_of([], 4, False) == f"Type your answer {turns}"
+    turns = "(at most 4 turns; Ctrl-D leaves)."
+    assert turns in shell and typed.help_of([], 4, False) == f"Type your answer {turns}"
