@@ -27,16 +27,6 @@ def view(cuda="13.0", error="", no_peer=(), version="2.13.0+cu130"):
     return ended({"what": "torch"} | said)
 
 
-def test_a_line_of_nvidia_smi():
-    [gpu] = devices.parse(H200)
-    memory = gpu.total_mib, gpu.free_mib
-    assert (gpu.name, *memory) == ("NVIDIA H200", 143771, 143150)
-    assert (gpu.driver, gpu.capability, gpu.sliced) == ("580.159.04", (9, 0), False)
-    assert devices.parse(BROKEN) == [] and [gpu.index for gpu in devices.parse(TWO)] == [0, 1]
-    [sliced] = devices.parse(SLICED)
-    assert sliced.sliced and sliced.free_mib == 0
-
-
 @pytest.mark.parametrize(
     ("text", "wanted", "state", "words"),
     [

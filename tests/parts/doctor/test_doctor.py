@@ -172,11 +172,6 @@ def test_a_host_that_does_not_start_is_said_first():
     check(found, "failed", "did not start: FileNotFoundError")
 
 
-def test_without_join_it_says_what_is_lost(make_config, tmp_path):
-    found = join.local(make_config("cluster.mpi.join=false"), tmp_path)
-    check(found, "warning", "cluster.mpi.join=false", "dedicated rollout ranks only")
-
-
 # --------------------------------------------------------------------------- GPUs
 
 

@@ -71,25 +71,18 @@ def test_a_lender_that_sees_too_few_says_so_before_vllm(prepared, nvidia_smi, mo
         prepared()
 
 
-@pytest.mark.parametrize(
-    ("more", "begun", "taken"),
-    [
-        ([], False, "3"),  # a run that has not begun is unknown: as many as the server needs
-        ([], True, "6,7"),
-        (["serving.online.engine_args.tensor-parallel-size=2"], False, "6,7"),
-    ],
-)
-def test_a_server_takes_what_the_larger_needs(run, nvidia_smi, monkeypatch, more, begun, taken):
-    nvidia_smi(variable="2,3" if taken == "3" else "4,5,6,7")
+def test_a_server_takes_what_its_run_needs_once_that_has_begun(run, nvidia_smi, monkeypatch):
     monkeypatch.setenv("SLURM_LOCALID", "1")
-    overrides = ["serving.online.model=m", *more]
-    serving = settings.of_server(overrides)
     monkeypatch.setattr(operate, "has_gpus", lambda _: True)
-    operate.take_gpus(run if begun else run.with_name("later"), overrides, serving)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == taken
+    overrides = ["serving.online.model=m"]
+    for place, visible, taken in ((run.with_name("later"), "2,3", "3"), (run, "4,5,6,7", "6,7")):
+        nvidia_smi(variable=visible)
+        operate.take_gpus(place, overrides, settings.of_server(overrides))
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == taken
 
 
 SLURM = ("LOCALID", "GPUS_ON_NODE", "STEP_TASKS_PER_NODE", "NODEID")
+OF_TWO = "serving.online.engine_args.tensor-parallel-size=2"
 
 
 def step(tasks: str, total: int, local: int, node: int = 0) -> dict[str, str]:
@@ -108,6 +101,7 @@ def step(tasks: str, total: int, local: int, node: int = 0) -> dict[str, str]:
         (step("2(x2),1", 2, 0, 2), "0,1", [], "0,1"),  # heterogeneous, or five tasks on three nodes
         # --ntasks=2 --gres=gpu:8
         (step("2", 8, 1), "0,1,2,3,4,5,6,7", ["rollout.tensor_parallel=2"], "2,3"),
+        ({"SLURM_LOCALID": "1"}, "4,5,6,7", [OF_TWO], "6,7"),
         ({}, "0,1,2", [], "0,1"),  # by hand
     ],
     ids=str,

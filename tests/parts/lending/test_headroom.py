@@ -29,18 +29,6 @@ def start(monkeypatch):
     return started
 
 
-def test_what_the_profile_run_took_is_kept_and_a_full_step_finds_it(start):
-    gpu = Gpu(4000 * MIB)
-    online, other = Process(gpu), Process(gpu)
-    room = start(online)
-    assert room.nbytes == FRAGMENTS * 800 * MIB, "what lasts is there already"
-    room.keep()
-    other.take(gpu.free)
-    online.pass_by(800 * MIB)
-    with pytest.raises(Process.OutOfMemoryError):  # it is no more than that
-        online.pass_by(1000 * MIB)
-
-
 def test_an_engine_whose_steps_would_not_fit_refuses_to_start_and_keeps_nothing(start):
     gpu = Gpu(4000 * MIB)
     first, second = Process(gpu), Process(gpu)

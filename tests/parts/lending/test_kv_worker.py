@@ -24,13 +24,9 @@ class Standing:
 
     def __init__(self, process: Process, steps) -> None:
         tensor = SimpleNamespace(size=BLOCKS * STRIDE, block_stride=STRIDE, host_resident=False)
-        spec = SimpleNamespace(has_layer_views=True)
-        config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
-        config.has_mamba_layers, config.num_blocks, config.kv_cache_tensors = (
-            False,
-            BLOCKS,
-            [tensor],
-        )
+        group = SimpleNamespace(kv_cache_spec=SimpleNamespace(has_layer_views=True))
+        config = SimpleNamespace(kv_cache_groups=[group], kv_cache_tensors=[tensor])
+        config.has_mamba_layers, config.num_blocks = False, BLOCKS
         self.model_runner = SimpleNamespace(kv_cache_config=config)
         layout = SimpleNamespace(name="BLHNC")
         self.cache_config = SimpleNamespace(get_resolved_kv_cache_layout=lambda: layout)

@@ -243,11 +243,6 @@ def test_the_lender_gets_the_rollout_engines_scheduler_and_the_whole_budget(tmp_
     assert "rollout.gpu_memory_utilization=" in " ".join(arguments("cluster.gpus=1"))
 
 
-def test_gpus_are_used_where_there_are_some_unless_the_command_line_says_otherwise():
-    assert operate.has_gpus(["cluster.gpus=2"]) and not operate.has_gpus(["cluster.gpus=0"])
-    assert operate.has_gpus([]) == Path("/dev/nvidiactl").exists()
-
-
 def test_a_taken_control_port_is_refused_before_the_server_starts(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = f"serving.lending.control_port={taken.getsockname()[1]}"

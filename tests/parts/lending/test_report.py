@@ -1,9 +1,6 @@
 """The lending report: its numbers go on over restarts, stay bounded, and a real browser draws
 it."""
 
-import json
-import shutil
-
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
@@ -12,8 +9,7 @@ from rose.parts.lending.board import Control, Online, Rollout
 from rose.parts.lending.operator import history, report
 from rose.parts.lending.operator.history import History
 from rose.parts.lending.operator.metrics import Boards
-from tests.parts.report.test_report import CHROMIUM
-from tests.processes import ran
+from tests.parts.report.test_report import drawn_by_chromium
 
 SLO = "serving.online.slo={ttft_p50_s: 0.2, ttft_p99_s: 0.5, tpot_p50_s: 0.05, tpot_p99_s: 0.15}"
 
@@ -90,22 +86,7 @@ def test_a_page_of_nothing_yet():
 
 @pytest.mark.slow
 def test_a_browser_draws_the_page(clock, tmp_path):
-    chromium = shutil.which("chromium")
-    assert chromium, (
-        "the report is checked in a real browser: apt-get install chromium fonts-dejavu-core"
-    )
     serving = settings.of_server(["serving.online.model=m", SLO])
     (tmp_path / "report.html").write_text(report.page("run", serving, lived(clock, 90), {}, "", []))
-    command = [chromium, *CHROMIUM, "--dump-dom", f"--user-data-dir={tmp_path}/profile"]
-    dom = ran([*command, f"file://{tmp_path}/report.html"], timeout=120).stdout
+    dom = drawn_by_chromium(tmp_path / "report.html", tmp_path / "profile")
     assert "data-error" not in dom and dom.count("<svg") == 6
-
-
-def test_the_summary_for_the_training_runs_report_is_json_of_both_sides(clock):
-    slo = settings.of_server(["serving.online.model=m", SLO]).online.slo
-    summary = report.summary("run on n1", {"ttft_p99_s": 0.3}, slo, lived(clock, 120), "")
-    told = json.loads(json.dumps(summary))
-    assert (told["device"], told["made_tokens"]) == ("run on n1", 5950)
-    assert told["slo"]["ttft_p99_s"] == 0.5
-    met, finished = told["attained"]["with"]
-    assert 0 < met <= finished

@@ -14,7 +14,7 @@ from rose.config import ConfigError
 from rose.parts.lending import settings
 from rose.parts.lending.board import Online, Reader
 from rose.parts.lending.operator import report, server
-from rose.parts.lending.operator.server import OnlineServer, ServerError, _option
+from rose.parts.lending.operator.server import OnlineServer, ServerError
 from rose.parts.lending.vllm import device
 from tests import processes
 from tests.engine.conftest import folders  # noqa: F401
@@ -73,6 +73,8 @@ async def test_one_that_is_killed_is_started_again_at_the_same_address(make, tmp
     running = asyncio.create_task(made.run(said.append))
     await up(made)
     url, engine = made.url, int((tmp_path / "child").read_text())
+    # It gets no signal of our group, and competes by its priority within our session.
+    assert os.getpgid(engine) != os.getpgid(0) and os.getsid(engine) == os.getsid(0)
     os.kill(made._process.pid, 9)
     await up(made, starts=2)
     await gone(engine)
@@ -87,16 +89,6 @@ async def test_one_that_is_killed_is_started_again_at_the_same_address(make, tmp
     await made.stop()
     await gone(second)
     assert made._process.returncode == -15
-
-
-async def test_it_gets_no_signal_of_our_group_and_competes_by_its_priority_within_our_session(make):
-    made = make()
-    running = asyncio.create_task(made.run(print))
-    await up(made)
-    pid = made._process.pid
-    assert os.getpgid(pid) != os.getpgid(0) and os.getsid(pid) == os.getsid(0)
-    running.cancel()
-    await made.stop()
 
 
 def test_one_that_never_comes_up_is_an_error_with_its_last_words(make, tmp_path):
@@ -177,52 +169,33 @@ def test_what_can_be_said_before_a_start_is(make, tmp_path, monkeypatch):
         make().check()
 
 
-@pytest.mark.parametrize(
-    "argument",
-    [
-        "{speculative_config: {method: ngram, num_speculative_tokens: 4}}",
-        """{speculative-config: '{"method": "ngram"}'}""",
-        "{speculative_config.method: ngram}",
-        "{speculative_conf: {method: ngram}}",
-        "{spec_method: ngram}",
-    ],
-)
-def test_an_online_server_on_a_cpu_decodes_no_drafts(make, argument):
-    made = make(f"serving.online.engine_args={argument}")
+def test_an_online_server_on_a_cpu_decodes_no_drafts(make):
+    made = make("serving.online.engine_args={speculative-config: {method: ngram}}")
     with pytest.raises(ConfigError, match="engine_args.spec.*wrong tokens"):
         made.check()
     made.gpus = True
     made.check()
 
 
-@pytest.mark.parametrize(
-    "name, value, words",
-    [
-        ("max_model_len", 8, ["--max-model-len", "8"]),
-        ("async_scheduling", False, ["--no-async-scheduling"]),
-        ("enforce_eager", True, ["--enforce-eager"]),
-        ("served_model_name", None, []),
-        ("compilation_config", {"level": 0}, ["--compilation-config", '{"level": 0}']),
-        ("allowed_origins", ["*", "a"], ["--allowed-origins", "*", "a"]),
-    ],
-)
-def test_vllms_arguments(name, value, words):
-    assert _option(name, value) == words
-
-
 def test_settings_become_arguments_and_engine_args_go_over_them(make, monkeypatch):
     for name in ("ROSE_COSERVING", "VLLM_KV_CACHE_LAYOUT"):
         monkeypatch.delenv(name, raising=False)
-    made = make("serving.online.engine_args={max-num-seqs: 3, seed: 1}", kind=OnlineServer)
+    given = "max-num-seqs: 3, compilation_config: {level: 0}, allowed_origins: ['*', a]"
+    given += ", async_scheduling: false, enforce_eager: true"
+    made = make(f"serving.online.engine_args={{{given}}}", kind=OnlineServer)
     words = made.command()
     assert words[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
-    assert words.count("--max-num-seqs") == 1
-    for name, value in {
-        "--max-num-seqs": "3",
-        "--seed": "1",
-        "--scheduler-cls": "rose.parts.lending.vllm.online.scheduler",
-    }.items():
-        assert words[words.index(name) + 1] == value
+    assert words.count("--max-num-seqs") == 1 and "--served-model-name" not in words
+    for option in (
+        ["--max-num-seqs", "3"],
+        ["--compilation-config", '{"level": 0}'],
+        ["--allowed-origins", "*", "a"],
+        ["--no-async-scheduling"],
+        ["--enforce-eager"],
+        ["--scheduler-cls", "rose.parts.lending.vllm.online.scheduler"],
+    ):
+        at = words.index(option[0])
+        assert words[at : at + len(option)] == option
     variables = made.environment()
     assert "VLLM_KV_CACHE_LAYOUT" not in variables and variables["OMP_NUM_THREADS"] == "1"
     assert variables["ROSE_COSERVING"] == str(made.folder)

@@ -39,25 +39,6 @@ def test_without_requests_there_is_no_limit_and_for_a_late_one_no_time(left):
     assert left() == math.inf and left(Request(NOW - 3, 10, 0)) < 0
 
 
-def test_a_waiting_request_may_wait_for_its_target_less_its_prefill(left, predictor):
-    expected = pytest.approx(0.9 - prefill(predictor, (800, 0)))
-    assert left(Request(NOW - 0.1, 800, 0)) == expected
-
-
-def test_prefills_before_it_in_the_queue_count_in_order_of_arrival(left, predictor):
-    queue = [Request(NOW, 1998, 0), Request(NOW - 0.2, 1000, 0)]
-    found = left(*queue, max_batched_tokens=1000)
-    first = prefill(predictor, (1000, 0))  # afterwards it makes tokens beside the other's prefill
-    steps = [prefill(predictor, (999, at), decodes=1, context=1000) for at in (0, 999)]
-    assert found == pytest.approx(min(0.8 - first, 1 - first - sum(steps)))
-    assert found == left(*queue[::-1], max_batched_tokens=1000)
-
-
-def test_prompts_share_a_step_while_it_has_room(left, predictor):
-    expected = pytest.approx(1 - prefill(predictor, (300, 0), (300, 0)))
-    assert left(*[Request(NOW, 300, 0)] * 2, max_batched_tokens=600) == expected
-
-
 def test_decodes_beside_a_prefill_take_their_time_and_their_place(left, predictor):
     running = [Request(NOW - 5, 0, 1000, NOW, 1) for _ in range(10)]
     found = left(Request(NOW, 90, 0), *running, max_batched_tokens=50)
@@ -109,13 +90,13 @@ def test_one_more_request_never_gives_more_time(requests, another, batched):
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(waiting, min_size=1, max_size=10), st.integers(40, 3000))
-def test_kept_away_so_long_every_first_token_is_in_time(requests, batched):
+def test_kept_away_so_long_every_first_token_is_in_time_and_one_only_just(requests, batched):
     """Replays the steps that the rule counts on, one token budget at a time."""
     predictor, slo = Predictor((0.02, 2e-4, 1e-7, 1e-3, 2e-6)), Slo(0.5, 1.0, 0.1, 0.2)
     clock = hold_until(NOW, requests, predictor, slo, batched)
     queue = sorted(requests, key=lambda r: r.arrival)
     left = [[r.arrival, max(1, r.prompt_left), r.context] for r in queue]
-    decodes = context = 0
+    decodes, context, spare = 0, 0, []
     while left:
         room, chunks, done = max(1, batched - decodes), [], []
         for request in left:
@@ -128,9 +109,10 @@ def test_kept_away_so_long_every_first_token_is_in_time(requests, batched):
                 done.append(request)
         clock += predictor.p99(Work(tuple(chunks), decodes, context))
         for request in done:
-            assert clock <= request[0] + slo.ttft_p99_s + 1e-6
+            spare.append(request[0] + slo.ttft_p99_s - clock)
             decodes, context = decodes + 1, context + request[2]
         left = [r for r in left if r[1]]
+    assert min(spare) == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -10,30 +10,28 @@ from rose.parts.play import typed
 from rose.parts.sandbox.envs.terminal import BASH, EDIT, UNDO
 
 
+SHELL = [BASH, EDIT, UNDO]
+
+
 @pytest.mark.parametrize(
-    ("line", "tools", "call"),
+    ("line", "tools", "name", "arguments"),
     [
-        ("left", [MOVE_TOOL], ToolCall("move", {"direction": "left"})),
-        ("l", [MOVE_TOOL], ToolCall("move", {"direction": "left"})),
-        ("move down", [MOVE_TOOL], ToolCall("move", {"direction": "down"})),
-        ('{"direction": "up"}', [MOVE_TOOL], ToolCall("move", {"direction": "up"})),
-        ("calculate 3 + 4", TOOLS, ToolCall("calculate", {"expression": "3 + 4"})),
-        ("a -7.5", TOOLS, ToolCall("answer", {"value": -7.5})),
-        ("forward f, left", [Minigrid()._tool()], None),
-        ("ls -l | wc", [BASH], ToolCall("bash", {"command": "ls -l | wc"})),
-        ("edit a.txt 'x y' z", [BASH, EDIT, UNDO], None),
-        ("undo", [BASH, EDIT, UNDO], ToolCall("undo", {})),
-        ("undo 2", [BASH, EDIT, UNDO], ToolCall("undo", {"commands": 2})),
+        ("l", [MOVE_TOOL], "move", {"direction": "left"}),
+        ("move down", [MOVE_TOOL], "move", {"direction": "down"}),
+        ('{"direction": "up"}', [MOVE_TOOL], "move", {"direction": "up"}),
+        ("calculate 3 + 4", TOOLS, "calculate", {"expression": "3 + 4"}),
+        ("a -7.5", TOOLS, "answer", {"value": -7.5}),
+        ("f, left", [Minigrid()._tool()], "act", {"actions": ["forward", "left"]}),
+        ("ls -l | wc", [BASH], "bash", {"command": "ls -l | wc"}),
+        ("edit a.txt 'x y' z", SHELL, "edit_file", {"path": "a.txt", "old": "x y", "new": "z"}),
+        ("undo", SHELL, "undo", {}),
+        ("undo 2", SHELL, "undo", {"commands": 2}),
     ],
 )
-def test_a_line_is_a_call(line, tools, call):
+def test_a_line_is_a_call(line, tools, name, arguments):
     found = typed.action(line, tools)
     assert isinstance(found, Action), found
-    if line.startswith("edit"):
-        call = ToolCall("edit_file", {"path": "a.txt", "old": "x y", "new": "z"})
-    if line.startswith("forward"):
-        call = ToolCall("act", {"actions": ["forward", "forward", "left"]})
-    assert found.call == call
+    assert found.call == ToolCall(name, arguments)
 
 
 @pytest.mark.parametrize(
@@ -59,9 +57,7 @@ def test_text_is_said_without_tools_and_after_say():
 
 
 def test_the_help_has_every_tool_and_how_to_leave():
-    turns = "(at most 4 turns; Ctrl-D leaves)."
-    assert typed.help_of([MOVE_TOOL], 4, True) == f"Type left|down|right|up {turns}"
-    assert typed.help_of(TOOLS, 4, True) == f"Type calculate EXPRESSION, or answer VALUE {turns}"
-    shell = typed.help_of([BASH, EDIT, UNDO], 4, False)
+    shell = typed.help_of(SHELL, 4, False)
     assert "edit_file PATH OLD NEW, or undo [COMMANDS], or say TEXT without a call" in shell
-    assert typed.help_of([], 4, False) == f"Type your answer {turns}"
+    turns = "(at most 4 turns; Ctrl-D leaves)."
+    assert turns in shell and typed.help_of([], 4, False) == f"Type your answer {turns}"

@@ -20,6 +20,14 @@ from rose.transfer.source import Folder
 TOKEN = "0123456789abcdef" * 4
 
 
+def metrics(url: str, token: str = TOKEN) -> dict[str, int]:
+    """The counters of the relay at this address."""
+    allowed = {"Authorization": f"Bearer {token}"}
+    text = urllib3.request("GET", f"{url}/metrics", headers=allowed).data.decode()
+    found = re.findall(r"^rose_relay_(\w+) (\d+)$", text, re.M)
+    return {name: int(value) for name, value in found}
+
+
 class Upstream(Folder):
     """A folder behind a link that counts, and that can be down."""
 
@@ -70,16 +78,13 @@ class Running:
         return open_source(self.url, TOKEN, timeout_s)
 
     def metrics(self) -> dict[str, int]:
-        allowed = {"Authorization": f"Bearer {TOKEN}"}
-        text = urllib3.request("GET", f"{self.url}/metrics", headers=allowed).data.decode()
-        found = re.findall(r"^rose_relay_(\w+) (\d+)$", text, re.M)
-        return {name: int(value) for name, value in found}
+        return metrics(self.url)
 
 
 class Cutting:
     """A link that breaks each of the first `times` connections after `after` bytes of answers."""
 
-    def __init__(self, port: int, after: int, times: float):
+    def __init__(self, port: int, after: int, times: int):
         self._port, self._after, self._times = port, after, times
         self.passed = 0  # bytes of answers
         self._listening = socket.create_server(("127.0.0.1", 0))

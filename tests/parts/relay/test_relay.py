@@ -1,7 +1,6 @@
 """A relay pulls each byte once, gives out exact bytes or an error, and nothing without the
 token."""
 
-import json
 import os
 import re
 import socket
@@ -182,14 +181,6 @@ def test_a_link_that_breaks_in_the_middle_costs_only_the_bytes_on_their_way(star
     assert far.client().read(FILE) == data
 
 
-def test_a_link_that_always_breaks_is_given_up_with_its_name(start, store, tmp_path):
-    fill(store, 1)
-    running = start(Upstream(store), tmp_path / "cache")
-    cutting = Cutting(running.port, 10, times=float("inf"))
-    with pytest.raises(TransferError, match=rf"{cutting.url}: {FILE}: .*; given up after 0.5 s"):
-        open_source(cutting.url, TOKEN, 0.5).read(FILE)
-
-
 def test_what_is_no_relay_is_not_taken_for_one(tmp_path):
     listening = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -282,23 +273,16 @@ def test_a_chunk_that_lost_bytes_on_the_disk_is_pulled_anew(start, store, tmp_pa
     assert source.read(FILE) == data and len(upstream.reads) == 4
 
 
-def test_a_new_version_is_seen_at_once_through_two_relays(start, store, tmp_path):
-    near = start(Upstream(store), tmp_path / "near")
-    source = start(near.client(), tmp_path / "far").client()
-    manifest = "v000003/full/manifest.json"
-    assert source.names("v000003/full") == [] and source.stat(manifest) is None
-    fill(store, 0.01, manifest)
-    assert source.names("v000003/full") == ["manifest.json"]
-    assert source.stat(manifest).size == int(0.01 * 2**20)
-    assert "v000003" in source.names("")
-
-
-def test_a_version_that_is_published_again_is_not_mixed_with_the_old(start, store, tmp_path):
+def test_a_version_is_seen_at_once_through_two_relays_also_when_published_again(
+    start, store, tmp_path
+):
     manifest = f"{EDGE}/manifest.json"
     near = start(Upstream(store), tmp_path / "near")
     source = start(near.client(), tmp_path / "far").client()
+    assert source.names(EDGE) == [] and source.stat(manifest) is None
     for _ in range(2):  # the same names and sizes both times
         data, words = fill(store, 1.5), fill(store, 0.01, manifest)
+        assert source.names(EDGE) == ["manifest.json", "rank-00000.h5"]
         assert source.read(manifest) == words
         assert source.read(FILE) == data
 
@@ -389,15 +373,6 @@ def test_clients_that_take_nothing_block_no_other(start, store, tmp_path):
     assert running.client().read(FILE, 5, 5) == data[5:10]
 
 
-def test_another_users_link_to_a_folder_of_mine_is_not_followed(tmp_path):
-    (tmp_path / "mine/chunks").mkdir(parents=True)
-    (tmp_path / "mine/chunks/kept").write_text("x")
-    (tmp_path / "cache").symlink_to(tmp_path / "mine")
-    with pytest.raises(TransferError, match="is a symbolic link.*give another --cache"):
-        Cache(tmp_path / "cache", 1 << 20)
-    assert (tmp_path / "mine/chunks/kept").read_text() == "x"
-
-
 def test_a_cache_serves_one_relay_at_a_time(tmp_path):
     cache = Cache(tmp_path / "cache", 0)
     with pytest.raises(TransferError, match="cache: another relay uses it"):
@@ -413,7 +388,5 @@ def test_the_client_refuses_a_tag_that_is_none(start, store, tmp_path):
         def stat(self, path):
             return Stat(5, "../../tag") if path == "odd" else super().stat(path)
 
-    running = start(Odd(store), tmp_path / "cache")
     with pytest.raises(TransferError, match="odd: tag '../../tag'"):
-        running.client().stat("odd")
-    assert json.loads(_raw(running.port, "/stat/odd").rpartition(b"\r\n")[2]) == [5, "../../tag"]
+        start(Odd(store), tmp_path / "cache").client().stat("odd")

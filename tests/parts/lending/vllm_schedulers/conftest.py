@@ -34,12 +34,11 @@ KINDS = {"online": board.Online, "rollout": board.Rollout, "control": board.Cont
 def model_folder(tmp_path_factory):
     import transformers
 
+    from tests.engine.conftest import COMMON, EXTRA
+
     folder = tmp_path_factory.mktemp("model")
-    sizes = {"vocab_size": 263, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
-    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    tokens = {"max_position_embeddings": 2048, "eos_token_id": 1, "bos_token_id": None}
-    architecture = {"architectures": ["Qwen3ForCausalLM"]}
-    transformers.Qwen3Config(**sizes, **tokens, **architecture).save_pretrained(folder)
+    shape = COMMON | EXTRA["Qwen3"] | {"max_position_embeddings": 2048}
+    transformers.Qwen3Config(**shape, architectures=["Qwen3ForCausalLM"]).save_pretrained(folder)
     return folder
 
 

@@ -166,31 +166,18 @@ def test_blocks_go_back_after_the_step_that_still_writes_to_them(pair, boards, a
         online.done()
 
 
-def test_the_steps_in_flight_are_part_of_what_a_step_holds_up_for(pair, boards, asynchronous):
-    """The online engine has time for one of R's steps, then not for another beside it."""
+def test_a_step_in_flight_is_on_the_board_and_part_of_what_the_next_one_holds_up_for(pair, boards):
     _, _, rollout = pair(2 * BUDGET // PAGE)
-    scheduler, told = rollout.driven.scheduler, boards.begin("online")
-    boards.set("control", stops=0)
+    scheduler = rollout.driven.scheduler
+    boards.begin("online")
     rollout.driven.add("r", prompt=60, tokens=100)
     for _ in range(3):
         rollout.turn(False)
     assert sum(rollout.driven.plan().values()) == 1
     output, work, began = scheduler._in_flight[0]
-    one = scheduler._predictor.p99(work)
-    assert (
-        0 < board.Reader(boards.folder / "rollout", board.Rollout).read().step_ends <= began + 60.0
-    )
+    told = board.Reader(boards.folder / "rollout", board.Rollout).read()
+    assert 0 < told.step_ends <= began + 60.0
     # however slow this machine is: it just began
     scheduler._in_flight[0] = (output, work, time.monotonic() + 600.0)
     ahead = scheduler._in_flight_s(scheduler._predictor)
-    assert ahead[1] == one > 0
-
-    def admitted(now: float, slack: float) -> int:
-        state = told.state
-        state.beat, state.hold_until = now, now + slack
-        return scheduler._gate.admit(now, state, scheduler.control.read(), work, ahead).tokens
-
-    now = time.monotonic()
-    assert admitted(now, 0.5 * ahead[1]) == admitted(now, 0.999 * (ahead[1] + one)) == 0
-    assert admitted(now, 1.001 * (ahead[1] + one)) == 1
-    assert scheduler._gate.admit(now, told.state, scheduler.control.read(), work).tokens == 1
+    assert ahead[1] == scheduler._predictor.p99(work) > 0

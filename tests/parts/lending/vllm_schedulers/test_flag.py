@@ -157,13 +157,3 @@ def test_a_step_that_was_stopped_for_long_ends_beside_a_busy_engine(rollouts, fl
     rollouts.done()
     scheduler._on_beat()
     assert not flag.may_go, "the next one stops again"
-
-
-def test_the_flag_is_up_while_the_first_step_is_planned(online, flag, monkeypatch):
-    scheduler, seen = online.scheduler, []
-    share = scheduler._share_memory
-    monkeypatch.setattr(scheduler, "_share_memory", lambda: seen.append(flag.up) or share())
-    online.add("a", prompt=40, tokens=1)
-    online.step()
-    online.step()
-    assert seen == [True, False] and not flag.up

@@ -94,16 +94,6 @@ def test_requests_that_lose_their_memory_to_others_are_counted(driven):
     assert driven.scheduler.state.preempted > 0 and driven.made == dict.fromkeys("abc", 250)
 
 
-def test_alone_it_keeps_its_memory_and_beside_rollouts_it_lends(driven, boards):
-    driven.add("a", prompt=64, tokens=50)
-    driven.step()
-    assert driven.scheduler.pool.limit_bytes == TOTAL
-    boards.begin("rollout")
-    driven.step()
-    state, pool = driven.scheduler.state, driven.scheduler.pool
-    assert state.kv_held == pool.limit_bytes < 0.5 * TOTAL and pool.used <= pool.limit_bytes
-
-
 def test_a_whole_step_of_prompts_finds_memory_though_all_else_is_lent(driven, boards):
     driven.add("a", prompt=32, tokens=200)
     boards.begin("rollout")
@@ -141,16 +131,6 @@ def test_it_uses_lent_memory_after_its_return_and_preempts_nothing_meanwhile(dri
     boards.set("rollout", kv_budget=0.2 * TOTAL)
     driven.steps(3)
     assert pool.limit_bytes > 0.5 * TOTAL and state.running == 2 and state.preempted == 0
-
-
-def test_when_lending_stops_everything_is_held_again(driven, boards):
-    boards.begin("rollout")
-    driven.add("a", tokens=50)
-    driven.step()
-    assert driven.scheduler.pool.limit_bytes < TOTAL
-    boards.set("control", lend=0)
-    driven.step()
-    assert driven.scheduler.pool.limit_bytes == TOTAL
 
 
 @pytest.fixture

@@ -191,28 +191,6 @@ def test_a_device_without_memory_withholds_blocks_and_they_come_when_it_has_some
     engine.step()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:4])
-def test_of_much_memory_a_part_goes_with_each_call_and_the_highest_first(layout):
-    engine = Engine(layout, [Device(100)])
-    pool, some = engine.pool, 5 * engine.pool.block_bytes
-    pool.limit(pool.total)
-    engine.take("a", 3)
-    wanted, moved = 4 * pool.block_bytes, []
-    while pool.limit_bytes > wanted:
-        had = pool.limit_bytes
-        pool.limit(wanted, math.inf, some)
-        moved.append((had - pool.limit_bytes) // pool.block_bytes)
-        engine.step()
-    assert set(moved[:-1]) <= {5} and 0 < moved[-1] <= 5 and pool.used == 3 * pool.block_bytes
-    assert (
-        pool.paced(pool.total, 0, module.AT_ONCE) == 4 * pool.block_bytes + module.AT_ONCE
-        or pool.paced(pool.total, 0, module.AT_ONCE) == pool.total
-    )
-    pool.limit(pool.total)
-    # others have counted on it: all at once
-    assert pool.limit(wanted, pool.mapped // 2, some) <= pool.total // 2
-
-
 def test_a_strewn_pool_settles_in_parts_and_has_as_many_blocks_meanwhile():
     engine = Engine(LAYOUTS[0], [Device(100)])
     pool = engine.pool

@@ -81,15 +81,6 @@ def test_who_waits_at_a_shut_gate_hears_calls(driven, boards, monkeypatch, call)
     assert not waiting.is_alive()
 
 
-def test_a_silent_online_engine_shuts_the_gate(driven, boards):
-    driven.add("a")
-    driven.step()
-    boards.close()
-    lends_for(driven.scheduler, stale_after_s=0.01)
-    time.sleep(0.02)
-    assert not any(driven.steps(2)) and driven.scheduler.state.shut_by == Reason.ONLINE_SILENT
-
-
 def test_a_damaged_board_shuts_the_gate(driven, boards):
     driven.add("a")
     driven.step()
@@ -120,11 +111,7 @@ def test_the_slack_bounds_a_step(driven, boards):
     driven.add("b", prompt=200)
     driven.scheduler._gate.hold = 100.0  # holds up by 100 times of what it takes: 1 s is 10 ms
     boards.set("online", hold_until=time.monotonic() + 0.25)
-    got = driven.step()
-    assert 0 <= sum(got.values()) < 201
-    boards.set("online", hold_until=board.INFINITE)
-    driven.scheduler._gate.hold = 1.0
-    assert sum(driven.step().values()) > 100
+    assert sum(driven.step().values()) < 201
 
 
 def test_memory_that_is_wanted_back_is_released_at_once_with_whole_requests(driven, boards):
@@ -148,29 +135,6 @@ def test_memory_that_is_wanted_back_is_released_at_once_with_whole_requests(driv
     assert set(driven.step()) == left, "the others go on"
 
 
-def test_it_stays_small_until_the_next_training_step(driven, boards):
-    driven.add("a", prompt=150, tokens=400)
-    driven.step()
-    boards.set("online", kv_used=0.6 * TOTAL, kv_wanted=0.6 * TOTAL, kv_held=0.7 * TOTAL)
-    driven.step()
-    small = blocks_held(driven)
-    boards.set("online", kv_used=0, kv_wanted=0, kv_held=0.1 * TOTAL)
-    driven.steps(3)
-    assert blocks_held(driven) == small
-    boards.set("control", epoch=2)
-    # What was lately used is forgotten slowly; that isn't what is tested here.
-    driven.scheduler._budget._peak = 0.0
-    driven.step()
-    assert blocks_held(driven) > small
-
-
-def test_it_takes_only_what_the_online_engine_has_let_go(driven, boards):
-    boards.set("online", kv_held=0.8 * TOTAL)
-    driven.add("a")
-    driven.step()
-    assert driven.scheduler.pool.limit_bytes <= 0.2 * TOTAL
-
-
 def test_it_takes_what_is_lent_in_parts_and_revocations_between(driven, boards, monkeypatch):
     for module in (pool, rollout):
         monkeypatch.setattr(module, "AT_ONCE", 4 * 4096)
@@ -191,9 +155,11 @@ def test_while_it_rests_it_holds_no_memory_and_says_all_the_same_that_lending_be
     driven.add("a", tokens=2)
     driven.steps(4)
     scheduler = driven.scheduler
+    assert not scheduler.has_requests() and not scheduler._wants_loop()
     boards.set("control", lend=0)
+    assert scheduler._wants_loop(), "it wakes to give memory back"
     driven.step()
-    assert not blocks_held(driven)
+    assert not blocks_held(driven) and not scheduler._wants_loop()
     boards.set("control", lend=1)
     driven.step()
     assert blocks_held(driven)
@@ -241,18 +207,6 @@ def test_who_comes_to_a_shut_gate_after_a_long_idle_time_waits_as_long_as_others
     assert driven.scheduler.state.open_s + driven.scheduler.state.shut_s < 900.0
 
 
-def test_an_idle_engine_says_that_its_gate_opens_again(driven, boards):
-    driven.step()
-    boards.set("online", lends=0)
-    assert driven.scheduler._wants_loop()
-    driven.step()
-    assert driven.scheduler.state.open == 0 and not driven.scheduler._wants_loop()
-    boards.set("online", lends=1)
-    assert driven.scheduler._wants_loop()
-    driven.step()
-    assert driven.scheduler.state.open == 1 and not driven.scheduler._wants_loop()
-
-
 def test_fewer_tokens_than_requests_reach_all_of_them_in_turn(driven, boards):
     for name in "abcdef":
         driven.add(name, prompt=8, tokens=50)
@@ -261,16 +215,3 @@ def test_fewer_tokens_than_requests_reach_all_of_them_in_turn(driven, boards):
     lends_for(driven.scheduler, chunk_tokens=2)
     served = {name for got in driven.steps(3) for name in got}
     assert served == set("abcdef")
-
-
-def test_an_idle_engine_wakes_to_give_memory_back(driven, boards):
-    driven.add("a", tokens=2)
-    driven.steps(4)
-    scheduler = driven.scheduler
-    assert scheduler.pool.limit_bytes > 0
-    assert not scheduler.has_requests()
-    assert not scheduler._wants_loop()
-    boards.set("control", lend=0)
-    assert scheduler._wants_loop()
-    driven.step()
-    assert scheduler.pool.limit_bytes == 0 and not scheduler._wants_loop()
