@@ -10,6 +10,7 @@ from __future__ import annotations
 import glob
 import json
 import time
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,12 @@ def read(run_dir: Path) -> list[tuple[Path, dict[str, Any]]]:
     run_dir = Path(run_dir).resolve()
     found = []
     for path in sorted((run_dir.parent / "serving").glob(f"{glob.escape(run_dir.name)}-*/{LENT}")):
-        try:
-            found.append((path.parent, json.loads(path.read_text(encoding="utf-8"))))
-        except (OSError, ValueError):
-            continue  # The file is being written, or isn't readable here: report the others.
+        # A file that isn't readable here, or is damaged, is left out: report the others.
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            summary = json.loads(path.read_text(encoding="utf-8"))
+            _row(run_dir, path.parent, summary)
+            if summary["run"] == run_dir.name:  # lake-2's folders begin as lake's do
+                found.append((path.parent, summary))
     return found
 
 

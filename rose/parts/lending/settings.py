@@ -8,7 +8,6 @@ repository and conf/lending, with the command line over them.
 from __future__ import annotations
 
 import difflib
-import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -62,10 +61,9 @@ def parse(arguments: list[str]) -> dict[str, Any]:
 def of_run(run_dir: Path, arguments: list[str]) -> Config:
     """Return the run's stored configuration with `arguments` over it. Raises `ConfigError`."""
     path = Path(run_dir) / "config.json"
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: no configuration of a run ({error})") from None
+    tree = configuration.stored_object(path) if path.is_file() else {}
+    if not isinstance(tree.get("model"), dict) or not isinstance(tree.get("serving"), dict):
+        raise ConfigError(f"{path}: no configuration of a run; give that of a folder outputs/NAME")
     given = parse(arguments)
     for key, value in given.items():
         if not key.startswith(MAY_DIFFER) or key in FIXED:

@@ -12,8 +12,11 @@ import shlex
 import sys
 from typing import Any
 
+import msgspec
+
 from rose.agent.envs.base import Action, ToolCall
 
+TYPES: dict[str, Any] = {"integer": int, "number": int | float, "boolean": bool}
 SAY = "say"  # text without a call, in environments with tools
 
 
@@ -120,10 +123,10 @@ def _value(text: str, schema: dict[str, Any]) -> Any:
         if found is None:
             raise ValueError(f"{text!r} is none of {', '.join(map(str, choices))}")
         return found
-    if kind in ("integer", "number", "boolean"):
+    if kind in TYPES:
         try:
-            return json.loads(text)
-        except ValueError:
+            return msgspec.json.decode(text, type=TYPES[kind])
+        except msgspec.DecodeError:
             raise ValueError(f"{text!r} is no {kind}") from None
     return text
 

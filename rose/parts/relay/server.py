@@ -177,8 +177,8 @@ class Relay:
         self, request: web.Request, path: str, stat: Stat, fresh: bool
     ) -> web.StreamResponse:
         """Send a file's bytes. Raises the error if the first piece fails. If a later piece fails,
-        the header has been sent, and the client's connection is aborted. The client then requests
-        the remaining bytes, and the answer to that names the error."""
+        whatever the reason, the header has been sent, and the client's connection is aborted. The
+        client then requests the remaining bytes, and the answer to that names the error."""
         at, end = _range(request, path, stat.size)
         headers = {"ETag": f'"{stat.tag}"'}
         if at == end:
@@ -203,9 +203,11 @@ class Relay:
                     await response.write(piece)
                 at += len(piece)
                 self.counters["served_bytes"] += len(piece)
-        except (TransferError, ConnectionError, TimeoutError):
+        except Exception as error:
             if not response.prepared:
                 raise
+            if not isinstance(error, (TransferError, ConnectionError, TimeoutError)):
+                traceback.print_exc()
             self.counters["failed"] += 1
             if request.transport is not None:
                 request.transport.abort()

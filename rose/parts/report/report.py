@@ -175,8 +175,12 @@ def _optimisation(steps: list[dict[str, Any]]) -> list[str]:
 
 
 def _config(run_dir: Path) -> dict[str, Any]:
-    path = run_dir / "config.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    """Return the run's configuration; {} if its file is absent or damaged."""
+    try:
+        found = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _subtitle(config: dict[str, Any], rows: list[dict[str, Any]]) -> str:

@@ -22,6 +22,10 @@ def told(slo):
     return lambda device: report.summary(device, {"ttft_p99_s": 0.31}, slo, history, "")
 
 
+def of(run, summary):
+    return json.dumps(summary | {"run": run})
+
+
 def write(run, number, content):
     folder = run.parent / "serving" / f"{run.name}-node-{number}"
     folder.mkdir(parents=True)
@@ -31,9 +35,11 @@ def write(run, number, content):
 def test_each_device_has_a_row_with_both_sides(tmp_path, told):
     run = write_run(tmp_path / "run")
     assert "What serving kept" not in build_report(run).read_text()
-    write(run, 0, json.dumps(told("run on <node>")))
-    write(run, 1, '{"device": "half wr')
-    write(tmp_path / "other", 0, json.dumps(told("of another run")))
+    write(run, 0, of("run", told("run on <node>")))
+    for number, damaged in enumerate(('{"device": "half wr', "[]", '{"run": "run"}'), 1):
+        write(run, number, damaged)
+    for other in ("other", "run-2"):
+        write(tmp_path / other, 0, of(other, told("of another run")))
     html = build_report(run).read_text()
     assert "What serving kept" in html and "99.0%" in html and "12,345" in html
     assert "310 ms <span class=muted>of 1,000 ms</span>" in html

@@ -89,7 +89,7 @@ def test_a_run_without_a_version_has_only_the_first(make_config, tmp_path):
         (None, "no such folder; there are .*lakes"),
         ([], "neither a run nor an exported model"),
         (["adapter_config.json"], "is an adapter.*--merge"),
-        (["config.json"], "config.json: damaged"),
+        (["config.json"], "config.json: is damaged"),
     ],
 )
 def test_folders_that_are_nothing_to_play_are_refused_with_those_that_are(folder, files, words):

@@ -41,6 +41,8 @@ def test_a_line_is_a_call(line, tools, name, arguments):
         ("", [MOVE_TOOL], "none of left"),
         ("multiply 2 3", TOOLS, "'multiply': begin with one of calculate, answer, or with say"),
         ("answer seven", TOOLS, "'seven' is no number; type answer VALUE"),
+        ("answer null", TOOLS, "'null' is no number"),
+        ("undo true", SHELL, "'true' is no integer"),
         ("edit a.txt", [BASH, EDIT], "1 words where 3 are needed; type edit_file PATH OLD NEW"),
         ("edit 'a", [BASH, EDIT], "No closing quotation"),
         ("{left", [MOVE_TOOL], "no JSON object"),

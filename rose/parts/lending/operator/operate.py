@@ -313,6 +313,7 @@ class Operator:
         measured, stopped = report.quantiles(await self._scrape()), self.control.switch.stopped
         slo = self.serving.online.slo
         summary = report.summary(self._title, measured, slo, self.history, stopped)
+        summary["run"] = self.run_dir.name
         try:
             write_whole(self.home / "report.html", self._drawn(measured).encode())
             write_whole(self.home / LENT, json.dumps(summary).encode())

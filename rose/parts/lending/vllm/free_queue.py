@@ -21,13 +21,16 @@ class LowFirst(FreeKVCacheBlockQueue):
         super().__init__([])
         self.free = np.zeros(blocks, bool)
         self._uncached: dict[int, KVCacheBlock] = {}  # free blocks without a cached prefix
-        self._heap: list[int] = []  # block numbers of these, and some that were handed out since
+        self._heap: list[int] = []  # block numbers of these, and some that were removed since
+        self._queued = np.zeros(blocks, bool)  # which numbers are in the heap
 
     def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
         """Add free blocks; vLLM calls it for blocks without a cached prefix."""
         for block in blocks:
             self._uncached[block.block_id] = block
-            heapq.heappush(self._heap, block.block_id)
+            if not self._queued[block.block_id]:
+                self._queued[block.block_id] = True
+                heapq.heappush(self._heap, block.block_id)
         self.num_free_blocks += len(blocks)
         self._mark(blocks, True)
 
@@ -46,7 +49,9 @@ class LowFirst(FreeKVCacheBlockQueue):
         assert self.num_free_blocks >= n
         taken = []
         while self._uncached and len(taken) < n:
-            block = self._uncached.pop(heapq.heappop(self._heap), None)
+            number = heapq.heappop(self._heap)
+            self._queued[number] = False
+            block = self._uncached.pop(number, None)
             if block is not None:
                 taken.append(block)
         self.num_free_blocks -= len(taken)

@@ -51,11 +51,12 @@ def lower_priority(pid: int, to_idle: bool, except_for: int | None = None) -> No
 
 def restore_priority(pid: int) -> None:
     """Raise another process's idle threads to the normal priority, if this user may do that."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(FileNotFoundError):  # The process has ended.
         for thread in _threads(pid):
-            if os.sched_getscheduler(thread) == os.SCHED_IDLE:
-                os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
-                os.setpriority(os.PRIO_PROCESS, thread, 0)
+            with contextlib.suppress(OSError):  # The thread has ended, or this user may not.
+                if os.sched_getscheduler(thread) == os.SCHED_IDLE:
+                    os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+                    os.setpriority(os.PRIO_PROCESS, thread, 0)
 
 
 def may_return() -> bool:
