@@ -82,16 +82,8 @@ def test_too_few_rows_for_the_ranks_is_said():
         plan_micro_batches(Padded([5, 5, 5]), 2, 100, 2)
 
 
-SMALL_MODEL = ModelShape(
-    layers=30,
-    hidden=576,
-    intermediate=1536,
-    heads=9,
-    kv_heads=3,
-    head_dim=64,
-    vocab=49152,
-    tied_embeddings=True,
-)
+SIZES = {"layers": 30, "hidden": 576, "intermediate": 1536, "heads": 9, "kv_heads": 3}
+SMALL_MODEL = ModelShape(**SIZES, head_dim=64, vocab=49152, tied_embeddings=True)
 
 
 def rows_like_a_batch(groups, size, system, prompt, answer, seed=0):
