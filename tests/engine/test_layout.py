@@ -8,16 +8,8 @@ import torch
 from rose.config import ModelShape
 from rose.engine.layout import slices
 
-SHAPE = ModelShape(
-    layers=1,
-    hidden=32,
-    intermediate=48,
-    heads=8,
-    kv_heads=2,
-    head_dim=4,
-    vocab=263,
-    tied_embeddings=False,
-)
+SIZES = {"layers": 1, "hidden": 32, "intermediate": 48, "heads": 8, "kv_heads": 2, "head_dim": 4}
+SHAPE = ModelShape(**SIZES, vocab=263, tied_embeddings=False)
 LAYER = "model.layers.0."
 
 
@@ -135,19 +127,6 @@ def hf_shapes_of_matrices() -> dict[str, tuple[int, int]]:
     return {name: shape for name, shape in hf_shapes().items() if "_proj.weight" in name}
 
 
-@pytest.mark.parametrize(
-    "name, shape, words",
-    [
-        (f"{LAYER}mlp.gate_proj.lora_A.weight", (3, 31), "has shape"),
-        (f"{LAYER}mlp.gate_proj.lora_B.weight", (47, 3), "has shape"),
-        (f"{LAYER}mlp.router.lora_B.weight", (48, 3), "beside no projection"),
-    ],
-)
-def test_an_adapter_for_another_model_is_refused(name, shape, words):
-    with pytest.raises(ValueError, match=words):
-        slices(name, shape, SHAPE, 0, 1)
-
-
 MIXTURE = msgspec.structs.replace(SHAPE, experts=4, experts_per_token=2, expert_intermediate=16)
 
 
@@ -198,31 +177,19 @@ def test_the_vocabulary_is_split_and_its_padding_stays_zero(tp):
         assert torch.equal(whole[:263], source[name]) and not whole[263:].any()
 
 
-@pytest.mark.parametrize("tp", [1, 2, 8])
-def test_norms_stand_whole_on_every_rank(tp):
-    source, ranks = load(tp)
-    for live in ranks:
-        for name in source:
-            if "norm" in name:
-                assert torch.equal(live[name], source[name])
-
-
-def test_tied_embeddings_are_kept_once():
-    tied = msgspec.structs.replace(SHAPE, tied_embeddings=True)
-    assert slices("lm_head.weight", (263, 32), tied, 0, 1) is None
-    assert slices("model.embed_tokens.weight", (263, 32), tied, 0, 1) is not None
-
-
 @pytest.mark.parametrize(
     "name, shape, tp, says",
     [
-        ("model.layers.0.mlp.experts.0.w1.weight", (4, 4), 1, "not one of"),
-        ("model.layers.0.mlp.experts.0.up_proj.weight", (48, 32), 1, "has 0 experts"),
-        ("model.layers.0.self_attn.gate_proj.weight", (48, 32), 1, "not one of"),
-        ("model.embed_tokens.weight", (264, 32), 1, "config says"),
-        ("model.layers.0.self_attn.q_proj.weight", (32, 32), 3, "can't be split"),
+        ("mlp.experts.0.w1.weight", (4, 4), 1, "not one of"),
+        ("mlp.experts.0.up_proj.weight", (48, 32), 1, "has 0 experts"),
+        ("self_attn.gate_proj.weight", (48, 32), 1, "not one of"),
+        ("self_attn.q_proj.weight", (32, 32), 3, "can't be split"),
+        ("mlp.gate_proj.weight", (48, 31), 1, "config says"),
+        ("mlp.gate_proj.lora_A.weight", (3, 31), 1, "config says"),
+        ("mlp.gate_proj.lora_B.weight", (47, 3), 1, "config says"),
+        ("mlp.router.lora_B.weight", (48, 3), 1, "beside no projection"),
     ],
 )
 def test_what_does_not_fit_is_refused(name, shape, tp, says):
     with pytest.raises(ValueError, match=says):
-        slices(name, shape, SHAPE, 0, tp)
+        slices(f"{LAYER}{name}", shape, SHAPE, 0, tp)

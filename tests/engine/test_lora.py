@@ -2,11 +2,11 @@
 
 import asyncio
 import time
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from rose import protocol
 from rose.config import Lora, read_shape
@@ -21,7 +21,9 @@ from rose.transfer.store import edge_name
 from tests.engine.test_vllm_engine import (
     DEADLINE_S,
     PROMPTS,
+    model_of,
     reference,
+    scheduled_by,
     settings,
     trainers,
     turn,
@@ -71,8 +73,6 @@ def agrees(policy, results) -> None:
 
 
 def test_ranks_are_those_that_vllm_has():
-    from typing import get_args
-
     from vllm.config.lora import MaxLoRARanks
 
     assert get_args(MaxLoRARanks) == SLOT_RANKS
@@ -85,12 +85,10 @@ def test_logprobs_are_those_of_peft(start, wait, folders, tmp_path, architecture
     folder = folders[architecture]
     engine = start(architecture, lora=lora)
     before = wait(engine.checksum())
-    base = AutoModelForCausalLM.from_pretrained(folder).float().eval()
-    results = wait(turns(engine))
-    for prompt, result in zip(PROMPTS, results, strict=True):
-        np.testing.assert_allclose(
-            result["logprobs"], reference(base, prompt, result["tokens"])[1], atol=1e-4
-        )
+    base = model_of(folder)
+    for prompt, result in zip(PROMPTS, wait(turns(engine)), strict=True):
+        _, expected = reference(base, prompt, result["tokens"])
+        np.testing.assert_allclose(result["logprobs"], expected, atol=1e-4)
     first, second = (policy_of(folder, lora, seed) for seed in (1, 2))
     world = world_of(tmp_path / "store", folder, first)
     world.publish(0)
@@ -124,8 +122,7 @@ def test_two_tensor_parallel_workers_take_their_parts(start, wait, folders, tmp_
 
 @pytest.mark.parametrize("in_flight", ["recompute", "keep"])
 def test_a_turn_in_flight_meets_a_new_adapter(start, wait, folders, tmp_path, in_flight):
-    twice = {"scheduler_cls": "tests.engine.schedulers.TwicePatientScheduler"}
-    engine = start("Qwen3", engine_args=twice, lora=ALL)
+    engine = start("Qwen3", engine_args=scheduled_by("TwicePatient"), lora=ALL)
     first, second = (policy_of(folders["Qwen3"], ALL, seed) for seed in (1, 2))
     world = world_of(tmp_path / "store", folders["Qwen3"], first)
     world.publish(0)
@@ -167,7 +164,7 @@ def test_a_turn_in_flight_meets_a_new_adapter(start, wait, folders, tmp_path, in
 def test_an_adapter_for_another_base_is_refused(start, wait, folders, tmp_path):
     engine = start("Qwen3", lora=ALL)
     load = engine.load_version
-    other = AutoModelForCausalLM.from_pretrained(folders["Qwen3"])
+    other = model_of(folders["Qwen3"])
     with torch.no_grad():
         other.model.layers[1].mlp.up_proj.weight[3, 5] += 1e-3
     other.save_pretrained(tmp_path / "other")
