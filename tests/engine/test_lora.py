@@ -65,6 +65,16 @@ def world_of(store, folder, policy) -> World:
     return World(store, weights, at, largest=500, dtype=torch.float32, base=base)
 
 
+def two_versions(store, folder):
+    """(a world that has published versions 0 and 1, the policy of each)"""
+    first, second = (policy_of(folder, ALL, seed) for seed in (1, 2))
+    world = world_of(store, folder, first)
+    world.publish(0)
+    world.weights = published(second)
+    world.publish(1)
+    return world, first, second
+
+
 def agrees(policy, results) -> None:
     for prompt, result in zip(PROMPTS, results, strict=True):
         tokens, logprobs = reference(policy.hf, prompt, result["tokens"])
@@ -123,11 +133,7 @@ def test_two_tensor_parallel_workers_take_their_parts(start, wait, folders, tmp_
 @pytest.mark.parametrize("in_flight", ["recompute", "keep"])
 def test_a_turn_in_flight_meets_a_new_adapter(start, wait, folders, tmp_path, in_flight):
     engine = start("Qwen3", engine_args=scheduled_by("TwicePatient"), lora=ALL)
-    first, second = (policy_of(folders["Qwen3"], ALL, seed) for seed in (1, 2))
-    world = world_of(tmp_path / "store", folders["Qwen3"], first)
-    world.publish(0)
-    world.weights = published(second)
-    world.publish(1)
+    world, first, second = two_versions(tmp_path / "store", folders["Qwen3"])
     load = engine.load_version
     wait(load(0, str(world.store), settings()))
 
@@ -179,11 +185,7 @@ def test_an_adapter_for_another_base_is_refused(start, wait, folders, tmp_path):
     with pytest.raises(TransferError, match="versions are whole models, and this .* with trainer"):
         wait(engine.load_version(0, str(whole.store), settings()))
     assert wait(engine.checksum()) == before and engine.version == -1
-    first, second = (policy_of(folders["Qwen3"], ALL, seed) for seed in (1, 2))
-    mine = world_of(tmp_path / "mine", folders["Qwen3"], first)
-    mine.publish(0)
-    mine.weights = published(second)
-    mine.publish(1)
+    mine, _, second = two_versions(tmp_path / "mine", folders["Qwen3"])
     token = tmp_path / "token"
     token.touch(0o600)
     token.write_text(TOKEN)

@@ -12,12 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rose.config import ModelShape
 from rose.engine import layout
 from rose.transfer import TransferError, changes, codec
+from rose.transfer.blocks import Block, rectangles
 from rose.transfer.edge import Edge, read_plan
-from rose.transfer.live import Live
+from rose.transfer.live import Live, Place
 from rose.transfer.receive import whole
 from rose.transfer.source import Folder
 from rose.transfer.stage import place_blocks, stage
 from rose.transfer.store import FULL
+from tests.engine import shapes
 from tests.transfer.worlds import SHAPES, World, same
 
 ALL = 1 << 30
@@ -47,12 +49,8 @@ class Breaking(Live):
     def write(self, place, values):
         self._left -= 1
         if self._left == 0 or (self._left < 0 and not self._mended):
-            super().write(
-                place,
-                torch.cat(
-                    [values[: len(values) // 2], torch.zeros_like(values[len(values) // 2 :])]
-                ),
-            )
+            half = len(values) // 2
+            super().write(place, torch.cat([values[:half], torch.zeros_like(values[half:])]))
             raise RuntimeError("device lost")
         super().write(place, values)
 
@@ -269,68 +267,25 @@ def test_of_a_device_what_is_free_less_a_reserve_is_taken_and_never_more_than_al
 # servers
 
 
+SIZES = {"layers": 2, "hidden": 16, "intermediate": 24, "heads": 8, "head_dim": 4}
+
+
 def shape_of(kv_heads: int, tied: bool) -> ModelShape:
     """A vocabulary of 150 is padded to 192: with 4 ranks the last holds 6 rows."""
-    return ModelShape(
-        layers=2,
-        hidden=16,
-        intermediate=24,
-        heads=8,
-        kv_heads=kv_heads,
-        head_dim=4,
-        vocab=150,
-        tied_embeddings=tied,
-    )
+    return ModelShape(**SIZES, kv_heads=kv_heads, vocab=150, tied_embeddings=tied)
 
 
-def tensors_of(
-    shape: ModelShape, bias: bool, generator: torch.Generator
-) -> dict[str, torch.Tensor]:
-    """As Hugging Face names them: Qwen2 with `bias`, else Llama."""
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    h, i = shape.hidden, shape.intermediate
-    extents = {"model.embed_tokens.weight": (shape.vocab, h), "model.norm.weight": (h,)}
-    if not shape.tied_embeddings:
-        extents["lm_head.weight"] = (shape.vocab, h)
-    for layer in range(shape.layers):
-        at = f"model.layers.{layer}."
-        for name, rows in (("q", q), ("k", kv), ("v", kv)):
-            extents[f"{at}self_attn.{name}_proj.weight"] = (rows, h)
-            if bias:
-                extents[f"{at}self_attn.{name}_proj.bias"] = (rows,)
-        extents |= {
-            f"{at}self_attn.o_proj.weight": (h, q),
-            f"{at}mlp.gate_proj.weight": (i, h),
-            f"{at}mlp.up_proj.weight": (i, h),
-            f"{at}mlp.down_proj.weight": (h, i),
-            f"{at}input_layernorm.weight": (h,),
-            f"{at}post_attention_layernorm.weight": (h,),
-        }
+def weights_of(shape: ModelShape, bias: bool) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
     return {
         name: torch.randn(extent, generator=generator).bfloat16()
-        for name, extent in extents.items()
+        for name, extent in shapes.tensors(shape, bias).items()
     }
 
 
 def parameters_of(shape: ModelShape, bias: bool, tp_size: int) -> dict[str, torch.Tensor]:
-    """vLLM's, of one rank, zeros; written out here, not taken from the layout."""
-    h, i, rows = shape.hidden, shape.intermediate // tp_size, 192 // tp_size
-    qkv = (shape.heads // tp_size + 2 * max(1, shape.kv_heads // tp_size)) * shape.head_dim
-    extents = {"model.embed_tokens.weight": (rows, h), "model.norm.weight": (h,)}
-    if not shape.tied_embeddings:
-        extents["lm_head.weight"] = (rows, h)
-    for layer in range(shape.layers):
-        at = f"model.layers.{layer}."
-        extents |= {
-            f"{at}self_attn.qkv_proj.weight": (qkv, h),
-            f"{at}mlp.gate_up_proj.weight": (2 * i, h),
-            f"{at}self_attn.o_proj.weight": (h, shape.heads * shape.head_dim // tp_size),
-            f"{at}mlp.down_proj.weight": (h, i),
-            f"{at}input_layernorm.weight": (h,),
-            f"{at}post_attention_layernorm.weight": (h,),
-        }
-        if bias:
-            extents[f"{at}self_attn.qkv_proj.bias"] = (qkv,)
+    """vLLM's, of one rank, zeros."""
+    extents = shapes.parameters(shape, bias, tp_size)
     return {name: torch.zeros(extent, dtype=torch.bfloat16) for name, extent in extents.items()}
 
 
@@ -366,35 +321,29 @@ def cuts_for(weights, shape: ModelShape, degrees) -> dict:
     ids=["qwen2", "llama-untied", "one-key-value-head"],
 )
 def test_servers_of_every_degree_get_exactly_their_parts(tmp_path, bias, kv_heads, tied):
-    shape, generator = shape_of(kv_heads, tied), torch.Generator().manual_seed(3)
-    weights = tensors_of(shape, bias, generator)
-    world = World(
-        tmp_path / "store", weights, cuts_for(weights, shape, (1, 2, 4)), size=3, largest=70
-    )
+    shape = shape_of(kv_heads, tied)
+    weights = weights_of(shape, bias)
+    cuts = cuts_for(weights, shape, (1, 2, 4))
+    world = World(tmp_path / "store", weights, cuts, size=3, largest=70)
     initial = dict(world.weights)
     world.publish(0)
     world.step(0.3)
     world.publish(1)
     for tp_size in (1, 2, 4):
         for rank in range(tp_size):
-            empty, fresh = (
-                parameters_of(shape, bias, tp_size),
-                expected(initial, shape, bias, rank, tp_size),
-            )
+            empty = parameters_of(shape, bias, tp_size)
+            fresh = expected(initial, shape, bias, rank, tp_size)
             for live, route in ((empty, [(0, FULL), (1, 0)]), (fresh, [(1, 0)])):
                 made = staged(world.store, route, Live(live), places=placed(shape, rank, tp_size))
                 made.flip()
                 made.check()
-                assert same(live, expected(world.weights, shape, bias, rank, tp_size)), (
-                    tp_size,
-                    rank,
-                    route,
-                )
+                right = expected(world.weights, shape, bias, rank, tp_size)
+                assert same(live, right), (tp_size, rank, route)
 
 
 def test_the_parts_of_a_server_fill_its_parameters_but_for_the_padding_of_the_vocabulary(tmp_path):
     shape = shape_of(2, True)
-    weights = tensors_of(shape, True, torch.Generator())
+    weights = weights_of(shape, True)
     world = World(tmp_path / "store", weights, cuts_for(weights, shape, (1, 2, 4)))
     live = Live(parameters_of(shape, True, 4))
     _, filled = place_blocks(
@@ -407,10 +356,9 @@ def test_the_parts_of_a_server_fill_its_parameters_but_for_the_padding_of_the_vo
 
 def test_a_server_of_a_degree_that_the_trainer_did_not_cut_for_is_told_which_key_to_set(tmp_path):
     shape = shape_of(2, True)
-    weights = tensors_of(shape, True, torch.Generator())
-    world = World(
-        tmp_path / "store", weights, cuts_for(weights, shape, (1, 2)), size=1, largest=10**6
-    )
+    weights = weights_of(shape, True)
+    cuts = cuts_for(weights, shape, (1, 2))
+    world = World(tmp_path / "store", weights, cuts, size=1, largest=10**6)
     placed(shape, 0, 2)(world.plan, Live(parameters_of(shape, True, 2)))
     with pytest.raises(TransferError, match="lies half in this engine's"):
         placed(shape, 0, 4)(world.plan, Live(parameters_of(shape, True, 4)))
@@ -436,17 +384,11 @@ def test_tensors_that_do_not_fit_the_engine_are_named(tmp_path):
 
 def test_positions_in_a_block_of_ragged_rows_become_indices_of_the_parameter():
     live = Live({"w": torch.arange(60, dtype=torch.float32).view(6, 10)})
-    from rose.transfer.blocks import Block, rectangles
-    from rose.transfer.live import Place
-
     place = Place("w", rectangles(Block(0, 13, 47, 2, 8, 0), 10))
     values = live.read(place)
-    positions = np.arange(len(values), dtype=np.int32)
-    assert (
-        live.matrices["w"].view(-1)[live.indices(place, positions)].numpy().view(np.uint32)
-        == values
-    ).all()
-    assert codec.DTYPES[4] == values.dtype
+    indices = live.indices(place, np.arange(len(values), dtype=np.int32))
+    found = live.matrices["w"].view(-1)[indices].numpy().view(np.uint32)
+    assert np.array_equal(found, values) and codec.DTYPES[4] == values.dtype
 
 
 def test_staging_holds_a_few_blocks_at_once_however_many_are_fetched_together(tmp_path):
