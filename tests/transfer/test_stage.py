@@ -126,10 +126,8 @@ def test_a_flip_that_breaks_off_among_sparse_values_is_taken_back(two):
 
 def test_a_flip_that_can_t_be_taken_back_says_that_the_weights_are_a_mixture(two):
     store, zero, one = two
-    for live, dense_bytes in (
-        (Breaking(copy(zero), 2, mended=False), ALL),
-        (Breaking(copy(zero), 2), 0),
-    ):
+    for mended, dense_bytes in ((False, ALL), (True, 0)):
+        live = Breaking(copy(zero), 2, mended)
         with pytest.raises(TransferError, match="the weights are a mixture now: device lost"):
             staged(store, [(1, 0)], live, dense_bytes).flip()
 
@@ -141,11 +139,8 @@ def test_the_check_names_a_parameter_that_is_not_what_it_should_be(two):
         made = staged(store, route, Live(live))
         made.flip()
         live["layer.weight"] += 1
-        with pytest.raises(
-            TransferError,
-            match=r"live parameter layer.weight, block \d+: xxh3-128 [0-9a-f]{32} after the flip, "
-            r"expected [0-9a-f]{32}",
-        ):
+        wrong = r"live parameter layer.weight, block \d+: xxh3-128 \w{32} after the flip, expected"
+        with pytest.raises(TransferError, match=wrong):
             made.check()
 
 
@@ -179,9 +174,7 @@ class Peak(TorchDispatchMode):
 
 def changed_by(share: float, tmp_path, dtype=torch.bfloat16):
     """A store of versions 0 and 1, so large a share of the values apart; the weights of both."""
-    weights = {
-        name: torch.randn(extent).to(dtype) for name, extent in (("w", (40, 100)), ("v", (3000,)))
-    }
+    weights = {"w": torch.randn(40, 100).to(dtype), "v": torch.randn(3000).to(dtype)}
     world = World(tmp_path / "store", weights, cuts={}, size=2, largest=500)
     world.publish(0)
     zero = copy(world.weights)
@@ -257,9 +250,7 @@ def test_of_a_device_what_is_free_less_a_reserve_is_taken_and_never_more_than_al
     cases = ((10 * 2**30, None, 10 * 2**30 - changes.RESERVE_BYTES), (10 * 2**30, 2**30, 2**30))
     cases += ((2**28, 2**30, changes.MIN_BYTES), (2**28, None, changes.MIN_BYTES))
     for free, most, wanted in cases:
-        monkeypatch.setattr(
-            torch.cuda, "mem_get_info", lambda device, free=free: (free, 80 * 2**30)
-        )
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, f=free: (f, 80 * 2**30))
         assert changes.budget(live, most) == wanted
 
 
@@ -370,12 +361,12 @@ def test_tensors_that_do_not_fit_the_engine_are_named(tmp_path):
     def whole_tensor(name, extent):
         return layout.LocalSlice(name, *[tuple(slice(0, size) for size in extent)] * 2)
 
-    wrong = zeros() | {"norm": torch.zeros(12)}
-    with pytest.raises(TransferError, match=r"'norm' is bfloat16, the engine's parameter norm has"):
-        place_blocks(world.plan, whole_tensor, Live(wrong))
-    wrong = zeros() | {"embed": torch.zeros(49, 12, dtype=torch.bfloat16)}
-    with pytest.raises(TransferError, match=r"'embed' \(50, 12\) doesn't fit the engine's"):
-        place_blocks(world.plan, whole_tensor, Live(wrong))
+    for name, tensor, why in (
+        ("norm", torch.zeros(12), "'norm' is bfloat16, the engine's parameter norm has"),
+        ("embed", torch.zeros(49, 12).bfloat16(), r"'embed' \(50, 12\) doesn't fit the engine's"),
+    ):
+        with pytest.raises(TransferError, match=why):
+            place_blocks(world.plan, whole_tensor, Live(zeros() | {name: tensor}))
     with pytest.raises(TransferError, match="live parameter embed is torch.float8_e4m3fn:"):
         Live({"embed": torch.zeros(50, 12).to(torch.float8_e4m3fn)})
     with pytest.raises(TransferError, match="live parameter embed is not contiguous"):
