@@ -1,7 +1,6 @@
 """What fused kernels need is looked for before anything starts."""
 
 import importlib.util
-import json
 
 import pytest
 
@@ -10,6 +9,7 @@ from rose.config import ConfigError
 from rose.launch import model
 from rose.trainer import compilers
 from tests.conftest import compose_tree
+from tests.made import model_folder
 
 LIGER = ("trainer=zero3_gpu", "rollout=gpu", "cluster=gpus", "cluster.gpus=16")
 
@@ -41,15 +41,10 @@ def test_liger_has_to_be_installed(make_config, monkeypatch):
 
 
 def test_a_model_without_fused_operations_is_refused_by_its_config(make_config, tmp_path):
-    names = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size")
-    raw = dict.fromkeys((*names, "vocab_size"), 8) | {"max_position_embeddings": 2**20}
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")  # no tensors
     c = make_config(*LIGER, "trainer.kernels=liger", f"model.path={tmp_path}")
+    sizes = {"num_attention_heads": 8, "max_position_embeddings": 2**20}
     for kind in ("qwen3", "gpt2"):
-        (tmp_path / "config.json").write_text(
-            json.dumps(raw | {"model_type": kind, "architectures": ["AnyForCausalLM"]})
-        )
+        model_folder(tmp_path, model_type=kind, architectures=["AnyForCausalLM"], **sizes)
         if kind == "qwen3":
             assert model.shape(c).heads == 8
         else:

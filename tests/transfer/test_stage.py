@@ -332,19 +332,6 @@ def test_servers_of_every_degree_get_exactly_their_parts(tmp_path, bias, kv_head
                 assert same(live, right), (tp_size, rank, route)
 
 
-def test_the_parts_of_a_server_fill_its_parameters_but_for_the_padding_of_the_vocabulary(tmp_path):
-    shape = shape_of(2, True)
-    weights = weights_of(shape, True)
-    world = World(tmp_path / "store", weights, cuts_for(weights, shape, (1, 2, 4)))
-    live = Live(parameters_of(shape, True, 4))
-    _, filled = place_blocks(
-        world.plan, lambda name, extent: layout.slices(name, extent, shape, 3, 4), live
-    )
-    rest = {name: matrix.numel() - filled[name] for name, matrix in live.matrices.items()}
-    expected = {"model.embed_tokens.weight": (48 - 6) * 16}
-    assert {name: count for name, count in rest.items() if count} == expected
-
-
 def test_a_server_of_a_degree_that_the_trainer_did_not_cut_for_is_told_which_key_to_set(tmp_path):
     shape = shape_of(2, True)
     weights = weights_of(shape, True)
