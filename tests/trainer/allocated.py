@@ -155,16 +155,10 @@ def _save(shape: dict[str, Any], folder: Path, dtype: str) -> None:
         kind, mixture = "Qwen3Moe", {"num_experts": experts}
         mixture["num_experts_per_tok"] = shape["experts_per_token"]
         mixture["moe_intermediate_size"] = shape["expert_intermediate"]
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=shape["vocab"],
-        hidden_size=shape["hidden"],
-        intermediate_size=shape["intermediate"],
-        num_hidden_layers=shape["layers"],
-        num_attention_heads=shape["heads"],
-        num_key_value_heads=shape["kv_heads"],
-        head_dim=shape["head_dim"],
-        tie_word_embeddings=shape["tied_embeddings"],
-        **mixture,
-    )
+    sizes = {"vocab_size": shape["vocab"], "hidden_size": shape["hidden"]}
+    sizes |= {"intermediate_size": shape["intermediate"], "num_hidden_layers": shape["layers"]}
+    sizes |= {"num_attention_heads": shape["heads"], "num_key_value_heads": shape["kv_heads"]}
+    sizes |= {"head_dim": shape["head_dim"], "tie_word_embeddings": shape["tied_embeddings"]}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **mixture)
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     model.to(getattr(torch, dtype)).save_pretrained(folder)

@@ -393,11 +393,8 @@ def test_a_batch_without_any_tokens_is_finite(name):
 @pytest.mark.parametrize("name", ARGS)
 def test_an_exploded_ratio_keeps_the_gradient_finite(name):
     data = hand_made()
-    far = replace(
-        data,
-        new=torch.full_like(data.proximal, -0.1).requires_grad_(),
-        proximal=data.proximal - 1000,
-    )
+    new = torch.full_like(data.proximal, -0.1).requires_grad_()
+    far = replace(data, new=new, proximal=data.proximal - 1000)
     objective(build(name, ARGS[name]), far).backward()
     assert far.new.grad.isfinite().all()
 

@@ -138,20 +138,12 @@ def test_loss_and_parameter_gradients_are_trls(trl_trainer, case, corrected, bet
     trainer.model.zero_grad()
 
     trainer.use_vllm = corrected  # TRL weighs by this ratio when vLLM made the tokens
-    theirs = trainer._compute_loss(
-        trainer.model,
-        {
-            "prompt_ids": ids[:, :PROMPT],
-            "prompt_mask": torch.ones(ROWS, PROMPT).long(),
-            "completion_ids": ids[:, PROMPT:],
-            "completion_mask": mask.long(),
-            "advantages": advantages,
-            "old_per_token_logps": proximal,
-            "ref_per_token_logps": reference,
-            "num_items_in_batch": mask.sum(),
-            "importance_sampling_ratio": importance,
-        },
-    )
+    rows = {"prompt_ids": ids[:, :PROMPT], "prompt_mask": torch.ones(ROWS, PROMPT).long()}
+    rows |= {"completion_ids": ids[:, PROMPT:], "completion_mask": mask.long()}
+    rows |= {"advantages": advantages, "num_items_in_batch": mask.sum()}
+    rows |= {"old_per_token_logps": proximal, "ref_per_token_logps": reference}
+    rows |= {"importance_sampling_ratio": importance}
+    theirs = trainer._compute_loss(trainer.model, rows)
     theirs.backward()
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-5, abs=1e-7)
     torch.testing.assert_close(

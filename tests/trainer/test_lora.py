@@ -144,8 +144,8 @@ def test_a_checkpoint_beside_another_base_is_refused(world, tmp_path):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_bfloat16_follows_float32_within_its_precision(stage, tmp_path):
     tiny_world.save_model(tmp_path / "model")
-    more = [f"trainer.zero_stage={stage}", "trainer.dtype=bfloat16", "model.dtype=bfloat16"]
-    more += ["deterministic=false", "trainer.gradient_checkpointing=true"]
+    more = [f"trainer.zero_stage={stage}", *tiny_world.BFLOAT16]
+    more.append("trainer.gradient_checkpointing=true")
     actions = [["publish", 0], ["train", *STEPS[0]], ["publish", 1]]
     job = {"name": "run", "actions": actions, "settings": [LORA, WARM, *more]}
     metrics = tiny_world.run_world(job, tmp_path, 2)[0]["metrics"][0]

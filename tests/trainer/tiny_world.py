@@ -31,6 +31,8 @@ SETTINGS = (
     "trainer.step_timeout_s=200"
 ).split()
 
+BFLOAT16 = ["trainer.dtype=bfloat16", "model.dtype=bfloat16", "deterministic=false"]
+
 
 def save_model(folder: Path, tied: bool = True, kv_heads: int = 2) -> Path:
     import torch
