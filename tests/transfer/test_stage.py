@@ -4,17 +4,15 @@ part."""
 import tracemalloc
 import weakref
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rose.config import ModelShape
 from rose.engine import layout
-from rose.transfer import TransferError, changes, codec
-from rose.transfer.blocks import Block, rectangles
+from rose.transfer import TransferError, changes
 from rose.transfer.edge import Edge, read_plan
-from rose.transfer.live import Live, Place
+from rose.transfer.live import Live
 from rose.transfer.receive import whole
 from rose.transfer.source import Folder
 from rose.transfer.stage import place_blocks, stage
@@ -358,15 +356,6 @@ def test_tensors_that_do_not_fit_the_engine_are_named(tmp_path):
         Live({"embed": torch.zeros(50, 12).to(torch.float8_e4m3fn)})
     with pytest.raises(TransferError, match="live parameter embed is not contiguous"):
         Live({"embed": torch.zeros(12, 50).t()})
-
-
-def test_positions_in_a_block_of_ragged_rows_become_indices_of_the_parameter():
-    live = Live({"w": torch.arange(60, dtype=torch.float32).view(6, 10)})
-    place = Place("w", rectangles(Block(0, 13, 47, 2, 8, 0), 10))
-    values = live.read(place)
-    indices = live.indices(place, np.arange(len(values), dtype=np.int32))
-    found = live.matrices["w"].view(-1)[indices].numpy().view(np.uint32)
-    assert np.array_equal(found, values) and codec.DTYPES[4] == values.dtype
 
 
 def test_staging_holds_a_few_blocks_at_once_however_many_are_fetched_together(tmp_path):
