@@ -18,11 +18,11 @@ from rose import config, protocol
 from rose.config import read_shape
 from rose.engine import layout, vllm_engine
 from rose.engine.vllm_engine import EngineDied, EngineError
-from rose.trainer.experts import parts
 from rose.transfer import TransferError
 from rose.transfer.store import FULL, edge_name
 from tests import processes
 from tests.engine import schedulers
+from tests.trainer.test_experts import in_parts
 from tests.transfer.worlds import World
 
 pytestmark = pytest.mark.slow
@@ -70,14 +70,7 @@ def scheduled_by(kind: str) -> dict:
 
 def weights_of(model) -> dict[str, torch.Tensor]:
     """As the model's folder has them: tied ones once, each expert by itself."""
-    return {
-        part.name: whole.detach()
-        .reshape(-1)[part.start :][: math.prod(part.shape)]
-        .view(part.shape)
-        .clone()
-        for name, whole in model.named_parameters()
-        for part in parts(name, tuple(whole.shape))
-    }
+    return {name: part.clone() for name, part in in_parts(model).items()}
 
 
 def trainers(store, folder, degrees=(1, 2), **options) -> World:

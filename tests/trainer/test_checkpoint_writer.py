@@ -97,10 +97,8 @@ def test_a_prepared_checkpoint_runs_nothing_and_is_refused(tmp_path, monkeypatch
     folder = tmp_path / "step-000001"
     (folder / "deepspeed").mkdir(parents=True)
     for each in ("deepspeed/model.pt", "deepspeed/optimizer.pt", "random-0.pt"):
-        bad = each == name
-        torch.save(
-            {"a": Runs(call, *args.get(call, (ZeroStageEnum, "mro"))) if bad else 1}, folder / each
-        )
+        runs = Runs(call, *args.get(call, (ZeroStageEnum, "mro")))
+        torch.save({"a": runs if each == name else 1}, folder / each)
     engine = object.__new__(DeepSpeedEngine)
     engine.settings, engine.writer = SimpleNamespace(zero_stage=1, lora=None), CheckpointWriter(0)
     engine.rank, engine.world, engine.base = 0, 1, ""
@@ -174,18 +172,14 @@ def test_the_reason_names_the_full_disk_that_torch_does_not_speak_of(tmp_path, m
         raise RuntimeError("unexpected pos 704 vs 598")
 
     monkeypatch.setattr(checkpoint_writer.torch, "save", broken)
-    monkeypatch.setattr(
-        checkpoint_writer,
-        "refusal",
-        lambda folder: OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)),
-    )
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path))
+    monkeypatch.setattr(checkpoint_writer, "refusal", lambda folder: full)
     writer = CheckpointWriter(3)
     writer.save(state, str(tmp_path / "states.pt"))
     writer.finish(tmp_path)
     assert writer.wait(60)
-    with pytest.raises(
-        checkpoint.SaveFailed, match=f"pos 704 vs 598; .*No space left.*{tmp_path.name}"
-    ) as met:
+    why = f"pos 704 vs 598; .*No space left.*{tmp_path.name}"
+    with pytest.raises(checkpoint.SaveFailed, match=why) as met:
         checkpoint.saved(tmp_path)
     assert "free some space" in files.advice(None, str(met.value))
 

@@ -20,18 +20,9 @@ pytestmark = pytest.mark.slow
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 RANK, ALPHA = 4, 6.0
 LORA = f"trainer.lora={{rank: {RANK}, alpha: {ALPHA}, targets: [{', '.join(TARGETS)}]}}"
-JOB = {
-    "name": "run",
-    "settings": [LORA, "algorithm.kl_coef=0.5", WARM],
-    "actions": [
-        ["publish", 0],
-        *(["train", *step] for step in STEPS),
-        ["publish", 3],
-        ["save"],
-        ["train", *LAST, 4],
-        ["publish", 4],
-    ],
-}
+ACTIONS = [["publish", 0], *(["train", *step] for step in STEPS), ["publish", 3], ["save"]]
+ACTIONS += [["train", *LAST, 4], ["publish", 4]]
+JOB = {"name": "run", "settings": [LORA, "algorithm.kl_coef=0.5", WARM], "actions": ACTIONS}
 RESUMED = {"name": "resumed", "actions": [["load"], ["turn"], ["train", *LAST], ["publish", 4]]}
 WORLDS = [(0, 1), (1, 2), (2, 2), (3, 2)]
 

@@ -19,26 +19,12 @@ pytestmark = pytest.mark.slow
 # seed of the batch (even: prefix trees), tokens of a micro-batch, updates, scale of the rewards
 STEPS = [[1, 4000, 1, 1], [2, 40, 2, 1], [3, 100, 1, 1]]
 LAST = [4, 64, 1, 1]
-JOB = {
-    "name": "run",
-    "settings": [],
-    "actions": [
-        ["publish", 0],
-        *(["train", *step] for step in STEPS),
-        ["publish", 3],
-        ["save"],
-        ["train", *LAST, 4],
-        ["publish", 4],
-        ["train", 5, 64, 1, "inf"],
-        ["train", 6, 64, 1, 1e38],
-        ["publish", 5],
-    ],
-}
-RESUMED = {
-    "name": "resumed",
-    "settings": [],
-    "actions": [["load"], ["turn"], ["train", *LAST], ["turn"], ["publish", 4]],
-}
+ACTIONS = [["publish", 0], *(["train", *step] for step in STEPS), ["publish", 3], ["save"]]
+ACTIONS += [["train", *LAST, 4], ["publish", 4]]
+ACTIONS += [["train", 5, 64, 1, "inf"], ["train", 6, 64, 1, 1e38], ["publish", 5]]
+JOB = {"name": "run", "settings": [], "actions": ACTIONS}
+RESUMED = {"name": "resumed", "settings": []}
+RESUMED |= {"actions": [["load"], ["turn"], ["train", *LAST], ["turn"], ["publish", 4]]}
 WORLDS = [(0, 1), (1, 1), (1, 2), (2, 2), (3, 2)]
 
 
