@@ -139,7 +139,7 @@ def test_a_cpu_is_given_back_when_the_copies_are_written_and_not_with_them(tmp_p
         assert torch.equal(engine.writer.load(str(tmp_path / f"{name}.pt"))["weights"], weights)
 
 
-def test_a_checkpoint_that_is_never_written_keeps_the_device_and_says_so(monkeypatch):
+def test_a_checkpoint_that_is_never_written_keeps_the_device_and_says_so():
     engine = object.__new__(DeepSpeedEngine)
     engine.rank, engine.writer = 3, SimpleNamespace(wait=lambda deadline_s: False)
     with pytest.raises(TimeoutError, match="trainer rank 3 is writing its part of the last"):

@@ -88,7 +88,7 @@ def test_the_adapter_loss_gradient_and_kl_equal_the_plain_loop_over_peft(world):
     assert reports[0]["models"] == 1, "the reference is the policy without its adapter"
 
 
-def test_the_plan_has_the_hashes_of_the_models_folder_however_it_is_shared(world, tmp_path):
+def test_the_plan_has_the_hashes_of_the_models_folder_however_it_is_shared(world):
     folder, _, _, _ = world
     plan, _ = read_plan(Folder(folder / "run"))
     stored = load_file(folder / "model" / "model.safetensors")
