@@ -13,38 +13,24 @@ from rose import config
 from tests.conftest import compose_tree
 
 CONF = Path(__file__).parents[2] / "conf"
-COMMON = dict(
-    vocab_size=263,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=512,
-    initializer_range=0.2,
-    eos_token_id=1,
-    bos_token_id=None,
-)
+COMMON = {"vocab_size": 263, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+COMMON |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+COMMON |= {"initializer_range": 0.2, "eos_token_id": 1, "bos_token_id": None}
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 EXTRA = {
-    "Qwen3": dict(head_dim=32, tie_word_embeddings=True),
-    "Qwen2": dict(hidden_size=128, tie_word_embeddings=False),
-    "Llama": dict(tie_word_embeddings=True, head_dim=32),
-    "Qwen3Moe": dict(
-        head_dim=32,
-        tie_word_embeddings=False,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=48,
-        norm_topk_prob=True,
-    ),
+    "Qwen3": {"head_dim": 32, "tie_word_embeddings": True},
+    "Qwen2": {"hidden_size": 128, "tie_word_embeddings": False},
+    "Llama": {"head_dim": 32, "tie_word_embeddings": True},
+    "Qwen3Moe": {"head_dim": 32, "tie_word_embeddings": False, "norm_topk_prob": True} | MIXTURE,
 }
 
 
-def make_model(architecture: str, seed: int = 0):
+def make_model(architecture: str, seed: int = 0, **more):
     import transformers
 
     torch.manual_seed(seed)
-    shape = getattr(transformers, f"{architecture}Config")(**(COMMON | EXTRA[architecture]))
+    sizes = COMMON | EXTRA[architecture] | more
+    shape = getattr(transformers, f"{architecture}Config")(**sizes)
     model = getattr(transformers, f"{architecture}ForCausalLM")(shape).float().eval()
     for name, parameter in model.named_parameters():
         # transformers starts biases at zero, which would hide a misplaced one

@@ -19,21 +19,12 @@ class EvictingScheduler(AsyncScheduler):
 
     def update_from_output(self, scheduler_output, model_runner_output):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        for request in [
-            r
-            for r in self.running
-            if r.request_id.startswith("evict") and r.num_tokens >= AT_TOKENS
-        ]:
+        evicted = [r for r in self.running if r.request_id.startswith("evict")]
+        end = {"finish_reason": FinishReason.ABORT, "stop_reason": plugin.EVICTED}
+        for request in [r for r in evicted if r.num_tokens >= AT_TOKENS]:
             self.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
             of_client = outputs.setdefault(request.client_index, EngineCoreOutputs())
-            of_client.outputs.append(
-                EngineCoreOutput(
-                    request.request_id,
-                    [],
-                    finish_reason=FinishReason.ABORT,
-                    stop_reason=plugin.EVICTED,
-                )
-            )
+            of_client.outputs.append(EngineCoreOutput(request.request_id, [], **end))
         return outputs
 
 

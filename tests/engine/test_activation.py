@@ -4,7 +4,6 @@ import asyncio
 
 import numpy as np
 import pytest
-from transformers import AutoModelForCausalLM
 
 from rose import protocol
 from rose.engine.vllm_engine import EngineDied, EngineError
@@ -13,9 +12,11 @@ from tests.engine.test_vllm_engine import (
     DEADLINE_S,
     PROMPTS,
     agrees,
+    model_of,
     perturbed,
     publish,
     reference,
+    scheduled_by,
     settings,
     turn,
     turns,
@@ -39,16 +40,16 @@ def same(results, expected) -> bool:
 
 @pytest.mark.parametrize("architecture", ["Qwen2", "Llama"])  # a head of its own; tied embeddings
 def test_an_inactive_engine_is_small_and_an_activated_one_has_the_folders_weights(
-    start, loop, folders, tmp_path, architecture
+    start, wait, folders, tmp_path, architecture
 ):
     engine = start(architecture)
-    before = loop.run_until_complete(engine.checksum())
-    made = loop.run_until_complete(turns(engine))
+    before = wait(engine.checksum())
+    made = wait(turns(engine))
     full = resident_bytes(engine.pid)
     # deactivated with the folder's own weights, and with a trained version
     for version in (1, None):
-        loop.run_until_complete(engine.deactivate())
-        loop.run_until_complete(engine.deactivate())
+        wait(engine.deactivate())
+        wait(engine.deactivate())
         assert not engine.active
         for call in (
             turn(engine, "late", PROMPTS[0]),
@@ -56,35 +57,31 @@ def test_an_inactive_engine_is_small_and_an_activated_one_has_the_folders_weight
             engine.checksum(),
         ):
             with pytest.raises(EngineError, match="inactive"):
-                loop.run_until_complete(call)
+                wait(call)
         if version is not None:  # before other work has let the heap grow
             # its KV cache is 256 MiB, its model less than one
             assert full - resident_bytes(engine.pid) > 200 * MiB
-        loop.run_until_complete(engine.activate())
+        wait(engine.activate())
         assert engine.active and engine.version == -1
-        assert loop.run_until_complete(engine.checksum()) == before
-        again = loop.run_until_complete(turns(engine))
+        assert wait(engine.checksum()) == before
+        again = wait(turns(engine))
         assert same(again, made) and {v for r in again for v in r["versions"]} == {-1}
         if version is not None:
-            store = publish(
-                tmp_path / "store", folders[architecture], version, perturbed(folders[architecture])
-            )
-            loop.run_until_complete(engine.load_version(version, store, settings()))
-            changed = loop.run_until_complete(turns(engine))
-            assert tokens(changed) != tokens(made) and {
-                v for r in changed for v in r["versions"]
-            } == {version}
-            assert loop.run_until_complete(engine.checksum()) != before
+            new = perturbed(folders[architecture])
+            store = publish(tmp_path / "store", folders[architecture], version, new)
+            wait(engine.load_version(version, store, settings()))
+            changed = wait(turns(engine))
+            assert tokens(changed) != tokens(made)
+            assert {v for r in changed for v in r["versions"]} == {version}
+            assert wait(engine.checksum()) != before
 
 
 async def sleeps_mid_turn(engine, store: str, pid: int) -> tuple[dict, dict, int, int]:
     """(a turn during which the engine sleeps and gets version 1, one that is asked for meanwhile,
     resident bytes before and in its sleep)."""
-    before, sampling = (
-        engine.stats().generated_tokens,
-        protocol.Sampling(max_new_tokens=200, temperature=0.0),
-    )
-    running = asyncio.ensure_future(turn(engine, "t", PROMPTS[2], sampling))
+    before = engine.stats().generated_tokens
+    long = protocol.Sampling(max_new_tokens=200, temperature=0.0)
+    running = asyncio.ensure_future(turn(engine, "t", PROMPTS[2], long))
     while engine.stats().generated_tokens < before + 20:
         await asyncio.sleep(0.005)
     full = resident_bytes(pid)
@@ -104,33 +101,27 @@ async def sleeps_mid_turn(engine, store: str, pid: int) -> tuple[dict, dict, int
 
 
 def test_an_engine_that_sleeps_gives_its_kv_cache_back_and_goes_on_with_the_weights_that_came_meanwhile(
-    start, loop, folders, tmp_path
+    start, wait, folders, tmp_path
 ):
-    engine = start(
-        "Qwen3", engine_args={"scheduler_cls": "tests.engine.schedulers.PatientScheduler"}
-    )
+    engine = start("Qwen3", engine_args=scheduled_by("Patient"))
     folder, new = folders["Qwen3"], perturbed(folders["Qwen3"])
     store = publish(tmp_path / "store", folder, 1, new)
-    loop.run_until_complete(turns(engine, PROMPTS[:4]))  # fills some of the cache
-    result, late, full, small = loop.run_until_complete(
-        asyncio.wait_for(sleeps_mid_turn(engine, store, engine.pid), DEADLINE_S)
-    )
+    wait(turns(engine, PROMPTS[:4]))  # fills some of the cache
+    scene = sleeps_mid_turn(engine, store, engine.pid)
+    result, late, full, small = wait(asyncio.wait_for(scene, DEADLINE_S))
     assert full - small > 200 * MiB, "rollout.kv_cache_gib=0.25"
     cut = result["versions"].index(1)
     assert len(result["tokens"]) == 200 and cut >= 20 and set(late["versions"]) == {1}
     agrees(new, [late], [PROMPTS[3]])
-    old = AutoModelForCausalLM.from_pretrained(folder).float().eval()
-    for model, part in ((old, slice(0, cut)), (new, slice(cut, None))):
+    for model, part in ((model_of(folder), slice(0, cut)), (new, slice(cut, None))):
         assert result["tokens"][part] == reference(model, PROMPTS[2], result["tokens"])[0][part]
-    loop.run_until_complete(engine.sleep())
+    wait(engine.sleep())
     engine._process.kill()
     with pytest.raises(EngineDied):  # a turn that waits for an engine which will not wake
-        loop.run_until_complete(asyncio.wait_for(turn(engine, "never", PROMPTS[0]), DEADLINE_S))
+        wait(asyncio.wait_for(turn(engine, "never", PROMPTS[0]), DEADLINE_S))
 
 
-def test_a_prefix_that_was_cached_before_an_engine_was_inactive_never_matches(
-    start, loop, monkeypatch
-):
+def test_a_prefix_cached_before_an_engine_was_inactive_never_matches(start, wait, monkeypatch):
     """vLLM refuses to clear it while blocks are withheld, as a shared device's scheduler does."""
     from vllm.v1.core.block_pool import BlockPool
 
@@ -138,17 +129,16 @@ def test_a_prefix_that_was_cached_before_an_engine_was_inactive_never_matches(
     monkeypatch.setattr(BlockPool, "reset_prefix_cache", lambda self: False)
     engine = start("Qwen3", engine_args={"block_size": 32})
     long = [PROMPTS[5] * 3]
-    made = loop.run_until_complete(turns(engine, long))
-    assert loop.run_until_complete(turns(engine, long))[0]["cached"] > 0
-    loop.run_until_complete(engine.deactivate())
-    loop.run_until_complete(engine.activate())
-    again = loop.run_until_complete(turns(engine, long))
+    made = wait(turns(engine, long))
+    assert wait(turns(engine, long))[0]["cached"] > 0
+    wait(engine.deactivate())
+    wait(engine.activate())
+    again = wait(turns(engine, long))
     assert again[0]["cached"] == 0 and same(again, made)
 
 
-def test_turns_that_run_when_an_engine_is_deactivated_come_back_with_what_they_have(start, loop):
-    holding = {"scheduler_cls": "tests.engine.schedulers.HoldingScheduler"}
-    engine = start("Qwen3", engine_args=holding)
+def test_turns_that_run_when_an_engine_is_deactivated_come_back_with_what_they_have(start, wait):
+    engine = start("Qwen3", engine_args=scheduled_by("Holding"))
     sampling = protocol.Sampling(max_new_tokens=200, temperature=0.0)  # no end of turn is drawn
 
     async def scenario() -> dict:
@@ -160,18 +150,18 @@ def test_turns_that_run_when_an_engine_is_deactivated_come_back_with_what_they_h
         await engine.activate()
         return result
 
-    result = loop.run_until_complete(asyncio.wait_for(scenario(), DEADLINE_S))
+    result = wait(asyncio.wait_for(scenario(), DEADLINE_S))
     assert result["finish"] is protocol.FinishReason.ABORT and 10 <= len(result["tokens"]) < 200
-    assert loop.run_until_complete(turn(engine, "t", PROMPTS[0]))["tokens"]
+    assert wait(turn(engine, "t", PROMPTS[0]))["tokens"]
 
 
-def test_an_engine_whose_folder_changed_meanwhile_does_not_serve(start, loop, folders, tmp_path):
+def test_an_engine_whose_folder_changed_meanwhile_does_not_serve(start, wait, folders, tmp_path):
     folders["moving"] = tmp_path / "moving"
     perturbed(folders["Qwen3"]).save_pretrained(folders["moving"])
     engine = start("moving")
-    loop.run_until_complete(engine.deactivate())
+    wait(engine.deactivate())
     for file in folders["Qwen3"].glob("*.safetensors"):
         (folders["moving"] / file.name).write_bytes(file.read_bytes())
     with pytest.raises(EngineDied, match="not what they were before"):
-        loop.run_until_complete(engine.activate())
-    loop.run_until_complete(asyncio.wait_for(asyncio.shield(engine.died), DEADLINE_S))
+        wait(engine.activate())
+    wait(asyncio.wait_for(asyncio.shield(engine.died), DEADLINE_S))

@@ -2,11 +2,11 @@
 
 import asyncio
 import time
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from rose import protocol
 from rose.config import Lora, read_shape
@@ -21,7 +21,9 @@ from rose.transfer.store import edge_name
 from tests.engine.test_vllm_engine import (
     DEADLINE_S,
     PROMPTS,
+    model_of,
     reference,
+    scheduled_by,
     settings,
     trainers,
     turn,
@@ -63,6 +65,16 @@ def world_of(store, folder, policy) -> World:
     return World(store, weights, at, largest=500, dtype=torch.float32, base=base)
 
 
+def two_versions(store, folder):
+    """(a world that has published versions 0 and 1, the policy of each)"""
+    first, second = (policy_of(folder, ALL, seed) for seed in (1, 2))
+    world = world_of(store, folder, first)
+    world.publish(0)
+    world.weights = published(second)
+    world.publish(1)
+    return world, first, second
+
+
 def agrees(policy, results) -> None:
     for prompt, result in zip(PROMPTS, results, strict=True):
         tokens, logprobs = reference(policy.hf, prompt, result["tokens"])
@@ -71,8 +83,6 @@ def agrees(policy, results) -> None:
 
 
 def test_ranks_are_those_that_vllm_has():
-    from typing import get_args
-
     from vllm.config.lora import MaxLoRARanks
 
     assert get_args(MaxLoRARanks) == SLOT_RANKS
@@ -85,12 +95,10 @@ def test_logprobs_are_those_of_peft(start, wait, folders, tmp_path, architecture
     folder = folders[architecture]
     engine = start(architecture, lora=lora)
     before = wait(engine.checksum())
-    base = AutoModelForCausalLM.from_pretrained(folder).float().eval()
-    results = wait(turns(engine))
-    for prompt, result in zip(PROMPTS, results, strict=True):
-        np.testing.assert_allclose(
-            result["logprobs"], reference(base, prompt, result["tokens"])[1], atol=1e-4
-        )
+    base = model_of(folder)
+    for prompt, result in zip(PROMPTS, wait(turns(engine)), strict=True):
+        _, expected = reference(base, prompt, result["tokens"])
+        np.testing.assert_allclose(result["logprobs"], expected, atol=1e-4)
     first, second = (policy_of(folder, lora, seed) for seed in (1, 2))
     world = world_of(tmp_path / "store", folder, first)
     world.publish(0)
@@ -124,13 +132,8 @@ def test_two_tensor_parallel_workers_take_their_parts(start, wait, folders, tmp_
 
 @pytest.mark.parametrize("in_flight", ["recompute", "keep"])
 def test_a_turn_in_flight_meets_a_new_adapter(start, wait, folders, tmp_path, in_flight):
-    twice = {"scheduler_cls": "tests.engine.schedulers.TwicePatientScheduler"}
-    engine = start("Qwen3", engine_args=twice, lora=ALL)
-    first, second = (policy_of(folders["Qwen3"], ALL, seed) for seed in (1, 2))
-    world = world_of(tmp_path / "store", folders["Qwen3"], first)
-    world.publish(0)
-    world.weights = published(second)
-    world.publish(1)
+    engine = start("Qwen3", engine_args=scheduled_by("TwicePatient"), lora=ALL)
+    world, first, second = two_versions(tmp_path / "store", folders["Qwen3"])
     load = engine.load_version
     wait(load(0, str(world.store), settings()))
 
@@ -167,7 +170,7 @@ def test_a_turn_in_flight_meets_a_new_adapter(start, wait, folders, tmp_path, in
 def test_an_adapter_for_another_base_is_refused(start, wait, folders, tmp_path):
     engine = start("Qwen3", lora=ALL)
     load = engine.load_version
-    other = AutoModelForCausalLM.from_pretrained(folders["Qwen3"])
+    other = model_of(folders["Qwen3"])
     with torch.no_grad():
         other.model.layers[1].mlp.up_proj.weight[3, 5] += 1e-3
     other.save_pretrained(tmp_path / "other")
@@ -182,11 +185,7 @@ def test_an_adapter_for_another_base_is_refused(start, wait, folders, tmp_path):
     with pytest.raises(TransferError, match="versions are whole models, and this .* with trainer"):
         wait(engine.load_version(0, str(whole.store), settings()))
     assert wait(engine.checksum()) == before and engine.version == -1
-    first, second = (policy_of(folders["Qwen3"], ALL, seed) for seed in (1, 2))
-    mine = world_of(tmp_path / "mine", folders["Qwen3"], first)
-    mine.publish(0)
-    mine.weights = published(second)
-    mine.publish(1)
+    mine, _, second = two_versions(tmp_path / "mine", folders["Qwen3"])
     token = tmp_path / "token"
     token.touch(0o600)
     token.write_text(TOKEN)

@@ -6,12 +6,20 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rose import protocol
 from rose.trainer.importance import mismatch
 from rose.trainer.model import load
-from tests.engine.test_vllm_engine import DEADLINE_S, PROMPTS, perturbed, publish, settings
+from tests.engine.conftest import make_model
+from tests.engine.test_vllm_engine import (
+    DEADLINE_S,
+    PROMPTS,
+    model_of,
+    perturbed,
+    publish,
+    scheduled_by,
+    settings,
+)
 from tests.trainer.test_router_replay import chosen_by
 
 pytestmark = pytest.mark.slow
@@ -33,7 +41,7 @@ def engine(wait, start_one):
 
 @pytest.fixture(scope="module")
 def model(folders):
-    return AutoModelForCausalLM.from_pretrained(folders["Qwen3Moe"]).float().eval()
+    return model_of(folders["Qwen3Moe"])
 
 
 async def turn(engine, name: str, prompt: list[int], routed: int = 0, sampling=SAMPLING):
@@ -79,8 +87,7 @@ def test_the_next_turn_brings_what_the_last_one_lacks(engine, wait, model):
 
 def test_aborted_turns_and_those_of_new_weights_have_theirs(start, wait, model, folders, tmp_path):
     """With `in_flight=recompute`: what the old weights made keeps its experts."""
-    holding = {"scheduler_cls": "tests.engine.schedulers.HoldingScheduler"}
-    engine = start("Qwen3Moe", engine_args=ARGS | holding, routing=True)
+    engine = start("Qwen3Moe", engine_args=ARGS | scheduled_by("Holding"), routing=True)
     new = perturbed(folders["Qwen3Moe"])
     store = publish(tmp_path / "store", folders["Qwen3Moe"], 3, new)
 
@@ -108,23 +115,10 @@ def test_aborted_turns_and_those_of_new_weights_have_theirs(start, wait, model, 
 
 def test_in_bfloat16_replay_closes_most_of_the_gap_to_the_trainer(start, wait, folders, tmp_path):
     """`pytest -s` prints the figures of docs/transfer.md."""
-    torch.manual_seed(0)
-    shape = Qwen3MoeConfig(
-        vocab_size=263,
-        hidden_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        initializer_range=0.2,
-        eos_token_id=1,
-        num_experts=32,
-        num_experts_per_tok=4,
-        moe_intermediate_size=64,
-        norm_topk_prob=True,
-    )
+    wide = {"num_hidden_layers": 4, "num_experts": 32, "num_experts_per_tok": 4}
+    model = make_model("Qwen3Moe", moe_intermediate_size=64, **wide)
     folders["wide"] = tmp_path / "wide"
-    Qwen3MoeForCausalLM(shape).to(torch.bfloat16).save_pretrained(folders["wide"])
+    model.to(torch.bfloat16).save_pretrained(folders["wide"])
     engine = start("wide", engine_args={"dtype": "bfloat16"}, routing=True)
 
     async def all_of():

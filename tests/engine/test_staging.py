@@ -32,9 +32,7 @@ class Engine(staging.Staging):
         return [answer]
 
 
-STAGING, STAGED, CHECKING, LOADED = (
-    {"state": s} for s in ("staging", "staged", "checking", "loaded")
-)
+STAGING, STAGED, CHECKING = ({"state": s} for s in ("staging", "staged", "checking"))
 FAILED = {"state": "failed", "error": "Corrupted: block 7", "mixture": False}
 
 

@@ -18,11 +18,11 @@ from rose import config, protocol
 from rose.config import read_shape
 from rose.engine import layout, vllm_engine
 from rose.engine.vllm_engine import EngineDied, EngineError
-from rose.trainer.experts import parts
 from rose.transfer import TransferError
 from rose.transfer.store import FULL, edge_name
 from tests import processes
 from tests.engine import schedulers
+from tests.trainer.test_experts import in_parts
 from tests.transfer.worlds import World
 
 pytestmark = pytest.mark.slow
@@ -39,13 +39,8 @@ async def turn(engine, name: str, prompt: list[int], sampling=GREEDY) -> dict:
         logprobs += chunk.logprobs
         versions += [chunk.version] * len(chunk.tokens)
     assert len(tokens) == len(logprobs)
-    return dict(
-        tokens=tokens,
-        logprobs=logprobs,
-        versions=versions,
-        finish=chunk.finish,
-        cached=chunk.cached_tokens,
-    )
+    made = {"tokens": tokens, "logprobs": logprobs, "versions": versions}
+    return made | {"finish": chunk.finish, "cached": chunk.cached_tokens}
 
 
 async def turns(engine, prompts=PROMPTS, sampling=GREEDY, tag: str = "t") -> list[dict]:
@@ -57,33 +52,31 @@ async def turns(engine, prompts=PROMPTS, sampling=GREEDY, tag: str = "t") -> lis
 @torch.no_grad()
 def reference(model, prompt: list[int], tokens: list[int]) -> tuple[list[int], list[float]]:
     """Greedy choice and log-probability of each of `tokens` by transformers."""
-    logprobs = (
-        model(torch.tensor([prompt + tokens]))
-        .logits[0, len(prompt) - 1 : -1]
-        .float()
-        .log_softmax(-1)
-    )
-    return logprobs.argmax(-1).tolist(), logprobs.gather(1, torch.tensor(tokens)[:, None])[
-        :, 0
-    ].tolist()
+    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    logprobs = logits.float().log_softmax(-1)
+    chosen = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    return logprobs.argmax(-1).tolist(), chosen.tolist()
+
+
+def model_of(folder):
+    """transformers' own."""
+    return AutoModelForCausalLM.from_pretrained(folder).float().eval()
+
+
+def scheduled_by(kind: str) -> dict:
+    """Of an engine: one of tests/engine/schedulers.py."""
+    return {"scheduler_cls": f"tests.engine.schedulers.{kind}Scheduler"}
 
 
 def weights_of(model) -> dict[str, torch.Tensor]:
     """As the model's folder has them: tied ones once, each expert by itself."""
-    return {
-        part.name: whole.detach()
-        .reshape(-1)[part.start :][: math.prod(part.shape)]
-        .view(part.shape)
-        .clone()
-        for name, whole in model.named_parameters()
-        for part in parts(name, tuple(whole.shape))
-    }
+    return {name: part.clone() for name, part in in_parts(model).items()}
 
 
 def trainers(store, folder, degrees=(1, 2), **options) -> World:
     """Two trainer ranks that hold the folder's weights."""
     shape = read_shape(folder)
-    weights = weights_of(AutoModelForCausalLM.from_pretrained(folder).float())
+    weights = weights_of(model_of(folder))
     cuts = {
         name: layout.cuts(name, tuple(tensor.shape), shape, degrees)
         for name, tensor in weights.items()
@@ -99,14 +92,13 @@ def publish(store, folder, version: int, model) -> str:
 
 
 def settings(**changes) -> config.Transfer:
-    made = msgspec.convert(
-        yaml.safe_load((CONF / "transfer/sparse.yaml").read_text()), config.Transfer
-    )
+    raw = yaml.safe_load((CONF / "transfer/sparse.yaml").read_text())
+    made = msgspec.convert(raw, config.Transfer)
     return msgspec.structs.replace(made, **({"threads": 1, "in_flight": "recompute"} | changes))
 
 
 def perturbed(folder):
-    model = AutoModelForCausalLM.from_pretrained(folder).float().eval()
+    model = model_of(folder)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -124,8 +116,7 @@ def agrees(model, results, prompts=PROMPTS) -> None:
 @pytest.mark.parametrize("architecture", ["Qwen3", "Qwen2", "Llama", "Qwen3Moe"])
 def test_greedy_tokens_and_logprobs_are_transformers(warm, wait, folders, tmp_path, architecture):
     engine = warm(architecture)
-    old = AutoModelForCausalLM.from_pretrained(folders[architecture]).float().eval()
-    agrees(old, wait(turns(engine)))
+    agrees(model_of(folders[architecture]), wait(turns(engine)))
 
     new = perturbed(folders[architecture])
     store = publish(tmp_path / "store", folders[architecture], 5, new)
@@ -141,13 +132,12 @@ def test_greedy_tokens_and_logprobs_are_transformers(warm, wait, folders, tmp_pa
 def test_the_logprobs_are_the_models_whatever_the_sampling(start, wait, folders):
     """Temperature, top-p and top-k change what is drawn, not the reported log-probability."""
     engine = start("Qwen3", engine_args={"enable_chunked_prefill": False})
-    model = AutoModelForCausalLM.from_pretrained(folders["Qwen3"]).float().eval()
+    model = model_of(folders["Qwen3"])
     sampling = protocol.Sampling(max_new_tokens=24, temperature=0.7, top_p=0.9, top_k=20, seed=3)
     results = wait(turns(engine, sampling=sampling))
-    for prompt, result in zip(PROMPTS, results, strict=False):
-        np.testing.assert_allclose(
-            result["logprobs"], reference(model, prompt, result["tokens"])[1], atol=1e-3
-        )
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        _, expected = reference(model, prompt, result["tokens"])
+        np.testing.assert_allclose(result["logprobs"], expected, atol=1e-3)
     again = wait(turns(engine, sampling=sampling))
     assert [r["tokens"] for r in again] == [r["tokens"] for r in results]
     other = wait(turns(engine, sampling=protocol.Sampling(max_new_tokens=24, seed=4)))
@@ -157,9 +147,8 @@ def test_the_logprobs_are_the_models_whatever_the_sampling(start, wait, folders)
 
 def test_the_logprobs_of_a_run_are_of_what_its_tokens_are_drawn_from(start, wait, folders):
     """At rollout.temperature and of the top_k that are left, also beside greedy turns."""
-    drawn = {"temperature": 0.7, "top_k": 5}
-    engine = start("Qwen3", drawn=drawn)
-    model = AutoModelForCausalLM.from_pretrained(folders["Qwen3"]).float().eval()
+    engine = start("Qwen3", drawn={"temperature": 0.7, "top_k": 5})
+    model = model_of(folders["Qwen3"])
     trained = [
         (prompt, protocol.Sampling(max_new_tokens=24, temperature=0.7, top_k=top_k))
         for prompt in PROMPTS
@@ -208,8 +197,7 @@ def test_turns_end_at_eos_at_the_limit_and_at_the_context(warm, wait, model_conf
 
 
 def test_an_aborted_turn_continues_from_its_partial_tokens_to_the_same_result(start, wait):
-    holding = {"scheduler_cls": "tests.engine.schedulers.HoldingScheduler"}
-    engine = start("Qwen3", engine_args=holding)
+    engine = start("Qwen3", engine_args=scheduled_by("Holding"))
     prompt, sampling = PROMPTS[1], protocol.Sampling(max_new_tokens=100, temperature=0.0)
 
     async def first_part() -> list[int]:
@@ -230,8 +218,8 @@ def test_an_aborted_turn_continues_from_its_partial_tokens_to_the_same_result(st
 
 @pytest.mark.parametrize("in_flight", ["recompute", "keep"])
 def test_given_back_and_flipped_turns_keep_their_tokens(start, wait, folders, tmp_path, in_flight):
-    args = {"scheduler_cls": "tests.engine.schedulers.PatientEvictingScheduler"}
-    engine = start("Qwen3", engine_args=args | {"max_num_batched_tokens": 64})
+    args = scheduled_by("PatientEvicting") | {"max_num_batched_tokens": 64}
+    engine = start("Qwen3", engine_args=args)
     store = publish(tmp_path / "store", folders["Qwen3"], 1, perturbed(folders["Qwen3"]))
     sampling = protocol.Sampling(max_new_tokens=200, temperature=0.0)
 
@@ -275,13 +263,9 @@ async def arrives_mid_turn(engine, store: str, in_flight: str) -> tuple[dict, di
 
 @pytest.mark.parametrize("in_flight", ["recompute", "keep", "finish"])
 def test_a_version_that_arrives_mid_turn_splits_it(start, warm, wait, folders, tmp_path, in_flight):
-    patient = {"scheduler_cls": "tests.engine.schedulers.PatientScheduler"}
     finish = in_flight == "finish"
-    engine = warm("Qwen3") if finish else start("Qwen3", engine_args=patient)
-    old, new = (
-        AutoModelForCausalLM.from_pretrained(folders["Qwen3"]).float().eval(),
-        perturbed(folders["Qwen3"]),
-    )
+    engine = warm("Qwen3") if finish else start("Qwen3", engine_args=scheduled_by("Patient"))
+    old, new = model_of(folders["Qwen3"]), perturbed(folders["Qwen3"])
     store = publish(tmp_path / "store", folders["Qwen3"], 1, new)
     result, late = wait(asyncio.wait_for(arrives_mid_turn(engine, store, in_flight), DEADLINE_S))
     cut = len(result["versions"]) if finish else result["versions"].index(1)
@@ -312,7 +296,7 @@ def test_sparse_versions_are_as_the_last_one(start, warm, wait, folders, tmp_pat
         world.tidy()
         routes += wait(engine.load_version(version, str(world.store), settings())).route
     assert routes == [edge_name(version, version - 1) for version in range(24)]
-    trained = AutoModelForCausalLM.from_pretrained(folder).float()
+    trained = model_of(folder)
     with torch.no_grad():
         for name, parameter in trained.named_parameters():
             parameter.copy_(world.weights[name])
@@ -321,8 +305,8 @@ def test_sparse_versions_are_as_the_last_one(start, warm, wait, folders, tmp_pat
     fresh = start("trained")
     assert wait(engine.checksum()) == wait(fresh.checksum())
     of_both = [wait(turn(e, "t", PROMPTS[0])) for e in (engine, fresh)]
-    assert of_both[0]["logprobs"] == of_both[1]["logprobs"]
-    assert of_both[0]["tokens"] == of_both[1]["tokens"]
+    for what in ("tokens", "logprobs"):
+        assert of_both[0][what] == of_both[1][what]
 
 
 @pytest.mark.parametrize(
@@ -335,10 +319,8 @@ def test_sparse_versions_are_as_the_last_one(start, warm, wait, folders, tmp_pat
 )
 def test_tensor_parallel_parts_arrive(start, wait, folders, tmp_path, architecture, engine_args):
     engine = start(architecture, engine_args, tensor_parallel=2)
-    world, new = (
-        trainers(tmp_path / "store", folders[architecture]),
-        perturbed(folders[architecture]),
-    )
+    folder = folders[architecture]
+    world, new = trainers(tmp_path / "store", folder), perturbed(folder)
     world.step(share=0.05)
     world.publish(1)
     wait(engine.load_version(1, str(world.store), settings()))
@@ -374,8 +356,7 @@ def test_a_bad_version_leaves_the_old_one_serving(warm, wait, folders, tmp_path,
     with pytest.raises(TransferError, match=says):
         wait(engine.load_version(1, str(world.store), settings()))
     assert engine.version == -1 and wait(engine.checksum()) == before
-    old = AutoModelForCausalLM.from_pretrained(folder).float().eval()
-    agrees(old, wait(turns(engine)))
+    agrees(model_of(folder), wait(turns(engine)))
 
 
 def test_the_next_version_comes_after_a_cancelled_load(start, wait, folders, tmp_path, monkeypatch):
@@ -392,11 +373,8 @@ def test_the_next_version_comes_after_a_cancelled_load(start, wait, folders, tmp
         return staged
 
     monkeypatch.setattr(Receiver, "stage", held)  # before the fork: the engine has it too
-    engine, world, new = (
-        start("Qwen3"),
-        trainers(tmp_path / "store", folders["Qwen3"]),
-        perturbed(folders["Qwen3"]),
-    )
+    engine, folder = start("Qwen3"), folders["Qwen3"]
+    world, new = trainers(tmp_path / "store", folder), perturbed(folder)
     world.step(share=0.05)
     world.publish(1)
     world.weights = weights_of(new)
@@ -434,13 +412,11 @@ def test_an_engine_that_can_not_take_a_flip_back_ends(start, wait, folders, tmp_
 
 
 def test_a_dead_engine_is_noticed_and_one_that_hangs_is_ended(start, wait, monkeypatch):
-    patient = {"scheduler_cls": "tests.engine.schedulers.PatientScheduler"}
-    engine = start("Qwen3", engine_args=patient)  # its turns have no end
+    engine = start("Qwen3", engine_args=scheduled_by("Patient"))  # its turns have no end
 
     async def scenario() -> None:
-        running = asyncio.ensure_future(
-            turns(engine, PROMPTS, protocol.Sampling(max_new_tokens=200))
-        )
+        long = protocol.Sampling(max_new_tokens=200)
+        running = asyncio.ensure_future(turns(engine, PROMPTS, long))
         while engine.stats().generated_tokens < 20:
             await asyncio.sleep(0.005)
         os.kill(engine.pid, signal.SIGKILL)

@@ -29,9 +29,7 @@ class Receiver:
     def _release(self):
         self.released += 1
 
-    def stage(
-        self, have, want, threads, dense_bytes, timeout_s, device_bytes, verify_every, wanted
-    ):
+    def stage(self, have, want, threads, dense_bytes, timeout_s, device_bytes, *rest):
         self.device_bytes = device_bytes
         if isinstance(self.result, Exception):
             raise self.result
@@ -48,12 +46,8 @@ def made(monkeypatch):
 
     def make(device: str):
         parallel = SimpleNamespace(rank=0, tensor_parallel_size=1)
-        engine = RoseWeightTransferEngine(
-            None,
-            SimpleNamespace(parallel_config=parallel, model_config=None),
-            torch.device(device),
-            torch.nn.Linear(2, 2),
-        )
+        config = SimpleNamespace(parallel_config=parallel, model_config=None)
+        engine = RoseWeightTransferEngine(None, config, torch.device(device), torch.nn.Linear(2, 2))
         engine._receiver = Receiver()
         return engine, engine._receiver
 

@@ -21,6 +21,8 @@ from tests.trainer import tiny_world
 SHAPE = {"layers": 4, "hidden": 128, "intermediate": 352, "heads": 4, "kv_heads": 2}
 SHAPE |= {"head_dim": 32, "vocab": 2048, "tied_embeddings": False}
 MIXTURE = {"experts": 8, "experts_per_token": 2, "expert_intermediate": 96}
+KEYS = "model=qwen3_8b trainer=zero3_gpu rollout=gpu cluster=local trainer.ranks=1 "
+KEYS += "env.max_new_tokens=64 trainer.threads=2"
 DEADLINE_S = 540.0
 
 
@@ -28,7 +30,12 @@ def measure(
     tokens: int, overrides: list[str], shape: dict[str, int]
 ) -> dict[str, tuple[float, float]]:
     """moment -> (estimated, allocated), bytes. Raises RuntimeError when the rank fails."""
-    job = {"tokens": tokens, "port": free_port(), "overrides": overrides, "shape": SHAPE | shape}
+    from tests.conftest import compose_tree  # so that no rank needs Hydra and pytest
+
+    sizes = f"trainer.micro_batch_tokens={tokens} model.max_context={tokens}"
+    tree = compose_tree(KEYS, sizes, *overrides)
+    tree["model"]["shape"] = SHAPE | shape
+    job = {"tokens": tokens, "port": free_port(), "tree": tree, "shape": SHAPE | shape}
     with tempfile.TemporaryDirectory(prefix="rose-memory-") as folder:
         process = tiny_world.server().Process(target=_rank, args=(job, folder))
         process.start()
@@ -44,32 +51,6 @@ def measure(
             moment: tuple(pair)
             for moment, pair in json.loads((Path(folder) / "found.json").read_text()).items()
         }
-
-
-def settings(job: dict[str, Any]):
-    """The configuration that is estimated and run."""
-    from hydra import compose, initialize_config_dir
-    from omegaconf import OmegaConf
-
-    from rose import config as configuration
-    from rose.places import REPOSITORY
-
-    keys = [
-        "model=qwen3_8b",
-        "trainer=zero3_gpu",
-        "rollout=gpu",
-        "cluster=local",
-        "trainer.ranks=1",
-        f"trainer.micro_batch_tokens={job['tokens']}",
-        f"model.max_context={job['tokens']}",
-        "env.max_new_tokens=64",
-        "trainer.threads=2",
-        *job["overrides"],
-    ]
-    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-        tree = OmegaConf.to_container(compose("config", keys), resolve=True)
-    tree["model"]["shape"] = job["shape"]
-    return configuration.from_dict(tree)
 
 
 class Meter:
@@ -120,11 +101,12 @@ class Meter:
 def _rank(job: dict[str, Any], folder: str) -> None:
     import torch
 
+    from rose import config
     from rose.comm import address
     from rose.launch import memory
     from rose.trainer import deepspeed_engine
 
-    c = settings(job)
+    c = config.from_dict(job["tree"])
     torch.set_num_threads(c.trainer.threads)
     device = deepspeed_engine.use_device(0, 0)
     deepspeed_engine.join_world(device, 0, 1, address.local_place(job["port"]), 300.0)
@@ -173,16 +155,10 @@ def _save(shape: dict[str, Any], folder: Path, dtype: str) -> None:
         kind, mixture = "Qwen3Moe", {"num_experts": experts}
         mixture["num_experts_per_tok"] = shape["experts_per_token"]
         mixture["moe_intermediate_size"] = shape["expert_intermediate"]
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=shape["vocab"],
-        hidden_size=shape["hidden"],
-        intermediate_size=shape["intermediate"],
-        num_hidden_layers=shape["layers"],
-        num_attention_heads=shape["heads"],
-        num_key_value_heads=shape["kv_heads"],
-        head_dim=shape["head_dim"],
-        tie_word_embeddings=shape["tied_embeddings"],
-        **mixture,
-    )
+    sizes = {"vocab_size": shape["vocab"], "hidden_size": shape["hidden"]}
+    sizes |= {"intermediate_size": shape["intermediate"], "num_hidden_layers": shape["layers"]}
+    sizes |= {"num_attention_heads": shape["heads"], "num_key_value_heads": shape["kv_heads"]}
+    sizes |= {"head_dim": shape["head_dim"], "tie_word_embeddings": shape["tied_embeddings"]}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **mixture)
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     model.to(getattr(torch, dtype)).save_pretrained(folder)

@@ -39,32 +39,16 @@ def trl_trainer(tmp_path_factory):
         pad_token="<pad>",
         eos_token="<end>",
     )
-    shape = Qwen3Config(
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    shape = Qwen3Config(**sizes, pad_token_id=0, eos_token_id=1)
     folder = str(tmp_path_factory.mktemp("trl"))
 
     def make(**settings) -> GRPOTrainer:
         torch.manual_seed(3)
-        config = GRPOConfig(
-            output_dir=folder,
-            use_cpu=True,
-            bf16=False,
-            report_to=[],
-            beta=0.0,
-            num_generations=GROUP_SIZE,
-            per_device_train_batch_size=ROWS,
-            gradient_checkpointing=False,
-            **settings,
-        )
+        here = {"output_dir": folder, "use_cpu": True, "bf16": False, "report_to": []}
+        batch = {"num_generations": GROUP_SIZE, "per_device_train_batch_size": ROWS}
+        config = GRPOConfig(**here, **batch, beta=0.0, gradient_checkpointing=False, **settings)
         trainer = GRPOTrainer(
             Qwen3ForCausalLM(shape),
             lambda completions, **_: [0.0] * len(completions),
@@ -97,74 +81,34 @@ def parameter_gradients(model) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-CASES = [
-    (
-        "grpo",
-        {"clip_low": 0.2, "clip_high": 0.2, "scale_by_std": True},
-        {"loss_type": "grpo", "epsilon": 0.2},
-    ),
-    (
-        "grpo",
-        {"clip_low": 0.1, "clip_high": 0.3, "scale_by_std": True},
-        {"loss_type": "grpo", "epsilon": 0.1, "epsilon_high": 0.3},
-    ),
-    (
-        "dapo",
-        {
-            "clip_low": 0.2,
-            "clip_high": 0.28,
-            "max_response_tokens": 9,
-            "overlong_buffer": 0,
-            "overlong_filtering": False,
-        },
-        {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28},
-    ),
-    (
-        "grpo",
-        {"clip_low": 0.2, "clip_high": 0.2, "scale_by_std": False, "normaliser": 9},
-        {"loss_type": "dr_grpo", "epsilon": 0.2, "max_completion_length": 9},
-    ),
-    (
-        "grpo",
-        {"clip_low": 0.2, "clip_high": 0.2, "scale_by_std": True, "dual_clip": 1.25},
-        {"loss_type": "grpo", "epsilon": 0.2, "delta": 1.25},
-    ),
-    (
-        "dapo",
-        {
-            "clip_low": 0.999,  # TRL has no bound below
-            "clip_high": 0.28,
-            "max_response_tokens": 9,
-            "overlong_buffer": 0,
-            "overlong_filtering": False,
-            "loss": "cispo",
-        },
-        {"loss_type": "cispo", "epsilon_high": 1.28},
-    ),
-    (
-        "gspo",
-        {"clip_low": 0.03, "clip_high": 0.04},
-        {
-            "loss_type": "grpo",
-            "importance_sampling_level": "sequence",
-            "epsilon": 0.03,
-            "epsilon_high": 0.04,
-        },
-    ),
-]
+GRPO = {"clip_low": 0.2, "clip_high": 0.2, "scale_by_std": True}
+ASYMMETRIC = GRPO | {"clip_low": 0.1, "clip_high": 0.3}
+DR_GRPO = GRPO | {"scale_by_std": False, "normaliser": 9}
+DAPO = {"clip_low": 0.2, "clip_high": 0.28, "max_response_tokens": 9, "overlong_buffer": 0}
+DAPO |= {"overlong_filtering": False}
+CISPO = DAPO | {"clip_low": 0.999, "loss": "cispo"}  # TRL has no bound below
+GSPO = {"clip_low": 0.03, "clip_high": 0.04}
+SEQUENCE = {"importance_sampling_level": "sequence", "epsilon": 0.03, "epsilon_high": 0.04}
+# ROSE's algorithm and arguments, TRL's kind of loss and settings.
+CASES = {
+    "grpo": ("grpo", GRPO, "grpo", {"epsilon": 0.2}),
+    "grpo-asymmetric": ("grpo", ASYMMETRIC, "grpo", {"epsilon": 0.1, "epsilon_high": 0.3}),
+    "dapo": ("dapo", DAPO, "dapo", {"epsilon": 0.2, "epsilon_high": 0.28}),
+    "dr-grpo": ("grpo", DR_GRPO, "dr_grpo", {"epsilon": 0.2, "max_completion_length": 9}),
+    "dual-clip": ("grpo", GRPO | {"dual_clip": 1.25}, "grpo", {"epsilon": 0.2, "delta": 1.25}),
+    "cispo": ("dapo", CISPO, "cispo", {"epsilon_high": 1.28}),
+    "gspo": ("gspo", GSPO, "grpo", SEQUENCE),
+}
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1], ids=["", "kl"])
 @pytest.mark.parametrize("corrected", [False, True], ids=["", "importance-corrected"])
-@pytest.mark.parametrize(
-    "name, args, settings",
-    CASES,
-    ids=["grpo", "grpo-asymmetric", "dapo", "dr-grpo", "dual-clip", "cispo", "gspo"],
-)
-def test_loss_and_parameter_gradients_are_trls(trl_trainer, name, args, settings, corrected, beta):
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_parameter_gradients_are_trls(trl_trainer, case, corrected, beta):
+    name, args, loss_type, settings = CASES[case]
     if name == "gspo" and beta:
         pytest.skip("TRL corrects the penalty by the sequence's ratio here, ROSE by the token's")
-    trainer = trl_trainer(**settings)
+    trainer = trl_trainer(loss_type=loss_type, **settings)
     trainer.beta = beta
     ids, mask = tokens()
     algorithm = build(name, args)
@@ -194,20 +138,12 @@ def test_loss_and_parameter_gradients_are_trls(trl_trainer, name, args, settings
     trainer.model.zero_grad()
 
     trainer.use_vllm = corrected  # TRL weighs by this ratio when vLLM made the tokens
-    theirs = trainer._compute_loss(
-        trainer.model,
-        {
-            "prompt_ids": ids[:, :PROMPT],
-            "prompt_mask": torch.ones(ROWS, PROMPT).long(),
-            "completion_ids": ids[:, PROMPT:],
-            "completion_mask": mask.long(),
-            "advantages": advantages,
-            "old_per_token_logps": proximal,
-            "ref_per_token_logps": reference,
-            "num_items_in_batch": mask.sum(),
-            "importance_sampling_ratio": importance,
-        },
-    )
+    rows = {"prompt_ids": ids[:, :PROMPT], "prompt_mask": torch.ones(ROWS, PROMPT).long()}
+    rows |= {"completion_ids": ids[:, PROMPT:], "completion_mask": mask.long()}
+    rows |= {"advantages": advantages, "num_items_in_batch": mask.sum()}
+    rows |= {"old_per_token_logps": proximal, "ref_per_token_logps": reference}
+    rows |= {"importance_sampling_ratio": importance}
+    theirs = trainer._compute_loss(trainer.model, rows)
     theirs.backward()
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-5, abs=1e-7)
     torch.testing.assert_close(

@@ -7,20 +7,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from rose import protocol as p
 from rose.config import ModelShape
-from rose.trainer.batching import (
-    LOGIT_ELEMENTS,
-    LOGIT_ELEMENTS_GPU,
-    LOGIT_ELEMENTS_KEPT,
-    Padded,
-    Shared,
-    common,
-    flops,
-    logit_elements,
-    plan_batch,
-    plan_micro_batches,
-    size_of,
-)
+from rose.trainer import batching
+from rose.trainer.batching import Padded, Shared, flops, plan_batch, plan_micro_batches, size_of
+from tests.made import trajectory
 
 
 def lengths_like_rollouts(n, seed):
@@ -82,16 +73,8 @@ def test_too_few_rows_for_the_ranks_is_said():
         plan_micro_batches(Padded([5, 5, 5]), 2, 100, 2)
 
 
-SMALL_MODEL = ModelShape(
-    layers=30,
-    hidden=576,
-    intermediate=1536,
-    heads=9,
-    kv_heads=3,
-    head_dim=64,
-    vocab=49152,
-    tied_embeddings=True,
-)
+SIZES = {"layers": 30, "hidden": 576, "intermediate": 1536, "heads": 9, "kv_heads": 3}
+SMALL_MODEL = ModelShape(**SIZES, head_dim=64, vocab=49152, tied_embeddings=True)
 
 
 def rows_like_a_batch(groups, size, system, prompt, answer, seed=0):
@@ -127,10 +110,8 @@ def test_shared_micro_batches_count_distinct_prefixes_and_keep_the_limit(ranks, 
 
 
 def test_common_beginnings():
-    assert [
-        common(np.array(a), np.array(b))
-        for a, b in [([1, 2], [1, 3]), ([1], [1, 2]), ([2], [1]), ([3], [3])]
-    ] == [1, 1, 0, 1]
+    for a, b, common in (([1, 2], [1, 3], 1), ([1], [1, 2], 1), ([2], [1], 0), ([3], [3], 1)):
+        assert batching.common(np.array(a), np.array(b)) == common
 
 
 def test_trees_are_taken_where_they_save_and_only_there():
@@ -144,6 +125,29 @@ def test_trees_are_taken_where_they_save_and_only_there():
 @pytest.mark.parametrize("recomputes, kept", [(False, True), (True, False), (None, False)])
 def test_a_head_on_a_gpu_keeps_its_logits_where_layers_keep_theirs(make_config, recomputes, kept):
     t = msgspec.structs.replace(make_config().trainer, gradient_checkpointing=recomputes)
-    found = logit_elements(t, on_gpu=True)
-    assert found == (LOGIT_ELEMENTS_KEPT if kept else LOGIT_ELEMENTS_GPU)
-    assert logit_elements(t, on_gpu=False) == LOGIT_ELEMENTS
+    found = batching.logit_elements(t, on_gpu=True)
+    assert found == (batching.LOGIT_ELEMENTS_KEPT if kept else batching.LOGIT_ELEMENTS_GPU)
+    assert batching.logit_elements(t, on_gpu=False) == batching.LOGIT_ELEMENTS
+
+
+def of_tokens(count: int) -> p.Trajectory:
+    return trajectory("g0.0", *[[0] * count] * 4)
+
+
+def test_large_batches_are_cut_and_small_ones_are_not(monkeypatch):
+    monkeypatch.setattr(batching, "PART_BYTES", 13 * 100)
+    rows = [of_tokens(60), of_tokens(30), of_tokens(60), of_tokens(200), of_tokens(5)]
+    summary = p.BatchSummary([0.0] * 5, [0] * 5, [0] * 5, [False] * 5)
+    step, *parts = batching.train_messages(7, summary, [[[0, 1], [2]], [[3, 4]]], True, rows)
+    expected = (7, [[[0, 1], [2]], [[3, 4]]], len(parts), True)
+    assert (step.step, step.micro_batches, step.parts, step.trees) == expected
+    assert [part.indices for part in parts] == [[0, 1], [2], [3], [4]]
+    assert [part.part for part in parts] == [0, 1, 2, 3]
+    assert all(part.trajectories == [rows[i] for i in part.indices] for part in parts)
+
+
+def test_a_rank_without_rows_still_hears_of_the_step():
+    step, part = batching.train_messages(
+        1, p.BatchSummary([0.0], [0], [0], [False]), [[[]]], False, [of_tokens(3)]
+    )
+    assert step.parts == 1 and part.indices == [] and part.trajectories == []

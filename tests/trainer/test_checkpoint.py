@@ -7,20 +7,16 @@ import pytest
 from rose.trainer import checkpoint
 
 
-def saved(run_dir, step, keep=2):
+def saved(run_dir, step):
     folder = checkpoint.begin(run_dir, step)
     (folder / "deepspeed").mkdir()
     (folder / "deepspeed" / "model.pt").write_bytes(b"weights")
-    return checkpoint.commit(
-        folder, {"step": step, "scheduler": {"batching": {"next": 8 * step}}}, keep
-    )
-
-
-def test_a_run_without_checkpoints_has_no_latest(tmp_path):
-    assert checkpoint.complete(tmp_path) == [] and checkpoint.latest(tmp_path) is None
+    state = {"step": step, "scheduler": {"batching": {"next": 8 * step}}}
+    return checkpoint.commit(folder, state, keep=2)
 
 
 def test_a_folder_still_being_written_is_never_a_checkpoint(tmp_path):
+    assert checkpoint.complete(tmp_path) == [] and checkpoint.latest(tmp_path) is None
     whole = saved(tmp_path, 5)
     unfinished = checkpoint.begin(tmp_path, 10)
     (unfinished / checkpoint.COORDINATOR_STATE).write_text("{}")
@@ -50,13 +46,7 @@ def test_a_mark_that_is_being_written_is_none_yet(tmp_path):
         checkpoint.saved(tmp_path)
 
 
-def test_only_the_newest_are_kept(tmp_path):
-    for step in (2, 9, 10, 100):
-        saved(tmp_path, step, keep=2)
-    assert [checkpoint.step_of(c) for c in checkpoint.complete(tmp_path)] == [10, 100]
-
-
-def test_those_of_spared_steps_are_kept_besides(tmp_path):
+def test_only_the_newest_are_kept_and_those_of_spared_steps(tmp_path):
     for step in (2, 9, 10, 100):
         folder = checkpoint.begin(tmp_path, step)
         checkpoint.commit(folder, {"step": step}, 1, spared={2, 10} if step < 100 else {9, 2})

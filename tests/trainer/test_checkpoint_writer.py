@@ -97,10 +97,8 @@ def test_a_prepared_checkpoint_runs_nothing_and_is_refused(tmp_path, monkeypatch
     folder = tmp_path / "step-000001"
     (folder / "deepspeed").mkdir(parents=True)
     for each in ("deepspeed/model.pt", "deepspeed/optimizer.pt", "random-0.pt"):
-        bad = each == name
-        torch.save(
-            {"a": Runs(call, *args.get(call, (ZeroStageEnum, "mro"))) if bad else 1}, folder / each
-        )
+        runs = Runs(call, *args.get(call, (ZeroStageEnum, "mro")))
+        torch.save({"a": runs if each == name else 1}, folder / each)
     engine = object.__new__(DeepSpeedEngine)
     engine.settings, engine.writer = SimpleNamespace(zero_stage=1, lora=None), CheckpointWriter(0)
     engine.rank, engine.world, engine.base = 0, 1, ""
@@ -141,7 +139,7 @@ def test_a_cpu_is_given_back_when_the_copies_are_written_and_not_with_them(tmp_p
         assert torch.equal(engine.writer.load(str(tmp_path / f"{name}.pt"))["weights"], weights)
 
 
-def test_a_checkpoint_that_is_never_written_keeps_the_device_and_says_so(monkeypatch):
+def test_a_checkpoint_that_is_never_written_keeps_the_device_and_says_so():
     engine = object.__new__(DeepSpeedEngine)
     engine.rank, engine.writer = 3, SimpleNamespace(wait=lambda deadline_s: False)
     with pytest.raises(TimeoutError, match="trainer rank 3 is writing its part of the last"):
@@ -174,59 +172,39 @@ def test_the_reason_names_the_full_disk_that_torch_does_not_speak_of(tmp_path, m
         raise RuntimeError("unexpected pos 704 vs 598")
 
     monkeypatch.setattr(checkpoint_writer.torch, "save", broken)
-    monkeypatch.setattr(
-        checkpoint_writer,
-        "refusal",
-        lambda folder: OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)),
-    )
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path))
+    monkeypatch.setattr(checkpoint_writer, "refusal", lambda folder: full)
     writer = CheckpointWriter(3)
     writer.save(state, str(tmp_path / "states.pt"))
     writer.finish(tmp_path)
     assert writer.wait(60)
-    with pytest.raises(
-        checkpoint.SaveFailed, match=f"pos 704 vs 598; .*No space left.*{tmp_path.name}"
-    ) as met:
+    why = f"pos 704 vs 598; .*No space left.*{tmp_path.name}"
+    with pytest.raises(checkpoint.SaveFailed, match=why) as met:
         checkpoint.saved(tmp_path)
     assert "free some space" in files.advice(None, str(met.value))
 
 
-def test_the_control_groups_limit_counts_where_it_is_lower(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)
-    monkeypatch.setattr(memory, "PROCESS", tmp_path / "self")
-    (tmp_path / "self").write_text("0::/job\n")
-    free = checkpoint_writer.available_bytes()
-    (tmp_path / "job").mkdir()
-    (tmp_path / "job" / "memory.stat").write_text("anon 1000\n")
-    (tmp_path / "job" / "memory.max").write_text("3000\n")
-    (tmp_path / "job" / "memory.current").write_text("1000\n")
-    assert checkpoint_writer.available_bytes() == 2000 < free
-    assert memory.host_bytes() == 3000
-    (tmp_path / "job" / "memory.max").write_text("max\n")
-    assert checkpoint_writer.available_bytes() > 2000 and memory.host_bytes() > 3000
+V1 = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", str(2**63 - 4096), "total_")
 
 
 @pytest.mark.parametrize(
-    "version, line, home, limit, usage, prefix",
+    "line, home, limit, usage, unlimited, prefix",
     [
-        (2, "0::{}\n", "", "memory.max", "memory.current", ""),
-        (
-            1,
-            "12:pids:/a\n4:memory:{}\n",
-            "memory",
-            "memory.limit_in_bytes",
-            "memory.usage_in_bytes",
-            "total_",
-        ),
+        ("0::{}\n", "", "memory.max", "memory.current", "max", ""),
+        ("12:pids:/a\n4:memory:{}\n", *V1),
     ],
+    ids=["version 2", "version 1"],
 )
-def test_the_limit_is_the_steps(tmp_path, monkeypatch, version, line, home, limit, usage, prefix):
+def test_the_limit_of_a_control_group_is_the_steps(
+    tmp_path, monkeypatch, line, home, limit, usage, unlimited, prefix
+):
     """Slurm limits job and step, never the group in which a task is; what files fill can be given
     back."""
     path = "/slurm/job_7/step_0/user/task_3"
     task = tmp_path / home / path.strip("/")
     task.mkdir(parents=True)
     step = task.parents[1]
-    for group, most in ((task, "max" if version == 2 else str(2**63 - 4096)), (step, "9000")):
+    for group, most in ((task, unlimited), (step, "9000")):
         (group / limit).write_text(most + "\n")
         (group / usage).write_text("6000\n")
         (group / "memory.stat").write_text(
@@ -236,3 +214,6 @@ def test_the_limit_is_the_steps(tmp_path, monkeypatch, version, line, home, limi
     monkeypatch.setattr(memory, "CGROUP", tmp_path)
     monkeypatch.setattr(memory, "PROCESS", tmp_path / "self")
     assert checkpoint_writer.available_bytes() == 9000 - 6000 + 1500
+    assert memory.host_bytes() == 9000
+    (step / limit).write_text(unlimited + "\n")
+    assert min(checkpoint_writer.available_bytes(), memory.host_bytes()) > 9000

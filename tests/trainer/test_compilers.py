@@ -1,15 +1,18 @@
 """What fused kernels need is looked for before anything starts."""
 
 import importlib.util
-import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from rose import checks
 from rose.config import ConfigError
 from rose.launch import model
 from rose.trainer import compilers
+from rose.trainer.trainer import Trainer
 from tests.conftest import compose_tree
+from tests.made import model_folder
 
 LIGER = ("trainer=zero3_gpu", "rollout=gpu", "cluster=gpus", "cluster.gpus=16")
 
@@ -41,15 +44,10 @@ def test_liger_has_to_be_installed(make_config, monkeypatch):
 
 
 def test_a_model_without_fused_operations_is_refused_by_its_config(make_config, tmp_path):
-    names = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size")
-    raw = dict.fromkeys((*names, "vocab_size"), 8) | {"max_position_embeddings": 2**20}
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")  # no tensors
     c = make_config(*LIGER, "trainer.kernels=liger", f"model.path={tmp_path}")
+    sizes = {"num_attention_heads": 8, "max_position_embeddings": 2**20}
     for kind in ("qwen3", "gpt2"):
-        (tmp_path / "config.json").write_text(
-            json.dumps(raw | {"model_type": kind, "architectures": ["AnyForCausalLM"]})
-        )
+        model_folder(tmp_path, model_type=kind, architectures=["AnyForCausalLM"], **sizes)
         if kind == "qwen3":
             assert model.shape(c).heads == 8
         else:
@@ -58,3 +56,26 @@ def test_a_model_without_fused_operations_is_refused_by_its_config(make_config, 
     c = make_config("trainer.compile=true", "model.max_context=64", f"model.path={tmp_path}")
     with pytest.raises(ConfigError, match="trainer.compile=True: .* the type gpt2 .*compile=false"):
         model.shape(c)
+
+
+NONE = "no gcc here"
+
+
+def rank(monkeypatch, lacking: str, kernels: str = "none", device: str = "cuda") -> SimpleNamespace:
+    monkeypatch.setattr(compilers, "no_compiler", lambda on_gpu: lacking)
+    config = SimpleNamespace(trainer=SimpleNamespace(kernels=kernels), compares_updates=True)
+    return SimpleNamespace(config=config, device=torch.device(device))
+
+
+def test_ligers_kernels_without_a_compiler_are_refused(monkeypatch):
+    with pytest.raises(ConfigError, match="no gcc here; or trainer.kernels=none"):
+        Trainer._check_compiler(rank(monkeypatch, NONE, "liger"))
+    Trainer._check_compiler(rank(monkeypatch, NONE))
+    Trainer._check_compiler(rank(monkeypatch, "", "liger"))
+
+
+def test_without_a_compiler_versions_are_published_by_a_copy(monkeypatch):
+    compares = Trainer._compares.fget
+    assert not compares(rank(monkeypatch, NONE))
+    assert compares(rank(monkeypatch, ""))
+    assert compares(rank(monkeypatch, NONE, device="cpu"))

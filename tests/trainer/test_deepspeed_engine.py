@@ -13,55 +13,32 @@ from rose.trainer.model import load
 from tests.trainer import tiny_world
 
 
-def test_buckets_are_no_larger_than_the_model(make_config):
-    zero = zero_config(make_config().trainer, parameters=500_000)["zero_optimization"]
-    assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == 500_000
-
-
-def test_bfloat16_accumulates_and_communicates_in_float32(make_config):
-    settings = zero_config(
-        make_config("trainer.dtype=bfloat16", "trainer.zero_stage=2").trainer, 1000
-    )
-    assert settings["bf16"]["enabled"] and settings["communication_data_type"] == "fp32"
+@pytest.mark.parametrize(("reduced", "sent"), [("float32", "fp32"), ("bfloat16", "bf16")])
+def test_bfloat16_accumulates_in_float32_and_communicates_as_asked(make_config, reduced, sent):
+    keys = ("trainer.dtype=bfloat16", "trainer.zero_stage=2", f"trainer.reduce_dtype={reduced}")
+    settings = zero_config(make_config(*keys).trainer, 1000)
+    assert settings["bf16"]["enabled"] and settings["communication_data_type"] == sent
     assert settings["data_types"] == {"grad_accum_dtype": "fp32"}
-    narrow = zero_config(
-        make_config(
-            "trainer.dtype=bfloat16 trainer.zero_stage=2 trainer.reduce_dtype=bfloat16"
-        ).trainer,
-        1000,
-    )
-    assert narrow["communication_data_type"] == "bf16"
-    assert narrow["data_types"] == {"grad_accum_dtype": "fp32"}
 
 
-def test_gradients_are_added_up_in_bfloat16_only_where_they_are_kept_in_float32(make_config):
-    with pytest.raises(ConfigError, match="reduce_dtype='bfloat16'.*needs trainer.dtype=bfloat16"):
-        make_config("trainer.reduce_dtype=bfloat16")
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("reduced", ["float32", "bfloat16"])
-def test_stages_that_keep_no_float32_gradients_are_refused_in_bfloat16(make_config, stage, reduced):
-    with pytest.raises(
-        ConfigError, match=f"zero_stage={stage}: trainer.dtype=bfloat16 needs 2 or 3"
-    ):
-        make_config(
-            "trainer.dtype=bfloat16",
-            f"trainer.zero_stage={stage}",
-            f"trainer.reduce_dtype={reduced}",
-        )
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ("reduce_dtype=bfloat16", "reduce_dtype='bfloat16'.*needs trainer.dtype=bfloat16"),
+        ("dtype=bfloat16 zero_stage=0", "zero_stage=0: trainer.dtype=bfloat16 needs 2 or 3"),
+        ("dtype=bfloat16 zero_stage=1 reduce_dtype=bfloat16", "zero_stage=1: .* needs 2 or 3"),
+    ],
+)
+def test_gradients_that_no_rank_keeps_in_float32_are_refused(make_config, keys, why):
+    with pytest.raises(ConfigError, match=why):
+        make_config(*(f"trainer.{key}" for key in keys.split()))
 
 
 def test_zero_3_gathers_a_layer_ahead(make_config, tmp_path):
     trainer = make_config("trainer.zero_stage=3").trainer
-    assert (
-        zero_config(trainer, 10**9, 233_057_792)["zero_optimization"]["stage3_prefetch_bucket_size"]
-        == 233_057_792
-    )
-    assert (
-        zero_config(trainer, 10**9)["zero_optimization"]["stage3_prefetch_bucket_size"]
-        == 50_000_000
-    )
+    for layer, ahead in (((233_057_792,), 233_057_792), ((), 50_000_000)):
+        zero = zero_config(trainer, 10**9, *layer)["zero_optimization"]
+        assert zero["stage3_prefetch_bucket_size"] == ahead
     policy = load(tiny_world.save_model(tmp_path), torch.float32, False)
     layers = policy.hf.config.num_hidden_layers
     inside = sum(p.numel() for name, p in policy.named_weights() if ".layers." in name)

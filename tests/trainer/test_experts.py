@@ -8,26 +8,17 @@ from rose.trainer.experts import parameter_of, parts
 from tests.transfer.worlds import World
 
 
+SIZES = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2}
+SIZES |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SIZES |= {"tie_word_embeddings": False, "norm_topk_prob": True}
+
+
 def tiny_mixture():
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
-    return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            vocab_size=97,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            num_experts=8,
-            num_experts_per_tok=2,
-            moe_intermediate_size=16,
-            tie_word_embeddings=False,
-            norm_topk_prob=True,
-            initializer_range=0.2,
-        )
-    )
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES))
 
 
 @pytest.fixture(scope="module")

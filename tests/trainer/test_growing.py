@@ -15,15 +15,12 @@ EVERY = ARGS | {"turn_grpo": TURNS, "tree_grpo": TREE}
 FILTERS = ARGS["dapo"] | {"overlong_filtering": True}
 
 
-def batch(rows, cut=0, turn_rewards=True):
+def batch(rows, cut=0):
     """The first rows of four groups of two; the first `cut` rows are truncated."""
-    return Summary(
-        torch.tensor([0.5, 1.0, 0.0, 2.0, 1.0, 0.0, 3.0, 1.0][:rows]),
-        torch.arange(rows) // 2,
-        torch.tensor(TOKENS[:rows]),
-        torch.arange(rows) < cut,
-        torch.arange(2.0 * rows).view(rows, 2).double() if turn_rewards else None,
-    )
+    rewards = torch.tensor([0.5, 1.0, 0.0, 2.0, 1.0, 0.0, 3.0, 1.0])[:rows]
+    number, tokens = torch.arange(rows), torch.tensor(TOKENS[:rows])
+    turns = torch.arange(2.0 * rows).view(rows, 2).double()
+    return Summary(rewards, number // 2, tokens, number < cut, turns)
 
 
 @pytest.mark.parametrize(
@@ -44,33 +41,6 @@ def test_weights_times_the_scale_are_those_of_the_batch_at_once(name, args, cut)
     for rows, (_, given) in zip(rounds, found, strict=True):
         part = given[spoke[:rows]] * growing.scale
         torch.testing.assert_close(part, expected[: len(part)], rtol=1e-6, atol=0.0)
-
-
-@pytest.mark.parametrize("name", sorted(EVERY))
-def test_a_batch_at_once_has_the_algorithms_own_numbers(name):
-    algorithm = build(name, EVERY[name])
-    growing = Growing(algorithm)
-    advantages, weights = growing.extend(batch(8))
-    assert torch.equal(advantages, algorithm.advantages(batch(8)))
-    assert torch.equal(weights, algorithm.token_weights(batch(8))) and growing.scale == 1.0
-
-
-def test_groups_that_fork_after_groups_that_did_not():
-    algorithm = build("tree_grpo", TREE)
-    plain = batch(4, turn_rewards=False)
-    segments = torch.tensor([[0, -1], [1, 1], [-1, -1], [2, 2], [3, 4], [3, 5]])
-    forked = Summary(
-        *(value[:6] for value in (batch(8).rewards, torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]))),
-        batch(8).response_tokens[:6],
-        batch(8).truncated[:6],
-        segments=segments,
-    )
-    growing = Growing(algorithm)
-    _, before = growing.extend(plain)
-    _, weights = growing.extend(forked)
-    whole = algorithm.token_weights(forked)
-    torch.testing.assert_close(weights * growing.scale, whole, rtol=1e-6, atol=0.0)
-    torch.testing.assert_close(before[0] * growing.scale, whole[0, 0], rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.parametrize("baseline", ["none", "group"])

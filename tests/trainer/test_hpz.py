@@ -11,17 +11,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 RANKS, GROUP, STEP_S = 4, 2, 150.0
 LAST = [4, 64, 1, 1]
-ACTIONS = [
-    ["publish", 0],
-    ["train", 1, 4000, 1, 1],
-    ["train", 2, 40, 2, 1],  # prefix trees, two updates
-    ["publish", 1],
-    ["states", "saved"],
-    ["save"],
-    ["train", *LAST, 2],
-    ["publish", 2],
-    ["states", "last"],
-]
+ACTIONS = [["publish", 0], ["train", 1, 4000, 1, 1]]
+ACTIONS += [["train", 2, 40, 2, 1], ["publish", 1]]  # prefix trees, two updates
+ACTIONS += [["states", "saved"], ["save"], ["train", *LAST, 2], ["publish", 2], ["states", "last"]]
 AGAIN = [["load"], ["turn"], ["train", *LAST, 3], ["publish", 3], ["states", "again"]]
 
 

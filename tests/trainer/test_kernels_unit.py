@@ -98,15 +98,8 @@ def liger(monkeypatch):
 
 
 def save_llama(folder, **more):
-    config = LlamaConfig(
-        vocab_size=7,
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        mlp_bias=True,
-        **more,
-    )
+    sizes = {"vocab_size": 7, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=2, mlp_bias=True, **more)
     LlamaForCausalLM(config).save_pretrained(folder)
     return model.load(folder, torch.float32, False)
 

@@ -20,18 +20,9 @@ pytestmark = pytest.mark.slow
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 RANK, ALPHA = 4, 6.0
 LORA = f"trainer.lora={{rank: {RANK}, alpha: {ALPHA}, targets: [{', '.join(TARGETS)}]}}"
-JOB = {
-    "name": "run",
-    "settings": [LORA, "algorithm.kl_coef=0.5", WARM],
-    "actions": [
-        ["publish", 0],
-        *(["train", *step] for step in STEPS),
-        ["publish", 3],
-        ["save"],
-        ["train", *LAST, 4],
-        ["publish", 4],
-    ],
-}
+ACTIONS = [["publish", 0], *(["train", *step] for step in STEPS), ["publish", 3], ["save"]]
+ACTIONS += [["train", *LAST, 4], ["publish", 4]]
+JOB = {"name": "run", "settings": [LORA, "algorithm.kl_coef=0.5", WARM], "actions": ACTIONS}
 RESUMED = {"name": "resumed", "actions": [["load"], ["turn"], ["train", *LAST], ["publish", 4]]}
 WORLDS = [(0, 1), (1, 2), (2, 2), (3, 2)]
 
@@ -97,7 +88,7 @@ def test_the_adapter_loss_gradient_and_kl_equal_the_plain_loop_over_peft(world):
     assert reports[0]["models"] == 1, "the reference is the policy without its adapter"
 
 
-def test_the_plan_has_the_hashes_of_the_models_folder_however_it_is_shared(world, tmp_path):
+def test_the_plan_has_the_hashes_of_the_models_folder_however_it_is_shared(world):
     folder, _, _, _ = world
     plan, _ = read_plan(Folder(folder / "run"))
     stored = load_file(folder / "model" / "model.safetensors")
@@ -144,8 +135,8 @@ def test_a_checkpoint_beside_another_base_is_refused(world, tmp_path):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_bfloat16_follows_float32_within_its_precision(stage, tmp_path):
     tiny_world.save_model(tmp_path / "model")
-    more = [f"trainer.zero_stage={stage}", "trainer.dtype=bfloat16", "model.dtype=bfloat16"]
-    more += ["deterministic=false", "trainer.gradient_checkpointing=true"]
+    more = [f"trainer.zero_stage={stage}", *tiny_world.BFLOAT16]
+    more.append("trainer.gradient_checkpointing=true")
     actions = [["publish", 0], ["train", *STEPS[0]], ["publish", 1]]
     job = {"name": "run", "actions": actions, "settings": [LORA, WARM, *more]}
     metrics = tiny_world.run_world(job, tmp_path, 2)[0]["metrics"][0]

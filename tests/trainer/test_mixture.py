@@ -58,10 +58,8 @@ def test_a_mixture_trains_publishes_and_saves_as_the_plain_loop(tmp_path, stage,
     assert ("routing_differs" in metrics) == (loop is Replayed)
     if loop is Replayed:
         assert 0.5 < metrics["routing_differs"] < 1  # two of eight, at random
-    stored, start = (
-        load_file(tmp_path / "model/model.safetensors"),
-        materialise(tmp_path / "run", 0),
-    )
+    stored = load_file(tmp_path / "model/model.safetensors")
+    start = materialise(tmp_path / "run", 0)
     assert stored.keys() == start.keys()
     assert all(torch.equal(stored[name], start[name]) for name in stored)
     experts = sum(tensor.nbytes for name, tensor in stored.items() if ".experts." in name)

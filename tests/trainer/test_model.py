@@ -12,6 +12,7 @@ from rose.trainer import model
 from rose.trainer.batching import LOGIT_ELEMENTS_KEPT
 from rose.trainer.collate import collate
 from tests.trainer import tiny_world
+from tests.trainer.test_prefix_tree import assert_alike
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -40,19 +41,13 @@ def test_values_and_gradients_equal_the_naive_ones(folder, batch, rows_per_chunk
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     logprobs, entropy = policy(batch.inputs, batch.targets, batch.mask)
     expected, expected_entropy = naive(plain, batch, temperature)
-    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(entropy, expected_entropy, atol=1e-3, rtol=1e-5)
     (logprobs**2).sum().backward()
     (expected**2).sum().backward()
-    gradients = dict(plain.named_parameters())
-    for name, parameter in policy.named_weights():
-        expected_gradient = gradients[name].grad
-        torch.testing.assert_close(
-            parameter.grad,
-            expected_gradient,
-            rtol=1e-4,
-            atol=1e-5 * float(expected_gradient.abs().max()),
-        )
+    ours, theirs = policy.named_weights(), dict(plain.named_parameters())
+    assert_alike(
+        (logprobs, entropy, [parameter.grad for _, parameter in ours]),
+        (expected, expected_entropy, [theirs[name].grad for name, _ in ours]),
+    )
 
 
 def test_torchs_operations_get_few_logits_at_once(monkeypatch):
@@ -64,15 +59,6 @@ def test_torchs_operations_get_few_logits_at_once(monkeypatch):
     head.chunk = lambda *given: rows.append(len(given[0])) or chunk(*given)
     head.plain(hidden, targets)[0].sum().backward()
     assert rows[:3] == [3, 3, 2] and max(rows) == 3
-
-
-def test_gradient_checkpointing_changes_no_gradient(folder, batch):
-    gradients = []
-    for checkpointing in (False, True):
-        policy = model.load(folder, torch.float32, checkpointing).train()
-        policy(batch.inputs, batch.targets, batch.mask)[0].sum().backward()
-        gradients.append([p.grad for p in policy.parameters()])
-    torch.testing.assert_close(*gradients)
 
 
 def test_weights_have_the_folders_names_and_tied_ones_come_once(folder):

@@ -4,14 +4,7 @@ for."""
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+import transformers
 
 from rose.trainer import model, prefix_tree
 from rose.trainer.collate import collate
@@ -29,21 +22,33 @@ def packed(rows):
     return prefix_tree.build(inputs, lengths)
 
 
-def test_each_distinct_prefix_stands_once_and_each_row_finds_its_own():
-    tree = packed(ROWS)
-    assert len(tree.tokens) == len({tuple(row[:n]) for row in ROWS for n in range(1, len(row) + 1)})
-    for row, nodes in zip(ROWS, tree.nodes, strict=False):
-        assert tree.tokens[nodes[: len(row)]].tolist() == row
-        assert tree.depths[nodes[: len(row)]].tolist() == list(range(len(row)))
-
-
-def test_a_token_attends_to_its_ancestors_and_itself_only():
+def test_each_distinct_prefix_stands_once_and_attends_to_its_ancestors_and_itself_only():
     tree = packed(ROWS)
     attention = tree.attention()[0, 0]
-    for row, nodes in zip(ROWS, tree.nodes, strict=False):
+    assert len(tree.tokens) == len({tuple(row[:n]) for row in ROWS for n in range(1, len(row) + 1)})
+    for row, nodes in zip(ROWS, tree.nodes, strict=True):
+        assert tree.tokens[nodes[: len(row)]].tolist() == row
+        assert tree.depths[nodes[: len(row)]].tolist() == list(range(len(row)))
         for depth, node in enumerate(nodes[: len(row)].tolist()):
             found = attention[node].nonzero().flatten().tolist()
             assert found == sorted(nodes[: depth + 1].tolist())
+
+
+def computed(policy, batch):
+    """(log-probabilities, entropy, the gradient of each parameter)"""
+    policy.zero_grad()
+    logprobs, entropy = policy(batch.inputs, batch.targets, batch.mask, batch.tree)
+    (logprobs**2).sum().backward()
+    return logprobs.detach(), entropy, [p.grad.clone() for p in policy.parameters()]
+
+
+def assert_alike(found, expected, entropy_atol=1e-3):
+    """What `computed` returns, each gradient within a share of its largest value."""
+    torch.testing.assert_close(found[0], expected[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found[1], expected[1], atol=entropy_atol, rtol=1e-5)
+    for ours, theirs in zip(found[2], expected[2], strict=True):
+        atol = 1e-5 * float(theirs.abs().max())
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=atol)
 
 
 @pytest.mark.parametrize("by_stretches", [False, True])
@@ -55,37 +60,28 @@ def test_values_and_gradients_are_those_of_padded_rows(tmp_path, checkpointing, 
     rows, _ = tiny_world.make_batch(seed=1)
     # one twice, one with nothing to learn
     rows |= {8: rows[0], 9: trajectory([1, 2, 3], [0, 0, 0])}
-    results = []
-    for trees in (False, True):
-        batch = collate(list(rows), rows, tiny_world.VOCABULARY, trees)
-        assert (batch.tree is not None) == trees
-        policy.zero_grad()
-        logprobs, entropy = policy(batch.inputs, batch.targets, batch.mask, batch.tree)
-        (logprobs**2).sum().backward()
-        results.append((logprobs.detach(), entropy, [p.grad.clone() for p in policy.parameters()]))
-    (plain, plain_entropy, plain_gradients), (shared, entropy, gradients) = results
-    torch.testing.assert_close(shared, plain, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(entropy, plain_entropy, atol=1e-3, rtol=1e-5)
-    for expected, gradient in zip(plain_gradients, gradients, strict=False):
-        torch.testing.assert_close(
-            gradient, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())
-        )
+    plain, shared = (
+        collate(list(rows), rows, tiny_world.VOCABULARY, trees) for trees in (False, True)
+    )
+    assert plain.tree is None and shared.tree is not None
+    assert_alike(computed(policy, shared), computed(policy, plain))
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("family", "more", "words"),
     [
-        (Qwen3Config(), None),
-        (LlamaConfig(), None),
-        (Qwen2Config(), None),
-        (Qwen2Config(use_sliding_window=False), None),
-        (Qwen2Config(use_sliding_window=True, max_window_layers=2), "sliding_attention"),
-        (MistralConfig(sliding_window=4096), "sliding"),
-        (MistralConfig(sliding_window=None), None),
-        (GPT2Config(), "not rotary"),
+        ("Qwen3", {}, None),
+        ("Llama", {}, None),
+        ("Qwen2", {}, None),
+        ("Qwen2", {"use_sliding_window": False}, None),
+        ("Qwen2", {"use_sliding_window": True, "max_window_layers": 2}, "sliding_attention"),
+        ("Mistral", {"sliding_window": 4096}, "sliding"),
+        ("Mistral", {"sliding_window": None}, None),
+        ("GPT2", {}, "not rotary"),
     ],
 )
-def test_models_that_a_tree_would_falsify_are_told_apart(tmp_path, config, words):
+def test_models_that_a_tree_would_falsify_are_told_apart(tmp_path, family, more, words):
+    config = getattr(transformers, f"{family}Config")(**more)
     config.save_pretrained(tmp_path)
-    found = prefix_tree.obstacle(AutoConfig.from_pretrained(tmp_path))
+    found = prefix_tree.obstacle(transformers.AutoConfig.from_pretrained(tmp_path))
     assert found is None if words is None else words in found

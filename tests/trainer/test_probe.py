@@ -14,35 +14,17 @@ SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidd
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
 SIZES |= {"initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 CONTEXT = 512
-LATENT = {  # attention whose values are smaller than its keys
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 12,
-}
-LONGROPE = {
-    "original_max_position_embeddings": 128,
-    "rope_parameters": {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0] * 8,
-        "long_factor": [1.0 + i for i in range(8)],
-        "original_max_position_embeddings": 128,
-        "factor": 4.0,
-    },
-}
-DYNAMIC = {
-    "max_position_embeddings": 128,
-    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
-}
+# Attention whose values are smaller than its keys.
+LATENT = {"num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 4}
+LATENT |= {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+LATENT |= {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16}
+LATENT |= {"v_head_dim": 12}
+ROPE = {"rope_theta": 10000.0, "factor": 4.0}
+FACTORS = {"short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]}
+FACTORS |= {"original_max_position_embeddings": 128}
+LONGROPE = {"original_max_position_embeddings": 128}
+LONGROPE |= {"rope_parameters": {"rope_type": "longrope"} | ROPE | FACTORS}
+DYNAMIC = {"max_position_embeddings": 128, "rope_parameters": {"rope_type": "dynamic"} | ROPE}
 MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16}
 
 

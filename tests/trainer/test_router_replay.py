@@ -34,15 +34,12 @@ def chosen_by(model, tokens: list[int]) -> np.ndarray:
 
 def recorded(model, rows) -> dict:
     """The rows with the experts of all tokens but the last."""
-    return {
-        number: msgspec.structs.replace(
-            t,
-            experts=chosen_by(model, np.frombuffer(t.tokens, "<i4").tolist())[:-1]
-            .astype(np.uint8)
-            .tobytes(),
-        )
-        for number, t in rows.items()
-    }
+    found = {}
+    for number, t in rows.items():
+        chosen = chosen_by(model, np.frombuffer(t.tokens, "<i4").tolist())[:-1]
+        experts = chosen.astype(np.uint8).tobytes()
+        found[number] = msgspec.structs.replace(t, experts=experts)
+    return found
 
 
 def other_routers(model) -> torch.nn.Module:

@@ -43,15 +43,9 @@ def test_a_step_in_rounds_has_the_gradient_of_the_step_at_once(stage, ranks, cli
             actions += [["load"], step]
     rounds = ["rounds", *ALGORITHMS[0], ROUNDS["pairs"], LIMIT]
     actions += [["load"], [*rounds, "saves1"], ["load", "between"], [*rounds, "saves2"]]
-    job = {
-        "name": "run",
-        "settings": [
-            f"trainer.zero_stage={stage}",
-            "algorithm.kl_coef=0.5",
-            f"trainer.optimizer.grad_clip={clip}",
-        ],
-        "actions": actions,
-    }
+    settings = [f"trainer.zero_stage={stage}", "algorithm.kl_coef=0.5"]
+    settings.append(f"trainer.optimizer.grad_clip={clip}")
+    job = {"name": "run", "settings": settings, "actions": actions}
     *metrics, _, _ = tiny_world.run_world(job, tmp_path, ranks)[0]["metrics"]
     pairs = zip(metrics[::2], metrics[1::2], strict=True)
     for number, (once, rounds) in enumerate(pairs):
@@ -88,17 +82,9 @@ def test_bfloat16_is_scaled_where_it_is_summed(tmp_path):
     tiny_world.save_model(tmp_path / "model")
     args = ["dapo", DAPO | {"overlong_filtering": False}, 1, "pairs"]
     steps = [["rounds", *args, r, LIMIT, f"{len(r)}"] for r in (WHOLE, ROUNDS["pairs"])]
-    job = {
-        "name": "run",
-        "settings": [
-            "trainer.zero_stage=2",
-            "deterministic=false",
-            "trainer.dtype=bfloat16",
-            "model.dtype=bfloat16",
-            "trainer.optimizer.grad_clip=1e6",
-        ],
-        "actions": [["publish", 0], ["save"], steps[0], ["load"], steps[1]],
-    }
+    settings = ["trainer.zero_stage=2", *tiny_world.BFLOAT16, "trainer.optimizer.grad_clip=1e6"]
+    actions = [["publish", 0], ["save"], steps[0], ["load"], steps[1]]
+    job = {"name": "run", "settings": settings, "actions": actions}
     once, rounds = tiny_world.run_world(job, tmp_path, 1)[0]["metrics"]
     for name in ("grad_norm", "loss"):
         assert rounds[name] == pytest.approx(once[name], rel=0.05), name

@@ -19,26 +19,12 @@ pytestmark = pytest.mark.slow
 # seed of the batch (even: prefix trees), tokens of a micro-batch, updates, scale of the rewards
 STEPS = [[1, 4000, 1, 1], [2, 40, 2, 1], [3, 100, 1, 1]]
 LAST = [4, 64, 1, 1]
-JOB = {
-    "name": "run",
-    "settings": [],
-    "actions": [
-        ["publish", 0],
-        *(["train", *step] for step in STEPS),
-        ["publish", 3],
-        ["save"],
-        ["train", *LAST, 4],
-        ["publish", 4],
-        ["train", 5, 64, 1, "inf"],
-        ["train", 6, 64, 1, 1e38],
-        ["publish", 5],
-    ],
-}
-RESUMED = {
-    "name": "resumed",
-    "settings": [],
-    "actions": [["load"], ["turn"], ["train", *LAST], ["turn"], ["publish", 4]],
-}
+ACTIONS = [["publish", 0], *(["train", *step] for step in STEPS), ["publish", 3], ["save"]]
+ACTIONS += [["train", *LAST, 4], ["publish", 4]]
+ACTIONS += [["train", 5, 64, 1, "inf"], ["train", 6, 64, 1, 1e38], ["publish", 5]]
+JOB = {"name": "run", "settings": [], "actions": ACTIONS}
+RESUMED = {"name": "resumed", "settings": []}
+RESUMED |= {"actions": [["load"], ["turn"], ["train", *LAST], ["turn"], ["publish", 4]]}
 WORLDS = [(0, 1), (1, 1), (1, 2), (2, 2), (3, 2)]
 
 
@@ -59,6 +45,11 @@ class World:
 @pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"zero{world[0]}-ranks{world[1]}")
 def world(request, tmp_path_factory):
     return World(tmp_path_factory.mktemp("world"), *request.param)
+
+
+def as_tensors(summary, **of_turns) -> Summary:
+    plain = ("rewards", "groups", "response_tokens", "truncated")
+    return Summary(*(torch.tensor(getattr(summary, field)) for field in plain), **of_turns)
 
 
 class Plain:
@@ -101,20 +92,14 @@ class Plain:
         difference = difference - logprobs
         kl = (difference.exp() - difference - 1) * mask * (logprobs - proximal).exp()
         self.kl += kl.sum().item()
-        losses = (
-            importance_weights(proximal, behaviour, mask, Bounds(1.1)) * losses + self.kl_coef * kl
-        )
-        return (weights[row] * losses).sum()
+        importance = importance_weights(proximal, behaviour, mask, Bounds(1.1))
+        return (weights[row] * (importance * losses + self.kl_coef * kl)).sum()
 
     def train_forked(self, seed):
         """(loss, gradient norm) where every leaf trains its whole path, by its share of its tree."""
         rows, summary = tiny_world.make_forked(seed)
-        plain = ("rewards", "groups", "response_tokens", "truncated")
         turns = [each + [-1] * (4 - len(each)) for each in summary.segments]
-        whole = Summary(
-            *(torch.tensor(getattr(summary, field)) for field in plain),
-            segments=torch.tensor(turns),
-        )
+        whole = as_tensors(summary, segments=torch.tensor(turns))
         advantages, trees = self.algorithm.advantages(whole), sum(tiny_world.SHARES)
         weights = [
             share / max(1, tokens) / trees
@@ -130,23 +115,16 @@ class Plain:
     def train(self, seed, limit, updates, _):
         """Returns (loss, mean gradient norm)."""
         rows, summary = tiny_world.make_batch(seed)
-        plain = ("rewards", "groups", "response_tokens", "truncated")
         turns = [each + [torch.nan] * (3 - len(each)) for each in summary.turn_rewards]
-        whole = Summary(
-            *(torch.tensor(getattr(summary, field)) for field in plain),
-            torch.tensor(turns, dtype=torch.float64),
-        )
+        whole = as_tensors(summary, turn_rewards=torch.tensor(turns, dtype=torch.float64))
         advantages, weights = self.algorithm.advantages(whole), self.algorithm.token_weights(whole)
         with torch.no_grad():
             proximal = {row: self.logprobs(t) for row, t in rows.items()}
         total, norms = 0.0, []
         for update in tiny_world.plan(seed, rows, 1, limit, updates)[0][0]:
             self.optimizer.zero_grad()
-            loss = sum(
-                self.loss(rows[r], r, proximal[r], advantages, weights)
-                for micro in update
-                for r in micro
-            )
+            chosen = [row for micro in update for row in micro]
+            loss = sum(self.loss(rows[r], r, proximal[r], advantages, weights) for r in chosen)
             (loss * updates).backward()
             norms.append(float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.05)))
             self.applied += 1
@@ -250,10 +228,9 @@ def test_a_resumed_run_continues_bit_for_bit_also_where_its_device_is_shared(wor
 
 
 def test_every_group_of_ranks_waits_as_long_as_a_step_may_take(world):
+    limit = tiny_world.settings(JOB | {"ranks": world.ranks}).trainer.step_timeout_s
     for report in world.reports:
-        assert len(report["limits_s"]) > 1 and set(report["limits_s"]) == {
-            tiny_world.settings(JOB | {"ranks": world.ranks}).trainer.step_timeout_s
-        }
+        assert len(report["limits_s"]) > 1 and set(report["limits_s"]) == {limit}
 
 
 def test_no_rank_loads_torchs_compiler_or_tries_a_c_compiler(world):
@@ -267,17 +244,9 @@ def test_no_rank_loads_torchs_compiler_or_tries_a_c_compiler(world):
 )
 def test_bfloat16_follows_float32_within_its_precision(stage, more, tmp_path):
     tiny_world.save_model(tmp_path / "model")
-    job = {
-        "name": "run",
-        "actions": [["turn"], ["train", *STEPS[0]], ["turn"], ["publish", 1]],
-        "settings": [
-            f"trainer.zero_stage={stage}",
-            "trainer.dtype=bfloat16",
-            "model.dtype=bfloat16",
-            "deterministic=false",
-            *more,
-        ],
-    }
+    actions = [["turn"], ["train", *STEPS[0]], ["turn"], ["publish", 1]]
+    settings = [f"trainer.zero_stage={stage}", *tiny_world.BFLOAT16, *more]
+    job = {"name": "run", "actions": actions, "settings": settings}
     metrics = tiny_world.run_world(job, tmp_path, 2)[0]["metrics"][0]
     _, norm = Plain(tmp_path / "model").train(*STEPS[0])
     assert metrics["grad_norm"] == pytest.approx(norm, rel=0.05)

@@ -193,16 +193,3 @@ def test_without_forks_it_is_grpo(scale):
     torch.testing.assert_close(
         ours.token_weights(whole)[1:], grpo.token_weights(whole)[1:], rtol=1e-7, atol=0
     )
-
-
-def test_equal_trees_and_episodes_that_end_early_weigh_alike():
-    """A tree of four leaves counts as much as an episode that ended before it could fork: the
-    estimate doesn't favour those that lasted."""
-    rows = expected([[tree(GROUPS[0][0]), tree(1.0)]], True)
-    made = trajectories(rows)
-    whole, _ = summary(made)
-    weights = build("tree_grpo", ARGS).token_weights(whole)
-    lone = len(made) - 1
-    per_leaf = [sum(share for *_, share in rows[:lone]), rows[lone][3]]
-    assert per_leaf == [0.5, 0.5]
-    assert weights[lone, 0].item() * made[lone].response_tokens == pytest.approx(0.5)

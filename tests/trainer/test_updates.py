@@ -54,13 +54,8 @@ def test_versions_are_those_of_a_copy(tmp_path, stage, ranks, mixture, more):
         tiny_mixture().save_pretrained(tmp_path / "model")
     else:
         tiny_world.save_model(tmp_path / "model")
-    settings = [f"trainer.zero_stage={stage}", "trainer.dtype=bfloat16", "model.dtype=bfloat16"]
-    settings += [
-        "deterministic=false",
-        "transfer.full_every=3",
-        "transfer.keep_versions=100",
-        *more,
-    ]
+    settings = [f"trainer.zero_stage={stage}", *tiny_world.BFLOAT16, *more]
+    settings += ["transfer.full_every=3", "transfer.keep_versions=100"]
     for name, actions in (("run", ACTIONS), ("resumed", RESUMED)):
         job = {"name": name, "settings": settings, "actions": actions}
         job |= {"beside": True, "degrees": [1, 2, 4]}

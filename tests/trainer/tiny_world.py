@@ -31,25 +31,18 @@ SETTINGS = (
     "trainer.step_timeout_s=200"
 ).split()
 
+BFLOAT16 = ["trainer.dtype=bfloat16", "model.dtype=bfloat16", "deterministic=false"]
+
 
 def save_model(folder: Path, tied: bool = True, kv_heads: int = 2) -> Path:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=kv_heads,
-        head_dim=8,
-        tie_word_embeddings=tied,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": kv_heads, "vocab_size": VOCABULARY}
+    sizes |= {"max_position_embeddings": 256, "initializer_range": 0.2}
+    Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=tied)).save_pretrained(folder)
     return folder
 
 
@@ -57,6 +50,7 @@ def make_batch(seed: int, lengths: list[int] = LENGTHS):
     """(trajectories by row, summary): two groups of four that begin alike, of one to three turns;
     behaviour near uniform, so off-policy as can be."""
     from rose import protocol as p
+    from tests.made import trajectory
 
     random = np.random.default_rng(seed)
     rows = {}
@@ -66,20 +60,14 @@ def make_batch(seed: int, lengths: list[int] = LENGTHS):
         mask[0] = 0
         turns = 1 + row % 3
         made = [len(part) for part in np.array_split(np.flatnonzero(mask), turns)]
-        rows[row] = p.Trajectory(
-            id=f"g{row // 4}.{row % 4}",
-            group=f"g{row // 4}",
-            phase=p.Phase.TRAIN,
-            tokens=p.pack_tokens(
-                [*begin[: 6 - row // 4], *random.integers(0, VOCABULARY, length)][:length]
-            ),
-            mask=mask.tobytes(),
-            logprobs=p.pack_floats(mask * random.uniform(-5, -4, length)),
-            versions=p.pack_tokens(np.where(mask, 0, -1)),
-            reward=float(random.integers(0, 2)),
-            success=False,
+        rows[row] = trajectory(
+            f"g{row // 4}.{row % 4}",
+            [*begin[: 6 - row // 4], *random.integers(0, VOCABULARY, length)][:length],
+            mask.tolist(),
+            mask * random.uniform(-5, -4, length),
+            np.where(mask, 0, -1),
+            float(random.integers(0, 2)),
             turns=turns,
-            response_tokens=int(mask.sum()),
             turn_tokens=list(enumerate(made)),
             turn_rewards=[float((row + seed + turn) % 4) / 2 for turn in range(turns)],
         )
@@ -376,11 +364,8 @@ def watch_second_copies(trainer, found: list[int]) -> None:
 
 
 # of DeepSpeed's, in elements: else ZeRO-3 gathers all of the tiny model and keeps it
-LARGE = {
-    "stage3_max_reuse_distance": 0,
-    "stage3_max_live_parameters": 20_000,
-    "stage3_prefetch_bucket_size": 10_000,
-}
+LARGE = {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 20_000}
+LARGE |= {"stage3_prefetch_bucket_size": 10_000}
 
 
 def keep_gathered(below: int, more: dict[str, int]) -> None:
@@ -441,14 +426,8 @@ def watched(trainer, folder: Path, rank: int, beat_s: float):
     from rose.protocol import Role
     from rose.trainer.watch import Watch
 
-    who = {
-        "rank": rank,
-        "role": Role.TRAINER,
-        "index": rank,
-        "pid": os.getpid(),
-        "guard_pid": os.getppid(),
-        "host": "here",
-    }
+    who = {"rank": rank, "role": Role.TRAINER, "index": rank, "host": "here"}
+    who |= {"pid": os.getpid(), "guard_pid": os.getppid()}
     rank_status.write(folder, 1, rank_status.RankStatus(**who, state="running"))
     report = functools.partial(rank_status.mark_begun, folder, 1, rank, beat_s=beat_s)
     return Watch(beat_s, trainer.progress, report)

@@ -72,9 +72,7 @@ def test_rows_bands_runs_of_several_rectangles_and_what_is_left_to_the_host():
     left = [
         Place("a", [Rectangle(1, 2, 3, 64), Rectangle(2, 40, 0, 64)]),  # begins within a word
         Place("a", [Rectangle(0, 90, 0, 30)]),  # rows are no whole words
-        Place(
-            "a", [Rectangle(1, 2, 8, 32), Rectangle(2, 40, 0, 32)]
-        ),  # a band with a part of a row
+        Place("a", [Rectangle(1, 2, 8, 32), Rectangle(2, 40, 0, 32)]),  # a band and part of a row
     ]
     hashed(live, dict(enumerate(there + left)), len(there))
 
@@ -105,13 +103,8 @@ def test_versions_are_staged_and_checked_without_reading_a_block_back(tmp_path):
     world.publish(4)
     staged = receiver.stage(3, 4, 2, 1 << 20, 60.0)
     staged.flip()
-    changed = {
-        i
-        for piece in staged.changes.pieces
-        for indices, _ in piece.parts
-        for i in indices.tolist()
-        if piece.parameter == "embed"
-    }
+    embed = [piece for piece in staged.changes.pieces if piece.parameter == "embed"]
+    changed = {i for piece in embed for indices, _ in piece.parts for i in indices.tolist()}
     beside = next(i for i in range(64) if i not in changed)
     live.matrices["embed"].view(-1)[beside] ^= 1  # no value that the flip wrote
     with pytest.raises(Corrupted, match="live parameter embed, block 0: .* after the flip"):

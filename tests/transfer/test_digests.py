@@ -2,7 +2,6 @@
 compiler, and what there is without it."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from rose.transfer.blocks import Rectangle
 from rose.transfer.digests import host_digest
 from rose.transfer.live import Live, Place
 from tests.foreign import python_of
+from tests.processes import ran
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RUN_S = 300
@@ -54,16 +54,9 @@ def environment():
 
 
 def run(command, environment):
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=REPOSITORY,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=RUN_S,
-    )
-    assert done.returncode == 0, done.stdout
+    command = [sys.executable, *command]
+    done = ran(command, cwd=REPOSITORY, env=environment, timeout=RUN_S)
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 

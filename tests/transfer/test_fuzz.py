@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "soak"))
 import fuzz_transfer as fuzz
@@ -15,18 +14,8 @@ from fuzz_transfer_world import History, Tally
 
 from rose.transfer import TransferError
 from rose.transfer.store import FULL, edge_name
-from tests.transfer.worlds import same
 
 SEED = 11
-
-
-def test_the_weights_of_a_version_follow_from_seed_and_number_alone():
-    one, other = History(3), History(3)
-    assert same(one.at(9), other.at(9)) and same(one.at(2), other.at(2))
-    assert not same(one.at(2), one.at(3)) and not same(one.at(2), History(4).at(2))
-    assert all(
-        torch.equal(t, one.at(9)["frozen"]) for t in (one.at(0)["frozen"], one.at(-1)["frozen"])
-    )
 
 
 def test_a_reader_that_took_damaged_bytes_would_be_a_violation(tmp_path):

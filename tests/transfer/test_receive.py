@@ -11,7 +11,7 @@ import torch
 
 from rose.transfer import TransferError
 from rose.transfer.live import Live
-from rose.transfer.receive import Receiver, materialise, whole
+from rose.transfer.receive import Receiver, whole
 from rose.transfer.source import Folder
 from rose.transfer.store import FULL, INITIAL, MANIFEST, edge_name
 from tests.parts.relay.relays import TOKEN, Running
@@ -72,10 +72,6 @@ def table_of(edge) -> int:
     return json.loads((edge / MANIFEST).read_text().partition("\n")[0])["files"][0]["table_offset"]
 
 
-def cut(path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
 EIGHT = {"versions": 8, "full_every": 4, "keep": 100}
 
 
@@ -131,13 +127,6 @@ def test_far_behind_the_full_version_is_read_where_the_differences_since_outweig
     assert reader.load(4)[0] == edge_name(fulls[-1], FULL) and same(reader.live, history.weights[4])
 
 
-def test_a_reader_goes_on_from_version_to_version_and_back(eight):
-    reader = Reader(eight, INITIAL)
-    for want in (0, 1, 3, 7, 7, 2, 6):
-        reader.load(want)
-        assert same(reader.live, eight.weights[want])
-
-
 def test_each_way_that_fails_is_left_out_until_one_works_and_the_reasons_are_told_in_the_end(eight):
     damaged = []
     cases = ((INITIAL_4, 5, 6), (FULL_4, 5, 6), ("v000000/from-initial", *range(1, 7)))
@@ -149,54 +138,8 @@ def test_each_way_that_fails_is_left_out_until_one_works_and_the_reasons_are_tol
         flip_byte(eight.store / first / "rank-00000.h5", table_of(eight.store / first))
     with pytest.raises(TransferError, match="version 6 can't be reached from the model") as error:
         Reader(eight, INITIAL).stage(6)
-    assert all(
-        f"{name}/rank-00000.h5: its table is damaged" in str(error.value) for name in damaged
-    )
-
-
-@pytest.mark.parametrize(
-    "damage, why",
-    [
-        (lambda edge: flip_byte(edge / MANIFEST, 10), "manifest.json: its last line"),
-        (lambda edge: flip_byte(edge / "rank-00000.h5", table_of(edge) + 5), "its table is"),
-        (lambda edge: cut(edge / "rank-00001.h5"), "rank-00001.h5"),
-        (lambda edge: (edge / "rank-00001.h5").write_bytes(b""), "rank-00001.h5"),
-        (lambda edge: (edge / "rank-00001.h5").unlink(), "rank-00001.h5: No such file"),
-        (lambda edge: shutil.rmtree(edge), None),
-    ],
-    ids=["manifest", "table", "cut", "empty", "file gone", "edge gone"],
-)
-def test_a_damaged_edge_is_gone_around_if_there_is_another_way_and_named_if_not(eight, damage, why):
-    for have, base in ((3, 3), (INITIAL, INITIAL), (None, FULL)):
-        damage(eight.store / edge_name(4, base))
-        reader = Reader(eight, have)
-        if base is not FULL:
-            assert reader.load(4) == [FULL_4] and same(reader.live, eight.weights[4])
-    with pytest.raises(
-        TransferError,
-        match="version 4 can't be reached from nothing that can be built on: the store "
-        "has v000000/from-initial",
-    ) as error:
-        reader.load(4)
-    assert why is None or why in str(error.value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["embed", "layer.weight", "layer.bias", "norm"])
-@pytest.mark.parametrize("have", [INITIAL, 6])
-def test_one_wrong_value_in_the_live_weights_is_noticed(tmp_path, name, have):
-    history = History(tmp_path / "store", 7)
-    before = history.weights[6][name]
-    history.world.step(0.1)
-    history.world.weights[name] = before  # this tensor stays as it is
-    history.world.publish(7)
-    reader = Reader(history, have)
-    reader.live[name].view(-1).view(torch.int16)[5] ^= 1
-    route = reader.load(7)
-    assert same(reader.live, dict(history.world.weights))
-    # the edge from the initial weights has the few values of `norm` raw, and writes over what is
-    # wrong
-    assert route[0].endswith("full") or (have, name) == (INITIAL, "norm")
+    for name in damaged:
+        assert f"{name}/rank-00000.h5: its table is damaged" in str(error.value)
 
 
 def frozen(history: History, versions: range, name: str) -> None:
@@ -250,11 +193,8 @@ def test_a_value_that_went_wrong_is_found_and_mended_by_a_full_version(tmp_path,
         routes = [reader.load(version, verify_every=4) for version in range(2, 6)]
         assert [route for route in routes if route[0].endswith("full")]
         assert same(reader.live, history.weights[5])
-        assert not [
-            route
-            for route in routes[1:]
-            if routes[0][0].endswith("full") and route[0].endswith("full")
-        ]
+        if routes[0][0].endswith("full"):
+            assert not [route for route in routes[1:] if route[0].endswith("full")]
 
 
 def test_a_version_that_was_staged_and_not_put_in_place_is_no_base_that_is_trusted(tmp_path):
@@ -272,23 +212,9 @@ def test_what_was_wrong_with_the_live_weights_is_told_when_there_is_no_full_vers
     shutil.rmtree(history.store / "v000000/full")
     reader = Reader(history, 0)
     reader.live["norm"] += 1
-    with pytest.raises(
-        TransferError,
-        match=r"can't be reached from nothing.*; v000001/from-000000 builds on other "
-        r"weights than the live ones: block \d+ of norm has xxh3-128",
-    ):
+    why = "v000001/from-000000 builds on other weights than the live ones"
+    with pytest.raises(TransferError, match=rf"can't be .*; {why}: block \d+ of norm has xxh3-128"):
         reader.stage(1)
-
-
-def test_a_store_made_anew_by_another_attempt_is_not_taken_for_the_old_one(tmp_path):
-    history = History(tmp_path / "store", 2)
-    reader = Reader(history, INITIAL)
-    reader.load(0)
-    History(tmp_path / "store", 2)
-    with pytest.raises(TransferError, match=r"version 1 can't be"):
-        reader.stage(1)
-    assert same(reader.live, history.weights[0])
-    assert Reader(history, INITIAL).load(1)
 
 
 # --------------------------------------------------------------------------- mirror
@@ -317,12 +243,11 @@ def test_what_this_node_was_sent_is_read_there(eight, tmp_path):
     "damage",
     [
         lambda edge: flip_byte(edge / "rank-00001.h5"),
-        lambda edge: flip_byte(edge / "rank-00001.h5", -1),
         lambda edge: (edge / "rank-00001.h5").write_bytes(b""),
         lambda edge: os.truncate(edge / "rank-00000.h5", 700),
         lambda edge: (edge / "rank-00000.h5").unlink(),
     ],
-    ids=["front", "end", "empty", "short", "no file"],
+    ids=["flipped", "empty", "short", "no file"],
 )
 def test_a_damaged_copy_of_the_node_is_read_from_the_store_instead(eight, tmp_path, damage):
     damage(mirrored(eight, tmp_path / "mirror", (7, 6)))
@@ -341,28 +266,30 @@ def test_when_copy_and_store_are_damaged_the_store_is_named(eight, tmp_path):
     edge = eight.store / "v000007/from-000006"
     for folder in (edge, mirrored(eight, tmp_path / "mirror", (7, 6))):
         flip_byte(folder / "rank-00000.h5", table_of(edge))
-    with pytest.raises(
-        TransferError,
-        match=rf"{eight.store}/v000007/from-000006/rank-00000.h5: its table is damaged",
-    ):
+    with pytest.raises(TransferError, match=f"{edge}/rank-00000.h5: its table is damaged"):
         Reader(eight, 6, tmp_path / "mirror").stage(7)
 
 
 # --------------------------------------------------------------------------- removed, relays, time
 
 
-def test_an_edge_that_is_removed_while_it_is_read_is_left_out(tmp_path, monkeypatch):
-    eight = History(tmp_path / "store", **EIGHT)
-    reader, gone = Reader(eight, INITIAL), [INITIAL_4, "v000005", FULL_4]
-    read = reader.receiver._live.read
+def remove_meanwhile(monkeypatch, reader, *edges: list):
+    """At each reading of the live weights the next of these lists of folders goes."""
+    left, read = list(edges), reader.receiver._live.read
 
     def removed_meanwhile(place):
-        for name in gone[:2]:
-            shutil.rmtree(eight.store / name)
-        del gone[:2]
+        for folder in left.pop(0) if left else ():
+            shutil.rmtree(folder)
         return read(place)
 
     monkeypatch.setattr(reader.receiver._live, "read", removed_meanwhile)
+    return left
+
+
+def test_an_edge_that_is_removed_while_it_is_read_is_left_out(tmp_path, monkeypatch):
+    eight = History(tmp_path / "store", **EIGHT)
+    reader, store = Reader(eight, INITIAL), eight.store
+    remove_meanwhile(monkeypatch, reader, [store / INITIAL_4, store / "v000005"], [store / FULL_4])
     with pytest.raises(TransferError, match="v000004/from-initial/rank-00001.h5: No such file"):
         reader.load(7)  # no way is left
     assert same(reader.live, eight.weights[INITIAL])
@@ -371,16 +298,9 @@ def test_an_edge_that_is_removed_while_it_is_read_is_left_out(tmp_path, monkeypa
 
 
 def test_a_version_whose_edges_are_removed_is_reached_by_the_last_way(eight, monkeypatch):
-    reader, gone = Reader(eight, INITIAL), [INITIAL_4, FULL_4]
-    read = reader.receiver._live.read
-
-    def removed_meanwhile(place):
-        if gone:
-            shutil.rmtree(eight.store / gone.pop(0))
-        return read(place)
-
-    monkeypatch.setattr(reader.receiver._live, "read", removed_meanwhile)
-    assert reader.load(4) == ["v000000/from-initial", *deltas(1, 2, 3, 4)] and not gone
+    reader, store = Reader(eight, INITIAL), eight.store
+    left = remove_meanwhile(monkeypatch, reader, [store / INITIAL_4], [store / FULL_4])
+    assert reader.load(4) == ["v000000/from-initial", *deltas(1, 2, 3, 4)] and not left
     assert same(reader.live, eight.weights[4])
 
 
@@ -403,7 +323,7 @@ def test_a_relay_is_as_good_as_the_folder(eight, tmp_path):
     token.write_text(TOKEN)
     token.chmod(0o600)
     file = eight.store / "v000004/from-000003/rank-00001.h5"
-    cut(file)
+    os.truncate(file, file.stat().st_size // 2)
     relay = Running(Folder(eight.store), tmp_path / "cache")
     try:
         reader = Reader(eight, 3, where=relay.url, token_file=str(token))
@@ -422,23 +342,3 @@ def test_what_nobody_wants_any_more_is_not_staged_to_its_end(eight):
     asked = iter([True, True])
     with pytest.raises(TransferError, match="version 4 is not wanted any more"):
         Reader(eight, 2).receiver.stage(2, 4, 1, ALL, 30.0, wanted=lambda: next(asked, False))
-
-
-def test_versions_are_read_from_a_store_whose_disk_is_full(eight, disk):
-    shutil.copytree(eight.store, disk.path / "store")
-    os.sync()
-    disk.fill()
-    with pytest.raises(OSError, match="No space left"):  # the last few blocks
-        for number in range(100):
-            (disk.path / f"small-{number}").write_bytes(b"x" * 600)
-    reader = Reader(eight, 3, where=disk.path / "store")
-    assert reader.load(4) == deltas(4)
-    assert same(reader.live, eight.weights[4])
-    reader.receiver.close()
-
-
-def test_whole_tensors_of_any_version_for_tools(eight):
-    for version in (0, 5, 7):
-        assert same(materialise(eight.store, version), eight.weights[version])
-    with pytest.raises(TransferError, match="version 9 can't be reached"):
-        materialise(eight.store, 9)

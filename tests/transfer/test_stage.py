@@ -4,20 +4,20 @@ part."""
 import tracemalloc
 import weakref
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rose.config import ModelShape
 from rose.engine import layout
-from rose.transfer import TransferError, changes, codec
+from rose.transfer import TransferError, changes
 from rose.transfer.edge import Edge, read_plan
 from rose.transfer.live import Live
 from rose.transfer.receive import whole
 from rose.transfer.source import Folder
 from rose.transfer.stage import place_blocks, stage
 from rose.transfer.store import FULL
+from tests.engine import shapes
 from tests.transfer.worlds import SHAPES, World, same
 
 ALL = 1 << 30
@@ -47,12 +47,8 @@ class Breaking(Live):
     def write(self, place, values):
         self._left -= 1
         if self._left == 0 or (self._left < 0 and not self._mended):
-            super().write(
-                place,
-                torch.cat(
-                    [values[: len(values) // 2], torch.zeros_like(values[len(values) // 2 :])]
-                ),
-            )
+            half = len(values) // 2
+            super().write(place, torch.cat([values[:half], torch.zeros_like(values[half:])]))
             raise RuntimeError("device lost")
         super().write(place, values)
 
@@ -128,10 +124,8 @@ def test_a_flip_that_breaks_off_among_sparse_values_is_taken_back(two):
 
 def test_a_flip_that_can_t_be_taken_back_says_that_the_weights_are_a_mixture(two):
     store, zero, one = two
-    for live, dense_bytes in (
-        (Breaking(copy(zero), 2, mended=False), ALL),
-        (Breaking(copy(zero), 2), 0),
-    ):
+    for mended, dense_bytes in ((False, ALL), (True, 0)):
+        live = Breaking(copy(zero), 2, mended)
         with pytest.raises(TransferError, match="the weights are a mixture now: device lost"):
             staged(store, [(1, 0)], live, dense_bytes).flip()
 
@@ -143,11 +137,8 @@ def test_the_check_names_a_parameter_that_is_not_what_it_should_be(two):
         made = staged(store, route, Live(live))
         made.flip()
         live["layer.weight"] += 1
-        with pytest.raises(
-            TransferError,
-            match=r"live parameter layer.weight, block \d+: xxh3-128 [0-9a-f]{32} after the flip, "
-            r"expected [0-9a-f]{32}",
-        ):
+        wrong = r"live parameter layer.weight, block \d+: xxh3-128 \w{32} after the flip, expected"
+        with pytest.raises(TransferError, match=wrong):
             made.check()
 
 
@@ -181,9 +172,7 @@ class Peak(TorchDispatchMode):
 
 def changed_by(share: float, tmp_path, dtype=torch.bfloat16):
     """A store of versions 0 and 1, so large a share of the values apart; the weights of both."""
-    weights = {
-        name: torch.randn(extent).to(dtype) for name, extent in (("w", (40, 100)), ("v", (3000,)))
-    }
+    weights = {"w": torch.randn(40, 100).to(dtype), "v": torch.randn(3000).to(dtype)}
     world = World(tmp_path / "store", weights, cuts={}, size=2, largest=500)
     world.publish(0)
     zero = copy(world.weights)
@@ -259,9 +248,7 @@ def test_of_a_device_what_is_free_less_a_reserve_is_taken_and_never_more_than_al
     cases = ((10 * 2**30, None, 10 * 2**30 - changes.RESERVE_BYTES), (10 * 2**30, 2**30, 2**30))
     cases += ((2**28, 2**30, changes.MIN_BYTES), (2**28, None, changes.MIN_BYTES))
     for free, most, wanted in cases:
-        monkeypatch.setattr(
-            torch.cuda, "mem_get_info", lambda device, free=free: (free, 80 * 2**30)
-        )
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, f=free: (f, 80 * 2**30))
         assert changes.budget(live, most) == wanted
 
 
@@ -269,68 +256,25 @@ def test_of_a_device_what_is_free_less_a_reserve_is_taken_and_never_more_than_al
 # servers
 
 
+SIZES = {"layers": 2, "hidden": 16, "intermediate": 24, "heads": 8, "head_dim": 4}
+
+
 def shape_of(kv_heads: int, tied: bool) -> ModelShape:
     """A vocabulary of 150 is padded to 192: with 4 ranks the last holds 6 rows."""
-    return ModelShape(
-        layers=2,
-        hidden=16,
-        intermediate=24,
-        heads=8,
-        kv_heads=kv_heads,
-        head_dim=4,
-        vocab=150,
-        tied_embeddings=tied,
-    )
+    return ModelShape(**SIZES, kv_heads=kv_heads, vocab=150, tied_embeddings=tied)
 
 
-def tensors_of(
-    shape: ModelShape, bias: bool, generator: torch.Generator
-) -> dict[str, torch.Tensor]:
-    """As Hugging Face names them: Qwen2 with `bias`, else Llama."""
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    h, i = shape.hidden, shape.intermediate
-    extents = {"model.embed_tokens.weight": (shape.vocab, h), "model.norm.weight": (h,)}
-    if not shape.tied_embeddings:
-        extents["lm_head.weight"] = (shape.vocab, h)
-    for layer in range(shape.layers):
-        at = f"model.layers.{layer}."
-        for name, rows in (("q", q), ("k", kv), ("v", kv)):
-            extents[f"{at}self_attn.{name}_proj.weight"] = (rows, h)
-            if bias:
-                extents[f"{at}self_attn.{name}_proj.bias"] = (rows,)
-        extents |= {
-            f"{at}self_attn.o_proj.weight": (h, q),
-            f"{at}mlp.gate_proj.weight": (i, h),
-            f"{at}mlp.up_proj.weight": (i, h),
-            f"{at}mlp.down_proj.weight": (h, i),
-            f"{at}input_layernorm.weight": (h,),
-            f"{at}post_attention_layernorm.weight": (h,),
-        }
+def weights_of(shape: ModelShape, bias: bool) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
     return {
         name: torch.randn(extent, generator=generator).bfloat16()
-        for name, extent in extents.items()
+        for name, extent in shapes.tensors(shape, bias).items()
     }
 
 
 def parameters_of(shape: ModelShape, bias: bool, tp_size: int) -> dict[str, torch.Tensor]:
-    """vLLM's, of one rank, zeros; written out here, not taken from the layout."""
-    h, i, rows = shape.hidden, shape.intermediate // tp_size, 192 // tp_size
-    qkv = (shape.heads // tp_size + 2 * max(1, shape.kv_heads // tp_size)) * shape.head_dim
-    extents = {"model.embed_tokens.weight": (rows, h), "model.norm.weight": (h,)}
-    if not shape.tied_embeddings:
-        extents["lm_head.weight"] = (rows, h)
-    for layer in range(shape.layers):
-        at = f"model.layers.{layer}."
-        extents |= {
-            f"{at}self_attn.qkv_proj.weight": (qkv, h),
-            f"{at}mlp.gate_up_proj.weight": (2 * i, h),
-            f"{at}self_attn.o_proj.weight": (h, shape.heads * shape.head_dim // tp_size),
-            f"{at}mlp.down_proj.weight": (h, i),
-            f"{at}input_layernorm.weight": (h,),
-            f"{at}post_attention_layernorm.weight": (h,),
-        }
-        if bias:
-            extents[f"{at}self_attn.qkv_proj.bias"] = (qkv,)
+    """vLLM's, of one rank, zeros."""
+    extents = shapes.parameters(shape, bias, tp_size)
     return {name: torch.zeros(extent, dtype=torch.bfloat16) for name, extent in extents.items()}
 
 
@@ -366,51 +310,31 @@ def cuts_for(weights, shape: ModelShape, degrees) -> dict:
     ids=["qwen2", "llama-untied", "one-key-value-head"],
 )
 def test_servers_of_every_degree_get_exactly_their_parts(tmp_path, bias, kv_heads, tied):
-    shape, generator = shape_of(kv_heads, tied), torch.Generator().manual_seed(3)
-    weights = tensors_of(shape, bias, generator)
-    world = World(
-        tmp_path / "store", weights, cuts_for(weights, shape, (1, 2, 4)), size=3, largest=70
-    )
+    shape = shape_of(kv_heads, tied)
+    weights = weights_of(shape, bias)
+    cuts = cuts_for(weights, shape, (1, 2, 4))
+    world = World(tmp_path / "store", weights, cuts, size=3, largest=70)
     initial = dict(world.weights)
     world.publish(0)
     world.step(0.3)
     world.publish(1)
     for tp_size in (1, 2, 4):
         for rank in range(tp_size):
-            empty, fresh = (
-                parameters_of(shape, bias, tp_size),
-                expected(initial, shape, bias, rank, tp_size),
-            )
+            empty = parameters_of(shape, bias, tp_size)
+            fresh = expected(initial, shape, bias, rank, tp_size)
             for live, route in ((empty, [(0, FULL), (1, 0)]), (fresh, [(1, 0)])):
                 made = staged(world.store, route, Live(live), places=placed(shape, rank, tp_size))
                 made.flip()
                 made.check()
-                assert same(live, expected(world.weights, shape, bias, rank, tp_size)), (
-                    tp_size,
-                    rank,
-                    route,
-                )
-
-
-def test_the_parts_of_a_server_fill_its_parameters_but_for_the_padding_of_the_vocabulary(tmp_path):
-    shape = shape_of(2, True)
-    weights = tensors_of(shape, True, torch.Generator())
-    world = World(tmp_path / "store", weights, cuts_for(weights, shape, (1, 2, 4)))
-    live = Live(parameters_of(shape, True, 4))
-    _, filled = place_blocks(
-        world.plan, lambda name, extent: layout.slices(name, extent, shape, 3, 4), live
-    )
-    rest = {name: matrix.numel() - filled[name] for name, matrix in live.matrices.items()}
-    expected = {"model.embed_tokens.weight": (48 - 6) * 16}
-    assert {name: count for name, count in rest.items() if count} == expected
+                right = expected(world.weights, shape, bias, rank, tp_size)
+                assert same(live, right), (tp_size, rank, route)
 
 
 def test_a_server_of_a_degree_that_the_trainer_did_not_cut_for_is_told_which_key_to_set(tmp_path):
     shape = shape_of(2, True)
-    weights = tensors_of(shape, True, torch.Generator())
-    world = World(
-        tmp_path / "store", weights, cuts_for(weights, shape, (1, 2)), size=1, largest=10**6
-    )
+    weights = weights_of(shape, True)
+    cuts = cuts_for(weights, shape, (1, 2))
+    world = World(tmp_path / "store", weights, cuts, size=1, largest=10**6)
     placed(shape, 0, 2)(world.plan, Live(parameters_of(shape, True, 2)))
     with pytest.raises(TransferError, match="lies half in this engine's"):
         placed(shape, 0, 4)(world.plan, Live(parameters_of(shape, True, 4)))
@@ -422,31 +346,16 @@ def test_tensors_that_do_not_fit_the_engine_are_named(tmp_path):
     def whole_tensor(name, extent):
         return layout.LocalSlice(name, *[tuple(slice(0, size) for size in extent)] * 2)
 
-    wrong = zeros() | {"norm": torch.zeros(12)}
-    with pytest.raises(TransferError, match=r"'norm' is bfloat16, the engine's parameter norm has"):
-        place_blocks(world.plan, whole_tensor, Live(wrong))
-    wrong = zeros() | {"embed": torch.zeros(49, 12, dtype=torch.bfloat16)}
-    with pytest.raises(TransferError, match=r"'embed' \(50, 12\) doesn't fit the engine's"):
-        place_blocks(world.plan, whole_tensor, Live(wrong))
+    for name, tensor, why in (
+        ("norm", torch.zeros(12), "'norm' is bfloat16, the engine's parameter norm has"),
+        ("embed", torch.zeros(49, 12).bfloat16(), r"'embed' \(50, 12\) doesn't fit the engine's"),
+    ):
+        with pytest.raises(TransferError, match=why):
+            place_blocks(world.plan, whole_tensor, Live(zeros() | {name: tensor}))
     with pytest.raises(TransferError, match="live parameter embed is torch.float8_e4m3fn:"):
         Live({"embed": torch.zeros(50, 12).to(torch.float8_e4m3fn)})
     with pytest.raises(TransferError, match="live parameter embed is not contiguous"):
         Live({"embed": torch.zeros(12, 50).t()})
-
-
-def test_positions_in_a_block_of_ragged_rows_become_indices_of_the_parameter():
-    live = Live({"w": torch.arange(60, dtype=torch.float32).view(6, 10)})
-    from rose.transfer.blocks import Block, rectangles
-    from rose.transfer.live import Place
-
-    place = Place("w", rectangles(Block(0, 13, 47, 2, 8, 0), 10))
-    values = live.read(place)
-    positions = np.arange(len(values), dtype=np.int32)
-    assert (
-        live.matrices["w"].view(-1)[live.indices(place, positions)].numpy().view(np.uint32)
-        == values
-    ).all()
-    assert codec.DTYPES[4] == values.dtype
 
 
 def test_staging_holds_a_few_blocks_at_once_however_many_are_fetched_together(tmp_path):

@@ -14,11 +14,8 @@ from rose.transfer.publish import Publisher
 from rose.transfer.store import FORMAT, Plan
 
 SHAPES = {"embed": (50, 12), "layer.weight": (24, 12), "layer.bias": (24,), "norm": (12,)}
-CUTS = {
-    "embed": ([0, 25, 50], []),
-    "layer.weight": ([], [0, 6, 12]),
-    "layer.bias": ([0, 12, 24], []),
-}
+CUTS = {"embed": ([0, 25, 50], []), "layer.weight": ([], [0, 6, 12])}
+CUTS |= {"layer.bias": ([0, 12, 24], [])}
 
 
 class Peer:
@@ -100,17 +97,10 @@ class World(Model):
         base: Base | None = None,
     ):
         self.generator = torch.Generator().manual_seed(seed)
-        super().__init__(
-            weights
-            or {
-                n: (torch.randn(s, generator=self.generator) * 0.02).to(dtype)
-                for n, s in SHAPES.items()
-            },
-            cuts,
-            size,
-            largest,
-            base,
-        )
+        if weights is None:
+            normal = {n: torch.randn(s, generator=self.generator) for n, s in SHAPES.items()}
+            weights = {name: (values * 0.02).to(dtype) for name, values in normal.items()}
+        super().__init__(weights, cuts, size, largest, base)
         self.gate, self.values, self.store = threading.Barrier(size), [0] * size, Path(store)
         self.publishers = self.together(
             lambda rank: Publisher(
