@@ -8,6 +8,7 @@ folder without ``.tmp`` is complete, whenever the job was killed.
 from __future__ import annotations
 
 import json
+import operator
 import os
 import re
 import shutil
@@ -107,7 +108,8 @@ def read_trainer(checkpoint: Path, trainer: configuration.Trainer) -> dict[str, 
         raise ValueError(f"{path}: absent; {checkpoint} is not a checkpoint of a trainer")
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
-        saved, dtype = (state["ranks"], state["zero_stage"]), state["dtype"]
+        ranks, stage, _ = (operator.index(state[key]) for key in ("ranks", "zero_stage", "updates"))
+        saved, dtype = (ranks, stage), state["dtype"]
     except (ValueError, LookupError, TypeError) as error:
         words = f"{type(error).__name__}: {error}"
         raise ValueError(

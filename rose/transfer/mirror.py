@@ -71,6 +71,8 @@ class Mirror:
             for other in self.path.glob("v*/*"):
                 if other != edge:
                     shutil.rmtree(other)
+                    with suppress(OSError):  # The version has other edges.
+                        other.parent.rmdir()
             edge.mkdir(parents=True, exist_ok=True)
             if (edge / REFUSED).exists():
                 return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -177,15 +178,13 @@ class Receiver:
 def materialise(store: str | Path, version: int) -> dict[str, torch.Tensor]:
     """Return all tensors of a store's version, whole, in host memory, for tools and tests. Raises
     `TransferError`."""
-    source = open_source(store)
-    plan, _ = read_plan(source)
-    source.close()
+    with closing(open_source(store)) as source:
+        plan, _ = read_plan(source)
     dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
     tensors = {t.name: torch.zeros(t.shape, dtype=dtypes[t.dtype]) for t in plan.tensors}
     live = Live(tensors)
-    receiver = Receiver(str(store), None, None, whole, live)
-    receiver.stage(None, version, 1, sum(t.nbytes for t in tensors.values()), 3600.0).flip()
-    receiver.close()
+    with closing(Receiver(str(store), None, None, whole, live)) as receiver:
+        receiver.stage(None, version, 1, sum(t.nbytes for t in tensors.values()), 3600.0).flip()
     return tensors
 
 

@@ -116,6 +116,11 @@ class Relayed:
             response = self._request("files", checked(path), wait_s, headers)
             try:
                 announced = int(response.headers.get("Content-Length", -1))
+                if announced < 0:
+                    raise TransferError(
+                        f"{self}: {path}: the answer has no Content-Length; a proxy that changes "
+                        "answers stands between here and the relay"
+                    )
                 whole = len(got) + announced if whole is None else whole
                 if announced != whole - len(got):
                     raise TransferError(

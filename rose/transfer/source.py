@@ -17,13 +17,15 @@ import stat as modes
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from rose.transfer.errors import Missing, TransferError
+from rose.transfer.errors import Corrupted, Missing, TransferError
 
 _MAX_PATH = 180  # characters, because a relay's cache makes one file name of a path
 # The name of a file or folder, but not the temporary one of a file that is being written.
 _NAME = re.compile(r"[A-Za-z0-9_+=,-][A-Za-z0-9._+=,-]*(?<!\.part)")
 # NFS reports ESTALE for a file that was removed while it was open or being opened.
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+# Where a disk can't read a part of a file, readers go around the file, as for damaged bytes.
+_KINDS = dict.fromkeys(_ABSENT, Missing) | {errno.EIO: Corrupted}
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{16,256}")
 
 
@@ -144,7 +146,7 @@ class Folder:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            kind = Missing if error.errno in _ABSENT else TransferError
+            kind = _KINDS.get(error.errno or 0, TransferError)
             raise kind(f"{self.root / path}: {error.strerror}") from error
 
     def _read(

@@ -93,7 +93,14 @@ def saved_by(folder, ranks, stage, dtype="float32"):
     return state
 
 
-@pytest.mark.parametrize("text", [b'{"ranks": "\xff"}', b'{"ranks": 1}', b"[1]", b"null", b"{"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(b'{"ranks": "\xff"}', b'{"ranks": 1}', b"[1]", b"null", b"{"),
+        b'{"ranks": "2", "zero_stage": 2, "dtype": "float32", "updates": 5}',
+        b'{"ranks": 2, "zero_stage": 2, "dtype": "float32"}',
+    ],
+)
 def test_a_damaged_note_of_the_trainer_is_named(tmp_path, make_config, text):
     (tmp_path / checkpoint.TRAINER_STATE).write_bytes(text)
     with pytest.raises(ValueError, match=r"trainer.json is damaged .*; remove that folder to go"):

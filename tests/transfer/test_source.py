@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from rose.transfer import TransferError
+from rose.transfer import Corrupted, TransferError
 from rose.transfer.relay_client import open_source
 from rose.transfer.source import Changed, Folder, Mirrored, Missing, Refused, Stat, read_token
 
@@ -58,6 +58,15 @@ def test_what_nfs_removed_under_its_reader_is_missing(store, monkeypatch, call):
     else:
         with pytest.raises(Missing, match="rank-00000.h5: Stale file handle"):
             open_source(store).read(f"{EDGE}/rank-00000.h5", 0, 10)
+
+
+def test_what_a_disk_cannot_read_counts_as_damaged(store, monkeypatch):
+    def fails(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", fails)
+    with pytest.raises(Corrupted, match="rank-00000.h5: Input/output error"):
+        open_source(store).read(f"{EDGE}/rank-00000.h5", 0, 10)
 
 
 def test_what_is_absent_is_told_apart_from_what_fails(store):
