@@ -9,7 +9,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rose import config
 from rose.agent.envs.base import Start, Step
 from rose.agent.guard import EnvironmentFailure
 from rose.agent.loop import REMINDER, run_trajectory, turn_seed
@@ -18,18 +17,14 @@ from rose.protocol import (
     FinishReason,
     Phase,
     Sampling,
-    StartTrajectory,
-    TurnResult,
     pack_floats,
     pack_tokens,
     unpack_floats,
     unpack_tokens,
 )
+from tests.agent.scripted import START, Script, limits
 from tests.made import result as turn_result
 
-START = StartTrajectory(
-    id="g1.2", group="g1", phase=Phase.TRAIN, domain="hike", env_seed=7, sampling_seed=11
-)
 STEP = '<tool_call>{"name": "step", "arguments": {}}</tool_call>'
 NONSENSE = "<tool_call>step</tool_call>"
 
@@ -58,53 +53,21 @@ class Walk:
         self.closed += 1
 
 
-class Script:
-    """Turns from texts, in order (the last one again and again); remembers requests and what it
-    gave."""
+class Talk(Walk):
+    """Any text is a step."""
 
-    def __init__(self, tokenizer, *texts, closed=True):
-        self.tokenizer, self.texts, self.closed = tokenizer, texts, closed
-        self.requests, self.results = [], []
-
-    async def __call__(self, request):
-        k = len(self.requests)
-        self.requests.append(request)
-        tokens = self.tokenizer.encode(
-            self.texts[min(k, len(self.texts) - 1)], add_special_tokens=False
-        )
-        if self.closed:
-            tokens.append(self.tokenizer.eos_token_id)
-        tokens = tokens[: request.sampling.max_new_tokens]
-        logprobs = [-0.25 * (i + 1) for i in range(len(tokens))]
-        versions = [k + (i > 1) for i in range(len(tokens))]  # new weights arrive within a turn
-        full = len(tokens) == request.sampling.max_new_tokens  # which an engine reports first
-        stop = tokens[-1] == self.tokenizer.eos_token_id and not full
-        result = TurnResult(
-            turn=request.turn,
-            tokens=pack_tokens(tokens),
-            logprobs=pack_floats(logprobs),
-            versions=pack_tokens(versions),
-            migrations=1,
-            finish=FinishReason.STOP if stop else FinishReason.LENGTH,
-        )
-        self.results.append(result)
-        return result
-
-
-def limited(turns=5, new_tokens=64, timeout_s=5.0, name="walk", **args):
-    sizes = {"max_turns": turns, "max_new_tokens": new_tokens, "step_timeout_s": timeout_s}
-    return config.Env(name=name, args=args, max_failures_in_row=1, **sizes)
+    requires_tool = False
 
 
 @pytest.fixture
 def run(chats):
     """run(env, script, ...) -> the trajectory, under limits that a test may tighten."""
 
-    async def go(env, source, max_context=1000, max_turns=5, max_new_tokens=64, step_timeout_s=5.0):
-        limits = limited(max_turns, max_new_tokens, step_timeout_s)
+    async def go(env, source, max_context=1000, **changed):
+        within = limits(**{"max_turns": 5, "step_timeout_s": 5.0} | changed)
         ticks = iter([100.0, 103.0])
         sampling = Sampling(max_new_tokens=1, temperature=0.7, top_p=0.9, top_k=5)
-        rest = (limits, "env", max_context, sampling, lambda: next(ticks))
+        rest = (within, "env", max_context, sampling, lambda: next(ticks))
         return await run_trajectory(START, env, chats["tiny"], source, *rest)
 
     return lambda *args, **kwargs: asyncio.run(go(*args, **kwargs))
@@ -198,10 +161,9 @@ def test_a_turn_cut_by_its_limit_is_closed_for_it(run, chats, tokenizer):
     got = columns(run(Walk(2), script))
     prompt = chat.start([{"role": "user", "content": "walk"}], [])
     said = unpack_tokens(script.results[0].tokens).tolist()
-    end = len(prompt) + len(said)
-    assert got.tokens[end] == tokenizer.eos_token_id
+    end, closed = len(prompt) + len(said), [tokenizer.eos_token_id]
+    assert got.tokens == prompt + said + closed + chat.observation("1 to go", "tool") + said
     assert (got.mask[end], got.logprobs[end], got.versions[end]) == (0, 0.0, -1)
-    assert got.tokens == prompt + said + chat.observation("1 to go", "tool", closed=False) + said
 
 
 def test_each_turns_tokens_and_rewards_are_kept_where_the_environment_rewards_turns(run, tokenizer):
@@ -284,16 +246,13 @@ def test_a_turn_says_how_the_tool_call_before_it_went(run, tokenizer):
     run(Walk(2), script)
     assert [r.outcome for r in script.requests] == ["", "ok", "failed", "failed", "failed"]
     assert {r.domain for r in script.requests} == {"hike"}
-    text = Walk(2)
-    text.requires_tool = False
-    run(text, script := Script(tokenizer, "hello"))
+    run(Talk(2), script := Script(tokenizer, "hello"))
     assert [r.outcome for r in script.requests] == ["", ""]  # no tool, no outcome
 
 
 @pytest.mark.parametrize("text", [STEP * 2, NONSENSE, "hello"])
 def test_where_nothing_can_be_called_a_turn_is_one_text(run, tokenizer, text):
-    env = Walk(length=1)
-    env.requires_tool = False
+    env = Talk(1)
     trajectory = run(env, Script(tokenizer, text))
     assert [(action.text, action.calls) for action in env.actions] == [(text, ())]
     assert (trajectory.reward, trajectory.turns, trajectory.invalid_calls) == (0.5, 1, 0)
@@ -468,7 +427,7 @@ async def test_cancellation_closes_the_environment_and_passes_on(chats, tokenize
 
     env = Walk() if where == "turn" else broken("step", wait)
     source = wait if where == "turn" else Script(tokenizer, STEP)
-    rest = (limited(timeout_s=30.0), "env", 1000, Sampling(max_new_tokens=1), lambda: 0.0)
+    rest = (limits(step_timeout_s=30.0), "env", 1000, Sampling(max_new_tokens=1), lambda: 0.0)
     task = asyncio.create_task(run_trajectory(START, env, chats["tiny"], source, *rest))
     await reached.wait()
     task.cancel()
@@ -510,22 +469,6 @@ def test_a_turn_that_was_not_asked_for_is_refused(run, change):
     assert env.closed == 1
 
 
-class OneAnswer:
-    """Any text ends it."""
-
-    requires_tool = False
-
-    async def reset(self, seed):
-        return Start(messages=[{"role": "user", "content": "say"}])
-
-    async def step(self, action):
-        self.action = action
-        return Step("", reward=1.0, done=True)
-
-    async def close(self):
-        """Nothing is held."""
-
-
 @pytest.mark.parametrize(
     "closed, most, cut",
     [
@@ -536,10 +479,10 @@ class OneAnswer:
     ],
 )
 def test_an_answer_that_a_token_limit_ends_is_truncated(run, tokenizer, closed, most, cut):
-    env, text = OneAnswer(), "one two three four"
+    env, text = Talk(1), "one two three four"
     most = most or len(tokenizer.encode(text, add_special_tokens=False)) + 1
     got = run(env, Script(tokenizer, text, closed=closed), max_new_tokens=most)
-    assert (got.truncated, env.action.truncated) == (cut, cut)
+    assert (got.truncated, env.actions[0].truncated) == (cut, cut)
     assert got.limit == ("answer" if cut else "")
 
 

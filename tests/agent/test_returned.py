@@ -7,7 +7,6 @@ import sys
 import numpy as np
 import pytest
 
-from rose import config
 from rose.agent import returned
 from rose.agent.envs import FLAGS
 from rose.agent.envs.base import Start, Step
@@ -15,17 +14,12 @@ from rose.agent.guard import EnvironmentFailure
 from rose.agent.loop import run_trajectory
 from rose.comm.wire import encode
 from rose.coordinator import step_metrics
-from rose.protocol import Phase, Sampling, StartTrajectory, TrajectoryFinished, unpack_tokens
+from rose.protocol import Sampling, TrajectoryFinished, unpack_tokens
+from tests.agent.scripted import START, limits
 from tests.made import result
 
-START = StartTrajectory(
-    id="g1.2", group="g1", phase=Phase.TRAIN, domain="odd", env_seed=7, sampling_seed=11
-)
 ASK = {"role": "user", "content": "say"}
 TOOL = {"type": "function", "function": {"name": "go", "parameters": {"type": "object"}}}
-LIMITS = config.Env(
-    name="odd", args={}, max_turns=2, max_new_tokens=8, step_timeout_s=5.0, max_failures_in_row=1
-)
 
 
 class Odd:
@@ -64,8 +58,8 @@ def play(chats, env):
         tokens = [*chat._encode("up"), min(chat.eos_ids)]
         return result(request.turn, tokens, -0.5)
 
-    sampling = Sampling(max_new_tokens=1)
-    rest = (LIMITS, "env", 500, sampling, lambda: 1.0)
+    within = limits(max_turns=2, max_new_tokens=8, step_timeout_s=5.0)
+    rest = (within, "env", 500, Sampling(max_new_tokens=1), lambda: 1.0)
     return asyncio.run(run_trajectory(START, env, chat, turn, *rest))
 
 

@@ -27,9 +27,10 @@ from rose.protocol import (
     unpack_floats,
     unpack_tokens,
 )
+from tests.agent.scripted import limits
 from tests.conftest import compose_tree
 
-from .conftest import START, TOOL, limits, open_gateway, played
+from .conftest import START, TOOL, open_gateway, played
 
 pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).resolve().parents[4]

@@ -25,8 +25,9 @@ from rose.parts.adapters.gateway.program import environment
 from rose.processes import adopt_orphans
 from rose.protocol import TrajectoryScored
 from tests import processes
+from tests.agent.scripted import Script, limits
 
-from .conftest import START, Policy, limits, open_gateway, played
+from .conftest import START, open_gateway, played
 
 ASK = """
 import json, os, urllib.request
@@ -57,7 +58,7 @@ def run(chats, tokenizer, tmp_path, make_config):
             if scorer is not None:  # a reward rank that answers at once
                 settings = make_config("reward=function", "reward.args.path=judge.py:f").reward
                 scoring = Scoring(settings, [3], lambda rank, m: scoring.handle(scorer(m)))
-            policy = Policy(tokenizer, "one", "two")
+            policy = Script(tokenizer, "one", "two")
             async with open_gateway() as gateway:
                 return await played(
                     gateway, agent, chats["tiny"], policy, scoring=scoring, **changed
@@ -457,7 +458,7 @@ async def test_commands_begin_a_few_at_a_time(chats, tokenizer, tmp_path):
     path.write_text(ASK + BEGINS.replace("FOLDER", str(tmp_path)))
     agent = Agent(command=[sys.executable, str(path)])
     async with open_gateway(beginning=asyncio.Semaphore(2)) as gateway:
-        policies = [Policy(tokenizer, "one", "two") for _ in range(6)]
+        policies = [Script(tokenizer, "one", "two") for _ in range(6)]
         given = (gateway, agent, chats["tiny"])
         episodes = (played(*given, each, f"g0.{n}") for n, each in enumerate(policies))
         made = await asyncio.gather(*episodes)

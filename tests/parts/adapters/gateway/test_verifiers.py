@@ -16,10 +16,11 @@ from rose.parts.adapters.envs.verifiers import PLAYER
 from rose.parts.adapters.gateway import players
 from rose.processes import adopt_orphans
 from rose.protocol import unpack_tokens
+from tests.agent.scripted import Script
 from tests.made import environment
 from tests.processes import ran
 
-from .conftest import Policy, open_gateway, played
+from .conftest import open_gateway, played
 
 DEADLINE_S = 300.0
 ADD = '<tool_call>\n{"name": "adder_add", "arguments": {"a": 1, "b": 12}}\n</tool_call>'
@@ -58,7 +59,7 @@ def play(chats, tokenizer):
         made = envs.build(env_of(**args))
 
         async def one(gateway, seed, texts):
-            policy, given = Policy(tokenizer, *texts), {"step_timeout_s": DEADLINE_S} | changed
+            policy, given = Script(tokenizer, *texts), {"step_timeout_s": DEADLINE_S} | changed
             try:
                 trajectory = await played(
                     gateway, made, chats["tiny"], policy, f"g{seed}", seed, **given
