@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rose.parts.sandbox import Sandbox, Spec
-from rose.parts.sandbox.inspector import FILES, NONE, PROCESS, Inspector, parts
+from rose.parts.sandbox.inspector import FILES, NONE, PROCESS, Inspector
 from rose.parts.sandbox.piped import Piped
 from tests.processes import ran
 
@@ -192,16 +192,6 @@ def test_without_inotify_no_turn_is_without_effect():
     assert first.startswith("files None a change may not be seen: no inotify"), done.stderr
     assert "raise fs.inotify.max_user_instances" in first
     assert second == "process None the shell's variables changed"
-
-
-@pytest.mark.slow
-def test_volatile_variables_are_no_state():
-    def said(line):
-        return parts(b'\1variables\ndeclare -- A="1"\n' + line + b"\n\1umask\n0022\n\1end\n")
-
-    same = said(b'declare -i RANDOM="1"')
-    assert same == said(b'declare -i RANDOM="2"') and set(same) == {b"variables", b"umask", b"end"}
-    assert same != said(b'declare -i RANDOMS="1"') and parts(None) == {}
 
 
 @pytest.mark.slow
