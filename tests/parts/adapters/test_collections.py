@@ -450,6 +450,11 @@ def test_the_launcher_gives_ranks_whole_paths(folder, make_config):
     env = env_of("prompts", data="c#.jsonl")
     envs.check(env)
     assert envs.with_whole_paths(env).args["data"] == f"{folder}/c#.jsonl"
+    (folder / "package").mkdir()
+    agent = {"function": "rewards.py:roles", "reward": "package:judge", "tasks": "c#.jsonl"}
+    found = envs.with_whole_paths(env_of("agent", **agent)).args
+    assert found["function"] == f"{folder}/rewards.py:roles"
+    assert (found["reward"], found["tasks"]) == ("package:judge", f"{folder}/c#.jsonl")
 
 
 def test_a_keyword_is_none_of_the_files_that_lie_here(folder):
