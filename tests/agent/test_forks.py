@@ -55,7 +55,6 @@ class Rollout:
 
     def alone(self, turns):
         """A trajectory of the same task, by itself, which answers what these turns answered."""
-
         task, left = self.task, iter(turns)
         start = p.StartTrajectory("g0.0", "g0", p.Phase.TRAIN, task.domain, task.seed, 1)
 

@@ -199,7 +199,6 @@ async def test_what_dead_hosts_left_keeps_no_host_from_its_work(tmp_path, monkey
 
 async def test_a_turn_of_an_earlier_episode_of_this_name_is_not_taken_for_a_later_ones(tmp_path):
     """The later life's first turn is packed on this node by a host that died, not stored yet."""
-
     shared = tmp_path / "shared"
     first = await Engine(shared, tmp_path / "elsewhere", wanted=lambda name: True).open()
     assert await settled(first.submit("t", 1, *raw(first, 1), life=1).stored) == ""
@@ -228,7 +227,6 @@ async def test_a_turn_of_an_earlier_episode_of_this_name_is_not_taken_for_a_late
 
 async def test_a_clock_that_stepped_back_costs_no_checkpoint(host, monkeypatch):
     """An earlier episode of the name was stored when the clock was ahead."""
-
     assert await settled(host.submit("t", 1, *raw(host, 1), life=2**62).stored) == ""
     late = host.submit("t", 1, *raw(host, 2), life=5)
     assert "a later episode of this name is stored" in await settled(late.stored)

@@ -64,7 +64,6 @@ async def test_the_least_that_keeps_a_turn(watched):
 
 async def test_a_look_leaves_no_trace(watched):
     """Random numbers, the jobs' table, and what the background prints between two turns."""
-
     box, inspector = watched
     ended = 'until test -z "$(jobs -r)"; do :; done'
     await box.run(f"RANDOM=42; true & {ended}; mkfifo pipe", LONG_S)
@@ -122,7 +121,6 @@ async def test_a_write_into_a_process_that_sleeps_is_seen(watched):
 
 async def test_an_unsure_file_is_named(watched):
     """Its content changes by a write through memory, and no time of it does."""
-
     box, inspector = watched
     program = "import mmap\\nwith open('f', 'r+b') as f, mmap.mmap(f.fileno(), 0) as m:\\n"
     program += "    m[:1] = bytes([m[0] + 1])\\n"
@@ -139,7 +137,6 @@ async def test_an_unsure_file_is_named(watched):
 
 async def test_more_unsure_files_than_an_answer_takes_are_all(watched):
     """Names of bytes that aren't UTF-8 take six times their length."""
-
     box, inspector = watched
     program = "for i in range(400):\n    open(b'%03d' % i + b'\\xff' * 250, 'w').write('x')\n"
     await box.write_file("/tmp/names.py", program.encode())
