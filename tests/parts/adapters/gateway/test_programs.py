@@ -27,16 +27,26 @@ from .conftest import START, open_gateway, played
 
 pytestmark = pytest.mark.slow
 ASK = """
-import json, os, urllib.request
+import json, os, socket, time, urllib.request
 
-def ask(*messages, url=os.environ["OPENAI_BASE_URL"] + "/chat/completions"):
-    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": m} for m in messages]})
-    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(url, body.encode(), headers)) as got:
-        return json.load(got)["choices"][0]["message"]["content"]
+BASE, PLACE = os.environ["OPENAI_BASE_URL"], os.environ["ROSE_REWARD"]
+KEY = "Bearer " + os.environ.get("OPENAI_API_KEY", "none, as of a judge")
+
+def call(path, body=None):
+    headers = {"Authorization": KEY, "Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(BASE + path, body, headers)) as got:
+        return json.load(got)
+
+def ask(*messages):
+    body = {"model": "m", "messages": [{"role": "user", "content": m} for m in messages]}
+    answer = call("/chat/completions", json.dumps(body).encode())
+    return answer["choices"][0]["message"]["content"]
+
+def write(text):
+    open(PLACE, "w").write(text)
 
 def reward(value):
-    open(os.environ["ROSE_REWARD"], "w").write(json.dumps(value))
+    write(json.dumps(value))
 """
 
 
@@ -197,6 +207,32 @@ def test_the_runs_own_reward_scores_what_was_said(run):
         run('ask("a")', scorer=lambda m: TrajectoryScored(START.id, error="the judge is away"))
 
 
+LONG = 'ask("left right " * 4000)'
+FLOODS = """
+while True:
+    try:
+        ask("a", str(os.urandom(4)))
+    except OSError:
+        pass
+"""
+SENDS_HALF = """
+ask("a")
+host, port = os.environ["ROSE_GATEWAY_URL"].removeprefix("http://").split(":")
+half = socket.create_connection((host, int(port)))
+half.sendall(f"POST /v1/chat/completions HTTP/1.1\\r\\nHost: x\\r\\nAuthorization: {KEY}\\r\\n"
+             "Content-Length: 1000\\r\\n\\r\\n{".encode())
+time.sleep(600)
+"""
+LISTS_MODELS = """
+ask("a")
+while True:
+    call("/models")
+    time.sleep(0.1)
+"""
+SHORT = {"step_timeout_s": 3.0}
+IDLES = "neither called nor ended within env.step_timeout_s=3 s"
+
+
 @pytest.mark.parametrize(
     "source, words, changed",
     [
@@ -205,78 +241,20 @@ def test_the_runs_own_reward_scores_what_was_said(run):
         ('ask("a")', "ended without a reward", {}),
         ('ask("a"); reward("high")', "which is no number", {}),
         ('ask("a"); reward(10**400)', "which is not finite", {}),
-        (
-            'ask("a"); open(os.environ["ROSE_REWARD"], "w").write("[" * 4096)',
-            "the file ROSE_REWARD: ",
-            {},
-        ),  # Python 3.13 reads so deep
-        ('ask("a"); os.mkdir(os.environ["ROSE_REWARD"])', "is no file", {}),
-        ('ask("a"); os.mkfifo(os.environ["ROSE_REWARD"])', "is no file", {}),
-        (
-            'ask("a"); os.truncate(os.open(os.environ["ROSE_REWARD"], os.O_CREAT | os.O_RDWR), 1 << 40)',
-            "ROSE_REWARD: it has 1,099,511,627,776 bytes; a reward has 65,536",
-            {},
-        ),
-        (
-            'ask("a"); open(os.environ["ROSE_REWARD"], "w").write("True")',
-            "ROSE_REWARD: it holds b'True', which is no JSON",
-            {},
-        ),
-        ('ask("left right " * 4000)', "the agent's first call was refused: the messages have", {}),
-        (
-            'try: ask("left right " * 4000)\nexcept OSError: reward(0.0)',
-            "first call was refused: the messages have",
-            {},
-        ),
+        ('ask("a"); write("[" * 4096)', "the file ROSE_REWARD: ", {}),  # Python 3.13 reads so deep
+        ('ask("a"); os.mkdir(PLACE)', "is no file", {}),
+        ('ask("a"); os.mkfifo(PLACE)', "is no file", {}),
+        ('ask("a"); write(""); os.truncate(PLACE, 1 << 40)', "has 1,099,511,627,776 bytes", {}),
+        ('ask("a"); write("True")', "ROSE_REWARD: it holds b'True', which is no JSON", {}),
+        (LONG, "the agent's first call was refused: the messages have", {}),
+        (f"try: {LONG}\nexcept OSError: reward(0.0)", "first call was refused: the messages", {}),
         ('while ask("a") != "two": pass', "256 calls of the agent were the same", {}),
         ("reward(1)", "ended without a call", {}),
-        (
-            "import time; time.sleep(600)",
-            "neither called nor ended within env.step_timeout_s=1.5 s",
-            {"step_timeout_s": 1.5},
-        ),
-        (
-            'ask("a"); import time; time.sleep(600)',
-            "neither called nor ended",
-            {"step_timeout_s": 3.0},
-        ),
-        (
-            """
-while True:
-    try:
-        ask("a", str(os.urandom(4)))
-    except OSError:
-        pass
-""",
-            "256 calls of the agent were refused",
-            {"max_turns": 2},
-        ),
-        (
-            """
-import socket, time
-ask("a")
-host, port = os.environ["ROSE_GATEWAY_URL"].removeprefix("http://").split(":")
-half = socket.create_connection((host, int(port)))
-key = os.environ["OPENAI_API_KEY"]
-half.sendall(f"POST /v1/chat/completions HTTP/1.1\\r\\nHost: x\\r\\nAuthorization: Bearer {key}\\r\\n"
-             "Content-Length: 1000\\r\\n\\r\\n{".encode())
-time.sleep(600)
-""",
-            "neither called nor ended",
-            {"step_timeout_s": 3.0},
-        ),
-        (
-            """
-import time
-ask("a")
-while True:
-    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-    urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/models", headers=headers))
-    time.sleep(0.1)
-""",
-            "neither called nor ended",
-            {"step_timeout_s": 3.0},
-        ),
+        ("time.sleep(600)", IDLES, SHORT),
+        ('ask("a"); time.sleep(600)', IDLES, SHORT),
+        (FLOODS, "256 calls of the agent were refused", {"max_turns": 2}),
+        (SENDS_HALF, IDLES, SHORT),
+        (LISTS_MODELS, IDLES, SHORT),
     ],
 )
 def test_a_program_that_does_not_end_well_fails_its_trajectory(run, source, words, changed):
@@ -316,7 +294,7 @@ def test_what_a_failed_program_said_and_printed_is_kept(run):
     [
         ("", {"max_turns": 2}, 0.0),
         ("reward(0.5)", {"max_turns": 2}, 0.5),
-        ("""ask("left right " * 4000)""", {"max_turns": 8}, 0.0),
+        (LONG, {"max_turns": 8}, 0.0),
     ],
 )
 def test_an_agent_that_raises_at_a_limit_is_truncated_not_replaced(run, then, limit, reward):
