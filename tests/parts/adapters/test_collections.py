@@ -25,6 +25,7 @@ from .conftest import served
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SERVER = Path(__file__).parent / "servers" / "mcp_server.py"
+STDIO = {"command": [sys.executable, str(SERVER)]}
 DEADLINE_S = 120.0
 
 
@@ -171,11 +172,8 @@ def test_a_move_against_the_rules_is_told_and_then_loses():
 
 
 def test_the_opponent_may_be_a_function_of_the_users(tmp_path):
-    (tmp_path / "first.py").write_text(
-        "import re\n"
-        "def move(observation, player, seed):\n"
-        "    return re.findall(r\"'(\\[\\d\\])'\", observation)[-1]\n"
-    )
+    last = "return re.findall(r\"'(\\[\\d\\])'\", observation)[-1]"
+    (tmp_path / "first.py").write_text(f"import re\ndef move(observation, player, seed): {last}\n")
     env = env_of("textarena", opponent=f"{tmp_path}/first.py:move", seat=0)
     start, step = play(env, 2, Action("[0]"))
     assert "cell 8" in step.observation
@@ -501,11 +499,7 @@ CALLS += (Action("", ToolCall("divide", {"by": 0})), Action("", ToolCall("fly", 
 @pytest.mark.slow
 @pytest.mark.parametrize("http", [False, True])
 def test_tools_of_a_server_are_called_and_their_errors_told(folder, request, http):
-    place = (
-        {"url": request.getfixturevalue("http_server")}
-        if http
-        else {"command": [sys.executable, str(SERVER)]}
-    )
+    place = {"url": request.getfixturevalue("http_server")} if http else STDIO
     start, *steps = play(mcp(**place, tools=["add", "divide"]), 2, *CALLS)
     assert [tool["function"]["name"] for tool in start.tools] == ["add", "divide"]
     assert start.tools[0]["function"]["parameters"]["required"] == ["number"]
@@ -520,9 +514,7 @@ def test_tools_of_a_server_are_called_and_their_errors_told(folder, request, htt
 
 @pytest.mark.slow
 def test_several_calls_of_a_turn_are_one_message_of_the_conversation(folder):
-    env = env_of(
-        "mcp", data="sums.jsonl", reward="rewards.py:roles", command=[sys.executable, str(SERVER)]
-    )
+    env = env_of("mcp", data="sums.jsonl", reward="rewards.py:roles", **STDIO)
     two = Action("", calls=(ToolCall("add", {"number": 3}), ToolCall("add", {"number": 4})))
     bad = Action("", calls=(ToolCall("fly", {}), ToolCall("add", {"number": 1})))
     _, first, second, last = play(env, 2, two, bad, Action("8"))
@@ -535,7 +527,7 @@ def test_several_calls_of_a_turn_are_one_message_of_the_conversation(folder):
 async def test_closing_does_not_fail_while_the_server_still_ends(folder, monkeypatch):
     from rose.parts.adapters.envs import mcp as ours
 
-    made = envs.build(mcp(command=[sys.executable, str(SERVER)]))
+    made = envs.build(mcp(**STDIO))
     await made.reset(2)
     monkeypatch.setattr(ours, "CLOSE_S", 0.0)
     await made.close()
@@ -544,7 +536,7 @@ async def test_closing_does_not_fail_while_the_server_still_ends(folder, monkeyp
 
 @pytest.mark.slow
 async def test_every_trajectory_has_a_server_of_its_own(folder):
-    made = [envs.build(mcp(command=[sys.executable, str(SERVER)])) for _ in range(2)]
+    made = [envs.build(mcp(**STDIO)) for _ in range(2)]
     try:
         await asyncio.gather(*[env.reset(2) for env in made])
         found = [(await env.step(CALLS[0])).observation for env in made]
@@ -556,21 +548,17 @@ async def test_every_trajectory_has_a_server_of_its_own(folder):
 @pytest.mark.slow
 def test_a_server_that_ends_fails_the_trajectory_and_not_the_host(folder):
     with pytest.raises(Exception, match="[Cc]onnection|ended"):
-        play(mcp(command=[sys.executable, str(SERVER)]), 2, Action("", ToolCall("crash", {})))
+        play(mcp(**STDIO), 2, Action("", ToolCall("crash", {})))
     with pytest.raises(Exception, match="ended|[Cc]onnection"):
         play(mcp(command=[sys.executable, "-c", "raise SystemExit(3)"]), 2)
     with pytest.raises(Exception, match="has no fly; it has add, divide, crash"):
-        play(mcp(command=[sys.executable, str(SERVER)], tools=["fly"]), 2)
+        play(mcp(**STDIO, tools=["fly"]), 2)
 
 
 @pytest.mark.slow
 def test_worker_processes_end_with_whoever_started_them(tmp_path):
-    words = (
-        "import asyncio\n"
-        "from rose.agent.envs import _workers\n"
-        "print(asyncio.run(_workers.call('os:getpid')), flush=True)\n"
-        "import time; time.sleep(3600)\n"
-    )
+    words = "import asyncio, time\nfrom rose.agent.envs import _workers\n"
+    words += "print(asyncio.run(_workers.call('os:getpid')), flush=True)\ntime.sleep(3600)\n"
     env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-c", words]
     host = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
