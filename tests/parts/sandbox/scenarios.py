@@ -39,19 +39,6 @@ async def the_session_keeps_its_state(box):
     await still_alive(box)
 
 
-async def a_hook_is_called_when_the_shell_waits(box):
-    seen = []
-
-    async def hook(result):
-        seen.append((result.code, await box.read_file("/tmp/turn")))
-
-    box.on_turn = hook
-    await box.run("echo 1 > /tmp/turn", LONG_S)
-    await box.run("echo 2 > /tmp/turn; false", LONG_S)
-    assert seen == [(0, b"1\n"), (1, b"2\n")]
-    box.on_turn = None
-
-
 async def an_ended_shell_is_replaced(box):
     for ending in ("exit 3", "kill -9 $$", "exec true", "set -e; false"):
         result = await box.run(f"cd /app; echo kept > file; {ending}", LONG_S)

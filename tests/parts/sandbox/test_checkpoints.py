@@ -24,7 +24,7 @@ from rose.parts.sandbox.store import Store
 
 sys.path.insert(0, str(Path(__file__).parent))
 import scenarios
-from raw_captures import Upper, check_loaded
+from raw_captures import Upper, check_loaded, sparse
 
 LONG_S = 60.0
 pytestmark = pytest.mark.usefixtures("loop")
@@ -43,13 +43,7 @@ def host(loop, tmp_path):
 
 def raw(host, seed, size=1000):
     """A raw capture of one file, as `submit` takes it."""
-    folder = host.place()
-    (folder / "data").mkdir(parents=True)
-    (folder / "data/0").write_bytes(random.Random(seed).randbytes(size))
-    (folder / "listing.json").write_text(
-        json.dumps([{"path": "f", "kind": "file", "data": "data/0"}])
-    )
-    return folder, size
+    return sparse(host.place(), size, {0: random.Random(seed).randbytes(size)}), size
 
 
 async def settled(future):
