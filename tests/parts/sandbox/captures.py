@@ -33,7 +33,6 @@ http.server.test(http.server.SimpleHTTPRequestHandler, port=80, bind='127.0.0.1'
 (sleep 1001 &)
 echo served > file
 """
-ANSWERS = "python3 -c \"import urllib.request as u; u.urlopen('http://127.0.0.1/file').read()\""
 SERVED = (
     "python3 -c \"import urllib.request as u; print(u.urlopen('http://127.0.0.1/file').read())\""
 )
@@ -61,7 +60,7 @@ async def busy():
     box = await start()
     await output(box, BUSY)
     begun = "[ -s log ] && pgrep -fx 'sleep 1000' && pgrep -fx 'sleep 1001'"
-    await output(box, f"until {ANSWERS} 2>/dev/null; do sleep .02; done; until {begun}; do :; done")
+    await output(box, f"until {SERVED} 2>/dev/null; do sleep .02; done; until {begun}; do :; done")
     return box
 
 

@@ -136,8 +136,8 @@ async def the_host_is_not_seen(box):
     # What changes a process that sleeps, by the numbers of x86-64 and arm64.
     calls = f"({311 if os.uname().machine == 'x86_64' else 271}, 438)"
     call = "print([ctypes.CDLL(None, use_errno=True).syscall(n, -1, 0, 0, 0, 0, 0), ctypes.get_errno()])"
-    refused = await box.run(f"python3 -c 'import ctypes\nfor n in {calls}: {call}'", LONG_S)
-    assert refused.output == "[-1, 1]\n" * 2, refused
+    result = await box.run(f"python3 -c 'import ctypes\nfor n in {calls}: {call}'", LONG_S)
+    assert result.output == "[-1, 1]\n" * 2, result
 
 
 async def there_is_no_network_but_loopback(box):
@@ -148,11 +148,9 @@ async def there_is_no_network_but_loopback(box):
         result = await box.run(f'python3 -c "{open_it.format(host, at)}"', LONG_S)
         assert result.code == 1 and ("refused" in result.output or "unreach" in result.output)
     with_server.close()
-    families = (
-        "import socket\nfor n in range(50):\n    try: print(n, socket.socketpair(n) and '')\n"
-    )
-    families += "    except OSError: pass\n    for kind in (1, 2, 3, 5):\n"
-    families += "        try: socket.socket(n, kind); print(n)\n        except OSError: pass"
+    families = "import socket\nfor n in range(50):\n    try: print(n, socket.socketpair(n) and '')"
+    families += "\n    except OSError: pass\n    for kind in (1, 2, 3, 5):"
+    families += "\n        try: socket.socket(n, kind); print(n)\n        except OSError: pass"
     made = await box.run(f'python3 -c "{families}"', LONG_S)
     assert {int(x) for x in made.output.split()} == {1, 2, 10, 16}, made
     listening = "import socket; s = socket.create_server(('127.0.0.1', 80)); print(s.getsockname())"
@@ -228,40 +226,30 @@ async def what_one_hoards_the_others_have(box):
 async def a_check_is_beyond_reach(box):
     """The agent's background process can neither see nor end it, nor plant what it reads."""
     hunt = "while :; do pkill -9 -f check.sh; echo 1 > /logs/verifier/reward.txt; sleep .01; done"
-    await box.run(
-        f"mkdir -p /logs/verifier /tests; echo planted > /tests/check.sh; {hunt} 2>/dev/null &",
-        LONG_S,
-    )
-    await box.run(
-        "python3 -m http.server -b 127.0.0.1 8000 >/dev/null 2>&1 & cd /app; echo done > state",
-        LONG_S,
-    )
+    plant = "mkdir -p /logs/verifier /tests; echo planted > /tests/check.sh"
+    await box.run(f"{plant}; {hunt} 2>/dev/null &", LONG_S)
+    server = "python3 -m http.server -b 127.0.0.1 8000 >/dev/null 2>&1 &"
+    await box.run(f"{server} cd /app; echo done > state", LONG_S)
     program = "sleep 0.2; cat state; seen=(/proc/[0-9]*); echo ${#seen[@]}; pwd; ls /logs/verifier; echo 0 > /logs/verifier/reward.txt; sleep 0.1"
-    with tempfile.TemporaryDirectory() as folder:
-        with open(f"{folder}/check.sh", "w") as file:
-            file.write(program)
-        argv, verdict = ["/bin/bash", "/tests/check.sh"], "/logs/verifier/reward.txt"
-        done = await box.check(argv, folder, collect=(verdict,), wait_s=LONG_S)
-        assert done.code == 0 and done.files == {verdict: b"0\n"}, done
-        assert done.output.split() == ["done", "2", "/app"], done
-        with open(f"{folder}/check.sh", "w") as file:
-            file.write("echo begun; sleep 1000")
-        _, done = await late(lambda s: box.check(argv, folder, collect=(verdict,), wait_s=s))
-        assert done.code is None and done.output == "begun\n" and not done.files
+    done = await check(box, program)
+    assert done.code == 0 and done.files == {VERDICT: b"0\n"}, done
+    assert done.output.split() == ["done", "2", "/app"], done
+    _, done = await late(lambda s: check(box, "echo begun; sleep 1000", wait_s=s))
+    assert done.code is None and done.output == "begun\n" and not done.files
 
 
-async def check(box, script, argv=("/bin/bash", "/tests/check.sh")):
+async def check(box, script, argv=("/bin/bash", "/tests/check.sh"), wait_s=LONG_S):
     with tempfile.TemporaryDirectory() as folder:
         with open(f"{folder}/check.sh", "w") as file:
             file.write(script)
-        return await box.check(list(argv), folder, collect=(VERDICT,), wait_s=LONG_S)
+        return await box.check(list(argv), folder, collect=(VERDICT,), wait_s=wait_s)
 
 
 async def what_a_check_stands_on_can_not_be_replaced(box):
     paths = [p for p in ("/bin", "/sbin", "/lib", "/lib64") if os.path.isdir(p)]
     for path in (*paths, "/usr", "/etc", "/tests", "/logs"):
-        refused = await box.run(f"rm -f {path}; rmdir {path}; mv {path} /gone", LONG_S)
-        assert refused.code and "busy" in refused.output, (path, refused)
+        result = await box.run(f"rm -f {path}; rmdir {path}; mv {path} /gone", LONG_S)
+        assert result.code and "busy" in result.output, (path, result)
     for planted in ("mkfifo /tests/x", "touch /logs/x", "ln -s /app /tests/x"):
         assert "Read-only" in (await box.run(planted, LONG_S)).output, planted
     await box.run("mkdir -p ~/.local; export PYTHONUSERBASE=/root/.local", LONG_S)

@@ -54,11 +54,8 @@ def test_criu_that_is_there_is_kept_and_one_that_is_nowhere_is_named(tmp_path):
     prefix = Path(criu.find().program).parents[3]
     done = ran([GET, prefix], timeout=DEADLINE_S)
     assert done.returncode == 0 and re.match(r".*/criu: Version: 4\.\d", done.stdout)
-    done = ran(
-        [GET, tmp_path / "criu"],
-        env=os.environ | {"ROSE_CRIU_SUITES": "no-such-suite"},
-        timeout=DEADLINE_S,
-    )
+    env = os.environ | {"ROSE_CRIU_SUITES": "no-such-suite"}
+    done = ran([GET, tmp_path / "criu"], env=env, timeout=DEADLINE_S)
     assert done.returncode == 1 and not (tmp_path / "criu").exists()
     assert "(suites no-such-suite; ROSE_CRIU_SUITES names others)" in done.stderr
 
@@ -223,11 +220,9 @@ def test_nothing_is_written_through_a_link_of_the_listing(tmp_path):
 
 def session(*commands: str) -> tuple[str, bytes]:
     """What the commands print, and the account that is asked for after them."""
-    done = subprocess.run(
-        ["bash", "--norc", "--noprofile", "-c", SESSION],
-        input="".join(f"{each}\0" for each in (*commands, ACCOUNT)).encode(),
-        capture_output=True,
-    )
+    said = "".join(f"{each}\0" for each in (*commands, ACCOUNT)).encode()
+    bash = ["bash", "--norc", "--noprofile", "-c", SESSION]
+    done = subprocess.run(bash, input=said, capture_output=True)
     return done.stdout.decode(), done.stderr.split(b"\0")[-2]
 
 

@@ -10,13 +10,11 @@ import pytest
 from rose.parts.sandbox import Sandbox, Spec
 from rose.parts.sandbox.inspector import FILES, NONE, PROCESS, Inspector
 from rose.parts.sandbox.piped import Piped
-from tests.processes import ran
 
 sys.path.insert(0, str(Path(__file__).parent))
 import scenarios
-from test_sandbox import Plain, other_user, play, readable  # noqa: F401 (a fixture)
+from test_sandbox import Plain, other_user, play, ran_below, readable  # noqa: F401 (a fixture)
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 LONG_S = 60.0
 pytestmark = pytest.mark.usefixtures("loop")
 NO_INOTIFY = """
@@ -175,15 +173,8 @@ async def test_what_is_not_seen_counts_as_changed():
 
 
 def test_without_inotify_no_turn_is_without_effect():
-    """The limit of a user namespace of its own: the machine's stays as it is."""
-    script = (
-        "echo 0 > /proc/sys/user/max_inotify_instances; exec unshare -U --map-user=1 --map-group=1 "
-    )
-    script += '"$@"'
-    done = ran(
-        ["unshare", "-Ur", "bash", "-c", script, "-", sys.executable, "-c", NO_INOTIFY],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-    )
+    script = "echo 0 > /proc/sys/user/max_inotify_instances; exec unshare -U --map-user=1"
+    done = ran_below(f'{script} --map-group=1 "$@"', NO_INOTIFY)
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
     assert first.startswith("files None a change may not be seen: no inotify"), done.stderr

@@ -73,11 +73,10 @@ def readable():
 
 def python_of(options: dict) -> str:
     """A Python that this user may run: the environment's may lie in another's home."""
+    recent = "import sys; print(sys.version_info >= (3, 11))"
     for path in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
         try:
-            done = ran(
-                [path, "-S", "-c", "import sys; print(sys.version_info >= (3, 11))"], **options
-            )
+            done = ran([path, "-S", "-c", recent], **options)
         except OSError:
             continue
         if done.stdout == "True\n":
@@ -205,15 +204,17 @@ def test_an_unknown_backend_is_named(loop):
         loop.run(Sandbox.start(Spec(), "docker"))
 
 
+def ran_below(script: str, program: str):
+    """A Python program in a user namespace of its own, of which `script` sets limits that the
+    machine keeps."""
+    command = ["unshare", "-Ur", "bash", "-c", script, "-", sys.executable, "-c", program]
+    return ran(command, env=os.environ | {"PYTHONPATH": str(REPOSITORY)})
+
+
 def test_a_switch_that_refuses_user_namespaces_is_named():
-    """max_user_namespaces of a user namespace of its own: the machine's stays as it is."""
     start = "import asyncio; from rose.parts.sandbox import *; "
     start += "asyncio.run(Sandbox.start(Spec(), 'namespaces'))"
-    script = 'echo 0 > /proc/sys/user/max_user_namespaces; exec "$@"'
-    done = ran(
-        ["unshare", "-Ur", "bash", "-c", script, "-", sys.executable, "-c", start],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-    )
+    done = ran_below('echo 0 > /proc/sys/user/max_user_namespaces; exec "$@"', start)
     assert "user.max_user_namespaces=0 is in the way of user namespaces" in done.stderr
 
 

@@ -266,16 +266,10 @@ print("whole", len(shared.turns(name)))
 @pytest.mark.slow
 def test_several_processes_write_and_remove_at_once(tmp_path):
     """Same seeds: they refer to one another's packs, which the others remove."""
-    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    begun = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path), f"w{i}", str(i % 2)],
-            env=env,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(4)
-    ]
+    more = {"env": {**os.environ, "PYTHONPATH": str(REPOSITORY)}, "stdout": subprocess.PIPE}
+    command = [sys.executable, "-c", WRITER, str(tmp_path)]
+    argvs = [[*command, f"w{i}", str(i % 2)] for i in range(4)]
+    begun = [subprocess.Popen(argv, text=True, **more) for argv in argvs]
     said = [process.communicate(timeout=300)[0] for process in begun]
     assert [process.returncode for process in begun] == [0] * 4, said
     assert all(words.startswith("whole") for words in said)
