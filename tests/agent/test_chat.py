@@ -19,13 +19,8 @@ families = pytest.mark.parametrize("family", TEMPLATES)
 
 
 def render(tokenizer, template, messages, tools=()):
-    text = tokenizer.apply_chat_template(
-        messages,
-        tools=[*tools] or None,
-        chat_template=template,
-        tokenize=False,
-        add_generation_prompt=True,
-    )
+    given = {"tools": [*tools] or None, "chat_template": template, "tokenize": False}
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **given)
     return tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -145,9 +140,8 @@ def test_a_template_with_tokens_that_the_model_lacks_is_refused(save_tokenizer, 
     folder = save_tokenizer(TEMPLATES["tiny"])
     sizes = {"vocab_size": 100, "model_type": "llama"}
     (folder / "config.json").write_text(json.dumps(sizes))
-    with pytest.raises(
-        ConfigError, match=r"writes '.*', token \d+, and config.json has vocab_size=100"
-    ):
+    words = r"writes '.*', token \d+, and config.json has vocab_size=100"
+    with pytest.raises(ConfigError, match=words):
         ChatFormat(folder)
 
 
@@ -162,9 +156,8 @@ def test_the_vocabulary_is_the_models_where_there_is_one(save_tokenizer, tokeniz
     folder = save_tokenizer(TEMPLATES["tiny"])
     known = len(tokenizer)
     assert ChatFormat(folder).vocabulary == known
-    (folder / "config.json").write_text(
-        json.dumps({"vocab_size": known + 7, "model_type": "llama"})
-    )
+    sizes = {"vocab_size": known + 7, "model_type": "llama"}
+    (folder / "config.json").write_text(json.dumps(sizes))
     assert ChatFormat(folder).vocabulary == known + 7
 
 

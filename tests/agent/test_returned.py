@@ -135,13 +135,8 @@ def test_what_is_wrong_fails_the_trajectory_and_is_named(chats, name, given, wor
 
 def test_numpy_s_values_are_taken_and_become_python_s(chats):
     def step():
-        return Step(
-            np.str_("well"),
-            reward=np.float32(0.5),
-            done=np.bool_(True),
-            success=np.bool_(True),
-            invalid=np.bool_(False),
-        )
+        flags = {"done": np.bool_(True), "success": np.bool_(True), "invalid": np.bool_(False)}
+        return Step(np.str_("well"), reward=np.float32(0.5), **flags)
 
     def reset():
         return Start((ASK,), [TOOL], {"answer": np.int64(4), "parts": [np.float64(0.5)]})

@@ -22,17 +22,15 @@ def play(env, *calls):
     async def go():
         await env.reset(3)
         key = {"calculate": "expression", "answer": "value"}
-        return [
-            await env.step(Action("", ToolCall(name, {key[name]: value}))) for name, value in calls
-        ]
+        made = [ToolCall(name, {key[name]: value}) for name, value in calls]
+        return [await env.step(Action("", call)) for call in made]
 
     return asyncio.run(go())
 
 
 def question(env):
-    return (
-        asyncio.run(env.reset(3)).messages[1]["content"].removeprefix("What is ").removesuffix("?")
-    )
+    asked = asyncio.run(env.reset(3)).messages[1]["content"]
+    return asked.removeprefix("What is ").removesuffix("?")
 
 
 def test_calculate_then_answer_solves_the_question():
@@ -80,9 +78,8 @@ def test_examples_are_solved_questions_in_the_form_that_is_read():
 
 @pytest.mark.parametrize("bad", ["two plus two", "1 / 0", "2 ** 1000", "__import__('os')", ""])
 def test_what_cannot_be_computed_is_said_and_the_episode_goes_on(bad):
-    first, _, last = play(
-        Calculator(), ("calculate", bad), ("answer", bad), ("answer", eval(question(Calculator())))
-    )
+    right = eval(question(Calculator()))
+    first, _, last = play(Calculator(), ("calculate", bad), ("answer", bad), ("answer", right))
     assert first.invalid and first.observation.startswith("Error: ") and not first.done
     assert last.success
 
