@@ -298,15 +298,8 @@ def test_what_a_failed_program_said_and_printed_is_kept(run):
     ],
 )
 def test_an_agent_that_raises_at_a_limit_is_truncated_not_replaced(run, then, limit, reward):
-    got = run(
-        f"""
-        ask("a"), ask("b")
-        {then}
-        ask("c")
-        raise SystemExit("not reached")
-    """,
-        **limit,
-    )
+    source = f'ask("a"), ask("b")\n{then}\nask("c")\nraise SystemExit("not reached")'
+    got = run(source, **limit)
     assert (got.reward, got.success, got.truncated, got.turns) == (reward, False, True, 2)
     assert got.limit == ("turns" if limit["max_turns"] == 2 else "context")
 
@@ -357,7 +350,6 @@ reward(max(seen))
 
 
 async def test_commands_begin_a_few_at_a_time(chats, tokenizer, tmp_path):
-    """... and functions, which are forked with their imports, all at once."""
     path = tmp_path / "agent.py"
     path.write_text(ASK + BEGINS.replace("FOLDER", str(tmp_path)))
     agent = Agent(command=[sys.executable, str(path)])
@@ -404,20 +396,14 @@ def start():
 
 
 def away(way: str, pids: os.PathLike, then: str) -> str:
-    started = START_AWAY.replace("PIDS", repr(str(pids))).replace("WAY", AWAY[way])
-    return started + textwrap.dedent(then)
+    return START_AWAY.replace("PIDS", repr(str(pids))).replace("WAY", AWAY[way]) + then
 
 
 @pytest.mark.parametrize("way", AWAY)
-@pytest.mark.parametrize("function", [None, "solve"])
+@pytest.mark.parametrize("function", [None, "solve"], ids=["program", "function"])
 def test_nothing_of_a_program_or_a_function_stays_behind(run, tmp_path, way, function):
-    ends = """
-        def solve(task):
-            start()
-            ask("a")
-            reward(1)
-    """
-    source = away(way, tmp_path / "pids", ends) + ("" if function else "\nsolve(None)\n")
+    solves = 'def solve(task):\n    start()\n    ask("a")\n    reward(1)\n'
+    source = away(way, tmp_path / "pids", solves + "solve(None)\n" * (function is None))
     before = {child.pid for child in psutil.Process().children()}
     assert run(source, function).reward == 1.0
     assert not processes.alive(int((tmp_path / "pids").read_text()))
@@ -434,16 +420,8 @@ def test_nothing_of_a_program_or_a_function_stays_behind(run, tmp_path, way, fun
     ],
 )
 def test_nothing_of_a_program_that_fails_stays_behind(run, tmp_path, then, words, limits_s):
-    source = away(
-        "a daemon without variables",
-        tmp_path / "pids",
-        f"""
-        start()
-        ask("a")
-        {then}
-    """,
-    )
     pids = tmp_path / "pids"
+    source = away("a daemon without variables", pids, f'start()\nask("a")\n{then}')
     for limit_s in limits_s:  # The first one by which the program has begun, also if that is slow.
         with pytest.raises(EnvironmentFailure, match=words):
             run(source, step_timeout_s=limit_s)
@@ -453,16 +431,8 @@ def test_nothing_of_a_program_that_fails_stays_behind(run, tmp_path, then, words
 
 
 def test_what_a_killed_reaper_leaves_behind_is_found_by_its_name(run, tmp_path):
-    source = away(
-        "a daemon",
-        tmp_path / "pids",
-        """
-        start()
-        ask("a")
-        os.kill(os.getppid(), 9)
-        time.sleep(600)
-    """,
-    )
+    then = 'start()\nask("a")\nos.kill(os.getppid(), 9)\ntime.sleep(600)'
+    source = away("a daemon", tmp_path / "pids", then)
     with pytest.raises(EnvironmentFailure, match="ended with code -9"):
         run(source)
     assert not processes.alive(int((tmp_path / "pids").read_text()))
