@@ -378,19 +378,16 @@ def test_rows_that_teach_something_else_are_refused_in_every_file(folder, key, r
 
 
 def test_only_a_line_feed_ends_a_line_and_files_are_utf_8(folder):
-    rows = [
-        {"prompt": f"{c}?", "answer": "1"}
-        for c in ["\u2028", "\u2029", "\x85", "\x0b", "\x1c", "é"]
-    ]
+    odd = ["\u2028", "\u2029", "\x85", "\x0b", "\x1c", "é"]
+    rows = [{"prompt": f"{character}?", "answer": "1"} for character in odd]
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     for name, text in (
         ("unix.jsonl", "\n".join(lines)),
         ("windows.jsonl", "\ufeff" + "\r\n".join(lines) + "\r\n"),
         ("list.json", "\ufeff" + json.dumps(rows, ensure_ascii=False)),
     ):
-        (folder / name).write_bytes(
-            text.replace("\x0b", "\\u000b").replace("\x1c", "\\u001c").encode()
-        )
+        escaped = text.replace("\x0b", "\\u000b").replace("\x1c", "\\u001c")
+        (folder / name).write_bytes(escaped.encode())
         made = envs.build(env_of("prompts", data=name, held_out="sums.jsonl"))
         assert made.source.train == rows
     (folder / "map.json").write_text(json.dumps({"rows": rows}))
@@ -422,9 +419,8 @@ def test_held_out_prompts_that_are_trained_are_a_doubt(folder):
     (folder / "test.jsonl").write_text("\n".join([*rows[:2], json.dumps(chat("u"))]))
     env = env_of("prompts", data="sums.jsonl", held_out="test.jsonl")
     (words,) = envs.doubts(env)
-    assert words.startswith(
-        "env.args.held_out='test.jsonl': 2 of its 3 prompts are in env.args.data"
-    )
+    expected = "env.args.held_out='test.jsonl': 2 of its 3 prompts are in env.args.data"
+    assert words.startswith(expected)
     assert envs.doubts(env_of("prompts", data="sums.jsonl", held_out=0.3)) == ()
     (folder / "overlap.jsonl").write_text("1\n2\n2\n3\n")  # odd lines: 1, 2; even: 2, 3
     (words,) = envs.doubts(env_of("agent", command=["true"], tasks="overlap.jsonl"))
@@ -434,10 +430,8 @@ def test_held_out_prompts_that_are_trained_are_a_doubt(folder):
 def test_the_launcher_gives_ranks_whole_paths(folder, make_config):
     from rose import checks
 
-    c = make_config(
-        "env=prompts env.max_new_tokens=8 env.args.data=sums.jsonl",
-        "env.args.reward=rewards.py:length",
-    )
+    given = "env.args.data=sums.jsonl env.args.reward=rewards.py:length"
+    c = make_config("env=prompts env.max_new_tokens=8", given)
     args = checks.with_whole_paths(c).env.args
     assert args["data"] == f"{folder}/sums.jsonl"
     assert args["reward"] == f"{folder}/rewards.py:length" and args["held_out"] == 0.1

@@ -43,9 +43,8 @@ async def played(gateway, agent, chat, policy, name=START.id, seed=START.env_see
 class World:
     def __init__(self, gateway, chat, policy, max_context, **changed):
         self.gateway, self.policy, self.chat = gateway, policy, chat
-        self.session = Session(
-            START, chat, policy, limits(**changed), max_context, Sampling(1, temperature=0.7)
-        )
+        rest = (limits(**changed), max_context, Sampling(1, temperature=0.7))
+        self.session = Session(START, chat, policy, *rest)
         gateway.admit(self.session)
         self.url, self.key = gateway.url, self.session.key
 

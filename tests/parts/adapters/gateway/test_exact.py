@@ -51,13 +51,8 @@ class Policy:
             tokens += chunk.tokens
             logprobs += chunk.logprobs
             versions += [chunk.version] * len(chunk.tokens)
-        return TurnResult(
-            request.turn,
-            pack_tokens(tokens),
-            pack_floats(logprobs),
-            pack_tokens(versions),
-            chunk.finish,
-        )
+        packed = (pack_tokens(tokens), pack_floats(logprobs), pack_tokens(versions))
+        return TurnResult(request.turn, *packed, chunk.finish)
 
 
 def read(name, kind):

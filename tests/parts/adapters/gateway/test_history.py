@@ -97,9 +97,8 @@ async def test_an_answer_that_nobody_got_is_not_trained(serve):
         headers = {"x-api-key": world.key}
         body = {"messages": [asks("unheard")]}
         async with aiohttp.ClientSession() as http:
-            task = asyncio.create_task(
-                http.post(f"{world.url}/v1/chat/completions", json=body, headers=headers)
-            )
+            where = f"{world.url}/v1/chat/completions"
+            task = asyncio.create_task(http.post(where, json=body, headers=headers))
             while len(world.policy.requests) < 2:
                 await asyncio.sleep(0.01)
             task.cancel()

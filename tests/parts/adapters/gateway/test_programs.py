@@ -68,11 +68,9 @@ def run(chats, tokenizer, tmp_path, make_config):
             if scorer is not None:  # a reward rank that answers at once
                 settings = make_config("reward=function", "reward.args.path=judge.py:f").reward
                 scoring = Scoring(settings, [3], lambda rank, m: scoring.handle(scorer(m)))
-            policy = Script(tokenizer, "one", "two")
+            given = (chats["tiny"], Script(tokenizer, "one", "two"))
             async with open_gateway() as gateway:
-                return await played(
-                    gateway, agent, chats["tiny"], policy, scoring=scoring, **changed
-                )
+                return await played(gateway, agent, *given, scoring=scoring, **changed)
 
         return asyncio.run(run())
 

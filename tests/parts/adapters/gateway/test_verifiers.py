@@ -113,14 +113,9 @@ print([task.data.answer for task in player.Player(json.loads(sys.stdin.readline(
 def answers(args) -> list[str]:
     """Of the tasks that train, in the player's order."""
     made = envs.build(env_of(**args))
-    return ast.literal_eval(
-        ran(
-            [made.command[0], "-c", ANSWERS, str(PLAYER)],
-            input=f"{made.settings}\n",
-            check=True,
-            timeout=DEADLINE_S,
-        ).stdout
-    )
+    program = [made.command[0], "-c", ANSWERS, str(PLAYER)]
+    done = ran(program, input=f"{made.settings}\n", check=True, timeout=DEADLINE_S)
+    return ast.literal_eval(done.stdout)
 
 
 def test_episodes_that_fail_are_no_episodes_of_reward_0(play, outside, monkeypatch):
