@@ -136,7 +136,7 @@ def test_a_tokenizer_that_is_damaged_is_refused(save_tokenizer):
         ChatFormat(folder)
 
 
-def test_a_template_with_tokens_that_the_model_lacks_is_refused(save_tokenizer, tokenizer):
+def test_a_template_with_tokens_that_the_model_lacks_is_refused(save_tokenizer):
     folder = save_tokenizer(TEMPLATES["tiny"])
     sizes = {"vocab_size": 100, "model_type": "llama"}
     (folder / "config.json").write_text(json.dumps(sizes))

@@ -167,7 +167,7 @@ def test_an_unknown_form_is_refused_before_a_run_starts(tree, tmp_path):
         checks.check(tree("model.tool_format=nonsense", f"output_dir={tmp_path}"))
 
 
-def test_thoughts_are_read_by_vllms_parser(of_family, save_tokenizer, tokenizer):
+def test_thoughts_are_read_by_vllms_parser(of_family):
     chat = ChatFormat(of_family("hermes")[1], reasoning_format="deepseek_r1")
     call = '<tool_call>{"name": "move", "arguments": {}}</tool_call>'
     reading = chat.read(f"hm</think>\n{call}", TOOLS)

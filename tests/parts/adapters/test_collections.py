@@ -550,7 +550,7 @@ def test_a_server_that_ends_fails_the_trajectory_and_not_the_host(folder):
 
 
 @pytest.mark.slow
-def test_worker_processes_end_with_whoever_started_them(tmp_path):
+def test_worker_processes_end_with_whoever_started_them():
     words = "import asyncio, time\nfrom rose.agent.envs import _workers\n"
     words += "print(asyncio.run(_workers.call('os:getpid')), flush=True)\ntime.sleep(3600)\n"
     env = os.environ | {"PYTHONPATH": str(REPOSITORY)}

@@ -219,7 +219,7 @@ async def test_a_turn_of_an_earlier_episode_of_this_name_is_not_taken_for_a_late
 # --------------------------------------------------------------------------- checkpointers
 
 
-async def test_a_clock_that_stepped_back_costs_no_checkpoint(host, monkeypatch):
+async def test_a_clock_that_stepped_back_costs_no_checkpoint(host):
     """An earlier episode of the name was stored when the clock was ahead."""
     assert await settled(host.submit("t", 1, *raw(host, 1), life=2**62).stored) == ""
     late = host.submit("t", 1, *raw(host, 2), life=5)
