@@ -9,27 +9,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rose import config
 from rose.agent.envs.base import Start, Step
 from rose.agent.guard import EnvironmentFailure
 from rose.agent.loop import REMINDER, run_trajectory, turn_seed
 from rose.agent.tool_calls import FORM
-from rose.protocol import (
-    FinishReason,
-    Phase,
-    Sampling,
-    StartTrajectory,
-    TurnResult,
-    pack_floats,
-    pack_tokens,
-    unpack_floats,
-    unpack_tokens,
-)
+from rose.protocol import FinishReason, Phase, Sampling, pack_tokens, unpack_floats, unpack_tokens
+from tests.agent.scripted import START, Script, limits
 from tests.made import result as turn_result
 
-START = StartTrajectory(
-    id="g1.2", group="g1", phase=Phase.TRAIN, domain="hike", env_seed=7, sampling_seed=11
-)
 STEP = '<tool_call>{"name": "step", "arguments": {}}</tool_call>'
 NONSENSE = "<tool_call>step</tool_call>"
 
@@ -58,53 +45,21 @@ class Walk:
         self.closed += 1
 
 
-class Script:
-    """Turns from texts, in order (the last one again and again); remembers requests and what it
-    gave."""
+class Talk(Walk):
+    """Any text is a step."""
 
-    def __init__(self, tokenizer, *texts, closed=True):
-        self.tokenizer, self.texts, self.closed = tokenizer, texts, closed
-        self.requests, self.results = [], []
-
-    async def __call__(self, request):
-        k = len(self.requests)
-        self.requests.append(request)
-        tokens = self.tokenizer.encode(
-            self.texts[min(k, len(self.texts) - 1)], add_special_tokens=False
-        )
-        if self.closed:
-            tokens.append(self.tokenizer.eos_token_id)
-        tokens = tokens[: request.sampling.max_new_tokens]
-        logprobs = [-0.25 * (i + 1) for i in range(len(tokens))]
-        versions = [k + (i > 1) for i in range(len(tokens))]  # new weights arrive within a turn
-        full = len(tokens) == request.sampling.max_new_tokens  # which an engine reports first
-        stop = tokens[-1] == self.tokenizer.eos_token_id and not full
-        result = TurnResult(
-            turn=request.turn,
-            tokens=pack_tokens(tokens),
-            logprobs=pack_floats(logprobs),
-            versions=pack_tokens(versions),
-            migrations=1,
-            finish=FinishReason.STOP if stop else FinishReason.LENGTH,
-        )
-        self.results.append(result)
-        return result
-
-
-def limited(turns=5, new_tokens=64, timeout_s=5.0, name="walk", **args):
-    sizes = {"max_turns": turns, "max_new_tokens": new_tokens, "step_timeout_s": timeout_s}
-    return config.Env(name=name, args=args, max_failures_in_row=1, **sizes)
+    requires_tool = False
 
 
 @pytest.fixture
 def run(chats):
     """run(env, script, ...) -> the trajectory, under limits that a test may tighten."""
 
-    async def go(env, source, max_context=1000, max_turns=5, max_new_tokens=64, step_timeout_s=5.0):
-        limits = limited(max_turns, max_new_tokens, step_timeout_s)
+    async def go(env, source, max_context=1000, **changed):
+        within = limits(**{"max_turns": 5, "step_timeout_s": 5.0} | changed)
         ticks = iter([100.0, 103.0])
         sampling = Sampling(max_new_tokens=1, temperature=0.7, top_p=0.9, top_k=5)
-        rest = (limits, "env", max_context, sampling, lambda: next(ticks))
+        rest = (within, "env", max_context, sampling, lambda: next(ticks))
         return await run_trajectory(START, env, chats["tiny"], source, *rest)
 
     return lambda *args, **kwargs: asyncio.run(go(*args, **kwargs))
@@ -148,21 +103,15 @@ def test_tokens_mask_logprobs_and_versions_stand_side_by_side(run, chats, tokeni
     first, second = (unpack_tokens(result.tokens).tolist() for result in script.results)
     got = columns(trajectory)
     assert got.tokens == prompt + first + between + second
-    assert got.mask == [0] * len(prompt) + [1] * len(first) + [0] * len(between) + [1] * len(second)
-    assert got.logprobs == (
-        [0.0] * len(prompt)
-        + [-0.25 * (i + 1) for i in range(len(first))]
-        + [0.0] * len(between)
-        + [-0.25 * (i + 1) for i in range(len(second))]
-    )
-    assert got.versions == (
-        [-1] * len(prompt)
-        + [0, 0]
-        + [1] * (len(first) - 2)
-        + [-1] * len(between)
-        + [1, 1]
-        + [2] * (len(second) - 2)
-    )
+
+    def made(tokens, version):
+        return [(1, -0.25 * (i + 1), version + (i > 1)) for i in range(len(tokens))]
+
+    def observed(tokens):
+        return [(0, 0.0, -1)] * len(tokens)
+
+    expected = observed(prompt) + made(first, 0) + observed(between) + made(second, 1)
+    assert list(zip(got.mask, got.logprobs, got.versions, strict=True)) == expected
     assert (trajectory.reward, trajectory.success, trajectory.truncated) == (1.0, True, False)
     assert (trajectory.turns, trajectory.response_tokens) == (2, len(first) + len(second))
     assert (trajectory.id, trajectory.group, trajectory.phase) == ("g1.2", "g1", Phase.TRAIN)
@@ -179,9 +128,8 @@ def test_a_turn_is_asked_for_with_the_whole_context_and_its_own_seed(run, tokeni
     for k, (request, result) in enumerate(zip(script.requests, script.results, strict=True)):
         context = unpack_tokens(request.tokens).tolist()
         assert (request.turn, request.trajectory, request.group) == (f"g1.2.t{k}", "g1.2", "g1")
+        context += unpack_tokens(result.tokens).tolist()
         assert everything[: len(context)] == context
-        found = everything[len(context) :][: len(result.tokens) // 4]
-        assert found == unpack_tokens(result.tokens).tolist()
         assert request.sampling == Sampling(
             max_new_tokens=40, temperature=0.7, top_p=0.9, top_k=5, seed=turn_seed(11, f"g1.2.t{k}")
         )
@@ -198,10 +146,9 @@ def test_a_turn_cut_by_its_limit_is_closed_for_it(run, chats, tokenizer):
     got = columns(run(Walk(2), script))
     prompt = chat.start([{"role": "user", "content": "walk"}], [])
     said = unpack_tokens(script.results[0].tokens).tolist()
-    end = len(prompt) + len(said)
-    assert got.tokens[end] == tokenizer.eos_token_id
+    end, closed = len(prompt) + len(said), [tokenizer.eos_token_id]
+    assert got.tokens == prompt + said + closed + chat.observation("1 to go", "tool") + said
     assert (got.mask[end], got.logprobs[end], got.versions[end]) == (0, 0.0, -1)
-    assert got.tokens == prompt + said + chat.observation("1 to go", "tool", closed=False) + said
 
 
 def test_each_turns_tokens_and_rewards_are_kept_where_the_environment_rewards_turns(run, tokenizer):
@@ -284,47 +231,33 @@ def test_a_turn_says_how_the_tool_call_before_it_went(run, tokenizer):
     run(Walk(2), script)
     assert [r.outcome for r in script.requests] == ["", "ok", "failed", "failed", "failed"]
     assert {r.domain for r in script.requests} == {"hike"}
-    text = Walk(2)
-    text.requires_tool = False
-    run(text, script := Script(tokenizer, "hello"))
+    run(Talk(2), script := Script(tokenizer, "hello"))
     assert [r.outcome for r in script.requests] == ["", ""]  # no tool, no outcome
 
 
 @pytest.mark.parametrize("text", [STEP * 2, NONSENSE, "hello"])
 def test_where_nothing_can_be_called_a_turn_is_one_text(run, tokenizer, text):
-    env = Walk(length=1)
-    env.requires_tool = False
+    env = Talk(1)
     trajectory = run(env, Script(tokenizer, text))
     assert [(action.text, action.calls) for action in env.actions] == [(text, ())]
     assert (trajectory.reward, trajectory.turns, trajectory.invalid_calls) == (0.5, 1, 0)
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(
-    texts=st.lists(
-        st.one_of(
-            st.text(min_size=1, max_size=20), st.sampled_from([STEP, NONSENSE, "<|im_start|>"])
-        ),
-        min_size=1,
-        max_size=4,
-    )
-)
+FIXTURES = [HealthCheck.function_scoped_fixture]
+SAID = st.text(min_size=1, max_size=20) | st.sampled_from([STEP, NONSENSE, "<|im_start|>"])
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=FIXTURES)
+@given(texts=st.lists(SAID, min_size=1, max_size=4))
 def test_no_generated_text_breaks_a_trajectory(run, tokenizer, texts):
     trajectory = run(Walk(2), Script(tokenizer, *texts), max_new_tokens=200, max_context=2000)
     got = columns(trajectory)
     assert len(got.tokens) == len(got.mask) == len(got.logprobs) == len(got.versions)
     assert sum(got.mask) == trajectory.response_tokens
-    assert all(
-        (version == -1) == (made == 0)
-        for version, made in zip(got.versions, got.mask, strict=False)
-    )
+    assert [version == -1 for version in got.versions] == [made == 0 for made in got.mask]
 
 
-@settings(
-    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=50, deadline=None, suppress_health_check=FIXTURES)
 @given(tokens=st.lists(st.integers(0, 700), min_size=1, max_size=64))
 def test_no_generated_token_breaks_a_trajectory(run, tokens):
     async def source(request):
@@ -363,24 +296,16 @@ def test_an_environment_may_judge_what_a_truncated_episode_has_reached(run, toke
     assert ended.reward == run(Walk(3), Script(tokenizer, STEP), max_turns=3).reward
 
 
-def test_a_turn_gets_at_most_what_is_left_of_the_context(run, chats, tokenizer):
-    prompt = len(chats["tiny"].start([{"role": "user", "content": "walk"}], []))
-    script = Script(tokenizer, STEP)
-    trajectory = run(Walk(9), script, max_context=prompt + 5)
-    assert script.requests[0].sampling.max_new_tokens == 5
-    assert (len(trajectory.mask), trajectory.turns, trajectory.limit) == (prompt + 5, 1, "context")
-
-
 @pytest.mark.parametrize("spare, turns", [(0, 1), (1, 2)])
 def test_a_turn_follows_only_where_a_token_of_it_fits(run, chats, tokenizer, spare, turns):
     chat, script = chats["tiny"], Script(tokenizer, STEP)
-    used = len(chat.start([{"role": "user", "content": "walk"}], [])) + len(
-        chat.observation("8 to go", "tool")
-    )
+    used = len(chat.start([{"role": "user", "content": "walk"}], []))
+    used += len(chat.observation("8 to go", "tool"))
     used += len(tokenizer.encode(STEP, add_special_tokens=False)) + 1
     trajectory = run(Walk(9), script, max_context=used + spare)
     assert (trajectory.turns, trajectory.truncated, trajectory.limit) == (turns, True, "context")
     assert len(trajectory.mask) <= used + spare
+    assert spare == 0 or script.requests[1].sampling.max_new_tokens == spare
 
 
 def test_a_prompt_that_fills_the_context_is_a_failure_naming_the_key(run, tokenizer):
@@ -468,20 +393,13 @@ async def test_cancellation_closes_the_environment_and_passes_on(chats, tokenize
 
     env = Walk() if where == "turn" else broken("step", wait)
     source = wait if where == "turn" else Script(tokenizer, STEP)
-    rest = (limited(timeout_s=30.0), "env", 1000, Sampling(max_new_tokens=1), lambda: 0.0)
+    rest = (limits(step_timeout_s=30.0), "env", 1000, Sampling(max_new_tokens=1), lambda: 0.0)
     task = asyncio.create_task(run_trajectory(START, env, chats["tiny"], source, *rest))
     await reached.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert len(asyncio.all_tasks()) == 1, "nothing stays behind"
-    assert env.closed == 1
-
-
-def test_an_error_of_the_turn_source_closes_the_environment_and_passes_on(run):
-    env = Walk()
-    with pytest.raises(OSError, match="dry"):
-        run(env, raises)
     assert env.closed == 1
 
 
@@ -492,12 +410,8 @@ def test_an_error_of_the_turn_source_closes_the_environment_and_passes_on(run):
         {"finish": FinishReason.ABORT},
         {"logprobs": b""},
         {"versions": pack_tokens([0] * 9)},
-        {"tokens": b"", "logprobs": b"", "versions": b""},
-        {
-            "tokens": pack_tokens([5] * 99),
-            "logprobs": pack_floats([0.0] * 99),
-            "versions": pack_tokens([0] * 99),
-        },
+        dict.fromkeys(("tokens", "logprobs", "versions"), b""),
+        dict.fromkeys(("tokens", "logprobs", "versions"), bytes(4 * 99)),
     ],
 )
 def test_a_turn_that_was_not_asked_for_is_refused(run, change):
@@ -510,22 +424,6 @@ def test_a_turn_that_was_not_asked_for_is_refused(run, change):
     assert env.closed == 1
 
 
-class OneAnswer:
-    """Any text ends it."""
-
-    requires_tool = False
-
-    async def reset(self, seed):
-        return Start(messages=[{"role": "user", "content": "say"}])
-
-    async def step(self, action):
-        self.action = action
-        return Step("", reward=1.0, done=True)
-
-    async def close(self):
-        """Nothing is held."""
-
-
 @pytest.mark.parametrize(
     "closed, most, cut",
     [
@@ -536,10 +434,10 @@ class OneAnswer:
     ],
 )
 def test_an_answer_that_a_token_limit_ends_is_truncated(run, tokenizer, closed, most, cut):
-    env, text = OneAnswer(), "one two three four"
+    env, text = Talk(1), "one two three four"
     most = most or len(tokenizer.encode(text, add_special_tokens=False)) + 1
     got = run(env, Script(tokenizer, text, closed=closed), max_new_tokens=most)
-    assert (got.truncated, env.action.truncated) == (cut, cut)
+    assert (got.truncated, env.actions[0].truncated) == (cut, cut)
     assert got.limit == ("answer" if cut else "")
 
 

@@ -12,12 +12,8 @@ from rose.agent.own_time import OwnTime
 from rose.observe import failed
 from rose.parts.report.trajectories import read_failed
 from tests.agent.hosted import DEADLINE_S, Hosted
-from tests.agent.wander import Wander
+from tests.agent.wander import START, WORDS, Wander, wandering
 from tests.made import result
-
-DOMAIN = "tests.agent.wander:Wander"
-START = p.StartTrajectory("g1.2", "g1", p.Phase.TRAIN, DOMAIN, 7, None)
-WORDS = list(range(40, 46))
 
 
 @pytest.fixture
@@ -26,8 +22,7 @@ def ended(make_config, chats, tmp_path):
     made = make_config("env.max_turns=8")
 
     def end(**changed):
-        env = msgspec.structs.replace(made.env, name=DOMAIN, args={"length": 2}, **changed)
-        config = msgspec.structs.replace(made, env=env)
+        config = wandering(made, 2, **changed)
 
         async def scene():
             hosted = Hosted(config, chats["tiny"], failed=failed.Keeper(tmp_path))

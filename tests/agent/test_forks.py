@@ -34,9 +34,8 @@ class Rollout:
 
     async def _run(self, stop):
         host = Hosted(self.config, self.chat)
-        self.starts = self.groups.open(
-            "g0", p.Phase.TRAIN, self.task, self.config.rollout.group_size
-        )
+        size = self.config.rollout.group_size
+        self.starts = self.groups.open("g0", p.Phase.TRAIN, self.task, size)
         for start in self.starts:
             host.handle(start)
         while True:
@@ -55,7 +54,6 @@ class Rollout:
 
     def alone(self, turns):
         """A trajectory of the same task, by itself, which answers what these turns answered."""
-
         task, left = self.task, iter(turns)
         start = p.StartTrajectory("g0.0", "g0", p.Phase.TRAIN, task.domain, task.seed, 1)
 
@@ -237,9 +235,7 @@ def test_what_an_environment_has_saved_is_what_the_other_goes_on_from(lake, monk
     assert [t.inherited for t in group] == expected
     first, *others = (rollout.chat.decode(p.unpack_tokens(t.tokens).tolist()) for t in group)
     number = first.partition(" walked")[0].split()[-1]
-    assert all(text.count(f"{number} walked") == 5 for text in (first, *others)), (
-        "one state for all"
-    )
+    assert all(text.count(f"{number} walked") == 5 for text in (first, *others)), "one state"
 
 
 @pytest.mark.parametrize("environment", [FrozenLake, Saved])
@@ -285,10 +281,8 @@ def test_sandboxes_fork_by_repeating_determined_commands(make_config, chats, tok
     )
 
     def works(turn):
-        number = int(turn.rpartition(".t")[2])
-        return bash(
-            "n=$((n + 1)); echo $n >> /app/log; cat /app/log" if number < 3 else "wc -l /app/log"
-        )
+        counts = "n=$((n + 1)); echo $n >> /app/log; cat /app/log"
+        return bash(counts if int(turn.rpartition(".t")[2]) < 3 else "wc -l /app/log")
 
     rollout = Rollout(config, chats["tiny"], tokenizer, works, domain="terminal")
     group = rollout.run()
@@ -297,9 +291,8 @@ def test_sandboxes_fork_by_repeating_determined_commands(make_config, chats, tok
         text = rollout.chat.decode(p.unpack_tokens(t.tokens).tolist())
         assert "1\n2\n3" in text, "files and variables of before the fork"
 
-    fickle = Rollout(
-        config, chats["tiny"], tokenizer, lambda turn: bash("date +%N"), domain="terminal"
-    )
+    given = (config, chats["tiny"], tokenizer, lambda turn: bash("date +%N"))
+    fickle = Rollout(*given, domain="terminal")
     fickle.run()
     assert fickle.failed
     assert all("Terminal is not determined by its seed" in f.error for f in fickle.failed)

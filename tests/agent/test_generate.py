@@ -47,10 +47,8 @@ async def test_a_turns_result_that_arrives_twice_is_taken_once(make_config, chat
     """As when the word of a lost engine arrives beside that of the one that took over: the step is
     carried out, and its reward paid, once."""
     config = make_config("env.args.shaping=0.5", "env.args.hole_probability=0.0")
-    right = tokenizer.encode(
-        '<tool_call>{"name": "move", "arguments": {"direction": "right"}}</tool_call>',
-        add_special_tokens=False,
-    )
+    text = '<tool_call>{"name": "move", "arguments": {"direction": "right"}}</tool_call>'
+    right = tokenizer.encode(text, add_special_tokens=False)
     host = Hosted(config, chats["tiny"])
     host.handle(start("frozen_lake"))
     while isinstance(asked := await host.next(), p.TurnRequest):

@@ -16,22 +16,18 @@ from rose.agent.guard import TaskFailure
 from rose.parts.adapters.gateway.history import Call, Message
 from rose.parts.adapters.gateway.session import ApiError, Query, Session
 from rose.protocol import Sampling
-from tests.parts.adapters.gateway.conftest import START, Policy, limits
+from tests.agent.scripted import START, Script, limits
 
 from .test_returned import ASK, Odd, play
 
 HUGE = "x y " * 2_500_000  # 10 MB, as a log that an agent read
 
 
-class Forbidden(Exception):
-    pass
-
-
 def forbid(chat, monkeypatch):
     """Nothing may be made tokens of."""
 
     def refuse(*_):
-        raise Forbidden
+        raise AssertionError("tokens were made")
 
     monkeypatch.setattr(chat, "_backend", type("Backend", (), {"encode_batch": refuse})())
 
@@ -83,7 +79,7 @@ def test_a_huge_first_prompt_gives_its_task_up_without_a_token_of_it(chats, monk
 
 
 async def test_a_huge_call_is_refused_without_a_token_of_it(chats, tokenizer, monkeypatch):
-    policy = Policy(tokenizer, "one")
+    policy = Script(tokenizer, "one")
     session = Session(START, chats["tiny"], policy, limits(), 500, Sampling(1))
     forbid(chats["tiny"], monkeypatch)
     with pytest.raises(ApiError) as refused:
@@ -120,7 +116,7 @@ def test_a_long_call_and_a_long_observation_go_that_way(chats, tokenizer, monkey
     play(chats, Odd(step=lambda: Step("well " * 20)))
 
     async def scene():
-        policy = Policy(tokenizer, "one")
+        policy = Script(tokenizer, "one")
         session = Session(START, chat, policy, limits(), 50_000, Sampling(1))
         await session.answer(Query((Message("user", "up " * 10_000),)))
 

@@ -4,19 +4,14 @@ the one that it goes to asks for the same turn, with the same tokens."""
 import asyncio
 import threading
 
-import msgspec
 import pytest
 
 from rose import protocol as p
 from rose.agent.moves import Moves
 from rose.agent.snapshots import Snapshots
 from tests.agent.hosted import DEADLINE_S, Hosted
-from tests.agent.wander import Wander
+from tests.agent.wander import START, WORDS, Wander, wandering
 from tests.made import result
-
-DOMAIN = "tests.agent.wander:Wander"
-START = p.StartTrajectory("g1.2", "g1", p.Phase.TRAIN, DOMAIN, 7, None)
-WORDS = list(range(40, 46))
 
 
 class Host(Hosted):
@@ -38,9 +33,7 @@ class Host(Hosted):
 
 @pytest.fixture
 def config(make_config):
-    made = make_config("env.max_turns=8")
-    env = msgspec.structs.replace(made.env, name=DOMAIN, args={"length": 3})
-    return msgspec.structs.replace(made, env=env)
+    return wandering(make_config("env.max_turns=8"), 3)
 
 
 async def test_it_leaves_before_the_turn_that_it_waits_for_and_goes_on(config, chats, tmp_path):

@@ -7,7 +7,6 @@ import sys
 import numpy as np
 import pytest
 
-from rose import config
 from rose.agent import returned
 from rose.agent.envs import FLAGS
 from rose.agent.envs.base import Start, Step
@@ -15,17 +14,13 @@ from rose.agent.guard import EnvironmentFailure
 from rose.agent.loop import run_trajectory
 from rose.comm.wire import encode
 from rose.coordinator import step_metrics
-from rose.protocol import Phase, Sampling, StartTrajectory, TrajectoryFinished, unpack_tokens
+from rose.protocol import Sampling, TrajectoryFinished, unpack_tokens
+from tests.agent.scripted import START, limits
 from tests.made import result
 
-START = StartTrajectory(
-    id="g1.2", group="g1", phase=Phase.TRAIN, domain="odd", env_seed=7, sampling_seed=11
-)
 ASK = {"role": "user", "content": "say"}
+PARTS = [{"type": "text", "text": "x"}]
 TOOL = {"type": "function", "function": {"name": "go", "parameters": {"type": "object"}}}
-LIMITS = config.Env(
-    name="odd", args={}, max_turns=2, max_new_tokens=8, step_timeout_s=5.0, max_failures_in_row=1
-)
 
 
 class Odd:
@@ -64,8 +59,8 @@ def play(chats, env):
         tokens = [*chat._encode("up"), min(chat.eos_ids)]
         return result(request.turn, tokens, -0.5)
 
-    sampling = Sampling(max_new_tokens=1)
-    rest = (LIMITS, "env", 500, sampling, lambda: 1.0)
+    within = limits(max_turns=2, max_new_tokens=8, step_timeout_s=5.0)
+    rest = (within, "env", 500, Sampling(max_new_tokens=1), lambda: 1.0)
     return asyncio.run(run_trajectory(START, env, chat, turn, *rest))
 
 
@@ -78,6 +73,7 @@ def raises(error):
     raise error
 
 
+NO_SCHEMA = {"name": "go", "parameters": "none"}
 # (a method or an attribute, what it gives, words of the error)
 WRONG = [
     ("reset", lambda: None, "Odd.reset returned None, not a Start"),
@@ -89,34 +85,24 @@ WRONG = [
     ("reset", lambda: Start([ASK, {"role": "human", "content": "x"}]), r"\[1\] the role 'human'"),
     ("reset", lambda: Start([{"role": "user"}]), r"messages\[0\] the content None, not text"),
     ("reset", lambda: Start([{"role": "user", "content": 3}]), "the content 3, not text"),
-    (
-        "reset",
-        lambda: Start([{"role": "user", "content": [{"type": "text", "text": "x"}]}]),
-        r"Odd.reset gave messages\[0\] the content \[.*parts can't be given",
-    ),
+    ("reset", lambda: Start([ASK | {"content": PARTS}]), r"\[0\] the content \[.*parts can't be"),
     ("reset", lambda: Start([{"role": "assistant", "content": None}]), "the content None"),
     ("reset", lambda: Start([ASK | {"extra": object()}]), "messages with more than plain JSON"),
     ("reset", lambda: Start([ASK], None), "tools None, not a list"),
     ("reset", lambda: Start([ASK], ["go"]), r"tools\[0\] 'go', not an OpenAI function schema"),
     ("reset", lambda: Start([ASK], [{"name": "go"}]), r"tools\[0\] {'name': 'go'}"),
-    (
-        "reset",
-        lambda: Start([ASK], [{"function": {"name": "go", "parameters": "none"}}]),
-        r"tools\[0\] the parameters 'none'",
-    ),
+    ("reset", lambda: Start([ASK], [{"function": NO_SCHEMA}]), r"tools\[0\] the parameters 'none'"),
     ("reset", lambda: Start([ASK], [], None), "the task None, not a dict"),
     ("reset", lambda: Start([ASK], [], {"a": object()}), "a task with more than plain JSON"),
     ("step", lambda: None, "Odd.step returned None, not a Step"),
     ("step", lambda: {"reward": 1}, "Odd.step returned {'reward': 1}, not a Step"),
     ("step", lambda: Step(None), "Odd.step gave the observation None, not text"),
     ("step", lambda: Step(b"x"), "Odd.step gave the observation b'x', not text"),
-    ("step", lambda: Step(["x"]), r"the observation \['x'\], not text"),
     ("step", lambda: Step({"a": 1}, done=True), "the observation {'a': 1}, not text"),
     ("step", lambda: Step("x", reward=float("nan")), "the reward nan, which is not finite"),
     ("step", lambda: Step("x", reward=1e300), r"the reward 1e\+300; rewards lie between"),
     ("step", lambda: Step("x", reward=None), "the reward None, which is no number"),
     ("step", lambda: Step("x", success=None), "success None, not true or false"),
-    ("step", lambda: Step("x", success="no"), "success 'no', not true or false"),
     ("step", lambda: Step("x", done=0.5), "done 0.5, not true or false"),
     ("step", lambda: Step("x", invalid=[]), r"invalid \[\], not true or false"),
     ("step", lambda: Step("x", observations="ab"), "observations 'ab', not a list"),
@@ -132,19 +118,13 @@ WRONG = [
     ("stats", lambda: {"a": float("inf")}, "Odd.stats gave 'a': inf"),
     ("stats", lambda: raises(RuntimeError("no")), r"Odd.stats raised RuntimeError\('no'\)"),
     ("stats", lambda: sys.exit(2), r"Odd.stats raised SystemExit\(2\)"),
-    (
-        "requires_tool",
-        lambda self: False,
-        "Odd.requires_tool gave <bound method .*not true or false",
-    ),
+    ("requires_tool", lambda self: False, "requires_tool gave <bound method .*not true or false"),
     ("rewards_turns", property(lambda self: raises(KeyError("x"))), "Odd.rewards_turns raised Key"),
 ]
 
 
 @pytest.mark.parametrize("name, given, words", WRONG)
-def test_what_is_wrong_fails_the_trajectory_and_names_class_method_and_value(
-    chats, name, given, words
-):
+def test_what_is_wrong_fails_the_trajectory_and_is_named(chats, name, given, words):
     own, made = ({name: given}, {}) if name in FLAGS else ({}, {name: given})
     odd = type("Odd", (Odd,), own)(**made)
     with pytest.raises(EnvironmentFailure, match=words) as failure:
@@ -155,13 +135,8 @@ def test_what_is_wrong_fails_the_trajectory_and_names_class_method_and_value(
 
 def test_numpy_s_values_are_taken_and_become_python_s(chats):
     def step():
-        return Step(
-            np.str_("well"),
-            reward=np.float32(0.5),
-            done=np.bool_(True),
-            success=np.bool_(True),
-            invalid=np.bool_(False),
-        )
+        flags = {"done": np.bool_(True), "success": np.bool_(True), "invalid": np.bool_(False)}
+        return Step(np.str_("well"), reward=np.float32(0.5), **flags)
 
     def reset():
         return Start((ASK,), [TOOL], {"answer": np.int64(4), "parts": [np.float64(0.5)]})

@@ -11,12 +11,11 @@ from rose import protocol as p
 from rose.agent.envs.base import Start
 from rose.agent.loop import run_trajectory
 from rose.agent.snapshots import KEPT, Snapshots, _read
-from tests.agent.wander import Wander
+from tests.agent.wander import WORDS, Wander
 
 START = p.StartTrajectory("g1.2", "g1", p.Phase.TRAIN, "wander", 7, None)
 LENGTH = 5
 DEADLINE_S = 60.0
-WORDS = list(range(40, 46))
 
 
 class Ends(Exception):

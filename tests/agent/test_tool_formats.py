@@ -85,11 +85,9 @@ def of_family(tokenizer, tmp_path_factory):
 
 
 def said(calls):
-    functions = [{"name": c.name, "arguments": c.arguments} for c in calls]
-    written = [
-        {"id": f"rose{i:05d}", "type": "function", "function": each}
-        for i, each in enumerate(functions)
-    ]
+    written = [{"id": f"rose{i:05d}", "type": "function"} for i in range(len(calls))]
+    for each, call in zip(written, calls, strict=True):
+        each["function"] = {"name": call.name, "arguments": call.arguments}
     return {"role": "assistant", "content": "", "tool_calls": written}
 
 
@@ -148,10 +146,8 @@ def test_plain_text_is_no_call_and_a_broken_call_is_explained(of_family, form):
 
 def test_llamas_calls_parted_by_semicolons_are_several(of_family):
     chat = ChatFormat(of_family("llama3_json")[1])
-    text = "<|python_tag|>" + "; ".join(
-        json.dumps({"name": c.name, "parameters": c.arguments}) for c in CALLS
-    )
-    assert chat.parse(text, TOOLS).calls == CALLS
+    written = [json.dumps({"name": c.name, "parameters": c.arguments}) for c in CALLS]
+    assert chat.parse(f"<|python_tag|>{'; '.join(written)}", TOOLS).calls == CALLS
 
 
 def test_an_unknown_form_and_one_that_is_not_the_templates_are_refused(of_family, chats):
@@ -171,9 +167,8 @@ def test_an_unknown_form_is_refused_before_a_run_starts(tree, tmp_path):
         checks.check(tree("model.tool_format=nonsense", f"output_dir={tmp_path}"))
 
 
-def test_thoughts_are_read_by_vllms_parser(of_family, save_tokenizer, tokenizer):
+def test_thoughts_are_read_by_vllms_parser(of_family):
     chat = ChatFormat(of_family("hermes")[1], reasoning_format="deepseek_r1")
-    reading = chat.read(
-        'hm</think>\n<tool_call>{"name": "move", "arguments": {}}</tool_call>', TOOLS
-    )
+    call = '<tool_call>{"name": "move", "arguments": {}}</tool_call>'
+    reading = chat.read(f"hm</think>\n{call}", TOOLS)
     assert reading.thought == "hm" and reading.calls == (ToolCall("move", {}),)

@@ -5,7 +5,20 @@ import json
 import os
 from pathlib import Path
 
+import msgspec
+
+from rose import protocol as p
 from rose.agent.envs.base import Start, Step
+
+DOMAIN = "tests.agent.wander:Wander"
+START = p.StartTrajectory("g1.2", "g1", p.Phase.TRAIN, DOMAIN, 7, None)
+WORDS = list(range(40, 46))  # the tokens of each turn
+
+
+def wandering(config, length, **changed):
+    """`config` with an environment of this length, and other `changed` keys of it."""
+    env = msgspec.structs.replace(config.env, name=DOMAIN, args={"length": length}, **changed)
+    return msgspec.structs.replace(config, env=env)
 
 
 class Wander:

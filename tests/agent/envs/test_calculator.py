@@ -22,17 +22,15 @@ def play(env, *calls):
     async def go():
         await env.reset(3)
         key = {"calculate": "expression", "answer": "value"}
-        return [
-            await env.step(Action("", ToolCall(name, {key[name]: value}))) for name, value in calls
-        ]
+        made = [ToolCall(name, {key[name]: value}) for name, value in calls]
+        return [await env.step(Action("", call)) for call in made]
 
     return asyncio.run(go())
 
 
 def question(env):
-    return (
-        asyncio.run(env.reset(3)).messages[1]["content"].removeprefix("What is ").removesuffix("?")
-    )
+    asked = asyncio.run(env.reset(3)).messages[1]["content"]
+    return asked.removeprefix("What is ").removesuffix("?")
 
 
 def test_calculate_then_answer_solves_the_question():
@@ -80,18 +78,10 @@ def test_examples_are_solved_questions_in_the_form_that_is_read():
 
 @pytest.mark.parametrize("bad", ["two plus two", "1 / 0", "2 ** 1000", "__import__('os')", ""])
 def test_what_cannot_be_computed_is_said_and_the_episode_goes_on(bad):
-    first, _, last = play(
-        Calculator(), ("calculate", bad), ("answer", bad), ("answer", eval(question(Calculator())))
-    )
+    right = eval(question(Calculator()))
+    first, _, last = play(Calculator(), ("calculate", bad), ("answer", bad), ("answer", right))
     assert first.invalid and first.observation.startswith("Error: ") and not first.done
     assert last.success
-
-
-def test_questions_are_as_difficult_as_asked():
-    for seed in range(50):
-        text = expression(random.Random(seed), 5, 9, "+*")
-        assert sum(text.count(operator) for operator in "+*") == 5 and "-" not in text
-        assert all(1 <= number <= 9 for number in _arithmetic.numbers(text))
 
 
 # --------------------------------------------------------------------------- arithmetic
@@ -142,7 +132,9 @@ def test_no_text_costs_much_or_raises_anything_else(text):
 
 
 @settings(deadline=None)
-@given(st.integers(0, 2**63), st.integers(1, 8))
-def test_a_question_has_the_value_that_python_gives_it(seed, operations):
-    text = expression(random.Random(seed), operations, 99, "+-*")
+@given(st.integers(0, 2**63), st.integers(1, 8), st.sampled_from(["+-*", "+*", "-"]))
+def test_a_question_is_as_difficult_as_asked_and_has_pythons_value(seed, operations, operators):
+    text = expression(random.Random(seed), operations, 99, operators)
+    assert sum(map(text.count, operators)) == sum(map(text.count, "+-*")) == operations
+    assert all(1 <= number <= 99 for number in _arithmetic.numbers(text))
     assert _arithmetic.evaluate(text) == eval(text)

@@ -15,6 +15,7 @@ from rose import config
 from rose.agent import envs
 from rose.agent.envs.base import Action, Step, ToolCall
 from rose.config import ConfigError
+from tests.agent.scripted import limits
 from tests.made import environment
 
 CONF = Path(__file__).resolve().parents[3] / "conf" / "env"
@@ -58,10 +59,6 @@ def test_every_environment_has_a_conf_file_and_every_conf_file_an_environment():
     assert {read(name).name for name in ALONE} == set(envs.names()) - {"agent", "verifiers"}
 
 
-def test_the_conf_file_is_accepted(env_config):
-    envs.check(env_config)
-
-
 def test_a_seed_determines_the_episode(env_config):
     async def start(seed):
         env = envs.build(env_config)
@@ -82,7 +79,8 @@ async def test_closing_early_and_twice_is_safe(env_config):
     await env.close()
 
 
-def test_tools_are_function_schemas_and_messages_are_chat(env_config):
+def test_the_conf_file_is_accepted_and_starts_with_function_schemas_and_chat(env_config):
+    envs.check(env_config)
     start = asyncio.run(envs.build(env_config).reset(1))
     assert [message["role"] for message in start.messages] in (["system", "user"], ["user"])
     for tool in start.tools:
@@ -116,8 +114,7 @@ async def test_no_call_raises_and_what_cannot_be_done_is_said(env_config):
 
 
 def named(name: str) -> config.Env:
-    limits = {"max_turns": 1, "max_new_tokens": 1, "step_timeout_s": 1.0, "max_failures_in_row": 1}
-    return config.Env(name=name, args={}, **limits)
+    return limits(name=name)
 
 
 @pytest.mark.parametrize("name", ["frozen_lke", "base", "_arithmetic", "", "../x", "os"])
@@ -176,6 +173,7 @@ def test_what_a_member_of_a_mixture_may_not_be_is_said_by_its_key():
 
 
 def plugin(monkeypatch, folder: Path, name: str, source: str) -> config.Env:
+    monkeypatch.delitem(sys.modules, f"{envs.__name__}.{name}", raising=False)
     (folder / f"{name}.py").write_text(source)
     monkeypatch.setattr(envs, "__path__", [*envs.__path__, str(folder)])
     monkeypatch.setattr(envs, "_modules", envs._modules.__wrapped__)  # uncached
@@ -204,14 +202,12 @@ class Odd:
     ],
 )
 def test_a_class_whose_attributes_mean_nothing_is_refused(monkeypatch, tmp_path, more, words):
-    monkeypatch.delitem(sys.modules, f"{envs.__name__}.odd", raising=False)
     with pytest.raises(ConfigError, match=words):
         envs.check(plugin(monkeypatch, tmp_path, "odd", f"{PLAIN}    {more}\n"))
 
 
 @pytest.mark.parametrize("more", ["rewards_turns = 1", "end = None"])
 def test_numbers_that_are_flags_and_methods_that_are_none_are_taken(monkeypatch, tmp_path, more):
-    monkeypatch.delitem(sys.modules, f"{envs.__name__}.odd", raising=False)
     envs.check(plugin(monkeypatch, tmp_path, "odd", f"{PLAIN}    {more}\n"))
 
 

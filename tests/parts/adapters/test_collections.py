@@ -15,7 +15,6 @@ import pytest
 
 from rose.agent import envs
 from rose.agent.envs import _workers
-from rose.agent.envs._prompts import PASSED
 from rose.agent.envs.base import Action, ToolCall
 from rose.config import ConfigError
 from rose.reward.episode import ScoringFailed
@@ -26,6 +25,7 @@ from .conftest import served
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SERVER = Path(__file__).parent / "servers" / "mcp_server.py"
+STDIO = {"command": [sys.executable, str(SERVER)]}
 DEADLINE_S = 120.0
 
 
@@ -172,11 +172,8 @@ def test_a_move_against_the_rules_is_told_and_then_loses():
 
 
 def test_the_opponent_may_be_a_function_of_the_users(tmp_path):
-    (tmp_path / "first.py").write_text(
-        "import re\n"
-        "def move(observation, player, seed):\n"
-        "    return re.findall(r\"'(\\[\\d\\])'\", observation)[-1]\n"
-    )
+    last = "return re.findall(r\"'(\\[\\d\\])'\", observation)[-1]"
+    (tmp_path / "first.py").write_text(f"import re\ndef move(observation, player, seed): {last}\n")
     env = env_of("textarena", opponent=f"{tmp_path}/first.py:move", seat=0)
     start, step = play(env, 2, Action("[0]"))
     assert "cell 8" in step.observation
@@ -249,10 +246,8 @@ def decorated(text): return bool(text)
 def test_a_reward_function_may_take_any_keywords(folder):
     """A function with **kwargs gets all four values, a function with *args alone gets none."""
     (folder / "keywords.py").write_text(KEYWORDS)
-    text = ("text",)
-    for name, takes in (("trl", PASSED), ("nothing", ()), ("wrapped", text), ("decorated", text)):
+    for name in ("trl", "nothing", "wrapped", "decorated"):
         env = env_of("prompts", data="sums.jsonl", reward=f"keywords.py:{name}")
-        assert envs.build(env).source._takes == takes
         assert play(env, 2, Action("x"))[1].reward == 1.0, name
 
 
@@ -383,19 +378,16 @@ def test_rows_that_teach_something_else_are_refused_in_every_file(folder, key, r
 
 
 def test_only_a_line_feed_ends_a_line_and_files_are_utf_8(folder):
-    rows = [
-        {"prompt": f"{c}?", "answer": "1"}
-        for c in ["\u2028", "\u2029", "\x85", "\x0b", "\x1c", "é"]
-    ]
+    odd = ["\u2028", "\u2029", "\x85", "\x0b", "\x1c", "é"]
+    rows = [{"prompt": f"{character}?", "answer": "1"} for character in odd]
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     for name, text in (
         ("unix.jsonl", "\n".join(lines)),
         ("windows.jsonl", "\ufeff" + "\r\n".join(lines) + "\r\n"),
         ("list.json", "\ufeff" + json.dumps(rows, ensure_ascii=False)),
     ):
-        (folder / name).write_bytes(
-            text.replace("\x0b", "\\u000b").replace("\x1c", "\\u001c").encode()
-        )
+        escaped = text.replace("\x0b", "\\u000b").replace("\x1c", "\\u001c")
+        (folder / name).write_bytes(escaped.encode())
         made = envs.build(env_of("prompts", data=name, held_out="sums.jsonl"))
         assert made.source.train == rows
     (folder / "map.json").write_text(json.dumps({"rows": rows}))
@@ -427,9 +419,8 @@ def test_held_out_prompts_that_are_trained_are_a_doubt(folder):
     (folder / "test.jsonl").write_text("\n".join([*rows[:2], json.dumps(chat("u"))]))
     env = env_of("prompts", data="sums.jsonl", held_out="test.jsonl")
     (words,) = envs.doubts(env)
-    assert words.startswith(
-        "env.args.held_out='test.jsonl': 2 of its 3 prompts are in env.args.data"
-    )
+    expected = "env.args.held_out='test.jsonl': 2 of its 3 prompts are in env.args.data"
+    assert words.startswith(expected)
     assert envs.doubts(env_of("prompts", data="sums.jsonl", held_out=0.3)) == ()
     (folder / "overlap.jsonl").write_text("1\n2\n2\n3\n")  # odd lines: 1, 2; even: 2, 3
     (words,) = envs.doubts(env_of("agent", command=["true"], tasks="overlap.jsonl"))
@@ -439,10 +430,8 @@ def test_held_out_prompts_that_are_trained_are_a_doubt(folder):
 def test_the_launcher_gives_ranks_whole_paths(folder, make_config):
     from rose import checks
 
-    c = make_config(
-        "env=prompts env.max_new_tokens=8 env.args.data=sums.jsonl",
-        "env.args.reward=rewards.py:length",
-    )
+    given = "env.args.data=sums.jsonl env.args.reward=rewards.py:length"
+    c = make_config("env=prompts env.max_new_tokens=8", given)
     args = checks.with_whole_paths(c).env.args
     assert args["data"] == f"{folder}/sums.jsonl"
     assert args["reward"] == f"{folder}/rewards.py:length" and args["held_out"] == 0.1
@@ -450,6 +439,14 @@ def test_the_launcher_gives_ranks_whole_paths(folder, make_config):
     env = env_of("prompts", data="c#.jsonl")
     envs.check(env)
     assert envs.with_whole_paths(env).args["data"] == f"{folder}/c#.jsonl"
+    (folder / "python").symlink_to(sys.executable)
+    env = env_of("verifiers", python="./python", id="x")
+    assert envs.with_whole_paths(env).args["python"] == f"{folder}/python", "not what it links to"
+    (folder / "package").mkdir()
+    agent = {"function": "rewards.py:roles", "reward": "package:judge", "tasks": "c#.jsonl"}
+    found = envs.with_whole_paths(env_of("agent", **agent)).args
+    assert found["function"] == f"{folder}/rewards.py:roles"
+    assert (found["reward"], found["tasks"]) == ("package:judge", f"{folder}/c#.jsonl")
 
 
 def test_a_keyword_is_none_of_the_files_that_lie_here(folder):
@@ -496,11 +493,7 @@ CALLS += (Action("", ToolCall("divide", {"by": 0})), Action("", ToolCall("fly", 
 @pytest.mark.slow
 @pytest.mark.parametrize("http", [False, True])
 def test_tools_of_a_server_are_called_and_their_errors_told(folder, request, http):
-    place = (
-        {"url": request.getfixturevalue("http_server")}
-        if http
-        else {"command": [sys.executable, str(SERVER)]}
-    )
+    place = {"url": request.getfixturevalue("http_server")} if http else STDIO
     start, *steps = play(mcp(**place, tools=["add", "divide"]), 2, *CALLS)
     assert [tool["function"]["name"] for tool in start.tools] == ["add", "divide"]
     assert start.tools[0]["function"]["parameters"]["required"] == ["number"]
@@ -515,9 +508,7 @@ def test_tools_of_a_server_are_called_and_their_errors_told(folder, request, htt
 
 @pytest.mark.slow
 def test_several_calls_of_a_turn_are_one_message_of_the_conversation(folder):
-    env = env_of(
-        "mcp", data="sums.jsonl", reward="rewards.py:roles", command=[sys.executable, str(SERVER)]
-    )
+    env = env_of("mcp", data="sums.jsonl", reward="rewards.py:roles", **STDIO)
     two = Action("", calls=(ToolCall("add", {"number": 3}), ToolCall("add", {"number": 4})))
     bad = Action("", calls=(ToolCall("fly", {}), ToolCall("add", {"number": 1})))
     _, first, second, last = play(env, 2, two, bad, Action("8"))
@@ -530,7 +521,7 @@ def test_several_calls_of_a_turn_are_one_message_of_the_conversation(folder):
 async def test_closing_does_not_fail_while_the_server_still_ends(folder, monkeypatch):
     from rose.parts.adapters.envs import mcp as ours
 
-    made = envs.build(mcp(command=[sys.executable, str(SERVER)]))
+    made = envs.build(mcp(**STDIO))
     await made.reset(2)
     monkeypatch.setattr(ours, "CLOSE_S", 0.0)
     await made.close()
@@ -539,7 +530,7 @@ async def test_closing_does_not_fail_while_the_server_still_ends(folder, monkeyp
 
 @pytest.mark.slow
 async def test_every_trajectory_has_a_server_of_its_own(folder):
-    made = [envs.build(mcp(command=[sys.executable, str(SERVER)])) for _ in range(2)]
+    made = [envs.build(mcp(**STDIO)) for _ in range(2)]
     try:
         await asyncio.gather(*[env.reset(2) for env in made])
         found = [(await env.step(CALLS[0])).observation for env in made]
@@ -551,21 +542,17 @@ async def test_every_trajectory_has_a_server_of_its_own(folder):
 @pytest.mark.slow
 def test_a_server_that_ends_fails_the_trajectory_and_not_the_host(folder):
     with pytest.raises(Exception, match="[Cc]onnection|ended"):
-        play(mcp(command=[sys.executable, str(SERVER)]), 2, Action("", ToolCall("crash", {})))
+        play(mcp(**STDIO), 2, Action("", ToolCall("crash", {})))
     with pytest.raises(Exception, match="ended|[Cc]onnection"):
         play(mcp(command=[sys.executable, "-c", "raise SystemExit(3)"]), 2)
     with pytest.raises(Exception, match="has no fly; it has add, divide, crash"):
-        play(mcp(command=[sys.executable, str(SERVER)], tools=["fly"]), 2)
+        play(mcp(**STDIO, tools=["fly"]), 2)
 
 
 @pytest.mark.slow
-def test_worker_processes_end_with_whoever_started_them(tmp_path):
-    words = (
-        "import asyncio\n"
-        "from rose.agent.envs import _workers\n"
-        "print(asyncio.run(_workers.call('os:getpid')), flush=True)\n"
-        "import time; time.sleep(3600)\n"
-    )
+def test_worker_processes_end_with_whoever_started_them():
+    words = "import asyncio, time\nfrom rose.agent.envs import _workers\n"
+    words += "print(asyncio.run(_workers.call('os:getpid')), flush=True)\ntime.sleep(3600)\n"
     env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-c", words]
     host = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)

@@ -24,16 +24,12 @@ def grid(picture):
     return [line.split(" ") for line in picture.split("\n")[2:]]
 
 
-def test_the_start_shows_mission_and_grid():
+def test_the_start_shows_mission_and_grid_and_actions_move_the_agent_in_their_order():
     env, start = started("MiniGrid-Empty-5x5-v0")
     assert start.messages[1]["content"] == (
         "Mission: get to the green goal square.\nYou carry nothing.\n"
         "# # # # #\n# > . . #\n# . . . #\n# . . G #\n# # # # #"
     )
-
-
-def test_actions_move_the_agent_in_their_order():
-    env, _ = started("MiniGrid-Empty-5x5-v0")
     step = act(env, "forward", "right")
     assert grid(step.observation)[1] == ["#", ".", "v", ".", "#"]
     assert (step.reward, step.done, step.invalid) == (0.0, False, False)

@@ -16,7 +16,6 @@ from tests.made import environment
 
 from .conftest import served
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 SERVER = Path(__file__).parent / "servers" / "openenv_server.py"
 DEADLINE_S = 120.0
 

@@ -1,11 +1,14 @@
 """Arguments that an environment of another package can't have, by its name."""
 
+import json
 import sys
 
 import pytest
 
+from rose import checks
 from rose.agent import envs
 from rose.config import ConfigError
+from rose.parts.adapters.envs.agent import Agent
 from tests.made import environment
 
 GIVEN = {
@@ -150,3 +153,22 @@ def test_programs_that_can_not_be_judged_here_are_accepted(folder):
         envs.check(environment("agent", function=function))
     for command in COMMANDS:
         envs.check(environment("agent", command=command, reward="program.py:judge"))
+
+
+def test_a_task_is_a_line_of_its_file_and_held_out_ones_are_others(tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(f"{json.dumps(i)}\n" for i in range(5)))
+    agent = Agent(command="true", tasks=str(path))
+    assert {agent.task(seed)["task"] for seed in range(0, 40, 2)} == {0, 2, 4}
+    assert {agent.task(seed)["task"] for seed in range(1, 40, 2)} == {1, 3}
+    torn = tmp_path / "torn.jsonl"
+    torn.write_text("1\n\n{\n")
+    with pytest.raises(ConfigError, match=r"torn.jsonl': line 3 is no JSON"):
+        Agent(command="true", tasks=str(torn))
+
+
+def test_a_run_without_a_program_is_refused_before_it_starts(tree, tmp_path):
+    with pytest.raises(ConfigError, match="env.args.command=None, env.args.function=None"):
+        checks.check(tree("env=agent", f"output_dir={tmp_path}"))
+    made = checks.check(tree("env=agent", "env.args.command=cat x", f"output_dir={tmp_path}"))
+    assert made.config.env.args["listen"] == "127.0.0.1"

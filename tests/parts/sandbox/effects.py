@@ -8,15 +8,15 @@ library only: another user may have no other Python than the system's.
 
 import asyncio
 import json
-import os
 import statistics
 import sys
 import tempfile
 
-from rose.parts.sandbox import Mount, Sandbox, Spec
+from boxes import LONG_S, of_image
+
+from rose.parts.sandbox import Sandbox
 from rose.parts.sandbox.inspector import FILES, NONE, PROCESS, Inspector
 
-LONG_S = 300.0  # a deadline that no test waits for
 SERVER = """\
 import socket
 server, count = socket.create_server(("127.0.0.1", 8000)), 0
@@ -228,27 +228,12 @@ COMMANDS = [
 STRENGTH = (NONE, FILES, PROCESS)
 
 
-def make_image(folder: str) -> Spec:
-    """A root of its own, with files that an agent may change, over the host's /usr."""
-    os.chmod(folder, 0o755)
-    for name in ("bin", "sbin", "lib", "lib64"):
-        os.symlink(f"usr/{name}", f"{folder}/{name}")
-    for name in ("etc", "data"):
-        os.mkdir(f"{folder}/{name}")
-    for path in ("etc/passwd", "data/lower", "data/other"):
-        with open(f"{folder}/{path}", "w") as file:
-            file.write("root:x:0:0:root:/root:/bin/bash\n")
-    return Spec(image=folder, mounts=(Mount("/usr", "/usr"),))
-
-
 async def play(box: Sandbox) -> dict:
     """Counts, and the median time of a look in seconds."""
     inspector, answers, seconds = Inspector(box), [], []
-    await box.write_file("/tmp/in_place.py", IN_PLACE.encode())
-    await box.write_file("/tmp/server.py", SERVER.encode())
-    cases = (("deaf", DEAF), ("terminal", TERMINAL), ("poller", POLLER), ("asleep", ASLEEP))
-    cases += (("poke", POKE),)
-    for name, text in cases:
+    programs = {"in_place": IN_PLACE, "server": SERVER, "deaf": DEAF, "terminal": TERMINAL}
+    programs |= {"poller": POLLER, "asleep": ASLEEP, "poke": POKE}
+    for name, text in programs.items():
         await box.write_file(f"/tmp/{name}.py", text.encode())
     made = await box.run(
         "python3 /tmp/server.py & server=$!; until (: < /dev/tcp/127.0.0.1/8000) 2>/dev/null; "
@@ -278,7 +263,9 @@ async def main() -> None:
     from rose.parts.sandbox.probe import close, keeper
 
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
-        async with await Sandbox.start(make_image(folder), "namespaces") as box:
+        passwd = "root:x:0:0:root:/root:/bin/bash\n"
+        files = dict.fromkeys(("etc/passwd", "data/lower", "data/other"), passwd)
+        async with await Sandbox.start(of_image(folder, files), "namespaces") as box:
             counts = await play(box)
         print(json.dumps({"user": "root" if keeper().root else "rootless"} | counts))
         close()

@@ -49,7 +49,7 @@ class Upper:
             at = pick.randrange(len(self.image) // 4096) * 4096
             self.image[at : at + 4096] = pick.randbytes(4096)
 
-    def capture(self, into, process, whole=False):
+    def capture(self, into, process):
         """The folder `into`, and what restoring it must give: path -> bytes, in it and in the
         sandbox."""
         (into / "data").mkdir(parents=True)
@@ -71,7 +71,7 @@ class Upper:
                 contents[entry["path"]] = data = path.read_bytes()
                 mark = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
                 seen[entry["path"]] = mark
-                if whole or self.seen.get(entry["path"]) != mark:
+                if self.seen.get(entry["path"]) != mark:
                     entry["data"] = f"data/{number}"
                     (into / entry["data"]).write_bytes(data)
             entries.append(entry)
@@ -88,6 +88,19 @@ class Upper:
             (into / where).write_bytes(data)
         (into / "listing.json").write_text(json.dumps(entries))
         return entries, contents, files
+
+
+def sparse(folder, size, data):
+    """A raw capture of one file of `size` bytes, all holes but for `data`: {offset: bytes}."""
+    (folder / "data").mkdir(parents=True)
+    with (folder / "data" / "0").open("wb") as file:
+        for at, content in data.items():
+            file.seek(at)
+            file.write(content)
+        file.truncate(size)
+    entry = {"path": "f", "kind": "file", "data": "data/0"}
+    (folder / "listing.json").write_text(json.dumps([entry]))
+    return folder
 
 
 def check_loaded(folder, made):

@@ -12,10 +12,11 @@ import sys
 import tempfile
 import time
 
-from rose.parts.sandbox import Limits, Mount, Sandbox, SandboxError, Spec
+from boxes import LONG_S, of_image, refused
+
+from rose.parts.sandbox import Limits, Sandbox, SandboxError, Spec
 from rose.parts.sandbox.inspector import Inspector
 
-LONG_S = 300.0  # a deadline that no test waits for
 VERDICT = "/logs/verifier/reward.txt"
 SMALL = Limits(memory_mib=256, disk_mib=8, processes=40)
 GOES_ON = "echo alive; echo $((6 * 7))"
@@ -36,19 +37,6 @@ async def the_session_keeps_its_state(box):
     assert (await box.run("cat; echo 'a\nb' \"c\"; # words", LONG_S)).output == "a\nb c\n"
     assert (await box.run("if", LONG_S)).code != 0  # no shell's end
     await still_alive(box)
-
-
-async def a_hook_is_called_when_the_shell_waits(box):
-    seen = []
-
-    async def hook(result):
-        seen.append((result.code, await box.read_file("/tmp/turn")))
-
-    box.on_turn = hook
-    await box.run("echo 1 > /tmp/turn", LONG_S)
-    await box.run("echo 2 > /tmp/turn; false", LONG_S)
-    assert seen == [(0, b"1\n"), (1, b"2\n")]
-    box.on_turn = None
 
 
 async def an_ended_shell_is_replaced(box):
@@ -128,12 +116,7 @@ async def output_is_cut(box):
 async def the_disk_has_a_bound(box):
     result = await box.run("head -c 100M /dev/zero > /app/big", LONG_S)
     assert result.code and "No space left on device" in result.output
-    try:
-        await box.write_file("/app/other", bytes(1 << 20))
-    except OSError as error:
-        assert "No space" in str(error)
-    else:
-        raise AssertionError("a full disk took a file")
+    await refused(box.write_file("/app/other", bytes(1 << 20)), "No space", OSError)
     await box.run("rm -f /app/big /app/other", LONG_S)
     await still_alive(box)
 
@@ -153,8 +136,8 @@ async def the_host_is_not_seen(box):
     # What changes a process that sleeps, by the numbers of x86-64 and arm64.
     calls = f"({311 if os.uname().machine == 'x86_64' else 271}, 438)"
     call = "print([ctypes.CDLL(None, use_errno=True).syscall(n, -1, 0, 0, 0, 0, 0), ctypes.get_errno()])"
-    refused = await box.run(f"python3 -c 'import ctypes\nfor n in {calls}: {call}'", LONG_S)
-    assert refused.output == "[-1, 1]\n" * 2, refused
+    result = await box.run(f"python3 -c 'import ctypes\nfor n in {calls}: {call}'", LONG_S)
+    assert result.output == "[-1, 1]\n" * 2, result
 
 
 async def there_is_no_network_but_loopback(box):
@@ -165,11 +148,9 @@ async def there_is_no_network_but_loopback(box):
         result = await box.run(f'python3 -c "{open_it.format(host, at)}"', LONG_S)
         assert result.code == 1 and ("refused" in result.output or "unreach" in result.output)
     with_server.close()
-    families = (
-        "import socket\nfor n in range(50):\n    try: print(n, socket.socketpair(n) and '')\n"
-    )
-    families += "    except OSError: pass\n    for kind in (1, 2, 3, 5):\n"
-    families += "        try: socket.socket(n, kind); print(n)\n        except OSError: pass"
+    families = "import socket\nfor n in range(50):\n    try: print(n, socket.socketpair(n) and '')"
+    families += "\n    except OSError: pass\n    for kind in (1, 2, 3, 5):"
+    families += "\n        try: socket.socket(n, kind); print(n)\n        except OSError: pass"
     made = await box.run(f'python3 -c "{families}"', LONG_S)
     assert {int(x) for x in made.output.split()} == {1, 2, 10, 16}, made
     listening = "import socket; s = socket.create_server(('127.0.0.1', 80)); print(s.getsockname())"
@@ -181,11 +162,7 @@ async def files_are_read_and_written(box):
     assert await box.read_file("/app/deep/er/file") == b"\x00\xff"
     await box.run("mkfifo /app/pipe; ln -s /etc/shadow /app/link", LONG_S)
     for path in ("/app/pipe", "/app/link", "/app/none", "/proc/1/mem", "/dev/zero", "/app", "a\0"):
-        try:
-            await box.read_file(path)
-        except OSError:
-            continue
-        raise AssertionError(f"{path} was read")
+        await refused(box.read_file(path), "", OSError)
     assert await box.read_file("/etc/hostname") == b"sandbox\n"
 
 
@@ -249,40 +226,30 @@ async def what_one_hoards_the_others_have(box):
 async def a_check_is_beyond_reach(box):
     """The agent's background process can neither see nor end it, nor plant what it reads."""
     hunt = "while :; do pkill -9 -f check.sh; echo 1 > /logs/verifier/reward.txt; sleep .01; done"
-    await box.run(
-        f"mkdir -p /logs/verifier /tests; echo planted > /tests/check.sh; {hunt} 2>/dev/null &",
-        LONG_S,
-    )
-    await box.run(
-        "python3 -m http.server -b 127.0.0.1 8000 >/dev/null 2>&1 & cd /app; echo done > state",
-        LONG_S,
-    )
+    plant = "mkdir -p /logs/verifier /tests; echo planted > /tests/check.sh"
+    await box.run(f"{plant}; {hunt} 2>/dev/null &", LONG_S)
+    server = "python3 -m http.server -b 127.0.0.1 8000 >/dev/null 2>&1 &"
+    await box.run(f"{server} cd /app; echo done > state", LONG_S)
     program = "sleep 0.2; cat state; seen=(/proc/[0-9]*); echo ${#seen[@]}; pwd; ls /logs/verifier; echo 0 > /logs/verifier/reward.txt; sleep 0.1"
-    with tempfile.TemporaryDirectory() as folder:
-        with open(f"{folder}/check.sh", "w") as file:
-            file.write(program)
-        argv, verdict = ["/bin/bash", "/tests/check.sh"], "/logs/verifier/reward.txt"
-        done = await box.check(argv, folder, collect=(verdict,), wait_s=LONG_S)
-        assert done.code == 0 and done.files == {verdict: b"0\n"}, done
-        assert done.output.split() == ["done", "2", "/app"], done
-        with open(f"{folder}/check.sh", "w") as file:
-            file.write("echo begun; sleep 1000")
-        _, done = await late(lambda s: box.check(argv, folder, collect=(verdict,), wait_s=s))
-        assert done.code is None and done.output == "begun\n" and not done.files
+    done = await check(box, program)
+    assert done.code == 0 and done.files == {VERDICT: b"0\n"}, done
+    assert done.output.split() == ["done", "2", "/app"], done
+    _, done = await late(lambda s: check(box, "echo begun; sleep 1000", wait_s=s))
+    assert done.code is None and done.output == "begun\n" and not done.files
 
 
-async def check(box, script, argv=("/bin/bash", "/tests/check.sh")):
+async def check(box, script, argv=("/bin/bash", "/tests/check.sh"), wait_s=LONG_S):
     with tempfile.TemporaryDirectory() as folder:
         with open(f"{folder}/check.sh", "w") as file:
             file.write(script)
-        return await box.check(list(argv), folder, collect=(VERDICT,), wait_s=LONG_S)
+        return await box.check(list(argv), folder, collect=(VERDICT,), wait_s=wait_s)
 
 
 async def what_a_check_stands_on_can_not_be_replaced(box):
     paths = [p for p in ("/bin", "/sbin", "/lib", "/lib64") if os.path.isdir(p)]
     for path in (*paths, "/usr", "/etc", "/tests", "/logs"):
-        refused = await box.run(f"rm -f {path}; rmdir {path}; mv {path} /gone", LONG_S)
-        assert refused.code and "busy" in refused.output, (path, refused)
+        result = await box.run(f"rm -f {path}; rmdir {path}; mv {path} /gone", LONG_S)
+        assert result.code and "busy" in result.output, (path, result)
     for planted in ("mkfifo /tests/x", "touch /logs/x", "ln -s /app /tests/x"):
         assert "Read-only" in (await box.run(planted, LONG_S)).output, planted
     await box.run("mkdir -p ~/.local; export PYTHONUSERBASE=/root/.local", LONG_S)
@@ -325,15 +292,8 @@ async def a_check_runs_whatever_the_agent_makes_of_the_root(box):
 async def a_check_has_what_the_image_had(_):
     """Settings and packages of an image's own root are there for its tests, as they were."""
     with tempfile.TemporaryDirectory() as image:
-        os.chmod(image, 0o755)
-        for name in ("bin", "sbin", "lib", "lib64"):
-            os.symlink(f"usr/{name}", f"{image}/{name}")
-        for name in ("etc", ".venv", "node_modules"):
-            os.mkdir(f"{image}/{name}")
-        for name in (".venv/marker", "node_modules/left", "pytest.ini"):
-            with open(f"{image}/{name}", "w") as file:
-                file.write("given\n")
-        spec = Spec(image=image, mounts=(Mount("/usr", "/usr"),), limits=SMALL)
+        files = dict.fromkeys((".venv/marker", "node_modules/left", "pytest.ini"), "given\n")
+        spec = of_image(image, files, limits=SMALL)
         async with await Sandbox.start(spec, "namespaces") as box:
             await box.run("echo mine | tee /pytest.ini /tox.ini /.coveragerc", LONG_S)
             look = "cat /.venv/marker /node_modules/left /pytest.ini; ls /tox.ini /.coveragerc"
@@ -374,11 +334,7 @@ async def a_check_that_floods_is_stopped(box):
 async def strange_orders_leave_the_sandbox_as_it_is(box):
     for path in ("/app/" + "x" * 200_000, "/app/" + "x/" * 2045, "/app/\ud800"):
         for what in (box.read_file(path), box.write_file(path, b"")):
-            try:
-                await what
-            except OSError:
-                continue
-            raise AssertionError(f"{path[:20]} was taken")
+            await refused(what, "", OSError)
     await box.write_file("/app/fine", b"1")
     assert await box.read_file("/app/fine") == b"1"
     flood = "while :; do echo 11111111 >> /run/rose/codes; echo; done"
@@ -444,13 +400,7 @@ async def memory_has_a_bound(box):
 
 async def an_image_can_be_changed_and_stays_as_it_is(box):
     with tempfile.TemporaryDirectory(dir="/var/tmp") as image:
-        os.chmod(image, 0o755)
-        os.makedirs(f"{image}/etc")
-        for name in ("bin", "sbin", "lib", "lib64"):
-            os.symlink(f"usr/{name}", f"{image}/{name}")
-        with open(f"{image}/etc/motd", "w") as file:
-            file.write("hello\n")
-        spec = Spec(image=image, mounts=(Mount("/usr", "/usr"),), workdir="/work")
+        spec = of_image(image, {"etc/motd": "hello\n"}, workdir="/work")
         async with await Sandbox.start(spec, "namespaces") as inside:
             result = await inside.run("cat /etc/motd; pwd; rm -r /etc; ls /etc", LONG_S)
             assert result.output.startswith("hello\n/work\n") and "No such file" in result.output
@@ -471,7 +421,7 @@ async def sixty_four_run_at_once(box):
 
 FAST = [f for f in list(globals().values()) if getattr(f, "__code__", None)]
 SLOW = FAST[(cut := [f.__name__ for f in FAST].index("a_fork_bomb_stays_inside")) :]
-FAST = [f for f in FAST[:cut] if f not in (still_alive, late, check)]
+FAST = [f for f in FAST[:cut] if f not in (of_image, refused, still_alive, late, check)]
 
 
 async def main(names: list[str]) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -14,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from rose.parts.sandbox import SandboxError, capture, criu, kernel, layer, replay, trace
+from rose.parts.sandbox import SandboxError, capture, criu, layer, replay, trace
 from rose.parts.sandbox.backend import ACCOUNT, SESSION
 from tests.processes import ran, until
 
 sys.path.insert(0, str(Path(__file__).parent))
 import captures
-from test_sandbox import DEADLINE_S, HERE, REPOSITORY, other_user, python_of, readable
+from test_sandbox import DEADLINE_S, HERE, REPOSITORY, other_user, play, readable
 
 __all__ = ["readable"]  # a fixture
 GET = REPOSITORY / "scripts/get_criu.sh"
@@ -42,23 +41,12 @@ def test_what_is_captured_comes_back(readable, user):
     options = other_user() if user == "other" else {}
     if options:
         os.chown(readable / "home", options["user"], options["group"])
-    done = ran(
-        [python_of(options), "captures.py"],
-        cwd=readable,
-        env={
-            "PYTHONPATH": str(readable),
-            "PATH": f"{readable}/bin:{os.environ['PATH']}",
-            "HOME": str(readable / "home"),
-            "TMPDIR": str(readable / "home"),
-            "ROSE_CRIU": str(readable / "criu"),
-        },
-        timeout=900,
-        **options,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("passed") == len(captures.SCENARIOS + captures.GVISOR)
+    variables = dict.fromkeys(("HOME", "TMPDIR"), str(readable / "home"))
+    variables |= {"PATH": f"{readable}/bin:{os.environ['PATH']}", "ROSE_CRIU": f"{readable}/criu"}
+    said = play(readable, options, program="captures.py", **variables)
+    assert said.count("passed") == len(captures.SCENARIOS + captures.GVISOR)
     rights = "root" if os.geteuid() == 0 and user == "this" else "rootless"
-    assert done.stdout.endswith(f"\n{rights}\n")
+    assert said.endswith(f"\n{rights}\n")
 
 
 @pytest.mark.slow
@@ -66,11 +54,8 @@ def test_criu_that_is_there_is_kept_and_one_that_is_nowhere_is_named(tmp_path):
     prefix = Path(criu.find().program).parents[3]
     done = ran([GET, prefix], timeout=DEADLINE_S)
     assert done.returncode == 0 and re.match(r".*/criu: Version: 4\.\d", done.stdout)
-    done = ran(
-        [GET, tmp_path / "criu"],
-        env=os.environ | {"ROSE_CRIU_SUITES": "no-such-suite"},
-        timeout=DEADLINE_S,
-    )
+    env = os.environ | {"ROSE_CRIU_SUITES": "no-such-suite"}
+    done = ran([GET, tmp_path / "criu"], env=env, timeout=DEADLINE_S)
     assert done.returncode == 1 and not (tmp_path / "criu").exists()
     assert "(suites no-such-suite; ROSE_CRIU_SUITES names others)" in done.stderr
 
@@ -112,18 +97,6 @@ def test_messages_to_criu():
         criu.decode(b"\x0d....")
 
 
-def test_the_loader_of_a_program():
-    assert os.path.exists(criu.interpreter("/bin/bash"))
-
-
-def test_the_filter_that_criu_is_told_of_is_the_one_that_is_loaded():
-    """Two exports are equal, and each is of whole instructions that end by allowing a call."""
-    program = kernel.filter_program()
-    assert program == kernel.filter_program() and len(program) % 8 == 0
-    allow = kernel.ACT_ALLOW.to_bytes(4, "little")
-    assert b"\x06\x00\x00\x00" + allow in program
-
-
 # --------------------------------------------------------------------------- processes that are held
 
 
@@ -150,15 +123,6 @@ until(lambda: count() > before)
 child.kill()
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=DEADLINE_S, cwd=REPOSITORY)
-
-
-def test_a_stop_spares_whom_it_should():
-    child = subprocess.Popen(["sleep", "100"])
-    try:
-        assert child.pid in trace.tasks(set()) and child.pid not in trace.tasks({child.pid})
-    finally:
-        child.send_signal(signal.SIGKILL)
-        child.wait()
 
 
 # --------------------------------------------------------------------------- files
@@ -197,26 +161,6 @@ def settle(*paths: Path):
     until(old, "old times", DEADLINE_S)
 
 
-def test_a_layer_is_made_again(tmp_path):
-    root = tmp_path / "root"
-    (root / "a").mkdir(parents=True)
-    (root / "a/x").write_bytes(b"content")
-    os.link(root / "a/x", root / "a/y")
-    (root / "a/link").symlink_to("x")
-    os.mkfifo(root / "a/pipe")
-    Path(os.fsdecode(bytes(root) + b"/\xff\xfe")).write_bytes(b"")
-    (root / "a").chmod(0o500 if os.geteuid() == 0 else 0o700)
-    made = record(root, tmp_path / "data")
-    entries = json.loads(json.dumps(made.entries))
-    fill(entries, tmp_path / "data", tmp_path / "again")
-    other = record(tmp_path / "again", tmp_path / "data2")
-    for entry in made.entries + other.entries:
-        for key in ("ino", "ctime_ns", "data"):
-            entry.pop(key)
-    assert made.entries == other.entries
-    assert made.bytes == other.bytes == len(b"content")
-
-
 def test_unchanged_contents_are_not_copied(tmp_path, monkeypatch):
     root = tmp_path / "root"
     root.mkdir()
@@ -235,17 +179,6 @@ def test_unchanged_contents_are_not_copied(tmp_path, monkeypatch):
     assert next(e for e in three.entries if e["path"] == "b")["data"] is not None
     mapped = record(root, tmp_path / "5", one.entries, [(root / "a").stat().st_ino])
     assert next(e for e in mapped.entries if e["path"] == "a")["data"] is not None
-
-
-def test_a_hole_stays_one(tmp_path):
-    with open(tmp_path / "from", "wb") as file:
-        file.seek(1 << 20)
-        file.write(b"x" * 5000)
-        file.truncate(8 << 20)
-    with open(tmp_path / "from", "rb") as source, open(tmp_path / "to", "wb") as target:
-        copied = layer.copy(source.fileno(), target.fileno())
-    assert (tmp_path / "to").read_bytes() == (tmp_path / "from").read_bytes()
-    assert 5000 <= copied < 1 << 20
 
 
 GOOD = {"mode": 0o755, "uid": os.geteuid(), "gid": os.getegid(), "mtime_ns": 0, "xattrs": {}}
@@ -287,11 +220,9 @@ def test_nothing_is_written_through_a_link_of_the_listing(tmp_path):
 
 def session(*commands: str) -> tuple[str, bytes]:
     """What the commands print, and the account that is asked for after them."""
-    done = subprocess.run(
-        ["bash", "--norc", "--noprofile", "-c", SESSION],
-        input="".join(f"{each}\0" for each in (*commands, ACCOUNT)).encode(),
-        capture_output=True,
-    )
+    said = "".join(f"{each}\0" for each in (*commands, ACCOUNT)).encode()
+    bash = ["bash", "--norc", "--noprofile", "-c", SESSION]
+    done = subprocess.run(bash, input=said, capture_output=True)
     return done.stdout.decode(), done.stderr.split(b"\0")[-2]
 
 

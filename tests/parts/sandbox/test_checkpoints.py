@@ -24,7 +24,7 @@ from rose.parts.sandbox.store import Store
 
 sys.path.insert(0, str(Path(__file__).parent))
 import scenarios
-from raw_captures import Upper, check_loaded
+from raw_captures import Upper, check_loaded, sparse
 
 LONG_S = 60.0
 pytestmark = pytest.mark.usefixtures("loop")
@@ -43,13 +43,7 @@ def host(loop, tmp_path):
 
 def raw(host, seed, size=1000):
     """A raw capture of one file, as `submit` takes it."""
-    folder = host.place()
-    (folder / "data").mkdir(parents=True)
-    (folder / "data/0").write_bytes(random.Random(seed).randbytes(size))
-    (folder / "listing.json").write_text(
-        json.dumps([{"path": "f", "kind": "file", "data": "data/0"}])
-    )
-    return folder, size
+    return sparse(host.place(), size, {0: random.Random(seed).randbytes(size)}), size
 
 
 async def settled(future):
@@ -199,7 +193,6 @@ async def test_what_dead_hosts_left_keeps_no_host_from_its_work(tmp_path, monkey
 
 async def test_a_turn_of_an_earlier_episode_of_this_name_is_not_taken_for_a_later_ones(tmp_path):
     """The later life's first turn is packed on this node by a host that died, not stored yet."""
-
     shared = tmp_path / "shared"
     first = await Engine(shared, tmp_path / "elsewhere", wanted=lambda name: True).open()
     assert await settled(first.submit("t", 1, *raw(first, 1), life=1).stored) == ""
@@ -226,9 +219,8 @@ async def test_a_turn_of_an_earlier_episode_of_this_name_is_not_taken_for_a_late
 # --------------------------------------------------------------------------- checkpointers
 
 
-async def test_a_clock_that_stepped_back_costs_no_checkpoint(host, monkeypatch):
+async def test_a_clock_that_stepped_back_costs_no_checkpoint(host):
     """An earlier episode of the name was stored when the clock was ahead."""
-
     assert await settled(host.submit("t", 1, *raw(host, 1), life=2**62).stored) == ""
     late = host.submit("t", 1, *raw(host, 2), life=5)
     assert "a later episode of this name is stored" in await settled(late.stored)

@@ -332,6 +332,10 @@ def test_a_module_that_ends_its_judge_or_forges_a_verdict_gets_nothing(tmp_path)
 SLEEPS = "sleep 1000 & until grep -qx sleep /proc/$!/comm; do :; done"
 
 
+def undo(**given):
+    return Action("", ToolCall("undo", given))
+
+
 def acted(*calls, **args):
     """The observations of a session with undo; each call is a command, or the arguments of undo."""
 
@@ -339,12 +343,8 @@ def acted(*calls, **args):
         env = Terminal(rungs=["print"], undo=True, **args)
         try:
             start = await env.reset(6)
-            steps = [
-                await env.step(
-                    bash(call) if isinstance(call, str) else Action("", ToolCall("undo", call))
-                )
-                for call in calls
-            ]
+            acts = [bash(call) if isinstance(call, str) else undo(**call) for call in calls]
+            steps = [await env.step(action) for action in acts]
             return start, steps, list(Path(env._states._folder).iterdir())
         finally:
             await env.close()
@@ -396,10 +396,6 @@ def test_old_states_go_and_nothing_stays_behind(tmp_path, monkeypatch):
     assert list(tmp_path.glob("rose-undo-*")) == []
 
 
-def undo(commands=1):
-    return Action("", ToolCall("undo", {"commands": commands}))
-
-
 @pytest.mark.slow
 async def test_all_states_together_are_bounded_and_the_agent_is_told(monkeypatch):
     def with_room_for(states):
@@ -419,10 +415,10 @@ async def test_all_states_together_are_bounded_and_the_agent_is_told(monkeypatch
         with_room_for(3.5)
         await envs[1].step(bash("echo three > /app/f"))
         assert len(_undo._held) == 3
-        refused = await envs[0].step(undo(2))
+        refused = await envs[0].step(undo(commands=2))
         assert refused.invalid and "'echo one > /app/f'" in refused.observation
         assert "was not kept: all that is kept for undo takes" in refused.observation
-        assert not (await envs[1].step(undo(3))).invalid
+        assert not (await envs[1].step(undo(commands=3))).invalid
         assert (await envs[1].step(bash("ls /app/f"))).observation.startswith("ls: ")
     finally:
         for env in envs:
@@ -456,14 +452,14 @@ async def checkpointed(folder, **args):
 async def test_undo_after_a_resume_is_repeated_or_refused(tmp_path):
     async with checkpointed(tmp_path, undo=True) as (env, other):
         await env.step(bash("echo two > /app/f"))
-        assert (await env.step(undo(9))).invalid
+        assert (await env.step(undo(commands=9))).invalid
         assert not (await env.step(undo())).invalid
         once = await env.checkpoint()
         assert not (await env.step(undo())).invalid
         twice = await env.checkpoint()
         await other.resume(once)
         assert (await other.step(bash("cat /app/f"))).observation == "one"
-        refused = await other.step(undo(2))
+        refused = await other.step(undo(commands=2))
         words = "Nothing is undone: 1 commands can be, those since the machine was moved."
         assert refused.invalid and refused.observation == words
         with pytest.raises(SandboxError, match="a call can't be repeated: .*Nothing"):

@@ -27,14 +27,16 @@ from rose.protocol import (
     unpack_floats,
     unpack_tokens,
 )
+from tests.agent.scripted import limits
 from tests.conftest import compose_tree
 
-from .conftest import START, TOOL, limits, open_gateway, played
+from .conftest import START, TOOL, open_gateway, played
 
 pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).resolve().parents[4]
 CONTEXT = 768
 NEW = 24
+QUESTION = {"role": "user", "content": "F F\nP G"}
 
 
 class Policy:
@@ -49,13 +51,8 @@ class Policy:
             tokens += chunk.tokens
             logprobs += chunk.logprobs
             versions += [chunk.version] * len(chunk.tokens)
-        return TurnResult(
-            request.turn,
-            pack_tokens(tokens),
-            pack_floats(logprobs),
-            pack_tokens(versions),
-            chunk.finish,
-        )
+        packed = (pack_tokens(tokens), pack_floats(logprobs), pack_tokens(versions))
+        return TurnResult(request.turn, *packed, chunk.finish)
 
 
 def read(name, kind):
@@ -117,24 +114,18 @@ def go(world, use, **changed):
 def test_several_turns_edits_and_sub_agents_are_exact(world):
     async def use(url, key):
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as client:
-            history = [{"role": "user", "content": "F F\nP G"}]
+            create, history = client.chat.completions.create, [QUESTION]
             for turn in range(4):
-                done = await client.chat.completions.create(
-                    model="m", messages=history, tools=[TOOL], temperature=0.0
-                )
+                done = await create(model="m", messages=history, tools=[TOOL], temperature=0.0)
                 said = done.choices[0].message
                 history.append(said.model_dump(exclude_none=True))
-                results = [
-                    {"role": "tool", "tool_call_id": c.id, "content": f"P F\nF {turn}"}
-                    for c in said.tool_calls or ()
-                ]
+                told = {"role": "tool", "content": f"P F\nF {turn}"}
+                results = [told | {"tool_call_id": call.id} for call in said.tool_calls or ()]
                 history += results or [{"role": "user", "content": "on"}]
-            compacted = [history[0], *history[3:]]
-            await client.chat.completions.create(model="m", messages=compacted, tools=[TOOL])
+            await create(model="m", messages=[history[0], *history[3:]], tools=[TOOL])
         async with anthropic.AsyncAnthropic(base_url=url, api_key=key) as client:
-            await client.messages.create(
-                model="m", max_tokens=20, messages=[{"role": "user", "content": "help"}]
-            )
+            asked = [{"role": "user", "content": "help"}]
+            await client.messages.create(model="m", max_tokens=20, messages=asked)
 
     session = go(world, use)
     branches = session.history.branches()
@@ -145,15 +136,9 @@ def test_several_turns_edits_and_sub_agents_are_exact(world):
 def test_calls_at_once_are_exact(world):
     async def use(url, key):
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as client:
-            question = [{"role": "user", "content": "F F\nP G"}]
-            await asyncio.gather(
-                *(
-                    client.chat.completions.create(
-                        model="m", messages=question, tools=[TOOL], seed=i
-                    )
-                    for i in range(6)
-                )
-            )
+            create = client.chat.completions.create
+            asked = {"model": "m", "messages": [QUESTION], "tools": [TOOL]}
+            await asyncio.gather(*(create(**asked, seed=i) for i in range(6)))
 
     branches = go(world, use).history.branches()
     assert len(branches) == 6
@@ -211,24 +196,13 @@ def test_a_framework_from_pypi_runs_as_it_is(world):
 
     async def use(url, key):
         model = OpenAIServerModel("m", api_base=f"{url}/v1", api_key=key)
-        agent = ToolCallingAgent(
-            [move],
-            model,
-            instructions="",
-            max_steps=3,
-            verbosity_level=0,
-            prompt_templates={
-                "system_prompt": "Play.",
-                "planning": {
-                    "initial_plan": "",
-                    "update_plan_pre_messages": "",
-                    "update_plan_post_messages": "",
-                },
-                "managed_agent": {"task": "", "report": ""},
-                "final_answer": {"pre_messages": "", "post_messages": ""},
-            },
-        )
-        await asyncio.to_thread(agent.run, "F F\nP G")
+        update = {f"update_plan_{which}_messages": "" for which in ("pre", "post")}
+        prompts = {"system_prompt": "Play.", "planning": {"initial_plan": ""} | update}
+        prompts["managed_agent"] = {"task": "", "report": ""}
+        prompts["final_answer"] = {"pre_messages": "", "post_messages": ""}
+        given = {"instructions": "", "max_steps": 3, "verbosity_level": 0}
+        agent = ToolCallingAgent([move], model, prompt_templates=prompts, **given)
+        await asyncio.to_thread(agent.run, QUESTION["content"])
 
     session = go(world, use)
     assert session.turns >= 3

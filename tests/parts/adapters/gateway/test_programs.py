@@ -5,7 +5,6 @@ import asyncio
 import json
 import os
 import random
-import subprocess
 import sys
 import textwrap
 
@@ -13,43 +12,55 @@ import numpy as np
 import psutil
 import pytest
 
-from rose import checks
-from rose.agent.envs import build, with_whole_paths
 from rose.agent.guard import EnvironmentFailure, ScoringFailure
 from rose.agent.scoring import Scoring
-from rose.config import ConfigError
 from rose.parts.adapters.envs.agent import Agent
-from rose.parts.adapters.gateway import call, program
+from rose.parts.adapters.gateway import program
 from rose.parts.adapters.gateway.forks import Forks
 from rose.parts.adapters.gateway.program import environment
 from rose.processes import adopt_orphans
 from rose.protocol import TrajectoryScored
 from tests import processes
+from tests.agent.scripted import Script
 
-from .conftest import START, Policy, limits, open_gateway, played
+from .conftest import START, open_gateway, played
 
+pytestmark = pytest.mark.slow
 ASK = """
-import json, os, urllib.request
+import json, os, socket, time, urllib.request
 
-def ask(*messages, url=os.environ["OPENAI_BASE_URL"] + "/chat/completions"):
-    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": m} for m in messages]})
-    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(url, body.encode(), headers)) as got:
-        return json.load(got)["choices"][0]["message"]["content"]
+BASE, PLACE = os.environ["OPENAI_BASE_URL"], os.environ["ROSE_REWARD"]
+KEY = "Bearer " + os.environ.get("OPENAI_API_KEY", "none, as of a judge")
+
+def call(path, body=None):
+    headers = {"Authorization": KEY, "Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(BASE + path, body, headers)) as got:
+        return json.load(got)
+
+def ask(*messages):
+    body = {"model": "m", "messages": [{"role": "user", "content": m} for m in messages]}
+    answer = call("/chat/completions", json.dumps(body).encode())
+    return answer["choices"][0]["message"]["content"]
+
+def write(text):
+    open(PLACE, "w").write(text)
 
 def reward(value):
-    open(os.environ["ROSE_REWARD"], "w").write(json.dumps(value))
+    write(json.dumps(value))
 """
 
 
 @pytest.fixture
 def run(chats, tokenizer, tmp_path, make_config):
-    """run(source, **limits) -> the trajectory of a program with this source."""
+    """run(source, **limits) -> the trajectory of a program with this source, or of a `function` in
+    it; `judge`: the source's own function of that name gives the reward."""
 
-    def go(source, arguments=None, scorer=None, **changed):
+    def go(source, function=None, judge=False, scorer=None, **changed):
         path = tmp_path / "agent.py"
         path.write_text(ASK + textwrap.dedent(source))
-        agent = Agent(**(arguments or {"command": [sys.executable, str(path)]}))
+        command = {"command": [sys.executable, str(path)]}
+        what = {"function": f"{path}:{function}"} if function else command
+        agent = Agent(**what, reward=f"{path}:judge" if judge else None)
 
         async def run():
             adopt_orphans()
@@ -57,18 +68,15 @@ def run(chats, tokenizer, tmp_path, make_config):
             if scorer is not None:  # a reward rank that answers at once
                 settings = make_config("reward=function", "reward.args.path=judge.py:f").reward
                 scoring = Scoring(settings, [3], lambda rank, m: scoring.handle(scorer(m)))
-            policy = Policy(tokenizer, "one", "two")
+            given = (chats["tiny"], Script(tokenizer, "one", "two"))
             async with open_gateway() as gateway:
-                return await played(
-                    gateway, agent, chats["tiny"], policy, scoring=scoring, **changed
-                )
+                return await played(gateway, agent, *given, scoring=scoring, **changed)
 
         return asyncio.run(run())
 
     return go
 
 
-@pytest.mark.slow
 def test_a_program_calls_and_leaves_its_reward_in_a_file(run):
     got = run("""
         task = json.load(open(os.environ["ROSE_TASK"]))
@@ -82,7 +90,6 @@ def test_a_program_calls_and_leaves_its_reward_in_a_file(run):
     assert (got.id, got.group, got.domain) == (START.id, START.group, START.domain)
 
 
-@pytest.mark.slow
 def test_it_finds_nothing_of_the_runs_environment(run, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("PMI_RANK", "3")
@@ -95,36 +102,15 @@ def test_it_finds_nothing_of_the_runs_environment(run, monkeypatch):
     assert run(source).reward == 0.0
 
 
-def test_a_proxy_that_an_agent_gets_is_not_for_the_gateway(monkeypatch):
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
-    own = {program.GATEWAY: "http://127.0.0.1:8000"}
-    assert "no_proxy" not in environment(own, ())
-    for given, hosts in (("", "127.0.0.1"), ("site.org", "site.org,127.0.0.1")):
-        monkeypatch.setenv("NO_PROXY", given)
-        found = environment(own, ("HTTPS_PROXY", "NO_PROXY"))
-        assert found["no_proxy"] == found["NO_PROXY"] == hosts
-
-
-def test_an_import_that_exits_does_not_end_the_server_of_functions(tmp_path, monkeypatch):
-    (tmp_path / "agent.py").write_text("import exits_here\n")
-    (tmp_path / "exits_here.py").write_text("raise SystemExit(0)\n")
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    call.preload(f"{tmp_path}/agent.py:solve")
-
-
-@pytest.mark.slow
-def test_a_function_is_called_in_a_process_of_its_own_and_returns_its_reward(run, tmp_path):
+def test_a_function_is_called_in_a_process_of_its_own_and_returns_its_reward(run):
     source = f"""
         async def solve(task):
             assert os.getpid() != {os.getpid()}
             return len(ask("a"))
     """
-    assert run(source, {"function": f"{tmp_path}/agent.py:solve"}).reward == 3.0
+    assert run(source, "solve").reward == 3.0
 
 
-@pytest.mark.slow
 def test_an_agent_whose_last_answer_was_cut_is_truncated_and_a_crash_after_it_is_one(run):
     source = """
         ask("a")
@@ -137,8 +123,7 @@ def test_an_agent_whose_last_answer_was_cut_is_truncated_and_a_crash_after_it_is
         run(f"{source}    raise SystemExit(3)", max_new_tokens=1)
 
 
-@pytest.mark.slow
-def test_a_functions_random_numbers_are_its_seeds(run, tmp_path):
+def test_a_functions_random_numbers_are_its_seeds(run):
     source = """
         import random
         import numpy
@@ -149,7 +134,7 @@ def test_a_functions_random_numbers_are_its_seeds(run, tmp_path):
     """
     expected = random.Random(START.env_seed).random()
     expected += float(np.random.RandomState(START.env_seed).rand())
-    assert run(source, {"function": f"{tmp_path}/agent.py:solve"}).reward == expected
+    assert run(source, "solve").reward == expected
 
 
 FOLDER = """
@@ -167,70 +152,31 @@ def solve(task):
 """
 
 
-@pytest.mark.slow
-async def test_functions_that_start_at_once_are_forked_by_one_process(tmp_path):
-    """... whose imports' folder none of them removes; their threads need no shutting down."""
+async def test_functions_are_forked_by_one_process_and_one_that_fails_at_once_ends_alone(tmp_path):
+    """None of them removes the folder of their imports; their threads need no shutting down. One
+    has no folder for its log, as of a trajectory that was given up while it was forked."""
     (tmp_path / "folder_of_imports.py").write_text(FOLDER)
     (tmp_path / "agent.py").write_text(IDLE)
     (tmp_path / "task.json").write_text("{}")
-    forks = Forks()
+    forks, function = Forks(), f"{tmp_path}/agent.py:solve"
     variables = environment({"ROSE_TASK": str(tmp_path / "task.json"), "ROSE_SEED": "1"}, ())
+
+    async def ran(name):
+        started = await forks.start(name, function, (), (), variables, tmp_path / name)
+        return await asyncio.wait_for(started.code, 60), started.last_words()
+
     try:
-        function = f"{tmp_path}/agent.py:solve"
-        for turn in "ab":
-            names = [f"{turn}{i}" for i in range(2)]
-            started = await asyncio.gather(
-                *(forks.start(n, function, (), (), variables, tmp_path / n) for n in names)
-            )
-            codes = [await asyncio.wait_for(each.code, 60) for each in started]
-            assert codes == [0, 0], started[0].last_words()
-        found = [
-            each.pid
-            for each in processes.children()
-            if "rose.parts.adapters.gateway.call" in processes.words(each)
-        ]
+        ends = await asyncio.gather(ran("a"), ran("b"))
+        ends.append(await ran("gone/log"))
+        ends += await asyncio.gather(ran("c"), ran("d"))
+        assert [code for code, _ in ends] == [0, 0, 1, 0, 0], ends
+        servers = [processes.words(each) for each in processes.children()]
+        assert sum("rose.parts.adapters.gateway.call" in words for words in servers) == 1
     finally:
         await forks.close()
-    assert len(found) == 1
 
 
-@pytest.mark.slow
-async def test_a_fork_that_fails_at_once_ends_alone(tmp_path):
-    """The folder of its log is gone, as of a trajectory that was given up while it was forked."""
-    (tmp_path / "folder_of_imports.py").write_text(FOLDER)
-    (tmp_path / "agent.py").write_text(IDLE)
-    (tmp_path / "task.json").write_text("{}")
-    forks = Forks()
-    variables = environment({"ROSE_TASK": str(tmp_path / "task.json"), "ROSE_SEED": "1"}, ())
-    try:
-        codes = []
-        for log in (tmp_path / "gone" / "log", tmp_path / "log"):
-            function = f"{tmp_path}/agent.py:solve"
-            started = await forks.start(log.parent.name, function, (), (), variables, log)
-            codes.append(await asyncio.wait_for(started.code, 60))
-        found = codes
-    finally:
-        await forks.close()
-    assert found == [1, 0], "the imports' folder is still there"
-
-
-def test_files_are_named_from_the_root(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "agent.py").write_text("def f(task): return 1\n")
-    (tmp_path / "tasks.jsonl").write_text("1\n2\n")
-    (tmp_path / "package").mkdir()
-    args = {"function": "agent.py:f", "reward": "package:judge", "tasks": "tasks.jsonl"}
-    env = limits(args=args)
-    build(env)
-    assert with_whole_paths(env).args == {
-        "function": f"{tmp_path}/agent.py:f",
-        "reward": "package:judge",
-        "tasks": f"{tmp_path}/tasks.jsonl",
-    }
-
-
-@pytest.mark.slow
-def test_a_reward_is_a_function_of_the_conversations(run, tmp_path):
+def test_a_reward_is_a_function_of_the_conversations(run):
     source = """
         def solve(task):
             ask("a"), ask("b", "c")
@@ -241,12 +187,10 @@ def test_a_reward_is_a_function_of_the_conversations(run, tmp_path):
             ends = sorted(c[-1]["content"] for c in conversations)
             return {"reward": float(ends == ["one", "two"]), "success": False}
     """
-    place = f"{tmp_path}/agent.py"
-    got = run(source, {"function": f"{place}:solve", "reward": f"{place}:judge"})
+    got = run(source, "solve", judge=True)
     assert (got.reward, got.success) == (1.0, False)
 
 
-@pytest.mark.slow
 def test_the_runs_own_reward_scores_what_was_said(run):
     asked = []
 
@@ -261,7 +205,32 @@ def test_the_runs_own_reward_scores_what_was_said(run):
         run('ask("a")', scorer=lambda m: TrajectoryScored(START.id, error="the judge is away"))
 
 
-@pytest.mark.slow
+LONG = 'ask("left right " * 4000)'
+FLOODS = """
+while True:
+    try:
+        ask("a", str(os.urandom(4)))
+    except OSError:
+        pass
+"""
+SENDS_HALF = """
+ask("a")
+host, port = os.environ["ROSE_GATEWAY_URL"].removeprefix("http://").split(":")
+half = socket.create_connection((host, int(port)))
+half.sendall(f"POST /v1/chat/completions HTTP/1.1\\r\\nHost: x\\r\\nAuthorization: {KEY}\\r\\n"
+             "Content-Length: 1000\\r\\n\\r\\n{".encode())
+time.sleep(600)
+"""
+LISTS_MODELS = """
+ask("a")
+while True:
+    call("/models")
+    time.sleep(0.1)
+"""
+SHORT = {"step_timeout_s": 3.0}
+IDLES = "neither called nor ended within env.step_timeout_s=3 s"
+
+
 @pytest.mark.parametrize(
     "source, words, changed",
     [
@@ -270,78 +239,20 @@ def test_the_runs_own_reward_scores_what_was_said(run):
         ('ask("a")', "ended without a reward", {}),
         ('ask("a"); reward("high")', "which is no number", {}),
         ('ask("a"); reward(10**400)', "which is not finite", {}),
-        (
-            'ask("a"); open(os.environ["ROSE_REWARD"], "w").write("[" * 4096)',
-            "the file ROSE_REWARD: ",
-            {},
-        ),  # Python 3.13 reads so deep
-        ('ask("a"); os.mkdir(os.environ["ROSE_REWARD"])', "is no file", {}),
-        ('ask("a"); os.mkfifo(os.environ["ROSE_REWARD"])', "is no file", {}),
-        (
-            'ask("a"); os.truncate(os.open(os.environ["ROSE_REWARD"], os.O_CREAT | os.O_RDWR), 1 << 40)',
-            "ROSE_REWARD: it has 1,099,511,627,776 bytes; a reward has 65,536",
-            {},
-        ),
-        (
-            'ask("a"); open(os.environ["ROSE_REWARD"], "w").write("True")',
-            "ROSE_REWARD: it holds b'True', which is no JSON",
-            {},
-        ),
-        ('ask("left right " * 4000)', "the agent's first call was refused: the messages have", {}),
-        (
-            'try: ask("left right " * 4000)\nexcept OSError: reward(0.0)',
-            "first call was refused: the messages have",
-            {},
-        ),
+        ('ask("a"); write("[" * 4096)', "the file ROSE_REWARD: ", {}),  # Python 3.13 reads so deep
+        ('ask("a"); os.mkdir(PLACE)', "is no file", {}),
+        ('ask("a"); os.mkfifo(PLACE)', "is no file", {}),
+        ('ask("a"); write(""); os.truncate(PLACE, 1 << 40)', "has 1,099,511,627,776 bytes", {}),
+        ('ask("a"); write("True")', "ROSE_REWARD: it holds b'True', which is no JSON", {}),
+        (LONG, "the agent's first call was refused: the messages have", {}),
+        (f"try: {LONG}\nexcept OSError: reward(0.0)", "first call was refused: the messages", {}),
         ('while ask("a") != "two": pass', "256 calls of the agent were the same", {}),
         ("reward(1)", "ended without a call", {}),
-        (
-            "import time; time.sleep(600)",
-            "neither called nor ended within env.step_timeout_s=1.5 s",
-            {"step_timeout_s": 1.5},
-        ),
-        (
-            'ask("a"); import time; time.sleep(600)',
-            "neither called nor ended",
-            {"step_timeout_s": 3.0},
-        ),
-        (
-            """
-while True:
-    try:
-        ask("a", str(os.urandom(4)))
-    except OSError:
-        pass
-""",
-            "256 calls of the agent were refused",
-            {"max_turns": 2},
-        ),
-        (
-            """
-import socket, time
-ask("a")
-host, port = os.environ["ROSE_GATEWAY_URL"].removeprefix("http://").split(":")
-half = socket.create_connection((host, int(port)))
-key = os.environ["OPENAI_API_KEY"]
-half.sendall(f"POST /v1/chat/completions HTTP/1.1\\r\\nHost: x\\r\\nAuthorization: Bearer {key}\\r\\n"
-             "Content-Length: 1000\\r\\n\\r\\n{".encode())
-time.sleep(600)
-""",
-            "neither called nor ended",
-            {"step_timeout_s": 3.0},
-        ),
-        (
-            """
-import time
-ask("a")
-while True:
-    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-    urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/models", headers=headers))
-    time.sleep(0.1)
-""",
-            "neither called nor ended",
-            {"step_timeout_s": 3.0},
-        ),
+        ("time.sleep(600)", IDLES, SHORT),
+        ('ask("a"); time.sleep(600)', IDLES, SHORT),
+        (FLOODS, "256 calls of the agent were refused", {"max_turns": 2}),
+        (SENDS_HALF, IDLES, SHORT),
+        (LISTS_MODELS, IDLES, SHORT),
     ],
 )
 def test_a_program_that_does_not_end_well_fails_its_trajectory(run, source, words, changed):
@@ -350,7 +261,6 @@ def test_a_program_that_does_not_end_well_fails_its_trajectory(run, source, word
     assert words in str(error.value) and error.value.trajectory == START.id
 
 
-@pytest.mark.slow
 def test_a_pipe_in_the_place_of_its_log_holds_nobody_up(run):
     with pytest.raises(EnvironmentFailure, match="without a reward") as error:
         run("""
@@ -362,7 +272,6 @@ def test_a_pipe_in_the_place_of_its_log_holds_nobody_up(run):
     assert error.value.output == "" and error.value.made.turns == 1
 
 
-@pytest.mark.slow
 def test_what_a_failed_program_said_and_printed_is_kept(run):
     with pytest.raises(EnvironmentFailure) as error:
         run("""
@@ -378,31 +287,22 @@ def test_what_a_failed_program_said_and_printed_is_kept(run):
     assert failure.made.response_tokens == sum(failure.made.mask) > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "then, limit, reward",
     [
         ("", {"max_turns": 2}, 0.0),
         ("reward(0.5)", {"max_turns": 2}, 0.5),
-        ("""ask("left right " * 4000)""", {"max_turns": 8}, 0.0),
+        (LONG, {"max_turns": 8}, 0.0),
     ],
 )
 def test_an_agent_that_raises_at_a_limit_is_truncated_not_replaced(run, then, limit, reward):
-    got = run(
-        f"""
-        ask("a"), ask("b")
-        {then}
-        ask("c")
-        raise SystemExit("not reached")
-    """,
-        **limit,
-    )
+    source = f'ask("a"), ask("b")\n{then}\nask("c")\nraise SystemExit("not reached")'
+    got = run(source, **limit)
     assert (got.reward, got.success, got.truncated, got.turns) == (reward, False, True, 2)
     assert got.limit == ("turns" if limit["max_turns"] == 2 else "context")
 
 
-@pytest.mark.slow
-def test_a_function_that_judges_a_truncated_agent_must_not_fail_itself(run, tmp_path):
+def test_a_function_that_judges_a_truncated_agent_must_not_fail_itself(run):
     source = """
         def solve(task):
             ask("a"), ask("b")
@@ -410,15 +310,12 @@ def test_a_function_that_judges_a_truncated_agent_must_not_fail_itself(run, tmp_
         def judge(conversations, task):
             raise ValueError("no verdict")
     """
-    place = f"{tmp_path}/agent.py"
-    arguments = {"function": f"{place}:solve", "reward": f"{place}:judge"}
     with pytest.raises(EnvironmentFailure, match=r"(?s)env\.args\.reward ended with code 1.*no"):
-        run(source, arguments, max_turns=1)
+        run(source, "solve", judge=True, max_turns=1)
     with pytest.raises(EnvironmentFailure, match=r"env\.members\.a\.args\.function ended with"):
-        run("def solve(task): raise ValueError", arguments, key="env.members.a")
+        run("def solve(task): raise ValueError", "solve", key="env.members.a")
 
 
-@pytest.mark.slow
 def test_what_a_program_prints_does_not_fill_the_disk(run, monkeypatch):
     monkeypatch.setattr(program, "MOST_LOG", 100_000)
     source = """
@@ -450,14 +347,12 @@ reward(max(seen))
 """
 
 
-@pytest.mark.slow
 async def test_commands_begin_a_few_at_a_time(chats, tokenizer, tmp_path):
-    """... and functions, which are forked with their imports, all at once."""
     path = tmp_path / "agent.py"
     path.write_text(ASK + BEGINS.replace("FOLDER", str(tmp_path)))
     agent = Agent(command=[sys.executable, str(path)])
     async with open_gateway(beginning=asyncio.Semaphore(2)) as gateway:
-        policies = [Policy(tokenizer, "one", "two") for _ in range(6)]
+        policies = [Script(tokenizer, "one", "two") for _ in range(6)]
         given = (gateway, agent, chats["tiny"])
         episodes = (played(*given, each, f"g0.{n}") for n, each in enumerate(policies))
         made = await asyncio.gather(*episodes)
@@ -499,46 +394,20 @@ def start():
 
 
 def away(way: str, pids: os.PathLike, then: str) -> str:
-    started = START_AWAY.replace("PIDS", repr(str(pids))).replace("WAY", AWAY[way])
-    return started + textwrap.dedent(then)
+    return START_AWAY.replace("PIDS", repr(str(pids))).replace("WAY", AWAY[way]) + then
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", AWAY)
-def test_nothing_of_a_program_stays_behind(run, tmp_path, way):
-    source = away(
-        way,
-        tmp_path / "pids",
-        """
-        start()
-        ask("a")
-        reward(1)
-    """,
-    )
+@pytest.mark.parametrize("function", [None, "solve"], ids=["program", "function"])
+def test_nothing_of_a_program_or_a_function_stays_behind(run, tmp_path, way, function):
+    solves = 'def solve(task):\n    start()\n    ask("a")\n    reward(1)\n'
+    source = away(way, tmp_path / "pids", solves + "solve(None)\n" * (function is None))
     before = {child.pid for child in psutil.Process().children()}
-    assert run(source).reward == 1.0
+    assert run(source, function).reward == 1.0
     assert not processes.alive(int((tmp_path / "pids").read_text()))
-    assert {child.pid for child in psutil.Process().children()} <= before
+    assert function or {child.pid for child in psutil.Process().children()} <= before
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", AWAY)
-def test_nothing_of_a_function_stays_behind(run, tmp_path, way):
-    source = away(
-        way,
-        tmp_path / "pids",
-        """
-        def solve(task):
-            start()
-            ask("a")
-            return 1.0
-    """,
-    )
-    assert run(source, {"function": f"{tmp_path}/agent.py:solve"}).reward == 1.0
-    assert not processes.alive(int((tmp_path / "pids").read_text()))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "then, words, limits_s",
     [
@@ -549,16 +418,8 @@ def test_nothing_of_a_function_stays_behind(run, tmp_path, way):
     ],
 )
 def test_nothing_of_a_program_that_fails_stays_behind(run, tmp_path, then, words, limits_s):
-    source = away(
-        "a daemon without variables",
-        tmp_path / "pids",
-        f"""
-        start()
-        ask("a")
-        {then}
-    """,
-    )
     pids = tmp_path / "pids"
+    source = away("a daemon without variables", pids, f'start()\nask("a")\n{then}')
     for limit_s in limits_s:  # The first one by which the program has begun, also if that is slow.
         with pytest.raises(EnvironmentFailure, match=words):
             run(source, step_timeout_s=limit_s)
@@ -567,65 +428,9 @@ def test_nothing_of_a_program_that_fails_stays_behind(run, tmp_path, then, words
     assert not processes.alive(int(pids.read_text()))
 
 
-@pytest.mark.slow
 def test_what_a_killed_reaper_leaves_behind_is_found_by_its_name(run, tmp_path):
-    source = away(
-        "a daemon",
-        tmp_path / "pids",
-        """
-        start()
-        ask("a")
-        os.kill(os.getppid(), 9)
-        time.sleep(600)
-    """,
-    )
+    then = 'start()\nask("a")\nos.kill(os.getppid(), 9)\ntime.sleep(600)'
+    source = away("a daemon", tmp_path / "pids", then)
     with pytest.raises(EnvironmentFailure, match="ended with code -9"):
         run(source)
     assert not processes.alive(int((tmp_path / "pids").read_text()))
-
-
-def test_below_a_reaper_pipes_end_programs_as_in_a_shell():
-    """Python ignores SIGPIPE, which a program would inherit."""
-    script = "yes | head -n 1; echo ${PIPESTATUS[@]}"
-    ran = subprocess.run([*program.REAPER, "bash", "-c", script], capture_output=True, timeout=60)
-    assert ran.stdout.split() == [b"y", b"141", b"0"] and ran.returncode == 0
-
-
-@pytest.mark.parametrize("code, shown", [("exit 3", 3), ("kill -9 $$", 137), ("kill -40 $$", 168)])
-def test_a_reaper_ends_with_its_programs_code(code, shown):
-    assert subprocess.run([*program.REAPER, "bash", "-c", code], timeout=60).returncode == shown
-
-
-def test_processes_that_fork_and_end_all_the_time_are_caught(tmp_path):
-    """Each comes to the reaper when its parent has ended, which is soon."""
-    relay = (
-        "import os, sys, time\nend = time.monotonic() + 60\nfor _ in range(4): os.fork()\n"
-        "open(sys.argv[1], 'w')\n"
-        "while time.monotonic() < end: os.fork() and os._exit(0)"
-    )
-    mark = tmp_path / "runs"
-    limited = ["sh", "-c", '"$@"; sleep 60', "sh", sys.executable, "-c", relay, mark]
-    with subprocess.Popen([*program.REAPER, *limited]) as reaper:
-        processes.until(mark.exists, "a relay")
-        reaper.terminate()
-        assert reaper.wait(30) == 143
-    assert not processes.bearing(str(mark))
-
-
-def test_a_task_is_a_line_of_its_file_and_held_out_ones_are_others(tmp_path):
-    path = tmp_path / "tasks.jsonl"
-    path.write_text("".join(f"{json.dumps(i)}\n" for i in range(5)))
-    agent = Agent(command="true", tasks=str(path))
-    assert {agent.task(seed)["task"] for seed in range(0, 40, 2)} == {0, 2, 4}
-    assert {agent.task(seed)["task"] for seed in range(1, 40, 2)} == {1, 3}
-    torn = tmp_path / "torn.jsonl"
-    torn.write_text("1\n\n{\n")
-    with pytest.raises(ConfigError, match=r"torn.jsonl': line 3 is no JSON"):
-        Agent(command="true", tasks=str(torn))
-
-
-def test_a_run_without_a_program_is_refused_before_it_starts(tree, tmp_path):
-    with pytest.raises(ConfigError, match="env.args.command=None, env.args.function=None"):
-        checks.check(tree("env=agent", f"output_dir={tmp_path}"))
-    made = checks.check(tree("env=agent", "env.args.command=cat x", f"output_dir={tmp_path}"))
-    assert made.config.env.args["listen"] == "127.0.0.1"
