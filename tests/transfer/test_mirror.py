@@ -54,6 +54,7 @@ def test_a_new_edge_takes_the_place_of_the_last_and_spares_who_reads_it(tmp_path
         fill(mirror, NEXT)
         assert reader.read() == bytes([1]) * 100
     assert files(mirror.path) == [f"{NEXT}/rank-00000.h5", f"{NEXT}/rank-00001.h5"]
+    assert [path.name for path in mirror.path.iterdir()] == [NEXT.partition("/")[0]]
 
 
 def test_an_edge_over_the_limit_is_refused_with_the_reason_and_the_next_is_not(tmp_path):

@@ -181,18 +181,26 @@ def test_a_link_that_breaks_in_the_middle_costs_only_the_bytes_on_their_way(star
     assert far.client().read(FILE) == data
 
 
-def test_what_is_no_relay_is_not_taken_for_one(tmp_path):
+@pytest.mark.parametrize(
+    "said, error, words",
+    [
+        (b"404 Not Found\r\nContent-Length: 4", Refused, "no relay of ROSE answers there"),
+        (b"206 Partial Content\r\nConnection: close", TransferError, "has no Content-Length"),
+    ],
+)
+def test_what_is_no_relay_is_not_taken_for_one(said, error, words):
     listening = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
 
     def answer():
         connection, _ = listening.accept()
         connection.recv(65536)
-        connection.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 4\r\n\r\nnope")
+        connection.sendall(b"HTTP/1.1 " + said + b"\r\n\r\nnope")
+        connection.close()
 
     threading.Thread(target=answer, daemon=True).start()
-    with pytest.raises(Refused, match="no relay of ROSE answers there"):
-        open_source(url, TOKEN, 120).stat(FILE)
+    with pytest.raises(error, match=words):
+        open_source(url, TOKEN, 120).read(FILE)
 
 
 def test_a_file_that_was_cut_short_upstream_gives_an_error_and_no_bytes(start, store, tmp_path):
