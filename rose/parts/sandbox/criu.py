@@ -344,6 +344,8 @@ def decode(data: bytes) -> dict[int, Any]:
             elif key & 7 == 2:
                 size = number()
                 found[key >> 3], at = data[at : at + size], at + size
+                if at > len(data):
+                    raise IndexError
             else:
                 raise ValueError(f"field {key >> 3} has the wire type {key & 7}")
     except IndexError:

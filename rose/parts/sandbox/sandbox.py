@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from rose.parts.sandbox import capture as capturing
@@ -48,12 +47,10 @@ RESTARTED = "a new one was begun: variables and background processes are lost, f
 
 
 class Sandbox:
-    """A running sandbox. `on_turn`, if set, is awaited after each command, when the shell waits
-    for the next one: at that time a checkpoint is consistent."""
+    """A running sandbox."""
 
     def __init__(self, shell: Shell, spec: Spec, backend: str) -> None:
         self.shell, self.spec, self.backend = shell, spec, backend
-        self.on_turn: Callable[[Result], Awaitable[None]] | None = None
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         shell.on_end(self._end)
         self._closed = False
@@ -173,10 +170,7 @@ class Sandbox:
             note += f"; exit code {code}"
         seconds = time.monotonic() - began
         output = bytes(running.output).decode(errors="replace")
-        result = Result(output, code, note, seconds, restarted)
-        if self.on_turn is not None:
-            await self.on_turn(result)
-        return result
+        return Result(output, code, note, seconds, restarted)
 
     async def account(self, wait_s: float = ACCOUNT_S) -> bytes | None:
         """Return the session's answer to `ACCOUNT` (`backend.SESSION`). None if it is too long, or

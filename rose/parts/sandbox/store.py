@@ -244,18 +244,21 @@ class Store:
     def names(self) -> list[str]:
         return sorted(unquote(name) for name in os.listdir(self.folder / "turns"))
 
-    def manifest(self, name: str, turn: int) -> Manifest:
-        """Return a turn's manifest. Raises `StoreDamaged`, also if there is no such turn."""
+    def manifest(self, name: str, turn: int, life: int | None = None) -> Manifest:
+        """Return a turn's manifest. Raises `StoreDamaged`, also if there is no such turn, or only
+        one of another life than `life`."""
         path = self._turn_path(name, turn)
         try:
             made = self._read_manifest(path)
             if (made.name, made.turn) != (name, turn):
                 raise StoreDamaged(f"{path}: has turn {made.turn} of {made.name}")
+            if life not in (None, made.life):
+                raise StoreDamaged(f"turn {turn} of {name} is that of another episode of this name")
             return made
         except StoreDamaged:
             if self.behind is None:
                 raise
-            return self.behind.manifest(name, turn)
+            return self.behind.manifest(name, turn, life)
 
     def _read_manifest(self, path: Path) -> Manifest:
         try:
@@ -285,17 +288,16 @@ class Store:
     def has(self, name: str, turn: int, life: int) -> bool:
         """Return whether this turn of this life was stored, even if parts of it can't be read."""
         try:
-            return self.manifest(name, turn).life == life
+            self.manifest(name, turn, life)
         except StoreDamaged:
             return False
+        return True
 
     def load(self, name: str, turn: int, into: Path, life: int | None = None) -> Path:
         """Write the whole raw capture to the new folder `into`. Raises `StoreDamaged`, also if the
         turn is of another life than `life`."""
         into = Path(into)
-        made = self.manifest(name, turn)
-        if life not in (None, made.life):
-            raise StoreDamaged(f"turn {turn} of {name} is that of another episode of this name")
+        made = self.manifest(name, turn, life)
         part = into.with_name(f"{into.name}.part")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
@@ -314,20 +316,6 @@ class Store:
             shutil.rmtree(part, ignore_errors=True)
             raise
         return into
-
-    def load_newest(self, name: str, turn: int, into: Path) -> tuple[int, list[str]]:
-        """Load the newest turn up to `turn` that can be read. Return it, and what was wrong with
-        later ones. Raises `StoreDamaged` if there is none."""
-        wrong: list[str] = []
-        for each in reversed([t for t in self.turns(name) if t <= turn]):
-            try:
-                self.load(name, each, into)
-            except StoreDamaged as error:
-                wrong.append(f"turn {each} of {name}: {error}")
-            else:
-                return each, wrong
-        found = "; ".join(wrong) or "none was stored"
-        raise StoreDamaged(f"no turn up to {turn} of {name} can be restored: {found}")
 
     def _content(self, made: Manifest, where: str) -> bytes:
         with Reading(self._places()) as reading:

@@ -106,6 +106,29 @@ def test_tasks_are_mixed_by_their_weights_and_levels_make_them_harder():
     assert terms(0) < terms(8) and terms(0) < terms([0, 8])
 
 
+@pytest.mark.parametrize(
+    "task",
+    [
+        {"task": "basic_arithmetic", "level": 0},
+        {"task": "basic_arithmetic", "operators": ["+"]},
+        {"task": "time_intervals", "level": 1},
+    ],
+    ids=lambda task: " ".join(map(str, task.values())),
+)
+def test_a_task_whose_arguments_are_lists_or_times_is_asked_and_scored(task):
+    first, step = play(env_of("reasoning_gym", tasks=[task]), 4, Action("<answer>x</answer>"))
+    assert question(first) and step.done and step.reward < 0.5
+
+
+def test_every_task_with_levels_is_asked_at_its_lowest():
+    from rose.parts.adapters.envs import reasoning_gym as ours
+
+    for name in sorted(ours.CURRICULA.keys() - {*ours.EXCEPT}):
+        made, usual = ours._at(name, 0), vars(ours.DATASETS[name][1]())
+        assert not {f for f, value in made.items() if value == usual[f]}, name
+        json.dumps(made)
+
+
 # --------------------------------------------------------------------------- textarena
 
 

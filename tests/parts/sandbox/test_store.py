@@ -168,6 +168,15 @@ def two_hosts(folder):
     return shared, one, other, upper.capture(folder / "raw-1", process=True)
 
 
+def test_a_turn_of_an_older_life_does_not_hide_that_of_the_shared_store(tmp_path):
+    shared, one, other, made = two_hosts(tmp_path)
+    other.save("t", 1, tmp_path / "raw-1", ("t", 0), life=1)
+    other.copy("t", 1, shared, lambda _: None)
+    one.save("t", 1, tmp_path / "raw-0", ("t", 0), life=0)
+    assert one.has("t", 1, 1) and one.has("t", 1, 0) and not one.has("t", 1, 2)
+    check_loaded(one.load("t", 1, tmp_path / "back", life=1), made)
+
+
 def test_a_sandbox_goes_on_elsewhere(tmp_path):
     """Another host's local store has nothing: what a new turn refers to lies in the shared one."""
     shared, one, other, made = two_hosts(tmp_path)

@@ -134,7 +134,8 @@ def _function_reference(key: str, name: Any) -> str:
 def _count_in_both(path: str) -> int:
     """Return the number of held-out tasks that are also training tasks."""
     train, held_out = ([json.dumps(t, sort_keys=True) for t in _lines(path)[k::2]] for k in (0, 1))
-    return sum(task in set(train) for task in held_out)
+    trained = set(train)
+    return sum(task in trained for task in held_out)
 
 
 @functools.lru_cache(8)  # a cache because each trajectory builds an `Agent`

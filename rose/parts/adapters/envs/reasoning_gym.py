@@ -9,6 +9,7 @@ Package: reasoning-gym (Stojanovski et al., 2025, arXiv:2505.24760).
 from __future__ import annotations
 
 import functools
+import json
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -84,12 +85,12 @@ class ReasoningGym:
 
 def ask(name: str, arguments: dict[str, Any], seed: int) -> str:
     """Return the question of this seed."""
-    return _entry(name, tuple(sorted(arguments.items())), seed)[1]["question"]
+    return _entry(name, json.dumps(arguments), seed)[1]["question"]
 
 
 def score(name: str, arguments: dict[str, Any], seed: int, text: str) -> float:
     """Return the score, 0 to 1, of the text in the last <answer>; 0 without one."""
-    dataset, entry = _entry(name, tuple(sorted(arguments.items())), seed)
+    dataset, entry = _entry(name, json.dumps(arguments), seed)
     answer = extract_answer(text)
     if answer is None:
         return 0.0
@@ -100,9 +101,10 @@ def score(name: str, arguments: dict[str, Any], seed: int, text: str) -> float:
 
 
 @functools.lru_cache(64)
-def _entry(name: str, arguments: tuple, seed: int) -> tuple[Any, dict]:
+def _entry(name: str, arguments: str, seed: int) -> tuple[Any, dict]:
+    """Return a data set of one question, and the question. `arguments` is a JSON object."""
     cls, config = DATASETS[name]
-    dataset = cls(config(seed=seed, size=1, **dict(arguments)))
+    dataset = cls(config(seed=seed, size=1, **json.loads(arguments)))
     return dataset, dataset[0]
 
 
@@ -152,8 +154,9 @@ def _check_arguments(key: str, name: str, arguments: dict[str, Any]) -> None:
 
 @functools.lru_cache(256)
 def _at(name: str, level: int) -> dict[str, Any]:
-    """Return the arguments of a level. An attribute with fewer levels gets its highest."""
+    """Return the arguments of a level that differ from the task's defaults. An attribute with fewer
+    levels gets its highest."""
     curriculum = CURRICULA[name]()
     curriculum.set_global_level(level)
-    made = vars(curriculum.generate_configuration())
-    return {field: value for field, value in made.items() if field not in OURS}
+    made, usual = (vars(c) for c in (curriculum.generate_configuration(), DATASETS[name][1]()))
+    return {f: value for f, value in made.items() if f not in OURS and value != usual.get(f)}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
+import json
 import random
 import re
 import threading
@@ -69,7 +70,7 @@ class Textarena:
                 f"env.args.game={game!r}: no such game; there are {', '.join(games())}"
             )
         self.options = options or {}
-        self.players = _players(game, players, tuple(sorted(self.options.items())))
+        self.players = _players(game, players, json.dumps(self.options, default=str))
         if seat is not None and (type(seat) is not int or not 0 <= seat < self.players):
             raise ConfigError(f"env.args.seat={seat!r}: null, or from 0 to {self.players - 1}")
         if opponent != "random":
@@ -214,13 +215,14 @@ def _make(game: str, options: dict[str, Any]) -> ta.Env:
 
 
 @functools.cache
-def _players(game: str, players: int | None, options: tuple) -> int:
-    """Return the number of players, found by trial. Raises `ConfigError` if none works here."""
+def _players(game: str, players: int | None, options: str) -> int:
+    """Return the number of players, found by trial. `options` is a JSON object. Raises
+    `ConfigError` if none works here."""
     error: BaseException = RuntimeError("no number of players")
     before = random.getstate(), np.random.get_state()
     for count in range(1, MOST_PLAYERS + 1) if players is None else [players]:
         try:
-            _make(game, dict(options)).reset(num_players=count, seed=1)
+            _make(game, json.loads(options)).reset(num_players=count, seed=1)
             return count
         except Exception as raised:  # any error, such as a game's assert or a missing file
             if not isinstance(error, SyntaxError | LookupError | OSError | ImportError):

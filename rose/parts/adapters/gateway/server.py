@@ -41,6 +41,7 @@ from rose.parts.adapters.gateway.session import Answer, ApiError, Query, Session
 from rose.reward.episode import ScoringFailed, score_of
 
 BEGINNING_PER_CORE = 2  # commands that begin at once: one computes while another waits for disk
+MEMBERS = 16  # gzip members of a body at most: each copies the rest of the body
 MAX_BODY = 32 * 2**20  # bytes; the text of a context of a million tokens has 5 MB
 CHARSETS = ("utf-8", "ascii", "iso8859-1", "utf-16", "utf-32")
 EITHER = 32 + zlib.MAX_WBITS  # zlib's value for "detect gzip or zlib format by the header"
@@ -287,7 +288,9 @@ def _decoded(request: web.Request, data: bytes) -> bytes:
     if encoding not in ("gzip", "x-gzip", "deflate"):
         raise ApiError(415, f"Content-Encoding: {encoding[:80]!r}; there are gzip and deflate")
     found = b""
-    while data:  # A gzip body may have several members.
+    for _ in range(MEMBERS):  # A gzip body may have several members.
+        if not data:
+            return found
         squeezed = zlib.decompressobj(EITHER)
         try:
             found += squeezed.decompress(data, MAX_BODY - len(found) + 1)
@@ -298,7 +301,7 @@ def _decoded(request: web.Request, data: bytes) -> bytes:
         if not squeezed.eof:
             raise fields.bad(f"the body is not {encoding}: it ends too soon")
         data = squeezed.unused_data
-    return found
+    raise fields.bad(f"the body has more than {MEMBERS} parts of {encoding}")
 
 
 def _charset(request: web.Request) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from rose.config import Config, ConfigError
@@ -23,7 +24,8 @@ async def open_store(config: Config, snapshots: Path, recorder: NullRecorder) ->
     if c.checkpoints == "none":
         return None
     # Runs that share a store use the same trajectory ids, so each run has a folder of its own.
-    run = "_".join(config.run_dir.resolve().parts[1:])
+    path = str(config.run_dir.resolve()).encode()
+    run = f"{config.name}-{hashlib.blake2s(path, digest_size=8).hexdigest()}"
     store = HostStore(
         Path(c.store) / run if c.store else config.run_dir / "sandboxes",
         Path(c.local) if c.local else None,

@@ -190,6 +190,7 @@ async def test_what_can_not_be_done_is_refused(serve, given, words):
         ("gzip", lambda body: gzip.compress(body)[:-9], 400, "ends too soon"),
         ("gzip", lambda _: gzip.compress(bytes(2**25 + 1)), 413, "bytes at most"),
         ("gzip", lambda _: gzip.compress(b"[]"), 400, "a JSON object"),
+        ("gzip", lambda body: gzip.compress(body) + gzip.compress(b"") * 20, 400, "16 parts"),
     ],
 )
 async def test_a_body_in_an_encoding_is_read_or_refused(serve, encoding, squeeze, status, words):
