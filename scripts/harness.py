@@ -14,23 +14,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))
-
 import psutil
 
 from rose import config as cfg
 from rose import front
 from rose.launch import exclusions
 from rose.parts.simulator import config as simulation
+from rose.places import REPOSITORY, python_path
 from rose.processes import die_with_parent
 
 ANSWER_S, END_S = 900.0, 10.0
-# PYTHONPATH for processes of a script: this checkout first, then the caller's, which may be where
-# all packages are (scripts/gpu_kit/).
-PATHS = {
-    "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-}
+PATHS = {"PYTHONPATH": python_path()}  # of processes that a script starts
 
 
 class Failed(SystemExit):
