@@ -18,6 +18,7 @@ import psutil
 
 from rose import config as cfg
 from rose import front
+from rose import protocol as p
 from rose.launch import exclusions
 from rose.parts.simulator import config as simulation
 from rose.places import REPOSITORY, python_path
@@ -183,6 +184,17 @@ def each_thread(process: psutil.Process, do: Callable[[int], object]) -> None:
         for thread in process.threads():
             with suppress(ProcessLookupError):
                 do(thread.id)
+
+
+async def turn(engine: Any, request: p.TurnRequest) -> p.TurnResult:
+    """Return the turn that an engine generates, as its first attempt."""
+    tokens, logprobs, versions = list[int](), list[float](), list[int]()
+    async for chunk in engine.generate(f"{request.turn}#1", request.tokens, request.sampling):
+        tokens += chunk.tokens
+        logprobs += chunk.logprobs
+        versions += [chunk.version] * len(chunk.tokens)
+    packed = p.pack_tokens(tokens), p.pack_floats(logprobs), p.pack_tokens(versions)
+    return p.TurnResult(request.turn, *packed, chunk.finish)
 
 
 def answers() -> Callable[[dict], None]:
