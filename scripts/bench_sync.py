@@ -5,12 +5,11 @@
 
 The last `--steps` versions of each run's store (which keeps transfer.keep_versions of them) are
 published again, by every encoding, through `Publisher` on two ranks, a relay beside the store, the
-link, a second relay, and `Receiver`. `--rates`: Mbit/s; 0 is the loopback, without a limit.
-Seconds: from the order to publish until the last receiver has flipped. Bytes of the link include
-headers and requests' answers. After every sync, each receiver's weights are compared with the
-run's. Dense is synced for the first run only, because its bytes are the same for all. Left out:
-full versions and collecting, latency, an engine around the receiver (`gpu_check.py --device cpu
-engine` has one).
+link, a second relay, and `Receiver`. `--rates`: Mbit/s; 0 is the loopback, neither limited nor
+counted. Seconds: from the order to publish until the last receiver has flipped. Bytes of the link
+include headers and requests' answers. After every sync, each receiver's weights are compared with
+the run's. Dense is synced for the first run only, because its bytes are the same for all. Left out:
+full versions and collecting, latency, an engine around the receiver.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -36,7 +34,6 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rose.files import write_whole
-from rose.transfer.source import read_token
 from scripts.bench_sync_roles import digest
 from scripts.csv_tables import show, write_csv
 from scripts.harness import REPOSITORY, Child, Failed, cfg, flagged
@@ -82,8 +79,8 @@ class Link:
     """A link of `rate` bits a second: two network namespaces joined by a veth pair, tc's token
     bucket on both ends, bytes from the kernel's counters. A context manager that removes its
     namespaces at the end. Raises `Failed` where this machine can't create them. Latency is left
-    out, because tc's netem is a module that many kernels lack. With a rate of 0 it is the loopback,
-    neither limited nor counted."""
+    out, because tc's netem is a module that many kernels lack. With a rate of 0 it is the
+    loopback."""
 
     def __init__(self, rate: float) -> None:
         self.name = f"network namespaces, tc tbf {rate / 1e6:g} Mbit/s" if rate else "loopback"
@@ -159,19 +156,14 @@ class Bench:
             serving = self._relays(stack, link)
             role = [sys.executable, str(REPOSITORY / "scripts" / "bench_sync_roles.py")]
             job = {"shape": self.runs[0].shape, "port": free_port(), "ranks": RANKS}
-            publishers = [
-                self.child(
-                    stack,
-                    f"publisher-{rank}",
-                    [*link.sides[0], *role, "publish", json.dumps(job | {"rank": rank})],
-                )
-                for rank in range(RANKS)
-            ]
-            receiving = [*link.sides[1], *role, "receive"]
-            receiving.append(json.dumps({"token_file": str(self.token_file)}))
-            receivers = [
-                self.child(stack, f"receiver-{n}", receiving) for n in range(max(self.receivers))
-            ]
+            job |= {"token_file": str(self.token_file)}
+
+            def started(side: int, what: str, number: int) -> Child:
+                words = what, json.dumps(job | {"rank": number})
+                return self.child(stack, f"{what}-{number}", [*link.sides[side], *role, *words])
+
+            publishers = [started(0, "publish", rank) for rank in range(RANKS)]
+            receivers = [started(1, "receive", number) for number in range(max(self.receivers))]
             for one in [*publishers, *receivers]:
                 one.answer()
             return [
@@ -180,9 +172,7 @@ class Bench:
                 for encoding in ENCODINGS
                 if encoding != "dense" or run is self.runs[0]
                 for count in self.receivers
-                for row in self._syncs(
-                    link, serving, publishers, receivers[:count], run, encoding, rate
-                )
+                for row in self._syncs(link, serving, publishers, receivers[:count], run, encoding)
             ]
 
     def _relays(self, stack: ExitStack, link) -> str:
@@ -199,7 +189,7 @@ class Bench:
         return re.search(r"(http://[\w.]+:\d+) ", second.line(60))[1]
 
     def _syncs(
-        self, link, serving, publishers, readers, run: Steps, encoding: str, rate: float
+        self, link: Link, serving: str, publishers: list, readers: list, run: Steps, encoding: str
     ) -> list[dict]:
         store = Path(tempfile.mkdtemp(prefix=f"{encoding}-", dir=self.stores))
         opening = {"encoding": encoding, "file": str(run.files[0])}
@@ -208,47 +198,31 @@ class Bench:
         rows = []
         for version, file in enumerate(run.files[1:], 1):
             ask(publishers, {"version": version, "file": str(file)})
-            before, began = link.bytes() or self._pulled(serving, link), time.monotonic()
+            before, began = link.bytes(), time.monotonic()
             published = ask(publishers, {})
             loaded = ask(readers, {"version": version})
-            crossed = (link.bytes() or self._pulled(serving, link)) - before
+            crossed = link.bytes() - before
             for reader, found in zip(readers, loaded, strict=True):
                 if found["digest"] != run.digests[version] or len(found["route"]) != 1:
-                    raise Failed(
-                        f"bench_sync: {encoding}, {reader.name}: version {version}, by "
-                        f"{found['route']}, is not the run's"
-                    )
+                    which = f"{encoding}, {reader.name}: version {version}, by {found['route']}"
+                    raise Failed(f"bench_sync: {which}, is not the run's")
             slowest = max(loaded, key=lambda found: found["flipped"])
             rows.append(
                 {
-                    "rate": rate,  # Mbit/s
+                    "rate": link.rate / 1e6,  # Mbit/s
                     "run": run.name,
                     "encoding": encoding,
                     "receivers": len(readers),
                     "MB": published[0]["nbytes"] / 1e6,
                     "link_MB": crossed / 1e6,
                     "seconds": slowest["flipped"] - began,  # publish to flipped
-                    "publish_s": max(found["seconds"] for found in published),
-                    "pause_ms": 1e3 * slowest["pause_s"],  # flip of the slowest receiver
                     "publish_cpu_s": sum(found["cpu_s"] for found in published),
                     "stage_cpu_s": slowest["cpu_s"],
-                    "changed": slowest["changed"],  # number of values
                 }
             )
         shutil.rmtree(store)
         print(f"  {run.name} {encoding}, {len(readers)} receivers: {rows[-1]['seconds']:.2f} s")
         return rows
-
-    def _pulled(self, url: str, link) -> int:
-        """Return the bytes of files that the serving side's relay requested, for a link that counts
-        no bytes. 0 with namespaces, which count theirs."""
-        if link.rate:
-            return 0
-        headers = {"Authorization": f"Bearer {read_token(self.token_file)}"}
-        asked = urllib.request.Request(f"{url}/metrics", headers=headers)
-        with urllib.request.urlopen(asked, timeout=10) as answer:
-            text = answer.read().decode()
-        return int(re.search(r"^rose_relay_upstream_bytes_total (\d+)$", text, re.M)[1])
 
 
 def ask(children: list[Child], order: dict) -> list[dict]:

@@ -46,38 +46,18 @@ def encoding(name: str):
     return codec if name == "ours" else CodecOf(name)
 
 
-class _Peers:
-    def __init__(self, job: dict) -> None:
-        import torch
-
-        self.rank, self.world = job["rank"], job["ranks"]
-        torch.distributed.init_process_group(
-            "gloo",
-            init_method=f"tcp://127.0.0.1:{job['port']}",
-            rank=self.rank,
-            world_size=self.world,
-        )
-
-    def barrier(self) -> None:
-        import torch
-
-        torch.distributed.barrier()
-
-    def sum(self, value: int) -> int:
-        import torch
-
-        total = torch.tensor(int(value))  # a sum of bools would be a bool
-        torch.distributed.all_reduce(total)
-        return int(total)
-
-
 def publish(job: dict, orders, say) -> None:
     """Publish versions as ordered: {"open": store, "file", "encoding"} publishes that file as
     version 0, then {"version", "file"} each load one, and the next order publishes it."""
+    import torch
+
     from rose.config import ModelShape
+    from rose.trainer.trainer import _Peers
     from rose.transfer import publish as product
 
-    shape, peers = ModelShape(**job["shape"]), _Peers(job)
+    place, rank, ranks = f"tcp://127.0.0.1:{job['port']}", job["rank"], job["ranks"]
+    torch.distributed.init_process_group("gloo", init_method=place, rank=rank, world_size=ranks)
+    shape, peers = ModelShape(**job["shape"]), _Peers(rank, ranks, None)
     made: Any = None
     for order in orders:
         tensors = load(order["file"])
@@ -90,15 +70,9 @@ def publish(job: dict, orders, say) -> None:
         made.tensors = tensors
         say({})  # answer that the file is loaded
         next(orders)
-        began, computed = time.monotonic(), time.process_time()
+        computed = time.process_time()
         nbytes = made.publish(order["version"]).nbytes
-        say(
-            {
-                "seconds": time.monotonic() - began,
-                "cpu_s": time.process_time() - computed,
-                "nbytes": nbytes,
-            }
-        )
+        say({"cpu_s": time.process_time() - computed, "nbytes": nbytes})
 
 
 def receive(job: dict, orders, say) -> None:
@@ -119,20 +93,10 @@ def receive(job: dict, orders, say) -> None:
             continue
         version, computed = order["version"], time.process_time()
         staged = receiver.stage(version - 1, version, threads(), STAGE_BYTES, TIMEOUT_S)
-        ready = time.monotonic()
         staged.flip()
-        flipped, computed = time.monotonic(), time.process_time() - computed
+        told = {"flipped": time.monotonic(), "cpu_s": time.process_time() - computed}
         staged.check()
-        say(
-            {
-                "flipped": flipped,
-                "pause_s": flipped - ready,
-                "cpu_s": computed,
-                "changed": staged.changed,
-                "route": staged.route,
-                "digest": digest(tensors),
-            }
-        )
+        say(told | {"route": staged.route, "digest": digest(tensors)})
         del staged
 
 
