@@ -6,18 +6,12 @@
 A training job with one dedicated engine runs throughout. In each round serving jobs join it one
 after the other, with `--steps` training steps at each number of borrowed ranks. Then half of the
 ranks are asked to leave (SIGUSR2: the rank finishes its turns first), and the other half is killed
-(SIGKILL to every process of the rank). Prints medians and ranges over all rounds:
-
-    ask to joined         from a rank's request to its hello; its engine starts meanwhile (vLLM is imported before)
-    joined to first token from the hello to the rank's first token at the coordinator; it loads the current weights
-    kill to notice, kill to reroute: from a kill until it is known, and until another rank has its last turn
-    lost, computed again  per kill: tokens generated and never received (estimated from the rank's rate and
-                          the time since its last message, at most 0.1 s), and tokens of its turns'
-                          contexts that another rank prefills again (unless it has them cached)
-    drain                 from SIGUSR2 to the rank's goodbye
-
-The script records only the times of kills and signals. All else is read from the run's own journal
-and metrics afterwards. The kills need the virtual nodes of slurm/dev_cluster.sh, whose processes
+(SIGKILL to every process of the rank). Prints medians and ranges over all rounds, which are read
+from the run's own journal and metrics: seconds from a rank's request to its hello, during which its
+engine starts; from the hello to its first token at the coordinator; from a kill until it is known,
+and until another rank has its last turn; tokens lost per kill (generated and never received,
+estimated from the rank's rate) and computed again (contexts of its turns, unless they are cached);
+and seconds of a drain. The kills need the virtual nodes of slurm/dev_cluster.sh, whose processes
 run on this machine.
 """
 

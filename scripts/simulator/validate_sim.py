@@ -8,22 +8,16 @@ The profile is two live runs with one engine, one with much and one with little 
 come the engine's step time (its step log, including the time between two steps), the episodes
 (their journals: turns, tokens, tool times), the seconds of the trainer and of the synchronisation,
 and the delays from the coordinator to an engine and back. Then every configuration runs live and is
-simulated with those numbers, on the very configuration of the run. No profile is among the
-predicted runs, and no number is fitted to these.
-
-Each engine is confined to the same CPU quota (live_runs.py). The policy does not learn (a learning
-rate of 1e-9), so that all runs have the same lengths. Compared are medians over the training steps
-of all rounds, without the first steps:
-
-    step          its time, s
-    tail          95th percentile of the time from a group's admission to a trajectory's end, s
-    utilisation   share of the step in which a dedicated engine had a turn
+simulated with those numbers. No profile is among the predicted runs, and no number is fitted to
+these. Each engine has the same CPU quota (live_runs.py), and the policy does not learn, so that all
+runs have the same lengths. Compared are medians over the training steps of all rounds, without the
+first: a step's seconds; their tail (95th percentile from a group's admission to a trajectory's
+end); and the share of a step in which a dedicated engine had a turn.
 
 The figures need a machine without other load: --quota times engines, the trainer's thread and the
-environment host must find a core whenever they need one. A virtual machine whose host is busy is
-slower for minutes. So only training steps count in which the hypervisor took less than 5% of it
-(live_runs.CALM), and a configuration with too few of them runs again in the next round, --rounds at
-most. --keep FOLDER leaves the runs there, and finished ones that are there are used again.
+environment host must find a core whenever they need one. Only steps count in which the hypervisor
+took less than 5% of the machine, and a configuration with too few of them runs again in the next
+round, --rounds at most. Finished runs that are in --keep FOLDER are used again.
 """
 
 from __future__ import annotations
