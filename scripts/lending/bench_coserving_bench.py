@@ -380,13 +380,13 @@ def _work(trace: traces.Trace) -> float:
 def model(shape: str, seed: int) -> Path:
     """Return the folder of a random model of this shape, created in the cache if missing."""
     script = Path(__file__).with_name("bench_coserving_model.py")
-    try:
-        hidden, layers = map(int, shape.split("x"))
-    except ValueError:
-        raise Failed(f"model={shape}: give HIDDENxLAYERS, as 512x2") from None
+    sizes = shape.split("x")
+    if len(sizes) != 2 or not all(map(str.isdecimal, sizes)):
+        raise Failed(f"model={shape}: give HIDDENxLAYERS, as 512x2")
     digest = hashlib.sha256(script.read_bytes()).hexdigest()[:8]
     folder = cache_dir() / "models" / f"bench-coserving-{shape}-{seed}-{digest}"
     if not folder.exists():
-        command = [sys.executable, str(script), str(folder), str(hidden), str(layers), str(seed)]
-        subprocess.run(command, check=True, capture_output=True, timeout=300)
+        module = f"scripts.lending.{script.stem}"
+        command = [sys.executable, "-m", module, str(folder), *sizes, str(seed)]
+        subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, timeout=300)
     return folder
