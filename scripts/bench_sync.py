@@ -252,19 +252,10 @@ class Bench:
                     which = f"{encoding}, {reader.name}: version {version}, by {found['route']}"
                     raise Failed(f"bench_sync: {which}, is not the run's")
             slowest = max(loaded, key=lambda found: found["flipped"])
-            rows.append(
-                {
-                    "rate": link.rate / 1e6,  # Mbit/s
-                    "run": run.name,
-                    "encoding": encoding,
-                    "receivers": len(readers),
-                    "MB": nbytes / 1e6,
-                    "link_MB": crossed / 1e6,
-                    "seconds": slowest["flipped"] - began,  # publish to flipped
-                    "publish_cpu_s": computed,
-                    "stage_cpu_s": slowest["cpu_s"],
-                }
-            )
+            row = {"rate": link.rate / 1e6, "run": run.name, "encoding": encoding}
+            row |= {"receivers": len(readers), "MB": nbytes / 1e6, "link_MB": crossed / 1e6}
+            row |= {"seconds": slowest["flipped"] - began, "publish_cpu_s": computed}
+            rows.append(row | {"stage_cpu_s": slowest["cpu_s"]})
         shutil.rmtree(store)
         print(f"  {run.name} {encoding}, {len(readers)} receivers: {rows[-1]['seconds']:.2f} s")
         return rows

@@ -23,6 +23,7 @@ import json
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -61,21 +62,17 @@ def main() -> int:
     ours = threads | config.cluster.mpi.env | config.cluster.env
     environment = {name: threads if name == "plain" else ours for name in who.values()}
     found: list[dict[str, dict]] = []
-    with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder, ExitStack() as stack:
         children = {}
-        try:
-            for name, env in environment.items():
-                command = [sys.executable, __file__, "--child", name, json.dumps(options)]
-                children[name] = Child(name, command, Path(folder) / f"{name}.log", env)
-            for child in children.values():
-                child.answer()
-            for _ in range(options["rounds"] + 1):
-                asked = {kind: children[name].ask({"kind": kind}) for kind, name in who.items()}
-                found.append(asked)
-                print(json.dumps(asked), flush=True)
-        finally:
-            for child in children.values():
-                child.end()
+        for name, env in environment.items():
+            command = [sys.executable, __file__, "--child", name, json.dumps(options)]
+            children[name] = Child(name, command, Path(folder) / f"{name}.log", env)
+            stack.callback(children[name].end)
+        for child in children.values():
+            child.answer()
+        for _ in range(options["rounds"] + 1):
+            found.append({kind: children[name].ask({"kind": kind}) for kind, name in who.items()})
+            print(json.dumps(found[-1]), flush=True)
     first, *later = found
     rows = []
     for kind in who:

@@ -71,8 +71,7 @@ class Options:
     scenarios: str = "alone,naive,static,priority,ours"
     busy: float = 0.25  # share of the device's time that S alone uses
     slo: str = ""  # TTFT P50, P99, TPOT P50, P99 in seconds, separated by commas
-    model: str = "512x2"  # hidden size x layers of S
-    rollout_model: str = "512x2"
+    model: str = "512x2"  # hidden size x layers of both engines
     # Factor of the trace's prompt lengths. A prompt then costs several decode steps, as on a GPU.
     prompt_scale: float = 0.4
     output_scale: float = 0.05
@@ -167,7 +166,7 @@ class Bench:
                 engine_args["scheduler_cls"] = "rose.parts.lending.vllm.rollout.scheduler"
                 env |= self._lends()
             kv_gib = options.kv_mib / 2**10 / (2 if name == "static" else 1)
-            job |= {"model": str(model(options.rollout_model, 1)), "engine_args": engine_args}
+            job |= {"model": str(model(options.model, 1)), "engine_args": engine_args}
             job["overrides"] = self._rolls(kv_gib)
         made = Rollouts(self.guard, f"rollouts-{name}", kind, job, self.folder, env)
         self._stack.callback(made.end)
@@ -212,7 +211,7 @@ class Bench:
         options, file = self.options, self.folder / "profile.json"
         words = [
             f"seconds={PROFILE_S}",
-            f"model={model(options.rollout_model, 1)}",
+            f"model={model(options.model, 1)}",
             *self._rolls(options.kv_mib / 2**10),
             "cluster.gpus=0",
             *self._online(),

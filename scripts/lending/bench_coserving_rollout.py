@@ -114,14 +114,8 @@ class HttpLoop(Loop):
         return {"ready": True, "engine": None}
 
     async def _turn(self, prompt: np.ndarray, new: int) -> bool:
-        body = {
-            "model": self._job["served"],
-            "prompt": prompt.tolist(),
-            "max_tokens": new,
-            "ignore_eos": True,
-            "priority": PRIORITY,
-            "temperature": 1.0,
-        }
+        body = {"model": self._job["served"], "prompt": prompt.tolist(), "max_tokens": new}
+        body |= {"ignore_eos": True, "priority": PRIORITY, "temperature": 1.0}
         async with self._session.post(f"{self._job['url']}/v1/completions", json=body) as response:
             said = await response.json()
         if response.status != 200:

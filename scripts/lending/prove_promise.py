@@ -261,25 +261,10 @@ def _say(words: str, name: str = "") -> None:
 
 
 def main() -> None:
-    out, only = REPOSITORY / "outputs" / "promise", list[str]()
-    args = flagged(
-        __doc__,
-        None,
-        "OVERRIDE",
-        seeds=3,
-        steps=40,
-        batch=64,
-        quota=0.1,
-        rate=0.2,
-        trace=Path,
-        every=60.0,
-        profile_s=40.0,
-        only=only,
-        redraw=False,
-        out=out,
-        results=RESULTS,
-        figure=FIGURE,
-    )
+    numbers = {"seeds": 3, "steps": 40, "batch": 64, "quota": 0.1, "rate": 0.2, "every": 60.0}
+    paths = {"out": REPOSITORY / "outputs" / "promise", "results": RESULTS, "figure": FIGURE}
+    more = {"trace": Path, "profile_s": 40.0, "only": list[str](), "redraw": False}
+    args = flagged(__doc__, None, "OVERRIDE", **numbers, **paths, **more)
     if args.redraw:
         draw(Results(args.results), args.figure)
         return

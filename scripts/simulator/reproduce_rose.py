@@ -2,8 +2,7 @@
 
     python scripts/simulator/reproduce_rose.py                                   both settings and the +-20% table; long
     python scripts/simulator/reproduce_rose.py only=rose_8b seeds=1,2 sensitivity=false
-    python scripts/simulator/reproduce_rose.py only=rose_8b systems=thunder sensitivity=false table1=false
-    python scripts/simulator/reproduce_rose.py table1=only                       the paper's Table 1 in absolute figures, only
+    python scripts/simulator/reproduce_rose.py only=rose_8b systems=thunder sensitivity=false
     python scripts/simulator/reproduce_rose.py draw=true                         the tables again, from the CSV files
 
 Writes docs/results/rose_*.csv (out=FOLDER: into FOLDER), and the tables between their marks in
@@ -285,20 +284,15 @@ def main(arguments: Sequence[str]) -> int:
         arguments,
         __doc__,
         **{"only": "", "systems": SYSTEMS, "seeds": "1,2,3", "steps": 12, "warmup": 6},
-        **{"sensitivity": True, "table1": "true", "processes": 0, "draw": False},
-        out=str(RESULTS),
+        **{"sensitivity": True, "processes": 0, "draw": False, "out": str(RESULTS)},
     )
-    out, absolute = Path(given["out"]), given["table1"]
-    settings = listed("only", given["only"], SETTINGS)
-    listed("table1", absolute, ("true", "false", "only"))
+    out, settings = Path(given["out"]), listed("only", given["only"], SETTINGS)
     processes = runs.cores(given["processes"] or None)
     timing = [f"sim.steps={given['steps']}", f"sim.warmup={given['warmup']}"]
     timing.append(f"sim.seeds=[{given['seeds']}]")
     for setting in [] if given["draw"] else settings:
-        if absolute != "false":
-            _measure_table1(out, setting, timing, processes)
-        if absolute != "only":
-            _measure(out, setting, given["systems"], timing, processes, given["sensitivity"])
+        _measure_table1(out, setting, timing, processes)
+        _measure(out, setting, given["systems"], timing, processes, given["sensitivity"])
     draw(out / "rose_table1.csv", "simulator.md", "table1", table1_words)
     draw(out / "rose_systems.csv", "policies.md", "measured", effects)
     draw(out / "rose_paper.csv", "simulator.md", "paper", beside)

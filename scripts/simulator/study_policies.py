@@ -223,21 +223,13 @@ def rows_of(
         if name == BASE:
             continue
         over = gain(values(each, "tokens_s"), base)
-        rows.append(
-            {
-                "setting": setting,
-                "round": number,
-                "divided": which.divided,
-                **dict(zip(KINDS, name.split(", "), strict=True)),
-                "seeds": len(each),
-                "step_s": mean(each, "step_s"),
-                "tokens_s": mean(each, "tokens_s"),
-                **dict(zip(("over_rose", "low", "high"), over, strict=True)),
-                "staleness": mean(each, "staleness"),
-                "staleness_max": max(values(each, "staleness_max")),
-                "dropped": mean(each, "dropped"),
-            }
-        )
+        row: dict[str, Any] = {"setting": setting, "round": number, "divided": which.divided}
+        row |= dict(zip(KINDS, name.split(", "), strict=True)) | {"seeds": len(each)}
+        row |= {key: mean(each, key) for key in ("step_s", "tokens_s")}
+        row |= dict(zip(("over_rose", "low", "high"), over, strict=True))
+        row |= {"staleness": mean(each, "staleness")}
+        row |= {"staleness_max": max(values(each, "staleness_max"))}
+        rows.append(row | {"dropped": mean(each, "dropped")})
     rows.sort(key=lambda row: -row["tokens_s"])
     for row in rows:
         row["front"] = int(on_front(row, rows))

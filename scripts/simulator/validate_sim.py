@@ -138,16 +138,9 @@ def profile_of(runs: list[tuple[Ran, Path]]) -> Profile:
         encoding="utf-8",
     )
     step, error = calibrate.of_steps(logs)
-    return Profile(
-        step,
-        error,
-        groups,
-        calibrate.of_metrics(phases, skip=0),
-        statistics.median(there),
-        statistics.median(back),
-        statistics.mean(pauses),
-        joined.kv_tokens,
-    )
+    delays = statistics.median(there), statistics.median(back), statistics.mean(pauses)
+    found = calibrate.of_metrics(phases, skip=0)
+    return Profile(step, error, groups, found, *delays, joined.kv_tokens)
 
 
 def engine_steps(log: Path) -> list[dict]:
@@ -218,13 +211,8 @@ def ways(
 
 def parts(c: cfg.Config, profile: Profile) -> tuple[spec.Engine, spec.Link, spec.Trainer]:
     """Return this machine's engine by quota, the way of a version to it, and the trainer."""
-    engine = spec.Engine(
-        profile.step,
-        c.rollout.max_sequences,
-        c.rollout.max_batched_tokens,
-        profile.kv_tokens,
-        c.rollout.prefix_caching,
-    )
+    seats, kv = (c.rollout.max_sequences, c.rollout.max_batched_tokens), profile.kv_tokens
+    engine = spec.Engine(profile.step, *seats, kv, c.rollout.prefix_caching)
     phases, pause_s = profile.phases, profile.pause_s
     way_s = max(0.0, phases.sync_s - pause_s)
     link = spec.Link(way_s, FREE_BYTES_S, 0.0, True, pause_s, 0.0)
@@ -259,13 +247,9 @@ def predicted(c: cfg.Config, profile: Profile, steps: int) -> Figures:
     for seed in range(SEEDS):
         tail = Durations(SKIP + 1)
         ran = simulate(what, build(c.scheduler, c.rollout.turn_timeout_s), seed, tail)
-        found.append(
-            Figures(
-                statistics.median(step.seconds for step in ran.steps[SKIP:]),
-                statistics.median(tail.p95.values()),
-                ran.utilisation("dedicated"),
-            )
-        )
+        step_s = statistics.median(step.seconds for step in ran.steps[SKIP:])
+        tail_s = statistics.median(tail.p95.values())
+        found.append((step_s, tail_s, ran.utilisation("dedicated")))
     return Figures(*np.mean(found, axis=0))
 
 
@@ -340,17 +324,8 @@ def as_rows(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    args = flagged(
-        __doc__,
-        None,
-        "OVERRIDE",
-        quota=0.4,
-        rounds=6,
-        steps=12,
-        only=list(LIVE),
-        csv=Path,
-        keep=Path,
-    )
+    own = {"quota": 0.4, "rounds": 6, "steps": 12, "only": list(LIVE), "csv": Path, "keep": Path}
+    args = flagged(__doc__, None, "OVERRIDE", **own)
     end_in_order()
     if args.steps < SKIP + 2:
         raise Failed(f"--steps {args.steps}: at least two beyond the first {SKIP}")

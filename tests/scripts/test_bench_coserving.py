@@ -181,7 +181,6 @@ def test_a_short_run_measures_s_alone_and_beside_rollouts_and_leaves_nothing(
         "seconds=5",
         "seeds=1",
         "model=128x1",
-        "rollout_model=128x1",
         "concurrency=8",
         "slo=0.1,0.2,0.01,0.02",
         f"out={tmp_path}",
