@@ -284,7 +284,6 @@ class Bench:
                 *(int(grown[key]) for key in ("evicted", "wasted", "preempted")),
                 grown["open_s"] / opened if opened else None,
                 sorted({request.why for request in requests if request.why}),
-                before["at"],
             )
 
         with _awake(server, side):

@@ -46,7 +46,6 @@ class Run:
     # Share of the time with rollout work in which R's gate was open.
     open: float | None = None
     why: list[str] = field(default_factory=list)  # reasons of requests that were not done
-    began: float = 0.0  # CLOCK_MONOTONIC
     stolen: float = 0.0  # share of the machine's time that the hypervisor took meanwhile
 
     def latency(self, metric: str) -> float:
