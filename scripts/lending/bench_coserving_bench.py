@@ -273,15 +273,15 @@ class Bench:
             if scenario == "priority":  # engine's counter has the tokens of both sides
                 grown["made"] -= sum(at <= seconds for one in requests for at in one.chunks)
             opened = grown["open_s"] + grown["shut_s"]
+            latencies = [r.ttft for r in requests], [r.tpot for r in requests]
+            counts = int(grown["evicted"]), int(grown["wasted"]), int(grown["preempted"])
             return Run(
-                scenario,
-                seed,
-                seconds,
-                *([getattr(r, key) for r in requests] for key in ("ttft", "tpot", "done")),
+                *(scenario, seed, seconds, *latencies),
+                [r.done for r in requests],
                 percentile([r.late for r in requests], 99),
                 grown["busy"] / passed,
                 grown["made"] / passed,
-                *(int(grown[key]) for key in ("evicted", "wasted", "preempted")),
+                *counts,
                 grown["open_s"] / opened if opened else None,
                 sorted({request.why for request in requests if request.why}),
             )
