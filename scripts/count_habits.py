@@ -36,17 +36,9 @@ BESIDE = " ".join(rf"{direction} (\w+)" for direction in DIRECTIONS)
 LAKE_OR_MOVE = re.compile(
     rf'(?P<lake>(?:[PFHG](?: [PFHG])+\n)+){BESIDE}|"direction": "(?P<move>{"|".join(DIRECTIONS)})"'
 )
-COLUMNS = {
-    "solved": "solved",
-    "fell": "fell",
-    "late": "no turns left",
-    "equal": "groups all alike",
-    "forward": "right or down",
-    "hole": "into hole",
-    "dead": "in dead end",
-    "back": "steps back",
-    "fork": "shorter way",
-}
+COLUMNS = {"solved": "solved", "fell": "fell", "late": "no turns left", "equal": "groups all alike"}
+COLUMNS |= {"forward": "right or down", "hole": "into hole", "dead": "in dead end"}
+COLUMNS |= {"back": "steps back", "fork": "shorter way"}
 
 
 class Shares:

@@ -30,6 +30,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -89,14 +90,10 @@ def measure(bench: Bench, out: Path) -> list[dict]:
 def write(bench: Bench, out: Path, runs: list[Run], alone: Alone) -> list[dict]:
     """Write all results to `out` and return the table's rows."""
     rows = table(runs, bench.slo, alone)
-    found = {
-        "options": dataclasses.asdict(bench.options),
-        "factor": bench.factor,
-        "slo": dataclasses.asdict(bench.slo),
-        "alone": dataclasses.asdict(alone),
-        "table": rows,
-        "runs": [dataclasses.asdict(run) for run in runs],
-    }
+    parts: dict[str, Any] = {"options": bench.options, "slo": bench.slo, "alone": alone}
+    found: dict[str, Any] = {key: dataclasses.asdict(part) for key, part in parts.items()}
+    found |= {"factor": bench.factor, "table": rows}
+    found["runs"] = [dataclasses.asdict(run) for run in runs]
     (out / "bench_coserving.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     write_csv(out / "bench_coserving.csv", rows)
     return rows

@@ -209,13 +209,8 @@ class Bench:
         """Return the profile of this device and these models. The first call measures it on the
         device's core, while all other processes are parked."""
         options, file = self.options, self.folder / "profile.json"
-        words = [
-            f"seconds={PROFILE_S}",
-            f"model={model(options.model, 1)}",
-            *self._rolls(options.kv_mib / 2**10),
-            "cluster.gpus=0",
-            *self._online(),
-        ]
+        words = [f"seconds={PROFILE_S}", f"model={model(options.model, 1)}", "cluster.gpus=0"]
+        words += [*self._rolls(options.kv_mib / 2**10), *self._online()]
         none, core = Quota("none", 0), ("taskset", "-c", str(options.device))
         for _ in range(0 if file.exists() else TRIES):
             wait_for_calm(print)

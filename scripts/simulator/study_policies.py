@@ -165,16 +165,12 @@ def compositions(only: dict[str, Sequence[str]], staleness: float = math.inf) ->
     ]
 
 
-def _option(kind: str, name: str) -> dict[str, Any]:
-    return yaml.safe_load((CONF / kind / f"{name}.yaml").read_text(encoding="utf-8"))
-
-
 def system(what: Composition, c: Config) -> SimSystem:
     """Return a composition as a system of the simulator. Arguments that a file takes from elsewhere
     (the number of devices that may be borrowed) are those of the configuration."""
     policies = {}
     for kind, chosen in zip(KINDS, what, strict=True):
-        option = _option(kind, chosen.name)
+        option = yaml.safe_load((CONF / kind / f"{chosen.name}.yaml").read_text(encoding="utf-8"))
         policies[kind] = Policy(name=option["name"], args=option["args"] | dict(chosen.args))
     if "n_serving" in policies["provisioning"].args:
         policies["provisioning"].args["n_serving"] = c.sim.n_serving
