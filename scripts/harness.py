@@ -25,7 +25,7 @@ from rose.places import REPOSITORY, python_path
 from rose.processes import die_with_parent
 
 ANSWER_S, END_S = 900.0, 10.0
-PATHS = {"PYTHONPATH": python_path()}  # of processes that a script starts
+PATHS = {"PYTHONPATH": python_path()}  # environment of processes that a script starts
 
 
 class Failed(SystemExit):

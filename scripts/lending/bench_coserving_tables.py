@@ -9,7 +9,7 @@ import numpy as np
 
 ALONE, OURS = "alone", "ours"
 METRICS = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99")
-ENDS = ("low", "mean", "high")  # of the seeds
+ENDS = ("low", "mean", "high")  # lowest, mean and highest value of the seeds
 
 
 @dataclass
