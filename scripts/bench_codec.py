@@ -8,8 +8,7 @@ Every encoding works on blocks of 4 Mi values and is decoded in place onto the o
 result is compared bit by bit. `--elements`: made-up values. Speed is in GB/s of model bytes on one
 thread, the best of `--rounds`, by the CPU clock, so that other programs on the machine count less.
 bound: entropy of which values change plus entropy of the integer differences, each as independent
-draws over the whole model. A run stores its versions in `model.dtype`, and keeps
-transfer.keep_versions of them.
+draws over the whole model. A run keeps transfer.keep_versions of its versions.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -56,20 +56,16 @@ def of_run(run: Path, steps: int) -> list[list[Block]]:
     """Return the blocks of a run's last `steps` versions, each with that of the version before."""
     from rose.transfer.receive import materialise
 
-    before, found = None, []
     store, versions = last_versions(run, steps + 1)
-    for version in versions:
-        now = {name: patterns(t) for name, t in materialise(store, version).items()}
-        if before is not None:
-            found.append(
-                [
-                    (new[at : at + BLOCK], before[name][at : at + BLOCK])
-                    for name, new in now.items()
-                    for at in range(0, new.size, BLOCK)
-                ]
-            )
-        before = now
-    return found
+    every = [{name: patterns(t) for name, t in materialise(store, v).items()} for v in versions]
+    return [
+        [
+            (new[at : at + BLOCK], old[name][at : at + BLOCK])
+            for name, new in now.items()
+            for at in range(0, new.size, BLOCK)
+        ]
+        for old, now in pairwise(every)
+    ]
 
 
 def entropy(counts: np.ndarray) -> float:

@@ -16,12 +16,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rose.coordinator import replay
 from rose.models import resolve
 from rose.protocol import Trajectory, unpack_tokens
-from scripts import csv_tables
+from scripts.csv_tables import middle, show
 from scripts.harness import Child, answers, cfg, flagged
 from scripts.runs import ran
 
@@ -43,7 +43,11 @@ def main() -> int:
         [measure(engines, args.steps, args.words) for engines in args.engines]
         for _ in range(args.rounds)
     ]
-    show([[measured[i] for measured in rounds] for i in range(len(args.engines))])
+    rows = []
+    for each in zip(*rounds, strict=True):
+        medians = {key: median(one[key] for one in each) for key in each[0]}
+        rows.append(medians | {"ratio": middle([one["ratio"] for one in each])})
+    show(rows, f"one training step, medians of {args.rounds} rounds; seconds, tokens/s")
     return 0
 
 
@@ -55,15 +59,10 @@ def measure(engines: int, steps: int, overrides: list[str]) -> dict:
         )
         loop = run.steps(1)
         alone = run_alone(run.run, engines, steps)
-    row = {
-        key: statistics.median(step[f"time_{key}"] for step in loop)
-        for key in ("step", "rollout", "train", "sync", "idle")
-    }
-    return {"engines": engines, **row} | {
-        "loop": statistics.median(step["tokens_per_s"] for step in loop),
-        "alone": alone,
-        "ratio": statistics.median(step["tokens_per_s"] for step in loop) / alone,
-    }
+    parts = ("step", "rollout", "train", "sync", "idle")
+    seconds = {part: median(step[f"time_{part}"] for step in loop) for part in parts}
+    rate = median(step["tokens_per_s"] for step in loop)
+    return {"engines": engines, **seconds, "loop": rate, "alone": alone, "ratio": rate / alone}
 
 
 def run_alone(run: Path, engines: int, steps: int) -> float:
@@ -86,7 +85,7 @@ def run_alone(run: Path, engines: int, steps: int) -> float:
         for child in children:  # the process ends by itself and shuts its engine down
             child.popen.stdin.close()
             child.popen.wait(60)
-    return statistics.median(rates)
+    return median(rates)
 
 
 def turns_of(trajectory: Trajectory) -> list[tuple[list[int], int]]:
@@ -134,30 +133,13 @@ async def play_trajectory(llm, step: int, trajectory: Trajectory) -> int:
     from vllm.sampling_params import RequestOutputKind
 
     made = 0
+    alike = {"ignore_eos": True, "temperature": 1.0, "logprobs": 0, "detokenize": False}
     for number, (context, count) in enumerate(turns_of(trajectory)):
-        params = SamplingParams(
-            max_tokens=count,
-            ignore_eos=True,
-            temperature=1.0,
-            logprobs=0,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        params = SamplingParams(max_tokens=count, output_kind=RequestOutputKind.FINAL_ONLY, **alike)
         request = {"prompt_token_ids": context, "cache_salt": str(step)}
         async for _ in llm.generate(request, params, f"{step}/{trajectory.id}/{number}"):
             made += count
     return made
-
-
-def show(measured: list[list[dict]]) -> None:
-    """Print the table. `measured` has the rounds of each number of engines."""
-    rows = []
-    for rounds in measured:
-        ratios = [one["ratio"] for one in rounds]
-        middle = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
-        rows.append(middle | {"ratio, least": min(ratios), "ratio, most": max(ratios)})
-    title = f"one training step, medians of {len(measured[0])} rounds; seconds, tokens/s"
-    csv_tables.show(rows, title)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ import inspect
 import itertools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rose import files
 from rose.models import resolve
-from scripts import csv_tables
+from scripts.csv_tables import middle, show
 from scripts.harness import Failed, configured, family, keyed, stop
 from scripts.runs import Run, launch
 
@@ -61,7 +61,12 @@ def main() -> int:
                 steps = run(options, Path(folder))
             found[name] += steps
             print(name, *(f"{s:.2f} s ({cpu:.2f} CPU)" for s, cpu in steps), flush=True)
-    show(found)
+    rows, ours = [], [median(column) for column in zip(*found["ours"], strict=True)]
+    for name, steps in found.items():
+        seconds, cpu_s = zip(*steps, strict=True)
+        row = {"steps of": name, "s": middle(seconds), "CPU s": middle(cpu_s)}
+        rows.append(row | {"of ours": median(seconds) / ours[0], "CPU": median(cpu_s) / ours[1]})
+    show(rows, f"{len(found['ours'])} steps each")
     return 0
 
 
@@ -181,14 +186,12 @@ def trl(options: dict[str, Any], folder: Path) -> int:
 
     torch.set_num_threads(options["threads"])
     source = str(endless(folder / "model"))
+    quiet = {"report_to": [], "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
     settings = GRPOConfig(
         output_dir=str(folder / "trl"),
         use_cpu=True,
         bf16=False,
-        report_to=[],
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
+        **quiet,
         max_steps=options["steps"],
         learning_rate=1e-6,
         beta=0.0,
@@ -207,18 +210,6 @@ def trl(options: dict[str, Any], folder: Path) -> int:
         callbacks=[Steps()],
     ).train()
     return 0
-
-
-def show(found: dict[str, list[tuple[float, float]]]) -> None:
-    table, ours = [], [statistics.median(column) for column in zip(*found["ours"], strict=True)]
-    for name, steps in found.items():
-        row: dict[str, Any] = {"steps of": name}
-        for unit, values in zip(("s", "CPU s"), zip(*steps, strict=True), strict=True):
-            row |= {unit: statistics.median(values), f"least {unit[:-2]}".strip(): min(values)}
-            row |= {f"most {unit[:-2]}".strip(): max(values)}
-        row |= {"of ours": row["s"] / ours[0], "CPU of ours": row["CPU s"] / ours[1]}
-        table.append(row)
-    csv_tables.show(table, f"{len(found['ours'])} steps each")
 
 
 if __name__ == "__main__":

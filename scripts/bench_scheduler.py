@@ -4,14 +4,13 @@
     python scripts/bench_scheduler.py --sizes 100 --policies rose --csv docs/results/bench_scheduler.csv
 
 Workers hold 4 turns each, and there are 5 times as many trajectories, of 8 turns, in groups of 16.
-A fifth of the turns waits, so the queue grows with the cluster, too. Each `handle(event)` is timed
-by itself. A decision is any event that may place a turn, so all but `TurnProgressed`. There is no
-clock: the driver ends a random running turn, and its trajectory requests the next turn, or a new
-trajectory replaces it. Between them come ticks, capacities of borrowed workers that shrink and
-grow, returned turns, lost and joined workers. When a step is trained, every worker loads a version,
-one by one, while turns continue. Joining and the first assignments aren't counted. Times are of the
-thread's CPU clock, so that other programs on the machine count less. Python's garbage collector is
-off, as it is in the simulator.
+So a fifth of the turns waits. Each `handle(event)` is timed by itself. There is no clock: the
+driver ends a random running turn, and its trajectory requests the next turn, or a new trajectory
+replaces it. Between them come ticks, capacities of borrowed workers that shrink and grow, returned
+turns, lost and joined workers. When a step is trained, every worker loads a version, one by one,
+while turns continue. Joining and the first assignments aren't counted. Times are of the thread's
+CPU clock, so that other programs on the machine count less. Python's garbage collector is off, as
+it is in the simulator.
 """
 
 from __future__ import annotations
@@ -52,6 +51,8 @@ SYSTEMS = {
     "best": ("all_idle", "rose", "fifo", "bounded_staleness"),
 }
 KINDS = ("provisioning", "routing", "order", "batching")
+# Workers of these kinds join by turns, of both kinds of hardware.
+WORKERS, HARDWARE = ("dedicated", "dedicated", "cooperative", "spot", "hybrid"), ("H800", "H20")
 
 
 def policy(kind: str, name: str) -> Policy:
@@ -72,13 +73,6 @@ class Load:
         self.scheduler, self.draw = scheduler, np.random.default_rng(1)
         self.costs: dict[str, list[int]] = {}  # nanoseconds of each event, by the event's type
         self.at = 0.0
-        self.kinds = [
-            ("dedicated", "H800"),
-            ("dedicated", "H20"),
-            ("cooperative", "H800"),
-            ("spot", "H20"),
-            ("hybrid", "H800"),
-        ]
         self.borrowed: list[str] = []
         self.running: list[str] = []  # turns that workers hold
         self.place: dict[str, int] = {}  # turn -> its index in `running`
@@ -96,7 +90,7 @@ class Load:
     # ----------------------------------------------------------------- what happens
 
     def join(self, i: int) -> None:
-        kind, hardware = self.kinds[i % len(self.kinds)]
+        kind, hardware = WORKERS[i % len(WORKERS)], HARDWARE[i % len(WORKERS) % 2]
         name = f"worker-{i}"
         if kind in ("cooperative", "spot") and i < len(self.scheduler.cluster.workers) + 1:
             self.borrowed.append(name)
@@ -114,11 +108,10 @@ class Load:
             trajectory, _, number = turn.rpartition(".t")
             if trajectory not in self.left:
                 continue  # dropped trajectory
+            own = {"turn": turn, "trajectory": trajectory, "group": trajectory.partition(".")[0]}
             self.feed(
                 ev.TurnRequested,
-                turn=turn,
-                trajectory=trajectory,
-                group=trajectory.partition(".")[0],
+                **own,
                 context_tokens=500 * (1 + int(number)),
                 max_new_tokens=int(self.draw.integers(200, 6000)),
                 domain=("maths", "web")[len(trajectory) % 2],
@@ -237,20 +230,13 @@ def measure(system: str, workers: int, events: int) -> dict[str, Any]:
     load.run(events)
     gc.enable()
     costs = np.concatenate([np.array(c) for c in load.costs.values()]) / 1e3
-    request, end = (np.array(load.costs[k]) / 1e3 for k in ("TurnRequested", "TurnEnded"))
-    return {
-        "system": system,
-        "workers": workers,
-        "turns": len(load.scheduler.cluster.turns),
-        "waiting": load.scheduler.waiting,
-        "decisions": len(costs),
-        "median_us": np.median(costs),
-        "p99_us": np.percentile(costs, 99),
-        "p99.9_us": np.percentile(costs, 99.9),
-        "max_us": costs.max(),
-        "request_us": np.median(request),
-        "end_us": np.median(end),
-    }
+    row = {"system": system, "workers": workers, "turns": len(load.scheduler.cluster.turns)}
+    row |= {"waiting": load.scheduler.waiting, "decisions": len(costs)}
+    for name, percent in (("median", 50), ("p99", 99), ("p99.9", 99.9), ("max", 100)):
+        row[f"{name}_us"] = np.percentile(costs, percent)
+    for name, event in (("request", "TurnRequested"), ("end", "TurnEnded")):
+        row[f"{name}_us"] = np.median(load.costs[event]) / 1e3
+    return row
 
 
 def main() -> None:

@@ -1,16 +1,16 @@
-"""Measure publish to flip by each encoding, from two ranks to receivers behind a slow link.
+"""Measure publish to flip by each encoding, from a publisher to receivers behind a slow link.
 
     python scripts/bench_sync.py outputs/smollm                    # 1 Gbit/s and 200 Mbit/s
     python scripts/bench_sync.py RUN RUN --rates 200 --receivers 1 --steps 2
 
 The last `--steps` versions of each run's store (which keeps transfer.keep_versions of them) are
-published again, by every encoding, through `Publisher` on two ranks, a relay beside the store, the
-link, a second relay, and `Receiver`. `--rates`: Mbit/s; 0 is the loopback, without a limit.
-Seconds: from the order to publish until the last receiver has flipped. Bytes of the link include
-headers and requests' answers. After every sync, each receiver's weights are compared with the
-run's. Dense is synced for the first run only, because its bytes are the same for all. Left out:
-full versions and collecting, latency, an engine around the receiver (`gpu_check.py --device cpu
-engine` has one).
+published again, by every encoding, through `Publisher`, a relay beside the store, the link, a
+second relay, and `Receiver` in a process for each receiver. `--rates`: Mbit/s; 0 is the loopback,
+neither limited nor counted. Seconds: from the begin of publishing until the last receiver has
+flipped. Bytes of the link include headers and requests' answers. After every sync, each receiver's
+weights are compared with the run's. Dense is synced for the first run only, because its bytes are
+the same for all. Left out: full versions and collecting, latency, several publishers, an engine
+around the receiver.
 """
 
 from __future__ import annotations
@@ -25,32 +25,81 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
-
-import msgspec
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rose.files import write_whole
-from rose.transfer.source import read_token
-from scripts.bench_sync_roles import digest
+from rose.transfer import codec
 from scripts.csv_tables import show, write_csv
-from scripts.harness import REPOSITORY, Child, Failed, cfg, flagged
-from scripts.run_weights import last_versions
-from tests.ports import free_port
+from scripts.harness import Child, Failed, answers, cfg, flagged
+from scripts.run_weights import CodecOf, Whole, last_versions, threads
 
-RANKS = 2
 ENCODINGS = ("dense", "xor", "ours")
 # A median is over the syncs that have these in common.
 ALIKE = ("run", "encoding", "receivers")
+STAGE_BYTES, TIMEOUT_S = 8 * 2**30, 300.0
 BURST = 256 * 1024  # bytes of a token bucket; a packet with offload has up to 64 KiB
 SUBNET = "10.203.71"
 ROOTLESS = "unshare -rnm sh -c 'mount -t tmpfs none /run && python scripts/bench_sync.py ...'"
 VARIABLES = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+
+
+def load(file: Path | str) -> dict:
+    """Load a version's tensors into memory of their own, not mapped from the file."""
+    from safetensors.torch import load_file
+
+    return {name: tensor.clone() for name, tensor in load_file(file).items()}
+
+
+def digest(tensors: dict) -> str:
+    """Return xxh3-128 over all tensors in the order of their names."""
+    import torch
+    import xxhash
+
+    state = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        state.update(name.encode())
+        state.update(tensors[name].contiguous().view(torch.uint8).numpy().data.cast("B"))
+    return state.hexdigest()
+
+
+def encoding(name: str) -> Any:
+    return codec if name == "ours" else CodecOf(name)
+
+
+def receive(token_file: str) -> int:
+    """Receive the weights of an engine, without the engine, as ordered: {"open": store, "file",
+    "encoding"}, then {"version"}."""
+    from rose.transfer import stage as product
+    from rose.transfer.live import Live
+    from rose.transfer.receive import Receiver, whole
+
+    say = answers()
+    codec.compile_all()
+    say({"ready": True})
+    receiver: Any = None
+    tensors: dict = {}
+    for order in map(json.loads, sys.stdin):
+        if "open" in order:
+            if receiver is not None:
+                receiver.close()
+            product.codec, tensors = encoding(order["encoding"]), load(order["file"])
+            receiver = Receiver(order["open"], None, token_file, whole, Live(tensors))
+            say({})
+            continue
+        version, computed = order["version"], time.process_time()
+        staged = receiver.stage(version - 1, version, threads(), STAGE_BYTES, TIMEOUT_S)
+        staged.flip()
+        told = {"flipped": time.monotonic(), "cpu_s": time.process_time() - computed}
+        staged.check()
+        say(told | {"route": staged.route, "digest": digest(tensors)})
+        del staged
+    return 0
 
 
 class Steps(NamedTuple):
@@ -59,7 +108,7 @@ class Steps(NamedTuple):
     name: str
     files: list[Path]
     digests: list[str]
-    shape: dict
+    shape: cfg.ModelShape
 
 
 def steps_of(run: Path, count: int, folder: Path) -> Steps:
@@ -74,16 +123,15 @@ def steps_of(run: Path, count: int, folder: Path) -> Steps:
         files.append(folder / f"{run.name}-{version}.safetensors")
         save_file(tensors, files[-1])
         digests.append(digest(tensors))
-    shape = msgspec.to_builtins(cfg.load(run / "config.json").model.shape)
-    return Steps(run.name, files, digests, shape)
+    return Steps(run.name, files, digests, cfg.load(run / "config.json").model.shape)
 
 
 class Link:
     """A link of `rate` bits a second: two network namespaces joined by a veth pair, tc's token
     bucket on both ends, bytes from the kernel's counters. A context manager that removes its
     namespaces at the end. Raises `Failed` where this machine can't create them. Latency is left
-    out, because tc's netem is a module that many kernels lack. With a rate of 0 it is the loopback,
-    neither limited nor counted."""
+    out, because tc's netem is a module that many kernels lack. With a rate of 0 it is the
+    loopback."""
 
     def __init__(self, rate: float) -> None:
         self.name = f"network namespaces, tc tbf {rate / 1e6:g} Mbit/s" if rate else "loopback"
@@ -157,33 +205,18 @@ class Bench:
             load = os.getloadavg()[0]
             print(f"link: {link.name}; {load:.1f} programs ran in the minute before", flush=True)
             serving = self._relays(stack, link)
-            role = [sys.executable, str(REPOSITORY / "scripts" / "bench_sync_roles.py")]
-            job = {"shape": self.runs[0].shape, "port": free_port(), "ranks": RANKS}
-            publishers = [
-                self.child(
-                    stack,
-                    f"publisher-{rank}",
-                    [*link.sides[0], *role, "publish", json.dumps(job | {"rank": rank})],
-                )
-                for rank in range(RANKS)
-            ]
-            receiving = [*link.sides[1], *role, "receive"]
-            receiving.append(json.dumps({"token_file": str(self.token_file)}))
-            receivers = [
-                self.child(stack, f"receiver-{n}", receiving) for n in range(max(self.receivers))
-            ]
-            for one in [*publishers, *receivers]:
+            command = [*link.sides[1], sys.executable, __file__, "--receive", str(self.token_file)]
+            count = max(self.receivers)
+            receivers = [self.child(stack, f"receiver-{n}", command) for n in range(count)]
+            for one in receivers:
                 one.answer()
-            return [
-                row
-                for run in self.runs
-                for encoding in ENCODINGS
-                if encoding != "dense" or run is self.runs[0]
-                for count in self.receivers
-                for row in self._syncs(
-                    link, serving, publishers, receivers[:count], run, encoding, rate
-                )
-            ]
+            rows: list[dict] = []
+            for run in self.runs:
+                for name in ENCODINGS if run is self.runs[0] else ENCODINGS[1:]:
+                    with patch("rose.transfer.publish.codec", encoding(name)):
+                        for count in self.receivers:
+                            rows += self._syncs(link, serving, receivers[:count], run, name)
+            return rows
 
     def _relays(self, stack: ExitStack, link) -> str:
         """Start a relay on each side and return the URL of the serving side's."""
@@ -199,56 +232,33 @@ class Bench:
         return re.search(r"(http://[\w.]+:\d+) ", second.line(60))[1]
 
     def _syncs(
-        self, link, serving, publishers, readers, run: Steps, encoding: str, rate: float
+        self, link: Link, serving: str, readers: list[Child], run: Steps, encoding: str
     ) -> list[dict]:
         store = Path(tempfile.mkdtemp(prefix=f"{encoding}-", dir=self.stores))
+        made = Whole(store, load(run.files[0]), run.shape, (1, 2, 4, 8))
+        made.publish(0)
         opening = {"encoding": encoding, "file": str(run.files[0])}
-        ask(publishers, opening | {"open": str(store)})
         ask(readers, opening | {"open": f"{serving}/{store.name}"})
         rows = []
         for version, file in enumerate(run.files[1:], 1):
-            ask(publishers, {"version": version, "file": str(file)})
-            before, began = link.bytes() or self._pulled(serving, link), time.monotonic()
-            published = ask(publishers, {})
+            made.tensors = load(file)
+            before, began, computed = link.bytes(), time.monotonic(), time.process_time()
+            nbytes = made.publish(version).nbytes
+            computed = time.process_time() - computed
             loaded = ask(readers, {"version": version})
-            crossed = (link.bytes() or self._pulled(serving, link)) - before
+            crossed = link.bytes() - before
             for reader, found in zip(readers, loaded, strict=True):
                 if found["digest"] != run.digests[version] or len(found["route"]) != 1:
-                    raise Failed(
-                        f"bench_sync: {encoding}, {reader.name}: version {version}, by "
-                        f"{found['route']}, is not the run's"
-                    )
+                    which = f"{encoding}, {reader.name}: version {version}, by {found['route']}"
+                    raise Failed(f"bench_sync: {which}, is not the run's")
             slowest = max(loaded, key=lambda found: found["flipped"])
-            rows.append(
-                {
-                    "rate": rate,  # Mbit/s
-                    "run": run.name,
-                    "encoding": encoding,
-                    "receivers": len(readers),
-                    "MB": published[0]["nbytes"] / 1e6,
-                    "link_MB": crossed / 1e6,
-                    "seconds": slowest["flipped"] - began,  # publish to flipped
-                    "publish_s": max(found["seconds"] for found in published),
-                    "pause_ms": 1e3 * slowest["pause_s"],  # flip of the slowest receiver
-                    "publish_cpu_s": sum(found["cpu_s"] for found in published),
-                    "stage_cpu_s": slowest["cpu_s"],
-                    "changed": slowest["changed"],  # number of values
-                }
-            )
+            row = {"rate": link.rate / 1e6, "run": run.name, "encoding": encoding}
+            row |= {"receivers": len(readers), "MB": nbytes / 1e6, "link_MB": crossed / 1e6}
+            row |= {"seconds": slowest["flipped"] - began, "publish_cpu_s": computed}
+            rows.append(row | {"stage_cpu_s": slowest["cpu_s"]})
         shutil.rmtree(store)
         print(f"  {run.name} {encoding}, {len(readers)} receivers: {rows[-1]['seconds']:.2f} s")
         return rows
-
-    def _pulled(self, url: str, link) -> int:
-        """Return the bytes of files that the serving side's relay requested, for a link that counts
-        no bytes. 0 with namespaces, which count theirs."""
-        if link.rate:
-            return 0
-        headers = {"Authorization": f"Bearer {read_token(self.token_file)}"}
-        asked = urllib.request.Request(f"{url}/metrics", headers=headers)
-        with urllib.request.urlopen(asked, timeout=10) as answer:
-            text = answer.read().decode()
-        return int(re.search(r"^rose_relay_upstream_bytes_total (\d+)$", text, re.M)[1])
 
 
 def ask(children: list[Child], order: dict) -> list[dict]:
@@ -273,6 +283,8 @@ def medians(rows: list[dict]) -> list[dict]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    if sys.argv[1:2] == ["--receive"]:
+        return receive(sys.argv[2])
     args = flagged(__doc__, argv, "RUN", rates="1000,200", receivers="1,2,4", steps=3, csv=Path)
     # SIGTERM becomes an exception, so that everything is cleaned up.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -280,6 +292,7 @@ def main(argv: list[str] | None = None) -> int:
     receivers = sorted(int(count) for count in args.receivers.split(","))
     if not args.words or min(args.steps, receivers[0]) < 1 or min(rates) < 0:
         raise Failed("one RUN is needed; --steps and --receivers from 1 on, --rates from 0 on")
+    codec.compile_all()
     rows = []
     with tempfile.TemporaryDirectory(prefix="rose-bench-sync-") as folder:
         runs = [steps_of(Path(run), args.steps, Path(folder)) for run in args.words]

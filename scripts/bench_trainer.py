@@ -13,19 +13,19 @@ adapters of that rank beside every projection of the frozen model. They, too, ar
 packed without padding.
 
 Prints the first step; medians and extremes of the other steps' forward and backward passes, and of
-the optimizer's step; rows/s; and ratios to `plain` of the same round, in wall time and in processor
+the optimizer's step; and the speed beside `plain` of the same round, in wall time and in processor
 time, which other load lengthens less.
 """
 
 from __future__ import annotations
 
 import json
-import resource
-import statistics
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -37,8 +37,9 @@ from rose.config import Config, read_shape
 from rose.coordinator.replay import summarise
 from rose.models import resolve
 from rose.trainer import batching
-from scripts import csv_tables
+from scripts.csv_tables import middle, show
 from scripts.harness import Child, answers, configured, keyed
+from tests.made import trajectory
 from tests.ports import free_port
 
 
@@ -61,23 +62,27 @@ def main() -> int:
     ours = threads | config.cluster.mpi.env | config.cluster.env
     environment = {name: threads if name == "plain" else ours for name in who.values()}
     found: list[dict[str, dict]] = []
-    with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="rose-bench-") as folder, ExitStack() as stack:
         children = {}
-        try:
-            for name, env in environment.items():
-                command = [sys.executable, __file__, "--child", name, json.dumps(options)]
-                children[name] = Child(name, command, Path(folder) / f"{name}.log", env)
-            for child in children.values():
-                child.answer()
-            for _ in range(options["rounds"] + 1):
-                found.append(
-                    {kind: children[name].ask({"kind": kind}) for kind, name in who.items()}
-                )
-                print(json.dumps(found[-1]), flush=True)
-        finally:
-            for child in children.values():
-                child.end()
-    show(found)
+        for name, env in environment.items():
+            command = [sys.executable, __file__, "--child", name, json.dumps(options)]
+            children[name] = Child(name, command, Path(folder) / f"{name}.log", env)
+            stack.callback(children[name].end)
+        for child in children.values():
+            child.answer()
+        for _ in range(options["rounds"] + 1):
+            found.append({kind: children[name].ask({"kind": kind}) for kind, name in who.items()})
+            print(json.dumps(found[-1]), flush=True)
+    first, *later = found
+    rows = []
+    for kind in who:
+        speeds = [one["plain"]["s"] / one[kind]["s"] for one in later]
+        row = {"step": kind, "first s": first[kind]["s"]}
+        row |= {"passes s": middle([one[kind]["s"] for one in later])}
+        row |= {"optimizer s": median(one[kind]["optimizer"] for one in later)}
+        row |= {"speed of plain": middle(speeds)}
+        rows.append(row | {"cpu": median(o["plain"]["cpu"] / o[kind]["cpu"] for o in later)})
+    show(rows, f"medians of {len(later)} rounds")
     return 0
 
 
@@ -105,21 +110,8 @@ def batch(options: dict[str, Any], vocabulary: int) -> list[list[p.Trajectory]]:
             own = int(random.integers(options["own"] // 2, options["own"] + 1))
             mask = np.repeat([0, 1], [len(prompt), own])
             tokens = [*prompt, *random.integers(0, vocabulary, own)]
-            groups[g].append(
-                p.Trajectory(
-                    id=f"g{g}.{m}",
-                    group=f"g{g}",
-                    phase=p.Phase.TRAIN,
-                    tokens=p.pack_tokens(tokens),
-                    mask=mask.astype(np.uint8).tobytes(),
-                    logprobs=p.pack_floats(mask * -np.log(vocabulary)),
-                    versions=p.pack_tokens(mask - 1),
-                    reward=float(m % 2),
-                    success=False,
-                    turns=1,
-                    response_tokens=own,
-                )
-            )
+            told = mask.tolist(), mask * -np.log(vocabulary), mask - 1, float(m % 2)
+            groups[g].append(trajectory(f"g{g}.{m}", tokens, *told))
     return groups
 
 
@@ -127,26 +119,15 @@ def batch(options: dict[str, Any], vocabulary: int) -> list[list[p.Trajectory]]:
 
 
 def serve(name: str, options: dict[str, Any]) -> int:
-    more = (
-        ["+trainer/lora=linear", f"trainer.lora.rank={options['lora']}"] if name == "lora" else []
-    )
-    say, config = answers(), configuration(options, *more)
+    lora = "+trainer/lora=linear", f"trainer.lora.rank={options['lora']}"
+    say, config = answers(), configuration(options, *(lora if name == "lora" else ()))
     groups = batch(options, read_shape(resolve(config.model)).vocab)
     made = (Plain if name == "plain" else Ours)(config, groups, options)
     say({})
     for line in sys.stdin:
-        kind = json.loads(line)["kind"].partition(" ")[0]
-        before = resource.getrusage(resource.RUSAGE_SELF)
-        seconds, optimizer = made.step(kind)
-        after = resource.getrusage(resource.RUSAGE_SELF)
-        say(
-            {
-                "s": seconds,
-                "optimizer": optimizer,
-                "cpu": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
-                "rows": options["groups"] * options["members"],
-            }
-        )
+        before = time.process_time()
+        seconds, optimizer = made.step(json.loads(line)["kind"].partition(" ")[0])
+        say({"s": seconds, "optimizer": optimizer, "cpu": time.process_time() - before})
     return 0
 
 
@@ -226,31 +207,6 @@ class Ours:
         took = time.perf_counter() - began
         optimizer = metrics["seconds_optimizer"]
         return took - optimizer, optimizer
-
-
-def show(found: list[dict[str, dict]]) -> None:
-    first, later = found[0], found[1:]
-    table = []
-    for kind in first:
-        each = [one[kind] for one in later]
-        seconds = [one["s"] for one in each]
-        whole = [one[kind]["s"] / one["plain"]["s"] for one in later]
-        table.append(
-            {
-                "step": kind,
-                "first s": first[kind]["s"],
-                "passes s": statistics.median(seconds),
-                "least": min(seconds),
-                "most": max(seconds),
-                "optimizer s": statistics.median(one["optimizer"] for one in each),
-                "rows/s": statistics.median(one["rows"] / one["s"] for one in each),
-                "speed of plain": 1 / statistics.median(whole),
-                "slowest": 1 / max(whole),
-                "fastest": 1 / min(whole),
-                "cpu": statistics.median(one["plain"]["cpu"] / one[kind]["cpu"] for one in later),
-            }
-        )
-    csv_tables.show(table, f"medians of {len(later)} rounds")
 
 
 if __name__ == "__main__":

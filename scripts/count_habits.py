@@ -3,12 +3,9 @@
     python scripts/count_habits.py outputs/frozenlake
     python scripts/count_habits.py outputs/frozenlake --every 10
 
-Reads the saved trajectories (observe.save_trajectories=true), also while the run goes on. A cell is
-a dead end if neither the cell to its right nor the one below is open: from there the goal can only
-be reached by a step back. A fork is a cell where both are open and only one of them is on a
-shortest path. Left out: slippery lakes, whose moves are not what the policy chose.
-
-    0 printed   1 no lakes in the trajectories, or a damaged file   2 bad arguments
+Reads the saved trajectories (observe.save_trajectories=true), also while the run goes on.
+docs/frozenlake.md says what each column counts. Left out: slippery lakes, whose moves are not what
+the policy chose. Exit code 1 if the trajectories have no lakes or are damaged, 2 for bad arguments.
 """
 
 from __future__ import annotations
@@ -39,21 +36,9 @@ BESIDE = " ".join(rf"{direction} (\w+)" for direction in DIRECTIONS)
 LAKE_OR_MOVE = re.compile(
     rf'(?P<lake>(?:[PFHG](?: [PFHG])+\n)+){BESIDE}|"direction": "(?P<move>{"|".join(DIRECTIONS)})"'
 )
-# Each column is a share in percent. `solved`, `fell`, `late` and `dead` are shares of episodes.
-# `equal` is the share of groups that were all solved or all failed, and so have no advantage.
-# `forward` is a share of all moves, `hole` of moves beside a hole, `back` of moves in a dead end,
-# and `fork` of the moves right or down at a fork.
-COLUMNS = {
-    "solved": "solved",
-    "fell": "fell",
-    "late": "no turns left",
-    "equal": "groups all alike",
-    "forward": "right or down",
-    "hole": "into hole",
-    "dead": "in dead end",
-    "back": "steps back",
-    "fork": "shorter way",
-}
+COLUMNS = {"solved": "solved", "fell": "fell", "late": "no turns left", "equal": "groups all alike"}
+COLUMNS |= {"forward": "right or down", "hole": "into hole", "dead": "in dead end"}
+COLUMNS |= {"back": "steps back", "fork": "shorter way"}
 
 
 class Shares:

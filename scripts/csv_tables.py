@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import csv
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))
-
 from rose.files import write_whole
+from rose.places import REPOSITORY
 
 RESULTS = REPOSITORY / "docs" / "results"
 WIDTH = 160  # columns of a printed table, at most
@@ -26,10 +24,9 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         return ("" if math.isnan(value) else f"{value:.4g}") if isinstance(value, float) else value
 
     path.parent.mkdir(parents=True, exist_ok=True)
+    columns = list(dict.fromkeys(key for row in rows for key in row))
     with path.open("w", newline="", encoding="utf-8") as file:
-        out = csv.DictWriter(
-            file, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n"
-        )
+        out = csv.DictWriter(file, columns, lineterminator="\n")
         out.writeheader()
         out.writerows({key: plain(value) for key, value in row.items()} for row in rows)
 
@@ -54,23 +51,24 @@ def merge(
 def show(rows: Sequence[dict[str, Any]], title: str) -> None:
     """Print rows as a table."""
     made = Table(title=title, title_justify="left")
-    for key in rows[0]:
+    for key, value in rows[0].items():
         made.add_column(
-            key.replace("_", " "), justify="left" if isinstance(rows[0][key], str) else "right"
+            key.replace("_", " "), justify="left" if isinstance(value, str) else "right"
         )
     for row in rows:
-        made.add_row(
-            *(
-                "–" if v != v else f"{v:.4g}" if isinstance(v, float) else str(v)
-                for v in row.values()
-            )
-        )
+        shown = (f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values())
+        made.add_row(*("–" if words == "nan" else words for words in shown))
     Console(width=WIDTH).print(made)
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     first, *rest = (f"| {' | '.join(cells)} |" for cells in (header, *rows))
     return "\n".join([first, "|---" * len(header) + "|", *rest])
+
+
+def middle(values: Sequence[float], form: str = ".2f") -> str:
+    """Format the median and the range of values as 1.31 (1.28 to 1.34)."""
+    return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 def bounded(mean: float, low: float, high: float, form: str = ".2f") -> str:
@@ -85,8 +83,7 @@ def with_bounds(row: Mapping[str, str], key: str, low: str, high: str, form: str
 
 
 def draw(path: Path, page: str, name: str, words: Callable[[list[dict[str, str]]], str]) -> None:
-    """Put the table that `words` formats of a CSV file into a page, if the file is one of the docs'
-    own."""
+    """Put the table that `words` formats of one of the docs' own CSV files into a page."""
     if path.parent == RESULTS and path.exists():
         put(REPOSITORY / "docs" / page, name, words(read_csv(path)))
 
@@ -98,7 +95,6 @@ def put(page: Path, name: str, text: str) -> None:
     first, newline, rest = rest.partition("\n")
     _, ended, after = rest.partition(f"<!-- end of {name} -->")
     if not (begun and ended):
-        raise SystemExit(
-            f"{page}: no <!-- {name}: ... --> and <!-- end of {name} --> to write between"
-        )
+        marks = f"<!-- {name}: ... --> and <!-- end of {name} -->"
+        raise SystemExit(f"{page}: no {marks} to write between")
     write_whole(page, f"{before}{begun}{first}{newline}{text}\n{ended}{after}".encode())

@@ -3,18 +3,12 @@
     python scripts/gpu_check.py                       # all checks that this machine can run; one GPU is enough
     python scripts/gpu_check.py engine trainer        # only these
     python scripts/gpu_check.py --list                # the names of all checks
-    python scripts/gpu_check.py --json figures.json --minutes 8
+    python scripts/gpu_check.py --json figures.json
     python scripts/gpu_check.py --device cpu          # the same code on the CPU, with the tiny model
 
-Each check (tests/gpu/) is run by pytest in a process of its own with a deadline: a check that hangs or crashes does not end
-the others. At the end a table shows for each check ok / FAILED / not possible here, measured and
-expected values, and the remedy for a failure. Speeds are compared with the limit that arithmetic
-sets on this GPU (published HBM bandwidth and dense bfloat16 rate, in rose/parts/simulator/hardware.py); a check
-passes from a low share of that limit. Exit code 1 if any check failed, 2 for a wrong command line.
-
-The model is a random one of the shape of Qwen3-0.6B, created in a scratch folder (nothing is
-downloaded), or --model FOLDER or hub id. Left out: several nodes (rose doctor
-cluster=slurm), and whether training learns.
+Each check (tests/gpu/) is run by pytest in a process of its own with a deadline, so that one that
+hangs or crashes does not end the others. docs/gpu.md has the options and what is compared. Exit
+code 1 if any check failed, 2 for a wrong command line.
 """
 
 from __future__ import annotations
@@ -29,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import yaml
@@ -51,11 +46,8 @@ LEAVE_S = 15.0  # seconds for a check's processes to end after the check or afte
 # A check takes longer on a CPU, where other work shares the cores.
 CPU_TIMES = 4
 LOG_LINES = 25  # last lines of a failed check's output that are shown
-SMI = (
-    "nvidia-smi",
-    "--query-gpu=name,memory.total,driver_version",
-    "--format=csv,noheader,nounits",
-)
+QUERY = "--query-gpu=name,memory.total,driver_version"
+SMI = ("nvidia-smi", QUERY, "--format=csv,noheader,nounits")
 SMI_S = 60.0
 TORCH = (
     "import torch; [print(torch.cuda.get_device_name(i), torch.cuda.mem_get_info(i)[1] >> 20, "
@@ -76,40 +68,27 @@ class Outcome(msgspec.Struct):
 def main(argv: list[str]) -> int:
     arguments = parse(argv)
     if arguments.list:
-        print(
-            "\n".join(
-                f"{c.name:10} {c.what}; at most {c.deadline_s:.0f} s" for c in CHECKS.values()
-            )
-        )
+        for check in CHECKS.values():
+            print(f"{check.name:10} {check.what}; at most {check.deadline_s:.0f} s")
         return 0
     adopt_orphans()
     scratch = Path(tempfile.mkdtemp(prefix="rose-gpu-check-", dir=arguments.folder))
-    # Logs are kept until all checks have passed, also when this is interrupted.
     failed = True
     try:
         setup = look(arguments, scratch)
-        outcomes = run_all(chosen(arguments.checks), setup, arguments)
+        outcomes = run_all(chosen(arguments.checks), setup, arguments.json)
         print(f"\n{table(outcomes)}")
-        names = [one.name for one in outcomes if one.state == FAILED]
+        names = ", ".join(one.name for one in outcomes if one.state == FAILED)
         failed = bool(names)
-        print(
-            f"\n{setup.gpus or 'no'} GPUs ({setup.gpu}): "
-            + (f"FAILED: {', '.join(names)}" if failed else "all ok")
-        )
+        said = f"FAILED: {names}" if failed else "all ok"
+        print(f"\n{setup.gpus or 'no'} GPUs ({setup.gpu}): {said}")
     finally:
-        clear(scratch, logs=not failed)
+        # The model and the stores take gigabytes. Logs are kept until all checks have passed, also
+        # when this is interrupted.
+        folders = [path for path in scratch.iterdir() if path.is_dir()] if failed else [scratch]
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
     return int(failed)
-
-
-def clear(scratch: Path, logs: bool) -> None:
-    """Remove the model and the stores, which take gigabytes; with `logs`, the whole folder."""
-    for path in scratch.iterdir():
-        if path.is_symlink():
-            path.unlink()
-        elif path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-    if logs:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -120,32 +99,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--model", help="folder or hub id; else one is made")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="all figures, written after every check"
-    )
-    parser.add_argument(
-        "--minutes", type=float, help="no check begins, and none goes on, after so long"
-    )
-    parser.add_argument(
-        "--folder", type=Path, help="for the scratch folder (5 GB); default: TMPDIR"
-    )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="CHECK.SIZE=VALUE", help="as engine.turns=16"
-    )
+    parser.add_argument("--json", type=Path, help="file of all figures, written after every check")
+    parser.add_argument("--folder", type=Path, help="for the scratch folder (5 GB), not TMPDIR")
+    parser.add_argument("--set", action="append", default=[], metavar="CHECK.SIZE=VALUE")
     arguments = parser.parse_args(argv)
     if unknown := set(arguments.checks) - set(CHECKS):
         parser.error(f"no check {', '.join(sorted(unknown))}; there are {', '.join(CHECKS)}")
     arguments.sizes = {}
+    sizes = {name: c.sizes[arguments.device].__struct_fields__ for name, c in CHECKS.items()}
     for word in arguments.set:
         key, _, value = word.partition("=")
         name, _, size = key.partition(".")
-        if name not in CHECKS or size not in CHECKS[name].sizes[arguments.device].__struct_fields__:
-            known = [
-                f"{c.name}.{s}"
-                for c in CHECKS.values()
-                for s in c.sizes[arguments.device].__struct_fields__
-            ]
-            parser.error(f"--set {word}: no such size; there are {', '.join(known)}")
+        if size not in sizes.get(name, ()):
+            known = ", ".join(f"{name}.{size}" for name, own in sizes.items() for size in own)
+            parser.error(f"--set {word}: no such size; there are {known}")
         arguments.sizes.setdefault(name, {})[size] = yaml.safe_load(value)
     return arguments
 
@@ -170,16 +137,11 @@ def lines(command: tuple[str, ...]) -> list[tuple[str, ...]]:
     """Return (name, MiB, driver's version) of each GPU, as `command` prints them; nothing if it
     fails."""
     try:
-        words = subprocess.run(
-            command, capture_output=True, text=True, timeout=SMI_S, check=True
-        ).stdout
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    return [
-        tuple(part.strip() for part in line.split(","))
-        for line in words.splitlines()
-        if line.count(",") == 2
-    ]
+    rows = [line.split(",") for line in done.stdout.splitlines()]
+    return [tuple(map(str.strip, row)) for row in rows if len(row) == 3]
 
 
 def chosen(names: list[str]) -> list[Check]:
@@ -189,28 +151,20 @@ def chosen(names: list[str]) -> list[Check]:
     return checks
 
 
-def run_all(checks: list[Check], setup: Setup, arguments: argparse.Namespace) -> list[Outcome]:
-    began, outcomes, stop = time.monotonic(), [], ""
+def run_all(checks: list[Check], setup: Setup, file: Path | None) -> list[Outcome]:
+    """Run the checks, and write their figures to `file`."""
+    began, outcomes, stop = time.monotonic(), list[Outcome](), ""
+
+    def tell(words: str) -> None:
+        print(f"  {time.monotonic() - began:5.0f} s  {words}", flush=True)
+
     for check in checks:
-        left = (
-            float("inf")
-            if arguments.minutes is None
-            else began + 60 * arguments.minutes - time.monotonic()
-        )
-        if left < 1 or stop:
-            outcomes.append(
-                Outcome(
-                    check.name, IMPOSSIBLE, stop or f"--minutes {arguments.minutes:g} were over"
-                )
-            )
+        if stop:
+            outcomes.append(Outcome(check.name, IMPOSSIBLE, stop))
             continue
         print(f"{check.name}: {check.what}", flush=True)
-        outcome = run(
-            check,
-            setup,
-            min(left, check.deadline_s * (CPU_TIMES if setup.device == "cpu" else 1)),
-            lambda words: print(f"  {time.monotonic() - began:5.0f} s  {words}", flush=True),
-        )
+        times = CPU_TIMES if setup.device == "cpu" else 1
+        outcome = run(check, setup, times * check.deadline_s, tell)
         outcomes.append(outcome)
         why = f": {outcome.words}" if outcome.words else ""
         print(f"{check.name}: {outcome.state}{why} ({outcome.seconds:.0f} s)", flush=True)
@@ -218,8 +172,8 @@ def run_all(checks: list[Check], setup: Setup, arguments: argparse.Namespace) ->
             print(tail(outcome.log) + f"\n  -> {outcome.remedy}", flush=True)
             if check.name in ALL_NEED or check is MODEL:
                 stop = f"{check.name} failed"
-        if arguments.json:
-            write_json(arguments.json, setup, outcomes)
+        if file:
+            write_json(file, setup, outcomes)
     return outcomes
 
 
@@ -238,15 +192,9 @@ def run(
     """
     given, log = (Path(setup.folder) / f"{check.name}.{end}" for end in ("setup.json", "log"))
     given.write_bytes(msgspec.json.encode(setup))
-    test = f"{REPOSITORY}/tests/gpu/{file}::test_gpu[{check.name}]"
-    options = [
-        "-s",
-        "-p",
-        "no:cacheprovider",
-        "-o",
-        "timeout=0",
-        f"--confcutdir={REPOSITORY}/tests/gpu",
-    ]
+    folder = f"{REPOSITORY}/tests/gpu"
+    options = ["-s", "-p", "no:cacheprovider", "-o", "timeout=0", f"--confcutdir={folder}"]
+    test = f"{folder}/{file}::test_gpu[{check.name}]"
     command = [sys.executable, "-u", "-m", "pytest", *options, test]
     outcome = Outcome(check.name, FAILED, remedy=check.remedy, log=str(log))
     began = time.monotonic()
@@ -264,12 +212,9 @@ def run(
         child.popen.wait(max(1.0, began + deadline_s - time.monotonic()))
     except (Failed, subprocess.TimeoutExpired):
         ended = child.popen.poll()
-        outcome.state = FAILED
-        outcome.words = (
-            f"no end within {deadline_s:.0f} s"
-            if ended is None
-            else f"its process ended with code {ended} without a word"
-        )
+        outcome.state, outcome.words = FAILED, f"no end within {deadline_s:.0f} s"
+        if ended is not None:
+            outcome.words = f"its process ended with code {ended} without a word"
         child.popen.terminate()
     finally:
         left = processes.left(lambda: processes.children(recursive=True), LEAVE_S)
@@ -286,34 +231,21 @@ def run(
 
 def table(outcomes: Iterable[Outcome]) -> str:
     """Return a table of checks: state, values and expectations, reasons and remedies."""
-    rows: list[tuple[str, str, str, str]] = [("check", "state", "measured", "expected")]
+    rows = [("check", "state", "measured", "expected")]
     for one in outcomes:
-        why = f": {one.words}" if one.words else ""
-        rows.append(
-            (
-                one.name,
-                one.state + (f" {one.seconds:.0f} s" if one.seconds else ""),
-                why.lstrip(": "),
-                "",
-            )
-        )
+        took = f" {one.seconds:.0f} s" if one.seconds else ""
+        rows.append((one.name, one.state + took, one.words, ""))
         for figure in one.figures:
             mark = "" if figure.ok else "FAILED"
             rows.append(("", mark, f"{figure.name}: {figure.measured}", figure.expected))
             if not figure.ok and figure.remedy:
                 rows.append(("", "", f"  -> {figure.remedy}", ""))
         if one.state == FAILED:
-            rows += [
-                ("", "", f"  -> {one.remedy}", ""),
-                ("", "", f"  -> all of its output: {one.log}", ""),
-            ]
+            more = one.remedy, f"all of its output: {one.log}"
+            rows += [("", "", f"  -> {words}", "") for words in more]
     widths = [max(len(row[at]) for row in rows if len(row[at]) <= 60) for at in range(3)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=False)
-        ).rstrip()
-        for row in rows
-    )
+    padded = ([cell.ljust(n) for cell, n in zip(row, [*widths, 0], strict=True)] for row in rows)
+    return "\n".join("  ".join(cells).rstrip() for cells in padded)
 
 
 def tail(log: str) -> str:
@@ -323,26 +255,17 @@ def tail(log: str) -> str:
 
 def write_json(path: Path, setup: Setup, outcomes: list[Outcome]) -> None:
     """Write all figures so far, after each check, so that an interrupted run keeps them."""
-    found = [
-        msgspec.to_builtins(one)
-        | {
-            "figures": [
-                msgspec.to_builtins(figure)
-                | {"ok": figure.ok, "share": figure.value / figure.bound if figure.bound else None}
-                for figure in one.figures
-            ]
-        }
+
+    def shown(figure: Figure) -> dict[str, Any]:
+        share = figure.value / figure.bound if figure.bound else None
+        return msgspec.to_builtins(figure) | {"ok": figure.ok, "share": share}
+
+    content = {key: getattr(setup, key) for key in ("device", "gpus", "gpu", "memory_gib")}
+    content |= {"versions": versions(setup), "ok": all(one.state != FAILED for one in outcomes)}
+    content["checks"] = [
+        msgspec.to_builtins(one) | {"figures": [shown(figure) for figure in one.figures]}
         for one in outcomes
     ]
-    content = {
-        "device": setup.device,
-        "gpus": setup.gpus,
-        "gpu": setup.gpu,
-        "memory_gib": setup.memory_gib,
-        "versions": versions(setup),
-        "ok": all(one.state != FAILED for one in outcomes),
-        "checks": found,
-    }
     write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
 
 

@@ -14,23 +14,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))
-
 import psutil
 
 from rose import config as cfg
 from rose import front
+from rose import protocol as p
 from rose.launch import exclusions
 from rose.parts.simulator import config as simulation
+from rose.places import REPOSITORY, python_path
 from rose.processes import die_with_parent
 
 ANSWER_S, END_S = 900.0, 10.0
-# PYTHONPATH for processes of a script: this checkout first, then the caller's, which may be where
-# all packages are (scripts/gpu_kit/).
-PATHS = {
-    "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-}
+PATHS = {"PYTHONPATH": python_path()}  # environment of processes that a script starts
 
 
 class Failed(SystemExit):
@@ -189,6 +184,17 @@ def each_thread(process: psutil.Process, do: Callable[[int], object]) -> None:
         for thread in process.threads():
             with suppress(ProcessLookupError):
                 do(thread.id)
+
+
+async def turn(engine: Any, request: p.TurnRequest) -> p.TurnResult:
+    """Return the turn that an engine generates, as its first attempt."""
+    tokens, logprobs, versions = list[int](), list[float](), list[int]()
+    async for chunk in engine.generate(f"{request.turn}#1", request.tokens, request.sampling):
+        tokens += chunk.tokens
+        logprobs += chunk.logprobs
+        versions += [chunk.version] * len(chunk.tokens)
+    packed = p.pack_tokens(tokens), p.pack_floats(logprobs), p.pack_tokens(versions)
+    return p.TurnResult(request.turn, *packed, chunk.finish)
 
 
 def answers() -> Callable[[dict], None]:

@@ -26,10 +26,9 @@ from rich.console import Console
 from rich.table import Table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-if str(REPOSITORY) not in sys.path:
-    sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(REPOSITORY))
 
-from scripts import house_kinds as kinds  # noqa: E402
+from scripts import house_kinds as kinds
 
 LIMITS = Path(__file__).with_suffix(".toml")
 LINES_STEP = 50  # Limits of lines are rounded up to it, so that a small mend needs no new limit.
@@ -94,9 +93,7 @@ def closures() -> dict[str, int]:
     for process, module in PROCESSES.items():
         modules = {module} | graph.find_upstream_modules(module)
         paths = (REPOSITORY.joinpath(*each.split(".")) for each in modules)
-        files = (
-            path / "__init__.py" if path.is_dir() else path.with_suffix(".py") for path in paths
-        )
+        files = (p / "__init__.py" if p.is_dir() else p.with_suffix(".py") for p in paths)
         found[process] = sum(kinds.lines_of(each) for each in files if each.exists())
     return found
 
@@ -171,34 +168,19 @@ def _key(name: str) -> str:
     return name if name.isidentifier() else f'"{name}"'
 
 
-def table(counts: Counts, limits: Counts) -> Table:
-    """Draw the folders' counts; those above a limit are red, with the limit."""
-    drawn = Table("", *kinds.KINDS, title="The house", title_justify="left")
-    above = {(section, name): limit for section, name, _, limit in exceeded(counts, limits)}
-
-    def cell(section: str, name: str, count: int) -> str:
-        if (limit := above.get((section, name))) is None:
-            return f"{count:,}"
-        return f"[red]{count:,} > {limit:,}[/]"
-
-    for section, here in counts.items():
-        if set(here) <= set(kinds.KINDS):
-            drawn.add_row(section, *(cell(section, *each) for each in here.items()))
-    total = [
-        sum(counts[section][kind] for section in counts if kind in counts[section])
-        for kind in kinds.KINDS
+def table(counts: Counts) -> Table:
+    """Draw the folders' counts, and below them those that are of no folder."""
+    drawn = Table("", *kinds.KINDS, title="The house", title_justify="left", caption_justify="left")
+    folders = {name: here for name, here in counts.items() if set(here) <= set(kinds.KINDS)}
+    folders["all"] = {kind: sum(here[kind] for here in folders.values()) for kind in kinds.KINDS}
+    for section, here in folders.items():
+        drawn.add_row(section, *(f"{here[kind]:,}" for kind in kinds.KINDS))
+    others = [
+        f"{section}: {', '.join(f'{name} {count:,}' for name, count in here.items())}"
+        for section, here in counts.items()
+        if section not in folders
     ]
-    drawn.add_section()
-    drawn.add_row("all", *(f"{each:,}" for each in total))
-    for section in counts:
-        if not set(counts[section]) <= set(kinds.KINDS):
-            words = (
-                f"{name} {cell(section, name, count)}" for name, count in counts[section].items()
-            )
-            drawn.caption = "\n".join(
-                filter(None, [drawn.caption, f"{section}: {', '.join(words)}"])
-            )
-    drawn.caption_justify = "left"
+    drawn.caption = "\n".join(others)
     return drawn
 
 
@@ -228,7 +210,7 @@ def main(arguments: list[str]) -> int:
     if args.write:
         limits = lowered(counts, limits)
         LIMITS.write_text(written(limits), encoding="utf-8")
-    Console(width=max(Console().width, 110)).print(table(counts, limits))
+    Console(width=max(Console().width, 110)).print(table(counts))
     above = exceeded(counts, limits)
     wrong = listed(found, [(section, name) for section, name, *_ in above if name != "lines"])
     wrong += circles() + unencoded()

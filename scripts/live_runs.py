@@ -264,18 +264,13 @@ class Live(Ran, Confined):
     """A run of launch.py that starts at once."""
 
     def __init__(
-        self,
-        folder: Path,
-        name: str,
-        overrides: list[str],
-        quota: float,
-        steps_log: Path | None = None,
+        self, folder: Path, name: str, words: list[str], quota: float, steps_log: Path | None = None
     ) -> None:
         super().__init__(folder, name)
         self._log = (folder / f"{name}.log").open("wb")
         env = os.environ | ({STEPS: str(steps_log)} if steps_log else {})
         log = {"stdout": self._log, "stderr": self._log}
-        command = launch(folder, name, *ALIKE, *overrides)
+        command = launch(folder, name, *ALIKE, *words)
         self._process = subprocess.Popen(command, env=env, start_new_session=True, **log)
         self._cores, self._quotas = quota, {}
         self._stolen = self._stolen_file.open("w", buffering=1, encoding="utf-8")

@@ -279,12 +279,10 @@ def main() -> int:
         os.environ.pop(name, None)
     try:
         set_up(env, sys.argv[2], os.environ.get("TORCH_INDEX", ""))
-    except Failed as error:
-        print(f"make: {error}", file=sys.stderr)
-        return 2
-    except (OSError, subprocess.CalledProcessError) as error:  # a full disk, a read-only checkout
-        output = getattr(error, "output", None) or b""
-        print(f"make: {error}\n{output.decode(errors='replace')[-2000:]}", file=sys.stderr)
+    # OSError: a full disk, a read-only checkout
+    except (Failed, OSError, subprocess.CalledProcessError) as error:
+        output = (getattr(error, "output", None) or b"").decode(errors="replace")[-2000:]
+        print(f"make: {error}", output, sep="\n" if output else "", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nmake: interrupted; the same command continues", file=sys.stderr)

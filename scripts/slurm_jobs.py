@@ -153,18 +153,11 @@ class Serving(Job):
         self.node, self.online = node, bool(online)
         log = folder / f"{run}-{node or time.monotonic_ns()}.log"
         log.unlink(missing_ok=True)
-        job = command(
-            "sbatch",
-            "--parsable",
-            f"--partition={'serve' if online else 'spare'}",
-            *([f"--nodelist={node}", "--cpus-per-task=8"] if node else []),
-            f"--output={log}",
-            str(REPOSITORY / "slurm" / "serving.sbatch"),
-            f"name={run}",
-            f"output_dir={folder}",
-            "rollout.threads=1",
-            *online,
-        )
+        options = [f"--partition={'serve' if online else 'spare'}", f"--output={log}"]
+        options += [f"--nodelist={node}", "--cpus-per-task=8"] if node else []
+        script = str(REPOSITORY / "slurm" / "serving.sbatch")
+        own = (f"name={run}", f"output_dir={folder}", "rollout.threads=1", *online)
+        job = command("sbatch", "--parsable", *options, script, *own)
         super().__init__(job.partition(";")[0], log)
         self._quota, self._limited = Quota(f"device-{node}", cores, core), False
         self._confined: set[int] = set()

@@ -1,8 +1,7 @@
 """Find the families of models that the trainer accepts. A small random model of each family that
 vLLM serves goes through rose/trainer/probe.py on one CPU core, in float32.
 
-    python scripts/tabulate_models.py                  a minute or two; writes docs/models.md
-    python scripts/tabulate_models.py only=llama,phi3  these alone, printed
+    python scripts/tabulate_models.py       a minute or two; writes docs/models.md
 
 VARIANTS has further configurations of some families. Left out: families that SIZES does not make
 small, and models that no config.json describes.
@@ -19,7 +18,6 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.csv_tables import REPOSITORY, markdown, put
-from scripts.harness import keyed, listed
 
 PAGE = REPOSITORY / "docs" / "models.md"
 CONTEXT = 512  # tokens of model.max_context
@@ -166,15 +164,8 @@ def main() -> None:
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    given, every = keyed(sys.argv[1:], __doc__, only="")["only"], list(families())
-    only = listed("only", given, dict(every))
-    found = [tried(*each) for each in every if each[0] in only]
-    rows = [row for row in found if row is not None]
-    table = markdown(("`model_type`", "with", "trained", "prefix trees"), rows)
-    if given:
-        print(table)
-    else:
-        put(PAGE, "models", table)
+    rows = [row for each in families() if (row := tried(*each)) is not None]
+    put(PAGE, "models", markdown(("`model_type`", "with", "trained", "prefix trees"), rows))
 
 
 if __name__ == "__main__":

@@ -3,33 +3,31 @@ over HTTP, on one engine; rewards in an environment and in the pool of reward wo
 
     python scripts/adapters/bench_agents.py [--parts tiny smollm2 rewards] [--agents 64] [--rounds 3]
 
-tiny and smollm2, the models: four kinds of agent run for `--rounds` rounds on the same seeds, one
+tiny and smollm2, the models: three kinds of agent run for `--rounds` rounds on the same seeds, one
 kind after the other, with `--agents` trajectories at once:
     loop      ROSE's own loop
     http      the gateway with coroutines of this process as agents (raw HTTP, so that the cost is
-              the gateway's and not a client library's)
+              the gateway's and not a client library's), and again with one agent
     function  the gateway with a forked process for each trajectory, as env.args.function
-    command   the gateway with a started process for each trajectory, as env.args.command
 Prints medians of turns/s and tokens/s, the ratio of tokens/s to the loop's, and the milliseconds of
-an HTTP call beyond its turn, for one agent and for all at once. Turns differ a little by round.
+an HTTP call beyond its turn. Turns differ a little by round.
 
 rewards: three runs of launch.py, tiny model, 64 trajectories a step: without a delay; with 2 s at
 the end of each trajectory inside the environment, in asyncio's own threads (`asyncio.to_thread`);
-with 2 s in `reward=function`. Prints the median step after the first, and the share of the delay
-inside the environment that the pool hides.
+with 2 s in `reward=function`. Prints the median step after the first.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -38,8 +36,6 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 import aiohttp
-from rich.console import Console
-from rich.table import Table
 
 from rose import config, models
 from rose import protocol as p
@@ -53,7 +49,8 @@ from rose.parts.adapters.gateway.server import Gateway
 from rose.parts.adapters.gateway.session import Session
 from rose.reward.episode import Episode
 from scripts.adapters.bench_agents_program import converse
-from scripts.harness import configured, flagged
+from scripts.csv_tables import show
+from scripts.harness import configured, flagged, turn
 from scripts.runs import ran
 
 NEW = 16  # new tokens of a turn
@@ -71,15 +68,10 @@ class Engine:
         self._engine, self.tokens, self.turns = engine, 0, 0
 
     async def __call__(self, request: p.TurnRequest) -> p.TurnResult:
-        tokens, logprobs, versions = [], [], []
-        async for chunk in self._engine.generate(request.turn, request.tokens, request.sampling):
-            tokens += chunk.tokens
-            logprobs += chunk.logprobs
-            versions += [chunk.version] * len(chunk.tokens)
-        self.tokens += len(tokens)
+        result = await turn(self._engine, request)
+        self.tokens += len(p.unpack_tokens(result.tokens))
         self.turns += 1
-        packed = (p.pack_tokens(tokens), p.pack_floats(logprobs), p.pack_tokens(versions))
-        return p.TurnResult(request.turn, *packed, chunk.finish)
+        return result
 
 
 class SlowLake(FrozenLake):
@@ -108,15 +100,9 @@ class Bench:
         self.engine, self.chat, self.context, self.gateway = Engine(engine), chat, context, gateway
         self.limits = config.Env("frozen_lake", {}, turns, NEW, 300.0, 1)
         os.environ["BENCH_TURNS"] = str(turns)
-        program, given = f"{REPOSITORY}/scripts/adapters/bench_agents_program.py", ["BENCH_TURNS"]
-        function = Agent(function=f"{program}:solve", environment=given)
-        command = Agent(command=[sys.executable, program], environment=given)
-        self.ways = {
-            "loop": self.own_loop,
-            "http": self.over_http,
-            "function": partial(self.by_process, function),
-            "command": partial(self.by_process, command),
-        }
+        program = f"{REPOSITORY}/scripts/adapters/bench_agents_program.py"
+        self.agent = Agent(function=f"{program}:solve", environment=["BENCH_TURNS"])
+        self.ways = {"loop": self.own_loop, "http": self.over_http, "function": self.by_process}
         self.beside: list[float] = []  # seconds of each call beyond its turn
 
     async def own_loop(self, start: p.StartTrajectory) -> None:
@@ -151,9 +137,9 @@ class Bench:
         session.history.branches()
         self.gateway.dismiss(session)
 
-    async def by_process(self, agent: Agent, start: p.StartTrajectory) -> None:
+    async def by_process(self, start: p.StartTrajectory) -> None:
         await run_agent(
-            start, agent, self.gateway, self.chat, self.engine, self.limits, "env",
+            start, self.agent, self.gateway, self.chat, self.engine, self.limits, "env",
             self.context, SAMPLING, time.time,
         )  # fmt: skip
 
@@ -164,17 +150,16 @@ class Bench:
         self.beside.clear()
 
         async def one(number: int) -> None:
+            name = f"{tag}.{number}"
             async with gate:
-                await play(
-                    p.StartTrajectory(f"{tag}.{number}", tag, p.Phase.TRAIN, "", 2 * number, None)
-                )
+                await play(p.StartTrajectory(name, tag, p.Phase.TRAIN, "", 2 * number, None))
 
         began = time.perf_counter()
         await asyncio.gather(*map(one, range(episodes)))
         seconds = time.perf_counter() - began
-        ms = 1e3 * statistics.median(self.beside) if self.beside else float("nan")
+        ms = 1e3 * median(self.beside) if self.beside else math.nan
         turns, tokens = self.engine.turns / seconds, self.engine.tokens / seconds
-        return {"turns": turns, "tokens": tokens, "beside": ms}
+        return {"turns/s": turns, "tokens/s": tokens, "ms a call beside its turn": ms}
 
 
 async def measure(name: str, args: Any) -> dict[str, list[dict[str, float]]]:
@@ -195,7 +180,7 @@ async def measure(name: str, args: Any) -> dict[str, list[dict[str, float]]]:
         found: dict[str, list[dict[str, float]]] = {}
         for number in range(args.rounds):
             runs = {way: (play, episodes, args.agents) for way, play in bench.ways.items()}
-            for way, (play, *size) in (runs | {"alone": (bench.over_http, 8, 1)}).items():
+            for way, (play, *size) in (runs | {"one agent": (bench.over_http, 8, 1)}).items():
                 made = await bench.run(play, f"{way}{number}", *size)
                 found.setdefault(way, []).append(made)
         return found
@@ -204,20 +189,13 @@ async def measure(name: str, args: Any) -> dict[str, list[dict[str, float]]]:
         await engine.shutdown()
 
 
-def show(name: str, found: dict[str, list[dict[str, float]]]) -> None:
-    table = Table(name, "turns/s", "tokens/s", "of the loop's", "ms a call beside its turn")
+def summarise(name: str, found: dict[str, list[dict[str, float]]]) -> None:
+    rows = []
     for way, rounds in found.items():
-        turns, tokens, beside = (
-            statistics.median(each[key] for each in rounds) for key in ("turns", "tokens", "beside")
-        )
-        ratio = statistics.median(
-            each["tokens"] / base["tokens"]
-            for each, base in zip(rounds, found["loop"], strict=True)
-        )
-        shown = "" if way == "alone" else f"{ratio:.2f}"
-        ms = "" if beside != beside else f"{beside:.1f}"
-        table.add_row(way, f"{turns:.1f}", f"{tokens:.0f}", shown, ms)
-    Console().print(table)
+        row = {"way": way} | {key: median(each[key] for each in rounds) for key in rounds[0]}
+        both = zip(rounds, found["loop"], strict=True)
+        rows.append(row | {"of the loop's": median(a["tokens/s"] / b["tokens/s"] for a, b in both)})
+    show(rows, name)
 
 
 def step_s(scratch: str, name: str, *overrides: str) -> float:
@@ -227,20 +205,18 @@ def step_s(scratch: str, name: str, *overrides: str) -> float:
         scratch, name, f"trainer.steps={STEPS}", "observe.terminal=false", "env.step_timeout_s=120",
         *overrides, env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.DEVNULL,
     )  # fmt: skip
-    return statistics.median(row["time_step"] for row in run.steps(1))
+    return median(row["time_step"] for row in run.steps(1))
 
 
 def rewards(scratch: str) -> None:
-    at_once = ("reward.min_workers=2", "reward.per_worker=32")
     path = f"reward.args.path={Path(__file__).resolve()}:slow_score"
-    none = step_s(scratch, "none")
-    inside = step_s(scratch, "inside", "env.name=bench_agents:SlowLake")
-    pool = step_s(scratch, "pool", "reward=function", path, *at_once)
-    table = Table("rewards of 2 s", "step (s)", "hidden")
-    table.add_row("none", f"{none:.2f}")
-    table.add_row("inside", f"{inside:.2f}")
-    table.add_row("pool", f"{pool:.2f}", f"{(inside - pool) / (inside - none):.0%}")
-    Console().print(table)
+    runs = {
+        "none": [],
+        "inside": ["env.name=bench_agents:SlowLake"],
+        "pool": ["reward=function", path, "reward.min_workers=2", "reward.per_worker=32"],
+    }
+    rows = [{"rewards": name, "step s": step_s(scratch, name, *own)} for name, own in runs.items()]
+    show(rows, "rewards of 2 s")
 
 
 def main() -> int:
@@ -251,7 +227,7 @@ def main() -> int:
             if part == "rewards":
                 rewards(scratch)
             else:
-                show(part, asyncio.run(measure(part, args)))
+                summarise(part, asyncio.run(measure(part, args)))
     return 0
 
 

@@ -56,10 +56,3 @@ def solve(task: dict) -> float:
 
     asyncio.run(converse(task["seed"], int(os.environ["BENCH_TURNS"]), ask))
     return 0.0
-
-
-if __name__ == "__main__":
-    with open(os.environ["ROSE_TASK"], encoding="utf-8") as task:
-        reward = solve(json.load(task))
-    with open(os.environ["ROSE_REWARD"], "w", encoding="utf-8") as file:
-        json.dump(reward, file)

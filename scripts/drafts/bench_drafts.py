@@ -1,14 +1,14 @@
 """Measure tokens per engine step and rollout time with and without drafts, on two engines in turn.
 
-    python scripts/drafts/bench_drafts.py work=calls,text concurrent=1,8,16 rounds=3 method=group adaptive=true
+    python scripts/drafts/bench_drafts.py work=calls,text concurrent=1,8,16 rounds=3
 
-`work`: calls (SmolLM2 with the calculator, two turns), text (SmolLM2, stories of 96 tokens), tiny
-(a model of 0.4M parameters on FrozenLake), noise (the tiny model at temperature 2, which repeats
-little). Trajectories come in groups of 16 with the same prompt. Two engines of one thread
-alternate: one without drafts, the other with `method` of rollout/draft. Prints a line of JSON a
-round, then a table: tokens per step, and how much faster the same tokens are generated with drafts,
-in wall time and in CPU time of the engine's process, which other load on the machine doesn't
-lengthen. Figures are medians over the rounds, with the extremes.
+`work`: calls (SmolLM2 with the calculator, two turns), text (SmolLM2, stories of 96 tokens), noise
+(stories by the tiny model at temperature 2, which repeats little). Trajectories come in groups of
+16 with the same prompt. Two engines of one thread alternate: one without drafts, the other with
+rollout/draft=group. Prints a line of JSON a round, then a table: tokens per step, and how much
+faster the same tokens are generated with drafts, in wall time and in CPU time of the engine's
+process, which other load on the machine doesn't lengthen. Figures are medians over the rounds, with
+the extremes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from statistics import median
+from typing import Any, NamedTuple
 
 import msgspec
 import psutil
@@ -35,15 +36,15 @@ from rose.config import Config
 from rose.engine import start
 from rose.engine.vllm_engine import Engine
 from rose.models import resolve
-from scripts.harness import configured, keyed, listed
+from scripts.csv_tables import middle, show
+from scripts.harness import configured, keyed, listed, turn
 
 GROUP = 16
 STORY = "Write a short story about a lighthouse keeper who finds a letter in a bottle."
 STORY_TOKENS = 96
 SMOLLM = 8, "+experiment=smollm"
-TINY = 64, "rollout.max_sequences=16"
 # The least number of trajectories in a round, and the override, of each work.
-WORKS = {"calls": SMOLLM, "text": SMOLLM, "tiny": TINY, "noise": TINY}
+WORKS = {"calls": SMOLLM, "text": SMOLLM, "noise": (64, "rollout.max_sequences=16")}
 
 
 class Round(NamedTuple):
@@ -85,33 +86,22 @@ class Bench:
         heat = 2.0 if self.work == "noise" else 1.0
         sampling = p.Sampling(max_new_tokens=STORY_TOKENS, temperature=heat)
         name = f"{group}.{index}"
-        if self.work in ("text", "noise"):
+        if self.work != "calls":
             tokens = p.pack_tokens(self.chat.start([{"role": "user", "content": STORY}], []))
             asked = p.TurnRequest(f"{name}.t0", name, group, p.Phase.TRAIN, tokens, sampling)
-            await self._turn(asked)
+            await turn(self.engine, asked)
             return
         limits = self.config.env
         begin = p.StartTrajectory(name, group, p.Phase.TRAIN, limits.name, seed, None)
-        context = self.config.model.max_context
-        rest = (self._turn, limits, "env", context, sampling, time.time)
+        ask, context = partial(turn, self.engine), self.config.model.max_context
+        rest = (ask, limits, "env", context, sampling, time.time)
         await run_trajectory(begin, build(limits), self.chat, *rest)
 
-    async def _turn(self, m: p.TurnRequest) -> p.TurnResult:
-        made, logprobs = [], []
-        async for chunk in self.engine.generate(f"{m.turn}#1", m.tokens, m.sampling):
-            made += chunk.tokens
-            logprobs += chunk.logprobs
-        versions = p.pack_tokens([chunk.version] * len(made))
-        packed = p.pack_tokens(made), p.pack_floats(logprobs), versions
-        return p.TurnResult(m.turn, *packed, chunk.finish)
 
-
-async def measure(
-    work: str, method: str, adaptive: bool, concurrent: list[int], rounds: int
-) -> list[list[str]]:
+async def measure(work: str, concurrent: list[int], rounds: int) -> list[dict[str, Any]]:
+    """Return a row of the table for each number of concurrent turns."""
     least, override = WORKS[work]
-    adapts = f"rollout.draft.adaptive={str(adaptive).lower()}"
-    config = configured(override, "rollout.threads=1", f"rollout/draft={method}", adapts)
+    config = configured(override, "rollout.threads=1", "rollout/draft=group")
     none = msgspec.structs.replace(config.rollout.draft, method="none")
     benches = {}
     for at, draft in enumerate((none, config.rollout.draft)):
@@ -130,42 +120,35 @@ async def measure(
                 found[name].append(got)
                 line = {"work": work, "draft": name, "concurrent": each} | got._asdict()
                 print(json.dumps(line), flush=True)
-        rows.append([work, str(each), *columns(found["none"], found[method])])
+        drafts = columns(found["none"], found[config.rollout.draft.method])
+        rows.append({"work": work, "concurrent": each} | drafts)
     for bench in benches.values():
         await bench.engine.shutdown()
     return rows
 
 
-def columns(without: list[Round], drafted: list[Round]) -> list[str]:
+def columns(without: list[Round], drafted: list[Round]) -> dict[str, Any]:
     """Return tokens per step without and with drafts, their ratio, the share of drafts accepted,
     and how much faster the same tokens were generated (by wall time and by CPU time)."""
-    steps = [statistics.median(r.tokens / r.steps for r in runs) for runs in (without, drafted)]
+    plain, drafts = (median(r.tokens / r.steps for r in runs) for runs in (without, drafted))
     share = sum(r.accepted for r in drafted) / max(1, sum(r.drafted for r in drafted))
-    cells = [*(f"{s:.2f}" for s in steps), f"{steps[1] / steps[0]:.2f}", f"{share:.2f}"]
-    for took in ("seconds", "cpu_s"):
-        ratios = [
-            (getattr(a, took) / a.tokens) / (getattr(b, took) / b.tokens)
-            for a, b in zip(without, drafted, strict=True)
-        ]
-        cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
-    return cells
+    row: dict[str, Any] = {"tokens/step without": plain, "with": drafts, "ratio": drafts / plain}
+    row["accepted"] = share
+    for name, took in (("faster", "seconds"), ("by CPU", "cpu_s")):
+        each = ([getattr(r, took) / r.tokens for r in runs] for runs in (without, drafted))
+        row[name] = middle([a / b for a, b in zip(*each, strict=True)])
+    return row
 
 
 def main() -> None:
-    given = keyed(
-        sys.argv[1:], __doc__, work="", concurrent="1,8,16", rounds=3, method="group", adaptive=True
-    )
+    given = keyed(sys.argv[1:], __doc__, work="", concurrent="1,8,16", rounds=3)
     concurrent = [int(each) for each in given["concurrent"].split(",")]
     for name, value in start.environment(gpus=False, threads=1).items():
         os.environ.setdefault(name, value)
     start.preload()
-    more = given["method"], given["adaptive"], concurrent, given["rounds"]
     works = listed("work", given["work"], WORKS)
-    rows = [row for work in works for row in asyncio.run(measure(work, *more))]
-    print("| work | concurrent | tokens/step without | with | ratio | accepted | faster | by CPU |")
-    print("|---|---|---|---|---|---|---|---|")
-    for row in rows:
-        print(f"| {' | '.join(row)} |")
+    made = [asyncio.run(measure(work, concurrent, given["rounds"])) for work in works]
+    show([row for rows in made for row in rows], f"medians of {given['rounds']} rounds")
 
 
 if __name__ == "__main__":

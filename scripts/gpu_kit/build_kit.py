@@ -26,32 +26,18 @@ from pathlib import Path
 
 LOCK = Path("requirements/gpu.txt")
 WANTED = (Path(__file__).parent / "packages.txt").read_text(encoding="utf-8").split()
-TAGS = [
-    "--python-version",
-    "3.12",
-    "--implementation",
-    "cp",
-    "--only-binary=:all:",
-    "--no-deps",
-    "--no-compile",
-    *(
-        w
-        for n in ("_2_35", "_2_34", "_2_31", "_2_28", "_2_27", "_2_17", "2014", "1")
-        for w in ("--platform", f"manylinux{n}_x86_64")
-    ),
-]
+GLIBC = ("_2_35", "_2_34", "_2_31", "_2_28", "_2_27", "_2_17", "2014", "1")
+TAGS = ["--python-version=3.12", "--implementation=cp", "--only-binary=:all:", "--no-deps"]
+TAGS += [f"--platform=manylinux{version}_x86_64" for version in GLIBC]
 SOURCE = ("deepspeed", "antlr4-python3-runtime")  # wheels are made here: pure Python
-DROPPED = [
-    "vllm/vllm-rs",
-    "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so",
-    "vllm/third_party/deep_gemm",
-    "vllm/third_party/fmha_sm100",
-    "vllm/third_party/tml_fa4",
-    *(
-        f"vllm/_{n}.abi3.so"
-        for n in ("deepselect_C", "flashkda_C", "flashmla_C", "flashmla_extension_C", "qutlass_C")
-    ),
-]
+EXTENSIONS = ("deepselect_C", "flashkda_C", "flashmla_C", "flashmla_extension_C", "qutlass_C")
+DROPPED = ["vllm/vllm-rs", "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so"]
+DROPPED += [f"vllm/third_party/{name}" for name in ("deep_gemm", "fmha_sm100", "tml_fa4")]
+DROPPED += [f"vllm/_{name}.abi3.so" for name in EXTENSIONS]
+INFO = {
+    "METADATA": "Metadata-Version: 2.1\nName: rose\nVersion: 0.1.0\n",
+    "entry_points.txt": "[vllm.general_plugins]\nrose = rose.engine.plugin:register\n",
+}
 PRUNED = [
     "vllm/_C_stable_libtorch.abi3.so",
     "vllm/_moe_C_stable_libtorch.abi3.so",
@@ -78,16 +64,10 @@ def containers(data):
             part, stop, found = at + header, at + header + body, []
             while part < stop:
                 kind, _, own, length = struct.unpack_from("<HHIQ", data, part)
-                found.append(
-                    (
-                        kind,
-                        struct.unpack_from("<I", data, part + 0x1C)[0],
-                        part,
-                        part + own,
-                        part + own + length,
-                    )
-                )
-                part += own + length
+                (architecture,) = struct.unpack_from("<I", data, part + 0x1C)
+                payload, after = part + own, part + own + length
+                found.append((kind, architecture, part, payload, after))
+                part = after
             yield at, at + header, stop, found
             at = stop
 
@@ -102,9 +82,7 @@ def prune(path):
     whole = bytes(data)
     for begin, body, end, found in containers(whole):
         code = [e for e in found if e[0] == 2 and e[1] == 90]
-        kept = (
-            code or sorted((e for e in found if e[0] == 1 and e[1] <= 90), key=lambda e: e[1])[-1:]
-        )
+        kept = code or sorted(e for e in found if e[0] == 1 and e[1] <= 90)[-1:]
         entries = b"".join(whole[e[2] : e[4]] for e in kept if used(whole[e[3] : e[4]]))
         struct.pack_into("<Q", data, begin + 8, len(entries))
         data[body:end] = entries + bytes(end - body - len(entries))
@@ -116,45 +94,20 @@ def used(code):
     if b"CollectiveMainloopFwdSm90" not in code:
         return True
     found = re.search(rb"ELi(\d+)ENS_10bfloat16_tEfNS_4arch4Sm90", code)
-    return (
-        bool(found)
-        and int(found[1]) in (64, 128)
-        and b"6half_t" not in code
-        and b"float_e4m3_t" not in code
-    )
+    others = b"6half_t" in code or b"float_e4m3_t" in code
+    return found is not None and int(found[1]) in (64, 128) and not others
 
 
 def main():
-    lock = dict(
-        line.strip().split("==")
-        for line in LOCK.read_text(encoding="utf-8").splitlines()
-        if "==" in line and line[0] != "#"
-    )
-    pip, site = (
-        [sys.executable, "-m", "pip", "--disable-pip-version-check"],
-        Path(tempfile.mkdtemp(prefix="kit-")) / "site",
-    )
+    text = LOCK.read_text(encoding="utf-8")
+    pins = [line.strip() for line in text.splitlines() if "==" in line and line[0] != "#"]
+    lock = {pin.partition("==")[0]: pin for pin in pins}
+    site = Path(tempfile.mkdtemp(prefix="kit-")) / "site"
     made = site.parent / "made"
-    subprocess.run(
-        [*pip, "wheel", "-q", "--no-deps", "-w", made, *(f"{n}=={lock[n]}" for n in SOURCE)],
-        check=True,
-    )
-    binary = [f"{n}=={lock[n]}" for n in WANTED if n not in SOURCE]
-    subprocess.run(
-        [*pip, "install", "-q", *TAGS, "--target", site, *binary, *made.glob("*.whl")], check=True
-    )
-    subprocess.run(
-        [
-            *pip,
-            "download",
-            "-q",
-            *(t for t in TAGS if t != "--no-compile"),
-            "-d",
-            made,
-            f"mpich=={lock['mpich']}",
-        ],
-        check=True,
-    )
+    pip("wheel", "--no-deps", "-w", made, *(lock[name] for name in SOURCE))
+    binary = [lock[name] for name in WANTED if name not in SOURCE]
+    pip("install", "--no-compile", *TAGS, "--target", site, *binary, *made.glob("*.whl"))
+    pip("download", *TAGS, "-d", made, lock["mpich"])
     with_data(next(made.glob("mpich-*.whl")), site)
     for name in DROPPED:
         path = site / name
@@ -162,42 +115,35 @@ def main():
     for name in PRUNED:
         if (site / name).exists():
             prune(site / name)
-    for path in [*site.rglob("*")]:
-        if path.suffix in (".a", ".pyi", ".cu", ".h", ".cuh", ".hpp") and path.is_file():
+    kept = [site / name for name in PRUNED]
+    for path in [path for path in site.rglob("*") if path.is_file()]:
+        if path.suffix in (".a", ".pyi", ".cu", ".h", ".cuh", ".hpp"):
             path.unlink()
-        elif (
-            ".so" in path.name
-            and path.is_file()
-            and not path.is_symlink()
-            and str(path.relative_to(site)) not in PRUNED
-        ):
+        elif ".so" in path.name and not path.is_symlink() and path not in kept:
             subprocess.run(["strip", "--strip-unneeded", path], stderr=subprocess.DEVNULL)
     info = site / "rose-0.1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: rose\nVersion: 0.1.0\n", encoding="utf-8"
-    )
-    (info / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nrose = rose.engine.plugin:register\n", encoding="utf-8"
-    )
+    for name, text in INFO.items():
+        (info / name).write_text(text, encoding="utf-8")
     experts = site.parent / "moe" / PRUNED[1]
     experts.parent.mkdir(parents=True)
     shutil.move(site / PRUNED[1], experts)
-    sizes = {
-        name: packed(source, Path(name))
-        for name, source in ((".kit", site), (".kit-moe", site.parent / "moe"))
-    }
+    parts = {".kit": site, ".kit-moe": site.parent / "moe"}
+    sizes = {name: packed(source, Path(name)) / 2**20 for name, source in parts.items()}
     shutil.rmtree(site.parent)
     exclude = Path(git("rev-parse", "--git-path", "info/exclude").strip())
     known = exclude.read_text(encoding="utf-8") if exclude.exists() else ""
     if "/.kit*/" not in known.split():
         exclude.parent.mkdir(exist_ok=True)
         exclude.write_text(known + "\n/.kit*/\n", encoding="utf-8")
-    tree = sum(Path(f).stat().st_size for f in git("ls-files", "-z").split("\0") if f)
-    print(
-        {name: f"{size / 2**20:.1f} MiB" for name, size in sizes.items()},
-        f"the checkout {tree / 2**20:.1f} MiB; together they should stay below 64",
-    )
+    tree = sum(Path(f).stat().st_size for f in git("ls-files", "-z").split("\0") if f) / 2**20
+    said = ", ".join(f"{name} {size:.1f} MiB" for name, size in sizes.items())
+    print(f"{said}, the checkout {tree:.1f} MiB; together they should stay below 64")
+
+
+def pip(word, *arguments):
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", word, "-q", *arguments]
+    subprocess.run(command, check=True)
 
 
 def with_data(wheel, site):

@@ -14,27 +14,19 @@ import tarfile
 
 
 def rows(archive: str):
-    """Yield (check, figure, value, unit) of every file of a stage's archive."""
+    """Yield (check, figure, value, unit) of every file of gpu_check's in a stage's archive."""
     with tarfile.open(archive) as tar:
-        texts = {
-            member.name: tar.extractfile(member).read().decode()
-            for member in tar
-            if member.isfile() and member.name.endswith(".json")
-        }
-    for _, text in sorted(texts.items()):
-        yield from checked(json.loads(text))
-
-
-def checked(told: dict):
-    """Yield the rows of one file of gpu_check's."""
-    yield "versions", "the card", told["gpu"], ""
-    yield from (("versions", name, version, "") for name, version in told["versions"].items())
-    for check in told["checks"]:
-        yield check["name"], "state", check["state"], ""
-        for figure in check["figures"]:
-            value = figure["value"]
-            short = f"{value:.5g}" if isinstance(value, float) else value
-            yield check["name"], figure["name"], short, figure["unit"]
+        files = [member for member in tar if member.isfile() and member.name.endswith(".json")]
+        found = {member.name: json.load(tar.extractfile(member)) for member in files}
+    for _, told in sorted(found.items()):
+        yield "versions", "the card", told["gpu"], ""
+        yield from (("versions", name, version, "") for name, version in told["versions"].items())
+        for check in told["checks"]:
+            yield check["name"], "state", check["state"], ""
+            for figure in check["figures"]:
+                value = figure["value"]
+                short = f"{value:.5g}" if isinstance(value, float) else value
+                yield check["name"], figure["name"], short, figure["unit"]
 
 
 def main() -> None:
@@ -42,9 +34,7 @@ def main() -> None:
         raise SystemExit(__doc__)
     out = csv.writer(sys.stdout, lineterminator="\n")
     out.writerow(("check", "figure", "value", "unit"))
-    out.writerows(
-        dict.fromkeys(row for archive in sys.argv[1:] for row in map(tuple, rows(archive)))
-    )
+    out.writerows(dict.fromkeys(row for archive in sys.argv[1:] for row in rows(archive)))
 
 
 if __name__ == "__main__":

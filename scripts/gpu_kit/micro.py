@@ -22,12 +22,14 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
-sys.path[:0] = [os.getcwd(), str(Path(__file__).parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.gpu.stops import HIDDEN, INTERMEDIATE, LAYERS, PAUSE_S, graph
 
 FLAG = "/dev/shm/rose-flag"
-LAYERS, HIDDEN, INTERMEDIATE = 28, 3584, 18944  # shapes of Qwen2.5-7B
 PHASE_S = 4.0  # seconds of S's steps beside each neighbour
 UP, DOWN = b"\1\0\0\0", bytes(4)  # S's flag: R stops while it is up
 
@@ -49,18 +51,13 @@ def shared_flag(torch) -> tuple[mmap.mmap, int]:
     return page, address
 
 
-def weights(torch) -> list:
-    """Return matrices (HIDDEN, 3 INTERMEDIATE), bfloat16, one for each layer."""
-    shape = (HIDDEN, 3 * INTERMEDIATE)
-    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(LAYERS)]
-
-
 def rollout_steps(torch, stops: bool):
     """Return a function that runs one step of R: 512 tokens through all layers."""
     _, address = shared_flag(torch)
     wait = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2
     wait.argtypes = [ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_uint32, ctypes.c_uint]
-    matrices = weights(torch)
+    shape = (HIDDEN, 3 * INTERMEDIATE)
+    matrices = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(LAYERS)]
     x = torch.randn(512, HIDDEN, device="cuda", dtype=torch.bfloat16)
     stream = torch.cuda.current_stream()
     down, equal = 0, 1  # the stream waits until the word is equal to 0
@@ -103,34 +100,14 @@ def neighbour(kind: str, ready, stop) -> None:
     report(f"R ({kind})", "steps or moves a second", done / (time.monotonic() - began))
 
 
-def online_graph(torch):
-    """Return a CUDA graph of S's decode step of 16 requests."""
-    matrices = weights(torch)
-    x = torch.randn(16, HIDDEN, device="cuda", dtype=torch.bfloat16)
-
-    def layers() -> None:
-        for matrix in matrices:
-            x @ matrix
-
-    for _ in range(3):
-        layers()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        layers()
-    return graph
-
-
-def step_times(torch, graph, page: mmap.mmap) -> list[float]:
-    """Return the sorted milliseconds of S's steps during PHASE_S. S is idle for more than half of
-    the time."""
+def step_times(step: Callable[[], None], page: mmap.mmap) -> list[float]:
+    """Return the sorted milliseconds of S's steps during PHASE_S, with pauses between them."""
     took, end = [], time.monotonic() + PHASE_S
     while time.monotonic() < end:
-        time.sleep(0.003)
+        time.sleep(PAUSE_S)
         began = time.perf_counter()
         page[:4] = UP
-        graph.replay()
-        torch.cuda.synchronize()
+        step()
         page[:4] = DOWN
         took.append(1e3 * (time.perf_counter() - began))
     return sorted(took)
@@ -139,7 +116,7 @@ def step_times(torch, graph, page: mmap.mmap) -> list[float]:
 def online(torch) -> None:
     page, _ = shared_flag(torch)
     page[:4] = DOWN
-    graph, spawn = online_graph(torch), multiprocessing.get_context("spawn")
+    step, spawn = graph(torch), multiprocessing.get_context("spawn")
     for kind in ("nobody", "steps", "stops", "pages"):
         ready, stop, child = spawn.Event(), spawn.Event(), None
         if kind != "nobody":
@@ -149,7 +126,7 @@ def online(torch) -> None:
                 report(f"S beside {kind}", "ran", 0)
                 child.kill()
                 continue
-        took = step_times(torch, graph, page)
+        took = step_times(step, page)
         for percent in (50, 99):
             value = took[percent * (len(took) - 1) // 100]
             report(f"S beside {kind}", f"step P{percent}", value, "ms")
@@ -169,9 +146,8 @@ def pages(torch) -> None:
             began = time.perf_counter()
             work([(0, pool.nbytes)])
             took = time.perf_counter() - began
-            report(
-                "pages", f"{name} a page of 2 MiB", 1e6 * took / (pool.nbytes // pool.page), "us"
-            )
+            microseconds = 1e6 * took / (pool.nbytes // pool.page)
+            report("pages", f"{name} a page of 2 MiB", microseconds, "us")
 
 
 def main() -> None:

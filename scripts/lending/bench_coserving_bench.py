@@ -52,6 +52,7 @@ LENT = (OURS, "steps")  # scenarios behind the gate
 # The last two values are those of conf/lending/default.yaml.
 MAX_CONTEXT, MAX_SEQUENCES, MAX_BATCHED = (1024, 64, 2048)
 MAX_PROMPT, MAX_OUTPUT = 800, 200
+SLACK = 1.25  # targets, as multiples of the percentiles of S alone
 SETTLE_S, DRAIN_S, BASELINE_S = 2.0, 20.0, 8.0
 CALIBRATE_S = (6.0, 12.0)  # seconds of S alone, each run at the load that the one before suggests
 PROFILE_S = 20.0
@@ -69,15 +70,11 @@ class Options:
     seeds: int = 3
     scenarios: str = "alone,naive,static,priority,ours"
     busy: float = 0.25  # share of the device's time that S alone uses
-    slack: float = 1.25  # targets, as multiples of the percentiles of S alone
     slo: str = ""  # TTFT P50, P99, TPOT P50, P99 in seconds, separated by commas
-    model: str = "512x2"  # hidden size x layers of S
-    rollout_model: str = "512x2"
+    model: str = "512x2"  # hidden size x layers of both engines
     # Factor of the trace's prompt lengths. A prompt then costs several decode steps, as on a GPU.
     prompt_scale: float = 0.4
     output_scale: float = 0.05
-    # File that rose.parts.lending.profile wrote for these models and this core; measured if empty.
-    profile: str = ""
     concurrency: int = 32  # concurrent turns of R
     kv_mib: float = 64.0  # MiB of KV memory of the device
     device: int = max(os.sched_getaffinity(0))  # number of a core
@@ -133,9 +130,8 @@ class Bench:
         confine(new, self.device, self.host)
         for process in new:
             if isinstance(process, Server):
-                warm = traces.Trace(
-                    np.arange(8) * 0.1, np.full(8, 100, np.int32), np.full(8, 8, np.int32)
-                )
+                sizes = np.full(8, 100, np.int32), np.full(8, 8, np.int32)
+                warm = traces.Trace(np.arange(8) * 0.1, *sizes)
                 asyncio.run(replay(process.url, process.served, warm, 0, DRAIN_S))
             else:
                 process.ask("start")
@@ -170,7 +166,7 @@ class Bench:
                 engine_args["scheduler_cls"] = "rose.parts.lending.vllm.rollout.scheduler"
                 env |= self._lends()
             kv_gib = options.kv_mib / 2**10 / (2 if name == "static" else 1)
-            job |= {"model": str(model(options.rollout_model, 1)), "engine_args": engine_args}
+            job |= {"model": str(model(options.model, 1)), "engine_args": engine_args}
             job["overrides"] = self._rolls(kv_gib)
         made = Rollouts(self.guard, f"rollouts-{name}", kind, job, self.folder, env)
         self._stack.callback(made.end)
@@ -213,15 +209,8 @@ class Bench:
         """Return the profile of this device and these models. The first call measures it on the
         device's core, while all other processes are parked."""
         options, file = self.options, self.folder / "profile.json"
-        if options.profile:
-            return Path(options.profile)
-        words = [
-            f"seconds={PROFILE_S}",
-            f"model={model(options.rollout_model, 1)}",
-            *self._rolls(options.kv_mib / 2**10),
-            "cluster.gpus=0",
-            *self._online(),
-        ]
+        words = [f"seconds={PROFILE_S}", f"model={model(options.model, 1)}", "cluster.gpus=0"]
+        words += [*self._rolls(options.kv_mib / 2**10), *self._online()]
         none, core = Quota("none", 0), ("taskset", "-c", str(options.device))
         for _ in range(0 if file.exists() else TRIES):
             wait_for_calm(print)
@@ -236,10 +225,8 @@ class Bench:
         """Draw several slices and return the one whose load is nearest to the whole trace's."""
         length = seconds / self.factor
         if length > self.trace.seconds:
-            raise Failed(
-                f"seconds={seconds:g}: the trace lasts {self.factor * self.trace.seconds:.0f} s at "
-                "this load; give fewer seconds or a longer trace"
-            )
+            lasts = f"the trace lasts {self.factor * self.trace.seconds:.0f} s at this load"
+            raise Failed(f"seconds={seconds:g}: {lasts}; give fewer seconds or a longer trace")
         draw = np.random.default_rng(seed)
         cuts = [
             self.trace.slice(start, length)
@@ -281,22 +268,17 @@ class Bench:
             if scenario == "priority":  # engine's counter has the tokens of both sides
                 grown["made"] -= sum(at <= seconds for one in requests for at in one.chunks)
             opened = grown["open_s"] + grown["shut_s"]
+            latencies = [r.ttft for r in requests], [r.tpot for r in requests]
+            counts = int(grown["evicted"]), int(grown["wasted"]), int(grown["preempted"])
             return Run(
-                scenario,
-                seed,
-                seconds,
-                [r.ttft for r in requests],
-                [r.tpot for r in requests],
+                *(scenario, seed, seconds, *latencies),
                 [r.done for r in requests],
                 percentile([r.late for r in requests], 99),
                 grown["busy"] / passed,
                 grown["made"] / passed,
-                int(grown["evicted"]),
-                int(grown["wasted"]),
-                int(grown["preempted"]),
+                *counts,
                 grown["open_s"] / opened if opened else None,
                 sorted({request.why for request in requests if request.why}),
-                before["at"],
             )
 
         with _awake(server, side):
@@ -343,22 +325,15 @@ class Bench:
             self.factor = len(self.trace) / self.trace.seconds / rate
             found = self.calm_run(ALONE, 1000, self.slice(1000 + int(seconds), seconds), seconds)
             if sum(found.done) < len(found.done) / 2:
-                raise self.servers["plain"].failed(
-                    f"ended {sum(found.done)} of {len(found.done)} requests at "
-                    f"{rate:.2f} a second ({'; '.join(found.why)})"
-                )
+                ended = f"ended {sum(found.done)} of {len(found.done)} requests"
+                why = "; ".join(found.why)
+                raise self.servers["plain"].failed(f"{ended} at {rate:.2f} a second ({why})")
             # The factor changes at most fourfold, because a short slice may be empty.
             self.factor *= float(np.clip(found.busy / self.options.busy, 0.25, 4.0))
-            yield (
-                f"calibration: {rate:.2f} requests/s keep S's engine busy for "
-                f"{100 * found.busy:.0f}% of the time"
-            )
-        yield (
-            f"the trace's times x {self.factor:.2f}: "
-            f"{len(self.trace) / self.trace.seconds / self.factor:.2f} "
-            f"requests/s of {self.trace.prompt_tokens.mean():.0f} + "
-            f"{self.trace.output_tokens.mean():.0f} tokens"
-        )
+            yield f"calibration: S's engine is busy for {found.busy:.0%} of {rate:.2f} requests/s"
+        rate = len(self.trace) / self.trace.seconds / self.factor
+        mean = f"{self.trace.prompt_tokens.mean():.0f} + {self.trace.output_tokens.mean():.0f}"
+        yield f"the trace's times x {self.factor:.2f}: {rate:.2f} requests/s of {mean} tokens"
 
     def warm(self, scenario: str) -> None:
         """Make a run that isn't counted. An engine's heap grows until it has had the largest steps
@@ -370,7 +345,7 @@ class Bench:
             return Slo(*map(float, self.options.slo.split(",")))
         seconds = self.options.seconds
         alone = self.calm_run(ALONE, 1000, self.slice(2000, seconds), seconds)
-        return Slo(*(self.options.slack * alone.latency(metric) for metric in METRICS))
+        return Slo(*(SLACK * alone.latency(metric) for metric in METRICS))
 
 
 @contextmanager
@@ -398,18 +373,13 @@ def _work(trace: traces.Trace) -> float:
 def model(shape: str, seed: int) -> Path:
     """Return the folder of a random model of this shape, created in the cache if missing."""
     script = Path(__file__).with_name("bench_coserving_model.py")
-    try:
-        hidden, layers = map(int, shape.split("x"))
-    except ValueError:
-        raise Failed(f"model={shape}: give HIDDENxLAYERS, as 512x2") from None
+    sizes = shape.split("x")
+    if len(sizes) != 2 or not all(map(str.isdecimal, sizes)):
+        raise Failed(f"model={shape}: give HIDDENxLAYERS, as 512x2")
     digest = hashlib.sha256(script.read_bytes()).hexdigest()[:8]
     folder = cache_dir() / "models" / f"bench-coserving-{shape}-{seed}-{digest}"
     if not folder.exists():
-        subprocess.run(
-            [sys.executable, str(script), str(folder), str(hidden), str(layers), str(seed)],
-            check=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=300,
-        )
+        module = f"scripts.lending.{script.stem}"
+        command = [sys.executable, "-m", module, str(folder), *sizes, str(seed)]
+        subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, timeout=300)
     return folder

@@ -91,14 +91,8 @@ async def _one(
 ) -> None:
     await asyncio.sleep(start + request.at - time.monotonic())
     request.late = time.monotonic() - start - request.at
-    body = {
-        "model": model,
-        "prompt": request.prompt,
-        "max_tokens": request.output_tokens,
-        "ignore_eos": True,
-        "stream": True,
-        "temperature": 1.0,
-    }
+    body = {"model": model, "prompt": request.prompt, "max_tokens": request.output_tokens}
+    body |= {"ignore_eos": True, "stream": True, "temperature": 1.0}
     try:
         async with asyncio.timeout(leave_s), session.post(url, json=body) as response:
             if response.status != 200:

@@ -131,13 +131,7 @@ class Server(Process):
     """vLLM's OpenAI server. It serves once `ready` has returned."""
 
     def __init__(
-        self,
-        guard: Guard,
-        name: str,
-        args: dict,
-        folder: Path,
-        port: int | None = None,
-        env: dict[str, str] = {},
+        self, guard: Guard, name: str, args: dict, folder: Path, port: int | None, env: dict
     ) -> None:
         self.port, self.served = port or free_port(), "s"
         self.url = f"http://127.0.0.1:{self.port}"

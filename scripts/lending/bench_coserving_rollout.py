@@ -13,7 +13,6 @@ import asyncio
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,7 +47,7 @@ class Loop:
 
     def __init__(self, job: dict) -> None:
         self._job, self._turns, self._tasks = job, endless(job), []
-        self.count = {"made": 0, "turns": 0, "evicted": 0, "wasted": 0}
+        self.count = {"made": 0, "evicted": 0, "wasted": 0}
 
     def start(self) -> None:
         self._tasks = [asyncio.create_task(self._work()) for _ in range(self._job["concurrency"])]
@@ -86,7 +85,7 @@ class EngineLoop(Loop):
             os.nice(priority.NICE)
         self._number = 0
         self._engine = await Engine.start(job["model"], rollout, config.model, seed=job["seed"])
-        return {"ready": True, "engine": self._engine.pid}
+        return {"engine": self._engine.pid}
 
     async def _turn(self, prompt: np.ndarray, new: int) -> bool:
         self._number += 1
@@ -100,7 +99,6 @@ class EngineLoop(Loop):
             await self._engine.abort(name)
             raise
         evicted = finish is protocol.FinishReason.ABORT
-        self.count["turns"] += 1
         self.count["evicted"] += evicted
         self.count["wasted"] += evicted * (len(prompt) + made)
         return not evicted
@@ -108,42 +106,30 @@ class EngineLoop(Loop):
 
 class HttpLoop(Loop):
     async def open(self) -> dict:
-        self._session = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=None), connector=aiohttp.TCPConnector(limit=0)
-        )
-        return {"ready": True, "engine": None}
+        timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
+        self._session = aiohttp.ClientSession(timeout=timeout, connector=connector)
+        return {"engine": None}
 
     async def _turn(self, prompt: np.ndarray, new: int) -> bool:
-        body = {
-            "model": self._job["served"],
-            "prompt": prompt.tolist(),
-            "max_tokens": new,
-            "ignore_eos": True,
-            "priority": PRIORITY,
-            "temperature": 1.0,
-        }
+        body = {"model": self._job["served"], "prompt": prompt.tolist(), "max_tokens": new}
+        body |= {"ignore_eos": True, "priority": PRIORITY, "temperature": 1.0}
         async with self._session.post(f"{self._job['url']}/v1/completions", json=body) as response:
             said = await response.json()
         if response.status != 200:
             raise RuntimeError(f"status {response.status}: {str(said)[:300]}")
         self.count["made"] += said["usage"]["completion_tokens"]
-        self.count["turns"] += 1
         return True
 
 
 async def serve(loop: Loop, say) -> None:
     say(await loop.open())
-    orders = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(orders), sys.stdin
-    )
-    while line := await orders.readline():
+    while line := await asyncio.to_thread(sys.stdin.readline):
         match json.loads(line)["do"]:
             case "start":
                 loop.start()
             case "stop":
                 await loop.stop()
-        say(loop.count | {"at": time.monotonic()})
+        say(loop.count)
 
 
 def main() -> None:

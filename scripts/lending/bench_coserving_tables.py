@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from statistics import mean
 
 import numpy as np
-from rich.table import Table
 
 ALONE, OURS = "alone", "ours"
 METRICS = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99")
+ENDS = ("low", "mean", "high")  # lowest, mean and highest value of the seeds
 
 
 @dataclass
@@ -20,6 +20,11 @@ class Slo:
     ttft_p99: float
     tpot_p50: float
     tpot_p99: float
+
+    def __str__(self) -> str:
+        ttft = f"{1e3 * self.ttft_p50:.0f} and {1e3 * self.ttft_p99:.0f}"
+        tpot = f"{1e3 * self.tpot_p50:.1f} and {1e3 * self.tpot_p99:.1f}"
+        return f"TTFT {ttft} ms, TPOT {tpot} ms"
 
 
 @dataclass
@@ -41,7 +46,6 @@ class Run:
     # Share of the time with rollout work in which R's gate was open.
     open: float | None = None
     why: list[str] = field(default_factory=list)  # reasons of requests that were not done
-    began: float = 0.0  # CLOCK_MONOTONIC
     stolen: float = 0.0  # share of the machine's time that the hypervisor took meanwhile
 
     def latency(self, metric: str) -> float:
@@ -127,37 +131,29 @@ def table(runs: list[Run], slo: Slo, alone: Alone) -> list[dict]:
 
 def spread(name: str, values: list[float]) -> dict[str, float | None]:
     found = (min(values), mean(values), max(values)) if values else (None,) * 3
-    return {f"{name}_{end}": x for end, x in zip(("low", "mean", "high"), found, strict=True)}
+    return {f"{name}_{end}": x for end, x in zip(ENDS, found, strict=True)}
 
 
-def shown(rows: list[dict], slo: Slo) -> Table:
-    """Return the table. Latencies are ratios to S alone: mean (range of the seeds)."""
-    made = Table(
-        title=f"targets: TTFT {1e3 * slo.ttft_p50:.0f} and {1e3 * slo.ttft_p99:.0f} ms, TPOT "
-        f"{1e3 * slo.tpot_p50:.1f} and {1e3 * slo.tpot_p99:.1f} ms",
-        title_justify="left",
-    )
-    columns = ["", "TTFT P50", "TTFT P99", "TPOT P50", "TPOT P99", "attainment"]
-    columns += ["idle compute used", "rollout tokens/s", "requests, aborted", "gate open"]
-    for column in columns:
-        made.add_column(column, justify="right" if column else "left")
-    for row in rows:
-        made.add_row(
-            row["scenario"],
-            *(_range(row, f"{metric}_ratio") for metric in METRICS),
-            _range(row, "attainment", 100, "%", 1),
-            _range(row, "harvest", 100, "%", 0),
-            f"{row['made']:.0f}",
-            f"{row['requests']}, {row['aborted']}",
-            "" if row["open"] is None else f"{100 * row['open']:.0f}%",
-        )
-    return made
+def shown(rows: list[dict]) -> list[dict[str, str]]:
+    """Return the rows as they are printed. Latencies are ratios to S alone: mean (range of the
+    seeds)."""
+    return [
+        {
+            "": row["scenario"],
+            **{m.replace("_", " ").upper(): _range(row, f"{m}_ratio") for m in METRICS},
+            "attainment": _range(row, "attainment", 100, "%", 1),
+            "idle compute used": _range(row, "harvest", 100, "%", 0),
+            "rollout tokens/s": f"{row['made']:.0f}",
+            "requests, aborted": f"{row['requests']}, {row['aborted']}",
+            "gate open": "" if row["open"] is None else f"{row['open']:.0%}",
+        }
+        for row in rows
+    ]
 
 
 def _range(row: dict, name: str, times: float = 1, unit: str = "", digits: int = 2) -> str:
-    if row[f"{name}_mean"] is None:
+    found = [row[f"{name}_{end}"] for end in ENDS]
+    if found[0] is None:
         return ""
-    low, middle, high = (
-        f"{times * row[f'{name}_{end}']:.{digits}f}" for end in ("low", "mean", "high")
-    )
+    low, middle, high = (f"{times * value:.{digits}f}" for value in found)
     return f"{middle}{unit} ({low} to {high})"

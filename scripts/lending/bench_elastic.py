@@ -4,21 +4,14 @@
     [--steps 6] [--borrowed 0 1 2 4] [--keep FOLDER] [HYDRA OVERRIDES ...]
 
 A training job with one dedicated engine runs throughout. In each round serving jobs join it one
-after the other, and at each number of borrowed ranks `--steps` training steps are timed. Then half
-of the ranks are asked to leave (SIGUSR2: the rank finishes its turns first), and the other half is
-killed (SIGKILL to every process of the rank). Prints median, smallest and largest over all rounds:
-
-    ask to joined         from a rank's request to its hello; its engine starts meanwhile (vLLM is imported before)
-    joined to first token from the hello to the rank's first token at the coordinator; it loads the current weights
-    kill to notice, kill to reroute: from a kill until it is known, and until another rank has its last turn
-    lost, computed again  per kill: tokens generated and never received (estimated from the rank's rate and
-                          the time since its last message, at most 0.1 s), and tokens of its turns'
-                          contexts that another rank prefills again (unless it has them cached)
-    drain                 from SIGUSR2 to the rank's goodbye
-    step time             by the number of borrowed ranks
-
-The script records only the times of kills and signals. All else is read from the run's own journal
-and metrics afterwards. The kills need the virtual nodes of slurm/dev_cluster.sh, whose processes
+after the other, with `--steps` training steps at each number of borrowed ranks. Then half of the
+ranks are asked to leave (SIGUSR2: the rank finishes its turns first), and the other half is killed
+(SIGKILL to every process of the rank). Prints medians and ranges over all rounds, which are read
+from the run's own journal and metrics: seconds from a rank's request to its hello, during which its
+engine starts; from the hello to its first token at the coordinator; from a kill until it is known,
+and until another rank has its last turn; tokens lost per kill (generated and never received,
+estimated from the rank's rate) and computed again (contexts of its turns, unless they are cached);
+and seconds of a drain. The kills need the virtual nodes of slurm/dev_cluster.sh, whose processes
 run on this machine.
 """
 
@@ -28,7 +21,6 @@ import os
 import re
 import shutil
 import signal
-import statistics
 import sys
 import tempfile
 import time
@@ -41,7 +33,7 @@ from rose.coordinator import journal
 from rose.engine.rank import PROGRESS_S
 from rose.observe.metrics import read_metrics
 from rose.scheduler import events as ev
-from scripts import csv_tables
+from scripts.csv_tables import middle, show
 from scripts.harness import Failed, flagged
 from scripts.runs import MEASURED
 from scripts.slurm_jobs import Serving, Training
@@ -59,13 +51,10 @@ REPORT_S = PROGRESS_S  # seconds between two messages of a rank with turns
 RATE_S = 2.0  # seconds before a killed rank's last message over which its token rate is computed
 
 
-def next_steps(training: Training, count: int) -> list[float]:
-    """Wait for the next `count` whole steps and return their seconds."""
-    # The present step is skipped, because it may have begun with other ranks.
-    first = training.steps()[-1]["step"] + 2
-    last = first + count - 1
+def wait(training: Training, count: int) -> None:
+    """Wait for `count` whole steps. The present one may have begun with other ranks."""
+    last = training.steps()[-1]["step"] + 1 + count
     training.until(lambda: training.steps()[-1]["step"] >= last, f"{count} steps")
-    return [row["time_step"] for row in training.steps() if first <= row["step"] <= last]
 
 
 def joined(training: Training, job: Serving) -> str:
@@ -164,7 +153,6 @@ def bench(folder: Path, rounds: int, steps: int, counts: list[int], overrides: l
     training = Training(folder, "bench", [*RUN, *overrides])
     serving: list[Serving] = []
     killed, drained = {}, {}
-    times: dict[int, list[float]] = {count: [] for count in counts}
     try:
         training.until(training.steps, "the first step")
         for at in range(rounds):
@@ -172,9 +160,7 @@ def bench(folder: Path, rounds: int, steps: int, counts: list[int], overrides: l
                 while len(serving) < count:
                     serving.append(Serving(folder, "bench", ""))
                     print(f"round {at + 1}: {joined(training, serving[-1])} joined", flush=True)
-                times[count] += next_steps(training, steps)
-                median = statistics.median(times[count][-steps:])
-                print(f"round {at + 1}: {count} borrowed: {median:.2f} s a step", flush=True)
+                wait(training, steps)
             for i, job in enumerate(serving):
                 worker = joined(training, job)
                 if i % 2:
@@ -183,11 +169,11 @@ def bench(folder: Path, rounds: int, steps: int, counts: list[int], overrides: l
                     killed[worker] = kill(job)
                 training.until(lambda worker=worker: gone(training, worker), f"{worker} to be gone")
             serving.clear()
-        next_steps(training, 1)  # a step, with which the journal is flushed
+        wait(training, 1)  # the step with which the journal is flushed
     finally:
         for job in (*serving, training):
             job.end()
-    show(training, killed, drained, times)
+    summarise(training, killed, drained)
 
 
 def gone(training: Training, worker: str) -> float | None:
@@ -199,12 +185,7 @@ def gone(training: Training, worker: str) -> float | None:
     return None
 
 
-def show(
-    training: Training,
-    killed: dict[str, float],
-    drained: dict[str, float],
-    times: dict[int, list[float]],
-) -> None:
+def summarise(training: Training, killed: dict[str, float], drained: dict[str, float]) -> None:
     [path] = (training.run / "journal").glob("attempt-*.jsonl")
     entries = journal.read(path)
     next(entries)
@@ -222,27 +203,18 @@ def show(
             at - story.joined[w] for w, at in story.first_token.items() if w in waited
         ],
         "kill to notice, s": [it.notice for it in losses if it.notice is not None],
-        "kill to reroute of its last turn, s": [
-            it.reroute for it in losses if it.reroute is not None
-        ],
+        "kill to reroute, s": [r for it in losses if (r := it.reroute) is not None],
         "turns moved per kill": [one.turns for one in losses],
         "tokens lost per kill": [one.lost for one in losses],
         "tokens computed again per kill": [one.again for one in losses],
         "drain, s": [gone(training, worker) - at for worker, at in drained.items()],
-    } | {f"step with {count} borrowed, s": seconds for count, seconds in times.items()}
+    }
     rows = [
-        {
-            "": name,
-            "median": statistics.median(values),
-            "smallest": min(values),
-            "largest": max(values),
-            "of": len(values),
-        }
+        {"": name, "median (range)": middle(values), "of": len(values)}
         for name, values in found.items()
         if values
     ]
-    title = f"{len(waited)} joins, {len(killed)} kills, {len(drained)} drained"
-    csv_tables.show(rows, title)
+    show(rows, f"{len(waited)} joins, {len(killed)} kills, {len(drained)} drained")
 
 
 def main() -> int:

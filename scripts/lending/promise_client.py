@@ -8,15 +8,9 @@ import contextlib
 import httpx
 from openai import APIConnectionError, AsyncOpenAI
 
-ANSWER = {
-    "id": "",
-    "object": "chat.completion",
-    "created": 0,
-    "model": "",
-    "choices": [
-        {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": ""}}
-    ],
-}
+MESSAGE = {"role": "assistant", "content": ""}
+CHOICES = [{"index": 0, "finish_reason": "stop", "message": MESSAGE}]
+ANSWER = {"id": "", "object": "chat.completion", "created": 0, "model": "", "choices": CHOICES}
 
 
 def client(transport: httpx.AsyncBaseTransport | None = None, **told: str | int) -> AsyncOpenAI:

@@ -11,21 +11,18 @@
 --every     seconds between two kills
 --profile-s seconds of measuring a serving device
 
-docs/benchmarks.md says what the three sides are and what is compared. They run as jobs of a real
-Slurm whose virtual nodes are this machine (slurm/dev_cluster.sh). Each engine and each serving
+docs/benchmarks.md says what the three sides are and what is compared. Each engine and each serving
 device has the same CPU quota, which it gets before any other process; trainer, environment hosts
 and clients have what is left. Users come as in a public trace, whose time is stretched to --rate
-requests a second and device. That keeps the shape of its bursts. Each seed takes one of the
-20-minute windows with the largest bursts in their first four minutes. A killed host's sandboxes are
-not restored: an agent that is a program of its own has no checkpoints, so it runs again, and gets
-the answers that its first run got.
+requests a second and device. Each seed takes one of the 20-minute windows with the largest bursts
+in their first four minutes. A killed host's sandboxes are not restored: an agent that is a program
+of its own has no checkpoints, so it runs again, and gets the answers that its first run got.
 
-The simulator predicts all sides before they run. The figures of each run go to --results when it is
-done, one file per seed. An interrupted proof goes on from there, on another machine too, but
-`borrowed` needs an `alone` of the same kind of machine, which gives it the targets of lending:
-`--only SIDE-SEED` does single runs. All that it starts it ends, also after Ctrl-C. It needs root,
-Slurm's packages (slurm/dev_cluster.sh install), 4 x quota cores and two more, and a machine that
-does nothing else.
+The figures of each run go to --results when it is done, one file per seed. An interrupted proof
+goes on from there, on another machine too, but `borrowed` needs an `alone` of the same kind of
+machine, which gives it the targets of lending. All that it starts it ends, also after Ctrl-C. It
+needs root, Slurm's packages (slurm/dev_cluster.sh install), 4 x quota cores and two more, and a
+machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -264,25 +261,10 @@ def _say(words: str, name: str = "") -> None:
 
 
 def main() -> None:
-    out, only = REPOSITORY / "outputs" / "promise", list[str]()
-    args = flagged(
-        __doc__,
-        None,
-        "OVERRIDE",
-        seeds=3,
-        steps=40,
-        batch=64,
-        quota=0.1,
-        rate=0.2,
-        trace=Path,
-        every=60.0,
-        profile_s=40.0,
-        only=only,
-        redraw=False,
-        out=out,
-        results=RESULTS,
-        figure=FIGURE,
-    )
+    numbers = {"seeds": 3, "steps": 40, "batch": 64, "quota": 0.1, "rate": 0.2, "every": 60.0}
+    paths = {"out": REPOSITORY / "outputs" / "promise", "results": RESULTS, "figure": FIGURE}
+    more = {"trace": Path, "profile_s": 40.0, "only": list[str](), "redraw": False}
+    args = flagged(__doc__, None, "OVERRIDE", **numbers, **paths, **more)
     if args.redraw:
         draw(Results(args.results), args.figure)
         return

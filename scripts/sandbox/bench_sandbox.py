@@ -10,7 +10,7 @@ recovery   killed at every turn of three scripted episodes and one that the tiny
 costs      the figures of an episode in conf/sim/sandboxes/*.yaml
 
 Milliseconds unless stated otherwise, medians and 95th percentiles. `--think`: seconds that an agent
-thinks between two turns; restored episodes are played on without thinking.
+thinks between two turns; restored episodes are played without thinking.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from scripts.sandbox.bench_sandbox_policies import (
 )
 
 WAIT_S = 60.0
+STARTS, TURNS = (1, 8, 64), 200  # sandboxes at once, and turns of each
 CAPTURES = 15
 SMALL_FILES = "for i in $(seq 20); do echo $i > f$i; done"
 HTTP_SERVER = (
@@ -64,30 +66,26 @@ async def timed(call) -> tuple[float, Any]:
     return (time.perf_counter() - began) * 1e3, made
 
 
-def spread(values: list[float]) -> str:
+def spread(values: Sequence[float]) -> str:
     if len(values) < 2:
         return f"{values[0]:.1f}"
     return f"{statistics.median(values):.1f}, {statistics.quantiles(values, n=20)[-1]:.1f}"
 
 
 async def starts(args: Any) -> Table:
-    first, box = await timed(Sandbox.start(Spec()))
-    await box.close()
-    table = Table("at once", "start", "start, all", "turn", "close", title=f"{box.backend}, ms")
-    for count in args.starts:
-        whole, made = await timed(
-            asyncio.gather(*(timed(Sandbox.start(Spec())) for _ in range(count)))
-        )
-        boxes = [box for _, box in made]
+    async with await Sandbox.start(Spec()) as box:  # the first one starts the keeper, too
+        table = Table("at once", "start", "start, all", "turn", title=f"{box.backend}, ms")
 
-        async def play(box: Sandbox) -> list[float]:
-            return [(await timed(box.run(":", WAIT_S)))[0] for _ in range(args.turns)]
+    async def turns(box: Sandbox) -> list[float]:
+        return [(await timed(box.run(":", WAIT_S)))[0] for _ in range(TURNS)]
 
-        taken = [each for one in await asyncio.gather(*map(play, boxes)) for each in one]
-        ended, _ = await timed(asyncio.gather(*(box.close() for box in boxes)))
-        start = spread([each for each, _ in made])
-        table.add_row(str(count), start, f"{whole:.0f}", spread(taken), f"{ended:.1f}")
-    table.caption = f"the first one, with its keeper: {first:.0f}"
+    for count in STARTS:
+        starting = asyncio.gather(*(timed(Sandbox.start(Spec())) for _ in range(count)))
+        whole, made = await timed(starting)
+        took, boxes = zip(*made, strict=True)
+        taken = [each for one in await asyncio.gather(*map(turns, boxes)) for each in one]
+        await asyncio.gather(*(box.close() for box in boxes))
+        table.add_row(str(count), spread(took), f"{whole:.0f}", spread(taken))
     return table
 
 
@@ -121,8 +119,8 @@ async def captures(args: Any) -> Table:
 
 async def recovery(args: Any) -> Table:
     title = f"killed at every turn, thinking {args.think:g} s"
-    columns = ("episode", "policy", "right", "captured", "stored", "turn", "restore")
-    table = Table(*columns, "exposed", "time", title=title)
+    columns = ("episode", "policy", "right", "captured", "stored", "exposed", "time")
+    table = Table(*columns, title=title)
     for episode in (*EPISODES, Sampled(configured("+experiment=terminal").model)):
         async with await Sandbox.start(Spec()) as box:
             wanted = (await play(box, episode)).end
@@ -136,8 +134,6 @@ async def recovery(args: Any) -> Table:
                 f"{made.right}/{episode.length}",
                 f"{made.captured / 1e6:.1f} MB, {made.captured / full.captured:.0%}",
                 f"{made.stored / 1e3:,.0f} kB, {made.stored / full.stored:.0%}",
-                spread([each * 1e3 for each in played.work]),
-                spread([each * 1e3 for each in made.restores]),
                 f"{sum(played.exposed) / played.seconds:.2%}",
                 f"{played.seconds / base - 1:+.2%}",
             )
@@ -173,15 +169,8 @@ async def run(args: Any) -> None:
 
 
 def main() -> None:
-    args = flagged(
-        __doc__,
-        only=list(PARTS),
-        starts=[1, 8, 64],
-        turns=200,
-        think=2.0,
-        backend=AUTO,
-        folder=Path(tempfile.gettempdir()),
-    )
+    folder = Path(tempfile.gettempdir())
+    args = flagged(__doc__, only=list(PARTS), think=2.0, backend=AUTO, folder=folder)
     try:
         asyncio.run(run(args))
     except SandboxError as error:

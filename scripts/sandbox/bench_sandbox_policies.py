@@ -32,14 +32,12 @@ POLICIES = (CHAT, ONLY_FILES, REPLAY, FULL, CLASSIFIED)
 @dataclass
 class Played:
     """A fault-free episode. `shown`: the output of its check. `exposed`: for each turn, seconds
-    that the next command waited for the checkpoint. `work`: seconds that the checkpoint took,
-    including those during which the agent thought."""
+    that the next command waited for the checkpoint."""
 
     turns: list[Turn]
     shown: str = ""
     seconds: float = 0.0
     exposed: list[float] = field(default_factory=list)
-    work: list[float] = field(default_factory=list)
 
     @property
     def end(self) -> tuple:
@@ -85,7 +83,6 @@ async def play(
             await keeper.after_turn(turn)
         done = time.monotonic()
         await asyncio.sleep(max(0.0, ended + think_s - done))
-        played.work.append(done - ended)
         played.exposed.append(max(0.0, done - ended - think_s))
     played.seconds = time.monotonic() - began
     played.shown = await command(box, episode.check)
@@ -103,14 +100,13 @@ async def begin(box: Sandbox, engine: Engine, policy: str) -> Any:
 @dataclass
 class Recovered:
     """The recovery of one policy on one episode. `right`: kills after which the episode ended as
-    without a fault; `captured`: bytes of its captures; `stored`: bytes that were new to the store;
-    `restores`: seconds of each."""
+    without a fault; `captured`: bytes of its captures; `stored`: bytes that were new to the
+    store."""
 
     played: Played
     right: int = 0
     captured: int = 0
     stored: int = 0
-    restores: list[float] = field(default_factory=list)
 
 
 async def bring_back(policy: str, engine: Engine, saved: bytes | None) -> Sandbox:
@@ -140,9 +136,7 @@ async def kill_at_each_turn(
             made.stored = engine.counters.stored_bytes
         await box.close()
         for turn in turns:
-            began = time.monotonic()
             box = await bring_back(policy, engine, saved[turn])
-            made.restores.append(time.monotonic() - began)
             with contextlib.suppress(SandboxError):
                 again = await play(box, episode, before=made.played.turns[:turn])
                 made.right += again.end == wanted
@@ -175,16 +169,13 @@ async def saves(episode: Scripted, policy: str, think_s: float) -> list[Save]:
             took = keeper.stats["seconds"] - before["seconds"]
             (kind,) = (k for k in made if keeper.stats[k] > before[k])
             made[kind].append((took, engine.counters.stored_bytes - stored))
-    return [
-        Save(
-            kind,
-            len(each) / episode.length,
-            statistics.median(took for took, _ in each),
-            statistics.mean(stored for _, stored in each),
-        )
-        for kind, each in made.items()
-        if each
-    ]
+    found = []
+    for kind, each in made.items():
+        if each:
+            seconds, sizes = zip(*each, strict=True)
+            costs = statistics.median(seconds), statistics.mean(sizes)
+            found.append(Save(kind, len(each) / episode.length, *costs))
+    return found
 
 
 async def restoring(episode: Episode, times: int) -> tuple[float, int]:

@@ -125,19 +125,11 @@ def compared(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> list[dict[str,
     for row in rows:
         mine = ours(row, outcomes)
         middle = (row.paper[0] * row.paper[1]) ** 0.5
-        found.append(
-            {
-                "setting": " ".join([row.setting, *row.overrides]),
-                "system": row.system,
-                "what": f"{row.what} {row.rival}".strip(),
-                "paper_low": row.paper[0],
-                "paper_high": row.paper[1],
-                **dict(zip(("ours", "ours_low", "ours_high"), mine, strict=True)),
-                "ratio": mine.mean / middle,
-                "source": row.source,
-                "remark": row.remark,
-            }
-        )
+        setting, what = " ".join([row.setting, *row.overrides]), f"{row.what} {row.rival}".strip()
+        one: dict[str, Any] = {"setting": setting, "system": row.system, "what": what}
+        keys = ("paper_low", "paper_high", "ours", "ours_low", "ours_high", "ratio")
+        one |= dict(zip(keys, (*row.paper, *mine, mine.mean / middle), strict=True))
+        found.append(one | {"source": row.source, "remark": row.remark})
     return found
 
 
@@ -147,14 +139,10 @@ def words(rows: Sequence[dict[str, str]]) -> str:
     for row in rows:
         form = ",.0f" if row["what"] == "tokens/s" else ".2f"
         ends = [format(float(row[f"paper_{end}"]), form) for end in ("low", "high")]
-        lines.append(
-            [
-                f"{row['setting'].replace('sim.n_serving=', '')}: {row['system']}, {row['what']}",
-                " to ".join(dict.fromkeys(ends)),
-                with_bounds(row, "ours", "ours_low", "ours_high", form),
-                f"{float(row['ratio']):.2f}",
-            ]
-        )
+        what = f"{row['setting'].replace('sim.n_serving=', '')}: {row['system']}, {row['what']}"
+        mine = with_bounds(row, "ours", "ours_low", "ours_high", form)
+        line = [what, " to ".join(dict.fromkeys(ends)), mine, f"{float(row['ratio']):.2f}"]
+        lines.append(line)
     return markdown(["setting: system, its", "paper", "ours [95%]", "ours / paper"], lines)
 
 

@@ -2,15 +2,13 @@
 
     python scripts/simulator/reproduce_rose.py                                   both settings and the +-20% table; long
     python scripts/simulator/reproduce_rose.py only=rose_8b seeds=1,2 sensitivity=false
-    python scripts/simulator/reproduce_rose.py only=rose_8b systems=thunder sensitivity=false table1=false
-    python scripts/simulator/reproduce_rose.py table1=only                       the paper's Table 1 in absolute figures, only
+    python scripts/simulator/reproduce_rose.py only=rose_8b systems=thunder sensitivity=false
     python scripts/simulator/reproduce_rose.py draw=true                         the tables again, from the CSV files
-Writes docs/results/rose_paper.csv, rose_table1.csv, rose_systems.csv and rose_sensitivity.csv
-(out=FOLDER: into FOLDER), and the tables between their marks in docs/policies.md and
-docs/simulator.md. The settings are conf/experiment/rose_8b.yaml and rose_32b.yaml. No value
-here or there is set for a single system or row. The tables show how far ours differs from the
-paper, and docs/simulator.md explains it. Left out: results that the paper shows in figures
-only.
+
+Writes docs/results/rose_*.csv (out=FOLDER: into FOLDER), and the tables between their marks in
+docs/policies.md and docs/simulator.md, which explains how far ours differs from the paper. The
+settings are conf/experiment/rose_8b.yaml and rose_32b.yaml. No value here or there is set for a
+single system or row. Left out: results that the paper shows in figures only.
 """
 
 from __future__ import annotations
@@ -53,6 +51,7 @@ class Published(NamedTuple):
     mine: str = "rose"
 
 
+NONE = (math.nan, math.nan)  # nothing published
 PUBLISHED = (
     Published("throughput over", "roll_grpo", (1.31, 1.31), (1.46, 1.46)),
     # DAPO on both sides.
@@ -64,6 +63,7 @@ PUBLISHED = (
     Published("allocation overhead", "rose", (0.003, 0.004), (0.003, 0.004)),
     Published("allocation overhead", "rlboost", (0.068, 0.073), (0.068, 0.073)),
     Published("allocation overhead", "serverless", (0.15, 0.26), (0.15, 0.26)),
+    *(Published("throughput over", "rose", NONE, NONE, name) for name in ("best", "best_sync")),
 )
 ALONE = "serving alone"
 # The paper's Table 1: our system -> setting -> (rollout s, P99 TTFT ms, P99 TPOT ms). Alone is its
@@ -88,10 +88,7 @@ SENSITIVITY = {  # parameter -> the keys that a factor multiplies
     "size of differences": ("sim.delta_ratio",),
     "idle time lost to admission": ("sim.serving.overhead",),
     "online load": ("sim.serving.load",),
-    "time to get a worker": (
-        "sim.pool.spot.allocation.start_s",
-        "sim.pool.lend.allocation.start_s",
-    ),
+    "time to get a worker": tuple(f"sim.pool.{p}.allocation.start_s" for p in ("spot", "lend")),
 }
 # Parameters without a usual value, and the values that are tried.
 VALUES = {"pace of online decodes": ("sim.serving.pace", (0.1, 0.25, 0.5, 1.0))}
@@ -130,23 +127,15 @@ def number(what: str, mine: Sequence[Outcome], rival: Sequence[Outcome]) -> Inte
 
 def compared(setting: str, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     rows, systems = [], by_system(outcomes)
-    beyond = [  # systems without a counterpart in any paper
-        Published("throughput over", "rose", (math.nan,) * 2, (math.nan,) * 2, name)
-        for name in ("best", "best_sync")
-    ]
-    for row in (*PUBLISHED, *beyond):
+    for row in PUBLISHED:
         if row.rival not in systems or row.mine not in systems:
             continue
         low, high = getattr(row, setting)
         found = number(row.what, systems[row.mine], systems[row.rival])
         rows.append(
             {
-                "setting": setting,
-                "mine": row.mine,
-                "what": row.what,
-                "rival": row.rival,
-                "paper_low": low,
-                "paper_high": high,
+                **{"setting": setting, "mine": row.mine, "what": row.what, "rival": row.rival},
+                **{"paper_low": low, "paper_high": high},
                 **dict(zip(("ours", "ours_low", "ours_high"), found, strict=True)),
                 "difference": found.mean / fmean((low, high)) - 1,
             }
@@ -186,14 +175,9 @@ def sensitivity(setting: str, overrides: Sequence[str], processes: int) -> list[
     outcomes, rows = outcomes_of(configs, processes), []
     for (name, factor, _), c in zip(points, configs, strict=True):
         systems = by_system([o for o in outcomes if o.point == c.name])
-        mine = values(systems["rose"], "trajectories_s")
-        rows.append(
-            {"setting": setting, "parameter": name, "factor": factor}
-            | {
-                f"over {rival}": gain(mine, values(systems[rival], "trajectories_s")).mean
-                for rival in VARIED_SYSTEMS
-            }
-        )
+        speed = {name: values(of, "trajectories_s") for name, of in systems.items()}
+        over = {f"over {each}": gain(speed["rose"], speed[each]).mean for each in VARIED_SYSTEMS}
+        rows.append({"setting": setting, "parameter": name, "factor": factor} | over)
     return rows
 
 
@@ -232,10 +216,8 @@ def effects(rows: Sequence[dict[str, str]]) -> str:
         lines.append(line)
     text = markdown(header, lines)
     if attained:
-        text += (
-            f"\n\nOnline requests within both targets where GPUs are borrowed from serving: "
-            f"{min(attained):.2%} to {max(attained):.2%}."
-        )
+        text += "\n\nOnline requests within both targets where GPUs are borrowed from serving: "
+        text += f"{min(attained):.2%} to {max(attained):.2%}."
     return text
 
 
@@ -266,14 +248,9 @@ def table1_words(rows: Sequence[dict[str, str]]) -> str:
     lines = []
     for row in rows:
         n = {key: f"{float(row[key]):.0f}" if row[key] else "–" for key in row if key.endswith("s")}
-        lines.append(
-            [
-                f"{SETTINGS[row['setting']].split(',')[0]}, {row['system']}",
-                f"{n['paper_rollout_s']}, {n['rollout_s']}",
-                f"{n['paper_ttft_ms']}, {n['ttft_ms']}",
-                f"{n['paper_tpot_ms']}; {n['tpot_ms']}, {n['gap_ms']}",
-            ]
-        )
+        line = [f"{SETTINGS[row['setting']].split(',')[0]}, {row['system']}"]
+        line += [f"{n[f'paper_{key}']}, {n[key]}" for key in ("rollout_s", "ttft_ms")]
+        lines.append([*line, f"{n['paper_tpot_ms']}; {n['tpot_ms']}, {n['gap_ms']}"])
     header = ["system", "rollout, s: paper, ours", "P99 TTFT, ms: paper, ours"]
     return markdown([*header, "P99 TPOT, ms: paper; ours of a request, between tokens"], lines)
 
@@ -307,20 +284,15 @@ def main(arguments: Sequence[str]) -> int:
         arguments,
         __doc__,
         **{"only": "", "systems": SYSTEMS, "seeds": "1,2,3", "steps": 12, "warmup": 6},
-        **{"sensitivity": True, "table1": "true", "processes": 0, "draw": False},
-        out=str(RESULTS),
+        **{"sensitivity": True, "processes": 0, "draw": False, "out": str(RESULTS)},
     )
-    out, absolute = Path(given["out"]), given["table1"]
-    settings = listed("only", given["only"], SETTINGS)
-    listed("table1", absolute, ("true", "false", "only"))
+    out, settings = Path(given["out"]), listed("only", given["only"], SETTINGS)
     processes = runs.cores(given["processes"] or None)
     timing = [f"sim.steps={given['steps']}", f"sim.warmup={given['warmup']}"]
     timing.append(f"sim.seeds=[{given['seeds']}]")
     for setting in [] if given["draw"] else settings:
-        if absolute != "false":
-            _measure_table1(out, setting, timing, processes)
-        if absolute != "only":
-            _measure(out, setting, given["systems"], timing, processes, given["sensitivity"])
+        _measure_table1(out, setting, timing, processes)
+        _measure(out, setting, given["systems"], timing, processes, given["sensitivity"])
     draw(out / "rose_table1.csv", "simulator.md", "table1", table1_words)
     draw(out / "rose_systems.csv", "policies.md", "measured", effects)
     draw(out / "rose_paper.csv", "simulator.md", "paper", beside)
@@ -358,12 +330,11 @@ def _measure(
 def merge_settings(path: Path, rows: list[dict[str, Any]], *parts: str) -> None:
     """Merge rows into a file of several settings. They replace those of the same `parts`."""
     order = list(SETTINGS)
-    merge(
-        path,
-        rows,
-        lambda row: tuple(row[key] for key in ("setting", *parts)),
-        lambda row: order.index(row["setting"]),
-    )
+
+    def key(row: Mapping[str, Any]) -> tuple:
+        return tuple(row[part] for part in ("setting", *parts))
+
+    merge(path, rows, key, lambda row: order.index(row["setting"]))
 
 
 if __name__ == "__main__":

@@ -4,21 +4,18 @@
     python scripts/simulator/study_policies.py only=rose_8b staleness=1 order=fifo,due_first
     routing=rose,earliest_finish
     python scripts/simulator/study_policies.py draw=true           the table again, from the CSV file
-Writes docs/results/policies_search.csv (out=FOLDER: into FOLDER), and its front between the
-marks in docs/policies.md.
 
-Successive halving (ROUNDS). First, every composition runs on half of a setting
-(conf/experiment/rose_8b and rose_32b: engines, borrowed devices, trainer and batch divided by two)
-with one seed. Then the fastest few of each largest staleness run on the whole setting with all
-seeds. ROSE's own compositions and the options `best` and `best_sync` of conf/sim/systems go through
-all rounds. Compositions are ranked by trained tokens per second, not by seconds a step: few steps
-of a policy that trains on short trajectories first would look fast. A quarter of a setting is too
-little: there `carry_over` seems faster than `bounded_staleness`, which it is not. All compositions
-have ROSE's pools: dedicated and borrowed engines, with `all_idle` also the trainer's GPUs. Left
-out: `dapo` and RollPacker's spare trajectories (they leave long ones untrained for good), `libra`
-(its planner and buckets need other pools or degrees), `rollart` (on one kind of hardware it is
-cache_affine), `static` (`rose` uses all devices, too, if n_serving is their number) and policies
-that hold no borrowed devices.
+Writes docs/results/policies_search.csv (out=FOLDER: into FOLDER), and its front between the marks
+in docs/policies.md. First, every composition runs on half of a setting (conf/experiment/rose_8b and
+rose_32b) with one seed. Then the fastest few of each largest staleness, by trained tokens per
+second, run on the whole setting with all seeds. ROSE's own compositions and `best` and `best_sync`
+of conf/sim/systems go through all rounds. A quarter of a setting is too little: there `carry_over`
+seems faster than `bounded_staleness`, which it is not. All compositions have ROSE's pools:
+dedicated and borrowed engines, with `all_idle` also the trainer's GPUs. Left out: `dapo` and
+RollPacker's spare trajectories (they leave long ones untrained for good), `libra` (its planner and
+buckets need other pools or degrees), `rollart` (on one kind of hardware it is cache_affine),
+`static` (`rose` uses all devices, too, if n_serving is their number) and policies that hold no
+borrowed devices.
 """
 
 from __future__ import annotations
@@ -168,16 +165,12 @@ def compositions(only: dict[str, Sequence[str]], staleness: float = math.inf) ->
     ]
 
 
-def _option(kind: str, name: str) -> dict[str, Any]:
-    return yaml.safe_load((CONF / kind / f"{name}.yaml").read_text(encoding="utf-8"))
-
-
 def system(what: Composition, c: Config) -> SimSystem:
     """Return a composition as a system of the simulator. Arguments that a file takes from elsewhere
     (the number of devices that may be borrowed) are those of the configuration."""
     policies = {}
     for kind, chosen in zip(KINDS, what, strict=True):
-        option = _option(kind, chosen.name)
+        option = yaml.safe_load((CONF / kind / f"{chosen.name}.yaml").read_text(encoding="utf-8"))
         policies[kind] = Policy(name=option["name"], args=option["args"] | dict(chosen.args))
     if "n_serving" in policies["provisioning"].args:
         policies["provisioning"].args["n_serving"] = c.sim.n_serving
@@ -226,21 +219,13 @@ def rows_of(
         if name == BASE:
             continue
         over = gain(values(each, "tokens_s"), base)
-        rows.append(
-            {
-                "setting": setting,
-                "round": number,
-                "divided": which.divided,
-                **dict(zip(KINDS, name.split(", "), strict=True)),
-                "seeds": len(each),
-                "step_s": mean(each, "step_s"),
-                "tokens_s": mean(each, "tokens_s"),
-                **dict(zip(("over_rose", "low", "high"), over, strict=True)),
-                "staleness": mean(each, "staleness"),
-                "staleness_max": max(values(each, "staleness_max")),
-                "dropped": mean(each, "dropped"),
-            }
-        )
+        row: dict[str, Any] = {"setting": setting, "round": number, "divided": which.divided}
+        row |= dict(zip(KINDS, name.split(", "), strict=True)) | {"seeds": len(each)}
+        row |= {key: mean(each, key) for key in ("step_s", "tokens_s")}
+        row |= dict(zip(("over_rose", "low", "high"), over, strict=True))
+        row |= {"staleness": mean(each, "staleness")}
+        row |= {"staleness_max": max(values(each, "staleness_max"))}
+        rows.append(row | {"dropped": mean(each, "dropped")})
     rows.sort(key=lambda row: -row["tokens_s"])
     for row in rows:
         row["front"] = int(on_front(row, rows))

@@ -8,22 +8,16 @@ The profile is two live runs with one engine, one with much and one with little 
 come the engine's step time (its step log, including the time between two steps), the episodes
 (their journals: turns, tokens, tool times), the seconds of the trainer and of the synchronisation,
 and the delays from the coordinator to an engine and back. Then every configuration runs live and is
-simulated with those numbers, on the very configuration of the run. No profile is among the
-predicted runs, and no number is fitted to these.
-
-Each engine is confined to the same CPU quota (live_runs.py). The policy does not learn (a learning
-rate of 1e-9), so that all runs have the same lengths. Compared are medians over the training steps
-of all rounds, without the first steps:
-
-    step          its time, s
-    tail          95th percentile of the time from a group's admission to a trajectory's end, s
-    utilisation   share of the step in which a dedicated engine had a turn
+simulated with those numbers. No profile is among the predicted runs, and no number is fitted to
+these. Each engine has the same CPU quota (live_runs.py), and the policy does not learn, so that all
+runs have the same lengths. Compared are medians over the training steps of all rounds, without the
+first: a step's seconds; their tail (95th percentile from a group's admission to a trajectory's
+end); and the share of a step in which a dedicated engine had a turn.
 
 The figures need a machine without other load: --quota times engines, the trainer's thread and the
-environment host must find a core whenever they need one. A virtual machine whose host is busy is
-slower for minutes. So only training steps count in which the hypervisor took less than 5% of it
-(live_runs.CALM), and a configuration with too few of them runs again in the next round, --rounds at
-most. --keep FOLDER leaves the runs there, and finished ones that are there are used again.
+environment host must find a core whenever they need one. Only steps count in which the hypervisor
+took less than 5% of the machine, and a configuration with too few of them runs again in the next
+round, --rounds at most. Finished runs that are in --keep FOLDER are used again.
 """
 
 from __future__ import annotations
@@ -144,16 +138,9 @@ def profile_of(runs: list[tuple[Ran, Path]]) -> Profile:
         encoding="utf-8",
     )
     step, error = calibrate.of_steps(logs)
-    return Profile(
-        step,
-        error,
-        groups,
-        calibrate.of_metrics(phases, skip=0),
-        statistics.median(there),
-        statistics.median(back),
-        statistics.mean(pauses),
-        joined.kv_tokens,
-    )
+    delays = statistics.median(there), statistics.median(back), statistics.mean(pauses)
+    found = calibrate.of_metrics(phases, skip=0)
+    return Profile(step, error, groups, found, *delays, joined.kv_tokens)
 
 
 def engine_steps(log: Path) -> list[dict]:
@@ -224,13 +211,8 @@ def ways(
 
 def parts(c: cfg.Config, profile: Profile) -> tuple[spec.Engine, spec.Link, spec.Trainer]:
     """Return this machine's engine by quota, the way of a version to it, and the trainer."""
-    engine = spec.Engine(
-        profile.step,
-        c.rollout.max_sequences,
-        c.rollout.max_batched_tokens,
-        profile.kv_tokens,
-        c.rollout.prefix_caching,
-    )
+    seats, kv = (c.rollout.max_sequences, c.rollout.max_batched_tokens), profile.kv_tokens
+    engine = spec.Engine(profile.step, *seats, kv, c.rollout.prefix_caching)
     phases, pause_s = profile.phases, profile.pause_s
     way_s = max(0.0, phases.sync_s - pause_s)
     link = spec.Link(way_s, FREE_BYTES_S, 0.0, True, pause_s, 0.0)
@@ -265,13 +247,9 @@ def predicted(c: cfg.Config, profile: Profile, steps: int) -> Figures:
     for seed in range(SEEDS):
         tail = Durations(SKIP + 1)
         ran = simulate(what, build(c.scheduler, c.rollout.turn_timeout_s), seed, tail)
-        found.append(
-            Figures(
-                statistics.median(step.seconds for step in ran.steps[SKIP:]),
-                statistics.median(tail.p95.values()),
-                ran.utilisation("dedicated"),
-            )
-        )
+        step_s = statistics.median(step.seconds for step in ran.steps[SKIP:])
+        tail_s = statistics.median(tail.p95.values())
+        found.append((step_s, tail_s, ran.utilisation("dedicated")))
     return Figures(*np.mean(found, axis=0))
 
 
@@ -346,17 +324,8 @@ def as_rows(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    args = flagged(
-        __doc__,
-        None,
-        "OVERRIDE",
-        quota=0.4,
-        rounds=6,
-        steps=12,
-        only=list(LIVE),
-        csv=Path,
-        keep=Path,
-    )
+    own = {"quota": 0.4, "rounds": 6, "steps": 12, "only": list(LIVE), "csv": Path, "keep": Path}
+    args = flagged(__doc__, None, "OVERRIDE", **own)
     end_in_order()
     if args.steps < SKIP + 2:
         raise Failed(f"--steps {args.steps}: at least two beyond the first {SKIP}")

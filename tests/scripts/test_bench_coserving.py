@@ -2,14 +2,12 @@
 runs are real."""
 
 import asyncio
-import io
 import json
 import os
 
 import numpy as np
 import pytest
 from aiohttp import web
-from rich.console import Console
 
 from rose.parts.simulator.traces import Trace
 from scripts.harness import Failed
@@ -52,12 +50,8 @@ def test_the_table_has_a_row_a_scenario():
     assert ours["harvest_low"] == pytest.approx(400 / 600) and rows[0]["harvest_mean"] is None
     assert ours["ttft_p99_ratio_mean"] == pytest.approx(1.05 / 1.01)
     assert (ours["attainment_low"], ours["attainment_high"]) == (1.0, 1.0)
-    text = io.StringIO()
-    Console(file=text, width=200).print(tables.shown(rows, SLO))
-    assert all(
-        part in text.getvalue()
-        for part in ("1.04 (1.04 to 1.04)", "67% (67 to 67)", "80%", "30, 0", "200 ms")
-    )
+    shown = tables.shown(rows)[2].values()
+    assert {"1.04 (1.04 to 1.04)", "67% (67 to 67)", "80%", "30, 0"} <= set(shown)
 
 
 # --------------------------------------------------------------------------- the client
@@ -187,7 +181,6 @@ def test_a_short_run_measures_s_alone_and_beside_rollouts_and_leaves_nothing(
         "seconds=5",
         "seeds=1",
         "model=128x1",
-        "rollout_model=128x1",
         "concurrency=8",
         "slo=0.1,0.2,0.01,0.02",
         f"out={tmp_path}",
