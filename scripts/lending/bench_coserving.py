@@ -15,7 +15,7 @@ another slice. For each seed the scenarios run one after the other:
     priority  one engine with vLLM's priority scheduling serves both; rollouts have low priority
     ours      two engines, R behind the gate
     steps     the same, but S never stops a step of R between layers (not by default)
-Targets are S alone's own percentiles times 1.25, from a run before the first seed, unless `slo`
+Targets are S alone's own percentiles times `slack`, from a run before the first seed, unless `slo`
 gives them. Before that, each scenario has an uncounted run that warms its engines. On a virtual
 machine, a run is repeated, twice at most, if the hypervisor took more than 4% of the machine. Left
 out: text (prompts are random tokens, outputs have the trace's lengths), GPUs (see gpu_check.py).

@@ -52,7 +52,6 @@ LENT = (OURS, "steps")  # scenarios behind the gate
 # The last two values are those of conf/lending/default.yaml.
 MAX_CONTEXT, MAX_SEQUENCES, MAX_BATCHED = (1024, 64, 2048)
 MAX_PROMPT, MAX_OUTPUT = 800, 200
-SLACK = 1.25  # targets, as multiples of the percentiles of S alone
 SETTLE_S, DRAIN_S, BASELINE_S = 2.0, 20.0, 8.0
 CALIBRATE_S = (6.0, 12.0)  # seconds of S alone, each run at the load that the one before suggests
 PROFILE_S = 20.0
@@ -69,6 +68,7 @@ class Options:
     seconds: float = 25.0  # seconds of traffic in a run
     seeds: int = 3
     scenarios: str = "alone,naive,static,priority,ours"
+    slack: float = 1.25  # targets, as multiples of the percentiles of S alone
     busy: float = 0.25  # share of the device's time that S alone uses
     slo: str = ""  # TTFT P50, P99, TPOT P50, P99 in seconds, separated by commas
     model: str = "512x2"  # hidden size x layers of both engines
@@ -345,7 +345,7 @@ class Bench:
             return Slo(*map(float, self.options.slo.split(",")))
         seconds = self.options.seconds
         alone = self.calm_run(ALONE, 1000, self.slice(2000, seconds), seconds)
-        return Slo(*(SLACK * alone.latency(metric) for metric in METRICS))
+        return Slo(*(self.options.slack * alone.latency(metric) for metric in METRICS))
 
 
 @contextmanager
