@@ -1,7 +1,6 @@
 """`python launch.py`: a bad word on the command line costs nothing, a good one says what will
 run."""
 
-import itertools
 import json
 import os
 import shlex
@@ -41,11 +40,8 @@ def test_stale_data_needs_a_correction_for_its_age(make_config):
     assert found("algorithm=grpo") == () and found("algorithm=decoupled_ppo", corrects=True) == ()
     bare = ("algorithm=grpo", "algorithm.importance_cap=null")
     assert found(*bare, staleness=0) == ()
-    with pytest.raises(
-        configuration.ConfigError,
-        match="name='bounded_staleness' trains on data up to 4 versions old, "
-        "and nothing corrects .*importance_cap=null; take algorithm=decoupled_ppo, or",
-    ):
+    words = ["name='bounded_staleness' trains on data up to 4 versions old, and nothing corrects"]
+    with refused([*words, "importance_cap=null; take algorithm=decoupled_ppo, or"]):
         found(*bare, "scheduler/batching=bounded_staleness")
     [doubt] = found(*bare, "scheduler/batching=one_step_off", staleness=1)
     assert "up to 1 versions old" in doubt  # veRL's recipe trains so: it may
@@ -54,9 +50,8 @@ def test_stale_data_needs_a_correction_for_its_age(make_config):
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_overrides_may_stand_on_both_sides_of_an_option(tmp_path, at):
     (tmp_path / "env").mkdir()
-    (tmp_path / "env" / "mine.yaml").write_text(
-        "# @package env\nname: frozen_lake\nargs: {size: 5}\n"
-    )
+    mine = "# @package env\nname: frozen_lake\nargs: {size: 5}\n"
+    (tmp_path / "env" / "mine.yaml").write_text(mine)
     arguments = ["name=mine", "env=mine"]
     arguments[at:at] = ["--config-dir", str(tmp_path)]
     [tree] = front.compose(CONF, arguments)
@@ -95,11 +90,9 @@ def test_rewards_of_turns_may_be_part_of_a_sum(make_config):
 
 def test_a_program_reaches_by_branches_what_its_context_could_not_hold(make_config):
     asked = ("algorithm=dapo", "algorithm.args.max_response_tokens=20000", "model.max_context=8192")
-    limits = ("env.max_turns=100", "env.max_new_tokens=1000", "trainer.micro_batch_tokens=8192")
-    assert len(doubts.unpunished(make_config(*asked, *limits))) == 1
-    assert (
-        doubts.unpunished(make_config("env=agent", "env.args.command=true", *asked, *limits)) == ()
-    )
+    asked += ("env.max_turns=100", "env.max_new_tokens=1000", "trainer.micro_batch_tokens=8192")
+    assert len(doubts.unpunished(make_config(*asked))) == 1
+    assert doubts.unpunished(make_config("env=agent", "env.args.command=true", *asked)) == ()
 
 
 BOUNDLESS = """
@@ -120,44 +113,27 @@ def test_bounds_of_importance_weights_that_bound_nothing_are_refused(make_config
 
 
 def test_stage_3_with_one_rank_is_a_doubt(make_config):
-    assert (
-        "trainer.zero_stage=2 has the same"
-        in doubts.unshared(make_config("trainer.zero_stage=3"))[0]
-    )
+    [doubt] = doubts.unshared(make_config("trainer.zero_stage=3"))
+    assert "trainer.zero_stage=2 has the same" in doubt
     assert doubts.unshared(make_config("trainer.zero_stage=3", "trainer.ranks=2")) == ()
     assert doubts.unshared(make_config("trainer.zero_stage=2")) == ()
 
 
-@pytest.mark.parametrize(
-    "most, buffer, doubted",
-    [
-        (512, "null", True),
-        (512, 352, True),
-        (512, 353, False),
-        (199, "null", False),
-        (5000, 0, False),
-        ("null", "null", False),
-        ("null", 15, False),
-        ("null", 0, False),
-    ],
-)
-def test_a_punishment_that_no_trajectory_reaches_is_a_doubt(make_config, most, buffer, doubted):
-    asked = (
-        f"algorithm.args.max_response_tokens={most}",
-        f"algorithm.args.overlong_buffer={buffer}",
-    )
-    limits = ("env.max_turns=10", "env.max_new_tokens=16", "model.max_context=512")
-    found = doubts.unpunished(make_config("algorithm=dapo", *asked, *limits))
-    assert len(found) == doubted and all("no trajectory of env reaches" in doubt for doubt in found)
-    assert len(doubts.unpunished(make_config("algorithm=dapo", *asked, "env.max_turns=400"))) == (
-        doubted and most == 5000
-    )
+def test_a_punishment_that_no_trajectory_or_each_first_token_reaches_is_a_doubt(make_config):
+    def found(most, buffer, limits="env.max_turns=10 env.max_new_tokens=16 model.max_context=512"):
+        asked = f"algorithm.args.max_response_tokens={most} algorithm.args.overlong_buffer={buffer}"
+        return doubts.unpunished(make_config("algorithm=dapo", asked, limits))
 
-
-def test_a_punishment_that_begins_with_the_first_token_is_a_doubt(make_config):
-    asked = ("algorithm=dapo", "algorithm.args.overlong_buffer=16", "env.max_new_tokens=16")
-    [doubt] = doubts.unpunished(make_config(*asked))
+    for buffer in ("null", 352):
+        [doubt] = found(512, buffer)
+        assert "no trajectory of env reaches" in doubt
+        assert found(512, buffer, "env.max_turns=400") == ()
+    [doubt] = found("null", 16)
     assert "env.max_new_tokens=16, so that its first token is punished already; null" in doubt
+    for most, buffer in ((512, 353), (199, "null"), (5000, 0)):
+        assert found(most, buffer) == ()
+    for buffer in ("null", 15, 0):
+        assert found("null", buffer) == ()
 
 
 def test_clips_that_one_update_a_step_never_reaches_are_a_doubt(make_config):
@@ -176,18 +152,14 @@ def test_clips_that_one_update_a_step_never_reaches_are_a_doubt(make_config):
     assert found("algorithm=dapo", recomputes=False) == ()
 
 
-def test_hybrid_engines_need_a_policy_that_says_when_they_work_also_one_of_others(tmp_path):
-    from tests.conftest import compose_tree
-
-    tree = compose_tree("rollout.hybrid=1", f"output_dir={tmp_path}")
-    tree["scheduler"]["provisioning"] = {"name": "rose.policies.plain:Fixed", "args": {}}
+def test_hybrid_engines_need_a_policy_that_says_when_they_work_also_one_of_others(tree, tmp_path):
+    own = tree("rollout.hybrid=1", f"output_dir={tmp_path}")
+    own["scheduler"]["provisioning"] = {"name": "rose.policies.plain:Fixed", "args": {}}
     with pytest.raises(ConfigError, match=r"plain:Fixed'.*rollout\.hybrid=1.*wakes_hybrids"):
-        checks.check(tree)
-    tree["scheduler"]["provisioning"] |= {
-        "name": "rose.parts.rivals.rlboost:RlBoost",
-        "args": {"initial_s": 1.0, "minimum_s": 0.0},
-    }
-    checks.check(tree)
+        checks.check(own)
+    rlboost, args = "rose.parts.rivals.rlboost:RlBoost", {"initial_s": 1.0, "minimum_s": 0.0}
+    own["scheduler"]["provisioning"] = {"name": rlboost, "args": args}
+    checks.check(own)
 
 
 @pytest.fixture
@@ -327,9 +299,8 @@ def test_a_run_that_ends_in_its_warm_up_is_a_doubt(launch):
     constant = ("trainer.steps=30", "trainer.optimizer.schedule=constant")
     code, out, _ = launch("cluster.dry_run=true", "trainer.optimizer.warmup_steps=300", *constant)
     words = " ".join(out.split())
-    assert (
-        code == 0 and "warning: trainer.optimizer.warmup_steps=300: trainer.steps=30 gives" in words
-    )
+    assert code == 0
+    assert "warning: trainer.optimizer.warmup_steps=300: trainer.steps=30 gives" in words
     assert "at a learning rate of 0.00012, not trainer.optimizer.lr=0.0012" in words
 
 
@@ -349,48 +320,21 @@ def test_what_ranks_read_has_its_whole_path(tree, tmp_path, monkeypatch):
         replay.save(tmp_path / "saved", step, [])
     (tmp_path / "link").symlink_to("saved")
     monkeypatch.chdir(tmp_path)
-    made = checks.check(
-        tree(
-            "rollout.replay=link",
-            "trainer.steps=2",
-            "transfer.relay=http://node:7673",
-            "transfer.relay_token_file=token",
-            "cluster.dry_run=true",
-        )
-    ).config
+    relay = "transfer.relay=http://node:7673 transfer.relay_token_file=token"
+    given = tree("rollout.replay=link trainer.steps=2 cluster.dry_run=true", relay)
+    made = checks.check(given).config
     assert made.rollout.replay == str(tmp_path / "saved")
     assert made.transfer.relay_token_file == str(tmp_path / "token")
-
-
-def test_fused_operations_may_change_in_a_run_that_continues(make_config, tmp_path):
-    given = ("trainer=zero3_gpu", "rollout=gpu", "cluster=gpus", "cluster.gpus=16")
-    given, path = (*given, f"output_dir={tmp_path}"), tmp_path / "config.json"
-    fused = [
-        make_config(*given, "trainer.compile=true"),
-        make_config(*given, "trainer.kernels=liger"),
-        make_config(*given),
-    ]
-    for before, now in itertools.permutations(fused, 2):
-        configuration.save(before, path)
-        resume.check(path, now)
 
 
 def test_the_plan_of_a_replay_has_only_the_ranks_it_starts(launch, tmp_path):
     (tmp_path / "earlier" / "rollouts").mkdir(parents=True)
     for step in (1, 2):
         replay.save(tmp_path / "earlier", step, [])
-    code, out, err = launch(
-        "rollout.replay=earlier",
-        "trainer.steps=2",
-        "cluster.slots=2",
-        "cluster.dry_run=true",
-        "eval.episodes=0",
-    )
-    assert code == 0 and not err
-    assert (
-        "frozenlake: 2 ranks, no GPU" in out
-        and f"trajectories saved in {tmp_path / 'earlier'}" in out.replace("\n", "")
-    )
+    given = "rollout.replay=earlier trainer.steps=2 cluster.slots=2 eval.episodes=0"
+    code, out, err = launch(*given.split(), "cluster.dry_run=true")
+    assert code == 0 and not err and "frozenlake: 2 ranks, no GPU" in out
+    assert f"trajectories saved in {tmp_path / 'earlier'}" in out.replace("\n", "")
     assert "environment" not in out and "engines" not in out
 
 
@@ -501,20 +445,12 @@ def test_a_signal_while_the_model_is_made_ends_launcher_and_recipe(tmp_path, num
 
 
 def test_a_sweep_plans_every_point_under_a_name_of_its_own(launch):
-    code, out, _ = launch(
-        "-m",
-        "cluster.dry_run=true",
-        "trainer.steps=7",
-        "seed=1,2",
-        "scheduler/routing=round_robin,least_loaded",
-    )
+    sweep = ("seed=1,2", "scheduler/routing=round_robin,least_loaded")
+    code, out, _ = launch("-m", "cluster.dry_run=true", "trainer.steps=7", *sweep)
     assert code == 0
     for seed in (1, 2):
         for routing in ("round_robin", "least_loaded"):
             assert f"frozenlake-seed={seed},scheduler.routing={routing}: 5 ranks" in out
-
-
-def test_a_sweep_over_all_options_of_a_group_plans_each(launch):
     code, out, _ = launch("-m", "cluster.dry_run=true", "env=glob([calc*,frozen*])")
     assert code == 0
     for env in ("calculator", "frozen_lake"):
@@ -533,20 +469,14 @@ def earlier(launch, make_config):
 def test_a_finished_run_prints_its_table_again_and_how_a_stopped_one_goes_on(launch, earlier):
     resume.mark_finished(earlier.run_dir, earlier.trainer.steps)
     (earlier.run_dir / "metrics.jsonl").touch()
-    code, out, _ = launch()
-    assert code == 0 and f"is finished ({earlier.trainer.steps} steps)" in out
+    for fewer in ((), ("trainer.steps=1",)):
+        code, out, _ = launch(*fewer)
+        assert code == 0 and f"is finished ({earlier.trainer.steps} steps)" in out
     resume.mark_finished(earlier.run_dir, 12, earlier)
     code, out, _ = launch()
     assert code == 0 and "is finished (eval.stop, step 12)" in out
     assert "another eval.stop.patience trains on" in out
     assert not (earlier.run_dir / "logs").exists(), "it was started again"
-
-
-def test_a_finished_run_says_how_many_steps_it_has(launch, earlier):
-    resume.mark_finished(earlier.run_dir, earlier.trainer.steps)
-    (earlier.run_dir / "metrics.jsonl").touch()
-    _, out, _ = launch("trainer.steps=1")
-    assert f"is finished ({earlier.trainer.steps} steps)" in out
 
 
 DAMAGED = [
@@ -575,32 +505,25 @@ def test_a_run_without_its_configuration_is_not_continued(launch, earlier):
     assert code == 2 and "has checkpoints and no config.json" in err
 
 
-def test_a_dry_run_says_what_a_launch_would_refuse(launch, earlier):
+def test_the_run_of_another_configuration_is_not_continued_which_a_dry_run_says(launch, earlier):
+    code, _, err = launch("seed=2", "trainer.optimizer.lr=0.5")
+    assert code == 2 and "seed: 1 -> 2" in err and "fresh=true" in err
+    assert f"trainer.optimizer.lr: {earlier.trainer.optimizer.lr} -> 0.5" in err
+    assert json.loads((earlier.run_dir / "config.json").read_text())["seed"] == 1
     code, out, _ = launch("seed=2", "cluster.dry_run=true")
     assert code == 0 and "this will be refused" in out and "seed: 1 -> 2" in out
 
 
-def test_the_run_of_another_configuration_is_not_continued(launch, earlier):
-    c = earlier
-    code, _, err = launch("seed=2", "trainer.optimizer.lr=0.5")
-    assert code == 2
-    assert "seed: 1 -> 2" in err and "fresh=true" in err
-    assert f"trainer.optimizer.lr: {c.trainer.optimizer.lr} -> 0.5" in err
-    assert json.loads((c.run_dir / "config.json").read_text())["seed"] == 1
-
-
 def test_a_mixture_goes_on_with_the_same_weights_whatever_the_order_of_its_members(tree, tmp_path):
     mixed = tree("env=games")
-    stored = configuration.from_dict(mixed)
-    configuration.save(stored, tmp_path / "config.json")
+    stored = tmp_path / "config.json"
+    configuration.save(configuration.from_dict(mixed), stored)
     mixed["env"]["members"] = dict(reversed(mixed["env"]["members"].items()))
     mixed["env"]["members"]["calculator"]["step_timeout_s"] = 20.0
-    resume.check(tmp_path / "config.json", configuration.from_dict(mixed))
+    resume.check(stored, configuration.from_dict(mixed))
     mixed["env"]["members"]["calculator"]["weight"] = 2
-    with pytest.raises(
-        configuration.ConfigError, match=r"env\.members\.calculator\.weight: 1\.0 -> 2\.0"
-    ):
-        resume.check(tmp_path / "config.json", configuration.from_dict(mixed))
+    with refused(["env.members.calculator.weight: 1.0 -> 2.0"]):
+        resume.check(stored, configuration.from_dict(mixed))
 
 
 def test_without_the_environment_it_says_what_to_do(tmp_path):
