@@ -13,6 +13,7 @@ from rose.config import ConfigError
 from rose.config.checks import time_limit
 from rose.launch import resume, sbatch, slurm
 from rose.launch.layout import layout
+from tests.tables import refusals, refused
 
 
 @pytest.fixture
@@ -72,14 +73,13 @@ def test_before_23_02_squeue_alone_tells_the_end(warned, settings, squeue, tmp_p
         assert warned(120.0)
 
 
+EARLIEST = time.mktime((2026, 1, 2, 3, 4, 5, 0, 0, -1))
+
+
 @pytest.mark.parametrize(
     ("words", "code", "end"),
     [
-        (
-            "2026-01-02T03:04:05\\n2026-01-02T04:00:00\\n",
-            0,
-            time.mktime((2026, 1, 2, 3, 4, 5, 0, 0, -1)),
-        ),
+        ("2026-01-02T03:04:05\\n2026-01-02T04:00:00\\n", 0, EARLIEST),
         ("N/A\\n", 0, float("inf")),
         ("", 0, None),
         ("", 1, None),
@@ -99,47 +99,34 @@ def test_a_job_that_is_submitted_again_asks_for_the_longer_warning(make_config, 
     assert "B:USR2@901" in text
 
 
-@pytest.mark.parametrize(
-    ("limit", "seconds"),
-    [
-        ("2", 120),
-        (2, 120),
-        ("2:30", 180),
-        ("1:02:03", 3780),
-        ("1-0", 86400),
-        ("2-01:30", 178200),
-        ("1-00:00:10", 86460),
-        ("UNLIMITED", None),
-        ("soon", None),
-    ],
-)
+TIMES = {"2": 120, 2: 120, "2:30": 180, "1:02:03": 3780, "1-0": 86400, "2-01:30": 178200}
+TIMES |= {"1-00:00:10": 86460, "UNLIMITED": None, "soon": None}
+
+
+@pytest.mark.parametrize(("limit", "seconds"), TIMES.items())
 def test_times_are_read_as_slurm_reads_them(limit, seconds):
     assert time_limit.seconds(limit) == seconds
 
 
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        (["cluster.slurm.trainer.time=2"], "cluster.slurm.trainer.time=2"),
-        (["cluster.slurm.trainer.time='1:59'"], "cluster.slurm.trainer.time='1:59'"),
-        (["cluster.slurm.rollout.time='00:01:00'"], "cluster.slurm.rollout.time='00:01:00'"),
-        (["cluster.slurm.trainer.sbatch=[--time=1]"], "cluster.slurm.trainer.sbatch.0=--time='1'"),
-        (
-            ["cluster.slurm.trainer.time='1:00:00'", "cluster.slurm.warning_s=3600"],
-            "cluster.slurm.trainer.time='1:00:00'",
-        ),
-    ],
-)
-def test_a_limit_that_the_warning_and_a_start_fill_is_refused(make_config, overrides, key):
-    with pytest.raises(ConfigError) as refused:
-        make_config("cluster=slurm", *overrides)
-    assert key in str(refused.value) and "cluster.slurm.warning_s=" in str(refused.value)
+FILLED = """
+cluster.slurm.trainer.time=2 -> cluster.slurm.trainer.time=2 | cluster.slurm.warning_s=
+cluster.slurm.trainer.time='1:59' -> cluster.slurm.trainer.time='1:59' | cluster.slurm.warning_s=
+cluster.slurm.rollout.time='00:01:00' -> cluster.slurm.rollout.time='00:01:00' | warning_s=
+cluster.slurm.trainer.sbatch=[--time=1] -> cluster.slurm.trainer.sbatch.0=--time='1' | warning_s=
+cluster.slurm.trainer.time='1:00:00' cluster.slurm.warning_s=3600
+    -> cluster.slurm.trainer.time='1:00:00' | cluster.slurm.warning_s=
+"""
+
+
+@pytest.mark.parametrize("overrides, words", refusals(FILLED))
+def test_a_limit_that_the_warning_and_a_start_fill_is_refused(make_config, overrides, words):
+    with refused(words):
+        make_config("cluster=slurm", overrides)
 
 
 def test_a_limit_with_time_for_a_step_and_saving_is_taken(make_config, tmp_path, monkeypatch):
-    c = make_config(
-        "cluster=slurm cluster.slurm.trainer.time='10'", f"output_dir={tmp_path}", "name=run"
-    )
+    ten = "cluster=slurm cluster.slurm.trainer.time='10'"
+    c = make_config(ten, f"output_dir={tmp_path}", "name=run")
     resume.note_save(c.run_dir, 200.0)
     with pytest.raises(ConfigError, match="time='10'.* its last checkpoint took 200 s"):
         slurm.submit(c, layout(c), Console(quiet=True))
