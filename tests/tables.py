@@ -1,4 +1,4 @@
-"""Tables of refusals, as text: what is given, and what must be said about it."""
+"""Tables in text: what is given, and what must be said about it."""
 
 import contextlib
 import re
@@ -9,9 +9,9 @@ import pytest
 from rose.config import ConfigError
 
 
-def refusals(text: str) -> list[tuple[str, list[str]]]:
-    """Rows `GIVEN -> WORDS | MORE WORDS`, all of which the refusal must say. A line that begins with
-    a blank continues the one above."""
+def table(text: str) -> list[tuple[str, list[str]]]:
+    """Rows `GIVEN -> WORDS | MORE WORDS`, a line each; one that begins with a blank continues the
+    line above."""
     lines = re.sub(r"\n +", " ", text.strip()).splitlines()
     pairs = [re.split(" +-> +", line) for line in lines]
     return [(given, re.split(r" +\| +", words)) for given, words in pairs]

@@ -10,7 +10,7 @@ from rose import processes
 from rose.config import ConfigError, ModelShape, check_model, from_dict, read_shape, to_dict
 from tests.conftest import CONF
 from tests.made import LLAMA, model_folder
-from tests.tables import refusals, refused
+from tests.tables import refused, table
 
 ONE_GPU = "cluster=gpus cluster.gpus=1 trainer.ranks=1 rollout.workers=1"
 
@@ -209,7 +209,7 @@ cluster=gpus cluster.gpus=1 trainer.ranks=1 rollout.workers=1 colocate=true roll
 """
 
 
-@pytest.mark.parametrize("override, words", refusals(IMPOSSIBLE))
+@pytest.mark.parametrize("override, words", table(IMPOSSIBLE))
 def test_impossible_values_are_named_with_their_remedy(make_config, override, words):
     with refused(words):
         make_config(override)

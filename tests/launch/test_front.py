@@ -26,7 +26,7 @@ from rose.trainer import algorithms
 from tests import processes
 from tests.made import model_folder
 from tests.processes import ran
-from tests.tables import refusals, refused
+from tests.tables import refused, table
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODE = Path(__file__).with_name("simulated")
@@ -68,7 +68,7 @@ env.args.shaping=0.5 reward=function reward.args.path=os:getcwd
 """
 
 
-@pytest.mark.parametrize("overrides, words", refusals(WITHOUT_REWARDS_OF_TURNS))
+@pytest.mark.parametrize("overrides, words", table(WITHOUT_REWARDS_OF_TURNS))
 def test_an_algorithm_of_turns_needs_rewards_of_turns(make_config, overrides, words):
     with refused(words):
         checks.check_turn_rewards(make_config("algorithm=turn_grpo", overrides))
@@ -103,7 +103,7 @@ algorithm.importance_level=sequence algorithm.importance_cap=null
 """
 
 
-@pytest.mark.parametrize("changed, words", refusals(BOUNDLESS))
+@pytest.mark.parametrize("changed, words", table(BOUNDLESS))
 def test_bounds_of_importance_weights_that_bound_nothing_are_refused(make_config, changed, words):
     cap = "algorithm.importance_cap=0.4"
     with refused(words):
@@ -245,7 +245,7 @@ output_dir= -> output_dir='' | a folder, as outputs
 """
 
 
-@pytest.mark.parametrize("command, words", refusals(BAD))
+@pytest.mark.parametrize("command, words", table(BAD))
 def test_bad_configuration_is_one_message_and_code_2_and_nothing_is_written(
     launch, tmp_path, command, words
 ):
@@ -572,7 +572,7 @@ rollout/branch=tree env=agent env.args.function=os:getcwd -> env.name='agent' | 
 """
 
 
-@pytest.mark.parametrize("overrides, words", refusals(FRUITLESS))
+@pytest.mark.parametrize("overrides, words", table(FRUITLESS))
 def test_trees_are_refused_where_nothing_forks_or_nothing_is_beside_them(
     make_config, overrides, words
 ):

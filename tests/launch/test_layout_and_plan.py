@@ -9,7 +9,7 @@ from rose.launch.layout import hybrid_ranks, layout
 from rose.protocol import Role
 from tests.launch.test_models_at_launch import RAW
 from tests.made import model_folder
-from tests.tables import refusals, refused
+from tests.tables import refused, table
 
 QWEN3_8B = ("model=qwen3_8b", "trainer=zero3_gpu", "rollout=gpu", "cluster=gpus", "cluster.gpus=16")
 TWELVE = (
@@ -262,7 +262,7 @@ cluster.gpus=0 rollout.kv_cache_gib=2 -> kv_cache_gib=2: has room for 14563 toke
 """
 
 
-@pytest.mark.parametrize("overrides, words", refusals(TOO_LARGE))
+@pytest.mark.parametrize("overrides, words", table(TOO_LARGE))
 def test_what_cannot_fit_is_refused_with_key_and_remedy(qwen, overrides, words):
     with refused(words):
         qwen(overrides).make()

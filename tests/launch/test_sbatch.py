@@ -13,7 +13,7 @@ from rose.launch.layout import layout
 from rose.places import REPOSITORY
 from rose.protocol import Role
 from tests.processes import ran
-from tests.tables import refusals, refused
+from tests.tables import refused, table
 
 SEVEN_B = ("model=qwen2_5_7b", "env=calculator", "trainer=zero3_gpu", "rollout=gpu")
 SEVEN_B += ("cluster=slurm", "name=qwen7b", "cluster.gpus=24", "trainer.ranks=16")
@@ -274,7 +274,7 @@ cluster.slurm.trainer.sbatch=['--Nodes=3'] -> sbatch.0='--Nodes=3' | must be an 
 """
 
 
-@pytest.mark.parametrize("overrides, words", refusals(NO_JOB))
+@pytest.mark.parametrize("overrides, words", table(NO_JOB))
 def test_what_cannot_be_a_job_is_refused_by_key(make_config, overrides, words):
     with refused(words):
         make_config(*(() if "cluster=dev" in overrides else SEVEN_B), overrides)

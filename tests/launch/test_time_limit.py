@@ -13,7 +13,7 @@ from rose.config import ConfigError
 from rose.config.checks import time_limit
 from rose.launch import resume, sbatch, slurm
 from rose.launch.layout import layout
-from tests.tables import refusals, refused
+from tests.tables import refused, table
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ cluster.slurm.trainer.time='1:00:00' cluster.slurm.warning_s=3600
 """
 
 
-@pytest.mark.parametrize("overrides, words", refusals(FILLED))
+@pytest.mark.parametrize("overrides, words", table(FILLED))
 def test_a_limit_that_the_warning_and_a_start_fill_is_refused(make_config, overrides, words):
     with refused(words):
         make_config("cluster=slurm", overrides)
