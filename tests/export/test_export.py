@@ -61,9 +61,8 @@ def test_servers_draw_as_training_did(run, tmp_path):
     done = export(run.run, None, tmp_path / "home", MIB)
     made = json.loads((done.out / "generation_config.json").read_text())
     rollout = config.rollout
-    assert (made["temperature"], made["top_p"], made["top_k"], made["do_sample"]) == (
-        rollout.temperature, rollout.top_p, rollout.top_k, True
-    )  # fmt: skip
+    sampling = {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k")}
+    assert sampling.items() <= made.items() and made["do_sample"] is True
     theirs = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1, "eos_token_id": [1, 2]}
     (done.out / "generation_config.json").write_text(json.dumps(theirs))
     folder._name_sampling(done.out, rollout)
@@ -76,9 +75,8 @@ def test_a_template_that_ignores_tools_is_exported_as_training_wrote_it(run, tmp
     model = configuration.load(run.run / "config.json", checked=False).model
     out = tmp_path / "exported"
     out.mkdir()
-    make_tokenizer(
-        demonstrations(30, {"size": 4, "hole_probability": 0.2}, 0.5, 1)[0]
-    ).save_pretrained(out)
+    shown, _ = demonstrations(30, {"size": 4, "hole_probability": 0.2}, 0.5, 1)
+    make_tokenizer(shown).save_pretrained(out)
     (out / "config.json").write_text('{"vocab_size": 999, "model_type": "llama"}')
     plain = "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor %}{{- '<|im_start|>assistant\n' }}"
     (out / "chat_template.jinja").write_text(plain)
@@ -99,17 +97,9 @@ def test_one_file_needs_no_index_and_the_newest_step_is_the_default(run, tmp_pat
 def test_beside_the_weights_is_what_the_base_model_has(run, base, tmp_path):
     out = export(run.run, 3, tmp_path / "home", MIB).out
     found = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
-    assert found == {
-        "model.safetensors",
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "chat_template.jinja",
-        f"{folder.TEMPLATES}/tools.jinja",
-        "LICENSE",
-        "README.md",
-    }
+    own = "config.json generation_config.json tokenizer.json tokenizer_config.json LICENSE "
+    own += f"README.md model.safetensors chat_template.jinja {folder.TEMPLATES}/tools.jinja"
+    assert found == {*own.split()}
     config = json.loads((out / "config.json").read_text())
     assert config == {"architectures": ["Qwen3ForCausalLM"], "torch_dtype": "bfloat16"}
     assert (out / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask()
@@ -281,13 +271,18 @@ def test_what_was_written_is_compared_not_what_was_read(run, tmp_path, monkeypat
         export(run.run, 3, tmp_path / "home", MIB)
 
 
+def train_on(world):
+    """Publish versions 4 to 19, and let the store remove what it may."""
+    for version in range(4, 20):
+        world.step()
+        world.publish(version)
+        world.tidy()
+
+
 def test_a_copy_of_links_keeps_versions_that_the_trainer_removes(trained_on, tmp_path):
     kept = versions.linked(trained_on.store, tmp_path / "kept", 1)
     assert kept == tmp_path / "kept" and versions.readable(kept) == [0, 1, 2, 3]
-    for version in range(4, 20):
-        trained_on.step()
-        trained_on.publish(version)
-        trained_on.tidy()
+    train_on(trained_on)
     assert 1 not in versions.readable(trained_on.store)
     assert 19 in versions.readable(trained_on.store)
     with pytest.raises(Missing, match="step 1 can't be had; there are: .*19"):
@@ -326,10 +321,7 @@ def test_a_version_stays_while_it_is_exported(trained_on, tmp_path, monkeypatch)
     def then_go_on(*arguments):
         compared = write(*arguments)
         if 19 not in versions.readable(trained_on.store):
-            for version in range(4, 20):
-                trained_on.step()
-                trained_on.publish(version)
-                trained_on.tidy()
+            train_on(trained_on)
         return compared
 
     monkeypatch.setattr(folder, "_write_shard", then_go_on)
