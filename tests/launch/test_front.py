@@ -77,22 +77,14 @@ def test_an_algorithm_of_turns_needs_rewards_of_turns(make_config, overrides, wo
 def test_rewards_of_turns_may_be_part_of_a_sum(make_config):
     checks.check_turn_rewards(make_config("algorithm=turn_grpo", "env.args.shaping=0.5"))
     parts = "{own: {name: environment, weight: 0.5}, more: {name: function, args: {path: 'a:b'}}}"
-    summed = make_config(
-        "algorithm=turn_grpo", "env.args.shaping=1", "reward=sum", f"reward.args.parts={parts}"
-    )
+    given = "algorithm=turn_grpo env.args.shaping=1 reward=sum"
+    summed = make_config(given, f"reward.args.parts={parts}")
     checks.check_turn_rewards(summed)
     scoring = Scoring(summed.reward, [1], lambda *_: None)
     # half of the environment's, and the function's 2 at the end
     assert scoring.turn_rewards([1.0, 0.0, 0.5], 2.75) == [0.5, 0.0, 2.25]
     replaced = make_config("reward=function").reward
     assert Scoring(replaced, [1], lambda *_: None).turn_rewards([1.0, 0.0], 3.0) == []
-
-
-def test_a_program_reaches_by_branches_what_its_context_could_not_hold(make_config):
-    asked = ("algorithm=dapo", "algorithm.args.max_response_tokens=20000", "model.max_context=8192")
-    asked += ("env.max_turns=100", "env.max_new_tokens=1000", "trainer.micro_batch_tokens=8192")
-    assert len(doubts.unpunished(make_config(*asked))) == 1
-    assert doubts.unpunished(make_config("env=agent", "env.args.command=true", *asked)) == ()
 
 
 BOUNDLESS = """
@@ -112,44 +104,70 @@ def test_bounds_of_importance_weights_that_bound_nothing_are_refused(make_config
         doubts.check_importance(make_config(cap, bounds))
 
 
-def test_stage_3_with_one_rank_is_a_doubt(make_config):
-    [doubt] = doubts.unshared(make_config("trainer.zero_stage=3"))
-    assert "trainer.zero_stage=2 has the same" in doubt
-    assert doubts.unshared(make_config("trainer.zero_stage=3", "trainer.ranks=2")) == ()
-    assert doubts.unshared(make_config("trainer.zero_stage=2")) == ()
+DAPO = "env.max_turns=10 env.max_new_tokens=16 model.max_context=512 algorithm=dapo"
+LONG = "algorithm=dapo algorithm.args.max_response_tokens=20000 model.max_context=8192 "
+LONG += "env.max_turns=100 env.max_new_tokens=1000 trainer.micro_batch_tokens=8192"
+PROGRAM = "env=agent env.args.command=true"
+VARIABLES = "env.args.environment=[MY_VAR,NOPE_VAR]"
+SETS = "+env@eval.sets.sums=calculator +eval.sets.sums.episodes=8 eval.episodes=16"
+# Runs and what is doubtful about them, and runs of which this is not said.
+DOUBTFUL = f"""
+rollout.temperature=0.7 rollout.top_k=3
+    -> rollout.top_k=3: tokens that are left out are never tried | weights correct; 0 is exact
+rollout.top_p=0.9 algorithm.importance_cap=null
+    -> no weight corrects (algorithm.importance_cap=null); 1 is exact
+trainer.optimizer.warmup_steps=300 trainer.steps=30 trainer.optimizer.schedule=constant
+    -> trainer.optimizer.warmup_steps=300: trainer.steps=30 gives
+    | at a learning rate of 0.00012, not trainer.optimizer.lr=0.0012
+trainer.zero_stage=3 -> trainer.zero_stage=2 has the same
+{DAPO} algorithm.args.max_response_tokens=512 -> no trajectory of env reaches
+{DAPO} algorithm.args.max_response_tokens=512 algorithm.args.overlong_buffer=352
+    -> no trajectory of env reaches
+{DAPO} algorithm.args.overlong_buffer=16
+    -> env.max_new_tokens=16, so that its first token is punished already; null
+{LONG} -> no trajectory of env reaches
+algorithm=dapo -> algorithm.args.clip_high=0.28: without effect at trainer.updates_per_
+algorithm=grpo algorithm.args.dual_clip=3 -> algorithm.args.dual_clip=3: without effect
+algorithm=gspo -> algorithm.args.clip_low=0.0003, algorithm.args.clip_high=0.0004: with
+{PROGRAM} {VARIABLES} -> env.args.environment=['MY_VAR', 'NOPE_VAR']: NOPE_VAR is not set here
+rollout.replay=earlier {SETS}
+    -> rollout.replay=earlier starts no engines: none of the 24 held-out
+"""
+UNDOUBTED = f"""
+rollout.temperature=0.7 -> left out
+trainer.zero_stage=3 trainer.ranks=2 -> has the same
+trainer.zero_stage=2 -> has the same
+{DAPO} -> punish
+{DAPO} algorithm.args.overlong_buffer=15 -> punish
+{DAPO} algorithm.args.overlong_buffer=0 -> punish
+{DAPO} algorithm.args.max_response_tokens=199 -> punish
+{DAPO} algorithm.args.max_response_tokens=512 algorithm.args.overlong_buffer=353 -> punish
+{DAPO} algorithm.args.max_response_tokens=5000 algorithm.args.overlong_buffer=0 -> punish
+algorithm=dapo algorithm.args.max_response_tokens=512 env.max_turns=400 -> punish
+{PROGRAM} {LONG} -> punish
+algorithm=grpo -> without effect
+algorithm=rloo -> without effect
+algorithm=dapo trainer.updates_per_step=2 -> without effect
+{PROGRAM} {VARIABLES} +cluster.env.NOPE_VAR=x -> is not set here
+{SETS} -> held-out
+rollout.replay=earlier eval.episodes=0 -> held-out
+"""
 
 
-def test_a_punishment_that_no_trajectory_or_each_first_token_reaches_is_a_doubt(make_config):
-    def found(most, buffer, limits="env.max_turns=10 env.max_new_tokens=16 model.max_context=512"):
-        asked = f"algorithm.args.max_response_tokens={most} algorithm.args.overlong_buffer={buffer}"
-        return doubts.unpunished(make_config("algorithm=dapo", asked, limits))
-
-    for buffer in ("null", 352):
-        [doubt] = found(512, buffer)
-        assert "no trajectory of env reaches" in doubt
-        assert found(512, buffer, "env.max_turns=400") == ()
-    [doubt] = found("null", 16)
-    assert "env.max_new_tokens=16, so that its first token is punished already; null" in doubt
-    for most, buffer in ((512, 353), (199, "null"), (5000, 0)):
-        assert found(most, buffer) == ()
-    for buffer in ("null", 15, 0):
-        assert found("null", buffer) == ()
+@pytest.mark.parametrize("overrides, words", table(DOUBTFUL) + table(UNDOUBTED))
+def test_doubts_are_about_what_has_no_effect_or_another_than_it_seems(
+    make_config, monkeypatch, overrides, words
+):
+    monkeypatch.setenv("MY_VAR", "")
+    c = make_config(overrides)
+    found = " ".join(doubts.of(c, 0, corrects=False) + doubts.unclipped(c, recomputes=True))
+    doubtful = (overrides, words) in table(DOUBTFUL)
+    assert [word in found for word in words] == [doubtful] * len(words), found
 
 
-def test_clips_that_one_update_a_step_never_reaches_are_a_doubt(make_config):
-    def found(*overrides, recomputes=True):
-        return doubts.unclipped(make_config(*overrides), recomputes)
-
-    [doubt] = found("algorithm=dapo")
-    assert doubt.startswith("algorithm.args.clip_high=0.28: without effect at trainer.updates_per_")
-    [doubt] = found("algorithm=grpo", "algorithm.args.dual_clip=3")
-    assert doubt.startswith("algorithm.args.dual_clip=3: without effect")
-    [doubt] = found("algorithm=gspo")
-    assert doubt.startswith("algorithm.args.clip_low=0.0003, algorithm.args.clip_high=0.0004: with")
-    assert found("algorithm=grpo") == found("algorithm=rloo") == ()
-    assert found("algorithm=dapo", "trainer.updates_per_step=2") == ()
-    # The ratio to the engine's policy is other than 1 also in the first update.
-    assert found("algorithm=dapo", recomputes=False) == ()
+def test_clips_of_ratios_to_the_engines_policy_are_no_doubt(make_config):
+    """These are other than 1 also in a step's first update."""
+    assert doubts.unclipped(make_config("algorithm=dapo"), recomputes=False) == ()
 
 
 def test_hybrid_engines_need_a_policy_that_says_when_they_work_also_one_of_others(tree, tmp_path):
@@ -270,38 +288,19 @@ def test_a_tracker_that_is_not_installed_is_refused(launch, tmp_path, monkeypatc
 
 
 def test_an_affinity_names_members_of_the_mixture(launch):
-    code, out, err = launch(
-        *("env=mixture", "+env@env.members.small=frozen_lake", "+env.members.small.weight=1"),
-        *("+env@env.members.large=frozen_lake", "+env.members.large.weight=1"),
-        "env.members.large.args.size=6",
-        "scheduler/routing=rollart",
-        "+scheduler.routing.args.hardware.large=H20",
-        "cluster.dry_run=true",
-    )
+    mixture = "env=mixture +env@env.members.small=frozen_lake +env.members.small.weight=1 "
+    mixture += "+env@env.members.large=frozen_lake +env.members.large.weight=1 "
+    mixture += "env.members.large.args.size=6 scheduler/routing=rollart cluster.dry_run=true"
+    code, out, err = launch(*mixture.split(), "+scheduler.routing.args.hardware.large=H20")
     assert code == 0 and "trainer" in out, err
 
 
-def test_tokens_that_are_drawn_otherwise_than_trained_are_a_doubt(launch, make_config):
-    bare = ["algorithm.importance_cap=null"]
+def test_doubts_are_warnings_of_the_plan(launch):
     code, out, _ = launch("cluster.dry_run=true", "rollout.temperature=0.7", "rollout.top_k=3")
-    words = " ".join(out.split())
     assert code == 0
-    assert "warning: rollout.top_k=3: tokens that are left out are never tried" in words
-    assert "importance weights correct; 0 is exact" in words and "top_p" not in words
-    [doubt] = doubts.narrowed(make_config("rollout.top_p=0.9", *bare), corrects=False)
-    assert "no weight corrects (algorithm.importance_cap=null); 1 is exact" in doubt
-    code, out, _ = launch("cluster.dry_run=true", "rollout.temperature=0.7")
-    # Where the model isn't in the cache yet, there is one of its memory.
-    assert code == 0 and "warning: rollout" not in out
-
-
-def test_a_run_that_ends_in_its_warm_up_is_a_doubt(launch):
-    constant = ("trainer.steps=30", "trainer.optimizer.schedule=constant")
-    code, out, _ = launch("cluster.dry_run=true", "trainer.optimizer.warmup_steps=300", *constant)
-    words = " ".join(out.split())
-    assert code == 0
-    assert "warning: trainer.optimizer.warmup_steps=300: trainer.steps=30 gives" in words
-    assert "at a learning rate of 0.00012, not trainer.optimizer.lr=0.0012" in words
+    assert "warning: rollout.top_k=3: tokens that are left out" in " ".join(out.split())
+    # Where the model isn't in the cache yet, there is a warning of its memory.
+    assert "warning: rollout" not in launch("cluster.dry_run=true")[1]
 
 
 def test_a_run_that_no_rank_can_join_says_so_in_one_line(launch):
@@ -336,22 +335,6 @@ def test_the_plan_of_a_replay_has_only_the_ranks_it_starts(launch, tmp_path):
     assert code == 0 and not err and "frozenlake: 2 ranks, no GPU" in out
     assert f"trajectories saved in {tmp_path / 'earlier'}" in out.replace("\n", "")
     assert "environment" not in out and "engines" not in out
-
-
-def test_variables_that_a_program_will_not_have_are_a_doubt(make_config, monkeypatch):
-    monkeypatch.setenv("MY_VAR", "")
-    keys = ("env=agent", "env.args.command=true", "env.args.environment=[MY_VAR,NOPE_VAR]")
-    [doubt] = doubts.unset(make_config(*keys))
-    assert doubt.startswith("env.args.environment=['MY_VAR', 'NOPE_VAR']: NOPE_VAR is not set here")
-    assert doubts.unset(make_config(*keys, "+cluster.env.NOPE_VAR=x")) == ()
-
-
-def test_held_out_tasks_that_a_replay_leaves_out_are_a_doubt(make_config):
-    asked = ["+env@eval.sets.sums=calculator", "+eval.sets.sums.episodes=8", "eval.episodes=16"]
-    [doubt] = doubts.unevaluated(make_config("rollout.replay=earlier", *asked))
-    assert doubt.startswith("rollout.replay=earlier starts no engines: none of the 24 held-out")
-    assert doubts.unevaluated(make_config(*asked)) == ()
-    assert doubts.unevaluated(make_config("rollout.replay=earlier", "eval.episodes=0")) == ()
 
 
 def test_the_plan_tells_the_size_of_a_model_that_lies_in_a_folder(launch, tmp_path):
