@@ -53,6 +53,8 @@ def test_neither_network_nor_cache_names_id_cache_and_remedies(cache):
     remedies = ["hf download acme/none --revision v1", "model.path=/folder model.source=folder"]
     with refused(words + remedies):
         hub.snapshot("acme/none", "v1")
+    with refused(["no hub id, which is owner/name"]):
+        hub.snapshot("a/b/c/d")
 
 
 def test_a_fault_of_the_libraries_below_is_told_in_the_same_words(cache, monkeypatch):
@@ -99,11 +101,6 @@ def test_a_snapshot_with_a_broken_link_is_refused_with_what_it_lacks(cache, file
     (snapshot / name).resolve().unlink()
     with pytest.raises(ConfigError, match=f"has no {name}.*start again with network"):
         hub.snapshot("acme/tiny")
-
-
-def test_what_is_no_id_is_said_to_be_none(cache):
-    with pytest.raises(ConfigError, match="no hub id, which is owner/name"):
-        hub.snapshot("a/b/c/d")
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from rose.transfer.receive import materialise
 from scripts.make_tiny_model import demonstrations, make_tokenizer
 from tests.made import model_folder
 from tests.processes import ran
+from tests.tables import refused
 from tests.transfer.worlds import World, same
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -221,20 +222,12 @@ def test_a_damaged_file_is_named_and_leaves_nothing(run, tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"model", "out"}
 
 
-def test_a_broken_export_leaves_nothing_and_leavings_of_killed_ones_go(run, tmp_path, monkeypatch):
+def test_what_a_killed_export_has_left_goes(run, tmp_path):
     part = tmp_path / ".home.part"
     part.mkdir()
     (part / "model.safetensors").write_text("half")
-
-    def broken(*_):
-        raise OSError(28, "No space left on device", str(part / "config.json"))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(folder, "copy_rest", broken)
-        with pytest.raises(OSError, match="No space left"):
-            export(run.run, 3, tmp_path / "home", MIB)
-    assert {path.name for path in tmp_path.iterdir()} == {"model", "out"}
     assert same(loaded(export(run.run, 3, tmp_path / "home", MIB).out), run.weights_of[3])
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "out", "home"}
 
 
 @pytest.mark.slow
@@ -252,10 +245,7 @@ def test_a_disk_that_takes_no_more_is_said_in_a_line(run, tmp_path):
 
 
 def test_two_exports_to_one_folder_do_not_mix(run, tmp_path):
-    with (
-        folder.whole_folder(tmp_path / "home"),
-        pytest.raises(configuration.ConfigError, match="another export is writing it"),
-    ):
+    with folder.whole_folder(tmp_path / "home"), refused(["another export is writing it"]):
         export(run.run, 3, tmp_path / "home", MIB)
 
 

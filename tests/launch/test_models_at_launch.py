@@ -15,12 +15,6 @@ from tests import made
 RAW = made.LLAMA | {"num_attention_heads": 2, "max_position_embeddings": 512}
 
 
-def safetensors(path, size=8, kept=None):
-    header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
-    whole = struct.pack("<Q", len(header)) + header + bytes(size)
-    path.write_bytes(whole[:kept])
-
-
 @pytest.fixture
 def folder(tmp_path):
     return made.model_folder(tmp_path / "model", **RAW)
@@ -33,8 +27,13 @@ def shape(make_config, folder):
     )
 
 
-def write(text):
-    return lambda folder: (folder / "model.safetensors").write_text(text)
+def write(data):
+    return lambda folder: (folder / "model.safetensors").write_bytes(data)
+
+
+# The header of a file with 8 bytes of values, of which the last is lacking.
+HEADER = b'{"w": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}}'
+SHORT = struct.pack("<Q", len(HEADER)) + HEADER + bytes(7)
 
 
 def sharded(folder, there):
@@ -42,7 +41,7 @@ def sharded(folder, there):
     names = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
     for name, kept in zip(names, there, strict=True):
         if kept:
-            safetensors(folder / name)
+            (folder / name).touch()
     weights = {f"w{n}": name for n, name in enumerate(names)}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
 
@@ -51,10 +50,10 @@ def sharded(folder, there):
     "damage, words",
     [
         (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
-        (lambda f: safetensors(f / "model.safetensors", kept=-1), "its header says"),
-        (write("version https://git-lfs.github.com/spec/v1"), "run git lfs pull"),
-        (write("<html>"), "its header says nothing"),
-        (write(""), "has 0 bytes"),
+        (write(SHORT), f"its header says {len(SHORT) + 1}"),
+        (write(b"version https://git-lfs.github.com/spec/v1"), "run git lfs pull"),
+        (write(b"<html>"), "its header says nothing"),
+        (write(b""), "has 0 bytes"),
         (lambda f: sharded(f, (1, 0, 1)), "has no model-00002-of-00003.safetensors"),
         (lambda f: sharded(f, (1, 0, 0)), "has no model-00002-of-00003.safetensors and 1 more"),
         (lambda f: (f / "model.safetensors.index.json").write_text("{"), "is unreadable"),

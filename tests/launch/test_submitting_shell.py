@@ -9,19 +9,12 @@ from rich.console import Console
 from rose.launch import slurm
 from rose.launch.layout import layout
 
-OF_THE_SHELL = {
-    "SLURM_JOB_ID": "6",
-    "SLURM_HET_SIZE": "2",
-    "SLURM_CPU_BIND": "quiet,mask_cpu:0x1",
-    "SLURM_CPU_BIND_LIST": "0x1",
-    "SLURM_GPUS_PER_TASK": "1",
-    "SLURM_GPUS": "1",
-    "SLURM_TRES_PER_TASK": "gpu:1",
-    "SLURM_NTASKS_PER_GPU": "1",
-    "SLURM_EXPORT_ENV": "NONE",
-    "SLURMD_NODENAME": "n1",
-    "PMI_RANK": "0",
-}
+OF_THE_SHELL = """
+SLURM_JOB_ID=6 SLURM_HET_SIZE=2 SLURM_CPU_BIND=quiet,mask_cpu:0x1 SLURM_CPU_BIND_LIST=0x1
+SLURM_GPUS_PER_TASK=1 SLURM_GPUS=1 SLURM_TRES_PER_TASK=gpu:1 SLURM_NTASKS_PER_GPU=1
+SLURM_EXPORT_ENV=NONE SLURMD_NODENAME=n1 PMI_RANK=0
+"""
+OF_THE_SHELL = dict(each.split("=") for each in OF_THE_SHELL.split())
 OF_THE_USER = {"SLURM_CONF": "/etc/here/slurm.conf", "SLURM_CLUSTERS": "big"}
 OF_THE_USER |= {"SBATCH_ACCOUNT": "me", "LANG": "C"}
 
