@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rose.config import ConfigError, from_dict
-from rose.launch import plan, sbatch, slurm, state
+from rose.launch import plan, sbatch
 from rose.launch.layout import layout
 from rose.places import REPOSITORY
 from rose.protocol import Role
@@ -200,20 +200,6 @@ def test_a_percent_sign_in_a_path_is_none_of_slurms_patterns(make_config):
     assert "/runs 50%%x/%%j/logs/slurm-%j.out" in text
     text = sbatch.helper_script(c, "borrowed", 1, Path("/runs/100%"), "lend")
     assert "/runs/100%%/logs/lend-%j.out" in text
-
-
-def test_a_users_defaults_for_slurms_commands_overrule_nothing(monkeypatch):
-    for name in ("SBATCH_PARTITION", "SBATCH_ACCOUNT", "SBATCH_OUTPUT", "SBATCH_TIMELIMIT"):
-        monkeypatch.setenv(name, "theirs")
-    monkeypatch.setenv("SBATCH_NO_REQUEUE", "1")
-    text = "#SBATCH --partition=gpu\n#SBATCH --time=1:00:00\n"
-    found = set(slurm._overruling(text))
-    assert found == {"SBATCH_PARTITION", "SBATCH_OUTPUT", "SBATCH_TIMELIMIT", "SBATCH_NO_REQUEUE"}
-    monkeypatch.setenv("SQUEUE_STATES", "RUNNING")
-    monkeypatch.setenv("SACCT_FORMAT", "jobid")
-    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
-    own = state.own_environment()
-    assert "SLURM_CONF" in own and not {"SQUEUE_STATES", "SACCT_FORMAT"} & own.keys()
 
 
 MORE = "trainer.ranks=8 rollout.workers=3 rollout.tensor_parallel=2 cluster.gpus=16"

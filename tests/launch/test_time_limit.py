@@ -65,29 +65,18 @@ def at(seconds):
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(seconds))
 
 
-def test_before_23_02_squeue_alone_tells_the_end(warned, settings, squeue, tmp_path, monkeypatch):
-    monkeypatch.setattr(slurm, "POLL_S", 1.0)
-    squeue(f"{at(time.time() + 9000)}\\n{at(time.time() + 150)}\\n")
+@pytest.mark.parametrize(
+    ("words", "code", "comes"),
+    [("{far}\\n{near}\\n", 0, True), ("N/A\\n", 0, False), ("", 0, False), ("", 1, False)],
+)
+def test_before_23_02_squeue_alone_tells_the_earliest_components_end(
+    warned, settings, squeue, tmp_path, monkeypatch, words, code, comes
+):
+    monkeypatch.setattr(slurm, "POLL_S", 0.2)
+    squeue(words.format(far=at(time.time() + 9000), near=at(time.time() + 150)), code)
     resume.note_save(tmp_path, 100.0)
     with slurm._warned_in_time(tmp_path, settings):
-        assert warned(120.0)
-
-
-EARLIEST = time.mktime((2026, 1, 2, 3, 4, 5, 0, 0, -1))
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "end"),
-    [
-        ("2026-01-02T03:04:05\\n2026-01-02T04:00:00\\n", 0, EARLIEST),
-        ("N/A\\n", 0, float("inf")),
-        ("", 0, None),
-        ("", 1, None),
-    ],
-)
-def test_the_end_is_the_earliest_components(squeue, words, code, end):
-    squeue(words, code)
-    assert slurm._end_time() == end
+        assert warned(120.0 if comes else 0.5) is comes
 
 
 def test_a_job_that_is_submitted_again_asks_for_the_longer_warning(make_config, tmp_path):
