@@ -279,15 +279,9 @@ def test_a_copy_of_links_keeps_versions_that_the_trainer_removes(trained_on, tmp
         materialise(trained_on.store, version)  # what is said to be readable is
 
 
-def test_without_links_the_store_itself_is_read(run, tmp_path, monkeypatch):
-    def refuse(*_, **__):
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuse)
-    assert versions.linked(run.store, tmp_path / "kept", 1) == run.store
-
-
-def test_links_that_lack_the_wanted_version_are_not_taken(run, tmp_path, monkeypatch):
+def test_without_links_or_the_wanted_version_among_them_the_store_itself_is_read(
+    run, tmp_path, monkeypatch
+):
     link = os.link
 
     def some(source, *arguments, **named):
@@ -295,9 +289,14 @@ def test_links_that_lack_the_wanted_version_are_not_taken(run, tmp_path, monkeyp
             raise FileNotFoundError(2, "No such file or directory")
         link(source, *arguments, **named)
 
+    def refuse(*_, **__):
+        raise PermissionError(1, "Operation not permitted")
+
     monkeypatch.setattr(os, "link", some)
     assert versions.linked(run.store, tmp_path / "two", 2) == tmp_path / "two"
     assert versions.linked(run.store, tmp_path / "three", 3) == run.store
+    monkeypatch.setattr(os, "link", refuse)
+    assert versions.linked(run.store, tmp_path / "kept", 1) == run.store
 
 
 def test_a_version_stays_while_it_is_exported(trained_on, tmp_path, monkeypatch):

@@ -24,7 +24,6 @@ from rose.launch import doubts, local, plan, resume, slurm, supervise
 from rose.launch.layout import layout
 from rose.trainer import algorithms
 from tests import processes
-from tests.made import model_folder
 from tests.processes import ran
 from tests.tables import refused, table
 
@@ -335,12 +334,6 @@ def test_the_plan_of_a_replay_has_only_the_ranks_it_starts(launch, tmp_path):
     assert code == 0 and not err and "frozenlake: 2 ranks, no GPU" in out
     assert f"trajectories saved in {tmp_path / 'earlier'}" in out.replace("\n", "")
     assert "environment" not in out and "engines" not in out
-
-
-def test_the_plan_tells_the_size_of_a_model_that_lies_in_a_folder(launch, tmp_path):
-    model_folder(tmp_path / "m")
-    code, out, _ = launch("model.source=folder", "model.path=m", "cluster.dry_run=true")
-    assert code == 0 and "model tiny: 0.12M parameters" in out
 
 
 def test_a_failure_is_printed_as_it_stands_whatever_brackets_its_log_has(

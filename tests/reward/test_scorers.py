@@ -161,15 +161,6 @@ def test_how_a_function_will_be_called_is_checked(tmp_path, name, args, said):
         scorers.build("sum", {"parts": {"one": {"name": "function", "args": function}}})
 
 
-def test_a_command_checks_the_answers_code_with_the_tasks_files():
-    tests = {"test.py": "from answer import add\nassert add(2, 2) == 4\n"}
-    good = "Here:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
-    run = scorers.build("command", {"argv": ["python", "test.py"]})
-    assert scored(run, episode(good, {"files": tests})) == Score(reward=1.0, success=True)
-    bad = good.replace("+", "-")
-    assert scored(run, episode(bad, {"files": tests})) == Score(reward=0.0, success=False)
-
-
 def test_a_files_null_is_no_file_and_other_types_are_named():
     """Parquet gives every row the names of all rows' files."""
     one = scorers.build("command", {"argv": ["python3", "-c", ONE_FILE], "extract": "text"})
