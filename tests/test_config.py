@@ -46,12 +46,10 @@ trainer.steps=0 -> trainer.steps=0 | >= 1
 trainer.sequence_parallel=2 -> trainer.sequence_parallel=2 | trainer.ranks=1
 trainer.offload_activations=true
     -> trainer.offload_activations=True | trainer.gradient_checkpointing=true
-trainer.sequence_parallel=0 -> trainer.sequence_parallel=0 | >= 1
 trainer.optimizer.lr=-1 -> trainer.optimizer.lr=-1 | > 0
 trainer.optimizer.lr=.inf -> trainer.optimizer.lr=inf | finite
 env.args.hole_probability=.nan -> env.args.hole_probability=nan | finite
 trainer.threads=0 -> trainer.threads=0 | >= 1 | or null
-rollout.threads=-1 -> rollout.threads=-1 | >= 1 | or null
 scheduler.queue_depth=-0.1 -> scheduler.queue_depth=-0.1 | >= 0
 trainer.optimizer.betas=[0.9,x] -> trainer.optimizer.betas[1]='x' | expected `float`
 +cluster.mpi.srun=[1] -> cluster.mpi.srun[0]=1 | must be text; put it in quotes
@@ -61,7 +59,6 @@ cluster.mpi.srun=[pmi2] -> cluster.mpi.srun.0='pmi2' | --mpi=pmi2
 cluster.kind=pbs -> cluster.kind='pbs' | one of local, slurm
 cluster.kind=slurm -> cluster.slurm=None | use cluster=slurm
 +cluster.env.A=1 -> cluster.env.A=1 | must be text | '+cluster.env.A="1"'
-+transfer.compress=1 -> transfer.compress=1 | no such key
 transfer.relay=node7:7673 -> transfer.relay='node7:7673' | http://host:port
 transfer.relay=http://node7:7673 -> transfer.relay_token_file=None | asks for its token
 transfer.broadcast=nccl -> transfer.broadcast='nccl' | needs GPUs
@@ -76,7 +73,6 @@ rollout/branch=tree rollout.group_size=6 trainer.batch_size=60
     -> rollout.group_size=6 | a multiple of 4 | rollout.branch.ways=[2, 2]
 rollout/draft=ngram cluster.gpus=8 +rollout.engine_args.spec_tokens=4
     -> rollout.engine_args.spec_tokens=4 | leave out one of them
-rollout/draft=group rollout.draft.tokens=0 -> rollout.draft.tokens=0 | >= 1
 trainer.router_replay=true +rollout.engine_args.enable_return_routed_experts=true
     -> enable_return_routed_experts=True | is set by ROSE
 rollout.branch.ways=[1] -> rollout.branch.ways=[1] | 2 or more | branch=none
@@ -95,7 +91,6 @@ rollout/branch=tree mode=simulate -> rollout.branch.ways=[2, 2] | rollout/branch
     -> rollout.engine_args.max-num-seqs=4 | from rollout.max_sequences
 trainer.optimizer.schedule=cosine trainer.optimizer.warmup_steps=60
     -> trainer.optimizer.warmup_steps=60 | below 60 | trainer.steps=60 | cosine
-trainer.optimizer.schedule=step -> schedule='step' | constant, linear, cosine
 trainer.optimizer.final_share=1.5 -> trainer.optimizer.final_share=1.5 | <= 1
 eval.samples=2 eval.temperature=0 -> eval.temperature=0 | 2 greedy samples
 eval.stop.patience=2 -> eval.every=0 | eval.stop.patience=2
@@ -112,9 +107,7 @@ eval=none eval.every=5 eval.keep_best=true -> eval.episodes=0 | eval.sets
     -> eval.sets.sums.max_new_tokens=100000 | model.max_context=
 +model.recipe.hidden=96 -> model.recipe.hidden=96 | multiple of 64
 +model.recipe.hidden=0 -> model.recipe.hidden=0 | >= 64
-+model.recipe.layers=-1 -> model.recipe.layers=-1 | >= 1
 +model.recipe.layers=two -> model.recipe.layers='two' | `int`
-model.recipe.seed=null -> model.recipe.seed=None | `int`
 +model.recipe.experts=1 -> model.recipe.experts=1 | 0, or 2 and more
 +model.recipe.env=chess -> model.recipe.env='chess' | frozen_lake, terminal
 +model.recipe.hole-probability=1 -> model.recipe.hole_probability=1 | <= 0.5
@@ -127,13 +120,10 @@ trainer.zero_stage=4 -> trainer.zero_stage=4 | one of 0, 1, 2, 3
 trainer.micro_batch_tokens=100 -> trainer.micro_batch_tokens=100 | model.max_context=
 rollout.temperature=0 -> rollout.temperature=0 | greedy
 rollout.temperature=2.5 -> rollout.temperature=2.5 | <= 2.0
-eval.temperature=3 -> eval.temperature=3 | <= 2.0
 rollout.top_p=1.5 -> rollout.top_p=1.5 | <= 1
 env=mixture -> env.members={} | needs members | +env@env.members.more=reasoning
 env=games env.members.calculator.weight=0 -> env.members.calculator.weight=0 | > 0
 ~env.members.calculator.weight env=games -> env.members.calculator.weight | missing
-env=games env.members.calculator.weight=.inf -> env.members.calculator.weight=inf | finite
-env=games env.members.calculator.max_turns=0 -> env.members.calculator.max_turns=0 | >= 1
 env=games env.members.calculator.max_new_tokens=768
     -> env.members.calculator.max_new_tokens=768 | must fit
 env=games env.members.calculator.name=mixture
@@ -181,7 +171,6 @@ name=../up -> name='../up' | letters
 rollout.tensor_parallel=[1,4]
     -> rollout.tensor_parallel=[1, 4]: one number;  | sim.pool.dedicated.tensor_parallel
 +rollout.engine_args.max_lora_rank=64 -> engine_args.max_lora_rank=64: is set by ROSE, from
-trainer.lora={rank: 0, alpha: 1, targets: [q_proj]} -> trainer.lora.rank=0 | >= 1
 trainer.lora={rank: 513, alpha: 1, targets: [q_proj]} -> trainer.lora.rank=513: at most 512
 trainer.lora={rank: 8, alpha: 0, targets: [q_proj]} -> trainer.lora.alpha=0 | > 0
 trainer.lora={rank: 8, alpha: 1, targets: []}
