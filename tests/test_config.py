@@ -10,7 +10,7 @@ from rose import processes
 from rose.config import ConfigError, ModelShape, check_model, from_dict, read_shape, to_dict
 from tests.conftest import CONF
 from tests.made import LLAMA, model_folder
-from tests.tables import refused, table
+from tests.refusals import refused, table
 
 ONE_GPU = "cluster=gpus cluster.gpus=1 trainer.ranks=1 rollout.workers=1"
 

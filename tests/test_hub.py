@@ -12,7 +12,7 @@ from rose import front, hub
 from rose.config import ConfigError
 from rose.launch import local, model
 from tests.made import model_folder
-from tests.tables import refused
+from tests.refusals import refused
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 OTHER = "f" * 40

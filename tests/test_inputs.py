@@ -15,7 +15,7 @@ from rose.launch import local, resume
 from rose.parts.adapters.envs.agent import Agent, _lines
 from rose.parts.sandbox.envs import _tasks
 from rose.reward import function, scorers
-from tests.tables import table
+from tests.refusals import table
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from rose.transfer.receive import materialise
 from scripts.make_tiny_model import demonstrations, make_tokenizer
 from tests.made import model_folder
 from tests.processes import ran
-from tests.tables import refused
+from tests.refusals import refused
 from tests.transfer.worlds import World, same
 
 REPOSITORY = Path(__file__).resolve().parents[2]

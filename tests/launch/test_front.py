@@ -25,7 +25,7 @@ from rose.launch.layout import layout
 from rose.trainer import algorithms
 from tests import processes
 from tests.processes import ran
-from tests.tables import refused, table
+from tests.refusals import refused, table
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODE = Path(__file__).with_name("simulated")

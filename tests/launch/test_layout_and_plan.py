@@ -9,7 +9,7 @@ from rose.launch.layout import hybrid_ranks, layout
 from rose.protocol import Role
 from tests.launch.test_models_at_launch import RAW
 from tests.made import model_folder
-from tests.tables import refused, table
+from tests.refusals import refused, table
 
 QWEN3_8B = ("model=qwen3_8b", "trainer=zero3_gpu", "rollout=gpu", "cluster=gpus", "cluster.gpus=16")
 TWELVE = (

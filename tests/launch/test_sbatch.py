@@ -13,7 +13,7 @@ from rose.launch.layout import layout
 from rose.places import REPOSITORY
 from rose.protocol import Role
 from tests.processes import ran
-from tests.tables import refused, table
+from tests.refusals import refused, table
 
 SEVEN_B = ("model=qwen2_5_7b", "env=calculator", "trainer=zero3_gpu", "rollout=gpu")
 SEVEN_B += ("cluster=slurm", "name=qwen7b", "cluster.gpus=24", "trainer.ranks=16")

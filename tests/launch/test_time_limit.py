@@ -13,7 +13,7 @@ from rose.config import ConfigError
 from rose.config.checks import time_limit
 from rose.launch import resume, sbatch, slurm
 from rose.launch.layout import layout
-from tests.tables import refused, table
+from tests.refusals import refused, table
 
 
 @pytest.fixture

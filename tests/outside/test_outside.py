@@ -14,7 +14,7 @@ from rose.config import ConfigError, outside
 from rose.coordinator import replay
 from rose.observe.metrics import read_metrics, rows_of
 from tests.processes import ran
-from tests.tables import table
+from tests.refusals import table
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCE = Path(__file__).parent / "rose_dark"

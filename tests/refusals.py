@@ -1,4 +1,4 @@
-"""Tables in text: what is given, and what must be said about it."""
+"""Tables in text, mostly of refusals: what is given, and what must be said about it."""
 
 import contextlib
 import re
