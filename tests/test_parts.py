@@ -10,6 +10,7 @@ import pytest
 from rose import extensions
 from rose.observe.metrics import read_metrics, rows_of
 from tests.processes import ran
+from tests.refusals import table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SMALL = """
