@@ -351,6 +351,13 @@ def test_below_stage_3_master_weights_are_page_locked_too(qwen):
     assert round(qwen(alone).trainer.host["offloaded optimizer"]) == 163
 
 
+def test_trainer_nodes_have_the_cpus_that_experiments_ask_for(make_config):
+    for experiment, cpus in {"qwen7b": 48, "qwen8b_frozenlake": 80, "qwen32b": 80}.items():
+        c = make_config(f"+experiment={experiment}", "cluster=slurm")
+        first = [rank for rank in layout(c) if (rank.component, rank.node) == (0, 0)]
+        assert len(first) * cpus_of(c.cluster, "trainer", c.rollout) == cpus, experiment
+
+
 def test_ranks_of_a_run_on_cpus_ask_for_few_of_them_on_slurm(make_config):
     c = make_config("cluster=slurm")
     assert {cpus_of(c.cluster, name, c.rollout) for name in ("trainer", "rollout")} == {2}
