@@ -9,9 +9,17 @@ import pytest
 from rose import files
 
 
-def test_a_folder_with_room_refuses_nothing_and_keeps_nothing_of_the_question(tmp_path):
+def test_a_folder_is_asked_without_a_trace_and_one_that_is_gone_refuses(tmp_path):
     assert files.refusal(tmp_path) is None and list(tmp_path.iterdir()) == []
+    gone = tmp_path / "gone"
+    assert files.advice(files.refusal(gone)).startswith(f"{gone}: No such file")
+
+
+def test_an_error_gets_a_remedy_where_it_is_about_another_disk():
     assert files.advice(None, "ValueError: no such thing") == ""
+    words = "rank 2 exited with code 1: OSError: [Errno 28] No space left on device: '/other/file'"
+    remedy = "No space left on device, see below where; free some space"
+    assert files.advice(None, words).startswith(remedy)
 
 
 def test_a_full_disk_leaves_the_old_file_and_no_half_of_the_new(disk):
@@ -34,22 +42,8 @@ def test_a_full_disk_leaves_the_old_file_and_no_half_of_the_new(disk):
 )
 def test_a_refusing_folder_is_named_with_the_remedy(disk, deed, words):
     getattr(disk, deed)()
-    assert files.advice(files.refusal(disk.path)).startswith(
-        f"{disk.path}: {words}; the same launch.py command"
-    )
-
-
-def test_a_folder_that_is_gone_refuses_too(tmp_path):
-    assert files.advice(files.refusal(tmp_path / "gone")).startswith(
-        f"{tmp_path / 'gone'}: No such file"
-    )
-
-
-def test_an_error_about_another_disk_gets_its_remedy():
-    words = "rank 2 exited with code 1: OSError: [Errno 28] No space left on device: '/other/file'"
-    assert files.advice(None, words).startswith(
-        "No space left on device, see below where; free some space"
-    )
+    advice = files.advice(files.refusal(disk.path))
+    assert advice.startswith(f"{disk.path}: {words}; the same launch.py command")
 
 
 def test_words_that_find_no_room_are_lost_without_an_error(disk):

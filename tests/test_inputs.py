@@ -15,6 +15,7 @@ from rose.launch import local, resume
 from rose.parts.adapters.envs.agent import Agent, _lines
 from rose.parts.sandbox.envs import _tasks
 from rose.reward import function, scorers
+from tests.refusals import table
 
 
 @pytest.fixture
@@ -41,41 +42,39 @@ def names(config):
     return {os.path.basename(path): key for path, key in inputs.named(config).items()}
 
 
-def test_every_file_that_a_key_names_is_found_and_no_keyword_or_secret(folder, make_config):
-    config = make_config(
-        *PROMPTS, f"env.args.data={folder}/rows.jsonl", "env.args.reward=mine.py:score",
-        "reward=command", "reward.args.argv=[python,judge.py]",
-    )  # fmt: skip
-    found = names(config)
-    assert found == {
-        "rows.jsonl": "env.args.data", "mine.py": "env.args.reward", "judge.py": "reward.args.argv"
-    }  # fmt: skip
+# What a shell reads or a command writes, keywords and secrets are none of these files.
+NAMED = """
+env=prompts env.max_new_tokens=4 env.args.data=rows.jsonl env.args.reward=mine.py:score
+    reward=command reward.args.argv=[python,judge.py]
+    -> rows.jsonl env.args.data | mine.py env.args.reward | judge.py reward.args.argv
+env=prompts env.max_new_tokens=4 env.args.data=rows.jsonl env.args.held_out=0.5
+    -> rows.jsonl env.args.data
+reward=sum reward.args.parts={one: {name: function, args: {path: 'mine.py:score'}}, two: {name:
+    judge, args: {api_key_file: key}}} -> mine.py reward.args.parts.one.args.path
+env=agent env.args.command='python judge.py --fast' -> judge.py env.args.command
+env=agent env.args.command=[bash,-c,"python judge.py; echo it's"] -> nothing
+env=agent env.args.function=mine:score -> mine.py env.args.function
+env=agent env.args.command='python -m own --rows=rows.jsonl' -> __init__.py env.args.command
+    | __main__.py env.args.command | rows.jsonl env.args.command
+env=agent env.args.command=[python,-m,own,--rows=rows.jsonl] -> __init__.py env.args.command
+    | __main__.py env.args.command | rows.jsonl env.args.command
+env=agent env.args.command='python judge.py --log=rows.jsonl --output rows.jsonl --save-to
+    rows.jsonl' -> judge.py env.args.command
+env=agent env.args.command='python -m pytest' -> nothing
+env.name=mine:Env env.args.log_path=./tasks env.args.train_data=./tasks
+    -> mine.py env.name | tasks env.args.train_data
+env=terminal env.max_new_tokens=4 env.args.tasks=./tasks -> tasks env.args.tasks
+"""
+
+
+@pytest.mark.parametrize("overrides, named", table(NAMED))
+def test_every_file_that_a_key_names_is_found(folder, make_config, overrides, named):
     (folder / "math").write_text("a file that is called as the keyword is")
-    expected = {"rows.jsonl": "env.args.data"}
-    assert names(make_config(*PROMPTS, "env.args.data=rows.jsonl")) == expected
-    parts = "{one: {name: function, args: {path: 'mine.py:score'}}, two: {name: judge, args: {api_key_file: key}}}"
-    expected = {"mine.py": "reward.args.parts.one.args.path"}
-    assert names(make_config("reward=sum", f"reward.args.parts={parts}")) == expected
-    agent = make_config("env=agent", "env.args.command='python judge.py --fast'")
-    assert names(agent) == {"judge.py": "env.args.command"}
-    words = make_config("env=agent", """env.args.command=[bash,-c,"python judge.py; echo it's"]""")
-    assert names(words) == {}  # a shell's text, which ROSE doesn't read
-    module = make_config("env=agent", "env.args.function=mine:score")
-    assert names(module) == {"mine.py": "env.args.function"}
     (folder / "own").mkdir()
     for name in ("__init__.py", "__main__.py"):
         (folder / "own" / name).write_text("")
-    for command in ("'python -m own --rows=rows.jsonl'", "[python,-m,own,--rows=rows.jsonl]"):
-        own = make_config("env=agent", f"env.args.command={command}")
-        assert set(names(own)) == {"__init__.py", "__main__.py", "rows.jsonl"}
-    written = "python judge.py --log=rows.jsonl --output rows.jsonl --save-to rows.jsonl"
-    assert set(names(make_config("env=agent", f"env.args.command='{written}'"))) == {"judge.py"}
-    installed = make_config("env=agent", "env.args.command='python -m pytest'")
-    assert names(installed) == {}
-    theirs = ["env.name=mine:Env", "env.args.log_path=./tasks", "env.args.train_data=./tasks"]
-    assert names(make_config(*theirs)) == {"mine.py": "env.name", "tasks": "env.args.train_data"}
-    tasks = make_config("env=terminal", "env.max_new_tokens=4", f"env.args.tasks={folder}/tasks")
-    assert names(tasks) == {"tasks": "env.args.tasks"}
+    expected = dict(each.split() for each in named if each != "nothing")
+    assert names(make_config(overrides)) == expected
 
 
 def test_a_digest_is_of_contents_and_names(folder, monkeypatch):
@@ -84,14 +83,7 @@ def test_a_digest_is_of_contents_and_names(folder, monkeypatch):
     assert inputs.digest(folder / "tasks") == before
     (folder / "tasks/one/tests/__pycache__").mkdir()
     (folder / "tasks/one/tests/__pycache__/a.pyc").write_text("x")
-    for beside in (
-        ".instruction.md.swp",
-        "4913",
-        "test.sh~",
-        ".#a.md",
-        ".DS_Store",
-        "../../.git/index",
-    ):
+    for beside in ".instruction.md.swp 4913 test.sh~ .#a.md .DS_Store ../../.git/index".split():
         (folder / "tasks/one/tests" / beside).write_text("an editor's or git's")
     assert inputs.digest(folder / "tasks") == before
     (folder / "tasks/one/instruction.md").rename(folder / "tasks/one/other.md")
@@ -107,9 +99,8 @@ def test_a_digest_is_of_contents_and_names(folder, monkeypatch):
 
 
 def test_a_run_with_a_saved_step_refuses_other_files(folder, make_config, monkeypatch):
-    config = make_config(
-        *PROMPTS, f"env.args.data={folder}/rows.jsonl", "env.args.reward=mine.py:score"
-    )
+    data = f"env.args.data={folder}/rows.jsonl"
+    config = make_config(*PROMPTS, data, "env.args.reward=mine.py:score")
     run = folder / "run"
     run.mkdir()
     assert resume.check_inputs(run, "run") == ""

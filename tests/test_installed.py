@@ -15,17 +15,14 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def site(installed):
-    return installed.site
-
-
-@pytest.fixture
 def rose(installed, tmp_path):
     """rose("train", "a=b", ...) -> the ended command, in an empty folder."""
     return functools.partial(installed.rose, cwd=tmp_path)
 
 
-def test_the_wheel_has_all_of_conf_the_recipes_and_the_scripts_for_sbatch(site, rose):
+def test_the_wheel_has_all_of_conf_the_recipes_and_the_scripts_for_sbatch(installed, rose):
+    site = installed.site
+
     def below(folder):
         return sorted(str(p.relative_to(folder)) for p in folder.rglob("*.yaml"))
 
@@ -35,19 +32,16 @@ def test_the_wheel_has_all_of_conf_the_recipes_and_the_scripts_for_sbatch(site, 
     assert (Path(rose("slurm").stdout.strip()) / "serving.sbatch").is_file()
 
 
-def test_its_help_lists_the_commands_and_an_unknown_one_is_refused(rose):
+def test_its_help_lists_the_commands_and_an_unknown_one_and_a_bad_key_are_refused(rose, tmp_path):
+    done = rose("train", "trainer.stepz=3")
+    assert done.returncode == 2 and "did you mean trainer.steps" in done.stderr
+    assert list(tmp_path.iterdir()) == []
     done = rose("--help")
     assert done.returncode == 0 and "rose state RUN" in done.stdout
     done = rose("trian")
     assert done.returncode == 2 and "no command 'trian'; there are train, simulate" in done.stderr
     done = rose("train", "--help")
     assert done.returncode == 0 and "frozen_lake" in done.stdout
-
-
-def test_a_bad_key_is_refused_as_by_launch(rose, tmp_path):
-    done = rose("train", "trainer.stepz=3")
-    assert done.returncode == 2 and "did you mean trainer.steps" in done.stderr
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_a_checkout_the_job_finds_rose_as_any_package(rose, installed):

@@ -42,12 +42,14 @@ def test_the_resident_size_of_an_ended_process_is_an_error():
         resident_bytes(child.pid)
 
 
-GROW = """
+LIBC = """
 import ctypes, resource, sys
 from rose import heap
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
 libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+"""
+GROW = f"""{LIBC}
 libc.malloc(200_000)
 heap.keep()
 libc.free(libc.malloc(8 << 20))  # the heap grows, and by `AHEAD` more
@@ -80,19 +82,13 @@ def test_a_heap_that_grows_meets_no_page_faults_where_it_was_made_resident_ahead
 def test_without_such_a_heap_nothing_happens(monkeypatch):
     monkeypatch.setattr(heap, "_heap_start", lambda: None)
     assert heap.Ahead().catch_up(0.0)
-    monkeypatch.setattr(
-        heap, "_heap_start", lambda: 0x1000
-    )  # no memory of ours: the system refuses
+    no_memory_of_ours = 0x1000  # the system refuses it
+    monkeypatch.setattr(heap, "_heap_start", lambda: no_memory_of_ours)
     ahead = heap.Ahead()
     assert ahead.catch_up(0.0) and ahead.catch_up(0.0)
 
 
-KEEP_ALL = """
-import ctypes, resource
-from rose import heap
-libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
-libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+KEEP_ALL = f"""{LIBC}
 heap.keep_all()
 faults = []
 for _ in range(2):
@@ -108,7 +104,6 @@ print(*faults)
 
 
 def test_a_trainers_large_blocks_are_mapped_once():
-    command = [sys.executable, "-c", KEEP_ALL]
-    done = ran(command, check=True, timeout=120)
+    done = ran([sys.executable, "-c", KEEP_ALL], check=True, timeout=120)
     first, second = map(int, done.stdout.split())
     assert first > 1000 * second

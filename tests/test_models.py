@@ -60,13 +60,9 @@ for name in ("config.json", "tokenizer_config.json"): (a.out / name).write_text(
     return tmp_path / "runs"
 
 
-def test_a_complete_folder_is_taken_as_it_is(tmp_path):
+def test_a_complete_folder_or_the_snapshot_that_the_launcher_found_is_taken_as_it_is(tmp_path):
     folder = fill(tmp_path / "m", "config.json", "tokenizer_config.json")
     assert models.resolve(model(path=str(folder))) == folder
-
-
-def test_a_rank_takes_the_snapshot_that_the_launcher_found(tmp_path):
-    folder = fill(tmp_path / "snapshots" / ("a" * 40), "config.json", "tokenizer_config.json")
     assert models.resolve(model("hub", "acme/tiny", snapshot=str(folder))) == folder
 
 
@@ -151,6 +147,4 @@ def test_a_file_that_a_clone_has_left_in_lfs_is_named(tmp_path, name):
     folder = fill(tmp_path / "model", "config.json", "tokenizer_config.json")
     (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     with pytest.raises(ConfigError, match=f"{name}: it is a pointer of Git LFS.*run git lfs pull"):
-        weight_files.check_files(
-            models.check_folder(folder), "model.path='m'", "copy the folder again"
-        )
+        weight_files.check_files(models.check_folder(folder), "model.path='m'", "copy it again")

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,41 +9,31 @@ import pytest
 
 from rose import extensions
 from rose.observe.metrics import read_metrics, rows_of
+from tests.processes import ran
+from tests.refusals import table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-SMALL = (
-    "name=run",
-    "trainer.steps=1",
-    "trainer.batch_size=8",
-    "rollout.group_size=4",
-    "rollout.workers=1",
-    "rollout.kv_cache_gib=0.1",
-    "eval.episodes=4",
-    "observe.terminal=false",
-)
+SMALL = """
+name=run trainer.steps=1 trainer.batch_size=8 rollout.group_size=4 rollout.workers=1
+rollout.kv_cache_gib=0.1 eval.episodes=4 observe.terminal=false
+""".split()
 SECONDS = 600
 
 
 def checkout(folder, without):
     """Copy what a run reads of this checkout, but for the parts `without`."""
+    junk = shutil.ignore_patterns("__pycache__")
     for name in ("rose", "conf", "scripts", "slurm"):
-        shutil.copytree(
-            REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
-        )
+        shutil.copytree(REPOSITORY / name, folder / name, ignore=junk)
     shutil.copy(REPOSITORY / "launch.py", folder)
     for part in without:
         shutil.rmtree(folder / "rose" / "parts" / part)
 
 
 def launch(folder, *arguments):
-    return subprocess.run(
-        [sys.executable, "launch.py", *arguments],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+    environ = os.environ | {"PYTHONPATH": str(folder)}
+    command = [sys.executable, "launch.py", *arguments]
+    return ran(command, cwd=folder, env=environ, timeout=SECONDS)
 
 
 @pytest.mark.slow
@@ -66,15 +55,18 @@ def test_a_run_is_planned_without_this_part(part, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+UNKNOWN = """
+mode=simulate -> mode='simulate': no such mode; there are train
+scheduler/routing=seer -> scheduler.routing.name='seer': no such routing policy
++experiment=terminal -> env.name='terminal': no such environment
+rollout/draft=group -> rollout.draft.method='group': one of none, ngram
+serving.online.port=1 -> serving.online.port=1: no such key
+"""
+
+
 @pytest.mark.slow
 def test_what_a_missing_part_would_add_is_named_as_unknown(tmp_path):
     checkout(tmp_path, extensions.names())
-    for argument, words in (
-        ("mode=simulate", "mode='simulate': no such mode; there are train"),
-        ("scheduler/routing=seer", "scheduler.routing.name='seer': no such routing policy"),
-        ("+experiment=terminal", "env.name='terminal': no such environment"),
-        ("rollout/draft=group", "rollout.draft.method='group': one of none, ngram"),
-        ("serving.online.port=1", "serving.online.port=1: no such key"),
-    ):
+    for argument, [words] in table(UNKNOWN):
         done = launch(tmp_path, argument)
         assert done.returncode == 2 and words in done.stderr.replace("\n", " "), done.stderr

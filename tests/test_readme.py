@@ -50,14 +50,8 @@ def commands(page: Path) -> list[str]:
     lines += [code for code in re.findall(r"`([^`\n]+)`", rest) if " " in code]
     found = [re.sub(r"\s+#\s.*$", "", line).strip() for line in lines]
     placeholder = re.compile(r"KEY=VALUE|\bDIR\b|--help$")
-    return list(
-        dict.fromkeys(
-            line
-            for line in found
-            if line.split()[:1] and line.split()[0] in PROGRAMS
-            if not placeholder.search(line)
-        )
-    )
+    ours = [line for line in found if line.split()[:1] and line.split()[0] in PROGRAMS]
+    return [*dict.fromkeys(line for line in ours if not placeholder.search(line))]
 
 
 def launches(page: Path) -> list[str]:
@@ -116,11 +110,9 @@ def test_the_lines_of_the_dry_run_are_what_it_prints(tmp_path, monkeypatch, capf
 
 def test_the_lending_job_starts_a_rank_for_the_run_of_that_name(tmp_path):
     """sbatch and srun are stand-ins here. tests/slurm runs such jobs on a real Slurm."""
-    for name, text in (
-        ("sbatch", '#!/bin/bash\nSLURM_SUBMIT_DIR=$PWD exec bash "$@"\n'),
-        ("srun", '#!/bin/bash\necho "$@"\n'),
-    ):
-        (tmp_path / name).write_text(text)
+    lines = {"sbatch": 'SLURM_SUBMIT_DIR=$PWD exec bash "$@"', "srun": 'echo "$@"'}
+    for name, line in lines.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
         (tmp_path / name).chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     assert programs("sbatch")
@@ -133,33 +125,22 @@ def test_the_lending_job_starts_a_rank_for_the_run_of_that_name(tmp_path):
 @pytest.mark.slow
 def test_the_commands_on_a_run_do_what_they_say_on_one(tmp_path):
     """The run is the default one, shortened to a step. A game of a person is typed by nobody."""
-    here = Path(sys.executable).parent
-    environment = os.environ | {
-        "PATH": f"{here}:{os.environ['PATH']}",
-        "PYTHONPATH": str(REPOSITORY),
-        "COLUMNS": "200",
-    }
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "200"}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    place = {"cwd": tmp_path, "env": environment, "stdin": subprocess.DEVNULL, "timeout": SECONDS}
 
     def shell(command: str) -> subprocess.CompletedProcess:
-        return ran(
-            ["bash", "-c", command],
-            cwd=tmp_path,
-            env=environment,
-            timeout=SECONDS,
-            stdin=subprocess.DEVNULL,
-        )
+        return ran(["bash", "-c", command], **place)
 
     done = shell(f"python {REPOSITORY}/launch.py {' '.join(SMALL)}")
     assert done.returncode == 0, done.stdout + done.stderr
     # The lines with a colon say where the report is, what to do next, and what the run cost.
     # The README shows `make train`, which activates no environment; here one is active.
-    shown = [
-        line.replace(".venv/bin/rose", "rose") for line in block_after("The end of what it prints")
-    ]
-    for line in shown:
+    shown = "\n".join(block_after("The end of what it prints")).replace(".venv/bin/rose", "rose")
+    for line in shown.splitlines():
         if ": " in line and "│" not in line:
             assert re.search(re.sub(r"\\?[\d.,]*\d", r"[\\d.,]+", re.escape(line)), done.stdout)
-    assert sum(": " in line for line in shown) >= 3
+    assert sum(": " in line for line in shown.splitlines()) >= 3
     for command in programs("rose"):
         done = shell(command)
         # without Slurm the doctor says so, and exits with 1
@@ -176,21 +157,6 @@ def test_links_by_a_name_have_an_address(page):
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.M)
     names = set(re.findall(r"^\[([\w-]+)\]: ", text, re.M))
     assert set(re.findall(r"\]\[([\w-]+)\]", text)) == names
-
-
-def test_every_rival_is_read_at_one_commit_and_its_date_stands_above_it():
-    text = README.read_text()
-    (header,) = [line for line in text.splitlines() if line.startswith("| | ROSE | [TRL]")]
-    assert len(re.findall(r"\d+ [A-Z][a-z]+ 20\d\d", header)) == 5
-    for owner in (
-        "huggingface/trl",
-        "verl-project/verl",
-        "PrimeIntellect-ai/prime-rl",
-        "NovaSky-AI/SkyRL",
-        "THUDM/slime",
-    ):
-        commits = re.findall(rf"github\.com/{owner}/(?:blob|tree)/(\w+)", text)
-        assert len(set(commits)) == 1 and len(commits[0]) == 40
 
 
 def test_help_names_the_ten_keys_that_most_runs_set_before_all_others():

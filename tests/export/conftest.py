@@ -35,18 +35,20 @@ def base(tmp_path):
     return model
 
 
+def run_folder(tmp_path, base, make_config, *overrides):
+    """The folder of a run that began with the model `base`, which has its configuration."""
+    lakes = tmp_path / "out" / "lakes"
+    lakes.mkdir(parents=True)
+    own = ("name=lakes model.source=folder model.dtype=bfloat16", f"model.path={base}")
+    config = make_config(f"output_dir={tmp_path / 'out'}", *own, *overrides)
+    configuration.save(config, lakes / "config.json")
+    return lakes
+
+
 @pytest.fixture
 def run(tmp_path, base, make_config, published):
     """A run's folder with its store, which has versions 0 to 3."""
-    lakes = tmp_path / "out" / "lakes"
-    lakes.mkdir(parents=True)
-    config = make_config(
-        f"output_dir={tmp_path / 'out'}",
-        "name=lakes model.source=folder",
-        f"model.path={base}",
-        "model.dtype=bfloat16",
-    )
-    configuration.save(config, lakes / "config.json")
+    lakes = run_folder(tmp_path, base, make_config)
     (lakes / "command.txt").write_text("python launch.py name=lakes 'env=games'\n")
     metrics = MetricsWriter(lakes, tensorboard=False)
     for step, wins in ((0, 4), (2, 12), (3, 16)):

@@ -25,6 +25,7 @@ from rose.transfer.receive import materialise
 from scripts.make_tiny_model import demonstrations, make_tokenizer
 from tests.made import model_folder
 from tests.processes import ran
+from tests.refusals import refused
 from tests.transfer.worlds import World, same
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -55,30 +56,24 @@ def test_the_folder_has_the_weights_of_the_step_in_shards_with_an_index(run, tmp
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".home")] == []
 
 
-def test_servers_draw_as_training_did(run, tmp_path):
+def test_servers_draw_as_training_did(run, base, tmp_path):
     """vLLM's defaults are those of generation_config.json."""
-    config = configuration.load(run.run / "config.json")
+    theirs = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1, "eos_token_id": [1, 2]}
+    (base / "generation_config.json").write_text(json.dumps(theirs))
     done = export(run.run, None, tmp_path / "home", MIB)
     made = json.loads((done.out / "generation_config.json").read_text())
-    rollout = config.rollout
-    assert (made["temperature"], made["top_p"], made["top_k"], made["do_sample"]) == (
-        rollout.temperature, rollout.top_p, rollout.top_k, True
-    )  # fmt: skip
-    theirs = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1, "eos_token_id": [1, 2]}
-    (done.out / "generation_config.json").write_text(json.dumps(theirs))
-    folder._name_sampling(done.out, rollout)
-    made = json.loads((done.out / "generation_config.json").read_text())
-    assert made["temperature"] == rollout.temperature and made["eos_token_id"] == [1, 2]
-    assert "repetition_penalty" not in made
+    rollout = configuration.load(run.run / "config.json").rollout
+    sampling = {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k")}
+    assert sampling.items() <= made.items() and made["do_sample"] is True
+    assert made["eos_token_id"] == [1, 2] and "repetition_penalty" not in made
 
 
 def test_a_template_that_ignores_tools_is_exported_as_training_wrote_it(run, tmp_path):
     model = configuration.load(run.run / "config.json", checked=False).model
     out = tmp_path / "exported"
     out.mkdir()
-    make_tokenizer(
-        demonstrations(30, {"size": 4, "hole_probability": 0.2}, 0.5, 1)[0]
-    ).save_pretrained(out)
+    shown, _ = demonstrations(30, {"size": 4, "hole_probability": 0.2}, 0.5, 1)
+    make_tokenizer(shown).save_pretrained(out)
     (out / "config.json").write_text('{"vocab_size": 999, "model_type": "llama"}')
     plain = "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor %}{{- '<|im_start|>assistant\n' }}"
     (out / "chat_template.jinja").write_text(plain)
@@ -99,17 +94,9 @@ def test_one_file_needs_no_index_and_the_newest_step_is_the_default(run, tmp_pat
 def test_beside_the_weights_is_what_the_base_model_has(run, base, tmp_path):
     out = export(run.run, 3, tmp_path / "home", MIB).out
     found = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
-    assert found == {
-        "model.safetensors",
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "chat_template.jinja",
-        f"{folder.TEMPLATES}/tools.jinja",
-        "LICENSE",
-        "README.md",
-    }
+    own = "config.json generation_config.json tokenizer.json tokenizer_config.json LICENSE "
+    own += f"README.md model.safetensors chat_template.jinja {folder.TEMPLATES}/tools.jinja"
+    assert found == {*own.split()}
     config = json.loads((out / "config.json").read_text())
     assert config == {"architectures": ["Qwen3ForCausalLM"], "torch_dtype": "bfloat16"}
     assert (out / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask()
@@ -231,20 +218,12 @@ def test_a_damaged_file_is_named_and_leaves_nothing(run, tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"model", "out"}
 
 
-def test_a_broken_export_leaves_nothing_and_leavings_of_killed_ones_go(run, tmp_path, monkeypatch):
+def test_what_a_killed_export_has_left_goes(run, tmp_path):
     part = tmp_path / ".home.part"
     part.mkdir()
     (part / "model.safetensors").write_text("half")
-
-    def broken(*_):
-        raise OSError(28, "No space left on device", str(part / "config.json"))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(folder, "copy_rest", broken)
-        with pytest.raises(OSError, match="No space left"):
-            export(run.run, 3, tmp_path / "home", MIB)
-    assert {path.name for path in tmp_path.iterdir()} == {"model", "out"}
     assert same(loaded(export(run.run, 3, tmp_path / "home", MIB).out), run.weights_of[3])
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "out", "home"}
 
 
 @pytest.mark.slow
@@ -262,10 +241,7 @@ def test_a_disk_that_takes_no_more_is_said_in_a_line(run, tmp_path):
 
 
 def test_two_exports_to_one_folder_do_not_mix(run, tmp_path):
-    with (
-        folder.whole_folder(tmp_path / "home"),
-        pytest.raises(configuration.ConfigError, match="another export is writing it"),
-    ):
+    with folder.whole_folder(tmp_path / "home"), refused(["another export is writing it"]):
         export(run.run, 3, tmp_path / "home", MIB)
 
 
@@ -281,13 +257,18 @@ def test_what_was_written_is_compared_not_what_was_read(run, tmp_path, monkeypat
         export(run.run, 3, tmp_path / "home", MIB)
 
 
+def train_on(world):
+    """Publish versions 4 to 19, and let the store remove what it may."""
+    for version in range(4, 20):
+        world.step()
+        world.publish(version)
+        world.tidy()
+
+
 def test_a_copy_of_links_keeps_versions_that_the_trainer_removes(trained_on, tmp_path):
     kept = versions.linked(trained_on.store, tmp_path / "kept", 1)
     assert kept == tmp_path / "kept" and versions.readable(kept) == [0, 1, 2, 3]
-    for version in range(4, 20):
-        trained_on.step()
-        trained_on.publish(version)
-        trained_on.tidy()
+    train_on(trained_on)
     assert 1 not in versions.readable(trained_on.store)
     assert 19 in versions.readable(trained_on.store)
     with pytest.raises(Missing, match="step 1 can't be had; there are: .*19"):
@@ -298,15 +279,9 @@ def test_a_copy_of_links_keeps_versions_that_the_trainer_removes(trained_on, tmp
         materialise(trained_on.store, version)  # what is said to be readable is
 
 
-def test_without_links_the_store_itself_is_read(run, tmp_path, monkeypatch):
-    def refuse(*_, **__):
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuse)
-    assert versions.linked(run.store, tmp_path / "kept", 1) == run.store
-
-
-def test_links_that_lack_the_wanted_version_are_not_taken(run, tmp_path, monkeypatch):
+def test_without_links_or_the_wanted_version_among_them_the_store_itself_is_read(
+    run, tmp_path, monkeypatch
+):
     link = os.link
 
     def some(source, *arguments, **named):
@@ -314,9 +289,14 @@ def test_links_that_lack_the_wanted_version_are_not_taken(run, tmp_path, monkeyp
             raise FileNotFoundError(2, "No such file or directory")
         link(source, *arguments, **named)
 
+    def refuse(*_, **__):
+        raise PermissionError(1, "Operation not permitted")
+
     monkeypatch.setattr(os, "link", some)
     assert versions.linked(run.store, tmp_path / "two", 2) == tmp_path / "two"
     assert versions.linked(run.store, tmp_path / "three", 3) == run.store
+    monkeypatch.setattr(os, "link", refuse)
+    assert versions.linked(run.store, tmp_path / "kept", 1) == run.store
 
 
 def test_a_version_stays_while_it_is_exported(trained_on, tmp_path, monkeypatch):
@@ -326,10 +306,7 @@ def test_a_version_stays_while_it_is_exported(trained_on, tmp_path, monkeypatch)
     def then_go_on(*arguments):
         compared = write(*arguments)
         if 19 not in versions.readable(trained_on.store):
-            for version in range(4, 20):
-                trained_on.step()
-                trained_on.publish(version)
-                trained_on.tidy()
+            train_on(trained_on)
         return compared
 
     monkeypatch.setattr(folder, "_write_shard", then_go_on)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rose import config as configuration
 from rose.config import ConfigError
 from rose.export.folder import export
 from rose.export.weights import StoreWeights
 from rose.trainer.adapter import base_of
 from rose.transfer import TransferError
+from tests.export.conftest import run_folder
 from tests.transfer.worlds import World, same
 
 MIB = 2**20
@@ -36,15 +36,8 @@ def drawn(shapes) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def lora_run(tmp_path, base, make_config):
     """Of two versions."""
-    lakes = tmp_path / "out" / "lakes"
-    lakes.mkdir(parents=True)
-    config = make_config(
-        f"output_dir={tmp_path / 'out'}",
-        "name=lakes model.source=folder",
-        f"model.path={base}",
-        "model.dtype=bfloat16 trainer.lora={rank: 2, alpha: 6.0, targets: [q_proj]}",
-    )
-    configuration.save(config, lakes / "config.json")
+    lora = "trainer.lora={rank: 2, alpha: 6.0, targets: [q_proj]}"
+    lakes = run_folder(tmp_path, base, make_config, lora)
     (base / "model.safetensors.index.json").unlink()
     below = drawn(BELOW)
     save_file(below, base / "model.safetensors")

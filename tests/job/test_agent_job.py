@@ -51,6 +51,14 @@ def play(task):
 """
 
 
+# No turn is stalled for want of time, and of any two turns in a row an engine gets one.
+RUN = """
+rollout.turn_timeout_s=1000 env.step_timeout_s=1000 scheduler/routing=round_robin
+env.args.function=held_agent.py:play trainer.steps=2 trainer.batch_size=64 rollout.workers=2
+eval.episodes=8
+""".split()
+
+
 @pytest.fixture(autouse=True)
 def among_the_printed_files(tmp_path, monkeypatch):
     printed.write("agents.md", tmp_path)
@@ -72,19 +80,8 @@ def test_prompts_are_trained_on_with_a_reward_file(tmp_path):
 def test_an_unchanged_agent_is_trained_and_does_not_notice_that_hosts_and_an_engine_died(tmp_path):
     """Each trajectory is trained once, and programs that begin anew get the same answers."""
     (tmp_path / "held_agent.py").write_text(HELD)
-    job = Job(
-        tmp_path,
-        *printed.overrides("agents.md", "lake_agent"),
-        "env.args.function=held_agent.py:play",
-        "env.step_timeout_s=1000",
-        "rollout.turn_timeout_s=1000",  # so that no turn is stalled for want of time
-        "scheduler/routing=round_robin",  # so that of any two turns in a row an engine gets one
-        "trainer.steps=2",
-        "trainer.batch_size=64",
-        "rollout.workers=2",
-        "eval.episodes=8",
-        *HOSTS,
-    )
+    page = printed.overrides("agents.md", "lake_agent")
+    job = Job(tmp_path, *page, *RUN, *HOSTS)
     job.until(lambda: job.phase()[0] == "rollout", "the first rollout")
     job.until_idle("rollout-1")
     engine = job.engine()

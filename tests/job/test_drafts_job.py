@@ -8,25 +8,19 @@ from tests.job.job import Gated, Job, trained_on
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
+RUN = """
+rollout/draft=group rollout.draft.adaptive=false algorithm=turn_grpo env.args.shaping=0.5
+rollout.workers=2 trainer.steps=2 eval.episodes=8 rollout.temperature=0.8
+""".split()
+RUN += ["scheduler/routing=round_robin"]  # so that of any two turns in a row an engine gets one
+
 
 def test_an_engine_that_drafts_dies_with_turns_and_none_is_lost_or_paid_twice(tmp_path):
     """tests/parts/drafts/test_engine.py checks what they sample; here the trainer finds the
     log-probabilities that it was told, no trajectory is lost, and drafts are counted."""
     gates = Gated(tmp_path, 2, groups=8, size=4)
     gates.opens(1)
-    job = Job(
-        tmp_path,
-        "rollout/draft=group",
-        "rollout.draft.adaptive=false",
-        "algorithm=turn_grpo",
-        "env.args.shaping=0.5",
-        "rollout.workers=2",
-        "scheduler/routing=round_robin",  # so that of any two turns in a row an engine gets one
-        "trainer.steps=2",
-        "eval.episodes=8",
-        "rollout.temperature=0.8",
-        *gates.overrides,
-    )
+    job = Job(tmp_path, *RUN, *gates.overrides)
     gates.until(job, "waits", 2)
     job.until_idle("rollout-1")
     engine = job.engine()

@@ -59,6 +59,33 @@ def exported(job, *arguments) -> SimpleNamespace:
     return SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
 
 
+@contextlib.contextmanager
+def without_store(job):
+    """Meanwhile the run has no weight store, so that its checkpoints are read."""
+    weights, away = job.run / "weights", job.run / "weights.away"
+    weights.rename(away)
+    try:
+        yield
+    finally:
+        away.rename(weights)
+
+
+def agrees(job, model: torch.nn.Module, version: int, atol: float) -> None:
+    """The model computes the log-probabilities that the engine recorded of tokens that it made with
+    weights of this version."""
+    compared = 0
+    for trajectory in (t for group in replay.load(job.run, version + 1) for t in group):
+        tokens = torch.tensor(p.unpack_tokens(trajectory.tokens).astype(np.int64))[None]
+        made = (np.frombuffer(trajectory.versions, "<i4") == version)[1:]
+        with torch.no_grad():
+            logits = model(input_ids=tokens).logits[0].log_softmax(-1)
+        found = logits[:-1].gather(1, tokens[0, 1:, None])[:, 0].numpy()
+        recorded = p.unpack_floats(trajectory.logprobs)[1:]
+        np.testing.assert_allclose(found[made], recorded[made], atol=atol)
+        compared += int(made.sum())
+    assert compared > 100
+
+
 def loaded(folder: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
@@ -95,12 +122,8 @@ def test_store_and_checkpoint_give_the_same_bits(job, tmp_path):
     assert any(3 in found for found in there.values())
     from_store = exported(job, "--step", 2, "--out", tmp_path / "store")
     assert from_store.returncode == 0 and "from the weight store" in from_store.stdout, from_store
-    weights = job.run / "weights"
-    weights.rename(job.run / "weights.away")
-    try:
+    with without_store(job):
         from_checkpoint = exported(job, "--step", 2, "--out", tmp_path / "checkpoint")
-    finally:
-        (job.run / "weights.away").rename(weights)
     assert from_checkpoint.returncode == 0, from_checkpoint
     assert "from the checkpoint" in from_checkpoint.stdout, from_checkpoint
     assert same(loaded(tmp_path / "store"), loaded(tmp_path / "checkpoint"))
@@ -117,17 +140,7 @@ def test_transformers_computes_the_log_probabilities_that_the_engine_recorded(jo
     assert "turn" in tokenizer.apply_chat_template(
         [{"role": "user", "content": "turn"}], tokenize=False, add_generation_prompt=True
     )
-    compared = 0
-    for trajectory in (t for group in replay.load(job.run, 3) for t in group):
-        tokens = torch.tensor(p.unpack_tokens(trajectory.tokens).astype(np.int64))[None]
-        made = np.frombuffer(trajectory.versions, "<i4") == 2
-        with torch.no_grad():
-            logits = model(tokens).logits[0].log_softmax(-1)
-        found = logits[:-1].gather(1, tokens[0, 1:, None])[:, 0].numpy()
-        recorded = p.unpack_floats(trajectory.logprobs)
-        np.testing.assert_allclose(found[made[1:]], recorded[1:][made[1:]], atol=2e-4)
-        compared += int(made.sum())
-    assert compared > 100
+    agrees(job, model, 2, atol=2e-4)
 
 
 def test_the_readmes_command_serves_the_calls_that_an_unchanged_agent_makes(job, tmp_path):
@@ -215,13 +228,9 @@ def test_the_run_plays_before_and_after_and_the_export_plays_as_the_run(job, tmp
 
 
 def test_ctrl_c_at_the_terminal_ends_the_engine_and_leaves_nothing(job, tmp_path):
-    weights = job.run / "weights"
-    weights.rename(job.run / "weights.away")  # the checkpoint's weights are exported then
-    try:
+    with without_store(job):
         terminal = commands.Terminal(job.run, "--version", 2, temporary=tmp_path / "tmp")
         terminal.until("Enter plays the next task, q ends: ")
-    finally:
-        (job.run / "weights.away").rename(weights)
     assert "after 2 training steps" in terminal.shown
     family = processes.children(terminal.process.pid, recursive=True)
     assert any(processes.words(each)[:1] == ["VLLM::EngineCore"] for each in family)

@@ -83,20 +83,12 @@ def hub_home(tmp_path_factory):
     ],
 )
 def test_an_experiment_trains_a_step(hub_home, tmp_path, experiment, repository, trainers, stage):
-    ended = ran(
-        [
-            sys.executable,
-            str(REPOSITORY / "launch.py"),
-            f"+experiment={experiment}",
-            *SIZES,
-            f"model.path={repository}",
-            f"trainer.ranks={trainers}",
-            f"trainer.sequence_parallel={trainers if experiment == 'qwen7b_64k' else 1}",
-            f"output_dir={tmp_path}",
-        ],
-        timeout=DEADLINE_S,
-        env=os.environ | {"HF_HOME": str(hub_home), "HF_HUB_OFFLINE": "1"},
-    )
+    parts = trainers if experiment == "qwen7b_64k" else 1
+    command = [sys.executable, str(REPOSITORY / "launch.py"), f"+experiment={experiment}", *SIZES]
+    command += [f"model.path={repository}", f"trainer.ranks={trainers}", f"output_dir={tmp_path}"]
+    command += [f"trainer.sequence_parallel={parts}"]
+    hub = {"HF_HOME": str(hub_home), "HF_HUB_OFFLINE": "1"}
+    ended = ran(command, timeout=DEADLINE_S, env=os.environ | hub)
     run = tmp_path / experiment
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert [row["step"] for row in rows_of(read_metrics(run), "step")] == [1]

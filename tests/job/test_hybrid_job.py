@@ -18,6 +18,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 # Of the first step's maps two have a hole beside the start, of the second's none: of 16 episodes eight
 # at least go on after their first move, then all.
 STEPS, GROUPS, SIZE = 2, 4, 4
+RUN = (f"trainer.steps={STEPS}", "rollout.hybrid=1", "scheduler/provisioning=all_idle")
+RUN += ("scheduler.provisioning.args.hybrid_wait_s=0",)
+RUN += ("rollout.max_sequences=4",)  # so that a step's turns don't all find room in one engine
 TAKEN = 5  # turns of an engine of four sequences, with those that scheduler.queue_depth allows
 
 
@@ -26,15 +29,7 @@ class Scene:
 
     def __init__(self, folder) -> None:
         self.gates = Gated(folder, STEPS, GROUPS, SIZE)
-        self.job = Job(
-            folder,
-            f"trainer.steps={STEPS}",
-            *self.gates.overrides,
-            "rollout.hybrid=1",
-            "rollout.max_sequences=4",  # so that a step's turns don't all find room in one engine
-            "scheduler/provisioning=all_idle",
-            "scheduler.provisioning.args.hybrid_wait_s=0",
-        )
+        self.job = Job(folder, *RUN, *self.gates.overrides)
 
     def engine(self, index: int) -> psutil.Process:
         """The engine process of a rollout rank that is up."""

@@ -6,18 +6,14 @@ import json
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file
 
-from rose import protocol as p
-from rose.coordinator import replay
 from rose.transfer.edge import read_plan
 from rose.transfer.receive import materialise
 from rose.transfer.source import Folder
 from tests.job.job import Held, Job
-from tests.job.test_export_job import exported
+from tests.job.test_export_job import agrees, exported, without_store
 from tests.job.test_interrupted_job import assert_same, saved
 from tests.parts.play import commands
 from tests.transfer.worlds import same
@@ -47,25 +43,6 @@ def base_of(job: Job) -> Path:
     return Path(json.loads((job.run / "config.json").read_text())["model"]["path"])
 
 
-def recorded(job: Job, version: int):
-    """(tokens (1, T), where that version made them (T - 1,), their log-probabilities)."""
-    for trajectory in (t for group in replay.load(job.run, version + 1) for t in group):
-        tokens = torch.tensor(p.unpack_tokens(trajectory.tokens).astype(np.int64))[None]
-        made = np.frombuffer(trajectory.versions, "<i4") == version
-        yield tokens, made[1:], p.unpack_floats(trajectory.logprobs)[1:]
-
-
-def agrees(job: Job, model: torch.nn.Module, version: int) -> None:
-    compared = 0
-    for tokens, made, logprobs in recorded(job, version):
-        with torch.no_grad():
-            logits = model(input_ids=tokens).logits[0].log_softmax(-1)
-        found = logits[:-1].gather(1, tokens[0, 1:, None])[:, 0].numpy()
-        np.testing.assert_allclose(found[made], logprobs[made], atol=1e-4)
-        compared += int(made.sum())
-    assert compared > 100
-
-
 def test_engines_agree_with_the_trainer_and_only_the_adapter_travels(whole):
     (store,) = (whole.run / "weights").iterdir()
     plan, _ = read_plan(Folder(store))
@@ -88,25 +65,23 @@ def test_peft_and_the_merged_model_compute_what_the_engine_recorded(whole, tmp_p
     done = exported(whole, "--step", before, "--out", tmp_path / "adapter")
     assert done.returncode == 0, done.stderr
     base = AutoModelForCausalLM.from_pretrained(base_of(whole))
-    agrees(whole, PeftModel.from_pretrained(base, tmp_path / "adapter"), before)
+    agrees(whole, PeftModel.from_pretrained(base, tmp_path / "adapter"), before, atol=1e-4)
     (store,) = (whole.run / "weights").iterdir()
     written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     names = {name.removeprefix("base_model.model."): t for name, t in written.items()}
     assert same(names, materialise(store, before))
     done = exported(whole, "--step", before, "--merge", "--out", tmp_path / "merged")
     assert done.returncode == 0, done.stderr
-    agrees(whole, AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), before)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    agrees(whole, merged, before, atol=1e-4)
 
 
 def test_store_and_checkpoint_give_the_same_bits_and_another_base_is_refused(whole, tmp_path):
-    weights, at = whole.run / "weights", ("--step", STEPS - 1, "--out")
+    at = ("--step", STEPS - 1, "--out")
     for kind, more in (("adapter", ()), ("merged", ("--merge",))):
         assert exported(whole, *at, tmp_path / kind, *more).returncode == 0
-        weights.rename(whole.run / "weights.away")
-        try:
+        with without_store(whole):
             done = exported(whole, *at, tmp_path / f"{kind}-2", *more)
-        finally:
-            (whole.run / "weights.away").rename(weights)
         assert done.returncode == 0 and "from the checkpoint" in done.stdout, done.stderr
         files = [next((tmp_path / name).glob("*.safetensors")) for name in (kind, f"{kind}-2")]
         assert same(*map(load_file, files))

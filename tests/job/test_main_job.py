@@ -14,24 +14,16 @@ from tests.job.job import Job, trained_on
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
+MIXTURE = """
+env=games rollout.workers=2 trainer.ranks=2 rollout.environment_hosts=2 observe.report=true
+trainer.optimizer.schedule=linear trainer.optimizer.warmup_steps=0 eval.episodes=16 eval.beside=true
++env@eval.sets.sums=calculator +eval.sets.sums.episodes=3 +eval.sets.sums.samples=2
+""".split()
+MIXTURE += ["scheduler/routing=round_robin"]  # so that each engine gets turns, however slowly
+
 
 def test_whole_steps_of_a_mixture_with_two_engines_and_two_trainer_ranks(tmp_path):
-    overrides = (
-        "env=games",
-        "rollout.workers=2",
-        "scheduler/routing=round_robin",  # so that each engine gets turns, however slowly they come
-        "trainer.ranks=2",
-        "rollout.environment_hosts=2",
-        "trainer.optimizer.schedule=linear",
-        "trainer.optimizer.warmup_steps=0",
-        "observe.report=true",
-        "eval.episodes=16",
-        "eval.beside=true",
-        "+env@eval.sets.sums=calculator",
-        "+eval.sets.sums.episodes=3",
-        "+eval.sets.sums.samples=2",
-    )
-    job = Job(tmp_path, *overrides)
+    job = Job(tmp_path, *MIXTURE)
     assert job.wait() == 0, job.said + job.logs()
     steps = job.steps()
     assert [row["step"] for row in steps] == [1, 2, 3]
@@ -39,12 +31,8 @@ def test_whole_steps_of_a_mixture_with_two_engines_and_two_trainer_ranks(tmp_pat
     assert all(row["staleness_mean"] == 0 for row in steps)
     # not each step: nothing changes where all members of each group got the same reward
     assert any(row["sync_bytes"] > 0 for row in steps)
-    assert all(
-        row["tokens_per_s/rollout-0"] > 0 and row["tokens_per_s/rollout-1"] > 0 for row in steps
-    )
-    assert all(row["mismatch_max_ratio"] < 1.01 for row in steps), (
-        "engine and trainer must agree in float32"
-    )
+    assert all(row[f"tokens_per_s/rollout-{engine}"] > 0 for row in steps for engine in (0, 1))
+    assert all(row["mismatch_max_ratio"] < 1.01 for row in steps), "both compute in float32"
     evals = rows_of(read_metrics(job.run), "eval")
     assert [row["eval_n"] for row in evals] == [16, 16]
     assert all(row["eval_n/frozen_lake"] + row["eval_n/calculator"] == 16 for row in evals)
@@ -58,12 +46,8 @@ def test_whole_steps_of_a_mixture_with_two_engines_and_two_trainer_ranks(tmp_pat
     *_, cost_line, play_line = job.said.splitlines()
     assert cost_line == f"Cost: {spent.text()}"
     assert play_line.startswith("Watch it play: ") and f"play {job.run} --before" in play_line
-    of = {
-        t.group: t.domain
-        for step in (1, 2, 3)
-        for group in replay.load(job.run, step)
-        for t in group
-    }
+    groups = [group for step in (1, 2, 3) for group in replay.load(job.run, step)]
+    of = {t.group: t.domain for group in groups for t in group}
     assert 7 <= list(of.values()).count("frozen_lake") <= 9
     assert set(of.values()) == {"frozen_lake", "calculator"}
     found = sum(row["trajectories/calculator"] for row in steps)
@@ -89,7 +73,7 @@ def test_whole_steps_of_a_mixture_with_two_engines_and_two_trainer_ranks(tmp_pat
     config = cfg.load(job.run / "config.json")
     replayed = build(config.scheduler, config.rollout.turn_timeout_s)
     assert journal.replay(job.run / "journal" / "attempt-001.jsonl", replayed) > 100
-    again = Job(tmp_path, *overrides)
+    again = Job(tmp_path, *MIXTURE)
     assert again.wait() == 0 and "finished" in again.said
 
 

@@ -7,12 +7,7 @@ from tests.job.job import Job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
-CHANGING = (
-    "trainer.steps=5",
-    "trainer.optimizer.lr=0.005",
-    "env.max_turns=6",
-    "env.args.shaping=0.5",
-)
+CHANGING = "trainer.steps=5 trainer.optimizer.lr=0.005 env.max_turns=6 env.args.shaping=0.5"
 
 
 @pytest.mark.parametrize(
@@ -24,7 +19,7 @@ CHANGING = (
     ],
 )
 def test_engines_sample_with_the_trainers_weights(tmp_path, counted, overrides):
-    job = Job(tmp_path, *CHANGING, *overrides)
+    job = Job(tmp_path, *CHANGING.split(), *overrides)
     assert job.wait() == 0, job.said + job.logs()
     steps = job.steps()
     assert len(steps) == 5

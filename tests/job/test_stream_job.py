@@ -12,12 +12,8 @@ from tests.job.job import Held, Job
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 STEPS = 4
-RUN = (
-    f"trainer.steps={STEPS}",
-    "trainer.ranks=2",
-    "trainer.zero_stage=2",
-    "algorithm=decoupled_ppo",  # whose weights need the tokens of the whole batch
-)
+RUN = (f"trainer.steps={STEPS}", "trainer.ranks=2", "trainer.zero_stage=2")
+RUN += ("algorithm=decoupled_ppo",)  # whose weights need the tokens of the whole batch
 LEARNED = ("loss", "grad_norm", "entropy", "mismatch_kl", "reward_mean", "tokens", "lr")
 
 

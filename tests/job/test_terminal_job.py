@@ -28,12 +28,9 @@ TERMINAL = ("+experiment=terminal", "deterministic=true", f"trainer.steps={STEPS
 TERMINAL += ("eval.episodes=4", *HOSTS, "env.max_turns=8", "env.max_new_tokens=24")
 TERMINAL += ("sandbox.checkpoints=classified",)
 
-RESTLESS = (
-    "scheduler.placement.name=tests.job.restless:Restless",
-    "+scheduler.placement.args.most=3",
-)
-
-
+PLACEMENT = "scheduler.placement.name=tests.job.restless:%s +scheduler.placement.args.most=%d"
+RESTLESS = (PLACEMENT % ("Restless", 3)).split()
+REBALANCE = (PLACEMENT % ("Relieve", 4)).split()
 BUSY = """
 import os, sys
 os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # it takes no time from anybody
@@ -41,10 +38,6 @@ print("busy", flush=True)
 while True:
     pass
 """
-REBALANCE = (
-    "scheduler.placement.name=tests.job.restless:Relieve",
-    "+scheduler.placement.args.most=4",
-)
 
 
 @pytest.fixture(scope="module")

@@ -65,19 +65,14 @@ REFUSED = (
 )
 
 
-def refuses(row, tree):
-    """Check that this row refuses the run, with a message about the key of the row's feature."""
-    c = configuration.from_dict(tree)
+@pytest.mark.parametrize("row, overrides", [*zip(exclusions.EXCLUSIONS, REFUSED, strict=True)])
+def test_each_row_refuses_a_run_by_the_key_of_its_feature(tree, row, overrides):
+    c = configuration.from_dict(tree(*overrides.split()))
     known = shape(**MIXTURE) if row.other is exclusions.EXPERTS else None
     with pytest.raises(ConfigError) as refused:
         exclusions.check(c, known)
     said = row.message(configuration.to_dict(c))
     assert str(refused.value) == said and said.startswith(f"{row.feature.key}=")
-
-
-@pytest.mark.parametrize("row, overrides", [*zip(exclusions.EXCLUSIONS, REFUSED, strict=True)])
-def test_each_row_refuses_a_run_by_the_key_of_its_feature(tree, row, overrides):
-    refuses(row, tree(*overrides.split()))
 
 
 def test_a_refusal_names_keys_values_reason_and_remedy(make_config):

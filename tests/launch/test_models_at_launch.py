@@ -15,12 +15,6 @@ from tests import made
 RAW = made.LLAMA | {"num_attention_heads": 2, "max_position_embeddings": 512}
 
 
-def safetensors(path, size=8, kept=None):
-    header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
-    whole = struct.pack("<Q", len(header)) + header + bytes(size)
-    path.write_bytes(whole[:kept])
-
-
 @pytest.fixture
 def folder(tmp_path):
     return made.model_folder(tmp_path / "model", **RAW)
@@ -33,12 +27,21 @@ def shape(make_config, folder):
     )
 
 
+def write(data):
+    return lambda folder: (folder / "model.safetensors").write_bytes(data)
+
+
+# The header of a file with 8 bytes of values, of which the last is lacking.
+HEADER = b'{"w": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}}'
+SHORT = struct.pack("<Q", len(HEADER)) + HEADER + bytes(7)
+
+
 def sharded(folder, there):
     (folder / "model.safetensors").unlink()
     names = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
     for name, kept in zip(names, there, strict=True):
         if kept:
-            safetensors(folder / name)
+            (folder / name).touch()
     weights = {f"w{n}": name for n, name in enumerate(names)}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
 
@@ -47,15 +50,10 @@ def sharded(folder, there):
     "damage, words",
     [
         (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
-        (lambda f: safetensors(f / "model.safetensors", kept=-1), "its header says"),
-        (
-            lambda f: (f / "model.safetensors").write_text(
-                "version https://git-lfs.github.com/spec/v1"
-            ),
-            "run git lfs pull",
-        ),
-        (lambda f: (f / "model.safetensors").write_text("<html>"), "its header says nothing"),
-        (lambda f: (f / "model.safetensors").write_bytes(b""), "has 0 bytes"),
+        (write(SHORT), f"its header says {len(SHORT) + 1}"),
+        (write(b"version https://git-lfs.github.com/spec/v1"), "run git lfs pull"),
+        (write(b"<html>"), "its header says nothing"),
+        (write(b""), "has 0 bytes"),
         (lambda f: sharded(f, (1, 0, 1)), "has no model-00002-of-00003.safetensors"),
         (lambda f: sharded(f, (1, 0, 0)), "has no model-00002-of-00003.safetensors and 1 more"),
         (lambda f: (f / "model.safetensors.index.json").write_text("{"), "is unreadable"),
@@ -97,11 +95,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
         ({UP: None}, {}, f"{UP} is missing, which other layers have"),
         ({UP: ("BF16", [100, 64])}, {}, rf"{UP} has the shape \[100, 64\], in other layers \[128"),
         ({UP: ("I8", [128, 64])}, {}, f"{UP} has the type I8"),
-        (
-            {},
-            {"num_hidden_layers": 3},
-            r"num_hidden_layers=3, and the weights have 2 layers \(0 to",
-        ),
+        ({}, {"num_hidden_layers": 3}, r"layers=3, and the weights have 2 layers \(0 to"),
         ({}, {"num_hidden_layers": 1}, "num_hidden_layers=1, and the weights have 2 layers"),
         ({}, {"vocab_size": 260}, r"vocab_size=260, and model.embed_tokens.weight has .*\[256, 64"),
         ({"lm_head.weight": ("BF16", [300, 64])}, {}, "vocab_size=256, and lm_head.weight has"),
@@ -109,11 +103,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
         ({"model.embed_tokens.weight": None}, {}, "model.embed_tokens.weight is missing"),
         # Good ones: a tied output matrix, buffers of whole numbers, classes whose layers differ.
         ({"lm_head.weight": None}, {"tie_word_embeddings": True}, ""),
-        (
-            {"model.layers.0.self_attn.mask": ("BOOL", [2, 2])},
-            {"architectures": ["X1LMHeadModel"]},
-            "",
-        ),
+        ({"model.layers.0.mask": ("BOOL", [2, 2])}, {"architectures": ["X1LMHeadModel"]}, ""),
         ({UP: None}, {"architectures": ["OtherForCausalLM"]}, ""),
         ({}, {"unprefixed": True}, ""),
     ],
@@ -175,26 +165,18 @@ def test_pytorchs_own_files_are_taken(folder, shape):
     assert shape().heads == 2
 
 
-@pytest.mark.parametrize(
-    "kind, factor, positions, fits",
-    [
-        ("default", None, 512, True),
-        ("default", None, 511, False),
-        ("yarn", 4.0, 128, False),
-        ("yarn", 4.0, 512, True),
-        ("llama3", 8.0, 128, False),
-        ("longrope", 4.0, 511, False),
-        ("linear", 4.0, 128, True),
-        ("linear", 2.0, 128, False),
-        ("dynamic", 4.0, 128, True),
-    ],
-)
+FIT = (("default", None, 512), ("yarn", 4.0, 512), ("linear", 4.0, 128), ("dynamic", 4.0, 128))
+BEYOND = (("default", None, 511), ("yarn", 4.0, 128), ("linear", 2.0, 128), ("llama3", 8.0, 128))
+BEYOND += (("longrope", 4.0, 511),)
+
+
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
-def test_contexts_beyond_positions_are_refused(folder, shape, kind, factor, positions, fits, key):
+@pytest.mark.parametrize("kind, factor, positions", FIT + BEYOND)
+def test_contexts_beyond_positions_are_refused(folder, shape, kind, factor, positions, key):
     rope = {"rope_type": kind} | ({"factor": factor} if factor else {})
     raw = RAW | {"max_position_embeddings": positions, key: rope}
     (folder / "config.json").write_text(json.dumps(raw))
-    if fits:
+    if (kind, factor, positions) in FIT:
         assert shape("model.max_context=512").heads == 2
     else:
         with pytest.raises(ConfigError, match=f"max_context=512: .*embeddings={positions}"):
@@ -211,8 +193,7 @@ def test_a_hubs_model_alone_is_planned_by_its_config(folder, make_config, monkey
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     monkeypatch.setattr(hub, "cached", lambda *_: None)
-    hub_model = ("model.source=hub", "model.path=acme/tiny", "model.revision=v2")
-    hub_model += ("model.shape=null",)
+    hub_model = ["model.source=hub model.path=acme/tiny model.revision=v2 model.shape=null"]
     assert model.shape(make_config(*hub_model)).heads == 2
     assert asked == [("acme/tiny", "config.json", "v2")]
     with pytest.raises(ConfigError, match="model.shape=None"):

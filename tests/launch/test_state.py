@@ -17,32 +17,21 @@ def rows(*states, reason="None"):
     return [state.JobState(f"7+{n}", word, "0:0", reason, "n1", "0:01") for n, word in made]
 
 
+FINE = ("PENDING PENDING", "RUNNING RUNNING", "PENDING RUNNING", "COMPLETED COMPLETED", "")
+# Reasons of a job that asks for more than a limit, and of one that waits for others' ends.
+TOO_MUCH = "QOSMaxWallDurationPerJobLimit AssocMaxCpuPerJobLimit QOSMinGRESPerJob "
+TOO_MUCH += "PartitionTimeLimit InvalidAccount"
+OF_OTHERS = "Priority QOSMaxJobsPerUserLimit AssocGrpGRES BeginTime"
+
+
 @pytest.mark.parametrize(
     "states, reason, why",
     [
         ("PENDING FAILED", "None", "component 7+1 has ended"),
-        ("PENDING PENDING", "None", ""),
-        ("RUNNING RUNNING", "None", ""),
-        ("PENDING RUNNING", "None", ""),
-        ("COMPLETED COMPLETED", "None", ""),
-        ("", "None", ""),
-        # It asks for more than a limit.
-        *(
-            ("PENDING", reason, reason)
-            for reason in (
-                "QOSMaxWallDurationPerJobLimit",
-                "AssocMaxCpuPerJobLimit",
-                "QOSMinGRESPerJob",
-                "PartitionTimeLimit",
-                "InvalidAccount",
-            )
-        ),
+        *((states, "None", "") for states in FINE),
+        *(("PENDING", reason, reason) for reason in TOO_MUCH.split()),
         ("RUNNING", "InvalidAccount", ""),
-        # Other jobs will end.
-        *(
-            ("PENDING", reason, "")
-            for reason in ("Priority", "QOSMaxJobsPerUserLimit", "AssocGrpGRES", "BeginTime")
-        ),
+        *(("PENDING", reason, "") for reason in OF_OTHERS.split()),
     ],
 )
 def test_a_job_that_waits_for_ever_is_known(monkeypatch, states, reason, why):

@@ -6,22 +6,15 @@ import os
 import pytest
 from rich.console import Console
 
-from rose.launch import slurm
+from rose.launch import slurm, state
 from rose.launch.layout import layout
 
-OF_THE_SHELL = {
-    "SLURM_JOB_ID": "6",
-    "SLURM_HET_SIZE": "2",
-    "SLURM_CPU_BIND": "quiet,mask_cpu:0x1",
-    "SLURM_CPU_BIND_LIST": "0x1",
-    "SLURM_GPUS_PER_TASK": "1",
-    "SLURM_GPUS": "1",
-    "SLURM_TRES_PER_TASK": "gpu:1",
-    "SLURM_NTASKS_PER_GPU": "1",
-    "SLURM_EXPORT_ENV": "NONE",
-    "SLURMD_NODENAME": "n1",
-    "PMI_RANK": "0",
-}
+OF_THE_SHELL = """
+SLURM_JOB_ID=6 SLURM_HET_SIZE=2 SLURM_CPU_BIND=quiet,mask_cpu:0x1 SLURM_CPU_BIND_LIST=0x1
+SLURM_GPUS_PER_TASK=1 SLURM_GPUS=1 SLURM_TRES_PER_TASK=gpu:1 SLURM_NTASKS_PER_GPU=1
+SLURM_EXPORT_ENV=NONE SLURMD_NODENAME=n1 PMI_RANK=0
+"""
+OF_THE_SHELL = dict(each.split("=") for each in OF_THE_SHELL.split())
 OF_THE_USER = {"SLURM_CONF": "/etc/here/slurm.conf", "SLURM_CLUSTERS": "big"}
 OF_THE_USER |= {"SBATCH_ACCOUNT": "me", "LANG": "C"}
 
@@ -41,12 +34,12 @@ def shell(monkeypatch):
 
 @pytest.fixture
 def submitted(make_config, tmp_path, stand_in):
-    """submitted() -> the environment that sbatch finds."""
+    """submitted("a=b", ...) -> the environment that sbatch finds."""
 
-    def submit():
+    def submit(*overrides):
         stand_in(sbatch=f"env > {tmp_path}/found; echo Submitted batch job 7")
         stand_in(srun="exit 0", squeue="exit 0", scontrol="exit 0")
-        c = make_config("cluster=slurm", f"output_dir={tmp_path}", "name=run")
+        c = make_config("cluster=slurm", f"output_dir={tmp_path}", "name=run", *overrides)
         slurm.submit(c, layout(c), Console(quiet=True))
         lines = (tmp_path / "found").read_text().splitlines()
         return dict(line.split("=", 1) for line in lines if "=" in line)
@@ -66,6 +59,16 @@ def test_outside_a_job_sbatch_gets_all_that_the_site_has_set(shell, submitted):
     site = {"SLURM_HINT": "nomultithread", "SLURM_MPI_TYPE": "pmix"} | OF_THE_USER
     shell(site)
     assert site.items() <= submitted().items()
+
+
+def test_a_users_defaults_overrule_nothing_that_a_run_says(shell, submitted):
+    names = ("SBATCH_PARTITION", "SBATCH_ACCOUNT", "SBATCH_OUTPUT", "SBATCH_NO_REQUEUE")
+    shell(dict.fromkeys((*names, "SQUEUE_STATES", "SACCT_FORMAT", "SLURM_CONF"), "theirs"))
+    found = submitted("cluster.slurm.trainer.partition=gpu")
+    assert found["SBATCH_ACCOUNT"] == "theirs", "the run names no account"
+    assert not {"SBATCH_PARTITION", "SBATCH_OUTPUT", "SBATCH_NO_REQUEUE"} & found.keys()
+    own = state.own_environment()
+    assert "SLURM_CONF" in own and not {"SQUEUE_STATES", "SACCT_FORMAT"} & own.keys()
 
 
 def test_the_ranks_srun_gets_nothing_that_is_of_one_component_only(shell, make_config):

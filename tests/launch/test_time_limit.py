@@ -13,6 +13,7 @@ from rose.config import ConfigError
 from rose.config.checks import time_limit
 from rose.launch import resume, sbatch, slurm
 from rose.launch.layout import layout
+from tests.refusals import refused, table
 
 
 @pytest.fixture
@@ -64,30 +65,18 @@ def at(seconds):
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(seconds))
 
 
-def test_before_23_02_squeue_alone_tells_the_end(warned, settings, squeue, tmp_path, monkeypatch):
-    monkeypatch.setattr(slurm, "POLL_S", 1.0)
-    squeue(f"{at(time.time() + 9000)}\\n{at(time.time() + 150)}\\n")
+@pytest.mark.parametrize(
+    ("words", "code", "comes"),
+    [("{far}\\n{near}\\n", 0, True), ("N/A\\n", 0, False), ("", 0, False), ("", 1, False)],
+)
+def test_before_23_02_squeue_alone_tells_the_earliest_components_end(
+    warned, settings, squeue, tmp_path, monkeypatch, words, code, comes
+):
+    monkeypatch.setattr(slurm, "POLL_S", 0.2)
+    squeue(words.format(far=at(time.time() + 9000), near=at(time.time() + 150)), code)
     resume.note_save(tmp_path, 100.0)
     with slurm._warned_in_time(tmp_path, settings):
-        assert warned(120.0)
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "end"),
-    [
-        (
-            "2026-01-02T03:04:05\\n2026-01-02T04:00:00\\n",
-            0,
-            time.mktime((2026, 1, 2, 3, 4, 5, 0, 0, -1)),
-        ),
-        ("N/A\\n", 0, float("inf")),
-        ("", 0, None),
-        ("", 1, None),
-    ],
-)
-def test_the_end_is_the_earliest_components(squeue, words, code, end):
-    squeue(words, code)
-    assert slurm._end_time() == end
+        assert warned(120.0 if comes else 0.5) is comes
 
 
 def test_a_job_that_is_submitted_again_asks_for_the_longer_warning(make_config, tmp_path):
@@ -99,47 +88,34 @@ def test_a_job_that_is_submitted_again_asks_for_the_longer_warning(make_config, 
     assert "B:USR2@901" in text
 
 
-@pytest.mark.parametrize(
-    ("limit", "seconds"),
-    [
-        ("2", 120),
-        (2, 120),
-        ("2:30", 180),
-        ("1:02:03", 3780),
-        ("1-0", 86400),
-        ("2-01:30", 178200),
-        ("1-00:00:10", 86460),
-        ("UNLIMITED", None),
-        ("soon", None),
-    ],
-)
+TIMES = {"2": 120, 2: 120, "2:30": 180, "1:02:03": 3780, "1-0": 86400, "2-01:30": 178200}
+TIMES |= {"1-00:00:10": 86460, "UNLIMITED": None, "soon": None}
+
+
+@pytest.mark.parametrize(("limit", "seconds"), TIMES.items())
 def test_times_are_read_as_slurm_reads_them(limit, seconds):
     assert time_limit.seconds(limit) == seconds
 
 
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        (["cluster.slurm.trainer.time=2"], "cluster.slurm.trainer.time=2"),
-        (["cluster.slurm.trainer.time='1:59'"], "cluster.slurm.trainer.time='1:59'"),
-        (["cluster.slurm.rollout.time='00:01:00'"], "cluster.slurm.rollout.time='00:01:00'"),
-        (["cluster.slurm.trainer.sbatch=[--time=1]"], "cluster.slurm.trainer.sbatch.0=--time='1'"),
-        (
-            ["cluster.slurm.trainer.time='1:00:00'", "cluster.slurm.warning_s=3600"],
-            "cluster.slurm.trainer.time='1:00:00'",
-        ),
-    ],
-)
-def test_a_limit_that_the_warning_and_a_start_fill_is_refused(make_config, overrides, key):
-    with pytest.raises(ConfigError) as refused:
-        make_config("cluster=slurm", *overrides)
-    assert key in str(refused.value) and "cluster.slurm.warning_s=" in str(refused.value)
+FILLED = """
+cluster.slurm.trainer.time=2 -> cluster.slurm.trainer.time=2 | cluster.slurm.warning_s=
+cluster.slurm.trainer.time='1:59' -> cluster.slurm.trainer.time='1:59' | cluster.slurm.warning_s=
+cluster.slurm.rollout.time='00:01:00' -> cluster.slurm.rollout.time='00:01:00' | warning_s=
+cluster.slurm.trainer.sbatch=[--time=1] -> cluster.slurm.trainer.sbatch.0=--time='1' | warning_s=
+cluster.slurm.trainer.time='1:00:00' cluster.slurm.warning_s=3600
+    -> cluster.slurm.trainer.time='1:00:00' | cluster.slurm.warning_s=
+"""
+
+
+@pytest.mark.parametrize("overrides, words", table(FILLED))
+def test_a_limit_that_the_warning_and_a_start_fill_is_refused(make_config, overrides, words):
+    with refused(words):
+        make_config("cluster=slurm", overrides)
 
 
 def test_a_limit_with_time_for_a_step_and_saving_is_taken(make_config, tmp_path, monkeypatch):
-    c = make_config(
-        "cluster=slurm cluster.slurm.trainer.time='10'", f"output_dir={tmp_path}", "name=run"
-    )
+    ten = "cluster=slurm cluster.slurm.trainer.time='10'"
+    c = make_config(ten, f"output_dir={tmp_path}", "name=run")
     resume.note_save(c.run_dir, 200.0)
     with pytest.raises(ConfigError, match="time='10'.* its last checkpoint took 200 s"):
         slurm.submit(c, layout(c), Console(quiet=True))

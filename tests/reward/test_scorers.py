@@ -161,15 +161,6 @@ def test_how_a_function_will_be_called_is_checked(tmp_path, name, args, said):
         scorers.build("sum", {"parts": {"one": {"name": "function", "args": function}}})
 
 
-def test_a_command_checks_the_answers_code_with_the_tasks_files():
-    tests = {"test.py": "from answer import add\nassert add(2, 2) == 4\n"}
-    good = "Here:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
-    run = scorers.build("command", {"argv": ["python", "test.py"]})
-    assert scored(run, episode(good, {"files": tests})) == Score(reward=1.0, success=True)
-    bad = good.replace("+", "-")
-    assert scored(run, episode(bad, {"files": tests})) == Score(reward=0.0, success=False)
-
-
 def test_a_files_null_is_no_file_and_other_types_are_named():
     """Parquet gives every row the names of all rows' files."""
     one = scorers.build("command", {"argv": ["python3", "-c", ONE_FILE], "extract": "text"})
@@ -281,11 +272,9 @@ class JudgeServer:
             site = web.TCPSite(runner, "127.0.0.1", 0)
             await site.start()
             port = runner.addresses[0][1]
+            given = JUDGE | {"url": f"http://127.0.0.1:{port}/v1"} | args
             try:
-                judge = scorers.build(
-                    "judge", JUDGE | {"url": f"http://127.0.0.1:{port}/v1"} | args
-                )
-                return await judge.score(one, 120.0)
+                return await scorers.build("judge", given).score(one, 120.0)
             finally:
                 await runner.cleanup()
 
@@ -364,6 +353,10 @@ def test_parts_add_up_by_their_weights(file):
     assert total == Score(reward=2 * 0.25 - 0.4, success=True)
 
 
+def part(**of):
+    return {"parts": {"a": of}}
+
+
 @pytest.mark.parametrize(
     ("name", "args", "said"),
     [
@@ -378,21 +371,13 @@ def test_parts_add_up_by_their_weights(file):
         ("command", {"argv": ["no-such-program"]}, "there is no program no-such-program"),
         ("command", {"argv": ["sh"], "answer_file": "../x"}, r"answer_file='../x'"),
         ("judge", JUDGE | {"high": float("nan")}, "reward.args.high=nan: must be above"),
-        ("sum", {"parts": {"a": {"name": "environment", "args": None}}}, "reward.args.parts.a="),
-        (
-            "sum",
-            {"parts": {"a": {"name": "environment", "weight": float("inf")}}},
-            "reward.args.parts.a.weight=inf",
-        ),
+        ("sum", part(name="environment", args=None), "reward.args.parts.a="),
+        ("sum", part(name="environment", weight=float("inf")), "reward.args.parts.a.weight=inf"),
         ("judge", JUDGE | {"high": 0.0}, "reward.args.high=0.0: must be above"),
         ("judge", JUDGE | {"api_key_file": "/no/file"}, "api_key_file='/no/file'"),
         ("sum", {"parts": {}}, "at least one part"),
-        ("sum", {"parts": {"a": {"name": "sum"}}}, "reward.args.parts.a=.*a name of environment"),
-        (
-            "sum",
-            {"parts": {"a": {"name": "command", "args": {"argv": []}}}},
-            r"reward.args.parts.a.args.argv=\[\]",
-        ),
+        ("sum", part(name="sum"), "reward.args.parts.a=.*a name of environment"),
+        ("sum", part(name="command", args={"argv": []}), r"reward.args.parts.a.args.argv=\[\]"),
     ],
 )
 def test_bad_arguments_are_refused_by_their_key(name, args, said):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import re
 from decimal import Decimal
 
 import numpy as np
@@ -42,28 +43,13 @@ TAKEN = [
     ("1e15", 1e15, None),
     ("(later((numpy.float32(0.5), True)))", 0.5, True),  # an async function behind a plain one
 ]
-REFUSED = [
-    "'1'",
-    "''",
-    "numpy.str_('1')",
-    "math.nan",
-    "-math.inf",
-    "numpy.float32('inf')",
-    "1e16",
-    "10**400",
-    "numpy.float64(1e300)",
-    "numpy.ma.masked_array([1.0], True).mean()",
-    "numpy.array([1.0, 1.0])",
-    "1j",
-    "[1]",
-    "(1, 0.5)",
-    "(1, 'yes')",
-    "(True, True, True)",
-    "{'reward': '1'}",
-    "{'score': 1}",
-    "{'reward': 1, 'success': 'no'}",
-    "Score(reward=math.nan)",
-]
+REFUSED = """
+'1' | '' | numpy.str_('1') | math.nan | -math.inf | numpy.float32('inf') | 1e16 | 10**400 | 1j
+numpy.float64(1e300) | numpy.ma.masked_array([1.0], True).mean() | numpy.array([1.0, 1.0])
+[1] | (1, 0.5) | (1, 'yes') | (True, True, True) | Score(reward=math.nan)
+{'reward': '1'} | {'score': 1} | {'reward': 1, 'success': 'no'}
+"""
+REFUSED = re.split(r" \| |\n", REFUSED.strip())
 SOURCE = """
 import math
 from decimal import Decimal

@@ -34,13 +34,10 @@ def start():
 
     def start(*words: str) -> subprocess.Popen:
         command = ["setpriv", "--pdeathsig", "TERM", str(SCRIPT), *words]
-        pipe = subprocess.PIPE
-        made = subprocess.Popen(
-            command, cwd=REPOSITORY, stdout=pipe, stderr=subprocess.STDOUT, text=True,
-            start_new_session=True,
-        )  # fmt: skip
-        started.append(made)
-        return made
+        own = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        own |= {"cwd": REPOSITORY, "start_new_session": True}
+        started.append(subprocess.Popen(command, **own))
+        return started[-1]
 
     yield start
     for each in started:

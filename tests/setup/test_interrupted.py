@@ -57,16 +57,8 @@ def start(tmp_path):
         environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
         environ |= {"NODES": "1", "PYTHONPATH": str(REPOSITORY)}
         with (tmp_path / "output").open("w") as output:
-            started.append(
-                subprocess.Popen(
-                    words,
-                    cwd=tmp_path,
-                    env=environ,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )  # fmt: skip
-            )
+            own = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
+            started.append(subprocess.Popen(words, cwd=tmp_path, env=environ, **own))
         return started[-1]
 
     yield start
@@ -105,15 +97,10 @@ def test_an_interrupted_test_run_leaves_no_cluster(start, tmp_path, options, num
 def test_an_owner_that_ends_while_the_cluster_starts_takes_it_along(start, tmp_path):
     owner = start("sleep", "7000")
     folder = tmp_path / "c"
-    settings = {"FOLDER": str(folder), "PORT": str(cluster_ports()), "NODES": "1", "GPUS": "0"}
-    script = REPOSITORY / "slurm" / "dev_cluster.sh"
-    starts = start(
-        "env",
-        *(f"{k}={v}" for k, v in settings.items()),
-        f"OWNERS={owner.pid}",
-        str(script),
-        "start",
-    )
+    settings = {"FOLDER": folder, "PORT": cluster_ports(), "NODES": 1, "GPUS": 0}
+    settings |= {"OWNERS": owner.pid}
+    script = str(REPOSITORY / "slurm" / "dev_cluster.sh")
+    starts = start("env", *(f"{k}={v}" for k, v in settings.items()), script, "start")
     processes.until(lambda: processes.bearing(f"--socket={folder}/run/munge.sock"), "munged")
     owner.kill()
     owner.wait()
