@@ -122,13 +122,13 @@ def _main(conf: Path, arguments: list[str], console: Console, program: str) -> i
     modes, mode = extensions.modes(), str(trees[0]["mode"]) if trees else TRAIN
     if mode != TRAIN and mode not in modes:
         raise ConfigError(f"mode={mode!r}: no such mode; there are {', '.join([TRAIN, *modes])}")
-    if mode != TRAIN:
-        return modes[mode].main(trees, console, command)
-    if other := [tree["mode"] for tree in trees if tree["mode"] != TRAIN]:
+    if other := [tree["mode"] for tree in trees if tree["mode"] != mode]:
         raise ConfigError(
-            f"mode={other[0]!r}: the sweep's first point has mode={TRAIN!r}; one sweep is of one "
+            f"mode={other[0]!r}: the sweep's first point has mode={mode!r}; one sweep is of one "
             "mode"
         )
+    if mode != TRAIN:
+        return modes[mode].main(trees, console, command)
     plans = [checks.check(tree) for tree in trees]
     for number, each in enumerate(plans, 1):
         if len(plans) > 1:

@@ -50,6 +50,14 @@ KEPT = (
 )
 
 
+def signal_name(number: int) -> str:
+    """Return a signal's name, as SIGTERM; "signal 40" for a real-time signal."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def mark() -> str:
     """Return a name of this process for folders that other processes find: this machine's boot and
     PID namespace, and the process's id and start. Machines may share a folder for temporary files,

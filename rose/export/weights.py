@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -187,15 +188,20 @@ def places(run_dir: Path, step: int | None, store: Path | None = None) -> tuple[
     listed = "; ".join(f"{where}: {ranges(numbers)}" for where, numbers in there.items())
     found: list[Weights] = []
     wrong: list[str] = []
-    for folder in [store] if store else stores(run_dir):
-        if step in versions.readable(folder):
-            found.append(StoreWeights(folder, step))
-    for folder in checkpoint.complete(run_dir) if store is None else []:
-        if checkpoint.step_of(folder) == step:
-            try:
-                found.append(CheckpointWeights(folder))
-            except TransferError as error:
-                wrong.append(str(error))
+    makers: list[Callable[[], Weights]] = [
+        partial(StoreWeights, folder, step)
+        for folder in ([store] if store else stores(run_dir))
+        if step in versions.readable(folder)
+    ] + [
+        partial(CheckpointWeights, folder)
+        for folder in (checkpoint.complete(run_dir) if store is None else [])
+        if checkpoint.step_of(folder) == step
+    ]
+    for make in makers:
+        try:
+            found.append(make())
+        except TransferError as error:
+            wrong.append(str(error))
     if not found:
         raise Missing(
             "; ".join(wrong)

@@ -197,7 +197,8 @@ def value_of(key: str, arguments: list[str]) -> str:
 def swept_keys(arguments: list[str]) -> list[str]:
     """Return the keys with several values on the command line (`a=1,2`, `range(...)`), which
     distinguish the points of a sweep."""
-    return [o.key_or_group for o in _parsed(arguments) if o.is_sweep_override()]
+    swept = [o for o in _parsed(arguments) if o.is_sweep_override()]
+    return [f"{o.key_or_group}@{o.package}" if o.package else o.key_or_group for o in swept]
 
 
 def _missing_option(error: MissingConfigException, conf: Path) -> str:

@@ -7,14 +7,13 @@ folder can. Left out: progress, which is in metrics.jsonl.
 
 from __future__ import annotations
 
-import signal
 import time
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from rose import files
+from rose import files, processes
 from rose.protocol import Role
 
 
@@ -39,7 +38,7 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
         if self.exit_code is None:
             ended = "vanished (its process is gone)"
         elif self.exit_code < 0:
-            ended = f"killed by {signal.Signals(-self.exit_code).name}"
+            ended = f"killed by {processes.signal_name(-self.exit_code)}"
         else:
             ended = f"exited with code {self.exit_code}"
         return f"{ended}: {self.error}" if self.error else ended

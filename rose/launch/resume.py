@@ -37,6 +37,7 @@ MAY_CHANGE = (
     "eval.every",
     "eval.samples",
     "eval.beside",
+    "eval.temperature",
     "eval.keep_best",
     "eval.stop.*",
     "eval.sets",

@@ -60,12 +60,14 @@ class Function:
     async def score(self, episode: Episode, limit_s: float) -> Score:
         plain = not inspect.iscoroutinefunction(self.call)
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(limit_s) as limit:
                 if plain:
                     value = await asyncio.to_thread(self._result, episode)
                 else:
                     value = await self.call(episode, **self.args)
         except TimeoutError:
+            if not limit.expired():  # The function raised it, as a socket's timeout.
+                raise
             kind = Hung if plain else ScoringFailed
             raise kind(f"{self.path} gave no score within its limit of {limit_s:g} s") from None
         return score_of(value, self.path)

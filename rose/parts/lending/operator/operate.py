@@ -30,6 +30,7 @@ from typing import Any, TextIO
 
 import aiohttp
 
+from rose import processes
 from rose.comm.tasks import Tasks
 from rose.config import ConfigError
 from rose.files import lock_now, own_folder, write_whole
@@ -225,7 +226,7 @@ class Operator:
             if code < 0:
                 pause = BACK_OFF_S[0] if time.monotonic() - began > BACK_OFF_S[1] else pause
                 self._note(
-                    f"the lender was killed by {signal.Signals(-code).name}; another one is "
+                    f"the lender was killed by {processes.signal_name(-code)}; another one is "
                     f"started in {pause:g} s"
                 )
                 await asyncio.sleep(pause)

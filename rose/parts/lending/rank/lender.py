@@ -193,7 +193,7 @@ class Lender:
             time.sleep(0.05)
         code = os.waitstatus_to_exitcode(ended[1])
         if code < 0 and not self.signals:
-            log(f"the membership was killed by {signal.Signals(-code).name}")
+            log(f"the membership was killed by {processes.signal_name(-code)}")
         with open(reader, "rb") as pipe:
             return code, bool(pipe.read(1))
 
