@@ -18,9 +18,8 @@ from typing import Protocol
 
 import numpy as np
 import torch
-import xxhash
 
-from rose.transfer.base import Base
+from rose.transfer.base import Base, xxh3
 from rose.transfer.errors import TransferError
 from rose.transfer.live import Live, Place, one_run
 
@@ -128,7 +127,7 @@ def digests_of(
             made = []
             for block in some:
                 tick()
-                made.append(_digest(values.view(block)))
+                made.append(xxh3(values.view(block)))
             return made
 
     with ThreadPoolExecutor(threads, "digests") as pool:
@@ -141,15 +140,6 @@ def digests_of(
         finally:
             for future in futures:
                 future.cancel()
-
-
-def _digest(patterns: np.ndarray) -> bytes:
-    return xxhash.xxh3_128_digest(patterns.data.cast("B"))
-
-
-def host_digest(live: Live, place: Place) -> bytes:
-    """Return the digest of one block, computed on the host."""
-    return _digest(live.view(place))
 
 
 def hashes_on_device(values: Live | Values) -> bool:
@@ -224,7 +214,7 @@ def _device_digests(
 
 def _compare(values: Values, block: int, found: bytes) -> None:
     with values.side_stream():
-        wanted = _digest(values.view(block))
+        wanted = xxh3(values.view(block))
     if found != wanted:
         raise _DeviceError(
             f"{values.device} hashes a block of {values.name(block)} to {found.hex()}, the host to "

@@ -20,9 +20,9 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
-import xxhash
 
 from rose.transfer import codec
+from rose.transfer.base import xxh3
 from rose.transfer.blocks import Block, size
 from rose.transfer.edge import Edge, list_edges, read_plan
 from rose.transfer.errors import TransferError
@@ -354,7 +354,7 @@ def _each(part: Callable[[int], Part], blocks: list[int]) -> list[Part]:
 
 
 def _with_digest(values: np.ndarray) -> tuple[np.ndarray, bytes]:
-    return values, xxhash.xxh3_128_digest(values.data.cast("B"))
+    return values, xxh3(values)
 
 
 def collect(store: Path, keep: int) -> list[Step]:
