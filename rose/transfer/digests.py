@@ -130,16 +130,12 @@ def digests_of(
                 made.append(xxh3(values.view(block)))
             return made
 
+    batches = [rest[low : low + BATCH] for low in range(0, len(rest), BATCH)]
     with ThreadPoolExecutor(threads, "digests") as pool:
-        batches = [rest[low : low + BATCH] for low in range(0, len(rest), BATCH)]
-        futures = [pool.submit(read, some) for some in batches]
-        try:
-            for some, future in zip(batches, futures, strict=True):
-                found |= zip(some, future.result(), strict=True)
-            return found
-        finally:
-            for future in futures:
-                future.cancel()
+        # An error ends `map`, which cancels the other batches.
+        for some, made in zip(batches, pool.map(read, batches), strict=True):
+            found |= zip(some, made, strict=True)
+    return found
 
 
 def hashes_on_device(values: Live | Values) -> bool:

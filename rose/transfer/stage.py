@@ -205,13 +205,7 @@ def stage(
                 staged._keep(change, dense_bytes, on_device or change.block in due)
 
     with ThreadPoolExecutor(threads, "stage") as pool:
-        futures = [pool.submit(run, batch) for batch in _batches(plan, places)]
-        try:
-            for future in futures:
-                future.result()
-        finally:
-            for future in futures:
-                future.cancel()
+        list(pool.map(run, _batches(plan, places)))  # An error cancels the other batches.
     staged._upload(device_bytes)
     return staged
 
