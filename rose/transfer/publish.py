@@ -14,7 +14,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -121,7 +121,7 @@ class Publisher:
         self._pool: ThreadPoolExecutor | None = None  # encodes that version
         # For each batch of blocks, the parts, whose new digest may be b"" until the version is
         # written.
-        self._encoding: list[Future[list[Part]]] = []
+        self._encoding: Iterable[list[Part]] = ()
         self._updates = None if updates is None else updates(self.plan)
         # The last published (patterns, digest) of each block, without patterns once `_updates`
         # know what changes.
@@ -139,10 +139,8 @@ class Publisher:
         part: Callable[[int], Part] = self._part
         if self._updates is not None and self._updates.known:
             part = functools.partial(self._part_of_updates, self._updates.changes)
-        self._encoding = [
-            self._pool.submit(_each, part, self._mine[low : low + BATCH])
-            for low in range(0, len(self._mine), BATCH)
-        ]
+        batches = [self._mine[low : low + BATCH] for low in range(0, len(self._mine), BATCH)]
+        self._encoding = self._pool.map(lambda batch: [part(block) for block in batch], batches)
 
     def publish(
         self, version: int, send: Callable[[str, memoryview], None] | None = None
@@ -159,7 +157,7 @@ class Publisher:
             raise ValueError(f"version {version}, and {self._begun} was begun")
         start, base = time.perf_counter(), self._version
         writer = self._writer(version, base)
-        parts = [part for future in self._encoding for part in future.result()]
+        parts = [part for made in self._encoding for part in made]
         self._pool.shutdown()
         if self._updates is not None and self._updates.known:
             found = self._updates.digests(self._mine)
@@ -174,7 +172,7 @@ class Publisher:
         if self.peers.rank == 0:
             commit(self.store, self.plan, version, base, self._timeout_s)
         nbytes = self.peers.sum(writer.nbytes)
-        self._begun, self._encoding, self._version = None, [], version
+        self._begun, self._encoding, self._version = None, (), version
         self._chain.append((version, base))
         self._since_full += nbytes
         written = time.perf_counter() - encoded
@@ -347,10 +345,6 @@ class Publisher:
             print(f"trainer rank {self.peers.rank}: store upkeep failed: {error}", flush=True)
             return False
         return True
-
-
-def _each(part: Callable[[int], Part], blocks: list[int]) -> list[Part]:
-    return [part(block) for block in blocks]
 
 
 def _with_digest(values: np.ndarray) -> tuple[np.ndarray, bytes]:
