@@ -90,7 +90,19 @@ class _Placed:
         self.on_gpu, self.device, self.side_stream = live.on_gpu, live.device, live.side_stream
 
     def run(self, block: int) -> Run | None:
-        return _run(self._live, self._places[block])
+        place = self._places[block]
+        matrix = self._live.matrices[place.parameter]
+        columns, width = matrix.shape[1], matrix.element_size()
+        first = place.rectangles[0]
+        nbytes, begin = place.size * width, first.first_row * columns + first.first_column
+        address = matrix.data_ptr() + begin * width
+        if one_run(place, columns):
+            row, stride = nbytes, 0
+        elif len(place.rectangles) == 1:
+            row, stride = (first.last_column - first.first_column) * width, columns * width
+        else:
+            return None
+        return run_of(address, row, stride, nbytes)
 
     def view(self, block: int) -> np.ndarray:
         return self._live.view(self._places[block])
@@ -234,21 +246,6 @@ def run_of(address: int, row: int, stride: int, nbytes: int) -> Run | None:
     if nbytes <= LONG or any(number % 8 for number in (address, row, stride, nbytes)):
         return None
     return address, row // 8, stride, nbytes // 8
-
-
-def _run(live: Live, place: Place) -> Run | None:
-    matrix = live.matrices[place.parameter]
-    columns, width = matrix.shape[1], matrix.element_size()
-    first = place.rectangles[0]
-    nbytes, begin = place.size * width, first.first_row * columns + first.first_column
-    address = matrix.data_ptr() + begin * width
-    if one_run(place, columns):
-        row, stride = nbytes, 0
-    elif len(place.rectangles) == 1:
-        row, stride = (first.last_column - first.first_column) * width, columns * width
-    else:
-        return None
-    return run_of(address, row, stride, nbytes)
 
 
 # ----------------------------------------------------------------- XXH3's end, for many blocks
