@@ -204,8 +204,11 @@ class DeepSpeedEngine(Saving):
             config=zero_config(trainer, self.parameters, policy.largest_layer()),
         )
         self.engine.train()
-        if trainer.hpz:
-            _connect_second(device, trainer.step_timeout_s)
+        if trainer.hpz:  # Connect each group of ranks before the first step, and limit its time.
+            group = deepspeed.utils.groups._get_zero_param_intra_parallel_group()
+            torch.distributed.all_reduce(torch.ones(1, device=device), group=group)
+            limit = timedelta(seconds=trainer.step_timeout_s)
+            torch.distributed.distributed_c10d._set_pg_timeout(limit, group)
         self.writer = self.engine.checkpoint_engine = CheckpointWriter(self.rank, neighbours)
         self.reference: Reference | BelowAdapter | None = None
         self.base = ""  # fingerprint of the frozen weights below an adapter, for checkpoints
@@ -381,16 +384,6 @@ class DeepSpeedEngine(Saving):
         """Release the weights that ZeRO-3 gathered from other ranks."""
         if self.settings.zero_stage == 3:
             self.engine.empty_partition_cache()
-
-
-def _connect_second(device: torch.device, timeout_s: float) -> None:
-    """Connect each group of `trainer.hpz` ranks before the first step, and set its time limit."""
-    from deepspeed.utils import groups
-
-    group = groups._get_zero_param_intra_parallel_group()
-    torch.distributed.all_reduce(torch.ones(1, device=device), group=group)
-    limit = timedelta(seconds=timeout_s)
-    torch.distributed.distributed_c10d._set_pg_timeout(limit, group)
 
 
 def _load_policy(
