@@ -13,7 +13,7 @@ import functools
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -156,15 +156,14 @@ class Publisher:
         elif self._begun != version:
             raise ValueError(f"version {version}, and {self._begun} was begun")
         start, base = time.perf_counter(), self._version
-        writer = self._writer(version, base)
+        writer = EdgeWriter(self.store, self.plan, version, base, self.peers.rank)
         parts = [part for made in self._encoding for part in made]
         self._pool.shutdown()
         if self._updates is not None and self._updates.known:
             found = self._updates.digests(self._mine)
-            parts = [(payload, old, found[n]) for n, (payload, old, _) in self._named(parts)]
             self._previous = {number: (None, found[number]) for number in self._mine}
-        for number, part in self._named(parts):
-            writer.add(number, *part)
+        for number, (payload, old, new) in zip(self._mine, parts, strict=True):
+            writer.add(number, payload, old, new or self._previous[number][1])
         if send is not None:
             send(f"{edge_name(version, base)}/{writer.path.name}", writer.image())
         encoded = time.perf_counter()
@@ -198,9 +197,6 @@ class Publisher:
             or self._since_full >= self._full_bytes
         )
 
-    def _writer(self, version: int, base: int | None) -> EdgeWriter:
-        return EdgeWriter(self.store, self.plan, version, base, self.peers.rank)
-
     def _read_block(self, number: int) -> tuple[np.ndarray, bytes]:
         return _with_digest(np.array(self._read(self.plan.blocks[number])))
 
@@ -231,9 +227,6 @@ class Publisher:
 
     def _drop_values(self) -> None:
         self._previous = {n: (None, digest) for n, (_, digest) in self._previous.items()}
-
-    def _named(self, parts: list[Part]) -> Iterator[tuple[int, Part]]:
-        return zip(self._mine, parts, strict=True)
 
     # ----------------------------------------------------------------- while engines roll out
 
@@ -312,7 +305,7 @@ class Publisher:
     ) -> int | None:
         """Write and commit an edge from `base` to the last version. `source()` returns the function
         that makes a block's part. Return all ranks' payload bytes, or None if any rank failed."""
-        writer = self._writer(self._version, base)
+        writer = EdgeWriter(self.store, self.plan, self._version, base, self.peers.rank)
 
         def write() -> None:
             part = source()
