@@ -263,24 +263,20 @@ class Engine(Activation, Generation, Staging):
         await self._call(labelled, RPC_TIMEOUT_S)
         return paused, resumed
 
-    async def _pause(self, in_flight: str) -> float:
+    async def _pause(self, in_flight: str, clear_cache: bool = False) -> float:
         """Pause generation; return when it stopped, on the monotonic clock."""
         mode = {"recompute": "abort", "keep": "keep", "finish": "wait"}[in_flight]
         await self._call(
-            self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False),
+            self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache),
             self._turn_timeout_s if mode == "wait" else RPC_TIMEOUT_S,
         )
         paused = time.monotonic()
         if mode == "abort":
             # Requests that reached vLLM after the pause are still queued there, labelled with the
             # old version.
-            await self._abort_requests()
+            requests = [turn.request for turn in self._turns.values() if turn.request]
+            await self._call(self._llm.abort(requests), RPC_TIMEOUT_S)
         return paused
-
-    async def _abort_requests(self) -> None:
-        await self._call(
-            self._llm.abort([t.request for t in self._turns.values() if t.request]), RPC_TIMEOUT_S
-        )
 
     async def _worker(self, method: str, timeout_s: float | None, *args) -> list:
         """Call `method` in the workers; return the answers, one per tensor-parallel rank. Raises
