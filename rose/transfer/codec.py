@@ -1,12 +1,8 @@
 """Encode a block of values bit-exactly as a payload, relative to the block's older values.
 
 Values are the bit patterns of bfloat16 (uint16) or float32 (uint32). A payload is the smallest of
-four encodings; payload.py's docstring specifies every byte:
-- unchanged;
-- delta: which values changed, as Golomb-Rice coded gaps, and the integer differences of their
-  patterns in the order of the floats;
-- planes: the first bytes of all values, then the second bytes, and so on, compressed by zstandard;
-- raw.
+four encodings: unchanged, delta, planes and raw, of which payload.py's docstring specifies every
+byte.
 
 All functions are pure and thread-safe, and their loops release the GIL. Payloads have no hashes. A
 wrong one raises `ValueError` or decodes to wrong values, so callers check the values' hashes.
