@@ -90,7 +90,6 @@ class Loaded(NamedTuple):
     route: list[str]  # edges of the store
     mirrored: int  # number of these edges read from this node's mirror
     stage_s: float
-    flip_s: float
     pause_s: float  # seconds without generation
 
 
@@ -230,14 +229,13 @@ class Engine(Activation, Generation, Staging):
                 await self._worker("update_weights", RPC_TIMEOUT_S, update)
                 staged = await self._wait_while("staging", timeout_s + RPC_TIMEOUT_S)
                 paused, resumed = await self._flip(version, transfer)
-                checked = await self._wait_while("checking", timeout_s)
+                await self._wait_while("checking", timeout_s)
         return Loaded(
             max(s["nbytes"] for s in staged),
             sum(s["changed"] for s in staged),
             staged[0]["route"],
             staged[0]["mirrored"],
             max(s["stage_s"] for s in staged),
-            max(s["flip_s"] for s in checked),
             resumed - paused,
         )
 

@@ -139,7 +139,6 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         good."""
         if self._staged is None:
             return
-        began = time.perf_counter()
         try:
             self._staged.flip()
             if self.device.type == "cuda":
@@ -148,7 +147,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._failed(error, mixture="was undone" not in str(error))
             return
         self._held = (self._receiver.lineage, self._staging.version)
-        self._status = self._status | {"state": "checking", "flip_s": time.perf_counter() - began}
+        self._status = self._status | {"state": "checking"}
         threading.Thread(
             target=self._check, args=(self._staged,), name="rose-check", daemon=True
         ).start()
