@@ -62,11 +62,7 @@ class Activation:
             if not self.asleep:
                 self.asleep, self._activations = True, self._activations + 1
                 self._open.clear()
-                await self._call(
-                    self._llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=True),
-                    RPC_TIMEOUT_S,
-                )
-                await self._abort_requests()
+                await self._pause("recompute", clear_cache=True)
             return _moved(await self._worker_or_death("rose_sleep"))
 
     async def wake_weights(self) -> Moved:
@@ -95,7 +91,6 @@ class Activation:
         """Release the memory of weights and KV cache, and keep the process. Running turns end with
         finish ABORT. Raises `EngineError` on a GPU without vLLM's sleep mode and when
         `Staging._end_session` does; `EngineDied` when the process dies."""
-        core = self._llm.engine_core
         self._check_sleep_mode()
         async with self._loading:
             if not self.active:
@@ -106,10 +101,7 @@ class Activation:
                 turn.aborted = True
             # vLLM can't clear the prefix cache while blocks are withheld, so it stays. The changed
             # salt keeps it from matching.
-            await self._call(
-                core.pause_scheduler_async(mode="abort", clear_cache=False), RPC_TIMEOUT_S
-            )
-            await self._abort_requests()
+            await self._pause("recompute")
             await self._set_scheduler_inactive(True)
             await self._worker_or_death("rose_deactivate")
 

@@ -120,8 +120,6 @@ class Generation:
         version = self.version
         first = True
         generated = 0  # tokens of this request
-        # The number of tokens is part of the seed, so that a turn that continues elsewhere doesn't
-        # draw the same random numbers again.
         seed = None if sampling.seed is None else (sampling.seed * 1_000_003 + len(prompt)) % 2**63
         params = SamplingParams(
             max_tokens=max_tokens,

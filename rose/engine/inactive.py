@@ -31,16 +31,12 @@ class InactiveWorker:
     _rose_asleep: set[str] | frozenset[str] = frozenset()  # tags not woken yet
 
     def rose_deactivate(self) -> None:
-        """Release weights and KV cache without a copy. Raises `RuntimeError` on a GPU without sleep
-        mode."""
-        on_cpu = self.device.type == "cpu"
-        if not on_cpu and not self.model_config.enable_sleep_mode:
-            raise RuntimeError("started without enable_sleep_mode, so weights can't be released")
+        """Release weights and KV cache without a copy; on a GPU by vLLM's sleep mode."""
         if self._rose_initial is None and self.weight_transfer_engine.holds_initial:
             self._rose_initial = self.rose_checksum()
         self.weight_transfer_engine.reset()
         caches = self._rose_release_cache()
-        if not on_cpu:
+        if self.device.type != "cpu":
             self.sleep(level=2)
             return
         model = self.model_runner.get_model()

@@ -81,133 +81,118 @@ def slices(
     """
     if not 0 <= tp_rank < tp_size:
         raise ValueError(f"tensor-parallel rank {tp_rank} of {tp_size}")
+    tensor = _Tensor(name, shape, model, tp_rank, tp_size)
     if name in EMBEDDINGS:
-        _expect(name, shape, (model.vocab, model.hidden))
+        tensor.expect((model.vocab, model.hidden))
         kept = name != "lm_head.weight" or not model.tied_embeddings
-        return _vocabulary(name, model, tp_rank, tp_size) if kept else None
+        return tensor.vocabulary() if kept else None
     if _WHOLE.fullmatch(name):
         whole = tuple(slice(0, size) for size in shape)
         return LocalSlice(name, whole, whole)
     if match := _EXPERT.fullmatch(name):
-        prefix, expert, projection = match.groups()
-        if int(expert) >= model.experts:
+        prefix, number, projection = match[1], int(match[2]), match[3]
+        if number >= model.experts:
             raise ValueError(f"tensor {name!r}: the model has {model.experts} experts")
-        _expect(name, shape, model.projections[projection])
+        tensor.expect(model.projections[projection])
         if not expert_parallel:
-            return _expert(name, prefix, int(expert), projection, model, tp_rank, tp_size)
-        each = _divide(name, model.experts, tp_size)
-        if int(expert) // each != tp_rank:
+            return tensor.expert(prefix, number, projection)
+        each = tensor.divide(model.experts)
+        if number // each != tp_rank:
             return None
-        return _expert(name, prefix, int(expert) % each, projection, model, 0, 1)
+        return tensor._replace(rank=0, size=1).expert(prefix, number % each, projection)
     if match := _ADAPTER.fullmatch(name):
-        return _adapter(name, *match.groups(), shape, model, tp_rank, tp_size)
-    match = _LAYER.fullmatch(name)
-    if match is None:
-        raise ValueError(
-            f"tensor {name!r} is not one of a Qwen2, Qwen3, Qwen3-MoE or Llama decoder"
-        )
-    prefix, block, projection, kind = match.groups()
-    bias = kind == "bias"
-    if block == "self_attn" and projection in ("q_proj", "k_proj", "v_proj"):
-        return _qkv(name, prefix, projection, kind, shape, model, tp_rank, tp_size)
-    if block == "mlp" and projection in ("gate_proj", "up_proj"):
-        rows = _divide(name, model.intermediate, tp_size)
-        _expect(name, shape, (model.intermediate,) if bias else (model.intermediate, model.hidden))
-        start = rows if projection == "up_proj" else 0
-        return _rows(f"{prefix}mlp.gate_up_proj.{kind}", start, tp_rank * rows, rows, shape)
-    if (block, projection) in (("self_attn", "o_proj"), ("mlp", "down_proj")):
-        width = model.heads * model.head_dim if block == "self_attn" else model.intermediate
-        _expect(name, shape, (model.hidden,) if bias else (model.hidden, width))
-        if bias:  # whole on every rank; vLLM adds it on rank 0
-            return LocalSlice(name, (slice(0, model.hidden),), (slice(0, model.hidden),))
-        columns = _divide(name, width, tp_size)
-        return LocalSlice(
-            name,
-            (slice(0, model.hidden), slice(0, columns)),
-            (slice(0, model.hidden), slice(tp_rank * columns, (tp_rank + 1) * columns)),
-        )
+        return tensor.adapter(*match.groups())
+    if match := _LAYER.fullmatch(name):
+        prefix, block, projection, kind = match.groups()
+        bias = kind == "bias"
+        if block == "self_attn" and projection in ("q_proj", "k_proj", "v_proj"):
+            return tensor.qkv(prefix, projection, kind)
+        if block == "mlp" and projection in ("gate_proj", "up_proj"):
+            rows = tensor.divide(model.intermediate)
+            tensor.expect((model.intermediate,) if bias else (model.intermediate, model.hidden))
+            start = rows if projection == "up_proj" else 0
+            return _rows(f"{prefix}mlp.gate_up_proj.{kind}", start, tp_rank * rows, rows, shape)
+        if (block, projection) in (("self_attn", "o_proj"), ("mlp", "down_proj")):
+            width = model.heads * model.head_dim if block == "self_attn" else model.intermediate
+            tensor.expect((model.hidden,) if bias else (model.hidden, width))
+            hidden = slice(0, model.hidden)
+            if bias:  # whole on every rank; vLLM adds it on rank 0
+                return LocalSlice(name, (hidden,), (hidden,))
+            columns = tensor.divide(width)
+            own = slice(tp_rank * columns, (tp_rank + 1) * columns)
+            return LocalSlice(name, (hidden, slice(0, columns)), (hidden, own))
     raise ValueError(f"tensor {name!r} is not one of a Qwen2, Qwen3, Qwen3-MoE or Llama decoder")
 
 
-def _adapter(
-    name: str,
-    matrix: str,
-    projection: str,
-    kind: str,
-    shape: tuple[int, ...],
-    model: ModelShape,
-    tp_rank: int,
-    tp_size: int,
-) -> LocalSlice:
-    """The part of an adapter's matrix beside the part of the base matrix that `tp_rank` holds. It
-    has the same columns of A (rank, columns), or the same rows of B (rows, rank). The destination
-    begins at 0 in the engine's slot, whose LoRA rank may be larger."""
-    whole = model.projections.get(projection)
-    if whole is None:
-        raise ValueError(f"tensor {name!r} is beside no projection of a layer")
-    rank = shape[0] if kind == "A" else shape[-1]
-    _expect(name, shape, (rank, whole[1]) if kind == "A" else (whole[0], rank))
-    rows, columns = slices(f"{matrix}.weight", whole, model, tp_rank, tp_size).source
-    if kind == "A":
-        source, local = (slice(0, rank), columns), columns.stop - columns.start
-        return LocalSlice(name, (slice(0, rank), slice(0, local)), source)
-    source, local = (rows, slice(0, rank)), rows.stop - rows.start
-    return LocalSlice(name, (slice(0, local), slice(0, rank)), source)
+class _Tensor(NamedTuple):
+    """A tensor of the model's folder, of which rank `rank` of `size` holds a part."""
 
+    name: str
+    shape: tuple[int, ...]
+    model: ModelShape
+    rank: int
+    size: int
 
-def _expert(
-    name: str,
-    prefix: str,
-    number: int,
-    projection: str,
-    model: ModelShape,
-    tp_rank: int,
-    tp_size: int,
-) -> LocalSlice:
-    """The part of an expert that `tp_rank` holds; `number` counts the experts of this rank."""
-    width = _divide(name, model.expert_intermediate, tp_size)
-    own, hidden = slice(tp_rank * width, (tp_rank + 1) * width), slice(0, model.hidden)
-    if projection == "down_proj":
-        below = slice(number * model.hidden, (number + 1) * model.hidden)
-        return LocalSlice(
-            f"{prefix}routed_experts.w2_weight", (below, slice(0, width)), (hidden, own)
-        )
-    start = (2 * number + (projection == "up_proj")) * width
-    return LocalSlice(
-        f"{prefix}routed_experts.w13_weight", (slice(start, start + width), hidden), (own, hidden)
-    )
+    def adapter(self, matrix: str, projection: str, kind: str) -> LocalSlice:
+        """The part of an adapter's matrix beside the part of the base matrix that this rank holds.
+        It has the same columns of A (rank, columns), or the same rows of B (rows, rank). The
+        destination begins at 0 in the engine's slot, whose LoRA rank may be larger."""
+        whole = self.model.projections.get(projection)
+        if whole is None:
+            raise ValueError(f"tensor {self.name!r} is beside no projection of a layer")
+        rank = self.shape[0] if kind == "A" else self.shape[-1]
+        self.expect((rank, whole[1]) if kind == "A" else (whole[0], rank))
+        base = slices(f"{matrix}.weight", whole, self.model, self.rank, self.size)
+        rows, columns = base.source
+        source = (slice(0, rank), columns) if kind == "A" else (rows, slice(0, rank))
+        local = tuple(slice(0, part.stop - part.start) for part in source)
+        return LocalSlice(self.name, local, source)
 
+    def expert(self, prefix: str, number: int, projection: str) -> LocalSlice:
+        """The part of an expert that this rank holds; `number` counts the experts of this rank."""
+        width = self.divide(self.model.expert_intermediate)
+        own, hidden = slice(self.rank * width, (self.rank + 1) * width), self.model.hidden
+        whole, experts = slice(0, hidden), f"{prefix}routed_experts"
+        if projection == "down_proj":
+            below = slice(number * hidden, (number + 1) * hidden)
+            return LocalSlice(f"{experts}.w2_weight", (below, slice(0, width)), (whole, own))
+        start = (2 * number + (projection == "up_proj")) * width
+        below = slice(start, start + width)
+        return LocalSlice(f"{experts}.w13_weight", (below, whole), (own, whole))
 
-def _vocabulary(name: str, model: ModelShape, tp_rank: int, tp_size: int) -> LocalSlice:
-    padded = -(-model.vocab // VOCAB_PADDING) * VOCAB_PADDING
-    per_rank = _divide(name, padded, tp_size)
-    first, last = (min(rank * per_rank, model.vocab) for rank in (tp_rank, tp_rank + 1))
-    return _rows(name, 0, first, last - first, (model.vocab, model.hidden))
+    def vocabulary(self) -> LocalSlice:
+        vocab = self.model.vocab
+        per_rank = self.divide(-(-vocab // VOCAB_PADDING) * VOCAB_PADDING)
+        first, last = (min(rank * per_rank, vocab) for rank in (self.rank, self.rank + 1))
+        return _rows(self.name, 0, first, last - first, self.shape)
 
+    def qkv(self, prefix: str, projection: str, kind: str) -> LocalSlice:
+        """The part of q, k or v in this rank's qkv_proj, whose rows are the rank's query heads,
+        then its key heads, then its value heads."""
+        model = self.model
+        total = (model.heads if projection == "q_proj" else model.kv_heads) * model.head_dim
+        self.expect((total,) if kind == "bias" else (total, model.hidden))
+        q_rows = self.divide(model.heads) * model.head_dim
+        if self.size >= model.kv_heads:  # each key-value head is on size / kv_heads ranks
+            copies = self._replace(size=model.kv_heads).divide(self.size)
+            kv_rows, kv_rank = model.head_dim, self.rank // copies
+        else:
+            kv_rows, kv_rank = self.divide(model.kv_heads) * model.head_dim, self.rank
+        start = {"q_proj": 0, "k_proj": q_rows, "v_proj": q_rows + kv_rows}[projection]
+        rows, rank = (q_rows, self.rank) if projection == "q_proj" else (kv_rows, kv_rank)
+        return _rows(f"{prefix}self_attn.qkv_proj.{kind}", start, rank * rows, rows, self.shape)
 
-def _qkv(
-    name: str,
-    prefix: str,
-    projection: str,
-    kind: str,
-    shape: tuple[int, ...],
-    model: ModelShape,
-    tp_rank: int,
-    tp_size: int,
-) -> LocalSlice:
-    """The part of q, k or v in this rank's qkv_proj, whose rows are the rank's query heads, then
-    its key heads, then its value heads."""
-    heads = model.heads if projection == "q_proj" else model.kv_heads
-    total = heads * model.head_dim
-    _expect(name, shape, (total,) if kind == "bias" else (total, model.hidden))
-    q_rows = _divide(name, model.heads, tp_size) * model.head_dim
-    if tp_size >= model.kv_heads:  # each key-value head is on tp_size / kv_heads ranks
-        kv_rows, kv_rank = model.head_dim, tp_rank // _divide(name, tp_size, model.kv_heads)
-    else:
-        kv_rows, kv_rank = _divide(name, model.kv_heads, tp_size) * model.head_dim, tp_rank
-    start = {"q_proj": 0, "k_proj": q_rows, "v_proj": q_rows + kv_rows}[projection]
-    rows, rank = (q_rows, tp_rank) if projection == "q_proj" else (kv_rows, kv_rank)
-    return _rows(f"{prefix}self_attn.qkv_proj.{kind}", start, rank * rows, rows, shape)
+    def divide(self, total: int) -> int:
+        if total % self.size:
+            raise ValueError(f"tensor {self.name!r}: {total} can't be split into {self.size}")
+        return total // self.size
+
+    def expect(self, shape: tuple[int, ...]) -> None:
+        if tuple(self.shape) != shape:
+            raise ValueError(
+                f"tensor {self.name!r} has shape {tuple(self.shape)}; the model's config says "
+                f"{shape}"
+            )
 
 
 def _rows(
@@ -219,16 +204,3 @@ def _rows(
         (slice(destination, destination + rows), *rest),
         (slice(source, source + rows), *rest),
     )
-
-
-def _divide(name: str, total: int, parts: int) -> int:
-    if total % parts:
-        raise ValueError(f"tensor {name!r}: {total} can't be split into {parts}")
-    return total // parts
-
-
-def _expect(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if tuple(found) != expected:
-        raise ValueError(
-            f"tensor {name!r} has shape {tuple(found)}; the model's config says {expected}"
-        )

@@ -28,9 +28,13 @@ EVICTED = "rose-evicted"
 def register() -> None:
     """Patch vLLM in this process; a second call changes nothing. Without `FOLDER` in the
     environment, it leaves out what parts add."""
+    import torch
     from vllm.platforms import current_platform
 
-    ask_for_amx()
+    # Ask Linux for the AMX tiles (arch_prctl), on a CPU that has them. Without this request, the
+    # first attention in bfloat16 kills vLLM 0.32's engine with SIGILL.
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
     if current_platform.is_cpu():
         heap.keep()
     if current_platform.is_cuda():
@@ -78,15 +82,6 @@ def refuse_drafts(vllm_config: Any) -> None:
     speculative = vllm_config.speculative_config
     if speculative is not None and current_platform.is_cpu():
         raise ValueError(f"{speculative.method}: {NO_DRAFTS}")
-
-
-def ask_for_amx() -> None:
-    """Ask Linux for the AMX tiles (arch_prctl), on a CPU that has them. Without this request, the
-    first attention in bfloat16 kills vLLM 0.32's engine with SIGILL."""
-    import torch
-
-    if torch.cpu._is_amx_tile_supported():
-        torch.cpu._init_amx()
 
 
 def find_gpus_of_slices(platform: type, nvml) -> None:

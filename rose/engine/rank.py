@@ -350,40 +350,34 @@ class RolloutWorker:
                     if now - progress_at >= PROGRESS_S:
                         self._progress(m, unsent)
                         unsent, progress_at = _Unsent(delta.version), now
+                    continue
+                last = (m.turn, m.attempt, *unsent.packed())
+                if delta.finish is p.FinishReason.ABORT:
+                    self._returned += 1
+                    self._send(p.TurnReturned(*last, "evicted by the engine", **unsent.routing))
                 else:
-                    if delta.finish is p.FinishReason.ABORT:
-                        self._returned += 1
-                        why = "evicted by the engine"
-                        self._send(
-                            p.TurnReturned(
-                                m.turn, m.attempt, *unsent.packed(), why, **unsent.routing
-                            )
+                    self._send(
+                        p.TurnFinished(
+                            *last,
+                            delta.finish,
+                            cached,
+                            ttft_s=first - began,
+                            started=began,
+                            finished=now,
+                            **unsent.routing,
                         )
-                    else:
-                        self._send(
-                            p.TurnFinished(
-                                m.turn,
-                                m.attempt,
-                                *unsent.packed(),
-                                delta.finish,
-                                cached,
-                                ttft_s=first - began,
-                                started=began,
-                                finished=now,
-                                **unsent.routing,
-                            )
-                        )
-                    self.recorder.span(
-                        "turn",
-                        began,
-                        now,
-                        turn=m.turn,
-                        trajectory=m.turn.rpartition(".")[0],
-                        tokens=generated,
-                        version=delta.version,
-                        attempt=m.attempt,
-                        finish=delta.finish.value,
                     )
+                self.recorder.span(
+                    "turn",
+                    began,
+                    now,
+                    turn=m.turn,
+                    trajectory=m.turn.rpartition(".")[0],
+                    tokens=generated,
+                    version=delta.version,
+                    attempt=m.attempt,
+                    finish=delta.finish.value,
+                )
         except asyncio.CancelledError:
             if unsent and self._sends_last_tokens:
                 self._progress(m, unsent)

@@ -70,9 +70,7 @@ class Staging:
         """Wait until no worker is in `state`; return their statuses.
 
         Polls rarely: each poll waits for the engine step in flight, and vLLM plans no step ahead
-        meanwhile. `expected_s` is the slowest worker's time in `state` for the last version. The
-        first poll comes after half of `expected_s`, at most `LONGEST_FIRST_POLL_S`. Later ones are
-        an eighth of `expected_s` apart, at least `POLL_S`, at most half of the time elapsed.
+        meanwhile. `expected_s` is the slowest worker's time in `state` for the last version.
 
         Raises `TransferError` when a worker failed, `EngineError` after `timeout_s` seconds.
         """

@@ -2,7 +2,7 @@
 
     engine = await Engine.start(folder, rollout, model, deterministic=False, gpus=False)
     async for chunk in engine.generate("g0.0.t0", tokens, sampling): ...
-    await engine.load_version(manifest)
+    await engine.load_version(version, store, transfer)
     await engine.shutdown()
 
 It takes and returns token ids and loads no tokenizer. Choosing a worker for a turn, and restarting
@@ -14,14 +14,9 @@ is imported, and because vLLM's worker runs inside the engine process. Two rules
    doesn't survive a fork.
 2. `start` forks in a thread that lives as long as the owner, as the engine dies with that thread.
 
-A new version is staged while the old one serves, and put in place during a short pause.
-`Transfer.in_flight` decides what happens to running requests:
-- "recompute" stops them, delivers their tokens under the old version, and continues them after the
-  flip with the KV cache recomputed (as in AReaL);
-- "keep" lets them continue with the KV cache of the old version (as in PipelineRL);
-- "finish" waits for their end.
-
-Every token carries the version that generated it.
+A new version is staged while the old one serves, and put in place during a short pause. By
+`Transfer.in_flight`, running requests have their KV cache recomputed after it (as in AReaL), keep
+it (as in PipelineRL), or end before it. Every token carries the version that generated it.
 """
 
 from __future__ import annotations
@@ -95,7 +90,6 @@ class Loaded(NamedTuple):
     route: list[str]  # edges of the store
     mirrored: int  # number of these edges read from this node's mirror
     stage_s: float
-    flip_s: float
     pause_s: float  # seconds without generation
 
 
@@ -124,7 +118,6 @@ class Engine(Activation, Generation, Staging):
         self._loading = asyncio.Lock()
         # State of a version in the workers -> seconds that the last version spent in it.
         self._took_s: dict[str, float] = {}
-        self.active, self._activations = True, 0
         self._generated = self._prompted = self._cached = 0
         config = llm.vllm_config
         self._adapter = adapter_request() if config.lora_config is not None else None
@@ -136,7 +129,8 @@ class Engine(Activation, Generation, Staging):
         # A line about what vLLM chose, and one for each of its warnings.
         self.description = description
         self._process = llm.engine_core.resources.engine_manager.processes[0]
-        self._died = asyncio.get_running_loop().create_future()
+        # Done once the engine process is gone; await it through `asyncio.shield`.
+        self.died = asyncio.get_running_loop().create_future()
         self._killed = False
         asyncio.get_running_loop().add_reader(self._process.sentinel, self._on_death)
 
@@ -168,17 +162,16 @@ class Engine(Activation, Generation, Staging):
         for name, value in environment(gpus, threads, shares).items():
             os.environ.setdefault(name, value)
         before = set(multiprocessing.active_children())
-        building = asyncio.get_running_loop().run_in_executor(
-            _starter,
-            build,
-            engine_args(folder, rollout, model, deterministic, seed, gpus, lora, routing),
-            gpus,
-        )
+        args = engine_args(folder, rollout, model, deterministic, seed, gpus, lora, routing)
+        building = asyncio.get_running_loop().run_in_executor(_starter, build, args, gpus)
         try:
             async with asyncio.timeout(rollout.engine_start_timeout_s):
                 llm, latest = await asyncio.shield(building)
             async with asyncio.timeout(RPC_TIMEOUT_S):
-                description = await _introduced(llm)
+                # vLLM caches this answer. Afterwards `generate` registers a request without
+                # yielding to the event loop, which `load_version` relies on.
+                await llm.get_supported_tasks()
+                description = (await llm.collective_rpc("rose_description"))[0]
                 if lora is not None:
                     await llm.collective_rpc("rose_adapter")
                 if routing and not gpus:
@@ -236,14 +229,13 @@ class Engine(Activation, Generation, Staging):
                 await self._worker("update_weights", RPC_TIMEOUT_S, update)
                 staged = await self._wait_while("staging", timeout_s + RPC_TIMEOUT_S)
                 paused, resumed = await self._flip(version, transfer)
-                checked = await self._wait_while("checking", timeout_s)
+                await self._wait_while("checking", timeout_s)
         return Loaded(
             max(s["nbytes"] for s in staged),
             sum(s["changed"] for s in staged),
             staged[0]["route"],
             staged[0]["mirrored"],
             max(s["stage_s"] for s in staged),
-            max(s["flip_s"] for s in checked),
             resumed - paused,
         )
 
@@ -269,24 +261,20 @@ class Engine(Activation, Generation, Staging):
         await self._call(labelled, RPC_TIMEOUT_S)
         return paused, resumed
 
-    async def _pause(self, in_flight: str) -> float:
+    async def _pause(self, in_flight: str, clear_cache: bool = False) -> float:
         """Pause generation; return when it stopped, on the monotonic clock."""
         mode = {"recompute": "abort", "keep": "keep", "finish": "wait"}[in_flight]
         await self._call(
-            self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False),
+            self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache),
             self._turn_timeout_s if mode == "wait" else RPC_TIMEOUT_S,
         )
         paused = time.monotonic()
         if mode == "abort":
             # Requests that reached vLLM after the pause are still queued there, labelled with the
             # old version.
-            await self._abort_requests()
+            requests = [turn.request for turn in self._turns.values() if turn.request]
+            await self._call(self._llm.abort(requests), RPC_TIMEOUT_S)
         return paused
-
-    async def _abort_requests(self) -> None:
-        await self._call(
-            self._llm.abort([t.request for t in self._turns.values() if t.request]), RPC_TIMEOUT_S
-        )
 
     async def _worker(self, method: str, timeout_s: float | None, *args) -> list:
         """Call `method` in the workers; return the answers, one per tensor-parallel rank. Raises
@@ -327,12 +315,7 @@ class Engine(Activation, Generation, Staging):
 
     @property
     def alive(self) -> bool:
-        return not self._died.done()
-
-    @property
-    def died(self) -> asyncio.Future:
-        """Done once the engine process is gone; await it through `asyncio.shield`."""
-        return self._died
+        return not self.died.done()
 
     @property
     def lost(self) -> bool:
@@ -399,7 +382,7 @@ class Engine(Activation, Generation, Staging):
         from vllm.v1.engine.exceptions import EngineDeadError
 
         asyncio.get_running_loop().remove_reader(self._process.sentinel)
-        self._died.set_result(None)
+        self.died.set_result(None)
         self._open.set()  # wakes waiting turns, which then find the engine dead
         self._llm.output_processor.propagate_error(EngineDeadError())
 
@@ -409,7 +392,7 @@ class Engine(Activation, Generation, Staging):
         `EngineDied`, or what the engine raised."""
         task = asyncio.ensure_future(coroutine)
         await asyncio.wait(
-            {task, self._died}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            {task, self.died}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
         if task.done() and task.exception() is None:
             return task.result()
@@ -421,14 +404,6 @@ class Engine(Activation, Generation, Staging):
         raise EngineDied(
             f"engine process {self.pid} was ended, as it did not answer within {timeout_s:g} s"
         )
-
-
-async def _introduced(llm) -> list[str]:
-    """Return the description of a new engine."""
-    # vLLM caches this answer. Afterwards `generate` registers a request without yielding to the
-    # event loop, which `load_version` relies on.
-    await llm.get_supported_tasks()
-    return (await llm.collective_rpc("rose_description"))[0]
 
 
 async def _end(building: asyncio.Future, before: set) -> None:

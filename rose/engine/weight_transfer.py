@@ -139,7 +139,6 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         good."""
         if self._staged is None:
             return
-        began = time.perf_counter()
         try:
             self._staged.flip()
             if self.device.type == "cuda":
@@ -148,7 +147,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._failed(error, mixture="was undone" not in str(error))
             return
         self._held = (self._receiver.lineage, self._staging.version)
-        self._status = self._status | {"state": "checking", "flip_s": time.perf_counter() - began}
+        self._status = self._status | {"state": "checking"}
         threading.Thread(
             target=self._check, args=(self._staged,), name="rose-check", daemon=True
         ).start()
@@ -192,9 +191,12 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 "mirrored": staged.mirrored,
                 "stage_s": time.perf_counter() - began,
             }
-            if not self._hand_over(staged, status):
-                staged.release()
-                raise TransferError(f"version {info.version} was abandoned while it was staged")
+            with self._handover:
+                if self._wanted:
+                    self._staged, self._status = staged, status
+                    return
+            staged.release()
+            raise TransferError(f"version {info.version} was abandoned while it was staged")
         except Exception as error:  # the old version keeps serving; `status` has the error
             self._failed(error, mixture=False)
 
@@ -202,13 +204,6 @@ class RoseWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self.device.type != "cuda":
             return None
         return min(MIN_BYTES, info.device_bytes) if self._shares_gpu else info.device_bytes
-
-    def _hand_over(self, staged: Staged, status: dict[str, Any]) -> bool:
-        """Publish a staged version, unless it was abandoned; return False then."""
-        with self._handover:
-            if self._wanted:
-                self._staged, self._status = staged, status
-            return self._wanted
 
     def _check(self, staged: Staged) -> None:
         wrong, began = None, time.perf_counter()

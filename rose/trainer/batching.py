@@ -11,7 +11,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 
@@ -36,26 +35,17 @@ PARTLY = 128
 Plan = list[list[list[list[int]]]]  # [rank][update][micro-batch] -> rows of the batch
 
 
-class Packing(Protocol):
-    """The number of tokens that a micro-batch computes. In `order`, rows that are cheap to compute
-    together are adjacent."""
-
-    lengths: list[int]
-    order: list[int]
-
-    def grown(self, size: int, rows: list[int], row: int) -> int:
-        """Return the size of `rows` and `row`. `size` is that of `rows`, and `row` comes after them
-        in `order`."""
-
-
 class Padded:
-    """Rows padded to the longest: a micro-batch computes rows x longest tokens."""
+    """Rows padded to the longest: a micro-batch computes rows x longest tokens. In `order`, rows
+    that are cheap to compute together are adjacent."""
 
     def __init__(self, lengths: list[int]) -> None:
         self.lengths = lengths
         self.order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
 
     def grown(self, size: int, rows: list[int], row: int) -> int:
+        """Return the size of `rows` and `row`. `size` is that of `rows`, and `row` comes after them
+        in `order`."""
         return (len(rows) + 1) * self.lengths[rows[0] if rows else row]
 
 
@@ -91,6 +81,9 @@ class Shared:
 
     def _in_common(self, row: int, later: int) -> int:
         return min(self._shared[self._place[row] + 1 : self._place[later] + 1])
+
+
+Packing = Padded | Shared  # the tokens that a micro-batch computes
 
 
 def common(a: np.ndarray, b: np.ndarray) -> int:

@@ -147,15 +147,13 @@ def available_bytes() -> int:
 def _left(group: Path, limit: str, usage: str) -> float:
     """Bytes until the group's limit. Cached files count as free: the kernel drops them."""
     try:
-        most = (group / limit).read_text(encoding="utf-8").strip()
-        if most == "max":
-            return math.inf
+        most = int((group / limit).read_text(encoding="utf-8"))
         stat = dict(
             line.split()
             for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines()
         )
         kinds = ("active_file", "inactive_file")
         files = sum(int(stat.get(f"total_{kind}", stat.get(kind, 0))) for kind in kinds)
-        return max(0, int(most) - int((group / usage).read_text(encoding="utf-8")) + files)
+        return max(0, most - int((group / usage).read_text(encoding="utf-8")) + files)
     except (OSError, ValueError):
-        return math.inf  # no limit, as in the root group
+        return math.inf  # "max", or no such file, as in the root group

@@ -204,8 +204,11 @@ class DeepSpeedEngine(Saving):
             config=zero_config(trainer, self.parameters, policy.largest_layer()),
         )
         self.engine.train()
-        if trainer.hpz:
-            _connect_second(device, trainer.step_timeout_s)
+        if trainer.hpz:  # Connect each group of ranks before the first step, and limit its time.
+            group = deepspeed.utils.groups._get_zero_param_intra_parallel_group()
+            torch.distributed.all_reduce(torch.ones(1, device=device), group=group)
+            limit = timedelta(seconds=trainer.step_timeout_s)
+            torch.distributed.distributed_c10d._set_pg_timeout(limit, group)
         self.writer = self.engine.checkpoint_engine = CheckpointWriter(self.rank, neighbours)
         self.reference: Reference | BelowAdapter | None = None
         self.base = ""  # fingerprint of the frozen weights below an adapter, for checkpoints
@@ -277,8 +280,16 @@ class DeepSpeedEngine(Saving):
         each other's.
 
         Raises `NonFiniteGradient` on every rank. Nothing is applied then."""
-        with self._scaled(scale):
-            return self._update(stepped)
+        with self._scaled(scale), self._steps_observed(stepped):
+            lr = self._learning_rate(self.updates)
+            for group in self.engine.optimizer.param_groups:
+                group["lr"] = lr
+            norm = self._unwrapped_norm()
+            self.engine.step()
+        if not self.engine.was_step_applied():
+            raise NonFiniteGradient("the gradient is not finite")
+        self.updates += 1
+        return float(self.engine.get_global_grad_norm() if norm is None else norm), lr
 
     @contextmanager
     def _scaled(self, by: float) -> Iterator[None]:
@@ -297,18 +308,6 @@ class DeepSpeedEngine(Saving):
                 if parameter.grad is not None:
                     parameter.grad.mul_(by)
         yield
-
-    def _update(self, stepped: Callable[[], None] | None) -> tuple[float, float]:
-        with self._steps_observed(stepped):
-            lr = self._learning_rate(self.updates)
-            for group in self.engine.optimizer.param_groups:
-                group["lr"] = lr
-            norm = self._unwrapped_norm()
-            self.engine.step()
-        if not self.engine.was_step_applied():
-            raise NonFiniteGradient("the gradient is not finite")
-        self.updates += 1
-        return float(self.engine.get_global_grad_norm() if norm is None else norm), lr
 
     @contextmanager
     def _steps_observed(self, stepped: Callable[[], None] | None) -> Iterator[None]:
@@ -385,16 +384,6 @@ class DeepSpeedEngine(Saving):
         """Release the weights that ZeRO-3 gathered from other ranks."""
         if self.settings.zero_stage == 3:
             self.engine.empty_partition_cache()
-
-
-def _connect_second(device: torch.device, timeout_s: float) -> None:
-    """Connect each group of `trainer.hpz` ranks before the first step, and set its time limit."""
-    from deepspeed.utils import groups
-
-    group = groups._get_zero_param_intra_parallel_group()
-    torch.distributed.all_reduce(torch.ones(1, device=device), group=group)
-    limit = timedelta(seconds=timeout_s)
-    torch.distributed.distributed_c10d._set_pg_timeout(limit, group)
 
 
 def _load_policy(

@@ -61,7 +61,8 @@ class Growing:
                 new = _first(new)
             kept = spoke[: len(old)]
             old, new = old[kept], new[tuple(slice(n) for n in old.shape)][kept]
-            if not torch.allclose(new, old, rtol=ROUNDING, atol=ROUNDING * _most(old)):
+            most = float(old.abs().max()) if old.numel() else 0.0
+            if not torch.allclose(new, old, rtol=ROUNDING, atol=ROUNDING * most):
                 raise ValueError(
                     f"{type(self._algorithm).__qualname__}: the {what} of groups that were trained "
                     "changed with the groups that came after them, by more than a common factor; "
@@ -72,7 +73,3 @@ class Growing:
 def _first(values: Tensor) -> Tensor:
     """Values (N,), or (N, turns) -> (N,) of each row's first turn."""
     return values if values.dim() == 1 else values[:, 0]
-
-
-def _most(values: Tensor) -> float:
-    return float(values.abs().max()) if values.numel() else 0.0

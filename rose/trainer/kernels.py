@@ -25,7 +25,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -170,21 +169,17 @@ def _announced() -> Iterator[None]:
     print(f"compiled in {time.monotonic() - began:.1f} s", flush=True)
 
 
-def _rotates_whole_heads(config: Any) -> bool:
-    """True if all of a head's dimensions are rotated, as Liger's kernel does; some Phi-3 models
-    rotate a part."""
-    return (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0) == 1
-
-
 def use_liger(policy: Policy) -> None:
     """Put Liger's kernels in place of the model's own, of one of `compilers.LIGER_TYPES`."""
     from liger_kernel.transformers import monkey_patch  # needs Triton
 
     config, module = policy.hf.config, sys.modules[type(policy.hf).__module__]
     classes = {name: value for name, value in vars(module).items() if isinstance(value, type)}
+    rope = getattr(config, "rope_parameters", None) or {}
     monkey_patch._apply_liger_kernel_to_instance(
         policy.hf,
-        rope=_rotates_whole_heads(config),
+        # Liger's kernel rotates all of a head's dimensions; some Phi-3 models rotate a part.
+        rope=rope.get("partial_rotary_factor", 1.0) == 1,
         rms_norm=True,
         # In a mixture it would replace the experts of rose/trainer/mixture.py. And it always
         # computes SiLU, without checking the model's activation.

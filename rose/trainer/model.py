@@ -131,22 +131,14 @@ class Policy(nn.Module):
         sizes = ([getattr(p, "ds_numel", p.numel()) for p in x.parameters()] for x in layers)
         return max(map(sum, sizes), default=0)
 
-    def why_not_flex(self, device: torch.device) -> str:
-        """Try compiled flex attention. Returns why it can't train this model here, "" if it can."""
-        return tree_attention.why_not_flex(device, *self._heads(), self.hf.dtype)
-
-    def cudnn_works(self, device: torch.device) -> bool:
-        """Try cuDNN's attention for rows."""
-        return tree_attention.cudnn_works(device, *self._heads(), self.hf.dtype)
-
-    def _heads(self) -> tuple[int, int, int]:
-        """Return the number of heads and key-value heads of a rank, and the size of a head."""
+    def attention_form(self) -> tuple[int, int, int, torch.dtype]:
+        """Return the number of heads and key-value heads of a rank, and a head's size and dtype."""
         config = self.hf.config
         heads, size = config.num_attention_heads, config.hidden_size
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         parts = self.shared.size if self.shared else 1
         head_dim = getattr(config, "head_dim", None) or size // heads
-        return heads // parts, max(1, kv_heads // parts), head_dim
+        return heads // parts, max(1, kv_heads // parts), head_dim, self.hf.dtype
 
     def use_flex(self) -> None:
         """Use flex attention for trees from now on, if the model has no `prefix_tree.obstacle`."""

@@ -77,19 +77,15 @@ class Saving:
         if stage and (ranks, stage) != (self.world, self.settings.zero_stage):
             self._load_other(folder / TAG, ranks, stage)
         else:
-            self._load_own(folder)
+            path, _ = self.engine.load_checkpoint(
+                str(folder), tag=TAG, load_module_strict=self.settings.lora is None
+            )
+            if path is None:
+                raise ValueError(f"{folder / TAG}: DeepSpeed found no checkpoint there")
         self.updates = state["updates"]
         # A rank that was not there takes another's states: all ranks of a run begin with the same.
         states = loaded(folder / f"random-{self.rank % ranks}.pt")
         _restore_random_states(states, self.device)
-
-    def _load_own(self, folder: Path) -> None:
-        """Load a checkpoint of the same number of ranks and stage, or one without ZeRO."""
-        path, _ = self.engine.load_checkpoint(
-            str(folder), tag=TAG, load_module_strict=self.settings.lora is None
-        )
-        if path is None:
-            raise ValueError(f"{folder / TAG}: DeepSpeed found no checkpoint there")
 
     def _load_other(self, files: Path, ranks: int, stage: int) -> None:
         zero, own = self.engine.optimizer, self.settings.zero_stage

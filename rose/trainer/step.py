@@ -1,8 +1,5 @@
-"""A training step: compute the gradient, apply it, and sum the statistics of its tokens.
-
-Advantages and weights come from the batch's summary. Then each update computes the loss of
-`algorithms.base`, one micro-batch after another.
-"""
+"""A training step, as rose/trainer/trainer.py describes it: compute the gradient, apply it, and sum
+the statistics of its tokens."""
 
 from __future__ import annotations
 
@@ -53,8 +50,7 @@ class Step:
         self.device, self.recorder = trainer.device, trainer.recorder
         a = trainer.config.algorithm
         self.bounds = Bounds(a.importance_cap, a.importance_floor, a.importance_level)
-        self.kl_coef = trainer.config.algorithm.kl_coef
-        self.kl_correction = trainer.config.algorithm.kl_correction
+        self.kl_coef, self.kl_correction = a.kl_coef, a.kl_correction
         self.growing = Growing(self.algorithm)
         self.updates: list[list[MicroBatch]] = []
         zero = torch.zeros((), device=self.device)

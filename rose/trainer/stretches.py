@@ -12,6 +12,7 @@ gradient.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -59,22 +60,13 @@ class _Attention(torch.autograd.Function):
         out = torch.empty_like(query.transpose(1, 2).contiguous()).transpose(1, 2)
         sums = query.new_empty(query.shape[:3], dtype=torch.float32)  # logarithms
         seen = 0  # tokens before this index already have an output to merge with
-        for begin, stop, end in stretches:
-            inside = slice(begin, stop)
-            for at, causal in ((inside, True), (slice(stop, end), False)):
-                if at.start == at.stop:
-                    continue
-                part = _forward(
-                    query[:, :, at],
-                    keys[:, :, inside],
-                    values[:, :, inside],
-                    0.0,
-                    causal,
-                    scale=scale,
-                )
-                fresh = min(max(seen, at.start), at.stop) - at.start
-                _merge(out[:, :, at], sums[:, :, at], *part, fresh)
-                seen = max(seen, at.stop)
+        for inside, at, causal in _calls(stretches):
+            part = _forward(
+                query[:, :, at], keys[:, :, inside], values[:, :, inside], 0.0, causal, scale=scale
+            )
+            fresh = min(max(seen, at.start), at.stop) - at.start
+            _merge(out[:, :, at], sums[:, :, at], *part, fresh)
+            seen = max(seen, at.stop)
         ctx.save_for_backward(query, key, value, out, sums)
         ctx.stretches, ctx.scale = stretches, scale
         return out
@@ -85,27 +77,31 @@ class _Attention(torch.autograd.Function):
         heads, kv_heads = query.shape[1], key.shape[1]
         keys, values = (_repeated(x, heads) for x in (key, value))
         of_query, of_keys, of_values = (torch.zeros_like(x) for x in (query, keys, values))
-        for begin, stop, end in ctx.stretches:
-            inside = slice(begin, stop)
-            for at, causal in ((inside, True), (slice(stop, end), False)):
-                if at.start == at.stop:
-                    continue
-                parts = _backward(
-                    gradient[:, :, at],
-                    query[:, :, at],
-                    keys[:, :, inside],
-                    values[:, :, inside],
-                    out[:, :, at],
-                    sums[:, :, at],
-                    0.0,
-                    causal,
-                    scale=ctx.scale,
-                )
-                of_query[:, :, at] += parts[0]
-                of_keys[:, :, inside] += parts[1]
-                of_values[:, :, inside] += parts[2]
+        for inside, at, causal in _calls(ctx.stretches):
+            parts = _backward(
+                gradient[:, :, at],
+                query[:, :, at],
+                keys[:, :, inside],
+                values[:, :, inside],
+                out[:, :, at],
+                sums[:, :, at],
+                0.0,
+                causal,
+                scale=ctx.scale,
+            )
+            of_query[:, :, at] += parts[0]
+            of_keys[:, :, inside] += parts[1]
+            of_values[:, :, inside] += parts[2]
         grouped = (x.unflatten(1, (kv_heads, -1)).sum(2) for x in (of_keys, of_values))
         return of_query, *grouped, None, None
+
+
+def _calls(stretches: list) -> Iterator[tuple[slice, slice, bool]]:
+    """Yield (a stretch, queries that attend to it, True if they are its own) of each call."""
+    for begin, stop, end in stretches:
+        for at, causal in ((slice(begin, stop), True), (slice(stop, end), False)):
+            if at.start < at.stop:
+                yield slice(begin, stop), at, causal
 
 
 def _repeated(x: Tensor, heads: int) -> Tensor:

@@ -110,7 +110,7 @@ class Trainer:
             return
         if obstacle(policy.hf.config) or rope.get("rope_type") in LENGTH_DEPENDENT:
             return
-        if self._peers.sum(not policy.cudnn_works(self.device)):
+        if self._peers.sum(not tree_attention.cudnn_works(self.device, *policy.attention_form())):
             return
         print(f"trainer {self.index}: long rows attend by cuDNN's kernels", flush=True)
         for model in self.engine.models():
@@ -133,7 +133,7 @@ class Trainer:
             for model in self.engine.models():
                 model.use_stretches()
             return "", flops(shape, sparse=True)
-        without = policy.why_not_flex(self.device)
+        without = tree_attention.why_not_flex(self.device, *policy.attention_form())
         flex = not self._peers.sum(int(bool(without)))
         if flex:
             for model in self.engine.models():

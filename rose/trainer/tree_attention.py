@@ -118,7 +118,7 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Compute attention, with transformers' signature: query (B, heads, L, d), key and value (B,
     kv_heads, L, d) -> (B, L, heads, d)."""
-    if _chosen.cudnn and attention_mask is None and query.shape[2] >= LONG:
+    if _cudnn and attention_mask is None and query.shape[2] >= LONG:
         with sdpa_kernel(IN_ORDER, set_priority=True):
             return sdpa_attention_forward(
                 module, query, key, value, None, scaling=scaling, **kwargs
@@ -131,23 +131,18 @@ def attention(
     )
 
 
-class _Chosen:
-    """The choice of this process for rows (`use_cudnn`)."""
-
-    cudnn = False
-
-
-_chosen = _Chosen()
+_cudnn = False  # the choice of this process for rows (`use_cudnn`)
 
 
 def use_cudnn(on: bool) -> None:
     """Have `attention` over long rows computed by cuDNN where it can, or by torch's own kernels."""
-    _chosen.cudnn = on
+    global _cudnn
+    _cudnn = on
 
 
 def rounded(length: int, multiple: int = 1) -> int:
     """Return the length to which rows are padded: a multiple, for cuDNN one of few."""
-    if _chosen.cudnn and length >= LONG:
+    if _cudnn and length >= LONG:
         multiple = math.lcm(multiple, MULTIPLE)
     return -(-length // multiple) * multiple
 

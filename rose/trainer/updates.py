@@ -20,7 +20,8 @@ WIDTH = 2  # bytes of a bfloat16 value
 
 
 class Updates:
-    """The changes of this rank's blocks of `plan` since `restart`, and their hashes."""
+    """The changes of this rank's blocks of `plan` since `restart`, and their hashes: a
+    `rose.transfer.publish.Updates`, whose blocks are `rose.transfer.digests.Values`."""
 
     at_once = 2**16  # blocks of one kernel launch: all of them, since the device has no other work
 
@@ -31,7 +32,6 @@ class Updates:
         self.known = False  # true if every update since the last version was compared
 
     def restart(self) -> None:
-        """Begin with the values of now, which were published."""
         self._comparison.clear()
         self.known = True
 
@@ -46,7 +46,6 @@ class Updates:
             self._comparison.compare(group, self._shards.flats[group], self._shards.held[group])
 
     def changes(self, number: int) -> Moves:
-        """Return the positions and differences of the values of a block that changed."""
         block = self._plan.blocks[number]
         columns = self._plan.tensors[block.tensor].columns
         group, origin = self._shards.origin(block)
@@ -56,10 +55,7 @@ class Updates:
         return in_band(moves, block.start, columns, block.first, block.last)
 
     def digests(self, numbers: Iterable[int]) -> dict[int, bytes]:
-        """Return the blocks' hashes, once the parameters have the values of the last update."""
         return digests_of(self, numbers, self._threads)
-
-    # ----------------------------------------------------------------- rose.transfer.digests.Values
 
     def side_stream(self) -> AbstractContextManager:
         if self.on_gpu:

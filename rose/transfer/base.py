@@ -50,6 +50,11 @@ def measure(
     return Base(tensors, blocks, hashes, everything.hexdigest())
 
 
+def xxh3(patterns: np.ndarray) -> bytes:
+    """Return the xxh3-128 of the little-endian bytes of contiguous patterns."""
+    return xxhash.xxh3_128_digest(patterns.data.cast("B"))
+
+
 def digest_of(patterns: np.ndarray, block: Block, columns: int) -> bytes:
     """Return the xxh3-128 of one block of a tensor's patterns (size,)."""
     hasher = xxhash.xxh3_128()

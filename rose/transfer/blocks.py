@@ -145,10 +145,8 @@ def _before(index: int, block: Block, columns: int) -> int:
 def rectangles(block: Block, columns: int) -> list[Rectangle]:
     """Return the rectangles, at most three, whose row-major values in sequence are the block's: the
     end of a row, whole rows of the band, the beginning of a row."""
-    (row, column), (last_row, last_column) = (
-        divmod(block.start, columns),
-        divmod(block.stop, columns),
-    )
+    row, column = divmod(block.start, columns)
+    last_row, last_column = divmod(block.stop, columns)
     low, high = block.first, block.last
     if row == last_row:
         found = [Rectangle(row, row + 1, max(low, column), min(high, last_column))]

@@ -12,7 +12,7 @@ memory is allocated before the flip, so that the flip can't run out of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -156,7 +156,13 @@ class Changes:
             if sign > 0:
                 self._put.append(piece)
 
-        self._each(pieces, work)
+        if self._threads == 1 or self._workspace is not None:
+            for piece in pieces:
+                work(piece)
+            return
+        with ThreadPoolExecutor(self._threads, "flip") as pool:
+            for future in [pool.submit(work, piece) for piece in pieces]:
+                future.result()
 
     def release(self) -> None:
         """Drop all changes and free their memory."""
@@ -165,15 +171,6 @@ class Changes:
         self._workspace = self._bounce = None
         if large and self._live.device.type == "cuda":
             torch.cuda.empty_cache()  # torch's allocator would keep it for this stream only
-
-    def _each(self, pieces: list[_Piece], work: Callable[[_Piece], object]) -> None:
-        if self._threads == 1 or self._workspace is not None:
-            for piece in pieces:
-                work(piece)
-            return
-        with ThreadPoolExecutor(self._threads, "flip") as pool:
-            for future in [pool.submit(work, piece) for piece in pieces]:
-                future.result()
 
     def _move(self, piece: _Piece, sign: int) -> None:
         """Move a piece's values. Raises `ValueError` before it moves the first one."""

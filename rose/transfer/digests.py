@@ -18,9 +18,8 @@ from typing import Protocol
 
 import numpy as np
 import torch
-import xxhash
 
-from rose.transfer.base import Base
+from rose.transfer.base import Base, xxh3
 from rose.transfer.errors import TransferError
 from rose.transfer.live import Live, Place, one_run
 
@@ -91,7 +90,19 @@ class _Placed:
         self.on_gpu, self.device, self.side_stream = live.on_gpu, live.device, live.side_stream
 
     def run(self, block: int) -> Run | None:
-        return _run(self._live, self._places[block])
+        place = self._places[block]
+        matrix = self._live.matrices[place.parameter]
+        columns, width = matrix.shape[1], matrix.element_size()
+        first = place.rectangles[0]
+        nbytes, begin = place.size * width, first.first_row * columns + first.first_column
+        address = matrix.data_ptr() + begin * width
+        if one_run(place, columns):
+            row, stride = nbytes, 0
+        elif len(place.rectangles) == 1:
+            row, stride = (first.last_column - first.first_column) * width, columns * width
+        else:
+            return None
+        return run_of(address, row, stride, nbytes)
 
     def view(self, block: int) -> np.ndarray:
         return self._live.view(self._places[block])
@@ -128,28 +139,15 @@ def digests_of(
             made = []
             for block in some:
                 tick()
-                made.append(_digest(values.view(block)))
+                made.append(xxh3(values.view(block)))
             return made
 
+    batches = [rest[low : low + BATCH] for low in range(0, len(rest), BATCH)]
     with ThreadPoolExecutor(threads, "digests") as pool:
-        batches = [rest[low : low + BATCH] for low in range(0, len(rest), BATCH)]
-        futures = [pool.submit(read, some) for some in batches]
-        try:
-            for some, future in zip(batches, futures, strict=True):
-                found |= zip(some, future.result(), strict=True)
-            return found
-        finally:
-            for future in futures:
-                future.cancel()
-
-
-def _digest(patterns: np.ndarray) -> bytes:
-    return xxhash.xxh3_128_digest(patterns.data.cast("B"))
-
-
-def host_digest(live: Live, place: Place) -> bytes:
-    """Return the digest of one block, computed on the host."""
-    return _digest(live.view(place))
+        # An error ends `map`, which cancels the other batches.
+        for some, made in zip(batches, pool.map(read, batches), strict=True):
+            found |= zip(some, made, strict=True)
+    return found
 
 
 def hashes_on_device(values: Live | Values) -> bool:
@@ -208,9 +206,7 @@ def _device_digests(
         try:
             with values.side_stream():
                 lanes = _lanes(values.device, table)
-        except (
-            Exception
-        ) as error:  # errors of Triton, C compilers and drivers, without a common base
+        except Exception as error:  # Triton's, C compilers' and drivers' have no common base.
             first = str(error).strip().partition("\n")[0]
             raise _DeviceError(
                 f"Triton fails on {values.device}: {type(error).__name__}: {first}"
@@ -224,7 +220,7 @@ def _device_digests(
 
 def _compare(values: Values, block: int, found: bytes) -> None:
     with values.side_stream():
-        wanted = _digest(values.view(block))
+        wanted = xxh3(values.view(block))
     if found != wanted:
         raise _DeviceError(
             f"{values.device} hashes a block of {values.name(block)} to {found.hex()}, the host to "
@@ -248,21 +244,6 @@ def run_of(address: int, row: int, stride: int, nbytes: int) -> Run | None:
     if nbytes <= LONG or any(number % 8 for number in (address, row, stride, nbytes)):
         return None
     return address, row // 8, stride, nbytes // 8
-
-
-def _run(live: Live, place: Place) -> Run | None:
-    matrix = live.matrices[place.parameter]
-    columns, width = matrix.shape[1], matrix.element_size()
-    first = place.rectangles[0]
-    nbytes, begin = place.size * width, first.first_row * columns + first.first_column
-    address = matrix.data_ptr() + begin * width
-    if one_run(place, columns):
-        row, stride = nbytes, 0
-    elif len(place.rectangles) == 1:
-        row, stride = (first.last_column - first.first_column) * width, columns * width
-    else:
-        return None
-    return run_of(address, row, stride, nbytes)
 
 
 # ----------------------------------------------------------------- XXH3's end, for many blocks

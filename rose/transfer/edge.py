@@ -65,14 +65,12 @@ class Edge:
         self._tables: dict[int, np.ndarray] = {}
         where = f"{source}/{self.name}/{MANIFEST}"
         found: Manifest = unseal(source.read(f"{self.name}/{MANIFEST}"), Manifest, where)
+        there = found.lineage, found.plan, found.version, found.base
         expected = plan.lineage, plan_hash, version, base
-        if (found.lineage, found.plan, found.version, found.base) != expected or len(
-            found.files
-        ) != plan.world:
+        if there != expected or len(found.files) != plan.world:
             raise Corrupted(
-                f"{where}: (lineage, plan, version, base) is "
-                f"{(found.lineage, found.plan, found.version, found.base)}, expected {expected}, "
-                f"with {plan.world} files"
+                f"{where}: (lineage, plan, version, base) is {there}, expected {expected}, with "
+                f"{plan.world} files"
             )
         self.files = found.files
         self.nbytes = sum(file.data_size for file in found.files)
@@ -88,10 +86,8 @@ class Edge:
                 raise Corrupted(
                     f"{where} has not the blocks that the plan gives this rank, in order"
                 )
-            ends = np.cumsum(table["length"])
-            if (table["offset"] != ends - table["length"]).any() or (
-                ends[-1] if len(ends) else 0
-            ) != self.files[rank].data_size:
+            lengths, nbytes = table["length"], self.files[rank].data_size
+            if (table["offset"] != lengths.cumsum() - lengths).any() or lengths.sum() != nbytes:
                 raise Corrupted(f"{where}'s payloads don't cover the data")
             self._tables[rank] = table
         return self._tables[rank]

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rose import processes
+from rose import processes, scratch
 from rose.files import own_folder
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -41,9 +41,7 @@ def choose_path(run_dir: Path, folder: Path | None = None) -> Path:
     parent = folder or (SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir()))
     run = hashlib.blake2s(str(run_dir.resolve()).encode(), digest_size=6).hexdigest()
     prefix = f"rose-{os.getuid()}-{run}-"
-    for left in parent.glob(f"{prefix}*"):
-        if processes.has_ended(left.name.removeprefix(prefix)):
-            shutil.rmtree(left, ignore_errors=True)
+    scratch.remove_stale(prefix, str(parent))
     return parent / f"{prefix}{processes.mark()}"
 
 

@@ -43,10 +43,10 @@ quotient above 15, not e escapes, a number above its most. An encoder may take a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import ClassVar, NamedTuple
 
 MAGIC, VERSION = 0x52, 2
@@ -186,14 +186,14 @@ def parse(start: bytes, size: int) -> Layout:
         raise ValueError(
             f"a payload of kind {kind} and width {width}; kinds are 0 to 3, widths 2 and 4"
         )
-    fields = _Fields(start)
-    values = fields.next()
+    fields = _fields(start)
+    values = next(fields)
     if values > MAX_VALUES:
         raise ValueError(f"a payload of {values} values; at most {MAX_VALUES} are allowed")
     if kind == DELTA:
         layout = _delta(width, values, fields)
     else:
-        layout = Plain(kind, width, values, fields.next() if kind == PLANES else 0)
+        layout = Plain(kind, width, values, next(fields) if kind == PLANES else 0)
     if layout.header != start[: len(layout.header)]:
         raise ValueError("a payload whose header is not in its shortest form")
     if layout.nbytes != size:
@@ -201,31 +201,26 @@ def parse(start: bytes, size: int) -> Layout:
     return layout
 
 
-def _delta(width: int, values: int, fields: _Fields) -> Delta:
-    changed, large = fields.next(), fields.next()
+def _delta(width: int, values: int, fields: Iterator[int]) -> Delta:
+    changed, large = next(fields), next(fields)
     if not large <= changed <= values:
         raise ValueError(f"{large} large differences of {changed} of {values} values")
     counts = coded(values, changed), coded(changed, large), large
-    streams = tuple(Rice(count, *(fields.next() for _ in range(4))) for count in counts)
+    streams = tuple(Rice(count, *islice(fields, 4)) for count in counts)
     for stream in streams:
         stream.check()
     return Delta(width, values, changed, large, streams)
 
 
-class _Fields:
-    """Reads a header's unsigned LEB128 integers, from byte 4 on."""
-
-    def __init__(self, start: bytes):
-        self._start, self._at = start, 4
-
-    def next(self) -> int:
-        value = shift = 0
-        while True:
-            if self._at >= len(self._start) or shift > 35:
-                raise ValueError("a payload whose header is cut short")
-            byte = self._start[self._at]
-            self._at += 1
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return value
+def _fields(start: bytes) -> Iterator[int]:
+    """Yield a header's unsigned LEB128 integers, from byte 4 on."""
+    value = shift = 0
+    for byte in start[4:]:
+        if shift > 35:
+            break
+        value |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            yield value
+            value = shift = 0
+    raise ValueError("a payload whose header is cut short")

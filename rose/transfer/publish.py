@@ -13,16 +13,16 @@ import functools
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
-import xxhash
 
 from rose.transfer import codec
+from rose.transfer.base import xxh3
 from rose.transfer.blocks import Block, size
 from rose.transfer.edge import Edge, list_edges, read_plan
 from rose.transfer.errors import TransferError
@@ -121,7 +121,7 @@ class Publisher:
         self._pool: ThreadPoolExecutor | None = None  # encodes that version
         # For each batch of blocks, the parts, whose new digest may be b"" until the version is
         # written.
-        self._encoding: list[Future[list[Part]]] = []
+        self._encoding: Iterable[list[Part]] = ()
         self._updates = None if updates is None else updates(self.plan)
         # The last published (patterns, digest) of each block, without patterns once `_updates`
         # know what changes.
@@ -139,10 +139,8 @@ class Publisher:
         part: Callable[[int], Part] = self._part
         if self._updates is not None and self._updates.known:
             part = functools.partial(self._part_of_updates, self._updates.changes)
-        self._encoding = [
-            self._pool.submit(_each, part, self._mine[low : low + BATCH])
-            for low in range(0, len(self._mine), BATCH)
-        ]
+        batches = [self._mine[low : low + BATCH] for low in range(0, len(self._mine), BATCH)]
+        self._encoding = self._pool.map(lambda batch: [part(block) for block in batch], batches)
 
     def publish(
         self, version: int, send: Callable[[str, memoryview], None] | None = None
@@ -158,15 +156,14 @@ class Publisher:
         elif self._begun != version:
             raise ValueError(f"version {version}, and {self._begun} was begun")
         start, base = time.perf_counter(), self._version
-        writer = self._writer(version, base)
-        parts = [part for future in self._encoding for part in future.result()]
+        writer = EdgeWriter(self.store, self.plan, version, base, self.peers.rank)
+        parts = [part for made in self._encoding for part in made]
         self._pool.shutdown()
         if self._updates is not None and self._updates.known:
             found = self._updates.digests(self._mine)
-            parts = [(payload, old, found[n]) for n, (payload, old, _) in self._named(parts)]
             self._previous = {number: (None, found[number]) for number in self._mine}
-        for number, part in self._named(parts):
-            writer.add(number, *part)
+        for number, (payload, old, new) in zip(self._mine, parts, strict=True):
+            writer.add(number, payload, old, new or self._previous[number][1])
         if send is not None:
             send(f"{edge_name(version, base)}/{writer.path.name}", writer.image())
         encoded = time.perf_counter()
@@ -174,7 +171,7 @@ class Publisher:
         if self.peers.rank == 0:
             commit(self.store, self.plan, version, base, self._timeout_s)
         nbytes = self.peers.sum(writer.nbytes)
-        self._begun, self._encoding, self._version = None, [], version
+        self._begun, self._encoding, self._version = None, (), version
         self._chain.append((version, base))
         self._since_full += nbytes
         written = time.perf_counter() - encoded
@@ -199,9 +196,6 @@ class Publisher:
             or self._version - self._full >= self._full_every
             or self._since_full >= self._full_bytes
         )
-
-    def _writer(self, version: int, base: int | None) -> EdgeWriter:
-        return EdgeWriter(self.store, self.plan, version, base, self.peers.rank)
 
     def _read_block(self, number: int) -> tuple[np.ndarray, bytes]:
         return _with_digest(np.array(self._read(self.plan.blocks[number])))
@@ -233,9 +227,6 @@ class Publisher:
 
     def _drop_values(self) -> None:
         self._previous = {n: (None, digest) for n, (_, digest) in self._previous.items()}
-
-    def _named(self, parts: list[Part]) -> Iterator[tuple[int, Part]]:
-        return zip(self._mine, parts, strict=True)
 
     # ----------------------------------------------------------------- while engines roll out
 
@@ -314,7 +305,7 @@ class Publisher:
     ) -> int | None:
         """Write and commit an edge from `base` to the last version. `source()` returns the function
         that makes a block's part. Return all ranks' payload bytes, or None if any rank failed."""
-        writer = self._writer(self._version, base)
+        writer = EdgeWriter(self.store, self.plan, self._version, base, self.peers.rank)
 
         def write() -> None:
             part = source()
@@ -349,12 +340,8 @@ class Publisher:
         return True
 
 
-def _each(part: Callable[[int], Part], blocks: list[int]) -> list[Part]:
-    return [part(block) for block in blocks]
-
-
 def _with_digest(values: np.ndarray) -> tuple[np.ndarray, bytes]:
-    return values, xxhash.xxh3_128_digest(values.data.cast("B"))
+    return values, xxh3(values)
 
 
 def collect(store: Path, keep: int) -> list[Step]:

@@ -142,47 +142,12 @@ class Folder:
         try:
             descriptor = os.open(self._inside(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
-                return self._read(descriptor, path, offset, length, fresh, tag)
+                return _range(descriptor, self.root / path, offset, length, fresh, tag)
             finally:
                 os.close(descriptor)
         except OSError as error:
             kind = _KINDS.get(error.errno or 0, TransferError)
             raise kind(f"{self.root / path}: {error.strerror}") from error
-
-    def _read(
-        self,
-        descriptor: int,
-        path: str,
-        offset: int,
-        length: int | None,
-        fresh: bool,
-        tag: str | None,
-    ) -> bytes:
-        status = os.fstat(descriptor)
-        if not modes.S_ISREG(status.st_mode):
-            raise Refused(f"{self.root / path}: no file, so there is nothing to read")
-        found = _stat(status)
-        if tag is not None and found.tag != tag:
-            raise Changed(
-                f"{self.root / path}: rewritten since its size was read (tag {found.tag}, not "
-                f"{tag})"
-            )
-        end = found.size if length is None else offset + length
-        if not 0 <= offset <= end <= found.size:
-            raise Refused(
-                f"{self.root / path}: bytes {offset} to {end} were asked for, it has {found.size}"
-            )
-        if fresh:  # Drop the pages in memory, so that the bytes are read from the disk.
-            os.posix_fadvise(descriptor, offset, end - offset, os.POSIX_FADV_DONTNEED)
-        parts, at = [], offset
-        while at < end:  # Linux returns at most 2 GiB per call.
-            parts.append(os.pread(descriptor, end - at, at))
-            if not parts[-1]:
-                raise TransferError(
-                    f"{self.root / path}: ended at byte {at} of {found.size} while being read"
-                )
-            at += len(parts[-1])
-        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def close(self) -> None:
         """Do nothing: no file stays open between two reads."""
@@ -193,6 +158,30 @@ class Folder:
         if resolved != str(self.root) and not resolved.startswith(f"{self.root}{os.sep}"):
             raise Refused(f"{self.root / path}: a link out of the store")
         return resolved
+
+
+def _range(
+    descriptor: int, where: Path, offset: int, length: int | None, fresh: bool, tag: str | None
+) -> bytes:
+    """Read an open file as `Source.read` does."""
+    status = os.fstat(descriptor)
+    if not modes.S_ISREG(status.st_mode):
+        raise Refused(f"{where}: no file, so there is nothing to read")
+    found = _stat(status)
+    if tag is not None and found.tag != tag:
+        raise Changed(f"{where}: rewritten since its size was read (tag {found.tag}, not {tag})")
+    end = found.size if length is None else offset + length
+    if not 0 <= offset <= end <= found.size:
+        raise Refused(f"{where}: bytes {offset} to {end} were asked for, it has {found.size}")
+    if fresh:  # Drop the pages in memory, so that the bytes are read from the disk.
+        os.posix_fadvise(descriptor, offset, end - offset, os.POSIX_FADV_DONTNEED)
+    parts, at = [], offset
+    while at < end:  # Linux returns at most 2 GiB per call.
+        parts.append(os.pread(descriptor, end - at, at))
+        if not parts[-1]:
+            raise TransferError(f"{where}: ended at byte {at} of {found.size} while being read")
+        at += len(parts[-1])
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def _stat(status: os.stat_result) -> Stat:

@@ -31,10 +31,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import xxhash
 
 from rose.transfer import codec
-from rose.transfer.base import Base
+from rose.transfer.base import Base, xxh3
 from rose.transfer.blocks import Rectangle, Tensor, rectangles, size
 from rose.transfer.changes import Changes, budget
 from rose.transfer.digests import digests, hashes_on_device
@@ -206,13 +205,7 @@ def stage(
                 staged._keep(change, dense_bytes, on_device or change.block in due)
 
     with ThreadPoolExecutor(threads, "stage") as pool:
-        futures = [pool.submit(run, batch) for batch in _batches(plan, places)]
-        try:
-            for future in futures:
-                future.result()
-        finally:
-            for future in futures:
-                future.cancel()
+        list(pool.map(run, _batches(plan, places)))  # An error cancels the other batches.
     staged._upload(device_bytes)
     return staged
 
@@ -296,7 +289,7 @@ class _Work:
         wanted = steps[-1][1].new
         if not verify:
             return _Change(block, len(new), None, new, wanted, nbytes)
-        if _hash(new) != wanted:
+        if xxh3(new) != wanted:
             raise self._mismatch(block, steps, old, new)
         changed = int(np.count_nonzero(old != new))
         if changed >= DENSE * len(new):
@@ -307,14 +300,14 @@ class _Work:
 
     def _mismatch(self, block: int, steps: list[tuple], old: np.ndarray, new: np.ndarray):
         needs_base = all(codec.info(payload).needs_base for _, _, payload in steps)
-        if needs_base and _hash(old) != steps[0][1].old:
+        if needs_base and xxh3(old) != steps[0][1].old:
             name = self.plan.tensors[self.plan.blocks[block].tensor].name
             return WrongBase(
                 f"{steps[0][0].name} builds on other weights than the live ones: block {block} of "
-                f"{name} has xxh3-128 {_hash(old).hex()}, expected {steps[0][1].old.hex()}"
+                f"{name} has xxh3-128 {xxh3(old).hex()}, expected {steps[0][1].old.hex()}"
             )
         edge, entry, _ = steps[-1]
-        text = f"its xxh3-128 is {_hash(new).hex()}, the table says {entry.new.hex()}"
+        text = f"its xxh3-128 is {xxh3(new).hex()}, the table says {entry.new.hex()}"
         return _damaged(edge, block, text)
 
 
@@ -412,8 +405,3 @@ def _shift(whole: list[Rectangle], source: Rectangle, target: Rectangle) -> list
 
 def _signed(values: np.ndarray) -> np.ndarray:
     return values.view(np.int16 if values.itemsize == 2 else np.int32)
-
-
-def _hash(values: np.ndarray) -> bytes:
-    """Return the xxh3-128 of the patterns' little-endian bytes."""
-    return xxhash.xxh3_128_digest(values.data.cast("B"))

@@ -1,18 +1,12 @@
-"""Write and commit edges, each of which takes an engine from one policy version to another
-(docs/format.md).
-
-    <store>/plan.json                                the tensors, their blocks and writers, the store's lineage
-    <store>/v000012/from-000011/rank-00003.h5        one per trainer rank, complete once it has this name
-    <store>/v000012/from-000011/manifest.json        written last: the edge exists when this file does
-    <store>/v000012/full/...                         an edge that needs no older version
-    <store>/v000000/from-initial/...                 an edge from the model folder's weights; an adapter's from zeros
+"""Write and commit edges, each of which takes an engine from one policy version to another.
+docs/format.md lists a store's files.
 
 Every file is written under a temporary name, synced and renamed, so a reader never sees a partial
-one. The trainer calls, in this order: `create` once on rank 0; for each edge
-`EdgeWriter(...).add(...).finish()` on every rank and `commit` on rank 0. A hash covers every byte
-that a reader uses: the manifest's by its last line, a rank file's table by the manifest, its
-payloads by the table. Hashes are xxh3, which detects accidents and not attacks.
-"""  # noqa: E501
+one. An edge exists when its manifest does. The trainer calls, in this order: `create` once on rank
+0; for each edge `EdgeWriter(...).add(...).finish()` on every rank and `commit` on rank 0. A hash
+covers every byte that a reader uses: the manifest's by its last line, a rank file's table by the
+manifest, its payloads by the table. Hashes are xxh3, which detects accidents and not attacks.
+"""
 
 from __future__ import annotations
 

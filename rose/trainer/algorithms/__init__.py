@@ -3,9 +3,7 @@ its name.
 
 The package may import `rose.config`, and knows nothing of ranks, engines or DeepSpeed. It does not
 import torch, which takes seconds, since each `launch.py` loads it to check the algorithm's
-arguments. A new algorithm is a new file, a line in `ALGORITHMS` and a conf/algorithm/<name>.yaml,
-which holds its defaults. Algorithms of other packages are entry points of the group
-`rose.algorithms`, or named package.module:Class.
+arguments. docs/algorithms.md says how to add an algorithm, here or in another package.
 """
 
 from __future__ import annotations

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rloo:
-    """RLOO. Both clips null: plain REINFORCE. Both clips numbers: clipped trajectory ratio."""
-
     clip_low: ClipLow | None
     clip_high: NonNegative | None
 
