@@ -81,6 +81,11 @@ class Cluster(Section):
     slurm: Slurm | None  # needed by kind=slurm
 
     @property
+    def contained(self) -> bool:
+        """True if ranks run in a container, whose packages aren't known outside of it."""
+        return self.kind == "slurm" and self.slurm is not None and self.slurm.container is not None
+
+    @property
     def interface_env(self) -> dict[str, str]:
         """Variables that set the interface of gloo, NCCL and libfabric's tcp provider. To NCCL a
         bare name is a prefix, hence the "="."""

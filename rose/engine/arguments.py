@@ -35,8 +35,7 @@ def check(c: Config) -> None:
     """Raise `ConfigError` for an argument in rollout.engine_args that vLLM doesn't have. A job in a
     container is not checked, since its vLLM is the container's."""
     given = c.rollout.engine_args
-    contained = c.cluster.slurm is not None and c.cluster.slurm.container is not None
-    known = names() if given and not contained else set()
+    known = names() if given and not c.cluster.contained else set()
     for name, value in given.items() if known else ():
         if name in known:
             continue

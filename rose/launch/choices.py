@@ -51,7 +51,7 @@ def _kernels(c: Config, shape: ModelShape | None) -> tuple[str, str]:
         return "none", f"Liger's are not used together with {other}"
     if kind not in compilers.LIGER_TYPES:
         return "none", f"Liger has none for models of the type {kind or 'unknown'}"
-    if compilers.contained(c):
+    if c.cluster.contained:
         return "none", "whether the container has Liger is not known; if so, trainer.kernels=liger"
     if package := compilers.missing():
         return "none", f"{package} isn't installed here: pip install 'rose-rl[liger]'"

@@ -28,18 +28,13 @@ OTHER_LAYERS = (
 def check(c: Config) -> None:
     """Raise `ConfigError` for a missing package or compiler. A container and the nodes of a Slurm
     job have their own, which the ranks check as they start."""
-    if c.trainer.kernels == "liger" and not contained(c) and (package := missing()):
+    if c.trainer.kernels == "liger" and not c.cluster.contained and (package := missing()):
         raise ConfigError(
             f"trainer.kernels='liger': the package {package} isn't installed here: "
             "pip install 'rose-rl[liger]', or trainer.kernels=none"
         )
     if c.trainer.compile and c.cluster.kind == "local" and (found := why_none(c.cluster.gpus > 0)):
         raise ConfigError(found)
-
-
-def contained(c: Config) -> bool:
-    """True if the trainer's ranks run in a container, whose packages aren't known here."""
-    return c.cluster.kind == "slurm" and c.cluster.slurm.container is not None
 
 
 def missing() -> str:

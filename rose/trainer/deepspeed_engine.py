@@ -89,7 +89,12 @@ def use_device(gpus: int, index: int) -> torch.device:
     """Choose this rank's device: one of the host's GPUs if the run has any, else the CPU. Must be
     called before DeepSpeed is imported, which reads DS_ACCELERATOR then."""
     if gpus:
-        device = torch.device("cuda", index % torch.cuda.device_count())
+        if (count := torch.cuda.device_count()) == 0:
+            raise configuration.ConfigError(
+                f"cluster.gpus={gpus}: torch {torch.__version__} sees no GPU on this host: it is "
+                "no build for CUDA, or none for this driver; `rose doctor` tells which"
+            )
+        device = torch.device("cuda", index % count)
         torch.cuda.set_device(device)
         return device
     os.environ["DS_ACCELERATOR"] = "cpu"
