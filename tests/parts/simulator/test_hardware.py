@@ -32,12 +32,11 @@ def test_a_shape_has_the_parameters_of_its_model_card_and_is_that_of_conf(name):
 
 def test_every_gpu_says_where_its_rates_are_from_and_every_efficiency_where_it_is_from():
     assert all(gpu.source and name == gpu.name for name, gpu in GPUS.items())
-    assert set(hardware.NVLINK) == set(GPUS)
+    assert set(hardware.NVLINK) == set(hardware.PCIE) == set(GPUS)
     assert set(hardware.EFFICIENCY_SOURCE) == set(EFFICIENCY.__dataclass_fields__)
 
 
 def test_waking_up_takes_what_the_weights_take_over_each_devices_own_bus():
-    assert set(hardware.PCIE) == set(GPUS)
     shape, gpu = SHAPES["qwen3_32b"], GPUS["H800"]
     assert hardware.wake_s(shape, gpu, 4) == hardware.wake_s(shape, gpu, 1) / 4
     # ROSE: 5 s, all of it
