@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from scripts.harness import PATHS, REPOSITORY
+from tests.gpu.engine import device_used
 from tests.gpu.frame import Check, Report
 from tests.gpu.model import folder
 from tests.gpu.users import Users
@@ -188,12 +189,12 @@ def profile(report: Report) -> None:
 # rollout engine
 
 
-def coserving(report: Report) -> None:
+async def coserving(report: Report) -> None:
     path = Path(report.sizes.profile or report.folder / "profile.json")
     if not path.exists():
         report.say("no profile yet: it is measured")
         profile(report)
-    asyncio.run(_coserving(report, json.loads(path.read_text(encoding="utf-8"))))
+    await _coserving(report, json.loads(path.read_text(encoding="utf-8")))
 
 
 class Both:
@@ -442,7 +443,7 @@ async def _rate(both: Both, seconds: float) -> float:
 async def _stopped(report: Report, both: Both) -> None:
     """Stop lending under load: R must stop in time, and the device must have the memory again."""
     revoke_s = both.config.serving.lending.revoke_after_s
-    had, lent = await both.mapped(), _used()
+    had, lent = await both.mapped(), _used(report)
     both.control.stop("gpu_check")
     took = await both.until(
         lambda: not both.board("rollout").kv_budget and not both.board("rollout").open,
@@ -473,11 +474,12 @@ async def _stopped(report: Report, both: Both) -> None:
         bound = BEYOND * report.sizes.kv_gib * GIB
         with suppress(RuntimeError):  # a timeout shows in the figure below, which has the limit
             # S's board shows the memory that S may use. S maps it later, a piece in each step.
-            took = await both.until(lambda: abs(lent - _used()) <= bound, REMAP_S, "S's memory")
+            again = lambda: abs(lent - _used(report)) <= bound  # noqa: E731
+            took = await both.until(again, REMAP_S, "S's memory")
             report.figure("S has mapped the memory again after", took, "s")
         report.figure(
             "the device's memory in use, lent and not, differs by",
-            (lent - _used()) / GIB,
+            (lent - _used(report)) / GIB,
             "GiB",
             most=BEYOND * report.sizes.kv_gib,
             remedy="S keeps memory mapped that it has lent: its KV layout must be BLHNC",
@@ -487,7 +489,7 @@ async def _stopped(report: Report, both: Both) -> None:
 async def _rested(report: Report, both: Both) -> None:
     """Deactivate and activate R, as when nothing is lent for long: R releases its weights and reads
     them again, while S is under load."""
-    both.rests, before = True, _used()
+    both.rests, before = True, _used(report)
     began = time.monotonic()
     await both.engine.deactivate()
     report.figure("R, inactive, has given its weights back after", time.monotonic() - began, "s")
@@ -495,7 +497,7 @@ async def _rested(report: Report, both: Both) -> None:
     if before is not None:
         report.figure(
             "memory of the device that R gives back by it",
-            (before - _used()) / GIB,
+            (before - _used(report)) / GIB,
             "GiB",
             least=0.1,
         )
@@ -507,14 +509,8 @@ async def _rested(report: Report, both: Both) -> None:
     await both.until(lambda: both.board("rollout").kv_budget, 60.0, "R to be lent memory again")
 
 
-def _used() -> int | None:
-    """Return the bytes of the device that are in use, by cuMemGetInfo; None without a GPU."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    free, total = torch.cuda.mem_get_info()
-    return total - free
+def _used(report: Report) -> int | None:
+    return device_used() if report.gpus else None
 
 
 CHECKS = (

@@ -22,11 +22,7 @@ GPU = engine.Engines("gpu", "float32", 0.5, 128, 64, 64, 0, 0, 0, 0.0, 0, 0)
 CPU = engine.Engines("cpu", "float32", 0.9, 32, 24, 24, 0, 0, 0, 0.0, 0, 0)
 
 
-def drafts(report: Report) -> None:
-    asyncio.run(_drafts(report))
-
-
-async def _drafts(report: Report) -> None:
+async def drafts(report: Report) -> None:
     """Run turns of one prompt all at once, with drafts from their own text."""
     config = engine.settings(report, "rollout/draft=ngram", "rollout.draft.tokens=5")
     running, sizes = await engine.start(report, config), report.sizes

@@ -154,14 +154,16 @@ async def turn(
     return made
 
 
+async def turns(engine, name: str, given: list[list[int]], new: int) -> list[Turn]:
+    """Generate a turn of `new` tokens for each prompt, all at once."""
+    each = (turn(engine, f"{name}-{i}", prompt, new) for i, prompt in enumerate(given))
+    return await asyncio.gather(*each)
+
+
 # --------------------------------------------------------------------------- engine
 
 
-def engine(report: Report) -> None:
-    asyncio.run(_engine(report))
-
-
-async def _engine(report: Report, *overrides: str, speed: bool = True) -> None:
+async def engine(report: Report, *overrides: str, speed: bool = True) -> None:
     config = settings(report, *overrides)
     running = await start(report, config)
     try:
@@ -169,13 +171,7 @@ async def _engine(report: Report, *overrides: str, speed: bool = True) -> None:
             ways(report, running)
             await _speed(report, running)
         *_, versions = await flip_under_traffic(report, running, config)
-        scored = await asyncio.gather(
-            *(
-                turn(running, f"scored-{i}", prompt, report.sizes.scored_new)
-                for i, prompt in enumerate(prompts(report, report.sizes.scored, 7))
-            )
-        )
-        compare(report, scored, versions)
+        await compare(report, running, versions)
     finally:
         await running.shutdown()
 
@@ -218,12 +214,7 @@ async def _speed(report: Report, running) -> None:
     # The first round compiles kernels. Only the second counts.
     for name, seed, new in (("first", 4, sizes.new // 8), ("all", 3, sizes.new)):
         began = time.monotonic()
-        await asyncio.gather(
-            *(
-                turn(running, f"{name} {i}", prompt, new)
-                for i, prompt in enumerate(prompts(report, sizes.turns, seed))
-            )
-        )
+        await turns(running, name, prompts(report, sizes.turns, seed), new)
     report.share(
         f"{sizes.turns} turns at once",
         sizes.turns * sizes.new / (time.monotonic() - began),
@@ -246,7 +237,7 @@ async def flip_under_traffic(
     )
     report.say("a store of versions is made")
     begun, over = [asyncio.Event() for _ in range(sizes.beside)], asyncio.Event()
-    turns = asyncio.gather(
+    traffic = asyncio.gather(
         *(
             _traffic(running, f"beside-{i}", prompt, sizes.beside_new, begun[i], over)
             for i, prompt in enumerate(prompts(report, sizes.beside, 5))
@@ -256,7 +247,7 @@ async def flip_under_traffic(
     await asyncio.gather(*(event.wait() for event in begun))
     loaded = await running.load_version(version, str(versions.store), config.transfer)
     over.set()
-    made = [v for part in await turns for v in part]
+    made = [v for part in await traffic for v in part]
     report.figure("values changed", loaded.changed, least=1)
     report.figure("staged beside generation in", loaded.stage_s, "s")
     report.figure(
@@ -289,12 +280,13 @@ async def _traffic(
     return versions
 
 
-def compare(report: Report, turns: list[Turn], versions: Versions) -> None:
+async def compare(report: Report, running, versions: Versions) -> None:
     """Compare the engine's log-probabilities with the trainer's forward pass over the same tokens:
     with the new weights, and with the old to see that the comparison is sensitive."""
     sizes, device = report.sizes, report.setup.device
-    pairs = [(one.prompt, one.tokens) for one in turns]
-    engine_says = np.concatenate([np.asarray(one.logprobs) for one in turns])
+    scored = await turns(running, "scored", prompts(report, sizes.scored, 7), sizes.scored_new)
+    pairs = [(one.prompt, one.tokens) for one in scored]
+    engine_says = np.concatenate([np.asarray(one.logprobs) for one in scored])
     new, old = (
         np.abs(
             score(folder(report), sizes.dtype, device, pairs, tensors, versions.lora) - engine_says
@@ -329,29 +321,25 @@ def compare(report: Report, turns: list[Turn], versions: Versions) -> None:
     )
 
 
-def precision(report: Report) -> None:
+async def precision(report: Report) -> None:
     """Run the engine in float32, where any error larger than rounding shows."""
-    asyncio.run(_engine(report, "rollout.enforce_eager=true", speed=False))
+    await engine(report, "rollout.enforce_eager=true", speed=False)
 
 
-def tensor_parallel(report: Report) -> None:
-    asyncio.run(_engine(report, speed=False))
+async def tensor_parallel(report: Report) -> None:
+    await engine(report, speed=False)
 
 
 # --------------------------------------------------------------------------- sleep
 
 
-def sleep(report: Report) -> None:
-    asyncio.run(_sleep(report))
-
-
-async def _sleep(report: Report) -> None:
+async def sleep(report: Report) -> None:
     """Put an engine to sleep and wake it. Its memory must be free meanwhile, it must load new
     weights, and with the folder's weights it must generate the same tokens as before."""
     config = settings(
         report, *(["+rollout.engine_args.enable_sleep_mode=true"] if report.gpus else [])
     )
-    others = _device_used() if report.gpus else 0
+    others = device_used() if report.gpus else 0
     running = await start(report, config)
     try:
         expected = await _greedy(report, running)
@@ -422,14 +410,14 @@ def _used(report: Report, running, others: int) -> int:
     """Return the engine's bytes: on a GPU those in use less the `others` that were in use before
     its start, on a CPU its resident memory."""
     if report.gpus:
-        return _device_used() - others
+        return device_used() - others
     from rose.memory import resident_bytes
 
     return resident_bytes(running.pid)
 
 
-def _device_used() -> int:
-    """Return the bytes that all processes use on the device."""
+def device_used() -> int:
+    """Return the bytes that all processes use on the device, by cuMemGetInfo."""
     import torch
 
     free, total = torch.cuda.mem_get_info()

@@ -125,11 +125,11 @@ class Report:
 
 
 class Check(msgspec.Struct, frozen=True):
-    """A check: `work(report)` runs it. `sizes`: device -> its parameters."""
+    """A check: `work(report)`, which may be a coroutine, runs it. `sizes`: device -> parameters."""
 
     name: str
     what: str
-    work: Callable[[Report], None]
+    work: Callable[[Report], Any]
     sizes: dict[str, Any]
     deadline_s: float
     remedy: str

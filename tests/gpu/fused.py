@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from tests.gpu.frame import Check, Report
-from tests.gpu.trainer import LIKE, Training, _shape, batch, settings, spawn, started
+from tests.gpu.trainer import LIKE, Batch, Training, spawn, started
 
 # Least speed relative to the step without the option. Below it the option gains nothing.
 NO_SLOWER = 0.95
@@ -135,51 +135,20 @@ def _looked_at(made, out: dict) -> Iterator[None]:
 
 def _steps(report: Report, rank: int, world: int, port: int, *overrides: str) -> dict:
     """Run and time steps on padded rows and on prefix trees of the same batch."""
-    import torch
-
-    from rose import protocol
-    from rose.trainer.batching import Padded, Shared, plan_micro_batches
-
-    sizes = report.sizes
-    rows = batch(sizes, _shape(report).vocab)
-    config = settings(
-        report,
-        sizes,
-        world,
-        sizes.shared + sizes.own,
-        len(rows),
-        f"trainer.micro_batch_tokens={sizes.micro_batch_tokens}",
-        f"trainer.gradient_checkpointing={str(sizes.checkpointing).lower()}",
-        *overrides,
-    )
+    sizes, batch = report.sizes, Batch(report, rank, world)
+    checkpointing = f"trainer.gradient_checkpointing={str(sizes.checkpointing).lower()}"
+    config = batch.config(checkpointing, *overrides)
     began = time.monotonic()
     made = started(report, config, rank, world, port)
     out = {"start_s": time.monotonic() - began}
-    summary = protocol.BatchSummary(
-        [t.reward for t in rows.values()],
-        [int(t.group[1:]) for t in rows.values()],
-        [t.response_tokens for t in rows.values()],
-        [False] * len(rows),
-    )
-    tokens = [protocol.unpack_tokens(t.tokens) for t in rows.values()]
-    number = 0
-    for kind, packing in (("rows", Padded([len(t) for t in tokens])), ("trees", Shared(tokens))):
-        plan = plan_micro_batches(packing, world, sizes.micro_batch_tokens, 1)[rank]
-        mine = {row: rows[row] for micro in plan[0] for row in micro}
-        step = partial(protocol.TrainStep, summary=summary, micro_batches=plan, parts=1)
-        out[kind] = {"seconds": []}
-        number += 1
+    for kind, trees in (("rows", False), ("trees", True)):
+        out[kind] = {}
+        _, plan = batch.packed(trees)
         with _looked_at(made, out[kind]):
-            metrics = made.train(step(step=number, trees=kind == "trees"), mine)
+            metrics, _ = batch.train(made, plan, trees)
         out[kind] |= {name: metrics[name] for name in ("grad_norm", "entropy")}
-        for _ in range(sizes.timed):
-            number += 1
-            began = time.monotonic()
-            made.train(step(step=number, trees=kind == "trees"), mine)
-            if made.device.type == "cuda":
-                torch.cuda.synchronize()
-            out[kind]["seconds"].append(time.monotonic() - began)
-            report.say(f"{kind}: step {number} took {out[kind]['seconds'][-1]:.2f} s")
+        timed = range(sizes.timed)
+        out[kind]["seconds"] = [batch.train(made, plan, trees)[1] for _ in timed]
     made.close()
     return out
 

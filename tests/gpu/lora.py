@@ -58,24 +58,14 @@ class Adapters(Whole):
         return self.version
 
 
-def lora(report: Report) -> None:
-    asyncio.run(_lora(report))
-
-
-async def _lora(report: Report) -> None:
+async def lora(report: Report) -> None:
     config = engine.settings(report, LORA)
     running = await engine.start(report, config)
     made = folder(report), report.folder / "store-lora", report.sizes.dtype, config.trainer.lora
     versions = await asyncio.to_thread(Adapters, *made)
     try:
         await engine.flip_under_traffic(report, running, config, versions)
-        scored = await asyncio.gather(
-            *(
-                engine.turn(running, f"scored-{i}", prompt, report.sizes.scored_new)
-                for i, prompt in enumerate(engine.prompts(report, report.sizes.scored, 7))
-            )
-        )
-        engine.compare(report, scored, versions)
+        await engine.compare(report, running, versions)
     finally:
         await running.shutdown()
 

@@ -28,17 +28,7 @@ from scripts.harness import REPOSITORY
 from tests.gpu.frame import Check, Report, Setup
 
 # Distributions whose versions a figure may depend on.
-PACKAGES = (
-    "torch",
-    "triton",
-    "vllm",
-    "deepspeed",
-    "transformers",
-    "liger-kernel",
-    "numpy",
-    "numba",
-    "mpi4py",
-)
+PACKAGES = "torch triton vllm deepspeed transformers liger-kernel numpy numba mpi4py".split()
 LEAST_SHM_GIB = 8.0
 LEAST_DISK_GIB = 5.0
 

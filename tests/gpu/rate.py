@@ -8,7 +8,6 @@ engine process: `wait`, the time that it waits for the GPU, is the smallest part
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import time
 from typing import Any
@@ -47,11 +46,7 @@ OURS = Way("ROSE")
 WAYS = (PLAIN, OURS, Way("ROSE without garbage collection", collects=False))
 
 
-def rate(report: Report) -> None:
-    asyncio.run(_rate(report))
-
-
-async def _rate(report: Report) -> None:
+async def rate(report: Report) -> None:
     sequences = f"rollout.max_sequences={report.sizes.turns}"
     config = engine.settings(report, "rollout.stream_interval=1", sequences)
     apart = engine.settings(report, f"rollout.stream_interval={OURS.kept}", sequences)
@@ -108,12 +103,7 @@ async def _measure(report: Report, running: Any, way: Way | None, name: str) -> 
     prompts = engine.prompts(report, sizes.turns, 3)
     before, began = _processor_s(running), time.monotonic()
     try:
-        await asyncio.gather(
-            *(
-                engine.turn(running, f"{name}.{i}", prompt, sizes.new)
-                for i, prompt in enumerate(prompts)
-            )
-        )
+        await engine.turns(running, name, prompts, sizes.new)
     finally:
         LogprobsProcessor._update_sample_logprobs = join
     took, tokens = time.monotonic() - began, sizes.turns * sizes.new

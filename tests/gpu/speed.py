@@ -7,7 +7,6 @@ computed again.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from tests.gpu import trainer
 from tests.gpu.frame import Check, Report
 from tests.gpu.model import folder
 from tests.gpu.operations import timed
-from tests.gpu.trainer import LIKE, Training, _flops, _shape, _work, batch, settings, spawn
+from tests.gpu.trainer import LIKE, Batch, Training, _flops, _shape, _work, joined, spawn
 
 GIB = 2**30
 AIM = 0.3  # least share of the matrix product's rate
@@ -29,32 +28,16 @@ BEFORE = ("trainer.kernels=none", "trainer.gradient_checkpointing=true")
 
 
 class Steps(Training):
-    stage: int  # ZeRO's
-    trees: bool  # a step of prefix trees, too
     matrix: int  # side of the square matrices that are multiplied
     plain_rows: int  # rows of a micro-batch of the plain loop
-    beside: bool  # timing of the two others, too
     profiled: bool  # a list of the kernels of a micro-batch and of the optimizer
+    stage: int = 2  # ZeRO's
+    trees: bool = True  # a step of prefix trees, too
+    beside: bool = True  # timing of the two others, too
 
 
-GPU = Steps(
-    **msgspec.structs.asdict(trainer.GPU),
-    stage=2,
-    trees=True,
-    matrix=8192,
-    plain_rows=8,
-    beside=True,
-    profiled=False,
-)
-CPU = Steps(
-    **msgspec.structs.asdict(trainer.CPU),
-    stage=2,
-    trees=True,
-    matrix=256,
-    plain_rows=3,
-    beside=True,
-    profiled=True,
-)
+GPU = Steps(**msgspec.structs.asdict(trainer.GPU), matrix=8192, plain_rows=8, profiled=False)
+CPU = Steps(**msgspec.structs.asdict(trainer.CPU), matrix=256, plain_rows=3, profiled=True)
 
 
 def speed(report: Report) -> None:
@@ -118,66 +101,31 @@ def _ours(report: Report, rank: int, world: int, port: int, *overrides: str) -> 
     """Time steps of a trainer of one rank, with what the launcher chooses for it."""
     import torch
 
-    from rose import protocol
-    from rose.comm.address import local_place
     from rose.launch import choices, memory
-    from rose.observe.recorder import NullRecorder
-    from rose.trainer.batching import Padded, Shared, plan_micro_batches
-    from rose.trainer.trainer import Trainer
 
-    sizes, shape = report.sizes, _shape(report)
-    rows = batch(sizes, shape.vocab)
-    config = settings(
-        report,
-        sizes,
-        world,
-        sizes.shared + sizes.own,
-        len(rows),
-        f"trainer.micro_batch_tokens={sizes.micro_batch_tokens}",
-        f"trainer.zero_stage={sizes.stage}",
-        f"trainer.share_prefixes={str(sizes.trees).lower()}",
-        *overrides,
-    )
+    sizes, shape, batch = report.sizes, _shape(report), Batch(report, rank, world)
+    share = f"trainer.share_prefixes={str(sizes.trees).lower()}"
+    config = batch.config(f"trainer.zero_stage={sizes.stage}", share, *overrides)
     config, chosen = choices.made(config, shape)
     began = time.monotonic()
-    made = Trainer(config, rank, world, local_place(port), folder(report), NullRecorder())
+    made = joined(report, config, rank, world, port)
     cuda = made.device.type == "cuda"
     out: dict[str, Any] = {"start_s": time.monotonic() - began, "chosen": chosen}
     out["estimate_gib"] = memory.trainer(config, shape).total
-    summary = protocol.BatchSummary(
-        [t.reward for t in rows.values()],
-        [int(t.group[1:]) for t in rows.values()],
-        [t.response_tokens for t in rows.values()],
-        [False] * len(rows),
-    )
-    tokens = [protocol.unpack_tokens(t.tokens) for t in rows.values()]
-    packing = Padded([len(each) for each in tokens])
-    plan = plan_micro_batches(packing, world, sizes.micro_batch_tokens, 1)[rank]
-    numbers = itertools.count(1)
-
-    def step(plan: list[list[list[int]]], trees: bool = False) -> dict[str, float]:
-        mine = {row: rows[row] for micro in plan[0] for row in micro}
-        return made.train(protocol.TrainStep(next(numbers), summary, plan, trees, 1), mine)
-
-    out |= step(plan) | _work(plan[0], packing, sizes)
-    seconds = []
-    for _ in range(sizes.timed):
-        began = time.monotonic()
-        metrics = step(plan)
-        seconds.append((time.monotonic() - began, metrics["seconds_optimizer"]))
-        report.say(f"a step took {seconds[-1][0]:.3f} s")
+    packing, plan = batch.packed()
+    out |= batch.train(made, plan)[0] | _work(plan[0], packing, sizes)
+    steps = [batch.train(made, plan) for _ in range(sizes.timed)]
+    seconds = [(took, metrics["seconds_optimizer"]) for metrics, took in steps]
     out["step_s"], out["optimizer_s"] = min(seconds)
     if sizes.trees:
-        shared = plan_micro_batches(Shared(tokens), world, sizes.micro_batch_tokens, 1)[rank]
-        out["of_trees"] = step(shared, trees=True)["grad_norm"]
-        began = time.monotonic()
-        step(shared, trees=True)
-        out["trees_s"] = time.monotonic() - began
+        _, shared = batch.packed(trees=True)
+        out["of_trees"] = batch.train(made, shared, trees=True)[0]["grad_norm"]
+        out["trees_s"] = batch.train(made, shared, trees=True)[1]
     peak = torch.cuda.max_memory_allocated() / GIB if cuda else 0.0
     out["peak_gib"] = memory.RUNTIME_GIB + peak
     if sizes.profiled and not overrides:
         with _profiles(made.engine, report.say, cuda):
-            step([[plan[0][0]]])
+            batch.train(made, [[plan[0][0]]])
     made.close()
     side = torch.randn(sizes.matrix, sizes.matrix, dtype=torch.bfloat16, device=made.device)
     out["matrix"] = 2 * sizes.matrix**3 / timed(lambda: side @ side, cuda)
@@ -248,7 +196,7 @@ def _plain(report: Report, rank: int, world: int, port: int) -> dict:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     rows = [
         torch.from_numpy(protocol.unpack_tokens(t.tokens).astype("int64"))
-        for t in batch(sizes, _shape(report).vocab).values()
+        for t in trainer.random_rows(sizes, _shape(report).vocab).values()
     ]
     seconds = []
     for _ in range(sizes.timed + 1):

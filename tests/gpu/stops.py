@@ -104,13 +104,13 @@ def product(torch):
     return lambda: [x @ x for _ in range(8)]
 
 
-def stops(report: Report) -> None:
+async def stops(report: Report) -> None:
     boards = Path("/dev/shm") / f"rose-gpu-check-stops-{os.getpid()}"
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
     child = spawn.Process(target=online, args=(str(boards), report.gpus, there), daemon=True)
     try:
-        asyncio.run(_stops(report, boards, child, here))
+        await _stops(report, boards, child, here)
     finally:
         child.kill()
         shutil.rmtree(boards, ignore_errors=True)

@@ -1,5 +1,8 @@
 """The checks of scripts/gpu_check.py, in the order in which it runs them."""
 
+import asyncio
+import inspect
+
 import pytest
 
 from tests.gpu import (
@@ -46,4 +49,6 @@ CHECKS = {check.name: check for check in ALL}
 
 @pytest.mark.parametrize("check", ALL, ids=[check.name for check in ALL])
 def test_gpu(check: Check, report: Report) -> None:
-    check.work(report)
+    done = check.work(report)
+    if inspect.isawaitable(done):
+        asyncio.run(done)

@@ -37,10 +37,7 @@ class Training(msgspec.Struct):
     own: int  # tokens after them in each row, by the policy
     micro_batch_tokens: int
     checkpointing: bool
-    offload: (
-        # Offloads the optimizer to the host. Off by default: it needs nvcc and a minute.
-        bool
-    )
+    offload: bool  # offloads the optimizer to the host; off, because it needs nvcc and a minute
     timed: int  # timed steps of each kind, after one that is not timed
 
 
@@ -48,17 +45,14 @@ class Moves(msgspec.Struct):
     dtype: str
     shares: list[float]  # shares of values that change, a version for each
     stage_gib: float  # GiB for blocks that are staged whole
-    peak_share: (
-        # Largest memory that staging may take on the device, as a multiple of the weights.
-        float
-    )
+    peak_share: float  # memory that staging may take on the device, as a multiple of the weights
 
 
 GPU = Training("bfloat16", 8, 8, 1024, 1024, 16384, True, False, 2)
 CPU = Training("bfloat16", 2, 3, 24, 24, 256, True, False, 1)
 
 
-def settings(report: Report, sizes: Any, world: int, longest: int, batch: int, *overrides: str):
+def settings(report: Report, world: int, longest: int, batch: int, *overrides: str):
     """Return the configuration of `world` trainer ranks, by conf/trainer/zero3_gpu."""
     gpus = ["cluster=gpus", f"cluster.gpus={world + 1}"] if report.gpus else []
     if report.setup.memory_gib:
@@ -67,13 +61,13 @@ def settings(report: Report, sizes: Any, world: int, longest: int, batch: int, *
         *gpus,
         "trainer=zero3_gpu",
         f"trainer.ranks={world}",
-        f"trainer.dtype={sizes.dtype}",
+        f"trainer.dtype={report.sizes.dtype}",
         f"trainer.batch_size={batch}",
         f"rollout.group_size={batch}",
         "rollout.workers=1",
         "model.source=folder",
         f"model.path={folder(report)}",
-        f"model.dtype={sizes.dtype}",
+        f"model.dtype={report.sizes.dtype}",
         f"model.max_context={longest}",
         f"trainer.threads={threads()}",
         "trainer.step_timeout_s=120",
@@ -234,21 +228,10 @@ def _train(report: Report, rank: int, world: int, port: int) -> dict:
     """Train steps on padded rows and on prefix trees of the same batch, then publish a version."""
     import torch
 
-    from rose import protocol
-    from rose.config import read_shape
     from rose.launch import memory
-    from rose.trainer.batching import Padded, Shared, plan_micro_batches
 
-    sizes = report.sizes
-    longest = sizes.shared + sizes.own
-    rows = batch(sizes, _shape(report).vocab)
-    config = settings(
-        report,
-        sizes,
-        world,
-        longest,
-        len(rows),
-        f"trainer.micro_batch_tokens={sizes.micro_batch_tokens}",
+    sizes, batch = report.sizes, Batch(report, rank, world)
+    config = batch.config(
         f"trainer.gradient_checkpointing={str(sizes.checkpointing).lower()}",
         f"trainer.offload_optimizer={str(sizes.offload).lower()}",
     )
@@ -256,41 +239,14 @@ def _train(report: Report, rank: int, world: int, port: int) -> dict:
     made = started(report, config, rank, world, port)
     report.say(f"rank 0 of {world} has its share after {time.monotonic() - began:.1f} s")
     made.publish(0)
-    summary = protocol.BatchSummary(
-        [t.reward for t in rows.values()],
-        [int(t.group[1:]) for t in rows.values()],
-        [t.response_tokens for t in rows.values()],
-        [False] * len(rows),
-    )
-    tokens = [protocol.unpack_tokens(t.tokens) for t in rows.values()]
-    out: dict[str, Any] = {"parameters": made.engine.parameters}
-    number = 0
-    for kind, packing in (("rows", Padded([len(t) for t in tokens])), ("trees", Shared(tokens))):
-        plan = plan_micro_batches(packing, world, sizes.micro_batch_tokens, 1)[rank]
-        mine = {row: rows[row] for micro in plan[0] for row in micro}
-        seconds, metrics = [], []
-        for _ in range(sizes.timed + 1):
-            number += 1
-            began = time.monotonic()
-            metrics.append(
-                made.train(protocol.TrainStep(number, summary, plan, kind == "trees", 1), mine)
-            )
-            if made.device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds.append(time.monotonic() - began)
-            report.say(f"{kind}: step {number} took {seconds[-1]:.2f} s")
-        out[kind] = {
-            "seconds": seconds[1:],
-            "grad_norm": metrics[0]["grad_norm"],
-            "entropy": metrics[0]["entropy"],
-            **_work(plan[0], packing, sizes),
-        }
-    out["given"] = _in_turn(
-        report,
-        made,
-        lambda: made.train(protocol.TrainStep(number + 1, summary, plan, True, 1), mine),
-    )
-    out["estimate_gib"] = memory.trainer(config, read_shape(folder(report))).total
+    out: dict[str, Any] = {}
+    for kind in ("rows", "trees"):
+        packing, plan = batch.packed(kind == "trees")
+        steps = [batch.train(made, plan, kind == "trees") for _ in range(sizes.timed + 1)]
+        out[kind] = {name: steps[0][0][name] for name in ("grad_norm", "entropy")}
+        out[kind] |= {"seconds": [took for _, took in steps[1:]], **_work(plan[0], packing, sizes)}
+    out["given"] = _in_turn(report, made, lambda: batch.train(made, plan, True)[0])
+    out["estimate_gib"] = memory.trainer(config, _shape(report)).total
     out["peak_gib"] = (
         memory.RUNTIME_GIB + torch.cuda.max_memory_allocated() / GIB if report.gpus else 0.0
     )
@@ -340,7 +296,58 @@ def _work(micro_batches: list[list[int]], packing, sizes: Training) -> dict[str,
     return {"tokens": tokens, "made": rows * sizes.own, "pairs": pairs}
 
 
-def batch(sizes: Training, vocabulary: int) -> dict[int, Any]:
+class Batch:
+    """Random rows for a rank of `world`, and the steps that train on all of them."""
+
+    def __init__(self, report: Report, rank: int, world: int) -> None:
+        from rose import protocol
+
+        self._report, self._rank, self._world = report, rank, world
+        self.rows = random_rows(report.sizes, _shape(report).vocab)
+        self._tokens = [protocol.unpack_tokens(t.tokens) for t in self.rows.values()]
+        self._summary = protocol.BatchSummary(
+            [t.reward for t in self.rows.values()],
+            [int(t.group[1:]) for t in self.rows.values()],
+            [t.response_tokens for t in self.rows.values()],
+            [False] * len(self.rows),
+        )
+        self._number = 0
+
+    def config(self, *overrides: str):
+        """Return the configuration of a trainer of such batches."""
+        sizes = self._report.sizes
+        limit = f"trainer.micro_batch_tokens={sizes.micro_batch_tokens}"
+        longest = sizes.shared + sizes.own
+        return settings(self._report, self._world, longest, len(self.rows), limit, *overrides)
+
+    def packed(self, trees: bool = False) -> tuple[Any, list]:
+        """Return the batch as prefix trees or as padded rows, and the rank's micro-batches."""
+        from rose.trainer.batching import Padded, Shared, plan_micro_batches
+
+        packing = Shared(self._tokens) if trees else Padded([len(t) for t in self._tokens])
+        most = self._report.sizes.micro_batch_tokens
+        return packing, plan_micro_batches(packing, self._world, most, 1)[self._rank]
+
+    def train(self, made, plan: list, trees: bool = False) -> tuple[dict[str, float], float]:
+        """Train the next step on these micro-batches. Return its metrics and its seconds."""
+        import torch
+
+        from rose import protocol
+
+        self._number += 1
+        mine = {row: self.rows[row] for micro in plan[0] for row in micro}
+        step = protocol.TrainStep(self._number, self._summary, plan, trees, 1)
+        began = time.monotonic()
+        metrics = made.train(step, mine)
+        if made.device.type == "cuda":
+            torch.cuda.synchronize()
+        took = time.monotonic() - began
+        kind = "trees" if trees else "rows"
+        self._report.say(f"{kind}: step {self._number} took {took:.3f} s")
+        return metrics, took
+
+
+def random_rows(sizes: Training, vocabulary: int) -> dict[int, Any]:
     """Return rows of random tokens. A group's rows begin alike; every other one is a success."""
     from rose import protocol
 
@@ -368,18 +375,22 @@ def batch(sizes: Training, vocabulary: int) -> dict[int, Any]:
 
 def started(report: Report, config, rank: int, world: int, port: int):
     """Return the rank's `Trainer` with an open store."""
-    from rose.comm.address import local_place
-    from rose.config import read_shape
     from rose.engine import layout
-    from rose.observe.recorder import NullRecorder
-    from rose.trainer.trainer import Trainer
 
-    made = Trainer(config, rank, world, local_place(port), folder(report), NullRecorder())
-    shape = read_shape(folder(report))
+    made, shape = joined(report, config, rank, world, port), _shape(report)
     made.open_store(
         report.folder / "trained", lambda name, extent: layout.cuts(name, extent, shape, [1, 2])
     )
     return made
+
+
+def joined(report: Report, config, rank: int, world: int, port: int):
+    """Return the rank's `Trainer`, which can't publish."""
+    from rose.comm.address import local_place
+    from rose.observe.recorder import NullRecorder
+    from rose.trainer.trainer import Trainer
+
+    return Trainer(config, rank, world, local_place(port), folder(report), NullRecorder())
 
 
 def _read_back(made, store: Path, rank: int) -> tuple[int, int]:
@@ -440,7 +451,7 @@ def _transfer(report: Report, rank: int, world: int, port: int) -> dict:
     from rose.transfer.receive import Receiver, whole
 
     sizes = report.sizes
-    config = settings(report, sizes, world, 64, 8)
+    config = settings(report, world, 64, 8)
     made = started(report, config, rank, world, port)
     weights = made.engine.policy.named_weights()
     live = {

@@ -73,7 +73,7 @@ def test_a_figure_outside_fails_the_check_and_the_others_are_still_told(outcome,
 def test_what_a_trainer_chooses_is_for_the_card_that_is_there(tmp_path):
     setup = frame.Setup("cuda", 1, "NVIDIA L4", 22.5, str(tmp_path), None, {})
     report = frame.Report(setup, trainer.GPU, print)
-    assert trainer.settings(report, trainer.GPU, 1, 64, 8).cluster.gpu_memory_gib == 22.5
+    assert trainer.settings(report, 1, 64, 8).cluster.gpu_memory_gib == 22.5
 
 
 @pytest.mark.slow
