@@ -250,9 +250,8 @@ class Engine:
         from rose.transfer.store import INITIAL
 
         self._trained, self.have = trained, INITIAL
-        self._slices = {
-            name: layout.slices(name, extent, shape, 0, 1) for name, extent in extents_of(shape)
-        }
+        extents = extents_of(shape)
+        self._slices = {name: layout.slices(name, size, shape, 0, 1) for name, size in extents}
         ends: dict[str, list[int]] = {}
         for part in self._slices.values():
             stops = [each.stop for each in part.destination]
@@ -296,10 +295,9 @@ class Engine:
 
         found = 0
         for name, part in self._slices.items():
-            live, wanted = self._part(name), self._trained.tensor(name)[part.source]
-            found += int(
-                (live.contiguous().view(torch.int16) != wanted.contiguous().view(torch.int16)).sum()
-            )
+            pair = self._part(name), self._trained.tensor(name)[part.source]
+            live, wanted = (each.contiguous().view(torch.int16) for each in pair)
+            found += int((live != wanted).sum())
         return found
 
 

@@ -30,34 +30,23 @@ async def drafts(report: Report) -> None:
         engine.ways(report, running)
         prompt = engine.prompts(report, 1, 13)[0]
         before = running.stats()
-        made = await asyncio.gather(
-            *(
-                engine.turn(running, f"turn-{i}", prompt, sizes.new, temperature=TEMPERATURE)
-                for i in range(sizes.turns)
-            )
-        )
+        new, names = sizes.new, [f"turn-{i}" for i in range(sizes.turns)]
+        each = (engine.turn(running, n, prompt, new, temperature=TEMPERATURE) for n in names)
+        made = await asyncio.gather(*each)
         after = running.stats()
         alone = await engine.turn(running, "alone", prompt, sizes.new, temperature=0.0)
         again = await engine.turn(running, "again", prompt, sizes.new, temperature=0.0)
     finally:
         await running.shutdown()
     report.figure("drafted", after.drafted - before.drafted, "tokens", least=1)
-    report.figure(
-        "accepted",
-        after.accepted - before.accepted,
-        "tokens",
-        least=1,
-        remedy="the proposer finds nothing in a turn's text, or all of its drafts are refused",
-    )
+    accepted = after.accepted - before.accepted
+    remedy = "the proposer finds nothing in a turn's text, or all of its drafts are refused"
+    report.figure("accepted", accepted, "tokens", least=1, remedy=remedy)
     report.figure("a greedy turn, twice: same tokens", alone.tokens == again.tokens, equal=True)
     z, chi_squared = _surprise(report, prompt, [one.tokens[: sizes.new] for one in made])
     report.figure("mean log-probability, deviations off", abs(z), most=WORST_Z, remedy=WORDS)
-    report.figure(
-        f"chi-squared of quantiles, {BINS - 1} degrees of freedom",
-        chi_squared,
-        most=WORST_CHI_SQUARED,
-        remedy=WORDS,
-    )
+    name = f"chi-squared of quantiles, {BINS - 1} degrees of freedom"
+    report.figure(name, chi_squared, most=WORST_CHI_SQUARED, remedy=WORDS)
 
 
 def _surprise(report: Report, prompt: list[int], turns: list[list[int]]) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -63,27 +64,17 @@ SLEEPS_CPU = Engines("cpu", "bfloat16", 0.9, 2, 16, 8, 0, 0, 0, 0.25, 0, 0, 0.2)
 def kv_cache(gib: float | None) -> list[str]:
     """Return the overrides of an engine with a KV cache of `gib`, if that is given. vLLM starts it
     only where the share gpu_memory_utilization of the card is free."""
-    return (
-        []
-        if gib is None
-        else ["rollout.gpu_memory_utilization=0.05", f"rollout.kv_cache_gib={gib}"]
-    )
+    given = ["rollout.gpu_memory_utilization=0.05", f"rollout.kv_cache_gib={gib}"]
+    return [] if gib is None else given
 
 
 def settings(report: Report, *overrides: str):
     """Return the checked configuration of an engine of this model, by conf/rollout."""
-    sizes, gpus = report.sizes, report.gpus
+    sizes, words = report.sizes, []
     context = sizes.prompt + max(sizes.new, sizes.alone, sizes.beside_new, sizes.scored_new)
-    words = (
-        [
-            "cluster=gpus",
-            f"cluster.gpus={1 + sizes.tensor_parallel}",
-            "trainer.ranks=1",
-            f"rollout.tensor_parallel={sizes.tensor_parallel}",
-        ]
-        if gpus
-        else []
-    )
+    if report.gpus:
+        words = ["cluster=gpus", f"cluster.gpus={1 + sizes.tensor_parallel}", "trainer.ranks=1"]
+        words.append(f"rollout.tensor_parallel={sizes.tensor_parallel}")
     return configured(
         f"rollout={sizes.rollout}",
         "rollout.workers=1",
@@ -187,9 +178,8 @@ def ways(report: Report, running) -> None:
     )
     report.figure("CUDA graphs", graphs)
     if report.gpus and graphs in ("NONE", "None"):
-        report.figure(
-            "CUDA graphs captured", False, equal=True, remedy="rollout.enforce_eager must be false"
-        )
+        remedy = "rollout.enforce_eager must be false"
+        report.figure("CUDA graphs captured", False, equal=True, remedy=remedy)
 
 
 async def _speed(report: Report, running) -> None:
@@ -202,28 +192,19 @@ async def _speed(report: Report, running) -> None:
     await turn(running, "warm", prompts(report, 1, 1)[0], sizes.alone)
     began = time.monotonic()
     await turn(running, "alone", prompts(report, 1, 2)[0], sizes.alone)
-    report.share(
-        "one turn alone",
-        sizes.alone / (time.monotonic() - began),
-        "token/s",
-        bandwidth and bandwidth / weights,
-        0.04,
-        "weights once a token from HBM",
-        "slow steps: are CUDA graphs in use, is the CPU busy with something else?",
-    )
+    rate, bound = sizes.alone / (time.monotonic() - began), bandwidth and bandwidth / weights
+    words = "weights once a token from HBM"
+    remedy = "slow steps: are CUDA graphs in use, is the CPU busy with something else?"
+    report.share("one turn alone", rate, "token/s", bound, 0.04, words, remedy)
     # The first round compiles kernels. Only the second counts.
     for name, seed, new in (("first", 4, sizes.new // 8), ("all", 3, sizes.new)):
         began = time.monotonic()
         await turns(running, name, prompts(report, sizes.turns, seed), new)
-    report.share(
-        f"{sizes.turns} turns at once",
-        sizes.turns * sizes.new / (time.monotonic() - began),
-        "token/s",
-        bandwidth and sizes.turns * bandwidth / (weights + sizes.turns * kv),
-        0.03,
-        "weights and KV from HBM, prefill not counted",
-        "a slow CPU holds the scheduler up: ask for more cores",
-    )
+    rate = sizes.turns * sizes.new / (time.monotonic() - began)
+    bound = bandwidth and sizes.turns * bandwidth / (weights + sizes.turns * kv)
+    words = "weights and KV from HBM, prefill not counted"
+    remedy = "a slow CPU holds the scheduler up: ask for more cores"
+    report.share(f"{sizes.turns} turns at once", rate, "token/s", bound, 0.03, words, remedy)
 
 
 async def flip_under_traffic(
@@ -250,23 +231,12 @@ async def flip_under_traffic(
     made = [v for part in await traffic for v in part]
     report.figure("values changed", loaded.changed, least=1)
     report.figure("staged beside generation in", loaded.stage_s, "s")
-    report.figure(
-        "generation stood still for",
-        1000 * loaded.pause_s,
-        "ms",
-        most=2000.0,
-        remedy="the flip should be scatters on the device: see transfer.stage_gib",
-    )
+    remedy = "the flip should be scatters on the device: see transfer.stage_gib"
+    pause_ms = 1000 * loaded.pause_s
+    report.figure("generation stood still for", pause_ms, "ms", most=2000.0, remedy=remedy)
     report.figure("tokens by the old weights", made.count(-1), least=1)
-    report.figure(
-        "tokens by the new weights",
-        made.count(version),
-        least=1,
-        remedy=(
-            "turns that ran across the flip should have gone on by the new weights: the log says "
-            "why not"
-        ),
-    )
+    remedy = "turns across the flip should have gone on by the new weights: the log says why not"
+    report.figure("tokens by the new weights", made.count(version), least=1, remedy=remedy)
     return made.count(-1), made.count(version), versions
 
 
@@ -294,31 +264,14 @@ async def compare(report: Report, running, versions: Versions) -> None:
         for tensors in (versions.tensors, None)
     )
     words = "a wrong kernel, or weights that are not the version's: the check precision tells which"
-    if sizes.dtype == "float32":
-        report.figure(
-            "largest |difference|, new weights",
-            float(new.max()),
-            "nats",
-            most=FLOAT32_MOST[device],
-            source="TF32 in attention" if report.gpus else "float32",
-            remedy=words,
-        )
-    else:
-        report.figure("largest |difference|, new weights", float(new.max()), "nats")
-    report.figure(
-        "mean |difference|, new weights",
-        float(new.mean()),
-        "nats",
-        most=BFLOAT16_MEAN,
-        remedy=words,
-    )
-    report.figure(
-        "the old weights fit worse by",
-        float(old.mean() / max(new.mean(), 1e-9)),
-        "times",
-        least=OLD_WEIGHTS,
-        remedy=words,
-    )
+    figure, source = partial(report.figure, remedy=words), "float32"
+    if report.gpus:
+        source = "TF32 in attention"
+    bound = {"most": FLOAT32_MOST[device], "source": source} if sizes.dtype == "float32" else {}
+    figure("largest |difference|, new weights", float(new.max()), "nats", **bound)
+    figure("mean |difference|, new weights", float(new.mean()), "nats", most=BFLOAT16_MEAN)
+    worse = float(old.mean() / max(new.mean(), 1e-9))
+    figure("the old weights fit worse by", worse, "times", least=OLD_WEIGHTS)
 
 
 async def precision(report: Report) -> None:
@@ -348,14 +301,9 @@ async def sleep(report: Report) -> None:
         moved = await running.sleep()
         report.figure("keeping its weights: gives memory back in", time.monotonic() - began, "s")
         report.figure("memory awake", awake / GIB, "GiB")
-        report.figure(
-            "memory given back",
-            moved.gib,
-            "GiB",
-            least=report.sizes.given_back * awake / GIB,
-            source=f"{report.sizes.given_back:g} of it",
-            remedy=KEPT,
-        )
+        source = f"{report.sizes.given_back:g} of it"
+        bound = {"least": report.sizes.given_back * awake / GIB, "source": source, "remedy": KEPT}
+        report.figure("memory given back", moved.gib, "GiB", **bound)
         versions = Versions(
             folder(report), report.folder / "store-sleep", report.sizes.dtype, report.setup.device
         )
@@ -366,16 +314,12 @@ async def sleep(report: Report) -> None:
         await running.wake()
         report.figure("takes a version and wakes in", time.monotonic() - began, "s")
         report.figure("values of that version", loaded.changed, least=1)
-        report.figure(
-            "turns by the new weights are others",
-            await _greedy(report, running) != expected,
-            equal=True,
-        )
+        other = await _greedy(report, running) != expected
+        report.figure("turns by the new weights are others", other, equal=True)
         await _forgets(report, running, awake, others)
-        same = [a == b for a, b in zip(await _greedy(report, running), expected, strict=True)]
-        report.figure(
-            "turns by the folder's weights that are as before", sum(same), least=len(same)
-        )
+        pairs = zip(await _greedy(report, running), expected, strict=True)
+        same, every = sum(a == b for a, b in pairs), len(expected)
+        report.figure("turns by the folder's weights that are as before", same, least=every)
     finally:
         await running.shutdown()
 
@@ -386,13 +330,8 @@ async def _forgets(report: Report, running, awake: int, others: int) -> None:
     await running.deactivate()
     report.figure("forgetting its weights: gives memory back in", time.monotonic() - began, "s")
     if report.gpus:  # not on a CPU, where released pages return only when touched
-        report.figure(
-            "memory given back again",
-            (awake - _used(report, running, others)) / GIB,
-            "GiB",
-            least=report.sizes.given_back * awake / GIB,
-            remedy=KEPT,
-        )
+        back, least = awake - _used(report, running, others), report.sizes.given_back * awake / GIB
+        report.figure("memory given back again", back / GIB, "GiB", least=least, remedy=KEPT)
     began = time.monotonic()
     await running.activate()
     report.figure("wakes in", time.monotonic() - began, "s")

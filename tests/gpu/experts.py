@@ -86,20 +86,12 @@ def _compare(report: Report, tokens: int, words: str) -> None:
         values = compute(module, inputs, chosen, weights.to(dtype))
         (values.float() * direction).sum().backward()
         found[name] = [values.detach(), inputs.grad, *(p.grad for p in module.parameters())]
-    for kind, ours, exact in zip(
-        ("values", "inputs' gradient", "gate and up's gradient", "down's gradient"),
-        found["rose"],
-        found["plain"],
-        strict=True,
-    ):
+    kinds = ("values", "inputs' gradient", "gate and up's gradient", "down's gradient")
+    expected = {"most": CLOSE, "source": "of the largest, against transformers' loop"}
+    remedy = "torch's grouped product is wrong on this GPU: don't train mixtures on it"
+    for kind, ours, exact in zip(kinds, found["rose"], found["plain"], strict=True):
         off = (ours.float() - exact.float()).abs().max() / exact.float().abs().max()
-        report.figure(
-            f"{words}: {kind} off by",
-            float(off),
-            most=CLOSE,
-            source="of the largest, against transformers' loop",
-            remedy="torch's grouped product is wrong on this GPU: don't train mixtures on it",
-        )
+        report.figure(f"{words}: {kind} off by", float(off), **expected, remedy=remedy)
     empty = torch.ones(sizes.experts, dtype=torch.bool, device=device)
     empty[chosen] = False
     for name, expected in (("rose", {"most": 0.0}), ("torch", {})):
@@ -169,10 +161,8 @@ def _read_rank(report: Report, rank: int, world: int, port: int, trainer: cfg.Tr
 
 
 def _kib(key: str) -> int:
-    line = next(
-        x for x in STATUS.read_text(encoding="utf-8").splitlines() if x.startswith(f"{key}:")
-    )
-    return int(line.split()[1])
+    lines = STATUS.read_text(encoding="utf-8").splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(f"{key}:")))
 
 
 CHECKS = (

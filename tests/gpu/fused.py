@@ -67,22 +67,16 @@ def _compare(
     most = EXACT if report.sizes.dtype == "float32" else LIKE
     for kind in ("rows", "trees"):
         exact, found = ([rank[kind] for rank in run] for run in (plain, other))
+        remedy = f"{without} until it is mended: it computes something else here"
         for value, differs in _differences(exact, found).items():
-            report.figure(
-                f"{name}, {kind}: {value} differs by",
-                differs,
-                most=most,
-                remedy=f"{without} until it is mended: it computes something else here",
-            )
+            words = f"{name}, {kind}: {value} differs by"
+            report.figure(words, differs, most=most, remedy=remedy)
         seconds = [max(min(r[kind]["seconds"]) for r in run) for run in (plain, other)]
-        report.figure(
-            f"{name}, {kind}: speed of that without",
-            seconds[0] / seconds[1],
-            "times",
-            least=floor if report.gpus else None,
-            source="the same batches in the same call",
-            remedy=f"{without}: it costs more than it saves here",
-        )
+        expected = {"least": floor if report.gpus else None}
+        expected |= {"source": "the same batches in the same call"}
+        expected |= {"remedy": f"{without}: it costs more than it saves here"}
+        words = f"{name}, {kind}: speed of that without"
+        report.figure(words, seconds[0] / seconds[1], "times", **expected)
 
 
 def _differences(exact: list[dict], found: list[dict]) -> dict[str, float]:

@@ -62,23 +62,15 @@ def job(report: Report) -> None:
     from rose.observe.metrics import read_metrics, rows_of
 
     sizes, runs = report.sizes, report.folder / "runs"
-    command = [
-        sys.executable,
-        str(REPOSITORY / "launch.py"),
-        f"output_dir={runs}",
-        "name=gpu-check",
-        f"trainer.steps={sizes.steps}",
-        *sizes.overrides,
-        *kv_cache(sizes.kv_gib),
-    ]
-    report.say(" ".join(["python launch.py", *command[2:]]))
-    began = time.monotonic()
-    with (report.folder / "launch.log").open("wb") as words:
-        code = subprocess.run(
-            command, stdout=words, stderr=words, stdin=subprocess.DEVNULL
-        ).returncode
-    if code:
-        print(_tail(report.folder / "launch.log"))
+    given = [f"output_dir={runs}", "name=gpu-check", f"trainer.steps={sizes.steps}"]
+    given += [*sizes.overrides, *kv_cache(sizes.kv_gib)]
+    report.say(" ".join(["python launch.py", *given]))
+    began, log = time.monotonic(), report.folder / "launch.log"
+    with log.open("wb") as words:
+        command = [sys.executable, str(REPOSITORY / "launch.py"), *given]
+        ran = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=words, stderr=words)
+    if code := ran.returncode:
+        print(_tail(log))
         for path in sorted((runs / "gpu-check" / "logs" / "latest").glob("*.log")):
             print(f"--- {path.name}\n{_tail(path)}")
         raise RuntimeError(f"launch.py ended with code {code}; its last words are in the log")
@@ -86,20 +78,11 @@ def job(report: Report) -> None:
     rows = read_metrics(runs / "gpu-check")
     steps = rows_of(rows, "step")
     report.figure("steps", len(steps), equal=sizes.steps)
-    report.figure(
-        "faults",
-        len(rows_of(rows, "fault")),
-        equal=0,
-        remedy="an engine or a rank died and was replaced",
-    )
-    last = steps[-1]
-    report.figure(
-        "mean |difference| of log-probabilities",
-        last["mismatch_abs"],
-        "nats",
-        most=sizes.mismatch,
-        remedy="the engine's weights are not the trainer's: check engine and transfer first",
-    )
+    faults, remedy = len(rows_of(rows, "fault")), "an engine or a rank died and was replaced"
+    report.figure("faults", faults, equal=0, remedy=remedy)
+    last, name = steps[-1], "mean |difference| of log-probabilities"
+    remedy = "the engine's weights are not the trainer's: check engine and transfer first"
+    report.figure(name, last["mismatch_abs"], "nats", most=sizes.mismatch, remedy=remedy)
     report.figure("gradient norm is a number", math.isfinite(last["grad_norm"]), equal=True)
     report.figure("values published", last["publish_bytes"], "bytes", least=1)
     for name in sorted(k for k in last if k.startswith("time_")):

@@ -59,11 +59,10 @@ def model(report: Report) -> None:
     elif given:
         target.symlink_to(Path(given).resolve())
     else:
-        recipe = (
-            [] if report.sizes.hidden_size is None else [f"+model.recipe.steps={TOKENIZER_STEPS}"]
-        )
+        as_it_is = report.sizes.hidden_size is None
+        recipe = [] if as_it_is else [f"+model.recipe.steps={TOKENIZER_STEPS}"]
         tiny = models.resolve(configured(*recipe).model)
-        if report.sizes.hidden_size is None:
+        if as_it_is:
             target.symlink_to(tiny)
         else:
             make(tiny, target, report.sizes, report.setup.device)
@@ -78,8 +77,8 @@ def make(tiny: Path, target: Path, shape: Shape, device: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shutil.copytree(tiny, target, ignore=shutil.ignore_patterns("*.safetensors"))
-    config = AutoConfig.from_pretrained(target)
-    for name, value in msgspec.to_builtins(shape).items():
+    config, sizes = AutoConfig.from_pretrained(target), msgspec.to_builtins(shape)
+    for name, value in sizes.items():
         setattr(config, name, value)
     config.layer_types = ["full_attention"] * shape.num_hidden_layers
     config.max_window_layers = shape.num_hidden_layers
@@ -90,10 +89,7 @@ def make(tiny: Path, target: Path, shape: Shape, device: str) -> None:
         made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     made.save_pretrained(target)
     written = json.loads((target / "config.json").read_text(encoding="utf-8"))
-    wrong = {
-        k: written.get(k) for k, v in msgspec.to_builtins(shape).items() if written.get(k) != v
-    }
-    if wrong:
+    if wrong := {k: written.get(k) for k, v in sizes.items() if written.get(k) != v}:
         raise RuntimeError(f"{target}/config.json: {wrong} is not what was asked for")
 
 
@@ -131,11 +127,8 @@ class Versions(Whole):
             for part in tensor.reshape(-1).split(AT_ONCE):
                 old = part.to(self._device).float()
                 new = old + torch.randn(old.shape, **there) * DEVIATION
-                parts.append(
-                    torch.where(torch.rand(old.shape, **there) < share, new, old)
-                    .to(tensor.dtype)
-                    .cpu()
-                )
+                moved = torch.where(torch.rand(old.shape, **there) < share, new, old)
+                parts.append(moved.to(tensor.dtype).cpu())
             self.tensors[name] = torch.cat(parts).reshape(tensor.shape)
         self.version += 1
         self.publish(self.version)

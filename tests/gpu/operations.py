@@ -110,10 +110,9 @@ def _ways(report: Report) -> dict[str, Callable]:
 
     def by(backend: SDPBackend) -> Callable:
         def attend(query, key, value):
+            causal = {"is_causal": True, "enable_gqa": True}
             with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(
-                    query, key, value, is_causal=True, enable_gqa=True
-                )
+                return F.scaled_dot_product_attention(query, key, value, **causal)
 
         return attend
 

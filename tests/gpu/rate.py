@@ -108,9 +108,8 @@ async def _measure(report: Report, running: Any, way: Way | None, name: str) -> 
         LogprobsProcessor._update_sample_logprobs = join
     took, tokens = time.monotonic() - began, sizes.turns * sizes.new
     report.figure(f"{name}: {sizes.turns} turns", tokens / took, "token/s")
-    for process, after, earlier in zip(
-        ("engine", "rank"), _processor_s(running), before, strict=True
-    ):
+    names, now = ("engine", "rank"), _processor_s(running)
+    for process, after, earlier in zip(names, now, before, strict=True):
         spent = 1e6 * (after - earlier) / tokens
         report.figure(f"{name}: processor time, {process}", spent, "us a token")
     if way is not None:
@@ -142,11 +141,8 @@ async def _alone(report: Report, running: Any, way: Way | None) -> None:
 def _processor_s(running: Any) -> tuple[float, float]:
     """Return the processor seconds of the engine's processes and of this one."""
     core = psutil.Process(running.pid)
-    engines = [core, *core.children(recursive=True)]
-    return tuple(
-        sum(sum(one.cpu_times()[:2]) for one in processes)
-        for processes in (engines, [psutil.Process()])
-    )
+    both = [core, *core.children(recursive=True)], [psutil.Process()]
+    return tuple(sum(sum(one.cpu_times()[:2]) for one in processes) for processes in both)
 
 
 CHECKS = (

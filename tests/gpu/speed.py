@@ -53,32 +53,19 @@ def speed(report: Report) -> None:
     useful = _flops(shape, [ours]) / ours["step_s"] / 1e12
     report.figure("ROSE: step", ours["step_s"], "s")
     report.figure("ROSE: computed tokens", ours["tokens"] / ours["step_s"], "token/s")
-    report.share(
-        "ROSE: useful operations",
-        useful,
-        "TFLOP/s",
-        bound,
-        AIM,
-        "the matrix product's rate, recomputation not counted",
-        "which kernels take the time: --set speed.profiled=true",
-    )
+    words = "the matrix product's rate, recomputation not counted"
+    remedy = "which kernels take the time: --set speed.profiled=true"
+    report.share("ROSE: useful operations", useful, "TFLOP/s", bound, AIM, words, remedy)
     if sizes.trees:
         report.figure("ROSE: step of prefix trees", ours["trees_s"], "s")
-        report.figure(
-            "trees and rows, grad_norm differs by",
-            abs(ours["of_trees"] / ours["grad_norm"] - 1),
-            most=LIKE,
-            remedy="rows attend by cuDNN's kernels, trees by flex attention: one of them is wrong",
-        )
+        apart = abs(ours["of_trees"] / ours["grad_norm"] - 1)
+        remedy = "rows attend by cuDNN's kernels, trees by flex attention: one of them is wrong"
+        report.figure("trees and rows, grad_norm differs by", apart, most=LIKE, remedy=remedy)
     if report.gpus:
-        report.figure(
-            "ROSE: memory at the peak",
-            ours["peak_gib"],
-            "GiB",
-            most=1.1 * ours["estimate_gib"],
-            source=f"rose.launch.memory says {ours['estimate_gib']:.1f}",
-            remedy="trainer.gradient_checkpointing=true until the estimate is right",
-        )
+        peak, estimate = ours["peak_gib"], ours["estimate_gib"]
+        expected = {"most": 1.1 * estimate, "source": f"rose.launch.memory says {estimate:.1f}"}
+        remedy = "trainer.gradient_checkpointing=true until the estimate is right"
+        report.figure("ROSE: memory at the peak", peak, "GiB", **expected, remedy=remedy)
     if not sizes.beside:
         return
     (before,) = spawn(report, _ours, 1, *BEFORE)
@@ -88,13 +75,10 @@ def speed(report: Report) -> None:
         other = other["step_s"]
         report.figure(f"{name}: useful operations", useful * ours["step_s"] / other, "TFLOP/s")
         report.figure(f"ROSE is as fast as {name}", other / ours["step_s"], "times")
+    remedy = f"{' '.join(BEFORE)} until it is mended: the default computes something else"
     for name in ("grad_norm", "entropy"):
-        report.figure(
-            f"unfused, {name} differs by",
-            abs(ours[name] - before[name]) / max(abs(before[name]), 1e-12),
-            most=LIKE,
-            remedy=f"{' '.join(BEFORE)} until it is mended: the default computes something else",
-        )
+        apart = abs(ours[name] - before[name]) / max(abs(before[name]), 1e-12)
+        report.figure(f"unfused, {name} differs by", apart, most=LIKE, remedy=remedy)
 
 
 def _ours(report: Report, rank: int, world: int, port: int, *overrides: str) -> dict:

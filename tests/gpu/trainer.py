@@ -26,6 +26,11 @@ JOIN_S = 30.0
 MFU_ROWS, MFU_TREES = (0.08, 0.04)
 # Largest relative difference in gradient norm and entropy between trees and rows, in bfloat16.
 LIKE = 0.05
+WRONG = "a version that is not the trainer's weights: report it with the log"
+JOINS_LATE = (
+    "transfer.stage_gib, or a lower rollout.gpu_memory_utilization: an engine that joins late "
+    "needs this much beside its KV cache"
+)
 ESTIMATE = (0.4, 1.1)  # allowed range of the peak, as multiples of rose.launch.memory's estimate
 
 
@@ -94,17 +99,12 @@ def spawn(report: Report, work, world: int, *arguments: Any) -> list[dict]:
     found: dict[int, dict] = {}
     while len(found) < world:
         while queue.empty():
-            dead = [
-                (rank, p.exitcode)
-                for rank, p in enumerate(ranks)
-                if p.exitcode is not None and rank not in found
-            ]
+            codes = {rank: p.exitcode for rank, p in enumerate(ranks) if rank not in found}
+            dead = [f"{rank} ended with {code}" for rank, code in codes.items() if code is not None]
             if dead and queue.empty():
                 for process in ranks:
                     process.kill()
-                raise RuntimeError(
-                    f"trainer rank {dead[0][0]} ended with {dead[0][1]}; its words are in the log"
-                )
+                raise RuntimeError(f"trainer rank {dead[0]}; its words are in the log")
             time.sleep(0.05)
         rank, kind, told = queue.get()
         if kind == "say":
@@ -145,65 +145,37 @@ def trainer(report: Report) -> None:
         )
         tokens = sum(rank[kind]["tokens"] for rank in found)
         report.figure(f"{kind}: computed tokens", tokens / seconds, "token/s")
-        useful = _flops(shape, [rank[kind] for rank in found]) / seconds / world
-        report.share(
-            f"{kind}: useful operations",
-            useful / 1e12,
-            "TFLOP/s a GPU",
-            flops and flops / 1e12,
-            floor,
-            "dense bfloat16, recomputation not counted",
-            "is the CPU busy? trainer.micro_batch_tokens larger?",
-        )
+        useful = _flops(shape, [rank[kind] for rank in found]) / seconds / world / 1e12
+        limit, words = flops and flops / 1e12, "dense bfloat16, recomputation not counted"
+        remedy = "is the CPU busy? trainer.micro_batch_tokens larger?"
+        name = f"{kind}: useful operations"
+        report.share(name, useful, "TFLOP/s a GPU", limit, floor, words, remedy)
         # A norm of NaN fails, too.
         report.figure(f"{kind}: gradient norm", first[kind]["grad_norm"], least=1e-9)
+    remedy = "the tree's attention isn't the rows': trainer.share_prefixes=false until it is mended"
     for name in ("grad_norm", "entropy"):
         rows, trees = first["rows"][name], first["trees"][name]
-        report.figure(
-            f"trees and rows, {name} differs by",
-            abs(trees - rows) / max(abs(rows), 1e-12),
-            most=LIKE,
-            remedy=(
-                "the tree's attention is not the rows': trainer.share_prefixes=false until it is "
-                "mended"
-            ),
-        )
+        apart = abs(trees - rows) / max(abs(rows), 1e-12)
+        report.figure(f"trees and rows, {name} differs by", apart, most=LIKE, remedy=remedy)
     given = first["given"]
     report.figure("device given back for an engine's turn", given["give_s"], "s")
     report.figure("device taken again", given["take_s"], "s")
     if report.gpus:
-        report.figure(
-            "memory kept meanwhile",
-            given["kept_gib"],
-            "GiB",
-            most=0.1 * given["held_gib"],
-            source=f"of {given['held_gib']:.1f}",
-            remedy="what keeps it has no room for the engine: rose/trainer/offload.py",
-        )
-    report.figure(
-        "after that, gradient norm differs by",
-        abs(given["grad_norm"] / first["trees"]["grad_norm"] - 1),
-        most=LIKE,
-        remedy="states were lost on their way to host memory and back: colocate=false",
-    )
+        held, kept = given["held_gib"], given["kept_gib"]
+        bound = {"most": 0.1 * held, "source": f"of {held:.1f}"}
+        remedy = "what keeps it has no room for the engine: rose/trainer/offload.py"
+        report.figure("memory kept meanwhile", kept, "GiB", **bound, remedy=remedy)
+    apart = abs(given["grad_norm"] / first["trees"]["grad_norm"] - 1)
+    remedy = "states were lost on their way to host memory and back: colocate=false"
+    report.figure("after that, gradient norm differs by", apart, most=LIKE, remedy=remedy)
     report.figure("tensors published and read back", first["published"], least=1)
-    report.figure(
-        "of them, not the trainer's",
-        first["wrong"],
-        most=0,
-        remedy="a version that is not the trainer's weights: report it with the log",
-    )
+    report.figure("of them, not the trainer's", first["wrong"], most=0, remedy=WRONG)
     if report.gpus:
         peak, estimate = max(rank["peak_gib"] for rank in found), first["estimate_gib"]
-        report.figure(
-            "memory at the peak",
-            peak,
-            "GiB",
-            least=ESTIMATE[0] * estimate,
-            most=ESTIMATE[1] * estimate,
-            source=f"rose.launch.memory says {estimate:.1f}",
-            remedy="dry runs rely on this estimate: say what was measured here in an issue",
-        )
+        bound = {"least": ESTIMATE[0] * estimate, "most": ESTIMATE[1] * estimate}
+        bound |= {"source": f"rose.launch.memory says {estimate:.1f}"}
+        remedy = "dry runs rely on this estimate: say what was measured here in an issue"
+        report.figure("memory at the peak", peak, "GiB", **bound, remedy=remedy)
 
 
 def _shape(report: Report):
@@ -247,9 +219,8 @@ def _train(report: Report, rank: int, world: int, port: int) -> dict:
         out[kind] |= {"seconds": [took for _, took in steps[1:]], **_work(plan[0], packing, sizes)}
     out["given"] = _in_turn(report, made, lambda: batch.train(made, plan, True)[0])
     out["estimate_gib"] = memory.trainer(config, _shape(report)).total
-    out["peak_gib"] = (
-        memory.RUNTIME_GIB + torch.cuda.max_memory_allocated() / GIB if report.gpus else 0.0
-    )
+    peak = torch.cuda.max_memory_allocated() / GIB if report.gpus else 0.0
+    out["peak_gib"] = memory.RUNTIME_GIB + peak
     made.publish(1)
     out["published"], out["wrong"] = _read_back(made, report.folder / "trained", rank)
     made.close()
@@ -406,9 +377,8 @@ def _read_back(made, store: Path, rank: int) -> tuple[int, int]:
     for name, parameter in made.engine.policy.named_weights():
         full = safe_get_full_fp32_param(parameter)
         if rank == 0:
-            wrong += not torch.equal(
-                found[name], full.reshape(found[name].shape).to(found[name].dtype).cpu()
-            )
+            ours = found[name]
+            wrong += not torch.equal(ours, full.reshape(ours.shape).to(ours.dtype).cpu())
     return len(found), wrong
 
 
@@ -423,24 +393,14 @@ def transfer(report: Report) -> None:
         report.figure(f"{words}: publish", step["publish_s"], "s")
         report.figure(f"{words}: stage", step["stage_s"], "s")
         report.figure(f"{words}: flip", 1000 * step["flip_s"], "ms")
-        report.figure(
-            f"{words}: tensors that are not the trainer's",
-            step["wrong"],
-            most=0,
-            remedy="a version that is not the trainer's weights: report it with the log",
-        )
+        name = f"{words}: tensors that are not the trainer's"
+        report.figure(name, step["wrong"], most=0, remedy=WRONG)
         if report.gpus:
-            report.figure(
-                f"{words}: staging took on the device",
-                step["peak"] / 1e6,
-                "MB",
-                most=report.sizes.peak_share * found["nbytes"] / 1e6,
-                source=(
-                    f"{report.sizes.peak_share:g} of the weights' {found['nbytes'] / 1e6:.0f} MB"
-                ),
-                remedy="transfer.stage_gib, or a lower rollout.gpu_memory_utilization: an engine that joins "
-                "late needs this much beside its KV cache",
-            )
+            factor, weights = report.sizes.peak_share, found["nbytes"] / 1e6
+            source = f"{factor:g} of the weights' {weights:.0f} MB"
+            bound = {"most": factor * weights, "source": source, "remedy": JOINS_LATE}
+            name = f"{words}: staging took on the device"
+            report.figure(name, step["peak"] / 1e6, "MB", **bound)
 
 
 def _transfer(report: Report, rank: int, world: int, port: int) -> dict:
@@ -454,12 +414,8 @@ def _transfer(report: Report, rank: int, world: int, port: int) -> dict:
     config = settings(report, world, 64, 8)
     made = started(report, config, rank, world, port)
     weights = made.engine.policy.named_weights()
-    live = {
-        name: torch.zeros(
-            getattr(p, "ds_shape", p.shape), dtype=getattr(torch, sizes.dtype), device=made.device
-        )
-        for name, p in weights
-    }
+    there = {"dtype": getattr(torch, sizes.dtype), "device": made.device}
+    live = {n: torch.zeros(getattr(p, "ds_shape", p.shape), **there) for n, p in weights}
     receiver = None
     steps, generator, have = [], torch.Generator(made.device).manual_seed(2), None
     for version, share in enumerate([0.0, *sizes.shares]):
@@ -516,9 +472,8 @@ def _move(weights, share: float, generator) -> dict:
         full = torch.where(moved, full * 1.125, full)
         if share:
             safe_set_full_fp32_param(parameter, full)
-        truth[name] = full.reshape(getattr(parameter, "ds_shape", parameter.shape)).to(
-            parameter.dtype
-        )
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        truth[name] = full.reshape(shape).to(parameter.dtype)
     return truth
 
 
