@@ -36,10 +36,9 @@ def made(folder, *steps, attempts):
         replay.save(folder, number, list(groups.values()))
     for number, admitted in enumerate(attempts, 1):
         journal = Journal(folder / "journal" / f"attempt-{number:03d}.jsonl", {})
+        begun = ev.StepBegun(at=0.0, step=1, groups=1)
         for index in admitted:
-            journal.write(
-                ev.StepBegun(at=0.0, step=1, groups=1), [ev.AdmitGroup(index, f"g{index}")]
-            )
+            journal.write(begun, [ev.AdmitGroup(index, f"g{index}")])
         journal.close()
     return promise_count.count(folder, len(steps), MEMBERS)
 
@@ -50,13 +49,8 @@ def test_nothing_is_lost_where_a_requeued_run_trains_each_group_once(tmp_path):
 
 
 def test_a_group_that_is_skipped_one_trained_twice_and_a_replaced_member_are_counted(tmp_path):
-    found = made(
-        tmp_path,
-        ["g0.0", "g0.1r1"],
-        ["g2.0", "g2.1", "g0.0"],
-        ["g3.1", "g3.1r2"],
-        attempts=[[0, 1, 2], [3, 4]],
-    )
+    steps = ["g0.0", "g0.1r1"], ["g2.0", "g2.1", "g0.0"], ["g3.1", "g3.1r2"]
+    found = made(tmp_path, *steps, attempts=[[0, 1, 2], [3, 4]])
     # g1 whole and g3.0; g0.0, and g3.1 under two names
     assert found.lost == 2 + 1 and found.doubled == 2
     assert found.replaced == 2 and found.short == 1 and found.trained == 7
@@ -104,15 +98,15 @@ HARM = [
 
 
 def ran(side, seed):
-    borrows = side == "borrowed"
+    borrows, steps = side == "borrowed", 3 if side == "alone" else 4
     return {
         "side": side,
         "seed": seed,
         "engines": 4 if side == "dedicated" else 1,
         "held": [[2.0, 362.0]],
         "attempts": 1 + borrows,
-        "at_s": [60.0, 100.0, 200.0, 300.0][: 3 if side == "alone" else 4],
-        "groups": [[0.1 + 0.01 * seed], [0.2], [0.3], [0.4]][: 3 if side == "alone" else 4],
+        "at_s": [60.0, 100.0, 200.0, 300.0][:steps],
+        "groups": [[0.1 + 0.01 * seed], [0.2], [0.3], [0.4]][:steps],
         "step_s": [30.0, STEP_S[side], STEP_S[side]],
         "borrowed_share": [0.0, 0.5 * borrows],
         "served_s": 300.0,
