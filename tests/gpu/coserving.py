@@ -24,8 +24,8 @@ import numpy as np
 
 from scripts.harness import PATHS, REPOSITORY
 from tests.gpu.engine import device_used
-from tests.gpu.frame import Check, Report
-from tests.gpu.model import folder
+from tests.gpu.frame import Report, check
+from tests.gpu.model import folder, shape_of
 from tests.gpu.users import Users
 
 GIB = 2**30
@@ -66,6 +66,15 @@ GPU = Pair()
 CPU = Pair(*("cpu", "float32", None, 6.0, 0.0625, 512, 4, (32, 32), 2, (32, 8)), *(3.0, 3.0, 0.2))
 
 
+@check(
+    "the page pool that lends KV memory: mapped, released, and seen by the device",
+    "cuMemCreate and cuMemMap must work: drivers before 11.2 and some containers (gVisor) lack "
+    "them",
+    {"cuda": Pages(2**30), "cpu": Pages(0)},
+    90.0,
+    on_cpu=False,
+    needs_model=False,
+)
 def pool(report: Report) -> None:
     import torch
 
@@ -140,6 +149,11 @@ def overrides(report: Report, targets: tuple[float, ...] = LOOSE) -> list[str]:
     ]
 
 
+@check(
+    "python -m rose.parts.lending.profile: step times of both engines, alone and together",
+    "the log has both engines' words; memory: --set profile.kv_gib=2",
+    {"cuda": GPU, "cpu": CPU},
+)
 def profile(report: Report) -> None:
     """Run rose.parts.lending.profile as an operator does in the documented first step."""
     out = report.folder / "profile.json"
@@ -168,11 +182,17 @@ def profile(report: Report) -> None:
 # rollout engine
 
 
+@check(
+    "an online server and a rollout engine on one device: HTTP, memory and steps change hands",
+    "the log and online.log beside it have the engines' words; docs/serving.md",
+    {"cuda": GPU, "cpu": CPU},
+    360.0,  # includes the profile if this check runs alone
+)
 async def coserving(report: Report) -> None:
     path = Path(report.sizes.profile or report.folder / "profile.json")
     if not path.exists():
         report.say("no profile yet: it is measured")
-        profile(report)
+        profile.work(report)
     await _coserving(report, json.loads(path.read_text(encoding="utf-8")))
 
 
@@ -196,6 +216,7 @@ class Both:
         self.engine: Any = None
         self.made = self.evicted = 0  # tokens and aborted turns of R
         self.rests = False  # R is inactive or about to be, so no turn starts
+        self.vocabulary = shape_of(report).vocab
         self.users = Users(report, self.server, config.serving.online.model, self.vocabulary)
 
     def _overrides(self, targets: tuple[float, ...]) -> list[str]:
@@ -289,12 +310,6 @@ class Both:
             if finish is protocol.FinishReason.ABORT:
                 self.evicted += 1
                 await asyncio.sleep(LOOK_S)
-
-    @property
-    def vocabulary(self) -> int:
-        from rose.config import read_shape
-
-        return read_shape(folder(self.report)).vocab
 
     async def close(self) -> None:
         await self.end_users()
@@ -437,34 +452,3 @@ async def _rested(report: Report, both: Both) -> None:
 
 def _used(report: Report) -> int | None:
     return device_used() if report.gpus else None
-
-
-CHECKS = (
-    Check(
-        "pool",
-        "the page pool that lends KV memory: mapped, released, and seen by the device",
-        pool,
-        {"cuda": Pages(2**30), "cpu": Pages(0)},
-        90.0,
-        "cuMemCreate and cuMemMap must work: drivers before 11.2 and some containers (gVisor) lack "
-        "them",
-        on_cpu=False,
-        needs_model=False,
-    ),
-    Check(
-        "profile",
-        "python -m rose.parts.lending.profile: step times of both engines, alone and together",
-        profile,
-        {"cuda": GPU, "cpu": CPU},
-        240.0,
-        "the log has both engines' words; memory: --set profile.kv_gib=2",
-    ),
-    Check(
-        "coserving",
-        "an online server and a rollout engine on one device: HTTP, memory and steps change hands",
-        coserving,
-        {"cuda": GPU, "cpu": CPU},
-        360.0,  # includes the profile if this check runs alone
-        "the log and online.log beside it have the engines' words; docs/serving.md",
-    ),
-)

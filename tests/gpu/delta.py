@@ -21,7 +21,7 @@ import msgspec
 from rose.config import ModelShape
 from rose.parts.simulator.hardware import SHAPES
 from scripts.run_weights import Alone
-from tests.gpu.frame import Check, Report
+from tests.gpu.frame import Report, check, settle
 
 AT_ONCE = 2**26  # values that are changed at once, which bounds the memory on the device
 TIMEOUT_S = 200.0
@@ -41,6 +41,12 @@ class Sizes(msgspec.Struct):
     changed: float  # share of the values that each version changes
 
 
+@check(
+    "publish, stage and flip of 1 % changed values, compared on the device: exact, seconds",
+    "trainer ranks can keep a copy of the last version and compare with it; tell us",
+    {"cuda": Sizes(["0.6B", "7B"], 0.01), "cpu": Sizes(["tiny"], 0.01)},
+    needs_model=False,
+)
 def delta(report: Report) -> None:
     """Compare the kernels with the host's loops, then publish and load versions of each model."""
     if report.gpus:
@@ -324,23 +330,3 @@ def extents_of(shape: ModelShape):
 
 def threads() -> int:
     return min(16, len(os.sched_getaffinity(0)))
-
-
-def settle(device) -> None:
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-CHECKS = (
-    Check(
-        "delta",
-        "publish, stage and flip of 1 % changed values, compared on the device: exact, seconds",
-        delta,
-        {"cuda": Sizes(["0.6B", "7B"], 0.01), "cpu": Sizes(["tiny"], 0.01)},
-        240.0,
-        "trainer ranks can keep a copy of the last version and compare with it; tell us",
-        needs_model=False,
-    ),
-)

@@ -8,7 +8,7 @@ import time
 
 import msgspec
 
-from tests.gpu.frame import Check, Report
+from tests.gpu.frame import Report, check
 
 COLUMNS = 4096
 # Least share of the memory's bandwidth. It is low because 512 blocks at a time are a quarter of the
@@ -21,6 +21,11 @@ class Sizes(msgspec.Struct):
     parts: int  # tensor-parallel degree that cuts one of two tensors into bands of columns
 
 
+@check(
+    "blocks of weights hashed on the device: the host's hashes, GB/s",
+    "versions are read back to be hashed, which works everywhere and takes seconds; tell us",
+    {"cuda": Sizes(4.0, 4), "cpu": Sizes(0.02, 4)},
+)
 def digests(report: Report) -> None:
     """Hash whole rows, bands of columns, and runs that begin and end within rows."""
     import torch
@@ -67,15 +72,3 @@ class Host:
 
     def __init__(self, live) -> None:
         self.view, self.side_stream, self.device = live.view, live.side_stream, live.device
-
-
-CHECKS = (
-    Check(
-        "digests",
-        "blocks of weights hashed on the device: the host's hashes, GB/s",
-        digests,
-        {"cuda": Sizes(4.0, 4), "cpu": Sizes(0.02, 4)},
-        240.0,
-        "versions are read back to be hashed, which works everywhere and takes seconds; tell us",
-    ),
-)

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 
 from tests.gpu import engine
-from tests.gpu.frame import Check, Report
+from tests.gpu.frame import Report, check
 from tests.gpu.model import folder
 
 TEMPERATURE = 0.25  # low, because a random model is sure of nothing and would accept no draft
@@ -22,6 +22,11 @@ GPU = engine.Engines("gpu", "float32", 0.5, 128, 64, 64, 0, 0, 0, 0.0, 0, 0)
 CPU = engine.Engines("cpu", "float32", 0.9, 32, 24, 24, 0, 0, 0, 0.0, 0, 0)
 
 
+@check(
+    "an engine that drafts from a turn's own text samples the model's own distribution",
+    "the engine's words are in the log; rollout/draft=none does without",
+    {"cuda": GPU, "cpu": CPU},
+)
 async def drafts(report: Report) -> None:
     """Run turns of one prompt all at once, with drafts from their own text."""
     config = engine.settings(report, "rollout/draft=ngram", "rollout.draft.tokens=5")
@@ -76,15 +81,3 @@ def _surprise(report: Report, prompt: list[int], turns: list[list[int]]) -> tupl
     counts = np.histogram(uniform, bins=BINS, range=(0, 1))[0]
     expected = len(uniform) / BINS
     return off / max(variance, 1e-12) ** 0.5, float(((counts - expected) ** 2 / expected).sum())
-
-
-CHECKS = (
-    Check(
-        "drafts",
-        "an engine that drafts from a turn's own text samples the model's own distribution",
-        drafts,
-        {"cuda": GPU, "cpu": CPU},
-        240.0,
-        "the engine's words are in the log; rollout/draft=none does without",
-    ),
-)

@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 
 from scripts.harness import configured
-from tests.gpu.frame import Check, Report
-from tests.gpu.model import Versions, folder, score
+from tests.gpu.frame import Report, check
+from tests.gpu.model import Versions, folder, score, shape_of
 
 GIB = 2**30
 DTYPE_BYTES = 2
@@ -104,9 +104,7 @@ async def start(report: Report, config) -> Any:
 
 
 def prompts(report: Report, count: int, seed: int) -> list[list[int]]:
-    from rose.config import read_shape
-
-    vocabulary, dice = read_shape(folder(report)).vocab, np.random.default_rng(seed)
+    vocabulary, dice = shape_of(report).vocab, np.random.default_rng(seed)
     return [dice.integers(0, vocabulary, report.sizes.prompt).tolist() for _ in range(count)]
 
 
@@ -154,6 +152,12 @@ async def turns(engine, name: str, given: list[list[int]], new: int) -> list[Tur
 # --------------------------------------------------------------------------- engine
 
 
+@check(
+    "a non-eager engine: speed, a flip under traffic, log-probabilities against the trainer's",
+    "the engine's own words are in the log; VLLM_LOGGING_LEVEL=INFO says more. Memory: --set "
+    "engine.utilization=0.8",
+    {"cuda": GPU, "cpu": CPU},
+)
 async def engine(report: Report, *overrides: str, speed: bool = True) -> None:
     config = settings(report, *overrides)
     running = await start(report, config)
@@ -183,9 +187,7 @@ def ways(report: Report, running) -> None:
 
 
 async def _speed(report: Report, running) -> None:
-    from rose.config import read_shape
-
-    sizes, shape = report.sizes, read_shape(folder(report))
+    sizes, shape = report.sizes, shape_of(report)
     weights = DTYPE_BYTES * shape.parameters
     kv = shape.kv_bytes_per_token * (sizes.prompt + sizes.new / 2)  # mean KV bytes of a turn
     bandwidth = report.setup.rates[1] if report.setup.rates else None
@@ -274,18 +276,39 @@ async def compare(report: Report, running, versions: Versions) -> None:
     figure("the old weights fit worse by", worse, "times", least=OLD_WEIGHTS)
 
 
+@check(
+    "the same weights in float32, where only TF32 may differ",
+    "a wrong kernel, or weights that are not the version's: the log has the engine's words",
+    {"cuda": NARROW, "cpu": NARROW_CPU},
+    180.0,
+)
 async def precision(report: Report) -> None:
     """Run the engine in float32, where any error larger than rounding shows."""
-    await engine(report, "rollout.enforce_eager=true", speed=False)
+    await engine.work(report, "rollout.enforce_eager=true", speed=False)
 
 
-async def tensor_parallel(report: Report) -> None:
-    await engine(report, speed=False)
+@check(
+    "an engine over two GPUs takes a version while turns run",
+    "NCCL between the two: rose doctor cluster=gpus; NCCL_DEBUG=INFO; "
+    "NCCL_P2P_DISABLE=1 goes around a broken link",
+    {"cuda": BOTH, "cpu": NARROW_CPU},
+    least_gpus=2,
+    on_cpu=False,
+)
+async def tp2(report: Report) -> None:
+    await engine.work(report, speed=False)
 
 
 # --------------------------------------------------------------------------- sleep
 
 
+@check(
+    "a non-eager engine gives its memory back, wakes, makes the same tokens, and takes a version",
+    "rollout.engine_args.enable_sleep_mode needs vLLM's cumem allocator: the log says why it has "
+    "none",
+    {"cuda": SLEEPS, "cpu": SLEEPS_CPU},
+    180.0,
+)
 async def sleep(report: Report) -> None:
     """Put an engine to sleep and wake it. Its memory must be free meanwhile, it must load new
     weights, and with the folder's weights it must generate the same tokens as before."""
@@ -361,46 +384,3 @@ def device_used() -> int:
 
     free, total = torch.cuda.mem_get_info()
     return total - free
-
-
-CHECKS = (
-    Check(
-        "engine",
-        "a non-eager engine: speed, a flip under traffic, log-probabilities against the trainer's",
-        engine,
-        {"cuda": GPU, "cpu": CPU},
-        240.0,
-        "the engine's own words are in the log; VLLM_LOGGING_LEVEL=INFO says more. Memory: --set "
-        "engine.utilization=0.8",
-    ),
-    Check(
-        "precision",
-        "the same weights in float32, where only TF32 may differ",
-        precision,
-        {"cuda": NARROW, "cpu": NARROW_CPU},
-        180.0,
-        "a wrong kernel, or weights that are not the version's: the log has the engine's words",
-    ),
-    Check(
-        "tp2",
-        "an engine over two GPUs takes a version while turns run",
-        tensor_parallel,
-        {"cuda": BOTH, "cpu": NARROW_CPU},
-        240.0,
-        "NCCL between the two: rose doctor cluster=gpus; NCCL_DEBUG=INFO; "
-        "NCCL_P2P_DISABLE=1 goes around a "
-        "broken link",
-        least_gpus=2,
-        on_cpu=False,
-    ),
-    Check(
-        "sleep",
-        "a non-eager engine gives its memory back, wakes, makes the same tokens, and takes a "
-        "version",
-        sleep,
-        {"cuda": SLEEPS, "cpu": SLEEPS_CPU},
-        180.0,
-        "rollout.engine_args.enable_sleep_mode needs vLLM's cumem allocator: the log says why it "
-        "has none",
-    ),
-)

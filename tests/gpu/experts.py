@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from scripts.harness import cfg, configured
-from tests.gpu.frame import Check, Report
+from tests.gpu.frame import Report, check
 from tests.gpu.trainer import GIB, spawn
 
 FOLDER = "experts"  # name within the scratch folder
@@ -35,6 +35,13 @@ GPU = Experts("bfloat16", 2048, 768, 128, 8, 4096, 2)  # a layer of Qwen3-30B-A3
 CPU = Experts("bfloat16", 64, 32, 16, 2, 64, 2)
 
 
+@check(
+    "a mixture's experts: gradients against a plain loop, also of those without tokens; host "
+    "memory as ranks read them",
+    "out of memory: --set experts.layers=1; the log has the part that failed",
+    {"cuda": GPU, "cpu": CPU},
+    needs_model=False,
+)
 def experts(report: Report) -> None:
     for tokens, words in ((report.sizes.tokens, "half of them chosen"), (1, "one token")):
         _compare(report, tokens, words)
@@ -163,17 +170,3 @@ def _read_rank(report: Report, rank: int, world: int, port: int, trainer: cfg.Tr
 def _kib(key: str) -> int:
     lines = STATUS.read_text(encoding="utf-8").splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith(f"{key}:")))
-
-
-CHECKS = (
-    Check(
-        "experts",
-        "a mixture's experts: gradients against a plain loop, also of those without tokens; host "
-        "memory as ranks read them",
-        experts,
-        {"cuda": GPU, "cpu": CPU},
-        240.0,
-        "out of memory: --set experts.layers=1; the log has the part that failed",
-        needs_model=False,
-    ),
-)

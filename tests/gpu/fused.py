@@ -11,13 +11,12 @@ import importlib.util
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import msgspec
 import numpy as np
 import pytest
 
-from tests.gpu.frame import Check, Report
+from tests.gpu.frame import Report, check
 from tests.gpu.trainer import LIKE, Batch, Training, spawn, started
 
 # Least speed relative to the step without the option. Below it the option gains nothing.
@@ -36,11 +35,28 @@ GPU_HPZ = msgspec.structs.replace(GPU, ranks=4)
 CPU_HPZ = msgspec.structs.replace(CPU, ranks=4)
 
 
-def compiled(report: Report, stage: int) -> None:
-    name = f"compiled, ZeRO-{stage}"
-    _compare(report, name, "trainer.compile=true", "trainer.compile=false", stage)
+def _compile(stage: int):
+    """Return the check of compiled layers with this stage of ZeRO."""
+    without, name = "trainer.compile=false", f"compiled, ZeRO-{stage}"
+    what = f"torch.compile of layers and head, ZeRO-{stage}: the same as without, start, speed"
+    words = "the log has the compiler's words. A compiler: apt-get install g++"
+
+    def work(report: Report) -> None:
+        _compare(report, name, "trainer.compile=true", without, stage)
+
+    work.__name__ = f"compile_zero{stage}"
+    return check(what, f"{without}; {words}", {"cuda": GPU, "cpu": CPU})(work)
 
 
+compile_zero2, compile_zero3 = _compile(2), _compile(3)
+
+
+@check(
+    "Liger's norms, rotary positions and MLPs: the same gradients as without, speed",
+    "trainer.kernels=none; pip install 'liger-kernel==0.8.*' beside the torch that is there",
+    {"cuda": GPU, "cpu": CPU},
+    on_cpu=False,
+)
 def liger(report: Report) -> None:
     for package in ("liger_kernel", "triton"):
         if importlib.util.find_spec(package) is None:
@@ -50,6 +66,13 @@ def liger(report: Report) -> None:
     _compare(report, "Liger", "trainer.kernels=liger", "trainer.kernels=none")
 
 
+@check(
+    "ZeRO-3 with a second copy of the weights in groups of 2 ranks: the same gradients, speed",
+    "trainer.hpz=null; a hang: NCCL_DEBUG=INFO",
+    {"cuda": GPU_HPZ, "cpu": CPU_HPZ},
+    400.0,
+    least_gpus=4,
+)
 def hpz(report: Report) -> None:
     with_it, without = f"trainer.hpz={HPZ}", "trainer.hpz=null"
     _compare(report, "second copy", with_it, without, stage=3, floor=0.0)
@@ -145,36 +168,3 @@ def _steps(report: Report, rank: int, world: int, port: int, *overrides: str) ->
         out[kind]["seconds"] = [batch.train(made, plan, trees)[1] for _ in timed]
     made.close()
     return out
-
-
-CHECKS = (
-    *(
-        Check(
-            f"compile_zero{stage}",
-            f"torch.compile of layers and head, ZeRO-{stage}: the same as without, start, speed",
-            partial(compiled, stage=stage),
-            {"cuda": GPU, "cpu": CPU},
-            240.0,
-            "trainer.compile=false; the log has the compiler's words. A compiler: apt-get install g++",
-        )
-        for stage in (2, 3)
-    ),
-    Check(
-        "liger",
-        "Liger's norms, rotary positions and MLPs: the same gradients as without, speed",
-        liger,
-        {"cuda": GPU, "cpu": CPU},
-        240.0,
-        "trainer.kernels=none; pip install 'liger-kernel==0.8.*' beside the torch that is there",
-        on_cpu=False,
-    ),
-    Check(
-        "hpz",
-        "ZeRO-3 with a second copy of the weights in groups of 2 ranks: the same gradients, speed",
-        hpz,
-        {"cuda": GPU_HPZ, "cpu": CPU_HPZ},
-        400.0,
-        "trainer.hpz=null; a hang: NCCL_DEBUG=INFO",
-        least_gpus=4,
-    ),
-)

@@ -10,7 +10,7 @@ from rose.config.trainer import FUSED
 from scripts.harness import cfg
 from scripts.run_weights import Whole
 from tests.gpu import engine
-from tests.gpu.frame import Check, Report
+from tests.gpu.frame import Report, check
 from tests.gpu.model import folder
 
 RANK = 12  # not a size of vLLM's, which then has memory for rank 16
@@ -58,6 +58,12 @@ class Adapters(Whole):
         return self.version
 
 
+@check(
+    "an engine with an adapter: a version into its memory under traffic, log-probabilities "
+    "against PEFT's",
+    "vLLM's LoRA kernels, or an adapter that is not the version's: the log has the engine's words",
+    {"cuda": GPU, "cpu": CPU},
+)
 async def lora(report: Report) -> None:
     config = engine.settings(report, LORA)
     running = await engine.start(report, config)
@@ -68,17 +74,3 @@ async def lora(report: Report) -> None:
         await engine.compare(report, running, versions)
     finally:
         await running.shutdown()
-
-
-CHECKS = (
-    Check(
-        "lora",
-        "an engine with an adapter: a version into its memory under traffic, log-probabilities "
-        "against PEFT's",
-        lora,
-        {"cuda": GPU, "cpu": CPU},
-        240.0,
-        "vLLM's LoRA kernels, or an adapter that is not the version's: the log has the engine's "
-        "words",
-    ),
-)

@@ -25,7 +25,7 @@ from rose.parts.doctor import devices
 from rose.parts.doctor.devices import FREE_SHARE, GIB
 from rose.parts.doctor.finding import run
 from scripts.harness import REPOSITORY
-from tests.gpu.frame import Check, Report, Setup
+from tests.gpu.frame import Report, Setup, check, settle
 
 # Distributions whose versions a figure may depend on.
 PACKAGES = "torch triton vllm deepspeed transformers liger-kernel numpy numba mpi4py".split()
@@ -73,6 +73,17 @@ def versions(setup: Setup) -> dict[str, str]:
 # --------------------------------------------------------------------------- machine
 
 
+@check(
+    "driver, packages, compiler, and what the device does raw",
+    "rose doctor cluster=gpus says more of packages and driver",
+    {
+        "cuda": Machine(2**30, 8192, 5, LEAST_SHM_GIB, LEAST_DISK_GIB),
+        "cpu": Machine(2**24, 256, 1, 0.1, 0.5),
+    },
+    150.0,
+    least_gpus=0,
+    needs_model=False,
+)
 def machine(report: Report) -> None:
     for name, version in versions(report.setup).items():
         report.figure(f"version of {name}", version)
@@ -178,24 +189,25 @@ def _raw(report: Report) -> None:
 
 def timed(work: Callable[[], Any], device, repeats: int) -> float:
     """Return the seconds of the fastest of `repeats` calls, after one that is not counted."""
-    import torch
-
     work()
     best = float("inf")
     for _ in range(repeats):
-        _synchronize(torch, device)
+        settle(device)
         began = time.perf_counter()
         work()
-        _synchronize(torch, device)
+        settle(device)
         best = min(best, time.perf_counter() - began)
     return best
 
 
-def _synchronize(torch, device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
+@check(
+    "what decides designs: an online step beside other work, pages, weights compared",
+    "the card must be free: other work on it counts",
+    {"cuda": Nothing(), "cpu": Nothing()},
+    150.0,
+    on_cpu=False,
+    needs_model=False,
+)
 def micro(report: Report) -> None:
     """Run the kit's micro.py, and report its lines as figures."""
     command = [sys.executable, str(REPOSITORY / "scripts" / "gpu_kit" / "micro.py")]
@@ -207,6 +219,15 @@ def micro(report: Report) -> None:
         raise RuntimeError(f"micro.py ended with code {child.returncode}")
 
 
+@check(
+    "an all-reduce between all GPUs",
+    "NCCL_DEBUG=INFO says more; nvidia-smi topo -m shows the links; NCCL_P2P_DISABLE=1 in "
+    "cluster.env goes around a broken one",
+    {"cuda": Ranks("nccl", None), "cpu": Ranks("gloo", 2)},
+    90.0,
+    least_gpus=2,
+    needs_model=False,
+)
 def nccl(report: Report) -> None:
     """Run the doctor's all-reduce, a rank per GPU, which checks the sum. Report its speed."""
     ranks, module = report.sizes.ranks or report.setup.gpus, "rose.parts.doctor.all_reduce"
@@ -220,6 +241,14 @@ def nccl(report: Report) -> None:
     report.figure(name, told[0], "GiB/s", least=least, remedy=remedy)
 
 
+@check(
+    "nothing of these checks is left on the devices",
+    "nvidia-smi names the process that holds memory",
+    {"cuda": Nothing(), "cpu": Nothing()},
+    60.0,
+    on_cpu=False,
+    needs_model=False,
+)
 def left(report: Report) -> None:
     """Check that the checks of this call hold no memory on the devices. Processes that a check
     leaves behind are ended by gpu_check.py."""
@@ -232,53 +261,4 @@ def left(report: Report) -> None:
         _free(report, index, "free at the end", remedy)
 
 
-FIRST = (
-    Check(
-        "machine",
-        "driver, packages, compiler, and what the device does raw",
-        machine,
-        {
-            "cuda": Machine(2**30, 8192, 5, LEAST_SHM_GIB, LEAST_DISK_GIB),
-            "cpu": Machine(2**24, 256, 1, 0.1, 0.5),
-        },
-        150.0,
-        "rose doctor cluster=gpus says more of packages and driver",
-        least_gpus=0,
-        needs_model=False,
-    ),
-    Check(
-        "micro",
-        "what decides designs: an online step beside other work, pages, weights compared",
-        micro,
-        {"cuda": Nothing(), "cpu": Nothing()},
-        150.0,
-        "the card must be free: other work on it counts",
-        on_cpu=False,
-        needs_model=False,
-    ),
-)
-LAST = (
-    Check(
-        "nccl",
-        "an all-reduce between all GPUs",
-        nccl,
-        {"cuda": Ranks("nccl", None), "cpu": Ranks("gloo", 2)},
-        90.0,
-        "NCCL_DEBUG=INFO says more; nvidia-smi topo -m shows the links; NCCL_P2P_DISABLE=1 in "
-        "cluster.env goes around "
-        "a broken one",
-        least_gpus=2,
-        needs_model=False,
-    ),
-    Check(
-        "left",
-        "nothing of these checks is left on the devices",
-        left,
-        {"cuda": Nothing(), "cpu": Nothing()},
-        60.0,
-        "nvidia-smi names the process that holds memory",
-        on_cpu=False,
-        needs_model=False,
-    ),
-)
 ALL_NEED = ("machine",)

@@ -17,7 +17,7 @@ import numpy as np
 
 from scripts.harness import cfg, configured
 from scripts.run_weights import Whole
-from tests.gpu.frame import Check, Report
+from tests.gpu.frame import Report, check
 
 DEVIATION = 0.02  # standard deviation of the weights; norms are ones
 AT_ONCE = 2**24  # values that are drawn at once, which bounds the memory on the device
@@ -48,6 +48,16 @@ def folder(report: Report) -> Path:
     return report.folder / FOLDER
 
 
+def shape_of(report: Report) -> cfg.ModelShape:
+    return cfg.read_shape(folder(report))
+
+
+@check(
+    "a model of the shape of Qwen3-0.6B, or the one given",
+    "give one with --model FOLDER; a hub id needs network or a filled Hugging Face cache",
+    {"cuda": QWEN3_0_6B, "cpu": AS_IT_IS},
+    needs_model=False,
+)
 def model(report: Report) -> None:
     from rose import models
 
@@ -66,9 +76,11 @@ def model(report: Report) -> None:
             target.symlink_to(tiny)
         else:
             make(tiny, target, report.sizes, report.setup.device)
-    shape = cfg.read_shape(target)
-    report.figure("parameters", shape.parameters / 1e6, "million")
+    report.figure("parameters", shape_of(report).parameters / 1e6, "million")
     report.figure("made or found in", time.monotonic() - began, "s")
+
+
+MODEL = model
 
 
 def make(tiny: Path, target: Path, shape: Shape, device: str) -> None:
@@ -163,14 +175,3 @@ def score(
             logprobs, _ = policy(tokens[:, :-1], tokens[:, 1:], mask)
             scores.append(logprobs[0, len(prompt) - 1 :].float().cpu().numpy())
     return np.concatenate(scores)
-
-
-MODEL = Check(
-    "model",
-    "a model of the shape of Qwen3-0.6B, or the one given",
-    model,
-    {"cuda": QWEN3_0_6B, "cpu": AS_IT_IS},
-    240.0,
-    "give one with --model FOLDER; a hub id needs network or a filled Hugging Face cache",
-    needs_model=False,
-)

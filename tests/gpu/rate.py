@@ -16,7 +16,7 @@ import msgspec
 import psutil
 
 from tests.gpu import engine
-from tests.gpu.frame import Check, Report
+from tests.gpu.frame import Report, check
 
 EXTENSION = {"worker_extension_cls": "tests.gpu.rate_worker.Extension"}
 APART = {"distributed_executor_backend": "mp"}
@@ -46,6 +46,11 @@ OURS = Way("ROSE")
 WAYS = (PLAIN, OURS, Way("ROSE without garbage collection", collects=False))
 
 
+@check(
+    "what bounds many turns at once: the parts of a step, by vLLM alone, ROSE, and a worker",
+    "the engine's own words are in the log; VLLM_LOGGING_LEVEL=INFO says more",
+    {"cuda": GPU, "cpu": CPU},
+)
 async def rate(report: Report) -> None:
     sequences = f"rollout.max_sequences={report.sizes.turns}"
     config = engine.settings(report, "rollout.stream_interval=1", sequences)
@@ -143,15 +148,3 @@ def _processor_s(running: Any) -> tuple[float, float]:
     core = psutil.Process(running.pid)
     both = [core, *core.children(recursive=True)], [psutil.Process()]
     return tuple(sum(sum(one.cpu_times()[:2]) for one in processes) for processes in both)
-
-
-CHECKS = (
-    Check(
-        "rate",
-        "what bounds many turns at once: the parts of a step, by vLLM alone, ROSE, and a worker",
-        rate,
-        {"cuda": GPU, "cpu": CPU},
-        240.0,
-        "the engine's own words are in the log; VLLM_LOGGING_LEVEL=INFO says more",
-    ),
-)

@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 
 from tests.gpu import trainer
-from tests.gpu.frame import Check, Report
-from tests.gpu.model import folder
+from tests.gpu.frame import Report, check, settle
+from tests.gpu.model import folder, shape_of
 from tests.gpu.operations import timed
-from tests.gpu.trainer import LIKE, Batch, Training, _flops, _shape, _work, joined, spawn
+from tests.gpu.trainer import LIKE, Batch, Training, _flops, _work, joined, spawn
 
 GIB = 2**30
 AIM = 0.3  # least share of the matrix product's rate
@@ -40,8 +40,13 @@ GPU = Steps(**msgspec.structs.asdict(trainer.GPU), matrix=8192, plain_rows=8, pr
 CPU = Steps(**msgspec.structs.asdict(trainer.CPU), matrix=256, plain_rows=3, profiled=True)
 
 
+@check(
+    "a trainer's step as a user gets it, beside one without fused operations and a plain transformers loop",
+    "out of memory: trainer.gradient_checkpointing=true",
+    {"cuda": GPU, "cpu": CPU},
+)
 def speed(report: Report) -> None:
-    shape, sizes = _shape(report), report.sizes
+    shape, sizes = shape_of(report), report.sizes
     (ours,) = spawn(report, _ours, 1)
     rate = ours["matrix"] / 1e12
     report.figure("bfloat16 matrix product", rate, "TFLOP/s")
@@ -87,7 +92,7 @@ def _ours(report: Report, rank: int, world: int, port: int, *overrides: str) -> 
 
     from rose.launch import choices, memory
 
-    sizes, shape, batch = report.sizes, _shape(report), Batch(report, rank, world)
+    sizes, shape, batch = report.sizes, shape_of(report), Batch(report, rank, world)
     share = f"trainer.share_prefixes={str(sizes.trees).lower()}"
     config = batch.config(f"trainer.zero_stage={sizes.stage}", share, *overrides)
     config, chosen = choices.made(config, shape)
@@ -180,7 +185,7 @@ def _plain(report: Report, rank: int, world: int, port: int) -> dict:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     rows = [
         torch.from_numpy(protocol.unpack_tokens(t.tokens).astype("int64"))
-        for t in trainer.random_rows(sizes, _shape(report).vocab).values()
+        for t in trainer.random_rows(sizes, shape_of(report).vocab).values()
     ]
     seconds = []
     for _ in range(sizes.timed + 1):
@@ -194,20 +199,7 @@ def _plain(report: Report, rank: int, world: int, port: int) -> dict:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        settle(device)
         seconds.append(time.monotonic() - began)
         report.say(f"a step of the plain loop took {seconds[-1]:.3f} s")
     return {"step_s": min(seconds[1:])}
-
-
-CHECKS = (
-    Check(
-        "speed",
-        "a trainer's step as a user gets it, beside one without fused operations and a plain transformers loop",
-        speed,
-        {"cuda": GPU, "cpu": CPU},
-        240.0,
-        "out of memory: trainer.gradient_checkpointing=true",
-    ),
-)

@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 
 from scripts.harness import configured
-from tests.gpu.frame import Check, Report
-from tests.gpu.model import folder
+from tests.gpu.frame import Report, check
+from tests.gpu.model import folder, shape_of
 
 PAUSE_S = 0.003  # seconds between two steps of S
 AHEAD_S = 0.001  # seconds in which S's engine prepares a step after it has raised the flag
@@ -104,6 +104,12 @@ def product(torch):
     return lambda: [x @ x for _ in range(8)]
 
 
+@check(
+    "a rollout engine that stops between layers while another process computes",
+    "the log has the engine's words; rose/parts/lending/vllm/stops.py",
+    {"cuda": GPU, "cpu": CPU},
+    150.0,
+)
 async def stops(report: Report) -> None:
     boards = Path("/dev/shm") / f"rose-gpu-check-stops-{os.getpid()}"
     spawn = multiprocessing.get_context("spawn")
@@ -194,11 +200,9 @@ class Both:
     """The turns of R, and the measurement of S beside them."""
 
     def __init__(self, report: Report, engine: Any, orders: Any) -> None:
-        from rose.config import read_shape
-
         self.report, self.engine, self.orders = report, engine, orders
         self.made, self.tasks = 0, []
-        self.vocabulary = read_shape(folder(report)).vocab
+        self.vocabulary = shape_of(report).vocab
 
     def begin(self) -> None:
         turns = range(self.report.sizes.turns)
@@ -273,15 +277,3 @@ def _in_a_graph(report: Report, flag: Any) -> None:
         report.figure("a CUDA graph can hold a stop", False)
     finally:
         flag.ignored, flag.up = True, False
-
-
-CHECKS = (
-    Check(
-        "stops",
-        "a rollout engine that stops between layers while another process computes",
-        stops,
-        {"cuda": GPU, "cpu": CPU},
-        150.0,
-        "the log has the engine's words; rose/parts/lending/vllm/stops.py",
-    ),
-)

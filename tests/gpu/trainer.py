@@ -16,8 +16,8 @@ import numpy as np
 
 from scripts.harness import configured
 from scripts.run_weights import threads
-from tests.gpu.frame import Check, Report
-from tests.gpu.model import folder
+from tests.gpu.frame import Report, check, settle
+from tests.gpu.model import folder, shape_of
 from tests.ports import free_port
 
 GIB = 2**30
@@ -133,10 +133,16 @@ def _rank(queue, work, setup, sizes, rank: int, world: int, port: int, arguments
 # --------------------------------------------------------------------------- trainer
 
 
+@check(
+    "DeepSpeed ZeRO-3 on all GPUs: rows and prefix trees, memory, speed, a version read back",
+    "out of memory: --set trainer.micro_batch_tokens=8192; a hang of several ranks: "
+    "NCCL_DEBUG=INFO, and rose doctor cluster=gpus",
+    {"cuda": GPU, "cpu": CPU},
+)
 def trainer(report: Report) -> None:
     world = max(1, report.setup.gpus)
     found = spawn(report, _train, world)
-    first, shape = found[0], _shape(report)
+    first, shape = found[0], shape_of(report)
     report.figure("ranks", world)
     flops = report.setup.rates[0] if report.setup.rates else None
     for kind, floor in (("rows", MFU_ROWS), ("trees", MFU_TREES)):
@@ -178,12 +184,6 @@ def trainer(report: Report) -> None:
         report.figure("memory at the peak", peak, "GiB", **bound, remedy=remedy)
 
 
-def _shape(report: Report):
-    from rose.config import read_shape
-
-    return read_shape(folder(report))
-
-
 def _flops(shape, ranks: list[dict]) -> float:
     """Return the operations of forward and backward passes: 6 per weight and token, 12 per attended
     pair and channel, and the head only for generated tokens."""
@@ -218,7 +218,7 @@ def _train(report: Report, rank: int, world: int, port: int) -> dict:
         out[kind] = {name: steps[0][0][name] for name in ("grad_norm", "entropy")}
         out[kind] |= {"seconds": [took for _, took in steps[1:]], **_work(plan[0], packing, sizes)}
     out["given"] = _in_turn(report, made, lambda: batch.train(made, plan, True)[0])
-    out["estimate_gib"] = memory.trainer(config, _shape(report)).total
+    out["estimate_gib"] = memory.trainer(config, shape_of(report)).total
     peak = torch.cuda.max_memory_allocated() / GIB if report.gpus else 0.0
     out["peak_gib"] = memory.RUNTIME_GIB + peak
     made.publish(1)
@@ -274,7 +274,7 @@ class Batch:
         from rose import protocol
 
         self._report, self._rank, self._world = report, rank, world
-        self.rows = random_rows(report.sizes, _shape(report).vocab)
+        self.rows = random_rows(report.sizes, shape_of(report).vocab)
         self._tokens = [protocol.unpack_tokens(t.tokens) for t in self.rows.values()]
         self._summary = protocol.BatchSummary(
             [t.reward for t in self.rows.values()],
@@ -301,8 +301,6 @@ class Batch:
 
     def train(self, made, plan: list, trees: bool = False) -> tuple[dict[str, float], float]:
         """Train the next step on these micro-batches. Return its metrics and its seconds."""
-        import torch
-
         from rose import protocol
 
         self._number += 1
@@ -310,8 +308,7 @@ class Batch:
         step = protocol.TrainStep(self._number, self._summary, plan, trees, 1)
         began = time.monotonic()
         metrics = made.train(step, mine)
-        if made.device.type == "cuda":
-            torch.cuda.synchronize()
+        settle(made.device)
         took = time.monotonic() - began
         kind = "trees" if trees else "rows"
         self._report.say(f"{kind}: step {self._number} took {took:.3f} s")
@@ -348,7 +345,7 @@ def started(report: Report, config, rank: int, world: int, port: int):
     """Return the rank's `Trainer` with an open store."""
     from rose.engine import layout
 
-    made, shape = joined(report, config, rank, world, port), _shape(report)
+    made, shape = joined(report, config, rank, world, port), shape_of(report)
     made.open_store(
         report.folder / "trained", lambda name, extent: layout.cuts(name, extent, shape, [1, 2])
     )
@@ -385,6 +382,15 @@ def _read_back(made, store: Path, rank: int) -> tuple[int, int]:
 # --------------------------------------------------------------------------- transfer
 
 
+@check(
+    "a version from ZeRO's shards through the store into tensors on the device, bit for bit",
+    "docs/transfer.md; the log has the part that failed",
+    {
+        "cuda": Moves("bfloat16", [0.01, 0.25], 4.0, 2.0),
+        "cpu": Moves("bfloat16", [0.01, 0.25], 1.0, 2.0),
+    },
+    180.0,
+)
 def transfer(report: Report) -> None:
     (found,) = spawn(report, _transfer, 1)
     for share, step in zip(report.sizes.shares, found["steps"], strict=True):
@@ -434,8 +440,7 @@ def _transfer(report: Report, rank: int, world: int, port: int) -> dict:
         step["stage_s"] = time.monotonic() - began
         began = time.monotonic()
         staged.flip()
-        if report.gpus:
-            torch.cuda.synchronize()
+        settle(made.device)
         step["flip_s"], have = time.monotonic() - began, version
         step["peak"] = torch.cuda.max_memory_allocated() - before if report.gpus else 0
         staged.check()
@@ -475,28 +480,3 @@ def _move(weights, share: float, generator) -> dict:
         shape = getattr(parameter, "ds_shape", parameter.shape)
         truth[name] = full.reshape(shape).to(parameter.dtype)
     return truth
-
-
-CHECKS = (
-    Check(
-        "transfer",
-        "a version from ZeRO's shards through the store into tensors on the device, bit for bit",
-        transfer,
-        {
-            "cuda": Moves("bfloat16", [0.01, 0.25], 4.0, 2.0),
-            "cpu": Moves("bfloat16", [0.01, 0.25], 1.0, 2.0),
-        },
-        180.0,
-        "docs/transfer.md; the log has the part that failed",
-    ),
-    Check(
-        "trainer",
-        "DeepSpeed ZeRO-3 on all GPUs: rows and prefix trees, memory, speed, a version read back",
-        trainer,
-        {"cuda": GPU, "cpu": CPU},
-        240.0,
-        "out of memory: --set trainer.micro_batch_tokens=8192; a hang of several ranks: "
-        "NCCL_DEBUG=INFO, and "
-        "rose doctor cluster=gpus",
-    ),
-)
