@@ -14,8 +14,6 @@ from tests.scripts.outcomes import outcome
 
 SPEED = {"synchronous": 1.0, "one_step_off": 1.5, "carry_over": 2.0, "bounded_staleness": 1.9}
 ROUTING = {"rose": 1.0, "earliest_finish": 1.1, "seer": 0.8}
-
-
 CACHED = cache(reproduce_rose.composed)
 ROUNDS = [study.Round(1, 1, 4, 2, 1), study.Round(1, 3, 4, 2, 0)]
 
