@@ -131,22 +131,15 @@ def overrides(report: Report, targets: tuple[float, ...] = LOOSE) -> list[str]:
     cpus = ["serving.lending.revoke_after_s=20"]  # larger on a CPU, which may have other work
     names = ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s")
     slo = ", ".join(f"{name}: {value}" for name, value in zip(names, targets, strict=True))
-    return [
-        *(gpus if report.gpus else cpus),
-        f"rollout={sizes.rollout}",
-        "rollout.workers=1",
-        f"rollout.max_sequences={max(32, sizes.turns)}",
-        f"model.dtype={sizes.dtype}",
-        f"model.max_context={sizes.context}",
-        f"trainer.micro_batch_tokens={max(2048, sizes.context)}",
-        f"serving.online.model={folder(report)}",
-        f"serving.online.dtype={sizes.dtype}",
-        f"serving.online.max_context={sizes.context}",
-        f"serving.online.kv_cache_gib={sizes.kv_gib}",
-        "serving.online.port=0",
-        f"serving.online.slo={{{slo}}}",
-        "serving.lending.priority=normal",
-    ]
+    words = (
+        f"rollout={sizes.rollout} rollout.workers=1 rollout.max_sequences={max(32, sizes.turns)} "
+        f"model.dtype={sizes.dtype} model.max_context={sizes.context} "
+        f"trainer.micro_batch_tokens={max(2048, sizes.context)} serving.online.dtype={sizes.dtype} "
+        f"serving.online.max_context={sizes.context} serving.online.kv_cache_gib={sizes.kv_gib} "
+        "serving.online.port=0 serving.lending.priority=normal"
+    )
+    online = [f"serving.online.model={folder(report)}", f"serving.online.slo={{{slo}}}"]
+    return [*(gpus if report.gpus else cpus), *words.split(), *online]
 
 
 @check(

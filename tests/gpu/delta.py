@@ -177,11 +177,9 @@ class Trained:
             part.normal_(0.0, DEVIATION, generator=self._random)
         self.master = self.held.float()
         parameters = [Parameter(extent) for extent in extents.values()]
-        zero = SimpleNamespace(
-            fp32_partitioned_groups_flat=[self.master],
-            fp16_partitioned_groups_flat=[self.held],
-            fp16_groups=[parameters],
-        )
+        zero = SimpleNamespace(fp16_groups=[parameters])
+        zero.fp32_partitioned_groups_flat = [self.master]
+        zero.fp16_partitioned_groups_flat = [self.held]
         weights = list(zip(extents, parameters, strict=True))
         engine: Any = SimpleNamespace(optimizer=zero)
         self._shards = ShardReader(engine, weights, 3, torch.bfloat16, 0, 1)
@@ -267,13 +265,12 @@ class Engine:
         self._parameters = {name: torch.zeros(extent, **there) for name, extent in ends.items()}
         for name, part in self._slices.items():
             self._part(name)[:] = trained.tensor(name)[part.source]
-        self.receiver = Receiver(
-            str(trained.store),
-            None,
-            None,
-            lambda plan, live: place_blocks(plan, lambda n, _: self._slices[n], live)[0],
-            Live(self._parameters),
-        )
+
+        def places(plan, live):
+            return place_blocks(plan, lambda name, _: self._slices[name], live)[0]
+
+        live = Live(self._parameters)
+        self.receiver = Receiver(str(trained.store), None, None, places, live)
         self.staged: Any = None
 
     def _part(self, name: str):

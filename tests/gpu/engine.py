@@ -17,7 +17,7 @@ import numpy as np
 
 from scripts.harness import configured
 from tests.gpu.frame import Report, check
-from tests.gpu.model import Versions, folder, score, shape_of
+from tests.gpu.model import Versions, folder, of_model, score, shape_of
 
 GIB = 2**30
 DTYPE_BYTES = 2
@@ -70,24 +70,15 @@ def kv_cache(gib: float | None) -> list[str]:
 
 def settings(report: Report, *overrides: str):
     """Return the checked configuration of an engine of this model, by conf/rollout."""
-    sizes, words = report.sizes, []
+    sizes = report.sizes
     context = sizes.prompt + max(sizes.new, sizes.alone, sizes.beside_new, sizes.scored_new)
+    words = f"rollout={sizes.rollout} rollout.gpu_memory_utilization={sizes.utilization} "
+    words += f"trainer.micro_batch_tokens={max(2048, context)} "
     if report.gpus:
-        words = ["cluster=gpus", f"cluster.gpus={1 + sizes.tensor_parallel}", "trainer.ranks=1"]
-        words.append(f"rollout.tensor_parallel={sizes.tensor_parallel}")
-    return configured(
-        f"rollout={sizes.rollout}",
-        "rollout.workers=1",
-        *words,
-        "model.source=folder",
-        f"model.path={folder(report)}",
-        f"model.dtype={sizes.dtype}",
-        f"model.max_context={context}",
-        f"trainer.micro_batch_tokens={max(2048, context)}",
-        f"rollout.gpu_memory_utilization={sizes.utilization}",
-        *kv_cache(sizes.kv_gib),
-        *overrides,
-    )
+        words += f"cluster=gpus cluster.gpus={1 + sizes.tensor_parallel} trainer.ranks=1 "
+        words += f"rollout.tensor_parallel={sizes.tensor_parallel}"
+    given = [*words.split(), *of_model(report, context), *kv_cache(sizes.kv_gib)]
+    return configured(*given, *overrides)
 
 
 async def start(report: Report, config) -> Any:
@@ -220,12 +211,11 @@ async def flip_under_traffic(
     )
     report.say("a store of versions is made")
     begun, over = [asyncio.Event() for _ in range(sizes.beside)], asyncio.Event()
-    traffic = asyncio.gather(
-        *(
-            _traffic(running, f"beside-{i}", prompt, sizes.beside_new, begun[i], over)
-            for i, prompt in enumerate(prompts(report, sizes.beside, 5))
-        )
+    each = (
+        _traffic(running, f"beside-{i}", prompt, sizes.beside_new, begun[i], over)
+        for i, prompt in enumerate(prompts(report, sizes.beside, 5))
     )
+    traffic = asyncio.gather(*each)
     version = await asyncio.to_thread(versions.change, sizes.changed)
     await asyncio.gather(*(event.wait() for event in begun))
     loaded = await running.load_version(version, str(versions.store), config.transfer)
@@ -259,12 +249,9 @@ async def compare(report: Report, running, versions: Versions) -> None:
     scored = await turns(running, "scored", prompts(report, sizes.scored, 7), sizes.scored_new)
     pairs = [(one.prompt, one.tokens) for one in scored]
     engine_says = np.concatenate([np.asarray(one.logprobs) for one in scored])
-    new, old = (
-        np.abs(
-            score(folder(report), sizes.dtype, device, pairs, tensors, versions.lora) - engine_says
-        )
-        for tensors in (versions.tensors, None)
-    )
+    where = folder(report), sizes.dtype, device, pairs
+    both = (score(*where, tensors, versions.lora) for tensors in (versions.tensors, None))
+    new, old = (np.abs(trainer_says - engine_says) for trainer_says in both)
     words = "a wrong kernel, or weights that are not the version's: the check precision tells which"
     figure, source = partial(report.figure, remedy=words), "float32"
     if report.gpus:

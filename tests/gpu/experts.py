@@ -83,11 +83,8 @@ def _compare(report: Report, tokens: int, words: str) -> None:
     weights, chosen = likely.softmax(-1).topk(sizes.top_k)
     direction = torch.randn(tokens, sizes.hidden, **there)
     found = {}
-    for name, compute in (
-        ("plain", Qwen3MoeExperts.forward.__wrapped__),
-        ("rose", mixture.experts),
-        ("torch", grouped_mm_experts_forward),
-    ):
+    ways = {"plain": Qwen3MoeExperts.forward.__wrapped__, "rose": mixture.experts}
+    for name, compute in (ways | {"torch": grouped_mm_experts_forward}).items():
         module.zero_grad()
         inputs = hidden.clone().requires_grad_()
         values = compute(module, inputs, chosen, weights.to(dtype))
@@ -121,14 +118,9 @@ def _read(report: Report) -> None:
     if report.gpus:
         torch.cuda.empty_cache()
     world = report.setup.gpus or RANKS_CPU
-    trainer = configured(
-        "trainer=zero3_gpu",
-        f"trainer.ranks={world}",
-        f"trainer.dtype={sizes.dtype}",
-        f"trainer.batch_size={8 * world}",
-        "rollout.group_size=8",
-        "rollout.workers=1",
-    ).trainer
+    words = f"trainer=zero3_gpu trainer.ranks={world} trainer.dtype={sizes.dtype} "
+    words += f"trainer.batch_size={8 * world} rollout.group_size=8 rollout.workers=1"
+    trainer = configured(*words.split()).trainer
     first, *others = spawn(report, _read_rank, world, trainer)
     report.figure("experts in the folder", experts, "GiB")
     report.figure("matrices read that are not the folder's", first["wrong"], most=0)

@@ -52,6 +52,12 @@ def shape_of(report: Report) -> cfg.ModelShape:
     return cfg.read_shape(folder(report))
 
 
+def of_model(report: Report, context: int) -> list[str]:
+    """Return the overrides of a run with one engine of the model, and with this context."""
+    words = f"rollout.workers=1 model.source=folder model.dtype={report.sizes.dtype}"
+    return [*words.split(), f"model.path={folder(report)}", f"model.max_context={context}"]
+
+
 @check(
     "a model of the shape of Qwen3-0.6B, or the one given",
     "give one with --model FOLDER; a hub id needs network or a filled Hugging Face cache",

@@ -20,7 +20,7 @@ import numpy as np
 
 from scripts.harness import configured
 from tests.gpu.frame import Report, check
-from tests.gpu.model import folder, shape_of
+from tests.gpu.model import folder, of_model, shape_of
 
 PAUSE_S = 0.003  # seconds between two steps of S
 AHEAD_S = 0.001  # seconds in which S's engine prepares a step after it has raised the flag
@@ -135,20 +135,11 @@ async def _stops(report: Report, boards: Path, child: Any, orders: Any) -> None:
     if sizes.graphs:
         graphs = f"{{cudagraph_mode: {sizes.graphs}}}"
         own.append(f"+rollout.engine_args.compilation_config={graphs}")
-    config = configured(
-        *own,
-        f"rollout={sizes.rollout}",
-        "rollout.workers=1",
-        f"rollout.max_sequences={sizes.turns}",
-        f"rollout.max_batched_tokens={sizes.step}",
-        f"rollout.kv_cache_gib={sizes.kv_gib}",
-        "rollout.gpu_memory_utilization=0.5",
-        "model.source=folder",
-        f"model.path={folder(report)}",
-        f"model.dtype={sizes.dtype}",
-        f"model.max_context={sizes.context}",
-        f"trainer.micro_batch_tokens={max(2048, sizes.context)}",
-    )
+    words = f"rollout={sizes.rollout} rollout.max_sequences={sizes.turns} "
+    words += f"rollout.max_batched_tokens={sizes.step} rollout.kv_cache_gib={sizes.kv_gib} "
+    words += "rollout.gpu_memory_utilization=0.5 "
+    words += f"trainer.micro_batch_tokens={max(2048, sizes.context)}"
+    config = configured(*own, *words.split(), *of_model(report, sizes.context))
     began = time.monotonic()
     engine = await Engine.start(
         folder(report), config.rollout, config.model, gpus=report.gpus, seed=1

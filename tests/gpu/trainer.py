@@ -17,7 +17,7 @@ import numpy as np
 from scripts.harness import configured
 from scripts.run_weights import threads
 from tests.gpu.frame import Report, check, settle
-from tests.gpu.model import folder, shape_of
+from tests.gpu.model import folder, of_model, shape_of
 from tests.ports import free_port
 
 GIB = 2**30
@@ -62,23 +62,10 @@ def settings(report: Report, world: int, longest: int, batch: int, *overrides: s
     gpus = ["cluster=gpus", f"cluster.gpus={world + 1}"] if report.gpus else []
     if report.setup.memory_gib:
         gpus.append(f"cluster.gpu_memory_gib={report.setup.memory_gib:g}")
-    return configured(
-        *gpus,
-        "trainer=zero3_gpu",
-        f"trainer.ranks={world}",
-        f"trainer.dtype={report.sizes.dtype}",
-        f"trainer.batch_size={batch}",
-        f"rollout.group_size={batch}",
-        "rollout.workers=1",
-        "model.source=folder",
-        f"model.path={folder(report)}",
-        f"model.dtype={report.sizes.dtype}",
-        f"model.max_context={longest}",
-        f"trainer.threads={threads()}",
-        "trainer.step_timeout_s=120",
-        "algorithm.importance_cap=null",
-        *overrides,
-    )
+    words = f"trainer=zero3_gpu trainer.ranks={world} trainer.dtype={report.sizes.dtype} "
+    words += f"trainer.batch_size={batch} rollout.group_size={batch} trainer.threads={threads()} "
+    words += "trainer.step_timeout_s=120 algorithm.importance_cap=null"
+    return configured(*gpus, *words.split(), *of_model(report, longest), *overrides)
 
 
 def spawn(report: Report, work, world: int, *arguments: Any) -> list[dict]:
