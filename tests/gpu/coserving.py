@@ -23,8 +23,9 @@ import msgspec
 import numpy as np
 
 from scripts.harness import PATHS, REPOSITORY
-from tests.gpu.frame import Check, Report
-from tests.gpu.model import folder
+from tests.gpu.engine import device_used
+from tests.gpu.frame import Report, check
+from tests.gpu.model import folder, shape_of
 from tests.gpu.users import Users
 
 GIB = 2**30
@@ -65,6 +66,15 @@ GPU = Pair()
 CPU = Pair(*("cpu", "float32", None, 6.0, 0.0625, 512, 4, (32, 32), 2, (32, 8)), *(3.0, 3.0, 0.2))
 
 
+@check(
+    "the page pool that lends KV memory: mapped, released, and seen by the device",
+    "cuMemCreate and cuMemMap must work: drivers before 11.2 and some containers (gVisor) lack "
+    "them",
+    {"cuda": Pages(2**30), "cpu": Pages(0)},
+    90.0,
+    on_cpu=False,
+    needs_model=False,
+)
 def pool(report: Report) -> None:
     import torch
 
@@ -87,9 +97,8 @@ def page_pool(pool, free: Callable[[], int]) -> str:
         work()
         told.append(f"{name} {1e3 * (time.perf_counter() - began):.1f} ms")
         if abs((taken := before - free()) - takes) > pool.nbytes // 16:
-            raise RuntimeError(
-                f"page pool, {name}: took {taken} bytes of the device instead of {takes}"
-            )
+            words = f"took {taken} bytes of the device instead of {takes}"
+            raise RuntimeError(f"page pool, {name}: {words}")
 
     values = pool.tensor()
     # The pool maps its first page at the start.
@@ -120,80 +129,64 @@ def overrides(report: Report, targets: tuple[float, ...] = LOOSE) -> list[str]:
     sizes = report.sizes
     gpus = ["cluster=gpus", "cluster.gpus=2", "trainer.ranks=1"]
     cpus = ["serving.lending.revoke_after_s=20"]  # larger on a CPU, which may have other work
-    slo = ", ".join(
-        f"{name}: {value}"
-        for name, value in zip(
-            ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s"), targets, strict=True
-        )
+    names = ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s")
+    slo = ", ".join(f"{name}: {value}" for name, value in zip(names, targets, strict=True))
+    words = (
+        f"rollout={sizes.rollout} rollout.workers=1 rollout.max_sequences={max(32, sizes.turns)} "
+        f"model.dtype={sizes.dtype} model.max_context={sizes.context} "
+        f"trainer.micro_batch_tokens={max(2048, sizes.context)} serving.online.dtype={sizes.dtype} "
+        f"serving.online.max_context={sizes.context} serving.online.kv_cache_gib={sizes.kv_gib} "
+        "serving.online.port=0 serving.lending.priority=normal"
     )
-    return [
-        *(gpus if report.gpus else cpus),
-        f"rollout={sizes.rollout}",
-        "rollout.workers=1",
-        f"rollout.max_sequences={max(32, sizes.turns)}",
-        f"model.dtype={sizes.dtype}",
-        f"model.max_context={sizes.context}",
-        f"trainer.micro_batch_tokens={max(2048, sizes.context)}",
-        f"serving.online.model={folder(report)}",
-        f"serving.online.dtype={sizes.dtype}",
-        f"serving.online.max_context={sizes.context}",
-        f"serving.online.kv_cache_gib={sizes.kv_gib}",
-        "serving.online.port=0",
-        f"serving.online.slo={{{slo}}}",
-        "serving.lending.priority=normal",
-    ]
+    online = [f"serving.online.model={folder(report)}", f"serving.online.slo={{{slo}}}"]
+    return [*(gpus if report.gpus else cpus), *words.split(), *online]
 
 
+@check(
+    "python -m rose.parts.lending.profile: step times of both engines, alone and together",
+    "the log has both engines' words; memory: --set profile.kv_gib=2",
+    {"cuda": GPU, "cpu": CPU},
+)
 def profile(report: Report) -> None:
     """Run rose.parts.lending.profile as an operator does in the documented first step."""
     out = report.folder / "profile.json"
     if out.exists():  # written by another check
         out.unlink()
-    words = [
-        sys.executable,
-        "-m",
-        "rose.parts.lending.profile",
-        f"out={out}",
-        f"seconds={report.sizes.profile_s:g}",
-        f"model={folder(report)}",
-        *overrides(report),
-    ]
+    module, seconds = "rose.parts.lending.profile", f"seconds={report.sizes.profile_s:g}"
+    words = [sys.executable, "-m", module, f"out={out}", seconds, f"model={folder(report)}"]
+    words += overrides(report)
     began = time.monotonic()
     env = os.environ | PATHS
     done = subprocess.run(words, cwd=REPOSITORY, env=env, stdin=subprocess.DEVNULL)
     if done.returncode:
-        raise RuntimeError(
-            f"rose.parts.lending.profile ended with {done.returncode}; its words are in the log"
-        )
+        raise RuntimeError(f"{module} ended with {done.returncode}; its words are in the log")
     report.figure("the whole command", time.monotonic() - began, "s")
     found = json.loads(out.read_text(encoding="utf-8"))
     for side in ("online", "rollout"):
-        predictor = found[side]["predictor"]
+        predictor, name = found[side]["predictor"], f"{side}: mean error of predicted steps"
         report.figure(f"{side}: steps measured", predictor["samples"], least=1)
-        report.figure(
-            f"{side}: mean error of predicted steps",
-            100 * predictor["mape"],
-            "%",
-            most=60.0,
-            remedy="other work on the device, or too short: --set profile.profile_s=60",
-        )
-    report.figure(
-        "a rollout step holds a concurrent online step up, P99",
-        100 * found["interference"]["hold_p99"],
-        "% of its time",
-    )
+        remedy = "other work on the device, or too short: --set profile.profile_s=60"
+        report.figure(name, 100 * predictor["mape"], "%", most=60.0, remedy=remedy)
+    name = "a rollout step holds a concurrent online step up, P99"
+    report.figure(name, 100 * found["interference"]["hold_p99"], "% of its time")
 
 
 # --------------------------------------------------------------------------- an online server and a
 # rollout engine
 
 
-def coserving(report: Report) -> None:
+@check(
+    "an online server and a rollout engine on one device: HTTP, memory and steps change hands",
+    "the log and online.log beside it have the engines' words; docs/serving.md",
+    {"cuda": GPU, "cpu": CPU},
+    360.0,  # includes the profile if this check runs alone
+)
+async def coserving(report: Report) -> None:
     path = Path(report.sizes.profile or report.folder / "profile.json")
     if not path.exists():
         report.say("no profile yet: it is measured")
-        profile(report)
-    asyncio.run(_coserving(report, json.loads(path.read_text(encoding="utf-8"))))
+        profile.work(report)
+    await _coserving(report, json.loads(path.read_text(encoding="utf-8")))
 
 
 class Both:
@@ -210,17 +203,13 @@ class Both:
         self.boards = board.folder(f"gpu-check-{os.getpid()}")
         self.variables = device.describe(self.boards, config.serving, measured)
         self.control = ControlBoard(self.boards, config.serving.lending, "", report.say)
-        self.server = OnlineServer(
-            config.serving,
-            self.boards,
-            report.folder / "online.log",
-            report.gpus,
-            None if report.gpus else 1,
-        )
+        log, threads = report.folder / "online.log", None if report.gpus else 1
+        self.server = OnlineServer(config.serving, self.boards, log, report.gpus, threads)
         self.tasks: list[asyncio.Task] = []
         self.engine: Any = None
         self.made = self.evicted = 0  # tokens and aborted turns of R
         self.rests = False  # R is inactive or about to be, so no turn starts
+        self.vocabulary = shape_of(report).vocab
         self.users = Users(report, self.server, config.serving.online.model, self.vocabulary)
 
     def _overrides(self, targets: tuple[float, ...]) -> list[str]:
@@ -229,10 +218,8 @@ class Both:
 
     async def start_online(self) -> None:
         """Start S, as rose.parts.lending.operator.operate starts it."""
-        self.tasks = [
-            asyncio.create_task(work)
-            for work in (self.control.beat(), self.server.run(self.report.say))
-        ]
+        works = self.control.beat(), self.server.run(self.report.say)
+        self.tasks = [asyncio.create_task(work) for work in works]
         await self._serves()
         self.users.begin()
         self.tasks += self.users.tasks
@@ -265,19 +252,14 @@ class Both:
         from rose.parts.lending.operator import operate
         from rose.parts.lending.operator.server import FREE_SHARE
 
-        own = {
-            "kv_cache_gib": self.report.sizes.kv_gib,
-            "engine_args": {"scheduler_cls": operate.SCHEDULER},
-        }
+        own: dict[str, Any] = {"engine_args": {"scheduler_cls": operate.SCHEDULER}}
+        own["kv_cache_gib"] = self.report.sizes.kv_gib
         if self.report.gpus:
             own["gpu_memory_utilization"] = FREE_SHARE
         os.environ.update(self.variables)
+        rollout, model = msgspec.structs.replace(self.config.rollout, **own), folder(self.report)
         self.engine = await Engine.start(
-            folder(self.report),
-            msgspec.structs.replace(self.config.rollout, **own),
-            self.config.model,
-            gpus=self.report.gpus,
-            seed=1,
+            model, rollout, self.config.model, gpus=self.report.gpus, seed=1
         )
         self.report.say("the rollout engine is up beside it")
 
@@ -290,10 +272,8 @@ class Both:
                 if task.done():
                     task.result()
             if time.monotonic() - began > seconds:
-                raise RuntimeError(
-                    f"waited {seconds:g} s for {what}; S's board: {self.board('online')}; R's "
-                    f"board: {self.board('rollout')}"
-                )
+                boards = f"S's board: {self.board('online')}; R's board: {self.board('rollout')}"
+                raise RuntimeError(f"waited {seconds:g} s for {what}; {boards}")
             await asyncio.sleep(LOOK_S)
         return time.monotonic() - began
 
@@ -316,22 +296,13 @@ class Both:
             while self.rests:
                 await asyncio.sleep(LOOK_S)
             at += 1
-            tokens, finish = dice.integers(0, self.vocabulary, prompt), None
-            async for chunk in self.engine.generate(
-                f"r{number}.{at}",
-                protocol.pack_tokens(tokens),
-                protocol.Sampling(max_new_tokens=new),
-            ):
+            tokens = protocol.pack_tokens(dice.integers(0, self.vocabulary, prompt))
+            sampling, finish = protocol.Sampling(max_new_tokens=new), None
+            async for chunk in self.engine.generate(f"r{number}.{at}", tokens, sampling):
                 self.made, finish = self.made + len(chunk.tokens), chunk.finish
             if finish is protocol.FinishReason.ABORT:
                 self.evicted += 1
                 await asyncio.sleep(LOOK_S)
-
-    @property
-    def vocabulary(self) -> int:
-        from rose.config import read_shape
-
-        return read_shape(folder(self.report)).vocab
 
     async def close(self) -> None:
         await self.end_users()
@@ -357,9 +328,8 @@ async def _coserving(report: Report, measured: dict[str, Any]) -> None:
         took = await both.until(lambda: both.made, 60.0, "the first token of R: is anything lent?")
         report.figure("first token of R after", took, "s")
         report.figure("R, S idle", await _rate(both, sizes.phase_s), "token/s")
-        report.figure(
-            "lent to R", both.board("rollout").kv_budget / GIB, "GiB", least=0.1 * sizes.kv_gib
-        )
+        lent = both.board("rollout").kv_budget / GIB
+        report.figure("lent to R", lent, "GiB", least=0.1 * sizes.kv_gib)
         report.figure("mapped by R", await both.mapped() / GIB, "GiB")
         both.users.begin()
         both.tasks += both.users.tasks
@@ -373,26 +343,15 @@ async def _coserving(report: Report, measured: dict[str, Any]) -> None:
         users, online = both.users, both.board("online")
         await both.end_users()
         report.figure("users' requests answered", len(users.took), least=sizes.clients)
-        report.figure(
-            "users' requests refused or short",
-            len(users.refused),
-            most=0,
-            remedy="; ".join(users.refused[:2]),
-        )
-        report.figure(
-            "within their targets",
-            (online.met - before.met) / max(1.0, online.finished - before.finished),
-            least=sizes.within,
-            remedy="the profile is of another load: measure it longer; docs/serving.md",
-        )
+        refused, remedy = len(users.refused), "; ".join(users.refused[:2])
+        report.figure("users' requests refused or short", refused, most=0, remedy=remedy)
+        share = (online.met - before.met) / max(1.0, online.finished - before.finished)
+        remedy = "the profile is of another load: measure it longer; docs/serving.md"
+        report.figure("within their targets", share, least=sizes.within, remedy=remedy)
         report.figure("turns given back by R", both.evicted)
-        report.figure(
-            "the online server started",
-            both.server.starts,
-            "times",
-            equal=2,
-            remedy="lending ended the online server: its log is online.log in the scratch folder",
-        )
+        remedy = "lending ended the online server: its log is online.log in the scratch folder"
+        starts = both.server.starts
+        report.figure("the online server started", starts, "times", equal=2, remedy=remedy)
     finally:
         with suppress(asyncio.CancelledError):
             await both.close()
@@ -418,16 +377,11 @@ async def _beside(both: Both, stops: bool, alone: tuple[float, ...]) -> None:
     report.figure(f"R's tokens, S {phase}", await _rate(both, report.sizes.phase_s), "token/s")
     online, rollout = both.board("online"), both.board("rollout")
     both.users.figures(phase, alone)
-    report.figure(
-        f"S {phase}: its steps took",
-        100 * (online.busy_s - before[0].busy_s) / report.sizes.phase_s,
-        "% of the time",
-    )
-    report.figure(
-        f"S {phase}: steps shared with R",
-        100 * (online.shared_s - before[0].shared_s) / max(1e-9, online.busy_s - before[0].busy_s),
-        "% of their time",
-    )
+    busy, shared = online.busy_s - before[0].busy_s, online.shared_s - before[0].shared_s
+    took = 100 * busy / report.sizes.phase_s
+    report.figure(f"S {phase}: its steps took", took, "% of the time")
+    share = 100 * shared / max(1e-9, busy)
+    report.figure(f"S {phase}: steps shared with R", share, "% of their time")
     gate = [getattr(rollout, name) - getattr(before[1], name) for name in ("open_s", "shut_s")]
     report.figure(f"S {phase}: gate open", 100 * gate[0] / max(1e-9, sum(gate)), "%")
 
@@ -442,63 +396,45 @@ async def _rate(both: Both, seconds: float) -> float:
 async def _stopped(report: Report, both: Both) -> None:
     """Stop lending under load: R must stop in time, and the device must have the memory again."""
     revoke_s = both.config.serving.lending.revoke_after_s
-    had, lent = await both.mapped(), _used()
+    had, lent = await both.mapped(), _used(report)
     both.control.stop("gpu_check")
-    took = await both.until(
-        lambda: not both.board("rollout").kv_budget and not both.board("rollout").open,
-        2 * revoke_s + 5,
-        "R to stop",
-    )
-    report.figure(
-        "R is off, told under load, after",
-        took,
-        "s",
-        most=revoke_s,
-        source="serving.lending.revoke_after_s",
-    )
-    await both.until(
-        lambda: both.board("online").kv_held >= both.board("online").kv_total,
-        2 * revoke_s + 5,
-        "S to have all of its memory again",
-    )
+
+    def stopped() -> bool:
+        return not both.board("rollout").kv_budget and not both.board("rollout").open
+
+    def whole() -> bool:
+        return both.board("online").kv_held >= both.board("online").kv_total
+
+    took = await both.until(stopped, 2 * revoke_s + 5, "R to stop")
+    expected = {"most": revoke_s, "source": "serving.lending.revoke_after_s"}
+    report.figure("R is off, told under load, after", took, "s", **expected)
+    await both.until(whole, 2 * revoke_s + 5, "S to have all of its memory again")
     left = await both.mapped()
-    report.figure(
-        "KV memory that R has given back",
-        (had - left) / GIB,
-        "GiB",
-        least=report.sizes.given_back * had / GIB,
-        source="what it had mapped",
-    )
+    expected = {"least": report.sizes.given_back * had / GIB, "source": "what it had mapped"}
+    report.figure("KV memory that R has given back", (had - left) / GIB, "GiB", **expected)
     if lent is not None:  # R and S share one budget
-        bound = BEYOND * report.sizes.kv_gib * GIB
+        most = BEYOND * report.sizes.kv_gib * GIB
         with suppress(RuntimeError):  # a timeout shows in the figure below, which has the limit
             # S's board shows the memory that S may use. S maps it later, a piece in each step.
-            took = await both.until(lambda: abs(lent - _used()) <= bound, REMAP_S, "S's memory")
+            again = lambda: abs(lent - _used(report)) <= most  # noqa: E731
+            took = await both.until(again, REMAP_S, "S's memory")
             report.figure("S has mapped the memory again after", took, "s")
-        report.figure(
-            "the device's memory in use, lent and not, differs by",
-            (lent - _used()) / GIB,
-            "GiB",
-            most=BEYOND * report.sizes.kv_gib,
-            remedy="S keeps memory mapped that it has lent: its KV layout must be BLHNC",
-        )
+        name, apart = "the device's memory in use, lent and not, differs by", lent - _used(report)
+        remedy = "S keeps memory mapped that it has lent: its KV layout must be BLHNC"
+        report.figure(name, apart / GIB, "GiB", most=most / GIB, remedy=remedy)
 
 
 async def _rested(report: Report, both: Both) -> None:
     """Deactivate and activate R, as when nothing is lent for long: R releases its weights and reads
     them again, while S is under load."""
-    both.rests, before = True, _used()
+    both.rests, before = True, _used(report)
     began = time.monotonic()
     await both.engine.deactivate()
     report.figure("R, inactive, has given its weights back after", time.monotonic() - began, "s")
     report.figure("KV memory of an inactive R", await both.mapped() / GIB, "GiB", most=0.0)
     if before is not None:
-        report.figure(
-            "memory of the device that R gives back by it",
-            (before - _used()) / GIB,
-            "GiB",
-            least=0.1,
-        )
+        back = (before - _used(report)) / GIB
+        report.figure("memory of the device that R gives back by it", back, "GiB", least=0.1)
     both.control.start("gpu_check")  # S may lend again before R has read its weights
     began = time.monotonic()
     await both.engine.activate()
@@ -507,42 +443,5 @@ async def _rested(report: Report, both: Both) -> None:
     await both.until(lambda: both.board("rollout").kv_budget, 60.0, "R to be lent memory again")
 
 
-def _used() -> int | None:
-    """Return the bytes of the device that are in use, by cuMemGetInfo; None without a GPU."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    free, total = torch.cuda.mem_get_info()
-    return total - free
-
-
-CHECKS = (
-    Check(
-        "pool",
-        "the page pool that lends KV memory: mapped, released, and seen by the device",
-        pool,
-        {"cuda": Pages(2**30), "cpu": Pages(0)},
-        90.0,
-        "cuMemCreate and cuMemMap must work: drivers before 11.2 and some containers (gVisor) lack "
-        "them",
-        on_cpu=False,
-        needs_model=False,
-    ),
-    Check(
-        "profile",
-        "python -m rose.parts.lending.profile: step times of both engines, alone and together",
-        profile,
-        {"cuda": GPU, "cpu": CPU},
-        240.0,
-        "the log has both engines' words; memory: --set profile.kv_gib=2",
-    ),
-    Check(
-        "coserving",
-        "an online server and a rollout engine on one device: HTTP, memory and steps change hands",
-        coserving,
-        {"cuda": GPU, "cpu": CPU},
-        360.0,  # includes the profile if this check runs alone
-        "the log and online.log beside it have the engines' words; docs/serving.md",
-    ),
-)
+def _used(report: Report) -> int | None:
+    return device_used() if report.gpus else None

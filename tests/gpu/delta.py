@@ -21,7 +21,7 @@ import msgspec
 from rose.config import ModelShape
 from rose.parts.simulator.hardware import SHAPES
 from scripts.run_weights import Alone
-from tests.gpu.frame import Check, Report
+from tests.gpu.frame import Report, check, settle
 
 AT_ONCE = 2**26  # values that are changed at once, which bounds the memory on the device
 TIMEOUT_S = 200.0
@@ -41,6 +41,12 @@ class Sizes(msgspec.Struct):
     changed: float  # share of the values that each version changes
 
 
+@check(
+    "publish, stage and flip of 1 % changed values, compared on the device: exact, seconds",
+    "trainer ranks can keep a copy of the last version and compare with it; tell us",
+    {"cuda": Sizes(["0.6B", "7B"], 0.01), "cpu": Sizes(["tiny"], 0.01)},
+    needs_model=False,
+)
 def delta(report: Report) -> None:
     """Compare the kernels with the host's loops, then publish and load versions of each model."""
     if report.gpus:
@@ -171,11 +177,9 @@ class Trained:
             part.normal_(0.0, DEVIATION, generator=self._random)
         self.master = self.held.float()
         parameters = [Parameter(extent) for extent in extents.values()]
-        zero = SimpleNamespace(
-            fp32_partitioned_groups_flat=[self.master],
-            fp16_partitioned_groups_flat=[self.held],
-            fp16_groups=[parameters],
-        )
+        zero = SimpleNamespace(fp16_groups=[parameters])
+        zero.fp32_partitioned_groups_flat = [self.master]
+        zero.fp16_partitioned_groups_flat = [self.held]
         weights = list(zip(extents, parameters, strict=True))
         engine: Any = SimpleNamespace(optimizer=zero)
         self._shards = ShardReader(engine, weights, 3, torch.bfloat16, 0, 1)
@@ -250,9 +254,8 @@ class Engine:
         from rose.transfer.store import INITIAL
 
         self._trained, self.have = trained, INITIAL
-        self._slices = {
-            name: layout.slices(name, extent, shape, 0, 1) for name, extent in extents_of(shape)
-        }
+        extents = extents_of(shape)
+        self._slices = {name: layout.slices(name, size, shape, 0, 1) for name, size in extents}
         ends: dict[str, list[int]] = {}
         for part in self._slices.values():
             stops = [each.stop for each in part.destination]
@@ -262,13 +265,12 @@ class Engine:
         self._parameters = {name: torch.zeros(extent, **there) for name, extent in ends.items()}
         for name, part in self._slices.items():
             self._part(name)[:] = trained.tensor(name)[part.source]
-        self.receiver = Receiver(
-            str(trained.store),
-            None,
-            None,
-            lambda plan, live: place_blocks(plan, lambda n, _: self._slices[n], live)[0],
-            Live(self._parameters),
-        )
+
+        def places(plan, live):
+            return place_blocks(plan, lambda name, _: self._slices[name], live)[0]
+
+        live = Live(self._parameters)
+        self.receiver = Receiver(str(trained.store), None, None, places, live)
         self.staged: Any = None
 
     def _part(self, name: str):
@@ -296,10 +298,9 @@ class Engine:
 
         found = 0
         for name, part in self._slices.items():
-            live, wanted = self._part(name), self._trained.tensor(name)[part.source]
-            found += int(
-                (live.contiguous().view(torch.int16) != wanted.contiguous().view(torch.int16)).sum()
-            )
+            pair = self._part(name), self._trained.tensor(name)[part.source]
+            live, wanted = (each.contiguous().view(torch.int16) for each in pair)
+            found += int((live != wanted).sum())
         return found
 
 
@@ -326,23 +327,3 @@ def extents_of(shape: ModelShape):
 
 def threads() -> int:
     return min(16, len(os.sched_getaffinity(0)))
-
-
-def settle(device) -> None:
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-CHECKS = (
-    Check(
-        "delta",
-        "publish, stage and flip of 1 % changed values, compared on the device: exact, seconds",
-        delta,
-        {"cuda": Sizes(["0.6B", "7B"], 0.01), "cpu": Sizes(["tiny"], 0.01)},
-        240.0,
-        "trainer ranks can keep a copy of the last version and compare with it; tell us",
-        needs_model=False,
-    ),
-)

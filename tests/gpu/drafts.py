@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 
 from tests.gpu import engine
-from tests.gpu.frame import Check, Report
+from tests.gpu.frame import Report, check
 from tests.gpu.model import folder
 
 TEMPERATURE = 0.25  # low, because a random model is sure of nothing and would accept no draft
@@ -22,11 +22,12 @@ GPU = engine.Engines("gpu", "float32", 0.5, 128, 64, 64, 0, 0, 0, 0.0, 0, 0)
 CPU = engine.Engines("cpu", "float32", 0.9, 32, 24, 24, 0, 0, 0, 0.0, 0, 0)
 
 
-def drafts(report: Report) -> None:
-    asyncio.run(_drafts(report))
-
-
-async def _drafts(report: Report) -> None:
+@check(
+    "an engine that drafts from a turn's own text samples the model's own distribution",
+    "the engine's words are in the log; rollout/draft=none does without",
+    {"cuda": GPU, "cpu": CPU},
+)
+async def drafts(report: Report) -> None:
     """Run turns of one prompt all at once, with drafts from their own text."""
     config = engine.settings(report, "rollout/draft=ngram", "rollout.draft.tokens=5")
     running, sizes = await engine.start(report, config), report.sizes
@@ -34,34 +35,23 @@ async def _drafts(report: Report) -> None:
         engine.ways(report, running)
         prompt = engine.prompts(report, 1, 13)[0]
         before = running.stats()
-        made = await asyncio.gather(
-            *(
-                engine.turn(running, f"turn-{i}", prompt, sizes.new, temperature=TEMPERATURE)
-                for i in range(sizes.turns)
-            )
-        )
+        new, names = sizes.new, [f"turn-{i}" for i in range(sizes.turns)]
+        each = (engine.turn(running, n, prompt, new, temperature=TEMPERATURE) for n in names)
+        made = await asyncio.gather(*each)
         after = running.stats()
         alone = await engine.turn(running, "alone", prompt, sizes.new, temperature=0.0)
         again = await engine.turn(running, "again", prompt, sizes.new, temperature=0.0)
     finally:
         await running.shutdown()
     report.figure("drafted", after.drafted - before.drafted, "tokens", least=1)
-    report.figure(
-        "accepted",
-        after.accepted - before.accepted,
-        "tokens",
-        least=1,
-        remedy="the proposer finds nothing in a turn's text, or all of its drafts are refused",
-    )
+    accepted = after.accepted - before.accepted
+    remedy = "the proposer finds nothing in a turn's text, or all of its drafts are refused"
+    report.figure("accepted", accepted, "tokens", least=1, remedy=remedy)
     report.figure("a greedy turn, twice: same tokens", alone.tokens == again.tokens, equal=True)
     z, chi_squared = _surprise(report, prompt, [one.tokens[: sizes.new] for one in made])
     report.figure("mean log-probability, deviations off", abs(z), most=WORST_Z, remedy=WORDS)
-    report.figure(
-        f"chi-squared of quantiles, {BINS - 1} degrees of freedom",
-        chi_squared,
-        most=WORST_CHI_SQUARED,
-        remedy=WORDS,
-    )
+    name = f"chi-squared of quantiles, {BINS - 1} degrees of freedom"
+    report.figure(name, chi_squared, most=WORST_CHI_SQUARED, remedy=WORDS)
 
 
 def _surprise(report: Report, prompt: list[int], turns: list[list[int]]) -> tuple[float, float]:
@@ -91,15 +81,3 @@ def _surprise(report: Report, prompt: list[int], turns: list[list[int]]) -> tupl
     counts = np.histogram(uniform, bins=BINS, range=(0, 1))[0]
     expected = len(uniform) / BINS
     return off / max(variance, 1e-12) ** 0.5, float(((counts - expected) ** 2 / expected).sum())
-
-
-CHECKS = (
-    Check(
-        "drafts",
-        "an engine that drafts from a turn's own text samples the model's own distribution",
-        drafts,
-        {"cuda": GPU, "cpu": CPU},
-        240.0,
-        "the engine's words are in the log; rollout/draft=none does without",
-    ),
-)

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from scripts.harness import configured
-from tests.gpu.frame import Check, Report
-from tests.gpu.model import Versions, folder, score
+from tests.gpu.frame import Report, check
+from tests.gpu.model import Versions, folder, of_model, score, shape_of
 
 GIB = 2**30
 DTYPE_BYTES = 2
@@ -63,40 +64,21 @@ SLEEPS_CPU = Engines("cpu", "bfloat16", 0.9, 2, 16, 8, 0, 0, 0, 0.25, 0, 0, 0.2)
 def kv_cache(gib: float | None) -> list[str]:
     """Return the overrides of an engine with a KV cache of `gib`, if that is given. vLLM starts it
     only where the share gpu_memory_utilization of the card is free."""
-    return (
-        []
-        if gib is None
-        else ["rollout.gpu_memory_utilization=0.05", f"rollout.kv_cache_gib={gib}"]
-    )
+    given = ["rollout.gpu_memory_utilization=0.05", f"rollout.kv_cache_gib={gib}"]
+    return [] if gib is None else given
 
 
 def settings(report: Report, *overrides: str):
     """Return the checked configuration of an engine of this model, by conf/rollout."""
-    sizes, gpus = report.sizes, report.gpus
+    sizes = report.sizes
     context = sizes.prompt + max(sizes.new, sizes.alone, sizes.beside_new, sizes.scored_new)
-    words = (
-        [
-            "cluster=gpus",
-            f"cluster.gpus={1 + sizes.tensor_parallel}",
-            "trainer.ranks=1",
-            f"rollout.tensor_parallel={sizes.tensor_parallel}",
-        ]
-        if gpus
-        else []
-    )
-    return configured(
-        f"rollout={sizes.rollout}",
-        "rollout.workers=1",
-        *words,
-        "model.source=folder",
-        f"model.path={folder(report)}",
-        f"model.dtype={sizes.dtype}",
-        f"model.max_context={context}",
-        f"trainer.micro_batch_tokens={max(2048, context)}",
-        f"rollout.gpu_memory_utilization={sizes.utilization}",
-        *kv_cache(sizes.kv_gib),
-        *overrides,
-    )
+    words = f"rollout={sizes.rollout} rollout.gpu_memory_utilization={sizes.utilization} "
+    words += f"trainer.micro_batch_tokens={max(2048, context)} "
+    if report.gpus:
+        words += f"cluster=gpus cluster.gpus={1 + sizes.tensor_parallel} trainer.ranks=1 "
+        words += f"rollout.tensor_parallel={sizes.tensor_parallel}"
+    given = [*words.split(), *of_model(report, context), *kv_cache(sizes.kv_gib)]
+    return configured(*given, *overrides)
 
 
 async def start(report: Report, config) -> Any:
@@ -113,9 +95,7 @@ async def start(report: Report, config) -> Any:
 
 
 def prompts(report: Report, count: int, seed: int) -> list[list[int]]:
-    from rose.config import read_shape
-
-    vocabulary, dice = read_shape(folder(report)).vocab, np.random.default_rng(seed)
+    vocabulary, dice = shape_of(report).vocab, np.random.default_rng(seed)
     return [dice.integers(0, vocabulary, report.sizes.prompt).tolist() for _ in range(count)]
 
 
@@ -154,14 +134,22 @@ async def turn(
     return made
 
 
+async def turns(engine, name: str, given: list[list[int]], new: int) -> list[Turn]:
+    """Generate a turn of `new` tokens for each prompt, all at once."""
+    each = (turn(engine, f"{name}-{i}", prompt, new) for i, prompt in enumerate(given))
+    return await asyncio.gather(*each)
+
+
 # --------------------------------------------------------------------------- engine
 
 
-def engine(report: Report) -> None:
-    asyncio.run(_engine(report))
-
-
-async def _engine(report: Report, *overrides: str, speed: bool = True) -> None:
+@check(
+    "a non-eager engine: speed, a flip under traffic, log-probabilities against the trainer's",
+    "the engine's own words are in the log; VLLM_LOGGING_LEVEL=INFO says more. Memory: --set "
+    "engine.utilization=0.8",
+    {"cuda": GPU, "cpu": CPU},
+)
+async def engine(report: Report, *overrides: str, speed: bool = True) -> None:
     config = settings(report, *overrides)
     running = await start(report, config)
     try:
@@ -169,13 +157,7 @@ async def _engine(report: Report, *overrides: str, speed: bool = True) -> None:
             ways(report, running)
             await _speed(report, running)
         *_, versions = await flip_under_traffic(report, running, config)
-        scored = await asyncio.gather(
-            *(
-                turn(running, f"scored-{i}", prompt, report.sizes.scored_new)
-                for i, prompt in enumerate(prompts(report, report.sizes.scored, 7))
-            )
-        )
-        compare(report, scored, versions)
+        await compare(report, running, versions)
     finally:
         await running.shutdown()
 
@@ -191,48 +173,31 @@ def ways(report: Report, running) -> None:
     )
     report.figure("CUDA graphs", graphs)
     if report.gpus and graphs in ("NONE", "None"):
-        report.figure(
-            "CUDA graphs captured", False, equal=True, remedy="rollout.enforce_eager must be false"
-        )
+        remedy = "rollout.enforce_eager must be false"
+        report.figure("CUDA graphs captured", False, equal=True, remedy=remedy)
 
 
 async def _speed(report: Report, running) -> None:
-    from rose.config import read_shape
-
-    sizes, shape = report.sizes, read_shape(folder(report))
+    sizes, shape = report.sizes, shape_of(report)
     weights = DTYPE_BYTES * shape.parameters
     kv = shape.kv_bytes_per_token * (sizes.prompt + sizes.new / 2)  # mean KV bytes of a turn
     bandwidth = report.setup.rates[1] if report.setup.rates else None
     await turn(running, "warm", prompts(report, 1, 1)[0], sizes.alone)
     began = time.monotonic()
     await turn(running, "alone", prompts(report, 1, 2)[0], sizes.alone)
-    report.share(
-        "one turn alone",
-        sizes.alone / (time.monotonic() - began),
-        "token/s",
-        bandwidth and bandwidth / weights,
-        0.04,
-        "weights once a token from HBM",
-        "slow steps: are CUDA graphs in use, is the CPU busy with something else?",
-    )
+    rate, bound = sizes.alone / (time.monotonic() - began), bandwidth and bandwidth / weights
+    words = "weights once a token from HBM"
+    remedy = "slow steps: are CUDA graphs in use, is the CPU busy with something else?"
+    report.share("one turn alone", rate, "token/s", bound, 0.04, words, remedy)
     # The first round compiles kernels. Only the second counts.
     for name, seed, new in (("first", 4, sizes.new // 8), ("all", 3, sizes.new)):
         began = time.monotonic()
-        await asyncio.gather(
-            *(
-                turn(running, f"{name} {i}", prompt, new)
-                for i, prompt in enumerate(prompts(report, sizes.turns, seed))
-            )
-        )
-    report.share(
-        f"{sizes.turns} turns at once",
-        sizes.turns * sizes.new / (time.monotonic() - began),
-        "token/s",
-        bandwidth and sizes.turns * bandwidth / (weights + sizes.turns * kv),
-        0.03,
-        "weights and KV from HBM, prefill not counted",
-        "a slow CPU holds the scheduler up: ask for more cores",
-    )
+        await turns(running, name, prompts(report, sizes.turns, seed), new)
+    rate = sizes.turns * sizes.new / (time.monotonic() - began)
+    bound = bandwidth and sizes.turns * bandwidth / (weights + sizes.turns * kv)
+    words = "weights and KV from HBM, prefill not counted"
+    remedy = "a slow CPU holds the scheduler up: ask for more cores"
+    report.share(f"{sizes.turns} turns at once", rate, "token/s", bound, 0.03, words, remedy)
 
 
 async def flip_under_traffic(
@@ -246,36 +211,24 @@ async def flip_under_traffic(
     )
     report.say("a store of versions is made")
     begun, over = [asyncio.Event() for _ in range(sizes.beside)], asyncio.Event()
-    turns = asyncio.gather(
-        *(
-            _traffic(running, f"beside-{i}", prompt, sizes.beside_new, begun[i], over)
-            for i, prompt in enumerate(prompts(report, sizes.beside, 5))
-        )
+    each = (
+        _traffic(running, f"beside-{i}", prompt, sizes.beside_new, begun[i], over)
+        for i, prompt in enumerate(prompts(report, sizes.beside, 5))
     )
+    traffic = asyncio.gather(*each)
     version = await asyncio.to_thread(versions.change, sizes.changed)
     await asyncio.gather(*(event.wait() for event in begun))
     loaded = await running.load_version(version, str(versions.store), config.transfer)
     over.set()
-    made = [v for part in await turns for v in part]
+    made = [v for part in await traffic for v in part]
     report.figure("values changed", loaded.changed, least=1)
     report.figure("staged beside generation in", loaded.stage_s, "s")
-    report.figure(
-        "generation stood still for",
-        1000 * loaded.pause_s,
-        "ms",
-        most=2000.0,
-        remedy="the flip should be scatters on the device: see transfer.stage_gib",
-    )
+    remedy = "the flip should be scatters on the device: see transfer.stage_gib"
+    pause_ms = 1000 * loaded.pause_s
+    report.figure("generation stood still for", pause_ms, "ms", most=2000.0, remedy=remedy)
     report.figure("tokens by the old weights", made.count(-1), least=1)
-    report.figure(
-        "tokens by the new weights",
-        made.count(version),
-        least=1,
-        remedy=(
-            "turns that ran across the flip should have gone on by the new weights: the log says "
-            "why not"
-        ),
-    )
+    remedy = "turns across the flip should have gone on by the new weights: the log says why not"
+    report.figure("tokens by the new weights", made.count(version), least=1, remedy=remedy)
     return made.count(-1), made.count(version), versions
 
 
@@ -289,69 +242,67 @@ async def _traffic(
     return versions
 
 
-def compare(report: Report, turns: list[Turn], versions: Versions) -> None:
+async def compare(report: Report, running, versions: Versions) -> None:
     """Compare the engine's log-probabilities with the trainer's forward pass over the same tokens:
     with the new weights, and with the old to see that the comparison is sensitive."""
     sizes, device = report.sizes, report.setup.device
-    pairs = [(one.prompt, one.tokens) for one in turns]
-    engine_says = np.concatenate([np.asarray(one.logprobs) for one in turns])
-    new, old = (
-        np.abs(
-            score(folder(report), sizes.dtype, device, pairs, tensors, versions.lora) - engine_says
-        )
-        for tensors in (versions.tensors, None)
-    )
+    scored = await turns(running, "scored", prompts(report, sizes.scored, 7), sizes.scored_new)
+    pairs = [(one.prompt, one.tokens) for one in scored]
+    engine_says = np.concatenate([np.asarray(one.logprobs) for one in scored])
+    where = folder(report), sizes.dtype, device, pairs
+    both = (score(*where, tensors, versions.lora) for tensors in (versions.tensors, None))
+    new, old = (np.abs(trainer_says - engine_says) for trainer_says in both)
     words = "a wrong kernel, or weights that are not the version's: the check precision tells which"
-    if sizes.dtype == "float32":
-        report.figure(
-            "largest |difference|, new weights",
-            float(new.max()),
-            "nats",
-            most=FLOAT32_MOST[device],
-            source="TF32 in attention" if report.gpus else "float32",
-            remedy=words,
-        )
-    else:
-        report.figure("largest |difference|, new weights", float(new.max()), "nats")
-    report.figure(
-        "mean |difference|, new weights",
-        float(new.mean()),
-        "nats",
-        most=BFLOAT16_MEAN,
-        remedy=words,
-    )
-    report.figure(
-        "the old weights fit worse by",
-        float(old.mean() / max(new.mean(), 1e-9)),
-        "times",
-        least=OLD_WEIGHTS,
-        remedy=words,
-    )
+    figure, source = partial(report.figure, remedy=words), "float32"
+    if report.gpus:
+        source = "TF32 in attention"
+    bound = {"most": FLOAT32_MOST[device], "source": source} if sizes.dtype == "float32" else {}
+    figure("largest |difference|, new weights", float(new.max()), "nats", **bound)
+    figure("mean |difference|, new weights", float(new.mean()), "nats", most=BFLOAT16_MEAN)
+    worse = float(old.mean() / max(new.mean(), 1e-9))
+    figure("the old weights fit worse by", worse, "times", least=OLD_WEIGHTS)
 
 
-def precision(report: Report) -> None:
+@check(
+    "the same weights in float32, where only TF32 may differ",
+    "a wrong kernel, or weights that are not the version's: the log has the engine's words",
+    {"cuda": NARROW, "cpu": NARROW_CPU},
+    180.0,
+)
+async def precision(report: Report) -> None:
     """Run the engine in float32, where any error larger than rounding shows."""
-    asyncio.run(_engine(report, "rollout.enforce_eager=true", speed=False))
+    await engine.work(report, "rollout.enforce_eager=true", speed=False)
 
 
-def tensor_parallel(report: Report) -> None:
-    asyncio.run(_engine(report, speed=False))
+@check(
+    "an engine over two GPUs takes a version while turns run",
+    "NCCL between the two: rose doctor cluster=gpus; NCCL_DEBUG=INFO; "
+    "NCCL_P2P_DISABLE=1 goes around a broken link",
+    {"cuda": BOTH, "cpu": NARROW_CPU},
+    least_gpus=2,
+    on_cpu=False,
+)
+async def tp2(report: Report) -> None:
+    await engine.work(report, speed=False)
 
 
 # --------------------------------------------------------------------------- sleep
 
 
-def sleep(report: Report) -> None:
-    asyncio.run(_sleep(report))
-
-
-async def _sleep(report: Report) -> None:
+@check(
+    "a non-eager engine gives its memory back, wakes, makes the same tokens, and takes a version",
+    "rollout.engine_args.enable_sleep_mode needs vLLM's cumem allocator: the log says why it has "
+    "none",
+    {"cuda": SLEEPS, "cpu": SLEEPS_CPU},
+    180.0,
+)
+async def sleep(report: Report) -> None:
     """Put an engine to sleep and wake it. Its memory must be free meanwhile, it must load new
     weights, and with the folder's weights it must generate the same tokens as before."""
     config = settings(
         report, *(["+rollout.engine_args.enable_sleep_mode=true"] if report.gpus else [])
     )
-    others = _device_used() if report.gpus else 0
+    others = device_used() if report.gpus else 0
     running = await start(report, config)
     try:
         expected = await _greedy(report, running)
@@ -360,14 +311,9 @@ async def _sleep(report: Report) -> None:
         moved = await running.sleep()
         report.figure("keeping its weights: gives memory back in", time.monotonic() - began, "s")
         report.figure("memory awake", awake / GIB, "GiB")
-        report.figure(
-            "memory given back",
-            moved.gib,
-            "GiB",
-            least=report.sizes.given_back * awake / GIB,
-            source=f"{report.sizes.given_back:g} of it",
-            remedy=KEPT,
-        )
+        source = f"{report.sizes.given_back:g} of it"
+        bound = {"least": report.sizes.given_back * awake / GIB, "source": source, "remedy": KEPT}
+        report.figure("memory given back", moved.gib, "GiB", **bound)
         versions = Versions(
             folder(report), report.folder / "store-sleep", report.sizes.dtype, report.setup.device
         )
@@ -378,16 +324,12 @@ async def _sleep(report: Report) -> None:
         await running.wake()
         report.figure("takes a version and wakes in", time.monotonic() - began, "s")
         report.figure("values of that version", loaded.changed, least=1)
-        report.figure(
-            "turns by the new weights are others",
-            await _greedy(report, running) != expected,
-            equal=True,
-        )
+        other = await _greedy(report, running) != expected
+        report.figure("turns by the new weights are others", other, equal=True)
         await _forgets(report, running, awake, others)
-        same = [a == b for a, b in zip(await _greedy(report, running), expected, strict=True)]
-        report.figure(
-            "turns by the folder's weights that are as before", sum(same), least=len(same)
-        )
+        pairs = zip(await _greedy(report, running), expected, strict=True)
+        same, every = sum(a == b for a, b in pairs), len(expected)
+        report.figure("turns by the folder's weights that are as before", same, least=every)
     finally:
         await running.shutdown()
 
@@ -398,13 +340,8 @@ async def _forgets(report: Report, running, awake: int, others: int) -> None:
     await running.deactivate()
     report.figure("forgetting its weights: gives memory back in", time.monotonic() - began, "s")
     if report.gpus:  # not on a CPU, where released pages return only when touched
-        report.figure(
-            "memory given back again",
-            (awake - _used(report, running, others)) / GIB,
-            "GiB",
-            least=report.sizes.given_back * awake / GIB,
-            remedy=KEPT,
-        )
+        back, least = awake - _used(report, running, others), report.sizes.given_back * awake / GIB
+        report.figure("memory given back again", back / GIB, "GiB", least=least, remedy=KEPT)
     began = time.monotonic()
     await running.activate()
     report.figure("wakes in", time.monotonic() - began, "s")
@@ -422,58 +359,15 @@ def _used(report: Report, running, others: int) -> int:
     """Return the engine's bytes: on a GPU those in use less the `others` that were in use before
     its start, on a CPU its resident memory."""
     if report.gpus:
-        return _device_used() - others
+        return device_used() - others
     from rose.memory import resident_bytes
 
     return resident_bytes(running.pid)
 
 
-def _device_used() -> int:
-    """Return the bytes that all processes use on the device."""
+def device_used() -> int:
+    """Return the bytes that all processes use on the device, by cuMemGetInfo."""
     import torch
 
     free, total = torch.cuda.mem_get_info()
     return total - free
-
-
-CHECKS = (
-    Check(
-        "engine",
-        "a non-eager engine: speed, a flip under traffic, log-probabilities against the trainer's",
-        engine,
-        {"cuda": GPU, "cpu": CPU},
-        240.0,
-        "the engine's own words are in the log; VLLM_LOGGING_LEVEL=INFO says more. Memory: --set "
-        "engine.utilization=0.8",
-    ),
-    Check(
-        "precision",
-        "the same weights in float32, where only TF32 may differ",
-        precision,
-        {"cuda": NARROW, "cpu": NARROW_CPU},
-        180.0,
-        "a wrong kernel, or weights that are not the version's: the log has the engine's words",
-    ),
-    Check(
-        "tp2",
-        "an engine over two GPUs takes a version while turns run",
-        tensor_parallel,
-        {"cuda": BOTH, "cpu": NARROW_CPU},
-        240.0,
-        "NCCL between the two: rose doctor cluster=gpus; NCCL_DEBUG=INFO; "
-        "NCCL_P2P_DISABLE=1 goes around a "
-        "broken link",
-        least_gpus=2,
-        on_cpu=False,
-    ),
-    Check(
-        "sleep",
-        "a non-eager engine gives its memory back, wakes, makes the same tokens, and takes a "
-        "version",
-        sleep,
-        {"cuda": SLEEPS, "cpu": SLEEPS_CPU},
-        180.0,
-        "rollout.engine_args.enable_sleep_mode needs vLLM's cumem allocator: the log says why it "
-        "has none",
-    ),
-)

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from scripts.harness import cfg, configured
-from tests.gpu.frame import Check, Report
+from tests.gpu.frame import Report, check
 from tests.gpu.trainer import GIB, spawn
 
 FOLDER = "experts"  # name within the scratch folder
@@ -35,6 +35,13 @@ GPU = Experts("bfloat16", 2048, 768, 128, 8, 4096, 2)  # a layer of Qwen3-30B-A3
 CPU = Experts("bfloat16", 64, 32, 16, 2, 64, 2)
 
 
+@check(
+    "a mixture's experts: gradients against a plain loop, also of those without tokens; host "
+    "memory as ranks read them",
+    "out of memory: --set experts.layers=1; the log has the part that failed",
+    {"cuda": GPU, "cpu": CPU},
+    needs_model=False,
+)
 def experts(report: Report) -> None:
     for tokens, words in ((report.sizes.tokens, "half of them chosen"), (1, "one token")):
         _compare(report, tokens, words)
@@ -76,30 +83,19 @@ def _compare(report: Report, tokens: int, words: str) -> None:
     weights, chosen = likely.softmax(-1).topk(sizes.top_k)
     direction = torch.randn(tokens, sizes.hidden, **there)
     found = {}
-    for name, compute in (
-        ("plain", Qwen3MoeExperts.forward.__wrapped__),
-        ("rose", mixture.experts),
-        ("torch", grouped_mm_experts_forward),
-    ):
+    ways = {"plain": Qwen3MoeExperts.forward.__wrapped__, "rose": mixture.experts}
+    for name, compute in (ways | {"torch": grouped_mm_experts_forward}).items():
         module.zero_grad()
         inputs = hidden.clone().requires_grad_()
         values = compute(module, inputs, chosen, weights.to(dtype))
         (values.float() * direction).sum().backward()
         found[name] = [values.detach(), inputs.grad, *(p.grad for p in module.parameters())]
-    for kind, ours, exact in zip(
-        ("values", "inputs' gradient", "gate and up's gradient", "down's gradient"),
-        found["rose"],
-        found["plain"],
-        strict=True,
-    ):
+    kinds = ("values", "inputs' gradient", "gate and up's gradient", "down's gradient")
+    expected = {"most": CLOSE, "source": "of the largest, against transformers' loop"}
+    remedy = "torch's grouped product is wrong on this GPU: don't train mixtures on it"
+    for kind, ours, exact in zip(kinds, found["rose"], found["plain"], strict=True):
         off = (ours.float() - exact.float()).abs().max() / exact.float().abs().max()
-        report.figure(
-            f"{words}: {kind} off by",
-            float(off),
-            most=CLOSE,
-            source="of the largest, against transformers' loop",
-            remedy="torch's grouped product is wrong on this GPU: don't train mixtures on it",
-        )
+        report.figure(f"{words}: {kind} off by", float(off), **expected, remedy=remedy)
     empty = torch.ones(sizes.experts, dtype=torch.bool, device=device)
     empty[chosen] = False
     for name, expected in (("rose", {"most": 0.0}), ("torch", {})):
@@ -122,14 +118,9 @@ def _read(report: Report) -> None:
     if report.gpus:
         torch.cuda.empty_cache()
     world = report.setup.gpus or RANKS_CPU
-    trainer = configured(
-        "trainer=zero3_gpu",
-        f"trainer.ranks={world}",
-        f"trainer.dtype={sizes.dtype}",
-        f"trainer.batch_size={8 * world}",
-        "rollout.group_size=8",
-        "rollout.workers=1",
-    ).trainer
+    words = f"trainer=zero3_gpu trainer.ranks={world} trainer.dtype={sizes.dtype} "
+    words += f"trainer.batch_size={8 * world} rollout.group_size=8 rollout.workers=1"
+    trainer = configured(*words.split()).trainer
     first, *others = spawn(report, _read_rank, world, trainer)
     report.figure("experts in the folder", experts, "GiB")
     report.figure("matrices read that are not the folder's", first["wrong"], most=0)
@@ -169,21 +160,5 @@ def _read_rank(report: Report, rank: int, world: int, port: int, trainer: cfg.Tr
 
 
 def _kib(key: str) -> int:
-    line = next(
-        x for x in STATUS.read_text(encoding="utf-8").splitlines() if x.startswith(f"{key}:")
-    )
-    return int(line.split()[1])
-
-
-CHECKS = (
-    Check(
-        "experts",
-        "a mixture's experts: gradients against a plain loop, also of those without tokens; host "
-        "memory as ranks read them",
-        experts,
-        {"cuda": GPU, "cpu": CPU},
-        240.0,
-        "out of memory: --set experts.layers=1; the log has the part that failed",
-        needs_model=False,
-    ),
-)
+    lines = STATUS.read_text(encoding="utf-8").splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(f"{key}:")))

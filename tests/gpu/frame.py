@@ -125,11 +125,11 @@ class Report:
 
 
 class Check(msgspec.Struct, frozen=True):
-    """A check: `work(report)` runs it. `sizes`: device -> its parameters."""
+    """A check: `work(report)`, which may be a coroutine, runs it. `sizes`: device -> parameters."""
 
     name: str
     what: str
-    work: Callable[[Report], None]
+    work: Callable[[Report], Any]
     sizes: dict[str, Any]
     deadline_s: float
     remedy: str
@@ -142,3 +142,20 @@ class Check(msgspec.Struct, frozen=True):
         sizes = self.sizes[setup.device]
         given = msgspec.structs.asdict(sizes) | setup.sizes.get(self.name, {})
         return Report(setup, msgspec.convert(given, type(sizes)), tell)
+
+
+def check(what: str, remedy: str, sizes: dict[str, Any], deadline_s: float = 240.0, **more: Any):
+    """Return a decorator that makes a check of a function, which gives it its name."""
+
+    def made(work: Callable[[Report], Any]) -> Check:
+        return Check(work.__name__, what, work, sizes, deadline_s, remedy, **more)
+
+    return made
+
+
+def settle(device) -> None:
+    """Wait until a device has done its work."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -11,14 +11,13 @@ import importlib.util
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import msgspec
 import numpy as np
 import pytest
 
-from tests.gpu.frame import Check, Report
-from tests.gpu.trainer import LIKE, Training, _shape, batch, settings, spawn, started
+from tests.gpu.frame import Report, check
+from tests.gpu.trainer import LIKE, Batch, Training, spawn, started
 
 # Least speed relative to the step without the option. Below it the option gains nothing.
 NO_SLOWER = 0.95
@@ -36,11 +35,28 @@ GPU_HPZ = msgspec.structs.replace(GPU, ranks=4)
 CPU_HPZ = msgspec.structs.replace(CPU, ranks=4)
 
 
-def compiled(report: Report, stage: int) -> None:
-    name = f"compiled, ZeRO-{stage}"
-    _compare(report, name, "trainer.compile=true", "trainer.compile=false", stage)
+def _compile(stage: int):
+    """Return the check of compiled layers with this stage of ZeRO."""
+    without, name = "trainer.compile=false", f"compiled, ZeRO-{stage}"
+    what = f"torch.compile of layers and head, ZeRO-{stage}: the same as without, start, speed"
+    words = "the log has the compiler's words. A compiler: apt-get install g++"
+
+    def work(report: Report) -> None:
+        _compare(report, name, "trainer.compile=true", without, stage)
+
+    work.__name__ = f"compile_zero{stage}"
+    return check(what, f"{without}; {words}", {"cuda": GPU, "cpu": CPU})(work)
 
 
+compile_zero2, compile_zero3 = _compile(2), _compile(3)
+
+
+@check(
+    "Liger's norms, rotary positions and MLPs: the same gradients as without, speed",
+    "trainer.kernels=none; pip install 'liger-kernel==0.8.*' beside the torch that is there",
+    {"cuda": GPU, "cpu": CPU},
+    on_cpu=False,
+)
 def liger(report: Report) -> None:
     for package in ("liger_kernel", "triton"):
         if importlib.util.find_spec(package) is None:
@@ -50,6 +66,13 @@ def liger(report: Report) -> None:
     _compare(report, "Liger", "trainer.kernels=liger", "trainer.kernels=none")
 
 
+@check(
+    "ZeRO-3 with a second copy of the weights in groups of 2 ranks: the same gradients, speed",
+    "trainer.hpz=null; a hang: NCCL_DEBUG=INFO",
+    {"cuda": GPU_HPZ, "cpu": CPU_HPZ},
+    400.0,
+    least_gpus=4,
+)
 def hpz(report: Report) -> None:
     with_it, without = f"trainer.hpz={HPZ}", "trainer.hpz=null"
     _compare(report, "second copy", with_it, without, stage=3, floor=0.0)
@@ -67,22 +90,16 @@ def _compare(
     most = EXACT if report.sizes.dtype == "float32" else LIKE
     for kind in ("rows", "trees"):
         exact, found = ([rank[kind] for rank in run] for run in (plain, other))
+        remedy = f"{without} until it is mended: it computes something else here"
         for value, differs in _differences(exact, found).items():
-            report.figure(
-                f"{name}, {kind}: {value} differs by",
-                differs,
-                most=most,
-                remedy=f"{without} until it is mended: it computes something else here",
-            )
+            words = f"{name}, {kind}: {value} differs by"
+            report.figure(words, differs, most=most, remedy=remedy)
         seconds = [max(min(r[kind]["seconds"]) for r in run) for run in (plain, other)]
-        report.figure(
-            f"{name}, {kind}: speed of that without",
-            seconds[0] / seconds[1],
-            "times",
-            least=floor if report.gpus else None,
-            source="the same batches in the same call",
-            remedy=f"{without}: it costs more than it saves here",
-        )
+        expected = {"least": floor if report.gpus else None}
+        expected |= {"source": "the same batches in the same call"}
+        expected |= {"remedy": f"{without}: it costs more than it saves here"}
+        words = f"{name}, {kind}: speed of that without"
+        report.figure(words, seconds[0] / seconds[1], "times", **expected)
 
 
 def _differences(exact: list[dict], found: list[dict]) -> dict[str, float]:
@@ -135,83 +152,19 @@ def _looked_at(made, out: dict) -> Iterator[None]:
 
 def _steps(report: Report, rank: int, world: int, port: int, *overrides: str) -> dict:
     """Run and time steps on padded rows and on prefix trees of the same batch."""
-    import torch
-
-    from rose import protocol
-    from rose.trainer.batching import Padded, Shared, plan_micro_batches
-
-    sizes = report.sizes
-    rows = batch(sizes, _shape(report).vocab)
-    config = settings(
-        report,
-        sizes,
-        world,
-        sizes.shared + sizes.own,
-        len(rows),
-        f"trainer.micro_batch_tokens={sizes.micro_batch_tokens}",
-        f"trainer.gradient_checkpointing={str(sizes.checkpointing).lower()}",
-        *overrides,
-    )
+    sizes, batch = report.sizes, Batch(report, rank, world)
+    checkpointing = f"trainer.gradient_checkpointing={str(sizes.checkpointing).lower()}"
+    config = batch.config(checkpointing, *overrides)
     began = time.monotonic()
     made = started(report, config, rank, world, port)
     out = {"start_s": time.monotonic() - began}
-    summary = protocol.BatchSummary(
-        [t.reward for t in rows.values()],
-        [int(t.group[1:]) for t in rows.values()],
-        [t.response_tokens for t in rows.values()],
-        [False] * len(rows),
-    )
-    tokens = [protocol.unpack_tokens(t.tokens) for t in rows.values()]
-    number = 0
-    for kind, packing in (("rows", Padded([len(t) for t in tokens])), ("trees", Shared(tokens))):
-        plan = plan_micro_batches(packing, world, sizes.micro_batch_tokens, 1)[rank]
-        mine = {row: rows[row] for micro in plan[0] for row in micro}
-        step = partial(protocol.TrainStep, summary=summary, micro_batches=plan, parts=1)
-        out[kind] = {"seconds": []}
-        number += 1
+    for kind, trees in (("rows", False), ("trees", True)):
+        out[kind] = {}
+        _, plan = batch.packed(trees)
         with _looked_at(made, out[kind]):
-            metrics = made.train(step(step=number, trees=kind == "trees"), mine)
+            metrics, _ = batch.train(made, plan, trees)
         out[kind] |= {name: metrics[name] for name in ("grad_norm", "entropy")}
-        for _ in range(sizes.timed):
-            number += 1
-            began = time.monotonic()
-            made.train(step(step=number, trees=kind == "trees"), mine)
-            if made.device.type == "cuda":
-                torch.cuda.synchronize()
-            out[kind]["seconds"].append(time.monotonic() - began)
-            report.say(f"{kind}: step {number} took {out[kind]['seconds'][-1]:.2f} s")
+        timed = range(sizes.timed)
+        out[kind]["seconds"] = [batch.train(made, plan, trees)[1] for _ in timed]
     made.close()
     return out
-
-
-CHECKS = (
-    *(
-        Check(
-            f"compile_zero{stage}",
-            f"torch.compile of layers and head, ZeRO-{stage}: the same as without, start, speed",
-            partial(compiled, stage=stage),
-            {"cuda": GPU, "cpu": CPU},
-            240.0,
-            "trainer.compile=false; the log has the compiler's words. A compiler: apt-get install g++",
-        )
-        for stage in (2, 3)
-    ),
-    Check(
-        "liger",
-        "Liger's norms, rotary positions and MLPs: the same gradients as without, speed",
-        liger,
-        {"cuda": GPU, "cpu": CPU},
-        240.0,
-        "trainer.kernels=none; pip install 'liger-kernel==0.8.*' beside the torch that is there",
-        on_cpu=False,
-    ),
-    Check(
-        "hpz",
-        "ZeRO-3 with a second copy of the weights in groups of 2 ranks: the same gradients, speed",
-        hpz,
-        {"cuda": GPU_HPZ, "cpu": CPU_HPZ},
-        400.0,
-        "trainer.hpz=null; a hang: NCCL_DEBUG=INFO",
-        least_gpus=4,
-    ),
-)

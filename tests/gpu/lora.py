@@ -10,7 +10,7 @@ from rose.config.trainer import FUSED
 from scripts.harness import cfg
 from scripts.run_weights import Whole
 from tests.gpu import engine
-from tests.gpu.frame import Check, Report
+from tests.gpu.frame import Report, check
 from tests.gpu.model import folder
 
 RANK = 12  # not a size of vLLM's, which then has memory for rank 16
@@ -58,37 +58,19 @@ class Adapters(Whole):
         return self.version
 
 
-def lora(report: Report) -> None:
-    asyncio.run(_lora(report))
-
-
-async def _lora(report: Report) -> None:
+@check(
+    "an engine with an adapter: a version into its memory under traffic, log-probabilities "
+    "against PEFT's",
+    "vLLM's LoRA kernels, or an adapter that is not the version's: the log has the engine's words",
+    {"cuda": GPU, "cpu": CPU},
+)
+async def lora(report: Report) -> None:
     config = engine.settings(report, LORA)
     running = await engine.start(report, config)
     made = folder(report), report.folder / "store-lora", report.sizes.dtype, config.trainer.lora
     versions = await asyncio.to_thread(Adapters, *made)
     try:
         await engine.flip_under_traffic(report, running, config, versions)
-        scored = await asyncio.gather(
-            *(
-                engine.turn(running, f"scored-{i}", prompt, report.sizes.scored_new)
-                for i, prompt in enumerate(engine.prompts(report, report.sizes.scored, 7))
-            )
-        )
-        engine.compare(report, scored, versions)
+        await engine.compare(report, running, versions)
     finally:
         await running.shutdown()
-
-
-CHECKS = (
-    Check(
-        "lora",
-        "an engine with an adapter: a version into its memory under traffic, log-probabilities "
-        "against PEFT's",
-        lora,
-        {"cuda": GPU, "cpu": CPU},
-        240.0,
-        "vLLM's LoRA kernels, or an adapter that is not the version's: the log has the engine's "
-        "words",
-    ),
-)

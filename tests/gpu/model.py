@@ -17,7 +17,7 @@ import numpy as np
 
 from scripts.harness import cfg, configured
 from scripts.run_weights import Whole
-from tests.gpu.frame import Check, Report
+from tests.gpu.frame import Report, check
 
 DEVIATION = 0.02  # standard deviation of the weights; norms are ones
 AT_ONCE = 2**24  # values that are drawn at once, which bounds the memory on the device
@@ -48,6 +48,22 @@ def folder(report: Report) -> Path:
     return report.folder / FOLDER
 
 
+def shape_of(report: Report) -> cfg.ModelShape:
+    return cfg.read_shape(folder(report))
+
+
+def of_model(report: Report, context: int) -> list[str]:
+    """Return the overrides of a run with one engine of the model, and with this context."""
+    words = f"rollout.workers=1 model.source=folder model.dtype={report.sizes.dtype}"
+    return [*words.split(), f"model.path={folder(report)}", f"model.max_context={context}"]
+
+
+@check(
+    "a model of the shape of Qwen3-0.6B, or the one given",
+    "give one with --model FOLDER; a hub id needs network or a filled Hugging Face cache",
+    {"cuda": QWEN3_0_6B, "cpu": AS_IT_IS},
+    needs_model=False,
+)
 def model(report: Report) -> None:
     from rose import models
 
@@ -59,17 +75,18 @@ def model(report: Report) -> None:
     elif given:
         target.symlink_to(Path(given).resolve())
     else:
-        recipe = (
-            [] if report.sizes.hidden_size is None else [f"+model.recipe.steps={TOKENIZER_STEPS}"]
-        )
+        as_it_is = report.sizes.hidden_size is None
+        recipe = [] if as_it_is else [f"+model.recipe.steps={TOKENIZER_STEPS}"]
         tiny = models.resolve(configured(*recipe).model)
-        if report.sizes.hidden_size is None:
+        if as_it_is:
             target.symlink_to(tiny)
         else:
             make(tiny, target, report.sizes, report.setup.device)
-    shape = cfg.read_shape(target)
-    report.figure("parameters", shape.parameters / 1e6, "million")
+    report.figure("parameters", shape_of(report).parameters / 1e6, "million")
     report.figure("made or found in", time.monotonic() - began, "s")
+
+
+MODEL = model
 
 
 def make(tiny: Path, target: Path, shape: Shape, device: str) -> None:
@@ -78,8 +95,8 @@ def make(tiny: Path, target: Path, shape: Shape, device: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shutil.copytree(tiny, target, ignore=shutil.ignore_patterns("*.safetensors"))
-    config = AutoConfig.from_pretrained(target)
-    for name, value in msgspec.to_builtins(shape).items():
+    config, sizes = AutoConfig.from_pretrained(target), msgspec.to_builtins(shape)
+    for name, value in sizes.items():
         setattr(config, name, value)
     config.layer_types = ["full_attention"] * shape.num_hidden_layers
     config.max_window_layers = shape.num_hidden_layers
@@ -90,10 +107,7 @@ def make(tiny: Path, target: Path, shape: Shape, device: str) -> None:
         made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     made.save_pretrained(target)
     written = json.loads((target / "config.json").read_text(encoding="utf-8"))
-    wrong = {
-        k: written.get(k) for k, v in msgspec.to_builtins(shape).items() if written.get(k) != v
-    }
-    if wrong:
+    if wrong := {k: written.get(k) for k, v in sizes.items() if written.get(k) != v}:
         raise RuntimeError(f"{target}/config.json: {wrong} is not what was asked for")
 
 
@@ -131,11 +145,8 @@ class Versions(Whole):
             for part in tensor.reshape(-1).split(AT_ONCE):
                 old = part.to(self._device).float()
                 new = old + torch.randn(old.shape, **there) * DEVIATION
-                parts.append(
-                    torch.where(torch.rand(old.shape, **there) < share, new, old)
-                    .to(tensor.dtype)
-                    .cpu()
-                )
+                moved = torch.where(torch.rand(old.shape, **there) < share, new, old)
+                parts.append(moved.to(tensor.dtype).cpu())
             self.tensors[name] = torch.cat(parts).reshape(tensor.shape)
         self.version += 1
         self.publish(self.version)
@@ -170,14 +181,3 @@ def score(
             logprobs, _ = policy(tokens[:, :-1], tokens[:, 1:], mask)
             scores.append(logprobs[0, len(prompt) - 1 :].float().cpu().numpy())
     return np.concatenate(scores)
-
-
-MODEL = Check(
-    "model",
-    "a model of the shape of Qwen3-0.6B, or the one given",
-    model,
-    {"cuda": QWEN3_0_6B, "cpu": AS_IT_IS},
-    240.0,
-    "give one with --model FOLDER; a hub id needs network or a filled Hugging Face cache",
-    needs_model=False,
-)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from tests.gpu.frame import Check, Report
+from tests.gpu.frame import Report, check
 
 GIB = 2**30
 ROUNDS = 10  # timed repetitions of an operation
@@ -55,6 +55,16 @@ def timed(work: Callable[[], object], cuda: bool, rounds: int = ROUNDS) -> float
     return begin.elapsed_time(end) / 1e3 / rounds
 
 
+@check(
+    "causal attention over rows by each of torch's kernels, and what a new length costs",
+    "the log has torch's reason",
+    {
+        "cuda": Attended([[8, 2048], [2, 8192], [1, 32768]], 16, 8, 128, "bfloat16"),
+        "cpu": Attended([[2, 32]], 4, 2, 16, "bfloat16"),
+    },
+    120.0,
+    needs_model=False,
+)
 def attention(report: Report) -> None:
     """Time causal attention, forward and backward, by each way that torch has for it."""
     import torch
@@ -110,10 +120,9 @@ def _ways(report: Report) -> dict[str, Callable]:
 
     def by(backend: SDPBackend) -> Callable:
         def attend(query, key, value):
+            causal = {"is_causal": True, "enable_gqa": True}
             with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(
-                    query, key, value, is_causal=True, enable_gqa=True
-                )
+                return F.scaled_dot_product_attention(query, key, value, **causal)
 
         return attend
 
@@ -138,6 +147,13 @@ def _ways(report: Report) -> dict[str, Callable]:
     }
 
 
+@check(
+    "the head's passes by torch's operations and by its kernels, beside float64",
+    "a head that is wrong: report it with the log",
+    {"cuda": Logits(8192, 1024, 151936, "bfloat16"), "cpu": Logits(96, 32, 500, "bfloat16")},
+    120.0,
+    needs_model=False,
+)
 def head(report: Report) -> None:
     """Time the head's passes by torch's operations and by its kernels, computing chunks again or
     keeping them, and compare each with float64."""
@@ -208,28 +224,3 @@ def _compare(report: Report, name: str, found, weight, hidden, targets, weights)
     apart = (found[3][7].double() - of_weight).norm() / of_weight.norm()
     report.figure(f"{name}: gradient of a row of the matrix off by", float(apart), most=0.02)
     report.figure(f"{name}: mean entropy", float(found[1]) / len(hidden), "nats")
-
-
-CHECKS = (
-    Check(
-        "attention",
-        "causal attention over rows by each of torch's kernels, and what a new length costs",
-        attention,
-        {
-            "cuda": Attended([[8, 2048], [2, 8192], [1, 32768]], 16, 8, 128, "bfloat16"),
-            "cpu": Attended([[2, 32]], 4, 2, 16, "bfloat16"),
-        },
-        120.0,
-        "the log has torch's reason",
-        needs_model=False,
-    ),
-    Check(
-        "head",
-        "the head's passes by torch's operations and by its kernels, beside float64",
-        head,
-        {"cuda": Logits(8192, 1024, 151936, "bfloat16"), "cpu": Logits(96, 32, 500, "bfloat16")},
-        120.0,
-        "a head that is wrong: report it with the log",
-        needs_model=False,
-    ),
-)

@@ -8,7 +8,6 @@ engine process: `wait`, the time that it waits for the GPU, is the smallest part
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import time
 from typing import Any
@@ -17,7 +16,7 @@ import msgspec
 import psutil
 
 from tests.gpu import engine
-from tests.gpu.frame import Check, Report
+from tests.gpu.frame import Report, check
 
 EXTENSION = {"worker_extension_cls": "tests.gpu.rate_worker.Extension"}
 APART = {"distributed_executor_backend": "mp"}
@@ -47,11 +46,12 @@ OURS = Way("ROSE")
 WAYS = (PLAIN, OURS, Way("ROSE without garbage collection", collects=False))
 
 
-def rate(report: Report) -> None:
-    asyncio.run(_rate(report))
-
-
-async def _rate(report: Report) -> None:
+@check(
+    "what bounds many turns at once: the parts of a step, by vLLM alone, ROSE, and a worker",
+    "the engine's own words are in the log; VLLM_LOGGING_LEVEL=INFO says more",
+    {"cuda": GPU, "cpu": CPU},
+)
+async def rate(report: Report) -> None:
     sequences = f"rollout.max_sequences={report.sizes.turns}"
     config = engine.settings(report, "rollout.stream_interval=1", sequences)
     apart = engine.settings(report, f"rollout.stream_interval={OURS.kept}", sequences)
@@ -108,19 +108,13 @@ async def _measure(report: Report, running: Any, way: Way | None, name: str) -> 
     prompts = engine.prompts(report, sizes.turns, 3)
     before, began = _processor_s(running), time.monotonic()
     try:
-        await asyncio.gather(
-            *(
-                engine.turn(running, f"{name}.{i}", prompt, sizes.new)
-                for i, prompt in enumerate(prompts)
-            )
-        )
+        await engine.turns(running, name, prompts, sizes.new)
     finally:
         LogprobsProcessor._update_sample_logprobs = join
     took, tokens = time.monotonic() - began, sizes.turns * sizes.new
     report.figure(f"{name}: {sizes.turns} turns", tokens / took, "token/s")
-    for process, after, earlier in zip(
-        ("engine", "rank"), _processor_s(running), before, strict=True
-    ):
+    names, now = ("engine", "rank"), _processor_s(running)
+    for process, after, earlier in zip(names, now, before, strict=True):
         spent = 1e6 * (after - earlier) / tokens
         report.figure(f"{name}: processor time, {process}", spent, "us a token")
     if way is not None:
@@ -152,20 +146,5 @@ async def _alone(report: Report, running: Any, way: Way | None) -> None:
 def _processor_s(running: Any) -> tuple[float, float]:
     """Return the processor seconds of the engine's processes and of this one."""
     core = psutil.Process(running.pid)
-    engines = [core, *core.children(recursive=True)]
-    return tuple(
-        sum(sum(one.cpu_times()[:2]) for one in processes)
-        for processes in (engines, [psutil.Process()])
-    )
-
-
-CHECKS = (
-    Check(
-        "rate",
-        "what bounds many turns at once: the parts of a step, by vLLM alone, ROSE, and a worker",
-        rate,
-        {"cuda": GPU, "cpu": CPU},
-        240.0,
-        "the engine's own words are in the log; VLLM_LOGGING_LEVEL=INFO says more",
-    ),
-)
+    both = [core, *core.children(recursive=True)], [psutil.Process()]
+    return tuple(sum(sum(one.cpu_times()[:2]) for one in processes) for processes in both)

@@ -7,7 +7,6 @@ computed again.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,10 +15,10 @@ from typing import Any
 import msgspec
 
 from tests.gpu import trainer
-from tests.gpu.frame import Check, Report
-from tests.gpu.model import folder
+from tests.gpu.frame import Report, check, settle
+from tests.gpu.model import folder, shape_of
 from tests.gpu.operations import timed
-from tests.gpu.trainer import LIKE, Training, _flops, _shape, _work, batch, settings, spawn
+from tests.gpu.trainer import LIKE, Batch, Training, _flops, _work, joined, spawn
 
 GIB = 2**30
 AIM = 0.3  # least share of the matrix product's rate
@@ -29,36 +28,25 @@ BEFORE = ("trainer.kernels=none", "trainer.gradient_checkpointing=true")
 
 
 class Steps(Training):
-    stage: int  # ZeRO's
-    trees: bool  # a step of prefix trees, too
     matrix: int  # side of the square matrices that are multiplied
     plain_rows: int  # rows of a micro-batch of the plain loop
-    beside: bool  # timing of the two others, too
     profiled: bool  # a list of the kernels of a micro-batch and of the optimizer
+    stage: int = 2  # ZeRO's
+    trees: bool = True  # a step of prefix trees, too
+    beside: bool = True  # timing of the two others, too
 
 
-GPU = Steps(
-    **msgspec.structs.asdict(trainer.GPU),
-    stage=2,
-    trees=True,
-    matrix=8192,
-    plain_rows=8,
-    beside=True,
-    profiled=False,
+GPU = Steps(**msgspec.structs.asdict(trainer.GPU), matrix=8192, plain_rows=8, profiled=False)
+CPU = Steps(**msgspec.structs.asdict(trainer.CPU), matrix=256, plain_rows=3, profiled=True)
+
+
+@check(
+    "a trainer's step as a user gets it, beside one without fused operations and a plain transformers loop",
+    "out of memory: trainer.gradient_checkpointing=true",
+    {"cuda": GPU, "cpu": CPU},
 )
-CPU = Steps(
-    **msgspec.structs.asdict(trainer.CPU),
-    stage=2,
-    trees=True,
-    matrix=256,
-    plain_rows=3,
-    beside=True,
-    profiled=True,
-)
-
-
 def speed(report: Report) -> None:
-    shape, sizes = _shape(report), report.sizes
+    shape, sizes = shape_of(report), report.sizes
     (ours,) = spawn(report, _ours, 1)
     rate = ours["matrix"] / 1e12
     report.figure("bfloat16 matrix product", rate, "TFLOP/s")
@@ -70,32 +58,19 @@ def speed(report: Report) -> None:
     useful = _flops(shape, [ours]) / ours["step_s"] / 1e12
     report.figure("ROSE: step", ours["step_s"], "s")
     report.figure("ROSE: computed tokens", ours["tokens"] / ours["step_s"], "token/s")
-    report.share(
-        "ROSE: useful operations",
-        useful,
-        "TFLOP/s",
-        bound,
-        AIM,
-        "the matrix product's rate, recomputation not counted",
-        "which kernels take the time: --set speed.profiled=true",
-    )
+    words = "the matrix product's rate, recomputation not counted"
+    remedy = "which kernels take the time: --set speed.profiled=true"
+    report.share("ROSE: useful operations", useful, "TFLOP/s", bound, AIM, words, remedy)
     if sizes.trees:
         report.figure("ROSE: step of prefix trees", ours["trees_s"], "s")
-        report.figure(
-            "trees and rows, grad_norm differs by",
-            abs(ours["of_trees"] / ours["grad_norm"] - 1),
-            most=LIKE,
-            remedy="rows attend by cuDNN's kernels, trees by flex attention: one of them is wrong",
-        )
+        apart = abs(ours["of_trees"] / ours["grad_norm"] - 1)
+        remedy = "rows attend by cuDNN's kernels, trees by flex attention: one of them is wrong"
+        report.figure("trees and rows, grad_norm differs by", apart, most=LIKE, remedy=remedy)
     if report.gpus:
-        report.figure(
-            "ROSE: memory at the peak",
-            ours["peak_gib"],
-            "GiB",
-            most=1.1 * ours["estimate_gib"],
-            source=f"rose.launch.memory says {ours['estimate_gib']:.1f}",
-            remedy="trainer.gradient_checkpointing=true until the estimate is right",
-        )
+        peak, estimate = ours["peak_gib"], ours["estimate_gib"]
+        expected = {"most": 1.1 * estimate, "source": f"rose.launch.memory says {estimate:.1f}"}
+        remedy = "trainer.gradient_checkpointing=true until the estimate is right"
+        report.figure("ROSE: memory at the peak", peak, "GiB", **expected, remedy=remedy)
     if not sizes.beside:
         return
     (before,) = spawn(report, _ours, 1, *BEFORE)
@@ -105,79 +80,41 @@ def speed(report: Report) -> None:
         other = other["step_s"]
         report.figure(f"{name}: useful operations", useful * ours["step_s"] / other, "TFLOP/s")
         report.figure(f"ROSE is as fast as {name}", other / ours["step_s"], "times")
+    remedy = f"{' '.join(BEFORE)} until it is mended: the default computes something else"
     for name in ("grad_norm", "entropy"):
-        report.figure(
-            f"unfused, {name} differs by",
-            abs(ours[name] - before[name]) / max(abs(before[name]), 1e-12),
-            most=LIKE,
-            remedy=f"{' '.join(BEFORE)} until it is mended: the default computes something else",
-        )
+        apart = abs(ours[name] - before[name]) / max(abs(before[name]), 1e-12)
+        report.figure(f"unfused, {name} differs by", apart, most=LIKE, remedy=remedy)
 
 
 def _ours(report: Report, rank: int, world: int, port: int, *overrides: str) -> dict:
     """Time steps of a trainer of one rank, with what the launcher chooses for it."""
     import torch
 
-    from rose import protocol
-    from rose.comm.address import local_place
     from rose.launch import choices, memory
-    from rose.observe.recorder import NullRecorder
-    from rose.trainer.batching import Padded, Shared, plan_micro_batches
-    from rose.trainer.trainer import Trainer
 
-    sizes, shape = report.sizes, _shape(report)
-    rows = batch(sizes, shape.vocab)
-    config = settings(
-        report,
-        sizes,
-        world,
-        sizes.shared + sizes.own,
-        len(rows),
-        f"trainer.micro_batch_tokens={sizes.micro_batch_tokens}",
-        f"trainer.zero_stage={sizes.stage}",
-        f"trainer.share_prefixes={str(sizes.trees).lower()}",
-        *overrides,
-    )
+    sizes, shape, batch = report.sizes, shape_of(report), Batch(report, rank, world)
+    share = f"trainer.share_prefixes={str(sizes.trees).lower()}"
+    config = batch.config(f"trainer.zero_stage={sizes.stage}", share, *overrides)
     config, chosen = choices.made(config, shape)
     began = time.monotonic()
-    made = Trainer(config, rank, world, local_place(port), folder(report), NullRecorder())
+    made = joined(report, config, rank, world, port)
     cuda = made.device.type == "cuda"
     out: dict[str, Any] = {"start_s": time.monotonic() - began, "chosen": chosen}
     out["estimate_gib"] = memory.trainer(config, shape).total
-    summary = protocol.BatchSummary(
-        [t.reward for t in rows.values()],
-        [int(t.group[1:]) for t in rows.values()],
-        [t.response_tokens for t in rows.values()],
-        [False] * len(rows),
-    )
-    tokens = [protocol.unpack_tokens(t.tokens) for t in rows.values()]
-    packing = Padded([len(each) for each in tokens])
-    plan = plan_micro_batches(packing, world, sizes.micro_batch_tokens, 1)[rank]
-    numbers = itertools.count(1)
-
-    def step(plan: list[list[list[int]]], trees: bool = False) -> dict[str, float]:
-        mine = {row: rows[row] for micro in plan[0] for row in micro}
-        return made.train(protocol.TrainStep(next(numbers), summary, plan, trees, 1), mine)
-
-    out |= step(plan) | _work(plan[0], packing, sizes)
-    seconds = []
-    for _ in range(sizes.timed):
-        began = time.monotonic()
-        metrics = step(plan)
-        seconds.append((time.monotonic() - began, metrics["seconds_optimizer"]))
-        report.say(f"a step took {seconds[-1][0]:.3f} s")
+    packing, plan = batch.packed()
+    out |= batch.train(made, plan)[0] | _work(plan[0], packing, sizes)
+    steps = [batch.train(made, plan) for _ in range(sizes.timed)]
+    seconds = [(took, metrics["seconds_optimizer"]) for metrics, took in steps]
     out["step_s"], out["optimizer_s"] = min(seconds)
     if sizes.trees:
-        shared = plan_micro_batches(Shared(tokens), world, sizes.micro_batch_tokens, 1)[rank]
-        out["of_trees"] = step(shared, trees=True)["grad_norm"]
-        began = time.monotonic()
-        step(shared, trees=True)
-        out["trees_s"] = time.monotonic() - began
+        _, shared = batch.packed(trees=True)
+        out["of_trees"] = batch.train(made, shared, trees=True)[0]["grad_norm"]
+        out["trees_s"] = batch.train(made, shared, trees=True)[1]
     peak = torch.cuda.max_memory_allocated() / GIB if cuda else 0.0
     out["peak_gib"] = memory.RUNTIME_GIB + peak
     if sizes.profiled and not overrides:
         with _profiles(made.engine, report.say, cuda):
-            step([[plan[0][0]]])
+            batch.train(made, [[plan[0][0]]])
     made.close()
     side = torch.randn(sizes.matrix, sizes.matrix, dtype=torch.bfloat16, device=made.device)
     out["matrix"] = 2 * sizes.matrix**3 / timed(lambda: side @ side, cuda)
@@ -248,7 +185,7 @@ def _plain(report: Report, rank: int, world: int, port: int) -> dict:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     rows = [
         torch.from_numpy(protocol.unpack_tokens(t.tokens).astype("int64"))
-        for t in batch(sizes, _shape(report).vocab).values()
+        for t in trainer.random_rows(sizes, shape_of(report).vocab).values()
     ]
     seconds = []
     for _ in range(sizes.timed + 1):
@@ -262,20 +199,7 @@ def _plain(report: Report, rank: int, world: int, port: int) -> dict:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        settle(device)
         seconds.append(time.monotonic() - began)
         report.say(f"a step of the plain loop took {seconds[-1]:.3f} s")
     return {"step_s": min(seconds[1:])}
-
-
-CHECKS = (
-    Check(
-        "speed",
-        "a trainer's step as a user gets it, beside one without fused operations and a plain transformers loop",
-        speed,
-        {"cuda": GPU, "cpu": CPU},
-        240.0,
-        "out of memory: trainer.gradient_checkpointing=true",
-    ),
-)

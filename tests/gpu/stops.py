@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 
 from scripts.harness import configured
-from tests.gpu.frame import Check, Report
-from tests.gpu.model import folder
+from tests.gpu.frame import Report, check
+from tests.gpu.model import folder, of_model, shape_of
 
 PAUSE_S = 0.003  # seconds between two steps of S
 AHEAD_S = 0.001  # seconds in which S's engine prepares a step after it has raised the flag
@@ -104,13 +104,19 @@ def product(torch):
     return lambda: [x @ x for _ in range(8)]
 
 
-def stops(report: Report) -> None:
+@check(
+    "a rollout engine that stops between layers while another process computes",
+    "the log has the engine's words; rose/parts/lending/vllm/stops.py",
+    {"cuda": GPU, "cpu": CPU},
+    150.0,
+)
+async def stops(report: Report) -> None:
     boards = Path("/dev/shm") / f"rose-gpu-check-stops-{os.getpid()}"
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
     child = spawn.Process(target=online, args=(str(boards), report.gpus, there), daemon=True)
     try:
-        asyncio.run(_stops(report, boards, child, here))
+        await _stops(report, boards, child, here)
     finally:
         child.kill()
         shutil.rmtree(boards, ignore_errors=True)
@@ -129,20 +135,11 @@ async def _stops(report: Report, boards: Path, child: Any, orders: Any) -> None:
     if sizes.graphs:
         graphs = f"{{cudagraph_mode: {sizes.graphs}}}"
         own.append(f"+rollout.engine_args.compilation_config={graphs}")
-    config = configured(
-        *own,
-        f"rollout={sizes.rollout}",
-        "rollout.workers=1",
-        f"rollout.max_sequences={sizes.turns}",
-        f"rollout.max_batched_tokens={sizes.step}",
-        f"rollout.kv_cache_gib={sizes.kv_gib}",
-        "rollout.gpu_memory_utilization=0.5",
-        "model.source=folder",
-        f"model.path={folder(report)}",
-        f"model.dtype={sizes.dtype}",
-        f"model.max_context={sizes.context}",
-        f"trainer.micro_batch_tokens={max(2048, sizes.context)}",
-    )
+    words = f"rollout={sizes.rollout} rollout.max_sequences={sizes.turns} "
+    words += f"rollout.max_batched_tokens={sizes.step} rollout.kv_cache_gib={sizes.kv_gib} "
+    words += "rollout.gpu_memory_utilization=0.5 "
+    words += f"trainer.micro_batch_tokens={max(2048, sizes.context)}"
+    config = configured(*own, *words.split(), *of_model(report, sizes.context))
     began = time.monotonic()
     engine = await Engine.start(
         folder(report), config.rollout, config.model, gpus=report.gpus, seed=1
@@ -194,11 +191,9 @@ class Both:
     """The turns of R, and the measurement of S beside them."""
 
     def __init__(self, report: Report, engine: Any, orders: Any) -> None:
-        from rose.config import read_shape
-
         self.report, self.engine, self.orders = report, engine, orders
         self.made, self.tasks = 0, []
-        self.vocabulary = read_shape(folder(report)).vocab
+        self.vocabulary = shape_of(report).vocab
 
     def begin(self) -> None:
         turns = range(self.report.sizes.turns)
@@ -273,15 +268,3 @@ def _in_a_graph(report: Report, flag: Any) -> None:
         report.figure("a CUDA graph can hold a stop", False)
     finally:
         flag.ignored, flag.up = True, False
-
-
-CHECKS = (
-    Check(
-        "stops",
-        "a rollout engine that stops between layers while another process computes",
-        stops,
-        {"cuda": GPU, "cpu": CPU},
-        150.0,
-        "the log has the engine's words; rose/parts/lending/vllm/stops.py",
-    ),
-)

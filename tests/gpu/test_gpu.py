@@ -1,5 +1,8 @@
 """The checks of scripts/gpu_check.py, in the order in which it runs them."""
 
+import asyncio
+import inspect
+
 import pytest
 
 from tests.gpu import (
@@ -22,28 +25,17 @@ from tests.gpu import (
 )
 from tests.gpu.frame import Check, Report
 
-ALL = (
-    *machine.FIRST,
-    model.MODEL,
-    *trainer.CHECKS,
-    *experts.CHECKS,
-    *fused.CHECKS,
-    *speed.CHECKS,
-    *operations.CHECKS,
-    *digests.CHECKS,
-    *delta.CHECKS,
-    *engine.CHECKS,
-    *rate.CHECKS,
-    *lora.CHECKS,
-    *drafts.CHECKS,
-    *stops.CHECKS,
-    *coserving.CHECKS,
-    *jobs.CHECKS,
-    *machine.LAST,
-)
+ALL = (machine.machine, machine.micro, model.model, trainer.transfer, trainer.trainer)
+ALL += (experts.experts, fused.compile_zero2, fused.compile_zero3, fused.liger, fused.hpz)
+ALL += (speed.speed, operations.attention, operations.head, digests.digests, delta.delta)
+ALL += (engine.engine, engine.precision, engine.tp2, engine.sleep, rate.rate, lora.lora)
+ALL += (drafts.drafts, stops.stops, coserving.pool, coserving.profile, coserving.coserving)
+ALL += (*jobs.CHECKS, machine.nccl, machine.left)
 CHECKS = {check.name: check for check in ALL}
 
 
 @pytest.mark.parametrize("check", ALL, ids=[check.name for check in ALL])
 def test_gpu(check: Check, report: Report) -> None:
-    check.work(report)
+    done = check.work(report)
+    if inspect.isawaitable(done):
+        asyncio.run(done)

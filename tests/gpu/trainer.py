@@ -16,8 +16,8 @@ import numpy as np
 
 from scripts.harness import configured
 from scripts.run_weights import threads
-from tests.gpu.frame import Check, Report
-from tests.gpu.model import folder
+from tests.gpu.frame import Report, check, settle
+from tests.gpu.model import folder, of_model, shape_of
 from tests.ports import free_port
 
 GIB = 2**30
@@ -26,6 +26,11 @@ JOIN_S = 30.0
 MFU_ROWS, MFU_TREES = (0.08, 0.04)
 # Largest relative difference in gradient norm and entropy between trees and rows, in bfloat16.
 LIKE = 0.05
+WRONG = "a version that is not the trainer's weights: report it with the log"
+JOINS_LATE = (
+    "transfer.stage_gib, or a lower rollout.gpu_memory_utilization: an engine that joins late "
+    "needs this much beside its KV cache"
+)
 ESTIMATE = (0.4, 1.1)  # allowed range of the peak, as multiples of rose.launch.memory's estimate
 
 
@@ -37,10 +42,7 @@ class Training(msgspec.Struct):
     own: int  # tokens after them in each row, by the policy
     micro_batch_tokens: int
     checkpointing: bool
-    offload: (
-        # Offloads the optimizer to the host. Off by default: it needs nvcc and a minute.
-        bool
-    )
+    offload: bool  # offloads the optimizer to the host; off, because it needs nvcc and a minute
     timed: int  # timed steps of each kind, after one that is not timed
 
 
@@ -48,38 +50,22 @@ class Moves(msgspec.Struct):
     dtype: str
     shares: list[float]  # shares of values that change, a version for each
     stage_gib: float  # GiB for blocks that are staged whole
-    peak_share: (
-        # Largest memory that staging may take on the device, as a multiple of the weights.
-        float
-    )
+    peak_share: float  # memory that staging may take on the device, as a multiple of the weights
 
 
 GPU = Training("bfloat16", 8, 8, 1024, 1024, 16384, True, False, 2)
 CPU = Training("bfloat16", 2, 3, 24, 24, 256, True, False, 1)
 
 
-def settings(report: Report, sizes: Any, world: int, longest: int, batch: int, *overrides: str):
+def settings(report: Report, world: int, longest: int, batch: int, *overrides: str):
     """Return the configuration of `world` trainer ranks, by conf/trainer/zero3_gpu."""
     gpus = ["cluster=gpus", f"cluster.gpus={world + 1}"] if report.gpus else []
     if report.setup.memory_gib:
         gpus.append(f"cluster.gpu_memory_gib={report.setup.memory_gib:g}")
-    return configured(
-        *gpus,
-        "trainer=zero3_gpu",
-        f"trainer.ranks={world}",
-        f"trainer.dtype={sizes.dtype}",
-        f"trainer.batch_size={batch}",
-        f"rollout.group_size={batch}",
-        "rollout.workers=1",
-        "model.source=folder",
-        f"model.path={folder(report)}",
-        f"model.dtype={sizes.dtype}",
-        f"model.max_context={longest}",
-        f"trainer.threads={threads()}",
-        "trainer.step_timeout_s=120",
-        "algorithm.importance_cap=null",
-        *overrides,
-    )
+    words = f"trainer=zero3_gpu trainer.ranks={world} trainer.dtype={report.sizes.dtype} "
+    words += f"trainer.batch_size={batch} rollout.group_size={batch} trainer.threads={threads()} "
+    words += "trainer.step_timeout_s=120 algorithm.importance_cap=null"
+    return configured(*gpus, *words.split(), *of_model(report, longest), *overrides)
 
 
 def spawn(report: Report, work, world: int, *arguments: Any) -> list[dict]:
@@ -100,17 +86,12 @@ def spawn(report: Report, work, world: int, *arguments: Any) -> list[dict]:
     found: dict[int, dict] = {}
     while len(found) < world:
         while queue.empty():
-            dead = [
-                (rank, p.exitcode)
-                for rank, p in enumerate(ranks)
-                if p.exitcode is not None and rank not in found
-            ]
+            codes = {rank: p.exitcode for rank, p in enumerate(ranks) if rank not in found}
+            dead = [f"{rank} ended with {code}" for rank, code in codes.items() if code is not None]
             if dead and queue.empty():
                 for process in ranks:
                     process.kill()
-                raise RuntimeError(
-                    f"trainer rank {dead[0][0]} ended with {dead[0][1]}; its words are in the log"
-                )
+                raise RuntimeError(f"trainer rank {dead[0]}; its words are in the log")
             time.sleep(0.05)
         rank, kind, told = queue.get()
         if kind == "say":
@@ -139,10 +120,16 @@ def _rank(queue, work, setup, sizes, rank: int, world: int, port: int, arguments
 # --------------------------------------------------------------------------- trainer
 
 
+@check(
+    "DeepSpeed ZeRO-3 on all GPUs: rows and prefix trees, memory, speed, a version read back",
+    "out of memory: --set trainer.micro_batch_tokens=8192; a hang of several ranks: "
+    "NCCL_DEBUG=INFO, and rose doctor cluster=gpus",
+    {"cuda": GPU, "cpu": CPU},
+)
 def trainer(report: Report) -> None:
     world = max(1, report.setup.gpus)
     found = spawn(report, _train, world)
-    first, shape = found[0], _shape(report)
+    first, shape = found[0], shape_of(report)
     report.figure("ranks", world)
     flops = report.setup.rates[0] if report.setup.rates else None
     for kind, floor in (("rows", MFU_ROWS), ("trees", MFU_TREES)):
@@ -151,71 +138,37 @@ def trainer(report: Report) -> None:
         )
         tokens = sum(rank[kind]["tokens"] for rank in found)
         report.figure(f"{kind}: computed tokens", tokens / seconds, "token/s")
-        useful = _flops(shape, [rank[kind] for rank in found]) / seconds / world
-        report.share(
-            f"{kind}: useful operations",
-            useful / 1e12,
-            "TFLOP/s a GPU",
-            flops and flops / 1e12,
-            floor,
-            "dense bfloat16, recomputation not counted",
-            "is the CPU busy? trainer.micro_batch_tokens larger?",
-        )
+        useful = _flops(shape, [rank[kind] for rank in found]) / seconds / world / 1e12
+        limit, words = flops and flops / 1e12, "dense bfloat16, recomputation not counted"
+        remedy = "is the CPU busy? trainer.micro_batch_tokens larger?"
+        name = f"{kind}: useful operations"
+        report.share(name, useful, "TFLOP/s a GPU", limit, floor, words, remedy)
         # A norm of NaN fails, too.
         report.figure(f"{kind}: gradient norm", first[kind]["grad_norm"], least=1e-9)
+    remedy = "the tree's attention isn't the rows': trainer.share_prefixes=false until it is mended"
     for name in ("grad_norm", "entropy"):
         rows, trees = first["rows"][name], first["trees"][name]
-        report.figure(
-            f"trees and rows, {name} differs by",
-            abs(trees - rows) / max(abs(rows), 1e-12),
-            most=LIKE,
-            remedy=(
-                "the tree's attention is not the rows': trainer.share_prefixes=false until it is "
-                "mended"
-            ),
-        )
+        apart = abs(trees - rows) / max(abs(rows), 1e-12)
+        report.figure(f"trees and rows, {name} differs by", apart, most=LIKE, remedy=remedy)
     given = first["given"]
     report.figure("device given back for an engine's turn", given["give_s"], "s")
     report.figure("device taken again", given["take_s"], "s")
     if report.gpus:
-        report.figure(
-            "memory kept meanwhile",
-            given["kept_gib"],
-            "GiB",
-            most=0.1 * given["held_gib"],
-            source=f"of {given['held_gib']:.1f}",
-            remedy="what keeps it has no room for the engine: rose/trainer/offload.py",
-        )
-    report.figure(
-        "after that, gradient norm differs by",
-        abs(given["grad_norm"] / first["trees"]["grad_norm"] - 1),
-        most=LIKE,
-        remedy="states were lost on their way to host memory and back: colocate=false",
-    )
+        held, kept = given["held_gib"], given["kept_gib"]
+        bound = {"most": 0.1 * held, "source": f"of {held:.1f}"}
+        remedy = "what keeps it has no room for the engine: rose/trainer/offload.py"
+        report.figure("memory kept meanwhile", kept, "GiB", **bound, remedy=remedy)
+    apart = abs(given["grad_norm"] / first["trees"]["grad_norm"] - 1)
+    remedy = "states were lost on their way to host memory and back: colocate=false"
+    report.figure("after that, gradient norm differs by", apart, most=LIKE, remedy=remedy)
     report.figure("tensors published and read back", first["published"], least=1)
-    report.figure(
-        "of them, not the trainer's",
-        first["wrong"],
-        most=0,
-        remedy="a version that is not the trainer's weights: report it with the log",
-    )
+    report.figure("of them, not the trainer's", first["wrong"], most=0, remedy=WRONG)
     if report.gpus:
         peak, estimate = max(rank["peak_gib"] for rank in found), first["estimate_gib"]
-        report.figure(
-            "memory at the peak",
-            peak,
-            "GiB",
-            least=ESTIMATE[0] * estimate,
-            most=ESTIMATE[1] * estimate,
-            source=f"rose.launch.memory says {estimate:.1f}",
-            remedy="dry runs rely on this estimate: say what was measured here in an issue",
-        )
-
-
-def _shape(report: Report):
-    from rose.config import read_shape
-
-    return read_shape(folder(report))
+        bound = {"least": ESTIMATE[0] * estimate, "most": ESTIMATE[1] * estimate}
+        bound |= {"source": f"rose.launch.memory says {estimate:.1f}"}
+        remedy = "dry runs rely on this estimate: say what was measured here in an issue"
+        report.figure("memory at the peak", peak, "GiB", **bound, remedy=remedy)
 
 
 def _flops(shape, ranks: list[dict]) -> float:
@@ -234,21 +187,10 @@ def _train(report: Report, rank: int, world: int, port: int) -> dict:
     """Train steps on padded rows and on prefix trees of the same batch, then publish a version."""
     import torch
 
-    from rose import protocol
-    from rose.config import read_shape
     from rose.launch import memory
-    from rose.trainer.batching import Padded, Shared, plan_micro_batches
 
-    sizes = report.sizes
-    longest = sizes.shared + sizes.own
-    rows = batch(sizes, _shape(report).vocab)
-    config = settings(
-        report,
-        sizes,
-        world,
-        longest,
-        len(rows),
-        f"trainer.micro_batch_tokens={sizes.micro_batch_tokens}",
+    sizes, batch = report.sizes, Batch(report, rank, world)
+    config = batch.config(
         f"trainer.gradient_checkpointing={str(sizes.checkpointing).lower()}",
         f"trainer.offload_optimizer={str(sizes.offload).lower()}",
     )
@@ -256,44 +198,16 @@ def _train(report: Report, rank: int, world: int, port: int) -> dict:
     made = started(report, config, rank, world, port)
     report.say(f"rank 0 of {world} has its share after {time.monotonic() - began:.1f} s")
     made.publish(0)
-    summary = protocol.BatchSummary(
-        [t.reward for t in rows.values()],
-        [int(t.group[1:]) for t in rows.values()],
-        [t.response_tokens for t in rows.values()],
-        [False] * len(rows),
-    )
-    tokens = [protocol.unpack_tokens(t.tokens) for t in rows.values()]
-    out: dict[str, Any] = {"parameters": made.engine.parameters}
-    number = 0
-    for kind, packing in (("rows", Padded([len(t) for t in tokens])), ("trees", Shared(tokens))):
-        plan = plan_micro_batches(packing, world, sizes.micro_batch_tokens, 1)[rank]
-        mine = {row: rows[row] for micro in plan[0] for row in micro}
-        seconds, metrics = [], []
-        for _ in range(sizes.timed + 1):
-            number += 1
-            began = time.monotonic()
-            metrics.append(
-                made.train(protocol.TrainStep(number, summary, plan, kind == "trees", 1), mine)
-            )
-            if made.device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds.append(time.monotonic() - began)
-            report.say(f"{kind}: step {number} took {seconds[-1]:.2f} s")
-        out[kind] = {
-            "seconds": seconds[1:],
-            "grad_norm": metrics[0]["grad_norm"],
-            "entropy": metrics[0]["entropy"],
-            **_work(plan[0], packing, sizes),
-        }
-    out["given"] = _in_turn(
-        report,
-        made,
-        lambda: made.train(protocol.TrainStep(number + 1, summary, plan, True, 1), mine),
-    )
-    out["estimate_gib"] = memory.trainer(config, read_shape(folder(report))).total
-    out["peak_gib"] = (
-        memory.RUNTIME_GIB + torch.cuda.max_memory_allocated() / GIB if report.gpus else 0.0
-    )
+    out: dict[str, Any] = {}
+    for kind in ("rows", "trees"):
+        packing, plan = batch.packed(kind == "trees")
+        steps = [batch.train(made, plan, kind == "trees") for _ in range(sizes.timed + 1)]
+        out[kind] = {name: steps[0][0][name] for name in ("grad_norm", "entropy")}
+        out[kind] |= {"seconds": [took for _, took in steps[1:]], **_work(plan[0], packing, sizes)}
+    out["given"] = _in_turn(report, made, lambda: batch.train(made, plan, True)[0])
+    out["estimate_gib"] = memory.trainer(config, shape_of(report)).total
+    peak = torch.cuda.max_memory_allocated() / GIB if report.gpus else 0.0
+    out["peak_gib"] = memory.RUNTIME_GIB + peak
     made.publish(1)
     out["published"], out["wrong"] = _read_back(made, report.folder / "trained", rank)
     made.close()
@@ -340,7 +254,55 @@ def _work(micro_batches: list[list[int]], packing, sizes: Training) -> dict[str,
     return {"tokens": tokens, "made": rows * sizes.own, "pairs": pairs}
 
 
-def batch(sizes: Training, vocabulary: int) -> dict[int, Any]:
+class Batch:
+    """Random rows for a rank of `world`, and the steps that train on all of them."""
+
+    def __init__(self, report: Report, rank: int, world: int) -> None:
+        from rose import protocol
+
+        self._report, self._rank, self._world = report, rank, world
+        self.rows = random_rows(report.sizes, shape_of(report).vocab)
+        self._tokens = [protocol.unpack_tokens(t.tokens) for t in self.rows.values()]
+        self._summary = protocol.BatchSummary(
+            [t.reward for t in self.rows.values()],
+            [int(t.group[1:]) for t in self.rows.values()],
+            [t.response_tokens for t in self.rows.values()],
+            [False] * len(self.rows),
+        )
+        self._number = 0
+
+    def config(self, *overrides: str):
+        """Return the configuration of a trainer of such batches."""
+        sizes = self._report.sizes
+        limit = f"trainer.micro_batch_tokens={sizes.micro_batch_tokens}"
+        longest = sizes.shared + sizes.own
+        return settings(self._report, self._world, longest, len(self.rows), limit, *overrides)
+
+    def packed(self, trees: bool = False) -> tuple[Any, list]:
+        """Return the batch as prefix trees or as padded rows, and the rank's micro-batches."""
+        from rose.trainer.batching import Padded, Shared, plan_micro_batches
+
+        packing = Shared(self._tokens) if trees else Padded([len(t) for t in self._tokens])
+        most = self._report.sizes.micro_batch_tokens
+        return packing, plan_micro_batches(packing, self._world, most, 1)[self._rank]
+
+    def train(self, made, plan: list, trees: bool = False) -> tuple[dict[str, float], float]:
+        """Train the next step on these micro-batches. Return its metrics and its seconds."""
+        from rose import protocol
+
+        self._number += 1
+        mine = {row: self.rows[row] for micro in plan[0] for row in micro}
+        step = protocol.TrainStep(self._number, self._summary, plan, trees, 1)
+        began = time.monotonic()
+        metrics = made.train(step, mine)
+        settle(made.device)
+        took = time.monotonic() - began
+        kind = "trees" if trees else "rows"
+        self._report.say(f"{kind}: step {self._number} took {took:.3f} s")
+        return metrics, took
+
+
+def random_rows(sizes: Training, vocabulary: int) -> dict[int, Any]:
     """Return rows of random tokens. A group's rows begin alike; every other one is a success."""
     from rose import protocol
 
@@ -368,18 +330,22 @@ def batch(sizes: Training, vocabulary: int) -> dict[int, Any]:
 
 def started(report: Report, config, rank: int, world: int, port: int):
     """Return the rank's `Trainer` with an open store."""
-    from rose.comm.address import local_place
-    from rose.config import read_shape
     from rose.engine import layout
-    from rose.observe.recorder import NullRecorder
-    from rose.trainer.trainer import Trainer
 
-    made = Trainer(config, rank, world, local_place(port), folder(report), NullRecorder())
-    shape = read_shape(folder(report))
+    made, shape = joined(report, config, rank, world, port), shape_of(report)
     made.open_store(
         report.folder / "trained", lambda name, extent: layout.cuts(name, extent, shape, [1, 2])
     )
     return made
+
+
+def joined(report: Report, config, rank: int, world: int, port: int):
+    """Return the rank's `Trainer`, which can't publish."""
+    from rose.comm.address import local_place
+    from rose.observe.recorder import NullRecorder
+    from rose.trainer.trainer import Trainer
+
+    return Trainer(config, rank, world, local_place(port), folder(report), NullRecorder())
 
 
 def _read_back(made, store: Path, rank: int) -> tuple[int, int]:
@@ -395,15 +361,23 @@ def _read_back(made, store: Path, rank: int) -> tuple[int, int]:
     for name, parameter in made.engine.policy.named_weights():
         full = safe_get_full_fp32_param(parameter)
         if rank == 0:
-            wrong += not torch.equal(
-                found[name], full.reshape(found[name].shape).to(found[name].dtype).cpu()
-            )
+            ours = found[name]
+            wrong += not torch.equal(ours, full.reshape(ours.shape).to(ours.dtype).cpu())
     return len(found), wrong
 
 
 # --------------------------------------------------------------------------- transfer
 
 
+@check(
+    "a version from ZeRO's shards through the store into tensors on the device, bit for bit",
+    "docs/transfer.md; the log has the part that failed",
+    {
+        "cuda": Moves("bfloat16", [0.01, 0.25], 4.0, 2.0),
+        "cpu": Moves("bfloat16", [0.01, 0.25], 1.0, 2.0),
+    },
+    180.0,
+)
 def transfer(report: Report) -> None:
     (found,) = spawn(report, _transfer, 1)
     for share, step in zip(report.sizes.shares, found["steps"], strict=True):
@@ -412,24 +386,14 @@ def transfer(report: Report) -> None:
         report.figure(f"{words}: publish", step["publish_s"], "s")
         report.figure(f"{words}: stage", step["stage_s"], "s")
         report.figure(f"{words}: flip", 1000 * step["flip_s"], "ms")
-        report.figure(
-            f"{words}: tensors that are not the trainer's",
-            step["wrong"],
-            most=0,
-            remedy="a version that is not the trainer's weights: report it with the log",
-        )
+        name = f"{words}: tensors that are not the trainer's"
+        report.figure(name, step["wrong"], most=0, remedy=WRONG)
         if report.gpus:
-            report.figure(
-                f"{words}: staging took on the device",
-                step["peak"] / 1e6,
-                "MB",
-                most=report.sizes.peak_share * found["nbytes"] / 1e6,
-                source=(
-                    f"{report.sizes.peak_share:g} of the weights' {found['nbytes'] / 1e6:.0f} MB"
-                ),
-                remedy="transfer.stage_gib, or a lower rollout.gpu_memory_utilization: an engine that joins "
-                "late needs this much beside its KV cache",
-            )
+            factor, weights = report.sizes.peak_share, found["nbytes"] / 1e6
+            source = f"{factor:g} of the weights' {weights:.0f} MB"
+            bound = {"most": factor * weights, "source": source, "remedy": JOINS_LATE}
+            name = f"{words}: staging took on the device"
+            report.figure(name, step["peak"] / 1e6, "MB", **bound)
 
 
 def _transfer(report: Report, rank: int, world: int, port: int) -> dict:
@@ -440,15 +404,11 @@ def _transfer(report: Report, rank: int, world: int, port: int) -> dict:
     from rose.transfer.receive import Receiver, whole
 
     sizes = report.sizes
-    config = settings(report, sizes, world, 64, 8)
+    config = settings(report, world, 64, 8)
     made = started(report, config, rank, world, port)
     weights = made.engine.policy.named_weights()
-    live = {
-        name: torch.zeros(
-            getattr(p, "ds_shape", p.shape), dtype=getattr(torch, sizes.dtype), device=made.device
-        )
-        for name, p in weights
-    }
+    there = {"dtype": getattr(torch, sizes.dtype), "device": made.device}
+    live = {n: torch.zeros(getattr(p, "ds_shape", p.shape), **there) for n, p in weights}
     receiver = None
     steps, generator, have = [], torch.Generator(made.device).manual_seed(2), None
     for version, share in enumerate([0.0, *sizes.shares]):
@@ -467,8 +427,7 @@ def _transfer(report: Report, rank: int, world: int, port: int) -> dict:
         step["stage_s"] = time.monotonic() - began
         began = time.monotonic()
         staged.flip()
-        if report.gpus:
-            torch.cuda.synchronize()
+        settle(made.device)
         step["flip_s"], have = time.monotonic() - began, version
         step["peak"] = torch.cuda.max_memory_allocated() - before if report.gpus else 0
         staged.check()
@@ -505,32 +464,6 @@ def _move(weights, share: float, generator) -> dict:
         full = torch.where(moved, full * 1.125, full)
         if share:
             safe_set_full_fp32_param(parameter, full)
-        truth[name] = full.reshape(getattr(parameter, "ds_shape", parameter.shape)).to(
-            parameter.dtype
-        )
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        truth[name] = full.reshape(shape).to(parameter.dtype)
     return truth
-
-
-CHECKS = (
-    Check(
-        "transfer",
-        "a version from ZeRO's shards through the store into tensors on the device, bit for bit",
-        transfer,
-        {
-            "cuda": Moves("bfloat16", [0.01, 0.25], 4.0, 2.0),
-            "cpu": Moves("bfloat16", [0.01, 0.25], 1.0, 2.0),
-        },
-        180.0,
-        "docs/transfer.md; the log has the part that failed",
-    ),
-    Check(
-        "trainer",
-        "DeepSpeed ZeRO-3 on all GPUs: rows and prefix trees, memory, speed, a version read back",
-        trainer,
-        {"cuda": GPU, "cpu": CPU},
-        240.0,
-        "out of memory: --set trainer.micro_batch_tokens=8192; a hang of several ranks: "
-        "NCCL_DEBUG=INFO, and "
-        "rose doctor cluster=gpus",
-    ),
-)

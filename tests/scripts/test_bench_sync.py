@@ -21,13 +21,11 @@ def run(tmp_path):
     from safetensors.torch import load_file
     from tiny_world import save_model
 
-    model = save_model(tmp_path / "model")
+    model, config = save_model(tmp_path / "model"), configured()
     shape = cfg.read_shape(model)
     tensors = load_file(model / "model.safetensors")
-    config = configured()
-    config = msgspec.structs.replace(
-        config, model=msgspec.structs.replace(config.model, shape=shape)
-    )
+    known = msgspec.structs.replace(config.model, shape=shape)
+    config = msgspec.structs.replace(config, model=known)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_bytes(msgspec.json.encode(config))
     attempt = tmp_path / "run" / "weights" / "attempt-001"
@@ -53,9 +51,8 @@ def test_every_encoding_is_synced_and_verified(run, tmp_path, capsys):
 
 
 def test_a_run_with_too_few_versions_is_refused(run, tmp_path):
-    with pytest.raises(
-        Failed, match=r"versions \[0, 1\]; 3, one after the other, are needed: fewer"
-    ):
+    words = r"versions \[0, 1\]; 3, one after the other, are needed: fewer"
+    with pytest.raises(Failed, match=words):
         run_weights.last_versions(run, 3)
     with pytest.raises(Failed, match="versions none; 2"):
         run_weights.last_versions(tmp_path, 2)

@@ -24,11 +24,9 @@ def shares(*turns: tuple[str, str]) -> dict[str, str]:
 
 
 def test_each_move_is_paired_with_the_lake_before_it():
-    found = list(count_habits.moves(said((FORK, "right"), (MIDDLE, "down"))))
-    assert [(rows[0], beside["down"], move) for rows, beside, move in found] == [
-        (["P", "F", "F"], "H", "right"),
-        (["F", "P", "F"], "F", "down"),
-    ]
+    found = count_habits.moves(said((FORK, "right"), (MIDDLE, "down")))
+    told = [("".join(rows[0]), beside["down"], move) for rows, beside, move in found]
+    assert told == [("PFF", "H", "right"), ("FPF", "F", "down")]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import asyncio
 import ctypes
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,11 +38,11 @@ def outcome(tmp_path, monkeypatch):
 
     Processes that other tests have left running are none of the check's."""
     before, children = set(processes.children(recursive=True)), processes.children
-    monkeypatch.setattr(
-        processes,
-        "children",
-        lambda *words, **rest: [one for one in children(*words, **rest) if one not in before],
-    )
+
+    def of_the_check(*words, **rest):
+        return [one for one in children(*words, **rest) if one not in before]
+
+    monkeypatch.setattr(processes, "children", of_the_check)
     monkeypatch.setattr(gpu_check, "LEAVE_S", 2.0)
 
     def run(name, device="cpu", gpus=0, sizes={}, deadline_s=DEADLINE_S):
@@ -73,7 +72,7 @@ def test_a_figure_outside_fails_the_check_and_the_others_are_still_told(outcome,
 def test_what_a_trainer_chooses_is_for_the_card_that_is_there(tmp_path):
     setup = frame.Setup("cuda", 1, "NVIDIA L4", 22.5, str(tmp_path), None, {})
     report = frame.Report(setup, trainer.GPU, print)
-    assert trainer.settings(report, trainer.GPU, 1, 64, 8).cluster.gpu_memory_gib == 22.5
+    assert trainer.settings(report, 1, 64, 8).cluster.gpu_memory_gib == 22.5
 
 
 @pytest.mark.slow
@@ -105,9 +104,8 @@ def test_rates_are_those_of_the_device():
     def setup(name):
         return frame.Setup("cuda", 1, name, 80.0, "", None, {}).rates
 
-    assert (
-        setup("NVIDIA H200") == (989.4e12, 4.8e12) and setup("NVIDIA H100 80GB HBM3")[1] == 3.35e12
-    )
+    assert setup("NVIDIA H200") == (989.4e12, 4.8e12)
+    assert setup("NVIDIA H100 80GB HBM3")[1] == 3.35e12
     assert setup("NVIDIA A100-SXM4-80GB")[0] == 312e12 and setup("Tesla V100") is None
 
 
@@ -177,7 +175,7 @@ class QuickEngine:
         return SimpleNamespace(changed=1, stage_s=1.0, pause_s=0.0)
 
 
-def test_traffic_goes_on_until_the_version_is_in_place(monkeypatch, tmp_path):
+async def test_traffic_goes_on_until_the_version_is_in_place(monkeypatch, tmp_path):
     class Versions(SimpleNamespace):
         def change(self, share):
             return 1
@@ -185,27 +183,15 @@ def test_traffic_goes_on_until_the_version_is_in_place(monkeypatch, tmp_path):
     monkeypatch.setattr(engine, "Versions", lambda *_: Versions(store=tmp_path))
     monkeypatch.setattr(engine, "prompts", lambda report, count, seed: [[0]] * count)
     monkeypatch.setattr(engine, "folder", lambda report: tmp_path)
-    sizes = engine.NARROW_CPU
-    report = SimpleNamespace(
-        sizes=msgspec.structs.replace(sizes, beside_new=4),
-        folder=tmp_path,
-        setup=SimpleNamespace(device="cpu"),
-        say=print,
-        figure=lambda *_, **__: True,
-    )
-
-    async def flipped():
-        async with asyncio.timeout(60):
-            return await engine.flip_under_traffic(
-                report, QuickEngine(), SimpleNamespace(transfer=None)
-            )
-
-    old, new, _ = asyncio.run(flipped())
+    setup = frame.Setup("cpu", 0, "cpu", None, str(tmp_path), None, {})
+    sizes = msgspec.structs.replace(engine.NARROW_CPU, beside_new=4)
+    report, config = frame.Report(setup, sizes, print), SimpleNamespace(transfer=None)
+    async with asyncio.timeout(60):
+        old, new, _ = await engine.flip_under_traffic(report, QuickEngine(), config)
     assert old >= 5 * 4 and new >= 1
 
 
-# --------------------------------------------------------------------------- the page pool, against
-# a fake libcuda
+# --------------------------------------------------------------------------- the page pool
 
 
 class HostPool(PagePool):
@@ -213,9 +199,8 @@ class HostPool(PagePool):
 
     def tensor(self):
         self.map([(0, self.page)])
-        return torch.frombuffer(
-            (ctypes.c_char * self.nbytes).from_address(self.address), dtype=torch.int8
-        )
+        memory = (ctypes.c_char * self.nbytes).from_address(self.address)
+        return torch.frombuffer(memory, dtype=torch.int8)
 
 
 @pytest.fixture
@@ -233,23 +218,20 @@ def test_the_pool_passes_and_its_times_are_told(device):
 def test_memory_that_does_not_come_back_is_found(device, monkeypatch):
     pool, free = device
     monkeypatch.setattr(type(pool), "release", lambda self, ranges: None)
-    with pytest.raises(
-        RuntimeError, match="release half of it: took 0 bytes of the device instead of -8388608"
-    ):
+    words = "release half of it: took 0 bytes of the device instead of -8388608"
+    with pytest.raises(RuntimeError, match=words):
         coserving.page_pool(pool, free)
 
 
 def test_pages_that_are_not_zeros_are_found(device, monkeypatch):
     pool, free = device
-    monkeypatch.setattr(
-        CudaDriver, "zero", lambda self, address, nbytes: ctypes.memset(address, 1, nbytes)
-    )
+    ones = lambda self, address, nbytes: ctypes.memset(address, 1, nbytes)  # noqa: E731
+    monkeypatch.setattr(CudaDriver, "zero", ones)
     with pytest.raises(RuntimeError, match="fresh pages are not zeros"):
         coserving.page_pool(pool, free)
 
 
-# --------------------------------------------------------------------------- the twins: the same
-# code on the CPU
+# --------------------------------------------------------------------------- the twins on a CPU
 
 # Not here: `precision` is `engine`'s code, whose twin runs in float32 (tp2 needs GPUs for it);
 # `profile` is a command that tests/parts/lending/test_profile.py runs; `nccl` is the doctor's; `job` is
@@ -258,26 +240,11 @@ def test_pages_that_are_not_zeros_are_found(device, monkeypatch):
 # tests/job/test_hybrid_job.py. `experts` reads a model as tests/trainer/test_mixture.py does.
 # `compile` and `hpz` are steps of `trainer` with an option, as tests/trainer/test_kernels.py's and
 # test_hpz.py's.
-TWINS = (
-    "machine",
-    "model",
-    "transfer",
-    "digests",
-    "trainer",
-    "engine",
-    "sleep",
-    "lora",
-    "drafts",
-    "stops",
-    "coserving",
-    "colocated",
-)
+TWINS = "machine model transfer digests trainer engine sleep lora drafts stops coserving colocated"
+TWINS = TWINS.split()
 PREDICTOR = {"predictor": Predictor((0.01, 1e-4, 0, 0, 0)).to_dict()}  # a step takes 10 ms
-PROFILE = {
-    "online": PREDICTOR,
-    "rollout": PREDICTOR,
-    "interference": {"hold_p99": 0.1, "hold_mean": 0.05},
-}
+HELD_UP = {"hold_p99": 0.1, "hold_mean": 0.05}
+PROFILE = {"online": PREDICTOR, "rollout": PREDICTOR, "interference": HELD_UP}
 
 
 @pytest.fixture(scope="module")
@@ -285,33 +252,16 @@ def twins(tmp_path_factory):
     """check -> its part of the JSON file, of one call with all of them; and the call's words."""
     folder = tmp_path_factory.mktemp("twins")
     (folder / "profile.json").write_text(json.dumps(PROFILE))
-    ran = subprocess.run(
-        [
-            sys.executable,
-            str(REPOSITORY / "scripts" / "gpu_check.py"),
-            "--device",
-            "cpu",
-            "--json",
-            str(folder / "figures.json"),
-            "--folder",
-            str(folder),
-            "--set",
-            "engine.dtype=float32",
-            "--set",
-            "lora.dtype=float32",
-            "--set",
-            f"coserving.profile={folder / 'profile.json'}",
-            # Speeds are no matter here: another test may have the cores.
-            *("--set", "coserving.slack=300.0", "--set", "coserving.within=0.0"),
-            *("--set", "stops.slower=1000.0"),
-            *TWINS,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=5 * DEADLINE_S,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-    )
-    found = json.loads((folder / "figures.json").read_text())["checks"]
+    figures, env = folder / "figures.json", os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    given = ["engine.dtype=float32", "lora.dtype=float32"]
+    given += [f"coserving.profile={folder / 'profile.json'}"]
+    # Speeds are no matter here: another test may have the cores.
+    given += ["coserving.slack=300.0", "coserving.within=0.0", "stops.slower=1000.0"]
+    command = [sys.executable, str(REPOSITORY / "scripts" / "gpu_check.py"), "--device", "cpu"]
+    command += ["--json", str(figures), "--folder", str(folder)]
+    command += [word for each in given for word in ("--set", each)]
+    ran = processes.ran([*command, *TWINS], timeout=5 * DEADLINE_S, env=env)
+    found = json.loads(figures.read_text())["checks"]
     return {one["name"]: one for one in found}, ran
 
 

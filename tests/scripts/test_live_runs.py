@@ -24,18 +24,12 @@ def test_a_step_counts_when_the_hypervisor_left_the_machine_to_us(tmp_path, monk
 @pytest.mark.slow
 def test_a_second_sigterm_does_not_break_off_the_end_that_the_first_one_began():
     code = (
-        "import sys, time; from scripts import live_runs; "
-        "live_runs.end_in_order()\n"
+        "import time; from scripts import live_runs; live_runs.end_in_order()\n"
         "try:\n    print('up', flush=True); time.sleep(600)\n"
         "finally:\n    print('ending', flush=True); input(); print('ended', flush=True)"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, **pipes)
     for word in ("up", "ending"):
         assert process.stdout.readline().strip() == word
         process.terminate()

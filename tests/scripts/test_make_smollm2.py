@@ -17,9 +17,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def recipe():
-    spec = importlib.util.spec_from_file_location(
-        "make_smollm2", places.REPOSITORY / "scripts/make_smollm2.py"
-    )
+    file = places.REPOSITORY / "scripts/make_smollm2.py"
+    spec = importlib.util.spec_from_file_location("make_smollm2", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -42,11 +41,8 @@ def test_the_folder_is_whole_and_nothing_else_is_left(folder, make_config):
 def test_turns_end_where_the_chat_template_ends_them(folder):
     chat = ChatFormat(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert (
-        end_tokens(folder)
-        == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
-        == sorted(chat.eos_ids)
-    )
+    end = [tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    assert end_tokens(folder) == end == sorted(chat.eos_ids)
     prompt = chat.decode(chat.start([{"role": "user", "content": "Hi"}], []))
     assert prompt.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 
@@ -57,9 +53,8 @@ def test_the_model_read_back_knows_the_capital_of_france_and_scrambled_it_does_n
     assert model.dtype == torch.float32
     recipe.check(model, tokenizer)
     with torch.no_grad():
-        for (
-            layer
-        ) in model.model.layers:  # heads in the wrong order, as an unpermuted GGUF would have them
+        # Heads in the wrong order, as an unpermuted GGUF would have them.
+        for layer in model.model.layers:
             weight = layer.self_attn.q_proj.weight
             weight.copy_(weight.view(9, 32, 2, 576).transpose(1, 2).reshape(576, 576))
     with pytest.raises(SystemExit, match="capital of France"):

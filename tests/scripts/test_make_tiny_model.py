@@ -28,14 +28,7 @@ def tokenizer(shown):
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "move right",
-        'héllo ☃\n\t\x00 {"a": [1]}',
-        "P  F\nH",
-        "<tool_call>x</tool_call>",
-        "wallpaper",
-    ],
+    "text", ["move right", 'héllo ☃\n\t\x00 {"a": [1]}', "P  F\nH", "<tool_call>x</tool_call>"]
 )
 def test_any_text_round_trips(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -44,14 +37,8 @@ def test_any_text_round_trips(tokenizer, text):
 def test_a_call_is_six_tokens_and_a_prompt_is_short(tokenizer, shown):
     assert len(tokenizer.encode(call("down") + "<|im_end|>")) == 6
     messages, tools = shown[0]
-    assert (
-        len(
-            tokenizer.apply_chat_template(messages[:2], tools=tools, add_generation_prompt=True)[
-                "input_ids"
-            ]
-        )
-        < 80
-    )
+    given = {"tools": tools, "add_generation_prompt": True}
+    assert len(tokenizer.apply_chat_template(messages[:2], **given)["input_ids"]) < 80
 
 
 def test_directions_share_no_token_with_what_surrounds_them(tokenizer):
@@ -68,12 +55,8 @@ def test_labels_are_exactly_the_assistant_turns(tokenizer, shown):
     tokens, labels = recipe.encode(tokenizer, shown[:20])
     for conversation, ids, row in zip(shown, tokens, labels, strict=False):
         assert (ids[row != -100] == row[row != -100]).all()
-        moves = [
-            m["tool_calls"][0]["function"]["arguments"]["direction"]
-            for m in conversation[0]
-            if "tool_calls" in m
-        ]
-        said = [call(direction) + "<|im_end|>" for direction in moves]
+        calls = [m["tool_calls"][0]["function"] for m in conversation[0] if "tool_calls" in m]
+        said = [call(each["arguments"]["direction"]) + "<|im_end|>" for each in calls]
         assert tokenizer.decode(row[row != -100]) == "".join(said)
 
 
@@ -85,11 +68,9 @@ def test_the_demonstrator_never_steps_into_a_hole_and_without_noise_takes_a_shor
 
 
 def test_demonstration_maps_come_from_seeds_that_no_run_can_use(monkeypatch):
-    seeds = []
-    reset = recipe.FrozenLake.reset
-    monkeypatch.setattr(
-        recipe.FrozenLake, "reset", lambda self, seed: seeds.append(seed) or reset(self, seed)
-    )
+    seeds, reset = [], recipe.FrozenLake.reset
+    noted = lambda self, seed: seeds.append(seed) or reset(self, seed)  # noqa: E731
+    monkeypatch.setattr(recipe.FrozenLake, "reset", noted)
     recipe.demonstrations(20, LAKE, 0.6, seed=1)
     assert len(seeds) == 20 and min(seeds) >= 2**63
 
@@ -98,17 +79,14 @@ def test_demonstration_maps_come_from_seeds_that_no_run_can_use(monkeypatch):
 def test_the_same_seed_makes_bit_identical_files_and_another_seed_others(tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         recipe.main(["--seed", str(seed), "--steps", "3", "--out", str(tmp_path / name)])
-    files = sorted(path.name for path in (tmp_path / "a").iterdir())
-    assert {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"} <= set(
-        files
-    )
-    assert all(
-        (tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files
-    )
-    assert (tmp_path / "a" / "model.safetensors").read_bytes() != (
-        tmp_path / "c" / "model.safetensors"
-    ).read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
+    made = {
+        folder.name: {path.name: path.read_bytes() for path in folder.iterdir()}
+        for folder in tmp_path.iterdir()
+    }
+    assert made.keys() == {"a", "b", "c"}
+    files = {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"}
+    assert made["a"] == made["b"] and made["a"].keys() >= files
+    assert made["a"]["model.safetensors"] != made["c"]["model.safetensors"]
 
 
 def test_an_existing_folder_is_never_overwritten(tmp_path):

@@ -8,18 +8,16 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 from rose.parts.simulator.study import build
-from rose.parts.simulator.study.outcome import EVERY, Outcome
 from scripts import csv_tables
 from scripts.harness import Failed
 from scripts.simulator import reproduce_papers as papers
+from tests.scripts.outcomes import outcome
 
 
 @pytest.fixture(scope="module")
 def composed():
     """composed(setting, overrides) -> the configuration, composed once for all rows of it."""
-    made = functools.cache(
-        lambda setting, overrides: papers.composed(f"papers/{setting}", overrides)
-    )
+    made = functools.cache(lambda setting, given: papers.composed(f"papers/{setting}", given))
     return lambda setting, overrides=(): made(setting, tuple(overrides))
 
 
@@ -34,20 +32,13 @@ def test_every_row_has_its_setting_and_systems_and_every_setting_a_row(composed)
         assert row.system in names and (not row.rival or row.rival in names_there)
 
 
-def outcome(point: str, system: str, seed: int, **numbers: float) -> Outcome:
-    return Outcome(point=point, system=system, seed=seed, **(dict.fromkeys(EVERY, 1.0) | numbers))
-
-
 def test_ratios_are_paired_by_seed_and_a_rival_may_have_a_setting_of_its_own():
     row = next(row for row in papers.ROWS if row.rival_setting)
-    made = [
-        outcome(point, system, seed, trajectories_s=speed * seed)
-        for seed in (1, 2)
-        for point, system, speed in (
-            (row.setting, row.system, 3.0),
-            (row.rival_setting, row.rival, 2.0),
-        )
-    ]
+    ours, theirs = (row.setting, row.system), (row.rival_setting, row.rival)
+    made = []
+    for seed in (1, 2):
+        made.append(outcome(*ours, seed, 1.0, trajectories_s=3.0 * seed))
+        made.append(outcome(*theirs, seed, 1.0, trajectories_s=2.0 * seed))
     [found] = papers.compared([row], made)
     assert found["ours"] == pytest.approx(1.5) and found["ours_low"] == pytest.approx(1.5)
     assert found["ratio"] == pytest.approx(1.5 / row.paper[0])
@@ -60,10 +51,8 @@ def test_a_setting_is_simulated_and_written_and_the_page_gets_a_line_for_it(tmp_
     assert {row["setting"] for row in rows} == {"libra_14b"}
     assert all(float(row["ours"]) > 0 for row in rows)
     words = papers.words(rows)
-    assert (
-        words.count("\n") == 1 + len(rows)
-        and "| libra_14b: libra, throughput over balanced | 1.80 |" in words
-    )
+    assert words.count("\n") == 1 + len(rows)
+    assert "| libra_14b: libra, throughput over balanced | 1.80 |" in words
 
 
 @pytest.mark.parametrize(

@@ -7,47 +7,26 @@ import msgspec
 import pytest
 
 from rose.parts.simulator.study import table
-from rose.parts.simulator.study.outcome import EVERY, Outcome
 from scripts import csv_tables
 from scripts.harness import simulated
 from scripts.simulator import reproduce_rose
+from tests.scripts.outcomes import outcome
 
-SPEED = {
-    "roll_grpo": 1.0,
-    "roll_dapo": 0.8,
-    "rose_dapo": 1.2,
-    "areal": 1.1,
-    "rose_areal": 1.7,
-    "rlboost": 1.2,
-    "serverless": 1.3,
-    "best": 2.0,
-    "best_sync": 1.6,
-    "rose": 1.5,
-}
+SPEED = {"roll_grpo": 1.0, "roll_dapo": 0.8, "rose_dapo": 1.2, "areal": 1.1, "rose_areal": 1.7}
+SPEED |= {"rlboost": 1.2, "serverless": 1.3, "best": 2.0, "best_sync": 1.6, "rose": 1.5}
 
 
 @pytest.fixture
 def outcomes():
     """Each system `SPEED` times as fast as roll_grpo, with a spread over three seeds that all
     share."""
-    return [
-        Outcome(
-            point="p",
-            system=name,
-            seed=seed,
-            **(
-                dict.fromkeys(EVERY, 0.01)
-                | {
-                    "step_s": 100 * seed / speed,
-                    "rollout_s": 60 * seed / speed,
-                    "trajectories_s": speed / seed,
-                    "attainment": math.nan,
-                }
-            ),
-        )
-        for name, speed in SPEED.items()
-        for seed in (1, 2, 3)
-    ]
+
+    def made(name, speed, seed):
+        times = {"step_s": 100 * seed / speed, "rollout_s": 60 * seed / speed}
+        times |= {"trajectories_s": speed / seed, "attainment": math.nan}
+        return outcome("p", name, seed, 0.01, **times)
+
+    return [made(name, speed, seed) for name, speed in SPEED.items() for seed in (1, 2, 3)]
 
 
 def test_every_row_of_the_paper_is_compared_by_its_own_measure(outcomes):
@@ -55,18 +34,18 @@ def test_every_row_of_the_paper_is_compared_by_its_own_measure(outcomes):
         (row["mine"], row["what"], row["rival"]): row
         for row in reproduce_rose.compared("rose_8b", outcomes)
     }
-    assert rows["rose", "throughput over", "roll_grpo"]["ours"] == pytest.approx(1.5)
-    assert rows["rose", "throughput over", "roll_grpo"]["difference"] == pytest.approx(
-        1.5 / 1.31 - 1
-    )
-    assert rows["rose_dapo", "throughput over", "roll_dapo"]["ours"] == pytest.approx(1.5), (
-        "DAPO on both sides"
-    )
-    assert rows["rose", "throughput over", "areal"]["ours"] == pytest.approx(1.5 / 1.1)
-    assert rows["rose_areal", "throughput over", "areal"]["ours"] == pytest.approx(1.7 / 1.1)
-    assert rows["rose", "rollout time under", "rlboost"]["ours"] == pytest.approx(1.5 / 1.2)
-    assert rows["rose", "allocation overhead", "serverless"]["ours"] == pytest.approx(0.01)
-    assert rows["best", "throughput over", "rose"]["ours"] == pytest.approx(2.0 / 1.5)
+    expected = {
+        ("rose", "throughput over", "roll_grpo"): 1.5,
+        ("rose_dapo", "throughput over", "roll_dapo"): 1.5,  # DAPO on both sides
+        ("rose", "throughput over", "areal"): 1.5 / 1.1,
+        ("rose_areal", "throughput over", "areal"): 1.7 / 1.1,
+        ("rose", "rollout time under", "rlboost"): 1.5 / 1.2,
+        ("rose", "allocation overhead", "serverless"): 0.01,
+        ("best", "throughput over", "rose"): 2.0 / 1.5,
+    }
+    assert {key: rows[key]["ours"] for key in expected} == pytest.approx(expected)
+    plain = rows["rose", "throughput over", "roll_grpo"]
+    assert plain["difference"] == pytest.approx(1.5 / 1.31 - 1)
     assert len(rows) == len(reproduce_rose.PUBLISHED)
 
 
@@ -77,9 +56,8 @@ def test_files_keep_the_rows_of_the_other_setting_and_the_page_has_both(outcomes
     rows = csv_tables.read_csv(path)
     assert [row["setting"] for row in rows] == ["rose_8b"] * 10 + ["rose_32b"] * 10
     words = reproduce_rose.beside(rows)
-    assert (
-        "| rose, throughput over roll_grpo | 1.31 | 1.50 (1.50–1.50), +14% | 1.46 | 1.50" in words
-    )
+    line = "| rose, throughput over roll_grpo | 1.31 | 1.50 (1.50–1.50), +14% | 1.46 | 1.50"
+    assert line in words
     assert "| best, throughput over rose | none | 1.33 (1.33–1.33) | none |" in words
     alone = reproduce_rose.beside([row for row in rows if row["setting"] == "rose_32b"])
     assert "8B" not in alone and words.count("\n") == alone.count("\n")
@@ -88,21 +66,10 @@ def test_files_keep_the_rows_of_the_other_setting_and_the_page_has_both(outcomes
 def test_table_1_is_absolute_and_serving_alone_is_roses_run_without_its_rollouts(
     outcomes, tmp_path
 ):
-    def like(o, system, rollout_s):
-        return msgspec.structs.replace(
-            o,
-            system=system,
-            rollout_s=rollout_s,
-            ttft_p99_s=0.35,
-            alone_ttft_p99_s=0.3,
-            tpot_p99_s=0.04,
-            alone_tpot_p99_s=0.03,
-            gap_p99_s=0.09,
-            alone_gap_p99_s=0.07,
-        )
-
+    late = {"ttft_p99_s": 0.35, "tpot_p99_s": 0.04, "gap_p99_s": 0.09}
+    late |= {"alone_ttft_p99_s": 0.3, "alone_tpot_p99_s": 0.03, "alone_gap_p99_s": 0.07}
     some = [
-        like(o, name, 500.0 + 10 * o.seed)
+        msgspec.structs.replace(o, system=name, rollout_s=500.0 + 10 * o.seed, **late)
         for o in outcomes
         if o.system == "rose"
         for name in ("rose", "uncontrolled", "prism")
@@ -112,10 +79,8 @@ def test_table_1_is_absolute_and_serving_alone_is_roses_run_without_its_rollouts
     words = reproduce_rose.table1_words(csv_tables.read_csv(path)).splitlines()
     assert words[2] == "| Qwen3-8B, rose | 496, 520 | 338, 350 | 136; 40, 90 |"
     assert words[3] == "| Qwen3-8B, serving alone | –, – | 315, 300 | 118; 30, 70 |"
-    assert [line.split(" | ")[0] for line in words[4:]] == [
-        "| Qwen3-8B, uncontrolled",
-        "| Qwen3-8B, prism",
-    ]
+    others = [line.split(" | ")[0] for line in words[4:]]
+    assert others == ["| Qwen3-8B, uncontrolled", "| Qwen3-8B, prism"]
 
 
 def test_systems_are_measured_against_the_resource_fixed_one(outcomes, tmp_path):
@@ -144,9 +109,8 @@ def test_a_table_is_put_between_its_marks_and_nowhere_else(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("a\n<!-- measured: by a script -->\nold\n<!-- end of measured -->\nb\n")
     csv_tables.put(page, "measured", "new")
-    assert (
-        page.read_text() == "a\n<!-- measured: by a script -->\nnew\n<!-- end of measured -->\nb\n"
-    )
+    text = "a\n<!-- measured: by a script -->\nnew\n<!-- end of measured -->\nb\n"
+    assert page.read_text() == text
     with pytest.raises(SystemExit, match="end of other"):
         csv_tables.put(page, "other", "x")
 
@@ -154,10 +118,7 @@ def test_a_table_is_put_between_its_marks_and_nowhere_else(tmp_path):
 def test_a_factor_multiplies_what_the_setting_has():
     c = simulated("+experiment=rose_8b")
     link = c.sim.pool["cooperative"].link.gbit_s
-    assert reproduce_rose.times(
-        c, ["sim.pool.cooperative.link.gbit_s", "sim.environment.factors.output"], 1.2
-    ) == [
-        f"++sim.pool.cooperative.link.gbit_s={1.2 * link:g}",
-        "++sim.environment.factors.output=1.2",
-    ]
+    keys = ["sim.pool.cooperative.link.gbit_s", "sim.environment.factors.output"]
+    expected = [f"++{keys[0]}={1.2 * link:g}", f"++{keys[1]}=1.2"]
+    assert reproduce_rose.times(c, keys, 1.2) == expected
     assert float(reproduce_rose.times(c, ["sim.efficiency.memory"], 0.8)[0].split("=")[1]) < 0.8

@@ -3,7 +3,8 @@ missing.
 
     python tests/soak/fuzz_transfer.py                                  # all parts, some minutes on one core
     python tests/soak/fuzz_transfer.py --part kills --kills 500 --seed 7
-    python tests/soak/fuzz_transfer.py --part bytes --every 50          # each 50th byte only
+    python tests/soak/fuzz_transfer.py --part bytes --every 50          # each 50th byte only, and each
+                                                                        # 800th size of a full disk
 
 bytes   every byte that a reader takes of three edges (full, from-initial, delta) flipped, one at a time; files cut,
         lengthened, exchanged, of another lineage. With other routes the reader must take one, and
@@ -22,7 +23,6 @@ here can tell).
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -36,28 +36,20 @@ from fuzz_transfer_routes import routes_part
 from fuzz_transfer_world import Tally
 
 from rose.transfer import codec
+from scripts.harness import flagged
 
 PARTS = ("bytes", "kills", "routes", "disk")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--part", choices=PARTS, action="append", help="default: all")
-    parser.add_argument(
-        "--every", type=int, default=1, help="of the bytes, and of the sizes of a full disk (x 16)"
-    )
-    parser.add_argument("--kills", type=int, default=100, help="of writers, and as many of readers")
-    parser.add_argument(
-        "--seconds", type=float, default=20.0, help="of readers beside the collector"
-    )
-    parser.add_argument("--gaps", type=int, default=40, help="stores with gaps")
-    parser.add_argument("--seed", type=int, default=int(time.time()) % 10**6)
-    options = parser.parse_args(arguments)
+    counts = {"every": 1, "kills": 100, "seconds": 20.0, "gaps": 40}
+    seed = int(time.time()) % 10**6
+    options = flagged(__doc__, arguments, part=list(PARTS), **counts, seed=seed)
     print(f"seed {options.seed}", flush=True)
     torch.set_num_threads(1)
     codec.compile_all()
     failed = False
-    for part in options.part or PARTS:
+    for part in options.part:
         tally, began = Tally(), time.monotonic()
         with tempfile.TemporaryDirectory(prefix="fuzz-transfer-") as name:
             folder = Path(name)
@@ -71,11 +63,8 @@ def main(arguments: list[str] | None = None) -> int:
                 routes_part(folder, options.seed, options.gaps, tally)
             else:
                 disk_part(folder, options.seed, 16 * options.every, tally)
-        print(
-            f"{part}: {tally}, {len(tally.violations)} violations, {time.monotonic() - began:.0f} "
-            "s",
-            flush=True,
-        )
+        wrong, took = f"{len(tally.violations)} violations", time.monotonic() - began
+        print(f"{part}: {tally}, {wrong}, {took:.0f} s", flush=True)
         failed |= bool(tally.violations)
     return int(failed)
 

@@ -8,6 +8,8 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from fuzz_transfer_world import History, Tally, Weights, load, world
@@ -16,7 +18,6 @@ from rose.transfer import TransferError
 from rose.transfer.source import Folder
 from rose.transfer.store import FULL, INITIAL, MANIFEST, PLAN, Manifest, Step, edge_name, unseal
 from tests.parts.relay.relays import TOKEN, Running
-from tests.transfer.worlds import same
 
 WAYS = 1 / 8  # of the flipped bytes: the other routes are taken too, which takes five times as long
 
@@ -25,43 +26,32 @@ def bytes_part(folder: Path, seed: int, every: int, tally: Tally) -> None:
     """Damage the three edges that end at version 2."""
     history, chance = History(seed), random.Random(seed)
     store = world(folder / "store", history, 3, full_every=2).store
-    other = world(
-        folder / "other", history, 3, full_every=2
-    ).store  # the same weights, another lineage
+    # The same weights, another lineage.
+    other = world(folder / "other", history, 3, full_every=2).store
     for step in ((2, 1), (2, FULL), (2, INITIAL)):
         alone = folder / f"alone-{step[1]}"
         files = sorted((store / edge_name(*step)).iterdir())
         (alone / edge_name(*step)).mkdir(parents=True)
         for file in (store / PLAN, *files):
             os.link(file, alone / file.relative_to(store))  # damage shows in both
+        edge = Damaged(store, alone, step, history, tally)
         for where in (store, alone):
-            tally.require(
-                load(str(where), history, step[1], 2)[0] == [edge_name(*step)],
-                f"{where}: another route",
-            )
-        damaged = [store / PLAN, *files] if step == (2, 1) else files
-        for file in damaged:
+            route = load(str(where), history, step[1], 2)[0]
+            tally.require(route == [edge_name(*step)], f"{where}: another route")
+        for file in [store / PLAN] * (step == (2, 1)) + files:
             for at in range(chance.randrange(every), file.stat().st_size, every):
                 bit = chance.randrange(8)
                 if not any(at in taken for taken in taken_of(file)):
                     with flipped(file, at, 1 << bit):
-                        harmless(alone, step, file, history, f"byte {at} flipped", tally)
+                        edge.harmless(file, f"byte {at} flipped")
                     continue
+                what = f"seed {seed}: bit {bit} of byte {at} flipped"
                 with flipped(file, at, 1 << bit):
-                    detected(
-                        store,
-                        alone,
-                        step,
-                        file,
-                        history,
-                        f"seed {seed}: bit {bit} of byte {at} flipped",
-                        tally,
-                        chance.random() < WAYS,
-                    )
+                    edge.detected(file, what, chance.random() < WAYS)
                 tally.count("bytes flipped")
-            _cut_and_longer(store, alone, step, file, history, chance, every, tally)
-        _exchanged(store, alone, step, other, history, tally)
-        _relayed(folder, alone, step, files, history, chance, max(1, 8 // every), tally)
+            edge.cut_and_longer(file, every)
+        edge.exchanged(other)
+        edge.relayed(folder, files, chance, max(1, 8 // every))
 
 
 def taken_of(file: Path) -> list[range]:
@@ -70,19 +60,8 @@ def taken_of(file: Path) -> list[range]:
         return [range(file.stat().st_size)]
     manifest = unseal((file.parent / MANIFEST).read_bytes(), Manifest, str(file))
     of = next(found for found in manifest.files if found.file == file.name)
-    return [
-        range(of.data_offset, of.data_offset + of.data_size),
-        range(of.table_offset, of.table_offset + of.table_size),
-    ]
-
-
-def harmless(
-    alone: Path, step: Step, file: Path, history: History, what: str, tally: Tally
-) -> None:
-    """No byte that a reader takes is another one."""
-    live = load(str(alone), history, step[1], 2)[1]
-    tally.require(same(live, history.at(2)), f"{file}: {what}: WRONG WEIGHTS")
-    tally.count("bytes that no reader takes")
+    parts = (of.data_offset, of.data_size), (of.table_offset, of.table_size)
+    return [range(offset, offset + size) for offset, size in parts]
 
 
 @contextmanager
@@ -108,38 +87,6 @@ def content(file: Path, data: bytes) -> Iterator[None]:
         file.write_bytes(right)
 
 
-def detected(
-    store: Path,
-    alone: Path,
-    step: Step,
-    file: Path,
-    history: History,
-    what: str,
-    tally: Tally,
-    ways: bool = True,
-) -> None:
-    """`file` of the edge `step` is damaged: `store` has other routes (looked at with `ways`),
-    `alone` has none."""
-    what = f"{file}: {what}; read from version {step[1]}"
-    attempt(
-        lambda: load(str(alone), history, step[1], 2),
-        None,
-        file,
-        history,
-        what + ", no other route",
-        tally,
-    )
-    if ways:
-        attempt(
-            lambda: load(str(store), history, step[1], 2),
-            None if file.name == PLAN else step,
-            file,
-            history,
-            what,
-            tally,
-        )
-
-
 def attempt(
     reader: Callable[[], tuple[list[str], Weights]],
     avoid: Step | None,
@@ -160,94 +107,87 @@ def attempt(
     except Exception as error:
         tally.violation(f"{what}: {type(error).__name__}: {error}")
     else:
-        tally.require(same(live, history.at(2)), f"{what}: WRONG WEIGHTS by {route}")
-        tally.require(
-            avoid is not None and edge_name(*avoid) not in route, f"{what}: not noticed, by {route}"
-        )
+        tally.right(live, history.at(2), f"{what}: by {route}")
+        noticed = avoid is not None and edge_name(*avoid) not in route
+        tally.require(noticed, f"{what}: not noticed, by {route}")
         tally.count("reached by other routes")
 
 
-def _cut_and_longer(
-    store: Path,
-    alone: Path,
-    step: Step,
-    file: Path,
-    history: History,
-    chance: random.Random,
-    every: int,
-    tally: Tally,
-) -> None:
-    right = file.read_bytes()
-    needed = max(taken.stop for taken in taken_of(file))
-    for size in range(0, needed, max(1, every, len(right) // 200)):
-        with content(file, right[:size]):
-            detected(store, alone, step, file, history, f"cut to {size} bytes", tally)
-        tally.count("cuts")
-    with content(file, right + b"\0"):
-        if file.suffix == ".json":
-            detected(store, alone, step, file, history, "a byte was appended", tally)
-        else:
-            harmless(alone, step, file, history, "a byte was appended", tally)
+@dataclass
+class Damaged:
+    """An edge whose files are damaged: `store` has other routes, `alone` has none. Both have the
+    same files."""
 
+    store: Path
+    alone: Path
+    step: Step
+    history: History
+    tally: Tally
 
-def _exchanged(
-    store: Path, alone: Path, step: Step, other: Path, history: History, tally: Tally
-) -> None:
-    """Whole files that are right elsewhere: of another rank, another edge, another lineage."""
-    edge = store / edge_name(*step)
-    for file in sorted(edge.iterdir()):
-        elsewhere = [
-            *sorted(edge.iterdir()),
-            other / file.relative_to(store),
-            *(path / file.name for path in sorted(store.glob("v*/*"))),
-        ]
-        taken, right = taken_of(file), file.read_bytes()
-        for source in elsewhere:
-            data = source.read_bytes()
-            if any(data[t.start : t.stop] != right[t.start : t.stop] for t in taken):
-                with content(file, data):
-                    detected(
-                        store, alone, step, file, history, f"has the content of {source}", tally
-                    )
-                tally.count("files exchanged")
-    # the whole edge, consistent in itself
-    right = {file: file.read_bytes() for file in edge.iterdir()}
-    for file in right:
-        file.write_bytes((other / file.relative_to(store)).read_bytes())
-    detected(
-        store, alone, step, edge / MANIFEST, history, "the whole edge is of another lineage", tally
-    )
-    for file, data in right.items():
-        file.write_bytes(data)
+    def harmless(self, file: Path, what: str) -> None:
+        """No byte that a reader takes is another one."""
+        live = load(str(self.alone), self.history, self.step[1], 2)[1]
+        self.tally.right(live, self.history.at(2), f"{file}: {what}")
+        self.tally.count("bytes that no reader takes")
 
+    def detected(self, file: Path, what: str, ways: bool = True) -> None:
+        """`file` is damaged: a reader of `alone` fails, one of `store` (with `ways`) avoids it."""
+        what = f"{file}: {what}; read from version {self.step[1]}"
+        self._attempt(self.alone, None, file, f"{what}, no other route")
+        if ways:
+            self._attempt(self.store, None if file.name == PLAN else self.step, file, what)
 
-def _relayed(
-    folder: Path,
-    alone: Path,
-    step: Step,
-    files: list[Path],
-    history: History,
-    chance: random.Random,
-    samples: int,
-    tally: Tally,
-) -> None:
-    token = folder / "token"
-    token.write_text(TOKEN)
-    token.chmod(0o600)
-    for sample in range(samples):
-        file = chance.choice(files)
-        at = chance.choice([at for taken in taken_of(file) for at in taken])
-        with flipped(file, at, 1):
-            relay = Running(Folder(alone), folder / f"cache-{step[1]}-{sample}")
-            try:
-                attempt(
-                    lambda: load(relay.url, history, step[1], 2, token_file=str(token)),
-                    None,
-                    file,
-                    history,
-                    f"{file}: bit 0 of byte {at} flipped, through a relay",
-                    tally,
-                )
-            finally:
-                relay.stop()
-        tally.count("flips behind a relay")
+    def _attempt(
+        self, where: Path | str, avoid: Step | None, file: Path, what: str, **more: str
+    ) -> None:
+        reader = partial(load, str(where), self.history, self.step[1], 2, **more)
+        attempt(reader, avoid, file, self.history, what, self.tally)
+
+    def cut_and_longer(self, file: Path, every: int) -> None:
+        right = file.read_bytes()
+        needed = max(taken.stop for taken in taken_of(file))
+        for size in range(0, needed, max(1, every, len(right) // 200)):
+            with content(file, right[:size]):
+                self.detected(file, f"cut to {size} bytes")
+            self.tally.count("cuts")
+        wrong = self.detected if file.suffix == ".json" else self.harmless
+        with content(file, right + b"\0"):
+            wrong(file, "a byte was appended")
+
+    def exchanged(self, other: Path) -> None:
+        """Whole files that are right elsewhere: of another rank, another edge, another lineage."""
+        edge = self.store / edge_name(*self.step)
+        for file in sorted(edge.iterdir()):
+            elsewhere = [*sorted(edge.iterdir()), other / file.relative_to(self.store)]
+            elsewhere += [path / file.name for path in sorted(self.store.glob("v*/*"))]
+            taken, right = taken_of(file), file.read_bytes()
+            for source in elsewhere:
+                data = source.read_bytes()
+                if any(data[t.start : t.stop] != right[t.start : t.stop] for t in taken):
+                    with content(file, data):
+                        self.detected(file, f"has the content of {source}")
+                    self.tally.count("files exchanged")
+        # The whole edge, consistent in itself.
+        right = {file: file.read_bytes() for file in edge.iterdir()}
+        for file in right:
+            file.write_bytes((other / file.relative_to(self.store)).read_bytes())
+        self.detected(edge / MANIFEST, "the whole edge is of another lineage")
+        for file, data in right.items():
+            file.write_bytes(data)
+
+    def relayed(self, folder: Path, files: list[Path], chance: random.Random, samples: int) -> None:
+        """Some flipped bytes, read through a relay."""
+        token = folder / "token"
+        token.write_text(TOKEN)
+        token.chmod(0o600)
+        for sample in range(samples):
+            file = chance.choice(files)
+            at = chance.choice([at for taken in taken_of(file) for at in taken])
+            what = f"{file}: bit 0 of byte {at} flipped, through a relay"
+            with flipped(file, at, 1):
+                relay = Running(Folder(self.alone), folder / f"cache-{self.step[1]}-{sample}")
+                try:
+                    self._attempt(relay.url, None, file, what, token_file=str(token))
+                finally:
+                    relay.stop()
+            self.tally.count("flips behind a relay")

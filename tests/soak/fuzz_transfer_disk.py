@@ -16,21 +16,15 @@ from fuzz_transfer_world import TIMEOUT_S, History, Tally, consistent, fork, loa
 
 from rose.transfer import TransferError
 from rose.transfer.store import INITIAL
-from tests.transfer.worlds import same
 
 
 def disk_part(folder: Path, seed: int, every: int, tally: Tally) -> None:
-    history = History(seed)
-    sizes = {
-        path.stat().st_size
-        for path in world(folder / "sizes", history, 3, full_every=2).store.rglob("*.*")
-        if path.is_file()
-    }
-    for limit in range(0, max(sizes) + 1, every):
-        store = folder / "limited"
-        said = _refused(
-            store, history, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        )
+    history, store = History(seed), folder / "limited"
+    files = world(folder / "sizes", history, 3, full_every=2).store.rglob("*.*")
+    largest = max(path.stat().st_size for path in files if path.is_file())
+    for limit in range(0, largest + 1, every):
+        limits = resource.RLIMIT_FSIZE, (limit, limit)
+        said = _refused(store, history, lambda: resource.setrlimit(*limits))
         _after_full_disk(said, store, history, f"no file above {limit} bytes", tally)
         shutil.rmtree(store)
     if os.geteuid() == 0:
@@ -62,10 +56,8 @@ def _refused(store: Path, history: History, fill: Callable[[], object]) -> str:
 
 
 def _after_full_disk(said: str, store: Path, history: History, what: str, tally: Tally) -> None:
-    tally.require(
-        not said or said.startswith(f"TransferError: {store}/v000002/"),
-        f"{what}: no TransferError that names a file: {said}",
-    )
+    named = not said or said.startswith(f"TransferError: {store}/v000002/")
+    tally.require(named, f"{what}: no TransferError that names a file: {said}")
     tally.count("full disks" if said else "disks with room")
     left = [str(path) for path in store.rglob(".*")]
     tally.require(not left, f"{what}: left behind: {left}")
@@ -73,7 +65,7 @@ def _after_full_disk(said: str, store: Path, history: History, what: str, tally:
     for version in (0, 1):
         try:
             route, live = load(str(store), history, INITIAL, version)
-            tally.require(same(live, history.at(version)), f"{what}: WRONG WEIGHTS by {route}")
+            tally.right(live, history.at(version), f"{what}: by {route}")
         except TransferError as error:
             tally.violation(f"{what}: version {version}: {error}")
 

@@ -10,6 +10,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -68,16 +69,8 @@ def write(
 ) -> None:
     """Publish and tidy without end."""
     peers.rank, model = rank, Model(history.at(INITIAL), CUTS, peers.world)
-    publisher = Publisher(
-        store,
-        model.plan,
-        peers,
-        lambda block: model.read(block, rank),
-        1,
-        full_every,
-        keep,
-        TIMEOUT_S,
-    )
+    settings = 1, full_every, keep, TIMEOUT_S
+    publisher = Publisher(store, model.plan, peers, partial(model.read, rank=rank), *settings)
     version = 0
     while True:
         model.weights = history.at(version)
@@ -92,10 +85,8 @@ def write(
 def writers(
     store: Path, history: History, full_every: int, keep: int, pause_s: float = 0.0
 ) -> tuple[list, Processes]:
-    peers = Processes(2)
-    return [
-        start(write, store, history, rank, peers, full_every, keep, pause_s) for rank in range(2)
-    ], peers
+    peers, more = Processes(2), (full_every, keep, pause_s)
+    return [start(write, store, history, rank, peers, *more) for rank in range(2)], peers
 
 
 def end(processes: list, order: random.Random | None = None) -> None:
@@ -127,21 +118,16 @@ def killed_writers(folder: Path, seed: int, kills: int, tally: Tally) -> None:
         run_seed = seed + attempt_number // 2
         full_every, keep = chance.randint(1, 6), chance.randint(1, 3)
         # progress, not time: a slow machine is killed as deep into the work as a fast one
-        history, versions, moment = (
-            History(run_seed),
-            chance.randint(0, VERSIONS),
-            chance.uniform(0.0, MOMENT_S),
-        )
+        versions, moment = chance.randint(0, VERSIONS), chance.uniform(0.0, MOMENT_S)
+        history = History(run_seed)
         processes, peers = writers(store, history, full_every, keep)
         wait_for(lambda: peers.published.value >= versions or not alive(processes))
         time.sleep(moment)
         lived = alive(processes)
         end(processes, chance)
-        what = (
-            f"writer {attempt_number} (seed {seed}: history {run_seed}, full_every {full_every}, "
-            f"keep {keep}) killed "
-            f"{moment:.3f} s after {versions} versions"
-        )
+        what = f"writer {attempt_number} (seed {seed}: history {run_seed}, "
+        what += f"full_every {full_every}, keep {keep}) killed "
+        what += f"{moment:.3f} s after {versions} versions"
         tally.require(lived, f"{what}: it had failed before")
         consistent(store, history, what, tally)
         tally.count("writers killed")
@@ -174,9 +160,8 @@ def shared(weights: Weights) -> Weights:
     memory = mmap.mmap(-1, 8 * len(weights) + sum(t.nbytes for t in weights.values()))
     made, at = {}, 0
     for name, tensor in weights.items():
-        made[name] = torch.frombuffer(
-            memory, dtype=tensor.dtype, count=tensor.numel(), offset=at
-        ).view(tensor.shape)
+        kind = {"dtype": tensor.dtype, "count": tensor.numel(), "offset": at}
+        made[name] = torch.frombuffer(memory, **kind).view(tensor.shape)
         made[name].copy_(tensor)
         at += -(-tensor.nbytes // 8) * 8
     return made
@@ -205,34 +190,24 @@ def killed_readers(folder: Path, seed: int, kills: int, tally: Tally) -> None:
     store = world(folder / "read", history, versions, full_every=6).store
     for kill in range(kills):
         live, state = shared(history.at(INITIAL)), fork.RawArray(ctypes.c_longlong, [0, INITIAL, 0])
-        loads, moment, reader_seed = (
-            chance.randint(0, VERSIONS),
-            chance.uniform(0.0, MOMENT_S),
-            chance.randrange(10**6),
-        )
+        loads, moment = chance.randint(0, VERSIONS), chance.uniform(0.0, MOMENT_S)
+        reader_seed = chance.randrange(10**6)
         process = start(follow, store, live, state, reader_seed, versions)
         wait_for(lambda: state[LOADS] >= loads or not alive([process]))
         time.sleep(moment)
         lived = alive([process])
         end([process])
-        what = (
-            f"reader {kill} (seed {seed}: {reader_seed}) killed {moment:.3f} s after {loads} loads"
-        )
+        what = f"reader {kill} (seed {seed}: {reader_seed}) killed {moment:.3f} s, {loads} loads in"
         tally.require(lived, f"{what}: it had failed before")
         if state[FLIPPING]:
             tally.count("readers killed within a flip")
         else:
-            tally.require(
-                same(live, history.at(state[HELD])),
-                f"{what}: its weights are not version {state[HELD]}'s",
-            )
+            tally.right(live, history.at(state[HELD]), f"{what}: not version {state[HELD]}'s")
             tally.count("readers killed while staging")
         tally.counts["versions loaded before"] += state[LOADS]
         want = chance.randrange(versions)
         route, successor = load(str(store), history, INITIAL, want)
-        tally.require(
-            same(successor, history.at(want)), f"{what}: its successor has WRONG WEIGHTS by {route}"
-        )
+        tally.right(successor, history.at(want), f"{what}: its successor's by {route}")
 
 
 def chase(store: Path, history: History, seed: int, until: float, results) -> None:
@@ -268,9 +243,8 @@ def collected_meanwhile(folder: Path, seed: int, seconds: float, tally: Tally) -
     while not results.empty() or any(reader.is_alive() for reader in readers):
         if results.empty():
             time.sleep(0.01)
-            tally.require(
-                time.monotonic() < until + 2 * TIMEOUT_S, f"seed {seed}: a reader does not end"
-            )
+            in_time = time.monotonic() < until + 2 * TIMEOUT_S
+            tally.require(in_time, f"seed {seed}: a reader does not end")
             if tally.violations:
                 break
             continue
@@ -278,22 +252,17 @@ def collected_meanwhile(folder: Path, seed: int, seconds: float, tally: Tally) -
         if kind == "wrong":
             tally.violation(f"seed {seed}: a reader has WRONG WEIGHTS: {text}")
         elif kind == "failed":
-            tally.require(
-                bool(re.search(r"version \d+|v\d{6}/", text)),
-                f"seed {seed}: names no version: {text}",
-            )
+            named = bool(re.search(r"version \d+|v\d{6}/", text))
+            tally.require(named, f"seed {seed}: names no version: {text}")
             broke = "mixture" in text  # the reader goes on from nothing
             tally.count("flips broken off" if broke else "loads of collected versions refused")
         elif kind == "right":
             tally.count("loads beside the collector")
     tally.require(alive(processes), f"seed {seed}: a writer failed")
-    tally.require(
-        all(process.exitcode == 0 for process in readers), f"seed {seed}: a reader failed"
-    )
+    ended = all(process.exitcode == 0 for process in readers)
+    tally.require(ended, f"seed {seed}: a reader failed")
     end([*processes, *readers])
-    tally.require(
-        tally.counts["loads beside the collector"]
-        > tally.counts["loads of collected versions refused"],
-        f"seed {seed}: most loads failed",
-    )
+    counts = tally.counts
+    most = counts["loads beside the collector"] > counts["loads of collected versions refused"]
+    tally.require(most, f"seed {seed}: most loads failed")
     consistent(store, history, f"seed {seed}: after {seconds:g} s beside readers", tally)

@@ -25,24 +25,13 @@ def routes_part(folder: Path, seed: int, gaps: int, tally: Tally) -> None:
         have = chance.choice([want - behind, want - behind, INITIAL, None])
         route, live = load(str(store), history, have, want)
         chain = [edge_name(version, version - 1) for version in range(have or 0, want + 1)][1:]
-        tally.require(
-            route == chain or route[0].endswith(("full", "from-initial")),
-            f"{behind} versions behind {want}: {route}",
-        )
-        tally.require(
-            same(live, history.at(want)),
-            f"{behind} versions behind {want}: WRONG WEIGHTS by {route}",
-        )
+        what = f"{behind} versions behind {want}: by {route}"
+        tally.require(route == chain or route[0].endswith(("full", "from-initial")), what)
+        tally.right(live, history.at(want), what)
         tally.count("late joiners")
     _wrong_bases(store, history, chance, tally)
-    for gap in range(gaps):
-        _gaps(
-            folder / f"gaps-{gap}",
-            History(seed + gap),
-            random.Random(seed + gap),
-            f"seed {seed + gap}",
-            tally,
-        )
+    for number in range(seed, seed + gaps):
+        _gaps(folder / f"gaps-{number}", number, tally)
     _replaced(folder / "replaced", history, tally)
 
 
@@ -50,68 +39,50 @@ def _wrong_bases(store: Path, history: History, chance: random.Random, tally: Ta
     """One value of the live weights is altered, or they are another version's; and a step back."""
     for name, tensor in history.at(0).items():
         for have in (INITIAL, 7, 11):
-            live = history.live(have)
+            live, kind = history.live(have), {2: torch.int16, 4: torch.int32}
             at = chance.randrange(tensor.numel())
-            patterns = (
-                live[name].view(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
-            )
-            patterns[at] ^= 1
+            live[name].view(-1).view(kind[tensor.element_size()])[at] ^= 1
             route, live = load(str(store), history, have, 12, live)
-            tally.require(
-                same(live, history.at(12)),
-                f"value {at} of {name} was not version {have}'s: WRONG WEIGHTS by {route}",
-            )
+            what = f"value {at} of {name} was not version {have}'s: by {route}"
+            tally.right(live, history.at(12), what)
             tally.count("wrong bases")
     for said, true in ((7, 6), (11, 12), (3, INITIAL)):
         route, live = load(str(store), history, said, 12, history.live(true))
-        tally.require(
-            same(live, history.at(12)),
-            f"version {true} was said to be {said}: WRONG WEIGHTS by {route}",
-        )
+        tally.right(live, history.at(12), f"version {true} was said to be {said}: by {route}")
         tally.count("wrong bases")
     for have, want in ((40, 3), (1, 0), (30, 30)):
         route, live = load(str(store), history, have, want)
-        tally.require(
-            same(live, history.at(want)), f"from {have} back to {want}: WRONG WEIGHTS by {route}"
-        )
+        tally.right(live, history.at(want), f"from {have} back to {want}: by {route}")
         tally.count("steps back")
 
 
-def _gaps(store: Path, history: History, chance: random.Random, what: str, tally: Tally) -> None:
+def _gaps(store: Path, seed: int, tally: Tally) -> None:
     """Some edges are gone, some lack a file: the reader succeeds if and only if there is a way."""
-    versions = 12
+    history, chance, versions = History(seed), random.Random(seed), 12
     world(store, history, versions, full_every=4)
     edges = committed(store)
-    for step in chance.sample(
-        sorted(edges, key=str), round(len(edges) * chance.uniform(0.2, 0.95))
-    ):
+    share = chance.uniform(0.2, 0.95)
+    for step in chance.sample(sorted(edges, key=str), round(len(edges) * share)):
         folder = store / edge_name(*step)
-        chance.choice(
-            [
-                lambda: shutil.rmtree(folder),
-                (folder / MANIFEST).unlink,
-                (folder / "rank-00001.h5").unlink,
-            ]
-        )()
+        gone = chance.choice([None, folder / MANIFEST, folder / "rank-00001.h5"])
+        shutil.rmtree(folder) if gone is None else gone.unlink()
         edges.remove(step)
     for _ in range(6):
         want, have = chance.randrange(versions), chance.choice([None, INITIAL, *range(versions)])
         starts = [version for version, base in edges if base is FULL] + [have] * (have is not None)
         there = want in _reached(edges, starts)
-        text = f"{what}: from {have} to {want} with {sorted(edge_name(*step) for step in edges)}"
+        names = sorted(edge_name(*step) for step in edges)
+        text = f"seed {seed}: from {have} to {want} with {names}"
         try:
             route, live = load(str(store), history, have, want)
         except TransferError as error:
             tally.require(not there, f"{text}: there is a way: {error}")
-            names = str(error)
-            tally.require(
-                f"version {want}" in names
-                and all(edge_name(*s) in names for s in edges if s[0] == want),
-                f"{text}: doesn't say what is there: {error}",
-            )
+            needed = [f"version {want}", *(edge_name(*s) for s in edges if s[0] == want)]
+            told = all(each in str(error) for each in needed)
+            tally.require(told, f"{text}: doesn't say what is there: {error}")
             tally.count("gaps named")
         else:
-            tally.require(same(live, history.at(want)), f"{text}: WRONG WEIGHTS by {route}")
+            tally.right(live, history.at(want), f"{text}: by {route}")
             tally.require(there, f"{text}: reached by {route}, which should not be")
             tally.count("gaps passed")
     shutil.rmtree(store)

@@ -27,6 +27,7 @@ from rose.transfer.stage import stage
 from rose.transfer.store import FULL, INITIAL, MANIFEST, PLAN, Step, edge_name
 from tests.transfer.worlds import World, same
 
+SHAPES = {"sparse": (40, 12), "columns": (24, 12), "dense": (96,), "frozen": (30,), "norm": (24,)}
 CUTS = {"sparse": ([0, 20, 40], []), "columns": ([], [0, 6, 12])}
 WHOLE = 1 << 30  # dense bytes: all
 TIMEOUT_S = 30.0
@@ -42,26 +43,16 @@ class History:
     def __init__(self, seed: int):
         chance = np.random.default_rng([seed, 0])
         self._seed = seed
-        normal = {
-            name: torch.from_numpy(chance.normal(0, 0.02, shape).astype(np.float32))
-            for name, shape in (
-                ("sparse", (40, 12)),
-                ("columns", (24, 12)),
-                ("dense", (96,)),
-                ("frozen", (30,)),
-                ("norm", (24,)),
-            )
-        }
-        self._made = [
-            {name: t if name == "norm" else t.bfloat16() for name, t in normal.items()}
-            | {"noise": self._noise(chance)}
-        ]
+        first = {}
+        for name, shape in SHAPES.items():
+            drawn = torch.from_numpy(chance.normal(0, 0.02, shape).astype(np.float32))
+            first[name] = drawn if name == "norm" else drawn.bfloat16()
+        self._made = [first | {"noise": self._noise(chance)}]
 
     @staticmethod
     def _noise(chance: np.random.Generator) -> torch.Tensor:
-        return torch.from_numpy(chance.integers(-(2**31), 2**31, 16).astype(np.int32)).view(
-            torch.float32
-        )
+        patterns = chance.integers(-(2**31), 2**31, 16).astype(np.int32)
+        return torch.from_numpy(patterns).view(torch.float32)
 
     def at(self, version: int) -> Weights:
         """Not to be written to."""
@@ -71,10 +62,9 @@ class History:
 
     def live(self, version: int | None) -> Weights:
         """A copy to load another version into; zeros if null."""
-        return {
-            name: torch.zeros_like(t) if version is None else t.clone()
-            for name, t in self.at(INITIAL if version is None else version).items()
-        }
+        if version is None:
+            return {name: torch.zeros_like(t) for name, t in self.at(INITIAL).items()}
+        return {name: t.clone() for name, t in self.at(version).items()}
 
     def _next(self, number: int) -> Weights:
         chance, made = np.random.default_rng([self._seed, number]), dict(self._made[-1])
@@ -129,9 +119,8 @@ def load(
 
 
 def committed(store: Path) -> set[Step]:
-    return {
-        step for step in list_edges(Folder(store)) if (store / edge_name(*step) / MANIFEST).exists()
-    }
+    edges = list_edges(Folder(store))
+    return {step for step in edges if (store / edge_name(*step) / MANIFEST).exists()}
 
 
 @dataclass
@@ -155,6 +144,10 @@ class Tally:
     def require(self, holds: bool, text: str) -> None:
         if not holds:
             self.violation(text)
+
+    def right(self, live: Weights, weights: Weights, text: str) -> None:
+        """Require that the live weights are these, bit for bit."""
+        self.require(same(live, weights), f"WRONG WEIGHTS: {text}")
 
     def __str__(self) -> str:
         return ", ".join(f"{count:,} {what}" for what, count in self.counts.items())
@@ -188,25 +181,14 @@ def consistent(store: Path, history: History, what: str, tally: Tally) -> None:
     edges = committed(store)
     tally.counts["folders left without a manifest"] += len(list_edges(source) - edges)
     for version, base in edges:
-        live = history.live(base)
+        live, places = history.live(base), whole(plan, None)
         try:
-            staged = stage(
-                Live(live),
-                plan,
-                whole(plan, None),
-                [Edge(source, version, base, plan, digest)],
-                base is not None,
-                1,
-                WHOLE,
-            )
-            staged.flip()
+            edge = Edge(source, version, base, plan, digest)
+            stage(Live(live), plan, places, [edge], base is not None, 1, WHOLE).flip()
         except TransferError as error:
             tally.violation(f"{what}: {error}")
             continue
-        tally.require(
-            same(live, history.at(version)),
-            f"{what}: {edge_name(version, base)} makes WRONG WEIGHTS",
-        )
+        tally.right(live, history.at(version), f"{what}: by {edge_name(version, base)}")
         tally.count("committed edges right")
     if not edges:
         return
@@ -217,7 +199,5 @@ def consistent(store: Path, history: History, what: str, tally: Tally) -> None:
         except TransferError as error:
             tally.violation(f"{what}: from {have}: {error}")
         else:
-            tally.require(
-                same(live, history.at(newest)), f"{what}: from {have} WRONG WEIGHTS by {route}"
-            )
+            tally.right(live, history.at(newest), f"{what}: from {have} by {route}")
             tally.count("newest versions reached")

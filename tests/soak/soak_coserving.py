@@ -73,12 +73,10 @@ class Soak:
         self.began = time.monotonic()
         self.problems: list[str] = []
         self.faults: list[str] = []
-        self.refused = (
-            0  # faults after which the server lent nothing, so that rollouts were not awaited
-        )
-        self.down: list[
-            tuple[float, float]
-        ] = []  # the server was killed, until it served again; of the traffic's time
+        # Faults after which the server lent nothing, so that rollouts were not awaited.
+        self.refused = 0
+        # The server was killed, until it served again; of the traffic's time.
+        self.down: list[tuple[float, float]] = []
         self.requests: list[Request] = []
         self.sizes: dict[int, list[Size]] = {}  # by pid
         self.since: dict[int, float] = {}
@@ -104,12 +102,9 @@ class Soak:
         start = time.monotonic()
         end = start + PROGRESS_S
         body = {"model": self.server.served, "prompt": [1, 2, 3], "max_tokens": 4}
-        body |= {"ignore_eos": True}
-        asked = urllib.request.Request(
-            f"{self.server.url}/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
+        given, kind = json.dumps(body | {"ignore_eos": True}).encode(), "application/json"
+        url = f"{self.server.url}/v1/completions"
+        asked = urllib.request.Request(url, given, {"Content-Type": kind})
         try:
             with urllib.request.urlopen(asked, timeout=PROGRESS_S) as answer:
                 answer.read()
@@ -121,19 +116,15 @@ class Soak:
         while (now := self.side.ask("count")["made"]) == made:
             if self._refuses():
                 self.refused += 1
-                return (
-                    f"{answered}; it misses its targets by itself, and lends nothing until it "
-                    "meets them"
-                )
+                return f"{answered}; it lends nothing until it meets its targets by itself"
             if time.monotonic() > end:
                 raise Failed(
                     f"rollouts made no token within {PROGRESS_S:g} s; the boards say "
                     f"{self.bench.operator.boards()}; {self.side.failed('wrote')}"
                 )
             time.sleep(0.05)
-        return (
-            f"{answered}, rollouts made {now - made} tokens after {time.monotonic() - start:.1f} s"
-        )
+        took = time.monotonic() - start
+        return f"{answered}, rollouts made {now - made} tokens after {took:.1f} s"
 
     def _refuses(self) -> bool:
         """On a machine with other guests S may miss its targets whatever is lent."""
@@ -237,20 +228,16 @@ class Soak:
         after = self._steps()
         switch.by_hand = ""
         if after > first + 1:  # one that had begun ends when the online engine lets it
-            self.problems.append(
-                f"{after - first:g} rollout steps ended more than {STOP_S:g} s after lending was "
-                "switched off"
-            )
+            late = f"more than {STOP_S:g} s after lending was switched off"
+            self.problems.append(f"{after - first:g} rollout steps ended {late}")
         return "and on"
 
     # ----------------------------------------------------------------- all of it
 
     def run(self) -> None:
         trace = self._traffic()
-        leave = {
-            int(n): float(self.draw.uniform(0.01, 0.3))
-            for n in np.flatnonzero(self.draw.random(len(trace)) < HANG_UP)
-        }
+        leaving = np.flatnonzero(self.draw.random(len(trace)) < HANG_UP)
+        leave = {int(n): float(self.draw.uniform(0.01, 0.3)) for n in leaving}
         self.server.wake(), self.side.wake()
         self.side.ask("start")
         self.began = time.monotonic() + 1.0
@@ -303,20 +290,17 @@ class Soak:
 
     def _traffic(self) -> traces.Trace:
         """Slices one after another, so that a trace shorter than the soak will do."""
-        length, parts = 60.0, []
-        for number in range(int(np.ceil(self.seconds / length))):
-            parts.append(self.bench.slice(number, length))
+        length = 60.0
+        numbers = range(int(np.ceil(self.seconds / length)))
+        parts = [self.bench.slice(number, length) for number in numbers]
         at = np.concatenate([part.at + length * number for number, part in enumerate(parts)])
-        return traces.Trace(
-            at,
-            np.concatenate([part.prompt_tokens for part in parts]),
-            np.concatenate([part.output_tokens for part in parts]),
-        ).slice(0, self.seconds)
+        prompts = np.concatenate([part.prompt_tokens for part in parts])
+        outputs = np.concatenate([part.output_tokens for part in parts])
+        return traces.Trace(at, prompts, outputs).slice(0, self.seconds)
 
     def _send(self, trace: traces.Trace, leave: dict[int, float]) -> None:
-        self.requests = asyncio.run(
-            replay(self.server.url, self.server.served, trace, 7, DRAIN_S, leave, self.began)
-        )
+        url, served = self.server.url, self.server.served
+        self.requests = asyncio.run(replay(url, served, trace, 7, DRAIN_S, leave, self.began))
 
     def _judge(self, leave: dict[int, float]) -> None:
         lost, excused = [], 0
@@ -330,11 +314,9 @@ class Soak:
                     f"request {number}, sent at {request.at:.1f} s, ended at {request.ended:.1f} s "
                     f"after {len(request.chunks)} of {request.output_tokens} tokens: {request.why}"
                 )
-        say(
-            f"{len(self.requests)} online requests: {sum(r.done for r in self.requests)} done, "
-            f"{len(leave)} hung up, "
-            f"{excused} lost with a killed server, {len(lost)} lost otherwise"
-        )
+        done = f"{len(self.requests)} online requests: {sum(r.done for r in self.requests)} done"
+        otherwise = f"{excused} lost with a killed server, {len(lost)} lost otherwise"
+        say(f"{done}, {len(leave)} hung up, {otherwise}")
         self.problems += lost
         for process in (self.server, self.side):
             if process.popen.poll() is None:
@@ -351,19 +333,16 @@ class Soak:
         before, after = found[len(found) // 2], size(process)
         lent = int(self.bench.options.kv_mib * 2**20)  # may be anybody's by now
         words = f"{found[0]} {STEADY_S:g} s after its start, {before} halfway, {after} at the end"
-        if (
-            after.all > GROWTH * before.all + GROWTH_BYTES + lent
-            or after.files > before.files + GROWTH_FILES
-        ):
+        grown = after.all > GROWTH * before.all + GROWTH_BYTES + lent
+        if grown or after.files > before.files + GROWTH_FILES:
             self.problems.append(f"{process.name} has grown: {words}")
         say(f"{process.name}: {words}")
 
 
 def size(process: Process) -> Size:
     tree = family(process.popen.pid)
-    return Size(
-        {one.pid: one.memory_info().rss for one in tree}, sum(one.num_fds() for one in tree)
-    )
+    rss = {one.pid: one.memory_info().rss for one in tree}
+    return Size(rss, sum(one.num_fds() for one in tree))
 
 
 def left_behind(before: set[str]) -> list[str]:
@@ -381,9 +360,8 @@ def left_behind(before: set[str]) -> list[str]:
 
 
 def main() -> int:
-    own = dict(
-        word.split("=", 1) for word in sys.argv[1:] if word.startswith(("minutes=", "seed="))
-    )
+    words = [word for word in sys.argv[1:] if word.startswith(("minutes=", "seed="))]
+    own = dict(word.split("=", 1) for word in words)
     options = parse([word for word in sys.argv[1:] if word.partition("=")[0] not in own])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     before = set(os.listdir("/dev/shm"))
@@ -396,12 +374,9 @@ def main() -> int:
         soak = Soak(bench, int(own.get("seed", 0)), float(own.get("minutes", 20)))
         soak.run()
     soak.problems += [f"/dev/shm/{name} was left behind" for name in left_behind(before)]
-    print(
-        f"\n{len(soak.faults)} faults, after {soak.refused} of them nothing was lent",
-        *soak.faults,
-        sep="\n  ",
-    )
-    print(f"\n{len(soak.problems)} problems", *soak.problems, sep="\n  ")
+    faults = f"{len(soak.faults)} faults, after {soak.refused} of them nothing was lent"
+    for title, lines in ((faults, soak.faults), (f"{len(soak.problems)} problems", soak.problems)):
+        print(f"\n{title}", *lines, sep="\n  ")
     return 1 if soak.problems else 0
 
 

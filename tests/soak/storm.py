@@ -69,9 +69,8 @@ class Lender:
 
     def plan(self, chance: random.Random) -> None:
         """When this membership will be killed: on its way in, or so long after it has joined."""
-        self.kill_at = (
-            time.monotonic() + chance.uniform(1.0, 15.0) if chance.random() < 0.2 else 0.0
-        )
+        on_its_way = chance.random() < 0.2
+        self.kill_at = time.monotonic() + chance.uniform(1.0, 15.0) if on_its_way else 0.0
         self.kill_after_join_s = chance.choice([chance.uniform(0.0, 1.0), chance.uniform(1.0, 7.0)])
 
     @property
@@ -91,32 +90,16 @@ class Lender:
 
 
 def start_run(folder: Path, overrides: list[str]) -> subprocess.Popen:
+    command = launch(folder, "run", *SMALL, *overrides)
     with open(folder / "launch.log", "wb") as words:
-        return subprocess.Popen(
-            launch(folder, "run", *SMALL, *overrides),
-            stdout=words,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        return subprocess.Popen(command, stdout=words, stderr=words, start_new_session=True)
 
 
 def start_lender(run_dir: Path, log: Path, chance: random.Random) -> Lender:
+    command = [sys.executable, "-u", "-m", "rose", "serve", f"name={run_dir.name}"]
+    command += [f"output_dir={run_dir.parent}", "rollout.threads=1"]
     with open(log, "ab") as words:  # appended to, so that it may be emptied meanwhile
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-u",
-                "-m",
-                "rose",
-                "serve",
-                f"name={run_dir.name}",
-                f"output_dir={run_dir.parent}",
-                "rollout.threads=1",
-            ],
-            stdout=words,
-            stderr=subprocess.STDOUT,
-            cwd=REPOSITORY,
-        )
+        process = subprocess.Popen(command, stdout=words, stderr=words, cwd=REPOSITORY)
     lender = Lender(process, log)
     lender.plan(chance)
     return lender
@@ -126,9 +109,8 @@ def await_step(ended: Callable[[], str], run_dir: Path, step: int, deadline_s: f
     end = time.monotonic() + deadline_s
     while not any(row["step"] >= step for row in rows_of(read_metrics(run_dir), "step")):
         if ended() or time.monotonic() > end:
-            raise SystemExit(
-                f"storm: step {step} of {run_dir} did not come within {deadline_s:g} s: {ended()}"
-            )
+            words = f"did not come within {deadline_s:g} s: {ended()}"
+            raise SystemExit(f"storm: step {step} of {run_dir} {words}")
         time.sleep(0.5)
 
 
@@ -159,10 +141,8 @@ class Storm:
                 if self.ended():
                     return [f"the run ended in the storm: {self.ended()}"]
                 if time.monotonic() - self.last_join > JOIN_S:
-                    return [
-                        f"no rank joined for {JOIN_S:g} s: "
-                        f"{tail(self.alive[0].log) if self.alive else ''}"
-                    ]
+                    said = tail(self.alive[0].log) if self.alive else ""
+                    return [f"no rank joined for {JOIN_S:g} s: {said}"]
                 while len(self.alive) < self.lenders:
                     log = self.run_dir.parent / f"lender-{number}.log"
                     self.alive.append(start_lender(self.run_dir, log, self.chance))
@@ -173,10 +153,8 @@ class Storm:
         finally:
             for lender in list(self.alive):
                 self._kill(lender, whole=True)
-        print(
-            f"{len(self.joined)} joins, {len(self.killed)} killed when joined, {self.early} killed "
-            "on their way in"
-        )
+        killed = f"{len(self.killed)} killed when joined, {self.early} killed on their way in"
+        print(f"{len(self.joined)} joins, {killed}")
         return []
 
     def _watch(self, lender: Lender) -> None:
@@ -207,11 +185,9 @@ def storm(folder: Path, joins: int, lenders: int, seed: int, overrides: list[str
     run_dir, run = folder / "run", start_run(folder, overrides)
 
     def ended() -> str:
-        return (
-            ""
-            if run.poll() is None
-            else f"launch.py ended with {run.returncode}: {tail(folder / 'launch.log')}"
-        )
+        if run.poll() is None:
+            return ""
+        return f"launch.py ended with {run.returncode}: {tail(folder / 'launch.log')}"
 
     try:
         await_step(ended, run_dir, 1, START_S)
@@ -241,27 +217,20 @@ def check(run_dir: Path) -> list[str]:
         wrong.append(f"steps {steps}")
     for step in steps:
         trajectories = [t for group in replay.load(run_dir, step) for t in group]
-        if len(trajectories) != c.trainer.batch_size:
-            wrong.append(
-                f"step {step} has {len(trajectories)} trajectories, not {c.trainer.batch_size}"
-            )
+        count, batch = len(trajectories), c.trainer.batch_size
+        if count != batch:
+            wrong.append(f"step {step} has {count} trajectories, not {batch}")
         for t in trajectories:
             if t.id in seen:
                 wrong.append(f"{t.id} is in steps {seen[t.id]} and {step}")
             seen[t.id] = step
             made, versions = np.frombuffer(t.mask, np.uint8) == 1, unpack_tokens(t.versions)
-            if (
-                len(
-                    {len(t.mask), len(versions), len(unpack_tokens(t.tokens)), len(t.logprobs) // 4}
-                )
-                != 1
-            ):
+            tokens = unpack_tokens(t.tokens)
+            if len({len(t.mask), len(versions), len(tokens), len(t.logprobs) // 4}) != 1:
                 wrong.append(f"{t.id} has fields of different lengths")
             elif (versions[made] != step - 1).any():
-                wrong.append(
-                    f"{t.id} of step {step} has tokens of versions "
-                    f"{sorted(set(versions[made].tolist()))}"
-                )
+                found = sorted(set(versions[made].tolist()))
+                wrong.append(f"{t.id} of step {step} has tokens of versions {found}")
     for path in attempts:
         try:
             events = journal.replay(path, policies.build(c.scheduler, c.rollout.turn_timeout_s))
@@ -284,10 +253,8 @@ def losses(run_dir: Path, killed: dict[str, float]) -> list[str]:
     seen = noticed(run_dir)
     took = [seen[worker] - at for worker, at in killed.items() if worker in seen]
     if took:
-        print(
-            f"kill to notice: median {statistics.median(took):.2f} s, {min(took):.2f} to "
-            f"{max(took):.2f} s"
-        )
+        middle, spread = statistics.median(took), f"{min(took):.2f} to {max(took):.2f} s"
+        print(f"kill to notice: median {middle:.2f} s, {spread}")
     end = max((row["time"] for row in read_metrics(run_dir)), default=0.0)
     return [
         f"the kill of {worker} was not noticed"

@@ -24,8 +24,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
-from rose.coordinator import replay
-from tests.job.hosts import hosts
+from tests.job.hosts import everything, hosts
 from tests.job.job import Job
 
 RUN = ("+experiment=terminal", "env.max_turns=8", "env.max_new_tokens=24")
@@ -50,18 +49,6 @@ def storm(job: Job, seconds: float, every_s: float, chosen: random.Random) -> in
     return died
 
 
-def trained(job: Job, steps: int) -> list[list[tuple]]:
-    """All that each step is trained on."""
-    return [
-        [
-            (t.id, t.tokens, t.mask, t.reward, t.turns)
-            for group in replay.load(job.run, step)
-            for t in group
-        ]
-        for step in range(1, steps + 1)
-    ]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("minutes", type=float, nargs="?", default=10.0, metavar="MINUTES")
@@ -84,8 +71,7 @@ def main() -> None:
                 "each kill was noticed": len(job.faults()) == died > 0,
                 "no trajectory failed": sums["failed_trajectories"] == 0,
                 "the calm run made the same steps": code == 0 and len(calm) == len(rows) > 0,
-                "the same was trained in both": trained(job, len(rows))
-                == trained(other, len(calm)),
+                "the same was trained in both": everything(job) == everything(other),
             }
         finally:
             for each in filter(None, (job, other)):

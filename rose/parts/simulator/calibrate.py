@@ -164,7 +164,7 @@ def _read(path: Path) -> tuple[dict[str, _Seen], dict[str, float]]:
             turn.tokens, turn.ended_at = max(turn.tokens, event.get("tokens", 0)), at
         elif kind == "TrajectoryEnded" and event["trajectory"] in seen:
             trajectory = seen[event["trajectory"]]
-            if all(turn.ended_at for turn in trajectory.turns):
+            if not event.get("failed") and all(turn.ended_at for turn in trajectory.turns):
                 trajectory.ended_at = at
     return seen, admitted
 

@@ -181,19 +181,16 @@ def test_rlboost_balances_the_waits_by_a_third_of_their_difference():
     s = rlboost()
     assert step(s, 0, 0.0, 90, 30) == 30, "the trainer waits 60 s, the rollouts 30 s"
     assert step(s, 1, 120.0, 90, 30) == 40
-    s.handle(ev.StepBegun(at=240.0, step=2, groups=1))
-    assert s._provisioning.window_s == pytest.approx(40 + (50 - 30) / 3)
+    assert step(s, 2, 240.0, 90, 30) == 47, "40 s and a third of 50 s - 30 s"
 
 
 def test_rlboost_returns_to_the_best_window_for_this_number_of_spot_workers():
     s = rlboost()
     step(s, 0, 0.0, 90, 30), step(s, 1, 120.0, 90, 30, tokens=2000)
     join(s, "s1", "spot", at=240.0)
-    step(s, 2, 240.0, 60, 30)
-    best = s._provisioning._best[1]
+    assert step(s, 2, 240.0, 60, 30) == 47
     s.handle(ev.WorkerLost(at=330.0, worker="s1", reason="preempted"))
-    begin(s, 3, 330.0)
-    assert s._provisioning.window_s == best
+    assert step(s, 3, 330.0, 90, 30) == 30, "the best window with one spot worker"
 
 
 # ----------------------------------------------------------------- serverless
@@ -223,33 +220,25 @@ def test_serverless_keeps_alive_and_then_releases_the_last_first():
     assert s.handle(ev.Tick(at=10.0)) == expected
 
 
-def test_serverless_backs_off_after_a_refusal():
-    s = serverless(max=1)
-    work(s, 1)
-    s.handle(ev.Tick(at=0.0))
-    s.handle(ev.CapacityRefused(at=1.0, request="lend-1", reason="full"))
-    assert s.handle(ev.Tick(at=60.0)) == []
-    assert s.handle(ev.Tick(at=61.0)) == [ev.RequestCapacity("lend-2")]
-
-
 @pytest.mark.parametrize("queued", [False, True])
 def test_refusals_of_requests_made_together_count_once_and_pauses_are_bounded(queued):
     """A drained partition refuses all requests, at once or after they have waited."""
     s, at, pauses = serverless(max=7), 0.0, []
     work(s, 28)
-    for _ in range(6):
-        names = [action.request for action in s.handle(ev.Tick(at=at))]
+    for _ in range(7):
+        began = at
+        while not (requests := s.handle(ev.Tick(at=at))):
+            at += 1.0
+        pauses.append(at - began)
+        names = [action.request for action in requests]
         assert len(names) == 7
         for name in names:
             if queued:
                 s.handle(ev.CapacityQueued(at=at, request=name))
         for number, name in enumerate(names):
             s.handle(ev.CapacityRefused(at=at + number / 2, request=name, reason="drained"))
-        refused = at = at + 3.0
-        while s.cluster.back_off.waits(at, 60.0):
-            at += 1.0
-        pauses.append(at - refused)
-    assert pauses == [60, 120, 240, 300, 300, 300]
+        at += 3.0
+    assert pauses == [0, 60, 120, 240, 300, 300, 300]
 
 
 # ----------------------------------------------------------------- Libra

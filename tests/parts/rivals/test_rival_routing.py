@@ -3,6 +3,7 @@
 import pytest
 
 from rose.config import ConfigError
+from rose.policies.speeds import LeastSquares
 from rose.scheduler import events as ev
 from tests.scheduler.said import asked, built, joined, lends
 
@@ -297,18 +298,19 @@ def test_libra_uses_longer_buckets_and_then_shorter_ones_when_its_own_is_full():
 def test_libra_distributes_workers_to_buckets_by_shares():
     s = make("libra", limits=[50, 200], shares=[0.5, 0.25, 0.25])
     for i in range(8):
-        join(s, f"w{i}")
-    labels = [s._queue._choose.__self__.label(f"w{i}") for i in range(8)]
-    assert [labels.count(bucket) for bucket in range(3)] == [4, 2, 2]
+        join(s, f"w{i}", sequences=1)
+    places = [request(s, f"g0.{i}.t0") for i in range(8)]  # bucket after bucket
+    assert set(places[:4]) == {"w0", "w3", "w4", "w7"}
+    assert set(places[4:6]) == {"w1", "w5"} and set(places[6:]) == {"w2", "w6"}
 
 
 def test_libra_gives_long_trajectories_the_engines_of_a_large_degree():
     s = make("libra", limits=[50, 200], shares=[1, 1, 1], degrees=[1, 2])
     for name, degree in (("a", 4), ("b", 1), ("c", 2), ("d", 1)):
         shape = ev.Shape(0, degree, 0.01, 0.0, 0.0, 0.0)
-        s.handle(joined(name, shape=shape))
-    routing = s._queue._choose.__self__
-    assert [routing.label(name) for name in "abcd"] == [2, 0, 1, 0]
+        s.handle(joined(name, 1, shape=shape))
+    places = [request(s, f"g0.{i}.t0") for i in range(4)]
+    assert set(places[:2]) == {"b", "d"} and places[2:] == ["c", "a"]
 
 
 def test_libra_takes_the_least_loaded_of_a_bucket_however_many_there_are():
@@ -381,8 +383,6 @@ def test_earliest_finish_takes_the_worker_that_stalled_only_if_no_other_has_room
 
 
 def test_least_squares_finds_the_coefficients_and_survives_features_that_never_vary():
-    from rose.policies.speeds import LeastSquares
-
     fit = LeastSquares(0.995)
     for i in range(5000):
         x = (1 + i % 7, (1 + i % 5) * (1 + i % 7), 0.0)
@@ -400,6 +400,8 @@ def test_least_squares_finds_the_coefficients_and_survives_features_that_never_v
         ("libra", {"limits": [9], "shares": [1, -1]}),
         ("libra", {"limits": [9], "shares": [1]}),
         ("rose", {"imbalance": 1}),
+        ("thunder", {"period_s": 0.0, "half_life_s": 1.0}),
+        ("thunder", {"period_s": 5.0, "half_life_s": -1.0}),
     ],
 )
 def test_numbers_that_make_no_policy_are_refused(routing, args):

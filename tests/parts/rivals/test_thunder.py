@@ -2,7 +2,6 @@
 
 import pytest
 
-from rose.config import ConfigError
 from rose.scheduler import events as ev
 from tests.parts.rivals.test_rival_routing import end, join, lend, make, over, where
 from tests.scheduler.said import asked, built, lends
@@ -142,9 +141,3 @@ def test_shortest_first_restores_started_trajectories_first_smallest_first():
     while len(order) <= len(waiting):
         order += end(s, order[-1])
     assert order[1:] == ["g0.0.t1", "g2.0.t0", "g1.0.t0"]
-
-
-@pytest.mark.parametrize("args", [{"period_s": 0.0}, {"half_life_s": -1.0}])
-def test_times_must_be_above_0(args):
-    with pytest.raises(ConfigError, match="seconds above 0"):
-        thunder(**args)

@@ -3,6 +3,7 @@
 import pytest
 
 from rose.parts.simulator import config
+from rose.parts.simulator.study import build
 from tests.conftest import compose_tree
 
 
@@ -16,3 +17,14 @@ def tree():
 def make_config(tree):
     """make_config("sim.steps=3", ...) -> the checked `Config`."""
     return lambda *overrides: config.from_dict(tree(*overrides))
+
+
+@pytest.fixture
+def spec_of(make_config):
+    """spec_of("sim.steps=3", ...) -> the `Spec` of ROSE's system in its paper's setting of 8B."""
+
+    def made(*overrides):
+        c = make_config("+experiment=rose_8b", *overrides)
+        return build.make_spec(c, "rose", build.ours(c), 1)
+
+    return made

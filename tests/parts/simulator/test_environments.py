@@ -28,13 +28,9 @@ def episodes(domain: Domain, version: int, groups: int = 120):
 def test_an_episode_keeps_within_its_turns_its_tokens_and_its_context(name, index, version, size):
     domain, context = DOMAINS[name], 8192
     for member in Environments((domain,), context).group(index, size, version, draw(index)):
-        turns, new, seen = (
-            len(member.output_tokens),
-            member.output_tokens,
-            member.observation_tokens,
-        )
-        assert 1 <= turns <= domain.max_turns
-        assert turns == len(seen) == len(member.tool_s) == len(member.failed)
+        new, seen = member.output_tokens, member.observation_tokens
+        assert 1 <= len(new) <= domain.max_turns
+        assert len(new) == len(seen) == len(member.tool_s) == len(member.failed)
         assert all(1 <= tokens <= domain.max_new_tokens for tokens in new)
         assert min(seen) >= 0 and min(member.tool_s) >= 0 and member.reset_s >= 0
         assert member.prompt_tokens + sum(new) + sum(seen) <= context

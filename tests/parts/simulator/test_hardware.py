@@ -32,23 +32,22 @@ def test_a_shape_has_the_parameters_of_its_model_card_and_is_that_of_conf(name):
 
 def test_every_gpu_says_where_its_rates_are_from_and_every_efficiency_where_it_is_from():
     assert all(gpu.source and name == gpu.name for name, gpu in GPUS.items())
-    assert set(hardware.NVLINK) == set(GPUS)
+    assert set(hardware.NVLINK) == set(hardware.PCIE) == set(GPUS)
     assert set(hardware.EFFICIENCY_SOURCE) == set(EFFICIENCY.__dataclass_fields__)
 
 
 def test_waking_up_takes_what_the_weights_take_over_each_devices_own_bus():
-    assert set(hardware.PCIE) == set(GPUS)
     shape, gpu = SHAPES["qwen3_32b"], GPUS["H800"]
     assert hardware.wake_s(shape, gpu, 4) == hardware.wake_s(shape, gpu, 1) / 4
     # ROSE: 5 s, all of it
     assert 2 * shape.parameters / 4 / hardware.PCIE["H800"] < hardware.wake_s(shape, gpu, 4) < 4
 
 
-def test_a_borrowed_engine_wakes_up_in_its_own_time_and_that_of_its_weights(make_config):
-    c = make_config("+experiment=rose_8b sim.serving.rate=1.0 sim.serving.args.seconds=10")
-    pools = {pool.name: pool for pool in build.make_spec(c, "rose", build.ours(c), 1).pools}
+def test_a_borrowed_engine_wakes_up_in_its_own_time_and_that_of_its_weights(spec_of):
+    given = "sim.serving.rate=1.0 sim.serving.args.seconds=10 sim.pool.cooperative.switch_s=1.0"
+    pools = {pool.name: pool for pool in spec_of(given).pools}
     waking = hardware.wake_s(SHAPES["qwen3_8b"], GPUS["H800"], 1)
-    assert pools["cooperative"].switch_s == c.sim.pool["cooperative"].switch_s + waking > 1.2
+    assert pools["cooperative"].switch_s == 1.0 + waking > 1.2
     assert pools["dedicated"].switch_s == 0
 
 

@@ -233,12 +233,6 @@ def test_a_capture_that_is_cancelled_leaves_its_room_to_others():
     assert [e.trajectory for e in hub.events] == ["g0.1"]
 
 
-def test_room_to_stage_costs_turns_and_no_time():
-    free, _, _ = alone(recovery="full", host_bytes_s=1e6 / 20)
-    tight, result, _ = alone(recovery="full", host_bytes_s=1e6 / 20, staging_bytes=1.5e6)
-    assert tight == pytest.approx(free) and result.counts.skipped_saves > 0
-
-
 def test_a_sandbox_waits_for_memory():
     boxes = dataclasses.replace(BOXES, cores=(64.0,), memory_bytes=2 * MIB)
     _, memory = ran(cluster(env=Script(), steps=1, groups=1, size=6, sandboxes=boxes))

@@ -6,7 +6,6 @@ import pytest
 
 from rose.config import ConfigError
 from rose.parts.simulator import spec
-from rose.parts.simulator.study import build
 from rose.scheduler import events as ev
 from tests.parts.simulator.clusters import ENGINE, cluster, pool, run
 
@@ -40,12 +39,12 @@ def test_turns_are_made_once_whichever_of_the_engines_that_share_gpus_are_awake(
         assert held["tp4-0"] + held[f"tp1-{narrow}"] <= result.seconds + 1e-6
 
 
-def test_a_mix_of_degrees_has_its_own_gpus_and_as_many_sequences_for_each(make_config):
-    c = make_config(
-        "mode=simulate", "+experiment=rose_8b", "sim.pool.dedicated.tensor_parallel=[4,1,1,2]",
-        "sim.pool.dedicated.workers=2", "sim.pools=[dedicated]",
-    )  # fmt: skip
-    made = build.make_spec(c, "rose", build.ours(c), 1).pools
+D = "sim.pool.dedicated"
+ELASTIC = f"scheduler/provisioning=elastic {D}.elastic=true"
+
+
+def test_a_mix_of_degrees_has_its_own_gpus_and_as_many_sequences_for_each(spec_of):
+    made = spec_of(f"sim.pools=[dedicated] {D}.tensor_parallel=[4,1,1,2] {D}.workers=2").pools
     assert [(p.name, p.count, p.first_gpu, p.engine.max_sequences) for p in made] == [
         ("dedicated-tp4", 2, 0, 64),
         ("dedicated-tp1", 4, 8, 16),
@@ -53,49 +52,33 @@ def test_a_mix_of_degrees_has_its_own_gpus_and_as_many_sequences_for_each(make_c
     ]
     # policies tell them apart
     assert [p.gpu.name for p in made] == ["H800x4", "H800x1", "H800x2"]
-    one = make_config("mode=simulate", "+experiment=rose_8b", "sim.pools=[dedicated]")
-    assert build.make_spec(one, "rose", build.ours(one), 1).pools[0].first_gpu is None
+    assert spec_of("sim.pools=[dedicated]").pools[0].first_gpu is None
 
 
 @pytest.mark.parametrize("given, wanted", [("null", 16), (24, 24)])
-def test_one_degree_for_all_leaves_an_engine_a_live_ones_sequences(make_config, given, wanted):
-    c = make_config(
-        "mode=simulate", "+experiment=rose_8b", "sim.pool.dedicated.tensor_parallel=4",
-        f"sim.pool.dedicated.max_sequences={given}", "sim.pools=[dedicated]",
-    )  # fmt: skip
-    made = build.make_spec(c, "rose", build.ours(c), 1).pools
-    assert [pool.engine.max_sequences for pool in made] == [wanted]
+def test_one_degree_for_all_leaves_an_engine_a_live_ones_sequences(spec_of, given, wanted):
+    sizes = f"{D}.tensor_parallel=4 {D}.max_sequences={given}"
+    [only] = spec_of(f"sim.pools=[dedicated] {sizes}").pools
+    assert only.engine.max_sequences == wanted
 
 
 @pytest.mark.parametrize(
     "changed, words",
     [
-        (["tensor_parallel=[]"], r"tensor_parallel=\[\]: one or more degrees, of a dedicated"),
-        (["tensor_parallel=[1,8]", "elastic=true"], "needs scheduler/provisioning=elastic, not"),
-        (["elastic=true"], "elastic=True: needs a list of degrees, not .*tensor_parallel=1"),
-        (["tensor_parallel=[3,1]"], r"tensor_parallel=\[3, 1\]: .* 32 attention heads"),
+        (f"{D}.tensor_parallel=[]", r"tensor_parallel=\[\]: one or more degrees, of a dedicated"),
+        (f"{D}.tensor_parallel=[1,8] {D}.elastic=true", "scheduler/provisioning=elastic, not"),
+        (f"{D}.elastic=true", "elastic=True: needs a list of degrees, not .*tensor_parallel=1"),
+        (f"{D}.tensor_parallel=[3,1]", r"tensor_parallel=\[3, 1\]: .* 32 attention heads"),
+        (
+            f"{ELASTIC} {D}.tensor_parallel=[2,8] {D}.workers=3",
+            "engines of 8 GPUs don't fill the pool's 6",
+        ),
+        (
+            f"{ELASTIC} {D}.tensor_parallel=[2,5] {D}.workers=5",
+            r"\[2, 5\]: engines of 2 GPUs overlap two of 5; with elastic=true each",
+        ),
     ],
 )
-def test_degrees_that_make_no_pool_are_named(make_config, changed, words):
-    c = make_config(
-        "mode=simulate +experiment=rose_8b", *(f"sim.pool.dedicated.{each}" for each in changed)
-    )
+def test_degrees_that_make_no_pool_are_named(spec_of, changed, words):
     with pytest.raises(ConfigError, match=words):
-        build.make_spec(c, "rose", build.ours(c), 1)
-
-
-@pytest.mark.parametrize(
-    "degrees, workers, words",
-    [
-        ("[2,8]", 3, "engines of 8 GPUs don't fill the pool's 6"),
-        ("[2,5]", 5, r"\[2, 5\]: engines of 2 GPUs overlap two of 5; with elastic=true each"),
-    ],
-)
-def test_shapes_that_do_not_fill_the_gpus_are_named(make_config, degrees, workers, words):
-    c = make_config(
-        "mode=simulate", "+experiment=rose_8b", "scheduler/provisioning=elastic",
-        f"sim.pool.dedicated.tensor_parallel={degrees}", "sim.pool.dedicated.elastic=true",
-        f"sim.pool.dedicated.workers={workers}",
-    )  # fmt: skip
-    with pytest.raises(ConfigError, match=words):
-        build.make_spec(c, "rose", build.ours(c), 1)
+        spec_of(changed)

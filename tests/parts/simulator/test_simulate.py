@@ -7,13 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from rose.coordinator import journal
-from rose.parts.simulator import driver, probes, spec
-from rose.parts.simulator.driver import simulate
+from rose.parts.simulator import probes, spec
 from rose.scheduler import events as ev
 from tests.parts.simulator import clusters
-from tests.parts.simulator.clusters import Agents, cluster, counted_once, pool, run, scheduler
-from tests.scheduler.said import built
+from tests.parts.simulator.clusters import Agents, cluster, counted_once, pool, run
 
 AT_ONCE = {"patience_s": 0.0, "idle_s": 1e9, "cool_down_s": 0.0, "back_off_s": 1.0}
 
@@ -64,16 +61,6 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another():
     assert other[0].steps != first[0].steps
 
 
-def test_a_simulated_runs_journal_replays_to_the_same_decisions(tmp_path):
-    what = cluster(pool(), clusters.borrowed())
-    path = tmp_path / "journal.jsonl"
-    fresh, again = (scheduler("cache_affine", routing_args={"imbalance": 0.1}) for _ in range(2))
-    written = journal.Journal(path, fresh.snapshot())
-    result = simulate(what, fresh, 3, written)
-    written.close()
-    assert journal.replay(path, again) == result.counts.decisions
-
-
 def test_rival_schedulers_meet_the_same_episodes():
     asked = []
     for routing in ("least_loaded", "round_robin"):
@@ -81,11 +68,6 @@ def test_rival_schedulers_meet_the_same_episodes():
         result, _ = run(cluster(env=env), routing)
         asked.append((env.asked, [step.tokens for step in result.steps]))
     assert asked[0] == asked[1]
-
-
-def test_more_engines_make_a_shorter_rollout():
-    one, four = (run(cluster(pool(count=count)))[0] for count in (1, 4))
-    assert four.steps[0].rollout_s < one.steps[0].rollout_s
 
 
 def test_groups_whose_rewards_are_equal_are_replaced():
@@ -294,17 +276,6 @@ def test_gpus_that_roll_out_train_no_more_and_libras_split_shortens_the_steps():
         "changing sides costs switch_s"
     )
     assert result.seconds < 0.9 * never.seconds
-
-
-def test_a_simulation_carries_actions_out_in_the_order_of_the_journal(monkeypatch):
-    done, carry_out = [], driver.Simulation._carry_out
-    noted = lambda self, action: done.append(action) or carry_out(self, action)  # noqa: E731
-    monkeypatch.setattr(driver.Simulation, "_carry_out", noted)
-    dapo = {"oversample": 1.5, "max_admitted": 8.0}
-    memory = clusters.Memory()
-    simulate(cluster(), built(600.0, batching=("dapo", dapo)), 1, memory)
-    said = [action for _, actions in memory.entries for action in actions]
-    assert said == done and any(isinstance(action, ev.DropGroup) for action in done)
 
 
 def test_certain_groups_are_trained_while_others_run():

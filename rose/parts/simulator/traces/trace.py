@@ -67,7 +67,11 @@ class Trace:
         return Trace(self.at, times(self.prompt_tokens, prompt), times(self.output_tokens, output))
 
     def clipped(self, max_prompt: int, max_output: int) -> Trace:
-        """Return the trace with longer prompts and outputs cut to these lengths, in tokens."""
+        """Return the trace with longer prompts and outputs cut to these lengths, in tokens. Raises
+        `ValueError` for lengths below 1."""
+        for name, most in (("max_prompt", max_prompt), ("max_output", max_output)):
+            if most < 1:
+                raise ValueError(f"{name}={most}: a request has 1 token at least")
         return replace(
             self,
             prompt_tokens=np.minimum(self.prompt_tokens, np.int32(max_prompt)),

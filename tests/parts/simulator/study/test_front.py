@@ -85,6 +85,11 @@ ROLLART = "sim/systems=[rollart] scheduler/routing=rollart"
         (f"{BOXES}.memory_gib=1", "sandbox_mib=1280: no host has room"),
         (f"{BOXES}.changes.none.share=0.9", "files, process are 1.212"),
         ("mode=plan", "sim.plan.steps_per_hour=None & sim.plan.hours=48"),
+        ("sim.pool.spot.link.gbit_s=0", "sim.pool.spot.link.gbit_s=0: expected `float` > 0.0"),
+        ("sim.pool.spot.kind=rented", "sim.pool.spot.kind='rented' & dedicated, cooperative"),
+        ("+sim.efficiency.compute=high", "compute='high': expected `float`, got"),
+        ("sim.systems.roll_grpo.executor=both", "sim.systems.roll_grpo.executor='both'"),
+        ("+sim.systems.roll_grpo.scheduler.order.nme=fifo", "roll_grpo.scheduler.order.nme='fifo'"),
     ],
 )
 def test_a_bad_value_is_named_before_anything_is_simulated(answer, tmp_path, changed, words):
@@ -93,6 +98,11 @@ def test_a_bad_value_is_named_before_anything_is_simulated(answer, tmp_path, cha
     for word in words.split(" & "):
         assert word in str(refused.value)
     assert not (tmp_path / "outputs").exists()
+
+
+def test_a_mixture_of_environments_can_be_simulated(tree):
+    found = from_dict(tree("env=games"))
+    assert found.sim.steps and len(found.env.members) > 1
 
 
 def test_drafts_make_rollouts_shorter_for_the_systems_that_have_them(tree):
@@ -190,13 +200,6 @@ def test_a_sweep_has_one_page_that_compares_its_points(answer, tmp_path):
         assert (tmp_path / "outputs" / name / "report.html").exists()
         assert f'href="{name}/report.html"' in page
     assert said.count("roll_grpo, seed") == 2  # the rival is the same at both points
-
-
-def test_a_sweep_over_numbers_has_a_curve(answer, tmp_path):
-    points = [f"sim.n_serving={n} name='x-sim.n_serving={n}' sim.seeds=[1]" for n in (1, 2)]
-    answer(*(f"mode=simulate {point}" for point in points))
-    page = (tmp_path / "outputs" / "x-sweep.html").read_text()
-    assert '"x":[1.0,2.0],"axis":"sim.n_serving"' in page and "fig-sweep-step" in page
 
 
 def test_a_plan_advises_the_cheapest_pair_that_reaches_the_target_and_says_why(answer, tmp_path):

@@ -11,9 +11,6 @@ from rose.parts.simulator.study.outcome import shares
 def test_shares_of_bins_are_what_the_spans_cover():
     spans = np.array([[1.0, 3.0], [3.5, 4.0], [7.0, 9.5]])
     assert shares(spans, 10.0, 5) == [0.5, 0.75, 0.0, 0.5, 0.75]
-
-
-def test_nothing_is_covered_without_spans():
     assert shares(np.zeros((0, 2)), 10.0, 3) == [0.0, 0.0, 0.0]
 
 
