@@ -8,7 +8,7 @@ import huggingface_hub
 import pytest
 
 from rose import config as configuration
-from rose import front, hub
+from rose import front, hub, weight_files
 from rose.config import ConfigError
 from rose.launch import local, model
 from tests.made import model_folder
@@ -71,18 +71,23 @@ def test_a_fault_of_the_libraries_below_is_told_in_the_same_words(cache, monkeyp
         hub.snapshot("acme/tiny")
 
 
-def test_a_hub_that_does_not_answer_is_asked_once(cache, files, monkeypatch):
+def test_a_hub_that_does_not_answer_is_asked_twice_in_all(cache, files, monkeypatch):
     """The library would try for half a minute; a whole model in the cache is taken."""
     from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
 
+    hub._unreachable.cache_clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(hub, "cached", lambda *_: None)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: 1 / 0)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: 1 / 0)
+    asked, head = [], get_session().head
+    monkeypatch.setattr(get_session(), "head", lambda *a, **k: (asked.append(a), head(*a, **k)))
     for ask in (hub.snapshot, hub.configuration):
         with pytest.raises(ConfigError, match="the hub can't be reached and the cache .*refused"):
             ask("acme/tiny", None)
+    assert len(asked) == hub.TRIES
     monkeypatch.setattr(hub, "cached", lambda *_: files)
     assert hub.snapshot("acme/tiny") == files
 
@@ -117,6 +122,24 @@ def test_a_snapshot_with_a_broken_link_is_refused_with_what_it_lacks(cache, file
 def test_untrainable_models_are_refused_when_planned(cache, files, tree, tmp_path, change, said):
     hub_cache.add(cache, "acme/tiny", files, **change)
     with pytest.raises(ConfigError, match=f"model.path='acme/tiny': .*{said}"):
+        model.shape(config(tree, tmp_path))
+
+
+def test_a_model_that_is_only_served_may_be_quantised_and_one_to_train_may_not(
+    cache, files, tree, tmp_path, monkeypatch
+):
+    hub_cache.add(cache, "acme/tiny", files)
+    monkeypatch.setattr(weight_files, "FLOATS", ("F8_E4M3", "none"))
+    assert hub.snapshot("acme/tiny").is_dir()
+    c = config(tree, tmp_path)
+    with pytest.raises(ConfigError, match="model.path='acme/tiny': .* has the type F32"):
+        model.fetch(c, c.run_dir / "config.json")
+
+
+def test_a_configuration_that_was_cut_short_in_the_cache_is_named(cache, files, tree, tmp_path):
+    snapshot = hub_cache.add(cache, "acme/tiny", files)
+    (snapshot / "config.json").resolve().write_text('{"a": ')
+    with pytest.raises(ConfigError, match="config.json is no JSON object .*remove"):
         model.shape(config(tree, tmp_path))
 
 

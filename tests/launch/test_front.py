@@ -513,12 +513,14 @@ def test_without_the_environment_it_says_what_to_do(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("program", [["launch.py"], ["-m", "rose"]], ids=" ".join)
-def test_help_whose_reader_has_left_ends_quietly(program, unbuffered):
+@pytest.mark.parametrize("wanted", ["--help", "cluster.dry_run=true"])
+def test_what_is_printed_for_a_reader_that_has_left_ends_quietly(program, unbuffered, wanted):
     """As into `head`, which leaves after ten of its hundreds of lines."""
+    wanted = ["train", wanted] if program[0] == "-m" and wanted != "--help" else [wanted]
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [sys.executable, *program, "--help"],
+        [sys.executable, *program, *wanted],
         stdout=writer,
         stderr=subprocess.PIPE,
         cwd=REPOSITORY,
@@ -570,3 +572,13 @@ def test_points_of_a_sweep_whose_values_are_long_have_names_of_their_own():
 def test_an_output_folder_may_begin_with_the_home_folder(make_config, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert make_config("output_dir=~/runs", "name=lake").run_dir == Path("/home/me/runs/lake")
+    assert make_config("output_dir=/mnt/c$/runs").run_dir.parent == Path("/mnt/c$/runs")
+    with pytest.raises(ConfigError, match="output_dir='\\$HOME/runs': a folder"):
+        make_config("output_dir=$HOME/runs")
+
+
+def test_a_home_folder_is_found_where_the_shell_leaves_its_sign(launch, tmp_path, monkeypatch):
+    """zsh and dash leave the ~ of an argument as it is, and Hydra can't read it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    code, out, _ = launch("output_dir=~/runs", "name=lake", "cluster.dry_run=true")
+    assert code == 0 and f"{tmp_path}/runs/lake" in out.replace("\n", "")

@@ -101,9 +101,10 @@ UP = "model.layers.1.mlp.up_proj.weight"
         ({"lm_head.weight": ("BF16", [300, 64])}, {}, "vocab_size=256, and lm_head.weight has"),
         ({"lm_head.weight": None}, {"tie_word_embeddings": False}, "lm_head.weight is missing"),
         ({"model.embed_tokens.weight": None}, {}, "model.embed_tokens.weight is missing"),
-        # Good ones: a tied output matrix, buffers of whole numbers, classes whose layers differ.
+        # Good ones: a tied output matrix, buffers that only some layers have, buffers of whole numbers, classes whose layers differ.
         ({"lm_head.weight": None}, {"tie_word_embeddings": True}, ""),
         ({"model.layers.0.mask": ("BOOL", [2, 2])}, {"architectures": ["X1LMHeadModel"]}, ""),
+        ({"model.layers.0.self_attn.rotary_emb.inv_freq": ("F32", [16])}, {}, ""),
         ({UP: None}, {"architectures": ["OtherForCausalLM"]}, ""),
         ({}, {"unprefixed": True}, ""),
     ],
@@ -121,19 +122,25 @@ def test_weights_are_compared_with_the_configuration(folder, shape, changes, con
         shape()
 
 
-def test_an_index_that_names_the_wrong_file_is_refused(folder, shape):
-    names = list(tensors())
+def test_what_an_index_names_and_no_file_has_is_refused_unless_it_may_be_tied(folder, shape):
+    names = [name for name in tensors() if name != "lm_head.weight"]
+    place = folder / "model.safetensors.index.json"
     parts = {"a.safetensors": names[:3], "b.safetensors": names[3:]}
     for file, some in parts.items():
         write_tensors(folder / file, {name: tensors()[name] for name in some})
     index = {name: file for file, some in parts.items() for name in some}
     (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    assert shape().layers == 2
-    index[names[0]] = "b.safetensors"
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    with pytest.raises(ConfigError, match=f"{names[0]} is in b.safetensors, which has no such"):
-        shape()
+    for more in ({}, {names[0]: "b.safetensors"}, {"lm_head.weight": "b.safetensors"}):
+        place.write_text(json.dumps({"weight_map": index | more}))
+        assert shape().layers == 2
+    for wrong, words in (
+        (index | {UP.replace("1", "2"): "a.safetensors"}, "is in a.safetensors, and no file has"),
+        (index | {UP: 1}, "is unreadable"),
+        ({}, "is unreadable"),
+    ):
+        place.write_text(json.dumps({"weight_map": wrong}))
+        with pytest.raises(ConfigError, match=words):
+            shape()
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def test_no_text_can_leave_its_line(tree, text):
         from_dict(made)
 
 
-SIZES = "mem='64G' mem='64GB' mem='64gb' mem='2048' mem='2T' mem='0' mem=64000"
+SIZES = "mem='64G' mem='64GB' mem='64gb' mem='2048' mem='2T' mem='0' mem=64000 time='-1'"
 
 
 @pytest.mark.parametrize("limit", [*SIZES.split(), "time='90'", "time='1:30:00'"])
@@ -192,6 +192,12 @@ def test_memory_and_time_are_given_as_sbatch_reads_them(make_config, limit):
     c = make_config(*SEVEN_B, f"cluster.slurm.rollout.{limit}")
     _, engines = asked(sbatch.script(c, layout(c), Path("/runs/x")))
     assert limit.replace("'", "") in engines
+
+
+def test_gpus_may_be_asked_for_by_their_type(make_config):
+    c = make_config(*SEVEN_B, "cluster.slurm.trainer.sbatch=['--gpus-per-node=a100:8']")
+    text, step = sbatch.script(c, layout(c), Path("/run")), sbatch.srun_argv(c, layout(c), Path("/run"), 1)
+    assert asked(text)[0] >= {"gpus-per-node=a100:8"} and "--gpus-per-node=a100:8" in step
 
 
 def test_a_percent_sign_in_a_path_is_none_of_slurms_patterns(make_config):
@@ -252,6 +258,9 @@ cluster.slurm.trainer.gpus_per_node=4 cluster.slurm.trainer.nodes=2
 output_dir='/runs\\x' -> output_dir= | backslashes
 cluster.slurm.trainer.sbatch=['--no-requeue'] -> sbatch.0='--no-requeue' | is set by ROSE
 cluster.slurm.trainer.sbatch=['--nodes=3'] -> sbatch.0='--nodes=3' | is set by ROSE
+cluster.slurm.trainer.sbatch=['--gpus-per-node=8'] -> sbatch.0= | set by ROSE | a100:8
+cluster.slurm.trainer.sbatch=['--time=2d'] -> sbatch.0='--time=2d' | Slurm's forms
+cluster.slurm.trainer.sbatch=['--mem=64'] -> sbatch.0='--mem=64' | 64G
 cluster.slurm.trainer.sbatch=['--array=1-3'] -> sbatch.0='--array=1-3' | is set by ROSE
 cluster.slurm.trainer.sbatch=['--time 1'] -> sbatch.0='--time 1' | must be an option
 cluster.slurm.trainer.sbatch=['--'] -> sbatch.0='--' | must be an option

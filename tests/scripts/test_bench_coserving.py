@@ -39,14 +39,8 @@ def test_the_table_has_a_row_a_scenario():
     assert ours["harvest_low"] == pytest.approx(400 / 600) and rows[0]["harvest_mean"] is None
     assert ours["ttft_p99_ratio_mean"] == pytest.approx(1.05 / 1.01)
     assert (ours["attainment_low"], ours["attainment_high"]) == (1.0, 1.0)
-<<<<<<< HEAD
     shown = tables.shown(rows)[2].values()
     assert {"1.04 (1.04 to 1.04)", "67% (67 to 67)", "80%", "30, 0"} <= set(shown)
-=======
-    text, parts = io.StringIO(), ("1.04 (1.04 to 1.04)", "67% (67 to 67)", "80%", "30, 0", "200 ms")
-    Console(file=text, width=200).print(tables.shown(rows, SLO))
-    assert all(part in text.getvalue() for part in parts)
->>>>>>> h6
 
 
 # --------------------------------------------------------------------------- the client
@@ -164,7 +158,6 @@ def test_a_short_run_measures_s_alone_and_beside_rollouts_and_leaves_nothing(
     waits["CALIBRATE_S"] = (1.0, 2.0)
     for name, value in waits.items():
         monkeypatch.setattr(f"scripts.lending.bench_coserving_bench.{name}", value)
-<<<<<<< HEAD
     given = [
         "scenarios=alone,naive",
         "seconds=5",
@@ -174,10 +167,6 @@ def test_a_short_run_measures_s_alone_and_beside_rollouts_and_leaves_nothing(
         "slo=0.1,0.2,0.01,0.02",
         f"out={tmp_path}",
     ]
-=======
-    given = "scenarios=alone,naive seconds=5 seeds=1 model=128x1 rollout_model=128x1 "
-    given += f"concurrency=8 slo=0.1,0.2,0.01,0.02 out={tmp_path}"
->>>>>>> h6
     cores = os.sched_getaffinity(0)
     assert bench_coserving.main(given.split()) == 0
     found = json.loads((tmp_path / "bench_coserving.json").read_text())

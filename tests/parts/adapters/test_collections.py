@@ -253,11 +253,14 @@ def test_a_function_of_the_users_rewards_async_or_not(folder):
 KEYWORDS = """
 import functools
 def trl(text, **kwargs): return sorted(kwargs) == ["episode", "messages", "row"]
-def nothing(*args): return not args
 def judged(function):
     return functools.wraps(function)(lambda text: function(text, 1.0))
 def passed_on(function):
     return functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
+def given(function):
+    return functools.wraps(function)(lambda *a, **k: function(*a, client=1.0, **k))
+@given
+def asks(text, row, client): return client
 @judged
 def wrapped(text, judge): return judge
 @passed_on
@@ -267,9 +270,9 @@ def decorated(text): return bool(text)
 
 @pytest.mark.slow
 def test_a_reward_function_may_take_any_keywords(folder):
-    """A function with **kwargs gets all four values, a function with *args alone gets none."""
+    """A function with **kwargs gets all four values, a decorated one those of what it wraps."""
     (folder / "keywords.py").write_text(KEYWORDS)
-    for name in ("trl", "nothing", "wrapped", "decorated"):
+    for name in ("trl", "asks", "wrapped", "decorated"):
         env = env_of("prompts", data="sums.jsonl", reward=f"keywords.py:{name}")
         assert play(env, 2, Action("x"))[1].reward == 1.0, name
 

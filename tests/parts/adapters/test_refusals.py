@@ -21,6 +21,7 @@ SUM = {"task": "chain_sum"}
 ODD = """
 class Judge: pass
 def placed(text, /): return 1.0
+def tuple_of(*args): return 1.0
 async def draws(text): yield 1.0
 """
 # No line of a program is run here: its packages may be in another environment.
@@ -75,6 +76,7 @@ NAMES = "play judge chosen run imported entered first others late taken more wal
         ("prompts", {"reward": "nope.py:f"}, "there is no file"),
         ("prompts", {"reward": "maths"}, "must be FILE.py:FUNCTION"),
         ("prompts", {"reward": "rewards.py:wants"}, "takes sentence; a reward function takes some"),
+        ("prompts", {"reward": "odd.py:tuple_of"}, "it takes *args; a reward function takes some"),
         ("prompts", {"reward": "odd.py:placed"}, "takes text only by position (before"),
         ("prompts", {"reward": "odd.py:draws"}, "it is a generator function (it has `yield`)"),
         ("prompts", {"reward": "odd.py:Judge"}, "odd.py:Judge': Judge is a class; name a"),
@@ -110,7 +112,7 @@ NAMES = "play judge chosen run imported entered first others late taken more wal
         ("agent", {"command": "true", "reward": "program.py:no"}, "env.args.reward='program"),
         ("agent", {"command": "python3 no.py"}, "env.args.command='python3 no.py': there"),
         ("agent", {"command": "python -u -W error -Xdev no.py x"}, "there is no file no.py in /"),
-        ("agent", {"command": [sys.executable, "/no/file.py"]}, "there is no file /no/file.py"),
+        ("agent", {"command": [sys.executable, "/usr/no.py"]}, "there is no file /usr/no.py"),
         ("mcp", {"command": ["python3", "no.py"]}, "there is no file no.py in /"),
         ("verifiers", {"python": "/no/python"}, "env.args.python='/no/python': no such program"),
         ("verifiers", {"id": ""}, "env.args.id='': the name"),
