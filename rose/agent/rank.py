@@ -112,7 +112,9 @@ class _Process:
         code = await self._process.wait()
         self._writer.close()
         await asyncio.to_thread(_end_descendants)
-        return f"killed by {processes.signal_name(-code)}" if code < 0 else f"ended with code {code}"
+        return (
+            f"killed by {processes.signal_name(-code)}" if code < 0 else f"ended with code {code}"
+        )
 
 
 class HostRank:

@@ -37,7 +37,9 @@ def start_worker(run_dir: Path, folder: Path, number: int, pool: Path):
     with Lossy(folder / f"worker-{number}.log", "w") as log:
         return subprocess.Popen(
             command,
-            env=mpi_process.environment({"OMP_NUM_THREADS": "1", "TMPDIR": str(scratch.folder(SCRATCH))}),
+            env=mpi_process.environment(
+                {"OMP_NUM_THREADS": "1", "TMPDIR": str(scratch.folder(SCRATCH))}
+            ),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -196,7 +196,10 @@ def test_memory_and_time_are_given_as_sbatch_reads_them(make_config, limit):
 
 def test_gpus_may_be_asked_for_by_their_type(make_config):
     c = make_config(*SEVEN_B, "cluster.slurm.trainer.sbatch=['--gpus-per-node=a100:8']")
-    text, step = sbatch.script(c, layout(c), Path("/run")), sbatch.srun_argv(c, layout(c), Path("/run"), 1)
+    text, step = (
+        sbatch.script(c, layout(c), Path("/run")),
+        sbatch.srun_argv(c, layout(c), Path("/run"), 1),
+    )
     assert asked(text)[0] >= {"gpus-per-node=a100:8"} and "--gpus-per-node=a100:8" in step
 
 

@@ -7,7 +7,6 @@ from safetensors.torch import load_file
 from rose.trainer.experts import parameter_of, parts
 from tests.transfer.worlds import World
 
-
 SIZES = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2}
 SIZES |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

@@ -167,9 +167,7 @@ def _function(spec: str, here: str) -> tuple[Any, tuple[str, ...]]:
         ) from None
     named = {p.name: p for p in seen if p.kind not in OPEN}
     unknown = [
-        p.name
-        for p in own
-        if p.kind not in OPEN and p.name not in PASSED and p.default is p.empty
+        p.name for p in own if p.kind not in OPEN and p.name not in PASSED and p.default is p.empty
     ]
     if [p.kind for p in own] == [inspect.Parameter.VAR_POSITIONAL]:
         unknown = [f"*{own[0].name}"]

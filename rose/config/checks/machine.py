@@ -200,11 +200,7 @@ def _check_slurm(c: Config, engines: int, need: Need) -> None:
             f'to Slurm; write "12:00:00" with its quotes, or "{time}" for {time} minutes (on a '
             "command line '\"12:00:00\"')",
         )
-        need(
-            time is None or time_limit.known(time),
-            f"cluster.slurm.{name}.time",
-            TIMES,
-        )
+        need(time is None or time_limit.known(time), f"cluster.slurm.{name}.time", TIMES)
         _check_memory(f"cluster.slurm.{name}.mem", getattr(c.cluster.slurm, name).mem, need)
         for at, option in enumerate(getattr(c.cluster.slurm, name).sbatch):
             _check_option(f"cluster.slurm.{name}.sbatch.{at}", option, need)

@@ -79,7 +79,11 @@ def test_what_may_not_differ_or_is_no_value_is_named(run_dir, argument, words):
 def test_a_folder_without_a_run_is_named(tmp_path):
     with pytest.raises(ConfigError, match="config.json: no configuration of a run"):
         settings.of_run(tmp_path, [])
-    for text, words in (("{", "is damaged"), ("[]", "is damaged"), ('{"a": 1}', "no configuration")):
+    for text, words in (
+        ("{", "is damaged"),
+        ("[]", "is damaged"),
+        ('{"a": 1}', "no configuration"),
+    ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ConfigError, match=f"config.json: {words}"):
             settings.of_run(tmp_path, [])

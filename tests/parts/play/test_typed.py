@@ -9,7 +9,6 @@ from rose.parts.adapters.envs.minigrid import Minigrid
 from rose.parts.play import typed
 from rose.parts.sandbox.envs.terminal import BASH, EDIT, UNDO
 
-
 SHELL = [BASH, EDIT, UNDO]
 
 

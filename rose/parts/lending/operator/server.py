@@ -307,4 +307,6 @@ def _option(name: str, value: object) -> list[str]:
 
 
 def _ended(code: int) -> str:
-    return f"was killed by {processes.signal_name(-code)}" if code < 0 else f"ended with code {code}"
+    return (
+        f"was killed by {processes.signal_name(-code)}" if code < 0 else f"ended with code {code}"
+    )
