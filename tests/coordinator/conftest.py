@@ -9,6 +9,7 @@ from rose.coordinator.journal import Journal
 from rose.coordinator.turn_log import TurnLog
 from rose.coordinator.turns import TurnHub
 from rose.observe.recorder import NullRecorder
+from tests import made
 from tests.scheduler.said import built
 
 TURN_TIMEOUT_S = 60.0
@@ -22,6 +23,20 @@ def scheduler(routing="least_loaded"):
 
 def packed(tokens):
     return p.pack_tokens(tokens), p.pack_floats([-1.0] * len(tokens))
+
+
+def request(turn="g0.0.t0", tokens=(1, 2, 3), new=10, seed=None):
+    """A turn GROUP.MEMBER.tN is wanted."""
+    whose, group = turn.rpartition(".")[0], turn.partition(".")[0]
+    context = p.pack_tokens(tokens)
+    return p.TurnRequest(turn, whose, group, p.Phase.TRAIN, context, p.Sampling(new, seed=seed))
+
+
+def trajectory(name, reward=1.0, response=2, version=3, **more):
+    """Its response is of one version, behind a prompt of one token."""
+    tokens, n = [version] * response, response + 1
+    parts = ([0, *tokens], [0] + [1] * response, [0.0] * n, [-1, *tokens], reward)
+    return made.trajectory(name, *parts, success=reward > 0, **{"turns": 2} | more)
 
 
 class World:
@@ -49,10 +64,7 @@ class World:
         self.hub.handle(RANK[worker], p.WorkerDown(worker, incarnation, "killed", restarting))
 
     def request(self, turn="g0.0.t0", new=10, seed=5):
-        whose, group = turn.rpartition(".")[0], turn.partition(".")[0]
-        context, sampling = p.pack_tokens([1, 2, 3]), p.Sampling(max_new_tokens=new, seed=seed)
-        asked = p.TurnRequest(turn, whose, group, p.Phase.TRAIN, context, sampling)
-        self.hub.handle(HOST, asked)
+        self.hub.handle(HOST, request(turn, new=new, seed=seed))
 
     def progress(self, tokens, attempt=1, turn="g0.0.t0", rank=10):
         self.hub.handle(rank, p.TurnProgress(turn, attempt, *packed(tokens), 0))
