@@ -108,16 +108,17 @@ class Nvml(SimpleNamespace):
 
 
 @pytest.mark.parametrize(
-    "visible, found",
+    "nvml, visible, found",
     [
-        (None, {"GPU-0": 5.0, "GPU-1": 10.0}),
-        ("1", {"GPU-1": 10.0}),
-        ("GPU-0,GPU-2", {"GPU-0": 5.0}),
-        ("", {}),
+        (Nvml(), None, {"GPU-0": 5.0, "GPU-1": 10.0}),
+        (Nvml(), "1", {"GPU-1": 10.0}),
+        (Nvml(), "GPU-0,GPU-2", {"GPU-0": 5.0}),
+        (Nvml(), "", {}),
+        (None, None, {}),  # as if it weren't installed
     ],
 )
-def test_each_gpu_that_a_process_may_use_tells_its_joules(visible, found, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", Nvml())
+def test_each_gpu_that_a_process_may_use_tells_its_joules(nvml, visible, found, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -128,10 +129,3 @@ def test_each_gpu_that_a_process_may_use_tells_its_joules(visible, found, monkey
     finally:
         for each in (energy._nvml, energy._devices):
             each.cache_clear()
-
-
-def test_without_gpus_nothing_is_told(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)  # as if it weren't installed
-    for each in (energy._nvml, energy._devices):
-        each.cache_clear()
-    assert energy.counters() == {}
