@@ -294,45 +294,41 @@ def test_a_start_that_its_own_death_began_in_its_turn_is_timed_from_there():
     assert not made.rollout(50.0)
 
 
-def test_beside_an_engine_that_works_one_that_has_no_time_to_start_gets_no_turn(
+async def test_beside_an_engine_that_works_one_that_has_no_time_to_start_gets_no_turn(
     config, monkeypatch
 ):
     sent, now = [], [0.0]
     monkeypatch.setattr(hybrid_devices, "time", SimpleNamespace(time=lambda: now[0]))
+    made = config("cluster=gpus", "cluster.gpus=3", "trainer.ranks=2", "rollout.hybrid=2")
+    ranks = {p.Role.TRAINER: {0: 2, 1: 3}, p.Role.ROLLOUT: {0: 4, 1: 5, 2: 6}}
+    up, faults = {5, 6}, []
 
-    async def scene():
-        made = config("cluster=gpus", "cluster.gpus=3", "trainer.ranks=2", "rollout.hybrid=2")
-        ranks = {p.Role.TRAINER: {0: 2, 1: 3}, p.Role.ROLLOUT: {0: 4, 1: 5, 2: 6}}
-        up, faults = {5, 6}, []
+    def send(rank, order):
+        sent.append((rank, type(order)))
+        awake = isinstance(order, p.Wake)
+        turns.received(p.DeviceChanged(rank, order.turn, awake, 0.1, 1.0, 2.0, 3.0))
 
-        def send(rank, order):
-            sent.append((rank, type(order)))
-            awake = isinstance(order, p.Wake)
-            turns.received(p.DeviceChanged(rank, order.turn, awake, 0.1, 1.0, 2.0, 3.0))
-
-        hub = SimpleNamespace(workers=SimpleNamespace(hybrids_up=lambda: up))
-        said = (send, NullRecorder(), hub, lambda *fault: faults.append(fault))
-        turns = HybridDevices(made, ranks, *said)
-        woken = []
-        for _ in range(4):
-            sent.clear()
-            await turns.to(p.Role.ROLLOUT)
-            woken.append([rank for rank, order in sent if order is p.Wake])
-            now[0] += 50.0
-            up = {5}
-            turns.engine_changed()
-            now[0] += 10.0
-            sent.clear()
-            await turns.to(p.Role.TRAINER)
-            assert [rank for rank, order in sent if order is p.Sleep] == [5, 6]
-            turns.starts.rolled_out(60.0)
-        # it died late in its first turn, and had the second in vain
-        assert woken == [[5, 6], [5, 6], [5], [5]] and len(faults) == 2
-        up = {5, 6}  # whoever is up has its turn
+    hub = SimpleNamespace(workers=SimpleNamespace(hybrids_up=lambda: up))
+    said = (send, NullRecorder(), hub, lambda *fault: faults.append(fault))
+    turns = HybridDevices(made, ranks, *said)
+    woken = []
+    for _ in range(4):
+        sent.clear()
         await turns.to(p.Role.ROLLOUT)
-        assert [rank for rank, order in sent if order is p.Wake][-2:] == [5, 6]
-
-    asyncio.run(scene())
+        woken.append([rank for rank, order in sent if order is p.Wake])
+        now[0] += 50.0
+        up = {5}
+        turns.engine_changed()
+        now[0] += 10.0
+        sent.clear()
+        await turns.to(p.Role.TRAINER)
+        assert [rank for rank, order in sent if order is p.Sleep] == [5, 6]
+        turns.starts.rolled_out(60.0)
+    # it died late in its first turn, and had the second in vain
+    assert woken == [[5, 6], [5, 6], [5], [5]] and len(faults) == 2
+    up = {5, 6}  # whoever is up has its turn
+    await turns.to(p.Role.ROLLOUT)
+    assert [rank for rank, order in sent if order is p.Wake][-2:] == [5, 6]
 
 
 def test_stopped_in_the_engines_turn_the_trainer_takes_its_devices_and_saves(config, tmp_path):
@@ -362,37 +358,33 @@ def test_a_stop_saves_the_step_whatever_a_hybrid_engine_does(
     assert checkpoint.step_of(peers.stopped(made, tmp_path, rolling_out)) == 3
 
 
-def test_a_batch_that_is_complete_while_engines_wake_breaks_that_off(config):
+async def test_a_batch_that_is_complete_while_engines_wake_breaks_that_off(config):
     sent = []
+    ranks = {p.Role.TRAINER: {0: 2}, p.Role.ROLLOUT: {0: 3, 1: 4}}
+    made = config(*DEVICES["gpus"])
+    [hybrid] = hybrid_ranks(made).values()
+    hub = SimpleNamespace(workers=SimpleNamespace(hybrids_up=lambda: {hybrid}))
+    said = (lambda *order: sent.append(order), NullRecorder(), hub, pytest.fail)
+    turns = HybridDevices(made, ranks, *said)
 
-    async def scene():
-        ranks = {p.Role.TRAINER: {0: 2}, p.Role.ROLLOUT: {0: 3, 1: 4}}
-        made = config(*DEVICES["gpus"])
-        [hybrid] = hybrid_ranks(made).values()
-        hub = SimpleNamespace(workers=SimpleNamespace(hybrids_up=lambda: {hybrid}))
-        said = (lambda *order: sent.append(order), NullRecorder(), hub, pytest.fail)
-        turns = HybridDevices(made, ranks, *said)
+    async def answer():
+        for _ in range(5):
+            await asyncio.sleep(0)
+        rank, order = sent[-1]
+        awake = isinstance(order, p.Wake)
+        turns.received(p.DeviceChanged(rank, order.turn, awake, 0.1, 1.0, 2.0, 3.0))
 
-        async def answer():
-            for _ in range(5):
-                await asyncio.sleep(0)
-            rank, order = sent[-1]
-            awake = isinstance(order, p.Wake)
-            turns.received(p.DeviceChanged(rank, order.turn, awake, 0.1, 1.0, 2.0, 3.0))
-
-        turns.begin(p.Role.ROLLOUT)
-        await answer()  # the trainer sleeps; the engine wakes, and takes its time
-        await asyncio.sleep(0)
-        turning = asyncio.create_task(turns.to(p.Role.TRAINER))
-        await answer()
-        turns.begin(p.Role.ROLLOUT)  # an engine has joined: not now
-        await answer()
-        await turning
-        await turns.before_save()
-        turns.begin(p.Role.ROLLOUT)  # nor where the trainer is to save
-        await asyncio.sleep(0)
-        assert turns.holder is p.Role.TRAINER
-        expected = [(2, p.Sleep), (hybrid, p.Wake), (hybrid, p.Sleep), (2, p.Wake)]
-        assert [(rank, type(m)) for rank, m in sent] == expected
-
-    asyncio.run(scene())
+    turns.begin(p.Role.ROLLOUT)
+    await answer()  # the trainer sleeps; the engine wakes, and takes its time
+    await asyncio.sleep(0)
+    turning = asyncio.create_task(turns.to(p.Role.TRAINER))
+    await answer()
+    turns.begin(p.Role.ROLLOUT)  # an engine has joined: not now
+    await answer()
+    await turning
+    await turns.before_save()
+    turns.begin(p.Role.ROLLOUT)  # nor where the trainer is to save
+    await asyncio.sleep(0)
+    assert turns.holder is p.Role.TRAINER
+    expected = [(2, p.Sleep), (hybrid, p.Wake), (hybrid, p.Sleep), (2, p.Wake)]
+    assert [(rank, type(m)) for rank, m in sent] == expected

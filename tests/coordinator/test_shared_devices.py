@@ -89,59 +89,52 @@ def answer(device, rank, turn, awake=False):
     device.received(p.DeviceChanged(rank, turn, awake, 0.1, 1.0, 2.0, 3.0))
 
 
-def test_a_rank_that_does_not_answer_is_named_with_what_was_waited_for(config):
-    async def scene():
-        changes = Changes(lambda what: None)
+async def test_a_rank_that_does_not_answer_is_named_with_what_was_waited_for(config):
+    changes = Changes(lambda what: None)
 
-        async def until(ready, deadline_s, what):
-            assert deadline_s > 240  # an engine may have to be started
-            await changes.until(ready, 0.01, what)
+    async def until(ready, deadline_s, what):
+        assert deadline_s > 240  # an engine may have to be started
+        await changes.until(ready, 0.01, what)
 
-        def send(rank, order):
-            if rank == 3:
-                answer(device, rank, order.turn)
+    def send(rank, order):
+        if rank == 3:
+            answer(device, rank, order.turn)
 
-        device = devices(config(), send, until)
-        device.holder = p.Role.ROLLOUT
-        words = "rollout ranks to release their devices' memory: no `DeviceChanged` of 1"
-        with pytest.raises(RunFailed, match=words):
-            await device.to(p.Role.TRAINER)
-        assert device.holder is None
-
-    asyncio.run(scene())
+    device = devices(config(), send, until)
+    device.holder = p.Role.ROLLOUT
+    words = "rollout ranks to release their devices' memory: no `DeviceChanged` of 1"
+    with pytest.raises(RunFailed, match=words):
+        await device.to(p.Role.TRAINER)
+    assert device.holder is None
 
 
-def test_an_order_that_broke_off_is_given_again_and_its_late_answers_count_for_nothing(config):
+async def test_an_order_that_broke_off_is_given_again_and_late_answers_count_for_nothing(config):
     sent = []
-
-    async def scene():
-        changes = Changes(lambda what: None)
-        device = devices(config(), lambda *order: sent.append(order), changes.until)
-        first = asyncio.create_task(device.to(p.Role.ROLLOUT))
+    changes = Changes(lambda what: None)
+    device = devices(config(), lambda *order: sent.append(order), changes.until)
+    first = asyncio.create_task(device.to(p.Role.ROLLOUT))
+    await asyncio.sleep(0)
+    first.cancel()  # a stop, as the trainer gives its device back
+    await asyncio.gather(first, return_exceptions=True)
+    again = asyncio.create_task(device.to(p.Role.TRAINER))
+    await asyncio.sleep(0)
+    answer(device, 3, sent[-1][1].turn)
+    answer(device, 4, sent[0][1].turn)  # the order before
+    changes.set()
+    await asyncio.sleep(0)
+    assert [type(m) for _, m in sent] == [p.Sleep] * 3
+    answer(device, 4, sent[-1][1].turn)
+    changes.set()
+    for _ in range(5):
         await asyncio.sleep(0)
-        first.cancel()  # a stop, as the trainer gives its device back
-        await asyncio.gather(first, return_exceptions=True)
-        again = asyncio.create_task(device.to(p.Role.TRAINER))
-        await asyncio.sleep(0)
-        answer(device, 3, sent[-1][1].turn)
-        answer(device, 4, sent[0][1].turn)  # the order before
-        changes.set()
-        await asyncio.sleep(0)
-        assert [type(m) for _, m in sent] == [p.Sleep] * 3
-        answer(device, 4, sent[-1][1].turn)
-        changes.set()
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert isinstance(sent[-1][1], p.Wake) and sent[-1][0] == 2
-        answer(device, 2, sent[-1][1].turn, awake=True)
-        changes.set()
-        await again
-        assert device.holder is p.Role.TRAINER
-
-    asyncio.run(scene())
+    assert isinstance(sent[-1][1], p.Wake) and sent[-1][0] == 2
+    answer(device, 2, sent[-1][1].turn, awake=True)
+    changes.set()
+    await again
+    assert device.holder is p.Role.TRAINER
 
 
-def test_without_sharing_nobody_is_told_anything(config):
+async def test_without_sharing_nobody_is_told_anything(config):
     device = devices(config("colocate=false"), lambda *order: pytest.fail(f"told {order}"))
-    asyncio.run(device.to(p.Role.ROLLOUT))
+    await device.to(p.Role.ROLLOUT)
     assert device.row({}, 0.0) == {}
