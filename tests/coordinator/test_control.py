@@ -44,27 +44,6 @@ def test_a_group_is_complete_when_its_last_member_is_in():
     assert groups.running == 0
 
 
-def test_the_first_that_are_in_make_a_group_and_its_spare_trajectories_are_late():
-    groups = opened()
-    assert len(trains(groups, index=4, size=2, spare=2)) == 4
-    groups.finished(trajectory("g4.3"))
-    assert [t.id for t in groups.finished(trajectory("g4.1"))] == ["g4.1", "g4.3"]
-    assert groups.late("g4") == ["g4.0", "g4.2"] and groups.running == 0
-    assert groups.finished(trajectory("g4.0")) is None  # a late word changes nothing
-
-
-def test_a_failed_trajectory_is_replaced_within_its_group():
-    groups = opened(5)
-    trains(groups)
-    [again] = fails(groups, "g0.1").starts
-    assert again.id == "g0.1r1" and again.env_seed == 98 and again.domain == "lake"
-    assert [start.id for start in fails(groups, "g0.1r1").starts] == ["g0.1r2"]
-    assert groups.finished(trajectory("g0.1")) is None
-    groups.finished(trajectory("g0.0"))
-    assert [t.id for t in groups.finished(trajectory("g0.1r2"))] == ["g0.0", "g0.1r2"]
-    assert groups.failed == 2 and groups.given_up == 0
-
-
 def test_a_task_that_fails_each_time_is_given_up_and_another_drawn():
     """The group begins again, whole, under its own name."""
     groups = opened()

@@ -261,17 +261,3 @@ async def test_ranks_that_never_write_are_named_by_number_after_the_deadline(coo
     words = "waited 0.1 s for trainer ranks to save step 7: 1 of 2 saved"
     with pytest.raises(RunFailed, match=words):
         await coordinator.checkpoints.committed()
-
-
-def test_the_time_to_stop_and_slurms_warning_grow_with_what_the_last_checkpoint_took(
-    coordinator, tmp_path
-):
-    cluster = coordinator.config.cluster
-    slurm = SimpleNamespace(warning_s=120)
-    assert resume.stop_s(tmp_path, cluster) == 4 and resume.warning_s(tmp_path, slurm) == 120
-    resume.note_save(tmp_path, 100.0)
-    stop_s, warning_s = resume.stop_s(tmp_path, cluster), resume.warning_s(tmp_path, slurm)
-    assert (stop_s, warning_s) == (pytest.approx(500), 300)
-    assert warning_s > stop_s / 2 > 2 * 100.0, "one runs, one follows"
-    (tmp_path / "status" / "save.json").write_text("torn")
-    assert resume.stop_s(tmp_path, cluster) == 4

@@ -108,20 +108,6 @@ def test_what_a_lost_host_had_asked_for_ends_with_the_trajectory(rollouts, world
     assert len(world.hub.ledger) == 0 and not world.scheduler.cluster.turns
 
 
-def test_a_trajectory_whose_environment_kills_its_hosts_fails_and_others_do_not(rollouts, world):
-    rollouts.admit(0, "g0", 0.0)
-    at = {}
-    for _ in range(3):
-        at |= (fresh := started(world))
-        if "g0.1" in fresh:
-            ask(world, at["g0.1"], "g0.1.t0")  # it waits for the engine
-        lose(rollouts, at["g0.0"])  # which is in its environment
-    assert [what for what, _ in world.faults].count("environment failed") == 1
-    assert "died 3 times in the same step of it" in str(world.faults)
-    assert "g0.0r1" in started(world) and rollouts.runs("g0.1") and not rollouts.runs("g0.0")
-    assert rollouts.groups.failed == 1
-
-
 def on_one_host(world, make_config, *overrides, restarts):
     sizes = f"rollout.group_size=2 trainer.batch_size=8 rollout.host_restarts={restarts}"
     rollouts = of_hosts(make_config(sizes, *overrides), world, [1])

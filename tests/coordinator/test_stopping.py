@@ -150,10 +150,14 @@ def test_a_warned_job_has_ended_in_time_to_be_requeued(make_config, tmp_path):
     assert resume.stop_s(tmp_path, slurm) == 300
     assert resume.end_s(tmp_path, slurm, warned=True) == 100
     assert resume.end_s(tmp_path, slurm, warned=False) == 300
-    resume.note_save(tmp_path, 100.0)  # so that it is warned 300 s before
+    resume.note_save(tmp_path, 100.0)
+    assert resume.stop_s(tmp_path, slurm) == pytest.approx(500)
+    assert resume.warning_s(tmp_path, slurm.slurm) == 300
     assert resume.end_s(tmp_path, slurm, warned=True) == 280
     local = make_config("cluster.stop_timeout_s=30").cluster
     assert resume.end_s(tmp_path, local, warned=True) == resume.stop_s(tmp_path, local)
+    (tmp_path / "status" / "save.json").write_text("torn")
+    assert resume.stop_s(tmp_path, slurm) == 300
 
 
 def test_the_job_of_one_node_is_warned_as_early_as_it_may_take_to_stop(make_config):
