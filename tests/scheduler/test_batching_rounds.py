@@ -117,10 +117,3 @@ def test_the_next_batch_is_admitted_when_this_one_trains_and_none_before_it_is_c
     assert policy.finished("g2", True) == [] and policy.finished("g3", True) == []
     actions = policy.begin(2, 2)
     assert trained(actions) == [["g2", "g3"]] and admitted(actions) == ["g4", "g5"]
-
-
-def test_all_but_the_first_step_of_one_step_off_are_one_version_behind():
-    trainer, random = Trainer(lambda: OneStepOff(max_admitted=3.0), 4), Random(1)
-    for _ in range(5):
-        trainer.run_step(random)
-    assert trainer.staleness() == [0] * 4 + [1] * 16
