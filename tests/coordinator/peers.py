@@ -105,12 +105,8 @@ class Peers:
                 await asyncio.sleep(0.001)
                 continue
             rank = self.draw.choice(ready)
-            if (
-                self.role[rank].role is p.Role.TRAINER
-                and len(ready) > 1
-                and self.words[rank][0][0] is not PROMPT
-                and self.draw.random() > TRAINER_SPEAKS
-            ):
+            slow = self.role[rank].role is p.Role.TRAINER and self.words[rank][0][0] is not PROMPT
+            if slow and len(ready) > 1 and self.draw.random() > TRAINER_SPEAKS:
                 continue
             message = self.words[rank].popleft()[1]()
             if isinstance(message, p.TurnProgress | p.TurnFinished):
