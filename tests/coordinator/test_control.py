@@ -11,8 +11,8 @@ from rose.protocol import Phase
 from tests.made import trajectory as drawn
 
 
-def trajectory(name, reward=0.0, tokens=1, domain="lake"):
-    return drawn(name, reward=reward, response_tokens=tokens, domain=domain)
+def trajectory(name, reward=0.0, tokens=1):
+    return drawn(name, reward=reward, response_tokens=tokens)
 
 
 def opened(most=3, seeded=False):
@@ -21,9 +21,9 @@ def opened(most=3, seeded=False):
     return Groups(1, {name: Bounds(most, 0.2, f"env.members.{name}") for name in names}, seeded)
 
 
-def trains(groups, index=0, size=2, seed=98, domain="lake", spare=0):
+def trains(groups, index=0, size=2, seed=98, domain="lake"):
     """The starts of training group `index`."""
-    return groups.open(f"g{index}", Phase.TRAIN, Task(domain, seed), size, spare)
+    return groups.open(f"g{index}", Phase.TRAIN, Task(domain, seed), size)
 
 
 def fails(groups, trajectory, error="boom", **more):
@@ -72,7 +72,7 @@ def test_a_held_out_task_is_given_up_for_another_held_out_one():
     groups.open("e0-1", Phase.EVAL, Task("lake", 99), 1)
     name, drawn = "e0-1.0", set()
     for _ in range(6):
-        [start] = groups.failed_trajectory(name, "e0-1", "boom").starts
+        [start] = fails(groups, name).starts
         assert start.phase is Phase.EVAL and start.env_seed % 2 == 1
         name = start.id
         drawn.add(start.env_seed)

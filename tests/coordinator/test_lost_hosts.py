@@ -51,26 +51,6 @@ def test_a_turn_under_way_goes_on_and_is_given_to_the_new_host_alone(rollouts, w
     assert rollouts.counts.tokens_dropped == 4
 
 
-def test_turns_that_were_made_are_answered_again_however_often_hosts_die(rollouts, world):
-    host = begun(rollouts, world)
-    ask(world, host, "g0.0.t0")
-    world.finish([7])
-    ask(world, host, "g0.0.t1", tokens=(1, 2, 3, 7, 4))
-    lose(rollouts, host)
-    world.finish([8], turn="g0.0.t1")  # before the new host asks for it
-    for _ in range(2):
-        host = started(world)["g0.0"]
-        world.sent.clear()
-        ask(world, host, "g0.0.t0")
-        ask(world, host, "g0.0.t1", tokens=(1, 2, 3, 7, 4))
-        assert [(rank, tokens(m)) for rank, m in world.sent] == [(host, [7]), (host, [8])]
-        lose(rollouts, host)
-    assert len(world.hub.ledger) == 0
-    rollouts.drop("g0")
-    assert rollouts.counts.tokens_dropped == 2, "each token was made once"
-    assert world.hub.log.running.turns("g0.0") == 0
-
-
 def test_an_answer_is_given_once_when_the_same_context_is_asked_twice(rollouts, world):
     lose(rollouts, begun(rollouts, world))
     host = started(world)["g0.0"]

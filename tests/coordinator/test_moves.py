@@ -39,18 +39,6 @@ def test_a_turn_under_way_is_given_to_the_host_that_the_trajectory_moves_to(roll
     assert rollouts.counts.tokens_dropped == 3, "each token was made once"
 
 
-def test_a_turn_that_ends_while_the_trajectory_leaves_is_given_again(rollouts, world):
-    host = begun(rollouts, world)
-    ask(world, host, "g0.0.t0")
-    rank, name = other(host)
-    rollouts.move("g0.0", name)
-    world.finish([7])
-    rollouts.handle(p.TrajectoryReleased(host, "g0.0"))
-    world.sent.clear()
-    ask(world, rank, "g0.0.t0")
-    assert [(to, tokens(m)) for to, m in world.sent] == [(rank, [7])]
-
-
 def test_words_about_a_move_that_came_to_nothing_change_nothing(rollouts, world):
     host = begun(rollouts, world)
     rank, name = other(host)

@@ -23,18 +23,6 @@ def test_a_lost_workers_turns_continue_elsewhere_from_the_tokens_received(world)
     assert world.hub.workers.restarts == 1 and world.faults[0][0] == "engine died"
 
 
-def test_a_late_word_while_the_turn_waits_in_the_queue_adds_nothing(world):
-    world.request()
-    world.down("rollout-0")  # nobody else is there: the turn waits, still known by attempt 1
-    world.progress([9, 9], attempt=1)
-    world.finish([9], attempt=1)
-    assert world.taken(p.TurnResult) == []
-    world.taken(p.GenerateTurn)
-    world.ready("rollout-0", incarnation=2)
-    [(_, again)] = world.taken(p.GenerateTurn)
-    assert again.attempt == 2 and tokens(again) == [1, 2, 3]
-
-
 def test_a_turn_that_is_slow_on_a_borrowed_engine_goes_on_elsewhere(tmp_path, monkeypatch):
     clock = [1000.0]
     monkeypatch.setattr("rose.coordinator.turns.time.time", lambda: clock[0])

@@ -108,14 +108,6 @@ def capacity(s, worker, kv=10_000, sequences=4, revoked=False, expected=0.0, at=
     return s.handle(lends(worker, kv, sequences, at, expected, revoked))
 
 
-def test_the_last_worker_gets_a_turn_that_it_returned_only_after_it_reports_its_capacity():
-    s = of_workers("a")
-    request(s, "g0.0.t0")
-    assert return_turn(s, "g0.0.t0", 1) == [] and s.handle(ev.Tick(at=1.0)) == [] and s.waiting == 1
-    assert capacity(s, "a", kv=0, sequences=0) == []
-    assert assigned(capacity(s, "a")) == [("g0.0.t0", "a", 2)]
-
-
 def test_returned_turns_never_count_as_stalls():
     s = of_workers("a")
     request(s, "g0.0.t0")
