@@ -53,18 +53,10 @@ def main(folder: str, rank: int, interface: str | None = None, absent: str = "")
     on_hosts = deepspeed_engine.join_world(torch.device("cpu"), rank, WORLD, place, 600.0)
     total = torch.tensor([rank + 1.0])
     torch.distributed.all_reduce(total)
-    agreed = _Peers(rank, WORLD, on_hosts).sum(True)
-    print(
-        json.dumps(
-            {
-                "address": place.address,
-                "interface": place.interface,
-                "sum": float(total),
-                "agreed": agreed,
-                "name_leads_to": socket.gethostbyname(socket.gethostname()),
-            }
-        )
-    )
+    found = {"address": place.address, "interface": place.interface, "sum": float(total)}
+    found["agreed"] = _Peers(rank, WORLD, on_hosts).sum(True)
+    found["name_leads_to"] = socket.gethostbyname(socket.gethostname())
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

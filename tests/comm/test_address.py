@@ -110,9 +110,8 @@ def test_addresses_that_routes_lead_to_come_first_and_loopback_never(monkeypatch
         Host("b", "2", [("ib0", "10.1.0.2")]),
     ]
     monkeypatch.setattr(address, "_source", lambda there: "10.1.0.1")
-    assert address._by_vote(hosts) == ["10.1.0.1", "10.0.0.1", "172.17.0.1"], (
-        "a bridge that all hosts have comes last"
-    )
+    found = address._by_vote(hosts)
+    assert found == ["10.1.0.1", "10.0.0.1", "172.17.0.1"], "a bridge of all hosts comes last"
     assert not [ip for _, ip in address.addresses_of(None) if ip.startswith("127.")]
 
 
@@ -127,10 +126,8 @@ def test_of_networks_that_all_hosts_share_infiniband_comes_first(monkeypatch, tm
     monkeypatch.setattr(address, "INTERFACES", tmp_path)
     monkeypatch.setattr(address, "_source", lambda there: there[:-1] + "1")
     own = {name: f"10.{number}.0.1" for number, name in enumerate(linux)}
-    hosts = [
-        Host("a", "1", list(own.items())),
-        Host("b", "2", [(name, ip[:-1] + "2") for name, ip in own.items()]),
-    ]
+    other = {name: ip[:-1] + "2" for name, ip in own.items()}
+    hosts = [Host("a", "1", list(own.items())), Host("b", "2", list(other.items()))]
     assert address._by_vote(hosts) == [own[name] for name in ("ibp3s0", "eno2", "eno1", "tun0")]
 
 
@@ -150,21 +147,17 @@ class TwoHosts:
         for name, files in zip(self.names, self.files, strict=True):
             files.mkdir(parents=True)
             (files / "hosts").write_text(HOSTS.format(name=name))
-            self.ip("netns", "add", name)
-            self.inside(name, "ip", "link", "set", "lo", "up")
-            self.inside(
-                name, "ip", "link", "add", "docker0", "type", "veth", "peer", "name", "port"
-            )
-            self.inside(name, "ip", "address", "add", "172.17.0.1/16", "dev", "docker0")
-            self.inside(name, "ip", "link", "set", "docker0", "up")
-            self.inside(name, "ip", "link", "set", "port", "up")
+            self.ip(f"netns add {name}")
+            self.inside(name, "link set lo up")
+            self.inside(name, "link add docker0 type veth peer name port")
+            self.inside(name, "address add 172.17.0.1/16 dev docker0")
+            self.inside(name, "link set docker0 up")
+            self.inside(name, "link set port up")
         a, b = self.names
-        self.ip(
-            "link", "add", "wire", "netns", a, "type", "veth", "peer", "name", "wire", "netns", b
-        )
+        self.ip(f"link add wire netns {a} type veth peer name wire netns {b}")
         for number, name in enumerate(self.names, 1):
-            self.inside(name, "ip", "address", "add", f"10.77.0.{number}/24", "dev", "wire")
-            self.inside(name, "ip", "link", "set", "wire", "up")
+            self.inside(name, f"address add 10.77.0.{number}/24 dev wire")
+            self.inside(name, "link set wire up")
 
     def remove(self) -> None:
         for name, files in zip(self.names, self.files, strict=True):
@@ -174,23 +167,23 @@ class TwoHosts:
             if files.exists():
                 files.rmdir()
 
-    def ip(self, *words: str) -> None:
-        ran(["ip", *words], check=True)
+    def ip(self, words: str) -> None:
+        ran(["ip", *words.split()], check=True)
 
-    def inside(self, name: str, *command: str) -> None:
-        self.ip("netns", "exec", name, *command)
+    def inside(self, name: str, words: str) -> None:
+        self.ip(f"netns exec {name} ip {words}")
 
     def ranks(self, folder: Path, *arguments: str) -> list[tuple[int, dict, str]]:
         """One rank in each, with the host's own name set; (exit code, its words, its errors) of
         each."""
+        env = {key: word for key, word in os.environ.items() if not key.endswith("SOCKET_IFNAME")}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started = [
             subprocess.Popen(
                 [*f"ip netns exec {name} unshare --uts sh -c".split(), SAY_AND_DO, name]
                 + [sys.executable, str(RANKS), str(folder), str(rank), *arguments],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=_plain_environment(),
+                env=env,
+                **pipes,
             )
             for rank, name in enumerate(self.names)
         ]
@@ -199,14 +192,8 @@ class TwoHosts:
         finally:
             for process in started:
                 process.kill()
-        return [
-            (process.returncode, json.loads(out or "{}"), errors)
-            for process, (out, errors) in zip(started, ended, strict=True)
-        ]
-
-
-def _plain_environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.endswith("SOCKET_IFNAME")}
+        said = zip(started, ended, strict=True)
+        return [(each.returncode, json.loads(out or "{}"), errors) for each, (out, errors) in said]
 
 
 @pytest.fixture(scope="module")
@@ -251,10 +238,8 @@ def test_nccl_takes_one_interface_and_not_all_that_begin_like_it(monkeypatch, ma
         monkeypatch.delenv(name)
     address.Place("10.0.0.1", 1, None, "bond0", []).use_interface()
     asked = make_config("cluster.interface=bond0").cluster.interface_env
-    for found in (os.environ, asked):
-        assert (found["NCCL_SOCKET_IFNAME"], found["GLOO_SOCKET_IFNAME"]) == ("=bond0", "bond0"), (
-            "and not bond0.100"
-        )
+    for found in (os.environ, asked):  # and not bond0.100
+        assert (found["NCCL_SOCKET_IFNAME"], found["GLOO_SOCKET_IFNAME"]) == ("=bond0", "bond0")
 
 
 def test_a_group_of_ranks_on_two_hosts_is_found():

@@ -13,20 +13,11 @@ HERE = Path(__file__).parent
 
 
 def ranks(*script: str, deadline_s: float = 240.0) -> str:
-    env = os.environ | {
-        "MPIR_CVAR_CH4_NETMOD": "ofi",
-        "FI_PROVIDER": "tcp;ofi_rxm",
-        "MPIR_CVAR_NOLOCAL": "1",
-        "PYTHONPATH": str(HERE.parents[1]),
-    }
-    ran = subprocess.run(
-        [*MPIEXEC, "-n", "3", sys.executable, *script],
-        cwd=HERE,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=deadline_s,
-    )
+    env = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp;ofi_rxm", "MPIR_CVAR_NOLOCAL": "1"}
+    env = os.environ | env | {"PYTHONPATH": str(HERE.parents[1])}
+    command = [*MPIEXEC, "-n", "3", sys.executable, *script]
+    options = {"cwd": HERE, "env": env, "timeout": deadline_s}
+    ran = subprocess.run(command, capture_output=True, text=True, **options)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
 

@@ -17,14 +17,21 @@ from collections import Counter, deque
 from pathlib import Path
 from unittest import mock
 
+import pytest
+
 from rose import protocol as p
-from rose.coordinator import checkpoints
-from rose.coordinator.coordinator import Coordinator
+from rose.coordinator import checkpoints, journal
+from rose.coordinator.coordinator import Coordinator, Stopped
 from rose.launch.layout import hybrid_ranks, layout
+from rose.observe.metrics import read_metrics, rows_of
 from rose.observe.recorder import NullRecorder
+from rose.policies import build
 from rose.protocol import seed_of
 from rose.trainer import checkpoint
 
+# Four groups of two in a step, and only the files that these tests read.
+SHORT = "trainer.batch_size=8 rollout.group_size=2 serving.borrow=false"
+SHORT += " observe.tensorboard=false observe.save_trajectories=false"
 TRAINER_SPEAKS = 0.01  # of the draws
 PROMPT = "prompt"  # what such a word of the trainer's is about: it is no slower than others
 LOADED = "loaded"  # what an engine's word of new weights is about
@@ -76,18 +83,17 @@ class Peers:
         self.dead = set()  # engines that died asleep
         self.look = lambda: None  # called at every message to a peer
         for rank in ranks[1:]:
-            self.say(rank.rank, p.Hello(rank.rank, rank.role, rank.index, 4242, "host"))
+            at = rank.rank
+            self.say(at, p.Hello(at, rank.role, rank.index, 4242, "host"))
             if rank.role is p.Role.ENVIRONMENT:
-                self.say(rank.rank, p.HostReady(rank.rank))
+                self.say(at, p.HostReady(at))
             elif rank.role is p.Role.TRAINER:
-                self.say(
-                    rank.rank, p.TrainerReady(rank.index, step, step, "store", "it shares nothing")
-                )
-            elif rank.rank in in_turn and config.trainer_sleeps:
-                self.dead.add(rank.rank)  # its first turn starts it
+                self.say(at, p.TrainerReady(rank.index, step, step, "store", "it shares nothing"))
+            elif at in in_turn and config.trainer_sleeps:
+                self.dead.add(at)  # its first turn starts it
             elif rank.role is p.Role.ROLLOUT:
-                self.incarnation[rank.rank] = 1
-                self.say(rank.rank, self.ready(rank, 1))
+                self.incarnation[at] = 1
+                self.say(at, self.ready(rank, 1))
 
     # ----------------------------------------------------------------- the mailbox
 
@@ -99,12 +105,8 @@ class Peers:
                 await asyncio.sleep(0.001)
                 continue
             rank = self.draw.choice(ready)
-            if (
-                self.role[rank].role is p.Role.TRAINER
-                and len(ready) > 1
-                and self.words[rank][0][0] is not PROMPT
-                and self.draw.random() > TRAINER_SPEAKS
-            ):
+            slow = self.role[rank].role is p.Role.TRAINER and self.words[rank][0][0] is not PROMPT
+            if slow and len(ready) > 1 and self.draw.random() > TRAINER_SPEAKS:
                 continue
             message = self.words[rank].popleft()[1]()
             if isinstance(message, p.TurnProgress | p.TurnFinished):
@@ -127,9 +129,8 @@ class Peers:
 
     def _Wake(self, rank, m):
         self.awake.add(rank)
-        assert len({self.role[r].role for r in self.awake}) == 1, (
-            "trainer and engines are awake at once"
-        )
+        roles = {self.role[r].role for r in self.awake}
+        assert len(roles) == 1, "trainer and engines are awake at once"
         self.orders.append((self.role[rank].role, "wake"))
         if rank in self.dead:
             self.dead.discard(rank)
@@ -214,11 +215,8 @@ class Peers:
             self.ask(rank, name)
         else:
             del self.running[name]
-            self.say(
-                rank,
-                p.TrajectoryFinished(self.trajectory(start, b"".join(tokens), b"".join(versions))),
-                name,
-            )
+            ended = self.trajectory(start, b"".join(tokens), b"".join(versions))
+            self.say(rank, p.TrajectoryFinished(ended), name)
 
     def trajectory(self, start, tokens, versions):
         made = len(tokens) // 4
@@ -257,28 +255,20 @@ class Peers:
         self.turns_in_training += self.training and m.turn.startswith("g")
         count = m.sampling.max_new_tokens
         about = (m.turn, m.attempt)
-        packed = [
-            (
-                p.pack_tokens([self.draw.randrange(2, 10**6) for _ in range(n)]),
-                p.pack_floats([-1.0] * n),
-            )
-            for n in (1, count - 1)
-        ]
+
+        def made(n):
+            tokens = [self.draw.randrange(2, 10**6) for _ in range(n)]
+            return p.pack_tokens(tokens), p.pack_floats([-1.0] * n)
+
+        def end():
+            return p.TurnFinished(*about, *last, self.version[rank], finish)
+
+        first, last, finish = made(1), made(count - 1), p.FinishReason.STOP
         if count > 1:
-            self.say(rank, lambda: p.TurnProgress(*about, *packed[0], self.version[rank]), about)
-            self.say(
-                rank,
-                lambda: p.TurnFinished(*about, *packed[1], self.version[rank], p.FinishReason.STOP),
-                about,
-            )
+            self.say(rank, lambda: p.TurnProgress(*about, *first, self.version[rank]), about)
         else:
-            self.say(
-                rank,
-                lambda: p.TurnFinished(
-                    *about, *packed[0], self.version[rank], p.FinishReason.LENGTH
-                ),
-                about,
-            )
+            last, finish = first, p.FinishReason.LENGTH
+        self.say(rank, end, about)
 
     def asleep(self, rank):
         return rank in self.in_turn and rank not in self.awake
@@ -299,7 +289,6 @@ class Peers:
         if self.asleep(rank):
             self.late[rank] = m
             return
-
         self.words[rank].insert(self.draw.randint(0, len(self.words[rank])), (LOADED, load))
 
     # ----------------------------------------------------------------- trainer
@@ -363,7 +352,6 @@ def run(
                 await asyncio.sleep(0)
 
         peers.look = look
-
         watcher = asyncio.create_task(watching())
         try:
             await asyncio.wait_for(coordinator.run(), DEADLINE_S)
@@ -373,3 +361,26 @@ def run(
 
     with mock.patch.object(checkpoints, "POLL_S", 0.001):  # seconds; these ranks save at once
         return asyncio.run(scene())
+
+
+def stopped(config, folder, when, seed=0):
+    """The newest checkpoint of a run that is stopped once `when(coordinator)` holds."""
+    with pytest.raises(Stopped):
+        run(config, folder, seed=seed, stop_when=when)
+    return checkpoint.latest(folder)
+
+
+def rows(folder, kind="step"):
+    """The run's rows of this kind."""
+    return rows_of(read_metrics(folder), kind)
+
+
+def entries(folder, attempt=1):
+    """The journal of an attempt: events with the actions that the scheduler took."""
+    return list(journal.read(folder / f"journal/attempt-{attempt:03d}.jsonl"))[1:]
+
+
+def check_replay(config, folder):
+    """The journal of a run's first attempt leads another scheduler to the same actions."""
+    made = build(config.scheduler, config.rollout.turn_timeout_s)
+    assert journal.replay(folder / "journal/attempt-001.jsonl", made) > 100

@@ -21,7 +21,7 @@ from rose.comm.guest import Guest
 from rose.coordinator import borrowed
 from rose.coordinator.borrowed import Borrowed
 from tests import processes
-from tests.coordinator.conftest import HOST, RANK, World
+from tests.coordinator.conftest import HOST, RANK, World, tokens
 
 pytestmark = pytest.mark.slow
 JOINER = Path(__file__).with_name("joiner.py")
@@ -56,12 +56,14 @@ class Court:
         self.joiners.append(joiner)
         return joiner
 
+    def started(self):
+        """Processes that live since this was made."""
+        return set(processes.children(recursive=True)) - self.before
+
     async def until(self, condition, what):
         end = time.monotonic() + DEADLINE_S
         while not (value := condition()):
-            assert time.monotonic() < end, (
-                f"waited {DEADLINE_S:g} s for {what}: {self.world.faults} {self.changes}"
-            )
+            assert time.monotonic() < end, f"waited for {what}: {self.world.faults} {self.changes}"
             await asyncio.sleep(0.02)
         return value
 
@@ -92,9 +94,7 @@ class Court:
                 joiner.wait()
                 joiner.stdout.close()
             self.world.journal.close()
-        assert not processes.left(
-            lambda: set(processes.children(recursive=True)) - self.before
-        )  # no porter stays
+        assert not processes.left(self.started), "a porter stays"
 
 
 @pytest.fixture
@@ -138,9 +138,7 @@ def test_turns_of_ranks_that_are_killed_or_hang_move_on_with_their_tokens(strict
         assert re.search("borrowed-2: .*silent for", of_hanging)
         hangs.send_signal(signal.SIGCONT)
         await c.until(lambda: hangs.poll() is not None, "its end")
-        await c.until(
-            lambda: turn.received == 6, "tokens of the rank that stays, after those before"
-        )
+        await c.until(lambda: turn.received == 6, "tokens of the rank that stays")
         assert stays.poll() is None and c.workers() == ["borrowed-3", "rollout-0"]
 
     strict.run(story)
@@ -151,17 +149,14 @@ def test_a_turn_that_a_rank_gives_back_goes_on_elsewhere_and_the_rank_stays(cour
         occupy(c)
         c.join("gives back")
         await c.until(lambda: c.world.hub.counts.returned, "the return")
-        await c.until(
-            lambda: c.world.scheduler.cluster.workers["borrowed-1"].revoked,
-            "the word on its capacity",
-        )
+        lent = c.world.scheduler.cluster.workers["borrowed-1"]
+        await c.until(lambda: lent.revoked, "the word on its capacity")
         assert c.workers() == ["borrowed-1", "rollout-0"] and c.world.faults == []
-        assert c.world.scheduler.cluster.workers["borrowed-1"].expected_s == 2.0
+        assert lent.expected_s == 2.0
         c.world.taken(p.GenerateTurn)
         c.world.finish([4])
         [(rank, again)] = c.world.taken(p.GenerateTurn)
-        assert rank == RANK["rollout-0"]
-        assert p.unpack_tokens(again.tokens).tolist() == [1, 2, 3, 5, 5, 5, 6]
+        assert rank == RANK["rollout-0"] and tokens(again) == [1, 2, 3, 5, 5, 5, 6]
 
     court.run(story)
 
@@ -232,13 +227,11 @@ def test_asks_with_a_wrong_token_an_old_version_or_garbage_are_refused_in_words(
         (folder / "two.asks").write_bytes(b'{"protocol": 1}')
         (folder / "three.asks").write_bytes(b"\x00\xff garbage")
         await c.until(lambda: len(list(folder.glob("*.answer"))) == 3, "answers")
-        reasons = {
-            path.stem: msgspec.json.decode(path.read_bytes(), type=join.Answer)
-            for path in folder.glob("*.answer")
-        }
-        assert "token" in reasons["one"].reason and "protocol version 1" in reasons["two"].reason
-        assert "no request" in reasons["three"].reason
-        assert not any(a.worker or a.port for a in reasons.values())
+        reasons = {"one": "token", "two": "protocol version 1", "three": "no request"}
+        for name, words in reasons.items():
+            data = (folder / f"{name}.answer").read_bytes()
+            answer = msgspec.json.decode(data, type=join.Answer)
+            assert words in answer.reason and not (answer.worker or answer.port)
         assert len(c.world.faults) == 3
 
     court.run(story)
@@ -248,24 +241,17 @@ def test_garbage_on_every_port_that_is_open_stops_nobody(court):
     async def story(c):
         joiner = c.join("works")
         await c.until(lambda: c.changes, "the join")
-        ports = {
-            address
-            for each in set(processes.children(recursive=True)) - c.before
-            for address in processes.listens(each)
-        }
+        ports = {address for each in c.started() for address in processes.listens(each)}
         assert ports
         for address in ports:
             # some close when the one that they were for has come, or at the first wrong byte
-            with (
-                contextlib.suppress(ConnectionError),
-                socket.create_connection(address, timeout=60) as end,
-            ):
+            with contextlib.suppress(ConnectionError), socket.create_connection(address, 60) as end:
                 end.sendall(os.urandom(4096))
         [rank] = c.borrowed._ranks.values()
         heard = {rank.guest.last_seen}
-        await c.until(
-            lambda: heard.add(rank.guest.last_seen) or len(heard) > BEATS, "beats of the rank"
-        )
+        while len(heard) <= BEATS:
+            await c.until(lambda: rank.guest.last_seen not in heard, "beat of the rank")
+            heard.add(rank.guest.last_seen)
         assert c.world.faults == [] and joiner.poll() is None
         assert c.workers() == ["borrowed-1", "rollout-0"]
 

@@ -6,30 +6,24 @@ from hypothesis import strategies as st
 
 from rose.config import Branching
 from rose.coordinator import control
-from rose.coordinator.control import (
-    Bounds,
-    Groups,
-    Replaced,
-    Task,
-    TooManyFailures,
-    chosen,
-    eval_task,
-    fork_points,
-    teaches,
-    train_task,
-)
+from rose.coordinator.control import Bounds, Groups, Task, TooManyFailures, fork_points
 from rose.protocol import Phase
 from tests.made import trajectory as drawn
 
 
-def trajectory(name, reward=0.0, tokens=1, domain="lake"):
-    return drawn(name, reward=reward, response_tokens=tokens, domain=domain)
+def trajectory(name, reward=0.0, tokens=1):
+    return drawn(name, reward=reward, response_tokens=tokens)
 
 
-def opened(most, seeded, share=0.2):
+def opened(most=3, seeded=False):
     """No groups yet, of two domains; `most` failures in a row give a task of either up."""
     names = ("lake", "sums")
-    return Groups(1, {name: Bounds(most, share, f"env.members.{name}") for name in names}, seeded)
+    return Groups(1, {name: Bounds(most, 0.2, f"env.members.{name}") for name in names}, seeded)
+
+
+def trains(groups, index=0, size=2, seed=98, domain="lake"):
+    """The starts of training group `index`."""
+    return groups.open(f"g{index}", Phase.TRAIN, Task(domain, seed), size)
 
 
 def fails(groups, trajectory, error="boom", **more):
@@ -37,15 +31,12 @@ def fails(groups, trajectory, error="boom", **more):
 
 
 def test_a_group_is_complete_when_its_last_member_is_in():
-    groups = opened(3, seeded=True)
-    starts = groups.open("g4", Phase.TRAIN, Task("lake", 99), 3)
+    groups = opened(seeded=True)
+    starts = trains(groups, index=4, size=3)
     assert [s.id for s in starts] == ["g4.0", "g4.1", "g4.2"]
-    assert {s.env_seed for s in starts} == {99}
+    assert {s.env_seed for s in starts} == {98}
     assert len({s.sampling_seed for s in starts}) == 3
-    assert {
-        s.sampling_seed
-        for s in opened(3, seeded=False).open("g4", Phase.TRAIN, Task("lake", 99), 3)
-    } == {None}
+    assert {s.sampling_seed for s in trains(opened())} == {None}
     assert groups.finished(trajectory("g4.2")) is None
     assert groups.finished(trajectory("g4.0")) is None
     assert groups.finished(trajectory("g4.2")) is None  # a second word about it changes nothing
@@ -53,31 +44,10 @@ def test_a_group_is_complete_when_its_last_member_is_in():
     assert groups.running == 0
 
 
-def test_the_first_that_are_in_make_a_group_and_its_spare_trajectories_are_late():
-    groups = opened(3, seeded=True)
-    assert len(groups.open("g4", Phase.TRAIN, Task("lake", 99), 2, spare=2)) == 4
-    groups.finished(trajectory("g4.3"))
-    assert [t.id for t in groups.finished(trajectory("g4.1"))] == ["g4.1", "g4.3"]
-    assert groups.late("g4") == ["g4.0", "g4.2"] and groups.running == 0
-    assert groups.finished(trajectory("g4.0")) is None  # a late word changes nothing
-
-
-def test_a_failed_trajectory_is_replaced_within_its_group():
-    groups = opened(5, seeded=True)
-    groups.open("g0", Phase.TRAIN, Task("lake", 9), 2)
-    [again] = fails(groups, "g0.1").starts
-    assert again.id == "g0.1r1" and again.env_seed == 9 and again.domain == "lake"
-    assert [start.id for start in fails(groups, "g0.1r1").starts] == ["g0.1r2"]
-    assert groups.finished(trajectory("g0.1")) is None
-    groups.finished(trajectory("g0.0"))
-    assert [t.id for t in groups.finished(trajectory("g0.1r2"))] == ["g0.0", "g0.1r2"]
-    assert groups.failed == 2 and groups.given_up == 0
-
-
 def test_a_task_that_fails_each_time_is_given_up_and_another_drawn():
     """The group begins again, whole, under its own name."""
-    groups = opened(3, seeded=True)
-    groups.open("g0", Phase.TRAIN, Task("lake", 98), 3)
+    groups = opened()
+    trains(groups, size=3)
     groups.finished(trajectory("g0.1"))
     fails(groups, "g0.0")
     fails(groups, "g0.0r1")
@@ -98,11 +68,11 @@ def test_a_task_that_fails_each_time_is_given_up_and_another_drawn():
 
 
 def test_a_held_out_task_is_given_up_for_another_held_out_one():
-    groups = opened(3, seeded=True)
+    groups = opened()
     groups.open("e0-1", Phase.EVAL, Task("lake", 99), 1)
     name, drawn = "e0-1.0", set()
     for _ in range(6):
-        [start] = groups.failed_trajectory(name, "e0-1", "boom").starts
+        [start] = fails(groups, name).starts
         assert start.phase is Phase.EVAL and start.env_seed % 2 == 1
         name = start.id
         drawn.add(start.env_seed)
@@ -110,8 +80,8 @@ def test_a_held_out_task_is_given_up_for_another_held_out_one():
 
 
 def test_one_trajectory_that_ends_well_shows_that_the_task_can_be_played():
-    groups = opened(3, seeded=False)
-    groups.open("g0", Phase.TRAIN, Task("lake", 98), 8)
+    groups = opened()
+    trains(groups, size=8)
     for member in range(7):
         assert not fails(groups, f"g0.{member}").given_up
     groups.finished(trajectory("g0.7"))
@@ -121,10 +91,10 @@ def test_one_trajectory_that_ends_well_shows_that_the_task_can_be_played():
 
 
 def test_a_task_that_can_not_begin_is_given_up_at_once_and_so_is_one_that_kills_its_hosts_again():
-    groups = opened(20, seeded=False)
-    groups.open("g0", Phase.TRAIN, Task("lake", 98), 8)
+    groups = opened(20)
+    trains(groups, size=8)
     assert fails(groups, "g0.3", certain=True).given_up
-    groups.open("g1", Phase.TRAIN, Task("lake", 96), 8)
+    trains(groups, index=1, size=8)
     assert not fails(groups, "g1.0", lost=True).given_up
     assert not fails(groups, "g1.1", lost=True).given_up  # both may have come from outside
     assert fails(groups, "g1.0r1", lost=True).given_up
@@ -141,85 +111,57 @@ def test_a_given_up_tree_grows_again_among_the_new_members():
 
 def test_a_few_bad_tasks_among_many_never_end_the_run():
     """However fast they fail beside others, which take their time."""
-    groups = opened(3, seeded=False)
+    groups = opened()
     for index in range(600):
-        name = f"g{index}"
-        groups.open(name, Phase.TRAIN, Task("lake", 2 * index), 2)
+        starts = trains(groups, index, seed=2 * index)
         if index % 10 == 3:
-            again = groups.failed_trajectory(f"{name}.0", name, "long", certain=True).starts
-        else:
-            again = [None, None]
-        for member, start in enumerate(again):
-            groups.finished(trajectory(start.id if start else f"{name}.{member}"))
+            starts = fails(groups, f"g{index}.0", certain=True).starts
+        for start in starts:
+            groups.finished(trajectory(start.id))
     assert groups.given_up == 60 and groups.running == 0
 
 
 @pytest.mark.parametrize("size, at_once", [(1, 64), (2, 4), (8, 4)])
 def test_an_environment_of_which_every_task_fails_ends_the_run_soon_with_the_cause(size, at_once):
-    groups = opened(3, seeded=False)
+    groups = opened()
     left = []
     for index in range(at_once):
-        left += groups.open(f"g{index}", Phase.TRAIN, Task("sums", 2 * index), size)
-    with pytest.raises(
-        TooManyFailures,
-        match=r"tasks of sums fail each time \(env\.members\.sums\.max_failed_tasks=0\.2\); the "
-        r"last, g\d+\.\d+.*: disk gone",
-    ):
+        left += trains(groups, index, size, 2 * index, "sums")
+    why = r"tasks of sums fail each time \(env\.members\.sums\.max_failed_tasks=0\.2\); the last, "
+    with pytest.raises(TooManyFailures, match=why + r"g\d+\.\d+.*: disk gone"):
         while True:
-            start = left.pop(0)
-            after = groups.failed_trajectory(start.id, start.group, "disk gone")
+            after = fails(groups, left.pop(0).id, "disk gone")
             left = [each for each in left if each.id not in after.running] + after.starts
     assert groups.failed <= (at_once + 8) * 3 * size
 
 
-def test_an_environment_that_breaks_in_the_middle_ends_the_run_too():
-    """Hundreds of tasks that went well before don't hide it."""
-    groups = opened(3, seeded=False)
+@pytest.mark.parametrize(
+    "domain, words",
+    [("lake", "of the last 101 tasks of lake"), ("sums", "tasks of sums fail each time")],
+)
+def test_an_environment_that_breaks_in_the_middle_ends_the_run_too(domain, words):
+    """Hundreds of tasks that went well before don't hide it, of its domain or of another."""
+    groups = opened()
     for index in range(500):
-        groups.open(f"g{index}", Phase.TRAIN, Task("lake", 2 * index), 1)
+        trains(groups, index, size=1, seed=2 * index)
         groups.finished(trajectory(f"g{index}.0"))
-    with pytest.raises(TooManyFailures, match="of the last 101 tasks"):
-        name = groups.open("g500", Phase.TRAIN, Task("lake", 2), 1)[0].id
+    [start] = trains(groups, 500, size=1, domain=domain)
+    with pytest.raises(TooManyFailures, match=words):
         while True:
-            name = groups.failed_trajectory(name, "g500", "gone").starts[0].id
+            [start] = fails(groups, start.id).starts
     assert groups.failed < 100
 
 
-def test_a_domain_that_works_does_not_hide_another_that_is_broken():
-    groups = opened(3, seeded=False)
-    for index in range(100):
-        groups.open(f"g{index}", Phase.TRAIN, Task("lake", 2 * index), 1)
-        groups.finished(trajectory(f"g{index}.0"))
-    name = groups.open("g100", Phase.TRAIN, Task("sums", 9), 1)[0].id
-    with pytest.raises(TooManyFailures, match="tasks of sums fail each time"):
-        for _ in range(40):
-            name = groups.failed_trajectory(name, "g100", "boom").starts[0].id
-
-
-def test_a_dropped_group_is_forgotten():
-    groups = opened(5, seeded=True)
-    groups.open("g0", Phase.TRAIN, Task("lake", 9), 2)
-    groups.finished(trajectory("g0.0"))
-    running, done = groups.drop("g0")
-    assert running == ["g0.1"] and [t.id for t in done] == ["g0.0"]
-    assert groups.drop("g0") == ([], [])
-    assert groups.finished(trajectory("g0.1")) is None
-    assert fails(groups, "g0.1", "late") == Replaced()
-
-
 def test_tasks_depend_on_the_seed_and_the_index_alone():
-    def train(seed, index):
-        return train_task(seed, index, {"lake": 1.0}).seed
+    def train(seed, index, **others):
+        return control.train_task(seed, index, {"lake": 3.0} | others).seed
 
     assert train(1, 5) == train(1, 5) != train(2, 5)
-    trained, held_out = (
-        {train(1, i) for i in range(2000)},
-        {eval_task(1, i, {"lake": 1.0}).seed for i in range(2000)},
-    )
+    trained = {train(1, i) for i in range(2000)}
+    held_out = {control.eval_task(1, i, {"lake": 1.0}).seed for i in range(2000)}
     assert len(trained) == len(held_out) == 2000 and not trained & held_out
-    assert {train_task(1, i, {"lake": 1.0}).domain for i in range(100)} == {"lake"}
-    mixed = {"lake": 3.0, "sums": 1.0}
-    assert [train_task(1, i, mixed).seed for i in range(100)] == [train(1, i) for i in range(100)]
+    assert {control.train_task(1, i, {"lake": 1.0}).domain for i in range(100)} == {"lake"}
+    assert all(train(1, i, sums=1.0) == train(1, i) for i in range(100))
 
 
 @given(
@@ -230,47 +172,43 @@ def test_tasks_depend_on_the_seed_and_the_index_alone():
 )
 def test_any_few_neighbouring_groups_have_each_domain_in_its_share(weights, seed, begin, size):
     def stream(weights):
-        return [chosen(weights, seed, index) for index in range(begin, begin + size)]
+        return [control.chosen(weights, seed, index) for index in range(begin, begin + size)]
 
     found = stream(weights)
     for name, weight in weights.items():
         assert abs(found.count(name) - size * weight / sum(weights.values())) < 3
-    assert (
-        stream(dict(reversed(weights.items())))
-        == found
-        == stream({n: 4 * w for n, w in weights.items()})
-    )
+    assert stream(dict(reversed(weights.items()))) == found
+    assert stream({name: 4 * weight for name, weight in weights.items()}) == found
 
 
 def test_over_a_run_the_shares_are_the_weights_and_seeds_have_orders_of_their_own():
     def stream(seed):
-        return [chosen({"lake": 2, "sums": 1, "words": 0.5}, seed, index) for index in range(3500)]
+        weights = {"lake": 2, "sums": 1, "words": 0.5}
+        return [control.chosen(weights, seed, index) for index in range(3500)]
 
-    assert all(
-        abs(stream(1).count(name) - n) <= 3
-        for name, n in (("lake", 2000), ("sums", 1000), ("words", 500))
-    )
+    for name, count in {"lake": 2000, "sums": 1000, "words": 500}.items():
+        assert abs(stream(1).count(name) - count) <= 3
     assert len({tuple(stream(seed)[:16]) for seed in range(20)}) > 5
-    assert chosen({"lake": 1e308, "sums": 1e308, "words": 5e-324}, 1, 0) in ("lake", "sums")
+    assert control.chosen({"lake": 1e308, "sums": 1e308, "words": 5e-324}, 1, 0) in ("lake", "sums")
 
 
 @pytest.mark.parametrize(
-    "rewards, dynamic, keeps",
+    "rewards, tokens, dynamic, keeps",
     [
-        ([0, 1], True, True),
-        ([1, 1], True, False),
-        ([0, 0], True, False),
-        ([1, 1], False, True),
-        ([0.1 + 0.1 + 0.1, 0.3], True, False),
-        ([2.0**24, 2.0**24 + 1], True, True),
+        ([0, 1], 1, True, True),
+        ([1, 1], 1, True, False),
+        ([0, 0], 1, True, False),
+        ([1, 1], 1, False, True),
+        ([0.1 + 0.1 + 0.1, 0.3], 1, True, False),
+        ([2.0**24, 2.0**24 + 1], 1, True, True),
+        ([0, 1], 0, False, False),
     ],
 )
-def test_dynamic_sampling_drops_groups_without_a_gradient(rewards, dynamic, keeps):
-    assert teaches([trajectory(f"g0.{i}", r) for i, r in enumerate(rewards)], dynamic) is keeps
-
-
-def test_a_group_without_any_token_teaches_nothing():
-    assert not teaches([trajectory("g0.0", 1, tokens=0)], False)
+def test_a_group_without_a_token_is_dropped_and_by_dynamic_sampling_one_without_a_gradient(
+    rewards, tokens, dynamic, keeps
+):
+    group = [trajectory(f"g0.{i}", reward, tokens) for i, reward in enumerate(rewards)]
+    assert control.teaches(group, dynamic) is keeps
 
 
 def test_a_groups_members_are_trees_whose_forks_are_known_when_it_begins():
@@ -311,8 +249,3 @@ def test_spare_members_and_held_out_tasks_never_fork():
     assert alone.follows == ""
     [replaced] = fails(groups, "g4.1", "broken").starts
     assert (replaced.id, replaced.follows) == ("g4.1r1", "")
-
-
-def test_a_name_with_an_r_of_its_own_keeps_it():
-    assert control.first_name("g12r1.3r2") == "g12r1.3"
-    assert control.first_name("g12.3") == "g12.3"

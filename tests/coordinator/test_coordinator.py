@@ -27,9 +27,7 @@ def coordinator(make_config, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "POLL_S", POLL_S)
     config = make_config("trainer.ranks=2", "cluster.stop_timeout_s=4")
     sent = []
-    mailbox = SimpleNamespace(
-        rank=0, size=6, send=lambda rank, message: sent.append((rank, message))
-    )
+    mailbox = SimpleNamespace(rank=0, size=6, send=lambda *message: sent.append(message))
     made = Coordinator(config, tmp_path, 1, mailbox, NullRecorder(), None)
     made.sent, made.progress.step = sent, 7
     for index, rank in enumerate(TRAINER_RANKS):
@@ -39,34 +37,32 @@ def coordinator(make_config, tmp_path, monkeypatch):
     made.records.close()
 
 
-def written(coordinator, index):
-    """What a trainer rank does: its file into the folder that it was told, then its mark."""
-    rank = TRAINER_RANKS[index]
-    folder = next(Path(m.folder) for to, m in coordinator.sent if to == rank)
-    (folder / f"part-{index}").write_text("state")
-    checkpoint.mark(folder, index, "")
+def written(coordinator, *indices):
+    """What trainer ranks do: each its file into the folder that it was told, then its mark."""
+    for index in indices:
+        rank = TRAINER_RANKS[index]
+        folder = next(Path(m.folder) for to, m in coordinator.sent if to == rank)
+        (folder / f"part-{index}").write_text("state")
+        checkpoint.mark(folder, index, "")
 
 
-async def save(coordinator, deadline_s):
-    await coordinator.checkpoints.finish(
-        coordinator.progress.step, coordinator.progress.boundary, deadline_s
-    )
+async def save(coordinator, deadline_s=60.0):
+    now = coordinator.progress
+    await coordinator.checkpoints.finish(now.step, now.boundary, deadline_s)
 
 
-def test_a_stop_while_ranks_write_waits_for_the_rest_of_that_checkpoint(coordinator, tmp_path):
-    async def scene():
-        await save(coordinator, 60.0)
-        last = asyncio.create_task(coordinator.ending.save_last(60.0))
-        written(coordinator, 0)
-        await asyncio.sleep(2 * POLL_S)
-        assert not last.done() and checkpoint.latest(tmp_path) is None
-        written(coordinator, 1)
-        await last
-
-    asyncio.run(scene())
-    assert [type(m) for _, m in coordinator.sent] == [p.SaveCheckpoint] * 2, (
-        "a rank was told to save twice"
-    )
+async def test_a_stop_while_ranks_write_waits_for_the_rest_of_that_checkpoint(
+    coordinator, tmp_path
+):
+    await save(coordinator)
+    last = asyncio.create_task(coordinator.ending.save_last(60.0))
+    written(coordinator, 0)
+    await asyncio.sleep(2 * POLL_S)
+    assert not last.done() and checkpoint.latest(tmp_path) is None
+    written(coordinator, 1)
+    await last
+    told = [type(m) for _, m in coordinator.sent]
+    assert told == [p.SaveCheckpoint] * 2, "a rank was told to save twice"
     final = checkpoint.latest(tmp_path)
     assert checkpoint.step_of(final) == 7
     names = {"part-0", "part-1", checkpoint.COORDINATOR_STATE, "saved-00000", "saved-00001"}
@@ -74,7 +70,9 @@ def test_a_stop_while_ranks_write_waits_for_the_rest_of_that_checkpoint(coordina
     assert resume.last_save_s(tmp_path) > 0
 
 
-def test_what_hosts_and_engines_say_of_themselves_is_a_row_for_the_report(coordinator, tmp_path):
+async def test_what_hosts_and_engines_say_of_themselves_is_a_row_for_the_report(
+    coordinator, tmp_path
+):
     told = [
         p.HostReady(1),
         p.HostReady(1, "sandboxes: <none>"),
@@ -89,7 +87,7 @@ def test_what_hosts_and_engines_say_of_themselves_is_a_row_for_the_report(coordi
 
     coordinator.mailbox.receive = receive
     with pytest.raises(EOFError):
-        asyncio.run(coordinator._receive())
+        await coordinator._receive()
     assert 1 in coordinator.rollouts.up
     (row, again, engine) = read_metrics(tmp_path)
     assert (row["kind"], row["step"]) == ("host", 7)
@@ -101,38 +99,25 @@ def test_what_hosts_and_engines_say_of_themselves_is_a_row_for_the_report(coordi
     assert describe(engine, 1) == "step 7: rollout-0: by V2; graphs"
 
 
-def test_the_steps_go_on_while_it_is_written_and_the_next_one_waits_for_it(coordinator, tmp_path):
-    async def scene():
-        await save(coordinator, 60.0)  # returns though no rank has written anything
-        assert checkpoint.latest(tmp_path) is None
-        coordinator.progress.step = 8
-        second = asyncio.create_task(save(coordinator, 60.0))
-        await asyncio.sleep(2 * POLL_S)
-        assert not second.done() and len(coordinator.sent) == 2, "two checkpoints at a time"
-        for index in range(2):
-            written(coordinator, index)
-        await second
-        assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 7
-        del coordinator.sent[:2]
-        for index in range(2):
-            written(coordinator, index)
-        await coordinator.checkpoints.committed()
-
-    asyncio.run(scene())
-    assert [checkpoint.step_of(folder) for folder in checkpoint.complete(tmp_path)] == [7, 8]
-
-
-def test_what_a_checkpoint_holds_is_of_its_step_however_far_the_run_has_come(coordinator, tmp_path):
-    async def scene():
-        coordinator.progress.boundary = {"step": 7}
-        await save(coordinator, 60.0)
-        coordinator.progress.step, coordinator.progress.boundary = 9, {"step": 9}
-        for index in range(2):
-            written(coordinator, index)
-        await coordinator.checkpoints.committed()
-
-    asyncio.run(scene())
+async def test_the_steps_go_on_while_it_is_written_and_the_next_one_waits_for_it(
+    coordinator, tmp_path
+):
+    """And each holds the state of its own step."""
+    coordinator.progress.boundary = {"step": 7}
+    await save(coordinator)  # returns though no rank has written anything
+    assert checkpoint.latest(tmp_path) is None
+    coordinator.progress.step, coordinator.progress.boundary = 8, {"step": 8}
+    second = asyncio.create_task(save(coordinator))
+    await asyncio.sleep(2 * POLL_S)
+    assert not second.done() and len(coordinator.sent) == 2, "two checkpoints at a time"
+    written(coordinator, 0, 1)
+    await second
     assert checkpoint.read_state(checkpoint.latest(tmp_path)) == {"step": 7}
+    del coordinator.sent[:2]
+    written(coordinator, 0, 1)
+    await coordinator.checkpoints.committed()
+    assert checkpoint.read_state(checkpoint.latest(tmp_path)) == {"step": 8}
+    assert [checkpoint.step_of(folder) for folder in checkpoint.complete(tmp_path)] == [7, 8]
 
 
 class Fails:
@@ -160,8 +145,7 @@ class Fails:
     async def writes(self):
         while len(self.coordinator.sent) < len(TRAINER_RANKS):
             await asyncio.sleep(POLL_S)
-        for index in range(len(TRAINER_RANKS)):
-            written(self.coordinator, index)
+        written(self.coordinator, 0, 1)
 
     async def run(self):
         writing = asyncio.create_task(self.writes())
@@ -175,87 +159,82 @@ class Fails:
 BAD_HOST = p.RankFailed(1, "environment 0: ValueError: gone")
 
 
-def test_finished_steps_are_saved_before_a_run_fails(coordinator, tmp_path, monkeypatch):
+async def test_finished_steps_are_saved_before_a_run_fails(coordinator, tmp_path, monkeypatch):
     """Whatever ends it, and though another failure follows."""
     run = Fails(coordinator, monkeypatch, BAD_HOST, BAD_HOST)
     with pytest.raises(RunFailed, match="ValueError: gone"):
-        asyncio.run(run.run())
+        await run.run()
     assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 7
 
 
-def test_a_step_that_is_trained_as_the_run_fails_is_waited_for_and_saved(
+async def test_a_step_that_is_trained_as_the_run_fails_is_waited_for_and_saved(
     coordinator, tmp_path, monkeypatch
 ):
     coordinator.progress.at_boundary = False
-
-    async def scene():
-        run = Fails(coordinator, monkeypatch, BAD_HOST)
-        running = asyncio.create_task(run.run())
-        while run.messages:
-            await asyncio.sleep(POLL_S)
-        await asyncio.sleep(2 * POLL_S)
-        assert not running.done()
-        run.finishes.set()
-        await running
-
+    run = Fails(coordinator, monkeypatch, BAD_HOST)
+    running = asyncio.create_task(run.run())
+    while run.messages:
+        await asyncio.sleep(POLL_S)
+    await asyncio.sleep(2 * POLL_S)
+    assert not running.done()
+    run.finishes.set()
     with pytest.raises(RunFailed, match="ValueError: gone"):
-        asyncio.run(scene())
+        await running
     assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 8
 
 
-def test_a_run_whose_trainer_is_gone_fails_at_once(coordinator, tmp_path, monkeypatch):
+async def test_a_run_whose_trainer_is_gone_fails_at_once(coordinator, tmp_path, monkeypatch):
     lost = p.RankFailed(TRAINER_RANKS[1], "trainer 1: out of memory")
     with pytest.raises(RunFailed, match="out of memory"):
-        asyncio.run(Fails(coordinator, monkeypatch, lost).run())
+        await Fails(coordinator, monkeypatch, lost).run()
     assert checkpoint.latest(tmp_path) is None and coordinator.sent == []
 
 
-def test_a_rank_that_cannot_write_ends_the_run_with_what_it_met_and_nothing_is_committed(
+def cannot_write(coordinator):
+    """The second trainer rank meets a full disk; the folder that it was told."""
+    folder = Path(coordinator.sent[0][1].folder)
+    checkpoint.mark(folder, 1, "OSError: No space left on device")
+    return folder
+
+
+async def test_a_rank_that_cannot_write_ends_the_run_with_what_it_met_and_nothing_is_committed(
     coordinator, tmp_path
 ):
-    async def scene():
-        await save(coordinator, 60.0)
-        checkpoint.mark(Path(coordinator.sent[0][1].folder), 1, "OSError: No space left on device")
-        ended = asyncio.create_task(coordinator.checkpoints.committed())
-        await asyncio.sleep(2 * POLL_S)
-        assert not ended.done(), "another rank writes"
-        written(coordinator, 0)
+    await save(coordinator)
+    cannot_write(coordinator)
+    ended = asyncio.create_task(coordinator.checkpoints.committed())
+    await asyncio.sleep(2 * POLL_S)
+    assert not ended.done(), "another rank writes"
+    written(coordinator, 0)
+    words = "trainer rank 1 could not save: OSError: No space left"
+    with pytest.raises(checkpoint.SaveFailed, match=words):
         await ended
-
-    with pytest.raises(
-        checkpoint.SaveFailed, match="trainer rank 1 could not save: OSError: No space left"
-    ):
-        asyncio.run(scene())
     assert checkpoint.latest(tmp_path) is None
 
 
-def test_where_other_ranks_still_write_no_save_is_tried_again(coordinator, tmp_path, monkeypatch):
+async def test_where_other_ranks_still_write_no_save_is_tried_again(coordinator, monkeypatch):
     """Ranks that still write would write into the folder of the next try."""
-    monkeypatch.setattr("rose.coordinator.checkpoints.FAILED_S", 0.0)
-
-    async def scene():
-        await save(coordinator, 60.0)
-        folder = Path(coordinator.sent[0][1].folder)
-        checkpoint.mark(folder, 1, "OSError: No space left on device")
-        for _ in range(2):
-            with pytest.raises(RunFailed, match="No space left.*still write after 0 s"):
-                await coordinator.checkpoints.order(5)
-        assert folder.exists() and len(coordinator.sent) == len(TRAINER_RANKS)
-
-    asyncio.run(scene())
+    monkeypatch.setattr(checkpoints, "FAILED_S", 0.0)
+    await save(coordinator)
+    folder = cannot_write(coordinator)
+    for _ in range(2):
+        with pytest.raises(RunFailed, match="No space left.*still write after 0 s"):
+            await coordinator.checkpoints.order(5)
+    assert folder.exists() and len(coordinator.sent) == len(TRAINER_RANKS)
 
 
-def test_a_save_that_failed_is_tried_again_before_the_run_ends(coordinator, tmp_path, monkeypatch):
+async def test_a_save_that_failed_is_tried_again_before_the_run_ends(
+    coordinator, tmp_path, monkeypatch
+):
     """The checkpoint that its commit would have removed goes first, and its half."""
     keep = coordinator.config.trainer.checkpoint_keep
     for step in range(1, keep + 1):
         checkpoint.commit(checkpoint.begin(tmp_path, step), {"step": step}, keep)
 
     async def steps():
-        await save(coordinator, 60.0)
-        first = Path(coordinator.sent[0][1].folder)
+        await save(coordinator)
+        first = cannot_write(coordinator)
         (first / "half").touch()
-        checkpoint.mark(first, 1, "OSError: No space left on device")
         checkpoint.mark(first, 0, "")
         await coordinator.checkpoints.committed()
 
@@ -265,42 +244,20 @@ def test_a_save_that_failed_is_tried_again_before_the_run_ends(coordinator, tmp_
         left = [checkpoint.step_of(folder) for folder in checkpoint.complete(tmp_path)]
         assert left == list(range(2, keep + 1))
         del coordinator.sent[:2]
-        written(coordinator, 0), written(coordinator, 1)
+        written(coordinator, 0, 1)
 
     run = Fails(coordinator, monkeypatch)
     monkeypatch.setattr(coordinator, "_steps", steps)
     monkeypatch.setattr(run, "writes", writes)
     with pytest.raises(checkpoint.SaveFailed, match="No space left"):
-        asyncio.run(run.run())
+        await run.run()
     final = checkpoint.latest(tmp_path)
     assert checkpoint.step_of(final) == 7 and not (final / "half").exists()
 
 
-def test_ranks_that_never_write_are_named_by_number_after_the_deadline(coordinator):
-    async def scene():
-        await save(coordinator, 0.1)
-        written(coordinator, 1)
+async def test_ranks_that_never_write_are_named_by_number_after_the_deadline(coordinator):
+    await save(coordinator, 0.1)
+    written(coordinator, 1)
+    words = "waited 0.1 s for trainer ranks to save step 7: 1 of 2 saved"
+    with pytest.raises(RunFailed, match=words):
         await coordinator.checkpoints.committed()
-
-    with pytest.raises(
-        RunFailed, match="waited 0.1 s for trainer ranks to save step 7: 1 of 2 saved"
-    ):
-        asyncio.run(scene())
-
-
-def test_the_time_to_stop_and_slurms_warning_grow_with_what_the_last_checkpoint_took(
-    coordinator, tmp_path
-):
-    cluster = coordinator.config.cluster
-    slurm = SimpleNamespace(warning_s=120)
-    assert resume.stop_s(tmp_path, cluster) == 4 and resume.warning_s(tmp_path, slurm) == 120
-    resume.note_save(tmp_path, 100.0)
-    assert (
-        resume.stop_s(tmp_path, cluster) == pytest.approx(500)
-        and resume.warning_s(tmp_path, slurm) == 300
-    )
-    assert resume.warning_s(tmp_path, slurm) > resume.stop_s(tmp_path, cluster) / 2 > 2 * 100.0, (
-        "one runs, one follows"
-    )
-    (tmp_path / "status" / "save.json").write_text("torn")
-    assert resume.stop_s(tmp_path, cluster) == 4

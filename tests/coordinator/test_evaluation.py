@@ -2,10 +2,9 @@
 
 import pytest
 
-from rose.coordinator.coordinator import Stopped
 from rose.launch import resume
 from rose.observe import held_out
-from rose.observe.metrics import read_metrics, rows_of
+from rose.observe.metrics import read_metrics
 from rose.protocol import Phase, seed_of
 from rose.trainer import checkpoint
 from tests.coordinator import peers
@@ -15,26 +14,25 @@ STEPS = 6
 
 @pytest.fixture
 def config(make_config):
-    return lambda *overrides: make_config(
-        f"trainer.steps={STEPS}",
-        "eval.episodes=3 eval.every=2 trainer.batch_size=8 rollout.group_size=2",
-        "serving.borrow=false observe.tensorboard=false observe.save_trajectories=false",
-        "trainer.checkpoint_every=100",
-        *overrides,
-    )
+    run = f"{peers.SHORT} trainer.steps={STEPS} eval.episodes=3 eval.every=2"
+    return lambda *overrides: make_config(run, "trainer.checkpoint_every=100", *overrides)
 
 
-SETS = ("+env@eval.sets.sums=calculator", "+eval.sets.sums.episodes=2")
-SETS += ("+eval.sets.sums.samples=4", "+env@eval.sets.lake=frozen_lake")
-SETS += ("+eval.sets.lake.episodes=1",)
+SETS = ("+env@eval.sets.sums=calculator", "+eval.sets.sums.episodes=2 +eval.sets.sums.samples=4")
+SETS += ("+env@eval.sets.lake=frozen_lake", "+eval.sets.lake.episodes=1")
 
 
 def evaluations(folder):
-    return rows_of(read_metrics(folder), "eval")
+    return peers.rows(folder, "eval")
 
 
 def steps_of(folder):
     return [checkpoint.step_of(each) for each in checkpoint.complete(folder)]
+
+
+def of_kind(folder, what):
+    """The details of faults of this kind."""
+    return [row["detail"] for row in read_metrics(folder) if row.get("what") == what]
 
 
 def test_sets_have_tasks_of_their_own_and_all_samples_of_a_task_are_one_group(config, tmp_path):
@@ -77,8 +75,7 @@ def test_beside_training_every_step_is_trained_as_without(config, batching, seed
     assert phases[0] == phases[STEPS] == {"evaluating"}
     rows = evaluations(tmp_path)
     assert rows[-1]["step"] == STEPS and rows[-1]["eval_versions_later"] == 0
-    left_out = [r for r in read_metrics(tmp_path) if r.get("what") == "evaluation left out"]
-    assert len(rows) + len(left_out) == STEPS + 1
+    assert len(rows) + len(of_kind(tmp_path, "evaluation left out")) == STEPS + 1
     assert all(row["eval_versions_later"] <= STEPS - row["step"] for row in rows)
 
 
@@ -90,11 +87,9 @@ def score_of(folder):
 def test_an_early_stop_waits_for_what_runs_beside(config, seed, tmp_path):
     wanted = config("trainer.steps=40", "eval.every=2", "eval.beside=true", "eval.stop.patience=1")
     coordinator, peer = peers.run(wanted, tmp_path, seed=seed)
-    rows = evaluations(tmp_path)
-    assert (
-        coordinator.progress.stopped_early and max(peer.trained) == coordinator.progress.step < 40
-    )
-    assert rows[-1]["step"] == coordinator.progress.step and rows[-1]["eval_versions_later"] == 0
+    rows, last = evaluations(tmp_path), coordinator.progress.step
+    assert coordinator.progress.stopped_early and max(peer.trained) == last < 40
+    assert rows[-1]["step"] == last and rows[-1]["eval_versions_later"] == 0
     begun = {int(g[1:].partition("-")[0]) for g in peer.seed_of_group if g.startswith("e")}
     assert begun == {row["step"] for row in rows}, "none is thrown away"
 
@@ -105,9 +100,8 @@ def test_a_run_that_no_longer_gets_better_ends_and_has_its_last_step(config, tmp
     scores = list(score_of(tmp_path).values())
     last = coordinator.progress.step
     assert 3 <= last < 40 and len(scores) == last + 1 and len(peer.trained) == last
-    assert max(scores[-3:]) <= max(scores[:-3]) and "eval.stop.patience=3" in (
-        coordinator.progress.stopped_early
-    )
+    assert max(scores[-3:]) <= max(scores[:-3])
+    assert "eval.stop.patience=3" in coordinator.progress.stopped_early
     for before in range(4, len(scores)):
         assert max(scores[before - 3 : before]) > max(scores[: before - 3]), "no earlier"
     assert steps_of(tmp_path) == [last]
@@ -132,13 +126,10 @@ def test_a_run_that_is_stopped_in_an_evaluation_beside_makes_it_again(config, tm
     wanted = config("eval.beside=true")
 
     def evaluating(coordinator):
-        return coordinator.progress.step == 2 and bool(
-            coordinator.rollouts.groups.running_in(Phase.EVAL)
-        )
+        running = coordinator.rollouts.groups.running_in(Phase.EVAL)
+        return coordinator.progress.step == 2 and bool(running)
 
-    with pytest.raises(Stopped):
-        peers.run(wanted, tmp_path, stop_when=evaluating)
-    saved = checkpoint.latest(tmp_path)
+    saved = peers.stopped(wanted, tmp_path, evaluating)
     assert checkpoint.step_of(saved) == 2
     peers.run(wanted, tmp_path, attempt=2, resume_from=saved)
     assert {0, 2, 6} <= set(score_of(tmp_path))
@@ -154,12 +145,10 @@ def test_what_an_evaluation_beside_loses_at_a_restart_is_told(config, tmp_path):
         running = coordinator.rollouts.groups.running_in(Phase.EVAL)
         return coordinator.progress.step == 3 and "e2-0" in running
 
-    with pytest.raises(Stopped):
-        peers.run(wanted, tmp_path, stop_when=one_step_after)
-    saved = checkpoint.latest(tmp_path)
+    saved = peers.stopped(wanted, tmp_path, one_step_after)
     assert checkpoint.step_of(saved) == 3 and 2 not in score_of(tmp_path)
     assert left.exists()
     peers.run(wanted, tmp_path, attempt=2, resume_from=saved)
-    lost = [r["detail"] for r in read_metrics(tmp_path) if r.get("what") == "evaluation lost"]
-    assert len(lost) == 1 and lost[0].startswith("step 2:") and not left.exists()
+    [lost] = of_kind(tmp_path, "evaluation lost")
+    assert lost.startswith("step 2:") and not left.exists()
     assert set(score_of(tmp_path)) == {0, 4, 6}

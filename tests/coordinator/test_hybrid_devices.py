@@ -7,13 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from rose import protocol as p
-from rose.coordinator import hybrid_devices, journal
-from rose.coordinator.coordinator import Stopped
+from rose.coordinator import hybrid_devices
 from rose.coordinator.hybrid_devices import HybridDevices
 from rose.coordinator.hybrid_starts import RECENT, HybridStarts
-from rose.observe.metrics import read_metrics, rows_of
+from rose.launch.layout import hybrid_ranks
 from rose.observe.recorder import NullRecorder
-from rose.policies import build
 from rose.scheduler import events as ev
 from rose.trainer import checkpoint
 from tests.coordinator import peers
@@ -28,19 +26,9 @@ DEVICES = {
 
 @pytest.fixture
 def config(make_config):
+    run = f"{peers.SHORT} trainer.steps={STEPS} trainer.batch_size=16 trainer.checkpoint_every=2"
     return lambda *overrides, provisioning=ALL_IDLE: make_config(
-        f"trainer.steps={STEPS}",
-        "eval.episodes=2",
-        "trainer.batch_size=16",
-        "rollout.group_size=2",
-        "rollout.workers=1",
-        "rollout.hybrid=1",
-        "serving.borrow=false",
-        "observe.tensorboard=false",
-        "observe.save_trajectories=false",
-        "trainer.checkpoint_every=2",
-        *provisioning,
-        *overrides,
+        run, "eval.episodes=2 rollout.workers=1 rollout.hybrid=1", *provisioning, *overrides
     )
 
 
@@ -66,20 +54,15 @@ def test_a_hybrid_engine_works_in_every_step_and_the_same_groups_are_trained(
     _, without = peers.run(alone, tmp_path / "alone", seed=seed)
     assert trained(peer) == trained(without) and len(peer.trained) == STEPS
     whole(peer)
-    rows = rows_of(read_metrics(tmp_path / "hybrid"), "step")
+    rows = peers.rows(tmp_path / "hybrid")
     assert [row["version"] for row in rows] == list(range(1, STEPS + 1))
     # not in each: it may wake when all turns are taken
     assert any(row["hybrid_token_share"] > 0 and row["hybrid_idle_used"] > 0 for row in rows)
     assert all(0 <= row["hybrid_delay"] < 1 and row["borrowed_workers"] == 0 for row in rows)
-    assert (
-        coordinator.hub.workers.generated["hybrid"]
-        > 0
-        == coordinator.hub.workers.generated["borrowed"]
-    )
-    [path] = (tmp_path / "hybrid" / "journal").iterdir()
-    assert journal.replay(path, build(made.scheduler, made.rollout.turn_timeout_s)) > 100
-    changes = [e.actions for e in list(journal.read(path))[1:]]
-    kinds = [type(a) for found in changes for a in found]
+    generated = coordinator.hub.workers.generated
+    assert generated["hybrid"] > 0 == generated["borrowed"]
+    peers.check_replay(made, tmp_path / "hybrid")
+    kinds = [type(a) for entry in peers.entries(tmp_path / "hybrid") for a in entry.actions]
     assert kinds.count(ev.UseWorker) == kinds.count(ev.RestWorker) == STEPS
     # a version that was published while it was asleep is loaded by every wake
     assert kinds.count(ev.LoadWeights) == 1 + STEPS + STEPS
@@ -100,21 +83,19 @@ def test_the_tail_of_a_step_moves_before_its_batch_is_complete(config, tmp_path)
     made = config("scheduler.provisioning.args.hybrid_tail=100")
     _, peer = peers.run(made, tmp_path)
     whole(peer)
-    [path] = (tmp_path / "journal").iterdir()
-    entries = list(journal.read(path))[1:]
+    entries = peers.entries(tmp_path)
     rests = [e.event for e in entries if any(isinstance(a, ev.RestWorker) for a in e.actions)]
     assert len(rests) == STEPS and all(isinstance(event, ev.TrajectoryEnded) for event in rests)
 
 
 def test_rlboost_lets_hybrid_engines_roll_out_too(config, tmp_path):
     made = config(*DEVICES["gpus"], provisioning=("scheduler/provisioning=rlboost",))
-    coordinator, peer = peers.run(made, tmp_path)
+    _, peer = peers.run(made, tmp_path)
     assert len(peer.trained) == STEPS
     whole(peer)
-    rows = rows_of(read_metrics(tmp_path), "step")
-    assert any(row["hybrid_token_share"] > 0 for row in rows[1:]), "they wake after a step, too"
-    [path] = (tmp_path / "journal").iterdir()
-    actions = [a for e in list(journal.read(path))[1:] for a in e.actions]
+    shares = [row["hybrid_token_share"] for row in peers.rows(tmp_path)]
+    assert any(share > 0 for share in shares[1:]), "they wake after a step, too"
+    actions = [a for entry in peers.entries(tmp_path) for a in entry.actions]
     about = [type(a) for a in actions if getattr(a, "worker", "") == "rollout-1"]
     assert about.index(ev.UseWorker) < about.index(ev.AssignTurn), "it rests until it is used"
 
@@ -122,23 +103,13 @@ def test_rlboost_lets_hybrid_engines_roll_out_too(config, tmp_path):
 def test_an_engine_that_died_asleep_is_not_started_for_a_policy_that_leaves_it_alone(
     config, tmp_path
 ):
-    died = []
-
-    def die(coordinator):
-        peer, rank = hybrid_of(coordinator)
-        if not died and coordinator.progress.step == 0 and peer.training and peer.asleep(rank):
-            died.append(peer.dies(rank))
-        return False
-
     made = config(*DEVICES["gpus"], "scheduler.provisioning.args.hybrid_wait_s=1e9")
-    _, peer = peers.run(made, tmp_path, stop_when=die)
-    assert died and len(peer.trained) == STEPS
-    assert peer.orders == [
-        (p.Role.TRAINER, "sleep"),
-        (p.Role.ROLLOUT, "wake"),
-        (p.Role.ROLLOUT, "sleep"),
-        (p.Role.TRAINER, "wake"),
-    ], "after the first step, in which all engines start, the trainer waits for none"
+    _, peer = peers.run(made, tmp_path, stop_when=dies_in_the_first_training)
+    [rank] = peer.hybrids
+    assert rank in peer.dead and len(peer.trained) == STEPS
+    trainer, engine = p.Role.TRAINER, p.Role.ROLLOUT
+    first = [(trainer, "sleep"), (engine, "wake"), (engine, "sleep"), (trainer, "wake")]
+    assert peer.orders == first, "after the step in which all start, the trainer waits for none"
 
 
 def hybrid_of(coordinator):
@@ -146,27 +117,42 @@ def hybrid_of(coordinator):
     return coordinator.mailbox, rank
 
 
+def dies_in_the_first_training(coordinator):
+    """To be asked again and again by a run: its hybrid engine dies once, and is asleep then."""
+    peer, rank = hybrid_of(coordinator)
+    asleep = coordinator.progress.step == 0 and peer.training and peer.asleep(rank)
+    if asleep and rank not in peer.dead:
+        peer.died = True
+        peer.dies(rank)
+    return False
+
+
+def rolling_out(coordinator):
+    """Whether the hybrid engine has made a token after the third step."""
+    worker = coordinator.hub.workers.get("rollout-1")
+    return coordinator.progress.step == 3 and worker is not None and worker.tokens > 0
+
+
 @pytest.mark.parametrize("devices", DEVICES)
 @pytest.mark.parametrize("when", ["asleep", "waking", "generating"])
 def test_a_hybrid_engine_that_is_killed_works_again(when, devices, config, tmp_path):
     died_at = []
 
+    def is_there(coordinator, peer, rank):
+        worker = coordinator.hub.workers.get("rollout-1")
+        if when == "asleep":
+            return peer.training and peer.asleep(rank)
+        if worker is None or rank not in peer.awake or not worker.alive:
+            return False
+        if when == "generating":
+            return worker.open_turns > 0 and worker.tokens > 0
+        loading = worker.version != coordinator.hub.weights.version
+        return loading and coordinator.rollouts.batch is None
+
     def die(coordinator):
         peer, rank = hybrid_of(coordinator)
-        worker = coordinator.hub.workers.get("rollout-1")
-        ready = (
-            peer.training and peer.asleep(rank)
-            if when == "asleep"
-            else worker is not None and rank in peer.awake and worker.alive
-        )
-        if ready and when != "asleep":  # waking: the newest weights are on their way
-            generating = worker.open_turns > 0 and worker.tokens > 0
-            loading = (
-                coordinator.rollouts.batch is None
-                and worker.version != coordinator.hub.weights.version
-            )
-            ready = generating if when == "generating" else loading
-        if not died_at and coordinator.progress.step == 1 and ready:
+        there = coordinator.progress.step == 1 and is_there(coordinator, peer, rank)
+        if there and not died_at:
             died_at.append(peer.of_hybrids["turns"])
             peer.dies(rank)
         return False
@@ -221,20 +207,13 @@ class EvenStarts(HybridStarts):
 def test_a_start_that_outlasts_a_rollout_is_said_and_not_begun_at_every_step(
     config, tmp_path, monkeypatch
 ):
-    def die(coordinator):
-        peer, rank = hybrid_of(coordinator)
-        if not peer.died and coordinator.progress.step == 0 and peer.training and peer.asleep(rank):
-            peer.died = True
-            peer.dies(rank)
-        return False
-
     monkeypatch.setattr(peers, "Peers", SlowStarts)
     monkeypatch.setattr(hybrid_devices, "HybridStarts", EvenStarts)
-    _, peer = peers.run(config(*DEVICES["gpus"]), tmp_path, stop_when=die)
+    made = config(*DEVICES["gpus"])
+    _, peer = peers.run(made, tmp_path, stop_when=dies_in_the_first_training)
     assert peer.attempts == [1] and len(peer.trained) == STEPS
-    rows = rows_of(read_metrics(tmp_path), "step")
-    assert [row["starts_broken_off"] for row in rows] == [0, 1, 0, 0]
-    faults = rows_of(read_metrics(tmp_path), "fault")
+    assert [row["starts_broken_off"] for row in peers.rows(tmp_path)] == [0, 1, 0, 0]
+    faults = peers.rows(tmp_path, "fault")
     [said] = [row["detail"] for row in faults if row["what"] == "hybrid engine not started"]
     assert said.startswith("rollout-1: its start was cancelled after 60.0 s")
     assert peer.orders.count((p.Role.TRAINER, "sleep")) == 2, "it keeps its devices from then on"
@@ -315,56 +294,46 @@ def test_a_start_that_its_own_death_began_in_its_turn_is_timed_from_there():
     assert not made.rollout(50.0)
 
 
-def test_beside_an_engine_that_works_one_that_has_no_time_to_start_gets_no_turn(
+async def test_beside_an_engine_that_works_one_that_has_no_time_to_start_gets_no_turn(
     config, monkeypatch
 ):
     sent, now = [], [0.0]
     monkeypatch.setattr(hybrid_devices, "time", SimpleNamespace(time=lambda: now[0]))
+    made = config("cluster=gpus", "cluster.gpus=3", "trainer.ranks=2", "rollout.hybrid=2")
+    ranks = {p.Role.TRAINER: {0: 2, 1: 3}, p.Role.ROLLOUT: {0: 4, 1: 5, 2: 6}}
+    up, faults = {5, 6}, []
 
-    async def scene():
-        made = config("cluster=gpus", "cluster.gpus=3", "trainer.ranks=2", "rollout.hybrid=2")
-        ranks = {p.Role.TRAINER: {0: 2, 1: 3}, p.Role.ROLLOUT: {0: 4, 1: 5, 2: 6}}
-        up, faults = {5, 6}, []
+    def send(rank, order):
+        sent.append((rank, type(order)))
+        awake = isinstance(order, p.Wake)
+        turns.received(p.DeviceChanged(rank, order.turn, awake, 0.1, 1.0, 2.0, 3.0))
 
-        def send(rank, order):
-            sent.append((rank, type(order)))
-            awake = isinstance(order, p.Wake)
-            turns.received(p.DeviceChanged(rank, order.turn, awake, 0.1, 1.0, 2.0, 3.0))
-
-        hub = SimpleNamespace(workers=SimpleNamespace(hybrids_up=lambda: up))
-        said = (send, NullRecorder(), hub, lambda *fault: faults.append(fault))
-        turns = HybridDevices(made, ranks, *said)
-        woken = []
-        for _ in range(4):
-            sent.clear()
-            await turns.to(p.Role.ROLLOUT)
-            woken.append([rank for rank, order in sent if order is p.Wake])
-            now[0] += 50.0
-            up = {5}
-            turns.engine_changed()
-            now[0] += 10.0
-            sent.clear()
-            await turns.to(p.Role.TRAINER)
-            assert [rank for rank, order in sent if order is p.Sleep] == [5, 6]
-            turns.starts.rolled_out(60.0)
-        # it died late in its first turn, and had the second in vain
-        assert woken == [[5, 6], [5, 6], [5], [5]] and len(faults) == 2
-        up = {5, 6}  # whoever is up has its turn
+    hub = SimpleNamespace(workers=SimpleNamespace(hybrids_up=lambda: up))
+    said = (send, NullRecorder(), hub, lambda *fault: faults.append(fault))
+    turns = HybridDevices(made, ranks, *said)
+    woken = []
+    for _ in range(4):
+        sent.clear()
         await turns.to(p.Role.ROLLOUT)
-        assert [rank for rank, order in sent if order is p.Wake][-2:] == [5, 6]
-
-    asyncio.run(scene())
+        woken.append([rank for rank, order in sent if order is p.Wake])
+        now[0] += 50.0
+        up = {5}
+        turns.engine_changed()
+        now[0] += 10.0
+        sent.clear()
+        await turns.to(p.Role.TRAINER)
+        assert [rank for rank, order in sent if order is p.Sleep] == [5, 6]
+        turns.starts.rolled_out(60.0)
+    # it died late in its first turn, and had the second in vain
+    assert woken == [[5, 6], [5, 6], [5], [5]] and len(faults) == 2
+    up = {5, 6}  # whoever is up has its turn
+    await turns.to(p.Role.ROLLOUT)
+    assert [rank for rank, order in sent if order is p.Wake][-2:] == [5, 6]
 
 
 def test_stopped_in_the_engines_turn_the_trainer_takes_its_devices_and_saves(config, tmp_path):
-    def rolling_out(coordinator):
-        worker = coordinator.hub.workers.get("rollout-1")
-        return coordinator.progress.step == 3 and worker is not None and worker.tokens > 0
-
     made = config(*DEVICES["gpus"], "trainer.checkpoint_every=100")
-    with pytest.raises(Stopped):
-        peers.run(made, tmp_path, stop_when=rolling_out)
-    saved = checkpoint.latest(tmp_path)
+    saved = peers.stopped(made, tmp_path, rolling_out)
     assert checkpoint.step_of(saved) == 3
     _, peer = peers.run(made, tmp_path, attempt=2, resume_from=saved)
     assert list(peer.trained) == [4]
@@ -384,64 +353,38 @@ def test_a_stop_saves_the_step_whatever_a_hybrid_engine_does(
             peer.dies(rank)
             sleep(peer, rank, order)
 
-    def rolling_out(coordinator):
-        worker = coordinator.hub.workers.get("rollout-1")
-        return coordinator.progress.step == 3 and worker is not None and worker.tokens > 0
-
     monkeypatch.setattr(peers.Peers, "_Sleep", told_to_sleep)
-    with pytest.raises(Stopped):
-        peers.run(
-            config(*DEVICES[devices], "trainer.checkpoint_every=100"),
-            tmp_path,
-            stop_when=rolling_out,
-        )
-    assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 3
+    made = config(*DEVICES[devices], "trainer.checkpoint_every=100")
+    assert checkpoint.step_of(peers.stopped(made, tmp_path, rolling_out)) == 3
 
 
-def test_a_batch_that_is_complete_while_engines_wake_breaks_that_off(config):
+async def test_a_batch_that_is_complete_while_engines_wake_breaks_that_off(config):
     sent = []
+    ranks = {p.Role.TRAINER: {0: 2}, p.Role.ROLLOUT: {0: 3, 1: 4}}
+    made = config(*DEVICES["gpus"])
+    [hybrid] = hybrid_ranks(made).values()
+    hub = SimpleNamespace(workers=SimpleNamespace(hybrids_up=lambda: {hybrid}))
+    said = (lambda *order: sent.append(order), NullRecorder(), hub, pytest.fail)
+    turns = HybridDevices(made, ranks, *said)
 
-    async def scene():
-        ranks = {p.Role.TRAINER: {0: 2}, p.Role.ROLLOUT: {0: 3, 1: 4}}
-        made = config(*DEVICES["gpus"])
-        [hybrid] = made_ranks(made)
-        said = (
-            lambda rank, m: sent.append((rank, m)),
-            NullRecorder(),
-            SimpleNamespace(workers=SimpleNamespace(hybrids_up=lambda: {hybrid})),
-            pytest.fail,
-        )
-        turns = HybridDevices(made, ranks, *said)
+    async def answer():
+        for _ in range(5):
+            await asyncio.sleep(0)
+        rank, order = sent[-1]
+        awake = isinstance(order, p.Wake)
+        turns.received(p.DeviceChanged(rank, order.turn, awake, 0.1, 1.0, 2.0, 3.0))
 
-        async def answer():
-            for _ in range(5):
-                await asyncio.sleep(0)
-            rank, order = sent[-1]
-            awake = isinstance(order, p.Wake)
-            turns.received(p.DeviceChanged(rank, order.turn, awake, 0.1, 1.0, 2.0, 3.0))
-
-        turns.begin(p.Role.ROLLOUT)
-        await answer()  # the trainer sleeps; the engine wakes, and takes its time
-        await asyncio.sleep(0)
-        turning = asyncio.create_task(turns.to(p.Role.TRAINER))
-        await answer()
-        turns.begin(p.Role.ROLLOUT)  # an engine has joined: not now
-        await answer()
-        await turning
-        await turns.before_save()
-        turns.begin(p.Role.ROLLOUT)  # nor where the trainer is to save
-        await asyncio.sleep(0)
-        assert turns.holder is p.Role.TRAINER
-        assert [(rank, type(m)) for rank, m in sent] == [
-            (2, p.Sleep),
-            (hybrid, p.Wake),
-            (hybrid, p.Sleep),
-            (2, p.Wake),
-        ]
-
-    def made_ranks(made):
-        from rose.launch.layout import hybrid_ranks
-
-        return hybrid_ranks(made).values()
-
-    asyncio.run(scene())
+    turns.begin(p.Role.ROLLOUT)
+    await answer()  # the trainer sleeps; the engine wakes, and takes its time
+    await asyncio.sleep(0)
+    turning = asyncio.create_task(turns.to(p.Role.TRAINER))
+    await answer()
+    turns.begin(p.Role.ROLLOUT)  # an engine has joined: not now
+    await answer()
+    await turning
+    await turns.before_save()
+    turns.begin(p.Role.ROLLOUT)  # nor where the trainer is to save
+    await asyncio.sleep(0)
+    assert turns.holder is p.Role.TRAINER
+    expected = [(2, p.Sleep), (hybrid, p.Wake), (hybrid, p.Sleep), (2, p.Wake)]
+    assert [(rank, type(m)) for rank, m in sent] == expected

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,45 +10,40 @@ from hypothesis import strategies as st
 from rose import protocol as p
 from rose.coordinator.borrowed import Borrowed
 from rose.coordinator.ledger import Ledger
+from tests.coordinator.conftest import packed, request, tokens
 
 CONTEXT = [1, 2, 3]
 
 
 def opened(new=10):
     ledger = Ledger()
-    whose, sampling = ("g0.0.t0", "g0.0", "g0", p.Phase.TRAIN), p.Sampling(new, seed=5)
-    ledger.open(p.TurnRequest(*whose, p.pack_tokens(CONTEXT), sampling), host=7)
+    ledger.open(request(tokens=CONTEXT, new=new, seed=5), host=7)
     return ledger
 
 
 def progress(attempt, tokens, version=0):
-    return p.TurnProgress(
-        "g0.0.t0", attempt, p.pack_tokens(tokens), p.pack_floats([-0.5] * len(tokens)), version
-    )
+    return p.TurnProgress("g0.0.t0", attempt, *packed(tokens), version)
 
 
 def test_a_turn_goes_on_elsewhere_from_the_tokens_received():
     ledger = opened()
-    assert p.unpack_tokens(ledger.dispatch("g0.0.t0", "a", 1).tokens).tolist() == CONTEXT
+    assert tokens(ledger.dispatch("g0.0.t0", "a", 1)) == CONTEXT
     assert ledger.add(progress(1, [4, 5])) == 2
     again = ledger.dispatch("g0.0.t0", "a", 2)
-    assert p.unpack_tokens(again.tokens).tolist() == [1, 2, 3, 4, 5]
-    assert again.sampling.max_new_tokens == 8
+    assert tokens(again) == [1, 2, 3, 4, 5] and again.sampling.max_new_tokens == 8
     assert ledger.add(progress(1, [6])) is None
     ledger.add(progress(2, [7], version=1))
     host, result = ledger.close("g0.0.t0", p.FinishReason.STOP)
     assert host == 7 and result.migrations == 1 and ledger.migrations == 1
-    assert p.unpack_tokens(result.tokens).tolist() == [4, 5, 7]
-    assert p.unpack_tokens(result.versions).tolist() == [0, 0, 1]
-    assert len(p.unpack_floats(result.logprobs)) == 3 and len(ledger) == 0
+    assert tokens(result) == [4, 5, 7] and len(p.unpack_floats(result.logprobs)) == 3
+    assert p.unpack_tokens(result.versions).tolist() == [0, 0, 1] and len(ledger) == 0
 
 
 def test_experts_go_on_where_the_attempts_that_ended_left_them():
     """Two bytes a token; the trajectory knows those of its first token. What a lost attempt had is
     told by the next one, whose prompt it is."""
     ledger = opened()
-    request = msgspec.structs.replace(ledger.request_of("g0.0.t0"), routed=1)
-    ledger.open(request, host=7)
+    ledger.open(msgspec.structs.replace(ledger.request_of("g0.0.t0"), routed=1), host=7)
     assert ledger.dispatch("g0.0.t0", "a", 1).routed == 1
     given = msgspec.structs.replace(progress(1, [4, 5]), experts=b"abcdef", routed=3)
     assert ledger.add(given) == 2
@@ -62,15 +56,6 @@ def test_experts_go_on_where_the_attempts_that_ended_left_them():
     ledger.add(msgspec.structs.replace(last, experts=b"ghij", routed=2))
     result = ledger.close("g0.0.t0", p.FinishReason.STOP)[1]
     assert (result.experts, result.routed) == (b"abcdefghij", 5)
-
-
-def test_a_turn_whose_tokens_are_all_here_is_complete_without_a_last_word():
-    ledger = opened(new=2)
-    ledger.dispatch("g0.0.t0", "a", 1)
-    ledger.add(progress(1, [4]))
-    assert not ledger.complete("g0.0.t0")
-    ledger.add(progress(1, [5]))
-    assert ledger.complete("g0.0.t0")
 
 
 def test_a_chunk_ends_short_of_the_turn_and_is_no_migration():
@@ -105,26 +90,20 @@ def test_whatever_arrives_only_the_current_attempts_tokens_count(words):
     for attempt, count in words:
         if attempt > current:
             current = attempt
-            sent = ledger.dispatch("g0.0.t0", "a", attempt)
-            assert p.unpack_tokens(sent.tokens).tolist() == CONTEXT + expected
-        tokens = list(range(serial, serial + count))
+            assert tokens(ledger.dispatch("g0.0.t0", "a", attempt)) == CONTEXT + expected
+        said = list(range(serial, serial + count))
         serial += count
-        taken = ledger.add(progress(attempt, tokens))
+        taken = ledger.add(progress(attempt, said))
         assert taken == (count if attempt == current else None)
-        expected += tokens if attempt == current else []
-    _, result = ledger.close("g0.0.t0", p.FinishReason.STOP)
-    assert np.array_equal(p.unpack_tokens(result.tokens), expected)
+        expected += said if attempt == current else []
+    assert tokens(ledger.close("g0.0.t0", p.FinishReason.STOP)[1]) == expected
 
 
 @pytest.mark.parametrize("experts", [b"\x7f" * 383, b"\x80" * 384], ids=["too few", "none of 128"])
 def test_a_borrowed_rank_tells_of_no_experts_that_the_model_has_not(make_config, tmp_path, experts):
     c = make_config("+experiment=qwen3_30b_a3b")
-
-    def nothing(*_):
-        pass
-
     hub = SimpleNamespace(weights=SimpleNamespace(version=0))
-    borrowed = Borrowed(c, tmp_path, 1, 100, lambda: hub, nothing, nothing)
+    borrowed = Borrowed(c, tmp_path, 1, 100, lambda: hub, print, print)
     borrowed._check(msgspec.structs.replace(progress(1, [4]), experts=b"\x7f" * 384, routed=1))
     with pytest.raises(ValueError, match=f"g0.0.t0: {len(experts)} bytes of experts for 1 tokens"):
         borrowed._check(msgspec.structs.replace(progress(1, [4]), experts=experts, routed=1))

@@ -6,41 +6,11 @@ import random
 import pytest
 
 from rose import protocol as p
-from rose.coordinator import groups, journal, turn_log
-from rose.coordinator.groups import Rollouts
+from rose.coordinator import groups, turn_log
 from rose.coordinator.waiting import RunFailed
-from rose.observe.metrics import read_metrics, rows_of
-from rose.policies import build
+from tests import made
 from tests.coordinator import peers
-from tests.coordinator.conftest import of_hosts
-
-HOSTS = (1, 2)  # of `rollouts`
-
-
-def started(world):
-    """Host of each trajectory that was started since this was last asked."""
-    return {m.id: rank for rank, m in world.taken(p.StartTrajectory)}
-
-
-def request(turn, tokens=(1, 2, 3), seed=None, new=10):
-    name = turn.rpartition(".")[0]
-    sampling = p.Sampling(new, seed=seed)
-    group = name.partition(".")[0]
-    return p.TurnRequest(turn, name, group, p.Phase.TRAIN, p.pack_tokens(tokens), sampling)
-
-
-def ask(world, host, turn, *rest, **more):
-    world.hub.handle(host, request(turn, *rest, **more))
-
-
-def lose(rollouts, host, ready=True):
-    rollouts.handle(p.HostLost(host, "killed by SIGKILL"))
-    if ready:
-        rollouts.handle(p.HostReady(host))
-
-
-def tokens_of(result):
-    return p.unpack_tokens(result.tokens).tolist()
+from tests.coordinator.conftest import HOSTS, ask, begun, lose, of_hosts, request, started, tokens
 
 
 def test_lost_trajectories_start_on_hosts_that_are_up(rollouts, world):
@@ -57,17 +27,14 @@ def test_lost_trajectories_start_on_hosts_that_are_up(rollouts, world):
     assert set(started(world).values()) == {2}, "nobody else is up"
     lose(rollouts, 2, ready=False)
     assert set(started(world).values()) == set(HOSTS), "nobody is: all wait for both"
-    assert (rollouts.counts.hosts_lost, rollouts.counts.trajectories_restarted) == (
-        2,
-        len(again) + 14,
-    )
+    counts = rollouts.counts
+    assert (counts.hosts_lost, counts.trajectories_restarted) == (2, len(again) + 14)
     rollouts.begin_step(8)
     assert (rollouts.counts.hosts_lost, rollouts.counts.trajectories_restarted) == (0, 0)
 
 
 def test_a_turn_under_way_goes_on_and_is_given_to_the_new_host_alone(rollouts, world):
-    rollouts.admit(0, "g0", 0.0)
-    host = started(world)["g0.0"]
+    host = begun(rollouts, world)
     ask(world, host, "g0.0.t0")
     world.progress([7, 8])
     lose(rollouts, host, ready=False)
@@ -78,37 +45,14 @@ def test_a_turn_under_way_goes_on_and_is_given_to_the_new_host_alone(rollouts, w
     assert world.sent == [], "the engine that has it goes on"
     world.finish([10])
     [(rank, result)] = world.taken(p.TurnResult)
-    assert rank == other and tokens_of(result) == [7, 8, 9, 10]
+    assert rank == other and tokens(result) == [7, 8, 9, 10]
     assert (world.hub.log.resumed_turns, world.hub.log.resumed_tokens) == (1, 3)
     rollouts.drop("g0")
     assert rollouts.counts.tokens_dropped == 4
 
 
-def test_turns_that_were_made_are_answered_again_however_often_hosts_die(rollouts, world):
-    rollouts.admit(0, "g0", 0.0)
-    host = started(world)["g0.0"]
-    ask(world, host, "g0.0.t0")
-    world.finish([7])
-    ask(world, host, "g0.0.t1", tokens=(1, 2, 3, 7, 4))
-    lose(rollouts, host)
-    world.finish([8], turn="g0.0.t1")  # before the new host asks for it
-    for _ in range(2):
-        host = started(world)["g0.0"]
-        world.sent.clear()
-        ask(world, host, "g0.0.t0")
-        ask(world, host, "g0.0.t1", tokens=(1, 2, 3, 7, 4))
-        assert [(rank, tokens_of(m)) for rank, m in world.sent] == [(host, [7]), (host, [8])]
-        lose(rollouts, host)
-    assert len(world.hub.ledger) == 0
-    rollouts.drop("g0")
-    assert rollouts.counts.tokens_dropped == 2, "each token was made once"
-    assert world.hub.log.running.turns("g0.0") == 0
-
-
 def test_an_answer_is_given_once_when_the_same_context_is_asked_twice(rollouts, world):
-    rollouts.admit(0, "g0", 0.0)
-    host = started(world)["g0.0"]
-    lose(rollouts, host)
+    lose(rollouts, begun(rollouts, world))
     host = started(world)["g0.0"]
     ask(world, host, "g0.0.t0")
     world.finish([7])
@@ -118,54 +62,42 @@ def test_an_answer_is_given_once_when_the_same_context_is_asked_twice(rollouts, 
 
 
 def test_a_turn_that_an_environment_asks_otherwise_this_time_is_cut(rollouts, world):
-    rollouts.admit(0, "g0", 0.0)
-    host = started(world)["g0.0"]
-    ask(world, host, "g0.0.t0", tokens=(1, 2, 3))
+    host = begun(rollouts, world)
+    ask(world, host, "g0.0.t0")
     world.progress([7, 8])
     lose(rollouts, host)
     host = started(world)["g0.0"]
     world.sent.clear()
     ask(world, host, "g0.0.t0", tokens=(1, 2, 4))
     assert [type(m) for _, m in world.sent] == [p.AbortTurn, p.GenerateTurn]
-    assert p.unpack_tokens(world.sent[1][1].tokens).tolist() == [1, 2, 4]
+    assert tokens(world.sent[1][1]) == [1, 2, 4]
     world.sent.clear()
     # an agent's other call: under another number, from the tokens that it had
-    ask(world, host, "g0.0.t1", tokens=(1, 2, 3))
+    ask(world, host, "g0.0.t1")
     [(_, work)] = world.taken(p.GenerateTurn)
-    assert p.unpack_tokens(work.tokens).tolist() == [1, 2, 3, 7, 8]
+    assert tokens(work) == [1, 2, 3, 7, 8]
 
 
 def test_what_a_lost_host_had_asked_for_ends_with_the_trajectory(rollouts, world):
-    rollouts.admit(0, "g0", 0.0)
-    host = started(world)["g0.0"]
+    host = begun(rollouts, world)
     ask(world, host, "g0.0.t0")
     lose(rollouts, host)
     world.sent.clear()
-    done = p.Trajectory("g0.0", "g0", p.Phase.TRAIN, b"", b"", b"", b"", 1.0, True, 1, 3)
-    rollouts.handle(p.TrajectoryFinished(done))
+    rollouts.handle(p.TrajectoryFinished(made.trajectory("g0.0")))
     assert [m for _, m in world.sent] == [p.AbortTurn("g0.0.t0", 1)]
     assert len(world.hub.ledger) == 0 and not world.scheduler.cluster.turns
 
 
-def test_a_trajectory_whose_environment_kills_its_hosts_fails_and_others_do_not(rollouts, world):
-    rollouts.admit(0, "g0", 0.0)
-    at = {}
-    for _ in range(3):
-        at |= (fresh := started(world))
-        if "g0.1" in fresh:
-            ask(world, at["g0.1"], "g0.1.t0")  # it waits for the engine
-        lose(rollouts, at["g0.0"])  # which is in its environment
-    assert [what for what, _ in world.faults].count("environment failed") == 1
-    assert "died 3 times in the same step of it" in str(world.faults)
-    assert "g0.0r1" in started(world) and rollouts.runs("g0.1") and not rollouts.runs("g0.0")
-    assert rollouts.groups.failed == 1
+def on_one_host(world, make_config, *overrides, restarts):
+    sizes = f"rollout.group_size=2 trainer.batch_size=8 rollout.host_restarts={restarts}"
+    rollouts = of_hosts(make_config(sizes, *overrides), world, [1])
+    rollouts.handle(p.HostReady(1))
+    return rollouts
 
 
 def test_what_waits_to_fork_off_another_does_not_kill_hosts(world, make_config):
     tree = ("rollout/branch=tree", "rollout.branch.at=[1,2]", "rollout.group_size=8")
-    config = make_config(*tree, "trainer.batch_size=8 rollout.host_restarts=1000")
-    rollouts = of_hosts(config, world, {0: 1})
-    rollouts.handle(p.HostReady(1))
+    rollouts = on_one_host(world, make_config, *tree, restarts=1000)
     rollouts.admit(0, "g0", 0.0)
     for _ in range(5):
         starts = [m for _, m in world.taken(p.StartTrajectory)]
@@ -196,12 +128,7 @@ def started_in_order(rollouts, world, groups):
 @pytest.mark.parametrize("kills", [3, 30])
 def test_deaths_from_outside_fail_one_trajectory_each_at_most(world, make_config, kills):
     """However many trajectories are in one long step of theirs."""
-    more = ("env.max_failures_in_row=2", "rollout.host_restarts=1000")
-    made = make_config("rollout.group_size=2", "trainer.batch_size=8", *more)
-    rollouts = Rollouts(
-        made, world.hub, lambda rank, m: world.sent.append((rank, m)), {0: 1}, lambda *fault: None
-    )
-    rollouts.handle(p.HostReady(1))
+    rollouts = on_one_host(world, make_config, "env.max_failures_in_row=2", restarts=1000)
     started_in_order(rollouts, world, 16)
     for _ in range(kills):
         lose(rollouts, 1)
@@ -210,12 +137,7 @@ def test_deaths_from_outside_fail_one_trajectory_each_at_most(world, make_config
 
 def test_a_task_that_kills_its_hosts_each_time_ends_the_run(world, make_config):
     """After a turn, so that each death comes with progress."""
-    more = ("env.max_failures_in_row=4", "rollout.host_restarts=3")
-    made = make_config("rollout.group_size=2", "trainer.batch_size=8", *more)
-    rollouts = Rollouts(
-        made, world.hub, lambda rank, m: world.sent.append((rank, m)), {0: 1}, lambda *fault: None
-    )
-    rollouts.handle(p.HostReady(1))
+    rollouts = on_one_host(world, make_config, "env.max_failures_in_row=4", restarts=3)
     rollouts.admit(0, "g0", 0.0)
     with pytest.raises(RunFailed, match=r"tasks of frozen_lake fail each time .*max_failed_tasks"):
         for life in range(100):
@@ -269,9 +191,8 @@ def test_a_suspect_that_is_dropped_makes_way_for_the_next(rollouts, world):
     world.sent.clear()
     rollouts.drop("g0")
     rollouts.drop("g1")
-    assert {m.id for _, m in world.taken(p.CancelTrajectory)} <= first.keys() | set(
-        started(world)
-    ), "nobody is told of those that wait"
+    cancelled = {m.id for _, m in world.taken(p.CancelTrajectory)}
+    assert cancelled <= first.keys() | set(started(world)), "nobody is told of those that wait"
     rollouts.admit(7, "g7", 0.0)
     assert len(started(world)) == 2 and rollouts.groups.running == 2
     assert not rollouts._suspects
@@ -293,8 +214,7 @@ def test_a_host_that_dies_without_progress_ends_the_run(rollouts, world):
 
 def test_the_turns_in_memory_are_bounded(world, rollouts, monkeypatch, capsys):
     monkeypatch.setattr(turn_log, "MOST_BYTES", 12 * 4)
-    rollouts.admit(0, "g0", 0.0)
-    host = started(world)["g0.0"]
+    host = begun(rollouts, world)
     for name in ("g0.0", "g0.1"):
         ask(world, host, f"{name}.t0")
         world.finish([7, 8, 9], turn=f"{name}.t0")
@@ -315,28 +235,36 @@ def check_each_once(coordinator, peer, trajectories):
     assert coordinator.hub.log.running._bytes == 0 and coordinator.hub._restarted == set()
 
 
-@pytest.mark.parametrize("policy", ["synchronous", "dapo", "bounded_staleness"])
-def test_hosts_that_die_lose_and_repeat_nothing(policy, make_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(groups, "FAIL_AFTER_LOSSES", 1000)  # losses, more than there will be
-    config = make_config(
-        f"scheduler/batching={policy}",
-        "trainer.steps=4 trainer.batch_size=8 rollout.group_size=2 rollout.environment_hosts=3",
-        "rollout.host_restarts=1000 eval.episodes=4",
-    )
-    draw, deaths = random.Random(7), []
+@pytest.fixture
+def storm(make_config, monkeypatch):
+    """storm(*overrides): a run on three hosts, which may die as often as they like."""
+    monkeypatch.setattr(groups, "FAIL_AFTER_LOSSES", 1000)
+    run = "trainer.steps=4 trainer.batch_size=8 rollout.group_size=2 rollout.environment_hosts=3"
+    endless = "rollout.host_restarts=1000 eval.episodes=4"
+    return lambda *overrides: make_config(run, endless, *overrides)
 
-    def dies(coordinator):
+
+class Deaths:
+    """Of hosts, one after each so many tokens."""
+
+    def __init__(self, tokens):
+        self.tokens, self.draw, self.ranks = tokens, random.Random(7), []
+
+    def come(self, coordinator):
         peer = coordinator.mailbox
-        hosts = list(coordinator.members.ranks[p.Role.ENVIRONMENT].values())
-        made = sum(peer.made.values())
-        if coordinator.rollouts.groups.running and made > 30 * (1 + len(deaths)):
-            deaths.append(draw.choice(hosts))
-            peer.loses_host(deaths[-1])
+        due = sum(peer.made.values()) > self.tokens * (1 + len(self.ranks))
+        if coordinator.rollouts.groups.running and due:
+            hosts = coordinator.members.ranks[p.Role.ENVIRONMENT].values()
+            self.ranks.append(self.draw.choice(list(hosts)))
+            peer.loses_host(self.ranks[-1])
         return False
 
-    coordinator, peer = peers.run(config, tmp_path, stop_when=dies)
-    assert len(deaths) > 10
+
+@pytest.mark.parametrize("policy", ["synchronous", "dapo", "bounded_staleness"])
+def test_hosts_that_die_lose_and_repeat_nothing(policy, storm, tmp_path):
+    config, deaths = storm(f"scheduler/batching={policy}"), Deaths(tokens=30)
+    coordinator, peer = peers.run(config, tmp_path, stop_when=deaths.come)
+    assert len(deaths.ranks) > 10
     check_each_once(coordinator, peer, 4 * 8)
-    assert sum(row["hosts_lost"] for row in rows_of(read_metrics(tmp_path), "step")) > 5
-    [path] = (tmp_path / "journal").iterdir()
-    assert journal.replay(path, build(config.scheduler, config.rollout.turn_timeout_s)) > 100
+    assert sum(row["hosts_lost"] for row in peers.rows(tmp_path)) > 5
+    peers.check_replay(config, tmp_path)

@@ -1,15 +1,11 @@
 """Trajectories that move to another environment host: nothing is lost or counted twice, and no
 token is made twice."""
 
-import random
-
 from rose import protocol as p
-from rose.coordinator import groups, journal
-from rose.coordinator.groups import Rollouts
-from rose.observe.metrics import read_metrics, rows_of
-from rose.policies import build
 from tests.coordinator import peers
-from tests.coordinator.test_lost_hosts import HOSTS, ask, check_each_once, lose, started, tokens_of
+from tests.coordinator.conftest import HOSTS, ask, begun, lose, of_hosts, started, tokens
+from tests.coordinator.test_lost_hosts import Deaths, check_each_once
+from tests.coordinator.test_lost_hosts import storm as storm  # a fixture
 
 
 def other(host):
@@ -18,8 +14,7 @@ def other(host):
 
 
 def test_a_turn_under_way_is_given_to_the_host_that_the_trajectory_moves_to(rollouts, world):
-    rollouts.admit(0, "g0", 0.0)
-    host = started(world)["g0.0"]
+    host = begun(rollouts, world)
     ask(world, host, "g0.0.t0")
     world.finish([6])
     ask(world, host, "g0.0.t1", tokens=(1, 2, 3, 6, 4))
@@ -38,28 +33,14 @@ def test_a_turn_under_way_is_given_to_the_host_that_the_trajectory_moves_to(roll
     assert world.sent == [], "the engine that has it goes on"
     world.finish([8], turn="g0.0.t1")
     [(to, result)] = world.taken(p.TurnResult)
-    assert to == rank and tokens_of(result) == [7, 8]
+    assert to == rank and tokens(result) == [7, 8]
     assert (rollouts.counts.trajectories_moved, rollouts.counts.trajectories_restarted) == (1, 0)
     rollouts.drop("g0")
     assert rollouts.counts.tokens_dropped == 3, "each token was made once"
 
 
-def test_a_turn_that_ends_while_the_trajectory_leaves_is_given_again(rollouts, world):
-    rollouts.admit(0, "g0", 0.0)
-    host = started(world)["g0.0"]
-    ask(world, host, "g0.0.t0")
-    rank, name = other(host)
-    rollouts.move("g0.0", name)
-    world.finish([7])
-    rollouts.handle(p.TrajectoryReleased(host, "g0.0"))
-    world.sent.clear()
-    ask(world, rank, "g0.0.t0")
-    assert [(to, tokens_of(m)) for to, m in world.sent] == [(rank, [7])]
-
-
 def test_words_about_a_move_that_came_to_nothing_change_nothing(rollouts, world):
-    rollouts.admit(0, "g0", 0.0)
-    host = started(world)["g0.0"]
+    host = begun(rollouts, world)
     rank, name = other(host)
     world.sent.clear()
     rollouts.move("g9.0", name)
@@ -76,8 +57,7 @@ def test_words_about_a_move_that_came_to_nothing_change_nothing(rollouts, world)
 
 
 def test_one_whose_new_host_dies_meanwhile_goes_to_another(rollouts, world):
-    rollouts.admit(0, "g0", 0.0)
-    host = started(world)["g0.0"]
+    host = begun(rollouts, world)
     rank, name = other(host)
     rollouts.move("g0.0", name)
     lose(rollouts, rank, ready=False)
@@ -87,11 +67,10 @@ def test_one_whose_new_host_dies_meanwhile_goes_to_another(rollouts, world):
 
 
 def test_trajectories_that_fork_off_each_other_stay(world, make_config):
-    config = make_config(
-        "rollout.group_size=4 trainer.batch_size=8 rollout.environment_hosts=2",
-        "rollout/branch=tree",
-    )
-    made = peers_rollouts(config, world)
+    sizes = "rollout.group_size=4 trainer.batch_size=8 rollout.environment_hosts=2"
+    made = of_hosts(make_config(sizes, "rollout/branch=tree"), world, HOSTS)
+    for host in HOSTS:
+        made.handle(p.HostReady(host))
     made.admit(0, "g0", 0.0)
     at = [(rank, m) for rank, m in world.taken(p.StartTrajectory)]
     tied = {m.follows for _, m in at} | {m.id for _, m in at if m.follows}
@@ -103,38 +82,19 @@ def test_trajectories_that_fork_off_each_other_stay(world, make_config):
     assert world.sent == []
 
 
-def peers_rollouts(config, world):
-    def send(rank, message):
-        world.sent.append((rank, message))
-
-    made = Rollouts(config, world.hub, send, dict(enumerate(HOSTS)), lambda *fault: None)
-    for host in HOSTS:
-        made.handle(p.HostReady(host))
-    return made
-
-
-def test_a_storm_of_moves_and_deaths_loses_nothing(make_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(groups, "FAIL_AFTER_LOSSES", 1000)  # losses, more than there will be
-    config = make_config(
-        "scheduler/batching=bounded_staleness scheduler/placement=rebalance trainer.steps=4",
-        "trainer.batch_size=8 rollout.group_size=2 rollout.environment_hosts=3",
-        "rollout.host_restarts=1000 eval.episodes=4",
-    )
-    draw, deaths = random.Random(7), []
+def test_a_storm_of_moves_and_deaths_loses_nothing(storm, tmp_path):
+    config = storm("scheduler/batching=bounded_staleness scheduler/placement=rebalance")
+    deaths = Deaths(tokens=100)
 
     def moves(coordinator):
-        peer, running = coordinator.mailbox, list(coordinator.rollouts._running)
-        if running:
-            coordinator.rollouts.move(draw.choice(running), f"environment-{draw.randrange(3)}")
-        made = sum(peer.made.values())
-        if coordinator.rollouts.groups.running and made > 100 * (1 + len(deaths)):
-            deaths.append(draw.choice(list(coordinator.members.ranks[p.Role.ENVIRONMENT].values())))
-            peer.loses_host(deaths[-1])
+        if running := list(coordinator.rollouts._running):
+            name, host = deaths.draw.choice(running), deaths.draw.randrange(3)
+            coordinator.rollouts.move(name, f"environment-{host}")
+        deaths.come(coordinator)
 
     # at turns of the loop alone: an order to a peer is no place to give the next
     coordinator, peer = peers.run(config, tmp_path, watch=moves)
     check_each_once(coordinator, peer, 4 * 8)
-    assert len(deaths) > 2
-    assert sum(row["trajectories_moved"] for row in rows_of(read_metrics(tmp_path), "step")) > 10
-    [path] = (tmp_path / "journal").iterdir()
-    assert journal.replay(path, build(config.scheduler, config.rollout.turn_timeout_s)) > 100
+    assert len(deaths.ranks) > 2
+    assert sum(row["trajectories_moved"] for row in peers.rows(tmp_path)) > 10
+    peers.check_replay(config, tmp_path)

@@ -7,10 +7,10 @@ from rose import config as configuration
 from rose.config import ConfigError
 from rose.coordinator import replay
 from rose.protocol import Branch, pack_tokens
-from tests.coordinator.test_step_metrics import trajectory
+from tests.coordinator.conftest import trajectory
 
 GROUPS = [
-    [trajectory("g0.0", 1.0, 8), trajectory("g0.1", 0.0, 4)],
+    [trajectory("g0.0", 1.0, 8, domain="calculator"), trajectory("g0.1", 0.0, 4)],
     [trajectory("g1.0", 0.0, 12, truncated=True)],
 ]
 
@@ -42,17 +42,6 @@ def test_trajectories_are_trained_as_they_were_made(tmp_path, make_config, other
         replay.check(tmp_path, make_config(*made))
 
 
-def test_a_missing_step_is_named(tmp_path):
-    replay.save(tmp_path, 3, GROUPS)
-    with pytest.raises(ValueError, match="rollout.replay: .*step-000004.msgpack is missing"):
-        replay.load(tmp_path, 4)
-
-
-def test_saved_trajectories_keep_their_domain(tmp_path):
-    replay.save(tmp_path, 3, [[trajectory("g0.0", 1.0, 8, domain="calculator")]])
-    assert replay.load(tmp_path, 3)[0][0].domain == "calculator"
-
-
 def test_rewards_of_turns_come_back_and_are_required_where_needed(tmp_path, make_config):
     told = dict(turn_tokens=[(0, 3), (1, 5)], turn_rewards=[0.25, 0.75])
     replay.save(tmp_path, 1, [[trajectory("g0.0", 1.0, 8, **told)]])
@@ -61,17 +50,20 @@ def test_rewards_of_turns_come_back_and_are_required_where_needed(tmp_path, make
     assert replay.summarise([[found]], make_config()).turn_rewards == [[0.25, 0.75]]
     replay.check_turn_rewards(tmp_path, "which A needs")
     replay.save(tmp_path, 1, GROUPS)
-    with pytest.raises(
-        ConfigError, match="rollout.replay='.*: its .* no rewards of turns, which A"
-    ):
+    words = "rollout.replay='.*: its .* no rewards of turns, which A"
+    with pytest.raises(ConfigError, match=words):
         replay.check_turn_rewards(tmp_path, "which A needs")
 
 
-@pytest.mark.parametrize("content", [b"", b"garbage", b"\x93\x01\x02\x03"])
-def test_a_file_that_holds_no_trajectories_is_named(tmp_path, content):
+@pytest.mark.parametrize("content", [None, b"", b"garbage", b"\x93\x01\x02\x03"])
+def test_a_file_that_is_missing_or_holds_no_trajectories_is_named(tmp_path, content):
     replay.save(tmp_path, 3, GROUPS)
-    replay.path_of(tmp_path, 3).write_bytes(content)
-    with pytest.raises(ValueError, match="step-000003.msgpack holds no trajectories"):
+    if content is None:
+        replay.path_of(tmp_path, 3).unlink()
+    else:
+        replay.path_of(tmp_path, 3).write_bytes(content)
+    words = "is missing" if content is None else "holds no trajectories"
+    with pytest.raises(ValueError, match=f"rollout.replay: .*step-000003.msgpack {words}"):
         replay.load(tmp_path, 3)
 
 
@@ -79,21 +71,18 @@ def test_the_summary_has_a_row_per_trajectory_in_the_order_of_the_groups(make_co
     summary = replay.summarise(GROUPS, make_config())
     assert summary.groups == [0, 0, 1] and summary.rewards == [1.0, 0.0, 0.0]
     assert summary.response_tokens == [8, 4, 12] and summary.truncated == [False, False, True]
-
-
-@pytest.mark.parametrize(
-    "limit, by_length", [("turns", False), ("context", True), ("answer", True)]
-)
-def test_to_an_algorithm_only_lengths_truncate(make_config, limit, by_length):
-    group = [trajectory("g0.0", 0.0, 12, truncated=True, limit=limit)]
-    assert replay.summarise([group], make_config()).truncated == [by_length]
+    limits = ("turns", "context", "answer")
+    cut = [trajectory("g0.0", truncated=True, limit=limit) for limit in limits]
+    truncated = replay.summarise([cut], make_config()).truncated
+    assert truncated == [False, True, True], "to an algorithm only lengths truncate"
 
 
 def test_the_closest_limit_is_that_of_a_turn_of_all_turns_or_of_the_context(make_config):
     c = make_config(
-        "env.max_turns=3", "env.max_new_tokens=20", "model.max_context=100", "+env@eval.sets.s=calculator",
-        "eval.sets.s.max_turns=1", "eval.sets.s.max_new_tokens=50", "+eval.sets.s.episodes=1",
-    )  # fmt: skip
+        "env.max_turns=3 env.max_new_tokens=20 model.max_context=100",
+        "+env@eval.sets.s=calculator",
+        "+eval.sets.s.episodes=1 eval.sets.s.max_turns=1 eval.sets.s.max_new_tokens=50",
+    )
 
     def limit(tokens, turns, observed, branches=(), **others):
         made = trajectory("g0.0", 0.0, tokens, turn_tokens=turns, branches=list(branches), **others)

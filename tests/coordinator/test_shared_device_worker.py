@@ -88,10 +88,8 @@ class Scene:
 
     def __init__(self, config):
         self.inbox, self.sent = asyncio.Queue(), []
-        hybrid = config.hybrids > 0
-        self.worker = rollout.RolloutWorker(
-            config, "rollout-0", self, NullRecorder(), hybrid=hybrid
-        )
+        named = ("rollout-0", self, NullRecorder())
+        self.worker = rollout.RolloutWorker(config, *named, hybrid=config.hybrids > 0)
         self.turn = 0
 
     def send(self, _, message):
@@ -113,6 +111,11 @@ class Scene:
             return found[count - 1]
 
         return await asyncio.wait_for(there(), DEADLINE_S)
+
+    async def answer(self, order):
+        """To an order to wake or to sleep, after those before it."""
+        self.tell(order)
+        return await self.told(p.DeviceChanged, self.turn)
 
 
 @pytest.fixture
@@ -147,17 +150,14 @@ def test_the_engine_starts_in_its_first_turn_and_new_weights_come_before_the_kv_
     async def scene(world):
         await settle()
         assert FakeEngine.log == [], "it would have taken the device in the trainer's turn"
-        world.tell(p.Wake)
-        changed = await world.told(p.DeviceChanged)
-        assert changed.awake and [type(m) for m in world.sent] == [p.WorkerReady, p.DeviceChanged]
-        world.tell(p.Sleep)
-        slept = await world.told(p.DeviceChanged, 2)
+        assert (await world.answer(p.Wake)).awake
+        assert [type(m) for m in world.sent] == [p.WorkerReady, p.DeviceChanged]
+        slept = await world.answer(p.Sleep)
         assert (slept.turn, slept.awake, slept.moved_gib, slept.free_gib) == (2, False, 7.0, 20.0)
         world.tell(p.LoadVersion, 5, "store")
         await settle()
         assert FakeEngine.log[-1] == "sleep", "staging reads the live weights"
-        world.tell(p.Wake)
-        woken = await world.told(p.DeviceChanged, 3)
+        woken = await world.answer(p.Wake)
         assert (woken.moved_gib, woken.free_gib) == (7.0, 14.0)
         assert (await world.told(p.VersionLoaded)).version == 5
 
@@ -166,18 +166,14 @@ def test_the_engine_starts_in_its_first_turn_and_new_weights_come_before_the_kv_
 
 def test_an_engine_that_dies_asleep_is_restarted_in_its_next_turn_and_not_before(play):
     async def scene(world):
-        world.tell(p.Wake)
-        await world.told(p.DeviceChanged)
-        world.tell(p.Sleep)
-        await world.told(p.DeviceChanged, 2)
+        await world.answer(p.Wake)
+        await world.answer(p.Sleep)
         FakeEngine.last.die()
         assert (await world.told(p.WorkerDown)).restarting
-        world.tell(p.Sleep)  # asked again: what is dead has given everything back
-        await world.told(p.DeviceChanged, 3)
+        await world.answer(p.Sleep)  # asked again: what is dead has given everything back
         await settle()
         assert FakeEngine.log == ["start", "up", "sleep"]
-        world.tell(p.Wake)
-        await world.told(p.DeviceChanged, 4)
+        await world.answer(p.Wake)
         assert [m.incarnation for m in world.sent if isinstance(m, p.WorkerReady)] == [1, 2]
 
     assert play(scene) == ["start", "up", "sleep", "start", "up"]
@@ -189,13 +185,10 @@ def test_an_engine_that_vllm_gave_up_and_that_lives_on_is_killed_and_another_sta
     monkeypatch.setattr(rollout, "DEATH_NOTICE_S", 0.0)
 
     async def scene(world):
-        world.tell(p.Wake)
-        await world.told(p.DeviceChanged)
-        world.tell(p.Sleep)
-        await world.told(p.DeviceChanged, 2)
+        await world.answer(p.Wake)
+        await world.answer(p.Sleep)
         FakeEngine.last.failed = True
-        world.tell(p.Wake)
-        assert (await world.told(p.DeviceChanged, 3)).awake
+        assert (await world.answer(p.Wake)).awake
         assert await world.told(p.WorkerDown)
 
     assert play(scene) == ["start", "up", "sleep", "weights", "kill", "start", "up"]
@@ -203,16 +196,14 @@ def test_an_engine_that_vllm_gave_up_and_that_lives_on_is_killed_and_another_sta
 
 def test_told_to_sleep_while_it_starts_again_it_answers_when_it_has_been_put_to_sleep(play):
     async def scene(world):
-        world.tell(p.Wake)
-        await world.told(p.DeviceChanged)
+        await world.answer(p.Wake)
         FakeEngine.starting = asyncio.Event()
         FakeEngine.last.die()
         await world.told(p.WorkerDown)
         world.tell(p.Sleep)
         await settle()
-        assert len([m for m in world.sent if isinstance(m, p.DeviceChanged)]) == 1, (
-            "it holds memory as it starts"
-        )
+        answers = [m for m in world.sent if isinstance(m, p.DeviceChanged)]
+        assert len(answers) == 1, "it holds memory as it starts"
         FakeEngine.starting.set()
         assert not (await world.told(p.DeviceChanged, 2)).awake
 
@@ -221,6 +212,7 @@ def test_told_to_sleep_while_it_starts_again_it_answers_when_it_has_been_put_to_
 
 HYBRID = ("rollout.hybrid=1", "scheduler/provisioning=all_idle")
 ON_GPUS = (*HYBRID, "cluster=gpus", "cluster.gpus=2", "trainer.ranks=1")
+COLOCATED = ("cluster=gpus", "cluster.gpus=1")
 
 
 def test_a_hybrid_engine_on_cpus_starts_beside_the_trainer_and_never_holds_its_turn_up(play):
@@ -229,21 +221,19 @@ def test_a_hybrid_engine_on_cpus_starts_beside_the_trainer_and_never_holds_its_t
         FakeEngine.starting = asyncio.Event()
         FakeEngine.last.die()
         await world.told(p.WorkerDown)
-        world.tell(p.Sleep)
-        assert not (await world.told(p.DeviceChanged)).awake, "there is memory for both"
+        assert not (await world.answer(p.Sleep)).awake, "there is memory for both"
         FakeEngine.starting.set()
         await world.told(p.WorkerReady, 2)
-        world.tell(p.Wake)
-        assert (await world.told(p.DeviceChanged, 2)).awake
+        assert (await world.answer(p.Wake)).awake
         world.tell(p.LoadVersion, 5, "store")
         await world.told(p.VersionLoaded)
-        world.tell(p.Sleep)
-        assert not (await world.told(p.DeviceChanged, 3)).awake
+        assert not (await world.answer(p.Sleep)).awake
 
     assert play(scene, *HYBRID) == ["start", "up", "start", "up", "load 5", "sleep"]
 
 
-def test_a_hybrid_engine_on_gpus_is_started_in_its_turn_with_sleep_mode(play):
+@pytest.mark.parametrize("sides", [ON_GPUS, COLOCATED], ids=["hybrid", "colocated"])
+def test_an_engine_on_a_shared_gpu_is_started_in_its_turn_with_sleep_mode(play, sides):
     async def scene(world):
         await settle()
         assert FakeEngine.log == [], "the trainer has the device first"
@@ -251,7 +241,7 @@ def test_a_hybrid_engine_on_gpus_is_started_in_its_turn_with_sleep_mode(play):
         await world.told(p.WorkerReady)
         assert FakeEngine.last.args == {"enable_sleep_mode": True}
 
-    play(scene, *ON_GPUS)
+    play(scene, *sides)
 
 
 def test_a_hybrid_engine_on_gpus_that_is_being_started_gives_way_to_the_trainer(play):
@@ -260,8 +250,7 @@ def test_a_hybrid_engine_on_gpus_that_is_being_started_gives_way_to_the_trainer(
         world.tell(p.Wake)
         while not FakeEngine.log:
             await asyncio.sleep(0.001)
-        world.tell(p.Sleep)
-        assert not (await world.told(p.DeviceChanged, 2)).awake
+        assert not (await world.answer(p.Sleep)).awake
         await settle()
         assert FakeEngine.log == ["start"], "it comes again in its turn, and not before"
         FakeEngine.starting.set()
@@ -279,25 +268,14 @@ def test_a_version_that_is_there_after_its_turn_is_loaded_in_the_next(play):
         await world.told(p.WorkerReady)
         world.tell(p.LoadVersion, 5, "store")
         await settle()
-        world.tell(p.Sleep)
-        await world.told(p.DeviceChanged, 2)
+        await world.answer(p.Sleep)
         mirrored.set()
         await settle()
         assert FakeEngine.log[-1] == "sleep", "its weights are not on the device"
-        world.tell(p.Wake)
+        await world.answer(p.Wake)
         assert (await world.told(p.VersionLoaded)).version == 5
-        await world.told(p.DeviceChanged, 3)
 
     assert play(scene, *ON_GPUS) == ["start", "up", "sleep", "weights", "load 5", "kv_cache"]
-
-
-def test_on_a_gpu_the_engine_is_started_with_sleep_mode(play):
-    async def scene(world):
-        world.tell(p.Wake)
-        await world.told(p.DeviceChanged)
-        assert FakeEngine.last.args == {"enable_sleep_mode": True}
-
-    play(scene, "cluster=gpus", "cluster.gpus=1")
 
 
 async def test_a_borrowed_rank_waits_for_no_shared_turn(make_config, monkeypatch, tmp_path):
@@ -329,12 +307,10 @@ def test_an_engine_whose_death_vllm_sees_first_is_asleep_all_the_same(play, monk
         raise RuntimeError("EngineCore encountered an issue")  # as vLLM's own client says it
 
     async def scene(world):
-        world.tell(p.Wake)
-        await world.told(p.DeviceChanged)
+        await world.answer(p.Wake)
         monkeypatch.setattr(FakeEngine, "sleep", dies)
         monkeypatch.setattr(rollout, "DEATH_NOTICE_S", DEADLINE_S)
-        world.tell(p.Sleep)
-        changed = await world.told(p.DeviceChanged, 2)
+        changed = await world.answer(p.Sleep)
         assert not changed.awake and changed.moved_gib == 0.0
 
     play(scene)

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from rose.coordinator.coordinator import Stopped
 from rose.coordinator.stopping import RECENT_STEPS, StepEnd
 from rose.coordinator.waiting import Changes
 from rose.launch import resume
@@ -12,32 +11,23 @@ from rose.trainer import checkpoint
 from tests.coordinator import peers
 
 TRAINED = 3  # steps before the one in which the stop comes
+RUN = "trainer.batch_size=8 rollout.group_size=4 trainer.checkpoint_every=100 eval.episodes=0"
 
 
 @pytest.fixture
 def config(make_config):
-    return make_config(
-        "trainer.steps=6 trainer.batch_size=8 rollout.group_size=4 trainer.checkpoint_every=100",
-        "eval.episodes=0",
-    )
+    return make_config(RUN, "trainer.steps=6")
 
 
 def training(coordinator):
     return coordinator.progress.step == TRAINED and not coordinator.progress.at_boundary
 
 
-def stopped(config, folder, capsys):
-    """(step of the newest checkpoint, what the run said) of a run stopped in its fourth step."""
-    with pytest.raises(Stopped):
-        peers.run(config, folder, stop_when=training)
-    found = checkpoint.latest(folder)
-    return found and checkpoint.step_of(found), capsys.readouterr().out
-
-
 def test_the_step_that_is_trained_ends_and_is_saved(config, tmp_path, capsys):
-    step, said = stopped(config, tmp_path, capsys)
-    assert step == TRAINED + 1 and "asked to end: step 4 is waited for" in said
-    _, peer = peers.run(config, tmp_path, attempt=2, resume_from=checkpoint.latest(tmp_path))
+    saved = peers.stopped(config, tmp_path, training)
+    assert checkpoint.step_of(saved) == TRAINED + 1
+    assert "asked to end: step 4 is waited for" in capsys.readouterr().out
+    _, peer = peers.run(config, tmp_path, attempt=2, resume_from=saved)
     assert list(peer.trained) == [5, 6]
 
 
@@ -55,14 +45,14 @@ def endless(monkeypatch):
 
 def test_a_step_that_would_outlast_the_stop_is_left(config, tmp_path, capsys, monkeypatch, endless):
     monkeypatch.setattr(StepEnd, "left_s", lambda end: 1e4)
-    step, said = stopped(config, tmp_path, capsys)
-    assert step is None and "step 4 is trained for some 10000 s more" in said
+    assert peers.stopped(config, tmp_path, training) is None
+    assert "step 4 is trained for some 10000 s more" in capsys.readouterr().out
 
 
 def test_a_slow_step_is_waited_for_in_time(config, tmp_path, capsys, monkeypatch, endless):
     monkeypatch.setattr(resume, "step_end_s", lambda *args: 0.2)
-    saved, said = stopped(config, tmp_path, capsys)
-    assert saved is None and "step 4 is waited for, 0 s at most" in said
+    assert peers.stopped(config, tmp_path, training) is None
+    assert "step 4 is waited for, 0 s at most" in capsys.readouterr().out
 
 
 def test_the_longest_of_the_last_steps_tells_how_long_one_takes(monkeypatch):
@@ -86,18 +76,19 @@ def test_the_longest_of_the_last_steps_tells_how_long_one_takes(monkeypatch):
     assert pace.left_s() == 0, "it is trained, and engines get its weights"
 
 
-SHORT = "cluster.slurm.warning_s=30"
+LOCAL = ("cluster.stop_timeout_s=30",)
+SLURM = ("cluster=dev", "cluster.stop_timeout_s=300")
 
 
 @pytest.mark.parametrize(
     ("overrides", "save_s", "step_end_s"),
     [
-        (["cluster.stop_timeout_s=30"], 0.0, 15.0),
-        (["cluster.stop_timeout_s=30"], 4.0, 12.0),
-        (["cluster.stop_timeout_s=30"], 100.0, 500 * 2 / 3 - 200),
-        (["cluster=dev", "cluster.stop_timeout_s=300"], 0.0, 60.0),  # Slurm warns 120 s before
-        (["cluster=dev", "cluster.stop_timeout_s=300", SHORT], 2.0, 10.0),  # killed after 15 s
-        (["cluster=dev", "cluster.stop_timeout_s=300"], None, 15.0),  # cancelled
+        (LOCAL, 0.0, 15.0),
+        (LOCAL, 4.0, 12.0),
+        (LOCAL, 100.0, 500 * 2 / 3 - 200),
+        (SLURM, 0.0, 60.0),  # Slurm warns 120 s before
+        ((*SLURM, "cluster.slurm.warning_s=30"), 2.0, 10.0),  # killed after 15 s
+        (SLURM, None, 15.0),  # cancelled
     ],
 )
 def test_step_save_and_ranks_share_time(make_config, tmp_path, overrides, save_s, step_end_s):
@@ -119,12 +110,11 @@ def test_nothing_is_waited_for_between_steps(config, tmp_path, monkeypatch):
     async def none(*args):
         raise AssertionError("waited")
 
+    def between(coordinator):
+        return coordinator.progress.step == 2 and coordinator.progress.at_boundary
+
     monkeypatch.setattr(StepEnd, "wait", none)
-    with pytest.raises(Stopped):
-        peers.run(
-            config, tmp_path, stop_when=lambda c: c.progress.step == 2 and c.progress.at_boundary
-        )
-    assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 2
+    assert checkpoint.step_of(peers.stopped(config, tmp_path, between)) == 2
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -132,14 +122,9 @@ def test_nothing_is_waited_for_between_steps(config, tmp_path, monkeypatch):
 def test_no_step_begins_after_the_one_that_is_waited_for(make_config, tmp_path, batching, seed):
     """Though its batch is there: it would go on so until the time to stop is over, in the midst of
     a step."""
-    made = make_config(
-        f"scheduler/batching={batching}",
-        "algorithm.importance_cap=2.0 trainer.steps=30 trainer.batch_size=8 rollout.group_size=4",
-        "trainer.checkpoint_every=100 eval.episodes=0",
-    )
-    with pytest.raises(Stopped):
-        peers.run(made, tmp_path, seed=seed, stop_when=training)
-    assert checkpoint.step_of(checkpoint.latest(tmp_path)) == TRAINED + 1
+    stale = f"scheduler/batching={batching}", "algorithm.importance_cap=2.0"
+    saved = peers.stopped(make_config(RUN, "trainer.steps=30", *stale), tmp_path, training, seed)
+    assert checkpoint.step_of(saved) == TRAINED + 1
 
 
 @pytest.mark.parametrize("when", ["trained", "synced"])
@@ -156,9 +141,7 @@ def test_engines_that_no_longer_answer_keep_no_step_unsaved(config, tmp_path, mo
 
     load = peers.Peers._LoadVersion
     monkeypatch.setattr(peers.Peers, "_LoadVersion", loads)
-    with pytest.raises(Stopped):
-        peers.run(config, tmp_path, stop_when=comes)
-    assert checkpoint.step_of(checkpoint.latest(tmp_path)) == TRAINED + 1
+    assert checkpoint.step_of(peers.stopped(config, tmp_path, comes)) == TRAINED + 1
 
 
 def test_a_warned_job_has_ended_in_time_to_be_requeued(make_config, tmp_path):
@@ -167,10 +150,14 @@ def test_a_warned_job_has_ended_in_time_to_be_requeued(make_config, tmp_path):
     assert resume.stop_s(tmp_path, slurm) == 300
     assert resume.end_s(tmp_path, slurm, warned=True) == 100
     assert resume.end_s(tmp_path, slurm, warned=False) == 300
-    resume.note_save(tmp_path, 100.0)  # so that it is warned 300 s before
+    resume.note_save(tmp_path, 100.0)
+    assert resume.stop_s(tmp_path, slurm) == pytest.approx(500)
+    assert resume.warning_s(tmp_path, slurm.slurm) == 300
     assert resume.end_s(tmp_path, slurm, warned=True) == 280
     local = make_config("cluster.stop_timeout_s=30").cluster
     assert resume.end_s(tmp_path, local, warned=True) == resume.stop_s(tmp_path, local)
+    (tmp_path / "status" / "save.json").write_text("torn")
+    assert resume.stop_s(tmp_path, slurm) == 300
 
 
 def test_the_job_of_one_node_is_warned_as_early_as_it_may_take_to_stop(make_config):

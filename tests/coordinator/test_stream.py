@@ -1,21 +1,18 @@
-"""trainer.stream drives the live coordinator: with every policy each group is trained once, whatever
-was given to the trainer early, stops and resumes included."""
+"""trainer.stream drives the live coordinator: with every policy each group is trained once,
+whatever was given to the trainer early, stops and resumes included."""
 
 from collections import Counter
 
 import pytest
 
 from rose import protocol as p
-from rose.coordinator import journal
-from rose.coordinator.coordinator import Stopped
 from rose.coordinator.training import Training
 from rose.coordinator.waiting import RunFailed
-from rose.observe.metrics import read_metrics, rows_of
 from rose.observe.recorder import NullRecorder
-from rose.policies import build
 from rose.scheduler.groups import group_index
 from rose.trainer import checkpoint
 from tests.coordinator import peers
+from tests.coordinator.conftest import trajectory
 from tests.coordinator.test_batching_live import GROUPS, POLICIES, SIZE, STEPS, check_batches
 from tests.coordinator.test_batching_live import config as config  # a fixture
 
@@ -29,11 +26,9 @@ def test_each_group_is_trained_once_and_the_journal_replays(policy, config, tmp_
     check_batches(peer, made)
     indices = [group_index(t.group) for rows in peer.trained.values() for t in rows]
     assert sorted(Counter(indices).values()) == [SIZE] * GROUPS * STEPS
-    rows = rows_of(read_metrics(tmp_path), "step")
-    assert peer.rounds > 0 and all(0 <= row["stream_hidden"] < 1 for row in rows)
-    assert any(row["stream_hidden"] > 0 for row in rows)
-    [path] = (tmp_path / "journal").iterdir()
-    assert journal.replay(path, build(made.scheduler, made.rollout.turn_timeout_s)) > 100
+    hidden = [row["stream_hidden"] for row in peers.rows(tmp_path)]
+    assert peer.rounds > 0 and 0 < max(hidden) < 1 and min(hidden) >= 0
+    peers.check_replay(made, tmp_path)
 
 
 def test_a_run_that_stops_with_groups_trained_ahead_repeats_the_step(config, tmp_path):
@@ -43,9 +38,7 @@ def test_a_run_that_stops_with_groups_trained_ahead_repeats_the_step(config, tmp
         first[:] = [coordinator.mailbox]
         return coordinator.progress.step == 3 and 4 in coordinator.mailbox.begun
 
-    with pytest.raises(Stopped):
-        peers.run(made, tmp_path, stop_when=stop)
-    found = checkpoint.latest(tmp_path)
+    found = peers.stopped(made, tmp_path, stop)
     assert checkpoint.step_of(found) == 3 and 4 in first[0].begun
     _, second = peers.run(made, tmp_path, attempt=2, seed=5, resume_from=found)
     assert sorted(second.trained) == [4, 5, 6]
@@ -61,22 +54,15 @@ def test_a_stop_saves_the_last_step_while_groups_of_the_next_are_trained(config,
         seen[:] = [coordinator.training]
         return coordinator.progress.step == 2 and bool(coordinator.training.working)
 
-    with pytest.raises(Stopped):
-        peers.run(made, tmp_path, stop_when=stop)
-    assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 2
+    assert checkpoint.step_of(peers.stopped(made, tmp_path, stop)) == 2
     [training] = seen
     training.working.clear()
     training.add("late", [trajectory("late.0")])
     assert not training.working, "ranks that save, or end, are given no round"
 
 
-def trajectory(name: str) -> p.Trajectory:
-    tokens = p.pack_tokens([1, 2, 3])
-    made = (b"\0\1\1", p.pack_floats([0.0, -1.0, -1.0]), p.pack_tokens([-1, 0, 0]))
-    group = name.partition(".")[0]
-    return p.Trajectory(
-        name, group, p.Phase.TRAIN, tokens, *made, 1.0, True, turns=1, response_tokens=2
-    )
+def group(name, size=2):
+    return [trajectory(f"{name}.{member}") for member in range(size)]
 
 
 @pytest.fixture
@@ -95,16 +81,15 @@ def orders(training, rank):
 
 
 def test_groups_that_come_meanwhile_are_one_round_which_waits_for_every_rank(training):
-    groups = {name: [trajectory(f"{name}.{i}") for i in range(2)] for name in ("g0", "g1", "g2")}
     for name in ("g1", "g2"):
-        training.add(name, groups[name])
+        training.add(name, group(name))
     assert orders(training, 5) == [([[[0]]], True)] and orders(training, 6) == [([[[1]]], True)]
     training.received(p.TrainedAhead(1, 0))
     training.received(p.TrainedAhead(0, 1))  # of a step that a stop broke off
     assert len(orders(training, 5)) == 1
     training.received(p.TrainedAhead(1, 1))
     assert orders(training, 5)[1] == ([[[2]]], True)
-    training.complete(1, [groups[name] for name in ("g0", "g1", "g2")])
+    training.complete(1, [group("g0"), group("g1"), group("g2")])
     assert orders(training, 6)[2] == ([[[5]]], False)
     summary = training.sent[-2][1].summary
     assert summary.groups == [0, 0, 1, 1, 2, 2]
@@ -119,16 +104,15 @@ def test_ranks_that_share_rows_get_the_same(make_config):
     training = Training(
         config, dict(enumerate(sent)), lambda to, what: sent[to].append(what), NullRecorder()
     )
-    training.complete(1, [[trajectory(f"g0.{i}") for i in range(3)]])
+    training.complete(1, [group("g0", size=3)])
     assert sent[5] == sent[6] != sent[7] == sent[8]
     assert sorted(row for rank in (5, 7) for row in sent[rank][-1].indices) == [0, 1, 2]
 
 
 def test_a_round_has_a_limit_so_that_a_stop_can_save_soon(training, monkeypatch):
     monkeypatch.setattr("rose.coordinator.training.MICRO_BATCHES_OF_ROUND", 0)
-    groups = [[trajectory(f"g{i}.{j}") for j in range(2)] for i in range(4)]
-    for group in groups:
-        training.add(group[0].group, group)
+    for name in ("g0", "g1", "g2", "g3"):
+        training.add(name, group(name))
     for done in range(3):
         assert orders(training, 5)[-1] == ([[[2 * done]]], True)
         for rank in range(2):
@@ -139,22 +123,12 @@ def test_a_round_has_a_limit_so_that_a_stop_can_save_soon(training, monkeypatch)
     assert len(orders(training, 5)) == 4, "nothing waits"
 
 
-def test_a_run_that_stops_sends_no_more_rounds(training):
-    for name in ("g0", "g1"):
-        training.add(name, [trajectory(f"{name}.{i}") for i in range(2)])
-    training.stop()
-    for rank in range(2):
-        training.received(p.TrainedAhead(1, rank))
-    training.add("g2", [trajectory("g2.0")])
-    assert len(orders(training, 5)) == 1
-
-
 def test_a_rank_may_have_nothing_to_do_in_a_round(training):
-    training.add("g0", [trajectory("g0.0")])
+    training.add("g0", group("g0", size=1))
     assert orders(training, 6) == [([[[]]], True)]
 
 
 def test_a_batch_without_a_group_that_was_trained_ahead_ends_the_run(training):
-    training.add("g1", [trajectory("g1.0")])
+    training.add("g1", group("g1"))
     with pytest.raises(RunFailed, match="group g1 was trained ahead for step 1"):
-        training.complete(1, [[trajectory("g0.0")]])
+        training.complete(1, [group("g0")])

@@ -4,26 +4,16 @@ import msgspec
 
 from rose import protocol as p
 from rose.coordinator.turn_log import TurnLog
-from tests.coordinator.conftest import HOST, World, packed
-
-ROLLOUT = 10  # rank of rollout-0
-
-
-def request(turn="g0.0.t0", tokens=(1, 2, 3), new=10, seed=None):
-    sampling = p.Sampling(max_new_tokens=new, seed=seed)
-    trajectory = turn.rpartition(".")[0]
-    group = trajectory.partition(".")[0]
-    return p.TurnRequest(turn, trajectory, group, p.Phase.TRAIN, p.pack_tokens(tokens), sampling)
+from tests import made
+from tests.coordinator.conftest import HOST, World, request
+from tests.coordinator.conftest import tokens as tokens_of
 
 
-def result(turn="g0.0.t0", tokens=(7, 8), version=0, finish=p.FinishReason.STOP):
-    n = len(tokens)
-    return p.TurnResult(
-        turn, p.pack_tokens(tokens), p.pack_floats([-0.5] * n), p.pack_tokens([version] * n), finish
-    )
+def result(turn="g0.0.t0", tokens=(7, 8), **more):
+    return made.result(turn, tokens, **more)
 
 
-def opened(folder, step, behind):
+def opened(folder, step=0, behind=0):
     """By an attempt that ends in order."""
     log = TurnLog(folder, step, behind)
     log.stopped()
@@ -39,7 +29,7 @@ def written(folder, *pairs, version=0, step=0, behind=0):
 
 def test_a_turn_is_found_once_by_its_trajectory_context_and_sampling(tmp_path):
     written(tmp_path, (request(), result()))
-    log = opened(tmp_path, 0, 0)
+    log = opened(tmp_path)
     for other in (request("g0.1.t0"), request(tokens=(1, 2, 4)), request(new=11), request(seed=6)):
         assert log.find(other, 0) is None
     # an agent's concurrent calls may come in another order
@@ -50,16 +40,16 @@ def test_a_turn_is_found_once_by_its_trajectory_context_and_sampling(tmp_path):
 
 def test_a_turns_experts_are_kept_for_who_knows_as_many_before(tmp_path):
     asked = msgspec.structs.replace(request(), routed=2)
-    made = msgspec.structs.replace(result(), experts=b"abcd", routed=2)
-    written(tmp_path, (asked, made))
-    log = opened(tmp_path, 0, 0)
+    answer = result(experts=b"abcd", routed=2)
+    written(tmp_path, (asked, answer))
+    log = opened(tmp_path)
     assert log.find(request(), 0) is None
-    assert log.find(asked, 0) == made
+    assert log.find(asked, 0) == answer
 
 
 def test_the_same_context_asked_twice_has_two_answers_in_their_order(tmp_path):
     written(tmp_path, (request(), result()), (request("g0.0.t1"), result(tokens=(9,))))
-    log = opened(tmp_path, 0, 0)
+    log = opened(tmp_path)
     assert log.find(request(), 0) == result()
     assert log.find(request("g0.0.t1"), 0) == result("g0.0.t1", tokens=(9,))
 
@@ -68,9 +58,9 @@ def test_of_turns_that_were_cut_the_longest_counts_and_none_beside_a_complete_on
     cut = p.FinishReason.ABORT
     for tokens in ((7,), (7, 8), (7, 8, 9)):
         written(tmp_path, (request(), result(tokens=tokens, finish=cut)))
-    assert opened(tmp_path, 0, 0).find(request(), 0) == result(tokens=(7, 8, 9), finish=cut)
+    assert opened(tmp_path).find(request(), 0) == result(tokens=(7, 8, 9), finish=cut)
     written(tmp_path, (request(), result(tokens=(7, 8, 9, 1))))
-    log = opened(tmp_path, 0, 0)
+    log = opened(tmp_path)
     assert log.find(request(), 0) == result(tokens=(7, 8, 9, 1))
     assert log.find(request(), 0) is None
 
@@ -134,68 +124,62 @@ def test_a_torn_or_damaged_end_is_cut_off_and_the_file_grows_on(tmp_path):
     whole = path.read_bytes()
     for damaged in (whole[:-1], whole[:-3] + b"x" + whole[-2:], whole[: len(whole) // 2 + 5]):
         path.write_bytes(damaged)
-        log = opened(tmp_path, 0, 0)
+        log = opened(tmp_path)
         assert log.find(request(), 0) == result() and log.find(second, 0) is None
         written(tmp_path, (second, result(second.turn)))
-        assert opened(tmp_path, 0, 0).find(second, 0) == result(second.turn)
+        assert opened(tmp_path).find(second, 0) == result(second.turn)
 
 
-def test_null_records_nothing(tmp_path):
+def test_null_records_nothing_and_forgets_what_was_recorded_before(tmp_path):
     log = opened(tmp_path / "turns", 0, None)
     log.add(request(), result(), 0)
     log.flush()
     log.checkpoint_saved(1)
     log.close()
     assert log.find(request(), 0) is None and not (tmp_path / "turns").exists()
+    written(tmp_path, (request(), result()))
+    opened(tmp_path, 0, None)
+    assert opened(tmp_path).find(request(), 0) is None
+
+
+def attempt(folder):
+    """Of a run, with a worker."""
+    world = World(folder)
+    world.ready("rollout-0")
+    world.hub.weights.publish(0, "store")
+    world.sent.clear()
+    return world
 
 
 def test_a_resumed_run_answers_at_once_and_goes_on_within_a_turn(tmp_path):
-    first = World(tmp_path)
-    first.ready("rollout-0")
-    first.hub.weights.publish(0, "store")
-    first.request("g0.0.t0", new=4, seed=None)
+    first = attempt(tmp_path)
+    for turn in ("g0.0.t0", "g0.1.t0", "g0.2.t0"):
+        first.request(turn, new=4, seed=None)
+    first.request("g0.3.t0", new=4, seed=5)
     first.progress([11, 12])
-    first.hub.handle(ROLLOUT, p.TurnFinished("g0.0.t0", 1, *packed([13]), 0, p.FinishReason.STOP))
-    first.request("g0.1.t0", new=4, seed=None)
-    first.progress([21], turn="g0.1.t0")
-    first.request("g0.2.t0", new=4, seed=None)  # without a token so far
+    first.finish([13])
+    first.progress([21], turn="g0.1.t0")  # and g0.2 has no token so far
+    first.progress([31], turn="g0.3.t0")
     first.hub.record_open_turns()
 
-    again = World(tmp_path)
-    again.ready("rollout-0")
-    again.hub.weights.publish(0, "store")
-    again.sent.clear()
+    again = attempt(tmp_path)
     again.request("g0.0.t0", new=4, seed=None)
     [(rank, answer)] = again.sent
-    assert rank == HOST and answer.finish is p.FinishReason.STOP
-    assert p.unpack_tokens(answer.tokens).tolist() == [11, 12, 13]
+    assert (rank, answer.finish, tokens_of(answer)) == (HOST, p.FinishReason.STOP, [11, 12, 13])
     assert len(again.hub.ledger) == 0
 
-    again.sent.clear()
     again.request("g0.1.t0", new=4, seed=None)
-    [(rank, work)] = again.sent
-    assert rank == ROLLOUT and p.unpack_tokens(work.tokens).tolist() == [1, 2, 3, 21]
-    assert work.sampling.max_new_tokens == 3
-    again.hub.handle(ROLLOUT, p.TurnFinished("g0.1.t0", 1, *packed([22]), 0, p.FinishReason.STOP))
+    [(_, work)] = again.taken(p.GenerateTurn)
+    assert tokens_of(work) == [1, 2, 3, 21] and work.sampling.max_new_tokens == 3
+    again.finish([22], turn="g0.1.t0")
     rank, whole = again.sent[-1]
-    assert rank == HOST and p.unpack_tokens(whole.tokens).tolist() == [21, 22]
+    assert rank == HOST and tokens_of(whole) == [21, 22]
     assert p.unpack_tokens(whole.versions).tolist() == [0, 0] and whole.migrations == 0
 
-    again.sent.clear()
     again.request("g0.2.t0", new=4, seed=None)
-    [(rank, work)] = again.sent
-    assert p.unpack_tokens(work.tokens).tolist() == [1, 2, 3]
+    again.request("g0.3.t0", new=4, seed=5)  # nothing is kept of a seeded turn that was cut
+    assert [tokens_of(work) for _, work in again.taken(p.GenerateTurn)] == [[1, 2, 3]] * 2
     assert (again.hub.log.resumed_turns, again.hub.log.resumed_tokens) == (2, 4)
-
-
-def test_of_a_seeded_turn_that_was_cut_nothing_is_kept(tmp_path):
-    first = World(tmp_path)
-    first.ready("rollout-0")
-    first.hub.weights.publish(0, "store")
-    first.request("g0.0.t0", new=4)
-    first.progress([11, 12])
-    first.hub.record_open_turns()
-    assert opened(tmp_path / "turns", 0, 0)._known == {}
 
 
 def test_a_run_that_failed_twice_at_a_step_makes_its_turns_anew(tmp_path, capsys):
@@ -211,9 +195,3 @@ def test_a_run_that_failed_twice_at_a_step_makes_its_turns_anew(tmp_path, capsys
         TurnLog(tmp_path, step, 0)
     written(tmp_path, (request(), result()), version=3, step=3)
     assert TurnLog(tmp_path, 3, 0)._known, "it failed at other steps"
-
-
-def test_null_forgets_what_was_recorded_before(tmp_path):
-    written(tmp_path, (request(), result()))
-    opened(tmp_path, 0, None)
-    assert opened(tmp_path, 0, 0)._known == {}

@@ -80,44 +80,36 @@ def test_the_last_line_the_report_and_rose_state_have_it(meter, tmp_path, monkey
     assert state.main() == 2 and "Cost unknown" in capsys.readouterr().out
 
 
-class Nvml(SimpleNamespace):
-    """Stands in for pynvml, as no GPU is here: two that tell, one slice that doesn't."""
+def millijoules(handle):
+    if handle == "GPU-2":
+        raise RuntimeError("not supported")
+    return 5000 * (1 + int(handle[-1]))
 
-    class NVMLError(Exception):
-        pass
 
-    def nvmlInit(self):
-        pass
-
-    def nvmlDeviceGetCount(self):
-        return 3
-
-    def nvmlDeviceGetHandleByIndex(self, index):
-        return f"GPU-{index}"
-
-    def nvmlDeviceGetHandleByUUID(self, uuid):
-        return uuid
-
-    def nvmlDeviceGetUUID(self, handle):
-        return handle
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
-        if handle == "GPU-2":
-            raise self.NVMLError("not supported")
-        return 5000 * (1 + int(handle[-1]))
+# Stands in for pynvml, as no GPU is here: two that tell, one slice that doesn't.
+NVML = SimpleNamespace(
+    NVMLError=RuntimeError,
+    nvmlInit=lambda: None,
+    nvmlDeviceGetCount=lambda: 3,
+    nvmlDeviceGetHandleByIndex=lambda index: f"GPU-{index}",
+    nvmlDeviceGetHandleByUUID=str,
+    nvmlDeviceGetUUID=str,
+    nvmlDeviceGetTotalEnergyConsumption=millijoules,
+)
 
 
 @pytest.mark.parametrize(
-    "visible, found",
+    "nvml, visible, found",
     [
-        (None, {"GPU-0": 5.0, "GPU-1": 10.0}),
-        ("1", {"GPU-1": 10.0}),
-        ("GPU-0,GPU-2", {"GPU-0": 5.0}),
-        ("", {}),
+        (NVML, None, {"GPU-0": 5.0, "GPU-1": 10.0}),
+        (NVML, "1", {"GPU-1": 10.0}),
+        (NVML, "GPU-0,GPU-2", {"GPU-0": 5.0}),
+        (NVML, "", {}),
+        (None, None, {}),  # as if it weren't installed
     ],
 )
-def test_each_gpu_that_a_process_may_use_tells_its_joules(visible, found, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", Nvml())
+def test_each_gpu_that_a_process_may_use_tells_its_joules(nvml, visible, found, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -128,10 +120,3 @@ def test_each_gpu_that_a_process_may_use_tells_its_joules(visible, found, monkey
     finally:
         for each in (energy._nvml, energy._devices):
             each.cache_clear()
-
-
-def test_without_gpus_nothing_is_told(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)  # as if it weren't installed
-    for each in (energy._nvml, energy._devices):
-        each.cache_clear()
-    assert energy.counters() == {}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rose.observe.metrics import MetricsWriter, read_metrics, rows_of
-from rose.observe.recorder import NullRecorder, Recorder, read_events
+from rose.observe.recorder import Recorder, read_events
 from rose.observe.series import difference_interval, wilson_interval
 from rose.observe.status import LiveStatus, read_status
 
@@ -65,16 +65,6 @@ def test_a_torn_line_costs_only_itself(tmp_path):
     recorder.instant("second")
     recorder.close()
     assert [e["name"] for e in next(read_events(tmp_path)).events] == ["first", "second"]
-
-
-def test_the_null_recorder_takes_the_same_calls(tmp_path):
-    recorder = NullRecorder()
-    recorder.span("turn", 0.0, 1.0, turn="t")
-    recorder.instant("x")
-    recorder.counter("y", 1)
-    with recorder.timed("z", step=1) as args:
-        assert args == {"step": 1}
-    recorder.close()
 
 
 def test_metrics_survive_a_torn_line_and_bad_numbers(tmp_path):

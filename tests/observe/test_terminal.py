@@ -19,24 +19,30 @@ def _console(**options) -> Console:
     return Console(file=io.StringIO(), width=100, **options)
 
 
-def test_piped_output_has_one_line_per_row_also_of_the_last_moment(tmp_path):
-    run = tmp_path / "run"
+def write(run, *rows, first=1):
+    writer = MetricsWriter(run, tensorboard=False)
+    for step, row in enumerate(rows, first):
+        writer.write(step, row)
+    writer.close()
+
+
+def followed(run, *events) -> list[str]:
+    """The lines that are printed while these happen, the last of them in the last moment."""
     LiveStatus(run).update(steps=5, phase="train")
-    console = _console()
-    asked = []
+    console, left = _console(), list(events)
 
     def stop() -> bool:
-        if not asked:
-            write_run(run, steps=3)
-        else:
-            writer = MetricsWriter(run, tensorboard=False)
-            writer.write(4, {"success": 0.5})
-            writer.close()
-        asked.append(True)
-        return len(asked) == 2
+        left.pop(0)()
+        return not left
 
     terminal.follow(run, stop, console)
-    lines = console.file.getvalue().splitlines()
+    return console.file.getvalue().splitlines()
+
+
+def test_piped_output_has_one_line_per_row_also_of_the_last_moment(tmp_path):
+    run = tmp_path / "run"
+    last = {"success": 0.5}
+    lines = followed(run, lambda: write_run(run, steps=3), lambda: write(run, last, first=4))
     assert len(lines) == len(read_metrics(run)) == 7
     assert lines[0] == "step 0: held-out success 24.2% (95% 17.6% to 32.3%, 31 of 128)"
     assert lines[1].startswith("step 1/5: success ") and "tokens/s" in lines[1]
@@ -45,27 +51,13 @@ def test_piped_output_has_one_line_per_row_also_of_the_last_moment(tmp_path):
 
 def test_a_run_that_goes_on_prints_no_line_of_an_earlier_attempt_again(tmp_path):
     run = tmp_path / "run"
-    LiveStatus(run).update(steps=5, phase="train")
-    writer = MetricsWriter(run, tensorboard=False)
-    for step in (1, 2, 3):
-        writer.write(step, {"success": 0.1})
-    todo = iter(
-        (
-            lambda: writer.truncate(after_step=1),  # the last checkpoint's
-            lambda: writer.write(2, {"success": 0.6}),
-            lambda: writer.write(3, {"success": 0.7}),
-        )
+    write(run, *[{"success": 0.1}] * 3)
+    lines = followed(
+        run,
+        lambda: MetricsWriter(run, tensorboard=False).truncate(after_step=1),  # to a checkpoint
+        lambda: write(run, {"success": 0.6}, first=2),
+        lambda: write(run, {"success": 0.7}, first=3),
     )
-
-    def stop() -> bool:
-        now = next(todo, None)
-        if now:
-            now()
-        return now is None
-
-    console = _console()
-    terminal.follow(run, stop, console)
-    lines = console.file.getvalue().splitlines()
     assert lines == ["step 2/5: success 60.0%", "step 3/5: success 70.0%"]
 
 
@@ -73,16 +65,10 @@ def test_the_live_screen_names_what_is_waited_for(tmp_path, monkeypatch):
     rows = read_metrics(write_run(tmp_path / "run", steps=8))
     now = time.time()
     monkeypatch.setattr(terminal.time, "time", lambda: now)
-    status = Status(
-        phase="rollout",
-        step=9,
-        steps=20,
-        waiting_for="3 turns [of] rollout-1",
-        finished=13,
-        total=64,
-        workers={"rollout-0": WorkerStatus(tokens_per_s=310.0, running=8, waiting=2, version=8)},
-        started=now - 65,
-    )
+    workers = {"rollout-0": WorkerStatus(tokens_per_s=310.0, running=8, waiting=2, version=8)}
+    counts = {"step": 9, "steps": 20, "finished": 13, "total": 64, "workers": workers}
+    waiting = {"phase": "rollout", "waiting_for": "3 turns [of] rollout-1", "started": now - 65}
+    status = Status(**counts, **waiting)
     console = _console()
     console.print(terminal.screen("my [run]", status, rows))
     text = console.file.getvalue()
@@ -153,24 +139,11 @@ def test_no_word_of_an_agents_program_reaches_the_terminal_as_a_command(tmp_path
 
 
 def test_steps_that_teach_nothing_are_said_once_as_long_as_it_lasts(tmp_path):
-    run = tmp_path / "run"
-    LiveStatus(run).update(steps=9, phase="train")
+    run, norms = tmp_path / "run", (0.4, 0.0, 0.0, 0.0, 0.0, 0.1, 0.0, 0.0)
+    rows = [{"grad_norm": norm, "reward_mean": 0.25, "groups_equal": 1.0} for norm in norms]
+    lines = followed(run, lambda: write(run, *rows))
+    [said] = [line for line in lines if "taught nothing" in line]
+    assert "the last 3 steps" in said and "(mean 0.25)" in said
     console = _console()
-    asked = []
-
-    def stop() -> bool:
-        if not asked:
-            writer = MetricsWriter(run, tensorboard=False)
-            for step, norm in enumerate((0.4, 0.0, 0.0, 0.0, 0.0, 0.1, 0.0, 0.0), 1):
-                writer.write(step, {"grad_norm": norm, "reward_mean": 0.25, "groups_equal": 1.0})
-            writer.close()
-        asked.append(True)
-        return len(asked) == 2
-
-    terminal.follow(run, stop, console)
-    said = [line for line in console.file.getvalue().splitlines() if "taught nothing" in line]
-    assert len(said) == 1 and "the last 3 steps" in said[0] and "(mean 0.25)" in said[0]
-    rows = read_metrics(run)
-    screen = terminal.screen("run", Status(steps=9), rows[:5])
-    console.print(screen)
-    assert console.file.getvalue().count("taught nothing") == 2
+    console.print(terminal.screen("run", Status(steps=9), read_metrics(run)[:5]))
+    assert console.file.getvalue().count("taught nothing") == 1

@@ -32,11 +32,9 @@ def watched(config, run: Path, steps: range, wins: float = 0.5) -> None:
     """An attempt of a run that makes these steps, and ends."""
     writer = MetricsWriter(run, False, trackers.start(config, run))
     writer.truncate(after_step=steps[0] - 1)
+    speeds = {"tokens_per_s": 9, "tokens_per_s/rollout-0": 9.0}
     for step in steps:
-        writer.write(
-            step,
-            {"loss": step / 4, "success": wins, "tokens_per_s": 9, "tokens_per_s/rollout-0": 9.0},
-        )
+        writer.write(step, {"loss": step / 4, "success": wins} | speeds)
     writer.write(steps[-1], {"kind": "eval", "eval_success": 0.25, "eval_n": 8})
     writer.write(steps[-1], {"kind": "worker", "what": "joined", "detail": "somebody"})
     writer.close()
@@ -58,14 +56,8 @@ def test_mlflow_has_the_numbers_and_a_resumed_run_goes_on_in_the_same_one(make_c
     (found,) = client.search_runs([client.get_experiment_by_name("lakes").experiment_id])
     assert found.info.run_name == config.name and found.info.status == "FINISHED"
     history = client.get_metric_history(found.info.run_id, "train/success")
-    assert [(m.step, m.value) for m in sorted(history, key=lambda m: (m.step, m.timestamp))] == [
-        (1, 0.5),
-        (2, 0.5),
-        (3, 0.5),
-        (3, 0.75),
-        (4, 0.75),
-        (5, 0.75),
-    ]
+    values = [(m.step, m.value) for m in sorted(history, key=lambda m: (m.step, m.timestamp))]
+    assert values == [(1, 0.5), (2, 0.5), (3, 0.5), (3, 0.75), (4, 0.75), (5, 0.75)]
     assert found.data.metrics["eval/success"] == 0.25 and found.data.metrics["eval/n"] == 8
     assert found.data.metrics["train/tokens_per_s.rollout-0"] == 9.0
     assert found.data.params["trainer.batch_size"] == str(config.trainer.batch_size)
@@ -106,11 +98,9 @@ def offline_rows(folder: Path) -> list[dict]:
 )
 def test_wandbs_own_variable_holds(make_config, tmp_path, monkeypatch, given, passed):
     """wandb.init(mode=None) takes WANDB_MODE."""
-    asked = {}
-    fake = SimpleNamespace(
-        init=lambda **options: asked.update(options) or SimpleNamespace(define_metric=lambda *_, **__: 0),
-        teardown=lambda: None, Settings=lambda **_: None,
-    )  # fmt: skip
+    asked, run = {}, SimpleNamespace(define_metric=lambda *_, **__: None)
+    fake = SimpleNamespace(teardown=lambda: None, Settings=lambda **_: None)
+    fake.init = lambda **options: asked.update(options) or run
     monkeypatch.setitem(sys.modules, "wandb", fake)
     trackers.WandbTracker(make_config("observe.wandb.project=lakes", *given), tmp_path)
     assert asked["mode"] == passed
@@ -195,9 +185,8 @@ def test_what_is_not_installed_is_refused_by_its_key(make_config, monkeypatch, t
     trackers.check(make_config("observe.wandb.project=x").observe)
     trackers.check(make_config().observe)
     real = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "mlflow" else real(name)
-    )
+    found = lambda name: None if name == "mlflow" else real(name)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", found)
     with pytest.raises(ConfigError, match=r"observe\.mlflow\.uri='http://x:1'.*rose-rl\[mlflow\]"):
         trackers.check(make_config("observe.mlflow.uri=http://x:1").observe)
 

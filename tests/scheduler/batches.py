@@ -36,9 +36,7 @@ class Trainer:
             match action:
                 case ev.AdmitGroup(index, group):
                     assert group not in self.admitted, "names are unique within an attempt"
-                    assert self.fate.get(index) in (None, "dropped", "lost"), (
-                        "no second try while the first counts"
-                    )
+                    assert self.fate.get(index) in (None, "dropped", "lost"), "the first try counts"
                     assert group_index(group) == index
                     self.admitted[group], self.fate[index] = self.version, "open"
                     self.running.append(group)
@@ -64,11 +62,12 @@ class Trainer:
         self.do(self.policy.begin(self.step, self.groups))
         self.promise()
 
-    def finish(self, group: str, accepted: bool = True) -> None:
-        self.running.remove(group)
-        self.held.append(group)
-        self.do(self.policy.finished(group, accepted))
-        self.promise()
+    def finish(self, *groups: str, accepted: bool = True) -> None:
+        for group in groups:
+            self.running.remove(group)
+            self.held.append(group)
+            self.do(self.policy.finished(group, accepted))
+            self.promise()
 
     def promise(self) -> None:
         certain = self.policy.certain()
@@ -84,6 +83,10 @@ class Trainer:
     def end_step(self) -> None:
         assert not self.waits
         self.publish(self.version + 1)
+
+    def next_step(self) -> None:
+        self.end_step()
+        self.begin()
 
     def resume(self) -> None:
         """End the run at a step boundary, and continue with another attempt."""
@@ -109,23 +112,20 @@ class Trainer:
 
     def finish_one(self, random: Random, refuses: float, slow: int) -> None:
         assert self.running, "a step waits, and nothing runs"
-        self.finish(random.choice(self.fast(slow) or self.running), random.random() >= refuses)
+        group = random.choice(self.fast(slow) or self.running)
+        self.finish(group, accepted=random.random() >= refuses)
 
     def fast(self, slow: int) -> list[str]:
         return [group for group in self.running if not slow or group_index(group) % slow]
 
     def overdue(self, bound: int) -> list[str]:
         """Return the open groups that are already too old for the next step."""
-        return [
-            group
-            for group in (*self.running, *self.held)
-            if self.version - self.admitted[group] > bound
-        ]
+        left = [*self.running, *self.held]
+        return [group for group in left if self.version - self.admitted[group] > bound]
 
     def staleness(self) -> list[int]:
-        return [
-            version - self.admitted[group] for version, groups in self.trained for group in groups
-        ]
+        admitted = self.admitted
+        return [version - admitted[group] for version, groups in self.trained for group in groups]
 
     def check_accounts(self) -> None:
         """Assert that every index up to the newest was trained, was dropped on purpose, is open, or
@@ -135,7 +135,5 @@ class Trainer:
         assert sorted(self.fate) == list(range(len(self.fate)))
         for index, fate in self.fate.items():
             assert fate != "lost" or index in again, f"prompt {index} was skipped silently"
-            assert fate != "open" or index in again, (
-                f"prompt {index} would be skipped if the run ended now"
-            )
+            assert fate != "open" or index in again, f"prompt {index} would be, at a stop"
             assert fate != "trained" or index not in again, f"prompt {index} would be trained twice"

@@ -32,10 +32,8 @@ class Worker:
     def can_take(self, need: int, queue_depth: float) -> bool:
         if not self.held:
             return self.sequences > 0 and self.kv > 0 and (need <= self.kv or self.kv >= WHOLE_KV)
-        return (
-            len(self.held) < self.sequences * (1 + queue_depth)
-            and sum(self.held.values()) + need <= self.kv
-        )
+        has_place = len(self.held) < self.sequences * (1 + queue_depth)
+        return has_place and sum(self.held.values()) + need <= self.kv
 
 
 @dataclass
@@ -92,12 +90,8 @@ class Driver:
         if a.turn not in self.turns:
             return  # An earlier action has dropped its group.
         turn, worker = self.turns[a.turn], self.workers[a.worker]
-        assert turn.worker is None and a.attempt == turn.attempt + 1, (
-            "a turn is with one worker at a time"
-        )
-        assert worker.version == self.version and not worker.loading, (
-            "turns run on the newest policy version"
-        )
+        assert turn.worker is None and a.attempt == turn.attempt + 1, "a turn is with one worker"
+        assert worker.version == self.version and not worker.loading, "turns run on new weights"
         assert not (worker.draining or worker.resting or worker.awaits_capacity_report)
         left = turn.new - turn.made
         assert 0 <= a.max_tokens < left
@@ -123,9 +117,8 @@ class Driver:
         assert a.group not in self.groups, "names of groups are never reused"
         assert group_index(a.group) == a.index
         members = [f"{a.group}.{i}" for i in range(MEMBERS)]
-        self.groups[a.group] = Group(
-            self.version, {m: 1 + self.length(2 * i) % 3 for i, m in enumerate(members)}
-        )
+        turns = {m: 1 + self.length(2 * i) % 3 for i, m in enumerate(members)}
+        self.groups[a.group] = Group(self.version, turns)
         for member in members:
             self.asked[f"{member}.t0"] = 1 + self.length(len(member)) % 40
 
@@ -188,18 +181,10 @@ class Driver:
     def join(self, name, version):
         kind, hardware = KINDS.get(name, ("serverless", "H20"))
         self.at_worker(name, "lose")
-        self.workers[name] = Worker(
-            kind, version, getattr(self.s._provisioning, "joins_resting", lambda _: False)(kind)
-        )
-        self.feed(
-            ev.WorkerJoined,
-            worker=name,
-            kind=kind,
-            max_sequences=3,
-            kv_tokens=WHOLE_KV,
-            version=version,
-            hardware=hardware,
-        )
+        self.workers[name] = Worker(kind, version, self.s.joins_resting(kind))
+        sizes = {"max_sequences": 3, "kv_tokens": WHOLE_KV}
+        more = {"version": version, "hardware": hardware} | sizes
+        self.feed(ev.WorkerJoined, worker=name, kind=kind, **more)
 
     def at_worker(self, name, what, kv=WHOLE_KV, sequences=3):
         worker = self.workers.get(name)
@@ -224,14 +209,8 @@ class Driver:
                 self.feed(ev.WorkerLoaded, worker=name, version=worker.version)
             case "capacity":
                 worker.kv, worker.sequences, worker.awaits_capacity_report = kv, sequences, False
-                self.feed(
-                    ev.WorkerCapacity,
-                    worker=name,
-                    kv_tokens=kv,
-                    max_sequences=sequences,
-                    expected_s=-1.0,
-                    revoked=kv < WHOLE_KV,
-                )
+                room = {"kv_tokens": kv, "max_sequences": sequences, "expected_s": -1.0}
+                self.feed(ev.WorkerCapacity, worker=name, revoked=kv < WHOLE_KV, **room)
 
     def request(self, pick):
         if not self.asked:
@@ -311,9 +290,8 @@ class Driver:
 
     def cancel(self, trajectory):
         del self.groups[trajectory.partition(".")[0]].left[trajectory]
-        self.asked = {
-            turn: c for turn, c in self.asked.items() if turn.rpartition(".")[0] != trajectory
-        }
+        asked = self.asked.items()
+        self.asked = {turn: c for turn, c in asked if turn.rpartition(".")[0] != trajectory}
         for name in [n for n, turn in self.turns.items() if turn.trajectory == trajectory]:
             self.take(name)
             made = self.turns.pop(name).made
@@ -412,9 +390,8 @@ class Driver:
         waiting = [name for name, turn in self.turns.items() if turn.worker is None]
         for _ in range(sum(1 + turn.new for turn in self.turns.values())):
             self.load()
-            waiting = [
-                name for name in waiting if name in self.turns and self.turns[name].worker is None
-            ]
+            left = [name for name in waiting if name in self.turns]
+            waiting = [name for name in left if self.turns[name].worker is None]
             if not waiting:
                 return
             self.work()
@@ -430,9 +407,7 @@ class Driver:
             self.request(0)
             self.tick(5.0)
             self.load()
-        raise AssertionError(
-            f"all workers are available, and none gets any of {len(self.turns)} turns"
-        )
+        raise AssertionError(f"all workers are there, and none gets any of {len(self.turns)} turns")
 
     def finish(self, steps):
         """Run until `steps` more steps are in training."""

@@ -1,4 +1,5 @@
-"""Batching policies whose groups have several versions: bounded_staleness, trajectory_async."""
+"""Batching policies whose groups have several versions: bounded_staleness, trajectory_async,
+carry_over; and the order due_first."""
 
 from random import Random
 
@@ -8,137 +9,80 @@ from hypothesis import strategies as st
 
 from rose.parts.rivals.rollart import TrajectoryAsync
 from rose.policies.areal import BoundedStaleness
+from rose.policies.carry_over import CarryOver
+from rose.policies.ours import DueFirst
+from rose.scheduler import events as ev
+from rose.scheduler.state import Cluster, TurnState
 from tests.scheduler.batches import Trainer
 
-
-@settings(max_examples=120, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    groups=st.integers(1, 7),
-    eta=st.integers(0, 4),
-    running=st.sampled_from([0.3, 1.0, 9.0]),
-    refuses=st.sampled_from([0.0, 0.3, 1.0]),
-    slow=st.sampled_from([0, 3, 11]),
-    resumes=st.booleans(),
-)
-def test_bounded_staleness_keeps_its_bound(seed, groups, eta, running, refuses, slow, resumes):
-    trainer = Trainer(lambda: BoundedStaleness(eta, running, max_admitted=3.0), groups)
-    random = Random(seed)
-    for _ in range(15):
-        trainer.run_step(random, refuses, slow)
-        if resumes and random.random() < 0.3:
-            trainer.resume()
-        trainer.check_accounts()
-    assert len(trainer.trained) == 15
-    assert max(trainer.staleness()) <= eta and not trainer.overdue(eta)
-    assert refuses or not trainer.dropped
+G = 4  # groups of a batch of carry_over
 
 
-@settings(max_examples=120, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    groups=st.integers(1, 7),
-    alpha=st.integers(1, 3),
-    retries=st.integers(0, 2),
-    refuses=st.sampled_from([0.0, 0.3, 1.0]),
-    slow=st.sampled_from([0, 3, 11]),
-    resumes=st.booleans(),
-)
-def test_trajectory_async_keeps_its_bound(seed, groups, alpha, retries, refuses, slow, resumes):
-    trainer = Trainer(lambda: TrajectoryAsync(alpha, retries, max_admitted=3.0), groups)
-    random = Random(seed)
-    for _ in range(15):
-        trainer.run_step(random, refuses, slow)
-        if resumes and random.random() < 0.3:
-            trainer.resume()
-        trainer.check_accounts()
-    assert len(trainer.trained) == 15
-    assert max(trainer.staleness()) <= alpha and not trainer.overdue(alpha)
+def begun(policy, *args, groups=G, max_admitted=8.0):
+    """A run in its first step."""
+    trainer = Trainer(lambda: policy(*args, max_admitted=max_admitted), groups)
+    trainer.begin()
+    return trainer
+
+
+def bounded(groups, eta, running=9.0, max_admitted=3.0):
+    return begun(BoundedStaleness, eta, running, groups=groups, max_admitted=max_admitted)
 
 
 # --------------------------------------------------------------------------- bounded_staleness
 
 
-def test_the_admission_rule_is_the_papers():
+@pytest.mark.parametrize("eta", [0, 2])
+def test_the_admission_rule_is_the_papers(eta):
     """Assert floor((N_r - 1) / B) <= i + eta at any moment."""
-    trainer, random = (
-        Trainer(lambda: BoundedStaleness(eta=2, running=9.0, max_admitted=3.0), 3),
-        Random(4),
-    )
+    trainer, random = bounded(groups=3, eta=eta), Random(4)
     for _ in range(10):
-        trainer.begin()
-        assert len(trainer.admitted) == 3 * (trainer.version + 2 + 1)
+        assert len(trainer.admitted) == 3 * (trainer.version + eta + 1)
         while trainer.waits:
             trainer.finish_one(random, 0.0, 0)
         # The batch in the trainer still counts.
-        assert len(trainer.admitted) == 3 * (trainer.version + 2 + 1)
-        trainer.end_step()
+        assert len(trainer.admitted) == 3 * (trainer.version + eta + 1)
+        trainer.next_step()
 
 
 def test_no_more_groups_run_than_allowed_and_one_that_is_admitted_late_has_a_late_version():
-    trainer = Trainer(lambda: BoundedStaleness(eta=2, running=1.0, max_admitted=3.0), 2)
-    trainer.begin()
+    trainer = bounded(groups=2, eta=2, running=1.0)
     assert trainer.running == ["g0", "g1"]
-    for group in ("g0", "g1", "g2", "g3"):
-        trainer.finish(group)
-    assert trainer.running == ["g4", "g5"], (
-        "with those that wait for the trainer as many as eta allows"
-    )
-    trainer.end_step()
-    trainer.begin()
-    trainer.finish("g4"), trainer.finish("g5")
+    trainer.finish("g0", "g1", "g2", "g3")
+    assert trainer.running == ["g4", "g5"], "with those that wait as many as eta allows"
+    trainer.next_step()
+    trainer.finish("g4", "g5")
     assert trainer.running == ["g6", "g7"]
-    for _ in range(2):
-        trainer.end_step()
-        trainer.begin()
-    trainer.finish("g6"), trainer.finish("g7")
+    trainer.next_step()
+    trainer.next_step()
+    trainer.finish("g6", "g7")
     assert trainer.trained[-1] == (3, ["g6", "g7"]) and trainer.staleness()[-2:] == [2, 2]
 
 
-def test_eta_0_is_synchronous():
-    trainer, random = (
-        Trainer(lambda: BoundedStaleness(eta=0, running=9.0, max_admitted=3.0), 4),
-        Random(1),
-    )
-    for step in range(1, 5):
-        trainer.run_step(random)
-        assert len(trainer.admitted) == 4 * (step + 1) - 4 * (step == 0)
-        assert set(trainer.staleness()) == {0}
-
-
 def test_a_step_takes_the_oldest_finished_groups():
-    trainer = Trainer(lambda: BoundedStaleness(eta=2, running=9.0, max_admitted=3.0), 2)
-    trainer.begin()  # admits g0 to g5
-    for group in ("g5", "g4"):
-        trainer.finish(group)
+    trainer = bounded(groups=2, eta=2)  # admits g0 to g5
+    trainer.finish("g5", "g4")
     assert trainer.trained == [(0, ["g4", "g5"])]
-    for group in ("g3", "g2", "g1"):
-        trainer.finish(group)
-    trainer.end_step()
-    trainer.begin()
+    trainer.finish("g3", "g2", "g1")
+    trainer.next_step()
     assert trainer.trained[-1] == (1, ["g1", "g2"])
 
 
 def test_a_batch_waits_for_groups_that_later_batches_could_not_take_in_time():
-    trainer = Trainer(lambda: BoundedStaleness(eta=1, running=9.0, max_admitted=3.0), 2)
-    trainer.begin()  # admits g0 to g3
-    trainer.finish("g2"), trainer.finish("g3")
-    trainer.end_step()  # version 1; admits g4 and g5
-    trainer.begin()
-    trainer.finish("g4"), trainer.finish("g5"), trainer.finish("g0")
+    trainer = bounded(groups=2, eta=1)  # admits g0 to g3
+    trainer.finish("g2", "g3")
+    trainer.next_step()  # version 1; admits g4 and g5
+    trainer.finish("g4", "g5", "g0")
     assert trainer.waits, "g1 would be two versions old at the next step"
     trainer.finish("g1")
     assert trainer.trained[-1] == (1, ["g0", "g1"])
 
 
 def test_refused_groups_are_used_when_too_many_were_refused():
-    trainer = Trainer(lambda: BoundedStaleness(eta=1, running=9.0, max_admitted=2.0), 2)
-    trainer.begin()
-    for group in ("g0", "g1"):
-        trainer.finish(group, accepted=False)
+    trainer = bounded(groups=2, eta=1, max_admitted=2.0)
+    trainer.finish("g0", "g1", accepted=False)
     assert trainer.running == ["g2", "g3", "g4", "g5"], "refused groups were replaced"
-    for group in ("g2", "g3"):
-        trainer.finish(group, accepted=False)
+    trainer.finish("g2", "g3", accepted=False)
     assert trainer.trained == [(0, ["g2", "g3"])]
 
 
@@ -146,15 +90,14 @@ def test_refused_groups_are_used_when_too_many_were_refused():
 
 
 def test_as_many_groups_run_as_a_batch_has_until_the_buffer_is_full():
-    trainer = Trainer(lambda: TrajectoryAsync(alpha=1, retries=1, max_admitted=3.0), 2)
-    trainer.begin()
+    trainer = begun(TrajectoryAsync, 1, 1, groups=2, max_admitted=3.0)
     assert trainer.running == ["g0", "g1"]
     trainer.finish("g1")
     assert trainer.running == ["g0", "g2"]
     trainer.finish("g2")
     # The trainer trains.
     assert trainer.trained == [(0, ["g1", "g2"])] and trainer.running == ["g0", "g3"]
-    trainer.finish("g3"), trainer.finish("g4"), trainer.finish("g5")
+    trainer.finish("g3", "g4", "g5")
     assert trainer.running == ["g0"], "with the buffer's groups two batches are admitted"
 
 
@@ -171,15 +114,62 @@ def test_groups_that_are_too_old_are_aborted_and_start_again_as_often_as_allowed
     assert max(trainer.staleness()) <= 1
 
 
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: BoundedStaleness(eta=-1, running=1.0, max_admitted=2.0), "eta=-1"),
-        (lambda: BoundedStaleness(eta=1, running=0.0, max_admitted=2.0), "running=0"),
-        (lambda: TrajectoryAsync(alpha=0, retries=1, max_admitted=2.0), "alpha=0.*synchronous"),
-        (lambda: TrajectoryAsync(alpha=1, retries=-1, max_admitted=2.0), "retries=-1"),
-    ],
+# --------------------------------------------------------------------------- carry_over
+
+
+def test_the_tail_of_a_step_is_trained_in_the_next_one():
+    run = begun(CarryOver, 1, 0.25)
+    assert len(run.running) == G + 1
+    tail = run.running[0]
+    run.finish(*run.running[1:])
+    assert run.running == [tail] and not run.waits
+    run.next_step()
+    while run.running != [tail]:
+        run.finish(run.running[-1])
+    assert run.waits, "the group is at its bound"
+    run.finish(tail)
+    assert not run.waits and tail in run.trained[1][1] and max(run.staleness()) == 1
+
+
+def test_groups_in_flight_start_again_with_their_names_after_a_restart():
+    run = begun(CarryOver, 1, 1.0)
+    run.finish(*run.running[:G])
+    state = run.policy.snapshot()
+    again = CarryOver(1, 1.0, 8.0)
+    again.restore(state)
+    names = [a.group for a in again.begin(1, G)]
+    assert names[:G] == [f"g{i}" for i in range(G, 2 * G)]
+    assert names[G:] == [f"g{i}" for i in range(2 * G, 3 * G)]
+
+
+def test_due_first_puts_groups_of_older_versions_first_at_any_order_of_arrival():
+    order, cluster = DueFirst(), Cluster(version=3)
+
+    def key(group):
+        return order.key(TurnState(f"{group}.0.t0", f"{group}.0", group, 1, 1, 0, 0.0), cluster)
+
+    old = key("g0")
+    cluster.version = 4
+    assert key("g0") == old < key("g1")
+    order.on_event(ev.GroupFinished(at=0.0, group="g0", accepted=True), cluster)
+    assert key("g0") == key("g1")
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.integers(1, 3),
+    st.lists(st.tuples(st.integers(0, 50), st.booleans()), min_size=30, max_size=150),
 )
-def test_bounds_that_make_no_sense_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
+def test_with_carry_equal_to_the_bound_admissions_are_areals(staleness, events):
+    """At every moment neither policy has admitted more groups, without the trainer's own batch."""
+    runs = begun(CarryOver, staleness, float(staleness)), begun(BoundedStaleness, staleness, 99.0)
+    for which, train_is_over in events:
+        for run in runs:
+            if not run.waits and (train_is_over or not run.running):
+                run.next_step()
+        if not all(run.running for run in runs):
+            return  # From here on the two policies wait for different groups.
+        for run in runs:
+            run.finish(run.running[which % len(run.running)])
+        ahead = {len(run.admitted) - G * len(run.trained) for run in runs}
+        assert len(ahead) == 1 or runs[0].waits != runs[1].waits

@@ -15,20 +15,11 @@ from tests.scheduler.test_properties import STEPS, play, policy, scheduler
 def plain_round(cluster, queue_depth, routing, imbalance, last):
     """Return the [(turn, worker)] that a round should assign, and round robin's last worker."""
     cluster = deepcopy(cluster)
-    ready = sorted(
-        (
-            w
-            for w in cluster.workers.values()
-            if w.accepts_turns
-            and w.version == cluster.version
-            and not (w.loading or w.draining or w.resting)
-        ),
-        key=lambda w: w.worker,
-    )
-    given = []
-    for turn in sorted(
-        (t for t in cluster.turns.values() if t.worker is None), key=lambda t: t.sequence
-    ):
+    workers = sorted(cluster.workers.values(), key=lambda w: w.worker)
+    ready = [w for w in workers if w.accepts_turns and w.version == cluster.version]
+    ready = [w for w in ready if not (w.loading or w.draining or w.resting)]
+    given, turns = [], sorted(cluster.turns.values(), key=lambda t: t.sequence)
+    for turn in [turn for turn in turns if turn.worker is None]:
         fitting = [w for w in ready if w.room(queue_depth) >= turn.kv_need]
         if not fitting:
             ready = [w for w in ready if w.largest_turn < turn.kv_need]
@@ -90,9 +81,8 @@ def test_the_queue_finds_the_first_turn_that_fits_and_the_smallest_before_it(tur
         turn = TurnState(f"t{sequence}", "", "", 0, 0, sequence, 0.0, kv_need=need)
         queue.add(turn, key)
         entries.append((key, sequence, turn))
-    for _, _, turn in data.draw(
-        st.lists(st.sampled_from(entries), unique_by=id) if entries else st.just([])
-    ):
+    removed = st.lists(st.sampled_from(entries), unique_by=id) if entries else st.just([])
+    for _, _, turn in data.draw(removed):
         queue.remove(turn)
         entries = [e for e in entries if e[2] is not turn]
     entries.sort()
@@ -113,9 +103,8 @@ def test_a_long_queue_is_cut_and_loses_nothing():
     seen, entry = [], None
     while (entry := queue.first(3, entry)[0]) is not None:
         seen.append(entry[2])
-    assert seen == sorted(
-        (t for t in turns if t.kv_need <= 3), key=lambda t: (-t.sequence % 1000, t.sequence)
-    )
+    small = [turn for turn in turns if turn.kv_need <= 3]
+    assert seen == sorted(small, key=lambda turn: (-turn.sequence % 1000, turn.sequence))
     for turn in turns:
         queue.remove(turn)
     assert len(queue) == 0 and queue.first() == (None, NOT_RESERVED)

@@ -5,8 +5,8 @@ import pytest
 from rose.parts.rivals import thunder
 from rose.policies.registry import policies
 from rose.scheduler import events as ev
-from tests.scheduler.said import asked, joined
-from tests.scheduler.test_scheduler import end, join, make
+from tests.scheduler.said import asked, joined, lends
+from tests.scheduler.test_scheduler import end, make
 
 ARGS = {
     "thunder": {"period_s": 5.0, "half_life_s": 1.0},
@@ -23,12 +23,8 @@ def scheduler(*workers, sequences=2, kv=10_000, **kwargs):
     s = make(**kwargs)
     s.handle(ev.VersionPublished(at=0.0, version=0))
     for name in workers:
-        join(s, name, sequences, kv) if name[0] == "d" else borrow(s, name, sequences, kv)
+        s.handle(joined(name, sequences, kv, {"d": "dedicated", "s": "spot"}[name[0]]))
     return s
-
-
-def borrow(s, name, sequences=2, kv=10_000):
-    return s.handle(joined(name, sequences, kv, "spot"))
 
 
 def ask(s, turn, new=10):
@@ -77,11 +73,8 @@ def test_as_few_turns_are_preempted_as_make_room_and_none_if_that_does_not_help(
     s = scheduler("d0", sequences=8, kv=100)
     for i in range(4):
         ask(s, f"e0-{i}.0.t0")  # 20 tokens each
-    assert [type(a).__name__ for a in ask(s, "g0.0.t0", new=40)] == [
-        "AbortTurn",
-        "AbortTurn",
-        "AssignTurn",
-    ], "of 50 tokens it needs, 20 are free"
+    actions = [type(action) for action in ask(s, "g0.0.t0", new=40)]
+    assert actions == [ev.AbortTurn, ev.AbortTurn, ev.AssignTurn], "of 50 tokens, 20 are free"
     assert ask(s, "g1.0.t0", new=85) == [], "a turn of 95 tokens waits until g0 has ended"
     assert {"e0-0.0.t0", "e0-1.0.t0"} <= s.cluster.workers["d0"].turns.keys()
 
@@ -94,19 +87,12 @@ def test_evaluation_turns_of_a_draining_worker_are_not_preempted():
     assert ask(s, "g0.0.t0") == expected
 
 
-class Unwilling:
-    """A routing policy that gives training turns no worker."""
-
-    def choose(self, turn, fleet, cluster):
-        return fleet.least(turn) if turn.held_out else None
-
-
 def test_a_training_turn_that_the_policy_lets_wait_preempts_only_once():
     s = scheduler("d0")
-    s._queue._choose = Unwilling().choose
+    s._queue._choose = lambda turn, fleet, _: fleet.least(turn) if turn.held_out else None
     ask(s, "e0-0.0.t0"), ask(s, "e0-1.0.t0")
     first = ask(s, "g0.0.t0")
-    assert [type(a).__name__ for a in first] == ["AbortTurn", "AssignTurn"]
+    assert [type(action) for action in first] == [ev.AbortTurn, ev.AssignTurn]
     assert placed(first) == {"e0-1.0.t0": "d0"}
     assert s.handle(ev.Tick(at=1.0)) == [] and ask(s, "g1.0.t0") == []
 
@@ -133,8 +119,7 @@ def test_for_every_routing_evaluation_trajectories_let_training_ones_start(routi
 
 def test_a_large_turn_that_preemption_cannot_help_does_not_delay_smaller_ones():
     s = scheduler("d0", "s0", sequences=8, kv=100)
-    lent = {"kv_tokens": 50, "max_sequences": 8, "expected_s": 0.0, "revoked": False}
-    s.handle(ev.WorkerCapacity(at=0.0, worker="s0", **lent))
+    s.handle(lends("s0", kv=50))
     ask(s, "e0-0.0.t0", new=40), ask(s, "g0.0.t0", new=60)
     assert ask(s, "g1.0.t0", new=80) == [], "of 90 tokens: it waits for g0"
     assert ask(s, "g2.0.t0", new=30) == [

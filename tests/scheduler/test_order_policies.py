@@ -33,21 +33,20 @@ class Rollout:
         self.made: dict[str, int] = {}
 
     def feed(self, event):
-        self.started += [
-            a.turn for a in self.scheduler.handle(event) if isinstance(a, ev.AssignTurn)
-        ]
+        actions = self.scheduler.handle(event)
+        self.started += [a.turn for a in actions if isinstance(a, ev.AssignTurn)]
 
-    def request(self, turn, outcome="", context=10):
-        self.feed(asked(turn, context=context, outcome=outcome))
+    def request(self, *turns, outcome="", context=10):
+        for turn in turns:
+            self.feed(asked(turn, context=context, outcome=outcome))
 
     def end(self, turn, tokens, last=False):
         trajectory = turn.rpartition(".")[0]
         self.made[trajectory] = self.made.get(trajectory, 0) + tokens
         self.feed(ev.TurnEnded(at=0.0, turn=turn, tokens=tokens))
         if last:
-            self.feed(
-                ev.TrajectoryEnded(at=0.0, trajectory=trajectory, tokens=self.made.pop(trajectory))
-            )
+            made = self.made.pop(trajectory)
+            self.feed(ev.TrajectoryEnded(at=0.0, trajectory=trajectory, tokens=made))
 
     def cancel(self, turn):
         self.feed(ev.TurnEnded(at=0.0, turn=turn))
@@ -60,12 +59,6 @@ class Rollout:
         while any(turn.worker is None for turn in turns.values()):
             self.feed(ev.TurnEnded(at=0.0, turn=self.started[-1]))
         return self.started[before:]
-
-
-def busy(order):
-    rollout = Rollout(order)
-    rollout.request("g99.0.0")  # fills the worker
-    return rollout
 
 
 # --------------------------------------------------------------------------- all policies
@@ -91,11 +84,8 @@ def test_every_turn_starts_once_if_others_end_are_cancelled_or_lose_their_worker
         rollout.end(turn, random.randint(1, 90), last=turns[trajectory] <= 0)
         if turns[trajectory] > 0:
             asked.append(f"{trajectory}.{turns[trajectory]}")
-            rollout.request(
-                asked[-1],
-                outcome=random.choice(["", "ok", "failed"]),
-                context=random.randint(10, 9000),
-            )
+            outcome, context = random.choice(["", "ok", "failed"]), random.randint(10, 9000)
+            rollout.request(asked[-1], outcome=outcome, context=context)
     assert sorted(rollout.started) == sorted(asked)
 
 
@@ -103,29 +93,26 @@ def test_every_turn_starts_once_if_others_end_are_cancelled_or_lose_their_worker
 
 
 def test_one_probe_of_each_group_goes_before_all_others():
-    rollout = busy(LongestFirst())
-    for turn in ("g0.0.0", "g0.1.0", "g1.0.0", "g1.1.0"):
-        rollout.request(turn)
+    rollout = Rollout(LongestFirst())
+    rollout.request("g99.0.0")  # fills the worker
+    rollout.request("g0.0.0", "g0.1.0", "g1.0.0", "g1.1.0")
     assert rollout.queue() == ["g0.0.0", "g1.0.0", "g0.1.0", "g1.1.0"]
 
 
 def test_the_group_whose_finished_trajectory_was_longest_goes_first():
     rollout = Rollout(LongestFirst(), sequences=3)
-    for turn in ("g0.0.0", "g1.0.0", "g2.0.0"):
-        rollout.request(turn)
+    rollout.request("g0.0.0", "g1.0.0", "g2.0.0")
     rollout.end("g0.0.0", 50, last=True), rollout.end("g1.0.0", 400, last=True)
-    rollout.request("g8.0.0"), rollout.request("g9.0.0")  # take the worker
-    for turn in ("g0.1.0", "g1.1.0", "g2.1.0", "g2.2.0"):
-        rollout.request(turn)
+    rollout.request("g8.0.0", "g9.0.0")  # take the worker
+    rollout.request("g0.1.0", "g1.1.0", "g2.1.0", "g2.2.0")
     # No trajectory of g2 has finished, so it counts as the longest.
     assert rollout.queue() == ["g2.1.0", "g2.2.0", "g1.1.0", "g0.1.0"]
 
 
 def test_turns_that_wait_move_when_a_trajectory_of_their_group_ends():
     rollout = Rollout(LongestFirst(), sequences=2)
-    for turn in ("g0.0.0", "g1.0.0", "g0.1.0", "g1.1.0"):
-        rollout.request(turn)
-    rollout.request("g7.0.0"), rollout.request("g8.0.0")  # probes, which go first
+    rollout.request("g0.0.0", "g1.0.0", "g0.1.0", "g1.1.0")
+    rollout.request("g7.0.0", "g8.0.0")  # probes, which go first
     rollout.end("g0.0.0", 50, last=True), rollout.end("g1.0.0", 60, last=True)
     assert rollout.started[-2:] == ["g7.0.0", "g8.0.0"]
     assert rollout.queue() == ["g1.1.0", "g0.1.0"]
@@ -133,18 +120,16 @@ def test_turns_that_wait_move_when_a_trajectory_of_their_group_ends():
 
 def test_among_probes_the_one_with_the_fewest_tokens_goes_first():
     rollout = Rollout(LongestFirst(), sequences=2)
-    rollout.request("g0.0.0"), rollout.request("g1.0.0")
+    rollout.request("g0.0.0", "g1.0.0")
     rollout.end("g0.0.0", 300), rollout.end("g1.0.0", 20)
-    rollout.request("g8.0.0"), rollout.request("g9.0.0")  # take the worker
-    rollout.request("g0.0.1"), rollout.request("g1.0.1")
+    rollout.request("g8.0.0", "g9.0.0")  # take the worker
+    rollout.request("g0.0.1", "g1.0.1")
     assert rollout.queue() == ["g1.0.1", "g0.0.1"]
 
 
 def test_another_trajectory_becomes_the_probe_when_the_first_is_cancelled():
     rollout = Rollout(LongestFirst())
-    for turn in ("g0.0.0", "g0.1.0", "g0.2.0"):
-        rollout.request(turn)
-    rollout.request("g1.0.0"), rollout.request("g1.1.0")
+    rollout.request("g0.0.0", "g0.1.0", "g0.2.0", "g1.0.0", "g1.1.0")
     rollout.cancel("g0.0.0")
     assert rollout.started == ["g0.0.0", "g1.0.0"]
     assert rollout.queue() == ["g0.1.0", "g0.2.0", "g1.1.0"]
@@ -169,8 +154,7 @@ def queue_after(order, *outcomes):
     learn(rollout, "failed", [500] * 20)
     for i in range(len(outcomes)):
         rollout.request(f"g{i}.0.0"), rollout.end(f"g{i}.0.0", 10)
-    for i in range(8):
-        rollout.request(f"g{90 + i}.0.0")  # take the worker
+    rollout.request(*(f"g{90 + i}.0.0" for i in range(8)))  # take the worker
     for i, outcome in enumerate(outcomes):
         rollout.request(f"g{i}.0.1", outcome=outcome)
     return [int(turn[1:].partition(".")[0]) for turn in rollout.queue()]
@@ -178,10 +162,8 @@ def queue_after(order, *outcomes):
 
 def test_outcomes_that_were_followed_by_much_work_lead_to_a_lower_level():
     assert queue_after(Mlfq([100], "short", 1000), "failed", "ok", "failed", "ok") == [1, 3, 0, 2]
-
-
-def test_long_first_is_the_reverse():
-    assert queue_after(Mlfq([100], "long", 1000), "ok", "failed", "ok", "failed") == [1, 3, 0, 2]
+    reverse = queue_after(Mlfq([100], "long", 1000), "ok", "failed", "ok", "failed")
+    assert reverse == [1, 3, 0, 2]
 
 
 def test_a_level_yields_only_to_as_many_arrivals_as_patience_allows():
@@ -191,10 +173,9 @@ def test_a_level_yields_only_to_as_many_arrivals_as_patience_allows():
 
 def test_without_evidence_a_trajectory_above_its_levels_limit_sinks():
     rollout = Rollout(Mlfq([100], "short", 1000), sequences=2)
-    rollout.request("g0.0.0"), rollout.request("g1.0.0")
+    rollout.request("g0.0.0", "g1.0.0")
     rollout.end("g0.0.0", 150), rollout.end("g1.0.0", 50)
-    rollout.request("g8.0.0"), rollout.request("g9.0.0")
-    rollout.request("g0.0.1"), rollout.request("g1.0.1")
+    rollout.request("g8.0.0", "g9.0.0", "g0.0.1", "g1.0.1")
     assert rollout.queue() == ["g1.0.1", "g0.0.1"]
 
 

@@ -9,28 +9,24 @@ from tests.scheduler.said import asked, built
 ARGS = {"crowded": 1.2, "margin": 1.25, "move_s": 1.0, "patience_s": 10.0, "at_once": 2}
 
 
-def scheduler(**args):
-    return built(600.0, placement=("rebalance", ARGS | args))
-
-
 class World:
     """Hosts with constant loads, and trajectories with snapshots on one of them."""
 
     def __init__(self, **args):
-        self.s, self.at, self.moves = scheduler(**args), 0.0, []
+        self.s, self.at = built(600.0, placement=("rebalance", ARGS | args)), 0.0
         self.cpu = {}
 
     def host(self, name, cpu, cores=10.0, running=10, memory=0.5):
         self.cpu[name] = dict(cpu=cpu, cores=cores, running=running, memory=memory)
 
-    def saved(self, trajectory, host, commands_s=100.0, turns=3):
+    def saved(self, trajectory, host="a", commands_s=100.0):
         if trajectory not in self.s.cluster.group_of:
             self.s.handle(asked(f"{trajectory}.t0", self.at, 1, 1))
-        self.s.handle(
-            ev.TrajectorySaved(
-                at=self.at, trajectory=trajectory, host=host, turns=turns, commands_s=commands_s
-            )
-        )
+        self.again(trajectory, host, commands_s)
+
+    def again(self, trajectory, host="a", commands_s=100.0):
+        one = {"trajectory": trajectory, "host": host, "turns": 3, "commands_s": commands_s}
+        self.s.handle(ev.TrajectorySaved(at=self.at, **one))
 
     def run(self, seconds):
         """Report all loads and tick once per second; return the moves (time, trajectory, host)."""
@@ -45,8 +41,8 @@ class World:
         return found
 
 
-def crowded(**args):
-    world = World(**args)
+def crowded():
+    world = World()
     world.host("a", cpu=40.0)
     world.host("b", cpu=2.0)
     return world
@@ -55,7 +51,7 @@ def crowded(**args):
 def test_trajectories_that_spent_most_leave_a_host_that_stays_crowded():
     world = crowded()
     for at in range(4):
-        world.saved(f"g0.{at}", "a", commands_s=10.0 + at)
+        world.saved(f"g0.{at}", commands_s=10.0 + at)
     moves = world.run(11)
     assert moves == [(11.0, "g0.3", "b"), (11.0, "g0.2", "b")]
     assert world.s.cluster.saved["g0.3"].host == "b"
@@ -65,7 +61,7 @@ def test_trajectories_that_spent_most_leave_a_host_that_stays_crowded():
 
 def test_a_short_peak_moves_no_trajectory():
     world = crowded()
-    world.saved("g0.0", "a")
+    world.saved("g0.0")
     for _ in range(5):
         world.cpu["a"]["cpu"] = 40.0
         assert not world.run(9)
@@ -76,40 +72,32 @@ def test_a_short_peak_moves_no_trajectory():
 def test_only_trajectories_with_a_snapshot_move():
     world = crowded()
     assert not world.run(30)
-    world.saved("g0.0", "a")
+    world.saved("g0.0")
     world.s.handle(ev.TrajectoryEnded(at=world.at, trajectory="g0.0", tokens=1))
-    assert not world.run(30)
-
-
-def test_the_snapshot_of_an_ended_trajectory_is_forgotten():
-    world = crowded()
-    world.saved("g0.0", "a")
-    world.s.handle(ev.TrajectoryEnded(at=0.0, trajectory="g0.0", tokens=1))
-    late = ev.TrajectorySaved(at=0.0, trajectory="g0.0", host="a", turns=4, commands_s=9.0)
-    world.s.handle(late)
-    assert world.s.cluster.saved == {}
+    world.again("g0.0")  # late
+    assert not world.run(30) and world.s.cluster.saved == {}
 
 
 def test_a_move_must_save_twice_its_cost():
-    """A move from slowdown 4 to 1 saves 3/4 of the time spent, which must be twice its cost, 1 s."""
+    """One from slowdown 4 to 1 saves 3/4 of the time spent, which must be twice its cost, 1 s."""
     for spent, moves in ((2.5, 0), (2.8, 1)):
         world = crowded()
-        world.saved("g0.0", "a", commands_s=spent)
+        world.saved("g0.0", commands_s=spent)
         assert len(world.run(11)) == moves
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        dict(cpu=38.0),  # about as crowded
-        dict(cpu=2.0, memory=0.95),  # no memory
-        dict(cpu=28.0),  # less crowded by the margin of 1.25 before the move, not after it
-    ],
-)
+NO_BETTER = {
+    "about as crowded": {"cpu": 38.0},
+    "without memory": {"cpu": 2.0, "memory": 0.95},
+    "less crowded by the margin of 1.25 before the move, not after it": {"cpu": 28.0},
+}
+
+
+@pytest.mark.parametrize("other", NO_BETTER)
 def test_a_trajectory_stays_if_no_other_host_is_better(other):
     world = crowded()
-    world.host("b", **other)
-    world.saved("g0.0", "a")
+    world.host("b", **NO_BETTER[other])
+    world.saved("g0.0")
     assert not world.run(40)
 
 
@@ -117,13 +105,13 @@ def test_the_least_loaded_host_takes_the_trajectories():
     world = crowded()
     world.host("c", cpu=30.0, cores=100.0)
     world.host("b", cpu=9.0)
-    world.saved("g0.0", "a")
+    world.saved("g0.0")
     assert [host for _, _, host in world.run(11)] == ["c"]
 
 
 def test_a_moved_trajectory_has_to_pay_for_its_next_move():
     world = crowded()
-    world.saved("g0.0", "a", commands_s=100.0)
+    world.saved("g0.0", commands_s=100.0)
     assert len(world.run(11)) == 1
     world.cpu["a"], world.cpu["b"] = world.cpu["b"], world.cpu["a"]
     world.saved("g0.0", "b", commands_s=102.0)
@@ -134,7 +122,7 @@ def test_a_moved_trajectory_has_to_pay_for_its_next_move():
 
 def test_a_host_that_is_gone_or_silent_takes_no_part():
     world = crowded()
-    world.saved("g0.0", "a")
+    world.saved("g0.0")
     world.run(5)
     world.s.handle(ev.HostLost(at=world.at, host="b"))
     del world.cpu["b"]
@@ -164,6 +152,6 @@ def test_between_equal_hosts_with_noisy_loads_no_trajectory_moves_twice():
 
 def test_bad_arguments_are_named():
     with pytest.raises(ConfigError, match="scheduler.placement.args.*crowded=0.5"):
-        scheduler(crowded=0.5)
+        World(crowded=0.5)
     with pytest.raises(ConfigError, match="at_once=0"):
-        scheduler(at_once=0)
+        World(at_once=0)

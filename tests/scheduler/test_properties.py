@@ -45,21 +45,11 @@ def scheduler(names, queue_depth):
     return build(SchedulerConfig(**chosen, queue_depth=queue_depth), TIMEOUT_S)
 
 
+WEIGHTS = {"request": 5, "progress": 2, "end": 5, "return": 2, "late message": 1, "join": 1}
+WEIGHTS |= {"lose": 1, "capacity": 2, "drain": 1, "host": 2, "load": 4, "train": 2}
+WEIGHTS |= dict.fromkeys(["fail", "tick", "stall", "answer", "clock"], 1)
 STEPS = st.tuples(
-    st.sampled_from(
-        ["request"] * 5
-        + ["progress"] * 2
-        + ["end"] * 5
-        + ["return"] * 2
-        + ["late message", "join", "lose"]
-        + ["capacity"] * 2
-        + ["drain"]
-        + ["host"] * 2
-        + ["load"] * 4
-        + ["train"] * 2
-        + ["fail", "tick", "stall", "answer"]
-        + ["clock"]
-    ),
+    st.sampled_from([what for what, weight in WEIGHTS.items() for _ in range(weight)]),
     st.sampled_from(list(KINDS)),
     st.integers(0, 7),
     st.integers(0, 50),
@@ -106,10 +96,8 @@ def staleness(names):
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_no_trajectory_is_lost_or_counted_twice_and_a_replay_is_the_same(kind, name, data):
-    names = {
-        k: name if k == kind else data.draw(st.sampled_from(sorted(policies(k))), k)
-        for k in PROTOCOLS
-    }
+    others = {k: data.draw(st.sampled_from(sorted(policies(k))), k) for k in PROTOCOLS if k != kind}
+    names = {kind: name} | others
     queue_depth = data.draw(st.sampled_from([0.0, 0.5]), "queue depth")
     lengths = data.draw(st.lists(st.integers(0, 79), min_size=1, max_size=12), "lengths")
     driver = Driver(scheduler(names, queue_depth), queue_depth, staleness(names), lengths)
