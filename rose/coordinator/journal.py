@@ -58,21 +58,23 @@ class Journal:
 
 
 def read(path: Path) -> Iterator[Any]:
-    """Yield the snapshot, then the entries in order, up to a last line that a crash cut short."""
+    """Yield the snapshot, then the entries in order, up to a last line that a crash cut short.
+    An attempt that was killed before its first flush leaves an empty file, which yields nothing."""
     decoder = msgspec.json.Decoder(Entry)
     with Path(path).open("rb") as file:
-        yield msgspec.json.decode(file.readline())
-        for line in file:
+        for number, line in enumerate(file):
             if not line.endswith(b"\n"):
                 return
-            yield decoder.decode(line)
+            yield decoder.decode(line) if number else msgspec.json.decode(line)
 
 
 def replay(path: Path, scheduler: Scheduler) -> int:
     """Drive `scheduler` by the journal; return the number of events. Raises `ValueError` at the
     first event with different actions."""
     entries = read(path)
-    scheduler.restore(next(entries))
+    if (snapshot := next(entries, None)) is None:
+        return 0
+    scheduler.restore(snapshot)
     count = 0
     for count, entry in enumerate(entries, start=1):
         actions = scheduler.handle(entry.event)

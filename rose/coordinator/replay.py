@@ -74,12 +74,13 @@ def check(run_dir: Path, config: Config) -> None:
         ("rollout.group_size", config.rollout.group_size),
         ("trainer.batch_size", config.trainer.batch_size),
     ):
-        section, name = key.split(".")
-        was = tree.get(section, {}).get(name, now)
+        name, _, last = key.partition(".")
+        section = tree.get(name)
+        was = section.get(last, now) if isinstance(section, dict) else now
         if was != now:
             raise ConfigError(
-                f"{key}={now:g}: the trajectories of rollout.replay={str(run_dir)!r} were made "
-                f"with {key}={was:g}"
+                f"{key}={now}: the trajectories of rollout.replay={str(run_dir)!r} were made "
+                f"with {key}={was}"
             )
 
 
