@@ -17,7 +17,8 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Coroutine, Iterator, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,6 +49,28 @@ KEPT = (
     "SSL_CERT_FILE",
     "SSL_CERT_DIR",
 )
+
+
+async def in_daemon(function: Callable[[], Result]) -> Result:
+    """Return what a function returns that may take for ever, as on a dead mount. Its thread keeps
+    neither the event loop nor the process from ending, unlike those of `asyncio.to_thread`."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[Result] = loop.create_future()
+
+    def settle(how: Callable[[Any], None], what: Any) -> None:
+        if not result.done():
+            how(what)
+
+    def call() -> None:
+        try:
+            found = result.set_result, function()
+        except Exception as error:
+            found = result.set_exception, error
+        with suppress(RuntimeError):  # The loop has been closed meanwhile.
+            loop.call_soon_threadsafe(settle, *found)
+
+    threading.Thread(target=call, name="may-hang", daemon=True).start()
+    return await result
 
 
 def signal_name(number: int) -> str:

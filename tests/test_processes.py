@@ -122,3 +122,25 @@ def test_a_task_that_exits_ends_no_other():
     assert said == ["exit 3", "others went on"]
     with pytest.raises(SystemExit):
         processes.run_to_its_end(exits())
+
+
+HANGS = """
+import asyncio, threading
+from rose import processes
+
+async def main():
+    assert await processes.in_daemon(lambda: 5) == 5
+    try:
+        await processes.in_daemon(lambda: 1 / 0)
+    except ZeroDivisionError:
+        print("raised")
+    async with asyncio.timeout(0.1):
+        await processes.in_daemon(threading.Event().wait)
+
+asyncio.run(main())
+"""
+
+
+def test_a_call_that_never_returns_keeps_no_process_from_ending():
+    done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "raised\n" and "TimeoutError" in done.stderr and done.returncode == 1

@@ -137,12 +137,12 @@ class _File(Generic[State]):
         self._layout = xxhash.xxh3_64_intdigest(",".join([kind.__name__, *self._names]).encode())
         if create:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._size = _HEADER.size + self._fields.size
+        self._size, self._file = _HEADER.size + self._fields.size, -1
         # The file is not mapped: if another process truncated a mapped file, SIGBUS would kill this
         # one.
         self._file = os.open(self.path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
         if not create and (found := os.fstat(self._file).st_size) != self._size:
-            os.close(self._file)
+            self.close()
             raise ValueError(
                 f"{self.path}: {found} bytes, a board of {kind.__name__} has {self._size}; written "
                 "by another version of ROSE?"
@@ -152,7 +152,13 @@ class _File(Generic[State]):
         return xxhash.xxh3_64_intdigest(data, seed=sequence)
 
     def close(self) -> None:
-        os.close(self._file)
+        """Close the file. Called again, and when the object is deleted, it does nothing."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class Writer(_File[State]):

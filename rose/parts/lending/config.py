@@ -22,6 +22,8 @@ OWN_ARGUMENTS = (
     "worker_extension_cls",
     "api_server_count",
     "data_parallel_size",
+    "pipeline_parallel_size",
+    "shutdown_timeout",
 )
 SHORTEST_STALE_S = 0.1  # live engines write their boards every 20 to 50 ms, later if busy
 

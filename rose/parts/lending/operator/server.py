@@ -46,6 +46,7 @@ ANSWER_S = 2.0  # timeout of such a request
 BACK_OFF_S = (1.0, 60.0)  # least and most seconds between a death and the next start
 STEADY_S = 300.0  # seconds of service after which the next death counts as the first
 STOP_S = 15.0  # seconds for running requests after a stop
+STOP_MORE_S = 5.0  # seconds after these for the server's own end
 LAST_LINES = 15  # lines of the server's log in an error
 LINE_CHARACTERS = 400  # most characters of such a line
 
@@ -70,6 +71,7 @@ class OnlineServer:
         self.port = 0
         self.starts = 0  # number of starts since this process began
         self.up = False  # true while the server serves
+        self.served = False  # true once the server has served
         self.leaving = False  # true if no server may be started any more
         self._process: asyncio.subprocess.Process | None = None
         self._place: socket.socket | None = None  # reserves the port while no server runs
@@ -119,6 +121,7 @@ class OnlineServer:
             "host": self.online.host,
             "port": self.port,
             "uvicorn_log_level": "warning",
+            "shutdown_timeout": int(STOP_S),  # vLLM's default aborts what runs
         }
         arguments = of_server | engine_args(self.online, self.gpus)
         return [
@@ -146,14 +149,14 @@ class OnlineServer:
                     f"{self.url} serves {self.online.served_name or self.online.model} (log: "
                     f"{self.log})"
                 )
-                self.up = True
+                self.up = self.served = True
                 why = (
                     f"the online server {_ended(await self._process.wait())}; its log ends "
                     f"with\n{self.last_lines()}"
                 )
             except ServerError as error:
                 await self._end()
-                if self.starts <= 1:
+                if not self.served:
                     raise
                 why = str(error)
             self.up = False
@@ -166,11 +169,12 @@ class OnlineServer:
             pause = min(2 * pause, BACK_OFF_S[1])
 
     async def stop(self) -> None:
-        """End the server. Running requests may finish within STOP_S, then it is killed."""
+        """End the server. Running requests may finish within STOP_S, then vLLM aborts them. A server
+        that is not gone STOP_MORE_S later is killed."""
         if self._process is not None and self._process.returncode is None:
             self._process.terminate()
             with suppress(TimeoutError):
-                async with asyncio.timeout(STOP_S):
+                async with asyncio.timeout(STOP_S + STOP_MORE_S):
                     await self._process.wait()
         await self._end()
         if self._place is not None:
@@ -179,11 +183,14 @@ class OnlineServer:
 
     def last_lines(self) -> str:
         """The last lines that the server has logged since its last start."""
-        with open(self.log, "rb") as file:
-            file.seek(
-                max(self._log_began, os.path.getsize(self.log) - LAST_LINES * LINE_CHARACTERS)
-            )
-            lines = file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+        try:
+            with open(self.log, "rb") as file:
+                file.seek(
+                    max(self._log_began, os.path.getsize(self.log) - LAST_LINES * LINE_CHARACTERS)
+                )
+                lines = file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+        except OSError as error:  # Somebody has removed it.
+            lines = [f"{self.log}: {error.strerror}"]
         return "\n".join("  | " + line[:LINE_CHARACTERS] for line in lines)
 
     async def _start(self) -> None:
@@ -200,20 +207,24 @@ class OnlineServer:
             self._place.close()
         self._place, self.port = place, place.getsockname()[1]
         self.starts += 1
-        with open(self.log, "ab") as log:
-            self._log_began = log.tell()
-            # The server has a process group of its own, because signals that Slurm or a terminal
-            # sends to our group are for this process. It has no session of its own, because Linux's
-            # autogroups would share the cores between sessions whatever their threads' priorities.
-            self._process = await asyncio.create_subprocess_exec(
-                *self.command(),
-                env=self.environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                process_group=0,
-                preexec_fn=begin_child(os.getpid(), OTHERS),
-            )
+        try:
+            with open(self.log, "ab") as log:
+                self._log_began = log.tell()
+                # The server has a process group of its own, because signals that Slurm or a
+                # terminal sends to our group are for this process. It has no session of its own,
+                # because Linux's autogroups would share the cores between sessions whatever their
+                # threads' priorities.
+                self._process = await asyncio.create_subprocess_exec(
+                    *self.command(),
+                    env=self.environment(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    process_group=0,
+                    preexec_fn=begin_child(os.getpid(), OTHERS),
+                )
+        except OSError as error:  # no place for the log, or no memory for a process
+            raise ServerError(f"the online server can't be started: {error}") from None
         try:
             async with (
                 asyncio.timeout(self.online.start_timeout_s),

@@ -107,7 +107,7 @@ class EngineBoard:
     once."""
 
     def __init__(self, path: Path, pid: int) -> None:
-        self._path, self._pid = path, pid
+        self._path, self.pid = path, pid
         self._reader: Reader[Rollout] | None = None
         self._why = ""
 
@@ -121,9 +121,9 @@ class EngineBoard:
         state = self._reader.read()
         if state is None:
             return self._no(self._reader.why)
-        if state.pid != self._pid:
+        if state.pid != self.pid:
             return self._no(
-                f"{self._path}: of process {state.pid:.0f}, the engine is {self._pid}; does it run "
+                f"{self._path}: of process {state.pid:.0f}, the engine is {self.pid}; does it run "
                 "ROSE's scheduler?"
             )
         self._why = ""

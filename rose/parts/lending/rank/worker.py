@@ -82,13 +82,14 @@ class BorrowedWorker(RolloutWorker):
 
     def ask_to_leave(self, number: int) -> None:
         """Leave because of signal `number`: after SIGUSR2 when the turns are done, after any other
-        signal, or a second one, at once."""
+        signal at once. Slurm may send a signal both to this process and to the lender, which passes
+        it on."""
         if number == signal.SIGTERM:
             # Slurm sends SIGTERM to the engine's process, too. vLLM would log its end as an error.
             logging.getLogger("vllm").setLevel(logging.CRITICAL)
         if not self._asked_to_leave.done():
             self._asked_to_leave.set_result(number)
-        else:
+        elif number != signal.SIGUSR2:
             self._drain_until = 0.0
 
     @property
@@ -138,13 +139,16 @@ class BorrowedWorker(RolloutWorker):
         inactive engine keeps only its process, neither weights nor KV cache. Activating it takes
         about a second."""
         since: float | None = None
+        board: EngineBoard | None = None
         while True:
             await asyncio.sleep(INACTIVE_POLL_S)
             engine = self.engine
             if engine is None or not engine.alive:
                 self._awake.set()  # the next engine starts with weights and KV cache
                 continue
-            state = EngineBoard(path, engine.pid).read()
+            if board is None or board.pid != engine.pid:
+                board = EngineBoard(path, engine.pid)
+            state = board.read()
             stopped = state is not None and state.shut_by in (Reason.STOPPED, Reason.HOUR)
             since = (since or time.monotonic()) if stopped else None
             try:
