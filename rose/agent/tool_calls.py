@@ -50,8 +50,8 @@ class Reading:
 
 
 def split_thought(text: str) -> tuple[str, str]:
-    """Split a text at its last ``</think>`` outside of calls. Return (thought, answer). Calls in the
-    thought do not count. Never raises, and neither does `read`."""
+    """Split a text at its last ``</think>`` outside of calls. Return (thought, answer). Calls in
+    the thought do not count. Never raises, and neither does `read`."""
     at = text.rfind(END)
     spans = list(_call_spans(text)) if at >= 0 else []
     while spans and at >= 0:
