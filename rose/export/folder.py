@@ -74,9 +74,8 @@ def export(
             _copy(source, part, ("LICENSE*", "NOTICE*"))
         else:
             copy_rest(source, part, weights.tensors[0].dtype)  # all are of model.dtype
-            _name_ends(part, config.model)
+            _name_generation(part, config.model, config.rollout)
             _name_template(part, config.model)
-            _name_sampling(part, config.rollout)
         size = sum(t.nbytes for t in weights.tensors)
         alone = lora and not merge
         done = Exported(out, step, weights.where, shards, blocks, size, source, alone)
@@ -258,15 +257,6 @@ def copy_rest(source: Path, folder: Path, dtype: str) -> None:
         _make_generation_config(folder)
 
 
-def _name_ends(folder: Path, model: Model) -> None:
-    """Add model.end_of_turn to generation_config.json, so that servers end turns as in training."""
-    if model.end_of_turn:
-        path = folder / "generation_config.json"
-        ends = models.end_tokens(folder, model.end_of_turn)
-        whole = json.loads(path.read_text(encoding="utf-8")) | {"eos_token_id": ends}
-        path.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
-
-
 def _name_template(folder: Path, model: Model) -> None:
     """Write a chat template that describes tools, where the model's own ignores them, so that
     servers render prompts as training did."""
@@ -281,14 +271,16 @@ def _name_template(folder: Path, model: Model) -> None:
         (folder / "additional_chat_templates" / "tool_use.jinja").unlink(missing_ok=True)
 
 
-def _name_sampling(folder: Path, rollout: Rollout) -> None:
-    """Write training's sampling parameters into generation_config.json, from which vLLM takes its
-    defaults. With the base model's temperature, vLLM would serve another policy than the trained
-    one."""
+def _name_generation(folder: Path, model: Model, rollout: Rollout) -> None:
+    """Write model.end_of_turn and training's sampling parameters into generation_config.json, from
+    which vLLM takes its defaults. With the base model's temperature, vLLM would serve another
+    policy than the trained one, and without the ends it would end turns elsewhere."""
     path = folder / "generation_config.json"
     whole = json.loads(path.read_text(encoding="utf-8"))
     penalties = ("repetition_penalty", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
     whole = {key: value for key, value in whole.items() if key not in penalties}
+    if model.end_of_turn:
+        whole["eos_token_id"] = models.end_tokens(folder, model.end_of_turn)
     sampled = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
     whole |= {"do_sample": True} | sampled
     path.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
