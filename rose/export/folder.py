@@ -254,7 +254,10 @@ def copy_rest(source: Path, folder: Path, dtype: str) -> None:
     config |= dict.fromkeys(named or ["dtype"], dtype)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if not (folder / "generation_config.json").exists():
-        _make_generation_config(folder)
+        from transformers import AutoConfig, GenerationConfig
+
+        made = GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder))
+        made.save_pretrained(folder)
 
 
 def _name_template(folder: Path, model: Model) -> None:
@@ -291,9 +294,3 @@ def _copy(source: Path, folder: Path, names: Sequence[str]) -> None:
         wanted = any(fnmatch.fnmatch(path.name, name) for name in names)
         if wanted and path.is_file() and not any(fnmatch.fnmatch(path.name, n) for n in LEFT_OUT):
             shutil.copyfile(path, folder / path.name)
-
-
-def _make_generation_config(folder: Path) -> None:
-    from transformers import AutoConfig, GenerationConfig
-
-    GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
