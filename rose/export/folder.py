@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -28,6 +27,7 @@ from rose.config import Config, ConfigError, Model, Rollout
 from rose.export import adapter
 from rose.export.card import Exported, text
 from rose.export.weights import StoreWeights, Weights, places
+from rose.trainer.shards import patterns_of
 from rose.transfer import versions
 from rose.transfer.blocks import Tensor
 from rose.transfer.errors import Corrupted, TransferError
@@ -37,7 +37,6 @@ from rose.transfer.store import sync
 KEPT = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
 LEFT_OUT = ("*.index.json", "recipe.json", "config.json")
 TEMPLATES = "additional_chat_templates"  # name of a folder that transformers reads
-PATTERNS = {"bfloat16": torch.int16, "float32": torch.int32}
 
 
 def export(
@@ -225,10 +224,8 @@ def _write_shard(weights: Weights, tensors: Sequence[Tensor], path: Path, prefix
     del values, named
     with safe_open(path, "pt") as written:
         for tensor in tensors:
-            patterns = (
-                written.get_tensor(prefix + tensor.name).reshape(-1).view(PATTERNS[tensor.dtype])
-            )
-            bad = versions.differing(patterns.numpy(), tensor, digests[tensor.name])
+            patterns = patterns_of(written.get_tensor(prefix + tensor.name).reshape(-1))
+            bad = versions.differing(patterns, tensor, digests[tensor.name])
             if bad is not None:
                 raise Corrupted(
                     f"{weights.culprit(bad)}: {tensor.name}, values {bad.start} to {bad.stop}, are "
