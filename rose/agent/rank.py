@@ -66,11 +66,10 @@ class _Process:
         here = os.getpid()
         command = [sys.executable, "-m", "rose.agent.process", "--run", str(run_dir)]
         command += ["--attempt", str(attempt), "--rank", str(rank)]
+        command += ["--channel", str(theirs.fileno())]
         with theirs:
             process = await asyncio.create_subprocess_exec(
                 *command,
-                "--channel",
-                str(theirs.fileno()),
                 pass_fds=(theirs.fileno(),),
                 env=mpi_process.environment(mpi),
                 stdin=asyncio.subprocess.DEVNULL,

@@ -49,12 +49,9 @@ class Guest:
             server = await asyncio.start_unix_server(
                 lambda *ends: connected.done() or connected.set_result(ends), path
             )
+            command = [*launcher, sys.executable, "-m", "rose.comm.porter", path]
             porter = await asyncio.create_subprocess_exec(
-                *launcher,
-                sys.executable,
-                "-m",
-                "rose.comm.porter",
-                path,
+                *command,
                 env=mpi_process.environment(mpi_env),
                 stdin=asyncio.subprocess.DEVNULL,
                 preexec_fn=lambda: processes.die_with_parent(here),
