@@ -353,11 +353,8 @@ class ChatFormat:
         return written
 
     def _eos_texts(self) -> list[str]:
-        return [
-            self._backend.id_to_token(i)
-            for i in sorted(self.eos_ids)
-            if self._backend.id_to_token(i)
-        ]
+        texts = map(self._backend.id_to_token, sorted(self.eos_ids))
+        return [text for text in texts if text]
 
     def _error(self, text: str) -> ConfigError:
         return ConfigError(f"model.path={self.folder!r}: {text}")

@@ -32,9 +32,7 @@ class Guest:
         writer: asyncio.StreamWriter,
         port: str,
     ) -> None:
-        self._porter = porter
-        self.reader = reader
-        self.writer = writer
+        self._porter, self.reader, self.writer = porter, reader, writer
         self.port = port  # the MPI port to which the rank connects
         self.last_seen = time.monotonic()
         self._closing = False
