@@ -77,7 +77,7 @@ def _read(path: Path) -> bytes:
         return file.read(_MAX_FILE_BYTES)
 
 
-# ---------------------------------------------------------------------------- the coordinator's side
+# --------------------------------------------------------------------------- the coordinator's side
 
 
 class Door:
