@@ -185,16 +185,6 @@ class ChatFormat:
         texts = [text.encode("utf-8", "replace").decode() for text in texts]
         return list(map(len, self._backend.encode_batch(texts, add_special_tokens=False)))
 
-    def observation(
-        self, text: str, role: Observer, closed: bool = True, tools: bool | None = None
-    ) -> list[int]:
-        """Return the tokens between the policy's last token and its next turn.
-
-        `closed`: True if the last token was an end-of-turn token; otherwise the tokens begin with
-        one. `tools`: True if the trajectory has tools; by default, True for observations of tools.
-        """
-        return self.observations([(role, text)], closed, tools)
-
     def observations(
         self,
         messages: Sequence[tuple[Observer, str]] | Sequence[dict[str, Any]],
@@ -202,9 +192,11 @@ class ChatFormat:
         tools: bool | None = None,
         system: bool = False,
     ) -> list[int]:
-        """Return the tokens of several observations in a row, as `observation` does of one: the
-        results of a turn's calls, then a user's messages. All are (role, text), or all are OpenAI
-        messages. `system`: the trajectory has a system message. Raises `CannotExtend`."""
+        """Return the tokens between the policy's last token and its next turn, for observations in
+        a row: the results of a turn's calls, then a user's messages. All are (role, text), or all
+        are OpenAI messages. `closed`: the last token was an end-of-turn token; otherwise the tokens
+        begin with one. `tools`: the trajectory has tools; by default, if a message is a tool's.
+        `system`: the trajectory has a system message. Raises `CannotExtend`."""
         whole = list(messages)
         if whole and isinstance(whole[0], tuple):
             whole = observed_messages(*zip(*whole, strict=True))
@@ -361,11 +353,8 @@ class ChatFormat:
         return written
 
     def _eos_texts(self) -> list[str]:
-        return [
-            self._backend.id_to_token(i)
-            for i in sorted(self.eos_ids)
-            if self._backend.id_to_token(i)
-        ]
+        texts = map(self._backend.id_to_token, sorted(self.eos_ids))
+        return [text for text in texts if text]
 
     def _error(self, text: str) -> ConfigError:
         return ConfigError(f"model.path={self.folder!r}: {text}")

@@ -51,23 +51,21 @@ class Forks:
         return any(not f.done() for f in self._waiting.get(trajectory, {}).get(turn, ()))
 
     def give(self, trajectory: str, turn: int, fork: Fork) -> None:
-        for future in self._waiting[trajectory].pop(turn):
-            if not future.done():
-                future.set_result(fork)
+        _resolve(self._waiting[trajectory].pop(turn), fork)
 
     def passed(self, trajectory: str, turn: int) -> None:
         """Start the forks that wait for an earlier turn of `trajectory` from the prompt."""
         waiting = self._waiting.get(trajectory, {})
         for each in [each for each in waiting if each < turn]:
-            _start_from_prompt(waiting.pop(each))
+            _resolve(waiting.pop(each), None)
 
     def end(self, trajectory: str) -> None:
         """Start all forks that still wait for `trajectory` from the prompt."""
         for futures in self._waiting.pop(trajectory, {}).values():
-            _start_from_prompt(futures)
+            _resolve(futures, None)
 
 
-def _start_from_prompt(futures: list[asyncio.Future[Fork | None]]) -> None:
+def _resolve(futures: list[asyncio.Future[Fork | None]], fork: Fork | None) -> None:
     for future in futures:
         if not future.done():
-            future.set_result(None)
+            future.set_result(fork)

@@ -151,11 +151,8 @@ class Gaps:
     def _is_written(self, gap: Gap, roles: tuple[Observer, ...], text: str, tools: bool) -> bool:
         """True if the template writes observations with this text as `gap` does."""
         contents = [text.replace("{}", str(i)) for i in range(len(roles))]
-        said = [
-            plain_message("user"),
-            plain_message("assistant", ANSWER),
-            *observed_messages(roles, contents),
-        ]
+        begun = [plain_message("user"), plain_message("assistant", ANSWER)]
+        said = [*begun, *observed_messages(roles, contents)]
         return self.after_answer(said, tools) == gap.end + gap.write(contents)
 
     def _check_opening(

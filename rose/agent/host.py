@@ -67,13 +67,8 @@ class TrajectoryHost:
         self._released: set[str] = set()  # trajectories that stop here to resume on another host
         self._dropped: set[str] = set()  # running trajectories that the coordinator cancelled
         self._scoring, self._snapshots, self._checkpoints = scoring, snapshots, checkpoints
-        self._config, self._chat, self._send, self._spawn, self._recorder = (
-            config,
-            chat,
-            send,
-            spawn,
-            recorder,
-        )
+        self._config, self._chat, self._recorder = config, chat, recorder
+        self._send, self._spawn = send, spawn
         self._trajectories: dict[str, asyncio.Task] = {}
         self._turns: dict[str, asyncio.Future[p.TurnResult]] = {}
         self._own: dict[str, OwnTime] = {}  # clocks of the running trajectories' own time

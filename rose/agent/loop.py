@@ -12,7 +12,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -98,33 +98,28 @@ def turn_seed(sampling_seed: int | None, turn: str) -> int | None:
     return None if sampling_seed is None else seed_of(sampling_seed, turn)
 
 
+@dataclass(eq=False)
 class _Episode:
     """A trajectory while it runs."""
 
-    def __init__(
-        self,
-        start: StartTrajectory,
-        env: Environment,
-        chat: ChatFormat,
-        request_turn: RequestTurn,
-        limits: config.Env,
-        max_context: int,
-        sampling: Sampling,
-        guard: Guard,
-        scoring: Scoring | None,
-        snapshots: EpisodeSnapshots,
-        forks: Forks | None,
-    ):
-        self.start, self.env, self.chat, self.request_turn = start, env, chat, request_turn
-        self.limits, self.max_context, self.sampling = limits, max_context, sampling
-        self.guard, self.scoring, self.snapshots, self.forks = guard, scoring, snapshots, forks
-        self.state = EpisodeState()
-        self.truncated = False
-        self.turn_cut = False  # True: a token limit ended the last turn
-        self.limit = ""  # value of `Trajectory.limit`
-        self.rewards_turns = False
-        self.stats: dict[str, float] = {}
-        self.played: list[tuple[Action, Step]] = []  # recorded only if `forks` is given
+    start: StartTrajectory
+    env: Environment
+    chat: ChatFormat
+    request_turn: RequestTurn
+    limits: config.Env
+    max_context: int
+    sampling: Sampling
+    guard: Guard
+    scoring: Scoring | None
+    snapshots: EpisodeSnapshots
+    forks: Forks | None
+    state: EpisodeState = field(default_factory=EpisodeState)
+    truncated: bool = False
+    turn_cut: bool = False  # True: a token limit ended the last turn
+    limit: str = ""  # value of `Trajectory.limit`
+    rewards_turns: bool = False
+    stats: dict[str, float] = field(default_factory=dict)
+    played: list[tuple[Action, Step]] = field(default_factory=list)  # only if `forks` is given
 
     @property
     def room(self) -> int:

@@ -66,11 +66,10 @@ class _Process:
         here = os.getpid()
         command = [sys.executable, "-m", "rose.agent.process", "--run", str(run_dir)]
         command += ["--attempt", str(attempt), "--rank", str(rank)]
+        command += ["--channel", str(theirs.fileno())]
         with theirs:
             process = await asyncio.create_subprocess_exec(
                 *command,
-                "--channel",
-                str(theirs.fileno()),
                 pass_fds=(theirs.fileno(),),
                 env=mpi_process.environment(mpi),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -90,15 +89,12 @@ class _Process:
             while True:
                 data = memoryview(await frames.read(self._reader, FRAME_BYTES))
                 rank = int.from_bytes(data[:RANK_BYTES], "little")
-                if rank == mailbox.rank:
-                    self._receive_own(decode(data[RANK_BYTES:]))
+                if rank != mailbox.rank:
+                    mailbox.forward(rank, data[RANK_BYTES:])
                     continue
-                mailbox.forward(rank, data[RANK_BYTES:])
-
-    def _receive_own(self, message: p.Message) -> None:
-        if isinstance(message, p.RankFailed):
-            raise HostFailed(message.error)
-        self.silent_s = 0.0
+                if isinstance(message := decode(data[RANK_BYTES:]), p.RankFailed):
+                    raise HostFailed(message.error)
+                self.silent_s = 0.0
 
     def signal(self, number: int) -> None:
         """Send a signal with `os.kill`. asyncio's own methods poll the process first, and may reap

@@ -49,16 +49,9 @@ class Reading:
         return BadCall(self.problem) if self.problem else Action(text, calls=self.calls)
 
 
-def parse(text: str) -> Action | BadCall:
-    """Parse a turn's text; without a call it is an `Action` without calls. Never raises.
-
-    The text before ``</think>`` is the thought; calls in it do not count.
-    """
-    return read(*split_thought(text)).action(text)
-
-
 def split_thought(text: str) -> tuple[str, str]:
-    """Split a text at its last ``</think>`` outside of calls. Return (thought, answer)."""
+    """Split a text at its last ``</think>`` outside of calls. Return (thought, answer). Calls in
+    the thought do not count. Never raises, and neither does `read`."""
     at = text.rfind(END)
     spans = list(_call_spans(text)) if at >= 0 else []
     while spans and at >= 0:

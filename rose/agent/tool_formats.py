@@ -13,7 +13,7 @@ import json
 import logging
 import re
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from rose.agent import tool_calls
 from rose.agent.envs.base import ToolCall
@@ -40,18 +40,12 @@ MARK = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
 CLOSING = re.compile(r"(</[^<>\s]+>)\s*$")
 
 
-class ToolFormat(Protocol):
-    name: str
-    form: str  # an example of a call, for messages to the model
+class Hermes:
+    name = HERMES
+    form = tool_calls.FORM  # an example of a call, for messages to the model
 
     def read(self, thought: str, answer: str, tools: list[dict[str, Any]]) -> Reading:
         """Parse all calls of `answer`, or report a malformed one in `problem`. Never raises."""
-
-
-class Hermes:
-    name, form = HERMES, tool_calls.FORM
-
-    def read(self, thought: str, answer: str, tools: list[dict[str, Any]]) -> Reading:
         return tool_calls.read(thought, answer)
 
 
@@ -131,7 +125,7 @@ def _check(key: str, name: str, known: list[str]) -> None:
         raise ConfigError(f"{key}={name!r}: no such form; there are auto, {', '.join(known)}")
 
 
-def find(name: str, tokenizer: Any, written: str | None) -> ToolFormat:
+def find(name: str, tokenizer: Any, written: str | None) -> Hermes | OfVllm:
     """Return the form `name`. `written`: the call `PROBE` as the model's template writes it, up to
     the end of the turn. None if the template writes no calls; then the system message describes
     Hermes to the model. Raises `ConfigError` for a form that doesn't parse `written` to `PROBE`."""

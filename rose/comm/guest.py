@@ -32,9 +32,7 @@ class Guest:
         writer: asyncio.StreamWriter,
         port: str,
     ) -> None:
-        self._porter = porter
-        self.reader = reader
-        self.writer = writer
+        self._porter, self.reader, self.writer = porter, reader, writer
         self.port = port  # the MPI port to which the rank connects
         self.last_seen = time.monotonic()
         self._closing = False
@@ -49,12 +47,9 @@ class Guest:
             server = await asyncio.start_unix_server(
                 lambda *ends: connected.done() or connected.set_result(ends), path
             )
+            command = [*launcher, sys.executable, "-m", "rose.comm.porter", path]
             porter = await asyncio.create_subprocess_exec(
-                *launcher,
-                sys.executable,
-                "-m",
-                "rose.comm.porter",
-                path,
+                *command,
                 env=mpi_process.environment(mpi_env),
                 stdin=asyncio.subprocess.DEVNULL,
                 preexec_fn=lambda: processes.die_with_parent(here),

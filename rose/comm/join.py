@@ -8,7 +8,7 @@
 
 An admitted rank connects to the port of its own porter (rose/comm/porter.py). The porter accepts
 only after ID.comes exists, so a rank that dies before costs nothing. The messages that follow are
-described in rose/coordinator/borrowed.py. A reward pool uses the same files in its own folder.
+described in rose/coordinator/borrowed.py.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _read(path: Path) -> bytes:
         return file.read(_MAX_FILE_BYTES)
 
 
-# --------------------------------------------------- the coordinator's and the reward pool's side
+# --------------------------------------------------------------------------- the coordinator's side
 
 
 class Door:

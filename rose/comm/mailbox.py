@@ -126,20 +126,17 @@ class Mailbox:
             self._sending.popleft()
 
 
-def share_text(
-    comm: MPI.Comm, text: str | None, deadline_s: float, what: str, root: int = 0
-) -> str:
-    """Return the root's short text on every rank; collective. Ranks that wait leave CPU to the
-    root. Raises `TimeoutError`, which names `what`, if it does not arrive within `deadline_s`
-    seconds."""
+def share_text(comm: MPI.Comm, text: str | None, deadline_s: float, what: str) -> str:
+    """Return rank 0's short text on every rank; collective. Ranks that wait leave CPU to rank 0.
+    Raises `TimeoutError`, which names `what`, if it does not arrive within `deadline_s` seconds."""
     import numpy as np
 
     data = np.frombuffer((text or "").encode(), dtype=np.uint8)
     size = np.array([data.size], dtype=np.int64)
     end = time.monotonic() + deadline_s
-    _wait(comm.Ibcast(size, root=root), end, what)
-    buffer = data.copy() if comm.Get_rank() == root else np.empty(int(size[0]), dtype=np.uint8)
-    _wait(comm.Ibcast(buffer, root=root), end, what)
+    _wait(comm.Ibcast(size), end, what)
+    buffer = data.copy() if comm.Get_rank() == 0 else np.empty(int(size[0]), dtype=np.uint8)
+    _wait(comm.Ibcast(buffer), end, what)
     return buffer.tobytes().decode()
 
 

@@ -99,9 +99,7 @@ def _best(run: Path) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    os.environ.setdefault(
-        "DS_ACCELERATOR", "cpu"
-    )  # DeepSpeed's classes are unpickled without a GPU
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # unpickles DeepSpeed's classes without a GPU
     from rose.export.folder import export  # imports torch
     from rose.transfer.errors import TransferError
 

@@ -23,11 +23,10 @@ from rose.transfer.base import digest_of
 from rose.transfer.blocks import Block, Tensor
 from rose.transfer.errors import Corrupted, Missing, TransferError
 from rose.transfer.versions import Digests
+from rose.weight_files import INDEX, WHOLE
 
 PREFIX = "base_model.model."  # PEFT's prefix of the names in its files
 FILE = "adapter_model.safetensors"
-WHOLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 
 
 class OtherBase(TransferError):

@@ -102,6 +102,9 @@ def _results(rows: list[dict[str, Any]]) -> str:
 
 
 def _facts(config: Config, run_dir: Path, done: Exported) -> list[tuple[str, str]]:
+    arguments, rollout = config.model.chat_template_args, config.rollout
+    command = ["python", "-m", "rose.export", str(run_dir)]
+    command += ["--step", str(done.step), "--out", str(done.out)]
     return [
         ("run", str(run_dir.resolve())),
         ("step", str(done.step)),
@@ -115,30 +118,9 @@ def _facts(config: Config, run_dir: Path, done: Exported) -> list[tuple[str, str
             "step",
         ),
         ("longest context in training", f"{config.model.max_context} tokens"),
-        (
-            "sampled at",
-            f"temperature {config.rollout.temperature:g}, top_p {config.rollout.top_p:g}",
-        ),
-        *(
-            [("chat template arguments", str(config.model.chat_template_args))]
-            if config.model.chat_template_args
-            else []
-        ),
-        (
-            "export",
-            shlex.join(
-                [
-                    "python",
-                    "-m",
-                    "rose.export",
-                    str(run_dir),
-                    "--step",
-                    str(done.step),
-                    "--out",
-                    str(done.out),
-                ]
-            ),
-        ),
+        ("sampled at", f"temperature {rollout.temperature:g}, top_p {rollout.top_p:g}"),
+        *([("chat template arguments", str(arguments))] if arguments else []),
+        ("export", shlex.join(command)),
     ]
 
 

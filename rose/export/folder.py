@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -28,6 +27,7 @@ from rose.config import Config, ConfigError, Model, Rollout
 from rose.export import adapter
 from rose.export.card import Exported, text
 from rose.export.weights import StoreWeights, Weights, places
+from rose.trainer.shards import patterns_of
 from rose.transfer import versions
 from rose.transfer.blocks import Tensor
 from rose.transfer.errors import Corrupted, TransferError
@@ -37,7 +37,6 @@ from rose.transfer.store import sync
 KEPT = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
 LEFT_OUT = ("*.index.json", "recipe.json", "config.json")
 TEMPLATES = "additional_chat_templates"  # name of a folder that transformers reads
-PATTERNS = {"bfloat16": torch.int16, "float32": torch.int32}
 
 
 def export(
@@ -74,9 +73,8 @@ def export(
             _copy(source, part, ("LICENSE*", "NOTICE*"))
         else:
             copy_rest(source, part, weights.tensors[0].dtype)  # all are of model.dtype
-            _name_ends(part, config.model)
+            _name_generation(part, config.model, config.rollout)
             _name_template(part, config.model)
-            _name_sampling(part, config.rollout)
         size = sum(t.nbytes for t in weights.tensors)
         alone = lora and not merge
         done = Exported(out, step, weights.where, shards, blocks, size, source, alone)
@@ -226,10 +224,8 @@ def _write_shard(weights: Weights, tensors: Sequence[Tensor], path: Path, prefix
     del values, named
     with safe_open(path, "pt") as written:
         for tensor in tensors:
-            patterns = (
-                written.get_tensor(prefix + tensor.name).reshape(-1).view(PATTERNS[tensor.dtype])
-            )
-            bad = versions.differing(patterns.numpy(), tensor, digests[tensor.name])
+            patterns = patterns_of(written.get_tensor(prefix + tensor.name).reshape(-1))
+            bad = versions.differing(patterns, tensor, digests[tensor.name])
             if bad is not None:
                 raise Corrupted(
                     f"{weights.culprit(bad)}: {tensor.name}, values {bad.start} to {bad.stop}, are "
@@ -255,16 +251,10 @@ def copy_rest(source: Path, folder: Path, dtype: str) -> None:
     config |= dict.fromkeys(named or ["dtype"], dtype)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if not (folder / "generation_config.json").exists():
-        _make_generation_config(folder)
+        from transformers import AutoConfig, GenerationConfig
 
-
-def _name_ends(folder: Path, model: Model) -> None:
-    """Add model.end_of_turn to generation_config.json, so that servers end turns as in training."""
-    if model.end_of_turn:
-        path = folder / "generation_config.json"
-        ends = models.end_tokens(folder, model.end_of_turn)
-        whole = json.loads(path.read_text(encoding="utf-8")) | {"eos_token_id": ends}
-        path.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+        made = GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder))
+        made.save_pretrained(folder)
 
 
 def _name_template(folder: Path, model: Model) -> None:
@@ -281,14 +271,16 @@ def _name_template(folder: Path, model: Model) -> None:
         (folder / "additional_chat_templates" / "tool_use.jinja").unlink(missing_ok=True)
 
 
-def _name_sampling(folder: Path, rollout: Rollout) -> None:
-    """Write training's sampling parameters into generation_config.json, from which vLLM takes its
-    defaults. With the base model's temperature, vLLM would serve another policy than the trained
-    one."""
+def _name_generation(folder: Path, model: Model, rollout: Rollout) -> None:
+    """Write model.end_of_turn and training's sampling parameters into generation_config.json, from
+    which vLLM takes its defaults. With the base model's temperature, vLLM would serve another
+    policy than the trained one, and without the ends it would end turns elsewhere."""
     path = folder / "generation_config.json"
     whole = json.loads(path.read_text(encoding="utf-8"))
     penalties = ("repetition_penalty", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
     whole = {key: value for key, value in whole.items() if key not in penalties}
+    if model.end_of_turn:
+        whole["eos_token_id"] = models.end_tokens(folder, model.end_of_turn)
     sampled = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
     whole |= {"do_sample": True} | sampled
     path.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
@@ -299,9 +291,3 @@ def _copy(source: Path, folder: Path, names: Sequence[str]) -> None:
         wanted = any(fnmatch.fnmatch(path.name, name) for name in names)
         if wanted and path.is_file() and not any(fnmatch.fnmatch(path.name, n) for n in LEFT_OUT):
             shutil.copyfile(path, folder / path.name)
-
-
-def _make_generation_config(folder: Path) -> None:
-    from transformers import AutoConfig, GenerationConfig
-
-    GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)

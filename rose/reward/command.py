@@ -54,10 +54,8 @@ def isolation() -> tuple[str, ...]:
 
 def _works(command: Sequence[str]) -> bool:
     with suppress(OSError, subprocess.TimeoutExpired):
-        return (
-            subprocess.run(command, capture_output=True, timeout=PROBE_S, check=False).returncode
-            == 0
-        )
+        done = subprocess.run(command, capture_output=True, timeout=PROBE_S, check=False)
+        return done.returncode == 0
     return False
 
 

@@ -18,13 +18,13 @@ import hmac
 import itertools
 import secrets
 import socket
+import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -68,17 +68,9 @@ class Scored:
     joined: bool  # True: scored by a worker of a Slurm job
 
 
-class Process(Protocol):
-    """A started worker. `poll` is None while it runs; `kill` ends it."""
-
-    def poll(self) -> int | None: ...
-
-    def kill(self) -> None: ...
-
-
 # Starts a task of the rank. An exception of the task ends the rank.
 Spawn = Callable[[Coroutine], asyncio.Task]
-Start = Callable[[int, Path], Process]  # (worker, the pool's file) -> its process
+Start = Callable[[int, Path], subprocess.Popen]  # (worker, the pool's file) -> its process
 
 
 @dataclass(eq=False)
@@ -98,7 +90,7 @@ class _Job:
 
 @dataclass(eq=False)
 class _Worker:
-    process: Process | None  # None: a joined worker, in a Slurm job
+    process: subprocess.Popen | None  # None: a joined worker, in a Slurm job
     started: float  # monotonic
     writer: asyncio.StreamWriter | None = None  # None until it has connected
     jobs: dict[int, _Job] = field(default_factory=dict)

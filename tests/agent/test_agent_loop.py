@@ -99,7 +99,7 @@ def test_tokens_mask_logprobs_and_versions_stand_side_by_side(run, chats, tokeni
     trajectory = run(env, script)
 
     prompt = chat.start([{"role": "user", "content": "walk"}], [])
-    between = chat.observation("1 to go", "tool")
+    between = chat.observations([("tool", "1 to go")])
     first, second = (unpack_tokens(result.tokens).tolist() for result in script.results)
     got = columns(trajectory)
     assert got.tokens == prompt + first + between + second
@@ -147,7 +147,7 @@ def test_a_turn_cut_by_its_limit_is_closed_for_it(run, chats, tokenizer):
     prompt = chat.start([{"role": "user", "content": "walk"}], [])
     said = unpack_tokens(script.results[0].tokens).tolist()
     end, closed = len(prompt) + len(said), [tokenizer.eos_token_id]
-    assert got.tokens == prompt + said + closed + chat.observation("1 to go", "tool") + said
+    assert got.tokens == prompt + said + closed + chat.observations([("tool", "1 to go")]) + said
     assert (got.mask[end], got.logprobs[end], got.versions[end]) == (0, 0.0, -1)
 
 
@@ -300,7 +300,7 @@ def test_an_environment_may_judge_what_a_truncated_episode_has_reached(run, toke
 def test_a_turn_follows_only_where_a_token_of_it_fits(run, chats, tokenizer, spare, turns):
     chat, script = chats["tiny"], Script(tokenizer, STEP)
     used = len(chat.start([{"role": "user", "content": "walk"}], []))
-    used += len(chat.observation("8 to go", "tool"))
+    used += len(chat.observations([("tool", "8 to go")]))
     used += len(tokenizer.encode(STEP, add_special_tokens=False)) + 1
     trajectory = run(Walk(9), script, max_context=used + spare)
     assert (trajectory.turns, trajectory.truncated, trajectory.limit) == (turns, True, "context")

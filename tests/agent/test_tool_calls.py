@@ -7,9 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose.agent.envs.base import Action, ToolCall
-from rose.agent.tool_calls import BadCall, parse
+from rose.agent.tool_calls import BadCall, read, split_thought
 
 MOVE = '{"name": "move", "arguments": {"direction": "left"}}'
+
+
+def parse(text):
+    """Return the action in a turn's text, or its malformed call."""
+    return read(*split_thought(text)).action(text)
 
 
 @pytest.mark.parametrize(

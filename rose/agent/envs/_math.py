@@ -41,10 +41,8 @@ DATE = re.compile(
 )
 COLON = re.compile(r"[^:]*\d\s*:\s*\d.*")  # a time or a ratio
 # 1e-05, as JSON writes numbers. math-verify would read the e as Euler's number.
-SCIENTIFIC, POWER = (
-    re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w)"),
-    r"\1 \\times 10^{\2}",
-)
+SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w)")
+POWER = r"\1 \\times 10^{\2}"
 # The separator in 12\,000 and 12 000, which math-verify would read as a product.
 THOUSANDS = re.compile(r"(?<=\d)(?:\\[,;:! ]|~|[ \u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 FORMULA = re.compile(r"(?<!\\)\$.+?(?<!\\)\$", re.S)

@@ -25,6 +25,7 @@ from rose.files import LFS_ADVICE, is_lfs_pointer, json_lines, user_text
 from rose.reward import function
 from rose.reward.episode import Episode, Said, Score, score_of
 
+KEYS = ("env.args.data", "env.args.held_out")
 MATH = "rose.agent.envs._math:reward"
 FORMATS = "a .jsonl, .json or .parquet file, or a folder that the package datasets saved"
 JUDGE_S = 20.0  # seconds for `math`, which takes milliseconds unless the machine is busy
@@ -48,12 +49,9 @@ class Prompts:
         here = self._here = os.getcwd()  # the folder that paths are relative to
         places = (data, held_out) if isinstance(held_out, str) else (data,)
         self._places = prompt_field, places
-        rows = _rows("env.args.data", data, prompt_field, here)
+        rows = [_rows(*each, prompt_field, here) for each in zip(KEYS, places, strict=False)]
         if isinstance(held_out, str):
-            self.train, self.held_out = (
-                rows,
-                _rows("env.args.held_out", held_out, prompt_field, here),
-            )
+            self.train, self.held_out = rows
         elif isinstance(held_out, float) and 0 < held_out < 1:
             self.train, self.held_out = _split(data, prompt_field, held_out, here)
         else:
@@ -62,9 +60,7 @@ class Prompts:
                 "below 1"
             )
         self.prompt_field, self.answer_field, self.system = prompt_field, answer_field, system
-        places = [("env.args.data", data)]
-        places += [("env.args.held_out", held_out)] if isinstance(held_out, str) else []
-        for key, place in places:
+        for key, place in zip(KEYS, places, strict=False):
             if reward == "math":
                 _check_answers(key, place, answer_field, prompt_field, here)
             if system:
@@ -195,10 +191,9 @@ def _parameters(found: Any) -> tuple[list[inspect.Parameter], list[inspect.Param
 
 @functools.cache
 def _named(field: str, places: tuple[str, ...], here: str) -> dict[int, str]:
-    keys = ("env.args.data", "env.args.held_out")
     return {
         id(row): f"row {number} of {place}"
-        for key, place in zip(keys, places, strict=False)
+        for key, place in zip(KEYS, places, strict=False)
         for number, row in enumerate(_rows(key, place, field, here), 1)
     }
 
@@ -322,7 +317,7 @@ def _split(place: str, field: str, share: float, here: str) -> tuple[list, list]
     """Return (training, held-out) rows. Only a row's prompt decides its side, so equal prompts are
     on one side, and rows that are added or reordered don't move others."""
     sides: tuple[list, list] = ([], [])
-    for row in _rows("env.args.data", place, field, here):
+    for row in _rows(KEYS[0], place, field, here):
         digest = hashlib.sha256(json.dumps(row[field], sort_keys=True).encode()).digest()
         sides[int.from_bytes(digest[:8], "big") < share * 2**64].append(row)
     if not all(sides):
@@ -364,7 +359,7 @@ def _in_both(data: str, held_out: str, field: str, here: str) -> str:
     """Return a warning if held-out prompts are also training prompts, else ""."""
     trained, other = (
         [json.dumps(row[field], sort_keys=True) for row in _rows(key, place, field, here)]
-        for key, place in (("env.args.data", data), ("env.args.held_out", held_out))
+        for key, place in zip(KEYS, (data, held_out), strict=True)
     )
     known = set(trained)
     both = sum(prompt in known for prompt in other)

@@ -109,15 +109,9 @@ class Environment(Protocol):
     # `async def resume(self, saved: bytes) -> None` is called in place of `reset`, and maybe again
     # after it raised. Several environments may resume from one saved state.
 
-    # Optional: `async def end(self) -> Step` is a last step, such as a verdict on the final state,
-    # if the turns or the context are used up before a step is done. Its reward and success count.
-
     # Optional: `doubt` is a text for the plan's warnings, such as held-out tasks that are trained.
-
-    # Optional: `def task_name(self, seed: int) -> str` names the seed's task for people, as by its
-    # row in a file. Failures name it, and the report counts successes by it.
-    # `def starts(self) -> Iterable[tuple[str, Start]]` gives the name and the first state of every
-    # task, if these are known before. The launcher then counts those beyond the model's context.
+    # Optional, as docs/environments.md says: `async def end(self) -> Step`,
+    # `def task_name(self, seed: int) -> str`, `def starts(self) -> Iterable[tuple[str, Start]]`.
 
     async def close(self) -> None:
         """Free everything. It must be safe after a failed reset and when called twice."""

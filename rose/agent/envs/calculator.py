@@ -22,7 +22,7 @@ OPERATORS = "+-*"  # operators in questions, all with integer results
 SYSTEM = "Work out the question with the tool calculate, then give the result with the tool answer."
 
 
-def _tool(name: str, description: str, argument: str, kind: str | list[str]) -> dict:
+def _tool(name: str, description: str, argument: str, kind: str) -> dict:
     parameters = {
         "type": "object",
         "properties": {argument: {"type": kind}},
@@ -133,13 +133,8 @@ def example(question: str) -> list[dict[str, str]]:
         f"<tool_response>\n{value}\n</tool_response>",
         f'<tool_call>{{"name": "answer", "arguments": {{"value": {value}}}}}</tool_call>',
     ]
-    return [
-        ask(question),
-        *(
-            {"role": role, "content": text}
-            for role, text in zip(("assistant", "user", "assistant"), texts, strict=False)
-        ),
-    ]
+    said = zip(("assistant", "user", "assistant"), texts, strict=True)
+    return [ask(question), *({"role": role, "content": text} for role, text in said)]
 
 
 def expression(rng: random.Random, operations: int, largest: int, operators: str) -> str:

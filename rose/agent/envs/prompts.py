@@ -1,11 +1,9 @@
 r"""Prompts from a file, one answer each, and a reward from the user's function.
 
-The function is `file.py:function` or `package.module:function`. It takes some of the parameters
-text (the answer as written), row (the prompt's row), messages (the conversation) and episode (an
-`Episode`), and returns what a function of `reward=function` returns. `math` is math-verify against
-the row's answer; null scores nothing here. A plain function runs in a worker process, an async one
-in the environment host. If it raises, or takes longer than env.step_timeout_s, the trajectory fails
-and is replaced; it doesn't get reward 0. Scorers of `reward=` see the row as the episode's task.
+The function is `file.py:function` or `package.module:function`, as in docs/environments.md. `math`
+is math-verify against the row's answer; null scores nothing here. A plain function runs in a worker
+process, an async one in the environment host. If it raises, or takes longer than
+env.step_timeout_s, the trajectory fails and is replaced; it doesn't get reward 0.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rose.agent.envs import _arithmetic
 from rose.agent.envs.base import Action, ToolCall
 from rose.agent.envs.calculator import Calculator, expression
-from rose.agent.tool_calls import parse
+from rose.agent.tool_calls import read
 
 
 def play(env, *calls):
@@ -70,7 +70,7 @@ def test_examples_are_solved_questions_in_the_form_that_is_read():
     shown = [message["content"] for message in start.messages[1:-1]]
     for asked, calculate, response, answer in zip(*(shown[i::4] for i in range(4)), strict=True):
         expected = asked.removeprefix("What is ").removesuffix("?")
-        call, final = parse(calculate).call, parse(answer).call
+        (call,), (final,) = read("", calculate).calls, read("", answer).calls
         assert (call.name, call.arguments) == ("calculate", {"expression": expected})
         assert (final.name, final.arguments) == ("answer", {"value": eval(expected)})
         assert response == f"<tool_response>\n{eval(expected)}\n</tool_response>"

@@ -126,7 +126,7 @@ async def test_the_token_route_takes_and_gives_token_ids(serve, chats):
         shown = first["logprobs"]["content"]
         assert [c["token_id"] for c in shown] == first["token_ids"]
         assert [c["token"] for c in shown] == [f"token_id:{t}" for t in first["token_ids"]]
-        longer = prompt + first["token_ids"] + chats["tiny"].observation("more", "user")
+        longer = prompt + first["token_ids"] + chats["tiny"].observations([("user", "more")])
         second = await generate(longer)
         [branch] = world.session.history.branches()
         assert unpack_tokens(branch.tokens).tolist() == longer + second["token_ids"]

@@ -285,6 +285,6 @@ async def test_a_history_with_its_one_call_goes_on_in_the_same_branch(serve):
         [branch] = world.session.history.branches()
         # as a server would render it: one call, its end, the result
         expected = world.chat.start([USER], [TOOL]) + world.chat._encode(CALL)
-        expected += world.chat.observation("at 0", "tool", closed=False)
+        expected += world.chat.observations([("tool", "at 0")], closed=False)
         assert status == 200
         assert branch.tokens == pack_tokens(expected) + (world.policy.results[1].tokens)
