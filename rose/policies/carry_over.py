@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from rose.scheduler.events import Action, AdmitGroup, DropGroup, StartTraining
-from rose.scheduler.groups import group_index, group_name, group_retry
+from rose.policies.batches import Stream
+from rose.scheduler.events import Action, DropGroup, StartTraining
+from rose.scheduler.groups import group_index
 
 
 @dataclass
@@ -60,9 +61,7 @@ class CarryOver:
                 "staleness, and max_admitted at least 1"
             )
         self.staleness, self.carry, self.max_admitted = staleness, carry, max_admitted
-        self._next = 0  # index of the next group of the prompt stream
-        # (index, try) of unfinished groups of an earlier attempt of the run
-        self._again: list[tuple[int, int]] = []
+        self._stream = Stream()
         self._batch = 0  # G, groups of a batch
         self._state = _State()
 
@@ -155,19 +154,14 @@ class CarryOver:
             state.open
         )
         for _ in range(room):
-            index, retry = self._again.pop(0) if self._again else (self._next, 0)
-            self._next = max(self._next, index + 1)
-            group = group_name(index, retry)
-            state.open[group] = _Open(state.version)
+            action = self._stream.admit()
+            state.open[action.group] = _Open(state.version)
             state.admitted += 1
-            actions.append(AdmitGroup(index, group))
+            actions.append(action)
         return actions
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the state for a checkpoint. After a restart untrained groups start again and keep
-        their names, by which their recorded turns are found."""
-        lost = [(group_index(g), group_retry(g)) for g in self._state.open]
-        return {"next": self._next, "again": [*lost, *self._again]}
+        return self._stream.snapshot(self._state.open)
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._next, self._again = state["next"], [tuple(again) for again in state.get("again", [])]
+        self._stream.restore(state)
