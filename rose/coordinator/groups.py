@@ -127,10 +127,6 @@ class Rollouts:
         )
         return [self.finished.pop(name) for name in names]
 
-    def take_evaluated(self, names: list[str]) -> list[list[p.Trajectory]]:
-        """Remove finished groups of held-out tasks and return them."""
-        return [self.finished.pop(name) for name in names]
-
     def forget_groups(self, prefix: str) -> None:
         """Remove the snapshots of an earlier attempt's groups whose names start with `prefix`."""
         self._hub.log.forget_prefix(prefix)

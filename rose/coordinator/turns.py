@@ -303,7 +303,7 @@ class TurnHub:
         if count:
             now = self.progress_at = self.counts.token_at = time.time()
             self.workers.count(name, count)
-            self._count_tokens(self.ledger.trajectory_of(m.turn), count)
+            self._count_tokens(self.ledger.request_of(m.turn).trajectory, count)
             self.feed(ev.TurnProgressed(at=now, turn=m.turn, attempt=m.attempt, tokens=count))
         return count
 
