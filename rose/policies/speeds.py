@@ -159,10 +159,6 @@ class Speeds:
             *([w * seconds / known.predict(x) for w in known.weights] if known else ())
         )
 
-    def moved(self, turn: TurnState, worker: WorkerState) -> None:
-        """Learn from an attempt that is aborted now, up to its last progress report."""
-        self.ended(turn, worker, turn.progress_at, turn.made_tokens)
-
     def token_s(self, turn: TurnState) -> float | None:
         """Return the running attempt's measured seconds per token; None below FEW_TOKENS."""
         sent = self._sent.get(turn.turn)
