@@ -140,13 +140,3 @@ class Asynchronous:
 
     def restore(self, state: dict[str, Any]) -> None:
         self._stream.restore(state)
-        for groups in (
-            self._admitted,
-            self._running,
-            self._accepted,
-            self._refused,
-            self._running_of,
-            self._accepted_of,
-        ):
-            groups.clear()
-        self._wanted, self._replaced, self._training = False, 0, 0

@@ -55,7 +55,6 @@ class Synchronous:
 
     def restore(self, state: dict[str, Any]) -> None:
         self._stream.restore(state)
-        self._round = None
 
 
 class OneStepOff:
@@ -111,4 +110,3 @@ class OneStepOff:
 
     def restore(self, state: dict[str, Any]) -> None:
         self._stream.restore(state)
-        self._round, self._wanted = None, None

@@ -94,7 +94,8 @@ class Batching(Protocol):
 
     def snapshot(self) -> dict[str, Any]: ...
 
-    def restore(self, state: dict[str, Any]) -> None: ...
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from the `snapshot` of an earlier attempt. Called before any other method."""
 
 
 class Provisioning(Protocol):
