@@ -101,7 +101,7 @@ def test_stopped_anywhere_and_resumed_no_prompt_is_lost_or_trained_twice(policy,
             c.progress.step == 3 and c.rollouts.groups.running > 2
         ),  # The run is in a rollout.
         lambda c: c.progress.step == 3 and not c.progress.at_boundary,  # while it trains
-        lambda c: c.progress.step == 3 and c.checkpoints.committing,
+        lambda c: c.progress.step == 3 and c.checkpoints._committing,
     ]  # while it saves
     for number, place in enumerate(places):
         first, second, coordinator, step = stopped_and_resumed(made, tmp_path / str(number), place)
