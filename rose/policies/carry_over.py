@@ -107,20 +107,12 @@ class CarryOver:
         return found
 
     def _feasible(self, versions: list[int], first: int) -> bool:
-        """True if groups admitted at these versions can all be trained in time, when the first
-        batch is trained at version `first`."""
-        due = [0] * (self.staleness + 1)  # index k: groups that may let k batches go first
-        for version in versions:
-            slack = version + self.staleness - first
-            if slack < 0:
-                return False
-            due[min(slack, self.staleness)] += 1
-        total = 0
-        for k, count in enumerate(due):
-            total += count
-            if total > (k + 1) * self._batch:
-                return False
-        return True
+        """True if groups admitted at these versions can all be trained in time, the oldest first,
+        when the first batch is trained at version `first`."""
+        return all(
+            first + place // self._batch <= version + self.staleness
+            for place, version in enumerate(sorted(versions))
+        )
 
     def _admit(self) -> list[Action]:
         actions: list[Action] = []
