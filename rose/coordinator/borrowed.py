@@ -151,19 +151,13 @@ class Borrowed:
 
     async def _answer_request(self, id: str, ask: Ask | str) -> None:
         """Admit the rank that asks, or refuse it. `ask` is a text if the request is invalid."""
-        answer = {}
         if isinstance(ask, str):
             self._on_fault("join refused", f"{id}: {ask}")
-            answer = {"reason": ask}
-        elif len(self._ranks) >= self._config.max_ranks:
-            answer = {
-                "reason": (
-                    f"the run has {len(self._ranks)} borrowed ranks already (serving.max_ranks)"
-                ),
-                "temporary": True,
-            }
-        if answer:
-            await asyncio.to_thread(self._door.answer, id, **answer)
+            await asyncio.to_thread(self._door.answer, id, reason=ask)
+            return
+        if len(self._ranks) >= self._config.max_ranks:
+            full = f"the run has {len(self._ranks)} borrowed ranks already (serving.max_ranks)"
+            await asyncio.to_thread(self._door.answer, id, reason=full, temporary=True)
             return
         address, self._next = self._next, self._next + 1
         rank = self._ranks[address] = _Rank(

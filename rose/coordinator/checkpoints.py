@@ -56,10 +56,6 @@ class Checkpoints:
         """True if the ranks were ordered to write a checkpoint and `finish` was not called yet."""
         return self._saving is not None
 
-    @property
-    def committing(self) -> bool:
-        return self._committing is not None
-
     def due(self, step: int) -> bool:
         """True if a checkpoint is due after `step`."""
         c = self._config

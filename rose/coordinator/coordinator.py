@@ -40,18 +40,19 @@ from rose import protocol as p
 from rose.comm.mailbox import Mailbox
 from rose.comm.tasks import Tasks
 from rose.config import Config
-from rose.coordinator import devices, replay
+from rose.coordinator import replay
 from rose.coordinator.borrowed import Borrowed
 from rose.coordinator.checkpoints import Checkpoints
 from rose.coordinator.evaluation import Evaluations
 from rose.coordinator.exports import Exports
 from rose.coordinator.groups import Rollouts
+from rose.coordinator.hybrid_devices import HybridDevices
 from rose.coordinator.journal import Journal
 from rose.coordinator.members import Members
 from rose.coordinator.provisioner import Provisioner
 from rose.coordinator.records import TICK_S, Progress, Records, StepTimes
 from rose.coordinator.reward_jobs import RewardJobs
-from rose.coordinator.shared_devices import ANSWER_S
+from rose.coordinator.shared_devices import ANSWER_S, Devices
 from rose.coordinator.step_metrics import reward_row
 from rose.coordinator.stopping import Ending, Stopped
 from rose.coordinator.training import Training
@@ -123,7 +124,11 @@ class Coordinator:
         trainers, kept, saved = ranks[p.Role.TRAINER], self.evaluations.kept, log.checkpoint_saved
         self.training = Training(config, trainers, send, recorder)
         self.checkpoints = Checkpoints(config, folder, trainers, send, recorder, kept, saved)
-        self.device = devices.build(config, self.members, self._changed, self.hub, self.records)
+        self.device = (
+            HybridDevices(config, ranks, send, recorder, self.hub, fault)
+            if config.hybrids
+            else Devices(config, ranks, send, self._changed.until, recorder)
+        )
         self.ending = Ending(
             config,
             folder,

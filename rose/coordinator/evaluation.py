@@ -105,9 +105,10 @@ class Evaluations:
     def collect(self) -> bool:
         """Write the rows of finished evaluations; return True if none runs any more."""
         for step, names in list(self._running.items()):
-            if all(name in self._rollouts.finished for name in names):
+            finished = self._rollouts.finished
+            if all(name in finished for name in names):
                 del self._running[step]
-                groups = self._rollouts.take_evaluated(names)
+                groups = [finished.pop(name) for name in names]
                 row = {"step": step, **evaluation(groups, self._config, step)}
                 self._rows.append(row)
                 self._write(step, row)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -127,10 +127,6 @@ class Rollouts:
         )
         return [self.finished.pop(name) for name in names]
 
-    def take_evaluated(self, names: list[str]) -> list[list[p.Trajectory]]:
-        """Remove finished groups of held-out tasks and return them."""
-        return [self.finished.pop(name) for name in names]
-
     def forget_groups(self, prefix: str) -> None:
         """Remove the snapshots of an earlier attempt's groups whose names start with `prefix`."""
         self._hub.log.forget_prefix(prefix)
@@ -183,11 +179,7 @@ class Rollouts:
         done += self.finished.pop(name, [])
         self._admitted.pop(name, None)
         self.counts.groups_dropped += 1
-        self.counts.tokens_dropped += sum(t.own_tokens for t in done)
-        for trajectory in running:
-            self._cancel(trajectory)
-        for trajectory in done:
-            self._hub.log.forget(trajectory.id)
+        self._leave_out(running, done)
 
     def move(self, trajectory: str, host: str) -> None:
         """Request that the trajectory's host releases it, so that it can move to `host`. Ignored if
@@ -428,9 +420,13 @@ class Rollouts:
         """Drop the trajectories of a task that was given up."""
         self._on_fault("task given up", after.given_up)
         self._hub.group_ended(group)
-        for trajectory in after.running:
+        self._leave_out(after.running, after.done)
+
+    def _leave_out(self, running: Iterable[str], done: Iterable[p.Trajectory]) -> None:
+        """Cancel trajectories, and forget finished ones, which then count for no batch."""
+        for trajectory in running:
             self._cancel(trajectory)
-        for trajectory in after.done:
+        for trajectory in done:
             self._hub.log.forget(trajectory.id)
             self.counts.tokens_dropped += trajectory.own_tokens
             finished, wanted = self.progress

@@ -102,9 +102,6 @@ class Ledger:
     def request_of(self, turn: str) -> p.TurnRequest:
         return self._turns[turn].request
 
-    def trajectory_of(self, turn: str) -> str:
-        return self._turns[turn].request.trajectory
-
     def groups_by_worker(self) -> dict[str, set[str]]:
         """Return, for each worker that has turns, the groups of these turns."""
         held: dict[str, set[str]] = {}

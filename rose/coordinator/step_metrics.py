@@ -142,15 +142,9 @@ def checkpoint_row(groups: list[list[Trajectory]]) -> dict[str, Any]:
         for name in ("none", "files", "process", "skipped", "seconds", "raw_bytes", "bytes")
     }
     turns = sums["none"] + sums["files"] + sums["process"] + sums["skipped"]
-    return {
-        "checkpoint_none": sums["none"],
-        "checkpoint_files": sums["files"],
-        "checkpoint_process": sums["process"],
-        "checkpoint_skipped": sums["skipped"],
-        "checkpoint_ms_mean": 1e3 * sums["seconds"] / max(1, turns),
-        "checkpoint_raw_bytes": sums["raw_bytes"],
-        "checkpoint_bytes": sums["bytes"],
-    }
+    milliseconds = 1e3 * sums.pop("seconds") / max(1, turns)
+    row = {f"checkpoint_{name}": value for name, value in sums.items()}
+    return row | {"checkpoint_ms_mean": milliseconds}
 
 
 def evaluation(groups: list[list[Trajectory]], config: Config, step: int) -> dict[str, Any]:

@@ -33,13 +33,9 @@ class Worker:
     _busy_since: float = 0.0  # wall-clock seconds
 
     @property
-    def borrowed(self) -> bool:
-        return self.kind not in ("dedicated", "hybrid")
-
-    @property
     def pool(self) -> str:
         """The element of `POOLS` that the worker counts in."""
-        return "borrowed" if self.borrowed else self.kind
+        return self.kind if self.kind in POOLS else "borrowed"
 
     def turn_opened(self, at: float) -> None:
         if self.open_turns == 0:

@@ -46,11 +46,11 @@ class BoundedStaleness(Asynchronous):
         deadline first). For each version v, the remaining groups of versions up to v must fit into
         the batches up to v + eta."""
         taken = left = 0
-        for version in range(self._version - self.staleness, self._version):
-            ready = self._accepted_of[version]
-            taking = min(ready, self._groups - taken)
-            taken += taking
-            left += self._running_of[version] + ready - taking
-            if left > (version + self.staleness - self._version) * self._groups:
-                return True
+        for group, version in self._admitted.items():  # the oldest first
+            if group in self._accepted and taken < self._groups:
+                taken += 1
+            elif group not in self._refused and version < self._version:
+                left += 1
+                if left > (version + self.staleness - self._version) * self._groups:
+                    return True
         return False

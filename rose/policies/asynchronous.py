@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 from rose.policies.batches import Stream, check
@@ -34,8 +33,6 @@ class Asynchronous:
         self._running: dict[str, None] = {}  # unfinished groups, in order of admission
         self._accepted: dict[str, None] = {}
         self._refused: dict[str, None] = {}  # refused groups that can fill up a batch
-        self._running_of: Counter[int] = Counter()  # version -> number of running groups
-        self._accepted_of: Counter[int] = Counter()  # version -> number of accepted groups
         self._replaced = 0  # refused groups replaced since the last step
         self._training = 0  # groups in the trainer
 
@@ -47,10 +44,8 @@ class Asynchronous:
         if group not in self._running:
             return []  # The group was dropped before.
         del self._running[group]
-        self._running_of[self._admitted[group]] -= 1
         if accepted:
             self._accepted[group] = None
-            self._accepted_of[self._admitted[group]] += 1
         elif self._replaced + 1 > self._groups * (self.max_admitted - 1):
             self._refused[group] = None
         else:
@@ -63,9 +58,6 @@ class Asynchronous:
         self._version, self._training = version, 0
         stale = [g for g, admitted in self._admitted.items() if version - admitted > self.staleness]
         gone = [self._drop(g) if g in self._refused else self._expire(g) for g in stale]
-        for counts in (self._running_of, self._accepted_of):
-            for old in [v for v in counts if version - v > self.staleness]:
-                del counts[old]
         return gone + self._go_on()
 
     def _go_on(self) -> list[Action]:
@@ -77,7 +69,6 @@ class Asynchronous:
             action = self._stream.admit()
             self._admitted[action.group] = self._version
             self._running[action.group] = None
-            self._running_of[self._version] += 1
             actions.append(action)
         return actions
 
@@ -125,28 +116,12 @@ class Asynchronous:
         return DropGroup(group)
 
     def _forget(self, group: str) -> None:
-        version = self._admitted.pop(group)
-        for groups, counts in (
-            (self._running, self._running_of),
-            (self._accepted, self._accepted_of),
-        ):
-            if group in groups:
-                del groups[group]
-                counts[version] -= 1
-        self._refused.pop(group, None)
+        del self._admitted[group]
+        for groups in (self._running, self._accepted, self._refused):
+            groups.pop(group, None)
 
     def snapshot(self) -> dict[str, Any]:
         return self._stream.snapshot(self._admitted)
 
     def restore(self, state: dict[str, Any]) -> None:
         self._stream.restore(state)
-        for groups in (
-            self._admitted,
-            self._running,
-            self._accepted,
-            self._refused,
-            self._running_of,
-            self._accepted_of,
-        ):
-            groups.clear()
-        self._wanted, self._replaced, self._training = False, 0, 0

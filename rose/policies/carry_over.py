@@ -3,34 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from typing import Any
 
-from rose.scheduler.events import Action, AdmitGroup, DropGroup, StartTraining
-from rose.scheduler.groups import group_index, group_name, group_retry
-
-
-@dataclass
-class _Open:
-    version: int  # newest version when the group was admitted
-    finished: bool = False
-
-
-@dataclass
-class _Step:
-    number: int
-    groups: int  # number of groups wanted
-
-
-@dataclass
-class _State:
-    version: int = 0
-    training: bool = False
-    step: _Step | None = None  # the step that waits for its batch
-    # Groups that aren't trained yet, in order of admission
-    open: dict[str, _Open] = field(default_factory=dict)
-    done: list[str] = field(default_factory=list)  # finished groups of `open`, in order of finish
-    admitted: int = 0  # groups admitted since this step began
+from rose.policies.batches import Stream
+from rose.scheduler.events import Action, DropGroup, StartTraining
+from rose.scheduler.groups import group_index
 
 
 class CarryOver:
@@ -60,31 +37,32 @@ class CarryOver:
                 "staleness, and max_admitted at least 1"
             )
         self.staleness, self.carry, self.max_admitted = staleness, carry, max_admitted
-        self._next = 0  # index of the next group of the prompt stream
-        # (index, try) of unfinished groups of an earlier attempt of the run
-        self._again: list[tuple[int, int]] = []
+        self._stream = Stream()
         self._batch = 0  # G, groups of a batch
-        self._state = _State()
+        self._version = 0  # newest
+        self._training = False
+        self._step: int | None = None  # the step that waits for its batch
+        # Group that isn't trained yet -> newest version when it was admitted, in order of admission
+        self._open: dict[str, int] = {}
+        self._done: list[str] = []  # finished groups of `_open`, in order of finish
+        self._admitted = 0  # groups admitted since this step began
 
     def begin(self, step: int, groups: int) -> list[Action]:
-        self._batch = groups
-        self._state.training = False
-        self._state.step, self._state.admitted = _Step(step, groups), 0
+        self._batch, self._training = groups, False
+        self._step, self._admitted = step, 0
         return self._go_on()
 
     def published(self, version: int) -> list[Action]:
-        self._state.version, self._state.training = version, False
+        self._version, self._training = version, False
         return []  # StepBegun follows, which admits groups.
 
     def finished(self, group: str, accepted: bool) -> list[Action]:
-        state = self._state
-        if group not in state.open:
+        if group not in self._open:
             return []
-        if accepted or state.admitted >= self._batch * self.max_admitted:
-            state.open[group].finished = True
-            state.done.append(group)
+        if accepted or self._admitted >= self._batch * self.max_admitted:
+            self._done.append(group)
         else:
-            del state.open[group]
+            del self._open[group]
             return [DropGroup(group), *self._go_on()]
         return self._go_on()
 
@@ -92,24 +70,23 @@ class CarryOver:
         actions = self._admit()
         batch = self._cut()
         if batch:
-            step, self._state.step, self._state.training = self._state.step, None, True
+            step, self._step, self._training = self._step, None, True
             for group in batch:
-                del self._state.open[group]
+                del self._open[group]
             taken = set(batch)
-            self._state.done = [g for g in self._state.done if g not in taken]
-            actions += [StartTraining(step.number, sorted(batch, key=group_index)), *self._admit()]
+            self._done = [g for g in self._done if g not in taken]
+            actions += [StartTraining(step, sorted(batch, key=group_index)), *self._admit()]
         return actions
 
     def _cut(self) -> list[str]:
         """Return the groups of the batch; [] if it is incomplete, or if groups that it leaves would
         miss their deadlines."""
-        state = self._state
-        if state.step is None or len(state.done) < state.step.groups:
+        if self._step is None or len(self._done) < self._batch:
             return []
-        batch = sorted(state.done, key=lambda g: state.open[g].version)[: state.step.groups]
+        batch = sorted(self._done, key=lambda g: self._open[g])[: self._batch]
         taken = set(batch)
-        left = [o.version for g, o in state.open.items() if g not in taken]
-        return batch if self._feasible(left, state.version + 1) else []
+        left = [version for g, version in self._open.items() if g not in taken]
+        return batch if self._feasible(left, self._version + 1) else []
 
     def certain(self) -> list[str]:
         """Return the finished groups that the waiting step will train in any case.
@@ -118,56 +95,39 @@ class CarryOver:
         than a batch precede it: groups of older versions, and groups of its version that finished
         before it.
         """
-        state = self._state
-        if state.step is None:
+        if self._step is None:
             return []
         found = []
-        for place, group in enumerate(state.done):
-            version = state.open[group].version
-            older = sum(each.version < version for each in state.open.values())
-            sooner = sum(state.open[g].version == version for g in state.done[:place])
-            if older + sooner < state.step.groups:
+        for place, group in enumerate(self._done):
+            version = self._open[group]
+            older = sum(each < version for each in self._open.values())
+            sooner = sum(self._open[g] == version for g in self._done[:place])
+            if older + sooner < self._batch:
                 found.append(group)
         return found
 
     def _feasible(self, versions: list[int], first: int) -> bool:
-        """True if groups admitted at these versions can all be trained in time, when the first
-        batch is trained at version `first`."""
-        due = [0] * (self.staleness + 1)  # index k: groups that may let k batches go first
-        for version in versions:
-            slack = version + self.staleness - first
-            if slack < 0:
-                return False
-            due[min(slack, self.staleness)] += 1
-        total = 0
-        for k, count in enumerate(due):
-            total += count
-            if total > (k + 1) * self._batch:
-                return False
-        return True
+        """True if groups admitted at these versions can all be trained in time, the oldest first,
+        when the first batch is trained at version `first`."""
+        return all(
+            first + place // self._batch <= version + self.staleness
+            for place, version in enumerate(sorted(versions))
+        )
 
     def _admit(self) -> list[Action]:
-        state = self._state
         actions: list[Action] = []
         # Groups in flight while the trainer trains will be at least one version old when they are
         # trained, so they may be no more than `carry` batches.
-        room = math.ceil(self._batch * (self.carry if state.training else 1 + self.carry)) - len(
-            state.open
-        )
-        for _ in range(room):
-            index, retry = self._again.pop(0) if self._again else (self._next, 0)
-            self._next = max(self._next, index + 1)
-            group = group_name(index, retry)
-            state.open[group] = _Open(state.version)
-            state.admitted += 1
-            actions.append(AdmitGroup(index, group))
+        most = math.ceil(self._batch * (self.carry if self._training else 1 + self.carry))
+        for _ in range(most - len(self._open)):
+            action = self._stream.admit()
+            self._open[action.group] = self._version
+            self._admitted += 1
+            actions.append(action)
         return actions
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the state for a checkpoint. After a restart untrained groups start again and keep
-        their names, by which their recorded turns are found."""
-        lost = [(group_index(g), group_retry(g)) for g in self._state.open]
-        return {"next": self._next, "again": [*lost, *self._again]}
+        return self._stream.snapshot(self._open)
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._next, self._again = state["next"], [tuple(again) for again in state.get("again", [])]
+        self._stream.restore(state)

@@ -129,8 +129,9 @@ class RoseRouting:
         worker = others[0] if len(others) == 1 else min(others, key=lambda w: self._rank(turn, w))
         if home is None or worker is home:
             return worker
-        home_s = self._speeds.seconds(turn, home, self._mean(turn), True)
-        other_s = self._speeds.joining_s(turn, worker, self._mean(turn), True)
+        output = self._lengths.of_any(turn)
+        home_s = self._speeds.seconds(turn, home, output, True)
+        other_s = self._speeds.joining_s(turn, worker, output, True)
         return (
             home if home_s is None or other_s is None or home_s <= (1 + SLACK) * other_s else worker
         )
@@ -152,7 +153,7 @@ class RoseRouting:
             return len(worker.turns) >= TRIAL_TURNS
         own = cluster.workers[self._own_worker]
         home = cluster.home.get(turn.trajectory)
-        output = self._mean(turn)
+        output = self._lengths.of_any(turn)
         there = (
             self._speeds.staying_s(turn, worker, output)
             if home == worker.worker
@@ -169,20 +170,16 @@ class RoseRouting:
         )
 
     def _rank(self, turn: TurnState, worker: WorkerState) -> tuple:
-        seconds = self._speeds.joining_s(turn, worker, self._mean(turn), True)
+        seconds = self._speeds.joining_s(turn, worker, self._lengths.of_any(turn), True)
         if not self._is_known(worker):
             seconds = 0.0 if seconds is None and len(worker.turns) < TRIAL_TURNS else math.inf
         return (
             worker.revoked,
             seconds or 0.0,
-            self._share(worker),
+            self._held.get(worker.worker, 0) / worker.kv_tokens,
             worker.kind != "cooperative",
             worker.worker,
         )
-
-    def _mean(self, turn: TurnState) -> float:
-        """Return the mean output tokens of the turn's domain, or of all until one has ended."""
-        return self._lengths.of_any(turn)
 
     def chunk(self, turn: TurnState, worker: WorkerState) -> int:
         return 0 if self._is_known(worker) else TRIAL_TOKENS
@@ -199,7 +196,7 @@ class RoseRouting:
     def better(
         self, turn: TurnState, among: list[WorkerState], at: float, cluster: Cluster
     ) -> WorkerState | None:
-        left = min(self._mean(turn), turn.max_new_tokens - turn.made_tokens)
+        left = min(self._lengths.of_any(turn), turn.max_new_tokens - turn.made_tokens)
         if left <= 0 or at <= turn.assigned_at:
             return None
         here = cluster.workers[turn.worker]
@@ -216,7 +213,8 @@ class RoseRouting:
             if there is not None and (there := there * over * (1 + SLACK * worker.load)) < most:
                 found, most = worker, there
         if found is not None:
-            self._speeds.moved(turn, here)
+            # The attempt is aborted now, and counts up to its last progress report.
+            self._speeds.ended(turn, here, turn.progress_at, turn.made_tokens)
             self._note_assignment(turn, found, False)
         return found
 
@@ -246,9 +244,6 @@ class RoseRouting:
     def _below_cap(self, turn: TurnState, worker: WorkerState) -> bool:
         held = self._held.get(worker.worker, 0)
         return held == 0 or held + max(turn.kv_need, int(self._lengths.final)) <= worker.kv_tokens
-
-    def _share(self, worker: WorkerState) -> float:
-        return self._held.get(worker.worker, 0) / worker.kv_tokens
 
     def _note_assignment(self, turn: TurnState, worker: WorkerState, cached: bool) -> None:
         self._speeds.sent(turn, worker, cached)
@@ -287,9 +282,8 @@ class RoseProvisioning:
     def __init__(
         self, n_serving: int, recent_s: float, hysteresis: float, activation_s: float, idle_s: float
     ) -> None:
-        if n_serving < 0:
-            raise ValueError(f"n_serving={n_serving} must not be negative")
         for name, value in (
+            ("n_serving", n_serving),
             ("recent_s", recent_s),
             ("hysteresis", hysteresis),
             ("activation_s", activation_s),

@@ -108,9 +108,9 @@ class Speeds:
                 turn = cluster.turns[name]
                 self.ended(turn, cluster.workers.get(turn.worker or ""), at, tokens)
             case WorkerJoined(worker=worker) | WorkerLost(worker=worker):
-                self.forget_worker(worker)
-            case StepBegun():
-                self.step_begun()
+                self._slowness.pop(worker, None)
+            case StepBegun():  # Halve each deviation from slowness 1: slow workers are tried again.
+                self._slowness = {name: (1 + slow) / 2 for name, slow in self._slowness.items()}
 
     def sent(self, turn: TurnState, worker: WorkerState, cached: bool) -> None:
         """Record that an attempt begins. Forget the turn's earlier attempt if it hasn't ended: its
@@ -156,12 +156,8 @@ class Speeds:
         single attempt can't separate decode from prefill."""
         known = next((pool for pool in self._pools.values() if pool.predict(x) > 0), None)
         return LeastSquares(
-            FORGET, *([w * seconds / known.predict(x) for w in known.weights] if known else ())
+            *([w * seconds / known.predict(x) for w in known.weights] if known else ())
         )
-
-    def moved(self, turn: TurnState, worker: WorkerState) -> None:
-        """Learn from an attempt that is aborted now, up to its last progress report."""
-        self.ended(turn, worker, turn.progress_at, turn.made_tokens)
 
     def token_s(self, turn: TurnState) -> float | None:
         """Return the running attempt's measured seconds per token; None below FEW_TOKENS."""
@@ -178,13 +174,6 @@ class Speeds:
         if sent is not None:
             self._held[sent.worker] -= sent.context
         return sent
-
-    def forget_worker(self, worker: str) -> None:
-        self._slowness.pop(worker, None)
-
-    def step_begun(self) -> None:
-        """Halve each worker's deviation from slowness 1, so that slow ones are tried again."""
-        self._slowness = {worker: (1 + slow) / 2 for worker, slow in self._slowness.items()}
 
     def seconds(
         self, turn: TurnState, worker: WorkerState, output: float, cached: bool
@@ -250,32 +239,27 @@ class LeastSquares:
     """Recursive least squares with exponential forgetting: y = w . x with three coefficients. It
     runs once per turn, so it is written out in plain floats for speed."""
 
-    def __init__(self, forget: float, w0: float = 0.0, w1: float = 0.0, w2: float = 0.0) -> None:
-        self._forget = forget
-        self._w = w0, w1, w2
+    def __init__(self, w0: float = 0.0, w1: float = 0.0, w2: float = 0.0) -> None:
+        self.weights: Features = w0, w1, w2
         # Upper triangle of the covariances; large variances pull the coefficients weakly to 0.
         self._p = (1e3, 0.0, 0.0, 1e3, 0.0, 1e3)
 
-    @property
-    def weights(self) -> Features:
-        return self._w
-
     def predict(self, x: Features) -> float:
-        w = self._w
+        w = self.weights
         return w[0] * x[0] + w[1] * x[1] + w[2] * x[2]
 
     def update(self, x: Features, y: float) -> float:
         """Add an observation, and return the prediction before it."""
         x0, x1, x2 = x
-        w0, w1, w2 = self._w
+        w0, w1, w2 = self.weights
         p00, p01, p02, p11, p12, p22 = self._p
         g0 = p00 * x0 + p01 * x1 + p02 * x2
         g1 = p01 * x0 + p11 * x1 + p12 * x2
         g2 = p02 * x0 + p12 * x1 + p22 * x2
-        forget = self._forget if p00 < LARGEST and p11 < LARGEST and p22 < LARGEST else 1.0
+        forget = FORGET if p00 < LARGEST and p11 < LARGEST and p22 < LARGEST else 1.0
         scale, expected = forget + x0 * g0 + x1 * g1 + x2 * g2, w0 * x0 + w1 * x1 + w2 * x2
         error = (y - expected) / scale
-        w = self._w = w0 + g0 * error, w1 + g1 * error, w2 + g2 * error
+        w = self.weights = w0 + g0 * error, w1 + g1 * error, w2 + g2 * error
         self._p = (
             (p00 - g0 * g0 / scale) / forget,
             (p01 - g0 * g1 / scale) / forget,
@@ -285,7 +269,7 @@ class LeastSquares:
             (p22 - g2 * g2 / scale) / forget,
         )
         if w[0] < 0 or w[1] < 0 or w[2] < 0:
-            self._w = project(w, self._p)
+            self.weights = project(w, self._p)
         return expected
 
 

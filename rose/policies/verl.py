@@ -55,10 +55,9 @@ class Synchronous:
 
     def restore(self, state: dict[str, Any]) -> None:
         self._stream.restore(state)
-        self._round = None
 
 
-class OneStepOff:
+class OneStepOff(Synchronous):
     """Train on one batch while the next is generated, so that staleness is 1 except for the first
     batch (Noukhovitch et al., arXiv 2410.18252; veRL's one-step-off-policy recipe; ROSE's
     one-step-off).
@@ -72,13 +71,11 @@ class OneStepOff:
     """
 
     staleness = 1
+    waits_for_weights = False
 
     def __init__(self, max_admitted: float) -> None:
-        check(max_admitted)
-        self.max_admitted = max_admitted
-        self._stream = Stream()
+        super().__init__(max_admitted)
         self._wanted: int | None = None  # step that waits for its batch; None while training
-        self._round: Round | None = None
 
     def begin(self, step: int, groups: int) -> list[Action]:
         self._wanted = step
@@ -105,10 +102,3 @@ class OneStepOff:
         actions = self._round.close(self._wanted)
         self._wanted = None
         return actions + self._start(groups)
-
-    def snapshot(self) -> dict[str, Any]:
-        return self._stream.snapshot(self._round.groups if self._round else ())
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self._stream.restore(state)
-        self._round, self._wanted = None, None

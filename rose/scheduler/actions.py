@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from rose.scheduler.core import Scheduler
 from rose.scheduler.events import Action, Event
 
 
@@ -23,12 +24,6 @@ class Journal(Protocol):
     """Interface of `rose.coordinator.journal.Journal`."""
 
     def write(self, event: Event, actions: list[Action]) -> None: ...
-
-
-class Decider(Protocol):
-    """Interface of `rose.scheduler.Scheduler`."""
-
-    def handle(self, event: Event) -> list[Action]: ...
 
 
 class ActionQueue:
@@ -41,7 +36,7 @@ class ActionQueue:
 
     def __init__(
         self,
-        scheduler: Decider,
+        scheduler: Scheduler,
         carry_out: Callable[[Action], None],
         journal: Journal | None = None,
     ) -> None:
@@ -61,13 +56,11 @@ class ActionQueue:
         self._draining = True
         try:
             while self._events:
-                self._drain(self._events.popleft())
+                event = self._events.popleft()
+                actions = self._scheduler.handle(event)
+                if self._journal is not None:
+                    self._journal.write(event, actions)
+                for action in actions:
+                    self._carry_out(action)
         finally:
             self._draining = False
-
-    def _drain(self, event: Event) -> None:
-        actions = self._scheduler.handle(event)
-        if self._journal is not None:
-            self._journal.write(event, actions)
-        for action in actions:
-            self._carry_out(action)

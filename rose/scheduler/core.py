@@ -26,7 +26,6 @@ from rose.scheduler.policies import (
     Placement,
     Provisioning,
     Routing,
-    optional,
 )
 from rose.scheduler.state import Cluster, HostState, SavedState, TurnState, WorkerState
 
@@ -45,7 +44,7 @@ class Scheduler:
         placement: Placement | None = None,
     ) -> None:
         self.cluster = Cluster()
-        self.fleet = Fleet(self.cluster, queue_depth, optional(routing, "label", lambda worker: ""))
+        self.fleet = Fleet(self.cluster, queue_depth, getattr(routing, "label", lambda worker: ""))
         self._queue = Dispatch(self.cluster, self.fleet, routing, order)
         self._provisioning, self._batching, self._placement = provisioning, batching, placement
         self._turn_timeout_s = turn_timeout_s
@@ -86,18 +85,17 @@ class Scheduler:
             for policy in (provisioning, routing, order, batching, placement)
             if hasattr(policy, "on_event")
         ]
-        self.joins_resting: Callable[[str], bool] = optional(
+        self.joins_resting: Callable[[str], bool] = getattr(
             provisioning, "joins_resting", lambda kind: False
         )
-        self.rolls_hybrids: Callable[[], bool] = optional(
+        self.rolls_hybrids: Callable[[], bool] = getattr(
             provisioning, "rolls_hybrids", lambda: True
         )
-        self.waits_for_weights: bool = getattr(batching, "waits_for_weights", False)
-        self._published = optional(batching, "published", lambda version: [])
-        self._certain = optional(batching, "certain", lambda: [])
+        self._published = getattr(batching, "published", lambda version: [])
+        self._certain = getattr(batching, "certain", lambda: [])
         # Groups that the trainer of a streaming step has received; None if the step isn't streamed
         self._given_early: set[str] | None = None
-        self._batching_trajectory_ended = optional(
+        self._batching_trajectory_ended = getattr(
             batching, "trajectory_ended", lambda trajectory, group: []
         )
 

@@ -26,7 +26,7 @@ from typing import Any
 from rose.scheduler.events import AbortTurn, AssignTurn, Event
 from rose.scheduler.fleet import Fleet
 from rose.scheduler.held_out import HeldOut
-from rose.scheduler.policies import Order, Routing, optional
+from rose.scheduler.policies import Order, Routing
 from rose.scheduler.state import NOT_RESERVED, UNBOUNDED, Cluster, TurnState, WorkerState
 from rose.scheduler.turn_queue import Entry, TurnQueue
 
@@ -43,14 +43,14 @@ class Dispatch:
     def __init__(self, cluster: Cluster, fleet: Fleet, routing: Routing, order: Order) -> None:
         self._cluster, self._fleet, self._order = cluster, fleet, order
         self._choose = routing.choose
-        self._chunk = optional(routing, "chunk", lambda turn, worker: 0)
-        self._kv_need = optional(routing, "kv_need", lambda turn: turn.whole_kv_need)
+        self._chunk = getattr(routing, "chunk", lambda turn, worker: 0)
+        self._kv_need = getattr(routing, "kv_need", lambda turn: turn.whole_kv_need)
         self._has_lanes = hasattr(routing, "lane")
-        self._lane = optional(routing, "lane", lambda turn: "")
-        self._changed = optional(order, "changed", None)
-        self._watches = optional(routing, "watches", lambda worker: False)
-        self._better = optional(routing, "better", None)
-        self._closed = optional(routing, "closed", lambda: False)
+        self._lane = getattr(routing, "lane", lambda turn: "")
+        self._changed = getattr(order, "changed", None)
+        self._watches = getattr(routing, "watches", lambda worker: False)
+        self._better = getattr(routing, "better", None)
+        self._closed = getattr(routing, "closed", lambda: False)
         self._watched = TurnQueue()  # running turns that may move
         self._held_out = HeldOut(cluster, fleet)  # running turns of evaluations
         self._waiting_held_out = 0

@@ -6,7 +6,9 @@ simulation.
 
 from __future__ import annotations
 
-from typing import Literal
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -199,30 +201,6 @@ class Tick(Event):
     pass
 
 
-AnyEvent = (
-    WorkerJoined
-    | WorkerLost
-    | WorkerDraining
-    | WorkerLoaded
-    | WorkerCapacity
-    | CapacityQueued
-    | CapacityGranted
-    | CapacityRefused
-    | CapacityEnded
-    | VersionPublished
-    | TurnRequested
-    | TurnProgressed
-    | TurnEnded
-    | TurnReturned
-    | TrajectoryEnded
-    | HostLoad
-    | HostLost
-    | TrajectorySaved
-    | StepBegun
-    | GroupFinished
-    | Tick
-)
-
 # --------------------------------------------------------------------------- actions
 
 
@@ -332,18 +310,9 @@ class GiveUp(Action):
     reason: str
 
 
-AnyAction = (
-    AssignTurn
-    | AbortTurn
-    | LoadWeights
-    | AdmitGroup
-    | DropGroup
-    | TrainGroup
-    | StartTraining
-    | RequestCapacity
-    | ReleaseCapacity
-    | UseWorker
-    | RestWorker
-    | MoveTrajectory
-    | GiveUp
-)
+if TYPE_CHECKING:
+    AnyEvent = Event
+    AnyAction = Action
+else:  # unions of the classes above, by which `msgspec` decodes each as its own
+    AnyEvent = reduce(or_, Event.__subclasses__())
+    AnyAction = reduce(or_, Action.__subclasses__())

@@ -141,8 +141,7 @@ class Fleet:
 
     def room_without(self, worker: WorkerState, turns: Sequence[TurnState]) -> int:
         """Return `WorkerState.room` without these of its turns."""
-        needs = sum(turn.kv_need for turn in turns)
-        return worker.room_without(self._queue_depth, len(turns), needs)
+        return worker.room(self._queue_depth, turns)
 
     def __len__(self) -> int:
         self._update_places()

@@ -6,7 +6,6 @@ events in OBSERVED and OBSERVED_BEFORE, and the scheduler carries out the action
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from rose.scheduler import events as ev
@@ -32,11 +31,6 @@ OBSERVED = frozenset(
 # Events that policies receive before the state changes, so that `cluster.turns[event.turn]` and
 # `cluster.group_of[event.trajectory]` still exist.
 OBSERVED_BEFORE = frozenset({ev.TurnEnded, ev.TurnReturned, ev.TrajectoryEnded, ev.WorkerLost})
-
-
-def optional(policy: Any, method: str, otherwise: Callable) -> Callable:
-    """Return the policy's method, or `otherwise` if it has none of that name."""
-    return getattr(policy, method, otherwise)
 
 
 class Routing(Protocol):
@@ -100,7 +94,8 @@ class Batching(Protocol):
 
     def snapshot(self) -> dict[str, Any]: ...
 
-    def restore(self, state: dict[str, Any]) -> None: ...
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from the `snapshot` of an earlier attempt. Called before any other method."""
 
 
 class Provisioning(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rose.scheduler.events import Kind, Shape
@@ -90,21 +90,18 @@ class WorkerState:
         """
         return UNBOUNDED if self.kv_tokens >= self.whole_kv_tokens else self.kv_tokens
 
-    def room(self, queue_depth: float) -> int:
-        """Size in KV tokens of the largest turn that the worker accepts now; 0 or less for none.
+    def room(self, queue_depth: float, without: Sequence[TurnState] = ()) -> int:
+        """Size in KV tokens of the largest turn that the worker accepts now, or would accept
+        `without` these of its turns; 0 or less for none.
 
         `queue_depth` allows turns beyond `max_sequences`, as a share of these, so that the engine
         has a next sequence without waiting for the coordinator.
         """
-        return self.room_without(queue_depth, 0, 0)
-
-    def room_without(self, queue_depth: float, turns: int, kv_need: int) -> int:
-        """Return `room` without `turns` of its turns, which need `kv_need` KV tokens together."""
-        left = len(self.turns) - turns
+        left = len(self.turns) - len(without)
         if not left:
             return self.largest_turn
         return (
-            self.kv_tokens - self.kv_assigned + kv_need
+            self.kv_tokens - self.kv_assigned + sum(turn.kv_need for turn in without)
             if left < self.max_sequences * (1 + queue_depth)
             else 0
         )

@@ -7,7 +7,7 @@ from rose.policies.speeds import LeastSquares, project
 
 
 def test_a_fit_has_no_negative_coefficients():
-    fit = LeastSquares(0.995)
+    fit = LeastSquares()
     draw = np.random.default_rng(1)
     for _ in range(200):  # Shorter turns run in fuller engines, so seconds fall with the output.
         output = draw.uniform(0.1, 1.0)

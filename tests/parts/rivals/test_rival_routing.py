@@ -383,7 +383,7 @@ def test_earliest_finish_takes_the_worker_that_stalled_only_if_no_other_has_room
 
 
 def test_least_squares_finds_the_coefficients_and_survives_features_that_never_vary():
-    fit = LeastSquares(0.995)
+    fit = LeastSquares()
     for i in range(5000):
         x = (1 + i % 7, (1 + i % 5) * (1 + i % 7), 0.0)
         fit.update(x, 2 * x[0] + 0.5 * x[1])
