@@ -84,27 +84,15 @@ def stopped_and_resumed(made, folder, stop_when):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_stopped_anywhere_and_resumed_no_prompt_is_lost_or_trained_twice(policy, config, tmp_path):
     made = config(policy)
-<<<<<<< HEAD
     places = {
         "rollout": lambda c: c.rollouts.groups.running > 2,
         "training": lambda c: not c.progress.at_boundary,
-        "saving": lambda c: c.checkpoints.committing,
+        "saving": lambda c: c.checkpoints._committing,
     }
     for name, place in places.items():
         first, second, coordinator, step = stopped_and_resumed(
             made, tmp_path / name, lambda c: c.progress.step == 3 and place(c)
         )
-=======
-    places = [
-        lambda c: (
-            c.progress.step == 3 and c.rollouts.groups.running > 2
-        ),  # The run is in a rollout.
-        lambda c: c.progress.step == 3 and not c.progress.at_boundary,  # while it trains
-        lambda c: c.progress.step == 3 and c.checkpoints._committing,
-    ]  # while it saves
-    for number, place in enumerate(places):
-        first, second, coordinator, step = stopped_and_resumed(made, tmp_path / str(number), place)
->>>>>>> h9
         assert step >= 2
         kept = {s: groups for s, groups in trained(first).items() if s <= step} | trained(second)
         assert sorted(kept) == list(range(1, STEPS + 1))

@@ -216,7 +216,11 @@ def test_nobody_waits_for_a_hybrid_engine_that_could_not_load_the_newest_version
     assert world.taken(p.LoadVersion) == [(10, p.LoadVersion(2, "store"))]
 
 
-def test_the_last_worker_that_is_not_restarted_ends_the_run(world):
+def test_the_last_worker_that_is_not_restarted_ends_the_run_once_an_own_one_was_ready(world):
+    world.hub._own_ready = False  # as after a requeue, when a borrowed one is ready first
+    world.down("rollout-0", restarting=False)
+    assert world.actions == []
+    world.ready("rollout-0")
     world.down("rollout-0", restarting=False)
     [action] = world.actions
     assert isinstance(action, ev.GiveUp) and "no rollout worker is left" in action.reason
