@@ -52,16 +52,6 @@ class Mixture(Section):
     def weights(self) -> dict[str, float]:
         return {name: member.weight for name, member in self.members.items()}
 
-    @property
-    def max_new_tokens(self) -> int:
-        """Largest `max_new_tokens` of the members."""
-        return max(member.max_new_tokens for member in self.members.values())
-
-    @property
-    def step_timeout_s(self) -> float:
-        """Largest `step_timeout_s` of the members, seconds."""
-        return max(member.step_timeout_s for member in self.members.values())
-
     def key_of(self, member: str) -> str:
         return f"env.members.{member}"
 
