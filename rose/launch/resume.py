@@ -300,12 +300,9 @@ def note_save(run_dir: Path, seconds: float) -> None:
 
 def last_save_s(run_dir: Path) -> float:
     """Return the seconds that the run's last checkpoint took; 0 before the first."""
+    path = Path(run_dir) / "status" / "save.json"
     try:
-        return float(
-            json.loads((Path(run_dir) / "status" / "save.json").read_text(encoding="utf-8"))[
-                "seconds"
-            ]
-        )
+        return float(json.loads(path.read_text(encoding="utf-8"))["seconds"])
     except (OSError, ValueError, KeyError, TypeError):
         return 0.0
 
