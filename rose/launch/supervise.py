@@ -366,7 +366,9 @@ def end_all(process: subprocess.Popen) -> None:
         process.poll()
         for child in left:
             if child.pid != process.pid:
-                _reap(child.pid)
+                # A grandchild's parent reaps it, or this process adopts it by the next round.
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(child.pid, os.WNOHANG)
         if time.monotonic() > deadline:
             pids = [child.pid for child in left]
             print(f"processes {pids} survive SIGKILL; see dmesg", file=sys.stderr, flush=True)
@@ -384,10 +386,3 @@ def _remove_shared(pids: list[int]) -> None:
     )
     remover.start()
     remover.join(READ_MAPS_S)
-
-
-def _reap(pid: int) -> None:
-    try:
-        os.waitpid(pid, os.WNOHANG)
-    except ChildProcessError:
-        return  # A grandchild: its parent reaps it, or this process adopts it by the next round.
