@@ -57,7 +57,6 @@ def helper_script(c: Config, component: str, gpus: int, run_dir: Path, name: str
     of `Slurm` with its options; `run_dir` is absolute."""
     options = _component_options(c, component, 1, 1, gpus)
     python = container.alone(c, [run_dir.parent], options["cpus-per-task"])
-    options["open-mode"] = "append"
     command = _submitted(python, run_dir)
     return _text(run_dir, f"{c.name}-{name}", name, options, _setup(c), command)
 
