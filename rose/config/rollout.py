@@ -147,11 +147,10 @@ class Eval(Section):
 
     def of(self, domain: str) -> tuple[int, float]:
         """Return (samples of each task, their temperature)."""
-        own = self.sets.get(domain)
-        samples, temperature = (own.samples, own.temperature) if own else (None, None)
+        own = self.sets.get(domain, self)
         return (
-            self.samples if samples is None else samples,
-            self.temperature if temperature is None else temperature,
+            self.samples if own.samples is None else own.samples,
+            self.temperature if own.temperature is None else own.temperature,
         )
 
     def due(self, step: int, last: int) -> bool:
