@@ -77,8 +77,8 @@ def snapshot(repository: str, revision: str | None = None, key: str = "model.pat
 def _downloaded(repository: str, revision: str | None, **options: Any) -> Path:
     from huggingface_hub import snapshot_download
 
-    patterns = {"allow_patterns": list(WANTED), "ignore_patterns": list(UNWANTED)}
-    found = snapshot_download(repository, revision=revision, **patterns, **options)
+    options |= {"allow_patterns": list(WANTED), "ignore_patterns": list(UNWANTED)}
+    found = snapshot_download(repository, revision=revision, **options)
     # The folder is not resolved: its name is the commit, and its files are links.
     return Path(found).absolute()
 
