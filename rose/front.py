@@ -16,7 +16,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -337,7 +337,8 @@ def _run(c: Config, made: plan.Plan, console: Console) -> int:
         attempt,
         c.cluster,
     )
-    outcome = _follow(job, c, console)
+    with terminal.shown(c.run_dir, console) if c.observe.terminal else nullcontext():
+        outcome = job.wait()
     for part in extensions.modules("views").values():
         part.write(c.observe, c.run_dir)
     if outcome.failure:
@@ -348,14 +349,6 @@ def _run(c: Config, made: plan.Plan, console: Console) -> int:
     elif resume.is_finished(c.run_dir, c):
         terminal.final_table(c.run_dir, console)
     return outcome.code
-
-
-def _follow(job: supervise.Job, c: Config, console: Console) -> supervise.Outcome:
-    """Wait for the job while a thread shows its progress."""
-    if not c.observe.terminal:
-        return job.wait()
-    with terminal.shown(c.run_dir, console):
-        return job.wait()
 
 
 def _refuse(complaints: Console, message: str) -> int:

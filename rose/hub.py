@@ -38,18 +38,13 @@ def snapshot(repository: str, revision: str | None = None, key: str = "model.pat
     key that gave the id, for errors. Raises `ConfigError` when neither the hub nor the cache has
     the whole commit.
     """
-    from huggingface_hub import constants, errors, snapshot_download
+    from huggingface_hub import constants, errors
 
     named = f"{key}={repository!r}" + (f", revision {revision!r}" if revision else "")
     cache = constants.HF_HUB_CACHE
     try:
         _reach()
-        found = snapshot_download(
-            repository,
-            revision=revision,
-            allow_patterns=list(WANTED),
-            ignore_patterns=list(UNWANTED),
-        )
+        found = _downloaded(repository, revision)
     except errors.GatedRepoError:
         raise ConfigError(
             f"{named}: the hub gives it only to accounts that accepted its terms; accept them on "
@@ -76,8 +71,16 @@ def snapshot(repository: str, revision: str | None = None, key: str = "model.pat
             f"{f' --revision {revision}' if revision else ''}` with HF_HOME on a file system that "
             f"this machine sees, too; or {key}=/folder{_as_folder(key)} for a copy on disk"
         ) from None
+    return _announced(repository, found, named)
+
+
+def _downloaded(repository: str, revision: str | None, **options: Any) -> Path:
+    from huggingface_hub import snapshot_download
+
+    options |= {"allow_patterns": list(WANTED), "ignore_patterns": list(UNWANTED)}
+    found = snapshot_download(repository, revision=revision, **options)
     # The folder is not resolved: its name is the commit, and its files are links.
-    return _announced(repository, Path(found).absolute(), named)
+    return Path(found).absolute()
 
 
 def _announced(repository: str, folder: Path, named: str) -> Path:
@@ -124,19 +127,10 @@ def configuration(repository: str, revision: str | None) -> Path:
 
 def cached(repository: str, revision: str | None) -> Path | None:
     """Return the cached folder of `revision`, without network; None if the cache lacks it."""
-    from huggingface_hub import snapshot_download
-
     try:
-        found = snapshot_download(
-            repository,
-            revision=revision,
-            local_files_only=True,
-            allow_patterns=list(WANTED),
-            ignore_patterns=list(UNWANTED),
-        )
+        return _downloaded(repository, revision, local_files_only=True)
     except Exception:  # Whatever is wrong with the cache, the hub is asked next.
         return None
-    return Path(found).absolute()
 
 
 def check_whole(folder: Path, named: str) -> None:

@@ -30,7 +30,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from rose.config import Config, ConfigError, stored_object
+from rose.config import Config, ConfigError, stored
 from rose.files import write_whole
 
 NAME = "inputs.json"
@@ -74,7 +74,7 @@ def recorded(run_dir: Path) -> dict[str, Any]:
     path = Path(run_dir) / NAME
     empty: dict[str, Any] = {"files": {}, "packages": {}, "noted": {}}
     advice = "remove it to go on with the files as they are now"
-    return empty | (stored_object(path, advice) if path.exists() else {})
+    return empty | (stored(path, advice) if path.exists() else {})
 
 
 def changed(run_dir: Path) -> Iterator[tuple[str, str]]:

@@ -59,7 +59,8 @@ def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
     mailbox = Mailbox(world)
     found = _latest_checkpoint(run_dir) if me.rank == COORDINATOR else None
     what = "the coordinator's message from where to resume"
-    resume_from = share_text(world, found, config.cluster.start_timeout_s, what)
+    latest = share_text(world, found, config.cluster.start_timeout_s, what)
+    resume_from = Path(latest) if latest else None
     if me.rank != COORDINATOR:
         mailbox.send(
             COORDINATOR, p.Hello(me.rank, me.role, me.index, os.getpid(), socket.gethostname())
@@ -69,16 +70,7 @@ def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         broadcast = make_broadcast(config, world, run_dir)
-        run_role(
-            me,
-            config,
-            run_dir,
-            attempt,
-            mailbox,
-            peers,
-            broadcast,
-            Path(resume_from) if resume_from else None,
-        )
+        run_role(me, config, run_dir, attempt, mailbox, peers, broadcast, resume_from)
     except Exception as error:
         if me.rank != COORDINATOR:
             cause = f"{me.role.value} {me.index}: {type(error).__name__}: {error}"

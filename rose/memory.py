@@ -62,15 +62,6 @@ def _anonymous() -> list[tuple[int, int]]:
     return joined
 
 
-def resident_bytes(pid: int) -> int:
-    """Resident memory of process `pid`, shared pages included; exact, unlike /proc/PID/statm.
-    Raises `OSError` when the process has ended or belongs to another user."""
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines():
-        if line.startswith("Rss:"):
-            return int(line.split()[1]) * 1024
-    raise ProcessLookupError(f"process {pid} has ended")
-
-
 class DeviceMemory(NamedTuple):
     """A measurement of a device's memory, in GiB."""
 

@@ -12,6 +12,8 @@ attempt at its prompt ``g12r1``, trajectory ``g12.5``, its replacement after an 
 from __future__ import annotations
 
 import enum
+import functools
+import operator
 from typing import Literal
 
 import msgspec
@@ -697,55 +699,4 @@ class DeviceChanged(Message):
     total_gib: float
 
 
-AnyMessage = (
-    Hello
-    | RankFailed
-    | Shutdown
-    | Goodbye
-    | StartTrajectory
-    | TurnRequest
-    | TurnResult
-    | TrajectoryFinished
-    | TrajectoryFailed
-    | CancelTrajectory
-    | TrajectoryResumed
-    | HostReady
-    | HostBeat
-    | HostBlocked
-    | HostLost
-    | HostForgotten
-    | HostLoad
-    | TrajectorySaved
-    | ReleaseTrajectory
-    | TrajectoryReleased
-    | ScoreTrajectory
-    | TrajectoryScored
-    | CancelScore
-    | RewardDemand
-    | WorkerReady
-    | WorkerDown
-    | WorkerLoad
-    | WorkerCapacity
-    | DraftText
-    | GenerateTurn
-    | AbortTurn
-    | TurnProgress
-    | TurnFinished
-    | TurnReturned
-    | LoadVersion
-    | VersionLoaded
-    | VersionFailed
-    | JoinHello
-    | Heartbeat
-    | WorkerLeaving
-    | WorkerLeft
-    | TrainStep
-    | TrainPart
-    | TrainedAhead
-    | TrainDone
-    | SaveCheckpoint
-    | TrainerReady
-    | Sleep
-    | Wake
-    | DeviceChanged
-)
+AnyMessage = functools.reduce(operator.or_, Message.__subclasses__())  # for the decoder

@@ -8,6 +8,7 @@ import contextlib
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from signal import SIGKILL
 
 import psutil
@@ -122,6 +123,15 @@ def _family(pid: int, itself: bool) -> list[psutil.Process]:
     with contextlib.suppress(*VANISHED):
         return [psutil.Process(pid)] * itself + children(pid, recursive=True)
     return []
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of process `pid`, shared pages included; exact, unlike /proc/PID/statm.
+    Raises `OSError` when the process has ended or belongs to another user."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines():
+        if line.startswith("Rss:"):
+            return int(line.split()[1]) * 1024
+    raise ProcessLookupError(f"process {pid} has ended")
 
 
 def left(find: Callable[[], Iterable], within_s: float = DEADLINE_S) -> list:

@@ -23,7 +23,7 @@ def test_a_run_survives_its_folder_and_a_single_environment_is_stored_as_ever(
         configuration.save(each, tmp_path / "config.json")
         assert configuration.load(tmp_path / "config.json") == each
     assert mixed.env.weights == {"frozen_lake": 2.0, "calculator": 1.0}
-    assert mixed.env.members["calculator"].max_turns == 4 and mixed.env.step_timeout_s == 10.0
+    assert mixed.env.members["calculator"].max_turns == 4 and mixed.step_timeout_s == 10.0
     keys = "name args max_turns max_new_tokens step_timeout_s trajectory_timeout_s"
     keys += " max_failures_in_row max_failed_tasks"
     assert set(to_dict(single)["env"]) == {*keys.split()}

@@ -180,16 +180,11 @@ def load(path: Path, checked: bool = True) -> Config:
     return from_dict(stored(path), checked)
 
 
-def stored(path: Path) -> dict[str, Any]:
-    """Return the tree that `save` wrote. Raises `ConfigError` for a damaged file."""
-    return stored_object(Path(path))
-
-
-def stored_object(path: Path, advice: str = "restore it from a copy") -> dict[str, Any]:
-    """Read an object that a run stored as JSON. Raises `ConfigError`, with `advice`, for a damaged
-    file."""
+def stored(path: Path, advice: str = "restore it from a copy") -> dict[str, Any]:
+    """Read an object that a run stored as JSON, such as the tree that `save` wrote. Raises
+    `ConfigError`, with `advice`, for a damaged file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
         if isinstance(found, dict) and found:
             return found
         why = "no JSON object with values"

@@ -121,27 +121,17 @@ def _entry_named(message: str, tree: dict[str, Any], root: Struct) -> str:
 
 def _section(kind: Any) -> Struct | None:
     """Return the section that a field of this type holds, if any (`Slurm | None` holds one)."""
-    return next(
-        (
-            t
-            for t in (kind, *get_args(kind))
-            if isinstance(t, type) and issubclass(t, msgspec.Struct)
-        ),
-        None,
-    )
+    classes = (each for each in (kind, *get_args(kind)) if isinstance(each, type))
+    return next((each for each in classes if issubclass(each, msgspec.Struct)), None)
 
 
 def _type(dotted: str, root: Struct) -> Any:
     """Return the type of the field `dotted`. An entry of a list has the list's type."""
     found: Any = root
     for part in re.sub(r"\[\d+\]", "", dotted).split("."):
-        found = (
-            get_args(found)[1]
-            if get_origin(found) is dict
-            else next(
-                field.type
-                for field in msgspec.structs.fields(_section(found))
-                if field.name == part
-            )
-        )
+        if get_origin(found) is dict:
+            found = get_args(found)[1]
+        else:
+            fields = msgspec.structs.fields(_section(found))
+            found = next(field.type for field in fields if field.name == part)
     return found

@@ -52,16 +52,6 @@ class Mixture(Section):
     def weights(self) -> dict[str, float]:
         return {name: member.weight for name, member in self.members.items()}
 
-    @property
-    def max_new_tokens(self) -> int:
-        """Largest `max_new_tokens` of the members."""
-        return max(member.max_new_tokens for member in self.members.values())
-
-    @property
-    def step_timeout_s(self) -> float:
-        """Largest `step_timeout_s` of the members, seconds."""
-        return max(member.step_timeout_s for member in self.members.values())
-
     def key_of(self, member: str) -> str:
         return f"env.members.{member}"
 
@@ -157,11 +147,10 @@ class Eval(Section):
 
     def of(self, domain: str) -> tuple[int, float]:
         """Return (samples of each task, their temperature)."""
-        own = self.sets.get(domain)
-        samples, temperature = (own.samples, own.temperature) if own else (None, None)
+        own = self.sets.get(domain, self)
         return (
-            self.samples if samples is None else samples,
-            self.temperature if temperature is None else temperature,
+            self.samples if own.samples is None else own.samples,
+            self.temperature if own.temperature is None else own.temperature,
         )
 
     def due(self, step: int, last: int) -> bool:

@@ -27,23 +27,10 @@ def command(c: Config, folders: Sequence[Path]) -> list[str]:
     mounts = [*map(str, _mounts(c, folders)), *box.mounts]
     if box.runtime == "pyxis":
         pairs = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in mounts)
-        return [
-            f"--container-image={box.image}",
-            f"--container-mounts={pairs}",
-            *box.args,
-            box.python,
-        ]
-    nvidia = ["--nv"] if c.cluster.gpus else []
-    return [
-        box.runtime,
-        "exec",
-        *nvidia,
-        "--bind",
-        ",".join(mounts),
-        *box.args,
-        box.image,
-        box.python,
-    ]
+        options = [f"--container-image={box.image}", f"--container-mounts={pairs}"]
+        return [*options, *box.args, box.python]
+    options = [*(["--nv"] if c.cluster.gpus else []), "--bind", ",".join(mounts)]
+    return [box.runtime, "exec", *options, *box.args, box.image, box.python]
 
 
 def alone(c: Config, folders: Sequence[Path], cpus: int) -> list[str]:

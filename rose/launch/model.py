@@ -25,11 +25,10 @@ def shape(c: Config) -> ModelShape | None:
     the model is made. Makes and loads nothing. Raises `ConfigError` if the folder is missing and
     needed (a dry run with model.shape needs none)."""
     if c.model.source == "hub":
-        if folder := _in_cache(c):
-            hub.check_trainable(folder, f"model.path={c.model.path!r}")
-            return _shape_of(folder, c)
-        if c.model.shape is None and not c.cluster.dry_run:
+        folder = _in_cache(c)
+        if folder is None and c.model.shape is None and not c.cluster.dry_run:
             folder = hub.configuration(models.hub_id(c.model), c.model.revision)
+        if folder is not None:
             hub.check_trainable(folder, f"model.path={c.model.path!r}")
             return _shape_of(folder, c)
         if c.model.shape is None:

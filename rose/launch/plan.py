@@ -72,20 +72,13 @@ def _check_threads(c: Config) -> Iterator[str]:
     component asks for."""
     if c.cluster.kind != "slurm":
         return
-    wanted = {
-        "trainer.threads": c.trainer.threads,
-        "rollout.threads": c.rollout.threads,
-        "transfer.threads": c.transfer.threads,
-    }
-    for name, keys in (
-        ("trainer", ("trainer.threads", "transfer.threads")),
-        ("rollout", ("rollout.threads", "transfer.threads")),
-    ):
+    for name in ("trainer", "rollout"):
         cpus = cpus_of(c.cluster, name, c.rollout)
-        for key in keys:
-            if (wanted[key] or 0) > cpus:
+        for section in (name, "transfer"):
+            key, wanted = f"{section}.threads", getattr(c, section).threads
+            if (wanted or 0) > cpus:
                 yield (
-                    f"{key}={wanted[key]} is more than the {cpus} CPUs of each rank "
+                    f"{key}={wanted} is more than the {cpus} CPUs of each rank "
                     f"(cluster.slurm.{name}.cpus_per_task): "
                     f"threads wait for each other; {key}={cpus}, or more CPUs"
                 )

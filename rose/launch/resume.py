@@ -109,7 +109,7 @@ def check(stored: Path, new: Config) -> None:
     """Raise `ConfigError` if the run stored at `stored` (its config.json) can't continue with
     `new`."""
     advice = "restore it from a copy, or start over with fresh=true"
-    before = _flatten(configuration.stored_object(stored, advice))
+    before = _flatten(configuration.stored(stored, advice))
     now = _flatten(configuration.to_dict(new))
     rules = MAY_CHANGE + (RECIPES_MAY_CHANGE if new.model.source in models.RECIPES else ())
     if new.model.source == "folder":
@@ -263,7 +263,7 @@ def _finished(run_dir: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     advice = "remove it to train on"
-    found = configuration.stored_object(path, advice)
+    found = configuration.stored(path, advice)
     if not isinstance(found.get("steps"), int):
         raise ConfigError(f"{path}: is damaged (no number of steps); {advice}")
     return found
@@ -300,12 +300,9 @@ def note_save(run_dir: Path, seconds: float) -> None:
 
 def last_save_s(run_dir: Path) -> float:
     """Return the seconds that the run's last checkpoint took; 0 before the first."""
+    path = Path(run_dir) / "status" / "save.json"
     try:
-        return float(
-            json.loads((Path(run_dir) / "status" / "save.json").read_text(encoding="utf-8"))[
-                "seconds"
-            ]
-        )
+        return float(json.loads(path.read_text(encoding="utf-8"))["seconds"])
     except (OSError, ValueError, KeyError, TypeError):
         return 0.0
 

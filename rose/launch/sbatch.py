@@ -47,22 +47,9 @@ def script(c: Config, ranks: Sequence[Rank], run_dir: Path, warning_s: int | Non
     for members in others:
         lines += ["#SBATCH hetjob", *_lines(_options(c, members))]
     lines += ["", *KEEP_SIGNALS, *_setup(c)]
-    return submitit_slurm._make_sbatch_string(
-        command=_kept_by_shell(_submitted([sys.executable], run_dir)),
-        folder=str(folder(run_dir)),
-        job_name=c.name,
-        wckey=None,
-        use_srun=False,
-        stderr_to_stdout=True,
-        setup=lines,
-        time=None,
-        additional_parameters=_options(c, first)
-        | {
-            "output": f"{_escaped(run_dir)}/logs/slurm-%j.out",
-            "requeue": True,
-            "signal": f"B:USR2@{warning_s or c.cluster.slurm.warning_s}",
-        },
-    )
+    options = _options(c, first) | {"signal": f"B:USR2@{warning_s or c.cluster.slurm.warning_s}"}
+    command = _kept_by_shell(_submitted([sys.executable], run_dir))
+    return _text(run_dir, c.name, "slurm", options, lines, command)
 
 
 def helper_script(c: Config, component: str, gpus: int, run_dir: Path, name: str) -> str:
@@ -70,28 +57,26 @@ def helper_script(c: Config, component: str, gpus: int, run_dir: Path, name: str
     of `Slurm` with its options; `run_dir` is absolute."""
     options = _component_options(c, component, 1, 1, gpus)
     python = container.alone(c, [run_dir.parent], options["cpus-per-task"])
+    command = _submitted(python, run_dir)
+    return _text(run_dir, f"{c.name}-{name}", name, options, _setup(c), command)
+
+
+def _text(
+    run_dir: Path, job: str, log: str, options: dict[str, Any], setup: list[str], command: str
+) -> str:
+    """Return the text of a script whose output goes to logs/<log>-<job id>.out."""
+    escaped = str(run_dir).replace("%", "%%")  # % begins a replacement: %x is the job's name
     return submitit_slurm._make_sbatch_string(
-        command=_submitted(python, run_dir),
+        command=command,
         folder=str(folder(run_dir)),
-        job_name=f"{c.name}-{name}",
+        job_name=job,
         wckey=None,
         use_srun=False,
         stderr_to_stdout=True,
-        setup=_setup(c),
+        setup=setup,
         time=None,
-        additional_parameters=options
-        | {
-            "output": f"{_escaped(run_dir)}/logs/{name}-%j.out",
-            "requeue": True,
-            "open-mode": "append",
-        },
+        additional_parameters=options | {"output": f"{escaped}/logs/{log}-%j.out", "requeue": True},
     )
-
-
-def _escaped(path: Path) -> str:
-    """Return a path for a file name pattern of Slurm's, in which % begins a replacement (%x is the
-    job's name)."""
-    return str(path).replace("%", "%%")
 
 
 def _submitted(python: Sequence[str], run_dir: Path) -> str:

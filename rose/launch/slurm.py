@@ -100,20 +100,16 @@ class Executor(submitit.SlurmExecutor):
         return self._text
 
     def _submit_command(self, command: str) -> submitit.SlurmJob:
-        with _as_outside_a_job(), _without(_overruling(self._text)):
+        with _without([*_of_this_job(), *_overruling(self._text)]):
             return super()._submit_command(command)
 
 
-@contextmanager
-def _as_outside_a_job() -> Iterator[None]:
-    """Hide the variables of the surrounding job if the user submits from a job's shell. sbatch
+def _of_this_job() -> list[str]:
+    """Return the variables of the surrounding job if the user submits from a job's shell. sbatch
     passes this process's variables on, and those would bind the ranks to the CPUs and GPUs of the
-    other job. Outside a job, such variables are the user's or the site's own, and stay."""
+    other job. Outside a job, such variables are the user's or the site's own."""
     inside = "SLURM_JOB_ID" in os.environ
-    with _without(
-        [n for n in os.environ if inside and n.startswith(OF_A_JOB) and n not in OF_THE_SITE]
-    ):
-        yield
+    return [n for n in os.environ if inside and n.startswith(OF_A_JOB) and n not in OF_THE_SITE]
 
 
 @contextmanager

@@ -97,26 +97,10 @@ def components(job: str) -> list[JobState]:
     Raises RuntimeError if Slurm doesn't answer, or prints no states of jobs: a run must not count
     as ended because the controller was busy.
     """
-    found = {
-        row.job: row
-        for row in (
-            *_rows(
-                [
-                    "sacct",
-                    "--noheader",
-                    "--parsable2",
-                    "--allocations",
-                    "--format",
-                    ",".join(FIELDS),
-                    "--jobs",
-                    job,
-                ]
-            ),
-            *_rows(
-                ["squeue", "--noheader", "--states=all", "--format=%i|%T||%r|%N|%M", "--jobs", job]
-            ),
-        )
-    }
+    sacct = ["sacct", "--noheader", "--parsable2", "--allocations", "--format", ",".join(FIELDS)]
+    squeue = ["squeue", "--noheader", "--states=all", "--format=%i|%T||%r|%N|%M"]
+    rows = [*_rows([*sacct, "--jobs", job]), *_rows([*squeue, "--jobs", job])]
+    found = {row.job: row for row in rows}
     return [found[name] for name in sorted(found)]
 
 

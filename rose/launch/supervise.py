@@ -139,10 +139,9 @@ class Job:
                 self._end_ranks(FAILURE_GRACE_S)
                 return outcome
             states = self.statuses()
-            if len(states) == len(self.ranks) and all(
-                status.state == "done" for status in states.values()
-            ):
-                self._await_starter()
+            if self._all_done(states):
+                with contextlib.suppress(subprocess.TimeoutExpired):  # `end_all` kills it.
+                    self.process.wait(FAILURE_GRACE_S)
                 return Outcome(interrupted=self._interrupted())
             if len(self.signals) > 1:
                 return Outcome("killed by the second signal", self._interrupted())
@@ -158,6 +157,9 @@ class Job:
                     # All is saved, so the remaining ranks are killed.
                     return Outcome(interrupted=self._interrupted())
             time.sleep(self._poll_s)
+
+    def _all_done(self, states: dict[int, RankStatus]) -> bool:
+        return all(r.rank in states and states[r.rank].state == "done" for r in self.ranks)
 
     def _interrupted(self) -> int:
         return self.signals[0] if self.signals else 0
@@ -183,9 +185,7 @@ class Job:
         if self._dead(states):
             time.sleep(SETTLE_S)  # The rank that failed first may still be reporting.
             return self._first(self._dead(self.statuses()))
-        if self.process.poll() is not None and any(
-            states.get(r.rank) is None or states[r.rank].state != "done" for r in self.ranks
-        ):
+        if self.process.poll() is not None and not self._all_done(states):
             time.sleep(SETTLE_S)  # A guard may still be writing.
             return self._without_starter(self.statuses())
         if len(states) == len(self.ranks) and all(status.joined for status in states.values()):
@@ -209,8 +209,14 @@ class Job:
         """Return what failed, given the statuses after the starter has ended; "" if nothing did."""
         if dead := self._dead(states, starter_gone=True):
             return self._first(dead)
-        done = [number for number, status in states.items() if status.state == "done"]
-        return "" if len(done) == len(self.ranks) else self._starter_failure(states)
+        if self._all_done(states):
+            return ""
+        missing = [rank.rank for rank in self.ranks if rank.rank not in states]
+        without = f"; ranks {missing} never started" if missing else ""
+        return (
+            f"{self.starter} exited with code {self.process.returncode}{without}\n"
+            f"{self._tail(self.starter + '.log')}"
+        )
 
     def _hanging(self, states: dict[int, RankStatus], now: float) -> str:
         """Return the failure of the trainer ranks that the others wait for; "" if none."""
@@ -273,13 +279,6 @@ class Job:
         )
         return self._describe(first)
 
-    def _await_starter(self) -> None:
-        """Let mpiexec or srun end by itself, since its ranks are done."""
-        try:
-            self.process.wait(FAILURE_GRACE_S)
-        except subprocess.TimeoutExpired:
-            return  # `end_all` kills it.
-
     def _dead(self, states: dict[int, RankStatus], starter_gone: bool = False) -> list[RankStatus]:
         """Return the ranks that failed, and the ranks that are gone without a report because their
         guard died too. Ranks on other hosts count as alive while the starter, which watches them,
@@ -314,14 +313,6 @@ class Job:
             f"rank {status.rank} ({status.role.value} {status.index}, pid {status.pid} on "
             f"{status.host}) "
             f"{status.how_it_ended()}\n{self._tail(log.name)}"
-        )
-
-    def _starter_failure(self, states: dict[int, RankStatus]) -> str:
-        missing = [rank.rank for rank in self.ranks if rank.rank not in states]
-        without = f"; ranks {missing} never started" if missing else ""
-        return (
-            f"{self.starter} exited with code {self.process.returncode}{without}\n"
-            f"{self._tail(self.starter + '.log')}"
         )
 
     def _tail(self, name: str) -> str:
@@ -375,7 +366,9 @@ def end_all(process: subprocess.Popen) -> None:
         process.poll()
         for child in left:
             if child.pid != process.pid:
-                _reap(child.pid)
+                # A grandchild's parent reaps it, or this process adopts it by the next round.
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(child.pid, os.WNOHANG)
         if time.monotonic() > deadline:
             pids = [child.pid for child in left]
             print(f"processes {pids} survive SIGKILL; see dmesg", file=sys.stderr, flush=True)
@@ -393,10 +386,3 @@ def _remove_shared(pids: list[int]) -> None:
     )
     remover.start()
     remover.join(READ_MAPS_S)
-
-
-def _reap(pid: int) -> None:
-    try:
-        os.waitpid(pid, os.WNOHANG)
-    except ChildProcessError:
-        return  # A grandchild: its parent reaps it, or this process adopts it by the next round.

@@ -7,7 +7,6 @@ import pytest
 
 from rose import protocol
 from rose.engine.vllm_engine import EngineDied, EngineError
-from rose.memory import resident_bytes
 from tests.engine.test_vllm_engine import (
     DEADLINE_S,
     PROMPTS,
@@ -21,6 +20,7 @@ from tests.engine.test_vllm_engine import (
     turn,
     turns,
 )
+from tests.processes import resident_bytes
 
 pytestmark = pytest.mark.slow
 MiB = 2**20

@@ -360,7 +360,7 @@ def _used(report: Report, running, others: int) -> int:
     its start, on a CPU its resident memory."""
     if report.gpus:
         return device_used() - others
-    from rose.memory import resident_bytes
+    from tests.processes import resident_bytes
 
     return resident_bytes(running.pid)
 

@@ -343,8 +343,8 @@ def test_a_failure_is_printed_as_it_stands_whatever_brackets_its_log_has(
     words = "rank 2 failed\n  [/usr/lib] [red]list[int] " + "x" * 300
     monkeypatch.setattr(front.local, "start", lambda *_: None)
     monkeypatch.setattr(front.processes, "adopt_orphans", lambda: None)
-    monkeypatch.setattr(front, "_follow", lambda *_: supervise.Outcome(words))
-    c = make_config("observe.trace=false", "observe.report=false")
+    monkeypatch.setattr(supervise.Job, "wait", lambda _: supervise.Outcome(words))
+    c = make_config("observe.trace=false", "observe.report=false", "observe.terminal=false")
     c.run_dir.mkdir(parents=True)
     assert front._run(c, plan.make(c, None), Console()) == 1
     assert capsys.readouterr().err == f"frozenlake failed: {words}\n"

@@ -32,12 +32,11 @@ def check(c: Config, need: Need) -> None:
     environment hosts."""
     rolls = c.rollout.replay is None
     engines, hosts = (c.rollout.workers, c.rollout.environment_hosts) if rolls else (0, 0)
-    if c.trainer.reduce_dtype == "bfloat16":
-        need(
-            c.trainer.dtype == "bfloat16",
-            "trainer.reduce_dtype",
-            "bfloat16 needs trainer.dtype=bfloat16",
-        )
+    need(
+        c.trainer.reduce_dtype == "float32" or c.trainer.dtype == "bfloat16",
+        "trainer.reduce_dtype",
+        "bfloat16 needs trainer.dtype=bfloat16",
+    )
     need(
         c.trainer.dtype == "float32" or c.trainer.zero_stage >= 2,
         "trainer.zero_stage",

@@ -61,7 +61,7 @@ def parse(arguments: list[str]) -> dict[str, Any]:
 def of_run(run_dir: Path, arguments: list[str]) -> Config:
     """Return the run's stored configuration with `arguments` over it. Raises `ConfigError`."""
     path = Path(run_dir) / "config.json"
-    tree = configuration.stored_object(path) if path.is_file() else {}
+    tree = configuration.stored(path) if path.is_file() else {}
     if not isinstance(tree.get("model"), dict) or not isinstance(tree.get("serving"), dict):
         raise ConfigError(f"{path}: no configuration of a run; give that of a folder outputs/NAME")
     given = parse(arguments)

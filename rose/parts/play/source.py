@@ -75,7 +75,7 @@ def find(place: Path, overrides: list[str]) -> Source:
             f"{place}: neither a run nor an exported model (no config.json); give a run's folder, "
             f"as outputs/NAME, or what rose export wrote{_runs_beside(place / 'any')}"
         )
-    tree = configuration.stored_object(place / "config.json")
+    tree = configuration.stored(place / "config.json")
     if "model_type" in tree:
         return Source(place, _of_export(place, tree, overrides), is_run=False)
     if overrides:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from rose import protocol
-from rose.memory import resident_bytes
 from rose.parts.lending import board, settings
 from rose.parts.lending.rules import gate
 from rose.parts.lending.vllm import device
 from tests.engine import conftest as engines
 from tests.engine.test_activation import DEADLINE_S, MiB, same, turns
+from tests.processes import resident_bytes
 
 pytestmark = pytest.mark.slow
 loop, folders, rollout = engines.loop, engines.folders, engines.rollout
