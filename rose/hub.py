@@ -10,7 +10,6 @@ Not handled: data sets, and weights that are not safetensors.
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -223,10 +222,8 @@ def _again(folder: Path) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    offline = (
-        "HF_HUB_OFFLINE=1 is set; "
-        if os.environ.get("HF_HUB_OFFLINE") in ("1", "true", "ON")
-        else ""
-    )
+    from huggingface_hub import constants
+
+    offline = "HF_HUB_OFFLINE is set; " if constants.HF_HUB_OFFLINE else ""
     text = next((line for line in str(error).splitlines() if line.strip()), "")
     return f"{offline}{type(error).__name__}: {text[:200]}"

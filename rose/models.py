@@ -181,7 +181,7 @@ def end_tokens(folder: Path | str, more: Sequence[str] = ()) -> list[int]:
 def _token_ids(folder: Path, texts: set[str]) -> dict[str, int]:
     """Map each text that is a token to its id. The whole vocabulary is read only if it must be."""
     added = _json(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
-    ids = {token["content"]: int(number) for number, token in added.items()}
+    ids = {t["content"]: int(n) for n, t in added.items() if n.isdecimal() and "content" in t}
     if not texts <= ids.keys():
         whole = _json(folder / "tokenizer.json")
         ids |= {token["content"]: token["id"] for token in whole.get("added_tokens") or ()}

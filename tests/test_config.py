@@ -58,6 +58,7 @@ cluster.mpi.srun=[pmi2] -> cluster.mpi.srun.0='pmi2' | --mpi=pmi2
 +cluster.mpi.env.A-B=x -> cluster.mpi.env.A-B='x' | name of a variable
 cluster.kind=pbs -> cluster.kind='pbs' | one of local, slurm
 cluster.kind=slurm -> cluster.slurm=None | use cluster=slurm
++cluster.env={1:x} -> cluster.env={1: 'x'} | its names must be text
 +cluster.env.A=1 -> cluster.env.A=1 | must be text | '+cluster.env.A="1"'
 transfer.relay=node7:7673 -> transfer.relay='node7:7673' | http://host:port
 transfer.relay=http://node7:7673 -> transfer.relay_token_file=None | asks for its token

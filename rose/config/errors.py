@@ -70,9 +70,11 @@ def explain(message: str, tree: dict[str, Any], root: Struct) -> str:
     right. `message`, for example: 'Expected `int`, got `str` - at `$.trainer.steps`'."""
     in_dictionary = message.endswith("[...]`")
     message = _entry_named(message, tree, root)
-    found = re.search(r" - at `\$\.?([^`]*)`$", message)
+    found = re.search(r" - at `(?:key` in `)?\$\.?([^`]*)`$", message)
     text = message[: found.start()] if found else message
     key = found.group(1) if found else ""
+    if " - at `key` in " in message:
+        return f"{key}={value_at(tree, key)!r}: its names must be text; put them in quotes"
     unknown = re.search(r"unknown field `([^`]*)`", text)
     missing = re.search(r"required field `([^`]*)`", text)
     if unknown:

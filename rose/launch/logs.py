@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import sys
 from collections import deque
 from pathlib import Path
 
 from rose.files import Lossy
+from rose.observe.status import numbers
 from rose.protocol import Role
 
 
@@ -22,11 +24,10 @@ def rank_log(run_dir: Path, attempt: int, role: Role, rank: int) -> Path:
 
 def new_attempt(run_dir: Path) -> int:
     """Make the next attempt's log folder (numbers start at 1), point `logs/latest` at it, and
-    return its number."""
-    done = [
-        int(p.name[8:]) for p in (Path(run_dir) / "logs").glob("attempt-*") if p.name[8:].isdigit()
-    ]
-    attempt = max(done, default=0) + 1
+    return its number. A user may have removed the logs of earlier attempts: their ranks' states
+    are in status/, and would be taken for those of a new attempt with their number."""
+    done = [numbers(Path(run_dir) / name) for name in ("logs", "status")]
+    attempt = max(itertools.chain.from_iterable(done), default=0) + 1
     folder = attempt_folder(run_dir, attempt)
     folder.mkdir(parents=True)
     link = folder.parent / "latest"

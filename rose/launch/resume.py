@@ -113,7 +113,10 @@ def check(stored: Path, new: Config) -> None:
     now = _flatten(configuration.to_dict(new))
     rules = MAY_CHANGE + (RECIPES_MAY_CHANGE if new.model.source in models.RECIPES else ())
     if new.model.source == "folder":
-        now["model.path"] = str(models.resolve(new.model).resolve())  # config.json has it resolved
+        # A job that began has stored it resolved, a pending one as it was given.
+        now["model.path"] = str(models.resolve(new.model).resolve())
+        if before.get("model.source") == "folder":
+            before["model.path"] = str(Path(str(before["model.path"])).expanduser().resolve())
     changed = [
         key
         for key in sorted(before.keys() | now.keys())

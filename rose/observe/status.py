@@ -25,12 +25,16 @@ def write_failure(run_dir: Path, attempt: int, text: str) -> None:
 
 def read_failure(run_dir: Path) -> str:
     """Return why the run's last attempt failed; "" if it did not, or has not ended."""
-    folders = (Path(run_dir) / "status").glob("attempt-*")
-    numbers = [int(path.name.removeprefix("attempt-")) for path in folders]
     with suppress(OSError):
-        if numbers:
-            return _failure(run_dir, max(numbers)).read_text(encoding="utf-8", errors="replace")
+        if found := numbers(Path(run_dir) / "status"):
+            return _failure(run_dir, found[-1]).read_text(encoding="utf-8", errors="replace")
     return ""
+
+
+def numbers(folder: Path) -> list[int]:
+    """Return the numbers of attempts that have an entry in a folder of a run, in order."""
+    names = (path.name.removeprefix("attempt-") for path in folder.glob("attempt-*"))
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def _failure(run_dir: Path, attempt: int) -> Path:

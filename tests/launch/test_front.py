@@ -24,6 +24,7 @@ from rose.launch import doubts, local, plan, resume, slurm, supervise
 from rose.launch.layout import layout
 from rose.trainer import algorithms
 from tests import processes
+from tests.made import model_folder
 from tests.processes import ran
 from tests.refusals import refused, table
 
@@ -469,6 +470,15 @@ def test_a_damaged_file_of_a_run_is_named(launch, earlier, name, text):
     code, _, err = launch("cluster.dry_run=false")
     assert code == 2 and f"{name}: is damaged" in err.replace("\n", " "), err
     assert "Traceback" not in err
+
+
+def test_a_pending_jobs_model_may_be_named_by_a_relative_path(make_config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model_folder(tmp_path / "models" / "x")
+    c = make_config("model.source=folder", "model.path=models/x", "name=pending")
+    c.run_dir.mkdir(parents=True)
+    configuration.save(c, c.run_dir / "config.json")
+    resume.check(c.run_dir / "config.json", c)
 
 
 def test_a_run_without_its_configuration_is_not_continued(launch, earlier):

@@ -8,10 +8,16 @@ import sys
 
 import pytest
 
-from rose.launch import rank_status, supervise
+from rose.launch import logs, rank_status, supervise
 from tests.launch.conftest import report
 
 PASSED, FAR = 0.0, float("inf")
+
+
+def test_an_attempts_number_is_above_that_of_an_attempt_whose_logs_were_removed(tmp_path):
+    rank_status.folder(tmp_path, 3).mkdir(parents=True)
+    (tmp_path / "status" / "attempt-009.bak").mkdir()
+    assert [logs.new_attempt(tmp_path) for _ in range(2)] == [4, 5]
 
 
 def test_ranks_that_hang_in_mpis_start_are_named_with_their_hosts_and_the_key(reported):
