@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
         given = settings.parse(arguments)
         if "name" not in given:
             raise ConfigError("name is missing: which run? as rose serve name=frozenlake")
-        name, output_dir = str(given.pop("name")), str(given.pop("output_dir", "outputs"))
+        name, output_dir = given["name"], given.get("output_dir", "outputs")
         run_dir = Path(output_dir, name).expanduser().resolve()
         # A folder that was renamed may have a name that no new run can have.
         if NAME.fullmatch(name) is None and not (run_dir / "config.json").is_file():
