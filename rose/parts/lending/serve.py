@@ -73,8 +73,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # A thread that polls a stop file on a dead mount would keep the interpreter from exiting.
-    os._exit(code)
+    sys.exit(main(sys.argv[1:]))
