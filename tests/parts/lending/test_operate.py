@@ -119,6 +119,16 @@ def test_the_lender_begins_beside_the_server_and_both_leave_on_sigterm(operator,
 
 
 @pytest.mark.slow
+def test_a_mount_that_takes_no_report_keeps_nothing_from_ending(operator, tmp_path):
+    running = operator(SLO)
+    running.lender("began")
+    (home,) = (tmp_path / "outputs" / "serving").iterdir()
+    os.mkfifo(home / "report.html.part")  # opening it waits for a reader
+    assert running.told(signal.SIGTERM) == 0
+    assert not running.boards.exists() and not (home / "token").exists()
+
+
+@pytest.mark.slow
 def test_sigusr2_lets_the_lender_finish_and_a_sigterm_after_it_does_not(operator):
     running = operator(SLO, BUSY="1")
     running.lender("began")

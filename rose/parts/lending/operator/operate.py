@@ -24,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any, TextIO
@@ -54,6 +55,7 @@ SHORT = 256  # prompt tokens of the request by which we judge whether the target
 DEVICES = 64  # most lent devices of one run on a node
 SCRAPE_S = 2.0  # timeout of reading the online server's own metrics, for the report
 REPORT_EVERY_S = 15.0  # seconds between two reports
+LAST_REPORT_S = 4.0  # seconds for the last one, SCRAPE_S of them for the metrics
 MOST_EVENTS = 200  # number of last events in the report
 LOCK = "lock"
 STOP_TASKS_S = 1.0  # seconds for this process's tasks to end
@@ -147,6 +149,7 @@ class Operator:
         self.events: collections.deque[report.Event] = collections.deque(maxlen=MOST_EVENTS)
         self.history = History()
         self._scraped = ""  # the online server's metrics when last scraped
+        self._one_writes = threading.Lock()
         self._lender: asyncio.subprocess.Process | None = None
         self._lends_unlogged = self._leaving = False
 
@@ -271,12 +274,14 @@ class Operator:
 
     async def _close(self, tasks: Tasks) -> None:
         """End the lender, write the last report, which reads the server's metrics, then end the
-        server."""
+        server. A mount that doesn't answer delays that by LAST_REPORT_S."""
         if self._lender is not None and self._lender.returncode is None:
             self._lender.kill()
         # The last states of engines that may have ended already.
         self.history.add(metrics.read(self.folder, living=False))
-        await self._write_report()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_REPORT_S):
+                await self._write_report()
         await tasks.close(STOP_TASKS_S)
         self.control.close()
         await self.server.stop()
@@ -310,14 +315,21 @@ class Operator:
             await self._write_report()
 
     async def _write_report(self) -> None:
-        """Write the operator's page, and the file with numbers for the training run's report."""
+        """Write the operator's page, and the file with numbers for the training run's report. They
+        are on the run's file system, which may not answer."""
         measured, stopped = report.quantiles(await self._scrape()), self.control.switch.stopped
         slo = self.serving.online.slo
         summary = report.summary(self._title, measured, slo, self.history, stopped)
         summary["run"] = self.run_dir.name
+        page, numbers = self._drawn(measured).encode(), json.dumps(summary).encode()
+
+        def write() -> None:
+            with self._one_writes:  # The last report may begin while another one is written.
+                write_whole(self.home / "report.html", page)
+                write_whole(self.home / LENT, numbers)
+
         try:
-            write_whole(self.home / "report.html", self._drawn(measured).encode())
-            write_whole(self.home / LENT, json.dumps(summary).encode())
+            await processes.in_daemon(write)
         except OSError as error:
             log(f"no report: {error}")
 
