@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rose import config as configuration
 from rose.config import ConfigError
 from rose.parts.lending import settings
 from rose.parts.lending.board import Control, Reader
@@ -253,11 +254,30 @@ def test_the_lender_gets_the_rollout_engines_scheduler_and_the_whole_budget(tmp_
     assert "rollout.gpu_memory_utilization=" in " ".join(arguments("cluster.gpus=1"))
 
 
-def test_a_taken_control_port_is_refused_before_the_server_starts(tmp_path):
+@pytest.fixture
+def operating(tmp_path, monkeypatch):
+    """operating(overrides) -> an `Operator` that has not begun, with its boards in tmp_path."""
+    monkeypatch.setattr(operate.board, "folder", lambda name: tmp_path / "boards" / name)
+
+    def make(*overrides):
+        given = ["serving.online.model=hub/model", "serving.online.port=0", *overrides]
+        (tmp_path / "run").mkdir(exist_ok=True)
+        return operate.Operator(tmp_path / "run", given, settings.of_server(given), {})
+
+    return make
+
+
+async def test_a_lender_may_drain_as_long_as_its_run_lets_it(operating, make_config):
+    made = operating("serving.wait_s=1")
+    assert await made._drain_s() == 30.0  # before the run has begun
+    configuration.save(make_config("serving.drain_s=7.5"), made.run_dir / "config.json")
+    assert await made._drain_s() == 7.5
+    assert await operating("serving.drain_s=3")._drain_s() == 3.0
+
+
+def test_a_taken_control_port_is_refused_before_the_server_starts(operating):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = f"serving.lending.control_port={taken.getsockname()[1]}"
-        overrides = ["serving.online.model=hub/model", "serving.online.port=0", port]
-        made = operate.Operator(tmp_path / "run", overrides, settings.of_server(overrides), {})
+        made = operating(f"serving.lending.control_port={taken.getsockname()[1]}")
         with pytest.raises(ConfigError, match="serving.lending.control_port=.*in use"):
             made.run()
     assert made.server.starts == 0 and not made.folder.exists()

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -62,6 +63,7 @@ STOP_TASKS_S = 1.0  # seconds for this process's tasks to end
 BACK_OFF_S = (1.0, 60.0)  # least and most seconds before a killed lender is started again
 # Seconds for the lender to end, beyond serving.drain_s. The lender's own limit is shorter.
 LEAVE_S = 30.0
+READ_S = 2.0  # seconds for reading the run's configuration then
 
 # Signals to this process.
 NOW = signal.SIGTERM  # leave now
@@ -258,19 +260,28 @@ class Operator:
         number = await self._signals.get()
         self._leaving = self.server.leaving = True
         self._note(f"leaving, at {signal.Signals(number).name}")
-        drain_s = self.serving.drain_s if number == WHEN_DONE else 0.0
-        deadline = time.monotonic() + LEAVE_S + drain_s
         lender = self._lender
         if lender is None or lender.returncode is not None:
             return
         lender.send_signal(WHEN_DONE if number == WHEN_DONE else NOW)
+        leave_s = LEAVE_S + (await self._drain_s() if number == WHEN_DONE else 0.0)
+        deadline = time.monotonic() + leave_s
         while lender.returncode is None and time.monotonic() < deadline:
             await asyncio.sleep(BEAT_S)
             if not self._signals.empty() and self._signals.get_nowait() != WHEN_DONE:
                 lender.send_signal(NOW)
         if lender.returncode is None:
-            log(f"the lender did not leave within {LEAVE_S:g} s and is killed")
+            log(f"the lender did not leave within {leave_s:g} s and is killed")
             lender.kill()
+
+    async def _drain_s(self) -> float:
+        """Return serving.drain_s as the lender has it: the run's, unless the command line sets it.
+        Before the run has begun, or while its folder doesn't answer, the command line's."""
+        read = functools.partial(of_run, self.run_dir, self.overrides)
+        with contextlib.suppress(ConfigError, TimeoutError):
+            async with asyncio.timeout(READ_S):
+                return (await processes.in_daemon(read)).serving.drain_s
+        return self.serving.drain_s
 
     async def _close(self, tasks: Tasks) -> None:
         """End the lender, write the last report, which reads the server's metrics, then end the

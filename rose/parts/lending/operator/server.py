@@ -169,8 +169,8 @@ class OnlineServer:
             pause = min(2 * pause, BACK_OFF_S[1])
 
     async def stop(self) -> None:
-        """End the server. Running requests may finish within STOP_S, then vLLM aborts them. A server
-        that is not gone STOP_MORE_S later is killed."""
+        """End the server. Running requests may finish within STOP_S, then vLLM aborts them. A
+        server that is not gone STOP_MORE_S later is killed."""
         if self._process is not None and self._process.returncode is None:
             self._process.terminate()
             with suppress(TimeoutError):
