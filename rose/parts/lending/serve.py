@@ -18,7 +18,8 @@ That server serves before, during and after the run, until SIGTERM, SIGINT or SI
 profile or targets it serves and nothing is lent. SIGUSR1 stops lending at once, SIGRTMIN (34)
 starts it again.
 
-    0 left, or the run is finished, or none came   1 refused, or an engine fails again and again   2 bad arguments
+    0 left, or the run is finished, or none came   1 refused, a disk takes nothing, or an engine fails again and again
+    2 bad arguments
 """  # noqa: E501
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import msgspec
 from rose.config import ConfigError
 from rose.config.checks import NAME
 from rose.engine import plugin
+from rose.files import REMEDIES
 from rose.parts.lending import settings
 from rose.parts.lending.operator import operate
 from rose.parts.lending.rank.lender import Lender
@@ -70,6 +72,12 @@ def main(arguments: list[str]) -> int:
     except ConfigError as error:
         print(f"rose serve: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        if error.filename is None:
+            raise
+        remedy = REMEDIES.get(error.errno, "this user must be able to write there")
+        print(f"rose serve: {error.filename}: {error.strerror}; {remedy}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

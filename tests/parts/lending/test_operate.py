@@ -14,7 +14,7 @@ import pytest
 
 from rose import config as configuration
 from rose.config import ConfigError
-from rose.parts.lending import settings
+from rose.parts.lending import serve, settings
 from rose.parts.lending.board import Control, Reader
 from rose.parts.lending.operator import operate
 from rose.parts.lending.operator.control import BEAT_S
@@ -44,7 +44,7 @@ sys.exit(int(open(f"{home}/lender_ends").read()))
 PROGRAM = """
 import sys
 from pathlib import Path
-from rose.parts.lending import settings
+from rose.parts.lending import serve, settings
 from rose.parts.lending.operator import operate, server
 from tests.parts.lending.test_server import Small
 from tests.parts.lending.test_operate import LENDER
@@ -273,6 +273,25 @@ async def test_a_lender_may_drain_as_long_as_its_run_lets_it(operating, make_con
     configuration.save(make_config("serving.drain_s=7.5"), made.run_dir / "config.json")
     assert await made._drain_s() == 7.5
     assert await operating("serving.drain_s=3")._drain_s() == 3.0
+
+
+@pytest.mark.parametrize("bad", ["file", "folder"])
+def test_an_output_folder_that_takes_no_files_is_named_and_leaves_no_boards(
+    tmp_path, monkeypatch, capsys, bad
+):
+    monkeypatch.setattr(operate.board, "folder", lambda name: tmp_path / "boards" / name)
+    monkeypatch.setattr(operate.OnlineServer, "check", lambda self: None)
+    monkeypatch.setattr(settings, "online_folder", lambda online: online)
+    home = tmp_path / "serving" / f"run-{socket.gethostname()}-0"
+    if bad == "file":
+        (tmp_path / "serving").touch()  # where a folder must be
+    else:
+        (home / "token.part").mkdir(parents=True)  # where a file must be
+    online = ["serving.online.model=hub/model", "serving.online.port=0", "cluster.gpus=0"]
+    assert serve.main(["name=run", f"output_dir={tmp_path}", *online]) == 1
+    said = capsys.readouterr().err
+    assert f"rose serve: {home}" in said and "must be able to write there" in said
+    assert not any((tmp_path / "boards").iterdir())
 
 
 def test_a_taken_control_port_is_refused_before_the_server_starts(operating):

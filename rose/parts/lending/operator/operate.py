@@ -143,7 +143,6 @@ class Operator:
         self.folder, self._lock = claim(run_dir.name)
         number = self.folder.name.rpartition("-")[2]
         self.home = run_dir.parent / "serving" / f"{run_dir.name}-{socket.gethostname()}-{number}"
-        self.home.mkdir(parents=True, exist_ok=True)
         threads = parse(overrides).get("rollout.threads")
         self.server = OnlineServer(
             serving, self.folder, self.home / "online.log", has_gpus(overrides), threads
@@ -156,8 +155,10 @@ class Operator:
         self._lends_unlogged = self._leaving = False
 
     def run(self) -> int:
-        """Operate until a signal; return the exit code. Raises `ConfigError`."""
+        """Operate until a signal; return the exit code. Raises `ConfigError`, and `OSError` if the
+        folder for report, log and token, or that for boards, can't be written."""
         try:
+            self.home.mkdir(parents=True, exist_ok=True)
             take_gpus(self.run_dir, self.overrides, self.serving)
             self.server.check()
             return asyncio.run(self._run())
