@@ -59,6 +59,7 @@ REPORT_EVERY_S = 15.0  # seconds between two reports
 LAST_REPORT_S = 4.0  # seconds for the last one, SCRAPE_S of them for the metrics
 MOST_EVENTS = 200  # number of last events in the report
 LOCK = "lock"
+DRIVER = Path("/dev/nvidiactl")
 STOP_TASKS_S = 1.0  # seconds for this process's tasks to end
 BACK_OFF_S = (1.0, 60.0)  # least and most seconds before a killed lender is started again
 # Seconds for the lender to end, beyond serving.drain_s. The lender's own limit is shorter.
@@ -72,21 +73,24 @@ STOP = signal.SIGUSR1  # stop lending
 LEND = signal.SIGRTMIN  # start lending again
 
 
-def has_gpus(arguments: list[str]) -> bool:
-    """Return True if cluster.gpus is not 0 in `arguments`, or, without this key, if the node has
-    NVIDIA's driver."""
+def has_gpus(run_dir: Path, arguments: list[str]) -> bool:
+    """Return True if cluster.gpus is not 0 in `arguments`, or, without this key, in the run's
+    configuration. Before the run has begun: if the node has NVIDIA's driver."""
     gpus = parse(arguments).get("cluster.gpus")
-    return Path("/dev/nvidiactl").exists() if gpus is None else gpus != 0
+    if gpus is None:
+        with contextlib.suppress(ConfigError):
+            gpus = of_run(run_dir, []).cluster.gpus
+    return DRIVER.exists() if gpus is None else gpus != 0
 
 
 def take_gpus(run_dir: Path, overrides: list[str], serving: Serving) -> None:
     """Narrow CUDA_VISIBLE_DEVICES of this process and its children to the GPUs of this task. Their
     number is the larger tensor-parallel size of the two engines. Other tasks on the node may see
     the same GPUs, and take other ones. Raises `ConfigError` when this task sees too few."""
-    if not has_gpus(overrides):
+    if not has_gpus(run_dir, overrides):
         return
     options = {key.replace("-", "_"): value for key, value in serving.online.engine_args.items()}
-    degree = int(options.get("tensor_parallel_size", 1))
+    degree = options.get("tensor_parallel_size", 1)
     wanted = {"serving.online.engine_args.tensor_parallel_size": degree}
     rollouts = parse(overrides).get("rollout.tensor_parallel")
     # Before the run has begun, only the command line may know its tensor-parallel size.
@@ -144,9 +148,8 @@ class Operator:
         number = self.folder.name.rpartition("-")[2]
         self.home = run_dir.parent / "serving" / f"{run_dir.name}-{socket.gethostname()}-{number}"
         threads = parse(overrides).get("rollout.threads")
-        self.server = OnlineServer(
-            serving, self.folder, self.home / "online.log", has_gpus(overrides), threads
-        )
+        on_gpu = has_gpus(run_dir, overrides)
+        self.server = OnlineServer(serving, self.folder, self.home / "online.log", on_gpu, threads)
         self.events: collections.deque[report.Event] = collections.deque(maxlen=MOST_EVENTS)
         self.history = History()
         self._scraped = ""  # the online server's metrics when last scraped
