@@ -1,6 +1,7 @@
 """The operator's process: both children, signals, the report. The children are small programs here;
 with vLLM's server in the last test."""
 
+import functools
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ from rose.config import ConfigError
 from rose.parts.lending import serve, settings
 from rose.parts.lending.board import Control, Reader
 from rose.parts.lending.operator import operate
-from rose.parts.lending.operator.control import BEAT_S
+from rose.parts.lending.operator.control import BEAT_S, ControlBoard
 from tests import processes
 
 PREDICTOR = {"coefficients": [0.01, 1e-4, 0.0, 1e-3, 0.0], "samples": 9, "ratios": [[1.0], [1.0]]}
@@ -50,6 +51,7 @@ from tests.parts.lending.test_server import Small
 from tests.parts.lending.test_operate import LENDER
 home, profile, *overrides = sys.argv[1:]
 operate.OnlineServer, operate.BACK_OFF_S, server.POLL_S = Small, (0.05, 0.1), 0.02
+operate.AGAIN_S = 0.05
 operate.Operator.lender_command = lambda self: [sys.executable, "-c", LENDER, home]
 made = operate.Operator(Path(home) / "outputs" / "run", overrides, settings.of_server(overrides), eval(profile))
 print("boards", made.folder, flush=True)
@@ -83,6 +85,11 @@ class Running:
 
     def control(self) -> Control:
         return self.until(lambda: Reader(self.boards / "control", Control).read(), "control")
+
+    def status(self) -> dict:
+        url = self.saying("operator's page").split("page ")[1].split("/report")[0]
+        with urllib.request.urlopen(f"{url}/lending") as answer:
+            return json.loads(answer.read())
 
     def told(self, number: int) -> int:
         self.process.send_signal(number)
@@ -151,9 +158,7 @@ def test_signals_stop_and_start_lending_and_end_no_child_that_gets_them_too(oper
     running.until(lambda: running.control().lend == 0, "stop")
     running.process.send_signal(signal.SIGRTMIN)
     running.until(lambda: running.control().lend == 1, "start")
-    url = running.saying("operator's page").split("page ")[1].split("/report")[0]
-    with urllib.request.urlopen(f"{url}/lending") as answer:
-        status = json.loads(answer.read())
+    status = running.status()
     assert status["lend"]
     assert status["why_not"] == ""
     assert status["online"]["up"]
@@ -184,15 +189,24 @@ def test_without_profile_or_targets_nothing_is_lent(operator, profile, overrides
 
 
 @pytest.mark.slow
-def test_a_killed_lender_is_started_again_and_one_that_ends_leaves_the_server(operator, tmp_path):
+def test_a_lender_is_started_again_until_it_fails_and_then_the_server_serves_on(operator, tmp_path):
+    def ends(code: str) -> None:
+        (tmp_path / "written").write_text(code)
+        (tmp_path / "written").rename(tmp_path / "lender_ends")  # never seen empty
+
     running = operator(SLO)
     first = int(running.lender("began").split()[1])
     os.kill(first, signal.SIGKILL)
     running.lender("began", times=2)
     assert "killed by SIGKILL" in running.saying("the lender was killed")
-    (tmp_path / "written").write_text("0")
-    (tmp_path / "written").rename(tmp_path / "lender_ends")  # never seen empty
-    assert "serves on" in running.saying("the lender ended with code 0")
+    ends("0")  # as where its run is finished
+    running.lender("began", times=4)
+    assert running.log.read_text().count("no run to lend to now") == 1
+    ends("1")
+    assert "serves on" in running.saying("the lender ended with code 1")
+    status = running.status()
+    assert "the lender ended with code 1" in status["why_not"] and status["online"]["up"]
+    running.until(lambda: running.control().lend == 0, "no more lending")
     assert running.process.poll() is None and running.told(signal.SIGTERM) == 0
 
 
@@ -265,6 +279,20 @@ def operating(tmp_path, monkeypatch):
         return operate.Operator(tmp_path / "run", given, settings.of_server(given), {})
 
     return make
+
+
+def test_what_hinders_lending_now_is_said(operating):
+    made = operating("serving.lending.hours={00-24: 0}")
+    made.control = ControlBoard(made.folder, made.serving.lending, "no profile", print)
+    why = functools.partial(made._why_not, lender_lives=True, lends=True)
+    assert why() == "no profile"
+    made.control.switch.never = ""
+    assert "serving.lending.hours" in why()
+    made.control.state.share = 1.0
+    assert "does not serve" in why()
+    made.server.up = True
+    assert not why() and "no lender" in why(lender_lives=False)
+    assert "misses its targets" in why(lends=False, lender_lives=False)
 
 
 async def test_a_lender_may_drain_as_long_as_its_run_lets_it(operating, make_config):

@@ -8,8 +8,8 @@
                                     joins runs
 
 S serves before there is a run and after it, with R or without, and is started again when it dies.
-If the lender exits by itself (the run is finished, or takes no borrowed ranks), lending ends. If it
-is killed, it is started again. Both children die with this process.
+So is the lender if it is killed, and if it has no run now: a finished one may be continued. If it
+fails or is refused, lending ends. Both children die with this process.
 """
 
 from __future__ import annotations
@@ -58,10 +58,13 @@ SCRAPE_S = 2.0  # timeout of reading the online server's own metrics, for the re
 REPORT_EVERY_S = 15.0  # seconds between two reports
 LAST_REPORT_S = 4.0  # seconds for the last one, SCRAPE_S of them for the metrics
 MOST_EVENTS = 200  # number of last events in the report
+MISSES = "misses its targets with nothing lent (serving.online.slo): it lends nothing"
+LENDS_AGAIN = "meets its targets by itself again and lends"
 LOCK = "lock"
 DRIVER = Path("/dev/nvidiactl")
 STOP_TASKS_S = 1.0  # seconds for this process's tasks to end
 BACK_OFF_S = (1.0, 60.0)  # least and most seconds before a killed lender is started again
+AGAIN_S = 60.0  # seconds before a lender that had no run is started again
 # Seconds for the lender to end, beyond serving.drain_s. The lender's own limit is shorter.
 LEAVE_S = 30.0
 READ_S = 2.0  # seconds for reading the run's configuration then
@@ -214,13 +217,14 @@ class Operator:
     # ----------------------------------------------------------------- the two children
 
     async def _lend(self) -> None:
-        """Wait until the online server serves for the first time, then run the lender."""
+        """Wait until the online server serves for the first time, then run the lender, again and
+        again until it fails."""
         if self.control.switch.never:
             return
         while not self.server.up:
             await asyncio.sleep(BEAT_S)
-        pause, code = BACK_OFF_S[0], -1
-        while code < 0:
+        pause, code, no_run = BACK_OFF_S[0], 0, False
+        while code <= 0:
             began = time.monotonic()
             self._lender = await asyncio.create_subprocess_exec(
                 *self.lender_command(),
@@ -240,9 +244,16 @@ class Operator:
                 )
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, BACK_OFF_S[1])
-        self._note(
-            f"the lender ended with code {code}; the online server serves on, nothing more is lent"
+            elif code == 0:
+                if not no_run:
+                    self._note(f"no run to lend to now; the lender looks again every {AGAIN_S:g} s")
+                no_run = True
+                await asyncio.sleep(AGAIN_S)
+        self.control.switch.never = (
+            f"nothing is lent any more: the lender ended with code {code}; its last lines in the "
+            "output of rose serve say why; start that again without this cause"
         )
+        self._note(f"{self.control.switch.never}; the online server serves on")
 
     def lender_command(self) -> list[str]:
         return [
@@ -319,9 +330,7 @@ class Operator:
             lends = boards.online is None or bool(boards.online.lends)
             if lends == self._lends_unlogged:
                 self._lends_unlogged = not lends
-                text = "misses its targets with nothing lent (serving.online.slo): it lends nothing"
-                text = "meets its targets by itself again and lends" if lends else text
-                self._note(f"the online server {text}")
+                self._note(f"the online server {LENDS_AGAIN if lends else MISSES}")
             await asyncio.sleep(EVERY_S)
 
     async def _write_reports(self) -> None:
@@ -374,19 +383,31 @@ class Operator:
             pass
         return self._scraped
 
+    def _why_not(self, lender_lives: bool, lends: bool) -> str:
+        """Return why nothing is lent now, or "" if something may be."""
+        reasons = {
+            self.control.switch.stopped: True,
+            "nothing is lent at this hour (serving.lending.hours)": not self.control.state.share,
+            "the online server does not serve now": not self.server.up,
+            f"the online server {MISSES}": not lends,
+            f"no lender runs; unless it fails, it starts within {AGAIN_S:g} s": not lender_lives,
+        }
+        return next((reason for reason, holds in reasons.items() if reason and holds), "")
+
     def _status(self) -> dict[str, Any]:
         state, boards = self.control.state, metrics.read(self.folder)
         alive = self._lender is not None and self._lender.returncode is None
+        lends = boards.online is not None and bool(boards.online.lends)
         return {
             "lend": bool(state.lend),
-            "why_not": self.control.switch.stopped,
+            "why_not": self._why_not(alive, boards.online is None or lends),
             "share": state.share,
             "epoch": state.epoch,
             "online": {
                 "url": self.server.url,
                 "up": self.server.up,
                 "starts": self.server.starts,
-                "lends": bool(boards.online.lends) if boards.online else False,
+                "lends": lends,
             },
             "rollout": {
                 "lender": self._lender.pid if alive else None,
