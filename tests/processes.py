@@ -8,6 +8,7 @@ import contextlib
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from signal import SIGKILL
 
 import psutil
@@ -42,6 +43,11 @@ def alive(process: int | psutil.Process) -> bool:
             psutil.STATUS_DEAD,
         )
     return False
+
+
+def opened(path: Path) -> int:
+    """Number of this process's descriptors of a file."""
+    return [file.path for file in psutil.Process().open_files()].count(str(path))
 
 
 def words(process: psutil.Process) -> list[str]:
