@@ -67,7 +67,7 @@ BACK_OFF_S = (1.0, 60.0)  # least and most seconds before a killed lender is sta
 AGAIN_S = 60.0  # seconds before a lender that had no run is started again
 # Seconds for the lender to end, beyond serving.drain_s. The lender's own limit is shorter.
 LEAVE_S = 30.0
-READ_S = 2.0  # seconds for reading the run's configuration then
+READ_S = 2.0  # seconds for reading the run's serving.drain_s
 
 # Signals to this process.
 NOW = signal.SIGTERM  # leave now
