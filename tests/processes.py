@@ -45,6 +45,11 @@ def alive(process: int | psutil.Process) -> bool:
     return False
 
 
+def opened(path: Path) -> int:
+    """Number of this process's descriptors of a file."""
+    return [file.path for file in psutil.Process().open_files()].count(str(path))
+
+
 def words(process: psutil.Process) -> list[str]:
     """Its command line; empty of one that has ended."""
     with contextlib.suppress(*VANISHED):

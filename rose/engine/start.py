@@ -58,11 +58,11 @@ class Latest:
 
 def _sockets() -> dict[str, str]:
     """Give vLLM's sockets, which it leaves behind, a folder of this process. It is in /tmp if the
-    path of TMPDIR is too long for their names. Raises `ConfigError` if it is, and /tmp can't be
-    written."""
+    path of TMPDIR is too long for their names. A folder that is set already stays, since a lender
+    compares what is set with this. Raises `ConfigError` if /tmp is needed and can't be written."""
     name = "VLLM_RPC_BASE_PATH"
     if name in os.environ:
-        return {}
+        return {name: os.environ[name]}
     given = tempfile.gettempdir()
     if len(os.fsencode(given)) <= LONGEST_FOLDER:
         return {name: str(scratch.folder(SOCKETS))}

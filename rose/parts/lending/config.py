@@ -131,6 +131,12 @@ def check(s: Serving) -> None:
             f"serving.online.engine_args.{name}",
             "is set by ROSE, from serving.online or for one engine of a device",
         )
+        if name.replace("-", "_") == "tensor_parallel_size":
+            need(
+                type(online.engine_args[name]) is int and online.engine_args[name] >= 1,
+                f"serving.online.engine_args.{name}",
+                "must be a whole number of GPUs, at least 1",
+            )
     need(
         online.port == 0 or online.port != lending.control_port,
         "serving.lending.control_port",

@@ -30,7 +30,7 @@ from rose import models
 from rose.config import ConfigError
 from rose.engine import plugin, start
 from rose.engine.start import EngineError
-from rose.files import write_whole
+from rose.files import refusal, write_whole
 from rose.parts.lending import settings, shared_device
 from rose.parts.lending.config import Config
 from rose.parts.lending.device_profile import AGAIN, FORMAT, fingerprint
@@ -72,11 +72,19 @@ def main(arguments: list[str]) -> int:
 
 
 def _out(given: dict[str, Any]) -> Path:
+    """Return the file to write. Raises `ConfigError` if it can't be written, as the measurement
+    before that takes minutes."""
     if not given.get("out"):
         raise ConfigError("out is missing: which file is to be written? as out=profile.json")
-    out = Path(str(given["out"])).expanduser().resolve()
+    out = Path(given["out"]).expanduser().resolve()
     if not out.parent.is_dir():
         raise ConfigError(f"out={str(out)!r}: no such folder as {out.parent}")
+    if out.is_dir():
+        raise ConfigError(f"out={str(out)!r}: is a folder; give a file, as out=profile.json")
+    if refused := refusal(out.parent):
+        raise ConfigError(
+            f"out={str(out)!r}: {out.parent}: {refused.strerror}; give a file in another folder"
+        )
     return out
 
 
@@ -118,11 +126,7 @@ def _configured(overrides: list[str], given: dict[str, Any]) -> Config:
                 f"model={given['model']!r}: name={given['name']!r} has its own model; give one of "
                 "them"
             )
-        run_dir = (
-            (Path(str(given.get("output_dir", "outputs"))) / str(given["name"]))
-            .expanduser()
-            .resolve()
-        )
+        run_dir = Path(given.get("output_dir", "outputs"), given["name"]).expanduser().resolve()
         return settings.of_run(run_dir, overrides)
     if "model" in given:
         return settings.composed(

@@ -18,7 +18,8 @@ That server serves before, during and after the run, until SIGTERM, SIGINT or SI
 profile or targets it serves and nothing is lent. SIGUSR1 stops lending at once, SIGRTMIN (34)
 starts it again.
 
-    0 left, or the run is finished, or none came   1 refused, or an engine fails again and again   2 bad arguments
+    0 left, or the run is finished, or none came   1 refused, a disk takes nothing, or an engine fails again and again
+    2 bad arguments
 """  # noqa: E501
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import msgspec
 from rose.config import ConfigError
 from rose.config.checks import NAME
 from rose.engine import plugin
+from rose.files import REMEDIES
 from rose.parts.lending import settings
 from rose.parts.lending.operator import operate
 from rose.parts.lending.rank.lender import Lender
@@ -45,7 +47,7 @@ def main(arguments: list[str]) -> int:
         given = settings.parse(arguments)
         if "name" not in given:
             raise ConfigError("name is missing: which run? as rose serve name=frozenlake")
-        name, output_dir = str(given.pop("name")), str(given.pop("output_dir", "outputs"))
+        name, output_dir = given["name"], given.get("output_dir", "outputs")
         run_dir = Path(output_dir, name).expanduser().resolve()
         # A folder that was renamed may have a name that no new run can have.
         if NAME.fullmatch(name) is None and not (run_dir / "config.json").is_file():
@@ -70,11 +72,13 @@ def main(arguments: list[str]) -> int:
     except ConfigError as error:
         print(f"rose serve: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        if error.filename is None:
+            raise
+        remedy = REMEDIES.get(error.errno, "this user must be able to write there")
+        print(f"rose serve: {error.filename}: {error.strerror}; {remedy}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # A thread that polls a stop file on a dead mount would keep the interpreter from exiting.
-    os._exit(code)
+    sys.exit(main(sys.argv[1:]))

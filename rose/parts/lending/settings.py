@@ -8,6 +8,7 @@ repository and conf/lending, with the command line over them.
 from __future__ import annotations
 
 import difflib
+import os
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,12 +39,16 @@ MAY_DIFFER = (
 )
 OPEN = (["env"], ["join_env"], ["engine_args"], ["hours"])  # sections without a fixed set of keys
 MAY_BE_NULL = ("serving.online.slo",)  # sections that setting one of their keys creates
+# Keys of our commands whose values are texts, also where they look like a number or a date.
+TEXTS = ("name", "output_dir", "model", "out")
 # Keys under MAY_DIFFER that may not be overridden.
 FIXED = ("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.group_size")
 
 
 def parse(arguments: list[str]) -> dict[str, Any]:
-    """Parse ["a.b=1", ...] into {"a.b": 1}, with values as in YAML. Raises `ConfigError`."""
+    """Parse ["a.b=1", ...] into {"a.b": 1}, with values as in YAML, or as they are for `TEXTS`. In
+    a value that begins with ~/ the home folder replaces ~, as shells don't. Raises
+    `ConfigError`."""
     found = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
@@ -51,10 +56,14 @@ def parse(arguments: list[str]) -> dict[str, Any]:
             raise ConfigError(
                 f"{argument!r}: must be key=value, as name=frozenlake or rollout.threads=2"
             )
+        if value.startswith("~/"):
+            value = os.path.expanduser(value)
         try:
-            found[key] = yaml.safe_load(value) if value else ""
-        except yaml.YAMLError:
-            raise ConfigError(f"{argument!r}: the value is no YAML") from None
+            found[key] = yaml.safe_load(value) if value and key not in TEXTS else value
+        except (yaml.YAMLError, ValueError):  # ValueError: as of the date 2026-02-30
+            raise ConfigError(
+                f"{argument!r}: the value is no YAML; a text may be quoted, as {key}='\"...\"'"
+            ) from None
     return found
 
 

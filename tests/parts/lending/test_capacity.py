@@ -6,6 +6,7 @@ import pytest
 
 from rose.parts.lending.board import Rollout, Writer
 from rose.parts.lending.rank.capacity import PROBE_S, SHUT_S, Capacity, CapacityWatch, EngineBoard
+from tests import processes
 
 WHOLE, SEQUENCES = 1000, 8
 ALL = Capacity(WHOLE, SEQUENCES, 0.0, False)
@@ -99,5 +100,8 @@ def test_a_board_counts_once_it_is_there_if_it_is_the_engines_and_whole(tmp_path
     path.write_bytes(bytes(path.stat().st_size))
     assert board.read() is None
     absent, foreign, damaged = capsys.readouterr().out.splitlines()
+    for _ in range(50):
+        EngineBoard(path, os.getpid()).read()
+    assert processes.opened(path) == 2  # the writer's, and that of `board`
     assert "No such file" in absent and "does it run ROSE's scheduler?" in foreign
     assert "not a board of Rollout" in damaged

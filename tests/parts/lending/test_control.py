@@ -1,6 +1,7 @@
 """The operator's word: what stops lending, and how it is said to the boards' readers."""
 
 import asyncio
+import threading
 import time
 
 import aiohttp
@@ -78,14 +79,22 @@ async def test_while_the_stop_file_exists_nothing_is_lent(tmp_path, serving, mon
     assert "exists (serving.lending.stop_file)" in stopped and "lending again" in again
 
 
-async def test_a_stop_file_whose_mount_is_silent_stops_lending(tmp_path, serving, monkeypatch):
+def test_a_stop_file_whose_mount_is_silent_stops_lending_and_delays_no_end(
+    tmp_path, serving, monkeypatch
+):
+    answers, late = threading.Event(), []
     monkeypatch.setattr(controls, "LOST_S", 0.02)
-    monkeypatch.setattr(controls, "_exists", lambda path: time.sleep(0.3))
+    monkeypatch.setattr(controls, "_exists", lambda path: late.append(answers.wait(60)))
     made, said, reader = make(tmp_path, serving, stop_file="/mnt/dead/stop")
-    watching = asyncio.create_task(made.watch_file())
-    await until(reader, 0)
-    watching.cancel()
-    assert "does not answer" in said[0]
+
+    async def watch():
+        watching = asyncio.create_task(made.watch_file())
+        await until(reader, 0)
+        watching.cancel()
+
+    asyncio.run(watch())
+    assert "does not answer" in said[0] and not late
+    answers.set()
 
 
 def test_a_new_policy_version_is_a_new_epoch(tmp_path, serving):

@@ -71,9 +71,29 @@ def test_a_lender_that_sees_too_few_says_so_before_vllm(prepared, nvidia_smi, mo
         prepared()
 
 
+@pytest.mark.parametrize(
+    ("of_run", "given", "driver", "gpus"),
+    [
+        (None, [], True, True),
+        (None, [], False, False),
+        (0, [], True, False),
+        (4, [], False, True),
+        (0, ["cluster.gpus=1"], False, True),
+        (4, ["cluster.gpus=0"], True, False),
+    ],
+)
+def test_a_server_is_on_a_gpu_where_its_runs_engines_are(
+    make_config, tmp_path, monkeypatch, of_run, given, driver, gpus
+):
+    monkeypatch.setattr(operate, "DRIVER", tmp_path if driver else tmp_path / "none")
+    if of_run is not None:
+        local.write_config(make_config(*([RUN] if of_run else [])), tmp_path)
+    assert operate.has_gpus(tmp_path, given) is gpus
+
+
 def test_a_server_takes_what_its_run_needs_once_that_has_begun(run, nvidia_smi, monkeypatch):
     monkeypatch.setenv("SLURM_LOCALID", "1")
-    monkeypatch.setattr(operate, "has_gpus", lambda _: True)
+    monkeypatch.setattr(operate, "has_gpus", lambda *_: True)
     overrides = ["serving.online.model=m"]
     for place, visible, taken in ((run.with_name("later"), "2,3", "3"), (run, "4,5,6,7", "6,7")):
         nvidia_smi(variable=visible)
@@ -115,7 +135,7 @@ def test_a_server_before_its_run_leaves_the_rollout_engine_the_gpus_that_it_will
         monkeypatch.delenv(f"SLURM_{name}", raising=False)
     for name, value in slurm.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(operate, "has_gpus", lambda _: True)
+    monkeypatch.setattr(operate, "has_gpus", lambda *_: True)
     overrides = ["serving.online.model=m", *extra]
     operate.take_gpus(run.with_name("later"), overrides, settings.of_server(overrides))
     assert prepared(overrides, **{plugin.FOLDER: "/nowhere"}) == taken

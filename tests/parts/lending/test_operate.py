@@ -1,6 +1,7 @@
 """The operator's process: both children, signals, the report. The children are small programs here;
 with vLLM's server in the last test."""
 
+import functools
 import json
 import os
 import signal
@@ -12,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from rose import config as configuration
 from rose.config import ConfigError
-from rose.parts.lending import settings
+from rose.parts.lending import serve, settings
 from rose.parts.lending.board import Control, Reader
 from rose.parts.lending.operator import operate
-from rose.parts.lending.operator.control import BEAT_S
+from rose.parts.lending.operator.control import BEAT_S, ControlBoard
 from tests import processes
 
 PREDICTOR = {"coefficients": [0.01, 1e-4, 0.0, 1e-3, 0.0], "samples": 9, "ratios": [[1.0], [1.0]]}
@@ -43,12 +45,13 @@ sys.exit(int(open(f"{home}/lender_ends").read()))
 PROGRAM = """
 import sys
 from pathlib import Path
-from rose.parts.lending import settings
+from rose.parts.lending import serve, settings
 from rose.parts.lending.operator import operate, server
 from tests.parts.lending.test_server import Small
 from tests.parts.lending.test_operate import LENDER
 home, profile, *overrides = sys.argv[1:]
 operate.OnlineServer, operate.BACK_OFF_S, server.POLL_S = Small, (0.05, 0.1), 0.02
+operate.AGAIN_S = 0.05
 operate.Operator.lender_command = lambda self: [sys.executable, "-c", LENDER, home]
 made = operate.Operator(Path(home) / "outputs" / "run", overrides, settings.of_server(overrides), eval(profile))
 print("boards", made.folder, flush=True)
@@ -82,6 +85,11 @@ class Running:
 
     def control(self) -> Control:
         return self.until(lambda: Reader(self.boards / "control", Control).read(), "control")
+
+    def status(self) -> dict:
+        url = self.saying("operator's page").split("page ")[1].split("/report")[0]
+        with urllib.request.urlopen(f"{url}/lending") as answer:
+            return json.loads(answer.read())
 
     def told(self, number: int) -> int:
         self.process.send_signal(number)
@@ -119,6 +127,16 @@ def test_the_lender_begins_beside_the_server_and_both_leave_on_sigterm(operator,
 
 
 @pytest.mark.slow
+def test_a_mount_that_takes_no_report_keeps_nothing_from_ending(operator, tmp_path):
+    running = operator(SLO)
+    running.lender("began")
+    (home,) = (tmp_path / "outputs" / "serving").iterdir()
+    os.mkfifo(home / "report.html.part")  # opening it waits for a reader
+    assert running.told(signal.SIGTERM) == 0
+    assert not running.boards.exists() and not (home / "token").exists()
+
+
+@pytest.mark.slow
 def test_sigusr2_lets_the_lender_finish_and_a_sigterm_after_it_does_not(operator):
     running = operator(SLO, BUSY="1")
     running.lender("began")
@@ -140,9 +158,7 @@ def test_signals_stop_and_start_lending_and_end_no_child_that_gets_them_too(oper
     running.until(lambda: running.control().lend == 0, "stop")
     running.process.send_signal(signal.SIGRTMIN)
     running.until(lambda: running.control().lend == 1, "start")
-    url = running.saying("operator's page").split("page ")[1].split("/report")[0]
-    with urllib.request.urlopen(f"{url}/lending") as answer:
-        status = json.loads(answer.read())
+    status = running.status()
     assert status["lend"]
     assert status["why_not"] == ""
     assert status["online"]["up"]
@@ -173,15 +189,24 @@ def test_without_profile_or_targets_nothing_is_lent(operator, profile, overrides
 
 
 @pytest.mark.slow
-def test_a_killed_lender_is_started_again_and_one_that_ends_leaves_the_server(operator, tmp_path):
+def test_a_lender_is_started_again_until_it_fails_and_then_the_server_serves_on(operator, tmp_path):
+    def ends(code: str) -> None:
+        (tmp_path / "written").write_text(code)
+        (tmp_path / "written").rename(tmp_path / "lender_ends")  # never seen empty
+
     running = operator(SLO)
     first = int(running.lender("began").split()[1])
     os.kill(first, signal.SIGKILL)
     running.lender("began", times=2)
     assert "killed by SIGKILL" in running.saying("the lender was killed")
-    (tmp_path / "written").write_text("0")
-    (tmp_path / "written").rename(tmp_path / "lender_ends")  # never seen empty
-    assert "serves on" in running.saying("the lender ended with code 0")
+    ends("0")  # as where its run is finished
+    running.lender("began", times=4)
+    assert running.log.read_text().count("no run to lend to now") == 1
+    ends("1")
+    assert "serves on" in running.saying("the lender ended with code 1")
+    status = running.status()
+    assert "the lender ended with code 1" in status["why_not"] and status["online"]["up"]
+    running.until(lambda: running.control().lend == 0, "no more lending")
     assert running.process.poll() is None and running.told(signal.SIGTERM) == 0
 
 
@@ -243,11 +268,63 @@ def test_the_lender_gets_the_rollout_engines_scheduler_and_the_whole_budget(tmp_
     assert "rollout.gpu_memory_utilization=" in " ".join(arguments("cluster.gpus=1"))
 
 
-def test_a_taken_control_port_is_refused_before_the_server_starts(tmp_path):
+@pytest.fixture
+def operating(tmp_path, monkeypatch):
+    """operating(overrides) -> an `Operator` that has not begun, with its boards in tmp_path."""
+    monkeypatch.setattr(operate.board, "folder", lambda name: tmp_path / "boards" / name)
+
+    def make(*overrides):
+        given = ["serving.online.model=hub/model", "serving.online.port=0", *overrides]
+        (tmp_path / "run").mkdir(exist_ok=True)
+        return operate.Operator(tmp_path / "run", given, settings.of_server(given), {})
+
+    return make
+
+
+def test_what_hinders_lending_now_is_said(operating):
+    made = operating("serving.lending.hours={00-24: 0}")
+    made.control = ControlBoard(made.folder, made.serving.lending, "no profile", print)
+    why = functools.partial(made._why_not, lender_lives=True, lends=True)
+    assert why() == "no profile"
+    made.control.switch.never = ""
+    assert "serving.lending.hours" in why()
+    made.control.state.share = 1.0
+    assert "does not serve" in why()
+    made.server.up = True
+    assert not why() and "no lender" in why(lender_lives=False)
+    assert "misses its targets" in why(lends=False, lender_lives=False)
+
+
+async def test_a_lender_may_drain_as_long_as_its_run_lets_it(operating, make_config):
+    made = operating("serving.wait_s=1")
+    assert await made._drain_s() == 30.0  # before the run has begun
+    configuration.save(make_config("serving.drain_s=7.5"), made.run_dir / "config.json")
+    assert await made._drain_s() == 7.5
+    assert await operating("serving.drain_s=3")._drain_s() == 3.0
+
+
+@pytest.mark.parametrize("bad", ["file", "folder"])
+def test_an_output_folder_that_takes_no_files_is_named_and_leaves_no_boards(
+    tmp_path, monkeypatch, capsys, bad
+):
+    monkeypatch.setattr(operate.board, "folder", lambda name: tmp_path / "boards" / name)
+    monkeypatch.setattr(operate.OnlineServer, "check", lambda self: None)
+    monkeypatch.setattr(settings, "online_folder", lambda online: online)
+    home = tmp_path / "serving" / f"run-{socket.gethostname()}-0"
+    if bad == "file":
+        (tmp_path / "serving").touch()  # where a folder must be
+    else:
+        (home / "token.part").mkdir(parents=True)  # where a file must be
+    online = ["serving.online.model=hub/model", "serving.online.port=0", "cluster.gpus=0"]
+    assert serve.main(["name=run", f"output_dir={tmp_path}", *online]) == 1
+    said = capsys.readouterr().err
+    assert f"rose serve: {home}" in said and "must be able to write there" in said
+    assert not any((tmp_path / "boards").iterdir())
+
+
+def test_a_taken_control_port_is_refused_before_the_server_starts(operating):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = f"serving.lending.control_port={taken.getsockname()[1]}"
-        overrides = ["serving.online.model=hub/model", "serving.online.port=0", port]
-        made = operate.Operator(tmp_path / "run", overrides, settings.of_server(overrides), {})
+        made = operating(f"serving.lending.control_port={taken.getsockname()[1]}")
         with pytest.raises(ConfigError, match="serving.lending.control_port=.*in use"):
             made.run()
     assert made.server.starts == 0 and not made.folder.exists()

@@ -187,6 +187,8 @@ def test_one_request_fits_into_either_engine_also_where_the_budget_is_small(conf
     [
         (["seconds=9"], "out is missing"),
         (["out=/none/p.json"], "no such folder"),
+        (["out=/proc"], "out='/proc': is a folder; give a file"),
+        (["out=/proc/p.json"], "out='/proc/p.json': /proc: No such file"),
         (["out=p.json", "seconds=1"], "seconds=1: must be a number from 5"),
         (["out=p.json"], "name or model is missing"),
         (["out=p.json", "model=/m", "name=a"], "give one of them"),

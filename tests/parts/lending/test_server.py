@@ -13,7 +13,7 @@ import pytest
 from rose.config import ConfigError
 from rose.parts.lending import settings
 from rose.parts.lending.board import Online, Reader
-from rose.parts.lending.operator import report, server
+from rose.parts.lending.operator import metrics, report, server
 from rose.parts.lending.operator.server import OnlineServer, ServerError
 from rose.parts.lending.vllm import device
 from tests import processes
@@ -213,9 +213,13 @@ async def test_vllms_server_serves_and_shows_the_boards_beside_its_own_metrics(t
     made = OnlineServer(serving, tmp_path, tmp_path / "log", gpus=False, threads=1)
     made.check()
     running = asyncio.create_task(made.run(print))
-    while not made.up:
-        await asyncio.wait({running}, timeout=0.2)
-        assert not running.done(), running.exception()
+
+    async def serves(starts):
+        while not (made.up and made.starts == starts):
+            await asyncio.wait({running}, timeout=0.2)
+            assert not running.done(), running.exception()
+
+    await serves(1)
     async with aiohttp.ClientSession(made.url) as client:
         body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 6, "ignore_eos": True}
         async with client.post("/v1/completions", json=body) as answer:
@@ -230,5 +234,14 @@ async def test_vllms_server_serves_and_shows_the_boards_beside_its_own_metrics(t
     os.kill(made._process.pid, 9)
     state = Reader(tmp_path / "online", Online).read()
     await gone(int(state.pid))  # the engine process, at once: not by the sweep alone
-    running.cancel()
-    await made.stop()
+    await serves(2)
+    async with aiohttp.ClientSession(made.url) as client:
+        long = asyncio.create_task(client.post("/v1/completions", json=body | {"max_tokens": 240}))
+        async with asyncio.timeout(60):
+            while not (metrics.read(tmp_path).online or Online()).running:
+                await asyncio.sleep(0.01)
+        running.cancel()
+        await made.stop()
+        answer = await long
+        assert answer.status == 200, (tmp_path / "log").read_text()[-4000:]
+        assert (await answer.json())["usage"]["completion_tokens"] == 240

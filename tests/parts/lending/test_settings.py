@@ -58,6 +58,20 @@ def test_a_node_that_cannot_see_the_runs_hub_cache_gives_a_folder_of_its_own(tmp
         models.resolve(settings.of_run(tmp_path, []).model)
 
 
+def test_a_home_folder_is_written_out_and_texts_stay_texts(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    given = "name=0512 output_dir=2026-02-30 out=~/p.json serving.lending.stop_file=~/stop"
+    given += " serving.online.model=~ seconds=0x10"
+    assert settings.parse(given.split()) == {
+        "name": "0512",
+        "output_dir": "2026-02-30",
+        "out": "/home/me/p.json",
+        "serving.lending.stop_file": "/home/me/stop",
+        "serving.online.model": None,
+        "seconds": 16,
+    }
+
+
 @pytest.mark.parametrize(
     "argument, words",
     [
@@ -68,6 +82,7 @@ def test_a_node_that_cannot_see_the_runs_hub_cache_gives_a_folder_of_its_own(tmp
         ("rollout.threads=two", "rollout.threads"),
         ("nonsense", "must be key=value"),
         ("rollout.threads=[", "no YAML"),
+        ("serving.online.served_name=2026-02-30", "no YAML; a text may be quoted"),
         ("serving.lost_after_s=0.1", "at least twice"),
     ],
 )
@@ -156,6 +171,9 @@ LOOSE_P50 = "online.slo={ttft_p50_s: 1, ttft_p99_s: 0.5, tpot_p50_s: 1, tpot_p99
         ("online.slo.ttft_p99_s=1", "serving.online.slo.*: missing"),
         (LOOSE_P50, "ttft_p50_s=1.*at most"),
         ("online.engine_args.port=1", "is set by ROSE"),
+        ("online.engine_args={tensor-parallel-size: null}", "size=None: must be a whole number"),
+        ("online.engine_args.tensor_parallel_size=auto", "size='auto': must be a whole number"),
+        ("online.engine_args.tensor_parallel_size=true", "size=True: must be a whole number"),
         ("online.max_batched_tokens=8", "each takes one"),
         ("lending.control_port=8000", "is serving.online.port too"),
         ("lending.reserve=0.95", "below"),

@@ -13,6 +13,7 @@ from rose.parts.lending.config import Slo
 from rose.parts.lending.rules.predictor import Predictor, Work
 from rose.parts.lending.rules.slo import (
     CREDIT,
+    FORGET_MISSES_S,
     FORGET_S,
     JUDGED,
     Attainment,
@@ -132,26 +133,37 @@ def test_targets_that_the_device_can_not_meet_alone_are_named(predictor, slo, ch
 
 def test_attainment_counts_by_lending(slo):
     seen = Attainment(slo)
-    assert seen.add(0.9, 0.1, lent=True) and seen.add(0.9, None, lent=False)
-    assert not seen.add(1.1, 0.1, lent=True)
-    assert not seen.add(0.5, 0.3, lent=False)
-    assert not seen.add(None, None, lent=False)
+    assert seen.add(NOW, 0.9, 0.1, lent=True) and seen.add(NOW, 0.9, None, lent=False)
+    assert not seen.add(NOW, 1.1, 0.1, lent=True)
+    assert not seen.add(NOW, 0.5, 0.3, lent=False)
+    assert not seen.add(NOW, None, None, lent=False)
     assert (seen.finished, seen.met, seen.finished_lending, seen.met_lending) == (5, 2, 2, 1)
 
 
 def test_an_engine_that_misses_by_itself_is_known_and_may_recover(slo):
     seen = Attainment(slo)
     for _ in range(300):
-        seen.add(9.0, 0.1, lent=True)
-    assert not seen.misses_alone, "misses while lending are not its own"
+        seen.add(NOW, 9.0, 0.1, lent=True)
+    assert not seen.misses_alone(NOW), "misses while lending are not its own"
     for _ in range(JUDGED - 1):
-        seen.add(9.0, 0.1, lent=False)
-    assert not seen.misses_alone, "too few to say"
-    seen.add(9.0, 0.1, lent=False)
-    assert seen.misses_alone
+        seen.add(NOW, 9.0, 0.1, lent=False)
+    assert not seen.misses_alone(NOW), "too few to say"
+    seen.add(NOW, 9.0, 0.1, lent=False)
+    assert seen.misses_alone(NOW)
     for _ in range(300):
-        seen.add(0.1, 0.1, lent=False)
-    assert not seen.misses_alone
+        seen.add(NOW, 0.1, 0.1, lent=False)
+    assert not seen.misses_alone(NOW)
+
+
+def test_misses_of_a_peak_are_forgotten_on_an_idle_device(slo):
+    seen = Attainment(slo)
+    for _ in range(JUDGED):
+        seen.add(NOW, 9.0, 0.1, lent=False)
+    assert seen.misses_alone(NOW + FORGET_MISSES_S)
+    later = NOW + FORGET_MISSES_S + 1
+    assert not seen.misses_alone(later)
+    seen.add(later, 9.0, 0.1, lent=False)
+    assert not seen.misses_alone(later), "one is too few to say"
 
 
 # ---------------------------------------------------------------------- the median of first tokens

@@ -11,6 +11,7 @@ import pytest
 from rose import protocol as p
 from rose.observe.recorder import NullRecorder
 from rose.parts.lending.board import Epoch, Reader, Rollout, Writer
+from tests import processes
 
 pytestmark = pytest.mark.slow
 DEADLINE_S = 240.0
@@ -149,6 +150,8 @@ async def test_an_engine_of_which_nothing_is_lent_gives_its_memory_back_and_come
     assert not of(p.VersionFailed) and not of(p.WorkerDown)
     coordinator.tell(turn("a.0.t0", 30, 8))
     await coordinator.until(lambda: of(p.TurnFinished))
+    # this test's, and one of each of the worker's two watches
+    assert processes.opened(path) <= 3
     coordinator.tell(p.Shutdown("the end"))
     await running
 

@@ -8,10 +8,12 @@ hour of the day. No time of the wall clock is stored, so setting the clock does 
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from rose import processes
 from rose.parts.lending import board
 from rose.parts.lending.config import Lending, hours_of
 
@@ -95,7 +97,8 @@ class ControlBoard:
         if self._stop_file is None:
             return
         while True:
-            checking = asyncio.create_task(asyncio.to_thread(_exists, self._stop_file))
+            check = functools.partial(_exists, self._stop_file)
+            checking = asyncio.create_task(processes.in_daemon(check))
             done, _ = await asyncio.wait({checking}, timeout=LOST_S)
             key = "(serving.lending.stop_file)"
             if not done:

@@ -8,8 +8,8 @@
                                     joins runs
 
 S serves before there is a run and after it, with R or without, and is started again when it dies.
-If the lender exits by itself (the run is finished, or takes no borrowed ranks), lending ends. If it
-is killed, it is started again. Both children die with this process.
+So is the lender if it is killed, and if it has no run now: a finished one may be continued. If it
+fails or is refused, lending ends. Both children die with this process.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -24,6 +25,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any, TextIO
@@ -54,12 +56,18 @@ SHORT = 256  # prompt tokens of the request by which we judge whether the target
 DEVICES = 64  # most lent devices of one run on a node
 SCRAPE_S = 2.0  # timeout of reading the online server's own metrics, for the report
 REPORT_EVERY_S = 15.0  # seconds between two reports
+LAST_REPORT_S = 4.0  # seconds for the last one, SCRAPE_S of them for the metrics
 MOST_EVENTS = 200  # number of last events in the report
+MISSES = "misses its targets with nothing lent (serving.online.slo): it lends nothing"
+LENDS_AGAIN = "lends again: it meets its targets alone, or has finished no request for minutes"
 LOCK = "lock"
+DRIVER = Path("/dev/nvidiactl")
 STOP_TASKS_S = 1.0  # seconds for this process's tasks to end
 BACK_OFF_S = (1.0, 60.0)  # least and most seconds before a killed lender is started again
+AGAIN_S = 60.0  # seconds before a lender that had no run is started again
 # Seconds for the lender to end, beyond serving.drain_s. The lender's own limit is shorter.
 LEAVE_S = 30.0
+READ_S = 2.0  # seconds for reading the run's serving.drain_s
 
 # Signals to this process.
 NOW = signal.SIGTERM  # leave now
@@ -68,21 +76,24 @@ STOP = signal.SIGUSR1  # stop lending
 LEND = signal.SIGRTMIN  # start lending again
 
 
-def has_gpus(arguments: list[str]) -> bool:
-    """Return True if cluster.gpus is not 0 in `arguments`, or, without this key, if the node has
-    NVIDIA's driver."""
+def has_gpus(run_dir: Path, arguments: list[str]) -> bool:
+    """Return True if cluster.gpus is not 0 in `arguments`, or, without this key, in the run's
+    configuration. Before the run has begun: if the node has NVIDIA's driver."""
     gpus = parse(arguments).get("cluster.gpus")
-    return Path("/dev/nvidiactl").exists() if gpus is None else gpus != 0
+    if gpus is None:
+        with contextlib.suppress(ConfigError):
+            gpus = of_run(run_dir, []).cluster.gpus
+    return DRIVER.exists() if gpus is None else gpus != 0
 
 
 def take_gpus(run_dir: Path, overrides: list[str], serving: Serving) -> None:
     """Narrow CUDA_VISIBLE_DEVICES of this process and its children to the GPUs of this task. Their
     number is the larger tensor-parallel size of the two engines. Other tasks on the node may see
     the same GPUs, and take other ones. Raises `ConfigError` when this task sees too few."""
-    if not has_gpus(overrides):
+    if not has_gpus(run_dir, overrides):
         return
     options = {key.replace("-", "_"): value for key, value in serving.online.engine_args.items()}
-    degree = int(options.get("tensor_parallel_size", 1))
+    degree = options.get("tensor_parallel_size", 1)
     wanted = {"serving.online.engine_args.tensor_parallel_size": degree}
     rollouts = parse(overrides).get("rollout.tensor_parallel")
     # Before the run has begun, only the command line may know its tensor-parallel size.
@@ -139,20 +150,21 @@ class Operator:
         self.folder, self._lock = claim(run_dir.name)
         number = self.folder.name.rpartition("-")[2]
         self.home = run_dir.parent / "serving" / f"{run_dir.name}-{socket.gethostname()}-{number}"
-        self.home.mkdir(parents=True, exist_ok=True)
         threads = parse(overrides).get("rollout.threads")
-        self.server = OnlineServer(
-            serving, self.folder, self.home / "online.log", has_gpus(overrides), threads
-        )
+        on_gpu = has_gpus(run_dir, overrides)
+        self.server = OnlineServer(serving, self.folder, self.home / "online.log", on_gpu, threads)
         self.events: collections.deque[report.Event] = collections.deque(maxlen=MOST_EVENTS)
         self.history = History()
         self._scraped = ""  # the online server's metrics when last scraped
+        self._one_writes = threading.Lock()
         self._lender: asyncio.subprocess.Process | None = None
         self._lends_unlogged = self._leaving = False
 
     def run(self) -> int:
-        """Operate until a signal; return the exit code. Raises `ConfigError`."""
+        """Operate until a signal; return the exit code. Raises `ConfigError`, and `OSError` if the
+        folder for report, log and token, or that for boards, can't be written."""
         try:
+            self.home.mkdir(parents=True, exist_ok=True)
             take_gpus(self.run_dir, self.overrides, self.serving)
             self.server.check()
             return asyncio.run(self._run())
@@ -205,13 +217,14 @@ class Operator:
     # ----------------------------------------------------------------- the two children
 
     async def _lend(self) -> None:
-        """Wait until the online server serves for the first time, then run the lender."""
+        """Wait until the online server serves for the first time, then run the lender, again and
+        again until it fails."""
         if self.control.switch.never:
             return
         while not self.server.up:
             await asyncio.sleep(BEAT_S)
-        pause, code = BACK_OFF_S[0], -1
-        while code < 0:
+        pause, code, no_run = BACK_OFF_S[0], 0, False
+        while code <= 0:
             began = time.monotonic()
             self._lender = await asyncio.create_subprocess_exec(
                 *self.lender_command(),
@@ -231,9 +244,16 @@ class Operator:
                 )
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, BACK_OFF_S[1])
-        self._note(
-            f"the lender ended with code {code}; the online server serves on, nothing more is lent"
+            elif code == 0:
+                if not no_run:
+                    self._note(f"no run to lend to now; the lender looks again every {AGAIN_S:g} s")
+                no_run = True
+                await asyncio.sleep(AGAIN_S)
+        self.control.switch.never = (
+            f"nothing is lent any more: the lender ended with code {code}; its last lines in the "
+            "output of rose serve say why; start that again without this cause"
         )
+        self._note(f"{self.control.switch.never}; the online server serves on")
 
     def lender_command(self) -> list[str]:
         return [
@@ -255,28 +275,39 @@ class Operator:
         number = await self._signals.get()
         self._leaving = self.server.leaving = True
         self._note(f"leaving, at {signal.Signals(number).name}")
-        drain_s = self.serving.drain_s if number == WHEN_DONE else 0.0
-        deadline = time.monotonic() + LEAVE_S + drain_s
         lender = self._lender
         if lender is None or lender.returncode is not None:
             return
         lender.send_signal(WHEN_DONE if number == WHEN_DONE else NOW)
+        leave_s = LEAVE_S + (await self._drain_s() if number == WHEN_DONE else 0.0)
+        deadline = time.monotonic() + leave_s
         while lender.returncode is None and time.monotonic() < deadline:
             await asyncio.sleep(BEAT_S)
             if not self._signals.empty() and self._signals.get_nowait() != WHEN_DONE:
                 lender.send_signal(NOW)
         if lender.returncode is None:
-            log(f"the lender did not leave within {LEAVE_S:g} s and is killed")
+            log(f"the lender did not leave within {leave_s:g} s and is killed")
             lender.kill()
+
+    async def _drain_s(self) -> float:
+        """Return serving.drain_s as the lender has it: the run's, unless the command line sets it.
+        Before the run has begun, or while its folder doesn't answer, the command line's."""
+        read = functools.partial(of_run, self.run_dir, self.overrides)
+        with contextlib.suppress(ConfigError, TimeoutError):
+            async with asyncio.timeout(READ_S):
+                return (await processes.in_daemon(read)).serving.drain_s
+        return self.serving.drain_s
 
     async def _close(self, tasks: Tasks) -> None:
         """End the lender, write the last report, which reads the server's metrics, then end the
-        server."""
+        server. A mount that doesn't answer delays that by LAST_REPORT_S."""
         if self._lender is not None and self._lender.returncode is None:
             self._lender.kill()
         # The last states of engines that may have ended already.
         self.history.add(metrics.read(self.folder, living=False))
-        await self._write_report()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_REPORT_S):
+                await self._write_report()
         await tasks.close(STOP_TASKS_S)
         self.control.close()
         await self.server.stop()
@@ -299,9 +330,7 @@ class Operator:
             lends = boards.online is None or bool(boards.online.lends)
             if lends == self._lends_unlogged:
                 self._lends_unlogged = not lends
-                text = "misses its targets with nothing lent (serving.online.slo): it lends nothing"
-                text = "meets its targets by itself again and lends" if lends else text
-                self._note(f"the online server {text}")
+                self._note(f"the online server {LENDS_AGAIN if lends else MISSES}")
             await asyncio.sleep(EVERY_S)
 
     async def _write_reports(self) -> None:
@@ -310,14 +339,21 @@ class Operator:
             await self._write_report()
 
     async def _write_report(self) -> None:
-        """Write the operator's page, and the file with numbers for the training run's report."""
+        """Write the operator's page, and the file with numbers for the training run's report. They
+        are on the run's file system, which may not answer."""
         measured, stopped = report.quantiles(await self._scrape()), self.control.switch.stopped
         slo = self.serving.online.slo
         summary = report.summary(self._title, measured, slo, self.history, stopped)
         summary["run"] = self.run_dir.name
+        page, numbers = self._drawn(measured).encode(), json.dumps(summary).encode()
+
+        def write() -> None:
+            with self._one_writes:  # The last report may begin while another one is written.
+                write_whole(self.home / "report.html", page)
+                write_whole(self.home / LENT, numbers)
+
         try:
-            write_whole(self.home / "report.html", self._drawn(measured).encode())
-            write_whole(self.home / LENT, json.dumps(summary).encode())
+            await processes.in_daemon(write)
         except OSError as error:
             log(f"no report: {error}")
 
@@ -347,19 +383,31 @@ class Operator:
             pass
         return self._scraped
 
+    def _why_not(self, lender_lives: bool, lends: bool) -> str:
+        """Return why nothing is lent now, or "" if something may be."""
+        reasons = {
+            self.control.switch.stopped: True,
+            "nothing is lent at this hour (serving.lending.hours)": not self.control.state.share,
+            "the online server does not serve now": not self.server.up,
+            f"the online server {MISSES}": not lends,
+            f"no lender runs; unless it fails, it starts within {AGAIN_S:g} s": not lender_lives,
+        }
+        return next((reason for reason, holds in reasons.items() if reason and holds), "")
+
     def _status(self) -> dict[str, Any]:
         state, boards = self.control.state, metrics.read(self.folder)
         alive = self._lender is not None and self._lender.returncode is None
+        lends = boards.online is not None and bool(boards.online.lends)
         return {
             "lend": bool(state.lend),
-            "why_not": self.control.switch.stopped,
+            "why_not": self._why_not(alive, boards.online is None or lends),
             "share": state.share,
             "epoch": state.epoch,
             "online": {
                 "url": self.server.url,
                 "up": self.server.up,
                 "starts": self.server.starts,
-                "lends": bool(boards.online.lends) if boards.online else False,
+                "lends": lends,
             },
             "rollout": {
                 "lender": self._lender.pid if alive else None,

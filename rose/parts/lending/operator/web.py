@@ -13,15 +13,19 @@ numbers to anybody.
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import hmac
 import secrets
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+from rose import processes
 from rose.config import ConfigError
 from rose.files import write_whole
 from rose.parts.lending.config import Serving
@@ -86,7 +90,10 @@ class Web:
         self.port = self._runner.addresses[0][1]
 
     async def close(self) -> None:
-        self.token_file.unlink(missing_ok=True)
+        remove = functools.partial(self.token_file.unlink, missing_ok=True)
+        with suppress(OSError):  # The mount may be read-only, or not answer (TimeoutError).
+            async with asyncio.timeout(STOP_S):
+                await processes.in_daemon(remove)
         if self._runner is not None:
             await self._runner.cleanup()
 

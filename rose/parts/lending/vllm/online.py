@@ -105,7 +105,10 @@ class OnlineScheduler(Member):
 
     def _publish(self) -> None:
         if self._promptness is not None:
-            self.state.prompt_share = self._promptness.share(time.monotonic())
+            now = time.monotonic()
+            with self._writing:
+                self.state.prompt_share = self._promptness.share(now)
+                self.state.lends = float(not self._attainment.misses_alone(now))
         super()._publish()
 
     # ------------------------------------------------------------------ vLLM's calls
@@ -308,14 +311,15 @@ class OnlineScheduler(Member):
         tpot = None
         if seen.tokens > 1:
             tpot = (seen.last_token_at - seen.first_token_at) / (seen.tokens - 1)
-        self._attainment.add(ttft, tpot, seen.lent)
+        now = time.monotonic()
         with self._writing:
             s, a = self.state, self._attainment
+            a.add(now, ttft, tpot, seen.lent)
             s.finished = a.finished
             s.met = a.met
             s.finished_lending = a.finished_lending
             s.met_lending = a.met_lending
-            s.lends = float(not a.misses_alone)
+            s.lends = float(not a.misses_alone(now))
 
     # ------------------------------------------------------------------ memory
 

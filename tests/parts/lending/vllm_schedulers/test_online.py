@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from rose.parts.lending import board
+from rose.parts.lending.rules import slo
 from rose.parts.lending.vllm import online, pool
 
 pytestmark = pytest.mark.slow  # imports vLLM
@@ -85,6 +86,17 @@ def test_first_tokens_beyond_their_median_target_leave_rollouts_less(driven, mon
         driven.scheduler._publish()
         shares.append(driven.scheduler.state.prompt_share)
     assert shares[0] < 0.02 and shares[1] == 1
+
+
+def test_a_peak_that_it_could_not_serve_is_forgotten_and_it_lends_again(driven, monkeypatch):
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    for _ in range(slo.JUDGED):
+        driven.scheduler._attainment.add(now, 9.0, None, lent=False)
+    for passed_s, lends in ((0.0, 0), (slo.FORGET_MISSES_S + 1.0, 1)):
+        now += passed_s
+        driven.scheduler._publish()
+        assert driven.scheduler.state.lends == lends
 
 
 def test_requests_that_lose_their_memory_to_others_are_counted(driven):
