@@ -699,4 +699,4 @@ class DeviceChanged(Message):
     total_gib: float
 
 
-AnyMessage = functools.reduce(operator.or_, Message.__subclasses__())  # for the decoder
+AnyMessage = functools.reduce(operator.or_, Message.__subclasses__())  # the decoder's type

@@ -78,7 +78,7 @@ def byte_gaps(at: np.ndarray) -> np.ndarray:
     """Encode each gap in bytes. 255 means that 255 is added to the next byte."""
     gaps = np.diff(at, prepend=-1) - 1
     ends = np.cumsum(gaps // 255 + 1) - 1
-    made = np.full(int(ends[-1]) + 1 if ends.size else 0, 255, np.uint8)
+    made: np.ndarray = np.full(int(ends[-1]) + 1 if ends.size else 0, 255, np.uint8)
     made[ends] = gaps % 255
     return made
 

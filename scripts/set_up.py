@@ -128,8 +128,8 @@ class Environment:
         self.say("compiling")
         [packages] = self.folder.glob("lib/python*/site-packages")
         chosen = [str(p) for p in packages.iterdir() if p.stat().st_mtime >= since]
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        subprocess.run([self.python, "-m", "compileall", "-qq", "-j", "0", *chosen], **quiet)
+        command = [str(self.python), "-m", "compileall", "-qq", "-j", "0", *chosen]
+        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         if error := self.error_of("from rose.transfer import codec; codec.compile_all()"):
             raise Failed(f"rose/transfer/codec.py can't be compiled: {error}")
 
@@ -151,7 +151,7 @@ class Environment:
 
     def error_of(self, program: str) -> str:
         """The last line of the error with which `program` ends here; empty when it ends well."""
-        command = [self.python, "-c", program]
+        command = [str(self.python), "-c", program]
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         lines = run.stderr.strip().splitlines() or [f"exit status {run.returncode}"]
         return lines[-1] if run.returncode else ""

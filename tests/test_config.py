@@ -7,7 +7,7 @@ import pytest
 
 from rose import config as configuration
 from rose import processes
-from rose.config import ConfigError, ModelShape, check_model, from_dict, read_shape, to_dict
+from rose.config import ConfigError, ModelShape, check_model, errors, from_dict, read_shape, to_dict
 from tests.conftest import CONF
 from tests.made import LLAMA, model_folder
 from tests.refusals import refused, table
@@ -58,7 +58,6 @@ cluster.mpi.srun=[pmi2] -> cluster.mpi.srun.0='pmi2' | --mpi=pmi2
 +cluster.mpi.env.A-B=x -> cluster.mpi.env.A-B='x' | name of a variable
 cluster.kind=pbs -> cluster.kind='pbs' | one of local, slurm
 cluster.kind=slurm -> cluster.slurm=None | use cluster=slurm
-+cluster.env={1:x} -> cluster.env={1: 'x'} | its names must be text
 +cluster.env.A=1 -> cluster.env.A=1 | must be text | '+cluster.env.A="1"'
 transfer.relay=node7:7673 -> transfer.relay='node7:7673' | http://host:port
 transfer.relay=http://node7:7673 -> transfer.relay_token_file=None | asks for its token
@@ -410,3 +409,12 @@ def test_evaluations_are_due_before_after_and_between(make_config):
     assert [step for step in range(11) if every.due(step, 10)] == [0, 4, 8, 10]
     none = make_config("eval=none", "eval.every=4").eval
     assert not any(none.due(step, 10) for step in range(11))
+
+
+def test_a_name_that_is_no_text_is_told():
+    said = errors.explain(
+        "Expected `str`, got `int` - at `key` in `$.cluster.env`",
+        {"cluster": {"env": {1: "x"}}},
+        configuration.Config,
+    )
+    assert said == "cluster.env={1: 'x'}: its names must be text; put them in quotes"

@@ -1,6 +1,7 @@
 """Models of a hub: one commit for all ranks, from the network or the cache, or one clear error
 before anything starts."""
 
+import struct
 from pathlib import Path
 
 import hub_cache
@@ -8,7 +9,7 @@ import huggingface_hub
 import pytest
 
 from rose import config as configuration
-from rose import front, hub, weight_files
+from rose import front, hub
 from rose.config import ConfigError
 from rose.launch import local, model
 from tests.made import model_folder
@@ -126,13 +127,14 @@ def test_untrainable_models_are_refused_when_planned(cache, files, tree, tmp_pat
 
 
 def test_a_model_that_is_only_served_may_be_quantised_and_one_to_train_may_not(
-    cache, files, tree, tmp_path, monkeypatch
+    cache, files, tree, tmp_path
 ):
+    head = b'{"w.weight": {"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]}}'
+    (files / "model.safetensors").write_bytes(struct.pack("<Q", len(head)) + head + bytes(4))
     hub_cache.add(cache, "acme/tiny", files)
-    monkeypatch.setattr(weight_files, "FLOATS", ("F8_E4M3", "none"))
     assert hub.snapshot("acme/tiny").is_dir()
     c = config(tree, tmp_path)
-    with pytest.raises(ConfigError, match="model.path='acme/tiny': .* has the type F32"):
+    with pytest.raises(ConfigError, match="model.path='acme/tiny': .* has the type F8_E4M3"):
         model.fetch(c, c.run_dir / "config.json")
 
 

@@ -119,7 +119,7 @@ class _Episode:
     limit: str = ""  # value of `Trajectory.limit`
     rewards_turns: bool = False
     stats: dict[str, float] = field(default_factory=dict)
-    played: list[tuple[Action, Step]] = field(default_factory=list)  # only if `forks` is given
+    played: list[tuple[Action, Step]] = field(default_factory=list)  # filled if `forks` is given
 
     @property
     def room(self) -> int:

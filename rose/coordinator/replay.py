@@ -79,7 +79,7 @@ def check(run_dir: Path, config: Config) -> None:
         was = section.get(last, now) if isinstance(section, dict) else now
         if was != now:
             raise ConfigError(
-                f"{key}={now}: the trajectories of rollout.replay={str(run_dir)!r} were made "
+                f"{key}={now:g}: the trajectories of rollout.replay={str(run_dir)!r} were made "
                 f"with {key}={was}"
             )
 

@@ -58,7 +58,6 @@ class TurnHub:
         self.listener: Any = None  # `Sender` of a part (rose/extensions.py)
         self._world_size = world_size  # workers at this rank and above are borrowed
         self._hybrids = hybrids
-        self._own_ready = False  # true once an engine of the run's job was ready
         self._send, self._recorder = send, recorder
         self._on_action, self._on_fault = on_action, on_fault
         self.scheduler = scheduler
@@ -336,7 +335,7 @@ class TurnHub:
     def _worker_ready(self, source: int, m: p.WorkerReady) -> None:
         before = self.workers.get(m.worker)
         kind = "dedicated" if source < self._world_size else m.kind
-        self._own_ready = self._own_ready or source < self._world_size
+        self.workers.own_ready |= source < self._world_size
         self.workers.idled.discard(m.worker)
         if source in self._hybrids:
             kind = "hybrid"
@@ -375,7 +374,7 @@ class TurnHub:
         if not m.restarting:
             self.workers.remove(m.worker)
             # A borrowed engine may be ready, and end, before the run's own engines are ready.
-            if not self.workers and self._own_ready:
+            if not self.workers and self.workers.own_ready:
                 self._on_action(
                     ev.GiveUp(f"no rollout worker is left; the last, {m.worker}: {m.error}")
                 )

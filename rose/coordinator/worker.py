@@ -70,6 +70,7 @@ class Workers(dict[str, Worker]):
     def __init__(self) -> None:
         super().__init__()
         self.idled: set[str] = set()  # workers that the scheduler does not use (`RestWorker`)
+        self.own_ready = False  # true once an engine of the run's job was ready
         self.restarts = 0  # restarts of engines
         self.generated = dict.fromkeys(POOLS, 0)  # pool -> tokens in this attempt
         # pool -> tokens since `begin_step` of workers that have left or were lost

@@ -137,7 +137,7 @@ def drawn(rows: Sequence[dict[str, str]]) -> str:
         which = "" if degrees else f"{row['shapes'].removeprefix(kind)}:"
         return f"{which} {float(row['step_s']):,.0f} s, {with_bounds(row, 'gain', 'low', 'high')}"
 
-    table = []
+    table: list[tuple[str, ...]] = []
     for setting, name in SETTINGS.items():
         alone = [str(row.degrees[0]) for row in ROWS[setting] if row.kind == "single"]
         for kind, degrees in (

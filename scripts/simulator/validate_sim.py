@@ -112,7 +112,9 @@ class Window(NamedTuple):
 
 def profile_of(runs: list[tuple[Ran, Path]]) -> Profile:
     """Return the profile from live runs with their step logs."""
-    logs, groups, rows, there, back, pauses = [], [], [], [], [], []
+    logs, groups, rows, pauses = [], [], [], []
+    there: list[float] = []
+    back: list[float] = []
     for live, log in runs:
         entries = live.entries()
         saved = {row["step"]: replay.load(live.run, row["step"]) for row in live.steps(0)}
