@@ -210,6 +210,7 @@ env=games env.members.calculator.args.largest=0 -> env.members.calculator.args.l
 +trainer.steps=7 -> +trainer.steps=7 | already | write trainer.steps=7
 trainer.lr=1e-5 -> trainer.lr=1e-5: no such key | trainer.optimizer.lr
 +steps=7 -> steps=7: no such key | trainer.steps
+output_dir=~/runs +steps=7 -> steps=7: no such key | trainer.steps
 rollout=2 -> rollout=2 | the name of a file | cpu, gpu
 "rollout={a: 1}" -> rollout={a: 1} | give each as rollout.KEY=VALUE
 rollout=null -> rollout=null | the name of a file | cpu, gpu
