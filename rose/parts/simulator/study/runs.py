@@ -161,4 +161,4 @@ def _init_process(parent: int) -> None:
 
 
 def cores(wanted: int | None) -> int:
-    return wanted or len(os.sched_getaffinity(0))
+    return wanted or processes.cores()

@@ -14,7 +14,7 @@ from rose import front as launcher
 from rose.config import ConfigError
 from rose.parts.simulator.config import from_dict
 from rose.parts.simulator.driver import simulate
-from rose.parts.simulator.study import build, front
+from rose.parts.simulator.study import build, front, runs
 from tests.processes import ran
 
 REPOSITORY = Path(__file__).resolve().parents[4]
@@ -98,6 +98,11 @@ def test_a_bad_value_is_named_before_anything_is_simulated(answer, tmp_path, cha
     for word in words.split(" & "):
         assert word in str(refused.value)
     assert not (tmp_path / "outputs").exists()
+
+
+def test_as_many_processes_as_a_container_may_use(monkeypatch):
+    monkeypatch.setattr("rose.processes.cores", lambda: 3)
+    assert (runs.cores(None), runs.cores(8)) == (3, 8)
 
 
 def test_a_mixture_of_environments_can_be_simulated(tree):
