@@ -199,7 +199,7 @@ def _facts(c: Config, outcomes: Sequence[Outcome]) -> list[tuple[str, str]]:
         ("Step", f"{mean(mine, 'step_s'):.1f} s"),
         ("Steps per hour", f"{3600 / mean(mine, 'step_s'):.1f}"),
         ("Seeds", str(len(c.sim.seeds))),
-        ("Steps simulated", f"{c.sim.steps} each, {c.sim.warmup} not counted"),
+        ("Steps simulated", f"{c.sim.steps} each, {c.sim.warmup} to warm up"),
     ]
 
 
@@ -248,10 +248,11 @@ def _table(
     return (
         "<div "
         f"class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div><p "
-        "class=muted>Means over the seeds. Trained/s: trajectories. Staleness: versions. p99/p50: "
-        "of the trajectories' times. SLO kept: share of online requests within both P99 targets "
-        "(the target is 99%). Allocation: share of the borrowed workers' time before their first "
-        "turn.</p>"
+        "class=muted>Means over the seeds; times and rates of steps, staleness and hidden training "
+        "after the warm-up, all others over the whole run. Trained/s: trajectories. Staleness: "
+        "versions. p99/p50: of the trajectories' times. SLO kept: share of online requests within "
+        "both P99 targets (the target is 99%). Allocation: share of the borrowed workers' time "
+        "before their first turn.</p>"
     )
 
 
