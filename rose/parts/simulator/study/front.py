@@ -69,7 +69,7 @@ def check(c: Config, mode: str) -> None:
         build.make_spec(c, name, system, s.seeds[0])
     if mode == "plan":
         sizing.target(c)
-        sizing.borrowed_pool(c)
+        sizing.pair_configs(c)
     for name in ("report.html", "result.json", "result.csv"):
         if (c.run_dir / name).is_dir():
             raise ConfigError(
