@@ -62,38 +62,37 @@ def sweep(
     path: Path,
     title: str,
     axis: str,
-    points: Sequence[str],
+    labels: dict[str, str],
     outcomes: Sequence[Outcome],
-    label: str,
     command: str,
 ) -> None:
-    """Write the page that compares the points of a sweep with its first point."""
-    mine = [msgspec.structs.replace(o, system=o.point) for o in outcomes if o.system == label]
+    """Write the page that compares the points of a sweep with its first point. `labels` has each
+    point's configured system."""
+    points = list(labels)
     names = {point: _short(point, title) for point in points}
-    mine = [msgspec.structs.replace(o, system=names[o.point]) for o in mine]
+    mine = [
+        msgspec.structs.replace(o, system=names[o.point])
+        for o in outcomes
+        if o.system == labels[o.point]
+    ]
     first = names[points[0]]
     found = {
         name: Interval(1 / g.mean, 1 / g.high, 1 / g.low) for name, g in gains(mine, first).items()
     }
     data: dict[str, Any] = {
-        "ours": label,
+        "ours": first,
         "seed": mine[0].seed,
         "gains": _gain_rows(found),
         "phases": _phases(mine),
         "gainWords": f"of each point over {first}: ratio of the step times, geometric mean and "
         f"95% interval over {len({o.seed for o in mine})} seeds.",
-        "pictures": {
-            names[o.point]: o.picture
-            for o in outcomes
-            if o.picture is not None and o.system == label
-        },
+        "pictures": {o.system: o.picture for o in mine if o.picture is not None},
     }
     numbers = _numbers(points)
     drawn = figure("gains")
     if numbers:
         data["sweep"] = {"x": numbers, "axis": axis, "systems": _curves(points, outcomes)}
         drawn += figures("sweep-step", "sweep-rate")
-    data["ours"] = first
     sections = [
         section("Result", _table(mine, first, "×, than " + first, found) + drawn),
         section("Where the time goes", figure("phases") + figure("timeline")),
@@ -105,7 +104,8 @@ def sweep(
     _write(
         path,
         title,
-        f"{len(points)} points of a sweep over {escape(axis)}; {escape(label)}",
+        f"{len(points)} points of a sweep over {escape(axis)}; "
+        f"{', '.join(escape(label) for label in dict.fromkeys(labels.values()))}",
         [],
         sections,
         data,
