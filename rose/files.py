@@ -64,6 +64,12 @@ PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"
 }
 
 
+def at_home(path: str) -> Path:
+    """Return the path of a command's option, with the home folder for its ~. Shells don't replace
+    that of --option=~/path."""
+    return Path(os.path.expanduser(path))
+
+
 def printable(text: object) -> str:
     """Return `text` for a terminal, without the control characters that an agent's program, an
     environment or a model may have put into it."""

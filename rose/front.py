@@ -61,7 +61,6 @@ INSTEAD_OF_RUNNING = frozenset(
         "-sc",
     )
 )
-HOME = re.compile(r"^([\w.+]+=)~(?=/|$)")  # bash replaces this ~ itself, other shells don't
 TRAIN = "train"  # the mode that needs no part
 NAME_LIMIT = 151  # characters of a run's name; rose/config/checks refuses longer names
 
@@ -70,7 +69,6 @@ def main(conf: Path, arguments: list[str], program: str = "python launch.py") ->
     """Run the command line `arguments` of `program` on the Hydra folder `conf`. Return the
     process's exit code."""
     complaints = Console(stderr=True)
-    arguments = [HOME.sub(lambda found: found[1] + os.path.expanduser("~"), a) for a in arguments]
     try:
         with _signals_raise():
             code = _main(conf, arguments, Console(), program)
@@ -141,7 +139,7 @@ def _main(conf: Path, arguments: list[str], console: Console, program: str) -> i
 def compose(conf: Path, arguments: list[str]) -> list[dict]:
     """Return the resolved tree of each point of the sweep: one without -m, none with --help and the
     like. Raises `ConfigError` for a sweep without points."""
-    arguments = [*_groups_of_mode(arguments), *arguments]
+    arguments = errors.with_home([*_groups_of_mode(arguments), *arguments])
     trees: list[dict] = []
     refused: list[ConfigError] = []
     swept = errors.swept_keys(arguments)

@@ -60,6 +60,8 @@ cluster.kind=pbs -> cluster.kind='pbs' | one of local, slurm
 cluster.kind=slurm -> cluster.slurm=None | use cluster=slurm
 +cluster.env.A=1 -> cluster.env.A=1 | must be text | '+cluster.env.A="1"'
 transfer.relay=node7:7673 -> transfer.relay='node7:7673' | http://host:port
+transfer.relay=http://node7:76730 -> transfer.relay='http://node7:76730' | port below 65536
+transfer.relay=http://[::1:7673 -> transfer.relay='http://[::1:7673' | http://host:port
 transfer.relay=http://node7:7673 -> transfer.relay_token_file=None | asks for its token
 transfer.broadcast=nccl -> transfer.broadcast='nccl' | needs GPUs
 transfer.in_flight=drop -> transfer.in_flight | drop

@@ -7,6 +7,7 @@ Left out: errors in a composed configuration, which rose/config/ reports.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ from rose.config.errors import similar
 
 COMPLAINTS = (HydraException, OmegaConfBaseException)
 SWEEP = ("-m", "--multirun")
+HOME = re.compile(r"^([\w.+]+=)~(?=/|$)")
 
 
 def explain(error: Exception, conf: Path, arguments: list[str]) -> str:
@@ -174,8 +176,18 @@ def options_first(arguments: list[str]) -> list[str]:
 def _parsed(arguments: list[str]) -> list[Override]:
     """Return the overrides among `arguments`, without flags."""
     return OverridesParser.create().parse_overrides(
-        [a for a in arguments if ("=" in a or a.startswith("~")) and not a.startswith("-")]
+        [
+            a
+            for a in with_home(arguments)
+            if ("=" in a or a.startswith("~")) and not a.startswith("-")
+        ]
     )
+
+
+def with_home(arguments: list[str]) -> list[str]:
+    """Return `arguments` with the home folder for the ~ of KEY=~/PATH. Hydra can't read it, and not
+    every shell replaces it."""
+    return [HOME.sub(lambda found: found[1] + os.path.expanduser("~"), a) for a in arguments]
 
 
 def _several_values(override: str) -> str:

@@ -59,7 +59,10 @@ class Relayed:
     upstream, and `Refused` at once if the token is wrong."""
 
     def __init__(self, url: str, token: str | None, timeout_s: float = 30.0, folder: str = ""):
-        parsed = urllib3.util.parse_url(url)
+        try:
+            parsed = urllib3.util.parse_url(url)
+        except urllib3.exceptions.LocationParseError:
+            parsed = urllib3.util.Url()
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise TransferError(
                 f"{url}: expected http://host:port, the address that a relay prints"

@@ -144,6 +144,8 @@ def test_a_token_that_others_can_read_is_refused(tmp_path):
         ("ftp://node:1", "t", "expected http://host:port"),
         ("http://node:1/../weights", "t" * 16, "names of letters"),
         ("http://", "t", "expected http://host:port"),
+        ("http://node:76730", "t", "expected http://host:port"),
+        ("http://[::1:7673", "t", "expected http://host:port"),
     ],
 )
 def test_an_address_that_is_none_is_refused_before_anything_is_asked(where, token, why):

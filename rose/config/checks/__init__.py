@@ -21,6 +21,7 @@ __all__ = ["NAME", "NO_DRAFTS", "Need", "check", "check_model", "check_serving",
 
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,=+-]{0,150}")  # a run's, and its folder's
+RELAY = re.compile(r"https?://(?:\[[0-9A-Fa-f:.]+\]|[^\[\]/:\s]+):(\d{1,5})")  # group 1: the port
 COLDEST = 0.01  # vLLM's _MAX_TEMP: it samples at no lower temperature, except greedily at 0
 
 
@@ -75,10 +76,11 @@ def _check_values(c: Config, need: Need) -> None:
         f"at least {COLDEST}: vLLM draws at no lower one, and greedy rollouts teach nothing",
     )
     relay = c.transfer.relay
+    port = relay and RELAY.fullmatch(relay)
     need(
-        relay is None or re.fullmatch(r"https?://[^/\s]+:\d+", relay) is not None,
+        relay is None or (port is not None and 0 < int(port[1]) < 2**16),
         "transfer.relay",
-        "must be http://host:port, as `rose relay` prints it, or null",
+        "must be http://host:port, as `rose relay` prints it, with a port below 65536, or null",
     )
     need(
         relay is None or c.transfer.relay_token_file is not None,

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from rose import front
 from rose.config import Config, ConfigError
-from rose.files import printable
+from rose.files import at_home, printable
 from rose.launch import container, errors, exclusions
 from rose.parts.doctor import join, machine, slurm
 from rose.parts.doctor.finding import Finding
@@ -33,7 +33,7 @@ def main() -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="rose doctor", description=__doc__, formatter_class=raw)
     where = "where runs will be written; default: output_dir"
-    parser.add_argument("--folder", type=Path, help=where)
+    parser.add_argument("--folder", type=at_home, help=where)
     args, overrides = parser.parse_known_args()
     console = Console(soft_wrap=True, highlight=False)
     try:

@@ -5,7 +5,6 @@ Left out: the weights themselves, which `rose.parts.play.policy` loads.
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,13 +105,13 @@ def _of_export(place: Path, tree: dict[str, Any], overrides: list[str]) -> Confi
 
     context = int(min(tree.get("max_position_embeddings") or LONGEST_CONTEXT, LONGEST_CONTEXT))
     dtype = tree.get("dtype") or tree.get("torch_dtype") or "bfloat16"
-    quoted = json.dumps(str(place.resolve()))
-    own = [f"model.path={quoted}", f"model.max_context={context}", f"model.dtype={dtype}"]
+    own = [f"model.max_context={context}", f"model.dtype={dtype}"]
     whole = [*own, "model.source=folder", *overrides]
     try:
         (composed,) = front.compose(CONF, whole)
     except errors.COMPLAINTS as error:
         raise ConfigError(errors.explain(error, CONF, whole)) from None
+    composed["model"]["path"] = str(place.resolve())  # as an override Hydra could misread it
     return configuration.from_dict(composed, checked=False)
 
 

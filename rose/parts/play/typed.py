@@ -65,7 +65,7 @@ def action(line: str, tools: list[dict[str, Any]]) -> Action | str:
     # the name of the only tool may be left out
     text = rest if word in names or len(functions) > 1 else line
     try:
-        arguments = _arguments(text.strip(), function["parameters"])
+        arguments = _arguments(text.strip(), function.get("parameters") or {})
     except ValueError as error:
         return f"{error}; type {_form(function, named=len(functions) > 1)}"
     call = ToolCall(function["name"], arguments)

@@ -23,7 +23,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from rose.files import write_whole
+from rose.files import at_home, write_whole
 from rose.parts.relay.cache import Cache
 from rose.parts.relay.server import serve
 from rose.transfer import TransferError
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--cache",
         metavar="DIR",
-        type=Path,
+        type=at_home,
         help="default: a folder of its own in the temporary one",
     )
     parser.add_argument(
@@ -61,11 +61,13 @@ def main(arguments: list[str]) -> int:
         help=f"at most so much on disk, default {CACHE_GIB:.0f}; 0: keeps nothing, for a folder "
         "that is as fast as a cache",
     )
-    parser.add_argument("--token-file", metavar="FILE", type=Path, help="default: made, DIR/token")
+    parser.add_argument(
+        "--token-file", metavar="FILE", type=at_home, help="default: made, DIR/token"
+    )
     parser.add_argument(
         "--upstream-token-file",
         metavar="FILE",
-        type=Path,
+        type=at_home,
         help="of an upstream relay, if not --token-file",
     )
     args = parser.parse_args(arguments)

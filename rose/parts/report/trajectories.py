@@ -210,13 +210,17 @@ class Texts:
     """Convert tokens to text, by the tokenizer of the run's model."""
 
     def __init__(self, run_dir: Path):
-        self._tokenizer = None
+        self._tokenizer, self.missing = None, ""
         path = _model_folder(Path(run_dir)) / "tokenizer.json"
-        if path.is_file():
-            from tokenizers import Tokenizer
+        try:
+            if path.is_file():
+                from tokenizers import Tokenizer
 
-            self._tokenizer = Tokenizer.from_file(str(path))
-        self.missing = "" if self._tokenizer else f"no {path}, so tokens are shown by their numbers"
+                self._tokenizer = Tokenizer.from_file(str(path))
+            else:
+                self.missing = f"no {path}, so tokens are shown by their numbers"
+        except Exception as error:  # tokenizers raises no other class
+            self.missing = f"{path}: {error}; tokens are shown by their numbers"
 
     def of(self, tokens) -> str:
         tokens = [int(token) for token in tokens]

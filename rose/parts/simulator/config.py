@@ -211,7 +211,8 @@ class Sim(Section):
     pools: list[str]  # names of the pools that this system uses
     executor: Literal["gate", "memory_only", "none"]
     steps: Count
-    warmup: Natural  # first steps that no mean includes
+    # first steps that no mean of steps' times, rates, staleness and hidden training includes
+    warmup: Natural
     seeds: list[int]
     processes: Count | None  # null: all cores
     n_serving: Natural  # cooperative workers

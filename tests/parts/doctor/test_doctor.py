@@ -292,6 +292,15 @@ def test_what_failed_is_printed_with_its_remedy_and_has_code_1(monkeypatch, caps
     assert capsys.readouterr().out.splitlines() == ["ok       import vllm: 0.32", line]
 
 
+@pytest.mark.parametrize("given", ["output_dir=~/runs", "--folder=~/runs"])
+def test_a_folder_may_begin_with_the_home_folder(monkeypatch, tmp_path, given):
+    examined = []
+    monkeypatch.setattr(command, "examine", lambda c, folder: examined.append(folder) or iter(()))
+    monkeypatch.setattr(sys, "argv", ["doctor", given])
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert command.main() == 0 and examined == [tmp_path / "runs"]
+
+
 # The command, whose checks may take minutes, as on a busy machine.
 PATIENT = """
 import sys

@@ -25,7 +25,7 @@ def folder(run):  # noqa: F811
 
 @pytest.fixture
 def exported(tmp_path):
-    made = tmp_path / "my model"
+    made = tmp_path / "my modèle ${one}"  # a path of which Hydra would read a part
     made.mkdir()
     shape = {"model_type": "qwen3", "dtype": "float32", "max_position_embeddings": 512}
     (made / "config.json").write_text(json.dumps(shape))

@@ -24,6 +24,7 @@ SHELL = [BASH, EDIT, UNDO]
         ("ls -l | wc", [BASH], "bash", {"command": "ls -l | wc"}),
         ("edit a.txt 'x y' z", SHELL, "edit_file", {"path": "a.txt", "old": "x y", "new": "z"}),
         ("undo", SHELL, "undo", {}),
+        ("stop", [{"type": "function", "function": {"name": "stop"}}], "stop", {}),
         ("undo 2", SHELL, "undo", {"commands": 2}),
     ],
 )

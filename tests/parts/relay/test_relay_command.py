@@ -154,17 +154,21 @@ def test_two_relays_with_different_tokens_start_in_any_order(command, store, sec
         (["{store}", "--token-file", "{store}/readable"], "mode 0644: others can read it"),
         (["http://127.0.0.1:1"], "give the token file of that relay"),
         (["ftp://127.0.0.1:1", "--token-file", "{store}/good"], "expected http://host:port"),
-        (["{store}", "--cache", "{store}/good"], "cache .*good: Not a directory"),
+        (["{store}", "--cache={store}/good"], "cache .*good: Not a directory"),
+        (["{store}", "--cache=~/good"], "cache .*weights/good: Not a directory"),
     ],
 )
-def test_what_it_cannot_use_is_refused_in_one_line(store, tmp_path, capsys, arguments, why):
+def test_what_it_cannot_use_is_refused_in_one_line(
+    store, tmp_path, capsys, monkeypatch, arguments, why
+):
+    monkeypatch.setenv("HOME", str(store))
     (store / "run").mkdir()
     (store / "run" / "config.json").touch()
     for name, mode in (("readable", 0o644), ("good", 0o600)):
         (store / name).write_text("0123456789abcdef")
         (store / name).chmod(mode)
     given = [argument.format(store=store) for argument in arguments]
-    if "--cache" not in given:
+    if not any("--cache=" in argument for argument in given):
         given += ["--cache", str(tmp_path / "cache")]
     assert relay.main(given) == 2
     words = capsys.readouterr().err

@@ -11,7 +11,6 @@ import asyncio
 import copy
 import functools
 import json
-import os
 import random
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from dataclasses import asdict, replace
 from itertools import chain
 from typing import Any
 
+from rose import processes
 from rose.agent.envs import _ladder
 from rose.agent.envs._ladder import BASH, function_tool
 from rose.agent.envs.base import Action, Start, Step, ToolCall
@@ -155,7 +155,7 @@ class Terminal:
         """Run each task's tests once on its initial state. Return the number of tasks, and an error
         for each whose tests can't judge: they pass, are stopped, or can't run."""
         tasks = sorted({t for split in self.tasks or () for t in split}, key=lambda t: t.name)
-        gate = asyncio.Semaphore(len(os.sched_getaffinity(0)))
+        gate = asyncio.Semaphore(processes.cores())
 
         async def one(task: _tasks.Task) -> str:
             env = copy.copy(self)

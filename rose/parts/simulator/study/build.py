@@ -17,6 +17,7 @@ from rose.parts.simulator import domains, environments, hardware, spec
 from rose.parts.simulator.config import Config, SimSandboxes, SimSave, SimSystem
 from rose.parts.simulator.study import pools
 from rose.parts.simulator.study.pools import known
+from rose.policies import registry
 from rose.scheduler import Scheduler
 
 MIB, GIB, MB = 2**20, 2**30, 1e6  # definition: bytes
@@ -46,6 +47,14 @@ def systems(c: Config) -> dict[str, SimSystem]:
 
 def make_scheduler(c: Config, system: SimSystem) -> Scheduler:
     """Return a new scheduler of the system. Raises `ConfigError`."""
+    chosen, there = system.scheduler.provisioning, c.sim.pool
+    asks = getattr(registry.policy("provisioning", chosen), "asks_for_jobs", False)
+    if asks and not any(name in there and there[name].on_request for name in system.pools):
+        raise ConfigError(
+            f"scheduler.provisioning.name={chosen.name!r}: asks for workers, and none of "
+            f"pools={system.pools} has on_request=true; add one, as lend, or choose "
+            "scheduler/provisioning=fixed"
+        )
     return policies.build(system.scheduler, c.rollout.turn_timeout_s)
 
 

@@ -31,7 +31,8 @@ class Picture(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """Means over the steps after the warm-up, in seconds, tokens, shares of 0..1. NaN: no value."""
+    """Times and rates of steps, staleness and `hidden` are of the steps after the warm-up, all
+    others of the whole run. In seconds, tokens, shares of 0..1. NaN: no value."""
 
     point: str  # name of the sweep's point, or of the run
     system: str

@@ -62,38 +62,37 @@ def sweep(
     path: Path,
     title: str,
     axis: str,
-    points: Sequence[str],
+    labels: dict[str, str],
     outcomes: Sequence[Outcome],
-    label: str,
     command: str,
 ) -> None:
-    """Write the page that compares the points of a sweep with its first point."""
-    mine = [msgspec.structs.replace(o, system=o.point) for o in outcomes if o.system == label]
+    """Write the page that compares the points of a sweep with its first point. `labels` has each
+    point's configured system."""
+    points = list(labels)
     names = {point: _short(point, title) for point in points}
-    mine = [msgspec.structs.replace(o, system=names[o.point]) for o in mine]
+    mine = [
+        msgspec.structs.replace(o, system=names[o.point])
+        for o in outcomes
+        if o.system == labels[o.point]
+    ]
     first = names[points[0]]
     found = {
         name: Interval(1 / g.mean, 1 / g.high, 1 / g.low) for name, g in gains(mine, first).items()
     }
     data: dict[str, Any] = {
-        "ours": label,
+        "ours": first,
         "seed": mine[0].seed,
         "gains": _gain_rows(found),
         "phases": _phases(mine),
         "gainWords": f"of each point over {first}: ratio of the step times, geometric mean and "
         f"95% interval over {len({o.seed for o in mine})} seeds.",
-        "pictures": {
-            names[o.point]: o.picture
-            for o in outcomes
-            if o.picture is not None and o.system == label
-        },
+        "pictures": {o.system: o.picture for o in mine if o.picture is not None},
     }
     numbers = _numbers(points)
     drawn = figure("gains")
     if numbers:
         data["sweep"] = {"x": numbers, "axis": axis, "systems": _curves(points, outcomes)}
         drawn += figures("sweep-step", "sweep-rate")
-    data["ours"] = first
     sections = [
         section("Result", _table(mine, first, "×, than " + first, found) + drawn),
         section("Where the time goes", figure("phases") + figure("timeline")),
@@ -105,7 +104,8 @@ def sweep(
     _write(
         path,
         title,
-        f"{len(points)} points of a sweep over {escape(axis)}; {escape(label)}",
+        f"{len(points)} points of a sweep over {escape(axis)}; "
+        f"{', '.join(escape(label) for label in dict.fromkeys(labels.values()))}",
         [],
         sections,
         data,
@@ -199,7 +199,7 @@ def _facts(c: Config, outcomes: Sequence[Outcome]) -> list[tuple[str, str]]:
         ("Step", f"{mean(mine, 'step_s'):.1f} s"),
         ("Steps per hour", f"{3600 / mean(mine, 'step_s'):.1f}"),
         ("Seeds", str(len(c.sim.seeds))),
-        ("Steps simulated", f"{c.sim.steps} each, {c.sim.warmup} not counted"),
+        ("Steps simulated", f"{c.sim.steps} each, {c.sim.warmup} to warm up"),
     ]
 
 
@@ -248,10 +248,11 @@ def _table(
     return (
         "<div "
         f"class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div><p "
-        "class=muted>Means over the seeds. Trained/s: trajectories. Staleness: versions. p99/p50: "
-        "of the trajectories' times. SLO kept: share of online requests within both P99 targets "
-        "(the target is 99%). Allocation: share of the borrowed workers' time before their first "
-        "turn.</p>"
+        "class=muted>Means over the seeds; times and rates of steps, staleness and hidden training "
+        "after the warm-up, all others over the whole run. Trained/s: trajectories. Staleness: "
+        "versions. p99/p50: of the trajectories' times. SLO kept: share of online requests within "
+        "both P99 targets (the target is 99%). Allocation: share of the borrowed workers' time "
+        "before their first turn.</p>"
     )
 
 

@@ -40,7 +40,9 @@ UNREAD_SIM = ("label", "pools", "executor", "systems", "plan", "processes", "see
 
 
 class SimulationFailed(RuntimeError):
-    """An error that names the simulation that failed."""
+    """An error that names the simulation that failed. `finished`: the outcomes of other jobs."""
+
+    finished: Sequence[Outcome] = ()
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -75,10 +77,10 @@ def jobs_of(c: Config) -> list[Job]:
 def run(job: Job) -> Outcome:
     """Simulate one job. Raises `SimulationFailed`."""
     began = time.perf_counter()
-    what = build.make_spec(job.config, job.name, job.system, job.seed)
     try:
+        what = build.make_spec(job.config, job.name, job.system, job.seed)
         result = simulate(what, build.make_scheduler(job.config, job.system), job.seed)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise SimulationFailed(f"{job.name}, seed {job.seed}: {error}") from error
     return of(
         result, job.point, job.name, job.config.sim.warmup, time.perf_counter() - began, job.drawn
@@ -109,17 +111,27 @@ def run_all(
     jobs: Sequence[Job], workers: int, on_outcome: Callable[[Outcome], None]
 ) -> list[Outcome]:
     """Return the outcomes in the order of `jobs`. Equal jobs run once. `on_outcome` is called with
-    each outcome as its run ends. Raises `SimulationFailed`."""
+    each outcome as its run ends. Raises `SimulationFailed` at the first run that fails."""
     first: dict[str, Job] = {}
     for job in jobs:
         first.setdefault(job.key, job)
     found: dict[str, Outcome] = {}
-    for key, outcome in _outcomes(first, workers):
-        found[key] = outcome
-        on_outcome(outcome)
-    return [
-        msgspec.structs.replace(found[job.key], point=job.point, system=job.name) for job in jobs
+    failure = None
+    try:
+        for key, outcome in _outcomes(first, workers):
+            found[key] = outcome
+            on_outcome(outcome)
+    except SimulationFailed as error:
+        failure = error
+    outcomes = [
+        msgspec.structs.replace(outcome, point=job.point, system=job.name)
+        for job in jobs
+        if (outcome := found.get(job.key)) is not None
     ]
+    if failure:
+        failure.finished = outcomes
+        raise failure
+    return outcomes
 
 
 def _outcomes(jobs: dict[str, Job], workers: int) -> Iterator[tuple[str, Outcome]]:
@@ -161,4 +173,4 @@ def _init_process(parent: int) -> None:
 
 
 def cores(wanted: int | None) -> int:
-    return wanted or len(os.sched_getaffinity(0))
+    return wanted or processes.cores()

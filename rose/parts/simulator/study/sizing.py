@@ -18,12 +18,12 @@ from rich.table import Table
 from rose.config import ConfigError
 from rose.observe.terminal import echo, show
 from rose.parts.simulator.config import Config
-from rose.parts.simulator.study import page, runs, table
+from rose.parts.simulator.study import build, page, runs, table
 from rose.parts.simulator.study.gains import Interval, interval
 from rose.parts.simulator.study.outcome import Outcome, mean, values
 from rose.parts.simulator.study.pools import gpus
 
-CAP = "n_serving"  # argument of provisioning policies that limits the borrowed workers
+CAPS = ("n_serving", "max")  # arguments of provisioning policies that limit the borrowed workers
 # The fastest pair is mentioned if it saves more than this share of the advised pair's step time.
 WORTH = 0.02  # ours: less than seeds differ
 
@@ -94,10 +94,10 @@ def pair_config(c: Config, dedicated: int, borrowed: int) -> Config | None:
     if not pools:
         return None
     provisioning = c.scheduler.provisioning
-    if CAP in provisioning.args:
-        provisioning = msgspec.structs.replace(
-            provisioning, args=provisioning.args | {CAP: borrowed}
-        )
+    if "max" in provisioning.args and not borrowed:  # There is no pool that it could ask.
+        provisioning = msgspec.structs.replace(provisioning, name="fixed", args={})
+    capped = {key: borrowed for key in CAPS if key in provisioning.args}
+    provisioning = msgspec.structs.replace(provisioning, args=provisioning.args | capped)
     return msgspec.structs.replace(
         c,
         name=f"{dedicated}+{borrowed}",
@@ -106,9 +106,10 @@ def pair_config(c: Config, dedicated: int, borrowed: int) -> Config | None:
     )
 
 
-def search(c: Config, carry_out: Callable[[Sequence[runs.Job]], list[Outcome]]) -> Answer:
-    """Simulate all pairs and choose one. Raises `ConfigError`, and what `carry_out` raises."""
-    target_s, name = target(c), borrowed_pool(c)
+def pair_configs(c: Config) -> dict[tuple[int, int], Config]:
+    """Return the configuration of each pair that has a worker. Raises `ConfigError` if there is
+    none, or one can't be simulated."""
+    name = borrowed_pool(c)
     asked = [
         (d, b)
         for d in sorted(set(c.sim.plan.dedicated))
@@ -120,12 +121,28 @@ def search(c: Config, carry_out: Callable[[Sequence[runs.Job]], list[Outcome]]) 
             f"sim.plan.dedicated={c.sim.plan.dedicated}, sim.plan.borrowed={c.sim.plan.borrowed}: "
             "give pairs with at least one worker"
         )
+    for (dedicated, borrowed), each in made.items():
+        system = build.ours(each)
+        try:
+            build.make_scheduler(each, system)
+            build.make_spec(each, each.sim.label, system, each.sim.seeds[0])
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error} (with {dedicated} of sim.plan.dedicated and {borrowed} of "
+                "sim.plan.borrowed)"
+            ) from None
+    return made
+
+
+def search(c: Config, carry_out: Callable[[Sequence[runs.Job]], list[Outcome]]) -> Answer:
+    """Simulate all pairs and choose one. Raises `ConfigError`, and what `carry_out` raises."""
+    made = pair_configs(c)
     outcomes = carry_out([job for each in made.values() for job in runs.jobs_of(each)])
     pairs = tuple(
         _pair(c, *pair, [o for o in outcomes if o.point == each.name])
         for pair, each in made.items()
     )
-    return _answer(target_s, pairs)
+    return _answer(target(c), pairs)
 
 
 def _pair(c: Config, dedicated: int, borrowed: int, outcomes: list[Outcome]) -> Pair:

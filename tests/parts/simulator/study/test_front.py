@@ -14,7 +14,7 @@ from rose import front as launcher
 from rose.config import ConfigError
 from rose.parts.simulator.config import from_dict
 from rose.parts.simulator.driver import simulate
-from rose.parts.simulator.study import build, front
+from rose.parts.simulator.study import build, front, runs, sizing, table
 from tests.processes import ran
 
 REPOSITORY = Path(__file__).resolve().parents[4]
@@ -45,6 +45,11 @@ FACTORS = "+sim.environment.factors"
 BOXES = "sim.sandboxes.hosts=1 sim.sandboxes"
 SEER = "sim/systems=[seer] sim/draft=calls"
 ROLLART = "sim/systems=[rollart] scheduler/routing=rollart"
+PLAN = "mode=plan sim.plan.steps_per_hour=1"
+LENT_H20 = (
+    "sim.pool.cooperative.gpu=H20 scheduler/routing=rollart scheduler.routing.args.default=H20"
+)
+SERVERLESS = "sim/systems=[serverless] sim.systems.serverless.pools=[dedicated]"
 
 
 @pytest.mark.parametrize(
@@ -84,6 +89,15 @@ ROLLART = "sim/systems=[rollart] scheduler/routing=rollart"
         (f"{BOXES}.cores=[]", "cores=[]: those of at least one host"),
         (f"{BOXES}.memory_gib=1", "sandbox_mib=1280: no host has room"),
         (f"{BOXES}.changes.none.share=0.9", "files, process are 1.212"),
+        (
+            f"{PLAN} {LENT_H20}",
+            "default='H20': no pool & 2 of sim.plan.dedicated and 0 of sim.plan.b",
+        ),
+        (
+            "scheduler/provisioning=on_demand",
+            "provisioning.name='on_demand': asks for workers & lend",
+        ),
+        (SERVERLESS, "sim.systems.serverless.scheduler.provisioning.name='serverless'"),
         ("mode=plan", "sim.plan.steps_per_hour=None & sim.plan.hours=48"),
         ("sim.pool.spot.link.gbit_s=0", "sim.pool.spot.link.gbit_s=0: expected `float` > 0.0"),
         ("sim.pool.spot.kind=rented", "sim.pool.spot.kind='rented' & dedicated, cooperative"),
@@ -98,6 +112,11 @@ def test_a_bad_value_is_named_before_anything_is_simulated(answer, tmp_path, cha
     for word in words.split(" & "):
         assert word in str(refused.value)
     assert not (tmp_path / "outputs").exists()
+
+
+def test_as_many_processes_as_a_container_may_use(monkeypatch):
+    monkeypatch.setattr("rose.processes.cores", lambda: 3)
+    assert (runs.cores(None), runs.cores(8)) == (3, 8)
 
 
 def test_a_mixture_of_environments_can_be_simulated(tree):
@@ -193,13 +212,60 @@ def test_the_same_configuration_gives_the_same_numbers(answer, tmp_path):
 def test_a_sweep_has_one_page_that_compares_its_points(answer, tmp_path):
     names = [f"frozenlake-scheduler.routing={each}" for each in ("round_robin", "least_loaded")]
     chosen = [f"scheduler/routing={name.split('=')[1]} name='{name}'" for name in names]
+    chosen[1] += " sim.label=mine"
     code, said = answer(*(f"mode=simulate {each}" for each in chosen))
     page = (tmp_path / "outputs" / "frozenlake-sweep.html").read_text()
     assert code == 0
     for name in names:
         assert (tmp_path / "outputs" / name / "report.html").exists()
         assert f'href="{name}/report.html"' in page
+        assert f"<th scope=row>{name.removeprefix('frozenlake-')}</th>" in page
     assert said.count("roll_grpo, seed") == 2  # the rival is the same at both points
+
+
+def test_points_of_a_sweep_that_have_different_seeds_are_refused(answer):
+    with pytest.raises(ConfigError, match=r"name='b': sim.seeds=\[1\], .* sim.seeds=\[1, 2\]"):
+        answer("mode=simulate name=a", "mode=simulate name=b sim.seeds=[1]")
+
+
+def test_a_failure_leaves_the_reports_of_the_points_that_are_complete(
+    answer, tmp_path, monkeypatch, capsys
+):
+    def fails(what, scheduler, seed):
+        if what.steps == 3:
+            raise ValueError("no compute")
+        return simulate(what, scheduler, seed)
+
+    monkeypatch.setattr(runs, "simulate", fails)
+    points = [f"mode=simulate sim.seeds=[1] name={name}" for name in ("a", "b sim.steps=3")]
+    assert answer(*points)[0] == 1
+    assert "roll_grpo, seed 1: no compute" in capsys.readouterr().err
+    reports = [path.parent.name for path in (tmp_path / "outputs").glob("*/report.html")]
+    assert reports == ["a"] and not list((tmp_path / "outputs").glob("*.html"))
+
+
+def test_a_report_that_cannot_be_written_costs_no_other(answer, tmp_path, monkeypatch, capsys):
+    def fails(folder, *others):
+        if folder.name == "a":
+            raise OSError("outputs/a: no space left")
+        write(folder, *others)
+
+    write = table.write
+    monkeypatch.setattr(table, "write", fails)
+    assert answer(*(f"mode=simulate sim.seeds=[1] name={name}" for name in "ab"))[0] == 1
+    assert "outputs/a: no space left" in capsys.readouterr().err
+    assert (tmp_path / "outputs" / "b" / "report.html").exists()
+    assert (tmp_path / "outputs" / "a-sweep.html").exists()
+
+
+@pytest.mark.parametrize(
+    "policy, cap", [("rose", "n_serving"), ("on_demand", "max"), ("serverless", "max")]
+)
+def test_a_plan_borrows_as_many_workers_as_a_pair_has(tree, policy, cap):
+    chosen = f"sim.pools=[dedicated,lend] scheduler/provisioning={policy}"
+    c = from_dict(tree(SMALL, f"{PLAN} {chosen}"))
+    lent, alone = (sizing.pair_config(c, 1, n).scheduler.provisioning for n in (2, 0))
+    assert lent.args[cap] == 2 and not alone.args.get(cap)
 
 
 def test_a_plan_advises_the_cheapest_pair_that_reaches_the_target_and_says_why(answer, tmp_path):
