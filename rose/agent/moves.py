@@ -9,7 +9,6 @@ starts the trajectory on the other host (rose/coordinator/groups.py).
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import psutil
 from rose import protocol as p
 from rose.agent.envs.base import Environment
 from rose.agent.snapshots import Snapshot
+from rose.processes import cores
 
 LOAD_SAMPLE_S = 0.5  # seconds between two samples of the machine's load
 SAMPLES = 4  # samples in a report, so that one is sent every two seconds
@@ -68,12 +68,12 @@ class Moves:
     async def tell_load(self) -> None:
         """Report the whole machine's load until cancelled: any load slows commands."""
         while True:
-            cores, tasks = float(len(os.sched_getaffinity(0))), 0
+            here, tasks = float(cores()), 0
             for _ in range(SAMPLES):
                 await asyncio.sleep(LOAD_SAMPLE_S)
                 tasks += _runnable()
             memory = psutil.virtual_memory().percent / 100
-            load = p.HostLoad(self.rank, len(self._running), cores, tasks / SAMPLES, memory)
+            load = p.HostLoad(self.rank, len(self._running), here, tasks / SAMPLES, memory)
             self._send(load)
 
 

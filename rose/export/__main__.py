@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from rose.config import ConfigError
-from rose.files import advice
+from rose.files import advice, at_home
 from rose.observe import held_out
 from rose.observe.metrics import read_metrics
 
@@ -37,8 +37,8 @@ def main(arguments: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("run", metavar="RUN", type=Path, help="the run's folder, as outputs/NAME")
-    add("--out", metavar="DIR", type=Path, required=True, help="a new or an empty folder")
+    add("run", metavar="RUN", type=at_home, help="the run's folder, as outputs/NAME")
+    add("--out", metavar="DIR", type=at_home, required=True, help="a new or an empty folder")
     add("--step", metavar="N", type=int, help="default: the newest that can be had")
     add("--best", action="store_true", help="the step with the highest held-out mean reward")
     add(
@@ -48,11 +48,11 @@ def main(arguments: list[str]) -> int:
         default=SHARD_GIB,
         help=f"of a weights file, and of memory; default {SHARD_GIB:g}",
     )
-    add("--store", metavar="DIR", type=Path, help="a weight store to read rather than the run's")
+    add("--store", metavar="DIR", type=at_home, help="a weight store to read rather than the run's")
     add(
         "--base",
         metavar="DIR",
-        type=Path,
+        type=at_home,
         help="the base model's folder, if the run's own can't be seen from here",
     )
     add(
