@@ -218,6 +218,10 @@ class ChatFormat:
         """Split a turn's text into thought, content and calls."""
         return self.format.read(*self._split(text), tools)
 
+    def without_thought(self, text: str) -> str:
+        """Return a turn's text after its thought, with its calls as text."""
+        return self._split(text)[1]
+
     def parse(self, text: str, tools: list[dict[str, Any]]) -> Action | BadCall:
         """Return the action in a turn's text, or its malformed call."""
         return self.read(text, tools).action(text)
