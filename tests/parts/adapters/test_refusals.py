@@ -96,6 +96,7 @@ NAMES = "play judge chosen run imported entered first others late taken more wal
         ("mcp", {"url": "localhost:80"}, "env.args.url='localhost:80'"),
         ("mcp", {"url": "http://h/mcp", "token_file": "none"}, "token_file='none': no such file"),
         ("openenv", {"url": "envs:8000"}, "env.args.url='envs:8000'"),
+        ("openenv", {"url": "http://h:1/a b"}, "no OpenEnv server answers GET http://h:1/a b/sch"),
         ("openenv", {"url": "http://h:1", "token_file": "none"}, "token_file='none': no such file"),
         ("agent", {}, "one of them is needed"),
         ("agent", {"command": "a", "function": "b:c"}, "one of them is needed"),
