@@ -123,6 +123,8 @@ def solve(task, seed):
         over = False
         for action in plan:
             _, reward, over, _, _ = env.step(action)
+            if over:
+                break
         return env, over and reward > 0
 
     queue, seen = deque([()]), set()
