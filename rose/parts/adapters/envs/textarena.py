@@ -234,5 +234,5 @@ def _players(game: str, players: int | None, options: str) -> int:
     reason = f"{type(error).__name__}: {' '.join(lines)[:300]}"
     raise ConfigError(
         f"env.args.game={game!r}: can't be played here with {players or 'any number of'} players "
-        f"and env.args.options={dict(options)} ({reason})"
+        f"and env.args.options={json.loads(options)} ({reason})"
     )
