@@ -70,7 +70,8 @@ class Minigrid:
             )
         self.task, self.actions_per_turn, self.max_steps = task, actions_per_turn, max_steps
         ended = task.startswith(ENDED)
-        self._actions, self._system = (ACTIONS, SYSTEM + DONE) if ended else (ACTIONS[:-1], SYSTEM)
+        self._actions = ACTIONS if ended else ACTIONS[:-1]
+        self._system = SYSTEM + DONE if ended else SYSTEM
         self.shaping, self.rewards_turns = float(shaping), shaping > 0
         self._reached: set[str] = set()
         self._grid: gymnasium.Env | None = None
