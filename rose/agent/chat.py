@@ -90,13 +90,13 @@ class ChatFormat:
         self._backend = self._tokenizer.backend_tokenizer
         self.eos_ids: frozenset[int] = frozenset(end_tokens(folder, end_of_turn))
         self.vocabulary = self._find_vocabulary()  # size: all token ids are smaller
+        of_tools = self._tokenizer.get_chat_template(None, [tool_formats.PROBE_TOOL])
         # Marks of turns and tool responses, which `neutral` breaks up in an environment's text.
         # Marks of calls are harmless there, and the loop's own messages quote them to the model.
-        marks = (self._tokenizer.get_added_vocab().keys() | RESPONSE) - {OPEN, CLOSE}
+        marks = (_marks(self._backend, self.template + of_tools) | RESPONSE) - {OPEN, CLOSE}
         self._marks = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
         self._longest = _longest_token(self._backend)
         self.native_tools = self._has_tools()
-        of_tools = self._tokenizer.get_chat_template(None, [tool_formats.PROBE_TOOL])
         self._arguments = arguments(self.template) | arguments(of_tools)
         if not self.native_tools:
             self._tokenizer.chat_template = TOOLS_AS_TEXT + self._tokenizer.get_chat_template()
@@ -209,6 +209,10 @@ class ChatFormat:
     def read(self, text: str, tools: list[dict[str, Any]]) -> Reading:
         """Split a turn's text into thought, content and calls."""
         return self.format.read(*self._split(text), tools)
+
+    def without_thought(self, text: str) -> str:
+        """Return a turn's text after its thought, with its calls as text."""
+        return self._split(text)[1]
 
     def parse(self, text: str, tools: list[dict[str, Any]]) -> Action | BadCall:
         """Return the action in a turn's text, or its malformed call."""
@@ -358,6 +362,17 @@ class ChatFormat:
 
     def _error(self, text: str) -> ConfigError:
         return ConfigError(f"model.path={self.folder!r}: {text}")
+
+
+def _marks(backend: Any, template: str) -> set[str]:
+    """Return the added tokens that act as marks: those that are special or in the template. Others
+    are plain text, such as runs of spaces and HTML tags. A template may put <|ROLE|> together."""
+    return {
+        token.content
+        for token in backend.get_added_tokens_decoder().values()
+        if token.content.strip()
+        and (token.special or token.content in template or token.content.startswith("<|"))
+    }
 
 
 def _longest_token(backend: Any) -> int:

@@ -30,7 +30,7 @@ from rose.agent.playing import Player, Store
 from rose.agent.scoring import Scoring
 from rose.agent.snapshots import Snapshot, Snapshots
 from rose.comm.tasks import Tasks
-from rose.comm.wire import COORDINATOR
+from rose.comm.wire import COORDINATOR, WireError
 from rose.config import Config, ConfigError
 from rose.launch.layout import layout
 from rose.models import resolve
@@ -112,6 +112,7 @@ class TrajectoryHost:
         began = time.time()
         try:
             trajectory = await self._trajectory(start, fork)
+            self._finish(start, trajectory)
         except EnvironmentFailure as failure:
             await asyncio.sleep(TOLD_S)
             if self._ending:  # the run's next attempt restarts the trajectory
@@ -133,7 +134,6 @@ class TrajectoryHost:
                 tokens=trajectory.response_tokens,
                 reward=trajectory.reward,
             )
-            self._send(p.TrajectoryFinished(trajectory))
             self._forget(start.id)
         finally:
             self._trajectories.pop(start.id, None)
@@ -147,6 +147,17 @@ class TrajectoryHost:
             if start.id in self._dropped:
                 self._dropped.discard(start.id)
                 self._spawn(self._drop(start.id))
+
+    def _finish(self, start: p.StartTrajectory, trajectory: p.Trajectory) -> None:
+        """Send a trajectory that has ended. Raises `EnvironmentFailure` if it is too large."""
+        try:
+            self._send(p.TrajectoryFinished(trajectory))
+        except WireError as error:
+            key, member = self._config.environments[start.domain]
+            lower = f"lower {key}.max_turns={member.max_turns}"
+            failure = EnvironmentFailure(start.id, f"{error}; {lower}")
+            failure.made, failure.task = trajectory, trajectory.task
+            raise failure from None
 
     def saved(self, snapshot: Snapshot) -> None:
         """Report a snapshot that is on disk, and release its trajectory if that is to move."""

@@ -33,13 +33,14 @@ class OtherBase(TransferError):
     """The folder has another base model. Another source of the adapter would not help."""
 
 
-def write_config(config: Config, folder: Path) -> None:
-    """Write adapter_config.json."""
+def write_config(config: Config, folder: Path, base: Path) -> None:
+    """Write adapter_config.json. `base`: the base model's folder, which it names for a model that
+    a recipe made."""
     from peft import LoraConfig  # takes seconds to import
 
     lora = config.trainer.lora
     LoraConfig(
-        base_model_name_or_path=str(config.model.path),
+        base_model_name_or_path=str(config.model.path or base),
         revision=config.model.revision,
         task_type="CAUSAL_LM",
         r=lora.rank,
@@ -111,6 +112,15 @@ class Merged:
 
 
 def _files(source: Path) -> dict[str, str]:
-    """Return the file of each tensor, for a model's folder with several files; else {}."""
+    """Return the file of each tensor, for a model's folder with several files; else {}.
+    Raises `Missing` for a damaged index."""
     path = source / INDEX
-    return json.loads(path.read_text(encoding="utf-8"))["weight_map"] if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise Missing(
+            f"{path}: no index of weights ({error!r}); give the base model's folder undamaged, as "
+            "with --base"
+        ) from None

@@ -69,7 +69,7 @@ def export(
         asked = [adapter.Merged(weights, source) for weights in found] if merge else found
         weights, shards, blocks = _first_sound(asked, part, shard_bytes)
         if lora and not merge:
-            adapter.write_config(config, part)
+            adapter.write_config(config, part, source)
             _copy(source, part, ("LICENSE*", "NOTICE*"))
         else:
             copy_rest(source, part, weights.tensors[0].dtype)  # all are of model.dtype

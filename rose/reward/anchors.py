@@ -26,10 +26,11 @@ class Anchors:
         self._slowest: dict[str, float] = {}  # prompt -> seconds, the longest unused first
         self._changed = False
         if adaptive and path.exists():
-            self._slowest = {
-                str(prompt): float(seconds)
-                for prompt, seconds in json.loads(path.read_text(encoding="utf-8")).items()
-            }
+            try:
+                read = json.loads(path.read_text(encoding="utf-8"))
+                self._slowest = {str(prompt): float(seconds) for prompt, seconds in read.items()}
+            except (OSError, ValueError, TypeError, AttributeError) as error:
+                print(f"{path} can't be read ({error}): limits are learned again", flush=True)
 
     def limit_s(self, prompt: str) -> float:
         """Return the seconds that the next answer to `prompt` may take."""

@@ -29,6 +29,7 @@ from rose.processes import die_with_parent
 GIB = 2**30
 OUTPUT_BYTES = 65_536  # last bytes of the program's output that are kept, for error messages
 LARGEST_FILE = GIB  # size limit of a file that the program writes
+POLL_S = 0.05  # seconds between two looks whether a program has ended
 PROBE_S = 10.0  # seconds for the test of whether unshare works
 SPACES = ("--net", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
 REFUSED = "unshare: "  # start of unshare's own error messages
@@ -93,6 +94,7 @@ async def run(
             start_new_session=True,
             preexec_fn=functools.partial(_limit, memory_gib, os.getpid()),
         )
+        ending = asyncio.create_task(_end_children(process))
         try:
             async with asyncio.timeout(timeout_s):
                 first = await _begin(process) if isolation() else b""
@@ -104,9 +106,22 @@ async def run(
         except TimeoutError:
             return None, ""
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            ending.cancel()
+            _kill_group(process)
             await process.wait()
+
+
+async def _end_children(process: asyncio.subprocess.Process) -> None:
+    """Kill what is left of the program's group once the program has ended: its children would keep
+    its output open. `process.wait` returns only after that is closed, so the code is polled."""
+    while process.returncode is None:
+        await asyncio.sleep(POLL_S)
+    _kill_group(process)
+
+
+def _kill_group(process: asyncio.subprocess.Process) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _lay(folder: Path, files: dict[str, str]) -> None:

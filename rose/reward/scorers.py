@@ -90,8 +90,15 @@ class Command:
     def __post_init__(self) -> None:
         if not self.argv:
             raise ConfigError("reward.args.argv=[]: the program and its arguments are needed")
-        if command.program(self.argv[0]) is None:
-            raise ConfigError(f"reward.args.argv={self.argv}: there is no program {self.argv[0]}")
+        name = self.argv[0]
+        if "/" in name and not Path(name).is_absolute():
+            raise ConfigError(
+                f"reward.args.argv={self.argv}: {name} is not in the folder where the program "
+                f"starts; give its absolute path ({Path(name).resolve()}), or for a file of the "
+                f"task a program that runs it, as [sh, {name}]"
+            )
+        if command.program(name) is None:
+            raise ConfigError(f"reward.args.argv={self.argv}: there is no program {name}")
         if Path(self.answer_file).is_absolute() or ".." in Path(self.answer_file).parts:
             raise ConfigError(
                 f"reward.args.answer_file={self.answer_file!r}: must lie in the program's folder"

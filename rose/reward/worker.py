@@ -147,17 +147,17 @@ async def answer(
     function hangs, the process exits, because a thread can't be stopped and would occupy a slot."""
     began, score, error, hung = time.monotonic(), None, "", False
     try:
-        async with asyncio.timeout(work.limit_s + MARGIN_S):
+        async with asyncio.timeout(work.limit_s + MARGIN_S) as limit:
             found = await scorer.score(
                 msgspec.json.decode(work.episode, type=Episode), work.limit_s
             )
         score = score_of(found, type(scorer).__name__)
     except Hung as raised:
         error, hung = str(raised), True
-    except TimeoutError:
-        error = f"no score within its limit of {work.limit_s:g} s"
     except (Exception, SystemExit) as raised:  # A user's function may raise anything.
         error = f"{type(raised).__name__}: {raised}"[:ERROR_CHARACTERS]
+        if limit.expired():
+            error = f"no score within its limit of {work.limit_s:g} s"
         error = error.encode("utf-8", "backslashreplace").decode()  # A message carries no halves.
     said = Answer(work.number, score, error, time.monotonic() - began)
     await asyncio.sleep(hold_s)

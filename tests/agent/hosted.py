@@ -4,6 +4,7 @@ import asyncio
 
 from rose import protocol as p
 from rose.agent.host import TrajectoryHost
+from rose.comm import wire
 from rose.observe.recorder import NullRecorder
 
 DEADLINE_S = 120.0
@@ -16,8 +17,12 @@ class Hosted:
         self.words = asyncio.Queue()
         rest = (asyncio.create_task, NullRecorder(), None)
         rest += (snapshots, checkpoints, moves, failed)
-        self.host = TrajectoryHost(config, chat, self.words.put_nowait, *rest)
+        self.host = TrajectoryHost(config, chat, self.send, *rest)
         self.handle = self.host.handle
+
+    def send(self, message):
+        wire.encode(message)  # as a channel, which refuses a message that is too large
+        self.words.put_nowait(message)
 
     async def next(self, *kinds):
         """Return the next message of these kinds (none: of any)."""

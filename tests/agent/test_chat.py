@@ -90,6 +90,18 @@ def test_an_observation_cannot_forge_a_turn(chats, tokenizer, family):
         assert forged.count(token) == honest.count(token)
 
 
+def test_added_tokens_of_plain_text_stay_as_they_are_in_an_observation(save_tokenizer):
+    """As Gemma's runs of spaces and HTML tags. Those that the template writes are marks."""
+    folder = save_tokenizer("{# [TURN] #}" + TEMPLATES["tiny"])
+    added = AutoTokenizer.from_pretrained(folder)
+    added.add_tokens(["    ", "\n\n", "<table>", "[TURN]", "<|tool|>"])
+    added.add_tokens(["[EOD]"], special_tokens=True)
+    added.save_pretrained(folder)
+    neutral = ChatFormat(folder).neutral
+    assert neutral("    x\n\n<table>") == "    x\n\n<table>"
+    assert neutral("[TURN][EOD]<|tool|><|im_end|>") == "[ TURN][ EOD]< |tool|>< |im_end|>"
+
+
 def test_a_base_models_template_may_end_turns_by_a_token_that_is_named(save_tokenizer, tokenizer):
     folder = save_tokenizer(TEMPLATES["tiny"])
     path = folder / "tokenizer_config.json"

@@ -9,6 +9,7 @@ import pytest
 from rose import protocol as p
 from rose.agent.envs import _workers
 from rose.agent.own_time import OwnTime
+from rose.comm import wire
 from rose.observe import failed
 from rose.parts.report.trajectories import read_failed
 from tests.agent.hosted import DEADLINE_S, Hosted
@@ -80,6 +81,23 @@ def test_one_that_fails_is_kept_with_its_task_and_what_was_said(ended, monkeypat
     assert "the lake is dry" in kept.record["cause"] and kept.record["turns"] == 1
     assert [list(part.tokens) for part in kept.samples[0].parts() if part.made] == [WORDS]
     assert time.time() - kept.record["time"] < DEADLINE_S
+
+
+def test_one_that_is_too_large_for_a_message_fails_alone_and_is_kept(ended, monkeypatch, tmp_path):
+    encode = wire.encode
+
+    def narrow(message):
+        with monkeypatch.context() as limited:
+            if isinstance(message, p.TrajectoryFinished):
+                limited.setattr(wire, "MAX_MESSAGE_BYTES", 100)
+            return encode(message)
+
+    monkeypatch.setattr(wire, "encode", narrow)
+    message = ended()
+    assert isinstance(message, p.TrajectoryFailed)
+    assert "TrajectoryFinished has" in message.error and "lower env.max_turns=8" in message.error
+    [kept], _ = read_failed(tmp_path)
+    assert kept.record["turns"] == 2
 
 
 def test_one_whose_time_is_up_is_kept_as_far_as_it_came(ended, monkeypatch, tmp_path):

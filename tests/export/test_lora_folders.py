@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rose.config import ConfigError
+from rose.export import adapter
 from rose.export.folder import export
 from rose.export.weights import StoreWeights
 from rose.trainer.adapter import base_of
@@ -90,6 +91,20 @@ def test_an_adapter_is_not_merged_into_another_base_which_is_said_once(lora_run,
     with pytest.raises(TransferError, match="model.norm.weight is not what .* for another base"):
         export(lora_run.run, 1, tmp_path / "home", MIB, merge=True)
     assert not (tmp_path / "home").exists() and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"weight_map": 3}'])
+def test_a_damaged_index_of_the_base_is_named(lora_run, tmp_path, text):
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(TransferError, match="index.json: no index of weights .*--base"):
+        export(lora_run.run, 1, tmp_path / "home", MIB, merge=True)
+
+
+def test_an_adapter_beside_a_recipes_model_names_the_folder_of_that(make_config, tmp_path):
+    config = make_config("trainer.lora={rank: 2, alpha: 6.0, targets: [q_proj]}")
+    adapter.write_config(config, tmp_path, tmp_path / "model")
+    written = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(tmp_path / "model")
 
 
 def test_there_is_nothing_to_merge_where_all_weights_were_trained(run, tmp_path):

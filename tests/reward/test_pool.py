@@ -390,6 +390,16 @@ async def test_limits_follow_the_slowest_right_answer_of_the_prompt(world):
     assert json.loads((w.home / "anchors.json").read_text()) == {"p": 29.0, "q": 0.1}
 
 
+@pytest.mark.parametrize("text", ["", '{"p": 2', "[1]", '{"p": null}', '{"p": "x"}'])
+def test_without_the_times_of_a_damaged_file_limits_are_learned_again(tmp_path, capsys, text):
+    (tmp_path / "anchors.json").write_text(text)
+    kept = Anchors(tmp_path / "anchors.json", 30.0, adaptive=True)
+    assert kept.limit_s("p") == 30.0 and "anchors.json can't be read" in capsys.readouterr().out
+    kept.correct("p", 4.0)
+    kept.save()
+    assert json.loads((tmp_path / "anchors.json").read_text()) == {"p": 4.0}
+
+
 async def test_a_worker_that_does_not_answer_in_time_is_killed_and_its_work_goes_on(
     world, monkeypatch
 ):

@@ -39,6 +39,9 @@ def exits(episode):
 async def exits_later(episode):
     raise SystemExit(3)
 
+def waits(episode):
+    raise TimeoutError("the server is away")
+
 def half(episode):
     raise ValueError("\\ud83d")
 
@@ -74,7 +77,12 @@ def test_a_function_may_be_plain_or_async_and_take_arguments(file):
 
 @pytest.mark.parametrize(
     ("name", "error"),
-    [("exits", "SystemExit: 3"), ("exits_later", "SystemExit: 3"), ("half", "ValueError: \\ud83d")],
+    [
+        ("exits", "SystemExit: 3"),
+        ("exits_later", "SystemExit: 3"),
+        ("waits", "TimeoutError: the server is away"),
+        ("half", "ValueError: \\ud83d"),
+    ],
 )
 @pytest.mark.parametrize("summed", [False, True])
 def test_whatever_a_function_raises_its_worker_answers(file, name, error, summed):
@@ -186,7 +194,10 @@ def test_a_command_that_takes_too_long_is_a_result():
     assert ended == Score(reward=0.0, success=False, timed_out=True)
 
 
-def test_a_commands_children_end_with_it_and_its_folder_goes(tmp_path):
+@pytest.mark.parametrize("isolated", [True, False])
+def test_a_commands_children_end_with_it_and_its_folder_goes(tmp_path, monkeypatch, isolated):
+    if not isolated:
+        monkeypatch.setattr(command, "isolation", lambda: ())
     pipe, mark = tmp_path / "pipe", tmp_path / "alive"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -369,6 +380,7 @@ def part(**of):
         ("judge", JUDGE | {"pattern": "("}, "reward.args.pattern"),
         ("judge", JUDGE | {"pattern": "x"}, "must have one group"),
         ("command", {"argv": ["no-such-program"]}, "there is no program no-such-program"),
+        ("command", {"argv": ["./check.sh"]}, "give its absolute path .*/check.sh.*, as .sh, ./ch"),
         ("command", {"argv": ["sh"], "answer_file": "../x"}, r"answer_file='../x'"),
         ("judge", JUDGE | {"high": float("nan")}, "reward.args.high=nan: must be above"),
         ("sum", part(name="environment", args=None), "reward.args.parts.a="),

@@ -138,6 +138,8 @@ def _wanted(kind: msgspec.inspect.Type) -> str:
     words = TYPES.get(type(kind).__name__, "another type")
     if isinstance(getattr(kind, "item_type", None), msgspec.inspect.StrType):
         words += " of texts"
+    if isinstance(getattr(kind, "value_type", None), msgspec.inspect.StrType):
+        words += " of texts, as {PORT: '8080'}"
     bounds = {"gt": "above", "ge": "from", "lt": "below", "le": "to"}
     found = {word: getattr(kind, name, None) for name, word in bounds.items()}
     limits = (f" {word} {limit:.10g}" for word, limit in found.items() if limit is not None)

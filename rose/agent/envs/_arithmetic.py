@@ -37,6 +37,16 @@ def evaluate(expression: str) -> Fraction:
     return _value(parse(expression))
 
 
+def number(text: str) -> Fraction:
+    """Return the value of a number with or without a sign. Raises `ArithmeticRefused`."""
+    node = parse(text)
+    while isinstance(node, ast.UnaryOp):
+        node = node.operand
+    if not isinstance(node, ast.Constant):
+        raise ArithmeticRefused("the value must be a number, not an expression")
+    return evaluate(text)
+
+
 def parse(expression: str) -> ast.expr:
     """Return the expression's syntax tree, of bounded size. Raises `ArithmeticRefused`."""
     if len(expression) > MAX_CHARACTERS:

@@ -96,7 +96,8 @@ class Calculator:
         ):
             return Step(observation=f"{call.name} takes one argument, {key}.", invalid=True)
         try:  # str() of a very long int raises ValueError, too
-            value = _arithmetic.evaluate(str(given))
+            read = _arithmetic.evaluate if call.name == "calculate" else _arithmetic.number
+            value = read(str(given))
         except ValueError as error:
             return Step(observation=f"Error: {error}.", invalid=True)
         return self._calculated(value) if call.name == "calculate" else self._answered(value)

@@ -77,7 +77,7 @@ class Reasoning:
         try:
             target = _arithmetic.evaluate(self._solution)
             if self.task == "arithmetic":
-                return _arithmetic.evaluate(answer.replace(",", "")) == target
+                return _arithmetic.number(answer.replace(",", "")) == target
             answer = answer.split("=")[0]
             return (
                 _arithmetic.numbers(answer) == _arithmetic.numbers(self._solution)

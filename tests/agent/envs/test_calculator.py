@@ -84,6 +84,13 @@ def test_what_cannot_be_computed_is_said_and_the_episode_goes_on(bad):
     assert last.success
 
 
+def test_the_question_copied_as_the_answer_is_no_answer():
+    asked = question(Calculator())
+    copied, answered = play(Calculator(), ("answer", asked), ("answer", eval(asked)))
+    assert copied.invalid and not copied.done and "a number, not an expression" in str(copied)
+    assert answered.success
+
+
 # --------------------------------------------------------------------------- arithmetic
 
 

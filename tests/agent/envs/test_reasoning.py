@@ -52,6 +52,13 @@ def test_arithmetic_takes_the_right_number_in_any_form(form):
     assert not answer(env, form.format(right + 1)).success
 
 
+def test_arithmetic_takes_no_copy_of_the_question():
+    env, text = ask("arithmetic", seed=8, largest=999)
+    asked = re.fullmatch(r"What is (.*)\?", text)[1]
+    for copied in (asked, f"-(-({asked}))"):
+        assert answer(env, rf"\boxed{{{copied}}}").reward == 0.0
+
+
 def countdown_parts(text):
     given = re.search(r"numbers ([\d, ]+) exactly", text)[1]
     return [int(number) for number in given.split(", ")], int(

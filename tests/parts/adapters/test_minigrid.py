@@ -88,6 +88,19 @@ def test_what_is_no_list_of_actions_is_refused_and_changes_nothing(actions):
     assert step.observation.endswith(start.messages[1]["content"])
 
 
+@pytest.mark.parametrize("task", ["MiniGrid-GoToDoor-5x5-v0", "MiniGrid-GoToObject-6x6-N2-v0"])
+def test_a_task_that_pays_at_done_is_won_by_it_and_others_have_no_such_action(task):
+    env, start = started(task, actions_per_turn=50)
+    assert start.tools[0]["function"]["parameters"]["properties"]["actions"]["items"] == {
+        "type": "string",
+        "enum": list(ACTIONS),
+    }
+    assert "call done" in start.messages[0]["content"]
+    assert act(env, *solve(task, 1)).success
+    env, start = started("MiniGrid-Empty-5x5-v0")
+    assert "done" not in str(start) and act(env, "done").invalid
+
+
 def test_every_task_can_be_shown():
     """One of each kind; all the package's symbols have a letter."""
     kinds = {name.split("-")[1]: name for name in tasks()}
@@ -110,6 +123,8 @@ def solve(task, seed):
         over = False
         for action in plan:
             _, reward, over, _, _ = env.step(action)
+            if over:
+                break
         return env, over and reward > 0
 
     queue, seen = deque([()]), set()
@@ -121,5 +136,5 @@ def solve(task, seed):
         state = (env.pprint_grid(), env.carrying is None)
         if state not in seen:
             seen.add(state)
-            queue.extend((*plan, action) for action in (0, 1, 2, 3, 5))
+            queue.extend((*plan, action) for action in (0, 1, 2, 3, 5, 6))
     raise AssertionError("no plan")

@@ -286,6 +286,7 @@ async def serve(player, answer):
                     running[order["cancel"]].cancel()
             else:
                 running[order["name"]] = asyncio.create_task(one(order))
+                await asyncio.sleep(0)  # A task that is cancelled before it began answers nothing.
             line = await orders.readline()
         for task in [*running.values()]:
             task.cancel()

@@ -123,6 +123,10 @@ def _function_reference(key: str, name: Any) -> str:
             raise ConfigError(f"{where}: no file {place} in {os.getcwd()}")
         _source.check_name(Path(place).resolve(), function, where)
         return f"{Path(place).resolve()}:{function}"
+    if not all(map(str.isidentifier, place.split("."))):
+        raise ConfigError(
+            f"{where}: {place!r} is no module; a file is named as {place}.py:{function}"
+        )
     top = place.partition(".")[0]
     if importlib.util.find_spec(top) is None and not list(Path.cwd().glob(f"{top}*")):
         raise ConfigError(f"{where}: no Python package {top!r} is installed")

@@ -20,7 +20,11 @@ from rose.agent.envs.base import Action, Start, Step
 from rose.config import ConfigError
 from rose.config.common import Count, NotNegative
 
-ACTIONS = ("left", "right", "forward", "pickup", "drop", "toggle")  # minigrid's actions 0..5
+ACTIONS = ("left", "right", "forward", "pickup", "drop", "toggle", "done")  # minigrid's 0..6
+ENDED = (
+    "MiniGrid-GoToDoor-",
+    "MiniGrid-GoToObject-",
+)  # the tasks that pay at `done`, and only there
 HEADING = ">v<^"  # agent_dir 0..3
 SYMBOL = {"wall": "#", "floor": ".", "goal": "G", "lava": "L", "key": "K", "ball": "B", "box": "X"}
 DOOR = {"locked": "D", "closed": "C", "open": "O"}
@@ -33,6 +37,7 @@ SYSTEM = (
     "on the cell before you. toggle opens a door; a locked one needs the key of its colour, "
     "carried."
 )
+DONE = " The task ends when you call done: do so beside what the mission names."
 
 
 def tasks() -> list[str]:
@@ -64,6 +69,9 @@ class Minigrid:
                 f"env.args.task={task!r}: no such task; there are {', '.join(tasks())}"
             )
         self.task, self.actions_per_turn, self.max_steps = task, actions_per_turn, max_steps
+        ended = task.startswith(ENDED)
+        self._actions = ACTIONS if ended else ACTIONS[:-1]
+        self._system = SYSTEM + DONE if ended else SYSTEM
         self.shaping, self.rewards_turns = float(shaping), shaping > 0
         self._reached: set[str] = set()
         self._grid: gymnasium.Env | None = None
@@ -75,7 +83,7 @@ class Minigrid:
         self._reached = self._milestones()
         return Start(
             messages=[
-                {"role": "system", "content": SYSTEM},
+                {"role": "system", "content": self._system},
                 {"role": "user", "content": self.render()},
             ],
             tools=[self._tool()],
@@ -119,7 +127,7 @@ class Minigrid:
     def _tool(self) -> dict:
         actions = {
             "type": "array",
-            "items": {"type": "string", "enum": list(ACTIONS)},
+            "items": {"type": "string", "enum": list(self._actions)},
             "minItems": 1,
             "maxItems": self.actions_per_turn,
         }
@@ -145,11 +153,11 @@ class Minigrid:
             not isinstance(actions, list)
             or len(call.arguments) != 1
             or not 1 <= len(actions) <= self.actions_per_turn
-            or any(name not in ACTIONS for name in actions)
+            or any(name not in self._actions for name in actions)
         ):
             return (
                 f"act takes one argument, actions: a list of 1 to {self.actions_per_turn} of "
-                f"{', '.join(ACTIONS)}."
+                f"{', '.join(self._actions)}."
             )
         return None
 

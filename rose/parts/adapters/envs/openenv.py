@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -179,7 +180,7 @@ def _schema(url: str, headers: tuple) -> dict[str, Any]:
     try:
         with direct.open(request, timeout=ASK_S) as answer:
             return json.loads(answer.read(MOST_BYTES))["action"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"env.args.url={url!r}: no OpenEnv server answers GET {url}/schema ({error}); start "
             "it, on a host that all environment hosts reach"

@@ -5,8 +5,9 @@
 This server imports once what the function's file imports. Then it forks a process for each line on
 its standard input (forks.py writes them): a JSON object with the trajectory's `name`, `variables`,
 path of its `log`, and `arguments`. It answers on its standard output with the process's `pid` and,
-when the process has ended, its exit `code`. The server ends with its input. Each process imports
-the function's own file itself, as a client at its top level needs the trajectory's key.
+when the process has ended, its exit `code`. If the fork fails, it answers with the `error`. The
+server ends with its input. Each process imports the function's own file itself, as a client at its
+top level needs the trajectory's key.
 
 An agent's function gets the task (the object in the file ROSE_TASK). Its result, unless None, is
 the reward. A reward function gets the conversations (from the file that is its argument) and the
@@ -158,7 +159,11 @@ def serve(called: str) -> None:
             *lines, unread = (unread + data).split(b"\n")
             for line in lines:
                 order = json.loads(line)
-                pid = os.fork()
+                try:
+                    pid = os.fork()
+                except OSError as error:  # too little memory, or too many processes
+                    answer(name=order["name"], error=f"no process can be forked: {error}")
+                    continue
                 if pid == 0:
                     _become(called, order, server, (answers, woken, wake))
                 names[pid] = order["name"]

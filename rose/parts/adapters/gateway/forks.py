@@ -102,14 +102,16 @@ class _Server:
     async def _read(self) -> None:
         while line := await self._process.stdout.readline():
             answer = json.loads(line)
+            if "error" in answer:
+                del self._codes[answer["name"]]
+                _fail(self._pids.pop(answer["name"]), answer["error"])
+                continue
             waiting = self._pids if "pid" in answer else self._codes
             future = waiting.pop(answer["name"], None)
             if future is not None and not future.done():
                 future.set_result(answer.get("pid", answer.get("code")))
         for future in (*self._pids.values(), *self._codes.values()):
-            if not future.done():
-                future.set_exception(OSError(f"the process that forks {self._function} has ended"))
-                future.exception()  # keeps asyncio from logging it where no caller waits
+            _fail(future, f"the process that forks {self._function} has ended")
 
     async def close(self) -> None:
         self._process.stdin.close()
@@ -117,6 +119,12 @@ class _Server:
             self._process.kill()
         await self._process.wait()
         await self._reading
+
+
+def _fail(future: asyncio.Future[int], cause: str) -> None:
+    if not future.done():
+        future.set_exception(OSError(cause))
+        future.exception()  # keeps asyncio from logging it where no caller waits
 
 
 def _kill(pid: asyncio.Future[int]) -> None:

@@ -115,6 +115,8 @@ class _Process:
             process.stdin.write(f"{verifiers.settings}\n".encode())
             line = await asyncio.wait_for(process.stdout.readline(), LOAD_S)
             loaded = json.loads(line or '{"error": "its process ended while it loaded"}')
+        except ValueError as error:  # a line that is too long, or cut by the process's end
+            loaded = {"error": f"what it answered can't be read: {error}"}
         except TimeoutError:
             loaded = {"error": f"it was not loaded within {LOAD_S:g} s"}
         except BaseException:
@@ -145,14 +147,25 @@ class _Process:
         self._process.stdin.write(json.dumps(order).encode() + b"\n")
 
     async def _read(self) -> None:
-        while line := await self._process.stdout.readline():
-            answer = json.loads(line)
-            if (playing := self._playing.pop(answer["name"], None)) is not None:
-                playing.answered(answer)
+        cause = "the process that plays the episodes has ended"
+        try:
+            while line := await self._process.stdout.readline():
+                answer = json.loads(line)
+                if (playing := self._playing.pop(answer["name"], None)) is not None:
+                    playing.answered(answer)
+        except ValueError as error:  # a line that is too long, or cut by the process's end
+            cause = f"what the process that plays the episodes answered can't be read: {error}"
+            self._signal()
         for playing in self._playing.values():
-            playing.answered({"error": "the process that plays the episodes has ended"})
+            playing.answered({"error": cause})
 
     async def kill(self) -> None:
+        """Kill the process and wait for its end."""
+        self._signal()
+        await self._process.wait()
+        await self._reading
+
+    def _signal(self) -> None:
         """Kill the process and its descendants, since tool servers run in sessions of their own."""
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self._process.pid).children(recursive=True):
@@ -160,8 +173,6 @@ class _Process:
                     child.kill()
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
-        await self._process.wait()
-        await self._reading
 
     async def close(self) -> None:
         """End the process by closing its input, and kill what is left after `CANCEL_S`."""

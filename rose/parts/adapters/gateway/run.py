@@ -9,12 +9,13 @@ is truncated, with the reward that the program gave, or 0.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import stat
 import tempfile
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,8 @@ async def run_agent(
     gateway.admit(session)
     started = clock()
     try:
-        with tempfile.TemporaryDirectory(
-            prefix=scratch.prefix(SCRATCH), ignore_cleanup_errors=True
-        ) as folder:
-            run = _Run(start, agent, gateway, session, limits, key, chat.folder, Path(folder))
+        with _folder(start.id) as folder:
+            run = _Run(start, agent, gateway, session, limits, key, chat.folder, folder)
             try:
                 reward, success = await run.go(required=scoring is None)
                 if not session.history.leaves():
@@ -106,6 +105,22 @@ async def run_agent(
     return msgspec.structs.replace(
         made, reward=reward, success=success, stats=made.stats | stats, finished=clock()
     )
+
+
+@contextlib.contextmanager
+def _folder(trajectory: str) -> Iterator[Path]:
+    """Context of a program's temporary folder. An OSError in it becomes an `EnvironmentFailure`:
+    the disk is full, or the program has removed or replaced what was there."""
+    try:
+        with tempfile.TemporaryDirectory(
+            prefix=scratch.prefix(SCRATCH), ignore_cleanup_errors=True
+        ) as folder:
+            yield Path(folder)
+    except OSError as error:
+        failure = EnvironmentFailure(trajectory, f"the program's temporary folder: {error}")
+        failure.made = getattr(error, "made", None)
+        failure.output = getattr(error, "output", "")
+        raise failure from error
 
 
 def _without_a_turn(session: Session) -> EnvironmentFailure:

@@ -333,7 +333,8 @@ class Session:
             for i, call in enumerate(reading.calls if query.calls_tools and query.tools else ())
             if query.parallel or not i
         )
-        content = reading.content if calls or not reading.calls else text
+        uncalled = reading.calls and not calls  # calls that the agent gets as text
+        content = chat.without_thought(text) if uncalled else reading.content
         message = Message("assistant", content, calls, reading.thought)
         if not query.tokens:
             given = query.messages, query.tools

@@ -64,6 +64,15 @@ async def test_other_tools_and_stripped_thoughts_branch_and_ids_do_not(serve):
         assert len(world.session.history.branches()) == 3
 
 
+async def test_a_call_that_is_text_is_shown_without_the_thought_before_it(serve):
+    async with serve(f"<think>hm</think>so {CALL}", "x") as world, openai_client(world) as client:
+        for given in ({"tools": [TOOL], "tool_choice": "none"}, {}):
+            world.policy.requests.clear()
+            said = await say(client, USER, **given)
+            assert said["reasoning_content"] == "hm" and said["content"] == f"so {CALL}"
+            assert "tool_calls" not in said
+
+
 async def test_a_retry_gets_the_recorded_answer_and_one_under_way_is_joined(serve):
     async with serve("one", "two") as world, openai_client(world) as client:
         world.policy.gate.clear()

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import sys
+import tempfile
 import textwrap
 
 import numpy as np
@@ -27,7 +28,7 @@ from .conftest import START, open_gateway, played
 
 pytestmark = pytest.mark.slow
 ASK = """
-import json, os, socket, time, urllib.request
+import json, os, shutil, socket, time, urllib.request
 
 BASE, PLACE = os.environ["OPENAI_BASE_URL"], os.environ["ROSE_REWARD"]
 KEY = "Bearer " + os.environ.get("OPENAI_API_KEY", "none, as of a judge")
@@ -227,6 +228,8 @@ while True:
     call("/models")
     time.sleep(0.1)
 """
+JUDGES = 'def judge(conversations, task): return 1\nask("a"); '
+FOLDER_OF = "the program's temporary folder:"
 SHORT = {"step_timeout_s": 3.0}
 IDLES = "neither called nor ended within env.step_timeout_s=3 s"
 
@@ -253,12 +256,21 @@ IDLES = "neither called nor ended within env.step_timeout_s=3 s"
         (FLOODS, "256 calls of the agent were refused", {"max_turns": 2}),
         (SENDS_HALF, IDLES, SHORT),
         (LISTS_MODELS, IDLES, SHORT),
+        (f"{JUDGES}os.mkdir(PLACE)", f"{FOLDER_OF} [Errno 21]", {"judge": True}),
+        (f"{JUDGES}shutil.rmtree(os.path.dirname(PLACE))", f"{FOLDER_OF} [E", {"judge": True}),
     ],
 )
 def test_a_program_that_does_not_end_well_fails_its_trajectory(run, source, words, changed):
     with pytest.raises(EnvironmentFailure) as error:
         run("\n" + source, **changed)
     assert words in str(error.value) and error.value.trajectory == START.id
+    assert FOLDER_OF not in words or error.value.made.turns == 1
+
+
+def test_without_room_for_its_folder_a_trajectory_fails(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(EnvironmentFailure, match=f"{FOLDER_OF} .*No such file"):
+        run('ask("a")')
 
 
 def test_a_pipe_in_the_place_of_its_log_holds_nobody_up(run):

@@ -3,6 +3,7 @@ environments of it (verifiers_envs/), the policy's turns coming from a script.""
 
 import ast
 import asyncio
+import json
 import random
 from pathlib import Path
 
@@ -139,6 +140,15 @@ def test_episodes_that_fail_are_no_episodes_of_reward_0(play, outside, monkeypat
     assert "neither called nor ended within" in blocked.cause
     assert fine.reward == 0.25, "other episodes go on"
     assert later.reward == 0.25, "the process that hung was replaced"
+
+
+def test_an_episode_that_is_cancelled_at_once_is_answered(outside):
+    made = envs.build(env_of(**outside, id="rose_sums"))
+    place = {"url": "http://127.0.0.1:9", "key": "k", "tokenizer": "none"}
+    orders = [{"name": "a", "seed": 2, **place}, {"cancel": "a"}]
+    lines = [made.settings, *map(json.dumps, orders), ""]
+    done = ran(made.command, input="\n".join(lines), check=True, timeout=DEADLINE_S)
+    assert json.loads(done.stdout.splitlines()[1])["name"] == "a"
 
 
 def test_what_the_library_refuses_is_refused_before_a_run(outside):
