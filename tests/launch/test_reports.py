@@ -63,6 +63,18 @@ def test_a_report_that_comes_while_the_launcher_looks_counts(reported, gone, mon
     assert reads[0][0].state == "running" and len(reads) > 1
 
 
+def test_reports_that_cannot_be_read_for_a_moment_end_nothing(reported, monkeypatch):
+    """As on NFS, while a rank replaces its file."""
+    assert reported._failure({}) == ""
+    path = rank_status.folder(reported.run_dir, reported.attempt) / "rank-0.json"
+    path.write_text("{")
+    assert reported._failure({}) == "" and len(reported.statuses()) == len(reported.ranks)
+    monkeypatch.setattr(supervise, "UNREAD_S", 0.0)
+    assert reported._failure({}).startswith(f"{path.parent}: no rank's status could be read for")
+    report(reported, reported.ranks[0])
+    assert reported._failure({}) == ""
+
+
 def test_reports_that_come_after_the_starter_has_ended_count(reported, monkeypatch):
     """The launcher read the reports before the last guard wrote its own."""
     for rank in reported.ranks:
