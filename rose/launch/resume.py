@@ -231,6 +231,13 @@ def mark_finished(run_dir: Path, steps: int, stopped: Config | None = None) -> N
     files.write_whole(path, json.dumps(done).encode() + b"\n", sync=True)
 
 
+def finished_mark(run_dir: Path) -> bytes:
+    """Return what `mark_finished` has written, which differs between attempts; empty if nothing."""
+    with suppress(OSError):
+        return _mark(run_dir).read_bytes()
+    return b""
+
+
 def is_finished(run_dir: Path, c: Config) -> bool:
     """True if the run has finished at least trainer.steps, or if the same eval.stop ended it early
     on the way to at least trainer.steps."""

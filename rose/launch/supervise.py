@@ -104,6 +104,7 @@ class Job:
     read: dict[int, RankStatus] = field(default_factory=dict)  # the last good read of `statuses`
     read_at: float = field(default_factory=time.monotonic)
     unread: str = ""  # why the last read failed
+    finished: bytes = b""  # an earlier attempt's mark of the finished run
 
     @property
     def _poll_s(self) -> float:
@@ -128,6 +129,7 @@ class Job:
             if not self.handled
         }
         try:
+            self.finished = resume.finished_mark(self.run_dir)
             self.before = disk.measure(self.run_dir, MEASURE_S)
             outcome = self._watch()
             if outcome.failure:
@@ -144,7 +146,7 @@ class Job:
         asked = False  # True once the coordinator was asked to stop
         while True:
             failure = self._failure(deadlines)
-            if failure and self._stopped():
+            if failure and (self._stopped() or self._finished(failure)):
                 return Outcome(interrupted=self._interrupted())
             if failure:
                 outcome = self._explained(failure)
@@ -189,6 +191,14 @@ class Job:
             and coordinator is not None
             and coordinator.exit_code in (0, -signal.SIGTERM)
         )
+
+    def _finished(self, failure: str) -> bool:
+        """True if the run has finished in this attempt, so that all is saved. Then print what
+        failed afterwards, while the ranks were leaving."""
+        if resume.finished_mark(self.run_dir) == self.finished:
+            return False
+        print(f"the run is finished; afterwards {files.printable(failure)}", file=sys.stderr)
+        return True
 
     def _failure(self, deadlines: dict[str, float]) -> str:
         states, now, slurm = self.statuses(), time.monotonic(), self.cluster.slurm

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rose.launch import rank_status, supervise
+from rose.launch import rank_status, resume, supervise
 from tests.launch.conftest import report
 
 PASSED, FAR = 0.0, float("inf")
@@ -93,6 +93,18 @@ def test_reports_that_come_after_the_starter_has_ended_count(reported, monkeypat
     assert reported._failure({}) == ""
     report(reported, reported.ranks[0], state="running")
     assert "exited with code 0" in reported._failure({})
+
+
+def test_a_rank_that_dies_after_the_run_has_finished_is_only_told(reported, monkeypatch, capsys):
+    def dies(*_):
+        resume.mark_finished(reported.run_dir, 40)
+        report(reported, reported.ranks[3], state="failed", exit_code=-11)
+
+    resume.mark_finished(reported.run_dir, 30)  # by an earlier attempt
+    monkeypatch.setattr(reported, "_hanging", lambda *_: dies() or "")
+    monkeypatch.setattr(supervise, "end_all", lambda process: None)
+    assert reported.wait() == supervise.Outcome()
+    assert "the run is finished; afterwards rank 3 (" in capsys.readouterr().err
 
 
 def test_a_rank_that_ends_while_the_launcher_ends_ranks_is_no_error(reported, monkeypatch):
