@@ -122,7 +122,7 @@ class Coordinator:
         self.evaluations = Evaluations(config, folder, self.rollouts, write, fault)
         trainers, kept, saved = ranks[p.Role.TRAINER], self.evaluations.kept, log.checkpoint_saved
         self.training = Training(config, trainers, send, recorder)
-        self.checkpoints = Checkpoints(config, folder, trainers, send, recorder, kept, saved)
+        self.checkpoints = Checkpoints(config, folder, trainers, send, recorder, kept, saved, fault)
         self.device = devices.build(config, self.members, self._changed, self.hub, self.records)
         self.ending = Ending(
             config,
