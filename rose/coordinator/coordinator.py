@@ -345,10 +345,9 @@ class Coordinator:
         score_s = c.reward.deadline_s if c.reward.pools else 0.0
         engine_s = max(c.rollout.engine_start_timeout_s, c.rollout.turn_timeout_s)
         patience = max(engine_s, c.step_timeout_s, score_s) + 30.0
-        self.hub.progress_at = time.time()
         await self._changed.while_progressing(
             ready,
-            lambda: time.time() - self.hub.progress_at,
+            lambda: self.hub.progress_at,
             patience,
             lambda: (
                 f"{self.rollouts.groups.running} trajectories run; {len(self.hub.ledger)} turns "
