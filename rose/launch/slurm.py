@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -19,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -43,6 +41,7 @@ POLL_S = 5.0  # seconds between two checks of the time that is left
 # steps, or the lock of the run's folder. NFS and Lustre release it 90 s and more after the node.
 RELEASE_S = 300.0
 ANSWER_S = 20.0  # seconds for squeue's answer; the next check asks again
+CANCELLED_S = 60.0  # least seconds before the time limit at which a SIGTERM is somebody's
 STEPS_S = 2.0  # seconds between two polls of the metrics, whose steps the job's log shows
 VIEWS_S = 8.0  # seconds for trace and report before a requeue, of resume.REQUEUE_S
 PAUSE_S = 1.0  # seconds between two tries to get what an earlier attempt holds
@@ -223,7 +222,9 @@ class Run:
             signals = batch.received
             outcome = supervise.Outcome("" if signals else str(cause), sum(signals[:1]), True)
         if outcome.requeues:
-            return self._requeue(c, outcome)
+            if not _is_cancelled():
+                return self._requeue(c, outcome)
+            outcome = supervise.Outcome(interrupted=signal.SIGTERM)
         lent.cancel_all(self.run_dir)
         if outcome.failure:
             raise RunFailed(outcome.failure)
@@ -353,7 +354,7 @@ def _warned_in_time(run_dir: Path, slurm: Slurm) -> Iterator[None]:
             needed = resume.warning_s(run_dir, slurm)
             if needed <= slurm.warning_s:
                 continue  # Slurm's own warning comes in time.
-            end = _end_time() if end is None else end
+            end = commands.end_time(ANSWER_S) if end is None else end
             if end is not None and time.time() > end - needed:
                 print(
                     f"{needed} s are left, which saving may take: the last checkpoint took "
@@ -372,25 +373,11 @@ def _warned_in_time(run_dir: Path, slurm: Slurm) -> Iterator[None]:
         thread.join()
 
 
-def _end_time() -> float | None:
-    """Return the time at which Slurm will end this job, in seconds of the epoch; inf without a time
-    limit, None if Slurm gives no answer."""
-    if given := os.environ.get("SLURM_JOB_END_TIME"):  # set since Slurm 23.02
-        return float(given)
-    try:
-        printed = commands.ask(
-            ["squeue", "--noheader", "--format=%e", "--jobs", os.environ["SLURM_JOB_ID"]],
-            patience_s=0.0,
-            deadline_s=ANSWER_S,
-            SLURM_TIME_FORMAT="standard",
-        )
-    except commands.SlurmError:
-        return None
-    # squeue prints a local time for each component, and N/A where there is no limit.
-    ends = re.findall(r"^\d{4}-\d\d-\d\dT[\d:]{8}$", printed, re.MULTILINE)
-    if not printed.strip():
-        return None
-    return min((datetime.fromisoformat(end).timestamp() for end in ends), default=float("inf"))
+def _is_cancelled() -> bool:
+    """True if somebody has cancelled this job (scancel), maybe after Slurm's warning: SIGTERM came
+    long before the time limit, at which Slurm sends it too."""
+    end = commands.end_time(ANSWER_S) if signal.SIGTERM in batch.received else None
+    return end is not None and end > time.time() + CANCELLED_S
 
 
 def _refuse_shared_nodes() -> None:

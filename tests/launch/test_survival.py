@@ -48,12 +48,23 @@ def job(make_config, tmp_path, monkeypatch, stand_in):
     return mine
 
 
+WARNED_THEN_ENDED = [signal.SIGUSR2, signal.SIGTERM]
+
+
 @pytest.mark.parametrize(
-    ("number", "said", "requeues"),
-    [(signal.SIGUSR2, "requeued", ["requeue 7"]), (signal.SIGTERM, "stopped", [])],
+    ("signals", "left_s", "said", "requeues"),
+    [
+        ([signal.SIGUSR2], 500, "requeued", ["requeue 7"]),
+        ([signal.SIGTERM], 500, "stopped", []),
+        (WARNED_THEN_ENDED, 500, "stopped", []),  # by scancel
+        (WARNED_THEN_ENDED, 0, "requeued", ["requeue 7"]),  # at the time limit
+    ],
 )
-def test_a_signal_before_the_start_is_obeyed(job, stand_in, capsys, number, said, requeues):
-    batch.received.append(number)
+def test_a_signal_before_the_start_is_obeyed(
+    job, stand_in, capsys, monkeypatch, signals, left_s, said, requeues
+):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time() + left_s)))
+    batch.received.extend(signals)
     assert job() == said
     assert job.requeued() == requeues and stand_in.called("srun") == []
     assert ("requeueing, 1 of at most 20" in capsys.readouterr().out) == bool(requeues)
