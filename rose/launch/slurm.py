@@ -211,11 +211,21 @@ class Run:
     run_dir: Path
 
     def __call__(self) -> str:
-        """Run one attempt. Return how it ended, in words. Raises `RunFailed`."""
+        """Run one attempt. Return how it ended, in words. Raises `RunFailed` and `ConfigError`."""
+        try:
+            return self._run()
+        except local.InUse:
+            raise  # The jobs that lend engines or compute rewards are another launch's.
+        except (RunFailed, ConfigError):
+            lent.cancel_all(self.run_dir)
+            raise
+
+    def _run(self) -> str:
         c = model.prepare(configuration.load(self.run_dir / "config.json"))
         try:
             with _locked(self.run_dir):
                 if resume.is_finished(self.run_dir, c):
+                    lent.cancel_all(self.run_dir)
                     return "finished already"
                 outcome = self._attempt(c)
         except NotNow as cause:
@@ -225,9 +235,9 @@ class Run:
             if not _is_cancelled():
                 return self._requeue(c, outcome)
             outcome = supervise.Outcome(interrupted=signal.SIGTERM)
-        lent.cancel_all(self.run_dir)
         if outcome.failure:
             raise RunFailed(outcome.failure)
+        lent.cancel_all(self.run_dir)
         return "stopped" if outcome.interrupted else "finished"
 
     def _attempt(self, c: Config) -> supervise.Outcome:
@@ -321,8 +331,8 @@ def _restarts() -> int:
 @contextmanager
 def _locked(run_dir: Path) -> Iterator[None]:
     """Hold the run's folder, once the launch that submitted this job, or an earlier attempt on a
-    lost node, has released it. If it is held for longer than `RELEASE_S`, raise `RunFailed` in the
-    job's first attempt and `NotNow` in a later one. A signal raises `NotNow` too."""
+    lost node, has released it. If it is held for longer than `RELEASE_S`, raise `local.InUse` in
+    the job's first attempt and `NotNow` in a later one. A signal raises `NotNow` too."""
     end = time.monotonic() + RELEASE_S
     printed = False
     with ExitStack() as stack:
@@ -332,7 +342,7 @@ def _locked(run_dir: Path) -> Iterator[None]:
                 break
             except local.InUse as error:
                 if time.monotonic() > end and not _restarts():
-                    raise RunFailed(str(error)) from None
+                    raise
                 if batch.received or time.monotonic() > end:
                     raise NotNow(f"{error}; waited {RELEASE_S:g} s") from None
                 if not printed:
