@@ -156,8 +156,6 @@ def submit(c: Config, ranks: Sequence[Rank], console: Console) -> None:
     run_dir = c.run_dir.resolve()
     warning_s = resume.warning_s(run_dir, c.cluster.slurm)
     if text := time_limit.too_short(c, warning_s, os.environ.get("SBATCH_TIMELIMIT", "")):
-        if warning_s > c.cluster.slurm.warning_s:
-            text += f"; its last checkpoint took {resume.last_save_s(run_dir):.0f} s"
         raise ConfigError(text)
     began = any((run_dir / name).exists() for name in ("config.json", "logs", "status"))
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
@@ -368,7 +366,7 @@ def _warned_in_time(run_dir: Path, slurm: Slurm) -> Iterator[None]:
             if end is not None and time.time() > end - needed:
                 print(
                     f"{needed} s are left, which saving may take: the last checkpoint took "
-                    f"{resume.last_save_s(run_dir):.0f} s",
+                    f"{resume.last_save_s(run_dir):.0f} s (status/save.json)",
                     flush=True,
                 )
                 os.kill(os.getpid(), signal.SIGUSR2)
