@@ -309,6 +309,8 @@ class Coordinator:
         self.records.live.update(phase="saving", waiting_for="the last checkpoint")
         await self.ending.save_last(self.config.trainer.step_timeout_s)
         self.records.live.update(waiting_for="the last export")
+        if self.progress.stopped_early:
+            self.exports.stopped(self.progress.step, self.hub.weights.store)
         await self.exports.finish()
         self.records.live.update(phase="done", waiting_for="")
 
