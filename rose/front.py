@@ -305,7 +305,7 @@ def launch(made: plan.Plan, console: Console, command: str) -> int:
 def _aside(c: Config, console: Console) -> Iterator[None]:
     """Move an earlier run of this name aside, if `fresh` is set. It is moved back if the new run is
     refused, or ended by a signal, before it has created its folder."""
-    if not (c.fresh and c.run_dir.exists()):
+    if not (c.fresh and os.path.exists(c.run_dir)):
         yield
         return
     with local.locked(c.run_dir):

@@ -30,6 +30,7 @@ PR_SET_CHILD_SUBREAPER = 36
 MOST_THREADS = 8  # largest number of threads that is chosen where no key sets one
 CGROUP = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here, as a forked child must not load it
 
 # Variables for programs that know nothing of the run. All others are removed.
@@ -96,14 +97,18 @@ def has_ended(marked: str) -> bool:
     return here == _here() and pid.isdecimal() and _start(int(pid)) != start
 
 
+def boot() -> str:
+    """Return the id of this machine's boot, or the machine's name in containers that hide it."""
+    try:
+        return BOOT_ID.read_text(encoding="utf-8").strip()
+    except OSError:
+        return platform.node()
+
+
 @functools.cache
 def _here() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-    except OSError:  # hidden in some containers
-        boot = platform.node()
     namespace = os.stat("/proc/self/ns/pid").st_ino
-    return hashlib.blake2s(f"{boot} {namespace}".encode(), digest_size=4).hexdigest()
+    return hashlib.blake2s(f"{boot()} {namespace}".encode(), digest_size=4).hexdigest()
 
 
 def _start(pid: int) -> str:

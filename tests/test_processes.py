@@ -6,6 +6,7 @@ import asyncio
 import gc
 import importlib.util
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,8 @@ import sys
 import pytest
 
 from rose import processes
+from rose.comm import address
+from rose.transfer import broadcast
 from tests import processes as seen
 
 
@@ -48,6 +51,14 @@ def test_cores_are_no_more_than_the_groups_quotas(monkeypatch, tmp_path, own, fi
     monkeypatch.setattr(processes, "OWN_GROUPS", tmp_path / "own")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     assert processes.cores() == wanted
+
+
+def test_a_container_that_hides_the_boot_is_known_by_its_name(monkeypatch, tmp_path):
+    assert "-" in processes.boot()
+    monkeypatch.setattr(processes, "BOOT_ID", tmp_path / "hidden")
+    assert processes.boot() == platform.node()
+    assert address._space().startswith(f"{platform.node()}/")
+    assert broadcast._node(tmp_path / "store").startswith(f"{platform.node()} ")
 
 
 def test_an_import_leaves_out_what_nobody_uses_and_the_collector_goes_on(monkeypatch):

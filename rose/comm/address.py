@@ -24,6 +24,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from rose import processes
+
 # Bounds the time in which all ranks must meet. torch's default, half an hour, delays the error.
 MEET_S = 60.0
 # Bounds one connection attempt, because a firewall that drops packets never answers.
@@ -324,8 +326,7 @@ def _family(address: str) -> int:
 def _space() -> str:
     """Return this process's boot, network namespace and host name. Ranks for which they are equal
     reach each other through loopback."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{socket.gethostname()}"
+    return f"{processes.boot()}/{os.stat('/proc/self/ns/net').st_ino}/{socket.gethostname()}"
 
 
 def _unreachable(

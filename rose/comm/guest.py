@@ -18,6 +18,7 @@ from rose.protocol import Message
 
 # Bounds the porter's start twice: until it connects to the socket, and until it reports its port.
 START_S = 30.0
+LONGEST_FOLDER = 80  # bytes of TMPDIR's path: a socket's may have 107, and ours adds 24
 
 
 class GuestGone(RuntimeError):
@@ -39,22 +40,28 @@ class Guest:
 
     @classmethod
     async def open(cls, launcher: Sequence[str], mpi_env: dict[str, str]) -> Guest:
-        """Start a porter by `launcher` (mpiexec -n 1). Raises `GuestGone` if it takes too long."""
+        """Start a porter by `launcher` (mpiexec -n 1). Raises `GuestGone` if it takes too long, and
+        OSError if this machine has no room or no process for it."""
         here = os.getpid()
         connected = asyncio.get_running_loop().create_future()  # (StreamReader, StreamWriter)
-        with tempfile.TemporaryDirectory(prefix="rose-porter-") as folder:  # mode 0700
+        short = len(os.fsencode(tempfile.gettempdir())) <= LONGEST_FOLDER
+        place = None if short else "/tmp"
+        with tempfile.TemporaryDirectory(prefix="rose-porter-", dir=place) as folder:  # mode 0700
             path = f"{folder}/s"
             server = await asyncio.start_unix_server(
                 lambda *ends: connected.done() or connected.set_result(ends), path
             )
-            command = [*launcher, sys.executable, "-m", "rose.comm.porter", path]
-            porter = await asyncio.create_subprocess_exec(
-                *command,
-                env=mpi_process.environment(mpi_env),
-                stdin=asyncio.subprocess.DEVNULL,
-                preexec_fn=lambda: processes.die_with_parent(here),
-            )
             try:
+                porter = await asyncio.create_subprocess_exec(
+                    *launcher,
+                    sys.executable,
+                    "-m",
+                    "rose.comm.porter",
+                    path,
+                    env=mpi_process.environment(mpi_env),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    preexec_fn=lambda: processes.die_with_parent(here),
+                )
                 async with asyncio.timeout(START_S):
                     reader, writer = await connected
                 guest = cls(porter, reader, writer, "")

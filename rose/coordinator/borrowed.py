@@ -174,7 +174,7 @@ class Borrowed:
                     self._disconnect(address, WITHDREW)
                     return
                 rank.guest = await Guest.open([*local.MPIEXEC, "-n", "1"], self._mpi_env)
-        except GuestGone as error:
+        except (GuestGone, OSError) as error:
             await asyncio.to_thread(self._door.answer, rank.id, reason=str(error), temporary=True)
             self._disconnect(address, str(error))
             return

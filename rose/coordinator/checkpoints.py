@@ -30,7 +30,7 @@ class Checkpoints:
 
     `trainers` maps index -> rank of the trainer ranks, `send` takes (rank, message). `spared()`
     returns the steps whose checkpoints stay, however old. `on_saved(step)` is called after the
-    commit of a step's checkpoint.
+    commit of a step's checkpoint. `on_fault` gets (what, detail) of old ones that can't be removed.
     """
 
     def __init__(
@@ -42,10 +42,11 @@ class Checkpoints:
         recorder: NullRecorder,
         spared: Callable[[], Collection[int]],
         on_saved: Callable[[int], None],
+        on_fault: Callable[[str, str], None],
     ) -> None:
         self._config, self._run_dir, self._trainers = config, run_dir, trainers
         self._send, self._recorder = send, recorder
-        self._spared, self._on_saved = spared, on_saved
+        self._spared, self._on_saved, self._on_fault = spared, on_saved, on_fault
         self._saving: checkpoint.Save | None = None  # ordered, `finish` not called yet
         self._committing: asyncio.Task | None = None  # `_commit` of the last one
         # A checkpoint could not be saved, so the next one is the last before the run ends.
@@ -81,10 +82,10 @@ class Checkpoints:
         if self.ordered:
             return
         await self.committed()
-        folder = checkpoint.begin(self._run_dir, step)
+        folder = checkpoint.begin(self._run_dir, step, self._not_removed)
         if self._failed:  # There may be too little room: what its commit would remove goes first.
             keep = max(1, self._config.trainer.checkpoint_keep - 1)
-            await asyncio.to_thread(checkpoint.remove_old, self._run_dir, keep, self._spared())
+            await self._in_thread(checkpoint.remove_old, self._run_dir, keep, self._spared())
         self._saving = checkpoint.Save(step, folder, time.monotonic())
         for rank in self._trainers.values():
             self._send(rank, p.SaveCheckpoint(step, str(folder)))
@@ -113,9 +114,19 @@ class Checkpoints:
                     )
                 await asyncio.sleep(POLL_S)
             keep, spared = self._config.trainer.checkpoint_keep, self._spared()
-            await asyncio.to_thread(checkpoint.commit, saving.folder, state, keep, spared)
+            await self._in_thread(checkpoint.commit, saving.folder, state, keep, spared)
             self._on_saved(saving.step)
         resume.note_save(self._run_dir, time.monotonic() - saving.began)
+
+    async def _in_thread(self, function: Callable[..., object], *arguments: object) -> None:
+        """Call a function that reports what it can't remove, and report that as faults."""
+        left: list[str] = []  # The other thread must not write the faults itself.
+        await asyncio.to_thread(function, *arguments, left.append)
+        for what in left:
+            self._not_removed(what)
+
+    def _not_removed(self, what: str) -> None:
+        self._on_fault("checkpoint not removed", what)
 
     async def _saved(self, saving: checkpoint.Save) -> int:
         """Count the ranks that have saved. Raises `checkpoint.SaveFailed` once no rank writes any

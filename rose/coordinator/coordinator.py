@@ -123,7 +123,7 @@ class Coordinator:
         self.evaluations = Evaluations(config, folder, self.rollouts, write, fault)
         trainers, kept, saved = ranks[p.Role.TRAINER], self.evaluations.kept, log.checkpoint_saved
         self.training = Training(config, trainers, send, recorder)
-        self.checkpoints = Checkpoints(config, folder, trainers, send, recorder, kept, saved)
+        self.checkpoints = Checkpoints(config, folder, trainers, send, recorder, kept, saved, fault)
         self.device = (
             HybridDevices(config, ranks, send, recorder, self.hub, fault)
             if config.hybrids
@@ -314,6 +314,8 @@ class Coordinator:
         self.records.live.update(phase="saving", waiting_for="the last checkpoint")
         await self.ending.save_last(self.config.trainer.step_timeout_s)
         self.records.live.update(waiting_for="the last export")
+        if self.progress.stopped_early:
+            self.exports.stopped(self.progress.step, self.hub.weights.store)
         await self.exports.finish()
         self.records.live.update(phase="done", waiting_for="")
 
@@ -350,10 +352,9 @@ class Coordinator:
         score_s = c.reward.deadline_s if c.reward.pools else 0.0
         engine_s = max(c.rollout.engine_start_timeout_s, c.rollout.turn_timeout_s)
         patience = max(engine_s, c.step_timeout_s, score_s) + 30.0
-        self.hub.progress_at = time.time()
         await self._changed.while_progressing(
             ready,
-            lambda: time.time() - self.hub.progress_at,
+            lambda: self.hub.progress_at,
             patience,
             lambda: (
                 f"{self.rollouts.groups.running} trajectories run; {len(self.hub.ledger)} turns "

@@ -54,6 +54,12 @@ class Exports:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def stopped(self, step: int, store: str) -> None:
+        """Export `step`, the last one of a run that ends early, unless its export was due."""
+        self._last = step
+        if step != self._newest:
+            self.resume(step, store)
+
     async def finish(self) -> None:
         """Wait for all exports, `trainer.step_timeout_s` at most; report and end those that take
         longer."""

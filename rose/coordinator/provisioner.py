@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -151,7 +153,7 @@ class Provisioner:
         """Apply the states that Slurm reports for the components of a job."""
         if states and not states & state.ACTIVE:
             self._over(request, f"job {job.id} ended: {', '.join(sorted(states))}")
-        elif "RUNNING" in states:
+        elif states & state.STARTED:
             if not job.ran:
                 self._feed(ev.CapacityGranted(at=time.time(), request=request))
             job.ran, job.since = True, time.monotonic()
@@ -178,19 +180,24 @@ class Provisioner:
 
 
 async def _command(*command: str) -> tuple[int, str, str]:
-    """Run the command; return (exit code, stdout, stderr), code 124 if killed after `COMMAND_S`."""
+    """Run the command; return (exit code, stdout, stderr), code 124 if it took over `COMMAND_S`.
+    Then, and on cancellation, it is killed with the processes that it has started, such as sbatch:
+    a job that is submitted afterwards would be unknown here."""
     process = await asyncio.create_subprocess_exec(
         *command,
         env=mpi_process.environment({}),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
     )
     try:
         async with asyncio.timeout(COMMAND_S):
             out, err = await process.communicate()
     except TimeoutError:
-        with contextlib.suppress(ProcessLookupError):  # It may have ended just now.
-            process.kill()
         return 124, "", f"{command[0]} did not answer within {COMMAND_S:g} s"
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):  # It may have ended just now.
+                os.killpg(process.pid, signal.SIGKILL)
     return process.returncode, out.decode().strip(), err.decode().strip()[-500:]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 SHOW_SILENCE_S = 30.0  # seconds without progress, after which the live display shows the wait
 REPORT_SILENCE_S = 60.0  # seconds without progress, after which the wait is reported as a fault
 POLL_S = 1.0  # seconds between two checks of the silence while nothing changes
+LATE_S = 10.0  # seconds between two checks, after which this process was suspended or very busy
 
 
 class RunFailed(RuntimeError):
@@ -51,19 +52,25 @@ class Changes:
     async def while_progressing(
         self,
         ready: Callable[[], bool],
-        silent_s: Callable[[], float],
+        progress: Callable[[], object],
         patience_s: float,
         what: Callable[[], str],
         report: Callable[[str], None],
     ) -> None:
         """Wait until `ready()`, as long as there is progress of any kind.
 
-        `silent_s()` is the time since the last progress. In each silence, `report` gets the text
-        once, after `REPORT_SILENCE_S`. Raises `RunFailed` after a silence of `patience_s`.
+        `progress()` has another value after each progress. In each silence, `report` gets the text
+        once, after `REPORT_SILENCE_S`. Raises `RunFailed` after a silence of `patience_s`. A
+        silence begins anew after a time in which this process itself heard nothing.
         """
         reported = shown = False
+        last, since = progress(), time.monotonic()
+        polled_at = since
         while not ready():
-            silent = silent_s()
+            now, value = time.monotonic(), progress()
+            if value != last or now - polled_at > LATE_S:
+                last, since = value, now
+            polled_at, silent = now, now - since
             if silent > min(SHOW_SILENCE_S, patience_s):
                 text = f"no token and no trajectory for {silent:.0f} s while {what()}"
                 if silent > patience_s:

@@ -12,6 +12,7 @@ import re
 import subprocess
 import time
 from collections.abc import Sequence
+from datetime import datetime
 
 DEADLINE_S = 60.0  # seconds that one call may take
 # Seconds for which a failing command is retried. A failover to a backup controller takes Slurm's
@@ -105,3 +106,24 @@ def requeue(job: str, restarts: int) -> bool:
         if PENDING not in str(error).lower():
             raise
     return True
+
+
+def end_time(deadline_s: float) -> float | None:
+    """Return the time at which Slurm will end this job, in seconds of the epoch; inf without a time
+    limit, None if Slurm gives no answer within `deadline_s`."""
+    if given := os.environ.get("SLURM_JOB_END_TIME"):  # set since Slurm 23.02
+        return float(given)
+    try:
+        printed = ask(
+            ["squeue", "--noheader", "--format=%e", "--jobs", os.environ["SLURM_JOB_ID"]],
+            patience_s=0.0,
+            deadline_s=deadline_s,
+            SLURM_TIME_FORMAT="standard",
+        )
+    except SlurmError:
+        return None
+    # squeue prints a local time for each component, and N/A where there is no limit.
+    ends = re.findall(r"^\d{4}-\d\d-\d\dT[\d:]{8}$", printed, re.MULTILINE)
+    if not printed.strip():
+        return None
+    return min((datetime.fromisoformat(end).timestamp() for end in ends), default=float("inf"))

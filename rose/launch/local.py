@@ -88,7 +88,7 @@ def locked(run_dir: Path) -> Iterator[None]:
     """Hold the run's folder (made if absent). Raises `InUse` if another launch holds it, and
     `ConfigError` if it can't be made, locked or written. Folders made here are removed if nothing
     is written."""
-    made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
+    made = [path for path in (run_dir, *run_dir.parents) if not os.path.exists(path)]
     unused = False
     try:
         with _lock_file(run_dir) as file:

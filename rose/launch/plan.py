@@ -98,7 +98,7 @@ def _check_limits(c: Config) -> Iterator[str]:
     slurm = c.cluster.slurm
     if c.cluster.kind != "slurm" or slurm is None:
         return
-    if not time_limit.limits(c) and "SBATCH_TIMELIMIT" not in os.environ:
+    if not time_limit.limits(slurm) and "SBATCH_TIMELIMIT" not in os.environ:
         yield (
             "cluster.slurm.trainer.time=null: the job gets the partition's default limit, which "
             "may be minutes, and starts later than a shorter one would; name one, such as "

@@ -17,6 +17,7 @@ from typing import Any
 from rose import config as configuration
 from rose import files, inputs, models
 from rose.config import Cluster, Config, ConfigError, Slurm
+from rose.config.checks import time_limit
 from rose.launch import rank_status
 from rose.trainer import checkpoint
 
@@ -234,6 +235,13 @@ def mark_finished(run_dir: Path, steps: int, stopped: Config | None = None) -> N
     files.write_whole(path, json.dumps(done).encode() + b"\n", sync=True)
 
 
+def finished_mark(run_dir: Path) -> bytes:
+    """Return what `mark_finished` has written, which differs between attempts; empty if nothing."""
+    with suppress(OSError):
+        return _mark(run_dir).read_bytes()
+    return b""
+
+
 def is_finished(run_dir: Path, c: Config) -> bool:
     """True if the run has finished at least trainer.steps, or if the same eval.stop ended it early
     on the way to at least trainer.steps."""
@@ -367,8 +375,9 @@ def save_s(run_dir: Path, cluster: Cluster, waited_s: float) -> float:
 def warning_s(run_dir: Path, slurm: Slurm) -> int:
     """Return the seconds before its time limit at which a job must be warned to save its last step:
     cluster.slurm.warning_s, or `WARNING_SAVES` times what the last checkpoint took, if that is
-    more."""
-    return max(slurm.warning_s, math.ceil(WARNING_SAVES * last_save_s(run_dir)))
+    more, but at most half of the job's time: one slow save must not fill all later attempts."""
+    saving_s = math.ceil(WARNING_SAVES * last_save_s(run_dir))
+    return max(slurm.warning_s, int(min(saving_s, time_limit.job_s(slurm) / 2)))
 
 
 def move_aside(run_dir: Path) -> Path:

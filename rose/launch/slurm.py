@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -19,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -43,6 +41,7 @@ POLL_S = 5.0  # seconds between two checks of the time that is left
 # steps, or the lock of the run's folder. NFS and Lustre release it 90 s and more after the node.
 RELEASE_S = 300.0
 ANSWER_S = 20.0  # seconds for squeue's answer; the next check asks again
+CANCELLED_S = 60.0  # least seconds before the time limit at which a SIGTERM is somebody's
 STEPS_S = 2.0  # seconds between two polls of the metrics, whose steps the job's log shows
 VIEWS_S = 8.0  # seconds for trace and report before a requeue, of resume.REQUEUE_S
 PAUSE_S = 1.0  # seconds between two tries to get what an earlier attempt holds
@@ -153,8 +152,6 @@ def submit(c: Config, ranks: Sequence[Rank], console: Console) -> None:
     run_dir = c.run_dir.resolve()
     warning_s = resume.warning_s(run_dir, c.cluster.slurm)
     if text := time_limit.too_short(c, warning_s, os.environ.get("SBATCH_TIMELIMIT", "")):
-        if warning_s > c.cluster.slurm.warning_s:
-            text += f"; its last checkpoint took {resume.last_save_s(run_dir):.0f} s"
         raise ConfigError(text)
     began = any((run_dir / name).exists() for name in ("config.json", "logs", "status"))
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
@@ -208,21 +205,33 @@ class Run:
     run_dir: Path
 
     def __call__(self) -> str:
-        """Run one attempt. Return how it ended, in words. Raises `RunFailed`."""
+        """Run one attempt. Return how it ended, in words. Raises `RunFailed` and `ConfigError`."""
+        try:
+            return self._run()
+        except local.InUse:
+            raise  # The jobs that lend engines or compute rewards are another launch's.
+        except (RunFailed, ConfigError):
+            lent.cancel_all(self.run_dir)
+            raise
+
+    def _run(self) -> str:
         c = model.prepare(configuration.load(self.run_dir / "config.json"))
         try:
             with _locked(self.run_dir):
                 if resume.is_finished(self.run_dir, c):
+                    lent.cancel_all(self.run_dir)
                     return "finished already"
                 outcome = self._attempt(c)
         except NotNow as cause:
             signals = batch.received
             outcome = supervise.Outcome("" if signals else str(cause), sum(signals[:1]), True)
         if outcome.requeues:
-            return self._requeue(c, outcome)
-        lent.cancel_all(self.run_dir)
+            if not _is_cancelled():
+                return self._requeue(c, outcome)
+            outcome = supervise.Outcome(interrupted=signal.SIGTERM)
         if outcome.failure:
             raise RunFailed(outcome.failure)
+        lent.cancel_all(self.run_dir)
         return "stopped" if outcome.interrupted else "finished"
 
     def _attempt(self, c: Config) -> supervise.Outcome:
@@ -316,8 +325,8 @@ def _restarts() -> int:
 @contextmanager
 def _locked(run_dir: Path) -> Iterator[None]:
     """Hold the run's folder, once the launch that submitted this job, or an earlier attempt on a
-    lost node, has released it. If it is held for longer than `RELEASE_S`, raise `RunFailed` in the
-    job's first attempt and `NotNow` in a later one. A signal raises `NotNow` too."""
+    lost node, has released it. If it is held for longer than `RELEASE_S`, raise `local.InUse` in
+    the job's first attempt and `NotNow` in a later one. A signal raises `NotNow` too."""
     end = time.monotonic() + RELEASE_S
     printed = False
     with ExitStack() as stack:
@@ -327,7 +336,7 @@ def _locked(run_dir: Path) -> Iterator[None]:
                 break
             except local.InUse as error:
                 if time.monotonic() > end and not _restarts():
-                    raise RunFailed(str(error)) from None
+                    raise
                 if batch.received or time.monotonic() > end:
                     raise NotNow(f"{error}; waited {RELEASE_S:g} s") from None
                 if not printed:
@@ -349,11 +358,11 @@ def _warned_in_time(run_dir: Path, slurm: Slurm) -> Iterator[None]:
             needed = resume.warning_s(run_dir, slurm)
             if needed <= slurm.warning_s:
                 continue  # Slurm's own warning comes in time.
-            end = _end_time() if end is None else end
+            end = commands.end_time(ANSWER_S) if end is None else end
             if end is not None and time.time() > end - needed:
                 print(
                     f"{needed} s are left, which saving may take: the last checkpoint took "
-                    f"{resume.last_save_s(run_dir):.0f} s",
+                    f"{resume.last_save_s(run_dir):.0f} s (status/save.json)",
                     flush=True,
                 )
                 os.kill(os.getpid(), signal.SIGUSR2)
@@ -368,25 +377,11 @@ def _warned_in_time(run_dir: Path, slurm: Slurm) -> Iterator[None]:
         thread.join()
 
 
-def _end_time() -> float | None:
-    """Return the time at which Slurm will end this job, in seconds of the epoch; inf without a time
-    limit, None if Slurm gives no answer."""
-    if given := os.environ.get("SLURM_JOB_END_TIME"):  # set since Slurm 23.02
-        return float(given)
-    try:
-        printed = commands.ask(
-            ["squeue", "--noheader", "--format=%e", "--jobs", os.environ["SLURM_JOB_ID"]],
-            patience_s=0.0,
-            deadline_s=ANSWER_S,
-            SLURM_TIME_FORMAT="standard",
-        )
-    except commands.SlurmError:
-        return None
-    # squeue prints a local time for each component, and N/A where there is no limit.
-    ends = re.findall(r"^\d{4}-\d\d-\d\dT[\d:]{8}$", printed, re.MULTILINE)
-    if not printed.strip():
-        return None
-    return min((datetime.fromisoformat(end).timestamp() for end in ends), default=float("inf"))
+def _is_cancelled() -> bool:
+    """True if somebody has cancelled this job (scancel), maybe after Slurm's warning: SIGTERM came
+    long before the time limit, at which Slurm sends it too."""
+    end = commands.end_time(ANSWER_S) if signal.SIGTERM in batch.received else None
+    return end is not None and end > time.time() + CANCELLED_S
 
 
 def _refuse_shared_nodes() -> None:

@@ -36,14 +36,19 @@ ACTIVE = {
     "PENDING",
     "RUNNING",
     "REQUEUED",
+    "REQUEUE_FED",
     "REQUEUE_HOLD",
     "RESIZING",
+    "RESV_DEL_HOLD",
+    "SPECIAL_EXIT",
+    "STOPPED",
     "SUSPENDED",
     "COMPLETING",
     "CONFIGURING",
     "SIGNALING",
     "STAGE_OUT",
 }
+STARTED = {"RUNNING", "STOPPED", "SUSPENDED"}  # states of a job that has its nodes
 # States of a job that ended by itself or by the cluster, so that a user wants to know the cause.
 FAILED = {"FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
 TAIL_LINES = 15  # lines of a failed job's log that are shown
@@ -78,10 +83,10 @@ def submitted(run_dir: Path) -> str | None:
     """Return the id of the job that the run was last submitted as; None if it never was. Raises
     RuntimeError if the file with the id can't be read, or holds no id."""
     path = _note(run_dir)
-    if not path.exists():
-        return None
     try:
         job = path.read_text(encoding="utf-8").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     except (OSError, UnicodeDecodeError) as error:
         raise RuntimeError(f"{path}, which names the run's Slurm job: {error}") from None
     if not job.isdecimal():
@@ -158,6 +163,12 @@ def show(run_dir: Path, console: Console) -> bool:
         table.add_row(*map(escape, component))  # A list of nodes may have brackets.
     if found:
         console.print(table)
+    elif shutil.which("squeue") is None:
+        console.print(
+            f"job {job}: no squeue on PATH, so its state is unknown; give this command where your "
+            "site has Slurm's commands (a login node)",
+            soft_wrap=True,
+        )
     else:
         console.print(f"job {job}: Slurm knows nothing of it any more", soft_wrap=True)
     if hopeless := cannot_start(job):

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from rose import files
@@ -51,6 +52,7 @@ FAILURE_GRACE_S = 5.0  # seconds for the other ranks to end by themselves once o
 PROBE_S = 5.0  # seconds between two tries to write a small file into the run's folder
 # Seconds for counting the run's use of the disk, when an attempt begins and when the disk is full.
 MEASURE_S = 5.0
+UNREAD_S = 60.0  # seconds for which the ranks' status files may not be readable
 READ_MAPS_S = 1.0  # seconds for reading processes' memory maps; thousands take some 10 ms
 KILL_S = 10.0  # seconds for the kernel to carry out SIGKILL
 TAIL_LINES = 15  # lines of a rank's log in the message of a failure
@@ -99,13 +101,24 @@ class Job:
     beats: Beats = field(default_factory=Beats)
     before: tuple[dict[str, disk.Use], bool] = ({}, True)  # use of the disk at the start
     lost: bool = False  # True if the failed rank was killed, vanished, hangs or lost its GPU
+    read: dict[int, RankStatus] = field(default_factory=dict)  # the last good read of `statuses`
+    read_at: float = field(default_factory=time.monotonic)
+    unread: str = ""  # why the last read failed
+    finished: bytes = b""  # an earlier attempt's mark of the finished run
 
     @property
     def _poll_s(self) -> float:
         return POLL_SLURM_S if self.cluster.kind == "slurm" else POLL_S
 
     def statuses(self) -> dict[int, RankStatus]:
-        return rank_status.read_all(self.run_dir, self.attempt)
+        """Return the status of every rank that has reported, by rank. If a file can't be read, as
+        for a moment on NFS while its rank replaces it, return those of the last good read."""
+        try:
+            self.read = rank_status.read_all(self.run_dir, self.attempt)
+            self.read_at, self.unread = time.monotonic(), ""
+        except (OSError, msgspec.MsgspecError) as error:
+            self.unread = str(error)
+        return self.read
 
     def wait(self) -> Outcome:
         """Wait until the job ends and return how it ended. Meanwhile, handle SIGINT, SIGTERM and
@@ -116,6 +129,7 @@ class Job:
             if not self.handled
         }
         try:
+            self.finished = resume.finished_mark(self.run_dir)
             self.before = disk.measure(self.run_dir, MEASURE_S)
             outcome = self._watch()
             if outcome.failure:
@@ -132,7 +146,7 @@ class Job:
         asked = False  # True once the coordinator was asked to stop
         while True:
             failure = self._failure(deadlines)
-            if failure and self._stopped():
+            if failure and (self._stopped() or self._finished(failure)):
                 return Outcome(interrupted=self._interrupted())
             if failure:
                 outcome = self._explained(failure)
@@ -180,8 +194,19 @@ class Job:
             and coordinator.exit_code in (0, -signal.SIGTERM)
         )
 
+    def _finished(self, failure: str) -> bool:
+        """True if the run has finished in this attempt, so that all is saved. Then print what
+        failed afterwards, while the ranks were leaving."""
+        if resume.finished_mark(self.run_dir) == self.finished:
+            return False
+        print(f"the run is finished; afterwards {files.printable(failure)}", file=sys.stderr)
+        return True
+
     def _failure(self, deadlines: dict[str, float]) -> str:
         states, now, slurm = self.statuses(), time.monotonic(), self.cluster.slurm
+        if self.unread and now > self.read_at + UNREAD_S:
+            folder = rank_status.folder(self.run_dir, self.attempt)
+            return f"{folder}: no rank's status could be read for {UNREAD_S:g} s: {self.unread}"
         if self._dead(states):
             time.sleep(SETTLE_S)  # The rank that failed first may still be reporting.
             return self._first(self._dead(self.statuses()))
@@ -220,6 +245,8 @@ class Job:
 
     def _hanging(self, states: dict[int, RankStatus], now: float) -> str:
         """Return the failure of the trainer ranks that the others wait for; "" if none."""
+        if self.unread:
+            return ""  # Old statuses would show a rank as silent.
         trainers = [s for s in states.values() if s.role is Role.TRAINER]
         hanging, most = self.beats.hanging(trainers, now)
         self.lost |= bool(hanging)

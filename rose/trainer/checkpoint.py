@@ -12,7 +12,7 @@ import operator
 import os
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,38 +148,57 @@ def change(saved: tuple[int, int], now: tuple[int, int]) -> str:
     return f"saved by {before}, continued by {after}"
 
 
-def begin(run_dir: Path, step: int) -> Path:
+def begin(run_dir: Path, step: int, report: Callable[[str], None] = print) -> Path:
     """Make an empty folder for the trainer ranks to write into."""
     folder = _folder(run_dir) / f"step-{step:06d}.tmp"
-    remove_halves(run_dir)
+    remove_halves(run_dir, report)
     folder.mkdir(parents=True)
     return folder
 
 
-def remove_halves(run_dir: Path) -> None:
+def remove_halves(run_dir: Path, report: Callable[[str], None] = print) -> None:
     """Remove incomplete checkpoints of interrupted attempts: the next one may need the space."""
     for left in _folder(run_dir).glob("step-*.tmp"):
-        shutil.rmtree(left)
+        _remove(left, report)
 
 
-def commit(folder: Path, state: dict[str, Any], keep: int, spared: Collection[int] = ()) -> Path:
+def commit(
+    folder: Path,
+    state: dict[str, Any],
+    keep: int,
+    spared: Collection[int] = (),
+    report: Callable[[str], None] = print,
+) -> Path:
     """Add the coordinator's state to `folder` and make it a checkpoint, once the ranks' files are
     on disk. Then remove all but the `keep` newest and those of the steps `spared`."""
     write_whole(folder / COORDINATOR_STATE, json.dumps(state, indent=1).encode(), sync=True)
     for path in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
         sync(path)
     final = folder.with_suffix("")
-    # An interrupted attempt may have saved the same step.
-    shutil.rmtree(final, ignore_errors=True)
+    if final.exists():  # An interrupted attempt saved the same step.
+        _remove(final, report)
     os.rename(folder, final)
     sync(final.parent)
-    remove_old(final.parent.parent, keep, spared)
+    remove_old(final.parent.parent, keep, spared, report)
     return final
 
 
-def remove_old(run_dir: Path, keep: int, spared: Collection[int] = ()) -> None:
+def remove_old(
+    run_dir: Path, keep: int, spared: Collection[int] = (), report: Callable[[str], None] = print
+) -> None:
     """Remove all checkpoints but the `keep` newest and those of the steps `spared`."""
     for old in complete(run_dir)[:-keep]:
         if step_of(old) not in spared:
+            _remove(old, report)
+
+
+def _remove(folder: Path, report: Callable[[str], None]) -> None:
+    """Remove a folder. `report` gets a text about one that stays for now, as on NFS while somebody
+    copies its files."""
+    try:
+        if folder.suffix != ".tmp":
             # Renamed first, so that a half-deleted folder is not taken for a checkpoint.
-            shutil.rmtree(old.rename(old.with_suffix(".tmp")))
+            folder = folder.rename(folder.with_suffix(".old.tmp"))
+        shutil.rmtree(folder)
+    except OSError as error:
+        report(f"{folder}: not removed ({error}); the next checkpoint tries it again")

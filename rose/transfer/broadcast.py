@@ -32,6 +32,7 @@ from typing import Protocol
 import numpy as np
 from mpi4py import MPI
 
+from rose import processes
 from rose.comm import address
 from rose.comm.mailbox import gather_texts
 from rose.transfer.errors import TransferError
@@ -274,9 +275,8 @@ def _node(path: Path | str) -> str:
     containers of one machine may not."""
     if not path:
         return ""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     device = os.stat(path.parent)
-    return f"{boot} {device.st_dev} {device.st_ino} {path.parent}"
+    return f"{processes.boot()} {device.st_dev} {device.st_ino} {path.parent}"
 
 
 def _read_header(header: np.ndarray) -> tuple[str, int]:

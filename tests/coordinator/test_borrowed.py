@@ -3,6 +3,7 @@ concerned."""
 
 import asyncio
 import contextlib
+import errno
 import os
 import re
 import signal
@@ -16,7 +17,7 @@ import msgspec
 import pytest
 
 from rose import protocol as p
-from rose.comm import join, mpi_process, porter
+from rose.comm import guest, join, mpi_process, porter
 from rose.comm.guest import Guest
 from rose.coordinator import borrowed
 from rose.coordinator.borrowed import Borrowed
@@ -254,6 +255,36 @@ def test_garbage_on_every_port_that_is_open_stops_nobody(court):
             heard.add(rank.guest.last_seen)
         assert c.world.faults == [] and joiner.poll() is None
         assert c.workers() == ["borrowed-1", "rollout-0"]
+
+    court.run(story)
+
+
+def test_a_porter_that_cannot_start_is_a_refusal_for_now(court, monkeypatch):
+    async def story(c):
+        with monkeypatch.context() as during:
+            during.setattr(guest.asyncio, "create_subprocess_exec", no_process)
+            application = join.Application(c.run_dir)
+            with pytest.raises(join.JoinError, match="temporarily unavailable") as raised:
+                await asyncio.to_thread(application.ask, DEADLINE_S)
+            await c.until(c.lost, "the loss")
+        assert raised.value.temporary and "temporarily unavailable" in c.lost()[0]
+        c.join("works")
+        await c.until(lambda: c.changes, "the next")
+
+    async def no_process(*_, **options):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    court.run(story)
+
+
+def test_a_long_path_of_tmpdir_keeps_nobody_out(court, tmp_path, monkeypatch):
+    long = tmp_path / ("long" * 25)
+    long.mkdir()
+    monkeypatch.setattr(guest.tempfile, "tempdir", str(long))
+
+    async def story(c):
+        c.join("works")
+        await c.until(lambda: c.changes, "the rank")
 
     court.run(story)
 

@@ -120,6 +120,22 @@ async def test_the_steps_go_on_while_it_is_written_and_the_next_one_waits_for_it
     assert [checkpoint.step_of(folder) for folder in checkpoint.complete(tmp_path)] == [7, 8]
 
 
+async def test_an_old_one_that_cannot_be_removed_is_a_fault(coordinator, tmp_path, monkeypatch):
+    def busy(folder):
+        raise OSError(39, "Directory not empty", str(folder))
+
+    keep = coordinator.config.trainer.checkpoint_keep
+    for step in range(1, keep + 1):
+        checkpoint.commit(checkpoint.begin(tmp_path, step), {"step": step}, keep)
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", busy)
+    await save(coordinator)
+    written(coordinator, 0, 1)
+    await coordinator.checkpoints.committed()
+    assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 7
+    (row,) = read_metrics(tmp_path)
+    assert row["what"] == "checkpoint not removed" and "Directory not empty" in row["detail"]
+
+
 class Fails:
     """A run whose messages end with a failure; its trainer ranks write what they are told to."""
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from rose.coordinator.exports import Exports
 from rose.launch import resume
 from rose.observe import held_out
 from rose.observe.metrics import read_metrics
@@ -94,8 +95,14 @@ def test_an_early_stop_waits_for_what_runs_beside(config, seed, tmp_path):
     assert begun == {row["step"] for row in rows}, "none is thrown away"
 
 
-def test_a_run_that_no_longer_gets_better_ends_and_has_its_last_step(config, tmp_path):
-    wanted = config("trainer.steps=40", "eval.every=1", "eval.stop.patience=3")
+def test_a_run_that_no_longer_gets_better_ends_and_has_its_last_step(config, tmp_path, monkeypatch):
+    async def note(self, step, store):
+        exported.append(step)
+
+    exported: list[int] = []
+    monkeypatch.setattr(Exports, "_export", note)
+    given = ("trainer.steps=40", "eval.every=1", "eval.stop.patience=3")
+    wanted = config(*given, "trainer.export_every=1000")
     coordinator, peer = peers.run(wanted, tmp_path)
     scores = list(score_of(tmp_path).values())
     last = coordinator.progress.step
@@ -104,12 +111,11 @@ def test_a_run_that_no_longer_gets_better_ends_and_has_its_last_step(config, tmp
     assert "eval.stop.patience=3" in coordinator.progress.stopped_early
     for before in range(4, len(scores)):
         assert max(scores[before - 3 : before]) > max(scores[: before - 3]), "no earlier"
-    assert steps_of(tmp_path) == [last]
+    assert steps_of(tmp_path) == exported == [last]
     resume.mark_finished(tmp_path, last, wanted)
     assert resume.is_finished(tmp_path, wanted) and resume.stopped_early(tmp_path) == last
     for other in ("trainer.steps=41", "eval.stop.patience=4", "eval.stop.min_gain=0.1"):
-        on = ("trainer.steps=40", "eval.every=1", "eval.stop.patience=3", other)
-        assert not resume.is_finished(tmp_path, config(*on)), other
+        assert not resume.is_finished(tmp_path, config(*given, other)), other
 
 
 @pytest.mark.parametrize("beside", ["true", "false"])

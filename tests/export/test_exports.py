@@ -160,6 +160,15 @@ async def test_only_the_steps_that_are_due_are_offered(run, exports, begun):
     assert begun == [4, 8, 10]
 
 
+async def test_the_last_step_of_a_run_that_ends_early_is_written_once(run, exports, begun):
+    for offered, stopped in ((4, 7), (4, 8), (8, 8)):
+        made = exports(export_every=4, steps=10)
+        made.offer(offered, str(run.store))
+        made.stopped(stopped, str(run.store))
+        await made.finish()
+    assert begun == [4, 7, 4, 8, 8]
+
+
 async def test_a_continued_run_writes_the_step_that_is_missing(run, exports, begun):
     made = exports()
     made.resume(3, str(run.store))

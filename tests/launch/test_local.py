@@ -1,6 +1,7 @@
 """The mpiexec line, the ranks' environment, with its folders for compiled kernels, and the run's
 folder."""
 
+import errno
 import json
 import os
 import re
@@ -68,6 +69,18 @@ def test_a_run_that_never_began_leaves_no_folder_and_one_that_did_stays(tmp_path
         (run / "config.json").touch()
         raise ConfigError("refused")
     assert sorted(path.name for path in run.iterdir()) == ["config.json", "lock"]
+
+
+def test_a_folder_that_may_not_be_searched_is_named(tmp_path, monkeypatch):
+    def refuse(path, *_, **more):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    with monkeypatch.context() as hidden:
+        for name in ("stat", "mkdir"):
+            hidden.setattr(Path, name, refuse)
+        said = "output_dir=.*run can't be made, locked or written .Permission denied"
+        with pytest.raises(ConfigError, match=said), local.locked(tmp_path / "run"):
+            pass
 
 
 def test_a_lock_is_closed_before_its_folder_goes(tmp_path, monkeypatch):

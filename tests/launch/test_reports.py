@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rose.launch import logs, rank_status, supervise
+from rose.launch import logs, rank_status, resume, supervise
 from tests.launch.conftest import report
 
 PASSED, FAR = 0.0, float("inf")
@@ -69,6 +69,18 @@ def test_a_report_that_comes_while_the_launcher_looks_counts(reported, gone, mon
     assert reads[0][0].state == "running" and len(reads) > 1
 
 
+def test_reports_that_cannot_be_read_for_a_moment_end_nothing(reported, monkeypatch):
+    """As on NFS, while a rank replaces its file."""
+    assert reported._failure({}) == ""
+    path = rank_status.folder(reported.run_dir, reported.attempt) / "rank-0.json"
+    path.write_text("{")
+    assert reported._failure({}) == "" and len(reported.statuses()) == len(reported.ranks)
+    monkeypatch.setattr(supervise, "UNREAD_S", 0.0)
+    assert reported._failure({}).startswith(f"{path.parent}: no rank's status could be read for")
+    report(reported, reported.ranks[0])
+    assert reported._failure({}) == ""
+
+
 def test_reports_that_come_after_the_starter_has_ended_count(reported, monkeypatch):
     """The launcher read the reports before the last guard wrote its own."""
     for rank in reported.ranks:
@@ -87,6 +99,18 @@ def test_reports_that_come_after_the_starter_has_ended_count(reported, monkeypat
     assert reported._failure({}) == ""
     report(reported, reported.ranks[0], state="running")
     assert "exited with code 0" in reported._failure({})
+
+
+def test_a_rank_that_dies_after_the_run_has_finished_is_only_told(reported, monkeypatch, capsys):
+    def dies(*_):
+        resume.mark_finished(reported.run_dir, 40)
+        report(reported, reported.ranks[3], state="failed", exit_code=-11)
+
+    resume.mark_finished(reported.run_dir, 30)  # by an earlier attempt
+    monkeypatch.setattr(reported, "_hanging", lambda *_: dies() or "")
+    monkeypatch.setattr(supervise, "end_all", lambda process: None)
+    assert reported.wait() == supervise.Outcome()
+    assert "the run is finished; afterwards rank 3 (" in capsys.readouterr().err
 
 
 def test_a_rank_that_ends_while_the_launcher_ends_ranks_is_no_error(reported, monkeypatch):

@@ -1,7 +1,10 @@
 """What is read from Slurm's words about a job, and what is told of a run."""
 
+import errno
+import os
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +21,7 @@ def rows(*states, reason="None"):
 
 
 FINE = ("PENDING PENDING", "RUNNING RUNNING", "PENDING RUNNING", "COMPLETED COMPLETED", "")
+FINE += ("PENDING STOPPED", "PENDING SPECIAL_EXIT", "PENDING RESV_DEL_HOLD", "PENDING REQUEUE_FED")
 # Reasons of a job that asks for more than a limit, and of one that waits for others' ends.
 TOO_MUCH = "QOSMaxWallDurationPerJobLimit AssocMaxCpuPerJobLimit QOSMinGRESPerJob "
 TOO_MUCH += "PartitionTimeLimit InvalidAccount"
@@ -118,6 +122,22 @@ def test_a_job_that_slurm_has_forgotten_is_over(commands, tmp_path, asked):
     assert not state.is_active("7")
     code, said, _ = asked(tmp_path)
     assert code == 0 and "job 7: Slurm knows nothing of it any more" in said
+
+
+def test_where_no_squeue_is_the_state_is_unknown(commands, tmp_path, asked):
+    state.remember(tmp_path, "7")
+    assert "job 7: no squeue on PATH, so its state is unknown" in asked(tmp_path)[1]
+
+
+def test_a_run_that_may_not_be_read_is_told_in_a_line(tmp_path, asked, monkeypatch):
+    def refuse(path, *_, **more):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    with monkeypatch.context() as hidden:
+        for name in ("stat", "read_text"):
+            hidden.setattr(Path, name, refuse)
+        code, _, complaint = asked(tmp_path)
+    assert code == 1 and "Permission denied" in complaint
 
 
 def test_a_folder_that_is_no_run_is_told_in_a_line(commands, tmp_path, asked):

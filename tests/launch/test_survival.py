@@ -14,7 +14,7 @@ import pytest
 from rose import config as configuration
 from rose import files
 from rose.config import ConfigError
-from rose.launch import batch, commands, lent, slurm, supervise
+from rose.launch import batch, commands, lent, local, slurm, supervise
 
 AWAY = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2"
 NO = "echo 'Requested operation is presently disabled' >&2; exit 1"
@@ -48,12 +48,23 @@ def job(make_config, tmp_path, monkeypatch, stand_in):
     return mine
 
 
+WARNED_THEN_ENDED = [signal.SIGUSR2, signal.SIGTERM]
+
+
 @pytest.mark.parametrize(
-    ("number", "said", "requeues"),
-    [(signal.SIGUSR2, "requeued", ["requeue 7"]), (signal.SIGTERM, "stopped", [])],
+    ("signals", "left_s", "said", "requeues"),
+    [
+        ([signal.SIGUSR2], 500, "requeued", ["requeue 7"]),
+        ([signal.SIGTERM], 500, "stopped", []),
+        (WARNED_THEN_ENDED, 500, "stopped", []),  # by scancel
+        (WARNED_THEN_ENDED, 0, "requeued", ["requeue 7"]),  # at the time limit
+    ],
 )
-def test_a_signal_before_the_start_is_obeyed(job, stand_in, capsys, number, said, requeues):
-    batch.received.append(number)
+def test_a_signal_before_the_start_is_obeyed(
+    job, stand_in, capsys, monkeypatch, signals, left_s, said, requeues
+):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time() + left_s)))
+    batch.received.extend(signals)
     assert job() == said
     assert job.requeued() == requeues and stand_in.called("srun") == []
     assert ("requeueing, 1 of at most 20" in capsys.readouterr().out) == bool(requeues)
@@ -117,9 +128,11 @@ def test_a_lease_of_a_dead_client_ends_the_wait_like_a_lock(job, stand_in, monke
 
 def test_a_lock_that_stays_requeues_a_restarted_attempt_and_fails_a_first_one(job, monkeypatch):
     monkeypatch.setattr(slurm, "RELEASE_S", 0.1)
+    lent.note(job.run_dir, {"lend-1": "8"})
     with held(job.run_dir / "lock"):
-        with pytest.raises(slurm.RunFailed, match="in use by another launch"):
+        with pytest.raises(local.InUse, match="in use by another launch"):
             job()
+        assert lent.noted(job.run_dir), "the other launch has them"
         monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
         assert job() == "requeued" and job.requeued() == ["requeue 7"]
         monkeypatch.setenv("SLURM_RESTART_COUNT", "20")
@@ -246,3 +259,17 @@ def test_jobs_that_helped_are_cancelled_though_slurm_is_away_for_a_while(job, st
     stand_in(scancel=f"[ $N -gt 2 ] || {{ {AWAY}; exit 1; }}")
     assert job() == "finished"
     assert stand_in.called("scancel") == ["8 9"] * 3 and lent.noted(job.run_dir) == {}
+
+
+@pytest.mark.parametrize("deed", ["fails", "is refused", "can not be requeued", "finished before"])
+def test_jobs_that_helped_are_cancelled_however_the_run_ends(job, stand_in, monkeypatch, deed):
+    lent.note(job.run_dir, {"lend-1": "8"})
+    stand_in(scontrol=NO)
+    job.outcome = LOST if deed == "can not be requeued" else supervise.Outcome("a rank died")
+    if deed == "is refused":
+        (job.run_dir / "config.json").write_text("{")
+    if deed == "finished before":
+        monkeypatch.setattr(slurm.resume, "is_finished", lambda *_: True)
+    with contextlib.suppress(slurm.RunFailed, ConfigError):
+        job()
+    assert stand_in.called("scancel") == ["8"]

@@ -88,6 +88,29 @@ def test_a_job_that_is_submitted_again_asks_for_the_longer_warning(make_config, 
     assert "B:USR2@901" in text
 
 
+@pytest.mark.parametrize(
+    ("limits", "variables", "seconds"),
+    [
+        (["trainer.time='10'"], {}, 300),
+        (["trainer.time='10'", "trainer.sbatch=[--time=0:20:0]", "rollout.time='30'"], {}, 600),
+        (["trainer.time='3'"], {}, 120),  # cluster.slurm.warning_s
+        ([], {"SBATCH_TIMELIMIT": "8"}, 240),
+        ([], {"SLURM_JOB_START_TIME": "5000", "SLURM_JOB_END_TIME": "5500"}, 250),
+        ([], {"SBATCH_TIMELIMIT": "UNLIMITED"}, 3000),
+    ],
+)
+def test_a_slow_save_never_makes_the_warning_fill_the_job(
+    make_config, tmp_path, monkeypatch, limits, variables, seconds
+):
+    for name in ("SBATCH_TIMELIMIT", "SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    given = [f"cluster.slurm.{limit}" for limit in ("warning_s=120", *limits)]
+    resume.note_save(tmp_path, 1000.0)
+    assert resume.warning_s(tmp_path, make_config("cluster=slurm", *given).cluster.slurm) == seconds
+
+
 TIMES = {"2": 120, 2: 120, "2:30": 180, "1:02:03": 3780, "1-0": 86400, "2-01:30": 178200}
 TIMES |= {"1-00:00:10": 86460, "UNLIMITED": None, "soon": None}
 
@@ -116,9 +139,8 @@ def test_a_limit_that_the_warning_and_a_start_fill_is_refused(make_config, overr
 def test_a_limit_with_time_for_a_step_and_saving_is_taken(make_config, tmp_path, monkeypatch):
     ten = "cluster=slurm cluster.slurm.trainer.time='10'"
     c = make_config(ten, f"output_dir={tmp_path}", "name=run")
-    resume.note_save(c.run_dir, 200.0)
-    with pytest.raises(ConfigError, match="time='10'.* its last checkpoint took 200 s"):
-        slurm.submit(c, layout(c), Console(quiet=True))
+    resume.note_save(c.run_dir, 250.0)
+    assert time_limit.too_short(c, resume.warning_s(c.run_dir, c.cluster.slurm)) == ""
     monkeypatch.setenv("SBATCH_TIMELIMIT", "00:01:30")
     c = make_config("cluster=slurm", f"output_dir={tmp_path}", "name=other")
     with pytest.raises(ConfigError, match="SBATCH_TIMELIMIT='00:01:30': Slurm warns"):

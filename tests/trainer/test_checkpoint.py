@@ -1,6 +1,8 @@
 """A checkpoint is whole or absent, and never more are kept than asked for."""
 
+import errno
 import json
+import os
 
 import pytest
 
@@ -52,6 +54,30 @@ def test_only_the_newest_are_kept_and_those_of_spared_steps(tmp_path):
         checkpoint.commit(folder, {"step": step}, 1, spared={2, 10} if step < 100 else {9, 2})
     assert [checkpoint.step_of(c) for c in checkpoint.complete(tmp_path)] == [2, 100]
     assert not list((tmp_path / "checkpoints").glob("*.tmp"))
+
+
+def test_what_cannot_be_removed_is_reported_and_ends_nothing(tmp_path, monkeypatch):
+    """As on NFS, which keeps the files that somebody copies under other names in their folder."""
+
+    def busy(folder):
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(folder))
+
+    saved(tmp_path, 5), saved(tmp_path, 6)
+    said = []
+    with monkeypatch.context() as during:
+        during.setattr(checkpoint.shutil, "rmtree", busy)
+        for step in (7, 6):
+            checkpoint.commit(checkpoint.begin(tmp_path, step, said.append), {}, 2, (), said.append)
+    assert [checkpoint.step_of(c) for c in checkpoint.complete(tmp_path)] == [6, 7]
+    names = {path.name for path in (tmp_path / "checkpoints").glob("*.tmp")}
+    assert names == {"step-000005.old.tmp", "step-000006.old.tmp"}
+    assert all(any(f"{name}: not removed (" in words for words in said) for name in names)
+    checkpoint.remove_halves(tmp_path)
+    assert not list((tmp_path / "checkpoints").glob("*.tmp"))
+    (checkpoint.begin(tmp_path, 8) / "torn.pt").touch()
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", busy)
+    with pytest.raises(FileExistsError, match="step-000008.tmp"):
+        checkpoint.begin(tmp_path, 8)
 
 
 def test_the_latest_is_the_greatest_step_not_the_last_name(tmp_path):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import os
 import re
 
+from rose.config.cluster import Slurm
 from rose.config.tree import Config
 
 # Least seconds between a job's start and its warning. With fewer, no attempt reaches its first
@@ -37,7 +40,7 @@ def too_short(c: Config, warning_s: int, default: str = "") -> str:
     """Return an error about the first time limit that is too short, else "". Slurm warns the job
     `warning_s` before the limit, and at least `START_S` must pass before the warning. `default`:
     SBATCH_TIMELIMIT, which Slurm uses if the job's script names no limit."""
-    found = limits(c) or ([("SBATCH_TIMELIMIT", default)] if default else [])
+    found = limits(c.cluster.slurm) or ([("SBATCH_TIMELIMIT", default)] if default else [])
     for source, limit in found:
         allowed = seconds(limit)
         if allowed and allowed < warning_s + START_S:
@@ -51,12 +54,22 @@ def too_short(c: Config, warning_s: int, default: str = "") -> str:
     return ""
 
 
-def limits(c: Config) -> list[tuple[str, str | int]]:
+def job_s(slurm: Slurm) -> float:
+    """Return the seconds that a job may run, of which the configuration, the environment (for
+    sbatch) or Slurm (inside the job, since 23.02) tells; infinite if none does."""
+    names = [limit for _, limit in limits(slurm)] or [os.environ.get("SBATCH_TIMELIMIT", "")]
+    if found := [allowed for name in names if (allowed := seconds(name))]:
+        return min(found)
+    begin, end = (os.environ.get(f"SLURM_JOB_{name}_TIME") for name in ("START", "END"))
+    return float(end) - float(begin) if begin and end else math.inf
+
+
+def limits(slurm: Slurm) -> list[tuple[str, str | int]]:
     """Return (key, value) of each component's time limit. An option in `sbatch` replaces
     `time`."""
     found = []
     for name in ("trainer", "rollout"):
-        component = getattr(c.cluster.slurm, name)
+        component = getattr(slurm, name)
         named = [(f"cluster.slurm.{name}.time", component.time)] if component.time else []
         for index, option in enumerate(component.sbatch):
             name_of_option, _, value = option.partition("=")
