@@ -186,7 +186,12 @@ def trl(options: dict[str, Any], folder: Path) -> int:
 
     torch.set_num_threads(options["threads"])
     source = str(endless(folder / "model"))
-    quiet = {"report_to": [], "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
+    quiet: dict[str, Any] = {
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+    }
     settings = GRPOConfig(
         output_dir=str(folder / "trl"),
         use_cpu=True,

@@ -61,7 +61,7 @@ class Changes:
 
         `progress()` has another value after each progress. In each silence, `report` gets the text
         once, after `REPORT_SILENCE_S`. Raises `RunFailed` after a silence of `patience_s`. A
-        silence begins anew after a time in which this process itself heard nothing.
+        silence begins again after a time in which this process itself was stopped.
         """
         reported = shown = False
         last, since = progress(), time.monotonic()

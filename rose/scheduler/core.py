@@ -91,11 +91,13 @@ class Scheduler:
         self.rolls_hybrids: Callable[[], bool] = getattr(
             provisioning, "rolls_hybrids", lambda: True
         )
-        self._published = getattr(batching, "published", lambda version: [])
-        self._certain = getattr(batching, "certain", lambda: [])
+        self._published: Callable[[int], list[Action]] = getattr(
+            batching, "published", lambda version: []
+        )
+        self._certain: Callable[[], list[str]] = getattr(batching, "certain", lambda: [])
         # Groups that the trainer of a streaming step has received; None if the step isn't streamed
         self._given_early: set[str] | None = None
-        self._batching_trajectory_ended = getattr(
+        self._batching_trajectory_ended: Callable[[str, str], list[Action]] = getattr(
             batching, "trajectory_ended", lambda trajectory, group: []
         )
 

@@ -56,7 +56,7 @@ def too_short(c: Config, warning_s: int, default: str = "") -> str:
 
 def job_s(slurm: Slurm) -> float:
     """Return the seconds that a job may run, of which the configuration, the environment (for
-    sbatch) or Slurm (inside the job, since 23.02) tells; infinite if none does."""
+    sbatch) or Slurm (inside the job, since 23.02) says; infinite if none does."""
     names = [limit for _, limit in limits(slurm)] or [os.environ.get("SBATCH_TIMELIMIT", "")]
     if found := [allowed for name in names if (allowed := seconds(name))]:
         return min(found)

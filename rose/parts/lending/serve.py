@@ -75,7 +75,7 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         if error.filename is None:
             raise
-        remedy = REMEDIES.get(error.errno, "this user must be able to write there")
+        remedy = REMEDIES.get(error.errno or 0, "this user must be able to write there")
         print(f"rose serve: {error.filename}: {error.strerror}; {remedy}", file=sys.stderr)
         return 1
 

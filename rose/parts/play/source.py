@@ -111,7 +111,7 @@ def _of_export(place: Path, tree: dict[str, Any], overrides: list[str]) -> Confi
         (composed,) = front.compose(CONF, whole)
     except errors.COMPLAINTS as error:
         raise ConfigError(errors.explain(error, CONF, whole)) from None
-    composed["model"]["path"] = str(place.resolve())  # as an override Hydra could misread it
+    composed["model"]["path"] = str(place.resolve())  # Hydra could misread it as an override.
     return configuration.from_dict(composed, checked=False)
 
 

@@ -22,7 +22,7 @@ class LowFirst(FreeKVCacheBlockQueue):
         self.free = np.zeros(blocks, bool)
         self._uncached: dict[int, KVCacheBlock] = {}  # free blocks without a cached prefix
         self._heap: list[int] = []  # block numbers of these, and some that were removed since
-        self._queued = np.zeros(blocks, bool)  # which numbers are in the heap
+        self._queued: np.ndarray = np.zeros(blocks, bool)  # which numbers are in the heap
 
     def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
         """Add free blocks; vLLM calls it for blocks without a cached prefix."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -41,7 +42,7 @@ def main(configs: Sequence[Config], console: Console, command: str) -> int:
             raise ConfigError(f"output_dir={c.output_dir!r}: {error}") from None
     if mode == "simulate":
         return _simulate(configs, console, command)
-    return max([_code_of(lambda c=c: sizing.answer(c, console, command)) for c in configs])
+    return max([_code_of(partial(sizing.answer, c, console, command)) for c in configs])
 
 
 def check(c: Config, mode: str) -> None:
@@ -119,7 +120,7 @@ def _simulate(configs: Sequence[Config], console: Console, command: str) -> int:
     for c in configs:
         rows = [o for o in outcomes if o.point == c.name]
         if len(rows) == len(runs.jobs_of(c)):
-            codes.append(_code_of(lambda c=c, rows=rows: report(c, rows)))
+            codes.append(_code_of(partial(report, c, rows)))
     if len(configs) > 1 and not codes[0]:
         codes.append(_code_of(lambda: echo(console, f"{compare(configs, outcomes, command)}")))
     return max(codes)
