@@ -285,16 +285,8 @@ class DeepSpeedEngine(Saving):
         each other's.
 
         Raises `NonFiniteGradient` on every rank. Nothing is applied then."""
-        with self._scaled(scale), self._steps_observed(stepped):
-            lr = self._learning_rate(self.updates)
-            for group in self.engine.optimizer.param_groups:
-                group["lr"] = lr
-            norm = self._unwrapped_norm()
-            self.engine.step()
-        if not self.engine.was_step_applied():
-            raise NonFiniteGradient("the gradient is not finite")
-        self.updates += 1
-        return float(self.engine.get_global_grad_norm() if norm is None else norm), lr
+        with self._scaled(scale):
+            return self._update(stepped)
 
     @contextmanager
     def _scaled(self, by: float) -> Iterator[None]:
@@ -313,6 +305,18 @@ class DeepSpeedEngine(Saving):
                 if parameter.grad is not None:
                     parameter.grad.mul_(by)
         yield
+
+    def _update(self, stepped: Callable[[], None] | None) -> tuple[float, float]:
+        with self._steps_observed(stepped):
+            lr = self._learning_rate(self.updates)
+            for group in self.engine.optimizer.param_groups:
+                group["lr"] = lr
+            norm = self._unwrapped_norm()
+            self.engine.step()
+        if not self.engine.was_step_applied():
+            raise NonFiniteGradient("the gradient is not finite")
+        self.updates += 1
+        return float(self.engine.get_global_grad_norm() if norm is None else norm), lr
 
     @contextmanager
     def _steps_observed(self, stepped: Callable[[], None] | None) -> Iterator[None]:
