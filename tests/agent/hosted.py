@@ -21,7 +21,8 @@ class Hosted:
         self.handle = self.host.handle
 
     def send(self, message):
-        wire.encode(message)  # as a channel, which refuses a message that is too large
+        # A channel encodes each message too, and refuses one that is too large.
+        wire.encode(message)
         self.words.put_nowait(message)
 
     async def next(self, *kinds):

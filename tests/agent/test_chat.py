@@ -91,7 +91,7 @@ def test_an_observation_cannot_forge_a_turn(chats, tokenizer, family):
 
 
 def test_added_tokens_of_plain_text_stay_as_they_are_in_an_observation(save_tokenizer):
-    """As Gemma's runs of spaces and HTML tags. Those that the template writes are marks."""
+    """Gemma has such tokens: runs of spaces and HTML tags. Tokens in the template are marks."""
     folder = save_tokenizer("{# [TURN] #}" + TEMPLATES["tiny"])
     added = AutoTokenizer.from_pretrained(folder)
     added.add_tokens(["    ", "\n\n", "<table>", "[TURN]", "<|tool|>"])

@@ -238,7 +238,8 @@ def test_nccl_takes_one_interface_and_not_all_that_begin_like_it(monkeypatch, ma
         monkeypatch.delenv(name)
     address.Place("10.0.0.1", 1, None, "bond0", []).use_interface()
     asked = make_config("cluster.interface=bond0").cluster.interface_env
-    for found in (os.environ, asked):  # and not bond0.100
+    # The "=" makes NCCL match the whole name, so that it does not take bond0.100.
+    for found in (os.environ, asked):
         assert (found["NCCL_SOCKET_IFNAME"], found["GLOO_SOCKET_IFNAME"]) == ("=bond0", "bond0")
 
 

@@ -14,7 +14,7 @@ from tests.scheduler.said import built
 
 TURN_TIMEOUT_S = 60.0
 HOST = 1
-HOSTS = (1, 2)  # of `rollouts`
+HOSTS = (1, 2)  # ranks of the environment hosts of `rollouts`
 RANK = {"rollout-0": 10, "rollout-1": 11, "borrowed-1": 100}
 
 
@@ -38,7 +38,7 @@ def request(turn="g0.0.t0", tokens=(1, 2, 3), new=10, seed=None):
 
 
 def trajectory(name, reward=1.0, response=2, version=3, **more):
-    """Its response is of one version, behind a prompt of one token."""
+    """A trajectory with a prompt of one token and a response of one version."""
     tokens, n = [version] * response, response + 1
     parts = ([0, *tokens], [0] + [1] * response, [0.0] * n, [-1, *tokens], reward)
     return made.trajectory(name, *parts, success=reward > 0, **{"turns": 2} | more)

@@ -90,7 +90,8 @@ class Peers:
             elif rank.role is p.Role.TRAINER:
                 self.say(at, p.TrainerReady(rank.index, step, step, "store", "it shares nothing"))
             elif at in in_turn and config.trainer_sleeps:
-                self.dead.add(at)  # its first turn starts it
+                # The engine is not up yet: the first turn of its rank on the device starts it.
+                self.dead.add(at)
             elif rank.role is p.Role.ROLLOUT:
                 self.incarnation[at] = 1
                 self.say(at, self.ready(rank, 1))

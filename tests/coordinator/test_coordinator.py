@@ -38,7 +38,7 @@ def coordinator(make_config, tmp_path, monkeypatch):
 
 
 def written(coordinator, *indices):
-    """What trainer ranks do: each its file into the folder that it was told, then its mark."""
+    """Write these trainer ranks' files into the folders they were sent, then their marks."""
     for index in indices:
         rank = TRAINER_RANKS[index]
         folder = next(Path(m.folder) for to, m in coordinator.sent if to == rank)
@@ -102,7 +102,7 @@ async def test_what_hosts_and_engines_say_of_themselves_is_a_row_for_the_report(
 async def test_the_steps_go_on_while_it_is_written_and_the_next_one_waits_for_it(
     coordinator, tmp_path
 ):
-    """And each holds the state of its own step."""
+    """Each checkpoint holds the state of its own step."""
     coordinator.progress.boundary = {"step": 7}
     await save(coordinator)  # returns though no rank has written anything
     assert checkpoint.latest(tmp_path) is None

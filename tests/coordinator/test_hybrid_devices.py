@@ -118,7 +118,7 @@ def hybrid_of(coordinator):
 
 
 def dies_in_the_first_training(coordinator):
-    """To be asked again and again by a run: its hybrid engine dies once, and is asleep then."""
+    """Kill the sleeping hybrid engine once, in the first training; never stop the run."""
     peer, rank = hybrid_of(coordinator)
     asleep = coordinator.progress.step == 0 and peer.training and peer.asleep(rank)
     if asleep and rank not in peer.dead:
@@ -128,7 +128,7 @@ def dies_in_the_first_training(coordinator):
 
 
 def rolling_out(coordinator):
-    """Whether the hybrid engine has made a token after the third step."""
+    """True once three steps are done and the hybrid engine has generated a token since."""
     worker = coordinator.hub.workers.get("rollout-1")
     return coordinator.progress.step == 3 and worker is not None and worker.tokens > 0
 

@@ -245,7 +245,7 @@ def storm(make_config, monkeypatch):
 
 
 class Deaths:
-    """Of hosts, one after each so many tokens."""
+    """Kills a random environment host after every `tokens` generated tokens."""
 
     def __init__(self, tokens):
         self.tokens, self.draw, self.ranks = tokens, random.Random(7), []

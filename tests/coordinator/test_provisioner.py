@@ -12,7 +12,7 @@ from tests import processes
 
 @pytest.mark.parametrize("how", ["is slow", "is cancelled"])
 async def test_a_command_is_killed_with_what_it_has_started(tmp_path, monkeypatch, how):
-    """Its sbatch would submit a job that nobody knows."""
+    """An sbatch that outlived the command would submit a job that the provisioner doesn't know."""
     monkeypatch.setattr(provisioner, "COMMAND_S", 2.0 if how == "is slow" else 600.0)
     note = tmp_path / "pid"
     lines = f"sleep 600 & echo $! > {note}.part; mv {note}.part {note}; wait"

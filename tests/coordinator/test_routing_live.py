@@ -9,7 +9,8 @@ from tests.coordinator import peers
 
 HARDWARE = {"frozen_lake": "H800", "calculator": "H20"}
 WORKERS = {"H800": "rollout-0", "H20": "rollout-1"}
-KV_TOKENS = 500  # of an engine: a trajectory needs 100 and more, an engine takes 4 turns
+# KV tokens of an engine that takes 4 turns. A trajectory needs at least 100 KV tokens.
+KV_TOKENS = 500
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -113,7 +113,7 @@ class Scene:
         return await asyncio.wait_for(there(), DEADLINE_S)
 
     async def answer(self, order):
-        """To an order to wake or to sleep, after those before it."""
+        """Send an order to wake or to sleep; return the answer to it."""
         self.tell(order)
         return await self.told(p.DeviceChanged, self.turn)
 

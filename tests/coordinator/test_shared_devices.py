@@ -80,7 +80,7 @@ def test_stopped_in_the_engines_turn_the_trainer_takes_its_own_and_saves(config,
 
 
 def devices(config, send, until=None):
-    """Of a trainer at rank 2 and engines at ranks 3 and 4."""
+    """The devices of a trainer at rank 2 and engines at ranks 3 and 4."""
     ranks = {p.Role.TRAINER: {0: 2}, p.Role.ROLLOUT: {0: 3, 1: 4}}
     return Devices(config, ranks, send, until, NullRecorder())
 

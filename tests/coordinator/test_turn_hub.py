@@ -217,7 +217,8 @@ def test_nobody_waits_for_a_hybrid_engine_that_could_not_load_the_newest_version
 
 
 def test_the_last_worker_that_is_not_restarted_ends_the_run_once_an_own_one_was_ready(world):
-    world.hub.workers.own_ready = False  # as after a requeue, when a borrowed one is ready first
+    # After a requeue, a borrowed engine may be ready before the run's own engines.
+    world.hub.workers.own_ready = False
     world.down("rollout-0", restarting=False)
     assert world.actions == []
     world.ready("rollout-0")

@@ -143,7 +143,7 @@ def test_null_records_nothing_and_forgets_what_was_recorded_before(tmp_path):
 
 
 def attempt(folder):
-    """Of a run, with a worker."""
+    """An attempt of the run in `folder`, with one ready worker."""
     world = World(folder)
     world.ready("rollout-0")
     world.hub.weights.publish(0, "store")
@@ -158,7 +158,8 @@ def test_a_resumed_run_answers_at_once_and_goes_on_within_a_turn(tmp_path):
     first.request("g0.3.t0", new=4, seed=5)
     first.progress([11, 12])
     first.finish([13])
-    first.progress([21], turn="g0.1.t0")  # and g0.2 has no token so far
+    # No token of g0.2.t0 has arrived.
+    first.progress([21], turn="g0.1.t0")
     first.progress([31], turn="g0.3.t0")
     first.hub.record_open_turns()
 

@@ -29,7 +29,7 @@ async def test_a_cancellation_ends_a_wait_however_near_to_a_change_it_comes(step
 
 
 async def test_a_silence_is_shown_and_said_once_before_it_ends_the_run(monkeypatch):
-    """And while the process was suspended, from 110 s to 5000 s, there was none."""
+    """The process is suspended from 110 s to 5000 s; that time does not count as silence."""
     monkeypatch.setattr(waiting, "POLL_S", 0.001)
     times, now = iter([0, *range(0, 115, 5), *range(5000, 5110, 5)]), [0]
 

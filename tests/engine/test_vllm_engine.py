@@ -64,7 +64,7 @@ def model_of(folder):
 
 
 def scheduled_by(kind: str) -> dict:
-    """Of an engine: one of tests/engine/schedulers.py."""
+    """Engine arguments that select a scheduler of tests/engine/schedulers.py."""
     return {"scheduler_cls": f"tests.engine.schedulers.{kind}Scheduler"}
 
 
@@ -412,7 +412,9 @@ def test_an_engine_that_can_not_take_a_flip_back_ends(start, wait, folders, tmp_
 
 
 def test_a_dead_engine_is_noticed_and_one_that_hangs_is_ended(start, wait, monkeypatch):
-    engine = start("Qwen3", engine_args=scheduled_by("Patient"))  # its turns have no end
+    # The scheduler stops at a turn of 80 tokens until new weights arrive. None arrive here, so the
+    # turns never end.
+    engine = start("Qwen3", engine_args=scheduled_by("Patient"))
 
     async def scenario() -> None:
         long = protocol.Sampling(max_new_tokens=200)

@@ -12,7 +12,8 @@ RUN = """
 rollout/draft=group rollout.draft.adaptive=false algorithm=turn_grpo env.args.shaping=0.5
 rollout.workers=2 trainer.steps=2 eval.episodes=8 rollout.temperature=0.8
 """.split()
-RUN += ["scheduler/routing=round_robin"]  # so that of any two turns in a row an engine gets one
+# Each engine gets one of any two turns in a row.
+RUN += ["scheduler/routing=round_robin"]
 
 
 def test_an_engine_that_drafts_dies_with_turns_and_none_is_lost_or_paid_twice(tmp_path):

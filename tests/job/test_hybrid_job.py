@@ -20,7 +20,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 STEPS, GROUPS, SIZE = 2, 4, 4
 RUN = (f"trainer.steps={STEPS}", "rollout.hybrid=1", "scheduler/provisioning=all_idle")
 RUN += ("scheduler.provisioning.args.hybrid_wait_s=0",)
-RUN += ("rollout.max_sequences=4",)  # so that a step's turns don't all find room in one engine
+# The turns of a step don't all fit into one engine.
+RUN += ("rollout.max_sequences=4",)
 TAKEN = 5  # turns of an engine of four sequences, with those that scheduler.queue_depth allows
 
 

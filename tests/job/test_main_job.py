@@ -19,7 +19,8 @@ env=games rollout.workers=2 trainer.ranks=2 rollout.environment_hosts=2 observe.
 trainer.optimizer.schedule=linear trainer.optimizer.warmup_steps=0 eval.episodes=16 eval.beside=true
 +env@eval.sets.sums=calculator +eval.sets.sums.episodes=3 +eval.sets.sums.samples=2
 """.split()
-MIXTURE += ["scheduler/routing=round_robin"]  # so that each engine gets turns, however slowly
+# Each engine gets turns, even if it is slow.
+MIXTURE += ["scheduler/routing=round_robin"]
 
 
 def test_whole_steps_of_a_mixture_with_two_engines_and_two_trainer_ranks(tmp_path):

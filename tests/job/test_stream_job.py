@@ -13,7 +13,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 STEPS = 4
 RUN = (f"trainer.steps={STEPS}", "trainer.ranks=2", "trainer.zero_stage=2")
-RUN += ("algorithm=decoupled_ppo",)  # whose weights need the tokens of the whole batch
+# The token weights of decoupled_ppo depend on the number of tokens in the whole batch.
+RUN += ("algorithm=decoupled_ppo",)
 LEARNED = ("loss", "grad_norm", "entropy", "mismatch_kl", "reward_mean", "tokens", "lr")
 
 

@@ -21,7 +21,8 @@ def wait_for(path):
     processes.until(path.exists, str(path), DEADLINE_S)
 
 
-last = []  # what Python deletes as it exits, after it has given signals their default action back
+# Objects that Python deletes as it exits, after it has restored the default action of signals.
+last = []
 
 
 class Last:

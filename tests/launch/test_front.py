@@ -166,7 +166,7 @@ def test_doubts_are_about_what_has_no_effect_or_another_than_it_seems(
 
 
 def test_clips_of_ratios_to_the_engines_policy_are_no_doubt(make_config):
-    """These are other than 1 also in a step's first update."""
+    """Ratios to the engine's policy can differ from 1 even in a step's first update."""
     assert doubts.unclipped(make_config("algorithm=dapo"), recomputes=False) == ()
 
 

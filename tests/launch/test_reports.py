@@ -70,7 +70,7 @@ def test_a_report_that_comes_while_the_launcher_looks_counts(reported, gone, mon
 
 
 def test_reports_that_cannot_be_read_for_a_moment_end_nothing(reported, monkeypatch):
-    """As on NFS, while a rank replaces its file."""
+    """A rank that replaces its file on NFS makes it unreadable for a moment."""
     assert reported._failure({}) == ""
     path = rank_status.folder(reported.run_dir, reported.attempt) / "rank-0.json"
     path.write_text("{")
@@ -106,7 +106,7 @@ def test_a_rank_that_dies_after_the_run_has_finished_is_only_told(reported, monk
         resume.mark_finished(reported.run_dir, 40)
         report(reported, reported.ranks[3], state="failed", exit_code=-11)
 
-    resume.mark_finished(reported.run_dir, 30)  # by an earlier attempt
+    resume.mark_finished(reported.run_dir, 30)  # mark of an earlier attempt
     monkeypatch.setattr(reported, "_hanging", lambda *_: dies() or "")
     monkeypatch.setattr(supervise, "end_all", lambda process: None)
     assert reported.wait() == supervise.Outcome()

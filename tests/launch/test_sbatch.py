@@ -21,7 +21,7 @@ SEVEN_B += ("rollout.workers=4", "rollout.tensor_parallel=2", "rollout.environme
 
 
 def asked(script):
-    """What each component asks sbatch for."""
+    """The sbatch options of each component of the job."""
     return [{*re.findall("^#SBATCH --(.+)$", c, re.M)} for c in script.split("#SBATCH hetjob")]
 
 
@@ -80,7 +80,7 @@ APPTAINER += "/shared/rose.sif"
 def test_every_rank_starts_in_the_container(make_config, runtime, box):
     cpus = "cluster.slurm.trainer.cpus_per_task=4 cluster.slurm.rollout.cpus_per_task=4"
     c = make_config(*SEVEN_B, BOX % runtime, cpus)
-    point = Path("/runs/7b-seed=1,algorithm=grpo")  # of a sweep
+    point = Path("/runs/7b-seed=1,algorithm=grpo")  # run folder of one point of a sweep
     begins = "--cpus-per-task=4 --gpus-per-node=8 --gpu-bind=none --mem=0"
     rank = f"/usr/local/bin/python -m rose.main --run {point} --attempt 3"
     assert ends(sbatch.srun_argv(c, layout(c), point, 3)) == [f"{begins} {box} {rank}"] * 2
@@ -113,7 +113,8 @@ def test_a_job_that_computes_rewards_asks_for_cpus_only(make_config):
     assert "gpus" not in text and "#SBATCH --job-name=qwen7b-reward-0-1" in text
 
 
-SNAPSHOT = "/hub/models--a--b/snapshots/c0ffee"  # its files are links into models--a--b
+# The snapshot's files are links to files elsewhere in models--a--b.
+SNAPSHOT = "/hub/models--a--b/snapshots/c0ffee"
 RELAY = "transfer.relay=http://node:7673 transfer.relay_token_file=/keys/token"
 
 
@@ -278,7 +279,8 @@ def test_what_cannot_be_a_job_is_refused_by_key(make_config, overrides, words):
         make_config(*(() if "cluster=dev" in overrides else SEVEN_B), overrides)
 
 
-UNCLEAR = [("time=43200", "quotes")]  # as YAML reads 12:00:00
+# YAML reads 12:00:00 without quotes as the number 43200.
+UNCLEAR = [("time=43200", "quotes")]
 UNCLEAR += [(f"time={text}", "Slurm's forms") for text in ("2d", "1.5h", "'1:30:00:00'")]
 UNCLEAR += [(f"mem={text}", "64G") for text in "64 '512' all 64.5G 1M 900KB 64B".split()]
 

@@ -105,7 +105,7 @@ NVML = SimpleNamespace(
         (NVML, "1", {"GPU-1": 10.0}),
         (NVML, "GPU-0,GPU-2", {"GPU-0": 5.0}),
         (NVML, "", {}),
-        (None, None, {}),  # as if it weren't installed
+        (None, None, {}),  # pynvml not installed
     ],
 )
 def test_each_gpu_that_a_process_may_use_tells_its_joules(nvml, visible, found, monkeypatch):

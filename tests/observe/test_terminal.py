@@ -54,7 +54,8 @@ def test_a_run_that_goes_on_prints_no_line_of_an_earlier_attempt_again(tmp_path)
     write(run, *[{"success": 0.1}] * 3)
     lines = followed(
         run,
-        lambda: MetricsWriter(run, tensorboard=False).truncate(after_step=1),  # to a checkpoint
+        # The resumed run goes on from the checkpoint of step 1.
+        lambda: MetricsWriter(run, tensorboard=False).truncate(after_step=1),
         lambda: write(run, {"success": 0.6}, first=2),
         lambda: write(run, {"success": 0.7}, first=3),
     )

@@ -59,7 +59,8 @@ def tail_batching():
 
 
 def short_round(policy, step, late):
-    """For four groups; of the five that it starts `late` is cancelled. In each, responses race."""
+    """Play a short round for four groups. The policy starts five, each with a quarter more
+    trajectories, and cancels the group `late`."""
     begun = policy.begin(step, 4)
     assert len(begun) == 5 and {action.spare for action in begun} == {0.25}
     for group in admitted(begun):

@@ -79,7 +79,7 @@ def test_only_trajectories_with_a_snapshot_move():
 
 
 def test_a_move_must_save_twice_its_cost():
-    """One from slowdown 4 to 1 saves 3/4 of the time spent, which must be twice its cost, 1 s."""
+    """A move from slowdown 4 to 1 saves 3/4 of the time spent. It costs 1 s and must save 2."""
     for spent, moves in ((2.5, 0), (2.8, 1)):
         world = crowded()
         world.saved("g0.0", commands_s=spent)

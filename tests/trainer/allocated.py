@@ -30,7 +30,8 @@ def measure(
     tokens: int, overrides: list[str], shape: dict[str, int]
 ) -> dict[str, tuple[float, float]]:
     """moment -> (estimated, allocated), bytes. Raises RuntimeError when the rank fails."""
-    from tests.conftest import compose_tree  # so that no rank needs Hydra and pytest
+    # Imported here, so that no rank needs Hydra and pytest.
+    from tests.conftest import compose_tree
 
     sizes = f"trainer.micro_batch_tokens={tokens} model.max_context={tokens}"
     tree = compose_tree(KEYS, sizes, *overrides)

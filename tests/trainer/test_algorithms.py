@@ -129,7 +129,7 @@ def expected_grpo():
 
 
 def dapo_advantages() -> list[float]:
-    """Of rewards that are punished over the last 4 of 6 tokens."""
+    """Advantages of rewards with a penalty that grows over the last 4 of 6 tokens."""
     punished = [r + min(0.0, max(-1.0, (2 - n) / 4)) for r, n in zip(REWARDS, TOKENS, strict=True)]
     return group_normalised(punished)
 

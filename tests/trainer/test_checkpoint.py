@@ -57,7 +57,7 @@ def test_only_the_newest_are_kept_and_those_of_spared_steps(tmp_path):
 
 
 def test_what_cannot_be_removed_is_reported_and_ends_nothing(tmp_path, monkeypatch):
-    """As on NFS, which keeps the files that somebody copies under other names in their folder."""
+    """NFS keeps a removed file in its folder, under another name, while somebody copies it."""
 
     def busy(folder):
         raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(folder))

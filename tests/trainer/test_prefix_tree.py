@@ -43,7 +43,7 @@ def computed(policy, batch):
 
 
 def assert_alike(found, expected, entropy_atol=1e-3):
-    """What `computed` returns, each gradient within a share of its largest value."""
+    """Compare two results of `computed`, each gradient relative to its largest value."""
     torch.testing.assert_close(found[0], expected[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found[1], expected[1], atol=entropy_atol, rtol=1e-5)
     for ours, theirs in zip(found[2], expected[2], strict=True):

@@ -105,7 +105,8 @@ def test_with_one_turn_it_is_grpo_bit_for_bit(weight, scale):
     new = torch.randn(32, 5) * 0.3
     mask = (torch.rand(32, 5) < 0.7).float()
     old = torch.zeros(32, 5)
-    spread = of_turns.expand(32, 5)  # as the trainer gives each token its turn's
+    # The trainer gives each token its turn's advantage.
+    spread = of_turns.expand(32, 5)
     losses = [
         algorithm.token_loss(TokenBatch(new, old, old, advantages, mask))
         for algorithm, advantages in ((grpo, plain), (turn, spread))
@@ -121,7 +122,8 @@ def test_each_token_is_clipped_by_its_own_turns_advantage():
     ratios = torch.tensor([[0.1, 0.9, 0.1, 0.9], [-0.9, 0.0, -0.9, 0.3], [0.0, 0.2, -0.2, 0.4]])
     new = ratios.clone().requires_grad_()
     old, mask = torch.zeros(3, 4), torch.tensor([[1, 1, 1, 1], [1, 0, 1, 1], [1, 1, 1, 0]]).float()
-    of_tokens = advantages.gather(1, turns)  # as the trainer gives each token its turn's
+    # The trainer gives each token its turn's advantage.
+    of_tokens = advantages.gather(1, turns)
     loss, statistics = algorithm.token_loss(TokenBatch(new, old, old, of_tokens, mask))
     loss.sum().backward()
     cut = 0

@@ -293,7 +293,7 @@ def published(store, versions: int, tidy: bool = False, **options):
 
 
 def test_an_edge_from_the_model_folder_is_made_beside_each_full_version_and_says_as_much(tmp_path):
-    """Of every block the same as all differences from there."""
+    """The edge gives the same values of every block as all differences in a row."""
     world, weights = published(tmp_path / "store", 9, tidy=True, full_every=4, keep=100)
     for version in range(9):
         for base in (FULL, INITIAL):

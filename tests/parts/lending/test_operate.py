@@ -199,7 +199,8 @@ def test_a_lender_is_started_again_until_it_fails_and_then_the_server_serves_on(
     os.kill(first, signal.SIGKILL)
     running.lender("began", times=2)
     assert "killed by SIGKILL" in running.saying("the lender was killed")
-    ends("0")  # as where its run is finished
+    # A lender exits with code 0 when its run is finished.
+    ends("0")
     running.lender("began", times=4)
     assert running.log.read_text().count("no run to lend to now") == 1
     ends("1")
@@ -297,7 +298,8 @@ def test_what_hinders_lending_now_is_said(operating):
 
 async def test_a_lender_may_drain_as_long_as_its_run_lets_it(operating, make_config):
     made = operating("serving.wait_s=1")
-    assert await made._drain_s() == 30.0  # before the run has begun
+    # The run has not begun: the default of serving.drain_s applies.
+    assert await made._drain_s() == 30.0
     configuration.save(make_config("serving.drain_s=7.5"), made.run_dir / "config.json")
     assert await made._drain_s() == 7.5
     assert await operating("serving.drain_s=3")._drain_s() == 3.0
@@ -312,9 +314,9 @@ def test_an_output_folder_that_takes_no_files_is_named_and_leaves_no_boards(
     monkeypatch.setattr(settings, "online_folder", lambda online: online)
     home = tmp_path / "serving" / f"run-{socket.gethostname()}-0"
     if bad == "file":
-        (tmp_path / "serving").touch()  # where a folder must be
+        (tmp_path / "serving").touch()  # a file in place of the folder
     else:
-        (home / "token.part").mkdir(parents=True)  # where a file must be
+        (home / "token.part").mkdir(parents=True)  # a folder in place of the file
     online = ["serving.online.model=hub/model", "serving.online.port=0", "cluster.gpus=0"]
     assert serve.main(["name=run", f"output_dir={tmp_path}", *online]) == 1
     said = capsys.readouterr().err

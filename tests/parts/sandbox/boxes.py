@@ -1,5 +1,5 @@
-"""What the programs scenarios.py, captures.py and effects.py share. Standard library only: another
-user may have no other Python than the system's."""
+"""Helpers of the programs scenarios.py, captures.py and effects.py. They use the standard library
+only: another user may have no other Python than the system's."""
 
 import os
 

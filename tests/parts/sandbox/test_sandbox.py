@@ -85,7 +85,7 @@ def python_of(options: dict) -> str:
 
 
 def play(folder: Path, options: dict, *argv: str, program="scenarios.py", **variables: str) -> str:
-    """What a program in this folder prints."""
+    """Run a program in this folder; return its stdout."""
     env = {"PYTHONPATH": str(folder), "PATH": os.environ["PATH"]} | variables
     command = [python_of(options), program, *argv]
     done = ran(command, cwd=folder, env=env, timeout=900, **options)

@@ -154,8 +154,9 @@ def solve(task):
 
 
 async def test_functions_are_forked_by_one_process_and_one_that_fails_at_once_ends_alone(tmp_path):
-    """None of them removes the folder of their imports; their threads need no shutting down. One
-    has no folder for its log, as of a trajectory that was given up while it was forked."""
+    """A function that ends leaves the folder that an import created, and needs no thread shutdown.
+    The function that fails has no folder for its log: its trajectory was given up during the
+    fork."""
     (tmp_path / "folder_of_imports.py").write_text(FOLDER)
     (tmp_path / "agent.py").write_text(IDLE)
     (tmp_path / "task.json").write_text("{}")

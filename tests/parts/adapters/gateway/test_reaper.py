@@ -1,4 +1,5 @@
-"""What agents' programs inherit, and that nothing of them outlives their reaper or their host."""
+"""The signals and environment that agents' programs inherit, and the end of all that they start
+with their reaper or their host."""
 
 import subprocess
 import sys

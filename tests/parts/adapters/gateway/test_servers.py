@@ -1,4 +1,5 @@
-"""What the processes that run agents for a host answer when one can't be started or read."""
+"""Errors of the servers that run a host's agents: an agent can't be started, or its answer can't
+be read."""
 
 import asyncio
 import sys
