@@ -539,7 +539,8 @@ def test_what_is_printed_for_a_reader_that_has_left_ends_quietly(program, unbuff
         timeout=120,
     )
     os.close(writer)
-    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+    # rich has a code of its own.
+    assert done.returncode in (1, 128 + signal.SIGPIPE) and done.stderr == b""
 
 
 @pytest.mark.slow

@@ -168,7 +168,7 @@ def test_a_short_run_measures_s_alone_and_beside_rollouts_and_leaves_nothing(
         f"out={tmp_path}",
     ]
     cores = os.sched_getaffinity(0)
-    assert bench_coserving.main(given.split()) == 0
+    assert bench_coserving.main(given) == 0
     found = json.loads((tmp_path / "bench_coserving.json").read_text())
     assert [one["scenario"] for one in found["runs"]] == ["alone", "naive", "alone"]
     alone, naive, _ = found["runs"]
