@@ -17,6 +17,7 @@ from pathlib import Path
 
 from rose import config as cfg
 from rose import protocol as p
+from rose import scratch
 from rose.comm import address
 from rose.launch import guard, rank_status
 from rose.launch.layout import Rank, layout
@@ -80,6 +81,7 @@ def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
     if me.rank != COORDINATOR:
         mailbox.send(COORDINATOR, p.Goodbye(me.rank))
     mailbox.flush(SEND_DEADLINE_S)
+    scratch.remove_own()  # The guard ends this process without its exit functions.
 
 
 def make_broadcast(config: cfg.Config, world, run_dir: Path):

@@ -15,6 +15,8 @@ from pathlib import Path
 from rose import processes
 from rose.files import own_folder
 
+_own: dict[Path, int] = {}  # folder -> process id of its owner
+
 
 def folder(kind: str, parent: str | None = None) -> Path:
     """Create this process's folder of a kind, for its user alone, or return the one that is there.
@@ -23,7 +25,7 @@ def folder(kind: str, parent: str | None = None) -> Path:
     remove_stale(kind, parent)
     path = _parent(parent) / f"{kind}{processes.mark()}"
     own_folder(path, parents=False)
-    atexit.register(_remove, path, os.getpid())
+    _own[path] = os.getpid()
     return path
 
 
@@ -43,6 +45,11 @@ def _parent(parent: str | None) -> Path:
     return Path(tempfile.gettempdir() if parent is None else parent)
 
 
-def _remove(path: Path, owner: int) -> None:
-    if os.getpid() == owner:  # A forked process has its parent's exit functions.
-        shutil.rmtree(path, ignore_errors=True)
+def remove_own() -> None:
+    """Remove this process's folders, for a process that ends without its exit functions."""
+    for path, owner in _own.items():
+        if os.getpid() == owner:  # A forked process has its parent's list.
+            shutil.rmtree(path, ignore_errors=True)
+
+
+atexit.register(remove_own)
