@@ -226,7 +226,7 @@ class Run:
             signals = batch.received
             outcome = supervise.Outcome("" if signals else str(cause), sum(signals[:1]), True)
         if outcome.requeues:
-            if not _is_cancelled():
+            if not _is_cancelled(resume.warning_s(self.run_dir, c.cluster.slurm)):
                 return self._requeue(c, outcome)
             outcome = supervise.Outcome(interrupted=signal.SIGTERM)
         if outcome.failure:
@@ -377,11 +377,13 @@ def _warned_in_time(run_dir: Path, slurm: Slurm) -> Iterator[None]:
         thread.join()
 
 
-def _is_cancelled() -> bool:
-    """True if somebody has cancelled this job (scancel), maybe after Slurm's warning: SIGTERM came
-    long before the time limit, at which Slurm sends it too."""
+def _is_cancelled(warning_s: int) -> bool:
+    """True if somebody has cancelled this job (scancel) after the warning `warning_s` before its
+    time limit: SIGTERM came before the limit, at which Slurm sends it too. A job that was warned
+    earlier is preempted, and gets SIGTERM when its time of grace is over. Slurm may warn up to
+    a minute too early."""
     end = commands.end_time(ANSWER_S) if signal.SIGTERM in batch.received else None
-    return end is not None and end > time.time() + CANCELLED_S
+    return end is not None and CANCELLED_S < end - time.time() <= warning_s + 60
 
 
 def _refuse_shared_nodes() -> None:

@@ -56,7 +56,8 @@ WARNED_THEN_ENDED = [signal.SIGUSR2, signal.SIGTERM]
     [
         ([signal.SIGUSR2], 500, "requeued", ["requeue 7"]),
         ([signal.SIGTERM], 500, "stopped", []),
-        (WARNED_THEN_ENDED, 500, "stopped", []),  # scancel, 500 s before the time limit
+        (WARNED_THEN_ENDED, 100, "stopped", []),  # scancel after the warning of the time limit
+        (WARNED_THEN_ENDED, 500, "requeued", ["requeue 7"]),  # preempted, its grace is over
         (WARNED_THEN_ENDED, 0, "requeued", ["requeue 7"]),  # at the time limit
     ],
 )
