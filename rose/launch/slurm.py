@@ -226,7 +226,7 @@ class Run:
             signals = batch.received
             outcome = supervise.Outcome("" if signals else str(cause), sum(signals[:1]), True)
         if outcome.requeues:
-            if not _is_cancelled(resume.warning_s(self.run_dir, c.cluster.slurm)):
+            if not _is_cancelled(self.run_dir, c):
                 return self._requeue(c, outcome)
             outcome = supervise.Outcome(interrupted=signal.SIGTERM)
         if outcome.failure:
@@ -377,12 +377,14 @@ def _warned_in_time(run_dir: Path, slurm: Slurm) -> Iterator[None]:
         thread.join()
 
 
-def _is_cancelled(warning_s: int) -> bool:
-    """True if somebody has cancelled this job (scancel) after the warning `warning_s` before its
-    time limit: SIGTERM came before the limit, at which Slurm sends it too. A job that was warned
-    earlier is preempted, and gets SIGTERM when its time of grace is over. Slurm may warn up to
-    a minute too early."""
-    end = commands.end_time(ANSWER_S) if signal.SIGTERM in batch.received else None
+def _is_cancelled(run_dir: Path, c: Config) -> bool:
+    """True if somebody has cancelled this job (scancel) after the warning of its time limit:
+    SIGTERM came before the limit, at which Slurm sends it too. A job that was warned earlier is
+    preempted, and gets SIGTERM when its time of grace is over. Slurm may warn up to a minute too
+    early."""
+    if c.cluster.slurm is None or signal.SIGTERM not in batch.received:
+        return False
+    end, warning_s = commands.end_time(ANSWER_S), resume.warning_s(run_dir, c.cluster.slurm)
     return end is not None and CANCELLED_S < end - time.time() <= warning_s + 60
 
 
