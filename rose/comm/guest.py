@@ -16,7 +16,8 @@ from rose.comm.link import MAX_BYTES
 from rose.comm.wire import WireError, decode, encode
 from rose.protocol import Message
 
-# Bounds the porter's start twice: until it connects to the socket, and until it reports its port.
+# Seconds, for each of three: the porter connects to the socket, it reports its port, and the rank
+# that said that it connects has connected.
 START_S = 30.0
 LONGEST_FOLDER = 80  # bytes of TMPDIR's path: a socket's may have 107, and ours adds 24
 
@@ -81,7 +82,11 @@ class Guest:
     async def accept(self) -> None:
         """Let the porter accept the rank, which connects now. Raises `GuestGone` if it doesn't."""
         self.writer.write(frame(b""))
-        await self._frame()
+        try:
+            async with asyncio.timeout(START_S):
+                await self._frame()
+        except TimeoutError:
+            raise GuestGone(f"did not finish connecting within {START_S:g} s") from None
         self.last_seen = time.monotonic()
 
     async def receive(self) -> Message | WireError:

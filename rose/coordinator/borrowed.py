@@ -298,6 +298,10 @@ class Borrowed:
                 f"{logprobs[at]:g} at token {at}"
             )
         newest = self._hub().weights.version
+        if tokens.size and message.version < 0:
+            raise ValueError(
+                f"turn {message.turn}: tokens of version {message.version}, before any was published"
+            )
         if message.version > newest or getattr(message, "finish", None) is p.FinishReason.ABORT:
             raise ValueError(
                 f"turn {message.turn}: tokens of version {message.version}, where {newest} is the "

@@ -56,13 +56,20 @@ class Provisioner:
         self._config, self._run_dir, self._feed = config, Path(run_dir), feed
         self._on_fault, self._on_change = on_fault, on_change
         self._jobs: dict[str, _Job] = {}
-        self._unwanted: set[str] = set()  # requests released while sbatch was still running
+        # Jobs that Slurm has not cancelled yet. They stay in the run's list, so that its end
+        # cancels those for which scancel got no answer.
+        self._cancelling: dict[str, _Job] = {}
+        # Requests released, until their jobs are cancelled. The scheduler knows them no more, so it
+        # gets no event of them.
+        self._released: set[str] = set()
         self._submitting: set[str] = set()
         self._tasks: Tasks | None = None
         self._actions: asyncio.Queue[ev.Action] = asyncio.Queue()
 
     def do(self, action: ev.RequestCapacity | ev.ReleaseCapacity) -> None:
         """Begin to carry out the action; `feed` gets the outcome."""
+        if isinstance(action, ev.ReleaseCapacity):
+            self._released.add(action.request)
         self._actions.put_nowait(action)
 
     async def run(self) -> None:
@@ -81,15 +88,16 @@ class Provisioner:
                 case ev.RequestCapacity(request):
                     self._submitting.add(request)
                     self._tasks.spawn(self._submit(request))
-                case ev.ReleaseCapacity(request) if request in self._submitting:
-                    self._unwanted.add(request)
-                case ev.ReleaseCapacity(request):
+                case ev.ReleaseCapacity(request) if request not in self._submitting:
                     self._tasks.spawn(self._cancel(request, "not needed any more"))
 
     async def _adopt(self) -> None:
         """Take over jobs of an earlier attempt, except those that Slurm reports as ended. If Slurm
         doesn't answer, `_watch` finds out later."""
-        for request, job in lent.noted(self._run_dir, self._kind).items():
+        noted = lent.noted(self._run_dir, self._kind)
+        # Each answer rewrites the run's list, which must keep the jobs that are asked about later.
+        self._jobs = {request: _Job(job, time.monotonic()) for request, job in noted.items()}
+        for request, job in noted.items():
             try:
                 there = await asyncio.to_thread(state.is_active, job)
             except RuntimeError as error:
@@ -98,6 +106,8 @@ class Provisioner:
             if there:
                 self._queued(request, job)
             else:
+                del self._jobs[request]
+                self._remember()
                 self._feed(ev.CapacityEnded(at=time.time(), request=request))
 
     async def _submit(self, request: str) -> None:
@@ -105,11 +115,10 @@ class Provisioner:
         code, out, err = await _command(sys.executable, "-m", program, str(self._run_dir), request)
         self._submitting.discard(request)
         if code:
-            self._unwanted.discard(request)
+            self._released.discard(request)
             self._on_fault("capacity refused", f"{request}: {err}")
             self._feed(ev.CapacityRefused(at=time.time(), request=request, reason=err))
-        elif request in self._unwanted:
-            self._unwanted.discard(request)
+        elif request in self._released:
             self._jobs[request] = _Job(out.split()[-1], time.monotonic())
             await self._cancel(request, "not needed any more")
         else:
@@ -124,13 +133,19 @@ class Provisioner:
     async def _cancel(self, request: str, why: str) -> None:
         job = self._jobs.pop(request, None)
         if job is None:
+            self._released.discard(request)
             return  # The job has ended by itself.
+        self._cancelling[request] = job
+        self._remember()
         end = time.monotonic() + commands.PATIENCE_S
         while True:
             code, _, err = await _command("scancel", job.id)
             if not code or commands.refuses(err) or time.monotonic() > end:
                 break
             await asyncio.sleep(commands.PAUSE_S)
+        self._released.discard(request)
+        if not code or commands.refuses(err):
+            del self._cancelling[request]
         if code:
             self._on_fault("scancel failed", f"{request}, job {job.id}: {err}")
         else:
@@ -154,7 +169,7 @@ class Provisioner:
         if states and not states & state.ACTIVE:
             self._over(request, f"job {job.id} ended: {', '.join(sorted(states))}")
         elif states & state.STARTED:
-            if not job.ran:
+            if not job.ran and request not in self._released:
                 self._feed(ev.CapacityGranted(at=time.time(), request=request))
             job.ran, job.since = True, time.monotonic()
         elif time.monotonic() - job.since > self._config.cluster.slurm.pending_s:
@@ -175,7 +190,7 @@ class Provisioner:
             self._feed(ev.CapacityRefused(at=time.time(), request=request, reason=what))
 
     def _remember(self) -> None:
-        jobs = {request: job.id for request, job in self._jobs.items()}
+        jobs = {request: job.id for request, job in (self._jobs | self._cancelling).items()}
         lent.note(self._run_dir, jobs, self._kind)
 
 

@@ -334,6 +334,8 @@ class TurnHub:
 
     def _worker_ready(self, source: int, m: p.WorkerReady) -> None:
         before = self.workers.get(m.worker)
+        if before is not None and before.alive:
+            self._unassign_all(m.worker, "it started again without a report of its end")
         kind = "dedicated" if source < self._world_size else m.kind
         self.workers.own_ready |= source < self._world_size
         self.workers.idled.discard(m.worker)

@@ -72,11 +72,11 @@ class Weights:
 
     def failed(self, m: p.VersionFailed) -> None:
         worker = self._workers.get(m.worker)
-        if worker is not None and worker.incarnation != m.incarnation:
+        if worker is None or worker.incarnation != m.incarnation:
             return
         # The step loop waits for dedicated workers to load the newest version. Any other failed
         # load is left behind: the scheduler orders the newest version.
-        if worker is not None and (worker.pool != "dedicated" or m.version < self.version):
+        if worker.pool != "dedicated" or m.version < self.version:
             if worker.pool == "hybrid" and m.version == self.version:
                 worker.failed_loads += 1
                 last = worker.failed_loads == MOST_HYBRID_LOADS

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,13 +144,43 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     with path.open("rb") as file:
-        return [row for row in read_lines(file) if "step" in row and "kind" in row]
+        return _rows(file)
+
+
+class MetricsReader:
+    """Reads a run's rows again and again, each row once: a long run's file has megabytes."""
+
+    def __init__(self, run_dir: Path | str) -> None:
+        self._path = Path(run_dir) / FILE
+        self._rows: list[dict[str, Any]] = []
+        self._read = (0, 0)  # the file's inode, and how many of its bytes were read
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return what `read_metrics` returns. The list is the reader's own."""
+        try:
+            file = self._path.open("rb")
+        except FileNotFoundError:
+            return self._rows
+        with file:
+            stat = os.fstat(file.fileno())
+            inode, read = self._read
+            if stat.st_ino != inode or stat.st_size < read:  # A resume has replaced the file.
+                self._rows, read = [], 0
+            file.seek(read)
+            lines = [line for line in file if line.endswith(b"\n")]
+        self._rows += _rows(lines)
+        self._read = (stat.st_ino, read + sum(map(len, lines)))
+        return self._rows
 
 
 def rows_of(rows: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     """Return the rows of `kind` by step, the last one written for each step."""
     last = {row["step"]: row for row in rows if row["kind"] == kind}
     return [last[step] for step in sorted(last)]
+
+
+def _rows(lines: Iterable[bytes]) -> list[dict[str, Any]]:
+    return [row for row in read_lines(lines) if "step" in row and "kind" in row]
 
 
 def _encode(row: Mapping[str, Any]) -> bytes:

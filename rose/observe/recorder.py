@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -159,10 +159,10 @@ def read_events(run_dir: Path | str) -> Iterator[RankEvents]:
         yield RankEvents(rank, header["role"], header["name"], attempt, events)
 
 
-def read_lines(file) -> Iterator[dict[str, Any]]:
-    """Yield the complete JSON objects of a binary file of JSON lines. Lines that a crash has cut
-    are skipped."""
-    for line in file:
+def read_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the complete JSON objects of a binary file of JSON lines, or of its lines. Lines that a
+    crash has cut are skipped."""
+    for line in lines:
         try:
             value = msgspec.json.decode(line)
         except msgspec.DecodeError:

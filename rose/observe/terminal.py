@@ -27,7 +27,7 @@ from rich.text import Text
 from rose import extensions, places
 from rose.files import printable
 from rose.observe import cost, series
-from rose.observe.metrics import EVENTS, read_metrics, rows_of
+from rose.observe.metrics import EVENTS, MetricsReader, read_metrics, rows_of
 from rose.observe.status import Status, read_status
 
 POLL_SECONDS = 0.25
@@ -114,9 +114,10 @@ def show(console: Console, table: Table) -> None:
 
 
 def _follow_lines(run_dir: Path, polls: Iterator[None], console: Console) -> None:
-    shown = len(read_metrics(run_dir))  # rows that earlier attempts have printed
+    metrics = MetricsReader(run_dir)
+    shown = len(metrics.rows())  # rows that earlier attempts have printed
     for _ in polls:
-        rows, status = read_metrics(run_dir), read_status(run_dir) or Status()
+        rows, status = metrics.rows(), read_status(run_dir) or Status()
         for at in range(min(shown, len(rows)), len(rows)):  # A resume may cut the file.
             echo(console, describe(rows[at], status.steps))
             if words := _newly_untaught(rows[: at + 1]):
@@ -182,10 +183,11 @@ def _rate(evaluation: dict[str, Any]) -> str:
 
 
 def _follow_live(run_dir: Path, polls: Iterator[None], console: Console) -> None:
+    metrics = MetricsReader(run_dir)
     with Live(console=console, refresh_per_second=4, transient=True, auto_refresh=False) as live:
         for _ in polls:
             status = read_status(run_dir) or Status()
-            live.update(screen(run_dir.name, status, read_metrics(run_dir)), refresh=True)
+            live.update(screen(run_dir.name, status, metrics.rows()), refresh=True)
 
 
 def screen(name: str, status: Status, rows: list[dict[str, Any]]) -> Panel:
