@@ -24,7 +24,7 @@ def shared(dial: Dial, steps: int, slower: float = 2.0) -> tuple[float, float]:
     for _ in range(steps):
         let = dial.lets(DECODES, STEP_S, FOREVER)
         took = STEP_S * (slower if let else 1.0)
-        dial.ended(DECODES, took)
+        dial.decoded(took)
         lets, seconds = lets + let, seconds + took
     return lets / steps, seconds / steps
 
@@ -58,9 +58,9 @@ def test_without_targets_no_step_is_shared():
 
 def test_a_slow_phase_is_forgotten_when_no_request_is_left_that_suffered_from_it():
     dial = Dial(slo(3.0), 0.5, 0.5)
-    dial.ended(DECODES, 100.0)
+    dial.decoded(100.0)
     assert dial.saved == pytest.approx(-MOST_OWED * 3.0 * STEP_S)
     assert not dial.lets(DECODES, STEP_S, FOREVER)
     dial.idle()
-    dial.ended(DECODES, STEP_S)
+    dial.decoded(STEP_S)
     assert dial.lets(DECODES, STEP_S, FOREVER)

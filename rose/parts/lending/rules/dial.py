@@ -14,8 +14,8 @@ from __future__ import annotations
 from rose.parts.lending.config import Slo
 from rose.parts.lending.rules.predictor import Work
 
-# Share of tpot_p50_s that steps may take in the mean. The rest is for what the engine's steps don't
-# show: the way of a token to its client.
+# Share of tpot_p50_s that a token may take in the mean, as the engine sees it. The rest is for the
+# token's way to its client.
 PACE = 0.97
 # Most seconds that a slow phase counts, in multiples of tpot_p50_s. Requests that suffered from it
 # have ended by then.
@@ -42,9 +42,10 @@ class Dial:
             decode_s * self._factor <= left_s and decode_s * (self._factor_mean - 1) <= self.saved
         )
 
-    def ended(self, work: Work, seconds: float) -> None:
-        """Count a step of S that took `seconds`."""
-        if self._slo is None or not work.decodes:
+    def decoded(self, seconds: float) -> None:
+        """Count a step of S with decodes. `seconds` is the mean time since their tokens before,
+        which has also the time between two steps: R may have had the device then, too."""
+        if self._slo is None:
             return
         target = self._slo.tpot_p50_s
         most = seconds * self._factor_mean

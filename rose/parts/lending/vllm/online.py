@@ -16,6 +16,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from statistics import fmean
 
 from rose.heap import Ahead
 from rose.parts.lending import board
@@ -148,9 +149,9 @@ class OnlineScheduler(Member):
         if self.device is None:
             return outputs
         now = time.monotonic()
-        for group in outputs.values():
-            for output in group.outputs:
-                self._count(output, now)
+        paces = [self._count(output, now) for group in outputs.values() for output in group.outputs]
+        if decodes := [pace for pace in paces if pace is not None]:
+            self._dial.decoded(fmean(decodes))
         self._write_board()
         self._stop_rollouts()
         return outputs
@@ -183,7 +184,6 @@ class OnlineScheduler(Member):
         s.steps += 1
         s.busy_s += ended - began
         s.shared_s += (ended - began) * self._lets
-        self._dial.ended(work, ended - began)
         s.prompt_tokens += sum(count for count, _ in work.prefill)
         if self._predictor:
             self._predictor.observe(work, ended - began)
@@ -281,15 +281,19 @@ class OnlineScheduler(Member):
             return 0.0
         return self._predictor.seconds(Work((), len(running), sum(running)))
 
-    def _count(self, output, now: float) -> None:
-        seen = self._seen.get(output.request_id)
+    def _count(self, output, now: float) -> float | None:
+        """Count the new tokens of a request. Return the seconds that each took, None if its first
+        is among them or there is none."""
+        pace, seen = None, self._seen.get(output.request_id)
         if seen is None:
-            return
+            return None
         if output.new_token_ids:
             if seen.first_token_at is None:
                 seen.first_token_at = now
                 if self._promptness is not None:
                     self._promptness.add(now, now - seen.arrival)
+            else:
+                pace = (now - seen.last_token_at) / len(output.new_token_ids)
             seen.last_token_at = now
             seen.tokens += len(output.new_token_ids)
             self.state.made_tokens += len(output.new_token_ids)
@@ -297,6 +301,7 @@ class OnlineScheduler(Member):
             del self._seen[output.request_id]
             if self._attainment is not None:
                 self._judge(seen)
+        return pace
 
     def _ended_early(self, seen: _Seen | None) -> None:
         """Count an aborted request; it missed its target only if its first token was late."""

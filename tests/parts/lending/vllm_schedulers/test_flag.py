@@ -70,6 +70,17 @@ def test_rollouts_run_beside_the_steps_that_the_dial_allows(online, flag):
     assert 0 < scheduler.state.shared_s < scheduler.state.busy_s
 
 
+def test_the_dial_counts_what_passes_between_two_tokens_also_outside_of_steps(online):
+    paces = []
+    online.scheduler._dial.decoded = paces.append
+    online.add("a", prompt=40, tokens=3)
+    online.step()
+    assert paces == []
+    time.sleep(0.1)
+    online.step()
+    assert len(paces) == 1 and paces[0] > 0.1
+
+
 def test_an_operator_who_switches_stops_off_never_finds_the_flag_up(online, flag, boards):
     boards.set("control", stops=0)
     online.add("a", prompt=40, tokens=6)
