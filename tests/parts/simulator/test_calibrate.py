@@ -124,18 +124,3 @@ def test_recorded_groups_are_drawn_whole_and_by_the_seed(tmp_path):
     assert all(len(set(map(id, group))) == 1 for group in drawn)
     assert {g[0].prompt_tokens for g in drawn} == {1, 70}
     assert drawn == [recorded.group(i, 4, 0, np.random.default_rng(i)) for i in range(20)]
-
-
-@pytest.mark.parametrize(
-    "text, call, said",
-    [
-        ("{}\n", calibrate.of_journal, "no trajectory of a training step ended"),
-        ('{"event": {}}\nnonsense\n', calibrate.of_journal, "line 2: no JSON"),
-        ('{"began": 1}\n', lambda path: calibrate.of_steps([path]), "line 1: no step of an engine"),
-        ("", lambda path: calibrate.of_steps([path]), "0 steps of decodes alone"),
-    ],
-)
-def test_a_file_that_is_no_measurement_is_refused_with_the_place(tmp_path, text, call, said):
-    (tmp_path / "file").write_text(text)
-    with pytest.raises(CalibrationError, match=said):
-        call(tmp_path / "file")

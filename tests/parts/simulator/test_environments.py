@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose.parts.simulator import domains
 from rose.parts.simulator.domains import DOMAINS
 from rose.parts.simulator.environments import Domain, Environments, Heavy
 
@@ -100,19 +99,3 @@ def test_every_parameter_can_be_scaled_for_the_sensitivity_table():
         for parameter in parameters - {"tool_fails"}:
             none = getattr(domain, parameter) in (0.0, Heavy(1, 0.0))
             assert none or domain.scaled(parameter, 1.2) != domain
-    with pytest.raises(ValueError, match="no parameter that can be scaled"):
-        DOMAINS["swe"].scaled("name", 1.2)
-
-
-@pytest.mark.parametrize(
-    "make, said",
-    [
-        (lambda: Environments((), 8192), "0 domains"),
-        (lambda: Environments((DOMAINS["swe"],), 8192, (0.0,)), "one positive weight each"),
-        (lambda: Environments((DOMAINS["swe"],), 2048), "max_context=2048"),
-        (lambda: domains.domain("chess"), "environment 'chess': its trajectories are unknown"),
-    ],
-)
-def test_what_cannot_be_made_is_refused(make, said):
-    with pytest.raises(ValueError, match=said):
-        make()

@@ -38,11 +38,6 @@ def test_work_time_passes_at_the_idle_share(busy, wall, ahead):
     assert pace.work(wall + found.period_s) - work == pytest.approx(10.0 * (1 - found.busy).sum())
 
 
-def test_a_device_without_any_idle_time_is_refused():
-    with pytest.raises(ValueError, match="no compute"):
-        lending.Pace(load([1.0, 1.0]), np.zeros(2), 0.0)
-
-
 @given(shares, st.integers(1, 30))
 def test_what_is_lent_and_used_never_exceeds_the_device(kv, looks):
     found = budget(kv)
