@@ -51,10 +51,15 @@ def cluster(*pools, steps=2, groups=3, size=4, env=None, dynamic=False, **change
 
 
 def scheduler(
-    routing="least_loaded", provisioning="fixed", args=None, routing_args=None, timeout=600.0
+    routing="least_loaded",
+    provisioning="fixed",
+    args=None,
+    routing_args=None,
+    timeout=600.0,
+    **more,
 ):
     chosen = {"provisioning": (provisioning, args or {}), "routing": (routing, routing_args or {})}
-    return built(timeout, batching_args={"max_admitted": 2.0}, **chosen)
+    return built(timeout, batching_args={"max_admitted": 2.0}, **chosen | more)
 
 
 class Memory:

@@ -1,5 +1,5 @@
 """Every policy of conf/scheduler runs a small cluster with workers of all kinds, and decides the
-same on replay; each step of every batching policy trains on a whole batch."""
+same on replay."""
 
 import dataclasses
 from pathlib import Path
@@ -14,7 +14,16 @@ from rose.parts.simulator import spec
 from rose.parts.simulator.driver import simulate
 from rose.policies import build
 from rose.scheduler import events as ev
-from tests.parts.simulator.clusters import ENGINE, Agents, Memory, cluster, made_load, pool, serving
+from tests.parts.simulator.clusters import (
+    ENGINE,
+    Agents,
+    Memory,
+    cluster,
+    counted_once,
+    made_load,
+    pool,
+    serving,
+)
 
 CONF = Path(__file__).resolve().parents[3] / "conf" / "scheduler"
 PLAIN = {"provisioning": "fixed", "routing": "least_loaded", "order": "fifo"}
@@ -38,12 +47,6 @@ def scheduler(kind, name):
     return build(SchedulerConfig(**chosen, queue_depth=0.0), 600.0)
 
 
-def run(batching="synchronous", **changes):
-    memory, fresh = Memory(), scheduler("batching", batching)
-    result = simulate(cluster(pool(count=1), steps=8, **changes), fresh, 1, memory)
-    return result, memory, fresh.staleness
-
-
 def all_kinds():
     waves = np.abs(np.sin(np.arange(50.0)))
     load = made_load(2 * np.arange(50.0), 0.8 * waves, 0.9 * np.roll(waves, 1), 20, 100.0)
@@ -65,8 +68,7 @@ def test_a_policy_counts_every_trajectory_once_on_workers_of_all_kinds_and_repla
     )
     result = simulate(what, scheduler(kind, name), 1, memory)
     assert [step.trajectories for step in result.steps] == [24] * 4
-    ended = [event.trajectory for event in memory.events(ev.TrajectoryEnded)]
-    assert len(ended) == len(set(ended))
+    counted_once(memory, len(memory.events(ev.TrajectoryEnded)))
     fresh = scheduler(kind, name)
     assert all(fresh.handle(event) == actions for event, actions in memory.entries)
 
@@ -81,31 +83,10 @@ def test_with_too_little_memory_for_all_contexts_thunder_computes_fewer_of_them_
     assert computed["thunder"] < computed["cache_affine"]
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("way_s", [0.0, 2.0])
-@pytest.mark.parametrize("batching", [name for kind, name in OPTIONS if kind == "batching"])
-def test_each_step_trains_on_a_whole_batch_and_no_prompt_twice(batching, way_s, dynamic):
-    ways = {"dispatch_s": way_s, "answer_s": way_s}
-    env = Agents(crash=1, equal=[1, 4])
-    result, memory, bound = run(batching, dynamic=dynamic, env=env, **ways)
-    assert [step.trajectories for step in result.steps] == [12] * 8
-    assert max(age for step in result.steps for age in step.staleness) <= bound
-    groups = [each for _, action in memory.actions(ev.StartTraining) for each in action.groups]
-    trained = [group.partition("r")[0] for group in groups]
-    assert len(trained) == len(set(trained)) == 24
-    if dynamic:
-        assert not {"g1", "g4"} & set(trained)
-
-
-def test_spare_responses_are_cancelled_when_their_group_is_complete():
-    result, memory, _ = run("tail_batching")
-    ended = {event.trajectory for event in memory.events(ev.TrajectoryEnded)}
-    # A group of four has 1.25 times as many.
-    assert {name for name in ended if name.startswith("g0.")} == {f"g0.{i}" for i in range(5)}
-    assert result.counts.dropped_tokens > 0
-
-
 def test_rollouts_go_on_while_the_trainer_trains_where_the_policy_is_asynchronous():
-    names = ("synchronous", "one_step_off", "bounded_staleness")
-    one_by_one, one_off, bounded = (run(name)[0].steps[-1].ended for name in names)
-    assert bounded <= one_off < one_by_one
+    names, what = (
+        ("synchronous", "one_step_off", "bounded_staleness"),
+        cluster(pool(count=1), steps=8),
+    )
+    took = [simulate(what, scheduler("batching", name), 1).seconds for name in names]
+    assert took[2] <= took[1] < took[0]

@@ -66,7 +66,7 @@ def made(seconds=3600.0, **arguments):
         (lambda: made(most=0), "most=0"),
         (lambda: made(seconds=-1), "seconds=-1"),
         (lambda: quantile(0), "degrees=0"),
-        (lambda: gain([1.0, 2.0], [1.0]), "broadcast"),
+        (lambda: gain([1.0, 2.0], [1.0]), "shorter"),
     ],
 )
 def test_what_cannot_be_made_is_refused(make, words):
