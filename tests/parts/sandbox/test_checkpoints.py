@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -23,7 +24,7 @@ from rose.parts.sandbox.packs import StoreDamaged
 from rose.parts.sandbox.store import Store
 
 sys.path.insert(0, str(Path(__file__).parent))
-import scenarios
+import boxes
 from raw_captures import Upper, check_loaded, sparse
 
 LONG_S = 60.0
@@ -48,9 +49,6 @@ def raw(host, seed, size=1000):
 
 async def settled(future):
     return await asyncio.wait_for(asyncio.shield(future), LONG_S)
-
-
-# --------------------------------------------------------------------------- the engine
 
 
 async def test_orders_that_take_too_long_are_no_deaths_of_the_packer(host, monkeypatch):
@@ -180,10 +178,7 @@ async def test_a_disk_that_fills_up_is_named_once_and_ends_checkpoints(tmp_path,
 
 
 async def test_what_dead_hosts_left_keeps_no_host_from_its_work(tmp_path, monkeypatch):
-    def full(*args):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    said = []
+    said, full = [], Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     monkeypatch.setattr(engine.left, "take_over", full)
     host = await Engine(tmp_path / "shared", tmp_path / "node", say=said.append).open()
     assert "what dead hosts left can't be taken over: [Errno 28]" in said[0]
@@ -216,19 +211,15 @@ async def test_a_turn_of_an_earlier_episode_of_this_name_is_not_taken_for_a_late
     assert Store(shared).has("t", 1, 2)
 
 
-# --------------------------------------------------------------------------- checkpointers
-
-
 async def test_a_clock_that_stepped_back_costs_no_checkpoint(host):
     """An earlier episode of the name was stored when the clock was ahead."""
     assert await settled(host.submit("t", 1, *raw(host, 1), life=2**62).stored) == ""
     late = host.submit("t", 1, *raw(host, 2), life=5)
     assert "a later episode of this name is stored" in await settled(late.stored)
-    async with await Sandbox.start(Spec(limits=scenarios.SMALL), "namespaces") as box:
+    async with await boxes.start() as box:
         kept = Checkpointer(box, host, "t", FILES)
         await kept.begin()
-        await box.run("echo new > file", LONG_S)
-        await kept.after_turn(1)
+        await turn(kept, 1, "echo new > file")
         assert await kept.settled(1)
         back = await checkpointer.restore(kept.saved(1), host, "namespaces", exact=True)
         async with back.box:
@@ -241,8 +232,7 @@ async def sandboxes(host, count=1):
     async with contextlib.AsyncExitStack() as stack:
         kept = []
         for i in range(count):
-            box = await Sandbox.start(Spec(limits=scenarios.SMALL), "namespaces")
-            await stack.enter_async_context(box)
+            box = await stack.enter_async_context(await boxes.start())
             kept.append(Checkpointer(box, host, f"t{i}"))
             await kept[-1].begin()
         yield kept

@@ -14,8 +14,6 @@ from tests.parts.simulator.clusters import Agents, cluster, counted_once, pool, 
 
 AT_ONCE = {"patience_s": 0.0, "idle_s": 1e9, "cool_down_s": 0.0, "back_off_s": 1.0}
 
-# --------------------------------------------------------------------------- a fixed cluster
-
 
 @pytest.fixture(scope="module")
 def plain():
@@ -154,9 +152,6 @@ def test_the_scheduler_hears_of_long_turns_while_they_run():
 def test_a_run_that_cannot_end_is_an_error_that_says_why(what, words):
     with pytest.raises(RuntimeError, match=words):
         run(what)
-
-
-# --------------------------------------------------------------------------- borrowed workers
 
 
 def test_a_cooperative_worker_computes_in_the_idle_share_only():

@@ -16,19 +16,18 @@ ROWS = [
 
 
 @pytest.fixture
-def write(tmp_path):
-    def write(text: str):
+def read(tmp_path):
+    """read(text) -> the trace of a file with it."""
+
+    def read(text: str):
         (tmp_path / "trace.csv").write_text(text)
-        return tmp_path / "trace.csv"
+        return traces.read(tmp_path / "trace.csv")
 
-    return write
-
-
-def trace(at, prompt, output) -> Trace:
-    return Trace(np.array(at), np.array(prompt, np.int32), np.array(output, np.int32))
+    return read
 
 
-SMALL = trace([0.0, 1.0, 2.5, 4.0], [10, 200, 30, 40], [1, 2, 300, 4])
+SIZES = np.array([10, 200, 30, 40], np.int32), np.array([1, 2, 300, 4], np.int32)
+SMALL = Trace(np.array([0.0, 1.0, 2.5, 4.0]), *SIZES)
 
 
 def said(found: Trace) -> tuple[list, list, list]:
@@ -39,8 +38,8 @@ MADE = '{"timestamp": %s, "input_length": %s, "output_length": %s}\n'
 BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
 
 
-def test_a_file_of_azures_format_is_read_to_the_microsecond(write):
-    found = traces.read(write(HEADER + "\n".join(ROWS) + "\n"))
+def test_a_file_of_azures_format_is_read_to_the_microsecond(read):
+    found = read(HEADER + "\n".join(ROWS) + "\n")
     expected = (pytest.approx([0, 4.314579, 60.0], abs=1e-9), [374, 396, 0], [44, 109, 1])
     assert said(found) == expected
     expected = (np.float64, np.int32, np.int32)
@@ -67,8 +66,8 @@ MOONCAKE = MADE % (27482, 6955, 52) + "\n" + MADE % (30535, 6472, 26)
     ],
     ids=["azure", "azure of 2024", "burstgpt", "mooncake"],
 )
-def test_a_format_is_told_by_its_first_line(write, text, expected):
-    assert said(traces.read(write(text))) == expected
+def test_a_format_is_told_by_its_first_line(read, text, expected):
+    assert said(read(text)) == expected
 
 
 def test_a_slice_counts_from_its_start_and_excludes_its_end():
@@ -98,14 +97,14 @@ def test_a_made_trace_has_the_rate_the_lengths_and_the_peaks_asked_for():
         assert trace.prompt_tokens.min() >= 1 and trace.output_tokens.min() >= 1
 
 
-def test_mooncakes_prefixes_go_with_their_requests(write):
+def test_mooncakes_prefixes_go_with_their_requests(read):
     line = '{"timestamp": %d, "input_length": 600, "output_length": 5%s}\n'
     text = "".join(line % (1000 * at, f', "hash_ids": [{at}, 7]') for at in range(4))
-    found = traces.read(write(text))
+    found = read(text)
     assert found.blocks == ((0, 7), (1, 7), (2, 7), (3, 7))
     assert found.slice(1, 2).blocks == found.scaled(2).clipped(10, 10).blocks[1:3]
     assert found.slice(1, 2).blocks == found.blocks[1:3]
-    assert traces.read(write(text + line % (4000, ""))).blocks is None
+    assert read(text + line % (4000, "")).blocks is None
 
 
 def test_a_made_trace_has_the_lengths_of_a_named_service_and_none_that_it_has_not():
