@@ -1,7 +1,5 @@
 """Simulated engines that draft, against one that takes every step."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,7 +8,6 @@ from hypothesis import strategies as st
 from rose.parts.simulator import spec
 from rose.parts.simulator.drafts import DraftingEngine, Ended
 from rose.parts.simulator.engine import SimEngine
-from tests.parts.simulator.clusters import Agents, cluster, pool, run
 from tests.parts.simulator.test_engine import STEP, arrivals, sequence
 from tests.parts.simulator.test_engine import run as ends
 
@@ -124,12 +121,3 @@ def test_a_full_cache_preempts_and_no_token_is_lost():
     e.add(0.0, second)
     assert [key for _, key in ends(e)] == ["a", "b"]
     assert e.preemptions >= 1 and first.attempt_tokens == second.attempt_tokens == 300
-
-
-def test_a_run_with_drafts_counts_the_same_tokens_in_less_time():
-    table = drafts([[1.0], [2.0]], adaptive=True)
-    fast = pool(engine=dataclasses.replace(pool().engine, drafts=table))
-    drafting, without = (run(cluster(each, env=Agents(crash=1)))[0] for each in (fast, pool()))
-    assert [s.tokens for s in drafting.steps] == [s.tokens for s in without.steps]
-    assert drafting.seconds < without.seconds
-    assert sum(w.decoded for w in drafting.workers) >= sum(s.tokens for s in without.steps)
