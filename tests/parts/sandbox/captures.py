@@ -34,9 +34,8 @@ http.server.test(http.server.SimpleHTTPRequestHandler, port=80, bind='127.0.0.1'
 (sleep 1001 &)
 echo served > file
 """
-SERVED = (
-    "python3 -c \"import urllib.request as u; print(u.urlopen('http://127.0.0.1/file').read())\""
-)
+SERVED = "import urllib.request as u; print(u.urlopen('http://127.0.0.1/file').read())"
+SERVED = f'python3 -c "{SERVED}"'
 STATE = (
     """echo "$SHOWN" "$hidden" ${map[k]} $(twice x) $PWD $(umask); say; set -o | grep pipefail
 trap -p; jobs -p; echo $! $$; ulimit -u; cat /proc/$$/oom_score_adj

@@ -173,11 +173,8 @@ async def play(box: Sandbox) -> dict:
     programs |= {"poller": POLLER, "asleep": ASLEEP, "poke": POKE}
     for name, text in programs.items():
         await box.write_file(f"/tmp/{name}.py", text.encode())
-    made = await box.run(
-        "python3 /tmp/server.py & server=$!; until (: < /dev/tcp/127.0.0.1/8000) 2>/dev/null; "
-        f"do :; done; {SETUP}",
-        LONG_S,
-    )
+    begin = "python3 /tmp/server.py & server=$!; until (: < /dev/tcp/127.0.0.1/8000) 2>/dev/null"
+    made = await box.run(f"{begin}; do :; done; {SETUP}", LONG_S)
     assert made.code == 0, made
     first = await inspector.look()
     assert first.kind == PROCESS and first.why == "the first look", first

@@ -260,7 +260,7 @@ async def what_a_check_stands_on_can_not_be_replaced(box):
 async def a_check_has_none_of_the_agents_settings_in_the_root(box):
     """The programs of tests read them in every folder above; what a task asks for is there."""
     settings = (
-        "/pytest.ini /conftest.py /package.json /.coveragerc /jest.config.js /Directory.Build.props"
+        "/pytest.ini /conftest.py /package.json /.coveragerc /jest.config.js /Any.Build.props"
     )
     plant = f"touch {settings}; mkdir -p /node_modules/x /asked; echo right > /answer"
     plant += "; ln -s answer /link; echo deep > /asked/deep"

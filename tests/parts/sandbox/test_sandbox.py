@@ -15,23 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rose.parts.sandbox import (
-    Limits,
-    Mount,
-    Sandbox,
-    SandboxError,
-    Spec,
-    check,
-    gvisor,
-    kernel,
-    piped,
-    probe,
-    within,
-)
+from rose.parts.sandbox import Limits, Mount, Sandbox, SandboxError, Spec, check, gvisor, probe
 from rose.parts.sandbox.backend import SESSION
 from rose.parts.sandbox.cgroups import Groups, own_name
+from rose.parts.sandbox.kernel import prctl
 from rose.parts.sandbox.piped import Piped
 from rose.parts.sandbox.users import COUNT, FIRST, RANGES, Ranges
+from rose.parts.sandbox.within import enter
 
 sys.path.insert(0, str(Path(__file__).parent))
 import scenarios
@@ -170,12 +160,8 @@ def test_limits_of_cgroup_v2(tmp_path):
     groups.make("rose-1-2-3", Limits(memory_mib=64, processes=20, cpus=0.5), pid=77)
     made = tmp_path / "fs/job/rose-1-2-3"
     read = {path.name: path.read_text() for path in made.iterdir()}
-    assert read == {
-        "memory.max": str(64 << 20),
-        "pids.max": "28",
-        "cpu.max": "50000 100000",
-        "cgroup.procs": "77",
-    }
+    expected = {"memory.max": str(64 << 20), "pids.max": "28", "cpu.max": "50000 100000"}
+    assert read == expected | {"cgroup.procs": "77"}
 
 
 def test_a_group_that_can_pass_nothing_on_leaves_it_to_the_one_above(tmp_path):
@@ -244,7 +230,7 @@ async def test_a_check_whose_process_is_ended_is_no_verdict(box, tmp_path):
 
 
 def test_work_does_not_begin_if_its_parent_was_killed_as_it_was_forked(monkeypatch):
-    here, asked = os.getpid(), kernel.prctl
+    here, asked = os.getpid(), prctl
 
     def ask_late(*what):
         if (parent := os.getppid()) == here:
@@ -256,10 +242,10 @@ def test_work_does_not_begin_if_its_parent_was_killed_as_it_was_forked(monkeypat
 
     for name in ("setresgid", "setresuid"):
         monkeypatch.setattr(os, name, lambda *_: None)
-    monkeypatch.setattr(kernel, "prctl", ask_late)
+    monkeypatch.setattr("rose.parts.sandbox.kernel.prctl", ask_late)
     answer, to = os.pipe()
     if (outer := os.fork()) == 0:
-        within.enter([], 0, to, lambda: os.write(to, b"ran"))
+        enter([], 0, to, lambda: os.write(to, b"ran"))
     os.close(to)
     os.waitpid(outer, 0)
     with os.fdopen(answer, "rb") as said:
@@ -372,7 +358,7 @@ def test_a_shell_that_never_answers_is_given_up(loop, monkeypatch, program, word
             return ["/bin/bash", "-c", program]
 
     if "sleep" in program:
-        monkeypatch.setattr(piped, "START_S", 3.0)  # it has warned by then
+        monkeypatch.setattr("rose.parts.sandbox.piped.START_S", 3.0)  # it has warned by then
     shell = Piped(Silent, Spec())
     with pytest.raises(SandboxError, match=re.compile(words, re.DOTALL)):
         loop.run(asyncio.wait_for(shell.begin(), DEADLINE_S))

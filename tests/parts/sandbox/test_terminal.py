@@ -277,10 +277,8 @@ def repairs(folder, count):
 def test_repair_tasks_are_solved_by_the_module_as_it_was_and_by_nothing_less(tmp_path):
     train, held_out = repairs(tmp_path, "3")
     assert (len(train), len(held_out)) == (2, 1)
-    broken = [
-        next(p for p in t.folder.glob("environment/*.py") if not p.name.startswith("test_"))
-        for t in (*train, *held_out)
-    ]
+    modules = [path for t in (*train, *held_out) for path in t.folder.glob("environment/*.py")]
+    broken = [path for path in modules if not path.name.startswith("test_")]
     whole = {p.read_text() for p in tmp_path.glob("*/*/solution/solve.sh")}
     assert len({ast.dump(ast.parse(p.read_text())) for p in broken}) == 3 and len(whole) > 1
     chosen = random.Random(4).choice(train)
@@ -382,9 +380,8 @@ async def test_all_states_together_are_bounded_and_the_agent_is_told(monkeypatch
     def with_room_for(states):
         taken = sum(state.bytes for state in _undo._held)
         free = states * taken / len(_undo._held) / _undo.SHARE - taken
-        monkeypatch.setattr(
-            shutil, "disk_usage", lambda where: shutil._ntuple_diskusage(0, 0, free)
-        )
+        usage = shutil._ntuple_diskusage(0, 0, free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda where: usage)
 
     envs = [Terminal(rungs=["print"], undo=True) for _ in range(2)]
     try:
@@ -463,9 +460,8 @@ async def test_a_repeated_call_that_shows_something_else_ends_the_resume(tmp_pat
 
 @pytest.mark.slow
 async def test_no_other_host_sweeps_states_of_a_trajectory(make_config, chats, tmp_path):
-    config = make_config(
-        "+experiment=terminal sandbox.checkpoints=classified", f"output_dir={tmp_path}"
-    )
+    chosen = "+experiment=terminal sandbox.checkpoints=classified"
+    config = make_config(chosen, f"output_dir={tmp_path}")
     start = p.StartTrajectory("g0.0", "g0", p.Phase.TRAIN, "terminal", 6, None)
     engine = await open_store(config, tmp_path / "snapshots", NullRecorder())
     snapshots = Snapshots(tmp_path / "snapshots", 1, config, print)

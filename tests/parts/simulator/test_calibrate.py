@@ -118,9 +118,8 @@ def test_recorded_groups_are_drawn_whole_and_by_the_seed(tmp_path):
     groups = calibrate.of_journal(journal(tmp_path / "journal.jsonl"))
     other = [[groups[0][0].__class__(1, (1,), (0,), (0.0,), (False,), 0.0)]]
     recorded = calibrate.Recorded(groups + other, 64)
-    drawn, again = (
-        [recorded.group(i, 4, version, np.random.default_rng(i)) for i in range(20)]
-        for version in (0, 1)
-    )
+    draws = [np.random.default_rng(i % 20) for i in range(40)]
+    groups = [recorded.group(i % 20, 4, i // 20, draw) for i, draw in enumerate(draws)]
+    drawn, again = groups[:20], groups[20:]
     assert drawn == again and all(len(set(map(id, group))) == 1 for group in drawn)
     assert {g[0].prompt_tokens for g in drawn} == {1, 70}

@@ -32,11 +32,8 @@ SOURCE = re.compile(
 
 def unsourced(text: str) -> list[str]:
     """The lines ("4: pace = 0.3") of numbers that are not structural and name no source."""
-    comments = {
-        token.start[0]: token.string
-        for token in tokenize.generate_tokens(io.StringIO(text).readline)
-        if token.type == tokenize.COMMENT
-    }
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    comments = {each.start[0]: each.string for each in tokens if each.type == tokenize.COMMENT}
     lines, found = text.splitlines(), {}
     for node, named, places in numbers(ast.parse(text), False, ()):
         if node.value in (ALWAYS if named else WITHIN):

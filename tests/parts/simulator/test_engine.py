@@ -39,9 +39,8 @@ def run(engine, until=math.inf):
     return ended
 
 
-arrivals = st.lists(
-    st.tuples(st.floats(0, 3), st.integers(1, 900), st.integers(1, 60)), min_size=1, max_size=12
-)
+arrival = st.tuples(st.floats(0, 3), st.integers(1, 900), st.integers(1, 60))
+arrivals = st.lists(arrival, min_size=1, max_size=12)
 
 
 @settings(max_examples=60, deadline=None)

@@ -114,9 +114,8 @@ def slowed(found, factor):
 
 def test_what_rollouts_cost_is_in_proportion_to_the_time_beside():
     what = serving(slowed(steady_load(busy=0.6), 6), "memory_only")
-    never, half, always = (
-        observed(what, spans).beside for spans in ([], [0.0, 50.0], [0.0, 100.0])
-    )
+    spans = [], [0.0, 50.0], [0.0, 100.0]
+    never, half, always = (observed(what, each).beside for each in spans)
     expected = pytest.approx((never.tpot_attained + always.tpot_attained) / 2, abs=1e-6)
     assert half.tpot_attained == expected
     assert always.tpot_attained < never.tpot_attained

@@ -14,16 +14,8 @@ from rose.parts.simulator import spec
 from rose.parts.simulator.driver import simulate
 from rose.policies import build
 from rose.scheduler import events as ev
-from tests.parts.simulator.clusters import (
-    ENGINE,
-    Agents,
-    Memory,
-    cluster,
-    counted_once,
-    made_load,
-    pool,
-    serving,
-)
+from tests.parts.simulator import clusters
+from tests.parts.simulator.clusters import Agents, Memory, cluster, counted_once, pool
 
 CONF = Path(__file__).resolve().parents[3] / "conf" / "scheduler"
 PLAIN = {"provisioning": "fixed", "routing": "least_loaded", "order": "fifo"}
@@ -35,10 +27,8 @@ def policy(kind, name):
     """The option's YAML; what it takes from other groups is about borrowed workers, of which there
     are a few here."""
     found = yaml.safe_load((CONF / kind / f"{name}.yaml").read_text())
-    args = {
-        key: 4 if isinstance(value, str) and value.startswith("${") else value
-        for key, value in (found["args"] or {}).items()
-    }
+    args = found["args"] or {}
+    args |= {key: 4 for key, value in args.items() if str(value).startswith("${")}
     return Policy(name=found["name"], args=args)
 
 
@@ -49,11 +39,11 @@ def scheduler(kind, name):
 
 def all_kinds():
     waves = np.abs(np.sin(np.arange(50.0)))
-    load = made_load(2 * np.arange(50.0), 0.8 * waves, 0.9 * np.roll(waves, 1), 20, 100.0)
+    load = clusters.made_load(2 * np.arange(50.0), 0.8 * waves, 0.9 * np.roll(waves, 1), 20, 100.0)
     available = spec.Available(np.array([0.0, 7.0, 20.0, 60.0]), np.array([2, 0, 1, 3], np.int32))
     return (
         pool(),
-        pool("coop", "cooperative", 4, serving=serving(load), switch_s=1.0),
+        pool("coop", "cooperative", 4, serving=clusters.serving(load), switch_s=1.0),
         pool("spot", "spot", 3, available=available),
         pool("hybrid", "hybrid", 2, switch_s=1.0),
         pool("serverless", "serverless", 6, on_request=True, allocation=spec.Allocation(0.5, 2.0)),
@@ -63,9 +53,8 @@ def all_kinds():
 @pytest.mark.parametrize("kind, name", OPTIONS)
 def test_a_policy_counts_every_trajectory_once_on_workers_of_all_kinds_and_replays(kind, name):
     memory = Memory()
-    what = cluster(
-        *all_kinds(), steps=4, groups=6, env=Agents(crash=1, equal=[1]), horizon_s=3000.0
-    )
+    env = Agents(crash=1, equal=[1])
+    what = cluster(*all_kinds(), steps=4, groups=6, env=env, horizon_s=3000.0)
     result = simulate(what, scheduler(kind, name), 1, memory)
     assert [step.trajectories for step in result.steps] == [24] * 4
     counted_once(memory, len(memory.events(ev.TrajectoryEnded)))
@@ -74,7 +63,7 @@ def test_a_policy_counts_every_trajectory_once_on_workers_of_all_kinds_and_repla
 
 
 def test_with_too_little_memory_for_all_contexts_thunder_computes_fewer_of_them_again():
-    small = pool(count=2, engine=dataclasses.replace(ENGINE, kv_tokens=8000))
+    small = pool(count=2, engine=dataclasses.replace(clusters.ENGINE, kv_tokens=8000))
     computed = {}
     for routing in ("cache_affine", "thunder"):
         found = simulate(cluster(small, steps=2, groups=6), scheduler("routing", routing), 1)
@@ -84,9 +73,7 @@ def test_with_too_little_memory_for_all_contexts_thunder_computes_fewer_of_them_
 
 
 def test_rollouts_go_on_while_the_trainer_trains_where_the_policy_is_asynchronous():
-    names, what = (
-        ("synchronous", "one_step_off", "bounded_staleness"),
-        cluster(pool(count=1), steps=8),
-    )
-    took = [simulate(what, scheduler("batching", name), 1).seconds for name in names]
+    what, took = cluster(pool(count=1), steps=8), []
+    for name in ("synchronous", "one_step_off", "bounded_staleness"):
+        took.append(simulate(what, scheduler("batching", name), 1).seconds)
     assert took[2] <= took[1] < took[0]

@@ -124,10 +124,8 @@ INSTANCES = [
     ("0,add," + "x" * 200_000, "line 1: no CSV: field larger than field limit"),
 ]
 STEPS = [('{"began": 1}\n', "line 1: no step of an engine"), ("", "0 steps of decodes alone")]
-JOURNALS = [
-    ("{}\n", "no trajectory of a training step ended"),
-    ('{"event": {}}\nnonsense\n', "line 2: no JSON"),
-]
+NONE = "no trajectory of a training step ended"
+JOURNALS = [("{}\n", NONE), ('{"event": {}}\nnonsense\n', "line 2: no JSON")]
 
 
 @pytest.mark.parametrize(

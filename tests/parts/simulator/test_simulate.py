@@ -264,9 +264,8 @@ def test_gpus_that_roll_out_train_no_more_and_libras_split_shortens_the_steps():
 
 def test_certain_groups_are_trained_while_others_run():
     slow = dataclasses.replace(clusters.TRAINER, flops_per_token=1e11)
-    whole, ahead = (
-        run(cluster(groups=6, trainer=slow, stream=stream))[0].steps for stream in (False, True)
-    )
+    runs = (run(cluster(groups=6, trainer=slow, stream=stream))[0] for stream in (False, True))
+    whole, ahead = (result.steps for result in runs)
     for before, step in zip(whole, ahead, strict=True):
         assert step.tokens == before.tokens and step.rollout_s == pytest.approx(before.rollout_s)
         assert training_s(step) + step.ahead_s == pytest.approx(training_s(before))

@@ -17,10 +17,8 @@ def write(tmp_path):
 
 
 NAMED = "1000,add,a\n1000,add,b\n4000,remove,a\n5000,add,a\n11000,remove,b\n"
-COUNTED = "".join(
-    f"2021-12-11, 11:{at}, {count}\n"
-    for at, count in (("00:00", 2), ("00:10", 3), ("00:30", 3), ("00:40", 1), ("01:00", 1))
-)
+COUNTS = ("00:00", 2), ("00:10", 3), ("00:30", 3), ("00:40", 1), ("01:00", 1)
+COUNTED = "".join(f"2021-12-11, 11:{at}, {count}\n" for at, count in COUNTS)
 
 
 def test_named_instances_are_there_from_being_added_until_removed_and_may_come_back(write):

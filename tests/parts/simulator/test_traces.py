@@ -8,11 +8,8 @@ from rose.parts.simulator import traces
 from rose.parts.simulator.traces import Trace
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
-ROWS = [
-    "2023-11-16 18:15:46.6805900,374,44",
-    "2023-11-16 18:15:50.9951690,396,109",
-    "2023-11-16 18:16:46.6805900,0,1",
-]
+ROWS = "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
+ROWS += "2023-11-16 18:16:46.6805900,0,1\n"
 
 
 @pytest.fixture
@@ -39,7 +36,7 @@ BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
 
 
 def test_a_file_of_azures_format_is_read_to_the_microsecond(read):
-    found = read(HEADER + "\n".join(ROWS) + "\n")
+    found = read(HEADER + ROWS)
     expected = (pytest.approx([0, 4.314579, 60.0], abs=1e-9), [374, 396, 0], [44, 109, 1])
     assert said(found) == expected
     expected = (np.float64, np.int32, np.int32)
