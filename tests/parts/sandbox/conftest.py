@@ -1,5 +1,4 @@
-"""The tests of a module that use `loop` share one event loop, and so one keeper. The fixtures of
-tests/agent are here, too: the tests of env=terminal use its loop and templates."""
+"""Tests of a module that use `loop` share one event loop and one keeper of sandboxes."""
 
 import asyncio
 import inspect

@@ -1,5 +1,4 @@
-"""Raw captures as a sandbox's `capture` makes them, of real files: what a turn of an agent changes
-in a folder, and pages of a real program's memory."""
+"""Raw captures as a sandbox's `capture` makes them, of real files and pages of memory."""
 
 import json
 import os

@@ -1,5 +1,4 @@
-"""Captures of running sandboxes: with CRIU as this user and as one without any right, and the parts
-that need none."""
+"""Captures of running sandboxes, with CRIU as this user and as one without rights."""
 
 import errno
 import json

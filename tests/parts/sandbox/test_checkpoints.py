@@ -1,5 +1,4 @@
-"""A host's engine and checkpointers: what befalls one sandbox or one host costs no other anything.
-Real sandboxes, packers and stores."""
+"""What happens to one sandbox or host costs no other anything: real sandboxes and stores."""
 
 import asyncio
 import contextlib

@@ -51,6 +51,7 @@ QUICK = [f.__name__ for f in scenarios.FAST if f.__name__ not in LONGER]
 @pytest.mark.parametrize("name", QUICK)
 async def test_a_sandbox(box, name):
     await getattr(scenarios, name)(box)
+    await scenarios.still_alive(box)
 
 
 @pytest.mark.slow

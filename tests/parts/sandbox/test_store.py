@@ -1,5 +1,4 @@
-"""The store of checkpoints: what goes in comes out, whatever is damaged is found, and what is named
-stays, with several processes at once."""
+"""The store of checkpoints gives what was saved, finds all damage and keeps what is named."""
 
 import errno
 import json

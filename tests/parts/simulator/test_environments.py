@@ -1,5 +1,4 @@
-"""Made trajectories: bounded, heavy-tailed, drifting as the policy learns, and the same for every
-rival."""
+"""Made trajectories are bounded, heavy-tailed and the same for every rival scheduler."""
 
 import numpy as np
 import pytest

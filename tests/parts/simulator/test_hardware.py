@@ -1,5 +1,4 @@
-"""From peak rates to step times, memory and transfers: what must hold whatever the efficiencies
-are."""
+"""Step times, memory and transfers from peak rates, whatever the efficiencies are."""
 
 from dataclasses import replace
 from pathlib import Path

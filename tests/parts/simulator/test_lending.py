@@ -1,5 +1,4 @@
-"""What serving leaves to rollouts: compute by work time, memory by the budget's rule, latency by
-its targets."""
+"""What serving leaves to rollouts: compute, memory, and latency within its targets."""
 
 import dataclasses
 from array import array

@@ -1,5 +1,4 @@
-"""Every policy of conf/scheduler runs a small cluster with workers of all kinds, and decides the
-same on replay."""
+"""Every policy of conf/scheduler runs a small cluster, and decides the same on replay."""
 
 import dataclasses
 from pathlib import Path

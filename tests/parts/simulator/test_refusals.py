@@ -1,5 +1,4 @@
-"""What can't be made, and files that are no traces, are refused; a file with the place that is
-wrong."""
+"""Bad arguments and bad files of the simulator are refused, files with the place."""
 
 import math
 

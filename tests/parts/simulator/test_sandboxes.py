@@ -1,5 +1,4 @@
-"""Sandboxes on hosts in simulated time: by hand where a figure can be known, and what must hold
-whatever dies when."""
+"""Sandboxes on hosts in simulated time, also when hosts die."""
 
 import dataclasses
 import math

@@ -1,5 +1,4 @@
-"""An online server's traffic as load: no request is lost, fast-forwarding changes nothing, its
-targets set its pace."""
+"""An online server's traffic as load: fast-forwarded, and at the pace of its targets."""
 
 import math
 from dataclasses import replace

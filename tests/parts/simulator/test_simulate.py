@@ -1,5 +1,4 @@
-"""Whole simulated runs: every trajectory counted once, weights before turns, borrowed workers, the
-same for a seed."""
+"""Whole simulated runs, on a fixed cluster and with borrowed workers."""
 
 import dataclasses
 import math

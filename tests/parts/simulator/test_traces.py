@@ -1,5 +1,4 @@
-"""Request traces: what a file says is what is replayed, and a made one bursts as it was asked
-to."""
+"""Request traces are replayed as their file says, and made as they were asked for."""
 
 import numpy as np
 import pytest

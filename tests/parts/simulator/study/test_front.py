@@ -1,5 +1,4 @@
-"""`mode=simulate` and `mode=plan` from the command line: refused with words, or answered with a
-table and a page."""
+"""`mode=simulate` and `mode=plan` are refused with words, or give a table and a page."""
 
 import csv
 import json
