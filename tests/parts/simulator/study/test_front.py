@@ -120,11 +120,6 @@ def test_a_bad_value_is_named_before_anything_is_simulated(answer, tmp_path, cha
     assert not (tmp_path / "outputs").exists()
 
 
-def test_as_many_processes_as_a_container_may_use(monkeypatch):
-    monkeypatch.setattr("rose.processes.cores", lambda: 3)
-    assert (runs.cores(None), runs.cores(8)) == (3, 8)
-
-
 def test_drafts_make_rollouts_shorter_for_the_systems_that_have_them_and_change_no_token(tree):
     def rollout_s(*point):
         c, found = from_dict(tree(SMALL, "mode=simulate", "sim/systems=[seer]", *point)), {}
