@@ -267,7 +267,8 @@ async def test_a_file_is_edited_where_the_text_stands_once():
 
 
 def repairs(folder, count):
-    """`count` tasks to train on and hold out, in `folder`."""
+    """`count` tasks to train on and hold out, in `folder`, which is empty."""
+    folder.rmdir()  # It must not exist.
     options = {"--out": str(folder), "--count": count, "--held-out": "1", "--seed": "3"}
     make_repair_tasks.main([word for option in options.items() for word in option])
     return _tasks.load(str(folder))
