@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from rose.parts.simulator import spec
 from rose.parts.simulator.drafts import DraftingEngine, Ended
 from rose.parts.simulator.engine import SimEngine
+from tests.parts.simulator.clusters import cluster, run
 from tests.parts.simulator.test_engine import STEP, arrivals, sequence
 from tests.parts.simulator.test_engine import run as ends
 
@@ -119,3 +120,11 @@ def test_a_full_cache_preempts_and_no_token_is_lost():
     e.add(0.0, second)
     assert [key for _, key in ends(e)] == ["a", "b"]
     assert e.preemptions >= 1 and first.attempt_tokens == second.attempt_tokens == 300
+
+
+def test_engines_without_drafts_are_what_they_were():
+    """To the last bit: the figures of commit 2451506, before some engines drafted."""
+    result, _ = run(cluster())
+    assert repr(result.seconds) == "47.549183213095034"
+    assert [(w.decoded, w.prefilled) for w in result.workers] == [(10360, 6743), (8807, 8382)]
+    assert float(result.turn_s.sum()) == pytest.approx(204.80249, abs=1e-4)
