@@ -3,8 +3,9 @@ only: another user may have no other Python than the system's."""
 
 import os
 
-from rose.parts.sandbox import Mount, SandboxError, Spec
+from rose.parts.sandbox import Limits, Mount, Sandbox, SandboxError, Spec, probe
 
+SMALL = Limits(memory_mib=256, disk_mib=8, processes=40)
 LONG_S = 300.0  # a deadline that no test waits for
 
 
@@ -30,3 +31,23 @@ async def refused(attempt, words, kind=SandboxError):
         assert words in str(error), error
     else:
         raise AssertionError(f"{attempt} was not refused: {words}")
+
+
+async def start(limits=SMALL):
+    return await Sandbox.start(Spec(limits=limits), "namespaces")
+
+
+async def play(scenarios, names, place):
+    """Give each scenario (of these names, if there are any) what `place()` opens."""
+    for scenario in scenarios:
+        if not names or scenario.__name__ in names:
+            async with place() as given:
+                await scenario(*given)
+            print("passed", scenario.__name__, flush=True)
+    end()
+
+
+def end():
+    """Print which rights this user's sandboxes have, and end what all of them share."""
+    print("root" if probe.keeper().root else "rootless")
+    probe.close()

@@ -9,10 +9,9 @@ library only: another user may have no other Python than the system's.
 import asyncio
 import json
 import statistics
-import sys
 import tempfile
 
-from boxes import LONG_S, of_image
+from boxes import LONG_S, end, of_image
 
 from rose.parts.sandbox import Sandbox
 from rose.parts.sandbox.inspector import FILES, NONE, PROCESS, Inspector
@@ -74,156 +73,95 @@ ask() { local seen; read -r seen < /dev/tcp/127.0.0.1/8000; idle $server; }
 ask; f() { local kept=1; kept=2; }; first=(); x=
 """
 
+# Runs of commands by what each of them changes, in this order.
 COMMANDS = [
-    # nothing
-    ("ls -la /usr /app", NONE),
-    ("cat f g > /dev/null", NONE),
-    ("echo hi; echo words >&2", NONE),
-    ("grep -r root /etc | head -2", NONE),
-    ("find / -xdev -name 'x*' 2>/dev/null | wc -l", NONE),
-    ("python3 -c 'print(sum(range(10**5)))'", NONE),
-    ("t=$(mktemp); echo x > $t; rm $t; unset t", NONE),
-    ("cp f d/copy && rm d/copy", NONE),
-    ("mkdir new && rmdir new", NONE),
-    ("X=1 true; (cd /; Y=2; umask 0; set -f)", NONE),
-    ("for i in 1 2 3; do echo $i; done; unset i", NONE),
-    ("bash -c 'cd /tmp; A=1; alias b=c'", NONE),
-    ("f", NONE),
-    ("cat <<< word; wc -c <<X\nlines\nX", NONE),
-    ("false | true; ! true", NONE),
-    ("exec 6<f; read -r -u 6 y; exec 6<&-; unset y", NONE),
-    ("sort -R /etc/passwd | head -1; type ls; command -v cat", NONE),
-    ("python3 -c \"import mmap; f = open('mapped'); mmap.mmap(f.fileno(), 0, prot=1)[0]\"", NONE),
-    ("jobs; trap; ulimit -a | wc -l; history; dirs", NONE),
-    ("set -o pipefail; true | true; set +o pipefail", NONE),
-    ("wait 2>/dev/null & wait $!; true", PROCESS),  # $! is another one
-    ("true & until test \"$(jobs -r | wc -l)\" = 1; do :; done", PROCESS),
-    ("jobs > /dev/null", PROCESS),  # forgets the job that ended
-    # files
-    ("echo three > h", FILES),
-    ("echo more >> h", FILES),
-    ("sed -i s/one/1/ f", FILES),
-    (": > h", FILES),
-    ("touch -d 2001-01-01 h", FILES),
-    ("chmod 600 h", FILES),
-    ("python3 -c \"import os; os.setxattr('h', 'user.a', b'1')\"", FILES),
-    ("mv h i", FILES),
-    ("ln i j; ln -s i k", FILES),
-    ("truncate -s 100M sparse", FILES),
-    ("touch -r g /tmp/ref; cat g > /tmp/same; cat /tmp/same > g; touch -r /tmp/ref g", FILES),
-    ("cp g /tmp/g; cat /tmp/g > g; touch -r /tmp/ref g; rm /tmp/g", FILES),
-    ("rm /data/lower", FILES),
-    ("echo changed > /data/other", FILES),
-    ("rm -r d", FILES),
-    ("echo x > /dev/shm/x", FILES),
-    ("echo x > /tmp/x; mkdir -p /var/deep/er", FILES),
-    ("chmod 700 /var/deep/er", FILES),
-    ("touch -d 2001-01-01 /var/deep", FILES),
-    ("python3 /tmp/in_place.py write 1", FILES),
-    ("python3 /tmp/in_place.py read 2", FILES),
-    ("cat mapped > /dev/null", NONE),
-    ("mkfifo pipe", FILES),
-    ("rm -rf /var/deep /tmp/x sparse", FILES),
+    (NONE, "ls -la /usr /app", "cat f g > /dev/null", "echo hi; echo words >&2",
+        "grep -r root /etc | head -2", "find / -xdev -name 'x*' 2>/dev/null | wc -l",
+        "python3 -c 'print(sum(range(10**5)))'", "t=$(mktemp); echo x > $t; rm $t; unset t",
+        "cp f d/copy && rm d/copy", "mkdir new && rmdir new",
+        "X=1 true; (cd /; Y=2; umask 0; set -f)", "for i in 1 2 3; do echo $i; done; unset i",
+        "bash -c 'cd /tmp; A=1; alias b=c'", "f", "cat <<< word; wc -c <<X\nlines\nX",
+        "false | true; ! true", "exec 6<f; read -r -u 6 y; exec 6<&-; unset y",
+        "sort -R /etc/passwd | head -1; type ls; command -v cat",
+        "python3 -c \"import mmap; f = open('mapped'); mmap.mmap(f.fileno(), 0, prot=1)[0]\"",
+        "jobs; trap; ulimit -a | wc -l; history; dirs",
+        "set -o pipefail; true | true; set +o pipefail"),
+    (PROCESS, "wait 2>/dev/null & wait $!; true",
+        "true & until test \"$(jobs -r | wc -l)\" = 1; do :; done", "jobs > /dev/null"),
+    (FILES, "echo three > h", "echo more >> h", "sed -i s/one/1/ f", ": > h",
+        "touch -d 2001-01-01 h", "chmod 600 h",
+        "python3 -c \"import os; os.setxattr('h', 'user.a', b'1')\"", "mv h i",
+        "ln i j; ln -s i k", "truncate -s 100M sparse",
+        "touch -r g /tmp/ref; cat g > /tmp/same; cat /tmp/same > g; touch -r /tmp/ref g",
+        "cp g /tmp/g; cat /tmp/g > g; touch -r /tmp/ref g; rm /tmp/g", "rm /data/lower",
+        "echo changed > /data/other", "rm -r d", "echo x > /dev/shm/x",
+        "echo x > /tmp/x; mkdir -p /var/deep/er", "chmod 700 /var/deep/er",
+        "touch -d 2001-01-01 /var/deep", "python3 /tmp/in_place.py write 1",
+        "python3 /tmp/in_place.py read 2"),
+    (NONE, "cat mapped > /dev/null"),
+    (FILES, "mkfifo pipe", "rm -rf /var/deep /tmp/x sparse"),
     # the shell
-    ("cd /tmp", PROCESS),
-    ("cd - > /dev/null", PROCESS),
-    ("umask 027", PROCESS),
-    ("set -o noclobber", PROCESS),
-    ("set -o errexit", PROCESS),
-    ("set +e", PROCESS),
-    ("set -m", PROCESS),
-    ("set +m", PROCESS),
-    ("enable -n printf", PROCESS),
-    ("ls > /dev/null", NONE),
-    ("enable printf", PROCESS),
-    ("shopt -s nullglob", PROCESS),
-    ("alias ll='ls -l'", PROCESS),
-    ("trap 'echo bye' USR1", PROCESS),
-    ("ulimit -n 512", PROCESS),
-    ("export WORD=1", PROCESS),
-    ("WORD=2", PROCESS),
-    ("export -n WORD", PROCESS),
-    ("g() { echo $1; }", PROCESS),
-    ("unset -f g", PROCESS),
-    ("read -r x < g", PROCESS),
-    ("read -r x < g", NONE),
-    ("first=(a b c)", PROCESS),
-    ("first[1]=d", PROCESS),
-    ("declare -A second=([k]=v)", PROCESS),
-    ("history -s 'a line'", PROCESS),
-    ("set -- a b", PROCESS),
-    ("[[ word =~ o(.) ]]", PROCESS),
-    ("pushd / > /dev/null; cd /app", PROCESS),
-    ("renice -n 18 $$ > /dev/null", PROCESS),
-    ("chrt -b -p 0 $$", PROCESS),
-    ("chrt -o -p 0 $$", PROCESS),
-    ("TMOUT=1", PROCESS),
-    ("ls > /dev/null", NONE),
-    ("unset TMOUT", PROCESS),
-    ("exec 7>>log", PROCESS),
-    ("echo a line >&7", FILES),
-    ("exec 8<>g", PROCESS),
-    ("read -r -u 8 x", PROCESS),
-    ("echo other >| f; cat g > /dev/null", FILES),
-    ("echo into what is open >| g", PROCESS),
-    ("exec 7>&- 8>&-", PROCESS),
-    ("exec 9<>pipe", PROCESS),
-    ("cat f > /dev/null", NONE),
-    ("echo data >&9", PROCESS),
-    ("read -r -u 9 -t 0.1 REPLY; unset REPLY", PROCESS),
-    ("cat f > /dev/null", NONE),
-    ("exec 8>lock", PROCESS),
-    ("flock -n 8", PROCESS),
-    ("ls > /dev/null", NONE),
-    ("flock -u 8", PROCESS),
-    ("exec 8>&- 9>&-", PROCESS),
-    ("SECONDS=5000", PROCESS),
-    ("ls > /dev/null", NONE),
+    (PROCESS, "cd /tmp", "cd - > /dev/null", "umask 027", "set -o noclobber", "set -o errexit",
+        "set +e", "set -m", "set +m", "enable -n printf"),
+    (NONE, "ls > /dev/null"),
+    (PROCESS, "enable printf", "shopt -s nullglob", "alias ll='ls -l'", "trap 'echo bye' USR1",
+        "ulimit -n 512", "export WORD=1", "WORD=2", "export -n WORD", "g() { echo $1; }",
+        "unset -f g", "read -r x < g"),
+    (NONE, "read -r x < g"),
+    (PROCESS, "first=(a b c)", "first[1]=d", "declare -A second=([k]=v)", "history -s 'a line'",
+        "set -- a b", "[[ word =~ o(.) ]]", "pushd / > /dev/null; cd /app",
+        "renice -n 18 $$ > /dev/null", "chrt -b -p 0 $$", "chrt -o -p 0 $$", "TMOUT=1"),
+    (NONE, "ls > /dev/null"),
+    (PROCESS, "unset TMOUT", "exec 7>>log"),
+    (FILES, "echo a line >&7"),
+    (PROCESS, "exec 8<>g", "read -r -u 8 x"),
+    (FILES, "echo other >| f; cat g > /dev/null"),
+    (PROCESS, "echo into what is open >| g", "exec 7>&- 8>&-", "exec 9<>pipe"),
+    (NONE, "cat f > /dev/null"),
+    (PROCESS, "echo data >&9", "read -r -u 9 -t 0.1 REPLY; unset REPLY"),
+    (NONE, "cat f > /dev/null"),
+    (PROCESS, "exec 8>lock", "flock -n 8"),
+    (NONE, "ls > /dev/null"),
+    (PROCESS, "flock -u 8", "exec 8>&- 9>&-", "SECONDS=5000"),
+    (NONE, "ls > /dev/null"),
     # the background
-    ("ask", PROCESS),
-    ("kill -0 $server; ps > /dev/null; ls /proc/$server/fd > /dev/null", NONE),
-    ("sleep 1000 & idle $!", PROCESS),
-    ("cat f > /dev/null", NONE),
-    ("disown", PROCESS),
-    ("renice -n 19 -p $(pgrep -x sleep) > /dev/null", PROCESS),
-    ("chrt -b -p 0 $(pgrep -x sleep)", PROCESS),
-    ("kill -STOP $(pgrep -x sleep); until grep -q '^State:.T' /proc/$(pgrep -x sleep)/status; do :; done", PROCESS),
-    ("kill -USR1 $(pgrep -x sleep)", PROCESS),
-    ("ls > /dev/null", NONE),
-    ("prlimit --pid $(pgrep -x sleep) --nofile=99", PROCESS),
-    ("exec 6<>gone; rm gone; sleep 1000 & idle $!; exec 6>&-", PROCESS),
-    ("echo new >| /proc/$!/fd/6", PROCESS),
-    ("ls > /dev/null", NONE),
-    ("kill $!; wait $! 2>/dev/null; true", PROCESS),
-    ("python3 /tmp/terminal.py & until test -s /tmp/pts; do :; done; idle $!", PROCESS),
-    ("ls > /dev/null", NONE),
-    ("echo hello > $(< /tmp/pts)", PROCESS),
-    ("kill $!; wait $! 2>/dev/null; rm /tmp/pts", PROCESS),
-    ("mkfifo polled; python3 /tmp/poller.py & until test -e /tmp/polls; do :; done; idle $!", PROCESS),
-    ("ls > /dev/null", NONE),
-    ("ls > /dev/null", NONE),
-    ("kill $!; wait $! 2>/dev/null; rm polled /tmp/polls", PROCESS),
-    ("python3 /tmp/asleep.py & until test -s /tmp/address; do :; done; idle $!", PROCESS),
-    ("ls > /dev/null; cat /proc/$!/maps > /dev/null", NONE),
-    ("python3 /tmp/poke.py /proc/$!/mem", PROCESS),
-    ("python3 /tmp/poke.py /proc/$!/task/$!/mem", PROCESS),
-    ("ls > /dev/null", NONE),
-    ("kill $!; wait $! 2>/dev/null; rm /tmp/address", PROCESS),
-    ("python3 /tmp/deaf.py & until test -S /tmp/deaf; do :; done; idle $!", PROCESS),
-    ("ls > /dev/null", NONE),
-    ("python3 -c 'import socket; socket.socket(1, 2).sendto(b\"x\", \"/tmp/deaf\")'", PROCESS),
-    ("kill $!; wait $! 2>/dev/null; rm /tmp/deaf", PROCESS),
-    ("nohup sleep 1000 > /dev/null 2>&1 & idle $!", PROCESS),
-    ("kill $!; wait $! 2>/dev/null; true", PROCESS),
-    ("coproc C { exec cat; }; idle $C_PID", PROCESS),
-    ("echo hi >&${C[1]}; read -r -u ${C[0]} x; idle $C_PID", PROCESS),
-    ("ls > /dev/null", NONE),
-    ("while :; do echo $((++n)) >| /tmp/n; sleep .02; done & until test -s /tmp/n; do :; done", PROCESS),
-    ("a=$(< /tmp/n); until test \"$(< /tmp/n)\" != \"$a\"; do :; done; unset a", PROCESS),
-    ("kill $! && wait $! 2>/dev/null; true", PROCESS),
-    ("ipcmk -Q > /dev/null", PROCESS),
-    ("kill $server; wait $server 2>/dev/null; true", PROCESS),
-    ("true", NONE),
+    (PROCESS, "ask"),
+    (NONE, "kill -0 $server; ps > /dev/null; ls /proc/$server/fd > /dev/null"),
+    (PROCESS, "sleep 1000 & idle $!"),
+    (NONE, "cat f > /dev/null"),
+    (PROCESS, "disown", "renice -n 19 -p $(pgrep -x sleep) > /dev/null",
+        "chrt -b -p 0 $(pgrep -x sleep)",
+        "kill -STOP $(pgrep -x sleep); until grep -q '^State:.T' /proc/$(pgrep -x sleep)/status; do :; done",
+        "kill -USR1 $(pgrep -x sleep)"),
+    (NONE, "ls > /dev/null"),
+    (PROCESS, "prlimit --pid $(pgrep -x sleep) --nofile=99",
+        "exec 6<>gone; rm gone; sleep 1000 & idle $!; exec 6>&-", "echo new >| /proc/$!/fd/6"),
+    (NONE, "ls > /dev/null"),
+    (PROCESS, "kill $!; wait $! 2>/dev/null; true",
+        "python3 /tmp/terminal.py & until test -s /tmp/pts; do :; done; idle $!"),
+    (NONE, "ls > /dev/null"),
+    (PROCESS, "echo hello > $(< /tmp/pts)", "kill $!; wait $! 2>/dev/null; rm /tmp/pts",
+        "mkfifo polled; python3 /tmp/poller.py & until test -e /tmp/polls; do :; done; idle $!"),
+    (NONE, "ls > /dev/null", "ls > /dev/null"),
+    (PROCESS, "kill $!; wait $! 2>/dev/null; rm polled /tmp/polls",
+        "python3 /tmp/asleep.py & until test -s /tmp/address; do :; done; idle $!"),
+    (NONE, "ls > /dev/null; cat /proc/$!/maps > /dev/null"),
+    (PROCESS, "python3 /tmp/poke.py /proc/$!/mem", "python3 /tmp/poke.py /proc/$!/task/$!/mem"),
+    (NONE, "ls > /dev/null"),
+    (PROCESS, "kill $!; wait $! 2>/dev/null; rm /tmp/address",
+        "python3 /tmp/deaf.py & until test -S /tmp/deaf; do :; done; idle $!"),
+    (NONE, "ls > /dev/null"),
+    (PROCESS, "python3 -c 'import socket; socket.socket(1, 2).sendto(b\"x\", \"/tmp/deaf\")'",
+        "kill $!; wait $! 2>/dev/null; rm /tmp/deaf",
+        "nohup sleep 1000 > /dev/null 2>&1 & idle $!", "kill $!; wait $! 2>/dev/null; true",
+        "coproc C { exec cat; }; idle $C_PID",
+        "echo hi >&${C[1]}; read -r -u ${C[0]} x; idle $C_PID"),
+    (NONE, "ls > /dev/null"),
+    (PROCESS, "while :; do echo $((++n)) >| /tmp/n; sleep .02; done & until test -s /tmp/n; do :; done",
+        "a=$(< /tmp/n); until test \"$(< /tmp/n)\" != \"$a\"; do :; done; unset a",
+        "kill $! && wait $! 2>/dev/null; true", "ipcmk -Q > /dev/null",
+        "kill $server; wait $server 2>/dev/null; true"),
+    (NONE, "true"),
 ]  # fmt: skip
 STRENGTH = (NONE, FILES, PROCESS)
 
@@ -235,15 +173,12 @@ async def play(box: Sandbox) -> dict:
     programs |= {"poller": POLLER, "asleep": ASLEEP, "poke": POKE}
     for name, text in programs.items():
         await box.write_file(f"/tmp/{name}.py", text.encode())
-    made = await box.run(
-        "python3 /tmp/server.py & server=$!; until (: < /dev/tcp/127.0.0.1/8000) 2>/dev/null; "
-        f"do :; done; {SETUP}",
-        LONG_S,
-    )
+    begin = "python3 /tmp/server.py & server=$!; until (: < /dev/tcp/127.0.0.1/8000) 2>/dev/null"
+    made = await box.run(f"{begin}; do :; done; {SETUP}", LONG_S)
     assert made.code == 0, made
     first = await inspector.look()
     assert first.kind == PROCESS and first.why == "the first look", first
-    for command, needs in COMMANDS:
+    for needs, command in ((needs, each) for needs, *commands in COMMANDS for each in commands):
         result = await box.run(command, LONG_S)
         change = await inspector.look()
         assert not result.restarted and result.code is not None, (command, result)
@@ -252,7 +187,7 @@ async def play(box: Sandbox) -> dict:
         if change.kind != needs:
             print(f"{command!r} needs {needs}, got {change.kind}: {change.why}", result.output)
     return {
-        "commands": len(COMMANDS),
+        "commands": len(answers),
         "missed": sum(got < needs for got, needs in answers),
         "alarms": sum(got > needs for got, needs in answers),
         "look_ms": round(statistics.median(seconds) * 1e3, 2),
@@ -260,16 +195,13 @@ async def play(box: Sandbox) -> dict:
 
 
 async def main() -> None:
-    from rose.parts.sandbox.probe import close, keeper
-
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         passwd = "root:x:0:0:root:/root:/bin/bash\n"
         files = dict.fromkeys(("etc/passwd", "data/lower", "data/other"), passwd)
         async with await Sandbox.start(of_image(folder, files), "namespaces") as box:
-            counts = await play(box)
-        print(json.dumps({"user": "root" if keeper().root else "rootless"} | counts))
-        close()
+            print(json.dumps(await play(box)))
+    end()
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(main()))
+    asyncio.run(main())

@@ -1,5 +1,4 @@
-"""Raw captures as a sandbox's `capture` makes them, of real files: what a turn of an agent changes
-in a folder, and pages of a real program's memory."""
+"""Raw captures as a sandbox's `capture` makes them, of real files and pages of memory."""
 
 import json
 import os
@@ -56,10 +55,8 @@ class Upper:
         seen, entries, contents = {}, [], {}
         for number, path in enumerate(sorted(self.folder.rglob("*"))):
             found = path.lstat()
-            entry = {
-                "path": str(path.relative_to(self.folder)),
-                "mode": stat.S_IMODE(found.st_mode),
-            }
+            name, mode = str(path.relative_to(self.folder)), stat.S_IMODE(found.st_mode)
+            entry = {"path": name, "mode": mode}
             entry |= {"uid": found.st_uid, "gid": found.st_gid, "mtime_ns": found.st_mtime_ns}
             entry |= {"size": found.st_size, "xattrs": {}, "target": None, "data": None}
             if path.is_symlink():
@@ -68,19 +65,15 @@ class Upper:
                 entry["kind"] = "dir"
             else:
                 entry["kind"] = "file"
-                contents[entry["path"]] = data = path.read_bytes()
-                mark = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-                seen[entry["path"]] = mark
-                if self.seen.get(entry["path"]) != mark:
+                contents[name] = data = path.read_bytes()
+                seen[name] = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+                if self.seen.get(name) != seen[name]:
                     entry["data"] = f"data/{number}"
                     (into / entry["data"]).write_bytes(data)
             entries.append(entry)
         self.seen = seen
-        kind = "process" if process else "files"
-        files = {
-            "shell": f"cd {into}\n".encode(),
-            "about.json": json.dumps({"kind": kind}).encode(),
-        }
+        about = json.dumps({"kind": "process" if process else "files"})
+        files = {"shell": f"cd {into}\n".encode(), "about.json": about.encode()}
         if process:
             (into / "image" / "empty").mkdir(parents=True)
             files |= {"image/pages-1.img": bytes(self.image), "image/core-1.img": b"core" * 100}

@@ -2,48 +2,47 @@
 
     python tests/parts/sandbox/scenarios.py fast|slow [NAME ...]
 
-Each scenario gets running sandboxes and asserts. Standard library only: another user may have no
+Each scenario gets a running sandbox and asserts. Standard library only: another user may have no
 other Python than the system's.
 """
 
 import asyncio
+import contextlib
+import inspect
 import os
 import sys
 import tempfile
-import time
 
-from boxes import LONG_S, of_image, refused
+from boxes import LONG_S, SMALL, of_image, play, refused, start
 
 from rose.parts.sandbox import Limits, Sandbox, SandboxError, Spec
 from rose.parts.sandbox.inspector import Inspector
 
 VERDICT = "/logs/verifier/reward.txt"
-SMALL = Limits(memory_mib=256, disk_mib=8, processes=40)
-GOES_ON = "echo alive; echo $((6 * 7))"
+
+
+async def said(box, command):
+    return (await box.run(command, LONG_S)).output
 
 
 async def still_alive(box):
-    result = await box.run(GOES_ON, LONG_S)
+    result = await box.run("echo alive; echo $((6 * 7))", LONG_S)
     assert result.output == "alive\n42\n" and result.code == 0, result
-
-
-# --------------------------------------------------------------------------- fast
 
 
 async def the_session_keeps_its_state(box):
     await box.run("export A=1; f() { echo f$A; }; cd /tmp; umask 027", LONG_S)
     result = await box.run("f; pwd; umask; exit_code() { return 7; }; exit_code", LONG_S)
     assert result.output == "f1\n/tmp\n0027\n" and result.code == 7
-    assert (await box.run("cat; echo 'a\nb' \"c\"; # words", LONG_S)).output == "a\nb c\n"
+    assert await said(box, "cat; echo 'a\nb' \"c\"; # words") == "a\nb c\n"
     assert (await box.run("if", LONG_S)).code != 0  # no shell's end
-    await still_alive(box)
 
 
 async def an_ended_shell_is_replaced(box):
     for ending in ("exit 3", "kill -9 $$", "exec true", "set -e; false"):
         result = await box.run(f"cd /app; echo kept > file; {ending}", LONG_S)
         assert result.restarted and "the shell ended" in result.words(), (ending, result)
-        assert (await box.run("cat /app/file", LONG_S)).output == "kept\n"
+        assert await said(box, "cat /app/file") == "kept\n"
 
 
 async def what_disables_the_shells_own_commands_hangs_nothing(box):
@@ -81,10 +80,9 @@ async def what_disables_the_shells_own_commands_hangs_nothing(box):
 async def the_session_leaves_no_mark_on_commands(box):
     """Commands have the descriptors that scripts use, and a trace of nothing else."""
     await box.run("echo kept > /tmp/in; exec 3</tmp/in 4>/tmp/out 5>&4", LONG_S)
-    result = await box.run("read -r line <&3; echo $line >&5; cat /tmp/out", LONG_S)
-    assert result.output == "kept\n", result
+    assert await said(box, "read -r line <&3; echo $line >&5; cat /tmp/out") == "kept\n"
     await box.run("set -x", LONG_S)
-    assert (await box.run("echo a", LONG_S)).output == "++ echo a\na\n"
+    assert await said(box, "echo a") == "++ echo a\na\n"
     await box.run("set +x", LONG_S)
 
 
@@ -103,14 +101,13 @@ async def a_late_command_is_stopped_and_the_session_goes_on(box):
     wait_s, result = await late(lambda s: box.run("echo begun; sleep 1000; echo $A", s))
     assert result.output.startswith("begun\n") and result.code is None
     assert not result.restarted and result.note == f"stopped: not done after {wait_s:g} s"
-    assert (await box.run("echo $A", LONG_S)).output == "kept\n"
+    assert await said(box, "echo $A") == "kept\n"
 
 
 async def output_is_cut(box):
     result = await box.run("head -c 100000 /dev/zero | tr '\\0' x", LONG_S, limit=10)
     assert result.output == "x" * 10 and result.code == 0
     assert result.note == "output cut: the first 10 of 100000 bytes are shown"
-    await still_alive(box)
 
 
 async def the_disk_has_a_bound(box):
@@ -118,7 +115,6 @@ async def the_disk_has_a_bound(box):
     assert result.code and "No space left on device" in result.output
     await refused(box.write_file("/app/other", bytes(1 << 20)), "No space", OSError)
     await box.run("rm -f /app/big /app/other", LONG_S)
-    await still_alive(box)
 
 
 async def the_host_is_not_seen(box):
@@ -126,8 +122,7 @@ async def the_host_is_not_seen(box):
     secret.write(b"x")
     seen = await box.run(f"cat {secret.name} /etc/shadow /root/.bashrc /proc/1/environ", LONG_S)
     assert seen.code and seen.output.count("No such file") == 3 and "denied" in seen.output
-    processes = await box.run("ls -d /proc/[0-9]* | wc -l", LONG_S)
-    assert int(processes.output) < 8
+    assert int(await said(box, "ls -d /proc/[0-9]* | wc -l")) < 8
     for path in ("/proc/1/mem", "/proc/sys/kernel/core_pattern", "/usr/bin/env", "/etc/passwd"):
         assert (await box.run(f"echo x > {path}", LONG_S)).code, path
     for what in ("mount -t tmpfs x /tmp", "unshare -U true", "unshare -n true", "umount /dev"):
@@ -136,8 +131,8 @@ async def the_host_is_not_seen(box):
     # What changes a process that sleeps, by the numbers of x86-64 and arm64.
     calls = f"({311 if os.uname().machine == 'x86_64' else 271}, 438)"
     call = "print([ctypes.CDLL(None, use_errno=True).syscall(n, -1, 0, 0, 0, 0, 0), ctypes.get_errno()])"
-    result = await box.run(f"python3 -c 'import ctypes\nfor n in {calls}: {call}'", LONG_S)
-    assert result.output == "[-1, 1]\n" * 2, result
+    program = f"python3 -c 'import ctypes\nfor n in {calls}: {call}'"
+    assert await said(box, program) == "[-1, 1]\n" * 2
 
 
 async def there_is_no_network_but_loopback(box):
@@ -151,10 +146,10 @@ async def there_is_no_network_but_loopback(box):
     families = "import socket\nfor n in range(50):\n    try: print(n, socket.socketpair(n) and '')"
     families += "\n    except OSError: pass\n    for kind in (1, 2, 3, 5):"
     families += "\n        try: socket.socket(n, kind); print(n)\n        except OSError: pass"
-    made = await box.run(f'python3 -c "{families}"', LONG_S)
-    assert {int(x) for x in made.output.split()} == {1, 2, 10, 16}, made
+    made = await said(box, f'python3 -c "{families}"')
+    assert set(made.split()) == {"1", "2", "10", "16"}, made
     listening = "import socket; s = socket.create_server(('127.0.0.1', 80)); print(s.getsockname())"
-    assert "80" in (await box.run(f'python3 -c "{listening}"', LONG_S)).output
+    assert "80" in await said(box, f'python3 -c "{listening}"')
 
 
 async def files_are_read_and_written(box):
@@ -167,16 +162,14 @@ async def files_are_read_and_written(box):
 
 
 async def two_sandboxes_share_nothing(box):
-    async with await Sandbox.start(Spec(limits=SMALL), "namespaces") as other:
+    async with await start() as other:
         begun = "(sleep 1000 &); until pgrep -fx 'sleep 1000'; do :; done"
         ran = await box.run(f"echo mine > /tmp/mine; {begun}", LONG_S)
         assert ran.code == 0 and not ran.note, ran
-        result = await other.run("ls /tmp /app /root; ls -d /proc/[0-9]* | wc -l", LONG_S)
-        assert "mine" not in result.output
+        assert "mine" not in await said(other, "ls /tmp /app /root")
         killed = await other.run("kill -9 -1; kill -9 $$", LONG_S)
         assert killed.restarted and "the shell ended" in killed.note, killed
-        left = await box.run("pgrep -cfx 'sleep 1000'", LONG_S)
-        assert left.output == "1\n", left
+        assert await said(box, "pgrep -cfx 'sleep 1000'") == "1\n"
 
 
 HOARD = """
@@ -207,14 +200,14 @@ time.sleep(1000)
 async def what_one_hoards_the_others_have(box):
     """Descriptors in flight and notifications, which the kernel counts per user."""
     await box.write_file("/tmp/hoard.py", HOARD.encode())
-    async with await Sandbox.start(Spec(limits=SMALL), "namespaces") as other:
+    async with await start() as other:
         for what in ("send", "watch"):
             begun = f"python3 /tmp/hoard.py {what} & until test -e /tmp/full; do sleep .01; done"
             assert (await box.run(begun, LONG_S)).code == 0
             for each in (box, other):
                 await each.write_file("/app/file", b"1")
                 assert await each.read_file("/app/file") == b"1"
-            async with await Sandbox.start(Spec(limits=SMALL), "namespaces") as third:
+            async with await start() as third:
                 look = Inspector(third)
                 await look.look()
                 await third.run(":", LONG_S)
@@ -251,7 +244,7 @@ async def what_a_check_stands_on_can_not_be_replaced(box):
         result = await box.run(f"rm -f {path}; rmdir {path}; mv {path} /gone", LONG_S)
         assert result.code and "busy" in result.output, (path, result)
     for planted in ("mkfifo /tests/x", "touch /logs/x", "ln -s /app /tests/x"):
-        assert "Read-only" in (await box.run(planted, LONG_S)).output, planted
+        assert "Read-only" in await said(box, planted), planted
     await box.run("mkdir -p ~/.local; export PYTHONUSERBASE=/root/.local", LONG_S)
     site = "python3 -c 'import site; print(site.USER_SITE)'"
     await box.run(f"mkdir -p $({site}); echo 'print(666)' > $({site})/usercustomize.py", LONG_S)
@@ -263,9 +256,8 @@ async def what_a_check_stands_on_can_not_be_replaced(box):
 
 async def a_check_has_none_of_the_agents_settings_in_the_root(box):
     """The programs of tests read them in every folder above; what a task asks for is there."""
-    settings = (
-        "/pytest.ini /conftest.py /package.json /.coveragerc /jest.config.js /Directory.Build.props"
-    )
+    names = "pytest.ini conftest.py package.json .coveragerc jest.config.js Directory.Build.props"
+    settings = " ".join(f"/{name}" for name in names.split())
     plant = f"touch {settings}; mkdir -p /node_modules/x /asked; echo right > /answer"
     plant += "; ln -s answer /link; echo deep > /asked/deep"
     await box.run(f"{plant}; (while :; do touch {settings}; done) 2>/dev/null &", LONG_S)
@@ -273,7 +265,7 @@ async def a_check_has_none_of_the_agents_settings_in_the_root(box):
     look += " /node_modules /.* 2>/dev/null; ls /usr > /dev/null; echo $?; echo x > /dev/null"
     done = await check(box, look)
     assert done.output.split() == ["right", "right", "deep", "/app", "0"], done
-    assert (await box.run("cat /asked/new", LONG_S)).output == "new\n", "the state is the agent's"
+    assert await said(box, "cat /asked/new") == "new\n", "the state is the agent's"
     await box.run("for i in {1..3000}; do echo > /a$i; done", LONG_S)
     assert (await check(box, "cat /asked/deep")).output == "deep\n"
 
@@ -323,7 +315,6 @@ while left:
     await box.run("python3 /tmp/fill.py 2>/dev/null", LONG_S)
     done = await check(box, "echo 1 > /logs/verifier/reward.txt")
     assert done.files[VERDICT] == b"1\n", done
-    await still_alive(box)
 
 
 async def a_check_that_floods_is_stopped(box):
@@ -342,39 +333,28 @@ async def strange_orders_leave_the_sandbox_as_it_is(box):
     await still_alive(box)
     bad = Spec(limits=SMALL)  # as an order that no check has seen
     object.__setattr__(bad, "limits", Limits(cpus=float("nan")))
-    try:
-        await Sandbox.start(bad, "namespaces")
-    except SandboxError as error:
-        assert "nan" in str(error).lower(), error
-    await still_alive(box)
+    await refused(Sandbox.start(bad, "namespaces"), "NaN")
 
 
 async def a_memory_hog_is_killed_and_process_1_is_not(box):
-    scores = await box.run("cat /proc/self/oom_score_adj", LONG_S)
-    assert scores.output == "500\n"
+    assert await said(box, "cat /proc/self/oom_score_adj") == "500\n"
     hog = "import os\nf = os.memfd_create(str())\nfor _ in range(400): os.write(f, bytes(1 << 20))"
     result = await box.run(f"python3 -c '{hog}'", LONG_S)
     assert result.code in (0, 137), result  # 0: no control group counts memory here
-    await still_alive(box)
-
-
-# --------------------------------------------------------------------------- slow
 
 
 async def a_fork_bomb_stays_inside(box):
     result = await box.run(":(){ :|:& };:; sleep 1000", 1.0)
     assert result.code is None and "stopped" in result.words()
     for _ in range(50):  # until the last one is gone
-        left = await box.run("echo /proc/[0-9]*", LONG_S)
-        if len(left.output.split()) < 8:
+        if len((await said(box, "echo /proc/[0-9]*")).split()) < 8:
             break
         await box.run("kill -9 -1", LONG_S)
-    await still_alive(box)
 
 
 async def everything_may_be_removed(box):
-    result = await box.run("rm -rf --no-preserve-root / 2>&1 | head -3; echo done", LONG_S)
-    assert result.output.endswith("done\n")
+    removed = await said(box, "rm -rf --no-preserve-root / 2>&1 | head -3; echo done")
+    assert removed.endswith("done\n")
     await still_alive(box)
     assert os.path.exists("/usr/bin/env") and os.path.exists("/etc/passwd")
 
@@ -382,20 +362,18 @@ async def everything_may_be_removed(box):
 async def endless_output_is_stopped(box):
     result = await box.run("yes", LONG_S)
     assert "it printed more than 64 MiB" in result.words() and len(result.output) == 16384
-    await still_alive(box)
 
 
 async def a_loop_of_the_shell_itself_is_ended(box):
     await box.run("cd /app; echo x > y", LONG_S)
     result = await box.run("while :; do :; done", 0.2)
     assert result.restarted and "its shell had to be ended" in result.words()
-    assert (await box.run("pwd; cat y", LONG_S)).output == "/app\nx\n"
+    assert await said(box, "pwd; cat y") == "/app\nx\n"
 
 
 async def memory_has_a_bound(box):
-    result = await box.run("python3 -c 'bytearray(400 << 20)'; echo $?", LONG_S)
-    assert result.output.strip().endswith("137") or "MemoryError" in result.output
-    await still_alive(box)
+    told = await said(box, "python3 -c 'bytearray(400 << 20)'; echo $?")
+    assert told.endswith("137\n") or "MemoryError" in told
 
 
 async def an_image_can_be_changed_and_stays_as_it_is(box):
@@ -408,38 +386,33 @@ async def an_image_can_be_changed_and_stays_as_it_is(box):
 
 
 async def sixty_four_run_at_once(box):
-    boxes = await asyncio.gather(
-        *(Sandbox.start(Spec(limits=SMALL), "namespaces") for _ in range(64))
-    )
-    results = await asyncio.gather(
-        *(each.run(f"echo {i} > /tmp/i; cat /tmp/i", LONG_S) for i, each in enumerate(boxes))
-    )
+    boxes = await asyncio.gather(*(start() for _ in range(64)))
+    asked = [each.run(f"echo {i} > /tmp/i; cat /tmp/i", LONG_S) for i, each in enumerate(boxes)]
+    results = await asyncio.gather(*asked)
     assert [result.output for result in results] == [f"{i}\n" for i in range(64)]
     for each in boxes:
         await each.close()
 
 
-FAST = [f for f in list(globals().values()) if getattr(f, "__code__", None)]
-SLOW = FAST[(cut := [f.__name__ for f in FAST].index("a_fork_bomb_stays_inside")) :]
-FAST = [f for f in FAST[:cut] if f not in (of_image, refused, still_alive, late, check)]
+def is_scenario(each):
+    parameters = [*inspect.signature(each).parameters] if inspect.iscoroutinefunction(each) else []
+    return parameters in (["box"], ["_"]) and each is not still_alive
 
 
-async def main(names: list[str]) -> None:
-    from rose.parts.sandbox.probe import close, keeper
+SCENARIOS = [each for each in list(globals().values()) if is_scenario(each)]
+SLOW = SCENARIOS[SCENARIOS.index(a_fork_bomb_stays_inside) :]
+FAST = SCENARIOS[: -len(SLOW)]
 
-    print("root" if keeper().root else "rootless", keeper().lacking)
-    for scenario in FAST if names[0] == "fast" else SLOW:
-        if names[1:] and scenario.__name__ not in names[1:]:
-            continue
-        began = time.monotonic()
-        async with await Sandbox.start(Spec(limits=SMALL), "namespaces") as box:
-            await scenario(box)
-        print(f"passed {scenario.__name__} {time.monotonic() - began:.3f}", flush=True)
-    close()
+
+@contextlib.asynccontextmanager
+async def place():
+    async with await start() as box:
+        yield (box,)
+        await still_alive(box)
 
 
 if __name__ == "__main__":
     try:
-        asyncio.run(main(sys.argv[1:]))
+        asyncio.run(play({"fast": FAST, "slow": SLOW}[sys.argv[1]], sys.argv[2:], place))
     except SandboxError as error:
         sys.exit(f"SandboxError: {error}")

@@ -1,5 +1,4 @@
-"""Captures of running sandboxes: with CRIU as this user and as one without any right, and the parts
-that need none."""
+"""Captures of running sandboxes, with CRIU as this user and as one without rights."""
 
 import errno
 import json
@@ -19,34 +18,23 @@ from tests.processes import ran, until
 
 sys.path.insert(0, str(Path(__file__).parent))
 import captures
-from test_sandbox import DEADLINE_S, HERE, REPOSITORY, other_user, play, readable
+from test_sandbox import DEADLINE_S, REPOSITORY
 
-__all__ = ["readable"]  # a fixture
 GET = REPOSITORY / "scripts/get_criu.sh"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("user", ["this", "other"])
-def test_what_is_captured_comes_back(readable, user):
+def test_what_is_captured_comes_back(readable, play):
     """Where CRIU or runsc can't be had this fails: install_test_packages.sh says why."""
-    found = criu.find()
     runsc = shutil.which("runsc") or criu.prefix().parent / "runsc/runsc"
-    (readable / "bin").mkdir()
+    for name in ("bin", "home"):
+        (readable / name).mkdir()
     shutil.copy(runsc, readable / "bin")
-    shutil.copy(HERE / "captures.py", readable)
     # another user can't read this one's
-    shutil.copytree(Path(found.program).parents[3], readable / "criu", symlinks=True)
-    (readable / "home").mkdir()
-    subprocess.run(["chmod", "-R", "a+rX", readable], check=True)
-    options = other_user() if user == "other" else {}
-    if options:
-        os.chown(readable / "home", options["user"], options["group"])
+    shutil.copytree(Path(criu.find().program).parents[3], readable / "criu", symlinks=True)
     variables = dict.fromkeys(("HOME", "TMPDIR"), str(readable / "home"))
     variables |= {"PATH": f"{readable}/bin:{os.environ['PATH']}", "ROSE_CRIU": f"{readable}/criu"}
-    said = play(readable, options, program="captures.py", **variables)
-    assert said.count("passed") == len(captures.SCENARIOS + captures.GVISOR)
-    rights = "root" if os.geteuid() == 0 and user == "this" else "rootless"
-    assert said.endswith(f"\n{rights}\n")
+    assert play("captures.py", **variables).count("passed") == len(captures.SCENARIOS)
 
 
 @pytest.mark.slow
@@ -60,30 +48,16 @@ def test_criu_that_is_there_is_kept_and_one_that_is_nowhere_is_named(tmp_path):
     assert "(suites no-such-suite; ROSE_CRIU_SUITES names others)" in done.stderr
 
 
-# --------------------------------------------------------------------------- CRIU
-
-
-@pytest.fixture
-def looking_anew():
-    """What was found before counts neither in the test nor after it."""
-    criu._find.cache_clear()
-    yield criu._find.cache_clear
-    criu._find.cache_clear()
-
-
-def test_a_missing_criu_is_named_with_what_helps(monkeypatch, tmp_path, looking_anew):
-    monkeypatch.setenv("ROSE_CRIU", str(tmp_path / "criu"))
+def test_a_missing_criu_is_named_with_what_helps(tmp_path, criu_at):
+    criu_at(tmp_path / "criu")
     with pytest.raises(SandboxError, match=r"criu is not there; scripts/get_criu\.sh gets it"):
         criu.find()
     (tmp_path / "criu").write_text("#!/bin/sh\n")
     (tmp_path / "criu").chmod(0o755)
-    looking_anew()
-    with pytest.raises(SandboxError, match="no program of 64 bits"):
-        criu.find()
-    monkeypatch.setenv("ROSE_CRIU", "/bin/true")
-    looking_anew()
-    with pytest.raises(SandboxError, match="it names no version"):
-        criu.find()
+    for path, words in ((tmp_path / "criu", "no program of 64 bits"), ("/bin/true", "no version")):
+        criu_at(path)
+        with pytest.raises(SandboxError, match=words):
+            criu.find()
 
 
 def test_messages_to_criu():
@@ -91,13 +65,9 @@ def test_messages_to_criu():
     assert criu.decode(criu.encode(fields)) == dict(fields)
     assert criu.encode([(1, 150)]) == b"\x08\x96\x01"  # the example of protobuf's own manual
     assert criu.decode(criu.encode([(1, -1)])) == {1: (1 << 64) - 1}
-    with pytest.raises(ValueError, match="ends too early"):
-        criu.decode(b"\x08\x96")
-    with pytest.raises(ValueError, match="wire type 5"):
-        criu.decode(b"\x0d....")
-
-
-# --------------------------------------------------------------------------- processes that are held
+    for torn, words in ((b"\x08\x96", "ends too early"), (b"\x0d....", "wire type 5")):
+        with pytest.raises(ValueError, match=words):
+            criu.decode(torn)
 
 
 def test_a_process_is_held_and_goes_on_without_its_parent_seeing_it(tmp_path):
@@ -123,9 +93,6 @@ until(lambda: count() > before)
 child.kill()
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=DEADLINE_S, cwd=REPOSITORY)
-
-
-# --------------------------------------------------------------------------- files
 
 
 def record(folder: Path, into: Path, since=None, mapped=()):
@@ -185,37 +152,34 @@ GOOD = {"mode": 0o755, "uid": os.geteuid(), "gid": os.getegid(), "mtime_ns": 0, 
 TOP = GOOD | {"path": ".", "kind": "dir"}
 
 
+LINK = GOOD | {"path": "l", "kind": "link", "target": "../elsewhere"}
+FILE = GOOD | {"path": "x", "kind": "file"}
+
+
 @pytest.mark.parametrize(
     "entry, words",
     [
         ({"path": "../out", "kind": "dir"}, "not below a folder"),
         ({"path": "/out", "kind": "dir"}, "not below a folder"),
         ({"path": "a/b", "kind": "dir"}, "not below a folder"),
+        ({"path": "l/x", "kind": "dir"}, "not below a folder of the listing"),
+        ({"path": "l", "kind": "dir"}, "twice in it"),
         ({"path": "..", "kind": "dir"}, "is no 'dir'"),
         ({"path": "x", "kind": "device"}, "is no 'device'"),
-        ({"path": "x", "kind": "file", "data": None}, "not in this capture"),
-        ({"path": "x", "kind": "file", "data": "data/../../x"}, "not in this capture"),
-        ({"path": "x", "kind": "file", "same": "y"}, "which is no file before it"),
+        (FILE | {"data": None}, "not in this capture"),
+        (FILE | {"data": "data/../../x"}, "not in this capture"),
+        (FILE | {"same": "y"}, "which is no file before it"),
         ({"path": "x"}, "an entry without all of"),
     ],
 )
 def test_a_listing_that_leads_elsewhere_is_refused(tmp_path, entry, words):
-    (tmp_path / "data").mkdir()
-    with pytest.raises((ValueError, OSError), match=words):
-        fill([TOP, GOOD | entry], tmp_path / "data", tmp_path / "root")
-    assert os.listdir(tmp_path / "root") == []
-
-
-def test_nothing_is_written_through_a_link_of_the_listing(tmp_path):
+    """Nothing is written through its link `l`, either."""
     (tmp_path / "data").mkdir()
     (tmp_path / "elsewhere").mkdir()
-    link = GOOD | {"path": "l", "kind": "link", "target": str(tmp_path / "elsewhere")}
-    with pytest.raises(ValueError, match="not below a folder of the listing"):
-        fill([TOP, link, GOOD | {"path": "l/x", "kind": "dir"}], tmp_path / "data", tmp_path / "r")
-    assert os.listdir(tmp_path / "elsewhere") == []
-
-
-# --------------------------------------------------------------------------- the shell
+    with pytest.raises((ValueError, OSError), match=words):
+        fill([TOP, LINK, GOOD | entry], tmp_path / "data", tmp_path / "root")
+    written = {*os.listdir(tmp_path / "root"), *os.listdir(tmp_path / "elsewhere")}
+    assert written <= {"l"}
 
 
 def session(*commands: str) -> tuple[str, bytes]:
@@ -285,6 +249,7 @@ def test_what_is_no_state_of_a_shell_is_named():
     [
         (None, "No such file"),
         ("{", "JSONDecodeError"),
+        ("[" * 99_999, "RecursionError"),
         ('{"format": 99}', "format 99; this ROSE reads 1"),
         ('{"format": 1, "spec": {}}', "KeyError"),
         ("[]", "TypeError"),

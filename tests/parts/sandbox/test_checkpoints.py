@@ -1,5 +1,4 @@
-"""A host's engine and checkpointers: what befalls one sandbox or one host costs no other anything.
-Real sandboxes, packers and stores."""
+"""What happens to one sandbox or host costs no other anything: real sandboxes and stores."""
 
 import asyncio
 import contextlib
@@ -10,12 +9,14 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from rose.parts.sandbox import Sandbox, Spec, checkpointer, engine
+from rose.parts.sandbox import Limits, checkpointer, engine
 from rose.parts.sandbox.checkpointer import Checkpointer
 from rose.parts.sandbox.engine import Engine
 from rose.parts.sandbox.inspector import FILES
@@ -23,7 +24,7 @@ from rose.parts.sandbox.packs import StoreDamaged
 from rose.parts.sandbox.store import Store
 
 sys.path.insert(0, str(Path(__file__).parent))
-import scenarios
+import boxes
 from raw_captures import Upper, check_loaded, sparse
 
 LONG_S = 60.0
@@ -41,6 +42,23 @@ def host(loop, tmp_path):
     loop.run(made.close())
 
 
+@contextlib.asynccontextmanager
+async def opened(shared, node, **more):
+    """An engine of a run that resumes whatever there is."""
+    host = await Engine(shared, node, **{"wanted": lambda name: True} | more).open()
+    yield host
+    await host.close()
+
+
+async def died(shared, node, seed, life=0):
+    """The local store of a host that has died with turn 1 of "t" only packed."""
+    host = await Engine(shared, node).open()
+    host.store.save("t", 1, raw(host, seed)[0], life=life)
+    await host._packer.close()
+    host._lock.close()
+    return host.local
+
+
 def raw(host, seed, size=1000):
     """A raw capture of one file, as `submit` takes it."""
     return sparse(host.place(), size, {0: random.Random(seed).randbytes(size)}), size
@@ -48,9 +66,6 @@ def raw(host, seed, size=1000):
 
 async def settled(future):
     return await asyncio.wait_for(asyncio.shield(future), LONG_S)
-
-
-# --------------------------------------------------------------------------- the engine
 
 
 async def test_orders_that_take_too_long_are_no_deaths_of_the_packer(host, monkeypatch):
@@ -96,23 +111,15 @@ async def test_a_turn_stays_while_one_that_refers_to_it_is_on_its_way(host, tmp_
 
 
 async def test_a_host_leaves_alone_what_one_of_another_run_left(tmp_path):
-    async def died(shared):
-        """A host of the run that stores in `shared`, with a turn that is only packed."""
-        host = await Engine(shared, tmp_path / "node").open()
-        folder, _ = raw(host, 1)
-        host.store.save("t", 1, folder)
-        await host._packer.close()
-        host._lock.close()
-        return host.local
-
-    one, other = tmp_path / "one", tmp_path / "other"
-    left, old = await died(one), await died(tmp_path / "third")
+    one, other, node, said = tmp_path / "one", tmp_path / "other", tmp_path / "node", []
+    left, old = await died(one, node, 1), await died(tmp_path / "third", node, 1)
     for path in (old, *old.rglob("*")):
         os.utime(path, (0, 0))
-    said = []
-    await (await Engine(other, tmp_path / "node", say=said.append).open()).close()
+    async with opened(other, node, say=said.append):
+        pass
     assert left.exists() and not old.exists() and Store(other).names() == []
-    await (await Engine(one, tmp_path / "node", wanted=lambda name: True).open()).close()
+    async with opened(one, node):
+        pass
     assert not left.exists() and Store(one).turns("t") == [1] and said == []
 
 
@@ -163,60 +170,47 @@ async def test_what_a_killed_run_left_is_swept_unless_a_trajectory_wants_it(tmp_
 
 @pytest.mark.parametrize("full", ["shared", "node"])
 async def test_a_disk_that_fills_up_is_named_once_and_ends_checkpoints(tmp_path, small_disk, full):
-    places, said = {"shared": tmp_path / "shared", "node": tmp_path / "node"}, []
-    host = await Engine(*(places | {full: small_disk}).values(), say=said.append).open()
-    async with await Sandbox.start(Spec()) as box:
+    said, places = (
+        [],
+        [small_disk if name == full else tmp_path / name for name in ("shared", "node")],
+    )
+    async with opened(*places, say=said.append) as host, await boxes.start(Limits()) as box:
         keeper = Checkpointer(box, host, "t")
         await keeper.begin()
-        for turn in range(1, 4):
-            await box.run("head -c 700000 /dev/urandom > $RANDOM", LONG_S)
-            await keeper.after_turn(turn)
-            await keeper.settled(turn)
+        for number in range(1, 4):
+            await turn(keeper, number, "head -c 700000 /dev/urandom > $RANDOM")
+            await keeper.settled(number)
         assert (await box.run("ls | wc -l", LONG_S)).output == "3\n", "it goes on"
-    assert len(said) == 1 and said[0] == host.stopped
-    assert said[0].startswith(f"checkpoints of sandboxes stop here: {small_disk}: ")
-    assert said[0].endswith("free some space there; the run goes on without")
-    await host.close()
+        assert len(said) == 1 and said[0] == host.stopped
+        assert said[0].startswith(f"checkpoints of sandboxes stop here: {small_disk}: ")
+        assert said[0].endswith("free some space there; the run goes on without")
 
 
 async def test_what_dead_hosts_left_keeps_no_host_from_its_work(tmp_path, monkeypatch):
-    def full(*args):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    said = []
+    said, full = [], Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     monkeypatch.setattr(engine.left, "take_over", full)
-    host = await Engine(tmp_path / "shared", tmp_path / "node", say=said.append).open()
-    assert "what dead hosts left can't be taken over: [Errno 28]" in said[0]
-    assert await settled(host.submit("t", 1, *raw(host, 1)).stored) == ""
-    await host.close()
+    async with opened(tmp_path / "shared", tmp_path / "node", say=said.append) as host:
+        assert "what dead hosts left can't be taken over: [Errno 28]" in said[0]
+        assert await settled(host.submit("t", 1, *raw(host, 1)).stored) == ""
 
 
 async def test_a_turn_of_an_earlier_episode_of_this_name_is_not_taken_for_a_later_ones(tmp_path):
     """The later life's first turn is packed on this node by a host that died, not stored yet."""
-    shared = tmp_path / "shared"
-    first = await Engine(shared, tmp_path / "elsewhere", wanted=lambda name: True).open()
-    assert await settled(first.submit("t", 1, *raw(first, 1), life=1).stored) == ""
-    await first.close()
-    dead = await Engine(shared, tmp_path / "node", wanted=lambda name: True).open()
-    dead.store.save("t", 1, raw(dead, 2)[0], life=2)
-    await dead._packer.close()
-    dead._lock.close()
-    host = await Engine(shared, tmp_path / "node2", wanted=lambda name: True).open()
-    await host.packed("t", 1, 2)
-    assert not host.store.has("t", 1, 2)
-    with pytest.raises(StoreDamaged, match="turn 1 of t is that of another episode"):
-        host.store.load("t", 1, tmp_path / "into", life=2)
-    await host.close()
-    host = await Engine(shared, tmp_path / "node", wanted=lambda name: True).open()
-    assert host.store.has("t", 1, 2)  # The new engine has what the dead one had.
-    await host.close()
+    shared, node = tmp_path / "shared", tmp_path / "node"
+    async with opened(shared, tmp_path / "elsewhere") as first:
+        assert await settled(first.submit("t", 1, *raw(first, 1), life=1).stored) == ""
+    await died(shared, node, 2, life=2)
+    async with opened(shared, tmp_path / "node2") as host:
+        await host.packed("t", 1, 2)
+        assert not host.store.has("t", 1, 2)
+        with pytest.raises(StoreDamaged, match="turn 1 of t is that of another episode"):
+            host.store.load("t", 1, tmp_path / "into", life=2)
+    async with opened(shared, node) as host:
+        assert host.store.has("t", 1, 2)  # The new engine has what the dead one had.
     old = Store(tmp_path / "old")
     old.save("t", 1, Store(shared).load("t", 1, tmp_path / "again"), life=1)
     assert old.copy("t", 1, Store(shared), lambda n: None) is None
     assert Store(shared).has("t", 1, 2)
-
-
-# --------------------------------------------------------------------------- checkpointers
 
 
 async def test_a_clock_that_stepped_back_costs_no_checkpoint(host):
@@ -224,11 +218,10 @@ async def test_a_clock_that_stepped_back_costs_no_checkpoint(host):
     assert await settled(host.submit("t", 1, *raw(host, 1), life=2**62).stored) == ""
     late = host.submit("t", 1, *raw(host, 2), life=5)
     assert "a later episode of this name is stored" in await settled(late.stored)
-    async with await Sandbox.start(Spec(limits=scenarios.SMALL), "namespaces") as box:
+    async with await boxes.start() as box:
         kept = Checkpointer(box, host, "t", FILES)
         await kept.begin()
-        await box.run("echo new > file", LONG_S)
-        await kept.after_turn(1)
+        await turn(kept, 1, "echo new > file")
         assert await kept.settled(1)
         back = await checkpointer.restore(kept.saved(1), host, "namespaces", exact=True)
         async with back.box:
@@ -241,8 +234,7 @@ async def sandboxes(host, count=1):
     async with contextlib.AsyncExitStack() as stack:
         kept = []
         for i in range(count):
-            box = await Sandbox.start(Spec(limits=scenarios.SMALL), "namespaces")
-            await stack.enter_async_context(box)
+            box = await stack.enter_async_context(await boxes.start())
             kept.append(Checkpointer(box, host, f"t{i}"))
             await kept[-1].begin()
         yield kept
@@ -254,35 +246,30 @@ async def turn(kept, number, command):
     await kept.after_turn(number)
 
 
-def content(host, name, number, path, into):
+def content(host, name, number, path):
     """What turn `number` of `name` in the shared store has at `path`, or at what is the same."""
-    folder = host.store.behind.load(name, number, into)
-    entries = {e["path"]: e for e in json.loads((folder / "listing.json").read_text())}
-    entry = entries[path]
-    return (folder / entries[entry.get("same", path)]["data"]).read_text()
+    with tempfile.TemporaryDirectory() as into:
+        folder = host.store.behind.load(name, number, Path(into) / "back")
+        entries = {e["path"]: e for e in json.loads((folder / "listing.json").read_text())}
+        return (folder / entries[entries[path].get("same", path)]["data"]).read_text()
 
 
-async def test_a_write_through_memory_to_a_file_of_two_names_is_kept(host, tmp_path):
+async def test_a_write_through_memory_to_a_file_of_two_names_is_kept(host):
     """Its content is listed at the first name, it is written to at the second one."""
-    program = (
-        "import mmap\nwith open('second', 'r+b') as f, mmap.mmap(f.fileno(), 0) as m:\n"
-        "    m[:1] = bytes([m[0] + 1])\n"
-    )
-
+    program = "import mmap\nwith open('second', 'r+b') as f, mmap.mmap(f.fileno(), 0) as m:\n"
+    program += "    m[:1] = bytes([m[0] + 1])\n"
     async with sandboxes(host) as (kept,):
         await kept.box.write_file("/tmp/in_place.py", program.encode())
         await turn(kept, 1, "echo x > first; ln first second; sleep .1")  # past TICK_NS
         await turn(kept, 2, "python3 /tmp/in_place.py; sleep .1")
         await turn(kept, 3, "python3 /tmp/in_place.py")
         assert await kept.settled(3)
-        for number, text in ((1, "x\n"), (2, "y\n"), (3, "z\n")):
-            into = tmp_path / f"back-{number}"
-            assert content(host, "t0", number, "app/first", into) == text
+        found = [content(host, "t0", number, "app/first") for number in (1, 2, 3)]
+        assert found == ["x\n", "y\n", "z\n"]
 
 
 async def test_a_turn_that_was_not_stored_is_made_up_for_though_nothing_changes(host, tmp_path):
     packs, away = tmp_path / "shared/packs", tmp_path / "away"
-
     async with sandboxes(host) as (kept,):
         await turn(kept, 1, "echo x > f")
         assert await kept.settled(1)
@@ -294,13 +281,12 @@ async def test_a_turn_that_was_not_stored_is_made_up_for_though_nothing_changes(
         away.rename(packs)
         await turn(kept, 3, "true")
         assert await kept.settled(3)
-        assert content(host, "t0", 3, "app/f", tmp_path / "back") == "y\n"
+        assert content(host, "t0", 3, "app/f") == "y\n"
 
 
-async def test_a_capture_that_is_too_large_costs_its_own_sandbox_only(host, tmp_path, monkeypatch):
+async def test_a_capture_that_is_too_large_costs_its_own_sandbox_only(host, monkeypatch):
     strewn = "import os\nfor i in range(64): os.pwrite(1, b'x', i << 16)"
     monkeypatch.setattr(checkpointer, "MOST_BYTES", 2 << 20)
-
     async with sandboxes(host, 2) as (large, other):
         await turn(large, 1, "truncate -s 100G f")  # a hole costs nothing
         assert await large.settled(1)
@@ -314,7 +300,7 @@ async def test_a_capture_that_is_too_large_costs_its_own_sandbox_only(host, tmp_
         assert large.stats["skipped"] == 2 and other.stats["skipped"] == 0
         await turn(large, 4, "echo small > f")
         assert await large.settled(4)
-        assert content(host, "t0", 4, "app/f", tmp_path / "back") == "small\n"
+        assert content(host, "t0", 4, "app/f") == "small\n"
 
 
 async def test_the_listing_of_the_capture_before_is_written_beside_the_event_loop(host, tmp_path):

@@ -6,35 +6,22 @@ import json
 import os
 import re
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from rose.parts.sandbox import (
-    Limits,
-    Mount,
-    Sandbox,
-    SandboxError,
-    Spec,
-    check,
-    criu,
-    gvisor,
-    kernel,
-    piped,
-    probe,
-    within,
-)
+from rose.parts.sandbox import Limits, Mount, Sandbox, SandboxError, Spec, check, gvisor, probe
 from rose.parts.sandbox.backend import SESSION
 from rose.parts.sandbox.cgroups import Groups, own_name
+from rose.parts.sandbox.kernel import prctl
 from rose.parts.sandbox.piped import Piped
 from rose.parts.sandbox.users import COUNT, FIRST, RANGES, Ranges
+from rose.parts.sandbox.within import enter
 
 sys.path.insert(0, str(Path(__file__).parent))
 import scenarios
@@ -44,53 +31,10 @@ from rose.parts.sandbox.doctor import of_backends
 from tests import processes
 from tests.processes import ran
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).parent
-NOBODY = 65534
+REPOSITORY = HERE.parents[2]
 DEADLINE_S = 120.0
 pytestmark = pytest.mark.usefixtures("loop")
-
-
-def other_user() -> dict:
-    """How a program is started as a user without rights, if this is root."""
-    return {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
-
-
-@pytest.fixture
-def readable():
-    """A copy of rose.parts.sandbox and of the scenarios that every user may read."""
-    folder = Path(tempfile.mkdtemp(prefix="rose-sandbox-test-", dir="/var/tmp"))
-    (folder / "rose").mkdir()
-    shutil.copytree(REPOSITORY / "rose/parts/sandbox", folder / "rose/parts/sandbox")
-    for path in (REPOSITORY / "rose/__init__.py", REPOSITORY / "rose/processes.py"):
-        shutil.copy(path, folder / "rose")
-    for name in ("boxes.py", "scenarios.py", "effects.py"):
-        shutil.copy(HERE / name, folder)
-    subprocess.run(["chmod", "-R", "a+rX", folder], check=True)
-    yield folder
-    shutil.rmtree(folder)
-
-
-def python_of(options: dict) -> str:
-    """A Python that this user may run: the environment's may lie in another's home."""
-    recent = "import sys; print(sys.version_info >= (3, 11))"
-    for path in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
-        try:
-            done = ran([path, "-S", "-c", recent], **options)
-        except OSError:
-            continue
-        if done.stdout == "True\n":
-            return path
-    raise AssertionError("no Python 3.11 that a user without rights may run")
-
-
-def play(folder: Path, options: dict, *argv: str, program="scenarios.py", **variables: str) -> str:
-    """Run a program in this folder; return its stdout."""
-    env = {"PYTHONPATH": str(folder), "PATH": os.environ["PATH"]} | variables
-    command = [python_of(options), program, *argv]
-    done = ran(command, cwd=folder, env=env, timeout=900, **options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 # Those that `make unit` leaves to the slow run of all.
@@ -104,31 +48,16 @@ LONGER = (
 QUICK = [f.__name__ for f in scenarios.FAST if f.__name__ not in LONGER]
 
 
-@pytest.fixture
-def box(loop):
-    made = loop.run(Sandbox.start(Spec(limits=scenarios.SMALL), "namespaces"))
-    yield made
-    loop.run(made.close())
-
-
 @pytest.mark.parametrize("name", QUICK)
 async def test_a_sandbox(box, name):
     await getattr(scenarios, name)(box)
+    await scenarios.still_alive(box)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("user", ["this", "other"])
-def test_all_scenarios_as_this_user_and_without_rights(readable, user):
-    options = other_user() if user == "other" else {}
-    for kind in ("fast", "slow"):
-        said = play(readable, options, kind)
-        names = scenarios.FAST if kind == "fast" else scenarios.SLOW
-        assert said.count("\npassed") == len(names) > 5
-        kind_of_user = "root" if os.geteuid() == 0 and user == "this" else "rootless"
-        assert said.startswith(kind_of_user)
-
-
-# --------------------------------------------------------------------------- what stays behind
+def test_all_scenarios_as_this_user_and_without_rights(play):
+    for kind, found in (("fast", scenarios.FAST), ("slow", scenarios.SLOW)):
+        assert play("scenarios.py", kind).count("passed") == len(found) > 5
 
 
 def bearing(mark: str) -> list:
@@ -175,9 +104,6 @@ def test_nothing_stays_behind_whoever_is_killed(killed):
     made = probe.Keeper.start()  # the next one cleans up
     made.close()
     assert not groups_of(keeper)
-
-
-# --------------------------------------------------------------------------- pure parts
 
 
 @pytest.mark.parametrize(
@@ -235,12 +161,8 @@ def test_limits_of_cgroup_v2(tmp_path):
     groups.make("rose-1-2-3", Limits(memory_mib=64, processes=20, cpus=0.5), pid=77)
     made = tmp_path / "fs/job/rose-1-2-3"
     read = {path.name: path.read_text() for path in made.iterdir()}
-    assert read == {
-        "memory.max": str(64 << 20),
-        "pids.max": "28",
-        "cpu.max": "50000 100000",
-        "cgroup.procs": "77",
-    }
+    expected = {"memory.max": str(64 << 20), "pids.max": "28", "cpu.max": "50000 100000"}
+    assert read == expected | {"cgroup.procs": "77"}
 
 
 def test_a_group_that_can_pass_nothing_on_leaves_it_to_the_one_above(tmp_path):
@@ -309,7 +231,7 @@ async def test_a_check_whose_process_is_ended_is_no_verdict(box, tmp_path):
 
 
 def test_work_does_not_begin_if_its_parent_was_killed_as_it_was_forked(monkeypatch):
-    here, asked = os.getpid(), kernel.prctl
+    here, asked = os.getpid(), prctl
 
     def ask_late(*what):
         if (parent := os.getppid()) == here:
@@ -321,10 +243,10 @@ def test_work_does_not_begin_if_its_parent_was_killed_as_it_was_forked(monkeypat
 
     for name in ("setresgid", "setresuid"):
         monkeypatch.setattr(os, name, lambda *_: None)
-    monkeypatch.setattr(kernel, "prctl", ask_late)
+    monkeypatch.setattr("rose.parts.sandbox.kernel.prctl", ask_late)
     answer, to = os.pipe()
     if (outer := os.fork()) == 0:
-        within.enter([], 0, to, lambda: os.write(to, b"ran"))
+        enter([], 0, to, lambda: os.write(to, b"ran"))
     os.close(to)
     os.waitpid(outer, 0)
     with os.fdopen(answer, "rb") as said:
@@ -341,9 +263,6 @@ def test_what_is_packed_is_unpacked_and_nothing_leaves_its_folder(tmp_path):
     bad = check.pack(str(tmp_path / "a")).replace(b"b/run.sh", b"../run.s")
     with pytest.raises(Exception, match="below its folder|checksum"):
         check.unpack(bad, str(tmp_path / "out"))
-
-
-# --------------------------------------------------------------------------- other backends
 
 
 SPEC = Spec(workdir="/work", mounts=(Mount("/data", "/mnt/data"),), environment={"A": "b c"})
@@ -440,7 +359,7 @@ def test_a_shell_that_never_answers_is_given_up(loop, monkeypatch, program, word
             return ["/bin/bash", "-c", program]
 
     if "sleep" in program:
-        monkeypatch.setattr(piped, "START_S", 3.0)  # it has warned by then
+        monkeypatch.setattr("rose.parts.sandbox.piped.START_S", 3.0)  # it has warned by then
     shell = Piped(Silent, Spec())
     with pytest.raises(SandboxError, match=re.compile(words, re.DOTALL)):
         loop.run(asyncio.wait_for(shell.begin(), DEADLINE_S))
@@ -448,26 +367,9 @@ def test_a_shell_that_never_answers_is_given_up(loop, monkeypatch, program, word
 
 
 @pytest.mark.slow
-def test_a_machine_without_criu_says_so_before_a_run(monkeypatch):
-    monkeypatch.setenv("ROSE_CRIU", "/nonexistent")
-    criu._find.cache_clear()
-    try:
-        words = probe.choose("namespaces").account
-    finally:
-        criu._find.cache_clear()
+def test_a_machine_without_criu_says_so_before_a_run(no_criu):
+    words = probe.choose("namespaces").account
     assert "; not here: " in words and "captures have no processes: no CRIU: /nonexistent" in words
-
-
-@pytest.mark.slow
-def test_doctor_names_every_backend():
-    found = {each.backend: each for each in probe.describe()}
-    assert set(found) == set(probe.BACKENDS) and found["namespaces"].problem == ""
-    assert re.search("with root|user namespace", found["namespaces"].words)
-    missing = "" if shutil.which("runsc") else "runsc is not installed"
-    assert found["gvisor"].problem == missing
-    chosen = probe.choose()
-    assert chosen.backend == "namespaces"
-    assert chosen.account.startswith("sandboxes: namespaces, with")
 
 
 def test_each_backend_of_sandboxes_is_named_with_what_is_lost():

@@ -1,5 +1,4 @@
-"""The store of checkpoints: what goes in comes out, whatever is damaged is found, and what is named
-stays, with several processes at once."""
+"""The store of checkpoints gives what was saved, finds all damage and keeps what is named."""
 
 import errno
 import json
@@ -20,6 +19,15 @@ from tests.parts.sandbox.raw_captures import Upper, check_loaded, sparse
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
+@pytest.fixture
+def store(tmp_path):
+    return Store(tmp_path / "store")
+
+
+def files_of(folder):
+    return [path for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
 def saved_turns(store, folder, seed, turns=6, name="t"):
     """{turn: what it must give}"""
     upper, made, parent = Upper(folder / f"upper-{name}-{seed}", seed), {}, None
@@ -34,8 +42,7 @@ def saved_turns(store, folder, seed, turns=6, name="t"):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_every_turn_comes_back_byte_for_byte(tmp_path, seed):
-    store = Store(tmp_path / "store")
+def test_every_turn_comes_back_byte_for_byte(tmp_path, store, seed):
     made = saved_turns(store, tmp_path, seed)
     again = Store(tmp_path / "store")
     assert again.turns("t") == list(made) and again.names() == ["t"]
@@ -43,8 +50,8 @@ def test_every_turn_comes_back_byte_for_byte(tmp_path, seed):
         check_loaded(again.load("t", turn, tmp_path / f"back-{turn}"), expected)
 
 
-def test_a_page_is_written_once(tmp_path):
-    store, upper = Store(tmp_path / "store"), Upper(tmp_path / "upper", 1)
+def test_a_page_is_written_once(tmp_path, store):
+    upper = Upper(tmp_path / "upper", 1)
     upper.image = bytearray(random.Random(1).randbytes(100 * 4096))
     upper.capture(tmp_path / "raw-0", process=True)
     first = store.save("a", 0, tmp_path / "raw-0")
@@ -57,47 +64,47 @@ def test_a_page_is_written_once(tmp_path):
     assert Store(tmp_path / "store").save("a", 2, tmp_path / "raw-1", ("a", 1)).written < 4096
 
 
-def test_files_alone_keep_an_earlier_image(tmp_path):
-    store, upper = Store(tmp_path / "store"), Upper(tmp_path / "upper", 2)
+def test_files_alone_keep_an_earlier_image(tmp_path, store):
+    upper = Upper(tmp_path / "upper", 2)
     upper.change()
     _, _, before = upper.capture(tmp_path / "raw-0", process=True)
     store.save("a", 0, tmp_path / "raw-0")
     upper.change()
     entries, contents, files = upper.capture(tmp_path / "raw-1", process=False)
-    made = store.save("a", 1, tmp_path / "raw-1", ("a", 0), keep_image=True)
-    assert made.image_turn == 0
+    assert store.save("a", 1, tmp_path / "raw-1", ("a", 0), keep_image=True).image_turn == 0
     kept = {where: data for where, data in before.items() if where != "shell"}
     loaded = store.load("a", 1, tmp_path / "back-1")
     check_loaded(loaded, (entries, contents, files | kept))
     assert (loaded / "image" / "empty").is_dir()
-    made = store.save("a", 2, tmp_path / "raw-1", ("a", 1))
-    assert made.image_turn is None
+    assert store.save("a", 2, tmp_path / "raw-1", ("a", 1)).image_turn is None
     assert not (store.load("a", 2, tmp_path / "back-2") / "image").exists()
 
 
-def test_unchanged_without_a_parent_is_refused(tmp_path):
-    store, upper = Store(tmp_path / "store"), Upper(tmp_path / "upper", 4)
+def test_unchanged_without_a_parent_is_refused(tmp_path, store):
+    upper = Upper(tmp_path / "upper", 4)
     upper.change()
-    upper.capture(tmp_path / "raw-0", process=False)
-    upper.capture(tmp_path / "raw-1", process=False)
-    with pytest.raises(StoreDamaged, match="there's no parent"):
-        store.save("a", 1, tmp_path / "raw-1")
-    with pytest.raises(StoreDamaged, match="No such file"):
-        store.save("a", 1, tmp_path / "raw-1", ("a", 0))
+    for turn in range(2):
+        upper.capture(tmp_path / f"raw-{turn}", process=False)
+    for parent, words in ((None, "there's no parent"), (("a", 0), "No such file")):
+        with pytest.raises(StoreDamaged, match=words):
+            store.save("a", 1, tmp_path / "raw-1", parent)
     assert store.turns("a") == [] and not any((tmp_path / "store" / "parts").iterdir())
 
 
-def test_every_damaged_byte_is_found_and_the_turn_before_is_whole(tmp_path):
-    store = Store(tmp_path / "store")
-    made = {}
+def test_every_damaged_byte_is_found_and_the_turn_before_is_whole(tmp_path, store):
+    made, back = {}, tmp_path / "back"
+
+    def contents(folder):
+        return {path.name: path.read_bytes() for path in files_of(folder)}
+
     for turn in range(2):
         content = f"turn {turn} {os.urandom(8).hex()}".encode()
         raw = sparse(tmp_path / f"raw-{turn}", len(content), {0: content})
         (raw / "about.json").write_text("{}")
-        before = {p for p in (tmp_path / "store").rglob("*") if p.is_file()}
+        before = files_of(tmp_path / "store")
         store.save("t", turn, raw)
-        made[turn] = {p.name: p.read_bytes() for p in raw.rglob("*") if p.is_file()}
-    new = [p for p in (tmp_path / "store").rglob("*") if p.is_file() and p not in before]
+        made[turn] = contents(raw)
+    new = [path for path in files_of(tmp_path / "store") if path not in before]
     assert len(new) == 2
     tried, picked = 0, random.Random(5)
     for path in new:
@@ -106,20 +113,18 @@ def test_every_damaged_byte_is_found_and_the_turn_before_is_whole(tmp_path):
             damaged = bytearray(whole)
             damaged[at] ^= picked.randrange(1, 256)
             path.write_bytes(damaged)
-            back = tmp_path / "back"
             with pytest.raises(StoreDamaged, match=re.escape(str(path))):
                 store.load("t", 1, back)
-            store.load("t", 0, back)
-            assert {p.name: p.read_bytes() for p in back.rglob("*") if p.is_file()} == made[0]
+            assert contents(store.load("t", 0, back)) == made[0]
             shutil.rmtree(back)
             tried += 1
         for cut in (0, 1, len(whole) // 2, len(whole) - 1):
             path.write_bytes(whole[:cut])
             with pytest.raises(StoreDamaged):
-                store.load("t", 1, tmp_path / "back")
+                store.load("t", 1, back)
         path.write_bytes(whole)
     assert tried > 100
-    store.load("t", 1, tmp_path / "back")
+    store.load("t", 1, back)
 
 
 def test_what_one_copy_has_damaged_the_other_gives(tmp_path):
@@ -129,24 +134,21 @@ def test_what_one_copy_has_damaged_the_other_gives(tmp_path):
     paced = []
     for turn in made:
         local.copy("t", turn, shared, paced.append)
-    for path in (tmp_path / "local").rglob("*"):
-        if path.is_file() and path.stat().st_size:
-            data = bytearray(path.read_bytes())
+    for path in files_of(tmp_path / "local"):
+        if data := bytearray(path.read_bytes()):
             data[len(data) // 2] ^= 1
             path.write_bytes(data)
     for turn, expected in made.items():
         check_loaded(local.load("t", turn, tmp_path / f"local-{turn}"), expected)
         check_loaded(shared.load("t", turn, tmp_path / f"shared-{turn}"), expected)
-    packs = sum(p.stat().st_size for p in (tmp_path / "shared" / "packs").iterdir())
-    assert sum(paced) == packs
+    assert sum(paced) == sum(path.stat().st_size for path in files_of(tmp_path / "shared/packs"))
 
 
-def test_a_manifest_under_another_name_is_not_taken_for_that_turn(tmp_path):
-    store = Store(tmp_path / "s")
+def test_a_manifest_under_another_name_is_not_taken_for_that_turn(tmp_path, store):
     for name, turn in (("t", 1), ("t", 2), ("u", 1)):
         Upper(tmp_path / f"{name}{turn}", turn).capture(tmp_path / f"raw-{name}{turn}", False)
         store.save(name, turn, tmp_path / f"raw-{name}{turn}", life=turn)
-    turns = tmp_path / "s/turns"
+    turns = tmp_path / "store/turns"
     for other in ("t/000001", "u/000001"):
         (turns / "t/000002").write_bytes((turns / other).read_bytes())
         with pytest.raises(StoreDamaged, match=f"has turn 1 of {other[0]}"):
@@ -199,8 +201,8 @@ def test_what_another_host_stored_may_go_before_a_turn_that_has_it_is_copied(tmp
     check_loaded(shared.load("fork", 1, tmp_path / "back"), made)
 
 
-def test_holes_are_neither_read_nor_stored(tmp_path):
-    store, size, middle = Store(tmp_path / "store"), 4 << 30, (2 << 30) + 5000
+def test_holes_are_neither_read_nor_stored(tmp_path, store):
+    size, middle = 4 << 30, (2 << 30) + 5000
     raw = sparse(tmp_path / "raw", size, {0: b"first", middle: b"middle"})
     made = store.save("t", 0, raw)
     assert made.raw < 4 * 65536 and len(made.files["data/0"][1]) <= 4
@@ -219,16 +221,14 @@ def test_holes_are_neither_read_nor_stored(tmp_path):
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 65535, 65536, 65537, 300_000])
-def test_a_file_that_is_one_hole_comes_back(tmp_path, size):
-    store = Store(tmp_path / "store")
+def test_a_file_that_is_one_hole_comes_back(tmp_path, store, size):
     store.save("t", 0, sparse(tmp_path / "raw", size, {}))
     assert (store.load("t", 0, tmp_path / "back") / "data/0").read_bytes() == bytes(size)
 
 
-def test_a_sparse_file_takes_no_more_when_it_comes_back(tmp_path):
+def test_a_sparse_file_takes_no_more_when_it_comes_back(tmp_path, store):
     """A page in each 64 KiB of it is data."""
-    store, page = Store(tmp_path / "store"), 4096
-    data = {at: random.Random(at).randbytes(page) for at in range(0, 4 << 20, 65536)}
+    data = {at: random.Random(at).randbytes(4096) for at in range(0, 4 << 20, 65536)}
     raw = sparse(tmp_path / "raw", 4 << 20, data) / "data/0"
     store.save("t", 0, tmp_path / "raw")
     back = store.load("t", 0, tmp_path / "back") / "data/0"
@@ -236,8 +236,7 @@ def test_a_sparse_file_takes_no_more_when_it_comes_back(tmp_path):
     assert back.stat().st_blocks <= raw.stat().st_blocks
 
 
-def test_forgetting_frees_what_nobody_else_names(tmp_path):
-    store = Store(tmp_path / "store")
+def test_forgetting_frees_what_nobody_else_names(tmp_path, store):
     made = saved_turns(store, tmp_path, 8, turns=2, name="a")
     saved_turns(store, tmp_path, 9, turns=2, name="b/../c")
     assert store.names() == ["a", "b/../c"]
@@ -290,8 +289,7 @@ def test_several_processes_write_and_remove_at_once(tmp_path):
     assert not any((tmp_path / "store" / "packs").iterdir())
 
 
-def test_what_a_killed_writer_left_is_removed(tmp_path):
-    store = Store(tmp_path / "store")
+def test_what_a_killed_writer_left_is_removed(tmp_path, store):
     (tmp_path / "store" / "parts" / "dead").write_bytes(b"half")
     with store._writer() as living:
         store.collect()
@@ -304,15 +302,14 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, small_disk):
     store.save("t", 0, tmp_path / "raw-0")
     upper.image = bytearray(os.urandom(2 << 20))
     upper.capture(tmp_path / "raw-1", process=True)
-    before = sorted(p for p in (small_disk / "store").rglob("*"))
-    with pytest.raises(OSError) as failure:
-        store.save("t", 1, tmp_path / "raw-1", ("t", 0))
-    assert failure.value.errno == errno.ENOSPC
-    assert sorted(p for p in (small_disk / "store").rglob("*")) == before
-    with pytest.raises(OSError) as failure:
-        Store(tmp_path / "big", behind=store).save("t", 1, tmp_path / "raw-1", ("t", 0))
-        Store(tmp_path / "big", behind=store).copy("t", 1, store, lambda _: None)
-    assert failure.value.errno == errno.ENOSPC
-    assert sorted(p for p in (small_disk / "store").rglob("*")) == before
+    before, turn = sorted(small_disk.rglob("*")), ("t", 1, tmp_path / "raw-1", ("t", 0))
+    elsewhere = Store(tmp_path / "big", behind=store)
+    elsewhere.save(*turn)
+    copied = "t", 1, store, lambda _: None
+    for attempt, what in ((store.save, turn), (elsewhere.copy, copied)):
+        with pytest.raises(OSError) as failure:
+            attempt(*what)
+        assert failure.value.errno == errno.ENOSPC
+        assert sorted(small_disk.rglob("*")) == before
     assert store.turns("t") == [0]
     check_loaded(store.load("t", 0, tmp_path / "back"), made)

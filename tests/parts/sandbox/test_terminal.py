@@ -10,7 +10,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from rose import protocol as p
@@ -22,7 +21,7 @@ from rose.agent.snapshots import Snapshots
 from rose.config import ConfigError
 from rose.observe.recorder import NullRecorder
 from rose.parts.doctor import machine
-from rose.parts.sandbox import SandboxError, criu
+from rose.parts.sandbox import SandboxError
 from rose.parts.sandbox.envs import _tasks, _undo
 from rose.parts.sandbox.envs._host_store import HostStore
 from rose.parts.sandbox.envs.terminal import Terminal
@@ -53,27 +52,31 @@ def play(seed, *commands, action=None, **args):
     return asyncio.run(go())
 
 
-def task(root: Path, name: str, test: str = "exit 0\n", toml: str = "", instruction: str = "Do."):
+def task(root: Path, name: str, test: str = "exit 0\n", toml: str = ""):
     folder = root / name
-    (folder / "tests").mkdir(parents=True)
-    (folder / "environment").mkdir()
-    (folder / "instruction.md").write_text(instruction)
-    (folder / "tests/test.sh").write_text(test)
-    (folder / "task.toml").write_text(toml)
+    for part in ("tests", "environment"):
+        (folder / part).mkdir(parents=True)
+    for path, text in (("instruction.md", "Do."), ("tests/test.sh", test), ("task.toml", toml)):
+        (folder / path).write_text(text)
     return folder
 
 
-# --------------------------------------------------------------------------- the ladder
+def with_shell(folder: Path):
+    """A task with an image of its own that has a shell, if a broken one."""
+    (folder / "environment/rootfs/bin").mkdir(parents=True)
+    (folder / "environment/rootfs/bin/bash").symlink_to("/nowhere")
+    return folder
 
 
-def test_a_rungs_command_solves_it_and_another_does_not():
+def test_a_demonstration_without_noise_solves_its_rung_and_another_command_does_not():
     for kind in _ladder.RUNGS:
         rung = _ladder.draw(6, (kind,))
-        start, steps = play(6, rung.command, rungs=[kind])
-        assert start.messages[-1]["content"] == rung.instruction
-        assert steps[-1].done and steps[-1].success and steps[-1].reward == 1
-        _, steps = play(6, "true", rungs=[kind])
-        assert steps[-1].done and not steps[-1].success and steps[-1].reward == 0
+        right = _ladder.demonstrate(rung, 0.0, random.Random(1))
+        for command, solved in ((right, True), ("true", False)):
+            start, steps = play(6, command, rungs=[kind])
+            assert start.messages[-1]["content"] == rung.instruction
+            last = steps[-1]
+            assert last.done and (last.success, last.reward) == (solved, float(solved))
 
 
 async def test_a_sandbox_that_fails_gives_no_reward(monkeypatch):
@@ -96,44 +99,35 @@ async def test_a_sandbox_that_fails_gives_no_reward(monkeypatch):
     await env.close()
 
 
-def test_the_demonstrator_is_right_without_noise():
-    rng = random.Random(1)
-    for seed in range(50):
-        rung = _ladder.draw(seed)
-        assert _ladder.demonstrate(rung, 0.0, rng) == rung.command
-
-
-# --------------------------------------------------------------------------- task folders
+BROKEN = {  # a task's name: one of its files, what that has, and what is said of it
+    "silent": ("instruction.md", b" \n", "no instruction.md, or an empty one"),
+    "untested": ("tests/test.sh", None, "no tests/test.sh"),
+    "imaged": ("task.toml", b'[environment]\ndocker_image = "debian:12"\n',
+               "environment.docker_image='debian:12' is missing"),
+    "built": ("environment/Dockerfile", b"FROM x\nRUN y\n",
+              "environment/Dockerfile is not built here"),
+    "timed": ("task.toml", b"[agent]\ntimeout_sec = -1\n",
+              "task.toml: agent.timeout_sec=-1 is no number above 0"),
+    "torn": ("task.toml", b"[agent\n", "task.toml: "),
+    "windows": ("tests/test.sh", b"exit 0\r\n", "tests/test.sh has Windows line ends"),
+    "old": ("instruction.md", b"Gr\xf6\xdfe\n", "instruction.md: it is not UTF-8"),
+}  # fmt: skip
 
 
 def test_every_broken_task_is_named_before_anything_starts(tmp_path):
     task(tmp_path, "fine")
-    task(tmp_path, "silent", instruction=" \n")
-    (task(tmp_path, "untested") / "tests/test.sh").unlink()
-    task(tmp_path, "imaged", toml='[environment]\ndocker_image = "debian:12"\n')
-    (task(tmp_path, "built") / "environment/Dockerfile").write_text("FROM x\nRUN y\n")
-    task(tmp_path, "timed", toml="[agent]\ntimeout_sec = -1\n")
-    task(tmp_path, "torn", toml="[agent\n")
-    (task(tmp_path, "windows") / "tests/test.sh").write_bytes(b"exit 0\r\n")
-    (task(tmp_path, "old") / "instruction.md").write_bytes(b"Gr\xf6\xdfe\n")
     (task(tmp_path, "marked") / "task.toml").write_bytes(b"\xef\xbb\xbf[agent]\n")
+    for name, (path, content, _) in BROKEN.items():
+        file = task(tmp_path, name) / path
+        file.unlink() if content is None else file.write_bytes(content)
     with pytest.raises(ConfigError) as error:
         envs.check(environment("terminal", tasks=str(tmp_path)))
     words = str(error.value)
     assert words.startswith(f"env.args.tasks={str(tmp_path)!r}: ")
-    for expected in (
-        "task silent: no instruction.md, or an empty one",
-        "task untested: no tests/test.sh",
-        "task imaged: environment.docker_image='debian:12' is missing",
-        "task built: environment/Dockerfile is not built here",
-        "task timed: task.toml: agent.timeout_sec=-1 is no number above 0",
-        "task torn: task.toml: ",
-        "task windows: tests/test.sh has Windows line ends",
-        "task old: instruction.md: it is not UTF-8",
-    ):
-        assert expected in words
-    assert "task marked" not in words  # A byte order mark is no part of a file's text.
-    assert "fine" not in words.replace("task fine", "")
+    for name, (*_, expected) in BROKEN.items():
+        assert f"task {name}: {expected}" in words
+    # A byte order mark is no part of a file's text.
+    assert "task marked" not in words and "task fine" not in words
 
 
 @pytest.mark.parametrize(
@@ -161,8 +155,8 @@ def test_an_image_without_bash_and_a_machine_without_its_backend_are_named(tmp_p
     (task(tmp_path, "bare") / "environment/rootfs/etc").mkdir(parents=True)
     with pytest.raises(ConfigError, match="task bare: environment/rootfs has no /bin/bash"):
         Terminal(tasks=str(tmp_path))
-    (tmp_path / "bare/environment/rootfs/bin").mkdir()
-    (tmp_path / "bare/environment/rootfs/bin/bash").symlink_to("/nowhere")
+    shutil.rmtree(tmp_path / "bare")
+    with_shell(task(tmp_path, "bare"))
     Terminal(tasks=str(tmp_path)).preflight(900.0)
     with pytest.raises(ConfigError, match=r"env\.args\.command_s=30: below env\.step_timeout_s=30"):
         Terminal().preflight(30.0)
@@ -194,10 +188,8 @@ def test_tasks_are_split_and_none_is_in_both(tmp_path):
 
 
 def test_an_image_of_another_user_is_a_doubt(tmp_path, monkeypatch):
-    for name in ("bare", "whole"):
-        task(tmp_path, name)
-    (tmp_path / "whole/environment/rootfs/bin").mkdir(parents=True)
-    (tmp_path / "whole/environment/rootfs/bin/bash").touch()
+    task(tmp_path, "bare")
+    with_shell(task(tmp_path, "whole"))
     assert Terminal(tasks=str(tmp_path)).training_doubt == ""
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     found = Terminal(tasks=str(tmp_path)).training_doubt
@@ -220,17 +212,13 @@ def test_the_verdict_is_the_number_that_the_tests_write(tmp_path):
 def test_tests_that_can_not_judge_are_found_before_a_run(tmp_path, make_config):
     config = make_config("+experiment=terminal", "env.step_timeout_s=700")
     assert machine.tasks(config) == [], "the ladder has none"
-    args = config.env.args | {"tasks": str(tmp_path)}
-    env = msgspec.structs.replace(config.env, args=args)
-    config = msgspec.structs.replace(config, env=env)
+    config.env.args["tasks"] = str(tmp_path)
     task(tmp_path, "fine", test="exit 1\n")
     assert [found.state for found in machine.tasks(config)] == ["ok"]
     task(tmp_path, "hangs", test="sleep 1000\n", toml="[verifier]\ntimeout_sec = 0.2")
     task(tmp_path, "floods", test="yes\n")
     task(tmp_path, "given")
-    bare = task(tmp_path, "bare") / "environment/rootfs/bin"
-    bare.mkdir(parents=True)
-    (bare / "bash").symlink_to("/nowhere")
+    with_shell(task(tmp_path, "bare"))
     large = task(tmp_path, "large", toml="[environment]\nstorage_mb = 1")
     (large / "environment/data").write_bytes(bytes(2 << 20))
     _tasks.load.cache_clear()
@@ -278,34 +266,33 @@ async def test_a_file_is_edited_where_the_text_stands_once():
     await env.close()
 
 
-# --------------------------------------------------------------------------- repair tasks
+def repairs(folder, count):
+    """`count` tasks to train on and hold out, in `folder`, which is empty."""
+    folder.rmdir()  # It must not exist.
+    options = {"--out": str(folder), "--count": count, "--held-out": "1", "--seed": "3"}
+    make_repair_tasks.main([word for option in options.items() for word in option])
+    return _tasks.load(str(folder))
 
 
 @pytest.mark.slow
 def test_repair_tasks_are_solved_by_the_module_as_it_was_and_by_nothing_less(tmp_path):
-    out = tmp_path / "tasks"
-    make_repair_tasks.main(["--out", str(out), "--count", "3", "--held-out", "1", "--seed", "3"])
-    train, held_out = _tasks.load(str(out))
+    train, held_out = repairs(tmp_path, "3")
     assert (len(train), len(held_out)) == (2, 1)
-    broken = [
-        next(p for p in t.folder.glob("environment/*.py") if not p.name.startswith("test_"))
-        for t in (*train, *held_out)
-    ]
-    whole = {p.read_text() for p in out.glob("*/*/solution/solve.sh")}
+    modules = [path for t in (*train, *held_out) for path in t.folder.glob("environment/*.py")]
+    broken = [path for path in modules if not path.name.startswith("test_")]
+    whole = {p.read_text() for p in tmp_path.glob("*/*/solution/solve.sh")}
     assert len({ast.dump(ast.parse(p.read_text())) for p in broken}) == 3 and len(whole) > 1
     chosen = random.Random(4).choice(train)
     solution = (chosen.folder / "solution/solve.sh").read_text()
-    assert play(4, "true", tasks=str(out))[1][-1].reward == 0
-    _, steps = play(4, "python3 test_*.py", solution, "python3 test_*.py", tasks=str(out))
+    assert play(4, "true", tasks=str(tmp_path))[1][-1].reward == 0
+    _, steps = play(4, "python3 test_*.py", solution, "python3 test_*.py", tasks=str(tmp_path))
     assert "exit code 1" in steps[0].observation and "not" in steps[0].observation
     assert steps[2].observation == "[no output]" and steps[-1].success
 
 
 @pytest.mark.slow
 def test_a_module_that_ends_its_judge_or_forges_a_verdict_gets_nothing(tmp_path):
-    out = tmp_path / "tasks"
-    make_repair_tasks.main(["--out", str(out), "--count", "2", "--held-out", "1", "--seed", "3"])
-    chosen = random.Random(4).choice(_tasks.load(str(out))[0])
+    chosen = random.Random(4).choice(repairs(tmp_path, "2")[0])
     name = chosen.name.partition("-")[0]
     forge = "import os\nverdict = '/logs/verifier/reward.txt'\n"
     written = forge + "open(verdict, 'w').write('1')\n"
@@ -321,11 +308,8 @@ def test_a_module_that_ends_its_judge_or_forges_a_verdict_gets_nothing(tmp_path)
         "import os\nfound = open(f'/proc/{os.getppid()}/mem', 'rb')\nos._exit(0)\n",
     ):
         write = f"cat > {name}.py <<'END'\n{cheat}END\n"
-        step = play(4, write, tasks=str(out))[1][-1]
+        step = play(4, write, tasks=str(tmp_path))[1][-1]
         assert step.done and step.reward == 0, cheat
-
-
-# --------------------------------------------------------------------------- undo
 
 
 # with its own name by the end: a shell's child has the shell's until it has begun its program
@@ -354,11 +338,9 @@ def acted(*calls, **args):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("with_criu", [True, False])
-def test_an_agent_can_take_commands_back_and_is_told_what_came(with_criu, monkeypatch, request):
+def test_an_agent_can_take_commands_back_and_is_told_what_came(with_criu, request):
     if not with_criu:
-        monkeypatch.setenv(criu.VARIABLE, "/nonexistent")
-        criu._find.cache_clear()
-        request.addfinalizer(criu._find.cache_clear)
+        request.getfixturevalue("no_criu")
     start, steps, kept = acted(
         "A=1; echo one > /app/f; cd /tmp",
         SLEEPS,
@@ -373,10 +355,8 @@ def test_an_agent_can_take_commands_back_and_is_told_what_came(with_criu, monkey
     assert [tool["function"]["name"] for tool in start.tools] == ["bash", "undo"]
     undone = steps[3].observation
     assert undone.startswith("Undone, to before 'A=2; rm /app/f; kill %1': ")
-    if with_criu:
-        assert "processes are what they were" in undone
-    else:
-        assert "not jobs, open files and processes: sleep" in undone
+    lost = "not jobs, open files and processes: sleep"
+    assert ("processes are what they were" if with_criu else lost) in undone
     assert steps[4].observation == f"1 /tmp\none\n{int(with_criu)}"
     assert f"to before '{SLEEPS}'" in steps[5].observation
     assert steps[6].observation == "0\n1", "of two commands, the undone ones not among them"
@@ -401,9 +381,8 @@ async def test_all_states_together_are_bounded_and_the_agent_is_told(monkeypatch
     def with_room_for(states):
         taken = sum(state.bytes for state in _undo._held)
         free = states * taken / len(_undo._held) / _undo.SHARE - taken
-        monkeypatch.setattr(
-            shutil, "disk_usage", lambda where: shutil._ntuple_diskusage(0, 0, free)
-        )
+        usage = shutil._ntuple_diskusage(0, 0, free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda where: usage)
 
     envs = [Terminal(rungs=["print"], undo=True) for _ in range(2)]
     try:
@@ -482,9 +461,8 @@ async def test_a_repeated_call_that_shows_something_else_ends_the_resume(tmp_pat
 
 @pytest.mark.slow
 async def test_no_other_host_sweeps_states_of_a_trajectory(make_config, chats, tmp_path):
-    config = make_config(
-        "+experiment=terminal sandbox.checkpoints=classified", f"output_dir={tmp_path}"
-    )
+    chosen = "+experiment=terminal sandbox.checkpoints=classified"
+    config = make_config(chosen, f"output_dir={tmp_path}")
     start = p.StartTrajectory("g0.0", "g0", p.Phase.TRAIN, "terminal", 6, None)
     engine = await open_store(config, tmp_path / "snapshots", NullRecorder())
     snapshots = Snapshots(tmp_path / "snapshots", 1, config, print)

@@ -51,10 +51,15 @@ def cluster(*pools, steps=2, groups=3, size=4, env=None, dynamic=False, **change
 
 
 def scheduler(
-    routing="least_loaded", provisioning="fixed", args=None, routing_args=None, timeout=600.0
+    routing="least_loaded",
+    provisioning="fixed",
+    args=None,
+    routing_args=None,
+    timeout=600.0,
+    **more,
 ):
     chosen = {"provisioning": (provisioning, args or {}), "routing": (routing, routing_args or {})}
-    return built(timeout, batching_args={"max_admitted": 2.0}, **chosen)
+    return built(timeout, batching_args={"max_admitted": 2.0}, **chosen | more)
 
 
 class Memory:
@@ -70,12 +75,8 @@ class Memory:
         return [event for event, _ in self.entries if isinstance(event, kind)]
 
     def actions(self, kind):
-        return [
-            (event.at, action)
-            for event, actions in self.entries
-            for action in actions
-            if isinstance(action, kind)
-        ]
+        found = [(event.at, action) for event, actions in self.entries for action in actions]
+        return [(at, action) for at, action in found if isinstance(action, kind)]
 
 
 def run(what, *args, seed=1, **kwargs):
@@ -90,10 +91,8 @@ def steady_load(busy=0.5, kv=0.3, period=100.0):
 def made_load(at, busy, kv, requests, period):
     """`requests` in each piece, of which the latencies are lognormal about 0.1 s and 0.02 s."""
     normal = np.array([NormalDist().inv_cdf((k + 0.5) / requests) for k in range(requests)])
-    ttft, tpot = (
-        np.tile(mean * np.exp(sigma * normal - sigma**2 / 2), len(at))
-        for mean, sigma in ((0.1, 0.5), (0.02, 0.3))
-    )
+    spread = {sigma: np.exp(sigma * normal - sigma**2 / 2) for sigma in (0.5, 0.3)}
+    ttft, tpot = np.tile(0.1 * spread[0.5], len(at)), np.tile(0.02 * spread[0.3], len(at))
     return spec.Load(at, busy, kv, np.arange(len(at)).repeat(requests), ttft, tpot, period)
 
 

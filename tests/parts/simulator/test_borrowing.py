@@ -18,9 +18,8 @@ from tests.scheduler.said import built
 # about Qwen3-8B on an H800: a decode step of 7 ms and more, 30,000 tokens/s of prefill; 400,000
 # tokens of KV
 ENGINE = spec.Engine(spec.StepTime(0.007, 3.3e-5, 1e-9, 2e-5, 4.5e-8), 16, 8192, 400_000, True)
-ENVIRONMENTS = {name: (name,) for name in ("frozen_lake", "alfworld", "maths", "swe")} | {
-    "mixed": ("frozen_lake", "alfworld", "search", "maths")
-}
+ENVIRONMENTS = {name: (name,) for name in ("frozen_lake", "alfworld", "maths", "swe")}
+ENVIRONMENTS["mixed"] = "frozen_lake", "alfworld", "search", "maths"
 # share of a device's compute, and devices, beside two of its own
 LENT = ((0.1, 4), (0.25, 1), (0.5, 2), (0.75, 1))
 STEPS, GROUPS, SIZE = 2, 4, 16
@@ -56,13 +55,11 @@ def longer(environment, share, count, seeds):
     """The steps' time with so many lent devices, over the time without; of several seeds together,
     as which trajectory is the last, and where it runs, is chance."""
 
-    def lent(seed):
-        return pool(
-            "lent", "cooperative", count, engine=ENGINE, serving=devices(share, seed), switch_s=1.0
-        )
-
-    took = [seconds(environment, seed, "rose", ROSE, lent(seed)) for seed in seeds]
-    return sum(took) / sum(fixed(environment, seed) for seed in seeds)
+    took, more = 0.0, {"engine": ENGINE, "switch_s": 1.0}
+    for seed in seeds:
+        lent = pool("lent", "cooperative", count, serving=devices(share, seed), **more)
+        took += seconds(environment, seed, "rose", ROSE, lent)
+    return took / sum(fixed(environment, seed) for seed in seeds)
 
 
 @pytest.mark.parametrize(

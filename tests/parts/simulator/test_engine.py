@@ -23,6 +23,13 @@ def sequence(key, context, tokens, group=None, prompt=0):
     return found
 
 
+def after(engine, at, *sequence_of, **more):
+    """`engine`, when it has run a sequence that came at this time."""
+    engine.add(at, sequence(*sequence_of, **more))
+    run(engine)
+    return engine
+
+
 def run(engine, until=math.inf):
     """[(time, key)] of all that ends by then."""
     ended = []
@@ -32,9 +39,8 @@ def run(engine, until=math.inf):
     return ended
 
 
-arrivals = st.lists(
-    st.tuples(st.floats(0, 3), st.integers(1, 900), st.integers(1, 60)), min_size=1, max_size=12
-)
+arrival = st.tuples(st.floats(0, 3), st.integers(1, 900), st.integers(1, 60))
+arrivals = st.lists(arrival, min_size=1, max_size=12)
 
 
 @settings(max_examples=60, deadline=None)
@@ -53,12 +59,8 @@ def test_every_sequence_ends_when_it_would_if_each_step_were_taken(drawn, sequen
 
 
 def test_a_turn_after_another_prefills_only_what_is_new():
-    e = engine()
-    e.add(0.0, sequence("a", 1000, 10))
-    run(e)
-    e.add(10.0, sequence("a", 1000 + 10 + 50, 1))
-    run(e)
-    assert e.prefilled == 1000 + 50
+    e = after(engine(), 0.0, "a", 1000, 10)
+    assert after(e, 10.0, "a", 1000 + 10 + 50, 1).prefilled == 1000 + 50
 
 
 def test_a_groups_prompt_is_computed_and_held_once():
@@ -69,25 +71,21 @@ def test_a_groups_prompt_is_computed_and_held_once():
     assert e.prefilled == 500 + 3  # the last token of each is computed
 
 
-def test_without_prefix_caching_everything_is_computed_anew():
+def test_without_prefix_caching_everything_is_computed_again():
     e = engine(caches=False)
     for at in (0.0, 10.0):
-        e.add(at, sequence("a", 300, 2, group="g", prompt=300))
-        run(e)
+        after(e, at, "a", 300, 2, group="g", prompt=300)
     assert e.prefilled == 600
 
 
 @pytest.mark.parametrize("again, computed", [("b", 1), ("a", 506)])
 def test_the_least_recently_used_context_goes_from_its_end_on(again, computed):
+    """There is no room for 506 of the 3 x 1,002 tokens, and c takes some of a's place."""
     e = engine(kv=2500)
-    for at, name in enumerate("abc"):  # c takes some of a's place
-        e.add(10.0 * at, sequence(name, 1000, 2))
-        run(e)
+    for at, name in enumerate("abc"):
+        after(e, 10.0 * at, name, 1000, 2)
     before = e.prefilled
-    # There was no room for 506 of the 3 x 1,002 tokens.
-    e.add(30.0, sequence(again, 1002, 1))
-    run(e)
-    assert e.prefilled == before + computed
+    assert after(e, 30.0, again, 1002, 1).prefilled == before + computed
 
 
 def test_a_full_cache_preempts_the_newest_which_computes_again_what_was_taken():
@@ -103,20 +101,15 @@ def test_a_full_cache_preempts_the_newest_which_computes_again_what_was_taken():
 
 
 def test_what_is_taken_out_while_it_is_computed_leaves_what_is_computed():
-    e = engine(batched=512)
-    first = sequence("a", 2000, 5)
+    e, first = engine(), sequence("a", 2000, 5)
     e.add(0.0, first)
     e.step()
     e.remove(e.due, first)
-    e.add(5.0, sequence("a", 2000, 5))
-    run(e)
-    assert e.prefilled == 2000
+    assert after(e, 5.0, "a", 2000, 5).prefilled == 2000
 
 
 def test_a_sequence_larger_than_the_cache_runs_alone():
-    e = engine(kv=100)
-    e.add(0.0, sequence("a", 400, 50))
-    assert [key for _, key in run(e)] == ["a"]
+    assert after(engine(kv=100), 0.0, "a", 400, 50).decoded == 50
 
 
 def test_a_cache_that_shrinks_gives_back_the_newest_with_what_they_made():
@@ -144,15 +137,15 @@ def test_what_is_removed_says_what_it_made_and_the_others_go_on():
 
 
 def test_an_engine_that_stands_still_is_late_by_that():
-    def ends(pause):
+    ends = []
+    for pause_s in (0.0, 2.0):
         e = engine()
         e.add(0.0, sequence("a", 100, 100))
         run(e, 0.3)
-        if pause:
-            e.pause(0.3, 2.0, recompute=False, clear=False)
-        return run(e)[0][0]
-
-    assert ends(True) - ends(False) == pytest.approx(2.0, abs=STEP.c0 * 2)
+        if pause_s:
+            e.pause(0.3, pause_s, recompute=False, clear=False)
+        ends += [at for at, _ in run(e)]
+    assert ends[1] - ends[0] == pytest.approx(2.0, abs=STEP.c0 * 2)
 
 
 def test_weights_that_recompute_cost_a_prefill_of_all_that_runs():
@@ -164,10 +157,3 @@ def test_weights_that_recompute_cost_a_prefill_of_all_that_runs():
     made = a.attempt_tokens
     run(e)
     assert a.attempt_tokens == 200 and e.prefilled == 300 + 300 + made
-
-
-def test_coefficients_that_take_no_time_are_refused():
-    with pytest.raises(ValueError, match="would take no time"):
-        spec.StepTime(0.0, 1e-5, 0.0, 0.0, 1e-9)
-    with pytest.raises(ValueError, match="finite"):
-        spec.StepTime(math.nan, 0.0, 0.0, 1.0, 0.0)

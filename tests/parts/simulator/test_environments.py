@@ -1,12 +1,10 @@
-"""Made trajectories: bounded, heavy-tailed, drifting as the policy learns, and the same for every
-rival."""
+"""Made trajectories are bounded, heavy-tailed and the same for every rival scheduler."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose.parts.simulator import domains
 from rose.parts.simulator.domains import DOMAINS
 from rose.parts.simulator.environments import Domain, Environments, Heavy
 
@@ -22,9 +20,7 @@ def episodes(domain: Domain, version: int, groups: int = 120):
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.sampled_from(list(DOMAINS)), st.integers(0, 10_000), st.integers(0, 400), st.integers(1, 16)
-)
+@given(st.sampled_from([*DOMAINS]), st.integers(0, 10**4), st.integers(0, 400), st.integers(1, 16))
 def test_an_episode_keeps_within_its_turns_its_tokens_and_its_context(name, index, version, size):
     domain, context = DOMAINS[name], 8192
     for member in Environments((domain,), context).group(index, size, version, draw(index)):
@@ -73,13 +69,13 @@ def test_alfworlds_requests_are_input_to_the_share_that_the_paper_says():
     read = written = 0
     for member in episodes(DOMAINS["alfworld"], 0):
         context = member.prompt_tokens
-        for output, observed in zip(member.output_tokens, member.observation_tokens, strict=False):
+        for output, observed in zip(member.output_tokens, member.observation_tokens, strict=True):
             read, written, context = read + context, written + output, context + output + observed
     assert 0.77 < read / (read + written) < 0.86
 
 
 def test_a_turn_after_a_failed_call_is_longer():
-    after: dict[bool, list[float]] = {True: [], False: []}
+    after = {True: [], False: []}
     for member in episodes(DOMAINS["swe"], 0):
         for failed, tokens in zip(member.failed, member.output_tokens[1:], strict=False):
             after[failed].append(np.log(tokens))
@@ -95,24 +91,8 @@ def test_prompts_are_of_the_domains_by_weight():
 
 
 def test_every_parameter_can_be_scaled_for_the_sensitivity_table():
+    fixed = {"name", "max_turns", "max_new_tokens", "tool_fails"}
     for domain in DOMAINS.values():
-        parameters = set(domain.__dataclass_fields__) - {"name", "max_turns", "max_new_tokens"}
-        for parameter in parameters - {"tool_fails"}:
+        for parameter in set(domain.__dataclass_fields__) - fixed:
             none = getattr(domain, parameter) in (0.0, Heavy(1, 0.0))
             assert none or domain.scaled(parameter, 1.2) != domain
-    with pytest.raises(ValueError, match="no parameter that can be scaled"):
-        DOMAINS["swe"].scaled("name", 1.2)
-
-
-@pytest.mark.parametrize(
-    "make, said",
-    [
-        (lambda: Environments((), 8192), "0 domains"),
-        (lambda: Environments((DOMAINS["swe"],), 8192, (0.0,)), "one positive weight each"),
-        (lambda: Environments((DOMAINS["swe"],), 2048), "max_context=2048"),
-        (lambda: domains.domain("chess"), "environment 'chess': its trajectories are unknown"),
-    ],
-)
-def test_what_cannot_be_made_is_refused(make, said):
-    with pytest.raises(ValueError, match=said):
-        make()

@@ -1,5 +1,4 @@
-"""Sandboxes on hosts in simulated time: by hand where a figure can be known, and what must hold
-whatever dies when."""
+"""Sandboxes on hosts in simulated time, also when hosts die."""
 
 import dataclasses
 import math
@@ -15,8 +14,7 @@ from rose.parts.simulator.loop import Loop
 from rose.parts.simulator.result import Counts
 from rose.parts.simulator.sandboxes import Sandboxes
 from rose.scheduler import events as ev
-from tests.parts.simulator.clusters import Agents, Memory, cluster
-from tests.scheduler.said import built
+from tests.parts.simulator.clusters import Agents, cluster, run, scheduler
 
 MIB = 2**20
 NOTHING = spec.Change(1.0, None)
@@ -36,26 +34,27 @@ class Script:
     max_new_tokens = 100
 
     def group(self, index, size, version, draw):
-        return [
-            spec.Episode(200, (100,) * 3, (10,) * 3, (4.0,) * 3, (False,) * 3, 1.0, reset_s=2.0)
-            for _ in range(size)
-        ]
+        three = (100,) * 3, (10,) * 3, (4.0,) * 3, (False,) * 3
+        return [spec.Episode(200, *three, 1.0, reset_s=2.0)] * size
 
 
-def scheduler(placement="stay", **args):
-    return built(600.0, batching_args={"max_admitted": 2.0}, placement=(placement, args))
+def rebalance(**changes):
+    """Arguments of `run`: a scheduler that moves trajectories off crowded hosts."""
+    args = {"crowded": 1.2, "margin": 1.25, "move_s": 1.0, "patience_s": 3.0, "at_once": 4}
+    return {"placement": ("rebalance", args | changes)}
+
+
+def one(**changes):
+    """One trajectory, one step."""
+    boxes = dataclasses.replace(BOXES, **changes.pop("boxes", {}))
+    sizes = {"steps": 1, "groups": 1, "size": 1} | changes
+    return cluster(env=Script(), sandboxes=boxes, **sizes)
 
 
 def alone(**changes):
     """One trajectory, one step; (rollout's seconds, result, journal)."""
-    boxes = dataclasses.replace(BOXES, **changes)
-    result, memory = ran(cluster(env=Script(), steps=1, groups=1, size=1, sandboxes=boxes))
+    result, memory = run(one(boxes=changes))
     return result.steps[0].rollout_s, result, memory
-
-
-def ran(what):
-    memory = Memory()
-    return simulate(what, scheduler(), 1, memory), memory
 
 
 def dead(at, **changes):
@@ -136,38 +135,34 @@ def test_what_had_not_reached_the_store_is_lost_with_its_host(slow):
     assert late.counts.turns == 4
 
 
-def test_tokens_of_the_first_turn_are_lost_where_nothing_is_kept():
-    at = 2.25 + 0.6
-    assert 30 < dead(at)[1].counts.remade_tokens < 70
-    assert dead(at, recovery="replay")[1].counts.remade_tokens == 0
-
-
 def test_a_turn_on_its_way_to_an_engine_when_the_host_died_is_not_taken_for_its_next_attempt():
-    boxes = dataclasses.replace(BOXES, recovery="replay", detect_s=0.0, restart_s=0.0)
-    boxes = dataclasses.replace(boxes, failures=((3.0, 0), (3.0, 1)))
-    what = cluster(env=Script(), steps=1, groups=1, size=1, sandboxes=boxes, dispatch_s=5.0)
-    [step] = simulate(what, scheduler(), 1).steps
+    boxes = {"recovery": "replay", "detect_s": 0.0, "restart_s": 0.0}
+    boxes["failures"] = (3.0, 0), (3.0, 1)
+    [step] = run(one(boxes=boxes, dispatch_s=5.0))[0].steps
     # 2.25 s of start twice, and three times the way to the engine, a turn and its command
     assert step.rollout_s == pytest.approx(3.0 + 2.25 + 3 * (5 + TURN_S + 4), abs=0.2)
 
 
 class Trajectories:
-    """A hub without a scheduler: notes what it is told."""
+    """A hub without a scheduler, which notes what was saved: trajectories g0.0 and so on, each of
+    which changes something by its first turn only, whose captures are of 1 MB."""
 
-    def __init__(self, **changes):
-        self.loop, self.told, self.events = Loop(), [], []
-        what = dataclasses.replace(BOXES, recovery="classified", **changes)
+    def __init__(self, count, **changes):
+        self.loop, self.events = Loop(), []
+        kinds = {"recovery": "classified", "changes": (NOTHING, PROCESS), "cores": (64.0,)}
+        what = dataclasses.replace(BOXES, **kinds | changes)
         self.boxes = Sandboxes(what, self.loop, 1, self, Counts())
+        self.all = [self._open(f"g0.{i}") for i in range(count)]
 
-    def open(self, name, kinds):
+    def _open(self, name):
         [episode] = Script().group(0, 1, 0, None)
-        group = Group("g0", 0, None)
-        trajectory = Trajectory(name, group, 0, episode, 0.0)
+        trajectory = Trajectory(name, Group("g0", 0, None), 0, episode, 0.0)
         self.boxes.open(trajectory)
-        self.boxes._boxes[name].changes = kinds
+        self.boxes._boxes[name].changes = [1, 0, 0]
         return trajectory
 
-    def turn(self, trajectory):
+    def turn(self, at, trajectory):
+        self.run(at)
         trajectory.next_turn()
         self.boxes.command(trajectory, 4.0, True)
 
@@ -177,65 +172,54 @@ class Trajectories:
         self.loop.run(math.inf)
 
     def feed(self, event):
-        self.events.append(event)
+        self.events.append((event.trajectory, event.turns))
 
-    def ready(self, trajectory):
-        self.told.append((self.loop.now, trajectory.key, "ready"))
+    def ready(self, trajectory): ...
 
-    def observed(self, trajectory, more):
-        self.told.append((self.loop.now, trajectory.key, "observed"))
+    def observed(self, trajectory, more): ...
+
+
+SLOW = {"host_bytes_s": 1e6 / 8}  # 1 MB takes 8 s to the store.
 
 
 def test_a_turn_that_changed_nothing_is_saved_with_those_before_it():
-    """1 MB takes 8 s to the store; the second turn is over before that, and changed nothing."""
-    hub = Trajectories(changes=(NOTHING, PROCESS), host_bytes_s=1e6 / 8)
-    one = hub.open("g0.0", [1, 0, 0])
-    hub.run(3.0)
-    hub.turn(one)
-    hub.run(8.0)  # its command until 7, its capture until 7.5
-    hub.turn(one)
-    hub.run(30.0)
-    assert [(e.turns, e.at) for e in hub.events] == [(2, pytest.approx(15.501))]
-    hub.turn(one)
+    """The second turn is over before the first is stored."""
+    hub = Trajectories(1, **SLOW)
+    hub.turn(3.0, hub.all[0])
+    hub.turn(8.0, hub.all[0])  # its command until 7, its capture until 7.5
+    hub.run(15.5)
+    assert hub.events == []
+    hub.run(15.502)
+    assert hub.events == [("g0.0", 2)]
+    hub.turn(30.0, hub.all[0])
     hub.run(40.0)
-    assert [e.turns for e in hub.events] == [2, 3]  # the third at once
+    assert hub.events == [("g0.0", 2), ("g0.0", 3)]  # the third at once
 
 
 def test_a_capture_without_room_is_due_at_the_next_turn():
-    """1 MB takes 8 s to the store, and there is room for one."""
-    hub = Trajectories(
-        changes=(NOTHING, PROCESS), cores=(64.0,), staging_bytes=1.5e6, host_bytes_s=1e6 / 8
-    )
-    first, second = hub.open("g0.0", [1, 0, 0]), hub.open("g0.1", [1, 0, 0])
-    hub.run(3.0)
-    hub.turn(first)
-    hub.run(3.25)
-    hub.turn(second)
-    hub.run(20.0)  # the first captured from 7 to 7.5; the second would have from 7.25
-    assert [e.trajectory for e in hub.events] == ["g0.0"]
-    assert hub.boxes._counts.skipped_saves == 1
-    hub.turn(second)  # changes nothing itself
+    """There is room for one capture: from 7 to 7.5 s of the first; the second's is due at 7.25."""
+    hub = Trajectories(2, staging_bytes=1.5e6, **SLOW)
+    for at, trajectory in zip((3.0, 3.25), hub.all, strict=True):
+        hub.turn(at, trajectory)
+    hub.run(20.0)
+    assert hub.events == [("g0.0", 1)] and hub.boxes._counts.skipped_saves == 1
+    hub.turn(20.0, hub.all[1])  # changes nothing itself
     hub.run(40.0)
-    assert [(e.trajectory, e.turns) for e in hub.events] == [("g0.0", 1), ("g0.1", 2)]
-    assert hub.boxes._counts.saved_bytes == 2e6
+    assert hub.events == [("g0.0", 1), ("g0.1", 2)] and hub.boxes._counts.saved_bytes == 2e6
 
 
 def test_a_capture_that_is_cancelled_leaves_its_room_to_others():
-    hub = Trajectories(changes=(PROCESS,), cores=(64.0,), staging_bytes=1.5e6)
-    first, second = hub.open("g0.0", [0] * 3), hub.open("g0.1", [0] * 3)
-    hub.run(3.0)
-    hub.turn(first)
-    hub.run(3.25)
-    hub.turn(second)
+    hub = Trajectories(2, staging_bytes=1.5e6)
+    for at, trajectory in zip((3.0, 3.25), hub.all, strict=True):
+        hub.turn(at, trajectory)
     hub.run(7.2)  # the first captures since 7.0
-    hub.boxes.close(first)
+    hub.boxes.close(hub.all[0])
     hub.run(20.0)
-    assert [e.trajectory for e in hub.events] == ["g0.1"]
+    assert hub.events == [("g0.1", 1)]
 
 
 def test_a_sandbox_waits_for_memory():
-    boxes = dataclasses.replace(BOXES, cores=(64.0,), memory_bytes=2 * MIB)
-    _, memory = ran(cluster(env=Script(), steps=1, groups=1, size=6, sandboxes=boxes))
+    _, memory = run(one(boxes={"cores": (64.0,), "memory_bytes": 2 * MIB}, size=6))
     assert max(e.running for e in memory.events(ev.HostLoad)) == 2
 
 
@@ -246,9 +230,9 @@ def test_whatever_dies_each_trajectory_is_counted_once_and_it_replays(recovery, 
     faults = {"mtbf_s": 40.0, "restart_s": 7.0, "load_s": 1.0}
     boxes = dataclasses.replace(BOXES, changes=kinds, recovery=recovery, **hosts, **faults)
     what = cluster(steps=2, groups=4, env=Agents(crash=1), sandboxes=boxes)
-    args = {"crowded": 1.0, "margin": 1.0, "move_s": 0.1, "patience_s": 2.0, "at_once": 4}
+    args = rebalance(crowded=1.0, margin=1.0, move_s=0.1, patience_s=2.0)
     path = tmp_path / "journal.jsonl"
-    fresh = scheduler("rebalance", **args)
+    fresh = scheduler(**args)
     written = journal.Journal(path, fresh.snapshot())
     result = simulate(what, fresh, 5, written)
     written.close()
@@ -257,11 +241,11 @@ def test_whatever_dies_each_trajectory_is_counted_once_and_it_replays(recovery, 
     assert counts.lost_hosts > 3 and counts.recovered > 10
     assert (counts.moved > 0) == (recovery in ("full", "classified"))
     assert (counts.remade_tokens > 0) == (recovery != "replay")
-    assert journal.replay(path, scheduler("rebalance", **args)) == counts.decisions
+    assert journal.replay(path, scheduler(**args)) == counts.decisions
     events = [entry.event for entry in list(journal.read(path))[1:]]
     ended = [each.trajectory for each in events if isinstance(each, ev.TrajectoryEnded)]
     assert len(ended) == len(set(ended))
-    again = simulate(what, scheduler("rebalance", **args), 5)
+    again = simulate(what, scheduler(**args), 5)
     assert again.steps == result.steps and again.counts == counts
 
 
@@ -269,18 +253,16 @@ def test_rival_recoveries_meet_the_same_failures():
     lost = []
     for recovery in ("none", "replay", "full"):
         boxes = dataclasses.replace(BOXES, recovery=recovery, mtbf_s=15.0, restart_s=5.0)
-        _, memory = ran(cluster(groups=4, sandboxes=boxes))
+        _, memory = run(cluster(groups=4, sandboxes=boxes))
         lost.append([(e.host, e.at) for e in memory.events(ev.HostLost)])
     shortest = min(map(len, lost))
     assert shortest > 2 and all(found[:shortest] == lost[0][:shortest] for found in lost)
 
 
 def test_trajectories_leave_a_crowded_host_and_the_step_is_shorter():
-    boxes = dataclasses.replace(BOXES, cores=(64.0, 0.5), recovery="full", load_s=1.0)
-    what = cluster(steps=1, groups=4, env=Script(), size=8, sandboxes=boxes)
-    args = {"crowded": 1.2, "margin": 1.25, "move_s": 1.0, "patience_s": 3.0, "at_once": 4}
-    stay = simulate(what, scheduler(), 1)
-    moving = simulate(what, scheduler("rebalance", **args), 1)
+    boxes = {"cores": (64.0, 0.5), "recovery": "full", "load_s": 1.0}
+    what = one(boxes=boxes, groups=4, size=8)
+    stay, moving = (run(what, **args)[0] for args in ({}, rebalance()))
     assert stay.counts.moved == 0 and moving.counts.moved > 4
     assert moving.steps[0].rollout_s < 0.8 * stay.steps[0].rollout_s
     assert moving.counts.remade_tokens == 0 and moving.steps[0].tokens == stay.steps[0].tokens

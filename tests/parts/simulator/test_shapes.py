@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from rose.config import ConfigError
 from rose.parts.simulator import spec
 from rose.scheduler import events as ev
 from tests.parts.simulator.clusters import ENGINE, cluster, pool, run
@@ -40,7 +39,6 @@ def test_turns_are_made_once_whichever_of_the_engines_that_share_gpus_are_awake(
 
 
 D = "sim.pool.dedicated"
-ELASTIC = f"scheduler/provisioning=elastic {D}.elastic=true"
 
 
 def test_a_mix_of_degrees_has_its_own_gpus_and_as_many_sequences_for_each(spec_of):
@@ -60,25 +58,3 @@ def test_one_degree_for_all_leaves_an_engine_a_live_ones_sequences(spec_of, give
     sizes = f"{D}.tensor_parallel=4 {D}.max_sequences={given}"
     [only] = spec_of(f"sim.pools=[dedicated] {sizes}").pools
     assert only.engine.max_sequences == wanted
-
-
-@pytest.mark.parametrize(
-    "changed, words",
-    [
-        (f"{D}.tensor_parallel=[]", r"tensor_parallel=\[\]: one or more degrees, of a dedicated"),
-        (f"{D}.tensor_parallel=[1,8] {D}.elastic=true", "scheduler/provisioning=elastic, not"),
-        (f"{D}.elastic=true", "elastic=True: needs a list of degrees, not .*tensor_parallel=1"),
-        (f"{D}.tensor_parallel=[3,1]", r"tensor_parallel=\[3, 1\]: .* 32 attention heads"),
-        (
-            f"{ELASTIC} {D}.tensor_parallel=[2,8] {D}.workers=3",
-            "engines of 8 GPUs don't fill the pool's 6",
-        ),
-        (
-            f"{ELASTIC} {D}.tensor_parallel=[2,5] {D}.workers=5",
-            r"\[2, 5\]: engines of 2 GPUs overlap two of 5; with elastic=true each",
-        ),
-    ],
-)
-def test_degrees_that_make_no_pool_are_named(spec_of, changed, words):
-    with pytest.raises(ConfigError, match=words):
-        spec_of(changed)

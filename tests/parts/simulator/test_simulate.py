@@ -1,5 +1,4 @@
-"""Whole simulated runs: every trajectory counted once, weights before turns, borrowed workers, the
-same for a seed."""
+"""Whole simulated runs, on a fixed cluster and with borrowed workers."""
 
 import dataclasses
 import math
@@ -14,24 +13,33 @@ from tests.parts.simulator.clusters import Agents, cluster, counted_once, pool, 
 
 AT_ONCE = {"patience_s": 0.0, "idle_s": 1e9, "cool_down_s": 0.0, "back_off_s": 1.0}
 
-# --------------------------------------------------------------------------- a fixed cluster
+
+@pytest.fixture(scope="module")
+def plain():
+    """A run of two steps on a fixed cluster, and its journal."""
+    return run(cluster())
 
 
-def test_each_step_trains_on_its_groups_and_every_trajectory_ends_once():
-    result, memory = run(cluster())
-    assert [step.trajectories for step in result.steps] == [12, 12]
+def check_tokens(result, memory):
+    """Check that each of 24 trajectories of 4 turns ended once, and that no token is missing."""
     counted_once(memory, 24)
     assert result.counts.turns == 24 * 4
     found = sum(step.tokens for step in result.steps)
     assert found == sum(e.tokens for e in memory.events(ev.TurnEnded))
+
+
+def test_each_step_trains_on_its_groups_and_every_trajectory_ends_once(plain):
+    result, memory = plain
+    check_tokens(result, memory)
+    assert [step.trajectories for step in result.steps] == [12, 12]
     assert sum(worker.decoded for worker in result.workers) == result.tokens
 
 
-def test_a_step_is_rollout_training_and_sync_in_this_order():
-    result, _ = run(cluster())
+def test_a_step_is_rollout_training_and_sync_in_this_order(plain):
+    result, _ = plain
     for step in result.steps:
         train_s = 3.0 + step.trained_tokens * 1e9 / (2 * probes.GPU.flops * 0.5)
-        assert step.trained_at - step.training_at == pytest.approx(train_s)
+        assert training_s(step) == pytest.approx(train_s)
         assert step.published_at - step.trained_at == pytest.approx(1.0)
         # two workers, one link without relay: both at the end of 2 x 0.5 s, then 0.1 s of latency
         # and 0.2 s to apply
@@ -40,25 +48,20 @@ def test_a_step_is_rollout_training_and_sync_in_this_order():
     assert all(step.staleness == (0, 0, 0) for step in result.steps)
 
 
-def test_no_turn_runs_on_old_weights():
-    result, memory = run(cluster())
+def test_no_turn_runs_on_old_weights(plain):
     holds, newest = {}, 0
-    for event, actions in memory.entries:
-        match event:
-            case ev.VersionPublished(version=version):
-                newest = version
-            case (
-                ev.WorkerLoaded(worker=worker, version=version)
-                | ev.WorkerJoined(worker=worker, version=version)
-            ):
-                holds[worker] = version
+    for event, actions in plain[1].entries:
+        if isinstance(event, ev.VersionPublished):
+            newest = event.version
+        if isinstance(event, (ev.WorkerLoaded, ev.WorkerJoined)):
+            holds[event.worker] = event.version
         assert all(holds[a.worker] == newest for a in actions if isinstance(a, ev.AssignTurn))
 
 
-def test_the_same_seed_gives_the_same_run_and_another_seed_another():
-    first, again, other = (run(cluster(), seed=seed) for seed in (1, 1, 2))
-    assert first[1].entries == again[1].entries and first[0].steps == again[0].steps
-    assert other[0].steps != first[0].steps
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(plain):
+    again, other = (run(cluster(), seed=seed) for seed in (1, 2))
+    assert plain[1].entries == again[1].entries and plain[0].steps == again[0].steps
+    assert other[0].steps != plain[0].steps
 
 
 def test_rival_schedulers_meet_the_same_episodes():
@@ -95,10 +98,7 @@ def test_an_answer_that_comes_after_its_turn_was_taken_back_is_not_heard():
     of."""
     result, memory = run(cluster(answer_s=3.0), timeout=3.8)
     assert result.counts.aborted > 0
-    counted_once(memory, 24)
-    assert result.counts.turns == 24 * 4
-    found = sum(step.tokens for step in result.steps)
-    assert found == sum(e.tokens for e in memory.events(ev.TurnEnded))
+    check_tokens(result, memory)
     # what nobody heard of is made again
     assert sum(worker.decoded for worker in result.workers) > result.tokens
 
@@ -143,21 +143,14 @@ def test_the_scheduler_hears_of_long_turns_while_they_run():
     "what, words",
     [
         (cluster(pool(count=0), tick_s=math.inf), "12 of them wait for 0 workers"),
-        (
-            cluster(pool(count=0), tick_s=60.0),
-            r"all turns have waited for 86400 s; which .*, 12 of",
-        ),
+        (cluster(pool(count=0), tick_s=60.0), "all turns have waited for 86400 s; which .*, 12 of"),
         (cluster(horizon_s=5.0), "horizon_s=5"),
         (cluster(env=Agents(crash=2), groups=1, size=1, max_failures_in_row=2), "failed in a row"),
     ],
-    ids=["nobody", "only ticks", "beyond its horizon", "crashes"],
 )
 def test_a_run_that_cannot_end_is_an_error_that_says_why(what, words):
     with pytest.raises(RuntimeError, match=words):
         run(what)
-
-
-# --------------------------------------------------------------------------- borrowed workers
 
 
 def test_a_cooperative_worker_computes_in_the_idle_share_only():
@@ -168,17 +161,12 @@ def test_a_cooperative_worker_computes_in_the_idle_share_only():
 
 
 def test_the_gate_keeps_the_targets_that_memory_sharing_alone_misses():
-    attained = {}
-    for executor in ("gate", "memory_only"):
-        load = clusters.steady_load(busy=0.5)
-        slower = dataclasses.replace(
-            load, busy=load.busy * 2, ttft_s=load.ttft_s * 3, tpot_s=load.tpot_s * 2
-        )
-        load = dataclasses.replace(load, beside=slower if executor == "memory_only" else None)
-        [use] = run(cluster(pool(), clusters.borrowed(load, executor)))[0].serving
-        attained[executor] = use.beside.ttft_attained
-        assert use.alone.ttft_attained > 0.99
-    assert attained["gate"] > 0.99 > attained["memory_only"]
+    load = clusters.steady_load()
+    slower = dataclasses.replace(load, ttft_s=load.ttft_s * 3)
+    for executor, beside, kept in (("gate", None, True), ("memory_only", slower, False)):
+        lent = clusters.borrowed(dataclasses.replace(load, beside=beside), executor)
+        [use] = run(cluster(pool(), lent))[0].serving
+        assert (use.beside.ttft_attained > 0.99) == kept and use.alone.ttft_attained > 0.99
 
 
 def test_called_back_memory_sends_turns_elsewhere_and_stays_called_back_until_the_next_step():
@@ -219,13 +207,16 @@ def test_lost_spot_workers_cost_no_token_that_had_been_made():
     assert joined[2:] == ["spot-2"]
 
 
+def training_s(step):
+    return step.trained_at - step.training_at
+
+
 def test_hybrid_workers_roll_out_only_between_training_phases():
-    what = cluster(pool("hybrid", "hybrid", 2, switch_s=1.5))
-    result, memory = run(what)
+    result, _ = run(cluster(pool("hybrid", "hybrid", 2, switch_s=1.5)))
+    began, ended = np.concatenate([worker.spans for worker in result.workers]).T
     for step in result.steps:
-        assert step.trained_at - step.training_at > 3.0 + 1.5
-        spans = np.concatenate([worker.spans for worker in result.workers])
-        assert not ((spans[:, 0] < step.trained_at) & (spans[:, 1] > step.training_at + 1e-6)).any()
+        assert training_s(step) > 3.0 + 1.5
+        assert not ((began < step.trained_at) & (ended > step.training_at + 1e-6)).any()
 
 
 def test_each_trained_token_attends_to_those_before_it_in_its_trajectory():
@@ -241,10 +232,10 @@ def test_each_trained_token_attends_to_those_before_it_in_its_trajectory():
     for flops_per_pair in (0.0, 1e8):
         episodes.clear()
         trainer = dataclasses.replace(clusters.TRAINER, flops_per_pair=flops_per_pair)
-        result, _ = run(cluster(steps=1, env=Remembered(), trainer=trainer))
-        seconds[flops_per_pair] = result.steps[0].trained_at - result.steps[0].training_at
+        [step] = run(cluster(steps=1, env=Remembered(), trainer=trainer))[0].steps
+        seconds[flops_per_pair] = training_s(step)
     lengths = [e.prompt_tokens + sum(e.output_tokens + e.observation_tokens) for e in episodes]
-    assert sum(lengths) == result.steps[0].trained_tokens
+    assert sum(lengths) == step.trained_tokens
     rate = trainer.gpus * trainer.gpu.flops * trainer.mfu
     attention_s = sum(n * n / 2 for n in lengths) * 1e8 / rate
     assert seconds[1e8] - seconds[0.0] == pytest.approx(attention_s)
@@ -253,41 +244,31 @@ def test_each_trained_token_attends_to_those_before_it_in_its_trajectory():
 
 def test_gpus_that_roll_out_train_no_more_and_libras_split_shortens_the_steps():
     """Rollouts take long here, training on two GPUs hardly any time: one of them is worth more on
-    the other side."""
+    the other side, which it changes to before step 2, in `switch_s`."""
     pools = pool(count=1), pool("elastic", "hybrid", 2, split=True, switch_s=1.0)
     args = {"period_steps": 2, "gain": 0.05, "cost_s": 1.0, "training_workers": 0}
     trainer = dataclasses.replace(clusters.TRAINER, flops_per_token=2e10)
     what = cluster(*pools, steps=8, groups=12, trainer=trainer)
-    result, memory = run(what, provisioning="libra", args=args)
+    result, _ = run(what, provisioning="libra", args=args)
     never, _ = run(what, provisioning="libra", args=args | {"gain": 1.0})
-    expected = {"dedicated-0", "elastic-0"}
-    assert {worker.name for worker in result.workers if worker.decoded} == expected
-    assert {worker.name for worker in never.workers if worker.decoded} == {"dedicated-0"}
-
-    def seconds(of, number):
-        """Of training, beside what it takes for any number of tokens."""
-        return of.steps[number].trained_at - of.steps[number].training_at - trainer.step_s
-
-    for number in (0, 1, 3, 7):  # the same episodes
-        assert result.steps[number].trained_tokens == never.steps[number].trained_tokens
-        found = seconds(result, number)
-        assert found == pytest.approx(seconds(never, number) * (1 if number < 2 else 2))
-    assert seconds(result, 2) == pytest.approx(2 * seconds(never, 2) + 1.0), (
-        "changing sides costs switch_s"
-    )
+    for found, names in ((result, {"dedicated-0", "elastic-0"}), (never, {"dedicated-0"})):
+        assert {worker.name for worker in found.workers if worker.decoded} == names
+    for number, times, more in ((0, 1, 0.0), (1, 1, 0.0), (2, 2, 1.0), (3, 2, 0.0), (7, 2, 0.0)):
+        step, other = result.steps[number], never.steps[number]  # of the same episodes
+        assert step.trained_tokens == other.trained_tokens
+        expected = times * (training_s(other) - trainer.step_s) + more
+        assert training_s(step) - trainer.step_s == pytest.approx(expected)
     assert result.seconds < 0.9 * never.seconds
 
 
 def test_certain_groups_are_trained_while_others_run():
     slow = dataclasses.replace(clusters.TRAINER, flops_per_token=1e11)
-    whole, ahead = (
-        run(cluster(groups=6, trainer=slow, stream=stream))[0].steps for stream in (False, True)
-    )
+    runs = (run(cluster(groups=6, trainer=slow, stream=stream))[0] for stream in (False, True))
+    whole, ahead = (result.steps for result in runs)
     for before, step in zip(whole, ahead, strict=True):
         assert step.tokens == before.tokens and step.rollout_s == pytest.approx(before.rollout_s)
-        training_s = step.trained_at - step.training_at
-        assert training_s + step.ahead_s == pytest.approx(before.trained_at - before.training_at)
-        assert before.ahead_s == 0.0 and step.ahead_s > 0.1 * training_s
+        assert training_s(step) + step.ahead_s == pytest.approx(training_s(before))
+        assert before.ahead_s == 0.0 and step.ahead_s > 0.1 * training_s(step)
 
 
 def test_a_trainer_that_is_slower_than_rollouts_begins_with_the_first_group_and_never_rests():

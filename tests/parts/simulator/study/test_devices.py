@@ -1,5 +1,4 @@
-"""The online service that the settings of ROSE's paper share: alone as in its Table 1, and what
-rollouts beside cost."""
+"""The online service of ROSE's paper, alone as in its Table 1, and beside rollouts."""
 
 from array import array
 from statistics import fmean

@@ -8,9 +8,13 @@ import pytest
 from rose.parts.simulator.study.gains import gain, interval, quantile
 
 
-def test_seeds_that_differ_a_lot_but_alike_for_both_systems_don_t_widen_the_interval():
+def test_gains_are_of_pairs_of_seeds():
+    """Seeds that differ a lot, but alike for both systems, don't widen the interval."""
     base = np.array([1.0, 10.0, 100.0])
     assert gain(1.5 * base, base) == pytest.approx((1.5, 1.5, 1.5))
+    a, b = [3.0, 4.0, 6.0], [2.0, 3.5, 4.0]
+    mean, low, high = gain(a, b)
+    assert gain(b, a) == pytest.approx((1 / mean, 1 / high, 1 / low))
 
 
 def test_the_interval_covers_the_true_ratio_in_about_95_of_100_experiments():
@@ -23,12 +27,6 @@ def test_the_interval_covers_the_true_ratio_in_about_95_of_100_experiments():
     assert 0.93 < hits / 2000 < 0.97
 
 
-def test_the_gain_of_the_other_is_the_reciprocal():
-    a, b = [3.0, 4.0, 6.0], [2.0, 3.5, 4.0]
-    mean, low, high = gain(a, b)
-    assert gain(b, a) == pytest.approx((1 / mean, 1 / high, 1 / low))
-
-
 def test_one_seed_has_no_interval():
     mean, low, high = interval([3.0])
     assert mean == 3.0 and math.isnan(low) and math.isnan(high)
@@ -37,10 +35,3 @@ def test_one_seed_has_no_interval():
 def test_student_s_quantile_joins_the_normal_one_without_a_step():
     assert quantile(31) == pytest.approx(2.0395, abs=1e-3)
     assert quantile(1000) == pytest.approx(1.9623, abs=1e-3)
-    with pytest.raises(ValueError, match="degrees=0"):
-        quantile(0)
-
-
-def test_systems_with_unlike_numbers_of_seeds_are_not_paired():
-    with pytest.raises(ValueError):
-        gain([1.0, 2.0], [1.0])

@@ -20,9 +20,7 @@ def test_chromium_draws_every_figure_of_a_comparison_and_of_a_sweep(tree, tmp_pa
     console = Console(file=open(tmp_path / "said", "w"))
     assert front.main(points, console, "python launch.py ...") == 0
     browser = shutil.which("chromium")
-    assert browser, (
-        "the page is checked in a real browser: apt-get install chromium fonts-dejavu-core"
-    )
+    assert browser, "pages are checked in a real one: apt-get install chromium fonts-dejavu-core"
     for page, figures in (
         ("x-sim.n_serving=2/report.html", ("gains", "phases", "timeline", "load", "slo")),
         ("x-sweep.html", ("gains", "phases", "timeline", "sweep-step", "sweep-rate")),
