@@ -13,8 +13,7 @@
                      which role holds a GPU that trainer and engines share
     records.py, members.py, stopping.py
                      metrics, cost and progress; the run's ranks; a stop or a failure
-    provisioner.py, reward_jobs.py
-                     Slurm jobs that the scheduler, or the reward pools, request
+    provisioner.py   Slurm jobs that the scheduler, or the reward pools, request
          | every event goes to the scheduler, and every action comes back, through one queue
     rose.scheduler.actions.ActionQueue -> journal.py
 
