@@ -36,6 +36,8 @@ def check(tree: dict) -> plan.Plan:
     scheduler = policies.build(c.scheduler, c.rollout.turn_timeout_s)
     check_domains(c)
     algorithm = algorithms.build(c.algorithm.name, c.algorithm.args)
+    if c.hybrids:
+        needed("hybrid_devices", "hybrid", f"rollout.hybrid={c.hybrids}")
     if c.reward.pools:
         _scorers(c).build(c.reward.name, c.reward.args)
     if c.rollout.replay is not None:

@@ -24,6 +24,7 @@ A part adds by a module with one of these names:
                 absolute paths.
     reward_rank.py `RewardRank`: a rank of the run with workers that compute scores.
     reward_jobs.py `RewardJobs`: requests Slurm jobs with further workers.
+    hybrid_devices.py `HybridDevices`: the coordinator's `Devices` of a run with rollout.hybrid.
     run_report.py `html(run_dir)`: what a run's report shows below its borrowed ranks.
     policies.py `POLICIES`: scheduling policies by kind, and by name.
 

@@ -46,7 +46,6 @@ from rose.coordinator.checkpoints import Checkpoints
 from rose.coordinator.evaluation import Evaluations
 from rose.coordinator.exports import Exports
 from rose.coordinator.groups import Rollouts
-from rose.coordinator.hybrid_devices import HybridDevices
 from rose.coordinator.journal import Journal
 from rose.coordinator.members import Members
 from rose.coordinator.provisioner import Provisioner
@@ -124,8 +123,10 @@ class Coordinator:
         trainers, kept, saved = ranks[p.Role.TRAINER], self.evaluations.kept, log.checkpoint_saved
         self.training = Training(config, trainers, send, recorder)
         self.checkpoints = Checkpoints(config, folder, trainers, send, recorder, kept, saved, fault)
-        self.device = (
-            HybridDevices(config, ranks, send, recorder, self.hub, fault)
+        self.device: Devices = (
+            extensions.only("hybrid_devices").HybridDevices(
+                config, ranks, send, recorder, self.hub, fault
+            )
             if config.hybrids
             else Devices(config, ranks, send, self._changed.until, recorder)
         )
