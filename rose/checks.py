@@ -21,7 +21,6 @@ from rose.coordinator import replay
 from rose.engine import arguments
 from rose.launch import doubts, exclusions, gpus, model, plan, resume, slurm
 from rose.memory import host_bytes
-from rose.observe import trackers
 from rose.trainer import algorithms, compilers
 
 
@@ -31,7 +30,10 @@ def check(tree: dict) -> plan.Plan:
     c = exclusions.from_dict(tree)
     envs.check(c.env, c.eval.sets)
     tool_formats.check_names(c.model.tool_format, c.model.reasoning_format)
-    trackers.check(c.observe)
+    tracked = {"wandb.project": c.observe.wandb.project, "mlflow.uri": c.observe.mlflow.uri}
+    for key, value in tracked.items():
+        if value:
+            needed("trackers", "trackers", f"observe.{key}={value!r}").check(c.observe)
     c = with_whole_paths(c)
     scheduler = policies.build(c.scheduler, c.rollout.turn_timeout_s)
     check_domains(c)

@@ -25,6 +25,8 @@ A part adds by a module with one of these names:
     reward_rank.py `RewardRank`: a rank of the run with workers that compute scores.
     reward_jobs.py `RewardJobs`: requests Slurm jobs with further workers.
     hybrid_devices.py `HybridDevices`: the coordinator's `Devices` of a run with rollout.hybrid.
+    trackers.py `check(observe)`: raises `ConfigError` for a tracker that isn't installed.
+                `start(config, run_dir)`: the run's `QueuedTracker`s (rose/observe/metrics.py).
     run_report.py `html(run_dir)`: what a run's report shows below its borrowed ranks.
     policies.py `POLICIES`: scheduling policies by kind, and by name.
 
