@@ -27,6 +27,8 @@ A part adds by a module with one of these names:
     hybrid_devices.py `HybridDevices`: the coordinator's `Devices` of a run with rollout.hybrid.
     trackers.py `check(observe)`: raises `ConfigError` for a tracker that isn't installed.
                 `start(config, run_dir)`: the run's `QueuedTracker`s (rose/observe/metrics.py).
+    relay_client.py `Relayed(where, token, timeout_s)`: the `Source` (rose/transfer/source.py) of
+                weights at a relay's URL.
     run_report.py `html(run_dir)`: what a run's report shows below its borrowed ranks.
     policies.py `POLICIES`: scheduling policies by kind, and by name.
 
