@@ -30,6 +30,7 @@ A part adds by a module with one of these names:
     relay_client.py `Relayed(where, token, timeout_s)`: the `Source` (rose/transfer/source.py) of
                 weights at a relay's URL.
     run_report.py `html(run_dir)`: what a run's report shows below its borrowed ranks.
+    algorithms.py `ALGORITHMS`: RL algorithms by name.
     policies.py `POLICIES`: scheduling policies by kind, and by name.
 
 Left out: other packages' entry points (rose/config/outside.py).
