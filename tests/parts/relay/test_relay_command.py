@@ -29,9 +29,7 @@ def store(tmp_path):
 
 # The command, whose attempts at its upstream last for an hour.
 PATIENT = """
-import runpy
-from rose.parts.relay import relay_client
-from rose.transfer import source
+import runpy, rose.parts.relay.relay_client as relay_client, rose.transfer.source as source
 opens, relay_client.ATTEMPT_S = source.open_source, 3600.0
 source.open_source = lambda upstream, token, _: opens(upstream, token, 3600.0)
 runpy.run_module("rose.parts.relay", run_name="__main__")
