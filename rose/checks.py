@@ -10,18 +10,17 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from rose import policies
+from rose import extensions, policies
 from rose.agent import envs, rows, tool_formats
 from rose.config import Config, ConfigError
 from rose.coordinator import replay
 from rose.engine import arguments
 from rose.launch import doubts, exclusions, gpus, model, plan, resume, slurm
 from rose.memory import host_bytes
-from rose.observe import trackers
-from rose.reward import scorers
 from rose.trainer import algorithms, compilers
 
 
@@ -31,13 +30,18 @@ def check(tree: dict) -> plan.Plan:
     c = exclusions.from_dict(tree)
     envs.check(c.env, c.eval.sets)
     tool_formats.check_names(c.model.tool_format, c.model.reasoning_format)
-    trackers.check(c.observe)
+    tracked = {"wandb.project": c.observe.wandb.project, "mlflow.uri": c.observe.mlflow.uri}
+    for key, value in tracked.items():
+        if value:
+            needed("trackers", "trackers", f"observe.{key}={value!r}").check(c.observe)
     c = with_whole_paths(c)
     scheduler = policies.build(c.scheduler, c.rollout.turn_timeout_s)
     check_domains(c)
     algorithm = algorithms.build(c.algorithm.name, c.algorithm.args)
+    if c.hybrids:
+        needed("hybrid_devices", "hybrid", f"rollout.hybrid={c.hybrids}")
     if c.reward.pools:
-        scorers.build(c.reward.name, c.reward.args)
+        _scorers(c).build(c.reward.name, c.reward.args)
     if c.rollout.replay is not None:
         replay.check(Path(c.rollout.replay), c)
     if getattr(algorithm, "needs_turn_rewards", False):
@@ -80,6 +84,9 @@ def host_gib(c: Config) -> float | None:
 def with_whole_paths(c: Config) -> Config:
     """Resolve the paths of files that ranks read, links included. Ranks in a container may start in
     another folder, and the container mounts the resolved path."""
+    reward = c.reward
+    if reward.pools:
+        reward = msgspec.structs.replace(reward, args=_scorers(c).whole_paths(reward.args))
     replayed, token = (
         path and str(Path(path).resolve())
         for path in (c.rollout.replay, c.transfer.relay_token_file)
@@ -92,8 +99,20 @@ def with_whole_paths(c: Config) -> Config:
         ),
         rollout=msgspec.structs.replace(c.rollout, replay=replayed),
         transfer=msgspec.structs.replace(c.transfer, relay_token_file=token),
-        reward=msgspec.structs.replace(c.reward, args=scorers.whole_paths(c.reward.args)),
+        reward=reward,
     )
+
+
+def _scorers(c: Config) -> Any:
+    return needed("scorers", "rewards", f"reward.name={c.reward.name!r}")
+
+
+def needed(module: str, part: str, key: str) -> Any:
+    """Return the module of a part that the run needs for `key`, KEY=VALUE. Raises `ConfigError` if
+    the part is missing."""
+    if (found := extensions.only(module)) is None:
+        raise ConfigError(f"{key}: needs rose/parts/{part}, which is missing in this copy of ROSE")
+    return found
 
 
 def check_formats(c: Config) -> None:

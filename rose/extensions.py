@@ -20,7 +20,17 @@ A part adds by a module with one of these names:
                 vLLM's arguments of such an engine. `Sender(hub, send)`: sends engines `DraftText`;
                 its `observe` gets the coordinator's events, its `group_ended` each ended group.
                 `Receiver(engine, died)`: `add` takes the messages at a rank, `run` passes them on.
+    scorers.py  `build(name, args)`: the scorer of `reward`. `whole_paths(args)`: its arguments with
+                absolute paths.
+    reward_rank.py `RewardRank`: a rank of the run with workers that compute scores.
+    reward_jobs.py `RewardJobs`: requests Slurm jobs with further workers.
+    hybrid_devices.py `HybridDevices`: the coordinator's `Devices` of a run with rollout.hybrid.
+    trackers.py `check(observe)`: raises `ConfigError` for a tracker that isn't installed.
+                `start(config, run_dir)`: the run's `QueuedTracker`s (rose/observe/metrics.py).
+    relay_client.py `Relayed(where, token, timeout_s)`: the `Source` (rose/transfer/source.py) of
+                weights at a relay's URL.
     run_report.py `html(run_dir)`: what a run's report shows below its borrowed ranks.
+    algorithms.py `ALGORITHMS`: RL algorithms by name.
     policies.py `POLICIES`: scheduling policies by kind, and by name.
 
 Left out: other packages' entry points (rose/config/outside.py).
@@ -53,6 +63,11 @@ def modules(name: str) -> dict[str, ModuleType]:
         for part, path in paths.items()
         if importlib.util.find_spec(path) is not None
     }
+
+
+def only(name: str) -> Any:
+    """Import the module `name` of the one part that has it; None without this part."""
+    return next(iter(modules(name).values()), None)
 
 
 def modes() -> dict[str, ModuleType]:

@@ -140,9 +140,10 @@ def run_role(
 
                 asyncio.run(HostRank(config, run_dir, attempt, me, mailbox).run())
             case p.Role.REWARD:
-                from rose.reward.rank import RewardRank
+                from rose import extensions
 
-                asyncio.run(RewardRank(config, run_dir, attempt, me.index, mailbox, recorder).run())
+                rank = extensions.only("reward_rank").RewardRank
+                asyncio.run(rank(config, run_dir, attempt, me.index, mailbox, recorder).run())
             case p.Role.TRAINER:
                 # mlflow takes a second to import, and only DeepSpeed's autotuner uses it.
                 with importing("mlflow"):

@@ -15,7 +15,7 @@ import yaml
 from rose import config, front
 from rose.agent import envs
 from rose.agent.envs.base import Action, ToolCall
-from rose.reward import scorers
+from rose.parts.rewards import scorers
 from rose.reward.episode import Said
 from tests.conftest import compose_tree
 from tests.made import episode, model_folder

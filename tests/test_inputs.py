@@ -13,8 +13,9 @@ from rose.agent import envs
 from rose.config import ConfigError
 from rose.launch import local, resume
 from rose.parts.adapters.envs.agent import Agent, _lines
+from rose.parts.rewards import scorers
 from rose.parts.sandbox.envs import _tasks
-from rose.reward import function, scorers
+from rose.reward import function
 from tests.refusals import table
 
 

@@ -9,7 +9,7 @@ from rose.config.model import ModelShape
 
 
 class Algorithm(Section):
-    """`name` is a file of rose/trainer/algorithms; `args` are its constructor's."""
+    """`name` is one of `rose.trainer.algorithms.algorithms()`; `args` are its constructor's."""
 
     name: str
     args: dict[str, Any]

@@ -9,15 +9,14 @@
     training.py      the batch -> trainer ranks; with trainer.stream group by group
     checkpoints.py   every rank's part on disk -> committed, beside the next steps
     borrowed.py      ranks of other jobs that join, fall silent and leave
-    shared_devices.py, hybrid_devices.py
+    shared_devices.py
                      which role holds a GPU that trainer and engines share
     records.py, members.py, stopping.py
                      metrics, cost and progress; the run's ranks; a stop or a failure
-    provisioner.py, reward_jobs.py
-                     Slurm jobs that the scheduler, or the reward pools, request
+    provisioner.py   Slurm jobs that the scheduler, or the reward pools, request
          | every event goes to the scheduler, and every action comes back, through one queue
     rose.scheduler.actions.ActionQueue -> journal.py
 
 coordinator.py opens with who waits for what. It connects the modules above, which do not import it.
-Outside this folder only `rose.main`, the front door, the doctor and rose.parts.play import from it.
+Outside this folder only `rose.main`, the front door and the parts import from it.
 """

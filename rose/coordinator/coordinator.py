@@ -46,12 +46,10 @@ from rose.coordinator.checkpoints import Checkpoints
 from rose.coordinator.evaluation import Evaluations
 from rose.coordinator.exports import Exports
 from rose.coordinator.groups import Rollouts
-from rose.coordinator.hybrid_devices import HybridDevices
 from rose.coordinator.journal import Journal
 from rose.coordinator.members import Members
 from rose.coordinator.provisioner import Provisioner
 from rose.coordinator.records import TICK_S, Progress, Records, StepTimes
-from rose.coordinator.reward_jobs import RewardJobs
 from rose.coordinator.shared_devices import ANSWER_S, Devices
 from rose.coordinator.step_metrics import reward_row
 from rose.coordinator.stopping import Ending, Stopped
@@ -116,7 +114,8 @@ class Coordinator:
         ranks, send = self.members.ranks, self.members.send
         fault, change = self.records.fault, self.records.change
         self.provisioner = Provisioner(config, folder, self.hub.feed, fault, change)
-        self.reward_jobs = RewardJobs(config, folder, fault, change)
+        jobs = extensions.only("reward_jobs") if config.reward.max_jobs else None
+        self.reward_jobs = jobs and jobs.RewardJobs(config, folder, fault, change)
         self.exports = Exports(config, folder, fault)
         self.rollouts = Rollouts(config, self.hub, send, ranks[p.Role.ENVIRONMENT], fault)
         write = self.records.metrics.write
@@ -124,8 +123,10 @@ class Coordinator:
         trainers, kept, saved = ranks[p.Role.TRAINER], self.evaluations.kept, log.checkpoint_saved
         self.training = Training(config, trainers, send, recorder)
         self.checkpoints = Checkpoints(config, folder, trainers, send, recorder, kept, saved, fault)
-        self.device = (
-            HybridDevices(config, ranks, send, recorder, self.hub, fault)
+        self.device: Devices = (
+            extensions.only("hybrid_devices").HybridDevices(
+                config, ranks, send, recorder, self.hub, fault
+            )
             if config.hybrids
             else Devices(config, ranks, send, self._changed.until, recorder)
         )
@@ -153,7 +154,7 @@ class Coordinator:
             tasks.spawn(self.borrowed.run())
         if self.config.scheduler.provisioning.name != "fixed":
             tasks.spawn(self.provisioner.run())
-        if self.config.reward.max_jobs:
+        if self.reward_jobs:
             tasks.spawn(self.reward_jobs.run())
         try:
             await tasks.run_until(self._tick(), asyncio.wait({stepping}), self.ending.wait())
@@ -306,7 +307,7 @@ class Coordinator:
         more = self.training.take_figures(phases["train"]) | self.device.row(phases, times.synced)
         if self.config.reward.pools and self.config.rollout.replay is None:
             more |= reward_row(groups, phases, self.rollouts.take_scoring_failures())
-            more |= self.reward_jobs.row()
+            more |= self.reward_jobs.row() if self.reward_jobs else {}
         self.records.step(groups, done[0].metrics, times, self.hub, self.rollouts, more)
 
     async def _finish(self) -> None:
@@ -379,7 +380,7 @@ class Coordinator:
                 or self.hub.handle(source, message)
                 or self.training.handle(message)
                 or self.device.handle(message)
-                or self.reward_jobs.handle(message)
+                or (self.reward_jobs and self.reward_jobs.handle(message))
                 or self.members.handle(source, message)
             ):
                 what = f"a {type(message).__name__}, which is not for a coordinator"
@@ -402,7 +403,8 @@ class Coordinator:
             await asyncio.sleep(TICK_S)
             self.hub.feed(ev.Tick(at=time.time()))
             self.hub.log.flush()
-            self.reward_jobs.tick()
+            if self.reward_jobs:
+                self.reward_jobs.tick()
             self.evaluations.collect()
             self.records.tick(self.hub, self.rollouts)
 

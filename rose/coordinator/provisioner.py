@@ -1,7 +1,7 @@
 """Carries out requests for capacity: submits, polls and cancels Slurm jobs that lend an engine or
 compute rewards.
 
-A provisioning policy of the scheduler, or reward_jobs.py, decides when to request one.
+A provisioning policy of the scheduler, or rose/parts/rewards, decides when to request one.
 rose/launch/sbatch.py writes the job's script.
 """
 
@@ -26,7 +26,6 @@ from rose.scheduler import events as ev
 
 POLL_S = 5.0  # seconds between two queries of Slurm, each about all jobs
 COMMAND_S = 60.0  # seconds that sbatch or scancel may take
-REWARD_JOB = "rose.reward.job"  # submits a job of the kind lent.REWARDS; parts submit the others
 
 
 @dataclass
@@ -111,7 +110,7 @@ class Provisioner:
                 self._feed(ev.CapacityEnded(at=time.time(), request=request))
 
     async def _submit(self, request: str) -> None:
-        program = ({lent.REWARDS: REWARD_JOB} | extensions.merged("commands", "JOBS"))[self._kind]
+        program = extensions.merged("commands", "JOBS")[self._kind]
         code, out, err = await _command(sys.executable, "-m", program, str(self._run_dir), request)
         self._submitting.discard(request)
         if code:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rose import extensions
 from rose import protocol as p
 from rose.config import Config, Mixture
 from rose.coordinator import replay
@@ -16,7 +17,7 @@ from rose.coordinator.retention import Retention
 from rose.coordinator.step_metrics import by_member, checkpoint_row, step_row
 from rose.coordinator.turns import TurnHub
 from rose.files import close_all, printable
-from rose.observe import cost, trackers
+from rose.observe import cost
 from rose.observe.metrics import MetricsWriter
 from rose.observe.recorder import NullRecorder
 from rose.observe.status import LiveStatus, WorkerStatus
@@ -76,7 +77,8 @@ class Records:
     ) -> None:
         self._config, self._run_dir, self.recorder = config, run_dir, recorder
         self._progress, self._journal = progress, journal
-        watching = trackers.start(config, run_dir)
+        part = extensions.only("trackers")
+        watching = part.start(config, run_dir) if part else ()
         self.metrics = MetricsWriter(run_dir, config.observe.tensorboard, watching)
         self.metrics.truncate(after_step=progress.step if resumed else -1)
         self.live = LiveStatus(run_dir)

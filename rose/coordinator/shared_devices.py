@@ -1,7 +1,7 @@
 """Decides which role holds the devices that trainer ranks and engines share (colocate=true).
 
-`Devices` is also the base class of `HybridDevices` (hybrid_devices.py). The step loop calls the
-methods of both at the same points. Without shared devices `Devices` gives no orders.
+`Devices` is also the base class of a part's `HybridDevices` (rose/parts/hybrid). The step loop
+calls the methods of both at the same points. Without shared devices `Devices` gives no orders.
 
 One role at a time holds the devices' memory. The ranks that have to release it answer when they
 have done so. Only then the other role is ordered to take it. The trainer holds the devices at the

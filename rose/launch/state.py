@@ -27,7 +27,7 @@ from rose.files import write_whole
 from rose.launch import logs, rank_status
 from rose.launch.commands import own_environment
 from rose.observe import disk, terminal
-from rose.observe.status import Status, read_status
+from rose.observe.status import Status, numbers, read_status
 from rose.trainer import checkpoint
 
 COMMAND_DEADLINE_S = 30.0  # seconds for squeue or sacct, while a user waits at the terminal
@@ -233,11 +233,10 @@ def progress(run_dir: Path, status: Status) -> str:
 def _show_ranks(run_dir: Path, found: list[JobState] | None, console: Console) -> None:
     """Print how many of the last attempt's ranks run, and how the others ended. `found`: the job's
     components; None: unknown."""
-    folders = (run_dir / "status").glob("attempt-*")
-    numbers = [name for path in folders if (name := path.name.removeprefix("attempt-")).isdecimal()]
-    if not numbers:
+    attempts = numbers(run_dir / "status")
+    if not attempts:
         return
-    attempt = max(map(int, numbers))
+    attempt = attempts[-1]
     try:
         ranks = rank_status.read_all(run_dir, attempt)
     except (OSError, msgspec.MsgspecError) as error:

@@ -1,5 +1,5 @@
 """Write the run's numbers: a JSON line per training step, evaluation, fault or borrowed rank, and
-the same for TensorBoard and trackers (trackers.py).
+the same for TensorBoard and trackers (`QueuedTracker`).
 
 A row has `kind` ("step", "eval", "fault", "worker", "host" or "engine"), `step`, `time`
 (wall clock, seconds) and its values. metrics.jsonl is authoritative: each row is fsync'd, and a
@@ -13,17 +13,27 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, Protocol
 
 import msgspec
 
 from rose.files import write_whole
 from rose.observe.recorder import read_lines
-from rose.observe.trackers import Background
 
 FILE = "metrics.jsonl"
 # Kinds of rows that record an event, in `what` and `detail`.
 EVENTS = ("fault", "worker", "host", "engine")
+
+
+class QueuedTracker(Protocol):
+    """A part's tracker behind a queue, so that `write` never waits. What fails is in `faults`."""
+
+    faults: SimpleQueue[str]
+
+    def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class MetricsWriter:
@@ -33,7 +43,9 @@ class MetricsWriter:
     Opening an existing file drops a last line that a crash tore. Only the coordinator writes.
     """
 
-    def __init__(self, run_dir: Path | str, tensorboard: bool, trackers: Sequence[Background] = ()):
+    def __init__(
+        self, run_dir: Path | str, tensorboard: bool, trackers: Sequence[QueuedTracker] = ()
+    ):
         self._trackers, self._step = trackers, 0
         self.path = Path(run_dir) / FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +72,7 @@ class MetricsWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
 
-    def _note_faults(self, tracker: Background, step: int) -> None:
+    def _note_faults(self, tracker: QueuedTracker, step: int) -> None:
         while not tracker.faults.empty():
             detail = tracker.faults.get()
             print(f"tracker failed: {detail}", flush=True)

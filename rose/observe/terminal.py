@@ -311,7 +311,7 @@ def final_table(run_dir: Path | str, console: Console) -> None:
         run = shlex.quote(str(run_dir))
         echo(console, f"Take the model home: {places.command()} export {run} --out my-model")
     show_cost(run_dir, console)
-    if steps:
+    if steps and "play" in extensions.merged("commands", "COMMANDS"):
         echo(console, f"Watch it play: {places.command()} play {run} --before")
 
 

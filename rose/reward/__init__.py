@@ -1,7 +1,5 @@
-"""Rewards that take time, computed beside the rollouts: scorers, and the elastic pool of workers
-that runs them.
+"""The episode that a reward scores, its score, and a user's function that returns one.
 
-May import `rose.config`, `rose.comm`, `rose.protocol` and the modules below them; must know nothing
-of engines, turns or training. `rank.py` is the role, `worker.py` the program of each worker.
-`job.py` submits Slurm jobs with further workers.
+May import `rose.config` and `rose.inputs`. Rewards that the run itself computes, other than those
+of its environments, are a part (rose/parts/rewards).
 """

@@ -6,7 +6,7 @@ with few bytes (docs/format.md).
     publish                          the trainer's side
     base                             the frozen weights below an adapter, which are not sent
     receive, stage, changes, live    the reader's side: choose the edges to a version, write the live weights
-    broadcast, mirror, relay         ways to the same bytes without a shared folder
+    broadcast, mirror                ways to the same bytes without a shared folder
 
 May import `rose.protocol`, `rose.config` and `rose.files`, but not vLLM, DeepSpeed or the roles.
 """  # noqa: E501

@@ -13,8 +13,7 @@ from rose.transfer.blocks import rectangles
 from rose.transfer.edge import Edge, list_edges, read_plan
 from rose.transfer.errors import Corrupted, Missing, TransferError
 from rose.transfer.live import Live, Place
-from rose.transfer.relay_client import open_source
-from rose.transfer.source import Mirrored, read_token
+from rose.transfer.source import Mirrored, open_source, read_token
 from rose.transfer.stage import Staged, WrongBase, stage
 from rose.transfer.store import FULL, INITIAL, Plan, Step, edge_name
 

@@ -1,6 +1,7 @@
-"""Read the files of a store of weight versions from a folder, or from a relay (`relay.py`) by HTTP.
+"""Read the files of a store of weight versions from a folder, or from a relay by HTTP.
 
-`relay_client.open_source` returns the source for a folder's path or a relay's URL.
+`open_source` returns the source for a folder's path or a relay's URL. What reads from a relay is a
+part (rose/parts/relay).
 
 Paths are relative to the store's root and separated by "/". Names that begin with a dot or end in
 ".part" are temporary files, and are neither listed nor read. A file never changes while its version
@@ -17,6 +18,7 @@ import stat as modes
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from rose import extensions
 from rose.transfer.errors import Corrupted, Missing, TransferError
 
 _MAX_PATH = 180  # characters, because a relay's cache makes one file name of a path
@@ -64,6 +66,15 @@ class Source(Protocol):
         given and is not the file's, or `TransferError`."""
 
     def close(self) -> None: ...
+
+
+def open_source(where: str | Path, token: str | None = None, timeout_s: float = 30.0) -> Source:
+    """Return the store in the folder `where`, or behind the relay at http://host:port[/folder],
+    which needs its `token` (see `read_token`). A relay that doesn't answer, or can't reach its
+    upstream, is retried for `timeout_s` seconds."""
+    if "://" not in str(where):
+        return Folder(where)
+    return extensions.only("relay_client").Relayed(str(where), token, timeout_s)
 
 
 def read_token(path: str | Path) -> str:

@@ -14,9 +14,9 @@ from rose.agent.envs.base import Action, Step
 from rose.agent.guard import EnvironmentFailure, Guard
 from rose.parts.adapters.gateway import call
 from rose.parts.adapters.gateway.server import reward_of
+from rose.parts.rewards.scorers import Function
 from rose.reward import values
 from rose.reward.episode import Score, ScoringFailed, score_of
-from rose.reward.scorers import Function
 from tests.made import episode
 
 DEADLINE_S = 60.0

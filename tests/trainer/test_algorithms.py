@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rose.config import ConfigError, from_dict
-from rose.trainer.algorithms import ALGORITHMS, build
+from rose.trainer.algorithms import algorithms, build
 from rose.trainer.algorithms.base import Summary, TokenBatch, differ
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -436,14 +436,14 @@ def test_overlong_punishment_can_be_switched_off():
 # ---------------------------------------------------------------- names and arguments
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", algorithms())
 def test_conf_has_a_default_for_every_argument(tree, name):
     config = from_dict(tree(f"algorithm={name}")).algorithm
-    assert config.name == name and isinstance(build(config.name, config.args), ALGORITHMS[name])
+    assert config.name == name and isinstance(build(config.name, config.args), algorithms()[name])
 
 
 def test_conf_has_no_algorithm_that_does_not_exist():
-    assert {path.stem for path in (CONF / "algorithm").glob("*.yaml")} == set(ALGORITHMS)
+    assert {path.stem for path in (CONF / "algorithm").glob("*.yaml")} == set(algorithms())
 
 
 @pytest.mark.parametrize(

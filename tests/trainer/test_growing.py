@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rose.trainer.algorithms import ALGORITHMS, build
+from rose.trainer.algorithms import algorithms, build
 from rose.trainer.algorithms.base import Summary
 from rose.trainer.growing import Growing
 from tests.trainer.test_algorithms import ARGS
@@ -54,7 +54,7 @@ def test_advantages_of_the_whole_batch_are_found_out(baseline):
 
 
 def test_weights_that_change_by_more_than_a_factor_are_found_out():
-    class Longest(ALGORITHMS["grpo"]):
+    class Longest(algorithms()["grpo"]):
         def token_weights(self, summary):
             longest = summary.response_tokens.max()
             return (summary.response_tokens / longest).pow(len(summary.rewards))

@@ -10,7 +10,7 @@ from rose.trainer import deepspeed_engine, sequence
 from rose.transfer.blocks import size
 from rose.transfer.edge import read_plan
 from rose.transfer.receive import materialise
-from rose.transfer.relay_client import open_source
+from rose.transfer.source import open_source
 from tests.ports import free_port
 from tests.trainer import tiny_world
 from tests.trainer.test_stream import DAPO, GRPO, ROUNDS, WHOLE

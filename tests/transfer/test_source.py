@@ -6,8 +6,16 @@ import os
 import pytest
 
 from rose.transfer import Corrupted, TransferError
-from rose.transfer.relay_client import open_source
-from rose.transfer.source import Changed, Folder, Mirrored, Missing, Refused, Stat, read_token
+from rose.transfer.source import (
+    Changed,
+    Folder,
+    Mirrored,
+    Missing,
+    Refused,
+    Stat,
+    open_source,
+    read_token,
+)
 
 EDGE = "v000002/from-000001"
 

@@ -10,6 +10,7 @@ import re
 
 import msgspec
 
+from rose import extensions
 from rose.config import recipes
 from rose.config.checks import engines, machine, tasks, training
 from rose.config.checks.model import check_model
@@ -81,6 +82,11 @@ def _check_values(c: Config, need: Need) -> None:
         relay is None or (port is not None and 0 < int(port[1]) < 2**16),
         "transfer.relay",
         "must be http://host:port, as `rose relay` prints it, with a port below 65536, or null",
+    )
+    need(
+        relay is None or "relay" in extensions.names(),
+        "transfer.relay",
+        "needs rose/parts/relay, which is missing in this copy of ROSE",
     )
     need(
         relay is None or c.transfer.relay_token_file is not None,

@@ -30,7 +30,7 @@ from rose.parts.play import typed
 from rose.parts.play.policy import Policy
 from rose.parts.play.screen import Screen
 from rose.parts.play.source import Task
-from rose.reward import scorers
+from rose.parts.rewards import scorers
 from rose.reward.episode import Episode
 
 NAME = "play"  # the trajectory's, in errors

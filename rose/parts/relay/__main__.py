@@ -27,8 +27,7 @@ from rose.files import at_home, write_whole
 from rose.parts.relay.cache import Cache
 from rose.parts.relay.server import serve
 from rose.transfer import TransferError
-from rose.transfer.relay_client import open_source
-from rose.transfer.source import read_token
+from rose.transfer.source import open_source, read_token
 
 LISTEN = "127.0.0.1:7673"  # R-O-S-E on a telephone's keys
 CACHE_GIB = 32.0  # default of --cache-gib

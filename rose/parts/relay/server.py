@@ -1,6 +1,6 @@
 """Serve a store's files over HTTP and cache them. A file doesn't change while its version exists.
 
-`rose/transfer/relay_client.py` describes the requests, `cache.py` the cache. Files are cut into
+`relay_client.py` describes the requests, `cache.py` the cache. Files are cut into
 chunks. Clients that need the same chunk, listing or size at the same time share one *flight*, a
 request to the upstream. Threads call the upstream, because it may block. Requests without the token
 are refused. Nothing outside the store is named or read, and nothing is unpickled. No error of a

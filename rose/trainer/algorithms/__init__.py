@@ -1,5 +1,5 @@
 """RL algorithms, one file each (`base.Algorithm` is the interface), and `build`, which makes one by
-its name.
+its name. Parts add theirs by a module `algorithms.py` with ALGORITHMS (`rose.extensions`).
 
 The package may import `rose.config`, and knows nothing of ranks, engines or DeepSpeed. It does not
 import torch, which takes seconds, since each `launch.py` loads it to check the algorithm's
@@ -13,40 +13,29 @@ from typing import Any
 
 import msgspec
 
+from rose import extensions
 from rose.config import ConfigError, errors, outside
 from rose.trainer.algorithms.base import Algorithm
-from rose.trainer.algorithms.dapo import Dapo
-from rose.trainer.algorithms.decoupled_ppo import DecoupledPpo
 from rose.trainer.algorithms.grpo import Grpo
-from rose.trainer.algorithms.gspo import Gspo
-from rose.trainer.algorithms.reinforce_pp import ReinforcePP
-from rose.trainer.algorithms.rloo import Rloo
-from rose.trainer.algorithms.tree_grpo import TreeGrpo
-from rose.trainer.algorithms.turn_grpo import TurnGrpo
 
-ALGORITHMS: dict[str, type] = {
-    "grpo": Grpo,
-    "turn_grpo": TurnGrpo,
-    "tree_grpo": TreeGrpo,
-    "dapo": Dapo,
-    "rloo": Rloo,
-    "reinforce_pp": ReinforcePP,
-    "gspo": Gspo,
-    "decoupled_ppo": DecoupledPpo,
-}
+
+def algorithms() -> dict[str, type]:
+    """Return ROSE's own algorithms by name: this package's and those of the parts."""
+    return {"grpo": Grpo} | extensions.merged("algorithms", "ALGORITHMS")
 
 
 def build(name: str, args: dict[str, Any]) -> Algorithm:
     """Make the algorithm of `algorithm.name` with `algorithm.args`. Raises `ConfigError` for an
     unknown name, an unknown or missing argument, or an impossible value."""
-    algorithm = ALGORITHMS.get(name) or _outside(name)
+    own = algorithms()
+    algorithm = own.get(name) or _outside(name, tuple(own))
     known = {field.name: field for field in fields(algorithm) if field.init}
     errors.check_known(args, known, "algorithm.args", name)
     for key, field in known.items():
         if key not in args and field.default is MISSING and field.default_factory is MISSING:
             raise ConfigError(
                 f"algorithm.args.{key}: missing; conf/algorithm/{name}.yaml has its default"
-                if name in ALGORITHMS
+                if name in own
                 else f"algorithm.args.{key}: missing; {name} needs it"
             )
     try:
@@ -63,8 +52,8 @@ def build(name: str, args: dict[str, Any]) -> Algorithm:
     return made
 
 
-def _outside(name: str) -> type:
-    found = outside.find("algorithm.name", name, "algorithm", tuple(ALGORITHMS), "rose.algorithms")
+def _outside(name: str, own: tuple[str, ...]) -> type:
+    found = outside.find("algorithm.name", name, "algorithm", own, "rose.algorithms")
     if not is_dataclass(found):
         raise ConfigError(
             f"algorithm.name={name!r}: {found.__qualname__} must be a dataclass, whose fields are "

@@ -3,11 +3,11 @@
 import pytest
 
 from rose.agent.envs.base import Action, ToolCall
-from rose.agent.envs.calculator import TOOLS
 from rose.agent.envs.frozen_lake import MOVE_TOOL
 from rose.parts.adapters.envs.minigrid import Minigrid
 from rose.parts.play import typed
 from rose.parts.sandbox.envs.terminal import BASH, EDIT, UNDO
+from rose.parts.tasks.envs.calculator import TOOLS
 
 SHELL = [BASH, EDIT, UNDO]
 

@@ -14,8 +14,7 @@ from aiohttp import web
 from rose.parts.relay.cache import CHUNK, Cache
 from rose.parts.relay.server import Relay
 from rose.transfer import TransferError
-from rose.transfer.relay_client import open_source
-from rose.transfer.source import Folder
+from rose.transfer.source import Folder, open_source
 
 TOKEN = "0123456789abcdef" * 4
 

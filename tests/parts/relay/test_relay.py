@@ -13,8 +13,7 @@ import urllib3
 from rose.parts.relay.cache import CHUNK, Cache
 from rose.parts.relay.server import AHEAD
 from rose.transfer import TransferError
-from rose.transfer.relay_client import open_source
-from rose.transfer.source import Folder, Missing, Refused, Stat
+from rose.transfer.source import Folder, Missing, Refused, Stat, open_source
 from tests.parts.relay.relays import TOKEN, Cutting, Running, Upstream
 
 EDGE = "v000002/from-000001"

@@ -14,8 +14,7 @@ import pytest
 from rose.parts.relay import __main__ as relay
 from rose.parts.relay.cache import CHUNK
 from rose.transfer import TransferError
-from rose.transfer.relay_client import open_source
-from rose.transfer.source import Refused, read_token
+from rose.transfer.source import Refused, open_source, read_token
 from tests.parts.relay.relays import metrics
 from tests.ports import free_port
 
@@ -30,10 +29,9 @@ def store(tmp_path):
 
 # The command, whose attempts at its upstream last for an hour.
 PATIENT = """
-import runpy
-from rose.transfer import relay_client
-opens, relay_client.ATTEMPT_S = relay_client.open_source, 3600.0
-relay_client.open_source = lambda upstream, token, _: opens(upstream, token, 3600.0)
+import runpy, rose.parts.relay.relay_client as relay_client, rose.transfer.source as source
+opens, relay_client.ATTEMPT_S = source.open_source, 3600.0
+source.open_source = lambda upstream, token, _: opens(upstream, token, 3600.0)
 runpy.run_module("rose.parts.relay", run_name="__main__")
 """
 

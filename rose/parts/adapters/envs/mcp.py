@@ -25,12 +25,12 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp_types import CONNECTION_CLOSED, CallToolResult
 
 from rose import inputs, processes
-from rose.agent.envs import _prompts
 from rose.agent.envs.base import Action, Start, Step
-from rose.agent.envs.prompts import last_step
 from rose.config import ConfigError
 from rose.config.common import Count
 from rose.parts.adapters.envs import _source
+from rose.parts.tasks.envs import _prompts
+from rose.parts.tasks.envs.prompts import last_step
 
 CLOSE_S = 5.0  # seconds for a server to end before its process is killed
 

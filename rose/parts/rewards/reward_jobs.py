@@ -2,7 +2,7 @@
 
 A pool requests jobs when all its own workers are up and its oldest score has waited `LONG_WAIT_S`.
 It gets enough jobs for every waiting score, counting jobs that have not joined yet; all pools
-together have `reward.max_jobs` at most. A running job ends by itself (rose/reward/job.py). A queued
+together have `reward.max_jobs` at most. A running job ends by itself (job.py). A queued
 job is cancelled when its pool has had no waiting score for reward.idle_s. After a refusal no job is
 requested for `BACK_OFF_S`, doubled by each further refusal in a row (`BackOff`). provisioner.py
 submits and polls the jobs.

@@ -20,9 +20,9 @@ from rose.comm.wire import COORDINATOR
 from rose.config import Config
 from rose.files import Lossy
 from rose.observe.recorder import NullRecorder
-from rose.reward import messages
+from rose.parts.rewards import messages
+from rose.parts.rewards.pool import Pool
 from rose.reward.episode import ScoringFailed
-from rose.reward.pool import Pool
 
 CLOSE_S = 5.0  # longest wait for the rank's tasks at its end
 REPORT_S = 1.0  # seconds between two reports to the coordinator, which may submit Slurm jobs
@@ -32,7 +32,7 @@ SCRATCH = "rose-reward-"  # kind of the rank's folder for its workers' temporary
 def start_worker(run_dir: Path, folder: Path, number: int, pool: Path):
     """Start a worker on this host, in a process that ends with this one. Its output goes to
     worker-NUMBER.log in `folder`."""
-    command = [sys.executable, "-m", "rose.reward.worker", "--run", str(run_dir)]
+    command = [sys.executable, "-m", "rose.parts.rewards.worker", "--run", str(run_dir)]
     command += ["--pool", str(pool), "--number", str(number)]
     with Lossy(folder / f"worker-{number}.log", "w") as log:
         return subprocess.Popen(

@@ -14,7 +14,7 @@ from typing import Any
 from math_verify import parse, verify
 
 from rose.agent.envs.base import outside_thoughts
-from rose.agent.envs.reasoning import last_boxed
+from rose.parts.tasks.envs.reasoning import last_boxed
 
 # \text{B}, \mathrm{B} and other commands that only style the letter B
 STYLE = re.compile(

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from rose import protocol as p
-from rose.coordinator import hybrid_devices
-from rose.coordinator.hybrid_devices import HybridDevices
-from rose.coordinator.hybrid_starts import RECENT, HybridStarts
 from rose.launch.layout import hybrid_ranks
 from rose.observe.recorder import NullRecorder
+from rose.parts.hybrid import hybrid_devices
+from rose.parts.hybrid.hybrid_devices import HybridDevices
+from rose.parts.hybrid.hybrid_starts import RECENT, HybridStarts
 from rose.scheduler import events as ev
 from rose.trainer import checkpoint
 from tests.coordinator import peers

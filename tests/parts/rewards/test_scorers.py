@@ -14,10 +14,10 @@ from aiohttp import web
 
 from rose.comm import frames
 from rose.config import ConfigError
+from rose.parts.rewards import command, scorers, worker
+from rose.parts.rewards.messages import Answer, Work
 from rose.processes import run_to_its_end
-from rose.reward import command, scorers, worker
 from rose.reward.episode import Said, Score, ScoringFailed
-from rose.reward.messages import Answer, Work
 from tests import made
 
 FUNCTIONS = """

@@ -1,5 +1,5 @@
-"""Slurm jobs that compute rewards for a run. `python -m rose.reward.job RUN_DIR NAME` submits one
-and prints its id; NAME is reward-POOL-NUMBER.
+"""Slurm jobs that compute rewards for a run. `python -m rose.parts.rewards.job RUN_DIR NAME`
+submits one and prints its id; NAME is reward-POOL-NUMBER.
 
 A job has a worker (worker.py) for each of its CPUs, which connects to the pool. The job ends when
 the pool needs none of its workers any more, or when they find no pool.
@@ -19,7 +19,7 @@ from rose import config as configuration
 from rose.comm import mpi_process
 from rose.config import cpus_of
 from rose.launch import batch, sbatch, slurm
-from rose.reward import messages
+from rose.parts.rewards import messages
 
 # Most workers that a job starts for one that failed, so that one that can't start ends it.
 STARTS = 20
@@ -58,7 +58,7 @@ class Help:
     def _start(self, scratch: str) -> subprocess.Popen:
         pool = messages.folder(self.run_dir, self.pool) / "pool.json"
         return subprocess.Popen(
-            [sys.executable, "-u", "-m", "rose.reward.worker", "--run", str(self.run_dir)]
+            [sys.executable, "-u", "-m", "rose.parts.rewards.worker", "--run", str(self.run_dir)]
             + ["--pool", str(pool)],
             env=mpi_process.environment({"OMP_NUM_THREADS": "1", "TMPDIR": scratch}),
             stdin=subprocess.DEVNULL,

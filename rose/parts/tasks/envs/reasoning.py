@@ -14,10 +14,10 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from rose.agent.envs import _arithmetic
 from rose.agent.envs.base import Action, Start, Step, outside_thoughts
-from rose.agent.envs.calculator import OPERATORS, expression
 from rose.config import ConfigError
+from rose.parts.tasks.envs import _arithmetic
+from rose.parts.tasks.envs.calculator import OPERATORS, expression
 
 TASKS = ("arithmetic", "countdown")
 SYSTEM = r"Think step by step. Then give the final answer in \boxed{}."

@@ -18,12 +18,12 @@ from rose import config as configuration
 from rose.comm import frames
 from rose.comm.tasks import Tasks
 from rose.launch import local
-from rose.reward import messages, worker
-from rose.reward import pool as pools
-from rose.reward.anchors import Anchors
+from rose.parts.rewards import messages, worker
+from rose.parts.rewards import pool as pools
+from rose.parts.rewards.anchors import Anchors
+from rose.parts.rewards.pool import Answer, Pool
+from rose.parts.rewards.reward_rank import start_worker
 from rose.reward.episode import Said, ScoringFailed
-from rose.reward.pool import Answer, Pool
-from rose.reward.rank import start_worker
 from tests import processes
 from tests.conftest import compose_tree
 from tests.made import episode
@@ -201,7 +201,7 @@ async def test_one_worker_at_most_tries_twice_by_itself_and_a_cancelled_answer_i
 JOB = """
 import sys
 from pathlib import Path
-from rose.reward.job import Help
+from rose.parts.rewards.job import Help
 print(Help(Path(sys.argv[1]), 0)())
 """
 

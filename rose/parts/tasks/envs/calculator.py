@@ -12,9 +12,9 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from rose.agent.envs import _arithmetic
 from rose.agent.envs.base import Action, Start, Step
 from rose.config import ConfigError
+from rose.parts.tasks.envs import _arithmetic
 
 EXAMPLES_SEED = 7  # the same examples in every episode, so that engines cache them as a prefix
 OPERATORS = "+-*"  # operators in questions, all with integer results

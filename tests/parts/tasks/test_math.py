@@ -3,7 +3,7 @@ MATH, AIME, multiple choice, BIG-bench's words and dates), each with its verdict
 
 import pytest
 
-from rose.agent.envs._math import reward
+from rose.parts.tasks.envs._math import reward
 
 # gold, answer, verdict
 # fmt: off

@@ -6,8 +6,8 @@
 
 The scheduler decides when to move. All hybrid engines wake and sleep together, because the trainer
 does. They are awake while the scheduler uses any of them. An engine that is down starts only if it
-has enough time (rose/coordinator/hybrid_starts.py). On CPUs, where memory has room for both, the
-trainer gets no orders.
+has enough time (hybrid_starts.py). On CPUs, where memory has room for both, the trainer gets no
+orders.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 
 from rose import protocol as p
 from rose.config import Config
-from rose.coordinator.hybrid_starts import HybridStarts
 from rose.coordinator.shared_devices import Devices
 from rose.coordinator.turns import TurnHub
 from rose.coordinator.waiting import Changes, RunFailed
 from rose.launch.layout import hybrid_ranks
 from rose.observe.recorder import NullRecorder
+from rose.parts.hybrid.hybrid_starts import HybridStarts
 from rose.scheduler import events as ev
 
 

@@ -26,7 +26,7 @@ from rose.reward import function
 from rose.reward.episode import Episode, Said, Score, score_of
 
 KEYS = ("env.args.data", "env.args.held_out")
-MATH = "rose.agent.envs._math:reward"
+MATH = "rose.parts.tasks.envs._math:reward"
 FORMATS = "a .jsonl, .json or .parquet file, or a folder that the package datasets saved"
 JUDGE_S = 20.0  # seconds for `math`, which takes milliseconds unless the machine is busy
 ROLES = ("system", "user", "assistant", "tool")

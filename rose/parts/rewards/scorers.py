@@ -23,7 +23,8 @@ import msgspec
 
 from rose import inputs
 from rose.config import ConfigError, errors
-from rose.reward import command, function
+from rose.parts.rewards import command
+from rose.reward import function
 from rose.reward.episode import Episode, Hung, Score, ScoringFailed, score_of
 
 ANSWER_CHARACTERS = 200  # characters of a judge's answer in an error message

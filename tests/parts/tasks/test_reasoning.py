@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose.agent.envs.base import Action
-from rose.agent.envs.reasoning import NUMBER, Reasoning, final_answer
+from rose.parts.tasks.envs.reasoning import NUMBER, Reasoning, final_answer
 
 
 def ask(task, seed=3, **args):

@@ -1,6 +1,6 @@
 """A reward worker, started by a pool, or by a Slurm job (job.py) without a number:
 
-    python -m rose.reward.worker --run RUN --pool FILE [--number N]
+    python -m rose.parts.rewards.worker --run RUN --pool FILE [--number N]
 
 FILE has the pool's addresses and its token. The worker builds the run's scorer once. It computes
 the scores that the pool requests, several at once if the pool sends several, until the pool closes
@@ -29,10 +29,8 @@ from rose import inputs
 from rose.comm import frames
 from rose.comm.address import LOOPBACK
 from rose.config import ConfigError, Reward
-from rose.processes import die_with_parent, run_to_its_end
-from rose.reward import command, scorers
-from rose.reward.episode import Episode, Hung, score_of
-from rose.reward.messages import (
+from rose.parts.rewards import command, scorers
+from rose.parts.rewards.messages import (
     FRAME_BYTES,
     HELLO_BYTES,
     NONCE_BYTES,
@@ -44,7 +42,9 @@ from rose.reward.messages import (
     end_when_lost,
     proof,
 )
-from rose.reward.scorers import Scorer
+from rose.parts.rewards.scorers import Scorer
+from rose.processes import die_with_parent, run_to_its_end
+from rose.reward.episode import Episode, Hung, score_of
 
 ERROR_CHARACTERS = 2_000  # longest error text in an `Answer`
 # Seconds after an answer's limit at which the worker stops a scorer that exceeds it. Less than the

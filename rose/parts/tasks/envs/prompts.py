@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rose.agent.envs import _prompts
 from rose.agent.envs.base import Action, Start, Step
+from rose.parts.tasks.envs import _prompts
 from rose.reward.episode import Score
 
 

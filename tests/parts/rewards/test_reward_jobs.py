@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from rose.coordinator import provisioner, reward_jobs
+from rose.coordinator import provisioner
 from rose.launch import lent
+from rose.parts.rewards import reward_jobs
 from rose.protocol import RewardDemand
 from rose.scheduler import events as ev
 

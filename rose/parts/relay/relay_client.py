@@ -1,6 +1,6 @@
 """The client of a relay: a thread-safe `Source` over HTTP.
 
-A relay answers these requests, each with `Authorization: Bearer TOKEN` (`relay.py`):
+A relay answers these requests, each with `Authorization: Bearer TOKEN` (server.py):
 
     GET /files/PATH    a file's bytes; takes Range, If-Match, and `Cache-Control: no-cache` to skip the cache
     GET /stat/PATH     [size in bytes, tag] or null
@@ -15,7 +15,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote
 
@@ -23,7 +22,7 @@ import msgspec
 import urllib3
 
 from rose.transfer.errors import TransferError
-from rose.transfer.source import Changed, Folder, Missing, Refused, Source, Stat, checked
+from rose.transfer.source import Changed, Missing, Refused, Stat, checked
 
 # Bounds the time without a byte, after which a connection counts as dead and another one is tried.
 ATTEMPT_S = 10.0
@@ -38,27 +37,19 @@ _FINAL = {401: Refused, 404: Missing, 412: Changed}
 T = TypeVar("T")
 
 
-def open_source(where: str | Path, token: str | None = None, timeout_s: float = 30.0) -> Source:
-    """Return the store in the folder `where`, or behind the relay at http://host:port[/folder],
-    which needs its `token` (see `read_token`). A relay that doesn't answer, or can't reach its
-    upstream, is retried for `timeout_s` seconds."""
-    scheme, separator, rest = str(where).partition("://")
-    if not separator:
-        return Folder(where)
-    host, _, folder = rest.partition("/")
-    return Relayed(f"{scheme}://{host}", token, timeout_s, folder.rstrip("/"))
-
-
 class _Unavailable(Exception):
     """The relay can't answer now; the message is the relay's."""
 
 
 class Relayed:
-    """The store in `folder` of the relay at `url`, http://host:port. Calls raise `TransferError`
+    """The store of the relay at `where`, http://host:port[/folder]. Calls raise `TransferError`
     after `timeout_s` seconds without a byte from a relay that can't be reached or can't reach its
     upstream, and `Refused` at once if the token is wrong."""
 
-    def __init__(self, url: str, token: str | None, timeout_s: float = 30.0, folder: str = ""):
+    def __init__(self, where: str, token: str | None, timeout_s: float):
+        scheme, _, rest = where.partition("://")
+        host, _, folder = rest.partition("/")
+        url, folder = f"{scheme}://{host}", folder.rstrip("/")
         try:
             parsed = urllib3.util.parse_url(url)
         except urllib3.exceptions.LocationParseError:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose.agent.envs import _arithmetic
 from rose.agent.envs.base import Action, ToolCall
-from rose.agent.envs.calculator import Calculator, expression
 from rose.agent.tool_calls import read
+from rose.parts.tasks.envs import _arithmetic
+from rose.parts.tasks.envs.calculator import Calculator, expression
 
 
 def play(env, *calls):

@@ -32,9 +32,8 @@ from rose.comm import frames
 from rose.comm.address import LOOPBACK, listen
 from rose.config import Reward
 from rose.files import write_whole
-from rose.reward.anchors import Anchors
-from rose.reward.episode import Score, ScoringFailed
-from rose.reward.messages import (
+from rose.parts.rewards.anchors import Anchors
+from rose.parts.rewards.messages import (
     FRAME_BYTES,
     HELLO_BYTES,
     NONCE_BYTES,
@@ -46,6 +45,7 @@ from rose.reward.messages import (
     end_when_lost,
     proof,
 )
+from rose.reward.episode import Score, ScoringFailed
 
 TRIES = 2  # most tries of an answer, by different workers where there are several
 # From this number on, a Slurm job that ends while it scores an answer counts as a try of it, since

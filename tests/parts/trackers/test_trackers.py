@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 
 from rose.config import ConfigError
-from rose.observe import trackers
 from rose.observe.metrics import MetricsWriter, read_metrics
+from rose.parts.trackers import trackers
 
 DEADLINE_S = 120
 PATIENT = f"cluster.stop_timeout_s={3 * DEADLINE_S}"  # the packages take long to begin, here

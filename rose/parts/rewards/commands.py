@@ -1,0 +1,5 @@
+"""The part's kind of Slurm job."""
+
+from rose.launch import lent
+
+JOBS = {lent.REWARDS: "rose.parts.rewards.job"}

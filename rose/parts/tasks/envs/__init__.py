@@ -1,0 +1,1 @@
+"""Environments of text tasks, one file each (`rose.agent.envs`)."""
