@@ -300,7 +300,7 @@ class Borrowed:
         newest = self._hub().weights.version
         if tokens.size and message.version < 0:
             raise ValueError(
-                f"turn {message.turn}: tokens of version {message.version}, before any was published"
+                f"turn {message.turn}: tokens of version {message.version}, and the first is 0"
             )
         if message.version > newest or getattr(message, "finish", None) is p.FinishReason.ABORT:
             raise ValueError(

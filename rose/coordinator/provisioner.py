@@ -197,20 +197,25 @@ async def _command(*command: str) -> tuple[int, str, str]:
     """Run the command; return (exit code, stdout, stderr), code 124 if it took over `COMMAND_S`.
     Then, and on cancellation, it is killed with the processes that it has started, such as sbatch:
     a job that is submitted afterwards would be unknown here."""
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        env=mpi_process.environment({}),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,
+    # A task of its own: a cancellation while asyncio connects the pipes would leave the process.
+    start = asyncio.create_task(
+        asyncio.create_subprocess_exec(
+            *command,
+            env=mpi_process.environment({}),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
     )
     try:
         async with asyncio.timeout(COMMAND_S):
+            process = await asyncio.shield(start)
             out, err = await process.communicate()
     except TimeoutError:
         return 124, "", f"{command[0]} did not answer within {COMMAND_S:g} s"
     finally:
+        process = await start
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):  # It may have ended just now.
                 os.killpg(process.pid, signal.SIGKILL)

@@ -249,3 +249,18 @@ def test_a_turn_that_is_cancelled_before_its_assignment_is_carried_out_is_not_se
     assert world.taken(p.GenerateTurn) == []
     left = sum(worker.open_turns for worker in world.hub.workers.values())
     assert (open_turns, left) == (2, 1) and list(world.scheduler.cluster.turns) == ["g1.0.t0"]
+
+
+def test_what_a_worker_that_is_not_known_could_not_load_ends_nothing(world):
+    world.hub.weights.publish(1, "store")
+    world.hub.handle(101, p.VersionFailed("borrowed-1", 1, 0, "the store can't be reached"))
+    assert world.actions == world.faults == []
+
+
+def test_a_worker_that_starts_again_without_a_report_of_its_end_gives_its_turns_to_others(world):
+    world.request("g0.0.t0")
+    world.taken(p.GenerateTurn)
+    world.ready("rollout-1")
+    world.ready("rollout-0", incarnation=2)
+    assert [message.turn for _, message in world.taken(p.GenerateTurn)] == ["g0.0.t0"]
+    assert [w.open_turns for w in world.hub.workers.values()].count(1) == 1
