@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose.parts.lending.config import Slo
 from rose.parts.lending.rules import slo as rules
 from rose.parts.lending.rules.predictor import Predictor, Work
 from rose.parts.lending.rules.slo import FORGET_MISSES_S, FORGET_S, JUDGED, Request, hold_until
+from tests.parts.lending.conftest import COEFFICIENTS, SLO
 
 NOW = 100.0
 
@@ -22,9 +22,9 @@ def prefill(predictor, *chunks, decodes=0, context=0):
 
 
 @pytest.fixture
-def left(predictor, slo):
+def left(predictor):
     """left(requests, ...) -> seconds for which the engine may be kept away, beyond NOW."""
-    return lambda *requests, **more: hold_until(NOW, list(requests), predictor, slo, **more) - NOW
+    return lambda *requests, **more: hold_until(NOW, list(requests), predictor, SLO, **more) - NOW
 
 
 def test_without_requests_there_is_no_limit_and_for_a_late_one_no_time(left):
@@ -64,15 +64,15 @@ tokens, last = st.integers(1, 50), none | st.floats(99, 100)
 running = st.builds(Request, st.just(80.0), st.just(0), st.integers(1, 3000), begun, tokens, last)
 
 
-PREDICTOR, TARGETS = Predictor((0.02, 2e-4, 1e-7, 1e-3, 2e-6)), Slo(0.5, 1.0, 0.1, 0.2)
+PREDICTOR = Predictor(COEFFICIENTS)
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(waiting | running, min_size=1, max_size=20), running, st.integers(40, 3000))
 def test_one_more_decode_never_gives_more_time(requests, another, batched):
-    assert math.isfinite(hold_until(NOW, requests, PREDICTOR, TARGETS, batched))
+    assert math.isfinite(hold_until(NOW, requests, PREDICTOR, SLO, batched))
     before, after = (
-        hold_until(NOW, each, PREDICTOR, TARGETS, max(batched, 100))
+        hold_until(NOW, each, PREDICTOR, SLO, max(batched, 100))
         for each in (requests, [*requests, another._replace(arrival=101.0)])
     )
     assert after <= before + 1e-9
@@ -82,7 +82,7 @@ def test_one_more_decode_never_gives_more_time(requests, another, batched):
 @given(st.lists(waiting, min_size=1, max_size=10), st.integers(40, 3000))
 def test_kept_away_so_long_every_first_token_is_in_time_and_one_only_just(requests, batched):
     """Replays the steps that the rule counts on, one token budget at a time."""
-    clock = hold_until(NOW, requests, PREDICTOR, TARGETS, batched)
+    clock = hold_until(NOW, requests, PREDICTOR, SLO, batched)
     queue = sorted(requests, key=lambda r: r.arrival)
     left = [[r.arrival, max(1, r.prompt_left), r.context] for r in queue]
     decodes, context, spare = 0, 0, []
@@ -98,7 +98,7 @@ def test_kept_away_so_long_every_first_token_is_in_time_and_one_only_just(reques
                 done.append(request)
         clock += PREDICTOR.p99(Work(tuple(chunks), decodes, context))
         for request in done:
-            spare.append(request[0] + TARGETS.ttft_p99_s - clock)
+            spare.append(request[0] + SLO.ttft_p99_s - clock)
             decodes, context = decodes + 1, context + request[2]
         left = [r for r in left if r[1]]
     assert min(spare) == pytest.approx(0, abs=1e-6)
@@ -114,13 +114,13 @@ def test_kept_away_so_long_every_first_token_is_in_time_and_one_only_just(reques
         ({"ttft_p50_s": 0.1}, "ttft_p50_s"),
     ],
 )
-def test_targets_that_the_device_can_not_meet_alone_are_named(predictor, slo, change, words):
-    found = rules.why_not_alone(predictor, msgspec.structs.replace(slo, **change), 1000, 2048)
+def test_targets_that_the_device_can_not_meet_alone_are_named(predictor, change, words):
+    found = rules.why_not_alone(predictor, msgspec.structs.replace(SLO, **change), 1000, 2048)
     assert words in found if words else not found
 
 
-def test_attainment_counts_by_lending(slo):
-    seen = rules.Attainment(slo)
+def test_attainment_counts_by_lending():
+    seen = rules.Attainment(SLO)
     assert seen.add(NOW, 0.9, 0.1, lent=True) and seen.add(NOW, 0.9, None, lent=False)
     assert not seen.add(NOW, 1.1, 0.1, lent=True)
     assert not seen.add(NOW, 0.5, 0.3, lent=False)
@@ -128,8 +128,8 @@ def test_attainment_counts_by_lending(slo):
     assert (seen.finished, seen.met, seen.finished_lending, seen.met_lending) == (5, 2, 2, 1)
 
 
-def test_an_engine_that_misses_by_itself_is_known_and_may_recover(slo):
-    seen = rules.Attainment(slo)
+def test_an_engine_that_misses_by_itself_is_known_and_may_recover():
+    seen = rules.Attainment(SLO)
     for _ in range(300):
         seen.add(NOW, 9.0, 0.1, lent=True)
     assert not seen.misses_alone(NOW), "misses while lending are not its own"
@@ -152,22 +152,22 @@ def test_an_engine_that_misses_by_itself_is_known_and_may_recover(slo):
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.3, 2.0])
-def test_the_median_of_first_tokens_is_kept_while_requests_lose_time_to_rollouts(slo, delay):
-    """slo.ttft_p50_s is 0.5; alone it would be 0.4, and the whole share costs `delay`."""
-    rng, promptness, now, found, shares = random.Random(1), rules.Promptness(slo), 100.0, [], []
+def test_the_median_of_first_tokens_is_kept_while_requests_lose_time_to_rollouts(delay):
+    """SLO.ttft_p50_s is 0.5; alone it would be 0.4, and the whole share costs `delay`."""
+    rng, promptness, now, found, shares = random.Random(1), rules.Promptness(SLO), 100.0, [], []
     for _ in range(2000):
         now += 1.0
         shares.append(promptness.share(now))
         found.append(0.4 * math.exp(rng.gauss(0, 0.5)) + delay * shares[-1])
         promptness.add(now, found[-1])
     needed = min(1.0, 0.1 / delay) if delay else 1.0
-    assert statistics.median(found[200:]) < slo.ttft_p50_s * 1.06
+    assert statistics.median(found[200:]) < SLO.ttft_p50_s * 1.06
     # no more is taken than that
     assert statistics.mean(shares[200:]) == pytest.approx(needed, rel=0.2)
 
 
-def test_late_first_tokens_are_forgotten_on_an_idle_device(slo):
-    promptness = rules.Promptness(slo)
+def test_late_first_tokens_are_forgotten_on_an_idle_device():
+    promptness = rules.Promptness(SLO)
     assert promptness.share(0.0) == promptness.share(1e9) == 1.0
     for at in range(100):
         promptness.add(float(at), 9.0)
