@@ -71,15 +71,11 @@ def started(monkeypatch, tmp_path):
     return start
 
 
-def test_warm_up_may_write_to_any_block_and_leaves_the_null_blocks_page(started):
-    worker, _ = started(Gpu(2**30))
+def test_warm_up_may_write_to_any_block_and_leaves_the_null_block_and_the_largest_step(started):
+    gpu = Gpu(2**30)
+    worker, process = started(gpu)
     assert worker.rose_kv_layout()["held"] == 1
     assert worker.rose_kv.mapped_bytes == worker.rose_kv.pool.mapped_bytes == PAGE
-
-
-def test_after_warm_up_the_memory_of_the_largest_step_is_this_engines(started):
-    gpu = Gpu(2**30)
-    _, process = started(gpu)
     Process(gpu).take(gpu.free)
     process.pass_by(STEP)
 
@@ -95,12 +91,11 @@ def test_an_engine_that_was_inactive_has_that_memory_again_before_it_serves(star
     process.pass_by(STEP)
 
 
-def test_an_engine_for_whose_steps_the_gpu_is_too_small_does_not_start(started):
+def test_an_engine_that_has_too_little_does_not_start_and_on_a_cpu_it_keeps_nothing(
+    started, monkeypatch
+):
     with pytest.raises(RuntimeError, match="the steps of this engine take 0.11 GiB"):
         started(Gpu(10 * 2**20 + STEP + SPARE))
-
-
-def test_an_engine_on_a_cpu_keeps_nothing(started, monkeypatch):
     monkeypatch.setattr(Standing, "device", torch.device("cpu"))
     worker, process = started(Gpu(2**30))
     assert worker.rose_headroom is None and not process.cached

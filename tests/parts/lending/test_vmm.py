@@ -74,23 +74,16 @@ def test_a_page_outlives_the_steps_in_flight_that_touch_it():
     """vLLM has freed a request's blocks while two steps that know them run, or are yet to."""
     device = Device(4)
     pool = FatalPages(device, 4 * PAGE)
-    pool.map([(0, 4 * PAGE)])
+    pool.map([(0, PAGE)])
     device.kernels += [lambda: pool.touch(3 * PAGE), lambda: pool.touch(PAGE)]
+    pool.map([(PAGE, 4 * PAGE)])
+    assert device.kernels, "mapping more waits for no step"
     pool.release([(PAGE, 4 * PAGE)])
     assert not device.kernels and device.used == 1
     # one that was submitted afterwards is nobody's to wait for
     device.kernels.append(lambda: pool.touch(3 * PAGE))
     pool.release([(PAGE, 4 * PAGE)])
     assert device.kernels and dies_of(device.run) == signal.SIGSEGV
-
-
-def test_mapping_more_waits_for_no_step():
-    device = Device(4)
-    pool = FatalPages(device, 4 * PAGE)
-    pool.map([(0, PAGE)])
-    device.kernels.append(lambda: pool.touch(0))
-    pool.map([(PAGE, 4 * PAGE)])
-    assert device.kernels
 
 
 def test_while_kernels_are_warmed_up_any_block_may_be_written_and_one_page_is_all_it_takes():
@@ -140,8 +133,7 @@ def test_a_pool_leaves_to_others_what_it_was_told_to_spare():
 def test_a_call_that_fails_midway_leaks_nothing(call, at, monkeypatch):
     device = Device(4)
     driver = FatalDriver(device)
-    pool = PagePool(driver, 4 * PAGE)
-    works, calls = getattr(driver, call), []
+    pool, works, calls = PagePool(driver, 4 * PAGE), getattr(driver, call), []
 
     def failing(*arguments):
         calls.append(arguments)
