@@ -1,6 +1,7 @@
 """Both engines' schedulers on one device whose pages, of 2 MiB, kill who touches one that is not
 there: with steps in flight, as on a GPU, or without."""
 
+import functools
 import random
 import time
 
@@ -13,7 +14,7 @@ from rose.parts.lending.vllm import online as online_scheduler
 from rose.parts.lending.vllm import rollout as rollout_scheduler
 from rose.parts.lending.vllm.blocks import BlockMemory, Layout
 from tests.parts.lending.fatal_pages import PAGE, Device, FatalPages
-from tests.parts.lending.vllm_schedulers.conftest import PROFILE
+from tests.parts.lending.vllm_schedulers.conftest import PROFILE, abort
 
 pytestmark = pytest.mark.slow  # imports vLLM
 BLOCKS, BLOCK_BYTES = 65, 896 * 2**10  # 16 blocks in 7 pages
@@ -36,9 +37,15 @@ class Running:
         if not self.driven.scheduler.has_requests():
             return
         scheduled = self.driven.plan()
-        manager, memory = self.driven.scheduler.kv_cache_manager, self.driven.memory
+        manager, pool = self.driven.scheduler.kv_cache_manager, self.driven.memory.pool
         ids = {block for name in scheduled for block in manager.get_block_ids(name)[0]}
-        kernel = Kernel(memory, sorted(ids))
+
+        @functools.cache  # a kernel runs once
+        def kernel() -> None:
+            for low in (block * BLOCK_BYTES for block in [0, *sorted(ids)]):
+                for byte in (low, low + PAGE // 4, low + BLOCK_BYTES - 1):
+                    pool.touch(byte)
+
         self.gpu.kernels.append(kernel)
         self.kernels.append(kernel)
 
@@ -52,18 +59,6 @@ class Running:
         self.plan()
         while len(self.driven.in_flight) > int(ahead and self.driven.scheduler.has_requests()):
             self.done()
-
-
-class Kernel:
-    def __init__(self, memory: BlockMemory, ids: list[int]) -> None:
-        self._memory, self._ids, self._ran = memory, ids, False
-
-    def __call__(self) -> None:
-        if not self._ran:
-            self._ran, stride = True, self._memory.layout.strides[0]
-            for block in [0, *self._ids]:
-                for byte in (block * stride, block * stride + PAGE // 4, (block + 1) * stride - 1):
-                    self._memory.pool.touch(byte)
 
 
 @pytest.fixture
@@ -110,13 +105,9 @@ def test_both_live_on_one_budget_always(pair, boards, asynchronous, seed, missin
     for serial in range(160):
         what = dice.random()
         if what < 0.12:
-            online.driven.add(
-                f"s{serial}", prompt=dice.randint(10, 250), tokens=dice.randint(1, 40)
-            )
+            online.driven.add(f"s{serial}", dice.randint(10, 250), dice.randint(1, 40))
         elif what < 0.3 and len(rollout.driven.scheduler.requests) < 6:
-            rollout.driven.add(
-                f"r{serial}", prompt=dice.randint(10, 100), tokens=dice.randint(20, 150)
-            )
+            rollout.driven.add(f"r{serial}", dice.randint(10, 100), dice.randint(20, 150))
         elif what < 0.33 and online.driven.scheduler.requests:
             name = dice.choice(list(online.driven.scheduler.requests))
             online.driven.scheduler.finish_requests(name, abort())
@@ -141,12 +132,6 @@ def test_both_live_on_one_budget_always(pair, boards, asynchronous, seed, missin
         if online.driven.scheduler.requests or online.driven.in_flight:
             online.turn(asynchronous)
     assert not online.driven.scheduler.requests  # whoever came was served
-
-
-def abort():
-    from vllm.v1.request import RequestStatus
-
-    return RequestStatus.FINISHED_ABORTED
 
 
 def test_blocks_go_back_after_the_step_that_still_writes_to_them(pair, boards, asynchronous):
