@@ -92,14 +92,9 @@ FREE = (10e-3, 1e-3, 0.0, 0.0)  # seconds: of a step, of a request, of a drafted
 def test_drafts_are_as_long_as_tokens_per_second_rise(fitted, wanted):
     chances = np.array([[0.9, 0.8, 0.5, 0.0], [0.6, 0.1, 0.0, 0.0]])
     assert gain.lengths(chances, fitted).tolist() == wanted
-
-
-def test_a_full_batch_drafts_less():
-    """The more requests share what a step costs anyway, the less a draft saves of it."""
-    fitted = (10e-3, 0.5e-3, 1e-3, 0.0)
-    one = np.tile([0.5, 0.25, 0.12, 0.06], (1, 1))
-    many = np.tile(one, (32, 1))
-    assert gain.lengths(one, fitted)[0] > gain.lengths(many, fitted).max()
+    # The more requests share what a step costs anyway, the less a draft saves of it.
+    full, one = (10e-3, 0.5e-3, 1e-3, 0.0), np.tile([0.5, 0.25, 0.12, 0.06], (1, 1))
+    assert gain.lengths(one, full)[0] > gain.lengths(np.tile(one, (32, 1)), full).max()
 
 
 def test_step_times_are_fitted_to_steps_with_and_without_drafts():
@@ -200,8 +195,6 @@ def test_chances_that_promise_too_much_are_trusted_less():
         gate.accepted(length // 6)
         gate.observe(2, length, 10e-3 + 0.1e-3 * length + 1e-6 * i)
     assert 0.1 < gate.trust < 0.6
-    honest = gain.Gate(adaptive=True)
-    assert honest.trust == 1.0
 
 
 def simulated(requests: int, accepted: float, times: tuple, seed: int = 0) -> float:
