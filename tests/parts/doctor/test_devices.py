@@ -1,5 +1,4 @@
-"""What the doctor makes of what nvidia-smi, torch and /dev/shm say; the texts are as real machines
-print them."""
+"""What the doctor makes of what real machines' nvidia-smi, torch and /dev/shm say."""
 
 import pytest
 

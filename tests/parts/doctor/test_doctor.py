@@ -52,9 +52,6 @@ def test_a_process_is_asked_to_end_then_ended_and_its_words_stay():
     assert failed.last == "why"
 
 
-# --------------------------------------------------------------------------- one MPI world
-
-
 def ranks(*sizes):
     return [{"what": "world", "size": size, "library": "MPICH   5"} for size in sizes]
 
@@ -71,9 +68,6 @@ def ranks(*sizes):
 )
 def test_one_world_is_two_ranks_that_know_of_each_other(done, state, words):
     check(world(done, "srun", "ask"), state, words)
-
-
-# --------------------------------------------------------------------------- files between nodes
 
 
 def side(node, *round_trips, **said):
@@ -111,9 +105,6 @@ def test_two_sides_see_each_others_files(tmp_path, monkeypatch):
     assert rank.exchange(tmp_path / "elsewhere", 0) == {"missing": str(tmp_path / "elsewhere")}
     (alone := tmp_path / "alone").mkdir()
     assert rank.exchange(alone, 1) == {"missing": str(alone / "ask-0")}
-
-
-# --------------------------------------------------------------------------- join and survive
 
 
 def story(*without):
@@ -162,9 +153,6 @@ def test_what_did_not_happen_is_named_with_the_reason(missing, words):
     check(found, "failed", "did not start: FileNotFoundError")
 
 
-# --------------------------------------------------------------------------- GPUs
-
-
 @pytest.mark.slow
 def test_an_all_reduce_is_checked_and_timed():
     """The program that NCCL is tried with, on the CPU's backend."""
@@ -194,8 +182,7 @@ def test_nccl_is_tried_between_the_gpus_that_were_given_with_the_variables_of_ra
 
 
 def test_jobs_on_gpus_have_the_time_and_the_cpus_that_imports_take_there(make_config, monkeypatch):
-    """IMPORT_S is what the check on the node waits for torch: the job, and who waits for it in the
-    queue, last longer."""
+    """The check on the node waits IMPORT_S for torch: its job, and the wait for it, last longer."""
     asked = []
     runs = lambda argv, env, deadline_s: asked.append((argv, deadline_s)) or ended()  # noqa: E731
     monkeypatch.setattr(slurm, "run", runs)
@@ -211,9 +198,6 @@ def test_jobs_on_gpus_have_the_time_and_the_cpus_that_imports_take_there(make_co
         assert minutes * 60 > machine.IMPORT_S
         assert deadline_s >= findings.QUEUE_S + machine.IMPORT_S
         assert {"--gpus-per-node=4", "--cpus-per-task=8", "--mem=200G"} <= set(argv)
-
-
-# --------------------------------------------------------------------------- the command
 
 
 MOUNT = "cluster.slurm.container={runtime: apptainer, image: /i, python: /p, mounts: [], args: []}"

@@ -49,8 +49,7 @@ def predictor():
 
 @pytest.fixture
 def steps():
-    """steps(count, coefficients, noise) -> (work, seconds) of a device that follows the rule, times
-    a log-normal."""
+    """steps(count, coefficients, noise) -> (work, seconds) of a device that follows the rule."""
 
     def made(count=400, coefficients=COEFFICIENTS, noise=0.0, seed=0):
         dice, samples, (c0, c1, c2, c3, c4, c5) = random.Random(seed), [], coefficients

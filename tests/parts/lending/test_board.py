@@ -1,5 +1,4 @@
-"""A board tells whole states only: torn, damaged, foreign, outdated and dead writers' boards are
-told apart from them."""
+"""A board tells whole states only, not torn, damaged, foreign, outdated or dead writers' ones."""
 
 import dataclasses
 import os

@@ -1,5 +1,4 @@
-"""One KV budget: lent while nobody needs it, halved at once when somebody does, and not grown again
-until allowed."""
+"""One KV budget: lent while unneeded, halved at once when needed, not grown until allowed."""
 
 import math
 

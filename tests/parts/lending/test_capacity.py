@@ -62,8 +62,7 @@ def test_the_next_opening_is_expected_as_the_last_ones_came(said):
 
 
 def test_one_turn_may_try_whether_the_gate_of_an_idle_engine_is_still_shut(said):
-    """vLLM's scheduler does not run without requests: a gate that was shut then would be shut for
-    ever."""
+    """vLLM's scheduler does not run without requests: a shut gate would be shut for ever."""
     said(0.0, open=0)
     assert said(1.1, open=0).max_sequences == 0
     assert said(2.0, open=0, running=0) is None

@@ -27,8 +27,7 @@ def run(make_config, tmp_path):
 
 @pytest.fixture
 def prepared(run, monkeypatch):
-    """prepared(overrides) -> the CUDA_VISIBLE_DEVICES of a lender, the same for each call with these
-    overrides, that is about to load."""
+    """prepared(overrides) -> the CUDA_VISIBLE_DEVICES of a lender that is about to load."""
     monkeypatch.setattr(lender.start, "preload", lambda: None)
     lenders = {}
 

@@ -1,5 +1,4 @@
-"""An engine beside another one on a GPU has the memory of its largest step, whatever the other
-takes."""
+"""An engine beside another one on a GPU has the memory of its largest step."""
 
 import pytest
 
@@ -13,8 +12,7 @@ MIB = 2**20
 
 @pytest.fixture
 def start(monkeypatch):
-    """start(process, weights, step, lasts) -> the `Headroom` of an engine that has loaded its
-    weights, done vLLM's profile run, of which something lasts, and captured its graphs."""
+    """start(process, weights, step, lasts) -> the `Headroom` of an engine up to its graphs."""
 
     def started(process: Process, weights=1000 * MIB, step=800 * MIB, lasts=50 * MIB) -> Headroom:
         monkeypatch.setattr(headroom, "torch", process)

@@ -1,5 +1,4 @@
-"""What is put around vLLM's worker in an engine that shares its GPU, on pages of 2 MiB that kill
-who touches one which is not there: from its weights to the end of its warm-up."""
+"""vLLM's worker in an engine that shares its GPU, on pages that kill: from weights to warm-up."""
 
 from types import SimpleNamespace
 
@@ -17,8 +16,7 @@ BLOCKS, STRIDE, STEP = 17, 896 * 2**10, 100 * 2**20
 
 
 class Standing:
-    """For vLLM's worker: its calls in the order in which EngineCore makes them. `steps`: blocks
-    that warm-up writes."""
+    """For vLLM's worker: its calls in EngineCore's order. `steps`: blocks that warm-up writes."""
 
     device = torch.device("cuda", 0)
 

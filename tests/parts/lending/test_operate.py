@@ -1,5 +1,4 @@
-"""The operator's process: both children, signals, the report. The children are small programs here;
-with vLLM's server in the last test."""
+"""The operator's process: both children, signals, the report. The children are small programs."""
 
 import json
 import os

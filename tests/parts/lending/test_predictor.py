@@ -1,5 +1,4 @@
-"""Step times: the fit finds the device's coefficients, and what is observed afterwards moves it,
-within bounds."""
+"""Step times: the fit finds the device's coefficients, and observations move it, within bounds."""
 
 import json
 import math

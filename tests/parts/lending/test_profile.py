@@ -1,5 +1,4 @@
-"""A device's profile: what is refused, what it was measured on, what interference is, and two tiny
-models for real."""
+"""A device's profile: what is refused, what interference is, and two tiny models for real."""
 
 import functools
 import json
@@ -96,8 +95,7 @@ def test_a_damaged_profile_is_named_with_what_is_wrong(tmp_path, found, keys, va
 
 
 def made(slower, count=400, noise=0.0, covered=1.0):
-    """Online steps, every second one beside a rollout step that covers a share of it and makes it
-    `slower` times."""
+    """Online steps, every second one beside a rollout step that makes it `slower` times."""
     dice, now, online, rollout = random.Random(0), 0.0, [], []
     for at in range(count):
         seconds = 0.01 * dice.lognormvariate(0, noise) * (slower if at % 2 else 1)

@@ -1,5 +1,4 @@
-"""The lending report: its numbers go on over restarts, stay bounded, and a real browser draws
-it."""
+"""The lending report: its numbers go on over restarts, stay bounded, and a browser draws it."""
 
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest

@@ -1,5 +1,4 @@
-"""The online server as a child: started, watched, started again, ended. Its program is a small one
-here, but for one test with vLLM's."""
+"""The online server as a child: a small program, but for one test with vLLM's."""
 
 import asyncio
 import os

@@ -1,5 +1,4 @@
-"""The GPU's page pool on pages whose absence kills: what steps in flight, warm-up and a full device
-do to it; and its calls against CUDA's own header."""
+"""The GPU's page pool on pages whose absence kills, and its calls against CUDA's own header."""
 
 import faulthandler
 import os
@@ -156,8 +155,7 @@ def test_a_range_that_is_not_of_whole_pages_inside_is_refused(bad):
 
 
 def test_the_calls_are_those_of_cudas_header(tmp_path):
-    """A libcuda written against cuda.h, which the compiler holds to CUDA's signatures and
-    structs."""
+    """The compiler holds this libcuda to CUDA's signatures and structs."""
     driver = CudaDriver(0, build_libcuda(tmp_path))
     page = driver.granularity
     assert page == 2**21

@@ -1,5 +1,4 @@
-"""A borrowed worker on a real vLLM whose scheduler gives turns back; only the way to the
-coordinator is a list."""
+"""A borrowed worker on a real vLLM; only the way to the coordinator is a list."""
 
 import asyncio
 from functools import partial

@@ -1,5 +1,4 @@
-"""A relay pulls each byte once, gives out exact bytes or an error, and nothing without the
-token."""
+"""A relay pulls each byte once, gives exact bytes or an error, and nothing without the token."""
 
 import os
 import re

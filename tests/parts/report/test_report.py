@@ -1,5 +1,4 @@
-"""The report's numbers, that it is one safe file of bounded size, and that a real browser draws
-it."""
+"""The report's numbers, its safety and bounded size, and that a real browser draws it."""
 
 import re
 import shutil

@@ -1,5 +1,4 @@
-"""vLLM schedulers of ours without an engine around them: real KV blocks and queues, and a model
-runner that answers each step with one token per request."""
+"""vLLM schedulers of ours without an engine: real KV blocks and queues, and one token a step."""
 
 import queue
 import threading
@@ -43,8 +42,7 @@ def model_folder(tmp_path_factory):
 
 
 class Boards:
-    """The boards of a device, each of which the test may write; `beat` keeps those fresh that were
-    begun."""
+    """The boards of a device, which the test writes and a thread keeps fresh."""
 
     def __init__(self, folder):
         self.folder, self.writers = folder, {}
@@ -108,8 +106,7 @@ def boards(tmp_path, monkeypatch):
 
 @pytest.fixture
 def asynchronous():
-    """Whether vLLM plans a step while the one before runs, as it does on GPUs; a test's
-    parameter."""
+    """Whether vLLM plans a step while the one before runs, as on GPUs; a test's parameter."""
     return False
 
 

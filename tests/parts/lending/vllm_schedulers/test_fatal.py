@@ -1,5 +1,4 @@
-"""Both engines' schedulers on one device whose pages, of 2 MiB, kill who touches one that is not
-there: with steps in flight, as on a GPU, or without."""
+"""Both engines' schedulers on one device whose pages kill, with steps in flight or without."""
 
 import functools
 import random
@@ -27,8 +26,7 @@ def asynchronous(request):
 
 
 class Running:
-    """An engine's steps on the device: each writes to the blocks of its requests when the device
-    comes to it."""
+    """An engine's steps on the device: each writes to its requests' blocks when it runs."""
 
     def __init__(self, driven, gpu: Device) -> None:
         self.driven, self.gpu, self.kernels = driven, gpu, []
@@ -63,8 +61,7 @@ class Running:
 
 @pytest.fixture
 def pair(boards, make_scheduler, monkeypatch):
-    """pair(pages) -> S and R on a device with so many pages for their KV caches besides those of
-    the null blocks."""
+    """pair(pages) -> both engines on a device with these pages beside those of the null blocks."""
     here = device.here().serving
     lending = msgspec.structs.replace(here.lending, kv_gib=BUDGET / 2**30)
     device.describe(boards.folder, msgspec.structs.replace(here, lending=lending), PROFILE)
@@ -82,8 +79,7 @@ def pair(boards, make_scheduler, monkeypatch):
 
 
 def used(*engines) -> list[int]:
-    """Bytes that each has of the device beyond its null block's page; what its pool and its worker
-    count is that."""
+    """Bytes that each has beyond its null block's page, by pool, worker and device."""
     found = []
     for engine in engines:
         pool, memory = engine.driven.scheduler.pool, engine.driven.memory

@@ -1,5 +1,4 @@
-"""The stop flag in both engines' schedulers: when the online engine raises it, and when the rollout
-engine ignores it."""
+"""The stop flag in both engines' schedulers: when it is raised, and when it is ignored."""
 
 import time
 

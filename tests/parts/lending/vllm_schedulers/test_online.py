@@ -1,5 +1,4 @@
-"""The online engine's scheduler: what it tells of its requests, and how it gets lent memory
-back."""
+"""The online engine's scheduler: what it tells of its requests, and how lent memory returns."""
 
 import os
 import signal

@@ -1,6 +1,4 @@
-"""KV blocks that an engine may not use are in nobody's hands, and their memory is the system's:
-vLLM's own block pool over the GPU's page pool, on pages of 2 MiB that kill who touches one which is
-not there."""
+"""KV blocks that an engine may not use are in nobody's hands, and their memory is the system's."""
 
 import math
 import os
@@ -192,8 +190,7 @@ def test_a_strewn_pool_settles_in_parts_and_has_as_many_blocks_meanwhile():
 
 
 def test_as_requests_come_and_go_what_is_used_moves_to_few_pages():
-    """A seventh of the blocks, strewn over the pool by a burst that ended; then traffic of the same
-    amount."""
+    """A seventh of the blocks, strewn by a burst that ended; then traffic of the same amount."""
     engine = Engine(one_region(1601, 896 * KiB), [Device(1)])
     engine.workers = [Counted(engine.layout)]  # 1.4 GiB are counted, not touched
     pool, dice = engine.pool, random.Random(0)

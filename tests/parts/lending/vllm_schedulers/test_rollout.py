@@ -1,5 +1,4 @@
-"""The rollout engine's scheduler on vLLM's real queues and blocks: nothing passes a shut gate,
-revoked memory is given back at once, and requests that are handed back are told so."""
+"""The rollout engine's scheduler on vLLM's real queues and blocks."""
 
 import threading
 import time
