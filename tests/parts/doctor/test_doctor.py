@@ -89,13 +89,11 @@ def test_files_are_shared_when_each_side_sees_the_others(sides, state, words):
 
 
 def test_two_sides_see_each_others_files(tmp_path, monkeypatch):
-    answers = (
-        "import sys; from pathlib import Path; from rose.parts.doctor import rank; "
-        "rank.SEEN_S = 120.0; print('up', flush=True); print(len(rank.exchange(Path(sys.argv[1]), 1)['round_trips']))"
-    )
-    other = subprocess.Popen(
-        [sys.executable, "-c", answers, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
+    answers = "import sys; from pathlib import Path; from rose.parts.doctor import rank; "
+    answers += "rank.SEEN_S = 120.0; print('up', flush=True); "
+    answers += "print(len(rank.exchange(Path(sys.argv[1]), 1)['round_trips']))"
+    command = [sys.executable, "-c", answers, str(tmp_path)]
+    other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert other.stdout.readline() == "up\n"
     monkeypatch.setattr(rank, "SEEN_S", 120.0)
     took = rank.exchange(tmp_path, 0)["round_trips"]
@@ -218,25 +216,22 @@ def test_bad_overrides_are_refused_with_code_2(monkeypatch, capsys, overrides, w
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("given", ["output_dir=~/runs", "--folder=~/runs"])
 @pytest.mark.parametrize("state, code", [("ok", 0), ("warning", 0), ("failed", 1)])
-def test_what_failed_is_printed_with_its_remedy_and_has_code_1(monkeypatch, capsys, state, code):
+def test_what_failed_of_a_folder_is_printed_with_its_remedy_and_has_code_1(
+    monkeypatch, capsys, tmp_path, state, code, given
+):
     found = [findings.Finding("ok", "import vllm", "0.32")]
     said = "srun --mpi", "no pmi9 here, only [pmix].", "set cluster.mpi.srun"
     found += [findings.Finding(state, *said)]
-    monkeypatch.setattr(command, "examine", lambda c, folder: iter(found))
-    monkeypatch.setattr(sys, "argv", ["doctor"])
-    assert command.main() == code
-    line = f"{state:8} srun --mpi: no pmi9 here, only [pmix]; set cluster.mpi.srun"
-    assert capsys.readouterr().out.splitlines() == ["ok       import vllm: 0.32", line]
-
-
-@pytest.mark.parametrize("given", ["output_dir=~/runs", "--folder=~/runs"])
-def test_a_folder_may_begin_with_the_home_folder(monkeypatch, tmp_path, given):
     examined = []
-    monkeypatch.setattr(command, "examine", lambda c, folder: examined.append(folder) or iter(()))
+    examine = lambda c, folder: examined.append(folder) or iter(found)  # noqa: E731
+    monkeypatch.setattr(command, "examine", examine)
     monkeypatch.setattr(sys, "argv", ["doctor", given])
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert command.main() == 0 and examined == [tmp_path / "runs"]
+    assert command.main() == code and examined == [tmp_path / "runs"]
+    line = f"{state:8} srun --mpi: no pmi9 here, only [pmix]; set cluster.mpi.srun"
+    assert capsys.readouterr().out.splitlines() == ["ok       import vllm: 0.32", line]
 
 
 # The command, whose checks may take minutes, as on a busy machine.
@@ -255,7 +250,6 @@ def test_this_machine_works(tmp_path):
     command = [sys.executable, "-c", PATIENT, *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stdout + done.stderr
-    works = ("import vllm", "import deepspeed", "one MPI world, mpiexec", join.PART)
-    for part in works:
+    for part in ("import vllm", "import deepspeed", "one MPI world, mpiexec", join.PART):
         assert f"ok       {part}" in done.stdout
     assert list(tmp_path.iterdir()) == []

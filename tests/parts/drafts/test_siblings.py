@@ -70,13 +70,10 @@ def test_a_turn_that_moved_is_known_to_the_engine_that_goes_on_with_it():
     world.got("g0.0.t0", "b", 20)
     assert world.flushed("b") == []
     assert world.flushed("a") == [("g0.0.t0", 20, 20)]
-
-
-def test_a_message_is_bounded_and_the_rest_follows():
-    world, tokens = World(), MOST_BYTES // 4 + 100
-    world.got("g0.0.t0", "a", tokens)
-    assert world.flushed() == [("g0.0.t0", 0, MOST_BYTES // 4)]
-    assert world.flushed() == [("g0.0.t0", MOST_BYTES // 4, 100)]
+    # A message is bounded and the rest follows.
+    world.got("g0.1.t0", "a", MOST_BYTES // 4 + 100)
+    assert world.flushed() == [("g0.1.t0", 0, MOST_BYTES // 4)]
+    assert world.flushed() == [("g0.1.t0", MOST_BYTES // 4, 100)]
 
 
 def test_a_group_that_ended_is_forgotten_here_and_there():
@@ -109,9 +106,8 @@ def test_an_engine_gets_what_the_siblings_of_its_turns_got_on_others(tmp_path):
     world.finish(list(range(20, 25)), turn=asked.turn, rank=first)  # few, but the turn has ended
     world.hub.feed(ev.Tick(at=time.time()))
     [(rank, message)] = world.taken(p.DraftText)
-    assert rank == other and content(message)[0] == [
-        [asked.turn, 20, span[2], p.pack_tokens(range(20, 25))]
-    ]
+    span = [asked.turn, 20, span[2], p.pack_tokens(range(20, 25))]
+    assert rank == other and content(message) == [[span], []]
     world.hub.group_ended("g0")
     world.hub.feed(ev.Tick(at=time.time()))
     ended = [(rank, content(m)) for rank, m in world.taken(p.DraftText)]

@@ -31,9 +31,7 @@ def test_a_draft_is_what_followed_the_same_words_before():
     tail = text.begin(ints(5, 6, 7, 8, 9, 1, 2, 5, 6))
     assert draft(text, tail) == [7, 8, 9, 1, 2, 5]
     assert draft(text, text.extend(tail, ints(50))) == []
-
-
-def test_the_longest_match_and_the_most_frequent_continuation_win():
+    # The longest match and the most frequent continuation win.
     text = Text()
     for _ in range(3):
         text.extend(-1, ints(1, 2, 3, 4, 10, 11, 12))

@@ -71,10 +71,9 @@ def test_kept_blocks_keep_their_bytes_and_free_pages_are_not_resident(layout, da
 def test_the_pool_is_never_made_of_huge_pages():
     pool = HostPages(8 * 2**20)
     pool.tensor().fill_(1)
-    low, found = pool.tensor().data_ptr(), ""
-    for part in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
-        if part and int(part.split("-")[0], 16) <= low < int(part.split("-")[1].split()[0], 16):
-            found = part
+    low, smaps = pool.tensor().data_ptr(), Path("/proc/self/smaps").read_text()
+    ranges = re.findall(r"(?ms)^([0-9a-f]+)-([0-9a-f]+) (.*?VmFlags.*?)$", smaps)
+    [found] = [text for first, end, text in ranges if int(first, 16) <= low < int(end, 16)]
     assert re.search(r"AnonHugePages:\s+0 kB", found) and re.search(r"VmFlags:.* nh", found)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -120,28 +121,18 @@ def test_the_lender_begins_beside_the_server_and_both_leave_on_sigterm(operator,
     assert running.lender("SIGTERM") and not running.boards.exists()
     (home,) = (tmp_path / "outputs" / "serving").iterdir()
     assert not (home / "token").exists()
-    report = (home / "report.html").read_text()
-    assert "leaving, at SIGTERM" in report and (home / "online.log").read_text().startswith("hello")
-
-
-@pytest.mark.slow
-def test_sigusr2_lets_the_lender_finish_and_a_sigterm_after_it_does_not(operator):
-    running = operator(SLO, BUSY="1")
-    running.lender("began")
-    running.process.send_signal(signal.SIGUSR2)
-    running.lender("SIGUSR2")
-    assert running.control().lend == 1
-    assert running.told(signal.SIGTERM) == 0
-    assert "SIGTERM" in running.lender("SIGTERM")
+    assert "leaving, at SIGTERM" in (home / "report.html").read_text()
+    assert (home / "online.log").read_text().startswith("hello")
 
 
 @pytest.mark.slow
 def test_signals_stop_and_start_lending_and_end_no_child_that_gets_them_too(operator, tmp_path):
-    running = operator(SLO)
+    running = operator(SLO, BUSY="1")
     for pid in (running.lender("began").split()[1], (running.boards / "child").read_text()):
         # as Slurm may send it to every process of a step
         for number in (signal.SIGUSR1, signal.SIGRTMIN):
             os.kill(int(pid), number)
+    told = lambda: re.findall(r"SIG\w+", (tmp_path / "lender").read_text())  # noqa: E731
     running.process.send_signal(signal.SIGUSR1)
     running.until(lambda: running.control().lend == 0, "stop")
     running.process.send_signal(signal.SIGRTMIN)
@@ -152,7 +143,11 @@ def test_signals_stop_and_start_lending_and_end_no_child_that_gets_them_too(oper
     # A mount that takes no report keeps nothing from ending.
     (home,) = (tmp_path / "outputs" / "serving").iterdir()
     os.mkfifo(home / "report.html.part")  # opening it waits for a reader
-    assert running.told(signal.SIGTERM) == 0
+    # SIGUSR2 lets the lender finish, and a SIGTERM after it does not.
+    running.process.send_signal(signal.SIGUSR2)
+    running.until(lambda: told() == ["SIGUSR2"], "the lender is asked to finish")
+    assert running.control().lend == 1 and running.told(signal.SIGTERM) == 0
+    assert told() == ["SIGUSR2", "SIGTERM"]
     assert not running.boards.exists() and not (home / "token").exists()
 
 

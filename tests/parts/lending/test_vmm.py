@@ -177,9 +177,5 @@ def test_the_calls_are_those_of_cudas_header(tmp_path):
 
 def rights(address: int) -> str:
     """Of this process to `address`: the fake's memory is the host's."""
-    for low, high, found in re.findall(
-        r"(?m)^([0-9a-f]+)-([0-9a-f]+) (..)", Path("/proc/self/maps").read_text()
-    ):
-        if int(low, 16) <= address < int(high, 16):
-            return found
-    return ""
+    maps = re.findall(r"(?m)^([0-9a-f]+)-([0-9a-f]+) (..)", Path("/proc/self/maps").read_text())
+    return next(found for low, high, found in maps if int(low, 16) <= address < int(high, 16))

@@ -111,30 +111,27 @@ def types(monkeypatch):
     """types("left", ...) are the lines that the user types before the input ends."""
 
     def types(*lines):
-        left = list(lines)
-        monkeypatch.setattr(typed, "ask", lambda prompt: left.pop(0) if left else None)
-        return left
+        left = iter(lines)
+        monkeypatch.setattr(typed, "ask", lambda prompt: next(left, None))
 
     return types
 
 
-def test_the_user_plays_and_nonsense_is_no_turn(make_config, console, printed, types):
-    config = make_config(*SMALL)
-    task = solvable(config, WAY)
-    types("down", "sideways", "d", "move right", "r")
-    outcome = asyncio.run(game.by_user(task, screen_for(task.env, console, human=True)))
-    assert outcome == game.Outcome(True, 1.0, 4)
+def test_the_user_plays_has_as_many_turns_as_the_policy_and_may_leave(
+    make_config, console, printed, types
+):
+    def outcome(task, *lines):
+        types(*lines)
+        return asyncio.run(game.by_user(task, screen_for(task.env, console, human=True)))
+
+    task = solvable(make_config(*SMALL), WAY)
+    won = outcome(task, "down", "sideways", "d", "move right", "r")
+    assert won == game.Outcome(True, 1.0, 4), "nonsense is no turn"
     assert "'sideways' is none of left, down, right, up" in printed()
-
-
-def test_the_user_may_leave_and_has_as_many_turns_as_the_policy(make_config, console, types):
-    config = make_config(*SMALL, "env.max_turns=1")
-    task = solvable(config, WAY)
-    types()
-    assert asyncio.run(game.by_user(task, screen_for(task.env, console, human=True))) is None
-    types("down", "down")
-    outcome = asyncio.run(game.by_user(task, screen_for(task.env, console, human=True)))
-    assert outcome == game.Outcome(False, 0.0, 1, "env.max_turns allows no more")
+    task = solvable(make_config(*SMALL, "env.max_turns=1"), WAY)
+    assert outcome(task) is None
+    lost = game.Outcome(False, 0.0, 1, "env.max_turns allows no more")
+    assert outcome(task, "down", "down") == lost
 
 
 def test_one_question_and_one_answer_is_a_conversation(

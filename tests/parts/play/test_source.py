@@ -111,16 +111,16 @@ def test_an_exported_model_plays_the_environment_of_the_command_line(exported):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ([], "doesn't say what to play; name an environment"),
-        (["model.dtype=bfloat16"], "doesn't say what to play"),
-        (["env=frozen_lke"], "frozen_lke.*frozen_lake"),
-        (["env=prompts"], "env.args.data"),
-        (["env=frozen_lake", "env.max_turn=3"], "env.max_turn"),
+        ("", "doesn't say what to play; name an environment"),
+        ("model.dtype=bfloat16", "doesn't say what to play"),
+        ("env=frozen_lke", "frozen_lke.*frozen_lake"),
+        ("env=prompts", "env.args.data"),
+        ("env=frozen_lake env.max_turn=3", "env.max_turn"),
     ],
 )
 def test_an_exported_model_needs_an_environment_that_there_is(exported, overrides, words):
     with pytest.raises(ConfigError, match=words):
-        source.find(exported, overrides)
+        source.find(exported, overrides.split())
 
 
 def test_commands_in_refusals_take_any_path(folder, exported):
@@ -138,7 +138,8 @@ def test_commands_in_refusals_take_any_path(folder, exported):
 def test_a_task_is_the_one_that_the_runs_evaluations_have(make_config):
     from rose.coordinator.control import eval_task
 
-    config = make_config("env=games +env@eval.sets.sums=calculator +eval.sets.sums.episodes=3")
+    sums = "+env@eval.sets.sums=calculator +eval.sets.sums.episodes=3"
+    config = make_config(f"env=games {sums} +eval.sets.sums.temperature=0.5")
     tasks = [source.held_out(config, number, None) for number in range(9)]
     for task in tasks:
         there = eval_task(config.eval.seed, task.number, config.env.weights)
@@ -148,11 +149,6 @@ def test_a_task_is_the_one_that_the_runs_evaluations_have(make_config):
     assert (one.env.name, one.key) == ("calculator", "eval.sets.sums")
     with pytest.raises(ConfigError, match="--env lake: .* there are frozen_lake, calculator, sums"):
         source.held_out(config, 2, "lake")
-
-
-def test_the_temperature_of_the_command_line_is_that_of_every_set(make_config):
-    sums = "+env@eval.sets.sums=calculator +eval.sets.sums.episodes=3"
-    config = make_config(f"{sums} +eval.sets.sums.temperature=0.5")
     warm = source.with_temperature(config, 0.2)
     assert warm.eval.of("sums")[1] == warm.eval.of("frozen_lake")[1] == 0.2
     assert config.eval.of("sums")[1] == 0.5
