@@ -186,15 +186,6 @@ def test_drafts_that_are_never_accepted_end_by_themselves():
     assert sum(n > 0 for n in drafted[100:]) <= 5 and looks < 200
 
 
-def test_chances_that_promise_too_much_are_trusted_less():
-    gate, chances = gain.Gate(adaptive=True), np.full((2, MOST), 0.6)
-    for i in range(400):
-        length = int(gate.decide(chances).sum()) if gate.looks_up() else 0
-        gate.accepted(length // 6)
-        gate.observe(2, length, 10e-3 + 0.1e-3 * length + 1e-6 * i)
-    assert 0.1 < gate.trust < 0.6
-
-
 def simulated(requests: int, accepted: float, times: tuple, seed: int = 0) -> float:
     """Tokens per second over those without drafts, where steps take a, b, c, d (see `gain`) with a
     noise of a quarter, and chances are thought to be a third higher than they are."""
