@@ -128,3 +128,11 @@ def test_a_broken_driver_is_told_in_its_own_words_and_none_too(nvidia_smi_says, 
     monkeypatch.setattr(devices.shutil, "which", lambda _: None)
     check(devices.of_node(0, 0.0)[0], "ok", "none, and none needed on this machine")
     check(devices.of_node(8, 0.0)[0], "failed", "none of 8: no NVIDIA driver")
+
+
+def test_findings_of_another_node_come_through():
+    said = {"state": "ok", "part": "GPUs here", "words": "8 x NVIDIA H200", "remedy": ""}
+    found = devices.findings(ended({"what": "finding", "node": "n7"} | said))
+    assert found == [("ok", "GPUs here on n7", "8 x NVIDIA H200", "")]
+    [none] = devices.findings(Ended(1, "", "srun: error: Unable to allocate resources\n"))
+    check(none, "failed", "Unable to allocate")
