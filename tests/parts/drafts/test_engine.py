@@ -11,17 +11,9 @@ from rose import protocol
 from rose.config import Draft
 from rose.engine import vllm_engine
 from rose.engine.vllm_engine import Engine
+from tests.engine import test_vllm_engine as plain
 from tests.engine.test_drafts import PROMPT, SAMPLINGS, WORST_P, check_drafts, p_value, samples
-from tests.engine.test_vllm_engine import (
-    DEADLINE_S,
-    PROMPTS,
-    agrees,
-    arrives_mid_turn,
-    perturbed,
-    publish,
-    reference,
-    turn,
-)
+from tests.engine.test_vllm_engine import PROMPTS, reference, turn
 
 pytestmark = pytest.mark.slow
 ALONE = 64
@@ -109,16 +101,16 @@ def test_new_weights_meet_drafting_turns(wait, folder, rollout, model_config, tm
     engine = wait(Engine.start(folder, settings, model_config))
     try:
         old = AutoModelForCausalLM.from_pretrained(folder).float().eval()
-        new = perturbed(folder)
-        store = publish(tmp_path / "store", folder, 1, new)
-        meeting = arrives_mid_turn(engine, store, in_flight)
-        found, late = wait(asyncio.wait_for(meeting, DEADLINE_S))
+        new = plain.perturbed(folder)
+        store = plain.publish(tmp_path / "store", folder, 1, new)
+        meeting = plain.arrives_mid_turn(engine, store, in_flight)
+        found, late = wait(asyncio.wait_for(meeting, plain.DEADLINE_S))
         assert engine.stats().accepted > 0
     finally:
         wait(engine.shutdown())
     cut = found["versions"].index(1)
     assert set(found["versions"][:cut]) == {-1} and set(found["versions"][cut:]) == {1}
-    agrees(new, [late], [PROMPTS[3]])
+    plain.agrees(new, [late], [PROMPTS[3]])
     for model, part in ((old, slice(0, cut)), (new, slice(cut, None))):
         if model is new and in_flight == "keep":  # the KV cache of the old weights
             continue

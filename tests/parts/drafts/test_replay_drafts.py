@@ -17,22 +17,14 @@ def said(*tokens: int) -> Sample:
 
 
 def test_who_says_what_a_sibling_has_said_takes_fewer_steps():
-    replay = replay_drafts.Replay(4, 0.02)
-    replay.group("g1", [said(*range(9)), said(*range(9))])
     # eight tokens behind the prompt's: one a step, or five and the last three
-    assert replay.counts[:2].tolist() == [[8, 0, 0], [2, 7, 6]]
-
-
-def test_nothing_less_likely_than_the_chance_is_drafted():
-    replay = replay_drafts.Replay(4, 0.999)
-    replay.group("g1", [said(*range(9)), said(*range(9))])
-    assert replay.counts[:2].tolist() == [[8, 0, 0], [8, 0, 0]]
-
-
-def test_other_groups_say_nothing():
+    for chance, steps in ((0.02, [2, 7, 6]), (0.999, [8, 0, 0])):  # nothing less likely is drafted
+        replay = replay_drafts.Replay(4, chance)
+        replay.group("g1", [said(*range(9)), said(*range(9))])
+        assert replay.counts[:2].tolist() == [[8, 0, 0], steps]
     replay = replay_drafts.Replay(4, 0.02)
-    replay.group("g1", [said(*range(9))])
-    replay.group("g2", [said(*range(9))])
+    for group in ("g1", "g2"):  # other groups say nothing
+        replay.group(group, [said(*range(9))])
     assert replay.counts[0].tolist() == [16, 0, 0]
 
 

@@ -59,6 +59,9 @@ def test_few_tokens_of_an_open_turn_wait_for_more_and_its_end():
     assert world.flushed() == []
     world.sender.turn_ended("g0.0.t0")
     assert world.flushed() == [("g0.0.t0", 0, LEAST_BYTES // 4 - 1)]
+    assert world.flushed() == []
+    world.sender.forget_worker("b")  # It has started again.
+    assert world.flushed() == [("g0.0.t0", 0, LEAST_BYTES // 4 - 1)]
 
 
 def test_a_turn_that_moved_is_known_to_the_engine_that_goes_on_with_it():
@@ -67,21 +70,10 @@ def test_a_turn_that_moved_is_known_to_the_engine_that_goes_on_with_it():
     world.got("g0.0.t0", "b", 20)
     assert world.flushed("b") == []
     assert world.flushed("a") == [("g0.0.t0", 20, 20)]
-
-
-def test_an_engine_that_started_again_gets_all_again():
-    world = World()
-    world.got("g0.0.t0", "a", 20)
-    world.flushed()
-    world.sender.forget_worker("b")
-    assert world.flushed() == [("g0.0.t0", 0, 20)]
-
-
-def test_a_message_is_bounded_and_the_rest_follows():
-    world, tokens = World(), MOST_BYTES // 4 + 100
-    world.got("g0.0.t0", "a", tokens)
-    assert world.flushed() == [("g0.0.t0", 0, MOST_BYTES // 4)]
-    assert world.flushed() == [("g0.0.t0", MOST_BYTES // 4, 100)]
+    # A message is bounded and the rest follows.
+    world.got("g0.1.t0", "a", MOST_BYTES // 4 + 100)
+    assert world.flushed() == [("g0.1.t0", 0, MOST_BYTES // 4)]
+    assert world.flushed() == [("g0.1.t0", MOST_BYTES // 4, 100)]
 
 
 def test_a_group_that_ended_is_forgotten_here_and_there():
@@ -91,8 +83,8 @@ def test_a_group_that_ended_is_forgotten_here_and_there():
     world.sender.group_ended("g0")
     assert world.flushed() == [] and world.sent[0][1] == ["g0"]
     assert world.flushed() == [] and world.sent == []
-    assert world.sender._groups == {} and not any(world.sender._have.values())
-    assert not any(world.sender._new.values())
+    kept = world.sender._groups, *world.sender._have.values(), *world.sender._new.values()
+    assert not any(kept)
 
 
 def test_an_engine_gets_what_the_siblings_of_its_turns_got_on_others(tmp_path):
@@ -114,9 +106,8 @@ def test_an_engine_gets_what_the_siblings_of_its_turns_got_on_others(tmp_path):
     world.finish(list(range(20, 25)), turn=asked.turn, rank=first)  # few, but the turn has ended
     world.hub.feed(ev.Tick(at=time.time()))
     [(rank, message)] = world.taken(p.DraftText)
-    assert rank == other and content(message)[0] == [
-        [asked.turn, 20, span[2], p.pack_tokens(range(20, 25))]
-    ]
+    span = [asked.turn, 20, span[2], p.pack_tokens(range(20, 25))]
+    assert rank == other and content(message) == [[span], []]
     world.hub.group_ended("g0")
     world.hub.feed(ev.Tick(at=time.time()))
     ended = [(rank, content(m)) for rank, m in world.taken(p.DraftText)]

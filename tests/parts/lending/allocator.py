@@ -13,8 +13,7 @@ class Gpu:
 
 
 class Process:
-    """One of several on `gpu`. `held`: bytes of its tensors, `cached`: of what it has beyond
-    them."""
+    """One of several on `gpu`. `held`: bytes of its tensors, `cached`: what it has beyond them."""
 
     int8, OutOfMemoryError = torch.int8, torch.OutOfMemoryError
 

@@ -1,4 +1,4 @@
-"""The default lending rules, targets, boards of a healthy pair of engines, and a made-up device."""
+"""The default lending rules, targets, and a made-up device."""
 
 import functools
 import json
@@ -8,17 +8,24 @@ import msgspec
 import pytest
 
 from rose.parts.lending import settings
-from rose.parts.lending.board import Control, Online
 from rose.parts.lending.config import Lending, Slo
 from rose.parts.lending.rules.predictor import Predictor, Work
 
 # 20 ms to read the weights, 5,000 prompt tokens/s
 COEFFICIENTS = (0.02, 2e-4, 1e-7, 1e-3, 2e-6, 0.0)
+SLO = Slo(ttft_p50_s=0.5, ttft_p99_s=1.0, tpot_p50_s=0.1, tpot_p99_s=0.2)
 
 
 @functools.cache
 def _default() -> Lending:
     return settings.of_server([]).lending
+
+
+def profile_of(hold=0.2) -> dict:
+    """What rose.parts.lending.profile would have found."""
+    predictor = Predictor(COEFFICIENTS).to_dict()
+    interference = {"hold_p99": hold, "hold_mean": hold / 2}
+    return {"rollout": {"predictor": predictor}, "interference": interference}
 
 
 def lent_by(**changes) -> Lending:
@@ -35,45 +42,14 @@ def folder(path, **shape):
 
 
 @pytest.fixture
-def lending():
-    return lent_by
-
-
-@pytest.fixture
-def slo():
-    return Slo(ttft_p50_s=0.5, ttft_p99_s=1.0, tpot_p50_s=0.1, tpot_p99_s=0.2)
-
-
-@pytest.fixture
 def predictor():
     """Exact: its P99 is its mean."""
     return Predictor(COEFFICIENTS)
 
 
 @pytest.fixture
-def profile(predictor):
-    """profile(hold=0.2) -> what rose.parts.lending.profile would have found."""
-    return lambda hold=0.2: {
-        "rollout": {"predictor": predictor.to_dict()},
-        "interference": {"hold_p99": hold, "hold_mean": hold / 2},
-    }
-
-
-@pytest.fixture
-def online():
-    """online(now, kv_used=..., ...) -> a board just written."""
-    return lambda now, **state: Online(pid=1, beat=now, **state)
-
-
-@pytest.fixture
-def control():
-    return lambda now, **state: Control(**{"pid": 1, "beat": now, "lend": 1.0} | state)
-
-
-@pytest.fixture
 def steps():
-    """steps(count, coefficients, noise) -> (work, seconds) of a device that follows the rule, times
-    a log-normal."""
+    """steps(count, coefficients, noise) -> (work, seconds) of a device that follows the rule."""
 
     def made(count=400, coefficients=COEFFICIENTS, noise=0.0, seed=0):
         dice, samples, (c0, c1, c2, c3, c4, c5) = random.Random(seed), [], coefficients

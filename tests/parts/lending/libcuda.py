@@ -84,8 +84,7 @@ CUresult cuStreamWaitValue32(CUstream stream, CUdeviceptr p, cuuint32_t value, u
 
 
 def build_libcuda(folder: Path, pages: int = 3) -> str:
-    """Path of a shared library with the driver's calls, whose GPU is host memory of so many pages
-    of 2 MiB."""
+    """Path of a library with the driver's calls, whose GPU has this number of pages of 2 MiB."""
     if not shutil.which("gcc"):
         pytest.skip("needs gcc")
     header = Path(sysconfig.get_path("purelib")) / "nvidia/cu13/include/cuda.h"

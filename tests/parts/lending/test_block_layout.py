@@ -11,37 +11,27 @@ BLOCKS, LAYERS = 10, 3
 
 def cache(name: str, groups: int = 1, size: int | None = None):
     """Three layers of 4 heads of 32, 16 tokens a block, in float32."""
-    from vllm.v1.kv_cache_interface import (
-        FullAttentionSpec,
-        KVCacheConfig,
-        KVCacheGroupSpec,
-        KVCacheTensor,
-    )
+    from vllm.v1 import kv_cache_interface as kv
 
-    spec = FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=32, dtype=torch.float32)
+    spec = kv.FullAttentionSpec(block_size=16, num_kv_heads=4, head_size=32, dtype=torch.float32)
     page, names = spec.page_size_bytes, [f"layer.{i}" for i in range(LAYERS)]
     strides = (page, LAYERS * page) if name[0] == "B" else (BLOCKS * page, page)
-    tensor = KVCacheTensor(size or BLOCKS * LAYERS * page, names, *strides)
-    return KVCacheConfig(
-        num_blocks=BLOCKS,
-        kv_cache_tensors=[tensor],
-        kv_cache_groups=[KVCacheGroupSpec(names, spec)] * groups,
-    ), page
+    tensors = [kv.KVCacheTensor(size or BLOCKS * LAYERS * page, names, *strides)]
+    group = kv.KVCacheGroupSpec(names, spec)
+    config = kv.KVCacheConfig(
+        num_blocks=BLOCKS, kv_cache_tensors=tensors, kv_cache_groups=[group] * groups
+    )
+    return config, page
 
 
-@pytest.mark.parametrize("name", ["LBHNC", "LBNHC"])
-def test_a_block_has_a_span_in_every_layers_region(name):
+@pytest.mark.parametrize("name", ["LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC"])
+def test_a_block_has_a_span_in_every_layers_region_or_one_with_blocks_outermost(name):
     config, page = cache(name)
-    starts = tuple(layer * BLOCKS * page for layer in range(LAYERS))
-    expected = Layout(BLOCKS * LAYERS * page, BLOCKS, starts, (page,) * LAYERS)
-    assert layout_of(config, name) == expected
-
-
-@pytest.mark.parametrize("name", ["BLHNC", "BLNHC", "BHLNC"])
-def test_a_block_of_a_layout_with_blocks_outermost_is_one_span(name):
-    config, page = cache(name)
+    starts, strides = tuple(layer * BLOCKS * page for layer in range(LAYERS)), (page,) * LAYERS
+    if name[0] == "B":
+        starts, strides = (0,), (LAYERS * page,)
     found = layout_of(config, name)
-    assert found == Layout(BLOCKS * LAYERS * page, BLOCKS, (0,), (LAYERS * page,))
+    assert found == Layout(BLOCKS * LAYERS * page, BLOCKS, starts, strides)
     assert found.block_bytes == LAYERS * page
 
 

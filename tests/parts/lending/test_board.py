@@ -1,5 +1,4 @@
-"""A board tells whole states only: torn, damaged, foreign, outdated and dead writers' boards are
-told apart from them."""
+"""A board tells whole states only, not torn, damaged, foreign, outdated or dead writers' ones."""
 
 import dataclasses
 import os
@@ -22,13 +21,13 @@ def test_what_was_written_is_read_with_the_writers_process_and_time(tmp_path):
     found = Reader(tmp_path / "online", Online).read()
     assert (found.running, found.hold_until, found.pid) == (3, 123.5, os.getpid())
     assert before <= found.beat <= time.monotonic() and board.is_alive(found)
+    assert not board.is_alive(dataclasses.replace(found, pid_started=found.pid_started - 1))
     assert (tmp_path / "online").stat().st_mode & 0o777 == 0o600
 
 
 def test_every_flipped_byte_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(board, "TRIES", 1)  # nobody writes
-    writer = Writer(tmp_path / "board", Online)
-    writer.write()
+    Writer(tmp_path / "board", Online).write()
     reader = Reader(tmp_path / "board", Online)
     whole = (tmp_path / "board").read_bytes()
     with open(tmp_path / "board", "r+b", buffering=0) as file:
@@ -66,8 +65,7 @@ def test_a_state_of_zeros_or_of_another_kind_or_size_is_none(tmp_path):
 
 
 def test_a_stale_state_and_one_of_the_future_are_none_and_say_their_age(tmp_path, monkeypatch):
-    writer = Writer(tmp_path / "board", Control)
-    writer.write()
+    Writer(tmp_path / "board", Control).write()
     reader = Reader(tmp_path / "board", Control)
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 1.0)
@@ -82,13 +80,14 @@ def test_no_reader_ever_sees_half_of_a_state(tmp_path):
     writer = Writer(tmp_path / "board", Online)
     writer.write()
     stop = threading.Event()
+    fields = [field.name for field in dataclasses.fields(Online)]
+    fields = fields[3:]  # all but pid, pid_started and beat
 
     def write():
         count = 0
         while not stop.is_set():
             count += 1
-            for field in dataclasses.fields(Online)[3:]:  # all but pid, pid_started and beat
-                setattr(writer.state, field.name, count)
+            vars(writer.state).update(dict.fromkeys(fields, count))
             writer.write()
 
     thread = threading.Thread(target=write)
@@ -97,7 +96,7 @@ def test_no_reader_ever_sees_half_of_a_state(tmp_path):
         reader, seen = Reader(tmp_path / "board", Online), set()
         while len(seen) < 20:
             if (found := reader.read()) is not None:
-                values = {getattr(found, f.name) for f in dataclasses.fields(Online)[3:]}
+                values = {getattr(found, name) for name in fields}
                 assert len(values) == 1 or found.steps == 0
                 seen.add(found.steps)
     finally:
@@ -108,32 +107,22 @@ def test_no_reader_ever_sees_half_of_a_state(tmp_path):
 def test_a_new_writer_takes_over_and_a_killed_one_is_not_alive(tmp_path, monkeypatch):
     monkeypatch.setattr(board, "ALIVE_S", 0.0)
     code = (
-        f"import sys; sys.path.insert(0, {os.getcwd()!r})\n"
-        "from rose.parts.lending import board; from pathlib import Path\n"
-        f"w = board.Writer(Path({str(tmp_path / 'board')!r}), board.Rollout)\n"
-        "w.state.kv_budget = 7; w.write(); print('up', flush=True)\n"
-        "import time; time.sleep(600)"
+        "import sys, time; from pathlib import Path; from rose.parts.lending import board\n"
+        "w = board.Writer(Path(sys.argv[1]), board.Rollout)\n"
+        "w.state.kv_budget = 7; w.write(); print('up', flush=True); time.sleep(600)"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    try:
-        assert process.stdout.readline() == b"up\n"
-        peer = Peer(tmp_path / "board", Rollout)
-        found = peer.read()
-        assert found.kv_budget == 7 and board.is_alive(found) and not peer.gone()
-        process.kill()
-        process.wait(60)
-        assert not board.is_alive(found) and peer.gone()
-    finally:
-        process.kill()
-        process.stdout.close()
-    writer = Writer(tmp_path / "board", Rollout)
-    writer.write()
+    command = [sys.executable, "-c", code, tmp_path / "board"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout.readline() == b"up\n"
+            peer = Peer(tmp_path / "board", Rollout)
+            found = peer.read()
+            assert found.kv_budget == 7 and board.is_alive(found) and not peer.gone()
+        finally:
+            process.kill()
+    assert not board.is_alive(found) and peer.gone()
+    Writer(tmp_path / "board", Rollout).write()
     assert peer.read().pid == os.getpid() and not peer.gone()
-
-
-def test_another_process_with_the_number_of_a_dead_one_is_not_taken_for_it(tmp_path):
-    assert board.is_alive(Online(pid=os.getpid(), pid_started=board._started(os.getpid())))
-    assert not board.is_alive(Online(pid=os.getpid(), pid_started=board._started(os.getpid()) - 1))
 
 
 def test_a_board_that_is_not_there_yet_is_found_later(tmp_path, monkeypatch):

@@ -39,13 +39,10 @@ def test_the_budget_in_bytes_is_said_in_tokens_when_it_has_changed_by_more_than_
     assert said(0.3, kv_budget=2900) is None
     # little by little is a change, too
     assert said(0.4, kv_budget=2700).kv_tokens == 675
-
-
-def test_memory_that_was_taken_back_and_may_not_grow_is_said_at_once(said):
-    said(0.0)
-    assert said(0.1, kv_budget=2000, frozen=1) == Capacity(500, SEQUENCES, -1.0, True)
-    assert said(0.2, kv_budget=0, frozen=1) == Capacity(0, 0, -1.0, True)
-    assert said(0.3) == ALL
+    # Memory that was taken back and may not grow.
+    assert said(0.5, kv_budget=2000, frozen=1) == Capacity(500, SEQUENCES, -1.0, True)
+    assert said(0.6, kv_budget=0, frozen=1) == Capacity(0, 0, -1.0, True)
+    assert said(0.7) == ALL
 
 
 def test_a_gate_that_is_shut_for_long_is_said_and_its_opening_at_once(said):
@@ -53,11 +50,8 @@ def test_a_gate_that_is_shut_for_long_is_said_and_its_opening_at_once(said):
     assert said(0.1, open=0) is None is said(0.1 + SHUT_S, open=0)
     assert said(0.2 + SHUT_S, open=0) == SHUT
     assert said(9.0) == ALL
-
-
-def test_a_gate_through_which_steps_go_is_not_shut(said):
-    said(0.0)
-    assert [said(t / 2, open=0, steps=t) for t in range(1, 10)] == [None] * 9
+    # A gate through which steps go is not shut.
+    assert [said(9 + t / 2, open=0, steps=t) for t in range(1, 10)] == [None] * 9
 
 
 def test_the_next_opening_is_expected_as_the_last_ones_came(said):
@@ -68,8 +62,7 @@ def test_the_next_opening_is_expected_as_the_last_ones_came(said):
 
 
 def test_one_turn_may_try_whether_the_gate_of_an_idle_engine_is_still_shut(said):
-    """vLLM's scheduler does not run without requests: a gate that was shut then would be shut for
-    ever."""
+    """vLLM's scheduler does not run without requests: a shut gate would be shut for ever."""
     said(0.0, open=0)
     assert said(1.1, open=0).max_sequences == 0
     assert said(2.0, open=0, running=0) is None

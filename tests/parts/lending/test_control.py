@@ -1,6 +1,7 @@
 """The operator's word: what stops lending, and how it is said to the boards' readers."""
 
 import asyncio
+import contextlib
 import threading
 import time
 
@@ -54,9 +55,7 @@ def test_a_stop_by_hand_is_on_the_board_at_once_and_holds_until_a_start(tmp_path
     assert reader.read().lend == 1
     made.close()
     assert Reader(tmp_path / "control", Control).read().lend == 0
-
-
-def test_a_start_does_not_overrule_a_standing_reason(tmp_path, serving):
+    # A start does not overrule a standing reason.
     made, said, reader = make(tmp_path, serving, never="no profile")
     made.stop("HTTP")
     made.start("HTTP")
@@ -79,20 +78,18 @@ async def test_while_the_stop_file_exists_nothing_is_lent(tmp_path, serving, mon
     assert "exists (serving.lending.stop_file)" in stopped and "lending again" in again
 
 
-def test_a_stop_file_whose_mount_is_silent_stops_lending_and_delays_no_end(
+async def test_a_stop_file_whose_mount_is_silent_stops_lending_and_delays_no_end(
     tmp_path, serving, monkeypatch
 ):
     answers, late = threading.Event(), []
     monkeypatch.setattr(controls, "LOST_S", 0.02)
     monkeypatch.setattr(controls, "_exists", lambda path: late.append(answers.wait(60)))
     made, said, reader = make(tmp_path, serving, stop_file="/mnt/dead/stop")
-
-    async def watch():
-        watching = asyncio.create_task(made.watch_file())
-        await until(reader, 0)
-        watching.cancel()
-
-    asyncio.run(watch())
+    watching = asyncio.create_task(made.watch_file())
+    await until(reader, 0)
+    watching.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await watching
     assert "does not answer" in said[0] and not late
     answers.set()
 
@@ -124,21 +121,20 @@ async def test_http_stops_and_starts_with_the_token_only(tmp_path, serving):
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600 and len(token) == 64
     right = {"Authorization": f"Bearer {token}"}
     async with aiohttp.ClientSession(f"http://127.0.0.1:{server.port}") as client:
+
+        async def answered(method, path, status, headers=right):
+            async with client.request(method, path, headers=headers) as answer:
+                assert answer.status == status
+                return await answer.text()
+
         for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": token}):
-            async with client.post("/lending/stop", headers=headers) as answer:
-                assert answer.status == 401 and "token" in await answer.text()
+            assert "token" in await answered("POST", "/lending/stop", 401, headers)
         assert reader.read().lend == 1
-        async with client.post("/lending/stop", headers=right) as answer:
-            assert answer.status == 200 and await answer.json() == {"lend": False}
+        assert await answered("POST", "/lending/stop", 200) == '{"lend": false}'
         assert reader.read().lend == 0 and "HTTP from 127.0.0.1" in said[-1]
-        async with client.get("/metrics") as answer:
-            assert "\nrose_lending 0.0\n" in await answer.text()
-        async with client.get("/report") as answer:
-            assert answer.content_type == "text/html" and "report" in await answer.text()
-        async with client.post("/lending/start", headers=right) as answer:
-            assert await answer.json() == {"lend": True}
-        async with client.get("/lending/stop") as answer:
-            assert answer.status == 405
-        async with client.post("/lending/halt", headers=right) as answer:
-            assert answer.status == 404
+        assert "\nrose_lending 0.0\n" in await answered("GET", "/metrics", 200, {})
+        assert "report" in await answered("GET", "/report", 200, {})
+        assert await answered("POST", "/lending/start", 200) == '{"lend": true}'
+        await answered("GET", "/lending/stop", 405)
+        await answered("POST", "/lending/halt", 404)
     await server.close()

@@ -34,37 +34,37 @@ def runs(work) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize(
-    "up, ignored, may_go", [(0, 0, True), (1, 0, False), (0, 1, True), (1, 1, True)]
-)
-def test_a_step_goes_on_while_the_flag_is_down_or_ignored(flag, tmp_path, up, ignored, may_go):
-    flag.up, flag.ignored = bool(up), bool(ignored)
+@pytest.mark.parametrize("up", [False, True])
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_step_goes_on_while_the_flag_is_down_or_ignored(flag, tmp_path, up, ignored):
+    flag.up, flag.ignored, may_go = up, ignored, ignored or not up
     other = Flag(tmp_path)  # mapped a second time
-    assert (other.up, other.ignored, other.may_go) == (bool(up), bool(ignored), may_go)
+    assert (other.up, other.ignored, other.may_go) == (up, ignored, may_go)
     word = int.from_bytes((tmp_path / "flag").read_bytes()[:4], "little")
     assert bool(word & MAY_GO) == may_go
 
 
-def test_a_page_that_is_locked_for_a_gpu_stays_mapped(tmp_path, monkeypatch):
+@pytest.fixture
+def gpu(tmp_path, monkeypatch):
+    """A GPU's driver of which the calls are those of CUDA's header."""
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0x77, raising=False)
+    return CudaDriver(0, build_libcuda(tmp_path))
+
+
+def test_a_page_that_is_locked_for_a_gpu_stays_mapped(tmp_path, gpu):
     """CUDA keeps the address, at which nothing else may be mapped."""
 
-    class Driver:
-        def lock(self, address, nbytes):
-            return address
+    def mapped() -> bool:
+        gc.collect()
+        return address in Path("/proc/self/maps").read_text(encoding="utf-8")
 
-        def wait(self, stream, word, bits):
-            pass
-
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     flag = Flag(tmp_path)
-    address = f"{flag.address:x}-"
-    stop = stops.on_gpu(flag, torch.device("cuda", 0), Driver())
+    flag.up, address = False, f"{flag.address:x}-"
+    stop = stops.on_gpu(flag, torch.device("cuda", 0), gpu)
     del flag
-    gc.collect()
-    assert address in Path("/proc/self/maps").read_text(encoding="utf-8")
+    assert mapped()
     del stop
-    gc.collect()
-    assert address not in Path("/proc/self/maps").read_text(encoding="utf-8")
+    assert not mapped()
 
 
 def test_another_process_sees_the_flag_though_its_file_was_removed(flag, tmp_path):
@@ -79,10 +79,8 @@ def test_another_process_sees_the_flag_though_its_file_was_removed(flag, tmp_pat
     assert flag.up
 
 
-def test_a_gpus_stream_waits_for_the_flag_by_the_calls_of_cudas_header(flag, tmp_path, monkeypatch):
-    driver = CudaDriver(0, build_libcuda(tmp_path))
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0x77, raising=False)
-    stop = stops.on_gpu(flag, torch.device("cuda", 0), driver)
+def test_a_gpus_stream_waits_for_the_flag_by_the_calls_of_cudas_header(flag, gpu, monkeypatch):
+    stop = stops.on_gpu(flag, torch.device("cuda", 0), gpu)
     stop()
     for byte in ("up", "ignored"):
         flag.up, flag.ignored = True, False
@@ -92,15 +90,12 @@ def test_a_gpus_stream_waits_for_the_flag_by_the_calls_of_cudas_header(flag, tmp
         step.join(JOIN_S)
         assert not step.is_alive()
 
+    def lock(address, nbytes):
+        raise CudaError("cuMemHostRegister_v2", 801, "CUDA_ERROR_NOT_SUPPORTED")
 
-def test_a_gpu_that_cannot_wait_is_refused_with_the_setting_that_helps(flag, monkeypatch):
-    class Driver:
-        def lock(self, address, nbytes):
-            raise CudaError("cuMemHostRegister_v2", 801, "CUDA_ERROR_NOT_SUPPORTED")
-
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", None, raising=False)
+    monkeypatch.setattr(gpu, "lock", lock)
     with pytest.raises(ValueError, match="NOT_SUPPORTED.*set serving.lending.stops=step"):
-        stops.on_gpu(flag, torch.device("cuda", 0), Driver())
+        stops.on_gpu(flag, torch.device("cuda", 0), gpu)
 
 
 def test_on_a_cpu_a_stop_ends_with_the_flag_or_at_its_deadline(flag, monkeypatch):
@@ -116,14 +111,9 @@ def test_on_a_cpu_a_stop_ends_with_the_flag_or_at_its_deadline(flag, monkeypatch
     stop()
 
 
-def config(ranks: int):
-    model = SimpleNamespace(get_num_layers=lambda parallel: 28)
-    parallel = SimpleNamespace(world_size=ranks)
-    return SimpleNamespace(model_config=model, parallel_config=parallel)
-
-
 def test_a_step_has_a_part_per_layer_and_one_for_the_logits_but_one_alone_over_several_ranks():
-    lending = settings.of_server([]).lending
-    assert (stops.parts(config(1), lending), stops.parts(config(2), lending)) == (29, 1)
-    switched_off = settings.of_server(["serving.lending.stops=step"]).lending
-    assert stops.parts(config(1), switched_off) == 1
+    model = SimpleNamespace(get_num_layers=lambda parallel: 28)
+    for ranks, given, expected in ((1, [], 29), (2, [], 1), (1, ["serving.lending.stops=step"], 1)):
+        parallel = SimpleNamespace(world_size=ranks)
+        config = SimpleNamespace(model_config=model, parallel_config=parallel)
+        assert stops.parts(config, settings.of_server(given).lending) == expected

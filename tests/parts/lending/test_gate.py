@@ -1,5 +1,4 @@
-"""The gate: no step of rollouts that could make an online request late, and nothing at all when in
-doubt."""
+"""The gate: no step of rollouts that could make an online request late, and none when in doubt."""
 
 import math
 
@@ -8,52 +7,44 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose.parts.lending.board import Control, Online
-from rose.parts.lending.config import Slo
 from rose.parts.lending.rules.gate import CONTROL_STALE_S, Gate, Reason, part
-from rose.parts.lending.rules.predictor import Predictor, Work
-from tests.parts.lending.conftest import lent_by
+from rose.parts.lending.rules.predictor import Work
+from tests.parts.lending.conftest import SLO, lent_by, profile_of
 
 NOW = 1000.0
+NAN = math.nan
 DEMAND = Work(((5000, 0),), 8, 8000)
 
 
 @pytest.fixture
-def gate(lending, slo, profile):
-    return Gate(lending(), slo, profile())
+def gate():
+    return Gate(lent_by(), SLO, profile_of())
 
 
-@pytest.fixture
-def admit(online, control):
-    """admit(gate, demand, lend=..., hold_until=..., ...) -> (tokens, reason), when both boards said
-    this just now."""
-
-    def asked(gate, demand=DEMAND, ahead=(0.0, 0.0), **state):
-        of_control = {name: state.pop(name) for name in ("lend", "share", "stops") if name in state}
-        return gate.admit(NOW, online(NOW, **state), control(NOW, **of_control), demand, ahead)
-
-    return asked
+def admit(gate, demand=DEMAND, ahead=(0.0, 0.0), **state):
+    """(tokens, reason), when both boards, with this state, were written just now."""
+    of_control = {name: state.pop(name) for name in ("lend", "share", "stops") if name in state}
+    online, control = Online(beat=NOW, **state), Control(**dict(beat=NOW, lend=1.0) | of_control)
+    return gate.admit(NOW, online, control, demand, ahead)
 
 
-def test_beside_an_idle_engine_a_whole_chunk_goes_but_no_more_than_there_is_to_do(gate, admit):
+def test_beside_an_idle_engine_a_whole_chunk_goes_but_no_more_than_there_is_to_do(gate):
     assert admit(gate) == (512, Reason.OPEN)
     assert admit(gate, Work((), 3, 300)) == (3, Reason.OPEN)
     assert admit(gate, Work((), 0, 0)) == (1, Reason.OPEN)
 
 
-def test_a_step_with_stops_holds_up_for_a_part_of_its_time(lending, slo, profile, admit, predictor):
-    gate = Gate(lending(), slo, profile(), parts=10)
+def test_a_step_with_stops_holds_up_for_a_part_of_its_time(predictor):
+    gate = Gate(lent_by(), SLO, profile_of(), parts=10)
     until = NOW + 0.02 * predictor.p99(part(DEMAND, 300)) + 1e-6
     assert admit(gate, running=1, hold_until=until) == (300, Reason.OPEN)
     assert admit(gate, running=1, hold_until=until, stops=0)[0] < 300
 
 
-def test_it_is_held_up_for_less_of_it_where_that_keeps_the_median(gate, admit, predictor):
+def test_it_is_held_up_for_less_of_it_where_that_keeps_the_median(gate, predictor):
     part_of = (0.2 * predictor.seconds(part(DEMAND, 300)) + 1e-6) / (0.1 * 1.0)
     assert admit(gate, prompt_share=part_of) == (300, Reason.OPEN)
     assert admit(gate, prompt_share=1e-3) == (0, Reason.STEP_SHARE)
-
-
-NAN = math.nan
 
 
 @pytest.mark.parametrize(
@@ -75,32 +66,19 @@ NAN = math.nan
     ],
 )
 def test_what_shuts_it(gate, of_online, of_control, reason):
-    online = of_online if of_online is None else Online(**dict(pid=1, beat=NOW) | of_online)
-    control = (
-        Control(**dict(pid=1, beat=NOW, lend=1.0) | of_control) if of_control is not None else None
-    )
+    online = None if of_online is None else Online(**dict(beat=NOW) | of_online)
+    control = None if of_control is None else Control(**dict(beat=NOW, lend=1.0) | of_control)
     assert gate.admit(NOW, online, control, DEMAND) == (0, reason)
 
 
-def test_without_profile_or_targets_nothing_is_lent(lending, slo, profile, admit):
-    assert admit(Gate(lending(), slo, None)) == (0, Reason.NO_PROFILE)
-    assert admit(Gate(lending(), None, profile())) == (0, Reason.NO_SLO)
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [
-        {},
-        {"rollout": {"predictor": {}}},
-        {"interference": None},
-        {"interference": {}},
-        {"interference": {"hold_p99": math.nan}},
-        {"interference": {"hold_p99": -1}},
-    ],
-)
-def test_a_profile_that_is_none_is_refused(lending, slo, profile, broken):
-    with pytest.raises(ValueError):
-        Gate(lending(), slo, profile() | broken if broken else {})
+def test_without_profile_or_targets_nothing_is_lent_and_a_profile_that_is_none_is_refused():
+    assert admit(Gate(lent_by(), SLO, None)) == (0, Reason.NO_PROFILE)
+    assert admit(Gate(lent_by(), None, profile_of())) == (0, Reason.NO_SLO)
+    damaged = [{"interference": each} for each in (None, {}, {"hold_p99": NAN}, {"hold_p99": -1})]
+    damaged = [profile_of() | each for each in (*damaged, {"rollout": {"predictor": {}}})]
+    for broken in ({}, *damaged):
+        with pytest.raises(ValueError):
+            Gate(lent_by(), SLO, broken)
 
 
 chunks = st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 5000)), max_size=4)
@@ -120,13 +98,8 @@ chunks = st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 5000)), max_siz
 def test_an_admitted_step_is_the_largest_that_holds_up_the_online_engine_within_its_slack(
     prompts, decodes, context, slack, hold, share, chunk, observed
 ):
-    lending = lent_by(chunk_tokens=chunk, step_share=share)
-    predictor = Predictor((0.02, 2e-4, 1e-7, 1e-3, 2e-6))
-    profile = {
-        "rollout": {"predictor": predictor.to_dict()},
-        "interference": {"hold_p99": hold, "hold_mean": 0.0},
-    }
-    gate = Gate(lending, Slo(0.5, 1.0, 0.1, 0.2), profile)
+    profile = profile_of() | {"interference": {"hold_p99": hold, "hold_mean": 0.0}}
+    gate = Gate(lent_by(chunk_tokens=chunk, step_share=share), SLO, profile)
     for at, seconds in enumerate(observed):  # the two kinds of steps drift apart
         gate.predictor.observe(Work(((100, 0),), 0, 0) if at % 3 else Work((), 1, 100), seconds)
     demand = Work(tuple(prompts), decodes, context)
@@ -150,24 +123,22 @@ def test_a_part_has_so_many_tokens_and_all_are_the_wholes(prompts, decodes, cont
     whole = Work(tuple(prompts), decodes, context)
     cut = part(whole, tokens)
     assert cut.tokens == min(tokens, whole.tokens)
-    assert cut.decodes <= decodes
-    assert cut.decode_context <= context
+    assert cut.decodes <= decodes and cut.decode_context <= context
     assert len(cut.prefill) <= len(prompts)
 
 
-def test_nothing_begins_beside_decodes_that_would_miss_their_median_target(gate, admit):
-    """A decode step of 91 ms takes 101 ms beside rollouts, which hold up by 0.1 on average;
-    tpot_p50_s is 100 ms."""
+def test_nothing_begins_beside_decodes_that_would_miss_their_median_target(gate):
+    """Beside rollouts, which hold up by 0.1, a decode step of 91 ms takes 101 of 100 ms."""
     for seconds, reason in ((0.0, Reason.OPEN), (0.089, Reason.OPEN), (0.091, Reason.PACE)):
         assert admit(gate, Work((), 4, 400), decode_s=seconds).reason is reason
 
 
-def test_what_is_left_of_steps_before_is_part_of_the_next_ones(lending, slo, profile, admit):
-    gate, one = Gate(lending(step_share=0.5), slo, profile(hold=0.5)), Work((), 1, 10)
+def test_what_is_left_of_steps_before_is_part_of_the_next_ones():
+    gate, one = Gate(lent_by(step_share=0.5), SLO, profile_of(0.5)), Work((), 1, 10)
     p99, mean = gate.predictor.p99(one), gate.predictor.seconds(one)
     until = NOW + 0.5 * (p99 + 0.03) + 1e-6
     assert admit(gate, one, (0.02, 0.03), hold_until=until).tokens == 1
     assert admit(gate, one, (0.02, 0.031), hold_until=until).reason is Reason.SLACK
-    left = slo.ttft_p99_s - mean  # of step_share's 0.5, of which a step takes h = 0.5 of its time
+    left = SLO.ttft_p99_s - mean  # of step_share's 0.5, of which a step takes h = 0.5 of its time
     assert admit(gate, one, (left - 1e-6, 0.0)).tokens == 1
     assert admit(gate, one, (left + 1e-6, 0.0)).reason is Reason.STEP_SHARE

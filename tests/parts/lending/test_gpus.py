@@ -27,8 +27,7 @@ def run(make_config, tmp_path):
 
 @pytest.fixture
 def prepared(run, monkeypatch):
-    """prepared(overrides) -> the CUDA_VISIBLE_DEVICES of a lender, the same for each call with these
-    overrides, that is about to load."""
+    """prepared(overrides) -> the CUDA_VISIBLE_DEVICES of a lender that is about to load."""
     monkeypatch.setattr(lender.start, "preload", lambda: None)
     lenders = {}
 
@@ -43,22 +42,17 @@ def prepared(run, monkeypatch):
     return prepare
 
 
-def test_a_lender_takes_the_gpus_at_its_place_and_keeps_them(prepared, nvidia_smi, monkeypatch):
+def test_a_lender_takes_the_gpus_at_its_place_and_keeps_them(
+    prepared, nvidia_smi, monkeypatch, tmp_path
+):
     nvidia_smi(variable="4,5,6,7")
     monkeypatch.setenv("SLURM_LOCALID", "1")
-    assert prepared() == "6,7"
-    monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("nothing has changed"))
-    assert prepared() == "6,7"
-
-
-def test_a_lender_under_slurm_compiles_on_its_nodes_disk(prepared, nvidia_smi, tmp_path):
-    nvidia_smi(variable="4,5")
-    prepared([f"cluster.cache_dir={tmp_path}/kernels"])
+    kernels = [f"cluster.cache_dir={tmp_path}/kernels"]
+    assert prepared(kernels) == "6,7"
     assert os.environ["TRITON_CACHE_DIR"] == f"{tmp_path}/kernels/triton"
-
-
-def test_beside_a_larger_server_a_lender_takes_the_first_gpus_of_the_task(prepared, nvidia_smi):
-    """Whatever its place on the node: the operator has narrowed the list to the task's own."""
+    monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("nothing has changed"))
+    assert prepared(kernels) == "6,7"
+    # Beside a larger server: the operator has narrowed the list to the task's own.
     nvidia_smi(variable="4,5,6,7")
     assert prepared(SLURM_LOCALID="3", **{plugin.FOLDER: "/nowhere"}) == "4,5"
 
@@ -106,8 +100,7 @@ OF_TWO = "serving.online.engine_args.tensor-parallel-size=2"
 
 
 def step(tasks: str, total: int, local: int, node: int = 0) -> dict[str, str]:
-    """What Slurm tells a task: of a real cluster with GPUs that are none, by srun of these
-    shapes."""
+    """What Slurm tells a task: of a real cluster, by srun of these shapes."""
     said = map(str, (local, total, tasks, node))
     return {f"SLURM_{name}": each for name, each in zip(SLURM, said, strict=True)}
 

@@ -17,9 +17,7 @@ from rose.parts.lending.vllm.host_pages import HostPages
 def resident(pool: HostPages) -> int:
     """Bytes of the pool in RAM, by mincore."""
     flags = np.zeros(pool.nbytes // PAGE, np.uint8)
-    address, found = (
-        ctypes.c_void_p(each) for each in (pool.tensor().data_ptr(), flags.ctypes.data)
-    )
+    address, found = map(ctypes.c_void_p, (pool.tensor().data_ptr(), flags.ctypes.data))
     assert ctypes.CDLL(None).mincore(address, ctypes.c_size_t(pool.nbytes), found) == 0
     return int((flags & 1).sum()) * PAGE
 
@@ -73,10 +71,9 @@ def test_kept_blocks_keep_their_bytes_and_free_pages_are_not_resident(layout, da
 def test_the_pool_is_never_made_of_huge_pages():
     pool = HostPages(8 * 2**20)
     pool.tensor().fill_(1)
-    low, found = pool.tensor().data_ptr(), ""
-    for part in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
-        if part and int(part.split("-")[0], 16) <= low < int(part.split("-")[1].split()[0], 16):
-            found = part
+    low, smaps = pool.tensor().data_ptr(), Path("/proc/self/smaps").read_text()
+    ranges = re.findall(r"(?ms)^([0-9a-f]+)-([0-9a-f]+) (.*?VmFlags.*?)$", smaps)
+    [found] = [text for first, end, text in ranges if int(first, 16) <= low < int(end, 16)]
     assert re.search(r"AnonHugePages:\s+0 kB", found) and re.search(r"VmFlags:.* nh", found)
 
 
@@ -95,16 +92,12 @@ def test_suspended_memory_is_all_given_back_and_its_blocks_are_those_held_meanwh
     assert not pool.tensor().any()
 
 
-@pytest.mark.parametrize("ids", [[-1], [16], [0, 99]])
-def test_a_block_that_is_none_is_refused(ids):
+def test_a_block_that_is_none_is_refused_and_the_null_block_is_never_given_back():
     memory = BlockMemory(HostPages(16 * PAGE), Layout(16 * PAGE, 16, (0,), (PAGE,)))
-    with pytest.raises(ValueError, match="has 0 to 15"):
-        memory.map(ids)
-    assert memory.held == 0
-
-
-def test_the_null_block_is_never_given_back():
-    memory = BlockMemory(HostPages(16 * PAGE), Layout(16 * PAGE, 16, (0,), (PAGE,)))
+    for ids in ([-1], [16], [0, 99]):
+        with pytest.raises(ValueError, match="has 0 to 15"):
+            memory.map(ids)
+        assert memory.held == 0
     memory.map([0, 1])
     with pytest.raises(ValueError, match="null block"):
         memory.release([0, 1])

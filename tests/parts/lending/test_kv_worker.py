@@ -1,5 +1,4 @@
-"""What is put around vLLM's worker in an engine that shares its GPU, on pages of 2 MiB that kill
-who touches one which is not there: from its weights to the end of its warm-up."""
+"""vLLM's worker in an engine that shares its GPU, on pages that kill: from weights to warm-up."""
 
 from types import SimpleNamespace
 
@@ -17,8 +16,7 @@ BLOCKS, STRIDE, STEP = 17, 896 * 2**10, 100 * 2**20
 
 
 class Standing:
-    """For vLLM's worker: its calls in the order in which EngineCore makes them. `steps`: blocks
-    that warm-up writes."""
+    """For vLLM's worker: its calls in EngineCore's order. `steps`: blocks that warm-up writes."""
 
     device = torch.device("cuda", 0)
 
@@ -71,15 +69,11 @@ def started(monkeypatch, tmp_path):
     return start
 
 
-def test_warm_up_may_write_to_any_block_and_leaves_the_null_blocks_page(started):
-    worker, _ = started(Gpu(2**30))
+def test_warm_up_may_write_to_any_block_and_leaves_the_null_block_and_the_largest_step(started):
+    gpu = Gpu(2**30)
+    worker, process = started(gpu)
     assert worker.rose_kv_layout()["held"] == 1
     assert worker.rose_kv.mapped_bytes == worker.rose_kv.pool.mapped_bytes == PAGE
-
-
-def test_after_warm_up_the_memory_of_the_largest_step_is_this_engines(started):
-    gpu = Gpu(2**30)
-    _, process = started(gpu)
     Process(gpu).take(gpu.free)
     process.pass_by(STEP)
 
@@ -95,12 +89,11 @@ def test_an_engine_that_was_inactive_has_that_memory_again_before_it_serves(star
     process.pass_by(STEP)
 
 
-def test_an_engine_for_whose_steps_the_gpu_is_too_small_does_not_start(started):
+def test_an_engine_that_has_too_little_does_not_start_and_on_a_cpu_it_keeps_nothing(
+    started, monkeypatch
+):
     with pytest.raises(RuntimeError, match="the steps of this engine take 0.11 GiB"):
         started(Gpu(10 * 2**20 + STEP + SPARE))
-
-
-def test_an_engine_on_a_cpu_keeps_nothing(started, monkeypatch):
     monkeypatch.setattr(Standing, "device", torch.device("cpu"))
     worker, process = started(Gpu(2**30))
     assert worker.rose_headroom is None and not process.cached

@@ -1,5 +1,4 @@
-"""A rollout engine of which the memory goes back to the system by block, and that is right again
-afterwards."""
+"""A rollout engine whose memory goes back to the system by block, and that is right afterwards."""
 
 import asyncio
 from functools import partial

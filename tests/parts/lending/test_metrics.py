@@ -4,15 +4,12 @@ import os
 import sys
 import time
 
-import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rose.parts.lending import settings
 from rose.parts.lending.board import Control, Online, Rollout, Writer
 from rose.parts.lending.config import Slo
 from rose.parts.lending.operator.metrics import FAMILIES, FIELDS, BoardCollector
-from rose.parts.lending.vllm import device
 from tests.processes import ran
 
 SLO = Slo(ttft_p50_s=0.2, ttft_p99_s=0.5, tpot_p50_s=0.05, tpot_p99_s=0.15)
@@ -30,9 +27,8 @@ def scraped(folder, slo=SLO):
     registry = CollectorRegistry()
     registry.register(BoardCollector(folder, slo))
     families = text_string_to_metric_families(generate_latest(registry).decode())
-    return {
-        (s.name, *sorted(s.labels.items())): s.value for family in families for s in family.samples
-    }
+    samples = [sample for family in families for sample in family.samples]
+    return {(s.name, *sorted(s.labels.items())): s.value for s in samples}
 
 
 ONLINE = {"finished": 10, "met": 8, "finished_lending": 6, "met_lending": 5, "aborted": 1}
@@ -65,10 +61,8 @@ def test_every_family_has_its_samples(tmp_path):
 
 
 def test_what_is_not_known_is_not_said(tmp_path):
-    found = scraped(tmp_path, None)
-    assert found == {
-        ("rose_board_up", ("board", name)): 0 for name in ("online", "rollout", "control")
-    }
+    boards = ("online", "rollout", "control")
+    assert scraped(tmp_path, None) == {("rose_board_up", ("board", name)): 0 for name in boards}
     write(tmp_path, "online", Online)
     found = scraped(tmp_path, None)
     assert found["rose_board_up", ("board", "online")] == 1
@@ -89,19 +83,3 @@ def test_the_board_of_a_dead_process_or_a_damaged_one_is_not_believed(tmp_path):
     assert scraped(tmp_path)["rose_board_up", ("board", "control")] == 0
     (tmp_path / "rollout").write_bytes(b"short")
     assert scraped(tmp_path)["rose_board_up", ("board", "rollout")] == 0
-
-
-PROGRAM = """
-from prometheus_client import generate_latest
-from rose.parts.lending.operator.metrics import register_if_serving
-register_if_serving(); register_if_serving()
-print(generate_latest().decode().count('HELP rose_lending '))
-"""
-
-
-@pytest.mark.parametrize("serving", [True, False])
-def test_an_engines_own_registry_has_them_once_and_only_when_co_serving(tmp_path, serving):
-    here = device.describe(tmp_path, settings.of_server([]), None)
-    env = dict(os.environ) | (here if serving else {})
-    done = ran([sys.executable, "-c", PROGRAM], env=env)
-    assert done.stdout.strip() == str(int(serving)), done.stderr

@@ -1,9 +1,8 @@
-"""The operator's process: both children, signals, the report. The children are small programs here;
-with vLLM's server in the last test."""
+"""The operator's process: both children, signals, the report. The children are small programs."""
 
-import functools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,7 +17,7 @@ from rose.config import ConfigError
 from rose.parts.lending import serve, settings
 from rose.parts.lending.board import Control, Reader
 from rose.parts.lending.operator import operate
-from rose.parts.lending.operator.control import BEAT_S, ControlBoard
+from rose.parts.lending.operator.control import BEAT_S
 from tests import processes
 
 PREDICTOR = {"coefficients": [0.01, 1e-4, 0.0, 1e-3, 0.0], "samples": 9, "ratios": [[1.0], [1.0]]}
@@ -122,47 +121,34 @@ def test_the_lender_begins_beside_the_server_and_both_leave_on_sigterm(operator,
     assert running.lender("SIGTERM") and not running.boards.exists()
     (home,) = (tmp_path / "outputs" / "serving").iterdir()
     assert not (home / "token").exists()
-    report = (home / "report.html").read_text()
-    assert "leaving, at SIGTERM" in report and (home / "online.log").read_text().startswith("hello")
+    assert "leaving, at SIGTERM" in (home / "report.html").read_text()
+    assert (home / "online.log").read_text().startswith("hello")
 
 
 @pytest.mark.slow
-def test_a_mount_that_takes_no_report_keeps_nothing_from_ending(operator, tmp_path):
-    running = operator(SLO)
-    running.lender("began")
-    (home,) = (tmp_path / "outputs" / "serving").iterdir()
-    os.mkfifo(home / "report.html.part")  # opening it waits for a reader
-    assert running.told(signal.SIGTERM) == 0
-    assert not running.boards.exists() and not (home / "token").exists()
-
-
-@pytest.mark.slow
-def test_sigusr2_lets_the_lender_finish_and_a_sigterm_after_it_does_not(operator):
+def test_signals_stop_and_start_lending_and_end_no_child_that_gets_them_too(operator, tmp_path):
     running = operator(SLO, BUSY="1")
-    running.lender("began")
-    running.process.send_signal(signal.SIGUSR2)
-    running.lender("SIGUSR2")
-    assert running.control().lend == 1
-    assert running.told(signal.SIGTERM) == 0
-    assert "SIGTERM" in running.lender("SIGTERM")
-
-
-@pytest.mark.slow
-def test_signals_stop_and_start_lending_and_end_no_child_that_gets_them_too(operator):
-    running = operator(SLO)
     for pid in (running.lender("began").split()[1], (running.boards / "child").read_text()):
         # as Slurm may send it to every process of a step
         for number in (signal.SIGUSR1, signal.SIGRTMIN):
             os.kill(int(pid), number)
+    told = lambda: re.findall(r"SIG\w+", (tmp_path / "lender").read_text())  # noqa: E731
     running.process.send_signal(signal.SIGUSR1)
     running.until(lambda: running.control().lend == 0, "stop")
     running.process.send_signal(signal.SIGRTMIN)
     running.until(lambda: running.control().lend == 1, "start")
     status = running.status()
-    assert status["lend"]
-    assert status["why_not"] == ""
-    assert status["online"]["up"]
-    assert status["rollout"]["lender"]
+    assert status["lend"] and status["why_not"] == ""
+    assert status["online"]["up"] and status["rollout"]["lender"]
+    # A mount that takes no report keeps nothing from ending.
+    (home,) = (tmp_path / "outputs" / "serving").iterdir()
+    os.mkfifo(home / "report.html.part")  # opening it waits for a reader
+    # SIGUSR2 lets the lender finish, and a SIGTERM after it does not.
+    running.process.send_signal(signal.SIGUSR2)
+    running.until(lambda: told() == ["SIGUSR2"], "the lender is asked to finish")
+    assert running.control().lend == 1 and running.told(signal.SIGTERM) == 0
+    assert told() == ["SIGUSR2", "SIGTERM"]
+    assert not running.boards.exists() and not (home / "token").exists()
 
 
 FAST = SLO.replace("0.05", "0.001").replace("0.15", "0.002")
@@ -214,65 +200,44 @@ def test_a_lender_is_started_again_until_it_fails_and_then_the_server_serves_on(
 @pytest.mark.slow
 def test_a_server_that_can_not_start_ends_it_all_with_code_1(operator):
     running = operator(SLO, BROKEN="1")
-    assert (
-        running.process.wait(processes.DEADLINE_S) == 1 and "wrong shape" in running.log.read_text()
-    )
-    assert not running.boards.exists()
-
-
-def test_two_devices_of_a_node_have_boards_of_their_own_and_what_was_left_is_removed(tmp_path):
-    name = f"claims-{os.getpid()}"
-    first, lock = operate.claim(name)
-    (first / "online").touch()
-    second, other = operate.claim(name)
-    try:
-        assert first != second and first.stat().st_mode & 0o777 == 0o700
-        lock.close()
-        again, lock = operate.claim(name)
-        assert again == first and not (first / "online").exists()
-    finally:
-        for folder in (first, second):
-            (folder / "lock").unlink()
-            folder.rmdir()
-        lock.close(), other.close()
-
-
-def test_a_folder_of_boards_that_leads_elsewhere_is_left_alone(tmp_path, monkeypatch):
-    """Another user may make one in /dev/shm, under the name that it would have."""
-    monkeypatch.setattr(operate.board, "folder", lambda name: tmp_path / name)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/lock").write_text("kept")
-    (tmp_path / "mine/file").touch()
-    (tmp_path / "run-0").symlink_to(tmp_path / "mine")
-    folder, lock = operate.claim("run")
-    lock.close()
-    assert folder == tmp_path / "run-1" and (tmp_path / "mine/lock").read_text() == "kept"
-    assert (tmp_path / "mine/file").exists()
-
-
-def test_the_lender_gets_the_rollout_engines_scheduler_and_the_whole_budget(tmp_path):
-    def arguments(*overrides):
-        given = ["serving.online.model=m", "serving.lending.kv_gib=3.0", *overrides]
-        run = tmp_path / f"arguments-{os.getpid()}"
-        made = operate.Operator(run, given, settings.of_server(given), {})
-        (made.folder / "lock").unlink()
-        made.folder.rmdir()
-        return made.lender_command()
-
-    assert arguments("cluster.gpus=0")[-4:] == [
-        "serving.lending.kv_gib=3.0",
-        "cluster.gpus=0",
-        "rollout.kv_cache_gib=3.0",
-        "rollout.engine_args.scheduler_cls=rose.parts.lending.vllm.rollout.scheduler",
-    ]
-    assert "rollout.kv_cache_gib=3.0" not in arguments("rollout.kv_cache_gib=0.5")
-    assert "rollout.gpu_memory_utilization=" in " ".join(arguments("cluster.gpus=1"))
+    assert running.process.wait(processes.DEADLINE_S) == 1
+    assert "wrong shape" in running.log.read_text() and not running.boards.exists()
 
 
 @pytest.fixture
-def operating(tmp_path, monkeypatch):
-    """operating(overrides) -> an `Operator` that has not begun, with its boards in tmp_path."""
+def boards(tmp_path, monkeypatch):
+    """The folder in which devices claim theirs, in place of /dev/shm."""
     monkeypatch.setattr(operate.board, "folder", lambda name: tmp_path / "boards" / name)
+    return tmp_path / "boards"
+
+
+def test_two_devices_of_a_node_have_boards_of_their_own_and_what_was_left_is_removed(boards):
+    first, lock = operate.claim("run")
+    (first / "online").touch()
+    second, other = operate.claim("run")
+    assert first != second and first.stat().st_mode & 0o777 == 0o700
+    lock.close()
+    again, lock = operate.claim("run")
+    assert again == first and not (first / "online").exists()
+    lock.close(), other.close()
+
+
+def test_a_folder_of_boards_that_leads_elsewhere_is_left_alone(boards):
+    """Another user may make one in /dev/shm, under the name that it would have."""
+    mine = boards / "mine"
+    mine.mkdir(parents=True)
+    (mine / "lock").write_text("kept")
+    (mine / "file").touch()
+    (boards / "run-0").symlink_to(mine)
+    folder, lock = operate.claim("run")
+    lock.close()
+    assert folder == boards / "run-1" and (mine / "lock").read_text() == "kept"
+    assert (mine / "file").exists()
+
+
+@pytest.fixture
+def operating(tmp_path, boards):
+    """operating(overrides) -> an `Operator` that has not begun."""
 
     def make(*overrides):
         given = ["serving.online.model=hub/model", "serving.online.port=0", *overrides]
@@ -282,18 +247,16 @@ def operating(tmp_path, monkeypatch):
     return make
 
 
-def test_what_hinders_lending_now_is_said(operating):
-    made = operating("serving.lending.hours={00-24: 0}")
-    made.control = ControlBoard(made.folder, made.serving.lending, "no profile", print)
-    why = functools.partial(made._why_not, lender_lives=True, lends=True)
-    assert why() == "no profile"
-    made.control.switch.never = ""
-    assert "serving.lending.hours" in why()
-    made.control.state.share = 1.0
-    assert "does not serve" in why()
-    made.server.up = True
-    assert not why() and "no lender" in why(lender_lives=False)
-    assert "misses its targets" in why(lends=False, lender_lives=False)
+def test_the_lender_gets_the_rollout_engines_scheduler_and_the_whole_budget(operating):
+    def arguments(*overrides):
+        return operating("serving.lending.kv_gib=3.0", *overrides).lender_command()
+
+    assert arguments("cluster.gpus=0")[-2:] == [
+        "rollout.kv_cache_gib=3.0",
+        "rollout.engine_args.scheduler_cls=rose.parts.lending.vllm.rollout.scheduler",
+    ]
+    assert "rollout.kv_cache_gib=3.0" not in arguments("rollout.kv_cache_gib=0.5")
+    assert "rollout.gpu_memory_utilization=" in " ".join(arguments("cluster.gpus=1"))
 
 
 async def test_a_lender_may_drain_as_long_as_its_run_lets_it(operating, make_config):
@@ -307,9 +270,8 @@ async def test_a_lender_may_drain_as_long_as_its_run_lets_it(operating, make_con
 
 @pytest.mark.parametrize("bad", ["file", "folder"])
 def test_an_output_folder_that_takes_no_files_is_named_and_leaves_no_boards(
-    tmp_path, monkeypatch, capsys, bad
+    tmp_path, monkeypatch, boards, capsys, bad
 ):
-    monkeypatch.setattr(operate.board, "folder", lambda name: tmp_path / "boards" / name)
     monkeypatch.setattr(operate.OnlineServer, "check", lambda self: None)
     monkeypatch.setattr(settings, "online_folder", lambda online: online)
     home = tmp_path / "serving" / f"run-{socket.gethostname()}-0"
@@ -321,7 +283,7 @@ def test_an_output_folder_that_takes_no_files_is_named_and_leaves_no_boards(
     assert serve.main(["name=run", f"output_dir={tmp_path}", *online]) == 1
     said = capsys.readouterr().err
     assert f"rose serve: {home}" in said and "must be able to write there" in said
-    assert not any((tmp_path / "boards").iterdir())
+    assert not any(boards.iterdir())
 
 
 def test_a_taken_control_port_is_refused_before_the_server_starts(operating):

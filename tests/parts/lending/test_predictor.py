@@ -1,5 +1,4 @@
-"""Step times: the fit finds the device's coefficients, and what is observed afterwards moves it,
-within bounds."""
+"""Step times: the fit finds the device's coefficients, and observations move it, within bounds."""
 
 import json
 import math
@@ -9,34 +8,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose.parts.lending.rules.predictor import SCALES, WINDOW, Predictor, Work
-
-TRUE = (0.02, 2e-4, 1e-7, 1e-3, 2e-6, 0.0)
+from tests.parts.lending.conftest import COEFFICIENTS
 
 
 # bound by memory, both, by the host
 @pytest.mark.parametrize("c0, c5", [(0.02, 0.0), (0.015, 0.005), (0.0, 0.02)])
 def test_exact_steps_give_the_coefficients_back(steps, c0, c5):
-    true = c0, *TRUE[1:5], c5
+    true = c0, *COEFFICIENTS[1:5], c5
     fitted = Predictor.fit(steps(400, true))
     assert fitted.coefficients == pytest.approx(true, rel=1e-3, abs=1e-8)
     assert fitted.error == pytest.approx((0.0, 1.0), abs=1e-3)
     assert fitted.seconds(Work((), 0, 0)) == fitted.p99(Work((), 0, 0)) == 0
 
 
-def test_noise_is_averaged_and_told_as_error(steps):
-    fitted = Predictor.fit(steps(1000, TRUE, noise=0.1))
-    assert fitted.coefficients == pytest.approx(TRUE, rel=0.15, abs=1e-3)
+def test_noise_is_averaged_and_told_as_error_and_page_faults_move_only_the_margin(steps):
+    fitted = Predictor.fit(steps(1000, noise=0.1))
+    assert fitted.coefficients == pytest.approx(COEFFICIENTS, rel=0.15, abs=1e-3)
     mape, p99 = fitted.error
     assert 0.06 < mape < 0.1 and 1.2 < p99 < 1.4  # a log-normal of 0.1: 0.08 and exp(0.233) = 1.26
-
-
-def test_page_faults_move_the_margin_but_not_the_coefficients(steps):
-    samples = steps(400, TRUE, noise=0.02)
-    slow = [
-        (work, seconds * (30 if at % 40 < 2 else 1)) for at, (work, seconds) in enumerate(samples)
-    ]
-    fitted = Predictor.fit(slow)
-    assert fitted.coefficients == pytest.approx(TRUE, rel=0.1, abs=1e-3)
+    samples = enumerate(steps(400, noise=0.02))
+    faults = [(work, seconds * (30 if at % 40 < 2 else 1)) for at, (work, seconds) in samples]
+    fitted = Predictor.fit(faults)
+    assert fitted.coefficients == pytest.approx(COEFFICIENTS, rel=0.1, abs=1e-3)
     assert fitted.error[1] > 20
 
 
@@ -95,7 +88,7 @@ observed = st.tuples(st.integers(1, 100_000), st.floats(allow_nan=True, allow_in
 @settings(deadline=None)
 @given(st.lists(observed, max_size=2 * WINDOW))
 def test_whatever_is_observed_predictions_stay_finite_positive_and_within_the_bounds(observed):
-    predictor = Predictor(TRUE)
+    predictor = Predictor(COEFFICIENTS)
     works = [Work(((new, 0),), 3, 300) for new in (1, 100, 100_000)]
     bare = [predictor.seconds(work) for work in works]
     for new, seconds in observed:
@@ -114,32 +107,22 @@ def test_the_margin_forgets(predictor):
     assert predictor.error[0] == pytest.approx(0, abs=0.1)
 
 
-def test_it_survives_json_with_its_margin(steps):
+def test_it_survives_json_with_its_margin_and_a_profile_from_before_c5_is_read(steps, predictor):
     fitted = Predictor.fit(steps(300, noise=0.2))
     again = Predictor.from_dict(json.loads(json.dumps(fitted.to_dict())))
     for work, _ in steps(20):
         assert again.p99(work) == pytest.approx(fitted.p99(work), rel=0.01)
     assert again.samples == 300
-
-
-def test_a_profile_from_before_c5_is_read_as_it_was_meant(predictor):
     old = predictor.to_dict() | {"coefficients": list(predictor.coefficients[:5])}
     assert Predictor.from_dict(old).coefficients == predictor.coefficients
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"coefficients": [1, 2, 3]},
-        {"coefficients": [1, 1, 1, 1, -1]},
-        {"ratios": [[1]]},
-        {"coefficients": [math.nan] * 5},
-        {"ratios": [[0.0], [1]]},
-        {"coefficients": None},
-        {"coefficients": [0] * 5},
-        {"ratios": [["x"], []]},
-    ],
-)
-def test_what_is_no_predictor_is_refused(predictor, change):
+BAD = [("ratios", value) for value in ([[1]], [[0.0], [1]], [["x"], []])]
+BAD += [("coefficients", value) for value in ([1, 2, 3], [1, 1, 1, 1, -1], None, [0] * 5)]
+BAD += [("coefficients", [math.nan] * 5)]
+
+
+@pytest.mark.parametrize("key, value", BAD)
+def test_what_is_no_predictor_is_refused(predictor, key, value):
     with pytest.raises(ValueError):
-        Predictor.from_dict(predictor.to_dict() | change)
+        Predictor.from_dict(predictor.to_dict() | {key: value})

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import threading
 
 from rose.parts.lending.vllm import priority
 
@@ -34,9 +33,13 @@ def test_all_threads_but_one_get_a_lower_priority_and_the_common_one_again():
         found = list(map(int, process.stdout.readline().split()))
         return found[:3], found[3:]
 
+    before = os.sched_getscheduler(0)
+    may_return = priority.may_return()
+    assert os.sched_getscheduler(0) == before, "trying leaves this thread as it is"
+    priority.restore_priority(2**22 - 3)  # nobody's
     try:
         states, nices = step()
-        if priority.may_return():
+        if may_return:
             assert states == [os.SCHED_IDLE, os.SCHED_OTHER, os.SCHED_IDLE]
             priority.restore_priority(process.pid)
             assert os.sched_getscheduler(process.pid) == os.SCHED_OTHER
@@ -46,10 +49,3 @@ def test_all_threads_but_one_get_a_lower_priority_and_the_common_one_again():
     finally:
         process.kill()
         process.wait(60)
-
-
-def test_trying_leaves_this_thread_as_it_is_and_lifting_nobody_is_no_error():
-    before = os.sched_getscheduler(0)
-    priority.may_return()
-    assert os.sched_getscheduler(0) == before and threading.active_count() >= 1
-    priority.restore_priority(2**22 - 3)

@@ -1,5 +1,4 @@
-"""A device's profile: what is refused, what it was measured on, what interference is, and two tiny
-models for real."""
+"""A device's profile: what is refused, what interference is, and two tiny models for real."""
 
 import functools
 import json
@@ -47,15 +46,11 @@ def found(config, model):
     return {"format": device_profile.FORMAT, "seconds": 60.0} | found
 
 
-def test_it_survives_its_file_and_suits_the_engines_measured(tmp_path, found, config, model):
-    path = tmp_path / "profile.json"
+def test_it_survives_its_file_and_says_at_once_all_that_differs(tmp_path, found, model, config):
+    path, other = tmp_path / "profile.json", folder(tmp_path / "other", layers=2)
     path.write_text(json.dumps(found))
     assert device_profile.load(path) == found
     device_profile.check(device_profile.load(path), path, config, model)
-
-
-def test_all_that_differs_is_said_at_once(tmp_path, found, model, config):
-    other = folder(tmp_path / "other", layers=2)
     changed = "serving.online.dtype=bfloat16 rollout.threads=40 serving.lending.priority=normal"
     found["device"] = {"cpu": "Z80", "cores": 1}
     changed = settings.composed([*own(model), f"serving.online.model={other}", *changed.split()])
@@ -85,30 +80,22 @@ def test_all_that_differs_is_said_at_once(tmp_path, found, model, config):
 )
 def test_a_damaged_profile_is_named_with_what_is_wrong(tmp_path, found, keys, value, words):
     path = tmp_path / "profile.json"
+    with pytest.raises(ConfigError, match=f"{path}.*No such file"):
+        device_profile.load(path)
     *parents, last = keys
     branch = functools.reduce(dict.get, parents, found)
     branch[last] = value
     if value is None:
         del branch[last]
-    path.write_text(json.dumps(found))
-    with pytest.raises(ConfigError, match=f"{path}.*{words}"):
-        device_profile.load(path)
-
-
-def test_no_file_and_no_json_are_named(tmp_path):
-    with pytest.raises(ConfigError, match="No such file"):
-        device_profile.load(tmp_path / "none.json")
-    (tmp_path / "half.json").write_text('{"format": 1')
-    with pytest.raises(ConfigError, match="half.json.*no profile"):
-        device_profile.load(tmp_path / "half.json")
-
-
-# ---------------------------------------------------------------------- interference
+    text = json.dumps(found)
+    for written, wrong in ((text, words), (text[:9], "no profile")):
+        path.write_text(written)
+        with pytest.raises(ConfigError, match=f"{path}.*{wrong}"):
+            device_profile.load(path)
 
 
 def made(slower, count=400, noise=0.0, covered=1.0):
-    """Online steps, every second one beside a rollout step that covers a share of it and makes it
-    `slower` times."""
+    """Online steps, every second one beside a rollout step that makes it `slower` times."""
     dice, now, online, rollout = random.Random(0), 0.0, [], []
     for at in range(count):
         seconds = 0.01 * dice.lognormvariate(0, noise) * (slower if at % 2 else 1)
@@ -119,29 +106,17 @@ def made(slower, count=400, noise=0.0, covered=1.0):
     return online, rollout
 
 
-def test_twice_as_long_beside_rollouts_is_half_of_their_time():
+def test_interference_is_the_share_of_the_time_that_both_run_and_no_noise_that_both_have():
     measured = interference(*made(2.0), PREDICTOR, PREDICTOR)
     halves = [measured[name] for name in ("hold_mean", "hold_p99", "progress")]
     assert halves == pytest.approx([0.5] * 3)  # progress: a decode of 10 ms in 20 ms
     assert (measured["steps_alone"], measured["steps_beside"]) == (200, 200)
-
-
-def test_noise_that_both_have_is_no_interference():
     measured = interference(*made(1.0, 4000, noise=0.3), PREDICTOR, PREDICTOR)
     assert measured["hold_mean"] < 0.05 and LEAST_HOLD <= measured["hold_p99"] < 0.15
-
-
-def test_it_is_a_share_of_the_time_that_they_overlap():
     measured = interference(*made(1.25, covered=0.6), PREDICTOR, PREDICTOR)
     assert measured["hold_mean"] == pytest.approx(0.2 / 0.6)
-
-
-def test_too_few_steps_of_either_kind_are_an_error():
     with pytest.raises(EngineError, match=f"{FEWEST} of each"):
         interference(*made(2.0, 2 * FEWEST - 2), PREDICTOR, PREDICTOR)
-
-
-# ---------------------------------------------------------------------- on a GPU
 
 
 @pytest.fixture
@@ -160,8 +135,6 @@ def test_the_rollout_engine_is_measured_with_what_a_lender_starts_it_with(tiny, 
         "model.max_context=2048"
     ).split()
     config, _ = profile.configured(gpu, {"model": str(tiny)})
-    assert config.rollout.kv_cache_gib == 10
-    assert config.rollout.gpu_memory_utilization == operate.FREE_SHARE
     sides = profile.online_side(config), profile.rollout_side(config, tiny)
     for side in sides:
         assert side.args["gpu_memory_utilization"] == operate.FREE_SHARE
@@ -177,9 +150,6 @@ def test_one_request_fits_into_either_engine_also_where_the_budget_is_small(conf
     assert profile.kv_part(config, shape, 2**40, 2048) == 2**29  # half of 1 GiB
     assert profile.kv_part(config, shape, 2**40, 2**20) >= 8192 * 2**20
     assert profile.kv_part(config, shape, 2**28, 2048) == 2**28
-
-
-# ---------------------------------------------------------------------- the command
 
 
 @pytest.mark.parametrize(

@@ -60,16 +60,10 @@ def test_a_node_that_cannot_see_the_runs_hub_cache_gives_a_folder_of_its_own(tmp
 
 def test_a_home_folder_is_written_out_and_texts_stay_texts(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    given = "name=0512 output_dir=2026-02-30 out=~/p.json serving.lending.stop_file=~/stop"
-    given += " serving.online.model=~ seconds=0x10"
-    assert settings.parse(given.split()) == {
-        "name": "0512",
-        "output_dir": "2026-02-30",
-        "out": "/home/me/p.json",
-        "serving.lending.stop_file": "/home/me/stop",
-        "serving.online.model": None,
-        "seconds": 16,
-    }
+    given = "name=0512 output_dir=2026-02-30 out=~/p.json serving.online.model=~ seconds=0x10"
+    texts = {"name": "0512", "output_dir": "2026-02-30", "out": "/home/me/p.json"}
+    expected = texts | {"serving.online.model": None, "seconds": 16}
+    assert settings.parse(given.split()) == expected
 
 
 @pytest.mark.parametrize(
@@ -92,58 +86,40 @@ def test_what_may_not_differ_or_is_no_value_is_named(run_dir, argument, words):
 
 
 def test_a_folder_without_a_run_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="config.json: no configuration of a run"):
-        settings.of_run(tmp_path, [])
-    for text, words in (
-        ("{", "is damaged"),
-        ("[]", "is damaged"),
-        ('{"a": 1}', "no configuration"),
-    ):
-        (tmp_path / "config.json").write_text(text)
-        with pytest.raises(ConfigError, match=f"config.json: {words}"):
+    other, no_run = '{"a": 1}', "no configuration of a run"
+    for text, words in ((None, no_run), ("{", "damaged"), ("[]", "damaged"), (other, no_run)):
+        if text:
+            (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match=f"config.json: .*{words}"):
             settings.of_run(tmp_path, [])
 
 
-def serve(*arguments):
-    return ran([sys.executable, "-m", "rose", "serve", *arguments], timeout=60)
-
-
 @pytest.mark.slow
-def test_the_command_refuses_bad_arguments_and_waits_for_a_run_as_long_as_it_was_told(tmp_path):
+def test_the_command_refuses_bad_arguments_and_waits_for_a_run_that_needs_it(run_dir, config):
+    (run_dir / "status").mkdir()
+    (run_dir / "status" / "finished.json").write_text(json.dumps({"steps": config.trainer.steps}))
     for arguments, code, words in (
-        (["output_dir=."], 2, "name is missing"),
-        (["name=", f"output_dir={tmp_path}"], 2, "name='': is no run's name"),
-        (["name=..", f"output_dir={tmp_path}"], 2, "is no run's name"),
-        (["name=a", f"output_dir={tmp_path}/none"], 2, "no such folder"),
-        (["name=a", f"output_dir={tmp_path}", "serving.wait_s=1"], 0, "no run to serve"),
+        ("output_dir=.", 2, "name is missing"),
+        (f"name= output_dir={run_dir.parent}", 2, "name='': is no run's name"),
+        (f"name=.. output_dir={run_dir.parent}", 2, "is no run's name"),
+        (f"name=a output_dir={run_dir}/none", 2, "no such folder"),
+        (f"name=a output_dir={run_dir.parent} serving.wait_s=1", 0, "no run to serve"),
+        (f"name={run_dir.name} output_dir={run_dir.parent}", 0, "is finished"),
     ):
-        done = serve(*arguments)
+        done = ran([sys.executable, "-m", "rose", "serve", *arguments.split()], timeout=60)
         assert done.returncode == code and words in done.stdout + done.stderr
 
 
-@pytest.mark.slow
-def test_a_run_that_is_finished_needs_nobody(run_dir, config):
-    (run_dir / "status").mkdir()
-    (run_dir / "status" / "finished.json").write_text(json.dumps({"steps": config.trainer.steps}))
-    done = serve(f"name={run_dir.name}", f"output_dir={run_dir.parent}")
-    assert done.returncode == 0 and "is finished" in done.stdout
-
-
-def test_a_run_that_takes_no_borrowed_ranks_is_not_waited_for(tmp_path, make_config, capsys):
-    config = make_config("serving=none", f"output_dir={tmp_path}", "name=run")
-    (tmp_path / "run").mkdir()
-    local.write_config(config, tmp_path / "run")
-    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-    before = {number: signal.getsignal(number) for number in signals}
-    try:
-        assert Lender(tmp_path / "run", []).run() == 1
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def test_a_run_that_takes_no_borrowed_ranks_is_not_waited_for(
+    tmp_path, make_config, capsys, monkeypatch
+):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    local.write_config(make_config("serving=none", f"output_dir={tmp_path}", "name=run"), tmp_path)
+    assert Lender(tmp_path, []).run() == 1
     assert "takes no borrowed ranks: serving.borrow=false" in capsys.readouterr().out
 
 
-def test_an_online_server_has_its_settings_before_there_is_a_run():
+def test_an_online_server_has_its_settings_before_there_is_a_run_and_a_rank_the_same(run_dir):
     default = settings.of_server([])
     assert default.online.model is None and default.lending.hours == {}
     targets = {"ttft_p50_s": 0.2, "ttft_p99_s": 0.5, "tpot_p50_s": 0.05, "tpot_p99_s": 0.1}
@@ -155,7 +131,12 @@ def test_an_online_server_has_its_settings_before_there_is_a_run():
     assert s.online.model == "/models/a" and s.online.slo.ttft_p99_s == 0.5
     assert s.online.engine_args == {"seed": 3} and s.lending.hours == {"22-06": 0.5}
     whole = ", ".join(f"{name}: {value}" for name, value in targets.items())
-    assert settings.of_server([f"serving.online.slo={{{whole}}}"]).online.slo == s.online.slo
+    whole = [f"serving.online.slo={{{whole}}}", "serving.lending.hours.22-06=0"]
+    assert settings.of_server(whole).online.slo == s.online.slo
+    of_run = settings.of_run(run_dir, whole).serving
+    assert of_run.online.slo == s.online.slo and of_run.lending.hours == {"22-06": 0}
+    assert hours_of("22-02") == [22, 23, 0, 1] and hours_of("00-24") == list(range(24))
+    assert hours_of("20-24") == [20, 21, 22, 23] and hours_of("24-02") == []
 
 
 LOOSE_P50 = "online.slo={ttft_p50_s: 1, ttft_p99_s: 0.5, tpot_p50_s: 1, tpot_p99_s: 1}"
@@ -191,14 +172,6 @@ def test_what_an_online_server_cannot_have_is_named(argument, words):
         settings.of_server([f"serving.{argument}"])
 
 
-def test_a_runs_rank_takes_the_same_keys(run_dir):
-    targets = [
-        f"serving.online.slo.{kind}_{p}_s=1" for kind in ("ttft", "tpot") for p in ("p50", "p99")
-    ]
-    c = settings.of_run(run_dir, [*targets, "serving.lending.hours.22-06=0"])
-    assert c.serving.online.slo.tpot_p99_s == 1 and c.serving.lending.hours == {"22-06": 0}
-
-
 @pytest.mark.parametrize(
     "given", ["serving.online.port=1", "+serving.online.port=1", "serving.lending.reserve=0.2"]
 )
@@ -206,8 +179,3 @@ def test_a_training_run_names_the_command_of_a_lenders_key(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     assert front.main(places.CONF, [given]) == 2
     assert "a key of `rose serve`" in capsys.readouterr().err
-
-
-def test_hours_may_go_over_midnight():
-    assert hours_of("22-02") == [22, 23, 0, 1] and hours_of("00-24") == list(range(24))
-    assert hours_of("20-24") == [20, 21, 22, 23] and hours_of("24-02") == []

@@ -9,19 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose.parts.lending.config import Slo
+from rose.parts.lending.rules import slo as rules
 from rose.parts.lending.rules.predictor import Predictor, Work
-from rose.parts.lending.rules.slo import (
-    CREDIT,
-    FORGET_MISSES_S,
-    FORGET_S,
-    JUDGED,
-    Attainment,
-    Promptness,
-    Request,
-    hold_until,
-    why_not_alone,
-)
+from rose.parts.lending.rules.slo import FORGET_MISSES_S, FORGET_S, JUDGED, Request, hold_until
+from tests.parts.lending.conftest import COEFFICIENTS, SLO
 
 NOW = 100.0
 
@@ -31,9 +22,9 @@ def prefill(predictor, *chunks, decodes=0, context=0):
 
 
 @pytest.fixture
-def left(predictor, slo):
+def left(predictor):
     """left(requests, ...) -> seconds for which the engine may be kept away, beyond NOW."""
-    return lambda *requests, **more: hold_until(NOW, list(requests), predictor, slo, **more) - NOW
+    return lambda *requests, **more: hold_until(NOW, list(requests), predictor, SLO, **more) - NOW
 
 
 def test_without_requests_there_is_no_limit_and_for_a_late_one_no_time(left):
@@ -54,7 +45,7 @@ def test_the_next_token_is_due_when_the_mean_time_per_token_would_reach_its_targ
     assert left(Request(NOW - 9, 0, 50, NOW - 1.9, 10)) == pytest.approx(0.1 - step)
     # The credit of a fast start is capped.
     fast = Request(NOW - 9, 0, 50, NOW - 1, 1000, NOW - 0.3)
-    assert left(fast) == pytest.approx(-0.3 + CREDIT * 0.2 - step)
+    assert left(fast) == pytest.approx(-0.3 + rules.CREDIT * 0.2 - step)
 
 
 def test_a_preempted_request_is_due_by_its_tokens_after_its_prefill(left, predictor):
@@ -73,28 +64,25 @@ tokens, last = st.integers(1, 50), none | st.floats(99, 100)
 running = st.builds(Request, st.just(80.0), st.just(0), st.integers(1, 3000), begun, tokens, last)
 
 
+PREDICTOR = Predictor(COEFFICIENTS)
+
+
 @settings(max_examples=50, deadline=None)
-@given(
-    st.lists(waiting | running, min_size=1, max_size=20), waiting | running, st.integers(40, 3000)
-)
-def test_one_more_request_never_gives_more_time(requests, another, batched):
-    predictor, slo = Predictor((0.02, 2e-4, 1e-7, 1e-3, 2e-6)), Slo(0.5, 1.0, 0.1, 0.2)
-    assert math.isfinite(hold_until(NOW, requests, predictor, slo, batched))
-    # a decode makes steps longer
-    if another.prompt_left == 0 and another.first_token_at is not None:
-        more = [*requests, another._replace(arrival=101.0)]
-        before, after = (
-            hold_until(NOW, each, predictor, slo, max(batched, 100)) for each in (requests, more)
-        )
-        assert after <= before + 1e-9
+@given(st.lists(waiting | running, min_size=1, max_size=20), running, st.integers(40, 3000))
+def test_one_more_decode_never_gives_more_time(requests, another, batched):
+    assert math.isfinite(hold_until(NOW, requests, PREDICTOR, SLO, batched))
+    before, after = (
+        hold_until(NOW, each, PREDICTOR, SLO, max(batched, 100))
+        for each in (requests, [*requests, another._replace(arrival=101.0)])
+    )
+    assert after <= before + 1e-9
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(waiting, min_size=1, max_size=10), st.integers(40, 3000))
 def test_kept_away_so_long_every_first_token_is_in_time_and_one_only_just(requests, batched):
     """Replays the steps that the rule counts on, one token budget at a time."""
-    predictor, slo = Predictor((0.02, 2e-4, 1e-7, 1e-3, 2e-6)), Slo(0.5, 1.0, 0.1, 0.2)
-    clock = hold_until(NOW, requests, predictor, slo, batched)
+    clock = hold_until(NOW, requests, PREDICTOR, SLO, batched)
     queue = sorted(requests, key=lambda r: r.arrival)
     left = [[r.arrival, max(1, r.prompt_left), r.context] for r in queue]
     decodes, context, spare = 0, 0, []
@@ -108,9 +96,9 @@ def test_kept_away_so_long_every_first_token_is_in_time_and_one_only_just(reques
             room, request[1], request[2] = room - new, request[1] - new, request[2] + new
             if not request[1]:
                 done.append(request)
-        clock += predictor.p99(Work(tuple(chunks), decodes, context))
+        clock += PREDICTOR.p99(Work(tuple(chunks), decodes, context))
         for request in done:
-            spare.append(request[0] + slo.ttft_p99_s - clock)
+            spare.append(request[0] + SLO.ttft_p99_s - clock)
             decodes, context = decodes + 1, context + request[2]
         left = [r for r in left if r[1]]
     assert min(spare) == pytest.approx(0, abs=1e-6)
@@ -126,13 +114,13 @@ def test_kept_away_so_long_every_first_token_is_in_time_and_one_only_just(reques
         ({"ttft_p50_s": 0.1}, "ttft_p50_s"),
     ],
 )
-def test_targets_that_the_device_can_not_meet_alone_are_named(predictor, slo, change, words):
-    found = why_not_alone(predictor, msgspec.structs.replace(slo, **change), 1000, 2048)
+def test_targets_that_the_device_can_not_meet_alone_are_named(predictor, change, words):
+    found = rules.why_not_alone(predictor, msgspec.structs.replace(SLO, **change), 1000, 2048)
     assert words in found if words else not found
 
 
-def test_attainment_counts_by_lending(slo):
-    seen = Attainment(slo)
+def test_attainment_counts_by_lending():
+    seen = rules.Attainment(SLO)
     assert seen.add(NOW, 0.9, 0.1, lent=True) and seen.add(NOW, 0.9, None, lent=False)
     assert not seen.add(NOW, 1.1, 0.1, lent=True)
     assert not seen.add(NOW, 0.5, 0.3, lent=False)
@@ -140,8 +128,8 @@ def test_attainment_counts_by_lending(slo):
     assert (seen.finished, seen.met, seen.finished_lending, seen.met_lending) == (5, 2, 2, 1)
 
 
-def test_an_engine_that_misses_by_itself_is_known_and_may_recover(slo):
-    seen = Attainment(slo)
+def test_an_engine_that_misses_by_itself_is_known_and_may_recover():
+    seen = rules.Attainment(SLO)
     for _ in range(300):
         seen.add(NOW, 9.0, 0.1, lent=True)
     assert not seen.misses_alone(NOW), "misses while lending are not its own"
@@ -149,43 +137,37 @@ def test_an_engine_that_misses_by_itself_is_known_and_may_recover(slo):
         seen.add(NOW, 9.0, 0.1, lent=False)
     assert not seen.misses_alone(NOW), "too few to say"
     seen.add(NOW, 9.0, 0.1, lent=False)
-    assert seen.misses_alone(NOW)
-    for _ in range(300):
-        seen.add(NOW, 0.1, 0.1, lent=False)
-    assert not seen.misses_alone(NOW)
-
-
-def test_misses_of_a_peak_are_forgotten_on_an_idle_device(slo):
-    seen = Attainment(slo)
-    for _ in range(JUDGED):
-        seen.add(NOW, 9.0, 0.1, lent=False)
-    assert seen.misses_alone(NOW + FORGET_MISSES_S)
+    # The misses of a peak are forgotten on an idle device.
+    assert seen.misses_alone(NOW) and seen.misses_alone(NOW + FORGET_MISSES_S)
     later = NOW + FORGET_MISSES_S + 1
     assert not seen.misses_alone(later)
     seen.add(later, 9.0, 0.1, lent=False)
     assert not seen.misses_alone(later), "one is too few to say"
-
-
-# ---------------------------------------------------------------------- the median of first tokens
+    for _ in range(JUDGED):
+        seen.add(later, 9.0, 0.1, lent=False)
+    assert seen.misses_alone(later)
+    for _ in range(300):
+        seen.add(later, 0.1, 0.1, lent=False)
+    assert not seen.misses_alone(later)
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.3, 2.0])
-def test_the_median_of_first_tokens_is_kept_while_requests_lose_time_to_rollouts(slo, delay):
-    """slo.ttft_p50_s is 0.5; alone it would be 0.4, and the whole share costs `delay`."""
-    rng, promptness, now, found, shares = random.Random(1), Promptness(slo), 100.0, [], []
+def test_the_median_of_first_tokens_is_kept_while_requests_lose_time_to_rollouts(delay):
+    """SLO.ttft_p50_s is 0.5; alone it would be 0.4, and the whole share costs `delay`."""
+    rng, promptness, now, found, shares = random.Random(1), rules.Promptness(SLO), 100.0, [], []
     for _ in range(2000):
         now += 1.0
         shares.append(promptness.share(now))
         found.append(0.4 * math.exp(rng.gauss(0, 0.5)) + delay * shares[-1])
         promptness.add(now, found[-1])
     needed = min(1.0, 0.1 / delay) if delay else 1.0
-    assert statistics.median(found[200:]) < slo.ttft_p50_s * 1.06
+    assert statistics.median(found[200:]) < SLO.ttft_p50_s * 1.06
     # no more is taken than that
     assert statistics.mean(shares[200:]) == pytest.approx(needed, rel=0.2)
 
 
-def test_late_first_tokens_are_forgotten_on_an_idle_device(slo):
-    promptness = Promptness(slo)
+def test_late_first_tokens_are_forgotten_on_an_idle_device():
+    promptness = rules.Promptness(SLO)
     assert promptness.share(0.0) == promptness.share(1e9) == 1.0
     for at in range(100):
         promptness.add(float(at), 9.0)

@@ -1,5 +1,4 @@
-"""The GPU's page pool on pages whose absence kills: what steps in flight, warm-up and a full device
-do to it; and its calls against CUDA's own header."""
+"""The GPU's page pool on pages whose absence kills, and its calls against CUDA's own header."""
 
 import faulthandler
 import os
@@ -74,23 +73,16 @@ def test_a_page_outlives_the_steps_in_flight_that_touch_it():
     """vLLM has freed a request's blocks while two steps that know them run, or are yet to."""
     device = Device(4)
     pool = FatalPages(device, 4 * PAGE)
-    pool.map([(0, 4 * PAGE)])
+    pool.map([(0, PAGE)])
     device.kernels += [lambda: pool.touch(3 * PAGE), lambda: pool.touch(PAGE)]
+    pool.map([(PAGE, 4 * PAGE)])
+    assert device.kernels, "mapping more waits for no step"
     pool.release([(PAGE, 4 * PAGE)])
     assert not device.kernels and device.used == 1
     # one that was submitted afterwards is nobody's to wait for
     device.kernels.append(lambda: pool.touch(3 * PAGE))
     pool.release([(PAGE, 4 * PAGE)])
     assert device.kernels and dies_of(device.run) == signal.SIGSEGV
-
-
-def test_mapping_more_waits_for_no_step():
-    device = Device(4)
-    pool = FatalPages(device, 4 * PAGE)
-    pool.map([(0, PAGE)])
-    device.kernels.append(lambda: pool.touch(0))
-    pool.map([(PAGE, 4 * PAGE)])
-    assert device.kernels
 
 
 def test_while_kernels_are_warmed_up_any_block_may_be_written_and_one_page_is_all_it_takes():
@@ -140,8 +132,7 @@ def test_a_pool_leaves_to_others_what_it_was_told_to_spare():
 def test_a_call_that_fails_midway_leaks_nothing(call, at, monkeypatch):
     device = Device(4)
     driver = FatalDriver(device)
-    pool = PagePool(driver, 4 * PAGE)
-    works, calls = getattr(driver, call), []
+    pool, works, calls = PagePool(driver, 4 * PAGE), getattr(driver, call), []
 
     def failing(*arguments):
         calls.append(arguments)
@@ -164,8 +155,7 @@ def test_a_range_that_is_not_of_whole_pages_inside_is_refused(bad):
 
 
 def test_the_calls_are_those_of_cudas_header(tmp_path):
-    """A libcuda written against cuda.h, which the compiler holds to CUDA's signatures and
-    structs."""
+    """The compiler holds this libcuda to CUDA's signatures and structs."""
     driver = CudaDriver(0, build_libcuda(tmp_path))
     page = driver.granularity
     assert page == 2**21
@@ -187,9 +177,5 @@ def test_the_calls_are_those_of_cudas_header(tmp_path):
 
 def rights(address: int) -> str:
     """Of this process to `address`: the fake's memory is the host's."""
-    for low, high, found in re.findall(
-        r"(?m)^([0-9a-f]+)-([0-9a-f]+) (..)", Path("/proc/self/maps").read_text()
-    ):
-        if int(low, 16) <= address < int(high, 16):
-            return found
-    return ""
+    maps = re.findall(r"(?m)^([0-9a-f]+)-([0-9a-f]+) (..)", Path("/proc/self/maps").read_text())
+    return next(found for low, high, found in maps if int(low, 16) <= address < int(high, 16))

@@ -1,9 +1,6 @@
-"""A borrowed worker on a real vLLM whose scheduler gives turns back; only the way to the
-coordinator is a list."""
+"""A borrowed worker on a real vLLM; only the way to the coordinator is a list."""
 
 import asyncio
-import logging
-import signal
 from functools import partial
 
 import pytest
@@ -24,8 +21,7 @@ def publish(store, folder):
     from tests.transfer.worlds import World
 
     model = AutoModelForCausalLM.from_pretrained(folder).float()
-    weights = {name: each.detach().clone() for name, each in model.named_parameters()}
-    world = World(store, weights, {})
+    world = World(store, {name: each.data.clone() for name, each in model.named_parameters()}, {})
     world.publish(1)
     return str(world.store)
 
@@ -36,10 +32,11 @@ def turn(name, tokens, new):
 
 
 class Coordinator:
-    """A mailbox: `tell` is heard by the worker, `said` is what it said."""
+    """A mailbox: `tell` sends to the worker, `said` is what it said."""
 
     def __init__(self):
         self.said, self.told = [], asyncio.Queue()
+        self.tell = self.told.put_nowait
 
     def send(self, _, message):
         self.said.append(message)
@@ -50,9 +47,6 @@ class Coordinator:
     def silent_s(self):
         return 0.0
 
-    def tell(self, message):
-        self.told.put_nowait(message)
-
     async def until(self, condition):
         while not condition():  # DEADLINE_S is each test's
             await asyncio.sleep(0.01)
@@ -61,18 +55,27 @@ class Coordinator:
         return [m for m in self.said if isinstance(m, kind)]
 
 
-async def test_an_evicted_turn_and_what_the_engine_can_take_are_told(make_config, tmp_path):
+async def start(config, path, *more):
+    """(the worker with its engine, its coordinator, a function that writes the engine's board)"""
     from rose.parts.lending.rank.worker import BorrowedWorker
 
-    evicting = "{scheduler_cls: tests.engine.schedulers.EvictingScheduler}"
-    config, versions = make_config(f"rollout.engine_args={evicting}"), []
-    told = (NullRecorder(), tmp_path / "rollout", versions.append)
-    worker = BorrowedWorker(config, "borrowed-1", *told)
+    worker = BorrowedWorker(config, "borrowed-1", NullRecorder(), path, *more)
     await worker.start_engine()
     worker.mailbox = coordinator = Coordinator()
-    board = Writer(tmp_path / "rollout", Rollout)
-    board.state = Rollout(worker.engine.pid, 0, 0, open=1, kv_total=2**20, kv_budget=2**20)
-    board.write()
+    board = Writer(path, Rollout)
+
+    def say(**fields):
+        board.state = Rollout(worker.engine.pid, 0, 0, kv_total=2**20, **fields)
+        board.write()
+
+    return worker, coordinator, say
+
+
+async def test_an_evicted_turn_and_what_the_engine_can_take_are_told(make_config, tmp_path):
+    evicting = "{scheduler_cls: tests.engine.schedulers.EvictingScheduler}"
+    config, versions = make_config(f"rollout.engine_args={evicting}"), []
+    worker, coordinator, say = await start(config, tmp_path / "rollout", versions.append)
+    say(open=1, kv_budget=2**20)
     running = asyncio.create_task(worker.run())
     capacities = partial(coordinator.of, p.WorkerCapacity)
     await coordinator.until(capacities)
@@ -91,8 +94,7 @@ async def test_an_evicted_turn_and_what_the_engine_can_take_are_told(make_config
     assert capacities()[1] == whole
     assert coordinator.said.index(returned) < len(coordinator.said) - 1
 
-    board.state.kv_budget, board.state.frozen = 2**19, 1
-    board.write()
+    say(open=1, kv_budget=2**19, frozen=1)
     await coordinator.until(lambda: len(capacities()) >= 3)
     tokens, sequences = ready.kv_tokens // 2, ready.max_sequences
     assert capacities()[2] == p.WorkerCapacity("borrowed-1", 1, tokens, sequences, -1.0, True)
@@ -125,16 +127,8 @@ async def test_an_engine_of_which_nothing_is_lent_gives_its_memory_back_and_come
     from rose.parts.lending.rules.gate import Reason
 
     monkeypatch.setattr(workers, "INACTIVE_AFTER_S", 0.1)
-    path = tmp_path / "rollout"
-    worker = workers.BorrowedWorker(make_config(), "borrowed-1", NullRecorder(), path)
-    await worker.start_engine()
-    worker.mailbox = coordinator = Coordinator()
-    board, of = Writer(path, Rollout), coordinator.of
-
-    def say(**fields):
-        board.state = Rollout(worker.engine.pid, 0, 0, kv_total=2**20, **fields)
-        board.write()
-
+    worker, coordinator, say = await start(make_config(), path := tmp_path / "rollout")
+    of = coordinator.of
     say(open=1, kv_budget=2**20)
     running = asyncio.create_task(worker.run())
     await coordinator.until(lambda: of(p.WorkerCapacity))
@@ -154,17 +148,3 @@ async def test_an_engine_of_which_nothing_is_lent_gives_its_memory_back_and_come
     assert processes.opened(path) <= 3
     coordinator.tell(p.Shutdown("the end"))
     await running
-
-
-@pytest.mark.parametrize("number, level", [(signal.SIGTERM, logging.CRITICAL), (signal.SIGUSR2, 0)])
-async def test_only_where_slurm_ends_its_engine_too_does_vllm_keep_quiet(
-    make_config, tmp_path, monkeypatch, number, level
-):
-    from rose.parts.lending.rank.worker import BorrowedWorker
-
-    logger = logging.getLogger("vllm")
-    monkeypatch.setattr(logger, "level", logging.NOTSET)
-    path = tmp_path / "rollout"
-    worker = BorrowedWorker(make_config(), "borrowed-1", NullRecorder(), path, print)
-    worker.ask_to_leave(number)
-    assert logger.level == level

@@ -4,7 +4,6 @@ import asyncio
 import sys
 
 import pytest
-from rich.console import Console
 
 from rose.agent.guard import EnvironmentFailure
 from rose.parts.play import game, session, source, typed
@@ -107,55 +106,44 @@ def test_a_game_is_scored_as_the_run_scores_it(make_config, play, tmp_path):
         play(config, source.held_out(config, 0, None), move("left"))
 
 
-def test_frames_replace_each_other_on_a_terminal_unless_a_person_types_there(make_config):
-    env, terminal = make_config().env, Console(force_terminal=True, width=80, height=30)
-    assert screen_for(env, terminal)._live is not None
-    assert screen_for(env, terminal, human=True)._live is None
-
-
 @pytest.fixture
 def types(monkeypatch):
     """types("left", ...) are the lines that the user types before the input ends."""
 
     def types(*lines):
-        left = list(lines)
-        monkeypatch.setattr(typed, "ask", lambda prompt: left.pop(0) if left else None)
-        return left
+        left = iter(lines)
+        monkeypatch.setattr(typed, "ask", lambda prompt: next(left, None))
 
     return types
 
 
-def test_the_user_plays_and_nonsense_is_no_turn(make_config, console, printed, types):
-    config = make_config(*SMALL)
-    task = solvable(config, WAY)
-    types("down", "sideways", "d", "move right", "r")
-    outcome = asyncio.run(game.by_user(task, screen_for(task.env, console, human=True)))
-    assert outcome == game.Outcome(True, 1.0, 4)
+def test_the_user_plays_has_as_many_turns_as_the_policy_and_may_leave(
+    make_config, console, printed, types
+):
+    def outcome(task, *lines):
+        types(*lines)
+        return asyncio.run(game.by_user(task, screen_for(task.env, console, human=True)))
+
+    task = solvable(make_config(*SMALL), WAY)
+    won = outcome(task, "down", "sideways", "d", "move right", "r")
+    assert won == game.Outcome(True, 1.0, 4), "nonsense is no turn"
     assert "'sideways' is none of left, down, right, up" in printed()
+    task = solvable(make_config(*SMALL, "env.max_turns=1"), WAY)
+    assert outcome(task) is None
+    lost = game.Outcome(False, 0.0, 1, "env.max_turns allows no more")
+    assert outcome(task, "down", "down") == lost
 
 
-def test_the_user_may_leave_and_has_as_many_turns_as_the_policy(make_config, console, types):
-    config = make_config(*SMALL, "env.max_turns=1")
-    task = solvable(config, WAY)
-    types()
-    assert asyncio.run(game.by_user(task, screen_for(task.env, console, human=True))) is None
-    types("down", "down")
-    outcome = asyncio.run(game.by_user(task, screen_for(task.env, console, human=True)))
-    assert outcome == game.Outcome(False, 0.0, 1, "env.max_turns allows no more")
-
-
-@pytest.fixture
-def questions(tmp_path, make_config):
+def test_one_question_and_one_answer_is_a_conversation(
+    tmp_path, make_config, chat, console, printed, types
+):
     data, reward = tmp_path / "data.jsonl", tmp_path / "mine.py"
     reward.write_text("def right(text):\n    return 1.0\n")
-    rows = "".join(f'{{"prompt": "left or right {n}", "answer": "{n}"}}\n' for n in range(20))
-    data.write_text(rows)
+    rows = [f'{{"prompt": "left or right {n}", "answer": "{n}"}}\n' for n in range(20)]
+    data.write_text("".join(rows))
     args = {"data": data, "reward": f"{reward}:right", "system": "Be brief"}
     given = [f"env.args.{name}={value}" for name, value in args.items()]
-    return make_config("env=prompts", *given, "env.max_new_tokens=16")
-
-
-def test_one_question_and_one_answer_is_a_conversation(questions, chat, console, printed, types):
+    questions = make_config("env=prompts", *given, "env.max_new_tokens=16")
     task = source.held_out(questions, 0, None)
     system = asyncio.run(system_of(task))
     assert system == [{"role": "system", "content": "Be brief"}]
@@ -164,27 +152,21 @@ def test_one_question_and_one_answer_is_a_conversation(questions, chat, console,
     async def play(number):
         played.append(number)
 
+    def talk(task):
+        new = lambda: screen_for(task.env, console)  # noqa: E731
+        asyncio.run(Talk(task, system, questions, chat, policy, new, play).go())
+
     types("what now", "and then", "", "again")
-    talk = Talk(task, system, questions, chat, policy, lambda: screen_for(task.env, console), play)
-    asyncio.run(talk.go())
+    talk(task)
     first, second, third = (chat.decode(_tokens(each)) for each in policy.asked)
     assert "Be brief" in first and "what now" in first
     assert second.startswith(first) and "down" in second and "and then" in second
     assert "what now" not in third and "again" in third, "a task in between begins a new one"
     assert played == [0]
     assert printed().count("policy, turn") == 3
-
-
-def test_without_input_a_held_out_question_is_asked(questions, chat, console, types):
-    task, played = source.held_out(questions, 5, None), []
-
-    async def play(number):
-        played.append(number)
-
-    types()
-    new = lambda: screen_for(task.env, console)  # noqa: E731
-    asyncio.run(Talk(task, [], questions, chat, Scripted(chat, ""), new, play).go())
-    assert played == [5]
+    types()  # Without input a held-out question is asked.
+    talk(source.held_out(questions, 5, None))
+    assert played == [0, 5]
 
 
 def test_games_and_programs_are_no_conversation(make_config):

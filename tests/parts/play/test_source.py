@@ -43,6 +43,12 @@ def test_the_newest_version_is_played_unless_another_is_asked_for(folder, tmp_pa
     assert policy.label == "after 1 training step"
     with pytest.raises(ConfigError, match=r"--version 7: .* doesn't have it; there are 0, 1, 2, 3"):
         policy.choose(7)
+    (young := tmp_path / "young").mkdir()
+    (young / "config.json").write_bytes((folder / "config.json").read_bytes())
+    policy = Policy(source.find(young, []), 1, tmp_path)
+    with pytest.raises(ConfigError, match="no version of the weights yet.*--version 0 plays"):
+        policy.choose(None)
+    policy.choose(0)
 
 
 def test_a_checkpoint_counts_where_the_store_has_no_such_version(folder):
@@ -71,16 +77,6 @@ def test_a_version_that_the_trainer_removes_gives_way_to_the_newest(folder, tmp_
     policy.choose(3)
     with pytest.raises(TransferError):  # the user asked for this one
         asyncio.run(policy.load())
-
-
-def test_a_run_without_a_version_has_only_the_first(make_config, tmp_path):
-    folder = tmp_path / "young"
-    folder.mkdir()
-    configuration.save(make_config(), folder / "config.json")
-    policy = Policy(source.find(folder, []), 1, tmp_path)
-    with pytest.raises(ConfigError, match="no version of the weights yet.*--version 0 plays"):
-        policy.choose(None)
-    policy.choose(0)
 
 
 @pytest.mark.parametrize(
@@ -115,16 +111,16 @@ def test_an_exported_model_plays_the_environment_of_the_command_line(exported):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ([], "doesn't say what to play; name an environment"),
-        (["model.dtype=bfloat16"], "doesn't say what to play"),
-        (["env=frozen_lke"], "frozen_lke.*frozen_lake"),
-        (["env=prompts"], "env.args.data"),
-        (["env=frozen_lake", "env.max_turn=3"], "env.max_turn"),
+        ("", "doesn't say what to play; name an environment"),
+        ("model.dtype=bfloat16", "doesn't say what to play"),
+        ("env=frozen_lke", "frozen_lke.*frozen_lake"),
+        ("env=prompts", "env.args.data"),
+        ("env=frozen_lake env.max_turn=3", "env.max_turn"),
     ],
 )
 def test_an_exported_model_needs_an_environment_that_there_is(exported, overrides, words):
     with pytest.raises(ConfigError, match=words):
-        source.find(exported, overrides)
+        source.find(exported, overrides.split())
 
 
 def test_commands_in_refusals_take_any_path(folder, exported):
@@ -142,7 +138,8 @@ def test_commands_in_refusals_take_any_path(folder, exported):
 def test_a_task_is_the_one_that_the_runs_evaluations_have(make_config):
     from rose.coordinator.control import eval_task
 
-    config = make_config("env=games +env@eval.sets.sums=calculator +eval.sets.sums.episodes=3")
+    sums = "+env@eval.sets.sums=calculator +eval.sets.sums.episodes=3"
+    config = make_config(f"env=games {sums} +eval.sets.sums.temperature=0.5")
     tasks = [source.held_out(config, number, None) for number in range(9)]
     for task in tasks:
         there = eval_task(config.eval.seed, task.number, config.env.weights)
@@ -152,11 +149,6 @@ def test_a_task_is_the_one_that_the_runs_evaluations_have(make_config):
     assert (one.env.name, one.key) == ("calculator", "eval.sets.sums")
     with pytest.raises(ConfigError, match="--env lake: .* there are frozen_lake, calculator, sums"):
         source.held_out(config, 2, "lake")
-
-
-def test_the_temperature_of_the_command_line_is_that_of_every_set(make_config):
-    sums = "+env@eval.sets.sums=calculator +eval.sets.sums.episodes=3"
-    config = make_config(f"{sums} +eval.sets.sums.temperature=0.5")
     warm = source.with_temperature(config, 0.2)
     assert warm.eval.of("sums")[1] == warm.eval.of("frozen_lake")[1] == 0.2
     assert config.eval.of("sums")[1] == 0.5
@@ -176,38 +168,34 @@ def test_an_engine_has_memory_for_a_game_and_drafts_nothing(make_config, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--task", "-1"), "--task -1: must not be negative"),
-        (("--temperature", "3"), "--temperature 3: must be from 0 to 2"),
-        (("--human", "--before"), "--human --before: with --human no policy plays"),
-        (("--human", "--version", "0"), "--human --version"),
-        (("lake",), "lake: no KEY=VALUE"),
+        ("none", "rose play: none: no such folder; there are agent, model\n"),
+        ("any --task -1", "--task -1: must not be negative"),
+        ("any --temperature 3", "--temperature 3: must be from 0 to 2"),
+        ("any --human --before", "--human --before: with --human no policy plays"),
+        ("any --human --version 0", "--human --version"),
+        ("any lake", "lake: no KEY=VALUE"),
+        ("agent --human", "--human: env.name='agent' runs a program"),
+        ("model env=frozen_lake --before", "--before: model is an exported model"),
+        ("model env=frozen_lake --version 0", "--version: model is an exported model"),
     ],
 )
-def test_arguments_that_say_nothing_are_refused(arguments, words, capfd):
-    with pytest.raises(SystemExit) as ended:
-        command.main(["outputs/any", *arguments])
-    assert ended.value.code == 2 and words in capfd.readouterr().err
-
-
-def test_an_error_is_one_line_and_nothing_stays_behind(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert command.main([str(tmp_path / "none")]) == 2
-    out, err = capfd.readouterr()
-    assert out == "" and err == f"rose play: {tmp_path / 'none'}: no such folder\n"
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("option", [("--before",), ("--version", "0")])
-def test_an_exported_model_has_one_version(exported, option, capfd):
-    assert command.main([str(exported), "env=frozen_lake", *option]) == 2
-    assert f"{option[0]}: {exported} is an exported model" in capfd.readouterr().err
-
-
-def test_a_person_cannot_stand_in_for_a_program(make_config, tmp_path, capfd):
+def test_what_can_not_be_played_is_an_error_and_nothing_stays_behind(
+    make_config, exported, tmp_path, arguments, words, capfd, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    exported.rename("model")
+    (tmp_path / "agent").mkdir()
     agent = make_config("env=agent", "env.args.command=sleep 1")
-    configuration.save(agent, tmp_path / "config.json")
-    assert command.main([str(tmp_path), "--human"]) == 2
-    assert "--human: env.name='agent' runs a program" in capfd.readouterr().err
+    configuration.save(agent, tmp_path / "agent" / "config.json")
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
+    try:
+        code = command.main(arguments.split())
+    except SystemExit as ended:  # of argparse
+        code = ended.code
+    out, err = capfd.readouterr()
+    assert code == 2 and out == "" and words in err
+    assert list((tmp_path / "scratch").iterdir()) == []
 
 
 def test_the_user_plays_a_run_without_an_engine(folder, capfd, monkeypatch):

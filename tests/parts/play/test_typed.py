@@ -56,10 +56,3 @@ def test_a_line_that_means_nothing_says_what_would(line, tools, words):
 def test_text_is_said_without_tools_and_after_say():
     assert typed.action("left of it", []) == Action("left of it")
     assert typed.action("say it is done", [BASH]) == Action("it is done")
-
-
-def test_the_help_has_every_tool_and_how_to_leave():
-    shell = typed.help_of(SHELL, 4, False)
-    assert "edit_file PATH OLD NEW, or undo [COMMANDS], or say TEXT without a call" in shell
-    turns = "(at most 4 turns; Ctrl-D leaves)."
-    assert turns in shell and typed.help_of([], 4, False) == f"Type your answer {turns}"

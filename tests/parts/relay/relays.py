@@ -28,18 +28,19 @@ def metrics(url: str, token: str = TOKEN) -> dict[str, int]:
 
 
 class Upstream(Folder):
-    """A folder behind a link that counts, and that can be down."""
+    """A folder behind a link that counts, and that can be down. `during`: called in each read."""
 
-    def __init__(self, root):
+    def __init__(self, root, during=lambda offset: None):
         super().__init__(root)
         self.reads: list[tuple[str, int]] = []  # (path, chunk)
-        self.down = ""
+        self.down, self.during = "", during
 
-    def read(self, path, offset=0, length=None, fresh=False, tag=None):
+    def read(self, path, offset=0, *more):
         self.reads.append((path, offset // CHUNK))
         if self.down:
             raise TransferError(self.down)
-        return super().read(path, offset, length, fresh, tag)
+        self.during(offset)
+        return super().read(path, offset, *more)
 
 
 class Running:

@@ -1,5 +1,4 @@
-"""A relay pulls each byte once, gives out exact bytes or an error, and nothing without the
-token."""
+"""A relay pulls each byte once, gives exact bytes or an error, and nothing without the token."""
 
 import os
 import re
@@ -21,11 +20,12 @@ FILE = f"{EDGE}/rank-00000.h5"
 
 
 @pytest.fixture
-def start():
+def start(store, tmp_path):
+    """start(upstream, cache, limit) -> a relay, by default of the store."""
     running = []
 
-    def start(*args, **kwargs):
-        running.append(Running(*args, **kwargs))
+    def start(upstream=None, cache="cache", **limit):
+        running.append(Running(upstream or Upstream(store), tmp_path / cache, **limit))
         return running[-1]
 
     yield start
@@ -47,10 +47,10 @@ def fill(store, mebibytes: float, path: str = FILE) -> bytes:
     return data
 
 
-def test_however_many_read_at_once_each_byte_crosses_the_link_once(start, store, tmp_path):
+def test_however_many_read_at_once_each_byte_crosses_the_link_once(start, store):
     data = fill(store, 5.3)
-    near = start(upstream := Upstream(store), tmp_path / "near", limit=0)
-    far = start(near.client(), tmp_path / "far")
+    near = start(upstream := Upstream(store), "near", limit=0)
+    far = start(near.client(), "far")
     source = far.client()
 
     def read(begin: int) -> bool:
@@ -65,10 +65,10 @@ def test_however_many_read_at_once_each_byte_crosses_the_link_once(start, store,
     assert far.metrics()["cache_bytes"] == len(data)
 
 
-def test_names_sizes_and_what_is_absent_are_as_in_the_folder(start, store, tmp_path):
+def test_names_sizes_and_what_is_absent_are_as_in_the_folder(start, store):
     fill(store, 0.1)
     (store / EDGE / "empty").touch()
-    relayed = start(Upstream(store), tmp_path / "cache").client()
+    relayed = start().client()
     assert relayed.names("") == ["v000002"] and relayed.names(EDGE) == ["empty", "rank-00000.h5"]
     assert relayed.names("v000009") == []
     assert relayed.stat(FILE) == Folder(store).stat(FILE)
@@ -81,35 +81,37 @@ def test_names_sizes_and_what_is_absent_are_as_in_the_folder(start, store, tmp_p
     with pytest.raises(Refused, match=asked):
         relayed.read(FILE, 104857, 1)
 
+    class Odd(Upstream):
+        def stat(self, path):
+            return Stat(5, "../../tag")
+
+    with pytest.raises(TransferError, match="odd: tag '../../tag'"):
+        start(Odd(store), "other").client().stat("odd")
+
 
 def test_a_relay_that_is_started_again_goes_on_where_it_was(start, store, tmp_path):
     data = fill(store, 6)
     upstream = Upstream(store)
-    first = start(upstream, tmp_path / "cache")
+    first = start(upstream)
     assert first.client().read(FILE, 0, 3 * CHUNK) == data[: 3 * CHUNK]
+    with pytest.raises(TransferError, match="cache: another relay uses it"):
+        Cache(tmp_path / "cache", 0)
     first.stop()
     (tmp_path / "cache/chunks" / "half.part").write_bytes(b"half")
-    again = start(upstream, tmp_path / "cache")
-    assert again.client().read(FILE) == data
+    assert start(upstream).client().read(FILE) == data
     assert sorted(upstream.reads) == [(FILE, index) for index in range(6)]
     assert not list((tmp_path / "cache").glob("chunks/*.part"))
 
 
-def test_a_whole_range_is_pulled_several_chunks_at_a_time(start, store, tmp_path):
+def test_a_whole_range_is_pulled_several_chunks_at_a_time(start, store):
     data = fill(store, AHEAD)
     together = threading.Barrier(AHEAD)  # breaks, and fails the read, if they come one by one
-
-    class Slow(Folder):
-        def read(self, *args):
-            together.wait(120)
-            return super().read(*args)
-
-    assert start(Slow(store), tmp_path / "cache").client().read(FILE) == data
+    assert start(Upstream(store, lambda _: together.wait(120))).client().read(FILE) == data
 
 
-def test_a_wrong_token_is_told_at_once_and_a_missing_one_too(start, store, tmp_path):
+def test_a_wrong_token_is_told_at_once_and_a_missing_one_too(start, store):
     fill(store, 0.1)
-    running = start(Upstream(store), tmp_path / "cache")
+    running = start()
     for call in (lambda s: s.read(FILE), lambda s: s.names(""), lambda s: s.stat(FILE)):
         with pytest.raises(Refused, match=rf"{running.url}: .*401: wrong token"):
             call(open_source(running.url, TOKEN[:-1] + "x", 120))
@@ -117,12 +119,9 @@ def test_a_wrong_token_is_told_at_once_and_a_missing_one_too(start, store, tmp_p
         answer = urllib3.request("GET", f"{running.url}/{kind}", retries=False)
         assert answer.status == 401 and b"no token" in answer.data
     assert running.metrics()["refused_total"] == 3 + 5
-
-
-def test_a_token_that_the_upstream_relay_refuses_is_told_to_the_client(start, store, tmp_path):
-    near = start(Upstream(store), tmp_path / "near")
-    far = start(open_source(near.url, "x" * 32, 120), tmp_path / "far")
-    with pytest.raises(Refused, match=rf"{far.url}.*424.*{near.url}.*401: wrong token"):
+    # A token that the upstream relay refuses is told to the client.
+    far = start(open_source(running.url, "x" * 32, 120), "far")
+    with pytest.raises(Refused, match=rf"{far.url}.*424.*{running.url}.*401: wrong token"):
         far.client().read(FILE)
 
 
@@ -149,16 +148,16 @@ OUTSIDE = (
 def test_nothing_outside_of_the_store_is_named_or_read(start, store, tmp_path, path):
     (store / "link").symlink_to(tmp_path / "secret")
     (store / ".hidden").write_text("secret")
-    running = start(Upstream(store), tmp_path / "cache")
+    running = start()
     for kind in ("files", "stat", "names"):
         answer = _raw(running.port, f"/{kind}/{path}")
         assert re.match(rb"HTTP/1.1 4\d\d ", answer) or answer.endswith(b"\r\n\r\n[]"), answer
         assert b"root:" not in answer and b"\r\n\r\nsecret" not in answer
 
 
-def test_requests_that_make_no_sense_are_refused_with_a_reason(start, store, tmp_path):
+def test_requests_that_make_no_sense_are_refused_with_a_reason(start, store):
     fill(store, 0.1)
-    running = start(Upstream(store), tmp_path / "cache")
+    running = start()
     for given in ("5-4x", "-5", "0-1,3-4", "9-3", "0-99999999", "9" * 30 + "-"):
         answer = _raw(running.port, f"/files/{FILE}", f"Range: bytes={given}\r\n")
         assert answer.startswith(b"HTTP/1.1 400"), given
@@ -166,9 +165,9 @@ def test_requests_that_make_no_sense_are_refused_with_a_reason(start, store, tmp
     assert running.client().read(FILE, 0, 5)
 
 
-def test_a_link_that_breaks_in_the_middle_costs_only_the_bytes_on_their_way(start, store, tmp_path):
+def test_a_link_that_breaks_in_the_middle_costs_only_the_bytes_on_their_way(start, store):
     data = fill(store, 9)
-    running = start(Upstream(store), tmp_path / "cache")
+    running = start()
     cutting = Cutting(running.port, 700_000, times=12)
     # pauses would add up to more if progress did not begin them anew
     source = open_source(cutting.url, TOKEN, 2)
@@ -176,7 +175,7 @@ def test_a_link_that_breaks_in_the_middle_costs_only_the_bytes_on_their_way(star
     assert len(data) < cutting.passed < len(data) + 13 * 140_000
     assert source.read(FILE, 5, 5) == data[5:10]
     cutting = Cutting(running.port, 700_000, times=3)
-    far = start(open_source(cutting.url, TOKEN, 120), tmp_path / "far")
+    far = start(open_source(cutting.url, TOKEN, 120), "far")
     assert far.client().read(FILE) == data
 
 
@@ -202,9 +201,9 @@ def test_what_is_no_relay_is_not_taken_for_one(said, error, words):
         open_source(url, TOKEN, 120).read(FILE)
 
 
-def test_a_file_that_was_cut_short_upstream_gives_an_error_and_no_bytes(start, store, tmp_path):
+def test_a_file_that_was_cut_short_upstream_gives_an_error_and_no_bytes(start, store):
     fill(store, 3)
-    source = start(Upstream(store), tmp_path / "cache").client()
+    source = start().client()
     stat = source.stat(FILE)
     os.truncate(store / FILE, 1000)
     with pytest.raises(Refused, match="rewritten since"):
@@ -216,9 +215,8 @@ def test_a_file_that_was_cut_short_upstream_gives_an_error_and_no_bytes(start, s
 
 def test_a_damaged_chunk_is_pulled_once_more_when_a_reader_says_so(start, store, tmp_path):
     data = fill(store, 2)
-    near = start(upstream := Upstream(store), tmp_path / "near")
-    far = start(near.client(), tmp_path / "far")
-    source = far.client()
+    near = start(upstream := Upstream(store), "near")
+    source = start(near.client(), "far").client()
     assert source.read(FILE) == data
     for cache in ("near", "far"):
         [damaged] = (tmp_path / cache).glob("chunks/*@000001")
@@ -231,61 +229,38 @@ def test_a_damaged_chunk_is_pulled_once_more_when_a_reader_says_so(start, store,
     assert sorted(upstream.reads) == [(FILE, index) for index in (0, 0, 1, 1)]
 
 
-class Held(Upstream):
-    """A link whose reads wait until they are let go; how many of them were on it at once."""
-
-    def __init__(self, root):
-        super().__init__(root)
-        self.entered, self.go = threading.Semaphore(0), threading.Event()
-        self.now = self.most = 0
-
-    def read(self, *args):
-        self.now += 1
-        self.most = max(self.most, self.now)
-        self.entered.release()
-        assert self.go.wait(120)
-        self.now -= 1
-        return super().read(*args)
-
-
 @pytest.mark.parametrize("first", [True, False], ids=["fresh", "plain"])
 def test_two_readers_who_want_a_fresh_chunk_share_one_pull(start, store, tmp_path, first):
-    data = fill(store, 1)
-    running = start(upstream := Held(store), tmp_path / "cache")
+    data, entered, go = fill(store, 1), threading.Semaphore(0), threading.Event()
+    running = start(upstream := Upstream(store))
     if first:  # what lies there is damaged
-        upstream.go.set()
-        assert running.client().read(FILE) == data and upstream.entered.acquire(timeout=0)
-        upstream.go.clear()
+        assert running.client().read(FILE) == data
         [damaged] = (tmp_path / "cache").glob("chunks/*@000000")
         damaged.write_bytes(bytes(CHUNK))
+    upstream.during = lambda _: entered.release() or go.wait(120)
     with ThreadPoolExecutor(2) as pool:
         try:
             reads = [pool.submit(running.client(120).read, FILE, fresh=first)]
-            assert upstream.entered.acquire(timeout=60)
+            assert entered.acquire(timeout=60)
             reads.append(pool.submit(running.client(120).read, FILE, fresh=True))
-            upstream.entered.acquire(timeout=0.3)  # as it must not
+            both = entered.acquire(timeout=0.3)
         finally:
-            upstream.go.set()
-        assert [read.result(60) == data for read in reads] == [True, True]
-    assert upstream.most == 1
+            go.set()
+        assert [read.result(60) == data for read in reads] == [True, True] and not both
 
 
 def test_a_chunk_that_lost_bytes_on_the_disk_is_pulled_anew(start, store, tmp_path):
     data = fill(store, 2)
-    running = start(upstream := Upstream(store), tmp_path / "cache")
-    source = running.client()
+    source = start(upstream := Upstream(store)).client()
     assert source.read(FILE) == data
     for index, chunk in enumerate(sorted((tmp_path / "cache").glob("chunks/*"))):
         chunk.unlink() if index else os.truncate(chunk, 5)
     assert source.read(FILE) == data and len(upstream.reads) == 4
 
 
-def test_a_version_is_seen_at_once_through_two_relays_also_when_published_again(
-    start, store, tmp_path
-):
+def test_a_version_is_seen_at_once_through_two_relays_also_when_published_again(start, store):
     manifest = f"{EDGE}/manifest.json"
-    near = start(Upstream(store), tmp_path / "near")
-    source = start(near.client(), tmp_path / "far").client()
+    source = start(start().client(), "far").client()
     assert source.names(EDGE) == [] and source.stat(manifest) is None
     for _ in range(2):  # the same names and sizes both times
         data, words = fill(store, 1.5), fill(store, 0.01, manifest)
@@ -297,7 +272,7 @@ def test_a_version_is_seen_at_once_through_two_relays_also_when_published_again(
 def test_the_cache_drops_what_was_not_used_for_longest(start, store, tmp_path):
     paths = [f"v00000{version}/full/rank-00000.h5" for version in range(3)]
     contents = [fill(store, 2, path) for path in paths]
-    running = start(upstream := Upstream(store), tmp_path / "cache", limit=5 * CHUNK)
+    running = start(upstream := Upstream(store), limit=5 * CHUNK)
     source = running.client()
     for version in (0, 1, 0, 2):
         assert source.read(paths[version]) == contents[version]
@@ -310,12 +285,12 @@ def test_the_cache_drops_what_was_not_used_for_longest(start, store, tmp_path):
 
 def test_a_file_larger_than_the_cache_is_read_all_the_same(start, store, tmp_path):
     data = fill(store, 20)
-    running = start(upstream := Upstream(store), tmp_path / "cache", limit=CHUNK)
+    running = start(upstream := Upstream(store), limit=CHUNK)
     assert running.client().read(FILE) == data
     assert sorted(upstream.reads) == [(FILE, index) for index in range(20)]
     assert running.metrics()["cache_bytes"] == CHUNK
     running.stop()
-    assert start(upstream, tmp_path / "cache", limit=CHUNK).metrics()["cache_bytes"] <= CHUNK
+    assert start(upstream, limit=CHUNK).metrics()["cache_bytes"] <= CHUNK
     assert len(list((tmp_path / "cache").glob("chunks/*"))) <= 1
 
 
@@ -336,9 +311,9 @@ def test_a_full_disk_makes_a_relay_slow_and_not_useless(start, store, disk):
 
 
 @pytest.mark.slow
-def test_an_upstream_that_is_down_is_waited_for_and_then_named(start, store, tmp_path):
+def test_an_upstream_that_is_down_is_waited_for_and_then_named(start, store):
     data = fill(store, 1)
-    running = start(upstream := Upstream(store), tmp_path / "cache")
+    running = start(upstream := Upstream(store))
     upstream.down = "weights: the mount is gone"
     with pytest.raises(TransferError, match=r"503: weights: the mount is gone; given up after 4 s"):
         running.client(4).read(FILE)
@@ -348,18 +323,10 @@ def test_an_upstream_that_is_down_is_waited_for_and_then_named(start, store, tmp
 
 
 @pytest.mark.slow
-def test_an_upstream_that_hangs_blocks_only_its_readers(start, store, tmp_path, monkeypatch):
+def test_an_upstream_that_hangs_blocks_only_its_readers(start, store, monkeypatch):
     monkeypatch.setattr("rose.parts.relay.server.WAIT_S", 0.5)
-    data = fill(store, 3)
-    free = threading.Event()
-
-    class Hanging(Folder):
-        def read(self, path, offset=0, *args):
-            if offset >= 2 * CHUNK:
-                assert free.wait(240)
-            return super().read(path, offset, *args)
-
-    running = start(Hanging(store), tmp_path / "cache")
+    data, free = fill(store, 3), threading.Event()
+    running = start(Upstream(store, lambda at: at < 2 * CHUNK or free.wait(240)))
     waited = "503: waited 0.5 s for the upstream .*weights; given up"
     with pytest.raises(TransferError, match=waited):
         running.client(4).read(FILE, 2 * CHUNK, 10)
@@ -368,9 +335,9 @@ def test_an_upstream_that_hangs_blocks_only_its_readers(start, store, tmp_path, 
     free.set()
 
 
-def test_clients_that_take_nothing_block_no_other(start, store, tmp_path):
+def test_clients_that_take_nothing_block_no_other(start, store):
     data = fill(store, 32)
-    running = start(Upstream(store), tmp_path / "cache")
+    running = start()
     idle = [socket.create_connection(("127.0.0.1", running.port)) for _ in range(20)]
     for connection in idle:
         connection.sendall(f"GET /files/{FILE} {HEAD}\r\n".encode())
@@ -378,22 +345,3 @@ def test_clients_that_take_nothing_block_no_other(start, store, tmp_path):
     for connection in idle:
         connection.close()
     assert running.client().read(FILE, 5, 5) == data[5:10]
-
-
-def test_a_cache_serves_one_relay_at_a_time(tmp_path):
-    cache = Cache(tmp_path / "cache", 0)
-    with pytest.raises(TransferError, match="cache: another relay uses it"):
-        Cache(tmp_path / "cache", 0)
-    cache.close()
-    Cache(tmp_path / "cache", 0).close()
-
-
-def test_the_client_refuses_a_tag_that_is_none(start, store, tmp_path):
-    fill(store, 1)
-
-    class Odd(Upstream):
-        def stat(self, path):
-            return Stat(5, "../../tag") if path == "odd" else super().stat(path)
-
-    with pytest.raises(TransferError, match="odd: tag '../../tag'"):
-        start(Odd(store), tmp_path / "cache").client().stat("odd")

@@ -120,10 +120,8 @@ def test_it_ends_at_once_though_its_upstream_and_a_client_hang(command, secret, 
     with pytest.raises(TransferError, match=f"{url}: {FILE}: .*timed out.*; given up after 0.5 s"):
         open_source(url, "s" * 64, 0.5).read(FILE)
     with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
-        client.sendall(
-            f"GET /files/{FILE} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
-            f"{'s' * 64}\r\n\r\n".encode()
-        )
+        head = f"GET /files/{FILE} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {'s' * 64}\r\n\r\n"
+        client.sendall(head.encode())
         process.send_signal(signal.SIGINT)
         assert process.wait(240) == 0, "before the attempt at the upstream was over"
     silent.close()
@@ -165,26 +163,24 @@ def test_what_it_cannot_use_is_refused_in_one_line(
     for name, mode in (("readable", 0o644), ("good", 0o600)):
         (store / name).write_text("0123456789abcdef")
         (store / name).chmod(mode)
-    given = [argument.format(store=store) for argument in arguments]
-    if not any("--cache=" in argument for argument in given):
-        given += ["--cache", str(tmp_path / "cache")]
+    # The last --cache counts.
+    given = ["--cache", str(tmp_path / "cache"), *(each.format(store=store) for each in arguments)]
     assert relay.main(given) == 2
     words = capsys.readouterr().err
     assert re.search(why, words) and words.count("\n") == 1 and words.startswith("rose relay: ")
 
 
-def test_a_default_cache_that_is_a_link_is_refused(store, tmp_path, capsys, monkeypatch):
-    """Another user could have made it where all can make files."""
-    (tmp_path / "theirs" / "chunks").mkdir(parents=True)
-    (tmp_path / "theirs" / "chunks" / "kept").touch()
+def test_a_default_cache_that_is_a_link_and_a_port_that_is_taken_are_refused(
+    store, tmp_path, capsys, monkeypatch
+):
+    """Another user could have made the link where all can make files."""
+    kept = tmp_path / "theirs" / "chunks" / "kept"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
     (tmp_path / "link").symlink_to(tmp_path / "theirs")
     monkeypatch.setattr(relay, "_default_cache", lambda upstream: tmp_path / "link")
     assert relay.main([str(store), "--listen", "127.0.0.1:0"]) == 2
-    assert "is a symbolic link" in capsys.readouterr().err
-    assert (tmp_path / "theirs" / "chunks" / "kept").exists()
-
-
-def test_a_port_that_is_taken_is_named(store, tmp_path, capsys):
+    assert "is a symbolic link" in capsys.readouterr().err and kept.exists()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         given = [str(store), "--listen", address, "--cache", str(tmp_path / "cache")]

@@ -1,5 +1,4 @@
-"""The report's numbers, that it is one safe file of bounded size, and that a real browser draws
-it."""
+"""The report's numbers, its safety and bounded size, and that a real browser draws it."""
 
 import re
 import shutil
@@ -20,14 +19,11 @@ CHROMIUM += ("--disable-background-networking", "--disable-component-update", "-
 CHROMIUM += ("--virtual-time-budget=4000",)
 
 
-def test_unaccounted_time_is_shown_as_other():
+def test_long_curves_become_means_of_neighbours_and_unaccounted_time_is_other():
     took = {"time_step": 10.0, "time_rollout": 5.0, "time_train": 3.0}
     (bar,) = curves.phase_bars([{"step": 1} | took])
     phases = {"rollout": 5.0, "train": 3.0, "sync": 0.0, "idle": 0.0, "other": 2.0}
     assert bar == phases | {"first": 1, "last": 1}
-
-
-def test_long_curves_become_means_of_neighbours():
     steps = [{"step": i, "success": float(i)} for i in range(1000)]
     drawn = curves.curves(steps)
     assert len(drawn["x"]) == len(drawn["success"]) == 334 <= curves.MAX_POINTS
@@ -37,9 +33,9 @@ def test_long_curves_become_means_of_neighbours():
 def test_histograms_with_different_edges_keep_their_mass():
     same = curves.length_histogram([{"step": 1, "response_hist": [[8, 1], [16, 3]]}])
     assert same["edges"] == [0, 8, 16] and same["sides"][0]["shares"] == [0.25, 0.75]
-    mixed = curves.length_histogram(
-        [{"step": 1, "response_hist": [[10, 5]]}, {"step": 2, "response_hist": [[12, 1], [24, 1]]}]
-    )
+    steps = ([[10, 5]], [[12, 1], [24, 1]])
+    mixed = [{"step": at, "response_hist": each} for at, each in enumerate(steps, 1)]
+    mixed = curves.length_histogram(mixed)
     early, late = (side["shares"] for side in mixed["sides"])
     assert sum(early) == pytest.approx(1, abs=1e-3)
     assert sum(early[:10]) == pytest.approx(1, abs=1e-3)
@@ -79,13 +75,12 @@ def test_each_task_has_its_successes_early_late_and_held_out(tmp_path):
     assert third == ("b: row 2", "<td>8 of 8</td><td>4 of 4</td><td>–</td>")
 
 
-def test_occupancy_is_the_mean_number_of_running_turns():
+def test_a_long_run_keeps_whole_steps_within_the_budget_or_the_beginning_of_one(
+    tmp_path, monkeypatch
+):
     spans = [Span(0, 10, "turn", "a", {}), Span(5, 10, "turn", "b", {})]
     spans += [Span(0, 20, "load_version", None, {})]
     assert timeline.occupancy(spans, 0, 20, 4) == [1.0, 2.0, 0.0, 0.0]
-
-
-def test_a_long_run_keeps_whole_steps_within_the_budget(tmp_path, monkeypatch):
     monkeypatch.setattr(timeline, "MAX_MARKS", 500)
     data = timeline.build_timeline(write_run(tmp_path / "run", steps=30, turns=40))
     assert 3 <= len(data["kept"]) < 30 and len(data["steps"]) == 30
@@ -94,11 +89,8 @@ def test_a_long_run_keeps_whole_steps_within_the_budget(tmp_path, monkeypatch):
     for low, high in data["kept"]:
         assert np.sum(turns & (starts >= low) & (starts <= high)) == 80
     assert turns.sum() == 80 * len(data["kept"])
-
-
-def test_one_step_larger_than_the_budget_shows_its_beginning(tmp_path, monkeypatch):
     monkeypatch.setattr(timeline, "MAX_MARKS", 50)
-    data = timeline.build_timeline(write_run(tmp_path / "run", steps=1, turns=200))
+    data = timeline.build_timeline(write_run(tmp_path / "one", steps=1, turns=200))
     rows = {data["rows"][row]["name"] for row in data["marks"]["row"]}
     assert 40 <= len(data["marks"]["row"]) <= 60 and {"rollout-0", "rollout-1"} <= rows
 
@@ -159,9 +151,7 @@ def test_a_large_run_stays_below_five_megabytes(tmp_path):
 def drawn_by_chromium(path, profile) -> str:
     """The page's DOM after its scripts ran, from file:// in headless Chromium."""
     browser = shutil.which("chromium")
-    assert browser, (
-        "the report is checked in a real browser: apt-get install chromium fonts-dejavu-core"
-    )
+    assert browser, "the report needs a browser: apt-get install chromium fonts-dejavu-core"
     command = [browser, *CHROMIUM, f"--user-data-dir={profile}", "--window-size=1280,2000"]
     command += ["--dump-dom", path.as_uri()]
     return ran(command, timeout=300, check=True).stdout
@@ -170,9 +160,8 @@ def drawn_by_chromium(path, profile) -> str:
 @pytest.mark.slow
 def test_chromium_draws_every_figure_offline(tmp_path):
     path = build_report(write_run(tmp_path / "run", steps=12))
-    assert not re.search(
-        r"""(src|href)\s*=\s*["']?(https?:)?//|url\(|@import|fetch\(|XMLHttp""", path.read_text()
-    )
+    elsewhere = r"""(src|href)\s*=\s*["']?(https?:)?//|url\(|@import|fetch\(|XMLHttp"""
+    assert not re.search(elsewhere, path.read_text())
     dom = drawn_by_chromium(path, tmp_path / "profile")
     assert "data-error" not in dom, re.search(r'data-error="[^"]*"', dom)
     figures = dict(re.findall(r'<figure id="(fig-\w+)">(.*?)</figure>', dom, re.S))

@@ -23,9 +23,13 @@ def test_spans_nest_only_in_their_own_trajectory():
     assert assign_lanes(spans[:4], nest=False) == [0, 1, 2, 2]
 
 
-def test_the_trace_holds_every_span_and_lanes_nest(tmp_path):
+def traced(run):
+    return json.loads(gzip.decompress(build_trace(run).read_bytes()))["traceEvents"]
+
+
+def test_the_trace_holds_every_span_lanes_nest_and_an_arrow_leads_through_a_trajectory(tmp_path):
     run = write_run(tmp_path / "run", steps=4, turns=30)
-    events = json.loads(gzip.decompress(build_trace(run).read_bytes()))["traceEvents"]
+    events = traced(run)
     spans = [e for e in events if e["ph"] == "X"]
     recorded = [e for rank in read_events(run) for e in rank.events if e["kind"] == "span"]
     assert len(spans) == len(recorded) > 300
@@ -41,28 +45,12 @@ def test_the_trace_holds_every_span_and_lanes_nest(tmp_path):
             assert not open_until or start - minus <= open_until[-1]
             open_until.append(start - minus)
     names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert names == {
-        "coordinator (rank 0)",
-        "environment-0 (rank 1)",
-        "trainer-0 (rank 2)",
-        "rollout-0 (rank 3)",
-        "rollout-1 (rank 4)",
-    }
-
-
-def test_an_arrow_leads_from_a_trajectory_through_its_turns(tmp_path):
-    run = write_run(tmp_path / "run", steps=1, turns=30)
-    events = json.loads(gzip.decompress(build_trace(run).read_bytes()))["traceEvents"]
+    ranks = "coordinator environment-0 trainer-0 rollout-0 rollout-1".split()
+    assert names == {f"{name} (rank {rank})" for rank, name in enumerate(ranks)}
     arrows = [e for e in events if e["ph"] in "stf" and e["name"] == "g1.3"]
-    turns = [
-        e
-        for e in events
-        if e["ph"] == "X" and e["name"] == "turn" and e["args"]["trajectory"] == "g1.3"
-    ]
+    turns = [e for e in spans if e["name"] == "turn" and e["args"]["trajectory"] == "g1.3"]
     assert [e["ph"] for e in arrows] == ["s"] + ["t"] * (len(turns) - 1) + ["f"]
     expected = sorted((e["pid"], e["ts"]) for e in turns)
     assert sorted((e["pid"], e["ts"]) for e in arrows[1:]) == expected
-
-
-def test_a_run_without_events_has_an_empty_trace(tmp_path):
-    assert json.loads(gzip.decompress(build_trace(tmp_path).read_bytes()))["traceEvents"] == []
+    (tmp_path / "empty").mkdir()
+    assert traced(tmp_path / "empty") == []

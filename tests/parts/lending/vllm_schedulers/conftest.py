@@ -1,5 +1,4 @@
-"""vLLM schedulers of ours without an engine around them: real KV blocks and queues, and a model
-runner that answers each step with one token per request."""
+"""vLLM schedulers of ours without an engine: real KV blocks and queues, and one token a step."""
 
 import queue
 import threading
@@ -43,14 +42,11 @@ def model_folder(tmp_path_factory):
 
 
 class Boards:
-    """The boards of a device, each of which the test may write; `beat` keeps those fresh that were
-    begun."""
+    """The boards of a device, which the test writes and a thread keeps fresh."""
 
     def __init__(self, folder):
-        self.folder = folder
-        self.writers = {}
-        self._stop = threading.Event()
-        self._one_writes = threading.Lock()
+        self.folder, self.writers = folder, {}
+        self._stop, self._one_writes = threading.Event(), threading.Lock()
         self._beating = threading.Thread(target=self._beats, daemon=True)
         self._beating.start()
 
@@ -61,9 +57,16 @@ class Boards:
 
     def set(self, name, **fields):
         with self._one_writes:
-            for field, value in fields.items():
-                setattr(self.writers[name].state, field, value)
+            vars(self.writers[name].state).update(fields)
             self.writers[name].write()
+
+    def damage(self, name):
+        """Its writer writes it no more."""
+        with self._one_writes:
+            del self.writers[name]
+        with open(self.folder / name, "r+b") as file:
+            file.seek(40)
+            file.write(b"\xff" * 16)
 
     def _beats(self):
         while not self._stop.wait(0.02):
@@ -103,54 +106,40 @@ def boards(tmp_path, monkeypatch):
 
 @pytest.fixture
 def asynchronous():
-    """Whether vLLM plans a step while the one before runs, as it does on GPUs; a test's
-    parameter."""
+    """Whether vLLM plans a step while the one before runs, as on GPUs; a test's parameter."""
     return False
 
 
 @pytest.fixture
 def make_scheduler(model_folder, asynchronous):
-    """make_scheduler("rose.parts.lending.vllm.rollout", blocks=...) -> a `Driven` scheduler. `memory`: a
-    `BlockMemory` of so many blocks, else nothing is behind the blocks."""
+    """make_scheduler("rose.parts.lending.vllm.rollout") -> a `Driven` scheduler. `memory`: a
+    `BlockMemory`, else nothing is behind the blocks."""
     import torch
-    from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+    from vllm import config as parts
     from vllm.utils.import_utils import resolve_obj_by_qualname
-    from vllm.v1.kv_cache_interface import (
-        FullAttentionSpec,
-        KVCacheConfig,
-        KVCacheGroupSpec,
-        KVCacheTensor,
-    )
+    from vllm.v1 import kv_cache_interface as kv
     from vllm.v1.structured_output import StructuredOutputManager
 
-    def make(module, blocks=BLOCKS, memory=None):
-        model = ModelConfig(
-            model=str(model_folder), skip_tokenizer_init=True, dtype="float32", seed=0
+    model = {"model": str(model_folder), "skip_tokenizer_init": True, "dtype": "float32", "seed": 0}
+    limits = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 512}
+    limits |= {"enable_chunked_prefill": True, "is_encoder_decoder": False}
+    cache = {"block_size": BLOCK, "gpu_memory_utilization": 0.9, "enable_prefix_caching": True}
+
+    def make(module, memory=None):
+        config = parts.VllmConfig(
+            model_config=parts.ModelConfig(**model),
+            scheduler_config=parts.SchedulerConfig(async_scheduling=asynchronous, **limits),
+            cache_config=parts.CacheConfig(**cache),
+            device_config=parts.DeviceConfig("cpu"),
         )
-        sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 512}
-        chosen = {"enable_chunked_prefill": True, "is_encoder_decoder": False}
-        scheduling = SchedulerConfig(async_scheduling=asynchronous, **sizes, **chosen)
-        cache = CacheConfig(
-            block_size=BLOCK, gpu_memory_utilization=0.9, enable_prefix_caching=True
-        )
-        config = VllmConfig(
-            model_config=model,
-            scheduler_config=scheduling,
-            cache_config=cache,
-            device_config=DeviceConfig("cpu"),
-        )
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
         size = memory.layout.block_bytes if memory else BLOCK_BYTES
-        tensor = KVCacheTensor(
-            size=blocks * size, layers=["layer"], layer_stride=size, block_stride=size
-        )
-        groups = [KVCacheGroupSpec(["layer"], spec)]
-        kv = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[tensor], kv_cache_groups=groups)
-        cache.num_gpu_blocks = blocks
-        build = resolve_obj_by_qualname(f"{module}.scheduler")
-        scheduler = build(
+        tensors = [kv.KVCacheTensor(BLOCKS * size, ["layer"], size, size)]
+        shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+        groups = [kv.KVCacheGroupSpec(["layer"], kv.FullAttentionSpec(**shape))]
+        config.cache_config.num_gpu_blocks = BLOCKS
+        scheduler = resolve_obj_by_qualname(f"{module}.scheduler")(
             vllm_config=config,
-            kv_cache_config=kv,
+            kv_cache_config=kv.KVCacheConfig(BLOCKS, tensors, groups),
             log_stats=True,
             block_size=BLOCK,
             structured_output_manager=StructuredOutputManager(config),
@@ -160,16 +149,10 @@ def make_scheduler(model_folder, asynchronous):
     return make
 
 
-class Worker:
-    """What KvWorker adds to vLLM's worker, on this memory."""
+def abort():
+    from vllm.v1.request import RequestStatus
 
-    def __init__(self, memory):
-        from rose.parts.lending.vllm.kv_worker import KvWorker
-
-        self._worker = type("Alone", (KvWorker,), {"rose_kv": memory})()
-
-    def __getattr__(self, method):
-        return getattr(self._worker, method)
+    return RequestStatus.FINISHED_ABORTED
 
 
 class Driven:
@@ -192,10 +175,13 @@ class Driven:
             scheduler.begin(self._call, memory.layout, memory.pool.page)
 
     def _call(self, method, ids):
+        from rose.parts.lending.vllm.kv_worker import KvWorker
+
         self.calls.append((method, ids))
         if self.memory is None:
             return [BLOCK_BYTES * len(ids)]
-        return [getattr(Worker(self.memory), method)(ids)]
+        worker = type("Alone", (KvWorker,), {"rose_kv": self.memory})()
+        return [getattr(worker, method)(ids)]
 
     def add(self, name, prompt=32, tokens=32):
         from vllm import SamplingParams
@@ -230,10 +216,8 @@ class Driven:
         """A step is planned and given to the device."""
         output = self.scheduler.schedule()
         scheduled = dict(output.num_scheduled_tokens)
-        sampled = []
-        for name in scheduled:
-            request = self.scheduler.requests[name]
-            sampled.append([7] if request.num_computed_tokens >= request.num_tokens else [])
+        requests = [self.scheduler.requests[name] for name in scheduled]
+        sampled = [[7] if r.num_computed_tokens >= r.num_tokens else [] for r in requests]
         self.in_flight.append((output, sampled))
         return scheduled
 
@@ -243,14 +227,8 @@ class Driven:
 
         output, sampled = self.in_flight.pop(0)
         names = list(output.num_scheduled_tokens)
-        made = ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: i for i, name in enumerate(names)},
-            sampled_token_ids=sampled,
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=[],
-        )
+        places = {name: i for i, name in enumerate(names)}
+        made = ModelRunnerOutput(names, places, sampled_token_ids=sampled)
         for group in self.scheduler.update_from_output(output, made).values():
             for one in group.outputs:
                 name = one.request_id

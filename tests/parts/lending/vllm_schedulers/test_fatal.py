@@ -1,6 +1,6 @@
-"""Both engines' schedulers on one device whose pages, of 2 MiB, kill who touches one that is not
-there: with steps in flight, as on a GPU, or without."""
+"""Both engines' schedulers on one device whose pages kill, with steps in flight or without."""
 
+import functools
 import random
 import time
 
@@ -13,7 +13,7 @@ from rose.parts.lending.vllm import online as online_scheduler
 from rose.parts.lending.vllm import rollout as rollout_scheduler
 from rose.parts.lending.vllm.blocks import BlockMemory, Layout
 from tests.parts.lending.fatal_pages import PAGE, Device, FatalPages
-from tests.parts.lending.vllm_schedulers.conftest import PROFILE
+from tests.parts.lending.vllm_schedulers.conftest import PROFILE, abort
 
 pytestmark = pytest.mark.slow  # imports vLLM
 BLOCKS, BLOCK_BYTES = 65, 896 * 2**10  # 16 blocks in 7 pages
@@ -26,8 +26,7 @@ def asynchronous(request):
 
 
 class Running:
-    """An engine's steps on the device: each writes to the blocks of its requests when the device
-    comes to it."""
+    """An engine's steps on the device: each writes to its requests' blocks when it runs."""
 
     def __init__(self, driven, gpu: Device) -> None:
         self.driven, self.gpu, self.kernels = driven, gpu, []
@@ -36,9 +35,15 @@ class Running:
         if not self.driven.scheduler.has_requests():
             return
         scheduled = self.driven.plan()
-        manager, memory = self.driven.scheduler.kv_cache_manager, self.driven.memory
+        manager, pool = self.driven.scheduler.kv_cache_manager, self.driven.memory.pool
         ids = {block for name in scheduled for block in manager.get_block_ids(name)[0]}
-        kernel = Kernel(memory, sorted(ids))
+
+        @functools.cache  # a kernel runs once
+        def kernel() -> None:
+            for low in (block * BLOCK_BYTES for block in [0, *sorted(ids)]):
+                for byte in (low, low + PAGE // 4, low + BLOCK_BYTES - 1):
+                    pool.touch(byte)
+
         self.gpu.kernels.append(kernel)
         self.kernels.append(kernel)
 
@@ -54,22 +59,9 @@ class Running:
             self.done()
 
 
-class Kernel:
-    def __init__(self, memory: BlockMemory, ids: list[int]) -> None:
-        self._memory, self._ids, self._ran = memory, ids, False
-
-    def __call__(self) -> None:
-        if not self._ran:
-            self._ran, stride = True, self._memory.layout.strides[0]
-            for block in [0, *self._ids]:
-                for byte in (block * stride, block * stride + PAGE // 4, (block + 1) * stride - 1):
-                    self._memory.pool.touch(byte)
-
-
 @pytest.fixture
 def pair(boards, make_scheduler, monkeypatch):
-    """pair(pages) -> S and R on a device with so many pages for their KV caches besides those of
-    the null blocks."""
+    """pair(pages) -> both engines on a device with these pages beside those of the null blocks."""
     here = device.here().serving
     lending = msgspec.structs.replace(here.lending, kv_gib=BUDGET / 2**30)
     device.describe(boards.folder, msgspec.structs.replace(here, lending=lending), PROFILE)
@@ -87,8 +79,7 @@ def pair(boards, make_scheduler, monkeypatch):
 
 
 def used(*engines) -> list[int]:
-    """Bytes that each has of the device beyond its null block's page; what its pool and its worker
-    count is that."""
+    """Bytes that each has beyond its null block's page, by pool, worker and device."""
     found = []
     for engine in engines:
         pool, memory = engine.driven.scheduler.pool, engine.driven.memory
@@ -110,13 +101,9 @@ def test_both_live_on_one_budget_always(pair, boards, asynchronous, seed, missin
     for serial in range(160):
         what = dice.random()
         if what < 0.12:
-            online.driven.add(
-                f"s{serial}", prompt=dice.randint(10, 250), tokens=dice.randint(1, 40)
-            )
+            online.driven.add(f"s{serial}", dice.randint(10, 250), dice.randint(1, 40))
         elif what < 0.3 and len(rollout.driven.scheduler.requests) < 6:
-            rollout.driven.add(
-                f"r{serial}", prompt=dice.randint(10, 100), tokens=dice.randint(20, 150)
-            )
+            rollout.driven.add(f"r{serial}", dice.randint(10, 100), dice.randint(20, 150))
         elif what < 0.33 and online.driven.scheduler.requests:
             name = dice.choice(list(online.driven.scheduler.requests))
             online.driven.scheduler.finish_requests(name, abort())
@@ -141,12 +128,6 @@ def test_both_live_on_one_budget_always(pair, boards, asynchronous, seed, missin
         if online.driven.scheduler.requests or online.driven.in_flight:
             online.turn(asynchronous)
     assert not online.driven.scheduler.requests  # whoever came was served
-
-
-def abort():
-    from vllm.v1.request import RequestStatus
-
-    return RequestStatus.FINISHED_ABORTED
 
 
 def test_blocks_go_back_after_the_step_that_still_writes_to_them(pair, boards, asynchronous):

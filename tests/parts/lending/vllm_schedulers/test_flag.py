@@ -1,5 +1,4 @@
-"""The stop flag in both engines' schedulers: when the online engine raises it, and when the rollout
-engine ignores it."""
+"""The stop flag in both engines' schedulers: when it is raised, and when it is ignored."""
 
 import time
 
@@ -116,9 +115,7 @@ def test_while_requests_wait_for_memory_the_flag_is_down(online, flag, boards):
         online.add(name, prompt=400, tokens=20)
     online.done()
     online.plan()
-    assert scheduler.waiting and flag.up, (
-        "an online engine short of memory of its own computes alone"
-    )
+    assert scheduler.waiting and flag.up, "short of memory of its own it computes alone"
 
 
 def test_a_revoked_budget_ends_a_stopped_step_before_memory_is_released(rollouts, boards, flag):
@@ -141,30 +138,24 @@ def test_a_revoked_budget_ends_a_stopped_step_before_memory_is_released(rollouts
     assert not flag.ignored
 
 
-def test_a_flag_that_a_dead_or_silent_engine_left_up_is_ignored(rollouts, boards, flag):
-    flag.up = True
+def test_a_flag_that_is_up_for_long_or_by_a_silent_engine_is_ignored(
+    rollouts, boards, flag, monkeypatch
+):
+    flag.up, scheduler = True, rollouts.scheduler
     rollouts.add("a")
     rollouts.plan()
-    scheduler = rollouts.scheduler
     scheduler._on_beat()
     assert not flag.may_go
+    with monkeypatch.context() as patient:
+        patient.setattr(rollout, "MOST_STOPPED_S", 0.0)
+        scheduler._on_beat()
+    assert flag.may_go
+    rollouts.done()
+    scheduler._on_beat()
+    assert not flag.may_go, "the next one stops again"
+    rollouts.plan()
     boards.close()
     scheduler._lending = msgspec.structs.replace(scheduler._lending, stale_after_s=0.01)
     time.sleep(0.02)
     scheduler._on_beat()
     assert flag.may_go
-
-
-def test_a_step_that_was_stopped_for_long_ends_beside_a_busy_engine(rollouts, flag, monkeypatch):
-    flag.up = True
-    rollouts.add("a")
-    rollouts.plan()
-    scheduler = rollouts.scheduler
-    scheduler._on_beat()
-    assert not flag.may_go
-    monkeypatch.setattr(rollout, "MOST_STOPPED_S", 0.0)
-    scheduler._on_beat()
-    assert flag.may_go
-    rollouts.done()
-    scheduler._on_beat()
-    assert not flag.may_go, "the next one stops again"

@@ -1,5 +1,4 @@
-"""The online engine's scheduler: what it tells of its requests, and how it gets lent memory
-back."""
+"""The online engine's scheduler: what it tells of its requests, and how lent memory returns."""
 
 import os
 import signal
@@ -12,6 +11,7 @@ import pytest
 from rose.parts.lending import board
 from rose.parts.lending.rules import slo
 from rose.parts.lending.vllm import online, pool
+from tests.parts.lending.vllm_schedulers.conftest import abort
 
 pytestmark = pytest.mark.slow  # imports vLLM
 TOTAL = 64 * 4096
@@ -23,21 +23,25 @@ def driven(boards, make_scheduler):
     return make_scheduler("rose.parts.lending.vllm.online")
 
 
-def test_without_requests_it_is_held_up_for_ever_and_with_one_until_its_target(driven, monkeypatch):
-    state = driven.scheduler.state
+@pytest.fixture
+def clock(monkeypatch):
+    """clock[0]: what time.monotonic says. time.time stands still."""
+    now, wall = [time.monotonic()], time.time()
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "time", lambda: wall)
+    return now
+
+
+def test_without_requests_it_is_held_up_for_ever_and_with_one_until_its_target(driven, clock):
+    state, now = driven.scheduler.state, clock[0]
     driven.scheduler._write_board()
     assert state.hold_until == board.INFINITE
-    now, wall = time.monotonic(), time.time()
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    monkeypatch.setattr(time, "time", lambda: wall)
     driven.add("a", prompt=100, tokens=5)
-    assert state.waiting == 1 and now + 0.4 < state.hold_until < now + 0.5, (
-        "0.5 s, but for its own prefill"
-    )
+    # 0.5 s, but for its own prefill
+    assert state.waiting == 1 and now + 0.4 < state.hold_until < now + 0.5
     driven.step()
-    assert state.running == 1 and state.hold_until < now + 0.4, (
-        "the next token, 4 targets ahead at most"
-    )
+    # the next token, 4 targets ahead at most
+    assert state.running == 1 and state.hold_until < now + 0.4
     driven.steps(4)
     assert state.hold_until == board.INFINITE and (state.finished, state.met) == (1, 1)
     assert (state.prompt_tokens, state.made_tokens) == (100, 5)
@@ -52,16 +56,6 @@ def test_a_clock_that_was_set_changes_nothing(driven, monkeypatch):
     assert driven.scheduler.state.hold_until == pytest.approx(before, abs=0.01)
 
 
-def test_a_client_that_hangs_up_is_forgotten(driven):
-    from vllm.v1.request import RequestStatus
-
-    driven.add("a")
-    driven.step()
-    driven.scheduler.finish_requests(["a"], RequestStatus.FINISHED_ABORTED)
-    state = driven.scheduler.state
-    assert (state.aborted, state.finished) == (1, 0) and state.hold_until == board.INFINITE
-
-
 def test_requests_are_counted_apart_while_anything_is_lent(driven, boards):
     driven.add("a", tokens=1)
     driven.step()
@@ -70,13 +64,14 @@ def test_requests_are_counted_apart_while_anything_is_lent(driven, boards):
     driven.step()
     state = driven.scheduler.state
     assert (state.finished, state.finished_lending) == (2, 1)
+    driven.add("of a client that hangs up")
+    driven.step()
+    driven.scheduler.finish_requests(list(driven.scheduler.requests), abort())
+    assert (state.aborted, state.finished) == (1, 2) and state.hold_until == board.INFINITE
 
 
-def test_first_tokens_beyond_their_median_target_leave_rollouts_less(driven, monkeypatch):
-    monkeypatch.setattr("rose.parts.lending.rules.slo.FORGET_S", 1e6)
-    now, wall = time.monotonic(), time.time()
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    monkeypatch.setattr(time, "time", lambda: wall)
+def test_first_tokens_beyond_their_median_target_leave_rollouts_less(driven, monkeypatch, clock):
+    monkeypatch.setattr(slo, "FORGET_S", 1e6)
     shares = []
     for late_s in (0.3, 0.0):  # of a median target of 0.2 s, within ttft_p99_s
         for i in range(60):
@@ -88,13 +83,11 @@ def test_first_tokens_beyond_their_median_target_leave_rollouts_less(driven, mon
     assert shares[0] < 0.02 and shares[1] == 1
 
 
-def test_a_peak_that_it_could_not_serve_is_forgotten_and_it_lends_again(driven, monkeypatch):
-    now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now)
+def test_a_peak_that_it_could_not_serve_is_forgotten_and_it_lends_again(driven, clock):
     for _ in range(slo.JUDGED):
-        driven.scheduler._attainment.add(now, 9.0, None, lent=False)
+        driven.scheduler._attainment.add(clock[0], 9.0, None, lent=False)
     for passed_s, lends in ((0.0, 0), (slo.FORGET_MISSES_S + 1.0, 1)):
-        now += passed_s
+        clock[0] += passed_s
         driven.scheduler._publish()
         assert driven.scheduler.state.lends == lends
 
@@ -171,9 +164,8 @@ def test_while_requests_run_memory_changes_hands_in_parts(driven, boards, four_a
     # "a" grows by a block in between
     assert all(lost <= 4 and got <= 1 for lost, got in given) and given[0] == (4, 0)
     needed = scheduler._needed()
-    assert needed <= scheduler.pool.limit_bytes <= needed + scheduler._reserve, (
-        "not a part of it is kept for the delay"
-    )
+    # Not a part of it is kept for the delay.
+    assert needed <= scheduler.pool.limit_bytes <= needed + scheduler._reserve
     boards.set("control", lend=0)
     taken = [changes(driven, driven.step) for _ in range(20)]
     assert all(got <= 4 and not lost for lost, got in taken) and taken[0] == (0, 4)
@@ -221,11 +213,7 @@ def test_memory_of_a_dead_engine_is_taken_of_a_damaged_board_not(driven, boards,
     driven.add("a", prompt=400, tokens=100)
     driven.step()
     assert driven.scheduler.pool.limit_bytes <= 0.2 * TOTAL
-    del boards.writers["rollout"]
-    time.sleep(0.05)
-    with open(boards.folder / "rollout", "r+b") as file:
-        file.seek(40)
-        file.write(b"\xff" * 16)
+    boards.damage("rollout")
     driven.step()
     assert driven.scheduler.pool.limit_bytes <= 0.2 * TOTAL
     lender.kill()
@@ -256,19 +244,16 @@ def test_without_a_device_it_is_vllms_and_logs_its_steps(make_scheduler, monkeyp
     assert [line["prefill"] for line in lines] == [[[20, 0]], [], []]
     assert [line["decode_context"] for line in lines] == [0, 20, 21]
     assert all(line["began"] < line["ended"] for line in lines) and driven.ended["a"][0] == "LENGTH"
-    assert os.environ.get("ROSE_COSERVING") is None
 
 
-def test_beside_a_step_in_flight_memory_moves_seldom_and_little(driven, boards, monkeypatch):
+def test_beside_a_step_in_flight_memory_moves_seldom_and_little(driven, boards, monkeypatch, clock):
     monkeypatch.setattr(online, "IN_FLIGHT", 2 * 4096)
-    now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now)
     driven.add("a", prompt=32, tokens=200)
     driven.plan()
     boards.begin("rollout")
     scheduler = driven.scheduler
     assert [changes(driven, scheduler._share_memory)[0] for _ in range(3)] == [2, 0, 0]
-    now += 2 * online.MOVE_EVERY_S
+    clock[0] += 2 * online.MOVE_EVERY_S
     assert changes(driven, scheduler._share_memory) == (2, 0)
     driven.done()
     assert changes(driven, scheduler._share_memory)[0] > 30, "all of it while no step runs"

@@ -1,6 +1,4 @@
-"""KV blocks that an engine may not use are in nobody's hands, and their memory is the system's:
-vLLM's own block pool over the GPU's page pool, on pages of 2 MiB that kill who touches one which is
-not there."""
+"""KV blocks that an engine may not use are in nobody's hands, and their memory is the system's."""
 
 import math
 import os
@@ -37,9 +35,7 @@ class Engine:
         )
         sizes = [SimpleNamespace(size=layout.blocks * layout.block_bytes)]
         self.pool = Pool(manager, SimpleNamespace(num_blocks=layout.blocks, kv_cache_tensors=sizes))
-        self.workers = [
-            BlockMemory(FatalPages(device, layout.nbytes), layout) for device in devices
-        ]
+        self.workers = [BlockMemory(FatalPages(each, layout.nbytes), layout) for each in devices]
         for worker in self.workers:
             worker.map([0])
         self.base = self.workers[0].mapped_bytes
@@ -88,9 +84,7 @@ class Engine:
     @property
     def mapped(self) -> int:
         """What the device has given, beyond the null block's."""
-        found = {worker.pool.mapped_bytes for worker in self.workers} | {
-            w.mapped_bytes for w in self.workers
-        }
+        found = {each for w in self.workers for each in (w.pool.mapped_bytes, w.mapped_bytes)}
         assert len(found) == 1
         return found.pop() - self.base
 
@@ -108,27 +102,17 @@ LAYOUTS = [
 ]  # by layers
 
 
-def test_nothing_is_used_before_it_is_said_how_much():
-    engine = Engine(LAYOUTS[0], [Device(100)])
-    assert engine.free == engine.pool.mapped == engine.mapped == 0
-    engine.pool.limit(engine.pool.total)
-    assert engine.free == 32 and engine.pool.limit_bytes == engine.pool.total
-    # 33 blocks are 14.4 pages; the null block's one is not counted
-    assert engine.pool.mapped == engine.mapped == 14 * PAGE
-    engine.step()
-
-
 @settings(max_examples=15, deadline=None)
 @given(st.sampled_from(LAYOUTS), st.integers(1, 2), st.integers(0, 2**32), st.data())
 def test_no_page_is_touched_that_is_not_there_and_limits_are_kept(layout, workers, seed, data):
-    dice = random.Random(seed)
-    pages = -(-layout.nbytes // PAGE)
+    dice, pages = random.Random(seed), -(-layout.nbytes // PAGE)
     room = data.draw(st.integers(pages // 3, pages))
-    module.RETRY_S, again = 0.0, module.RETRY_S
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "RETRY_S", 0.0)
         engine = Engine(layout, [Device(room + 12) for _ in range(workers)])
-        pool, serial = engine.pool, 0
-        for _ in range(30):
+        pool = engine.pool
+        assert engine.free == pool.mapped == 0, "nothing is used before it is said how much"
+        for serial in range(30):
             what = dice.random()
             if what < 0.4:
                 wanted = dice.randint(0, pool.total)
@@ -140,25 +124,20 @@ def test_no_page_is_touched_that_is_not_there_and_limits_are_kept(layout, worker
                 least = max(wanted, len(engine.held) * pool.block_bytes)
                 assert pool.limit_bytes <= (least if before > most else max(least, had - at_once))
                 if wanted < had and before <= most:
-                    assert pool.limit_bytes >= min(
-                        least // pool.block_bytes * pool.block_bytes, had - at_once
-                    )
+                    whole = least // pool.block_bytes * pool.block_bytes
+                    assert pool.limit_bytes >= min(whole, had - at_once)
             elif what < 0.7:
                 engine.take(f"r{serial}", dice.randint(1, layout.blocks // 3))
-                serial += 1
             elif engine.requests:
                 engine.end(dice.choice(list(engine.requests)))
-            assert (
-                pool.mapped == engine.mapped == pages_of(engine, np.flatnonzero(pool._usable)[1:])
-            )
+            usable = np.flatnonzero(pool._usable)[1:]
+            assert pool.mapped == engine.mapped == pages_of(engine, usable)
             assert pool.used == len(engine.held) * pool.block_bytes
             assert pool.free == pool.limit_bytes - pool.used
             engine.step()
         for name in list(engine.requests):
             engine.end(name)
         assert pool.limit(0) == engine.mapped == 0 and engine.free == 0
-    finally:
-        module.RETRY_S = again
 
 
 def pages_of(engine: Engine, ids) -> int:
@@ -211,8 +190,7 @@ def test_a_strewn_pool_settles_in_parts_and_has_as_many_blocks_meanwhile():
 
 
 def test_as_requests_come_and_go_what_is_used_moves_to_few_pages():
-    """A seventh of the blocks, strewn over the pool by a burst that ended; then traffic of the same
-    amount."""
+    """A seventh of the blocks, strewn by a burst that ended; then traffic of the same amount."""
     engine = Engine(one_region(1601, 896 * KiB), [Device(1)])
     engine.workers = [Counted(engine.layout)]  # 1.4 GiB are counted, not touched
     pool, dice = engine.pool, random.Random(0)
@@ -251,14 +229,14 @@ def test_the_fewest_requests_end_that_must_for_the_pages_of_the_others_to_fit():
     for name in "abcdefgh":
         engine.take(name, 4)
     assert pool.excess(14 * PAGE, list("abcdefgh")) == 0
+
+    def pages_without(count: int) -> int:
+        kept = "hgfedcba"[count:]
+        return pages_of(engine, [b.block_id for name in kept for b in engine.requests[name]])
+
     for wanted in range(13):
         count = pool.excess(wanted * PAGE, list("hgfedcba"))
-        kept = [block.block_id for name in "hgfedcba"[count:] for block in engine.requests[name]]
-        assert pages_of(engine, kept) <= wanted * PAGE
-        more = [
-            block.block_id for name in "hgfedcba"[count - 1 :] for block in engine.requests[name]
-        ]
-        assert pages_of(engine, more) > wanted * PAGE
+        assert pages_without(count) <= wanted * PAGE < pages_without(count - 1)
     for name in "hgf":
         engine.end(name)
     assert pool.limit(pool.total, 9 * PAGE) == engine.mapped <= 9 * PAGE
