@@ -10,8 +10,9 @@ files (`watch`). What can't be seen counts as changed. A program of the agent ca
 own sandbox's inspector, and so lose its own state.
 
 These changes are not noticed: the seed of RANDOM, unsetting such a variable, bash's hash table and
-`$0`, the place of getopts within one argument, a process's allowed cores and I/O priority, and
-writes through memory into a nameless file (a memfd) that another process has open.
+`$0`, the place of getopts within one argument, a process's allowed cores and I/O priority, writes
+through memory into a nameless file (a memfd) that another process has open, and what was written to
+a terminal but not delivered by the kernel yet (milliseconds).
 """
 
 from __future__ import annotations

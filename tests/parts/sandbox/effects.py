@@ -140,7 +140,8 @@ COMMANDS = [
     (PROCESS, "kill $!; wait $! 2>/dev/null; true",
         "python3 /tmp/terminal.py & until test -s /tmp/pts; do :; done; idle $!"),
     (NONE, "ls > /dev/null"),
-    (PROCESS, "echo hello > $(< /tmp/pts)", "kill $!; wait $! 2>/dev/null; rm /tmp/pts",
+    # The kernel delivers what was written to a terminal later, in a thread of its own.
+    (PROCESS, "echo hello > $(< /tmp/pts); sleep 0.5", "kill $!; wait $! 2>/dev/null; rm /tmp/pts",
         "mkfifo polled; python3 /tmp/poller.py & until test -e /tmp/polls; do :; done; idle $!"),
     (NONE, "ls > /dev/null", "ls > /dev/null"),
     (PROCESS, "kill $!; wait $! 2>/dev/null; rm polled /tmp/polls",
