@@ -54,29 +54,6 @@ def test_prompts_and_staleness_are_accounted_for(name, data, seed, groups, refus
         assert groups < 5 or trainer.early, "no step knew of any group before its batch was there"
 
 
-@pytest.mark.parametrize(
-    "name, args, words",
-    [
-        ("synchronous", (0.5,), "max_admitted=0.5"),
-        ("dapo", (0.9, 2.0), "oversample=0.9"),
-        ("dapo", (3.0, 2.0), "max_admitted=2"),
-        ("tail_batching", (0.0, 0.0, 2.0), "speculation=0"),
-        ("tail_batching", (1.0, -0.5, 2.0), "spare=-0.5"),
-        ("bounded_staleness", (-1, 1.0, 2.0), "eta=-1"),
-        ("bounded_staleness", (1, 0.0, 2.0), "running=0"),
-        ("trajectory_async", (0, 1, 2.0), "alpha=0.*synchronous"),
-        ("trajectory_async", (1, -1, 2.0), "retries=-1"),
-        ("carry_over", (1, 2.0, 8.0), "staleness=1, carry=2"),
-        ("carry_over", (0, 0.5, 8.0), "staleness=0, carry=0.5"),
-        ("carry_over", (-1, 0.0, 8.0), "staleness=-1"),
-        ("carry_over", (1, 1.0, 0.5), "max_admitted=0.5"),
-    ],
-)
-def test_bounds_that_make_no_sense_are_refused(name, args, words):
-    with pytest.raises(ValueError, match=words):
-        policies("batching")[name](*args)
-
-
 def train(name: str, finishes: list[tuple[str, bool]], stream: bool = True) -> list:
     """Return the actions about training if groups finish in this order; three make a batch."""
     names = {"provisioning": "fixed", "routing": "least_loaded", "order": "fifo"}

@@ -179,20 +179,6 @@ def test_without_evidence_a_trajectory_above_its_levels_limit_sinks():
     assert rollout.queue() == ["g1.0.1", "g0.0.1"]
 
 
-@pytest.mark.parametrize(
-    "args, message",
-    [
-        (dict(limits=[], first="short", patience=1), r"limits=\[\]"),
-        (dict(limits=[5, 5], first="short", patience=1), r"limits=\[5, 5\].*ascending"),
-        (dict(limits=[5], first="middle", patience=1), "first='middle'"),
-        (dict(limits=[5], first="short", patience=-1), "patience=-1"),
-    ],
-)
-def test_levels_that_make_no_sense_are_refused(args, message):
-    with pytest.raises(ValueError, match=message):
-        Mlfq(**args)
-
-
 # --------------------------------------------------------------------------- the tree of outcomes
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from rose.config import ConfigError
 from rose.scheduler import events as ev
 from tests.scheduler.said import asked, built
 
@@ -148,10 +147,3 @@ def test_between_equal_hosts_with_noisy_loads_no_trajectory_moves_twice():
             moves.append((at, trajectory))
     names = [name for _, name in moves]
     assert 2 < len(names) == len(set(names)) and moves[-1][0] < 100
-
-
-def test_bad_arguments_are_named():
-    with pytest.raises(ConfigError, match="scheduler.placement.args.*crowded=0.5"):
-        World(crowded=0.5)
-    with pytest.raises(ConfigError, match="at_once=0"):
-        World(at_once=0)

@@ -91,15 +91,6 @@ def test_jobs_of_an_earlier_attempt_count_and_keep_their_names():
     assert tick(s, 0, 5, 30, 60) == [(5, ev.RequestCapacity("lend-2"))]
 
 
-@pytest.mark.parametrize(
-    "args",
-    [{"min": 3}, {"max": 0}, {"min": -1}, {"patience_s": -1.0}, {"back_off_s": float("nan")}],
-)
-def test_numbers_that_make_no_policy_are_refused(args):
-    with pytest.raises(ConfigError, match="scheduler.provisioning.args"):
-        make(**args)
-
-
 def test_it_needs_slurm_and_ranks_that_may_join(make_config):
     with pytest.raises(ConfigError, match="cluster=slurm"):
         make_config("scheduler/provisioning=on_demand")

@@ -2,7 +2,6 @@
 
 import pytest
 
-from rose.config import ConfigError
 from rose.scheduler import events as ev
 from tests.parts.rivals import test_rival_provisioning as rivals
 from tests.scheduler.said import asked, joined
@@ -114,8 +113,3 @@ def test_engines_that_overlap_in_part_are_never_awake_at_once():
         up = [w.shape for w in s.cluster.workers.values() if not w.resting]
         gpus = [gpu for shape in up for gpu in range(shape.first, shape.first + shape.degree)]
         assert len(gpus) == len(set(gpus))
-
-
-def test_negative_arguments_are_refused():
-    with pytest.raises(ConfigError, match="switch_s=-1"):
-        make(switch_s=-1.0)
