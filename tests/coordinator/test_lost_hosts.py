@@ -33,24 +33,6 @@ def test_lost_trajectories_start_on_hosts_that_are_up(rollouts, world):
     assert (rollouts.counts.hosts_lost, rollouts.counts.trajectories_restarted) == (0, 0)
 
 
-def test_a_turn_under_way_goes_on_and_is_given_to_the_new_host_alone(rollouts, world):
-    host = begun(rollouts, world)
-    ask(world, host, "g0.0.t0")
-    world.progress([7, 8])
-    lose(rollouts, host, ready=False)
-    other = started(world)["g0.0"]
-    world.progress([9])
-    world.sent.clear()
-    ask(world, other, "g0.0.t0")
-    assert world.sent == [], "the engine that has it goes on"
-    world.finish([10])
-    [(rank, result)] = world.taken(p.TurnResult)
-    assert rank == other and tokens(result) == [7, 8, 9, 10]
-    assert (world.hub.log.resumed_turns, world.hub.log.resumed_tokens) == (1, 3)
-    rollouts.drop("g0")
-    assert rollouts.counts.tokens_dropped == 4
-
-
 def test_an_answer_is_given_once_when_the_same_context_is_asked_twice(rollouts, world):
     lose(rollouts, begun(rollouts, world))
     host = started(world)["g0.0"]

@@ -62,18 +62,6 @@ def events(world):
     return [entry.event for entry in list(journal.read(world.journal_path))[1:]]
 
 
-def test_a_group_that_nobody_takes_stays_until_it_is_taken(rollouts, world):
-    rollouts.admit(0, "g0", 0.0)
-    rollouts.admit(1, "g1", 0.0)
-    for name in ("g1.0", "g1.1", "g0.1", "g0.0"):
-        assert rollouts.handle(arrived(name))
-    assert [t.id for [t, _] in rollouts.take(["g1"])] == ["g1.0"]
-    assert list(rollouts.finished) == ["g0"]
-    rollouts.begin_step(8)
-    assert rollouts.progress == (SIZE, 8), "what is there already counts for the next step"
-    assert [t.id for t in rollouts.take(["g0"])[0]] == ["g0.0", "g0.1"] and rollouts.finished == {}
-
-
 def test_staleness_counts_the_versions_since_admission(rollouts, world):
     rollouts.admit(0, "g0", 0.0)
     world.hub.weights.publish(1, "v1")

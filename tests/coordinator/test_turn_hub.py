@@ -23,49 +23,6 @@ def test_a_lost_workers_turns_continue_elsewhere_from_the_tokens_received(world)
     assert world.hub.workers.restarts == 1 and world.faults[0][0] == "engine died"
 
 
-def test_a_turn_that_is_slow_on_a_borrowed_engine_goes_on_elsewhere(tmp_path, monkeypatch):
-    clock = [1000.0]
-    monkeypatch.setattr("rose.coordinator.turns.time.time", lambda: clock[0])
-    world = World(tmp_path, "rose")
-    world.hub.weights.publish(0, "v0/manifest.json")
-    world.ready("rollout-0", sequences=1)
-    world.ready("borrowed-1", sequences=1)
-    for i in range(3):  # both make 10 tokens in a second
-        world.request(f"x{i}.0.t0"), world.request(f"x{i}.1.t0")
-        turns = {state.worker: turn for turn, state in world.scheduler.cluster.turns.items()}
-        for worker, rank, seconds in (("borrowed-1", 100, 1.0), ("rollout-0", 10, 0.0)):
-            clock[0] += seconds
-            world.finish(list(range(10)), turn=turns[worker], rank=rank)
-    world.taken(p.TurnResult)
-    world.request("g0.0.t0", new=40), world.request("g0.1.t0", new=40)
-    [slow] = world.scheduler.cluster.workers["borrowed-1"].turns
-    [fast] = world.scheduler.cluster.workers["rollout-0"].turns
-    clock[0] += 10.0
-    world.progress([7, 8, 9, 10, 11], turn=slow, rank=100)
-    world.taken(p.GenerateTurn)
-    world.finish([4], turn=fast, rank=10)
-    assert world.taken(p.AbortTurn) == [(100, p.AbortTurn(slow, 1))]
-    [(rank, again)] = world.taken(p.GenerateTurn)
-    assert (rank, again.turn, again.attempt) == (10, slow, 2)
-    assert tokens(again) == [1, 2, 3, 7, 8, 9, 10, 11]
-    world.progress([12], turn=slow, rank=100)  # a late word of the attempt that was cut off
-    world.finish([12, 13], attempt=2, turn=slow, rank=10)
-    [result] = [m for _, m in world.taken(p.TurnResult) if m.turn == slow]
-    assert tokens(result) == [7, 8, 9, 10, 11, 12, 13] and world.faults == []
-    world.journal.close()
-
-
-def test_a_turn_whose_tokens_are_all_here_is_closed_when_its_worker_dies_before_saying_so(world):
-    world.request(new=2)
-    world.progress([4, 5])
-    world.ready("rollout-1")
-    world.taken(p.GenerateTurn)
-    world.down("rollout-0")
-    [(_, result)] = world.taken(p.TurnResult)
-    assert tokens(result) == [4, 5] and result.finish is p.FinishReason.LENGTH
-    assert world.taken(p.GenerateTurn) == []
-
-
 def test_words_of_an_incarnation_that_is_gone_are_ignored(world):
     world.down("rollout-0")
     world.ready("rollout-0", incarnation=2, version=-1)
@@ -77,17 +34,9 @@ def test_words_of_an_incarnation_that_is_gone_are_ignored(world):
     assert world.hub.workers["rollout-0"].running == 0
     world.down("rollout-0", incarnation=1)
     assert world.hub.workers["rollout-0"].alive
-    world.hub.handle(10, p.VersionLoaded("rollout-0", 2, 0, 0.1, 0.1, 10))
+    world.hub.handle(10, p.VersionLoaded("rollout-0", 2, 0, 0.1, 0.2, 10))
     assert world.hub.weights.stale_workers() == []
-
-
-def test_a_worker_gets_no_turn_before_it_holds_the_newest_version(world):
-    world.hub.weights.publish(1, "v1/manifest.json")
-    world.request()
-    assert world.taken(p.GenerateTurn) == []
-    world.hub.handle(10, p.VersionLoaded("rollout-0", 1, 1, 0.1, 0.2, 10))
-    assert [rank for rank, _ in world.taken(p.GenerateTurn)] == [10]
-    assert world.hub.weights.sync_bytes == 10 and world.hub.weights.sync_pause_s == 0.2
+    assert (world.hub.weights.sync_bytes, world.hub.weights.sync_pause_s) == (10, 0.2)
 
 
 def test_turns_that_run_when_their_agent_has_ended_are_aborted(world):
@@ -98,33 +47,16 @@ def test_turns_that_run_when_their_agent_has_ended_are_aborted(world):
     assert len(world.hub.ledger) == 0 and world.scheduler.cluster.turns == {}
 
 
-def test_a_turn_that_an_engine_gives_back_goes_on_elsewhere_with_its_tokens_counted_once(world):
+def test_a_turn_that_an_engine_gives_back_counts_as_returned_once_and_as_a_migration(world):
     world.request()
-    world.progress([4, 5])
     world.ready("rollout-1")
-    world.taken(p.GenerateTurn)
     world.give_back([6])
     world.give_back([6])
-    world.progress([9])
-    [(rank, again)] = world.taken(p.GenerateTurn)
-    assert rank == 11 and again.attempt == 2 and tokens(again) == [1, 2, 3, 4, 5, 6]
-    assert again.sampling.max_new_tokens == 7
     world.finish([7], attempt=2, rank=11)
     [(_, result)] = world.taken(p.TurnResult)
-    assert tokens(result) == [4, 5, 6, 7] and result.migrations == 1
+    assert tokens(result) == [6, 7] and result.migrations == 1
     assert (world.hub.counts.returned, world.hub.ledger.migrations, world.faults) == (1, 1, [])
-    engine = world.hub.workers["rollout-0"]
-    assert (engine.tokens, engine.open_turns) == (3, 0)
     world.hub.begin_step()
-    assert world.hub.counts.returned == 0
-
-
-def test_a_turn_that_is_given_back_with_its_last_token_is_complete(world):
-    world.request(new=2)
-    world.progress([4])
-    world.give_back([5])
-    [(_, result)] = world.taken(p.TurnResult)
-    assert tokens(result) == [4, 5] and result.finish is p.FinishReason.LENGTH
     assert world.hub.counts.returned == 0
 
 
