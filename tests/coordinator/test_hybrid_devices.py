@@ -79,27 +79,6 @@ def test_turns_that_run_when_the_batch_is_complete_go_on_elsewhere(batching, con
     assert coordinator.scheduler.cluster.turns == {} and len(coordinator.hub.ledger) == 0
 
 
-def test_the_tail_of_a_step_moves_before_its_batch_is_complete(config, tmp_path):
-    made = config("scheduler.provisioning.args.hybrid_tail=100")
-    _, peer = peers.run(made, tmp_path)
-    whole(peer)
-    entries = peers.entries(tmp_path)
-    rests = [e.event for e in entries if any(isinstance(a, ev.RestWorker) for a in e.actions)]
-    assert len(rests) == STEPS and all(isinstance(event, ev.TrajectoryEnded) for event in rests)
-
-
-def test_rlboost_lets_hybrid_engines_roll_out_too(config, tmp_path):
-    made = config(*DEVICES["gpus"], provisioning=("scheduler/provisioning=rlboost",))
-    _, peer = peers.run(made, tmp_path)
-    assert len(peer.trained) == STEPS
-    whole(peer)
-    shares = [row["hybrid_token_share"] for row in peers.rows(tmp_path)]
-    assert any(share > 0 for share in shares[1:]), "they wake after a step, too"
-    actions = [a for entry in peers.entries(tmp_path) for a in entry.actions]
-    about = [type(a) for a in actions if getattr(a, "worker", "") == "rollout-1"]
-    assert about.index(ev.UseWorker) < about.index(ev.AssignTurn), "it rests until it is used"
-
-
 def test_an_engine_that_died_asleep_is_not_started_for_a_policy_that_leaves_it_alone(
     config, tmp_path
 ):
@@ -329,14 +308,6 @@ async def test_beside_an_engine_that_works_one_that_has_no_time_to_start_gets_no
     up = {5, 6}  # whoever is up has its turn
     await turns.to(p.Role.ROLLOUT)
     assert [rank for rank, order in sent if order is p.Wake][-2:] == [5, 6]
-
-
-def test_stopped_in_the_engines_turn_the_trainer_takes_its_devices_and_saves(config, tmp_path):
-    made = config(*DEVICES["gpus"], "trainer.checkpoint_every=100")
-    saved = peers.stopped(made, tmp_path, rolling_out)
-    assert checkpoint.step_of(saved) == 3
-    _, peer = peers.run(made, tmp_path, attempt=2, resume_from=saved)
-    assert list(peer.trained) == [4]
 
 
 @pytest.mark.parametrize("devices", DEVICES)

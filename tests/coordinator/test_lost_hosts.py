@@ -8,29 +8,8 @@ import pytest
 from rose import protocol as p
 from rose.coordinator import groups, turn_log
 from rose.coordinator.waiting import RunFailed
-from tests import made
 from tests.coordinator import peers
 from tests.coordinator.conftest import HOSTS, ask, begun, lose, of_hosts, request, started, tokens
-
-
-def test_lost_trajectories_start_on_hosts_that_are_up(rollouts, world):
-    for group in range(6):
-        rollouts.admit(group, f"g{group}", 0.0)
-    at = started(world)
-    assert set(at.values()) == set(HOSTS), "spread over both"
-    world.sent.clear()
-    lose(rollouts, 1, ready=False)
-    assert world.sent[0] == (1, p.HostForgotten())
-    again = started(world)
-    assert again == {name: 2 for name, host in at.items() if host == 1}
-    rollouts.admit(9, "g9", 0.0)
-    assert set(started(world).values()) == {2}, "nobody else is up"
-    lose(rollouts, 2, ready=False)
-    assert set(started(world).values()) == set(HOSTS), "nobody is: all wait for both"
-    counts = rollouts.counts
-    assert (counts.hosts_lost, counts.trajectories_restarted) == (2, len(again) + 14)
-    rollouts.begin_step(8)
-    assert (rollouts.counts.hosts_lost, rollouts.counts.trajectories_restarted) == (0, 0)
 
 
 def test_an_answer_is_given_once_when_the_same_context_is_asked_twice(rollouts, world):
@@ -58,16 +37,6 @@ def test_a_turn_that_an_environment_asks_otherwise_this_time_is_cut(rollouts, wo
     ask(world, host, "g0.0.t1")
     [(_, work)] = world.taken(p.GenerateTurn)
     assert tokens(work) == [1, 2, 3, 7, 8]
-
-
-def test_what_a_lost_host_had_asked_for_ends_with_the_trajectory(rollouts, world):
-    host = begun(rollouts, world)
-    ask(world, host, "g0.0.t0")
-    lose(rollouts, host)
-    world.sent.clear()
-    rollouts.handle(p.TrajectoryFinished(made.trajectory("g0.0")))
-    assert [m for _, m in world.sent] == [p.AbortTurn("g0.0.t0", 1)]
-    assert len(world.hub.ledger) == 0 and not world.scheduler.cluster.turns
 
 
 def on_one_host(world, make_config, *overrides, restarts):

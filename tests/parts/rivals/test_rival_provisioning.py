@@ -119,12 +119,6 @@ def test_rose_releases_idle_workers_in_the_tail_and_uses_them_again_in_the_next_
     assert used(s) == ["w", "z"]
 
 
-def test_static_uses_every_worker_from_the_start():
-    s = make("static")
-    join(s, "c", "cooperative")
-    assert used(s) == ["c"]
-
-
 # ----------------------------------------------------------------- RLBoost
 
 
@@ -163,11 +157,6 @@ def test_rlboost_uses_hybrid_workers_for_a_window_then_their_turns_move_to_spot_
     assert ev.RestWorker("h") in actions
     assert {a.turn for a in actions if isinstance(a, ev.AbortTurn)} == set(moved)
     assert {a.turn for a in actions if isinstance(a, ev.AssignTurn)} == set(moved)
-
-
-def test_rlboost_does_not_end_the_window_without_spot_workers():
-    s = rlboost(spot=0)
-    assert step(s, 0, 0.0, 100, 20) is None
 
 
 def test_rlboost_balances_the_waits_by_a_third_of_their_difference():

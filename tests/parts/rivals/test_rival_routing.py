@@ -322,17 +322,6 @@ def test_libra_takes_the_least_loaded_of_a_bucket_however_many_there_are():
     assert request(s, "g100.0.t0") == "w01"
 
 
-def test_libra_labels_a_worker_that_joins_again():
-    s = make("libra", limits=[50], shares=[1, 1])
-    for name in "abc":
-        join(s, name, sequences=1)
-    lose(s, "a"), lose(s, "c")
-    join(s, "a", sequences=1)
-    lose(s, "b")
-    join(s, "b", sequences=1)  # The first bucket has worker a.
-    assert [request(s, f"g0.{i}.t0") for i in range(3)] == ["a", "b", ""]
-
-
 # ----------------------------------------------------------------- RollArt
 
 
