@@ -50,21 +50,21 @@ def assigned(actions):
 
 def test_queue_depth_sends_a_few_turns_ahead():
     s = of_workers("a", sequences=2, policies={"queue_depth": 0.5})
-    sent = [assigned(request(s, f"g0.{i}.t0")) for i in range(4)]
-    assert [len(x) for x in sent] == [1, 1, 1, 0]
+    assert [len(assigned(request(s, f"g0.{i}.t0"))) for i in range(4)] == [1, 1, 1, 0]
 
 
-def test_progress_of_an_earlier_attempt_does_not_count():
+def test_progress_of_an_earlier_attempt_does_not_count_nor_may_a_turn_come_twice():
     s = of_workers("a", "b")
     request(s, "g0.0.t0")
+    with pytest.raises(ValueError, match="g0.0.t0 was requested twice"):
+        request(s, "g0.0.t0")
     s.handle(ev.WorkerLost(at=1.0, worker="a", reason="killed"))
-    s.handle(ev.TurnProgressed(at=2.0, turn="g0.0.t0", attempt=1, tokens=5))
-    assert s.cluster.turns["g0.0.t0"].made_tokens == 0
-    s.handle(ev.TurnProgressed(at=2.0, turn="g0.0.t0", attempt=2, tokens=5))
-    assert s.cluster.turns["g0.0.t0"].made_tokens == 5
+    for attempt, tokens in ((1, 0), (2, 5)):
+        s.handle(ev.TurnProgressed(at=2.0, turn="g0.0.t0", attempt=attempt, tokens=5))
+        assert s.cluster.turns["g0.0.t0"].made_tokens == tokens
 
 
-def test_a_turn_without_a_token_until_the_deadline_moves_to_another_worker():
+def test_a_turn_without_a_token_until_the_deadline_moves_and_one_that_stalls_everywhere_ends_the_run():
     s = of_workers("a", "b")
     request(s, "g0.0.t0", at=0.0)
     assert s.handle(ev.Tick(at=TIMEOUT_S)) == []
@@ -72,12 +72,7 @@ def test_a_turn_without_a_token_until_the_deadline_moves_to_another_worker():
     assert s.handle(ev.Tick(at=TIMEOUT_S + 1)) == expected
     s.handle(ev.TurnProgressed(at=TIMEOUT_S * 2, turn="g0.0.t0", attempt=2, tokens=1))
     assert s.handle(ev.Tick(at=TIMEOUT_S * 2.5)) == [], "progress counts"
-
-
-def test_a_turn_that_stalls_everywhere_ends_the_run():
-    s = of_workers("a", "b")
-    request(s, "g0.0.t0")
-    answers = [s.handle(ev.Tick(at=(TIMEOUT_S + 1) * k)) for k in range(1, 8)]
+    answers = [s.handle(ev.Tick(at=(TIMEOUT_S + 1) * k)) for k in range(4, 10)]
     last = [a for actions in answers for a in actions if isinstance(a, ev.GiveUp)][0]
     assert "g0.0.t0 stalled 5 times" in last.reason and "rollout.turn_timeout_s" in last.reason
 
@@ -101,12 +96,11 @@ def test_returned_turns_never_count_as_stalls():
     assert answers == expected
 
 
-def by_cache(imbalance):
-    return {"routing": "cache_affine", "routing_args": {"imbalance": imbalance}}
+BY_CACHE = {"routing": "cache_affine", "routing_args": {"imbalance": 0.3}}
 
 
 def test_a_worker_that_returns_a_turn_is_no_longer_home_of_its_trajectory():
-    s = of_workers("a", "b", policies=by_cache(1.0))
+    s = of_workers("a", "b", policies=BY_CACHE)
     request(s, "g0.0.t0"), return_turn(s, "g0.0.t0", 1), end(s, "g0.0.t0")
     assert s.cluster.home == {"g0.0": "b"}
 
@@ -165,13 +159,6 @@ def test_turns_that_wait_for_one_hardware_do_not_block_turns_for_another(routing
     assert assigned(end(s, "g0.0.t0")) == [("g0.1.t0", "H800", 1)]
 
 
-def test_the_same_turn_twice_is_an_error():
-    s = of_workers("a")
-    request(s, "g0.0.t0")
-    with pytest.raises(ValueError, match="g0.0.t0 was requested twice"):
-        request(s, "g0.0.t0")
-
-
 def test_least_loaded_weighs_by_capacity():
     s = of_workers("a", sequences=8)
     join(s, "b", sequences=2)
@@ -179,7 +166,7 @@ def test_least_loaded_weighs_by_capacity():
 
 
 def test_cache_affine_forgets_with_the_weights():
-    s = of_workers("a", "b", policies=by_cache(0.3))
+    s = of_workers("a", "b", policies=BY_CACHE)
     request(s, "g0.0.t0"), end(s, "g0.0.t0"), request(s, "g9.0.t0")
     s.handle(ev.VersionPublished(at=1.0, version=1))
     for worker in ("a", "b"):
