@@ -38,18 +38,13 @@ def awake(s):
     return "".join(sorted(n for n, w in s.cluster.workers.items() if not w.resting))
 
 
-def test_of_engines_that_share_gpus_only_those_that_joined_first_are_awake():
-    s = make()
-    assert awake(s) == "n0n1n2n3"
-    s.handle(ev.Tick(at=2.0))
-    assert awake(s) == "n0n1n2n3", "there are no turns"
-
-
 def test_the_tail_moves_to_the_wide_engine_and_a_full_step_back_to_the_narrow_ones():
     s = make()
-    ask(s, 8)
-    s.handle(ev.Tick(at=2.0))
-    assert awake(s) == "n0n1n2n3"
+    assert awake(s) == "n0n1n2n3", "those that joined first"
+    for count in (0, 8):
+        ask(s, count)
+        s.handle(ev.Tick(at=2.0))
+        assert awake(s) == "n0n1n2n3"
     for i in range(7):
         s.handle(ev.TurnEnded(at=3.0, turn=f"g.{i}.t0", tokens=10))
     actions = s.handle(ev.Tick(at=4.0))
