@@ -149,45 +149,34 @@ class SlowStarts(peers.Peers):
     died = False
 
     def __init__(self, *args):
-        self.attempts = []  # the step done before each
-        self.starting = set()
+        self.attempts, self.starting = [], set()  # the step done before each; ranks
         super().__init__(*args)
 
     def starts(self, rank):
         if not self.died:
-            super().starts(rank)
-            return
+            return super().starts(rank)
         self.starting.add(rank)
         self.attempts.append(self.step)
 
     def _Sleep(self, rank, m):
-        if rank in self.starting:
-            self.starting.remove(rank)
-            self.dead.add(rank)
+        self.dead |= {rank} & self.starting
+        self.starting.discard(rank)
         super()._Sleep(rank, m)
 
 
-class EvenStarts(HybridStarts):
-    """Every rollout takes a minute, and is a turn of the engines, however busy the machine."""
-
-    def wake_ordered(self, ranks, since):
-        super().wake_ordered(ranks, 0.0)
-
-    def update(self, at):
-        super().update(30.0)
-
-    def sleep_ordered(self, at):
-        super().sleep_ordered(60.0)
-
-    def rolled_out(self, seconds):
-        super().rolled_out(60.0)
+def at_second(method, seconds):
+    """The method with another time, its last argument."""
+    return lambda starts, *others: method(starts, *others[:-1], seconds)
 
 
 def test_a_start_that_outlasts_a_rollout_is_said_and_not_begun_at_every_step(
     config, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(peers, "Peers", SlowStarts)
-    monkeypatch.setattr(hybrid_devices, "HybridStarts", EvenStarts)
+    # Every rollout takes a minute, and is a turn of the engines, however busy the machine.
+    fixed = {"wake_ordered": 0.0, "update": 30.0, "sleep_ordered": 60.0, "rolled_out": 60.0}
+    for name, seconds in fixed.items():
+        monkeypatch.setattr(HybridStarts, name, at_second(getattr(HybridStarts, name), seconds))
     made = config(*DEVICES["gpus"])
     _, peer = peers.run(made, tmp_path, stop_when=dies_in_the_first_training)
     assert peer.attempts == [1] and len(peer.trained) == STEPS
@@ -252,25 +241,6 @@ def test_a_turn_that_was_ended_early_once_bars_no_start_and_a_habit_does():
     assert made.rollout(290.0, turn=10.0) and made.rollout(295.0, turn=10.0)
     assert not made.rollout(299.0) and "more than 10.0 s" in made.faults[-1]
     assert len(made.faults) == RECENT
-
-
-def test_a_start_that_its_own_death_began_in_its_turn_is_timed_from_there():
-    made = Starts()
-    made.starts.wake_ordered([7], 10.0)
-    made.up = set()
-    made.starts.update(40.0)
-    made.starts.sleep_ordered(55.0)
-    made.up = {7}
-    made.starts.update(56.0)  # seconds; the start succeeded just before the cancellation
-    made.starts.devices_released(), made.starts.rolled_out(50.0)
-    assert made.faults == []
-    made.starts.wake_ordered([7], 100.0)
-    made.up = set()
-    made.starts.update(145.0)  # late in its turn, which says little of what a start takes
-    made.starts.sleep_ordered(150.0), made.starts.devices_released(), made.starts.rolled_out(50.0)
-    assert "cancelled after 5.0 s" in made.faults[0] and "more than 16.0 s" in made.faults[0]
-    assert made.starts.any_worth and made.rollout(50.0) and "50.0 s" in made.faults[1]
-    assert not made.rollout(50.0)
 
 
 async def test_beside_an_engine_that_works_one_that_has_no_time_to_start_gets_no_turn(

@@ -48,15 +48,14 @@ def events(world):
     return [entry.event for entry in list(journal.read(world.journal_path))[1:]]
 
 
-def test_staleness_counts_the_versions_since_admission(rollouts, world):
-    rollouts.admit(0, "g0", 0.0)
-    world.hub.weights.publish(1, "v1")
-    rollouts.admit(1, "g1", 0.0)
-    world.hub.weights.publish(2, "v2")
-    for name in ("g0.0", "g0.1", "g1.0", "g1.1"):
+def test_staleness_counts_the_versions_since_admission_of_groups_that_are_taken(rollouts, world):
+    for index in range(2):
+        rollouts.admit(index, f"g{index}", 0.0)
+        world.hub.weights.publish(index + 1, "store")
+    for name in ("g0.0", "g0.1", "g1.1", "g1.0"):
         rollouts.handle(arrived(name))
-    rollouts.take(["g1"])
-    assert rollouts.staleness_max == 1
+    assert [t.id for t in rollouts.take(["g1"])[0]] == ["g1.0", "g1.1"]
+    assert rollouts.staleness_max == 1 and list(rollouts.finished) == ["g0"]
     rollouts.take(["g0"])
     assert rollouts.staleness_max == 2
 
@@ -96,6 +95,13 @@ def test_a_second_try_has_members_of_its_own_name(rollouts, world):
 
 
 def test_a_task_that_is_given_up_leaves_nothing_and_its_group_begins_again(rollouts, world):
+    rollouts.admit(9, "g9", 0.0)
+    world.taken(p.StartTrajectory)
+    rollouts.handle(failed("g9.0", certain=True))
+    assert world.taken(p.CancelTrajectory) == [(HOST, p.CancelTrajectory("g9.1"))]
+    assert rollouts.groups.running == SIZE and not rollouts.runs("g9.1")
+    rollouts.drop("g9")
+    world.taken(p.StartTrajectory), world.faults.clear()
     rollouts.begin_step(SIZE)
     rollouts.admit(0, "g0", 0.0)
     [seed] = {m.env_seed for _, m in world.taken(p.StartTrajectory)}
@@ -107,21 +113,13 @@ def test_a_task_that_is_given_up_leaves_nothing_and_its_group_begins_again(rollo
     assert {m.group for m in starts} == {"g0"} and seed not in {m.env_seed for m in starts}
     [(_, words)] = [fault for fault in world.faults if fault[0] == "task given up"]
     assert f"frozen_lake with seed {seed}" in words and "boom g0.0r2" in words
-    assert rollouts.groups.given_up == 1 and rollouts.progress == (0, SIZE)
+    assert rollouts.groups.given_up == 2 and rollouts.progress == (0, SIZE)
     assert rollouts.counts.tokens_dropped == 5
     for start in starts:
         rollouts.handle(arrived(start.id))
     [whole] = rollouts.take(["g0"])
     assert [t.id for t in whole] == [m.id for m in starts]
     assert sum(isinstance(event, ev.GroupFinished) for event in events(world)) == 1
-
-
-def test_what_still_runs_of_a_task_that_is_given_up_is_cancelled(rollouts, world):
-    rollouts.admit(0, "g0", 0.0)
-    world.taken(p.StartTrajectory)
-    rollouts.handle(failed("g0.0", certain=True))
-    assert world.taken(p.CancelTrajectory) == [(HOST, p.CancelTrajectory("g0.1"))]
-    assert rollouts.groups.running == SIZE and not rollouts.runs("g0.1")
 
 
 def test_a_group_that_its_last_trajectorys_end_has_dropped_does_not_finish(rollouts, world):
@@ -170,9 +168,8 @@ def test_a_part_hears_of_each_group_that_is_complete_or_dropped(world, rollouts)
     world.hub.listener = SimpleNamespace(observe=events.append, group_ended=ended.append)
     for index in range(3):
         rollouts.admit(index, f"g{index}", 0.0)
-    for index in range(SIZE):
-        world.request(f"g0.{index}.t0")
-        world.finish([4], turn=f"g0.{index}.t0")
+    world.request()
+    world.finish([4])
     rollouts.handle(arrived("g0.0"))
     assert ended == [] and ev.TurnEnded in map(type, events)
     rollouts.handle(arrived("g0.1"))
