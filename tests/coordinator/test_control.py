@@ -30,18 +30,14 @@ def fails(groups, trajectory, error="boom", **more):
     return groups.failed_trajectory(trajectory, trajectory.split(".")[0], error, **more)
 
 
-def test_a_group_is_complete_when_its_last_member_is_in():
+def test_members_have_the_tasks_seed_and_one_of_their_own_for_sampling_where_a_run_is_seeded():
     groups = opened(seeded=True)
     starts = trains(groups, index=4, size=3)
-    assert [s.id for s in starts] == ["g4.0", "g4.1", "g4.2"]
-    assert {s.env_seed for s in starts} == {98}
-    assert len({s.sampling_seed for s in starts}) == 3
+    assert {s.env_seed for s in starts} == {98} and len({s.sampling_seed for s in starts}) == 3
     assert {s.sampling_seed for s in trains(opened())} == {None}
-    assert groups.finished(trajectory("g4.2")) is None
-    assert groups.finished(trajectory("g4.0")) is None
-    assert groups.finished(trajectory("g4.2")) is None  # a second word about it changes nothing
+    for name in ("g4.2", "g4.0", "g4.2"):  # a second message about it changes nothing
+        assert groups.finished(trajectory(name)) is None
     assert [t.id for t in groups.finished(trajectory("g4.1"))] == ["g4.0", "g4.1", "g4.2"]
-    assert groups.running == 0
 
 
 def test_a_task_that_fails_each_time_is_given_up_and_another_drawn():
@@ -72,12 +68,10 @@ def test_a_task_that_fails_each_time_is_given_up_and_another_drawn():
 
 def test_a_held_out_task_is_given_up_for_another_held_out_one():
     groups = opened()
-    groups.open("e0-1", Phase.EVAL, Task("lake", 99), 1)
-    name, drawn = "e0-1.0", set()
+    [start], drawn = groups.open("e0-1", Phase.EVAL, Task("lake", 99), 1), set()
     for _ in range(6):
-        [start] = fails(groups, name).starts
+        [start] = fails(groups, start.id).starts
         assert start.phase is Phase.EVAL and start.env_seed % 2 == 1
-        name = start.id
         drawn.add(start.env_seed)
     assert len(drawn) == 3 and groups.given_up == 2
 

@@ -243,24 +243,32 @@ def test_a_turn_that_was_ended_early_once_bars_no_start_and_a_habit_does():
     assert len(made.faults) == RECENT
 
 
+def of_ranks(made, up, send, fault=pytest.fail):
+    """The devices of trainer ranks from 2 on, and of the engines behind them."""
+    trainers, engines = made.trainer.ranks, made.rollout.workers + made.rollout.hybrid
+    ranks = {p.Role.TRAINER: {i: 2 + i for i in range(trainers)}}
+    ranks[p.Role.ROLLOUT] = {i: 2 + trainers + i for i in range(engines)}
+    hub = SimpleNamespace(workers=SimpleNamespace(hybrids_up=up))
+    return HybridDevices(made, ranks, send, NullRecorder(), hub, fault)
+
+
+def answer(turns, rank, order):
+    awake = isinstance(order, p.Wake)
+    turns.received(p.DeviceChanged(rank, order.turn, awake, 0.1, 1.0, 2.0, 3.0))
+
+
 async def test_beside_an_engine_that_works_one_that_has_no_time_to_start_gets_no_turn(
     config, monkeypatch
 ):
-    sent, now = [], [0.0]
+    sent, now, up, faults, woken = [], [0.0], {5, 6}, [], []
     monkeypatch.setattr(hybrid_devices, "time", SimpleNamespace(time=lambda: now[0]))
     made = config("cluster=gpus", "cluster.gpus=3", "trainer.ranks=2", "rollout.hybrid=2")
-    ranks = {p.Role.TRAINER: {0: 2, 1: 3}, p.Role.ROLLOUT: {0: 4, 1: 5, 2: 6}}
-    up, faults = {5, 6}, []
 
     def send(rank, order):
         sent.append((rank, type(order)))
-        awake = isinstance(order, p.Wake)
-        turns.received(p.DeviceChanged(rank, order.turn, awake, 0.1, 1.0, 2.0, 3.0))
+        answer(turns, rank, order)
 
-    hub = SimpleNamespace(workers=SimpleNamespace(hybrids_up=lambda: up))
-    said = (send, NullRecorder(), hub, lambda *fault: faults.append(fault))
-    turns = HybridDevices(made, ranks, *said)
-    woken = []
+    turns = of_ranks(made, lambda: up, send, lambda *fault: faults.append(fault))
     for _ in range(4):
         sent.clear()
         await turns.to(p.Role.ROLLOUT)
@@ -300,28 +308,22 @@ def test_a_stop_saves_the_step_whatever_a_hybrid_engine_does(
 
 
 async def test_a_batch_that_is_complete_while_engines_wake_breaks_that_off(config):
-    sent = []
-    ranks = {p.Role.TRAINER: {0: 2}, p.Role.ROLLOUT: {0: 3, 1: 4}}
-    made = config(*DEVICES["gpus"])
+    sent, made = [], config(*DEVICES["gpus"])
     [hybrid] = hybrid_ranks(made).values()
-    hub = SimpleNamespace(workers=SimpleNamespace(hybrids_up=lambda: {hybrid}))
-    said = (lambda *order: sent.append(order), NullRecorder(), hub, pytest.fail)
-    turns = HybridDevices(made, ranks, *said)
+    turns = of_ranks(made, lambda: {hybrid}, lambda *order: sent.append(order))
 
-    async def answer():
+    async def answers():
         for _ in range(5):
             await asyncio.sleep(0)
-        rank, order = sent[-1]
-        awake = isinstance(order, p.Wake)
-        turns.received(p.DeviceChanged(rank, order.turn, awake, 0.1, 1.0, 2.0, 3.0))
+        answer(turns, *sent[-1])
 
     turns.begin(p.Role.ROLLOUT)
-    await answer()  # the trainer sleeps; the engine wakes, and takes its time
+    await answers()  # the trainer sleeps; the engine wakes, and takes its time
     await asyncio.sleep(0)
     turning = asyncio.create_task(turns.to(p.Role.TRAINER))
-    await answer()
+    await answers()
     turns.begin(p.Role.ROLLOUT)  # an engine has joined: not now
-    await answer()
+    await answers()
     await turning
     await turns.before_save()
     turns.begin(p.Role.ROLLOUT)  # nor where the trainer is to save

@@ -74,13 +74,8 @@ def test_what_a_worker_can_take_is_heard_of_its_present_incarnation_only(world):
     assert world.taken(p.GenerateTurn) == []
 
 
-def chunked(world, tokens):
-    """Every attempt makes at most so many tokens."""
-    world.scheduler._queue._chunk = lambda turn, worker: tokens
-
-
 def test_a_chunk_that_is_made_goes_on_where_it_was_and_a_stop_ends_the_turn(world):
-    chunked(world, 2)
+    world.scheduler._queue._chunk = lambda turn, worker: 2  # tokens of an attempt
     world.request()
     [(_, first)] = world.taken(p.GenerateTurn)
     assert first.sampling.max_new_tokens == 2
@@ -93,12 +88,8 @@ def test_a_chunk_that_is_made_goes_on_where_it_was_and_a_stop_ends_the_turn(worl
     assert tokens(result) == [4, 5, 6, 7]
     assert (result.migrations, world.hub.ledger.migrations, world.hub.counts.returned) == (0, 0, 0)
     assert world.hub.workers["rollout-0"].open_turns == 0
-
-
-def test_the_models_context_ends_a_turn_within_its_chunk(world):
-    chunked(world, 4)
-    world.request()
-    world.finish([4, 5], finish=p.FinishReason.LENGTH)
+    world.request("g0.1.t0")  # The model's context ends it within its chunk.
+    world.finish([4], turn="g0.1.t0", finish=p.FinishReason.LENGTH)
     [(_, result)] = world.taken(p.TurnResult)
     assert result.finish is p.FinishReason.LENGTH
 

@@ -4,15 +4,14 @@ import pytest
 
 from rose.scheduler import events as ev
 from tests.scheduler.said import asked, built
-
-ARGS = {"crowded": 1.2, "margin": 1.25, "move_s": 1.0, "patience_s": 10.0, "at_once": 2}
+from tests.scheduler.test_refusals import REBALANCE
 
 
 class World:
     """Hosts with constant loads, and trajectories with snapshots on one of them."""
 
     def __init__(self, **args):
-        self.s, self.at = built(600.0, placement=("rebalance", ARGS | args)), 0.0
+        self.s, self.at = built(600.0, placement=("rebalance", REBALANCE | args)), 0.0
         self.cpu = {}
 
     def host(self, name, cpu, cores=10.0, running=10, memory=0.5):

@@ -5,8 +5,9 @@ import pytest
 from rose.scheduler import events as ev
 from tests.parts.rivals import test_rival_provisioning as rivals
 from tests.scheduler.said import asked, joined
+from tests.scheduler.test_refusals import ELASTIC
 
-ARGS = {**rivals.ROSE | {"n_serving": 0}, **{"hybrid_wait_s": 10.0, "gain": 0.05, "switch_s": 1.0}}
+ARGS = ELASTIC | {"n_serving": 0, "switch_s": 1.0}
 # (degree, step_s, sequence_s): with one sequence a wide engine is faster than a narrow one, with
 # eight it is slower.
 NARROW, WIDE = (1, 0.006, 0.0), (4, 0.002, 0.002)

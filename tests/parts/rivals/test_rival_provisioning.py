@@ -9,8 +9,7 @@ from rose.parts.rivals.libra import Measured, makespan
 from rose.policies.ours import CALM
 from rose.scheduler import events as ev
 from tests.scheduler.said import asked, built, joined, lends
-
-ROSE = {"n_serving": 2, "recent_s": 10.0, "hysteresis": 0.1, "activation_s": 5.0, "idle_s": 30.0}
+from tests.scheduler.test_refusals import ROSE
 
 
 def make(provisioning, **args):
