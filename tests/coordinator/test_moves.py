@@ -33,7 +33,9 @@ def test_words_about_a_move_that_came_to_nothing_change_nothing(rollouts, world)
 def test_one_whose_new_host_dies_meanwhile_goes_to_another(rollouts, world):
     host = begun(rollouts, world)
     rank, name = other(host)
-    rollouts.move("g0.0", name)
+    for _ in range(2):
+        rollouts.move("g0.0", name)
+    assert world.taken(p.ReleaseTrajectory) == [(host, p.ReleaseTrajectory("g0.0"))], "asked once"
     lose(rollouts, rank, ready=False)
     world.sent.clear()
     rollouts.handle(p.TrajectoryReleased(host, "g0.0"))

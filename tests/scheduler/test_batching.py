@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose.policies.registry import policies
-from rose.policies.verl import OneStepOff
 from rose.scheduler import events as ev
 from tests.scheduler.batches import Trainer
 from tests.scheduler.test_properties import scheduler
@@ -79,12 +78,3 @@ def test_an_asynchronous_step_streams_groups_that_no_older_group_can_displace():
     answers = train("bounded_staleness", finishes)
     assert answers[:2] == [ev.TrainGroup(1, "g1"), ev.TrainGroup(1, "g3")]
     assert answers[2:] == [ev.StartTraining(1, ["g1", "g2", "g3"])]
-
-
-def test_one_step_off_streams_groups_that_finished_while_the_trainer_was_busy():
-    trainer = Trainer(lambda: OneStepOff(3.0), 3)
-    trainer.begin()
-    trainer.finish("g0", "g1", "g2", "g4")
-    assert trainer.policy.certain() == [], "the trainer still has the last batch"
-    trainer.next_step()
-    assert trainer.policy.certain() == ["g4"]

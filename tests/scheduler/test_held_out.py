@@ -87,16 +87,6 @@ def test_evaluation_turns_of_a_draining_worker_are_not_preempted():
     assert ask(s, "g0.0.t0") == expected
 
 
-def test_a_training_turn_that_the_policy_lets_wait_preempts_only_once():
-    s = scheduler("d0")
-    s._queue._choose = lambda turn, fleet, _: fleet.least(turn) if turn.held_out else None
-    ask(s, "e0-0.0.t0"), ask(s, "e0-1.0.t0")
-    first = ask(s, "g0.0.t0")
-    assert [type(action) for action in first] == [ev.AbortTurn, ev.AssignTurn]
-    assert placed(first) == {"e0-1.0.t0": "d0"}
-    assert s.handle(ev.Tick(at=1.0)) == [] and ask(s, "g1.0.t0") == []
-
-
 @pytest.mark.parametrize("routing", policies("routing"))
 def test_for_every_routing_evaluation_trajectories_let_training_ones_start(routing, monkeypatch):
     monkeypatch.setattr(thunder, "BUFFER", 0)  # It suits engines a thousand times as large.
