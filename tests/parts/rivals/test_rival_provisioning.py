@@ -58,9 +58,6 @@ def used(s, kind="cooperative"):
     return [n for n, w in sorted(s.cluster.workers.items()) if w.kind == kind and not w.resting]
 
 
-# ----------------------------------------------------------------- ROSE
-
-
 def rose(kv=(900, 500, 700, 800), **args):
     s = make("rose", **ROSE | args)
     join(s, "d", "dedicated")
@@ -111,9 +108,6 @@ def test_rose_releases_idle_workers_in_the_tail_and_uses_them_again_in_the_next_
     assert len(used(s)) < 2 and all(s.cluster.workers[n].turns for n in used(s))
     finish(s, 0, 60.0), publish(s, 1, 65.0), begin(s, 1, 70.0)
     assert used(s) == ["w", "z"]
-
-
-# ----------------------------------------------------------------- RLBoost
 
 
 def rlboost(spot=1, **args):
@@ -169,9 +163,6 @@ def test_rlboost_returns_to_the_best_window_for_this_number_of_spot_workers():
     assert step(s, 3, 330.0, 90, 30) == 30, "the best window with one spot worker"
 
 
-# ----------------------------------------------------------------- serverless
-
-
 def serverless(**args):
     times = {"keep_alive_s": 10.0, "back_off_s": 60.0}
     return make("serverless", **{"max": 3, "turns_per_worker": 4} | times | args)
@@ -215,9 +206,6 @@ def test_refusals_of_requests_made_together_count_once_and_pauses_are_bounded(qu
             s.handle(ev.CapacityRefused(at=at + number / 2, request=name, reason="drained"))
         at += 3.0
     assert pauses == [0, 60, 120, 240, 300, 300, 300]
-
-
-# ----------------------------------------------------------------- Libra
 
 
 LIBRA = {"period_steps": 2, "gain": 0.05, "cost_s": 15.0, "training_workers": 0}
@@ -304,9 +292,6 @@ def cuts(lengths, most):
     for count in range(min(most, len(lengths))):
         for at in itertools.combinations(range(1, len(lengths)), count):
             yield [lengths[a:b] for a, b in itertools.pairwise((0, *at, len(lengths)))]
-
-
-# ----------------------------------------------------------------- all idle
 
 
 def all_idle(**args):

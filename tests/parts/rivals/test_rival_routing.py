@@ -50,9 +50,6 @@ def progress(s, turn, at, tokens, attempt=1):
     s.handle(ev.TurnProgressed(at=at, turn=turn, attempt=attempt, tokens=tokens))
 
 
-# ----------------------------------------------------------------- ROSE
-
-
 def test_rose_keeps_a_trajectory_where_its_prefix_is_cached_while_that_has_room():
     s = make("rose", "a", "b")
     assert request(s, "g0.0.t0") == "a"
@@ -212,9 +209,6 @@ def test_rose_caps_trajectories_by_their_kv_need_while_tools_run_and_lets_starte
     assert [request(s, f"g1.{i}.t0") for i in range(2)] == ["a", "a"]
 
 
-# ----------------------------------------------------------------- Seer
-
-
 def test_seer_cuts_a_turn_into_chunks_and_any_worker_takes_the_next():
     s = make("seer", chunk_tokens=40)
     join(s, "a"), join(s, "b")
@@ -229,9 +223,6 @@ def test_seer_cuts_a_turn_into_chunks_and_any_worker_takes_the_next():
     request(s, "g2.0.t0", need=400)
     last = s.handle(ev.TurnReturned(at=2.0, turn="g0.0.t0", attempt=2, chunk=True))
     assert last[0].max_tokens == 0 and turn.kv_need == 150
-
-
-# ----------------------------------------------------------------- Libra
 
 
 def live(s, trajectory, outcome, tokens):
@@ -286,9 +277,6 @@ def test_libra_takes_the_least_loaded_of_a_bucket_however_many_there_are():
     assert request(s, "g100.0.t0") == "w01"
 
 
-# ----------------------------------------------------------------- RollArt
-
-
 def test_rollart_sends_domains_to_their_hardware_and_elsewhere_only_when_that_is_full():
     s = make("rollart", hardware={"frozen_lake": "H800"}, default="H20")
     join(s, "a", sequences=1), join(s, "h", hardware="H20", sequences=2)
@@ -298,9 +286,6 @@ def test_rollart_sends_domains_to_their_hardware_and_elsewhere_only_when_that_is
     end(s, "g2.0.t0"), end(s, "g0.0.t0")
     # The next turn returns to the domain's hardware, although h has its prefix.
     assert request(s, "g2.0.t1", domain="frozen_lake") == "a"
-
-
-# ----------------------------------------------------------------- earliest finish
 
 
 def teach(s, worker, seconds, turns=40):
