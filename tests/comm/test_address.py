@@ -80,13 +80,9 @@ def test_of_networks_that_all_hosts_share_infiniband_comes_first(monkeypatch, tm
     assert address._by_vote(hosts) == [own[name] for name in ("ibp3s0", "eno2", "eno1", "tun0")]
 
 
-# ---------------------------------------------------------------- two hosts: network namespaces
-# with a Debian hosts file
-
-
 class TwoHosts:
-    """Network namespaces rose-PID-a and -b: 10.77.0.1 and 10.77.0.2 on one wire, and a bridge that
-    both have alike."""
+    """Network namespaces rose-PID-a and -b with a Debian hosts file: 10.77.0.1 and 10.77.0.2 on one
+    wire, and a bridge that both have alike."""
 
     def __init__(self) -> None:
         self.names = [f"rose-{os.getpid()}-{letter}" for letter in "ab"]

@@ -5,7 +5,7 @@ import pytest
 from rose.parts.rivals import thunder
 from rose.policies.registry import policies
 from rose.scheduler import events as ev
-from tests.scheduler.said import asked, joined, lends
+from tests.scheduler.said import asked, joined, lends, placed
 from tests.scheduler.test_scheduler import end, make
 
 ARGS = {
@@ -29,10 +29,6 @@ def scheduler(*workers, sequences=2, kv=10_000, **kwargs):
 
 def ask(s, turn, new=10):
     return s.handle(asked(turn, new=new, held_out=turn.startswith("e")))
-
-
-def placed(actions):
-    return {a.turn: a.worker for a in actions if isinstance(a, ev.AssignTurn)}
 
 
 def test_evaluation_turns_prefer_a_borrowed_worker_with_room_to_a_dedicated_one():

@@ -4,7 +4,7 @@ import pytest
 
 from rose.policies.speeds import LeastSquares
 from rose.scheduler import events as ev
-from tests.scheduler.said import asked, built, joined, lends
+from tests.scheduler.said import asked, built, joined, lends, placed
 
 
 def make(routing, *workers, queue_depth=0.0, **args):
@@ -27,23 +27,19 @@ def lend(s, name, kv, revoked=False, sequences=8):
 def request(s, turn, need=100, at=0.0, **kwargs):
     """Request a turn, and return its worker; "" if it waits."""
     actions = s.handle(asked(turn, at, need // 2, need - need // 2, **kwargs))
-    return where(actions).get(turn, "")
-
-
-def where(actions):
-    return {a.turn: a.worker for a in actions if isinstance(a, ev.AssignTurn)}
+    return placed(actions).get(turn, "")
 
 
 def end(s, turn, at=0.0, tokens=10):
-    return where(s.handle(ev.TurnEnded(at=at, turn=turn, tokens=tokens)))
+    return placed(s.handle(ev.TurnEnded(at=at, turn=turn, tokens=tokens)))
 
 
 def over(s, trajectory, at=0.0, tokens=10):
-    return where(s.handle(ev.TrajectoryEnded(at=at, trajectory=trajectory, tokens=tokens)))
+    return placed(s.handle(ev.TrajectoryEnded(at=at, trajectory=trajectory, tokens=tokens)))
 
 
 def lose(s, worker, at=0.0):
-    return where(s.handle(ev.WorkerLost(at=at, worker=worker, reason="gone")))
+    return placed(s.handle(ev.WorkerLost(at=at, worker=worker, reason="gone")))
 
 
 def progress(s, turn, at, tokens, attempt=1):
@@ -135,7 +131,7 @@ def test_rose_moves_a_trajectory_from_a_lent_worker_only_to_one_below_the_cap():
     assert request(s, f"{slow}.t1", at=300.0, need=600) == "c"
     progress(s, f"{slow}.t1", 310.0, 10)
     over(s, other, 310.0, 100)
-    assert where(s.handle(ev.Tick(at=310.0))) == {f"{slow}.t1": "a"}
+    assert placed(s.handle(ev.Tick(at=310.0))) == {f"{slow}.t1": "a"}
 
 
 def test_rose_moves_no_running_turn_into_the_queue_of_an_engine():
@@ -309,8 +305,8 @@ def test_earliest_finish_uses_every_worker_with_room_and_last_the_one_that_stall
     assert [request(s, f"g{i}.0.t0", at=60.0) for i in range(2)] == ["a", "c"]
     end(s, "g1.0.t0", at=60.0)
     stalled = s.handle(ev.Tick(at=1000.0))
-    assert where(stalled) == {"g0.0.t0": "c"}, "c is slow, but a stalled"
-    assert where(s.handle(ev.Tick(at=2000.0))) == {"g0.0.t0": "a"}
+    assert placed(stalled) == {"g0.0.t0": "c"}, "c is slow, but a stalled"
+    assert placed(s.handle(ev.Tick(at=2000.0))) == {"g0.0.t0": "a"}
 
 
 def test_least_squares_finds_the_coefficients_and_survives_features_that_never_vary():

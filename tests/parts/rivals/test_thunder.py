@@ -3,8 +3,8 @@
 import pytest
 
 from rose.scheduler import events as ev
-from tests.parts.rivals.test_rival_routing import end, join, lend, make, over, where
-from tests.scheduler.said import asked, built, lends
+from tests.parts.rivals.test_rival_routing import end, join, lend, make, over
+from tests.scheduler.said import asked, built, lends, placed
 
 BUFFER = 100  # KV tokens reserved for each active program
 
@@ -18,11 +18,11 @@ def thunder(*workers, kv=1000, **args):
 
 def request(s, turn, context, at=0.0, **kwargs):
     """Request a turn, and return its worker; "" if it waits."""
-    return where(s.handle(asked(turn, at, context, **kwargs))).get(turn, "")
+    return placed(s.handle(asked(turn, at, context, **kwargs))).get(turn, "")
 
 
 def tick(s, at):
-    return where(s.handle(ev.Tick(at=at)))
+    return placed(s.handle(ev.Tick(at=at)))
 
 
 def acts(s, trajectory, context, at=0.0):
@@ -104,7 +104,7 @@ def test_programs_of_a_lost_worker_or_one_that_lends_too_little_go_on_elsewhere(
 def test_a_returned_turn_goes_elsewhere_with_its_program():
     s = thunder("a", "b")
     assert request(s, "g0.0.t0", 100) == "a"
-    given = where(s.handle(ev.TurnReturned(at=1.0, turn="g0.0.t0", attempt=1)))
+    given = placed(s.handle(ev.TurnReturned(at=1.0, turn="g0.0.t0", attempt=1)))
     assert given == {"g0.0.t0": "b"}
     lend(s, "a", 1000)
     end(s, "g0.0.t0")
