@@ -8,18 +8,29 @@ import pytest
 from rose import protocol as p
 from rose.coordinator import groups, turn_log
 from rose.coordinator.waiting import RunFailed
+from tests import made
 from tests.coordinator import peers
 from tests.coordinator.conftest import HOSTS, ask, begun, lose, of_hosts, request, started, tokens
 
 
-def test_an_answer_is_given_once_when_the_same_context_is_asked_twice(rollouts, world):
-    lose(rollouts, begun(rollouts, world))
-    host = started(world)["g0.0"]
+def test_a_turn_under_way_goes_on_for_the_new_host_and_its_answer_is_given_once(rollouts, world):
+    host = begun(rollouts, world)
     ask(world, host, "g0.0.t0")
-    world.finish([7])
+    world.progress([7, 8])
+    lose(rollouts, host)
+    host = started(world)["g0.0"]
     world.sent.clear()
+    ask(world, host, "g0.0.t0")
+    assert world.sent == [], "the engine that has it goes on"
+    assert (world.hub.log.resumed_turns, world.hub.log.resumed_tokens) == (1, 2)
+    world.finish([9])
+    [(rank, result)] = world.taken(p.TurnResult)
+    assert rank == host and tokens(result) == [7, 8, 9]
     ask(world, host, "g0.0.t1")
     assert [type(m) for _, m in world.sent] == [p.GenerateTurn], "a draw of its own"
+    rollouts.handle(p.TrajectoryFinished(made.trajectory("g0.0")))
+    assert world.taken(p.AbortTurn) == [(10, p.AbortTurn("g0.0.t1", 1))], "it ends with it"
+    assert len(world.hub.ledger) == 0 and not world.scheduler.cluster.turns
 
 
 def test_a_turn_that_an_environment_asks_otherwise_this_time_is_cut(rollouts, world):
