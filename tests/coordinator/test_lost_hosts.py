@@ -228,5 +228,6 @@ def test_hosts_that_die_lose_and_repeat_nothing(policy, storm, tmp_path):
     coordinator, peer = peers.run(config, tmp_path, stop_when=deaths.come)
     assert len(deaths.ranks) > 10
     check_each_once(coordinator, peer, 4 * 8)
-    assert sum(row["hosts_lost"] for row in peers.rows(tmp_path)) > 5
+    for count in ("hosts_lost", "trajectories_restarted"):
+        assert sum(row[count] for row in peers.rows(tmp_path)) > 5
     peers.check_replay(config, tmp_path)
