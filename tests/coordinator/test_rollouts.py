@@ -56,6 +56,8 @@ def test_staleness_counts_the_versions_since_admission_of_groups_that_are_taken(
         rollouts.handle(arrived(name))
     assert [t.id for t in rollouts.take(["g1"])[0]] == ["g1.0", "g1.1"]
     assert rollouts.staleness_max == 1 and list(rollouts.finished) == ["g0"]
+    rollouts.begin_step(8)
+    assert rollouts.progress == (SIZE, 8), "what is there already counts for the next step"
     rollouts.take(["g0"])
     assert rollouts.staleness_max == 2
 
