@@ -2,6 +2,8 @@
 
 import time
 
+import pytest
+
 from rose import protocol as p
 from rose.scheduler import events as ev
 from tests import made
@@ -17,6 +19,20 @@ def test_a_lost_workers_turn_goes_on_elsewhere_which_is_a_migration_and_a_fault(
     [(host, result)] = world.taken(p.TurnResult)
     assert host == HOST and tokens(result) == [4, 5, 6] and result.migrations == 1
     assert world.hub.workers.restarts == 1 and world.faults[0][0] == "engine died"
+
+
+@pytest.mark.parametrize("ends", ["dies", "gives back"])
+def test_a_turn_whose_tokens_are_all_here_is_closed_however_its_worker_ends_it(ends, world):
+    world.request(new=2)
+    world.ready("rollout-1")
+    world.progress([4])
+    if ends == "dies":
+        world.progress([5]), world.down("rollout-0")
+    else:
+        world.give_back([5])
+    [(_, result)] = world.taken(p.TurnResult)
+    assert tokens(result) == [4, 5] and result.finish is p.FinishReason.LENGTH
+    assert len(world.taken(p.GenerateTurn)) == 1 and world.hub.counts.returned == 0
 
 
 def test_words_of_an_incarnation_that_is_gone_are_ignored(world):
