@@ -21,71 +21,20 @@ SAY_AND_DO = 'hostname "$0" && exec "$@"'
 HOSTS = "127.0.0.1 localhost\n127.0.1.1 {name}\n"  # as Debian, Ubuntu and DGX OS write it
 
 
-class Together:
-    """A collective gather for ranks that are threads."""
-
-    def __init__(self, world: int) -> None:
-        self._barrier = threading.Barrier(world, timeout=60)
-        self._texts = [""] * world
-
-    def of(self, rank: int):
-        def gather(text: str) -> list[str]:
-            self._texts[rank] = text
-            self._barrier.wait()
-            found = list(self._texts)
-            self._barrier.wait()
-            return found
-
-        return gather
-
-
-def meet_all(world: int, interface: str | None = None) -> list:
-    together = Together(world)
-    found: list = [None] * world
-
-    def rank(number: int) -> None:
-        try:
-            found[number] = address.meet(together.of(number), number, interface)
-        except RendezvousError as error:
-            found[number] = error
-
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return found
-
-
-def test_ranks_of_one_host_meet_on_loopback_and_the_port_stays_open():
-    first, *others = meet_all(3)
-    assert first.address == "127.0.0.1" and first.interface == "lo"
-    expected = {("127.0.0.1", first.port, None)}
-    assert {(other.address, other.port, other.listener) for other in others} == expected
-    with first.listener as listening:
-        assert listening.getsockname() == ("127.0.0.1", first.port)
+@pytest.mark.parametrize("interface", [None, "lo"])
+def test_ranks_of_one_host_meet_on_loopback_and_the_port_stays_open(interface):
+    """A second rank gets the place: mailbox_ranks.py."""
+    place = address.meet(lambda text: [text], 0, interface)
+    assert (place.address, place.interface) == ("127.0.0.1", "lo")
+    with place.listener as listening:
+        assert listening.getsockname() == ("127.0.0.1", place.port)
         with pytest.raises(OSError):
-            address._listen("127.0.0.1").bind(("127.0.0.1", first.port))
+            address._listen("127.0.0.1").bind(("127.0.0.1", place.port))
 
 
 def test_an_interface_that_is_not_there_is_named_with_those_that_are():
     with pytest.raises(RendezvousError, match="cluster.interface='ib7'.*no such interface; it has"):
         address.check_interface("ib7")
-
-
-def test_an_interface_of_ones_own_is_used():
-    assert {place.address for place in meet_all(2, "lo")} == {"127.0.0.1"}
-
-
-def test_nobody_meets_where_not_all_ranks_have_been(monkeypatch):
-    """Hosts that can't reach each other: every rank learns it, with all hosts and addresses."""
-    spaces = iter("abc")
-    monkeypatch.setattr(address, "_space", lambda: next(spaces))
-    monkeypatch.setattr(address, "_reach", lambda places, token: {})
-    for error in meet_all(3):
-        assert isinstance(error, RendezvousError)
-        assert "can be reached by all 3 ranks" in str(error) and "rank 2 on" in str(error)
-        assert "cluster.interface=NAME" in str(error)
 
 
 def test_another_service_at_that_address_is_not_the_first_rank():
@@ -131,13 +80,9 @@ def test_of_networks_that_all_hosts_share_infiniband_comes_first(monkeypatch, tm
     assert address._by_vote(hosts) == [own[name] for name in ("ibp3s0", "eno2", "eno1", "tun0")]
 
 
-# ---------------------------------------------------------------- two hosts: network namespaces
-# with a Debian hosts file
-
-
 class TwoHosts:
-    """Network namespaces rose-PID-a and -b: 10.77.0.1 and 10.77.0.2 on one wire, and a bridge that
-    both have alike."""
+    """Network namespaces rose-PID-a and -b with a Debian hosts file: 10.77.0.1 and 10.77.0.2 on one
+    wire, and a bridge that both have alike."""
 
     def __init__(self) -> None:
         self.names = [f"rose-{os.getpid()}-{letter}" for letter in "ab"]

@@ -54,7 +54,7 @@ def main(run_dir: Path, behaviour: str) -> None:
             say(hello, msgspec.structs.replace(ready, kv_tokens=0))
         case "impossible capacity":
             say(hello, ready, p.WorkerCapacity(answer.worker, 1, -5, 4, -1.0, False))
-        case "wrong tokens" | "works" | "leaves" | "gives back":
+        case "wrong tokens" | "works" | "gives back":
             say(hello, ready)
     beats = time.monotonic()
     while True:
@@ -67,11 +67,6 @@ def main(run_dir: Path, behaviour: str) -> None:
             tokens = [5] * 3 if behaviour != "wrong tokens" else [5] * 1000
             packed = p.pack_tokens(tokens), p.pack_floats([-1.0] * len(tokens))
             say(p.TurnProgress(message["turn"], message["attempt"], *packed, 0))
-            if behaviour == "leaves":
-                say(
-                    p.WorkerLeaving(answer.worker, 1, "test"),
-                    p.WorkerLeft(answer.worker, 1, "test"),
-                )
             if behaviour == "gives back":
                 packed = p.pack_tokens([6]), p.pack_floats([-1.0])
                 back = p.TurnReturned(message["turn"], message["attempt"], *packed, 0, "test")

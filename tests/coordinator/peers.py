@@ -65,12 +65,9 @@ class Peers:
         self.domain_of_group = {}
         self.turns_in_training = 0  # of training groups, begun while the trainer trained
         self.training = False
-        trainers, engines = (
-            {rank.rank for rank in ranks if rank.role is role}
-            for role in (p.Role.TRAINER, p.Role.ROLLOUT)
-        )
+        trainers = {rank.rank for rank in ranks if rank.role is p.Role.TRAINER}
         self.hybrids = set(hybrid_ranks(config).values())
-        in_turn = engines if config.shares_devices else self.hybrids
+        in_turn = set(self.version) if config.shares_devices else self.hybrids
         # who has a device in turn, and has it now
         self.in_turn = in_turn | trainers if config.trainer_sleeps else in_turn
         self.awake = trainers if config.trainer_sleeps else set(self.hybrids)
@@ -156,7 +153,7 @@ class Peers:
         self.waiting.pop(rank, None)
         name = f"rollout-{self.role[rank].index}"
         self.say(rank, p.WorkerDown(name, self.incarnation[rank], "killed", True))
-        if rank in self.in_turn and rank not in self.awake:
+        if self.asleep(rank):
             self.dead.add(rank)
         else:
             self.starts(rank)

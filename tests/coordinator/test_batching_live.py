@@ -40,12 +40,23 @@ def check_batches(peer, config):
             assert seed == train_task(config.seed, group_index(group), config.env.weights).seed
 
 
+def check_left(coordinator):
+    """What no step consumed stays, and nothing else."""
+    state = coordinator.scheduler.snapshot()["batching"]
+    left = {group_index(group) for group in coordinator.rollouts.finished}
+    assert left <= {index for index, _ in state.get("again", [])}, "one stays that no step takes"
+    assert coordinator.rollouts.groups.running == 0 and len(coordinator.hub.ledger) == 0
+    assert coordinator.scheduler.cluster.turns == {} and coordinator.hub._tokens == {}
+    assert all(w.open_turns == 0 for w in coordinator.hub.workers.values())
+
+
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("policy", POLICIES)
 def test_it_trains_whole_groups_each_prompt_once_and_none_too_old(policy, seed, config, tmp_path):
-    made = config(policy)
-    _, peer = peers.run(made, tmp_path, seed=seed)
+    made = config(policy, f"algorithm.dynamic_sampling={'true' if seed else 'false'}")
+    coordinator, peer = peers.run(made, tmp_path, seed=seed)
     check_batches(peer, made)
+    check_left(coordinator)
     indices = [group_index(g) for groups in trained(peer).values() for g in groups]
     assert len(indices) == STEPS * GROUPS == len(set(indices))
     bound = build(made.scheduler, 60.0).staleness
@@ -55,17 +66,6 @@ def test_it_trains_whole_groups_each_prompt_once_and_none_too_old(policy, seed, 
     goes_on = peer.turns_in_training > 0
     assert goes_on == (bound > 0), "rollouts go on exactly where they may be stale"
     peers.check_replay(made, tmp_path)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_what_no_step_consumed_stays_and_nothing_else(policy, config, tmp_path):
-    coordinator, _ = peers.run(config(policy, "algorithm.dynamic_sampling=true"), tmp_path)
-    state = coordinator.scheduler.snapshot()["batching"]
-    left = {group_index(group) for group in coordinator.rollouts.finished}
-    assert left <= {index for index, _ in state.get("again", [])}, "one stays that no step takes"
-    assert coordinator.rollouts.groups.running == 0 and len(coordinator.hub.ledger) == 0
-    assert coordinator.scheduler.cluster.turns == {} and coordinator.hub._tokens == {}
-    assert all(w.open_turns == 0 for w in coordinator.hub.workers.values())
 
 
 def stopped_and_resumed(made, folder, stop_when):

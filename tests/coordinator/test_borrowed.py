@@ -96,6 +96,7 @@ class Court:
                 joiner.stdout.close()
             self.world.journal.close()
         assert not processes.left(self.started), "a porter stays"
+        assert join.endpoint(self.run_dir) is None, "the door is open after the end"
 
 
 @pytest.fixture
@@ -162,18 +163,6 @@ def test_a_turn_that_a_rank_gives_back_goes_on_elsewhere_and_the_rank_stays(cour
     court.run(story)
 
 
-def test_a_rank_that_leaves_in_order_is_no_fault(court):
-    async def story(c):
-        occupy(c)
-        joiner = c.join("leaves")
-        await c.until(lambda: joiner.poll() is not None, "its end")
-        assert joiner.communicate()[0] == "goodbye\n" and c.world.faults == []
-        assert [what for what, _ in c.changes] == ["joined", "left"]
-        assert c.workers() == ["rollout-0"]
-
-    court.run(story)
-
-
 @pytest.mark.parametrize(
     "behaviour, words",
     [
@@ -220,9 +209,13 @@ def test_one_that_dies_on_the_way_in_holds_nobody_up(court, behaviour):
     court.run(story)
 
 
-def test_asks_with_a_wrong_token_an_old_version_or_garbage_are_refused_in_words(court):
+def test_the_folder_is_private_and_asks_with_a_wrong_token_an_old_version_or_garbage_are_refused(
+    court,
+):
     async def story(c):
-        folder = join.folder(c.run_dir)
+        folder, first = join.folder(c.run_dir), join.endpoint(c.run_dir)
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert (folder / "token").stat().st_mode & 0o777 == 0o600
         ask = join.Ask(protocol=p.PROTOCOL_VERSION, token="f" * 64, host="h", pid=1)
         (folder / "one.asks").write_bytes(msgspec.json.encode(ask))
         (folder / "two.asks").write_bytes(b'{"protocol": 1}')
@@ -234,6 +227,7 @@ def test_asks_with_a_wrong_token_an_old_version_or_garbage_are_refused_in_words(
             answer = msgspec.json.decode(data, type=join.Answer)
             assert words in answer.reason and not (answer.worker or answer.port)
         assert len(c.world.faults) == 3
+        await c.until(lambda: join.endpoint(c.run_dir) != first, "a sign of life")
 
     court.run(story)
 
@@ -289,24 +283,18 @@ def test_a_long_path_of_tmpdir_keeps_nobody_out(court, tmp_path, monkeypatch):
     court.run(story)
 
 
-def test_no_more_ranks_than_allowed(tmp_path, make_config):
-    async def story(c):
-        c.join("works")
-        await c.until(lambda: c.changes, "the first")
-        second = c.join("works")
-        await c.until(lambda: second.poll() is not None, "the refusal")
-        assert "serving.max_ranks" in second.communicate()[0]
-
-    Court(tmp_path, make_config("serving.max_ranks=1")).run(story)
-
-
-def test_a_rank_that_asks_no_longer_leaves_its_place_to_another(tmp_path, make_config, monkeypatch):
+def test_no_more_ranks_come_than_allowed_and_one_that_asks_no_longer_leaves_its_place_to_another(
+    tmp_path, make_config, monkeypatch
+):
     monkeypatch.setattr(borrowed, "ASKS_S", 0.1)
 
     async def story(c):
         application = join.Application(c.run_dir)
         answer = await asyncio.to_thread(application.ask, DEADLINE_S)
         assert answer.worker == "borrowed-1"
+        second = c.join("works")
+        await c.until(lambda: second.poll() is not None, "the refusal")
+        assert "serving.max_ranks" in second.communicate()[0]
         application.withdraw()
         await c.until(c.lost, "the loss")
         assert c.lost() == ["borrowed-1: before it had joined: it withdrew its request"]
@@ -314,15 +302,3 @@ def test_a_rank_that_asks_no_longer_leaves_its_place_to_another(tmp_path, make_c
         await c.until(lambda: c.workers() == ["borrowed-2", "rollout-0"], "the other")
 
     Court(tmp_path, make_config("serving.max_ranks=1")).run(story)
-
-
-def test_the_folder_is_private_and_closed_with_the_run(court):
-    async def story(c):
-        folder = join.folder(c.run_dir)
-        assert folder.stat().st_mode & 0o777 == 0o700
-        assert (folder / "token").stat().st_mode & 0o777 == 0o600
-        first = join.endpoint(c.run_dir)
-        await c.until(lambda: join.endpoint(c.run_dir) != first, "a sign of life")
-
-    court.run(story)
-    assert join.endpoint(court.run_dir) is None

@@ -30,18 +30,14 @@ def fails(groups, trajectory, error="boom", **more):
     return groups.failed_trajectory(trajectory, trajectory.split(".")[0], error, **more)
 
 
-def test_a_group_is_complete_when_its_last_member_is_in():
+def test_members_have_the_tasks_seed_and_one_of_their_own_for_sampling_where_a_run_is_seeded():
     groups = opened(seeded=True)
     starts = trains(groups, index=4, size=3)
-    assert [s.id for s in starts] == ["g4.0", "g4.1", "g4.2"]
-    assert {s.env_seed for s in starts} == {98}
-    assert len({s.sampling_seed for s in starts}) == 3
+    assert {s.env_seed for s in starts} == {98} and len({s.sampling_seed for s in starts}) == 3
     assert {s.sampling_seed for s in trains(opened())} == {None}
-    assert groups.finished(trajectory("g4.2")) is None
-    assert groups.finished(trajectory("g4.0")) is None
-    assert groups.finished(trajectory("g4.2")) is None  # a second word about it changes nothing
+    for name in ("g4.2", "g4.0", "g4.2"):  # a second message about it changes nothing
+        assert groups.finished(trajectory(name)) is None
     assert [t.id for t in groups.finished(trajectory("g4.1"))] == ["g4.0", "g4.1", "g4.2"]
-    assert groups.running == 0
 
 
 def test_a_task_that_fails_each_time_is_given_up_and_another_drawn():
@@ -52,8 +48,11 @@ def test_a_task_that_fails_each_time_is_given_up_and_another_drawn():
     fails(groups, "g0.0")
     fails(groups, "g0.0r1")
     after = fails(groups, "g0.2", "disk gone (row 7 of rows.jsonl)")
-    parts = ("lake with seed 98 (group g0)", "3 failures in a row", "g0.2: disk gone (row 7 of")
-    for part in parts:
+    for part in (
+        "lake with seed 98 (group g0)",
+        "3 failures in a row",
+        "g0.2: disk gone (row 7 of",
+    ):
         assert part in after.given_up
     assert after.running == ["g0.0r2"] and [t.id for t in after.done] == ["g0.1"]
     assert [start.id for start in after.starts] == ["g0.0r3", "g0.1r3", "g0.2r3"]
@@ -69,12 +68,10 @@ def test_a_task_that_fails_each_time_is_given_up_and_another_drawn():
 
 def test_a_held_out_task_is_given_up_for_another_held_out_one():
     groups = opened()
-    groups.open("e0-1", Phase.EVAL, Task("lake", 99), 1)
-    name, drawn = "e0-1.0", set()
+    [start], drawn = groups.open("e0-1", Phase.EVAL, Task("lake", 99), 1), set()
     for _ in range(6):
-        [start] = fails(groups, name).starts
+        [start] = fails(groups, start.id).starts
         assert start.phase is Phase.EVAL and start.env_seed % 2 == 1
-        name = start.id
         drawn.add(start.env_seed)
     assert len(drawn) == 3 and groups.given_up == 2
 
@@ -164,6 +161,10 @@ def test_tasks_depend_on_the_seed_and_the_index_alone():
     assert all(train(1, i, sums=1.0) == train(1, i) for i in range(100))
 
 
+def stream(weights, seed, begin, size):
+    return [control.chosen(weights, seed, index) for index in range(begin, begin + size)]
+
+
 @given(
     weights=st.dictionaries(st.sampled_from("abcdef"), st.floats(0.05, 20.0), min_size=1),
     seed=st.integers(0, 2**31),
@@ -171,44 +172,29 @@ def test_tasks_depend_on_the_seed_and_the_index_alone():
     size=st.integers(1, 64),
 )
 def test_any_few_neighbouring_groups_have_each_domain_in_its_share(weights, seed, begin, size):
-    def stream(weights):
-        return [control.chosen(weights, seed, index) for index in range(begin, begin + size)]
-
-    found = stream(weights)
+    found = stream(weights, seed, begin, size)
     for name, weight in weights.items():
         assert abs(found.count(name) - size * weight / sum(weights.values())) < 3
-    assert stream(dict(reversed(weights.items()))) == found
-    assert stream({name: 4 * weight for name, weight in weights.items()}) == found
+    assert stream(dict(reversed(weights.items())), seed, begin, size) == found
+    assert stream({name: 4 * each for name, each in weights.items()}, seed, begin, size) == found
 
 
 def test_over_a_run_the_shares_are_the_weights_and_seeds_have_orders_of_their_own():
-    def stream(seed):
-        weights = {"lake": 2, "sums": 1, "words": 0.5}
-        return [control.chosen(weights, seed, index) for index in range(3500)]
-
-    for name, count in {"lake": 2000, "sums": 1000, "words": 500}.items():
-        assert abs(stream(1).count(name) - count) <= 3
-    assert len({tuple(stream(seed)[:16]) for seed in range(20)}) > 5
+    weights = {"lake": 2, "sums": 1, "words": 0.5}
+    for name, weight in weights.items():
+        assert abs(stream(weights, 1, 0, 3500).count(name) - 1000 * weight) <= 3
+    assert len({tuple(stream(weights, seed, 0, 16)) for seed in range(20)}) > 5
     assert control.chosen({"lake": 1e308, "sums": 1e308, "words": 5e-324}, 1, 0) in ("lake", "sums")
 
 
-@pytest.mark.parametrize(
-    "rewards, tokens, dynamic, keeps",
-    [
-        ([0, 1], 1, True, True),
-        ([1, 1], 1, True, False),
-        ([0, 0], 1, True, False),
-        ([1, 1], 1, False, True),
-        ([0.1 + 0.1 + 0.1, 0.3], 1, True, False),
-        ([2.0**24, 2.0**24 + 1], 1, True, True),
-        ([0, 1], 0, False, False),
-    ],
-)
-def test_a_group_without_a_token_is_dropped_and_by_dynamic_sampling_one_without_a_gradient(
-    rewards, tokens, dynamic, keeps
-):
-    group = [trajectory(f"g0.{i}", reward, tokens) for i, reward in enumerate(rewards)]
-    assert control.teaches(group, dynamic) is keeps
+def test_a_group_without_a_token_is_dropped_and_by_dynamic_sampling_one_without_a_gradient():
+    def teaches(*rewards, tokens=1, dynamic=True):
+        group = [trajectory(f"g0.{i}", reward, tokens) for i, reward in enumerate(rewards)]
+        return control.teaches(group, dynamic)
+
+    assert teaches(0, 1) and teaches(2.0**24, 2.0**24 + 1) and teaches(1, 1, dynamic=False)
+    assert not (teaches(1, 1) or teaches(0, 0) or teaches(0.1 + 0.1 + 0.1, 0.3))
+    assert not teaches(0, 1, tokens=0, dynamic=False)
 
 
 def test_a_groups_members_are_trees_whose_forks_are_known_when_it_begins():

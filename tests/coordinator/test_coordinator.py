@@ -73,25 +73,19 @@ async def test_a_stop_while_ranks_write_waits_for_the_rest_of_that_checkpoint(
 async def test_what_hosts_and_engines_say_of_themselves_is_a_row_for_the_report(
     coordinator, tmp_path
 ):
-    told = [
-        p.HostReady(1),
-        p.HostReady(1, "sandboxes: <none>"),
-        p.HostReady(1, "sandboxes: <none>"),
-        p.WorkerReady("rollout-0", 1, 7, 4, 64, -1, description=["by V2; graphs", "a warning"]),
-    ]
+    hosts = [p.HostReady(1), *[p.HostReady(1, "sandboxes: <none>")] * 2]
+    engine = p.WorkerReady("rollout-0", 1, 7, 4, 64, -1, description=["by V2; graphs", "a warning"])
+    said = iter([(1, message) for message in (*hosts, engine)])
 
     async def receive():
-        if told:
-            return 1, told.pop(0)
-        raise EOFError
+        return next(said)
 
     coordinator.mailbox.receive = receive
-    with pytest.raises(EOFError):
+    with pytest.raises(RuntimeError, match="StopIteration"):
         await coordinator._receive()
     assert 1 in coordinator.rollouts.up
     (row, again, engine) = read_metrics(tmp_path)
-    assert (row["kind"], row["step"]) == ("host", 7)
-    assert row["what"] == again["what"] == "environment host, rank 1"
+    assert (row["kind"], row["step"]) == ("host", 7) and row["what"] == again["what"]
     shown = "<td>environment host, rank 1</td><td class=text>sandboxes: &lt;none&gt;</td>"
     report = build_report(tmp_path).read_text()
     assert report.count(shown) == 1
@@ -120,13 +114,19 @@ async def test_the_steps_go_on_while_it_is_written_and_the_next_one_waits_for_it
     assert [checkpoint.step_of(folder) for folder in checkpoint.complete(tmp_path)] == [7, 8]
 
 
+def full(coordinator, folder):
+    """Commit as many checkpoints as are kept; return their number."""
+    keep = coordinator.config.trainer.checkpoint_keep
+    for step in range(1, keep + 1):
+        checkpoint.commit(checkpoint.begin(folder, step), {"step": step}, keep)
+    return keep
+
+
 async def test_an_old_one_that_cannot_be_removed_is_a_fault(coordinator, tmp_path, monkeypatch):
     def busy(folder):
         raise OSError(39, "Directory not empty", str(folder))
 
-    keep = coordinator.config.trainer.checkpoint_keep
-    for step in range(1, keep + 1):
-        checkpoint.commit(checkpoint.begin(tmp_path, step), {"step": step}, keep)
+    full(coordinator, tmp_path)
     monkeypatch.setattr(checkpoint.shutil, "rmtree", busy)
     await save(coordinator)
     written(coordinator, 0, 1)
@@ -175,28 +175,23 @@ class Fails:
 BAD_HOST = p.RankFailed(1, "environment 0: ValueError: gone")
 
 
-async def test_finished_steps_are_saved_before_a_run_fails(coordinator, tmp_path, monkeypatch):
-    """Whatever ends it, and though another failure follows."""
-    run = Fails(coordinator, monkeypatch, BAD_HOST, BAD_HOST)
-    with pytest.raises(RunFailed, match="ValueError: gone"):
-        await run.run()
-    assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 7
-
-
-async def test_a_step_that_is_trained_as_the_run_fails_is_waited_for_and_saved(
-    coordinator, tmp_path, monkeypatch
+@pytest.mark.parametrize("at_boundary", [True, False])
+async def test_steps_that_end_are_saved_before_a_run_fails_and_so_is_the_one_that_is_trained(
+    at_boundary, coordinator, tmp_path, monkeypatch
 ):
-    coordinator.progress.at_boundary = False
-    run = Fails(coordinator, monkeypatch, BAD_HOST)
+    """Though another failure follows."""
+    coordinator.progress.at_boundary = at_boundary
+    run = Fails(coordinator, monkeypatch, BAD_HOST, BAD_HOST)
     running = asyncio.create_task(run.run())
-    while run.messages:
-        await asyncio.sleep(POLL_S)
-    await asyncio.sleep(2 * POLL_S)
-    assert not running.done()
-    run.finishes.set()
+    if not at_boundary:
+        while run.messages:
+            await asyncio.sleep(POLL_S)
+        await asyncio.sleep(2 * POLL_S)
+        assert not running.done()
+        run.finishes.set()
     with pytest.raises(RunFailed, match="ValueError: gone"):
         await running
-    assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 8
+    assert checkpoint.step_of(checkpoint.latest(tmp_path)) == (7 if at_boundary else 8)
 
 
 async def test_a_run_whose_trainer_is_gone_fails_at_once(coordinator, tmp_path, monkeypatch):
@@ -243,9 +238,7 @@ async def test_a_save_that_failed_is_tried_again_before_the_run_ends(
     coordinator, tmp_path, monkeypatch
 ):
     """The checkpoint that its commit would have removed goes first, and its half."""
-    keep = coordinator.config.trainer.checkpoint_keep
-    for step in range(1, keep + 1):
-        checkpoint.commit(checkpoint.begin(tmp_path, step), {"step": step}, keep)
+    keep = full(coordinator, tmp_path)
 
     async def steps():
         await save(coordinator)
@@ -274,6 +267,5 @@ async def test_a_save_that_failed_is_tried_again_before_the_run_ends(
 async def test_ranks_that_never_write_are_named_by_number_after_the_deadline(coordinator):
     await save(coordinator, 0.1)
     written(coordinator, 1)
-    words = "waited 0.1 s for trainer ranks to save step 7: 1 of 2 saved"
-    with pytest.raises(RunFailed, match=words):
+    with pytest.raises(RunFailed, match="for trainer ranks to save step 7: 1 of 2 saved"):
         await coordinator.checkpoints.committed()

@@ -53,11 +53,8 @@ def test_sets_have_tasks_of_their_own_and_all_samples_of_a_task_are_one_group(co
     again = {g.replace(f"e{STEPS}-", "e0-"): s for g, s in peer.seed_of_group.items()}
     expected = {group: peer.seed_of_group[group] for group in domains}
     assert {group: again[group] for group in domains} == expected
-
-
-def test_without_own_tasks_the_sets_together_are_the_score(config, tmp_path):
-    peers.run(config("eval.episodes=0", *SETS), tmp_path)
-    assert evaluations(tmp_path)[0]["eval_n"] == 2 * 4 + 1
+    peers.run(config("eval.episodes=0", *SETS), tmp_path / "without own tasks")
+    assert evaluations(tmp_path / "without own tasks")[0]["eval_n"] == 2 * 4 + 1
 
 
 @pytest.mark.parametrize("batching", ["synchronous", "bounded_staleness", "tail_batching"])

@@ -25,20 +25,6 @@ def progress(attempt, tokens, version=0):
     return p.TurnProgress("g0.0.t0", attempt, *packed(tokens), version)
 
 
-def test_a_turn_goes_on_elsewhere_from_the_tokens_received():
-    ledger = opened()
-    assert tokens(ledger.dispatch("g0.0.t0", "a", 1)) == CONTEXT
-    assert ledger.add(progress(1, [4, 5])) == 2
-    again = ledger.dispatch("g0.0.t0", "a", 2)
-    assert tokens(again) == [1, 2, 3, 4, 5] and again.sampling.max_new_tokens == 8
-    assert ledger.add(progress(1, [6])) is None
-    ledger.add(progress(2, [7], version=1))
-    host, result = ledger.close("g0.0.t0", p.FinishReason.STOP)
-    assert host == 7 and result.migrations == 1 and ledger.migrations == 1
-    assert tokens(result) == [4, 5, 7] and len(p.unpack_floats(result.logprobs)) == 3
-    assert p.unpack_tokens(result.versions).tolist() == [0, 0, 1] and len(ledger) == 0
-
-
 def test_experts_go_on_where_the_attempts_that_ended_left_them():
     """Two bytes a token; the trajectory knows those of its first token. What a lost attempt had is
     told by the next one, whose prompt it is."""
@@ -56,22 +42,6 @@ def test_experts_go_on_where_the_attempts_that_ended_left_them():
     ledger.add(msgspec.structs.replace(last, experts=b"ghij", routed=2))
     result = ledger.close("g0.0.t0", p.FinishReason.STOP)[1]
     assert (result.experts, result.routed) == (b"abcdefghij", 5)
-
-
-def test_a_chunk_ends_short_of_the_turn_and_is_no_migration():
-    ledger = opened(new=5)
-    assert ledger.dispatch("g0.0.t0", "a", 1, max_tokens=2).sampling.max_new_tokens == 2
-    ledger.add(progress(1, [4]))
-    assert not ledger.chunk_ended("g0.0.t0")
-    ledger.add(progress(1, [5]))
-    assert ledger.chunk_ended("g0.0.t0") and not ledger.complete("g0.0.t0")
-    assert ledger.dispatch("g0.0.t0", "a", 2, max_tokens=8).sampling.max_new_tokens == 3
-    ledger.add(progress(2, [6]))
-    ledger.dispatch("g0.0.t0", "a", 3)  # lost before its end: that is one
-    ledger.add(progress(3, [7, 8]))
-    assert not ledger.chunk_ended("g0.0.t0") and ledger.complete("g0.0.t0")
-    assert (ledger.received("g0.0.t0"), ledger.migrations) == (5, 1)
-    assert ledger.close("g0.0.t0", p.FinishReason.LENGTH)[1].migrations == 1
 
 
 def test_tokens_without_their_logprobs_are_refused():

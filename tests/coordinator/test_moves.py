@@ -3,7 +3,7 @@ token is made twice."""
 
 from rose import protocol as p
 from tests.coordinator import peers
-from tests.coordinator.conftest import HOSTS, ask, begun, lose, of_hosts, started, tokens
+from tests.coordinator.conftest import HOSTS, begun, lose, of_hosts, started
 from tests.coordinator.test_lost_hosts import Deaths, check_each_once
 from tests.coordinator.test_lost_hosts import storm as storm  # a fixture
 
@@ -11,32 +11,6 @@ from tests.coordinator.test_lost_hosts import storm as storm  # a fixture
 def other(host):
     [rank] = set(HOSTS) - {host}
     return rank, f"environment-{HOSTS.index(rank)}"
-
-
-def test_a_turn_under_way_is_given_to_the_host_that_the_trajectory_moves_to(rollouts, world):
-    host = begun(rollouts, world)
-    ask(world, host, "g0.0.t0")
-    world.finish([6])
-    ask(world, host, "g0.0.t1", tokens=(1, 2, 3, 6, 4))
-    world.progress([7], turn="g0.0.t1")
-    rank, name = other(host)
-    world.sent.clear()
-    rollouts.move("g0.0", name)
-    rollouts.move("g0.0", name)
-    assert world.sent == [(host, p.ReleaseTrajectory("g0.0"))], "asked once"
-    rollouts.handle(p.TrajectoryReleased(host, "g0.0"))
-    assert started(world) == {"g0.0": rank}
-    assert not rollouts.handle(p.TrajectoryResumed("g0.0", 1, 1, False))
-    world.hub.handle(rank, p.TrajectoryResumed("g0.0", 1, 1, False))
-    world.sent.clear()
-    ask(world, rank, "g0.0.t1", tokens=(1, 2, 3, 6, 4))
-    assert world.sent == [], "the engine that has it goes on"
-    world.finish([8], turn="g0.0.t1")
-    [(to, result)] = world.taken(p.TurnResult)
-    assert to == rank and tokens(result) == [7, 8]
-    assert (rollouts.counts.trajectories_moved, rollouts.counts.trajectories_restarted) == (1, 0)
-    rollouts.drop("g0")
-    assert rollouts.counts.tokens_dropped == 3, "each token was made once"
 
 
 def test_words_about_a_move_that_came_to_nothing_change_nothing(rollouts, world):
@@ -59,7 +33,9 @@ def test_words_about_a_move_that_came_to_nothing_change_nothing(rollouts, world)
 def test_one_whose_new_host_dies_meanwhile_goes_to_another(rollouts, world):
     host = begun(rollouts, world)
     rank, name = other(host)
-    rollouts.move("g0.0", name)
+    for _ in range(2):
+        rollouts.move("g0.0", name)
+    assert world.taken(p.ReleaseTrajectory) == [(host, p.ReleaseTrajectory("g0.0"))], "asked once"
     lose(rollouts, rank, ready=False)
     world.sent.clear()
     rollouts.handle(p.TrajectoryReleased(host, "g0.0"))

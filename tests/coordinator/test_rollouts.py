@@ -29,31 +29,17 @@ def failed(name, error="boom", domain="frozen_lake", **more):
     return p.TrajectoryFailed(name, name.partition(".")[0], domain, error, **more)
 
 
-def test_groups_and_held_out_tasks_are_of_the_members_and_late_ones_too(world, make_config):
+def test_each_members_bounds_of_failures_are_its_own(world, make_config):
     sizes = f"rollout.group_size={SIZE} trainer.batch_size=8"
-    config = make_config("env=games", sizes, "env.members.calculator.max_failures_in_row=2")
-    rollouts = of_hosts(config, world, [HOST])
-    for index in range(12):
+    made = make_config("env=games", sizes, "env.members.calculator.max_failures_in_row=2")
+    rollouts = of_hosts(made, world, [HOST])
+    for index in range(100):
         rollouts.admit(index, f"g{index}", 0.0)
-    tasks = [control.eval_task(1, index, config.env.weights) for index in range(12)]
-    evaluated = {f"e0-{index}": (task, 1) for index, task in enumerate(tasks)}
-    rollouts.evaluate(evaluated, waited_for=True)
-    starts = [m for _, m in world.taken(p.StartTrajectory)]
-    of = {m.group: m.domain for m in starts}
-    assert len(starts) == 12 * SIZE + 12 and all(of[m.group] == m.domain for m in starts)
-    for kind in "ge":
-        domains = [domain for group, domain in of.items() if group.startswith(kind)]
-        assert set(domains) == {"frozen_lake", "calculator"}
-        assert 7 <= domains.count("frozen_lake") <= 9
-    assert of["g3"] == control.train_task(config.seed, 3, config.env.weights).domain
-    calculated = next(group for group, domain in of.items() if domain == "calculator")
-    failing = f"{calculated}.0"
+    starts = [m for _, m in world.taken(p.StartTrajectory) if m.domain == "calculator"]
     with pytest.raises(RunFailed, match=r"env\.members\.calculator\.max_failed_tasks=0\.2"):
-        for _ in range(100):
-            rollouts.handle(failed(failing, domain="calculator"))
-            replacement = world.taken(p.StartTrajectory)[0][1]
-            assert replacement.domain == "calculator"
-            failing = replacement.id
+        for start in starts:
+            rollouts.handle(failed(start.id, domain="calculator"))
+    assert rollouts.groups.failed == 2 * (rollouts.groups.given_up + 1) > 2
 
 
 def events(world):
@@ -62,27 +48,16 @@ def events(world):
     return [entry.event for entry in list(journal.read(world.journal_path))[1:]]
 
 
-def test_a_group_that_nobody_takes_stays_until_it_is_taken(rollouts, world):
-    rollouts.admit(0, "g0", 0.0)
-    rollouts.admit(1, "g1", 0.0)
-    for name in ("g1.0", "g1.1", "g0.1", "g0.0"):
-        assert rollouts.handle(arrived(name))
-    assert [t.id for [t, _] in rollouts.take(["g1"])] == ["g1.0"]
-    assert list(rollouts.finished) == ["g0"]
+def test_staleness_counts_the_versions_since_admission_of_groups_that_are_taken(rollouts, world):
+    for index in range(2):
+        rollouts.admit(index, f"g{index}", 0.0)
+        world.hub.weights.publish(index + 1, "store")
+    for name in ("g0.0", "g0.1", "g1.1", "g1.0"):
+        rollouts.handle(arrived(name))
+    assert [t.id for t in rollouts.take(["g1"])[0]] == ["g1.0", "g1.1"]
+    assert rollouts.staleness_max == 1 and list(rollouts.finished) == ["g0"]
     rollouts.begin_step(8)
     assert rollouts.progress == (SIZE, 8), "what is there already counts for the next step"
-    assert [t.id for t in rollouts.take(["g0"])[0]] == ["g0.0", "g0.1"] and rollouts.finished == {}
-
-
-def test_staleness_counts_the_versions_since_admission(rollouts, world):
-    rollouts.admit(0, "g0", 0.0)
-    world.hub.weights.publish(1, "v1")
-    rollouts.admit(1, "g1", 0.0)
-    world.hub.weights.publish(2, "v2")
-    for name in ("g0.0", "g0.1", "g1.0", "g1.1"):
-        rollouts.handle(arrived(name))
-    rollouts.take(["g1"])
-    assert rollouts.staleness_max == 1
     rollouts.take(["g0"])
     assert rollouts.staleness_max == 2
 
@@ -122,6 +97,13 @@ def test_a_second_try_has_members_of_its_own_name(rollouts, world):
 
 
 def test_a_task_that_is_given_up_leaves_nothing_and_its_group_begins_again(rollouts, world):
+    rollouts.admit(9, "g9", 0.0)
+    world.taken(p.StartTrajectory)
+    rollouts.handle(failed("g9.0", certain=True))
+    assert world.taken(p.CancelTrajectory) == [(HOST, p.CancelTrajectory("g9.1"))]
+    assert rollouts.groups.running == SIZE and not rollouts.runs("g9.1")
+    rollouts.drop("g9")
+    world.taken(p.StartTrajectory), world.faults.clear()
     rollouts.begin_step(SIZE)
     rollouts.admit(0, "g0", 0.0)
     [seed] = {m.env_seed for _, m in world.taken(p.StartTrajectory)}
@@ -133,21 +115,13 @@ def test_a_task_that_is_given_up_leaves_nothing_and_its_group_begins_again(rollo
     assert {m.group for m in starts} == {"g0"} and seed not in {m.env_seed for m in starts}
     [(_, words)] = [fault for fault in world.faults if fault[0] == "task given up"]
     assert f"frozen_lake with seed {seed}" in words and "boom g0.0r2" in words
-    assert rollouts.groups.given_up == 1 and rollouts.progress == (0, SIZE)
+    assert rollouts.groups.given_up == 2 and rollouts.progress == (0, SIZE)
     assert rollouts.counts.tokens_dropped == 5
     for start in starts:
         rollouts.handle(arrived(start.id))
     [whole] = rollouts.take(["g0"])
     assert [t.id for t in whole] == [m.id for m in starts]
     assert sum(isinstance(event, ev.GroupFinished) for event in events(world)) == 1
-
-
-def test_what_still_runs_of_a_task_that_is_given_up_is_cancelled(rollouts, world):
-    rollouts.admit(0, "g0", 0.0)
-    world.taken(p.StartTrajectory)
-    rollouts.handle(failed("g0.0", certain=True))
-    assert world.taken(p.CancelTrajectory) == [(HOST, p.CancelTrajectory("g0.1"))]
-    assert rollouts.groups.running == SIZE and not rollouts.runs("g0.1")
 
 
 def test_a_group_that_its_last_trajectorys_end_has_dropped_does_not_finish(rollouts, world):
@@ -179,19 +153,6 @@ def test_after_the_last_step_nothing_runs_and_nothing_is_admitted(rollouts, worl
     assert rollouts.progress == (1, 1) and list(rollouts.finished) == ["e5-0"]
 
 
-def test_the_spare_trajectories_of_a_complete_group_are_cancelled_and_counted(rollouts, world):
-    rollouts.admit(0, "g0", 0.5)
-    assert [m.id for _, m in world.taken(p.StartTrajectory)] == ["g0.0", "g0.1", "g0.2"]
-    world.request("g0.0.t0")
-    world.progress([4, 5], turn="g0.0.t0")
-    rollouts.handle(arrived("g0.2"))
-    rollouts.handle(arrived("g0.1"))
-    assert world.taken(p.CancelTrajectory) == [(HOST, p.CancelTrajectory("g0.0"))]
-    assert rollouts.counts.tokens_dropped == 2
-    assert [t.id for t in rollouts.take(["g0"])[0]] == ["g0.1", "g0.2"]
-    assert rollouts.groups.running == 0 and len(world.hub.ledger) == 0
-
-
 def test_what_forks_off_a_trajectory_is_started_on_the_same_host(world, make_config):
     sizes = "rollout.group_size=8 trainer.batch_size=8 rollout.environment_hosts=3"
     config = make_config(sizes, "rollout/branch=tree rollout.branch.at=[1,2]")
@@ -209,9 +170,8 @@ def test_a_part_hears_of_each_group_that_is_complete_or_dropped(world, rollouts)
     world.hub.listener = SimpleNamespace(observe=events.append, group_ended=ended.append)
     for index in range(3):
         rollouts.admit(index, f"g{index}", 0.0)
-    for index in range(SIZE):
-        world.request(f"g0.{index}.t0")
-        world.finish([4], turn=f"g0.{index}.t0")
+    world.request()
+    world.finish([4])
     rollouts.handle(arrived("g0.0"))
     assert ended == [] and ev.TurnEnded in map(type, events)
     rollouts.handle(arrived("g0.1"))

@@ -161,7 +161,9 @@ def test_the_engine_starts_in_its_first_turn_and_new_weights_come_before_the_kv_
         assert (woken.moved_gib, woken.free_gib) == (7.0, 14.0)
         assert (await world.told(p.VersionLoaded)).version == 5
 
-    assert play(scene) == ["start", "up", "sleep", "weights", "load 5", "kv_cache"]
+    expected = ["start", "up", "sleep", "weights", "load 5", "kv_cache"]
+    assert play(scene, "cluster=gpus", "cluster.gpus=1") == expected
+    assert FakeEngine.last.args == {"enable_sleep_mode": True}
 
 
 def test_an_engine_that_dies_asleep_is_restarted_in_its_next_turn_and_not_before(play):
@@ -212,7 +214,6 @@ def test_told_to_sleep_while_it_starts_again_it_answers_when_it_has_been_put_to_
 
 HYBRID = ("rollout.hybrid=1", "scheduler/provisioning=all_idle")
 ON_GPUS = (*HYBRID, "cluster=gpus", "cluster.gpus=2", "trainer.ranks=1")
-COLOCATED = ("cluster=gpus", "cluster.gpus=1")
 
 
 def test_a_hybrid_engine_on_cpus_starts_beside_the_trainer_and_never_holds_its_turn_up(play):
@@ -232,18 +233,6 @@ def test_a_hybrid_engine_on_cpus_starts_beside_the_trainer_and_never_holds_its_t
     assert play(scene, *HYBRID) == ["start", "up", "start", "up", "load 5", "sleep"]
 
 
-@pytest.mark.parametrize("sides", [ON_GPUS, COLOCATED], ids=["hybrid", "colocated"])
-def test_an_engine_on_a_shared_gpu_is_started_in_its_turn_with_sleep_mode(play, sides):
-    async def scene(world):
-        await settle()
-        assert FakeEngine.log == [], "the trainer has the device first"
-        world.tell(p.Wake)
-        await world.told(p.WorkerReady)
-        assert FakeEngine.last.args == {"enable_sleep_mode": True}
-
-    play(scene, *sides)
-
-
 def test_a_hybrid_engine_on_gpus_that_is_being_started_gives_way_to_the_trainer(play):
     async def scene(world):
         FakeEngine.starting = asyncio.Event()
@@ -256,6 +245,7 @@ def test_a_hybrid_engine_on_gpus_that_is_being_started_gives_way_to_the_trainer(
         FakeEngine.starting.set()
         world.tell(p.Wake)
         assert (await world.told(p.WorkerReady)).incarnation == 1
+        assert FakeEngine.last.args == {"enable_sleep_mode": True}
 
     assert play(scene, *ON_GPUS) == ["start", "start", "up"]
 

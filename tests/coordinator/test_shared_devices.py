@@ -53,21 +53,6 @@ def test_a_run_changes_turns_twice_a_step_and_trains_as_without(seed, config, tm
     assert rows[-1]["trainer_sleep_free_gib"] == 20.0 and rows[-1]["rollout_wake_gib"] == 3.0
 
 
-def test_an_engine_that_dies_asleep_gets_the_newest_weights_in_its_next_turn(config, tmp_path):
-    def die(coordinator):
-        peer = coordinator.mailbox
-        rank = next(rank for rank, r in peer.role.items() if r.role is p.Role.ROLLOUT)
-        asleep = peer.training and coordinator.progress.step == 1
-        if asleep and peer.incarnation[rank] == 1 and rank not in peer.dead:
-            peer.dies(rank)
-        return False
-
-    coordinator, peer = peers.run(config(), tmp_path, stop_when=die)
-    assert sorted(peer.incarnation.values()) == [1, 2] and coordinator.hub.workers.restarts == 1
-    assert set(peer.version.values()) == {STEPS} and len(peer.trained) == STEPS
-    assert peer.turns_asleep == 0
-
-
 def test_stopped_in_the_engines_turn_the_trainer_takes_its_own_and_saves(config, tmp_path):
     def rolling_out(coordinator):
         return coordinator.progress.step == 3 and coordinator.hub.workers["rollout-0"].tokens > 0

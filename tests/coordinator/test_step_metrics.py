@@ -54,29 +54,27 @@ def test_means_and_counts_are_over_every_trajectory_of_every_group():
     first = [trajectory("g0.0", 1.0, 8), trajectory("g0.1", 0.0, 4, invalid_calls=2)]
     second = [trajectory("g1.0", 0.0, 12, truncated=True), trajectory("g1.1", 0.0, 8)]
     found = row([first, second])
-    assert found["success"] == 0.25 and found["reward_mean"] == 0.25
-    assert found["response_tokens_mean"] == 8 and found["response_tokens_max"] == 12
-    assert found["invalid_calls"] == 2 and found["truncated"] == 1
-    assert (found["failed_trajectories"], found["groups_dropped"], found["migrations"]) == (1, 3, 2)
-    assert (found["engine_restarts"], found["returned_turns"]) == (1, 1)
-    assert (found["hosts_lost"], found["trajectories_restarted"]) == (2, 9)
-    assert found["loss"] == 0.25 and found["kind"] == "step"
+    means = {"success": 0.25, "reward_mean": 0.25, "response_tokens_mean": 8, "loss": 0.25}
+    counts = {"response_tokens_max": 12, "invalid_calls": 2, "truncated": 1, "groups_dropped": 3}
+    counts |= {"failed_trajectories": 1, "migrations": 2, "engine_restarts": 1, "hosts_lost": 2}
+    assert found.items() >= (means | counts | {"returned_turns": 1, "kind": "step"}).items()
 
 
-def test_every_response_is_in_one_bar_of_the_histogram():
+def test_every_response_is_in_one_bar_of_the_histogram_and_no_engine_made_them():
     lengths = [1, 8, 9, 11, 30, 200]
-    bars = row([[trajectory(f"g0.{i}", 0.0, n) for i, n in enumerate(lengths)]])["response_hist"]
+    found = row([[trajectory(f"g0.{i}", 0.0, n) for i, n in enumerate(lengths)]])
+    bars = found["response_hist"]
     assert sum(count for _, count in bars) == len(lengths)
     assert bars[0] == [8, 2] and bars[-1][0] >= 200 > bars[-2][0]
+    # A run from saved trajectories has no engines.
+    assert found["tokens_per_s"] == 0 and found["engine_utilisation"] == 0.0
 
 
-@pytest.mark.parametrize(
-    "made_by, mean, most", [((3, 3), 0.0, 0), ((1, 1), 2.0, 2), ((3, 1), 1.0, 2)]
-)
-def test_staleness_counts_versions_between_sampling_and_training(made_by, mean, most):
-    found = row([[trajectory(f"g0.{i}", version=by) for i, by in enumerate(made_by)]])
-    assert found["staleness_mean"] == mean and found["staleness_max"] == most
-    assert found["group_staleness_max"] == 2 and found["tokens_dropped"] == 50
+def test_staleness_counts_versions_between_sampling_and_training():
+    for made_by, mean, most in (((3, 3), 0.0, 0), ((1, 1), 2.0, 2), ((3, 1), 1.0, 2)):
+        found = row([[trajectory(f"g0.{i}", version=by) for i, by in enumerate(made_by)]])
+        assert found["staleness_mean"] == mean and found["staleness_max"] == most
+        assert found["group_staleness_max"] == 2 and found["tokens_dropped"] == 50
 
 
 def test_where_rollouts_go_on_in_training_the_rate_is_of_all_that_time():
@@ -92,24 +90,15 @@ def test_where_rollouts_go_on_in_training_the_rate_is_of_all_that_time():
     assert found["engine_utilisation"] == pytest.approx(1.0)
 
 
-def test_a_run_from_saved_trajectories_has_no_engines():
-    found = row([[trajectory("g0.0")]])
-    assert found["tokens_per_s"] == 0 and found["engine_utilisation"] == 0.0
-
-
 def test_rewards_and_turns_are_counted_by_value_and_tasks_by_name():
     named = [trajectory(f"g0.{i}", i % 2, 8, task="row 1", domain="sums") for i in range(3)]
     found = row([[*named, trajectory("g0.3", 0.5, 8, task="row 2", domain="sums")]])
     assert found["reward_values"] == [[0.0, 2], [0.5, 1], [1.0, 1]]
     assert found["turn_values"] == [[2.0, 4]]
+    many = step_metrics.value_counts([*range(1000), 1e15])
+    assert len(many) <= step_metrics.MOST_VALUES and (many[0][1], many[-1][1]) == (1000, 1)
     assert found["task_successes"] == {"sums: row 1": [1, 3], "sums: row 2": [1, 1]}
     assert "task_successes" not in row([[trajectory("g0.0")]])
-
-
-def test_of_many_values_the_parts_of_their_range_are_counted():
-    found = step_metrics.value_counts([*range(1000), 1e15])
-    assert sum(count for _, count in found) == 1001 and len(found) <= step_metrics.MOST_VALUES
-    assert found[0][1] == 1000 and found[-1][1] == 1
 
 
 def test_an_evaluation_counts_its_successes_also_of_each_task(make_config):
@@ -161,15 +150,13 @@ def test_each_member_is_evaluated_on_the_held_out_tasks_that_are_its_own():
 def test_engines_steps_are_counted_from_heartbeats_over_restarts():
     decoding = Decoding()
 
-    def load(incarnation, *counts):
-        """Counts of tokens, steps, drafted and accepted tokens."""
-        tokens, *others = counts
-        decoding.count(p.WorkerLoad("a", incarnation, 1, 0, 0.0, tokens, 0, 0, *others))
+    def load(incarnation, tokens, steps, drafted, accepted):
+        counts = (tokens, 0, 0, steps, drafted, accepted)
+        decoding.count(p.WorkerLoad("a", incarnation, 1, 0, 0.0, *counts))
 
     load(1, 100, 50, 0, 0)
     assert decoding.row() == {"tokens_per_engine_step": 2.0}
     decoding.begin_step()
-    load(1, 160, 70, 40, 20)
-    load(2, 20, 20, 10, 0)
+    load(1, 160, 70, 40, 20), load(2, 20, 20, 10, 0)
     expected = {"tokens_per_engine_step": 2.0, "drafted_tokens": 50, "accepted_tokens": 20}
     assert decoding.row() == expected

@@ -31,28 +31,34 @@ def test_the_step_that_is_trained_ends_and_is_saved(config, tmp_path, capsys):
     assert list(peer.trained) == [5, 6]
 
 
+def silent(monkeypatch, kind, of):
+    """No peer answers messages of this kind about the step in which the stop comes."""
+    answer = getattr(peers.Peers, kind)
+
+    def until_then(mailbox, rank, message):
+        if of(message) <= TRAINED:
+            answer(mailbox, rank, message)
+
+    monkeypatch.setattr(peers.Peers, kind, until_then)
+
+
 @pytest.fixture
 def endless(monkeypatch):
     """The step in which the stop comes never ends."""
-
-    def trained(mailbox, rank, message):
-        if message.step <= TRAINED:
-            part(mailbox, rank, message)
-
-    part = peers.Peers._TrainPart
-    monkeypatch.setattr(peers.Peers, "_TrainPart", trained)
+    silent(monkeypatch, "_TrainPart", lambda message: message.step)
 
 
-def test_a_step_that_would_outlast_the_stop_is_left(config, tmp_path, capsys, monkeypatch, endless):
-    monkeypatch.setattr(StepEnd, "left_s", lambda end: 1e4)
+LONG = (StepEnd, "left_s", lambda end: 1e4), "step 4 is trained for some 10000 s more"
+SLOW = (resume, "step_end_s", lambda *args: 0.2), "step 4 is waited for, 0 s at most"
+
+
+@pytest.mark.parametrize("change, said", [LONG, SLOW])
+def test_a_step_that_would_outlast_the_stop_or_does_is_left(
+    change, said, config, tmp_path, capsys, monkeypatch, endless
+):
+    monkeypatch.setattr(*change)
     assert peers.stopped(config, tmp_path, training) is None
-    assert "step 4 is trained for some 10000 s more" in capsys.readouterr().out
-
-
-def test_a_slow_step_is_waited_for_in_time(config, tmp_path, capsys, monkeypatch, endless):
-    monkeypatch.setattr(resume, "step_end_s", lambda *args: 0.2)
-    assert peers.stopped(config, tmp_path, training) is None
-    assert "step 4 is waited for, 0 s at most" in capsys.readouterr().out
+    assert said in capsys.readouterr().out
 
 
 def test_the_longest_of_the_last_steps_tells_how_long_one_takes(monkeypatch):
@@ -131,16 +137,11 @@ def test_no_step_begins_after_the_one_that_is_waited_for(make_config, tmp_path, 
 def test_engines_that_no_longer_answer_keep_no_step_unsaved(config, tmp_path, monkeypatch, when):
     """Slurm's SIGTERM ends them too."""
 
-    def loads(mailbox, rank, message):
-        if message.version <= TRAINED:
-            load(mailbox, rank, message)
-
     def comes(coordinator):
         synced = coordinator.hub.weights.version > TRAINED
         return training(coordinator) and (synced or when == "trained")
 
-    load = peers.Peers._LoadVersion
-    monkeypatch.setattr(peers.Peers, "_LoadVersion", loads)
+    silent(monkeypatch, "_LoadVersion", lambda message: message.version)
     assert checkpoint.step_of(peers.stopped(config, tmp_path, comes)) == TRAINED + 1
 
 

@@ -2,68 +2,37 @@
 
 import time
 
+import pytest
+
 from rose import protocol as p
 from rose.scheduler import events as ev
 from tests import made
 from tests.coordinator.conftest import HOST, World, tokens
 
 
-def test_a_lost_workers_turns_continue_elsewhere_from_the_tokens_received(world):
+def test_a_lost_workers_turn_goes_on_elsewhere_which_is_a_migration_and_a_fault(world):
     world.request()
     world.progress([4, 5])
     world.ready("rollout-1")
-    world.taken(p.GenerateTurn)
     world.down("rollout-0")
-    [(rank, again)] = world.taken(p.GenerateTurn)
-    assert rank == 11 and again.attempt == 2 and tokens(again) == [1, 2, 3, 4, 5]
-    assert again.sampling.max_new_tokens == 8
     world.finish([6], attempt=2, rank=11)
     [(host, result)] = world.taken(p.TurnResult)
     assert host == HOST and tokens(result) == [4, 5, 6] and result.migrations == 1
     assert world.hub.workers.restarts == 1 and world.faults[0][0] == "engine died"
 
 
-def test_a_turn_that_is_slow_on_a_borrowed_engine_goes_on_elsewhere(tmp_path, monkeypatch):
-    clock = [1000.0]
-    monkeypatch.setattr("rose.coordinator.turns.time.time", lambda: clock[0])
-    world = World(tmp_path, "rose")
-    world.hub.weights.publish(0, "v0/manifest.json")
-    world.ready("rollout-0", sequences=1)
-    world.ready("borrowed-1", sequences=1)
-    for i in range(3):  # both make 10 tokens in a second
-        world.request(f"x{i}.0.t0"), world.request(f"x{i}.1.t0")
-        turns = {state.worker: turn for turn, state in world.scheduler.cluster.turns.items()}
-        for worker, rank, seconds in (("borrowed-1", 100, 1.0), ("rollout-0", 10, 0.0)):
-            clock[0] += seconds
-            world.finish(list(range(10)), turn=turns[worker], rank=rank)
-    world.taken(p.TurnResult)
-    world.request("g0.0.t0", new=40), world.request("g0.1.t0", new=40)
-    [slow] = world.scheduler.cluster.workers["borrowed-1"].turns
-    [fast] = world.scheduler.cluster.workers["rollout-0"].turns
-    clock[0] += 10.0
-    world.progress([7, 8, 9, 10, 11], turn=slow, rank=100)
-    world.taken(p.GenerateTurn)
-    world.finish([4], turn=fast, rank=10)
-    assert world.taken(p.AbortTurn) == [(100, p.AbortTurn(slow, 1))]
-    [(rank, again)] = world.taken(p.GenerateTurn)
-    assert (rank, again.turn, again.attempt) == (10, slow, 2)
-    assert tokens(again) == [1, 2, 3, 7, 8, 9, 10, 11]
-    world.progress([12], turn=slow, rank=100)  # a late word of the attempt that was cut off
-    world.finish([12, 13], attempt=2, turn=slow, rank=10)
-    [result] = [m for _, m in world.taken(p.TurnResult) if m.turn == slow]
-    assert tokens(result) == [7, 8, 9, 10, 11, 12, 13] and world.faults == []
-    world.journal.close()
-
-
-def test_a_turn_whose_tokens_are_all_here_is_closed_when_its_worker_dies_before_saying_so(world):
+@pytest.mark.parametrize("ends", ["dies", "gives back"])
+def test_a_turn_whose_tokens_are_all_here_is_closed_however_its_worker_ends_it(ends, world):
     world.request(new=2)
-    world.progress([4, 5])
     world.ready("rollout-1")
-    world.taken(p.GenerateTurn)
-    world.down("rollout-0")
+    world.progress([4])
+    if ends == "dies":
+        world.progress([5]), world.down("rollout-0")
+    else:
+        world.give_back([5])
     [(_, result)] = world.taken(p.TurnResult)
     assert tokens(result) == [4, 5] and result.finish is p.FinishReason.LENGTH
-    assert world.taken(p.GenerateTurn) == []
+    assert len(world.taken(p.GenerateTurn)) == 1 and world.hub.counts.returned == 0
 
 
 def test_words_of_an_incarnation_that_is_gone_are_ignored(world):
@@ -77,17 +46,9 @@ def test_words_of_an_incarnation_that_is_gone_are_ignored(world):
     assert world.hub.workers["rollout-0"].running == 0
     world.down("rollout-0", incarnation=1)
     assert world.hub.workers["rollout-0"].alive
-    world.hub.handle(10, p.VersionLoaded("rollout-0", 2, 0, 0.1, 0.1, 10))
+    world.hub.handle(10, p.VersionLoaded("rollout-0", 2, 0, 0.1, 0.2, 10))
     assert world.hub.weights.stale_workers() == []
-
-
-def test_a_worker_gets_no_turn_before_it_holds_the_newest_version(world):
-    world.hub.weights.publish(1, "v1/manifest.json")
-    world.request()
-    assert world.taken(p.GenerateTurn) == []
-    world.hub.handle(10, p.VersionLoaded("rollout-0", 1, 1, 0.1, 0.2, 10))
-    assert [rank for rank, _ in world.taken(p.GenerateTurn)] == [10]
-    assert world.hub.weights.sync_bytes == 10 and world.hub.weights.sync_pause_s == 0.2
+    assert (world.hub.weights.sync_bytes, world.hub.weights.sync_pause_s) == (10, 0.2)
 
 
 def test_turns_that_run_when_their_agent_has_ended_are_aborted(world):
@@ -98,33 +59,16 @@ def test_turns_that_run_when_their_agent_has_ended_are_aborted(world):
     assert len(world.hub.ledger) == 0 and world.scheduler.cluster.turns == {}
 
 
-def test_a_turn_that_an_engine_gives_back_goes_on_elsewhere_with_its_tokens_counted_once(world):
+def test_a_turn_that_an_engine_gives_back_counts_as_returned_once_and_as_a_migration(world):
     world.request()
-    world.progress([4, 5])
     world.ready("rollout-1")
-    world.taken(p.GenerateTurn)
     world.give_back([6])
     world.give_back([6])
-    world.progress([9])
-    [(rank, again)] = world.taken(p.GenerateTurn)
-    assert rank == 11 and again.attempt == 2 and tokens(again) == [1, 2, 3, 4, 5, 6]
-    assert again.sampling.max_new_tokens == 7
     world.finish([7], attempt=2, rank=11)
     [(_, result)] = world.taken(p.TurnResult)
-    assert tokens(result) == [4, 5, 6, 7] and result.migrations == 1
+    assert tokens(result) == [6, 7] and result.migrations == 1
     assert (world.hub.counts.returned, world.hub.ledger.migrations, world.faults) == (1, 1, [])
-    engine = world.hub.workers["rollout-0"]
-    assert (engine.tokens, engine.open_turns) == (3, 0)
     world.hub.begin_step()
-    assert world.hub.counts.returned == 0
-
-
-def test_a_turn_that_is_given_back_with_its_last_token_is_complete(world):
-    world.request(new=2)
-    world.progress([4])
-    world.give_back([5])
-    [(_, result)] = world.taken(p.TurnResult)
-    assert tokens(result) == [4, 5] and result.finish is p.FinishReason.LENGTH
     assert world.hub.counts.returned == 0
 
 
@@ -142,13 +86,8 @@ def test_what_a_worker_can_take_is_heard_of_its_present_incarnation_only(world):
     assert world.taken(p.GenerateTurn) == []
 
 
-def chunked(world, tokens):
-    """Every attempt makes at most so many tokens."""
-    world.scheduler._queue._chunk = lambda turn, worker: tokens
-
-
 def test_a_chunk_that_is_made_goes_on_where_it_was_and_a_stop_ends_the_turn(world):
-    chunked(world, 2)
+    world.scheduler._queue._chunk = lambda turn, worker: 2  # tokens of an attempt
     world.request()
     [(_, first)] = world.taken(p.GenerateTurn)
     assert first.sampling.max_new_tokens == 2
@@ -161,12 +100,8 @@ def test_a_chunk_that_is_made_goes_on_where_it_was_and_a_stop_ends_the_turn(worl
     assert tokens(result) == [4, 5, 6, 7]
     assert (result.migrations, world.hub.ledger.migrations, world.hub.counts.returned) == (0, 0, 0)
     assert world.hub.workers["rollout-0"].open_turns == 0
-
-
-def test_the_models_context_ends_a_turn_within_its_chunk(world):
-    chunked(world, 4)
-    world.request()
-    world.finish([4, 5], finish=p.FinishReason.LENGTH)
+    world.request("g0.1.t0")  # The model's context ends it within its chunk.
+    world.finish([4], turn="g0.1.t0", finish=p.FinishReason.LENGTH)
     [(_, result)] = world.taken(p.TurnResult)
     assert result.finish is p.FinishReason.LENGTH
 
@@ -232,23 +167,16 @@ def test_a_turn_that_is_cancelled_before_its_assignment_is_carried_out_is_not_se
     what it causes is heard after the assignment, which is passed over."""
     world.request("g0.0.t0")
     world.request("g1.0.t0")
-    open_turns = sum(worker.open_turns for worker in world.hub.workers.values())
-    handle = world.scheduler.handle
-
-    def drops_and_assigns(event):
-        said = handle(event)
-        if isinstance(event, ev.Tick):
-            said = [ev.DropGroup("g0"), ev.AssignTurn("g0.0.t0", "rollout-0", 2), *said]
-        return said
-
-    world.scheduler.handle = drops_and_assigns
+    handle, engine = world.scheduler.handle, world.hub.workers["rollout-0"]
+    both = [ev.DropGroup("g0"), ev.AssignTurn("g0.0.t0", "rollout-0", 2)]
+    world.scheduler.handle = lambda e: [*(both if isinstance(e, ev.Tick) else ()), *handle(e)]
     world.hub._on_action = lambda action: world.hub.cancel("g0.0")
     world.taken(p.GenerateTurn)
+    assert engine.open_turns == 2
     world.hub.feed(ev.Tick(at=time.time()))
     assert [m.turn for _, m in world.taken(p.AbortTurn)] == ["g0.0.t0"]
-    assert world.taken(p.GenerateTurn) == []
-    left = sum(worker.open_turns for worker in world.hub.workers.values())
-    assert (open_turns, left) == (2, 1) and list(world.scheduler.cluster.turns) == ["g1.0.t0"]
+    assert world.taken(p.GenerateTurn) == [] and engine.open_turns == 1
+    assert list(world.scheduler.cluster.turns) == ["g1.0.t0"]
 
 
 def test_what_a_worker_that_is_not_known_could_not_load_ends_nothing(world):

@@ -38,15 +38,6 @@ def test_a_turn_is_found_once_by_its_trajectory_context_and_sampling(tmp_path):
     assert (log.resumed_turns, log.resumed_tokens) == (1, 2)
 
 
-def test_a_turns_experts_are_kept_for_who_knows_as_many_before(tmp_path):
-    asked = msgspec.structs.replace(request(), routed=2)
-    answer = result(experts=b"abcd", routed=2)
-    written(tmp_path, (asked, answer))
-    log = opened(tmp_path)
-    assert log.find(request(), 0) is None
-    assert log.find(asked, 0) == answer
-
-
 def test_the_same_context_asked_twice_has_two_answers_in_their_order(tmp_path):
     written(tmp_path, (request(), result()), (request("g0.0.t1"), result(tokens=(9,))))
     log = opened(tmp_path)
@@ -79,42 +70,33 @@ def test_turns_of_lost_weights_and_of_weights_too_old_are_not_used(tmp_path):
     assert later.find(asked[4], 6) is None
 
 
-def test_a_token_that_is_too_old_makes_its_turn_too_old(tmp_path):
+def test_a_turn_of_a_token_that_is_too_old_or_of_experts_that_are_not_known_is_not_used(tmp_path):
     mixed = msgspec.structs.replace(result(tokens=(7, 8)), versions=p.pack_tokens([3, 5]))
     written(tmp_path, (request(), mixed), version=5, step=5, behind=2)
     assert opened(tmp_path, 5, 1).find(request(), 5) is None
     assert opened(tmp_path, 5, 2).find(request(), 5) is not None
+    asked, answer = msgspec.structs.replace(request(), routed=2), result(experts=b"ab", routed=2)
+    written(tmp_path / "moe", (asked, answer))
+    log = opened(tmp_path / "moe")
+    assert log.find(request(), 0) is None and log.find(asked, 0) == answer
 
 
-def test_files_go_with_the_checkpoints_that_make_them_useless(tmp_path):
-    log = opened(tmp_path, 0, 1)
+def test_what_a_checkpoint_makes_useless_goes_files_and_snapshots_also_of_other_tries(tmp_path):
+    """An earlier attempt had replaced a member, and a group; this one needed neither. g0.0 was
+    dropped before its snapshot was written."""
+    log = opened(tmp_path / "turns", 0, 1)
     for version in range(4):
         log.add(request(), result(version=version), version)
+    log.forget("g0.0")
+    for name in ("g0.0", "g0.1", "g1.0", "g1.0r1", "g1r2.3", "g11.0", "g4.0r1", "e1-g1.0"):
+        (tmp_path / "snapshots" / name).mkdir(parents=True)
+    log.trained(3, ["g1.0", "g1.1"])
+    log.trained(4, ["g4.0"])
     log.checkpoint_saved(3)
     log.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["v000002.turns", "v000003.turns"]
-
-
-def test_snapshots_written_after_their_trajectory_was_dropped_go_with_a_checkpoint(tmp_path):
-    log = opened(tmp_path / "turns", 0, 1)
-    late, runs = (tmp_path / "snapshots" / name for name in ("g0.0", "g0.1"))
-    log.forget(late.name)
-    late.mkdir(parents=True)
-    runs.mkdir()
-    log.checkpoint_saved(1)
-    assert not late.exists() and runs.exists()
-
-
-def test_snapshots_of_other_tries_of_a_prompt_go_once_it_is_trained(tmp_path):
-    """An earlier attempt had replaced a member, and a group; this one needed neither."""
-    log = opened(tmp_path / "turns", 0, 1)
-    for name in ("g1.0", "g1.0r1", "g1r2.3", "g11.0", "g2.0r1", "e1-g1.0"):
-        (tmp_path / "snapshots" / name).mkdir(parents=True)
-    log.trained(1, ["g1.0", "g1.1"])
-    log.trained(2, ["g2.0"])
-    log.checkpoint_saved(1)
-    left = {path.name for path in (tmp_path / "snapshots").iterdir()}
-    assert left == {"g11.0", "g2.0r1", "e1-g1.0"}
+    turns, left = ({path.name for path in (tmp_path / f).iterdir()} for f in ("turns", "snapshots"))
+    assert turns == {"v000002.turns", "v000003.turns"}
+    assert left == {"g0.1", "g11.0", "g4.0r1", "e1-g1.0"}
 
 
 def test_a_torn_or_damaged_end_is_cut_off_and_the_file_grows_on(tmp_path):
@@ -142,17 +124,8 @@ def test_null_records_nothing_and_forgets_what_was_recorded_before(tmp_path):
     assert opened(tmp_path).find(request(), 0) is None
 
 
-def attempt(folder):
-    """An attempt of the run in `folder`, with one ready worker."""
-    world = World(folder)
-    world.ready("rollout-0")
-    world.hub.weights.publish(0, "store")
-    world.sent.clear()
-    return world
-
-
-def test_a_resumed_run_answers_at_once_and_goes_on_within_a_turn(tmp_path):
-    first = attempt(tmp_path)
+def test_a_resumed_run_answers_at_once_and_goes_on_within_a_turn(world, tmp_path):
+    first = world
     for turn in ("g0.0.t0", "g0.1.t0", "g0.2.t0"):
         first.request(turn, new=4, seed=None)
     first.request("g0.3.t0", new=4, seed=5)
@@ -163,12 +136,14 @@ def test_a_resumed_run_answers_at_once_and_goes_on_within_a_turn(tmp_path):
     first.progress([31], turn="g0.3.t0")
     first.hub.record_open_turns()
 
-    again = attempt(tmp_path)
+    again = World(tmp_path)
+    again.ready("rollout-0")
+    again.hub.weights.publish(0, "store")
+    again.sent.clear()
     again.request("g0.0.t0", new=4, seed=None)
     [(rank, answer)] = again.sent
     assert (rank, answer.finish, tokens_of(answer)) == (HOST, p.FinishReason.STOP, [11, 12, 13])
     assert len(again.hub.ledger) == 0
-
     again.request("g0.1.t0", new=4, seed=None)
     [(_, work)] = again.taken(p.GenerateTurn)
     assert tokens_of(work) == [1, 2, 3, 21] and work.sampling.max_new_tokens == 3

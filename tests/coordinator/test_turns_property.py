@@ -64,7 +64,7 @@ class Engines:
             assert worker in self.up and m.turn not in self.held, "a turn is with one worker"
             made = len(m.tokens) // 4 - len(PROMPT)
             assert p.unpack_tokens(m.tokens).tolist() == PROMPT + self.tokens(m.turn, 0, made)
-            assert m.sampling.max_new_tokens == NEW - made
+            assert m.sampling.max_new_tokens == NEW - made > 0, "a complete turn is closed"
             self.held[m.turn] = Attempt(worker, m.attempt, made)
         for _, m in self.world.taken(p.TurnResult):
             assert m.turn not in self.results and m.turn not in self.cancelled

@@ -9,6 +9,7 @@ from rose.coordinator.journal import Entry
 from rose.scheduler import events as ev
 from rose.scheduler.actions import ActionQueue
 from rose.scheduler.groups import group_index
+from tests.scheduler.said import asked, joined, lends
 
 MEMBERS = 2  # trajectories of a group
 GROUPS = 2  # groups of a step
@@ -182,9 +183,7 @@ class Driver:
         kind, hardware = KINDS.get(name, ("serverless", "H20"))
         self.at_worker(name, "lose")
         self.workers[name] = Worker(kind, version, self.s.joins_resting(kind))
-        sizes = {"max_sequences": 3, "kv_tokens": WHOLE_KV}
-        more = {"version": version, "hardware": hardware} | sizes
-        self.feed(ev.WorkerJoined, worker=name, kind=kind, **more)
+        self.queue.feed(joined(name, 3, WHOLE_KV, kind, self.at, version, hardware=hardware))
 
     def at_worker(self, name, what, kv=WHOLE_KV, sequences=3):
         worker = self.workers.get(name)
@@ -209,8 +208,7 @@ class Driver:
                 self.feed(ev.WorkerLoaded, worker=name, version=worker.version)
             case "capacity":
                 worker.kv, worker.sequences, worker.awaits_capacity_report = kv, sequences, False
-                room = {"kv_tokens": kv, "max_sequences": sequences, "expected_s": -1.0}
-                self.feed(ev.WorkerCapacity, worker=name, revoked=kv < WHOLE_KV, **room)
+                self.queue.feed(lends(name, kv, sequences, self.at, -1.0, kv < WHOLE_KV))
 
     def request(self, pick):
         if not self.asked:
@@ -218,17 +216,10 @@ class Driver:
         name = list(self.asked)[pick % len(self.asked)]
         context = self.asked.pop(name)
         turn = self.turns[name] = Turn(name.rpartition(".")[0], context, 1 + self.length(pick) % 80)
-        self.feed(
-            ev.TurnRequested,
-            turn=name,
-            trajectory=turn.trajectory,
-            group=turn.trajectory.partition(".")[0],
-            context_tokens=context,
-            max_new_tokens=turn.new,
-            domain=("maths", "web")[self.serial % 2],
-            outcome=("", "ok", "failed")[self.serial % 3],
-            held_out=self.held_out > 0 and pick % self.held_out == 0,
-        )
+        domain, outcome = ("maths", "web")[self.serial % 2], ("", "ok", "failed")[self.serial % 3]
+        more = {"domain": domain, "outcome": outcome}
+        more["held_out"] = self.held_out > 0 and pick % self.held_out == 0
+        self.queue.feed(asked(name, self.at, context, turn.new, **more))
 
     def held(self):
         return [turn for turn in self.turns.values() if turn.worker is not None]

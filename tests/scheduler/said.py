@@ -32,3 +32,8 @@ def asked(turn, at=0.0, context=10, new=10, **more):
     whose = {"trajectory": turn.rpartition(".")[0], "group": turn.partition(".")[0]}
     sizes = {"context_tokens": context, "max_new_tokens": new}
     return ev.TurnRequested(at=at, turn=turn, **whose, **sizes, **more)
+
+
+def placed(actions):
+    """turn -> worker of the turns that these actions assign."""
+    return {a.turn: a.worker for a in actions if isinstance(a, ev.AssignTurn)}

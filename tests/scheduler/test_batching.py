@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose.policies.registry import policies
-from rose.policies.verl import OneStepOff
 from rose.scheduler import events as ev
 from tests.scheduler.batches import Trainer
 from tests.scheduler.test_properties import scheduler
@@ -54,29 +53,6 @@ def test_prompts_and_staleness_are_accounted_for(name, data, seed, groups, refus
         assert groups < 5 or trainer.early, "no step knew of any group before its batch was there"
 
 
-@pytest.mark.parametrize(
-    "name, args, words",
-    [
-        ("synchronous", (0.5,), "max_admitted=0.5"),
-        ("dapo", (0.9, 2.0), "oversample=0.9"),
-        ("dapo", (3.0, 2.0), "max_admitted=2"),
-        ("tail_batching", (0.0, 0.0, 2.0), "speculation=0"),
-        ("tail_batching", (1.0, -0.5, 2.0), "spare=-0.5"),
-        ("bounded_staleness", (-1, 1.0, 2.0), "eta=-1"),
-        ("bounded_staleness", (1, 0.0, 2.0), "running=0"),
-        ("trajectory_async", (0, 1, 2.0), "alpha=0.*synchronous"),
-        ("trajectory_async", (1, -1, 2.0), "retries=-1"),
-        ("carry_over", (1, 2.0, 8.0), "staleness=1, carry=2"),
-        ("carry_over", (0, 0.5, 8.0), "staleness=0, carry=0.5"),
-        ("carry_over", (-1, 0.0, 8.0), "staleness=-1"),
-        ("carry_over", (1, 1.0, 0.5), "max_admitted=0.5"),
-    ],
-)
-def test_bounds_that_make_no_sense_are_refused(name, args, words):
-    with pytest.raises(ValueError, match=words):
-        policies("batching")[name](*args)
-
-
 def train(name: str, finishes: list[tuple[str, bool]], stream: bool = True) -> list:
     """Return the actions about training if groups finish in this order; three make a batch."""
     names = {"provisioning": "fixed", "routing": "least_loaded", "order": "fifo"}
@@ -102,12 +78,3 @@ def test_an_asynchronous_step_streams_groups_that_no_older_group_can_displace():
     answers = train("bounded_staleness", finishes)
     assert answers[:2] == [ev.TrainGroup(1, "g1"), ev.TrainGroup(1, "g3")]
     assert answers[2:] == [ev.StartTraining(1, ["g1", "g2", "g3"])]
-
-
-def test_one_step_off_streams_groups_that_finished_while_the_trainer_was_busy():
-    trainer = Trainer(lambda: OneStepOff(3.0), 3)
-    trainer.begin()
-    trainer.finish("g0", "g1", "g2", "g4")
-    assert trainer.policy.certain() == [], "the trainer still has the last batch"
-    trainer.next_step()
-    assert trainer.policy.certain() == ["g4"]

@@ -29,9 +29,6 @@ def bounded(groups, eta, running=9.0, max_admitted=3.0):
     return begun(BoundedStaleness, eta, running, groups=groups, max_admitted=max_admitted)
 
 
-# --------------------------------------------------------------------------- bounded_staleness
-
-
 @pytest.mark.parametrize("eta", [0, 2])
 def test_the_admission_rule_is_the_papers(eta):
     """Assert floor((N_r - 1) / B) <= i + eta at any moment."""
@@ -86,9 +83,6 @@ def test_refused_groups_are_used_when_too_many_were_refused():
     assert trainer.trained == [(0, ["g2", "g3"])]
 
 
-# --------------------------------------------------------------------------- trajectory_async
-
-
 def test_as_many_groups_run_as_a_batch_has_until_the_buffer_is_full():
     trainer = begun(TrajectoryAsync, 1, 1, groups=2, max_admitted=3.0)
     assert trainer.running == ["g0", "g1"]
@@ -112,9 +106,6 @@ def test_groups_that_are_too_old_are_aborted_and_start_again_as_often_as_allowed
         trainer.end_step()
     assert list(dict.fromkeys(names)) == ["g0", "g0r1"] and trainer.fate[0] == "dropped"
     assert max(trainer.staleness()) <= 1
-
-
-# --------------------------------------------------------------------------- carry_over
 
 
 def test_the_tail_of_a_step_is_trained_in_the_next_one():

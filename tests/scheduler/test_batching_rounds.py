@@ -24,22 +24,15 @@ def trained(actions):
     return [a.groups for a in actions if isinstance(a, ev.StartTraining)]
 
 
-# --------------------------------------------------------------------------- dapo
-
-
-def test_dapo_takes_the_groups_that_finish_first_and_drops_the_others():
+def test_dapo_takes_the_groups_that_finish_first_replaces_refused_ones_and_drops_the_others():
     policy = Dapo(oversample=1.5, max_admitted=3.0)
     assert admitted(policy.begin(1, 4)) == ["g0", "g1", "g2", "g3", "g4", "g5"]
+    assert admitted(policy.finished("g0", False)) == ["g6"], "six stay accepted or running"
     for group in ("g5", "g1", "g3"):
         assert policy.finished(group, True) == []
     actions = policy.finished("g4", True)
-    assert dropped(actions) == ["g0", "g2"] and trained(actions) == [["g1", "g3", "g4", "g5"]]
-
-
-def test_dapo_replaces_a_refused_group_at_once():
-    policy = Dapo(oversample=1.5, max_admitted=3.0)
-    policy.begin(1, 4)
-    assert admitted(policy.finished("g0", False)) == ["g6"], "six stay accepted or running"
+    assert dropped(actions) == ["g2", "g6", "g0"]
+    assert trained(actions) == [["g1", "g3", "g4", "g5"]]
 
 
 def test_dapo_fills_the_batch_with_refused_groups_at_its_limit_of_samples():
@@ -49,9 +42,6 @@ def test_dapo_fills_the_batch_with_refused_groups_at_its_limit_of_samples():
         actions = policy.finished(group, False)
     assert admitted(actions) == []
     assert trained(policy.finished("g3", True)) == [["g0", "g3"]]
-
-
-# --------------------------------------------------------------------------- tail_batching
 
 
 def tail_batching():
@@ -103,9 +93,6 @@ def test_tail_batching_trains_every_prompt_however_slow(seed):
     waiting = len(trainer.policy.snapshot()["again"])
     assert waiting < 8 + 2, "at most a batch, and the prompts of the last round"
     assert sum(fate != "trained" for fate in trainer.fate.values()) == waiting
-
-
-# --------------------------------------------------------------------------- one_step_off
 
 
 def test_the_next_batch_is_admitted_when_this_one_trains_and_none_before_it_is_complete():

@@ -5,7 +5,7 @@ import pytest
 from rose.parts.rivals import thunder
 from rose.policies.registry import policies
 from rose.scheduler import events as ev
-from tests.scheduler.said import asked, joined, lends
+from tests.scheduler.said import asked, joined, lends, placed
 from tests.scheduler.test_scheduler import end, make
 
 ARGS = {
@@ -29,10 +29,6 @@ def scheduler(*workers, sequences=2, kv=10_000, **kwargs):
 
 def ask(s, turn, new=10):
     return s.handle(asked(turn, new=new, held_out=turn.startswith("e")))
-
-
-def placed(actions):
-    return {a.turn: a.worker for a in actions if isinstance(a, ev.AssignTurn)}
 
 
 def test_evaluation_turns_prefer_a_borrowed_worker_with_room_to_a_dedicated_one():
@@ -85,16 +81,6 @@ def test_evaluation_turns_of_a_draining_worker_are_not_preempted():
     s.handle(ev.WorkerDraining(at=0.0, worker="d0"))
     expected = [ev.AbortTurn("e0-1.0.t0", "d1", 1, "training"), ev.AssignTurn("g0.0.t0", "d1", 1)]
     assert ask(s, "g0.0.t0") == expected
-
-
-def test_a_training_turn_that_the_policy_lets_wait_preempts_only_once():
-    s = scheduler("d0")
-    s._queue._choose = lambda turn, fleet, _: fleet.least(turn) if turn.held_out else None
-    ask(s, "e0-0.0.t0"), ask(s, "e0-1.0.t0")
-    first = ask(s, "g0.0.t0")
-    assert [type(action) for action in first] == [ev.AbortTurn, ev.AssignTurn]
-    assert placed(first) == {"e0-1.0.t0": "d0"}
-    assert s.handle(ev.Tick(at=1.0)) == [] and ask(s, "g1.0.t0") == []
 
 
 @pytest.mark.parametrize("routing", policies("routing"))

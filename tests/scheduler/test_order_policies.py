@@ -61,9 +61,6 @@ class Rollout:
         return self.started[before:]
 
 
-# --------------------------------------------------------------------------- all policies
-
-
 @pytest.mark.parametrize("name", ORDERS)
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10**6))
@@ -87,9 +84,6 @@ def test_every_turn_starts_once_if_others_end_are_cancelled_or_lose_their_worker
             outcome, context = random.choice(["", "ok", "failed"]), random.randint(10, 9000)
             rollout.request(asked[-1], outcome=outcome, context=context)
     assert sorted(rollout.started) == sorted(asked)
-
-
-# --------------------------------------------------------------------------- longest_first
 
 
 def test_one_probe_of_each_group_goes_before_all_others():
@@ -135,9 +129,6 @@ def test_another_trajectory_becomes_the_probe_when_the_first_is_cancelled():
     assert rollout.queue() == ["g0.1.0", "g0.2.0", "g1.1.0"]
 
 
-# --------------------------------------------------------------------------- mlfq
-
-
 def learn(rollout, outcome, lengths):
     """Finish trajectories whose tool returned `outcome` after 10 tokens, and that then generated
     the given tokens."""
@@ -177,23 +168,6 @@ def test_without_evidence_a_trajectory_above_its_levels_limit_sinks():
     rollout.end("g0.0.0", 150), rollout.end("g1.0.0", 50)
     rollout.request("g8.0.0", "g9.0.0", "g0.0.1", "g1.0.1")
     assert rollout.queue() == ["g1.0.1", "g0.0.1"]
-
-
-@pytest.mark.parametrize(
-    "args, message",
-    [
-        (dict(limits=[], first="short", patience=1), r"limits=\[\]"),
-        (dict(limits=[5, 5], first="short", patience=1), r"limits=\[5, 5\].*ascending"),
-        (dict(limits=[5], first="middle", patience=1), "first='middle'"),
-        (dict(limits=[5], first="short", patience=-1), "patience=-1"),
-    ],
-)
-def test_levels_that_make_no_sense_are_refused(args, message):
-    with pytest.raises(ValueError, match=message):
-        Mlfq(**args)
-
-
-# --------------------------------------------------------------------------- the tree of outcomes
 
 
 def test_a_node_has_the_mean_and_the_90th_percentile_of_the_tokens_left():

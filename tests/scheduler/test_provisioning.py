@@ -5,12 +5,11 @@ import pytest
 from rose.config import ConfigError
 from rose.scheduler import events as ev
 from tests.scheduler.said import asked, built
-
-TIMES = {"patience_s": 5.0, "idle_s": 100.0, "cool_down_s": 10.0, "back_off_s": 60.0}
+from tests.scheduler.test_refusals import ON_DEMAND
 
 
 def make(**args):
-    return built(provisioning=("on_demand", {"min": 0, "max": 2} | TIMES | args))
+    return built(provisioning=("on_demand", ON_DEMAND | args))
 
 
 def tick(s, *seconds):
@@ -23,12 +22,8 @@ def wait(s, at=0.0):
     s.handle(asked("g.0.t0", at, 1, 1))
 
 
-def queued(s, name, at):
-    s.handle(ev.CapacityQueued(at=at, request=name))
-
-
-def granted(s, name, at):
-    s.handle(ev.CapacityGranted(at=at, request=name))
+def say(s, event, name, at, **more):
+    s.handle(event(at=at, request=name, **more))
 
 
 def test_it_requests_when_turns_have_waited_and_again_after_the_cool_down_up_to_max():
@@ -53,8 +48,8 @@ def test_the_minimum_is_requested_at_once_and_again_when_it_ends():
     s = make(min=2)
     expected = [(0, ev.RequestCapacity("lend-1")), (1, ev.RequestCapacity("lend-2"))]
     assert tick(s, 0, 1, 2) == expected
-    granted(s, "lend-1", 2.0)
-    s.handle(ev.CapacityEnded(at=3.0, request="lend-1"))
+    say(s, ev.CapacityGranted, "lend-1", 2.0)
+    say(s, ev.CapacityEnded, "lend-1", 3.0)
     assert tick(s, 3) == [(3, ev.RequestCapacity("lend-3"))]
 
 
@@ -62,7 +57,7 @@ def test_idle_capacity_is_released_the_last_first_and_never_the_minimum():
     s = make(min=1)
     wait(s)
     assert len(tick(s, 0, 10)) == 2
-    granted(s, "lend-1", 11.0)
+    say(s, ev.CapacityGranted, "lend-1", 11.0)
     s.handle(ev.TurnEnded(at=20.0, turn="g.0.t0"))
     assert tick(s, *range(20, 400)) == [(120, ev.ReleaseCapacity("lend-2"))]
 
@@ -75,29 +70,20 @@ def test_each_refusal_in_a_row_doubles_the_pause_until_a_job_has_run():
         for _, action in tick(s, at):
             asked.append(at)
             if len(asked) == 4:
-                granted(s, action.request, at)
-                s.handle(ev.CapacityEnded(at=at, request=action.request))
+                say(s, ev.CapacityGranted, action.request, at)
+                say(s, ev.CapacityEnded, action.request, at)
             else:
-                queued(s, action.request, at)  # queued, but never started
-                s.handle(ev.CapacityRefused(at=at, request=action.request, reason="pending"))
+                say(s, ev.CapacityQueued, action.request, at)  # but never started
+                say(s, ev.CapacityRefused, action.request, at, reason="pending")
     pauses = [b - a for a, b in zip(asked, asked[1:], strict=False)]
     assert pauses[:5] == [60, 120, 240, 10, 60]
 
 
 def test_jobs_of_an_earlier_attempt_count_and_keep_their_names():
     s = make(max=2)
-    queued(s, "lend-1", 0.0)
+    say(s, ev.CapacityQueued, "lend-1", 0.0)
     wait(s)
     assert tick(s, 0, 5, 30, 60) == [(5, ev.RequestCapacity("lend-2"))]
-
-
-@pytest.mark.parametrize(
-    "args",
-    [{"min": 3}, {"max": 0}, {"min": -1}, {"patience_s": -1.0}, {"back_off_s": float("nan")}],
-)
-def test_numbers_that_make_no_policy_are_refused(args):
-    with pytest.raises(ConfigError, match="scheduler.provisioning.args"):
-        make(**args)
 
 
 def test_it_needs_slurm_and_ranks_that_may_join(make_config):

@@ -79,27 +79,6 @@ def test_turns_that_run_when_the_batch_is_complete_go_on_elsewhere(batching, con
     assert coordinator.scheduler.cluster.turns == {} and len(coordinator.hub.ledger) == 0
 
 
-def test_the_tail_of_a_step_moves_before_its_batch_is_complete(config, tmp_path):
-    made = config("scheduler.provisioning.args.hybrid_tail=100")
-    _, peer = peers.run(made, tmp_path)
-    whole(peer)
-    entries = peers.entries(tmp_path)
-    rests = [e.event for e in entries if any(isinstance(a, ev.RestWorker) for a in e.actions)]
-    assert len(rests) == STEPS and all(isinstance(event, ev.TrajectoryEnded) for event in rests)
-
-
-def test_rlboost_lets_hybrid_engines_roll_out_too(config, tmp_path):
-    made = config(*DEVICES["gpus"], provisioning=("scheduler/provisioning=rlboost",))
-    _, peer = peers.run(made, tmp_path)
-    assert len(peer.trained) == STEPS
-    whole(peer)
-    shares = [row["hybrid_token_share"] for row in peers.rows(tmp_path)]
-    assert any(share > 0 for share in shares[1:]), "they wake after a step, too"
-    actions = [a for entry in peers.entries(tmp_path) for a in entry.actions]
-    about = [type(a) for a in actions if getattr(a, "worker", "") == "rollout-1"]
-    assert about.index(ev.UseWorker) < about.index(ev.AssignTurn), "it rests until it is used"
-
-
 def test_an_engine_that_died_asleep_is_not_started_for_a_policy_that_leaves_it_alone(
     config, tmp_path
 ):
@@ -170,45 +149,34 @@ class SlowStarts(peers.Peers):
     died = False
 
     def __init__(self, *args):
-        self.attempts = []  # the step done before each
-        self.starting = set()
+        self.attempts, self.starting = [], set()  # the step done before each; ranks
         super().__init__(*args)
 
     def starts(self, rank):
         if not self.died:
-            super().starts(rank)
-            return
+            return super().starts(rank)
         self.starting.add(rank)
         self.attempts.append(self.step)
 
     def _Sleep(self, rank, m):
-        if rank in self.starting:
-            self.starting.remove(rank)
-            self.dead.add(rank)
+        self.dead |= {rank} & self.starting
+        self.starting.discard(rank)
         super()._Sleep(rank, m)
 
 
-class EvenStarts(HybridStarts):
-    """Every rollout takes a minute, and is a turn of the engines, however busy the machine."""
-
-    def wake_ordered(self, ranks, since):
-        super().wake_ordered(ranks, 0.0)
-
-    def update(self, at):
-        super().update(30.0)
-
-    def sleep_ordered(self, at):
-        super().sleep_ordered(60.0)
-
-    def rolled_out(self, seconds):
-        super().rolled_out(60.0)
+def at_second(method, seconds):
+    """The method with another time, its last argument."""
+    return lambda starts, *others: method(starts, *others[:-1], seconds)
 
 
 def test_a_start_that_outlasts_a_rollout_is_said_and_not_begun_at_every_step(
     config, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(peers, "Peers", SlowStarts)
-    monkeypatch.setattr(hybrid_devices, "HybridStarts", EvenStarts)
+    # Every rollout takes a minute, and is a turn of the engines, however busy the machine.
+    fixed = {"wake_ordered": 0.0, "update": 30.0, "sleep_ordered": 60.0, "rolled_out": 60.0}
+    for name, seconds in fixed.items():
+        monkeypatch.setattr(HybridStarts, name, at_second(getattr(HybridStarts, name), seconds))
     made = config(*DEVICES["gpus"])
     _, peer = peers.run(made, tmp_path, stop_when=dies_in_the_first_training)
     assert peer.attempts == [1] and len(peer.trained) == STEPS
@@ -275,43 +243,32 @@ def test_a_turn_that_was_ended_early_once_bars_no_start_and_a_habit_does():
     assert len(made.faults) == RECENT
 
 
-def test_a_start_that_its_own_death_began_in_its_turn_is_timed_from_there():
-    made = Starts()
-    made.starts.wake_ordered([7], 10.0)
-    made.up = set()
-    made.starts.update(40.0)
-    made.starts.sleep_ordered(55.0)
-    made.up = {7}
-    made.starts.update(56.0)  # seconds; the start succeeded just before the cancellation
-    made.starts.devices_released(), made.starts.rolled_out(50.0)
-    assert made.faults == []
-    made.starts.wake_ordered([7], 100.0)
-    made.up = set()
-    made.starts.update(145.0)  # late in its turn, which says little of what a start takes
-    made.starts.sleep_ordered(150.0), made.starts.devices_released(), made.starts.rolled_out(50.0)
-    assert "cancelled after 5.0 s" in made.faults[0] and "more than 16.0 s" in made.faults[0]
-    assert made.starts.any_worth and made.rollout(50.0) and "50.0 s" in made.faults[1]
-    assert not made.rollout(50.0)
+def of_ranks(made, up, send, fault=pytest.fail):
+    """The devices of trainer ranks from 2 on, and of the engines behind them."""
+    trainers, engines = made.trainer.ranks, made.rollout.workers + made.rollout.hybrid
+    ranks = {p.Role.TRAINER: {i: 2 + i for i in range(trainers)}}
+    ranks[p.Role.ROLLOUT] = {i: 2 + trainers + i for i in range(engines)}
+    hub = SimpleNamespace(workers=SimpleNamespace(hybrids_up=up))
+    return HybridDevices(made, ranks, send, NullRecorder(), hub, fault)
+
+
+def answer(turns, rank, order):
+    awake = isinstance(order, p.Wake)
+    turns.received(p.DeviceChanged(rank, order.turn, awake, 0.1, 1.0, 2.0, 3.0))
 
 
 async def test_beside_an_engine_that_works_one_that_has_no_time_to_start_gets_no_turn(
     config, monkeypatch
 ):
-    sent, now = [], [0.0]
+    sent, now, up, faults, woken = [], [0.0], {5, 6}, [], []
     monkeypatch.setattr(hybrid_devices, "time", SimpleNamespace(time=lambda: now[0]))
     made = config("cluster=gpus", "cluster.gpus=3", "trainer.ranks=2", "rollout.hybrid=2")
-    ranks = {p.Role.TRAINER: {0: 2, 1: 3}, p.Role.ROLLOUT: {0: 4, 1: 5, 2: 6}}
-    up, faults = {5, 6}, []
 
     def send(rank, order):
         sent.append((rank, type(order)))
-        awake = isinstance(order, p.Wake)
-        turns.received(p.DeviceChanged(rank, order.turn, awake, 0.1, 1.0, 2.0, 3.0))
+        answer(turns, rank, order)
 
-    hub = SimpleNamespace(workers=SimpleNamespace(hybrids_up=lambda: up))
-    said = (send, NullRecorder(), hub, lambda *fault: faults.append(fault))
-    turns = HybridDevices(made, ranks, *said)
-    woken = []
+    turns = of_ranks(made, lambda: up, send, lambda *fault: faults.append(fault))
     for _ in range(4):
         sent.clear()
         await turns.to(p.Role.ROLLOUT)
@@ -329,14 +286,6 @@ async def test_beside_an_engine_that_works_one_that_has_no_time_to_start_gets_no
     up = {5, 6}  # whoever is up has its turn
     await turns.to(p.Role.ROLLOUT)
     assert [rank for rank, order in sent if order is p.Wake][-2:] == [5, 6]
-
-
-def test_stopped_in_the_engines_turn_the_trainer_takes_its_devices_and_saves(config, tmp_path):
-    made = config(*DEVICES["gpus"], "trainer.checkpoint_every=100")
-    saved = peers.stopped(made, tmp_path, rolling_out)
-    assert checkpoint.step_of(saved) == 3
-    _, peer = peers.run(made, tmp_path, attempt=2, resume_from=saved)
-    assert list(peer.trained) == [4]
 
 
 @pytest.mark.parametrize("devices", DEVICES)
@@ -359,28 +308,22 @@ def test_a_stop_saves_the_step_whatever_a_hybrid_engine_does(
 
 
 async def test_a_batch_that_is_complete_while_engines_wake_breaks_that_off(config):
-    sent = []
-    ranks = {p.Role.TRAINER: {0: 2}, p.Role.ROLLOUT: {0: 3, 1: 4}}
-    made = config(*DEVICES["gpus"])
+    sent, made = [], config(*DEVICES["gpus"])
     [hybrid] = hybrid_ranks(made).values()
-    hub = SimpleNamespace(workers=SimpleNamespace(hybrids_up=lambda: {hybrid}))
-    said = (lambda *order: sent.append(order), NullRecorder(), hub, pytest.fail)
-    turns = HybridDevices(made, ranks, *said)
+    turns = of_ranks(made, lambda: {hybrid}, lambda *order: sent.append(order))
 
-    async def answer():
+    async def answers():
         for _ in range(5):
             await asyncio.sleep(0)
-        rank, order = sent[-1]
-        awake = isinstance(order, p.Wake)
-        turns.received(p.DeviceChanged(rank, order.turn, awake, 0.1, 1.0, 2.0, 3.0))
+        answer(turns, *sent[-1])
 
     turns.begin(p.Role.ROLLOUT)
-    await answer()  # the trainer sleeps; the engine wakes, and takes its time
+    await answers()  # the trainer sleeps; the engine wakes, and takes its time
     await asyncio.sleep(0)
     turning = asyncio.create_task(turns.to(p.Role.TRAINER))
-    await answer()
+    await answers()
     turns.begin(p.Role.ROLLOUT)  # an engine has joined: not now
-    await answer()
+    await answers()
     await turning
     await turns.before_save()
     turns.begin(p.Role.ROLLOUT)  # nor where the trainer is to save

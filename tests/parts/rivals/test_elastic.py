@@ -2,12 +2,12 @@
 
 import pytest
 
-from rose.config import ConfigError
 from rose.scheduler import events as ev
 from tests.parts.rivals import test_rival_provisioning as rivals
 from tests.scheduler.said import asked, joined
+from tests.scheduler.test_refusals import ELASTIC
 
-ARGS = {**rivals.ROSE | {"n_serving": 0}, **{"hybrid_wait_s": 10.0, "gain": 0.05, "switch_s": 1.0}}
+ARGS = ELASTIC | {"n_serving": 0, "switch_s": 1.0}
 # (degree, step_s, sequence_s): with one sequence a wide engine is faster than a narrow one, with
 # eight it is slower.
 NARROW, WIDE = (1, 0.006, 0.0), (4, 0.002, 0.002)
@@ -39,18 +39,13 @@ def awake(s):
     return "".join(sorted(n for n, w in s.cluster.workers.items() if not w.resting))
 
 
-def test_of_engines_that_share_gpus_only_those_that_joined_first_are_awake():
-    s = make()
-    assert awake(s) == "n0n1n2n3"
-    s.handle(ev.Tick(at=2.0))
-    assert awake(s) == "n0n1n2n3", "there are no turns"
-
-
 def test_the_tail_moves_to_the_wide_engine_and_a_full_step_back_to_the_narrow_ones():
     s = make()
-    ask(s, 8)
-    s.handle(ev.Tick(at=2.0))
-    assert awake(s) == "n0n1n2n3"
+    assert awake(s) == "n0n1n2n3", "those that joined first"
+    for count in (0, 8):
+        ask(s, count)
+        s.handle(ev.Tick(at=2.0))
+        assert awake(s) == "n0n1n2n3"
     for i in range(7):
         s.handle(ev.TurnEnded(at=3.0, turn=f"g.{i}.t0", tokens=10))
     actions = s.handle(ev.Tick(at=4.0))
@@ -114,8 +109,3 @@ def test_engines_that_overlap_in_part_are_never_awake_at_once():
         up = [w.shape for w in s.cluster.workers.values() if not w.resting]
         gpus = [gpu for shape in up for gpu in range(shape.first, shape.first + shape.degree)]
         assert len(gpus) == len(set(gpus))
-
-
-def test_negative_arguments_are_refused():
-    with pytest.raises(ConfigError, match="switch_s=-1"):
-        make(switch_s=-1.0)

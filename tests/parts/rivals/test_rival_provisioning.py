@@ -5,13 +5,11 @@ from random import Random
 
 import pytest
 
-from rose.config import ConfigError
 from rose.parts.rivals.libra import Measured, makespan
 from rose.policies.ours import CALM
 from rose.scheduler import events as ev
 from tests.scheduler.said import asked, built, joined, lends
-
-ROSE = {"n_serving": 2, "recent_s": 10.0, "hysteresis": 0.1, "activation_s": 5.0, "idle_s": 30.0}
+from tests.scheduler.test_refusals import ROSE
 
 
 def make(provisioning, **args):
@@ -60,9 +58,6 @@ def used(s, kind="cooperative"):
     return [n for n, w in sorted(s.cluster.workers.items()) if w.kind == kind and not w.resting]
 
 
-# ----------------------------------------------------------------- ROSE
-
-
 def rose(kv=(900, 500, 700, 800), **args):
     s = make("rose", **ROSE | args)
     join(s, "d", "dedicated")
@@ -72,16 +67,11 @@ def rose(kv=(900, 500, 700, 800), **args):
     return s
 
 
-def test_rose_uses_at_most_its_cap_and_those_with_the_least_kv_use_first():
+def test_rose_uses_at_most_its_cap_of_workers_ranked_by_recent_use_not_by_current_use():
     s = rose()
     assert used(s) == []
     begin(s, 0, 100.0)
-    assert used(s) == ["w", "z"]
-
-
-def test_rose_ranks_by_recent_use_not_by_current_use():
-    s = rose()
-    begin(s, 0, 100.0)
+    assert used(s) == ["w", "z"], "the least KV use first"
     lend(s, "x", 1000, at=199.0)  # idle for one second
     lend(s, "z", 690, at=150.0)  # busier than y, but by less than the hysteresis
     begin(s, 1, 200.0)
@@ -118,21 +108,6 @@ def test_rose_releases_idle_workers_in_the_tail_and_uses_them_again_in_the_next_
     assert len(used(s)) < 2 and all(s.cluster.workers[n].turns for n in used(s))
     finish(s, 0, 60.0), publish(s, 1, 65.0), begin(s, 1, 70.0)
     assert used(s) == ["w", "z"]
-
-
-@pytest.mark.parametrize("args", [{"n_serving": -1}, {"idle_s": -1.0}, {"recent_s": float("nan")}])
-def test_rose_refuses_numbers_that_make_no_policy(args):
-    with pytest.raises(ConfigError, match="scheduler.provisioning.args"):
-        make("rose", **ROSE | args)
-
-
-def test_static_uses_every_worker_from_the_start():
-    s = make("static")
-    join(s, "c", "cooperative")
-    assert used(s) == ["c"]
-
-
-# ----------------------------------------------------------------- RLBoost
 
 
 def rlboost(spot=1, **args):
@@ -172,11 +147,6 @@ def test_rlboost_uses_hybrid_workers_for_a_window_then_their_turns_move_to_spot_
     assert {a.turn for a in actions if isinstance(a, ev.AssignTurn)} == set(moved)
 
 
-def test_rlboost_does_not_end_the_window_without_spot_workers():
-    s = rlboost(spot=0)
-    assert step(s, 0, 0.0, 100, 20) is None
-
-
 def test_rlboost_balances_the_waits_by_a_third_of_their_difference():
     s = rlboost()
     assert step(s, 0, 0.0, 90, 30) == 30, "the trainer waits 60 s, the rollouts 30 s"
@@ -191,9 +161,6 @@ def test_rlboost_returns_to_the_best_window_for_this_number_of_spot_workers():
     assert step(s, 2, 240.0, 60, 30) == 47
     s.handle(ev.WorkerLost(at=330.0, worker="s1", reason="preempted"))
     assert step(s, 3, 330.0, 90, 30) == 30, "the best window with one spot worker"
-
-
-# ----------------------------------------------------------------- serverless
 
 
 def serverless(**args):
@@ -241,9 +208,6 @@ def test_refusals_of_requests_made_together_count_once_and_pauses_are_bounded(qu
     assert pauses == [0, 60, 120, 240, 300, 300, 300]
 
 
-# ----------------------------------------------------------------- Libra
-
-
 LIBRA = {"period_steps": 2, "gain": 0.05, "cost_s": 15.0, "training_workers": 0}
 
 
@@ -282,6 +246,8 @@ def libra_step(s, number, at, waves, wave_s, training_s, turns=8, tokens=100, pe
 @pytest.mark.parametrize(
     ("waves", "training_s", "wanted"),
     [
+        # One worker stays with the trainer, however long the rollouts are.
+        (40, 1.0, ["h0", "h1"]),
         # Rollout takes 60 s with 1 worker, training 10 s with 3: max(60 / 2, 30 / 2) is smallest
         # with one hybrid worker, the fewest of those that save most.
         (3, 10.0, ["h0"]),
@@ -293,9 +259,9 @@ def test_libra_moves_as_many_hybrid_workers_as_the_longer_side_needs(waves, trai
     s = libra()
     assert used(s, "hybrid") == []
     for number in range(2):
-        libra_step(s, number, number * 100.0, waves, 20.0, training_s)
+        libra_step(s, number, number * 1000.0, waves, 20.0, training_s, period=1000.0)
         assert used(s, "hybrid") == [], "nothing is planned before the period is over"
-    begin(s, 2, 200.0)
+    begin(s, 2, 2000.0)
     assert used(s, "hybrid") == wanted
 
 
@@ -309,14 +275,6 @@ def test_libra_moves_them_back_when_training_has_become_the_longer_side():
         assert used(s, "hybrid") == ["h0"]
     begin(s, 4, 400.0)
     assert used(s, "hybrid") == []
-
-
-def test_libra_never_leaves_the_trainer_without_a_gpu():
-    s = libra()
-    for number in range(2):
-        libra_step(s, number, number * 1000.0, 40, 20.0, 1.0, period=1000.0)
-    begin(s, 2, 2000.0)
-    assert used(s, "hybrid") == ["h0", "h1"]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -336,25 +294,27 @@ def cuts(lengths, most):
             yield [lengths[a:b] for a, b in itertools.pairwise((0, *at, len(lengths)))]
 
 
-# ----------------------------------------------------------------- all idle
-
-
 def all_idle(**args):
     s = make("all_idle", **ROSE | {"hybrid_wait_s": 10.0} | args)
     join(s, "d", "dedicated"), join(s, "h", "hybrid"), join(s, "c", "cooperative")
     return s
 
 
-def test_all_idle_uses_the_trainers_gpus_until_the_batch_is_complete():
+def test_all_idle_uses_the_trainers_gpus_also_of_one_that_joins_late_until_the_batch_is_complete():
     s = all_idle()
     assert used(s, "hybrid") == []
     begin(s, 0, 0.0), work(s, 8)
+    s.handle(ev.WorkerLost(at=1.0, worker="h", reason="killed"))
+    assert ev.UseWorker("h") in join(s, "h", "hybrid", at=2.0)
+    load(s, 0, 2.0), work(s, 8, prefix="g1")
     assert used(s, "hybrid") == ["h"] and used(s) == ["c"]
     moved = list(s.cluster.workers["h"].turns)
     assert moved
     actions = finish(s, 0, 50.0)
     assert used(s, "hybrid") == []
     assert {a.turn for a in actions if isinstance(a, ev.AbortTurn)} == set(moved)
+    join(s, "h", "hybrid", at=51.0)
+    assert used(s, "hybrid") == []
 
 
 def test_all_idle_leaves_its_gpus_to_a_trainer_that_hardly_waits():
@@ -457,14 +417,4 @@ def test_a_failed_trajectory_does_not_shorten_the_tail():
         s.handle(ev.TrajectoryEnded(at=12.0, trajectory=f"g1.{i}", failed=True))
     assert used(s, "hybrid") == ["h"], "three are left, and the dedicated worker gets two"
     end(s, "g1.3", 13.0)
-    assert used(s, "hybrid") == []
-
-
-def test_all_idle_uses_a_hybrid_worker_that_joins_while_the_trainer_waits():
-    s = all_idle()
-    begin(s, 0, 0.0), work(s, 2)
-    s.handle(ev.WorkerLost(at=1.0, worker="h", reason="killed"))
-    assert ev.UseWorker("h") in join(s, "h", "hybrid", at=2.0) and used(s, "hybrid") == ["h"]
-    finish(s, 0, 50.0)
-    join(s, "h", "hybrid", at=51.0)
     assert used(s, "hybrid") == []

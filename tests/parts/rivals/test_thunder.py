@@ -3,8 +3,8 @@
 import pytest
 
 from rose.scheduler import events as ev
-from tests.parts.rivals.test_rival_routing import end, join, lend, make, over, where
-from tests.scheduler.said import asked, built, lends
+from tests.parts.rivals.test_rival_routing import end, join, lend, make, over
+from tests.scheduler.said import asked, built, lends, placed
 
 BUFFER = 100  # KV tokens reserved for each active program
 
@@ -18,11 +18,11 @@ def thunder(*workers, kv=1000, **args):
 
 def request(s, turn, context, at=0.0, **kwargs):
     """Request a turn, and return its worker; "" if it waits."""
-    return where(s.handle(asked(turn, at, context, **kwargs))).get(turn, "")
+    return placed(s.handle(asked(turn, at, context, **kwargs))).get(turn, "")
 
 
 def tick(s, at):
-    return where(s.handle(ev.Tick(at=at)))
+    return placed(s.handle(ev.Tick(at=at)))
 
 
 def acts(s, trajectory, context, at=0.0):
@@ -32,18 +32,13 @@ def acts(s, trajectory, context, at=0.0):
     return worker
 
 
-def test_a_context_counts_while_tools_run_and_its_trajectory_returns_to_it():
+def test_a_context_counts_while_tools_run_and_its_trajectory_returns_to_it_and_frees_it_at_its_end():
     s = thunder("a")
     assert acts(s, "g0.0", 500) == "a"
     assert request(s, "g1.0.t0", 300 + 1) == "", "500 + 301 + 2 * BUFFER > 1,000"
     assert request(s, "g2.0.t0", 300) == "a"
     assert request(s, "g0.0.t1", 550) == "a"
-
-
-def test_an_ended_trajectory_frees_its_room():
-    s = thunder("a")
-    acts(s, "g0.0", 800)
-    assert request(s, "g1.0.t0", 600) == ""
+    end(s, "g0.0.t1")
     assert over(s, "g0.0", 1.0) == {"g1.0.t0": "a"}
 
 
@@ -51,6 +46,7 @@ def test_the_room_of_long_tools_decays_by_half_lives():
     s = thunder("a", half_life_s=10.0)
     acts(s, "g0.0", 800)
     assert request(s, "g1.0.t0", 400 + 1, at=1.0) == ""
+    assert request(s, "e0.0.t0", 150, held_out=True) == "a", "evaluations are no programs"
     assert tick(s, 5.0) == {}, "g0.0 still counts 566 tokens"
     assert tick(s, 9.9) == {} == tick(s, 10.0 - 1e-3), "contexts are counted every 5 s"
     assert tick(s, 10.1) == {"g1.0.t0": "a"}, "g0.0 counts 397 tokens"
@@ -91,22 +87,15 @@ def test_a_program_larger_than_any_worker_runs_alone():
     assert request(s, "g0.0.t1", 5010, at=7.0) == ""
 
 
-@pytest.mark.parametrize(
-    "event",
-    [ev.WorkerLost(at=1.0, worker="a", reason="gone"), ev.WorkerDraining(at=1.0, worker="a")],
-)
-def test_programs_of_a_lost_worker_return_elsewhere(event):
+LESS = lends("a", 400, at=1.0, revoked=True)  # than the program's turn needs
+LOST = ev.WorkerLost(at=1.0, worker="a", reason="gone")
+
+
+@pytest.mark.parametrize("event", [LOST, ev.WorkerDraining(at=1.0, worker="a"), LESS])
+def test_programs_of_a_lost_worker_or_one_that_lends_too_little_go_on_elsewhere(event):
     s = thunder("a")
     acts(s, "g0.0", 500)
     s.handle(event)
-    join(s, "b")
-    assert request(s, "g0.0.t1", 510, at=6.0) == "b"
-
-
-def test_a_program_leaves_a_worker_that_lends_less_than_its_turn_needs():
-    s = thunder("a")
-    acts(s, "g0.0", 500)
-    lend(s, "a", 400, revoked=True)
     assert request(s, "g0.0.t1", 510, at=1.0) == ""
     join(s, "b")
     assert s.cluster.turns["g0.0.t1"].worker == "b"
@@ -115,17 +104,11 @@ def test_a_program_leaves_a_worker_that_lends_less_than_its_turn_needs():
 def test_a_returned_turn_goes_elsewhere_with_its_program():
     s = thunder("a", "b")
     assert request(s, "g0.0.t0", 100) == "a"
-    given = where(s.handle(ev.TurnReturned(at=1.0, turn="g0.0.t0", attempt=1)))
+    given = placed(s.handle(ev.TurnReturned(at=1.0, turn="g0.0.t0", attempt=1)))
     assert given == {"g0.0.t0": "b"}
     lend(s, "a", 1000)
     end(s, "g0.0.t0")
     assert request(s, "g0.0.t1", 120) == "b"
-
-
-def test_evaluations_are_no_programs():
-    s = thunder("a")
-    acts(s, "g0.0", 800)
-    assert request(s, "e0.0.t0", 300, held_out=True) == "a"
 
 
 def test_shortest_first_restores_started_trajectories_first_smallest_first():
