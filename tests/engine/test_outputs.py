@@ -49,7 +49,7 @@ def test_joined_output_has_all_log_probabilities_and_experts():
     sent(kept, output("a", 1))
     row = np.zeros((1, 2, 2), np.uint8)
     sent(kept, output("a", 2, 3, routed_experts=np.repeat(row, 2, 0)))
-    (one,) = sent(kept, output("a", 4, 5, routed_experts=np.repeat(row + 1, 2, 0)))
+    [one] = sent(kept, output("a", 4, 5, routed_experts=np.repeat(row + 1, 2, 0)))
     assert one.new_token_ids == one.new_logprobs.logprob_token_ids[:, 0].tolist() == [2, 3, 4, 5]
     assert one.new_logprobs.logprobs[:, 0] == pytest.approx([-0.2, -0.3, -0.4, -0.5])
     assert one.new_logprobs.sampled_token_ranks.tolist() == [1, 2, 1, 2]
@@ -77,22 +77,17 @@ def test_request_of_one_output_and_interval_of_one_keep_nothing():
 
 
 def core(interval: int, extension: str = EXTENSION) -> SimpleNamespace:
-    config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(stream_interval=interval),
-        parallel_config=SimpleNamespace(worker_extension_cls=extension),
-    )
-    return SimpleNamespace(
-        vllm_config=config,
-        output_queue=queue.Queue(),
-        scheduler=SimpleNamespace(finish_requests=lambda *_: None),
-        _weight_version="old",
-    )
+    of_steps = SimpleNamespace(stream_interval=interval)
+    parallel = SimpleNamespace(worker_extension_cls=extension)
+    config = SimpleNamespace(scheduler_config=of_steps, parallel_config=parallel)
+    made = SimpleNamespace(vllm_config=config, output_queue=queue.Queue(), _weight_version="old")
+    made.scheduler = SimpleNamespace(finish_requests=lambda *_: None)
+    return made
 
 
 def test_another_server_in_this_environment_keeps_nothing():
     """Requests of another server may have unlike numbers of log-probabilities."""
-    assert kept_by(core(8)).interval == 8
-    assert kept_by(core(8, "")).interval == 1
+    assert (kept_by(core(8)).interval, kept_by(core(8, "")).interval) == (8, 1)
 
 
 def step(engine: SimpleNamespace, *made: EngineCoreOutput) -> list[EngineCoreOutput]:
@@ -129,9 +124,8 @@ def test_requests_that_the_engine_process_ends_get_their_tokens_first():
 
 
 def test_log_probabilities_read_at_once_are_those_read_one_by_one():
-    request = EngineCoreRequest(
-        "a", [1], None, SamplingParams(logprobs=0, flat_logprobs=True), None, 0.0, None, None, None
-    )
+    sampling = SamplingParams(logprobs=0, flat_logprobs=True)
+    request = EngineCoreRequest("a", [1], None, sampling, None, 0.0, None, None, None)
     at_once, one_by_one = (LogprobsProcessor.from_new_request(None, request) for _ in range(2))
     for tokens in ([7], [8, 9, 10]):
         at_once._update_sample_logprobs(lists(tokens))
