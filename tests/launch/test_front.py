@@ -130,13 +130,6 @@ def test_bad_configuration_is_one_message_and_code_2_and_nothing_is_written(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_tracker_that_is_not_installed_is_refused(launch, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)  # as find_spec sees a package that isn't there
-    code, out, err = launch("observe.wandb.project=lakes")
-    assert code == 2 and not out and not list(tmp_path.iterdir())
-    assert "observe.wandb.project='lakes': the package wandb is not installed" in err
-
-
 DOUBTS = """
 rollout.temperature=0.7 rollout.top_k=3 -> rollout.top_k=3: tokens that are left out
 cluster=slurm cluster/mpi=cray_mpich -> cluster.mpi.join=false (of cray_mpich): serving ranks can't
