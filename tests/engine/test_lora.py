@@ -89,9 +89,10 @@ def test_ranks_are_those_that_vllm_has():
 
 @pytest.mark.parametrize("architecture, lora", [("Qwen3", ALL), ("Qwen2", ALL), ("Llama", SOME)])
 def test_logprobs_are_those_of_peft(start, wait, folders, tmp_path, architecture, lora):
-    """Two tensor-parallel workers of the second take their parts."""
+    """Two tensor-parallel workers of the second take their parts, and both what they share."""
     folder = folders[architecture]
-    engine = start(architecture, lora=lora, tensor_parallel=1 + (architecture == "Qwen2"))
+    workers = 1 + (architecture == "Qwen2")
+    engine = start(architecture, lora=lora, tensor_parallel=workers)
     before = wait(engine.checksum())
     turns_of.agrees(model_of(folder), wait(turns(engine)), atol=1e-4)
     first, second = (policy_of(folder, lora, seed) for seed in (1, 2))
@@ -108,7 +109,7 @@ def test_logprobs_are_those_of_peft(start, wait, folders, tmp_path, architecture
     agrees(second, results)
     assert all(set(result["versions"]) == {1} for result in results)
     size = sum(p.numel() for _, p in second.named_weights())
-    assert loaded.changed == size, "a version is the adapter, and no value of the base"
+    assert size <= loaded.changed <= workers * size, "an adapter, and no value of the base"
     wait(engine.deactivate())
     wait(engine.activate())
     assert wait(engine.checksum()) == before
