@@ -112,6 +112,10 @@ def test_a_lock_that_its_holder_removed_meanwhile_is_none(tmp_path, monkeypatch)
     refused = pytest.raises(ConfigError, match="in use by another launch")
     with refused, local.locked(tmp_path / "run"):
         pass
+    monkeypatch.undo()
+    refused = pytest.raises(ConfigError, match=rf"another launch \(process {os.getpid()} on ")
+    with local.locked(tmp_path / "run"), refused, local.locked(tmp_path / "run"):
+        pass
 
 
 @pytest.mark.parametrize("key", ["store", "local"])

@@ -31,18 +31,21 @@ def test_each_component_asks_for_its_own_and_spaces_in_names_are_quoted(make_con
         "cluster.slurm.trainer.partition=big cluster.slurm.rollout.partition=small",
         "cluster.slurm.trainer.account=me cluster.slurm.trainer.time=2-00:00:00",
         "cluster.slurm.trainer.cpus_per_task=12 cluster.slurm.setup=[module load cuda]",
-        "cluster.slurm.trainer.sbatch=[--mail-user=a b]",
+        "cluster.slurm.trainer.sbatch=['--mail-user=a b','--gpus-per-node=a100:8']",
     )
-    text = sbatch.script(c, layout(c), Path("/runs/my runs/qwen7b"))
-    both = {*"account=me cpus-per-task=12 gpus-per-node=8 mem=0 time=2-00:00:00".split()}
-    both |= {"mail-user='a b'"}
+    text = sbatch.script(c, layout(c), Path("/runs/my 50%x/%j"))
+    both = {*"account=me cpus-per-task=12 mem=0 time=2-00:00:00".split()}
+    both |= {"mail-user='a b'", "gpus-per-node=a100:8"}
     first = "exclusive job-name=qwen7b nodes=2 ntasks-per-node=11 open-mode=append partition=big "
     first += "requeue signal=B:USR2@120"
-    log = "output='/runs/my runs/qwen7b/logs/slurm-%j.out'"
+    log = (
+        "output='/runs/my 50%%x/%%j/logs/slurm-%j.out'"  # no patterns of Slurm's, but for the last
+    )
     second = {"nodes=1", "ntasks-per-node=4", "partition=small"}
     assert asked(text) == [both | {*first.split(), log}, both | second]
     assert f"PYTHONPATH={REPOSITORY}${{PYTHONPATH:+:$PYTHONPATH}}\nmodule load cuda\n" in text
-    assert f"{sys.executable} -u -m rose.launch.batch '/runs/my runs/qwen7b/submitted')" in text
+    assert f"{sys.executable} -u -m rose.launch.batch '/runs/my 50%x/%j/submitted')" in text
+    assert "--gpus-per-node=a100:8" in sbatch.srun_argv(c, layout(c), Path("/run"), 1)
 
 
 def test_one_srun_over_both_components(make_config):
@@ -101,14 +104,6 @@ def test_an_engine_that_the_run_asks_for_starts_in_the_container_too(make_config
         )
 
 
-def test_a_job_that_computes_rewards_asks_for_cpus_only(make_config):
-    reward = ("reward=function", "reward.args.path=/mine.py:score", "reward.max_jobs=2")
-    c = make_config(*SEVEN_B, *reward, "cluster.slurm.borrowed.partition=spare")
-    text = sbatch.helper_script(c, "reward", 0, Path("/runs/run"), "reward-0-1")
-    assert "#SBATCH --cpus-per-task=4" in text and "#SBATCH --partition=spare" in text
-    assert "gpus" not in text and "#SBATCH --job-name=qwen7b-reward-0-1" in text
-
-
 # The snapshot's files are links to files elsewhere in models--a--b.
 SNAPSHOT = "/hub/models--a--b/snapshots/c0ffee"
 RELAY = "transfer.relay=http://node:7673 transfer.relay_token_file=/keys/token"
@@ -137,6 +132,15 @@ def test_a_path_that_the_runtime_would_take_for_two_is_refused(make_config):
         with refused([f"{name}: {given.partition('=')[2]} can't be mounted"]):
             plan.make(make_config(*ours, BOX % "apptainer"), None)
         plan.make(make_config(*ours), None)
+
+
+def test_a_job_that_computes_rewards_asks_for_cpus_only(make_config):
+    reward = "reward=function reward.args.path=/mine.py:score reward.max_jobs=2"
+    c = make_config(*SEVEN_B, reward, "cluster.slurm.borrowed.partition=spare")
+    [options] = asked(sbatch.helper_script(c, "reward", 0, Path("/runs/100%"), "reward-0-1"))
+    assert options >= {"cpus-per-task=4", "partition=spare", "job-name=qwen7b-reward-0-1"}
+    # A percent sign in a path is none of Slurm's patterns.
+    assert "output=/runs/100%%/logs/reward-0-1-%j.out" in options and "gpus" not in str(options)
 
 
 def test_a_run_without_engines_is_a_plain_job_on_gpus_too(make_config):
@@ -183,20 +187,6 @@ def test_memory_and_time_are_given_as_sbatch_reads_them(make_config, limit):
     c = make_config(*SEVEN_B, f"cluster.slurm.rollout.{limit}")
     _, engines = asked(sbatch.script(c, layout(c), Path("/runs/x")))
     assert limit.replace("'", "") in engines
-
-
-def test_gpus_may_be_asked_for_by_their_type(make_config):
-    c = make_config(*SEVEN_B, "cluster.slurm.trainer.sbatch=['--gpus-per-node=a100:8']")
-    assert asked(sbatch.script(c, layout(c), Path("/run")))[0] >= {"gpus-per-node=a100:8"}
-    assert "--gpus-per-node=a100:8" in sbatch.srun_argv(c, layout(c), Path("/run"), 1)
-
-
-def test_a_percent_sign_in_a_path_is_none_of_slurms_patterns(make_config):
-    c = make_config(*SEVEN_B)
-    text = sbatch.script(c, layout(c), Path("/runs 50%x/%j"))
-    assert "/runs 50%%x/%%j/logs/slurm-%j.out" in text
-    text = sbatch.helper_script(c, "borrowed", 1, Path("/runs/100%"), "lend")
-    assert "/runs/100%%/logs/lend-%j.out" in text
 
 
 MORE = "trainer.ranks=8 rollout.workers=3 rollout.tensor_parallel=2 cluster.gpus=16"

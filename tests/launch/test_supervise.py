@@ -179,13 +179,6 @@ def test_no_rank_outlives_a_launcher_that_is_killed(begin, run_dir):
     wait_until(lambda: not of_run(run_dir) - engines_of(run_dir))
 
 
-def test_two_launches_of_one_name_do_not_meet(begin, run_dir):
-    first = begin(up=True, TOY_SECONDS=LONG)
-    code, output = finish(begin())
-    assert code == 1 and f"in use by another launch (process {first.pid} on " in output
-    assert first.poll() is None, "the second launch ended the first"
-
-
 @pytest.mark.parametrize("deed", ["raise", "hang"])
 def test_a_full_disk_is_the_cause_and_no_lost_rank(begin, disk, tmp_path, make_config, deed):
     """With `raise` neither the rank nor its guard can say how it ended; with `hang` no rank even
