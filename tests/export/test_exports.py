@@ -53,23 +53,21 @@ async def test_a_step_is_written_and_the_newest_are_kept(run, exports):
 
 
 @pytest.mark.slow
-async def test_what_fails_is_told_and_the_run_goes_on(run, exports):
-    made = exports()
-    made.offer(9, str(run.store))  # which it has not
-    await made.finish()
-    ((what, detail),) = made.told
-    assert what == "export failed" and detail.startswith("step 9: step 9 can't be had; there are:")
-    assert left(run) == set()
-
-
-@pytest.mark.slow
-async def test_one_that_takes_too_long_is_ended(run, exports):
-    made = exports(step_timeout_s=0.05)
-    made.offer(3, str(run.store))
+@pytest.mark.parametrize(
+    "step, within_s, why",
+    [
+        (9, DEADLINE_S, "step 9 can't be had; there are:"),
+        (3, 0.05, "not written within 0.05 s (trainer.step_timeout_s)"),
+    ],
+)
+async def test_what_fails_or_takes_too_long_is_told_and_ended(run, exports, step, within_s, why):
+    made = exports(step_timeout_s=within_s)
+    made.offer(step, str(run.store))
     while made._tasks:
         await asyncio.sleep(0.01)
-    why = "step 3: not written within 0.05 s (trainer.step_timeout_s)"
-    assert made.told == [("export failed", why)] and children() == []
+    [(what, detail)] = made.told
+    assert what == "export failed" and detail.startswith(f"step {step}: {why}")
+    assert children() == [] and left(run) == set()
 
 
 async def test_the_end_of_a_run_waits_for_one_deadline(run, exports):

@@ -3,7 +3,7 @@
 import pytest
 from rich.console import Console
 
-from rose.config import ConfigError, cpus_of
+from rose.config import ConfigError
 from rose.launch import memory, model, plan
 from rose.launch.layout import hybrid_ranks, layout
 from rose.protocol import Role
@@ -314,12 +314,6 @@ def test_the_worst_moment_of_a_step_counts(qwen, overrides, worst):
     total = sum(gib for name, gib in items.items() if name != "runtime")
     most = max(memory.moments(planned.c, planned.shape).values())
     assert total == pytest.approx(most / GIB)
-
-
-def test_ranks_of_a_run_on_cpus_ask_for_few_of_them_on_slurm(make_config):
-    for more, cpus in (([], 2), (["cluster.slurm.rollout.cpus_per_task=6"], 6)):
-        c = make_config("cluster=slurm", *more)
-        assert [cpus_of(c.cluster, part, c.rollout) for part in ("trainer", "rollout")] == [2, cpus]
 
 
 def test_threads_that_a_rank_has_no_cpus_for_are_named(make_config):

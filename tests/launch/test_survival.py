@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 
 from rose import config as configuration
-from rose import files
 from rose.config import ConfigError
 from rose.launch import batch, commands, lent, local, slurm, supervise
 
@@ -95,7 +94,8 @@ def test_the_supervisor_gets_what_came_before_it_and_leaves_the_handlers(job, mo
 
 @contextlib.contextmanager
 def held(path):
-    """Another node's lock; its value releases it."""
+    """Another node's lock, or a dead client's lease, until which NFS and Lustre refuse alike; its
+    value releases it."""
     path.touch()
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -111,20 +111,6 @@ def test_an_attempt_waits_for_the_earlier_ones_lock(job, stand_in, monkeypatch, 
         assert job() == "finished"
     assert len(stand_in.called("srun")) == 1
     assert capsys.readouterr().out.count("waiting for its end") == 1
-
-
-def test_a_lease_of_a_dead_client_ends_the_wait_like_a_lock(job, stand_in, monkeypatch):
-    """NFS and Lustre refuse with "try again", whoever asks, until the lease has expired."""
-    until, real = time.monotonic() + 0.3, files.lock_now
-
-    def lease(file):
-        if time.monotonic() < until:
-            raise BlockingIOError
-        real(file)
-
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
-    monkeypatch.setattr(files, "lock_now", lease)
-    assert job() == "finished" and len(stand_in.called("srun")) == 1
 
 
 def test_a_lock_that_stays_requeues_a_restarted_attempt_and_fails_a_first_one(job, monkeypatch):
