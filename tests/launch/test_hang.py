@@ -88,3 +88,9 @@ def test_the_guard_ends_a_rank_that_stays_stopped_and_leaves_one_that_works_alon
         return
     assert code == -signal.SIGKILL and "had been stopped (SIGSTOP) for 0.05 s" in why
     assert "killed by SIGKILL: its" in trainer(2, None, exit_code=code, error=why).how_it_ended()
+
+
+def test_the_watchdog_has_half_of_a_steps_time_and_what_the_user_gives_stays(tmp_path):
+    ours = guard.watchdog(3600.0, tmp_path, {"TORCH_FR_BUFFER_SIZE": "9"})
+    assert ours["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "1800" and "TORCH_FR_BUFFER_SIZE" not in ours
+    assert ours["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/nccl-"
