@@ -78,19 +78,15 @@ def start_one(loop, folders, rollout, model_config):
     """start_one(architecture, **Engine.start's keywords) -> Engine, which the caller ends."""
     from rose.engine.vllm_engine import Engine
 
-    def start(
-        architecture: str,
-        engine_args: dict | None = None,
-        tensor_parallel: int = 1,
-        drawn: dict | None = None,
-        **kwargs,
-    ) -> Engine:
-        adapted = msgspec.structs.replace(
-            rollout, engine_args=engine_args or {}, tensor_parallel=tensor_parallel, **(drawn or {})
-        )
-        return loop.run_until_complete(
-            Engine.start(folders[architecture], adapted, model_config, **kwargs)
-        )
+    def start(architecture: str, engine_args=(), tensor_parallel=1, drawn=(), **kwargs) -> Engine:
+        given = {
+            "engine_args": dict(engine_args),
+            "tensor_parallel": tensor_parallel,
+            **dict(drawn),
+        }
+        adapted = msgspec.structs.replace(rollout, **given)
+        starting = Engine.start(folders[architecture], adapted, model_config, **kwargs)
+        return loop.run_until_complete(starting)
 
     return start
 

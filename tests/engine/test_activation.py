@@ -7,10 +7,13 @@ import pytest
 
 from rose import protocol
 from rose.engine.vllm_engine import EngineDied, EngineError
-from tests.engine.test_vllm_engine import (
+from tests.engine.turns import (
     DEADLINE_S,
+    LONG,
     PROMPTS,
     agrees,
+    dies,
+    generated,
     model_of,
     perturbed,
     publish,
@@ -51,11 +54,8 @@ def test_an_inactive_engine_is_small_and_an_activated_one_has_the_folders_weight
         wait(engine.deactivate())
         wait(engine.deactivate())
         assert not engine.active
-        for call in (
-            turn(engine, "late", PROMPTS[0]),
-            engine.load_version(1, "nowhere", settings()),
-            engine.checksum(),
-        ):
+        calls = (turn(engine, "late", PROMPTS[0]), engine.load_version(1, "nowhere", settings()))
+        for call in (*calls, engine.checksum()):
             with pytest.raises(EngineError, match="inactive"):
                 wait(call)
         if version is not None:  # before other work has let the heap grow
@@ -80,10 +80,8 @@ async def sleeps_mid_turn(engine, store: str, pid: int) -> tuple[dict, dict, int
     """(a turn during which the engine sleeps and gets version 1, one that is asked for meanwhile,
     resident bytes before and in its sleep)."""
     before = engine.stats().generated_tokens
-    long = protocol.Sampling(max_new_tokens=200, temperature=0.0)
-    running = asyncio.ensure_future(turn(engine, "t", PROMPTS[2], long))
-    while engine.stats().generated_tokens < before + 20:
-        await asyncio.sleep(0.005)
+    running = asyncio.ensure_future(turn(engine, "t", PROMPTS[2], LONG))
+    await generated(engine, before + 20)
     full = resident_bytes(pid)
     moved = await engine.sleep()
     small = resident_bytes(pid)
@@ -139,12 +137,10 @@ def test_a_prefix_cached_before_an_engine_was_inactive_never_matches(start, wait
 
 def test_turns_that_run_when_an_engine_is_deactivated_come_back_with_what_they_have(start, wait):
     engine = start("Qwen3", engine_args=scheduled_by("Holding"))
-    sampling = protocol.Sampling(max_new_tokens=200, temperature=0.0)  # no end of turn is drawn
 
     async def scenario() -> dict:
-        running = asyncio.ensure_future(turn(engine, "held", PROMPTS[0], sampling))
-        while engine.stats().generated_tokens < 10:
-            await asyncio.sleep(0.005)
+        running = asyncio.ensure_future(turn(engine, "held", PROMPTS[0], LONG))
+        await generated(engine, 10)
         await engine.deactivate()
         result = await running
         await engine.activate()
@@ -164,4 +160,4 @@ def test_an_engine_whose_folder_changed_meanwhile_does_not_serve(start, wait, fo
         (folders["moving"] / file.name).write_bytes(file.read_bytes())
     with pytest.raises(EngineDied, match="not what they were before"):
         wait(engine.activate())
-    wait(asyncio.wait_for(asyncio.shield(engine.died), DEADLINE_S))
+    dies(wait, engine)

@@ -1,6 +1,8 @@
 """Slices put together over all ranks are the Hugging Face tensors: checked with vLLM's own rules on
 CPU tensors."""
 
+import functools
+
 import msgspec
 import pytest
 import torch
@@ -18,10 +20,9 @@ def load(tp: int) -> tuple[dict, list[dict]]:
     """(tensors by their Hugging Face names, each rank's by vLLM's), in float64: in float32 sums of
     parts differ by more than a misplaced small value would."""
     generator = torch.Generator().manual_seed(0)
-    source = {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64)
-        for name, shape in shapes.tensors(SHAPE, bias=True).items()
-    }
+    every = shapes.tensors(SHAPE, bias=True)
+    draw = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
+    source = {name: draw(shape) for name, shape in every.items()}
     ranks, extents = [], shapes.parameters(SHAPE, True, tp)
     for rank in range(tp):
         live = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in extents.items()}
@@ -39,9 +40,8 @@ def test_every_rank_computes_its_part_of_the_layer(tp):
     source, ranks = load(tp)
     x = torch.randn(5, 32, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
     attn, mlp = f"{LAYER}self_attn.", f"{LAYER}mlp."
-    q, k, v = (
-        x @ source[f"{attn}{p}_proj.weight"].T + source[f"{attn}{p}_proj.bias"] for p in "qkv"
-    )
+    of = {p: [source[f"{attn}{p}_proj.{kind}"] for kind in ("weight", "bias")] for p in "qkv"}
+    q, k, v = (x @ weight.T + bias for weight, bias in of.values())
 
     def attend(q, k, v):  # (5, heads*4), (5, kv*4) -> (5, heads*4), with grouped key-value heads
         q, k, v = (t.view(5, -1, 4) for t in (q, k, v))
@@ -91,15 +91,13 @@ def test_the_experts_of_all_ranks_together_compute_each_experts_mlp(tp, expert_p
     """vLLM's parameters: (experts, 2 x width, hidden), gate above up, and (experts, hidden,
     width)."""
     generator = torch.Generator().manual_seed(0)
-    source = {
-        f"{LAYER}mlp.experts.{expert}.{kind}.weight": torch.randn(
-            MIXTURE.projections[kind], generator=generator, dtype=torch.float64
-        )
-        for expert in range(4)
-        for kind in ("gate_proj", "up_proj", "down_proj")
-    }
+    draw = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
+    kinds = [f"{kind}_proj" for kind in ("gate", "up", "down")]
+    name_of = f"{LAYER}mlp.experts.{{}}.{{}}.weight".format
+    drawn = {(n, kind): draw(MIXTURE.projections[kind]) for n in range(4) for kind in kinds}
+    source = {name_of(*at): tensor for at, tensor in drawn.items()}
     held, width = (4 // tp, 16) if expert_parallel else (4, 16 // tp)
-    x, found = torch.randn(5, 32, generator=generator, dtype=torch.float64), {}
+    x, found = draw(5, 32), {}
     for rank in range(tp):
         w13, w2 = torch.zeros(held, 2 * width, 32), torch.zeros(held, 32, width)
         live = {"w13_weight": w13.double(), "w2_weight": w2.double()}
@@ -116,10 +114,7 @@ def test_the_experts_of_all_ranks_together_compute_each_experts_mlp(tp, expert_p
             made = (torch.nn.functional.silu(gate) * up) @ live["w2_weight"][number].T
             found[expert] = found.get(expert, 0) + made
     for expert in range(4):
-        gate, up, down = (
-            source[f"{LAYER}mlp.experts.{expert}.{kind}_proj.weight"]
-            for kind in ("gate", "up", "down")
-        )
+        gate, up, down = (drawn[expert, kind] for kind in kinds)
         whole = (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
         torch.testing.assert_close(found[expert], whole, atol=1e-9, rtol=1e-9)
 
@@ -132,19 +127,19 @@ def test_the_vocabulary_is_split_and_its_padding_stays_zero(tp):
         assert torch.equal(whole[:263], source[name]) and not whole[263:].any()
 
 
-@pytest.mark.parametrize(
-    "name, shape, tp, says",
-    [
-        ("mlp.experts.0.w1.weight", (4, 4), 1, "not one of"),
-        ("mlp.experts.0.up_proj.weight", (48, 32), 1, "has 0 experts"),
-        ("self_attn.gate_proj.weight", (48, 32), 1, "not one of"),
-        ("self_attn.q_proj.weight", (32, 32), 3, "can't be split"),
-        ("mlp.gate_proj.weight", (48, 31), 1, "config says"),
-        ("mlp.gate_proj.lora_A.weight", (3, 31), 1, "config says"),
-        ("mlp.gate_proj.lora_B.weight", (47, 3), 1, "config says"),
-        ("mlp.router.lora_B.weight", (48, 3), 1, "beside no projection"),
-    ],
-)
+MISFITS = [
+    ("mlp.experts.0.w1.weight", (4, 4), 1, "not one of"),
+    ("mlp.experts.0.up_proj.weight", (48, 32), 1, "has 0 experts"),
+    ("self_attn.gate_proj.weight", (48, 32), 1, "not one of"),
+    ("self_attn.q_proj.weight", (32, 32), 3, "can't be split"),
+    ("mlp.gate_proj.weight", (48, 31), 1, "config says"),
+    ("mlp.gate_proj.lora_A.weight", (3, 31), 1, "config says"),
+    ("mlp.gate_proj.lora_B.weight", (47, 3), 1, "config says"),
+    ("mlp.router.lora_B.weight", (48, 3), 1, "beside no projection"),
+]
+
+
+@pytest.mark.parametrize("name, shape, tp, says", MISFITS)
 def test_what_does_not_fit_is_refused(name, shape, tp, says):
     with pytest.raises(ValueError, match=says):
         slices(f"{LAYER}{name}", shape, SHAPE, 0, tp)

@@ -12,12 +12,11 @@ class Nvml:
     """GPUs 0 and 1; the only slice of GPU 1 is the one with index 0 within it, that of GPU 0 has
     the index 3."""
 
-    parents = {"MIG-a": "GPU-1", "MIG-b": "GPU-0"}
-    indices = {"GPU-0": 0, "GPU-1": 1, "MIG-a": 0, "MIG-b": 3}
-    capabilities = {"GPU-0": (8, 0), "GPU-1": (9, 0)}
-
-    def __init__(self):
-        self.open = 0
+    open = 0
+    nvmlDeviceGetIndex = {"GPU-0": 0, "GPU-1": 1, "MIG-a": 0, "MIG-b": 3}.get
+    nvmlDeviceGetHandleByIndex = {0: "GPU-0", 1: "GPU-1"}.get
+    nvmlDeviceGetCudaComputeCapability = {"GPU-0": (8, 0), "GPU-1": (9, 0)}.get
+    nvmlDeviceGetDeviceHandleFromMigDeviceHandle = {"MIG-a": "GPU-1", "MIG-b": "GPU-0"}.get
 
     def nvmlInit(self):
         self.open += 1
@@ -28,18 +27,6 @@ class Nvml:
     def nvmlDeviceGetHandleByUUID(self, uuid):
         assert self.open
         return uuid
-
-    def nvmlDeviceGetIndex(self, handle):
-        return self.indices[handle]
-
-    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle):
-        return self.parents[handle]
-
-    def nvmlDeviceGetHandleByIndex(self, index):
-        return {0: "GPU-0", 1: "GPU-1"}[index]
-
-    def nvmlDeviceGetCudaComputeCapability(self, handle):
-        return self.capabilities[handle]
 
 
 @pytest.fixture

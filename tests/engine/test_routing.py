@@ -11,9 +11,11 @@ from rose import protocol
 from rose.trainer.importance import mismatch
 from rose.trainer.model import load
 from tests.engine.conftest import make_model
-from tests.engine.test_vllm_engine import (
+from tests.engine.turns import (
     DEADLINE_S,
+    LONG,
     PROMPTS,
+    generated,
     model_of,
     perturbed,
     publish,
@@ -63,9 +65,8 @@ def test_every_token_but_the_last_comes_with_its_experts(engine, wait, model):
     """Prompts of several chunks, the same ones again from the prefix cache, turns preempted."""
 
     async def all_of(tag: str):
-        return await asyncio.gather(
-            *(turn(engine, f"{tag}{i}", prompt) for i, prompt in enumerate(PROMPTS))
-        )
+        made = (turn(engine, f"{tag}{i}", prompt) for i, prompt in enumerate(PROMPTS))
+        return await asyncio.gather(*made)
 
     for tag in ("new", "cached"):
         for tokens, rows, logprobs, _ in wait(all_of(tag)):
@@ -92,10 +93,8 @@ def test_aborted_turns_and_those_of_new_weights_have_theirs(start, wait, model, 
     store = publish(tmp_path / "store", folders["Qwen3Moe"], 3, new)
 
     async def interrupted():
-        long = protocol.Sampling(max_new_tokens=200, temperature=0.0)
-        running = asyncio.create_task(turn(engine, "held", PROMPTS[0], sampling=long))
-        while engine.stats().generated_tokens < 5:
-            await asyncio.sleep(0.005)
+        running = asyncio.create_task(turn(engine, "held", PROMPTS[0], sampling=LONG))
+        await generated(engine, 5)
         await engine.load_version(3, store, settings())
         at = engine.stats().generated_tokens
         while engine.stats().generated_tokens < at + 5:
@@ -124,9 +123,8 @@ def test_in_bfloat16_replay_closes_most_of_the_gap_to_the_trainer(start, wait, f
     async def all_of():
         prompts = [np.random.default_rng(i).integers(2, 263, 20 + i).tolist() for i in range(32)]
         sampling = protocol.Sampling(max_new_tokens=100)
-        return await asyncio.gather(
-            *(turn(engine, f"t{i}", prompt, 0, sampling) for i, prompt in enumerate(prompts))
-        )
+        made = (turn(engine, f"t{i}", prompt, 0, sampling) for i, prompt in enumerate(prompts))
+        return await asyncio.gather(*made)
 
     made, found = wait(all_of()), {}
     for replay in (False, True):

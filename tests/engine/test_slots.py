@@ -34,9 +34,8 @@ def decode(allocate, caching: bool, lookahead: int) -> list:
     """Run requests of random lengths step by step until the blocks are used up. Return what each
     call gave and left."""
     dice, kv, found = random.Random(5), manager(caching), []
-    running = [
-        request(str(i), [dice.randrange(9) for _ in range(n)]) for i, n in enumerate((3, 8, 9))
-    ]
+    prompts = [[dice.randrange(9) for _ in range(n)] for n in (3, 8, 9)]
+    running = [request(str(i), prompt) for i, prompt in enumerate(prompts)]
     while len(running) > 1:
         for one in list(running):
             first = not one.num_computed_tokens
@@ -66,9 +65,8 @@ def test_blocks_are_those_that_vllm_finds(caching, lookahead):
 def test_a_request_with_room_is_not_searched_for(monkeypatch):
     kv, one, searched = manager(True), request("a", [1, 2, 3, 4, 5]), []
     search = kv.coordinator.allocate_new_blocks
-    monkeypatch.setattr(
-        kv.coordinator, "allocate_new_blocks", lambda *words: searched.append(1) or search(*words)
-    )
+    counted = lambda *words: searched.append(1) or search(*words)  # noqa: E731
+    monkeypatch.setattr(kv.coordinator, "allocate_new_blocks", counted)
     for _ in range(12):
         new = one.num_tokens - one.num_computed_tokens
         assert kv.allocate_slots(one, new) is not None

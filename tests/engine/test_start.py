@@ -48,9 +48,8 @@ def test_an_engine_has_memory_for_one_adapter_of_the_next_rank_that_vllm_has(rol
     args = engine_args(Path("m"), rollout, model_config, False, 0, lora=lora)
     assert args["enable_lora"] and (args["max_loras"], args["max_lora_rank"]) == (1, 32)
     assert args["lora_target_modules"] == ["down_proj", "qkv_proj"]
-    assert not any(
-        "lora" in name for name in engine_args(Path("m"), rollout, model_config, False, 0)
-    )
+    bare = engine_args(Path("m"), rollout, model_config, False, 0)
+    assert not [name for name in bare if "lora" in name]
 
 
 def test_arguments_are_those_that_vllms_source_has(rollout, model_config):
@@ -68,13 +67,13 @@ def test_the_longest_draft_is_vllms():
     assert f"\nMAX_SPEC_LEN = {engines.MOST_DRAFTED}\n" in source
 
 
-def _no_place():
-    raise OSError("no space")
-
-
 @pytest.mark.parametrize("gpus", [True, False])
 def test_vllms_sockets_have_room_for_their_names(monkeypatch, gpus):
     """A Unix socket's path has 107 bytes, of which vLLM takes 37 for a slash and a UUID."""
+
+    def no_place(*_):
+        raise OSError("no space")
+
     name = "VLLM_RPC_BASE_PATH"
     monkeypatch.delenv(name, raising=False)
     with tempfile.TemporaryDirectory(prefix="x" * 17, dir="/tmp") as longest:  # 30 bytes
@@ -84,7 +83,7 @@ def test_vllms_sockets_have_room_for_their_names(monkeypatch, gpus):
             assert found.is_dir() and found.parent == Path(base)
             assert len(str(found / str(uuid.uuid4()))) <= 107
     monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * 40)
-    monkeypatch.setattr(scratch, "folder", lambda *_: _no_place())
+    monkeypatch.setattr(scratch, "folder", no_place)
     with pytest.raises(ConfigError, match="TMPDIR=/xxx.*no space.*VLLM_RPC_BASE_PATH"):
         environment(gpus, 1)
     monkeypatch.setenv(name, "/short")
@@ -101,6 +100,5 @@ def test_plugins_that_a_user_allows_do_not_shut_roses_out(monkeypatch, allowed):
         environment(False, 1)
         found = os.environ["VLLM_PLUGINS"].split(",")
     own = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["entry-points"]
-    assert sorted(found) == sorted(
-        {*own["vllm.general_plugins"], *filter(None, allowed.split(","))}
-    )
+    expected = {*own["vllm.general_plugins"], *filter(None, allowed.split(","))}
+    assert sorted(found) == sorted(expected)

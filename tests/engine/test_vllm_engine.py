@@ -5,112 +5,42 @@ import math
 import os
 import signal
 import time
-from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
-import yaml
-from transformers import AutoModelForCausalLM
 
-from rose import config, protocol
-from rose.config import read_shape
-from rose.engine import layout, vllm_engine
+from rose import protocol
+from rose.engine import vllm_engine
 from rose.engine.vllm_engine import EngineDied, EngineError
 from rose.transfer import TransferError
 from rose.transfer.store import FULL, edge_name
 from tests import processes
 from tests.engine import schedulers
-from tests.trainer.test_experts import in_parts
+from tests.engine.turns import (
+    DEADLINE_S,
+    GREEDY,
+    LONG,
+    PROMPTS,
+    agrees,
+    arrives_mid_turn,
+    dies,
+    generated,
+    model_of,
+    part_agrees,
+    perturbed,
+    publish,
+    reference,
+    scheduled_by,
+    settings,
+    trainers,
+    turn,
+    turns,
+    weights_of,
+)
 from tests.transfer.worlds import World
 
 pytestmark = pytest.mark.slow
-CONF = Path(__file__).parents[2] / "conf"
-PROMPTS = [np.random.default_rng(i).integers(2, 263, size=20 + 7 * i).tolist() for i in range(6)]
-DEADLINE_S = 120.0
-GREEDY = protocol.Sampling(max_new_tokens=24, temperature=0.0)
-
-
-async def turn(engine, name: str, prompt: list[int], sampling=GREEDY) -> dict:
-    tokens, logprobs, versions = [], [], []
-    async for chunk in engine.generate(name, protocol.pack_tokens(prompt), sampling):
-        tokens += chunk.tokens
-        logprobs += chunk.logprobs
-        versions += [chunk.version] * len(chunk.tokens)
-    assert len(tokens) == len(logprobs)
-    made = {"tokens": tokens, "logprobs": logprobs, "versions": versions}
-    return made | {"finish": chunk.finish, "cached": chunk.cached_tokens}
-
-
-async def turns(engine, prompts=PROMPTS, sampling=GREEDY, tag: str = "t") -> list[dict]:
-    return await asyncio.gather(
-        *(turn(engine, f"{tag}{i}", p, sampling) for i, p in enumerate(prompts))
-    )
-
-
-@torch.no_grad()
-def reference(model, prompt: list[int], tokens: list[int]) -> tuple[list[int], list[float]]:
-    """Greedy choice and log-probability of each of `tokens` by transformers."""
-    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-    logprobs = logits.float().log_softmax(-1)
-    chosen = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-    return logprobs.argmax(-1).tolist(), chosen.tolist()
-
-
-def model_of(folder):
-    """transformers' own."""
-    return AutoModelForCausalLM.from_pretrained(folder).float().eval()
-
-
-def scheduled_by(kind: str) -> dict:
-    """Engine arguments that select a scheduler of tests/engine/schedulers.py."""
-    return {"scheduler_cls": f"tests.engine.schedulers.{kind}Scheduler"}
-
-
-def weights_of(model) -> dict[str, torch.Tensor]:
-    """As the model's folder has them: tied ones once, each expert by itself."""
-    return {name: part.clone() for name, part in in_parts(model).items()}
-
-
-def trainers(store, folder, degrees=(1, 2), **options) -> World:
-    """Two trainer ranks that hold the folder's weights."""
-    shape = read_shape(folder)
-    weights = weights_of(model_of(folder))
-    cuts = {
-        name: layout.cuts(name, tuple(tensor.shape), shape, degrees)
-        for name, tensor in weights.items()
-    }
-    return World(store, weights, cuts, largest=5000, **options)
-
-
-def publish(store, folder, version: int, model) -> str:
-    world = trainers(store, folder)
-    world.weights = weights_of(model)
-    world.publish(version)
-    return str(store)
-
-
-def settings(**changes) -> config.Transfer:
-    raw = yaml.safe_load((CONF / "transfer/sparse.yaml").read_text())
-    made = msgspec.convert(raw, config.Transfer)
-    return msgspec.structs.replace(made, **({"threads": 1, "in_flight": "recompute"} | changes))
-
-
-def perturbed(folder):
-    model = model_of(folder)
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
-    return model
-
-
-def agrees(model, results, prompts=PROMPTS) -> None:
-    for prompt, result in zip(prompts, results, strict=True):
-        tokens, logprobs = reference(model, prompt, result["tokens"])
-        assert result["tokens"] == tokens
-        np.testing.assert_allclose(result["logprobs"], logprobs, atol=1e-3)
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3", "Qwen2", "Llama", "Qwen3Moe"])
@@ -132,12 +62,9 @@ def test_greedy_tokens_and_logprobs_are_transformers(warm, wait, folders, tmp_pa
 def test_the_logprobs_are_the_models_whatever_the_sampling(start, wait, folders):
     """Temperature, top-p and top-k change what is drawn, not the reported log-probability."""
     engine = start("Qwen3", engine_args={"enable_chunked_prefill": False})
-    model = model_of(folders["Qwen3"])
     sampling = protocol.Sampling(max_new_tokens=24, temperature=0.7, top_p=0.9, top_k=20, seed=3)
     results = wait(turns(engine, sampling=sampling))
-    for prompt, result in zip(PROMPTS, results, strict=True):
-        _, expected = reference(model, prompt, result["tokens"])
-        np.testing.assert_allclose(result["logprobs"], expected, atol=1e-3)
+    agrees(model_of(folders["Qwen3"]), results, greedy=False)
     again = wait(turns(engine, sampling=sampling))
     assert [r["tokens"] for r in again] == [r["tokens"] for r in results]
     other = wait(turns(engine, sampling=protocol.Sampling(max_new_tokens=24, seed=4)))
@@ -149,11 +76,8 @@ def test_the_logprobs_of_a_run_are_of_what_its_tokens_are_drawn_from(start, wait
     """At rollout.temperature and of the top_k that are left, also beside greedy turns."""
     engine = start("Qwen3", drawn={"temperature": 0.7, "top_k": 5})
     model = model_of(folders["Qwen3"])
-    trained = [
-        (prompt, protocol.Sampling(max_new_tokens=24, temperature=0.7, top_k=top_k))
-        for prompt in PROMPTS
-        for top_k in (0, 5)
-    ]
+    drawn = [protocol.Sampling(24, temperature=0.7, top_k=top_k) for top_k in (0, 5)]
+    trained = [(prompt, sampling) for prompt in PROMPTS for sampling in drawn]
     asked = [*trained, *((prompt, GREEDY) for prompt in PROMPTS)]
 
     async def at_once():
@@ -200,18 +124,16 @@ def test_an_aborted_turn_continues_from_its_partial_tokens_to_the_same_result(st
     engine = start("Qwen3", engine_args=scheduled_by("Holding"))
     prompt, sampling = PROMPTS[1], protocol.Sampling(max_new_tokens=100, temperature=0.0)
 
-    async def first_part() -> list[int]:
-        tokens = []
-        async for chunk in engine.generate("held", protocol.pack_tokens(prompt), sampling):
-            if not tokens:
-                await engine.abort("held")
-            tokens += chunk.tokens
-        assert chunk.finish is protocol.FinishReason.ABORT
-        return tokens
+    async def aborted() -> dict:
+        running = asyncio.ensure_future(turn(engine, "held", prompt, sampling))
+        await generated(engine, len(whole) + 1)
+        await engine.abort("held")
+        return await running
 
     whole = wait(turn(engine, "whole", prompt, sampling))["tokens"]
-    part = wait(first_part())
-    assert 0 < len(part) < len(whole)
+    first = wait(aborted())
+    part = first["tokens"]
+    assert first["finish"] is protocol.FinishReason.ABORT and 0 < len(part) < len(whole)
     rest = protocol.Sampling(max_new_tokens=100 - len(part), temperature=0.0)
     assert part + wait(turn(engine, "b", prompt + part, rest))["tokens"] == whole
 
@@ -221,15 +143,11 @@ def test_given_back_and_flipped_turns_keep_their_tokens(start, wait, folders, tm
     args = scheduled_by("PatientEvicting") | {"max_num_batched_tokens": 64}
     engine = start("Qwen3", engine_args=args)
     store = publish(tmp_path / "store", folders["Qwen3"], 1, perturbed(folders["Qwen3"]))
-    sampling = protocol.Sampling(max_new_tokens=200, temperature=0.0)
 
     async def scenario() -> list[dict]:
-        running = [
-            asyncio.ensure_future(turn(engine, name, PROMPTS[2], sampling))
-            for name in ("evict", "stays")
-        ]
-        while engine.stats().generated_tokens < 20:
-            await asyncio.sleep(0.005)
+        both = (turn(engine, name, PROMPTS[2], LONG) for name in ("evict", "stays"))
+        running = [asyncio.ensure_future(each) for each in both]
+        await generated(engine, 20)
         await engine.load_version(1, store, settings(in_flight=in_flight))
         return await asyncio.gather(*running)
 
@@ -246,21 +164,6 @@ def test_given_back_and_flipped_turns_keep_their_tokens(start, wait, folders, tm
     assert (at_once["finish"], at_once["tokens"]) == (protocol.FinishReason.ABORT, [])
 
 
-async def arrives_mid_turn(engine, store: str, in_flight: str) -> tuple[dict, dict]:
-    """(a turn during which version 1 comes, one that is asked for meanwhile)."""
-    before = engine.stats().generated_tokens
-    sampling = protocol.Sampling(max_new_tokens=200, temperature=0.0)
-    running = asyncio.ensure_future(turn(engine, "t", PROMPTS[2], sampling))
-    while engine.stats().generated_tokens < before + 20:
-        await asyncio.sleep(0.005)
-    loading = asyncio.ensure_future(engine.load_version(1, store, settings(in_flight=in_flight)))
-    while engine.open and not loading.done():
-        await asyncio.sleep(0.001)
-    late = asyncio.ensure_future(turn(engine, "late", PROMPTS[3], GREEDY))
-    await loading
-    return await running, await late
-
-
 @pytest.mark.parametrize("in_flight", ["recompute", "keep", "finish"])
 def test_a_version_that_arrives_mid_turn_splits_it(start, warm, wait, folders, tmp_path, in_flight):
     finish = in_flight == "finish"
@@ -274,11 +177,8 @@ def test_a_version_that_arrives_mid_turn_splits_it(start, warm, wait, folders, t
     assert set(late["versions"]) == {1}
     agrees(new, [late], [PROMPTS[3]])
     for model, part in ((old, slice(0, cut)), (new, slice(cut, None))):
-        if model is new and in_flight == "keep":  # its KV cache is the old weights'
-            continue
-        tokens, logprobs = reference(model, PROMPTS[2], result["tokens"])
-        assert result["tokens"][part] == tokens[part]
-        np.testing.assert_allclose(result["logprobs"][part], logprobs[part], atol=1e-3)
+        if model is old or in_flight != "keep":  # then its KV cache is the old weights'
+            part_agrees(model, result, part, PROMPTS[2])
     if in_flight == "keep":
         # the new weights did make them
         assert cut < len(result["tokens"])
@@ -309,14 +209,14 @@ def test_sparse_versions_are_as_the_last_one(start, warm, wait, folders, tmp_pat
         assert of_both[0][what] == of_both[1][what]
 
 
-@pytest.mark.parametrize(
-    "architecture, engine_args",
-    [
-        ("Qwen2", {}),  # biases and a head of its own
-        ("Llama", {}),  # tied embeddings
-        ("Qwen3Moe", {"enable_expert_parallel": True}),  # two experts each; the rest split
-    ],
-)
+PARTS = {
+    "Qwen2": {},  # biases and a head of its own
+    "Llama": {},  # tied embeddings
+    "Qwen3Moe": {"enable_expert_parallel": True},  # two experts each; the rest split
+}
+
+
+@pytest.mark.parametrize("architecture, engine_args", PARTS.items())
 def test_tensor_parallel_parts_arrive(start, wait, folders, tmp_path, architecture, engine_args):
     engine = start(architecture, engine_args, tensor_parallel=2)
     folder = folders[architecture]
@@ -331,14 +231,11 @@ def test_tensor_parallel_parts_arrive(start, wait, folders, tmp_path, architectu
     agrees(new, wait(turns(engine)))
 
 
-@pytest.mark.parametrize(
-    "break_it, says",
-    [
-        ("every byte", "can't be reached"),
-        ("missing tensor", "fill 0 of"),
-        ("wrong shape", "config says"),
-    ],
-)
+BROKEN = {"every byte": "can't be reached", "missing tensor": "fill 0 of"}
+BROKEN |= {"wrong shape": "config says"}
+
+
+@pytest.mark.parametrize("break_it, says", BROKEN.items())
 def test_a_bad_version_leaves_the_old_one_serving(warm, wait, folders, tmp_path, break_it, says):
     engine, folder = warm("Qwen3"), folders["Qwen3"]
     before = wait(engine.checksum())
@@ -408,7 +305,7 @@ def test_an_engine_that_can_not_take_a_flip_back_ends(start, wait, folders, tmp_
     store = publish(tmp_path / "store", folders["Qwen3"], 1, perturbed(folders["Qwen3"]))
     with pytest.raises(EngineDied):
         wait(engine.load_version(1, store, settings()))
-    wait(asyncio.wait_for(asyncio.shield(engine.died), DEADLINE_S))
+    dies(wait, engine)
 
 
 def test_a_dead_engine_is_noticed_and_one_that_hangs_is_ended(start, wait, monkeypatch):
@@ -419,8 +316,7 @@ def test_a_dead_engine_is_noticed_and_one_that_hangs_is_ended(start, wait, monke
     async def scenario() -> None:
         long = protocol.Sampling(max_new_tokens=200)
         running = asyncio.ensure_future(turns(engine, PROMPTS, long))
-        while engine.stats().generated_tokens < 20:
-            await asyncio.sleep(0.005)
+        await generated(engine, 20)
         os.kill(engine.pid, signal.SIGKILL)
         with pytest.raises(EngineDied):
             await running
@@ -437,7 +333,7 @@ def test_a_dead_engine_is_noticed_and_one_that_hangs_is_ended(start, wait, monke
     os.kill(again.pid, signal.SIGSTOP)
     with pytest.raises(EngineDied, match="did not answer within 1 s"):
         wait(again.checksum())
-    wait(asyncio.wait_for(asyncio.shield(again.died), DEADLINE_S))
+    dies(wait, again)
 
 
 def test_a_seeded_turn_that_would_kill_the_engine_is_refused(warm, wait):
@@ -448,10 +344,11 @@ def test_a_seeded_turn_that_would_kill_the_engine_is_refused(warm, wait):
 
 
 def test_engines_with_different_seeds_draw_differently(start, wait):
-    sampling = protocol.Sampling(max_new_tokens=24)
-    first, second = (
-        wait(turn(start("Qwen3", seed=seed), "t", PROMPTS[0], sampling)) for seed in (1, 2)
+    sampling, engines = (
+        protocol.Sampling(max_new_tokens=24),
+        [start("Qwen3", seed=s) for s in (1, 2)],
     )
+    first, second = (wait(turn(engine, "t", PROMPTS[0], sampling)) for engine in engines)
     assert first["tokens"] != second["tokens"]
 
 
@@ -464,22 +361,25 @@ def test_deterministic_turns_do_not_depend_on_their_company(start, wait):
     assert [(r["tokens"], r["logprobs"]) for r in together] == expected
 
 
-def test_unservable_models_leave_nothing(wait, folders, rollout, model_config, tmp_path):
-    from rose.engine.vllm_engine import Engine
+def descendants() -> set:
+    """Processes below this one, without that which keeps an account of shared memory."""
+    found = processes.children(recursive=True)
+    return {each for each in found if "resource_tracker" not in str(processes.words(each))}
 
+
+def test_unservable_models_leave_nothing(wait, folders, rollout, model_config, tmp_path):
     for name in ("config.json", "generation_config.json"):
         (tmp_path / name).write_bytes((folders["Qwen3"] / name).read_bytes())  # and no weights
-    before = set(processes.children(recursive=True))
+    before = descendants()
     with pytest.raises(EngineError):
-        wait(Engine.start(tmp_path, rollout, model_config))
-    left = set(processes.children(recursive=True)) - before
-    assert [p for p in left if "resource_tracker" not in str(processes.words(p))] == []
+        wait(vllm_engine.Engine.start(tmp_path, rollout, model_config))
+    assert not descendants() - before
 
 
 def test_a_start_broken_off_leaves_nothing(warm, wait, folders, rollout, model_config, monkeypatch):
     """Neither one that was not there yet: a trainer takes the device as soon as it hears of it."""
     warm("Qwen3")  # what is imported needs no process
-    begun, before = [], set(processes.children(recursive=True))
+    begun, before = [], descendants()
     build = vllm_engine.build
     monkeypatch.setattr(vllm_engine, "build", lambda *args: (begun.append(True), build(*args))[1])
 
@@ -491,7 +391,6 @@ def test_a_start_broken_off_leaves_nothing(warm, wait, folders, rollout, model_c
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
-        return set(processes.children(recursive=True)) - before
+        return descendants() - before
 
-    left = wait(asyncio.wait_for(scenario(), DEADLINE_S))
-    assert [p for p in left if "resource_tracker" not in str(processes.words(p))] == []
+    assert not wait(asyncio.wait_for(scenario(), DEADLINE_S))

@@ -21,15 +21,12 @@ def base(tmp_path):
         "generation_config.json": '{"eos_token_id": 2}',
         "tokenizer_config.json": "{}",
         "tokenizer.json": "{}",
-        "chat_template.jinja": "{{ messages }}",
-        f"{folder.TEMPLATES}/tools.jinja": "{{ tools }}",
         "LICENSE": "free",
-        "README.md": "of the base model",
-        "recipe.json": "{}",
         "model.safetensors.index.json": "{}",
-        "model-00001-of-00002.safetensors": "old",
-        "training.bin": "old",
     }
+    others = ("README.md", "recipe.json", "model-00001-of-00002.safetensors", "training.bin")
+    others += ("chat_template.jinja", f"{folder.TEMPLATES}/tools.jinja")
+    files |= dict.fromkeys(others, "of the base model")
     for name, text in files.items():
         (model / name).write_text(text)
     return model

@@ -36,15 +36,23 @@ def loaded(out: Path) -> dict[str, torch.Tensor]:
     return {n: t for path in out.glob("*.safetensors") for n, t in load_file(path).items()}
 
 
-def main(capsys, *arguments) -> tuple[int, str, str]:
-    code = command.main([str(a) for a in arguments])
-    said = capsys.readouterr()
-    return code, said.out, said.err
+@pytest.fixture
+def main(capsys):
+    """main(WORD, ...) -> (exit code, output, complaint) of `python -m rose.export`."""
+
+    def call(*arguments) -> tuple[int, str, str]:
+        code = command.main([str(a) for a in arguments])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
 
 
-def test_the_folder_has_the_weights_of_the_step_in_shards_with_an_index(run, tmp_path, capsys):
-    out = tmp_path / "home"
-    code, said, _ = main(capsys, run.run, "--step", 2, "--out", out, "--shard-gib", 700 / 2**30)
+def test_the_folder_has_the_weights_of_the_step_in_shards_with_an_index(run, tmp_path, main):
+    out, killed = tmp_path / "home", tmp_path / ".home.part"
+    killed.mkdir()  # by an export that was killed
+    (killed / "model.safetensors").write_text("half")
+    code, said, _ = main(run.run, "--step", 2, "--out", out, "--shard-gib", 700 / 2**30)
     assert code == 0 and f"{out}: step 2 from the weight store {run.store}" in said, said
     assert same(loaded(out), run.weights_of[2])
     names = sorted(path.name for path in out.glob("*.safetensors"))
@@ -53,7 +61,9 @@ def test_the_folder_has_the_weights_of_the_step_in_shards_with_an_index(run, tmp
     assert index["weight_map"].keys() == run.weights.keys()
     assert set(index["weight_map"].values()) == set(names)
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in run.weights.values())
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".home")] == []
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "out", "home"}
+    with folder.whole_folder(tmp_path / "two"), refused(["another export is writing it"]):
+        export(run.run, 3, tmp_path / "two", MIB)
 
 
 def test_servers_draw_as_training_did(run, base, tmp_path):
@@ -75,13 +85,17 @@ def test_a_template_that_ignores_tools_is_exported_as_training_wrote_it(run, tmp
     shown, _ = demonstrations(30, {"size": 4, "hole_probability": 0.2}, 0.5, 1)
     make_tokenizer(shown).save_pretrained(out)
     (out / "config.json").write_text('{"vocab_size": 999, "model_type": "llama"}')
-    plain = "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor %}{{- '<|im_start|>assistant\n' }}"
-    (out / "chat_template.jinja").write_text(plain)
+    plain = (
+        "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    )
+    plain += "{%- endfor %}{{- '<|im_start|>assistant\n' }}"
+    template = out / "chat_template.jinja"
+    template.write_text(plain)
     folder._name_template(out, model)
-    once = (out / "chat_template.jinja").read_text(encoding="utf-8")
+    once = template.read_text(encoding="utf-8")
     assert once.endswith(plain) and "To call a tool" in once
     folder._name_template(out, model)
-    assert (out / "chat_template.jinja").read_text(encoding="utf-8") == once
+    assert template.read_text(encoding="utf-8") == once
 
 
 def test_one_file_needs_no_index_and_the_newest_step_is_the_default(run, tmp_path):
@@ -99,7 +113,9 @@ def test_beside_the_weights_is_what_the_base_model_has(run, base, tmp_path):
     assert found == {*own.split()}
     config = json.loads((out / "config.json").read_text())
     assert config == {"architectures": ["Qwen3ForCausalLM"], "torch_dtype": "bfloat16"}
-    assert (out / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask()
+    mask = os.umask(0)
+    os.umask(mask)
+    assert (out / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~mask
 
 
 def test_a_run_that_this_release_would_refuse_to_start_is_still_exported(run, tmp_path):
@@ -112,12 +128,6 @@ def test_a_run_that_this_release_would_refuse_to_start_is_still_exported(run, tm
     assert same(loaded(export(run.run, 2, tmp_path / "home", MIB).out), run.weights_of[2])
 
 
-def umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
 def test_the_card_says_what_it_is_and_what_it_can_by_that_step(run, base, tmp_path):
     card = (export(run.run, 2, tmp_path / "home", MIB).out / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n") and "# lakes, step 2\n" in card
@@ -128,121 +138,93 @@ def test_the_card_says_what_it_is_and_what_it_can_by_that_step(run, base, tmp_pa
     assert f"python -m rose.export {run.run} --step 2 --out" in card
 
 
-def test_a_hub_model_is_named_by_its_commit(make_config, base):
-    from rose.export.card import _header, base_of
-
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    config = make_config(
-        "model.source=hub model.path=Qwen/Qwen3-0.6B", f"+model.snapshot=/cache/{commit}"
-    )
-    assert base_of(config) == "Qwen/Qwen3-0.6B (commit 0123456789ab)"
-    assert _header(config)["base_model"] == "Qwen/Qwen3-0.6B"
-
-
-def test_the_best_step_is_that_with_the_highest_held_out_reward(run, tmp_path, capsys):
+def test_the_best_step_is_that_with_the_highest_held_out_reward(run, tmp_path, main):
     metrics = MetricsWriter(run.run, tensorboard=False)
     metrics.write(3, {"kind": "eval", "eval_n": 16, "eval_successes": 9, "eval_reward": 9 / 16})
-    code, said, _ = main(capsys, run.run, "--best", "--out", tmp_path / "best")
+    code, said, _ = main(run.run, "--best", "--out", tmp_path / "best")
     assert code == 0 and "step 2 is the best of 3 evaluations: mean reward 0.750" in said
     assert same(loaded(tmp_path / "best"), run.weights_of[2])
     best = {"eval_successes": 1, "eval_reward": 1.0, "eval_versions_later": 2}
     metrics.write(7, {"kind": "eval", "eval_n": 1} | best)
-    code, said, err = main(capsys, run.run, "--best", "--out", tmp_path / "gone")
+    code, said, err = main(run.run, "--best", "--out", tmp_path / "gone")
     assert "reward 1.000, of weights up to 2 versions newer" in said
     assert code == 1 and "step 7 can't be had" in err and "eval.keep_best=true" in err
     metrics.truncate(after_step=0)
     metrics.close()
-    code, _, err = main(capsys, run.run, "--best", "--out", tmp_path / "none")
+    code, _, err = main(run.run, "--best", "--out", tmp_path / "none")
     assert code == 2 and "no held-out evaluation after a training step" in err
-    code, _, err = main(capsys, tmp_path / "nowhere", "--best", "--out", tmp_path / "none")
+    code, _, err = main(tmp_path / "nowhere", "--best", "--out", tmp_path / "none")
     assert code == 2 and f"{tmp_path / 'nowhere'}: no run there" in err
     for wrong in (["--best", "--step", "2"], ["--shard-gib", "inf"], ["--shard-gib", "nan"]):
         with pytest.raises(SystemExit):
             command.main([str(run.run), *wrong, "--out", str(tmp_path / "x")])
 
 
-def test_a_step_that_is_not_there_names_those_that_are(run, tmp_path, capsys):
-    code, _, err = main(capsys, run.run, "--step", 7, "--out", tmp_path / "home")
+def test_a_step_that_is_not_there_names_those_that_are(run, tmp_path, main):
+    code, _, err = main(run.run, "--step", 7, "--out", tmp_path / "home")
     assert code == 1
     assert f"step 7 can't be had; there are: the weight store {run.store}: 0 to 3" in err
     assert not (tmp_path / "home").exists()
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / "config.json").write_bytes((run.run / "config.json").read_bytes())
-    code, _, err = main(capsys, empty, "--out", tmp_path / "home")
+    code, _, err = main(empty, "--out", tmp_path / "home")
     assert code == 1 and "no version of the weights" in err
     assert ranges([7, 1, 2, 3, 9, 10]) == "1 to 3, 7, 9 to 10"
 
 
-def test_a_folder_with_something_in_it_is_refused_and_an_empty_one_filled(run, tmp_path, capsys):
+def test_a_folder_with_something_in_it_is_refused_and_an_empty_one_filled(run, tmp_path, main):
     out = tmp_path / "home"
     out.mkdir()
     (out / "mine").touch()
-    code, _, err = main(capsys, run.run, "--out", out)
+    code, _, err = main(run.run, "--out", out)
     assert code == 2 and f"--out {out}: exists and is no empty folder" in err
     assert [path.name for path in out.iterdir()] == ["mine"]
     (out / "mine").unlink()
-    assert main(capsys, run.run, "--out", out)[0] == 0 and (out / "model.safetensors").is_file()
-    code, _, err = main(capsys, run.run, "--out", tmp_path / "no" / "home")
+    assert main(run.run, "--out", out)[0] == 0 and (out / "model.safetensors").is_file()
+    code, _, err = main(run.run, "--out", tmp_path / "no" / "home")
     assert code == 2 and f"no folder {tmp_path / 'no'}" in err
-    code, _, err = main(capsys, tmp_path, "--out", tmp_path / "new")
+    code, _, err = main(tmp_path, "--out", tmp_path / "new")
     assert code == 2 and f"{tmp_path}: no config.json there; give a run's folder" in err
 
 
-def test_a_models_folder_is_no_run_and_a_base_of_other_sizes_is_refused(
-    run, base, tmp_path, capsys
-):
-    code, _, err = main(capsys, base, "--out", tmp_path / "home")
+def test_a_models_folder_is_no_run_and_a_base_of_other_sizes_is_refused(run, base, tmp_path, main):
+    code, _, err = main(base, "--out", tmp_path / "home")
     assert code == 2 and f"{base}: is a model's folder; give that of a run" in err
     (tmp_path / "config.json").write_text("[1]")
-    code, _, err = main(capsys, tmp_path, "--out", tmp_path / "home")
+    code, _, err = main(tmp_path, "--out", tmp_path / "home")
     assert code == 2 and f"{tmp_path / 'config.json'}: is damaged (no JSON object" in err
     other = model_folder(tmp_path / "other", num_hidden_layers=7)
     tree = configuration.stored(run.run / "config.json")
     tree["model"]["shape"] = msgspec.to_builtins(configuration.read_shape(other)) | {"layers": 2}
     (run.run / "config.json").write_text(json.dumps(tree))
-    code, _, err = main(capsys, run.run, "--out", tmp_path / "home", "--base", other)
+    code, _, err = main(run.run, "--out", tmp_path / "home", "--base", other)
     assert code == 2 and "layers=7, and the run's model 2; give --base" in err
     assert not (tmp_path / "home").exists()
 
 
-def test_a_damaged_file_is_named_and_leaves_nothing(run, tmp_path, capsys):
+def test_a_damaged_file_is_named_and_leaves_nothing(run, tmp_path, main):
     edge = run.store / "v000000" / "full"
     path = edge / "rank-00001.h5"
     data = bytearray(path.read_bytes())
     manifest = json.loads((edge / "manifest.json").read_text().partition("\n")[0])
     data[manifest["files"][1]["data_offset"]] ^= 1
     path.write_bytes(data)
-    code, _, err = main(capsys, run.run, "--step", 1, "--out", tmp_path / "home")
+    code, _, err = main(run.run, "--step", 1, "--out", tmp_path / "home")
     assert code == 1 and re.search(f"{path}: the payload of block \\d+ is damaged", err), err
     assert {path.name for path in tmp_path.iterdir()} == {"model", "out"}
-
-
-def test_what_a_killed_export_has_left_goes(run, tmp_path):
-    part = tmp_path / ".home.part"
-    part.mkdir()
-    (part / "model.safetensors").write_text("half")
-    assert same(loaded(export(run.run, 3, tmp_path / "home", MIB).out), run.weights_of[3])
-    assert {path.name for path in tmp_path.iterdir()} == {"model", "out", "home"}
 
 
 @pytest.mark.slow
 def test_a_disk_that_takes_no_more_is_said_in_a_line(run, tmp_path):
     limit = 1024  # bytes of a file, which is fewer than the weights have
-    done = ran(
-        [sys.executable, "-m", "rose.export", str(run.run), "--out", str(tmp_path / "home")],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-        timeout=300,
-    )
+    limited = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))  # noqa: E731
+    command = [sys.executable, "-m", "rose.export", str(run.run), "--out", str(tmp_path / "home")]
+    own = {"env": os.environ | {"PYTHONPATH": str(REPOSITORY)}, "preexec_fn": limited}
+    done = ran(command, **own, timeout=300)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert re.search(r"model\.safetensors: .*File too large", done.stderr), done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"model", "out"}
-
-
-def test_two_exports_to_one_folder_do_not_mix(run, tmp_path):
-    with folder.whole_folder(tmp_path / "home"), refused(["another export is writing it"]):
-        export(run.run, 3, tmp_path / "home", MIB)
 
 
 def test_what_was_written_is_compared_not_what_was_read(run, tmp_path, monkeypatch):
@@ -354,13 +336,10 @@ size = (16 if sys.argv[2] == "shard" else 400) * 2**20
 Path(sys.argv[1]).mkdir()
 print(write_shards(StoreWeights(Path({str(tmp_path / "store")!r}), 0), Path(sys.argv[1]), size))
 """
+    own = {"env": os.environ | {"PYTHONPATH": str(REPOSITORY), "MALLOC_ARENA_MAX": "1"}}
+    command = [sys.executable, "-c", program]
     done = {
-        size: ran(
-            [sys.executable, "-c", program, str(tmp_path / size), size],
-            env=os.environ | {"PYTHONPATH": str(REPOSITORY), "MALLOC_ARENA_MAX": "1"},
-            timeout=300,
-        )
-        for size in ("shard", "model")
+        s: ran([*command, str(tmp_path / s), s], **own, timeout=300) for s in ("shard", "model")
     }
     assert done["shard"].returncode == 0 and done["shard"].stdout.startswith("(24, "), done
     assert done["model"].returncode != 0, "the limit would stop one that holds the model"

@@ -26,9 +26,7 @@ def exports(run, monkeypatch):
         tree["trainer"] |= {"export_every": 1, "export_keep": 1, "step_timeout_s": DEADLINE_S}
         tree["trainer"] |= trainer
         told: list[tuple[str, str]] = []
-        made = Exports(
-            configuration.from_dict(tree), run.run, lambda what, detail: told.append((what, detail))
-        )
+        made = Exports(configuration.from_dict(tree), run.run, lambda *words: told.append(words))
         made.told = told
         return made
 
@@ -48,32 +46,28 @@ async def test_a_step_is_written_and_the_newest_are_kept(run, exports):
     for step in (2, 3):  # the third is there before the second was begun
         made.offer(step, str(run.store))
     await made.finish()
-    told = made.told
-    assert told == [("export left out", "step 2: step 3 was there before it was begun")]
+    assert made.told == [("export left out", "step 2: step 3 was there before it was begun")]
     assert left(run) == {"step_3"}
     written = load_file(run.run / "exports" / "step_3" / "model.safetensors")
     assert same(written, run.weights_of[3])
 
 
 @pytest.mark.slow
-async def test_what_fails_is_told_and_the_run_goes_on(run, exports):
-    made = exports()
-    made.offer(9, str(run.store))  # which it has not
-    await made.finish()
-    ((what, detail),) = made.told
-    assert what == "export failed" and detail.startswith("step 9: step 9 can't be had; there are:")
-    assert left(run) == set()
-
-
-@pytest.mark.slow
-async def test_one_that_takes_too_long_is_ended(run, exports):
-    why = "step 3: not written within 0.05 s (trainer.step_timeout_s)"
-    made = exports(step_timeout_s=0.05)
-    made.offer(3, str(run.store))
+@pytest.mark.parametrize(
+    "step, within_s, why",
+    [
+        (9, DEADLINE_S, "step 9 can't be had; there are:"),
+        (3, 0.05, "not written within 0.05 s (trainer.step_timeout_s)"),
+    ],
+)
+async def test_what_fails_or_takes_too_long_is_told_and_ended(run, exports, step, within_s, why):
+    made = exports(step_timeout_s=within_s)
+    made.offer(step, str(run.store))
     while made._tasks:
         await asyncio.sleep(0.01)
-    assert made.told == [("export failed", why)]
-    assert children() == []
+    [(what, detail)] = made.told
+    assert what == "export failed" and detail.startswith(f"step {step}: {why}")
+    assert children() == [] and left(run) == set()
 
 
 async def test_the_end_of_a_run_waits_for_one_deadline(run, exports):
@@ -84,8 +78,7 @@ async def test_the_end_of_a_run_waits_for_one_deadline(run, exports):
         made.offer(2, str(run.store))
         made.offer(3, str(run.store))
         await made.finish()
-    found = made.told
-    assert sorted(found) == expected
+    assert sorted(made.told) == expected
     exports()  # removes links that were being made
     assert left(run) == set()
 
@@ -113,9 +106,8 @@ async def test_what_cannot_be_removed_is_told_and_costs_the_run_nothing(run, exp
         made._newest = 4
         await asyncio.sleep(0)
     await made.finish()
-    told = made.told
-    assert sorted({what for what, _ in told}) == ["export left out", "export not removed"]
-    assert any(".step_3.store" in detail for _, detail in told)
+    assert sorted({what for what, _ in made.told}) == ["export left out", "export not removed"]
+    assert any(".step_3.store" in detail for _, detail in made.told)
 
 
 def children() -> list[psutil.Process]:

@@ -18,16 +18,10 @@ from tests.transfer.worlds import World, same
 MIB = 2**20
 GENERATOR = torch.Generator().manual_seed(5)
 QUERIES = [f"model.layers.{layer}.self_attn.q_proj" for layer in (0, 1)]
-BELOW = {
-    **{f"{query}.weight": (8, 6) for query in QUERIES},
-    "model.layers.0.mlp.down_proj.weight": (6, 10),
-    "model.norm.weight": (6,),
-}
-ADAPTER = {
-    f"{query}.lora_{kind}.weight": shape
-    for query in QUERIES
-    for kind, shape in (("A", (2, 6)), ("B", (8, 2)))
-}
+BELOW = {f"{query}.weight": (8, 6) for query in QUERIES}
+BELOW |= {"model.layers.0.mlp.down_proj.weight": (6, 10), "model.norm.weight": (6,)}
+ADAPTER = {f"{query}.lora_A.weight": (2, 6) for query in QUERIES}
+ADAPTER |= {f"{query}.lora_B.weight": (8, 2) for query in QUERIES}
 
 
 def drawn(shapes) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from rose.export import serve
+from rose.export import card, serve
 from scripts.make_tiny_model import CHAT_TEMPLATE, demonstrations, make_tokenizer
 from tests.agent.conftest import SMOLLM2, TRL_TEMPLATES
 
@@ -58,13 +58,9 @@ def test_the_first_command_is_that_of_the_runs_own_devices(make_config, base):
     given = options(on_cpus)
     assert given.pop("--enforce-eager") == [] and given.pop("--model") == ["/a b/out"]
     assert on_gpus[:3] == ["vllm", "serve", "/a b/out"] and options(on_gpus) == given
-    assert given == {
-        "--served-model-name": ["policy", "lakes"],
-        "--dtype": ["float32"],
-        "--max-model-len": ["512"],
-        "--enable-auto-tool-choice": [],
-        "--tool-call-parser": ["hermes"],
-    }
+    expected = {"--served-model-name": ["policy", "lakes"], "--enable-auto-tool-choice": []}
+    expected |= {"--dtype": ["float32"], "--max-model-len": ["512"]}
+    assert given == expected | {"--tool-call-parser": ["hermes"]}
     shared = ("cluster.gpus=5", "rollout.tensor_parallel=2", "model.dtype=bfloat16")
     on_gpus, on_cpus, _ = commands(make_config(*shared), folder)
     assert on_gpus[0] == "vllm" and on_cpus[1] == "python"
@@ -82,16 +78,12 @@ def test_the_tool_parser_is_the_form_that_the_template_writes(make_config, base)
         assert (serve.SHOWS_NO_TOOLS in text) == (template == SMOLLM2)
 
 
-@pytest.mark.parametrize(
-    "name, marks, parser",
-    [
-        ("qwen3", True, ["qwen3"]),
-        (OPENS, True, ["qwen3"]),
-        ("qwen3_instruct_2507", True, None),  # It writes thoughts, and asks for none.
-        ("qwen3", False, None),
-        ("qwen2_5", True, None),
-    ],
-)
+THOUGHTS = [("qwen3", True, ["qwen3"]), (OPENS, True, ["qwen3"])]
+THOUGHTS += [("qwen3_instruct_2507", True, None)]  # It writes thoughts, and asks for none.
+THOUGHTS += [("qwen3", False, None), ("qwen2_5", True, None)]
+
+
+@pytest.mark.parametrize("name, marks, parser", THOUGHTS)
 def test_thoughts_are_read_where_the_template_asks_for_them(make_config, base, name, marks, parser):
     template = name if name == OPENS else (TRL_TEMPLATES / f"{name}.jinja").read_text()
     folder = base(template)
@@ -106,12 +98,9 @@ def test_thoughts_are_read_where_the_template_asks_for_them(make_config, base, n
 
 
 def test_a_named_form_template_arguments_and_a_long_context_are_served(make_config, base):
-    shape = "{layers: 36, hidden: 4096, intermediate: 12288, heads: 32, kv_heads: 8, head_dim: 128, vocab: 9, tied_embeddings: false}"
     config = make_config(
-        "model.chat_template_args={enable_thinking: false} model.reasoning_format=qwen3",
-        "model.max_context=16384 trainer.micro_batch_tokens=16384",
-        f"model.shape={shape}",
-        "model.dtype=bfloat16",
+        "model=qwen3_8b model.chat_template_args={enable_thinking: false}",
+        "model.max_context=16384 trainer.micro_batch_tokens=16384 model.reasoning_format=qwen3",
     )
     words, _, _ = commands(config, base(CHAT_TEMPLATE))
     given = options(words)
@@ -130,6 +119,8 @@ def test_an_adapter_is_served_beside_the_model_that_it_was_trained_beside(make_c
     hub = ("model.source=hub", "model.path=Qwen/Qwen3-0.6B", f"+model.snapshot=/cache/{commit}")
     given = options(commands(make_config(LORA, *hub), folder, adapter=True)[0])
     assert (given["--model"], given["--revision"]) == (["Qwen/Qwen3-0.6B"], [commit])
+    assert card.base_of(make_config(*hub)) == "Qwen/Qwen3-0.6B (commit 0123456789ab)"
+    assert card._header(make_config(*hub))["base_model"] == "Qwen/Qwen3-0.6B"
 
 
 def test_a_tokenizer_that_can_not_be_read_is_said(make_config, tmp_path):

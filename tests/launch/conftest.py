@@ -1,5 +1,6 @@
 """Programs that stand in for Slurm's, and a job whose ranks report what a test says."""
 
+import errno
 import os
 import socket
 import subprocess
@@ -33,6 +34,11 @@ def stand_in(tmp_path, monkeypatch):
             return path.read_text().splitlines() if path.exists() else []
 
     return StandIn()
+
+
+def no_permission(path, *_, **more):
+    """Stands in for a function of `Path` on a folder that may not be searched, which root may."""
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
 def report(job, rank, **changed):

@@ -9,6 +9,7 @@ from rose.config import ConfigError
 from rose.launch import choices, plan
 from rose.trainer import compilers
 from tests.launch.test_layout_and_plan import printed
+from tests.refusals import table
 
 GPUS = ("model=qwen3_8b", "trainer=zero3_gpu", "rollout=gpu", "cluster=gpus", "cluster.gpus=16")
 OPEN = "trainer.kernels=null trainer.gradient_checkpointing=null"
@@ -17,11 +18,9 @@ OPEN = "trainer.kernels=null trainer.gradient_checkpointing=null"
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
     """A machine with Liger and a compiler."""
-    find = importlib.util.find_spec
-    there = ("liger_kernel", "triton")
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: name if name in there else find(name)
-    )
+    find, there = importlib.util.find_spec, ("liger_kernel", "triton")
+    found = lambda name: name if name in there else find(name)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", found)
     monkeypatch.setattr(compilers, "no_compiler", lambda on_gpu: "")
 
 
@@ -31,19 +30,18 @@ def chosen(c):
     return (t.kernels, t.gradient_checkpointing), reasons
 
 
-@pytest.mark.parametrize(
-    "overrides, kernels, why",
-    [
-        ((), "liger", "fused norms"),
-        (("trainer.sequence_parallel=2",), "liger", "fused norms"),
-        (("trainer.compile=true",), "none", "together with trainer.compile"),
-        (("model.shape.type=gemma",), "none", "Liger has none for models of the type gemma"),
-        (("model.shape.type=''",), "none", "of the type unknown"),
-    ],
-)
-def test_ligers_kernels_where_nothing_excludes_them(make_config, overrides, kernels, why):
-    found, reasons = chosen(make_config(*GPUS, *overrides))
-    assert found[0] == kernels and why in reasons[0], reasons
+KERNELS = """
+trainer.sequence_parallel=2 -> liger | fused norms
+trainer.compile=true -> none | together with trainer.compile
+model.shape.type=gemma -> none | Liger has none for models of the type gemma
+model.shape.type='' -> none | of the type unknown
+"""
+
+
+@pytest.mark.parametrize("overrides, expected", table(KERNELS))
+def test_ligers_kernels_where_nothing_excludes_them(make_config, overrides, expected):
+    found, reasons = chosen(make_config(*GPUS, overrides))
+    assert found[0] == expected[0] and expected[1] in reasons[0], reasons
 
 
 def test_what_a_machine_lacks_is_not_chosen(make_config, monkeypatch):
@@ -91,9 +89,8 @@ def test_a_mixture_that_zero_3_gathers_is_computed_again(make_config):
     """Expert weights would otherwise stay gathered until the backward pass."""
     mixture = ("model=qwen3_30b_a3b", *GPUS[1:], "cluster.gpus=64", "trainer.ranks=32")
     mixture += ("rollout.workers=8", "trainer.micro_batch_tokens=16384")
-    config = make_config(*mixture)
-    shape = config.model.shape
-    found, reasons = chosen(config)
+    shape = make_config(*mixture).model.shape
+    found, reasons = chosen(make_config(*mixture))
     assert found[-1] is True and "without it the trainer needs" in reasons[-1]
     needed = float(reasons[-1].split("needs ")[1].split(" ")[0])
     experts = 3 * shape.layers * shape.experts * shape.hidden * shape.expert_intermediate
@@ -110,18 +107,11 @@ def test_the_plan_has_every_choice_and_says_why(make_config):
     c = make_config(*GPUS)
     made = plan.make(c, c.model.shape)
     assert made.config.trainer.gradient_checkpointing is not None
-    assert [reason.partition("=")[0] for reason in made.chosen] == [
-        "trainer.kernels",
-        "trainer.gradient_checkpointing",
-    ]
+    keys = [reason.partition("=")[0] for reason in made.chosen]
+    assert keys == ["trainer.kernels", "trainer.gradient_checkpointing"]
     said = " ".join(printed(made).split())
     assert all(" ".join(reason.split()) in said for reason in made.chosen)
     again = plan.make(made.config, c.model.shape)
     assert again.config == made.config and not again.chosen
     unknown = msgspec.structs.replace(c, model=msgspec.structs.replace(c.model, shape=None))
     assert plan.make(unknown, None).config.trainer.gradient_checkpointing
-
-
-@pytest.mark.parametrize("experiment", ["qwen3_0_6b", "qwen7b", "qwen7b_lora"])
-def test_experiments_get_the_fast_choices(make_config, experiment):
-    assert chosen(make_config(f"+experiment={experiment}"))[0] == ("liger", False)

@@ -17,20 +17,20 @@ def trainer(rank, begun, since=0.0, **more):
     return RankStatus(**who, state="running", begun=begun, beat_s=10.0, since=since, **more)
 
 
-@pytest.mark.parametrize(
-    ("told", "beats", "named"),
-    [
-        ({2: [8, 8, 8], 3: [8, 8, 8], 4: [5]}, 3, {4: 5}),  # fell silent
-        ({2: [8] * 8, 3: [8] * 8, 4: []}, 8, {4: None}),  # was silent from the step's beginning
-        ({2: [8] * 7, 3: [8] * 7, 4: []}, 7, {}),  # or is busy between two steps
-        ({2: [8] * 8, 3: [5] * 8, 4: [8] * 8}, 8, {3: 5}),  # lives and does not come
-        ({2: [8] * 7, 3: [5] * 7, 4: [8] * 7}, 7, {}),  # or computes for long
-        ({2: [8] * 8, 3: [5, 6] * 4, 4: [8] * 8}, 8, {}),  # slow: it is still coming
-        ({2: [8] * 8, 3: [8] * 8, 4: [8] * 8}, 8, {}),  # all in the same collective
-        ({2: [8], 3: [7], 4: [8]}, 8, {}),  # no beat for long: the reader was away, or the disk
-        ({2: [None] * 8, 3: [None] * 8, 4: [None] * 8}, 8, {}),
-    ],
-)
+BEATS = [
+    ({2: [8, 8, 8], 3: [8, 8, 8], 4: [5]}, 3, {4: 5}),  # fell silent
+    ({2: [8] * 8, 3: [8] * 8, 4: []}, 8, {4: None}),  # was silent from the step's beginning
+    ({2: [8] * 7, 3: [8] * 7, 4: []}, 7, {}),  # or is busy between two steps
+    ({2: [8] * 8, 3: [5] * 8, 4: [8] * 8}, 8, {3: 5}),  # lives and does not come
+    ({2: [8] * 7, 3: [5] * 7, 4: [8] * 7}, 7, {}),  # or computes for long
+    ({2: [8] * 8, 3: [5, 6] * 4, 4: [8] * 8}, 8, {}),  # slow: it is still coming
+    ({2: [8] * 8, 3: [8] * 8, 4: [8] * 8}, 8, {}),  # all in the same collective
+    ({2: [8], 3: [7], 4: [8]}, 8, {}),  # no beat for long: the reader was away, or the disk
+    ({2: [None] * 8, 3: [None] * 8, 4: [None] * 8}, 8, {}),
+]
+
+
+@pytest.mark.parametrize("told, beats, named", BEATS)
 def test_the_trainer_rank_that_others_wait_for_is_named(tmp_path, make_config, told, beats, named):
     job = supervise.Job(None, (), tmp_path, 1, make_config().cluster)
     last = {rank: trainer(rank, None) for rank in told}
@@ -59,17 +59,13 @@ def test_who_looks_after_long_names_nobody(tmp_path, make_config):
     assert not job._hanging(ranks, 1300.0)
 
 
-@pytest.mark.parametrize(
-    ("error", "lost"),
-    [
-        ("AcceleratorError: CUDA error: uncorrectable ECC error encountered", True),
-        ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", False),
-    ],
-)
-def test_a_gpu_that_fails_is_lost_and_one_too_small_is_not(tmp_path, make_config, error, lost):
-    job = supervise.Job(None, (), tmp_path, 1, make_config().cluster)
-    assert error in job._first([trainer(2, None, exit_code=1, error=error)])
-    assert job.lost is lost
+def test_a_gpu_that_fails_is_lost_and_one_too_small_is_not(tmp_path, make_config):
+    errors = {"AcceleratorError: CUDA error: uncorrectable ECC error encountered": True}
+    errors |= {"OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB": False}
+    for error, lost in errors.items():
+        job = supervise.Job(None, (), tmp_path, 1, make_config().cluster)
+        assert error in job._first([trainer(2, None, exit_code=1, error=error)])
+        assert job.lost is lost
 
 
 @pytest.mark.parametrize("stops", [True, False])
@@ -96,6 +92,5 @@ def test_the_guard_ends_a_rank_that_stays_stopped_and_leaves_one_that_works_alon
 
 def test_the_watchdog_has_half_of_a_steps_time_and_what_the_user_gives_stays(tmp_path):
     ours = guard.watchdog(3600.0, tmp_path, {"TORCH_FR_BUFFER_SIZE": "9"})
-    assert ours["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "1800"
+    assert ours["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "1800" and "TORCH_FR_BUFFER_SIZE" not in ours
     assert ours["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/nccl-"
-    assert "TORCH_FR_BUFFER_SIZE" not in ours

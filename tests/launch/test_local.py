@@ -1,7 +1,6 @@
 """The mpiexec line, the ranks' environment, with its folders for compiled kernels, and the run's
 folder."""
 
-import errno
 import json
 import os
 import re
@@ -15,48 +14,42 @@ from rose import files, models
 from rose.config import ConfigError
 from rose.launch import caches, local, model, resume
 from rose.launch.layout import layout
+from tests.launch.conftest import no_permission
 from tests.made import model_folder
 from tests.processes import ran
 
 
-def blocks(argv):
-    """The MPMD blocks of an mpiexec line, without its options."""
-    return " ".join(argv).split("-keep ")[1].split(" : ")
-
-
 def test_one_block_per_environment_in_the_order_of_the_ranks(make_config, tmp_path):
     c = make_config("rollout.workers=3", "trainer.threads=2", "rollout.threads=1")
-    assert blocks(local.mpiexec_argv(layout(c), tmp_path, 4, ["rank"])) == [
-        f"-n 2 -env OMP_NUM_THREADS 1 rank --run {tmp_path} --attempt 4",
-        f"-n 1 -env OMP_NUM_THREADS 2 rank --run {tmp_path} --attempt 4",
-        f"-n 3 -env OMP_NUM_THREADS 1 rank --run {tmp_path} --attempt 4",
+    words = " ".join(local.mpiexec_argv(layout(c), tmp_path, 4, ["rank"]))
+    assert words.split("-keep ")[1].split(" : ") == [
+        f"-n {ranks} -env OMP_NUM_THREADS {threads} rank --run {tmp_path} --attempt 4"
+        for ranks, threads in ((2, 1), (1, 2), (3, 1))
     ]
-
-
-def test_on_gpus_every_rank_sees_its_own(make_config, tmp_path):
-    c = make_config(
-        "model=qwen3_8b trainer=zero3_gpu rollout=gpu cluster=gpus trainer.ranks=2",
-        "rollout.workers=2 rollout.tensor_parallel=2",
-    )
+    on_gpus = "model=qwen3_8b trainer=zero3_gpu rollout=gpu cluster=gpus trainer.ranks=2"
+    c = make_config(on_gpus, "rollout.workers=2 rollout.tensor_parallel=2")
     argv = local.mpiexec_argv(layout(c), tmp_path, 1, given=["1", "3", "4", "5", "6", "7"])
     found = re.findall(r"CUDA_VISIBLE_DEVICES (\S+)", " ".join(argv))
     assert found == ["1", "3", "4,5", "6,7"]
 
 
-def test_ranks_find_rose_from_any_folder_and_the_sites_settings(make_config, tmp_path):
-    env = local.environment(make_config("+cluster.env.MINE=mine"))
-    expected = ("mine", "tcp;ofi_rxm", "passive")
-    assert (env["MINE"], env["FI_PROVIDER"], env["OMP_WAIT_POLICY"]) == expected
+def test_ranks_have_the_sites_settings_find_rose_and_meet_on_loopback(
+    make_config, tmp_path, monkeypatch
+):
+    for name in ("HF_HUB_OFFLINE", "FI_TCP_IFACE"):
+        monkeypatch.delenv(name, raising=False)
+    env = local.environment(
+        make_config("model=qwen3_8b trainer=zero3_gpu", "+cluster.env.MINE=mine")
+    )
+    expected = {"MINE": "mine", "FI_PROVIDER": "tcp;ofi_rxm", "OMP_WAIT_POLICY": "passive"}
+    expected |= dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
+    assert expected.items() <= env.items() and env["FI_TCP_IFACE"] == "lo"
     done = ran([sys.executable, "-m", "rose.main", "--help"], cwd=tmp_path, env=env, timeout=600)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("overrides", ["", "model=qwen3_8b trainer=zero3_gpu"])
-def test_no_rank_reaches_the_network_for_a_model(make_config, monkeypatch, overrides):
-    """Those of a hub too: the launcher has fetched them."""
-    monkeypatch.delenv("HF_HUB_OFFLINE")
-    found = local.environment(make_config(*overrides.split()))
-    assert found["HF_HUB_OFFLINE"] == found["TRANSFORMERS_OFFLINE"] == "1"
+    monkeypatch.setenv("FI_TCP_IFACE", "eth7")
+    assert local.environment(make_config())["FI_TCP_IFACE"] == "eth7"
+    named = make_config("cluster.interface=ib0")
+    assert local.environment(named)["FI_TCP_IFACE"] == "ib0", "the configuration wins"
 
 
 def test_a_run_that_never_began_leaves_no_folder_and_one_that_did_stays(tmp_path):
@@ -72,12 +65,9 @@ def test_a_run_that_never_began_leaves_no_folder_and_one_that_did_stays(tmp_path
 
 
 def test_a_folder_that_may_not_be_searched_is_named(tmp_path, monkeypatch):
-    def refuse(path, *_, **more):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-
     with monkeypatch.context() as hidden:
         for name in ("stat", "mkdir"):
-            hidden.setattr(Path, name, refuse)
+            hidden.setattr(Path, name, no_permission)
         said = "output_dir=.*run can't be made, locked or written .Permission denied"
         with pytest.raises(ConfigError, match=said), local.locked(tmp_path / "run"):
             pass
@@ -98,14 +88,16 @@ def test_a_lock_is_closed_before_its_folder_goes(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_that_was_moved_aside_takes_no_lock_of_another_launch_with_it(tmp_path):
+def test_runs_that_are_moved_aside_stay_and_take_no_lock_of_another_launch_with_them(tmp_path):
     run = tmp_path / "run"
-    with local.locked(run):
-        (run / "config.json").touch()
-        resume.move_aside(run)
-        run.mkdir()
-        (run / "lock").touch()  # that launch holds it now
-    assert (run / "lock").exists()
+    for _ in range(2):
+        with local.locked(run):
+            (run / "config.json").touch()
+            resume.move_aside(run)
+            run.mkdir()
+            (run / "lock").touch()  # that launch holds it now
+        assert (run / "lock").exists()
+    assert all((tmp_path / f"run.old-{n}" / "config.json").exists() for n in (1, 2))
 
 
 def test_a_lock_that_its_holder_removed_meanwhile_is_none(tmp_path, monkeypatch):
@@ -120,17 +112,20 @@ def test_a_lock_that_its_holder_removed_meanwhile_is_none(tmp_path, monkeypatch)
     refused = pytest.raises(ConfigError, match="in use by another launch")
     with refused, local.locked(tmp_path / "run"):
         pass
+    monkeypatch.undo()
+    refused = pytest.raises(ConfigError, match=rf"another launch \(process {os.getpid()} on ")
+    with local.locked(tmp_path / "run"), refused, local.locked(tmp_path / "run"):
+        pass
 
 
 @pytest.mark.parametrize("key", ["store", "local"])
 def test_a_folder_for_checkpoints_that_can_not_be_used_is_named(make_config, tmp_path, key):
     (tmp_path / "file").touch()
-    here = f"sandbox.{key}={tmp_path}/file/x"
+    used, here = "sandbox.checkpoints=files", f"sandbox.{key}={tmp_path}"
     with pytest.raises(ConfigError, match=rf"sandbox.{key}='.*/file/x': .*Not a directory"):
-        local.check_sandbox_folders(make_config("sandbox.checkpoints=files", here))
-    local.check_sandbox_folders(make_config(here))
-    fine = f"sandbox.{key}={tmp_path}/new/x"
-    local.check_sandbox_folders(make_config("sandbox.checkpoints=files", fine))
+        local.check_sandbox_folders(make_config(used, f"{here}/file/x"))
+    local.check_sandbox_folders(make_config(f"{here}/file/x"))
+    local.check_sandbox_folders(make_config(used, f"{here}/new/x"))
     assert list((tmp_path / "new" / "x").iterdir()) == []
 
 
@@ -140,13 +135,16 @@ LONGER += "cluster.stop_timeout_s=1 rollout/draft=group trainer.step_timeout_s=9
 GPUS = "trainer=zero3_gpu rollout=gpu cluster=gpus cluster.gpus=16"
 
 
-@pytest.mark.parametrize(
-    "stored, now",
-    [("", LONGER), (GPUS, f"{GPUS} trainer.compile=true"), (GPUS, f"{GPUS} trainer.kernels=liger")],
-)
-def test_longer_and_faster_is_still_the_same_run(make_config, tmp_path, stored, now):
+SAME = [("", LONGER), (GPUS, "trainer.compile=true"), (GPUS, "trainer.kernels=liger")]
+
+
+@pytest.mark.parametrize("stored, more", SAME)
+def test_longer_and_faster_is_still_the_same_run(make_config, tmp_path, stored, more):
     local.write_config(make_config(*stored.split()), tmp_path)
-    resume.check(tmp_path / "config.json", make_config(*now.split()))
+    resume.check(tmp_path / "config.json", make_config(*stored.split(), *more.split()))
+    resume.mark_finished(tmp_path, 30)
+    finished = [resume.is_finished(tmp_path, make_config(f"trainer.steps={n}")) for n in (30, 31)]
+    assert finished == [True, False]
 
 
 def test_other_trainer_ranks_continue_the_run_and_that_is_said(make_config, tmp_path):
@@ -189,20 +187,6 @@ def test_another_model_folder_is_another_run_and_another_cache_is_not(make_confi
     resume.check(tmp_path / "config.json", make_config())
 
 
-def test_an_earlier_run_is_moved_aside_not_lost(tmp_path):
-    for content in "ab":
-        (tmp_path / "run").mkdir()
-        (tmp_path / "run" / "metrics").write_text(content)
-        resume.move_aside(tmp_path / "run")
-    assert [(tmp_path / f"run.old-{n}" / "metrics").read_text() for n in (1, 2)] == ["a", "b"]
-
-
-def test_a_finished_run_with_more_steps_asked_for_is_not_finished(make_config, tmp_path):
-    resume.mark_finished(tmp_path, 30)
-    assert resume.is_finished(tmp_path, make_config("trainer.steps=30"))
-    assert not resume.is_finished(tmp_path, make_config("trainer.steps=31"))
-
-
 def test_a_model_that_is_not_made_yet_has_no_shape(make_config, monkeypatch, tmp_path):
     monkeypatch.setenv("ROSE_CACHE", str(tmp_path))
     c = make_config()
@@ -214,16 +198,6 @@ def test_a_model_that_is_not_made_yet_has_no_shape(make_config, monkeypatch, tmp
     assert (prepared.model.path, prepared.model.shape.head_dim) == (str(folder), 16)
 
 
-@pytest.mark.parametrize("given, taken", [({}, "lo"), ({"FI_TCP_IFACE": "eth7"}, "eth7")])
-def test_ranks_of_one_machine_meet_on_loopback(make_config, monkeypatch, given, taken):
-    monkeypatch.delenv("FI_TCP_IFACE", raising=False)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    assert local.environment(make_config())["FI_TCP_IFACE"] == taken
-    named = make_config("cluster.interface=ib0")
-    assert local.environment(named)["FI_TCP_IFACE"] == "ib0", "the configuration wins"
-
-
 def cached(make_config, kind, folder):
     c = make_config().cluster
     return msgspec.structs.replace(c, kind=kind, cache_dir=folder and str(folder))
@@ -233,17 +207,13 @@ def test_slurm_ranks_compile_on_their_nodes_disk(make_config, tmp_path, monkeypa
     monkeypatch.setattr(caches.tempfile, "gettempdir", lambda: str(tmp_path))
     found = caches.variables(cached(make_config, "slurm", None), {"TRITON_CACHE_DIR": "/mine"})
     assert set(found) == set(caches.FOLDERS) - {"TRITON_CACHE_DIR"}
-    (home,) = tmp_path.iterdir()
+    [home] = tmp_path.iterdir()
     assert all(value.startswith(str(home)) for value in found.values())
     assert home.stat().st_mode & 0o777 == 0o700
     assert caches.variables(cached(make_config, "local", None), {}) == {}
-    assert caches.variables(cached(make_config, "local", tmp_path / "k"), {})[
-        "VLLM_CACHE_ROOT"
-    ] == str(tmp_path / "k/vllm")
-
-
-def test_somebody_elses_folder_is_left_alone(make_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(caches.os, "geteuid", lambda: 12345)
-    assert caches.variables(cached(make_config, "slurm", tmp_path), {}) == {}
-    (tmp_path / "file").write_text("")
+    mine = caches.variables(cached(make_config, "local", tmp_path / "k"), {})
+    assert mine["VLLM_CACHE_ROOT"] == str(tmp_path / "k/vllm")
+    (tmp_path / "file").touch()
     assert caches.variables(cached(make_config, "slurm", tmp_path / "file" / "below"), {}) == {}
+    monkeypatch.setattr(caches.os, "geteuid", lambda: 12345)  # then the folder is somebody else's
+    assert caches.variables(cached(make_config, "slurm", tmp_path), {}) == {}

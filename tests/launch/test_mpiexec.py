@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from rose.launch.local import MPIEXEC
-from rose.launch.mpiexec import World, blocks
+from rose.launch.mpiexec import World
 from tests import processes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -30,15 +30,10 @@ os.write(1, json.dumps([world.Get_rank(), ranks]).encode() + b"\\n")
 """
 
 
-def mpiexec(*arguments: str, **options) -> subprocess.Popen:
-    return subprocess.Popen(
-        [*MPIEXEC, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | MPI | {"PYTHONPATH": str(REPOSITORY)},
-        **options,
-    )
+def mpiexec(*arguments: str) -> subprocess.Popen:
+    own = {"text": True, "env": os.environ | MPI | {"PYTHONPATH": str(REPOSITORY)}}
+    own |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([*MPIEXEC, *arguments], **own)
 
 
 def python(source: str, *words: str) -> list[str]:
@@ -50,22 +45,10 @@ def ended(process: subprocess.Popen) -> tuple[int, str, str]:
     return process.returncode, said, complained
 
 
-@pytest.mark.parametrize(
-    "words, complaint",
-    [
-        ("", "no command"),
-        ("-n 2", "a number above 0 and a command"),
-        ("-n 0 run", "a number above 0"),
-        ("-env A", "-env: too few"),
-        ("-n two run", "two"),
-    ],
-)
-def test_what_is_no_command_line_is_refused(words, complaint):
-    with pytest.raises(ValueError, match=complaint):
-        blocks(words.split())
-
-
-def test_ranks_of_two_commands_are_one_world():
+def test_ranks_of_two_commands_are_one_world(monkeypatch):
+    # As a run on this machine alone has them that is started in `srun --pty bash`.
+    for name in ("PMIX_RANK", "PMI_SPAWNED", "PMI_PORT", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.setenv(name, "7")
     program = python(WORLD)
     code, said, complained = ended(
         mpiexec("-n", "2", "-env", "KIND", "a", *program, ":", "-env", "KIND", "b", *program)
@@ -73,6 +56,8 @@ def test_ranks_of_two_commands_are_one_world():
     assert code == 0, complained
     found = sorted(json.loads(line) for line in said.splitlines())
     assert found == [[number, ["a", "a", "b"]] for number in range(3)]
+    code, _, complained = ended(mpiexec("-n", "2", "/no/such/program"))
+    assert code == 1 and "/no/such/program can't be started: No such file" in complained
 
 
 def test_nothing_listens_but_the_ranks_on_loopback():
@@ -82,27 +67,22 @@ def test_nothing_listens_but_the_ranks_on_loopback():
             for _ in range(2):
                 process.stdout.readline()
             own = psutil.Process(process.pid)
-            assert [c for c in own.net_connections("inet") if c.status == psutil.CONN_LISTEN] == []
-            heard = {
-                connection.laddr.ip
-                for rank in own.children()
-                for connection in rank.net_connections("inet")
-                if connection.status == psutil.CONN_LISTEN
-            }
-            assert heard <= {"127.0.0.1"}
+            assert processes.listens(own) == []
+            heard = [at for rank in own.children() for at in processes.listens(rank)]
+            assert {at.ip for at in heard} <= {"127.0.0.1"}
         finally:
             process.kill()
 
 
-@pytest.mark.parametrize(
-    "source, code, words",
-    [
-        ("raise SystemExit(3)", 3, "rank 0 ended with code 3"),
-        ("import os; os.kill(os.getpid(), 9)", 137, "rank 0 ended with SIGKILL"),
-        ("import os; os.kill(os.getpid(), 40)", 168, "rank 0 ended with signal 40"),
-        (f"{WORLD}MPI.COMM_WORLD.Abort(5)", 5, "called MPI_Abort"),
-    ],
-)
+FAILS = [
+    ("raise SystemExit(3)", 3, "rank 0 ended with code 3"),
+    ("import os; os.kill(os.getpid(), 9)", 137, "rank 0 ended with SIGKILL"),
+    ("import os; os.kill(os.getpid(), 40)", 168, "rank 0 ended with signal 40"),
+    (f"{WORLD}MPI.COMM_WORLD.Abort(5)", 5, "called MPI_Abort"),
+]
+
+
+@pytest.mark.parametrize("source, code, words", FAILS)
 def test_a_rank_that_fails_ends_the_others_and_gives_its_code(source, code, words):
     variable = ("-env", "KIND", "a")
     waits = python(f"{WORLD if WORLD in source else ''}\nimport time; time.sleep(600)")
@@ -125,20 +105,6 @@ def test_ranks_end_with_it(number, tmp_path):
     process.send_signal(number)
     process.communicate(timeout=60)
     processes.until(lambda: not any(map(processes.alive, ranks)), "the ranks to end", 30.0)
-
-
-def test_another_launchers_variables_do_not_reach_the_ranks(monkeypatch):
-    """A run on this machine alone may be started in `srun --pty bash`."""
-    for name in ("PMIX_RANK", "PMI_SPAWNED", "PMI_PORT", "OMPI_COMM_WORLD_RANK"):
-        monkeypatch.setenv(name, "7")
-    code, said, complained = ended(mpiexec("-n", "2", "-env", "KIND", "a", *python(WORLD)))
-    assert code == 0, complained
-    assert sorted(json.loads(line)[0] for line in said.splitlines()) == [0, 1]
-
-
-def test_a_program_that_is_not_there_is_named():
-    code, _, complained = ended(mpiexec("-n", "2", "/no/such/program"))
-    assert code == 1 and "/no/such/program can't be started: No such file" in complained
 
 
 def test_a_rank_that_sends_garbage_ends_nothing():

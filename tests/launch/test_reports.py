@@ -25,10 +25,9 @@ def test_ranks_that_hang_in_mpis_start_are_named_with_their_hosts_and_the_key(re
     for rank in others:
         rank_status.mark_joined(reported.run_dir, 1, rank.rank)
     assert reported._failure({"appear": FAR}) == ""
-    said = reported._failure({"appear": PASSED})
+    said, who = reported._failure({"appear": PASSED}), f"{last.role.value} rank {last.rank} on"
     assert said.startswith(
-        f"{last.role.value} rank {last.rank} on {socket.gethostname()} did not join the MPI world "
-        f"within cluster.start_timeout_s={reported.cluster.start_timeout_s:g}"
+        f"{who} {socket.gethostname()} did not join the MPI world within cluster."
     )
     assert "cluster.interface='ib7'" in said
     rank_status.mark_joined(reported.run_dir, 1, last.rank)
@@ -90,12 +89,9 @@ def test_reports_that_come_after_the_starter_has_ended_count(reported, monkeypat
     monkeypatch.setattr(reported, "process", starter)
     for rank in reported.ranks:
         report(reported, rank, state="done", exit_code=0)
-    late = iter([read])
-    monkeypatch.setattr(
-        reported,
-        "statuses",
-        lambda: next(late, None) or rank_status.read_all(reported.run_dir, reported.attempt),
-    )
+    late, read_all = iter([read]), rank_status.read_all
+    now = lambda: next(late, None) or read_all(reported.run_dir, reported.attempt)  # noqa: E731
+    monkeypatch.setattr(reported, "statuses", now)
     assert reported._failure({}) == ""
     report(reported, reported.ranks[0], state="running")
     assert "exited with code 0" in reported._failure({})

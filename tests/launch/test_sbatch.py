@@ -31,31 +31,31 @@ def test_each_component_asks_for_its_own_and_spaces_in_names_are_quoted(make_con
         "cluster.slurm.trainer.partition=big cluster.slurm.rollout.partition=small",
         "cluster.slurm.trainer.account=me cluster.slurm.trainer.time=2-00:00:00",
         "cluster.slurm.trainer.cpus_per_task=12 cluster.slurm.setup=[module load cuda]",
-        "cluster.slurm.trainer.sbatch=[--mail-user=a b]",
+        "cluster.slurm.trainer.sbatch=['--mail-user=a b','--gpus-per-node=a100:8']",
     )
-    text = sbatch.script(c, layout(c), Path("/runs/my runs/qwen7b"))
-    both = {*"account=me cpus-per-task=12 gpus-per-node=8 mem=0 time=2-00:00:00".split()}
-    both |= {"mail-user='a b'"}
+    text = sbatch.script(c, layout(c), Path("/runs/my 50%x/%j"))
+    both = {*"account=me cpus-per-task=12 mem=0 time=2-00:00:00".split()}
+    both |= {"mail-user='a b'", "gpus-per-node=a100:8"}
     first = "exclusive job-name=qwen7b nodes=2 ntasks-per-node=11 open-mode=append partition=big "
     first += "requeue signal=B:USR2@120"
-    log = "output='/runs/my runs/qwen7b/logs/slurm-%j.out'"
+    log = (
+        "output='/runs/my 50%%x/%%j/logs/slurm-%j.out'"  # no patterns of Slurm's, but for the last
+    )
     second = {"nodes=1", "ntasks-per-node=4", "partition=small"}
     assert asked(text) == [both | {*first.split(), log}, both | second]
     assert f"PYTHONPATH={REPOSITORY}${{PYTHONPATH:+:$PYTHONPATH}}\nmodule load cuda\n" in text
-    assert f"{sys.executable} -u -m rose.launch.batch '/runs/my runs/qwen7b/submitted')" in text
+    assert f"{sys.executable} -u -m rose.launch.batch '/runs/my 50%x/%j/submitted')" in text
+    assert "--gpus-per-node=a100:8" in sbatch.srun_argv(c, layout(c), Path("/run"), 1)
 
 
 def test_one_srun_over_both_components(make_config):
     c = make_config(*SEVEN_B, "cluster.slurm.trainer.mem=64G", "cluster.slurm.rollout.mem=null")
+    both = "--distribution=block --kill-on-bad-exit=0 --wait=0 --export=ALL --cpus-per-task"
+    rank = "rank --run /run --attempt 3"
     assert " ".join(sbatch.srun_argv(c, layout(c), Path("/run"), 3, ["rank"])) == (
-        "srun --mpi=pmi2 --het-group=0 --nodes=2 --ntasks=22 --ntasks-per-node=11 "
-        "--distribution=block "
-        "--kill-on-bad-exit=0 --wait=0 --export=ALL --cpus-per-task=8 --gpus-per-node=8 "
-        "--gpu-bind=none --mem=64G "
-        "rank --run /run --attempt 3 : --het-group=1 --nodes=1 --ntasks=4 --ntasks-per-node=4 "
-        "--distribution=block "
-        "--kill-on-bad-exit=0 --wait=0 --export=ALL --cpus-per-task=12 --gpus-per-node=8 "
-        "--gpu-bind=none rank --run /run --attempt 3"
+        f"srun --mpi=pmi2 --het-group=0 --nodes=2 --ntasks=22 --ntasks-per-node=11 {both}=8 "
+        f"--gpus-per-node=8 --gpu-bind=none --mem=64G {rank} : --het-group=1 --nodes=1 --ntasks=4 "
+        f"--ntasks-per-node=4 {both}=12 --gpus-per-node=8 --gpu-bind=none {rank}"
     )
 
 
@@ -89,28 +89,19 @@ def test_every_rank_starts_in_the_container(make_config, runtime, box):
 
 
 def test_an_engine_that_the_run_asks_for_starts_in_the_container_too(make_config):
-    last = {}
-    for runtime in ("apptainer", "pyxis"):
+    begins = {
+        "apptainer": f"apptainer exec --nv --bind '{REPOSITORY},/my runs,/scratch:/data' --no-home",
+        # srun takes no CPUs over from the job.
+        "pyxis": "srun --mpi=none --ntasks=1 --cpus-per-task=12 --container-image=/shared/rose.sif",
+    }
+    for runtime, begin in begins.items():
         c = make_config(*SEVEN_B, BOX % runtime)
         text = sbatch.helper_script(c, "borrowed", 1, Path("/my runs/a,b"), "lend-1")
-        last[runtime] = text.strip().splitlines()[-1]
-    submit = "/usr/local/bin/python -u -m rose.launch.batch '/my runs/a,b/submitted'"
-    assert last["apptainer"] == (
-        f"exec apptainer exec --nv --bind '{REPOSITORY},/my runs,/scratch:/data' --no-home "
-        f"/shared/rose.sif {submit}"
-    )
-    assert last["pyxis"].startswith(
-        "exec srun --mpi=none --ntasks=1 --cpus-per-task=12 --container-image=/shared/rose.sif "
-    ), "srun takes no CPUs over from the job"
-    assert last["pyxis"].endswith(submit)
-
-
-def test_a_job_that_computes_rewards_asks_for_cpus_only(make_config):
-    reward = ("reward=function", "reward.args.path=/mine.py:score", "reward.max_jobs=2")
-    c = make_config(*SEVEN_B, *reward, "cluster.slurm.borrowed.partition=spare")
-    text = sbatch.helper_script(c, "reward", 0, Path("/runs/run"), "reward-0-1")
-    assert "#SBATCH --cpus-per-task=4" in text and "#SBATCH --partition=spare" in text
-    assert "gpus" not in text and "#SBATCH --job-name=qwen7b-reward-0-1" in text
+        last = text.strip().splitlines()[-1]
+        assert last.startswith(f"exec {begin} ")
+        assert last.endswith(
+            " /usr/local/bin/python -u -m rose.launch.batch '/my runs/a,b/submitted'"
+        )
 
 
 # The snapshot's files are links to files elsewhere in models--a--b.
@@ -118,14 +109,12 @@ SNAPSHOT = "/hub/models--a--b/snapshots/c0ffee"
 RELAY = "transfer.relay=http://node:7673 transfer.relay_token_file=/keys/token"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "mounted"),
-    [
-        (f"model.source=hub model.path=a/b model.snapshot={SNAPSHOT}", "/hub/models--a--b"),
-        (f"model.source=folder model.path={SNAPSHOT}", "/hub/models--a--b"),
-        (f"rollout.replay=/archive/a,b {RELAY}", "/archive,/keys/token"),
-    ],
-)
+READ = [(f"model.source=hub model.path=a/b model.snapshot={SNAPSHOT}", "/hub/models--a--b")]
+READ += [(f"model.source=folder model.path={SNAPSHOT}", "/hub/models--a--b")]
+READ += [(f"rollout.replay=/archive/a,b {RELAY}", "/archive,/keys/token")]
+
+
+@pytest.mark.parametrize("overrides, mounted", READ)
 def test_what_ranks_read_is_mounted_with_what_its_links_lead_to(make_config, overrides, mounted):
     c = make_config(*SEVEN_B, BOX % "apptainer", overrides)
     starts = ends(sbatch.srun_argv(c, layout(c), Path("/runs/run"), 1))
@@ -133,18 +122,25 @@ def test_what_ranks_read_is_mounted_with_what_its_links_lead_to(make_config, ove
     assert found == {f"{REPOSITORY},/runs,{mounted},/scratch:/data"}
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("output_dir=/scratch/a,b", "output_dir: /scratch/a,b can't be mounted"),
-        ("model.path=/models/7b:2", "the model's folder: /models/7b:2 can't be mounted"),
-    ],
-)
-def test_a_path_that_the_runtime_would_take_for_two_is_refused(make_config, override, words):
-    ours = ("model.source=folder", override)
-    with pytest.raises(ConfigError, match=words):
-        plan.make(make_config(*SEVEN_B, BOX % "apptainer", *ours), None)
-    plan.make(make_config(*SEVEN_B, *ours), None)
+def test_a_path_that_the_runtime_would_take_for_two_is_refused(make_config):
+    named = {
+        "output_dir=/scratch/a,b": "output_dir",
+        "model.path=/models/7b:2": "the model's folder",
+    }
+    for given, name in named.items():
+        ours = (*SEVEN_B, "model.source=folder", given)
+        with refused([f"{name}: {given.partition('=')[2]} can't be mounted"]):
+            plan.make(make_config(*ours, BOX % "apptainer"), None)
+        plan.make(make_config(*ours), None)
+
+
+def test_a_job_that_computes_rewards_asks_for_cpus_only(make_config):
+    reward = "reward=function reward.args.path=/mine.py:score reward.max_jobs=2"
+    c = make_config(*SEVEN_B, reward, "cluster.slurm.borrowed.partition=spare")
+    [options] = asked(sbatch.helper_script(c, "reward", 0, Path("/runs/100%"), "reward-0-1"))
+    assert options >= {"cpus-per-task=4", "partition=spare", "job-name=qwen7b-reward-0-1"}
+    # A percent sign in a path is none of Slurm's patterns.
+    assert "output=/runs/100%%/logs/reward-0-1-%j.out" in options and "gpus" not in str(options)
 
 
 def test_a_run_without_engines_is_a_plain_job_on_gpus_too(make_config):
@@ -161,8 +157,8 @@ def test_every_node_of_the_trainer_component_has_the_same_number_of_ranks(make_c
     assert (ranks[0].role, ranks[0].node) == (Role.COORDINATOR, 0)
     for node in (0, 1):
         here = [r for r in ranks if (r.component, r.node) == (0, node)]
-        trainers = [r for r in here if r.role is Role.TRAINER]
-        assert len(here) == 11 and [r.gpus for r in trainers] == [(gpu,) for gpu in range(8)]
+        of_trainers = [r.gpus for r in here if r.role is Role.TRAINER]
+        assert len(here) == 11 and of_trainers == [(gpu,) for gpu in range(8)]
     engines = [r for r in ranks if r.component == 1]
     assert [r.gpus for r in engines] == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert {r.role for r in engines} == {Role.ROLLOUT}
@@ -174,15 +170,13 @@ def test_every_node_of_the_trainer_component_has_the_same_number_of_ranks(make_c
 
 @pytest.mark.parametrize("text", ["a\n#SBATCH --uid=0", "", "\x07"])
 def test_no_text_can_leave_its_line(tree, text):
-    for section, key in (("trainer", "partition"), ("rollout", "qos")):
+    slurm = {"trainer": {"partition": text}, "rollout": {"qos": text}, "setup": [text]}
+    for section, given in slurm.items():
         made = tree("cluster=dev")
-        made["cluster"]["slurm"][section][key] = text
-        with pytest.raises(ConfigError, match=f"cluster.slurm.{section}.{key}=.*one line"):
+        of = made["cluster"]["slurm"]
+        of[section] = of[section] | given if isinstance(given, dict) else given
+        with pytest.raises(ConfigError, match=rf"cluster.slurm.{section}\.\w+=.*one line"):
             from_dict(made)
-    made = tree("cluster=dev")
-    made["cluster"]["slurm"]["setup"] = [text]
-    with pytest.raises(ConfigError, match="cluster.slurm.setup.0=.*one line"):
-        from_dict(made)
 
 
 SIZES = "mem='64G' mem='64GB' mem='64gb' mem='2048' mem='2T' mem='0' mem=64000 time='-1'"
@@ -193,23 +187,6 @@ def test_memory_and_time_are_given_as_sbatch_reads_them(make_config, limit):
     c = make_config(*SEVEN_B, f"cluster.slurm.rollout.{limit}")
     _, engines = asked(sbatch.script(c, layout(c), Path("/runs/x")))
     assert limit.replace("'", "") in engines
-
-
-def test_gpus_may_be_asked_for_by_their_type(make_config):
-    c = make_config(*SEVEN_B, "cluster.slurm.trainer.sbatch=['--gpus-per-node=a100:8']")
-    text, step = (
-        sbatch.script(c, layout(c), Path("/run")),
-        sbatch.srun_argv(c, layout(c), Path("/run"), 1),
-    )
-    assert asked(text)[0] >= {"gpus-per-node=a100:8"} and "--gpus-per-node=a100:8" in step
-
-
-def test_a_percent_sign_in_a_path_is_none_of_slurms_patterns(make_config):
-    c = make_config(*SEVEN_B)
-    text = sbatch.script(c, layout(c), Path("/runs 50%x/%j"))
-    assert "/runs 50%%x/%%j/logs/slurm-%j.out" in text
-    text = sbatch.helper_script(c, "borrowed", 1, Path("/runs/100%"), "lend")
-    assert "/runs/100%%/logs/lend-%j.out" in text
 
 
 MORE = "trainer.ranks=8 rollout.workers=3 rollout.tensor_parallel=2 cluster.gpus=16"
@@ -227,12 +204,10 @@ def test_a_serving_task_runs_the_checkouts_rose_in_a_container_too(stand_in):
     """Its image has a copy of ROSE without conf/, which pyxis, starting in the image's own folder,
     would find first."""
     stand_in(srun='echo "$PYTHONPATH"; echo "$*"; env | grep BIND\nexit 0')
-    env = {
-        "PATH": os.environ["PATH"],
-        "SLURM_SUBMIT_DIR": str(REPOSITORY),
+    env = {"PATH": os.environ["PATH"], "SLURM_SUBMIT_DIR": str(REPOSITORY)}
+    env |= {"SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "SLURM_CPU_BIND_TYPE": "mask_cpu:"}
+    env |= {
         "SLURM_GPUS_PER_TASK": "1",
-        "SLURM_CPU_BIND": "quiet,mask_cpu:0x1",
-        "SLURM_CPU_BIND_TYPE": "mask_cpu:",
         "SLURM_MEM_BIND": "quiet,none",
         "ROSE_PYTHON": "--container-image=/a.sqsh /usr/local/bin/python",
     }

@@ -1,7 +1,5 @@
 """What is read from Slurm's words about a job, and what is told of a run."""
 
-import errno
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -11,8 +9,7 @@ import pytest
 from rose.launch import state
 from rose.observe.status import LiveStatus
 from rose.trainer import checkpoint
-
-AWAY = "echo 'Unable to contact slurm controller' >&2; exit 1"
+from tests.launch.conftest import no_permission
 
 
 def rows(*states, reason="None"):
@@ -28,16 +25,13 @@ TOO_MUCH += "PartitionTimeLimit InvalidAccount"
 OF_OTHERS = "Priority QOSMaxJobsPerUserLimit AssocGrpGRES BeginTime"
 
 
-@pytest.mark.parametrize(
-    "states, reason, why",
-    [
-        ("PENDING FAILED", "None", "component 7+1 has ended"),
-        *((states, "None", "") for states in FINE),
-        *(("PENDING", reason, reason) for reason in TOO_MUCH.split()),
-        ("RUNNING", "InvalidAccount", ""),
-        *(("PENDING", reason, "") for reason in OF_OTHERS.split()),
-    ],
-)
+WHY = [("PENDING FAILED", "None", "component 7+1 has ended"), ("RUNNING", "InvalidAccount", "")]
+WHY += [(states, "None", "") for states in FINE]
+WHY += [("PENDING", reason, reason) for reason in TOO_MUCH.split()]
+WHY += [("PENDING", reason, "") for reason in OF_OTHERS.split()]
+
+
+@pytest.mark.parametrize("states, reason, why", WHY)
 def test_a_job_that_waits_for_ever_is_known(monkeypatch, states, reason, why):
     monkeypatch.setattr(state, "components", lambda job: rows(*states.split(), reason=reason))
     said = state.cannot_start("7")
@@ -87,20 +81,21 @@ def test_a_slurm_that_does_not_answer_in_time_is_told_in_a_line(tmp_path, monkey
     assert asked(tmp_path)[::2] == (1, "sacct did not answer within 30 s")
 
 
-@pytest.mark.parametrize(
-    "squeue, said",
-    [
-        (AWAY, "squeue failed: Unable to contact slurm controller"),
-        ("exit 3", "squeue failed: exit code 3, no output"),
-        ("echo hello", "squeue printed 'hello', which is no state of a job"),
-        (r"printf '\377\376 garbage\n'", "squeue printed '\ufffd\ufffd garbage', which is no"),
-        ("#!/no/such/shell", "squeue can't be run: No such file or directory"),
-    ],
-)
+AWAY = "echo 'Unable to contact slurm controller' >&2; exit 1"
+NO_SACCT = "echo 'Slurm accounting storage is disabled' >&2; exit 1"
+FAILING = {
+    AWAY: "squeue failed: Unable to contact slurm controller",
+    "exit 3": "squeue failed: exit code 3, no output",
+    r"printf '\377\376 garbage\n'": "squeue printed '\ufffd\ufffd garbage', which is no state",
+    "#!/no/such/shell": "squeue can't be run: No such file or directory",
+}
+
+
+@pytest.mark.parametrize("squeue, said", FAILING.items())
 def test_a_slurm_that_fails_ends_no_run_and_what_lies_there_is_told(
     commands, tmp_path, asked, squeue, said
 ):
-    commands(squeue=squeue, sacct="echo 'Slurm accounting storage is disabled' >&2; exit 1")
+    commands(squeue=squeue, sacct=NO_SACCT)
     run = tmp_path / "mine"
     state.remember(run, "7")
     live = LiveStatus(run)
@@ -114,28 +109,19 @@ def test_a_slurm_that_fails_ends_no_run_and_what_lies_there_is_told(
 
 
 def test_a_job_that_slurm_has_forgotten_is_over(commands, tmp_path, asked):
-    commands(
-        squeue="echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1",
-        sacct="echo 'Slurm accounting storage is disabled' >&2; exit 1",
-    )
     state.remember(tmp_path, "7")
+    assert "job 7: no squeue on PATH, so its state is unknown" in asked(tmp_path)[1]
+    unknown = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+    commands(squeue=unknown, sacct=NO_SACCT)
     assert not state.is_active("7")
     code, said, _ = asked(tmp_path)
     assert code == 0 and "job 7: Slurm knows nothing of it any more" in said
 
 
-def test_where_no_squeue_is_the_state_is_unknown(commands, tmp_path, asked):
-    state.remember(tmp_path, "7")
-    assert "job 7: no squeue on PATH, so its state is unknown" in asked(tmp_path)[1]
-
-
 def test_a_run_that_may_not_be_read_is_told_in_a_line(tmp_path, asked, monkeypatch):
-    def refuse(path, *_, **more):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-
     with monkeypatch.context() as hidden:
         for name in ("stat", "read_text"):
-            hidden.setattr(Path, name, refuse)
+            hidden.setattr(Path, name, no_permission)
         code, _, complaint = asked(tmp_path)
     assert code == 1 and "Permission denied" in complaint
 
@@ -150,19 +136,16 @@ def test_a_folder_that_is_no_run_is_told_in_a_line(commands, tmp_path, asked):
     assert asked(run)[2].endswith("'7; rm' is no id of a Slurm job")
     (run / "status" / "job").write_bytes(b"\xff\xfe")
     assert "which names the run's Slurm job" in asked(run)[2]
-    (run / "status" / "job").unlink()
-    (run / "status" / "job").mkdir()
-    assert "Is a directory" in asked(run)[2]
 
 
-@pytest.mark.parametrize(
-    "fields, words",
-    [
-        ({"phase": "rollout", "step": 4}, r"step 4 of 9, rollout \(\d+ s ago\); saved after step"),
-        ({"phase": "starting", "waiting_for": "engines"}, r"step 0 of 9, starting, waiting for"),
-        ({"phase": "done", "step": 7}, "finished after step 7 of 9; saved after step 3"),
-    ],
-)
+FAR = {
+    r"step 4 of 9, rollout \(\d+ s ago\); saved after step": {"phase": "rollout", "step": 4},
+    "step 0 of 9, starting, waiting for": {"phase": "starting", "waiting_for": "engines"},
+    "finished after step 7 of 9; saved after step 3": {"phase": "done", "step": 7},
+}
+
+
+@pytest.mark.parametrize("words, fields", FAR.items())
 def test_how_far_a_run_has_come_is_told_in_a_line(tmp_path, asked, fields, words):
     run = tmp_path / "mine"
     live = LiveStatus(run)

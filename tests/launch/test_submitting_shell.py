@@ -53,11 +53,8 @@ def test_sbatch_gets_nothing_of_the_job_in_whose_shell_it_is_called(shell, submi
     assert not found.keys() & OF_THE_SHELL.keys()
     assert OF_THE_USER.items() <= found.items()
     assert OF_THE_SHELL.items() <= os.environ.items(), "this process keeps its own"
-
-
-def test_outside_a_job_sbatch_gets_all_that_the_site_has_set(shell, submitted):
     site = {"SLURM_HINT": "nomultithread", "SLURM_MPI_TYPE": "pmix"} | OF_THE_USER
-    shell(site)
+    shell(site)  # outside a job
     assert site.items() <= submitted().items()
 
 
@@ -76,7 +73,6 @@ def test_the_ranks_srun_gets_nothing_that_is_of_one_component_only(shell, make_c
     of_the_job |= {"SLURM_GPU_BIND": "single:1", "SLURM_NTASKS_PER_NODE": "4"}
     shell(OF_THE_SHELL | OF_THE_USER | of_the_job)
     found = slurm._environment(make_config("cluster=slurm", "+cluster.env.SLURM_MEM_BIND=none"))
-    ours = {name for name in found if name.startswith("SLURM_")}
-    expected = {"SLURM_JOB_ID", "SLURM_HET_SIZE", "SLURM_CONF", "SLURM_CLUSTERS", "SLURM_MEM_BIND"}
-    assert ours == expected
+    ours = {name.removeprefix("SLURM_") for name in found if name.startswith("SLURM_")}
+    assert ours == {"JOB_ID", "HET_SIZE", "CONF", "CLUSTERS", "MEM_BIND"}
     assert found["SLURM_MEM_BIND"] == "none", "what cluster.env says goes for all ranks"

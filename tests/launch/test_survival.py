@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 
 from rose import config as configuration
-from rose import files
 from rose.config import ConfigError
 from rose.launch import batch, commands, lent, local, slurm, supervise
 
@@ -51,24 +50,24 @@ def job(make_config, tmp_path, monkeypatch, stand_in):
 WARNED_THEN_ENDED = [signal.SIGUSR2, signal.SIGTERM]
 
 
-@pytest.mark.parametrize(
-    ("signals", "left_s", "said", "requeues"),
-    [
-        ([signal.SIGUSR2], 500, "requeued", ["requeue 7"]),
-        ([signal.SIGTERM], 500, "stopped", []),
-        (WARNED_THEN_ENDED, 100, "stopped", []),  # scancel after the warning of the time limit
-        (WARNED_THEN_ENDED, 500, "requeued", ["requeue 7"]),  # preempted, its grace is over
-        (WARNED_THEN_ENDED, 0, "requeued", ["requeue 7"]),  # at the time limit
-    ],
-)
+OBEYED = [
+    ([signal.SIGUSR2], 500, "requeued"),
+    ([signal.SIGTERM], 500, "stopped"),
+    (WARNED_THEN_ENDED, 100, "stopped"),  # scancel after the warning of the time limit
+    (WARNED_THEN_ENDED, 500, "requeued"),  # preempted, its grace is over
+    (WARNED_THEN_ENDED, 0, "requeued"),  # at the time limit
+]
+
+
+@pytest.mark.parametrize("signals, left_s, said", OBEYED)
 def test_a_signal_before_the_start_is_obeyed(
-    job, stand_in, capsys, monkeypatch, signals, left_s, said, requeues
+    job, stand_in, capsys, monkeypatch, signals, left_s, said
 ):
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time() + left_s)))
     batch.received.extend(signals)
-    assert job() == said
-    assert job.requeued() == requeues and stand_in.called("srun") == []
-    assert ("requeueing, 1 of at most 20" in capsys.readouterr().out) == bool(requeues)
+    assert job() == said and stand_in.called("srun") == []
+    assert job.requeued() == ["requeue 7"] * (said == "requeued")
+    assert ("requeueing, 1 of at most 20" in capsys.readouterr().out) == (said == "requeued")
 
 
 def test_the_supervisor_gets_what_came_before_it_and_leaves_the_handlers(job, monkeypatch):
@@ -95,7 +94,8 @@ def test_the_supervisor_gets_what_came_before_it_and_leaves_the_handlers(job, mo
 
 @contextlib.contextmanager
 def held(path):
-    """Another node's lock; its value releases it."""
+    """Another node's lock, or a dead client's lease, until which NFS and Lustre refuse alike; its
+    value releases it."""
     path.touch()
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -111,20 +111,6 @@ def test_an_attempt_waits_for_the_earlier_ones_lock(job, stand_in, monkeypatch, 
         assert job() == "finished"
     assert len(stand_in.called("srun")) == 1
     assert capsys.readouterr().out.count("waiting for its end") == 1
-
-
-def test_a_lease_of_a_dead_client_ends_the_wait_like_a_lock(job, stand_in, monkeypatch):
-    """NFS and Lustre refuse with "try again", whoever asks, until the lease has expired."""
-    until, real = time.monotonic() + 0.3, files.lock_now
-
-    def lease(file):
-        if time.monotonic() < until:
-            raise BlockingIOError
-        real(file)
-
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
-    monkeypatch.setattr(files, "lock_now", lease)
-    assert job() == "finished" and len(stand_in.called("srun")) == 1
 
 
 def test_a_lock_that_stays_requeues_a_restarted_attempt_and_fails_a_first_one(job, monkeypatch):
@@ -210,26 +196,19 @@ def test_a_step_that_takes_its_time_to_end_is_not_killed_at_each_look(
 LOST = supervise.Outcome("rank 2 was killed by SIGKILL", lost_rank=True)
 
 
-@pytest.mark.parametrize(
-    "lines",
-    [
-        f"[ $N -gt 4 ] || {{ {AWAY}; exit 1; }}",
-        "[ $N -gt 3 ] || { echo 'Unexpected message received' >&2; exit 1; }",
-        "echo 'Job is pending execution for job 7' >&2; exit 1",  # an answer to it was lost
-    ],
-)
-def test_a_requeue_is_asked_for_until_slurm_answers(job, stand_in, capsys, lines):
+ANSWERS = [f"[ $N -gt 4 ] || {{ {AWAY}; exit 1; }}", "[ $N -gt 2 ] || exec sleep 60"]
+ANSWERS += ["[ $N -gt 3 ] || { echo 'Unexpected message received' >&2; exit 1; }"]
+ANSWERS += ["echo 'Job is pending execution for job 7' >&2; exit 1"]  # an answer to it was lost
+
+
+@pytest.mark.parametrize("lines", ANSWERS)
+def test_a_requeue_is_asked_for_until_slurm_answers(job, stand_in, monkeypatch, capsys, lines):
+    if "sleep" in lines:
+        monkeypatch.setattr(commands, "DEADLINE_S", 0.5)
     stand_in(scontrol=lines)
     job.outcome = LOST
     assert job() == "requeued"
     assert capsys.readouterr().out.count("asked again") <= 1
-
-
-def test_a_requeue_that_hangs_is_asked_for_again(job, stand_in, monkeypatch):
-    monkeypatch.setattr(commands, "DEADLINE_S", 0.5)
-    stand_in(scontrol="[ $N -gt 2 ] || exec sleep 60")
-    job.outcome = LOST
-    assert job() == "requeued"
 
 
 @pytest.mark.parametrize(
@@ -250,15 +229,13 @@ def test_what_a_lost_node_has_left_of_an_attempt_does_not_requeue_its_successor(
     assert job() == "Slurm has started another attempt already" and job.requeued() == []
 
 
-def test_a_slurm_that_is_away_at_the_start_is_asked_again(job, stand_in):
-    stand_in(squeue=f"[ $N -gt 2 ] || {{ {AWAY}; exit 1; }}")
-    assert job() == "finished" and len(stand_in.called("squeue")) == 3
-
-
-def test_jobs_that_helped_are_cancelled_though_slurm_is_away_for_a_while(job, stand_in):
+def test_a_slurm_that_is_away_for_a_while_is_asked_again_also_to_cancel_jobs_that_helped(
+    job, stand_in
+):
     lent.note(job.run_dir, {"lend-1": "8", "lend-2": "9"})
-    stand_in(scancel=f"[ $N -gt 2 ] || {{ {AWAY}; exit 1; }}")
-    assert job() == "finished"
+    away = f"[ $N -gt 2 ] || {{ {AWAY}; exit 1; }}"
+    stand_in(squeue=away, scancel=away)
+    assert job() == "finished" and len(stand_in.called("squeue")) == 3
     assert stand_in.called("scancel") == ["8 9"] * 3 and lent.noted(job.run_dir) == {}
 
 

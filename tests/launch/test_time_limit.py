@@ -65,10 +65,11 @@ def at(seconds):
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(seconds))
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "comes"),
-    [("{far}\\n{near}\\n", 0, True), ("N/A\\n", 0, False), ("", 0, False), ("", 1, False)],
-)
+EARLIEST = [("{far}\\n{near}\\n", 0, True)]
+EARLIEST += [("N/A\\n", 0, False), ("", 0, False), ("", 1, False)]
+
+
+@pytest.mark.parametrize("words, code, comes", EARLIEST)
 def test_before_23_02_squeue_alone_tells_the_earliest_components_end(
     warned, settings, squeue, tmp_path, monkeypatch, words, code, comes
 ):
@@ -81,24 +82,23 @@ def test_before_23_02_squeue_alone_tells_the_earliest_components_end(
 
 def test_a_job_that_is_submitted_again_asks_for_the_longer_warning(make_config, tmp_path):
     c = make_config("cluster=slurm", "cluster.slurm.warning_s=120")
-    text = sbatch.script(c, layout(c), tmp_path, resume.warning_s(tmp_path, c.cluster.slurm))
-    assert "B:USR2@120" in text
-    resume.note_save(tmp_path, 300.2)
-    text = sbatch.script(c, layout(c), tmp_path, resume.warning_s(tmp_path, c.cluster.slurm))
-    assert "B:USR2@901" in text
+    for took_s, warning_s in ((0.0, 120), (300.2, 901)):
+        resume.note_save(tmp_path, took_s)
+        text = sbatch.script(c, layout(c), tmp_path, resume.warning_s(tmp_path, c.cluster.slurm))
+        assert f"B:USR2@{warning_s}" in text
 
 
-@pytest.mark.parametrize(
-    ("limits", "variables", "seconds"),
-    [
-        (["trainer.time='10'"], {}, 300),
-        (["trainer.time='10'", "trainer.sbatch=[--time=0:20:0]", "rollout.time='30'"], {}, 600),
-        (["trainer.time='3'"], {}, 120),  # cluster.slurm.warning_s
-        ([], {"SBATCH_TIMELIMIT": "8"}, 240),
-        ([], {"SLURM_JOB_START_TIME": "5000", "SLURM_JOB_END_TIME": "5500"}, 250),
-        ([], {"SBATCH_TIMELIMIT": "UNLIMITED"}, 3000),
-    ],
-)
+LIMITS = [
+    (["trainer.time='10'"], {}, 300),
+    (["trainer.time='10'", "trainer.sbatch=[--time=0:20:0]", "rollout.time='30'"], {}, 600),
+    (["trainer.time='3'"], {}, 120),  # cluster.slurm.warning_s
+    ([], {"SBATCH_TIMELIMIT": "8"}, 240),
+    ([], {"SLURM_JOB_START_TIME": "5000", "SLURM_JOB_END_TIME": "5500"}, 250),
+    ([], {"SBATCH_TIMELIMIT": "UNLIMITED"}, 3000),
+]
+
+
+@pytest.mark.parametrize("limits, variables, seconds", LIMITS)
 def test_a_slow_save_never_makes_the_warning_fill_the_job(
     make_config, tmp_path, monkeypatch, limits, variables, seconds
 ):
@@ -137,26 +137,20 @@ def test_a_limit_that_the_warning_and_a_start_fill_is_refused(make_config, overr
 
 
 def test_a_limit_with_time_for_a_step_and_saving_is_taken(make_config, tmp_path, monkeypatch):
-    ten = "cluster=slurm cluster.slurm.trainer.time='10'"
-    c = make_config(ten, f"output_dir={tmp_path}", "name=run")
-    resume.note_save(c.run_dir, 250.0)
-    assert time_limit.too_short(c, resume.warning_s(c.run_dir, c.cluster.slurm)) == ""
+    c = make_config("cluster=slurm cluster.slurm.trainer.time='10'")
+    resume.note_save(tmp_path, 250.0)
+    assert time_limit.too_short(c, resume.warning_s(tmp_path, c.cluster.slurm)) == ""
     monkeypatch.setenv("SBATCH_TIMELIMIT", "00:01:30")
-    c = make_config("cluster=slurm", f"output_dir={tmp_path}", "name=other")
+    c = make_config("cluster=slurm", f"output_dir={tmp_path}")
     with pytest.raises(ConfigError, match="SBATCH_TIMELIMIT='00:01:30': Slurm warns"):
         slurm.submit(c, layout(c), Console(quiet=True))
     assert not c.run_dir.exists()
 
 
-TAKEN = [["cluster.slurm.trainer.time='2:30'"]]
-TAKEN += [["cluster.slurm.trainer.time='2:00'", "cluster.slurm.trainer.sbatch=[--time=1-0]"]]
-TAKEN += [["cluster.slurm.trainer.sbatch=[--time=1-0]"], ["cluster.slurm.trainer.time='1-0'"]]
-
-
-@pytest.mark.parametrize("overrides", TAKEN)
-def test_only_the_limit_that_slurm_will_use_counts(make_config, overrides):
+@pytest.mark.parametrize("limits", ["time='2:30'", "time='2:00' sbatch=[--time=1-0]", "time='1-0'"])
+def test_only_the_limit_that_slurm_will_use_counts(make_config, limits):
     """sbatch rounds up to minutes, takes the last option, and the variable only without one."""
-    c = make_config("cluster=slurm", *overrides)
+    c = make_config("cluster=slurm", *(f"cluster.slurm.trainer.{each}" for each in limits.split()))
     assert time_limit.too_short(c, c.cluster.slurm.warning_s, "1") == ""
 
 
@@ -170,12 +164,9 @@ def test_a_folder_in_whose_name_numbers_would_be_put_is_refused(make_config, tmp
 
 
 def test_values_that_a_running_job_does_not_take_are_named(make_config, tmp_path):
-    given = ("cluster=slurm", f"output_dir={tmp_path}", "name=run")
-    c = make_config(*given)
-    assert resume.not_applied(c.run_dir / "config.json", c) == []
-    c.run_dir.mkdir()
-    configuration.save(c, c.run_dir / "config.json")
-    assert resume.not_applied(c.run_dir / "config.json", c) == []
-    other = make_config(*given, "trainer.steps=777")
-    [words] = resume.not_applied(c.run_dir / "config.json", other)
+    c, stored = make_config("cluster=slurm"), tmp_path / "config.json"
+    assert resume.not_applied(stored, c) == []
+    configuration.save(c, stored)
+    assert resume.not_applied(stored, c) == []
+    [words] = resume.not_applied(stored, make_config("cluster=slurm", "trainer.steps=777"))
     assert words == f"trainer.steps: {c.trainer.steps}, not 777"

@@ -1,5 +1,6 @@
 """What a run costs, over all of its attempts."""
 
+import functools
 import io
 import sys
 from types import SimpleNamespace
@@ -13,6 +14,11 @@ from rose.observe import cost, terminal
 from rose.parts.report.report import build_report
 
 MADE = {"dedicated": 300, "borrowed": 100}
+
+
+def test_shared_devices_count_once_and_a_run_from_saved_trajectories_has_no_engines(make_config):
+    for more, devices in {"trainer.ranks=1": 3, "colocate=true": 2, "rollout.replay=x": 1}.items():
+        assert cost.dedicated(make_config("rollout.workers=2", more)) == devices
 
 
 @pytest.fixture
@@ -43,12 +49,6 @@ def test_devices_are_counted_while_they_are_there_over_all_attempts(meter, tmp_p
         "10 device-hours dedicated, 1 borrowed; 800 tokens made (200 by borrowed engines), "
         "250 trained; 1 kWh; 2 attempts"
     )
-
-
-def test_shared_devices_count_once_and_a_run_from_saved_trajectories_has_no_engines(make_config):
-    assert cost.dedicated(make_config("rollout.workers=2", "trainer.ranks=1")) == 3
-    assert cost.dedicated(make_config("rollout.workers=2", "colocate=true")) == 2
-    assert cost.dedicated(make_config("rollout.workers=2", "rollout.replay=x")) == 1
 
 
 def test_a_device_that_two_ranks_tell_counts_once_and_one_whose_driver_began_anew_goes_on(meter):
@@ -98,25 +98,17 @@ NVML = SimpleNamespace(
 )
 
 
-@pytest.mark.parametrize(
-    "nvml, visible, found",
-    [
-        (NVML, None, {"GPU-0": 5.0, "GPU-1": 10.0}),
-        (NVML, "1", {"GPU-1": 10.0}),
-        (NVML, "GPU-0,GPU-2", {"GPU-0": 5.0}),
-        (NVML, "", {}),
-        (None, None, {}),  # pynvml not installed
-    ],
-)
+TELL = [(NVML, None, {"GPU-0": 5.0, "GPU-1": 10.0}), (NVML, "1", {"GPU-1": 10.0})]
+TELL += [(NVML, "GPU-0,GPU-2", {"GPU-0": 5.0}), (NVML, "", {})]
+TELL += [(None, None, {})]  # pynvml is not installed
+
+
+@pytest.mark.parametrize("nvml, visible, found", TELL)
 def test_each_gpu_that_a_process_may_use_tells_its_joules(nvml, visible, found, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    for each in (energy._nvml, energy._devices):
-        each.cache_clear()
-    try:
-        assert energy.counters() == found
-    finally:
-        for each in (energy._nvml, energy._devices):
-            each.cache_clear()
+    for name in ("_nvml", "_devices"):  # without what they know of this machine
+        monkeypatch.setattr(energy, name, functools.cache(getattr(energy, name).__wrapped__))
+    assert energy.counters() == found

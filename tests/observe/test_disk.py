@@ -17,6 +17,7 @@ from rose.observe.metrics import MetricsWriter
 from rose.observe.recorder import Recorder, read_events
 from rose.observe.status import LiveStatus, read_status
 from rose.scheduler.events import Tick
+from tests.processes import ran, until
 
 
 def test_bytes_and_files_are_those_that_a_quota_counts(tmp_path):
@@ -45,50 +46,38 @@ def test_state_prints_bytes_and_files_of_each_folder(tmp_path):
 
 
 def test_what_grew_is_named_the_most_grown_first():
+    """... unless it was counted in part: then the walk may have come to other folders this time."""
     before = {"turns": disk.Use(10, 1), "events": disk.Use(2**20, 5)}
     now = {"turns": disk.Use(2**30 + 10, 7), "events": disk.Use(2**19, 5), "logs": disk.Use(0, 1)}
     words = disk.growth((before, True), (now, True))
     assert "grew turns by 1.0 GiB and 6 files to 1.0 GiB and 7 files; logs by" in words
     assert "events" not in words and "something else took" in disk.growth((now, True), (now, True))
-
-
-@pytest.mark.parametrize("whole", [(True, False), (False, True), (False, False)])
-def test_what_was_counted_in_part_is_said_to_grow_nowhere(whole):
-    """The walk may have come to other folders this time."""
-    found = {"turns": disk.Use(2**30, 7), "logs": disk.Use(5, 1)}
-    words = disk.growth(({}, whole[0]), (found, whole[1]))
-    assert "grew" not in words and "at least turns 1.0 GiB and 7 files; logs 5 bytes" in words
-
-
-def test_events_of_several_files_come_back_as_one_recorder_s(tmp_path, monkeypatch):
-    monkeypatch.setattr(recorder, "SEGMENT_BYTES", 1)
-    monkeypatch.setattr(recorder, "FLUSH_SECONDS", 0.01)
-    made = Recorder(tmp_path, 4, "trainer", "trainer-0")
-    folder = tmp_path / "events/1"
-    for number in range(3):
-        made.instant(f"n{number}")
-        while len(list(folder.iterdir())) < number + 2:
-            pass
-    made.close()
-    [rank] = read_events(tmp_path)
-    assert [event["name"] for event in rank.events] == ["n0", "n1", "n2"]
+    for whole in ((True, False), (False, True), (False, False)):
+        words = disk.growth((before, whole[0]), (now, whole[1]))
+        assert "grew" not in words and "at least turns 1.0 GiB and 7 files" in words
 
 
 def test_events_begin_new_files_again_once_there_is_room(tmp_path, monkeypatch):
     monkeypatch.setattr(recorder, "SEGMENT_BYTES", 1)
     monkeypatch.setattr(recorder, "FLUSH_SECONDS", 60.0)
-    made = Recorder(tmp_path, 4, "trainer", "trainer-0")
+    made, folder = Recorder(tmp_path, 4, "trainer", "trainer-0"), tmp_path / "events/1"
     made.instant("before")
     with monkeypatch.context() as full:
         full.setattr(made, "_open", lambda: (_ for _ in ()).throw(OSError(28, "full")))
         made._begin_segment()
-    assert [path.name for path in (tmp_path / "events/1").iterdir()] == ["trainer-4.jsonl"]
+    assert [path.name for path in folder.iterdir()] == ["trainer-4.jsonl"]
     made._begin_segment()
     made.instant("after")
     made.close()
-    assert len(list((tmp_path / "events/1").iterdir())) == 2
-    [rank] = read_events(tmp_path)
-    assert [event["name"] for event in rank.events] == ["before", "after"]
+    assert len(list(folder.iterdir())) == 2
+    made = Recorder(tmp_path, 5, "trainer", "trainer-1")
+    monkeypatch.setattr(recorder, "FLUSH_SECONDS", 0.01)
+    for number in range(2, 5):
+        made.instant(f"n{number}")
+        until(lambda: len([*folder.glob("trainer-5*")]) >= number, "the next file")
+    made.close()
+    names = {rank.rank: [event["name"] for event in rank.events] for rank in read_events(tmp_path)}
+    assert names == {4: ["before", "after"], 5: ["n2", "n3", "n4"]}
 
 
 @pytest.fixture
@@ -148,11 +137,9 @@ def small(tmp_path):
     """A file system of 64 KiB in memory."""
     folder = tmp_path / "small"
     folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True
-    )
+    mounted = ran(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder])
     if mounted.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.decode().strip()}")
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
     yield folder
     subprocess.run(["umount", "-l", folder], check=True)
 

@@ -97,10 +97,8 @@ def test_an_interrupted_test_run_leaves_no_cluster(start, tmp_path, options, num
 def test_an_owner_that_ends_while_the_cluster_starts_takes_it_along(start, tmp_path):
     owner = start("sleep", "7000")
     folder = tmp_path / "c"
-    settings = {"FOLDER": folder, "PORT": cluster_ports(), "NODES": 1, "GPUS": 0}
-    settings |= {"OWNERS": owner.pid}
-    script = str(REPOSITORY / "slurm" / "dev_cluster.sh")
-    starts = start("env", *(f"{k}={v}" for k, v in settings.items()), script, "start")
+    settings = f"FOLDER={folder} PORT={cluster_ports()} NODES=1 GPUS=0 OWNERS={owner.pid}"
+    starts = start("env", *settings.split(), f"{REPOSITORY}/slurm/dev_cluster.sh", "start")
     processes.until(lambda: processes.bearing(f"--socket={folder}/run/munge.sock"), "munged")
     owner.kill()
     owner.wait()

@@ -76,17 +76,14 @@ def taken(tmp_path, address: str) -> tuple[str, ...]:
     return arguments
 
 
-def test_pips_own_settings_come_first(pip, tmp_path, capsys):
-    wheel(tmp_path / "wheels", "+cpu")
-    pip(find_links=tmp_path / "wheels")
-    assert taken(tmp_path, index(tmp_path / "index", "+cpu")) == (f"{PIN}+cpu",)
-    assert "pip's own settings offer" in capsys.readouterr().out
-
-
-def test_then_torchs_index_of_builds_for_cpus(pip, tmp_path, capsys):
+def test_pips_own_settings_come_before_torchs_index_of_builds_for_cpus(pip, tmp_path, capsys):
     address = index(tmp_path / "index", "+cpu")
     assert taken(tmp_path, address) == ("--index-url", address, f"{PIN}+cpu")
     assert f"the build for CPUs from {address}" in capsys.readouterr().out
+    wheel(tmp_path / "wheels", "+cpu")
+    pip(find_links=tmp_path / "wheels")
+    assert taken(tmp_path, address) == (f"{PIN}+cpu",)
+    assert "pip's own settings offer" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["unreachable", "another", "none"])
@@ -121,19 +118,19 @@ def test_a_folder_of_something_else_is_not_cleared(tmp_path):
     assert (tmp_path / "thesis.tex").exists()
 
 
-@pytest.mark.parametrize(
-    "files, own",
-    [
-        (["rose-set-up"], True),  # an interrupted call leaves this
-        ([".stamp-run", "pyvenv.cfg"], True),
-        (["pyvenv.cfg", "lib/python3.11/site-packages/pip-24.0.dist-info"], True),
-        (["pyvenv.cfg", "lib/python3.11/site-packages/numpy-2.0.dist-info"], False),
-        (["pyvenv.cfg", "lib/python3.10/site-packages/rose_rl-0.1.0.dist-info"], True),
-        (["lib/python3.11/site-packages/pip-24.0.dist-info"], False),
-    ],
-)
+ENVIRONMENTS = {
+    "rose-set-up": True,  # an interrupted call leaves this
+    ".stamp-run pyvenv.cfg": True,
+    "pyvenv.cfg lib/python3.11/site-packages/pip-24.0.dist-info": True,
+    "pyvenv.cfg lib/python3.11/site-packages/numpy-2.0.dist-info": False,
+    "pyvenv.cfg lib/python3.10/site-packages/rose_rl-0.1.0.dist-info": True,
+    "lib/python3.11/site-packages/pip-24.0.dist-info": False,
+}
+
+
+@pytest.mark.parametrize("files, own", ENVIRONMENTS.items())
 def test_an_environment_of_other_packages_is_not_taken(tmp_path, files, own):
-    for name in files:
+    for name in files.split():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     assert set_up.Environment(tmp_path)._is_own() == own
@@ -150,26 +147,17 @@ def test_what_an_interrupted_call_has_left_is_replaced(tmp_path, monkeypatch):
 
 
 # As cloud images of Ubuntu 24.04 have it.
-CLOUD = """# See the release notes for how to upgrade.
-
-## The distribution
-Types: deb
-URIs: http://archive.example
-Suites: noble noble-updates noble-backports
-Components: main universe
-
-Types: deb
-URIs: http://security.example
-Suites: noble-security
-Components: main
-"""
+STANZA = "Types: deb\nURIs: http://{}.example\nSuites: noble{}\n".format
+CLOUD = "# See the release notes for how to upgrade.\n\n## The distribution\n"
+CLOUD += f"{STANZA('archive', ' noble-updates noble-backports')}Components: main universe\n\n"
+CLOUD += f"{STANZA('security', '-security')}Components: main\n"
 
 
 @pytest.mark.parametrize("before", ["a-docker.sources", "zz-deadsnakes.sources"])
 def test_the_systems_own_source_is_found_among_others_and_behind_comments(tmp_path, before):
     parts = tmp_path / "sources.list.d"
     parts.mkdir()
-    (parts / before).write_text("Types: deb\nURIs: http://other.example\nSuites: noble\n")
+    (parts / before).write_text(STANZA("other", ""))
     (parts / "ubuntu.sources").write_text(CLOUD)
     (tmp_path / "os-release").write_text("VERSION_CODENAME=noble\n")
     script = (SCRIPTS / "other_suite.sh").read_text()
@@ -178,12 +166,9 @@ def test_the_systems_own_source_is_found_among_others_and_behind_comments(tmp_pa
     call = f'fail() {{ echo "$*"; exit 1; }}\n{script}\nown_sources trixie {tmp_path}'
     done = ran(["bash", "-c", call], timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "debian.sources").read_text().splitlines() == [
-        "Types: deb deb-src",
-        "URIs: http://archive.example",
-        "Suites: trixie",
-        "Components: main universe",
-    ]
+    expected = "Types: deb deb-src\nURIs: http://archive.example\nSuites: trixie\n"
+    made = (tmp_path / "debian.sources").read_text()
+    assert made.strip() == f"{expected}Components: main universe"
 
 
 def python(folder: Path, version: str, has_venv: bool = True) -> str:
@@ -203,15 +188,12 @@ def run(tmp_path, candidates: str) -> subprocess.CompletedProcess:
     return ran(command, env=os.environ | {"PYTHON": candidates}, timeout=60)
 
 
-@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
-def test_each_locked_python_sets_up(tmp_path, version):
-    done = run(tmp_path, f"/nowhere/python {python(tmp_path, '3.10')} {python(tmp_path, version)}")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"ran {tmp_path}/python-{version} {SCRIPTS}/set_up.py")
-
-
-def test_a_python_that_is_not_locked_or_has_no_venv_is_refused_with_what_is_needed(tmp_path):
+def test_each_locked_python_sets_up_and_one_that_is_not_or_has_no_venv_is_refused(tmp_path):
     old = python(tmp_path, "3.10")
+    for version in ("3.11", "3.12", "3.13"):
+        done = run(tmp_path, f"/nowhere/python {old} {python(tmp_path, version)}")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(f"ran {tmp_path}/python-{version} {SCRIPTS}/set_up.py")
     done = run(tmp_path, f"{old} /nowhere/python")
     assert done.returncode == 2 and "one of Python 3.11 3.12 3.13 is needed" in done.stderr
     assert f"'{old}' is 3.10, '/nowhere/python' is none" in done.stderr
