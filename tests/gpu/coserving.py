@@ -24,11 +24,10 @@ import numpy as np
 
 from scripts.harness import PATHS, REPOSITORY
 from tests.gpu.engine import device_used
-from tests.gpu.frame import Report, check
+from tests.gpu.frame import GIB, Report, check
 from tests.gpu.model import folder, shape_of
 from tests.gpu.users import Users
 
-GIB = 2**30
 LOOK_S = 0.02
 STOP_S = 5.0
 # Share of the KV budget by which lending may raise the memory in use: some pages are shared.

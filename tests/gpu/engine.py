@@ -16,10 +16,9 @@ import msgspec
 import numpy as np
 
 from scripts.harness import configured
-from tests.gpu.frame import Report, check
+from tests.gpu.frame import GIB, Report, check
 from tests.gpu.model import Versions, folder, of_model, score, shape_of
 
-GIB = 2**30
 DTYPE_BYTES = 2
 # Largest difference in nats between the log-probabilities of engine and trainer. On CUDA, attention
 # in float32 is a Triton kernel with TF32 products (ten bits), because FlashAttention takes no

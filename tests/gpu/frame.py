@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import msgspec
 
 from rose.parts.simulator.hardware import GPUS
+
+GIB = 2**30
 
 
 class Setup(msgspec.Struct):
@@ -159,3 +162,16 @@ def settle(device) -> None:
 
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def timed(work: Callable[[], Any], device, repeats: int) -> float:
+    """Return the seconds of the fastest of `repeats` calls, after one that is not counted."""
+    work()
+    best = float("inf")
+    for _ in range(repeats):
+        settle(device)
+        began = time.perf_counter()
+        work()
+        settle(device)
+        best = min(best, time.perf_counter() - began)
+    return best

@@ -13,10 +13,8 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -25,7 +23,7 @@ from rose.parts.doctor import devices
 from rose.parts.doctor.devices import FREE_SHARE, GIB
 from rose.parts.doctor.finding import run
 from scripts.harness import REPOSITORY
-from tests.gpu.frame import Report, Setup, check, settle
+from tests.gpu.frame import Report, Setup, check, timed
 
 # Distributions whose versions a figure may depend on.
 PACKAGES = "torch triton vllm deepspeed transformers liger-kernel numpy numba mpi4py".split()
@@ -185,19 +183,6 @@ def _raw(report: Report) -> None:
     error = float(((a[:64] @ b).float() - a[:64].float() @ b.float()).abs().max())
     error, source = error / sizes.matrix**0.5, "of a product's standard deviation"
     report.figure("its largest error", error, most=0.1, source=source)
-
-
-def timed(work: Callable[[], Any], device, repeats: int) -> float:
-    """Return the seconds of the fastest of `repeats` calls, after one that is not counted."""
-    work()
-    best = float("inf")
-    for _ in range(repeats):
-        settle(device)
-        began = time.perf_counter()
-        work()
-        settle(device)
-        best = min(best, time.perf_counter() - began)
-    return best
 
 
 @check(

@@ -15,13 +15,12 @@ from typing import Any
 import msgspec
 
 from tests.gpu import trainer
-from tests.gpu.frame import Report, check, settle
+from tests.gpu.frame import GIB, Report, check, settle, timed
 from tests.gpu.model import folder, shape_of
-from tests.gpu.operations import timed
 from tests.gpu.trainer import LIKE, Batch, Training, _flops, _work, joined, spawn
 
-GIB = 2**30
 AIM = 0.3  # least share of the matrix product's rate
+ROUNDS = 10  # products of matrices that are timed
 KERNELS = 25  # most kernels of a profile that are shown
 # What the launcher would choose without Liger and without memory.
 BEFORE = ("trainer.kernels=none", "trainer.gradient_checkpointing=true")
@@ -117,7 +116,7 @@ def _ours(report: Report, rank: int, world: int, port: int, *overrides: str) -> 
             batch.train(made, [[plan[0][0]]])
     made.close()
     side = torch.randn(sizes.matrix, sizes.matrix, dtype=torch.bfloat16, device=made.device)
-    out["matrix"] = 2 * sizes.matrix**3 / timed(lambda: side @ side, cuda)
+    out["matrix"] = 2 * sizes.matrix**3 / timed(lambda: side @ side, made.device, ROUNDS)
     return out
 
 

@@ -16,11 +16,10 @@ import numpy as np
 
 from scripts.harness import configured
 from scripts.run_weights import threads
-from tests.gpu.frame import Report, check, settle
+from tests.gpu.frame import GIB, Report, check, settle
 from tests.gpu.model import folder, of_model, shape_of
 from tests.ports import free_port
 
-GIB = 2**30
 JOIN_S = 30.0
 # Least share of the dense peak. Recomputed operations don't count.
 MFU_ROWS, MFU_TREES = (0.08, 0.04)
