@@ -49,6 +49,7 @@ class Engines(msgspec.Struct):
     given_back: float = 0.0  # least share of the memory that a sleeping engine releases
     tensor_parallel: int = 1
     kv_gib: float | None = None  # rollout.kv_cache_gib, where other work shares the card
+    executor: str | None = None  # vLLM's: mp has the model in a process of its own
 
 
 GPU = Engines("gpu", "bfloat16", 0.9, 256, 256, 256, 256, 64, 1024, 0.02, 16, 96)
@@ -77,6 +78,8 @@ def settings(report: Report, *overrides: str):
         words += f"cluster=gpus cluster.gpus={1 + sizes.tensor_parallel} trainer.ranks=1 "
         words += f"rollout.tensor_parallel={sizes.tensor_parallel}"
     given = [*words.split(), *of_model(report, context), *kv_cache(sizes.kv_gib)]
+    if sizes.executor:
+        given.append(f"+rollout.engine_args.distributed_executor_backend={sizes.executor}")
     return configured(*given, *overrides)
 
 
