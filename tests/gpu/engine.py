@@ -86,12 +86,11 @@ def settings(report: Report, *overrides: str):
 async def start(report: Report, config) -> Any:
     from rose.engine.vllm_engine import Engine
 
-    began = time.monotonic()
-    lora = config.trainer.lora
-    engine = await Engine.start(
-        folder(report), config.rollout, config.model, gpus=report.gpus, lora=lora
-    )
-    report.figure("start", time.monotonic() - began, "s")
+    with report.took("start"):
+        lora = config.trainer.lora
+        engine = await Engine.start(
+            folder(report), config.rollout, config.model, gpus=report.gpus, lora=lora
+        )
     report.figure("KV cache", engine.kv_tokens, "tokens", least=config.model.max_context)
     return engine
 
@@ -309,9 +308,8 @@ async def sleep(report: Report) -> None:
     try:
         expected = await _greedy(report, running)
         awake = _used(report, running, others)
-        began = time.monotonic()
-        moved = await running.sleep()
-        report.figure("keeping its weights: gives memory back in", time.monotonic() - began, "s")
+        with report.took("keeping its weights: gives memory back in"):
+            moved = await running.sleep()
         report.figure("memory awake", awake / GIB, "GiB")
         source = f"{report.sizes.given_back:g} of it"
         bound = {"least": report.sizes.given_back * awake / GIB, "source": source, "remedy": KEPT}
@@ -320,11 +318,10 @@ async def sleep(report: Report) -> None:
             folder(report), report.folder / "store-sleep", report.sizes.dtype, report.setup.device
         )
         version = await asyncio.to_thread(versions.change, report.sizes.changed)
-        began = time.monotonic()
-        await running.wake_weights()
-        loaded = await running.load_version(version, str(versions.store), config.transfer)
-        await running.wake()
-        report.figure("takes a version and wakes in", time.monotonic() - began, "s")
+        with report.took("takes a version and wakes in"):
+            await running.wake_weights()
+            loaded = await running.load_version(version, str(versions.store), config.transfer)
+            await running.wake()
         report.figure("values of that version", loaded.changed, least=1)
         other = await _greedy(report, running) != expected
         report.figure("turns by the new weights are others", other, equal=True)
@@ -338,15 +335,13 @@ async def sleep(report: Report) -> None:
 
 async def _forgets(report: Report, running, awake: int, others: int) -> None:
     """Deactivate an engine, as when it idles. Activated, it reads the folder's weights again."""
-    began = time.monotonic()
-    await running.deactivate()
-    report.figure("forgetting its weights: gives memory back in", time.monotonic() - began, "s")
+    with report.took("forgetting its weights: gives memory back in"):
+        await running.deactivate()
     if report.gpus:  # not on a CPU, where released pages return only when touched
         back, least = awake - _used(report, running, others), report.sizes.given_back * awake / GIB
         report.figure("memory given back again", back / GIB, "GiB", least=least, remedy=KEPT)
-    began = time.monotonic()
-    await running.activate()
-    report.figure("wakes in", time.monotonic() - began, "s")
+    with report.took("wakes in"):
+        await running.activate()
 
 
 async def _greedy(report: Report, running) -> list[list[int]]:

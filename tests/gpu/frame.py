@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,13 @@ class Report:
         figure = Figure(name, value, unit, **expected)
         self._tell({"figure": msgspec.to_builtins(figure)})
         return figure.ok
+
+    @contextmanager
+    def took(self, name: str) -> Iterator[None]:
+        """Report the seconds that the work within takes."""
+        began = time.monotonic()
+        yield
+        self.figure(name, time.monotonic() - began, "s")
 
     def share(
         self,

@@ -18,6 +18,7 @@ from scripts.harness import configured
 from scripts.run_weights import threads
 from tests.gpu.frame import GIB, Report, check, settle
 from tests.gpu.model import folder, of_model, shape_of
+from tests.made import trajectory
 from tests.ports import free_port
 
 JOIN_S = 30.0
@@ -73,13 +74,9 @@ def spawn(report: Report, work, world: int, *arguments: Any) -> list[dict]:
     port = free_port()
     context = multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
-    ranks = [
-        context.Process(
-            target=_rank,
-            args=(queue, work, report.setup, report.sizes, rank, world, port, arguments),
-        )
-        for rank in range(world)
-    ]
+    own = queue, work, report.setup, report.sizes
+    places = [(*own, rank, world, port, arguments) for rank in range(world)]
+    ranks = [context.Process(target=_rank, args=place) for place in places]
     for process in ranks:
         process.start()
     found: dict[int, dict] = {}
@@ -189,10 +186,8 @@ def _train(report: Report, rank: int, world: int, port: int) -> dict:
     from rose.launch import memory
 
     sizes, batch = report.sizes, Batch(report, rank, world)
-    config = batch.config(
-        f"trainer.gradient_checkpointing={str(sizes.checkpointing).lower()}",
-        f"trainer.offload_optimizer={str(sizes.offload).lower()}",
-    )
+    own = {"gradient_checkpointing": sizes.checkpointing, "offload_optimizer": sizes.offload}
+    config = batch.config(*(f"trainer.{key}={str(value).lower()}" for key, value in own.items()))
     began = time.monotonic()
     made = started(report, config, rank, world, port)
     report.say(f"rank 0 of {world} has its share after {time.monotonic() - began:.1f} s")
@@ -218,21 +213,14 @@ def _in_turn(report: Report, made, train) -> dict[str, float]:
     import torch
 
     made.share_device(report.folder)
-    began = time.monotonic()
-    held = torch.cuda.memory_allocated() / GIB if report.gpus else 0.0
+    out, began = {}, time.monotonic()
+    out["held_gib"] = torch.cuda.memory_allocated() / GIB if report.gpus else 0.0
     made.give_device_back()
-    kept = torch.cuda.memory_allocated() / GIB if report.gpus else 0.0
+    out["kept_gib"] = torch.cuda.memory_allocated() / GIB if report.gpus else 0.0
     given = time.monotonic()
     made.take_device()
-    taken = time.monotonic()
-    report.say(f"device given back in {given - began:.2f} s, taken in {taken - given:.2f} s")
-    return {
-        "held_gib": held,
-        "kept_gib": kept,
-        "give_s": given - began,
-        "take_s": taken - given,
-        "grad_norm": train()["grad_norm"],
-    }
+    out |= {"give_s": given - began, "take_s": time.monotonic() - given}
+    return out | {"grad_norm": train()["grad_norm"]}
 
 
 def _work(micro_batches: list[list[int]], packing, sizes: Training) -> dict[str, float]:
@@ -261,13 +249,11 @@ class Batch:
 
         self._report, self._rank, self._world = report, rank, world
         self.rows = random_rows(report.sizes, shape_of(report).vocab)
-        self._tokens = [protocol.unpack_tokens(t.tokens) for t in self.rows.values()]
-        self._summary = protocol.BatchSummary(
-            [t.reward for t in self.rows.values()],
-            [int(t.group[1:]) for t in self.rows.values()],
-            [t.response_tokens for t in self.rows.values()],
-            [False] * len(self.rows),
-        )
+        rows = self.rows.values()
+        self._tokens = [protocol.unpack_tokens(t.tokens) for t in rows]
+        told = [t.reward for t in rows], [int(t.group[1:]) for t in rows]
+        responses = [t.response_tokens for t in rows]
+        self._summary = protocol.BatchSummary(*told, responses, [False] * len(rows))
         self._number = 0
 
     def config(self, *overrides: str):
@@ -302,28 +288,15 @@ class Batch:
 
 
 def random_rows(sizes: Training, vocabulary: int) -> dict[int, Any]:
-    """Return rows of random tokens. A group's rows begin alike; every other one is a success."""
-    from rose import protocol
-
+    """Return rows of random tokens. A group's rows begin alike; every other one has a reward."""
     dice, rows = np.random.default_rng(0), {}
     for group in range(sizes.groups):
         begin = dice.integers(0, vocabulary, sizes.shared)
         for member in range(sizes.members):
             tokens = np.concatenate([begin, dice.integers(0, vocabulary, sizes.own)])
-            mask = np.repeat([0, 1], [sizes.shared, sizes.own]).astype(np.uint8)
-            rows[len(rows)] = protocol.Trajectory(
-                f"g{group}.{member}",
-                f"g{group}",
-                protocol.Phase.TRAIN,
-                protocol.pack_tokens(tokens),
-                mask.tobytes(),
-                protocol.pack_floats(-np.log(vocabulary) * mask),
-                protocol.pack_tokens(np.where(mask, 0, -1)),
-                float(member % 2),
-                bool(member % 2),
-                1,
-                sizes.own,
-            )
+            mask = np.repeat([0, 1], [sizes.shared, sizes.own])
+            told = mask.tolist(), -np.log(vocabulary) * mask, mask - 1, float(member % 2)
+            rows[len(rows)] = trajectory(f"g{group}.{member}", tokens, *told)
     return rows
 
 
