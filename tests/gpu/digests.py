@@ -56,7 +56,7 @@ def digests(report: Report) -> None:
     report.figure("hashes differ", differ, most=0)
     report.figure("the first time", seconds["device"], "s")
     rates, nbytes = report.setup.rates, sum(2 * t.size for t in tensors)
-    rate, bound = nbytes / seconds["device, again"] / 1e9, rates and rates[1] / 1e9
+    rate, bound = nbytes / seconds["device, again"] / 1e9, rates[1] and rates[1] / 1e9
     remedy = "transfer.verify_every=8 reads an eighth at each version"
     report.share("hashes", rate, "GB/s", bound, SHARE, "HBM", remedy)
     report.figure("read back and hashed on the host", nbytes / seconds["host"] / 1e9, "GB/s")

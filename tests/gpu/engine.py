@@ -182,7 +182,7 @@ async def _speed(report: Report, running) -> None:
     sizes, shape = report.sizes, shape_of(report)
     weights = DTYPE_BYTES * shape.parameters
     kv = shape.kv_bytes_per_token * (sizes.prompt + sizes.new / 2)  # mean KV bytes of a turn
-    bandwidth = report.setup.rates[1] if report.setup.rates else None
+    bandwidth = report.setup.rates[1]
     await turn(running, "warm", prompts(report, 1, 1)[0], sizes.alone)
     began = time.monotonic()
     await turn(running, "alone", prompts(report, 1, 2)[0], sizes.alone)

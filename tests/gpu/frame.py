@@ -28,12 +28,12 @@ class Setup(msgspec.Struct):
     driver: str = ""  # the driver's version; "" on a CPU, and where nvidia-smi is missing
 
     @property
-    def rates(self) -> tuple[float, float] | None:
-        """The rates that the maker publishes: (dense bfloat16 FLOP/s, bytes/s of memory). None for
+    def rates(self) -> tuple[float, float] | tuple[None, None]:
+        """The rates that the maker publishes: (dense bfloat16 FLOP/s, bytes/s of memory). Nulls for
         a device that is not in rose/parts/simulator/hardware.py."""
         words = self.gpu.replace("-", " ").split()
         found = [GPUS[word] for word in words if word in GPUS]
-        return (found[0].flops, found[0].hbm_bytes_s) if found else None
+        return (found[0].flops, found[0].hbm_bytes_s) if found else (None, None)
 
 
 class Figure(msgspec.Struct):

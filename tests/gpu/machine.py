@@ -157,7 +157,7 @@ def _raw(report: Report) -> None:
     import torch
 
     sizes, device = report.sizes, torch.device(report.setup.device)
-    rates = report.setup.rates or (None, None)
+    rates = report.setup.rates
     source = torch.ones(sizes.copied_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     took = timed(lambda: target.copy_(source), device, sizes.repeats)

@@ -127,7 +127,7 @@ def trainer(report: Report) -> None:
     found = spawn(report, _train, world)
     first, shape = found[0], shape_of(report)
     report.figure("ranks", world)
-    flops = report.setup.rates[0] if report.setup.rates else None
+    flops = report.setup.rates[0]
     for kind, floor in (("rows", MFU_ROWS), ("trees", MFU_TREES)):
         seconds = min(
             max(rank[kind]["seconds"][i] for rank in found) for i in range(report.sizes.timed)
