@@ -122,7 +122,13 @@ def run(report: Report, name: str, shape: ModelShape) -> None:
     timed("compared", lambda: trained.updates.compare(0))
     trained.copy()
     published = timed("published", lambda: trained.publish(3))
+    if report.gpus:
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if report.gpus else 0
     timed("staged", lambda: engine.stage(3))
+    if report.gpus:
+        took = (torch.cuda.max_memory_allocated() - before) / GIB
+        report.figure(f"{name}: staging took on the device", took, "GiB")
     timed("flipped", engine.staged.flip)
     timed("checked", engine.staged.check)
     for what, took in seconds.items():
@@ -131,8 +137,6 @@ def run(report: Report, name: str, shape: ModelShape) -> None:
     report.figure(f"{name}: published to flipped", new, "s")
     report.figure(f"{name}: of weights", nbytes / new / 1e9, "GB/s")
     report.figure(f"{name}: copied to the device in", engine.staged.copy_s, "s")
-    report.figure(f"{name}: coded in", published.encode_s, "s")
-    report.figure(f"{name}: written in", published.write_s, "s")
     report.figure(f"{name}: of the file", published.nbytes / 1e6, "MB")
     report.figure(f"{name}: changed values", engine.staged.changed, equal=count)
     report.figure(f"{name}: values that differ", engine.differing(), most=0)

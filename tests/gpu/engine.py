@@ -207,10 +207,7 @@ async def flip_under_traffic(
     """Load a version while turns run. Return the number of tokens by the old and by the new
     weights, and the versions' store, which is created if none is given."""
     sizes = report.sizes
-    versions = versions or Versions(
-        folder(report), report.folder / f"store-{sizes.dtype}", sizes.dtype, report.setup.device
-    )
-    report.say("a store of versions is made")
+    versions = versions or _versions(report, f"store-{sizes.dtype}")
     begun, over = [asyncio.Event() for _ in range(sizes.beside)], asyncio.Event()
     each = (
         _traffic(running, f"beside-{i}", prompt, sizes.beside_new, begun[i], over)
@@ -231,6 +228,11 @@ async def flip_under_traffic(
     remedy = "turns across the flip should have gone on by the new weights: the log says why not"
     report.figure("tokens by the new weights", made.count(version), least=1, remedy=remedy)
     return made.count(-1), made.count(version), versions
+
+
+def _versions(report: Report, name: str) -> Versions:
+    sizes, store = report.sizes, report.folder / name
+    return Versions(folder(report), store, sizes.dtype, report.setup.device)
 
 
 async def _traffic(
@@ -300,9 +302,8 @@ async def tp2(report: Report) -> None:
 async def sleep(report: Report) -> None:
     """Put an engine to sleep and wake it. Its memory must be free meanwhile, it must load new
     weights, and with the folder's weights it must generate the same tokens as before."""
-    config = settings(
-        report, *(["+rollout.engine_args.enable_sleep_mode=true"] if report.gpus else [])
-    )
+    sleeps = ["+rollout.engine_args.enable_sleep_mode=true"] if report.gpus else []
+    config = settings(report, *sleeps)
     others = device_used() if report.gpus else 0
     running = await start(report, config)
     try:
@@ -314,9 +315,7 @@ async def sleep(report: Report) -> None:
         source = f"{report.sizes.given_back:g} of it"
         bound = {"least": report.sizes.given_back * awake / GIB, "source": source, "remedy": KEPT}
         report.figure("memory given back", moved.gib, "GiB", **bound)
-        versions = Versions(
-            folder(report), report.folder / "store-sleep", report.sizes.dtype, report.setup.device
-        )
+        versions = _versions(report, "store-sleep")
         version = await asyncio.to_thread(versions.change, report.sizes.changed)
         with report.took("takes a version and wakes in"):
             await running.wake_weights()

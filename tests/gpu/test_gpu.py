@@ -24,7 +24,7 @@ from tests.gpu import (
 )
 from tests.gpu.frame import Check, Report
 
-ALL = (machine.machine, machine.micro, model.model, trainer.transfer, trainer.trainer)
+ALL = (machine.machine, machine.micro, model.model, trainer.trainer)
 ALL += (experts.experts, fused.compile_zero2, fused.compile_zero3, fused.liger, fused.hpz)
 ALL += (speed.speed, head.head, digests.digests, delta.delta)
 ALL += (engine.engine, engine.precision, engine.tp2, engine.sleep, lora.lora)

@@ -1,5 +1,5 @@
-"""The checks of the trainer for gpu_check.py: memory and speed of ZeRO-3 on all visible GPUs, and a
-version from its shards into tensors on the device.
+"""The check of the trainer for gpu_check.py: memory and speed of ZeRO-3 on all visible GPUs, and
+versions that are its weights.
 
 Each rank is a process. Imports torch and DeepSpeed only within the checks.
 """
@@ -26,11 +26,6 @@ JOIN_S = 30.0
 MFU_ROWS, MFU_TREES = (0.08, 0.04)
 # Largest relative difference in gradient norm and entropy between trees and rows, in bfloat16.
 LIKE = 0.05
-WRONG = "a version that is not the trainer's weights: report it with the log"
-JOINS_LATE = (
-    "transfer.stage_gib, or a lower rollout.gpu_memory_utilization: an engine that joins late "
-    "needs this much beside its KV cache"
-)
 ESTIMATE = (0.4, 1.1)  # allowed range of the peak, as multiples of rose.launch.memory's estimate
 
 
@@ -42,19 +37,11 @@ class Training(msgspec.Struct):
     own: int  # tokens after them in each row, by the policy
     micro_batch_tokens: int
     checkpointing: bool
-    offload: bool  # offloads the optimizer to the host; off, because it needs nvcc and a minute
     timed: int  # timed steps of each kind, after one that is not timed
 
 
-class Moves(msgspec.Struct):
-    dtype: str
-    shares: list[float]  # shares of values that change, a version for each
-    stage_gib: float  # GiB for blocks that are staged whole
-    peak_share: float  # memory that staging may take on the device, as a multiple of the weights
-
-
-GPU = Training("bfloat16", 8, 8, 1024, 1024, 16384, True, False, 2)
-CPU = Training("bfloat16", 2, 3, 24, 24, 256, True, False, 1)
+GPU = Training("bfloat16", 8, 8, 1024, 1024, 16384, True, 2)
+CPU = Training("bfloat16", 2, 3, 24, 24, 256, True, 1)
 
 
 def settings(report: Report, world: int, longest: int, batch: int, *overrides: str):
@@ -158,7 +145,8 @@ def trainer(report: Report) -> None:
     remedy = "states were lost on their way to host memory and back: colocate=false"
     report.figure("after that, gradient norm differs by", apart, most=LIKE, remedy=remedy)
     report.figure("tensors published and read back", first["published"], least=1)
-    report.figure("of them, not the trainer's", first["wrong"], most=0, remedy=WRONG)
+    remedy = "a version that is not the trainer's weights: report it with the log"
+    report.figure("of them, not the trainer's", first["wrong"], most=0, remedy=remedy)
     if report.gpus:
         peak, estimate = max(rank["peak_gib"] for rank in found), first["estimate_gib"]
         bound = {"least": ESTIMATE[0] * estimate, "most": ESTIMATE[1] * estimate}
@@ -186,8 +174,7 @@ def _train(report: Report, rank: int, world: int, port: int) -> dict:
     from rose.launch import memory
 
     sizes, batch = report.sizes, Batch(report, rank, world)
-    own = {"gradient_checkpointing": sizes.checkpointing, "offload_optimizer": sizes.offload}
-    config = batch.config(*(f"trainer.{key}={str(value).lower()}" for key, value in own.items()))
+    config = batch.config(f"trainer.gradient_checkpointing={str(sizes.checkpointing).lower()}")
     began = time.monotonic()
     made = started(report, config, rank, world, port)
     report.say(f"rank 0 of {world} has its share after {time.monotonic() - began:.1f} s")
@@ -336,106 +323,3 @@ def _read_back(made, store: Path, rank: int) -> tuple[int, int]:
             ours = found[name]
             wrong += not torch.equal(ours, full.reshape(ours.shape).to(ours.dtype).cpu())
     return len(found), wrong
-
-
-# --------------------------------------------------------------------------- transfer
-
-
-@check(
-    "a version from ZeRO's shards through the store into tensors on the device, bit for bit",
-    "docs/transfer.md; the log has the part that failed",
-    {
-        "cuda": Moves("bfloat16", [0.01, 0.25], 4.0, 2.0),
-        "cpu": Moves("bfloat16", [0.01, 0.25], 1.0, 2.0),
-    },
-    180.0,
-)
-def transfer(report: Report) -> None:
-    (found,) = spawn(report, _transfer, 1)
-    for share, step in zip(report.sizes.shares, found["steps"], strict=True):
-        words = f"{100 * share:g} % changed"
-        report.figure(f"{words}: published", step["nbytes"] / 1e6, "MB")
-        report.figure(f"{words}: publish", step["publish_s"], "s")
-        report.figure(f"{words}: stage", step["stage_s"], "s")
-        report.figure(f"{words}: flip", 1000 * step["flip_s"], "ms")
-        name = f"{words}: tensors that are not the trainer's"
-        report.figure(name, step["wrong"], most=0, remedy=WRONG)
-        if report.gpus:
-            factor, weights = report.sizes.peak_share, found["nbytes"] / 1e6
-            source = f"{factor:g} of the weights' {weights:.0f} MB"
-            bound = {"most": factor * weights, "source": source, "remedy": JOINS_LATE}
-            name = f"{words}: staging took on the device"
-            report.figure(name, step["peak"] / 1e6, "MB", **bound)
-
-
-def _transfer(report: Report, rank: int, world: int, port: int) -> dict:
-    """Move versions of several shares of changes from ZeRO's shards through a store to tensors."""
-    import torch
-
-    from rose.transfer.live import Live
-    from rose.transfer.receive import Receiver, whole
-
-    sizes = report.sizes
-    config = settings(report, world, 64, 8)
-    made = started(report, config, rank, world, port)
-    weights = made.engine.policy.named_weights()
-    there = {"dtype": getattr(torch, sizes.dtype), "device": made.device}
-    live = {n: torch.zeros(getattr(p, "ds_shape", p.shape), **there) for n, p in weights}
-    receiver = None
-    steps, generator, have = [], torch.Generator(made.device).manual_seed(2), None
-    for version, share in enumerate([0.0, *sizes.shares]):
-        truth = _move(weights, share, generator)
-        began = time.monotonic()
-        _finish_update(made)
-        published = made.publish(version)
-        step = {"nbytes": published.nbytes, "publish_s": time.monotonic() - began}
-        if receiver is None:
-            receiver = Receiver(str(report.folder / "trained"), None, None, whole, Live(live))
-        before = torch.cuda.memory_allocated() if report.gpus else 0
-        if report.gpus:
-            torch.cuda.reset_peak_memory_stats()
-        began = time.monotonic()
-        staged = receiver.stage(have, version, threads(), int(sizes.stage_gib * GIB), 300.0)
-        step["stage_s"] = time.monotonic() - began
-        began = time.monotonic()
-        staged.flip()
-        settle(made.device)
-        step["flip_s"], have = time.monotonic() - began, version
-        step["peak"] = torch.cuda.max_memory_allocated() - before if report.gpus else 0
-        staged.check()
-        step["wrong"] = sum(not torch.equal(live[name], tensor) for name, tensor in truth.items())
-        report.say(
-            f"version {version}, {100 * share:g} % changed: {published.nbytes / 1e6:.1f} MB, "
-            f"published in {step['publish_s']:.2f} s, staged in {step['stage_s']:.2f} s, flipped "
-            f"in {step['flip_s']:.3f} s"
-        )
-        steps.append(step)
-        del staged
-    receiver.close()
-    made.close()
-    return {"steps": steps[1:], "nbytes": sum(t.nbytes for t in live.values())}
-
-
-def _finish_update(made) -> None:
-    """Do what ZeRO-3 does with each group after its step, for float32 values that were changed."""
-    zero = made.engine.engine.optimizer
-    for group in range(len(zero.fp16_groups)):
-        made.engine.compare(group)
-        zero._reassign_or_swap_out_partitioned_parameters(group)
-
-
-def _move(weights, share: float, generator) -> dict:
-    """Multiply a share of the weights by 9/8. Return all tensors as they must be published."""
-    import torch
-    from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
-
-    truth = {}
-    for name, parameter in weights:
-        full = safe_get_full_fp32_param(parameter).detach().clone()
-        moved = torch.rand(full.shape, generator=generator, device=full.device) < share
-        full = torch.where(moved, full * 1.125, full)
-        if share:
-            safe_set_full_fp32_param(parameter, full)
-        shape = getattr(parameter, "ds_shape", parameter.shape)
-        truth[name] = full.reshape(shape).to(parameter.dtype)
-    return truth

@@ -155,7 +155,7 @@ def test_memory_that_does_not_come_back_to_the_device_is_found(tmp_path, monkeyp
 # tests/job/test_hybrid_job.py. `experts` reads a model as tests/trainer/test_mixture.py does.
 # `compile` and `hpz` are steps of `trainer` with an option, as tests/trainer/test_kernels.py's and
 # test_hpz.py's.
-TWINS = "machine model transfer digests trainer engine sleep lora drafts stops coserving colocated"
+TWINS = "machine model delta digests trainer engine sleep lora drafts stops coserving colocated"
 TWINS = TWINS.split()
 PREDICTOR = {"predictor": Predictor((0.01, 1e-4, 0, 0, 0)).to_dict()}  # a step takes 10 ms
 HELD_UP = {"hold_p99": 0.1, "hold_mean": 0.05}
