@@ -117,41 +117,26 @@ def lines_of(path: Path) -> int:
 
 def attributes(node: ast.ClassDef) -> int:
     """Return how many attributes a class declares in its body or assigns to `self`."""
-    names = {
-        each.target.id
-        for each in node.body
-        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
-    }
-    for each in ast.walk(node):
-        if (
-            isinstance(each, ast.Attribute)
-            and isinstance(each.ctx, ast.Store)
-            and isinstance(each.value, ast.Name)
-            and each.value.id == "self"
-        ):
-            names.add(each.attr)
-    return len(names)
+    declared = [each.target for each in node.body if isinstance(each, ast.AnnAssign)]
+    names = {each.id for each in declared if isinstance(each, ast.Name)}
+    stored = [each for each in ast.walk(node) if isinstance(each, ast.Attribute)]
+    stored = [each for each in stored if isinstance(each.ctx, ast.Store)]
+    return len(names | {each.attr for each in stored if getattr(each.value, "id", "") == "self"})
 
 
 def prose(source: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield (line, text) of each fragment and of each text with a word that goes."""
-    for line, text in _docstrings(tree):
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, documented)]
+    found = [(node.body[0].lineno, text) for node in nodes if (text := ast.get_docstring(node))]
+    for line, text in found:
         if _DOCSTRING.match(text):
             yield line, f"opens as a fragment: {text.splitlines()[0][:80]}"
-        for found in _WORDS.finditer(text):
-            yield line, f"{found[0]!r} in a docstring"
+        yield from ((line, f"{word[0]!r} in a docstring") for word in _WORDS.finditer(text))
     for line, text, trailing in _comments(source):
         if trailing and _COMMENT.match(text):
             yield line, f"opens as a fragment: {text[:80]}"
-        for found in _WORDS.finditer(text):
-            yield line, f"{found[0]!r} in a comment"
-
-
-def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for node in ast.walk(tree):
-        if isinstance(node, documented) and (text := ast.get_docstring(node)):
-            yield node.body[0].lineno, text
+        yield from ((line, f"{word[0]!r} in a comment") for word in _WORDS.finditer(text))
 
 
 def _comments(source: str) -> Iterator[tuple[int, str, bool]]:
@@ -205,17 +190,13 @@ def sections() -> dict[str, list[Path]]:
     """Return the Python files of each folder that has limits, by the folder's path."""
     found: dict[str, list[Path]] = {}
     for path in sorted((REPOSITORY / "rose").rglob("*.py")):
-        found.setdefault(_folder(path), []).append(path)
+        names = path.relative_to(REPOSITORY).parts
+        depth = 3 if names[1] == "parts" else 2  # a part has limits of its own
+        folder = "/".join(names[:depth]) if len(names) > depth else "rose"
+        found.setdefault(folder, []).append(path)
     for name in ("scripts", "tests"):
         found[name] = sorted((REPOSITORY / name).rglob("*.py"))
     return found
-
-
-def _folder(path: Path) -> str:
-    """Return the folder whose limits count for a file of rose/: a part has its own."""
-    names = path.relative_to(REPOSITORY).parts
-    depth = 3 if names[1] == "parts" else 2
-    return "/".join(names[:depth]) if len(names) > depth else "rose"
 
 
 def findings() -> dict[str, list[Finding]]:

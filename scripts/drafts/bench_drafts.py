@@ -37,7 +37,7 @@ from rose.engine import start
 from rose.engine.vllm_engine import Engine
 from rose.models import resolve
 from scripts.csv_tables import middle, show
-from scripts.harness import configured, keyed, listed, turn
+from scripts.harness import configured, cpu_s, keyed, listed, turn
 
 GROUP = 16
 STORY = "Write a short story about a lighthouse keeper who finds a letter in a bottle."
@@ -66,7 +66,8 @@ class Bench:
     async def run(self, seed: int, concurrent: int, trajectories: int) -> Round:
         """Run trajectories in groups that the engine has not seen, `concurrent` at once."""
         places, before, began = asyncio.Semaphore(concurrent), self.engine.stats(), time.time()
-        cpu_s = self._cpu_s()
+        process = psutil.Process(self.engine.pid)
+        computed = cpu_s(process)
 
         async def one(index: int) -> None:
             group = f"g{seed}-{index // GROUP}"
@@ -77,10 +78,7 @@ class Bench:
         after, seconds = self.engine.stats(), time.time() - began
         names = ("generated_tokens", "steps", "drafted", "accepted")
         counts = (getattr(after, n) - getattr(before, n) for n in names)
-        return Round(*counts, seconds, self._cpu_s() - cpu_s)
-
-    def _cpu_s(self) -> float:
-        return sum(psutil.Process(self.engine.pid).cpu_times()[:2])
+        return Round(*counts, seconds, cpu_s(process) - computed)
 
     async def _trajectory(self, group: str, index: int, seed: int) -> None:
         heat = 2.0 if self.work == "noise" else 1.0
