@@ -4,17 +4,14 @@
         [micro_batch_tokens=4096] [plain_tokens=4096] [threads=2] [rounds=5] [lora=16]
 
 A batch has `groups` prompts of `prompt` tokens, each with `members` answers of `own`/2 to `own`
-tokens, of random ids. Three kinds of steps alternate, in two processes: `plain` (padded rows, the
-decoder, logits of the answers' tokens only, AdamW), `rows` and `trees` (`Trainer.train`, in the
-environment of a run's trainer rank, without and with prefix trees). `plain_tokens` bounds a
-micro-batch of the plain loop. `lora=16` adds `rows lora` and `trees lora`, in another process:
-adapters of that rank beside every projection of the frozen model. They, too, are compared with
-`plain`, which trains all weights. With `members=2 prompt=1` trees share nothing: they are rows
-packed without padding.
+tokens, of random ids. Kinds of steps alternate, in two processes: `plain` (padded rows, the
+decoder, logits of the answers' tokens only, AdamW; micro-batches of `plain_tokens`), `rows` and
+`trees` (`Trainer.train`, as in a run's trainer rank, without and with prefix trees). `lora=16` adds
+`rows lora` and `trees lora`, in another process: adapters of that rank beside every projection of
+the frozen model. With `members=2 prompt=1` trees share nothing: they are rows without padding.
 
-Prints the first step; medians and extremes of the other steps' forward and backward passes, and of
-the optimizer's step; and the speed beside `plain` of the same round, in wall time and in processor
-time, which other load lengthens less.
+Prints the first step; medians and extremes of the other steps; and the speed beside `plain` of the
+same round, in wall time and in processor time, which other load lengthens less.
 """
 
 from __future__ import annotations

@@ -4,11 +4,9 @@
 
 `work`: calls (SmolLM2 with the calculator, two turns), text (SmolLM2, stories of 96 tokens), noise
 (stories by the tiny model at temperature 2, which repeats little). Trajectories come in groups of
-16 with the same prompt. Two engines of one thread alternate: one without drafts, the other with
-rollout/draft=group. Prints a line of JSON a round, then a table: tokens per step, and how much
-faster the same tokens are generated with drafts, in wall time and in CPU time of the engine's
-process, which other load on the machine doesn't lengthen. Figures are medians over the rounds, with
-the extremes.
+16 with the same prompt. Two engines of one thread alternate, of which one has rollout/draft=group.
+Prints a line of JSON a round, then medians with extremes: tokens per step, and how much faster the
+same tokens are generated with drafts, in wall time and in CPU time of the engine's process.
 """
 
 from __future__ import annotations

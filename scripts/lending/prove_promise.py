@@ -46,7 +46,7 @@ from rose.parts.sandbox.probe import choose
 from rose.parts.simulator.traces import TraceError, read
 from scripts.csv_tables import put
 from scripts.harness import REPOSITORY, configured, flagged
-from scripts.lending import promise_figure, promise_page
+from scripts.lending import promise_page
 from scripts.lending.promise_forecast import forecast
 from scripts.lending.promise_run import GROUP, MODEL, Plan, machine, profile, run
 from scripts.live_runs import Quota, end_in_order, wait_for_calm
@@ -248,7 +248,7 @@ def draw(results: Results, figure: Path) -> None:
     found = results.settings
     seeds = len(runs) // len(SIDES)
     words = f"{seeds} seed{'s' * (seeds > 1)}, {found['steps']} steps of {found['batch']}"
-    svg = promise_figure.figure(runs, f"{words} trajectories")
+    svg = promise_page.figure(runs, f"{words} trajectories")
     write_whole(figure, svg.encode())
     text = promise_page.table(promise_page.lines(runs, results.forecast))
     if figure == FIGURE:
