@@ -6,9 +6,8 @@ A step is `prompts` questions with `members` answers each, all of exactly `token
 rewards (the share of distinct words), the update in float32, and weights from which the next step
 samples. Each round is a run of `launch.py` (one engine of all `threads`, which engine and trainer
 use in turns) and one of TRL, which generates with transformers, without gradient checkpointing and
-all samples in one batch. The first step of each run is left out, because it touches memory and
-chooses kernels. TRL's threads spin between operations, which is faster on an idle machine and many
-times slower beside any other load (OMP_WAIT_POLICY=passive).
+all samples in one batch. The first step of each run is left out. TRL's threads spin between
+operations, which is many times slower beside any other load (OMP_WAIT_POLICY=passive).
 
 Needs requirements/test.txt. Prints seconds of a step, and processor seconds of all processes of the
 run, which other load lengthens less: medians and extremes, and TRL's as multiples of ours.

@@ -107,14 +107,11 @@ class Load:
             if trajectory not in self.left:
                 continue  # dropped trajectory
             own = {"turn": turn, "trajectory": trajectory, "group": trajectory.partition(".")[0]}
-            self.feed(
-                ev.TurnRequested,
-                **own,
-                context_tokens=500 * (1 + int(number)),
-                max_new_tokens=int(self.draw.integers(200, 6000)),
-                domain=("maths", "web")[len(trajectory) % 2],
-                outcome=("ok", "failed")[int(self.draw.random() < 0.2)],
-            )
+            own["context_tokens"] = 500 * (1 + int(number))
+            own["max_new_tokens"] = int(self.draw.integers(200, 6000))
+            own["domain"] = ("maths", "web")[len(trajectory) % 2]
+            own["outcome"] = ("ok", "failed")[int(self.draw.random() < 0.2)]
+            self.feed(ev.TurnRequested, **own)
 
     def end(self, turn: str) -> None:
         tokens = int(self.draw.integers(50, 2000))

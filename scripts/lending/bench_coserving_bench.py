@@ -270,16 +270,11 @@ class Bench:
             opened = grown["open_s"] + grown["shut_s"]
             latencies = [r.ttft for r in requests], [r.tpot for r in requests]
             counts = int(grown["evicted"]), int(grown["wasted"]), int(grown["preempted"])
-            return Run(
-                *(scenario, seed, seconds, *latencies),
-                [r.done for r in requests],
-                percentile([r.late for r in requests], 99),
-                grown["busy"] / passed,
-                grown["made"] / passed,
-                *counts,
-                grown["open_s"] / opened if opened else None,
-                sorted({request.why for request in requests if request.why}),
-            )
+            done, late = [r.done for r in requests], percentile([r.late for r in requests], 99)
+            shares = grown["busy"] / passed, grown["made"] / passed
+            gate = grown["open_s"] / opened if opened else None
+            why = sorted({request.why for request in requests if request.why})
+            return Run(scenario, seed, seconds, *latencies, done, late, *shares, *counts, gate, why)
 
         with _awake(server, side):
             return asyncio.run(measured())

@@ -74,15 +74,8 @@ Forecast = dict[str, dict[str, float]]  # the simulator's figures by side; may b
 def lines(runs: Sequence[dict], forecast: Forecast) -> list[Line]:
     """Return the promise, line by line."""
     of = by_side(runs)
-    return [
-        *_rewards(of),
-        *_steps(of, forecast),
-        *_devices(of, forecast),
-        *_online(of, forecast),
-        *_trajectories(of),
-        _harm(of),
-        _machine(of),
-    ]
+    found = [*_rewards(of), *_steps(of, forecast), *_devices(of, forecast), *_online(of, forecast)]
+    return [*found, *_trajectories(of), _harm(of), _machine(of)]
 
 
 def _cells(of: Of, shown: Callable[[list[dict]], str]) -> Any:
@@ -170,17 +163,13 @@ def _online(of: Of, forecast: Forecast) -> list[Line]:
         return f"{done} of {sum(len(run['requests']) for run in runs)}"
 
     expected = forecast.get("borrowed", {})
-    found = [
-        Line(
-            f"online {one.name}, at most {SLACK:g} times alone",
-            "",
-            f"{one.alone:.3f} s",
-            f"{one.beside:.3f} s: {one.ratio:.2f} ({one.low:.2f} to {one.high:.2f})",
-            one.ratio <= SLACK,
-            f"{expected[one.name]:.2f}" if one.name in expected else "",
-        )
-        for one in ratios(pairs(of))
-    ]
+    found = []
+    for one in ratios(pairs(of)):
+        what = f"online {one.name}, at most {SLACK:g} times alone"
+        beside = f"{one.beside:.3f} s: {one.ratio:.2f} ({one.low:.2f} to {one.high:.2f})"
+        foreseen = f"{expected[one.name]:.2f}" if one.name in expected else ""
+        cells = "", f"{one.alone:.3f} s", beside
+        found.append(Line(what, *cells, one.ratio <= SLACK, foreseen))
     return [*found, Line("online requests answered", *_cells(of, answered))]
 
 

@@ -5,16 +5,10 @@
     python scripts/lending/prove_promise.py --trace FILE --only forecast                    # by the simulator
     python scripts/lending/prove_promise.py --redraw       # table and figure from docs/results/promise alone
 
---quota     cores of each engine and serving device
---rate      online requests a second of a device
---batch     trajectories of a step
---every     seconds between two kills
---profile-s seconds of measuring a serving device
-
 docs/benchmarks.md says what the three sides are and what is compared. Each engine and each serving
-device has the same CPU quota, which it gets before any other process; trainer, environment hosts
-and clients have what is left. Users come as in a public trace, whose time is stretched to --rate
-requests a second and device. Each seed takes one of the 20-minute windows with the largest bursts
+device has --quota cores, which it gets before any other process; trainer, environment hosts and
+clients have what is left. A step has --batch trajectories, and --every seconds something is killed.
+Users come as in a public trace, stretched to --rate requests a second and device. Each seed takes one of the 20-minute windows with the largest bursts
 in their first four minutes. A killed host's sandboxes are not restored: an agent that is a program
 of its own has no checkpoints, so it runs again, and gets the answers that its first run got.
 

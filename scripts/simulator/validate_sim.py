@@ -127,10 +127,8 @@ def profile_of(runs: list[tuple[Ran, Path]]) -> Profile:
         pauses += [row["sync_pause_s"] for row in counted]
         joined = next(event for event, _ in entries if isinstance(event, ev.WorkerJoined))
     phases = logs[0].with_name("phases.jsonl")
-    phases.write_text(
-        "".join(json.dumps(row | {"step": at}) + "\n" for at, row in enumerate(rows)),
-        encoding="utf-8",
-    )
+    lines = (json.dumps(row | {"step": at}) + "\n" for at, row in enumerate(rows))
+    phases.write_text("".join(lines), encoding="utf-8")
     step, error = calibrate.of_steps(logs)
     delays = statistics.median(there), statistics.median(back), statistics.mean(pauses)
     found = calibrate.of_metrics(phases, skip=0)
@@ -258,11 +256,8 @@ def measured(runs: list[Ran]) -> tuple[Figures, tuple[float, float]]:
         rows += calm
         tails += [tail.p95[row["step"]] for row in calm if row["step"] in tail.p95]
     low, middle, high = np.quantile([row["time_step"] for row in rows], [0.25, 0.5, 0.75])
-    return Figures(
-        float(middle),
-        statistics.median(tails),
-        statistics.median(row["engine_utilisation"] for row in rows),
-    ), (low, high)
+    used = statistics.median(row["engine_utilisation"] for row in rows)
+    return Figures(float(middle), statistics.median(tails), used), (low, high)
 
 
 def run_all(folder: Path, names: list[str], options: Any, alike: list[str]) -> dict[str, list[Ran]]:
