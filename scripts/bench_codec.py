@@ -5,10 +5,9 @@
     python scripts/bench_codec.py outputs/smollm --elements 0 --only ours,gapdiff
 
 Every encoding works on blocks of 4 Mi values and is decoded in place onto the older values; every
-result is compared bit by bit. `--elements`: made-up values. Speed is in GB/s of model bytes on one
-thread, the best of `--rounds`, by the CPU clock, so that other programs on the machine count less.
-bound: entropy of which values change plus entropy of the integer differences, each as independent
-draws over the whole model. A run keeps transfer.keep_versions of its versions.
+result is compared bit by bit. Speed is in GB/s of model bytes on one thread, the best of
+`--rounds`, by the CPU clock. bound: entropy of which values change plus entropy of the integer
+differences, each as independent draws over the whole model.
 """
 
 from __future__ import annotations

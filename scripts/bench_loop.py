@@ -2,13 +2,12 @@
 
     python scripts/bench_loop.py [--engines 1 2] [--steps 8] [--rounds 3] [HYDRA OVERRIDES ...]
 
-For each number of engines it runs `launch.py` and takes every turn of the last steps from the saved
-trajectories. Then bare AsyncLLM engines (same arguments, same number, no MPI, no environment, no
-coordinator) generate the same number of tokens from the same contexts, the turns of a trajectory
-one after the other as in the loop. Prints the step time split into rollout, train, sync and idle;
-tokens/s of both; and their ratio, which is 1 when coordination is free. The two alternate for
-`--rounds` rounds, since a machine's speed drifts. Figures are medians over the rounds, with the
-smallest and largest ratio. Weights differ by a few updates, which changes no timing.
+For each number of engines it runs `launch.py`. Then as many bare AsyncLLM engines (same arguments,
+no MPI, no environment, no coordinator) generate the same number of tokens from the contexts of the
+saved trajectories, the turns of each one after the other. Prints the step time split into rollout,
+train, sync and idle; tokens/s of both; and their ratio, which is 1 when coordination is free. The
+two alternate, since a machine's speed drifts; figures are medians over the rounds. Weights differ
+by a few updates, which changes no timing.
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@ A step is `prompts` questions with `members` answers each, all of exactly `token
 rewards (the share of distinct words), the update in float32, and weights from which the next step
 samples. Each round is a run of `launch.py` (one engine of all `threads`, which engine and trainer
 use in turns) and one of TRL, which generates with transformers, without gradient checkpointing and
-all samples in one batch. The first step of each run is left out, because it touches memory and
-chooses kernels. TRL's threads spin between operations, which is faster on an idle machine and many
-times slower beside any other load (OMP_WAIT_POLICY=passive).
+all samples in one batch. The first step of each run is left out. TRL's threads spin between
+operations, which is many times slower beside any other load (OMP_WAIT_POLICY=passive).
 
 Needs requirements/test.txt. Prints seconds of a step, and processor seconds of all processes of the
 run, which other load lengthens less: medians and extremes, and TRL's as multiples of ours.
@@ -25,19 +24,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
-
-import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rose import files
 from rose.models import resolve
 from scripts.csv_tables import middle, show
-from scripts.harness import Failed, configured, family, keyed, stop
+from scripts.harness import Failed, configured, cpu_s, family, keyed, stop
 from scripts.runs import Run, launch
 
 LOOK_S = 0.1
@@ -157,19 +153,11 @@ def timed(
                 raise Failed(f"{len(marks)} of {steps} steps:\n{log_end}")
             if done() > len(marks):
                 last = time.monotonic()
-                marks.append((last, processor_s(process.pid)))
+                marks.append((last, cpu_s(*family(process.pid))))
             time.sleep(LOOK_S)
     finally:
         stop(process)
     return [(b[0] - a[0], b[1] - a[1]) for a, b in zip(marks[:-1], marks[1:], strict=True)]
-
-
-def processor_s(pid: int) -> float:
-    total = 0.0
-    for process in family(pid):
-        with suppress(psutil.Error):
-            total += sum(process.cpu_times()[:2])
-    return total
 
 
 def trl(options: dict[str, Any], folder: Path) -> int:
@@ -186,12 +174,8 @@ def trl(options: dict[str, Any], folder: Path) -> int:
 
     torch.set_num_threads(options["threads"])
     source = str(endless(folder / "model"))
-    quiet: dict[str, Any] = {
-        "report_to": [],
-        "save_strategy": "no",
-        "logging_strategy": "no",
-        "disable_tqdm": True,
-    }
+    quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True}
+    quiet |= dict.fromkeys(("save_strategy", "logging_strategy"), "no")
     settings = GRPOConfig(
         output_dir=str(folder / "trl"),
         use_cpu=True,

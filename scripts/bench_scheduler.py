@@ -4,13 +4,11 @@
     python scripts/bench_scheduler.py --sizes 100 --policies rose --csv docs/results/bench_scheduler.csv
 
 Workers hold 4 turns each, and there are 5 times as many trajectories, of 8 turns, in groups of 16.
-So a fifth of the turns waits. Each `handle(event)` is timed by itself. There is no clock: the
-driver ends a random running turn, and its trajectory requests the next turn, or a new trajectory
-replaces it. Between them come ticks, capacities of borrowed workers that shrink and grow, returned
-turns, lost and joined workers. When a step is trained, every worker loads a version, one by one,
-while turns continue. Joining and the first assignments aren't counted. Times are of the thread's
-CPU clock, so that other programs on the machine count less. Python's garbage collector is off, as
-it is in the simulator.
+So a fifth of the turns waits. The driver ends a random running turn, and its trajectory requests
+the next one, or a new trajectory replaces it. Between them come ticks, capacities that shrink and
+grow, returned turns, lost and joined workers. When a step is trained, every worker loads a version
+while turns continue. Joining and the first assignments aren't counted. Each `handle(event)` is
+timed by the thread's CPU clock, which other programs hardly change, without garbage collection.
 """
 
 from __future__ import annotations
@@ -109,14 +107,11 @@ class Load:
             if trajectory not in self.left:
                 continue  # dropped trajectory
             own = {"turn": turn, "trajectory": trajectory, "group": trajectory.partition(".")[0]}
-            self.feed(
-                ev.TurnRequested,
-                **own,
-                context_tokens=500 * (1 + int(number)),
-                max_new_tokens=int(self.draw.integers(200, 6000)),
-                domain=("maths", "web")[len(trajectory) % 2],
-                outcome=("ok", "failed")[int(self.draw.random() < 0.2)],
-            )
+            own["context_tokens"] = 500 * (1 + int(number))
+            own["max_new_tokens"] = int(self.draw.integers(200, 6000))
+            own["domain"] = ("maths", "web")[len(trajectory) % 2]
+            own["outcome"] = ("ok", "failed")[int(self.draw.random() < 0.2)]
+            self.feed(ev.TurnRequested, **own)
 
     def end(self, turn: str) -> None:
         tokens = int(self.draw.integers(50, 2000))

@@ -3,14 +3,13 @@
     python scripts/bench_sync.py outputs/smollm                    # 1 Gbit/s and 200 Mbit/s
     python scripts/bench_sync.py RUN RUN --rates 200 --receivers 1 --steps 2
 
-The last `--steps` versions of each run's store (which keeps transfer.keep_versions of them) are
-published again, by every encoding, through `Publisher`, a relay beside the store, the link, a
-second relay, and `Receiver` in a process for each receiver. `--rates`: Mbit/s; 0 is the loopback,
-neither limited nor counted. Seconds: from the begin of publishing until the last receiver has
-flipped. Bytes of the link include headers and requests' answers. After every sync, each receiver's
-weights are compared with the run's. Dense is synced for the first run only, because its bytes are
-the same for all. Left out: full versions and collecting, latency, several publishers, an engine
-around the receiver.
+The last `--steps` versions of each run's store are published again, by every encoding, through
+`Publisher`, a relay beside the store, the link, a second relay, and `Receiver` in a process for
+each receiver. `--rates`: Mbit/s; 0 is the loopback, neither limited nor counted. Seconds: from the
+begin of publishing until the last receiver has flipped. Bytes of the link include headers and
+requests' answers. After every sync, each receiver's weights are compared with the run's. Dense is
+synced for the first run only: its bytes are the same for all. Left out: full versions and
+collecting, latency, several publishers, an engine around the receiver.
 """
 
 from __future__ import annotations

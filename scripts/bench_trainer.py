@@ -4,17 +4,14 @@
         [micro_batch_tokens=4096] [plain_tokens=4096] [threads=2] [rounds=5] [lora=16]
 
 A batch has `groups` prompts of `prompt` tokens, each with `members` answers of `own`/2 to `own`
-tokens, of random ids. Three kinds of steps alternate, in two processes: `plain` (padded rows, the
-decoder, logits of the answers' tokens only, AdamW), `rows` and `trees` (`Trainer.train`, in the
-environment of a run's trainer rank, without and with prefix trees). `plain_tokens` bounds a
-micro-batch of the plain loop. `lora=16` adds `rows lora` and `trees lora`, in another process:
-adapters of that rank beside every projection of the frozen model. They, too, are compared with
-`plain`, which trains all weights. With `members=2 prompt=1` trees share nothing: they are rows
-packed without padding.
+tokens, of random ids. Kinds of steps alternate, in two processes: `plain` (padded rows, the
+decoder, logits of the answers' tokens only, AdamW; micro-batches of `plain_tokens`), `rows` and
+`trees` (`Trainer.train`, as in a run's trainer rank, without and with prefix trees). `lora=16` adds
+`rows lora` and `trees lora`, in another process: adapters of that rank beside every projection of
+the frozen model. With `members=2 prompt=1` trees share nothing: they are rows without padding.
 
-Prints the first step; medians and extremes of the other steps' forward and backward passes, and of
-the optimizer's step; and the speed beside `plain` of the same round, in wall time and in processor
-time, which other load lengthens less.
+Prints the first step; medians and extremes of the other steps; and the speed beside `plain` of the
+same round, in wall time and in processor time, which other load lengthens less.
 """
 
 from __future__ import annotations
@@ -147,7 +144,7 @@ class Plain:
         tokens = [p.unpack_tokens(t.tokens) for t in rows]
         packing = batching.Padded([len(row) for row in tokens])
         plan = batching.plan_micro_batches(packing, 1, options["plain_tokens"], 1)[0][0]
-        self.batches = [_padded([tokens[row] for row in m], [rows[row] for row in m]) for m in plan]
+        self.batches = [_padded([(tokens[row], rows[row].mask) for row in m]) for m in plan]
 
     def step(self, kind: str) -> tuple[float, float]:
         import torch
@@ -164,14 +161,14 @@ class Plain:
         return passed - began, time.perf_counter() - passed
 
 
-def _padded(tokens: list[np.ndarray], rows: list[p.Trajectory]) -> tuple:
+def _padded(rows: list[tuple[np.ndarray, bytes]]) -> tuple:
     """Return the padded tokens, (B, T) int64, and the policy's after the first, (B, T - 1) bool."""
     import torch
 
-    masks = [torch.from_numpy(np.frombuffer(t.mask, np.uint8).astype(bool)) for t in rows]
+    masks = [torch.tensor(list(mask), dtype=torch.bool) for _, mask in rows]
+    whole = [torch.from_numpy(tokens.astype(np.int64)) for tokens, _ in rows]
     pad = torch.nn.utils.rnn.pad_sequence
-    whole = pad([torch.from_numpy(row.astype(np.int64)) for row in tokens], batch_first=True)
-    return whole, pad(masks, batch_first=True)[:, 1:]
+    return pad(whole, batch_first=True), pad(masks, batch_first=True)[:, 1:]
 
 
 class Ours:
@@ -188,14 +185,10 @@ class Ours:
         rows = [t for group in groups for t in group]
         tokens = [p.unpack_tokens(t.tokens) for t in rows]
         self.summary, self.rows, self.number = summarise(groups, config), dict(enumerate(rows)), 0
-        self.plans = {}
-        packings = {
-            "rows": batching.Padded([len(t) for t in tokens]),
-            "trees": batching.Shared(tokens),
-        }
-        for kind, packing in packings.items():
-            limit = config.trainer.micro_batch_tokens
-            self.plans[kind] = batching.plan_micro_batches(packing, 1, limit, 1)[0]
+        limit, padded = config.trainer.micro_batch_tokens, batching.Padded(list(map(len, tokens)))
+        packings = {"rows": padded, "trees": batching.Shared(tokens)}
+        plan = batching.plan_micro_batches
+        self.plans = {kind: plan(each, 1, limit, 1)[0] for kind, each in packings.items()}
         _, trees = batching.plan_batch(tokens, 1, limit, 1, self.trainer.costs)
         print(f"the coordinator's plan would take {'trees' if trees else 'rows'}", file=sys.stderr)
 

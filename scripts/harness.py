@@ -178,6 +178,15 @@ def family(pid: int) -> list[psutil.Process]:
     return []
 
 
+def cpu_s(*processes: psutil.Process) -> float:
+    """Return the processor seconds of processes since their start, without those that have ended."""
+    total = 0.0
+    for process in processes:
+        with suppress(psutil.Error):
+            total += sum(process.cpu_times()[:2])
+    return total
+
+
 def each_thread(process: psutil.Process, do: Callable[[int], object]) -> None:
     """Call `do` with the id of each thread of the process. Threads that end meanwhile are skipped."""
     with suppress(psutil.NoSuchProcess):

@@ -1,6 +1,6 @@
 """Short live runs on this machine whose engines are confined to a CPU quota each.
 
-Shared by simulator/validate_sim.py, bench_tail.py and lending/. Not a command.
+Shared by simulator/validate_sim.py and lending/. Not a command.
 
 A quota is a cgroup of the cpu controller (version 1 or 2, whichever this machine has). Its periods
 are as short as the kernel allows, so that a step of a few milliseconds is stretched and not

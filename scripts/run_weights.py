@@ -191,5 +191,5 @@ class Whole:
         return np.concatenate(flat) if len(flat) > 1 else flat[0]
 
 
-def threads() -> int:
-    return min(8, len(os.sched_getaffinity(0)))
+def threads(most: int = 8) -> int:
+    return min(most, len(os.sched_getaffinity(0)))

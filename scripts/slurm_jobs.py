@@ -102,7 +102,7 @@ def held(rows: Iterable[str], component: int, now: float) -> list[tuple[float, f
 class Training(Job, Confined):
     """The training job, submitted by launch.py."""
 
-    def __init__(self, folder: Path, name: str, overrides: Sequence[str], cores: float = 0) -> None:
+    def __init__(self, folder: Path, name: str, overrides: Sequence[str], cores: float) -> None:
         Run.__init__(self, folder / name)
         self._cores, self._quotas = cores, {}
         self._step: tuple[float, int] | tuple[()] = ()  # (attempt's start, step) that rolls out
@@ -138,7 +138,7 @@ class Training(Job, Confined):
 
 
 class Serving(Job):
-    """A serving job of one device on `node` (empty: any): with an online server, or a spare engine.
+    """A serving job of one device on `node`: with an online server, or a spare engine.
     All its engines share one quota, and run on `core` if one is given."""
 
     def __init__(
@@ -146,15 +146,15 @@ class Serving(Job):
         folder: Path,
         run: str,
         node: str,
-        cores: float = 0,
-        online: Sequence[str] = (),
+        cores: float,
+        online: Sequence[str],
         core: int | None = None,
     ) -> None:
         self.node, self.online = node, bool(online)
-        log = folder / f"{run}-{node or time.monotonic_ns()}.log"
+        log = folder / f"{run}-{node}.log"
         log.unlink(missing_ok=True)
         options = [f"--partition={'serve' if online else 'spare'}", f"--output={log}"]
-        options += [f"--nodelist={node}", "--cpus-per-task=8"] if node else []
+        options += [f"--nodelist={node}", "--cpus-per-task=8"]
         script = str(REPOSITORY / "slurm" / "serving.sbatch")
         own = (f"name={run}", f"output_dir={folder}", "rollout.threads=1", *online)
         job = command("sbatch", "--parsable", *options, script, *own)

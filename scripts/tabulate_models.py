@@ -25,28 +25,27 @@ MOST_WEIGHTS = 20_000_000  # limit above which a model has not become small
 
 # Those of these values that a family's configuration has are set.
 SIZES: dict[str, Any] = {
-    **dict.fromkeys(("vocab_size",), 97),
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "lru_width"), 64),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "intermediate_size_mlp", "n_inner"), 96),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), CONTEXT),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"), 2),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
-    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "mamba_n_groups"), 1),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "head_dim"), 16),
-    **dict.fromkeys(("mamba_d_head", "mamba_d_state", "linear_key_head_dim"), 16),
-    **dict.fromkeys(("linear_value_head_dim", "mamba_head_dim", "ssm_state_size"), 16),
-    **dict.fromkeys(("mamba_n_heads", "linear_num_key_heads", "linear_num_value_heads"), 4),
-    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), 8),
-    "num_key_value_heads": 2,
-    "v_head_dim": 12,
-    "mamba_d_ssm": 64,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    name: value
+    for names, value in (
+        ("vocab_size", 97),
+        ("hidden_size n_embd d_model word_embed_proj_dim lru_width mamba_d_ssm", 64),
+        ("intermediate_size ffn_dim intermediate_size_mlp n_inner", 96),
+        ("num_hidden_layers n_layer n_layers num_layers num_key_value_heads", 2),
+        ("num_attention_heads n_head n_heads num_heads", 4),
+        ("max_position_embeddings n_positions max_seq_len", CONTEXT),
+        ("num_experts num_local_experts n_routed_experts", 4),
+        ("num_experts_per_tok num_experts_per_token moe_topk moe_k eos_token_id", 2),
+        ("moe_intermediate_size shared_expert_intermediate_size", 32),
+        ("n_group topk_group first_k_dense_replace mamba_n_groups bos_token_id", 1),
+        ("q_lora_rank kv_lora_rank qk_nope_head_dim head_dim mamba_d_head mamba_d_state", 16),
+        ("linear_key_head_dim linear_value_head_dim mamba_head_dim ssm_state_size", 16),
+        ("mamba_n_heads linear_num_key_heads linear_num_value_heads", 4),
+        ("qk_rope_head_dim rotary_dim", 8),
+        ("v_head_dim", 12),
+        ("initializer_range", 0.2),
+        ("pad_token_id", 0),
+    )
+    for name in names.split()
 }
 # In latent attention, `head_dim` is the rotated part, and each head has keys of its own.
 LATENT = {"head_dim": 8, "num_key_value_heads": 4}

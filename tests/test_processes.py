@@ -1,6 +1,5 @@
 """Threads for work on the side follow the cores that a process may use, not those that the machine
-has; what is imported at once is no work for the garbage collector. What tests find and end of
-processes that fork all the time."""
+has; what is imported at once is no work for the garbage collector."""
 
 import asyncio
 import gc
@@ -8,7 +7,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import sys
 
@@ -17,7 +15,6 @@ import pytest
 from rose import processes
 from rose.comm import address
 from rose.transfer import broadcast
-from tests import processes as seen
 
 
 def test_threads_follow_the_binding_and_end_at_eight(monkeypatch, tmp_path):
@@ -69,31 +66,6 @@ def test_an_import_leaves_out_what_nobody_uses_and_the_collector_goes_on(monkeyp
         import this  # noqa: F401
     assert gc.isenabled() and importlib.util.find_spec("this")
     assert not {id(one) for one in kept} & {id(one) for one in gc.get_objects()}
-
-
-FORKS = """
-import os, signal, time
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-while True:
-    if not os.fork():
-        if os.fork():
-            time.sleep(0.05)
-        os._exit(0)
-    time.sleep(0.002)
-"""
-
-
-def test_a_family_that_forks_and_ends_all_the_time_is_killed_whole():
-    mark = f"forks-{os.getpid()}"
-    first = subprocess.Popen([sys.executable, "-c", FORKS, mark])
-    try:
-        seen.until(lambda: len(seen.bearing(mark)) > 2, "its children")
-    finally:
-        seen.kill_family(first.pid)
-    assert seen.left(lambda: seen.bearing(mark)) == [] and not seen.alive(first.pid)
-    assert first.wait() == -signal.SIGKILL
-    seen.kill(first.pid)
-    assert seen.children(first.pid) == []
 
 
 def test_programs_find_this_python_where_path_has_none(monkeypatch):

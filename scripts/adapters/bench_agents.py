@@ -3,14 +3,13 @@ over HTTP, on one engine; rewards in an environment and in the pool of reward wo
 
     python scripts/adapters/bench_agents.py [--parts tiny smollm2 rewards] [--agents 64] [--rounds 3]
 
-tiny and smollm2, the models: three kinds of agent run for `--rounds` rounds on the same seeds, one
-kind after the other, with `--agents` trajectories at once:
+tiny and smollm2, the models: three kinds of agent take turns on the same seeds:
     loop      ROSE's own loop
     http      the gateway with coroutines of this process as agents (raw HTTP, so that the cost is
               the gateway's and not a client library's), and again with one agent
     function  the gateway with a forked process for each trajectory, as env.args.function
 Prints medians of turns/s and tokens/s, the ratio of tokens/s to the loop's, and the milliseconds of
-an HTTP call beyond its turn. Turns differ a little by round.
+an HTTP call beyond its turn.
 
 rewards: three runs of launch.py, tiny model, 64 trajectories a step: without a delay; with 2 s at
 the end of each trajectory inside the environment, in asyncio's own threads (`asyncio.to_thread`);

@@ -32,14 +32,12 @@ async def converse(seed: int, turns: int, ask: Callable[[dict], Awaitable[dict]]
             messages.append({"role": "user", "content": "Call move."})
         for call in calls:
             function = call["function"]
-            step = await lake.step(
-                Action("", ToolCall(function["name"], json.loads(function["arguments"])))
-            )
+            made = ToolCall(function["name"], json.loads(function["arguments"]))
+            step = await lake.step(Action("", made))
             if step.done:
                 return
-            messages.append(
-                {"role": "tool", "tool_call_id": call["id"], "content": step.observation}
-            )
+            answer = {"tool_call_id": call["id"], "content": step.observation}
+            messages.append({"role": "tool"} | answer)
 
 
 def solve(task: dict) -> float:

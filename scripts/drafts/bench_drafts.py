@@ -4,11 +4,9 @@
 
 `work`: calls (SmolLM2 with the calculator, two turns), text (SmolLM2, stories of 96 tokens), noise
 (stories by the tiny model at temperature 2, which repeats little). Trajectories come in groups of
-16 with the same prompt. Two engines of one thread alternate: one without drafts, the other with
-rollout/draft=group. Prints a line of JSON a round, then a table: tokens per step, and how much
-faster the same tokens are generated with drafts, in wall time and in CPU time of the engine's
-process, which other load on the machine doesn't lengthen. Figures are medians over the rounds, with
-the extremes.
+16 with the same prompt. Two engines of one thread alternate, of which one has rollout/draft=group.
+Prints a line of JSON a round, then medians with extremes: tokens per step, and how much faster the
+same tokens are generated with drafts, in wall time and in CPU time of the engine's process.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from rose.engine import start
 from rose.engine.vllm_engine import Engine
 from rose.models import resolve
 from scripts.csv_tables import middle, show
-from scripts.harness import configured, keyed, listed, turn
+from scripts.harness import configured, cpu_s, keyed, listed, turn
 
 GROUP = 16
 STORY = "Write a short story about a lighthouse keeper who finds a letter in a bottle."
@@ -66,7 +64,8 @@ class Bench:
     async def run(self, seed: int, concurrent: int, trajectories: int) -> Round:
         """Run trajectories in groups that the engine has not seen, `concurrent` at once."""
         places, before, began = asyncio.Semaphore(concurrent), self.engine.stats(), time.time()
-        cpu_s = self._cpu_s()
+        process = psutil.Process(self.engine.pid)
+        computed = cpu_s(process)
 
         async def one(index: int) -> None:
             group = f"g{seed}-{index // GROUP}"
@@ -77,10 +76,7 @@ class Bench:
         after, seconds = self.engine.stats(), time.time() - began
         names = ("generated_tokens", "steps", "drafted", "accepted")
         counts = (getattr(after, n) - getattr(before, n) for n in names)
-        return Round(*counts, seconds, self._cpu_s() - cpu_s)
-
-    def _cpu_s(self) -> float:
-        return sum(psutil.Process(self.engine.pid).cpu_times()[:2])
+        return Round(*counts, seconds, cpu_s(process) - computed)
 
     async def _trajectory(self, group: str, index: int, seed: int) -> None:
         heat = 2.0 if self.work == "noise" else 1.0

@@ -5,12 +5,11 @@
 
 Replays the trajectories of RUN/rollouts through the engines' own proposer (rollout/draft=group),
 one after the other within each group. A drafted token counts as accepted if it is the token that
-was sampled. So nothing is computed, and the machine's load has no influence. The replay is repeated
-`orders` times, each time with another member of a group first. With as many orders as a group has
-members, each member takes every place, so that places differ by their siblings alone. A draft ends
-where its chance falls below one of `CHANCES`, as in the engines' gate. The tokens that a step of a
-decoding request drafts and has accepted are counted by the number of siblings that have ended by
-then, and by the longest draft. `lookup_s`: the median seconds of a request's lookup.
+was sampled, so the machine's load has no influence. The replay is repeated `orders` times, each
+time with another member of a group first; with as many orders as members, places differ by their
+siblings alone. A draft ends where its chance falls below one of `CHANCES`, as in the engines' gate.
+The tokens that a step of a decoding request drafts and has accepted are counted by the number of
+siblings that have ended by then, and by the longest draft. `lookup_s`: a lookup's median seconds.
 """
 
 from __future__ import annotations

@@ -5,5 +5,5 @@ NAME=engine LIMIT=120 check engine
 NAME=stops LIMIT=${1:-100} check stops
 NAME=delta LIMIT=100 check delta --set 'delta.models=[0.6B, 7B]'
 NAME=head LIMIT=60 check head
-NAME=speed LIMIT=165 check speed --set speed.profiled=true
+NAME=speed LIMIT=165 check speed
 results

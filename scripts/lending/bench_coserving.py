@@ -4,11 +4,10 @@
     python scripts/lending/bench_coserving.py trace=AzureLLMInferenceTrace_conv_2023.csv seconds=60 seeds=5
     python scripts/lending/bench_coserving.py scenarios=alone,naive,ours seconds=20 seeds=2
 
-Slices of a trace (Azure's format; generated if none is given) are replayed open loop against the
-online server S. The rollout engine R runs beside it in a closed loop. Both engines are confined to
-one core, which stands for the device. The trace's lengths are scaled down to models that a core can
-serve, and its times so that S alone keeps the core busy for `busy` of the time. Each seed is
-another slice. For each seed the scenarios run one after the other:
+Slices of a trace (Azure's format; generated if none is given), one a seed, are replayed open loop
+against the online server S. The rollout engine R runs beside it in a closed loop. Both engines are
+confined to one core, which stands for the device. The trace's lengths are scaled down to models
+that a core can serve, and its times so that S alone keeps the core busy for `busy` of the time:
     alone     S, twice a seed: the difference between the two runs is the machine's noise
     naive     R beside S; the operating system shares the core, each engine has all the KV memory
     static    the same, with half of the KV memory each
@@ -16,9 +15,8 @@ another slice. For each seed the scenarios run one after the other:
     ours      two engines, R behind the gate
     steps     the same, but S never stops a step of R between layers (not by default)
 Targets are S alone's own percentiles times `slack`, from a run before the first seed, unless `slo`
-gives them. Before that, each scenario has an uncounted run that warms its engines. On a virtual
-machine, a run is repeated, twice at most, if the hypervisor took more than 4% of the machine. Left
-out: text (prompts are random tokens, outputs have the trace's lengths), GPUs (see gpu_check.py).
+gives them. Each scenario first has an uncounted run that warms its engines. A run is repeated,
+twice at most, if the hypervisor took more than 4% of the machine. Prompts are random tokens.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from rose.models import cache_dir
 from rose.parts.lending import settings
@@ -25,7 +26,7 @@ from rose.parts.lending.operator.server import engine_args
 from rose.parts.lending.vllm import device
 from rose.parts.simulator import traces
 from scripts import live_runs
-from scripts.harness import REPOSITORY, Failed
+from scripts.harness import REPOSITORY, Failed, cpu_s
 from scripts.lending.bench_coserving_client import replay
 from scripts.lending.bench_coserving_engines import (
     Guard,
@@ -33,7 +34,6 @@ from scripts.lending.bench_coserving_engines import (
     Process,
     Rollouts,
     Server,
-    busy_s,
     confine,
 )
 from scripts.lending.bench_coserving_tables import ALONE, METRICS, OURS, Run, Slo, percentile
@@ -270,16 +270,11 @@ class Bench:
             opened = grown["open_s"] + grown["shut_s"]
             latencies = [r.ttft for r in requests], [r.tpot for r in requests]
             counts = int(grown["evicted"]), int(grown["wasted"]), int(grown["preempted"])
-            return Run(
-                *(scenario, seed, seconds, *latencies),
-                [r.done for r in requests],
-                percentile([r.late for r in requests], 99),
-                grown["busy"] / passed,
-                grown["made"] / passed,
-                *counts,
-                grown["open_s"] / opened if opened else None,
-                sorted({request.why for request in requests if request.why}),
-            )
+            done, late = [r.done for r in requests], percentile([r.late for r in requests], 99)
+            shares = grown["busy"] / passed, grown["made"] / passed
+            gate = grown["open_s"] / opened if opened else None
+            why = sorted({request.why for request in requests if request.why})
+            return Run(scenario, seed, seconds, *latencies, done, late, *shares, *counts, gate, why)
 
         with _awake(server, side):
             return asyncio.run(measured())
@@ -287,7 +282,7 @@ class Bench:
     def _counts(self, scenario: str, server: Server, side: Rollouts | None) -> dict[str, float]:
         """Return counters that only grow. A run is the time between two readings."""
         found = dict.fromkeys(("made", "evicted", "wasted", "open_s", "shut_s"), 0.0)
-        found |= {"at": time.monotonic(), "busy": busy_s(server.engine())}
+        found |= {"at": time.monotonic(), "busy": cpu_s(psutil.Process(server.engine()))}
         if side:
             said = side.ask("count")
             found |= {name: said[name] for name in ("made", "evicted", "wasted")}
@@ -307,12 +302,12 @@ class Bench:
         with nothing beside it. Processor time is the same on a machine with other load."""
         side = self.rollouts[name]
         server = self.servers["priority"] if name.endswith("_load") else None
-        engine, counts = (server or side).engine(), []
+        engine, counts = psutil.Process((server or side).engine()), []
         with _awake(server, side):
             for wait in (SETTLE_S, BASELINE_S):
                 time.sleep(wait)
                 made = server.metric(MADE) if server else side.ask("count")["made"]
-                counts.append((busy_s(engine), made))
+                counts.append((cpu_s(engine), made))
         (began, first), (ended, last) = counts
         return (last - first) / (ended - began)
 

@@ -70,7 +70,7 @@ async def replay(
         start = start or time.monotonic()
         place = session, f"{url}/v1/completions", model
         sent = [
-            asyncio.create_task(_one(*place, request, start, leave.get(number)))
+            asyncio.create_task(send(*place, request, start, leave.get(number)))
             for number, request in enumerate(requests)
         ]
         if sent:
@@ -81,7 +81,7 @@ async def replay(
     return requests
 
 
-async def _one(
+async def send(
     session: aiohttp.ClientSession,
     url: str,
     model: str,
@@ -89,6 +89,7 @@ async def _one(
     start: float,
     leave_s: float | None,
 ) -> None:
+    """Send one request at its time after `start` and fill in what became of it."""
     await asyncio.sleep(start + request.at - time.monotonic())
     request.late = time.monotonic() - start - request.at
     body = {"model": model, "prompt": request.prompt, "max_tokens": request.output_tokens}

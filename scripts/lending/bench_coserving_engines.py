@@ -228,8 +228,3 @@ def confine(processes: list[Process], device: set[int], host: set[int]) -> None:
         for one in family(process.popen.pid):
             cores = device if one.pid == engine else host
             each_thread(one, lambda thread: os.sched_setaffinity(thread, cores))
-
-
-def busy_s(pid: int) -> float:
-    """Return the processor seconds of a process since its start."""
-    return sum(psutil.Process(pid).cpu_times()[:2])

@@ -106,25 +106,18 @@ def table(runs: list[Run], slo: Slo, alone: Alone) -> list[dict]:
     for scenario in dict.fromkeys(run.scenario for run in runs):
         mine = [run for run in runs if run.scenario == scenario]
         opened = [run.open for run in mine if run.open is not None]
-        row = {
-            "scenario": scenario,
-            "requests": sum(len(run.done) for run in mine),
-            "aborted": sum(len(run.done) - sum(run.done) for run in mine),
-        }
+        row: dict = {"scenario": scenario, "requests": sum(len(run.done) for run in mine)}
+        row["aborted"] = row["requests"] - sum(sum(run.done) for run in mine)
         row |= {metric: pooled(mine, metric) for metric in METRICS}
         for metric in METRICS:
             row |= spread(f"{metric}_ratio", ratios(runs, scenario, metric))
         row |= spread("attainment", [run.met(slo) / max(1, len(run.done)) for run in mine])
-        row |= {
-            "busy": mean(run.busy for run in mine),
-            "made": mean(run.made for run in mine),
-            **spread("harvest", [] if scenario == ALONE else harvest(runs, scenario, alone)),
-            "open": mean(opened) if opened else None,
-            "evicted": sum(run.evicted for run in mine),
-            "wasted": sum(run.wasted for run in mine),
-            "preempted": sum(run.preempted for run in mine),
-            "late_p99": max(run.late_p99 for run in mine),
-        }
+        row |= {key: mean(getattr(run, key) for run in mine) for key in ("busy", "made")}
+        row |= spread("harvest", [] if scenario == ALONE else harvest(runs, scenario, alone))
+        row["open"] = mean(opened) if opened else None
+        for key in ("evicted", "wasted", "preempted"):
+            row[key] = sum(getattr(run, key) for run in mine)
+        row["late_p99"] = max(run.late_p99 for run in mine)
         rows.append(row)
     return rows
 

@@ -47,31 +47,19 @@ class Counts(NamedTuple):
 
 def count(run: Path, steps: int, batch: int) -> Counts:
     """Count steps 1 to `steps`. Raises `ValueError` naming a file of rollouts/ that is missing."""
-    trained = [replay.load(run, step) for step in range(1, steps + 1)]
-    admitted: dict[str, int] = {}
-    dropped: set[str] = set()
+    trained = [[t.id for g in replay.load(run, step) for t in g] for step in range(1, steps + 1)]
+    admitted: dict[str, int] = {}  # group -> index, of all attempts
+    dropped: set[str] = set()  # groups that the policy chose not to train
     for path in sorted((run / "journal").glob("attempt-*.jsonl")):
         entries = journal.read(path)
         next(entries)
-        for entry in entries:
-            for action in entry.actions:
-                if isinstance(action, ev.AdmitGroup):
-                    admitted[action.group] = action.index
-                elif isinstance(action, ev.DropGroup):
-                    dropped.add(action.group)
-    return tally(
-        [[t.id for group in step for t in group] for step in trained], admitted, dropped, batch
-    )
-
-
-def tally(
-    steps: Sequence[Sequence[str]], admitted: dict[str, int], dropped: set[str], batch: int
-) -> Counts:
-    """Count by names. `steps`: names of the trajectories that each step trained; `admitted`: group
-    -> index, of all attempts; `dropped`: groups that the policy chose not to train.
-    """
-    names = [name for step in steps for name in step]
-    members = Counter(first_name(name) for name in names)
+        for action in (action for entry in entries for action in entry.actions):
+            if isinstance(action, ev.AdmitGroup):
+                admitted[action.group] = action.index
+            elif isinstance(action, ev.DropGroup):
+                dropped.add(action.group)
+    names = [name for step in trained for name in step]
+    members = Counter(map(first_name, names))
     found = Counter(member.rpartition(".")[0] for member in members)
     last = max((admitted[group] for group in found if group in admitted), default=-1)
     size = max(found.values(), default=0)
@@ -81,7 +69,7 @@ def tally(
         doubled=sum(times - 1 for times in members.values()),
         lost=sum(size - found[group] for group in wanted),
         replaced=sum(first_name(name) != name for name in names),
-        short=sum(len(step) != batch for step in steps),
+        short=sum(len(step) != batch for step in trained),
     )
 
 

@@ -5,16 +5,10 @@
     python scripts/lending/prove_promise.py --trace FILE --only forecast                    # by the simulator
     python scripts/lending/prove_promise.py --redraw       # table and figure from docs/results/promise alone
 
---quota     cores of each engine and serving device
---rate      online requests a second of a device
---batch     trajectories of a step
---every     seconds between two kills
---profile-s seconds of measuring a serving device
-
 docs/benchmarks.md says what the three sides are and what is compared. Each engine and each serving
-device has the same CPU quota, which it gets before any other process; trainer, environment hosts
-and clients have what is left. Users come as in a public trace, whose time is stretched to --rate
-requests a second and device. Each seed takes one of the 20-minute windows with the largest bursts
+device has --quota cores, which it gets before any other process; trainer, environment hosts and
+clients have what is left. A step has --batch trajectories, and --every seconds something is killed.
+Users come as in a public trace, stretched to --rate requests a second and device. Each seed takes one of the 20-minute windows with the largest bursts
 in their first four minutes. A killed host's sandboxes are not restored: an agent that is a program
 of its own has no checkpoints, so it runs again, and gets the answers that its first run got.
 
@@ -46,7 +40,7 @@ from rose.parts.sandbox.probe import choose
 from rose.parts.simulator.traces import TraceError, read
 from scripts.csv_tables import put
 from scripts.harness import REPOSITORY, configured, flagged
-from scripts.lending import promise_figure, promise_page
+from scripts.lending import promise_page
 from scripts.lending.promise_forecast import forecast
 from scripts.lending.promise_run import GROUP, MODEL, Plan, machine, profile, run
 from scripts.live_runs import Quota, end_in_order, wait_for_calm
@@ -248,7 +242,7 @@ def draw(results: Results, figure: Path) -> None:
     found = results.settings
     seeds = len(runs) // len(SIDES)
     words = f"{seeds} seed{'s' * (seeds > 1)}, {found['steps']} steps of {found['batch']}"
-    svg = promise_figure.figure(runs, f"{words} trajectories")
+    svg = promise_page.figure(runs, f"{words} trajectories")
     write_whole(figure, svg.encode())
     text = promise_page.table(promise_page.lines(runs, results.forecast))
     if figure == FIGURE:

@@ -34,12 +34,13 @@ from rose.parts.sandbox import Sandbox, SandboxError, Spec
 from rose.parts.sandbox.inspector import NONE
 from rose.parts.sandbox.probe import AUTO, close
 from scripts.harness import configured, flagged
-from scripts.sandbox.bench_sandbox_episodes import EPISODES, Sampled
-from scripts.sandbox.bench_sandbox_policies import (
+from scripts.sandbox.bench_sandbox_episodes import (
     CHAT,
     CLASSIFIED,
+    EPISODES,
     FULL,
     POLICIES,
+    Sampled,
     kill_at_each_turn,
     play,
     restoring,

@@ -132,14 +132,10 @@ def compared(setting: str, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
             continue
         low, high = getattr(row, setting)
         found = number(row.what, systems[row.mine], systems[row.rival])
-        rows.append(
-            {
-                **{"setting": setting, "mine": row.mine, "what": row.what, "rival": row.rival},
-                **{"paper_low": low, "paper_high": high},
-                **dict(zip(("ours", "ours_low", "ours_high"), found, strict=True)),
-                "difference": found.mean / fmean((low, high)) - 1,
-            }
-        )
+        one = {"setting": setting, "mine": row.mine, "what": row.what, "rival": row.rival}
+        one |= {"paper_low": low, "paper_high": high}
+        one |= dict(zip(("ours", "ours_low", "ours_high"), found, strict=True))
+        rows.append(one | {"difference": found.mean / fmean((low, high)) - 1})
     return rows
 
 

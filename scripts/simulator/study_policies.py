@@ -2,20 +2,18 @@
 
     python scripts/simulator/study_policies.py                     both settings and every composition: a day on one core
     python scripts/simulator/study_policies.py only=rose_8b staleness=1 order=fifo,due_first
-    routing=rose,earliest_finish
     python scripts/simulator/study_policies.py draw=true           the table again, from the CSV file
 
 Writes docs/results/policies_search.csv (out=FOLDER: into FOLDER), and its front between the marks
 in docs/policies.md. First, every composition runs on half of a setting (conf/experiment/rose_8b and
 rose_32b) with one seed. Then the fastest few of each largest staleness, by trained tokens per
-second, run on the whole setting with all seeds. ROSE's own compositions and `best` and `best_sync`
-of conf/sim/systems go through all rounds. A quarter of a setting is too little: there `carry_over`
-seems faster than `bounded_staleness`, which it is not. All compositions have ROSE's pools:
-dedicated and borrowed engines, with `all_idle` also the trainer's GPUs. Left out: `dapo` and
-RollPacker's spare trajectories (they leave long ones untrained for good), `libra` (its planner and
-buckets need other pools or degrees), `rollart` (on one kind of hardware it is cache_affine),
-`static` (`rose` uses all devices, too, if n_serving is their number) and policies that hold no
-borrowed devices.
+second, run on the whole setting with all seeds, beside ROSE's own compositions, `best` and
+`best_sync`. A quarter of a setting is too little: there `carry_over` seems faster than
+`bounded_staleness`, which it is not. All compositions have ROSE's pools: dedicated and borrowed
+engines, with `all_idle` also the trainer's GPUs. Left out: `dapo` and RollPacker's spare
+trajectories (they leave long ones untrained for good), `libra` (its planner and buckets need other
+pools or degrees), `rollart` (on one kind of hardware it is cache_affine), `static` (`rose` uses all
+devices, too, if n_serving is their number) and policies that hold no borrowed devices.
 """
 
 from __future__ import annotations
@@ -174,14 +172,9 @@ def system(what: Composition, c: Config) -> SimSystem:
         policies[kind] = Policy(name=option["name"], args=option["args"] | dict(chosen.args))
     if "n_serving" in policies["provisioning"].args:
         policies["provisioning"].args["n_serving"] = c.sim.n_serving
-    return SimSystem(
-        about="",
-        scheduler=Scheduler(**policies, queue_depth=c.scheduler.queue_depth),
-        pools=POOLS[what.provisioning.name],
-        executor="gate",
-        dynamic_sampling=False,
-        in_flight=c.transfer.in_flight,
-    )
+    scheduler = Scheduler(**policies, queue_depth=c.scheduler.queue_depth)
+    own = {"executor": "gate", "dynamic_sampling": False, "in_flight": c.transfer.in_flight}
+    return SimSystem(about="", scheduler=scheduler, pools=POOLS[what.provisioning.name], **own)
 
 
 def divided(c: Config, by: int) -> list[str]:

@@ -5,14 +5,13 @@
     python scripts/simulator/validate_sim.py --quota 0.4 --csv docs/results/validate_sim.csv
 
 The profile is two live runs with one engine, one with much and one with little to do. From them
-come the engine's step time (its step log, including the time between two steps), the episodes
-(their journals: turns, tokens, tool times), the seconds of the trainer and of the synchronisation,
-and the delays from the coordinator to an engine and back. Then every configuration runs live and is
-simulated with those numbers. No profile is among the predicted runs, and no number is fitted to
-these. Each engine has the same CPU quota (live_runs.py), and the policy does not learn, so that all
-runs have the same lengths. Compared are medians over the training steps of all rounds, without the
-first: a step's seconds; their tail (95th percentile from a group's admission to a trajectory's
-end); and the share of a step in which a dedicated engine had a turn.
+come the engine's step time, the episodes (turns, tokens, tool times), the seconds of the trainer
+and of the synchronisation, and the delays from the coordinator to an engine and back. Then every
+configuration runs live and is simulated with those numbers, of which none is fitted. Each engine
+has the same CPU quota (live_runs.py), and the policy does not learn, so that all runs have the same
+lengths. Compared are medians over the steps of all rounds, without the first: a step's seconds;
+their tail (95th percentile from a group's admission to a trajectory's end); and the share of a step
+in which a dedicated engine had a turn.
 
 The figures need a machine without other load: --quota times engines, the trainer's thread and the
 environment host must find a core whenever they need one. Only steps count in which the hypervisor
@@ -80,13 +79,6 @@ class Figures(NamedTuple):
     utilisation: float
 
 
-class Row(NamedTuple):
-    name: str
-    predicted: Figures
-    measured: Figures
-    spread: tuple[float, float]  # quartiles of the measured step time
-
-
 class Profile(NamedTuple):
     """The measured values that a simulation needs beyond the configuration."""
 
@@ -135,10 +127,8 @@ def profile_of(runs: list[tuple[Ran, Path]]) -> Profile:
         pauses += [row["sync_pause_s"] for row in counted]
         joined = next(event for event, _ in entries if isinstance(event, ev.WorkerJoined))
     phases = logs[0].with_name("phases.jsonl")
-    phases.write_text(
-        "".join(json.dumps(row | {"step": at}) + "\n" for at, row in enumerate(rows)),
-        encoding="utf-8",
-    )
+    lines = (json.dumps(row | {"step": at}) + "\n" for at, row in enumerate(rows))
+    phases.write_text("".join(lines), encoding="utf-8")
     step, error = calibrate.of_steps(logs)
     delays = statistics.median(there), statistics.median(back), statistics.mean(pauses)
     found = calibrate.of_metrics(phases, skip=0)
@@ -266,11 +256,8 @@ def measured(runs: list[Ran]) -> tuple[Figures, tuple[float, float]]:
         rows += calm
         tails += [tail.p95[row["step"]] for row in calm if row["step"] in tail.p95]
     low, middle, high = np.quantile([row["time_step"] for row in rows], [0.25, 0.5, 0.75])
-    return Figures(
-        float(middle),
-        statistics.median(tails),
-        statistics.median(row["engine_utilisation"] for row in rows),
-    ), (low, high)
+    used = statistics.median(row["engine_utilisation"] for row in rows)
+    return Figures(float(middle), statistics.median(tails), used), (low, high)
 
 
 def run_all(folder: Path, names: list[str], options: Any, alike: list[str]) -> dict[str, list[Ran]]:
@@ -302,27 +289,13 @@ def run_all(folder: Path, names: list[str], options: Any, alike: list[str]) -> d
     return done
 
 
-def summarise(rows: list[Row], profile: Profile, quota: float) -> None:
-    show(as_rows(rows), f"simulated and measured, engines of {quota:g} cores")
-    c = profile.step
-    print(
-        f"engine: {1e3 * (c.c0 + c.c5):.2f} ms, {1e3 * c.c1:.3f} ms per prompt token, "
-        f"{1e3 * c.c3:.3f} ms per decode (mean error of a step {100 * profile.error:.0f}%); "
-        f"trainer {profile.phases.step_s:.2f} s + {1e3 * profile.phases.token_s:.3f} ms per token; "
-        f"sync {profile.phases.sync_s:.2f} s; way to an engine {1e3 * profile.dispatch_s:.1f} ms, "
-        f"back {1e3 * profile.answer_s:.1f} ms; {sum(map(len, profile.groups))} episodes"
-    )
-
-
-def as_rows(rows: list[Row]) -> list[dict[str, Any]]:
-    found = []
-    for name, sim, live, (low, high) in rows:
-        row: dict[str, Any] = {"run": name}
-        for field, predicted_, measured_ in zip(Figures._fields, sim, live, strict=True):
-            row |= {f"{field}_predicted": predicted_, f"{field}_measured": measured_}
-            row[f"{field}_off"] = predicted_ / measured_ - 1
-        found.append(row | {"step_measured_q1": low, "step_measured_q3": high})
-    return found
+def row_of(name: str, sim: Figures, live: Figures, quartiles: tuple[float, float]) -> dict:
+    """Return a row of the table: predicted and measured figures, and by how much they differ."""
+    row: dict[str, Any] = {"run": name}
+    for field, one, other in zip(Figures._fields, sim, live, strict=True):
+        row |= {f"{field}_predicted": one, f"{field}_measured": other}
+        row[f"{field}_off"] = one / other - 1
+    return row | dict(zip(("step_measured_q1", "step_measured_q3"), quartiles, strict=True))
 
 
 def main() -> None:
@@ -342,10 +315,12 @@ def main() -> None:
         rows = []
         for name in args.only:
             config = cfg.load(done[name][0].run / "config.json")
-            rows.append(Row(name, predicted(config, profile, args.steps), *measured(done[name])))
-        summarise(rows, profile, args.quota)
+            figures = predicted(config, profile, args.steps), *measured(done[name])
+            rows.append(row_of(name, *figures))
+        show(rows, f"simulated and measured, engines of {args.quota:g} cores")
+        print(f"mean error of a step of the engine: {profile.error:.0%}")
         if args.csv:
-            write_csv(args.csv, as_rows(rows))
+            write_csv(args.csv, rows)
 
 
 if __name__ == "__main__":

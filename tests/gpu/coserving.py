@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import shutil
 import signal
@@ -20,17 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from scripts.harness import PATHS, REPOSITORY
 from tests.gpu.engine import device_used
-from tests.gpu.frame import Report, check
-from tests.gpu.model import folder, shape_of
-from tests.gpu.users import Users
+from tests.gpu.frame import GIB, Report, check
+from tests.gpu.model import folder
+from tests.gpu.users import STOP_S, Rollouts, Users, until
 
-GIB = 2**30
-LOOK_S = 0.02
-STOP_S = 5.0
 # Share of the KV budget by which lending may raise the memory in use: some pages are shared.
 BEYOND = 0.15
 # Seconds until S must have its pages again. A page takes 0.1 ms, but a step maps only 256 MiB.
@@ -186,7 +183,7 @@ async def coserving(report: Report) -> None:
     if not path.exists():
         report.say("no profile yet: it is measured")
         profile.work(report)
-    await _coserving(report, json.loads(path.read_text(encoding="utf-8")))
+    await _coserving(report, Both(report, json.loads(path.read_text(encoding="utf-8"))))
 
 
 class Both:
@@ -206,11 +203,8 @@ class Both:
         log, threads = report.folder / "online.log", None if report.gpus else 1
         self.server = OnlineServer(config.serving, self.boards, log, report.gpus, threads)
         self.tasks: list[asyncio.Task] = []
-        self.engine: Any = None
-        self.made = self.evicted = 0  # tokens and aborted turns of R
-        self.rests = False  # R is inactive or about to be, so no turn starts
-        self.vocabulary = shape_of(report).vocab
-        self.users = Users(report, self.server, config.serving.online.model, self.vocabulary)
+        self.users = Users(report, self.server, config.serving.online.model)
+        self.turns = Rollouts(report, None)
 
     def _overrides(self, targets: tuple[float, ...]) -> list[str]:
         model = ["model.source=folder", f"model.path={folder(self.report)}"]
@@ -221,15 +215,14 @@ class Both:
         works = self.control.beat(), self.server.run(self.report.say)
         self.tasks = [asyncio.create_task(work) for work in works]
         await self._serves()
-        self.users.begin()
-        self.tasks += self.users.tasks
+        self.users.begin(self.report.sizes.clients)
 
     async def restart_online(self, targets: tuple[float, ...]) -> None:
         """Kill S, which is started again with these targets."""
         from rose.parts.lending import settings
         from rose.parts.lending.vllm import device
 
-        await self.end_users()
+        await self.users.end()
         self.config = settings.composed(self._overrides(targets))
         device.describe(self.boards, self.config.serving, self.measured)
         self.server.up = False
@@ -237,14 +230,9 @@ class Both:
         await self._serves()
 
     async def _serves(self) -> None:
-        began = time.monotonic()
-        seconds = self.config.serving.online.start_timeout_s
-        await self.until(lambda: self.server.up, seconds, "the online server")
-        self.report.figure("start of S", time.monotonic() - began, "s")
-
-    async def end_users(self) -> None:
-        self.tasks = [task for task in self.tasks if task not in self.users.tasks]
-        await self.users.end()
+        with self.report.took("start of S"):
+            seconds = self.config.serving.online.start_timeout_s
+            await self.until(lambda: self.server.up, seconds, "the online server")
 
     async def start_rollouts(self) -> None:
         """Start R beside S, as rose.parts.lending.operator.operate starts it."""
@@ -258,24 +246,24 @@ class Both:
             own["gpu_memory_utilization"] = FREE_SHARE
         os.environ.update(self.variables)
         rollout, model = msgspec.structs.replace(self.config.rollout, **own), folder(self.report)
-        self.engine = await Engine.start(
-            model, rollout, self.config.model, gpus=self.report.gpus, seed=1
-        )
+        own = {"gpus": self.report.gpus, "seed": 1}
+        self.turns.engine = await Engine.start(model, rollout, self.config.model, **own)
         self.report.say("the rollout engine is up beside it")
 
     async def until(self, condition: Callable[[], object], seconds: float, what: str) -> float:
-        """Wait until `condition` holds and return the seconds. Raises `RuntimeError` after
-        `seconds`, and the error of a task that failed."""
-        began = time.monotonic()
-        while not condition():
-            for task in self.tasks:
-                if task.done():
-                    task.result()
-            if time.monotonic() - began > seconds:
-                boards = f"S's board: {self.board('online')}; R's board: {self.board('rollout')}"
-                raise RuntimeError(f"waited {seconds:g} s for {what}; {boards}")
-            await asyncio.sleep(LOOK_S)
-        return time.monotonic() - began
+        """Wait as tests.gpu.users does, with both boards in the error."""
+
+        def words() -> str:
+            return f"{what}; S's board: {self.board('online')}; R's: {self.board('rollout')}"
+
+        tasks = [*self.tasks, *self.users.tasks, *self.turns.tasks]
+        return await until(condition, seconds, words, tasks)
+
+    async def rate(self, seconds: float) -> float:
+        """Return R's tokens a second, while all tasks are watched."""
+        before, began = self.turns.made, time.monotonic()
+        await self.until(lambda: time.monotonic() - began > seconds, math.inf, "")
+        return (self.turns.made - before) / (time.monotonic() - began)
 
     def board(self, name: str) -> Any:
         from rose.parts.lending.operator import metrics
@@ -284,30 +272,13 @@ class Both:
 
     async def mapped(self) -> int:
         """Return the bytes of R's KV cache that have memory."""
-        return (await self.engine._llm.collective_rpc("rose_kv_layout"))[0]["mapped_bytes"]
-
-    async def rollouts(self, number: int) -> None:
-        """Run turns one after the other. An aborted turn is not continued here."""
-        from rose import protocol
-
-        dice, (prompt, new) = np.random.default_rng(number), self.report.sizes.turn
-        at = 0
-        while True:
-            while self.rests:
-                await asyncio.sleep(LOOK_S)
-            at += 1
-            tokens = protocol.pack_tokens(dice.integers(0, self.vocabulary, prompt))
-            sampling, finish = protocol.Sampling(max_new_tokens=new), None
-            async for chunk in self.engine.generate(f"r{number}.{at}", tokens, sampling):
-                self.made, finish = self.made + len(chunk.tokens), chunk.finish
-            if finish is protocol.FinishReason.ABORT:
-                self.evicted += 1
-                await asyncio.sleep(LOOK_S)
+        return (await self.turns.engine._llm.collective_rpc("rose_kv_layout"))[0]["mapped_bytes"]
 
     async def close(self) -> None:
-        await self.end_users()
-        if self.engine is not None:
-            await self.engine.shutdown()
+        await self.users.end()
+        await self.turns.end()
+        if self.turns.engine is not None:
+            await self.turns.engine.shutdown()
         for task in self.tasks:
             task.cancel()
         await asyncio.wait(self.tasks, timeout=STOP_S)
@@ -316,39 +287,39 @@ class Both:
         shutil.rmtree(self.boards, ignore_errors=True)
 
 
-async def _coserving(report: Report, measured: dict[str, Any]) -> None:
+async def _coserving(report: Report, both: Both) -> None:
     sizes = report.sizes
-    both = Both(report, measured)
     try:
         await both.start_online()
         alone = await _users_alone(both)
         await both.restart_online(tuple(sizes.slack * value for value in alone))
         await both.start_rollouts()
-        both.tasks += [asyncio.create_task(both.rollouts(number)) for number in range(sizes.turns)]
-        took = await both.until(lambda: both.made, 60.0, "the first token of R: is anything lent?")
+        both.turns.begin(sizes.turns)
+        took = await both.until(
+            lambda: both.turns.made, 60.0, "the first token of R: is anything lent?"
+        )
         report.figure("first token of R after", took, "s")
-        report.figure("R, S idle", await _rate(both, sizes.phase_s), "token/s")
+        report.figure("R, S idle", await both.rate(sizes.phase_s), "token/s")
         lent = both.board("rollout").kv_budget / GIB
         report.figure("lent to R", lent, "GiB", least=0.1 * sizes.kv_gib)
         report.figure("mapped by R", await both.mapped() / GIB, "GiB")
-        both.users.begin()
-        both.tasks += both.users.tasks
-        await _rate(both, WARM_S)
+        both.users.begin(sizes.clients)
+        await both.rate(WARM_S)
         for stops in (False, True):
             before = both.board("online")
             await _beside(both, stops, alone)
         await _stopped(report, both)
         await _rested(report, both)
-        report.figure("R again, lent anew", await _rate(both, sizes.phase_s), "token/s", least=1.0)
+        report.figure("R again, lent anew", await both.rate(sizes.phase_s), "token/s", least=1.0)
         users, online = both.users, both.board("online")
-        await both.end_users()
+        await both.users.end()
         report.figure("users' requests answered", len(users.took), least=sizes.clients)
         refused, remedy = len(users.refused), "; ".join(users.refused[:2])
         report.figure("users' requests refused or short", refused, most=0, remedy=remedy)
         share = (online.met - before.met) / max(1.0, online.finished - before.finished)
         remedy = "the profile is of another load: measure it longer; docs/serving.md"
         report.figure("within their targets", share, least=sizes.within, remedy=remedy)
-        report.figure("turns given back by R", both.evicted)
+        report.figure("turns given back by R", both.turns.evicted)
         remedy = "lending ended the online server: its log is online.log in the scratch folder"
         starts = both.server.starts
         report.figure("the online server started", starts, "times", equal=2, remedy=remedy)
@@ -359,9 +330,9 @@ async def _coserving(report: Report, measured: dict[str, Any]) -> None:
 
 async def _users_alone(both: Both) -> tuple[float, ...]:
     """Measure the latencies of S's users without R; return them as serving.online.slo has them."""
-    await _rate(both, WARM_S)
+    await both.rate(WARM_S)
     both.users.forget()
-    await _rate(both, both.report.sizes.phase_s)
+    await both.rate(both.report.sizes.phase_s)
     return both.users.figures("alone")
 
 
@@ -371,10 +342,10 @@ async def _beside(both: Both, stops: bool, alone: tuple[float, ...]) -> None:
     report, phase = both.report, f"beside R {'with' if stops else 'without'} stops"
     both.control.state.stops = float(stops)
     both.control.write()
-    await _rate(both, 1.0)
+    await both.rate(1.0)
     both.users.forget()
     before = both.board("online"), both.board("rollout")
-    report.figure(f"R's tokens, S {phase}", await _rate(both, report.sizes.phase_s), "token/s")
+    report.figure(f"R's tokens, S {phase}", await both.rate(report.sizes.phase_s), "token/s")
     online, rollout = both.board("online"), both.board("rollout")
     both.users.figures(phase, alone)
     busy, shared = online.busy_s - before[0].busy_s, online.shared_s - before[0].shared_s
@@ -384,13 +355,6 @@ async def _beside(both: Both, stops: bool, alone: tuple[float, ...]) -> None:
     report.figure(f"S {phase}: steps shared with R", share, "% of their time")
     gate = [getattr(rollout, name) - getattr(before[1], name) for name in ("open_s", "shut_s")]
     report.figure(f"S {phase}: gate open", 100 * gate[0] / max(1e-9, sum(gate)), "%")
-
-
-async def _rate(both: Both, seconds: float) -> float:
-    before, began = both.made, time.monotonic()
-    with suppress(RuntimeError):
-        await both.until(lambda: time.monotonic() - began > seconds, seconds + 1, "")
-    return (both.made - before) / (time.monotonic() - began)
 
 
 async def _stopped(report: Report, both: Both) -> None:
@@ -427,19 +391,17 @@ async def _stopped(report: Report, both: Both) -> None:
 async def _rested(report: Report, both: Both) -> None:
     """Deactivate and activate R, as when nothing is lent for long: R releases its weights and reads
     them again, while S is under load."""
-    both.rests, before = True, _used(report)
-    began = time.monotonic()
-    await both.engine.deactivate()
-    report.figure("R, inactive, has given its weights back after", time.monotonic() - began, "s")
+    both.turns.rests, before = True, _used(report)
+    with report.took("R, inactive, has given its weights back after"):
+        await both.turns.engine.deactivate()
     report.figure("KV memory of an inactive R", await both.mapped() / GIB, "GiB", most=0.0)
     if before is not None:
         back = (before - _used(report)) / GIB
         report.figure("memory of the device that R gives back by it", back, "GiB", least=0.1)
     both.control.start("gpu_check")  # S may lend again before R has read its weights
-    began = time.monotonic()
-    await both.engine.activate()
-    report.figure("R is active again after", time.monotonic() - began, "s")
-    both.rests = False
+    with report.took("R is active again after"):
+        await both.turns.engine.activate()
+    both.turns.rests = False
     await both.until(lambda: both.board("rollout").kv_budget, 60.0, "R to be lent memory again")
 
 

@@ -9,7 +9,6 @@ partitions. The engine is Receiver over parameters of vLLM's shapes.
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -20,8 +19,8 @@ import msgspec
 
 from rose.config import ModelShape
 from rose.parts.simulator.hardware import SHAPES
-from scripts.run_weights import Alone
-from tests.gpu.frame import Report, check, settle
+from scripts.run_weights import Alone, threads
+from tests.gpu.frame import GIB, Report, check, settle
 
 AT_ONCE = 2**26  # values that are changed at once, which bounds the memory on the device
 TIMEOUT_S = 200.0
@@ -105,15 +104,13 @@ def run(report: Report, name: str, shape: ModelShape) -> None:
         seconds[what] = time.perf_counter() - began
         return result
 
-    timed("all values read, as a copy, and hashed", trained.open)
+    trained.open()
     engine = Engine(trained, shape, device)
     trained.change()
     trained.copy()
     timed("published by comparing with a copy", lambda: trained.publish(1))
-    timed("staged the first time", lambda: engine.stage(1))
-    engine.staged.flip()
-    settle(device)
-    engine.staged.check()
+    engine.stage(1)
+    engine.flip()
     # What is compiled at first use: the kernels that compare.
     trained.change()
     trained.updates.compare(0)
@@ -125,32 +122,23 @@ def run(report: Report, name: str, shape: ModelShape) -> None:
     timed("compared", lambda: trained.updates.compare(0))
     trained.copy()
     published = timed("published", lambda: trained.publish(3))
-    known = engine.receiver._digests
+    if report.gpus:
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if report.gpus else 0
     timed("staged", lambda: engine.stage(3))
-    copied = engine.staged.copy_s
-    # What threads gain: each holds Python's lock between two loops over a block.
-    for workers in (4, 1):
-        engine.have, engine.receiver._digests = 2, known
-        timed(f"staged by {workers} threads", lambda workers=workers: engine.stage(3, workers))
-    changed = engine.staged.changed
+    if report.gpus:
+        took = (torch.cuda.max_memory_allocated() - before) / GIB
+        report.figure(f"{name}: staging took on the device", took, "GiB")
     timed("flipped", engine.staged.flip)
     timed("checked", engine.staged.check)
-    alone = timed("hashes alone", lambda: trained.updates.digests(trained.blocks))
     for what, took in seconds.items():
         report.figure(f"{name}: {what}", took, "s")
     new = sum(seconds[what] for what in ("compared", "published", "staged", "flipped"))
     report.figure(f"{name}: published to flipped", new, "s")
     report.figure(f"{name}: of weights", nbytes / new / 1e9, "GB/s")
-    old = seconds["published by comparing with a copy"]
-    report.figure(f"{name}: publish, old way over new", old / (new - seconds["staged"]), "times")
-    report.figure(f"{name}: copied to the device in", copied, "s")
-    report.figure(f"{name}: coded in", published.encode_s, "s")
-    report.figure(f"{name}: written in", published.write_s, "s")
+    report.figure(f"{name}: copied to the device in", engine.staged.copy_s, "s")
     report.figure(f"{name}: of the file", published.nbytes / 1e6, "MB")
-    report.figure(f"{name}: compared at", 3 * nbytes / seconds["compared"] / 1e9, "GB/s")
-    report.figure(f"{name}: hashed at", nbytes / seconds["hashes alone"] / 1e9, "GB/s")
-    report.figure(f"{name}: changed values", changed, equal=count)
-    report.figure(f"{name}: hashes", len(alone), equal=len(trained.blocks))
+    report.figure(f"{name}: changed values", engine.staged.changed, equal=count)
     report.figure(f"{name}: values that differ", engine.differing(), most=0)
     engine.staged.release()
     engine.receiver.close()
@@ -196,10 +184,10 @@ class Trained:
         from rose.transfer.publish import Publisher
 
         def updates(plan) -> Updates:
-            self.updates = Updates(self._shards, plan, self._device, threads())
+            self.updates = Updates(self._shards, plan, self._device, threads(16))
             return self.updates
 
-        args = (self._plan, Alone(), self._shards.read, threads(), 10**9, 9, TIMEOUT_S, updates)
+        args = self._plan, Alone(), self._shards.read, threads(16), 10**9, 9, TIMEOUT_S, updates
         self._publisher = Publisher(self.store, *args)
         self._publisher._full = 0  # no full version is written, which takes longer than all else
 
@@ -278,13 +266,12 @@ class Engine:
         part = self._slices[name]
         return self._parameters[part.parameter][part.destination]
 
-    def stage(self, version: int, workers: int | None = None) -> None:
-        """Stage a version by `workers` threads, or as many as the machine has."""
+    def stage(self, version: int) -> None:
         if self.staged is not None:
             self.staged.release()
-        sizes = workers or threads(), 8 * 2**30, TIMEOUT_S, 2 * 2**30
-        device_bytes = sizes[3] if self.receiver._live.on_gpu else None
-        self.staged = self.receiver.stage(self.have, version, *sizes[:3], device_bytes, 8)
+        device_bytes = 2 * GIB if self.receiver._live.on_gpu else None
+        sizes = threads(16), 8 * GIB, TIMEOUT_S, device_bytes, 8
+        self.staged = self.receiver.stage(self.have, version, *sizes)
         self.have = version
 
     def flip(self) -> None:
@@ -323,7 +310,3 @@ def extents_of(shape: ModelShape):
     yield "model.norm.weight", (hidden,)
     if not shape.tied_embeddings:
         yield "lm_head.weight", (shape.vocab, hidden)
-
-
-def threads() -> int:
-    return min(16, len(os.sched_getaffinity(0)))

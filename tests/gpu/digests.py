@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import msgspec
 
+from scripts.run_weights import threads
 from tests.gpu.frame import Report, check
 
 COLUMNS = 4096
@@ -44,22 +44,19 @@ def digests(report: Report) -> None:
     shards = {t.name: [(0, 0, half), (1, half, t.size)] for t in tensors}
     plan = Plan(FORMAT, "", 2, tensors, cut(tensors, {"bands": ([], bands)}, shards, 2))
     live = Live({t.name: torch.randn(t.shape, device=device).bfloat16() for t in tensors})
-    places, threads = whole(plan, live), min(8, len(os.sched_getaffinity(0)))
-    host = Host(live)
+    places, host = whole(plan, live), Host(live)
     report.say(f"{len(places)} blocks")
     seconds, hashes = {}, {}
     for name, of in (("host", host), ("device", live), ("device, again", live)):
         began = time.monotonic()
-        hashes[name] = found.digests(of, places, threads)
+        hashes[name] = found.digests(of, places, threads())
         seconds[name] = time.monotonic() - began
     report.figure("hashed there", found.hashes_on_device(live), equal=bool(report.gpus))
     differ = sum(hashes["host"][b] != h for b, h in hashes["device"].items())
     report.figure("hashes differ", differ, most=0)
     report.figure("the first time", seconds["device"], "s")
     rates, nbytes = report.setup.rates, sum(2 * t.size for t in tensors)
-    rate, bound = nbytes / seconds["device, again"] / 1e9, None
-    if rates and report.gpus:
-        bound = rates[1] / 1e9
+    rate, bound = nbytes / seconds["device, again"] / 1e9, rates[1] and rates[1] / 1e9
     remedy = "transfer.verify_every=8 reads an eighth at each version"
     report.share("hashes", rate, "GB/s", bound, SHARE, "HBM", remedy)
     report.figure("read back and hashed on the host", nbytes / seconds["host"] / 1e9, "GB/s")

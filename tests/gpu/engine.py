@@ -16,10 +16,9 @@ import msgspec
 import numpy as np
 
 from scripts.harness import configured
-from tests.gpu.frame import Report, check
+from tests.gpu.frame import GIB, Report, check
 from tests.gpu.model import Versions, folder, of_model, score, shape_of
 
-GIB = 2**30
 DTYPE_BYTES = 2
 # Largest difference in nats between the log-probabilities of engine and trainer. On CUDA, attention
 # in float32 is a Triton kernel with TF32 products (ten bits), because FlashAttention takes no
@@ -50,6 +49,7 @@ class Engines(msgspec.Struct):
     given_back: float = 0.0  # least share of the memory that a sleeping engine releases
     tensor_parallel: int = 1
     kv_gib: float | None = None  # rollout.kv_cache_gib, where other work shares the card
+    executor: str | None = None  # vLLM's: mp has the model in a process of its own
 
 
 GPU = Engines("gpu", "bfloat16", 0.9, 256, 256, 256, 256, 64, 1024, 0.02, 16, 96)
@@ -78,18 +78,19 @@ def settings(report: Report, *overrides: str):
         words += f"cluster=gpus cluster.gpus={1 + sizes.tensor_parallel} trainer.ranks=1 "
         words += f"rollout.tensor_parallel={sizes.tensor_parallel}"
     given = [*words.split(), *of_model(report, context), *kv_cache(sizes.kv_gib)]
+    if sizes.executor:
+        given.append(f"+rollout.engine_args.distributed_executor_backend={sizes.executor}")
     return configured(*given, *overrides)
 
 
 async def start(report: Report, config) -> Any:
     from rose.engine.vllm_engine import Engine
 
-    began = time.monotonic()
-    lora = config.trainer.lora
-    engine = await Engine.start(
-        folder(report), config.rollout, config.model, gpus=report.gpus, lora=lora
-    )
-    report.figure("start", time.monotonic() - began, "s")
+    with report.took("start"):
+        lora = config.trainer.lora
+        engine = await Engine.start(
+            folder(report), config.rollout, config.model, gpus=report.gpus, lora=lora
+        )
     report.figure("KV cache", engine.kv_tokens, "tokens", least=config.model.max_context)
     return engine
 
@@ -181,7 +182,7 @@ async def _speed(report: Report, running) -> None:
     sizes, shape = report.sizes, shape_of(report)
     weights = DTYPE_BYTES * shape.parameters
     kv = shape.kv_bytes_per_token * (sizes.prompt + sizes.new / 2)  # mean KV bytes of a turn
-    bandwidth = report.setup.rates[1] if report.setup.rates else None
+    bandwidth = report.setup.rates[1]
     await turn(running, "warm", prompts(report, 1, 1)[0], sizes.alone)
     began = time.monotonic()
     await turn(running, "alone", prompts(report, 1, 2)[0], sizes.alone)
@@ -206,10 +207,7 @@ async def flip_under_traffic(
     """Load a version while turns run. Return the number of tokens by the old and by the new
     weights, and the versions' store, which is created if none is given."""
     sizes = report.sizes
-    versions = versions or Versions(
-        folder(report), report.folder / f"store-{sizes.dtype}", sizes.dtype, report.setup.device
-    )
-    report.say("a store of versions is made")
+    versions = versions or _versions(report, f"store-{sizes.dtype}")
     begun, over = [asyncio.Event() for _ in range(sizes.beside)], asyncio.Event()
     each = (
         _traffic(running, f"beside-{i}", prompt, sizes.beside_new, begun[i], over)
@@ -230,6 +228,11 @@ async def flip_under_traffic(
     remedy = "turns across the flip should have gone on by the new weights: the log says why not"
     report.figure("tokens by the new weights", made.count(version), least=1, remedy=remedy)
     return made.count(-1), made.count(version), versions
+
+
+def _versions(report: Report, name: str) -> Versions:
+    sizes, store = report.sizes, report.folder / name
+    return Versions(folder(report), store, sizes.dtype, report.setup.device)
 
 
 async def _traffic(
@@ -299,30 +302,25 @@ async def tp2(report: Report) -> None:
 async def sleep(report: Report) -> None:
     """Put an engine to sleep and wake it. Its memory must be free meanwhile, it must load new
     weights, and with the folder's weights it must generate the same tokens as before."""
-    config = settings(
-        report, *(["+rollout.engine_args.enable_sleep_mode=true"] if report.gpus else [])
-    )
+    sleeps = ["+rollout.engine_args.enable_sleep_mode=true"] if report.gpus else []
+    config = settings(report, *sleeps)
     others = device_used() if report.gpus else 0
     running = await start(report, config)
     try:
         expected = await _greedy(report, running)
         awake = _used(report, running, others)
-        began = time.monotonic()
-        moved = await running.sleep()
-        report.figure("keeping its weights: gives memory back in", time.monotonic() - began, "s")
+        with report.took("keeping its weights: gives memory back in"):
+            moved = await running.sleep()
         report.figure("memory awake", awake / GIB, "GiB")
         source = f"{report.sizes.given_back:g} of it"
         bound = {"least": report.sizes.given_back * awake / GIB, "source": source, "remedy": KEPT}
         report.figure("memory given back", moved.gib, "GiB", **bound)
-        versions = Versions(
-            folder(report), report.folder / "store-sleep", report.sizes.dtype, report.setup.device
-        )
+        versions = _versions(report, "store-sleep")
         version = await asyncio.to_thread(versions.change, report.sizes.changed)
-        began = time.monotonic()
-        await running.wake_weights()
-        loaded = await running.load_version(version, str(versions.store), config.transfer)
-        await running.wake()
-        report.figure("takes a version and wakes in", time.monotonic() - began, "s")
+        with report.took("takes a version and wakes in"):
+            await running.wake_weights()
+            loaded = await running.load_version(version, str(versions.store), config.transfer)
+            await running.wake()
         report.figure("values of that version", loaded.changed, least=1)
         other = await _greedy(report, running) != expected
         report.figure("turns by the new weights are others", other, equal=True)
@@ -336,15 +334,13 @@ async def sleep(report: Report) -> None:
 
 async def _forgets(report: Report, running, awake: int, others: int) -> None:
     """Deactivate an engine, as when it idles. Activated, it reads the folder's weights again."""
-    began = time.monotonic()
-    await running.deactivate()
-    report.figure("forgetting its weights: gives memory back in", time.monotonic() - began, "s")
+    with report.took("forgetting its weights: gives memory back in"):
+        await running.deactivate()
     if report.gpus:  # not on a CPU, where released pages return only when touched
         back, least = awake - _used(report, running, others), report.sizes.given_back * awake / GIB
         report.figure("memory given back again", back / GIB, "GiB", least=least, remedy=KEPT)
-    began = time.monotonic()
-    await running.activate()
-    report.figure("wakes in", time.monotonic() - began, "s")
+    with report.took("wakes in"):
+        await running.activate()
 
 
 async def _greedy(report: Report, running) -> list[list[int]]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 
 from scripts.harness import cfg, configured
-from tests.gpu.frame import Report, check
-from tests.gpu.trainer import GIB, spawn
+from tests.gpu.frame import GIB, Report, check
+from tests.gpu.trainer import spawn
 
 FOLDER = "experts"  # name within the scratch folder
 CLOSE = 0.03  # share of the largest value; bfloat16 has 8 bits, and the two sum in different orders

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from rose.parts.simulator.hardware import GPUS
+
+GIB = 2**30
 
 
 class Setup(msgspec.Struct):
@@ -24,12 +28,12 @@ class Setup(msgspec.Struct):
     driver: str = ""  # the driver's version; "" on a CPU, and where nvidia-smi is missing
 
     @property
-    def rates(self) -> tuple[float, float] | None:
-        """The rates that the maker publishes: (dense bfloat16 FLOP/s, bytes/s of memory). None for
+    def rates(self) -> tuple[float, float] | tuple[None, None]:
+        """The rates that the maker publishes: (dense bfloat16 FLOP/s, bytes/s of memory). Nulls for
         a device that is not in rose/parts/simulator/hardware.py."""
         words = self.gpu.replace("-", " ").split()
         found = [GPUS[word] for word in words if word in GPUS]
-        return (found[0].flops, found[0].hbm_bytes_s) if found else None
+        return (found[0].flops, found[0].hbm_bytes_s) if found else (None, None)
 
 
 class Figure(msgspec.Struct):
@@ -105,6 +109,13 @@ class Report:
         self._tell({"figure": msgspec.to_builtins(figure)})
         return figure.ok
 
+    @contextmanager
+    def took(self, name: str) -> Iterator[None]:
+        """Report the seconds that the work within takes."""
+        began = time.monotonic()
+        yield
+        self.figure(name, time.monotonic() - began, "s")
+
     def share(
         self,
         name: str,
@@ -159,3 +170,16 @@ def settle(device) -> None:
 
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def timed(work: Callable[[], Any], device, repeats: int) -> float:
+    """Return the seconds of the fastest of `repeats` calls, after one that is not counted."""
+    work()
+    best = float("inf")
+    for _ in range(repeats):
+        settle(device)
+        began = time.perf_counter()
+        work()
+        settle(device)
+        best = min(best, time.perf_counter() - began)
+    return best

@@ -29,8 +29,8 @@ class Steps(Training):
     ranks: int
 
 
-GPU = Steps("bfloat16", 8, 8, 1024, 1024, 16384, True, False, 3, 1)
-CPU = Steps("float32", 2, 3, 24, 24, 256, True, False, 1, 1)
+GPU = Steps("bfloat16", 8, 8, 1024, 1024, 16384, True, 3, 1)
+CPU = Steps("float32", 2, 3, 24, 24, 256, True, 1, 1)
 GPU_HPZ = msgspec.structs.replace(GPU, ranks=4)
 CPU_HPZ = msgspec.structs.replace(CPU, ranks=4)
 

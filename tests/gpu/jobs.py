@@ -81,7 +81,7 @@ def job(report: Report) -> None:
     faults, remedy = len(rows_of(rows, "fault")), "an engine or a rank died and was replaced"
     report.figure("faults", faults, equal=0, remedy=remedy)
     last, name = steps[-1], "mean |difference| of log-probabilities"
-    remedy = "the engine's weights are not the trainer's: check engine and transfer first"
+    remedy = "the engine's weights are not the trainer's: check engine and trainer first"
     report.figure(name, last["mismatch_abs"], "nats", most=sizes.mismatch, remedy=remedy)
     report.figure("gradient norm is a number", math.isfinite(last["grad_norm"]), equal=True)
     report.figure("values published", last["publish_bytes"], "bytes", least=1)

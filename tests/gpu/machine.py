@@ -12,11 +12,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import time
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -25,7 +22,7 @@ from rose.parts.doctor import devices
 from rose.parts.doctor.devices import FREE_SHARE, GIB
 from rose.parts.doctor.finding import run
 from scripts.harness import REPOSITORY
-from tests.gpu.frame import Report, Setup, check, settle
+from tests.gpu.frame import Report, Setup, check, timed
 
 # Distributions whose versions a figure may depend on.
 PACKAGES = "torch triton vllm deepspeed transformers liger-kernel numpy numba mpi4py".split()
@@ -150,10 +147,9 @@ def _compiler(report: Report) -> None:
     from tests.gpu.kernel import add_one
 
     values = torch.zeros(1000, device="cuda")
-    began = time.monotonic()
-    add_one[(1,)](values, values.numel(), BLOCK=1024)
-    report.figure("Triton kernel is right", bool((values == 1).all()), equal=True)
-    report.figure("Triton's first kernel", time.monotonic() - began, "s")
+    with report.took("Triton's first kernel"):
+        add_one[(1,)](values, values.numel(), BLOCK=1024)
+        report.figure("Triton kernel is right", bool((values == 1).all()), equal=True)
 
 
 def _raw(report: Report) -> None:
@@ -161,7 +157,7 @@ def _raw(report: Report) -> None:
     import torch
 
     sizes, device = report.sizes, torch.device(report.setup.device)
-    rates = report.setup.rates or (None, None)
+    rates = report.setup.rates
     source = torch.ones(sizes.copied_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     took = timed(lambda: target.copy_(source), device, sizes.repeats)
@@ -185,19 +181,6 @@ def _raw(report: Report) -> None:
     error = float(((a[:64] @ b).float() - a[:64].float() @ b.float()).abs().max())
     error, source = error / sizes.matrix**0.5, "of a product's standard deviation"
     report.figure("its largest error", error, most=0.1, source=source)
-
-
-def timed(work: Callable[[], Any], device, repeats: int) -> float:
-    """Return the seconds of the fastest of `repeats` calls, after one that is not counted."""
-    work()
-    best = float("inf")
-    for _ in range(repeats):
-        settle(device)
-        began = time.perf_counter()
-        work()
-        settle(device)
-        best = min(best, time.perf_counter() - began)
-    return best
 
 
 @check(

@@ -10,7 +10,7 @@ import time
 import msgspec
 import pytest
 
-from tests.gpu.frame import Check
+from tests.gpu.frame import check
 
 
 class Sizes(msgspec.Struct):
@@ -41,7 +41,6 @@ def killed(report):
 
 
 def hangs(report):
-    report.figure("before it hung", 1)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     leaves(report)
     time.sleep(600)
@@ -51,12 +50,10 @@ def leaves(report):
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 
 
-WORK = (well, outside, impossible, raises, killed, hangs, leaves)
+SIZES = {"cpu": Sizes(), "cuda": Sizes()}
 CHECKS = {
-    work.__name__: Check(
-        work.__name__, "", work, {"cpu": Sizes(), "cuda": Sizes()}, 60.0, "do this", least_gpus=2
-    )
-    for work in WORK
+    work.__name__: check("", "do this", SIZES, 60.0, least_gpus=2)(work)
+    for work in (well, outside, impossible, raises, killed, hangs, leaves)
 }
 
 

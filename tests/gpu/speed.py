@@ -8,21 +8,17 @@ computed again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
 from tests.gpu import trainer
-from tests.gpu.frame import Report, check, settle
+from tests.gpu.frame import GIB, Report, check, settle, timed
 from tests.gpu.model import folder, shape_of
-from tests.gpu.operations import timed
 from tests.gpu.trainer import LIKE, Batch, Training, _flops, _work, joined, spawn
 
-GIB = 2**30
 AIM = 0.3  # least share of the matrix product's rate
-KERNELS = 25  # most kernels of a profile that are shown
+ROUNDS = 10  # products of matrices that are timed
 # What the launcher would choose without Liger and without memory.
 BEFORE = ("trainer.kernels=none", "trainer.gradient_checkpointing=true")
 
@@ -30,14 +26,13 @@ BEFORE = ("trainer.kernels=none", "trainer.gradient_checkpointing=true")
 class Steps(Training):
     matrix: int  # side of the square matrices that are multiplied
     plain_rows: int  # rows of a micro-batch of the plain loop
-    profiled: bool  # a list of the kernels of a micro-batch and of the optimizer
     stage: int = 2  # ZeRO's
     trees: bool = True  # a step of prefix trees, too
     beside: bool = True  # timing of the two others, too
 
 
-GPU = Steps(**msgspec.structs.asdict(trainer.GPU), matrix=8192, plain_rows=8, profiled=False)
-CPU = Steps(**msgspec.structs.asdict(trainer.CPU), matrix=256, plain_rows=3, profiled=True)
+GPU = Steps(**msgspec.structs.asdict(trainer.GPU), matrix=8192, plain_rows=8)
+CPU = Steps(**msgspec.structs.asdict(trainer.CPU), matrix=256, plain_rows=3)
 
 
 @check(
@@ -59,8 +54,7 @@ def speed(report: Report) -> None:
     report.figure("ROSE: step", ours["step_s"], "s")
     report.figure("ROSE: computed tokens", ours["tokens"] / ours["step_s"], "token/s")
     words = "the matrix product's rate, recomputation not counted"
-    remedy = "which kernels take the time: --set speed.profiled=true"
-    report.share("ROSE: useful operations", useful, "TFLOP/s", bound, AIM, words, remedy)
+    report.share("ROSE: useful operations", useful, "TFLOP/s", bound, AIM, words)
     if sizes.trees:
         report.figure("ROSE: step of prefix trees", ours["trees_s"], "s")
         apart = abs(ours["of_trees"] / ours["grad_norm"] - 1)
@@ -112,60 +106,10 @@ def _ours(report: Report, rank: int, world: int, port: int, *overrides: str) -> 
         out["trees_s"] = batch.train(made, shared, trees=True)[1]
     peak = torch.cuda.max_memory_allocated() / GIB if cuda else 0.0
     out["peak_gib"] = memory.RUNTIME_GIB + peak
-    if sizes.profiled and not overrides:
-        with _profiles(made.engine, report.say, cuda):
-            batch.train(made, [[plan[0][0]]])
     made.close()
     side = torch.randn(sizes.matrix, sizes.matrix, dtype=torch.bfloat16, device=made.device)
-    out["matrix"] = 2 * sizes.matrix**3 / timed(lambda: side @ side, cuda)
+    out["matrix"] = 2 * sizes.matrix**3 / timed(lambda: side @ side, made.device, ROUNDS)
     return out
-
-
-@contextmanager
-def _profiles(engine, say: Callable[[str], None], cuda: bool) -> Iterator[None]:
-    """List the kernels by the device's time: those before the engine's update, and the update's."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    passes, optimizer = (profile(activities=kinds) for _ in range(2))
-    update = engine.update
-
-    def updated(*args):
-        if cuda:
-            torch.cuda.synchronize()
-        passes.stop()
-        with optimizer:
-            found = update(*args)
-            if cuda:
-                torch.cuda.synchronize()
-        return found
-
-    engine.update = updated
-    passes.start()
-    try:
-        yield
-    finally:
-        del engine.update
-    for name, found in (("forward and backward", passes), ("optimizer", optimizer)):
-        say(f"{name} of one micro-batch, by the device's time:\n{_listed(found, cuda)}")
-
-
-def _listed(found, cuda: bool) -> str:
-    """Return the kernels that take most time: milliseconds, share, calls, name."""
-    device = "CUDA" if cuda else "CPU"
-    took = "self_device_time_total" if cuda else "self_cpu_time_total"
-    kernels = [
-        e
-        for e in found.key_averages()
-        if e.device_type.name == device and not getattr(e, "is_user_annotation", False)
-    ]
-    total = sum(getattr(e, took) for e in kernels) or 1.0
-    lines = [f"{total / 1e3:9.2f} ms in all, {sum(e.count for e in kernels)} kernels"]
-    for e in sorted(kernels, key=lambda e: -getattr(e, took))[:KERNELS]:
-        ms = getattr(e, took) / 1e3
-        lines.append(f"{ms:9.2f} {1e5 * ms / total:5.1f}% {e.count:5} {e.key[:80]}")
-    return "\n".join(lines)
 
 
 def _plain(report: Report, rank: int, world: int, port: int) -> dict:

@@ -13,22 +13,21 @@ from tests.gpu import (
     engine,
     experts,
     fused,
+    head,
     jobs,
     lora,
     machine,
     model,
-    operations,
-    rate,
     speed,
     stops,
     trainer,
 )
 from tests.gpu.frame import Check, Report
 
-ALL = (machine.machine, machine.micro, model.model, trainer.transfer, trainer.trainer)
+ALL = (machine.machine, machine.micro, model.model, trainer.trainer)
 ALL += (experts.experts, fused.compile_zero2, fused.compile_zero3, fused.liger, fused.hpz)
-ALL += (speed.speed, operations.attention, operations.head, digests.digests, delta.delta)
-ALL += (engine.engine, engine.precision, engine.tp2, engine.sleep, rate.rate, lora.lora)
+ALL += (speed.speed, head.head, digests.digests, delta.delta)
+ALL += (engine.engine, engine.precision, engine.tp2, engine.sleep, lora.lora)
 ALL += (drafts.drafts, stops.stops, coserving.pool, coserving.profile, coserving.coserving)
 ALL += (*jobs.CHECKS, machine.nccl, machine.left)
 CHECKS = {check.name: check for check in ALL}

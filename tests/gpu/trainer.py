@@ -1,5 +1,5 @@
-"""The checks of the trainer for gpu_check.py: memory and speed of ZeRO-3 on all visible GPUs, and a
-version from its shards into tensors on the device.
+"""The check of the trainer for gpu_check.py: memory and speed of ZeRO-3 on all visible GPUs, and
+versions that are its weights.
 
 Each rank is a process. Imports torch and DeepSpeed only within the checks.
 """
@@ -16,21 +16,16 @@ import numpy as np
 
 from scripts.harness import configured
 from scripts.run_weights import threads
-from tests.gpu.frame import Report, check, settle
+from tests.gpu.frame import GIB, Report, check, settle
 from tests.gpu.model import folder, of_model, shape_of
+from tests.made import trajectory
 from tests.ports import free_port
 
-GIB = 2**30
 JOIN_S = 30.0
 # Least share of the dense peak. Recomputed operations don't count.
 MFU_ROWS, MFU_TREES = (0.08, 0.04)
 # Largest relative difference in gradient norm and entropy between trees and rows, in bfloat16.
 LIKE = 0.05
-WRONG = "a version that is not the trainer's weights: report it with the log"
-JOINS_LATE = (
-    "transfer.stage_gib, or a lower rollout.gpu_memory_utilization: an engine that joins late "
-    "needs this much beside its KV cache"
-)
 ESTIMATE = (0.4, 1.1)  # allowed range of the peak, as multiples of rose.launch.memory's estimate
 
 
@@ -42,19 +37,11 @@ class Training(msgspec.Struct):
     own: int  # tokens after them in each row, by the policy
     micro_batch_tokens: int
     checkpointing: bool
-    offload: bool  # offloads the optimizer to the host; off, because it needs nvcc and a minute
     timed: int  # timed steps of each kind, after one that is not timed
 
 
-class Moves(msgspec.Struct):
-    dtype: str
-    shares: list[float]  # shares of values that change, a version for each
-    stage_gib: float  # GiB for blocks that are staged whole
-    peak_share: float  # memory that staging may take on the device, as a multiple of the weights
-
-
-GPU = Training("bfloat16", 8, 8, 1024, 1024, 16384, True, False, 2)
-CPU = Training("bfloat16", 2, 3, 24, 24, 256, True, False, 1)
+GPU = Training("bfloat16", 8, 8, 1024, 1024, 16384, True, 2)
+CPU = Training("bfloat16", 2, 3, 24, 24, 256, True, 1)
 
 
 def settings(report: Report, world: int, longest: int, batch: int, *overrides: str):
@@ -74,13 +61,9 @@ def spawn(report: Report, work, world: int, *arguments: Any) -> list[dict]:
     port = free_port()
     context = multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
-    ranks = [
-        context.Process(
-            target=_rank,
-            args=(queue, work, report.setup, report.sizes, rank, world, port, arguments),
-        )
-        for rank in range(world)
-    ]
+    own = queue, work, report.setup, report.sizes
+    places = [(*own, rank, world, port, arguments) for rank in range(world)]
+    ranks = [context.Process(target=_rank, args=place) for place in places]
     for process in ranks:
         process.start()
     found: dict[int, dict] = {}
@@ -131,7 +114,7 @@ def trainer(report: Report) -> None:
     found = spawn(report, _train, world)
     first, shape = found[0], shape_of(report)
     report.figure("ranks", world)
-    flops = report.setup.rates[0] if report.setup.rates else None
+    flops = report.setup.rates[0]
     for kind, floor in (("rows", MFU_ROWS), ("trees", MFU_TREES)):
         seconds = min(
             max(rank[kind]["seconds"][i] for rank in found) for i in range(report.sizes.timed)
@@ -162,7 +145,8 @@ def trainer(report: Report) -> None:
     remedy = "states were lost on their way to host memory and back: colocate=false"
     report.figure("after that, gradient norm differs by", apart, most=LIKE, remedy=remedy)
     report.figure("tensors published and read back", first["published"], least=1)
-    report.figure("of them, not the trainer's", first["wrong"], most=0, remedy=WRONG)
+    remedy = "a version that is not the trainer's weights: report it with the log"
+    report.figure("of them, not the trainer's", first["wrong"], most=0, remedy=remedy)
     if report.gpus:
         peak, estimate = max(rank["peak_gib"] for rank in found), first["estimate_gib"]
         bound = {"least": ESTIMATE[0] * estimate, "most": ESTIMATE[1] * estimate}
@@ -190,10 +174,7 @@ def _train(report: Report, rank: int, world: int, port: int) -> dict:
     from rose.launch import memory
 
     sizes, batch = report.sizes, Batch(report, rank, world)
-    config = batch.config(
-        f"trainer.gradient_checkpointing={str(sizes.checkpointing).lower()}",
-        f"trainer.offload_optimizer={str(sizes.offload).lower()}",
-    )
+    config = batch.config(f"trainer.gradient_checkpointing={str(sizes.checkpointing).lower()}")
     began = time.monotonic()
     made = started(report, config, rank, world, port)
     report.say(f"rank 0 of {world} has its share after {time.monotonic() - began:.1f} s")
@@ -219,21 +200,14 @@ def _in_turn(report: Report, made, train) -> dict[str, float]:
     import torch
 
     made.share_device(report.folder)
-    began = time.monotonic()
-    held = torch.cuda.memory_allocated() / GIB if report.gpus else 0.0
+    out, began = {}, time.monotonic()
+    out["held_gib"] = torch.cuda.memory_allocated() / GIB if report.gpus else 0.0
     made.give_device_back()
-    kept = torch.cuda.memory_allocated() / GIB if report.gpus else 0.0
+    out["kept_gib"] = torch.cuda.memory_allocated() / GIB if report.gpus else 0.0
     given = time.monotonic()
     made.take_device()
-    taken = time.monotonic()
-    report.say(f"device given back in {given - began:.2f} s, taken in {taken - given:.2f} s")
-    return {
-        "held_gib": held,
-        "kept_gib": kept,
-        "give_s": given - began,
-        "take_s": taken - given,
-        "grad_norm": train()["grad_norm"],
-    }
+    out |= {"give_s": given - began, "take_s": time.monotonic() - given}
+    return out | {"grad_norm": train()["grad_norm"]}
 
 
 def _work(micro_batches: list[list[int]], packing, sizes: Training) -> dict[str, float]:
@@ -262,13 +236,11 @@ class Batch:
 
         self._report, self._rank, self._world = report, rank, world
         self.rows = random_rows(report.sizes, shape_of(report).vocab)
-        self._tokens = [protocol.unpack_tokens(t.tokens) for t in self.rows.values()]
-        self._summary = protocol.BatchSummary(
-            [t.reward for t in self.rows.values()],
-            [int(t.group[1:]) for t in self.rows.values()],
-            [t.response_tokens for t in self.rows.values()],
-            [False] * len(self.rows),
-        )
+        rows = self.rows.values()
+        self._tokens = [protocol.unpack_tokens(t.tokens) for t in rows]
+        told = [t.reward for t in rows], [int(t.group[1:]) for t in rows]
+        responses = [t.response_tokens for t in rows]
+        self._summary = protocol.BatchSummary(*told, responses, [False] * len(rows))
         self._number = 0
 
     def config(self, *overrides: str):
@@ -303,28 +275,15 @@ class Batch:
 
 
 def random_rows(sizes: Training, vocabulary: int) -> dict[int, Any]:
-    """Return rows of random tokens. A group's rows begin alike; every other one is a success."""
-    from rose import protocol
-
+    """Return rows of random tokens. A group's rows begin alike; every other one has a reward."""
     dice, rows = np.random.default_rng(0), {}
     for group in range(sizes.groups):
         begin = dice.integers(0, vocabulary, sizes.shared)
         for member in range(sizes.members):
             tokens = np.concatenate([begin, dice.integers(0, vocabulary, sizes.own)])
-            mask = np.repeat([0, 1], [sizes.shared, sizes.own]).astype(np.uint8)
-            rows[len(rows)] = protocol.Trajectory(
-                f"g{group}.{member}",
-                f"g{group}",
-                protocol.Phase.TRAIN,
-                protocol.pack_tokens(tokens),
-                mask.tobytes(),
-                protocol.pack_floats(-np.log(vocabulary) * mask),
-                protocol.pack_tokens(np.where(mask, 0, -1)),
-                float(member % 2),
-                bool(member % 2),
-                1,
-                sizes.own,
-            )
+            mask = np.repeat([0, 1], [sizes.shared, sizes.own])
+            told = mask.tolist(), -np.log(vocabulary) * mask, mask - 1, float(member % 2)
+            rows[len(rows)] = trajectory(f"g{group}.{member}", tokens, *told)
     return rows
 
 
@@ -364,106 +323,3 @@ def _read_back(made, store: Path, rank: int) -> tuple[int, int]:
             ours = found[name]
             wrong += not torch.equal(ours, full.reshape(ours.shape).to(ours.dtype).cpu())
     return len(found), wrong
-
-
-# --------------------------------------------------------------------------- transfer
-
-
-@check(
-    "a version from ZeRO's shards through the store into tensors on the device, bit for bit",
-    "docs/transfer.md; the log has the part that failed",
-    {
-        "cuda": Moves("bfloat16", [0.01, 0.25], 4.0, 2.0),
-        "cpu": Moves("bfloat16", [0.01, 0.25], 1.0, 2.0),
-    },
-    180.0,
-)
-def transfer(report: Report) -> None:
-    (found,) = spawn(report, _transfer, 1)
-    for share, step in zip(report.sizes.shares, found["steps"], strict=True):
-        words = f"{100 * share:g} % changed"
-        report.figure(f"{words}: published", step["nbytes"] / 1e6, "MB")
-        report.figure(f"{words}: publish", step["publish_s"], "s")
-        report.figure(f"{words}: stage", step["stage_s"], "s")
-        report.figure(f"{words}: flip", 1000 * step["flip_s"], "ms")
-        name = f"{words}: tensors that are not the trainer's"
-        report.figure(name, step["wrong"], most=0, remedy=WRONG)
-        if report.gpus:
-            factor, weights = report.sizes.peak_share, found["nbytes"] / 1e6
-            source = f"{factor:g} of the weights' {weights:.0f} MB"
-            bound = {"most": factor * weights, "source": source, "remedy": JOINS_LATE}
-            name = f"{words}: staging took on the device"
-            report.figure(name, step["peak"] / 1e6, "MB", **bound)
-
-
-def _transfer(report: Report, rank: int, world: int, port: int) -> dict:
-    """Move versions of several shares of changes from ZeRO's shards through a store to tensors."""
-    import torch
-
-    from rose.transfer.live import Live
-    from rose.transfer.receive import Receiver, whole
-
-    sizes = report.sizes
-    config = settings(report, world, 64, 8)
-    made = started(report, config, rank, world, port)
-    weights = made.engine.policy.named_weights()
-    there = {"dtype": getattr(torch, sizes.dtype), "device": made.device}
-    live = {n: torch.zeros(getattr(p, "ds_shape", p.shape), **there) for n, p in weights}
-    receiver = None
-    steps, generator, have = [], torch.Generator(made.device).manual_seed(2), None
-    for version, share in enumerate([0.0, *sizes.shares]):
-        truth = _move(weights, share, generator)
-        began = time.monotonic()
-        _finish_update(made)
-        published = made.publish(version)
-        step = {"nbytes": published.nbytes, "publish_s": time.monotonic() - began}
-        if receiver is None:
-            receiver = Receiver(str(report.folder / "trained"), None, None, whole, Live(live))
-        before = torch.cuda.memory_allocated() if report.gpus else 0
-        if report.gpus:
-            torch.cuda.reset_peak_memory_stats()
-        began = time.monotonic()
-        staged = receiver.stage(have, version, threads(), int(sizes.stage_gib * GIB), 300.0)
-        step["stage_s"] = time.monotonic() - began
-        began = time.monotonic()
-        staged.flip()
-        settle(made.device)
-        step["flip_s"], have = time.monotonic() - began, version
-        step["peak"] = torch.cuda.max_memory_allocated() - before if report.gpus else 0
-        staged.check()
-        step["wrong"] = sum(not torch.equal(live[name], tensor) for name, tensor in truth.items())
-        report.say(
-            f"version {version}, {100 * share:g} % changed: {published.nbytes / 1e6:.1f} MB, "
-            f"published in {step['publish_s']:.2f} s, staged in {step['stage_s']:.2f} s, flipped "
-            f"in {step['flip_s']:.3f} s"
-        )
-        steps.append(step)
-        del staged
-    receiver.close()
-    made.close()
-    return {"steps": steps[1:], "nbytes": sum(t.nbytes for t in live.values())}
-
-
-def _finish_update(made) -> None:
-    """Do what ZeRO-3 does with each group after its step, for float32 values that were changed."""
-    zero = made.engine.engine.optimizer
-    for group in range(len(zero.fp16_groups)):
-        made.engine.compare(group)
-        zero._reassign_or_swap_out_partitioned_parameters(group)
-
-
-def _move(weights, share: float, generator) -> dict:
-    """Multiply a share of the weights by 9/8. Return all tensors as they must be published."""
-    import torch
-    from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
-
-    truth = {}
-    for name, parameter in weights:
-        full = safe_get_full_fp32_param(parameter).detach().clone()
-        moved = torch.rand(full.shape, generator=generator, device=full.device) < share
-        full = torch.where(moved, full * 1.125, full)
-        if share:
-            safe_set_full_fp32_param(parameter, full)
-        shape = getattr(parameter, "ds_shape", parameter.shape)
-        truth[name] = full.reshape(shape).to(parameter.dtype)
-    return truth

@@ -1,56 +1,96 @@
-"""The users of an online server in a check: a closed loop over HTTP, and the latencies that they see."""
+"""The two sides of a shared device in a check: users of an online server S, as a closed loop over
+HTTP, and the turns of a rollout engine R."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import aiohttp
 import numpy as np
 
+from scripts.lending.bench_coserving_client import Request, send
 from tests.gpu.frame import Report
+from tests.gpu.model import shape_of
 
-TIMEOUT_S, STOP_S = 60.0, 5.0
+LOOK_S, TIMEOUT_S, STOP_S = 0.02, 60.0, 5.0
 
 
-class Users:
-    """Concurrent users of `server`, of which each sends a request, and pauses as long as it took."""
+async def until(
+    condition: Callable[[], object],
+    seconds: float,
+    what: Callable[[], str],
+    tasks: Iterable[asyncio.Task] = (),
+    look_s: float = LOOK_S,
+) -> float:
+    """Wait until `condition` holds and return the seconds. Raises `RuntimeError` naming `what` after
+    `seconds`, and the error of a task that failed."""
+    began = time.monotonic()
+    while not condition():
+        for task in tasks:
+            if task.done():
+                task.result()
+        if time.monotonic() - began > seconds:
+            raise RuntimeError(f"waited {seconds:g} s for {what()}")
+        await asyncio.sleep(look_s)
+    return time.monotonic() - began
 
-    def __init__(self, report: Report, server: Any, model: str, vocabulary: int) -> None:
-        self._report, self._server, self._model = report, server, model
-        self._vocabulary = vocabulary
-        self.took: list[float] = []  # seconds of each request
-        self.ttft: list[float] = []
-        self.tpot: list[float] = []
-        self.refused: list[str] = []
+
+class Loops:
+    """Tasks that each run `_loop(number)` until `end`."""
+
+    def __init__(self, report: Report) -> None:
+        self._report, self._vocabulary = report, shape_of(report).vocab
         self.tasks: list[asyncio.Task] = []
 
-    def begin(self) -> None:
-        self._client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S))
-        users = range(self._report.sizes.clients)
-        self.tasks = [asyncio.create_task(self._user(number)) for number in users]
+    def begin(self, count: int) -> None:
+        self.tasks = [asyncio.create_task(self._loop(number)) for number in range(count)]
 
     async def end(self) -> None:
-        if not self.tasks:
-            return
         for task in self.tasks:
             task.cancel()
-        await asyncio.wait(self.tasks, timeout=STOP_S)
+        if self.tasks:
+            await asyncio.wait(self.tasks, timeout=STOP_S)
         self.tasks = []
-        await self._client.close()
+
+    async def _loop(self, number: int) -> None:
+        raise NotImplementedError
+
+
+class Users(Loops):
+    """Concurrent users of `server`, of which each sends a request, and pauses as long as it took."""
+
+    def __init__(self, report: Report, server: Any, model: str) -> None:
+        super().__init__(report)
+        self._server, self._model = server, model
+        self.took: list[float] = []  # seconds of each request
+        self.refused: list[str] = []
+        self.forget()
+
+    def begin(self, count: int) -> None:
+        self._client = aiohttp.ClientSession()
+        super().begin(count)
+
+    async def end(self) -> None:
+        if self.tasks:
+            await super().end()
+            await self._client.close()
 
     def forget(self) -> None:
         """Begin a phase: its latencies are those of the requests that end in it."""
-        self.ttft, self.tpot = [], []
+        self._ttft: list[float] = []
+        self._tpot: list[float] = []
 
     def figures(self, phase: str, alone: tuple[float, ...] = ()) -> tuple[float, ...]:
         """Report the latencies of a phase; return them in the order of serving.online.slo's keys.
         `alone` are those of S alone."""
         found = []
-        for name, values in (("TTFT", self.ttft), ("TPOT", self.tpot)):
+        for name, values in (("TTFT", self._ttft), ("TPOT", self._tpot)):
             for percent in (50, 99):
-                value = float(np.percentile(values, percent)) if values else float("inf")
+                value = float(np.percentile(values, percent)) if values else math.inf
                 self._report.figure(f"S {phase}: {name} P{percent}", 1e3 * value, "ms")
                 if alone:
                     share = value / alone[len(found)]
@@ -58,22 +98,47 @@ class Users:
                 found.append(value)
         return tuple(found)
 
-    async def _user(self, number: int) -> None:
+    async def _loop(self, number: int) -> None:
         dice, (prompt, new) = np.random.default_rng(1000 + number), self._report.sizes.request
-        body = {"model": self._model, "max_tokens": new, "ignore_eos": True, "stream": True}
         while True:
-            body["prompt"] = dice.integers(0, self._vocabulary, prompt).tolist()
-            began, chunks, last = time.monotonic(), [], b""
-            url = f"{self._server.url}/v1/completions"
-            async with self._client.post(url, json=body) as answer:
-                async for line in answer.content:
-                    if line.startswith(b"data: {"):
-                        chunks.append(time.monotonic())
-                        last = line
-            if answer.status != 200 or b'"finish_reason":"length"' not in last:
-                self.refused.append(f"{answer.status}: {last[:200].decode(errors='replace')}")
+            one = Request(0.0, dice.integers(0, self._vocabulary, prompt).tolist(), new)
+            place = self._client, f"{self._server.url}/v1/completions", self._model
+            await send(*place, one, time.monotonic(), TIMEOUT_S)
+            if one.done:
+                self._ttft.append(one.ttft)
+                self._tpot.append(one.tpot)
             else:
-                self.ttft.append(chunks[0] - began)
-                self.tpot.append((chunks[-1] - chunks[0]) / max(1, new - 1))
-            self.took.append(time.monotonic() - began)
-            await asyncio.sleep(self.took[-1])
+                self.refused.append(one.why)
+            self.took.append(one.ended)
+            await asyncio.sleep(one.ended)
+
+
+class Rollouts(Loops):
+    """Concurrent turns of the engine R. An aborted turn is not continued here."""
+
+    def __init__(self, report: Report, engine: Any) -> None:
+        super().__init__(report)
+        self.engine = engine
+        self.made = self.evicted = 0  # tokens, and aborted turns
+        self.rests = False  # R is inactive or about to be, so no turn starts
+
+    async def rate(self, seconds: float) -> float:
+        """Return the tokens a second of the next `seconds`."""
+        before, began = self.made, time.monotonic()
+        await until(lambda: time.monotonic() - began > seconds, math.inf, str, self.tasks)
+        return (self.made - before) / (time.monotonic() - began)
+
+    async def _loop(self, number: int) -> None:
+        from rose import protocol
+
+        dice, (prompt, new) = np.random.default_rng(number), self._report.sizes.turn
+        for at in range(10**6):
+            while self.rests:
+                await asyncio.sleep(LOOK_S)
+            tokens = protocol.pack_tokens(dice.integers(0, self._vocabulary, prompt))
+            sampling, finish = protocol.Sampling(max_new_tokens=new), None
+            async for chunk in self.engine.generate(f"r{number}.{at}", tokens, sampling):
+                self.made, finish = self.made + len(chunk.tokens), chunk.finish
+            if finish is protocol.FinishReason.ABORT:
+                self.evicted += 1
+                await asyncio.sleep(LOOK_S)

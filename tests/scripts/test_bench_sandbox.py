@@ -8,8 +8,13 @@ import pytest
 from rose.parts.sandbox import Sandbox, Spec
 from scripts.harness import configured
 from scripts.sandbox.bench_sandbox import close
-from scripts.sandbox.bench_sandbox_episodes import Sampled
-from scripts.sandbox.bench_sandbox_policies import CHAT, CLASSIFIED, kill_at_each_turn, play
+from scripts.sandbox.bench_sandbox_episodes import (
+    CHAT,
+    CLASSIFIED,
+    Sampled,
+    kill_at_each_turn,
+    play,
+)
 
 pytestmark = pytest.mark.slow
 
