@@ -64,11 +64,11 @@ def hand_made() -> Data:
     return Data(summary, new, proximal, behaviour, torch.tensor(MASK).float())
 
 
-def objective(algorithm, data: Data, micro_batches: list[list[int]] | None = None) -> torch.Tensor:
+def objective(algorithm, data: Data, micro_batches=(list(ROWS),)) -> torch.Tensor:
     """The loss that the trainer computes, gradients accumulated over the micro-batches."""
     advantages, weights = algorithm.advantages(data.summary), algorithm.token_weights(data.summary)
     total = torch.zeros(())
-    for rows in micro_batches or [list(ROWS)]:
+    for rows in micro_batches:
         # padded to the longest of the micro-batch only
         length = int(data.mask[rows].nonzero()[:, 1].max()) + 1
         tensors = [t[rows, :length] for t in (data.new, data.proximal, data.behaviour)]
@@ -122,20 +122,18 @@ def token_level(
     return loss, gradient
 
 
-def expected_grpo():
-    return token_level(
-        group_normalised(REWARDS), 0.2, 0.2, lambda i, t: 1 / len(REWARDS) / TOKENS[i]
-    )
+def of_trajectory(i: int, t: int) -> float:
+    return 1 / len(REWARDS) / TOKENS[i]
+
+
+def of_batch(i: int, t: int) -> float:
+    return 1 / sum(TOKENS)
 
 
 def dapo_advantages() -> list[float]:
     """Advantages of rewards with a penalty that grows over the last 4 of 6 tokens."""
     punished = [r + min(0.0, max(-1.0, (2 - n) / 4)) for r, n in zip(REWARDS, TOKENS, strict=True)]
     return group_normalised(punished)
-
-
-def expected_dapo():
-    return token_level(dapo_advantages(), 0.2, 0.28, lambda i, t: 1 / sum(TOKENS))
 
 
 def leave_one_out() -> list[float]:
@@ -160,10 +158,6 @@ def normalised_over_tokens(values: list[float]) -> list[float]:
     return [(v - mean) / std for v in values]
 
 
-def expected_reinforce_pp():
-    return token_level(normalised_over_tokens(REWARDS), 0.2, 0.2, lambda i, t: 1 / sum(TOKENS))
-
-
 def trajectory_level(advantages, low, high, exponent) -> tuple[float, list[list[float]]]:
     """Mean over trajectories of PPO on (pi(y) / pi_old(y)) ** exponent(i)."""
     loss, gradient = 0.0, [[0.0] * 4 for _ in ROWS]
@@ -176,30 +170,38 @@ def trajectory_level(advantages, low, high, exponent) -> tuple[float, list[list[
     return loss, gradient
 
 
-def expected_gspo():
-    return trajectory_level(group_normalised(REWARDS), 0.03, 0.04, lambda i: 1 / TOKENS[i])
+def corrected(i: int, t: int) -> float:
+    """Return decoupled PPO's weight of a token."""
+    correction = math.exp(PROXIMAL_LESS_BEHAVIOUR[i][t])
+    return correction / sum(TOKENS) if correction <= 1.5 else 0.0
 
 
-def expected_decoupled_ppo():
-    def weight(i: int, t: int) -> float:
-        correction = math.exp(PROXIMAL_LESS_BEHAVIOUR[i][t])
-        return correction / sum(TOKENS) if correction <= 1.5 else 0.0
+def expected(name: str) -> tuple[float, list[list[float]]]:
+    """Return the loss and its gradient by the new log-probabilities."""
+    if name == "rloo":
+        return expected_rloo()
+    normalised = group_normalised(REWARDS)
+    if name == "gspo":
+        return trajectory_level(normalised, 0.03, 0.04, lambda i: 1 / TOKENS[i])
+    over_tokens = normalised_over_tokens(REWARDS)
+    return token_level(
+        *{
+            "grpo": (normalised, 0.2, 0.2, of_trajectory),
+            "dapo": (dapo_advantages(), 0.2, 0.28, of_batch),
+            "reinforce_pp": (over_tokens, 0.2, 0.2, of_batch),
+            "decoupled_ppo": (normalised, 0.2, 0.2, corrected),
+        }[name]
+    )
 
-    return token_level(group_normalised(REWARDS), 0.2, 0.2, weight)
 
-
-EXPECTED = {"grpo": expected_grpo, "dapo": expected_dapo, "rloo": expected_rloo}
-EXPECTED |= {"reinforce_pp": expected_reinforce_pp, "gspo": expected_gspo}
-EXPECTED |= {"decoupled_ppo": expected_decoupled_ppo}
-
-
-def assert_objective(algorithm, expected) -> None:
-    data = hand_made()
-    found = objective(algorithm, data)
-    found.backward()
-    loss, gradient = expected
-    assert found.item() == pytest.approx(loss, rel=1e-4)
-    torch.testing.assert_close(data.new.grad, torch.tensor(gradient), rtol=1e-4, atol=1e-6)
+def assert_objective(algorithm, loss: float, gradient: list[list[float]]) -> None:
+    """However the batch is split into micro-batches."""
+    for micro_batches in ([list(ROWS)], [[5, 2], [0], [3, 1, 4]]):
+        data = hand_made()
+        found = objective(algorithm, data, micro_batches)
+        found.backward()
+        assert found.item() == pytest.approx(loss, rel=1e-4)
+        torch.testing.assert_close(data.new.grad, torch.tensor(gradient), rtol=1e-4, atol=1e-6)
 
 
 # ---------------------------------------------------------------- losses and gradients
@@ -207,12 +209,12 @@ def assert_objective(algorithm, expected) -> None:
 
 @pytest.mark.parametrize("name", ARGS)
 def test_loss_and_gradient_are_the_papers(name):
-    assert_objective(build(name, ARGS[name]), EXPECTED[name]())
+    assert_objective(build(name, ARGS[name]), *expected(name))
 
 
 def test_rloo_with_a_clip_range_is_ppo_on_the_trajectorys_ratio():
-    expected = trajectory_level(leave_one_out(), 0.2, 0.3, lambda i: 1.0)
-    assert_objective(build("rloo", {"clip_low": 0.2, "clip_high": 0.3}), expected)
+    of_ratio = trajectory_level(leave_one_out(), 0.2, 0.3, lambda i: 1.0)
+    assert_objective(build("rloo", {"clip_low": 0.2, "clip_high": 0.3}), *of_ratio)
 
 
 @pytest.mark.parametrize(
@@ -238,30 +240,27 @@ def test_a_token_weighs_the_same_in_whichever_branch_it_stands(name, args):
 def test_grpo_with_a_normaliser_is_dr_grpos_loss():
     """Section 3.2: the sum over a trajectory's tokens, divided by the same number for all."""
     advantages = group_normalised(REWARDS, scale_by_std=False)
-    expected = token_level(advantages, 0.2, 0.2, lambda i, t: 1 / len(REWARDS) / 7)
     args = GRPO | {"scale_by_std": False, "normaliser": 7}
-    assert_objective(build("grpo", args), expected)
+    sums = token_level(advantages, 0.2, 0.2, lambda i, t: 1 / len(REWARDS) / 7)
+    assert_objective(build("grpo", args), *sums)
 
 
 @pytest.mark.parametrize(
-    "name, advantages, weights",
-    [
-        ("grpo", group_normalised(REWARDS), [1 / len(REWARDS) / tokens for tokens in TOKENS]),
-        ("dapo", dapo_advantages(), [1 / sum(TOKENS)] * len(REWARDS)),
-    ],
+    "name, advantages, weight",
+    [("grpo", group_normalised(REWARDS), of_trajectory), ("dapo", dapo_advantages(), of_batch)],
 )
-def test_a_dual_clip_bounds_the_loss_of_negative_advantages_alone(name, advantages, weights):
+def test_a_dual_clip_bounds_the_loss_of_negative_advantages_alone(name, advantages, weight):
     """max(min(r A, clip(r) A), c A) for A < 0 (arXiv:1912.09729, equation 5)."""
     c, cut = 1.1, 0
-    loss, gradient = EXPECTED[name]()
+    loss, gradient = expected(name)
     for i in ROWS:
         for t in response(i):
             ratio = math.exp(NEW_LESS_PROXIMAL[i][t])
             if advantages[i] < 0 and ratio > c:
-                loss += weights[i] * (-c * advantages[i] + ratio * advantages[i])
+                loss += weight(i, t) * (-c * advantages[i] + ratio * advantages[i])
                 gradient[i][t], cut = 0.0, cut + 1
     assert cut, "the batch has such tokens"
-    assert_objective(build(name, ARGS[name] | {"dual_clip": c}), (loss, gradient))
+    assert_objective(build(name, ARGS[name] | {"dual_clip": c}), loss, gradient)
 
 
 def test_cispo_clips_weights_and_leaves_every_token_its_gradient():
@@ -274,7 +273,7 @@ def test_cispo_clips_weights_and_leaves_every_token_its_gradient():
             gradient[i][t] = -weight * advantages[i] / sum(TOKENS)
             loss += gradient[i][t] * (PROXIMAL[i][t] + NEW_LESS_PROXIMAL[i][t])
     algorithm = build("dapo", ARGS["dapo"] | {"loss": "cispo"})
-    assert_objective(algorithm, (loss, gradient))
+    assert_objective(algorithm, loss, gradient)
     outside = sum(
         not 0.8 <= math.exp(NEW_LESS_PROXIMAL[i][t]) <= 1.28 for i in ROWS for t in response(i)
     )
@@ -282,22 +281,10 @@ def test_cispo_clips_weights_and_leaves_every_token_its_gradient():
 
 
 def test_reinforce_pp_baseline_takes_off_the_groups_mean_first():
-    advantages = build("reinforce_pp", REINFORCE_PP | {"baseline": "group"}).advantages(
-        hand_made().summary
-    )
-    expected = normalised_over_tokens(group_normalised(REWARDS, scale_by_std=False))
-    torch.testing.assert_close(advantages, torch.tensor(expected), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ARGS)
-def test_micro_batches_do_not_change_loss_or_gradient(name):
-    whole, split = hand_made(), hand_made()
-    loss = objective(build(name, ARGS[name]), whole)
-    loss.backward()
-    parts = objective(build(name, ARGS[name]), split, [[5, 2], [0], [3, 1, 4]])
-    parts.backward()
-    assert parts.item() == pytest.approx(loss.item(), rel=1e-5)
-    torch.testing.assert_close(split.new.grad, whole.new.grad)
+    algorithm = build("reinforce_pp", REINFORCE_PP | {"baseline": "group"})
+    wanted = normalised_over_tokens(group_normalised(REWARDS, scale_by_std=False))
+    found = algorithm.advantages(hand_made().summary)
+    torch.testing.assert_close(found, torch.tensor(wanted), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ARGS)
@@ -324,47 +311,51 @@ def statistics(algorithm) -> dict[str, float]:
 
 def test_statistics_are_sums_over_response_tokens():
     logs = [NEW_LESS_PROXIMAL[i][t] for i in ROWS for t in response(i)]
-    _, gradient = expected_grpo()
+    _, gradient = expected("grpo")
     cut = sum(gradient[i][t] == 0.0 for i in ROWS for t in response(i))
-    expected = {"clip_fraction": cut, "ratio": sum(map(math.exp, logs))}
-    expected |= {"policy_kl": sum(math.exp(x) - 1 - x for x in logs)}
-    assert statistics(build("grpo", GRPO)) == pytest.approx(expected, rel=1e-4)
+    wanted = {"clip_fraction": cut, "ratio": sum(map(math.exp, logs))}
+    wanted |= {"policy_kl": sum(math.exp(x) - 1 - x for x in logs)}
+    assert statistics(build("grpo", GRPO)) == pytest.approx(wanted, rel=1e-4)
 
 
-def test_decoupled_ppo_counts_the_tokens_that_its_cap_masked():
+def test_decoupled_ppo_alone_corrects_the_mismatch_and_counts_the_tokens_that_its_cap_masked():
     # exp(0.7), exp(0.41), exp(0.6) > 1.5 > exp(0.39)
     assert statistics(build("decoupled_ppo", DECOUPLED))["weight_masked"] == 3
+    corrects = {name for name in ARGS if build(name, ARGS[name]).corrects_mismatch}
+    assert corrects == {"decoupled_ppo"}
 
 
 # ---------------------------------------------------------------- edge cases
 
 
+def advantages_of(name, rewards, groups=None) -> list[float]:
+    none = torch.zeros(len(rewards), dtype=torch.int64)
+    groups = none if groups is None else torch.tensor(groups)
+    rewards = torch.tensor(rewards, dtype=torch.float64)
+    return (
+        build(name, ARGS[name]).advantages(Summary(rewards, groups, none + 2, none.bool())).tolist()
+    )
+
+
 @pytest.mark.parametrize("name", ARGS)
 def test_a_group_without_a_difference_teaches_nothing(name):
     """0.1 is not exact in binary: rounding noise must not become an advantage."""
-    four = torch.zeros(4, dtype=torch.int64)
     for rewards in ([0.1] * 4, [0.1 + 0.1 + 0.1, 0.3, 0.3, 0.3], [1e9 / 3 * 3, 1e9, 1e9, 1e9]):
-        summary = Summary(torch.tensor(rewards, dtype=torch.float64), four, four + 2, four.bool())
-        assert not differ(rewards)
-        assert build(name, ARGS[name]).advantages(summary).tolist() == [0] * 4
+        assert not differ(rewards) and advantages_of(name, rewards) == [0] * 4
 
 
 @pytest.mark.parametrize("rewards", [(2.0**24, 2.0**24 + 1), (1e15, 1e15 + 1e4), (0, 1e-9)])
 @pytest.mark.parametrize("name", ARGS)
 def test_the_better_of_two_rewards_has_the_advantage_however_close_they_are(name, rewards):
     """2^24 and 2^24 + 1 are one number in float32."""
-    two = torch.zeros(2, dtype=torch.int64)
-    summary = Summary(torch.tensor(rewards, dtype=torch.float64), two, two + 2, two.bool())
-    worse, better = build(name, ARGS[name]).advantages(summary).tolist()
+    worse, better = advantages_of(name, rewards)
     assert differ(rewards) and worse < 0 < better
 
 
 @pytest.mark.parametrize("name", sorted(set(ARGS) - {"reinforce_pp"}))
 def test_a_group_of_one_has_no_advantage(name):
-    rewards, groups = torch.tensor([5.0, 1.0, 0.0]), torch.tensor([0, 1, 1])
-    summary = Summary(rewards, groups, torch.tensor([2, 1, 1]), torch.zeros(3).bool())
-    advantages = build(name, ARGS[name]).advantages(summary)
-    assert advantages[0] == 0 and advantages[1] > 0 > advantages[2]
+    alone, better, worse = advantages_of(name, [5.0, 1.0, 0.0], [0, 1, 1])
+    assert alone == 0 and better > 0 > worse
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])
@@ -372,12 +363,8 @@ def test_a_group_of_one_has_no_advantage(name):
 def test_a_trajectory_without_tokens_is_harmless(name, clip):
     args = ARGS[name] | ({"clip_low": clip, "clip_high": clip} if clip else {})
     algorithm, data = build(name, args), hand_made()
-    tokens = data.summary.response_tokens.clone()
-    tokens[1] = 0
-    mask = data.mask.clone()
-    mask[1] = 0
-    emptied = replace(data, summary=replace(data.summary, response_tokens=tokens), mask=mask)
-    objective(algorithm, emptied).backward()
+    data.summary.response_tokens[1] = data.mask[1] = 0
+    objective(algorithm, data).backward()
     assert data.new.grad[1].eq(0).all() and data.new.grad.isfinite().all()
     assert data.new.grad.ne(0).any()
 
@@ -402,47 +389,38 @@ def test_an_exploded_ratio_keeps_the_gradient_finite(name):
 def test_overlong_filtering_gives_truncated_trajectories_no_loss():
     weights = build("dapo", DAPO | {"overlong_filtering": True}).token_weights(hand_made().summary)
     kept = sum(tokens for tokens, cut in zip(TOKENS, TRUNCATED, strict=False) if not cut)
-    torch.testing.assert_close(
-        weights, torch.tensor([0.0 if cut else 1 / kept for cut in TRUNCATED])
-    )
+    assert weights.tolist() == pytest.approx([0.0 if cut else 1 / kept for cut in TRUNCATED])
 
 
-def test_overlong_punishment_grows_within_the_buffer_and_stops_at_minus_one():
-    dapo = build("dapo", DAPO | {"max_response_tokens": 100, "overlong_buffer": 20})
-    found = dapo.overlong_punishment(of_lengths(0, 80, 85, 100, 130))
-    assert found.tolist() == pytest.approx([0, 0, -0.25, -1, -1])
+LONG = (2, 40, 45, 60, 300), [(2, 2), (40, 50), (45, 50), (60, 60), (9, 90)]
 
 
-def of_lengths(*tokens, limits=None):
-    rows = torch.zeros(len(tokens))
-    limits = torch.tensor(limits) if limits else None
-    return Summary(rows, rows.long(), torch.tensor(tokens), rows.bool(), limits=limits)
-
-
-def test_overlong_punishment_goes_by_the_limit_that_each_trajectory_came_closest_to():
-    dapo = build("dapo", DAPO | {"max_response_tokens": None, "overlong_buffer": None})
-    summary = of_lengths(2, 40, 45, 60, 300, limits=[(2, 2), (40, 50), (45, 50), (60, 60), (9, 90)])
-    found = dapo.overlong_punishment(summary)
-    assert found.tolist() == pytest.approx([-1, 0, -0.5, -1, 0])
-    longer = build("dapo", DAPO | {"max_response_tokens": None, "overlong_buffer": 50})
-    assert longer.overlong_punishment(summary).tolist() == pytest.approx([-1, -0.8, -0.9, -1, 0])
-
-
-def test_overlong_punishment_can_be_switched_off():
-    dapo = build("dapo", DAPO | {"overlong_buffer": 0})
-    assert dapo.overlong_punishment(of_lengths(0, 5, 1000)).tolist() == [0, 0, 0]
+@pytest.mark.parametrize(
+    "most, buffer, tokens, limits, expected",
+    [
+        (100, 20, (0, 80, 85, 100, 130), None, [0, 0, -0.25, -1, -1]),
+        (6, 0, (0, 5, 1000), None, [0, 0, 0]),
+        # by the limit that each trajectory came closest to
+        (None, None, *LONG, [-1, 0, -0.5, -1, 0]),
+        (None, 50, *LONG, [-1, -0.8, -0.9, -1, 0]),
+    ],
+)
+def test_overlong_punishment_grows_within_the_buffer_and_stops_at_minus_one(
+    most, buffer, tokens, limits, expected
+):
+    dapo = build("dapo", DAPO | {"max_response_tokens": most, "overlong_buffer": buffer})
+    rows, limits = torch.zeros(len(tokens)), limits and torch.tensor(limits)
+    summary = Summary(rows, rows.long(), torch.tensor(tokens), rows.bool(), limits=limits)
+    assert dapo.overlong_punishment(summary).tolist() == pytest.approx(expected)
 
 
 # ---------------------------------------------------------------- names and arguments
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_conf_has_a_default_for_every_argument(tree, name):
+def test_conf_has_a_default_for_every_argument_and_no_other_algorithm(tree, name):
     config = from_dict(tree(f"algorithm={name}")).algorithm
     assert config.name == name and isinstance(build(config.name, config.args), ALGORITHMS[name])
-
-
-def test_conf_has_no_algorithm_that_does_not_exist():
     assert {path.stem for path in (CONF / "algorithm").glob("*.yaml")} == set(ALGORITHMS)
 
 
@@ -467,8 +445,3 @@ def test_a_bad_configuration_says_which_key_and_what_would_be_right(name, args, 
     with pytest.raises(ConfigError) as error:
         build(name, args)
     assert all(word in str(error.value) for word in words), str(error.value)
-
-
-def test_only_decoupled_ppo_corrects_the_mismatch_itself():
-    corrects = {name for name in ARGS if build(name, ARGS[name]).corrects_mismatch}
-    assert corrects == {"decoupled_ppo"}

@@ -1,9 +1,113 @@
-"""The estimates of dry runs against what DeepSpeed allocates, counted tensor by tensor on the
-CPU."""
+"""The estimates of dry runs against what DeepSpeed allocates, counted tensor by tensor on the CPU.
+
+Runs DeepSpeed on random weights: two steps of two micro-batches. Every tensor's storage is counted
+as it comes and goes. What is estimated is rose/launch/memory.py's, which dry runs print. On GPUs
+`scripts/gpu_check.py trainer` compares the peak. Left out: publishing, and engines.
+"""
+
+import weakref
+from pathlib import Path
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
-from tests.trainer import allocated
+from rose import config
+from rose.comm import address
+from rose.launch import memory
+from tests.conftest import compose_tree
+from tests.trainer import tiny_world
+
+SHAPE = {"layers": 4, "hidden": 128, "intermediate": 352, "heads": 4, "kv_heads": 2}
+SHAPE |= {"head_dim": 32, "vocab": 2048, "tied_embeddings": False}
+MIXTURE = {"experts": 8, "experts_per_token": 2, "expert_intermediate": 96}
+KEYS = "model=qwen3_8b trainer=zero3_gpu rollout=gpu cluster=local trainer.ranks=1 "
+KEYS += "env.max_new_tokens=64 trainer.threads=2 "
+TOKENS = 256
+KEYS += f"trainer.micro_batch_tokens={TOKENS} model.max_context={TOKENS}"
+
+
+def measured(job: dict, rank: int) -> None:
+    """Reports moment -> (estimated, allocated), bytes, of the only rank."""
+    from rose.trainer import deepspeed_engine
+
+    c, folder, shape = config.from_dict(job["tree"]), Path(job["folder"]), job["shape"]
+    torch.set_num_threads(c.trainer.threads)
+    device = deepspeed_engine.use_device(0, 0)
+    deepspeed_engine.join_world(device, 0, 1, address.local_place(job["port"]), 300.0)
+    sizes = {"vocab_size": shape["vocab"], "hidden_size": shape["hidden"]}
+    sizes |= {"intermediate_size": shape["intermediate"], "num_hidden_layers": shape["layers"]}
+    sizes |= {"num_attention_heads": shape["heads"], "num_key_value_heads": shape["kv_heads"]}
+    sizes |= {"head_dim": shape["head_dim"], "tie_word_embeddings": shape["tied_embeddings"]}
+    if experts := shape.get("experts"):
+        sizes |= {"num_experts": experts, "num_experts_per_tok": shape["experts_per_token"]}
+        sizes["moe_intermediate_size"] = shape["expert_intermediate"]
+    model = tiny_world.random_model("Qwen3Moe" if experts else "Qwen3", **sizes)
+    model.to(getattr(torch, c.trainer.dtype)).save_pretrained(folder)
+    del model
+    meter = Meter()
+    with meter:
+        engine = deepspeed_engine.DeepSpeedEngine(c.trainer, folder, device)
+        found = steps(engine, job, meter)
+    estimated = memory.moments(c, c.model.shape)
+    pairs = {moment: (estimated[moment], found[moment]) for moment in found}
+    tiny_world.report(job, rank, pairs)
+
+
+class Meter(TorchDispatchMode):
+    """Bytes in storages of the tensors that are made within: now, and the most since `begin`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: dict[int, weakref.finalize] = {}
+
+    def begin(self) -> None:
+        self.peak = self.now
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        tree_map_only(torch.Tensor, self._count, made)
+        return made
+
+    def _count(self, tensor) -> None:
+        if tensor.device.type != "cpu":
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known and self._known[key].alive:
+            return
+        size = storage.nbytes()
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        self._known[key] = weakref.finalize(storage, self._free, key, size)
+
+    def _free(self, key: int, size: int) -> None:
+        self.now -= size
+        self._known.pop(key, None)
+
+
+def steps(engine, job: dict, meter: Meter) -> dict[str, float]:
+    """Peaks of the second step, when Adam's moments are there."""
+    found: dict[str, float] = {}
+    rows = 2
+    inputs = torch.randint(0, job["shape"]["vocab"], (rows, job["tokens"] // rows))
+    mask = torch.ones_like(inputs)
+    for _ in range(2):
+        meter.begin()
+        for micro_batch in range(2):
+            engine.begin_micro_batch(last=micro_batch == 1)
+            logprobs, _ = engine(inputs, inputs, mask)
+            engine.backward(logprobs.mean())
+            del logprobs
+        found["forward and backward"] = meter.peak
+        meter.begin()
+        engine.update()
+        found["update"] = meter.peak
+        meter.begin()
+        found["between steps"] = meter.peak
+    return found
 
 
 @pytest.mark.slow
@@ -14,13 +118,15 @@ from tests.trainer import allocated
         (3, 256, (), {}),
         (2, 2048, (), {}),
         (1, 2048, ("trainer.dtype=float32", "trainer.gradient_checkpointing=false"), {}),
-        (3, 2048, (), allocated.MIXTURE),
+        (3, 2048, (), MIXTURE),
     ],
 )
-def test_a_trainer_rank_allocates_what_is_estimated(stage, vocab, more, mixture):
+def test_a_trainer_rank_allocates_what_is_estimated(tmp_path, stage, vocab, more, mixture):
     """With a large vocabulary the logits need most, with a small one the layers."""
-    keys = [f"trainer.zero_stage={stage}", *more]
-    found = allocated.measure(256, keys, {"vocab": vocab} | mixture)
+    tree = compose_tree(KEYS, f"trainer.zero_stage={stage}", *more)
+    tree["model"]["shape"] = shape = SHAPE | {"vocab": vocab} | mixture
+    job = {"name": "run", "tokens": TOKENS, "tree": tree, "shape": shape}
+    [found] = tiny_world.run_world(job, tmp_path, 1, measured)
     assert found.keys() == {"forward and backward", "update", "between steps"}
     for moment, (estimated, counted) in found.items():
         assert estimated == pytest.approx(counted, rel=0.15), (moment, found)

@@ -5,19 +5,14 @@ import torch
 from safetensors.torch import load_file
 
 from rose.trainer.experts import parameter_of, parts
+from tests.trainer.tiny_world import SIZES, random_model
 from tests.transfer.worlds import World
 
-SIZES = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-SIZES |= {"num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2}
-SIZES |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-SIZES |= {"tie_word_embeddings": False, "norm_topk_prob": True}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
 def tiny_mixture():
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES))
+    return random_model("Qwen3Moe", **SIZES, **EXPERTS, norm_topk_prob=True)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Weights of a batch that grows: the whole batch's, up to a factor that is known at its end."""
+"""Refusals of a batch that grows (test_stream.py has what it trains)."""
 
 import pytest
 import torch
@@ -9,38 +9,13 @@ from rose.trainer.growing import Growing
 from tests.trainer.test_algorithms import ARGS
 
 TOKENS = [3, 9, 0, 5, 6, 2, 7, 7]
-TREE = {"clip_low": 0.2, "clip_high": 0.2, "scale_by_std": True}
-TURNS = TREE | {"gamma": 0.9, "trajectory_weight": 0.5}
-EVERY = ARGS | {"turn_grpo": TURNS, "tree_grpo": TREE}
-FILTERS = ARGS["dapo"] | {"overlong_filtering": True}
 
 
-def batch(rows, cut=0):
-    """The first rows of four groups of two; the first `cut` rows are truncated."""
+def batch(rows):
+    """Return the first rows of four groups of two."""
     rewards = torch.tensor([0.5, 1.0, 0.0, 2.0, 1.0, 0.0, 3.0, 1.0])[:rows]
     number, tokens = torch.arange(rows), torch.tensor(TOKENS[:rows])
-    turns = torch.arange(2.0 * rows).view(rows, 2).double()
-    return Summary(rewards, number // 2, tokens, number < cut, turns)
-
-
-@pytest.mark.parametrize(
-    ("name", "args", "cut"),
-    [(name, args, 0) for name, args in EVERY.items() if name != "reinforce_pp"]
-    + [("dapo", FILTERS, 3)],
-)
-def test_weights_times_the_scale_are_those_of_the_batch_at_once(name, args, cut):
-    algorithm = build(name, args)
-    assert not getattr(algorithm, "advantages_of_batch", False)
-    growing, rounds = Growing(algorithm), [2, 4, 8]
-    found = [growing.extend(batch(rows, cut)) for rows in rounds]
-    advantages, weights = found[-1]
-    whole = batch(8, cut)
-    spoke = whole.response_tokens > 0
-    assert torch.equal(advantages, algorithm.advantages(whole))
-    expected = algorithm.token_weights(whole)[spoke]
-    for rows, (_, given) in zip(rounds, found, strict=True):
-        part = given[spoke[:rows]] * growing.scale
-        torch.testing.assert_close(part, expected[: len(part)], rtol=1e-6, atol=0.0)
+    return Summary(rewards, number // 2, tokens, number < 0)
 
 
 @pytest.mark.parametrize("baseline", ["none", "group"])

@@ -3,16 +3,14 @@ own `forward` computes; small random models of transformers' families."""
 
 import pytest
 import torch
-import transformers
-from transformers import AutoModelForCausalLM
 
 from rose.trainer import model, probe
 from rose.trainer.prefix_tree import obstacle
 from tests.trainer import tiny_world
 
-SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
-SIZES |= {"initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SIZES = tiny_world.SIZES | {"hidden_size": 64, "intermediate_size": 96}
+SIZES |= {"max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+del SIZES["head_dim"]
 CONTEXT = 512
 # Attention whose values are smaller than its keys.
 LATENT = {"num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 4}
@@ -41,14 +39,8 @@ class Engine:
         return self.policy(*args)
 
 
-def save(folder, family, more):
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**(SIZES | more))
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-
-
 def check(folder, family, more, dtype=torch.float32, max_context=CONTEXT):
-    save(folder, family, more)
+    tiny_world.random_model(family, **SIZES | more).save_pretrained(folder)
     engine = Engine(folder, dtype)
     state, attention = torch.get_rng_state(), engine.policy.hf.config._attn_implementation
     try:
@@ -135,7 +127,7 @@ def test_trees_that_the_device_cannot_compute_are_refused_with_the_key(tmp_path,
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_every_rank_refuses_it_also_where_its_weights_are_split(tmp_path, stage):
-    save(tmp_path / "model", "Phi3", LONGROPE)
+    tiny_world.random_model("Phi3", **SIZES | LONGROPE).save_pretrained(tmp_path / "model")
     job = {"name": "run", "settings": [f"trainer.zero_stage={stage}"], "actions": []}
     words = r"(?s)rank 0: .*beside one of model.max_context.*rank 1: .*model.max_context"
     with pytest.raises(AssertionError, match=words):

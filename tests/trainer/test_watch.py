@@ -36,9 +36,7 @@ def test_a_rank_that_stops_while_gradients_are_summed_is_named(tmp_path, make_co
             assert time.monotonic() < end, [path.read_text()[-3000:] for path in words]
             time.sleep(0.02)
 
-    try:
-        for process in processes:
-            process.start()
+    with tiny_world.ended(processes):
         stops = psutil.Process(processes[1].pid)  # ours, so at worst a zombie
         while stops.status() != psutil.STATUS_STOPPED:
             assert time.monotonic() < end, [path.read_text()[-3000:] for path in words]
@@ -60,8 +58,3 @@ def test_a_rank_that_stops_while_gradients_are_summed_is_named(tmp_path, make_co
         for process in processes:
             process.join(max(0.0, end - time.monotonic()))
         assert [process.exitcode for process in processes] == [1, -signal.SIGKILL, 1]
-    finally:
-        for process in processes:
-            if process.pid is not None:
-                process.kill()
-                process.join()
