@@ -68,7 +68,8 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
-        tree_map_only(torch.Tensor, self._count, made)
+        if not func.is_view and not func._schema.is_mutable:
+            tree_map_only(torch.Tensor, self._count, made)
         return made
 
     def _count(self, tensor) -> None:

@@ -2,11 +2,9 @@
 part."""
 
 import tracemalloc
-import weakref
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rose.config import ModelShape
 from rose.engine import layout
@@ -18,6 +16,7 @@ from rose.transfer.source import Folder
 from rose.transfer.stage import place_blocks, stage
 from rose.transfer.store import FULL
 from tests.engine import shapes
+from tests.trainer.test_allocated import Meter
 from tests.transfer.worlds import SHAPES, World, same
 
 ALL = 1 << 30
@@ -145,31 +144,6 @@ def test_the_check_names_a_parameter_that_is_not_what_it_should_be(two):
 # --------------------------------------------------------------------------- memory of the device
 
 
-class Peak(TorchDispatchMode):
-    """The most bytes that tensors made by torch's operations had at once: what a device's allocator
-    would see."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.most = 0
-        self._known: dict[int, weakref.ref] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and not func.is_view and not func._schema.is_mutable:
-            storage = result.untyped_storage()
-            if storage.data_ptr() and storage.data_ptr() not in self._known:
-                address, nbytes = storage.data_ptr(), storage.nbytes()
-                self.now += nbytes
-                self.most = max(self.most, self.now)
-                self._known[address] = weakref.ref(result, lambda _: self._gone(address, nbytes))
-        return result
-
-    def _gone(self, address: int, nbytes: int) -> None:
-        del self._known[address]
-        self.now -= nbytes
-
-
 def changed_by(share: float, tmp_path, dtype=torch.bfloat16):
     """A store of versions 0 and 1, so large a share of the values apart; the weights of both."""
     weights = {"w": torch.randn(40, 100).to(dtype), "v": torch.randn(3000).to(dtype)}
@@ -190,7 +164,7 @@ def test_the_device_gives_no_more_than_its_budget(tmp_path, room, share, dtype):
     store, zero, one = changed_by(share, tmp_path, dtype)
     live = copy(zero)
     made = staged(store, [(1, 0)], Live(live), device_bytes=room)
-    with Peak() as peak:
+    with Meter() as meter:
         made.changes._added = added_again(made)
         made.changes.upload(room)
         made.flip()
@@ -199,7 +173,7 @@ def test_the_device_gives_no_more_than_its_budget(tmp_path, room, share, dtype):
         made.changes.put(-1)
         assert same(live, zero)
     least = changes.VALUE_BYTES + 2 * changes.ALIGNMENT  # bytes for one value
-    assert peak.most <= max(room, least)
+    assert meter.peak <= max(room, least)
     assert made.changes.device_bytes <= max(room, least)
     resident = sum(piece.resident is not None for piece in made.changes.pieces)
     assert resident == (len(made.changes.pieces) if room == 10**6 else 0 if room == 1 else resident)
@@ -209,7 +183,7 @@ def test_the_device_gives_no_more_than_its_budget(tmp_path, room, share, dtype):
 
 def added_again(made) -> dict:
     """What was added to the changes, of what is left of it: to bring it to the device under the
-    eyes of `Peak`."""
+    eyes of `Meter`."""
     added = {}
     for piece in made.changes.pieces:
         resident = [] if piece.resident is None else [piece.resident]

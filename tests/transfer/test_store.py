@@ -2,7 +2,6 @@
 what is needed."""
 
 import errno
-import os
 import resource
 import shutil
 import signal
@@ -75,25 +74,15 @@ def opened(store, version=0, base=FULL) -> Edge:
 # --------------------------------------------------------------------------- names, sealed files
 
 
-@pytest.mark.parametrize(
-    "step, name",
-    [
-        ((12, 11), "v000012/from-000011"),
-        ((12, FULL), "v000012/full"),
-        ((0, INITIAL), "v000000/from-initial"),
-        ((1234567, 3), "v1234567/from-000003"),
-    ],
-)
-def test_an_edge_and_the_name_of_its_folder_are_one_to_one(step, name):
-    assert edge_name(*step) == name and parse_edge(*name.split("/")) == step
+OTHERS = "000012/full v12a/full v000012/rest v/full v000012/000011 v000012/from-x leases/a.json"
 
 
-@pytest.mark.parametrize(
-    "folder",
-    "000012/full v12a/full v000012/rest v/full v000012/000011 v000012/from-x leases/a.json".split(),
-)
-def test_other_folders_are_no_edges(folder):
-    assert parse_edge(*folder.split("/")) is None
+def test_an_edge_and_the_name_of_its_folder_are_one_to_one():
+    names = "v000012/from-000011 v000012/full v000000/from-initial v1234567/from-000003".split()
+    steps = [(12, 11), (12, FULL), (0, INITIAL), (1234567, 3)]
+    assert [edge_name(*step) for step in steps] == names
+    assert [parse_edge(*name.split("/")) for name in names] == steps
+    assert {parse_edge(*name.split("/")) for name in OTHERS.split()} == {None}
 
 
 def test_what_is_sealed_is_read_again_and_any_damage_is_named(plan):
@@ -110,9 +99,8 @@ def test_what_is_sealed_is_read_again_and_any_damage_is_named(plan):
 
 def test_another_format_and_another_kind_of_file_are_refused_by_name(plan):
     old = Plan(FORMAT - 1, plan.lineage, plan.world, plan.tensors, plan.blocks)
-    with pytest.raises(
-        Corrupted, match=f"plan.json: format {FORMAT - 1}, this program reads {FORMAT}"
-    ):
+    words = f"plan.json: format {FORMAT - 1}, this program reads {FORMAT}"
+    with pytest.raises(Corrupted, match=words):
         unseal(seal(old), Plan, "plan.json")
     with pytest.raises(Corrupted, match="manifest.json: .*plan"):
         unseal(seal(plan), Manifest, "manifest.json")
@@ -132,10 +120,9 @@ def test_an_edge_without_manifest_does_not_exist(store, plan):
         opened(store)
     commit(store, plan, 0, FULL)
     edge = opened(store)
-    assert [edge.table(rank)["block"].tolist() for rank in range(2)] == [
-        [n for n, block in enumerate(plan.blocks) if block.owner == rank] for rank in range(2)
-    ]
-    assert edge.nbytes == sum(int(edge.table(rank)["length"].sum()) for rank in range(2))
+    tables = [edge.table(rank) for rank in range(2)]
+    assert [table["block"].tolist() for table in tables] == [plan.owned(0), plan.owned(1)]
+    assert edge.nbytes == sum(int(table["length"].sum()) for table in tables)
 
 
 def test_commit_waits_for_the_slowest_rank(store, plan):
@@ -155,15 +142,11 @@ def test_commit_says_which_file_it_waited_for(store, plan):
 
 
 @pytest.mark.parametrize(
-    "found", [{"version": 1, "base": FULL}, {"version": 1, "base": 0}, {"lineage": "other"}]
+    "step, lineage", [((1, FULL), "here"), ((1, 0), "here"), ((0, FULL), "no")]
 )
-def test_a_file_of_another_edge_or_lineage_is_not_committed(store, plan, found):
-    other = plan_of(lineage=found.pop("lineage", "here"))
-    step = (found.get("version", 0), found.get("base", FULL))
-    write(store.parent / "elsewhere", other, *step)
-    shutil.copytree(
-        store.parent / "elsewhere" / edge_name(*step), store / "v000000/full", dirs_exist_ok=True
-    )
+def test_a_file_of_another_edge_or_lineage_is_not_committed(store, plan, step, lineage):
+    write(store.parent / "elsewhere", plan_of(lineage=lineage), *step)
+    shutil.copytree(store.parent / "elsewhere" / edge_name(*step), store / "v000000/full")
     with pytest.raises(TransferError, match=r"rank-00000.h5: is \{.*\}, expected \{"):
         commit(store, plan, 0, FULL)
     assert not (store / "v000000/full" / MANIFEST).exists()
@@ -196,11 +179,9 @@ def test_a_manifest_of_another_edge_lineage_or_plan_is_named_with_both(store, pl
     write(store, plan)
     commit(store, plan, 0, FULL)
     shutil.copytree(store / "v000000/full", store / "v000001/full")
-    with pytest.raises(
-        Corrupted,
-        match=r"v000001/full/manifest.json: \(lineage, plan, version, base\) is \('here', "
-        r"'[0-9a-f]{32}', 0, None\), expected \('here', '[0-9a-f]{32}', 1, None\)",
-    ):
+    found = r"v000001/full/manifest.json: \(lineage, plan, version, base\) is \('here', "
+    found += r"'[0-9a-f]{32}', 0, None\), expected \('here', '[0-9a-f]{32}', 1, None\)"
+    with pytest.raises(Corrupted, match=found):
         opened(store, 1)
     write_file(store / PLAN, seal(plan_of(lineage="other")))
     with pytest.raises(Corrupted, match=r"expected \('other'"):
@@ -252,22 +233,6 @@ def test_a_full_disk_leaves_no_file_and_the_process_lives(store, plan):
         signal.signal(signal.SIGXFSZ, signal_before)
     left = [path.name for path in sorted(store.glob("v*/*/*"))]
     assert left == ["rank-00000.h5", "rank-00001.h5"]
-
-
-def test_a_real_disk_without_room_refuses_each_step_by_name(disk, plan):
-    store = disk.path / "store"
-    create(store, plan)
-    os.sync()
-    disk.fill()
-    with pytest.raises(OSError, match="No space left"):  # the last few blocks
-        for number in range(100):
-            (disk.path / f"small-{number}").write_bytes(b"x" * 600)
-    with pytest.raises(TransferError, match="rank-00000.h5: not written: .*No space left"):
-        write(store, plan)
-    disk.empty()
-    write(store, plan)
-    commit(store, plan, 0, FULL)
-    assert len(opened(store).table(0))
 
 
 # --------------------------------------------------------------------------- tidy and collect
@@ -330,16 +295,14 @@ def full_due(store, keep=100):
     return world, weights
 
 
-@pytest.mark.parametrize(
-    "trouble", ["damaged file", "payload that is none", "disk that can't be listed"]
-)
+@pytest.mark.parametrize("trouble", ["damaged file", "no payload", "disk that can't be listed"])
 def test_what_tidying_cannot_read_is_left_out(tmp_path, monkeypatch, capfd, trouble):
     world, weights = full_due(tmp_path / "store", keep=2)
     with monkeypatch.context() as patch:
         if trouble == "damaged file":
             path = world.store / edge_name(1, 0) / "rank-00001.h5"
             path.write_bytes(bytes(byte ^ 4 for byte in path.read_bytes()))
-        elif trouble == "payload that is none":
+        elif trouble == "no payload":
             patch.setattr(codec, "compose", raises(ValueError("not a payload")))
         else:
             patch.setattr(publish, "collect", raises(OSError(errno.ESTALE, "Stale file handle")))
@@ -357,43 +320,35 @@ def test_what_tidying_cannot_read_is_left_out(tmp_path, monkeypatch, capfd, trou
     staged = receiver.stage(INITIAL, 4, 1, 1 << 30, 30.0)
     staged.flip()
     assert same(live, world.weights)  # a joiner comes to it, too, if by the full version
-    if trouble == "payload that is none":  # which is a moment's: the next version has its edge
+    if trouble == "no payload":  # which is a moment's: the next version has its edge
         assert {edge_name(3, INITIAL), edge_name(4, INITIAL)} <= set(names(world.store))
         assert edge_name(3, FULL) not in names(world.store)
         assert staged.route == [edge_name(4, INITIAL)]
 
 
-def test_a_full_version_without_room_comes_with_the_next(tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize("step", ["a rank's file", "every file", "manifest"])
+def test_a_full_version_without_room_leaves_nothing_and_comes_with_the_next(
+    tmp_path, monkeypatch, capfd, step
+):
     world, _ = full_due(tmp_path / "store")
-    with monkeypatch.context() as patch:
-        refuse = raises(TransferError("rank-00000.h5: not written: No space left on device"))
-        patch.setattr(EdgeWriter, "finish", refuse)
-        world.tidy()
-    assert "store upkeep failed" in capfd.readouterr().out
-    assert edge_name(2, FULL) not in names(world.store)
-    world.step()
-    world.publish(3)
-    assert {edge_name(3, FULL), edge_name(3, INITIAL)} <= set(names(world.store))
-
-
-@pytest.mark.parametrize("step", ["a rank's file", "manifest"])
-def test_what_was_written_of_an_edge_left_out_goes(tmp_path, monkeypatch, capfd, step):
-    world, _ = full_due(tmp_path / "store")
-    finish = EdgeWriter.finish
+    finish, full = EdgeWriter.finish, TransferError("not written: No space left on device")
 
     def refuse(self) -> None:
-        if self.path.name == "rank-00000.h5":
-            raise TransferError(f"{self.path}: not written: No space left on device")
+        if step == "every file" or self.path.name == "rank-00000.h5":
+            raise full
         finish(self)
 
     with monkeypatch.context() as patch:
         if step == "manifest":
-            patch.setattr(publish, "commit", raises(TransferError("manifest.json: not written")))
+            patch.setattr(publish, "commit", raises(full))
         else:
             patch.setattr(EdgeWriter, "finish", refuse)
         world.tidy()
-    assert "not written" in capfd.readouterr().out
+    assert "store upkeep failed" in (said := capfd.readouterr().out) and "not written" in said
     assert [path.name for path in (world.store / "v000002").iterdir()] == ["from-000001"]
+    world.step()
+    world.publish(3)
+    assert {edge_name(3, FULL), edge_name(3, INITIAL)} <= set(names(world.store))
 
 
 def test_every_version_that_is_kept_can_be_reached_after_the_collector(tmp_path):
@@ -441,12 +396,3 @@ def test_versions_grow(tmp_path):
     world, _ = published(tmp_path / "store", 2)
     with pytest.raises(ValueError, match="version 1 after 1: versions grow"):
         world.publish(1)
-
-
-def test_a_full_version_comes_when_the_differences_since_the_last_outweigh_it(tmp_path):
-    world = World(tmp_path / "store", full_every=1000)
-    for version in range(5):
-        world.step(1.0)
-        world.publish(version)
-    fulls = [name for name in names(world.store) if name.endswith("full")]
-    assert len(fulls) in (2, 3)
