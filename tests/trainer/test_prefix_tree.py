@@ -72,7 +72,6 @@ def test_values_and_gradients_are_those_of_padded_rows(tmp_path, checkpointing, 
     [
         ("Qwen3", {}, None),
         ("Llama", {}, None),
-        ("Qwen2", {}, None),
         ("Qwen2", {"use_sliding_window": False}, None),
         ("Qwen2", {"use_sliding_window": True, "max_window_layers": 2}, "sliding_attention"),
         ("Mistral", {"sliding_window": 4096}, "sliding"),

@@ -309,12 +309,9 @@ def test_a_relay_is_as_good_as_the_folder(eight, tmp_path):
         relay.stop()
 
 
-def test_a_reader_that_takes_too_long_says_what_it_was_reading(eight):
+def test_a_reader_says_what_it_was_reading_when_it_took_too_long_or_nobody_wants_it_any_more(eight):
+    asked = iter([True, True])
     with pytest.raises(TransferError, match="version 4 was not staged within 0 s, by"):
         Reader(eight, 2).receiver.stage(2, 4, 1, ALL, 0.0)
-
-
-def test_what_nobody_wants_any_more_is_not_staged_to_its_end(eight):
-    asked = iter([True, True])
     with pytest.raises(TransferError, match="version 4 is not wanted any more"):
         Reader(eight, 2).receiver.stage(2, 4, 1, ALL, 30.0, wanted=lambda: next(asked, False))

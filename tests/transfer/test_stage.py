@@ -122,7 +122,7 @@ def test_a_flip_that_breaks_off_among_sparse_values_is_taken_back(two):
 
 
 def test_a_flip_that_can_t_be_taken_back_says_that_the_weights_are_a_mixture(two):
-    store, zero, one = two
+    store, zero, _ = two
     for mended, dense_bytes in ((False, ALL), (True, 0)):
         live = Breaking(copy(zero), 2, mended)
         with pytest.raises(TransferError, match="the weights are a mixture now: device lost"):
@@ -131,12 +131,12 @@ def test_a_flip_that_can_t_be_taken_back_says_that_the_weights_are_a_mixture(two
 
 def test_the_check_names_a_parameter_that_is_not_what_it_should_be(two):
     store, zero, _ = two
+    wrong = r"live parameter layer.weight, block \d+: xxh3-128 \w{32} after the flip, expected"
     for before, route in ((zero, [(1, 0)]), (zeros(), [(0, FULL)])):
         live = copy(before)
         made = staged(store, route, Live(live))
         made.flip()
         live["layer.weight"] += 1
-        wrong = r"live parameter layer.weight, block \d+: xxh3-128 \w{32} after the flip, expected"
         with pytest.raises(TransferError, match=wrong):
             made.check()
 
@@ -252,9 +252,7 @@ def parameters_of(shape: ModelShape, bias: bool, tp_size: int) -> dict[str, torc
     return {name: torch.zeros(extent, dtype=torch.bfloat16) for name, extent in extents.items()}
 
 
-def expected(
-    weights, shape: ModelShape, bias: bool, rank: int, tp_size: int
-) -> dict[str, torch.Tensor]:
+def expected(weights, shape: ModelShape, bias: bool, rank: int, tp_size: int) -> dict:
     """What one rank should hold: the slices of whole tensors."""
     made = parameters_of(shape, bias, tp_size)
     for name, tensor in weights.items():
@@ -271,10 +269,7 @@ def placed(shape: ModelShape, rank: int, tp_size: int):
 
 
 def cuts_for(weights, shape: ModelShape, degrees) -> dict:
-    return {
-        name: layout.cuts(name, tuple(tensor.shape), shape, degrees)
-        for name, tensor in weights.items()
-    }
+    return {n: layout.cuts(n, tuple(t.shape), shape, degrees) for n, t in weights.items()}
 
 
 @pytest.mark.slow

@@ -59,20 +59,12 @@ class Model:
         part = -(-size // self.size)
         return [(r, min(r * part, size), min((r + 1) * part, size)) for r in range(self.size)]
 
-    def read_of(self, weights: dict[str, torch.Tensor], block) -> np.ndarray:
-        """The block's patterns within these weights."""
-        before, self.weights = self.weights, weights
-        try:
-            return self.read(block, block.owner)
-        finally:
-            self.weights = before
-
-    def read(self, block, rank: int) -> np.ndarray:
-        """The block's patterns now."""
+    def read(self, block, rank: int, weights: dict[str, torch.Tensor] | None = None) -> np.ndarray:
+        """The block's patterns now, or within these weights."""
         tensor = self.plan.tensors[block.tensor]
-        owner, start, stop = self.shards[tensor.name][rank]
+        _, start, stop = self.shards[tensor.name][rank]
         # a rank reads nothing but its shard
-        flat = self.weights[tensor.name].reshape(-1)[start:stop]
+        flat = (weights or self.weights)[tensor.name].reshape(-1)[start:stop]
         values = torch.cat([p.reshape(-1) for p in take(flat, start, block, tensor.columns)])
         signed = values.view(torch.int16 if values.element_size() == 2 else torch.int32).numpy()
         return signed.view(np.uint16 if signed.itemsize == 2 else np.uint32)
@@ -143,10 +135,8 @@ class World(Model):
             thread.start()
         for thread in threads:
             thread.join(240)
-        if errors:
-            raise next(
-                (e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0]
-            )
+        for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+            raise error
         return results
 
 
