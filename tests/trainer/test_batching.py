@@ -3,7 +3,6 @@ ranks."""
 
 import random
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -114,14 +113,6 @@ def test_trees_are_taken_where_they_save_and_only_there():
     assert plan_batch(alike, 1, 12_000, 1, flops(SMALL_MODEL))[1]
     assert not plan_batch(unlike, 1, 12_000, 1, flops(SMALL_MODEL))[1]
     assert not plan_batch(alike, 1, 12_000, 1, None)[1]
-
-
-@pytest.mark.parametrize("recomputes, kept", [(False, True), (True, False), (None, False)])
-def test_a_head_on_a_gpu_keeps_its_logits_where_layers_keep_theirs(make_config, recomputes, kept):
-    t = msgspec.structs.replace(make_config().trainer, gradient_checkpointing=recomputes)
-    found = batching.logit_elements(t, on_gpu=True)
-    assert found == (batching.LOGIT_ELEMENTS_KEPT if kept else batching.LOGIT_ELEMENTS_GPU)
-    assert batching.logit_elements(t, on_gpu=False) == batching.LOGIT_ELEMENTS
 
 
 def of_tokens(count: int) -> p.Trajectory:

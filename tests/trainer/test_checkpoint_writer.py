@@ -25,13 +25,9 @@ from rose.transfer.errors import Corrupted
 @pytest.fixture
 def state():
     flat = torch.arange(12, dtype=torch.float32)
-    return OrderedDict(
-        view=flat[4:8],
-        whole=[flat],
-        parameter=torch.nn.Parameter(torch.ones(2)),
-        scaler=LossScaler(4.0),
-        nested={"step": 3, "shape": torch.Size([2, 3])},
-    )
+    more = {"parameter": torch.nn.Parameter(torch.ones(2)), "scaler": LossScaler(4.0)}
+    nested = {"step": 3, "shape": torch.Size([2, 3])}
+    return OrderedDict(view=flat[4:8], whole=[flat], nested=nested, **more)
 
 
 @pytest.fixture
@@ -163,30 +159,30 @@ def test_without_room_for_a_copy_it_is_written_at_once(tmp_path, monkeypatch, ca
     assert writer.wait(60) and checkpoint.saved(tmp_path) == 1
 
 
-def test_a_part_that_cannot_be_written_is_marked_with_the_reason(tmp_path, state):
-    writer = CheckpointWriter(3)
-    writer.save(state, str(tmp_path / "no such folder" / "states.pt"))
-    writer.finish(tmp_path)
+def failed(writer, state, folder, name, words) -> str:
+    """Saves to a file that can't be written; what is said of it."""
+    writer.save(state, str(folder / name))
+    writer.finish(folder)
     assert writer.wait(60)
-    with pytest.raises(checkpoint.SaveFailed, match="trainer rank 3 could not save: .*no such"):
-        checkpoint.saved(tmp_path)
+    with pytest.raises(checkpoint.SaveFailed, match=words) as met:
+        checkpoint.saved(folder)
+    return str(met.value)
 
 
-def test_the_reason_names_the_full_disk_that_torch_does_not_speak_of(tmp_path, monkeypatch, state):
+def test_a_part_that_cannot_be_written_is_marked_with_the_reason(tmp_path, state, monkeypatch):
+    why = "trainer rank 3 could not save: .*no such"
+    failed(CheckpointWriter(3), state, tmp_path, "no such folder/states.pt", why)
+
     def broken(*args):
-        raise RuntimeError("unexpected pos 704 vs 598")
+        raise RuntimeError("unexpected pos 704 vs 598")  # which torch says of a full disk
 
     monkeypatch.setattr(checkpoint_writer.torch, "save", broken)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path))
     monkeypatch.setattr(checkpoint_writer, "refusal", lambda folder: full)
-    writer = CheckpointWriter(3)
-    writer.save(state, str(tmp_path / "states.pt"))
-    writer.finish(tmp_path)
-    assert writer.wait(60)
+    (folder := tmp_path / "full").mkdir()
     why = f"pos 704 vs 598; .*No space left.*{tmp_path.name}"
-    with pytest.raises(checkpoint.SaveFailed, match=why) as met:
-        checkpoint.saved(tmp_path)
-    assert "free some space" in files.advice(None, str(met.value))
+    said = failed(CheckpointWriter(3), state, folder, "states.pt", why)
+    assert "free some space" in files.advice(None, said)
 
 
 V1 = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", str(2**63 - 4096), "total_")

@@ -26,24 +26,6 @@ def test_shift_and_right_padding():
     assert batch.versions.tolist() == [[-1, 3, 3], [3, -1, -1]]
 
 
-def test_each_token_has_the_turn_that_made_it():
-    one = trajectory([5, 6, 7, 8, 9], [0, 1, 1, 0, 1])
-    one = msgspec.structs.replace(one, turns=2, turn_tokens=[(0, 2), (1, 1)])
-    # a leaf whose first turn another leaf trains, and two turns with nothing between them
-    own = trajectory([5, 6, 7, 8, 9, 9], [0, 0, 0, 1, 1, 1])
-    leaf = p.Branch(own.tokens, own.mask, own.logprobs, own.versions, [(2, 2), (3, 1)])
-    whole = msgspec.structs.replace(
-        one, turns=4, response_tokens=6, branches=[leaf], turn_rewards=[0.0, 1.0, 0.5, 2.0]
-    )
-    first, second = whole.samples()
-    rows = {0: first, 1: second, 2: trajectory([1, 2], [0, 1])}
-    batch = collate([0, 1, 2], rows, vocabulary=10, trees=True)
-    assert batch.turns.tolist() == [[0, 0, 0, 1, 0], [0, 0, 2, 2, 3], [0] * 5]
-    assert first.turn_rewards == second.turn_rewards == whole.turn_rewards
-    # what the leaves share is one node of the tree; each row has its own turns
-    assert batch.tree.nodes[0, :3].tolist() == batch.tree.nodes[1, :3].tolist()
-
-
 def test_no_rows_give_one_row_with_nothing_to_learn():
     batch = collate([], {}, vocabulary=10)
     assert batch.inputs.shape == (1, 1) and batch.mask.sum() == 0 and len(batch.rows) == 0

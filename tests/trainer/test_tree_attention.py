@@ -148,14 +148,6 @@ def test_costs_are_measured_and_the_random_numbers_stay_what_they_were(recompute
     assert found.dense and min(found.token, found.causal, found.tree) > 0
 
 
-def test_measured_costs_decide():
-    alike = [np.array([*range(500), *[1000 + row] * 60], np.int32) for row in range(8)]
-    cheap = batching.flops(SHAPE, sparse=True)
-    assert batching.plan_batch(alike, 1, 4096, 1, cheap)[1]
-    dear = type(cheap)(cheap.token, cheap.causal, cheap.causal * 1000, dense=True)
-    assert not batching.plan_batch(alike, 1, 4096, 1, dear)[1]
-
-
 @pytest.mark.parametrize("tokens, padded", [(7, 7), (8, 8), (9, 12), (13, 16)])
 def test_long_rows_are_padded_for_cudnn_and_compute_the_same(tmp_path, monkeypatch, tokens, padded):
     monkeypatch.setattr(tree_attention, "LONG", 8)

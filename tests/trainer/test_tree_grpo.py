@@ -8,7 +8,6 @@ from itertools import count
 import pytest
 import torch
 
-from rose import protocol as p
 from rose.trainer import segments
 from rose.trainer.algorithms import build
 from rose.trainer.algorithms.base import Summary
@@ -135,21 +134,6 @@ def test_each_token_is_trained_once_with_the_sum_of_what_its_leaves_give_it(grou
             steps = [advantages[row, k].item() for k, (s, _) in enumerate(path)]
             own = sum(a for k, a in enumerate(steps) if k == 0 or path[k][0] != path[k - 1][0])
             assert own == pytest.approx(reward - sum(trees) / len(trees), abs=1e-6)
-
-
-def test_what_a_row_shares_with_an_earlier_one_is_its_context():
-    made = trajectories(expected([[EARLY]], True))
-    (first, _), (second, _), *_ = segments.samples(made, segments.find(made))
-    assert first is made[0], "nobody has its tokens before it"
-    assert second.tokens == made[1].tokens
-    shared = sum(tokens for _, tokens in made[1].turn_tokens[:3])
-    trained = sum(tokens for _, tokens in made[1].turn_tokens[3:])
-    assert second.response_tokens == trained == made[1].response_tokens - shared > 0
-    at = [i for i, bit in enumerate(made[1].mask) if bit][shared:]
-    assert [i for i, bit in enumerate(second.mask) if bit] == at
-    assert p.unpack_tokens(second.versions).tolist() == [0 if bit else -1 for bit in second.mask]
-    assert p.unpack_floats(second.logprobs).tolist() == [-0.5 * bit for bit in second.mask]
-    assert second.turn_tokens == made[1].turn_tokens[3:]
 
 
 def test_every_other_algorithm_gets_the_trajectories_whole():

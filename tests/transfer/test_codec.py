@@ -328,22 +328,6 @@ def test_threads_encode_and_decode_side_by_side():
         list(pool.map(work, range(8)))
 
 
-def test_compile_all_leaves_nothing_to_compile():
-    codec.compile_all()
-    from rose.transfer import rice
-
-    counts = {
-        name: len(loop.signatures)
-        for name, loop in vars(rice).items()
-        if hasattr(loop, "nopython_signatures") and not name.startswith("_")
-    }
-    for dtype in DTYPES:
-        for payload, old in payloads_of_every_kind(dtype):
-            try_payload(payload, old)
-    assert counts == {name: len(getattr(rice, name).signatures) for name in counts}
-    assert counts["scan"] == 2
-
-
 def test_the_example_of_the_format_document_is_what_the_codec_makes():
     old = np.full(24, 0x3F80, np.uint16)
     old[20] = 0x8001

@@ -141,9 +141,6 @@ def test_the_check_names_a_parameter_that_is_not_what_it_should_be(two):
             made.check()
 
 
-# --------------------------------------------------------------------------- memory of the device
-
-
 def changed_by(share: float, tmp_path, dtype=torch.bfloat16):
     """A store of versions 0 and 1, so large a share of the values apart; the weights of both."""
     weights = {"w": torch.randn(40, 100).to(dtype), "v": torch.randn(3000).to(dtype)}
@@ -224,10 +221,6 @@ def test_of_a_device_what_is_free_less_a_reserve_is_taken_and_never_more_than_al
     for free, most, wanted in cases:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, f=free: (f, 80 * 2**30))
         assert changes.budget(live, most) == wanted
-
-
-# --------------------------------------------------------------------------- tensor-parallel
-# servers
 
 
 SIZES = {"layers": 2, "hidden": 16, "intermediate": 24, "heads": 8, "head_dim": 4}

@@ -57,21 +57,18 @@ def write(store, plan, version=0, base=FULL, ranks=None):
 
 
 @pytest.fixture
-def plan(tmp_path):
-    create(tmp_path / "store", plan_of())
+def plan():
     return plan_of()
 
 
 @pytest.fixture
 def store(tmp_path, plan):
+    create(tmp_path / "store", plan)
     return tmp_path / "store"
 
 
 def opened(store, version=0, base=FULL) -> Edge:
     return Edge(Folder(store), version, base, *read_plan(Folder(store)))
-
-
-# --------------------------------------------------------------------------- names, sealed files
 
 
 OTHERS = "000012/full v12a/full v000012/rest v/full v000012/000011 v000012/from-x leases/a.json"
@@ -109,9 +106,6 @@ def test_another_format_and_another_kind_of_file_are_refused_by_name(plan):
 def test_the_plan_of_a_store_that_is_none_is_missing_by_name(tmp_path):
     with pytest.raises(Missing, match=f"{tmp_path}/nothing/plan.json"):
         read_plan(Folder(tmp_path / "nothing"))
-
-
-# --------------------------------------------------------------------------- commit
 
 
 def test_an_edge_without_manifest_does_not_exist(store, plan):
@@ -208,9 +202,6 @@ def test_a_store_whose_removal_was_interrupted_is_no_store(store, plan, monkeypa
         read_plan(Folder(store))
 
 
-# --------------------------------------------------------------------------- a full disk
-
-
 def test_a_full_disk_leaves_no_file_and_the_process_lives(store, plan):
     """The kernel lets files grow to 100 bytes only."""
     write(store, plan)
@@ -231,9 +222,6 @@ def test_a_full_disk_leaves_no_file_and_the_process_lives(store, plan):
     assert left == ["rank-00000.h5", "rank-00001.h5"]
 
 
-# --------------------------------------------------------------------------- tidy and collect
-
-
 def names(store) -> list[str]:
     """Of the edges that are committed."""
     found = [edge_name(*step) for step in list_edges(Folder(store))]
@@ -251,28 +239,6 @@ def published(store, versions: int, tidy: bool = False, **options):
         if tidy:
             world.tidy()
     return world, weights
-
-
-def test_an_edge_from_the_model_folder_is_made_beside_each_full_version_and_says_as_much(tmp_path):
-    """The edge gives the same values of every block as all differences in a row."""
-    world, weights = published(tmp_path / "store", 9, tidy=True, full_every=4, keep=100)
-    for version in range(9):
-        for base in (FULL, INITIAL):
-            there = edge_name(version, base) in names(world.store)
-            assert there == (version % 4 == 0)
-    for version in (4, 8):
-        one = opened(world.store, version, INITIAL)
-        steps = [opened(world.store, v, v - 1) for v in range(version + 1)]
-        for number, block in enumerate(world.plan.blocks):
-            values, start = None, world.read(block, block.owner, weights[INITIAL])
-            for step in steps:
-                entry, payload = step.payloads(block.owner, [number])[number]
-                values = codec.decode(payload, start if values is None else values)
-            made, payload = one.payloads(block.owner, [number])[number]
-            assert np.array_equal(codec.decode(payload, start), values)
-            assert np.array_equal(values, world.read(block, block.owner, weights[version]))
-            assert made.old == xxhash.xxh3_128_digest(start)
-            assert made.new == xxhash.xxh3_128_digest(values)
 
 
 def raises(error):

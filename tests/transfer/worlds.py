@@ -59,12 +59,12 @@ class Model:
         part = -(-size // self.size)
         return [(r, min(r * part, size), min((r + 1) * part, size)) for r in range(self.size)]
 
-    def read(self, block, rank: int, weights: dict[str, torch.Tensor] | None = None) -> np.ndarray:
-        """The block's patterns now, or within these weights."""
+    def read(self, block, rank: int) -> np.ndarray:
+        """The block's patterns now."""
         tensor = self.plan.tensors[block.tensor]
         _, start, stop = self.shards[tensor.name][rank]
         # a rank reads nothing but its shard
-        flat = (weights or self.weights)[tensor.name].reshape(-1)[start:stop]
+        flat = self.weights[tensor.name].reshape(-1)[start:stop]
         values = torch.cat([p.reshape(-1) for p in take(flat, start, block, tensor.columns)])
         signed = values.view(torch.int16 if values.element_size() == 2 else torch.int32).numpy()
         return signed.view(np.uint16 if signed.itemsize == 2 else np.uint32)
