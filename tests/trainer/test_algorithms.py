@@ -15,6 +15,7 @@ import torch
 from rose.config import ConfigError, from_dict
 from rose.trainer.algorithms import ALGORITHMS, build
 from rose.trainer.algorithms.base import Summary, TokenBatch, differ
+from rose.trainer.growing import Growing
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -386,3 +387,35 @@ def test_a_bad_configuration_says_which_key_and_what_would_be_right(name, args, 
     with pytest.raises(ConfigError) as error:
         build(name, args)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+# ---------------------------------------------------------------- batches that grow (test_stream.py)
+
+
+def groups_of_two(rows):
+    """Return the first rows of four groups of two."""
+    rewards = torch.tensor([0.5, 1.0, 0.0, 2.0, 1.0, 0.0, 3.0, 1.0])[:rows]
+    number, tokens = torch.arange(rows), torch.tensor([3, 9, 0, 5, 6, 2, 7, 7][:rows])
+    return Summary(rewards, number // 2, tokens, number < 0)
+
+
+@pytest.mark.parametrize("baseline", ["none", "group"])
+def test_advantages_of_the_whole_batch_are_found_out(baseline):
+    algorithm = build("reinforce_pp", ARGS["reinforce_pp"] | {"baseline": baseline})
+    assert algorithm.advantages_of_batch
+    growing = Growing(algorithm)
+    growing.extend(groups_of_two(4))
+    with pytest.raises(ValueError, match="the advantages of groups .* trainer.stream=false"):
+        growing.extend(groups_of_two(8))
+
+
+def test_weights_that_change_by_more_than_a_factor_are_found_out():
+    class Longest(ALGORITHMS["grpo"]):
+        def token_weights(self, summary):
+            longest = summary.response_tokens.max()
+            return (summary.response_tokens / longest).pow(len(summary.rewards))
+
+    growing = Growing(Longest(0.2, 0.2, True))
+    growing.extend(groups_of_two(2))
+    with pytest.raises(ValueError, match="the weights of groups"):
+        growing.extend(groups_of_two(4))

@@ -8,6 +8,7 @@ as it comes and goes. What is estimated is rose/launch/memory.py's, which dry ru
 import weakref
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,9 +20,9 @@ from rose.launch import memory
 from tests.conftest import compose_tree
 from tests.trainer import tiny_world
 
-SHAPE = {"layers": 4, "hidden": 128, "intermediate": 352, "heads": 4, "kv_heads": 2}
-SHAPE |= {"head_dim": 32, "vocab": 2048, "tied_embeddings": False}
-MIXTURE = {"experts": 8, "experts_per_token": 2, "expert_intermediate": 96}
+SIZES = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "head_dim": 32}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 KEYS = "model=qwen3_8b trainer=zero3_gpu rollout=gpu cluster=local trainer.ranks=1 "
 KEYS += "env.max_new_tokens=64 trainer.threads=2 "
 TOKENS = 256
@@ -32,24 +33,14 @@ def measured(job: dict, rank: int) -> None:
     """Reports moment -> (estimated, allocated), bytes, of the only rank."""
     from rose.trainer import deepspeed_engine
 
-    c, folder, shape = config.from_dict(job["tree"]), Path(job["folder"]), job["shape"]
+    c = config.from_dict(job["tree"])
     torch.set_num_threads(c.trainer.threads)
     device = deepspeed_engine.use_device(0, 0)
     deepspeed_engine.join_world(device, 0, 1, address.local_place(job["port"]), 300.0)
-    sizes = {"vocab_size": shape["vocab"], "hidden_size": shape["hidden"]}
-    sizes |= {"intermediate_size": shape["intermediate"], "num_hidden_layers": shape["layers"]}
-    sizes |= {"num_attention_heads": shape["heads"], "num_key_value_heads": shape["kv_heads"]}
-    sizes |= {"head_dim": shape["head_dim"], "tie_word_embeddings": shape["tied_embeddings"]}
-    if experts := shape.get("experts"):
-        sizes |= {"num_experts": experts, "num_experts_per_tok": shape["experts_per_token"]}
-        sizes["moe_intermediate_size"] = shape["expert_intermediate"]
-    model = tiny_world.random_model("Qwen3Moe" if experts else "Qwen3", **sizes)
-    model.to(getattr(torch, c.trainer.dtype)).save_pretrained(folder)
-    del model
     meter = Meter()
     with meter:
-        engine = deepspeed_engine.DeepSpeedEngine(c.trainer, folder, device)
-        found = steps(engine, job, meter)
+        engine = deepspeed_engine.DeepSpeedEngine(c.trainer, Path(job["folder"]), device)
+        found = steps(engine, c.model.shape.vocab, meter)
     estimated = memory.moments(c, c.model.shape)
     pairs = {moment: (estimated[moment], found[moment]) for moment in found}
     tiny_world.report(job, rank, pairs)
@@ -89,11 +80,10 @@ class Meter(TorchDispatchMode):
         self._known.pop(key, None)
 
 
-def steps(engine, job: dict, meter: Meter) -> dict[str, float]:
+def steps(engine, vocabulary: int, meter: Meter) -> dict[str, float]:
     """Peaks of the second step, when Adam's moments are there."""
     found: dict[str, float] = {}
-    rows = 2
-    inputs = torch.randint(0, job["shape"]["vocab"], (rows, job["tokens"] // rows))
+    inputs = torch.randint(0, vocabulary, (2, TOKENS // 2))
     mask = torch.ones_like(inputs)
     for _ in range(2):
         meter.begin()
@@ -124,10 +114,12 @@ def steps(engine, job: dict, meter: Meter) -> dict[str, float]:
 )
 def test_a_trainer_rank_allocates_what_is_estimated(tmp_path, stage, vocab, more, mixture):
     """With a large vocabulary the logits need most, with a small one the layers."""
+    family, sizes = "Qwen3Moe" if mixture else "Qwen3", SIZES | {"vocab_size": vocab} | mixture
     tree = compose_tree(KEYS, f"trainer.zero_stage={stage}", *more)
-    tree["model"]["shape"] = shape = SHAPE | {"vocab": vocab} | mixture
-    job = {"name": "run", "tokens": TOKENS, "tree": tree, "shape": shape}
-    [found] = tiny_world.run_world(job, tmp_path, 1, measured)
+    dtype = getattr(torch, tree["trainer"]["dtype"])
+    tiny_world.random_model(family, **sizes).to(dtype).save_pretrained(tmp_path)
+    tree["model"]["shape"] = msgspec.to_builtins(config.read_shape(tmp_path))
+    [found] = tiny_world.run_world({"name": "run", "tree": tree}, tmp_path, 1, measured)
     assert found.keys() == {"forward and backward", "update", "between steps"}
     for moment, (estimated, counted) in found.items():
         assert estimated == pytest.approx(counted, rel=0.15), (moment, found)

@@ -83,11 +83,8 @@ def rows_like_a_batch(groups, size, system, prompt, answer, seed=0):
     rows = []
     for _ in range(groups):
         asked = draw.integers(0, 1000, prompt)
-        rows += [
-            np.concatenate([begin, asked, draw.integers(0, 1000, answer)]).astype(np.int32)
-            for _ in range(size)
-        ]
-    return [rows[i] for i in draw.permutation(len(rows))]
+        rows += [[*begin, *asked, *draw.integers(0, 1000, answer)] for _ in range(size)]
+    return [np.array(rows[i], np.int32) for i in draw.permutation(len(rows))]
 
 
 def distinct_prefixes(rows):

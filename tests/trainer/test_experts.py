@@ -1,9 +1,12 @@
-"""Experts as transformers holds and saves them."""
+"""Experts as transformers holds and saves them; those without tokens have no gradient."""
+
+import copy
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from rose.trainer import model as models
 from rose.trainer.experts import parameter_of, parts
 from tests.trainer.tiny_world import SIZES, random_model
 
@@ -40,3 +43,36 @@ def test_a_part_is_found_in_its_parameter(model):
     for name, whole in model.named_parameters():
         for part in parts(name, tuple(whole.shape)):
             assert parameter_of(part.name, part.shape) == (name, part.start)
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_equal_the_plain_loop_also_unchosen_ones(tmp_path, tokens, dtype, monkeypatch):
+    tiny_mixture().save_pretrained(tmp_path)
+    hf = models.load(tmp_path, dtype, gradient_checkpointing=False).hf
+    ours = hf.base_model.layers[0].mlp.experts
+    plain = copy.deepcopy(ours)
+    plain.config._experts_implementation = "eager"
+    counts = []
+    product = torch.nn.functional.grouped_mm
+
+    def counted(rows, weights, offs):
+        counts.append(offs.diff(prepend=offs.new_zeros(1)))
+        return product(rows, weights, offs=offs)
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", counted)
+    numbers = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, 32, generator=numbers).to(dtype)
+    chosen = torch.tensor([[1, 5], [5, 6]]).repeat(4, 1)[:tokens]
+    weights = torch.rand(tokens, 2, generator=numbers).to(dtype)
+    found = []
+    for experts in (ours, plain):
+        inputs = [x.clone().requires_grad_() for x in (hidden, weights)]
+        values = experts(inputs[0], chosen, inputs[1])
+        (values.float() ** 2).sum().backward()
+        found.append([values, *(x.grad for x in inputs), *(p.grad for p in experts.parameters())])
+    close = {"rtol": 1e-4, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.05, "atol": 1e-3}
+    torch.testing.assert_close(*found, **close)
+    assert len(counts) == 2 and all((count >= 1).all() for count in counts)
+    for gradient in found[0][3:]:
+        assert gradient[1].any() and not gradient[[0, 2, 3, 4, 7]].any()

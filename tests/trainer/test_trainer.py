@@ -105,10 +105,16 @@ class Plain:
             share / max(1, tokens) / trees
             for share, tokens in zip(tiny_world.SHARES, summary.response_tokens, strict=True)
         ]
+        return self.gradient(rows, rows, self.proximal(rows), advantages, weights)
+
+    def proximal(self, rows):
         with torch.no_grad():
-            proximal = {row: self.logprobs(t) for row, t in rows.items()}
-        loss = sum(self.loss(rows[r], r, proximal[r], advantages, weights) for r in rows)
-        loss.backward()
+            return {row: self.logprobs(t) for row, t in rows.items()}
+
+    def gradient(self, rows, chosen, proximal, advantages, weights, factor=1):
+        """(loss, norm of its gradient, which is clipped)"""
+        loss = sum(self.loss(rows[r], r, proximal[r], advantages, weights) for r in chosen)
+        (loss * factor).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.05)
         return loss.item(), float(norm)
 
@@ -118,19 +124,16 @@ class Plain:
         turns = [each + [torch.nan] * (3 - len(each)) for each in summary.turn_rewards]
         whole = as_tensors(summary, turn_rewards=torch.tensor(turns, dtype=torch.float64))
         advantages, weights = self.algorithm.advantages(whole), self.algorithm.token_weights(whole)
-        with torch.no_grad():
-            proximal = {row: self.logprobs(t) for row, t in rows.items()}
-        total, norms = 0.0, []
+        proximal, total, norms = self.proximal(rows), 0.0, []
         for update in tiny_world.plan(seed, rows, 1, limit, updates)[0][0]:
             self.optimizer.zero_grad()
             chosen = [row for micro in update for row in micro]
-            loss = sum(self.loss(rows[r], r, proximal[r], advantages, weights) for r in chosen)
-            (loss * updates).backward()
-            norms.append(float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.05)))
+            of_batch = proximal, advantages, weights
+            loss, norm = self.gradient(rows, chosen, *of_batch, factor=updates)
+            total, norms = total + loss, [*norms, norm]
             self.applied += 1
             self.optimizer.param_groups[0]["lr"] = 0.01 * min(1, self.applied / 2)
             self.optimizer.step()
-            total += loss.item()
         return total, sum(norms) / len(norms)
 
 

@@ -15,32 +15,9 @@ from rose.transfer.receive import Receiver, whole
 from rose.transfer.source import Folder
 from rose.transfer.store import FULL, INITIAL, MANIFEST, edge_name
 from tests.parts.relay.relays import TOKEN, Running
-from tests.transfer.worlds import World, same
+from tests.transfer.worlds import History, same
 
 ALL = 1 << 30
-
-
-class History:
-    """A world, and the weights of each version that it has published."""
-
-    def __init__(self, store, versions: int, **options):
-        self.world = World(store, **options)
-        self.store, self.weights = self.world.store, {INITIAL: dict(self.world.weights)}
-        for version in range(versions):
-            self.publish(version)
-
-    def publish(self, version: int, tidy: bool = True):
-        self.world.step(0.1)
-        self.world.publish(version)
-        self.weights[version] = dict(self.world.weights)
-        if tidy:
-            self.world.tidy()
-
-    def live(self, version):
-        return {
-            name: torch.zeros_like(t) if version is None else t.clone()
-            for name, t in self.weights[INITIAL if version is None else version].items()
-        }
 
 
 class Reader:

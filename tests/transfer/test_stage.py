@@ -232,11 +232,8 @@ def shape_of(kv_heads: int, tied: bool) -> ModelShape:
 
 
 def weights_of(shape: ModelShape, bias: bool) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return {
-        name: torch.randn(extent, generator=generator).bfloat16()
-        for name, extent in shapes.tensors(shape, bias).items()
-    }
+    torch.manual_seed(3)
+    return {n: torch.randn(extent).bfloat16() for n, extent in shapes.tensors(shape, bias).items()}
 
 
 def parameters_of(shape: ModelShape, bias: bool, tp_size: int) -> dict[str, torch.Tensor]:

@@ -36,7 +36,7 @@ from rose.transfer.store import (
     unseal,
     write_file,
 )
-from tests.transfer.worlds import Peer, World, same
+from tests.transfer.worlds import History, Peer, World, same
 
 TENSORS = [Tensor("w", (40, 5), "bfloat16"), Tensor("norm", (12,), "float32")]
 
@@ -228,19 +228,6 @@ def names(store) -> list[str]:
     return sorted(name for name in found if (store / name / MANIFEST).exists())
 
 
-def published(store, versions: int, tidy: bool = False, **options):
-    """A world, and the weights of each of its versions."""
-    world, weights = World(store, **options), {}
-    weights[INITIAL] = dict(world.weights)
-    for version in range(versions):
-        world.step()
-        world.publish(version)
-        weights[version] = dict(world.weights)
-        if tidy:
-            world.tidy()
-    return world, weights
-
-
 def raises(error):
     def broken(*args):
         raise error
@@ -248,18 +235,19 @@ def raises(error):
     return broken
 
 
-def full_due(store, keep=100):
-    """A world that has published version 2, of which a full version and an edge from the model's
-    folder are due."""
-    world, weights = published(store, 2, tidy=True, full_every=2, keep=keep)
-    world.step()
-    world.together(lambda rank: world.publishers[rank].publish(2))
-    return world, weights
+def full_due(store, keep=100) -> History:
+    """Version 2 is published, of which a full version and an edge from the model's folder are
+    due."""
+    history = History(store, 2, full_every=2, keep=keep)
+    history.world.step()
+    history.world.together(lambda rank: history.world.publishers[rank].publish(2))
+    return history
 
 
 @pytest.mark.parametrize("trouble", ["damaged file", "no payload", "disk that can't be listed"])
 def test_what_tidying_cannot_read_is_left_out(tmp_path, monkeypatch, capfd, trouble):
-    world, weights = full_due(tmp_path / "store", keep=2)
+    history = full_due(tmp_path / "store", keep=2)
+    world = history.world
     with monkeypatch.context() as patch:
         if trouble == "damaged file":
             path = world.store / edge_name(1, 0) / "rank-00001.h5"
@@ -277,7 +265,7 @@ def test_what_tidying_cannot_read_is_left_out(tmp_path, monkeypatch, capfd, trou
         world.publish(version)
         world.tidy()
     assert same(materialise(world.store, 4), world.weights)
-    live = dict(weights[INITIAL])
+    live = history.live(INITIAL)
     receiver = Receiver(str(world.store), None, None, whole, Live(live))
     staged = receiver.stage(INITIAL, 4, 1, 1 << 30, 30.0)
     staged.flip()
@@ -292,7 +280,7 @@ def test_what_tidying_cannot_read_is_left_out(tmp_path, monkeypatch, capfd, trou
 def test_a_full_version_without_room_leaves_nothing_and_comes_with_the_next(
     tmp_path, monkeypatch, capfd, step
 ):
-    world, _ = full_due(tmp_path / "store")
+    world = full_due(tmp_path / "store").world
     finish, full = EdgeWriter.finish, TransferError("not written: No space left on device")
 
     def refuse(self) -> None:
@@ -315,17 +303,18 @@ def test_a_full_version_without_room_leaves_nothing_and_comes_with_the_next(
 
 def test_every_version_that_is_kept_can_be_reached_after_the_collector(tmp_path):
     assert collect(tmp_path, 2) == [], "of an empty store"
-    world, weights = published(tmp_path / "store", 11, tidy=True, full_every=4, keep=2)
+    history = History(tmp_path / "store", 11, full_every=4, keep=2)
+    world = history.world
     assert names(world.store)[0] == "v000008/from-initial" and "v000008/full" in names(world.store)
     for version in (8, 9, 10):
-        assert same(materialise(world.store, version), weights[version])
+        assert same(materialise(world.store, version), history.weights[version])
     assert not list(world.store.glob("v000007*")) and collect(world.store, 2) == []
     with pytest.raises(ValueError, match="version 1 after 10: versions grow"):
         world.publish(1)
 
 
 def test_the_newest_full_version_that_leads_to_all_kept_ones_is_kept_and_all_after_it(tmp_path):
-    world, _ = published(tmp_path / "store", 6, full_every=4, keep=3)
+    world = History(tmp_path / "store", 6, tidy=False, full_every=4, keep=3).world
     # version 3 is kept, and only the full version 0 leads to it
     assert collect(world.store, 3) == []
     assert collect(world.store, 2) == [(0, INITIAL), (0, FULL), (1, 0), (2, 1), (3, 2)]
@@ -334,7 +323,7 @@ def test_the_newest_full_version_that_leads_to_all_kept_ones_is_kept_and_all_aft
 
 
 def test_edges_without_manifest_are_not_counted_as_versions_and_go_with_the_old_ones(tmp_path):
-    world, _ = published(tmp_path / "store", 3, full_every=1)
+    world = History(tmp_path / "store", 3, tidy=False, full_every=1).world
     (world.store / edge_name(9, 8)).mkdir(parents=True)  # being written
     (world.store / edge_name(1, FULL) / MANIFEST).unlink()  # was never committed
     assert set(collect(world.store, 1)) == {(0, INITIAL), (0, FULL), (1, INITIAL), (1, 0)}
@@ -343,7 +332,7 @@ def test_edges_without_manifest_are_not_counted_as_versions_and_go_with_the_old_
 
 
 def test_files_go_a_call_after_their_manifest_so_that_who_reads_them_can_end(tmp_path):
-    world, _ = published(tmp_path / "store", 3, full_every=1)
+    world = History(tmp_path / "store", 3, tidy=False, full_every=1).world
     source = Folder(world.store)
     edge = opened(world.store, 1, 0)
     assert (1, 0) in collect(world.store, 1)

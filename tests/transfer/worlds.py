@@ -11,7 +11,7 @@ import torch
 from rose.transfer.base import Base
 from rose.transfer.blocks import Tensor, cut, take
 from rose.transfer.publish import Publisher
-from rose.transfer.store import FORMAT, Plan
+from rose.transfer.store import FORMAT, INITIAL, Plan
 
 SHAPES = {"embed": (50, 12), "layer.weight": (24, 12), "layer.bias": (24,), "norm": (12,)}
 CUTS = {"embed": ([0, 25, 50], []), "layer.weight": ([], [0, 6, 12])}
@@ -138,6 +138,29 @@ class World(Model):
         for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
             raise error
         return results
+
+
+class History:
+    """A world, and the weights of each version that it has published."""
+
+    def __init__(self, store, versions: int, tidy: bool = True, **options):
+        self.world = World(store, **options)
+        self.store, self.weights = self.world.store, {INITIAL: dict(self.world.weights)}
+        for version in range(versions):
+            self.publish(version, tidy)
+
+    def publish(self, version: int, tidy: bool = True):
+        self.world.step(0.1)
+        self.world.publish(version)
+        self.weights[version] = dict(self.world.weights)
+        if tidy:
+            self.world.tidy()
+
+    def live(self, version):
+        return {
+            name: torch.zeros_like(t) if version is None else t.clone()
+            for name, t in self.weights[INITIAL if version is None else version].items()
+        }
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
