@@ -63,10 +63,11 @@ class Plain:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         grpo = {"clip_low": 0.2, "clip_high": 0.2, "scale_by_std": False}
         self.algorithm = build(name, grpo | args)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1
-        )
-        self.applied = 0
+        self.optimizer, self.applied = self.adam(self.model.parameters()), 0
+
+    @staticmethod
+    def adam(parameters):
+        return torch.optim.AdamW(parameters, 0.01, (0.9, 0.95), 1e-3, weight_decay=0.1)
 
     def logprobs(self, t, model=None):
         tokens = torch.tensor(unpack_tokens(t.tokens)).long()
@@ -168,11 +169,9 @@ TURNS = {"gamma": 0.9, "trajectory_weight": 0.25}
 def test_everything_at_once_equals_the_plain_loop(stage, ranks, algorithm, args, tmp_path):
     model = tiny_world.save_model(tmp_path / "model")
     settings = [f"algorithm={algorithm}", *(f"algorithm.args.{k}={v}" for k, v in args.items())]
-    job = {
-        "name": "run",
-        "settings": [*settings, "algorithm.kl_coef=0.5", f"trainer.zero_stage={stage}", WARM],
-        "actions": [*(["train", *step] for step in STEPS), ["turn"], ["train", *LAST]],
-    }
+    settings += ["algorithm.kl_coef=0.5", f"trainer.zero_stage={stage}", WARM]
+    actions = [*(["train", *step] for step in STEPS), ["turn"], ["train", *LAST]]
+    job = {"name": "run", "settings": settings, "actions": actions}
     reports = tiny_world.run_world(job, tmp_path, ranks)
     plain, without = (Warm(model, kl, algorithm, **args) for kl in (0.5, 0.0))
     for step, metrics in zip([*STEPS, LAST], reports[0]["metrics"], strict=True):

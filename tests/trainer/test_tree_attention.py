@@ -47,6 +47,11 @@ def test_blocks_are_those_that_torch_finds_in_the_dense_mask(seed):
     assert all(torch.equal(getattr(ours, name), getattr(theirs, name)) for name in NUMBERS)
     seen = ours.mask_mod(0, 0, torch.arange(length)[:, None], torch.arange(length))
     assert torch.equal(seen, tree.attention()[0, 0])
+    blocks = seen.view(length // BLOCK, BLOCK, -1, BLOCK).all(3).all(1)
+    for row, full, count in zip(
+        blocks, ours.full_kv_indices[0, 0], ours.full_kv_num_blocks[0, 0], strict=False
+    ):
+        assert row[full[:count].long()].all()
 
 
 def test_a_tree_that_ranks_share_has_like_parts_of_whole_blocks():
