@@ -3,7 +3,7 @@
 P is the number of parameters, A of which are trained (all, or trainer.lora's), N the number of
 trainer ranks, b the bytes per element of the role's dtype, T = trainer.micro_batch_tokens /
 trainer.sequence_parallel, E = vocab x hidden, the largest parameter. Statements about DeepSpeed
-were read in 0.19.8 and measured by tests/trainer/allocated.py (without an adapter).
+were read in 0.19.8 and measured by tests/trainer/test_allocated.py (without an adapter).
 
 Trainer, between steps (ZeRO, arXiv 1910.02054; "shared from stage 2" means 1/N per rank from
 there):

@@ -1,4 +1,4 @@
-"""Run by test_head_triton.py in Triton's interpreter: the CPU's memory is the device's."""
+"""Run by tests/transfer/test_digests.py in Triton's interpreter: the CPU's memory is the device's."""
 
 import pytest
 import torch

@@ -112,12 +112,8 @@ def test_loss_and_parameter_gradients_are_trls(trl_trainer, case, corrected, bet
     trainer.beta = beta
     ids, mask = tokens()
     algorithm = build(name, args)
-    summary = Summary(
-        torch.tensor([1.0, 0.0, 0.5, 2.0, 2.0, -1.0]),
-        torch.tensor([0, 0, 0, 1, 1, 1]),
-        torch.tensor(LENGTHS),
-        torch.zeros(ROWS).bool(),
-    )
+    lists = [1.0, 0.0, 0.5, 2.0, 2.0, -1.0], [0, 0, 0, 1, 1, 1], LENGTHS, [False] * ROWS
+    summary = Summary(*map(torch.tensor, lists))
     advantages = algorithm.advantages(summary)
 
     logprobs = response_logprobs(trainer.model, ids, mask)

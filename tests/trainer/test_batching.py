@@ -3,7 +3,6 @@ ranks."""
 
 import random
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -18,13 +17,17 @@ def lengths_like_rollouts(n, seed):
     return [random.Random(seed + i).randint(20, 768) for i in range(n)]
 
 
+def micro_batches_of(plan):
+    return [m for rank in plan for update in rank for m in update]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("updates", [1, 2, 4])
 @pytest.mark.parametrize("limit", [768, 2000, 8192])
 def test_every_row_once_and_as_many_micro_batches_on_every_rank(ranks, updates, limit):
     lengths = lengths_like_rollouts(64, seed=ranks * 100 + updates)
     plan = plan_micro_batches(Padded(lengths), ranks, limit, updates)
-    micro_batches = [m for rank in plan for update in rank for m in update]
+    micro_batches = micro_batches_of(plan)
     assert sorted(row for m in micro_batches for row in m) == list(range(64))
     assert max(size_of(m, Padded(lengths)) for m in micro_batches) <= limit
     assert len(plan) == ranks and all(len(rank) == updates for rank in plan)
@@ -46,31 +49,26 @@ def test_work_is_balanced_over_ranks_and_updates():
 def test_padding_is_small_when_lengths_vary():
     lengths = lengths_like_rollouts(128, seed=3)
     plan = plan_micro_batches(Padded(lengths), 2, 4096, 1)
-    padded = sum(size_of(m, Padded(lengths)) for rank in plan for update in rank for m in update)
+    padded = sum(size_of(m, Padded(lengths)) for m in micro_batches_of(plan))
     assert padded < 1.15 * sum(lengths)
-
-
-def test_one_micro_batch_per_rank_when_the_limit_allows():
-    plan = plan_micro_batches(Padded([10] * 8), 2, 10_000, 1)
-    assert [len(rank[0]) for rank in plan] == [1, 1]
-    assert [len(rank[0][0]) for rank in plan] == [4, 4]
 
 
 def test_a_rank_without_enough_rows_gets_an_empty_micro_batch():
     plan = plan_micro_batches(Padded([100] * 3), 2, 100, 1)
-    assert sorted(len(m) for rank in plan for m in rank[0]) == [0, 1, 1, 1]
-    assert [len(rank[0]) for rank in plan] == [2, 2]
-    assert all(any(rank[0]) for rank in plan)
+    assert sorted(len(m) for m in micro_batches_of(plan)) == [0, 1, 1, 1]
+    assert all(len(rank[0]) == 2 and any(rank[0]) for rank in plan)
 
 
-def test_a_row_that_is_too_long_is_named():
-    with pytest.raises(ValueError, match="row 2 has 101 tokens.*trainer.micro_batch_tokens=100"):
-        plan_micro_batches(Padded([5, 100, 101]), 1, 100, 1)
-
-
-def test_too_few_rows_for_the_ranks_is_said():
-    with pytest.raises(ValueError, match="3 trajectories.*each of 2 trainer"):
-        plan_micro_batches(Padded([5, 5, 5]), 2, 100, 2)
+@pytest.mark.parametrize(
+    "lengths, ranks, updates, words",
+    [
+        ([5, 100, 101], 1, 1, "row 2 has 101 tokens.*trainer.micro_batch_tokens=100"),
+        ([5, 5, 5], 2, 2, "3 trajectories.*each of 2 trainer"),
+    ],
+)
+def test_what_cannot_be_planned_is_named(lengths, ranks, updates, words):
+    with pytest.raises(ValueError, match=words):
+        plan_micro_batches(Padded(lengths), ranks, 100, updates)
 
 
 SIZES = {"layers": 30, "hidden": 576, "intermediate": 1536, "heads": 9, "kv_heads": 3}
@@ -85,11 +83,8 @@ def rows_like_a_batch(groups, size, system, prompt, answer, seed=0):
     rows = []
     for _ in range(groups):
         asked = draw.integers(0, 1000, prompt)
-        rows += [
-            np.concatenate([begin, asked, draw.integers(0, 1000, answer)]).astype(np.int32)
-            for _ in range(size)
-        ]
-    return [rows[i] for i in draw.permutation(len(rows))]
+        rows += [[*begin, *asked, *draw.integers(0, 1000, answer)] for _ in range(size)]
+    return [np.array(rows[i], np.int32) for i in draw.permutation(len(rows))]
 
 
 def distinct_prefixes(rows):
@@ -103,15 +98,10 @@ def test_shared_micro_batches_count_distinct_prefixes_and_keep_the_limit(ranks, 
     rows = rows_like_a_batch(groups=4, size=8, system=60, prompt=20, answer=40)
     packing = Shared(rows)
     plan = plan_micro_batches(packing, ranks, limit, updates)
-    micro_batches = [m for rank in plan for update in rank for m in update]
+    micro_batches = micro_batches_of(plan)
     assert sorted(row for m in micro_batches for row in m) == list(range(32))
     for m in micro_batches:
         assert size_of(m, packing) == distinct_prefixes([rows[row] for row in m]) <= limit
-
-
-def test_common_beginnings():
-    for a, b, common in (([1, 2], [1, 3], 1), ([1], [1, 2], 1), ([2], [1], 0), ([3], [3], 1)):
-        assert batching.common(np.array(a), np.array(b)) == common
 
 
 def test_trees_are_taken_where_they_save_and_only_there():
@@ -120,14 +110,6 @@ def test_trees_are_taken_where_they_save_and_only_there():
     assert plan_batch(alike, 1, 12_000, 1, flops(SMALL_MODEL))[1]
     assert not plan_batch(unlike, 1, 12_000, 1, flops(SMALL_MODEL))[1]
     assert not plan_batch(alike, 1, 12_000, 1, None)[1]
-
-
-@pytest.mark.parametrize("recomputes, kept", [(False, True), (True, False), (None, False)])
-def test_a_head_on_a_gpu_keeps_its_logits_where_layers_keep_theirs(make_config, recomputes, kept):
-    t = msgspec.structs.replace(make_config().trainer, gradient_checkpointing=recomputes)
-    found = batching.logit_elements(t, on_gpu=True)
-    assert found == (batching.LOGIT_ELEMENTS_KEPT if kept else batching.LOGIT_ELEMENTS_GPU)
-    assert batching.logit_elements(t, on_gpu=False) == batching.LOGIT_ELEMENTS
 
 
 def of_tokens(count: int) -> p.Trajectory:
@@ -147,7 +129,6 @@ def test_large_batches_are_cut_and_small_ones_are_not(monkeypatch):
 
 
 def test_a_rank_without_rows_still_hears_of_the_step():
-    step, part = batching.train_messages(
-        1, p.BatchSummary([0.0], [0], [0], [False]), [[[]]], False, [of_tokens(3)]
-    )
+    summary = p.BatchSummary([0.0], [0], [0], [False])
+    step, part = batching.train_messages(1, summary, [[[]]], False, [of_tokens(3)])
     assert step.parts == 1 and part.indices == [] and part.trajectories == []

@@ -17,25 +17,17 @@ def saved(run_dir, step):
     return checkpoint.commit(folder, state, keep=2)
 
 
-def test_a_folder_still_being_written_is_never_a_checkpoint(tmp_path):
+def test_a_checkpoint_holds_all_files_and_what_is_still_being_written_is_none(tmp_path):
     assert checkpoint.complete(tmp_path) == [] and checkpoint.latest(tmp_path) is None
-    whole = saved(tmp_path, 5)
+    final = saved(tmp_path, 5)
     unfinished = checkpoint.begin(tmp_path, 10)
     (unfinished / checkpoint.COORDINATOR_STATE).write_text("{}")
-    assert checkpoint.complete(tmp_path) == [whole] and checkpoint.latest(tmp_path) == whole
-
-
-def test_a_committed_checkpoint_holds_the_trainers_files_and_the_coordinators_state(tmp_path):
-    final = saved(tmp_path, 5)
+    assert checkpoint.complete(tmp_path) == [final] and checkpoint.latest(tmp_path) == final
     assert final == tmp_path / "checkpoints" / "step-000005" and checkpoint.step_of(final) == 5
     assert checkpoint.read_state(final) == {"step": 5, "scheduler": {"batching": {"next": 40}}}
     assert (final / "deepspeed" / "model.pt").read_bytes() == b"weights"
-    assert not list(final.parent.glob("*.tmp"))
-
-
-def test_begin_forgets_what_an_interrupted_attempt_left_of_the_same_step(tmp_path):
-    (checkpoint.begin(tmp_path, 5) / "torn.pt").write_bytes(b"half")
-    assert list(checkpoint.begin(tmp_path, 5).iterdir()) == []
+    # what an interrupted attempt left of the same step is forgotten
+    assert list(checkpoint.begin(tmp_path, 10).iterdir()) == []
 
 
 def test_a_mark_that_is_being_written_is_none_yet(tmp_path):
@@ -80,32 +72,19 @@ def test_what_cannot_be_removed_is_reported_and_ends_nothing(tmp_path, monkeypat
         checkpoint.begin(tmp_path, 8)
 
 
-def test_the_latest_is_the_greatest_step_not_the_last_name(tmp_path):
-    saved(tmp_path, 999_999), saved(tmp_path, 1_000_000)  # one digit more: sorts before it as text
+def test_the_latest_is_the_greatest_step_not_the_last_name_and_may_be_saved_again(tmp_path):
+    saved(tmp_path, 999_999)
+    (saved(tmp_path, 1_000_000) / "old").touch()  # one digit more: sorts before it as text
     assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 1_000_000
+    assert not (saved(tmp_path, 1_000_000) / "old").exists()
 
 
-def test_a_step_saved_again_replaces_the_first(tmp_path):
-    (saved(tmp_path, 5) / "old").write_text("")
-    assert not (saved(tmp_path, 5) / "old").exists()
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda path: path.unlink(),
-        lambda path: path.write_text('{"step": 5, "sch'),
-        lambda path: path.write_text(""),
-        lambda path: path.write_bytes(b'{"step": "\xff"}'),
-        lambda path: path.write_text("[5]"),
-    ],
-    ids=["missing", "torn", "empty", "no text", "no object"],
-)
-def test_a_damaged_state_is_one_error_that_says_what_to_remove(tmp_path, damage):
-    final = saved(tmp_path, 5)
-    damage(final / checkpoint.COORDINATOR_STATE)
+@pytest.mark.parametrize("text", [None, b'{"step": 5, "sch', b"", b'{"step": "\xff"}', b"[5]"])
+def test_a_damaged_state_is_one_error_that_says_what_to_remove(tmp_path, text):
+    path = saved(tmp_path, 5) / checkpoint.COORDINATOR_STATE
+    path.unlink() if text is None else path.write_bytes(text)
     with pytest.raises(ValueError, match=r"step-000005 is damaged \(coordinator.json") as raised:
-        checkpoint.read_state(final)
+        checkpoint.read_state(path.parent)
     assert not isinstance(raised.value, json.JSONDecodeError)
 
 
@@ -119,13 +98,12 @@ def saved_by(folder, ranks, stage, dtype="float32"):
     return state
 
 
+UPDATES = b'{"ranks": "2", "zero_stage": 2, "dtype": "float32", "updates": 5}'
+NONE = b'{"ranks": 2, "zero_stage": 2, "dtype": "float32"}'
+
+
 @pytest.mark.parametrize(
-    "text",
-    [
-        *(b'{"ranks": "\xff"}', b'{"ranks": 1}', b"[1]", b"null", b"{"),
-        b'{"ranks": "2", "zero_stage": 2, "dtype": "float32", "updates": 5}',
-        b'{"ranks": 2, "zero_stage": 2, "dtype": "float32"}',
-    ],
+    "text", [b'{"ranks": "\xff"}', b'{"ranks": 1}', b"[1]", b"null", b"{", UPDATES, NONE]
 )
 def test_a_damaged_note_of_the_trainer_is_named(tmp_path, make_config, text):
     (tmp_path / checkpoint.TRAINER_STATE).write_bytes(text)
@@ -133,28 +111,19 @@ def test_a_damaged_note_of_the_trainer_is_named(tmp_path, make_config, text):
         checkpoint.read_trainer(tmp_path, make_config().trainer)
 
 
-def test_a_checkpoint_is_continued_by_other_ranks_at_another_stage(tmp_path, make_config):
-    for stages, ranks in (((2, 2), 3), ((1, 3), 1), ((0, 0), 2)):
-        state = saved_by(tmp_path, 2, stages[0])
-        trainer = make_config(f"trainer.zero_stage={stages[1]}", f"trainer.ranks={ranks}").trainer
-        assert checkpoint.read_trainer(tmp_path, trainer) == state
-
-
 @pytest.mark.parametrize(
     ("stage", "dtype", "gone", "words"),
     [
-        (0, "float32", None, "saved by 2 trainer ranks with ZeRO 0, continued by 1 trainer rank "
-         "with ZeRO 2.*set trainer.zero_stage=0"),
-        (2, "bfloat16", None, "saved with trainer.dtype=bfloat16, now float32; set it to bfloat16"),
-        (2, "float32", 1, "zero_pp_rank_1_mp_rank_00_optim_states.pt is absent; bring it back"),
+        (0, "float32", "", r"by 2 trainer ranks with ZeRO 0, .* by 1 .*set trainer.zero_stage=0"),
+        (2, "bfloat16", "", "saved with trainer.dtype=bfloat16, now float32; set it to bfloat16"),
+        (2, "float32", "*_1_*", "zero_pp_rank_1_mp_rank_00_optim_states.pt is absent; bring it"),
         (2, "float32", "trainer.json", "is not a checkpoint of a trainer"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_continued_is_one_line(tmp_path, make_config, stage, dtype, gone, words):
     saved_by(tmp_path, 2, stage, dtype)
-    for path in tmp_path.rglob("*"):
-        if path.is_file() and gone is not None and (path.name == gone or f"_{gone}_" in path.name):
-            path.unlink()
+    for path in tmp_path.rglob(gone) if gone else ():
+        path.unlink()
     with pytest.raises(ValueError, match=words) as raised:
         checkpoint.read_trainer(tmp_path, make_config("trainer.zero_stage=2").trainer)
     assert "\n" not in str(raised.value) and str(tmp_path) in str(raised.value)

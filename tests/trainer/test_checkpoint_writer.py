@@ -25,13 +25,9 @@ from rose.transfer.errors import Corrupted
 @pytest.fixture
 def state():
     flat = torch.arange(12, dtype=torch.float32)
-    return OrderedDict(
-        view=flat[4:8],
-        whole=[flat],
-        parameter=torch.nn.Parameter(torch.ones(2)),
-        scaler=LossScaler(4.0),
-        nested={"step": 3, "shape": torch.Size([2, 3])},
-    )
+    more = {"parameter": torch.nn.Parameter(torch.ones(2)), "scaler": LossScaler(4.0)}
+    nested = {"step": 3, "shape": torch.Size([2, 3])}
+    return OrderedDict(view=flat[4:8], whole=[flat], nested=nested, **more)
 
 
 @pytest.fixture
@@ -66,6 +62,14 @@ def test_weights_that_change_while_they_are_written_are_the_old_ones(tmp_path, h
     assert writer.load(str(tmp_path / "states.pt"))["view"].tolist() == [4, 5, 6, 7]
 
 
+def bare_engine(**settings):
+    """Return an engine without DeepSpeed."""
+    engine = object.__new__(DeepSpeedEngine)
+    engine.settings, engine.writer = SimpleNamespace(**settings), CheckpointWriter(0)
+    engine.rank, engine.world, engine.base = 0, 1, ""
+    return engine
+
+
 class Runs:
     """Unpickled as what `call` of these `args` returns."""
 
@@ -89,39 +93,36 @@ def test_a_damaged_file_of_a_checkpoint_is_named_whatever_its_values(tmp_path, d
         saved_states.loaded(path)
 
 
-@pytest.mark.parametrize("name", ["deepspeed/model.pt", "deepspeed/optimizer.pt", "random-0.pt"])
+@pytest.mark.parametrize("name", ["model.pt", "optimizer.pt", "random-0.pt"])
 @pytest.mark.parametrize("call", [os.system, exec, getattr])
 def test_a_prepared_checkpoint_runs_nothing_and_is_refused(tmp_path, monkeypatch, name, call):
     """DeepSpeed reads its files by its checkpoint engine, the rank its random states itself."""
-    args = {os.system: (f"touch {tmp_path}/ran",), exec: (f"open({str(tmp_path / 'ran')!r}, 'w')",)}
-    folder = tmp_path / "step-000001"
-    (folder / "deepspeed").mkdir(parents=True)
-    for each in ("deepspeed/model.pt", "deepspeed/optimizer.pt", "random-0.pt"):
-        runs = Runs(call, *args.get(call, (ZeroStageEnum, "mro")))
-        torch.save({"a": runs if each == name else 1}, folder / each)
-    engine = object.__new__(DeepSpeedEngine)
-    engine.settings, engine.writer = SimpleNamespace(zero_stage=1, lora=None), CheckpointWriter(0)
-    engine.rank, engine.world, engine.base = 0, 1, ""
-    state = {"ranks": 1, "zero_stage": 1, "updates": 1}
-    monkeypatch.setattr(checkpoint, "read_trainer", lambda *_: state)
+    ran = tmp_path / "ran"
+    args = {os.system: (f"touch {ran}",), exec: (f"open({str(ran)!r}, 'w')",)}
+    runs = Runs(call, *args.get(call, (ZeroStageEnum, "mro")))
+    for each in ("model.pt", "optimizer.pt", "random-0.pt"):
+        torch.save({"a": runs if each == name else 1}, tmp_path / each)
+    monkeypatch.setattr(
+        checkpoint, "read_trainer", lambda *_: {"ranks": 1, "zero_stage": 1, "updates": 1}
+    )
+    engine = bare_engine(zero_stage=1, lora=None)
 
-    def load_checkpoint(folder, tag, load_module_strict):
-        files = ("model.pt", "optimizer.pt")
-        return folder, [engine.writer.load(f"{folder}/{tag}/{each}") for each in files]
+    def load_checkpoint(folder, **_):
+        return folder, [
+            engine.writer.load(f"{folder}/{each}.pt") for each in ("model", "optimizer")
+        ]
 
     engine.engine = SimpleNamespace(load_checkpoint=load_checkpoint)
     with pytest.raises(Corrupted, match=f"{name}: (refused: it names|unreadable)"):
-        engine.load(folder)
-    assert not (tmp_path / "ran").exists()
+        engine.load(tmp_path)
+    assert not ran.exists()
 
 
 def test_a_cpu_is_given_back_when_the_copies_are_written_and_not_with_them(tmp_path, held):
     """To who looks for a process's tensors the writer's copies look like the trainer's states."""
     trainer = object.__new__(Trainer)
     trainer.device, trainer.recorder = torch.device("cpu"), NullRecorder()
-    trainer._publisher = None
-    trainer.engine = engine = object.__new__(DeepSpeedEngine)
-    engine.settings, engine.writer = SimpleNamespace(zero_stage=0), CheckpointWriter(0)
+    trainer._publisher, trainer.engine = None, (engine := bare_engine(zero_stage=0))
     wait = engine.writer.wait
     engine.writer.wait = lambda deadline_s: (held.set(), wait(deadline_s))[-1]
     weights = torch.arange(100_000, dtype=torch.float32)
@@ -140,9 +141,9 @@ def test_a_cpu_is_given_back_when_the_copies_are_written_and_not_with_them(tmp_p
 
 
 def test_a_checkpoint_that_is_never_written_keeps_the_device_and_says_so():
-    engine = object.__new__(DeepSpeedEngine)
-    engine.rank, engine.writer = 3, SimpleNamespace(wait=lambda deadline_s: False)
-    with pytest.raises(TimeoutError, match="trainer rank 3 is writing its part of the last"):
+    engine = bare_engine()
+    engine.writer = SimpleNamespace(wait=lambda deadline_s: False)
+    with pytest.raises(TimeoutError, match="trainer rank 0 is writing its part of the last"):
         engine.saved()
 
 
@@ -158,48 +159,43 @@ def test_without_room_for_a_copy_it_is_written_at_once(tmp_path, monkeypatch, ca
     assert writer.wait(60) and checkpoint.saved(tmp_path) == 1
 
 
-def test_a_part_that_cannot_be_written_is_marked_with_the_reason(tmp_path, state):
-    writer = CheckpointWriter(3)
-    writer.save(state, str(tmp_path / "no such folder" / "states.pt"))
-    writer.finish(tmp_path)
+def failed(writer, state, folder, name, words) -> str:
+    """Saves to a file that can't be written; what is said of it."""
+    writer.save(state, str(folder / name))
+    writer.finish(folder)
     assert writer.wait(60)
-    with pytest.raises(checkpoint.SaveFailed, match="trainer rank 3 could not save: .*no such"):
-        checkpoint.saved(tmp_path)
+    with pytest.raises(checkpoint.SaveFailed, match=words) as met:
+        checkpoint.saved(folder)
+    return str(met.value)
 
 
-def test_the_reason_names_the_full_disk_that_torch_does_not_speak_of(tmp_path, monkeypatch, state):
+def test_a_part_that_cannot_be_written_is_marked_with_the_reason(tmp_path, state, monkeypatch):
+    why = "trainer rank 3 could not save: .*no such"
+    failed(CheckpointWriter(3), state, tmp_path, "no such folder/states.pt", why)
+
     def broken(*args):
-        raise RuntimeError("unexpected pos 704 vs 598")
+        raise RuntimeError("unexpected pos 704 vs 598")  # which torch says of a full disk
 
     monkeypatch.setattr(checkpoint_writer.torch, "save", broken)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path))
     monkeypatch.setattr(checkpoint_writer, "refusal", lambda folder: full)
-    writer = CheckpointWriter(3)
-    writer.save(state, str(tmp_path / "states.pt"))
-    writer.finish(tmp_path)
-    assert writer.wait(60)
+    (folder := tmp_path / "full").mkdir()
     why = f"pos 704 vs 598; .*No space left.*{tmp_path.name}"
-    with pytest.raises(checkpoint.SaveFailed, match=why) as met:
-        checkpoint.saved(tmp_path)
-    assert "free some space" in files.advice(None, str(met.value))
+    said = failed(CheckpointWriter(3), state, folder, "states.pt", why)
+    assert "free some space" in files.advice(None, said)
 
 
 V1 = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", str(2**63 - 4096), "total_")
+V2 = ("", "memory.max", "memory.current", "max", "")
 
 
 @pytest.mark.parametrize(
-    "line, home, limit, usage, unlimited, prefix",
-    [
-        ("0::{}\n", "", "memory.max", "memory.current", "max", ""),
-        ("12:pids:/a\n4:memory:{}\n", *V1),
-    ],
-    ids=["version 2", "version 1"],
+    "line, names", [("0::{}\n", V2), ("12:pids:/a\n4:memory:{}\n", V1)], ids=["v2", "v1"]
 )
-def test_the_limit_of_a_control_group_is_the_steps(
-    tmp_path, monkeypatch, line, home, limit, usage, unlimited, prefix
-):
+def test_the_limit_of_a_control_group_is_the_steps(tmp_path, monkeypatch, line, names):
     """Slurm limits job and step, never the group in which a task is; what files fill can be given
     back."""
+    home, limit, usage, unlimited, prefix = names
     path = "/slurm/job_7/step_0/user/task_3"
     task = tmp_path / home / path.strip("/")
     task.mkdir(parents=True)
@@ -207,9 +203,8 @@ def test_the_limit_of_a_control_group_is_the_steps(
     for group, most in ((task, unlimited), (step, "9000")):
         (group / limit).write_text(most + "\n")
         (group / usage).write_text("6000\n")
-        (group / "memory.stat").write_text(
-            f"{prefix}active_file 1000\n{prefix}inactive_file 500\nanon 4500\n"
-        )
+        filled = f"{prefix}active_file 1000\n{prefix}inactive_file 500\nanon 4500\n"
+        (group / "memory.stat").write_text(filled)
     (tmp_path / "self").write_text(line.format(path))
     monkeypatch.setattr(memory, "CGROUP", tmp_path)
     monkeypatch.setattr(memory, "PROCESS", tmp_path / "self")

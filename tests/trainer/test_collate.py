@@ -15,10 +15,8 @@ def trajectory(tokens, mask, logprobs=None):
 
 
 def test_shift_and_right_padding():
-    rows = {
-        4: trajectory([5, 6, 7, 8], [0, 0, 1, 1], [0, 0, -1.0, -2.0]),
-        9: trajectory([1, 2], [0, 1]),
-    }
+    rows = {4: trajectory([5, 6, 7, 8], [0, 0, 1, 1], [0, 0, -1.0, -2.0])}
+    rows[9] = trajectory([1, 2], [0, 1])
     batch = collate([4, 9], rows, vocabulary=10)
     assert batch.rows.tolist() == [4, 9]
     assert batch.inputs.tolist() == [[5, 6, 7], [1, 2, 0]]
@@ -28,50 +26,18 @@ def test_shift_and_right_padding():
     assert batch.versions.tolist() == [[-1, 3, 3], [3, -1, -1]]
 
 
-def test_each_token_has_the_turn_that_made_it():
-    one = trajectory([5, 6, 7, 8, 9], [0, 1, 1, 0, 1])
-    one = msgspec.structs.replace(one, turns=2, turn_tokens=[(0, 2), (1, 1)])
-    # a leaf whose first turn another leaf trains, and two turns with nothing between them
-    leaf = p.Branch(
-        *(
-            getattr(trajectory([5, 6, 7, 8, 9, 9], [0, 0, 0, 1, 1, 1]), name)
-            for name in ("tokens", "mask", "logprobs", "versions")
-        ),
-        [(2, 2), (3, 1)],
-    )
-    whole = msgspec.structs.replace(
-        one, turns=4, response_tokens=6, branches=[leaf], turn_rewards=[0.0, 1.0, 0.5, 2.0]
-    )
-    first, second = whole.samples()
-    rows = {0: first, 1: second, 2: trajectory([1, 2], [0, 1])}
-    batch = collate([0, 1, 2], rows, vocabulary=10, trees=True)
-    assert batch.turns.tolist() == [[0, 0, 0, 1, 0], [0, 0, 2, 2, 3], [0] * 5]
-    assert first.turn_rewards == second.turn_rewards == whole.turn_rewards
-    # what the leaves share is one node of the tree; each row has its own turns
-    assert batch.tree.nodes[0, :3].tolist() == batch.tree.nodes[1, :3].tolist()
-
-
-WRONG = [dict(turn_tokens=[(0, 1)]), dict(turn_tokens=[(0, 1), (1, 1)])]
-WRONG += [dict(turn_tokens=[(-1, 2)]), dict(turn_rewards=[0.5])]
-
-
-@pytest.mark.parametrize("told", WRONG)
-def test_turns_that_are_not_its_tokens_are_named(told):
-    bad = msgspec.structs.replace(trajectory([1, 2, 3], [0, 1, 1]), **told)
-    with pytest.raises(ValueError, match="trajectory g0.0: its turns .* 2 response tokens"):
-        collate([0], {0: bad}, vocabulary=10)
-
-
 def test_no_rows_give_one_row_with_nothing_to_learn():
     batch = collate([], {}, vocabulary=10)
     assert batch.inputs.shape == (1, 1) and batch.mask.sum() == 0 and len(batch.rows) == 0
 
 
 def test_what_the_engine_says_of_others_tokens_is_ignored():
-    batch = collate(
-        [0], {0: trajectory([1, 2, 3], [0, 0, 1], [np.nan, -np.inf, -1.0])}, vocabulary=10
-    )
+    rows = {0: trajectory([1, 2, 3], [0, 0, 1], [np.nan, -np.inf, -1.0])}
+    batch = collate([0], rows, vocabulary=10)
     assert batch.behaviour.tolist() == [[0, -1]]
+
+
+TURNS = "its turns .* 2 response tokens"
 
 
 @pytest.mark.parametrize(
@@ -80,12 +46,16 @@ def test_what_the_engine_says_of_others_tokens_is_ignored():
         (dict(tokens=p.pack_tokens([1, 2])), "must be equally many"),
         (dict(tokens=p.pack_tokens([1, 2, 10])), "the model has 0 to 9"),
         (dict(tokens=p.pack_tokens([1, -2, 3])), "the model has 0 to 9"),
-        (dict(response_tokens=2), "they must agree"),
+        (dict(response_tokens=1), "they must agree"),
         (dict(logprobs=p.pack_floats([0, 0, np.nan])), "not finite"),
-        (dict(mask=b"\1\0\0"), "the first token is always the prompt's"),
+        (dict(mask=b"\1\1\0"), "the first token is always the prompt's"),
+        (dict(turn_tokens=[(0, 1)]), TURNS),
+        (dict(turn_tokens=[(0, 1), (1, 1)]), TURNS),
+        (dict(turn_tokens=[(-1, 2)]), TURNS),
+        (dict(turn_rewards=[0.5]), TURNS),
     ],
 )
 def test_a_trajectory_that_contradicts_itself_is_named(bad, words):
-    wrong = msgspec.structs.replace(trajectory([1, 2, 3], [0, 0, 1]), **bad)
+    wrong = msgspec.structs.replace(trajectory([1, 2, 3], [0, 1, 1]), **bad)
     with pytest.raises(ValueError, match=f"trajectory g0.0: .*{words}"):
         collate([0], {0: wrong}, vocabulary=10)

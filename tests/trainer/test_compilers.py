@@ -67,14 +67,13 @@ def rank(monkeypatch, lacking: str, kernels: str = "none", device: str = "cuda")
     return SimpleNamespace(config=config, device=torch.device(device))
 
 
-def test_ligers_kernels_without_a_compiler_are_refused(monkeypatch):
+def test_without_a_compiler_ligers_kernels_are_refused_and_versions_published_by_a_copy(
+    monkeypatch,
+):
     with pytest.raises(ConfigError, match="no gcc here; or trainer.kernels=none"):
         Trainer._check_compiler(rank(monkeypatch, NONE, "liger"))
     Trainer._check_compiler(rank(monkeypatch, NONE))
     Trainer._check_compiler(rank(monkeypatch, "", "liger"))
-
-
-def test_without_a_compiler_versions_are_published_by_a_copy(monkeypatch):
     compares = Trainer._compares.fget
     assert not compares(rank(monkeypatch, NONE))
     assert compares(rank(monkeypatch, ""))

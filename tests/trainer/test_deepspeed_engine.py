@@ -9,8 +9,6 @@ from rose.comm.address import Host, Place
 from rose.config import ConfigError
 from rose.trainer import deepspeed_engine, saving
 from rose.trainer.deepspeed_engine import zero_config
-from rose.trainer.model import load
-from tests.trainer import tiny_world
 
 
 @pytest.mark.parametrize(("reduced", "sent"), [("float32", "fp32"), ("bfloat16", "bf16")])
@@ -34,38 +32,27 @@ def test_gradients_that_no_rank_keeps_in_float32_are_refused(make_config, keys, 
         make_config(*(f"trainer.{key}" for key in keys.split()))
 
 
-def test_zero_3_gathers_a_layer_ahead(make_config, tmp_path):
-    trainer = make_config("trainer.zero_stage=3").trainer
-    for layer, ahead in (((233_057_792,), 233_057_792), ((), 50_000_000)):
-        zero = zero_config(trainer, 10**9, *layer)["zero_optimization"]
-        assert zero["stage3_prefetch_bucket_size"] == ahead
-    policy = load(tiny_world.save_model(tmp_path), torch.float32, False)
-    layers = policy.hf.config.num_hidden_layers
-    inside = sum(p.numel() for name, p in policy.named_weights() if ".layers." in name)
-    assert policy.largest_layer() == inside // layers > 0
-
-
-def test_a_dead_builders_lock_is_removed(tmp_path, monkeypatch):
+@pytest.fixture
+def theirs(tmp_path, monkeypatch):
+    """The lock of another builder."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    stale = tmp_path / "cpu_adam" / "lock"
-    stale.parent.mkdir()
-    stale.touch()
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    return lock
+
+
+def test_a_dead_builders_lock_is_removed(theirs):
     with deepspeed_engine._build_lock():
-        assert not stale.exists()
+        assert not theirs.exists()
 
 
-def test_a_living_builder_is_waited_for_and_the_wait_ends(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+def test_a_living_builder_is_waited_for_and_the_wait_ends(theirs, tmp_path, monkeypatch):
     monkeypatch.setattr(deepspeed_engine, "BUILD_DEADLINE_S", 0.3)
-    theirs = tmp_path / "cpu_adam" / "lock"
-    theirs.parent.mkdir()
-    theirs.touch()
+    words = "rose.lock: held by .*offload_optimizer=false"
     with (tmp_path / "rose.lock").open("w") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
-        with (
-            pytest.raises(TimeoutError, match="rose.lock: held by .*offload_optimizer=false"),
-            deepspeed_engine._build_lock(),
-        ):
+        with pytest.raises(TimeoutError, match=words), deepspeed_engine._build_lock():
             pass
     assert theirs.exists()
 

@@ -1,23 +1,20 @@
-"""Experts as transformers holds and saves them, and what of them travels."""
+"""Experts as transformers holds and saves them; those without tokens have no gradient."""
+
+import copy
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from rose.trainer import model as models
 from rose.trainer.experts import parameter_of, parts
-from tests.transfer.worlds import World
+from tests.trainer.tiny_world import SIZES, random_model
 
-SIZES = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-SIZES |= {"num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2}
-SIZES |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-SIZES |= {"tie_word_embeddings": False, "norm_topk_prob": True}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
 def tiny_mixture():
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES))
+    return random_model("Qwen3Moe", **SIZES, **EXPERTS, norm_topk_prob=True)
 
 
 @pytest.fixture(scope="module")
@@ -48,19 +45,34 @@ def test_a_part_is_found_in_its_parameter(model):
             assert parameter_of(part.name, part.shape) == (name, part.start)
 
 
-def test_only_the_expert_that_changed_travels(model, tmp_path):
-    """Each other block costs the few bytes that say that it is the same."""
-    weights = {name: tensor.clone() for name, tensor in in_parts(model).items()}
-    world = World(tmp_path / "store", weights, {}, largest=10**6)
-    world.publish(0)
-    nothing = world.publish(1).nbytes
-    changed = {name: t.clone() for name, t in weights.items()}
-    own = [name for name in changed if ".layers.1.mlp.experts.5." in name]
-    assert len(own) == 3
-    for name in own:
-        changed[name].mul_(1.5)
-    world.weights = changed
-    one = world.publish(2).nbytes - nothing
-    expert = sum(weights[name].numel() * 4 for name in own)
-    assert 0 < one < 1.1 * expert < sum(t.numel() * 4 for t in weights.values()) / 10
-    print(f"one of 16 experts changed: {one} B beside {nothing} B for none; it has {expert} B")
+@pytest.mark.parametrize("tokens", [1, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_equal_the_plain_loop_also_unchosen_ones(tmp_path, tokens, dtype, monkeypatch):
+    tiny_mixture().save_pretrained(tmp_path)
+    hf = models.load(tmp_path, dtype, gradient_checkpointing=False).hf
+    ours = hf.base_model.layers[0].mlp.experts
+    plain = copy.deepcopy(ours)
+    plain.config._experts_implementation = "eager"
+    counts = []
+    product = torch.nn.functional.grouped_mm
+
+    def counted(rows, weights, offs):
+        counts.append(offs.diff(prepend=offs.new_zeros(1)))
+        return product(rows, weights, offs=offs)
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", counted)
+    numbers = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, 32, generator=numbers).to(dtype)
+    chosen = torch.tensor([[1, 5], [5, 6]]).repeat(4, 1)[:tokens]
+    weights = torch.rand(tokens, 2, generator=numbers).to(dtype)
+    found = []
+    for experts in (ours, plain):
+        inputs = [x.clone().requires_grad_() for x in (hidden, weights)]
+        values = experts(inputs[0], chosen, inputs[1])
+        (values.float() ** 2).sum().backward()
+        found.append([values, *(x.grad for x in inputs), *(p.grad for p in experts.parameters())])
+    close = {"rtol": 1e-4, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.05, "atol": 1e-3}
+    torch.testing.assert_close(*found, **close)
+    assert len(counts) == 2 and all((count >= 1).all() for count in counts)
+    for gradient in found[0][3:]:
+        assert gradient[1].any() and not gradient[[0, 2, 3, 4, 7]].any()

@@ -16,7 +16,7 @@ LENGTHS = [2 * length for length in tiny_world.LENGTHS]  # long enough for two r
 # in each
 STEPS = [[1, 4000, 1, 1], [2, 80, 1, 1], [3, 128, 1, 1], [4, 160, 1, 1], [5, 100, 1, 1]]
 TRAIN = [["train", *step] for step in STEPS]
-ACTIONS = [*TRAIN[:3], ["checkpointing", True], *TRAIN[3:]]
+ACTIONS = [*TRAIN[:3], ["checkpointing"], *TRAIN[3:]]
 LORA = "trainer.lora={rank: 4, alpha: 6, targets: [q_proj, v_proj, down_proj]}"
 ADAPTER = [LORA, "algorithm.kl_coef=0.5"]  # whose reference is the model below it
 

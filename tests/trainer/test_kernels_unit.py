@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from rose.trainer import kernels, model
@@ -38,36 +37,9 @@ def test_layers_that_are_compiled_never_get_a_single_token(tmp_path, width, toke
 
 
 def test_a_model_without_layers_where_they_are_looked_for_is_refused():
-    hf = GPT2LMHeadModel(GPT2Config(vocab_size=7, n_embd=8, n_layer=1, n_head=2))
+    hf = tiny_world.random_model("GPT2", vocab_size=7, n_embd=8, n_layer=1, n_head=2)
     with pytest.raises(kernels.CannotCompile, match="GPT2LMHeadModel.*trainer.compile=false"):
         kernels.compile_layers(model.Policy(hf))
-
-
-def test_each_rank_compiles_with_its_share_of_the_cores(monkeypatch):
-    from torch._inductor import config
-
-    monkeypatch.setattr(kernels, "cores", lambda: 96)
-    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
-    with config.patch(compile_threads=7):
-        for neighbours, share in ((1, kernels.MOST_WORKERS), (8, 12), (200, 1)):
-            kernels.share_cores(neighbours)
-            assert config.compile_threads == share
-        monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "3")
-        kernels.share_cores(8)
-        assert config.compile_threads == 1
-
-
-def test_what_is_no_longer_compiled_is_said_with_the_remedy(capsys):
-    logger = kernels.logging.getLogger("torch._dynamo.convert_frame")
-    logger.addFilter(kernels._explained)
-    try:
-        with torch._dynamo.config.patch(disable=False, recompile_limit=1):
-            twice = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
-            for size in (2, 3, 4):
-                assert len(twice(torch.ones(size))) == size
-    finally:
-        logger.removeFilter(kernels._explained)
-    assert capsys.readouterr().out.count("uncompiled from now on") == 1
 
 
 class Biasless(torch.nn.Module):
@@ -99,8 +71,8 @@ def liger(monkeypatch):
 
 def save_llama(folder, **more):
     sizes = {"vocab_size": 7, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
-    config = LlamaConfig(**sizes, num_attention_heads=2, mlp_bias=True, **more)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    sizes |= {"num_attention_heads": 2, "mlp_bias": True}
+    tiny_world.random_model("Llama", **sizes, **more).save_pretrained(folder)
     return model.load(folder, torch.float32, False)
 
 

@@ -37,10 +37,7 @@ class PlainLora(Warm):
         with torch.no_grad():
             for name, parameter in self.named():
                 parameter.copy_(start[name] / (ALPHA / RANK if "lora_B" in name else 1.0))
-        trained = [p for _, p in self.named()]
-        self.optimizer = torch.optim.AdamW(
-            trained, lr=0.01, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1
-        )
+        self.optimizer = self.adam(p for _, p in self.named())
 
     def named(self):
         for name, parameter in self.model.named_parameters():

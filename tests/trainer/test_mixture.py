@@ -43,12 +43,9 @@ class Replayed(Plain):
 )
 def test_a_mixture_trains_publishes_and_saves_as_the_plain_loop(tmp_path, stage, loop, more):
     tiny_mixture().save_pretrained(tmp_path / "model")
-    job = {
-        "name": "run",
-        "settings": [f"trainer.zero_stage={stage}", "deterministic=false", *more],
-        "actions": [["publish", 0], ["train", *STEP], ["publish", 1], ["save"]],
-        "experts": loop is Replayed,
-    }
+    actions = [["publish", 0], ["train", *STEP], ["publish", 1], ["save"]]
+    job = {"name": "run", "actions": actions, "experts": loop is Replayed}
+    job["settings"] = [f"trainer.zero_stage={stage}", "deterministic=false", *more]
     reports = tiny_world.run_world(job, tmp_path, 2)
     [metrics] = reports[0]["metrics"]
     plain = loop(tmp_path / "model")

@@ -81,11 +81,9 @@ def test_a_device_without_room_is_named_with_what_is_wanted(share):
         def resize_(self, nbytes):
             raise RuntimeError("out of memory")
 
-    kept = torch.randn(100_000)
-    share.give_back()
+    share.give_back()  # of this process, so that all of it is taken again below
     gone, share._gone = share._gone, [(Full(), 3 * 2**30)]
     with pytest.raises(RuntimeError, match=r"the trainer's states need 3.0 GiB of cpu, which has"):
         share.take()
     share._gone = gone
     share.take()
-    assert len(kept) == 100_000

@@ -3,16 +3,14 @@ own `forward` computes; small random models of transformers' families."""
 
 import pytest
 import torch
-import transformers
-from transformers import AutoModelForCausalLM
 
 from rose.trainer import model, probe
 from rose.trainer.prefix_tree import obstacle
 from tests.trainer import tiny_world
 
-SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
-SIZES |= {"initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SIZES = tiny_world.SIZES | {"hidden_size": 64, "intermediate_size": 96}
+SIZES |= {"max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+del SIZES["head_dim"]
 CONTEXT = 512
 # Attention whose values are smaller than its keys.
 LATENT = {"num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 4}
@@ -41,14 +39,8 @@ class Engine:
         return self.policy(*args)
 
 
-def save(folder, family, more):
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**(SIZES | more))
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-
-
 def check(folder, family, more, dtype=torch.float32, max_context=CONTEXT):
-    save(folder, family, more)
+    tiny_world.random_model(family, **SIZES | more).save_pretrained(folder)
     engine = Engine(folder, dtype)
     state, attention = torch.get_rng_state(), engine.policy.hf.config._attn_implementation
     try:
@@ -76,44 +68,35 @@ def test_models_that_are_trained_as_they_are_sampled_from_are_taken(tmp_path, fa
     check(tmp_path, family, more, dtype)
 
 
+UNLIKE, BESIDE = "rows of unlike length", "beside one of model.max_context=512 tokens"
+DRAWS = "draws random numbers in training"
+MIXED = {"num_local_experts": 4}
+GRIFFIN = {"lru_width": 64, "block_types": ["recurrent", "attention"], "logits_soft_cap": 3.0}
+CAPPED = {"head_dim": 16, "final_logit_softcapping": None, "attn_logit_softcapping": 2.0}
+
+
 @pytest.mark.parametrize(
     ("family", "more", "words"),
     [
-        ("FalconH1", MAMBA | {"lm_head_multiplier": 0.5}, "rows of unlike length"),
-        ("Phi3", LONGROPE, "beside one of model.max_context=512 tokens.*model.max_context"),
-        ("Llama", DYNAMIC, "beside one of model.max_context=512 tokens.*model.max_context"),
-        ("Phimoe", {"num_local_experts": 4}, "rows of unlike length"),
-        ("Mixtral", {"router_jitter_noise": 0.3}, "rows of unlike length"),
-        (
-            "RecurrentGemma",
-            {"lru_width": 64, "block_types": ["recurrent", "attention"], "logits_soft_cap": 3.0},
-            "rows of unlike length",
-        ),
-        (
-            "Gemma2",
-            {"head_dim": 16, "final_logit_softcapping": None, "attn_logit_softcapping": 2.0},
-            "attn_logit_softcapping=2.0",
-        ),
-        ("ModernBertDecoder", {}, "rows of unlike length"),
-        ("Bert", {}, "rows of unlike length"),
+        ("FalconH1", MAMBA | {"lm_head_multiplier": 0.5}, UNLIKE),
+        ("Phi3", LONGROPE, f"{BESIDE}.*model.max_context"),
+        ("Llama", DYNAMIC, f"{BESIDE}.*model.max_context"),
+        ("Phimoe", MIXED, UNLIKE),
+        ("Mixtral", {"router_jitter_noise": 0.3}, UNLIKE),
+        ("RecurrentGemma", GRIFFIN, UNLIKE),
+        ("Gemma2", CAPPED, "attn_logit_softcapping=2.0"),
+        ("ModernBertDecoder", {}, UNLIKE),
+        ("Bert", {}, UNLIKE),
         ("Llama4Text", {"head_dim": 16, "num_local_experts": 2}, "fails with AttributeError"),
+        # less than bfloat16 rounds
+        ("Phimoe", MIXED | {"router_jitter_noise": 0.01}, DRAWS),
+        ("Mixtral", {"router_jitter_noise": 0.02}, DRAWS),
     ],
 )
 def test_a_model_that_would_be_trained_as_another_policy_is_refused(tmp_path, family, more, words):
+    dtype = torch.bfloat16 if words is DRAWS else torch.float32
     with pytest.raises(ValueError, match=f"model {tmp_path}: .*{words}"):
-        check(tmp_path, family, more)
-
-
-@pytest.mark.parametrize(
-    ("family", "more"),
-    [
-        ("Phimoe", {"num_local_experts": 4, "router_jitter_noise": 0.01}),
-        ("Mixtral", {"router_jitter_noise": 0.02}),
-    ],
-)
-def test_random_numbers_that_change_less_than_bfloat16_rounds_are_refused(tmp_path, family, more):
-    with pytest.raises(ValueError, match="draws random numbers in training"):
-        check(tmp_path, family, more, torch.bfloat16)
+        check(tmp_path, family, more, dtype)
 
 
 def test_rotary_positions_that_change_with_length_are_taken_within_the_context(tmp_path):
@@ -135,7 +118,7 @@ def test_trees_that_the_device_cannot_compute_are_refused_with_the_key(tmp_path,
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_every_rank_refuses_it_also_where_its_weights_are_split(tmp_path, stage):
-    save(tmp_path / "model", "Phi3", LONGROPE)
+    tiny_world.random_model("Phi3", **SIZES | LONGROPE).save_pretrained(tmp_path / "model")
     job = {"name": "run", "settings": [f"trainer.zero_stage={stage}"], "actions": []}
     words = r"(?s)rank 0: .*beside one of model.max_context.*rank 1: .*model.max_context"
     with pytest.raises(AssertionError, match=words):

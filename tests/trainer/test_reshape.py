@@ -13,6 +13,10 @@ STEPS = [[1, 4000, 1, 1], [2, 40, 1, 1], [3, 100, 1, 1]]  # as test_trainer's
 ALWAYS = (2, 3)  # ZeRO's stage and ranks of the run that nothing interrupts
 
 
+def step(number):
+    return ["train", *STEPS[number]], ["states", f"{number}"], ["save", f"step{number}"]
+
+
 def run(folder, name, world, actions, lora):
     stage, ranks = world
     settings = [f"trainer.zero_stage={stage}", *([LORA] if lora else [])]
@@ -29,11 +33,7 @@ def always(tmp_path_factory):
         if lora not in known:
             folder = tmp_path_factory.mktemp("always")
             tiny_world.save_model(folder / "model")
-            actions = [
-                action
-                for number, step in enumerate(STEPS)
-                for action in (["train", *step], ["states", f"{number}"], ["save", f"step{number}"])
-            ]
+            actions = [action for number in range(3) for action in step(number)]
             known[lora] = folder, run(folder, "always", ALWAYS, actions, lora)
         return known[lora]
 
@@ -56,10 +56,9 @@ def test_it_goes_on_as_if_it_had_always_had_these_ranks(begins, worlds, lora, al
     tiny_world.save_model(tmp_path / "model")
     if begins != ALWAYS:
         at = tmp_path
-        run(at, "begins", begins, [["train", *STEPS[0]], ["states", "0"], ["save", "step0"]], lora)
+        run(at, "begins", begins, step(0), lora)
     for number, world in enumerate(worlds, 1):
-        actions = [["load", str(at / f"step{number - 1}")], ["states", "loaded"]]
-        actions += [["train", *STEPS[number]], ["states", f"{number}"], ["save", f"step{number}"]]
+        actions = [["load", str(at / f"step{number - 1}")], ["states", "loaded"], *step(number)]
         [metrics] = run(tmp_path, f"world{number}", world, actions, lora)
         saved, loaded = states(at, number - 1), states(tmp_path, "loaded")
         assert saved.keys() == loaded.keys()

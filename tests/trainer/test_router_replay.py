@@ -51,19 +51,19 @@ def other_routers(model) -> torch.nn.Module:
     return made
 
 
-def forward(policy, batch):
-    return policy(batch.inputs, batch.targets, batch.mask, None, batch.experts)
+def forward(policy, rows, numbers=ROWS):
+    """(the batch, log-probabilities)"""
+    batch = collate(numbers, rows, 97, replay=policy.replay)
+    return batch, policy(batch.inputs, batch.targets, batch.mask, None, batch.experts)[0]
 
 
 def test_tokens_go_where_the_engine_sent_them_and_the_routers_learn(rows):
     engine = tiny_mixture()
     trained, rows = other_routers(engine), recorded(engine, rows)
-    policy = Policy(trained, router_replay=True)
-    batch = collate(ROWS, rows, 97, replay=policy.replay)
-    used = []
+    policy, used = Policy(trained, router_replay=True), []
     for layer in trained.model.layers:
         layer.mlp.experts.register_forward_pre_hook(lambda module, given: used.append(given))
-    logprobs, _ = forward(policy, batch)
+    batch, logprobs = forward(policy, rows)
     for number, row in enumerate(ROWS):
         wanted = policy.replay.unpack(rows[row].experts, 99, "t")
         for layer, (_, chosen, weights) in enumerate(used):
@@ -75,33 +75,19 @@ def test_tokens_go_where_the_engine_sent_them_and_the_routers_learn(rows):
     assert all(layer.mlp.gate.weight.grad.abs().sum() > 0 for layer in trained.model.layers)
 
 
-def test_its_own_choices_replayed_change_nothing(rows):
+@pytest.mark.parametrize("tokens", [1, 100])
+def test_its_own_choices_replayed_and_what_nobody_recorded_change_nothing(rows, tokens):
     model = tiny_mixture()
-    rows = recorded(model, rows)
-    plain = Policy(model)(*_inputs(collate(ROWS, rows, 97)))[0]
-    policy = Policy(model, router_replay=True)
-    batch = collate(ROWS, rows, 97, replay=policy.replay)
-    torch.testing.assert_close(forward(policy, batch)[0], plain, atol=1e-6, rtol=0)
-    assert policy.replay.differs == 0
-
-
-def test_what_nobody_recorded_is_routed_by_the_trainer(rows):
-    model = tiny_mixture()
-    begun = {
-        n: msgspec.structs.replace(t, experts=t.experts[:4])
+    rows = {
+        n: msgspec.structs.replace(t, experts=t.experts[: 4 * tokens])
         for n, t in recorded(model, rows).items()
     }
-    plain = Policy(model)(*_inputs(collate(ROWS, rows, 97)))[0]
+    expected = forward(Policy(model), rows)[1]
     policy = Policy(model, router_replay=True)
-    torch.testing.assert_close(
-        forward(policy, collate(ROWS, begun, 97, replay=policy.replay))[0], plain, atol=1e-6, rtol=0
-    )
-    nobody = collate([], {}, 97, replay=policy.replay)  # a rank's padding row
-    assert forward(policy, nobody)[0].abs().sum() == 0 and (nobody.experts == -1).all()
-
-
-def _inputs(batch):
-    return batch.inputs, batch.targets, batch.mask
+    torch.testing.assert_close(forward(policy, rows)[1], expected, atol=1e-6, rtol=0)
+    assert policy.replay.differs == 0
+    batch, logprobs = forward(policy, {}, [])  # a rank's padding row
+    assert logprobs.abs().sum() == 0 and (batch.experts == -1).all()
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,11 @@ LR = 1e-3
 
 @pytest.fixture
 def rates(make_config):
-    def of(*overrides, steps=10, updates=1):
-        trainer = make_config(
-            f"trainer.steps={steps}",
-            f"trainer.updates_per_step={updates}",
-            f"trainer.optimizer.lr={LR}",
-            "trainer.optimizer.schedule=constant",
-            *(f"trainer.optimizer.{each}" for each in overrides),
-        ).trainer
-        rate = learning_rates(trainer)
-        return [rate(n) / LR for n in range(steps * updates)]
+    def of(*overrides, updates=1):
+        keys = [f"optimizer.{each}" for each in (f"lr={LR}", "schedule=constant", *overrides)]
+        keys += ["steps=10", f"updates_per_step={updates}"]
+        rate = learning_rates(make_config(*(f"trainer.{key}" for key in keys)).trainer)
+        return [rate(n) / LR for n in range(10 * updates)]
 
     return of
 

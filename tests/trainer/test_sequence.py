@@ -133,16 +133,10 @@ def test_ranks_that_cannot_connect_to_share_rows_say_so_before_the_first_step():
     server = tiny_world.server()
     said = server.SimpleQueue()
     ranks = [server.Process(target=lonely, args=(port, rank, said)) for rank in range(2)]
-    try:
-        for process in ranks:
-            process.start()
+    with tiny_world.ended(ranks):
         ranks[0].join(tiny_world.DEADLINE_S)
         assert not said.empty()
         words = said.get()
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
     assert "trainer rank 0 on" in words and "within 1 s" in words
     assert "ranks 0 to 1, which share each row (trainer.sequence_parallel=2)" in words
 

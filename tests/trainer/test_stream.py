@@ -22,11 +22,8 @@ ALGORITHMS = [
     ["gspo", {"clip_low": 3e-4, "clip_high": 4e-4}, 1, "pairs"],
     ["decoupled_ppo", GRPO | {"weight_cap": 5.0}, 1, "pairs"],
 ]
-ROUNDS = {
-    "pairs": [[0, 1], [2, 3, 4, 5], [6, 7]],
-    "forked": [[0, 1, 2, 3], [4, 5, 6, 7]],
-    "late": [[0, 1, 2, 3], [4, 5, 6, 7]],
-}
+ROUNDS = {"pairs": [[0, 1], [2, 3, 4, 5], [6, 7]]}
+ROUNDS |= dict.fromkeys(("forked", "late"), [[0, 1, 2, 3], [4, 5, 6, 7]])
 LIMIT = 64  # several micro-batches in a round
 WHOLE = [list(range(8))]
 
@@ -69,11 +66,8 @@ def compare(folder, ranks: int, once: str, rounds: str) -> float:
         size = np.sqrt(sum(np.square(whole[name]).sum() for name in names))
         apart = np.sqrt(sum(np.square(whole[name] - parts[name]).sum() for name in names))
         assert size > 1e-3 and apart <= 3e-6 * size, (rounds, apart / size)
-        for name in names:
-            after = f"{name} after"
-            np.testing.assert_allclose(
-                parts[after], whole[after], rtol=0, atol=1e-5, err_msg=rounds
-            )
+        for after in (f"{name} after" for name in names):
+            np.testing.assert_allclose(parts[after], whole[after], 0, 1e-5, err_msg=rounds)
     return size
 
 

@@ -1,9 +1,5 @@
-"""Flex attention over a tree: which blocks it is given, and that these blocks give the numbers and
-gradients of rows.
-
-Its own kernels train on GPUs only; here `by_blocks` stands for them, which like them sees nothing
-but the block mask.
-"""
+"""Flex attention over a tree: which blocks it is given, and that its mask gives the numbers and
+gradients of rows. Its own kernels train on GPUs only; here `by_mask` stands for them."""
 
 import numpy as np
 import pytest
@@ -17,7 +13,7 @@ from rose.trainer.collate import collate
 from rose.trainer.tree_attention import BLOCK
 from tests.trainer import tiny_world
 from tests.trainer.test_collate import trajectory
-from tests.trainer.test_prefix_tree import assert_alike, computed
+from tests.trainer.test_prefix_tree import assert_alike, computed, packed
 
 CPU = torch.device("cpu")
 SIZES = {"layers": 2, "hidden": 64, "intermediate": 128, "heads": 6, "kv_heads": 2, "head_dim": 16}
@@ -28,41 +24,18 @@ NUMBERS = ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_bl
 def random_tree(seed):
     random = np.random.default_rng(seed)
     rows = int(random.integers(1, 9))
-    return prefix_tree.build_from_rows(
-        random.integers(0, 400, rows).tolist(), random.integers(1, 500, rows).tolist()
-    )
+    shared, own = random.integers(0, 400, rows), random.integers(1, 500, rows)
+    return prefix_tree.build_from_rows(shared.tolist(), own.tolist())
 
 
-def by_blocks(query, key, value, block_mask, scale, enable_gqa):
-    """What flex attention's kernels compute, from the blocks alone: each block of queries with the
-    keys of its blocks, masked in those that aren't full."""
+def by_mask(query, key, value, block_mask, scale, enable_gqa):
+    """What flex attention's kernels compute, of the mask alone."""
     assert enable_gqa
-    groups = query.shape[1] // key.shape[1]
+    groups, at = query.shape[1] // key.shape[1], torch.arange(query.shape[2])
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    out = []
-    for at in range(query.shape[2] // BLOCK):
-        queries = torch.arange(at * BLOCK, (at + 1) * BLOCK)
-        partial, full = (
-            [int(block) for block in indices[0, 0, at, : int(numbers[0, 0, at])]]
-            for numbers, indices in (
-                (block_mask.kv_num_blocks, block_mask.kv_indices),
-                (block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
-            )
-        )
-        assert not set(partial) & set(full)
-        keys = torch.cat(
-            [torch.arange(block * BLOCK, (block + 1) * BLOCK) for block in partial + full]
-        )
-        seen = block_mask.mask_mod(0, 0, queries[:, None], keys) | (
-            torch.arange(len(keys)) >= len(partial) * BLOCK
-        )
-        scores = (
-            query[:, :, queries]
-            @ key[:, :, keys].transpose(2, 3)
-            * (scale or query.shape[-1] ** -0.5)
-        )
-        out.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value[:, :, keys])
-    return torch.cat(out, 2)
+    scores = query @ key.transpose(2, 3) * (scale or query.shape[-1] ** -0.5)
+    seen = block_mask.mask_mod(0, 0, at[:, None], at)
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -72,10 +45,13 @@ def test_blocks_are_those_that_torch_finds_in_the_dense_mask(seed):
     theirs = create_block_mask(ours.mask_mod, 1, None, length, length, device="cpu")
     assert torch.equal(ours.to_dense(), theirs.to_dense())
     assert all(torch.equal(getattr(ours, name), getattr(theirs, name)) for name in NUMBERS)
-    assert torch.equal(
-        ours.mask_mod(0, 0, torch.arange(length)[:, None], torch.arange(length)),
-        tree.attention()[0, 0],
-    )
+    seen = ours.mask_mod(0, 0, torch.arange(length)[:, None], torch.arange(length))
+    assert torch.equal(seen, tree.attention()[0, 0])
+    blocks = seen.view(length // BLOCK, BLOCK, -1, BLOCK).all(3).all(1)
+    for row, full, count in zip(
+        blocks, ours.full_kv_indices[0, 0], ours.full_kv_num_blocks[0, 0], strict=False
+    ):
+        assert row[full[:count].long()].all()
 
 
 def test_a_tree_that_ranks_share_has_like_parts_of_whole_blocks():
@@ -115,15 +91,18 @@ def long_batch(trees):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_models_gradients_by_blocks_are_those_of_rows(tmp_path, monkeypatch, checkpointing):
+def test_a_models_gradients_by_flex_attention_are_those_of_rows(
+    tmp_path, monkeypatch, checkpointing
+):
     policy = model.load(tiny_world.save_model(tmp_path), torch.float32, checkpointing).train()
     policy.use_flex()
     seen = []
-    monkeypatch.setattr(
-        tree_attention,
-        "flex_attention",
-        lambda *args, **kwargs: seen.append(1) or by_blocks(*args, **kwargs),
-    )
+
+    def flex_attention(*args, **more):
+        seen.append(1)
+        return by_mask(*args, **more)
+
+    monkeypatch.setattr(tree_attention, "flex_attention", flex_attention)
     plain = computed(policy, long_batch(trees=False))
     assert not seen, "rows must keep their causal kernel"
     shared = computed(policy, long_batch(trees=True))
@@ -132,13 +111,13 @@ def test_a_models_gradients_by_blocks_are_those_of_rows(tmp_path, monkeypatch, c
 
 
 def test_a_device_or_compiler_that_fails_is_told_and_one_that_errs_too(monkeypatch):
-    assert "GPUs only" in tree_attention.why_not_flex(CPU, 4, 2, 16, torch.bfloat16)
-    gpu = torch.device("cuda")
+    gpu, form = torch.device("cuda"), (4, 2, 16, torch.bfloat16)
+    assert "GPUs only" in tree_attention.why_not_flex(CPU, *form)
     for variable in tree_attention.OFF:
         monkeypatch.delenv(variable, raising=False)
     for variable in tree_attention.OFF:
         monkeypatch.setenv(variable, "1")
-        assert f"{variable}=1" in tree_attention.why_not_flex(gpu, 4, 2, 16, torch.bfloat16)
+        assert f"{variable}=1" in tree_attention.why_not_flex(gpu, *form)
         monkeypatch.delenv(variable)
 
     def broken(*_):
@@ -146,10 +125,10 @@ def test_a_device_or_compiler_that_fails_is_told_and_one_that_errs_too(monkeypat
 
     monkeypatch.setattr(tree_attention, "difference", broken)
     expected = "flex attention fails: RuntimeError: Cannot find a working triton installation"
-    assert tree_attention.why_not_flex(gpu, 4, 2, 16, torch.bfloat16) == expected
+    assert tree_attention.why_not_flex(gpu, *form) == expected
     for found, words in ((0.5, "off by 0.5"), (float("nan"), "off by nan"), (0.001, "")):
         monkeypatch.setattr(tree_attention, "difference", lambda *_, found=found: found)
-        why = tree_attention.why_not_flex(gpu, 4, 2, 16, torch.bfloat16)
+        why = tree_attention.why_not_flex(gpu, *form)
         assert words in why and bool(why) == bool(words)
 
 
@@ -158,10 +137,7 @@ def test_pairs_are_counted_as_the_tree_has_them():
     tokens = [unpack_tokens(t.tokens) for t in rows.values()]
     packing = batching.Shared(tokens)
     for group in (packing.order, packing.order[::2], packing.order[:1]):
-        inputs = np.zeros((len(group), max(len(tokens[row]) for row in group)), np.int64)
-        for place, row in enumerate(group):
-            inputs[place, : len(tokens[row])] = tokens[row]
-        tree = prefix_tree.build(inputs, np.array([len(tokens[row]) for row in group]))
+        tree = packed([tokens[row] for row in group])
         assert packing.pairs(group, dense=True) == len(tree.tokens) ** 2
         found = packing.pairs(group, dense=False)
         assert found == int(tree.attention().sum()) + batching.PARTLY * len(tree.tokens)
@@ -175,16 +151,6 @@ def test_costs_are_measured_and_the_random_numbers_stay_what_they_were(recompute
     found = costs.measure(SHAPE, torch.float32, CPU, 512, flex=False, recomputed=recomputed)
     assert torch.equal(torch.rand(3), expected)
     assert found.dense and min(found.token, found.causal, found.tree) > 0
-
-
-def test_measured_costs_decide():
-    alike = [
-        np.concatenate([np.arange(500), [1000 + row] * 60]).astype(np.int32) for row in range(8)
-    ]
-    cheap = batching.flops(SHAPE, sparse=True)
-    assert batching.plan_batch(alike, 1, 4096, 1, cheap)[1]
-    dear = type(cheap)(cheap.token, cheap.causal, cheap.causal * 1000, dense=True)
-    assert not batching.plan_batch(alike, 1, 4096, 1, dear)[1]
 
 
 @pytest.mark.parametrize("tokens, padded", [(7, 7), (8, 8), (9, 12), (13, 16)])

@@ -43,9 +43,7 @@ def contents(store):
 @pytest.mark.parametrize(
     ("stage", "ranks", "mixture", "more"),
     [
-        (2, 3, False, []),
-        (2, 2, True, []),
-        (3, 2, True, []),
+        *((2, 3, False, []), (2, 2, True, []), (3, 2, True, [])),
         (3, 3, False, ["trainer.optimizer.lr=1e-4"]),
     ],
 )

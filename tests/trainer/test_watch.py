@@ -24,25 +24,23 @@ def test_a_rank_that_stops_while_gradients_are_summed_is_named(tmp_path, make_co
     launcher = supervise.Job(None, (), tmp_path, 1, make_config().cluster)
     end = time.monotonic() + tiny_world.DEADLINE_S
 
+    def wait():
+        assert time.monotonic() < end, [path.read_text()[-3000:] for path in words]
+        time.sleep(0.02)
+
     def told(known):
         """Statuses once the ranks that live have told something since the `known`."""
         while True:
             states = launcher.statuses()
-            if len(states) == 3 and all(
-                states[r].begun is not None and (not known or states[r].since > known[r].since)
-                for r in (0, 2)
-            ):
+            of = [(states[r], known.get(r)) for r in (0, 2)] if len(states) == 3 else []
+            if of and all(s.begun is not None and (not k or s.since > k.since) for s, k in of):
                 return states
-            assert time.monotonic() < end, [path.read_text()[-3000:] for path in words]
-            time.sleep(0.02)
+            wait()
 
-    try:
-        for process in processes:
-            process.start()
+    with tiny_world.ended(processes):
         stops = psutil.Process(processes[1].pid)  # ours, so at worst a zombie
         while stops.status() != psutil.STATUS_STOPPED:
-            assert time.monotonic() < end, [path.read_text()[-3000:] for path in words]
-            time.sleep(0.02)
+            wait()
         first, second = {}, told({})
         while [s.begun for s in first.values()] != [s.begun for s in second.values()]:
             first, second = second, told(second)
@@ -60,8 +58,3 @@ def test_a_rank_that_stops_while_gradients_are_summed_is_named(tmp_path, make_co
         for process in processes:
             process.join(max(0.0, end - time.monotonic()))
         assert [process.exitcode for process in processes] == [1, -signal.SIGKILL, 1]
-    finally:
-        for process in processes:
-            if process.pid is not None:
-                process.kill()
-                process.join()

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,32 +30,19 @@ def run(case: str, ranks: int, folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_all_nodes_get_the_files_of_two_trainers_while_the_mailbox_talks(tmp_path):
-    """2 trainer ranks, 4 nodes with busy loops, 4 versions; the second one's kernel refuses files
-    over a piece."""
-    said = run("exchange", 7, tmp_path)
-    assert all(f"identical at rollout {rollout}" in said for rollout in range(4))
-
-
-@pytest.mark.slow
-def test_ranks_of_one_node_share_its_memory(tmp_path):
-    said = run("shared", 6, tmp_path)
-    assert all(f"identical at rollout {rollout}" in said for rollout in range(3))
-
-
-@pytest.mark.slow
-def test_pieces_over_torch_distributed_arrive_like_those_over_mpi(tmp_path):
-    said = run("gloo", 5, tmp_path)
-    assert "identical at rollout 0" in said and "identical at rollout 1" in said
+@pytest.mark.parametrize("case, ranks", [("exchange", 7), ("shared", 6), ("gloo", 5)])
+def test_all_rollouts_get_the_files_of_two_trainers_while_the_mailbox_talks(tmp_path, case, ranks):
+    """Nodes with busy loops, 4 versions; the second one's kernel refuses files over a piece. Or all
+    ranks share the memory of one node, or pieces travel over torch.distributed."""
+    said = run(case, ranks, tmp_path)
+    assert all(f"identical at rollout {rollout}" in said for rollout in range(ranks - 3))
 
 
 @pytest.mark.slow
 def test_a_receiver_that_takes_nothing_hangs_neither_the_trainer_nor_the_others(tmp_path):
     said = run("deaf", 5, tmp_path)
-    why = (
-        r"not done within 2 s \(transfer.load_timeout_s\): the last \d pieces of \d+ of 67108864 "
-        "bytes did not move"
-    )
+    why = r"not done within 2 s \(transfer.load_timeout_s\): the last \d pieces of \d+ of 67108864"
+    why += " bytes did not move"
     file = "broadcast of v000001/from-000000/rank-00000.h5"
     assert re.search(f"trainer rank 0: {file}: {why}", said), said
     assert len(re.findall(f"rollout says: {file} by trainer rank 0: {why}", said)) == 2, said
@@ -62,25 +50,17 @@ def test_a_receiver_that_takes_nothing_hangs_neither_the_trainer_nor_the_others(
     assert said.count("engines read this version and later ones from the store's files") == 1
 
 
-class Rank:
-    """Stands in for `MPI.Comm`: a choice that is refused talks to nobody."""
-
-    def Get_rank(self) -> int:
-        return 1
-
-
 def make(kind: str, rollouts: list[int]):
-    return make_broadcast(kind, Rank(), [1], rollouts, 5, Path("run"), 1 << 30)
+    """A choice that is refused sends nothing: a rank stands in for `MPI.Comm`."""
+    rank = SimpleNamespace(Get_rank=lambda: 1)
+    return make_broadcast(kind, rank, [1], rollouts, 5, Path("run"), 1 << 30)
 
 
-def test_an_unknown_kind_and_nccl_without_a_gpu_are_refused():
+def test_an_unknown_kind_and_nccl_without_a_gpu_are_refused_and_none_broadcasts_nothing():
     with pytest.raises(TransferError, match="transfer.broadcast='tcp'; known are 'mpi', 'nccl'"):
         make("tcp", [2])
     with pytest.raises(TransferError, match="MPI rank 1 has no GPU"):
         make("nccl", [2])
-
-
-def test_none_and_a_run_without_rollout_ranks_broadcast_nothing():
     assert make("none", [2]) is None and make("mpi", []) is None
 
 

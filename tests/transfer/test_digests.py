@@ -1,5 +1,5 @@
-"""Blocks hashed where a GPU has them: the kernel itself, in Triton's interpreter and through its
-compiler, and what there is without it."""
+"""All kernels, in Triton's interpreter and through its compiler, and what there is without it for
+blocks that are hashed where a GPU has them."""
 
 import os
 import sys
@@ -17,32 +17,39 @@ from tests.processes import ran
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RUN_S = 300
+# Each line that it prints: capability, bytes of the binary, and `.local` in its assembly: what a
+# kernel spills of its registers.
 COMPILES = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from rose.trainer import head_triton
 from rose.transfer import delta_triton, xxh3_triton
 
-held = {"master": "*fp32", "held": "*i16", "n": "i64"}
-move = {"indices": "*i32", "count": "i32", "sign": "i32", "LOW": "constexpr"}
+types = {"blocks": "*i64", "table": "*u64", "lanes_out": "*u64", "counts": "*i32", "ends": "*i64"}
+types |= {"positions": "*i32", "first": "i32", "before": "i64", "master": "*fp32", "held": "*i16"}
+types |= {"n": "i64", "indices": "*i32", "count": "i32", "sign": "i32", "differences": "*i16"}
+types |= {"logits": "*bf16", "targets": "*i64", "width": "i32", "temperature": "fp32"}
+types |= dict.fromkeys(("logprobs", "entropies", "log_sums", "gradients"), "*fp32")
+block, wide = {"BLOCK": head_triton.BLOCK}, {"live": "*i32", "differences": "*i32"}
 KERNELS = (
-    (xxh3_triton._accumulate, {"blocks": "*i64", "table": "*u64", "lanes_out": "*u64"}, {}, 1),
-    (delta_triton._compare, held | {"counts": "*i32"}, {}, 4),
-    (
-        delta_triton._compact,
-        held | {"ends": "*i64", "positions": "*i32", "differences": "*i16", "first": "i32", "before": "i64"},
-        {},
-        4,
-    ),
-    (delta_triton._move, move | {"live": "*i16", "differences": "*i16"}, {"LOW": 0x7FFF}, 4),
-    (delta_triton._move, move | {"live": "*i32", "differences": "*i32"}, {"LOW": 0x7FFFFFFF}, 4),
+    (xxh3_triton._accumulate, {}, {}, 1),
+    (delta_triton._compare, {}, {}, 4),
+    (delta_triton._compact, {}, {}, 4),
+    (delta_triton._move, {"live": "*i16"}, {"LOW": 0x7FFF}, 4),
+    (delta_triton._move, wide, {"LOW": 0x7FFFFFFF}, 4),
+    (head_triton._sums, {}, block | {"LOWEST": head_triton.LOWEST}, head_triton.WARPS),
+    (head_triton._gradients, {}, block, head_triton.WARPS),
 )
 for capability in (80, 90, 100):
-    for kernel, types, constants, warps in KERNELS:
-        types = {name: types[name] for name in kernel.arg_names}
-        source = ASTSource(fn=kernel, signature=types, constexprs={(kernel.arg_names.index(n),): v for n, v in constants.items()})
+    for kernel, own, constants, warps in KERNELS:
+        own = types | own | dict.fromkeys(constants, "constexpr")
+        own = {name: own[name] for name in kernel.arg_names}
+        fixed = {(kernel.arg_names.index(n),): v for n, v in constants.items()}
+        source = ASTSource(fn=kernel, signature=own, constexprs=fixed)
         target = GPUTarget("cuda", capability, 32)
-        print(capability, len(triton.compile(source, target=target, options={"num_warps": warps}).asm["cubin"]))
+        made = triton.compile(source, target=target, options={"num_warps": warps})
+        print(capability, len(made.asm["cubin"]), made.asm["ptx"].count(".local"), kernel.__name__)
 """
 
 
@@ -61,18 +68,20 @@ def run(command, environment):
 
 
 @pytest.mark.slow
-def test_the_kernel_in_tritons_interpreter(environment):
-    run(
-        ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/transfer/on_triton.py"],
-        environment | {"TRITON_INTERPRET": "1"},
-    )
+@pytest.mark.parametrize("folder", ["trainer", "transfer"])
+def test_the_kernels_in_tritons_interpreter(environment, folder):
+    tests = f"tests/{folder}/on_triton.py"
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", tests]
+    run(command, environment | {"TRITON_INTERPRET": "1"})
 
 
 @pytest.mark.slow
-def test_the_kernel_compiles_for_gpus_from_ampere_on(environment, tmp_path):
+def test_the_kernels_compile_for_gpus_from_ampere_on(environment, tmp_path):
     said = run(["-c", COMPILES], environment | {"TRITON_CACHE_DIR": str(tmp_path)})
-    sizes = dict(map(int, line.split()) for line in said.splitlines())
-    assert sizes.keys() == {80, 90, 100} and min(sizes.values()) > 1000
+    found = [line.split() for line in said.splitlines()]
+    assert [capability for capability, *_ in found] == 7 * ["80"] + 7 * ["90"] + 7 * ["100"]
+    assert all(int(size) > 1000 for _, size, _, _ in found), found
+    assert all(spilled == "0" for *_, spilled, name in found if name in ("_sums", "_gradients"))
 
 
 def test_without_triton_blocks_are_read_back_which_is_said_once(monkeypatch, caplog):

@@ -29,27 +29,10 @@ def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-async def test_an_edge_is_complete_when_the_last_file_has_its_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(mirrors, "ARRIVES_S", 120.0)
-    mirror, other = (Mirror(tmp_path / "m", 2, 1000) for _ in range(2))  # two ranks of the node
-    first = mirror.open(f"{EDGE}/rank-00000.h5", 100)
-    assert (tmp_path / "m").stat().st_mode & 0o777 == 0o700
-    first[:] = 7
-    mirror.finish(f"{EDGE}/rank-00000.h5")
-    mirror.open(f"{EDGE}/rank-00001.h5", 50)
-    waiting = asyncio.create_task(other.wait(EDGE))
-    await asyncio.sleep(0.05)
-    assert not waiting.done()
-    mirror.finish(f"{EDGE}/rank-00001.h5")
-    assert await asyncio.wait_for(waiting, 120) == ""
-    assert (mirror.path / EDGE / "rank-00000.h5").read_bytes() == bytes([7]) * 100
-    mirror.close()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_new_edge_takes_the_place_of_the_last_and_spares_who_reads_it(tmp_path):
     mirror = Mirror(tmp_path / "m", 2, 1000)
     fill(mirror)
+    assert mirror.path.stat().st_mode & 0o777 == 0o700
     with open(mirror.path / EDGE / "rank-00001.h5", "rb") as reader:
         fill(mirror, NEXT)
         assert reader.read() == bytes([1]) * 100
@@ -72,14 +55,6 @@ def test_without_a_folder_every_edge_is_read_from_the_store_and_nothing_raises(t
     fill(mirror)
     assert "not broadcast within 0.2 s" in wait(mirror)
     mirror.close()
-
-
-def test_a_mirror_that_was_given_up_says_so_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(mirrors, "BEGINS_S", 60.0)
-    mirror = Mirror(tmp_path / "m", 2, 1000)
-    fill(mirror)
-    mirror.abandon("no piece came")
-    assert wait(mirror, NEXT) == "no piece came" and files(mirror.path) == ["refused"]
 
 
 def test_what_a_dead_rank_of_the_same_run_left_is_removed_and_nothing_else(tmp_path):

@@ -2,11 +2,9 @@
 part."""
 
 import tracemalloc
-import weakref
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rose.config import ModelShape
 from rose.engine import layout
@@ -18,6 +16,7 @@ from rose.transfer.source import Folder
 from rose.transfer.stage import place_blocks, stage
 from rose.transfer.store import FULL
 from tests.engine import shapes
+from tests.trainer.test_allocated import Meter
 from tests.transfer.worlds import SHAPES, World, same
 
 ALL = 1 << 30
@@ -123,7 +122,7 @@ def test_a_flip_that_breaks_off_among_sparse_values_is_taken_back(two):
 
 
 def test_a_flip_that_can_t_be_taken_back_says_that_the_weights_are_a_mixture(two):
-    store, zero, one = two
+    store, zero, _ = two
     for mended, dense_bytes in ((False, ALL), (True, 0)):
         live = Breaking(copy(zero), 2, mended)
         with pytest.raises(TransferError, match="the weights are a mixture now: device lost"):
@@ -132,42 +131,14 @@ def test_a_flip_that_can_t_be_taken_back_says_that_the_weights_are_a_mixture(two
 
 def test_the_check_names_a_parameter_that_is_not_what_it_should_be(two):
     store, zero, _ = two
+    wrong = r"live parameter layer.weight, block \d+: xxh3-128 \w{32} after the flip, expected"
     for before, route in ((zero, [(1, 0)]), (zeros(), [(0, FULL)])):
         live = copy(before)
         made = staged(store, route, Live(live))
         made.flip()
         live["layer.weight"] += 1
-        wrong = r"live parameter layer.weight, block \d+: xxh3-128 \w{32} after the flip, expected"
         with pytest.raises(TransferError, match=wrong):
             made.check()
-
-
-# --------------------------------------------------------------------------- memory of the device
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes that tensors made by torch's operations had at once: what a device's allocator
-    would see."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.most = 0
-        self._known: dict[int, weakref.ref] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and not func.is_view and not func._schema.is_mutable:
-            storage = result.untyped_storage()
-            if storage.data_ptr() and storage.data_ptr() not in self._known:
-                address, nbytes = storage.data_ptr(), storage.nbytes()
-                self.now += nbytes
-                self.most = max(self.most, self.now)
-                self._known[address] = weakref.ref(result, lambda _: self._gone(address, nbytes))
-        return result
-
-    def _gone(self, address: int, nbytes: int) -> None:
-        del self._known[address]
-        self.now -= nbytes
 
 
 def changed_by(share: float, tmp_path, dtype=torch.bfloat16):
@@ -190,7 +161,7 @@ def test_the_device_gives_no_more_than_its_budget(tmp_path, room, share, dtype):
     store, zero, one = changed_by(share, tmp_path, dtype)
     live = copy(zero)
     made = staged(store, [(1, 0)], Live(live), device_bytes=room)
-    with Peak() as peak:
+    with Meter() as meter:
         made.changes._added = added_again(made)
         made.changes.upload(room)
         made.flip()
@@ -199,7 +170,7 @@ def test_the_device_gives_no_more_than_its_budget(tmp_path, room, share, dtype):
         made.changes.put(-1)
         assert same(live, zero)
     least = changes.VALUE_BYTES + 2 * changes.ALIGNMENT  # bytes for one value
-    assert peak.most <= max(room, least)
+    assert meter.peak <= max(room, least)
     assert made.changes.device_bytes <= max(room, least)
     resident = sum(piece.resident is not None for piece in made.changes.pieces)
     assert resident == (len(made.changes.pieces) if room == 10**6 else 0 if room == 1 else resident)
@@ -209,7 +180,7 @@ def test_the_device_gives_no_more_than_its_budget(tmp_path, room, share, dtype):
 
 def added_again(made) -> dict:
     """What was added to the changes, of what is left of it: to bring it to the device under the
-    eyes of `Peak`."""
+    eyes of `Meter`."""
     added = {}
     for piece in made.changes.pieces:
         resident = [] if piece.resident is None else [piece.resident]
@@ -252,10 +223,6 @@ def test_of_a_device_what_is_free_less_a_reserve_is_taken_and_never_more_than_al
         assert changes.budget(live, most) == wanted
 
 
-# --------------------------------------------------------------------------- tensor-parallel
-# servers
-
-
 SIZES = {"layers": 2, "hidden": 16, "intermediate": 24, "heads": 8, "head_dim": 4}
 
 
@@ -265,11 +232,8 @@ def shape_of(kv_heads: int, tied: bool) -> ModelShape:
 
 
 def weights_of(shape: ModelShape, bias: bool) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return {
-        name: torch.randn(extent, generator=generator).bfloat16()
-        for name, extent in shapes.tensors(shape, bias).items()
-    }
+    torch.manual_seed(3)
+    return {n: torch.randn(extent).bfloat16() for n, extent in shapes.tensors(shape, bias).items()}
 
 
 def parameters_of(shape: ModelShape, bias: bool, tp_size: int) -> dict[str, torch.Tensor]:
@@ -278,9 +242,7 @@ def parameters_of(shape: ModelShape, bias: bool, tp_size: int) -> dict[str, torc
     return {name: torch.zeros(extent, dtype=torch.bfloat16) for name, extent in extents.items()}
 
 
-def expected(
-    weights, shape: ModelShape, bias: bool, rank: int, tp_size: int
-) -> dict[str, torch.Tensor]:
+def expected(weights, shape: ModelShape, bias: bool, rank: int, tp_size: int) -> dict:
     """What one rank should hold: the slices of whole tensors."""
     made = parameters_of(shape, bias, tp_size)
     for name, tensor in weights.items():
@@ -297,10 +259,7 @@ def placed(shape: ModelShape, rank: int, tp_size: int):
 
 
 def cuts_for(weights, shape: ModelShape, degrees) -> dict:
-    return {
-        name: layout.cuts(name, tuple(tensor.shape), shape, degrees)
-        for name, tensor in weights.items()
-    }
+    return {n: layout.cuts(n, tuple(t.shape), shape, degrees) for n, t in weights.items()}
 
 
 @pytest.mark.slow

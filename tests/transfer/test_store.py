@@ -2,7 +2,6 @@
 what is needed."""
 
 import errno
-import os
 import resource
 import shutil
 import signal
@@ -37,7 +36,7 @@ from rose.transfer.store import (
     unseal,
     write_file,
 )
-from tests.transfer.worlds import Peer, World, same
+from tests.transfer.worlds import History, Peer, World, same
 
 TENSORS = [Tensor("w", (40, 5), "bfloat16"), Tensor("norm", (12,), "float32")]
 
@@ -58,13 +57,13 @@ def write(store, plan, version=0, base=FULL, ranks=None):
 
 
 @pytest.fixture
-def plan(tmp_path):
-    create(tmp_path / "store", plan_of())
+def plan():
     return plan_of()
 
 
 @pytest.fixture
 def store(tmp_path, plan):
+    create(tmp_path / "store", plan)
     return tmp_path / "store"
 
 
@@ -72,28 +71,15 @@ def opened(store, version=0, base=FULL) -> Edge:
     return Edge(Folder(store), version, base, *read_plan(Folder(store)))
 
 
-# --------------------------------------------------------------------------- names, sealed files
+OTHERS = "000012/full v12a/full v000012/rest v/full v000012/000011 v000012/from-x leases/a.json"
 
 
-@pytest.mark.parametrize(
-    "step, name",
-    [
-        ((12, 11), "v000012/from-000011"),
-        ((12, FULL), "v000012/full"),
-        ((0, INITIAL), "v000000/from-initial"),
-        ((1234567, 3), "v1234567/from-000003"),
-    ],
-)
-def test_an_edge_and_the_name_of_its_folder_are_one_to_one(step, name):
-    assert edge_name(*step) == name and parse_edge(*name.split("/")) == step
-
-
-@pytest.mark.parametrize(
-    "folder",
-    "000012/full v12a/full v000012/rest v/full v000012/000011 v000012/from-x leases/a.json".split(),
-)
-def test_other_folders_are_no_edges(folder):
-    assert parse_edge(*folder.split("/")) is None
+def test_an_edge_and_the_name_of_its_folder_are_one_to_one():
+    names = "v000012/from-000011 v000012/full v000000/from-initial v1234567/from-000003".split()
+    steps = [(12, 11), (12, FULL), (0, INITIAL), (1234567, 3)]
+    assert [edge_name(*step) for step in steps] == names
+    assert [parse_edge(*name.split("/")) for name in names] == steps
+    assert {parse_edge(*name.split("/")) for name in OTHERS.split()} == {None}
 
 
 def test_what_is_sealed_is_read_again_and_any_damage_is_named(plan):
@@ -110,9 +96,8 @@ def test_what_is_sealed_is_read_again_and_any_damage_is_named(plan):
 
 def test_another_format_and_another_kind_of_file_are_refused_by_name(plan):
     old = Plan(FORMAT - 1, plan.lineage, plan.world, plan.tensors, plan.blocks)
-    with pytest.raises(
-        Corrupted, match=f"plan.json: format {FORMAT - 1}, this program reads {FORMAT}"
-    ):
+    words = f"plan.json: format {FORMAT - 1}, this program reads {FORMAT}"
+    with pytest.raises(Corrupted, match=words):
         unseal(seal(old), Plan, "plan.json")
     with pytest.raises(Corrupted, match="manifest.json: .*plan"):
         unseal(seal(plan), Manifest, "manifest.json")
@@ -123,19 +108,15 @@ def test_the_plan_of_a_store_that_is_none_is_missing_by_name(tmp_path):
         read_plan(Folder(tmp_path / "nothing"))
 
 
-# --------------------------------------------------------------------------- commit
-
-
 def test_an_edge_without_manifest_does_not_exist(store, plan):
     write(store, plan)
     with pytest.raises(Missing, match="v000000/full/manifest.json"):
         opened(store)
     commit(store, plan, 0, FULL)
     edge = opened(store)
-    assert [edge.table(rank)["block"].tolist() for rank in range(2)] == [
-        [n for n, block in enumerate(plan.blocks) if block.owner == rank] for rank in range(2)
-    ]
-    assert edge.nbytes == sum(int(edge.table(rank)["length"].sum()) for rank in range(2))
+    tables = [edge.table(rank) for rank in range(2)]
+    assert [table["block"].tolist() for table in tables] == [plan.owned(0), plan.owned(1)]
+    assert edge.nbytes == sum(int(table["length"].sum()) for table in tables)
 
 
 def test_commit_waits_for_the_slowest_rank(store, plan):
@@ -155,52 +136,43 @@ def test_commit_says_which_file_it_waited_for(store, plan):
 
 
 @pytest.mark.parametrize(
-    "found", [{"version": 1, "base": FULL}, {"version": 1, "base": 0}, {"lineage": "other"}]
+    "step, lineage", [((1, FULL), "here"), ((1, 0), "here"), ((0, FULL), "no")]
 )
-def test_a_file_of_another_edge_or_lineage_is_not_committed(store, plan, found):
-    other = plan_of(lineage=found.pop("lineage", "here"))
-    step = (found.get("version", 0), found.get("base", FULL))
-    write(store.parent / "elsewhere", other, *step)
-    shutil.copytree(
-        store.parent / "elsewhere" / edge_name(*step), store / "v000000/full", dirs_exist_ok=True
-    )
+def test_a_file_of_another_edge_or_lineage_is_not_committed(store, plan, step, lineage):
+    write(store.parent / "elsewhere", plan_of(lineage=lineage), *step)
+    shutil.copytree(store.parent / "elsewhere" / edge_name(*step), store / "v000000/full")
     with pytest.raises(TransferError, match=r"rank-00000.h5: is \{.*\}, expected \{"):
         commit(store, plan, 0, FULL)
     assert not (store / "v000000/full" / MANIFEST).exists()
 
 
-def test_a_file_that_is_no_hdf5_is_not_committed(store, plan):
+def test_a_file_is_plain_hdf5_that_other_tools_read_or_is_not_committed(store, plan):
     write(store, plan)
-    (store / "v000000/full/rank-00001.h5").write_bytes(b"not HDF5")
+    path = store / "v000000/full/rank-00001.h5"
+    with h5py.File(path) as file:
+        assert (file.attrs["version"], file.attrs["base"], file.attrs["rank"]) == (0, "", 1)
+        assert file["data"].size == file["blocks"]["length"].sum() > 0
+    path.write_bytes(b"not HDF5")
     with pytest.raises(TransferError, match="v000000/full/rank-00001.h5: unreadable"):
         commit(store, plan, 0, FULL)
 
 
 def test_a_rank_with_nothing_to_write_has_an_empty_file(tmp_path):
-    plan = plan_of(world=9)
-    create(tmp_path / "store", plan)
+    plan, store = plan_of(world=9), tmp_path / "store"
+    create(store, plan)
     assert len(plan.blocks) < 9
-    write(tmp_path / "store", plan)
-    commit(tmp_path / "store", plan, 0, FULL)
-    assert len(opened(tmp_path / "store").table(8)) == 0
-
-
-def test_the_file_is_plain_hdf5_that_other_tools_read(store, plan):
     write(store, plan)
-    with h5py.File(store / "v000000/full/rank-00001.h5") as file:
-        assert (file.attrs["version"], file.attrs["base"], file.attrs["rank"]) == (0, "", 1)
-        assert file["data"].size == file["blocks"]["length"].sum() > 0
+    commit(store, plan, 0, FULL)
+    assert len(opened(store).table(8)) == 0
 
 
 def test_a_manifest_of_another_edge_lineage_or_plan_is_named_with_both(store, plan):
     write(store, plan)
     commit(store, plan, 0, FULL)
     shutil.copytree(store / "v000000/full", store / "v000001/full")
-    with pytest.raises(
-        Corrupted,
-        match=r"v000001/full/manifest.json: \(lineage, plan, version, base\) is \('here', "
-        r"'[0-9a-f]{32}', 0, None\), expected \('here', '[0-9a-f]{32}', 1, None\)",
-    ):
+    found = r"v000001/full/manifest.json: \(lineage, plan, version, base\) is \('here', "
+    found += r"'[0-9a-f]{32}', 0, None\), expected \('here', '[0-9a-f]{32}', 1, None\)"
+    with pytest.raises(Corrupted, match=found):
         opened(store, 1)
     write_file(store / PLAN, seal(plan_of(lineage="other")))
     with pytest.raises(Corrupted, match=r"expected \('other'"):
@@ -212,9 +184,8 @@ def test_trainer_ranks_that_would_cut_the_model_in_different_ways_are_told(tmp_p
     other = World(tmp_path / "other", largest=50)
 
     def make(rank):
-        plan = (world, other)[rank].plan
-        reads = lambda block: world.read(block, rank)  # noqa: E731
-        return Publisher(tmp_path / "third", plan, Peer(world, rank), reads, 1, 8, 2, 1.0)
+        plan, peer = (world, other)[rank].plan, Peer(world, rank)
+        return Publisher(tmp_path / "third", plan, peer, world.read, 1, 8, 2, 1.0)
 
     with pytest.raises(TransferError, match="third: trainer rank 1 would cut the model in another"):
         world.together(make)
@@ -229,9 +200,6 @@ def test_a_store_whose_removal_was_interrupted_is_no_store(store, plan, monkeypa
         create(store, plan)
     with pytest.raises(Missing, match="plan.json"):
         read_plan(Folder(store))
-
-
-# --------------------------------------------------------------------------- a full disk
 
 
 def test_a_full_disk_leaves_no_file_and_the_process_lives(store, plan):
@@ -254,64 +222,10 @@ def test_a_full_disk_leaves_no_file_and_the_process_lives(store, plan):
     assert left == ["rank-00000.h5", "rank-00001.h5"]
 
 
-def test_a_real_disk_without_room_refuses_each_step_by_name(disk, plan):
-    store = disk.path / "store"
-    create(store, plan)
-    os.sync()
-    disk.fill()
-    with pytest.raises(OSError, match="No space left"):  # the last few blocks
-        for number in range(100):
-            (disk.path / f"small-{number}").write_bytes(b"x" * 600)
-    with pytest.raises(TransferError, match="rank-00000.h5: not written: .*No space left"):
-        write(store, plan)
-    disk.empty()
-    write(store, plan)
-    commit(store, plan, 0, FULL)
-    assert len(opened(store).table(0))
-
-
-# --------------------------------------------------------------------------- tidy and collect
-
-
 def names(store) -> list[str]:
     """Of the edges that are committed."""
     found = [edge_name(*step) for step in list_edges(Folder(store))]
     return sorted(name for name in found if (store / name / MANIFEST).exists())
-
-
-def published(store, versions: int, tidy: bool = False, **options):
-    """A world, and the weights of each of its versions."""
-    world, weights = World(store, **options), {}
-    weights[INITIAL] = dict(world.weights)
-    for version in range(versions):
-        world.step()
-        world.publish(version)
-        weights[version] = dict(world.weights)
-        if tidy:
-            world.tidy()
-    return world, weights
-
-
-def test_an_edge_from_the_model_folder_is_made_beside_each_full_version_and_says_as_much(tmp_path):
-    """The edge gives the same values of every block as all differences in a row."""
-    world, weights = published(tmp_path / "store", 9, tidy=True, full_every=4, keep=100)
-    for version in range(9):
-        for base in (FULL, INITIAL):
-            there = edge_name(version, base) in names(world.store)
-            assert there == (version % 4 == 0)
-    for version in (4, 8):
-        one = opened(world.store, version, INITIAL)
-        steps = [opened(world.store, v, v - 1) for v in range(version + 1)]
-        for number, block in enumerate(world.plan.blocks):
-            values, start = None, world.read_of(weights[INITIAL], block)
-            for step in steps:
-                entry, payload = step.payloads(block.owner, [number])[number]
-                values = codec.decode(payload, start if values is None else values)
-            made, payload = one.payloads(block.owner, [number])[number]
-            assert np.array_equal(codec.decode(payload, start), values)
-            assert np.array_equal(values, world.read_of(weights[version], block))
-            assert made.old == xxhash.xxh3_128_digest(start)
-            assert made.new == xxhash.xxh3_128_digest(values)
 
 
 def raises(error):
@@ -321,25 +235,24 @@ def raises(error):
     return broken
 
 
-def full_due(store, keep=100):
-    """A world that has published version 2, of which a full version and an edge from the model's
-    folder are due."""
-    world, weights = published(store, 2, tidy=True, full_every=2, keep=keep)
-    world.step()
-    world.together(lambda rank: world.publishers[rank].publish(2))
-    return world, weights
+def full_due(store, keep=100) -> History:
+    """Version 2 is published, of which a full version and an edge from the model's folder are
+    due."""
+    history = History(store, 2, full_every=2, keep=keep)
+    history.world.step()
+    history.world.together(lambda rank: history.world.publishers[rank].publish(2))
+    return history
 
 
-@pytest.mark.parametrize(
-    "trouble", ["damaged file", "payload that is none", "disk that can't be listed"]
-)
+@pytest.mark.parametrize("trouble", ["damaged file", "no payload", "disk that can't be listed"])
 def test_what_tidying_cannot_read_is_left_out(tmp_path, monkeypatch, capfd, trouble):
-    world, weights = full_due(tmp_path / "store", keep=2)
+    history = full_due(tmp_path / "store", keep=2)
+    world = history.world
     with monkeypatch.context() as patch:
         if trouble == "damaged file":
             path = world.store / edge_name(1, 0) / "rank-00001.h5"
             path.write_bytes(bytes(byte ^ 4 for byte in path.read_bytes()))
-        elif trouble == "payload that is none":
+        elif trouble == "no payload":
             patch.setattr(codec, "compose", raises(ValueError("not a payload")))
         else:
             patch.setattr(publish, "collect", raises(OSError(errno.ESTALE, "Stale file handle")))
@@ -352,61 +265,56 @@ def test_what_tidying_cannot_read_is_left_out(tmp_path, monkeypatch, capfd, trou
         world.publish(version)
         world.tidy()
     assert same(materialise(world.store, 4), world.weights)
-    live = dict(weights[INITIAL])
+    live = history.live(INITIAL)
     receiver = Receiver(str(world.store), None, None, whole, Live(live))
     staged = receiver.stage(INITIAL, 4, 1, 1 << 30, 30.0)
     staged.flip()
     assert same(live, world.weights)  # a joiner comes to it, too, if by the full version
-    if trouble == "payload that is none":  # which is a moment's: the next version has its edge
+    if trouble == "no payload":  # which is a moment's: the next version has its edge
         assert {edge_name(3, INITIAL), edge_name(4, INITIAL)} <= set(names(world.store))
         assert edge_name(3, FULL) not in names(world.store)
         assert staged.route == [edge_name(4, INITIAL)]
 
 
-def test_a_full_version_without_room_comes_with_the_next(tmp_path, monkeypatch, capfd):
-    world, _ = full_due(tmp_path / "store")
+@pytest.mark.parametrize("step", ["a rank's file", "every file", "manifest"])
+def test_a_full_version_without_room_leaves_nothing_and_comes_with_the_next(
+    tmp_path, monkeypatch, capfd, step
+):
+    world = full_due(tmp_path / "store").world
+    finish, full = EdgeWriter.finish, TransferError("not written: No space left on device")
+
+    def refuse(self) -> None:
+        if step == "every file" or self.path.name == "rank-00000.h5":
+            raise full
+        finish(self)
+
     with monkeypatch.context() as patch:
-        refuse = raises(TransferError("rank-00000.h5: not written: No space left on device"))
-        patch.setattr(EdgeWriter, "finish", refuse)
+        if step == "manifest":
+            patch.setattr(publish, "commit", raises(full))
+        else:
+            patch.setattr(EdgeWriter, "finish", refuse)
         world.tidy()
-    assert "store upkeep failed" in capfd.readouterr().out
-    assert edge_name(2, FULL) not in names(world.store)
+    assert "store upkeep failed" in (said := capfd.readouterr().out) and "not written" in said
+    assert [path.name for path in (world.store / "v000002").iterdir()] == ["from-000001"]
     world.step()
     world.publish(3)
     assert {edge_name(3, FULL), edge_name(3, INITIAL)} <= set(names(world.store))
 
 
-@pytest.mark.parametrize("step", ["a rank's file", "manifest"])
-def test_what_was_written_of_an_edge_left_out_goes(tmp_path, monkeypatch, capfd, step):
-    world, _ = full_due(tmp_path / "store")
-    finish = EdgeWriter.finish
-
-    def refuse(self) -> None:
-        if self.path.name == "rank-00000.h5":
-            raise TransferError(f"{self.path}: not written: No space left on device")
-        finish(self)
-
-    with monkeypatch.context() as patch:
-        if step == "manifest":
-            patch.setattr(publish, "commit", raises(TransferError("manifest.json: not written")))
-        else:
-            patch.setattr(EdgeWriter, "finish", refuse)
-        world.tidy()
-    assert "not written" in capfd.readouterr().out
-    assert [path.name for path in (world.store / "v000002").iterdir()] == ["from-000001"]
-
-
 def test_every_version_that_is_kept_can_be_reached_after_the_collector(tmp_path):
     assert collect(tmp_path, 2) == [], "of an empty store"
-    world, weights = published(tmp_path / "store", 11, tidy=True, full_every=4, keep=2)
+    history = History(tmp_path / "store", 11, full_every=4, keep=2)
+    world = history.world
     assert names(world.store)[0] == "v000008/from-initial" and "v000008/full" in names(world.store)
     for version in (8, 9, 10):
-        assert same(materialise(world.store, version), weights[version])
+        assert same(materialise(world.store, version), history.weights[version])
     assert not list(world.store.glob("v000007*")) and collect(world.store, 2) == []
+    with pytest.raises(ValueError, match="version 1 after 10: versions grow"):
+        world.publish(1)
 
 
 def test_the_newest_full_version_that_leads_to_all_kept_ones_is_kept_and_all_after_it(tmp_path):
-    world, _ = published(tmp_path / "store", 6, full_every=4, keep=3)
+    world = History(tmp_path / "store", 6, tidy=False, full_every=4, keep=3).world
     # version 3 is kept, and only the full version 0 leads to it
     assert collect(world.store, 3) == []
     assert collect(world.store, 2) == [(0, INITIAL), (0, FULL), (1, 0), (2, 1), (3, 2)]
@@ -415,7 +323,7 @@ def test_the_newest_full_version_that_leads_to_all_kept_ones_is_kept_and_all_aft
 
 
 def test_edges_without_manifest_are_not_counted_as_versions_and_go_with_the_old_ones(tmp_path):
-    world, _ = published(tmp_path / "store", 3, full_every=1)
+    world = History(tmp_path / "store", 3, tidy=False, full_every=1).world
     (world.store / edge_name(9, 8)).mkdir(parents=True)  # being written
     (world.store / edge_name(1, FULL) / MANIFEST).unlink()  # was never committed
     assert set(collect(world.store, 1)) == {(0, INITIAL), (0, FULL), (1, INITIAL), (1, 0)}
@@ -424,7 +332,7 @@ def test_edges_without_manifest_are_not_counted_as_versions_and_go_with_the_old_
 
 
 def test_files_go_a_call_after_their_manifest_so_that_who_reads_them_can_end(tmp_path):
-    world, _ = published(tmp_path / "store", 3, full_every=1)
+    world = History(tmp_path / "store", 3, tidy=False, full_every=1).world
     source = Folder(world.store)
     edge = opened(world.store, 1, 0)
     assert (1, 0) in collect(world.store, 1)
@@ -435,18 +343,3 @@ def test_files_go_a_call_after_their_manifest_so_that_who_reads_them_can_end(tmp
     assert len(edge.table(0)) and {version for version, _ in list_edges(source)} == {0, 1, 2}
     assert collect(world.store, 1) == []
     assert {version for version, _ in list_edges(source)} == {2}
-
-
-def test_versions_grow(tmp_path):
-    world, _ = published(tmp_path / "store", 2)
-    with pytest.raises(ValueError, match="version 1 after 1: versions grow"):
-        world.publish(1)
-
-
-def test_a_full_version_comes_when_the_differences_since_the_last_outweigh_it(tmp_path):
-    world = World(tmp_path / "store", full_every=1000)
-    for version in range(5):
-        world.step(1.0)
-        world.publish(version)
-    fulls = [name for name in names(world.store) if name.endswith("full")]
-    assert len(fulls) in (2, 3)

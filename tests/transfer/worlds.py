@@ -11,7 +11,7 @@ import torch
 from rose.transfer.base import Base
 from rose.transfer.blocks import Tensor, cut, take
 from rose.transfer.publish import Publisher
-from rose.transfer.store import FORMAT, Plan
+from rose.transfer.store import FORMAT, INITIAL, Plan
 
 SHAPES = {"embed": (50, 12), "layer.weight": (24, 12), "layer.bias": (24,), "norm": (12,)}
 CUTS = {"embed": ([0, 25, 50], []), "layer.weight": ([], [0, 6, 12])}
@@ -59,18 +59,10 @@ class Model:
         part = -(-size // self.size)
         return [(r, min(r * part, size), min((r + 1) * part, size)) for r in range(self.size)]
 
-    def read_of(self, weights: dict[str, torch.Tensor], block) -> np.ndarray:
-        """The block's patterns within these weights."""
-        before, self.weights = self.weights, weights
-        try:
-            return self.read(block, block.owner)
-        finally:
-            self.weights = before
-
     def read(self, block, rank: int) -> np.ndarray:
         """The block's patterns now."""
         tensor = self.plan.tensors[block.tensor]
-        owner, start, stop = self.shards[tensor.name][rank]
+        _, start, stop = self.shards[tensor.name][rank]
         # a rank reads nothing but its shard
         flat = self.weights[tensor.name].reshape(-1)[start:stop]
         values = torch.cat([p.reshape(-1) for p in take(flat, start, block, tensor.columns)])
@@ -143,11 +135,32 @@ class World(Model):
             thread.start()
         for thread in threads:
             thread.join(240)
-        if errors:
-            raise next(
-                (e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0]
-            )
+        for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+            raise error
         return results
+
+
+class History:
+    """A world, and the weights of each version that it has published."""
+
+    def __init__(self, store, versions: int, tidy: bool = True, **options):
+        self.world = World(store, **options)
+        self.store, self.weights = self.world.store, {INITIAL: dict(self.world.weights)}
+        for version in range(versions):
+            self.publish(version, tidy)
+
+    def publish(self, version: int, tidy: bool = True):
+        self.world.step(0.1)
+        self.world.publish(version)
+        self.weights[version] = dict(self.world.weights)
+        if tidy:
+            self.world.tidy()
+
+    def live(self, version):
+        return {
+            name: torch.zeros_like(t) if version is None else t.clone()
+            for name, t in self.weights[INITIAL if version is None else version].items()
+        }
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:

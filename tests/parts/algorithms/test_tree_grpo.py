@@ -8,7 +8,6 @@ from itertools import count
 import pytest
 import torch
 
-from rose import protocol as p
 from rose.trainer import segments
 from rose.trainer.algorithms import build
 from rose.trainer.algorithms.base import Summary
@@ -16,25 +15,27 @@ from tests.made import trajectory as drawn
 
 ARGS = {"clip_low": 0.2, "clip_high": 0.2, "scale_by_std": True}
 
-# [turns of a segment, what follows it], which is trees, a list of leaves, or the episode's reward.
-# A leaf, or an episode that ended before it forked, is its reward and has two turns.
+
+def fork(turns, *below):
+    """[turns of a segment, what follows it], which is forks and leaves. A leaf, or an episode that
+    ended before it forked, is [turns, reward]; a reward alone has two turns."""
+    return [turns, [each if isinstance(each, list) else [2, each] for each in below]]
+
+
+def group(*trees):
+    return fork(0, *trees)[1]
+
+
+EARLY = fork(2, fork(1, 0.0, 1.0), fork(1, 0.5, 0.25))
 GROUPS = [
-    [[2, [1, [0.0, 1.0]], [1, [0.5, 0.25]]], [1, [3, [1.0, 1.0]], [2, [0.0, -1.0]]]],
-    [0.5, [1, [2, [1.0, 0.0]], [1, [0.0, 0.0]]], 0.25, [1, [2, 1.0], [2, 0.0], [1, 0.5]]],
-    [[1, [1, 1.0], [1, 1.0]], 1.0, 1.0],
-    [[1, [2, 3.0], [1, 0.0]]],
+    group(EARLY, fork(1, fork(3, 1.0, 1.0), fork(2, 0.0, -1.0))),
+    group(
+        *(0.5, fork(1, fork(2, 1.0, 0.0), fork(1, 0.0, 0.0)), 0.25),
+        fork(1, [2, 1.0], [2, 0.0], [1, 0.5]),
+    ),
+    group(fork(1, [1, 1.0], [1, 1.0]), 1.0, 1.0),
+    group(fork(1, [2, 3.0], [1, 0.0])),
 ]
-
-
-def tree(node):
-    """[turns, nodes or rewards] of whatever stands in GROUPS."""
-    if isinstance(node, float):
-        return [2, node]
-    turns, *below = node
-    if len(below) == 1 and not isinstance(below[0], list):
-        return [turns, below[0]]
-    below = below[0] if len(below) == 1 and isinstance(below[0][0], float) else below
-    return [turns, [tree(each) for each in below]]
 
 
 def value(node):
@@ -93,22 +94,17 @@ def trajectories(rows, seed=3):
 
 def summary(made):
     found = segments.find(made)
-    rows = [torch.tensor(each) for each in found]
-    return Summary(
-        torch.tensor([t.reward for t in made]),
-        torch.tensor([int(t.group[1:]) for t in made]),
-        torch.tensor([t.response_tokens for t in made]),
-        torch.zeros(len(made)).bool(),
-        segments=torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
-        if found
-        else None,
-    ), found
+    rows = [(t.reward, int(t.group[1:]), t.response_tokens, False) for t in made]
+    padded = torch.nn.utils.rnn.pad_sequence(
+        [torch.tensor(each) for each in found], batch_first=True, padding_value=-1
+    )
+    return Summary(*map(torch.tensor, zip(*rows, strict=True)), segments=padded), found
 
 
 @pytest.mark.parametrize("scale", [True, False])
 @pytest.mark.parametrize("groups", [GROUPS, *([group] for group in GROUPS)])
 def test_each_token_is_trained_once_with_the_sum_of_what_its_leaves_give_it(groups, scale):
-    rows = expected([[tree(node) for node in group] for group in groups], scale)
+    rows = expected(groups, scale)
     made = trajectories(rows)
     algorithm = build("tree_grpo", ARGS | {"scale_by_std": scale})
     whole, found = summary(made)
@@ -116,12 +112,9 @@ def test_each_token_is_trained_once_with_the_sum_of_what_its_leaves_give_it(grou
     # the plain formula: every leaf trains its whole path, a token by 1 / (tokens of the path)
     wanted = {}
     for (_, _, path, share), t in zip(rows, made, strict=True):
-        for turn, ((segment, advantage), tokens) in enumerate(
-            zip(path, t.turn_tokens, strict=True)
-        ):
-            before = wanted.get((segment, turn), (0.0, 0.0, 0))
-            weight = before[1] + share / t.response_tokens
-            wanted[segment, turn] = (advantage, weight, tokens[1])
+        for (segment, advantage), (turn, tokens) in zip(path, t.turn_tokens, strict=True):
+            _, weight, _ = wanted.get((segment, turn), (0.0, 0.0, 0))
+            wanted[segment, turn] = (advantage, weight + share / t.response_tokens, tokens)
     got = {}
     samples = segments.samples(made, found)
     assert [owner for _, owner in samples] == list(range(len(made)))
@@ -133,42 +126,24 @@ def test_each_token_is_trained_once_with_the_sum_of_what_its_leaves_give_it(grou
             got[key] = (advantages[row, turn].item(), weights[row, turn].item(), tokens)
     assert got.keys() == wanted.keys()
     for key, (advantage, weight, tokens) in wanted.items():
-        assert got[key] == (
-            pytest.approx(advantage, abs=2e-5),
-            pytest.approx(weight, rel=1e-6),
-            tokens,
-        ), key
+        close = pytest.approx(advantage, abs=2e-5), pytest.approx(weight, rel=1e-6)
+        assert got[key] == (*close, tokens), key
     if scale is False:  # advantages along a path add up to the leaf's against the group's trees
         for row, (reward, g, path, _) in enumerate(rows):
-            trees = [value(tree(node)) for node in groups[g]]
+            trees = [value(node) for node in groups[g]]
             steps = [advantages[row, k].item() for k, (s, _) in enumerate(path)]
             own = sum(a for k, a in enumerate(steps) if k == 0 or path[k][0] != path[k - 1][0])
             assert own == pytest.approx(reward - sum(trees) / len(trees), abs=1e-6)
 
 
-def test_what_a_row_shares_with_an_earlier_one_is_its_context():
-    made = trajectories(expected([[tree(GROUPS[0][0])]], True))
-    (first, _), (second, _), *_ = segments.samples(made, segments.find(made))
-    assert first is made[0], "nobody has its tokens before it"
-    assert second.tokens == made[1].tokens
-    shared = sum(tokens for _, tokens in made[1].turn_tokens[:3])
-    trained = sum(tokens for _, tokens in made[1].turn_tokens[3:])
-    assert second.response_tokens == trained == made[1].response_tokens - shared > 0
-    at = [i for i, bit in enumerate(made[1].mask) if bit][shared:]
-    assert [i for i, bit in enumerate(second.mask) if bit] == at
-    assert p.unpack_tokens(second.versions).tolist() == [0 if bit else -1 for bit in second.mask]
-    assert p.unpack_floats(second.logprobs).tolist() == [-0.5 * bit for bit in second.mask]
-    assert second.turn_tokens == made[1].turn_tokens[3:]
-
-
 def test_every_other_algorithm_gets_the_trajectories_whole():
-    made = trajectories(expected([[tree(node) for node in GROUPS[0]]], True))
+    made = trajectories(expected(GROUPS[:1], True))
     assert [t for t, _ in segments.samples(made, [])] == made
 
 
 def test_a_lost_sibling_leaves_no_fork_behind():
     """Of two that forked off each other one failed, and the tree is the other's path."""
-    made = trajectories(expected([[tree([1, [1, 1.0], [1, 0.0]]), tree(0.0)]], False))
+    made = trajectories(expected([group(fork(1, [1, 1.0], [1, 0.0]), 0.0)], False))
     whole, found = summary([made[1], made[2]])
     assert found[0] == [found[0][0]] * 2, "one segment"
     grpo, ours = (build(n, ARGS | {"scale_by_std": False}) for n in ("grpo", "tree_grpo"))
@@ -179,17 +154,14 @@ def test_a_lost_sibling_leaves_no_fork_behind():
 def test_without_forks_it_is_grpo(scale):
     draw = random.Random(1)
     rows = [
-        (draw.choice([0.0, 0.3, 1.0]), g, draw.randrange(1, 9)) for g in range(5) for _ in "abcd"
+        (draw.choice([0.0, 0.3, 1.0]), g, draw.randrange(1, 9), False)
+        for g in range(5)
+        for _ in "abcd"
     ]
-    whole = Summary(
-        torch.tensor([reward for reward, _, _ in rows]),
-        torch.tensor([g for _, g, _ in rows]),
-        torch.tensor([0, *(tokens for _, _, tokens in rows[1:])]),
-        torch.zeros(len(rows)).bool(),
-    )
+    rows[0] = (*rows[0][:2], 0, False)
+    whole = Summary(*map(torch.tensor, zip(*rows, strict=True)))
     args = ARGS | {"scale_by_std": scale}
     grpo, ours = build("grpo", args), build("tree_grpo", args)
     assert torch.equal(ours.advantages(whole), grpo.advantages(whole))
-    torch.testing.assert_close(
-        ours.token_weights(whole)[1:], grpo.token_weights(whole)[1:], rtol=1e-7, atol=0
-    )
+    found, wanted = (each.token_weights(whole)[1:] for each in (ours, grpo))
+    torch.testing.assert_close(found, wanted, rtol=1e-7, atol=0)
