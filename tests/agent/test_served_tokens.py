@@ -19,7 +19,7 @@ from .conftest import TEMPLATES, TRL_TEMPLATES
 
 STYLES = {
     "chatml": served.CHATML,
-    "hermes": {"default": served.CHATML, "tool_use": served.HERMES_TOOL_USE},
+    "hermes": {"default": served.CHATML, "tool_use": served.QWEN2_5},
     "llama3": served.LLAMA3,
     "mistral": served.MISTRAL,
     "gemma": served.GEMMA,
