@@ -1,6 +1,7 @@
 """Environments that come with other packages: the real packages, as a run uses them."""
 
 import asyncio
+import datetime
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import tomllib
 from pathlib import Path
 
 import psutil
@@ -16,6 +18,7 @@ import pytest
 from rose.agent import envs
 from rose.agent.envs import _workers
 from rose.agent.envs.base import Action, ToolCall
+from rose.agent.guard import EnvironmentFailure, Guard
 from rose.config import ConfigError
 from rose.reward.episode import ScoringFailed
 from tests import processes
@@ -27,6 +30,10 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 SERVER = Path(__file__).parent / "servers" / "mcp_server.py"
 STDIO = {"command": [sys.executable, str(SERVER)]}
 DEADLINE_S = 120.0
+
+
+def prompts_env(reward="math", **args):
+    return env_of("prompts", **{"data": "sums.jsonl", "reward": reward} | args)
 
 
 def play(env, seed, *actions):
@@ -57,15 +64,10 @@ def test_missing_packages_are_named_with_the_command_that_installs_them(monkeypa
 
 
 def test_the_extras_are_what_the_messages_name():
-    import tomllib
-
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     named = {r for e in ("reasoning_gym", "textarena", "math", "mcp", "prompts") for r in extras[e]}
     assert named == set(envs.PACKAGES.values())
-
-
-# --------------------------------------------------------------------------- reasoning_gym
 
 
 def test_a_question_of_reasoning_gym_is_the_librarys_and_so_is_the_score():
@@ -80,17 +82,24 @@ def test_a_question_of_reasoning_gym_is_the_librarys_and_so_is_the_score():
     assert (done.reward, done.success) == (1.0, True)
 
 
+LISTS_AND_TIMES = [
+    {"task": "basic_arithmetic", "level": 0},
+    {"task": "basic_arithmetic", "operators": ["+"]},
+    {"task": "time_intervals", "level": 1},
+]
+
+
 def test_all_of_its_tasks_ask_and_score_and_none_raises():
     """Those that take seconds to make are left to the users; prime_factorization's scorer raises,
-    isomorphic_strings depends on the order of a set."""
+    isomorphic_strings depends on the order of a set. Arguments may be lists or times."""
     from rose.parts.adapters.envs import reasoning_gym as ours
 
-    tasks = ours.ReasoningGym(tasks=["all"]).tasks
-    assert len(tasks) == 105
-    for name in ("prime_factorization", "isomorphic_strings", "graph_color", "rubiks_cube"):
-        env = env_of("reasoning_gym", tasks=[name])
+    assert len(ours.ReasoningGym(tasks=["all"]).tasks) == 105
+    names = ["prime_factorization", "isomorphic_strings", "graph_color", "rubiks_cube"]
+    for task in names + LISTS_AND_TIMES:
+        env = env_of("reasoning_gym", tasks=[task])
         first, step = play(env, 4, Action("<answer>none of it</answer>"))
-        assert step.done and step.reward < 0.5
+        assert question(first) and step.done and step.reward < 0.5
         assert play(env, 4)[0] == first != play(env, 6)[0]
 
 
@@ -106,20 +115,6 @@ def test_tasks_are_mixed_by_their_weights_and_levels_make_them_harder():
     assert terms(0) < terms(8) and terms(0) < terms([0, 8])
 
 
-@pytest.mark.parametrize(
-    "task",
-    [
-        {"task": "basic_arithmetic", "level": 0},
-        {"task": "basic_arithmetic", "operators": ["+"]},
-        {"task": "time_intervals", "level": 1},
-    ],
-    ids=lambda task: " ".join(map(str, task.values())),
-)
-def test_a_task_whose_arguments_are_lists_or_times_is_asked_and_scored(task):
-    first, step = play(env_of("reasoning_gym", tasks=[task]), 4, Action("<answer>x</answer>"))
-    assert question(first) and step.done and step.reward < 0.5
-
-
 def test_every_task_with_levels_is_asked_at_its_lowest():
     from rose.parts.adapters.envs import reasoning_gym as ours
 
@@ -127,9 +122,6 @@ def test_every_task_with_levels_is_asked_at_its_lowest():
         made, usual = ours._at(name, 0), vars(ours.DATASETS[name][1]())
         assert not {f for f, value in made.items() if value == usual[f]}, name
         json.dumps(made)
-
-
-# --------------------------------------------------------------------------- textarena
 
 
 def test_a_game_alone_is_played_to_its_end():
@@ -184,8 +176,7 @@ async def test_a_game_that_computes_leaves_the_loop_to_others():
         await asyncio.sleep(0.001)
     assert not playing.done()
     free.set()
-    found = await playing
-    assert found.observation
+    assert (await playing).observation
 
 
 def test_a_move_against_the_rules_is_told_and_then_loses():
@@ -202,9 +193,6 @@ def test_the_opponent_may_be_a_function_of_the_users(tmp_path):
     assert "cell 8" in step.observation
 
 
-# --------------------------------------------------------------------------- prompts
-
-
 def test_every_kind_of_file_has_the_same_rows_and_odd_seeds_are_held_out(folder):
     import datasets
     import pyarrow
@@ -218,31 +206,28 @@ def test_every_kind_of_file_has_the_same_rows_and_odd_seeds_are_held_out(folder)
     datasets.DatasetDict(train=made, test=made.select(range(3))).save_to_disk(folder / "two")
 
     def asked(data, seeds, **args):
-        return [question(play(env_of("prompts", data=data, **args), seed)[0]) for seed in seeds]
+        return [question(play(prompts_env(data=data, **args), seed)[0]) for seed in seeds]
 
     train = asked("sums.jsonl", range(0, 40, 2), held_out=0.3)
     for data in ("sums.json", "sums.parquet", "one", "two#train"):
         assert asked(data, range(0, 40, 2), held_out=0.3) == train
     assert not set(train) & set(asked("sums.jsonl", range(1, 41, 2), held_out=0.3))
-    assert set(asked("two#train", range(1, 41, 2), held_out="two#test")) == {
-        f"What is {n} / 2?" for n in range(3)
-    }
+    held_out = set(asked("two#train", range(1, 41, 2), held_out="two#test"))
+    assert held_out == {f"What is {n} / 2?" for n in range(3)}
 
 
 def test_math_takes_any_form_of_the_answer(folder):
     (folder / "one.jsonl").write_text('{"prompt": "a half?", "answer": "1/2"}\n')
-    env = env_of("prompts", data="one.jsonl", held_out="one.jsonl")
     texts = [r"so \boxed{\frac{1}{2}}", "it is 0.5", r"<think>\boxed{1/2}</think> 3", "no idea", ""]
-    steps = play(env, 0, *map(Action, texts))[1:]
-    assert [step.reward for step in steps] == [1.0, 1.0, 0.0, 0.0, 0.0]
-    assert [step.success for step in steps] == [True, True, False, False, False]
+    steps = play(prompts_env(data="one.jsonl", held_out="one.jsonl"), 0, *map(Action, texts))[1:]
+    found = [(step.reward, step.success) for step in steps]
+    assert found == [(1.0, True)] * 2 + [(0.0, False)] * 3
 
 
 @pytest.mark.slow
 def test_a_function_of_the_users_rewards_async_or_not(folder):
     def step(reward, text="yes", **args):
-        env = env_of("prompts", data="sums.jsonl", reward=f"rewards.py:{reward}", **args)
-        return play(env, 2, Action(text))[1]
+        return play(prompts_env(f"rewards.py:{reward}", **args), 2, Action(text))[1]
 
     row = json.loads((folder / "sums.jsonl").read_text().splitlines()[0])
     assert step("length").reward >= 3 + row["answer"]
@@ -273,25 +258,15 @@ def test_a_reward_function_may_take_any_keywords(folder):
     """A function with **kwargs gets all four values, a decorated one those of what it wraps."""
     (folder / "keywords.py").write_text(KEYWORDS)
     for name in ("trl", "asks", "wrapped", "decorated"):
-        env = env_of("prompts", data="sums.jsonl", reward=f"keywords.py:{name}")
-        assert play(env, 2, Action("x"))[1].reward == 1.0, name
+        assert play(prompts_env(f"keywords.py:{name}"), 2, Action("x"))[1].reward == 1.0, name
 
 
 EPISODES = """
-from __future__ import annotations
-from dataclasses import dataclass
-
-@dataclass
-class Told:
-    prompt: str
-    answer: str
-    row: dict
-
 def score(episode):
-    told = Told(episode.prompt, episode.response, episode.task)
-    assert told.prompt == "Be brief.\\n\\n" + told.row["prompt"], told
-    assert episode.seed == 2 and episode.turns == 1 and not episode.transcript[0].policy
-    return {"reward": len(told.answer), "success": told.answer == "yes"}
+    said = "Be brief.\\n\\n" + episode.task["prompt"]
+    assert (episode.prompt, episode.seed, episode.turns) == (said, 2, 1), episode
+    assert not episode.transcript[0].policy
+    return {"reward": len(episode.response), "success": episode.response == "yes"}
 
 async def judge(episode):
     return score(episode)
@@ -306,20 +281,18 @@ def test_one_function_serves_the_environment_and_reward_function(folder, functio
 
     (folder / "mine.py").write_text(EPISODES)
     spec = f"{folder}/mine.py:{function}"
-    env = env_of("prompts", data="sums.jsonl", reward=spec, success_at=0.0, system="Be brief.")
+    env = prompts_env(spec, success_at=0.0, system="Be brief.")
     start, good, bad = play(env, 2, Action("yes"), Action("no"))
     assert [(step.reward, step.success) for step in (good, bad)] == [(3.0, True), (2.0, False)]
-    made = envs.build(env).source._episode(
-        start.task, 2, [*start.messages, {"role": "assistant", "content": "yes"}], truncated=True
-    )
+    said = [*start.messages, {"role": "assistant", "content": "yes"}]
+    made = envs.build(env).source._episode(start.task, 2, said, truncated=True)
     assert made.truncated
     found = asyncio.run(scorers.build("function", {"path": spec}).score(made, DEADLINE_S))
     assert (found.reward, found.success) == (3.0, True)
 
 
 def test_scorers_see_the_row_and_null_leaves_the_scoring_to_them(folder):
-    env = env_of("prompts", data="sums.jsonl", reward=None, answer_field="none of them")
-    start, step = play(env, 2, Action("20"))
+    start, step = play(prompts_env(None, answer_field="none of them"), 2, Action("20"))
     rows = [json.loads(line) for line in (folder / "sums.jsonl").read_text().splitlines()]
     assert start.task in rows and start.task["prompt"] == question(start)
     assert (step.reward, step.success, step.done) == (0.0, False, True)
@@ -327,10 +300,8 @@ def test_scorers_see_the_row_and_null_leaves_the_scoring_to_them(folder):
 
 @pytest.mark.slow
 async def test_a_reward_that_queues_is_not_late_and_one_that_hangs_is(folder):
-    from rose.agent.guard import EnvironmentFailure, Guard
-
     async def step(reward, seconds):
-        made = envs.build(env_of("prompts", data="sums.jsonl", reward=f"rewards.py:{reward}"))
+        made = envs.build(prompts_env(f"rewards.py:{reward}"))
         await made.reset(2)
         return await Guard(made, "g1.1", seconds, "env").step(Action("x"))
 
@@ -349,28 +320,17 @@ async def test_a_reward_that_queues_is_not_late_and_one_that_hangs_is(folder):
 
 @pytest.mark.slow
 def test_a_reward_that_raises_ends_or_hangs_is_no_reward(folder):
-    def env(reward):
-        return env_of("prompts", data="sums.jsonl", reward=f"rewards.py:{reward}")
-
     for reward, words in (
         ("raises", "OSError: the judge is away"),
         ("nothing", "returned None: .*; a number, "),
         ("ends", "its process ended with code 7"),
     ):
         with pytest.raises((_workers.FunctionFailed, ScoringFailed), match=words):
-            play(env(reward), 2, Action("x"))
-
-    async def hang():
-        made = envs.build(env("hangs"))
-        await made.reset(2)
-        await asyncio.wait_for(made.step(Action("x")), 2)
-
-    with pytest.raises(TimeoutError):
-        asyncio.run(hang())
+            play(prompts_env(f"rewards.py:{reward}"), 2, Action("x"))
     with pytest.raises(_workers.FunctionTooSlow, match=r"did not return within 0.5 s"):
         asyncio.run(_workers.call("rewards.py:hangs", 0.5, text="x"))
     for _ in range(_workers.MOST + 1):  # and the next calls have processes again
-        assert play(env("length"), 2, Action("x"))[1].reward > 0
+        assert play(prompts_env("rewards.py:length"), 2, Action("x"))[1].reward > 0
 
 
 def chat(*said, answer="3"):
@@ -397,9 +357,8 @@ def chat(*said, answer="3"):
 def test_rows_that_teach_something_else_are_refused_in_every_file(folder, key, row, args, words):
     good = {"prompt": "1 + 2?", "answer": "3"}
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in (good, row)))
-    files = {"data": "sums.jsonl", "held_out": "sums.jsonl"} | {key: "rows.jsonl"}
     with pytest.raises(ConfigError) as error:
-        envs.check(env_of("prompts", **files | args))
+        envs.check(prompts_env(**{"held_out": "sums.jsonl", key: "rows.jsonl"} | args))
     assert words in str(error.value)
 
 
@@ -414,11 +373,10 @@ def test_only_a_line_feed_ends_a_line_and_files_are_utf_8(folder):
     ):
         escaped = text.replace("\x0b", "\\u000b").replace("\x1c", "\\u001c")
         (folder / name).write_bytes(escaped.encode())
-        made = envs.build(env_of("prompts", data=name, held_out="sums.jsonl"))
-        assert made.source.train == rows
+        assert envs.build(prompts_env(data=name, held_out="sums.jsonl")).source.train == rows
     (folder / "map.json").write_text(json.dumps({"rows": rows}))
     with pytest.raises(ConfigError, match="must be a list of rows, and is a dict"):
-        envs.check(env_of("prompts", data="map.json"))
+        envs.check(prompts_env(data="map.json"))
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet"])
@@ -426,7 +384,7 @@ def test_files_that_are_something_else_are_refused_with_the_remedy(folder, name)
     def refusal(data):
         (folder / name).write_bytes(data)
         with pytest.raises(ConfigError) as error:
-            envs.check(env_of("prompts", data=name))
+            envs.check(prompts_env(data=name))
         assert str(error.value).startswith(f"env.args.data='{name}': ")
         return str(error.value)
 
@@ -443,61 +401,44 @@ def test_files_that_are_something_else_are_refused_with_the_remedy(folder, name)
 def test_held_out_prompts_that_are_trained_are_a_doubt(folder):
     rows = (folder / "sums.jsonl").read_text().splitlines()
     (folder / "test.jsonl").write_text("\n".join([*rows[:2], json.dumps(chat("u"))]))
-    env = env_of("prompts", data="sums.jsonl", held_out="test.jsonl")
-    (words,) = envs.doubts(env)
+    (words,) = envs.doubts(prompts_env(held_out="test.jsonl"))
     expected = "env.args.held_out='test.jsonl': 2 of its 3 prompts are in env.args.data"
-    assert words.startswith(expected)
-    assert envs.doubts(env_of("prompts", data="sums.jsonl", held_out=0.3)) == ()
+    assert words.startswith(expected) and envs.doubts(prompts_env(held_out=0.3)) == ()
     (folder / "overlap.jsonl").write_text("1\n2\n2\n3\n")  # odd lines: 1, 2; even: 2, 3
     (words,) = envs.doubts(env_of("agent", command=["true"], tasks="overlap.jsonl"))
     assert "1 of the held-out tasks" in words
 
 
-def test_the_launcher_gives_ranks_whole_paths(folder, make_config):
-    from rose import checks
+def test_the_launcher_gives_ranks_whole_paths(folder):
+    def whole(name, **args):
+        return envs.with_whole_paths(env_of(name, **args)).args
 
-    given = "env.args.data=sums.jsonl env.args.reward=rewards.py:length"
-    c = make_config("env=prompts env.max_new_tokens=8", given)
-    args = checks.with_whole_paths(c).env.args
-    assert args["data"] == f"{folder}/sums.jsonl"
-    assert args["reward"] == f"{folder}/rewards.py:length" and args["held_out"] == 0.1
+    for name in ("math", "random"):  # keywords, no files that lie here
+        (folder / name).mkdir()
+    args = whole("prompts", data="sums.jsonl", reward="rewards.py:length")
+    assert args["data"] == f"{folder}/sums.jsonl" and args["held_out"] == 0.1
+    assert args["reward"] == f"{folder}/rewards.py:length"
+    assert whole("prompts", data="sums.jsonl", reward="math")["reward"] == "math"
+    assert whole("textarena")["opponent"] == "random"
     (folder / "sums.jsonl").rename(folder / "c#.jsonl")  # no split of a folder
-    env = env_of("prompts", data="c#.jsonl")
-    envs.check(env)
-    assert envs.with_whole_paths(env).args["data"] == f"{folder}/c#.jsonl"
+    envs.check(prompts_env(data="c#.jsonl"))
     (folder / "python").symlink_to(sys.executable)
-    env = env_of("verifiers", python="./python", id="x")
-    assert envs.with_whole_paths(env).args["python"] == f"{folder}/python", "not what it links to"
+    found = whole("verifiers", python="./python", id="x")["python"]
+    assert found == f"{folder}/python", "not what it links to"
     (folder / "package").mkdir()
-    agent = {"function": "rewards.py:roles", "reward": "package:judge", "tasks": "c#.jsonl"}
-    found = envs.with_whole_paths(env_of("agent", **agent)).args
+    found = whole("agent", function="rewards.py:roles", reward="package:judge", tasks="c#.jsonl")
     assert found["function"] == f"{folder}/rewards.py:roles"
     assert (found["reward"], found["tasks"]) == ("package:judge", f"{folder}/c#.jsonl")
 
 
-def test_a_keyword_is_none_of_the_files_that_lie_here(folder):
-    for name in ("math", "random"):
-        (folder / name).mkdir()
-    for env, key in (
-        (env_of("prompts", data="sums.jsonl"), "reward"),
-        (env_of("textarena"), "opponent"),
-    ):
-        assert envs.with_whole_paths(env).args[key] == env.args[key]
-
-
 def test_rows_that_no_function_could_get_are_refused(folder):
-    import datetime
-
     import pyarrow
     from pyarrow import parquet
 
     rows = [{"prompt": "When?", "answer": "1", "day": datetime.date(2026, 1, 2)}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "days.parquet")
     with pytest.raises(ConfigError, match="days.parquet': row 1 can't be given .* date is not"):
-        envs.check(env_of("prompts", data="days.parquet", held_out="sums.jsonl"))
-
-
-# --------------------------------------------------------------------------- mcp
+        envs.check(prompts_env(data="days.parquet", held_out="sums.jsonl"))
 
 
 @pytest.fixture
@@ -507,13 +448,14 @@ def http_server():
         yield f"http://127.0.0.1:{port}/mcp"
 
 
-def mcp(**args):
-    return env_of("mcp", data="sums.jsonl", reward="rewards.py:length", **args)
+def mcp(reward="length", **args):
+    return env_of("mcp", data="sums.jsonl", reward=f"rewards.py:{reward}", **args)
 
 
-CALLS = (Action("", ToolCall("add", {"number": 3})), Action("", ToolCall("add", {"number": 4})))
-CALLS += (Action("", ToolCall("add", {"number": "\ud800"})),)
-CALLS += (Action("", ToolCall("divide", {"by": 0})), Action("", ToolCall("fly", {})), Action("7"))
+ADDS = [ToolCall("add", {"number": number}) for number in (3, 4, "\ud800", 1)]
+FLY = ToolCall("fly", {})
+CALLS = [Action("", call) for call in (*ADDS[:3], ToolCall("divide", {"by": 0}), FLY)]
+CALLS += [Action("7")]
 
 
 @pytest.mark.slow
@@ -534,10 +476,8 @@ def test_tools_of_a_server_are_called_and_their_errors_told(folder, request, htt
 
 @pytest.mark.slow
 def test_several_calls_of_a_turn_are_one_message_of_the_conversation(folder):
-    env = env_of("mcp", data="sums.jsonl", reward="rewards.py:roles", **STDIO)
-    two = Action("", calls=(ToolCall("add", {"number": 3}), ToolCall("add", {"number": 4})))
-    bad = Action("", calls=(ToolCall("fly", {}), ToolCall("add", {"number": 1})))
-    _, first, second, last = play(env, 2, two, bad, Action("8"))
+    two, bad = Action("", calls=tuple(ADDS[:2])), Action("", calls=(FLY, ADDS[3]))
+    _, first, second, last = play(mcp("roles", **STDIO), 2, two, bad, Action("8"))
     assert first.observations == ("3", "7") and not first.invalid
     assert second.observations[1] == "8" and second.invalid
     assert last.reward == 1221221
