@@ -31,6 +31,11 @@ class Host(Hosted):
         self.handle(result(request.turn, WORDS))
 
 
+async def all_tasks():
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others)
+
+
 @pytest.fixture
 def config(make_config):
     return wandering(make_config("env.max_turns=8"), 3)
@@ -93,8 +98,7 @@ async def test_no_snapshot_of_a_cancelled_trajectory_is_left(config, chats, tmp_
     assert await asyncio.to_thread(begins.wait, DEADLINE_S)
     host.handle(p.CancelTrajectory(START.id))
     goes_on.set()
-    while others := asyncio.all_tasks() - {asyncio.current_task()}:
-        await asyncio.wait(others)
+    await all_tasks()
     assert not (tmp_path / START.id).exists()
 
 
@@ -105,8 +109,7 @@ async def test_one_that_is_cancelled_as_it_may_leave_is_released_by_nobody(confi
     host.moves.ask(START.id)
     host.handle(p.CancelTrajectory(START.id))
     host.host._release(START.id)
-    while others := asyncio.all_tasks() - {asyncio.current_task()}:
-        await asyncio.wait(others)
+    await all_tasks()
     assert host.words.empty()
 
 
