@@ -267,14 +267,9 @@ def asked(answers, one, **args):
     return asyncio.run(main()), seen
 
 
-JUDGE = {
-    "url": "http://127.0.0.1:1/v1",
-    "model": "m",
-    "prompt": "{prompt}|{response}|{task.answer}|{other}",
-    "pattern": r"Rating: *(-?[0-9.]+)",
-    "low": 0.0,
-    "high": 10.0,
-}
+JUDGE = {"url": "http://127.0.0.1:1/v1", "model": "m", "low": 0.0, "high": 10.0}
+JUDGE |= {"prompt": "{prompt}|{response}|{task.answer}|{other}"}
+JUDGE |= {"pattern": r"Rating: *(-?[0-9.]+)"}
 
 
 def test_a_judge_is_asked_with_the_episodes_texts_and_its_last_number_counts(tmp_path):
@@ -331,10 +326,8 @@ def test_a_judge_outside_is_asked_through_the_sites_proxy_and_one_of_the_cluster
 
 
 def test_parts_add_up_by_their_weights(file):
-    parts = {
-        "own": {"name": "environment", "weight": 2.0},
-        "form": {"name": "function", "args": {"path": f"{file}:length"}, "weight": -1.0},
-    }
+    form = {"name": "function", "args": {"path": f"{file}:length"}, "weight": -1.0}
+    parts = {"own": {"name": "environment", "weight": 2.0}, "form": form}
     total = scored(scorers.build("sum", {"parts": parts}))
     assert total == Score(reward=2 * 0.25 - 0.4, success=True)
 
