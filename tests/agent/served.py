@@ -68,28 +68,18 @@ LENGTH = CHATML.replace(
 CUTS = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
 DEEPSEEK = """\
 {{- bos_token }}
-{%- set ns = namespace(after_tool=false, first=true) %}
 {%- if tools %}{{- '## Tools' }}{%- for t in tools %}{{- '\\n' + (t.function | tojson) }}{%- endfor %}{{- '\\n' }}{%- endif %}
-{%- for m in messages %}
-{%- if m.role == 'system' %}{{- m.content }}{%- endif %}
-{%- if m.role == 'user' %}
-{%- if ns.after_tool %}{{- '<outputs_end>' }}{%- set ns.after_tool = false %}{%- endif %}
-{{- '<User>' + m.content }}
-{%- endif %}
-{%- if m.role == 'assistant' %}
-{{- '<outputs_end>' if ns.after_tool else '<Assistant>' }}
-{%- set ns.after_tool = false %}{%- set ns.first = true %}
-{{- m.content.split('</think>')[-1] }}
+{%- for m in messages %}{%- set after_tool = not loop.first and loop.previtem.role == 'tool' %}
+{%- if m.role == 'system' %}{{- m.content }}
+{%- elif m.role == 'user' %}{{- ('<outputs_end>' if after_tool else '') + '<User>' + m.content }}
+{%- elif m.role == 'tool' %}{{- ('' if after_tool else '<outputs_begin>') + '<output>' + m.content + '</output>' }}
+{%- else %}{{- ('<outputs_end>' if after_tool else '<Assistant>') + m.content.split('</think>')[-1] }}
 {%- for c in m.tool_calls or [] %}
 {{- '<tool_call>\\n{"name": "' + c.function.name + '", "arguments": ' + (c.function.arguments | tojson) + '}\\n</tool_call>' }}
 {%- endfor %}{{- eos_token }}
 {%- endif %}
-{%- if m.role == 'tool' %}
-{%- if not ns.after_tool %}{{- '<outputs_begin>' }}{%- endif %}{%- set ns.after_tool = true %}
-{{- '<output>' + m.content + '</output>' }}
-{%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<outputs_end>' if ns.after_tool else '<Assistant>' }}{%- endif %}"""
+{%- if add_generation_prompt %}{{- '<outputs_end>' if messages[-1].role == 'tool' else '<Assistant>' }}{%- endif %}"""
 LLAMA3, GEMMA, GPT_OSS, QWEN2_5, QWEN3_CODER = (
     (TRL_TEMPLATES / f"{name}.jinja").read_text()
     for name in ("llama3_1", "gemma3", "gptoss", "qwen2_5", "qwen3_5_nothink")

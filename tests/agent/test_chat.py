@@ -1,5 +1,4 @@
-"""Prompts and observations are the template's own tokens, and generated tokens are never
-touched."""
+"""Prompts and observations are the template's own tokens; generated tokens are never touched."""
 
 import json
 

@@ -1,5 +1,4 @@
-"""Texts that can't fit are refused by their characters, and long ones become tokens beside the
-event loop."""
+"""Texts that can't fit are refused unread, and long ones are encoded beside the event loop."""
 
 import asyncio
 import threading

@@ -1,5 +1,4 @@
-"""A host lets a trajectory go while it waits for a turn and all before is saved, never sooner; and
-the one that it goes to asks for the same turn, with the same tokens."""
+"""A host releases a trajectory once all is saved; the next one asks for the same turn and tokens."""
 
 import asyncio
 import threading

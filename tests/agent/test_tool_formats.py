@@ -1,5 +1,4 @@
-"""Each form of tool calls is read back from the chat template that writes it, several calls in one
-turn are answered together, and every token is the template's."""
+"""Each form of tool calls is read back from the chat template that writes it, token by token."""
 
 import functools
 import json

@@ -1,5 +1,4 @@
-"""Scorers on their own: what they answer, how bad arguments are refused, and that docs/rewards.md is
-right about them."""
+"""Scorers on their own: what they answer, and how bad arguments are refused."""
 
 import asyncio
 import os

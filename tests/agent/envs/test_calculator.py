@@ -1,5 +1,4 @@
-"""The calculator computes exactly, refuses what is no arithmetic, and rewards the right answer
-once."""
+"""The calculator computes exactly, refuses all else, and rewards the right answer once."""
 
 import asyncio
 import random

@@ -1,5 +1,4 @@
-"""Check what the docs say of environments, and that the package of docs/environments.md is what
-tests/outside installs."""
+"""Check what docs/environments.md says, and that tests/outside installs its package."""
 
 import re
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""FrozenLake: the seed decides the map, moves act as in gymnasium, bad calls are answered and not
-raised."""
+"""FrozenLake: the seed decides the map, moves act as in gymnasium, bad calls are answered."""
 
 import asyncio
 

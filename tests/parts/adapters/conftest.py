@@ -1,5 +1,4 @@
-"""Servers of other packages; and the fixtures of tests/agent, on whose loop and templates the
-adapters' tests rest."""
+"""Servers of other packages, their environments, and the fixtures of tests/agent."""
 
 import asyncio
 import json

@@ -1,5 +1,4 @@
-"""MiniGrid as text: the picture shows the real state, calls move the real agent, a solved task
-pays."""
+"""MiniGrid as text: the picture shows the real state, calls move the real agent."""
 
 import asyncio
 from collections import deque
@@ -103,8 +102,7 @@ def test_every_task_can_be_shown():
 
 
 def solve(task, seed):
-    """Shortest plan by breadth-first search over the package's own environment, replayed from the
-    start."""
+    """Shortest plan by breadth-first search, each replayed in the package's own environment."""
 
     queue, seen = deque([()]), set()
     while queue:

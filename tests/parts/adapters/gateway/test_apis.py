@@ -208,18 +208,13 @@ async def test_calls_at_once_are_bounded(serve):
 )
 async def test_too_much_is_refused_unread(serve, monkeypatch, method, path, body, status):
     monkeypatch.setattr(server, "MAX_BODY", 10_000)
-    monkeypatch.setattr(session, "BURST", 3)
-    monkeypatch.setattr(session, "RATE", 0.0)
-    monkeypatch.setattr(session, "MOST_REFUSED", 5)
+    for name, limit in {"BURST": 3, "RATE": 0.0, "MOST_REFUSED": 5}.items():
+        monkeypatch.setattr(session, name, limit)
     async with serve("x") as world, aiohttp.ClientSession() as http:
-
-        async def ask(path, body):
-            headers = {"x-api-key": world.key}
-            async with http.request(method, world.url + path, data=body, headers=headers) as got:
-                return got.status
-
-        assert [await ask(path, body) for _ in range(3)] == [status] * 3
-        assert await ask(path, body) == await ask(path, body) == 429
+        asked = {"data": body, "headers": {"x-api-key": world.key}}
+        for expected in [status] * 3 + [429] * 2:
+            async with http.request(method, world.url + path, **asked) as got:
+                assert got.status == expected
         assert world.session.failed.done() == (status != 200), "5 refusals, or 2"
 
 

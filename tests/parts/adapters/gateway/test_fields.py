@@ -1,5 +1,4 @@
-"""Every field of a request is used, refused in the API's own form, or named as without effect; and
-what is no request at all is refused in that form, too."""
+"""Every field of a request is used, refused in the API's own form, or named as without effect."""
 
 import gzip
 import json

@@ -29,25 +29,18 @@ from .conftest import START, open_gateway, played
 pytestmark = pytest.mark.slow
 ASK = """
 import json, os, shutil, socket, time, urllib.request
-
 BASE, PLACE = os.environ["OPENAI_BASE_URL"], os.environ["ROSE_REWARD"]
 KEY = "Bearer " + os.environ.get("OPENAI_API_KEY", "none, as of a judge")
-
 def call(path, body=None):
     headers = {"Authorization": KEY, "Content-Type": "application/json"}
     with urllib.request.urlopen(urllib.request.Request(BASE + path, body, headers)) as got:
         return json.load(got)
-
 def ask(*messages):
     body = {"model": "m", "messages": [{"role": "user", "content": m} for m in messages]}
     answer = call("/chat/completions", json.dumps(body).encode())
     return answer["choices"][0]["message"]["content"]
-
-def write(text):
-    open(PLACE, "w").write(text)
-
-def reward(value):
-    write(json.dumps(value))
+def write(text): open(PLACE, "w").write(text)
+def reward(value): write(json.dumps(value))
 """
 
 
@@ -56,24 +49,23 @@ def run(chats, tokenizer, tmp_path, make_config):
     """run(source, **limits) -> the trajectory of a program with this source, or of a `function` in
     it; `judge`: the source's own function of that name gives the reward."""
 
+    async def played_to_its_end(agent, scorer, changed):
+        adopt_orphans()
+        scoring = None
+        if scorer is not None:  # a reward rank that answers at once
+            settings = make_config("reward=function", "reward.args.path=judge.py:f").reward
+            scoring = Scoring(settings, [3], lambda rank, m: scoring.handle(scorer(m)))
+        given = (chats["tiny"], Script(tokenizer, "one", "two"))
+        async with open_gateway() as gateway:
+            return await played(gateway, agent, *given, scoring=scoring, **changed)
+
     def go(source, function=None, judge=False, scorer=None, **changed):
         path = tmp_path / "agent.py"
         path.write_text(ASK + textwrap.dedent(source))
         command = {"command": [sys.executable, str(path)]}
         what = {"function": f"{path}:{function}"} if function else command
         agent = Agent(**what, reward=f"{path}:judge" if judge else None)
-
-        async def run():
-            adopt_orphans()
-            scoring = None
-            if scorer is not None:  # a reward rank that answers at once
-                settings = make_config("reward=function", "reward.args.path=judge.py:f").reward
-                scoring = Scoring(settings, [3], lambda rank, m: scoring.handle(scorer(m)))
-            given = (chats["tiny"], Script(tokenizer, "one", "two"))
-            async with open_gateway() as gateway:
-                return await played(gateway, agent, *given, scoring=scoring, **changed)
-
-        return asyncio.run(run())
+        return asyncio.run(played_to_its_end(agent, scorer, changed))
 
     return go
 
@@ -342,10 +334,8 @@ AWAY = {
 START_AWAY = """
 import subprocess, sys, time
 from subprocess import Popen
-
 sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
 deaf = [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"]
-
 def daemon(become):
     told, tells = os.pipe()
     if child := os.fork():
@@ -357,9 +347,7 @@ def daemon(become):
     os.write(tells, b"%d" % os.getpid())
     become()
     time.sleep(600)
-
-def start():
-    open(PIDS, "w").write(str(WAY))
+def start(): open(PIDS, "w").write(str(WAY))
 """
 
 
