@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -123,16 +122,11 @@ def test_it_goes_on_with_a_system_message_as_before(world, monkeypatch, has_syst
 
     class Briefed(Wander):
         async def reset(self, seed):
-            first = await super().reset(seed)
             brief = [{"role": "system", "content": "be brief"}] * has_system
-            return replace(first, messages=brief + first.messages)
+            return Start(brief + (await super().reset(seed)).messages)
 
     seen, observations = [], type(world.chat).observations
-
-    def spied(chat, observed, closed, tools, system):
-        seen.append(system)
-        return observations(chat, observed, closed, tools, system)
-
+    spied = lambda chat, *given: seen.append(given[-1]) or observations(chat, *given)  # noqa: E731
     monkeypatch.setattr(type(world.chat), "observations", spied)
     world.goes(stop=2, env=Briefed(LENGTH))
     world.goes(env=Briefed(LENGTH))

@@ -90,15 +90,6 @@ async def test_unknown_routes_and_methods_are_refused_in_json(serve, method, pat
         assert got == status and f"POST {CHAT}" in message_of(path, answer)
 
 
-async def test_a_method_that_a_route_lacks_is_told_those_that_it_has(serve):
-    async with (
-        serve("x") as world,
-        aiohttp.ClientSession() as http,
-        http.get(world.url + CHAT) as got,
-    ):
-        assert (got.status, got.headers["Allow"]) == (405, "POST")
-
-
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
 async def test_an_expected_body_is_waited_for_and_other_expectations_are_refused(serve, path):
     async with serve("one") as world:
