@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rose import checks
 from rose.agent import envs
 from rose.agent.envs import _workers
 from rose.agent.envs.base import Action
@@ -250,13 +251,15 @@ def test_held_out_prompts_that_are_trained_are_a_doubt(folder):
     assert "1 of the held-out tasks" in words
 
 
-def test_the_launcher_gives_ranks_whole_paths(folder):
+def test_the_launcher_gives_ranks_whole_paths(folder, make_config):
     def whole(name, **args):
         return envs.with_whole_paths(env_of(name, **args)).args
 
     for name in ("math", "random"):  # keywords, no files that lie here
         (folder / name).mkdir()
-    args = whole("prompts", data="sums.jsonl", reward="rewards.py:length")
+    given = "env.args.data=sums.jsonl env.args.reward=rewards.py:length"
+    c = make_config("env=prompts env.max_new_tokens=8", given)
+    args = checks.with_whole_paths(c).env.args
     assert args["data"] == f"{folder}/sums.jsonl" and args["held_out"] == 0.1
     assert args["reward"] == f"{folder}/rewards.py:length"
     assert whole("prompts", data="sums.jsonl", reward="math")["reward"] == "math"
