@@ -1,5 +1,4 @@
-"""Tokenizer folders: one byte-level BPE with the chat templates of the models that ROSE is used
-with."""
+"""Tokenizer folders: one byte-level BPE with the chat templates of several families."""
 
 import importlib.util
 from pathlib import Path

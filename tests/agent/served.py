@@ -5,39 +5,11 @@ import copy
 import json
 from types import SimpleNamespace
 
+from .conftest import TRL_TEMPLATES
+
 CHATML = """\
 {%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-HERMES_TOOL_USE = """\
-{{- '<|im_start|>system\\nTools: <tools>' }}
-{%- for t in tools %}{{- '\\n' + (t | tojson) }}{%- endfor %}{{- '</tools><|im_end|>\\n' }}
-{%- for m in messages %}
-{%- if m.role == 'tool' %}
-{%- if loop.previtem.role != 'tool' %}{{- '<|im_start|>tool\\n' }}{%- endif %}
-{{- '<tool_response>\\n' + m.content + '\\n</tool_response>\\n' }}
-{%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
-{%- else %}
-{{- '<|im_start|>' + m.role + '\\n' + m.content }}
-{%- for c in m.tool_calls or [] %}
-{{- '<tool_call>\\n{"name": "' + c.function.name + '", "arguments": ' + (c.function.arguments | tojson) + '}\\n</tool_call>' }}
-{%- endfor %}{{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-LLAMA3 = """\
-{{- bos_token }}
-{%- for m in messages %}
-{{- '<|start_header_id|>' + ('ipython' if m.role == 'tool' else m.role) + '<|end_header_id|>\\n\\n' }}
-{%- if loop.first and tools %}{%- for t in tools %}{{- t | tojson(indent=4) + '\\n\\n' }}{%- endfor %}{%- endif %}
-{%- if m.tool_calls %}
-{%- if m.tool_calls | length != 1 %}{{- raise_exception('one call at a time') }}{%- endif %}
-{%- set f = m.tool_calls[0].function %}
-{{- '{"name": "' + f.name + '", "parameters": ' + (f.arguments | tojson) + '}' }}
-{%- elif m.role == 'tool' %}{{- m.content | tojson }}
-{%- else %}{{- m.content | trim }}{%- endif %}
-{{- '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
 MISTRAL = """\
 {{- bos_token }}
 {%- if tools %}{{- '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}
@@ -94,75 +66,37 @@ LENGTH = CHATML.replace(
 )
 # What a user says is cut behind a thought's end.
 CUTS = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
-GEMMA = """\
-{{- bos_token }}
-{%- set first = '' %}
-{%- if messages[0].role == 'system' %}
-{%- set first = (messages[0].content if messages[0].content is string else messages[0].content[0].text) + '\\n\\n' %}
-{%- set messages = messages[1:] %}
-{%- endif %}
-{%- for m in messages %}
-{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('roles must alternate') }}{%- endif %}
-{{- '<|im_start|>' + ('model' if m.role == 'assistant' else m.role) + '\\n' + (first if loop.first else '') }}
-{%- if m.content is string %}{{- m.content | trim }}
-{%- else %}{%- for item in m.content %}{%- if item.type == 'text' %}{{- item.text | trim }}{%- endif %}{%- endfor %}{%- endif %}
-{{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>model\\n' }}{%- endif %}"""
 DEEPSEEK = """\
 {{- bos_token }}
-{%- set ns = namespace(after_tool=false, first=true) %}
 {%- if tools %}{{- '## Tools' }}{%- for t in tools %}{{- '\\n' + (t.function | tojson) }}{%- endfor %}{{- '\\n' }}{%- endif %}
-{%- for m in messages %}
-{%- if m.role == 'system' %}{{- m.content }}{%- endif %}
-{%- if m.role == 'user' %}
-{%- if ns.after_tool %}{{- '<outputs_end>' }}{%- set ns.after_tool = false %}{%- endif %}
-{{- '<User>' + m.content }}
-{%- endif %}
-{%- if m.role == 'assistant' %}
-{{- '<outputs_end>' if ns.after_tool else '<Assistant>' }}
-{%- set ns.after_tool = false %}{%- set ns.first = true %}
-{{- m.content.split('</think>')[-1] }}
+{%- for m in messages %}{%- set after_tool = not loop.first and loop.previtem.role == 'tool' %}
+{%- if m.role == 'system' %}{{- m.content }}
+{%- elif m.role == 'user' %}{{- ('<outputs_end>' if after_tool else '') + '<User>' + m.content }}
+{%- elif m.role == 'tool' %}{{- ('' if after_tool else '<outputs_begin>') + '<output>' + m.content + '</output>' }}
+{%- else %}{{- ('<outputs_end>' if after_tool else '<Assistant>') + m.content.split('</think>')[-1] }}
 {%- for c in m.tool_calls or [] %}
 {{- '<tool_call>\\n{"name": "' + c.function.name + '", "arguments": ' + (c.function.arguments | tojson) + '}\\n</tool_call>' }}
 {%- endfor %}{{- eos_token }}
 {%- endif %}
-{%- if m.role == 'tool' %}
-{%- if not ns.after_tool %}{{- '<outputs_begin>' }}{%- endif %}{%- set ns.after_tool = true %}
-{{- '<output>' + m.content + '</output>' }}
-{%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<outputs_end>' if ns.after_tool else '<Assistant>' }}{%- endif %}"""
-# A result names the function that the call before it named.
-GPT_OSS = """\
-{%- set ns = namespace(called='') %}
-{%- for t in tools or [] %}{{- '<|start|>developer<|message|>' + (t | tojson) + '<|im_end|>' }}{%- endfor %}
-{%- for m in messages %}
-{%- if m.role == 'tool' %}
-{%- if not ns.called %}{{- raise_exception('a result without a call') }}{%- endif %}
-{{- '<|start|>functions.' + ns.called + '<|message|>' + (m.content | tojson) + '<|im_end|>' }}
-{%- elif m.tool_calls %}{%- set ns.called = m.tool_calls[0].function.name %}
-{{- '<|start|>assistant to=' + ns.called + '<|message|>' + (m.tool_calls[0].function.arguments | tojson) + '<|im_end|>' }}
-{%- else %}
-{{- '<|start|>' + m.role + ('<|channel|>final' if m.role == 'assistant' else '') + '<|message|>' + m.content + '<|im_end|>' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
+{%- if add_generation_prompt %}{{- '<outputs_end>' if messages[-1].role == 'tool' else '<Assistant>' }}{%- endif %}"""
+LLAMA3, GEMMA, GPT_OSS, QWEN2_5, QWEN3_CODER = (
+    (TRL_TEMPLATES / f"{name}.jinja").read_text()
+    for name in ("llama3_1", "gemma3", "gptoss", "qwen2_5", "qwen3_5_nothink")
+)
 
-MARKS = ["<|eot_id|>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[INST]", "[/INST]"]
+MARKS = ["<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[INST]", "[/INST]"]
+ENDS = ["<|eot_id|>", "<end_of_turn>", "<|end|>"]  # of a turn; else the tokenizer's own
 
 
 def save(tokenizer, template, folder, more=()):
     """A model's folder with this template, or with several by their names; `more` marks are tokens."""
     own = copy.deepcopy(tokenizer)
     own.bos_token = own.bos_token or "<|endoftext|>"
-    marks = [
-        mark
-        for mark in (*MARKS, *more)
-        if mark in template or mark == "<|python_tag|>" and "<|eot_id|>" in template
-    ]
-    own.add_special_tokens({"additional_special_tokens": marks})
-    own.eos_token = "<|eot_id|>" if "<|eot_id|>" in marks else own.eos_token
+    marks = [mark for mark in (*MARKS, *ENDS, *more) if mark in template]
+    marks += ["<|python_tag|>"] * (ENDS[0] in marks)
+    own.add_special_tokens({"additional_special_tokens": list(dict.fromkeys(marks))})
+    own.eos_token = next((end for end in ENDS if end in marks), own.eos_token)
     own.chat_template = template
     own.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
@@ -178,15 +112,11 @@ class Vllm:
 
         self._tokenizer = get_cached_tokenizer(AutoTokenizer.from_pretrained(folder))
         self._config = SimpleNamespace(
-            tokenizer_revision=None,
-            revision=None,
-            code_revision=None,
-            trust_remote_code=False,
-            tokenizer=str(folder),
-            model=str(folder),
+            **dict.fromkeys(("tokenizer", "model"), str(folder)),
+            **dict.fromkeys(("tokenizer_revision", "revision", "code_revision")),
+            **dict.fromkeys(("trust_remote_code", "enable_prompt_embeds"), False),
             hf_config=SimpleNamespace(model_type="llama"),
             multimodal_config=None,
-            enable_prompt_embeds=False,
             max_model_len=1 << 20,
         )
 

@@ -18,6 +18,7 @@ from tests.agent.scripted import START, Script, limits
 from tests.made import result as turn_result
 
 STEP = '<tool_call>{"name": "step", "arguments": {}}</tool_call>'
+FLY = STEP.replace("step", "fly")
 NONSENSE = "<tool_call>step</tool_call>"
 
 
@@ -71,15 +72,14 @@ def test_experts_are_asked_for_from_where_they_are_known(run, tokenizer):
     class Routed(Script):
         async def __call__(self, request):
             result = await super().__call__(request)
-            context = len(request.tokens) // 4
-            rows = context + len(result.tokens) // 4 - 1 - request.routed
-            experts = bytes(range(request.routed, request.routed + rows))
-            return msgspec.structs.replace(result, experts=experts, routed=rows)
+            known = (len(request.tokens) + len(result.tokens)) // 4 - 1
+            experts = bytes(range(request.routed, known))
+            return msgspec.structs.replace(result, experts=experts, routed=len(experts))
 
     source = Routed(tokenizer, STEP)
     t = run(Walk(3), source)
     assert t.experts == bytes(range(len(t.mask) - 1))
-    assert [r.routed for r in source.requests][0] == 0 < source.requests[1].routed
+    assert source.requests[0].routed == 0 < source.requests[1].routed
 
 
 def columns(trajectory):
@@ -89,9 +89,6 @@ def columns(trajectory):
         logprobs=unpack_floats(trajectory.logprobs).tolist(),
         versions=unpack_tokens(trajectory.versions).tolist(),
     )
-
-
-# --------------------------------------------------------------------------- what is recorded
 
 
 def test_tokens_mask_logprobs_and_versions_stand_side_by_side(run, chats, tokenizer):
@@ -104,13 +101,10 @@ def test_tokens_mask_logprobs_and_versions_stand_side_by_side(run, chats, tokeni
     got = columns(trajectory)
     assert got.tokens == prompt + first + between + second
 
-    def made(tokens, version):
-        return [(1, -0.25 * (i + 1), version + (i > 1)) for i in range(len(tokens))]
-
-    def observed(tokens):
-        return [(0, 0.0, -1)] * len(tokens)
-
-    expected = observed(prompt) + made(first, 0) + observed(between) + made(second, 1)
+    expected = []
+    for version, (shown, said) in enumerate(((prompt, first), (between, second))):
+        expected += [(0, 0.0, -1)] * len(shown)
+        expected += [(1, -0.25 * (i + 1), version + (i > 1)) for i in range(len(said))]
     assert list(zip(got.mask, got.logprobs, got.versions, strict=True)) == expected
     assert (trajectory.reward, trajectory.success, trajectory.truncated) == (1.0, True, False)
     assert (trajectory.turns, trajectory.response_tokens) == (2, len(first) + len(second))
@@ -134,10 +128,7 @@ def test_a_turn_is_asked_for_with_the_whole_context_and_its_own_seed(run, tokeni
             max_new_tokens=40, temperature=0.7, top_p=0.9, top_k=5, seed=turn_seed(11, f"g1.2.t{k}")
         )
     assert len({request.sampling.seed for request in script.requests}) == 3
-
-
-def test_seeds_are_the_same_on_every_machine():
-    assert turn_seed(11, "g1.2.t0") == 212443776
+    assert turn_seed(11, "g1.2.t0") == 212443776, "on every machine"
     assert all(0 <= turn_seed(i, "g0.0.t0") < 2**31 for i in range(200))
 
 
@@ -151,23 +142,28 @@ def test_a_turn_cut_by_its_limit_is_closed_for_it(run, chats, tokenizer):
     assert (got.mask[end], got.logprobs[end], got.versions[end]) == (0, 0.0, -1)
 
 
+def rewarding_turns(env):
+    env.rewards_turns = True
+    return env
+
+
 def test_each_turns_tokens_and_rewards_are_kept_where_the_environment_rewards_turns(run, tokenizer):
+    """Two calls in the first turn, none that can be read in the second; engines died in each."""
     script = Script(tokenizer, STEP + STEP, NONSENSE, STEP)
-    env = Walk(3)
-    plain = run(env, script)
+    plain = run(Walk(3), script)
     made = [len(result.tokens) // 4 for result in script.results]
     assert plain.turn_tokens == list(enumerate(made)) and plain.turn_rewards == []
-    env = Walk(3)
-    env.rewards_turns = True
-    trajectory = run(env, Script(tokenizer, STEP + STEP, NONSENSE, STEP))
-    # two calls in the first, none that can be read in the second; engines died in each of them
-    assert trajectory.stats["migrations"] == 3.0
-    assert trajectory.turn_rewards == [1.0, 0.0, 0.5]
-    assert trajectory.reward == sum(trajectory.turn_rewards) == plain.reward
-    assert trajectory.tokens == plain.tokens and trajectory.turn_tokens == plain.turn_tokens
+    again = run(rewarding_turns(Walk(3)), Script(tokenizer, STEP + STEP, NONSENSE, STEP))
+    assert again.stats["migrations"] == 3.0
+    assert again.turn_rewards == [1.0, 0.0, 0.5]
+    assert again.reward == sum(again.turn_rewards) == plain.reward
+    assert again.tokens == plain.tokens and again.turn_tokens == plain.turn_tokens
 
 
-# --------------------------------------------------------------------------- calls that are none
+def behind(chats, script, text):
+    """What stands behind this answer in the second turn's context."""
+    context = chats["tiny"].decode(unpack_tokens(script.requests[1].tokens).tolist())
+    return context.rpartition(f"{text}<|im_end|>\n")[2]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +171,7 @@ def test_each_turns_tokens_and_rewards_are_kept_where_the_environment_rewards_tu
     [
         (NONSENSE, "Bad tool call", "tool", False),
         ("hello", REMINDER.format(FORM), "user", False),
-        ('<tool_call>{"name": "fly", "arguments": {}}</tool_call>', "no tool fly", "tool", True),
+        (FLY, "no tool fly", "tool", True),
     ],
 )
 def test_an_unusable_call_is_answered(run, chats, tokenizer, text, answer, role, reaches_env):
@@ -183,8 +179,7 @@ def test_an_unusable_call_is_answered(run, chats, tokenizer, text, answer, role,
     trajectory = run(env, script)
     assert (trajectory.invalid_calls, trajectory.turns, trajectory.success) == (1, 2, True)
     assert len(env.actions) == 1 + reaches_env
-    context = chats["tiny"].decode(unpack_tokens(script.requests[1].tokens).tolist())
-    said = context.rpartition(f"{text}<|im_end|>\n")[2]
+    said = behind(chats, script, text)
     assert answer in said
     assert ("<tool_response>" in said) == (role == "tool")
 
@@ -194,8 +189,7 @@ def test_several_calls_are_carried_out_in_order_and_answered_together(run, chats
     trajectory = run(env, script)
     assert (trajectory.turns, trajectory.reward, trajectory.success) == (2, 2.0, True)
     assert [len(action.calls) for action in env.actions] == [1] * 4
-    context = chats["tiny"].decode(unpack_tokens(script.requests[1].tokens).tolist())
-    said = context.rpartition(f"{STEP}<|im_end|>\n")[2]
+    said = behind(chats, script, STEP)
     assert said.index("3 to go") < said.index("2 to go") and said.count("<tool_response>") == 2
 
     env = Walk(1)  # Nothing is carried out after the call that ends the task.
@@ -219,15 +213,14 @@ def test_an_environment_may_take_all_calls_at_once(run, chats, tokenizer):
     env, script = Choir(("la", "lo")), Script(tokenizer, STEP + STEP)
     assert run(env, script).reward == 2.0
     assert [len(action.calls) for action in env.actions] == [2, 2]
-    context = chats["tiny"].decode(unpack_tokens(script.requests[1].tokens).tolist())
-    assert context.index("la\n</tool_response>") < context.index("lo\n</tool_response>")
+    said = behind(chats, script, STEP)
+    assert said.index("la\n</tool_response>") < said.index("lo\n</tool_response>")
     with pytest.raises(EnvironmentFailure, match="got 2 calls and gave 1 observations"):
         run(Choir(("la",)), Script(tokenizer, STEP + STEP))
 
 
 def test_a_turn_says_how_the_tool_call_before_it_went(run, tokenizer):
-    fly = '<tool_call>{"name": "fly", "arguments": {}}</tool_call>'
-    script = Script(tokenizer, STEP, NONSENSE, "hello", fly, STEP)
+    script = Script(tokenizer, STEP, NONSENSE, "hello", FLY, STEP)
     run(Walk(2), script)
     assert [r.outcome for r in script.requests] == ["", "ok", "failed", "failed", "failed"]
     assert {r.domain for r in script.requests} == {"hike"}
@@ -266,9 +259,6 @@ def test_no_generated_token_breaks_a_trajectory(run, tokens):
     assert run(Walk(2), source).response_tokens % len(tokens) == 0
 
 
-# --------------------------------------------------------------------------- limits
-
-
 def test_the_turn_limit_truncates_after_a_turn(run, tokenizer):
     trajectory = run(Walk(9), Script(tokenizer, STEP), max_turns=3)
     assert (trajectory.turns, trajectory.truncated) == (3, True)
@@ -280,8 +270,6 @@ def test_the_turn_limit_truncates_after_a_turn(run, tokenizer):
 
 
 class Judged(Walk):
-    """Says at the end of its turns what was reached."""
-
     async def end(self):
         return Step("", reward=0.25, done=True, success=True)
 
@@ -289,9 +277,8 @@ class Judged(Walk):
 def test_an_environment_may_judge_what_a_truncated_episode_has_reached(run, tokenizer):
     trajectory = run(Judged(9), Script(tokenizer, STEP), max_turns=3)
     assert (trajectory.truncated, trajectory.success, trajectory.reward) == (True, True, 1.75)
-    env = Judged(9)
-    env.rewards_turns = True
-    assert run(env, Script(tokenizer, STEP), max_turns=3).turn_rewards == [0.5, 0.5, 0.75]
+    judged = run(rewarding_turns(Judged(9)), Script(tokenizer, STEP), max_turns=3)
+    assert judged.turn_rewards == [0.5, 0.5, 0.75]
     ended = run(Judged(3), Script(tokenizer, STEP), max_turns=3)
     assert ended.reward == run(Walk(3), Script(tokenizer, STEP), max_turns=3).reward
 
@@ -315,9 +302,6 @@ def test_a_prompt_that_fills_the_context_is_a_failure_naming_the_key(run, tokeni
     assert env.closed == 1
 
 
-# --------------------------------------------------------------------------- broken environments
-
-
 def broken(method, behaviour):
     env = Walk()
     setattr(env, method, behaviour)
@@ -334,12 +318,12 @@ async def hangs_and_ignores_cancellation(*_):
             await asyncio.sleep(0.3)
 
 
-async def raises(*_):
-    raise OSError("lake is dry")
-
-
 def raises_without_being_async(*_):
     raise OSError("lake is dry")
+
+
+async def raises(*_):
+    raises_without_being_async()
 
 
 async def cancels_itself(*_):
@@ -364,11 +348,9 @@ def test_a_broken_environment_is_closed_and_named(run, tokenizer, method, behavi
     assert failure.value.trajectory == "g1.2"
     assert f"Walk.{method}" in failure.value.cause and cause in failure.value.cause
     assert env.closed == (0 if method == "close" else 1)
-    made = failure.value.made
-    if method == "reset":
-        assert made is None
-    else:  # The prompt and the answer that it failed on, or after.
-        assert made.turns >= 1 and made.response_tokens > 0 and made.id == "g1.2"
+    made = failure.value.made  # the prompt and the answer that it failed on, or after
+    assert (made is None) == (method == "reset")
+    assert made is None or made.turns >= 1 and made.response_tokens > 0 and made.id == "g1.2"
 
 
 def test_the_first_cause_counts_when_closing_fails_too(run, tokenizer):
@@ -377,10 +359,6 @@ def test_the_first_cause_counts_when_closing_fails_too(run, tokenizer):
     with pytest.raises(EnvironmentFailure, match="Walk.step raised") as failure:
         run(env, Script(tokenizer, STEP), step_timeout_s=0.05)
     assert "Walk.close did not return" in failure.value.__notes__[0]
-
-
-# --------------------------------------------------------------------------- cancellation and bad
-# turns
 
 
 @pytest.mark.parametrize("where", ["turn", "step"])
@@ -424,15 +402,11 @@ def test_a_turn_that_was_not_asked_for_is_refused(run, change):
     assert env.closed == 1
 
 
-@pytest.mark.parametrize(
-    "closed, most, cut",
-    [
-        (True, 64, False),
-        (True, 2, True),
-        (False, 64, True),
-        (True, None, False),  # The end of the turn is the last token that it may have.
-    ],
-)
+# Without a limit, the end of the turn is the last token that it may have.
+CUTS = [(True, 64, False), (True, 2, True), (False, 64, True), (True, None, False)]
+
+
+@pytest.mark.parametrize("closed, most, cut", CUTS)
 def test_an_answer_that_a_token_limit_ends_is_truncated(run, tokenizer, closed, most, cut):
     env, text = Talk(1), "one two three four"
     most = most or len(tokenizer.encode(text, add_special_tokens=False)) + 1

@@ -50,7 +50,7 @@ def watched(monkeypatch):
     signal.signal(SIGNAL, before)
 
 
-def sleeps():
+def sleeps(*_):
     time.sleep(DEADLINE_S)
 
 
@@ -61,9 +61,9 @@ def searches():
 
 def swallows():
     try:
-        time.sleep(DEADLINE_S)
+        sleeps()
     except Exception:
-        time.sleep(DEADLINE_S)
+        sleeps()
 
 
 @pytest.mark.parametrize("blocks", [sleeps, searches, swallows])
@@ -121,18 +121,12 @@ def test_a_task_of_a_method_that_blocks_is_named_and_ended(watched, awaits):
 
 
 def test_a_constructor_and_a_property_that_block_are_named_too(watched):
-    class Slow:
-        def __init__(self):
-            sleeps()
-
     class Counts:
-        @property
-        def stats(self):
-            sleeps()
+        stats = property(sleeps)
 
     async def scene():
         with pytest.raises(Blocked):
-            called("slow's constructor", LIMIT_S, Slow)
+            called("slow's constructor", LIMIT_S, sleeps)
         with pytest.raises(EnvironmentFailure, match=r"Counts\.stats raised Blocked"):
             Guard(Counts(), "g0.0", LIMIT_S, "env").stats()
 
@@ -152,8 +146,8 @@ def test_what_is_not_an_environment_s_is_named_by_its_place_and_not_ended(watche
 class Asked:
     """A host's process as its rank sees it: beats stay away from the first on."""
 
-    def __init__(self, answers):
-        self.silent_s, self.signals, self.answers = 0.0, [], answers
+    def __init__(self, answers, silent_s=0.0):
+        self.silent_s, self.signals, self.answers = silent_s, [], answers
 
     def signal(self, number):
         self.signals.append(number)
@@ -163,28 +157,23 @@ class Asked:
 
 @pytest.fixture
 def watching(make_config, monkeypatch):
-    """watching(process, seconds counted) -> what it was sent."""
-    monkeypatch.setattr(rank, "WATCH_S", 0.001)
-    monkeypatch.setattr(rank, "SILENT_S", 0.03)
-    monkeypatch.setattr(rank, "ASK_S", 0.01)
-    monkeypatch.setattr(rank, "END_SILENT_S", 0.05)
-    monkeypatch.setattr(rank, "END_S", 0.02)
+    """watching(process, until) -> what it was sent."""
+    short = {"WATCH_S": 0.001, "SILENT_S": 0.03, "ASK_S": 0.01, "END_SILENT_S": 0.05, "END_S": 0.02}
+    for name, seconds in short.items():
+        monkeypatch.setattr(rank, name, seconds)
     config = make_config("env.step_timeout_s=0.1")
 
-    def watch(process, until):
-        async def scene():
-            made = rank.HostRank(config, "run", 1, SimpleNamespace(rank=1), SimpleNamespace())
-            made._process = process
-            watching = asyncio.create_task(made._watch())
-            async with asyncio.timeout(DEADLINE_S):
-                while not until(process):
-                    await asyncio.sleep(0)
-            watching.cancel()
-
-        asyncio.run(scene())
+    async def scene(process, until):
+        made = rank.HostRank(config, "run", 1, SimpleNamespace(rank=1), SimpleNamespace())
+        made._process = process
+        watching = asyncio.create_task(made._watch())
+        async with asyncio.timeout(DEADLINE_S):
+            while not until(process):
+                await asyncio.sleep(0)
+        watching.cancel()
         return process.signals
 
-    return watch
+    return lambda *args: asyncio.run(scene(*args))
 
 
 def test_a_silent_process_is_asked_again_and_again_then_aborted_then_killed(watching):
@@ -197,6 +186,5 @@ def test_a_silent_process_is_asked_again_and_again_then_aborted_then_killed(watc
 def test_one_that_goes_on_when_it_is_asked_lives_and_one_that_has_not_begun_is_left_alone(watching):
     sent = watching(Asked(SIGNAL), lambda process: len(process.signals) == 20)
     assert set(sent) == {SIGNAL}
-    process, looks = Asked(None), []
-    process.silent_s = None
-    assert watching(process, lambda _: looks.append(1) or len(looks) > 2000) == []
+    looks = iter(range(2000))
+    assert watching(Asked(None, silent_s=None), lambda _: next(looks, None) is None) == []

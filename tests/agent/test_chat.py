@@ -1,5 +1,4 @@
-"""Prompts and observations are the template's own tokens, and generated tokens are never
-touched."""
+"""Prompts and observations are the template's own tokens; generated tokens are never touched."""
 
 import json
 
@@ -30,10 +29,8 @@ def render(tokenizer, template, messages, tools=()):
     ["TokenizersBackend", "PreTrainedTokenizerFast", "Qwen2Tokenizer", "Qwen2TokenizerFast", None],
 )
 def test_a_tokenizer_is_what_auto_tokenizer_makes_of_it(save_tokenizer, model, named):
-    folder = save_tokenizer(TEMPLATES["tiny"])
-    (folder / "config.json").write_text(json.dumps({"model_type": model}))
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": named}))
+    folder = changed(save_tokenizer(TEMPLATES["tiny"]), "config.json", model_type=model)
+    changed(folder, "tokenizer_config.json", tokenizer_class=named)
     ours = tokenizer_class(folder).from_pretrained(folder)
     theirs = AutoTokenizer.from_pretrained(folder)
     assert type(ours) is type(theirs)
@@ -45,8 +42,7 @@ def test_a_tokenizer_is_what_auto_tokenizer_makes_of_it(save_tokenizer, model, n
 def test_a_template_that_ignores_tools_gets_them_in_the_system_message(chats, messages):
     text = chats["smollm2"].decode(chats["smollm2"].start(messages, [TOOL]))
     assert '"name": "move"' in text and "<tool_call>" in text
-    assert text.count("<|im_start|>system") == 1
-    assert text.index("move") < text.index("F F")
+    assert text.count("<|im_start|>system") == 1 and text.index("move") < text.index("F F")
 
 
 @families
@@ -58,10 +54,9 @@ def test_prompts_turns_and_observations_join_as_in_the_template(
     chat = chats[family]
     assert chat.native_tools == (family != "smollm2")
     tools = [TOOL] if role == "tool" and chat.native_tools else []
+    expected = {"role": role, "content": observed}
     if role == "tool" and family == "smollm2":
         expected = {"role": "user", "content": f"<tool_response>\n{observed}\n</tool_response>"}
-    else:
-        expected = {"role": role, "content": observed}
     said = tokenizer.encode(SAID["content"], add_special_tokens=False) + [tokenizer.eos_token_id]
     joined = chat.start(MESSAGES, tools) + said + chat.observations([(role, observed)])
     assert joined == render(tokenizer, TEMPLATES[family], [*MESSAGES, SAID, expected], tools)
@@ -102,11 +97,16 @@ def test_added_tokens_of_plain_text_stay_as_they_are_in_an_observation(save_toke
     assert neutral("[TURN][EOD]<|tool|><|im_end|>") == "[ TURN][ EOD]< |tool|>< |im_end|>"
 
 
+def changed(folder, name, **keys):
+    """The folder, whose JSON file of this name has these keys."""
+    path = folder / name
+    path.write_text(json.dumps(json.loads(path.read_text() if path.exists() else "{}") | keys))
+    return folder
+
+
 def test_a_base_models_template_may_end_turns_by_a_token_that_is_named(save_tokenizer, tokenizer):
     folder = save_tokenizer(TEMPLATES["tiny"])
-    path = folder / "tokenizer_config.json"
-    base = json.loads(path.read_text()) | {"eos_token": tokenizer.decode([5])}
-    path.write_text(json.dumps(base))
+    changed(folder, "tokenizer_config.json", eos_token=tokenizer.decode([5]))
     with pytest.raises(ConfigError, match="model.end_of_turn names others"):
         ChatFormat(folder)
     chat = ChatFormat(folder, end_of_turn=["<|im_end|>"])
@@ -114,17 +114,16 @@ def test_a_base_models_template_may_end_turns_by_a_token_that_is_named(save_toke
     assert chat.decode([7, tokenizer.eos_token_id]) == tokenizer.decode([7])
 
 
+EACH = "{% for m in messages %}{{ @ }}{% endfor %}"
+NUMBERED = EACH.replace("@", "'<|im_start|>' + m.content + '<|im_end|>' + messages|length|string")
+
+
 @pytest.mark.parametrize(
     "template, problem",
     [
         (None, "no chat template"),
-        # the number of turns so far stands in every prompt
-        (
-            "{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' + "
-            "messages|length|string }}{% endfor %}",
-            "depends on the turns before",
-        ),
-        ("{% for m in messages %}{{ m.content + '[END]' }}{% endfor %}", "none of its end-of-turn"),
+        (NUMBERED, "depends on the turns before"),
+        (EACH.replace("@", "m.content + '[END]'"), "none of its end-of-turn"),
         ("{{ messages[-1].content + '<|im_end|>' }}", "does not write each message once"),
         ("{{ raise_exception('one turn only') }}", "one turn only"),
     ],
@@ -136,24 +135,17 @@ def test_an_unusable_template_is_refused_naming_the_model(save_tokenizer, templa
     assert f"model.path={str(folder)!r}" in str(error.value)
 
 
-def test_a_folder_without_tokenizer_is_refused(tmp_path):
+def test_a_folder_whose_tokenizer_is_missing_or_does_not_fit_is_refused(save_tokenizer, tmp_path):
     with pytest.raises(ConfigError, match="model.path=.*no tokenizer"):
         ChatFormat(tmp_path)
-
-
-def test_a_tokenizer_that_is_damaged_is_refused(save_tokenizer):
-    folder = save_tokenizer(TEMPLATES["tiny"])
-    (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match="model.path=.*no tokenizer could be loaded .*KeyError"):
-        ChatFormat(folder)
-
-
-def test_a_template_with_tokens_that_the_model_lacks_is_refused(save_tokenizer):
-    folder = save_tokenizer(TEMPLATES["tiny"])
-    sizes = {"vocab_size": 100, "model_type": "llama"}
-    (folder / "config.json").write_text(json.dumps(sizes))
+    folder = changed(
+        save_tokenizer(TEMPLATES["tiny"]), "config.json", model_type="llama", vocab_size=100
+    )
     words = r"writes '.*', token \d+, and config.json has vocab_size=100"
     with pytest.raises(ConfigError, match=words):
+        ChatFormat(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="model.path=.*no tokenizer could be loaded .*KeyError"):
         ChatFormat(folder)
 
 
@@ -168,8 +160,7 @@ def test_the_vocabulary_is_the_models_where_there_is_one(save_tokenizer, tokeniz
     folder = save_tokenizer(TEMPLATES["tiny"])
     known = len(tokenizer)
     assert ChatFormat(folder).vocabulary == known
-    sizes = {"vocab_size": known + 7, "model_type": "llama"}
-    (folder / "config.json").write_text(json.dumps(sizes))
+    changed(folder, "config.json", model_type="llama", vocab_size=known + 7)
     assert ChatFormat(folder).vocabulary == known + 7
 
 

@@ -51,27 +51,23 @@ def test_a_task_name_that_fails_costs_nothing(ended, monkeypatch, name):
 
 
 def test_waits_for_a_worker_process_are_no_time_of_the_trajectory(ended, monkeypatch):
-    step, pauses = Wander.step, []
+    step, paused, pauses = Wander.step, OwnTime.paused, []
 
     async def calls(self, action):
         assert await _workers.call("json:dumps", obj=1) == "1"
         return await step(self, action)
 
-    def counted(self):
-        pauses.append("begins")
-        return paused(self)
-
-    paused = OwnTime.paused
-    monkeypatch.setattr(OwnTime, "paused", counted)
+    monkeypatch.setattr(OwnTime, "paused", lambda self: pauses.append(1) or paused(self))
     monkeypatch.setattr(Wander, "step", calls)
     assert ended().trajectory.turns == 2
     assert len(pauses) == 4  # two turns of the model, and two calls
 
 
-def test_one_that_fails_is_kept_with_its_task_and_what_was_said(ended, monkeypatch, tmp_path):
-    async def breaks(*_):
-        raise RuntimeError("the lake is dry")
+async def breaks(*_):
+    raise RuntimeError("the lake is dry")
 
+
+def test_one_that_fails_is_kept_with_its_task_and_what_was_said(ended, monkeypatch, tmp_path):
     monkeypatch.setattr(Wander, "task_name", lambda _, seed: f"walk {seed}", raising=False)
     monkeypatch.setattr(Wander, "step", breaks)
     message = ended()

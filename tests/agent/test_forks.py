@@ -70,12 +70,12 @@ class Rollout:
         return result(request.turn, tokens, -0.1 * len(request.turn), len(self.requests))
 
 
-def move(direction):
-    return f'<tool_call>{{"name": "move", "arguments": {json.dumps({"direction": direction})}}}</tool_call>'
+def call(name, **arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
 def wander(turn):
-    return move(random.Random(turn).choice(DIRECTIONS))
+    return call("move", direction=random.Random(turn).choice(DIRECTIONS))
 
 
 def assert_whole(rollout, group):
@@ -101,26 +101,25 @@ def lake(make_config, chats, tokenizer):
     """lake(answer, *overrides): a rollout on a lake without holes."""
 
     def make(answer=wander, *more, group=8, **kwargs):
-        config = make_config(
-            *TREE,
-            f"rollout.group_size={group}",
-            f"trainer.batch_size={group}",
-            "env.args.hole_probability=0.0 env.args.shaping=0.5",
-            *more,
-        )
+        sizes = f"rollout.group_size={group} trainer.batch_size={group}"
+        ice = "env.args.hole_probability=0.0 env.args.shaping=0.5"
+        config = make_config(*TREE, sizes, ice, *more)
         return Rollout(config, chats["tiny"], tokenizer, answer, **kwargs)
 
     return make
+
+
+def leaves(first):
+    """What the leaves of a tree inherit whose first leaf is this member."""
+    root, third = f"g0.{first}", f"g0.{first + 2}"
+    return [[], [(root, 3)], [(root, 2)], [(root, 2), (third, 1)]]
 
 
 def test_a_group_is_trees_whose_leaves_share_their_first_turns_token_by_token(lake):
     rollout = lake()
     group = rollout.run()
     assert [t.id for t in group] == [f"g0.{member}" for member in range(8)]
-    expected = [[], [("g0.0", 3)], [("g0.0", 2)], [("g0.0", 2), ("g0.2", 1)]]
-    assert [t.inherited for t in group[:4]] == expected
-    expected = [[], [("g0.4", 3)], [("g0.4", 2)], [("g0.4", 2), ("g0.6", 1)]]
-    assert [t.inherited for t in group[4:]] == expected
+    assert [t.inherited for t in group] == leaves(0) + leaves(4)
     inherited = sum(turns for t in group for _, turns in t.inherited)
     assert len(rollout.requests) == sum(t.turns for t in group) - inherited
     assert len({t.tokens for t in group}) == 8
@@ -141,22 +140,18 @@ def test_each_forks_turns_may_be_drawn_by_the_trees_name(lake):
 
 def test_other_leaves_of_a_tree_that_ends_before_it_forks_begin_with_the_prompt(lake, monkeypatch):
     """And what forks off those still does."""
-    step, ended = FrozenLake.step, []
+    step, steps = FrozenLake.step, itertools.count()
 
     async def ends_at_once(self, action):
         made = await step(self, action)
-        if ended:
-            return made
-        ended.append(made)
-        return Step(made.observation, made.reward, done=True)
+        return made if next(steps) else Step(made.observation, made.reward, done=True)
 
     monkeypatch.setattr(FrozenLake, "step", ends_at_once)
     rollout = lake(group=4)
     group = rollout.run()
-    by_name = {t.id: t for t in group}
-    assert by_name["g0.0"].turns == 1
-    assert [by_name[f"g0.{member}"].inherited for member in range(4)] == [[], [], [], [("g0.2", 3)]]
-    assert by_name["g0.1"].turns > 1 and by_name["g0.2"].turns > 3
+    group.sort(key=lambda t: t.id)
+    assert [t.inherited for t in group] == [[], [], [], [("g0.2", 3)]]
+    assert group[0].turns == 1 and group[1].turns > 1 and group[2].turns > 3
     assert len({r.turn for r in rollout.requests}) == len(rollout.requests)
 
 
@@ -171,11 +166,10 @@ def test_a_trajectory_outlives_the_one_that_it_would_fork_off(lake, monkeypatch)
 
     rollout = lake(group=4)
     cancelled = rollout.run(stop)
-    step, broken = FrozenLake.step, []
+    step, steps = FrozenLake.step, itertools.count()
 
     async def breaks(self, action):
-        broken.append(action)
-        if len(broken) == 1:
+        if next(steps) == 0:
             raise RuntimeError("broken")
         return await step(self, action)
 
@@ -206,8 +200,6 @@ class Fickle:
 
 
 class Saved(Fickle):
-    """It saves what it is."""
-
     async def checkpoint(self):
         return json.dumps([self.number, self.left]).encode()
 
@@ -231,8 +223,7 @@ def test_what_an_environment_has_saved_is_what_the_other_goes_on_from(lake, monk
     rollout = lake(lambda turn: f"word {turn}", group=4)
     group = rollout.run()
     assert rollout.failed == [] and [t.turns for t in group] == [6] * 4
-    expected = [[], [("g0.0", 3)], [("g0.0", 2)], [("g0.0", 2), ("g0.2", 1)]]
-    assert [t.inherited for t in group] == expected
+    assert [t.inherited for t in group] == leaves(0)
     first, *others = (rollout.chat.decode(p.unpack_tokens(t.tokens).tolist()) for t in group)
     number = first.partition(" walked")[0].split()[-1]
     assert all(text.count(f"{number} walked") == 5 for text in (first, *others)), "one state"
@@ -268,10 +259,6 @@ async def test_a_branch_goes_on_when_its_host_is_gone(lake, monkeypatch, tmp_pat
     assert [tuple(each) for each in last.trajectory.inherited] == [("g0.0", 2)]
 
 
-def bash(command):
-    return f'<tool_call>{{"name": "bash", "arguments": {json.dumps({"command": command})}}}</tool_call>'
-
-
 @pytest.mark.slow
 def test_sandboxes_fork_by_repeating_determined_commands(make_config, chats, tokenizer):
     config = make_config(
@@ -282,7 +269,8 @@ def test_sandboxes_fork_by_repeating_determined_commands(make_config, chats, tok
 
     def works(turn):
         counts = "n=$((n + 1)); echo $n >> /app/log; cat /app/log"
-        return bash(counts if int(turn.rpartition(".t")[2]) < 3 else "wc -l /app/log")
+        early = int(turn.rpartition(".t")[2]) < 3
+        return call("bash", command=counts if early else "wc -l /app/log")
 
     rollout = Rollout(config, chats["tiny"], tokenizer, works, domain="terminal")
     group = rollout.run()
@@ -291,7 +279,7 @@ def test_sandboxes_fork_by_repeating_determined_commands(make_config, chats, tok
         text = rollout.chat.decode(p.unpack_tokens(t.tokens).tolist())
         assert "1\n2\n3" in text, "files and variables of before the fork"
 
-    given = (config, chats["tiny"], tokenizer, lambda turn: bash("date +%N"))
+    given = (config, chats["tiny"], tokenizer, lambda turn: call("bash", command="date +%N"))
     fickle = Rollout(*given, domain="terminal")
     fickle.run()
     assert fickle.failed

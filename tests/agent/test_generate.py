@@ -1,5 +1,4 @@
-"""An environment host runs each trajectory in the environment that it is of, under that one's own
-limits."""
+"""An environment host runs each trajectory under the limits of its own environment."""
 
 import asyncio
 
@@ -15,29 +14,25 @@ def start(domain="calculator"):
     return p.StartTrajectory("g0.0", "g0", p.Phase.TRAIN, domain, 8, None)
 
 
-def hosted(config, chat, domain, tokens):
-    """Return what a host says about one trajectory. Each of its turns is as many of these tokens as
-    it asks for."""
+async def hosted(config, chat, domain, tokens):
+    """What a host says about one trajectory, whose turns are as many of these tokens as asked."""
 
     def made(request):
         tokens_of = tokens[: request.sampling.max_new_tokens]
         return result(request.turn, tokens_of, finish=p.FinishReason.LENGTH)
 
-    async def go():
-        return await Hosted(config, chat).play(start(domain), made)
-
-    return asyncio.run(go())
+    return await Hosted(config, chat).play(start(domain), made)
 
 
 @pytest.mark.parametrize("domain, turns, new", [("frozen_lake", 3, 16), ("calculator", 2, 24)])
-def test_turns_and_tokens_are_limited(make_config, chats, tokenizer, domain, turns, new):
+async def test_turns_and_tokens_are_limited(make_config, chats, tokenizer, domain, turns, new):
     config = make_config(
         "env=games env.members.frozen_lake.max_turns=3 env.members.calculator.max_turns=2",
         "env.members.calculator.max_new_tokens=24 model.max_context=4096",
         "trainer.micro_batch_tokens=4096",
     )
     words = tokenizer.encode("a word " * 40, add_special_tokens=False)
-    *requests, last = hosted(config, chats["tiny"], domain, words)
+    *requests, last = await hosted(config, chats["tiny"], domain, words)
     assert [(m.domain, m.sampling.max_new_tokens) for m in requests] == [(domain, new)] * turns
     assert last.trajectory.domain == domain and last.trajectory.turns == turns
     assert last.trajectory.truncated
@@ -64,9 +59,9 @@ async def test_a_turns_result_that_arrives_twice_is_taken_once(make_config, chat
     assert found.reward == pytest.approx(0.25)
 
 
-def test_a_failure_names_the_members_key(make_config, chats):
+async def test_a_failure_names_the_members_key(make_config, chats):
     config = make_config("env=games model.max_context=65 env.members.calculator.max_new_tokens=8")
-    [failed] = hosted(config, chats["tiny"], "calculator", [])
+    [failed] = await hosted(config, chats["tiny"], "calculator", [])
     assert failed.domain == "calculator" and "env.members.calculator.args smaller" in failed.error
 
 

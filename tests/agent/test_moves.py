@@ -1,5 +1,4 @@
-"""A host lets a trajectory go while it waits for a turn and all before is saved, never sooner; and
-the one that it goes to asks for the same turn, with the same tokens."""
+"""A host releases a trajectory once all is saved; the next one asks for the same turn and tokens."""
 
 import asyncio
 import threading
@@ -29,6 +28,11 @@ class Host(Hosted):
 
     def answer(self, request):
         self.handle(result(request.turn, WORDS))
+
+
+async def all_tasks():
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others)
 
 
 @pytest.fixture
@@ -93,8 +97,7 @@ async def test_no_snapshot_of_a_cancelled_trajectory_is_left(config, chats, tmp_
     assert await asyncio.to_thread(begins.wait, DEADLINE_S)
     host.handle(p.CancelTrajectory(START.id))
     goes_on.set()
-    while others := asyncio.all_tasks() - {asyncio.current_task()}:
-        await asyncio.wait(others)
+    await all_tasks()
     assert not (tmp_path / START.id).exists()
 
 
@@ -105,8 +108,7 @@ async def test_one_that_is_cancelled_as_it_may_leave_is_released_by_nobody(confi
     host.moves.ask(START.id)
     host.handle(p.CancelTrajectory(START.id))
     host.host._release(START.id)
-    while others := asyncio.all_tasks() - {asyncio.current_task()}:
-        await asyncio.wait(others)
+    await all_tasks()
     assert host.words.empty()
 
 

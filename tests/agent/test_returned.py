@@ -64,13 +64,13 @@ def play(chats, env):
     return asyncio.run(run_trajectory(START, env, chat, turn, *rest))
 
 
+def raises(error):
+    raise error
+
+
 class Unreadable:
     def __getattr__(self, name):
         raise OSError(f"no {name} here")
-
-
-def raises(error):
-    raise error
 
 
 NO_SCHEMA = {"name": "go", "parameters": "none"}
@@ -148,8 +148,12 @@ def test_numpy_s_values_are_taken_and_become_python_s(chats):
     assert task == {"answer": 4, "parts": [0.5]} and type(task["answer"]) is int
 
 
-def test_an_observation_that_nobody_reads_may_be_missing(chats):
-    assert play(chats, Odd(step=lambda: Step(None, done=True, reward=1))).reward == 1.0
+def test_an_observation_that_nobody_reads_and_what_close_returns_cost_nothing(chats):
+    class Closed(Odd):
+        async def close(self):
+            return True
+
+    assert play(chats, Closed(step=lambda: Step(None, done=True, reward=1))).reward == 1.0
 
 
 def test_a_method_that_is_not_async_is_named_with_the_remedy(chats):
@@ -159,14 +163,6 @@ def test_a_method_that_is_not_async_is_named_with_the_remedy(chats):
 
     with pytest.raises(EnvironmentFailure, match=r"Plain\.step raised .*write `async def`"):
         play(chats, Plain())
-
-
-def test_what_close_returns_costs_nothing(chats):
-    class Closed(Odd):
-        async def close(self):
-            return True
-
-    assert play(chats, Closed(step=lambda: Step("well", done=True, reward=1))).reward == 1.0
 
 
 def test_a_class_of_texts_is_the_text_and_a_half_of_a_character_a_question_mark(chats):
@@ -194,9 +190,7 @@ def test_figures_that_are_called_as_rose_s_own_change_none_of_its(chats):
 
 
 def test_messages_that_the_template_refuses_are_the_environment_s_failure(chats, monkeypatch):
-    def refuse(*_, **__):
-        raise AttributeError("roles must alternate")
-
+    refuse = lambda *_, **__: raises(AttributeError("roles must alternate"))  # noqa: E731
     monkeypatch.setattr(type(chats["tiny"]), "_render", refuse)
     odd = Odd(reset=lambda: Start([ASK | {"content": "refused by this test"}]))
     with pytest.raises(EnvironmentFailure, match=r"Odd\.reset gave .*roles must alternate"):

@@ -2,6 +2,7 @@
 written alike by the loop, by the gateway for each API, and by `vllm serve`, or refused by both."""
 
 import copy
+import functools
 import json
 import random
 
@@ -19,7 +20,7 @@ from .conftest import TEMPLATES, TRL_TEMPLATES
 
 STYLES = {
     "chatml": served.CHATML,
-    "hermes": {"default": served.CHATML, "tool_use": served.HERMES_TOOL_USE},
+    "hermes": {"default": served.CHATML, "tool_use": served.QWEN2_5},
     "llama3": served.LLAMA3,
     "mistral": served.MISTRAL,
     "gemma": served.GEMMA,
@@ -31,10 +32,9 @@ STYLES = {
 REFUSES_TOOLS = {"gpt_oss", "mistral_v3"}
 styles = pytest.mark.parametrize("style", STYLES)
 TEXTS = ["go", "F F\nP G", " \n edges\t ", "", "0", "é 漢 🙂 Ä", "\"quoted\" <b> & 'x'\\n"]
-TEXTS += ["a\u2028b"]
-TEXTS += ["write <tool_call> here", "{{ x }} {% if %}"]
-ARGUMENTS = [*TEXTS, "ends with </tool_call>", "a </think> tag", "<|im_start|>", 3, None, [1.5]]
-ARGUMENTS += [{"k": ""}]
+TEXTS += ["a\u2028b", "write <tool_call> here", "{{ x }} {% if %}"]
+ARGUMENTS = [*TEXTS, "ends with </tool_call>", "a </think> tag", "<|im_start|>"]
+ARGUMENTS += [3, None, [1.5], {"k": ""}]
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string", "description": "é <b>"}}}
 FUNCTIONS = [
     {"name": "f", "description": "d", "parameters": SCHEMA},
@@ -44,21 +44,31 @@ FUNCTIONS = [
 ]
 
 
+F = {"type": "function", "function": FUNCTIONS[0]}
+CALL = {"id": "abcd56789", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
 @pytest.fixture(scope="module")
 def sides(tokenizer, tmp_path_factory):
-    """sides(style) -> (chat format, vLLM with what an export of that model has)."""
-    made = {}
+    """sides(style or template) -> (chat format, vLLM with what an export of that model has)."""
 
+    @functools.cache
     def of(style):
-        if style not in made:
-            folder = served.save(tokenizer, STYLES[style], tmp_path_factory.mktemp(style) / "model")
-            chat = ChatFormat(folder)
-            if not chat.native_tools:
-                (folder / "chat_template.jinja").write_text(chat.template)
-            made[style] = chat, served.Vllm(folder)
-        return made[style]
+        template, folder = STYLES.get(style, style), tmp_path_factory.mktemp("style") / "model"
+        chat = ChatFormat(served.save(tokenizer, template, folder))
+        if not chat.native_tools:
+            (folder / "chat_template.jinja").write_text(chat.template)
+        return chat, served.Vllm(folder)
 
     return of
+
+
+def conversations(style, count):
+    """(messages, functions), drawn from the seeds below `count`."""
+    for rng in map(random.Random, range(count)):
+        tools = style not in REFUSES_TOOLS and rng.random() < 0.7
+        said = conversation(rng, style, tools)
+        yield said, rng.sample(FUNCTIONS, 3) if tools else []
 
 
 def conversation(rng, style, tools):
@@ -91,10 +101,9 @@ def chat_body(said, functions):
         parts = [{"type": "text", "text": text} for text in texts]
         message = {"role": role, "content": texts[0] if len(texts) == 1 else parts}
         if calls:
-            message["tool_calls"] = [
-                {"id": i, "type": "function", "function": {"name": f, "arguments": json.dumps(a)}}
-                for i, f, a in calls
-            ]
+            made = [{"name": f, "arguments": json.dumps(a)} for _, f, a in calls]
+            listed = zip(calls, made, strict=True)
+            message["tool_calls"] = [CALL | {"id": c[0], "function": f} for c, f in listed]
         message |= {"reasoning_content": thought} if thought else {}
         messages.append(message | ({"tool_call_id": name} if name else {}))
     tools = [{"type": "function", "function": function} for function in functions]
@@ -129,9 +138,8 @@ def responses_body(said, functions):
             body["instructions"] = "\n".join(texts)
             continue
         if role == "tool":
-            items.append(
-                {"type": "function_call_output", "call_id": name, "output": "\n".join(texts)}
-            )
+            answered = {"call_id": name, "output": "\n".join(texts)}
+            items.append({"type": "function_call_output", **answered})
             continue
         if thought:
             content = [{"type": "reasoning_text", "text": thought}]
@@ -178,16 +186,12 @@ def shown(chat, tokens):
 @pytest.mark.parametrize("api", APIS)
 def test_the_gateway_writes_a_request_as_vllm_does(sides, style, api):
     chat, vllm = sides(style)
-    _, body_of = APIS[api]
     written = 0
-    for seed in range(24):
-        rng = random.Random(seed)
-        tools = style not in REFUSES_TOOLS and rng.random() < 0.7
-        said = conversation(rng, style, tools)
-        body = body_of(said, rng.sample(FUNCTIONS, 3) if tools else [])
+    for said, functions in conversations(style, 24):
+        body = APIS[api][1](said, functions)
         theirs = tokens_or_none(getattr(vllm, api), body)
         ours = tokens_or_none(lambda body: place(chat, api, body).new, body)
-        assert shown(chat, ours) == shown(chat, theirs), (seed, body)
+        assert shown(chat, ours) == shown(chat, theirs), body
         assert ours == theirs
         written += theirs is not None
     assert written > 12, "most conversations are such that the template writes them"
@@ -197,6 +201,7 @@ SYSTEM, GO, YES = (
     {"role": role, "content": content}
     for role, content in (("system", "be brief"), ("user", "go"), ("assistant", "yes"))
 )
+READ = openai_chat.read({"messages": [GO, YES, GO]}).messages
 OFF = {"chat_template_kwargs": {"enable_thinking": False}}
 
 
@@ -225,18 +230,29 @@ def test_a_requests_arguments_of_the_template_are_used_as_vllm_does(sides, api, 
         assert shown(chat, theirs).endswith("</think>\n\n") == (not thinks)
 
 
+def gone_on(chat, *args):
+    """(a history in which YES is the answer to GO, the answer's node)."""
+    history = History(chat)
+    first = history.place(READ[:1], [], *args)
+    node = history.record(first, result("g.t0", chat._encode("yes") + [min(chat.eos_ids)]))
+    history.answered(READ[:1], [], READ[1], node, *args)
+    return history, node
+
+
 def test_a_conversation_goes_on_only_with_the_same_arguments_of_the_template(sides):
     chat, vllm = sides("qwen3")
-    history, off = History(chat), OFF["chat_template_kwargs"]
-    first = history.place(openai_chat.read({"messages": [GO]}).messages, [], off)
-    made = [*chat._encode("yes"), chat._tokenizer.eos_token_id]
-    node = history.record(first, result("g.t0", made))
-    messages = openai_chat.read({"messages": [GO, YES, GO]}).messages
-    history.answered(messages[:1], [], messages[1], node, off)
-    assert history.place(messages, [], off).parent is node
-    found = history.place(messages, [], off).new[-4:]
+    off = OFF["chat_template_kwargs"]
+    history, node = gone_on(chat, off)
+    assert history.place(READ, [], off).parent is node
+    found = history.place(READ, [], off).new[-4:]
     assert found == vllm.chat({"model": "m", "messages": [GO]} | OFF)[-4:]
-    assert history.place(messages, []).parent is None
+    assert history.place(READ, []).parent is None
+
+
+def test_an_answer_to_which_the_agent_adds_a_name_goes_on_in_its_branch(sides):
+    history, node = gone_on(sides("chatml")[0])
+    named = openai_chat.read({"messages": [GO, {**YES, "name": "agent_1"}, GO]})
+    assert history.place(named.messages, []).parent is node
 
 
 LINE = "x-anthropic-billing-header: cch=1f"
@@ -247,21 +263,18 @@ LINE = "x-anthropic-billing-header: cch=1f"
 def test_claude_codes_line_goes_from_the_system_message_as_vllm_drops_it(sides, style, text):
     chat, vllm = sides(style)
     parts = [{"type": "text", "text": each} for each in (text, "go on")]
-    typed = [{"type": "input_text", "text": each} for each in (text, "go on")]
-    for api, key, listed in (
-        ("chat", "messages", {"role": "system", "content": text}),
-        ("chat", "messages", {"role": "system", "content": parts}),
-        ("messages", "system", text),
-        ("messages", "system", parts),
-        ("messages", "messages", {"role": "system", "content": text}),
-        ("messages", "messages", {"role": "system", "content": parts}),
+    typed = [part | {"type": "input_text"} for part in parts]
+    plain, listed = ({"role": "system", "content": each} for each in (text, parts))
+    for api, key, given in (
+        *(("chat", "messages", each) for each in (plain, listed)),
+        *(("messages", "system", each) for each in (text, parts)),
+        *(("messages", "messages", each) for each in (plain, listed)),
         ("responses", "instructions", text),
-        ("responses", "input", {"role": "system", "content": typed}),
-        ("responses", "input", {"role": "system", "content": text}),
+        *(("responses", "input", each) for each in (plain, listed | {"content": typed})),
     ):
         body = {"model": "m", "max_tokens": 4} if api == "messages" else {"model": "m"}
         body |= {"input" if api == "responses" else "messages": [GO]}
-        body[key] = [listed, GO] if key in ("messages", "input") else listed
+        body[key] = [given, GO] if key in ("messages", "input") else given
         ours = place(chat, api, body).new
         assert shown(chat, ours) == shown(chat, getattr(vllm, api)(body)), (api, key)
 
@@ -294,10 +307,8 @@ def turn_of(chat, first, second):
 def test_the_gateway_goes_on_after_a_turn_as_vllm_does(sides, style):
     chat, vllm = sides(style)
     steps_seen = 0
-    for seed in range(24):
-        rng = random.Random(seed)
-        tools = style not in REFUSES_TOOLS and rng.random() < 0.7
-        body = chat_body(conversation(rng, style, tools), FUNCTIONS[:2] if tools else [])
+    for said, functions in conversations(style, 24):
+        body = chat_body(said, functions)
         query, history = openai_chat.read(copy.deepcopy(body)), History(chat)
         for before, after, first, second in steps(vllm, body):
             place = history.place(query.messages[:before], query.tools)
@@ -306,7 +317,7 @@ def test_the_gateway_goes_on_after_a_turn_as_vllm_does(sides, style):
             following = history.place(query.messages[:after], query.tools)
             assert following.parent is node
             context = list(memoryview(following.context).cast("i"))
-            assert shown(chat, context) == second, (seed, body)
+            assert shown(chat, context) == second, body
             steps_seen += 1
     assert steps_seen > 6
 
@@ -315,23 +326,17 @@ def test_the_gateway_goes_on_after_a_turn_as_vllm_does(sides, style):
 def test_the_loop_goes_on_after_a_turn_as_vllm_does(sides, style):
     chat, vllm = sides(style)
     steps_seen = 0
-    for seed in range(36):
-        rng = random.Random(seed)
-        tools = style not in REFUSES_TOOLS and rng.random() < 0.7
-        said = [
-            (role, ["\n".join(texts)], calls, thought, name and f"rose{name[4:]}")
-            for role, texts, calls, thought, name in conversation(rng, style, tools)
-        ]
-        body = chat_body(said, FUNCTIONS[:2] if tools else [])
+    for said, functions in conversations(style, 36):
+        said = [(r, ["\n".join(t)], c, h, name and f"rose{name[4:]}") for r, t, c, h, name in said]
+        body, tokens = chat_body(said, functions), None
         listed, given = body["messages"], body.get("tools", [])
-        tokens = None
         for before, after, first, second in steps(vllm, body):
             tokens = chat.start(listed[:before], given) if tokens is None else tokens
             assert shown(chat, tokens) == first
             observed = [(m["role"], m["content"]) for m in listed[before + 1 : after]]
             gap = chat.observations(observed, True, bool(given))
             tokens = tokens + turn_of(chat, first, second) + gap
-            assert shown(chat, tokens) == second, (seed, body)
+            assert shown(chat, tokens) == second, body
             steps_seen += 1
     assert steps_seen > 6
 
@@ -341,81 +346,50 @@ def test_a_template_whose_tools_cannot_be_appended_is_refused_with_tools(sides, 
     chat, _ = sides(style)
     assert "can't be used with tools" in chat.tools_problem
     with pytest.raises(CannotExtend, match="can't be used with tools"):
-        chat.start(
-            [{"role": "user", "content": "x"}], [{"type": "function", "function": {"name": "f"}}]
-        )
+        chat.start([GO], [F])
 
 
-def going_on(tokenizer, folder, template):
-    """(chat format of a template, what vLLM writes of messages and tools)."""
-    made = served.save(tokenizer, template, folder / "model")
-    chat, vllm = ChatFormat(made), served.Vllm(made)
-
-    def written(messages, tools):
-        given = {"tools": tools} if tools else {}
-        return vllm.chat({"model": "m", "messages": messages} | given)
-
-    return chat, written
-
-
-def test_a_system_message_that_moves_is_refused_in_a_conversation_with_one(tokenizer, tmp_path):
-    chat, vllm = going_on(tokenizer, tmp_path, served.MISTRAL_7B)
+def test_a_system_message_that_moves_is_refused_in_a_conversation_with_one(sides):
+    chat, vllm = sides(served.MISTRAL_7B)
     for messages in ([GO], [SYSTEM, GO]):
-        assert chat.start(messages, []) == vllm(messages, [])
+        assert chat.start(messages, []) == vllm.chat({"model": "m", "messages": messages})
     prompt = chat.start([GO], []) + chat._encode("yes") + [chat._tokenizer.eos_token_id]
-    prompt += chat.observations([("user", "on")], True, False)
-    assert prompt == vllm([GO, YES, {"role": "user", "content": "on"}], [])
+    prompt += chat.observations([("user", "go")], True, False)
+    assert prompt == vllm.chat({"model": "m", "messages": [GO, YES, GO]})
     with pytest.raises(CannotExtend, match="could not stay as they were"):
-        chat.observations([("user", "on")], True, False, system=True)
+        chat.observations([("user", "go")], True, False, system=True)
 
 
-def test_marks_that_depend_on_the_turns_before_are_refused(tokenizer, tmp_path):
+def test_marks_that_depend_on_the_turns_before_are_refused(sides):
     """Results that a template numbers, with tools; a conversation's length, always."""
-    chat, _ = going_on(tokenizer, tmp_path / "numbered", served.NUMBERED)
-    assert "depends on the turns before" in chat.tools_problem
+    assert "depends on the turns before" in sides(served.NUMBERED)[0].tools_problem
     with pytest.raises(CannotExtend, match="depends on the turns before"):
-        going_on(tokenizer, tmp_path / "length", served.LENGTH)
+        sides(served.LENGTH)
 
 
 @pytest.mark.parametrize("template", [served.SLICED, served.CUTS])
 @pytest.mark.parametrize("content", ["a", "a</think>b", "{}"])
-def test_an_id_or_a_text_is_written_as_the_template_does(tokenizer, tmp_path, template, content):
-    chat, vllm = going_on(tokenizer, tmp_path, template)
-    tools = [{"type": "function", "function": FUNCTIONS[0]}] if template == served.SLICED else []
-    if tools:
-        call = {"id": "abcd56789", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-        observed = {"role": "tool", "tool_call_id": "abcd56789", "content": content}
-    else:
-        answer, observed = YES, {"role": "user", "content": content}
-    first, second = vllm([GO], tools), vllm([GO, answer, observed], tools)
+def test_an_id_or_a_text_is_written_as_the_template_does(sides, template, content):
+    chat, vllm = sides(template)
+    answer, observed, tools = YES, {"role": "user", "content": content}, {}
+    if template == served.SLICED:
+        answer, tools = {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"tools": [F]}
+        observed = {"role": "tool", "tool_call_id": CALL["id"], "content": content}
+    asked = ([GO], [GO, answer, observed])
+    first, second = (vllm.chat({"model": "m", "messages": each} | tools) for each in asked)
     gap = chat.observations([observed], True, bool(tools))
     assert second[len(second) - len(gap) :] == gap and second[: len(first)] == first
-
-
-def test_an_answer_to_which_the_agent_adds_a_name_goes_on_in_its_branch(sides):
-    chat, _ = sides("chatml")
-    history = History(chat)
-    query = openai_chat.read({"messages": [GO]})
-    made = result("g.t0", chat._encode("yes"))
-    node = history.record(history.place(query.messages, []), made)
-    [answer] = openai_chat.read({"messages": [YES, GO]}).messages[:1]
-    history.answered(query.messages, [], answer, node)
-    named = openai_chat.read({"messages": [GO, {**YES, "name": "agent_1"}, GO]})
-    assert history.place(named.messages, []).parent is node
 
 
 @pytest.mark.parametrize("content", [None, [], "", "absent"])
 @pytest.mark.parametrize("style", ["chatml", "qwen3", "gemma"])
 def test_a_call_without_text_is_written_as_vllm_does(sides, style, content):
     chat, vllm = sides(style)
-    call = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    answer = {"role": "assistant", "content": content, "tool_calls": [call]}
+    answer = {"role": "assistant", "content": content, "tool_calls": [CALL]}
     if content == "absent":
         del answer["content"]
-    result = {"role": "tool", "tool_call_id": "123456789", "content": "r"}
-    tools = [{"type": "function", "function": FUNCTIONS[0]}]
-    body = {"model": "m", "messages": [GO, answer, result], "tools": tools}
+    result = {"role": "tool", "tool_call_id": CALL["id"], "content": "r"}
+    body = {"model": "m", "messages": [GO, answer, result], "tools": [F]}
     assert place(chat, "chat", body).new == vllm.chat(body)
 
 
@@ -437,9 +411,9 @@ def test_a_refusal_is_a_text_and_an_unreadable_thought_is_left_out(sides, api, b
 
 def test_developers_and_names_reach_the_template_as_in_vllm(sides):
     chat, vllm = sides("mistral")
-    messages = [{"role": "developer", "content": "one"}, {"role": "system", "content": "two"}]
-    messages += [{"role": "user", "name": "ada", "content": "go"}]
-    messages += [{"role": "developer", "content": "three"}, {"role": "user", "content": "on"}]
+    said = [("developer", "one"), ("system", "two"), ("user", "go"), ("developer", "three")]
+    messages = [{"role": role, "content": content} for role, content in said] + [GO]
+    messages[2]["name"] = "ada"
     body = {"model": "m", "messages": messages}
     assert place(chat, "chat", body).new == vllm.chat(body)
     assert openai_chat.read(body).messages[2].rendered(chat)["name"] == "ada"

@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -12,6 +11,7 @@ from rose.agent.envs.base import Start
 from rose.agent.loop import run_trajectory
 from rose.agent.snapshots import KEPT, Snapshots, _read
 from tests.agent.wander import WORDS, Wander
+from tests.made import result
 
 START = p.StartTrajectory("g1.2", "g1", p.Phase.TRAIN, "wander", 7, None)
 LENGTH = 5
@@ -44,7 +44,7 @@ class World:
 
     def __init__(self, config, chat, folder):
         self.config, self.chat, self.folder = config, chat, folder
-        self.resumed, self.asked, self.version, self.made = [], [], 0, []
+        self.resumed, self.asked, self.version = [], [], 0
 
     def goes(self, stop=None, attempt=1, start=START, env=None, config=None, think=None):
         config = config or self.config
@@ -60,10 +60,7 @@ class World:
             snapshots.over.clear()
             if request.turn.endswith(f"t{stop}"):
                 raise Ends
-            n = len(WORDS)
-            tokens, logprobs = p.pack_tokens(WORDS), p.pack_floats([-1.0] * n)
-            versions = p.pack_tokens([self.version] * n)
-            return p.TurnResult(request.turn, tokens, logprobs, versions, p.FinishReason.STOP)
+            return result(request.turn, WORDS, version=self.version)
 
         async def play():
             env = config.env.members["wander"]
@@ -79,6 +76,11 @@ class World:
     def files(self):
         return sorted((self.folder / START.id).iterdir())
 
+    def resumes(self, **given):
+        """The turns of the snapshots from which it went on so far, to its end, which is one walk."""
+        assert is_one_walk(self, self.goes(**given))
+        return [snapshot.turns for snapshot in self.resumed]
+
 
 @pytest.fixture
 def config(make_config):
@@ -90,22 +92,14 @@ def world(config, chats, tmp_path):
     return World(config, chats["tiny"], tmp_path)
 
 
-def text(world, trajectory):
-    return world.chat.decode(p.unpack_tokens(trajectory.tokens))
-
-
 def is_one_walk(world, trajectory):
     """It has all steps, and each begins where the one before has ended."""
-    said = text(world, trajectory)
-    walk = re.findall(
-        r"([0-9a-f]{8}) to ([0-9a-f]{8})", said.replace(" ", "").replace("to", " to ")
-    )
-    places = [re.search(r"at ?([0-9a-f]{8})", said).group(1)]
+    said = world.chat.decode(p.unpack_tokens(trajectory.tokens)).replace(" ", "")
+    walk = re.findall(r"([0-9a-f]{8})to([0-9a-f]{8})", said)
     assert trajectory.turns == LENGTH and len(walk) == LENGTH - 1
-    for before, after in walk:
-        assert before == places[-1]
-        places.append(after)
-    return True
+    begins = [before for before, _ in walk]
+    ends = [re.search("at([0-9a-f]{8})", said)[1], *(after for _, after in walk)]
+    return begins == ends[:-1]
 
 
 def test_it_goes_on_before_the_turn_that_was_asked_for(world):
@@ -128,16 +122,11 @@ def test_it_goes_on_with_a_system_message_as_before(world, monkeypatch, has_syst
 
     class Briefed(Wander):
         async def reset(self, seed):
-            first = await super().reset(seed)
             brief = [{"role": "system", "content": "be brief"}] * has_system
-            return replace(first, messages=brief + first.messages)
+            return Start(brief + (await super().reset(seed)).messages)
 
     seen, observations = [], type(world.chat).observations
-
-    def spied(chat, observed, closed, tools, system):
-        seen.append(system)
-        return observations(chat, observed, closed, tools, system)
-
+    spied = lambda chat, *given: seen.append(given[-1]) or observations(chat, *given)  # noqa: E731
     monkeypatch.setattr(type(world.chat), "observations", spied)
     world.goes(stop=2, env=Briefed(LENGTH))
     world.goes(env=Briefed(LENGTH))
@@ -155,31 +144,25 @@ def test_the_newest_that_other_hosts_can_resume_stays_however_slowly_states_get_
     assert [path.name for path in world.files()] == [f"a001-t000{n}" for n in (2, 3, 4)]
     for path in world.files()[1:]:
         path.write_bytes(b"of a state that is lost")
-    assert is_one_walk(world, world.goes())
-    assert [snapshot.turns for snapshot in world.resumed] == [2]
+    assert world.resumes() == [2]
 
 
 def test_however_often_it_ends(world):
     for stop in (1, 1, 2, 4, 4):
         world.goes(stop)
-    assert is_one_walk(world, world.goes())
-    assert [snapshot.turns for snapshot in world.resumed] == [1, 1, 2, 4, 4]
+    assert world.resumes() == [1, 1, 2, 4, 4]
 
 
 def test_of_a_damaged_one_any_byte_is_noticed_and_the_one_before_is_taken(world, capsys):
     world.goes(stop=3)
     newest = world.files()[-1]
     whole = newest.read_bytes()
-    for at in range(0, len(whole), 7):
-        newest.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    wrong = [whole[:i] + bytes([b ^ 1]) + whole[i + 1 :] for i, b in enumerate(whole) if i % 7 == 0]
+    for content in (*wrong, b"", whole[:10], whole[:-1]):
+        newest.write_bytes(content)
         with pytest.raises(ValueError, match="its hash is another"):
             _read(newest)
-    for torn in (b"", whole[:10], whole[:-1]):
-        newest.write_bytes(torn)
-        with pytest.raises(ValueError, match="its hash is another"):
-            _read(newest)
-    assert is_one_walk(world, world.goes())
-    assert [snapshot.turns for snapshot in world.resumed] == [2]
+    assert world.resumes() == [2]
     assert "a001-t0003 is damaged (its hash is another)" in capsys.readouterr().out
     for path in world.files():
         path.write_bytes(b"nonsense")
@@ -194,8 +177,7 @@ def test_one_that_the_environment_cant_resume_is_passed_over(world, capsys):
             await super().resume(saved)
 
     world.goes(stop=3)
-    assert is_one_walk(world, world.goes(env=Forgets(LENGTH)))
-    assert [snapshot.turns for snapshot in world.resumed] == [2]
+    assert world.resumes(env=Forgets(LENGTH)) == [2]
     assert "turn 3 can't be resumed" in capsys.readouterr().out
 
 
@@ -279,5 +261,4 @@ def test_a_step_waits_for_the_checkpoint_of_the_state_before_it(world):
     slow = Slow(LENGTH)
     world.goes(stop=4, env=slow, think=until_begun)
     assert [_read(path).turns for path in world.files()] == [2, 3]
-    assert is_one_walk(world, world.goes())
-    assert [snapshot.turns for snapshot in world.resumed] == [3]
+    assert world.resumes() == [3]

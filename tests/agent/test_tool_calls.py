@@ -10,6 +10,7 @@ from rose.agent.envs.base import Action, ToolCall
 from rose.agent.tool_calls import BadCall, read, split_thought
 
 MOVE = '{"name": "move", "arguments": {"direction": "left"}}'
+LEFT = ToolCall("move", {"direction": "left"})
 
 
 def parse(text):
@@ -28,20 +29,16 @@ def parse(text):
     ],
 )
 def test_a_call_is_read_in_either_form(text):
-    assert parse(text) == Action(text=text, call=ToolCall("move", {"direction": "left"}))
+    assert parse(text) == Action(text=text, call=LEFT)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        f"<tool_call>{MOVE}</tool_call>\n<tool_call>{MOVE}</tool_call>",
-        f"<tool_call>[{MOVE}, {MOVE}]</tool_call>",
-    ],
-)
+TWICE = [f"<tool_call>{MOVE}</tool_call>\n" * 2, f"<tool_call>[{MOVE}, {MOVE}]</tool_call>"]
+
+
+@pytest.mark.parametrize("text", TWICE)
 def test_several_calls_are_all_read_in_order(text):
     action = parse(text)
-    assert action.calls == (ToolCall("move", {"direction": "left"}),) * 2
-    assert action.call == action.calls[0]
+    assert action.calls == (LEFT, LEFT) and action.call == LEFT
 
 
 @pytest.mark.parametrize(
@@ -51,30 +48,26 @@ def test_text_without_a_call_is_plain_text(text):
     assert parse(text) == Action(text), "a call that was only thought of does not count"
 
 
-@pytest.mark.parametrize(
-    "text, problem",
-    [
-        ("<tool_call>move left</tool_call>", "not valid JSON"),
-        ("<tool_call></tool_call>", "not valid JSON"),
-        (f"<tool_call>{MOVE}", "must stand between"),
-        (f"{MOVE}</tool_call>", "must stand between"),
-        (f"</tool_call>{MOVE}<tool_call>", "must stand between"),
-        (f"<tool_call>{MOVE}</tool_call><tool_call>left</tool_call>", "not valid JSON"),
-        (f"<tool_call>{MOVE}</tool_call></tool_call>", "must stand between"),
-        ("<tool_call>[]</tool_call>", "one object"),
-        ("<tool_call>3</tool_call>", "one object"),
-        ('<tool_call>{"name": "move"}</tool_call>', "one object"),
-        ('<tool_call>{"name": "", "arguments": {}}</tool_call>', "one object"),
-        ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', "one object"),
-        ('<tool_call>{"name": "move", "arguments": "left"}</tool_call>', "one object"),
-        ('<tool_call>{"name": "move", "arguments": {"x": NaN}}</tool_call>', "not valid JSON"),
-        ('<tool_call>{"name": "move", "arguments": {"x": 1e999}}</tool_call>', "not valid JSON"),
-        ("<tool_call>" + "9" * 5000 + "</tool_call>", "not valid JSON"),
-        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not valid JSON"),
-    ],
-)
+# Texts, with @ and # for the marks of a call, and what is said of each.
+BAD = [
+    ("@move left#", "not valid JSON"),
+    ("@#", "not valid JSON"),
+    (f"@{MOVE}", "must stand between"),
+    (f"{MOVE}#", "must stand between"),
+    (f"#{MOVE}@", "must stand between"),
+    (f"@{MOVE}#@left#", "not valid JSON"),
+    (f"@{MOVE}##", "must stand between"),
+    *((f"@{each}#", "one object") for each in ("[]", "3", '{"name": "move"}')),
+    *((f'@{{"name": {name}, "arguments": {{}}}}#', "one object") for name in ('""', 3)),
+    ('@{"name": "move", "arguments": "left"}#', "one object"),
+    *((f'@{{"name": "move", "arguments": {{"x": {x}}}}}#', "not valid") for x in ("NaN", "1e999")),
+    *((f"@{each}#", "not valid JSON") for each in ("9" * 5000, "[" * 100_000)),
+]
+
+
+@pytest.mark.parametrize("text, problem", BAD)
 def test_a_bad_call_is_explained(text, problem):
-    result = parse(text)
+    result = parse(text.replace("@", "<tool_call>").replace("#", "</tool_call>"))
     assert isinstance(result, BadCall)
     assert problem in result.message
     assert len(result.message) < 200, "the message costs context"

@@ -410,7 +410,7 @@ def test_advantages_of_the_whole_batch_are_found_out(baseline):
 
 
 def test_weights_that_change_by_more_than_a_factor_are_found_out():
-    class Longest(ALGORITHMS["grpo"]):
+    class Longest(algorithms()["grpo"]):
         def token_weights(self, summary):
             longest = summary.response_tokens.max()
             return (summary.response_tokens / longest).pow(len(summary.rewards))

@@ -1,6 +1,6 @@
-"""Servers of other packages; and the fixtures of tests/agent, on whose loop and templates the
-adapters' tests rest."""
+"""Servers of other packages, their environments, and the fixtures of tests/agent."""
 
+import asyncio
 import json
 import socket
 import subprocess
@@ -8,9 +8,13 @@ from contextlib import contextmanager
 
 import pytest
 
+from rose.agent import envs
 from tests import processes
 from tests.agent.conftest import chats, save_tokenizer, tokenizer  # noqa: F401
+from tests.made import environment as env_of
 from tests.ports import free_port
+
+DEADLINE_S = 120.0
 
 REWARDS = """
 import asyncio, os, time
@@ -55,3 +59,24 @@ def served(*program, **options):
     finally:
         process.kill()
         process.wait()
+
+
+def prompts_env(reward="math", **args):
+    return env_of("prompts", **{"data": "sums.jsonl", "reward": reward} | args)
+
+
+def play(env, seed, *actions):
+    """What `reset` and these actions give, then the environment is closed."""
+
+    async def go():
+        made = envs.build(env)
+        try:
+            return [await made.reset(seed), *[await made.step(action) for action in actions]]
+        finally:
+            await made.close()
+
+    return asyncio.run(asyncio.wait_for(go(), DEADLINE_S))
+
+
+def question(start):
+    return start.messages[-1]["content"]

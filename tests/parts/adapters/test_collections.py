@@ -2,48 +2,24 @@
 
 import asyncio
 import json
-import math
-import os
-import signal
-import subprocess
 import sys
 import threading
+import tomllib
 from pathlib import Path
 
-import psutil
 import pytest
 
 from rose.agent import envs
-from rose.agent.envs import _workers
 from rose.agent.envs.base import Action, ToolCall
 from rose.config import ConfigError
-from rose.reward.episode import ScoringFailed
 from tests import processes
 from tests.made import environment as env_of
 
-from .conftest import served
+from .conftest import DEADLINE_S, play, question, served
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SERVER = Path(__file__).parent / "servers" / "mcp_server.py"
 STDIO = {"command": [sys.executable, str(SERVER)]}
-DEADLINE_S = 120.0
-
-
-def play(env, seed, *actions):
-    """What `reset` and these actions give, then the environment is closed."""
-
-    async def go():
-        made = envs.build(env)
-        try:
-            return [await made.reset(seed), *[await made.step(action) for action in actions]]
-        finally:
-            await made.close()
-
-    return asyncio.run(asyncio.wait_for(go(), DEADLINE_S))
-
-
-def question(start):
-    return start.messages[-1]["content"]
 
 
 def test_missing_packages_are_named_with_the_command_that_installs_them(monkeypatch):
@@ -57,15 +33,10 @@ def test_missing_packages_are_named_with_the_command_that_installs_them(monkeypa
 
 
 def test_the_extras_are_what_the_messages_name():
-    import tomllib
-
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     named = {r for e in ("reasoning_gym", "textarena", "math", "mcp", "prompts") for r in extras[e]}
     assert named == set(envs.PACKAGES.values())
-
-
-# --------------------------------------------------------------------------- reasoning_gym
 
 
 def test_a_question_of_reasoning_gym_is_the_librarys_and_so_is_the_score():
@@ -80,17 +51,24 @@ def test_a_question_of_reasoning_gym_is_the_librarys_and_so_is_the_score():
     assert (done.reward, done.success) == (1.0, True)
 
 
+LISTS_AND_TIMES = [
+    {"task": "basic_arithmetic", "level": 0},
+    {"task": "basic_arithmetic", "operators": ["+"]},
+    {"task": "time_intervals", "level": 1},
+]
+
+
 def test_all_of_its_tasks_ask_and_score_and_none_raises():
     """Those that take seconds to make are left to the users; prime_factorization's scorer raises,
-    isomorphic_strings depends on the order of a set."""
+    isomorphic_strings depends on the order of a set. Arguments may be lists or times."""
     from rose.parts.adapters.envs import reasoning_gym as ours
 
-    tasks = ours.ReasoningGym(tasks=["all"]).tasks
-    assert len(tasks) == 105
-    for name in ("prime_factorization", "isomorphic_strings", "graph_color", "rubiks_cube"):
-        env = env_of("reasoning_gym", tasks=[name])
+    assert len(ours.ReasoningGym(tasks=["all"]).tasks) == 105
+    names = ["prime_factorization", "isomorphic_strings", "graph_color", "rubiks_cube"]
+    for task in names + LISTS_AND_TIMES:
+        env = env_of("reasoning_gym", tasks=[task])
         first, step = play(env, 4, Action("<answer>none of it</answer>"))
-        assert step.done and step.reward < 0.5
+        assert question(first) and step.done and step.reward < 0.5
         assert play(env, 4)[0] == first != play(env, 6)[0]
 
 
@@ -106,20 +84,6 @@ def test_tasks_are_mixed_by_their_weights_and_levels_make_them_harder():
     assert terms(0) < terms(8) and terms(0) < terms([0, 8])
 
 
-@pytest.mark.parametrize(
-    "task",
-    [
-        {"task": "basic_arithmetic", "level": 0},
-        {"task": "basic_arithmetic", "operators": ["+"]},
-        {"task": "time_intervals", "level": 1},
-    ],
-    ids=lambda task: " ".join(map(str, task.values())),
-)
-def test_a_task_whose_arguments_are_lists_or_times_is_asked_and_scored(task):
-    first, step = play(env_of("reasoning_gym", tasks=[task]), 4, Action("<answer>x</answer>"))
-    assert question(first) and step.done and step.reward < 0.5
-
-
 def test_every_task_with_levels_is_asked_at_its_lowest():
     from rose.parts.adapters.envs import reasoning_gym as ours
 
@@ -127,9 +91,6 @@ def test_every_task_with_levels_is_asked_at_its_lowest():
         made, usual = ours._at(name, 0), vars(ours.DATASETS[name][1]())
         assert not {f for f, value in made.items() if value == usual[f]}, name
         json.dumps(made)
-
-
-# --------------------------------------------------------------------------- textarena
 
 
 def test_a_game_alone_is_played_to_its_end():
@@ -184,8 +145,7 @@ async def test_a_game_that_computes_leaves_the_loop_to_others():
         await asyncio.sleep(0.001)
     assert not playing.done()
     free.set()
-    found = await playing
-    assert found.observation
+    assert (await playing).observation
 
 
 def test_a_move_against_the_rules_is_told_and_then_loses():
@@ -202,304 +162,6 @@ def test_the_opponent_may_be_a_function_of_the_users(tmp_path):
     assert "cell 8" in step.observation
 
 
-# --------------------------------------------------------------------------- prompts
-
-
-def test_every_kind_of_file_has_the_same_rows_and_odd_seeds_are_held_out(folder):
-    import datasets
-    import pyarrow
-    from pyarrow import parquet
-
-    rows = [json.loads(line) for line in (folder / "sums.jsonl").read_text().splitlines()]
-    (folder / "sums.json").write_text(json.dumps(rows))
-    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "sums.parquet")
-    made = datasets.Dataset.from_list(rows)
-    made.save_to_disk(folder / "one")
-    datasets.DatasetDict(train=made, test=made.select(range(3))).save_to_disk(folder / "two")
-
-    def asked(data, seeds, **args):
-        return [question(play(env_of("prompts", data=data, **args), seed)[0]) for seed in seeds]
-
-    train = asked("sums.jsonl", range(0, 40, 2), held_out=0.3)
-    for data in ("sums.json", "sums.parquet", "one", "two#train"):
-        assert asked(data, range(0, 40, 2), held_out=0.3) == train
-    assert not set(train) & set(asked("sums.jsonl", range(1, 41, 2), held_out=0.3))
-    assert set(asked("two#train", range(1, 41, 2), held_out="two#test")) == {
-        f"What is {n} / 2?" for n in range(3)
-    }
-
-
-def test_math_takes_any_form_of_the_answer(folder):
-    (folder / "one.jsonl").write_text('{"prompt": "a half?", "answer": "1/2"}\n')
-    env = env_of("prompts", data="one.jsonl", held_out="one.jsonl")
-    texts = [r"so \boxed{\frac{1}{2}}", "it is 0.5", r"<think>\boxed{1/2}</think> 3", "no idea", ""]
-    steps = play(env, 0, *map(Action, texts))[1:]
-    assert [step.reward for step in steps] == [1.0, 1.0, 0.0, 0.0, 0.0]
-    assert [step.success for step in steps] == [True, True, False, False, False]
-
-
-@pytest.mark.slow
-def test_a_function_of_the_users_rewards_async_or_not(folder):
-    def step(reward, text="yes", **args):
-        env = env_of("prompts", data="sums.jsonl", reward=f"rewards.py:{reward}", **args)
-        return play(env, 2, Action(text))[1]
-
-    row = json.loads((folder / "sums.jsonl").read_text().splitlines()[0])
-    assert step("length").reward >= 3 + row["answer"]
-    assert step("slow_judge").reward == 1.0 and not step("slow_judge", "no").success
-    assert not step("length", success_at=1000).success
-
-
-KEYWORDS = """
-import functools
-def trl(text, **kwargs): return sorted(kwargs) == ["episode", "messages", "row"]
-def judged(function):
-    return functools.wraps(function)(lambda text: function(text, 1.0))
-def passed_on(function):
-    return functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
-def given(function):
-    return functools.wraps(function)(lambda *a, **k: function(*a, client=1.0, **k))
-@given
-def asks(text, row, client): return client
-@judged
-def wrapped(text, judge): return judge
-@passed_on
-def decorated(text): return bool(text)
-"""
-
-
-@pytest.mark.slow
-def test_a_reward_function_may_take_any_keywords(folder):
-    """A function with **kwargs gets all four values, a decorated one those of what it wraps."""
-    (folder / "keywords.py").write_text(KEYWORDS)
-    for name in ("trl", "asks", "wrapped", "decorated"):
-        env = env_of("prompts", data="sums.jsonl", reward=f"keywords.py:{name}")
-        assert play(env, 2, Action("x"))[1].reward == 1.0, name
-
-
-EPISODES = """
-from __future__ import annotations
-from dataclasses import dataclass
-
-@dataclass
-class Told:
-    prompt: str
-    answer: str
-    row: dict
-
-def score(episode):
-    told = Told(episode.prompt, episode.response, episode.task)
-    assert told.prompt == "Be brief.\\n\\n" + told.row["prompt"], told
-    assert episode.seed == 2 and episode.turns == 1 and not episode.transcript[0].policy
-    return {"reward": len(told.answer), "success": told.answer == "yes"}
-
-async def judge(episode):
-    return score(episode)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("function", ["score", "judge"])
-def test_one_function_serves_the_environment_and_reward_function(folder, function):
-    """In a process of its own, and in the host's; and as the group `reward` calls it."""
-    from rose.parts.rewards import scorers
-
-    (folder / "mine.py").write_text(EPISODES)
-    spec = f"{folder}/mine.py:{function}"
-    env = env_of("prompts", data="sums.jsonl", reward=spec, success_at=0.0, system="Be brief.")
-    start, good, bad = play(env, 2, Action("yes"), Action("no"))
-    assert [(step.reward, step.success) for step in (good, bad)] == [(3.0, True), (2.0, False)]
-    made = envs.build(env).source._episode(
-        start.task, 2, [*start.messages, {"role": "assistant", "content": "yes"}], truncated=True
-    )
-    assert made.truncated
-    found = asyncio.run(scorers.build("function", {"path": spec}).score(made, DEADLINE_S))
-    assert (found.reward, found.success) == (3.0, True)
-
-
-def test_scorers_see_the_row_and_null_leaves_the_scoring_to_them(folder):
-    env = env_of("prompts", data="sums.jsonl", reward=None, answer_field="none of them")
-    start, step = play(env, 2, Action("20"))
-    rows = [json.loads(line) for line in (folder / "sums.jsonl").read_text().splitlines()]
-    assert start.task in rows and start.task["prompt"] == question(start)
-    assert (step.reward, step.success, step.done) == (0.0, False, True)
-
-
-@pytest.mark.slow
-async def test_a_reward_that_queues_is_not_late_and_one_that_hangs_is(folder):
-    from rose.agent.guard import EnvironmentFailure, Guard
-
-    async def step(reward, seconds):
-        made = envs.build(env_of("prompts", data="sums.jsonl", reward=f"rewards.py:{reward}"))
-        await made.reset(2)
-        return await Guard(made, "g1.1", seconds, "env").step(Action("x"))
-
-    busy = [_workers.call("rewards.py:waits", text=f"{folder}/go") for _ in range(_workers.MOST)]
-    busy = [asyncio.create_task(each) for each in busy]
-    await asyncio.sleep(0)  # Their requests enter the queue first.
-    queues = asyncio.create_task(step("length", 3.0))
-    await asyncio.wait({queues}, timeout=3.5)
-    assert not queues.done()
-    (folder / "go").touch()
-    assert (await queues).reward > 0
-    await asyncio.gather(*busy)
-    with pytest.raises(EnvironmentFailure, match="did not return within env.step_timeout_s=1"):
-        await step("hangs", 1.0)
-
-
-@pytest.mark.slow
-def test_a_reward_that_raises_ends_or_hangs_is_no_reward(folder):
-    def env(reward):
-        return env_of("prompts", data="sums.jsonl", reward=f"rewards.py:{reward}")
-
-    for reward, words in (
-        ("raises", "OSError: the judge is away"),
-        ("nothing", "returned None: .*; a number, "),
-        ("ends", "its process ended with code 7"),
-    ):
-        with pytest.raises((_workers.FunctionFailed, ScoringFailed), match=words):
-            play(env(reward), 2, Action("x"))
-
-    async def hang():
-        made = envs.build(env("hangs"))
-        await made.reset(2)
-        await asyncio.wait_for(made.step(Action("x")), 2)
-
-    with pytest.raises(TimeoutError):
-        asyncio.run(hang())
-    with pytest.raises(_workers.FunctionTooSlow, match=r"did not return within 0.5 s"):
-        asyncio.run(_workers.call("rewards.py:hangs", 0.5, text="x"))
-    for _ in range(_workers.MOST + 1):  # and the next calls have processes again
-        assert play(env("length"), 2, Action("x"))[1].reward > 0
-
-
-def chat(*said, answer="3"):
-    roles = {"s": "system", "u": "user", "a": "assistant"}
-    return {"prompt": [{"role": roles.get(r, r), "content": "x"} for r in said], "answer": answer}
-
-
-@pytest.mark.parametrize(
-    "row, args, words",
-    [
-        (chat("u", "a"), {}, "row 2 of rows.jsonl ends with the assistant's answer"),
-        (chat("s", "u", "s", "u"), {}, "row 2 of rows.jsonl has a system message that is not its"),
-        (chat("human"), {}, "row 2 of rows.jsonl has the role 'human'"),
-        ({"prompt": [{"role": "user", "content": ["x"]}]}, {}, "message 1 there is {'role'"),
-        (chat("s", "u"), {"system": "Be brief."}, "env.args.system: row 2 of rows.jsonl has a"),
-        (chat("u", answer=["3", "4"]), {}, "row 2 of rows.jsonl has a list there, ['3', '4']; "),
-        (chat("u", answer={"value": 3}), {}, "has a dict there, {'value': 3}"),
-        (chat("u", answer=None), {}, "row 2 of rows.jsonl has no answer there"),
-        (chat("u", answer=" "), {}, "row 2 of rows.jsonl has no answer there"),
-        (chat("u", answer=math.nan), {}, "row 2 of rows.jsonl has no answer there"),
-    ],
-)
-@pytest.mark.parametrize("key", ["data", "held_out"])
-def test_rows_that_teach_something_else_are_refused_in_every_file(folder, key, row, args, words):
-    good = {"prompt": "1 + 2?", "answer": "3"}
-    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in (good, row)))
-    files = {"data": "sums.jsonl", "held_out": "sums.jsonl"} | {key: "rows.jsonl"}
-    with pytest.raises(ConfigError) as error:
-        envs.check(env_of("prompts", **files | args))
-    assert words in str(error.value)
-
-
-def test_only_a_line_feed_ends_a_line_and_files_are_utf_8(folder):
-    odd = ["\u2028", "\u2029", "\x85", "\x0b", "\x1c", "é"]
-    rows = [{"prompt": f"{character}?", "answer": "1"} for character in odd]
-    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-    for name, text in (
-        ("unix.jsonl", "\n".join(lines)),
-        ("windows.jsonl", "\ufeff" + "\r\n".join(lines) + "\r\n"),
-        ("list.json", "\ufeff" + json.dumps(rows, ensure_ascii=False)),
-    ):
-        escaped = text.replace("\x0b", "\\u000b").replace("\x1c", "\\u001c")
-        (folder / name).write_bytes(escaped.encode())
-        made = envs.build(env_of("prompts", data=name, held_out="sums.jsonl"))
-        assert made.source.train == rows
-    (folder / "map.json").write_text(json.dumps({"rows": rows}))
-    with pytest.raises(ConfigError, match="must be a list of rows, and is a dict"):
-        envs.check(env_of("prompts", data="map.json"))
-
-
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet"])
-def test_files_that_are_something_else_are_refused_with_the_remedy(folder, name):
-    def refusal(data):
-        (folder / name).write_bytes(data)
-        with pytest.raises(ConfigError) as error:
-            envs.check(env_of("prompts", data=name))
-        assert str(error.value).startswith(f"env.args.data='{name}': ")
-        return str(error.value)
-
-    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
-    assert "run git lfs pull" in refusal(pointer)
-    if not name.endswith("parquet"):
-        row = '{"prompt": "Größe?", "answer": "1"}'
-        assert "iconv -f UTF-16 -t UTF-8" in refusal(row.encode("utf-16"))
-        if name == "rows.json":
-            assert "on each line is named .jsonl" in refusal(f"{row}\n{row}".encode())
-        assert "not UTF-8 (invalid start byte at byte" in refusal(row.encode("latin-1"))
-
-
-def test_held_out_prompts_that_are_trained_are_a_doubt(folder):
-    rows = (folder / "sums.jsonl").read_text().splitlines()
-    (folder / "test.jsonl").write_text("\n".join([*rows[:2], json.dumps(chat("u"))]))
-    env = env_of("prompts", data="sums.jsonl", held_out="test.jsonl")
-    (words,) = envs.doubts(env)
-    expected = "env.args.held_out='test.jsonl': 2 of its 3 prompts are in env.args.data"
-    assert words.startswith(expected)
-    assert envs.doubts(env_of("prompts", data="sums.jsonl", held_out=0.3)) == ()
-    (folder / "overlap.jsonl").write_text("1\n2\n2\n3\n")  # odd lines: 1, 2; even: 2, 3
-    (words,) = envs.doubts(env_of("agent", command=["true"], tasks="overlap.jsonl"))
-    assert "1 of the held-out tasks" in words
-
-
-def test_the_launcher_gives_ranks_whole_paths(folder, make_config):
-    from rose import checks
-
-    given = "env.args.data=sums.jsonl env.args.reward=rewards.py:length"
-    c = make_config("env=prompts env.max_new_tokens=8", given)
-    args = checks.with_whole_paths(c).env.args
-    assert args["data"] == f"{folder}/sums.jsonl"
-    assert args["reward"] == f"{folder}/rewards.py:length" and args["held_out"] == 0.1
-    (folder / "sums.jsonl").rename(folder / "c#.jsonl")  # no split of a folder
-    env = env_of("prompts", data="c#.jsonl")
-    envs.check(env)
-    assert envs.with_whole_paths(env).args["data"] == f"{folder}/c#.jsonl"
-    (folder / "python").symlink_to(sys.executable)
-    env = env_of("verifiers", python="./python", id="x")
-    assert envs.with_whole_paths(env).args["python"] == f"{folder}/python", "not what it links to"
-    (folder / "package").mkdir()
-    agent = {"function": "rewards.py:roles", "reward": "package:judge", "tasks": "c#.jsonl"}
-    found = envs.with_whole_paths(env_of("agent", **agent)).args
-    assert found["function"] == f"{folder}/rewards.py:roles"
-    assert (found["reward"], found["tasks"]) == ("package:judge", f"{folder}/c#.jsonl")
-
-
-def test_a_keyword_is_none_of_the_files_that_lie_here(folder):
-    for name in ("math", "random"):
-        (folder / name).mkdir()
-    for env, key in (
-        (env_of("prompts", data="sums.jsonl"), "reward"),
-        (env_of("textarena"), "opponent"),
-    ):
-        assert envs.with_whole_paths(env).args[key] == env.args[key]
-
-
-def test_rows_that_no_function_could_get_are_refused(folder):
-    import datetime
-
-    import pyarrow
-    from pyarrow import parquet
-
-    rows = [{"prompt": "When?", "answer": "1", "day": datetime.date(2026, 1, 2)}]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "days.parquet")
-    with pytest.raises(ConfigError, match="days.parquet': row 1 can't be given .* date is not"):
-        envs.check(env_of("prompts", data="days.parquet", held_out="sums.jsonl"))
-
-
-# --------------------------------------------------------------------------- mcp
-
-
 @pytest.fixture
 def http_server():
     """The URL of an MCP server that runs."""
@@ -507,13 +169,14 @@ def http_server():
         yield f"http://127.0.0.1:{port}/mcp"
 
 
-def mcp(**args):
-    return env_of("mcp", data="sums.jsonl", reward="rewards.py:length", **args)
+def mcp(reward="length", **args):
+    return env_of("mcp", data="sums.jsonl", reward=f"rewards.py:{reward}", **args)
 
 
-CALLS = (Action("", ToolCall("add", {"number": 3})), Action("", ToolCall("add", {"number": 4})))
-CALLS += (Action("", ToolCall("add", {"number": "\ud800"})),)
-CALLS += (Action("", ToolCall("divide", {"by": 0})), Action("", ToolCall("fly", {})), Action("7"))
+ADDS = [ToolCall("add", {"number": number}) for number in (3, 4, "\ud800", 1)]
+FLY = ToolCall("fly", {})
+CALLS = [Action("", call) for call in (*ADDS[:3], ToolCall("divide", {"by": 0}), FLY)]
+CALLS += [Action("7")]
 
 
 @pytest.mark.slow
@@ -534,10 +197,8 @@ def test_tools_of_a_server_are_called_and_their_errors_told(folder, request, htt
 
 @pytest.mark.slow
 def test_several_calls_of_a_turn_are_one_message_of_the_conversation(folder):
-    env = env_of("mcp", data="sums.jsonl", reward="rewards.py:roles", **STDIO)
-    two = Action("", calls=(ToolCall("add", {"number": 3}), ToolCall("add", {"number": 4})))
-    bad = Action("", calls=(ToolCall("fly", {}), ToolCall("add", {"number": 1})))
-    _, first, second, last = play(env, 2, two, bad, Action("8"))
+    two, bad = Action("", calls=tuple(ADDS[:2])), Action("", calls=(FLY, ADDS[3]))
+    _, first, second, last = play(mcp("roles", **STDIO), 2, two, bad, Action("8"))
     assert first.observations == ("3", "7") and not first.invalid
     assert second.observations[1] == "8" and second.invalid
     assert last.reward == 1221221
@@ -573,16 +234,3 @@ def test_a_server_that_ends_fails_the_trajectory_and_not_the_host(folder):
         play(mcp(command=[sys.executable, "-c", "raise SystemExit(3)"]), 2)
     with pytest.raises(Exception, match="has no fly; it has add, divide, crash"):
         play(mcp(**STDIO, tools=["fly"]), 2)
-
-
-@pytest.mark.slow
-def test_worker_processes_end_with_whoever_started_them():
-    words = "import asyncio, time\nfrom rose.agent.envs import _workers\n"
-    words += "print(asyncio.run(_workers.call('os:getpid')), flush=True)\ntime.sleep(3600)\n"
-    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-c", words]
-    host = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
-    worker = psutil.Process(int(host.stdout.readline()))
-    host.send_signal(signal.SIGKILL)
-    host.wait()
-    assert not processes.left(lambda: filter(processes.alive, [worker]))

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import itertools
 import json
 import os
 import signal
@@ -33,26 +34,17 @@ FUNCTIONS = """
 import os, signal, time
 from pathlib import Path
 
-def note(episode, what):
-    folder = Path(episode.task["folder"])
-    with (folder / f"{episode.trajectory}.{what}").open("a") as file:
-        file.write(f"{os.getpid()} ")
-    return (folder / f"{episode.trajectory}.{what}").read_text().split()
-
 def score(episode):
-    tries = note(episode, "begun")
-    kind = episode.response
-    if kind == "dies once" and len(tries) == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if kind == "dies":
+    folder, name, kind = Path(episode.task["folder"]), episode.trajectory, episode.response
+    with (folder / f"{name}.begun").open("a") as file:
+        file.write(f"{os.getpid()} ")
+    first = len((folder / f"{name}.begun").read_text().split()) == 1
+    if kind == "dies" or kind == "dies once" and first:
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "raises":
         raise ValueError("cannot say")
-    if kind == "hangs":
-        time.sleep(1000)
-    while kind == "waits" and not (Path(episode.task["folder"]) / "go").exists():
-        time.sleep(0.02)
-    while kind == "holds" and not (Path(episode.task["folder"]) / episode.trajectory).exists():
+    gates = {"hangs": "never", "waits": "go", "holds": name}
+    while kind in gates and not (folder / gates[kind]).exists():
         time.sleep(0.02)
     return float(os.getpid()), True
 """
@@ -92,6 +84,9 @@ class World:
         path = self.folder / f"{name}.begun"
         return [int(pid) for pid in path.read_text().split()] if path.exists() else []
 
+    def known(self) -> messages.PoolFile:
+        return msgspec.json.decode((self.home / "pool.json").read_bytes(), type=messages.PoolFile)
+
 
 @pytest.fixture
 def world(tmp_path):
@@ -121,11 +116,11 @@ async def test_workers_come_by_demand_within_the_bounds_and_leave(world):
 
 @pytest.mark.slow
 async def test_a_worker_computes_as_many_plain_scores_at_once_as_it_is_given(world):
-    made = world("reward.max_workers=1", "reward.per_worker=40")
-    async with made.pool() as pool:
-        scores = [made.score(pool, f"t{number}", "waits") for number in range(40)]
-        await until(lambda: all(made.tries(f"t{number}") for number in range(40)))
-        (made.folder / "go").touch()
+    w, names = world("reward.max_workers=1", "reward.per_worker=40"), range(40)
+    async with w.pool() as pool:
+        scores = [w.score(pool, f"t{name}", "waits") for name in names]
+        await until(lambda: all(w.tries(f"t{name}") for name in names))
+        (w.folder / "go").touch()
         await asyncio.gather(*scores)
 
 
@@ -169,12 +164,10 @@ async def test_what_two_workers_cannot_score_has_failed_and_the_others_go_on(wor
         bad = {kind: w.score(pool, kind, kind) for kind in ("dies", "raises", "hangs")}
         good = [w.score(pool, f"good{i}") for i in range(4)]
         await asyncio.gather(*good)
-        for kind, said in {
-            "dies": "worker .* is gone",
-            "raises": "ValueError: cannot say",
-            "hangs": "gave no score within its limit of 2 s",
-        }.items():
-            with pytest.raises(ScoringFailed, match=said):
+        said = {"dies": "worker .* is gone", "raises": "ValueError: cannot say"}
+        said["hangs"] = "gave no score within its limit of 2 s"
+        for kind, words in said.items():
+            with pytest.raises(ScoringFailed, match=words):
                 await bad[kind]
             assert len(w.tries(kind)) == 2
         assert pool.failures == 3
@@ -217,23 +210,20 @@ async def test_workers_of_jobs_join_and_what_they_held_when_killed_is_scored_els
         async def job():
             return await asyncio.create_subprocess_exec(sys.executable, "-c", JOB, str(w.folder))
 
-        async def begun(count):
-            await until(lambda: len(w.tries("held")) >= count)
-
         busy = w.score(pool, "own", "holds")
         await until(lambda: w.tries("own"))
         held = w.score(pool, "held", "holds")
         await until(lambda: pool.unmet()[0] == 1)
         first = await job()
-        await begun(1)
+        await until(lambda: w.tries("held"))
         assert (pool.joined, pool.workers, pool.unmet()[0]) == (1, 1, 0)
         first.terminate()
         assert await first.wait() == 0
         await until(lambda: pool.unmet()[0] == 1 and not pool.joined)
         second = await job()
-        await begun(2)
+        await until(lambda: len(w.tries("held")) == 2)
         os.kill(w.tries("held")[1], signal.SIGKILL)
-        await begun(3)
+        await until(lambda: len(w.tries("held")) == 3)
         (w.folder / "held").touch()
         assert (await held).joined
         pool._settings = msgspec.structs.replace(pool._settings, idle_s=0.5)
@@ -246,40 +236,34 @@ async def test_workers_of_jobs_join_and_what_they_held_when_killed_is_scored_els
 LOOP = "import time, pathlib\nwhile True: time.sleep(0.05)  # rose-reward-test-{}"
 
 
-def programs(mark: str) -> list[int]:
-    """Processes that run a program of this test."""
-    return [each.pid for each in processes.bearing(mark)]
-
-
 @pytest.mark.slow
 async def test_a_program_that_takes_too_long_scores_zero_and_ends_with_its_worker(world, tmp_path):
+    def programs():
+        return {each.pid for each in processes.bearing(mark)}
+
     mark = f"mark-{tmp_path.name}-{os.getpid()}"
-    w = world(
-        "reward=command",
-        f"reward.args.argv=[python,answer.py,{mark}]",
-        "reward.max_workers=1",
-        "reward.timeout_s=1",
-    )
+    own = ("reward.max_workers=1", "reward.timeout_s=1")
+    w = world("reward=command", f"reward.args.argv=[python,answer.py,{mark}]", *own)
     async with w.pool() as pool:
         found = await w.score(pool, "a", LOOP)
         assert found.score == pools.Score(reward=0.0, success=False, timed_out=True)
         assert (pool.timeouts, pool.retries) == (1, 0)
-        await until(lambda: not programs(mark))  # it was killed with the first in its namespaces
+        await until(lambda: not programs())  # it was killed with the first in its namespaces
     patient = msgspec.structs.replace(w.config.reward, timeout_s=100.0)
     w.config = msgspec.structs.replace(w.config, reward=patient)
     configuration.save(w.config, w.folder / "config.json")
     async with w.pool() as pool:
         asked = w.score(pool, "b", LOOP)
-        await until(lambda: programs(mark))
+        await until(lambda: programs())
         (worker,) = [process.process for process in pool._workers.values()]
-        before = set(programs(mark))
+        before = programs()
         worker.kill()
-        await until(lambda: not before & set(programs(mark)))
-        await until(lambda: programs(mark))  # the second try
+        await until(lambda: not before & programs())
+        await until(lambda: programs())  # the second try
         pool.cancel("b")
         with pytest.raises(asyncio.CancelledError):
             await asked
-    await until(lambda: not programs(mark))
+    await until(lambda: not programs())
 
 
 @pytest.mark.slow
@@ -298,10 +282,8 @@ async def test_a_stranger_on_the_socket_gets_no_work(world):
     async with w.pool() as pool:
         file = w.home / "pool.json"
         assert file.stat().st_mode & 0o777 == 0o600
-        known = msgspec.json.decode(file.read_bytes(), type=messages.PoolFile)
-        (w.folder / "guess").write_bytes(
-            msgspec.json.encode(msgspec.structs.replace(known, token="guess"))
-        )
+        guess = msgspec.structs.replace(w.known(), token="guess")
+        (w.folder / "guess").write_bytes(msgspec.json.encode(guess))
         assert await worker.connect(w.folder / "guess", None) is None and not pool.joined
         _, writer = await worker.connect(file, None)
         assert pool.joined == 1
@@ -329,8 +311,7 @@ async def test_a_worker_shows_its_token_to_no_other_process(tmp_path):
 async def test_a_pool_listens_at_the_addresses_that_it_is_given(world):
     w = world("reward.max_workers=1")
     async with w.pool(hosts=["127.0.0.2"]) as pool:
-        file = w.home / "pool.json"
-        known = msgspec.json.decode(file.read_bytes(), type=messages.PoolFile)
+        file, known = w.home / "pool.json", w.known()
         assert [address for address, _ in known.addresses] == ["127.0.0.1", "127.0.0.2"]
         far = msgspec.structs.replace(known, addresses=known.addresses[1:])
         file.write_bytes(msgspec.json.encode(far))
@@ -366,10 +347,10 @@ class Puppet:
 
 async def test_limits_follow_the_slowest_right_answer_of_the_prompt(world):
     w = world("reward.max_workers=1", "reward.adaptive=true", "reward.timeout_s=30")
-    puppets = []
+    puppets, numbers = [], itertools.count()
 
-    async def one(pool, name, prompt, success, seconds):
-        asked = w.score(pool, name, prompt=prompt)
+    async def one(pool, prompt, success, seconds):
+        asked = w.score(pool, f"t{next(numbers)}", prompt=prompt)
         await until(lambda: puppets)
         work = await puppets[0].work()
         score = pools.Score(reward=float(success), success=success)
@@ -378,13 +359,12 @@ async def test_limits_follow_the_slowest_right_answer_of_the_prompt(world):
         return work.limit_s
 
     async with w.pool(lambda *given: puppets.append(Puppet(*given)) or puppets[-1]) as pool:
-        assert await one(pool, "a", "p", False, 20.0) == 30.0
-        assert await one(pool, "b", "p", True, 4.0) == 30.0
-        assert await one(pool, "c", "p", True, 3.0) == 6.0
-        assert await one(pool, "d", "q", True, 0.1) == 30.0
-        assert await one(pool, "e", "q", True, 0.1) == 2.0
-        assert await one(pool, "f", "p", True, 29.0) == 6.0
-        assert await one(pool, "g", "p", True, 1.0) == 30.0
+        for prompt, success, seconds, limit_s in (
+            *(("p", False, 20.0, 30.0), ("p", True, 4.0, 30.0), ("p", True, 3.0, 6.0)),
+            *(("q", True, 0.1, 30.0), ("q", True, 0.1, 2.0)),
+            *(("p", True, 29.0, 6.0), ("p", True, 1.0, 30.0)),
+        ):
+            assert await one(pool, prompt, success, seconds) == limit_s
     kept = Anchors(w.home / "anchors.json", 30.0, adaptive=True)
     assert kept.limit_s("q") == 2.0 and kept.limit_s("p") == 30.0 and kept.limit_s("new") == 30.0
     assert json.loads((w.home / "anchors.json").read_text()) == {"p": 29.0, "q": 0.1}

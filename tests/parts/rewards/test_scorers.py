@@ -1,5 +1,4 @@
-"""Scorers on their own: what they answer, how bad arguments are refused, and that docs/rewards.md is
-right about them."""
+"""Scorers on their own: what they answer, and how bad arguments are refused."""
 
 import asyncio
 import os
@@ -11,6 +10,7 @@ import msgspec
 import printed
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from rose.comm import frames
 from rose.config import ConfigError
@@ -22,29 +22,15 @@ from tests import made
 
 FUNCTIONS = """
 import asyncio
-
-def length(episode, most=10):
-    return min(len(episode.response), most) / most
-
+def length(episode, most=10): return min(len(episode.response), most) / most
 async def both(episode):
     await asyncio.sleep(0)
     return episode.response == episode.task["answer"], True
-
-def named(episode):
-    return {"reward": 0.5, "success": None}
-
-def exits(episode):
-    raise SystemExit(3)
-
-async def exits_later(episode):
-    raise SystemExit(3)
-
-def waits(episode):
-    raise TimeoutError("the server is away")
-
-def half(episode):
-    raise ValueError("\\ud83d")
-
+def named(episode): return {"reward": 0.5, "success": None}
+def exits(episode): raise SystemExit(3)
+async def exits_later(episode): raise SystemExit(3)
+def waits(episode): raise TimeoutError("the server is away")
+def half(episode): raise ValueError("\\ud83d")
 number = 3
 """
 
@@ -88,12 +74,10 @@ def test_a_function_may_be_plain_or_async_and_take_arguments(file):
 def test_whatever_a_function_raises_its_worker_answers(file, name, error, summed):
     answers = []
     written = SimpleNamespace(write=answers.append)
-    args = {"path": f"{file}:{name}"}
-    if summed:
-        part = {"name": "function", "args": args, "weight": 1.0}
-        scorer = scorers.build("sum", {"parts": {"one": part, "other": part}})
-    else:
-        scorer = scorers.build("function", args)
+    one = {"name": "function", "args": {"path": f"{file}:{name}"}}
+    part = one | {"weight": 1.0}
+    several = {"name": "sum", "args": {"parts": {"one": part, "other": part}}}
+    scorer = scorers.build(**(several if summed else one))
     work = Work(1, 60.0, msgspec.json.encode(episode()))
     run_to_its_end(worker.answer(scorer, work, written))
     [answer] = answers
@@ -109,15 +93,14 @@ def test_whatever_a_function_raises_its_worker_answers(file, name, error, summed
         ("{file}:number", "number is a int, not a function"),
         ("{folder}/none.py:f", "there is no file"),
         ("no.such.module:f", "importing no.such.module failed: ModuleNotFoundError"),
-        ("{broken}:f", "running .* failed: ZeroDivisionError"),
+        ("{folder}/broken.py:f", "running .* failed: ZeroDivisionError"),
         ("{folder}/exits.py:f", r"exits.py ended the process \(SystemExit 0\); .* `if __name__"),
     ],
 )
 def test_a_function_that_is_not_there_is_refused(file, tmp_path, path, said):
-    broken = tmp_path / "broken.py"
-    broken.write_text("1 / 0")
+    (tmp_path / "broken.py").write_text("1 / 0")
     (tmp_path / "exits.py").write_text("def f(episode): return 1\nraise SystemExit(0)\n")
-    path = path.format(file=file, folder=tmp_path, broken=broken)
+    path = path.format(file=file, folder=tmp_path)
     with pytest.raises(ConfigError, match=rf"^reward.args.path='.*': .*{said}"):
         scorers.build("function", {"path": path})
 
@@ -188,6 +171,12 @@ def test_a_files_null_is_no_file_and_other_types_are_named():
 ONE_FILE = "import os, sys; sys.exit(len(os.listdir('.')) != 2)"  # the answer's, and one more
 
 
+def runs_answer(**args):
+    """A command that runs the whole answer as a program of Python's."""
+    plain = {"argv": ["python", "answer.py"], "extract": "text"}
+    return scorers.build("command", plain | args)
+
+
 def test_a_command_that_takes_too_long_is_a_result():
     loop = scorers.build("command", {"argv": ["python", "answer.py"]})
     ended = scored(loop, episode("```\nwhile True: pass\n```"), limit_s=1.0)
@@ -206,8 +195,7 @@ def test_a_commands_children_end_with_it_and_its_folder_goes(tmp_path, monkeypat
         f"import os, subprocess, time\nsubprocess.Popen(['sh', '-c', {child!r}])\n"
         f"while not os.path.exists({str(mark)!r}): time.sleep(0.01)\n"
     )
-    run = scorers.build("command", {"argv": ["python", "answer.py"], "extract": "text"})
-    assert scored(run, episode(code), limit_s=60.0).success
+    assert scored(runs_answer(), episode(code)).success
     os.set_blocking(reader, True)
     assert os.read(reader, 1) == b"", "its end, when nobody has it open for writing any more"
     os.close(reader)
@@ -238,80 +226,61 @@ def test_a_command_finds_neither_secrets_nor_a_network(monkeypatch):
     async def main():
         server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        run = scorers.build("command", {"argv": ["python", "answer.py"], "extract": "text"})
-        score = await run.score(episode(code.replace("PORT", str(port))), 120.0)
-        server.close()
-        return score
+        async with server:
+            return await runs_answer().score(episode(code.replace("PORT", str(port))), 120.0)
 
     assert command.isolation(), "unshare(1) gives no namespaces on this machine"
     assert asyncio.run(main()).success
 
 
 def test_a_commands_memory_has_a_limit():
-    code = "x = bytearray(2**28)"
-    run = {"argv": ["python", "answer.py"], "extract": "text"}
-    assert scored(scorers.build("command", run), episode(code)).success
-    assert not scored(scorers.build("command", run | {"memory_gib": 0.125}), episode(code)).success
+    code = episode("x = bytearray(2**28)")
+    assert scored(runs_answer(), code).success
+    assert not scored(runs_answer(memory_gib=0.125), code).success
 
 
-def test_a_file_that_leads_out_of_the_folder_and_a_program_that_is_not_there_are_no_score():
-    run = scorers.build("command", {"argv": ["python", "answer.py"]})
+def test_a_file_that_leads_out_of_the_folder_is_no_score():
     with pytest.raises(ScoringFailed, match="outside"):
-        scored(run, episode(task={"files": {"../x": ""}}))
+        scored(runs_answer(), episode(task={"files": {"../x": ""}}))
 
 
-class JudgeServer:
-    """A real OpenAI-compatible server that answers each prompt with what `answers` gives."""
+def asked(answers, one, **args):
+    """(the score of `one` by a judge at a real server that gives these answers, the requests'
+    authorizations and bodies)."""
+    seen, answers = [], iter(answers)
 
-    def __init__(self, answers):
-        self.answers, self.asked = list(answers), []
-
-    async def handle(self, request):
-        body = await request.json()
-        self.asked.append((request.headers.get("Authorization"), body))
-        answer = self.answers.pop(0)
+    async def handle(request):
+        seen.append((request.headers.get("Authorization"), await request.json()))
+        answer = next(answers)
         if isinstance(answer, int):
             return web.Response(status=answer, text="no")
         return web.json_response({"choices": [{"message": {"content": answer}}]})
 
-    def ask(self, one, **args):
-        async def main():
-            app = web.Application()
-            app.router.add_post("/v1/chat/completions", self.handle)
-            runner = web.AppRunner(app)
-            await runner.setup()
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
-            port = runner.addresses[0][1]
-            given = JUDGE | {"url": f"http://127.0.0.1:{port}/v1"} | args
-            try:
-                return await scorers.build("judge", given).score(one, 120.0)
-            finally:
-                await runner.cleanup()
+    async def main():
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", handle)
+        async with TestServer(app) as server:
+            given = JUDGE | {"url": str(server.make_url("/v1"))} | args
+            return await scorers.build("judge", given).score(one, 120.0)
 
-        return asyncio.run(main())
+    return asyncio.run(main()), seen
 
 
-JUDGE = {
-    "url": "http://127.0.0.1:1/v1",
-    "model": "m",
-    "prompt": "{prompt}|{response}|{task.answer}|{other}",
-    "pattern": r"Rating: *(-?[0-9.]+)",
-    "low": 0.0,
-    "high": 10.0,
-}
+JUDGE = {"url": "http://127.0.0.1:1/v1", "model": "m", "low": 0.0, "high": 10.0}
+JUDGE |= {"prompt": "{prompt}|{response}|{task.answer}|{other}"}
+JUDGE |= {"pattern": r"Rating: *(-?[0-9.]+)"}
 
 
 def test_a_judge_is_asked_with_the_episodes_texts_and_its_last_number_counts(tmp_path):
     key = tmp_path / "key"
     key.write_text("sesame\n")
-    server = JudgeServer(["Rating: 2 no: Rating: 7.5", "Rating: 12"])
     one = episode("4", {"answer": "four {prompt}"})
-    assert server.ask(one, api_key_file=str(key)) == Score(reward=0.75)
-    authorization, body = server.asked[0]
+    score, seen = asked(["Rating: 2 no: Rating: 7.5"], one, api_key_file=str(key))
+    assert score == Score(reward=0.75)
+    [(authorization, body)] = seen
     assert authorization == "Bearer sesame"
     assert body["messages"][0]["content"] == "two and two? |4|four {prompt}|{other}"
-    assert server.ask(one) == Score(reward=1.0)
+    assert asked(["Rating: 12"], one)[0] == Score(reward=1.0)
 
 
 @pytest.mark.parametrize(
@@ -320,7 +289,7 @@ def test_a_judge_is_asked_with_the_episodes_texts_and_its_last_number_counts(tmp
 )
 def test_a_judge_that_fails_is_no_score(answer, said):
     with pytest.raises(ScoringFailed, match=said):
-        JudgeServer([answer]).ask(episode(task={"answer": "4"}))
+        asked([answer], episode(task={"answer": "4"}))
 
 
 def test_a_judge_that_is_not_there_and_a_task_without_the_key_are_no_score():
@@ -336,7 +305,7 @@ def test_a_judge_outside_is_asked_through_the_sites_proxy_and_one_of_the_cluster
 ):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     one = episode(task={"answer": "4"})
-    assert JudgeServer(["Rating: 5"]).ask(one) == Score(reward=0.5)
+    assert asked(["Rating: 5"], one)[0] == Score(reward=0.5)
     heard = []
 
     async def proxy(reader, writer):
@@ -356,10 +325,8 @@ def test_a_judge_outside_is_asked_through_the_sites_proxy_and_one_of_the_cluster
 
 
 def test_parts_add_up_by_their_weights(file):
-    parts = {
-        "own": {"name": "environment", "weight": 2.0},
-        "form": {"name": "function", "args": {"path": f"{file}:length"}, "weight": -1.0},
-    }
+    form = {"name": "function", "args": {"path": f"{file}:length"}, "weight": -1.0}
+    parts = {"own": {"name": "environment", "weight": 2.0}, "form": form}
     total = scored(scorers.build("sum", {"parts": parts}))
     assert total == Score(reward=2 * 0.25 - 0.4, success=True)
 

@@ -8,7 +8,6 @@ import anthropic
 import msgspec
 import numpy as np
 import openai
-import printed
 import pytest
 import torch
 import yaml
@@ -16,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 from rose import config, models
 from rose.agent.chat import ChatFormat
-from rose.parts.adapters.envs.agent import Agent
 from rose.parts.adapters.envs.verifiers import Verifiers
 from rose.parts.adapters.gateway.session import Session
 from rose.protocol import (
@@ -93,12 +91,12 @@ def check(reference, branches):
     return made
 
 
-def go(world, use, **changed):
+def go(world, use):
     """use(url, key), with a session of its own -> the session."""
     loop, chat, policy, _ = world
 
     async def run():
-        within = limits(max_new_tokens=NEW, **changed)
+        within = limits(max_new_tokens=NEW, max_turns=12)
         session = Session(START, chat, policy, within, CONTEXT, Sampling(1))
         async with open_gateway() as gateway:
             gateway.admit(session)
@@ -111,7 +109,7 @@ def go(world, use, **changed):
     return loop.run_until_complete(run())
 
 
-def test_several_turns_edits_and_sub_agents_are_exact(world):
+def test_several_turns_edits_sub_agents_and_calls_at_once_are_exact(world):
     async def use(url, key):
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as client:
             create, history = client.chat.completions.create, [QUESTION]
@@ -123,51 +121,16 @@ def test_several_turns_edits_and_sub_agents_are_exact(world):
                 results = [told | {"tool_call_id": call.id} for call in said.tool_calls or ()]
                 history += results or [{"role": "user", "content": "on"}]
             await create(model="m", messages=[history[0], *history[3:]], tools=[TOOL])
+            at_once = {"model": "m", "messages": [QUESTION], "tools": [TOOL]}
+            await asyncio.gather(*(create(**at_once, seed=i) for i in range(6)))
         async with anthropic.AsyncAnthropic(base_url=url, api_key=key) as client:
             asked = [{"role": "user", "content": "help"}]
             await client.messages.create(model="m", max_tokens=20, messages=asked)
 
     session = go(world, use)
     branches = session.history.branches()
-    assert session.turns == 6 and len(branches) == 3
+    assert session.turns == 12 and len(branches) == 9
     check(world[3], branches)
-
-
-def test_calls_at_once_are_exact(world):
-    async def use(url, key):
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as client:
-            create = client.chat.completions.create
-            asked = {"model": "m", "messages": [QUESTION], "tools": [TOOL]}
-            await asyncio.gather(*(create(**asked, seed=i) for i in range(6)))
-
-    branches = go(world, use).history.branches()
-    assert len(branches) == 6
-    check(world[3], branches)
-
-
-def three(world, agent, **changed):
-    """Three episodes of it."""
-    loop, chat, policy, _ = world
-
-    async def run():
-        async with open_gateway() as gateway:
-            given = (gateway, agent, chat, policy)
-            episodes = (
-                played(*given, f"g1.{i}", 2 * i, max_context=CONTEXT, **changed) for i in range(3)
-            )
-            return await asyncio.gather(*episodes)
-
-    return loop.run_until_complete(run())
-
-
-def test_the_agent_of_the_docs_plays_to_its_end(world, tmp_path):
-    printed.write("agents.md", tmp_path)
-    agent = Agent(function=f"{tmp_path}/lake_agent.py:play")
-    for trajectory in three(world, agent, max_turns=12):
-        assert trajectory.reward in (0.0, 1.0) and trajectory.turns >= 1
-        check_one = [s for s in trajectory.samples() if s.response_tokens > 10]
-        if check_one:
-            check(world[3], check_one)
 
 
 @pytest.mark.parametrize("renderer", [None, {"name": "default"}])
@@ -176,9 +139,18 @@ def test_an_environment_of_verifiers_is_exact(world, verifiers_python, monkeypat
     guess = Verifiers(
         verifiers_python, "rose_guess", most_tasks=50, renderer=renderer, environment=["PYTHONPATH"]
     )
-    trajectories = three(world, guess, max_new_tokens=NEW, step_timeout_s=300.0)
+    loop, chat, policy, reference = world
+
+    async def three():
+        async with open_gateway() as gateway:
+            given = (gateway, guess, chat, policy)
+            within = {"max_context": CONTEXT, "max_new_tokens": NEW, "step_timeout_s": 300.0}
+            episodes = (played(*given, f"g1.{i}", 2 * i, **within) for i in range(3))
+            return await asyncio.gather(*episodes)
+
+    trajectories = loop.run_until_complete(three())
     assert max(t.turns for t in trajectories) > 1
-    check(world[3], [s for t in trajectories for s in t.samples()])
+    check(reference, [s for t in trajectories for s in t.samples()])
 
 
 def test_a_framework_from_pypi_runs_as_it_is(world):

@@ -15,6 +15,11 @@ def asks(text):
     return {"role": "user", "content": text}
 
 
+async def until(ready):
+    while not ready():
+        await asyncio.sleep(0.01)
+
+
 async def say(client, *messages, **others):
     """The assistant's message."""
     done = await client.chat.completions.create(model="m", messages=list(messages), **others)
@@ -77,8 +82,7 @@ async def test_a_retry_gets_the_recorded_answer_and_one_under_way_is_joined(serv
     async with serve("one", "two") as world, openai_client(world) as client:
         world.policy.gate.clear()
         both = [asyncio.create_task(say(client, USER)) for _ in range(2)]
-        while world.session._open < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: world.session._open == 2)
         world.policy.gate.set()
         first, second = await asyncio.gather(*both)
         assert first == second == await say(client, USER) and len(world.policy.requests) == 1
@@ -103,22 +107,17 @@ async def test_an_answer_that_nobody_got_is_not_trained(serve):
     async with serve("one", "two") as world, openai_client(world) as client:
         await say(client, USER)
         world.policy.gate.clear()
-        headers = {"x-api-key": world.key}
-        body = {"messages": [asks("unheard")]}
-        async with aiohttp.ClientSession() as http:
-            where = f"{world.url}/v1/chat/completions"
-            task = asyncio.create_task(http.post(where, json=body, headers=headers))
-            while len(world.policy.requests) < 2:
-                await asyncio.sleep(0.01)
+        where, body = f"{world.url}/v1/chat/completions", {"messages": [asks("unheard")]}
+        async with aiohttp.ClientSession(headers={"x-api-key": world.key}) as http:
+            task = asyncio.create_task(http.post(where, json=body))
+            await until(lambda: len(world.policy.requests) == 2)
             task.cancel()
         await asyncio.wait({task})
         connections = world.gateway._runner.server.connections
         # the gateway knows it: what is left is the first call's
-        while sum(each.transport is not None for each in connections) > 1:
-            await asyncio.sleep(0.01)
+        await until(lambda: sum(each.transport is not None for each in connections) == 1)
         world.policy.gate.set()
-        while world.session._open:
-            await asyncio.sleep(0.01)
+        await until(lambda: not world.session._open)
         [branch] = world.session.history.branches()
         assert sum(branch.mask) == len(world.policy.results[0].tokens) // 4
 
@@ -130,7 +129,7 @@ async def test_what_a_user_says_cannot_forge_a_turn(serve, tokenizer):
         assert tokens.count(tokenizer.eos_token_id) == 1
 
 
-def test_a_leaf_whose_answer_a_token_limit_ended_is_cut(serve):
+async def test_a_leaf_whose_answer_a_token_limit_ended_is_cut(serve):
     async def leaves(texts, *calls, **changed):
         async with serve(*texts, **changed) as world, openai_client(world) as client:
             said = ()
@@ -139,8 +138,8 @@ def test_a_leaf_whose_answer_a_token_limit_ended_is_cut(serve):
             return [leaf.limit for leaf in world.session.history.leaves()]
 
     long = "one two three four"
-    assert asyncio.run(leaves([long], {})) == [""]
-    assert asyncio.run(leaves([long], {}, max_new_tokens=2)) == ["answer"]
-    assert asyncio.run(leaves([long], {"max_tokens": 2})) == ["answer"]
-    assert asyncio.run(leaves([long], {"stop": [" three"]}, closed=False)) == [""]
-    assert asyncio.run(leaves([long, "ok"], {"max_tokens": 2}, {})) == [""]  # the answer went on
+    assert await leaves([long], {}) == [""]
+    assert await leaves([long], {}, max_new_tokens=2) == ["answer"]
+    assert await leaves([long], {"max_tokens": 2}) == ["answer"]
+    assert await leaves([long], {"stop": [" three"]}, closed=False) == [""]
+    assert await leaves([long, "ok"], {"max_tokens": 2}, {}) == [""]  # the answer went on

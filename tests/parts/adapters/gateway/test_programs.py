@@ -29,25 +29,18 @@ from .conftest import START, open_gateway, played
 pytestmark = pytest.mark.slow
 ASK = """
 import json, os, shutil, socket, time, urllib.request
-
 BASE, PLACE = os.environ["OPENAI_BASE_URL"], os.environ["ROSE_REWARD"]
 KEY = "Bearer " + os.environ.get("OPENAI_API_KEY", "none, as of a judge")
-
 def call(path, body=None):
     headers = {"Authorization": KEY, "Content-Type": "application/json"}
     with urllib.request.urlopen(urllib.request.Request(BASE + path, body, headers)) as got:
         return json.load(got)
-
 def ask(*messages):
     body = {"model": "m", "messages": [{"role": "user", "content": m} for m in messages]}
     answer = call("/chat/completions", json.dumps(body).encode())
     return answer["choices"][0]["message"]["content"]
-
-def write(text):
-    open(PLACE, "w").write(text)
-
-def reward(value):
-    write(json.dumps(value))
+def write(text): open(PLACE, "w").write(text)
+def reward(value): write(json.dumps(value))
 """
 
 
@@ -56,30 +49,33 @@ def run(chats, tokenizer, tmp_path, make_config):
     """run(source, **limits) -> the trajectory of a program with this source, or of a `function` in
     it; `judge`: the source's own function of that name gives the reward."""
 
+    async def played_to_its_end(agent, scorer, changed):
+        adopt_orphans()
+        scoring = None
+        if scorer is not None:  # a reward rank that answers at once
+            settings = make_config("reward=function", "reward.args.path=judge.py:f").reward
+            scoring = Scoring(settings, [3], lambda rank, m: scoring.handle(scorer(m)))
+        given = (chats["tiny"], Script(tokenizer, "one", "two"))
+        async with open_gateway() as gateway:
+            return await played(gateway, agent, *given, scoring=scoring, **changed)
+
     def go(source, function=None, judge=False, scorer=None, **changed):
         path = tmp_path / "agent.py"
         path.write_text(ASK + textwrap.dedent(source))
         command = {"command": [sys.executable, str(path)]}
         what = {"function": f"{path}:{function}"} if function else command
         agent = Agent(**what, reward=f"{path}:judge" if judge else None)
-
-        async def run():
-            adopt_orphans()
-            scoring = None
-            if scorer is not None:  # a reward rank that answers at once
-                settings = make_config("reward=function", "reward.args.path=judge.py:f").reward
-                scoring = Scoring(settings, [3], lambda rank, m: scoring.handle(scorer(m)))
-            given = (chats["tiny"], Script(tokenizer, "one", "two"))
-            async with open_gateway() as gateway:
-                return await played(gateway, agent, *given, scoring=scoring, **changed)
-
-        return asyncio.run(run())
+        return asyncio.run(played_to_its_end(agent, scorer, changed))
 
     return go
 
 
-def test_a_program_calls_and_leaves_its_reward_in_a_file(run):
+def test_a_program_calls_and_leaves_its_reward_in_a_file(run, monkeypatch):
+    """It finds nothing of the run's environment."""
+    for name in ("HF_TOKEN", "PMI_RANK", "MINE"):
+        monkeypatch.setenv(name, "3")
     got = run("""
+        assert not {"HF_TOKEN", "PMI_RANK", "MINE"} & os.environ.keys(), os.environ
         task = json.load(open(os.environ["ROSE_TASK"]))
         assert task == {"seed": 8, "phase": "train"} and os.environ["ROSE_SEED"] == "8"
         assert oct(os.stat(os.environ["ROSE_TASK"]).st_mode)[-3:] == "600"
@@ -89,27 +85,6 @@ def test_a_program_calls_and_leaves_its_reward_in_a_file(run):
     assert (got.reward, got.success, got.turns, len(got.branches)) == (0.25, True, 2, 1)
     assert got.response_tokens == sum(s.response_tokens for s in got.samples()) > 0
     assert (got.id, got.group, got.domain) == (START.id, START.group, START.domain)
-
-
-def test_it_finds_nothing_of_the_runs_environment(run, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "secret")
-    monkeypatch.setenv("PMI_RANK", "3")
-    monkeypatch.setenv("MINE", "kept")
-    source = """
-        ask("a")
-        assert not {"HF_TOKEN", "PMI_RANK"} & os.environ.keys(), os.environ
-        reward(float(os.environ.get("MINE") == "kept"))
-    """
-    assert run(source).reward == 0.0
-
-
-def test_a_function_is_called_in_a_process_of_its_own_and_returns_its_reward(run):
-    source = f"""
-        async def solve(task):
-            assert os.getpid() != {os.getpid()}
-            return len(ask("a"))
-    """
-    assert run(source, "solve").reward == 3.0
 
 
 def test_an_agent_whose_last_answer_was_cut_is_truncated_and_a_crash_after_it_is_one(run):
@@ -124,24 +99,21 @@ def test_an_agent_whose_last_answer_was_cut_is_truncated_and_a_crash_after_it_is
         run(f"{source}    raise SystemExit(3)", max_new_tokens=1)
 
 
-def test_a_functions_random_numbers_are_its_seeds(run):
-    source = """
+def test_a_functions_reward_is_what_it_returns_and_its_random_numbers_are_its_seeds(run):
+    source = f"""
         import random
         import numpy
 
-        def solve(task):
-            ask("a")
-            return random.random() + float(numpy.random.rand())
+        async def solve(task):
+            assert os.getpid() != {os.getpid()}
+            return len(ask("a")) + random.random() + float(numpy.random.rand())
     """
-    expected = random.Random(START.env_seed).random()
+    expected = 3 + random.Random(START.env_seed).random()
     expected += float(np.random.RandomState(START.env_seed).rand())
     assert run(source, "solve").reward == expected
 
 
-FOLDER = """
-import tempfile
-folder = tempfile.TemporaryDirectory()
-"""
+FOLDER = "import tempfile\nfolder = tempfile.TemporaryDirectory()\n"
 IDLE = """
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -210,10 +182,8 @@ def test_the_runs_own_reward_scores_what_was_said(run):
 LONG = 'ask("left right " * 4000)'
 FLOODS = """
 while True:
-    try:
-        ask("a", str(os.urandom(4)))
-    except OSError:
-        pass
+    try: ask("a", str(os.urandom(4)))
+    except OSError: pass
 """
 SENDS_HALF = """
 ask("a")
@@ -223,12 +193,7 @@ half.sendall(f"POST /v1/chat/completions HTTP/1.1\\r\\nHost: x\\r\\nAuthorizatio
              "Content-Length: 1000\\r\\n\\r\\n{".encode())
 time.sleep(600)
 """
-LISTS_MODELS = """
-ask("a")
-while True:
-    call("/models")
-    time.sleep(0.1)
-"""
+LISTS_MODELS = 'ask("a")\nwhile True: time.sleep(0.1 * len(call("/models")))'
 JUDGES = 'def judge(conversations, task): return 1\nask("a"); '
 FOLDER_OF = "the program's temporary folder:"
 SHORT = {"step_timeout_s": 3.0}
@@ -275,24 +240,15 @@ def test_without_room_for_its_folder_a_trajectory_fails(run, monkeypatch, tmp_pa
 
 
 def test_a_pipe_in_the_place_of_its_log_holds_nobody_up(run):
+    replaces = 'log = os.readlink("/proc/self/fd/1")\nos.unlink(log)\nos.mkfifo(log)'
     with pytest.raises(EnvironmentFailure, match="without a reward") as error:
-        run("""
-            ask("a")
-            log = os.readlink("/proc/self/fd/1")
-            os.unlink(log)
-            os.mkfifo(log)
-        """)
+        run(f'ask("a")\n{replaces}')
     assert error.value.output == "" and error.value.made.turns == 1
 
 
 def test_what_a_failed_program_said_and_printed_is_kept(run):
     with pytest.raises(EnvironmentFailure) as error:
-        run("""
-            print("first words")
-            ask("a")
-            print("x" * 5000)
-            os.write(2, b"last words")
-        """)
+        run('print("first words")\nask("a")\nprint("x" * 5000)\nos.write(2, b"last words")')
     failure = error.value
     assert "without a reward" in failure.cause
     assert failure.output.startswith("first words\nxxx") and failure.output.endswith("last words")
@@ -301,18 +257,13 @@ def test_what_a_failed_program_said_and_printed_is_kept(run):
 
 
 @pytest.mark.parametrize(
-    "then, limit, reward",
-    [
-        ("", {"max_turns": 2}, 0.0),
-        ("reward(0.5)", {"max_turns": 2}, 0.5),
-        (LONG, {"max_turns": 8}, 0.0),
-    ],
+    "then, most, reward", [("", 2, 0.0), ("reward(0.5)", 2, 0.5), (LONG, 8, 0.0)]
 )
-def test_an_agent_that_raises_at_a_limit_is_truncated_not_replaced(run, then, limit, reward):
+def test_an_agent_that_raises_at_a_limit_is_truncated_not_replaced(run, then, most, reward):
     source = f'ask("a"), ask("b")\n{then}\nask("c")\nraise SystemExit("not reached")'
-    got = run(source, **limit)
+    got = run(source, max_turns=most)
     assert (got.reward, got.success, got.truncated, got.turns) == (reward, False, True, 2)
-    assert got.limit == ("turns" if limit["max_turns"] == 2 else "context")
+    assert got.limit == ("turns" if most == 2 else "context")
 
 
 def test_a_function_that_judges_a_truncated_agent_must_not_fail_itself(run):
@@ -363,14 +314,12 @@ reward(max(seen))
 async def test_commands_begin_a_few_at_a_time(chats, tokenizer, tmp_path):
     path = tmp_path / "agent.py"
     path.write_text(ASK + BEGINS.replace("FOLDER", str(tmp_path)))
-    agent = Agent(command=[sys.executable, str(path)])
+    agent, chat = Agent(command=[sys.executable, str(path)]), chats["tiny"]
     async with open_gateway(beginning=asyncio.Semaphore(2)) as gateway:
-        policies = [Script(tokenizer, "one", "two") for _ in range(6)]
-        given = (gateway, agent, chats["tiny"])
-        episodes = (played(*given, each, f"g0.{n}") for n, each in enumerate(policies))
-        made = await asyncio.gather(*episodes)
-    seen = [trajectory.reward for trajectory in made]
-    assert max(seen) == 2 and len(seen) == 6
+        scripts = [Script(tokenizer, "one") for _ in range(6)]
+        played_at_once = (played(gateway, agent, chat, s, f"g0.{n}") for n, s in enumerate(scripts))
+        made = await asyncio.gather(*played_at_once)
+    assert max(trajectory.reward for trajectory in made) == 2
 
 
 # Ways in which a process may get away from the program that started it; each gives its pid.
@@ -385,10 +334,8 @@ AWAY = {
 START_AWAY = """
 import subprocess, sys, time
 from subprocess import Popen
-
 sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
 deaf = [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"]
-
 def daemon(become):
     told, tells = os.pipe()
     if child := os.fork():
@@ -400,9 +347,7 @@ def daemon(become):
     os.write(tells, b"%d" % os.getpid())
     become()
     time.sleep(600)
-
-def start():
-    open(PIDS, "w").write(str(WAY))
+def start(): open(PIDS, "w").write(str(WAY))
 """
 
 
@@ -421,29 +366,26 @@ def test_nothing_of_a_program_or_a_function_stays_behind(run, tmp_path, way, fun
     assert function or {child.pid for child in psutil.Process().children()} <= before
 
 
+BARE = "a daemon without variables"
+
+
 @pytest.mark.parametrize(
-    "then, words, limits_s",
+    "way, then, words, limits_s",
     [
-        ("time.sleep(600)", "neither called nor ended", (1.5, 6.0, 24.0, 96.0)),
-        ("os._exit(3)", "ended with code 3", (120.0,)),
-        ("os.kill(os.getpid(), 9)", "ended with code 137", (120.0,)),
-        ("os.killpg(0, 9)", "ended with code 137", (120.0,)),
+        (BARE, "time.sleep(600)", "neither called nor ended", (1.5, 6.0, 24.0, 96.0)),
+        (BARE, "os._exit(3)", "ended with code 3", (120.0,)),
+        (BARE, "os.kill(os.getpid(), 9)", "ended with code 137", (120.0,)),
+        (BARE, "os.killpg(0, 9)", "ended with code 137", (120.0,)),
+        # What a killed reaper leaves behind is found by its name.
+        ("a daemon", "os.kill(os.getppid(), 9)\ntime.sleep(600)", "with code -9", (120.0,)),
     ],
 )
-def test_nothing_of_a_program_that_fails_stays_behind(run, tmp_path, then, words, limits_s):
+def test_nothing_of_a_program_that_fails_stays_behind(run, tmp_path, way, then, words, limits_s):
     pids = tmp_path / "pids"
-    source = away("a daemon without variables", pids, f'start()\nask("a")\n{then}')
+    source = away(way, pids, f'start()\nask("a")\n{then}')
     for limit_s in limits_s:  # The first one by which the program has begun, also if that is slow.
         with pytest.raises(EnvironmentFailure, match=words):
             run(source, step_timeout_s=limit_s)
         if pids.exists() and pids.read_text():
             break
     assert not processes.alive(int(pids.read_text()))
-
-
-def test_what_a_killed_reaper_leaves_behind_is_found_by_its_name(run, tmp_path):
-    then = 'start()\nask("a")\nos.kill(os.getppid(), 9)\ntime.sleep(600)'
-    source = away("a daemon", tmp_path / "pids", then)
-    with pytest.raises(EnvironmentFailure, match="ended with code -9"):
-        run(source)
-    assert not processes.alive(int((tmp_path / "pids").read_text()))

@@ -1,5 +1,4 @@
-"""The signals and environment that agents' programs inherit, and the end of all that they start
-with their reaper or their host."""
+"""What agents' programs inherit, and the end of all that they start with their reaper or host."""
 
 import subprocess
 import sys
@@ -22,6 +21,13 @@ async def run():
     await asyncio.sleep(600)
 
 asyncio.run(run())
+"""
+RELAY = """
+import os, sys, time
+end = time.monotonic() + 60
+for _ in range(4): os.fork()
+open(sys.argv[1], 'w')
+while time.monotonic() < end: os.fork() and os._exit(0)
 """
 PROGRAM = """
 import os, subprocess, sys, time
@@ -66,13 +72,8 @@ def test_a_reaper_ends_with_its_programs_code(code, shown):
 
 def test_processes_that_fork_and_end_all_the_time_are_caught(tmp_path):
     """Each comes to the reaper when its parent has ended, which is soon."""
-    relay = (
-        "import os, sys, time\nend = time.monotonic() + 60\nfor _ in range(4): os.fork()\n"
-        "open(sys.argv[1], 'w')\n"
-        "while time.monotonic() < end: os.fork() and os._exit(0)"
-    )
     mark = tmp_path / "runs"
-    limited = ["sh", "-c", '"$@"; sleep 60', "sh", sys.executable, "-c", relay, mark]
+    limited = ["sh", "-c", '"$@"; sleep 60', "sh", sys.executable, "-c", RELAY, mark]
     with subprocess.Popen([*program.REAPER, *limited]) as reaper:
         processes.until(mark.exists, "a relay")
         reaper.terminate()

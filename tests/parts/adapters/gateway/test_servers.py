@@ -1,5 +1,4 @@
-"""Errors of the servers that run a host's agents: an agent can't be started, or its answer can't
-be read."""
+"""The servers of a host's agents: one can't be started, or its answer can't be read."""
 
 import asyncio
 import sys

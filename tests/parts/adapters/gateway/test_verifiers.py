@@ -53,11 +53,10 @@ def play(chats, tokenizer):
         made = envs.build(env_of(**args))
 
         async def one(gateway, seed, texts):
-            policy, given = Script(tokenizer, *texts), {"step_timeout_s": DEADLINE_S} | changed
+            policy, within = Script(tokenizer, *texts), {"step_timeout_s": DEADLINE_S} | changed
+            given = (gateway, made, chats["tiny"], policy, f"g{seed}", seed)
             try:
-                trajectory = await played(
-                    gateway, made, chats["tiny"], policy, f"g{seed}", seed, **given
-                )
+                trajectory = await played(*given, **within)
             except EnvironmentFailure as failure:
                 return failure
             # what the policy made is trained once, token by token, and nothing else is
@@ -68,10 +67,8 @@ def play(chats, tokenizer):
         async def run():
             adopt_orphans()
             async with open_gateway() as gateway:
-                return [
-                    await asyncio.gather(*(one(gateway, *each) for each in episodes))
-                    for episodes in rounds
-                ]
+                at_once = ((one(gateway, *each) for each in episodes) for episodes in rounds)
+                return [await asyncio.gather(*episodes) for episodes in at_once]
 
         return asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
 
@@ -80,12 +77,9 @@ def play(chats, tokenizer):
 
 @pytest.mark.parametrize("renderer", [None, {"name": "default", "tool_parser": "qwen3"}])
 def test_turns_tools_and_rewards_are_the_librarys(play, outside, renderer):
-    sums = outside | {
-        "id": "rose_sums",
-        "renderer": renderer,
-        "args": {"first": 12, "rows": 1, "tools": True},
-        "held_out": {"first": 40, "split": "test"},
-    }
+    sums = outside | {"id": "rose_sums", "renderer": renderer}
+    sums |= {"args": {"first": 12, "rows": 1, "tools": True}}
+    sums |= {"held_out": {"first": 40, "split": "test"}}
     episodes = [(2, [ADD, "13"]), (4, ["14"]), (3, ["41"]), (6, [ADD])]
     [(right, wrong, held_out, long)] = play(sums, episodes, max_turns=3)
     assert (right.reward, right.success, right.turns) == (1.25, True, 2)

@@ -11,15 +11,10 @@ class GuessData(vf.TaskData):
     seed: int
 
 
-class GuessTask(vf.Task[GuessData, vf.State, vf.TaskConfig]):
-    pass
+GuessTask = vf.Task[GuessData, vf.State, vf.TaskConfig]
 
 
-class GuessConfig(vf.TasksetConfig):
-    pass
-
-
-class GuessTaskset(vf.Taskset[GuessTask, GuessConfig]):
+class GuessTaskset(vf.Taskset[GuessTask, vf.TasksetConfig]):
     INFINITE = True
 
     def load(self):

@@ -6,11 +6,7 @@ import time
 import verifiers.v1 as vf
 
 
-class AdderConfig(vf.ToolsetConfig):
-    pass
-
-
-class Adder(vf.Toolset[AdderConfig, vf.State]):
+class Adder(vf.Toolset[vf.ToolsetConfig, vf.State]):
     @vf.tool
     async def add(self, a: int, b: int) -> str:
         """Add two integers."""
@@ -29,10 +25,10 @@ class SumTask(vf.Task[SumData, vf.State, vf.TaskConfig]):
             raise RuntimeError("nobody can judge 3")
         if task.answer == "5":
             await asyncio.sleep(3600)
-        if task.answer == "9":
-            raise SystemExit(4)
         if task.answer == "7":
             time.sleep(3600)
+        if task.answer == "9":
+            raise SystemExit(4)
         return float(task.answer in said)
 
     @vf.reward(weight=0.25)
@@ -58,14 +54,13 @@ class Sums(vf.Taskset[SumTask, SumsConfig]):
             raise ConnectionError(f"couldn't reach {self.config.needs}")
         ask = "What is 1 + {}?" if self.config.split == "train" else "And 1 + {}?"
         for k in range(self.config.first, self.config.first + self.config.rows):
-            data = SumData(
-                prompt=ask.format(k), system_prompt="Add.", answer=str(k + 1), name=f"sum{k}"
-            )
+            named = {"system_prompt": "Add.", "name": f"sum{k}"}
+            data = SumData(prompt=ask.format(k), answer=str(k + 1), **named)
             yield SumTask(data, self.config.task)
 
     @classmethod
     def toolsets(cls, config):
-        return [Adder(AdderConfig())] if config.tools else []
+        return [Adder(vf.ToolsetConfig())] if config.tools else []
 
 
 __all__ = ["Sums"]
