@@ -38,8 +38,9 @@ class _Job:
 class Provisioner:
     """Submits and cancels the jobs of one `kind` (rose/launch/lent.py).
 
-    `feed` gets an event for each outcome of a request; `on_fault` and `on_change` get (what,
-    detail). The jobs are listed in the run's folder, so that the next attempt finds them.
+    `feed` gets an event for each outcome of a request, which has a name that no other has;
+    `on_fault` and `on_change` get (what, detail). The jobs are listed in the run's folder, so that
+    the next attempt finds them.
     """
 
     def __init__(
@@ -84,6 +85,8 @@ class Provisioner:
     async def _carry_out(self) -> None:
         while True:
             match await self._actions.get():
+                case ev.RequestCapacity(request) if request in self._jobs:
+                    pass  # A job of an earlier attempt, adopted since, has the name and serves it.
                 case ev.RequestCapacity(request):
                     self._submitting.add(request)
                     self._tasks.spawn(self._submit(request))
@@ -107,16 +110,16 @@ class Provisioner:
             else:
                 del self._jobs[request]
                 self._remember()
-                self._feed(ev.CapacityEnded(at=time.time(), request=request))
+                self._report(ev.CapacityEnded(at=time.time(), request=request))
 
     async def _submit(self, request: str) -> None:
         program = extensions.merged("commands", "JOBS")[self._kind]
         code, out, err = await _command(sys.executable, "-m", program, str(self._run_dir), request)
         self._submitting.discard(request)
         if code:
-            self._released.discard(request)
             self._on_fault("capacity refused", f"{request}: {err}")
-            self._feed(ev.CapacityRefused(at=time.time(), request=request, reason=err))
+            self._report(ev.CapacityRefused(at=time.time(), request=request, reason=err))
+            self._released.discard(request)
         elif request in self._released:
             self._jobs[request] = _Job(out.split()[-1], time.monotonic())
             await self._cancel(request, "not needed any more")
@@ -127,7 +130,11 @@ class Provisioner:
         self._jobs[request] = _Job(job, time.monotonic())
         self._remember()
         self._on_change("capacity asked for", f"{request}: job {job}")
-        self._feed(ev.CapacityQueued(at=time.time(), request=request))
+        self._report(ev.CapacityQueued(at=time.time(), request=request))
+
+    def _report(self, event: ev.Event) -> None:
+        if event.request not in self._released:
+            self._feed(event)
 
     async def _cancel(self, request: str, why: str) -> None:
         job = self._jobs.pop(request, None)
@@ -160,7 +167,7 @@ class Provisioner:
                 except RuntimeError as error:
                     self._on_fault("Slurm does not answer", str(error))
                     continue
-                if request in self._jobs:  # False if it was cancelled during the query
+                if self._jobs.get(request) is job:  # False if it was cancelled during the query
                     await self._judge(request, job, {component.state for component in found})
 
     async def _judge(self, request: str, job: _Job, states: set[str]) -> None:
@@ -168,25 +175,25 @@ class Provisioner:
         if states and not states & state.ACTIVE:
             self._over(request, f"job {job.id} ended: {', '.join(sorted(states))}")
         elif states & state.STARTED:
-            if not job.ran and request not in self._released:
-                self._feed(ev.CapacityGranted(at=time.time(), request=request))
+            if not job.ran:
+                self._report(ev.CapacityGranted(at=time.time(), request=request))
             job.ran, job.since = True, time.monotonic()
         elif time.monotonic() - job.since > self._config.cluster.slurm.pending_s:
-            await self._cancel(request, "it waited too long in the queue")
             reason = (
                 f"pending for {self._config.cluster.slurm.pending_s:g} s (cluster.slurm.pending_s)"
             )
-            self._feed(ev.CapacityRefused(at=time.time(), request=request, reason=reason))
+            self._report(ev.CapacityRefused(at=time.time(), request=request, reason=reason))
+            await self._cancel(request, "it waited too long in the queue")
 
     def _over(self, request: str, what: str) -> None:
         job = self._jobs.pop(request)
         self._remember()
         if job.ran:
             self._on_change("capacity ended", f"{request}: {what}")
-            self._feed(ev.CapacityEnded(at=time.time(), request=request))
+            self._report(ev.CapacityEnded(at=time.time(), request=request))
         else:
             self._on_fault("capacity refused", f"{request}: {what}")
-            self._feed(ev.CapacityRefused(at=time.time(), request=request, reason=what))
+            self._report(ev.CapacityRefused(at=time.time(), request=request, reason=what))
 
     def _remember(self) -> None:
         jobs = {request: job.id for request, job in (self._jobs | self._cancelling).items()}

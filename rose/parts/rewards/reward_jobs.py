@@ -53,6 +53,7 @@ class RewardJobs:
         self.run, self._do = self._provisioner.run, self._provisioner.do
         # request -> job. A job of an earlier attempt counts until Slurm says that it has ended.
         self._jobs = {name: _job_named(name) for name in lent.noted(run_dir, lent.REWARDS)}
+        self._numbers = itertools.count(1)  # of all requests, as a name is used once
         self._quiet_since: dict[int, float] = {}  # pool -> monotonic seconds
         self._back_off = BackOff()
 
@@ -108,7 +109,7 @@ class RewardJobs:
         submitted = sum(job.pool == now.index for job in self._jobs.values())
         coming = max(0, submitted - -(-now.joined // self._ranks))
         wanted = -(-now.waiting // (self._ranks * self._settings.per_worker)) - coming
-        names = (f"reward-{now.index}-{n}" for n in itertools.count(1))
+        names = (f"reward-{now.index}-{n}" for n in self._numbers)
         for _ in range(min(wanted, self._settings.max_jobs - len(self._jobs))):
             name = next(name for name in names if name not in self._jobs)
             self._jobs[name] = _Job(now.index)

@@ -119,7 +119,7 @@ async def judge(episode):
 @pytest.mark.parametrize("function", ["score", "judge"])
 def test_one_function_serves_the_environment_and_reward_function(folder, function):
     """In a process of its own, and in the host's; and as the group `reward` calls it."""
-    from rose.reward import scorers
+    from rose.parts.rewards import scorers
 
     (folder / "mine.py").write_text(EPISODES)
     spec = f"{folder}/mine.py:{function}"

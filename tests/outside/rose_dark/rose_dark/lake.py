@@ -8,10 +8,18 @@ from rose.api import Action, ConfigError, Start, Step
 
 MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
 SYSTEM = "You are on a dark lake. F is ice, H is a hole. Find G: call move each turn."
-DIRECTION = {"direction": {"type": "string", "enum": list(MOVES)}}
-NEEDS = {"type": "object", "properties": DIRECTION, "required": ["direction"]}
-MOVE = {"name": "move", "description": "Move one cell.", "parameters": NEEDS}
-TOOL = {"type": "function", "function": MOVE}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "move",
+        "description": "Move one cell.",
+        "parameters": {
+            "type": "object",
+            "properties": {"direction": {"type": "string", "enum": list(MOVES)}},
+            "required": ["direction"],
+        },
+    },
+}
 
 
 class DarkLake:
@@ -28,8 +36,8 @@ class DarkLake:
     async def reset(self, seed: int) -> Start:
         drawn = random.Random(seed).sample(self.cells, 2 + self.holes)
         self.at, self.goal, self.wet = drawn[0], drawn[1], drawn[2:]
-        said = {"system": SYSTEM, "user": self.show()}
-        return Start([{"role": role, "content": text} for role, text in said.items()], [TOOL])
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": self.show()}]
+        return Start(messages=messages, tools=[TOOL])
 
     async def step(self, action: Action) -> Step:
         call = action.call
