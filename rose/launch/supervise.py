@@ -104,7 +104,8 @@ class Job:
     read: dict[int, RankStatus] = field(default_factory=dict)  # the last good read of `statuses`
     read_at: float = field(default_factory=time.monotonic)
     unread: str = ""  # why the last read failed
-    finished: bytes = b""  # an earlier attempt's mark of the finished run
+    # An earlier attempt's mark of the finished run; None if it could not be read.
+    finished: bytes | None = b""
 
     @property
     def _poll_s(self) -> float:
@@ -197,8 +198,9 @@ class Job:
     def _finished(self, failure: str) -> bool:
         """True if the run has finished in this attempt, so that all is saved. Then print what
         failed afterwards, while the ranks were leaving."""
-        if resume.finished_mark(self.run_dir) == self.finished:
-            return False
+        mark = resume.finished_mark(self.run_dir)
+        if not mark or self.finished in (None, mark):
+            return False  # A folder that is gone has no mark, either.
         print(f"the run is finished; afterwards {files.printable(failure)}", file=sys.stderr)
         return True
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from rose.launch import logs, rank_status, resume, supervise
-from tests.launch.conftest import report
+from tests.launch.conftest import no_permission, report
 
 PASSED, FAR = 0.0, float("inf")
 
@@ -107,6 +107,19 @@ def test_a_rank_that_dies_after_the_run_has_finished_is_only_told(reported, monk
     monkeypatch.setattr(supervise, "end_all", lambda process: None)
     assert reported.wait() == supervise.Outcome()
     assert "the run is finished; afterwards rank 3 (" in capsys.readouterr().err
+
+
+def test_a_mark_that_is_gone_or_was_not_read_at_the_start_is_no_success(reported, monkeypatch):
+    resume.mark_finished(reported.run_dir, 30)  # mark of an earlier attempt
+    reported.finished = resume.finished_mark(reported.run_dir)
+    with monkeypatch.context() as away:
+        away.setattr(reported, "run_dir", reported.run_dir / "moved")
+        assert not reported._finished("rank 3 failed")
+    with monkeypatch.context() as away:
+        away.setattr(resume.Path, "read_bytes", no_permission)
+        assert not reported._finished("rank 3 failed")
+        reported.finished = resume.finished_mark(reported.run_dir)
+    assert not reported._finished("rank 3 failed")
 
 
 def test_a_rank_that_ends_while_the_launcher_ends_ranks_is_no_error(reported, monkeypatch):
