@@ -38,6 +38,9 @@ def check(tree: dict) -> plan.Plan:
     scheduler = policies.build(c.scheduler, c.rollout.turn_timeout_s)
     check_domains(c)
     algorithm = algorithms.build(c.algorithm.name, c.algorithm.args)
+    if exclusions.ASKS_FOR_JOBS.used(exclusions.Run(c, None)):
+        name = c.scheduler.provisioning.name
+        needed("commands", "lending", f"scheduler.provisioning.name={name!r}")
     if c.hybrids:
         needed("hybrid_devices", "hybrid", f"rollout.hybrid={c.hybrids}")
     if c.reward.pools:
@@ -110,8 +113,8 @@ def _scorers(c: Config) -> Any:
 def needed(module: str, part: str, key: str) -> Any:
     """Return the module of a part that the run needs for `key`, KEY=VALUE. Raises `ConfigError` if
     the part is missing."""
-    if (found := extensions.only(module)) is None:
-        raise ConfigError(f"{key}: needs rose/parts/{part}, which is missing in this copy of ROSE")
+    if (found := extensions.modules(module).get(part)) is None:
+        raise ConfigError(f"{key}: {extensions.missing(f'rose.parts.{part}')}")
     return found
 
 

@@ -70,6 +70,12 @@ def only(name: str) -> Any:
     return next(iter(modules(name).values()), None)
 
 
+def missing(module: str) -> str:
+    """Return the text of an error for what needs a module of ROSE, as rose.parts.relay, that isn't
+    there."""
+    return f"needs {module.replace('.', '/')}, which is missing in this copy of ROSE"
+
+
 def modes() -> dict[str, ModuleType]:
     """Return the module that runs each mode besides train, by the mode."""
     return {mode: module for module in modules("modes").values() for mode in module.MODES}

@@ -10,11 +10,10 @@ Not handled: data sets, and weights that are not safetensors.
 from __future__ import annotations
 
 import functools
+import json
 import sys
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from rose import weight_files
 from rose.config.errors import ConfigError
@@ -193,13 +192,19 @@ def check_weights(folder: Path, named: str) -> None:
 
 
 def _configuration(folder: Path, named: str) -> dict[str, Any]:
-    """Return the contents of config.json. Raises `ConfigError` for a file that was cut short."""
+    """Return the contents of config.json. Raises `ConfigError` for a file that was cut short, which
+    is the hub cache's: `models.check_folder` has refused such a folder of the user's. msgspec would
+    refuse Infinity, which transformers writes."""
     try:
-        return msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any])
-    except msgspec.DecodeError as error:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        error = "" if isinstance(found, dict) else "not an object"
+    except ValueError as damage:
+        error = str(damage)
+    if error:
         raise ConfigError(
             f"{named}: {folder}/config.json is no JSON object ({error}); {_again(folder)}"
-        ) from None
+        )
+    return found
 
 
 def _kind(raw: dict[str, Any]) -> str:

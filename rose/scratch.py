@@ -15,6 +15,8 @@ from pathlib import Path
 from rose import processes
 from rose.files import own_folder
 
+LONGEST_SOCKET = 107  # bytes of the path of a Unix socket, Linux's limit
+
 _own: dict[Path, int] = {}  # folder -> process id of its owner
 
 
@@ -27,6 +29,13 @@ def folder(kind: str, parent: str | None = None) -> Path:
     own_folder(path, parents=False)
     _own[path] = os.getpid()
     return path
+
+
+def of_sockets(more: int) -> str:
+    """Return TMPDIR, or /tmp if a Unix socket whose path has `more` bytes after TMPDIR's would have
+    a longer path than Linux allows."""
+    given = tempfile.gettempdir()
+    return given if len(os.fsencode(given)) + more <= LONGEST_SOCKET else "/tmp"
 
 
 def prefix(kind: str) -> str:

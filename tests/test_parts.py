@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from rose import extensions
+from rose import checks, extensions
+from rose.agent import envs
 from rose.observe.metrics import read_metrics, rows_of
 from tests.processes import ran
-from tests.refusals import table
+from tests.refusals import refused, table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SMALL = """
@@ -70,3 +71,26 @@ def test_what_a_missing_part_would_add_is_named_as_unknown(tmp_path):
     for argument, [words] in table(UNKNOWN):
         done = launch(tmp_path, argument)
         assert done.returncode == 2 and words in done.stderr.replace("\n", " "), done.stderr
+
+
+NEEDED = """
+rollout.hybrid=1 scheduler/provisioning=all_idle -> rollout.hybrid=1: needs rose/parts/hybrid, which
+reward=function reward.args.path=a.py:f -> reward.name='function': needs rose/parts/rewards, which
+observe.wandb.project=p -> observe.wandb.project='p': needs rose/parts/trackers, which
+observe.mlflow.uri=u -> observe.mlflow.uri='u': needs rose/parts/trackers, which
+transfer.relay=http://n:80 -> transfer.relay='http://n:80': needs rose/parts/relay, which is missing
+scheduler/provisioning=on_demand cluster=dev
+    -> scheduler.provisioning.name='on_demand': needs rose/parts/lending, which is missing
+algorithm=dapo -> algorithm.name='dapo': no such algorithm
+env=calculator -> env.name='calculator': no such environment
+"""
+
+
+@pytest.mark.parametrize("overrides, words", table(NEEDED))
+def test_what_needs_a_missing_part_is_refused_before_the_start(tree, monkeypatch, overrides, words):
+    given = tree(overrides)
+    monkeypatch.setattr(extensions, "modules", lambda name: {})
+    monkeypatch.setattr(extensions, "names", lambda: ())
+    monkeypatch.setattr(envs, "_modules", envs._modules.__wrapped__)  # uncached
+    with refused(words):
+        checks.check(given)

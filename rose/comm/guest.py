@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-from rose import processes
+from rose import processes, scratch
 from rose.comm import frames, mpi_process
 from rose.comm.frames import frame
 from rose.comm.link import MAX_BYTES
@@ -19,7 +19,7 @@ from rose.protocol import Message
 # Seconds, for each of three: the porter connects to the socket, it reports its port, and the rank
 # that said that it connects has connected.
 START_S = 30.0
-LONGEST_FOLDER = 80  # bytes of TMPDIR's path: a socket's may have 107, and ours adds 24
+SOCKET_BYTES = 24  # bytes that our socket's path may have after TMPDIR's
 
 
 class GuestGone(RuntimeError):
@@ -45,8 +45,7 @@ class Guest:
         OSError if this machine has no room or no process for it."""
         here = os.getpid()
         connected = asyncio.get_running_loop().create_future()  # (StreamReader, StreamWriter)
-        short = len(os.fsencode(tempfile.gettempdir())) <= LONGEST_FOLDER
-        place = None if short else "/tmp"
+        place = scratch.of_sockets(SOCKET_BYTES)
         with tempfile.TemporaryDirectory(prefix="rose-porter-", dir=place) as folder:  # mode 0700
             path = f"{folder}/s"
             server = await asyncio.start_unix_server(

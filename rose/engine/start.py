@@ -18,9 +18,8 @@ from rose.processes import importing
 EXTENSION = "rose.engine.worker_extension.WorkerExtension"  # vLLM's worker_extension_cls
 PLUGIN = "rose"  # name of the entry point in pyproject.toml
 SOCKETS = "rose-vllm-"  # kind of the folder of vLLM's sockets
-# Most bytes of TMPDIR's path with vLLM's sockets below it. Linux allows a socket 107 bytes, of
-# which a slash and a UUID take 37, and our folder's name up to 40.
-LONGEST_FOLDER = 30
+UUID_BYTES = 37  # bytes of a slash and a UUID, the name of vLLM's sockets
+FOLDER_BYTES = 40  # bytes that a slash and the name of our folder for them may have
 # Bounds a call into the engine. Pause and resume take an engine step at most.
 RPC_TIMEOUT_S = 30.0
 # A module whose `lib` returns something for every attribute name, so that its __dict__ is not a
@@ -57,22 +56,27 @@ class Latest:
 
 
 def _sockets() -> dict[str, str]:
-    """Give vLLM's sockets, which it leaves behind, a folder of this process. It is in /tmp if the
-    path of TMPDIR is too long for their names. A folder that is set already stays, since a lender
-    compares what is set with this. Raises `ConfigError` if /tmp is needed and can't be written."""
+    """Give vLLM's sockets, which it leaves behind, a folder:
+    1. one of this process in TMPDIR, if the path of TMPDIR leaves room for their names;
+    2. else one of this process in /tmp;
+    3. if /tmp can't be written, TMPDIR itself, if its path leaves that room.
+    A folder that is set already stays, since a lender compares what is set with this. Raises
+    `ConfigError` if /tmp is needed and can't be written."""
     name = "VLLM_RPC_BASE_PATH"
     if name in os.environ:
         return {name: os.environ[name]}
-    given = tempfile.gettempdir()
-    if len(os.fsencode(given)) <= LONGEST_FOLDER:
-        return {name: str(scratch.folder(SOCKETS))}
+    given, parent = tempfile.gettempdir(), scratch.of_sockets(FOLDER_BYTES + UUID_BYTES)
     try:
-        return {name: str(scratch.folder(SOCKETS, "/tmp"))}
+        return {name: str(scratch.folder(SOCKETS, parent))}
     except OSError as error:
+        if parent == given:
+            raise
+        if scratch.of_sockets(UUID_BYTES) == given:
+            return {name: given}
         raise ConfigError(
-            f"TMPDIR={given}: vLLM's sockets have names of 107 characters at most, so this path "
-            f"may have {LONGEST_FOLDER}, and /tmp can't be used ({error}): set {name} to a shorter "
-            "folder of this machine"
+            f"TMPDIR={given}: vLLM's sockets have names of {scratch.LONGEST_SOCKET} characters at "
+            f"most, so this path may have {scratch.LONGEST_SOCKET - UUID_BYTES}, and /tmp can't be "
+            f"used ({error}): set {name} to a shorter folder of this machine"
         ) from None
 
 

@@ -28,6 +28,11 @@ class RunFailed(RuntimeError):
     """The run ended in failure; the message is the cause. Slurm then reports the job as FAILED."""
 
 
+class EndedBySlurm(RunFailed):
+    """Slurm ends the job already, and may have requeued it. The next attempt adopts the jobs that
+    lend engines or compute rewards. Without one, they end by themselves."""
+
+
 def remember() -> None:
     """Handle `SIGNALS` by noting them in `received`."""
     for number in SIGNALS:

@@ -19,6 +19,8 @@ DEADLINE_S = 60.0  # seconds that one call may take
 # SlurmctldTimeout, two minutes by default, and the time to read its state.
 PATIENCE_S = 300.0
 PAUSE_S = 5.0  # seconds between two tries
+# Slurm ends the job already: it is preempted and requeued, was cancelled, or a node was lost.
+COMPLETING = "already completing or completed"
 # Parts of the messages by which Slurm refuses: a retry can't help. Any other failure may pass.
 REFUSALS = (
     "invalid job id",
@@ -29,7 +31,7 @@ REFUSALS = (
     "not supported",
     "not permitted",
     "unrecognized",
-    "already completing or completed",
+    COMPLETING,
 )
 PENDING = "job is pending"
 

@@ -235,11 +235,15 @@ def mark_finished(run_dir: Path, steps: int, stopped: Config | None = None) -> N
     files.write_whole(path, json.dumps(done).encode() + b"\n", sync=True)
 
 
-def finished_mark(run_dir: Path) -> bytes:
-    """Return what `mark_finished` has written, which differs between attempts; empty if nothing."""
-    with suppress(OSError):
+def finished_mark(run_dir: Path) -> bytes | None:
+    """Return what `mark_finished` has written, which differs between attempts; empty if nothing,
+    None if it can't be read now."""
+    try:
         return _mark(run_dir).read_bytes()
-    return b""
+    except FileNotFoundError:
+        return b""
+    except OSError:
+        return None
 
 
 def is_finished(run_dir: Path, c: Config) -> bool:

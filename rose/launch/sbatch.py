@@ -188,7 +188,11 @@ def _component_options(
         options["exclusive"] = True
     for option in component.sbatch:
         name, equals, value = option.removeprefix("--").partition("=")
-        options[name] = value if equals else True
+        if name != "gpus-per-node":
+            options[name] = value if equals else True
+        elif name in options:
+            # TYPE or TYPE:N: components inherit this option, and their numbers of GPUs differ.
+            options[name] = f"{value.partition(':')[0]}:{gpus}"
     return options
 
 

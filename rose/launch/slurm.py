@@ -31,7 +31,7 @@ from rose import extensions, inputs, processes
 from rose.config import Config, ConfigError, Slurm
 from rose.config.checks import time_limit
 from rose.launch import batch, commands, lent, local, logs, model, resume, sbatch, state, supervise
-from rose.launch.batch import RunFailed
+from rose.launch.batch import EndedBySlurm, RunFailed
 from rose.launch.layout import Rank, layout
 from rose.observe import terminal
 from rose.observe.terminal import echo
@@ -208,8 +208,8 @@ class Run:
         """Run one attempt. Return how it ended, in words. Raises `RunFailed` and `ConfigError`."""
         try:
             return self._run()
-        except local.InUse:
-            raise  # The jobs that lend engines or compute rewards are another launch's.
+        except (local.InUse, EndedBySlurm):
+            raise  # The jobs that help are another launch's, or the next attempt's.
         except (RunFailed, ConfigError):
             lent.cancel_all(self.run_dir)
             raise
@@ -311,7 +311,8 @@ class Run:
             if not commands.requeue(job, done):
                 return "Slurm has started another attempt already"
         except commands.SlurmError as error:
-            raise RunFailed(
+            failed = EndedBySlurm if commands.COMPLETING in str(error).lower() else RunFailed
+            raise failed(
                 f"scontrol did not requeue the job ({error}); if Slurm preempted "
                 "it, Slurm has requeued it already, else the same launch.py command continues it"
             ) from None

@@ -104,7 +104,8 @@ class Job:
     read: dict[int, RankStatus] = field(default_factory=dict)  # the last good read of `statuses`
     read_at: float = field(default_factory=time.monotonic)
     unread: str = ""  # why the last read failed
-    finished: bytes = b""  # an earlier attempt's mark of the finished run
+    # An earlier attempt's mark of the finished run; None if it could not be read.
+    finished: bytes | None = b""
 
     @property
     def _poll_s(self) -> float:
@@ -197,8 +198,9 @@ class Job:
     def _finished(self, failure: str) -> bool:
         """True if the run has finished in this attempt, so that all is saved. Then print what
         failed afterwards, while the ranks were leaving."""
-        if resume.finished_mark(self.run_dir) == self.finished:
-            return False
+        mark = resume.finished_mark(self.run_dir)
+        if not mark or self.finished in (None, mark):
+            return False  # A folder that is gone has no mark, either.
         print(f"the run is finished; afterwards {files.printable(failure)}", file=sys.stderr)
         return True
 
@@ -207,15 +209,11 @@ class Job:
         if self.unread and now > self.read_at + UNREAD_S:
             folder = rank_status.folder(self.run_dir, self.attempt)
             return f"{folder}: no rank's status could be read for {UNREAD_S:g} s: {self.unread}"
-        if self._dead(states):
-            time.sleep(SETTLE_S)  # The rank that failed first may still be reporting.
-            return self._first(self._dead(self.statuses()))
-        if self.process.poll() is not None and not self._all_done(states):
-            time.sleep(SETTLE_S)  # A guard may still be writing.
-            return self._without_starter(self.statuses())
+        if failure := self._ended_early(states):
+            return failure
         if len(states) == len(self.ranks) and all(status.joined for status in states.values()):
             deadlines.pop("appear", None)
-        if now > deadlines.get("appear", now):
+        if now > deadlines.get("appear", now) and not self.unread:
             return self._start_failure(states)
         if failure := self._hanging(states, now):
             return failure
@@ -230,10 +228,24 @@ class Job:
                 return "the launcher could not write there"
         return ""
 
-    def _without_starter(self, states: dict[int, RankStatus]) -> str:
-        """Return what failed, given the statuses after the starter has ended; "" if nothing did."""
-        if dead := self._dead(states, starter_gone=True):
+    def _ended_early(self, states: dict[int, RankStatus]) -> str:
+        """Return what failed if a rank or the starter has ended; "" if none has, or while that is
+        unknown: until the statuses can be read again, ranks that have ended well since the last
+        read would seem to have vanished."""
+        starter_gone = self.process.poll() is not None and not self._all_done(states)
+        if self.unread or not (starter_gone or self._dead(states)):
+            return ""
+        time.sleep(SETTLE_S)  # The rank that failed first, or a guard, may still be writing.
+        states = self.statuses()
+        dead = self._dead(states) or self._dead(states, starter_gone)
+        if self.unread:
+            return ""
+        if dead:
             return self._first(dead)
+        return self._without_starter(states) if starter_gone else ""
+
+    def _without_starter(self, states: dict[int, RankStatus]) -> str:
+        """Return which ranks are not done after the starter has ended; "" if all are."""
         if self._all_done(states):
             return ""
         missing = [rank.rank for rank in self.ranks if rank.rank not in states]

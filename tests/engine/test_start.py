@@ -82,8 +82,10 @@ def test_vllms_sockets_have_room_for_their_names(monkeypatch, gpus):
             found = Path(environment(gpus, 1)[name])
             assert found.is_dir() and found.parent == Path(base)
             assert len(str(found / str(uuid.uuid4()))) <= 107
-    monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * 40)
     monkeypatch.setattr(scratch, "folder", no_place)
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * 69)
+    assert environment(gpus, 1)[name] == "/" + "x" * 69
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * 70)
     with pytest.raises(ConfigError, match="TMPDIR=/xxx.*no space.*VLLM_RPC_BASE_PATH"):
         environment(gpus, 1)
     monkeypatch.setenv(name, "/short")

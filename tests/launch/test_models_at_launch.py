@@ -110,6 +110,7 @@ COMPARED = [
     ({"model.layers.0.self_attn.rotary_emb.inv_freq": ("F32", [16])}, {}, ""),
     ({UP: None}, {"architectures": ["OtherForCausalLM"]}, ""),
     ({}, {"unprefixed": True}, ""),
+    ({}, {"time_step_limit": [0.0, math.inf]}, ""),  # transformers writes Infinity
 ]
 
 

@@ -5,11 +5,13 @@ import functools
 import socket
 import subprocess
 import sys
+from unittest.mock import Mock
 
+import msgspec
 import pytest
 
 from rose.launch import logs, rank_status, resume, supervise
-from tests.launch.conftest import report
+from tests.launch.conftest import no_permission, report
 
 PASSED, FAR = 0.0, float("inf")
 
@@ -73,11 +75,31 @@ def test_reports_that_cannot_be_read_for_a_moment_end_nothing(reported, monkeypa
     assert reported._failure({}) == ""
     path = rank_status.folder(reported.run_dir, reported.attempt) / "rank-0.json"
     path.write_text("{")
-    assert reported._failure({}) == "" and len(reported.statuses()) == len(reported.ranks)
+    assert reported._failure({"appear": PASSED}) == ""
+    assert len(reported.statuses()) == len(reported.ranks)
     monkeypatch.setattr(supervise, "UNREAD_S", 0.0)
     assert reported._failure({}).startswith(f"{path.parent}: no rank's status could be read for")
     report(reported, reported.ranks[0])
     assert reported._failure({}) == ""
+
+
+@pytest.mark.parametrize("reads", ["X", "RXXD", "RXXX", "RRX"])
+@pytest.mark.parametrize("starter_gone", [True, False])
+def test_a_rank_that_ends_well_while_reports_cannot_be_read_has_not_vanished(
+    reported, gone, monkeypatch, reads, starter_gone
+):
+    """What the launcher reads, one after the other: R running, X an error, D done."""
+    for rank in reported.ranks:
+        report(reported, rank, pid=gone, guard_pid=gone)
+    running = reported.statuses()
+    ended = {r: msgspec.structs.replace(s, state="done") for r, s in running.items()}
+    answers = {"R": running, "D": ended, "X": OSError("stale")}
+    answers = [answers[read] for read in reads + 4 * reads[-1]]
+    monkeypatch.setattr(rank_status, "read_all", Mock(side_effect=answers))
+    monkeypatch.setattr(supervise, "SETTLE_S", 0.0)
+    if starter_gone:
+        reported.process.communicate(b"\n")
+    assert reported._failure({}) == "" and not reported.lost
 
 
 def test_reports_that_come_after_the_starter_has_ended_count(reported, monkeypatch):
@@ -107,6 +129,19 @@ def test_a_rank_that_dies_after_the_run_has_finished_is_only_told(reported, monk
     monkeypatch.setattr(supervise, "end_all", lambda process: None)
     assert reported.wait() == supervise.Outcome()
     assert "the run is finished; afterwards rank 3 (" in capsys.readouterr().err
+
+
+def test_a_mark_that_is_gone_or_was_not_read_at_the_start_is_no_success(reported, monkeypatch):
+    resume.mark_finished(reported.run_dir, 30)  # mark of an earlier attempt
+    reported.finished = resume.finished_mark(reported.run_dir)
+    with monkeypatch.context() as away:
+        away.setattr(reported, "run_dir", reported.run_dir / "moved")
+        assert not reported._finished("rank 3 failed")
+    with monkeypatch.context() as away:
+        away.setattr(resume.Path, "read_bytes", no_permission)
+        assert not reported._finished("rank 3 failed")
+        reported.finished = resume.finished_mark(reported.run_dir)
+    assert not reported._finished("rank 3 failed")
 
 
 def test_a_rank_that_ends_while_the_launcher_ends_ranks_is_no_error(reported, monkeypatch):

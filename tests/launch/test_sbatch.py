@@ -31,7 +31,7 @@ def test_each_component_asks_for_its_own_and_spaces_in_names_are_quoted(make_con
         "cluster.slurm.trainer.partition=big cluster.slurm.rollout.partition=small",
         "cluster.slurm.trainer.account=me cluster.slurm.trainer.time=2-00:00:00",
         "cluster.slurm.trainer.cpus_per_task=12 cluster.slurm.setup=[module load cuda]",
-        "cluster.slurm.trainer.sbatch=['--mail-user=a b','--gpus-per-node=a100:8']",
+        "cluster.slurm.trainer.sbatch=['--mail-user=a b','--gpus-per-node=a100:2']",
     )
     text = sbatch.script(c, layout(c), Path("/runs/my 50%x/%j"))
     both = {*"account=me cpus-per-task=12 mem=0 time=2-00:00:00".split()}
@@ -46,6 +46,9 @@ def test_each_component_asks_for_its_own_and_spaces_in_names_are_quoted(make_con
     assert f"PYTHONPATH={REPOSITORY}${{PYTHONPATH:+:$PYTHONPATH}}\nmodule load cuda\n" in text
     assert f"{sys.executable} -u -m rose.launch.batch '/runs/my 50%x/%j/submitted')" in text
     assert "--gpus-per-node=a100:8" in sbatch.srun_argv(c, layout(c), Path("/run"), 1)
+    for gpus, said in (2, {"gpus-per-node=a100:2"}), (0, set()):
+        [helper] = asked(sbatch.helper_script(c, "borrowed", gpus, Path("/run"), "lend-1"))
+        assert {option for option in helper if "gpus" in option} == said
 
 
 def test_one_srun_over_both_components(make_config):
@@ -237,7 +240,9 @@ cluster.slurm.trainer.gpus_per_node=4 cluster.slurm.trainer.nodes=2
 output_dir='/runs\\x' -> output_dir= | backslashes
 cluster.slurm.trainer.sbatch=['--no-requeue'] -> sbatch.0='--no-requeue' | is set by ROSE
 cluster.slurm.trainer.sbatch=['--nodes=3'] -> sbatch.0='--nodes=3' | is set by ROSE
-cluster.slurm.trainer.sbatch=['--gpus-per-node=8'] -> sbatch.0= | set by ROSE | a100:8
+cluster.slurm.trainer.sbatch=['--gpus-per-node=8'] -> sbatch.0= | set by ROSE | node=a100
+cluster.slurm.trainer.sbatch=['--gpus-per-node=8:4'] -> sbatch.0= | set by ROSE | node=a100
+cluster.slurm.trainer.sbatch=['--gpus=8'] -> sbatch.0='--gpus=8' | set by ROSE | node=a100
 cluster.slurm.trainer.sbatch=['--time=2d'] -> sbatch.0='--time=2d' | Slurm's forms
 cluster.slurm.trainer.sbatch=['--mem=64'] -> sbatch.0='--mem=64' | 64G
 cluster.slurm.trainer.sbatch=['--array=1-3'] -> sbatch.0='--array=1-3' | is set by ROSE

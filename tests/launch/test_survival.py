@@ -17,6 +17,7 @@ from rose.launch import batch, commands, lent, local, slurm, supervise
 
 AWAY = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2"
 NO = "echo 'Requested operation is presently disabled' >&2; exit 1"
+COMPLETING = "echo 'Job/step already completing or completed' >&2; exit 1"
 
 
 @pytest.fixture
@@ -239,15 +240,19 @@ def test_a_slurm_that_is_away_for_a_while_is_asked_again_also_to_cancel_jobs_tha
     assert stand_in.called("scancel") == ["8 9"] * 3 and lent.noted(job.run_dir) == {}
 
 
-@pytest.mark.parametrize("deed", ["fails", "is refused", "can not be requeued", "finished before"])
+DEEDS = ["fails", "is refused", "can not be requeued", "finished before", "is requeued by Slurm"]
+
+
+@pytest.mark.parametrize("deed", DEEDS)
 def test_jobs_that_helped_are_cancelled_however_the_run_ends(job, stand_in, monkeypatch, deed):
     lent.note(job.run_dir, {"lend-1": "8"})
-    stand_in(scontrol=NO)
-    job.outcome = LOST if deed == "can not be requeued" else supervise.Outcome("a rank died")
+    preempted = deed == "is requeued by Slurm"
+    stand_in(scontrol=COMPLETING if preempted else NO)
+    job.outcome = LOST if "requeued" in deed else supervise.Outcome("a rank died")
     if deed == "is refused":
         (job.run_dir / "config.json").write_text("{")
     if deed == "finished before":
         monkeypatch.setattr(slurm.resume, "is_finished", lambda *_: True)
     with contextlib.suppress(slurm.RunFailed, ConfigError):
         job()
-    assert stand_in.called("scancel") == ["8"]
+    assert stand_in.called("scancel") == ["8"] * (not preempted), "its next attempt adopts them"

@@ -55,8 +55,12 @@ TYPES = {
 
 
 def missing(key: str, error: ModuleNotFoundError) -> ConfigError:
-    """Return the error for `key` that names the missing package and the command to install it."""
-    package = (error.name or "").partition(".")[0]
+    """Return the error for `key` that names the missing package and the command to install it, or
+    the missing part of ROSE."""
+    name = error.name or ""
+    if name.startswith("rose."):
+        return ConfigError(f"{key}: {extensions.missing(name)}")
+    package = name.partition(".")[0]
     return ConfigError(
         f"{key}: needs the Python package {package!r}, which is not installed; "
         f"{sys.executable} -m pip install '{PACKAGES.get(package, package)}'"

@@ -86,7 +86,7 @@ def _check_values(c: Config, need: Need) -> None:
     need(
         relay is None or "relay" in extensions.names(),
         "transfer.relay",
-        "needs rose/parts/relay, which is missing in this copy of ROSE",
+        extensions.missing("rose.parts.relay"),
     )
     need(
         relay is None or c.transfer.relay_token_file is not None,

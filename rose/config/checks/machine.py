@@ -17,6 +17,7 @@ from rose.config.tree import Config
 OWN_OPTIONS = (
     *("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "output", "error"),
     *("signal", "requeue", "no-requeue", "job-name", "array", "open-mode", "wrap"),
+    *("gpus", "gpus-per-task", "gpus-per-socket"),
 )
 SIZE = r"(\d+)(?:([KMGT])B?)?"  # sizes of memory that sbatch takes, as 64G or 64GB
 MIB_OF = {"K": 2**-10, "M": 1, "G": 2**10, "T": 2**20}
@@ -226,20 +227,20 @@ def _check_memory(key: str, mem: str | int | None, need: Need) -> None:
 
 
 def _check_option(key: str, option: str, need: Need) -> None:
-    """Check an option for sbatch. It would win over one that ROSE sets, which may be meant only for
-    the type of the GPUs."""
+    """Check an option for sbatch. It may be none that ROSE sets itself, except for --gpus-per-node,
+    of which rose/launch/sbatch.py takes the type."""
     need(
         re.fullmatch(r"--[a-z][a-z0-9-]*(=.+)?", option) is not None,
         key,
         "must be an option, as --exclusive or --mail-type=END",
     )
     name, _, value = option[2:].partition("=")
-    typed = re.fullmatch(r"gpus-per-node=[^:,\s]+:\d+", option[2:]) is not None
+    typed = re.fullmatch(r"gpus-per-node=(?!\d+(:|$))[^:,\s]+(:\d+)?", option[2:]) is not None
     need(
         name not in OWN_OPTIONS or typed,
         key,
         f"--{name} is set by ROSE, from other keys"
-        + ("; it may name the GPUs' type, as --gpus-per-node=a100:8" if name[:4] == "gpus" else ""),
+        + ("; their type is given as --gpus-per-node=a100" if name[:4] == "gpus" else ""),
     )
     need(name != "time" or time_limit.known(value), key, f"--time {TIMES}")
     if name == "mem":

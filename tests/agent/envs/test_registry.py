@@ -170,6 +170,7 @@ def odd(more, words):
     "name, source, words",
     [
         ("needs_package", "import not_there", "needs the Python package 'not_there'"),
+        ("needs_part", "import rose.parts.absent", "needs rose/parts/absent, which is missing"),
         ("no_class", "x = 1", "no_class.py must define the class NoClass"),
         ("bare", "class Bare:\n    def __init__(self, size): pass\n", r"env\.args\.size: missing"),
         odd("def requires_tool(self): return False", "its requires_tool is <bound meth.*not true"),
