@@ -26,6 +26,7 @@ from rose.scheduler import events as ev
 
 POLL_S = 5.0  # seconds between two queries of Slurm, each about all jobs
 COMMAND_S = 60.0  # seconds that sbatch or scancel may take
+Outcome = ev.CapacityQueued | ev.CapacityGranted | ev.CapacityRefused | ev.CapacityEnded
 
 
 @dataclass
@@ -132,7 +133,7 @@ class Provisioner:
         self._on_change("capacity asked for", f"{request}: job {job}")
         self._report(ev.CapacityQueued(at=time.time(), request=request))
 
-    def _report(self, event: ev.Event) -> None:
+    def _report(self, event: Outcome) -> None:
         if event.request not in self._released:
             self._feed(event)
 

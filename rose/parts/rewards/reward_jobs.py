@@ -53,7 +53,7 @@ class RewardJobs:
         self.run, self._do = self._provisioner.run, self._provisioner.do
         # request -> job. A job of an earlier attempt counts until Slurm says that it has ended.
         self._jobs = {name: _job_named(name) for name in lent.noted(run_dir, lent.REWARDS)}
-        self._numbers = itertools.count(1)  # of all requests, as a name is used once
+        self._numbers = itertools.count(1)  # numbers of requests, each used once
         self._quiet_since: dict[int, float] = {}  # pool -> monotonic seconds
         self._back_off = BackOff()
 
