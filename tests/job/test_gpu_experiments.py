@@ -60,10 +60,9 @@ def random_model(tiny: Path, folder: Path, kind: str, **more) -> Path:
 
 @pytest.fixture(scope="module")
 def hub_home(tmp_path_factory):
-    """An HF_HOME whose hub has acme/tiny-qwen2, acme/tiny-qwen3 and acme/tiny-moe."""
+    """An HF_HOME whose hub has acme/tiny-qwen2 and acme/tiny-moe."""
     home = tmp_path_factory.mktemp("hf")
     tiny = models.resolve(configuration.from_dict(compose_tree()).model)
-    hub_cache.add(home / "hub", "acme/tiny-qwen3", tiny)
     made = tmp_path_factory.mktemp("made")
     for name, kind, more in (("tiny-qwen2", "Qwen2", {}), ("tiny-moe", "Qwen3Moe", MIXTURE)):
         folder = random_model(tiny, made / name, kind, **more)
@@ -78,7 +77,6 @@ def hub_home(tmp_path_factory):
         ("qwen7b", "acme/tiny-qwen2", 1, 3),
         ("qwen7b_64k", "acme/tiny-qwen2", 2, 3),
         ("qwen7b_lora", "acme/tiny-qwen2", 1, 2),
-        ("qwen32b", "acme/tiny-qwen3", 2, 3),  # and so qwen8b_frozenlake, but for its sizes
         ("qwen3_30b_a3b", "acme/tiny-moe", 2, 3),
     ],
 )

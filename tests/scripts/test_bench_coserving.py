@@ -139,6 +139,7 @@ def test_a_wrong_option_is_named(word, said):
 
 
 @pytest.mark.slow
+@pytest.mark.soak  # Four minutes, and tests/soak/soak_coserving.py starts the same engines.
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(
     len(os.sched_getaffinity(0)) < 2, reason="one core is the device, another one the host"
