@@ -195,11 +195,10 @@ def remove_old(
 
 def _remove(folder: Path, report: Callable[[str], None]) -> None:
     """Remove a folder. `report` gets a text about one that stays for now, as on NFS while somebody
-    copies its files. Its name is free all the same."""
+    copies its files."""
     try:
         if ".old" not in folder.suffixes:
-            # Renamed first, so that a half-deleted folder is not taken for a checkpoint, and one
-            # that stays is not in the way of the next.
+            # Renamed first: a half-deleted folder is no checkpoint, and its name is needed again.
             names = (folder.with_suffix(f".{number}.old.tmp") for number in itertools.count())
             folder = folder.rename(next(name for name in names if not name.exists()))
         shutil.rmtree(folder)
