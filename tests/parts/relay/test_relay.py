@@ -220,7 +220,7 @@ def test_what_the_upstreams_disk_can_not_read_is_damaged_at_once_through_two_rel
 
     fill(store, 3)
     near = start(Upstream(store, fails), "near")
-    source = start(near.client(), "far").client(1e6)
+    source = start(near.client(), "far").client()
     with pytest.raises(Corrupted, match=r"422: .*422: weights: Input/output error"):
         source.read(FILE)
     assert len(source.read(FILE, 0, CHUNK)) == CHUNK
