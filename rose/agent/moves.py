@@ -9,6 +9,7 @@ starts the trajectory on the other host (rose/coordinator/groups.py).
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,6 @@ import psutil
 from rose import protocol as p
 from rose.agent.envs.base import Environment
 from rose.agent.snapshots import Snapshot
-from rose.processes import cores
 
 LOAD_SAMPLE_S = 0.5  # seconds between two samples of the machine's load
 SAMPLES = 4  # samples in a report, so that one is sent every two seconds
@@ -66,9 +66,14 @@ class Moves:
         return True
 
     async def tell_load(self) -> None:
-        """Report the whole machine's load until cancelled: any load slows commands."""
+        """Report the whole machine's load until cancelled: any load slows commands.
+
+        All of the machine's cores are reported, since all of its threads are counted. A container's
+        or job's own share of the cores says nothing about the threads of others.
+        """
+        here = float(os.cpu_count() or 1)
         while True:
-            here, tasks = float(cores()), 0
+            tasks = 0
             for _ in range(SAMPLES):
                 await asyncio.sleep(LOAD_SAMPLE_S)
                 tasks += _runnable()

@@ -160,7 +160,7 @@ class Eval(Section):
 
 
 class Reward(Section):
-    """The scorer of episodes: `name` is a kind of rose/reward/scorers.py, `args` are its
+    """The scorer of episodes: `name` is a kind of rose/parts/rewards/scorers.py, `args` are its
     constructor's. name=environment needs no workers."""
 
     name: str

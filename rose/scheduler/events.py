@@ -158,7 +158,7 @@ class HostLoad(Event):
 
     host: str
     running: int  # number of trajectories
-    cores: float  # cores that the host's commands may use
+    cores: float  # cores on which the tasks of `cpu` run
     cpu: float  # tasks that run or could run, mean since the last report; above `cores` they wait
     memory: float  # share in use of the memory for sandboxes
 

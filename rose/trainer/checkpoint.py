@@ -7,6 +7,7 @@ folder without ``.tmp`` is complete, whenever the job was killed.
 
 from __future__ import annotations
 
+import itertools
 import json
 import operator
 import os
@@ -196,9 +197,10 @@ def _remove(folder: Path, report: Callable[[str], None]) -> None:
     """Remove a folder. `report` gets a text about one that stays for now, as on NFS while somebody
     copies its files."""
     try:
-        if folder.suffix != ".tmp":
-            # Renamed first, so that a half-deleted folder is not taken for a checkpoint.
-            folder = folder.rename(folder.with_suffix(".old.tmp"))
+        if ".old" not in folder.suffixes:
+            # Renamed first: a half-deleted folder is no checkpoint, and its name is needed again.
+            names = (folder.with_suffix(f".{number}.old.tmp") for number in itertools.count())
+            folder = folder.rename(next(name for name in names if not name.exists()))
         shutil.rmtree(folder)
     except OSError as error:
         report(f"{folder}: not removed ({error}); the next checkpoint tries it again")

@@ -112,11 +112,13 @@ async def test_one_that_is_cancelled_as_it_may_leave_is_released_by_nobody(confi
     assert host.words.empty()
 
 
-async def test_the_load_is_the_machines_tasks_on_the_cores_that_it_may_use(monkeypatch):
+async def test_the_load_is_the_machines_tasks_on_all_of_its_cores(monkeypatch):
     monkeypatch.setattr("rose.agent.moves.LOAD_SAMPLE_S", 0.01)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})  # its share
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
     said = asyncio.Queue()
     telling = asyncio.create_task(Moves(3, said.put_nowait).tell_load())
     load = await asyncio.wait_for(said.get(), DEADLINE_S)
     telling.cancel()
     assert (load.rank, load.running) == (3, 0)
-    assert load.cores >= 1 and load.cpu >= 0 and 0 < load.memory <= 1
+    assert load.cores == 64 and load.cpu >= 0 and 0 < load.memory <= 1

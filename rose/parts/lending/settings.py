@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,14 +42,15 @@ OPEN = (["env"], ["join_env"], ["engine_args"], ["hours"])  # sections without a
 MAY_BE_NULL = ("serving.online.slo",)  # sections that setting one of their keys creates
 # Keys of our commands whose values are texts, also where they look like a number or a date.
 TEXTS = ("name", "output_dir", "model", "out")
+QUOTED = re.compile(r"(['\"])(.*)\1", re.DOTALL)  # a text in quotes
 # Keys under MAY_DIFFER that may not be overridden.
 FIXED = ("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.group_size")
 
 
 def parse(arguments: list[str]) -> dict[str, Any]:
-    """Parse ["a.b=1", ...] into {"a.b": 1}, with values as in YAML, or as they are for `TEXTS`. In
-    a value that begins with ~/ the home folder replaces ~, as shells don't. Raises
-    `ConfigError`."""
+    """Parse ["a.b=1", ...] into {"a.b": 1}, with values as in YAML. Those of `TEXTS` stay as they
+    are, without quotes around them, as launch.py takes them. In a value that begins with ~/ the
+    home folder replaces ~, as shells don't. Raises `ConfigError`."""
     found = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
@@ -56,6 +58,8 @@ def parse(arguments: list[str]) -> dict[str, Any]:
             raise ConfigError(
                 f"{argument!r}: must be key=value, as name=frozenlake or rollout.threads=2"
             )
+        if key in TEXTS and (quoted := QUOTED.fullmatch(value)):
+            value = quoted[2]
         if value.startswith("~/"):
             value = os.path.expanduser(value)
         try:

@@ -21,7 +21,7 @@ from urllib.parse import quote
 import msgspec
 import urllib3
 
-from rose.transfer.errors import TransferError
+from rose.transfer.errors import Corrupted, TransferError
 from rose.transfer.source import Changed, Missing, Refused, Stat, checked
 
 # Bounds the time without a byte, after which a connection counts as dead and another one is tried.
@@ -32,7 +32,7 @@ _PIECE = 1 << 17
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0  # pauses between attempts, doubling
 _CONNECTIONS = 32  # connections kept open; further threads open one for each request
 _TAG = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_FINAL = {401: Refused, 404: Missing, 412: Changed}
+_FINAL = {401: Refused, 404: Missing, 412: Changed, 422: Corrupted}
 
 T = TypeVar("T")
 
@@ -175,7 +175,7 @@ class Relayed:
         self, kind: str, path: str, wait_s: float, headers: dict[str, str]
     ) -> urllib3.BaseHTTPResponse:
         """Return the relay's answer with its body unread. Raises `_Unavailable` for a temporary
-        failure, `Missing` or `Refused` for a final one."""
+        failure, `Missing`, `Corrupted` or `Refused` for a final one."""
         response = self._pool.request(
             "GET",
             f"/{kind}/{quote(self._root + path)}",

@@ -4,7 +4,7 @@
 chunks. Clients that need the same chunk, listing or size at the same time share one *flight*, a
 request to the upstream. Threads call the upstream, because it may block. Requests without the token
 are refused. Nothing outside the store is named or read, and nothing is unpickled. No error of a
-client or of the upstream ends the relay: the answer 503 names the error, and clients retry.
+client or of the upstream ends the relay: the answer names the error, and clients retry after 503.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import msgspec
 from aiohttp import web
 
 from rose.parts.relay.cache import CHUNK, Cache, Chunk
-from rose.transfer.errors import TransferError
+from rose.transfer.errors import Corrupted, TransferError
 from rose.transfer.source import Changed, Missing, Refused, Source, Stat, checked
 
 AHEAD = 8  # chunks of one request in flight, which covers 80 ms of latency at 100 MB/s
@@ -42,8 +42,9 @@ STALLED_S = 60.0  # seconds without progress after which a client is disconnecte
 _REMEMBERED = 10_000  # most remembered sizes, and most remembered refreshes
 _STOP_S = 0.5  # seconds in which answers in flight may end when the relay is stopped
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
-# 424 is "failed dependency": the upstream's refusal is final.
-_STATUS = {Missing: 404, Changed: 412, Refused: 424}
+# Final answers, which clients don't retry. 422: the upstream's disk can't read these bytes. 424 is
+# "failed dependency": the upstream has refused.
+_STATUS = {Missing: 404, Changed: 412, Corrupted: 422, Refused: 424}
 # upstream_bytes counts bytes of files; hits: chunks read from the disk; cache_errors: chunks not
 # written to it; refused: requests answered with 4xx; failed: those answered with 5xx or aborted.
 _COUNTERS = [
@@ -121,7 +122,7 @@ class Relay:
             return await handler(request)
         except BadRequest as error:
             return self._refuse(400, str(error))
-        except (Missing, Refused) as error:
+        except tuple(_STATUS) as error:
             return self._refuse(_STATUS[type(error)], str(error))
         except TransferError as error:
             return self._refuse(503, str(error))

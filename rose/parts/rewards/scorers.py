@@ -12,6 +12,7 @@ import asyncio
 import inspect
 import json
 import math
+import os
 import re
 import urllib.parse
 import urllib.request
@@ -23,6 +24,7 @@ import msgspec
 
 from rose import inputs
 from rose.config import ConfigError, errors
+from rose.files import at_home
 from rose.parts.rewards import command
 from rose.reward import function
 from rose.reward.episode import Episode, Hung, Score, ScoringFailed, score_of
@@ -301,7 +303,8 @@ KINDS: dict[str, type] = {
 
 
 def whole_paths(args: Any) -> Any:
-    """Return `reward.args` with absolute paths of files, as workers start in other folders."""
+    """Return `reward.args` with absolute paths of files, as workers start in other folders. A ~ at
+    the begin of a path is replaced, as no shell does that within a list or map."""
     if isinstance(args, dict):
         return {key: _whole(key, value) for key, value in args.items()}
     return args
@@ -310,9 +313,11 @@ def whole_paths(args: Any) -> Any:
 def _whole(key: str, value: Any) -> Any:
     if key == "path" and isinstance(value, str) and ".py:" in value:
         file, colon, name = value.rpartition(":")
-        return f"{Path(file).resolve()}{colon}{name}"
+        return f"{at_home(file).resolve()}{colon}{name}"
+    if key == "argv" and isinstance(value, list):
+        return [os.path.expanduser(each) if isinstance(each, str) else each for each in value]
     if key == "api_key_file" and isinstance(value, str):
-        return str(Path(value).resolve())
+        return str(at_home(value).resolve())
     return whole_paths(value)
 
 

@@ -64,6 +64,8 @@ def test_a_home_folder_is_written_out_and_texts_stay_texts(monkeypatch):
     texts = {"name": "0512", "output_dir": "2026-02-30", "out": "/home/me/p.json"}
     expected = texts | {"serving.online.model": None, "seconds": 16}
     assert settings.parse(given.split()) == expected
+    quoted = settings.parse(["name='2024'", 'output_dir="/data/a b"', "model='", "out=\"it's'"])
+    assert list(quoted.values()) == ["2024", "/data/a b", "'", "\"it's'"]
 
 
 @pytest.mark.parametrize(

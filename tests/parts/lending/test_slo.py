@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rose.parts.lending.rules import slo as rules
 from rose.parts.lending.rules.predictor import Predictor, Work
-from rose.parts.lending.rules.slo import FORGET_MISSES_S, FORGET_S, JUDGED, Request, hold_until
+from rose.parts.lending.rules.slo import FORGET_S, IDLE_S, JUDGED, Request, hold_until
 from tests.parts.lending.conftest import COEFFICIENTS, SLO
 
 NOW = 100.0
@@ -128,27 +128,28 @@ def test_attainment_counts_by_lending():
     assert (seen.finished, seen.met, seen.finished_lending, seen.met_lending) == (5, 2, 2, 1)
 
 
-def test_an_engine_that_misses_by_itself_is_known_and_may_recover():
+def test_an_engine_that_misses_by_itself_lends_only_while_idle_until_it_recovers():
     seen = rules.Attainment(SLO)
     for _ in range(300):
         seen.add(NOW, 9.0, 0.1, lent=True)
-    assert not seen.misses_alone(NOW), "misses while lending are not its own"
-    for _ in range(JUDGED - 1):
-        seen.add(NOW, 9.0, 0.1, lent=False)
-    assert not seen.misses_alone(NOW), "too few to say"
-    seen.add(NOW, 9.0, 0.1, lent=False)
-    # The misses of a peak are forgotten on an idle device.
-    assert seen.misses_alone(NOW) and seen.misses_alone(NOW + FORGET_MISSES_S)
-    later = NOW + FORGET_MISSES_S + 1
-    assert not seen.misses_alone(later)
-    seen.add(later, 9.0, 0.1, lent=False)
-    assert not seen.misses_alone(later), "one is too few to say"
+    assert not seen.misses_alone(NOW, busy=True), "misses while lending are not its own"
+    now = NOW
     for _ in range(JUDGED):
-        seen.add(later, 9.0, 0.1, lent=False)
-    assert seen.misses_alone(later)
+        assert not seen.misses_alone(now, busy=True), "too few to say"
+        now += 2 * IDLE_S
+        seen.add(now, 9.0, 0.1, lent=False)
+    now += 2 * IDLE_S
+    assert seen.misses_alone(now, busy=True), "a long request is no pause"
+    assert seen.misses_alone(now + IDLE_S, busy=False)
+    now += IDLE_S + 1
+    assert not seen.misses_alone(now, busy=False)
+    assert seen.misses_alone(now, busy=True), "lent until its next request"
+    for _ in range(3):
+        seen.add(now, 0.1, 0.1, lent=True)
+    assert seen.misses_alone(now, busy=True), "and not judged by what ran while lent"
     for _ in range(300):
-        seen.add(later, 0.1, 0.1, lent=False)
-    assert not seen.misses_alone(later)
+        seen.add(now, 0.1, 0.1, lent=False)
+    assert not seen.misses_alone(now, busy=True)
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.3, 2.0])

@@ -11,7 +11,7 @@ import urllib3
 
 from rose.parts.relay.cache import CHUNK, Cache
 from rose.parts.relay.server import AHEAD
-from rose.transfer import TransferError
+from rose.transfer import Corrupted, TransferError
 from rose.transfer.source import Folder, Missing, Refused, Stat, open_source
 from tests.parts.relay.relays import TOKEN, Cutting, Running, Upstream
 
@@ -211,6 +211,19 @@ def test_a_file_that_was_cut_short_upstream_gives_an_error_and_no_bytes(start, s
     with pytest.raises(Refused, match="it has 1000"):
         source.read(FILE, 2000, 10)
     assert len(source.read(FILE)) == 1000
+
+
+def test_what_the_upstreams_disk_can_not_read_is_damaged_at_once_through_two_relays(start, store):
+    def fails(offset):
+        if offset:
+            raise Corrupted("weights: Input/output error")
+
+    fill(store, 3)
+    near = start(Upstream(store, fails), "near")
+    source = start(near.client(), "far").client()
+    with pytest.raises(Corrupted, match=r"422: .*422: weights: Input/output error"):
+        source.read(FILE)
+    assert len(source.read(FILE, 0, CHUNK)) == CHUNK
 
 
 def test_a_damaged_chunk_is_pulled_once_more_when_a_reader_says_so(start, store, tmp_path):

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -233,18 +234,27 @@ async def test_workers_of_jobs_join_and_what_they_held_when_killed_is_scored_els
         assert pool.retries >= 2 and not pool.failures and len(w.tries("own")) == 1
 
 
+# A worker that reports the end of a score's time also if the machine needs long to kill a program.
+PATIENT = f"from rose.parts.rewards import worker; worker.MARGIN_S = {DEADLINE_S}; worker.main()"
 LOOP = "import time, pathlib\nwhile True: time.sleep(0.05)  # rose-reward-test-{}"
 
 
 @pytest.mark.slow
-async def test_a_program_that_takes_too_long_scores_zero_and_ends_with_its_worker(world, tmp_path):
+async def test_a_program_that_takes_too_long_scores_zero_and_ends_with_its_worker(
+    world, tmp_path, monkeypatch
+):
     def programs():
         return {each.pid for each in processes.bearing(mark)}
 
+    def start(number, pool):
+        given = ["--run", w.folder, "--pool", pool, "--number", str(number)]
+        return subprocess.Popen([sys.executable, "-c", PATIENT, *given])
+
+    monkeypatch.setattr(pools, "GRACE_S", 2 * DEADLINE_S)
     mark = f"mark-{tmp_path.name}-{os.getpid()}"
     own = ("reward.max_workers=1", "reward.timeout_s=1")
     w = world("reward=command", f"reward.args.argv=[python,answer.py,{mark}]", *own)
-    async with w.pool() as pool:
+    async with w.pool(start) as pool:
         found = await w.score(pool, "a", LOOP)
         assert found.score == pools.Score(reward=0.0, success=False, timed_out=True)
         assert (pool.timeouts, pool.retries) == (1, 0)

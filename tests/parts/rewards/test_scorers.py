@@ -331,6 +331,18 @@ def test_parts_add_up_by_their_weights(file):
     assert total == Score(reward=2 * 0.25 - 0.4, success=True)
 
 
+def test_the_home_folder_is_written_out_in_every_part(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "check.sh").write_text("#!/bin/sh")
+    (tmp_path / "check.sh").chmod(0o700)
+    form = {"name": "function", "args": {"path": "~/mine.py:length"}}
+    program = {"name": "command", "args": {"argv": ["~/check.sh", "-v"]}}
+    parts = scorers.whole_paths({"parts": {"form": form, "program": program}})["parts"]
+    assert parts["form"]["args"] == {"path": f"{tmp_path}/mine.py:length"}
+    assert parts["program"]["args"] == {"argv": [f"{tmp_path}/check.sh", "-v"]}
+    scorers.build(**parts["program"])
+
+
 def part(**of):
     return {"parts": {"a": of}}
 

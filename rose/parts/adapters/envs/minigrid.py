@@ -21,10 +21,8 @@ from rose.config import ConfigError
 from rose.config.common import Count, NotNegative
 
 ACTIONS = ("left", "right", "forward", "pickup", "drop", "toggle", "done")  # minigrid's 0..6
-ENDED = (
-    "MiniGrid-GoToDoor-",
-    "MiniGrid-GoToObject-",
-)  # the tasks that pay at `done`, and only there
+# The tasks that pay at `done`, and only there. `toggle` would end them without reward.
+ENDED = ("MiniGrid-GoToDoor-", "MiniGrid-GoToObject-")
 HEADING = ">v<^"  # agent_dir 0..3
 SYMBOL = {"wall": "#", "floor": ".", "goal": "G", "lava": "L", "key": "K", "ball": "B", "box": "X"}
 DOOR = {"locked": "D", "closed": "C", "open": "O"}
@@ -33,11 +31,16 @@ SYSTEM = (
     "You are the arrow (> v < ^) on a grid, facing where it points. # is a wall, . is free, G the "
     "goal, L deadly lava, K a key, B a ball, X a box; doors: D locked, C closed, O open. A small "
     f"letter after a thing is the first of its colour ({', '.join(sorted(COLOR_NAMES))}; grey is "
-    "e). left and right turn you on the spot, forward moves one cell; pickup, drop and toggle act "
-    "on the cell before you. toggle opens a door; a locked one needs the key of its colour, "
-    "carried."
+    "e). left and right turn you on the spot, forward moves one cell; "
 )
-DONE = " The task ends when you call done: do so beside what the mission names."
+TOGGLE = (
+    "pickup, drop and toggle act on the cell before you. toggle opens a door; a locked one needs "
+    "the key of its colour, carried."
+)
+DONE = (
+    "pickup and drop act on the cell before you. The task ends when you call done: do so beside "
+    "what the mission names."
+)
 
 
 def tasks() -> list[str]:
@@ -70,8 +73,9 @@ class Minigrid:
             )
         self.task, self.actions_per_turn, self.max_steps = task, actions_per_turn, max_steps
         ended = task.startswith(ENDED)
-        self._actions = ACTIONS if ended else ACTIONS[:-1]
-        self._system = SYSTEM + DONE if ended else SYSTEM
+        useless = "toggle" if ended else "done"
+        self._actions = tuple(action for action in ACTIONS if action != useless)
+        self._system = SYSTEM + (DONE if ended else TOGGLE)
         self.shaping, self.rewards_turns = float(shaping), shaping > 0
         self._reached: set[str] = set()
         self._grid: gymnasium.Env | None = None

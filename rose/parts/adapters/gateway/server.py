@@ -289,8 +289,6 @@ def _decoded(request: web.Request, data: bytes) -> bytes:
         raise ApiError(415, f"Content-Encoding: {encoding[:80]!r}; there are gzip and deflate")
     found = b""
     for _ in range(MEMBERS):  # A gzip body may have several members.
-        if not data:
-            return found
         squeezed = zlib.decompressobj(EITHER)
         try:
             found += squeezed.decompress(data, MAX_BODY - len(found) + 1)
@@ -301,6 +299,8 @@ def _decoded(request: web.Request, data: bytes) -> bytes:
         if not squeezed.eof:
             raise fields.bad(f"the body is not {encoding}: it ends too soon")
         data = squeezed.unused_data
+        if not data:
+            return found
     raise fields.bad(f"the body has more than {MEMBERS} parts of {encoding}")
 
 

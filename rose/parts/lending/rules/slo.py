@@ -26,9 +26,9 @@ JUDGED = 50  # least number of requests by which S is judged
 # and 3 misses of 50 still happen by chance in 1 of 70 such windows.
 MISSES = 0.05
 RECOVERED = 0.025  # share of missed requests at which S meets its targets again
-# Seconds without a finished request after which it is forgotten that S misses its targets. Nothing
-# on an idle device could show the contrary.
-FORGET_MISSES_S = 300.0
+# Seconds without a request after which an S that misses its targets lends until its next request:
+# an idle device has nothing to miss. Ours: longer than most pauses within a busy time.
+IDLE_S = 300.0
 FACTOR = 0.9  # factor by which a late first token changes `Promptness`; an early one divides by it
 FORGET_S = 60.0  # seconds without a first token after which `Promptness` starts again
 
@@ -187,13 +187,16 @@ class Attainment:
         self._alone: deque[bool] = deque(maxlen=WINDOW)
         self._misses, self._at = False, -INFINITE
 
-    def misses_alone(self, now: float) -> bool:
+    def misses_alone(self, now: float, busy: bool) -> bool:
         """True if S misses its targets even without lending, judged by the last WINDOW requests.
-        They are forgotten after FORGET_MISSES_S without a finished request."""
-        if now - self._at > FORGET_MISSES_S:
-            self._alone.clear()
-            self._misses = False
-        return self._misses
+        False, too, once S has been idle for IDLE_S: nothing is missed until its next request.
+
+        `busy` is true while S holds a request. Call this often, since idle time is measured from
+        the last call with a request.
+        """
+        if busy:
+            self._at = now
+        return self._misses and now - self._at <= IDLE_S
 
     def add(self, now: float, ttft_s: float | None, tpot_s: float | None, lent: bool) -> bool:
         """Count a request that ended at `now`; return True if it met both P99 targets.
@@ -204,7 +207,7 @@ class Attainment:
         """
         prompt = ttft_s is not None and ttft_s <= self._slo.ttft_p99_s
         met = prompt and (tpot_s is None or tpot_s <= self._slo.tpot_p99_s)
-        missed, self._at = self.misses_alone(now), now
+        self._at = now
         self.finished += 1
         self.met += met
         if lent:
@@ -214,5 +217,5 @@ class Attainment:
             self._alone.append(met)
         if len(self._alone) >= JUDGED:
             share = self._alone.count(False) / len(self._alone)
-            self._misses = share > (RECOVERED if missed else MISSES)
+            self._misses = share > (RECOVERED if self._misses else MISSES)
         return met

@@ -109,7 +109,8 @@ class OnlineScheduler(Member):
             now = time.monotonic()
             with self._writing:
                 self.state.prompt_share = self._promptness.share(now)
-                self.state.lends = float(not self._attainment.misses_alone(now))
+                misses = self._attainment.misses_alone(now, busy=bool(self._seen))
+                self.state.lends = float(not misses)
         super()._publish()
 
     # ------------------------------------------------------------------ vLLM's calls
@@ -324,7 +325,6 @@ class OnlineScheduler(Member):
             s.met = a.met
             s.finished_lending = a.finished_lending
             s.met_lending = a.met_lending
-            s.lends = float(not a.misses_alone(now))
 
     # ------------------------------------------------------------------ memory
 

@@ -97,6 +97,8 @@ def pair_config(c: Config, dedicated: int, borrowed: int) -> Config | None:
     if "max" in provisioning.args and not borrowed:  # There is no pool that it could ask.
         provisioning = msgspec.structs.replace(provisioning, name="fixed", args={})
     capped = {key: borrowed for key in CAPS if key in provisioning.args}
+    if "min" in provisioning.args:
+        capped["min"] = min(provisioning.args["min"], borrowed)
     provisioning = msgspec.structs.replace(provisioning, args=provisioning.args | capped)
     return msgspec.structs.replace(
         c,

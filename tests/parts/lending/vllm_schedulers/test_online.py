@@ -83,13 +83,19 @@ def test_first_tokens_beyond_their_median_target_leave_rollouts_less(driven, mon
     assert shares[0] < 0.02 and shares[1] == 1
 
 
-def test_a_peak_that_it_could_not_serve_is_forgotten_and_it_lends_again(driven, clock):
+def test_an_engine_that_misses_its_targets_alone_lends_only_while_idle(driven, clock):
+    def lends():
+        clock[0] += slo.IDLE_S + 1.0
+        driven.scheduler._publish()
+        return driven.scheduler.state.lends
+
     for _ in range(slo.JUDGED):
         driven.scheduler._attainment.add(clock[0], 9.0, None, lent=False)
-    for passed_s, lends in ((0.0, 0), (slo.FORGET_MISSES_S + 1.0, 1)):
-        clock[0] += passed_s
-        driven.scheduler._publish()
-        assert driven.scheduler.state.lends == lends
+    assert lends() == 1
+    driven.add("a", tokens=1)
+    assert lends() == lends() == 0
+    driven.step()
+    assert lends() == 1
 
 
 def test_requests_that_lose_their_memory_to_others_are_counted(driven):

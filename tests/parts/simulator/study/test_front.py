@@ -247,7 +247,13 @@ def test_a_report_that_cannot_be_written_costs_no_other(answer, tmp_path, monkey
 
 
 @pytest.mark.parametrize(
-    "policy, cap", [("rose", "n_serving"), ("on_demand", "max"), ("serverless", "max")]
+    "policy, cap",
+    [
+        ("rose", "n_serving"),
+        ("on_demand", "max"),
+        ("on_demand scheduler.provisioning.args.min=3", "min"),
+        ("serverless", "max"),
+    ],
 )
 def test_a_plan_borrows_as_many_workers_as_a_pair_has(tree, policy, cap):
     chosen = f"sim.pools=[dedicated,lend] scheduler/provisioning={policy}"
