@@ -86,7 +86,7 @@ LLAMA3, GEMMA, GPT_OSS, QWEN2_5, QWEN3_CODER = (
 )
 
 MARKS = ["<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[INST]", "[/INST]"]
-ENDS = ["<|eot_id|>", "<end_of_turn>", "<|end|>"]  # of a turn; else the tokenizer's own
+ENDS = ["<|eot_id|>", "<end_of_turn>", "<|end|>"]  # format of a turn; None: the tokenizer's own
 
 
 def save(tokenizer, template, folder, more=()):

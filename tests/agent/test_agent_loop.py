@@ -161,7 +161,7 @@ def test_each_turns_tokens_and_rewards_are_kept_where_the_environment_rewards_tu
 
 
 def behind(chats, script, text):
-    """What stands behind this answer in the second turn's context."""
+    """Return the text behind this answer in the second turn's context."""
     context = chats["tiny"].decode(unpack_tokens(script.requests[1].tokens).tolist())
     return context.rpartition(f"{text}<|im_end|>\n")[2]
 

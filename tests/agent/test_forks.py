@@ -110,7 +110,7 @@ def lake(make_config, chats, tokenizer):
 
 
 def leaves(first):
-    """What the leaves of a tree inherit whose first leaf is this member."""
+    """Return what the leaves of the tree with this first leaf inherit."""
     root, third = f"g0.{first}", f"g0.{first + 2}"
     return [[], [(root, 3)], [(root, 2)], [(root, 2), (third, 1)]]
 

@@ -15,7 +15,7 @@ def start(domain="calculator"):
 
 
 async def hosted(config, chat, domain, tokens):
-    """What a host says about one trajectory, whose turns are as many of these tokens as asked."""
+    """Return a host's messages about one trajectory, whose turns are as many of these tokens as asked."""
 
     def made(request):
         tokens_of = tokens[: request.sampling.max_new_tokens]

@@ -114,7 +114,7 @@ async def test_one_that_is_cancelled_as_it_may_leave_is_released_by_nobody(confi
 
 async def test_the_load_is_the_machines_tasks_on_all_of_its_cores(monkeypatch):
     monkeypatch.setattr("rose.agent.moves.LOAD_SAMPLE_S", 0.01)
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})  # its share
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})  # the host's share
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     said = asyncio.Queue()
     telling = asyncio.create_task(Moves(3, said.put_nowait).tell_load())

@@ -41,7 +41,7 @@ def check_batches(peer, config):
 
 
 def check_left(coordinator):
-    """What no step consumed stays, and nothing else."""
+    """Groups that no step consumed stay, and nothing else does."""
     state = coordinator.scheduler.snapshot()["batching"]
     left = {group_index(group) for group in coordinator.rollouts.finished}
     assert left <= {index for index, _ in state.get("again", [])}, "one stays that no step takes"

@@ -52,7 +52,7 @@ def made(make_config, folder, monkeypatch, answers):
 async def test_the_scheduler_hears_nothing_of_a_request_that_it_has_released(
     make_config, tmp_path, monkeypatch
 ):
-    """It has forgotten the request, and would count it as capacity for ever."""
+    """The scheduler has forgotten the request, and would count it as capacity for ever."""
     answers = {"scancel": (0, "", "")}
     mine, fed = made(
         make_config, tmp_path, monkeypatch, lambda words: answers.get(words[0], (0, "job 7", ""))

@@ -177,7 +177,7 @@ def test_a_version_that_arrives_mid_turn_splits_it(start, warm, wait, folders, t
     assert set(late["versions"]) == {1}
     agrees(new, [late], [PROMPTS[3]])
     for model, part in ((old, slice(0, cut)), (new, slice(cut, None))):
-        if model is old or in_flight != "keep":  # then its KV cache is the old weights'
+        if model is old or in_flight != "keep":  # such a request's KV cache is the old weights'
             part_agrees(model, result, part, PROMPTS[2])
     if in_flight == "keep":
         # the new weights did make them

@@ -64,7 +64,7 @@ def scheduled_by(kind: str) -> dict:
 
 
 def weights_of(model) -> dict[str, torch.Tensor]:
-    """As the model's folder has them: tied ones once, each expert by itself."""
+    """Return the weights as the model's folder has them: tied ones once, each expert by itself."""
     return {name: part.clone() for name, part in in_parts(model).items()}
 
 

@@ -50,7 +50,7 @@ def main(capsys):
 
 def test_the_folder_has_the_weights_of_the_step_in_shards_with_an_index(run, tmp_path, main):
     out, killed = tmp_path / "home", tmp_path / ".home.part"
-    killed.mkdir()  # by an export that was killed
+    killed.mkdir()  # left by an export that was killed
     (killed / "model.safetensors").write_text("half")
     code, said, _ = main(run.run, "--step", 2, "--out", out, "--shard-gib", 700 / 2**30)
     assert code == 0 and f"{out}: step 2 from the weight store {run.store}" in said, said

@@ -1,4 +1,4 @@
-"""What a plan says of configurations that are allowed and probably not meant, and what it refuses
+"""The plan's warnings about configurations that are allowed and probably not meant, and what it refuses
 because an algorithm, trees or hybrid engines lack what they need."""
 
 import pytest

@@ -95,7 +95,7 @@ def test_runs_that_are_moved_aside_stay_and_take_no_lock_of_another_launch_with_
             (run / "config.json").touch()
             resume.move_aside(run)
             run.mkdir()
-            (run / "lock").touch()  # that launch holds it now
+            (run / "lock").touch()  # the other launch holds it now
         assert (run / "lock").exists()
     assert all((tmp_path / f"run.old-{n}" / "config.json").exists() for n in (1, 2))
 
@@ -215,5 +215,5 @@ def test_slurm_ranks_compile_on_their_nodes_disk(make_config, tmp_path, monkeypa
     assert mine["VLLM_CACHE_ROOT"] == str(tmp_path / "k/vllm")
     (tmp_path / "file").touch()
     assert caches.variables(cached(make_config, "slurm", tmp_path / "file" / "below"), {}) == {}
-    monkeypatch.setattr(caches.os, "geteuid", lambda: 12345)  # then the folder is somebody else's
+    monkeypatch.setattr(caches.os, "geteuid", lambda: 12345)  # the folder is somebody else's
     assert caches.variables(cached(make_config, "slurm", tmp_path), {}) == {}

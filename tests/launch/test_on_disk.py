@@ -10,7 +10,7 @@ SEVEN_B = "+experiment=qwen7b cluster=slurm"
 # Bytes of a checkpoint of p parameters, of which an adapter has a.
 CHECKPOINTS = [
     ("trainer.zero_stage=2", 9, "16*p"),  # float32 weights beside the optimizers
-    (SEVEN_B, 21, "12*p"),  # in stage 3 the master weights are all
+    (SEVEN_B, 21, "12*p"),  # stage 3: the master weights are all
     ("trainer.zero_stage=0 +trainer/lora=linear", 9, "16*a"),
 ]
 

@@ -88,7 +88,7 @@ def test_reports_that_cannot_be_read_for_a_moment_end_nothing(reported, monkeypa
 def test_a_rank_that_ends_well_while_reports_cannot_be_read_has_not_vanished(
     reported, gone, monkeypatch, reads, starter_gone
 ):
-    """What the launcher reads, one after the other: R running, X an error, D done."""
+    """The launcher reads these one after the other: R running, X an error, D done."""
     for rank in reported.ranks:
         report(reported, rank, pid=gone, guard_pid=gone)
     running = reported.statuses()

@@ -109,6 +109,6 @@ def test_each_gpu_that_a_process_may_use_tells_its_joules(nvml, visible, found, 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    for name in ("_nvml", "_devices"):  # without what they know of this machine
+    for name in ("_nvml", "_devices"):  # measured without this machine's counters
         monkeypatch.setattr(energy, name, functools.cache(getattr(energy, name).__wrapped__))
     assert energy.counters() == found

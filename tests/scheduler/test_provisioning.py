@@ -73,7 +73,7 @@ def test_each_refusal_in_a_row_doubles_the_pause_until_a_job_has_run():
                 say(s, ev.CapacityGranted, action.request, at)
                 say(s, ev.CapacityEnded, action.request, at)
             else:
-                say(s, ev.CapacityQueued, action.request, at)  # but never started
+                say(s, ev.CapacityQueued, action.request, at)  # granted, never started
                 say(s, ev.CapacityRefused, action.request, at, reason="pending")
     pauses = [b - a for a, b in zip(asked, asked[1:], strict=False)]
     assert pauses[:5] == [60, 120, 240, 10, 60]

@@ -133,7 +133,7 @@ def compilations() -> int:
 
 
 def forms(trainer) -> list[int]:
-    """How many forms of a layer's code, and of the head's, torch has compiled in this process."""
+    """Count the forms of a layer's code, and of the head's, that torch has compiled here."""
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 
     policy = trainer.engine.policy
@@ -142,7 +142,7 @@ def forms(trainer) -> list[int]:
 
 
 def watched(trainer, folder: Path, rank: int, beat_s: float):
-    """What a rank of a run says of its progress, in `folder`."""
+    """Return the `Watch` of a rank of a run in `folder`."""
     who = {"rank": rank, "role": p.Role.TRAINER, "index": rank, "host": "here"}
     who |= {"pid": os.getpid(), "guard_pid": os.getppid()}
     rank_status.write(folder, 1, rank_status.RankStatus(**who, state="running"))
@@ -274,11 +274,11 @@ class Rank:
         self.trainer.take_device()
 
     def watch(self, beat_s: float) -> None:
-        """From now on as in a run."""
+        """Train as in a run from now on."""
         self.step = watched(self.trainer, self.folder, self.rank, beat_s).step
 
     def stop(self, rank: int) -> None:
-        """That one stops before its next backward pass, which the others go through."""
+        """Stop that rank before its next backward pass, which the others go through."""
         backward = self.trainer.engine.backward
 
         def stopped(loss):
@@ -301,7 +301,7 @@ class Rank:
         np.savez(self.folder / f"{name}-{self.rank}.npz", **states(self.trainer))
 
     def checkpointing(self) -> None:
-        """From now on layers keep their inputs alone for the backward pass."""
+        """Let layers keep only their inputs for the backward pass from now on."""
         hf = self.trainer.engine.policy.hf
         hf.gradient_checkpointing_enable({"use_reentrant": False})
         hf.disable_input_require_grads()  # made by that, too, behind rose/trainer/kernels.py's

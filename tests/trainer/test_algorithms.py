@@ -192,7 +192,7 @@ def test_grpo_with_a_normaliser_is_dr_grpos_loss():
 
 
 def test_each_token_is_clipped_by_an_advantage_of_its_own():
-    """Of its turn."""
+    """Each token has the advantage of its turn."""
     data, of_tokens = hand_made(), np.array([[0.5, -1.0, -0.5, 2.0]] * len(ROWS))
     tensors = data.new, data.proximal, data.behaviour, torch.tensor(of_tokens).float(), data.mask
     loss, _ = build("grpo", GRPO).token_loss(TokenBatch(*tensors))

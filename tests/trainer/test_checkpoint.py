@@ -75,7 +75,7 @@ def test_what_cannot_be_removed_is_reported_and_ends_nothing(tmp_path, monkeypat
 
 def test_the_latest_is_the_greatest_step_not_the_last_name_and_may_be_saved_again(tmp_path):
     saved(tmp_path, 999_999)
-    (saved(tmp_path, 1_000_000) / "old").touch()  # one digit more: sorts before it as text
+    (saved(tmp_path, 1_000_000) / "old").touch()  # a longer number, which sorts before it as text
     assert checkpoint.step_of(checkpoint.latest(tmp_path)) == 1_000_000
     assert not (saved(tmp_path, 1_000_000) / "old").exists()
 

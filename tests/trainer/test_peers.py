@@ -1,4 +1,4 @@
-"""What the trainer ranks tell each other before they meet, and while they publish and tidy."""
+"""Messages of trainer ranks to each other before they meet, and while they publish and tidy."""
 
 from types import SimpleNamespace
 

@@ -29,7 +29,7 @@ def random_tree(seed):
 
 
 def by_mask(query, key, value, block_mask, scale, enable_gqa):
-    """What flex attention's kernels compute, of the mask alone."""
+    """Compute what flex attention's kernels compute of the mask alone."""
     assert enable_gqa
     groups, at = query.shape[1] // key.shape[1], torch.arange(query.shape[2])
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)

@@ -193,7 +193,7 @@ def world_of(job: dict, folder: Path, ranks: int, run=None) -> tuple[list, list[
     """(`ranks` processes to be started, the files of their words)."""
     job = job | {"ranks": ranks, "port": free_port(), "folder": str(folder)}
     if "tree" not in job:
-        job["tree"] = tree(job)  # so that no rank needs Hydra and pytest
+        job["tree"] = tree(job)  # no rank needs Hydra and pytest
     words = [folder / f"{job['name']}-{rank}.log" for rank in range(ranks)]
     ordered = [(run, job, rank, file) for rank, file in enumerate(words)]
     return [server().Process(target=run_rank, args=args) for args in ordered], words
@@ -227,7 +227,7 @@ def ended(processes):
         yield
     finally:
         for process in processes:
-            if process.pid is not None:  # it has been started
+            if process.pid is not None:  # the world has been started
                 process.kill()
                 process.join()
 

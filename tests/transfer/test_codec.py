@@ -88,7 +88,7 @@ def test_every_bfloat16_pattern_becomes_every_kind_of_other_pattern():
 
 
 def test_nan_payloads_infinities_negative_zero_and_denormals_survive():
-    """In float32; all patterns of bfloat16 are above."""
+    """All patterns of bfloat16 are above; these are of float32."""
     special = np.array([int(word, 16) for word in SPECIAL.split()], np.uint32)
     old, new = np.repeat(special, special.size), np.tile(special, special.size)
     check(new, old)

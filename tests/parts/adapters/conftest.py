@@ -66,7 +66,7 @@ def prompts_env(reward="math", **args):
 
 
 def play(env, seed, *actions):
-    """What `reset` and these actions give, then the environment is closed."""
+    """Return the results of `reset` and these actions, then close the environment."""
 
     async def go():
         made = envs.build(env)

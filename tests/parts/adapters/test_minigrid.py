@@ -54,7 +54,7 @@ def test_lava_and_the_step_limit_end_without_success():
 
 def test_key_and_door_are_seen_carried_and_opened_and_shaping_pays_each_once():
     def played(**args):
-        """What each part of the plan shows, and pays; what can be done twice is done again."""
+        """Play each part of the plan, and twice what can be done twice; return texts and rewards."""
         env, start = started("MiniGrid-DoorKey-5x5-v0", seed=3, actions_per_turn=50, **args)
         steps = [act(env, *part) for part in parts]
         return [start.messages[1]["content"], *(s.observation for s in steps)], steps

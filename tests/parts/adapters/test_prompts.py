@@ -118,7 +118,7 @@ async def judge(episode):
 @pytest.mark.slow
 @pytest.mark.parametrize("function", ["score", "judge"])
 def test_one_function_serves_the_environment_and_reward_function(folder, function):
-    """In a process of its own, and in the host's; and as the group `reward` calls it."""
+    """The function runs in its own process, in the host's, and as the group `reward` calls it."""
     from rose.parts.rewards import scorers
 
     (folder / "mine.py").write_text(EPISODES)
@@ -171,7 +171,7 @@ def test_a_reward_that_raises_ends_or_hangs_is_no_reward(folder):
             play(prompts_env(f"rewards.py:{reward}"), 2, Action("x"))
     with pytest.raises(_workers.FunctionTooSlow, match=r"did not return within 0.5 s"):
         asyncio.run(_workers.call("rewards.py:hangs", 0.5, text="x"))
-    for _ in range(_workers.MOST + 1):  # and the next calls have processes again
+    for _ in range(_workers.MOST + 1):  # the next calls have processes again
         assert play(prompts_env("rewards.py:length"), 2, Action("x"))[1].reward > 0
 
 

@@ -1,4 +1,4 @@
-"""What the doctor makes of what real machines' nvidia-smi, torch and /dev/shm say."""
+"""The doctor's findings from outputs of nvidia-smi, torch and /dev/shm on real machines."""
 
 import pytest
 

@@ -13,7 +13,7 @@ class Gpu:
 
 
 class Process:
-    """One of several on `gpu`. `held`: bytes of its tensors, `cached`: what it has beyond them."""
+    """An allocator, of several on `gpu`. `held`: bytes of its tensors, `cached`: what it has beyond them."""
 
     int8, OutOfMemoryError = torch.int8, torch.OutOfMemoryError
 

@@ -22,7 +22,7 @@ def _default() -> Lending:
 
 
 def profile_of(hold=0.2) -> dict:
-    """What rose.parts.lending.profile would have found."""
+    """Return a profile such as rose.parts.lending.profile writes."""
     predictor = Predictor(COEFFICIENTS).to_dict()
     interference = {"hold_p99": hold, "hold_mean": hold / 2}
     return {"rollout": {"predictor": predictor}, "interference": interference}

@@ -1,4 +1,4 @@
-"""One KV budget: lent while unneeded, halved at once when needed, not grown until allowed."""
+"""A KV budget: lent while unneeded, halved at once when needed, not grown until allowed."""
 
 import math
 

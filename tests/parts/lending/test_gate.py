@@ -139,6 +139,6 @@ def test_what_is_left_of_steps_before_is_part_of_the_next_ones():
     until = NOW + 0.5 * (p99 + 0.03) + 1e-6
     assert admit(gate, one, (0.02, 0.03), hold_until=until).tokens == 1
     assert admit(gate, one, (0.02, 0.031), hold_until=until).reason is Reason.SLACK
-    left = SLO.ttft_p99_s - mean  # of step_share's 0.5, of which a step takes h = 0.5 of its time
+    left = SLO.ttft_p99_s - mean  # step_share is 0.5, of which a step takes h = 0.5 of its time
     assert admit(gate, one, (left - 1e-6, 0.0)).tokens == 1
     assert admit(gate, one, (left + 1e-6, 0.0)).reason is Reason.STEP_SHARE

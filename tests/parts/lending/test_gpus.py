@@ -100,7 +100,7 @@ OF_TWO = "serving.online.engine_args.tensor-parallel-size=2"
 
 
 def step(tasks: str, total: int, local: int, node: int = 0) -> dict[str, str]:
-    """What Slurm tells a task: of a real cluster, by srun of these shapes."""
+    """A task's variables on a real cluster, by srun of these shapes."""
     said = map(str, (local, total, tasks, node))
     return {f"SLURM_{name}": each for name, each in zip(SLURM, said, strict=True)}
 

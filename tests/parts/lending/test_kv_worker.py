@@ -16,7 +16,7 @@ BLOCKS, STRIDE, STEP = 17, 896 * 2**10, 100 * 2**20
 
 
 class Standing:
-    """For vLLM's worker: its calls in EngineCore's order. `steps`: blocks that warm-up writes."""
+    """A driver of vLLM's worker: its calls in EngineCore's order. `steps`: blocks that warm-up writes."""
 
     device = torch.device("cuda", 0)
 

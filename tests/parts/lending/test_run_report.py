@@ -13,7 +13,7 @@ from tests.parts.lending.conftest import SLO
 
 
 def told(run: str, device: str) -> str:
-    """What an operator tells of 150 requests, 100 of them beside rollouts."""
+    """An operator's report of 150 requests, 100 of them beside rollouts."""
     online = Online(finished=150, met=149, finished_lending=100, met_lending=99)
     history = History()
     history.add(Boards(online, Rollout(made_tokens=12345), None))

@@ -191,7 +191,7 @@ def test_what_can_not_be_played_is_an_error_and_nothing_stays_behind(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
     try:
         code = command.main(arguments.split())
-    except SystemExit as ended:  # of argparse
+    except SystemExit as ended:  # argparse's
         code = ended.code
     out, err = capfd.readouterr()
     assert code == 2 and out == "" and words in err

@@ -258,7 +258,9 @@ async def test_a_program_that_takes_too_long_scores_zero_and_ends_with_its_worke
         found = await w.score(pool, "a", LOOP)
         assert found.score == pools.Score(reward=0.0, success=False, timed_out=True)
         assert (pool.timeouts, pool.retries) == (1, 0)
-        await until(lambda: not programs())  # it was killed with the first in its namespaces
+        await until(
+            lambda: not programs()
+        )  # the program was killed with the first in its namespaces
     patient = msgspec.structs.replace(w.config.reward, timeout_s=100.0)
     w.config = msgspec.structs.replace(w.config, reward=patient)
     configuration.save(w.config, w.folder / "config.json")

@@ -87,7 +87,7 @@ def test_a_program_larger_than_any_worker_runs_alone():
     assert request(s, "g0.0.t1", 5010, at=7.0) == ""
 
 
-LESS = lends("a", 400, at=1.0, revoked=True)  # than the program's turn needs
+LESS = lends("a", 400, at=1.0, revoked=True)  # more than the program's turn needs
 LOST = ev.WorkerLost(at=1.0, worker="a", reason="gone")
 
 

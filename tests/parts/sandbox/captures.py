@@ -354,7 +354,7 @@ async def a_shell_is_made_again_without_its_processes(box, folder):
 
 
 async def damage_is_named(box, folder):
-    """What test_capture.py does not show of a listing or an account alone."""
+    """Checks of a listing or an account that test_capture.py doesn't make."""
     await busy(box)
     await box.capture("process", folder / "good")
     await refused(box.capture("files", folder / "good"), "no new folder")

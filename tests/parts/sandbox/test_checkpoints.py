@@ -1,4 +1,4 @@
-"""What happens to one sandbox or host costs no other anything: real sandboxes and stores."""
+"""Faults of one sandbox or host cost no other anything: real sandboxes and stores."""
 
 import asyncio
 import contextlib

@@ -359,7 +359,9 @@ def test_a_shell_that_never_answers_is_given_up(loop, monkeypatch, program, word
             return ["/bin/bash", "-c", program]
 
     if "sleep" in program:
-        monkeypatch.setattr("rose.parts.sandbox.piped.START_S", 3.0)  # it has warned by then
+        monkeypatch.setattr(
+            "rose.parts.sandbox.piped.START_S", 3.0
+        )  # the sandbox has warned by now
     shell = Piped(Silent, Spec())
     with pytest.raises(SandboxError, match=re.compile(words, re.DOTALL)):
         loop.run(asyncio.wait_for(shell.begin(), DEADLINE_S))

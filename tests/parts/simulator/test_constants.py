@@ -63,7 +63,7 @@ def numbers(node: ast.AST, named: bool, places: tuple[int, ...]):
 
 
 def under_a_name(node: ast.AST, field: str, named: bool) -> bool:
-    """Whether what stands in this field of a node has a name: defaults, keyword arguments, what is
+    """Return True if the value in this field of a node has a name: defaults, keyword arguments, what is
     assigned in modules and classes, and variables that are a number and nothing more."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
         return field in ("args", "decorator_list")

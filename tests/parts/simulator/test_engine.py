@@ -80,7 +80,7 @@ def test_without_prefix_caching_everything_is_computed_again():
 
 @pytest.mark.parametrize("again, computed", [("b", 1), ("a", 506)])
 def test_the_least_recently_used_context_goes_from_its_end_on(again, computed):
-    """There is no room for 506 of the 3 x 1,002 tokens, and c takes some of a's place."""
+    """The engine has no room for 506 of the 3 x 1,002 tokens, and c takes some of a's place."""
     e = engine(kv=2500)
     for at, name in enumerate("abc"):
         after(e, 10.0 * at, name, 1000, 2)

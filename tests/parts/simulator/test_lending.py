@@ -1,4 +1,4 @@
-"""What serving leaves to rollouts: compute, memory, and latency within its targets."""
+"""Resources that serving leaves to rollouts: compute, memory, and latency within its targets."""
 
 import dataclasses
 from array import array

@@ -45,7 +45,7 @@ def rebalance(**changes):
 
 
 def one(**changes):
-    """One trajectory, one step."""
+    """Simulate one trajectory of one step."""
     boxes = dataclasses.replace(BOXES, **changes.pop("boxes", {}))
     sizes = {"steps": 1, "groups": 1, "size": 1} | changes
     return cluster(env=Script(), sandboxes=boxes, **sizes)
@@ -186,7 +186,7 @@ def test_a_turn_that_changed_nothing_is_saved_with_those_before_it():
     """The second turn is over before the first is stored."""
     hub = Trajectories(1, **SLOW)
     hub.turn(3.0, hub.all[0])
-    hub.turn(8.0, hub.all[0])  # its command until 7, its capture until 7.5
+    hub.turn(8.0, hub.all[0])  # command until 7, capture until 7.5
     hub.run(15.5)
     assert hub.events == []
     hub.run(15.502)
@@ -197,7 +197,7 @@ def test_a_turn_that_changed_nothing_is_saved_with_those_before_it():
 
 
 def test_a_capture_without_room_is_due_at_the_next_turn():
-    """There is room for one capture: from 7 to 7.5 s of the first; the second's is due at 7.25."""
+    """The host has room for one capture: from 7 to 7.5 s of the first; the second's is due at 7.25."""
     hub = Trajectories(2, staging_bytes=1.5e6, **SLOW)
     for at, trajectory in zip((3.0, 3.25), hub.all, strict=True):
         hub.turn(at, trajectory)

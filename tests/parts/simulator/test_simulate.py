@@ -254,7 +254,7 @@ def test_gpus_that_roll_out_train_no_more_and_libras_split_shortens_the_steps():
     for found, names in ((result, {"dedicated-0", "elastic-0"}), (never, {"dedicated-0"})):
         assert {worker.name for worker in found.workers if worker.decoded} == names
     for number, times, more in ((0, 1, 0.0), (1, 1, 0.0), (2, 2, 1.0), (3, 2, 0.0), (7, 2, 0.0)):
-        step, other = result.steps[number], never.steps[number]  # of the same episodes
+        step, other = result.steps[number], never.steps[number]  # tokens of the same episodes
         assert step.trained_tokens == other.trained_tokens
         expected = times * (training_s(other) - trainer.step_s) + more
         assert training_s(step) - trainer.step_s == pytest.approx(expected)

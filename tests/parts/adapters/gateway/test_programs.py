@@ -71,7 +71,7 @@ def run(chats, tokenizer, tmp_path, make_config):
 
 
 def test_a_program_calls_and_leaves_its_reward_in_a_file(run, monkeypatch):
-    """It finds nothing of the run's environment."""
+    """The agent's program finds nothing of the run's environment."""
     for name in ("HF_TOKEN", "PMI_RANK", "MINE"):
         monkeypatch.setenv(name, "3")
     got = run("""

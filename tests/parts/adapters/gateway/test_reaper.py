@@ -1,4 +1,4 @@
-"""What agents' programs inherit, and the end of all that they start with their reaper or host."""
+"""Variables and files that agents' programs inherit, and the end of all that they start with their reaper or host."""
 
 import subprocess
 import sys

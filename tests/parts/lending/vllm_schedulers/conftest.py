@@ -61,7 +61,7 @@ class Boards:
             self.writers[name].write()
 
     def damage(self, name):
-        """Its writer writes it no more."""
+        """Damage the board, which is not written again."""
         with self._one_writes:
             del self.writers[name]
         with open(self.folder / name, "r+b") as file:
@@ -106,7 +106,7 @@ def boards(tmp_path, monkeypatch):
 
 @pytest.fixture
 def asynchronous():
-    """Whether vLLM plans a step while the one before runs, as on GPUs; a test's parameter."""
+    """True if vLLM plans a step while the one before runs, as on GPUs; a test's parameter."""
     return False
 
 
