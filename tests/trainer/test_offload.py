@@ -81,7 +81,7 @@ def test_a_device_without_room_is_named_with_what_is_wanted(share):
         def resize_(self, nbytes):
             raise RuntimeError("out of memory")
 
-    share.give_back()  # the process's allocated memory is counted from here
+    share.give_back()  # `take` below takes all of it again
     gone, share._gone = share._gone, [(Full(), 3 * 2**30)]
     with pytest.raises(RuntimeError, match=r"the trainer's states need 3.0 GiB of cpu, which has"):
         share.take()
