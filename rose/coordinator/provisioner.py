@@ -153,11 +153,11 @@ class Provisioner:
         self._released.discard(request)
         if not code or commands.refuses(err):
             del self._cancelling[request]
+        self._remember()
         if code:
             self._on_fault("scancel failed", f"{request}, job {job.id}: {err}")
         else:
             self._on_change("capacity given back", f"{request}: job {job.id}, {why}")
-        self._remember()
 
     async def _watch(self) -> None:
         while True:

@@ -105,8 +105,11 @@ async def test_what_is_given_back_before_sbatch_has_answered_leaves_no_job(drive
         await hasty.until(
             lambda: list((hasty.run_dir / "submitted").glob("*_submitted.pkl")), "sbatch"
         )
-        await hasty.until(lambda: not queue() and not hasty.provisioner._submitting, "scancel")
-    assert hasty.events == [] and lent.noted(hasty.run_dir) == {}
+        await hasty.until(
+            lambda: not (hasty.provisioner._submitting or queue() or lent.noted(hasty.run_dir)),
+            "scancel",
+        )
+    assert hasty.events == []
 
 
 @pytest.mark.parametrize(
