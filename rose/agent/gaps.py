@@ -76,6 +76,7 @@ class Gaps:
         native: bool,
     ) -> None:
         self._folder, self._render, self._ends, self._native = folder, render, ends, native
+        # of(roles, tools) returns the gap before messages of these roles, found once.
         self.of = functools.lru_cache(CACHE)(self._find)
 
     def tools_problem(self) -> str:

@@ -97,7 +97,8 @@ def given(here: Sequence[Device] | None, variable: str | None) -> tuple[str, ...
 
 
 def _name(word: str, here: Sequence[Device] | None, variable: str) -> str:
-    """Return `word` with its UUID written out, since vLLM asks NVML for the whole one."""
+    """Return the GPU's name for `word`, an element of CUDA_VISIBLE_DEVICES: a UUID that is given
+    by its beginning is written out, because NVML, which vLLM asks, knows whole ones only."""
     if here is None:
         return word
     if word.isdigit():

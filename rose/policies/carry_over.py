@@ -33,8 +33,8 @@ class CarryOver:
     def __init__(self, staleness: int, carry: float, max_admitted: float) -> None:
         if staleness < 0 or not 0 <= carry <= staleness or max_admitted < 1:
             raise ValueError(
-                f"staleness={staleness}, carry={carry}, max_admitted={max_admitted}: 0 <= carry <= "
-                "staleness, and max_admitted at least 1"
+                f"staleness={staleness}, carry={carry}, max_admitted={max_admitted}: carry must "
+                "be from 0 to staleness, and max_admitted at least 1"
             )
         self.staleness, self.carry, self.max_admitted = staleness, carry, max_admitted
         self._stream = Stream()

@@ -36,8 +36,8 @@ def parts(name: str, shape: tuple[int, ...]) -> list[Part]:
 
 
 def parameter_of(name: str, shape: tuple[int, ...]) -> tuple[str, int]:
-    """Inverse of `parts`: (the parameter that has the folder's tensor `name`, flat index of its
-    first value there)."""
+    """Return which of the trainer's parameters holds the tensor `name` of the model's folder, and
+    the flat index in the parameter at which the tensor begins. The inverse of `parts`."""
     match = _OWN.fullmatch(name)
     if match is None:
         return name, 0

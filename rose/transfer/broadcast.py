@@ -255,7 +255,8 @@ class Broadcast:
         return self._comms[root].Ibcast([piece, MPI.BYTE], 0)
 
     def _abort_pieces(self) -> None:
-        """Take no further part. Torch would end the process for pieces that stay in flight."""
+        """Take no further part. Pieces in flight are cancelled: for one that never ends, torch's
+        watchdog would end this process."""
         try:
             if self._pieces is not None:
                 self._pieces.abort()

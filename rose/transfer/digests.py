@@ -206,7 +206,7 @@ def _device_digests(
         try:
             with values.side_stream():
                 lanes = _lanes(values.device, table)
-        except Exception as error:  # Triton's, C compilers' and drivers' have no common base.
+        except Exception as error:  # exceptions of Triton, compilers and drivers
             first = str(error).strip().partition("\n")[0]
             raise _DeviceError(
                 f"Triton fails on {values.device}: {type(error).__name__}: {first}"

@@ -193,8 +193,9 @@ class Engine:
                     ticket.late |= late
 
     async def packed(self, name: str, turn: int, life: int) -> None:
-        """Wait until each capture of `name` up to `turn` is in the local store or has failed. If
-        the turn isn't in a store then, take over what dead hosts of this machine have packed."""
+        """Wait until each capture of `name` up to `turn` is in the local store or has failed. If no
+        store has the turn afterwards, take over what dead environment hosts have packed on this
+        machine."""
         self.urge(name)
         on_their_way = self._waiting["save"] + self._at_work["save"]
         for ticket in on_their_way:

@@ -34,8 +34,13 @@ class Dial:
         self.saved = 0.0  # seconds by which decodes were faster than the target allows
 
     def lets(self, work: Work, decode_s: float, left_s: float) -> bool:
-        """Return True if R may run beside a step with this work. `decode_s` is the step's predicted
-        time alone, `left_s` the time until `hold_until`."""
+        """Return True if the rollout engine R may run beside a step of the online engine S that has
+        this work. `decode_s`: predicted seconds of the step without R. `left_s`: seconds by which
+        the step may end later and all requests still meet their targets (slo.hold_until).
+
+        R must make the step neither longer than `left_s`, by its P99, nor in the mean by more than
+        decodes have saved.
+        """
         if self._slo is None or work.prefill or not decode_s > 0:
             return False
         return (
