@@ -147,11 +147,12 @@ class Provisioner:
         end = time.monotonic() + commands.PATIENCE_S
         while True:
             code, _, err = await _command("scancel", job.id)
-            if not code or commands.refuses(err) or time.monotonic() > end:
+            answered = not code or commands.refuses(err)
+            if answered or time.monotonic() > end:
                 break
             await asyncio.sleep(commands.PAUSE_S)
         self._released.discard(request)
-        if not code or commands.refuses(err):
+        if answered:
             del self._cancelling[request]
         self._remember()
         if code:

@@ -59,7 +59,7 @@ class RewardJobs:
 
     def row(self) -> dict[str, int]:
         """Return the values for a step's row."""
-        return {"reward_jobs": self.running} if self._settings.max_jobs else {}
+        return {"reward_jobs": self.running}
 
     @property
     def running(self) -> int:
