@@ -9,7 +9,7 @@ from rose import protocol as p
 from rose.coordinator import journal, replay
 from rose.policies import build
 from rose.scheduler.groups import group_index
-from tests.job.job import Job
+from tests.job.job import Held, Job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
@@ -37,10 +37,13 @@ def score(episode):
 
 def test_rollouts_go_on_while_the_trainer_trains_and_a_pool_scores_each_once(tmp_path):
     (tmp_path / "mine.py").write_text(REWARD)
-    # One place in the engine: rollouts take longer than training, so that some run whenever new
-    # weights come.
+    # A group of the third step waits at its first move until the second step's weights are there,
+    # so its trajectories have turns of two versions.
+    held = Held(tmp_path, STEPS)
+    held.release(1, 2, 4)
     job = Job(
         tmp_path,
+        *held.overrides,
         *("scheduler/batching=bounded_staleness", f"scheduler.batching.args.eta={ETA}"),
         *("algorithm=decoupled_ppo", f"trainer.steps={STEPS}", "rollout.workers=1"),
         *("rollout.max_sequences=1", "trainer.checkpoint_every=2", "eval.episodes=4"),
@@ -55,6 +58,11 @@ def test_rollouts_go_on_while_the_trainer_trains_and_a_pool_scores_each_once(tmp
         # trajectory that fails. Of these four groups one has just begun, so at least seven were
         # without a score then, and now one that had no turn then has one.
         job.until(lambda: len(list(tmp_path.glob("g*.tries"))) >= 30, "scores of other groups")
+    job.until(
+        lambda: job.live().get("workers", {}).get("rollout-0", {}).get("version") == 2,
+        "the engine's load of the second step's weights",
+    )
+    held.release(3)
     assert job.wait() == 0, job.said + job.logs()
     steps = job.steps()
     assert [row["version"] for row in steps] == list(range(1, STEPS + 1))
