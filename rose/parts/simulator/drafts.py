@@ -162,7 +162,7 @@ class DraftingEngine(SimEngine):
         self._at += self._seconds(steps, self._decodes, self._attended)
         generated = self._generated * steps
         self._attended += generated
-        self._held += generated
+        self.memory.held += generated
         self.decoded += generated
         ended: list[Sequence] = []
         for at, level in enumerate(self._levels):
@@ -175,8 +175,7 @@ class DraftingEngine(SimEngine):
         for seq in ended:
             self._leave(seq, seq.left)
             self._release(seq)
-        if self._held + self._cached > self.kv:
-            self._fit()
+        self.memory.fit()
         return ended
 
     def _note_end(self, seq: Sequence) -> None:
@@ -204,7 +203,7 @@ class DraftingEngine(SimEngine):
         seq._own += generated
         self._decodes -= 1
         self._attended -= seq.context + beyond
-        self._held -= beyond
+        self.memory.held -= beyond
         self.decoded -= beyond
 
     @staticmethod

@@ -18,6 +18,8 @@ from rose.parts.simulator import result, spec
 from rose.parts.simulator.episodes import Group, Groups, Trajectory
 from rose.parts.simulator.loop import Loop
 from rose.parts.simulator.sandboxes import Sandboxes
+from rose.parts.simulator.supply import Supply
+from rose.parts.simulator.training import Training
 from rose.parts.simulator.worker import SimWorker
 from rose.parts.simulator.workers import Workers
 from rose.scheduler import Scheduler
@@ -54,35 +56,26 @@ class Simulation:
         self._groups = Groups(what, seed)
         stream = 1 << 32  # numerics: no group has this index
         draw = np.random.Generator(np.random.PCG64([seed, stream]))
-        self._workers = Workers(what, self._loop, draw, self)
+        self._workers = Workers(what, self._loop, self)
         self._turns: dict[str, Trajectory] = {}  # open turn -> its trajectory
         self._counts = result.Counts()
+        self._supply = Supply(what, self._loop, draw, self._workers, self.feed, self._counts)
         self._boxes = what.sandboxes and Sandboxes(
             what.sandboxes, self._loop, seed, self, self._counts
         )
-        self._steps: list[result.Step] = []
+        self._training = Training(what, self._loop, self._groups, self._workers, self.feed)
         self._turn_s, self._trajectory_s = array("f"), array("f")
-        self._began = 0.0
         self._ran_at = 0.0  # time of the last tick at which no turn was open, or one ran
-        # (step, begin of training, its groups) while a batch is in training
-        self._batch: tuple[int, float, list] | None = None
-        self._waiting: list[Group] = []  # groups certain to be in the step's batch, not trained
-        self._ahead: set[str] = set()  # groups of the step in training, or trained, ahead of it
-        self._free_at = 0.0  # end of the trainer's current round ahead of the step's training
-        self._ahead_s = 0.0  # seconds of all such rounds of the step
-        self._trained_at = self._published_at = 0.0
-        self._syncing = False  # a published version is not yet on all dedicated workers
-        self._version = 0
         self._do = {
             ev.AssignTurn: self._assign,
             ev.AbortTurn: self._abort,
             ev.LoadWeights: self._workers.load,
             ev.AdmitGroup: self._admit,
             ev.DropGroup: self._drop,
-            ev.TrainGroup: self._train_group,
-            ev.StartTraining: self._start_training,
-            ev.RequestCapacity: self._workers.request,
-            ev.ReleaseCapacity: self._workers.release,
+            ev.TrainGroup: self._training.train_group,
+            ev.StartTraining: self._training.start,
+            ev.RequestCapacity: self._supply.request,
+            ev.ReleaseCapacity: self._supply.release,
             ev.UseWorker: self._workers.use,
             ev.RestWorker: self._workers.rest,
             ev.MoveTrajectory: self._move,
@@ -90,33 +83,31 @@ class Simulation:
         }
 
     def run(self) -> result.Result:
-        self._publish(0)
-        self._workers.start()
+        self._training.publish(0)
+        self._supply.start()
         if self._boxes is not None:
             self._boxes.start()
-        self._loop.at(0.0, self._begin_step, 1)
+        self._loop.at(0.0, self._training.begin_step, 1)
         if self._spec.tick_s < math.inf:
             self._loop.at(self._spec.tick_s, self._tick, None)
         try:
             self._loop.run(self._spec.horizon_s)
         except RuntimeError as error:
             raise RuntimeError(
-                f"step {len(self._steps) + 1} of {self._spec.steps}: {error}; {len(self._turns)} "
-                f"turns are open, {self._scheduler.waiting} of them wait for "
+                f"step {len(self._training.steps) + 1} of {self._spec.steps}: {error}; "
+                f"{len(self._turns)} turns are open, {self._scheduler.waiting} of them wait for "
                 f"{len(self._workers.by_name)} workers"
             ) from None
         workers, serving = self._workers.results()
-        counts = self._counts
-        counts.refused, counts.lost_workers = self._workers.refused, self._workers.lost
         return result.Result(
             self._spec.name,
             self._seed,
             self._loop.now,
-            self._steps,
+            self._training.steps,
             workers,
             serving,
             self._workers.granted,
-            counts,
+            self._counts,
             self._loop.events,
             np.frombuffer(self._turn_s, np.float32),
             np.frombuffer(self._trajectory_s, np.float32),
@@ -132,6 +123,9 @@ class Simulation:
 
     def is_resting(self, worker: str) -> bool:
         return self._scheduler.cluster.workers[worker].resting
+
+    def synced(self) -> None:
+        self._training.end_step_if_synced()
 
     def _tick(self, _what: None, _ticket: int) -> None:
         now = self._loop.now
@@ -149,116 +143,12 @@ class Simulation:
     def _give_up(self, action: ev.GiveUp) -> None:
         raise RuntimeError(action.reason)
 
-    # ----------------------------------------------------------------- steps
-
-    def _begin_step(self, step: int, _ticket: int) -> None:
-        self._began = self._loop.now
-        self._workers.step_begins()
-        self._waiting.clear()
-        self._ahead.clear()
-        self._ahead_s = 0.0
-        stream, batch = self._spec.stream, self._spec.batch
-        wanted = {"groups": batch.groups, "group_size": batch.group_size}
-        self.feed(ev.StepBegun(at=self._loop.now, step=step, stream=stream, **wanted))
-
-    def _train_group(self, action: ev.TrainGroup) -> None:
-        self._waiting.append(self._groups.finished[action.group])
-        if self._loop.now >= self._free_at:
-            self._next_round(None, 0)
-
-    def _next_round(self, _what: None, _ticket: int) -> None:
-        """Train all waiting groups in one round. (A live run limits the size of a round.)"""
-        if not self._waiting or self._batch is not None:
-            return
-        groups, self._waiting = self._waiting, []
-        seconds = self._computing_s(groups)
-        self._ahead.update(group.name for group in groups)
-        self._ahead_s += seconds
-        self._free_at = self._loop.now + seconds
-        self._loop.at(self._free_at, self._next_round, None)
-
-    def _start_training(self, action: ev.StartTraining) -> None:
-        now = self._loop.now
-        groups = [self._groups.finished.pop(name) for name in action.groups]
-        self._batch = action.step, now, groups
-        running_s = max(0.0, self._free_at - now)
-        self._ahead_s -= running_s
-        left = [group for group in groups if group.name not in self._ahead]
-        seconds = running_s + self._spec.trainer.step_s + self._computing_s(left)
-        seconds += self._workers.to_training(seconds)
-        self._loop.at(now + seconds, self._trained, None)
-
-    def _computing_s(self, groups: list[Group]) -> float:
-        """Seconds of forward and backward passes, as if all micro-batches were full."""
-        trainer = self._spec.trainer
-        tokens = sum(group.context for group in groups)
-        seconds = trainer.token_s * tokens
-        if trainer.gpus:
-            pairs = sum(group.pairs for group in groups)
-            flops = tokens * trainer.flops_per_token + pairs * trainer.flops_per_pair
-            seconds += flops / (self._training_gpus() * trainer.gpu.flops * trainer.mfu)
-        return seconds
-
-    def _training_gpus(self) -> int:
-        """Number of GPUs that train: the trainer's without those that roll out meanwhile."""
-        left = self._spec.trainer.gpus - self._workers.gpus_rolling_out()
-        if left <= 0:
-            raise RuntimeError(
-                f"at {self._loop.now:.1f} s of simulated time all {self._spec.trainer.gpus} GPUs "
-                "of the trainer roll out; which of them do is the provisioning policy's"
-            )
-        return left
-
-    def _trained(self, _what: None, _ticket: int) -> None:
-        self._trained_at = self._loop.now
-        self._loop.at(self._loop.now + self._spec.trainer.publish_s, self._published, None)
-
-    def _published(self, _what: None, _ticket: int) -> None:
-        self._published_at = self._loop.now
-        self._publish(self._version + 1)
-        self._workers.to_rollout()
-        self._syncing = True
-        self.synced()
-
-    def _publish(self, version: int) -> None:
-        self._version = self._workers.version = version
-        self.feed(ev.VersionPublished(at=self._loop.now, version=version))
-
-    def synced(self) -> None:
-        """End the step, once every dedicated worker holds its weights, and begin the next."""
-        if not self._syncing or self._workers.waited_for:
-            return
-        step, training_at, groups = self._batch
-        self._batch, self._syncing = None, False
-        rewards = [reward for group in groups for reward in group.rewards]
-        staleness = tuple(self._version - 1 - group.version for group in groups)
-        self._steps.append(
-            result.Step(
-                step,
-                self._began,
-                training_at,
-                self._trained_at,
-                self._published_at,
-                self._loop.now,
-                sum(group.tokens for group in groups),
-                sum(group.context for group in groups),
-                len(rewards),
-                float(np.mean(rewards)) if rewards else float("nan"),
-                staleness,
-                self._ahead_s,
-            )
-        )
-        if len(self._steps) < self._spec.steps:
-            self._begin_step(step + 1, 0)
-        else:
-            self._loop.over = True
-
     # ----------------------------------------------------------------- groups and trajectories
 
     def _admit(self, action: ev.AdmitGroup) -> None:
         now = self._loop.now
         for trajectory in self._groups.admit(
-            action.group, action.index, self._version, now, action.spare
+            action.group, action.index, self._training.version, now, action.spare
         ):
             self._start(trajectory)
 
@@ -413,7 +303,7 @@ class Simulation:
         trajectory.context, trajectory.attempt_tokens = trajectory.base + trajectory.turn_tokens, 0
         trajectory.reported = 0
         worker.turns[turn] = trajectory
-        if not worker.engine.kv:
+        if not worker.engine.memory.capacity:
             self.returned(worker, [trajectory])
             return
         worker.engine.add(worker.work(now), trajectory)

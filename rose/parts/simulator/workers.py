@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
-import numpy as np
-
 from rose.parts.simulator import lending, result, spec
 from rose.parts.simulator.drafts import Ended
 from rose.parts.simulator.loop import Loop
@@ -36,24 +34,18 @@ class Hub(Protocol):
 
 
 class Workers:
-    def __init__(self, what: spec.Spec, loop: Loop, draw: np.random.Generator, hub: Hub) -> None:
-        self._spec, self._loop, self._draw, self._hub, self._feed = what, loop, draw, hub, hub.feed
+    def __init__(self, what: spec.Spec, loop: Loop, hub: Hub) -> None:
+        self._spec, self._loop, self._hub, self._feed = what, loop, hub, hub.feed
         self.by_name: dict[str, SimWorker] = {}
         self.gone: list[SimWorker] = []
         # Dedicated and hybrid workers that load weights; the step waits for them.
         self.waited_for: dict[str, None] = {}
         self.granted: list[result.Granted] = []
-        self.lost = self.refused = 0
-        self._pools = {pool.name: pool for pool in what.pools}
-        self._requests: dict[str, tuple[spec.Pool, bool]] = {}  # request -> (pool, joined)
-        self._used = dict.fromkeys(self._pools, 0)  # pool -> requests open or granted
-        # pool -> spot instances that start or run
-        self._spot: dict[str, list[str]] = {pool.name: [] for pool in what.pools}
-        self._started_spot = dict.fromkeys(self._pools, 0)  # pool -> instances so far
-        self._serial = dict.fromkeys(self._pools, 0)  # pool -> workers that have joined
+        names = [pool.name for pool in what.pools]
+        self._serial = dict.fromkeys(names, 0)  # pool -> workers that have joined
         # pool -> (worker, version, bytes) of the transfers requested at this instant
         self._sending: dict[str, list[tuple[SimWorker, int, float]]] = {}
-        self._link_free = dict.fromkeys(self._pools, 0.0)  # pool -> time its link is free
+        self._link_free = dict.fromkeys(names, 0.0)  # pool -> time its link is free
         # (id of a Load, pool) -> (pace, changes)
         self._tables: dict[tuple[int, str], tuple] = {}
         # Seconds by which the next training step is longer because GPUs were moved.
@@ -63,18 +55,7 @@ class Workers:
 
     # ----------------------------------------------------------------- joining and leaving
 
-    def start(self) -> None:
-        """Join the initial workers, which hold version 0, and schedule changes of availability."""
-        for pool in self._spec.pools:
-            if pool.available is not None:
-                call = self._reclaim if pool.on_request else self._spot_changed
-                for at in pool.available.at.tolist():
-                    self._loop.at(at, call, pool)
-            elif not pool.on_request:
-                for index in range(pool.count):
-                    self._join(f"{pool.name}-{index}", pool, 0)
-
-    def _join(self, name: str, pool: spec.Pool, version: int, asked_at: float = -1.0) -> None:
+    def join(self, name: str, pool: spec.Pool, version: int, asked_at: float) -> None:
         now = self._loop.now
         worker = SimWorker(name, pool, self._serial[pool.name], now, self._ended)
         self._serial[pool.name] += 1
@@ -141,110 +122,7 @@ class Workers:
     def group_ended(self, group: str) -> None:
         self._ended.drop(group)
 
-    def _spot_changed(self, pool: spec.Pool, _ticket: int) -> None:
-        """Lose random instances beyond the number available now, or start instances up to it."""
-        here, count = self._spot[pool.name], min(self._available(pool), pool.count)
-        while len(here) > count:
-            worker = self.by_name.get(here.pop(int(self._draw.integers(len(here)))))
-            if worker is not None:
-                self.lost += 1
-                self.lose(worker, "the spot instance was reclaimed")
-        for _ in range(count - len(here)):
-            name = f"{pool.name}-{self._started_spot[pool.name]}"
-            self._started_spot[pool.name] += 1
-            here.append(name)
-            first = self._loop.now == 0
-            self._loop.at(
-                self._loop.now + (0 if first else pool.allocation.start_s),
-                self._spot_started,
-                (pool, name, 0 if first else -1),
-            )
-
-    def _spot_started(self, what: tuple[spec.Pool, str, int], _ticket: int) -> None:
-        pool, name, version = what
-        if name in self._spot[pool.name]:
-            asked_at = self._loop.now - pool.allocation.start_s if version < 0 else -1.0
-            self._join(name, pool, version, asked_at)
-
-    def _reclaim(self, pool: spec.Pool, _ticket: int) -> None:
-        """Lose random workers of a pool `on_request` while more are in use than available."""
-        while self._used[pool.name] > self._available(pool):
-            here = [name for name, (of, joined) in self._requests.items() if of is pool and joined]
-            if not here:
-                return  # `_started` checks again for the workers that still start.
-            request = here[int(self._draw.integers(len(here)))]
-            self._forget(request)
-            self.lost += 1
-            self.lose(self.by_name[request], "the spot instance was reclaimed")
-            self._feed(ev.CapacityEnded(at=self._loop.now, request=request))
-
-    def _available(self, pool: spec.Pool) -> int:
-        if pool.available is None:
-            return pool.count
-        place = int(np.searchsorted(pool.available.at, self._loop.now, side="right")) - 1
-        return int(pool.available.workers[place])
-
-    # ----------------------------------------------------------------- capacity on request
-
-    def request(self, action: ev.RequestCapacity) -> None:
-        pool = self._pool_of(action.request)
-        self._used[pool.name] += 1
-        self._requests[action.request] = pool, False
-        self._feed(ev.CapacityQueued(at=self._loop.now, request=action.request))
-        queued = self._draw.exponential(pool.allocation.queue_s) if pool.allocation.queue_s else 0.0
-        self._loop.at(
-            self._loop.now + queued, self._answer_request, (action.request, self._loop.now)
-        )
-
-    def _pool_of(self, request: str) -> spec.Pool:
-        pools = [pool for pool in self._spec.pools if pool.on_request]
-        named = [
-            pool for pool in pools if request == pool.name or request.startswith(pool.name + "-")
-        ]
-        if not pools:
-            raise ValueError(
-                f"{self._spec.name}: the scheduler asks for {request}, and no pool is on_request; "
-                "add one, or choose scheduler/provisioning=fixed"
-            )
-        return (named or pools)[0]
-
-    def _answer_request(self, what: tuple[str, float], _ticket: int) -> None:
-        request, asked_at = what
-        if request not in self._requests:
-            return  # The request was released in the meantime.
-        pool, now = self._requests[request][0], self._loop.now
-        most = min(self._available(pool), pool.count)
-        if self._used[pool.name] > most or self._draw.random() < pool.allocation.refused:
-            self._forget(request)
-            self.refused += 1
-            self._feed(
-                ev.CapacityRefused(
-                    at=now, request=request, reason=f"{most} workers of {pool.name} are in use"
-                )
-            )
-            return
-        self._feed(ev.CapacityGranted(at=now, request=request))
-        self._loop.at(now + pool.allocation.start_s, self._started, (request, asked_at))
-
-    def _started(self, what: tuple[str, float], _ticket: int) -> None:
-        request, asked_at = what
-        if request in self._requests:
-            pool = self._requests[request][0]
-            self._requests[request] = pool, True
-            self._join(request, pool, -1, asked_at)
-            if pool.available is not None:
-                self._reclaim(pool, 0)
-
-    def release(self, action: ev.ReleaseCapacity) -> None:
-        if action.request not in self._requests:
-            return
-        joined = self._requests[action.request][1]
-        self._forget(action.request)
-        if joined and action.request in self.by_name:
-            self.lose(self.by_name[action.request], "released")
-
-    def _forget(self, request: str) -> None:
-        self._used[self._requests.pop(request)[0].name] -= 1
+    # ----------------------------------------------------------------- sleep
 
     def use(self, action: ev.UseWorker) -> None:
         """Wake the worker up, in the pool's `switch_s`. The scheduler orders weights if needed."""
