@@ -1,9 +1,8 @@
 """The driver of the scheduler in simulated time: it feeds events and carries out actions.
 `simulate` is the entry point.
 
-It does what rose.coordinator.coordinator and rose.coordinator.turns do in a live run, in the same
-order: step begun, rollout, training, version published, dedicated workers loaded, next step. Like
-them it reports tokens at intervals, not one by one.
+This module has the groups, trajectories and turns, as rose.coordinator.turns has in a live run. It
+reports tokens at intervals, not one by one.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from rose.scheduler import Scheduler
 from rose.scheduler import events as ev
 from rose.scheduler.actions import ActionQueue, Journal
 
-# A run fails when turns have waited for this long while none ran: no worker will come.
+# A run fails when all turns have waited for this long: no worker will come.
 STALLED_S = 24 * 3600.0  # ours: longer than any step or queue of a real run
 
 
@@ -47,6 +46,8 @@ def simulate(
 
 
 class Simulation:
+    """The state of a run. Workers, sandboxes and training share its loop and its scheduler."""
+
     def __init__(
         self, what: spec.Spec, scheduler: Scheduler, seed: int, journal: Journal | None
     ) -> None:
@@ -65,7 +66,7 @@ class Simulation:
         )
         self._training = Training(what, self._loop, self._groups, self._workers, self.feed)
         self._turn_s, self._trajectory_s = array("f"), array("f")
-        self._ran_at = 0.0  # time of the last tick at which no turn was open, or one ran
+        self._ran_at = 0.0  # time of the last tick at which a turn ran, or none was open
         self._do = {
             ev.AssignTurn: self._assign,
             ev.AbortTurn: self._abort,
@@ -83,6 +84,7 @@ class Simulation:
         }
 
     def run(self) -> result.Result:
+        """Simulate the run to its last step."""
         self._training.publish(0)
         self._supply.start()
         if self._boxes is not None:
@@ -128,14 +130,15 @@ class Simulation:
         self._training.end_step_if_synced()
 
     def _tick(self, _what: None, _ticket: int) -> None:
+        """Feed a tick. Raises `RuntimeError` if all turns have waited for too long."""
         now = self._loop.now
         if not self._turns or self._scheduler.waiting < len(self._turns):
             self._ran_at = now
         elif now - self._ran_at > STALLED_S:
             raise RuntimeError(
-                f"at {now:.1f} s of simulated time all turns have waited for {STALLED_S:g} s; "
-                f"which of the pools ({', '.join(pool.name for pool in self._spec.pools)}) is "
-                "used, and when, is the provisioning policy's"
+                f"at {now:.1f} s of simulated time all turns have waited for {STALLED_S:g} s; the "
+                "provisioning policy decides which of the pools "
+                f"({', '.join(pool.name for pool in self._spec.pools)}) is used, and when"
             )
         self.feed(ev.Tick(at=now))
         self._loop.at(now + self._spec.tick_s, self._tick, None)
@@ -153,6 +156,7 @@ class Simulation:
             self._start(trajectory)
 
     def _start(self, trajectory: Trajectory) -> None:
+        """Open the trajectory's sandbox, or request its first turn after `reset_s`."""
         if self._boxes is not None:
             self._boxes.open(trajectory)
             return
@@ -193,18 +197,22 @@ class Simulation:
         )
 
     def _close_turn(self, trajectory: Trajectory) -> None:
+        """Report the end of the trajectory's turn, if one is open."""
         if self._turns.pop(trajectory.turn, None) is not None:
             self.feed(ev.TurnEnded(at=self._loop.now, turn=trajectory.turn))
 
-    # ----------------------------------------------------------------- sandboxes.Hub
+    # ----------------------------------------------------------------- calls of the sandboxes
 
     def ready(self, trajectory: Trajectory) -> None:
+        """Request the trajectory's turn, since its sandbox has started."""
         self._request(trajectory, 0)
 
     def observed(self, trajectory: Trajectory, more: bool) -> None:
+        """Request the next turn if there are `more`, since the last turn's command has ended."""
         (self._request if more else self._finish)(trajectory, 0)
 
     def rewind(self, trajectory: Trajectory, turns: int, keep_open: bool) -> None:
+        """Set back a trajectory that has lost its host (see `Trajectory.rewind`)."""
         self._leave_engine(trajectory)
         self._close_turn(trajectory)
         self._counts.remade_tokens += trajectory.rewind(turns, keep_open)
@@ -214,6 +222,7 @@ class Simulation:
             self._boxes.move(action.trajectory, action.host)
 
     def _request(self, trajectory: Trajectory, _ticket: int) -> None:
+        """Request a worker for the trajectory's turn from the scheduler."""
         if trajectory.dead:
             return
         trajectory.asked_at = now = self._loop.now
@@ -235,6 +244,7 @@ class Simulation:
         )
 
     def _turn_ended(self, trajectory: Trajectory) -> None:
+        """Report the end of a turn, and run its tool call."""
         now, generated, number = self._loop.now, trajectory.turn_tokens, trajectory.number
         turn = trajectory.turn
         del self._turns[turn]
@@ -248,6 +258,7 @@ class Simulation:
         self.feed(ev.TurnEnded(at=now, turn=turn, tokens=generated))
 
     def _finish(self, trajectory: Trajectory, _ticket: int) -> None:
+        """End a trajectory, and its group if it is complete. Replace a crashed trajectory."""
         if trajectory.dead:
             return
         now = self._loop.now
@@ -272,13 +283,14 @@ class Simulation:
     # ----------------------------------------------------------------- turns on engines
 
     def _assign(self, action: ev.AssignTurn) -> None:
+        """Begin an attempt at a turn, and send it to its worker."""
         trajectory = self._turns.get(action.turn)
         if trajectory is None:
-            return  # The turn was cancelled by an action before this one.
+            return  # An action before this one cancelled the turn.
         if action.attempt > 1 and trajectory.worker.name != action.worker:
             self._counts.migrations += 1
         trajectory.attempt, trajectory.worker = action.attempt, self._workers.by_name[action.worker]
-        # The end of the last attempt was lost or came too late: only its reported tokens count.
+        # The scheduler did not get the end of the last attempt: only its reported tokens count.
         if trajectory.attempt_tokens:
             trajectory.turn_tokens += trajectory.reported
             trajectory.attempt_tokens = trajectory.reported = 0
@@ -294,9 +306,10 @@ class Simulation:
             self._arrive(what, 0)
 
     def _arrive(self, what: tuple[Trajectory, str, int], _ticket: int) -> None:
+        """Add the attempt to its worker's engine, or return it if the engine has no memory."""
         trajectory, turn, attempt = what
         if trajectory.turn != turn or trajectory.attempt != attempt or trajectory.dead:
-            return  # The scheduler revoked the attempt on its way.
+            return  # The scheduler revoked the attempt before it arrived.
         if not trajectory.worker.alive:
             return
         worker, now = trajectory.worker, self._loop.now
@@ -325,6 +338,7 @@ class Simulation:
         trajectory.attempt = 0
 
     def _take_tokens(self, trajectory: Trajectory) -> None:
+        """Add the tokens of the current attempt to those of its turn."""
         trajectory.turn_tokens += trajectory.attempt_tokens
         trajectory.attempt_tokens = trajectory.reported = 0
 
@@ -337,22 +351,22 @@ class Simulation:
             worker.ticket = self._loop.at(due, self._engine_due, worker)
             if not worker.reporting and self._spec.progress_s < math.inf:
                 worker.reporting = True
-                self._loop.at(now + self._spec.progress_s, self._report, worker)
+                self._loop.at(now + self._spec.progress_s, self._report_progress, worker)
         else:
             worker.ticket = 0
 
     def _engine_due(self, worker: SimWorker, ticket: int) -> None:
+        """Advance the worker's engine, and send the ends of attempts to the coordinator."""
         if ticket != worker.ticket:
             return
         ended = worker.engine.step()
         self.reschedule(worker)
         for trajectory in ended:
             del worker.turns[trajectory.turn]
-        way = self._spec.answer_s
         for trajectory in ended:
             what = trajectory, trajectory.turn, trajectory.attempt
-            if way:
-                self._loop.at(self._loop.now + way, self._attempt_ended, what)
+            if self._spec.answer_s:
+                self._loop.at(self._loop.now + self._spec.answer_s, self._attempt_ended, what)
             else:
                 self._attempt_ended(what, 0)
 
@@ -373,14 +387,14 @@ class Simulation:
             self._turn_ended(trajectory)
             return
         self._counts.chunks += 1
-        self._progress(trajectory, generated - reported)
+        self._feed_progress(trajectory, generated - reported)
         self.feed(
             ev.TurnReturned(
                 at=self._loop.now, turn=trajectory.turn, attempt=trajectory.attempt, chunk=True
             )
         )
 
-    def _progress(self, trajectory: Trajectory, tokens: int) -> None:
+    def _feed_progress(self, trajectory: Trajectory, tokens: int) -> None:
         if tokens:
             self.feed(
                 ev.TurnProgressed(
@@ -391,17 +405,17 @@ class Simulation:
                 )
             )
 
-    def _report(self, worker: SimWorker, _ticket: int) -> None:
-        """Report the progress of each turn that has generated tokens."""
+    def _report_progress(self, worker: SimWorker, _ticket: int) -> None:
+        """Report new tokens of each turn, now and at intervals until the worker is idle."""
         if not worker.alive or worker.ticket == 0:
             worker.reporting = False
             return
         work = worker.work(self._loop.now)
         for trajectory in list(worker.turns.values()):
             generated = worker.engine.tokens_by(work, trajectory)
-            self._progress(trajectory, generated - trajectory.reported)
+            self._feed_progress(trajectory, generated - trajectory.reported)
             trajectory.reported = generated
-        self._loop.at(self._loop.now + self._spec.progress_s, self._report, worker)
+        self._loop.at(self._loop.now + self._spec.progress_s, self._report_progress, worker)
 
     def returned(self, worker: SimWorker, trajectories: list[Trajectory]) -> None:
         """Return the turns of a worker that was lost, or that lost memory, to the scheduler."""
@@ -413,7 +427,7 @@ class Simulation:
                 trajectory.attempt = 0  # The WorkerLost event returns all turns of the worker.
                 continue
             self._counts.returned += 1
-            self._progress(trajectory, generated)
+            self._feed_progress(trajectory, generated)
             self.feed(
                 ev.TurnReturned(at=self._loop.now, turn=trajectory.turn, attempt=trajectory.attempt)
             )

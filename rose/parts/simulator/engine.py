@@ -8,7 +8,7 @@ sequence is preempted and recomputed later.
 
 While no sequence is in prefill, the batch changes only when the first sequence ends. One event
 stands for this whole run of decode steps: with D sequences each step is c4 D seconds longer than
-the one before, so that the sum has a closed form.
+the step before (`spec.StepTime`), so that the sum has a closed form.
 
 All times are work time: seconds of a device that this engine has to itself (see
 `rose.parts.simulator.lending.Pace`).
@@ -24,7 +24,7 @@ from rose.parts.simulator import spec
 from rose.parts.simulator.kv import KvCache
 
 ROUNDING = 1e-9  # numerics: seconds by which two sums of the same times may differ
-PART = 1e-6  # numerics: error bound of the inverse of the closed form, in engine steps
+STEPS_ERROR = 1e-6  # numerics: error bound of the inverse of the closed form, in engine steps
 NONE, WAITING, PREFILL, DECODE = 0, 1, 2, 3  # definition: states of a sequence
 
 
@@ -68,7 +68,7 @@ class SimEngine:
 
     def __init__(self, config: spec.Engine) -> None:
         self._c = config.step
-        self._floor = config.step.c0 + config.step.c5  # seconds of a step, its tokens aside
+        self._floor = config.step.c0 + config.step.c5  # fixed seconds of a decode step
         self._max_sequences = config.max_sequences
         self._max_tokens = config.max_batched_tokens
         self.memory = KvCache(config.kv_tokens, config.prefix_caching)
@@ -127,7 +127,7 @@ class SimEngine:
             self._plan_run()
 
     def remove(self, now: float, seq: Sequence) -> None:
-        """Remove the sequence. Afterwards `attempt_tokens` is what it has generated here."""
+        """Remove the sequence. Afterwards `attempt_tokens` counts the tokens generated here."""
         self._stop_run(now)
         self._drop(seq)
         self._plan_run(now)
@@ -165,15 +165,10 @@ class SimEngine:
         memory.capacity = tokens
         gone = []
         for seq in reversed(self.running()):
-            if (
-                memory.held <= tokens
-                and seq._state != WAITING
-                or seq._state == WAITING
-                and seq.context <= tokens
-            ):
-                continue
-            self._drop(seq)
-            gone.append(seq)
+            fits = (seq.context if seq._state == WAITING else memory.held) <= tokens
+            if not fits:
+                self._drop(seq)
+                gone.append(seq)
         memory.fit()
         self._plan_run(now)
         return gone
@@ -234,8 +229,8 @@ class SimEngine:
         return ends[0][0]
 
     def _prefill_step(self) -> float:
-        """Choose the chunks of a prefill step. Return its end, or the end of the decode steps that
-        follow if the batch can't change in between."""
+        """Choose the chunks of a prefill step. Decode steps follow it in the same run if the batch
+        can't change after it. Return the end of the run."""
         c, decodes, chunks = self._c, self._decodes, self._chunks
         cost, left, context = self._choose_chunks(max(self._max_tokens - decodes, 1))
         end = (
@@ -296,11 +291,12 @@ class SimEngine:
     def _steps_until(self, now: float) -> int:
         """Steps of the decode run until the first step boundary at or after `now`."""
         passed = now - self._at
-        return math.ceil(self._steps_in(passed) - PART) if passed > 0 else 0
+        return math.ceil(self._steps_in(passed) - STEPS_ERROR) if passed > 0 else 0
 
     def _steps_before(self, now: float) -> int:
+        """Steps of the decode run that have ended at `now`."""
         passed = now - self._at
-        return min(int(self._steps_in(passed) + PART), self._steps) if passed > 0 else 0
+        return min(int(self._steps_in(passed) + STEPS_ERROR), self._steps) if passed > 0 else 0
 
     def _decode(self, steps: int) -> list[Sequence]:
         """Advance by `steps` decode steps. Return the sequences that end with the last one."""
@@ -331,7 +327,7 @@ class SimEngine:
             if seq._todo <= 0:
                 joined.append(seq)
         if joined:
-            # Chunks are given first come first served, so that only the last can be partial.
+            # Chunks are chosen first come first served, so that only the last can be partial.
             self._prefill = self._prefill[len(joined) :]
         ended = []
         if self._decodes:
@@ -365,7 +361,7 @@ class SimEngine:
         heappush(self._ends, (self._decode_steps + seq.left, seq._order, seq._admissions, seq))
 
     def _leave_decode(self, seq: Sequence) -> None:
-        """Take the sequence out of the decode batch and bring its token counts up to date."""
+        """Remove the sequence from the decode batch and bring its token counts up to date."""
         generated = self._decode_steps - seq._decode_start
         seq.attempt_tokens += generated
         seq.left -= generated
@@ -381,8 +377,8 @@ class SimEngine:
             self._prefill_done()
 
     def _stop_run(self, now: float) -> None:
-        """Advance to the first step boundary at or after `now`, but not to the end of the run,
-        which only `step` may report. The caller must call `_plan_run` afterwards."""
+        """Advance to the first step boundary at or after `now`. Leave the last step of the run,
+        since only `step` may end sequences. The caller must call `_plan_run` afterwards."""
         self._catch_up(now)
         if self.due < math.inf and not self._chunks:
             self._decode(min(self._steps_until(now), self._steps - 1))
@@ -402,9 +398,7 @@ class SimEngine:
             waiting.popleft()
             seq._admissions += 1
             seq._state = PREFILL
-            seq._own, seq._todo = self.memory.allocate(
-                seq.key, seq.group, seq.prompt, seq.context
-            )
+            seq._own, seq._todo = self.memory.allocate(seq.key, seq.group, seq.prompt, seq.context)
             self._prefill.append(seq)
 
     def _release(self, seq: Sequence) -> None:
@@ -413,6 +407,7 @@ class SimEngine:
         self.memory.release(seq.key, seq.group, seq._own, seq._todo)
 
     def _drop(self, seq: Sequence) -> None:
+        """Remove the sequence from the queue, from prefill or from the decode batch."""
         if seq._state == WAITING:
             self._waiting.remove(seq)
             seq._state = NONE

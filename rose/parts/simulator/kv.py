@@ -15,6 +15,8 @@ WATERMARK = 0.01  # ours: vLLM 0.32 leaves none by default, and preempts what it
 
 
 class KvCache:
+    """The KV memory that an engine's sequences hold, and the prefixes that stay cached."""
+
     def __init__(self, capacity: int, prefix_caching: bool) -> None:
         self.capacity, self._prefix_caching = capacity, prefix_caching
         self.held = 0  # tokens in use

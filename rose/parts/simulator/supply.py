@@ -1,7 +1,4 @@
-"""The supply of simulated workers: initial workers, spot instances, and capacity on request.
-
-It decides when rose.parts.simulator.workers has a worker join or loses one.
-"""
+"""The supply of simulated workers: initial workers, spot instances, and capacity on request."""
 
 from __future__ import annotations
 
@@ -16,6 +13,8 @@ from rose.scheduler import events as ev
 
 
 class Supply:
+    """Decides when workers join and leave."""
+
     def __init__(
         self,
         what: spec.Spec,
@@ -36,8 +35,7 @@ class Supply:
         self._started_spot = dict.fromkeys(self._used, 0)
 
     def start(self) -> None:
-        """Have the initial workers join, which hold version 0. Schedule the times at which the
-        number of available spot machines changes."""
+        """Join the initial workers, which hold version 0, and schedule changes of availability."""
         for pool in self._spec.pools:
             if pool.available is not None:
                 call = self._reclaim if pool.on_request else self._spot_changed
@@ -85,6 +83,7 @@ class Supply:
             self._feed(ev.CapacityEnded(at=self._loop.now, request=request))
 
     def _available(self, pool: spec.Pool) -> int:
+        """Return how many workers the pool can have now."""
         if pool.available is None:
             return pool.count
         place = int(np.searchsorted(pool.available.at, self._loop.now, side="right")) - 1
@@ -103,6 +102,7 @@ class Supply:
         )
 
     def _pool_of(self, request: str) -> spec.Pool:
+        """Return the pool that the request names, or the first pool on request."""
         pools = [pool for pool in self._spec.pools if pool.on_request]
         named = [
             pool for pool in pools if request == pool.name or request.startswith(pool.name + "-")
@@ -115,6 +115,7 @@ class Supply:
         return (named or pools)[0]
 
     def _answer_request(self, what: tuple[str, float], _ticket: int) -> None:
+        """Grant the request, or refuse it if the pool is full or by chance."""
         request, asked_at = what
         if request not in self._requests:
             return  # The request was released in the meantime.

@@ -1,6 +1,7 @@
 """The simulated workers: engines that join, load weights, lend more or less memory, and leave.
 
-rose.parts.simulator.driver has their turns, and rose.parts.simulator.engine how an engine computes.
+rose.parts.simulator.driver has their turns, and rose.parts.simulator.engine the engine itself.
+rose.parts.simulator.supply decides when a worker joins, and when one is lost.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ class Hub(Protocol):
         """Schedule the engine's next event, after a change of the engine."""
 
     def synced(self) -> None:
-        """End the step if no dedicated worker is still to load its weights."""
+        """End the step if all dedicated workers have loaded its weights."""
 
     def is_resting(self, worker: str) -> bool:
-        """Return whether the scheduler has put the worker to rest."""
+        """Return whether the scheduler has put the worker to sleep."""
 
 
 class Workers:
+    """The workers of a run, of all pools."""
+
     def __init__(self, what: spec.Spec, loop: Loop, hub: Hub) -> None:
         self._spec, self._loop, self._hub, self._feed = what, loop, hub, hub.feed
         self.by_name: dict[str, SimWorker] = {}
@@ -56,6 +59,7 @@ class Workers:
     # ----------------------------------------------------------------- joining and leaving
 
     def join(self, name: str, pool: spec.Pool, version: int, asked_at: float) -> None:
+        """Add a worker that holds `version` (-1: none). `asked_at`: see `SimWorker`."""
         now = self._loop.now
         worker = SimWorker(name, pool, self._serial[pool.name], now, self._ended)
         self._serial[pool.name] += 1
@@ -64,7 +68,7 @@ class Workers:
         if pool.serving is not None:
             self._attach_serving(worker, pool.serving)
         if version == self.version and asked_at >= 0:
-            self._is_ready(worker)
+            self._note_ready(worker)
         self._feed(
             ev.WorkerJoined(
                 at=now,
@@ -83,6 +87,7 @@ class Workers:
             self._update_budget(worker, 0)
 
     def _attach_serving(self, worker: SimWorker, serving: spec.Serving) -> None:
+        """Have the worker share its device with online serving."""
         worker.load, worker.offset_s = serving.devices.load(worker.serial)
         key = id(worker.load), worker.pool.name
         if key not in self._tables:
@@ -97,6 +102,7 @@ class Workers:
         worker.budget = lending.Budget(serving, changes, worker.offset_s)
 
     def lose(self, worker: SimWorker, reason: str) -> None:
+        """Remove the worker, and return its turns to the scheduler."""
         now = self._loop.now
         worker.alive = False
         del self.by_name[worker.name]
@@ -122,10 +128,10 @@ class Workers:
     def group_ended(self, group: str) -> None:
         self._ended.drop(group)
 
-    # ----------------------------------------------------------------- sleep
+    # ----------------------------------------------------------------- sleep and wake-up
 
     def use(self, action: ev.UseWorker) -> None:
-        """Wake the worker up, in the pool's `switch_s`. The scheduler orders weights if needed."""
+        """Wake the worker up, which takes `switch_s`. The scheduler orders weights if needed."""
         worker, now = self.by_name[action.worker], self._loop.now
         self._note_switch(worker)
         worker.hold(now)
@@ -136,15 +142,17 @@ class Workers:
 
     def _awake(self, worker: SimWorker, _ticket: int) -> None:
         if worker.alive and not worker.loading:
-            self._is_ready(worker)
+            self._note_ready(worker)
 
     def rest(self, action: ev.RestWorker) -> None:
+        """Put the worker to sleep, and free its GPUs."""
         worker = self.by_name[action.worker]
         self._note_switch(worker)
         worker.end_hold(self._loop.now)
         worker.asked_at = -1.0
 
-    def _is_ready(self, worker: SimWorker) -> None:
+    def _note_ready(self, worker: SimWorker) -> None:
+        """Record how long a worker that was requested or woken up took to be ready."""
         if worker.asked_at >= 0:
             self.granted.append(
                 result.Granted(worker.name, worker.pool.name, worker.asked_at, self._loop.now)
@@ -160,13 +168,15 @@ class Workers:
         if worker.pool.kind in ("dedicated", "hybrid"):
             self.waited_for[worker.name] = None
         link = worker.pool.link
-        size = link.version_bytes if 0 <= action.version - 1 == worker.version else link.full_bytes
+        has_previous = 0 <= action.version - 1 == worker.version
+        size = link.version_bytes if has_previous else link.full_bytes
         if worker.pool.name not in self._sending:
             self._sending[worker.pool.name] = []
             self._loop.at(self._loop.now, self._send, worker.pool)
         self._sending[worker.pool.name].append((worker, action.version, size))
 
     def _send(self, pool: spec.Pool, _ticket: int) -> None:
+        """Send the pool's requested versions, once its link is free."""
         loads = self._sending.pop(pool.name)
         sizes = [size for _, _, size in loads]
         begin = max(self._loop.now, self._link_free[pool.name])
@@ -181,6 +191,7 @@ class Workers:
                 self._apply((worker, version), 0)
 
     def _apply(self, what: tuple[SimWorker, int], _ticket: int) -> None:
+        """Pause the engine to apply a version. With in_flight=finish, let its turns end before."""
         worker, version = what
         if not worker.alive:
             return
@@ -205,7 +216,7 @@ class Workers:
         worker.version, worker.loading = version, False
         self.waited_for.pop(worker.name, None)
         if version == self.version:
-            self._is_ready(worker)
+            self._note_ready(worker)
         self._feed(ev.WorkerLoaded(at=self._loop.now, worker=worker.name, version=version))
         self._hub.synced()
 
@@ -231,8 +242,8 @@ class Workers:
                 self._report_capacity(worker)
 
     def _report_capacity(self, worker: SimWorker) -> None:
-        """Resize the engine's KV cache to the lent share and report that to the scheduler. Changes
-        below `step` of the whole are ignored, unless they are to or from 0 or change `revoked`."""
+        """Resize the engine's KV cache to the lent share and report it to the scheduler. Ignore
+        changes below `step` of the whole, except to or from 0, or of `revoked`."""
         whole, share = worker.pool.engine.kv_tokens, worker.budget.share
         tokens, revoked = int(share * whole), worker.budget.frozen
         reported, was_revoked = worker.reported
@@ -242,9 +253,12 @@ class Workers:
         if small and revoked == was_revoked:
             return
         worker.reported = tokens, revoked
-        self._capacity(worker, tokens, -1.0 if revoked or share < 1 else 0.0, revoked)
+        self._set_capacity(worker, tokens, -1.0 if revoked or share < 1 else 0.0, revoked)
 
-    def _capacity(self, worker: SimWorker, tokens: int, expected_s: float, revoked: bool) -> None:
+    def _set_capacity(
+        self, worker: SimWorker, tokens: int, expected_s: float, revoked: bool
+    ) -> None:
+        """Resize the engine's KV cache, report it, and return the turns that no longer fit."""
         now = self._loop.now
         gone = worker.engine.set_kv(worker.work(now), tokens)
         sequences = worker.pool.engine.max_sequences if tokens else 0
@@ -265,8 +279,8 @@ class Workers:
     # ----------------------------------------------------------------- hybrid pools
 
     def to_training(self, seconds: float) -> float:
-        """Stop rollout on hybrid workers. It is expected to start again after `seconds`. Return the
-        delay until their GPUs train."""
+        """Stop rollout on hybrid workers, for about `seconds`. Return the delay until their GPUs
+        train."""
         return self._switch(False, seconds)
 
     def to_rollout(self) -> None:
@@ -281,6 +295,7 @@ class Workers:
         )
 
     def _note_switch(self, worker: SimWorker) -> None:
+        """Delay the next training step by the switch of this worker, if it is a split hybrid."""
         if worker.pool.split:
             self._regroup_s = max(self._regroup_s, worker.pool.switch_s)
 
@@ -297,7 +312,7 @@ class Workers:
                 worker.engine.pause(
                     worker.work(self._loop.now), worker.pool.switch_s, recompute=False, clear=True
                 )
-            self._capacity(
+            self._set_capacity(
                 worker,
                 worker.pool.engine.kv_tokens if rollout else 0,
                 0.0 if rollout else seconds,
@@ -308,6 +323,7 @@ class Workers:
     # ----------------------------------------------------------------- the end
 
     def results(self) -> tuple[list[result.Worker], list[result.ServingUse]]:
+        """Return the use of every worker, and the online serving of each pool."""
         now, found = self._loop.now, []
         observers = {
             pool.name: lending.Observer(pool.name, pool.serving, now)

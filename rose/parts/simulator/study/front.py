@@ -99,7 +99,7 @@ def _code_of(action: Callable[[], None]) -> int:
 
 
 def _simulate(configs: Sequence[Config], console: Console, command: str) -> int:
-    """Simulate all points. After a failure, report those of which every simulation has ended."""
+    """Simulate all points. After a failure, report the points whose simulations have all ended."""
     outcomes: list[Outcome] = []
 
     def carry_out() -> None:

@@ -24,18 +24,8 @@ from rose.parts.simulator.study import build
 from rose.parts.simulator.study.outcome import Outcome, of
 
 # Keys of the configuration that don't change a simulation, or that a job has fields for.
-UNREAD = (
-    "name",
-    "mode",
-    "fresh",
-    "output_dir",
-    "scheduler",
-    "observe",
-    "cluster",
-    "eval",
-    "transfer",
-)
-# Keys of `sim` of these kinds.
+UNREAD = "name mode fresh output_dir scheduler observe cluster eval transfer".split()
+# Such keys of `sim`.
 UNREAD_SIM = ("label", "pools", "executor", "systems", "plan", "processes", "seeds")
 
 
@@ -135,6 +125,7 @@ def run_all(
 
 
 def _outcomes(jobs: dict[str, Job], workers: int) -> Iterator[tuple[str, Outcome]]:
+    """Run the jobs in `workers` processes. Yield (key, outcome) as each job ends."""
     if workers == 1 or len(jobs) == 1:
         for key, job in jobs.items():
             yield key, run(job)
@@ -154,7 +145,7 @@ def _outcomes(jobs: dict[str, Job], workers: int) -> Iterator[tuple[str, Outcome
 
 @contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Yield a pool of new interpreters without our threads and locks; an error ends them."""
+    """Yield a pool of processes that inherit no threads and locks. An error terminates them."""
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, _init_process, (os.getpid(),))
     try:
@@ -173,4 +164,5 @@ def _init_process(parent: int) -> None:
 
 
 def cores(wanted: int | None) -> int:
+    """Return the number of processes: `wanted`, or as many as this process may use cores."""
     return wanted or processes.cores()
