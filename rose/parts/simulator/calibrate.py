@@ -3,10 +3,10 @@
 - `of_steps` fits an engine's step time to its step log (environment variable ROSE_COSERVING_STEPS)
   with the predictor that the co-serving gate uses.
 - `of_journal` takes episodes from a run's journal: every turn with its tokens and the time until
-  the next.
+  the next turn.
 - `of_metrics` fits the times of training and synchronisation to metrics.jsonl.
 
-Compare the simulator with live runs only on runs that it was not calibrated on.
+Compare the simulator only with live runs that it was not calibrated on.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Phases:
 
     step_s: float
     token_s: float
-    sync_s: float  # mean from the end of training until the engines hold the version
+    sync_s: float  # mean seconds from the end of training until the engines hold the version
     steps: int  # number of steps in the fit
 
 

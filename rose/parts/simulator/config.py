@@ -88,7 +88,7 @@ class SimServing(Section):
     rate: Positive | None
     load: Share
     trace: str | None
-    # arguments of rose.parts.simulator.traces.generate, or with a file of Trace.clipped:
+    # arguments of rose.parts.simulator.traces.generate; with a file, arguments of Trace.clipped:
     # {max_prompt: ..., max_output: ...}
     args: dict[str, Any]
     hold_s: NotNegative  # gate: longest rollout step that a request may have to wait for
@@ -111,8 +111,8 @@ class SimSpot(Section):
 
 
 class SimEnvironment(Section):
-    """Episodes of one or more of rose.parts.simulator.domains; `weights` decide the domain of each
-    prompt."""
+    """Episodes of one or more domains (rose.parts.simulator.domains). `weights` decide the domain
+    of each prompt."""
 
     domains: list[str]
     weights: list[Positive] | None  # null: equal
@@ -128,7 +128,7 @@ class SimSave(Section):
 
 
 class SimChange(Section):
-    """A kind of turns, by what they change in the sandbox."""
+    """A kind of turn: what its command changes in the sandbox."""
 
     share: Fraction  # share of all turns
     save: SimSave | None  # null: there is nothing to save
@@ -143,7 +143,7 @@ class SimSandboxes(Section):
     memory_gib: Positive  # memory of a host
     sandbox_mib: Positive  # memory of a sandbox
     start_s: NotNegative  # core seconds of a start
-    turn_s: NotNegative  # core seconds of each command, beside the command's own
+    turn_s: NotNegative  # core seconds of each command, in addition to the command's own
     look_s: NotNegative  # core seconds to classify a turn
     restore_s: NotNegative  # core seconds to restore, after the start
     restore_bytes: NotNegative
@@ -204,7 +204,7 @@ class SimSystem(Section):
 
 
 class SimPlan(Section):
-    """The search of mode=plan for the fewest GPUs that reach the target."""
+    """The search of mode=plan for the cheapest numbers of GPUs that reach the target."""
 
     steps_per_hour: Positive | None  # the target, if `hours` is null
     hours: Positive | None  # the target: hours for trainer.steps steps
@@ -225,7 +225,7 @@ class Sim(Section):
     seeds: list[int]
     processes: Count | None  # null: all cores
     n_serving: Natural  # cooperative workers
-    dispatch_s: NotNegative  # seconds from the scheduler to an engine, and as many back
+    dispatch_s: NotNegative  # seconds from the scheduler to an engine; the way back takes as long
     progress_s: Positive  # seconds between two progress reports of a running turn
     # values that replace some of rose.parts.simulator.hardware.EFFICIENCY
     efficiency: dict[str, NotNegative]

@@ -155,7 +155,7 @@ AREAL_MATHS = replace(
     MATHS,
     name="areal_maths",
     max_new_tokens=27648,  # arXiv 2505.24298, table 3
-    # 128,700 tokens/s in 41.0 h of 250 steps of 8,192 responses are 9,300 each
+    # 128,700 tokens/s for 41.0 h, over 250 steps of 8,192 responses, are 9,300 per response.
     output=Heavy(7100, 0.8),  # arXiv 2505.24298, figure 5c and table 1; the spread is ours
     output_factor=constant(1.0),
     success=constant(0.6),  # ours: no policy here depends on it
@@ -175,10 +175,10 @@ R2E = replace(
     SWE,
     name="r2e",
     max_turns=12,  # github.com/NetX-lab/Libra: r2e_max_turns
-    max_new_tokens=8192,  # ours: of 30,000 for a trajectory
+    max_new_tokens=8192,  # ours: a trajectory may have 30,000
     prompt=Heavy(1500, 0.3),  # ours: r2e_max_prompt_tokens is 2,048
     output=Heavy(500, 0.9, tail=0.05),  # ours: a thought, then an edit or a command
-    turns=Heavy(8, 0.4),  # ours: two thirds of the most
+    turns=Heavy(8, 0.4),  # ours: two thirds of max_turns
     failed_turns=Heavy(11, 0.3),  # ours: most use all turns
 )
 

@@ -59,7 +59,8 @@ class _Level:
 
 
 class DraftingEngine(SimEngine):
-    """A `SimEngine` that drafts tokens. `config.drafts` must not be None."""
+    """A `SimEngine` that drafts tokens. `config.drafts` must not be None. `SimEngine` documents the
+    methods that have no docstring here."""
 
     def __init__(self, config: spec.Engine, ended: Ended) -> None:
         super().__init__(config)
@@ -79,7 +80,7 @@ class DraftingEngine(SimEngine):
         )
 
     def sibling_ended(self, now: float, group: str) -> bool:
-        """Move the group's decoding sequences to the level of its present number of ended siblings.
+        """Move the group's decoding sequences to the level of its current number of ended siblings.
         Return whether any moved."""
         level = self._level_of(group)
         moves = [s for s in self._decoding() if s.group == group and s._level != level]
@@ -207,7 +208,7 @@ class DraftingEngine(SimEngine):
 
     @staticmethod
     def _whole_tokens(seq: Sequence, progress: float) -> int:
-        """Round `progress` down to whole tokens, but leave one: the sequence has not ended."""
+        """Round `progress` down to whole tokens. A sequence that has not ended has a token left."""
         return min(int(progress + STEPS_ERROR), seq.left - 1)
 
     def _decoding(self) -> list[Sequence]:
@@ -220,8 +221,8 @@ class DraftingEngine(SimEngine):
 
     @staticmethod
     def _is_current(at: int, entry: tuple[float, int, int, Sequence]) -> bool:
-        """Return whether a heap entry of level `at` is valid: the sequence has neither ended, been
-        preempted nor changed its level since."""
+        """Return whether a heap entry of level `at` is valid: its sequence still decodes there, in
+        the same admission."""
         _, _, admission, seq = entry
         return seq._state == DECODE and seq._admissions == admission and seq._level == at
 

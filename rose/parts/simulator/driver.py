@@ -1,7 +1,7 @@
 """The driver of the scheduler in simulated time: it feeds events and carries out actions.
 `simulate` is the entry point.
 
-This module has the groups, trajectories and turns, as rose.coordinator.turns has in a live run. It
+This module handles groups, trajectories and turns, as rose.coordinator.turns does in a live run. It
 reports tokens at intervals, not one by one.
 """
 
@@ -127,6 +127,7 @@ class Simulation:
         return self._scheduler.cluster.workers[worker].resting
 
     def synced(self) -> None:
+        """End the step if all dedicated workers hold the new version."""
         self._training.end_step_if_synced()
 
     def _tick(self, _what: None, _ticket: int) -> None:
@@ -208,7 +209,7 @@ class Simulation:
         self._request(trajectory, 0)
 
     def observed(self, trajectory: Trajectory, more: bool) -> None:
-        """Request the next turn if there are `more`, since the last turn's command has ended."""
+        """Request the next turn if `more`, otherwise finish: the last turn's command has ended."""
         (self._request if more else self._finish)(trajectory, 0)
 
     def rewind(self, trajectory: Trajectory, turns: int, keep_open: bool) -> None:
@@ -306,7 +307,7 @@ class Simulation:
             self._arrive(what, 0)
 
     def _arrive(self, what: tuple[Trajectory, str, int], _ticket: int) -> None:
-        """Add the attempt to its worker's engine, or return it if the engine has no memory."""
+        """Add the attempt to its worker's engine. Return it if the engine has no memory."""
         trajectory, turn, attempt = what
         if trajectory.turn != turn or trajectory.attempt != attempt or trajectory.dead:
             return  # The scheduler revoked the attempt before it arrived.

@@ -85,7 +85,7 @@ class SimEngine:
         self._steps_after_prefill = 0
         self._decode_steps = 0  # decode steps done so far
         self._decodes = 0  # sequences that decode
-        self._attended = 0  # sum of their contexts
+        self._attended = 0  # tokens, sum of the contexts of the decoding sequences
         # heap of (decode step at which it ends, order, admission, sequence)
         self._ends: list[tuple[int, int, int, Sequence]] = []
         self._prefill: list[Sequence] = []
@@ -181,8 +181,6 @@ class SimEngine:
         done = 0 if self._chunks else self._steps_before(now)
         return seq.attempt_tokens + self._decode_steps - seq._decode_start + done
 
-    # ----------------------------------------------------------------- runs of equal steps
-
     def _plan_run(self, now: float = 0.0) -> None:
         """Plan the next run of steps, which begins at `_at` and does not end before `now`."""
         self._chunks, self._steps_after_prefill = [], 0
@@ -271,7 +269,7 @@ class SimEngine:
         return cost, left, context
 
     def _seconds(self, steps: int, decodes: int, attended: int) -> float:
-        """Seconds of `steps` decode steps, of which the first attends to `attended` tokens."""
+        """Seconds of `steps` decode steps. The first attends to `attended` tokens."""
         c = self._c
         return steps * (
             self._floor + c.c3 * decodes + c.c4 * (attended + decodes * (steps - 1) * 0.5)
@@ -280,8 +278,8 @@ class SimEngine:
     def _steps_in(self, seconds: float) -> float:
         """Number of decode steps (fractional) that fit into `seconds`.
 
-        Each step is `growth` seconds longer than the one before, so that the sum of an arithmetic
-        series has to be inverted: a quadratic equation in the number of steps.
+        Each step is `growth` seconds longer than the last step. So the sum is quadratic in the
+        number of steps, and this solves a quadratic equation.
         """
         c, decodes = self._c, self._decodes
         growth = c.c4 * decodes
@@ -384,8 +382,6 @@ class SimEngine:
             self._decode(min(self._steps_until(now), self._steps - 1))
         elif self.due == math.inf and now > self._at:
             self._at = now
-
-    # ----------------------------------------------------------------- admission
 
     def _admit(self) -> None:
         """Admit waiting sequences, first come first served, while they fit."""

@@ -257,8 +257,8 @@ NODES, WEIGHTS = np.polynomial.hermite_e.hermegauss(32)  # numerics: points of a
 
 @lru_cache(maxsize=4096)
 def _centre(mean: float, sigma: float) -> float:
-    """Return c, the logit of a prompt of average difficulty, for which the mean success
-    1 / (1 + exp(-(c + sigma x))) over standard normal x is `mean`."""
+    """Return the logit c of a prompt of average difficulty if prompts are solved with probability
+    `mean`: the mean of 1 / (1 + exp(-(c + sigma x))) over standard normal x."""
     low, high = -40.0, 40.0  # numerics: logits that enclose any mean
     while high - low > 1e-6:  # numerics: logits
         middle = (low + high) / 2

@@ -22,7 +22,7 @@ def up(down: Sequence[tuple[float, float]]) -> spec.Available:
     Raises `ValueError` unless the spans are ascending, apart, and after 0 s."""
     edges = [0.0, *(edge for span in down for edge in span)]
     if any(a >= b for a, b in zip(edges, edges[1:], strict=False)):
-        raise ValueError(f"spans {list(down)}: ascending and apart, the first after 0 s")
+        raise ValueError(f"spans {list(down)}: must be ascending and apart, the first after 0 s")
     return spec.Available(np.array(edges), np.array([1, 0] * len(down) + [1], np.int32))
 
 

@@ -66,6 +66,7 @@ class Cores:
         self.running = self._ticket = 0
 
     def used(self) -> float:
+        """Return `used_s` up to now."""
         self._advance()
         return self.used_s
 

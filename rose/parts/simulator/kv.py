@@ -63,7 +63,7 @@ class KvCache:
         self.held -= own
         if not self._prefix_caching:
             return
-        # The group's prompt is not computed completely either: drop it with this sequence.
+        # Not even the group's prompt is computed completely: drop it with this sequence.
         if todo > own:
             self._unshare(group)
             return

@@ -28,8 +28,8 @@ MINUTE_S = 60.0  # definition: seconds of a minute
 
 
 class Pace:
-    """The work time of a device, in seconds of computing. It passes at one of `rates` in each piece
-    of the load, which is periodic. `offset_s`: position in the period at simulated time 0."""
+    """The work time of a device, in seconds of computing. `rates` has its speed in each piece of
+    the load, which repeats. `offset_s`: position in the load's period at simulated time 0."""
 
     def __init__(self, load: spec.Load, rates: np.ndarray, offset_s: float) -> None:
         at = np.append(load.at, load.period_s)
@@ -192,7 +192,7 @@ class Observer:
         length = np.minimum(MINUTE_S, self._seconds - MINUTE_S * np.arange(self._minutes))
         with np.errstate(invalid="ignore", divide="ignore"):
             attained = self._attained / self._requests
-            shortest = 1e-9  # numerics: a last minute of no length divides nothing by zero
+            shortest = 1e-9  # numerics: no division by zero in a last minute of no length
             busy = self._busy / np.maximum(length, shortest) / max(1, self._devices)
         mixed, alone = [], []  # (latencies, weight of each request) of the loads
         for load, (without, beside_rollouts) in self._weights.values():

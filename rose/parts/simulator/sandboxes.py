@@ -8,8 +8,8 @@ continue on another host.
 Commands, starts and captures share the host's cores. Bytes pass two queues, first come first
 served: each host's link, then the store. The live queue has priorities; this one has none.
 
-A turn is saved when its bytes are stored. A turn that changed nothing is saved when the turns
-before it are. Captured bytes that are not stored yet are lost with their host.
+A turn is saved when its bytes are stored. A turn that changed nothing is saved together with the
+turn before it. Captured bytes that are not stored yet are lost with their host.
 
 Failures are drawn per (seed, host), and what each turn changes per (seed, trajectory). So all ways
 of recovery are compared on the same failures and changes.
@@ -47,7 +47,7 @@ class Hub(Protocol):
         """Continue after the turn's command: with the next turn if `more`, otherwise end."""
 
     def rewind(self, trajectory: Trajectory, turns: int, keep_open: bool) -> None:
-        """Set a trajectory back that has lost its host: see `Trajectory.rewind`."""
+        """Set back a trajectory that has lost its host (see `Trajectory.rewind`)."""
 
 
 class Box(Task):
@@ -141,7 +141,7 @@ class Sandboxes:
         self._enter(box, host if host.alive else self._least_used_host())
 
     def _draw_changes(self, trajectory: Trajectory) -> list[int]:
-        """Draw the kind of each turn, as indices into `Sandboxes.changes`."""
+        """Draw what each turn changes, as indices into `spec.Sandboxes.changes`."""
         key = protocol.seed_of(trajectory.key)
         draw = np.random.Generator(np.random.PCG64([self._seed, CHANGES + key]))
         lots = draw.random(len(trajectory.episode.output_tokens)) * self._shares[-1]
@@ -153,7 +153,7 @@ class Sandboxes:
             self._leave(box)
 
     def _enter(self, box: Box, host: Host | None) -> None:
-        """Start the sandbox on this host once there is memory for it. None: no host is up."""
+        """Start the sandbox on this host once there is memory for it. None: wait for a host."""
         box.host = host
         if host is None:
             self._waiting_for_host.append(box)
@@ -189,7 +189,7 @@ class Sandboxes:
             self._begin(box, host)
 
     def _least_used_host(self) -> Host | None:
-        """Return the running host with the fewest sandboxes, the first of several."""
+        """Return the running host with the fewest sandboxes."""
         up = [host for host in self._hosts if host.alive]
         return min(up, key=lambda host: len(host.boxes) + len(host.waiting), default=None)
 
@@ -226,7 +226,7 @@ class Sandboxes:
     # ----------------------------------------------------------------- turns
 
     def command(self, trajectory: Trajectory, seconds: float, more: bool) -> None:
-        """Accept the command of a turn that ended. It runs as soon as the sandbox can."""
+        """Accept the command of a turn that ended. It runs as soon as the sandbox is free."""
         box = self._boxes[trajectory.key]
         box.command, box.turn_open, box.since = (seconds, more), False, self._loop.now
         self._next(box)
@@ -302,7 +302,7 @@ class Sandboxes:
     # ----------------------------------------------------------------- saved
 
     def _sent(self, what: tuple[Host, int, Box, float], _ticket: int) -> None:
-        """Queue bytes that the host has sent at the store."""
+        """Queue the bytes at the store, since the host has sent them."""
         host, life, _, size = what
         if host.life == life:
             begin = max(self._loop.now, self._store_free)
@@ -369,8 +369,8 @@ class Sandboxes:
             self._loop.at(self._loop.now + after, self._fail, (host, index, True))
 
     def _fail(self, failure: tuple[Host, int, bool], _ticket: int) -> None:
-        """Kill a host, and lose its sandboxes. `failure` is (host, its index, True if drawn). Drawn
-        failures continue after the restart, failures of the configuration don't."""
+        """Kill a host, and lose its sandboxes. `failure` is (host, its index, True if drawn). After
+        a drawn failure, the restart draws the next one."""
         host = failure[0]
         if not host.alive:
             return
@@ -405,7 +405,7 @@ class Sandboxes:
         self._loop.at(self._loop.now + self._what.detect_s, self._recover, (box, box.life))
 
     def _recover(self, what: tuple[Box, int], _ticket: int) -> None:
-        """Start a sandbox again whose host was lost."""
+        """Start a sandbox on another host, since its host was lost."""
         box, life = what
         if box.life == life and self._boxes.get(box.trajectory.key) is box:
             self._counts.recovered += 1

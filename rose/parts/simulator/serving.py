@@ -49,7 +49,7 @@ def load(served: Served, kv_tokens: int, piece_s: float = PIECE_S) -> Load:
     pieces = max(1, math.ceil(served.seconds / piece_s))
     edges = piece_s * np.arange(pieces + 1)
     work = np.concatenate([[0.0], np.cumsum(served.busy_s)])
-    # Runs don't overlap: the work done by a time is linear within and constant between them.
+    # Runs don't overlap, so the sum of work is linear within runs and constant between them.
     points = np.stack([served.began, served.ended], 1).ravel()
     done = np.interp(edges, points, np.stack([work[:-1], work[1:]], 1).ravel())
     at = np.minimum((served.at / piece_s).astype(np.int64), pieces - 1)
@@ -98,8 +98,8 @@ def devices(
     trace: Trace, engine: Engine, count: int, variants: int, beside: Beside | None = None
 ) -> Devices:
     """Return the loads of `count` devices. `trace` has the requests of `variants` devices, and the
-    remaining devices repeat their loads. `beside`: the online engine beside rollouts; None: they
-    don't change its load."""
+    remaining devices repeat their loads. `beside`: the online engine beside rollouts; None:
+    rollouts don't change its load."""
     parts = split(trace, variants)
     alone = [online.serve(part, engine) for part in parts]
     loads = [load(served, engine.kv_tokens) for served in alone]

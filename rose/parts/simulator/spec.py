@@ -74,8 +74,8 @@ class StepTime:
 class Drafts:
     """Mean tokens that a decoding request drafts, and has accepted, in one engine step.
 
-    The number of its group's siblings that have ended is the level of a request. A way to draft is
-    a lower bound on the probability of a drafted token.
+    The level of a request depends on how many siblings of its group have ended. A way to draft is a
+    lower bound on the probability of a drafted token.
     """
 
     siblings: tuple[int, ...]  # (levels,) least number of ended siblings, ascending from 0
@@ -165,7 +165,7 @@ class Available:
 
 @dataclass(frozen=True)
 class Load:
-    """Load of the online engine on one device, piecewise constant and repeated each `period_s`."""
+    """Load of the online engine on one device, piecewise constant and repeated every `period_s`."""
 
     at: np.ndarray  # (pieces,) float64, begin of each piece in seconds, ascending from 0
     busy: np.ndarray  # (pieces,) share of the time in which the online engine computes
@@ -204,7 +204,7 @@ class Serving:
     overhead: float  # gate: share of the idle time lost to admission
     # memory_only: while both sides compute, both take 1 + contention times as long
     contention: float
-    reserve: float  # share of KV memory that is never lent, beside what serving holds
+    reserve: float  # share of KV memory that is never lent, in addition to serving's
     # gate: while serving's and the lent KV together exceed this share of the memory, the lent KV is
     # halved. It may not grow again before the next training step.
     high_watermark: float

@@ -13,7 +13,7 @@ from rose.scheduler import events as ev
 
 
 class Supply:
-    """Decides when workers join and leave."""
+    """The rules by which workers join and leave."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Supply:
                     self._workers.join(f"{pool.name}-{index}", pool, 0, -1.0)
 
     def _spot_changed(self, pool: spec.Pool, _ticket: int) -> None:
-        """Lose random instances beyond the number available now, or start instances up to it."""
+        """Lose random instances if fewer are available now, or start instances if more are."""
         here, count = self._spot[pool.name], min(self._available(pool), pool.count)
         while len(here) > count:
             worker = self._workers.by_name.get(here.pop(int(self._draw.integers(len(here)))))
@@ -65,6 +65,7 @@ class Supply:
             )
 
     def _spot_started(self, what: tuple[spec.Pool, str, int], _ticket: int) -> None:
+        """Join the spot instance, unless it was lost meanwhile."""
         pool, name, version = what
         if name in self._spot[pool.name]:
             asked_at = self._loop.now - pool.allocation.start_s if version < 0 else -1.0
@@ -134,6 +135,7 @@ class Supply:
         self._loop.at(now + pool.allocation.start_s, self._started, (request, asked_at))
 
     def _started(self, what: tuple[str, float], _ticket: int) -> None:
+        """Join the requested worker, unless it was released meanwhile."""
         request, asked_at = what
         if request in self._requests:
             pool = self._requests[request][0]

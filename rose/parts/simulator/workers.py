@@ -1,7 +1,7 @@
 """The simulated workers: engines that join, load weights, lend more or less memory, and leave.
 
-rose.parts.simulator.driver has their turns, and rose.parts.simulator.engine the engine itself.
-rose.parts.simulator.supply decides when a worker joins, and when one is lost.
+rose.parts.simulator.driver handles their turns, rose.parts.simulator.engine models their engines,
+and rose.parts.simulator.supply decides when workers join and leave.
 """
 
 from __future__ import annotations
@@ -55,8 +55,6 @@ class Workers:
         self._regroup_s = 0.0
         self.version = -1
         self._ended = Ended()
-
-    # ----------------------------------------------------------------- joining and leaving
 
     def join(self, name: str, pool: spec.Pool, version: int, asked_at: float) -> None:
         """Add a worker that holds `version` (-1: none). `asked_at`: see `SimWorker`."""
@@ -128,8 +126,6 @@ class Workers:
     def group_ended(self, group: str) -> None:
         self._ended.drop(group)
 
-    # ----------------------------------------------------------------- sleep and wake-up
-
     def use(self, action: ev.UseWorker) -> None:
         """Wake the worker up, which takes `switch_s`. The scheduler orders weights if needed."""
         worker, now = self.by_name[action.worker], self._loop.now
@@ -141,6 +137,7 @@ class Workers:
         self._loop.at(now + worker.pool.switch_s, self._awake, worker)
 
     def _awake(self, worker: SimWorker, _ticket: int) -> None:
+        """Count the worker as ready, unless it still loads weights."""
         if worker.alive and not worker.loading:
             self._note_ready(worker)
 
@@ -159,10 +156,8 @@ class Workers:
             )
             worker.asked_at = -1.0
 
-    # ----------------------------------------------------------------- weights
-
     def load(self, action: ev.LoadWeights) -> None:
-        """Send a version to the worker. Transfers ordered at one instant share the pool's link."""
+        """Request a version for the worker. Requests of one instant share the pool's link."""
         worker = self.by_name[action.worker]
         worker.loading = True
         if worker.pool.kind in ("dedicated", "hybrid"):
@@ -186,6 +181,7 @@ class Workers:
         self._loop.at(self._link_free[pool.name] + pool.link.latency_s, self._arrived, loads)
 
     def _arrived(self, loads: list[tuple[SimWorker, int, float]], _ticket: int) -> None:
+        """Apply the versions that the link has delivered."""
         for worker, version, _ in loads:
             if worker.alive:
                 self._apply((worker, version), 0)
@@ -210,6 +206,7 @@ class Workers:
         self._loop.at(now + pause, self._loaded, what)
 
     def _loaded(self, what: tuple[SimWorker, int], _ticket: int) -> None:
+        """Report that the worker has applied a version."""
         worker, version = what
         if not worker.alive:
             return
@@ -219,8 +216,6 @@ class Workers:
             self._note_ready(worker)
         self._feed(ev.WorkerLoaded(at=self._loop.now, worker=worker.name, version=version))
         self._hub.synced()
-
-    # ----------------------------------------------------------------- lent memory
 
     def _plan_budget_update(self, worker: SimWorker) -> None:
         at = worker.budget.next_change(self._loop.now)
@@ -276,8 +271,6 @@ class Workers:
             self._feed(report)  # A worker reports its capacity again after each TurnReturned.
         self._hub.reschedule(worker)
 
-    # ----------------------------------------------------------------- hybrid pools
-
     def to_training(self, seconds: float) -> float:
         """Stop rollout on hybrid workers, for about `seconds`. Return the delay until their GPUs
         train."""
@@ -300,7 +293,8 @@ class Workers:
             self._regroup_s = max(self._regroup_s, worker.pool.switch_s)
 
     def _switch(self, rollout: bool, seconds: float) -> float:
-        """Switch all hybrid workers that alternate with training. Return the longest delay."""
+        """Switch the hybrid workers that alternate between rollout and training. Return the longest
+        delay."""
         longest = 0.0
         if not rollout:
             longest, self._regroup_s = self._regroup_s, 0.0
@@ -319,8 +313,6 @@ class Workers:
                 False,
             )
         return longest
-
-    # ----------------------------------------------------------------- the end
 
     def results(self) -> tuple[list[result.Worker], list[result.ServingUse]]:
         """Return the use of every worker, and the online serving of each pool."""

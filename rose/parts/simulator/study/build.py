@@ -159,9 +159,9 @@ def _save(s: SimSave | None) -> spec.Save | None:
 
 
 def _forward_passes(c: Config) -> float:
-    """Return the number of forward passes over the batch besides those of the updates. By default
-    the live trainer computes old log-probabilities (rose/trainer/trainer.py) for all of a step's
-    updates but the first."""
+    """Return the number of forward passes over the batch besides those of the updates. The default
+    is the live trainer's (rose/trainer/trainer.py): it computes old log-probabilities for all of a
+    step's updates but the first."""
     configured = c.sim.trainer.forward_passes
     return 1 - 1 / c.trainer.updates_per_step if configured is None else configured
 

@@ -91,7 +91,7 @@ def _trace(source: str, seed: int, rate: float, seconds: float | None = None) ->
     found = traces.read(Path(path)).clipped(
         **{"max_prompt": LARGEST, "max_output": LARGEST} | limits
     )
-    shortest = 1e-9  # numerics: a trace of one instant divides nothing by zero
+    shortest = 1e-9  # numerics: no division by zero for a trace of one instant
     return found.scaled(len(found) / max(found.seconds, shortest) / rate)
 
 

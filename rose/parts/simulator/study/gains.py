@@ -1,6 +1,6 @@
 """The gain of one system over another, with a 95% confidence interval over seeds.
 
-Both systems get the same episodes, traffic and machines with a seed, so that the ratios are paired.
+Both systems get the same episodes, traffic and machines for a seed, so that the ratios are paired.
 The logarithms of the ratios are assumed normal with unknown variance (Student's t). So the mean is
 geometric, and 1 / gain has the mirrored interval.
 """
@@ -32,14 +32,14 @@ class Interval(NamedTuple):
 
 
 def quantile(degrees: int) -> float:
-    """97.5% quantile of Student's t; beyond the table by Cornish-Fisher (error below 1e-3)."""
+    """97.5% quantile of Student's t; Cornish-Fisher beyond the table (error below 1e-3)."""
     if degrees < 1:
         raise ValueError(f"degrees={degrees}: at least 1")
     if degrees <= len(T_975):
         return T_975[degrees - 1]
     z = NORMAL_975
-    first = (z**3 + z) / (4 * degrees)  # definition: of the expansion
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)  # definition: of the expansion
+    first = (z**3 + z) / (4 * degrees)  # definition: term of the expansion
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)  # definition: term of the expansion
     return z + first + second
 
 

@@ -205,6 +205,7 @@ def _facts(c: Config, outcomes: Sequence[Outcome]) -> list[tuple[str, str]]:
 
 
 def _gain_rows(found: dict[str, Interval]) -> list[dict[str, Any]]:
+    """Return the gains as data for their figure."""
     return [
         {"name": name, "mean": g.mean}
         | {key: None if math.isnan(v) else v for key, v in (("low", g.low), ("high", g.high))}
@@ -233,7 +234,7 @@ def _table(
     gain_title: str = "",
     found: dict[str, Interval] | None = None,
 ) -> str:
-    """Return the HTML table of the systems' metrics and gains (`found`: by default of `label`)."""
+    """Return the HTML table of the systems' metrics and gains (by default those of `label`)."""
     gain_title, found = gain_title or f"{label} is faster, ×", found or gains(outcomes, label)
     columns = metrics(outcomes)
     head = "".join(

@@ -176,7 +176,7 @@ def _online(c: Config) -> ModelShape:
 
 
 def _online_engine(c: Config, gpu: spec.Gpu, degree: int, rolls: ModelShape) -> spec.Engine:
-    """Return the online engine. Its KV cache has the memory besides the weights of both models."""
+    """Return the online engine. Its KV cache has the memory that both models' weights leave."""
     shape, s, efficiency = _online(c), c.sim.serving, _efficiency(c)
     try:
         tokens = hardware.kv_tokens(

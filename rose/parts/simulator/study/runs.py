@@ -25,7 +25,7 @@ from rose.parts.simulator.study.outcome import Outcome, of
 
 # Keys of the configuration that don't change a simulation, or that a job has fields for.
 UNREAD = "name mode fresh output_dir scheduler observe cluster eval transfer".split()
-# Such keys of `sim`.
+# The same for keys of `sim`.
 UNREAD_SIM = ("label", "pools", "executor", "systems", "plan", "processes", "seeds")
 
 
@@ -56,7 +56,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 def jobs_of(c: Config) -> list[Job]:
-    """Return a job for every system and seed. Those of the first seed keep a timeline."""
+    """Return a job for every system and seed. Jobs of the first seed keep a timeline."""
     return [
         Job(c, c.name, name, system, seed, seed == c.sim.seeds[0])
         for seed in c.sim.seeds
@@ -78,7 +78,7 @@ def run(job: Job) -> Outcome:
 
 
 def carry_out(jobs: Sequence[Job], workers: int, console: Console) -> list[Outcome]:
-    """Run all jobs and show their progress: a bar on a terminal, else a line per simulation."""
+    """Run all jobs and show their progress: a bar on a terminal, or a line per simulation."""
 
     def words(o: Outcome) -> str:
         return f"{o.system}, seed {o.seed}: {o.step_s:.1f} s a step"
@@ -164,5 +164,5 @@ def _init_process(parent: int) -> None:
 
 
 def cores(wanted: int | None) -> int:
-    """Return the number of processes: `wanted`, or as many as this process may use cores."""
+    """Return the number of processes: `wanted`, or the cores that this process may use."""
     return wanted or processes.cores()

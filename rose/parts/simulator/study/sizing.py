@@ -30,7 +30,7 @@ WORTH = 0.02  # ours: less than seeds differ
 
 @dataclass(frozen=True)
 class Pair:
-    """A point of the search: numbers of GPUs, not of workers, without the trainer's."""
+    """A pair that was simulated, in numbers of GPUs (not workers), without the trainer's."""
 
     dedicated: int
     borrowed: int
@@ -151,7 +151,7 @@ def search(c: Config, carry_out: Callable[[Sequence[runs.Job]], list[Outcome]]) 
 
 
 def _pair(c: Config, dedicated: int, borrowed: int, outcomes: list[Outcome]) -> Pair:
-    """Return the point of these numbers of workers."""
+    """Sum up the outcomes with these numbers of workers."""
     name = borrowed_pool(c)
     own = dedicated * gpus(c.sim.pool["dedicated"])
     lent = borrowed * gpus(c.sim.pool[name]) if name else 0

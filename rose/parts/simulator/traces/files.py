@@ -89,7 +89,7 @@ def read(path: str | Path) -> Trace:
 
 
 def _table(lines: Iterator[str], path: Path) -> tuple[Format, Iterator[tuple[int, list[str]]]]:
-    """Return the CSV format with the most columns in the file, and the fields of its rows."""
+    """Return the CSV format that fits the header best, and the fields of the rows."""
     rows = _rows(csv.reader(lines), path)
     header = [name.strip() for name in next(rows, (1, []))[1]]
     found = max((AZURE, BURSTGPT), key=lambda f: sum(name in header for name in f.columns))

@@ -239,7 +239,7 @@ def generate(
     on average. The number of instances per removal and per addition is geometric, of mean
     `removed_at_once` and `added_at_once`. The defaults are the statistics of Bamboo's p3 trace,
     which has 24 of at most 32 instances on average. Raises `ValueError` for arguments that are not
-    positive, or fewer than one at once.
+    positive, or fewer than one instance at once.
     """
     if not (min(seconds, most, life_s, restore_s) > 0 and min(removed_at_once, added_at_once) >= 1):
         raise ValueError(

@@ -45,7 +45,7 @@ def generate(
 
     `prompt` and `output` are lognormal lengths as (median tokens, sigma of the logarithm), or a
     name in `LENGTHS`, whose quantiles are interpolated linearly in the logarithm. The defaults are
-    fitted to Azure's conversation trace, but their longest 1 % are over twice as long as its.
+    fitted to Azure's conversation trace, but their longest 1 % are over twice as long.
 
     Raises `ValueError` for peaks that such a process can't have, and for unknown names of lengths.
     """

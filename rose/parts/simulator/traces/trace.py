@@ -78,8 +78,8 @@ class Trace:
         )
 
     def peak(self, window_s: float) -> float:
-        """Return the most requests in a window of `window_s`, over the mean of all windows. A last
-        window that is not whole doesn't count."""
+        """Return the most requests in a window of `window_s`, over the mean of all windows. An
+        incomplete last window doesn't count."""
         windows = math.floor(self.seconds / window_s)
         if windows < 1:
             raise ValueError(f"a trace of {self.seconds:g} s has no window of {window_s:g} s")
