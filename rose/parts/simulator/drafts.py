@@ -41,7 +41,7 @@ class Ended:
     def drop(self, group: str) -> None:
         self._counts.pop(group, None)
 
-    def of(self, group: str) -> int:
+    def count(self, group: str) -> int:
         return self._counts[group]
 
 
@@ -227,4 +227,4 @@ class DraftingEngine(SimEngine):
         return seq._state == DECODE and seq._admissions == admission and seq._level == at
 
     def _level_of(self, group: str) -> int:
-        return bisect_right(self._drafts.siblings, self._siblings.of(group)) - 1
+        return bisect_right(self._drafts.siblings, self._siblings.count(group)) - 1

@@ -76,6 +76,8 @@ class Trajectory(Sequence):
 
 
 class Group:
+    """A group of trajectories, open or finished."""
+
     __slots__ = (
         "name",
         "version",

@@ -67,9 +67,9 @@ class Efficiency:
     # FlashAttention-3 reaches 0.75 (arXiv 2407.08608), and training 0.38 to 0.43 (Llama 3, arXiv
     # 2407.21783, table 4).
     compute: float = 0.55
-    # Share of the HBM bytes/s. This share and step_s give vLLM's 75 tokens/s of Llama-3.1-8B alone on
-    # an A100 40GB: 0.77 of its bandwidth (johnmusgrave.com/p/vllm-throughput-latency-sweep-on). The
-    # split between them is ours.
+    # Share of the HBM bytes/s. This share and step_s give vLLM's 75 tokens/s of Llama-3.1-8B alone
+    # on an A100 40GB: 0.77 of its bandwidth (johnmusgrave.com/p/vllm-throughput-latency-sweep-on).
+    # The split between them is ours.
     memory: float = 0.85
     # Share of one direction's bytes/s. Ours; DeepSeek-V3 (arXiv 2412.19437) reaches 160 of 200 GB/s
     # on the H800.
@@ -78,9 +78,9 @@ class Efficiency:
     sequence_s: float = 5e-6  # seconds per sequence in a step, for sampling and output; ours
     # Latency of one all-reduce within a node, seconds. vLLM's own all-reduce takes 8.5 to 12 us for
     # up to 32 KiB on 2 to 8 H100, without the CUDA graphs that engines use
-    # (github.com/sgl-project/sglang/pull/2904). This latency with `nvlink` gives vLLM's best on 4 and
-    # 6 H100 from 0.5 to 4 MiB within 25%. For 0.5 MiB on 2 H100 it gives 11.6 us, and vLLM takes 7
-    # (github.com/vllm-project/vllm/pull/24111, 24532).
+    # (github.com/sgl-project/sglang/pull/2904). This latency with `nvlink` gives vLLM's best on 4
+    # and 6 H100 from 0.5 to 4 MiB within 25%. For 0.5 MiB on 2 H100 it gives 11.6 us, and vLLM
+    # takes 7 (github.com/vllm-project/vllm/pull/24111, 24532).
     all_reduce_s: float = 1e-5
     # Share of the device's memory that vLLM may use: its default gpu_memory_utilization.
     kv_memory: float = 0.9

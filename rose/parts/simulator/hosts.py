@@ -90,6 +90,7 @@ class Cores:
         self._ticket = self._loop.at(due, self._due, None)
 
     def _due(self, _what: None, ticket: int) -> None:
+        """End the job that is due, and schedule the next end."""
         if ticket != self._ticket:
             return
         self._advance()

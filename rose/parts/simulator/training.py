@@ -18,6 +18,8 @@ from rose.scheduler import events as ev
 
 
 class Training:
+    """The training of a run, step by step."""
+
     def __init__(
         self,
         what: spec.Spec,

@@ -168,7 +168,7 @@ def _forward_passes(c: Config) -> float:
 
 def _check_affinity(c: Config, name: str, system: SimSystem) -> None:
     """Raise `ConfigError` if the hardware affinity of the RollArt policy names a domain or a device
-    that the system doesn't have. No turn would go there."""
+    that the system doesn't have. No turn would match such a name."""
     routing = system.scheduler.routing
     systems = "" if name == c.sim.label else f"sim.systems.{name}."
     if routing.name != "rollart":

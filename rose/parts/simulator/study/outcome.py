@@ -169,7 +169,7 @@ def _hidden_share(steps: Sequence[Step]) -> float:
 
 
 def _attainment(serving: Sequence[ServingUse]) -> float:
-    """Return the attainment over all requests of all pools."""
+    """Return the share of online requests within both targets, over all pools."""
     requests = np.concatenate([use.minute_requests for use in serving]) if serving else np.zeros(0)
     if not requests.sum():
         return math.nan

@@ -117,6 +117,7 @@ def _first_gpu(p: SimPool, degree: int) -> int | None:
 def _pool(
     c: Config, name: str, shape: ModelShape, system: SimSystem, seed: int, degree: int
 ) -> spec.Pool:
+    """Return the pool of the engines of this degree."""
     p = c.sim.pool[name]
     gpu = known(f"sim.pool.{name}.gpu", hardware.gpu, p.gpu)
     workers = _workers(c, p, degree)
@@ -149,12 +150,13 @@ def _pool(
 def _engine(
     c: Config, name: str, degree: int, gpu: spec.Gpu, shape: ModelShape, system: SimSystem
 ) -> spec.Engine:
+    """Return the rollout engine on `degree` GPUs. Raises `ConfigError`."""
     p, efficiency = c.sim.pool[name], _efficiency(c)
     sequences = p.max_sequences or c.rollout.max_sequences
     # With several degrees, all engines have the same number of sequences per GPU.
     if isinstance(p.tensor_parallel, list) and not p.max_sequences:
         sequences = max(sequences * degree // c.rollout.tensor_parallel, 1)
-    online = hardware.BF16 * _online(c).parameters if p.kind == "cooperative" else 0.0
+    online = hardware.BF16 * _online_shape(c).parameters if p.kind == "cooperative" else 0.0
     try:
         step = hardware.step_time(shape, gpu, degree, sequences, efficiency)
         tokens = hardware.kv_tokens(shape, gpu, degree, efficiency, online)
@@ -171,13 +173,13 @@ def _engine(
     )
 
 
-def _online(c: Config) -> ModelShape:
+def _online_shape(c: Config) -> ModelShape:
     return known("sim.serving.model", hardware.shape, c.sim.serving.model)
 
 
 def _online_engine(c: Config, gpu: spec.Gpu, degree: int, rolls: ModelShape) -> spec.Engine:
     """Return the online engine. Its KV cache has the memory that both models' weights leave."""
-    shape, s, efficiency = _online(c), c.sim.serving, _efficiency(c)
+    shape, s, efficiency = _online_shape(c), c.sim.serving, _efficiency(c)
     try:
         tokens = hardware.kv_tokens(
             shape, gpu, degree, efficiency, hardware.BF16 * rolls.parameters

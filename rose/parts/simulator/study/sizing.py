@@ -112,8 +112,8 @@ def pair_config(c: Config, dedicated: int, borrowed: int) -> Config | None:
 
 
 def pair_configs(c: Config) -> dict[tuple[int, int], Config]:
-    """Return the configuration of each pair that has a worker. Raises `ConfigError` if no pair has
-    one, or a pair can't be simulated."""
+    """Return the configuration of each pair with a worker. Raises `ConfigError` if all pairs are
+    without workers, or a pair can't be simulated."""
     name = borrowed_pool(c)
     asked = [
         (d, b)
