@@ -147,8 +147,6 @@ class Simulation:
     def _give_up(self, action: ev.GiveUp) -> None:
         raise RuntimeError(action.reason)
 
-    # ----------------------------------------------------------------- groups and trajectories
-
     def _admit(self, action: ev.AdmitGroup) -> None:
         now = self._loop.now
         for trajectory in self._groups.admit(
@@ -201,8 +199,6 @@ class Simulation:
         """Report the end of the trajectory's turn, if one is open."""
         if self._turns.pop(trajectory.turn, None) is not None:
             self.feed(ev.TurnEnded(at=self._loop.now, turn=trajectory.turn))
-
-    # ----------------------------------------------------------------- calls of the sandboxes
 
     def ready(self, trajectory: Trajectory) -> None:
         """Request the trajectory's turn, since its sandbox has started."""
@@ -280,8 +276,6 @@ class Simulation:
             self.feed(
                 ev.GroupFinished(at=now, group=group.name, accepted=self._groups.accepted(group))
             )
-
-    # ----------------------------------------------------------------- turns on engines
 
     def _assign(self, action: ev.AssignTurn) -> None:
         """Begin an attempt at a turn, and send it to its worker."""

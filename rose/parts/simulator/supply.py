@@ -90,8 +90,6 @@ class Supply:
         place = int(np.searchsorted(pool.available.at, self._loop.now, side="right")) - 1
         return int(pool.available.workers[place])
 
-    # ----------------------------------------------------------------- capacity on request
-
     def request(self, action: ev.RequestCapacity) -> None:
         pool = self._pool_of(action.request)
         self._used[pool.name] += 1

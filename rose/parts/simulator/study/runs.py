@@ -23,8 +23,9 @@ from rose.parts.simulator.driver import simulate
 from rose.parts.simulator.study import build
 from rose.parts.simulator.study.outcome import Outcome, of
 
-# Keys of the configuration that don't change a simulation, or that a job has fields for.
-UNREAD = "name mode fresh output_dir scheduler observe cluster eval transfer".split()
+# Keys of the configuration that a job has fields for, and keys that don't change a simulation.
+IN_JOB = ("name", "scheduler", "transfer")
+UNREAD = (*IN_JOB, "mode", "fresh", "output_dir", "observe", "cluster", "eval")
 # The same for keys of `sim`.
 UNREAD_SIM = ("label", "pools", "executor", "systems", "plan", "processes", "seeds")
 
