@@ -3,10 +3,10 @@
 - `of_steps` fits an engine's step time to its step log (environment variable ROSE_COSERVING_STEPS)
   with the predictor that the co-serving gate uses.
 - `of_journal` takes episodes from a run's journal: every turn with its tokens and the time until
-  the next.
+  the next turn.
 - `of_metrics` fits the times of training and synchronisation to metrics.jsonl.
 
-A comparison with live runs must leave out the runs that were calibrated on.
+Compare the simulator only with live runs that it was not calibrated on.
 """
 
 from __future__ import annotations
@@ -27,9 +27,6 @@ class CalibrationError(ValueError):
     """An error that names what a measurement lacks, and where."""
 
 
-# --------------------------------------------------------------------------- engines
-
-
 def of_steps(paths: Iterable[str | Path]) -> tuple[StepTime, float]:
     """Fit the step time to the steps in these logs, and return it with its mean relative error. A
     log has JSON lines of {began, ended, prefill, decodes, decode_context}. Raises `OSError`, and
@@ -44,6 +41,7 @@ def of_steps(paths: Iterable[str | Path]) -> tuple[StepTime, float]:
 
 
 def _steps(path: Path) -> Iterator[tuple[Work, float]]:
+    """Yield the work and the seconds of each step in an engine's step log."""
     for line, found in _lines(path):
         try:
             work = Work(
@@ -58,21 +56,19 @@ def _steps(path: Path) -> Iterator[tuple[Work, float]]:
             ) from None
 
 
-# --------------------------------------------------------------------------- phases of a step
-
-
 @dataclass(frozen=True)
 class Phases:
-    """Times of a live trainer, for a `spec.Trainer` with gpus=0 (step_s + token_s x tokens)."""
+    """Fitted times of a live trainer: a step takes step_s + token_s x tokens, as in a
+    `spec.Trainer` with gpus=0."""
 
     step_s: float
     token_s: float
-    sync_s: float  # mean from the end of training until the engines hold the version
+    sync_s: float  # mean seconds from the end of training until the engines hold the version
     steps: int  # number of steps in the fit
 
 
 def of_metrics(path: str | Path, tokens: dict[int, int] | None = None, skip: int = 1) -> Phases:
-    """Fit `Phases` to a run's metrics.jsonl by least squares with both coefficients >= 0.
+    """Fit `Phases` to a run's metrics.jsonl by least squares, with step_s and token_s >= 0.
 
     The first `skip` steps, in which kernels are compiled, are left out. `tokens` has the trained
     tokens of each step; None: the rows' own `tokens`. Raises `OSError`, and `CalibrationError` for
@@ -102,21 +98,20 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     return float(y.mean() - slope * x.mean()), slope
 
 
-# --------------------------------------------------------------------------- episodes
-
-
 @dataclass
 class _Turn:
+    """The record of one turn in a journal."""
+
     context: int
     requested_at: float
     domain: str
-    outcome: str
+    outcome: str  # result of the tool call before the turn
     tokens: int = 0
     ended_at: float = 0.0
 
 
 @dataclass
-class _Seen:
+class _Recording:
     """The record of one trajectory in a journal."""
 
     group: str
@@ -125,9 +120,11 @@ class _Seen:
 
 
 def of_journal(path: str | Path, rewards: dict[str, float] | None = None) -> list[list[Episode]]:
-    """Return the training groups of a journal (lines of {"event": ..., "actions": ...}), each as
-    the episodes of its trajectories that ended. `rewards` has the reward of each trajectory;
-    missing ones are 0. Raises `OSError`, and `CalibrationError` if no trajectory ended."""
+    """Return the training groups of a journal, each as the episodes of its ended trajectories.
+
+    A line of the journal is {"event": ..., "actions": ...}. `rewards` maps trajectories to rewards;
+    missing rewards are 0. Raises `OSError`, and `CalibrationError` if no trajectory ended.
+    """
     seen, admitted = _read(Path(path))
     groups: dict[str, list[Episode]] = {}
     for name, trajectory in seen.items():
@@ -140,9 +137,9 @@ def of_journal(path: str | Path, rewards: dict[str, float] | None = None) -> lis
     return list(groups.values())
 
 
-def _read(path: Path) -> tuple[dict[str, _Seen], dict[str, float]]:
-    """Return (trajectories by name, in order of their first turn; admission times by group)."""
-    seen: dict[str, _Seen] = {}
+def _read(path: Path) -> tuple[dict[str, _Recording], dict[str, float]]:
+    """Return (trajectory -> record, in order of the first turns; group -> time of admission)."""
+    seen: dict[str, _Recording] = {}
     admitted: dict[str, float] = {}
     open_turns: dict[str, _Turn] = {}
     for _, entry in _lines(path):
@@ -155,7 +152,7 @@ def _read(path: Path) -> tuple[dict[str, _Seen], dict[str, float]]:
             turn = _Turn(
                 event["context_tokens"], at, event.get("domain", ""), event.get("outcome", "")
             )
-            seen.setdefault(event["trajectory"], _Seen(event["group"])).turns.append(turn)
+            seen.setdefault(event["trajectory"], _Recording(event["group"])).turns.append(turn)
             open_turns[event["turn"]] = turn
         elif kind == "TurnProgressed" and event["turn"] in open_turns:
             open_turns[event["turn"]].tokens += event["tokens"]
@@ -169,7 +166,8 @@ def _read(path: Path) -> tuple[dict[str, _Seen], dict[str, float]]:
     return seen, admitted
 
 
-def _episode(seen: _Seen, began: float, reward: float) -> Episode:
+def _episode(seen: _Recording, began: float, reward: float) -> Episode:
+    """Convert the record of a trajectory whose group was admitted at `began`."""
     turns = seen.turns
     tokens = [max(1, turn.tokens) for turn in turns]
     after = [turn.requested_at for turn in turns[1:]] + [seen.ended_at]
@@ -191,9 +189,9 @@ def _episode(seen: _Seen, began: float, reward: float) -> Episode:
 
 
 class Recorded:
-    """A `rose.parts.simulator.spec.Environment` of recorded groups. Each prompt is a random one of
-    the groups, and its members are drawn from that group with replacement, independently of the
-    version. Raises `ValueError` if there is no group, or an empty one."""
+    """A `rose.parts.simulator.spec.Environment` of recorded groups. For each prompt it picks a
+    recorded group at random and draws episodes from it with replacement, whatever the version.
+    Raises `ValueError` if there is no group, or a group is empty."""
 
     def __init__(self, groups: list[list[Episode]], max_new_tokens: int) -> None:
         if not groups or not all(groups):

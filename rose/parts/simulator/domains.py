@@ -4,9 +4,9 @@ Each number has its source on its line (tests/parts/simulator/test_constants.py)
 `sim.environment.factors` scales any of them. Three of the sources need an explanation:
 
 - "the paper's rollout": the tokens per turn are chosen such that a rollout without borrowed GPUs
-  takes as long as in ROSE (arXiv 2605.06534). Figure 1a, table 1 and the gains, as a public reading
-  note quotes them (86.9 % of a step, 496 s with ROSE, 1.31 times as fast; Qwen3-32B 70.5 %, 960 s,
-  1.46), give about 680 s (FrozenLake) and 1,740 s (ALFWorld).
+  takes as long as in ROSE (arXiv 2605.06534): about 680 s (FrozenLake) and 1,740 s (ALFWorld). This
+  follows from its figure 1a, table 1 and gains, as a public reading note quotes them: 86.9 % of a
+  step, 496 s with ROSE, 1.31 times as fast; Qwen3-32B 70.5 %, 960 s, 1.46.
 - "traj_envs.yaml": max_actions_per_traj in ROLL's examples/config/traj_envs.yaml
   (github.com/alibaba/ROLL), the same for every environment.
 - "from memory": the number was not looked up in the paper again.
@@ -28,7 +28,7 @@ FROZEN_LAKE = Domain(
     output_factor=Drift(1.0, 1.2, 40),  # ours: thoughts grow as the policy learns
     turns=Heavy(6, 0.25),  # ours: a shortest path on the 4 x 4 map takes 6
     turns_factor=Drift(1.1, 1.0, 30),  # ours: detours get fewer
-    failed_turns=Heavy(6, 0.6),  # ours: a hole ends it early, wandering late
+    failed_turns=Heavy(6, 0.6),  # ours: a hole ends an episode early, wandering late
     success=Drift(0.25, 0.75, 25),  # docs/benchmarks.md: 20-28 to 68-74 % in 30 steps, tiny model
     hardness=1.2,  # ours: maps differ less than maths problems
     tool_s=Heavy(0.01, 0.5, tail=0.01),  # ours: a step of a small program
@@ -71,7 +71,7 @@ SWE = Domain(
     observation=Heavy(350, 0.9, tail=0.02),  # ours: files and tests' output
     output=Heavy(300, 0.8, tail=0.05),  # ours: a command and its reason
     output_factor=Drift(1.0, 1.2, 100),  # ours: thoughts grow as the policy learns
-    turns=Heavy(28, 0.4),  # ours: half of what is allowed
+    turns=Heavy(28, 0.4),  # ours: about half of max_turns
     turns_factor=Drift(1.0, 1.1, 100),  # ours: it learns to test more
     failed_turns=Heavy(38, 0.5),  # ours: failing trajectories try for longer
     success=Drift(0.23, 0.42, 70),  # DeepSWE (together.ai/blog/deepswe): 23 to 42 % in 200 steps
@@ -130,7 +130,7 @@ MATHS = Domain(
 )
 
 # The workloads of other papers' evaluations (conf/experiment/papers): single responses of one turn,
-# and R2E-Gym. Lengths are the paper's where it states them, else ours. Fields that are not named
+# and R2E-Gym. Lengths are the paper's if it states them, otherwise ours. Fields that are not named
 # are those of MATHS or SWE.
 
 ROLLPACKER = replace(
@@ -155,7 +155,7 @@ AREAL_MATHS = replace(
     MATHS,
     name="areal_maths",
     max_new_tokens=27648,  # arXiv 2505.24298, table 3
-    # 128,700 tokens/s in 41.0 h of 250 steps of 8,192 responses are 9,300 each
+    # 128,700 tokens/s for 41.0 h, over 250 steps of 8,192 responses, are 9,300 per response.
     output=Heavy(7100, 0.8),  # arXiv 2505.24298, figure 5c and table 1; the spread is ours
     output_factor=constant(1.0),
     success=constant(0.6),  # ours: no policy here depends on it
@@ -175,28 +175,15 @@ R2E = replace(
     SWE,
     name="r2e",
     max_turns=12,  # github.com/NetX-lab/Libra: r2e_max_turns
-    max_new_tokens=8192,  # ours: of 30,000 for a trajectory
+    max_new_tokens=8192,  # ours: a trajectory may have 30,000
     prompt=Heavy(1500, 0.3),  # ours: r2e_max_prompt_tokens is 2,048
     output=Heavy(500, 0.9, tail=0.05),  # ours: a thought, then an edit or a command
-    turns=Heavy(8, 0.4),  # ours: two thirds of the most
+    turns=Heavy(8, 0.4),  # ours: two thirds of max_turns
     failed_turns=Heavy(11, 0.3),  # ours: most use all turns
 )
 
-DOMAINS = {
-    domain.name: domain
-    for domain in (
-        FROZEN_LAKE,
-        ALFWORLD,
-        SWE,
-        SEARCH,
-        MATHS,
-        ROLLPACKER,
-        OPENR1,
-        AREAL_MATHS,
-        SEER_VL,
-        R2E,
-    )
-}
+PAPERS = (ROLLPACKER, OPENR1, AREAL_MATHS, SEER_VL, R2E)
+DOMAINS = {each.name: each for each in (FROZEN_LAKE, ALFWORLD, SWE, SEARCH, MATHS, *PAPERS)}
 
 
 def domain(name: str) -> Domain:

@@ -2,17 +2,17 @@
 (live: rose/parts/drafts).
 
 All requests with the same number of ended siblings advance by the same mean number of tokens a
-step, measured in a recorded run (`spec.Drafts`). So runs of equal steps are fast-forwarded here,
-too. A drafted token costs as much as a decode (rose/parts/lending/rules/predictor.py), or its
-matrix products if these take longer than the step. Each request costs a lookup in addition. At each
-change of the batch the live engine's rule (`rose.parts.drafts.gain.fastest`) chooses the number of
-drafted tokens, but from the true step times instead of fitted ones.
+step, measured in a recorded run (`spec.Drafts`). So runs of equal steps are fast-forwarded, as in
+`SimEngine`. A drafted token costs as much as a decode (rose/parts/lending/rules/predictor.py). A
+step takes at least as long as the matrix products of all its tokens. Each request also costs a
+lookup. At each change of the batch the live engine's rule (`rose.parts.drafts.gain.fastest`)
+chooses the number of drafted tokens, but from the true step times instead of fitted ones.
 
 The model leaves out:
-- how the requests of one step differ, the KV of drafted tokens, and the gate's probes;
-- what an engine with a proposer pays while nothing is drafted (docs/drafts.md);
-- the text of siblings that still run, which hardly helps: replayed tool calls of 16 siblings in
-  lockstep got 1.83 tokens a step with it, and 1.81 with no ended sibling.
+- differences between the requests of one step, the KV of drafted tokens, and the gate's probes;
+- the cost of a proposer while nothing is drafted (docs/drafts.md);
+- the text of siblings that still run, which hardly helps: tool calls of 16 siblings, replayed in
+  lockstep, got 1.83 tokens a step with this text and 1.81 without.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 
 from rose.parts.drafts import gain
 from rose.parts.simulator import spec
-from rose.parts.simulator.engine import DECODE, PART, Sequence, SimEngine
+from rose.parts.simulator.engine import DECODE, STEPS_ERROR, Sequence, SimEngine
 
 
 class Ended:
@@ -41,7 +41,7 @@ class Ended:
     def drop(self, group: str) -> None:
         self._counts.pop(group, None)
 
-    def of(self, group: str) -> int:
+    def count(self, group: str) -> int:
         return self._counts[group]
 
 
@@ -59,13 +59,15 @@ class _Level:
 
 
 class DraftingEngine(SimEngine):
+    """A `SimEngine` that drafts tokens. `config.drafts` must not be None. `SimEngine` documents the
+    methods that have no docstring here."""
+
     def __init__(self, config: spec.Engine, ended: Ended) -> None:
-        """Build the engine; `config.drafts` must not be None."""
         super().__init__(config)
         self._drafts, self._siblings = config.drafts, ended
         self._levels = [_Level() for _ in self._drafts.siblings]
         self._drafted = 0.0  # tokens drafted per step
-        self._generated = 0.0  # generated tokens, all sequences together
+        self._generated = 0.0  # tokens generated per step, all sequences together
         self._flat = 0.0  # seconds of a step without prefill and without attention
 
     def tokens_by(self, now: float, seq: Sequence) -> int:
@@ -73,12 +75,12 @@ class DraftingEngine(SimEngine):
         if seq._state != DECODE:
             return seq.attempt_tokens
         level, done = self._levels[seq._level], 0 if self._chunks else self._steps_before(now)
-        return seq.attempt_tokens + self._whole(
+        return seq.attempt_tokens + self._whole_tokens(
             seq, level.done + done * level.rate - seq._decode_start
         )
 
     def sibling_ended(self, now: float, group: str) -> bool:
-        """Move the group's decoding sequences to the level of its present number of ended siblings.
+        """Move the group's decoding sequences to the level of its current number of ended siblings.
         Return whether any moved."""
         level = self._level_of(group)
         moves = [s for s in self._decoding() if s.group == group and s._level != level]
@@ -92,16 +94,14 @@ class DraftingEngine(SimEngine):
         self._plan_run(now)
         return True
 
-    # ----------------------------------------------------------------- number of drafts
-
     def _decide(self) -> None:
-        """Choose the tokens that the next steps draft; set the levels' rates and the step's
-        time."""
+        """Choose how many tokens the next steps draft. Set the rate of each level and the seconds
+        of a step."""
         c, drafts, decodes = self._c, self._drafts, self._decodes
         best, counts = None, np.array([level.count for level in self._levels])
         if decodes:
             attention = c.c4 * self._attended
-            drafted = counts @ drafts.drafted  # (ways,)
+            drafted = counts @ drafts.drafted  # (ways,), see `spec.Drafts`
             tokens = decodes + counts @ drafts.accepted
             best = len(drafted) - 1
             if drafts.adaptive:
@@ -114,7 +114,8 @@ class DraftingEngine(SimEngine):
         self._generated = sum(level.count * level.rate for level in self._levels)
 
     def _flat_of(self, drafted: float | np.ndarray, prefill_s: float) -> float | np.ndarray:
-        """Seconds of a step with all decodes and `drafted` tokens, without attention."""
+        """Return the seconds of a step without attention: all decodes, `drafted` tokens, and
+        prefill chunks of `prefill_s`."""
         c, decodes = self._c, self._decodes
         computed = decodes + drafted
         flat = max(c.c0, prefill_s) + c.c5 + c.c3 * computed
@@ -125,7 +126,7 @@ class DraftingEngine(SimEngine):
         """Choose the chunks of a prefill step and return its end.
 
         The live engine decides on drafts before it composes a step, so drafts don't depend on the
-        chunks. Chunks get the tokens that decodes and drafts leave.
+        chunks. Decodes and drafts take their part of the token budget first.
         """
         self._decide()
         budget = int(self._max_tokens - self._decodes - self._drafted)
@@ -133,8 +134,6 @@ class DraftingEngine(SimEngine):
         flat = float(self._flat_of(self._drafted, cost))
         self._steps, self._prefilled_at = 1, self._at + flat + self._c.c4 * self._attended
         return self._prefilled_at
-
-    # ----------------------------------------------------------------- runs of equal steps
 
     @property
     def _growth(self) -> float:
@@ -144,10 +143,11 @@ class DraftingEngine(SimEngine):
         self._decide()
         steps = math.inf
         for at, level in enumerate(self._levels):
-            while level.ends and not self._current(at, level.ends[0]):
+            while level.ends and not self._is_current(at, level.ends[0]):
                 heappop(level.ends)
             if level.ends:
-                steps = min(steps, math.ceil((level.ends[0][0] - level.done) / level.rate - PART))
+                left = level.ends[0][0] - level.done
+                steps = min(steps, math.ceil(left / level.rate - STEPS_ERROR))
         return max(1, int(steps))
 
     def _seconds(self, steps: int, decodes: int, attended: float) -> float:
@@ -162,21 +162,20 @@ class DraftingEngine(SimEngine):
         self._at += self._seconds(steps, self._decodes, self._attended)
         generated = self._generated * steps
         self._attended += generated
-        self._held += generated
+        self.memory.held += generated
         self.decoded += generated
         ended: list[Sequence] = []
         for at, level in enumerate(self._levels):
             level.done += steps * level.rate
-            while level.ends and level.ends[0][0] <= level.done + PART:
+            while level.ends and level.ends[0][0] <= level.done + STEPS_ERROR:
                 entry = heappop(level.ends)
-                if self._current(at, entry):
+                if self._is_current(at, entry):
                     ended.append(entry[3])
         ended.sort(key=lambda seq: seq._order)
         for seq in ended:
             self._leave(seq, seq.left)
             self._release(seq)
-        if self._held + self._cached > self.kv:
-            self._fit()
+        self.memory.fit()
         return ended
 
     def _note_end(self, seq: Sequence) -> None:
@@ -190,11 +189,11 @@ class DraftingEngine(SimEngine):
         heappush(level.ends, (seq._decode_start + seq.left, seq._order, seq._admissions, seq))
 
     def _leave_decode(self, seq: Sequence) -> None:
-        self._leave(seq, self._whole(seq, self._levels[seq._level].done - seq._decode_start))
+        self._leave(seq, self._whole_tokens(seq, self._levels[seq._level].done - seq._decode_start))
 
     def _leave(self, seq: Sequence, generated: int) -> None:
-        """Take the sequence out of the batch after `generated` tokens, and subtract from the
-        engine's sums what its level has counted beyond these."""
+        """Remove the sequence from the batch after `generated` tokens. Subtract from the engine's
+        sums the tokens that its level has counted beyond these."""
         level = self._levels[seq._level]
         beyond = level.done - seq._decode_start - generated
         level.count -= 1
@@ -204,26 +203,28 @@ class DraftingEngine(SimEngine):
         seq._own += generated
         self._decodes -= 1
         self._attended -= seq.context + beyond
-        self._held -= beyond
+        self.memory.held -= beyond
         self.decoded -= beyond
 
     @staticmethod
-    def _whole(seq: Sequence, progress: float) -> int:
-        """Whole tokens of a sequence that has not ended."""
-        return min(int(progress + PART), seq.left - 1)
+    def _whole_tokens(seq: Sequence, progress: float) -> int:
+        """Round `progress` down to whole tokens. A sequence that has not ended has a token left."""
+        return min(int(progress + STEPS_ERROR), seq.left - 1)
 
     def _decoding(self) -> list[Sequence]:
         return [
             entry[3]
             for at, level in enumerate(self._levels)
             for entry in level.ends
-            if self._current(at, entry)
+            if self._is_current(at, entry)
         ]
 
     @staticmethod
-    def _current(at: int, entry: tuple[float, int, int, Sequence]) -> bool:
+    def _is_current(at: int, entry: tuple[float, int, int, Sequence]) -> bool:
+        """Return whether a heap entry of level `at` is valid: its sequence still decodes there, in
+        the same admission."""
         _, _, admission, seq = entry
         return seq._state == DECODE and seq._admissions == admission and seq._level == at
 
     def _level_of(self, group: str) -> int:
-        return bisect_right(self._drafts.siblings, self._siblings.of(group)) - 1
+        return bisect_right(self._drafts.siblings, self._siblings.count(group)) - 1

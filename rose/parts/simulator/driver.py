@@ -1,9 +1,8 @@
 """The driver of the scheduler in simulated time: it feeds events and carries out actions.
 `simulate` is the entry point.
 
-It does what rose.coordinator.coordinator and rose.coordinator.turns do in a live run, in the same
-order: step begun, rollout, training, version published, dedicated workers loaded, next step. Like
-them it reports tokens at intervals, not one by one.
+This module handles groups, trajectories and turns, as rose.coordinator.turns does in a live run. It
+reports tokens at intervals, not one by one.
 """
 
 from __future__ import annotations
@@ -18,13 +17,15 @@ from rose.parts.simulator import result, spec
 from rose.parts.simulator.episodes import Group, Groups, Trajectory
 from rose.parts.simulator.loop import Loop
 from rose.parts.simulator.sandboxes import Sandboxes
+from rose.parts.simulator.supply import Supply
+from rose.parts.simulator.training import Training
 from rose.parts.simulator.worker import SimWorker
 from rose.parts.simulator.workers import Workers
 from rose.scheduler import Scheduler
 from rose.scheduler import events as ev
 from rose.scheduler.actions import ActionQueue, Journal
 
-# A run fails when turns have waited for this long while none ran: no worker will come.
+# A run fails when all turns have waited for this long: no worker will come.
 STALLED_S = 24 * 3600.0  # ours: longer than any step or queue of a real run
 
 
@@ -45,6 +46,8 @@ def simulate(
 
 
 class Simulation:
+    """The state of a run. Workers, sandboxes and training share its loop and its scheduler."""
+
     def __init__(
         self, what: spec.Spec, scheduler: Scheduler, seed: int, journal: Journal | None
     ) -> None:
@@ -54,35 +57,26 @@ class Simulation:
         self._groups = Groups(what, seed)
         stream = 1 << 32  # numerics: no group has this index
         draw = np.random.Generator(np.random.PCG64([seed, stream]))
-        self._workers = Workers(what, self._loop, draw, self)
+        self._workers = Workers(what, self._loop, self)
         self._turns: dict[str, Trajectory] = {}  # open turn -> its trajectory
         self._counts = result.Counts()
+        self._supply = Supply(what, self._loop, draw, self._workers, self.feed, self._counts)
         self._boxes = what.sandboxes and Sandboxes(
             what.sandboxes, self._loop, seed, self, self._counts
         )
-        self._steps: list[result.Step] = []
+        self._training = Training(what, self._loop, self._groups, self._workers, self.feed)
         self._turn_s, self._trajectory_s = array("f"), array("f")
-        self._began = 0.0
-        self._ran_at = 0.0  # time of the last tick at which no turn was open, or one ran
-        # (step, begin of training, its groups) while a batch is in training
-        self._batch: tuple[int, float, list] | None = None
-        self._waiting: list[Group] = []  # groups certain to be in the step's batch, not trained
-        self._ahead: set[str] = set()  # groups of the step in training, or trained, ahead of it
-        self._free_at = 0.0  # end of the trainer's current round ahead of the step's training
-        self._ahead_s = 0.0  # seconds of all such rounds of the step
-        self._trained_at = self._published_at = 0.0
-        self._syncing = False  # a published version is not yet on all dedicated workers
-        self._version = 0
+        self._ran_at = 0.0  # time of the last tick at which a turn ran, or none was open
         self._do = {
             ev.AssignTurn: self._assign,
             ev.AbortTurn: self._abort,
             ev.LoadWeights: self._workers.load,
             ev.AdmitGroup: self._admit,
             ev.DropGroup: self._drop,
-            ev.TrainGroup: self._train_group,
-            ev.StartTraining: self._start_training,
-            ev.RequestCapacity: self._workers.request,
-            ev.ReleaseCapacity: self._workers.release,
+            ev.TrainGroup: self._training.train_group,
+            ev.StartTraining: self._training.start,
+            ev.RequestCapacity: self._supply.request,
+            ev.ReleaseCapacity: self._supply.release,
             ev.UseWorker: self._workers.use,
             ev.RestWorker: self._workers.rest,
             ev.MoveTrajectory: self._move,
@@ -90,33 +84,32 @@ class Simulation:
         }
 
     def run(self) -> result.Result:
-        self._publish(0)
-        self._workers.start()
+        """Simulate the run to its last step."""
+        self._training.publish(0)
+        self._supply.start()
         if self._boxes is not None:
             self._boxes.start()
-        self._loop.at(0.0, self._begin_step, 1)
+        self._loop.at(0.0, self._training.begin_step, 1)
         if self._spec.tick_s < math.inf:
             self._loop.at(self._spec.tick_s, self._tick, None)
         try:
             self._loop.run(self._spec.horizon_s)
         except RuntimeError as error:
             raise RuntimeError(
-                f"step {len(self._steps) + 1} of {self._spec.steps}: {error}; {len(self._turns)} "
-                f"turns are open, {self._scheduler.waiting} of them wait for "
+                f"step {len(self._training.steps) + 1} of {self._spec.steps}: {error}; "
+                f"{len(self._turns)} turns are open, {self._scheduler.waiting} of them wait for "
                 f"{len(self._workers.by_name)} workers"
             ) from None
         workers, serving = self._workers.results()
-        counts = self._counts
-        counts.refused, counts.lost_workers = self._workers.refused, self._workers.lost
         return result.Result(
             self._spec.name,
             self._seed,
             self._loop.now,
-            self._steps,
+            self._training.steps,
             workers,
             serving,
             self._workers.granted,
-            counts,
+            self._counts,
             self._loop.events,
             np.frombuffer(self._turn_s, np.float32),
             np.frombuffer(self._trajectory_s, np.float32),
@@ -133,15 +126,20 @@ class Simulation:
     def is_resting(self, worker: str) -> bool:
         return self._scheduler.cluster.workers[worker].resting
 
+    def synced(self) -> None:
+        """End the step if all dedicated workers hold the new version."""
+        self._training.end_step_if_synced()
+
     def _tick(self, _what: None, _ticket: int) -> None:
+        """Feed a tick. Raises `RuntimeError` if all turns have waited for too long."""
         now = self._loop.now
         if not self._turns or self._scheduler.waiting < len(self._turns):
             self._ran_at = now
         elif now - self._ran_at > STALLED_S:
             raise RuntimeError(
-                f"at {now:.1f} s of simulated time all turns have waited for {STALLED_S:g} s; "
-                f"which of the pools ({', '.join(pool.name for pool in self._spec.pools)}) is "
-                "used, and when, is the provisioning policy's"
+                f"at {now:.1f} s of simulated time all turns have waited for {STALLED_S:g} s; the "
+                "provisioning policy decides which of the pools "
+                f"({', '.join(pool.name for pool in self._spec.pools)}) is used, and when"
             )
         self.feed(ev.Tick(at=now))
         self._loop.at(now + self._spec.tick_s, self._tick, None)
@@ -149,120 +147,15 @@ class Simulation:
     def _give_up(self, action: ev.GiveUp) -> None:
         raise RuntimeError(action.reason)
 
-    # ----------------------------------------------------------------- steps
-
-    def _begin_step(self, step: int, _ticket: int) -> None:
-        self._began = self._loop.now
-        self._workers.step_begins()
-        self._waiting.clear()
-        self._ahead.clear()
-        self._ahead_s = 0.0
-        stream, batch = self._spec.stream, self._spec.batch
-        wanted = {"groups": batch.groups, "group_size": batch.group_size}
-        self.feed(ev.StepBegun(at=self._loop.now, step=step, stream=stream, **wanted))
-
-    def _train_group(self, action: ev.TrainGroup) -> None:
-        self._waiting.append(self._groups.finished[action.group])
-        if self._loop.now >= self._free_at:
-            self._next_round(None, 0)
-
-    def _next_round(self, _what: None, _ticket: int) -> None:
-        """Train all waiting groups in one round. (A live run limits the size of a round.)"""
-        if not self._waiting or self._batch is not None:
-            return
-        groups, self._waiting = self._waiting, []
-        seconds = self._computing_s(groups)
-        self._ahead.update(group.name for group in groups)
-        self._ahead_s += seconds
-        self._free_at = self._loop.now + seconds
-        self._loop.at(self._free_at, self._next_round, None)
-
-    def _start_training(self, action: ev.StartTraining) -> None:
-        now = self._loop.now
-        groups = [self._groups.finished.pop(name) for name in action.groups]
-        self._batch = action.step, now, groups
-        running_s = max(0.0, self._free_at - now)
-        self._ahead_s -= running_s
-        left = [group for group in groups if group.name not in self._ahead]
-        seconds = running_s + self._spec.trainer.step_s + self._computing_s(left)
-        seconds += self._workers.to_training(seconds)
-        self._loop.at(now + seconds, self._trained, None)
-
-    def _computing_s(self, groups: list[Group]) -> float:
-        """Seconds of forward and backward passes, as if all micro-batches were full."""
-        trainer = self._spec.trainer
-        tokens = sum(group.context for group in groups)
-        seconds = trainer.token_s * tokens
-        if trainer.gpus:
-            pairs = sum(group.pairs for group in groups)
-            flops = tokens * trainer.flops_per_token + pairs * trainer.flops_per_pair
-            seconds += flops / (self._training_gpus() * trainer.gpu.flops * trainer.mfu)
-        return seconds
-
-    def _training_gpus(self) -> int:
-        """Number of GPUs that train: the trainer's without those that roll out meanwhile."""
-        left = self._spec.trainer.gpus - self._workers.gpus_rolling_out()
-        if left <= 0:
-            raise RuntimeError(
-                f"at {self._loop.now:.1f} s of simulated time all {self._spec.trainer.gpus} GPUs "
-                "of the trainer roll out; which of them do is the provisioning policy's"
-            )
-        return left
-
-    def _trained(self, _what: None, _ticket: int) -> None:
-        self._trained_at = self._loop.now
-        self._loop.at(self._loop.now + self._spec.trainer.publish_s, self._published, None)
-
-    def _published(self, _what: None, _ticket: int) -> None:
-        self._published_at = self._loop.now
-        self._publish(self._version + 1)
-        self._workers.to_rollout()
-        self._syncing = True
-        self.synced()
-
-    def _publish(self, version: int) -> None:
-        self._version = self._workers.version = version
-        self.feed(ev.VersionPublished(at=self._loop.now, version=version))
-
-    def synced(self) -> None:
-        """End the step, once every dedicated worker holds its weights, and begin the next."""
-        if not self._syncing or self._workers.waited_for:
-            return
-        step, training_at, groups = self._batch
-        self._batch, self._syncing = None, False
-        rewards = [reward for group in groups for reward in group.rewards]
-        staleness = tuple(self._version - 1 - group.version for group in groups)
-        self._steps.append(
-            result.Step(
-                step,
-                self._began,
-                training_at,
-                self._trained_at,
-                self._published_at,
-                self._loop.now,
-                sum(group.tokens for group in groups),
-                sum(group.context for group in groups),
-                len(rewards),
-                float(np.mean(rewards)) if rewards else float("nan"),
-                staleness,
-                self._ahead_s,
-            )
-        )
-        if len(self._steps) < self._spec.steps:
-            self._begin_step(step + 1, 0)
-        else:
-            self._loop.over = True
-
-    # ----------------------------------------------------------------- groups and trajectories
-
     def _admit(self, action: ev.AdmitGroup) -> None:
         now = self._loop.now
         for trajectory in self._groups.admit(
-            action.group, action.index, self._version, now, action.spare
+            action.group, action.index, self._training.version, now, action.spare
         ):
             self._start(trajectory)
 
     def _start(self, trajectory: Trajectory) -> None:
+        """Open the trajectory's sandbox, or request its first turn after `reset_s`."""
         if self._boxes is not None:
             self._boxes.open(trajectory)
             return
@@ -303,18 +196,20 @@ class Simulation:
         )
 
     def _close_turn(self, trajectory: Trajectory) -> None:
+        """Report the end of the trajectory's turn, if one is open."""
         if self._turns.pop(trajectory.turn, None) is not None:
             self.feed(ev.TurnEnded(at=self._loop.now, turn=trajectory.turn))
 
-    # ----------------------------------------------------------------- sandboxes.Hub
-
     def ready(self, trajectory: Trajectory) -> None:
+        """Request the trajectory's turn, since its sandbox has started."""
         self._request(trajectory, 0)
 
     def observed(self, trajectory: Trajectory, more: bool) -> None:
+        """Request the next turn if `more`, otherwise finish: the last turn's command has ended."""
         (self._request if more else self._finish)(trajectory, 0)
 
     def rewind(self, trajectory: Trajectory, turns: int, keep_open: bool) -> None:
+        """Set back a trajectory that has lost its host (see `Trajectory.rewind`)."""
         self._leave_engine(trajectory)
         self._close_turn(trajectory)
         self._counts.remade_tokens += trajectory.rewind(turns, keep_open)
@@ -324,6 +219,7 @@ class Simulation:
             self._boxes.move(action.trajectory, action.host)
 
     def _request(self, trajectory: Trajectory, _ticket: int) -> None:
+        """Request a worker for the trajectory's turn from the scheduler."""
         if trajectory.dead:
             return
         trajectory.asked_at = now = self._loop.now
@@ -345,6 +241,7 @@ class Simulation:
         )
 
     def _turn_ended(self, trajectory: Trajectory) -> None:
+        """Report the end of a turn, and run its tool call."""
         now, generated, number = self._loop.now, trajectory.turn_tokens, trajectory.number
         turn = trajectory.turn
         del self._turns[turn]
@@ -358,6 +255,7 @@ class Simulation:
         self.feed(ev.TurnEnded(at=now, turn=turn, tokens=generated))
 
     def _finish(self, trajectory: Trajectory, _ticket: int) -> None:
+        """End a trajectory, and its group if it is complete. Replace a crashed trajectory."""
         if trajectory.dead:
             return
         now = self._loop.now
@@ -379,16 +277,15 @@ class Simulation:
                 ev.GroupFinished(at=now, group=group.name, accepted=self._groups.accepted(group))
             )
 
-    # ----------------------------------------------------------------- turns on engines
-
     def _assign(self, action: ev.AssignTurn) -> None:
+        """Begin an attempt at a turn, and send it to its worker."""
         trajectory = self._turns.get(action.turn)
         if trajectory is None:
-            return  # The turn was cancelled by an action before this one.
+            return  # An action before this one cancelled the turn.
         if action.attempt > 1 and trajectory.worker.name != action.worker:
             self._counts.migrations += 1
         trajectory.attempt, trajectory.worker = action.attempt, self._workers.by_name[action.worker]
-        # The end of the last attempt was lost or came too late: only its reported tokens count.
+        # The scheduler did not get the end of the last attempt: only its reported tokens count.
         if trajectory.attempt_tokens:
             trajectory.turn_tokens += trajectory.reported
             trajectory.attempt_tokens = trajectory.reported = 0
@@ -404,16 +301,17 @@ class Simulation:
             self._arrive(what, 0)
 
     def _arrive(self, what: tuple[Trajectory, str, int], _ticket: int) -> None:
+        """Add the attempt to its worker's engine. Return it if the engine has no memory."""
         trajectory, turn, attempt = what
         if trajectory.turn != turn or trajectory.attempt != attempt or trajectory.dead:
-            return  # The scheduler revoked the attempt on its way.
+            return  # The scheduler revoked the attempt before it arrived.
         if not trajectory.worker.alive:
             return
         worker, now = trajectory.worker, self._loop.now
         trajectory.context, trajectory.attempt_tokens = trajectory.base + trajectory.turn_tokens, 0
         trajectory.reported = 0
         worker.turns[turn] = trajectory
-        if not worker.engine.kv:
+        if not worker.engine.memory.capacity:
             self.returned(worker, [trajectory])
             return
         worker.engine.add(worker.work(now), trajectory)
@@ -435,6 +333,7 @@ class Simulation:
         trajectory.attempt = 0
 
     def _take_tokens(self, trajectory: Trajectory) -> None:
+        """Add the tokens of the current attempt to those of its turn."""
         trajectory.turn_tokens += trajectory.attempt_tokens
         trajectory.attempt_tokens = trajectory.reported = 0
 
@@ -447,22 +346,22 @@ class Simulation:
             worker.ticket = self._loop.at(due, self._engine_due, worker)
             if not worker.reporting and self._spec.progress_s < math.inf:
                 worker.reporting = True
-                self._loop.at(now + self._spec.progress_s, self._report, worker)
+                self._loop.at(now + self._spec.progress_s, self._report_progress, worker)
         else:
             worker.ticket = 0
 
     def _engine_due(self, worker: SimWorker, ticket: int) -> None:
+        """Advance the worker's engine, and send the ends of attempts to the coordinator."""
         if ticket != worker.ticket:
             return
         ended = worker.engine.step()
         self.reschedule(worker)
         for trajectory in ended:
             del worker.turns[trajectory.turn]
-        way = self._spec.answer_s
         for trajectory in ended:
             what = trajectory, trajectory.turn, trajectory.attempt
-            if way:
-                self._loop.at(self._loop.now + way, self._attempt_ended, what)
+            if self._spec.answer_s:
+                self._loop.at(self._loop.now + self._spec.answer_s, self._attempt_ended, what)
             else:
                 self._attempt_ended(what, 0)
 
@@ -483,14 +382,14 @@ class Simulation:
             self._turn_ended(trajectory)
             return
         self._counts.chunks += 1
-        self._progress(trajectory, generated - reported)
+        self._feed_progress(trajectory, generated - reported)
         self.feed(
             ev.TurnReturned(
                 at=self._loop.now, turn=trajectory.turn, attempt=trajectory.attempt, chunk=True
             )
         )
 
-    def _progress(self, trajectory: Trajectory, tokens: int) -> None:
+    def _feed_progress(self, trajectory: Trajectory, tokens: int) -> None:
         if tokens:
             self.feed(
                 ev.TurnProgressed(
@@ -501,17 +400,17 @@ class Simulation:
                 )
             )
 
-    def _report(self, worker: SimWorker, _ticket: int) -> None:
-        """Report the progress of each turn that has generated tokens."""
+    def _report_progress(self, worker: SimWorker, _ticket: int) -> None:
+        """Report new tokens of each turn, now and at intervals until the worker is idle."""
         if not worker.alive or worker.ticket == 0:
             worker.reporting = False
             return
         work = worker.work(self._loop.now)
         for trajectory in list(worker.turns.values()):
             generated = worker.engine.tokens_by(work, trajectory)
-            self._progress(trajectory, generated - trajectory.reported)
+            self._feed_progress(trajectory, generated - trajectory.reported)
             trajectory.reported = generated
-        self._loop.at(self._loop.now + self._spec.progress_s, self._report, worker)
+        self._loop.at(self._loop.now + self._spec.progress_s, self._report_progress, worker)
 
     def returned(self, worker: SimWorker, trajectories: list[Trajectory]) -> None:
         """Return the turns of a worker that was lost, or that lost memory, to the scheduler."""
@@ -523,7 +422,7 @@ class Simulation:
                 trajectory.attempt = 0  # The WorkerLost event returns all turns of the worker.
                 continue
             self._counts.returned += 1
-            self._progress(trajectory, generated)
+            self._feed_progress(trajectory, generated)
             self.feed(
                 ev.TurnReturned(at=self._loop.now, turn=trajectory.turn, attempt=trajectory.attempt)
             )

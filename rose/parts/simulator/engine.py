@@ -8,11 +8,7 @@ sequence is preempted and recomputed later.
 
 While no sequence is in prefill, the batch changes only when the first sequence ends. One event
 stands for this whole run of decode steps: with D sequences each step is c4 D seconds longer than
-the one before, so that the sum has a closed form.
-
-Prefix caching is counted in tokens, not blocks. The KV of an attempt that ended or was removed
-stays cached. The least recently used is evicted first, from its last token backwards, as vLLM frees
-a request's last blocks first. A group's prompt is held once.
+the step before (`spec.StepTime`), so that the sum has a closed form.
 
 All times are work time: seconds of a device that this engine has to itself (see
 `rose.parts.simulator.lending.Pace`).
@@ -21,15 +17,14 @@ All times are work time: seconds of a device that this engine has to itself (see
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from heapq import heappop, heappush
 
 from rose.parts.simulator import spec
+from rose.parts.simulator.kv import KvCache
 
-# The share of the KV cache that stays free when a sequence is admitted beside others.
-WATERMARK = 0.01  # ours: vLLM 0.32 leaves none by default, and preempts what it has just admitted
 ROUNDING = 1e-9  # numerics: seconds by which two sums of the same times may differ
-PART = 1e-6  # numerics: error bound of the inverse of the closed form, in engine steps
+STEPS_ERROR = 1e-6  # numerics: error bound of the inverse of the closed form, in engine steps
 NONE, WAITING, PREFILL, DECODE = 0, 1, 2, 3  # definition: states of a sequence
 
 
@@ -73,11 +68,10 @@ class SimEngine:
 
     def __init__(self, config: spec.Engine) -> None:
         self._c = config.step
-        self._floor = config.step.c0 + config.step.c5  # seconds of a step, its tokens aside
+        self._floor = config.step.c0 + config.step.c5  # fixed seconds of a decode step
         self._max_sequences = config.max_sequences
         self._max_tokens = config.max_batched_tokens
-        self._caches = config.prefix_caching
-        self.kv = config.kv_tokens
+        self.memory = KvCache(config.kv_tokens, config.prefix_caching)
         self.due = math.inf
         self.preemptions = 0
         self.prefilled = 0  # tokens
@@ -91,16 +85,11 @@ class SimEngine:
         self._steps_after_prefill = 0
         self._decode_steps = 0  # decode steps done so far
         self._decodes = 0  # sequences that decode
-        self._attended = 0  # sum of their contexts
+        self._attended = 0  # tokens, sum of the contexts of the decoding sequences
         # heap of (decode step at which it ends, order, admission, sequence)
         self._ends: list[tuple[int, int, int, Sequence]] = []
         self._prefill: list[Sequence] = []
         self._waiting: deque[Sequence] = deque()
-        self._held = 0  # tokens of KV in use
-        self._cached = 0  # tokens of KV that may be evicted
-        # trajectory -> (own tokens, group), the least recently used first
-        self._cache: OrderedDict[str, tuple[int, str]] = OrderedDict()
-        self._prompts: dict[str, list[int]] = {}  # group -> [tokens, number of users]
         self._order = 0
 
     @property
@@ -115,8 +104,6 @@ class SimEngine:
         """Return all sequences of the engine, in order of arrival."""
         found = [*self._decoding(), *self._prefill, *self._waiting]
         return sorted(found, key=lambda seq: seq._order)
-
-    # ----------------------------------------------------------------- sequences and memory
 
     def add(self, now: float, seq: Sequence) -> None:
         """Queue a sequence with `context`, `left` and `attempt_tokens` set. The engine prefills the
@@ -140,7 +127,7 @@ class SimEngine:
             self._plan_run()
 
     def remove(self, now: float, seq: Sequence) -> None:
-        """Remove the sequence. Afterwards `attempt_tokens` is what it has generated here."""
+        """Remove the sequence. Afterwards `attempt_tokens` counts the tokens generated here."""
         self._stop_run(now)
         self._drop(seq)
         self._plan_run(now)
@@ -162,32 +149,27 @@ class SimEngine:
                 if seq._state != WAITING:
                     self._back_to_queue(seq)
         if clear:
-            while self._cache:
-                self._evict(self._cached)
+            self.memory.clear()
         self._plan_run(now)
 
     def set_kv(self, now: float, tokens: int) -> list[Sequence]:
         """Resize the KV cache. Remove and return the newest sequences that no longer fit."""
-        if tokens >= self.kv:
-            self.kv = tokens
+        memory = self.memory
+        if tokens >= memory.capacity:
+            memory.capacity = tokens
             if self._waiting:
                 self._stop_run(now)
                 self._plan_run(now)
             return []
         self._stop_run(now)
-        self.kv = tokens
+        memory.capacity = tokens
         gone = []
         for seq in reversed(self.running()):
-            if (
-                self._held <= tokens
-                and seq._state != WAITING
-                or seq._state == WAITING
-                and seq.context <= tokens
-            ):
-                continue
-            self._drop(seq)
-            gone.append(seq)
-        self._fit()
+            fits = (seq.context if seq._state == WAITING else memory.held) <= tokens
+            if not fits:
+                self._drop(seq)
+                gone.append(seq)
+        memory.fit()
         self._plan_run(now)
         return gone
 
@@ -199,8 +181,6 @@ class SimEngine:
         done = 0 if self._chunks else self._steps_before(now)
         return seq.attempt_tokens + self._decode_steps - seq._decode_start + done
 
-    # ----------------------------------------------------------------- runs of equal steps
-
     def _plan_run(self, now: float = 0.0) -> None:
         """Plan the next run of steps, which begins at `_at` and does not end before `now`."""
         self._chunks, self._steps_after_prefill = [], 0
@@ -209,7 +189,7 @@ class SimEngine:
         if self._prefill:
             end = self._prefill_step()
         elif self._decodes:
-            steps, room = self._steps_left(), int((self.kv - self._held) // self._growth)
+            steps, room = self._steps_left(), int(self.memory.free // self._growth)
             if room < steps:
                 if room <= 0 and self._decodes > 1:
                     self._preempt()
@@ -247,8 +227,8 @@ class SimEngine:
         return ends[0][0]
 
     def _prefill_step(self) -> float:
-        """Choose the chunks of a prefill step. Return its end, or the end of the decode steps that
-        follow if the batch can't change in between."""
+        """Choose the chunks of a prefill step. Decode steps follow it in the same run if the batch
+        can't change after it. Return the end of the run."""
         c, decodes, chunks = self._c, self._decodes, self._chunks
         cost, left, context = self._choose_chunks(max(self._max_tokens - decodes, 1))
         end = (
@@ -265,7 +245,7 @@ class SimEngine:
         if decodes:
             steps = min(steps, self._first_end() - self._decode_steps - 1)
         decodes += len(chunks)
-        if steps < 1 or (steps + 1) * decodes > self.kv - self._held:
+        if steps < 1 or (steps + 1) * decodes > self.memory.free:
             return end
         self._steps_after_prefill = steps
         return end + self._seconds(steps, decodes, self._attended + self._decodes + context)
@@ -289,7 +269,7 @@ class SimEngine:
         return cost, left, context
 
     def _seconds(self, steps: int, decodes: int, attended: int) -> float:
-        """Seconds of `steps` decode steps, of which the first attends to `attended` tokens."""
+        """Seconds of `steps` decode steps. The first attends to `attended` tokens."""
         c = self._c
         return steps * (
             self._floor + c.c3 * decodes + c.c4 * (attended + decodes * (steps - 1) * 0.5)
@@ -298,8 +278,8 @@ class SimEngine:
     def _steps_in(self, seconds: float) -> float:
         """Number of decode steps (fractional) that fit into `seconds`.
 
-        Each step is `growth` seconds longer than the one before, so that the sum of an arithmetic
-        series has to be inverted: a quadratic equation in the number of steps.
+        Each step is `growth` seconds longer than the last step. So the sum is quadratic in the
+        number of steps, and this solves a quadratic equation.
         """
         c, decodes = self._c, self._decodes
         growth = c.c4 * decodes
@@ -309,11 +289,12 @@ class SimEngine:
     def _steps_until(self, now: float) -> int:
         """Steps of the decode run until the first step boundary at or after `now`."""
         passed = now - self._at
-        return math.ceil(self._steps_in(passed) - PART) if passed > 0 else 0
+        return math.ceil(self._steps_in(passed) - STEPS_ERROR) if passed > 0 else 0
 
     def _steps_before(self, now: float) -> int:
+        """Steps of the decode run that have ended at `now`."""
         passed = now - self._at
-        return min(int(self._steps_in(passed) + PART), self._steps) if passed > 0 else 0
+        return min(int(self._steps_in(passed) + STEPS_ERROR), self._steps) if passed > 0 else 0
 
     def _decode(self, steps: int) -> list[Sequence]:
         """Advance by `steps` decode steps. Return the sequences that end with the last one."""
@@ -321,7 +302,7 @@ class SimEngine:
         self._decode_steps += steps
         generated = self._decodes * steps
         self._attended += generated
-        self._held += generated
+        self.memory.held += generated
         self.decoded += generated
         ended, ends = [], self._ends
         while ends and ends[0][0] <= self._decode_steps:
@@ -330,8 +311,7 @@ class SimEngine:
                 self._leave_decode(seq)
                 self._release(seq)
                 ended.append(seq)
-        if self._held + self._cached > self.kv:
-            self._fit()
+        self.memory.fit()
         return ended
 
     def _prefill_done(self) -> list[Sequence]:
@@ -345,7 +325,7 @@ class SimEngine:
             if seq._todo <= 0:
                 joined.append(seq)
         if joined:
-            # Chunks are given first come first served, so that only the last can be partial.
+            # Chunks are chosen first come first served, so that only the last can be partial.
             self._prefill = self._prefill[len(joined) :]
         ended = []
         if self._decodes:
@@ -359,7 +339,7 @@ class SimEngine:
         """Count the first token of a prefilled sequence, and let it decode its other tokens."""
         seq.attempt_tokens += 1
         seq._own += 1
-        self._held += 1
+        self.memory.held += 1
         self.decoded += 1
         if seq.left <= 1:
             seq.left = 0
@@ -379,7 +359,7 @@ class SimEngine:
         heappush(self._ends, (self._decode_steps + seq.left, seq._order, seq._admissions, seq))
 
     def _leave_decode(self, seq: Sequence) -> None:
-        """Take the sequence out of the decode batch and bring its token counts up to date."""
+        """Remove the sequence from the decode batch and bring its token counts up to date."""
         generated = self._decode_steps - seq._decode_start
         seq.attempt_tokens += generated
         seq.left -= generated
@@ -395,92 +375,35 @@ class SimEngine:
             self._prefill_done()
 
     def _stop_run(self, now: float) -> None:
-        """Advance to the first step boundary at or after `now`, but not to the end of the run,
-        which only `step` may report. The caller must call `_plan_run` afterwards."""
+        """Advance to the first step boundary at or after `now`. Leave the last step of the run,
+        since only `step` may end sequences. The caller must call `_plan_run` afterwards."""
         self._catch_up(now)
         if self.due < math.inf and not self._chunks:
             self._decode(min(self._steps_until(now), self._steps - 1))
         elif self.due == math.inf and now > self._at:
             self._at = now
 
-    # ----------------------------------------------------------------- memory
-
     def _admit(self) -> None:
         """Admit waiting sequences, first come first served, while they fit."""
         waiting = self._waiting
         while waiting and self._decodes + len(self._prefill) < self._max_sequences:
             seq = waiting[0]
-            found = self._cache.get(seq.key) if self._caches else None
-            prompt = self._prompts.get(seq.group) if self._caches else None
-            own = seq.context - (seq.prompt if prompt is not None else 0)
             alone = not self._decodes and not self._prefill
-            if not alone and self._held + own + WATERMARK * self.kv > self.kv:
+            if not alone and not self.memory.has_room(seq.group, seq.prompt, seq.context):
                 return
             waiting.popleft()
             seq._admissions += 1
             seq._state = PREFILL
-            cached = 0
-            if found is not None:
-                cached = min(found[0], seq.context - seq.prompt)
-                del self._cache[seq.key]
-                self._cached -= found[0]
-            if self._caches:
-                if prompt is None:
-                    self._prompts[seq.group] = [seq.prompt, 1]
-                    self._held += seq.prompt
-                    seq._todo, own = own - cached, own - seq.prompt
-                else:
-                    prompt[1] += found is None  # A cached trajectory is counted already.
-                    seq._todo = own - cached
-            else:
-                seq._todo = own
-            seq._todo = max(seq._todo, 1)  # vLLM always computes the last token.
-            seq._own = own
-            self._held += own
+            seq._own, seq._todo = self.memory.allocate(seq.key, seq.group, seq.prompt, seq.context)
             self._prefill.append(seq)
-            if self._held + self._cached > self.kv:
-                self._fit()
 
     def _release(self, seq: Sequence) -> None:
-        """Free the memory of a sequence that stops: what is computed stays in the prefix cache."""
-        self._held -= seq._own
+        """Free the memory of a sequence that stops."""
         seq._state = NONE
-        if not self._caches:
-            return
-        # The group's prompt is not computed completely either: drop it with this sequence.
-        if seq._todo > seq._own:
-            self._unshare(seq.group)
-            return
-        own = seq._own - seq._todo
-        self._cache[seq.key] = (own, seq.group)
-        self._cached += own
-        if self._held + self._cached > self.kv:
-            self._fit()
-
-    def _unshare(self, group: str) -> None:
-        prompt = self._prompts[group]
-        prompt[1] -= 1
-        if not prompt[1]:
-            self._held -= prompt[0]
-            del self._prompts[group]
-
-    def _evict(self, tokens: int) -> None:
-        """Evict `tokens` of the trajectory that was used least recently, or all that it has."""
-        key, (own, group) = next(iter(self._cache.items()))
-        gone = min(own, tokens)
-        self._cached -= gone
-        if gone < own:
-            self._cache[key] = (own - gone, group)
-        else:
-            del self._cache[key]
-            self._unshare(group)
-
-    def _fit(self) -> None:
-        """Evict cached tokens, the least recently used first, until the cache is not over-full."""
-        while self._cache and (over := self._held + self._cached - self.kv) > 0:
-            self._evict(math.ceil(over))
+        self.memory.release(seq.key, seq.group, seq._own, seq._todo)
 
     def _drop(self, seq: Sequence) -> None:
+        """Remove the sequence from the queue, from prefill or from the decode batch."""
         if seq._state == WAITING:
             self._waiting.remove(seq)
             seq._state = NONE

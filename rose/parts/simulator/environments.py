@@ -57,8 +57,7 @@ class Heavy:
     alpha: float = 1.5  # ours: heavy, with a mean and no variance
 
     def of(self, normal: np.ndarray, tail: np.ndarray, pareto: np.ndarray) -> np.ndarray:
-        """Return samples, computed from a standard normal and two uniform draws (arrays of one
-        shape). As the draws don't depend on drift, drift scales samples and never reorders them."""
+        """Compute samples from standard normal and two uniform draws, arrays of one shape."""
         factor = np.where(
             tail < self.tail, np.minimum((1 - pareto) ** (-1 / self.alpha), MOST_FACTOR), 1.0
         )
@@ -91,8 +90,8 @@ class Domain:
     trajectory_share: float  # the trajectory's share in the variance of log lengths
 
     def scaled(self, parameter: str, factor: float) -> Domain:
-        """Return the domain with one parameter (a distribution's median, a drift's ends) multiplied
-        by `factor`, for the sensitivity table. Raises `ValueError` if it is no number."""
+        """Return the domain with one parameter multiplied by `factor`: a number, a distribution's
+        median or a drift's ends. Raises `ValueError` for other parameters."""
         value = getattr(self, parameter)
         if isinstance(value, Heavy):
             return replace(self, **{parameter: replace(value, median=value.median * factor)})
@@ -138,8 +137,8 @@ class Environments:
     def group(
         self, index: int, size: int, version: int, draw: np.random.Generator
     ) -> list[Episode]:
-        """See `rose.parts.simulator.spec.Environment.group`. The draws don't depend on `version`:
-        systems that reach a prompt at different versions get the same episodes up to drift."""
+        """Draw the episodes of a prompt (see `rose.parts.simulator.spec.Environment.group`). The
+        draws don't depend on `version`: between two systems, only drift changes an episode."""
         domain = self._domains[int(np.searchsorted(self._shares, draw.random(), "right"))]
         return _Group(domain, size, version, draw).episodes(self._max_context)
 
@@ -150,8 +149,7 @@ def _check(domain: Domain) -> None:
     if shares > 1:
         raise ValueError(
             f"group_share + trajectory_share of {domain.name} are {shares:g}: shares of one "
-            "variance, 1 "
-            "at most"
+            "variance, 1 at most"
         )
     if domain.hardness > HARDEST:
         raise ValueError(f"hardness of {domain.name} is {domain.hardness:g}: {HARDEST:g} at most")
@@ -175,9 +173,10 @@ class _Group:
         noise = self._correlated(group, mine, draw.standard_normal(shape))
         output = domain.output.of(noise, draw.random((size, 1)), draw.random((size, 1)))
         self._failed = draw.random(shape) < domain.tool_fails.at(version)
-        after = np.roll(self._failed, 1, axis=1)
-        after[:, 0] = False
-        output *= domain.output_factor.at(version) * np.where(after, domain.failed_output, 1.0)
+        after_failure = np.roll(self._failed, 1, axis=1)
+        after_failure[:, 0] = False
+        failure_factor = np.where(after_failure, domain.failed_output, 1.0)
+        output *= domain.output_factor.at(version) * failure_factor
         self._output = np.clip(np.rint(output), 1, domain.max_new_tokens).astype(np.int64)
         observed = domain.observation.of(
             draw.standard_normal(shape), draw.random(shape), draw.random(shape)
@@ -199,7 +198,7 @@ class _Group:
         hardness, luck = draw.standard_normal(), draw.random(size)
         centre = _centre(domain.success.at(version), domain.hardness)
         wins = luck < 1 / (1 + math.exp(-centre - domain.hardness * hardness))
-        noise = self._correlated(draw.standard_normal(), 0.0, draw.standard_normal(size), own=False)
+        noise = self._correlated(draw.standard_normal(), None, draw.standard_normal(size))
         tail, pareto = draw.random(size), draw.random(size)
         won = domain.turns.of(noise, tail, pareto) * domain.turns_factor.at(version)
         lost = domain.failed_turns.of(noise, tail, pareto)
@@ -208,39 +207,30 @@ class _Group:
         )
 
     def _correlated(
-        self, prompt: float, trajectory: np.ndarray | float, turn: np.ndarray, own: bool = True
+        self, prompt: float, trajectory: np.ndarray | None, turn: np.ndarray
     ) -> np.ndarray:
         """Mix standard normal draws of the prompt, the trajectory and the turn into one, by their
-        shares in the variance. Without `own`, the trajectory has no share."""
-        shares = self._domain.group_share, self._domain.trajectory_share * own
+        shares in the variance. Without a draw of the trajectory, its share is the turn's."""
+        shares = self._domain.group_share, self._domain.trajectory_share * (trajectory is not None)
         return (
             math.sqrt(shares[0]) * prompt
-            + math.sqrt(shares[1]) * trajectory
+            + math.sqrt(shares[1]) * (0.0 if trajectory is None else trajectory)
             + math.sqrt(1 - sum(shares)) * turn
         )
 
     def episodes(self, max_context: int) -> list[Episode]:
-        """Return the group's episodes. One that exceeds `max_context` is cut there and fails."""
+        """Return the group's episodes. An episode beyond `max_context` is cut there and fails."""
         prompt = min(self._prompt, max_context // 2)
         after = prompt + np.cumsum(self._output + self._observed, axis=1)
         room = max_context - np.concatenate([np.full((self._size, 1), prompt), after[:, :-1]], 1)
-        # Room shrinks with each turn. A turn that would exceed max_context is cut and is the last.
+        # Room shrinks with each turn. A turn that would exceed it is cut and ends the episode.
         turns = np.minimum(self._turns, (room > 0).sum(1))
         last = np.arange(self._size), turns - 1
         won = self._won & (turns == self._turns) & (self._output <= room)[last] & ~self._crashed
         output = np.minimum(self._output, np.maximum(room, 1))
         observed = np.minimum(self._observed, np.maximum(room - output, 0))
-        rows = zip(
-            turns.tolist(),
-            output.tolist(),
-            observed.tolist(),
-            self._tool_s.tolist(),
-            self._failed.tolist(),
-            won.tolist(),
-            self._reset_s.tolist(),
-            self._crashed.tolist(),
-            strict=False,
-        )
+        others = self._tool_s, self._failed, won, self._reset_s, self._crashed
+        rows = zip(*(each.tolist() for each in (turns, output, observed, *others)), strict=False)
         return [
             Episode(
                 prompt_tokens=prompt,
@@ -258,11 +248,8 @@ class _Group:
 
 
 def _sample(heavy: Heavy, draw: np.random.Generator) -> float:
-    return float(
-        heavy.of(*(np.array([x]) for x in (draw.standard_normal(), draw.random(), draw.random())))[
-            0
-        ]
-    )
+    draws = draw.standard_normal(), draw.random(), draw.random()
+    return float(heavy.of(*(np.array([each]) for each in draws))[0])
 
 
 NODES, WEIGHTS = np.polynomial.hermite_e.hermegauss(32)  # numerics: points of an integral
@@ -270,7 +257,8 @@ NODES, WEIGHTS = np.polynomial.hermite_e.hermegauss(32)  # numerics: points of a
 
 @lru_cache(maxsize=4096)
 def _centre(mean: float, sigma: float) -> float:
-    """Return the c for which the mean of 1 / (1 + exp(-(c + sigma x))), x normal, is `mean`."""
+    """Return the logit c of a prompt of average difficulty if prompts are solved with probability
+    `mean`: the mean of 1 / (1 + exp(-(c + sigma x))) over standard normal x."""
     low, high = -40.0, 40.0  # numerics: logits that enclose any mean
     while high - low > 1e-6:  # numerics: logits
         middle = (low + high) / 2

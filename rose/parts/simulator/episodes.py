@@ -12,8 +12,8 @@ from rose.scheduler.groups import group_index
 
 
 class Trajectory(Sequence):
-    """A trajectory. At most one turn is open at a time; as a `Sequence` of an engine the object is
-    the current attempt at that turn."""
+    """A trajectory. At most one turn is open at a time. To an engine, the object is the `Sequence`
+    of the current attempt at this turn."""
 
     __slots__ = (
         "members",
@@ -21,7 +21,6 @@ class Trajectory(Sequence):
         "place",
         "number",
         "turn",
-        "open",
         "attempt",
         "worker",
         "base",
@@ -41,9 +40,8 @@ class Trajectory(Sequence):
         self.members, self.place, self.episode = members, place, episode
         self.number = 0  # index of the open turn, or of the next one
         self.turn = f"{key}.t0"  # name of that turn
-        self.open = False  # the scheduler knows the turn
         self.attempt = 0  # number of the current attempt; 0: the turn waits
-        self.worker = None  # SimWorker that the turn is, or will be, in
+        self.worker = None  # SimWorker of the last attempt that the scheduler assigned
         self.base = episode.prompt_tokens  # tokens of context at the turn's begin
         self.turn_tokens = 0  # tokens that earlier attempts at the turn generated
         self.reported = 0  # tokens of this attempt that were reported to the scheduler
@@ -63,21 +61,23 @@ class Trajectory(Sequence):
         return self.number < len(self.episode.output_tokens)
 
     def rewind(self, turns: int, keep_open: bool) -> int:
-        """Set the trajectory back to its state after `turns` turns, since its host was lost. With
-        `keep_open` the tokens of the open turn that were reported are kept, if that turn comes
-        next. Return the number of lost tokens."""
+        """Set the trajectory back to its state after `turns` turns, since its host was lost. Return
+        the number of lost tokens. `keep_open`: keep the reported tokens of the open turn, if no
+        turn before it is lost."""
         had = self.generated + self.turn_tokens + self.attempt_tokens
-        total = self.turn_tokens + self.reported if keep_open and turns == self.number else 0
+        kept = self.turn_tokens + self.reported if keep_open and turns == self.number else 0
         output, observed = self.episode.output_tokens, self.episode.observation_tokens
         self.number, self.generated = turns, sum(output[:turns])
         self.base = self.episode.prompt_tokens + self.generated + sum(observed[:turns])
-        self.turn_tokens, self.attempt_tokens, self.reported, self.attempt = total, 0, 0, 0
+        self.turn_tokens, self.attempt_tokens, self.reported, self.attempt = kept, 0, 0, 0
         self.lives += 1
         self.turn = f"{self.key}.t{turns}x{self.lives}"
-        return had - self.generated - total
+        return had - self.generated - kept
 
 
 class Group:
+    """A group of trajectories, open or finished."""
+
     __slots__ = (
         "name",
         "version",
@@ -104,7 +104,7 @@ class Group:
 
 
 class Groups:
-    """The open and the finished groups of a run. Every trajectory is counted exactly once."""
+    """The open and the finished groups of a run."""
 
     def __init__(self, what: spec.Spec, seed: int) -> None:
         self._environment, self._batch, self._seed = what.environment, what.batch, seed
@@ -128,7 +128,7 @@ class Groups:
         return list(group.running.values())
 
     def ended(self, trajectory: Trajectory) -> Group | None:
-        """Count an ended trajectory. Return its group if that is complete by this; the caller then
+        """Count an ended trajectory. Return its group if it is complete now; the caller then
         cancels the members that still run."""
         group = trajectory.members
         del group.running[trajectory.key]
@@ -166,4 +166,5 @@ class Groups:
         return other
 
     def accepted(self, group: Group) -> bool:
+        """Return False if dynamic sampling rejects the group because all its rewards are equal."""
         return not self._batch.dynamic_sampling or max(group.rewards) > min(group.rewards)

@@ -1,9 +1,8 @@
-"""Planned failures: builds the parts of a `Spec` for a run in which engines and environment hosts
-are killed at known times, so that such a live run can be forecast (prove_promise.py).
+"""Planned failures: parts of a `Spec` for a run in which engines and environment hosts are killed
+at known times. scripts/lending/prove_promise.py predicts such live runs.
 
-A borrowed engine beside an online server is a pool of its own with `count` 1, its `serving` and
-`available=up(...)`, so that each start of it is on the same device. `hosts(...)` builds environment
-hosts.
+A borrowed engine that is killed needs a pool of its own, with `count` 1, `serving` and
+`available=up(...)`: each restart is then on the same device. `hosts(...)` builds environment hosts.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ FREE = 1e18  # numerics: bytes, bytes/s and cores that are never exhausted
 
 def up(down: Sequence[tuple[float, float]]) -> spec.Available:
     """Return the availability of one engine that is down in these spans, (from, until) in seconds.
-    Raises `ValueError` if they don't ascend, overlap or touch, or begin before 0 s."""
+    Raises `ValueError` unless the spans are ascending, apart, and after 0 s."""
     edges = [0.0, *(edge for span in down for edge in span)]
     if any(a >= b for a, b in zip(edges, edges[1:], strict=False)):
-        raise ValueError(f"spans {list(down)}: ascending and apart, the first after 0 s")
+        raise ValueError(f"spans {list(down)}: must be ascending and apart, the first after 0 s")
     return spec.Available(np.array(edges), np.array([1, 0] * len(down) + [1], np.int32))
 
 

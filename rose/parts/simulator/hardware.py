@@ -1,15 +1,16 @@
 """Step times, KV capacity and weight transfer, computed from published peak rates and a model's
 shape.
 
-The model is a roofline (Williams et al., 2009) with stated efficiencies. `Efficiency` has what the
-peaks don't say, in one set for all devices, models and policies. The more influential numbers with
-"ours" as their source have a row in the sensitivity table.
+The model is a roofline (Williams et al., 2009). `Efficiency` adds the numbers that datasheets don't
+give: one set for all devices, models and policies. The influential ones with "ours" as their source
+have a row in the sensitivity table (docs/simulator.md).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 from rose.config.model import ModelShape
 from rose.parts.simulator.spec import Gpu, Link, Model, StepTime, Trainer
@@ -22,37 +23,14 @@ GPUS = {
     gpu.name: gpu
     for gpu in (
         Gpu("H100", 989.4e12, 3.35 * TB, 80 * GB, H100),
-        Gpu(
-            "H800",
-            989.4e12,
-            3.35 * TB,
-            80 * GB,
-            f"{H100}; the H800 differs in NVLink and FP64 only",
-        ),
+        Gpu("H800", 989.4e12, 3.35 * TB, 80 * GB, f"{H100}; only NVLink and FP64 differ"),
         Gpu("H200", 989.4e12, 4.8 * TB, 141 * GB, "NVIDIA H200 datasheet, SXM"),
-        Gpu(
-            "H20",
-            148e12,
-            4.0 * TB,
-            96 * GB,
-            "as published by resellers (NVIDIA has no public datasheet of it)",
-        ),
+        Gpu("H20", 148e12, 4.0 * TB, 96 * GB, "resellers; NVIDIA has no public datasheet"),
         Gpu("A100", 312e12, 2.039 * TB, 80 * GB, "NVIDIA A100 datasheet, SXM 80GB"),
-        Gpu(
-            "A800",
-            312e12,
-            2.039 * TB,
-            80 * GB,
-            "NVIDIA A100 datasheet; the A800 differs in NVLink only",
-        ),
+        Gpu("A800", 312e12, 2.039 * TB, 80 * GB, "NVIDIA A100 datasheet; only NVLink differs"),
         Gpu("L40S", 362.05e12, 0.864 * TB, 48 * GB, "NVIDIA L40S datasheet, without sparsity"),
-        Gpu(
-            "B200",
-            2250e12,
-            8.0 * TB,
-            180 * GB,
-            "NVIDIA DGX B200 datasheet: 36 PFLOP/s dense FP8, 64 TB/s, 1,440 GB of 8",
-        ),
+        # The DGX B200 has 8 GPUs: 36 PFLOP/s dense FP8, 64 TB/s, 1,440 GB.
+        Gpu("B200", 2250e12, 8.0 * TB, 180 * GB, "NVIDIA DGX B200 datasheet"),
     )
 }
 NVLINK = {  # bytes/s, both directions together, from datasheets
@@ -67,62 +45,17 @@ NVLINK = {  # bytes/s, both directions together, from datasheets
 }
 # Bytes/s from the host over PCIe x16: 64 GB/s in generation 5 and 32 GB/s in generation 4
 # (PCI-SIG). The datasheets name the generation.
-PCIE = {
-    "H100": 64 * GB,
-    "H800": 64 * GB,
-    "H200": 64 * GB,
-    "H20": 64 * GB,
-    "B200": 64 * GB,
-    "A100": 32 * GB,
-    "A800": 32 * GB,
-    "L40S": 32 * GB,
-}
+PCIE = dict.fromkeys(("H100", "H800", "H200", "H20", "B200"), 64 * GB)
+PCIE |= dict.fromkeys(("A100", "A800", "L40S"), 32 * GB)
 
-SHAPES = {  # copies of the models' public config.json, as in conf/model
-    "qwen3_8b": ModelShape(
-        type="qwen3",
-        layers=36,
-        hidden=4096,
-        intermediate=12288,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        vocab=151936,
-        tied_embeddings=False,
-    ),
-    "qwen3_32b": ModelShape(
-        type="qwen3",
-        layers=64,
-        hidden=5120,
-        intermediate=25600,
-        heads=64,
-        kv_heads=8,
-        head_dim=128,
-        vocab=151936,
-        tied_embeddings=False,
-    ),
-    "qwen2_5_7b": ModelShape(
-        type="qwen2",
-        layers=28,
-        hidden=3584,
-        intermediate=18944,
-        heads=28,
-        kv_heads=4,
-        head_dim=128,
-        vocab=152064,
-        tied_embeddings=False,
-    ),
-    "qwen2_5_32b": ModelShape(
-        type="qwen2",
-        layers=64,
-        hidden=5120,
-        intermediate=27648,
-        heads=40,
-        kv_heads=8,
-        head_dim=128,
-        vocab=152064,
-        tied_embeddings=False,
-    ),
+# copies of the models' public config.json, as in conf/model
+QWEN3 = partial(ModelShape, type="qwen3", head_dim=128, vocab=151936, tied_embeddings=False)
+QWEN2 = partial(ModelShape, type="qwen2", head_dim=128, vocab=152064, tied_embeddings=False)
+SHAPES = {
+    "qwen3_8b": QWEN3(layers=36, hidden=4096, intermediate=12288, heads=32, kv_heads=8),
+    "qwen3_32b": QWEN3(layers=64, hidden=5120, intermediate=25600, heads=64, kv_heads=8),
+    "qwen2_5_7b": QWEN2(layers=28, hidden=3584, intermediate=18944, heads=28, kv_heads=4),
+    "qwen2_5_32b": QWEN2(layers=64, hidden=5120, intermediate=27648, heads=40, kv_heads=8),
 }
 
 
@@ -130,55 +63,42 @@ SHAPES = {  # copies of the models' public config.json, as in conf/model
 class Efficiency:
     """The shares of the peak rates that software reaches, and its fixed costs."""
 
-    compute: float  # share of the FLOP/s, in matrix products and prefill attention
-    memory: float  # share of the HBM bytes/s
-    nvlink: float  # share of one direction's bytes/s
-    step_s: float  # seconds per engine step for launch, scheduling and sampling
-    sequence_s: float  # seconds per sequence in a step
-    all_reduce_s: float  # latency of one all-reduce within a node, seconds
-    kv_memory: float  # share of the device's memory that vLLM may use
-    activations_bytes: float  # bytes per device of that memory for activations and CUDA graphs
+    # Share of the FLOP/s, in matrix products and prefill attention. Ours; of the H100's peak
+    # FlashAttention-3 reaches 0.75 (arXiv 2407.08608), and training 0.38 to 0.43 (Llama 3, arXiv
+    # 2407.21783, table 4).
+    compute: float = 0.55
+    # Share of the HBM bytes/s. This share and step_s give vLLM's 75 tokens/s of Llama-3.1-8B alone
+    # on an A100 40GB: 0.77 of its bandwidth (johnmusgrave.com/p/vllm-throughput-latency-sweep-on).
+    # The split between them is ours.
+    memory: float = 0.85
+    # Share of one direction's bytes/s. Ours; DeepSeek-V3 (arXiv 2412.19437) reaches 160 of 200 GB/s
+    # on the H800.
+    nvlink: float = 0.75
+    step_s: float = 1.5e-3  # seconds per engine step for launch, scheduling and sampling
+    sequence_s: float = 5e-6  # seconds per sequence in a step, for sampling and output; ours
+    # Latency of one all-reduce within a node, seconds. vLLM's own all-reduce takes 8.5 to 12 us for
+    # up to 32 KiB on 2 to 8 H100, without the CUDA graphs that engines use
+    # (github.com/sgl-project/sglang/pull/2904). This latency with `nvlink` gives vLLM's best on 4
+    # and 6 H100 from 0.5 to 4 MiB within 25%. For 0.5 MiB on 2 H100 it gives 11.6 us, and vLLM
+    # takes 7 (github.com/vllm-project/vllm/pull/24111, 24532).
+    all_reduce_s: float = 1e-5
+    # Share of the device's memory that vLLM may use: its default gpu_memory_utilization.
+    kv_memory: float = 0.9
+    # Bytes per device of that memory for activations and CUDA graphs. Ours; vLLM's profile run at
+    # 8,192 tokens a step.
+    activations_bytes: float = 3 * GIB
 
 
-EFFICIENCY = Efficiency(
-    compute=0.55,
-    memory=0.85,
-    nvlink=0.75,
-    step_s=1.5e-3,
-    sequence_s=5e-6,
-    all_reduce_s=1e-5,
-    kv_memory=0.9,
-    activations_bytes=3 * GIB,
-)
-EFFICIENCY_SOURCE = {
-    "compute": "ours; of the H100's peak FlashAttention-3 reaches 0.75 (arXiv 2407.08608) and "
-    "training 0.38 to 0.43 (Llama 3, arXiv 2407.21783, table 4)",
-    "memory": "with step_s: vLLM's 75 tokens/s of Llama-3.1-8B alone on an A100 40GB, 0.77 of its "
-    "bandwidth all in all (johnmusgrave.com/p/vllm-throughput-latency-sweep-on); how it divides "
-    "is ours",
-    "nvlink": "ours; DeepSeek-V3 (arXiv 2412.19437) reaches 160 of 200 GB/s on the H800",
-    "step_s": "see memory",
-    "sequence_s": "ours; sampling and output handling of a sequence",
-    "all_reduce_s": "8.5 to 12 us, of vLLM's own up to 32 KiB over 2 to 8 H100, without the CUDA "
-    "graphs that engines have (github.com/sgl-project/sglang/pull/2904); with `nvlink` the best of "
-    "vLLM's over 4 and 6 H100 from 0.5 to 4 MiB within 25%, over 2 at 0.5 MiB 11.6 us, not 7 "
-    "(github.com/vllm-project/vllm/pull/24111, 24532)",
-    "kv_memory": "vLLM's default gpu_memory_utilization",
-    "activations_bytes": "ours; vLLM's profile run at 8,192 tokens a step",
-}
+EFFICIENCY = Efficiency()
+# ours; Llama 3 reaches 0.38 to 0.43 in pretraining. RL batches are smaller, with uneven lengths.
 MFU = 0.35
-MFU_SOURCE = (
-    "ours; Llama 3 reaches 0.38 to 0.43 in pretraining, and RL batches are smaller and of uneven "
-    "lengths"
-)
-# Forward passes besides the update's (sim.trainer.forward_passes); our trainer makes none.
+# Forward passes besides those of an update (sim.trainer.forward_passes): ROSE's trainer has none at
+# one update a step.
 PASSES = 0
 # Bytes of a dense version / bytes of our codec's differences, at a learning rate of 1e-6.
-DELTA_RATIO = 151.0  # docs/benchmarks.md, "publish to flipped"
-DELTA_SOURCE = (
-    "docs/benchmarks.md (scripts/bench_sync.py, SmolLM2-135M at lr 1e-6): 268.97 against 1.79 MB "
-    "on the link"
-)
+# docs/benchmarks.md, "publish to flipped" (scripts/bench_sync.py, SmolLM2-135M): 268.97 MB against
+# 1.79 MB on the link.
+DELTA_RATIO = 151.0
 # Bytes of a dense version / bytes of a full snapshot from an earlier codec (CHANGELOG.md). The
 # current codec reaches 1 / 0.694, so that a worker that joins without the model on its disk reads
 # 4% more than here.
@@ -187,13 +107,14 @@ FULL_RATIO = 1 / 0.669
 # (SmolLM2-135M) takes about 1 s of CPU.
 ENCODE_BYTES_S = 0.27 * GB
 ENCODE_CORES = 8  # cores per trainer rank; ours
-# Bytes/s that a device applies. docs/benchmarks.md: an engine on a CPU pauses 26 ms for 269 MB.
+# Bytes/s of a version that a device applies. docs/benchmarks.md: an engine on a CPU pauses for 26
+# ms to apply 269 MB.
 APPLY_BYTES_S = 10.3 * GB
 
 
 def wake_s(shape: ModelShape, gpu: Gpu, tensor_parallel: int) -> float:
-    """Seconds to copy the weights of an engine that wakes up from the host to its devices. Each
-    device has its own PCIe link, used at the same share of the peak as NVLink. For comparison, ROSE
+    """Return the seconds that an engine needs to wake up: to copy its weights from the host to its
+    devices. Each device has its own PCIe link, used at the same share of the peak as NVLink. ROSE
     (arXiv 2605.06534) wakes Qwen3-32B up within 5 s, all included."""
     return BF16 * shape.parameters / tensor_parallel / (PCIE[gpu.name] * EFFICIENCY.nvlink)
 
@@ -246,12 +167,12 @@ def step_time(
     - c3: the time that each decode adds: its bytes in the all-reduces, its sampling and output, and
       matrix products. The products of D decodes take as long as reading the weights (already in
       c0), or longer if D is large. A step time must be linear in D, so c3 is the slope of the line
-      through the true times of 0 and `sequences` decodes. It is nowhere below the true times.
+      through the true times of 0 and `sequences` decodes. The line is nowhere below the true times.
     - c4: the time to read the KV of one token of context.
 
     Raises `ValueError` if `tensor_parallel` doesn't divide the heads.
     """
-    _divisible(shape, tensor_parallel)
+    _check_degree(shape, tensor_parallel)
     flops = tensor_parallel * gpu.flops * efficiency.compute
     hbm = tensor_parallel * gpu.hbm_bytes_s * efficiency.memory
     active = model("", shape).active_parameters
@@ -279,7 +200,7 @@ def kv_tokens(
 ) -> int:
     """Return the tokens of KV cache that fit beside the weights and the `others_bytes` of a second
     model on the same devices. Raises `ValueError` if none fit."""
-    _divisible(shape, tensor_parallel)
+    _check_degree(shape, tensor_parallel)
     usable = tensor_parallel * (
         gpu.memory_bytes * efficiency.kv_memory - efficiency.activations_bytes
     )
@@ -288,21 +209,17 @@ def kv_tokens(
     if tokens < 1:
         raise ValueError(
             f"{BF16 * shape.parameters / GB:.1f} GB of weights and {others_bytes / GB:.1f} GB "
-            "besides "
-            f"leave no KV cache on {tensor_parallel} x {gpu.name}; raise tensor_parallel"
+            f"besides leave no KV cache on {tensor_parallel} x {gpu.name}; raise tensor_parallel"
         )
     return tokens
 
 
-def _divisible(shape: ModelShape, tensor_parallel: int) -> None:
+def _check_degree(shape: ModelShape, tensor_parallel: int) -> None:
     if tensor_parallel < 1 or shape.heads % tensor_parallel:
         raise ValueError(
             f"tensor_parallel={tensor_parallel}: must divide the model's {shape.heads} attention "
             "heads"
         )
-
-
-# --------------------------------------------------------------------------- training and transfer
 
 
 def trainer(
@@ -313,9 +230,9 @@ def trainer(
     mfu: float = MFU,
     passes: float = PASSES,
 ) -> Trainer:
-    """Return a trainer. Each forward pass costs 2 FLOP per parameter and token, and 4 x layers x
-    width FLOP of attention per pair of a token and an earlier one; the backward pass costs twice as
-    much. Recomputed activations and `passes` are further forward passes."""
+    """Return a trainer on `gpus` GPUs. A forward pass costs 2 FLOP per parameter and token, and 4 x
+    layers x width FLOP of attention per pair of a token and an earlier token. The backward pass
+    costs twice as much. Recomputed activations and `passes` are further forward passes."""
     forwards = 3 + recompute + passes
     # AdamW in bf16 and float32 moves 28 bytes a parameter, divided among the ranks (ZeRO).
     step_s = 28 * shape.parameters / (gpus * gpu.hbm_bytes_s * EFFICIENCY.memory)

@@ -22,11 +22,11 @@ class Task:
 
 
 class Cores:
-    """The cores of a host under processor sharing: of n jobs on c cores each runs at the rate
+    """The cores of a host under processor sharing: each of n jobs on c cores runs at the rate
     min(1, c / n).
 
-    Since all jobs run at one rate, one count of work stands for all: the work of an imaginary job
-    that has run from the start. A job of s seconds ends when this count has grown by s.
+    All jobs run at the same rate. So one counter serves all: the work of an imaginary job that has
+    run from the start. A job of s seconds ends when the counter has grown by s.
     """
 
     def __init__(self, cores: float, loop: Loop) -> None:
@@ -57,6 +57,7 @@ class Cores:
             self._plan()
 
     def clear(self) -> None:
+        """Cancel all jobs."""
         self._advance()
         for _, serial, task, _ in self._jobs:
             if task.job == serial:
@@ -65,10 +66,12 @@ class Cores:
         self.running = self._ticket = 0
 
     def used(self) -> float:
+        """Return `used_s` up to now."""
         self._advance()
         return self.used_s
 
     def _advance(self) -> None:
+        """Bring the counters up to the present."""
         passed = self._loop.now - self._at
         if passed and self.running:
             self.used_s += passed * self.running
@@ -76,6 +79,7 @@ class Cores:
         self._at = self._loop.now
 
     def _plan(self) -> None:
+        """Schedule the end of the job that ends first."""
         while self._jobs and self._jobs[0][2].job != self._jobs[0][1]:
             heappop(self._jobs)
         if not self._jobs:
@@ -86,6 +90,7 @@ class Cores:
         self._ticket = self._loop.at(due, self._due, None)
 
     def _due(self, _what: None, ticket: int) -> None:
+        """End the job that is due, and schedule the next end."""
         if ticket != self._ticket:
             return
         self._advance()

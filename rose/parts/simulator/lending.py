@@ -1,10 +1,11 @@
 """Co-serving in the simulation: how much of a device online serving leaves to a cooperative worker,
 and what rollouts cost online requests.
 
-- Compute: the worker runs in work time, which passes at the share of the device that it gets.
+- Compute: the worker runs in work time. It passes at the share of the device that the worker gets.
 - Memory: the rule of rose/parts/lending/rules/budget.py.
-- Latency: each request has a TTFT and TPOT without rollouts, and others beside rollouts. Their
-  weights are the shares of the request's piece of time without and with rollouts.
+- Latency: each request has latencies without rollouts and latencies beside rollouts. A `spec.Load`
+  divides time into pieces. The weights of the request's latencies are the shares of its piece
+  without and with rollouts.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from rose.parts.simulator import spec
 from rose.parts.simulator.online import P99
 from rose.parts.simulator.result import Latency, ServingUse
 
-# (TTFT, TPOT) of the requests of a load, (requests,) each, seconds; the TPOT of one token is nan
+# (TTFT, TPOT) of the requests of a load, (requests,) each, seconds. A request of one token has TPOT
+# nan.
 Latencies = tuple[np.ndarray, np.ndarray]
 MINUTE_S = 60.0  # definition: seconds of a minute
 
 
 class Pace:
-    """The work time of a device: it passes at `rates`, piecewise constant and periodic. `offset_s`:
-    seconds of the load's period that have passed at simulated time 0."""
+    """The work time of a device, in seconds of computing. `rates` has its speed in each piece of
+    the load, which repeats. `offset_s`: position in the load's period at simulated time 0."""
 
     def __init__(self, load: spec.Load, rates: np.ndarray, offset_s: float) -> None:
         at = np.append(load.at, load.period_s)
@@ -114,7 +116,8 @@ class Budget:
         self._serving, self._changes, self._offset_s = serving, changes, offset_s
         self.share = 0.0
         self.frozen = False
-        self._peak, self._updated_at = 0.0, -math.inf
+        self._peak = 0.0  # peak share that serving held, halved every HALF_LIFE_S
+        self._updated_at = -math.inf
         self.update(0.0)
 
     def next_change(self, now: float) -> float:
@@ -144,9 +147,6 @@ class Budget:
         if not self.frozen:
             self.share = max(self.share, min(LOW * serving.high_watermark - self._peak, free))
         return self.share
-
-
-# --------------------------------------------------------------------------- online latency
 
 
 class Observer:
@@ -188,22 +188,21 @@ class Observer:
         self._lent += float(rates(self._serving, load) @ _widths(load)) / load.period_s
 
     def result(self) -> ServingUse:
+        """Return the use of all devices added so far."""
         length = np.minimum(MINUTE_S, self._seconds - MINUTE_S * np.arange(self._minutes))
         with np.errstate(invalid="ignore", divide="ignore"):
             attained = self._attained / self._requests
-            shortest = 1e-9  # numerics: a last minute of no length divides nothing by zero
+            shortest = 1e-9  # numerics: no division by zero in a last minute of no length
             busy = self._busy / np.maximum(length, shortest) / max(1, self._devices)
-        apart, weights = [], []
-        for load, (never, always) in self._weights.values():
-            apart += [_latencies(load), _latencies(beside(load))]
-            weights += [never[load.requests], always[load.requests]]
-        alone = [
-            both for both in zip(apart[::2], map(np.add, weights[::2], weights[1::2]), strict=False)
-        ]
+        mixed, alone = [], []  # (latencies, weight of each request) of the loads
+        for load, (without, beside_rollouts) in self._weights.values():
+            without, beside_rollouts = without[load.requests], beside_rollouts[load.requests]
+            mixed += [(_latencies(load), without), (_latencies(beside(load)), beside_rollouts)]
+            alone.append((_latencies(load), without + beside_rollouts))
         return ServingUse(
             self._pool,
             float(self._requests.sum()),
-            self._latency(list(zip(apart, weights, strict=False))),
+            self._latency(mixed),
             self._latency(alone),
             self._requests,
             attained,
@@ -213,6 +212,7 @@ class Observer:
         )
 
     def _latency(self, parts: list[tuple[Latencies, np.ndarray]]) -> Latency:
+        """Return the latency over all requests of `parts`: (latencies, weight of each request)."""
         weights = np.concatenate([each for _, each in parts]) if parts else np.zeros(0)
         found = []
         for which, slo in enumerate((self._serving.ttft_slo_s, self._serving.tpot_slo_s)):
@@ -236,13 +236,15 @@ def _share_and_p99(values: np.ndarray, weights: np.ndarray, limit: float) -> tup
 
 
 def _widths(load: spec.Load) -> np.ndarray:
+    """Return the seconds of each piece of the load."""
     return np.diff(np.append(load.at, load.period_s))
 
 
 def _unrolled(
     load: spec.Load, offset_s: float, seconds: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (begin, width, index in the load) of the pieces within [0, seconds), cut to it."""
+    """Repeat the load over [0, seconds). Return (begin, width, index in the load) of each piece,
+    cut to this span."""
     period_s = load.period_s
     first, last = math.floor(offset_s / period_s), math.floor((offset_s + seconds) / period_s)
     begins = (load.at[None, :] + period_s * np.arange(first, last + 1)[:, None]).ravel() - offset_s

@@ -12,7 +12,7 @@ class Loop:
     def __init__(self) -> None:
         self.now = 0.0
         self.events = 0  # number of calls made
-        self.over = False  # A call sets it to end the loop.
+        self.over = False  # set by a call to end the loop
         self._heap: list[tuple[float, int, Callable[..., None], Any]] = []
         self._count = 0
 

@@ -10,8 +10,8 @@ SECTION = "sim"
 
 
 def main(trees: list[dict], console: Console, command: str) -> int:
-    """Run the composed trees of one command line, of which each is a point of a sweep. Return the
-    exit code. Raises `rose.config.ConfigError`."""
+    """Simulate the composed trees of one command line: each is a point of a sweep. Return the exit
+    code. Raises `rose.config.ConfigError`."""
     from rose.launch import model
     from rose.parts.simulator import config
     from rose.parts.simulator.study import front

@@ -3,13 +3,13 @@ it holds, and how late its tokens are.
 
 S uses continuous batching with chunked prefill, first come first served. It is fast-forwarded:
 while no request is in prefill, arrives or ends, one closed form stands for a run of decode steps.
-If the trace marks equal prefixes, they are reused from the memory that running requests can't need;
-the least recently used are evicted first.
+If the trace marks equal prefixes, cached ones are reused. The cache has the memory that running
+requests can't need, and evicts the least recently used blocks first.
 
-Beside rollouts that always have work (`pace_s` > 0), S runs as ROSE's gate lets it. A decode step
-begins no earlier than `pace_s` after the last one, which the latency targets allow, and rollouts
-compute in between. An arriving request waits only for the current rollout step, half of `hold_s` on
-average. So S takes fewer, fuller steps.
+With `pace_s` > 0, S shares its device with rollouts that always have work, under ROSE's gate. A
+decode step begins no earlier than `pace_s` after the last one began, which the latency targets
+allow, and rollouts compute in between. An arriving request waits only for the current rollout step,
+half of `hold_s` on average. So S takes fewer, fuller steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ P99 = 0.99  # definition: the 99th percentile, as a share
 
 @dataclass(frozen=True)
 class Served:
-    """The course of serving: requests by arrival, and runs of equal steps by time."""
+    """The record of serving: requests by arrival, and runs of equal steps by time."""
 
     at: np.ndarray  # (requests,) float64, seconds of arrival
     ttft_s: np.ndarray  # (requests,) float64
@@ -58,11 +58,11 @@ class Served:
 
 
 def gap_p99(served: Sequence[Served]) -> float:
-    """P99 of the seconds between two tokens of a request, over all tokens of these devices; nan if
-    there are none. It shows what TPOT hides: TPOT is a mean over a request, which spreads a prefill
-    step that delayed one token over all of them."""
+    """Return the P99 of the seconds between two tokens of a request, over all tokens of these
+    devices; nan if there are none. TPOT hides such gaps: it is a mean over a request, so that a
+    single delayed token hardly changes it."""
     gaps, tokens = (
-        np.concatenate([getattr(one, name) for one in served]) for name in ("gap_s", "tokens")
+        np.concatenate([getattr(each, name) for each in served]) for name in ("gap_s", "tokens")
     )
     order = np.argsort(gaps)
     upto = np.cumsum(tokens[order])
@@ -87,6 +87,8 @@ def serve(trace: Trace, engine: Engine, pace_s: float = 0.0, hold_s: float = 0.0
 
 
 class _Run:
+    """The online engine while it serves a trace."""
+
     def __init__(
         self,
         arrivals: list[float],
@@ -116,6 +118,7 @@ class _Run:
         self._runs: list[tuple[float, float, float, int, int, float, int]] = []
 
     def all(self, trace: Trace) -> Served:
+        """Serve all requests of the trace."""
         count = len(self._arrivals)
         while self._next < count or self._prefill or self._ends:
             self._admit()
@@ -149,6 +152,7 @@ class _Run:
         return self._hold / 2
 
     def _admit(self) -> None:
+        """Admit requests that have arrived, in order, while they fit."""
         arrivals, engine, at = self._arrivals, self._e, self._next
         while (
             at < len(arrivals)
@@ -162,7 +166,7 @@ class _Run:
         self._next = at
 
     def _cached(self, request: int) -> int:
-        """Return the cached tokens of a request's prompt, at most all but the last one."""
+        """Return the cached tokens of a request's prompt. S always computes the last token."""
         if self._blocks is None:
             return 0
         whole = self._blocks[request]
@@ -209,6 +213,7 @@ class _Run:
         self._runs.append((began, self._now, seconds, before, self._used(), seconds, decodes))
 
     def _enter(self, request: int, prompt: int) -> None:
+        """Let a prefilled request decode. A request of one token ends instead."""
         if self._outputs[request] == 1:
             self._leave(request)
             return
@@ -234,17 +239,8 @@ class _Run:
         if self._pace and steps and began < arrival < self._now:
             self._now = max(arrival, began + self._wall(steps - 1) + (busy - self._work(steps - 1)))
         self._advance(steps)
-        self._runs.append(
-            (
-                began,
-                self._now,
-                busy,
-                before,
-                self._used(),
-                (self._now - began) / steps,
-                decodes * steps,
-            )
-        )
+        gap_s = (self._now - began) / steps
+        self._runs.append((began, self._now, busy, before, self._used(), gap_s, decodes * steps))
 
     def _has_memory_for_next(self) -> bool:
         """Return whether there is memory to admit the next request now."""
@@ -275,7 +271,7 @@ class _Run:
         return math.ceil(min(steps, seconds / self._pace) if self._pace else steps)
 
     def _advance(self, steps: int) -> None:
-        """Count `steps` decode steps, and let the requests leave that end with them."""
+        """Count `steps` decode steps, and end the requests that have all their tokens."""
         self._attended += steps * len(self._ends)
         self._steps += steps
         while self._ends and self._ends[0][0] <= self._steps:
@@ -284,6 +280,7 @@ class _Run:
             self._leave(request)
 
     def _leave(self, request: int) -> None:
+        """End the request now, and free its memory."""
         self._last[request] = self._now
         self._held -= self._prompts[request] + self._outputs[request]
         self._shared -= self._prompts[request] if self._blocks is not None else 0

@@ -94,8 +94,8 @@ def queue(
     seed: int,
     lengths: Callable[[np.random.Generator, int], np.ndarray],
 ) -> np.ndarray:
-    """Return the seconds of each of `count` arrivals in the system, (count,), at utilisation
-    `load`. `lengths(draw, count)` returns lengths of mean 1, in units of `mean_tokens`."""
+    """Simulate the queue at utilisation `load`. Return the seconds that each of `count` arrivals
+    spends in it. `lengths(draw, count)` draws lengths in units of `mean_tokens`, of mean 1."""
     draw = np.random.default_rng(seed)
     tokens = np.maximum(np.ceil(lengths(draw, count) * mean_tokens - 0.5), 1).astype(np.int64)
     seconds = count * mean_tokens * TOKEN_S / (load * workers)

@@ -47,7 +47,7 @@ class Worker:
     pool: str
     kind: str
     gpus: int
-    held_s: float  # seconds in which it had joined and did not rest
+    held_s: float  # seconds between joining and leaving in which it was awake
     busy_s: float  # seconds in which it had a turn
     decoded: int  # tokens
     prefilled: int  # tokens, recomputed ones included
@@ -56,7 +56,7 @@ class Worker:
 
     @cached_property
     def spans(self) -> np.ndarray:
-        """Times at which it began and ceased to have turns, (n, 2) float64, seconds."""
+        """Begin and end of each span in which it had turns, (n, 2) float64, seconds."""
         return (
             np.frombuffer(self._spans, np.float64).reshape(-1, 2)
             if len(self._spans)
@@ -106,11 +106,13 @@ class Granted:
 
 @dataclass
 class Counts:
+    """The counters of a run."""
+
     turns: int = 0  # turns that ended
     migrations: int = 0  # later attempts at a turn on another worker than the attempt before
     chunks: int = 0  # attempts that ended at their limit of tokens, before the turn's end
     returned: int = 0  # turns that engines returned because memory was revoked
-    aborted: int = 0  # attempts that the scheduler aborted: stalls, and workers put to rest
+    aborted: int = 0  # attempts that the scheduler aborted: stalls, and workers put to sleep
     dropped_groups: int = 0
     dropped_tokens: int = 0  # generated tokens that no batch contains
     crashed: int = 0  # trajectories whose environment died
@@ -130,6 +132,8 @@ class Counts:
 
 @dataclass(frozen=True)
 class Result:
+    """The result of a run."""
+
     name: str
     seed: int
     seconds: float  # simulated time of the run

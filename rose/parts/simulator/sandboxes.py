@@ -1,5 +1,5 @@
 """Sandboxes in simulated time: they start, run commands, are saved, die with their host, and
-continue on another.
+continue on another host.
 
     open -> memory -> start, restore, replay -> ready -> command -> observed: the model generates
               ^                                             |
@@ -8,11 +8,11 @@ continue on another.
 Commands, starts and captures share the host's cores. Bytes pass two queues, first come first
 served: each host's link, then the store. The live queue has priorities; this one has none.
 
-A turn is saved when its bytes are stored. A turn that changed nothing is saved when the turns
-before it are. Captured bytes that are not stored yet are lost with their host.
+A turn is saved when its bytes are stored. A turn that changed nothing is saved together with the
+turn before it. Captured bytes that are not stored yet are lost with their host.
 
-A host's failures are drawn by (seed, host), and the changes by a trajectory's turns by (seed,
-trajectory), so that all ways of recovery are compared on the same failures and changes.
+Failures are drawn per (seed, host), and what each turn changes per (seed, trajectory). So all ways
+of recovery are compared on the same failures and changes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rose.parts.simulator.hosts import Host, Task
 from rose.parts.simulator.loop import Loop
 from rose.scheduler import events as ev
 
-# Offsets of the seeds of two random streams. No host, trajectory or group reaches another's.
+# Offsets that keep the seeds of the random streams of hosts, trajectories and groups apart.
 FAILURES = 1 << 33  # numerics: an offset of its own; rose/parts/simulator/driver.py has another
 CHANGES = 1 << 34  # numerics: likewise
 
@@ -44,22 +44,22 @@ class Hub(Protocol):
         """Request the trajectory's next turn."""
 
     def observed(self, trajectory: Trajectory, more: bool) -> None:
-        """Continue after the turn's command: with another turn if `more`, else with the end."""
+        """Continue after the turn's command: with the next turn if `more`, otherwise end."""
 
     def rewind(self, trajectory: Trajectory, turns: int, keep_open: bool) -> None:
-        """Set a trajectory back that has lost its host: see `Trajectory.rewind`."""
+        """Set back a trajectory that has lost its host (see `Trajectory.rewind`)."""
 
 
 class Box(Task):
     """The sandbox of one trajectory, on any host. A new `life` begins when it leaves a host; events
-    of an earlier one are ignored."""
+    of earlier lives are ignored."""
 
     __slots__ = (
         "trajectory",
         "host",
         "life",
         "ready",
-        "asked",
+        "turn_open",
         "command",
         "since",
         "turn",
@@ -80,9 +80,9 @@ class Box(Task):
         self.trajectory, self.changes = trajectory, changes
         self.host: Host | None = None
         self.life = 0
-        self.ready = False  # the sandbox has started and runs
-        self.asked = False  # a turn is open
-        # (seconds, more) of the command that runs or waits; more: another turn follows
+        self.ready = False  # the sandbox has started
+        self.turn_open = False
+        # (seconds, True if another turn follows) of the command that runs or waits
         self.command: tuple[float, bool] | None = None
         self.since = 0.0  # time at which the command came, or began to run
         self.running = False  # the command runs
@@ -105,6 +105,8 @@ class Box(Task):
 
 
 class Sandboxes:
+    """The sandboxes of a run and their hosts."""
+
     def __init__(
         self, what: spec.Sandboxes, loop: Loop, seed: int, hub: Hub, counts: result.Counts
     ) -> None:
@@ -121,9 +123,10 @@ class Sandboxes:
         self._shares = np.cumsum([change.share for change in what.changes])
 
     def start(self) -> None:
+        """Schedule the hosts' load reports and failures."""
         for at, host in enumerate(self._hosts):
             self._loop.at(self._what.load_s, self._report_load, host)
-            self._fails_later(host, at)
+            self._plan_failure(host, at)
         for at, index in self._what.failures:
             self._loop.at(at, self._fail, (self._hosts[index], index, False))
 
@@ -131,14 +134,14 @@ class Sandboxes:
 
     def open(self, trajectory: Trajectory) -> None:
         """Open a sandbox on the host that the trajectory's name selects, as in
-        rose.coordinator.groups, or on the least used host if that one is down."""
+        rose.coordinator.groups, or on the least used host if that host is down."""
         changes = self._draw_changes(trajectory) if self._what.recovery == "classified" else []
         box = self._boxes[trajectory.key] = Box(trajectory, changes)
         host = self._hosts[protocol.seed_of(trajectory.key) % len(self._hosts)]
         self._enter(box, host if host.alive else self._least_used_host())
 
     def _draw_changes(self, trajectory: Trajectory) -> list[int]:
-        """Draw the kind of each turn, as indices into `Sandboxes.changes`."""
+        """Draw what each turn changes, as indices into `spec.Sandboxes.changes`."""
         key = protocol.seed_of(trajectory.key)
         draw = np.random.Generator(np.random.PCG64([self._seed, CHANGES + key]))
         lots = draw.random(len(trajectory.episode.output_tokens)) * self._shares[-1]
@@ -150,7 +153,7 @@ class Sandboxes:
             self._leave(box)
 
     def _enter(self, box: Box, host: Host | None) -> None:
-        """Start the sandbox on this host once there is memory for it."""
+        """Start the sandbox on this host once there is memory for it. None: wait for a host."""
         box.host = host
         if host is None:
             self._waiting_for_host.append(box)
@@ -161,7 +164,7 @@ class Sandboxes:
             self._begin(box, host)
 
     def _leave(self, box: Box) -> None:
-        """Remove the sandbox from its host. Events that it scheduled there are ignored later."""
+        """Remove the sandbox from its host. Events that are already scheduled have no effect."""
         host, key = box.host, box.trajectory.key
         box.life += 1
         box.ready, box.running, box.saving, box.host = False, False, False, None
@@ -177,6 +180,7 @@ class Sandboxes:
         self._admit(host)
 
     def _admit(self, host: Host) -> None:
+        """Start sandboxes that wait for memory of this host, while there is room."""
         while host.waiting and host.alive:
             if (len(host.boxes) + 1) * self._what.sandbox_bytes > self._what.memory_bytes:
                 return
@@ -185,18 +189,18 @@ class Sandboxes:
             self._begin(box, host)
 
     def _least_used_host(self) -> Host | None:
-        """Return the running host with the fewest sandboxes, the first of several."""
+        """Return the running host with the fewest sandboxes."""
         up = [host for host in self._hosts if host.alive]
         return min(up, key=lambda host: len(host.boxes) + len(host.waiting), default=None)
 
     def _begin(self, box: Box, host: Host) -> None:
-        """Start the sandbox, which has got memory, in its trajectory's state: from the store, by
-        replaying commands, or from the beginning."""
+        """Start the sandbox in its trajectory's state: from the store, by replaying commands, or
+        from the beginning."""
         what, trajectory = self._what, box.trajectory
         if self._saves and box.stored:
             begin = max(self._loop.now, self._store_free)
             self._store_free = begin + what.restore_bytes / what.store_bytes_s
-            self._loop.at(self._store_free, self._read, (box, box.life, host))
+            self._loop.at(self._store_free, self._restore, (box, box.life, host))
             return
         seconds = what.start_s + trajectory.episode.reset_s
         if what.recovery == "replay":
@@ -204,29 +208,31 @@ class Sandboxes:
             seconds += sum(trajectory.episode.tool_s[:done])
         host.cores.run(seconds, box, self._started)
 
-    def _read(self, what: tuple[Box, int, Host], _ticket: int) -> None:
+    def _restore(self, what: tuple[Box, int, Host], _ticket: int) -> None:
+        """Start the sandbox from a state that was read from the store."""
         box, life, host = what
         if box.life == life:
             seconds = self._what.start_s + self._what.restore_s
             host.cores.run(seconds, box, self._started)
 
     def _started(self, box: Box) -> None:
+        """Request a turn, or run the command that waits for the sandbox."""
         box.ready = True
-        if box.command is None and not box.asked:
-            box.asked = True
+        if box.command is None and not box.turn_open:
+            box.turn_open = True
             self._hub.ready(box.trajectory)
         self._next(box)
 
     # ----------------------------------------------------------------- turns
 
     def command(self, trajectory: Trajectory, seconds: float, more: bool) -> None:
-        """Accept the command of a turn that ended. It runs as soon as the sandbox can."""
+        """Accept the command of a turn that ended. It runs as soon as the sandbox is free."""
         box = self._boxes[trajectory.key]
-        box.command, box.asked, box.since = (seconds, more), False, self._loop.now
+        box.command, box.turn_open, box.since = (seconds, more), False, self._loop.now
         self._next(box)
 
     def _next(self, box: Box) -> None:
-        """Move the sandbox if it has a target. Otherwise run its command unless something runs."""
+        """Move the sandbox if it has a target. Otherwise run its command if nothing else runs."""
         if box.target is not None:
             self._leave_for_target(box)
         elif box.command is not None and box.ready and not (box.running or box.saving):
@@ -237,10 +243,10 @@ class Sandboxes:
         box.host.cores.run(box.command[0] + self._what.turn_s, box, self._ran)
 
     def _ran(self, box: Box) -> None:
-        """Pass the observation to the model. If a turn follows, save the sandbox meanwhile."""
+        """End a command: pass on its observation. If a turn follows, save the sandbox meanwhile."""
         more, box.command, box.running = box.command[1], None, False
         box.commands_s += self._loop.now - box.since
-        box.turn, box.asked = box.trajectory.number, more
+        box.turn, box.turn_open = box.trajectory.number, more
         box.saving = more and self._saves
         self._hub.observed(box.trajectory, more)
         if not box.saving:
@@ -251,8 +257,8 @@ class Sandboxes:
             self._capture(box)
 
     def _save_of(self, box: Box) -> spec.Save | None:
-        """Return the cost of saving the last turn together with earlier turns that were skipped;
-        None if there is nothing to save."""
+        """Return the cost of saving the last turn, and earlier turns whose save was skipped. None:
+        nothing to save."""
         if self._what.recovery == "full":
             return self._what.full
         saves = (self._what.changes[box.changes[box.turn - 1]].save, box.overdue)
@@ -288,7 +294,7 @@ class Sandboxes:
         self._next(box)
 
     def _end_saving(self, box: Box) -> None:
-        """End the save, so that commands may run again."""
+        """End classification and capture, so that commands may run again."""
         box.saving = False
         if box.command is not None:
             self._counts.save_s += self._loop.now - box.since
@@ -296,6 +302,7 @@ class Sandboxes:
     # ----------------------------------------------------------------- saved
 
     def _sent(self, what: tuple[Host, int, Box, float], _ticket: int) -> None:
+        """Queue the bytes at the store, since the host has sent them."""
         host, life, _, size = what
         if host.life == life:
             begin = max(self._loop.now, self._store_free)
@@ -303,10 +310,11 @@ class Sandboxes:
             self._loop.at(self._store_free, self._stored, what)
 
     def _stored(self, what: tuple[Host, int, Box, float], _ticket: int) -> None:
+        """Count the turns of a capture as saved."""
         host, life, box, size = what
         self._counts.saved_bytes += size
         if host.life != life:
-            return  # The host died before it wrote the manifest, so that the bytes are useless.
+            return  # The host died before it wrote the manifest, so the bytes are useless.
         host.staged -= size
         if self._boxes.get(box.trajectory.key) is box:
             box.saved, box.stored = box.unsaved.popleft(), True
@@ -335,6 +343,7 @@ class Sandboxes:
     # ----------------------------------------------------------------- moves and failures
 
     def move(self, trajectory: str, host: str) -> None:
+        """Have the trajectory's sandbox move to this host once it is settled."""
         box = self._boxes.get(trajectory)
         target = next((each for each in self._hosts if each.name == host), None)
         if box is not None and target is not None and target.alive:
@@ -353,14 +362,15 @@ class Sandboxes:
             self._leave(box)
             self._enter(box, target)
 
-    def _fails_later(self, host: Host, at: int) -> None:
+    def _plan_failure(self, host: Host, index: int) -> None:
+        """Schedule the host's next drawn failure."""
         if self._what.mtbf_s < math.inf:
-            after = self._draws[at].exponential(self._what.mtbf_s)
-            self._loop.at(self._loop.now + after, self._fail, (host, at, True))
+            after = self._draws[index].exponential(self._what.mtbf_s)
+            self._loop.at(self._loop.now + after, self._fail, (host, index, True))
 
     def _fail(self, failure: tuple[Host, int, bool], _ticket: int) -> None:
-        """Kill a host, and lose its sandboxes. `failure` is (host, its index, drawn). A drawn
-        failure, unlike one of the configuration, is followed by another after the restart."""
+        """Kill a host, and lose its sandboxes. `failure` is (host, its index, True if drawn). After
+        a drawn failure, the restart draws the next one."""
         host = failure[0]
         if not host.alive:
             return
@@ -391,10 +401,11 @@ class Sandboxes:
         if self._what.recovery == "none":
             turns = 0
         self._hub.rewind(trajectory, turns, keep_open=self._what.recovery != "none")
-        box.asked = False
+        box.turn_open = False
         self._loop.at(self._loop.now + self._what.detect_s, self._recover, (box, box.life))
 
     def _recover(self, what: tuple[Box, int], _ticket: int) -> None:
+        """Start a sandbox on another host, since its host was lost."""
         box, life = what
         if box.life == life and self._boxes.get(box.trajectory.key) is box:
             self._counts.recovered += 1
@@ -405,7 +416,7 @@ class Sandboxes:
         host, index, drawn = failure
         host.alive, host.used_s = True, host.cores.used()
         if drawn:
-            self._fails_later(host, index)
+            self._plan_failure(host, index)
         waiting_for_host, self._waiting_for_host = self._waiting_for_host, deque()
         for box in waiting_for_host:
             self._enter(box, self._least_used_host())

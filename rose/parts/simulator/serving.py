@@ -38,6 +38,7 @@ class Devices:
     gap_p99_s: tuple[float, float]
 
     def load(self, device: int) -> tuple[Load, float]:
+        """Return (load, shift in seconds) of the device with this index."""
         turn = device // len(self.loads) * len(self.loads) / max(1, self.devices)
         return self.loads[device % len(self.loads)], PIECE_S * turn
 
@@ -48,14 +49,14 @@ def load(served: Served, kv_tokens: int, piece_s: float = PIECE_S) -> Load:
     pieces = max(1, math.ceil(served.seconds / piece_s))
     edges = piece_s * np.arange(pieces + 1)
     work = np.concatenate([[0.0], np.cumsum(served.busy_s)])
-    # Runs don't overlap: the work done by a time is linear within and constant between them.
+    # Runs don't overlap, so the sum of work is linear within runs and constant between them.
     points = np.stack([served.began, served.ended], 1).ravel()
     done = np.interp(edges, points, np.stack([work[:-1], work[1:]], 1).ravel())
     at = np.minimum((served.at / piece_s).astype(np.int64), pieces - 1)
     return Load(
         at=edges[:-1],
         busy=np.clip(np.diff(done) / piece_s, 0.0, 1.0),
-        kv=np.minimum(1.0, _most(served, points, edges, piece_s) / kv_tokens),
+        kv=np.minimum(1.0, _most_held(served, points, edges, piece_s) / kv_tokens),
         requests=at,
         ttft_s=served.ttft_s,
         tpot_s=served.tpot_s,
@@ -63,7 +64,7 @@ def load(served: Served, kv_tokens: int, piece_s: float = PIECE_S) -> Load:
     )
 
 
-def _most(served: Served, points: np.ndarray, edges: np.ndarray, piece_s: float) -> np.ndarray:
+def _most_held(served: Served, points: np.ndarray, edges: np.ndarray, piece_s: float) -> np.ndarray:
     """Return the most KV tokens held in each piece."""
     held = served.held.ravel()
     most = np.maximum(np.interp(edges[:-1], points, held), np.interp(edges[1:], points, held))
@@ -71,9 +72,6 @@ def _most(served: Served, points: np.ndarray, edges: np.ndarray, piece_s: float)
     kept = inside < len(most)
     np.maximum.at(most, inside[kept], held[kept])
     return most
-
-
-# --------------------------------------------------------------------------- a service
 
 
 def split(trace: Trace, ways: int) -> list[Trace]:
@@ -99,24 +97,20 @@ def contended(engine: Engine, contention: float) -> Beside:
 def devices(
     trace: Trace, engine: Engine, count: int, variants: int, beside: Beside | None = None
 ) -> Devices:
-    """Return the loads of `count` devices. The requests in `trace` are those of `variants` devices,
-    and the remaining devices repeat the loads of these. `beside`: the online engine beside
-    rollouts; None if its load is the same without them."""
+    """Return the loads of `count` devices. `trace` has the requests of `variants` devices, and the
+    remaining devices repeat their loads. `beside`: the online engine beside rollouts; None:
+    rollouts don't change its load."""
     parts = split(trace, variants)
     alone = [online.serve(part, engine) for part in parts]
     loads = [load(served, engine.kv_tokens) for served in alone]
-    with_rollouts = (
-        [online.serve(part, beside.engine, beside.pace_s, beside.hold_s) for part in parts]
-        if beside
-        else []
-    )
-    if with_rollouts:
-        loads = [
-            replace(own, beside=load(served, engine.kv_tokens))
-            for own, served in zip(loads, with_rollouts, strict=False)
-        ]
-    gaps = online.gap_p99(alone), online.gap_p99(with_rollouts) if with_rollouts else math.nan
-    return Devices(tuple(loads), count, gaps)
+    if beside is None:
+        return Devices(tuple(loads), count, (online.gap_p99(alone), math.nan))
+    shared = [online.serve(part, beside.engine, beside.pace_s, beside.hold_s) for part in parts]
+    loads = [
+        replace(own, beside=load(served, engine.kv_tokens))
+        for own, served in zip(loads, shared, strict=False)
+    ]
+    return Devices(tuple(loads), count, (online.gap_p99(alone), online.gap_p99(shared)))
 
 
 def provisioned(
@@ -124,7 +118,7 @@ def provisioned(
 ) -> float:
     """Return the factor on the trace's times (`Trace.scaled`) at which one device without rollouts
     just meets its P99 targets: the load for which an operator would size the service. Raises
-    `ValueError` if even single requests miss the targets, or all requests at once meet them."""
+    `ValueError` if the targets are missed even at the lowest rate, or met even at the highest."""
 
     def meets(factor: float) -> bool:
         return (

@@ -2,14 +2,13 @@
 defaults are those that mean "none".
 
 Times are seconds from the simulation's start, sizes are bytes or tokens, shares lie in 0..1, rates
-are per second. The code that builds a `Spec` states where each number comes from (`source`);
-nothing in rose/parts/simulator adds numbers of its own.
+are per second.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
@@ -75,8 +74,8 @@ class StepTime:
 class Drafts:
     """Mean tokens that a decoding request drafts, and has accepted, in one engine step.
 
-    The level of a request is given by how many siblings of its group have ended. A way is a lower
-    bound on the probability of a drafted token.
+    The level of a request depends on how many siblings of its group have ended. A way to draft is a
+    lower bound on the probability of a drafted token.
     """
 
     siblings: tuple[int, ...]  # (levels,) least number of ended siblings, ascending from 0
@@ -112,8 +111,8 @@ class Link:
     version_bytes: float  # size of one version on the link: dense, or as differences
     # True: a version crosses the link once for the pool (broadcast, relay); False: once per worker
     relay: bool
-    apply_s: float  # pause of the engine while it applies a version; it computes until then
-    # Size of a version for a worker that lacks the version before: it joined, or missed some.
+    apply_s: float  # pause of the engine while it applies a version
+    # Size of a version for a worker without the version before: it joined, or missed versions.
     full_bytes: float
 
 
@@ -137,17 +136,17 @@ class Pool:
     engine: Engine
     link: Link
     allocation: Allocation
-    # Number of workers, all there from the start; in spot and `on_request` pools the most.
+    # Number of workers, all there from the start. In spot and `on_request` pools: the most at once.
     count: int
     # True: each worker is requested; a request "name" or "name-..." goes to the pool "name"
     on_request: bool = False
     serving: Serving | None = None  # cooperative pools: the online serving on the same devices
     available: Available | None = None  # spot pools: number of machines over time
-    # Index of the pool's first GPU, where pools with different degrees of tensor parallelism may
+    # Index of the pool's first GPU, since pools with different degrees of tensor parallelism may
     # share GPUs. None: all pools have one degree.
     first_gpu: int | None = None
-    # Hybrid pools. True: provisioning decides which workers train (those that rest) and which roll
-    # out. False: all workers change sides with the phases of a step.
+    # Hybrid pools. True: the provisioning policy decides which workers sleep, so that their GPUs
+    # train. False: all workers alternate between training and rollout in each step.
     split: bool = False
     # hybrid: time of each switch between training and rollout; cooperative: time to wake up
     switch_s: float = 0.0
@@ -166,7 +165,7 @@ class Available:
 
 @dataclass(frozen=True)
 class Load:
-    """Load of the online engine on one device, piecewise constant and repeated each `period_s`."""
+    """Load of the online engine on one device, piecewise constant and repeated every `period_s`."""
 
     at: np.ndarray  # (pieces,) float64, begin of each piece in seconds, ascending from 0
     busy: np.ndarray  # (pieces,) share of the time in which the online engine computes
@@ -205,7 +204,7 @@ class Serving:
     overhead: float  # gate: share of the idle time lost to admission
     # memory_only: while both sides compute, both take 1 + contention times as long
     contention: float
-    reserve: float  # share of KV memory that is never lent, beside what serving holds
+    reserve: float  # share of KV memory that is never lent, in addition to serving's
     # gate: while serving's and the lent KV together exceed this share of the memory, the lent KV is
     # halved. It may not grow again before the next training step.
     high_watermark: float
@@ -220,7 +219,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class Episode:
-    """The course of a trajectory on any engine. Tuples have an element per turn."""
+    """The course of a trajectory, the same on any engine. Tuples have an element per turn."""
 
     prompt_tokens: int  # context of the first turn, shared by the group's members
     output_tokens: tuple[int, ...]  # generated tokens, each >= 1
@@ -277,7 +276,7 @@ class Sandboxes:
     1. none: they begin again.
     2. replay: another host runs their recorded commands again.
     3. full, classified: they continue from the last saved turn and generate the later turns again.
-       full saves the whole sandbox after each turn, classified what `changes` says.
+       full saves the whole sandbox after each turn, classified only what the turn changed.
     """
 
     cores: tuple[float, ...]  # cores of each host, shared by its commands, starts and captures
@@ -324,6 +323,8 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Batch:
+    """The groups that a training step needs."""
+
     groups: int  # per training step
     group_size: int
     dynamic_sampling: bool  # True: groups whose rewards are all equal are rejected (DAPO)
@@ -351,4 +352,3 @@ class Spec:
     stream: bool = False
     sandboxes: Sandboxes | None = None  # None: sandboxes cost nothing and no host fails
     horizon_s: float = math.inf  # limit on simulated time; a longer run is an error
-    source: dict[str, str] = field(default_factory=dict)  # field -> origin of its number

@@ -40,12 +40,12 @@ class SimWorker:
         self.engine = DraftingEngine(pool.engine, ended) if drafts else SimEngine(pool.engine)
         self.pace: lending.Pace | None = None  # None: work time equals simulated time
         self.budget: lending.Budget | None = None
-        self.load, self.offset_s = None, 0.0
+        self.load, self.offset_s = None, 0.0  # load of online serving (`spec.Devices.load`)
         self.version = -1
         self.turns: dict[str, object] = {}  # turn in the engine -> its trajectory
         self.ticket = 0  # ticket of the engine's next event in the loop; 0: none
-        self.busy_since = -1.0
-        self.spans = array("d")
+        self.busy_since = -1.0  # -1: not busy
+        self.spans = array("d")  # begin, end, begin, ... of the times when it was busy
         self.held_s, self.held_since = 0.0, now
         # Time at which the worker was requested or woken up, until it can take turns; then -1.
         self.asked_at = -1.0
@@ -55,6 +55,7 @@ class SimWorker:
         self.reporting = False
 
     def work(self, now: float) -> float:
+        """Return the engine's work time (see `lending.Pace`) at this simulated time."""
         return now if self.pace is None else self.pace.work(now)
 
     def watch(self, now: float) -> None:
@@ -68,6 +69,7 @@ class SimWorker:
             self.busy_since = -1.0
 
     def hold(self, now: float) -> None:
+        """Count its GPUs as held from now on."""
         self.held_since = now if self.held_since < 0 else self.held_since
 
     def end_hold(self, now: float) -> None:

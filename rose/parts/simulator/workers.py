@@ -1,14 +1,13 @@
 """The simulated workers: engines that join, load weights, lend more or less memory, and leave.
 
-rose.parts.simulator.driver has their turns, and rose.parts.simulator.engine how an engine computes.
+rose.parts.simulator.driver handles their turns, rose.parts.simulator.engine models their engines,
+and rose.parts.simulator.supply decides when workers join and leave.
 """
 
 from __future__ import annotations
 
 import math
 from typing import Protocol
-
-import numpy as np
 
 from rose.parts.simulator import lending, result, spec
 from rose.parts.simulator.drafts import Ended
@@ -29,31 +28,27 @@ class Hub(Protocol):
         """Schedule the engine's next event, after a change of the engine."""
 
     def synced(self) -> None:
-        """End the step if no dedicated worker is still to load its weights."""
+        """End the step if all dedicated workers have loaded its weights."""
 
     def is_resting(self, worker: str) -> bool:
-        """Return whether the scheduler has put the worker to rest."""
+        """Return whether the scheduler has put the worker to sleep."""
 
 
 class Workers:
-    def __init__(self, what: spec.Spec, loop: Loop, draw: np.random.Generator, hub: Hub) -> None:
-        self._spec, self._loop, self._draw, self._hub, self._feed = what, loop, draw, hub, hub.feed
+    """The workers of a run, of all pools."""
+
+    def __init__(self, what: spec.Spec, loop: Loop, hub: Hub) -> None:
+        self._spec, self._loop, self._hub, self._feed = what, loop, hub, hub.feed
         self.by_name: dict[str, SimWorker] = {}
         self.gone: list[SimWorker] = []
         # Dedicated and hybrid workers that load weights; the step waits for them.
         self.waited_for: dict[str, None] = {}
         self.granted: list[result.Granted] = []
-        self.lost = self.refused = 0
-        self._pools = {pool.name: pool for pool in what.pools}
-        self._requests: dict[str, tuple[spec.Pool, bool]] = {}  # request -> (pool, joined)
-        self._used = dict.fromkeys(self._pools, 0)  # pool -> requests open or granted
-        # pool -> spot instances that start or run
-        self._spot: dict[str, list[str]] = {pool.name: [] for pool in what.pools}
-        self._started_spot = dict.fromkeys(self._pools, 0)  # pool -> instances so far
-        self._serial = dict.fromkeys(self._pools, 0)  # pool -> workers that have joined
+        names = [pool.name for pool in what.pools]
+        self._serial = dict.fromkeys(names, 0)  # pool -> workers that have joined
         # pool -> (worker, version, bytes) of the transfers requested at this instant
         self._sending: dict[str, list[tuple[SimWorker, int, float]]] = {}
-        self._link_free = dict.fromkeys(self._pools, 0.0)  # pool -> time its link is free
+        self._link_free = dict.fromkeys(names, 0.0)  # pool -> time its link is free
         # (id of a Load, pool) -> (pace, changes)
         self._tables: dict[tuple[int, str], tuple] = {}
         # Seconds by which the next training step is longer because GPUs were moved.
@@ -61,20 +56,8 @@ class Workers:
         self.version = -1
         self._ended = Ended()
 
-    # ----------------------------------------------------------------- joining and leaving
-
-    def start(self) -> None:
-        """Join the initial workers, which hold version 0, and schedule changes of availability."""
-        for pool in self._spec.pools:
-            if pool.available is not None:
-                call = self._reclaim if pool.on_request else self._spot_changed
-                for at in pool.available.at.tolist():
-                    self._loop.at(at, call, pool)
-            elif not pool.on_request:
-                for index in range(pool.count):
-                    self._join(f"{pool.name}-{index}", pool, 0)
-
-    def _join(self, name: str, pool: spec.Pool, version: int, asked_at: float = -1.0) -> None:
+    def join(self, name: str, pool: spec.Pool, version: int, asked_at: float) -> None:
+        """Add a worker that holds `version` (-1: none). `asked_at`: see `SimWorker`."""
         now = self._loop.now
         worker = SimWorker(name, pool, self._serial[pool.name], now, self._ended)
         self._serial[pool.name] += 1
@@ -83,7 +66,7 @@ class Workers:
         if pool.serving is not None:
             self._attach_serving(worker, pool.serving)
         if version == self.version and asked_at >= 0:
-            self._is_ready(worker)
+            self._note_ready(worker)
         self._feed(
             ev.WorkerJoined(
                 at=now,
@@ -102,6 +85,7 @@ class Workers:
             self._update_budget(worker, 0)
 
     def _attach_serving(self, worker: SimWorker, serving: spec.Serving) -> None:
+        """Have the worker share its device with online serving."""
         worker.load, worker.offset_s = serving.devices.load(worker.serial)
         key = id(worker.load), worker.pool.name
         if key not in self._tables:
@@ -116,6 +100,7 @@ class Workers:
         worker.budget = lending.Budget(serving, changes, worker.offset_s)
 
     def lose(self, worker: SimWorker, reason: str) -> None:
+        """Remove the worker, and return its turns to the scheduler."""
         now = self._loop.now
         worker.alive = False
         del self.by_name[worker.name]
@@ -141,113 +126,8 @@ class Workers:
     def group_ended(self, group: str) -> None:
         self._ended.drop(group)
 
-    def _spot_changed(self, pool: spec.Pool, _ticket: int) -> None:
-        """Lose random instances beyond the number available now, or start instances up to it."""
-        here, count = self._spot[pool.name], min(self._available(pool), pool.count)
-        while len(here) > count:
-            worker = self.by_name.get(here.pop(int(self._draw.integers(len(here)))))
-            if worker is not None:
-                self.lost += 1
-                self.lose(worker, "the spot instance was reclaimed")
-        for _ in range(count - len(here)):
-            name = f"{pool.name}-{self._started_spot[pool.name]}"
-            self._started_spot[pool.name] += 1
-            here.append(name)
-            first = self._loop.now == 0
-            self._loop.at(
-                self._loop.now + (0 if first else pool.allocation.start_s),
-                self._spot_started,
-                (pool, name, 0 if first else -1),
-            )
-
-    def _spot_started(self, what: tuple[spec.Pool, str, int], _ticket: int) -> None:
-        pool, name, version = what
-        if name in self._spot[pool.name]:
-            asked_at = self._loop.now - pool.allocation.start_s if version < 0 else -1.0
-            self._join(name, pool, version, asked_at)
-
-    def _reclaim(self, pool: spec.Pool, _ticket: int) -> None:
-        """Lose random workers of a pool `on_request` while more are in use than available."""
-        while self._used[pool.name] > self._available(pool):
-            here = [name for name, (of, joined) in self._requests.items() if of is pool and joined]
-            if not here:
-                return  # `_started` checks again for the workers that still start.
-            request = here[int(self._draw.integers(len(here)))]
-            self._forget(request)
-            self.lost += 1
-            self.lose(self.by_name[request], "the spot instance was reclaimed")
-            self._feed(ev.CapacityEnded(at=self._loop.now, request=request))
-
-    def _available(self, pool: spec.Pool) -> int:
-        if pool.available is None:
-            return pool.count
-        place = int(np.searchsorted(pool.available.at, self._loop.now, side="right")) - 1
-        return int(pool.available.workers[place])
-
-    # ----------------------------------------------------------------- capacity on request
-
-    def request(self, action: ev.RequestCapacity) -> None:
-        pool = self._pool_of(action.request)
-        self._used[pool.name] += 1
-        self._requests[action.request] = pool, False
-        self._feed(ev.CapacityQueued(at=self._loop.now, request=action.request))
-        queued = self._draw.exponential(pool.allocation.queue_s) if pool.allocation.queue_s else 0.0
-        self._loop.at(
-            self._loop.now + queued, self._answer_request, (action.request, self._loop.now)
-        )
-
-    def _pool_of(self, request: str) -> spec.Pool:
-        pools = [pool for pool in self._spec.pools if pool.on_request]
-        named = [
-            pool for pool in pools if request == pool.name or request.startswith(pool.name + "-")
-        ]
-        if not pools:
-            raise ValueError(
-                f"{self._spec.name}: the scheduler asks for {request}, and no pool is on_request; "
-                "add one, or choose scheduler/provisioning=fixed"
-            )
-        return (named or pools)[0]
-
-    def _answer_request(self, what: tuple[str, float], _ticket: int) -> None:
-        request, asked_at = what
-        if request not in self._requests:
-            return  # The request was released in the meantime.
-        pool, now = self._requests[request][0], self._loop.now
-        most = min(self._available(pool), pool.count)
-        if self._used[pool.name] > most or self._draw.random() < pool.allocation.refused:
-            self._forget(request)
-            self.refused += 1
-            self._feed(
-                ev.CapacityRefused(
-                    at=now, request=request, reason=f"{most} workers of {pool.name} are in use"
-                )
-            )
-            return
-        self._feed(ev.CapacityGranted(at=now, request=request))
-        self._loop.at(now + pool.allocation.start_s, self._started, (request, asked_at))
-
-    def _started(self, what: tuple[str, float], _ticket: int) -> None:
-        request, asked_at = what
-        if request in self._requests:
-            pool = self._requests[request][0]
-            self._requests[request] = pool, True
-            self._join(request, pool, -1, asked_at)
-            if pool.available is not None:
-                self._reclaim(pool, 0)
-
-    def release(self, action: ev.ReleaseCapacity) -> None:
-        if action.request not in self._requests:
-            return
-        joined = self._requests[action.request][1]
-        self._forget(action.request)
-        if joined and action.request in self.by_name:
-            self.lose(self.by_name[action.request], "released")
-
-    def _forget(self, request: str) -> None:
-        self._used[self._requests.pop(request)[0].name] -= 1
-
     def use(self, action: ev.UseWorker) -> None:
-        """Wake the worker up, in the pool's `switch_s`. The scheduler orders weights if needed."""
+        """Wake the worker up, which takes `switch_s`. The scheduler orders weights if needed."""
         worker, now = self.by_name[action.worker], self._loop.now
         self._note_switch(worker)
         worker.hold(now)
@@ -257,38 +137,41 @@ class Workers:
         self._loop.at(now + worker.pool.switch_s, self._awake, worker)
 
     def _awake(self, worker: SimWorker, _ticket: int) -> None:
+        """Count the worker as ready, unless it still loads weights."""
         if worker.alive and not worker.loading:
-            self._is_ready(worker)
+            self._note_ready(worker)
 
     def rest(self, action: ev.RestWorker) -> None:
+        """Put the worker to sleep, and free its GPUs."""
         worker = self.by_name[action.worker]
         self._note_switch(worker)
         worker.end_hold(self._loop.now)
         worker.asked_at = -1.0
 
-    def _is_ready(self, worker: SimWorker) -> None:
+    def _note_ready(self, worker: SimWorker) -> None:
+        """Record how long a worker that was requested or woken up took to be ready."""
         if worker.asked_at >= 0:
             self.granted.append(
                 result.Granted(worker.name, worker.pool.name, worker.asked_at, self._loop.now)
             )
             worker.asked_at = -1.0
 
-    # ----------------------------------------------------------------- weights
-
     def load(self, action: ev.LoadWeights) -> None:
-        """Send a version to the worker. Transfers ordered at one instant share the pool's link."""
+        """Request a version for the worker. Requests of one instant share the pool's link."""
         worker = self.by_name[action.worker]
         worker.loading = True
         if worker.pool.kind in ("dedicated", "hybrid"):
             self.waited_for[worker.name] = None
         link = worker.pool.link
-        size = link.version_bytes if 0 <= action.version - 1 == worker.version else link.full_bytes
+        has_previous = 0 <= action.version - 1 == worker.version
+        size = link.version_bytes if has_previous else link.full_bytes
         if worker.pool.name not in self._sending:
             self._sending[worker.pool.name] = []
             self._loop.at(self._loop.now, self._send, worker.pool)
         self._sending[worker.pool.name].append((worker, action.version, size))
 
     def _send(self, pool: spec.Pool, _ticket: int) -> None:
+        """Send the pool's requested versions, once its link is free."""
         loads = self._sending.pop(pool.name)
         sizes = [size for _, _, size in loads]
         begin = max(self._loop.now, self._link_free[pool.name])
@@ -298,11 +181,13 @@ class Workers:
         self._loop.at(self._link_free[pool.name] + pool.link.latency_s, self._arrived, loads)
 
     def _arrived(self, loads: list[tuple[SimWorker, int, float]], _ticket: int) -> None:
+        """Apply the versions that the link has delivered."""
         for worker, version, _ in loads:
             if worker.alive:
                 self._apply((worker, version), 0)
 
     def _apply(self, what: tuple[SimWorker, int], _ticket: int) -> None:
+        """Pause the engine to apply a version. With in_flight=finish, let its turns end before."""
         worker, version = what
         if not worker.alive:
             return
@@ -321,17 +206,16 @@ class Workers:
         self._loop.at(now + pause, self._loaded, what)
 
     def _loaded(self, what: tuple[SimWorker, int], _ticket: int) -> None:
+        """Report that the worker has applied a version."""
         worker, version = what
         if not worker.alive:
             return
         worker.version, worker.loading = version, False
         self.waited_for.pop(worker.name, None)
         if version == self.version:
-            self._is_ready(worker)
+            self._note_ready(worker)
         self._feed(ev.WorkerLoaded(at=self._loop.now, worker=worker.name, version=version))
         self._hub.synced()
-
-    # ----------------------------------------------------------------- lent memory
 
     def _plan_budget_update(self, worker: SimWorker) -> None:
         at = worker.budget.next_change(self._loop.now)
@@ -353,8 +237,8 @@ class Workers:
                 self._report_capacity(worker)
 
     def _report_capacity(self, worker: SimWorker) -> None:
-        """Resize the engine's KV cache to the lent share and report that to the scheduler. Changes
-        below `step` of the whole are ignored, unless they are to or from 0 or change `revoked`."""
+        """Resize the engine's KV cache to the lent share and report it to the scheduler. Ignore
+        changes below `step` of the whole, except to or from 0, or of `revoked`."""
         whole, share = worker.pool.engine.kv_tokens, worker.budget.share
         tokens, revoked = int(share * whole), worker.budget.frozen
         reported, was_revoked = worker.reported
@@ -364,9 +248,12 @@ class Workers:
         if small and revoked == was_revoked:
             return
         worker.reported = tokens, revoked
-        self._capacity(worker, tokens, -1.0 if revoked or share < 1 else 0.0, revoked)
+        self._set_capacity(worker, tokens, -1.0 if revoked or share < 1 else 0.0, revoked)
 
-    def _capacity(self, worker: SimWorker, tokens: int, expected_s: float, revoked: bool) -> None:
+    def _set_capacity(
+        self, worker: SimWorker, tokens: int, expected_s: float, revoked: bool
+    ) -> None:
+        """Resize the engine's KV cache, report it, and return the turns that no longer fit."""
         now = self._loop.now
         gone = worker.engine.set_kv(worker.work(now), tokens)
         sequences = worker.pool.engine.max_sequences if tokens else 0
@@ -384,11 +271,9 @@ class Workers:
             self._feed(report)  # A worker reports its capacity again after each TurnReturned.
         self._hub.reschedule(worker)
 
-    # ----------------------------------------------------------------- hybrid pools
-
     def to_training(self, seconds: float) -> float:
-        """Stop rollout on hybrid workers. It is expected to start again after `seconds`. Return the
-        delay until their GPUs train."""
+        """Stop rollout on hybrid workers, for about `seconds`. Return the delay until their GPUs
+        train."""
         return self._switch(False, seconds)
 
     def to_rollout(self) -> None:
@@ -403,11 +288,13 @@ class Workers:
         )
 
     def _note_switch(self, worker: SimWorker) -> None:
+        """Delay the next training step by the switch of this worker, if it is a split hybrid."""
         if worker.pool.split:
             self._regroup_s = max(self._regroup_s, worker.pool.switch_s)
 
     def _switch(self, rollout: bool, seconds: float) -> float:
-        """Switch all hybrid workers that alternate with training. Return the longest delay."""
+        """Switch the hybrid workers that alternate between rollout and training. Return the longest
+        delay."""
         longest = 0.0
         if not rollout:
             longest, self._regroup_s = self._regroup_s, 0.0
@@ -419,7 +306,7 @@ class Workers:
                 worker.engine.pause(
                     worker.work(self._loop.now), worker.pool.switch_s, recompute=False, clear=True
                 )
-            self._capacity(
+            self._set_capacity(
                 worker,
                 worker.pool.engine.kv_tokens if rollout else 0,
                 0.0 if rollout else seconds,
@@ -427,9 +314,8 @@ class Workers:
             )
         return longest
 
-    # ----------------------------------------------------------------- the end
-
     def results(self) -> tuple[list[result.Worker], list[result.ServingUse]]:
+        """Return the use of every worker, and the online serving of each pool."""
         now, found = self._loop.now, []
         observers = {
             pool.name: lending.Observer(pool.name, pool.serving, now)

@@ -74,7 +74,7 @@ def test_every_sequence_ends_when_it_would_if_each_drafted_step_were_taken(token
     rates, drafted = 1 + what.accepted[level, 0], what.drafted[level, 0]
     assert found == pytest.approx(taken(tokens, rates, drafted, STEP, 100), abs=1e-6)
     assert e.decoded == pytest.approx(sum(tokens))
-    assert e._held == pytest.approx(0, abs=1e-6) and e._attended == pytest.approx(0, abs=1e-6)
+    assert e.memory.held == pytest.approx(0, abs=1e-6) and e._attended == pytest.approx(0, abs=1e-6)
 
 
 def test_a_sibling_that_ends_lets_the_others_draft_more():

@@ -143,7 +143,7 @@ def test_the_scheduler_hears_of_long_turns_while_they_run():
     "what, words",
     [
         (cluster(pool(count=0), tick_s=math.inf), "12 of them wait for 0 workers"),
-        (cluster(pool(count=0), tick_s=60.0), "all turns have waited for 86400 s; which .*, 12 of"),
+        (cluster(pool(count=0), tick_s=60.0), "all turns have waited for 86400 s; the .*, 12 of"),
         (cluster(horizon_s=5.0), "horizon_s=5"),
         (cluster(env=Agents(crash=2), groups=1, size=1, max_failures_in_row=2), "failed in a row"),
     ],

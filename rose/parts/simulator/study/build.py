@@ -39,7 +39,8 @@ def ours(c: Config) -> SimSystem:
 
 
 def systems(c: Config) -> dict[str, SimSystem]:
-    """Return all systems: the rivals, then the configured one, which replaces a namesake."""
+    """Return all systems: the rivals, then the configured one, which replaces a rival of the same
+    name."""
     return {name: each for name, each in c.sim.systems.items() if name != c.sim.label} | {
         c.sim.label: ours(c)
     }
@@ -52,7 +53,7 @@ def make_scheduler(c: Config, system: SimSystem) -> Scheduler:
     if asks and not any(name in there and there[name].on_request for name in system.pools):
         raise ConfigError(
             f"scheduler.provisioning.name={chosen.name!r}: asks for workers, and none of "
-            f"pools={system.pools} has on_request=true; add one, as lend, or choose "
+            f"pools={system.pools} has on_request=true; add one, such as lend, or choose "
             "scheduler/provisioning=fixed"
         )
     return policies.build(system.scheduler, c.rollout.turn_timeout_s)
@@ -72,7 +73,7 @@ def make_spec(c: Config, name: str, system: SimSystem, seed: int) -> spec.Spec:
         where = "trainer" if name == s.label else f"sim.systems.{name}"
         raise ConfigError(
             f"{where}.stream=True: the trainer's GPUs roll out until the batch is complete "
-            f"({key}: {', '.join(rolls)}); leave the pool out, or set it to false"
+            f"({key}: {', '.join(rolls)}); leave the pool out, or set stream=False"
         )
     if system.dynamic_sampling and c.rollout.group_size < 2:
         where = "algorithm" if name == s.label else f"sim.systems.{name}"
@@ -119,7 +120,7 @@ def _sandboxes(s: SimSandboxes, recovery: str | None) -> spec.Sandboxes | None:
     if not s.hosts:
         return None
     if not s.cores:
-        raise ConfigError("sim.sandboxes.cores=[]: those of at least one host")
+        raise ConfigError("sim.sandboxes.cores=[]: give the cores of at least one host")
     if s.sandbox_mib * MIB > s.memory_gib * GIB:
         raise ConfigError(
             f"sim.sandboxes.sandbox_mib={s.sandbox_mib:g}: no host has room for one with "
@@ -158,16 +159,16 @@ def _save(s: SimSave | None) -> spec.Save | None:
 
 
 def _forward_passes(c: Config) -> float:
-    """Return the number of forward passes over the batch besides those of the updates. By default
-    these are the live trainer's for old log-probabilities (rose/trainer/trainer.py), which it needs
-    for all but the first of a step's updates."""
+    """Return the number of forward passes over the batch besides those of the updates. The default
+    is the live trainer's (rose/trainer/trainer.py): it computes old log-probabilities for all of a
+    step's updates but the first."""
     configured = c.sim.trainer.forward_passes
     return 1 - 1 / c.trainer.updates_per_step if configured is None else configured
 
 
 def _check_affinity(c: Config, name: str, system: SimSystem) -> None:
-    """Raise `ConfigError` if the hardware affinity names a domain or a device that the simulation
-    doesn't have: the name is mistyped, and no turn would go there."""
+    """Raise `ConfigError` if the hardware affinity of the RollArt policy names a domain or a device
+    that the system doesn't have. No turn would match such a name."""
     routing = system.scheduler.routing
     systems = "" if name == c.sim.label else f"sim.systems.{name}."
     if routing.name != "rollart":
@@ -192,6 +193,7 @@ def _check_affinity(c: Config, name: str, system: SimSystem) -> None:
 
 
 def _shape(c: Config) -> ModelShape:
+    """Return the model's shape. Raises `ConfigError` without one."""
     if c.model.shape is None:
         raise ConfigError(
             f"model.shape=None: mode={c.mode} needs it; take model=qwen3_8b, or copy the numbers "
@@ -201,6 +203,7 @@ def _shape(c: Config) -> ModelShape:
 
 
 def _environment(c: Config) -> environments.Environments:
+    """Return the configured environments, scaled by `sim.environment.factors`."""
     e = c.sim.environment
     chosen = [known("sim.environment.domains", domains.domain, name) for name in e.domains]
     for parameter, factor in e.factors.items():

@@ -21,7 +21,7 @@ from rose.parts.simulator.traces.trace import LARGEST
 VARIANTS = 4  # ours: cheap to compute; each gets an equal share of one trace
 # Rounds of the search for the rate. Scaling a trace's times changes its bursts, so that the second
 # round searches again on a trace generated at about the rate found.
-ROUNDS = 2  # ours: once more on a trace generated at about that rate
+ROUNDS = 2  # ours: one repetition
 FIRST_RATE = 4.0  # ours: requests/s at which the search begins
 FIRST_S = 600.0  # ours: seconds of the trace of the search
 GENERATED = tuple(inspect.signature(traces.generate).parameters)
@@ -66,6 +66,7 @@ def _devices(
     beside: serving.Beside | None,
     seed: int,
 ) -> serving.Devices:
+    """Return the loads of the pool's devices. Raises `ConfigError`."""
     variants = max(1, min(VARIANTS, workers))
     try:
         rate = rate or share * _provisioned(source, ttft_s, tpot_s, engine)
@@ -90,7 +91,7 @@ def _trace(source: str, seed: int, rate: float, seconds: float | None = None) ->
     found = traces.read(Path(path)).clipped(
         **{"max_prompt": LARGEST, "max_output": LARGEST} | limits
     )
-    shortest = 1e-9  # numerics: a trace of one instant divides nothing by zero
+    shortest = 1e-9  # numerics: no division by zero for a trace of one instant
     return found.scaled(len(found) / max(found.seconds, shortest) / rate)
 
 

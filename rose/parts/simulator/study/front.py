@@ -38,7 +38,7 @@ def main(configs: Sequence[Config], console: Console, command: str) -> int:
     for c in configs:
         try:
             c.run_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:  # Fail before hours of simulations, not when they are written.
+        except OSError as error:  # Fail now, not after hours of simulations.
             raise ConfigError(f"output_dir={c.output_dir!r}: {error}") from None
     if mode == "simulate":
         return _simulate(configs, console, command)
@@ -89,7 +89,7 @@ def _code_of(action: Callable[[], None]) -> int:
     try:
         action()
         return 0
-    except BrokenPipeError:  # Nobody reads the output any more; nothing is wrong with a file.
+    except BrokenPipeError:  # The reader of the output has gone; no file failed.
         raise
     except runs.SimulationFailed as error:
         echo(Console(stderr=True), str(error), label="[red]simulation failed:[/]")
@@ -99,7 +99,7 @@ def _code_of(action: Callable[[], None]) -> int:
 
 
 def _simulate(configs: Sequence[Config], console: Console, command: str) -> int:
-    """Simulate all points. After a failure, report those of which every simulation has ended."""
+    """Simulate all points. After a failure, report the points whose simulations have all ended."""
     outcomes: list[Outcome] = []
 
     def carry_out() -> None:

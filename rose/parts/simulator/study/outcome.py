@@ -31,8 +31,8 @@ class Picture(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """Times and rates of steps, staleness and `hidden` are of the steps after the warm-up, all
-    others of the whole run. In seconds, tokens, shares of 0..1. NaN: no value."""
+    """The figures of a run, in seconds, tokens and shares of 0..1. NaN: no value. Times and rates
+    of steps, staleness and `hidden` omit the warm-up; all other figures are of the whole run."""
 
     point: str  # name of the sweep's point, or of the run
     system: str
@@ -71,6 +71,8 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Metric(NamedTuple):
+    """A column of the tables."""
+
     key: str
     title: str
     form: str
@@ -116,7 +118,8 @@ def metrics(outcomes: Sequence[Outcome]) -> tuple[Metric, ...]:
 
 
 def of(result: Result, point: str, system: str, warmup: int, wall_s: float, drawn: bool) -> Outcome:
-    """Return the outcome of a run. Raises `ValueError` if it has no step after the warm-up."""
+    """Return the outcome of a run, with its picture if `drawn`. Raises `ValueError` if it has no
+    step after the warm-up."""
     steps = result.steps[warmup:]
     if not steps:
         raise ValueError(
@@ -153,6 +156,7 @@ def of(result: Result, point: str, system: str, warmup: int, wall_s: float, draw
 
 
 def _tail(seconds: np.ndarray) -> float:
+    """Return the P99 of the trajectories' durations over their median."""
     late = 99  # definition: the column p99/p50
     return float(np.percentile(seconds, late) / np.median(seconds)) if len(seconds) else math.nan
 
@@ -165,7 +169,7 @@ def _hidden_share(steps: Sequence[Step]) -> float:
 
 
 def _attainment(serving: Sequence[ServingUse]) -> float:
-    """Return the attainment over all requests of all pools."""
+    """Return the share of online requests within both targets, over all pools."""
     requests = np.concatenate([use.minute_requests for use in serving]) if serving else np.zeros(0)
     if not requests.sum():
         return math.nan
@@ -195,11 +199,13 @@ def _latencies(serving: Sequence[ServingUse]) -> dict[str, float]:
 
 
 def _allocation(result: Result) -> float:
+    """Return the share of the borrowed workers' time before they were ready."""
     held = sum(worker.held_s for worker in result.workers if worker.kind in BORROWED)
     return result.allocation_s / (held + result.allocation_s) if held else math.nan
 
 
 def _sandboxes(result: Result, generated: int) -> dict[str, float]:
+    """Return the figures that only runs with sandboxes have."""
     counts, steps = result.counts, len(result.steps)
     return {
         "remade": counts.remade_tokens / generated if generated else math.nan,
@@ -262,6 +268,7 @@ def _serving(result: Result, end: float) -> dict[str, list[Any]]:
 
 
 def _numbers(values: np.ndarray) -> list[float | None]:
+    """Round the values for JSON, and replace NaN by None."""
     return [
         None if math.isnan(value) else round(value, 4)  # ours: digits in a drawing
         for value in np.asarray(values, float).tolist()

@@ -169,6 +169,7 @@ def _write(
     sections: list[str],
     data: dict[str, Any],
 ) -> None:
+    """Write a page with these sections. Its script draws the figures from `data`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     html = shell.page(
         "simulation",
@@ -204,6 +205,7 @@ def _facts(c: Config, outcomes: Sequence[Outcome]) -> list[tuple[str, str]]:
 
 
 def _gain_rows(found: dict[str, Interval]) -> list[dict[str, Any]]:
+    """Return the gains as data for their figure."""
     return [
         {"name": name, "mean": g.mean}
         | {key: None if math.isnan(v) else v for key, v in (("low", g.low), ("high", g.high))}
@@ -212,8 +214,8 @@ def _gain_rows(found: dict[str, Interval]) -> list[dict[str, Any]]:
 
 
 def _phases(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """Return the parts of each system's mean step. Where training overlaps with rollout, the parts
-    are longer than the step, and are scaled to it."""
+    """Return the parts of each system's mean step. If training overlaps with rollout, the parts are
+    together longer than the step, and are scaled down to it."""
     rows = []
     for name, each in by_system(outcomes).items():
         parts = {key: mean(each, f"{key}_s") for key in ("rollout", "train", "sync")}
@@ -229,14 +231,15 @@ def _phases(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 def _table(
     outcomes: Sequence[Outcome],
     label: str,
-    than: str = "",
+    gain_title: str = "",
     found: dict[str, Interval] | None = None,
 ) -> str:
-    than, found = than or f"{label} is faster, ×", found or gains(outcomes, label)
+    """Return the HTML table of the systems' metrics and gains (by default those of `label`)."""
+    gain_title, found = gain_title or f"{label} is faster, ×", found or gains(outcomes, label)
     columns = metrics(outcomes)
     head = "".join(
         f"<th scope=col>{escape(title)}</th>"
-        for title in ("System", *(m.title for m in columns), than)
+        for title in ("System", *(m.title for m in columns), gain_title)
     )
     body = ""
     for name, rows in by_system(outcomes).items():
@@ -257,6 +260,7 @@ def _table(
 
 
 def _systems(c: Config) -> str:
+    """Return the HTML table that describes the compared systems."""
     kinds = ("provisioning", "routing", "order", "batching")
     head = "".join(
         f"<th scope=col>{title}</th>" for title in ("System", "What it is", *kinds, "Pools")
@@ -286,10 +290,8 @@ def _details(command: str, c: Config) -> str:
     )
 
 
-# --------------------------------------------------------------------------- sweeps
-
-
 def _short(point: str, title: str) -> str:
+    """Return a point's name without the sweep's."""
     return point.removeprefix(title).lstrip("-") or point
 
 
@@ -304,6 +306,7 @@ def _numbers(points: Sequence[str]) -> list[float]:
 
 
 def _curves(points: Sequence[str], outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """Return each system's step time and throughput at every point; None without an outcome."""
     names = list(by_system(outcomes))
     at = {(o.point, o.system): [] for o in outcomes}
     for o in outcomes:

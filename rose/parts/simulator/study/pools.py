@@ -23,18 +23,20 @@ SPOT_S = 24 * 3600.0  # ours: a day, longer than the steps that are counted
 
 
 def make(c: Config, name: str, shape: ModelShape, system: SimSystem, seed: int) -> list[spec.Pool]:
-    """Return a pool for each degree of a `sim.pool` entry's engines. Raises `ConfigError`."""
+    """Return the pools of a `sim.pool` entry: one for each degree of tensor parallelism of its
+    engines. Raises `ConfigError`."""
     p = c.sim.pool[name]
     _check_degrees(c, name, system)
     return [_pool(c, name, shape, system, seed, degree) for degree in degrees(p)]
 
 
 def _check_degrees(c: Config, name: str, system: SimSystem) -> None:
+    """Raise `ConfigError` if the pool can't have its list of degrees of tensor parallelism."""
     p = c.sim.pool[name]
     several = isinstance(p.tensor_parallel, list)
     key = f"sim.pool.{name}.tensor_parallel={p.tensor_parallel}"
     if several and (p.kind != "dedicated" or not p.tensor_parallel or p.workers is None):
-        raise ConfigError(f"{key}: one or more degrees, of a dedicated pool with workers")
+        raise ConfigError(f"{key}: a list needs a degree, kind=dedicated and workers")
     if not p.elastic:
         return
     if not several:
@@ -63,6 +65,7 @@ def known(key: str, find: Callable[[str], Any], value: str) -> Any:
 
 
 def _efficiency(c: Config) -> hardware.Efficiency:
+    """Return the efficiency with the values of `sim.efficiency`. Raises `ConfigError`."""
     known = [field.name for field in dataclasses.fields(hardware.Efficiency)]
     for name, value in c.sim.efficiency.items():
         if name not in known:
@@ -89,7 +92,7 @@ def gpus(p: SimPool) -> int:
 
 
 def device(p: SimPool, degree: int) -> str:
-    """Return the name for `WorkerJoined.hardware`, which has the degree if the pool has several."""
+    """Return `WorkerJoined.hardware`: the GPU, and the degree if the pool has several."""
     return f"{p.gpu}x{degree}" if isinstance(p.tensor_parallel, list) else p.gpu
 
 
@@ -103,6 +106,7 @@ def _workers(c: Config, p: SimPool, degree: int) -> int:
 
 
 def _first_gpu(p: SimPool, degree: int) -> int | None:
+    """Return the index of the first GPU of this degree's engines; None if there is one degree."""
     given = p.tensor_parallel
     if not isinstance(given, list):
         return None
@@ -113,6 +117,7 @@ def _first_gpu(p: SimPool, degree: int) -> int | None:
 def _pool(
     c: Config, name: str, shape: ModelShape, system: SimSystem, seed: int, degree: int
 ) -> spec.Pool:
+    """Return the pool of the engines of this degree."""
     p = c.sim.pool[name]
     gpu = known(f"sim.pool.{name}.gpu", hardware.gpu, p.gpu)
     workers = _workers(c, p, degree)
@@ -145,12 +150,13 @@ def _pool(
 def _engine(
     c: Config, name: str, degree: int, gpu: spec.Gpu, shape: ModelShape, system: SimSystem
 ) -> spec.Engine:
+    """Return the rollout engine on `degree` GPUs. Raises `ConfigError`."""
     p, efficiency = c.sim.pool[name], _efficiency(c)
     sequences = p.max_sequences or c.rollout.max_sequences
     # With several degrees, all engines have the same number of sequences per GPU.
     if isinstance(p.tensor_parallel, list) and not p.max_sequences:
         sequences = max(sequences * degree // c.rollout.tensor_parallel, 1)
-    online = hardware.BF16 * _online(c).parameters if p.kind == "cooperative" else 0.0
+    online = hardware.BF16 * _online_shape(c).parameters if p.kind == "cooperative" else 0.0
     try:
         step = hardware.step_time(shape, gpu, degree, sequences, efficiency)
         tokens = hardware.kv_tokens(shape, gpu, degree, efficiency, online)
@@ -167,13 +173,13 @@ def _engine(
     )
 
 
-def _online(c: Config) -> ModelShape:
+def _online_shape(c: Config) -> ModelShape:
     return known("sim.serving.model", hardware.shape, c.sim.serving.model)
 
 
 def _online_engine(c: Config, gpu: spec.Gpu, degree: int, rolls: ModelShape) -> spec.Engine:
-    """Return the online engine. Its KV memory is the rest beside the weights of both models."""
-    shape, s, efficiency = _online(c), c.sim.serving, _efficiency(c)
+    """Return the online engine. Its KV cache has the memory that both models' weights leave."""
+    shape, s, efficiency = _online_shape(c), c.sim.serving, _efficiency(c)
     try:
         tokens = hardware.kv_tokens(
             shape, gpu, degree, efficiency, hardware.BF16 * rolls.parameters
@@ -185,14 +191,14 @@ def _online_engine(c: Config, gpu: spec.Gpu, degree: int, rolls: ModelShape) -> 
 
 
 def _link(c: Config, p: SimPool, shape: ModelShape, degree: int) -> spec.Link:
-    made = hardware.link(
+    link = hardware.link(
         shape, p.link.gbit_s * 1e9 / BITS, p.link.latency_s, p.link.delta, p.link.relay, degree
     )
     if p.link.delta:
         return dataclasses.replace(
-            made, version_bytes=hardware.BF16 * shape.parameters / c.sim.delta_ratio
+            link, version_bytes=hardware.BF16 * shape.parameters / c.sim.delta_ratio
         )
-    return made
+    return link
 
 
 def _available(c: Config, most: int, seed: int) -> spec.Available:

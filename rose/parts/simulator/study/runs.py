@@ -23,19 +23,10 @@ from rose.parts.simulator.driver import simulate
 from rose.parts.simulator.study import build
 from rose.parts.simulator.study.outcome import Outcome, of
 
-# Keys of the configuration that don't change a simulation, or that a job has fields for.
-UNREAD = (
-    "name",
-    "mode",
-    "fresh",
-    "output_dir",
-    "scheduler",
-    "observe",
-    "cluster",
-    "eval",
-    "transfer",
-)
-# Keys of `sim` of these kinds.
+# Keys of the configuration that a job has fields for, and keys that don't change a simulation.
+IN_JOB = ("name", "scheduler", "transfer")
+UNREAD = (*IN_JOB, "mode", "fresh", "output_dir", "observe", "cluster", "eval")
+# The same for keys of `sim`.
 UNREAD_SIM = ("label", "pools", "executor", "systems", "plan", "processes", "seeds")
 
 
@@ -66,7 +57,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 def jobs_of(c: Config) -> list[Job]:
-    """Return a job for every system and seed. Those of the first seed keep a timeline."""
+    """Return a job for every system and seed. Jobs of the first seed keep a timeline."""
     return [
         Job(c, c.name, name, system, seed, seed == c.sim.seeds[0])
         for seed in c.sim.seeds
@@ -88,7 +79,7 @@ def run(job: Job) -> Outcome:
 
 
 def carry_out(jobs: Sequence[Job], workers: int, console: Console) -> list[Outcome]:
-    """Run all jobs and show their progress: a bar on a terminal, else a line per simulation."""
+    """Run all jobs and show their progress: a bar on a terminal, or a line per simulation."""
 
     def words(o: Outcome) -> str:
         return f"{o.system}, seed {o.seed}: {o.step_s:.1f} s a step"
@@ -135,6 +126,7 @@ def run_all(
 
 
 def _outcomes(jobs: dict[str, Job], workers: int) -> Iterator[tuple[str, Outcome]]:
+    """Run the jobs in `workers` processes. Yield (key, outcome) as each job ends."""
     if workers == 1 or len(jobs) == 1:
         for key, job in jobs.items():
             yield key, run(job)
@@ -154,7 +146,7 @@ def _outcomes(jobs: dict[str, Job], workers: int) -> Iterator[tuple[str, Outcome
 
 @contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Yield a pool of new interpreters without our threads and locks; an error ends them."""
+    """Yield a pool of processes that inherit no threads and locks. An error terminates them."""
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, _init_process, (os.getpid(),))
     try:
@@ -173,4 +165,5 @@ def _init_process(parent: int) -> None:
 
 
 def cores(wanted: int | None) -> int:
+    """Return the number of processes: `wanted`, or the cores that this process may use."""
     return wanted or processes.cores()

@@ -30,7 +30,7 @@ WORTH = 0.02  # ours: less than seeds differ
 
 @dataclass(frozen=True)
 class Pair:
-    """A point of the search: numbers of GPUs, not of workers, without the trainer's."""
+    """A pair that was simulated, in numbers of GPUs (not workers), without the trainer's."""
 
     dedicated: int
     borrowed: int
@@ -43,11 +43,14 @@ class Pair:
         return f"{self.dedicated} dedicated + {self.borrowed} borrowed"
 
     def share(self, part: str) -> float:
+        """Return the share of a step's time that a part, such as "rollout_s", takes."""
         return mean(self.outcomes, part) / self.step_s.mean
 
 
 @dataclass(frozen=True)
 class Answer:
+    """The result of the search, with the reasons as sentences."""
+
     target_s: float
     pairs: tuple[Pair, ...]  # all simulated pairs
     advised: Pair | None  # None: no pair reaches the target
@@ -94,7 +97,7 @@ def pair_config(c: Config, dedicated: int, borrowed: int) -> Config | None:
     if not pools:
         return None
     provisioning = c.scheduler.provisioning
-    if "max" in provisioning.args and not borrowed:  # There is no pool that it could ask.
+    if "max" in provisioning.args and not borrowed:  # It has no pool to request workers from.
         provisioning = msgspec.structs.replace(provisioning, name="fixed", args={})
     capped = {key: borrowed for key in CAPS if key in provisioning.args}
     if "min" in provisioning.args:
@@ -109,8 +112,8 @@ def pair_config(c: Config, dedicated: int, borrowed: int) -> Config | None:
 
 
 def pair_configs(c: Config) -> dict[tuple[int, int], Config]:
-    """Return the configuration of each pair that has a worker. Raises `ConfigError` if there is
-    none, or one can't be simulated."""
+    """Return the configuration of each pair with a worker. Raises `ConfigError` if all pairs are
+    without workers, or a pair can't be simulated."""
     name = borrowed_pool(c)
     asked = [
         (d, b)
@@ -137,7 +140,7 @@ def pair_configs(c: Config) -> dict[tuple[int, int], Config]:
 
 
 def search(c: Config, carry_out: Callable[[Sequence[runs.Job]], list[Outcome]]) -> Answer:
-    """Simulate all pairs and choose one. Raises `ConfigError`, and what `carry_out` raises."""
+    """Simulate all pairs and choose one. Raises `ConfigError`, and the errors of `carry_out`."""
     made = pair_configs(c)
     outcomes = carry_out([job for each in made.values() for job in runs.jobs_of(each)])
     pairs = tuple(
@@ -148,6 +151,7 @@ def search(c: Config, carry_out: Callable[[Sequence[runs.Job]], list[Outcome]]) 
 
 
 def _pair(c: Config, dedicated: int, borrowed: int, outcomes: list[Outcome]) -> Pair:
+    """Sum up the outcomes with these numbers of workers."""
     name = borrowed_pool(c)
     own = dedicated * gpus(c.sim.pool["dedicated"])
     lent = borrowed * gpus(c.sim.pool[name]) if name else 0
@@ -161,6 +165,7 @@ def _pair(c: Config, dedicated: int, borrowed: int, outcomes: list[Outcome]) -> 
 
 
 def _answer(target_s: float, pairs: tuple[Pair, ...]) -> Answer:
+    """Advise the cheapest pair that reaches the target, and give the reasons."""
     reach = [pair for pair in pairs if pair.step_s.mean <= target_s]
     fastest = min(pairs, key=lambda pair: (pair.step_s.mean, pair.price))
     if not reach:
@@ -210,6 +215,7 @@ def _less(value: float, than: float) -> str:
 
 
 def _limit(pair: Pair) -> str:
+    """Return a sentence on what limits the step: training or rollout."""
     train, roll = pair.share("train_s"), pair.share("rollout_s")
     if train > roll:
         return (
@@ -222,16 +228,8 @@ def _limit(pair: Pair) -> str:
 def shown(answer: Answer, title: str) -> Table:
     """Return the trade-off as a table with a row per pair, by price."""
     made = Table(title=title, title_justify="left", header_style="bold")
-    for column in (
-        "Dedicated",
-        "Borrowed",
-        "Price",
-        "Step, s [95%]",
-        "Rollout",
-        "Train",
-        "SLO kept",
-        "",
-    ):
+    columns = "Dedicated", "Borrowed", "Price", "Step, s [95%]", "Rollout", "Train", "SLO kept", ""
+    for column in columns:
         made.add_column(column, justify="right")
     for pair in sorted(answer.pairs, key=lambda pair: (pair.price, pair.step_s.mean)):
         chosen = pair is answer.advised

@@ -30,8 +30,8 @@ CSV_COLUMNS = ("point", "system", "seed", *EVERY)
 def gains(
     outcomes: Sequence[Outcome], ours: str, key: str = "step_s", better: int = -1
 ) -> dict[str, Interval]:
-    """Return by which factor `ours` is better than each other system, by default in step time.
-    `better` is 1 if larger values are better, -1 if smaller ones are."""
+    """Return the factor by which `ours` is better than each other system, by default in step time.
+    `better` is 1 if larger values are better, -1 if smaller values are."""
     systems = by_system(outcomes)
     mine = values(systems[ours], key)
     return {
@@ -116,6 +116,7 @@ def summary(outcomes: Sequence[Outcome], ours: str) -> dict[str, Any]:
 
 
 def _nulls(tree: Any) -> Any:
+    """Replace each empty string by None."""
     if isinstance(tree, dict):
         return {key: _nulls(value) for key, value in tree.items()}
     return None if tree == "" else tree

@@ -40,6 +40,8 @@ class Place(NamedTuple):
 
 
 class Format(NamedTuple):
+    """A public format of request traces."""
+
     name: str
     columns: tuple[str, str, str]  # time, prompt tokens, output tokens
     time: Callable[[Any, Place], float]  # parser of the first column; times have any origin
@@ -47,9 +49,9 @@ class Format(NamedTuple):
 
 
 def read(path: str | Path) -> Trace:
-    """Read a trace. Raises `OSError`, or a `TraceError` that names file, line and column: the first
-    line fits no format, a column is missing, a field is no time or no whole number, tokens are
-    negative, a time is before that of the line above, or there are no requests."""
+    """Read a trace. Raises `OSError`, or a `TraceError` that names file, line and column in these
+    cases: the first line fits no format, a column is missing, a field is no time or number of
+    tokens, a time is before that of the line above, or there are no requests."""
     path = Path(path)
     with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
         first = file.readline()
@@ -86,19 +88,16 @@ def read(path: str | Path) -> Trace:
     )
 
 
-# --------------------------------------------------------------------------- lines to fields
-
-
 def _table(lines: Iterator[str], path: Path) -> tuple[Format, Iterator[tuple[int, list[str]]]]:
-    """Return the CSV format of which the file has the most columns, and its rows."""
+    """Return the CSV format that fits the header best, and the fields of the rows."""
     rows = _rows(csv.reader(lines), path)
     header = [name.strip() for name in next(rows, (1, []))[1]]
     found = max((AZURE, BURSTGPT), key=lambda f: sum(name in header for name in f.columns))
     missing = [name for name in found.columns if name not in header]
     if len(missing) == len(found.columns):
         raise TraceError(
-            f"{path}, line 1: {header or 'an empty file'} is no header of a request trace; known "
-            "are "
+            f"{path}, line 1: {header or 'an empty file'} is no header of a request trace; "
+            "known are "
             + ", ".join(f"{f.name} ({', '.join(f.columns)})" for f in (AZURE, BURSTGPT))
             + f" and {MOONCAKE.name} (a JSON object a line: {', '.join(MOONCAKE.columns)})"
         )
@@ -122,6 +121,7 @@ def _rows(reader: Any, path: Path) -> Iterator[tuple[int, list[str]]]:
 def _cells(
     rows: Iterator[tuple[int, list[str]]], header: list[str], places: list[int], path: Path
 ) -> Iterator[tuple[int, list[str]]]:
+    """Yield (line, fields at `places`) of each row."""
     for line, row in rows:
         if not row:
             continue
@@ -134,6 +134,7 @@ def _cells(
 
 
 def _objects(lines: TextIO | Iterator[str], path: Path) -> Iterator[tuple[int, list[Any]]]:
+    """Yield (line, fields) of each JSON object; the blocks are last, if it has any."""
     for line, text in enumerate(lines, 1):
         if not text.strip():
             continue
@@ -162,9 +163,6 @@ def _objects(lines: TextIO | Iterator[str], path: Path) -> Iterator[tuple[int, l
         )
 
 
-# --------------------------------------------------------------------------- fields to numbers
-
-
 def _date(field: str, place: Place) -> int:
     """Parse a date and time to nanoseconds."""
     text = field.strip().removesuffix("Z").removesuffix("+00:00")
@@ -178,6 +176,7 @@ def _date(field: str, place: Place) -> int:
 
 
 def _number(field: Any, place: Place) -> float:
+    """Parse a time that is a number."""
     try:
         if isinstance(field, bool):
             raise ValueError
@@ -190,6 +189,7 @@ def _number(field: Any, place: Place) -> float:
 
 
 def _count(field: Any, place: Place) -> int:
+    """Parse a number of tokens."""
     try:
         if isinstance(field, bool) or isinstance(field, float) and not field.is_integer():
             raise ValueError
@@ -202,8 +202,9 @@ def _count(field: Any, place: Place) -> int:
 
 
 def _blocks(field: Any, place: Place) -> tuple[int, ...]:
+    """Parse the numbers of a prompt's blocks (`Trace.blocks`)."""
     if not isinstance(field, list) or any(
-        isinstance(one, bool) or not isinstance(one, int) for one in field
+        isinstance(each, bool) or not isinstance(each, int) for each in field
     ):
         raise place.wrong(f"{str(field)[:40]!r} is no list of whole numbers")
     return tuple(field)

@@ -2,9 +2,9 @@
 
 There are two formats, both of Bamboo's traces (Thorpe et al., NSDI 2023; RLBoost replays them),
 recognized by the first line: `milliseconds,add|remove,name`, and `date, time, count`, a sampled
-count. The second doesn't name the instances that are removed when the count falls, so they are
-drawn at random. That agrees with traces in the first format, which remove instances of any age: in
-the p3 trace their mean rank by age is 0.52 of 0..1.
+count. The second format names no instances: those that are removed when the count falls are drawn
+at random. That agrees with traces in the first format, which remove instances of any age: in the p3
+trace their mean rank by age is 0.52 of 0..1.
 """
 
 from __future__ import annotations
@@ -94,9 +94,6 @@ class Availability:
         )
 
 
-# --------------------------------------------------------------------------- files
-
-
 def read(path: str | Path, seed: int = 0) -> Availability:
     """Read a trace. `seed` draws the instances that a falling count removes. Raises `OSError`, or a
     `TraceError` that names file, line and column in these cases:
@@ -147,10 +144,10 @@ Change = tuple[float, int, str, bool]
 
 
 def _named(rows: Rows, path: Path) -> tuple[list[Change], float]:
-    """Return the changes in order, and the last line's time."""
+    """Return (changes in order, time of the last line) of a file in the first format."""
     changes: list[Change] = []
     for line, row in rows:
-        _fields(row, ("milliseconds", "add or remove", "name"), path, line)
+        _check_fields(row, ("milliseconds", "add or remove", "name"), path, line)
         at = _natural(row[0], path, line, 1, LATEST_MS) / 1000
         if changes and at < changes[-1][0]:
             raise TraceError(
@@ -165,6 +162,7 @@ def _named(rows: Rows, path: Path) -> tuple[list[Change], float]:
 
 
 def _counted(rows: Rows, path: Path, seed: int) -> tuple[list[Change], float]:
+    """Return (changes in order, time of the last line) of a file in the second format."""
     draw = np.random.default_rng(seed)
     changes: list[Change] = []
     there: list[str] = []
@@ -187,7 +185,7 @@ def _counted(rows: Rows, path: Path, seed: int) -> tuple[list[Change], float]:
     return changes, last - first
 
 
-def _fields(row: list[str], names: tuple[str, ...], path: Path, line: int) -> None:
+def _check_fields(row: list[str], names: tuple[str, ...], path: Path, line: int) -> None:
     if len(row) != len(names):
         raise TraceError(
             f"{path}, line {line}, column {min(len(row), len(names)) + 1}: {len(row)} fields; "
@@ -196,7 +194,8 @@ def _fields(row: list[str], names: tuple[str, ...], path: Path, line: int) -> No
 
 
 def _clock(row: list[str], path: Path, line: int) -> float:
-    _fields(row, ("date", "time", "count"), path, line)
+    """Parse the date and time of a row to seconds."""
+    _check_fields(row, ("date", "time", "count"), path, line)
     try:
         time = np.datetime64(f"{row[0]}T{row[1]}", "s")
         if np.isnat(time):
@@ -210,6 +209,7 @@ def _clock(row: list[str], path: Path, line: int) -> float:
 
 
 def _natural(text: str, path: Path, line: int, column: int, most: int) -> int:
+    """Parse a whole number of 0..`most`."""
     try:
         number = int(text)
     except ValueError:
@@ -223,9 +223,6 @@ def _natural(text: str, path: Path, line: int, column: int, most: int) -> int:
     return number
 
 
-# --------------------------------------------------------------------------- generated
-
-
 def generate(
     seed: int,
     seconds: float,
@@ -236,13 +233,13 @@ def generate(
     restore_s: float = 0.5 * HOUR_S,  # github.com/uclasystem/bamboo, its p3 trace
 ) -> Availability:
     """Generate the availability of a pool that wants `most` instances. The same arguments generate
-    the same pool.
+    the same availability.
 
-    An instance lives for `life_s` on average, and a missing one is replaced after `restore_s` on
-    average. Each removal and addition concerns a geometric number of instances, of mean
+    An instance lives for `life_s` on average, and a missing instance is replaced after `restore_s`
+    on average. The number of instances per removal and per addition is geometric, of mean
     `removed_at_once` and `added_at_once`. The defaults are the statistics of Bamboo's p3 trace,
     which has 24 of at most 32 instances on average. Raises `ValueError` for arguments that are not
-    positive, or fewer than one at once.
+    positive, or fewer than one instance at once.
     """
     if not (min(seconds, most, life_s, restore_s) > 0 and min(removed_at_once, added_at_once) >= 1):
         raise ValueError(
@@ -256,12 +253,12 @@ def generate(
     spans: list[tuple[float, float]] = []
     at = 0.0
     while True:
-        leave = len(there) / life_s / removed_at_once  # removals per second
-        come = (most - len(there)) / restore_s / added_at_once  # additions per second
-        at += draw.exponential(1 / (leave + come))
+        removals = len(there) / life_s / removed_at_once  # per second
+        additions = (most - len(there)) / restore_s / added_at_once  # per second
+        at += draw.exponential(1 / (removals + additions))
         if at >= seconds:
             break
-        if draw.random() * (leave + come) < leave:
+        if draw.random() * (removals + additions) < removals:
             for _ in range(min(len(there), draw.geometric(1 / removed_at_once))):
                 spans.append((there.pop(draw.integers(len(there))), at))
         else:

@@ -45,9 +45,9 @@ def generate(
 
     `prompt` and `output` are lognormal lengths as (median tokens, sigma of the logarithm), or a
     name in `LENGTHS`, whose quantiles are interpolated linearly in the logarithm. The defaults are
-    fitted to Azure's conversation trace, but their longest 1 % are more than twice as long.
+    fitted to Azure's conversation trace, but their longest 1 % are over twice as long.
 
-    Raises `ValueError` for peaks that no such process has, and for an unknown name of lengths.
+    Raises `ValueError` for peaks that such a process can't have, and for unknown names of lengths.
     """
     if not (seconds > 0 and rate > 0):
         raise ValueError(f"seconds={seconds}, rate={rate}: both must be positive")
@@ -94,6 +94,6 @@ def _sigma(peak: float, windows: int) -> float:
     z = NormalDist().inv_cdf((windows - 0.375) / (windows + 0.25))  # definition: Blom's
     if not 1 <= peak <= math.exp(z * z / 2):
         raise ValueError(
-            f"a peak of {peak} times the mean; from 1 to {math.exp(z * z / 2):.3g} can be made"
+            f"a peak of {peak} times the mean; possible are 1 to {math.exp(z * z / 2):.3g}"
         )
     return z - math.sqrt(z * z - 2 * math.log(peak))

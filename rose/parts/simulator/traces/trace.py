@@ -23,8 +23,8 @@ class Trace:
     at: np.ndarray
     prompt_tokens: np.ndarray  # int32
     output_tokens: np.ndarray  # int32; 0: the service failed (BurstGPT)
-    # Per prompt, a number for each BLOCK of its tokens, of which the last may be shorter. Prompts
-    # with equal numbers up to a block are equal up to there. None: unknown.
+    # Per prompt, a number for each block of BLOCK tokens; the last block may be shorter. Prompts
+    # with equal numbers up to a block are equal up to its end. None: unknown.
     blocks: tuple[tuple[int, ...], ...] | None = None
 
     def __len__(self) -> int:
@@ -53,8 +53,7 @@ class Trace:
         """Return the trace with all times multiplied: 2 halves the rate and keeps the bursts."""
         if not (time_factor > 0 and math.isfinite(time_factor)):
             raise ValueError(
-                f"time_factor={time_factor}: a trace's times can be multiplied by positive numbers "
-                "only"
+                f"time_factor={time_factor}: times can be multiplied by positive numbers only"
             )
         return replace(self, at=self.at * time_factor)
 
@@ -79,7 +78,8 @@ class Trace:
         )
 
     def peak(self, window_s: float) -> float:
-        """Return the requests in the fullest whole window of `window_s`, over the windows' mean."""
+        """Return the most requests in a window of `window_s`, over the mean of all windows. An
+        incomplete last window doesn't count."""
         windows = math.floor(self.seconds / window_s)
         if windows < 1:
             raise ValueError(f"a trace of {self.seconds:g} s has no window of {window_s:g} s")

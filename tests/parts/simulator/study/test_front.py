@@ -89,7 +89,7 @@ TAKES_TURNS = f"scheduler/provisioning=elastic sim/systems=[] {ELASTIC}"
             f"{ROLLART} +sim.systems.rollart.{ROUTING}.hardware.frozen_lake=H20",
             "lake='H20': no pool",
         ),
-        (f"{BOXES}.cores=[]", "cores=[]: those of at least one host"),
+        (f"{BOXES}.cores=[]", "cores=[]: give the cores of at least one host"),
         (f"{BOXES}.memory_gib=1", "sandbox_mib=1280: no host has room"),
         (f"{BOXES}.changes.none.share=0.9", "files, process are 1.212"),
         (
@@ -97,7 +97,7 @@ TAKES_TURNS = f"scheduler/provisioning=elastic sim/systems=[] {ELASTIC}"
             "default='H20': no pool & 2 of sim.plan.dedicated and 0 of sim.plan",
         ),
         ("scheduler/provisioning=on_demand", "name='on_demand': asks for workers & lend"),
-        (f"{DEGREES}=[]", "tensor_parallel=[]: one or more degrees, of a dedicated"),
+        (f"{DEGREES}=[]", "tensor_parallel=[]: a list needs a degree, kind=dedicated"),
         (f"{DEGREES}=[1,8] {ELASTIC}", "scheduler/provisioning=elastic, not"),
         (ELASTIC, "elastic=True: needs a list of degrees, not & tensor_parallel=1"),
         (f"{DEGREES}=[3,1]", "tensor_parallel=[3, 1]: & 32 attention heads"),
