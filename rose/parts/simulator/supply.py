@@ -120,14 +120,12 @@ class Supply:
             return  # The request was released in the meantime.
         pool, now = self._requests[request][0], self._loop.now
         most = min(self._available(pool), pool.count)
-        if self._used[pool.name] > most or self._draw.random() < pool.allocation.refused:
+        full = self._used[pool.name] > most
+        if full or self._draw.random() < pool.allocation.refused:
             self._forget(request)
             self._counts.refused += 1
-            self._feed(
-                ev.CapacityRefused(
-                    at=now, request=request, reason=f"{most} workers of {pool.name} are in use"
-                )
-            )
+            reason = f"{most} workers of {pool.name} are in use" if full else "refused by chance"
+            self._feed(ev.CapacityRefused(at=now, request=request, reason=reason))
             return
         self._feed(ev.CapacityGranted(at=now, request=request))
         self._loop.at(now + pool.allocation.start_s, self._started, (request, asked_at))

@@ -255,7 +255,7 @@ def _table(
         "after the warm-up, all others over the whole run. Trained/s: trajectories. Staleness: "
         "versions. p99/p50: of the trajectories' times. SLO kept: share of online requests within "
         "both P99 targets (the target is 99%). Allocation: share of the borrowed workers' time "
-        "before their first turn.</p>"
+        "before they were ready.</p>"
     )
 
 
