@@ -57,8 +57,8 @@ class Stream:
 
 
 class Round:
-    """The groups of one step. It admits groups until `groups` are accepted, and keeps `oversample`
-    times that many accepted or running.
+    """The groups of one step. It admits groups until `groups` are accepted. `oversample` times
+    `groups` are kept accepted or running.
 
     A refused group is replaced until `max_admitted` times `groups` were admitted. After that,
     refused groups fill the batch, newest last. Otherwise a solved task, whose groups are all
@@ -88,14 +88,16 @@ class Round:
 
     @property
     def certain(self) -> list[str]:
-        """The groups that `close` takes in any case; refused ones only fill up."""
+        """The groups that `close` takes in any case; refused groups only fill up."""
         return self._accepted[: self.size]
 
     @property
     def complete(self) -> bool:
+        """True if `close` can be called: enough groups are accepted, or none is unfinished."""
         return len(self._accepted) >= self.size or not self._open
 
     def fill(self) -> list[Action]:
+        """Admit groups up to the targets of the round."""
         actions: list[Action] = []
         while len(self._open) + len(self._accepted) < self._target and self._admitted < self._limit:
             action = self._admit()

@@ -1,4 +1,4 @@
-"""Predictions for routing policies: how fast workers are, and how long turns."""
+"""Predictions for routing policies: how fast workers are, and how long turns are."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class Lengths:
         return (self._output.get(turn.domain) or self._output.get(ALL, UNKNOWN))[0]
 
 
-# Forgetting factor of a pool's fit per turn. A few hundred turns count, of some thousand per step.
+# Forgetting factor of a pool's fit, per turn: the last few hundred turns count.
 FORGET = 0.995
-# Nothing is forgotten while a coefficient's variance, in units of the residual's, exceeds this.
+# Nothing is forgotten while a coefficient's variance exceeds this multiple of the residual's.
 # Otherwise the variance would grow without bound for a feature that doesn't vary.
 LARGEST = 1e6
-FEW_TOKENS = 4  # tokens of an attempt, fewer of which say nothing about its pace
+FEW_TOKENS = 4  # fewest tokens of an attempt from which its pace is measured
 # Largest plausible time to prefill a token, as a share of a decode step. Prefill reads the weights
 # once for many tokens.
 PREFILL = 0.02
@@ -109,7 +109,7 @@ class Speeds:
                 self.ended(turn, cluster.workers.get(turn.worker or ""), at, tokens)
             case WorkerJoined(worker=worker) | WorkerLost(worker=worker):
                 self._slowness.pop(worker, None)
-            case StepBegun():  # Halve each deviation from slowness 1: slow workers are tried again.
+            case StepBegun():  # Halve the deviations from 1, so that slow workers are tried again.
                 self._slowness = {name: (1 + slow) / 2 for name, slow in self._slowness.items()}
 
     def sent(self, turn: TurnState, worker: WorkerState, cached: bool) -> None:
@@ -152,8 +152,8 @@ class Speeds:
         )
 
     def _like_another(self, x: Features, seconds: float) -> LeastSquares:
-        """Return the first fit of a new pool: that of a known pool, scaled to the first attempt. A
-        single attempt can't separate decode from prefill."""
+        """Return the first fit of a new pool: the fit of a known pool, scaled to predict the new
+        pool's first attempt. A single attempt can't separate decode from prefill."""
         known = next((pool for pool in self._pools.values() if pool.predict(x) > 0), None)
         return LeastSquares(
             *([w * seconds / known.predict(x) for w in known.weights] if known else ())
@@ -190,11 +190,11 @@ class Speeds:
     def joining_s(
         self, turn: TurnState, worker: WorkerState, output: float, twice: bool
     ) -> float | None:
-        """Return the seconds of the turn's prefill and next `output` tokens on another worker, plus
-        the time for which the turns there wait for the prefill; None as in `seconds`.
+        """Return the seconds of the turn's prefill and next `output` tokens on another worker; None
+        as in `seconds`. The time for which the turns there wait for the prefill is added.
 
-        `twice` adds the delay by its decode steps, as in `seconds`. Prefill of a token takes at
-        most PREFILL decode steps: while contexts are alike, the fit mistakes waiting for prefill.
+        `twice` also adds the delay by the turn's decode steps, as in `seconds`. Prefill of a token
+        counts as at most PREFILL decode steps, because the fit may count waiting as prefill.
         """
         pool = self._pools.get((worker.kind, worker.hardware))
         if pool is None:
@@ -220,6 +220,7 @@ class Speeds:
         cached: bool,
         times: int,
     ) -> float:
+        """Return the seconds by the fit; the contexts of the worker's turns count `times` times."""
         context = uncached(turn)
         held = times * self._held.get(worker.worker, 0) + context
         seconds = pool.predict(features(output, held, 0 if cached else context))
@@ -227,6 +228,7 @@ class Speeds:
 
 
 def uncached(turn: TurnState) -> int:
+    """Return the tokens to prefill on a worker that has none of them cached."""
     return turn.context_tokens + turn.made_tokens
 
 
@@ -276,8 +278,8 @@ class LeastSquares:
 def project(w: Features, p: tuple[float, ...]) -> Features:
     """Return coefficients without negative ones, close to the best fit under that constraint.
 
-    The negative coefficients are set to 0 one after the other. After each, the other coefficients
-    are changed to the best fit given that, by the covariances `p`.
+    The negative coefficients are set to 0 one after the other. After each, the covariances `p` give
+    the best fit of the other coefficients under this constraint.
     """
     columns = (p[0], p[1], p[2]), (p[1], p[3], p[4]), (p[2], p[4], p[5])
     for i in range(3):
