@@ -1,4 +1,4 @@
-"""Removes files of steps before the last observe.keep_steps: trajectories, events and the journals
+"""Removes files of all but the last observe.keep_steps steps: trajectories, events and the journals
 of earlier attempts.
 
 A run that starts again needs none of these. It resumes from checkpoints/, turns/ and snapshots/,

@@ -123,7 +123,8 @@ class Workers(dict[str, Worker]):
 
 class Decoding:
     """Counters of all engines since `begin_step`: they generated `tokens` in `steps` engine steps,
-    and accepted `accepted` of `drafted` draft tokens. Heartbeats bring them up to 1 s late."""
+    and accepted `accepted` of `drafted` draft tokens. The counts arrive with heartbeats, up to 1 s
+    late."""
 
     NAMES = ("steps", "drafted", "accepted", "generated_tokens")
 
