@@ -100,7 +100,7 @@ class Borrowed:
     async def run(self) -> None:
         """Poll for requests to join, and serve the ranks, until cancelled.
 
-        Another thread accesses the door, the files for requests, as its disk may be slow.
+        Another thread accesses the files of requests (`Door`), because their disk may be slow.
         """
         self._tasks = Tasks()
         await asyncio.to_thread(self._door.open)

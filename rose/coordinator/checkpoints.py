@@ -160,7 +160,7 @@ class Checkpoints:
 
     def _forget(self, task: asyncio.Task) -> None:
         """Allow another checkpoint after this commit, unless one was begun: the step loop and a
-        stop may both wait for a commit. After `RunFailed` ranks may still write, so none is."""
+        stop may both wait for a commit. Not called after `RunFailed`: ranks may still write."""
         if self._committing is task:
             self._committing = None
 

@@ -168,7 +168,7 @@ class Groups:
     def failed_trajectory(
         self, trajectory: str, name: str, error: str, lost: bool = False, certain: bool = False
     ) -> Replaced:
-        """Replace a failed trajectory by another member, or its whole group by another task's.
+        """Replace a failed trajectory by another member, or its group's task by another task.
 
         1. `certain`: every trajectory of the task would fail, so the task is given up.
         2. `lost`: the trajectory failed because of its hosts' deaths, which may have an outside
@@ -302,7 +302,7 @@ def chosen(weights: Mapping[str, float], seed: int, index: int) -> str:
 
 def teaches(group: list[Trajectory], dynamic_sampling: bool) -> bool:
     """False for a group without a response token and, with DAPO's dynamic sampling (arXiv
-    2503.14476, section 3.2), for one whose rewards are all equal: its advantages, and so its
+    2503.14476, section 3.2), for a group whose rewards are all equal: its advantages, and so its
     gradient, are zero."""
     if all(t.response_tokens == 0 for t in group):
         return False

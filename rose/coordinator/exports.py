@@ -55,7 +55,7 @@ class Exports:
         task.add_done_callback(self._tasks.discard)
 
     def stopped(self, step: int, store: str) -> None:
-        """Export `step`, the last one of a run that ends early, unless its export was due."""
+        """Export `step`, the last step of a run that ends early, unless its export was due."""
         self._last = step
         if step != self._newest:
             self.resume(step, store)

@@ -40,14 +40,14 @@ MOST_NAMED = 5  # most trajectories that a message names; the others are counted
 class _Running:
     start: p.StartTrajectory
     host: int  # rank
-    losses: int = 0  # deaths of its hosts since it last exceeded `turns` turns
+    losses: int = 0  # deaths of its hosts since it last completed more than `turns` turns
     turns: int = 0  # most turns that it had completed when one of its hosts died
     target: int | None = None  # rank of the host that it moves to, once its own has released it
 
 
 @dataclass
 class StepCounts:
-    """Counts since a step began, by their names in its row."""
+    """Counts since a step began, named as in the step's row."""
 
     groups_dropped: int = 0
     tokens_dropped: int = 0
@@ -209,8 +209,7 @@ class Rollouts:
             each.host = self._send_start(each.start)
 
     def _report_placement(self, m: p.HostLoad | p.TrajectorySaved) -> None:
-        """Report a host's load, or a trajectory's snapshot, to the scheduler, which moves
-        trajectories."""
+        """Report a host's load or a trajectory's snapshot to the scheduler's placement policy."""
         [host] = [_host_name(index) for index, rank in self._hosts.items() if rank == m.rank]
         at = time.time()
         if isinstance(m, p.HostLoad):
@@ -230,7 +229,7 @@ class Rollouts:
 
     def _start(self, trajectories: list[p.StartTrajectory]) -> None:
         """Start trajectories, each on a host chosen by its name, so that a resumed run chooses the
-        same. A trajectory that forks off another starts on the other's host."""
+        same. A trajectory that forks off another starts on its parent's host."""
         oldest, newest = self._hub.log.versions(self._hub.weights.version)
         for message in trajectories:
             start = msgspec.structs.replace(message, oldest_version=oldest, newest_version=newest)

@@ -39,7 +39,7 @@ class Retention:
         if self._keep is None:
             return
         self._own[step] = time.time()
-        newest = step - self._keep  # newest step whose files go
+        newest = step - self._keep  # newest step whose files are removed
         rollouts = self._run_dir.glob("rollouts/*")
         old = [path for path in rollouts if (number := _step_of(path)) and number <= newest]
         if (until := self._own.get(newest)) is not None:

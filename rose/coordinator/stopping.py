@@ -94,8 +94,8 @@ class Ending:
         self._asked_at = 0.0  # monotonic seconds
 
     async def unless_asked(self) -> None:
-        """Return at once. If the run is to stop, wait instead until that cancels the step loop: the
-        finished step could not be saved any more if the next one began."""
+        """Return at once. If the run is to stop, wait instead until the step loop is cancelled:
+        after the start of the next step, the finished step could not be saved any more."""
         if self.asked.is_set():
             await asyncio.Event().wait()
 

@@ -129,7 +129,7 @@ class Training:
 
     def complete(self, step: int, groups: list[Group]) -> None:
         """Send the step's remaining groups as the last round, after which the ranks update. Raises
-        `RunFailed`, before any update, if a group that was sent isn't among `groups`."""
+        `RunFailed`, before any update, if a group that was sent before isn't in `groups`."""
         if self._step != step:  # A replayed batch has no `begin_step`.
             self.begin_step(step)
         self._end_round_ahead()

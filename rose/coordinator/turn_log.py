@@ -214,7 +214,7 @@ class TurnLog:
 
     def versions(self, version: int) -> tuple[int, int]:
         """Return the (oldest, newest) version at which an earlier attempt may have started a
-        trajectory that starts at `version`; there is none if newest < oldest."""
+        trajectory that this attempt starts at `version`; none if newest < oldest."""
         return (version - self._max_behind, self._newest_known) if self._resumes else (0, -1)
 
     def forget(self, trajectory: str) -> None:

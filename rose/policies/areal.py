@@ -37,6 +37,7 @@ class BoundedStaleness(Asynchronous):
         self.running = running
 
     def _has_room(self) -> bool:
+        """True if both conditions for admitting a group hold."""
         return len(self._running) < self._groups * self.running and len(
             self._admitted
         ) + self._training < self._groups * (1 + self.staleness)

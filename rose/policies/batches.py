@@ -37,6 +37,7 @@ class Stream:
         return AdmitGroup(self._next - 1, group_name(self._next - 1), spare)
 
     def put_back(self, group: str) -> None:
+        """Let the group's prompt be admitted again, before new prompts."""
         self._again.append((group_index(group), group_retry(group) + 1))
 
     def snapshot(self, unfinished: Iterable[str]) -> dict[str, Any]:

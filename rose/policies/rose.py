@@ -188,6 +188,7 @@ class RoseRouting:
         return 0 if self._is_known(worker) else TRIAL_TOKENS
 
     def _is_known(self, worker: WorkerState) -> bool:
+        """False for a cooperative worker that hasn't been measured."""
         return worker.kind != "cooperative" or self._speeds.has_measured(worker)
 
     # ----------------------------------------------------------------- turns that run
@@ -252,6 +253,7 @@ class RoseRouting:
         return held == 0 or held + max(turn.kv_need, int(self._lengths.final)) <= worker.kv_tokens
 
     def _note_assignment(self, turn: TurnState, worker: WorkerState, cached: bool) -> None:
+        """Count the turn's trajectory on this worker, and on no other."""
         self._speeds.sent(turn, worker, cached)
         self._forget(turn.trajectory)
         name = worker.worker
@@ -396,9 +398,11 @@ class RecentMean:
         self._since, self._at, self._value, self._mean = at, at, value, value
 
     def at(self, at: float, recent_s: float) -> float:
+        """Return the mean at a time, with weights that fall to 1/e in `recent_s`."""
         weight = math.exp(-(at - self._at) / recent_s) if recent_s else 0.0
         return self._value + (self._mean - self._value) * weight
 
     def put(self, at: float, value: float, recent_s: float) -> None:
+        """Set the value from this time on."""
         self._mean = self.at(at, recent_s) if at > self._since else value
         self._at, self._value = at, value

@@ -170,6 +170,7 @@ class Speeds:
         return worker.worker in self._slowness
 
     def _forget_turn(self, turn: TurnState) -> Sent | None:
+        """Remove and return the turn's running attempt; None if it has none."""
         sent = self._sent.pop(turn.turn, None)
         if sent is not None:
             self._held[sent.worker] -= sent.context

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from rose.scheduler.events import Event, TrajectoryEnded, TurnEnded
 from rose.scheduler.state import Cluster, TurnState
 
-# A tool's result of more tokens is medium, or large. The values are those of Libra's code.
+# A tool's result is medium above SMALL tokens, large above LARGE. The values of Libra's code.
 SMALL = 500
 LARGE = 5000
 WINDOW = 200  # lengths that a node remembers; the value of Libra's code

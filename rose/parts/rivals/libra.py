@@ -124,6 +124,7 @@ class LibraRouting:
         return self._bucket[worker]
 
     def _least(self, bucket: int, home: str, turn: TurnState, fleet: Fleet) -> WorkerState | None:
+        """Return the bucket's worker `home`, or if it has no room the bucket's least loaded one."""
         if self._bucket.get(home) == bucket and (worker := fleet.get(home, turn)) is not None:
             return worker
         return fleet.least(turn, label=bucket)
