@@ -38,9 +38,9 @@ class BoundedStaleness(Asynchronous):
 
     def _has_room(self) -> bool:
         """True if both conditions for admitting a group hold."""
-        return len(self._running) < self._groups * self.running and len(
-            self._admitted
-        ) + self._training < self._groups * (1 + self.staleness)
+        may_run = len(self._running) < self._groups * self.running
+        untrained = len(self._admitted) + self._training
+        return may_run and untrained < self._groups * (1 + self.staleness)
 
     def _must_wait(self) -> bool:
         """True if, after this batch, the remaining groups could not all meet their deadlines. For

@@ -79,11 +79,8 @@ class Asynchronous:
 
     def _train(self) -> list[Action]:
         """Start the waiting step's training if its batch is complete and need not wait."""
-        if (
-            not self._wanted
-            or len(self._accepted) + len(self._refused) < self._groups
-            or self._must_wait()
-        ):
+        is_complete = len(self._accepted) + len(self._refused) >= self._groups
+        if not self._wanted or not is_complete or self._must_wait():
             return []
         accepted = [g for g in self._admitted if g in self._accepted][: self._groups]
         taken = accepted + list(self._refused)[: self._groups - len(accepted)]

@@ -119,9 +119,8 @@ class Round:
         """Drop the groups that the batch doesn't take, and start the training."""
         taken = (self._accepted + self._refused)[: self.size]
         kept = set(taken)
-        dropped = [
-            DropGroup(g) for g in [*self._open, *self._accepted, *self._refused] if g not in kept
-        ]
+        every = [*self._open, *self._accepted, *self._refused]
+        dropped = [DropGroup(group) for group in every if group not in kept]
         return [*dropped, StartTraining(step, sorted(taken, key=group_index))]
 
 

@@ -49,12 +49,9 @@ class OnDemand:
     ) -> None:
         if not 0 <= min <= max or max < 1:
             raise ValueError(f"min={min}, max={max}: 0 <= min <= max, and max at least 1")
-        for name, value in (
-            ("patience_s", patience_s),
-            ("idle_s", idle_s),
-            ("cool_down_s", cool_down_s),
-            ("back_off_s", back_off_s),
-        ):
+        names = "patience_s", "idle_s", "cool_down_s", "back_off_s"
+        times = patience_s, idle_s, cool_down_s, back_off_s
+        for name, value in zip(names, times, strict=True):
             if not value >= 0:
                 raise ValueError(f"{name}={value}: must not be negative")
         self.min, self.max, self.patience_s, self.idle_s = min, max, patience_s, idle_s
@@ -72,11 +69,8 @@ class OnDemand:
         if self._wants_more(at, have) and not cluster.back_off.waits(at, self.back_off_s):
             self._decided_at = at
             return [RequestCapacity(self._new_name(cluster))]
-        if (
-            have > self.min
-            and self._idle_since is not None
-            and at - self._idle_since >= self.idle_s
-        ):
+        idle = self._idle_since is not None and at - self._idle_since >= self.idle_s
+        if have > self.min and idle:
             self._decided_at = at
             return [ReleaseCapacity(list(cluster.requests)[-1])]
         return []

@@ -61,10 +61,8 @@ class Rebalance:
         crowded = [name for name, host in known.items() if _load(host) >= self._crowded]
         self._since = {name: self._since.get(name, at) for name in crowded}
         ready = [name for name in crowded if at - self._since[name] >= self._patience_s]
-        ready = sorted(
-            filter(lambda name: self._load_is_settled(name, at), ready),
-            key=lambda name: (-_load(known[name]), name),
-        )
+        ready = [name for name in ready if self._load_is_settled(name, at)]
+        ready.sort(key=lambda name: (-_load(known[name]), name))
         return [move for name in ready for move in self._relieve(known[name], known, at, cluster)]
 
     def _load_is_settled(self, host: str, at: float) -> bool:

@@ -90,17 +90,14 @@ class RoseRouting:
             return None
         home = fleet.get(cluster.home.get(turn.trajectory, ""), turn)
         worker = self._place(turn, home, fleet)
-        if (
-            worker is not None
-            and self.watches(worker)
-            and self._own_are_full(turn, fleet, cluster)
-            and (self._waits(turn, worker, cluster))
-        ):
+        if worker is None:
+            return None
+        may_wait = self.watches(worker) and self._own_are_full(turn, fleet, cluster)
+        if may_wait and self._waits(turn, worker, cluster):
             self._patience[turn.lane] = PATIENCE
             self._lane_waits = True
             return None
-        if worker is not None:
-            self._note_assignment(turn, worker, worker is home)
+        self._note_assignment(turn, worker, worker is home)
         return worker
 
     def closed(self) -> bool:
@@ -134,9 +131,8 @@ class RoseRouting:
         output = self._lengths.of_any(turn)
         home_s = self._speeds.seconds(turn, home, output, True)
         other_s = self._speeds.joining_s(turn, worker, output, True)
-        return (
-            home if home_s is None or other_s is None or home_s <= (1 + SLACK) * other_s else worker
-        )
+        stays = home_s is None or other_s is None or home_s <= (1 + SLACK) * other_s
+        return home if stays else worker
 
     def _own_are_full(self, turn: TurnState, fleet: Fleet, cluster: Cluster) -> bool:
         """True if workers with their own devices have turns and no room for this one."""
@@ -166,10 +162,9 @@ class RoseRouting:
             if turn.lane == "own"
             else self._speeds.joining_s(turn, own, output, False)
         )
-        return (
-            None not in (own_s, lent_s)
-            and own_s * (1 + (1 + cluster.waiting) / self._own_sequences) < lent_s
-        )
+        if own_s is None or lent_s is None:
+            return False
+        return own_s * (1 + (1 + cluster.waiting) / self._own_sequences) < lent_s
 
     def _rank(self, turn: TurnState, worker: WorkerState) -> tuple:
         """Return the sort key of a candidate, the smaller the better."""
@@ -208,12 +203,10 @@ class RoseRouting:
         found, most = None, self._remaining_s(turn, here, left, at)
         over = self._overestimated(turn, here, left)
         for worker in among:
-            if (
-                self.watches(worker)
-                or len(worker.turns) >= worker.max_sequences
-                or not self._below_cap(turn, worker)
-            ):
-                continue  # In an engine's queue the turn would gain nothing.
+            # In an engine's queue the turn would gain nothing.
+            is_full = len(worker.turns) >= worker.max_sequences
+            if self.watches(worker) or is_full or not self._below_cap(turn, worker):
+                continue
             there = self._speeds.joining_s(turn, worker, left, False)
             if there is not None and (there := there * over * (1 + SLACK * worker.load)) < most:
                 found, most = worker, there
@@ -237,10 +230,8 @@ class RoseRouting:
         has been silent for long is predicted to stay silent as long again."""
         token_s, silent = self._speeds.token_s(turn), at - turn.progress_at
         if token_s is not None:
-            return max(
-                token_s * left,
-                silent if silent > 2 * (turn.progress_at - turn.assigned_at) else 0.0,
-            )
+            is_long = silent > 2 * (turn.progress_at - turn.assigned_at)
+            return max(token_s * left, silent if is_long else 0.0)
         if self._is_known(here):
             return self._speeds.staying_s(turn, here, left)
         return silent if len(here.turns) <= TRIAL_TURNS else math.inf
@@ -290,13 +281,9 @@ class RoseProvisioning:
     def __init__(
         self, n_serving: int, recent_s: float, hysteresis: float, activation_s: float, idle_s: float
     ) -> None:
-        for name, value in (
-            ("n_serving", n_serving),
-            ("recent_s", recent_s),
-            ("hysteresis", hysteresis),
-            ("activation_s", activation_s),
-            ("idle_s", idle_s),
-        ):
+        names = "n_serving", "recent_s", "hysteresis", "activation_s", "idle_s"
+        values = n_serving, recent_s, hysteresis, activation_s, idle_s
+        for name, value in zip(names, values, strict=True):
             if not value >= 0:
                 raise ValueError(f"{name}={value} must not be negative")
         self.n_serving, self.recent_s, self.hysteresis = n_serving, recent_s, hysteresis
@@ -337,19 +324,14 @@ class RoseProvisioning:
             return []
         awake = sum(not _asleep(w) for w in cluster.workers.values())
         if len(cluster.turns) < awake:
-            return [
-                RestWorker(w.worker)
-                for w in used
-                if at - self._busy_at.get(w.worker, at) >= self.idle_s
-            ]
+            idle = [w for w in used if at - self._busy_at.get(w.worker, at) >= self.idle_s]
+            return [RestWorker(w.worker) for w in idle]
         left = max(self._step_s - (at - self._begun), 0.0)
-        others = sorted(
-            (w for w in self._lent(cluster) if w.resting), key=lambda w: self._rank(at, w)
-        )
+        others = [w for w in self._lent(cluster) if w.resting]
+        others.sort(key=lambda w: self._rank(at, w))
         n = awake - len(others)
-        pays = (
-            i for i in range(self.n_serving - len(used)) if left / (n + i + 1) > self.activation_s
-        )
+        more = range(self.n_serving - len(used))
+        pays = (i for i in more if left / (n + i + 1) > self.activation_s)
         return [self._activate(at, worker) for worker, _ in zip(others, pays, strict=False)]
 
     def _choose(self, at: float, cluster: Cluster) -> list[Action]:

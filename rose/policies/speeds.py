@@ -37,10 +37,8 @@ class Lengths:
                 self._context[turn.trajectory] = turn.context_tokens + tokens
                 for domain in (turn.domain, ALL):
                     mean, count = self._output.get(domain, UNKNOWN)
-                    self._output[domain] = (
-                        mean + (tokens - mean) / min(count + 1, RECENT_TURNS),
-                        count + 1,
-                    )
+                    mean += (tokens - mean) / min(count + 1, RECENT_TURNS)
+                    self._output[domain] = mean, count + 1
             case TrajectoryEnded(trajectory=trajectory, tokens=tokens):
                 final = self._context.pop(trajectory, 0)
                 if tokens and final:
@@ -118,27 +116,17 @@ class Speeds:
         self._forget_turn(turn)
         context = uncached(turn)
         held = self._held[worker.worker] = self._held.get(worker.worker, 0) + context
-        self._sent[turn.turn] = Sent(
-            worker.worker,
-            turn.attempt + 1,
-            context,
-            held,
-            0 if cached else context,
-            turn.made_tokens,
-        )
+        missing, made = 0 if cached else context, turn.made_tokens
+        self._sent[turn.turn] = Sent(worker.worker, turn.attempt + 1, context, held, missing, made)
 
     def ended(self, turn: TurnState, worker: WorkerState | None, at: float, made: int) -> None:
         """Learn from an attempt that ended. `made` are the tokens of the turn at its end."""
         held = self._held.get(turn.worker or "", 0)
         sent = self._forget_turn(turn)
-        if (
-            sent is None
-            or worker is None
-            or (worker.worker, turn.attempt) != (sent.worker, sent.attempt)
-        ):
+        if sent is None or worker is None:
             return
         tokens = made - sent.made
-        if tokens <= 0:
+        if tokens <= 0 or (worker.worker, turn.attempt) != (sent.worker, sent.attempt):
             return
         sort = worker.kind, worker.hardware
         pool = self._pools.get(sort)
@@ -147,9 +135,8 @@ class Speeds:
             pool = self._pools[sort] = self._like_another(x, seconds)
         fitted = pool.update(x, seconds)
         old = self._slowness.get(worker.worker, 1.0)
-        self._slowness[worker.worker] = (
-            old + RECENT * (seconds / fitted - old) if fitted > 0 else old
-        )
+        measured = seconds / fitted if fitted > 0 else old
+        self._slowness[worker.worker] = old + RECENT * (measured - old)
 
     def _like_another(self, x: Features, seconds: float) -> LeastSquares:
         """Return the first fit of a new pool: the fit of a known pool, scaled to predict the new

@@ -150,7 +150,7 @@ class TrajectoryEnded(Event):
 
     trajectory: str
     tokens: int = 0  # tokens generated in the trajectory; 0 if it failed
-    failed: bool = False  # also true if it was cancelled
+    failed: bool = False  # True as well if it was cancelled
 
 
 class HostLoad(Event):
