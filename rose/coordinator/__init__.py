@@ -5,7 +5,7 @@
     groups.py        TrajectoryFinished | TrajectoryFailed  -> groups; the scheduler takes batches
     turns.py         TurnRequest -> scheduler -> worker; TurnProgress ... TurnFinished -> host
     worker.py, weights.py
-                     the engines and their counters; the newest version and who has loaded it
+                     the engines and their counters; the newest version and its loads
     training.py      the batch -> trainer ranks; with trainer.stream group by group
     checkpoints.py   every rank's part on disk -> committed, beside the next steps
     borrowed.py      ranks of other jobs that join, fall silent and leave
@@ -17,6 +17,6 @@
          | every event goes to the scheduler, and every action comes back, through one queue
     rose.scheduler.actions.ActionQueue -> journal.py
 
-coordinator.py opens with who waits for what. It connects the modules above, which do not import it.
-Outside this folder only `rose.main`, the front door and the parts import from it.
+coordinator.py opens with a table of its waits. It connects the modules above, which do not import
+it. Outside this folder only `rose.main`, the front door and the parts import from it.
 """

@@ -1,8 +1,8 @@
-"""The part of the coordinator that deals with borrowed ranks: it admits them, receives their
-messages, and detects their loss.
+"""The part of the coordinator that deals with borrowed ranks, which other jobs lend: it admits
+them, receives their messages, and detects their loss.
 
-A borrowed rank may not stop the run, whatever it does, sends or fails to do. So each of its
-messages is checked before it has any effect, and a rank that sends an invalid one is disconnected.
+Whatever a borrowed rank does, sends or fails to do, it must not stop the run. So each message is
+checked before it has any effect, and a rank that sends an invalid message is disconnected.
 The connection itself is in rose/comm/guest.py, turns are in rose/coordinator/turns.py.
 """
 
@@ -33,7 +33,7 @@ POLL_S = 0.1  # seconds between two polls for requests to join
 LATE_S = 0.5  # seconds
 BEAT_S = 2.0  # seconds between two updates of the endpoint's file, which show that the run lives
 FAREWELL_S = 0.3  # seconds for the last message to reach the ranks
-ASKS_S = 5.0  # seconds between two looks whether a rank that was admitted still asks
+ASKS_S = 5.0  # seconds between two checks that an admitted rank still wants to join
 WITHDREW = "it withdrew its request"
 HELLO_S = 5.0  # seconds from a rank's connection to its `JoinHello`
 # Messages that a borrowed rank may send after its `JoinHello`.
@@ -69,7 +69,7 @@ class _Rank:
 class Borrowed:
     """Connects borrowed ranks, whose addresses begin at `world_size`.
 
-    `on_fault` gets (what, detail) of refusals and losses, `on_change` of ranks that join or leave
+    `on_fault` gets (what, detail) of refusals and losses, `on_change` of ranks that join, or leave
     in order.
     """
 
@@ -94,13 +94,13 @@ class Borrowed:
         self._ranks: dict[int, _Rank] = {}  # address -> rank
         self._first = self._next = world_size
         self._tasks: Tasks | None = None
-        # Bounds the porters that start at once, each of which takes a second of a core.
+        # Bounds the porters (rose/comm/porter.py) that start at once: each needs a core for 1 s.
         self._opening = asyncio.Semaphore(2 * processes.cores())
 
     async def run(self) -> None:
         """Poll for requests to join, and serve the ranks, until cancelled.
 
-        Another thread accesses the door's files, which may be on a slow file system.
+        Another thread accesses the files of requests (`Door`), because their disk may be slow.
         """
         self._tasks = Tasks()
         await asyncio.to_thread(self._door.open)
@@ -169,7 +169,7 @@ class Borrowed:
         """Serve one rank, from its admission until it is disconnected or has left."""
         try:
             async with self._opening:
-                # The rank may have lost patience while others' porters started.
+                # The rank may have given up while the porters of other ranks started.
                 if not await asyncio.to_thread(self._door.is_asking, rank.id):
                     self._disconnect(address, WITHDREW)
                     return
@@ -198,7 +198,8 @@ class Borrowed:
             await rank.guest.close()
 
     async def _until_it_connects(self, rank: _Rank) -> None:
-        """Wait for the rank. Raises `TimeoutError` if it is late, `GuestGone` if it withdraws."""
+        """Wait until the rank connects. Raises `TimeoutError` if it is late, `GuestGone` if it
+        withdraws its request."""
         async with asyncio.timeout(self._patience_s):
             while True:
                 with contextlib.suppress(TimeoutError):
@@ -208,6 +209,7 @@ class Borrowed:
                     raise GuestGone(WITHDREW)
 
     async def _expect_hello(self, address: int, rank: _Rank) -> None:
+        """Disconnect the rank if it has sent no valid `JoinHello` in time."""
         await asyncio.sleep(HELLO_S)
         if not rank.greeted:
             self._disconnect(address, f"sent no valid message within {HELLO_S:g} s")
@@ -260,8 +262,8 @@ class Borrowed:
             self._on_change("left", f"{rank.worker}: {message.reason}")
 
     def _check(self, message: p.Message) -> None:
-        """Raise `ValueError` for values that no engine of this run sends, and that would stop
-        another process which uses them."""
+        """Raise `ValueError` for values that no working engine of this run sends. They could stop
+        a process that uses them."""
         if isinstance(message, p.WorkerReady) and min(message.max_sequences, message.kv_tokens) < 1:
             raise ValueError(
                 f"an engine with {message.max_sequences} sequences and {message.kv_tokens} KV "
@@ -309,7 +311,7 @@ class Borrowed:
             )
 
     def _are_experts(self, data: bytes, tokens: int) -> bool:
-        """True if `data` holds the model's experts for this many tokens."""
+        """True if `data` holds valid expert numbers of the model for this many tokens."""
         shape = self._shape
         if shape is None or not shape.experts:
             return False
@@ -341,4 +343,4 @@ class Borrowed:
         )
         if rank.guest is not None:
             rank.guest.send(p.Shutdown(f"disconnected: {why}"))
-            self._tasks.spawn(rank.guest.close())  # which ends `_serve_rank`, too
+            self._tasks.spawn(rank.guest.close())  # This ends `_serve_rank`, too.

@@ -30,7 +30,8 @@ class Checkpoints:
 
     `trainers` maps index -> rank of the trainer ranks, `send` takes (rank, message). `spared()`
     returns the steps whose checkpoints stay, however old. `on_saved(step)` is called after the
-    commit of a step's checkpoint. `on_fault` gets (what, detail) of old ones that can't be removed.
+    commit of a step's checkpoint. `on_fault` gets (what, detail) of checkpoints that can't be
+    removed.
     """
 
     def __init__(
@@ -47,9 +48,9 @@ class Checkpoints:
         self._config, self._run_dir, self._trainers = config, run_dir, trainers
         self._send, self._recorder = send, recorder
         self._spared, self._on_saved, self._on_fault = spared, on_saved, on_fault
-        self._saving: checkpoint.Save | None = None  # ordered, `finish` not called yet
-        self._committing: asyncio.Task | None = None  # `_commit` of the last one
-        # A checkpoint could not be saved, so the next one is the last before the run ends.
+        self._saving: checkpoint.Save | None = None  # ordered, not passed to `finish` yet
+        self._committing: asyncio.Task | None = None  # `_commit` of the last checkpoint
+        # The last checkpoint could not be saved. The run fails, and tries once more before it ends.
         self._failed = False
 
     @property
@@ -69,21 +70,21 @@ class Checkpoints:
             await self.order(step)
 
     async def step_ended(self, step: int, state: dict[str, Any]) -> None:
-        """Finish the checkpoint of `step` if it is due. Otherwise raise the error of a commit that
-        has failed by now, if one has."""
+        """Finish the checkpoint of `step` if it is due. Otherwise raise the error of the checkpoint
+        before it, if its commit has failed by now."""
         if self.due(step):
             await self.finish(step, state, self._config.trainer.step_timeout_s)
         elif self._committing is not None and self._committing.done():
             await self.committed()
 
     async def order(self, step: int) -> None:
-        """Wait for the checkpoint before it, and order every trainer rank to write `step`, unless
-        that is done. Each rank copies its state before it takes its next message."""
+        """Order every trainer rank to write `step`, after the commit of the checkpoint before it.
+        Does nothing if it was ordered. A rank copies its state before it takes its next message."""
         if self.ordered:
             return
         await self.committed()
         folder = checkpoint.begin(self._run_dir, step, self._not_removed)
-        if self._failed:  # There may be too little room: what its commit would remove goes first.
+        if self._failed:  # The disk may be full, so remove old checkpoints before and not after.
             keep = max(1, self._config.trainer.checkpoint_keep - 1)
             await self._in_thread(checkpoint.remove_old, self._run_dir, keep, self._spared())
         self._saving = checkpoint.Save(step, folder, time.monotonic())
@@ -92,9 +93,8 @@ class Checkpoints:
 
     async def finish(self, step: int, state: dict[str, Any], deadline_s: float) -> None:
         """Start a task that commits the checkpoint of `step`, with the coordinator's `state` at the
-        step's end. The checkpoint is ordered first unless that is done already: on shared devices
-        the ranks must write it before they release the devices, which is before the step's end.
-        """
+        step's end. Order it first unless it was ordered before, as on shared devices, where the
+        ranks must write it before they release the devices."""
         await self.order(step)
         saving, self._saving = self._saving, None
         self._committing = asyncio.create_task(self._commit(saving, state, deadline_s))
@@ -119,7 +119,8 @@ class Checkpoints:
         resume.note_save(self._run_dir, time.monotonic() - saving.began)
 
     async def _in_thread(self, function: Callable[..., object], *arguments: object) -> None:
-        """Call a function that reports what it can't remove, and report that as faults."""
+        """Call the function in a thread. It passes messages about what it can't remove to its
+        last argument; report these as faults."""
         left: list[str] = []  # The other thread must not write the faults itself.
         await asyncio.to_thread(function, *arguments, left.append)
         for what in left:
@@ -129,9 +130,9 @@ class Checkpoints:
         self._on_fault("checkpoint not removed", what)
 
     async def _saved(self, saving: checkpoint.Save) -> int:
-        """Count the ranks that have saved. Raises `checkpoint.SaveFailed` once no rank writes any
-        more, so that another checkpoint may be tried in the same folder; `RunFailed` if some still
-        write after `FAILED_S`."""
+        """Return the number of ranks that have saved. If a rank failed, wait until no rank writes
+        any more, because the next try may use the same folder. Then raise `checkpoint.SaveFailed`,
+        or `RunFailed` if some ranks still write after `FAILED_S`."""
         try:
             return checkpoint.saved(saving.folder)
         except checkpoint.SaveFailed as error:
@@ -158,8 +159,8 @@ class Checkpoints:
             self._forget(task)
 
     def _forget(self, task: asyncio.Task) -> None:
-        """Let another checkpoint be ordered after this commit. The step loop and a stop may both
-        come here. The commit of ranks that may still write is never forgotten."""
+        """Allow another checkpoint after this commit, unless one was begun: the step loop and a
+        stop may both wait for a commit. Not called after `RunFailed`: ranks may still write."""
         if self._committing is task:
             self._committing = None
 

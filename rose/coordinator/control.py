@@ -21,15 +21,15 @@ from rose.config import Branching
 from rose.protocol import Phase, StartTrajectory, Trajectory, seed_of
 from rose.trainer.algorithms.base import differ
 
-# 2^64 divided by the golden ratio. Points that are this step apart on a circle of 2^64 spread more
-# evenly than those of any other step.
+# 2^64 divided by the golden ratio. Points at this distance on a circle of length 2^64 spread more
+# evenly than points at any other distance.
 GOLDEN = 0x9E3779B97F4A7C15
 # A task fails each time if it has failed at least this often (or `Bounds.in_row`, if lower), and as
 # often as its group has trajectories, without a success in between. So an environment that fails at
-# a third of all starts counts as unsteady only.
+# a third of all starts hardly ever counts.
 FEW_FAILURES = 3
-# The share of tasks that fail each time is taken over this many tasks that ended last, and the
-# running ones.
+# The share of tasks that fail each time is taken over this many tasks that ended last, and over the
+# running tasks.
 RECENT_TASKS = 100
 # This many tasks may fail each time in addition to the share. Otherwise the first task, if it
 # failed, would end the run.
@@ -52,7 +52,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Task:
-    """The task of all trajectories of a group: the name of the run's environment, and its seed."""
+    """The task of all trajectories of a group: the name of an environment, and a seed."""
 
     domain: str
     seed: int
@@ -63,10 +63,10 @@ class _Group:
     phase: Phase
     task: Task
     size: int
-    spare: int = 0
+    spare: int = 0  # members that start beyond `size`
     running: set[str] = field(default_factory=set)
     finished: list[Trajectory] = field(default_factory=list)
-    replaced: int = 0
+    replaced: int = 0  # failed members so far
     lost: set[str] = field(default_factory=set)  # members that failed by their hosts' deaths
     failures: int = 0  # failures since the last success
 
@@ -79,8 +79,8 @@ class _Group:
 class Replaced:
     """The trajectories to start in place of a failed one.
 
-    If the failed trajectory's task was given up, the group starts again with another task, and
-    `running` and `done` trajectories of the old task are not used.
+    If the failed trajectory's task was given up, the group starts again with another task.
+    `running` and `done` are the old task's trajectories, which are to be dropped.
     """
 
     starts: list[StartTrajectory] = field(default_factory=list)
@@ -90,8 +90,8 @@ class Replaced:
 
 
 class Groups:
-    """The groups in progress. `bounds` has an entry for each domain. `seeded`: the trajectories'
-    turns get sampling seeds. `branching` is the shape of training groups' trees, None: no forks."""
+    """The groups in progress. `bounds` has an entry for each domain. If `seeded`, turns get
+    sampling seeds. `branching` is the shape of training groups' trees; None: no forks."""
 
     def __init__(
         self,
@@ -113,13 +113,14 @@ class Groups:
     def open(
         self, name: str, phase: Phase, task: Task, size: int, spare: int = 0
     ) -> list[StartTrajectory]:
-        """Begin a group and return the messages that start its members. A member's message follows
-        that of its parent, off which it forks. `spare` further members start, which never fork: the
-        first `size` members to finish make up the group, and `late` names the others."""
+        """Begin a group and return the messages that start its members. The message of a member
+        that forks comes after its parent's. `spare` further members start, which never fork. The
+        first `size` members that finish make up the group; `late` returns the others."""
         group = self._groups[name] = _Group(phase, task, size, spare)
         return self._members(name, group, "")
 
     def _members(self, name: str, group: _Group, suffix: str) -> list[StartTrajectory]:
+        """Return the messages that start all members; `suffix` is appended to their names."""
         forks = {}
         if self._branching is not None and group.phase is Phase.TRAIN:
             forks = fork_points(self._branching, self._run_seed, name, group.size)
@@ -167,11 +168,11 @@ class Groups:
     def failed_trajectory(
         self, trajectory: str, name: str, error: str, lost: bool = False, certain: bool = False
     ) -> Replaced:
-        """Replace a failed trajectory by another member, or its whole group by another task's.
+        """Replace a failed trajectory by another member, or its group's task by another task.
 
         1. `certain`: every trajectory of the task would fail, so the task is given up.
         2. `lost`: the trajectory failed because of its hosts' deaths, which may have an outside
-           cause. A member's first such failure doesn't count; its next one gives the task up.
+           cause. Such a failure doesn't count, but the member's next failure gives the task up.
         3. Any other failure counts; the task is given up after max(`Bounds.in_row`, group size).
 
         Raises `TooManyFailures`.
@@ -199,8 +200,8 @@ class Groups:
         return self._give_up(name, group, f"{times}; {cause}")
 
     def _give_up(self, name: str, group: _Group, cause: str) -> Replaced:
-        """Begin the group again with another task of its domain. The new seed keeps its parity,
-        which separates training tasks from held-out ones."""
+        """Begin the group again with another task of its domain. The seed's parity stays, which
+        separates training tasks from held-out ones."""
         seed = group.task.seed
         why = f"{group.task.domain} with seed {seed} (group {name}): {cause}"
         self.given_up += 1
@@ -241,8 +242,8 @@ class Groups:
 
 
 def first_name(trajectory: str) -> str:
-    """Return the name of the member that this trajectory replaces: g12.3 of g12.3r1. The group's
-    own name may hold an r, as in g12r1."""
+    """Return the trajectory's name without replacements: g12.3 for g12.3r1. The group's own name
+    may hold an r, as in g12r1."""
     group, dot, member = trajectory.rpartition(".")
     return f"{group}{dot}{member.partition('r')[0]}"
 
@@ -301,7 +302,7 @@ def chosen(weights: Mapping[str, float], seed: int, index: int) -> str:
 
 def teaches(group: list[Trajectory], dynamic_sampling: bool) -> bool:
     """False for a group without a response token and, with DAPO's dynamic sampling (arXiv
-    2503.14476, section 3.2), for one whose rewards are all equal: its advantages, and so its
+    2503.14476, section 3.2), for a group whose rewards are all equal: its advantages, and so its
     gradient, are zero."""
     if all(t.response_tokens == 0 for t in group):
         return False

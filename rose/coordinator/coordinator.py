@@ -121,7 +121,7 @@ class Coordinator:
         write = self.records.metrics.write
         self.evaluations = Evaluations(config, folder, self.rollouts, write, fault)
         trainers, kept, saved = ranks[p.Role.TRAINER], self.evaluations.kept, log.checkpoint_saved
-        self.training = Training(config, trainers, send, recorder)
+        training = self.training = Training(config, trainers, send, recorder)
         self.checkpoints = Checkpoints(config, folder, trainers, send, recorder, kept, saved, fault)
         self.device: Devices = (
             extensions.only("hybrid_devices").HybridDevices(
@@ -130,17 +130,8 @@ class Coordinator:
             if config.hybrids
             else Devices(config, ranks, send, self._changed.until, recorder)
         )
-        self.ending = Ending(
-            config,
-            folder,
-            attempt,
-            self.progress,
-            self.members,
-            self.training,
-            self.checkpoints,
-            self.device,
-            self._changed,
-        )
+        parts = self.progress, self.members, training, self.checkpoints, self.device, self._changed
+        self.ending = Ending(config, folder, attempt, *parts)
 
     # ----------------------------------------------------------------- the algorithm
 
@@ -165,7 +156,7 @@ class Coordinator:
             raise
         except Exception:
             self.ending.asked.set()
-            if receiving.done():  # A message may be what ended the run.
+            if receiving.done():  # A message may have ended the run.
                 tasks.spawn(self._receive_despite_failures())
             await self.ending.save_failed(stepping)
             raise
@@ -181,6 +172,7 @@ class Coordinator:
             close_all(self.records, self.hub.log)
 
     async def _steps(self) -> None:
+        """The step loop, until the run's last step."""
         await self._bring_up()
         while not await self._evaluate():
             times = StepTimes()
@@ -226,15 +218,15 @@ class Coordinator:
         await self.ending.unless_asked()
         if step >= last:
             self.rollouts.stop()
-        await self.evaluations.run(step, last, self._evaluated)
+        await self.evaluations.run(step, last, self._wait_for_evaluation)
         if step < last and (reason := self.evaluations.stop_reason()):
             self.progress.stopped_early = reason
             print(f"stopped at step {step}: {reason}", flush=True)
             self.rollouts.stop()
-            await self.evaluations.run(step, step, self._evaluated)
+            await self.evaluations.run(step, step, self._wait_for_evaluation)
         return step >= last or bool(self.progress.stopped_early)
 
-    async def _evaluated(self, done: Callable[[], bool]) -> None:
+    async def _wait_for_evaluation(self, done: Callable[[], bool]) -> None:
         step = self.progress.step
         self.records.live.update(phase="evaluating", step=step, waiting_for="")
         with self.recorder.timed("evaluate", step=step):
@@ -303,6 +295,7 @@ class Coordinator:
     def _record(
         self, groups: list[list[p.Trajectory]], done: dict[int, p.TrainDone], times: StepTimes
     ) -> None:
+        """Write the rows and files of the step that has ended."""
         phases = times.phases()
         more = self.training.take_figures(phases["train"]) | self.device.row(phases, times.synced)
         if self.config.reward.pools and self.config.rollout.replay is None:
@@ -335,6 +328,7 @@ class Coordinator:
     # ----------------------------------------------------------------- waiting
 
     async def _workers_loaded(self) -> None:
+        """Wait until the run's engines have loaded the newest version, or the run is to stop."""
         c, weights = self.config, self.hub.weights
         if c.rollout.replay is None:
             await self._changed.until(
@@ -368,6 +362,7 @@ class Coordinator:
     # ----------------------------------------------------------------- messages and actions
 
     async def _receive(self) -> None:
+        """Receive messages, and pass each to the module that handles it."""
         while True:
             source, message = await self.mailbox.receive()
             if isinstance(message, p.HostReady) and message.machine:

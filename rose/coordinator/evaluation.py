@@ -1,9 +1,9 @@
 """Held-out evaluations: which tasks, when, and their results once all trajectories have finished.
 
-The step loop waits for an evaluation or, with eval.beside, continues. Then the scheduler gives
-training turns precedence and prefers borrowed engines for evaluation turns. Turns that run when new
-weights arrive continue with these, which the evaluation's row reports. One evaluation runs beside
-training at a time.
+The step loop waits for an evaluation or, with eval.beside, continues. The scheduler gives training
+turns precedence and prefers borrowed engines for evaluation turns. Running evaluation turns
+continue with new weights when these arrive; the evaluation's row reports by how many versions. One
+evaluation runs beside training at a time.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Evaluations:
         )
 
     def begin(self, step: int, beside: bool) -> None:
-        """Start the evaluation of `step`. If it is to run beside training and another one still
-        does, it is skipped, which is reported as a fault."""
+        """Start the evaluation of `step`. If it is to run beside training and another evaluation
+        still runs, skip it and report a fault."""
         if beside and self._running:
             [before] = self._running
             self._on_fault(

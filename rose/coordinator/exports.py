@@ -40,8 +40,8 @@ class Exports:
             _remove(left)
 
     def resume(self, step: int, store: str) -> None:
-        """Export `step`, from which the run continues, if it is due and isn't there: the run was
-        interrupted before."""
+        """Export `step`, from which the run continues, if it is due and its folder is missing,
+        because the run was interrupted."""
         if not self._out(step).exists():
             self.offer(step, store)
 
@@ -55,7 +55,7 @@ class Exports:
         task.add_done_callback(self._tasks.discard)
 
     def stopped(self, step: int, store: str) -> None:
-        """Export `step`, the last one of a run that ends early, unless its export was due."""
+        """Export `step`, the last step of a run that ends early, unless its export was due."""
         self._last = step
         if step != self._newest:
             self.resume(step, store)
@@ -90,7 +90,7 @@ class Exports:
             kept = await asyncio.to_thread(versions.linked, store, links, step)
             async with self._one_at_a_time:
                 if step != self._newest:
-                    why = f"step {step}: step {self._newest} was there before it was begun"
+                    why = f"step {step}: step {self._newest} was ready before it began"
                     self._on_fault("export left out", why)
                     return
                 await self._write(step, kept)
@@ -128,7 +128,7 @@ class Exports:
             self._on_fault("export failed", f"step {step}: {output}")
             return
         print(output, flush=True)
-        # Exports of later steps are from an attempt that lost these steps; they are trained again.
+        # Exports of later steps are from an earlier attempt; these steps are trained again.
         written = [number for number in self._written() if number <= step]
         for old in written[: -self._keep]:
             await self._discard(self._out(old))
@@ -153,8 +153,8 @@ def _prepare_process() -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder or a file. A folder is renamed to a hidden name first, so that no half of a
-    model is found under its own."""
+    """Remove a folder or a file. A folder is renamed to a hidden name first, so that an
+    incomplete model never has a visible name."""
     if path.is_dir():
         hidden = path.with_name(f".{path.name.removeprefix('.')}.old")
         shutil.rmtree(hidden, ignore_errors=True)

@@ -32,22 +32,22 @@ from rose.scheduler import events as ev
 SUSPECT_AFTER_LOSSES = 2
 # After this many deaths the trajectory fails.
 FAIL_AFTER_LOSSES = 3
-NO_HOST = -1  # placeholder for a rank, of a trajectory that waits for a host without suspects
-MOST_NAMED = 5  # trajectories that a message names; it counts the others
+NO_HOST = -1  # rank of the host while a trajectory waits for a host without suspects
+MOST_NAMED = 5  # most trajectories that a message names; the others are counted
 
 
 @dataclass
 class _Running:
     start: p.StartTrajectory
     host: int  # rank
-    losses: int = 0  # deaths of its hosts since it last exceeded `turns` turns
+    losses: int = 0  # deaths of its hosts since it last completed more than `turns` turns
     turns: int = 0  # most turns that it had completed when one of its hosts died
     target: int | None = None  # rank of the host that it moves to, once its own has released it
 
 
 @dataclass
 class StepCounts:
-    """Counts since a step began, by their names in its row."""
+    """Counts since a step began, named as in the step's row."""
 
     groups_dropped: int = 0
     tokens_dropped: int = 0
@@ -85,19 +85,19 @@ class Rollouts:
         self.batch: list[str] | None = None  # groups that the scheduler chose for this step
         self.counts = StepCounts()
         self.scoring_failures = 0  # since `take_scoring_failures`
-        # largest staleness of a group last taken: newest version then, minus that at its admission
+        # largest staleness of the groups taken last: versions published since their admission
         self.staleness_max = 0
         self.progress = (0, 0)  # trajectories finished, trajectories that the step loop waits for
         self._running: dict[str, _Running] = {}
-        # host's rank -> suspects on it that have not got beyond the turn in which hosts died
+        # host's rank -> suspects on it that have not passed the turn in which their hosts died
         self._suspects: dict[int, set[str]] = {}
-        # suspects that wait for a host without one, each with the trajectories of its tree of forks
+        # trees of forks with a suspect, which wait for a host without suspects
         self._waiting_families: deque[list[_Running]] = deque()
         self.up: set[int] = set()  # ranks of the hosts that are up
         self._deaths: dict[int, int] = {}  # host's rank -> deaths in a row without progress
         self._admitted: dict[str, int] = {}  # training group -> newest version when it was admitted
         self._waited_for = p.Phase.TRAIN  # phase of the trajectories that `progress` counts
-        self._over = False
+        self._over = False  # True after `stop`
 
     # ----------------------------------------------------------------- for the step loop
 
@@ -112,7 +112,7 @@ class Rollouts:
 
     def evaluate(self, tasks: dict[str, tuple[control.Task, int]], waited_for: bool) -> None:
         """Start held-out tasks, given as name of the group -> (task, number of trajectories).
-        `waited_for`: `progress` counts them until the next step begins."""
+        If `waited_for`, `progress` counts them until the next step begins."""
         if waited_for:
             self._waited_for = p.Phase.EVAL
             self.progress = (0, sum(samples for _, samples in tasks.values()))
@@ -144,13 +144,13 @@ class Rollouts:
             self.drop(name)
 
     def runs(self, trajectory: str) -> bool:
-        """False once the trajectory has finished, failed or was cancelled; messages about it are
-        late then."""
+        """False after the trajectory has finished, failed or been cancelled. Messages about it are
+        then late."""
         return trajectory in self._running
 
     def in_environments(self) -> str:
-        """Return a text that names the trajectories which await no turn, so that their environments
-        compute; "" if there are none."""
+        """Return a text that names the trajectories whose environments compute, because they await
+        no turn; "" if there are none."""
         names = [name for name in sorted(self._running) if self._hub.in_environment(name)]
         if not names:
             return ""
@@ -209,7 +209,7 @@ class Rollouts:
             each.host = self._send_start(each.start)
 
     def _report_placement(self, m: p.HostLoad | p.TrajectorySaved) -> None:
-        """Report to the scheduler what it places trajectories by."""
+        """Report a host's load or a trajectory's snapshot to the scheduler's placement policy."""
         [host] = [_host_name(index) for index, rank in self._hosts.items() if rank == m.rank]
         at = time.time()
         if isinstance(m, p.HostLoad):
@@ -229,7 +229,7 @@ class Rollouts:
 
     def _start(self, trajectories: list[p.StartTrajectory]) -> None:
         """Start trajectories, each on a host chosen by its name, so that a resumed run chooses the
-        same. A trajectory that forks off another starts on the other's host."""
+        same. A trajectory that forks off another starts on its parent's host."""
         oldest, newest = self._hub.log.versions(self._hub.weights.version)
         for message in trajectories:
             start = msgspec.structs.replace(message, oldest_version=oldest, newest_version=newest)

@@ -48,6 +48,7 @@ class Journal:
         self._file.close()
 
     def _try(self, write: Callable[[], Any]) -> None:
+        """Call `write`; after its first error, end the journal."""
         if self._over:
             return
         try:

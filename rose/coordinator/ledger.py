@@ -1,5 +1,5 @@
 """The ledger of turns: which worker has each open turn, and the tokens received of it over all its
-attempts, each exactly once.
+attempts, each token exactly once.
 
 Workers stream tokens as they generate them. When a worker is lost, the turn continues on another
 worker from the tokens received. Late messages of an earlier attempt are recognised by its number
@@ -30,7 +30,7 @@ class _Entry:
     logprobs: list[bytes] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)  # (version, tokens)
     received: int = 0  # tokens
-    experts: list[bytes] = field(default_factory=list)
+    experts: list[bytes] = field(default_factory=list)  # experts that tokens were routed to
     routed: int = 0  # tokens that `experts` covers, following those of the request's `routed`
 
 
@@ -52,7 +52,8 @@ class Ledger:
 
     def dispatch(self, turn: str, worker: str, attempt: int, max_tokens: int = 0) -> p.GenerateTurn:
         """Assign the turn to `worker`; return the message for it, with the context and the tokens
-        received. `max_tokens` bounds the new tokens of this attempt, 0: only the turn's limit."""
+        received. `max_tokens` bounds the new tokens of this attempt; at 0 only the turn's limit
+        applies."""
         entry = self._turns[turn]
         entry.worker = worker
         chunk_ended = 0 < entry.chunk_ends <= entry.received
@@ -74,8 +75,8 @@ class Ledger:
         return p.GenerateTurn(turn, attempt, tokens, sampling, entry.request.routed + entry.routed)
 
     def orphan(self, trajectory: str) -> None:
-        """Keep the open turns of a lost host running, until its new host requests them and adopts
-        them."""
+        """Mark the trajectory's open turns as without a host. They keep running until its new host
+        requests and adopts them."""
         for turn in self.of_trajectory(trajectory):
             self._turns[turn].host = NO_HOST
 
@@ -183,8 +184,8 @@ class Ledger:
     def partial_result(self, turn: str) -> tuple[p.TurnRequest, p.TurnResult] | None:
         """Return the request and the tokens received, with `finish` LENGTH if complete, else ABORT.
 
-        None for a turn without tokens, and for an incomplete turn with a sampling seed: its second
-        half would be drawn differently than in a run that was not interrupted.
+        None for a turn without tokens, and for an incomplete turn with a sampling seed: its other
+        tokens would be drawn differently than in a run that was not interrupted.
         """
         entry, complete = self._turns[turn], self.complete(turn)
         if not entry.received or not (entry.request.sampling.seed is None or complete):

@@ -39,7 +39,7 @@ class _Job:
 class Provisioner:
     """Submits and cancels the jobs of one `kind` (rose/launch/lent.py).
 
-    `feed` gets an event for each outcome of a request, which has a name that no other has;
+    `feed` gets an event for each outcome of a request; no two requests have the same name.
     `on_fault` and `on_change` get (what, detail). The jobs are listed in the run's folder, so that
     the next attempt finds them.
     """
@@ -57,11 +57,11 @@ class Provisioner:
         self._config, self._run_dir, self._feed = config, Path(run_dir), feed
         self._on_fault, self._on_change = on_fault, on_change
         self._jobs: dict[str, _Job] = {}
-        # Jobs that Slurm has not cancelled yet. They stay in the run's list, so that its end
-        # cancels those for which scancel got no answer.
+        # Jobs that are being cancelled. They stay in the run's list, so that the end of the run
+        # cancels a job for which scancel got no answer.
         self._cancelling: dict[str, _Job] = {}
-        # Requests released, until their jobs are cancelled. The scheduler knows them no more, so it
-        # gets no event of them.
+        # Released requests whose jobs are not cancelled yet. The scheduler has forgotten them, so
+        # it gets no events about them.
         self._released: set[str] = set()
         self._submitting: set[str] = set()
         self._tasks: Tasks | None = None
@@ -74,7 +74,7 @@ class Provisioner:
         self._actions.put_nowait(action)
 
     async def run(self) -> None:
-        """Carry out actions and poll jobs until cancelled. The jobs outlive this: a requeued run
+        """Carry out actions and poll jobs until cancelled. The jobs then continue: a requeued run
         adopts them, and rose/launch/slurm.py cancels them when a run ends without a requeue."""
         self._tasks = Tasks()
         try:
@@ -87,7 +87,7 @@ class Provisioner:
         while True:
             match await self._actions.get():
                 case ev.RequestCapacity(request) if request in self._jobs:
-                    pass  # A job of an earlier attempt, adopted since, has the name and serves it.
+                    pass  # An adopted job of an earlier attempt serves the request of its name.
                 case ev.RequestCapacity(request):
                     self._submitting.add(request)
                     self._tasks.spawn(self._submit(request))
@@ -96,21 +96,21 @@ class Provisioner:
 
     async def _adopt(self) -> None:
         """Take over jobs of an earlier attempt, except those that Slurm reports as ended. If Slurm
-        doesn't answer, `_watch` finds out later."""
+        doesn't answer, `_watch` asks again later."""
         noted = lent.noted(self._run_dir, self._kind)
-        # Each answer rewrites the run's list, which must keep the jobs that are asked about later.
+        # Each answer rewrites the run's list, which must keep the jobs that are not checked yet.
         self._jobs = {request: _Job(job, time.monotonic()) for request, job in noted.items()}
         for request, job in noted.items():
             try:
-                there = await asyncio.to_thread(state.is_active, job)
+                active = await asyncio.to_thread(state.is_active, job)
             except RuntimeError as error:
                 self._on_fault("Slurm does not answer", str(error))
-                there = True
-            if there:
+                active = True
+            if active:
                 self._queued(request, job)
             else:
                 del self._jobs[request]
-                self._remember()
+                self._write_list()
                 self._report(ev.CapacityEnded(at=time.time(), request=request))
 
     async def _submit(self, request: str) -> None:
@@ -129,7 +129,7 @@ class Provisioner:
 
     def _queued(self, request: str, job: str) -> None:
         self._jobs[request] = _Job(job, time.monotonic())
-        self._remember()
+        self._write_list()
         self._on_change("capacity asked for", f"{request}: job {job}")
         self._report(ev.CapacityQueued(at=time.time(), request=request))
 
@@ -143,7 +143,7 @@ class Provisioner:
             self._released.discard(request)
             return  # The job has ended by itself.
         self._cancelling[request] = job
-        self._remember()
+        self._write_list()
         end = time.monotonic() + commands.PATIENCE_S
         while True:
             code, _, err = await _command("scancel", job.id)
@@ -154,7 +154,7 @@ class Provisioner:
         self._released.discard(request)
         if answered:
             del self._cancelling[request]
-        self._remember()
+        self._write_list()
         if code:
             self._on_fault("scancel failed", f"{request}, job {job.id}: {err}")
         else:
@@ -175,7 +175,7 @@ class Provisioner:
     async def _judge(self, request: str, job: _Job, states: set[str]) -> None:
         """Apply the states that Slurm reports for the components of a job."""
         if states and not states & state.ACTIVE:
-            self._over(request, f"job {job.id} ended: {', '.join(sorted(states))}")
+            self._job_ended(request, f"job {job.id} ended: {', '.join(sorted(states))}")
         elif states & state.STARTED:
             if not job.ran:
                 self._report(ev.CapacityGranted(at=time.time(), request=request))
@@ -187,9 +187,9 @@ class Provisioner:
             self._report(ev.CapacityRefused(at=time.time(), request=request, reason=reason))
             await self._cancel(request, "it waited too long in the queue")
 
-    def _over(self, request: str, what: str) -> None:
+    def _job_ended(self, request: str, what: str) -> None:
         job = self._jobs.pop(request)
-        self._remember()
+        self._write_list()
         if job.ran:
             self._on_change("capacity ended", f"{request}: {what}")
             self._report(ev.CapacityEnded(at=time.time(), request=request))
@@ -197,15 +197,15 @@ class Provisioner:
             self._on_fault("capacity refused", f"{request}: {what}")
             self._report(ev.CapacityRefused(at=time.time(), request=request, reason=what))
 
-    def _remember(self) -> None:
+    def _write_list(self) -> None:
         jobs = {request: job.id for request, job in (self._jobs | self._cancelling).items()}
         lent.note(self._run_dir, jobs, self._kind)
 
 
 async def _command(*command: str) -> tuple[int, str, str]:
-    """Run the command; return (exit code, stdout, stderr), code 124 if it took over `COMMAND_S`.
-    Then, and on cancellation, it is killed with the processes that it has started, such as sbatch:
-    a job that is submitted afterwards would be unknown here."""
+    """Run the command; return (exit code, stdout, stderr), with code 124 after `COMMAND_S`. On this
+    timeout, and on cancellation, it is killed with the processes that it has started, such as
+    sbatch. Otherwise they might submit a job that is unknown here."""
     # A task of its own: a cancellation while asyncio connects the pipes would leave the process.
     start = asyncio.create_task(
         asyncio.create_subprocess_exec(

@@ -32,7 +32,7 @@ class Progress:
 
     step: int  # last finished step
     boundary: dict[str, Any] = field(default_factory=dict)  # state at its end, for a checkpoint
-    at_boundary: bool = True  # the trainer's weights are those of `step`
+    at_boundary: bool = True  # True while the trainer's weights are those of `step`
     stopped_early: str = ""  # why eval.stop ends the run before its last step
 
 
@@ -52,7 +52,7 @@ class StepTimes:
         return seconds
 
     def phases(self) -> dict[str, float]:
-        """Return the seconds of each phase. The engines' idle time is none of the rollout's."""
+        """Return the seconds of each phase. The engines' idle time isn't part of the rollout."""
         return {
             "rollout": self.rolled_out - self.began - self._idle_s,
             "train": self.trained - self.rolled_out,
@@ -62,8 +62,8 @@ class StepTimes:
 
 
 class Records:
-    """Writes the run's files except those of the trainer. `recorder` takes the trace; `resumed`:
-    rows of later steps are removed."""
+    """Writes the run's files except those of the trainer. `recorder` receives the trace. If
+    `resumed`, rows of later steps are removed."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Records:
         self.metrics.write(self._progress.step, row)
 
     def change(self, what: str, detail: str) -> None:
-        """Report that a borrowed rank or a job has come or left in order."""
+        """Report that a borrowed rank or a job has joined, or left in order."""
         self.recorder.instant(what, detail=detail)
         self.row("worker", what, detail)
         print(f"{what}: {detail}", flush=True)

@@ -49,8 +49,8 @@ def check(run_dir: Path, config: Config) -> None:
     """Raise `ConfigError` unless the run at `run_dir` can be replayed with `config`.
 
     1. Every step up to trainer.steps must be saved.
-    2. The temperature, of which the saved log-probabilities are, and the sizes of batches and
-       groups must be the run's own.
+    2. The temperature, on which the saved log-probabilities depend, and the sizes of batches and
+       groups must be those of the saved run.
 
     A folder without config.json passes the second check.
     """
@@ -112,10 +112,11 @@ def summarise(groups: list[list[Trajectory]], config: Config) -> BatchSummary:
 
 
 def closest_limit(trajectory: Trajectory, config: Config) -> tuple[int, int]:
-    """Return (tokens generated, most tokens allowed) for the limit that is used up furthest.
+    """Return (tokens generated, most tokens allowed) for the limit that is used up furthest. A leaf
+    is one path through the trajectory's branches.
 
     1. All turns together: env.max_turns * env.max_new_tokens.
-    2. A leaf's tokens: what its prompt and observations leave of model.max_context.
+    2. A leaf's tokens: model.max_context less its prompt and observations.
     3. A leaf's last turn: env.max_new_tokens.
     """
     environments = [env for _, env in config.environments.values()]
@@ -129,8 +130,8 @@ def closest_limit(trajectory: Trajectory, config: Config) -> tuple[int, int]:
 
 
 def _made(leaves: list[Trajectory]) -> list[int]:
-    """Return the number of the policy's tokens in each leaf, including those that it shares with
-    earlier leaves, which alone have them marked."""
+    """Return the number of the policy's tokens in each leaf. Tokens shared with an earlier leaf
+    count, too, although only the mask of the earlier leaf marks them."""
     if len(leaves) == 1:
         return [leaves[0].response_tokens]
     known: list[tuple[np.ndarray, np.ndarray]] = []  # tokens, and whether the policy made each

@@ -1,4 +1,4 @@
-"""Removes files of steps before the last observe.keep_steps: trajectories, events and the journals
+"""Removes files of all but the last observe.keep_steps steps: trajectories, events and the journals
 of earlier attempts.
 
 A run that starts again needs none of these. It resumes from checkpoints/, turns/ and snapshots/,
@@ -39,7 +39,7 @@ class Retention:
         if self._keep is None:
             return
         self._own[step] = time.time()
-        newest = step - self._keep  # newest step whose files go
+        newest = step - self._keep  # newest step whose files are removed
         rollouts = self._run_dir.glob("rollouts/*")
         old = [path for path in rollouts if (number := _step_of(path)) and number <= newest]
         if (until := self._own.get(newest)) is not None:

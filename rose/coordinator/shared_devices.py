@@ -43,7 +43,7 @@ class Devices:
         self.holder: p.Role | None = p.Role.TRAINER  # None during a move, or after a cancelled one
         self._order_number = 0
         self._answers: dict[int, p.DeviceChanged] = {}  # rank -> answer to the last order
-        self._figures: dict[str, float] = {}  # collected since `row`
+        self._figures: dict[str, float] = {}  # collected since the last `row`
 
     # ----------------------------------------------------------------- for the step loop
 
@@ -75,8 +75,8 @@ class Devices:
         """Return values for the row of a step that ended at `at`, and reset them. `times` are the
         seconds of the step's phases.
 
-        They are the seconds that the orders took and, per role and order, the least memory that a
-        rank moved, and had free afterwards, in GiB.
+        The values are the seconds that orders took and, per role and order, the least memory in GiB
+        that a rank moved and had free afterwards.
         """
         taken, self._figures = self._figures, {}
         return taken
@@ -115,7 +115,7 @@ class Devices:
         self._recorder.instant("device_turn", holder=role.value)
 
     def received(self, answer: p.DeviceChanged) -> None:
-        """Take an answer to the last order; answers to cancelled orders are ignored."""
+        """Note an answer to the last order; answers to cancelled orders are ignored."""
         if answer.turn == self._order_number:
             self._answers[answer.rank] = answer
 

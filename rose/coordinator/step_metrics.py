@@ -35,9 +35,9 @@ def step_row(
     trains, of the time up to the step's last token. `time_idle` is the part of the rollout phase in
     which an engine, on average, had no turn; `time_rollout` is the remaining part.
 
-    `staleness` of a token is the number of versions between the weights that generated it and those
-    that it trained. `group_staleness_max` counts from the version at which a group was admitted;
-    batching policies bound it.
+    `staleness` of a token is the number of versions between the weights that generated it and the
+    weights that it trained. `group_staleness_max` counts from the version at which a group was
+    admitted; batching policies bound it.
     """
     stale = _staleness([t for group in groups for t in group], trained_on=hub.weights.version - 1)
     generating_s = hub.counts.token_at - hub.counts.began_at
@@ -77,7 +77,7 @@ def step_row(
 
 
 def _outcomes(groups: list[list[Trajectory]]) -> dict[str, Any]:
-    """Return the values that are over a step's trajectories, whenever they were generated."""
+    """Return the values about a step's trajectories, whenever these were generated."""
     all_of = [t for group in groups for t in group]
     lengths = np.array([t.response_tokens for t in all_of])
     return {
@@ -126,14 +126,14 @@ def reward_row(
 
 
 def _mean(name: str, trajectories: list[Trajectory]) -> float:
-    """The mean of a statistic, which counts as 0 where it is missing: an environment of the user's
-    may have one that is called as a single one of ROSE's."""
+    """Return the mean of a statistic, which counts as 0 where it is missing. An environment of the
+    user's may report only some of the statistics under ROSE's names."""
     return float(np.mean([t.stats.get(name, 0.0) for t in trajectories]))
 
 
 def checkpoint_row(groups: list[list[Trajectory]]) -> dict[str, Any]:
-    """Return the costs of the checkpoints of a step's sandboxes: turns by what was captured,
-    milliseconds of the agent's time for each, and bytes."""
+    """Return the costs of the checkpoints of a step's sandboxes: numbers of turns by the sort of
+    capture, mean milliseconds of the agent's time per turn, and bytes."""
     kept = [t.stats for group in groups for t in group if "checkpoint_seconds" in t.stats]
     if not kept:
         return {}
@@ -152,7 +152,7 @@ def evaluation(groups: list[list[Trajectory]], config: Config, step: int) -> dic
 
     The row has values of the run's own environments together (if they have no tasks, of all
     eval.sets), then of each member of a mixture and of each set. `eval_versions_later` is the
-    number of versions by which the weights of its newest token are newer than `step`.
+    number of versions by which the weights of the newest token are newer than `step`.
     """
     own = [group for group in groups if group[0].domain in config.env.members] or groups
     domains = [*(config.env.members if isinstance(config.env, Mixture) else ()), *config.eval.sets]
@@ -212,8 +212,8 @@ def by_member(members: Iterable[str], trajectories: list[Trajectory]) -> dict[st
 def _by_task(
     key: str, trajectories: list[Trajectory], most: int
 ) -> dict[str, dict[str, list[int]]]:
-    """Return {key: task -> [times solved, times tried]}. Empty if the environments name no tasks,
-    and for more than `most` tasks, like the rows of a large file."""
+    """Return {key: task -> [times solved, times tried]}. It is empty if the environments name no
+    tasks, or more than `most` of them."""
     found: dict[str, list[int]] = {}
     for t in trajectories:
         if t.task:
@@ -254,8 +254,8 @@ def _staleness(trajectories: list[Trajectory], trained_on: int) -> np.ndarray:
 
 
 def _histogram(lengths: np.ndarray) -> list[list[int]]:
-    """Return [upper edge, count] pairs. Edges grow by a quarter each, so that the differences
-    between short responses and those between long ones are both visible."""
+    """Return [upper edge, count] pairs. Each edge is a quarter above the last, so that differences
+    are visible between short responses as well as between long ones."""
     edges = [8]
     while edges[-1] < lengths.max():
         edges.append(int(edges[-1] * 1.25) + 1)

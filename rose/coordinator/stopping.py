@@ -23,7 +23,7 @@ from rose.coordinator.training import Training
 from rose.coordinator.waiting import Changes, RunFailed
 from rose.launch import resume
 
-RECENT_STEPS = 3  # steps, the longest of which predicts how long the next one's training takes
+RECENT_STEPS = 3  # last steps; the longest training among them predicts that of the next step
 
 
 class Stopped(Exception):
@@ -56,7 +56,7 @@ class StepEnd:
 
     async def wait(self, step: int, over: Callable[[], bool], limit_s: float) -> None:
         """Wait until `over()`, for `limit_s` at most; return at once if `step` is predicted to take
-        longer. Prints which."""
+        longer. Prints whether it waits."""
         if (left_s := self.left_s()) > limit_s:
             print(
                 f"asked to end: step {step} is trained for some {left_s:.0f} s more, and "
@@ -90,12 +90,12 @@ class Ending:
         self._progress, self._members, self._training = progress, members, training
         self._checkpoints, self._device, self._changed = checkpoints, device, changed
         self.step_end = StepEnd(changed)
-        self.asked = asyncio.Event()  # no further step begins
+        self.asked = asyncio.Event()  # set when the run is to end: no further step begins
         self._asked_at = 0.0  # monotonic seconds
 
     async def unless_asked(self) -> None:
-        """Return at once, or never if the run is to stop, which cancels the step loop. Otherwise
-        the next step could begin, and the finished one could not be saved any more."""
+        """Return at once. If the run is to stop, wait instead until the step loop is cancelled:
+        after the start of the next step, the finished step could not be saved any more."""
         if self.asked.is_set():
             await asyncio.Event().wait()
 

@@ -1,8 +1,8 @@
 """Sends a step's groups to the trainer ranks: all at once, or with `trainer.stream` in rounds, each
 with groups that are certain to be in the batch while others still run.
 
-When every rank has computed its part of a round, the groups that have become certain since then
-follow as the next round, planned over the ranks like a batch. So the trainer always has work if
+When every rank has computed its part of a round, the groups that became certain in the meantime
+form the next round, which is planned over the ranks like a batch. So the trainer always has work if
 there is any, and rounds grow while it is slower than the rollouts. When the batch is complete, its
 remaining groups are the last round, and only then the update is applied (rose/trainer/growing.py).
 A round does not wait for fuller micro-batches, because their tokens would then be computed after
@@ -57,8 +57,8 @@ class Training:
         self._samples = 0  # number of samples (rows) of the groups sent
         self._waiting: dict[str, Group] = {}  # certain groups that are not sent yet
         self.working: set[int] = set()  # indices of ranks that have not reported the round's end
-        self._since: float | None = None  # time of the round's start; None: no round ahead runs
-        self._hidden_s = 0.0  # seconds of rounds before the batch was complete
+        self._since: float | None = None  # start of the round ahead that runs, if any
+        self._hidden_s = 0.0  # seconds of rounds ahead, sent before the batch was complete
 
     @property
     def whole(self) -> bool:
@@ -129,7 +129,7 @@ class Training:
 
     def complete(self, step: int, groups: list[Group]) -> None:
         """Send the step's remaining groups as the last round, after which the ranks update. Raises
-        `RunFailed`, before any update, if a group that was sent isn't among `groups`."""
+        `RunFailed`, before any update, if a group that was sent before isn't in `groups`."""
         if self._step != step:  # A replayed batch has no `begin_step`.
             self.begin_step(step)
         self._end_round_ahead()
@@ -166,6 +166,7 @@ class Training:
             self._since = None
 
     def _start_round(self) -> None:
+        """Send the waiting groups as the next round ahead, if no round runs."""
         if self._waiting and not self.working and not self._stopping:
             self._since = time.time()
             self._send_groups(self._take_waiting(), more=True)
@@ -184,8 +185,8 @@ class Training:
         return taken
 
     def _send_groups(self, groups: dict[str, Group], more: bool) -> None:
-        """Send these groups as a round: each rank its part of the groups' rows. With `more`,
-        further rounds of the step follow."""
+        """Send these groups as a round, to each rank its part of their rows. With `more`, further
+        rounds of the step follow."""
         part = more or bool(self._sent)
         self._sent |= groups
         summary = replay.summarise(list(self._sent.values()), self._config)

@@ -1,7 +1,7 @@
-"""A record of the turns of running trajectories: in memory for a lost environment host, on disk for
-a restart of the run.
+"""A record of the turns of running trajectories: in memory for the loss of an environment host, on
+disk for a restart of the run.
 
-Environments are determined by their seeds and by what the policy does. So a trajectory that starts
+Environments are determined by their seeds and by the policy's actions. So a trajectory that starts
 again and gets its recorded turns reaches the same state, and no token is generated twice. This is
 Crab's "chat only" recovery (arXiv 2604.28138), made exact: a recorded turn is only returned for the
 context that it was generated for. If the environment behaves differently this time, the contexts
@@ -31,8 +31,8 @@ from rose.protocol import FinishReason, TurnRequest, TurnResult, unpack_tokens
 
 HEAD = 8  # bytes before a record: its length and CRC-32, little-endian
 PATTERN = "v*.turns"
-STARTS = "starts"  # name of the file with a step, and the starts from it without an orderly end
-MOST_STARTS = 2  # starts from one step that use the recorded turns; the next one does not
+STARTS = "starts"  # name of the file with a step, and the number of failed starts from it
+MOST_STARTS = 2  # most starts from one step that use the recorded turns
 # Memory for all running trajectories, enough for some 160 million tokens, or for 5 million with the
 # experts of a 30B mixture.
 MOST_BYTES = 2**31
@@ -60,9 +60,9 @@ class _Running:
     def __init__(self) -> None:
         # trajectory -> (`_key`, record) of its turns, in the order of their generation
         self._recorded: dict[str, list[tuple[bytes, Record]]] = {}
-        # restarted trajectory -> records that its host has not requested again
+        # restarted trajectory -> records that its new host has not requested yet
         self._unclaimed: dict[str, Records] = {}
-        # trajectory -> turns that a snapshot of an earlier attempt holds, and `_recorded` doesn't
+        # trajectory -> turns in a snapshot of an earlier attempt, which `_recorded` lacks
         self._in_snapshot: dict[str, int] = {}
         self._bytes = 0
         self._full = False
@@ -127,9 +127,9 @@ class TurnLog:
     """The record on disk, and in `running` the record in memory.
 
     `step` is the step at which the run starts, and the version of its weights. Turns of later
-    versions are not used, because the weights that generated them are lost. `max_behind` bounds how
-    many versions a recorded turn's oldest token may be older than the weights at its request; None:
-    nothing is recorded on disk (rollout.resume_turns).
+    versions are not used, because the weights that generated them are lost. A recorded turn is used
+    if its oldest token is at most `max_behind` versions older than the weights at its request. If
+    that is None, nothing is recorded on disk (rollout.resume_turns).
     """
 
     def __init__(self, folder: Path, step: int, max_behind: int | None) -> None:
@@ -178,7 +178,7 @@ class TurnLog:
 
     def find(self, request: TurnRequest, version: int) -> TurnResult | None:
         """Return the turn that an earlier attempt recorded for this context; None if none. Each
-        record is returned once, with `finish` ABORT if incomplete. `version`: the newest one."""
+        record is returned once, with `finish` ABORT if incomplete. `version`: the newest."""
         if not self._known:
             return None
         if version - self._max_behind > self._newest_known:
@@ -214,7 +214,7 @@ class TurnLog:
 
     def versions(self, version: int) -> tuple[int, int]:
         """Return the (oldest, newest) version at which an earlier attempt may have started a
-        trajectory that starts at `version`; there is none where newest < oldest."""
+        trajectory that this attempt starts at `version`; none if newest < oldest."""
         return (version - self._max_behind, self._newest_known) if self._resumes else (0, -1)
 
     def forget(self, trajectory: str) -> None:
@@ -242,7 +242,7 @@ class TurnLog:
         self, request: TurnRequest, result: TurnResult, version: int, delivered: bool = True
     ) -> None:
         """Record a turn that ended at `version`; with `finish` ABORT it is incomplete. `delivered`:
-        the trajectory's current host gets it. Raises OSError, also for turns added before."""
+        the trajectory's current host gets it. Raises OSError, also for buffered earlier turns."""
         if not result.tokens:
             return
         key = _key(request)
@@ -271,7 +271,7 @@ class TurnLog:
             self._file.flush()
 
     def checkpoint_saved(self, step: int) -> None:
-        """Remove what no restart from the checkpoint of `step`, or a later one, needs."""
+        """Remove turns and snapshots that a restart from the checkpoint of `step` doesn't need."""
         for late in self._forgotten:  # A host that was dying may have written one more snapshot.
             shutil.rmtree(self._snapshots / late, ignore_errors=True)
         self._forgotten.clear()
@@ -305,8 +305,8 @@ class TurnLog:
 
 
 def _insert(known: Records, key: bytes, record: Record) -> None:
-    """Add a record in place of incomplete records of its context. An incomplete record is dropped
-    where the context has complete ones."""
+    """Add a record, which replaces incomplete records of its context. An incomplete record is not
+    added if the context has a complete record."""
     records = known[key]
     while records and records[-1].finish is FinishReason.ABORT:
         records.pop()

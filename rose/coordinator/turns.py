@@ -36,7 +36,7 @@ class StepCounts:
 
 
 class TurnHub:
-    """Passes messages of environment hosts and workers to the scheduler, and its actions to them.
+    """Passes messages of hosts and workers to the scheduler, and carries out its actions.
 
     `send` takes (rank, message), `on_fault` (what, detail). `hybrids`: ranks of engines on the
     trainer's devices.
@@ -176,7 +176,7 @@ class TurnHub:
     def _carry_out(self, action: ev.Action) -> None:
         match action:
             case ev.AssignTurn(turn, worker, attempt, max_tokens):
-                if turn in self.ledger:  # False if an action before this one has ended it
+                if turn in self.ledger:  # An earlier action may have ended it.
                     self.workers[worker].turn_opened(time.time())
                     message = self.ledger.dispatch(turn, worker, attempt, max_tokens)
                     self._send(self.workers[worker].rank, message)
@@ -188,7 +188,7 @@ class TurnHub:
             case ev.UseWorker(worker) | ev.RestWorker(worker):
                 idled = isinstance(action, ev.RestWorker)
                 (self.workers.idled.add if idled else self.workers.idled.discard)(worker)
-                known = self.workers.get(worker)  # None if a policy names one that has left
+                known = self.workers.get(worker)  # None if the worker has left
                 if known is not None and known.pool == "hybrid":
                     self._on_action(action)
             case _:
@@ -251,11 +251,9 @@ class TurnHub:
             self._count_tokens(m.id, m.tokens)
 
     def _adopt_open_turn(self, source: int, m: p.TurnRequest) -> bool:
-        """Assign the lost host's open turn to the new host if both requested the same.
-
-        Return False if there is none. Another open turn of the lost host with the same name or the
-        same context is aborted, and its tokens are recorded.
-        """
+        """Hand the lost host's open turn to the new host if both requested the same; else return
+        False. An open turn that only has the same name or the same context is aborted, and its
+        tokens are recorded."""
         for turn in self.ledger.orphans(m.trajectory):
             before = self.ledger.request_of(turn)
             if (before.turn, before.sampling, before.tokens) == (m.turn, m.sampling, m.tokens):
@@ -316,6 +314,7 @@ class TurnHub:
         self.feed(ev.TurnEnded(at=time.time(), turn=turn, tokens=tokens))
 
     def _deliver(self, turn: str, finish: p.FinishReason) -> None:
+        """Close the turn, record it, and send the result to its host."""
         request = self.ledger.request_of(turn)
         host, result = self.ledger.close(turn, finish)
         self.log.add(request, result, self.weights.version, delivered=host != NO_HOST)
@@ -386,8 +385,8 @@ class TurnHub:
             self.feed(ev.WorkerDraining(at=time.time(), worker=m.worker))
 
     def lose(self, name: str, why: str) -> int:
-        """Remove a worker for good; return the number of turns that it had. They continue on other
-        workers from the tokens received."""
+        """Remove a worker for good; return the number of its turns. They continue on other workers
+        from the tokens received."""
         if name not in self.workers:
             return 0
         held = self._unassign_all(name, why)
@@ -399,6 +398,7 @@ class TurnHub:
             self.listener.group_ended(group)
 
     def _unassign_all(self, name: str, why: str) -> int:
+        """Take all turns from a worker that is lost; return their number."""
         worker = self.workers[name]
         worker.turn_closed(time.time(), worker.open_turns)
         worker.alive = False

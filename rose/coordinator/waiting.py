@@ -10,7 +10,7 @@ from collections.abc import Callable
 SHOW_SILENCE_S = 30.0  # seconds without progress, after which the live display shows the wait
 REPORT_SILENCE_S = 60.0  # seconds without progress, after which the wait is reported as a fault
 POLL_S = 1.0  # seconds between two checks of the silence while nothing changes
-LATE_S = 10.0  # seconds between two checks, after which this process was suspended or very busy
+LATE_S = 10.0  # seconds between two checks that show that this process was suspended or very busy
 
 
 class RunFailed(RuntimeError):
@@ -59,9 +59,9 @@ class Changes:
     ) -> None:
         """Wait until `ready()`, as long as there is progress of any kind.
 
-        `progress()` has another value after each progress. In each silence, `report` gets the text
-        once, after `REPORT_SILENCE_S`. Raises `RunFailed` after a silence of `patience_s`. A
-        silence begins again after a time in which this process itself was stopped.
+        The value of `progress()` changes with each progress. In each silence, `report` gets the
+        text once, after `REPORT_SILENCE_S`. Raises `RunFailed` after a silence of `patience_s`. If
+        this process itself was suspended, the silence is measured from then on.
         """
         reported = shown = False
         last, since = progress(), time.monotonic()
@@ -86,7 +86,7 @@ class Changes:
             await self._next(POLL_S)
 
     async def _next(self, seconds: float) -> None:
-        """Wait for the next change, `seconds` at most. The caller then checks what it is."""
+        """Wait for the next change, `seconds` at most. The caller then checks its state."""
         self._changed.clear()
         try:
             async with asyncio.timeout(seconds):

@@ -29,7 +29,7 @@ class Weights:
         self._on_action, self._on_fault = on_action, on_fault
         self.store = ""  # folder of the weight store
         self.version = -1  # newest published
-        self.sync_bytes = 0  # loaded of the newest version, by all workers
+        self.sync_bytes = 0  # bytes that all workers loaded of the newest version
         self.sync_pause_s = 0.0  # longest pause of a worker for the newest version
 
     def publish(self, version: int, store: str) -> None:
@@ -41,7 +41,7 @@ class Weights:
         for name, worker in list(self._workers.items()):
             failed, worker.failed_loads = worker.failed_loads, 0
             if worker.alive and failed >= MOST_HYBRID_LOADS:
-                # The scheduler takes it to be still loading, and orders no load before its end.
+                # The scheduler still counts it as loading, and would order no further load.
                 self._load_ended(name, worker)
 
     def stale_workers(self) -> list[str]:
@@ -74,8 +74,8 @@ class Weights:
         worker = self._workers.get(m.worker)
         if worker is None or worker.incarnation != m.incarnation:
             return
-        # The step loop waits for dedicated workers to load the newest version. Any other failed
-        # load is left behind: the scheduler orders the newest version.
+        # The run ends if a dedicated worker can't load the newest version, because the step loop
+        # waits for it. After any other failed load, the scheduler orders the newest version.
         if worker.pool != "dedicated" or m.version < self.version:
             if worker.pool == "hybrid" and m.version == self.version:
                 worker.failed_loads += 1

@@ -24,10 +24,10 @@ class Worker:
     kind: Kind = "dedicated"
     alive: bool = True
     tokens: int = 0  # received from it since `begin_step`
-    total_tokens: int = 0
-    running: int = 0
-    waiting: int = 0
-    open_turns: int = 0
+    total_tokens: int = 0  # received from it in all
+    running: int = 0  # sequences that the engine decodes
+    waiting: int = 0  # sequences that wait in the engine
+    open_turns: int = 0  # turns assigned to it
     failed_loads: int = 0  # failed attempts to load the newest version
     _busy_s: float = 0.0  # seconds with at least one turn, from `begin_step` to `_busy_since`
     _busy_since: float = 0.0  # wall-clock seconds
@@ -123,7 +123,8 @@ class Workers(dict[str, Worker]):
 
 class Decoding:
     """Counters of all engines since `begin_step`: they generated `tokens` in `steps` engine steps,
-    and accepted `accepted` of `drafted` draft tokens. Heartbeats bring them up to 1 s late."""
+    and accepted `accepted` of `drafted` draft tokens. The counts arrive with heartbeats, up to 1 s
+    late."""
 
     NAMES = ("steps", "drafted", "accepted", "generated_tokens")
 

@@ -61,6 +61,7 @@ class Asynchronous:
         return gone + self._go_on()
 
     def _go_on(self) -> list[Action]:
+        """Start training if a batch is complete, and admit groups while there is room."""
         return self._train() + self._fill()
 
     def _fill(self) -> list[Action]:
@@ -77,11 +78,9 @@ class Asynchronous:
         return len(self._admitted) < self._groups * (1 + self.staleness)
 
     def _train(self) -> list[Action]:
-        if (
-            not self._wanted
-            or len(self._accepted) + len(self._refused) < self._groups
-            or self._must_wait()
-        ):
+        """Start the waiting step's training if its batch is complete and need not wait."""
+        is_complete = len(self._accepted) + len(self._refused) >= self._groups
+        if not self._wanted or not is_complete or self._must_wait():
             return []
         accepted = [g for g in self._admitted if g in self._accepted][: self._groups]
         taken = accepted + list(self._refused)[: self._groups - len(accepted)]
@@ -94,8 +93,8 @@ class Asynchronous:
     def certain(self) -> list[str]:
         """Return the accepted groups that the waiting step will train in any case.
 
-        A step takes the accepted groups that were admitted first, so those are certain that have
-        fewer than a batch of running or accepted groups before them.
+        A step takes the accepted groups that were admitted first. So an accepted group is certain
+        if fewer than a batch of running or accepted groups were admitted before it.
         """
         if not self._wanted:
             return []

@@ -37,6 +37,7 @@ class Stream:
         return AdmitGroup(self._next - 1, group_name(self._next - 1), spare)
 
     def put_back(self, group: str) -> None:
+        """Let the group's prompt be admitted again, before new prompts."""
         self._again.append((group_index(group), group_retry(group) + 1))
 
     def snapshot(self, unfinished: Iterable[str]) -> dict[str, Any]:
@@ -57,8 +58,8 @@ class Stream:
 
 
 class Round:
-    """The groups of one step. It admits groups until `groups` are accepted, and keeps `oversample`
-    times that many accepted or running.
+    """The groups of one step. It admits groups until `groups` are accepted. `oversample` times
+    `groups` are kept accepted or running.
 
     A refused group is replaced until `max_admitted` times `groups` were admitted. After that,
     refused groups fill the batch, newest last. Otherwise a solved task, whose groups are all
@@ -88,14 +89,16 @@ class Round:
 
     @property
     def certain(self) -> list[str]:
-        """The groups that `close` takes in any case; refused ones only fill up."""
+        """The groups that `close` takes in any case; refused groups only fill up."""
         return self._accepted[: self.size]
 
     @property
     def complete(self) -> bool:
+        """True if `close` can be called: enough groups are accepted, or none is unfinished."""
         return len(self._accepted) >= self.size or not self._open
 
     def fill(self) -> list[Action]:
+        """Admit groups up to the targets of the round."""
         actions: list[Action] = []
         while len(self._open) + len(self._accepted) < self._target and self._admitted < self._limit:
             action = self._admit()
@@ -116,9 +119,8 @@ class Round:
         """Drop the groups that the batch doesn't take, and start the training."""
         taken = (self._accepted + self._refused)[: self.size]
         kept = set(taken)
-        dropped = [
-            DropGroup(g) for g in [*self._open, *self._accepted, *self._refused] if g not in kept
-        ]
+        every = [*self._open, *self._accepted, *self._refused]
+        dropped = [DropGroup(group) for group in every if group not in kept]
         return [*dropped, StartTraining(step, sorted(taken, key=group_index))]
 
 

@@ -1,4 +1,4 @@
-"""Carry-over: a step doesn't wait for its longest trajectories, and none is dropped for that."""
+"""Carry-over: a step doesn't wait for its longest trajectories; a later step trains them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from rose.scheduler.groups import group_index
 
 
 class CarryOver:
-    """Train on the groups that finish first, oldest version first. The others run on during the
-    training and belong to the next steps. Nothing is dropped, so long trajectories are neither lost
-    nor under-represented.
+    """Train on the groups that finish first, oldest version first. The other groups continue during
+    the training and belong to later steps. Nothing is dropped, so long trajectories are neither
+    lost nor under-represented.
 
-    Ours. The parts are known (AReaL's staleness bound, partial rollouts); the rule below makes them
-    safe together. A group admitted at version a must be trained at version a + `staleness` at the
+    Ours. The parts are known (AReaL's staleness bound, partial rollouts); the rule below combines
+    them safely. A group admitted at version a must be trained at version a + `staleness` at the
     latest. A batch of G groups is taken only if the remaining groups can all meet their deadlines
     with one batch per version: at most k G of them are due within the next k batches (earliest
-    deadline first). Otherwise the step waits for older groups. So the bound holds without dropping,
-    which AReaL's count alone doesn't achieve.
+    deadline first). Otherwise the step waits for older groups. So the bound holds without dropping
+    groups. AReaL's count of admitted groups alone doesn't achieve this.
 
     `carry` is the number of batches in flight beyond the G groups of a step, at most `staleness`.
-    In the steady state the share min(carry, 1) of a batch is one version old; with carry above 1 it
-    is older. carry=0 is synchronous. A refused group (DAPO's dynamic sampling) is replaced
+    In the steady state, the share min(carry, 1) of a batch is one version old; with carry above 1,
+    it is older. carry=0 is synchronous. A refused group (DAPO's dynamic sampling) is replaced
     until `max_admitted` times G groups were admitted for the step; after that it is used.
     """
 
@@ -67,6 +67,7 @@ class CarryOver:
         return self._go_on()
 
     def _go_on(self) -> list[Action]:
+        """Admit groups, and start training if a batch can be taken."""
         actions = self._admit()
         batch = self._cut()
         if batch:
@@ -79,8 +80,8 @@ class CarryOver:
         return actions
 
     def _cut(self) -> list[str]:
-        """Return the groups of the batch; [] if it is incomplete, or if groups that it leaves would
-        miss their deadlines."""
+        """Return the groups of the next batch; [] if too few are finished, or if the remaining
+        groups would miss their deadlines."""
         if self._step is None or len(self._done) < self._batch:
             return []
         batch = sorted(self._done, key=lambda g: self._open[g])[: self._batch]
@@ -115,6 +116,7 @@ class CarryOver:
         )
 
     def _admit(self) -> list[Action]:
+        """Admit groups up to the bound on groups in flight."""
         actions: list[Action] = []
         # Groups in flight while the trainer trains will be at least one version old when they are
         # trained, so they may be no more than `carry` batches.

@@ -13,9 +13,9 @@ class Dapo(Synchronous):
     With `algorithm.dynamic_sampling`, groups whose rewards are all equal are refused. Each is
     replaced at once, so that `oversample` batches stay accepted or running; `max_admitted` works as
     in `synchronous`. Dropped groups tend to be long ones, a bias that the paper accepts;
-    `tail_batching` tries them again. DAPO names no factor. veRL's recipe generates 3 batches for
-    one, without ending early; 1.25 is RollPacker's (section 4.1). A live run lacks nothing; engines
-    abort the turns of dropped groups at once.
+    `tail_batching` tries them again. DAPO gives no value for `oversample`. veRL's recipe generates
+    3 batches for one and waits for all; 1.25 is RollPacker's (section 4.1). Live runs support all
+    of it; engines abort the turns of dropped groups at once.
     """
 
     def __init__(self, oversample: float, max_admitted: float) -> None:

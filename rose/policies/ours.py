@@ -30,10 +30,10 @@ class OnDemand:
     """Hold `min` to `max` low-priority jobs, one worker each, as the queue of turns demands.
 
     Another job is requested when turns have waited without a break for `patience_s`. The newest job
-    is released when no turn has waited for `idle_s`, which must exceed a training phase, in which
-    no turn waits. Two decisions are at least `cool_down_s` apart. After a refusal nothing is
-    requested for `back_off_s`. Each further refusal doubles this time, up to five minutes. Times
-    are in seconds.
+    is released when the queue has been empty for `idle_s`. `idle_s` must exceed a training phase,
+    during which the queue is empty. Two decisions are at least `cool_down_s` apart. After a refusal
+    nothing is requested for `back_off_s`. Each further refusal doubles this time, up to five
+    minutes. Times are in seconds.
     """
 
     asks_for_jobs = True
@@ -49,12 +49,9 @@ class OnDemand:
     ) -> None:
         if not 0 <= min <= max or max < 1:
             raise ValueError(f"min={min}, max={max}: 0 <= min <= max, and max at least 1")
-        for name, value in (
-            ("patience_s", patience_s),
-            ("idle_s", idle_s),
-            ("cool_down_s", cool_down_s),
-            ("back_off_s", back_off_s),
-        ):
+        names = "patience_s", "idle_s", "cool_down_s", "back_off_s"
+        times = patience_s, idle_s, cool_down_s, back_off_s
+        for name, value in zip(names, times, strict=True):
             if not value >= 0:
                 raise ValueError(f"{name}={value}: must not be negative")
         self.min, self.max, self.patience_s, self.idle_s = min, max, patience_s, idle_s
@@ -72,16 +69,14 @@ class OnDemand:
         if self._wants_more(at, have) and not cluster.back_off.waits(at, self.back_off_s):
             self._decided_at = at
             return [RequestCapacity(self._new_name(cluster))]
-        if (
-            have > self.min
-            and self._idle_since is not None
-            and at - self._idle_since >= self.idle_s
-        ):
+        idle = self._idle_since is not None and at - self._idle_since >= self.idle_s
+        if have > self.min and idle:
             self._decided_at = at
             return [ReleaseCapacity(list(cluster.requests)[-1])]
         return []
 
     def _note_queue(self, at: float, waiting: bool) -> None:
+        """Note since when turns have been waiting, or since when the queue has been empty."""
         if waiting:
             self._idle_since = None
             self._waiting_since = at if self._waiting_since is None else self._waiting_since
@@ -109,16 +104,17 @@ class AllIdle(RoseProvisioning):
     they idle. Here they join borrowed workers. With asynchronous batching they shorten exactly the
     time for which the trainer waits.
 
-    They roll out in the first step, and in a step after one in which the trainer waited longer than
-    `hybrid_wait_s`, the price of waking up, loading weights and going to sleep. They stop
-    1. when the batch is complete, or before that
+    They roll out in the first step. In a later step they do if the trainer waited longer than
+    `hybrid_wait_s` in the step before, which is the time that waking up, loading weights and going
+    to sleep take. They stop
+    1. when the batch is complete, or earlier:
     2. once a group of the step is finished and at most `hybrid_tail` trajectories per dedicated
-       worker are left (never at 0). These continue on dedicated workers with the tokens generated
-       so far, and the trainer has its GPUs back before the batch is due.
+       worker are left (never at 0). These trajectories continue on dedicated workers with the
+       tokens generated so far, and the trainer gets its GPUs before the batch is due.
 
     `hybrid_tail` is doubled, to at least 1, after a step that waited for the trainer's GPUs for
-    more than the share MOST_DELAY. It is halved after every CALM steps in a row that didn't, down
-    to its configured value. The other arguments are those of `rose`.
+    more than the share MOST_DELAY. It is halved after every CALM steps in a row without such a
+    delay, down to its configured value. The other arguments are those of `rose`.
     """
 
     def __init__(
@@ -157,23 +153,24 @@ class AllIdle(RoseProvisioning):
             case StepBegun(at=at) if not cluster.training:
                 waited, self._waits_since, self._finished = self._waited_s, at, 0
                 self._hybrids_roll = waited > self.hybrid_wait_s
-                return actions + (self._hybrid(cluster, UseWorker) if self._hybrids_roll else [])
+                if self._hybrids_roll:
+                    actions += self._change_hybrids(cluster, UseWorker)
             case StepBegun():
                 self._waited_s = 0.0
             case WorkerJoined(kind="hybrid") if self._hybrids_roll:
-                return actions + self._hybrid(cluster, UseWorker)
+                actions += self._change_hybrids(cluster, UseWorker)
             case GroupFinished(at=at) if cluster.training:
                 self._hybrids_roll = False
                 if self._waits_since >= 0:
                     self._waited_s, self._waits_since = at - self._waits_since, -1.0
-                return actions + self._hybrid(cluster, RestWorker)
+                actions += self._change_hybrids(cluster, RestWorker)
             case GroupFinished():
                 self._finished += 1
             case TrajectoryEnded(trajectory=ended, failed=False) if (
                 self._hybrids_roll and self._in_tail(ended, cluster)
             ):
                 self._hybrids_roll = False
-                return actions + self._hybrid(cluster, RestWorker)
+                actions += self._change_hybrids(cluster, RestWorker)
         return actions
 
     def _set_tail(self, delay: float) -> None:
@@ -186,8 +183,8 @@ class AllIdle(RoseProvisioning):
             self.hybrid_tail = max(half if half >= 1 else 0.0, self._first_tail)
 
     def _in_tail(self, trajectory: str, cluster: Cluster) -> bool:
-        """True if few enough trajectories are left for the dedicated workers once this one has
-        ended. Those of admitted groups count, started or not."""
+        """True if few enough trajectories for the dedicated workers are left after this one. All
+        trajectories of admitted groups count, whether started or not."""
         if not (self._finished and self.hybrid_tail and cluster.group_size):
             return False
         left = sum(max(0, cluster.group_size - there) for there in cluster.admitted.values())
@@ -195,7 +192,9 @@ class AllIdle(RoseProvisioning):
         dedicated = sum(worker.kind == "dedicated" for worker in cluster.workers.values())
         return left <= self.hybrid_tail * dedicated
 
-    def _hybrid(self, cluster: Cluster, change: type[UseWorker] | type[RestWorker]) -> list[Action]:
+    def _change_hybrids(
+        self, cluster: Cluster, change: type[UseWorker] | type[RestWorker]
+    ) -> list[Action]:
         return [
             change(name)
             for name, worker in sorted(cluster.workers.items())
@@ -208,7 +207,7 @@ class DueFirst:
     arrival.
 
     Ours, for batching policies that carry groups over (`carry_over`, `bounded_staleness`): turns
-    that the next step waits for don't wait behind turns for a later one. Nothing starves, because
+    that the next step waits for don't wait behind turns for a later step. Nothing starves, because
     only finitely many groups are older. With synchronous batching it equals `fifo`.
     """
 
@@ -235,16 +234,16 @@ class EarliestFinish:
 
     Candidates are the worker with the prefix cached and the least loaded worker of each kind and
     hardware. The prediction is the seconds for the mean output of the turn's domain, at most a
-    chunk, plus the delay that this causes the turns already there. A pool without measurements
-    comes first: its worker with the prefix cached, else its least loaded one. After each
-    `chunk_tokens` a turn is placed again (Seer's divided rollout, arXiv 2511.14617); most stay. So
-    a trajectory leaves its cached prefix when waiting costs more than prefill, and the last
-    trajectories of a step, which decide its end, gather on the fastest engines. `chunk_tokens` is
-    our value: a chunk takes much longer than prefill of a context.
+    chunk, plus the delay of the turns already there. Hardware without measurements comes first: its
+    worker with the prefix cached, else its least loaded one. After each `chunk_tokens` a turn is
+    placed again (Seer's divided rollout, arXiv 2511.14617); most turns stay. So a trajectory leaves
+    its cached prefix when waiting costs more than prefill, and the last trajectories of a step,
+    which decide its end, gather on the fastest engines. `chunk_tokens` is our value: a chunk takes
+    much longer than prefill of a context.
 
     A new trajectory starts only while the KV of all workers holds all started trajectories, at the
-    mean context that trajectories end with. With more, they would evict each other's prefixes while
-    their tools run, and every turn would prefill its whole context.
+    mean context that trajectories end with. Otherwise trajectories would evict each other's
+    prefixes while their tools run, and every turn would prefill its whole context.
     """
 
     def __init__(self, chunk_tokens: int) -> None:
@@ -281,11 +280,12 @@ class EarliestFinish:
         return worker
 
     def lane(self, turn: TurnState) -> bool:
-        """True if the turn's trajectory has started or belongs to an evaluation. So a trajectory
-        that may not start yet blocks neither."""
+        """True if the turn's trajectory has started or belongs to an evaluation. Such turns have a
+        lane of their own, so that trajectories which may not start yet don't block them."""
         return turn.held_out or turn.trajectory in self._begun
 
     def _fits_one_more(self, fleet: Fleet) -> bool:
+        """True if the workers' KV memory has room for one more trajectory."""
         self._sum_kv_in -= 1
         if self._sum_kv_in < 0:  # once in as many decisions as there are workers: amortized O(1)
             self._sum_kv_in, self._ready_kv = len(fleet), sum(w.kv_tokens for w in fleet)
@@ -297,6 +297,7 @@ class EarliestFinish:
     def _score(
         self, turn: TurnState, worker: WorkerState, cached: bool
     ) -> tuple[float, float, str]:
+        """Return the sort key of a candidate, the smaller the better."""
         output = self._lengths.of_domain(turn)
         seconds = self._speeds.seconds(turn, worker, min(output, self.chunk_tokens), cached)
         if seconds is None:

@@ -3,7 +3,8 @@ they started.
 
 A host with `cpu` runnable tasks slows its commands down by s = max(1, cpu / cores). A trajectory
 that has spent C seconds in commands is assumed to spend as many again (Lindy's rule, as its length
-is unknown). So a move from s to s' saves C (1 - s' / s), which must be CHARGE times its cost.
+is unknown). So a move from s to s' saves C (1 - s' / s). This must be at least CHARGE times its
+cost.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from rose.scheduler.state import Cluster, HostState
 # A move must save this multiple of its cost. Ours: 2, because half of the trajectories end sooner
 # than Lindy's rule says.
 CHARGE = 2.0
-# Share of a host's memory in use from which nothing is moved to it. Ours.
+# Nothing moves to a host with at least this share of its memory in use. Ours.
 FULL = 0.9
 
 
@@ -30,7 +31,7 @@ class Rebalance:
 
     A host is crowded once its load (cpu / cores) has been at least `crowded` for `patience_s`. The
     trajectories that have spent most in commands move first, `at_once` of them at most. A host that
-    hasn't reported its load for `patience_s` takes no part.
+    hasn't reported its load for `patience_s` is neither source nor target.
 
     Three rules prevent flapping:
     1. Even after the move, the source must be at least `margin` times as slow as the target.
@@ -60,20 +61,19 @@ class Rebalance:
         crowded = [name for name, host in known.items() if _load(host) >= self._crowded]
         self._since = {name: self._since.get(name, at) for name in crowded}
         ready = [name for name in crowded if at - self._since[name] >= self._patience_s]
-        ready = sorted(
-            filter(lambda name: self._load_is_settled(name, at), ready),
-            key=lambda name: (-_load(known[name]), name),
-        )
+        ready = [name for name in ready if self._load_is_settled(name, at)]
+        ready.sort(key=lambda name: (-_load(known[name]), name))
         return [move for name in ready for move in self._relieve(known[name], known, at, cluster)]
 
     def _load_is_settled(self, host: str, at: float) -> bool:
-        """True if the host's load must have been reported since the last move from or to it."""
+        """True if the load report of a known host is newer than the last move from or to it."""
         return at - self._moved_at.get(host, float("-inf")) > self._patience_s
 
     def _relieve(
         self, source: HostState, known: dict[str, HostState], at: float, cluster: Cluster
     ) -> list[Action]:
-        """Return the moves from one host. Each takes the mean demand of its trajectories along."""
+        """Return the moves from a crowded host. Each moved trajectory is assumed to have the mean
+        demand of the host's trajectories."""
         demand, left = source.cpu / max(1, source.running), source.cpu
         others = [
             host
@@ -119,5 +119,5 @@ def _load(host: HostState) -> float:
 
 
 def _slowdown_with(host: HostState, cpu: dict[str, float], demand: float) -> float:
-    """Return the host's slowdown with one more trajectory."""
+    """Return the host's slowdown with one more trajectory of this demand."""
     return max(1.0, (cpu[host.host] + demand) / host.cores)

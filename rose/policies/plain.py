@@ -46,11 +46,11 @@ class CacheAffine:
     """Cache-affine routing: ROSE's order (section 4) without cooperative workers.
 
     1. The worker that has the trajectory's prefix cached, while it has room.
-    2. For a new trajectory the worker that has its group's prompt cached, unless its load exceeds
-       that of the least loaded by more than `imbalance` (share of capacity).
+    2. The worker that has the group's prompt cached, unless its load exceeds that of the least
+       loaded worker by more than `imbalance` (share of capacity).
     3. The least loaded worker.
 
-    A worker whose memory was revoked is used only if no other has room.
+    A worker whose memory was revoked is used only if no other worker has room.
     """
 
     def __init__(self, imbalance: float) -> None:
@@ -70,4 +70,5 @@ class CacheAffine:
 
 
 def _as_steady(worker: WorkerState | None, least: WorkerState) -> bool:
+    """False if there is no worker, or if its memory was revoked and that of `least` was not."""
     return worker is not None and (least.revoked or not worker.revoked)

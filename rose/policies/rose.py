@@ -20,12 +20,12 @@ from rose.scheduler.events import (
 from rose.scheduler.fleet import Fleet
 from rose.scheduler.state import Cluster, TurnState, WorkerState
 
-# A turn leaves its cached prefix for a worker if it would take longer by more than this share to
-# stay. For a turn that runs, the share is multiplied by the other worker's load.
+# A turn leaves the worker with its cached prefix if staying takes longer by more than this share.
+# For a running turn, the share is multiplied by the other worker's load.
 SLACK = 0.25
 TRIAL_TURNS = 2  # turns sent to a cooperative worker that hasn't been measured
 TRIAL_TOKENS = 128  # tokens of a turn on such a worker, after which its pace is known
-PATIENCE = 16  # decisions for which a waiting lane isn't checked again
+PATIENCE = 16  # decisions after which a waiting lane (`RoseRouting.lane`) is checked again
 
 
 class RoseRouting:
@@ -44,17 +44,17 @@ class RoseRouting:
       cap. Otherwise trajectories that start on lent GPUs would evict prefixes of other workers.
     It doesn't apply to other running trajectories, because stopping them would waste their work.
 
-    Ours, where the paper leaves it open: the predicted seconds until the turn ends (`Speeds`)
-    decide between 2 and 3. Case 1 is passed over if another worker is faster by more than the share
-    SLACK. A turn waits instead of 2 if it ends sooner on a worker with its own device, including
-    the wait. A cooperative worker without measurements gets TRIAL_TURNS turns of TRIAL_TOKENS each,
-    which are then placed again; if its pool has been measured, it gets only turns for which others
-    have no room.
+    The paper leaves other points open, where the rules are ours. The predicted seconds until the
+    turn ends (`Speeds`) decide between 2 and 3. Case 1 doesn't apply if another worker is faster by
+    more than the share SLACK. A turn waits instead of 2 if it ends sooner by waiting for a worker
+    with its own device. A cooperative worker without measurements gets TRIAL_TURNS turns of
+    TRIAL_TOKENS each, which are then placed again. If other workers of its hardware were measured,
+    it gets only turns for which no other worker has room.
 
     A turn on a cooperative worker keeps its place in the queue. When a worker with its own device
-    gets free, and at ticks, two times are predicted for the turn's remaining tokens, assumed to be
-    those of a mean turn: t on its worker, at the measured pace, and t' on the free worker, with
-    prefill and the delay of the turns there. The turn moves if t > t' (1 + SLACK x load there).
+    gets free, and at ticks, two times are predicted for as many more tokens as a mean turn has: t
+    on its worker, at the measured pace, and t' on the free worker, with prefill and the delay of
+    the turns there. The turn moves if t > t' (1 + SLACK x load there).
     """
 
     def __init__(self) -> None:
@@ -90,32 +90,31 @@ class RoseRouting:
             return None
         home = fleet.get(cluster.home.get(turn.trajectory, ""), turn)
         worker = self._place(turn, home, fleet)
-        if (
-            worker is not None
-            and self.watches(worker)
-            and self._own_are_full(turn, fleet, cluster)
-            and (self._waits(turn, worker, cluster))
-        ):
+        if worker is None:
+            return None
+        may_wait = self.watches(worker) and self._own_are_full(turn, fleet, cluster)
+        if may_wait and self._waits(turn, worker, cluster):
             self._patience[turn.lane] = PATIENCE
             self._lane_waits = True
             return None
-        if worker is not None:
-            self._note_assignment(turn, worker, worker is home)
+        self._note_assignment(turn, worker, worker is home)
         return worker
 
     def closed(self) -> bool:
+        """True if the last turn's whole lane is to wait."""
         return self._lane_waits
 
     def lane(self, turn: TurnState) -> str:
         """Return one of four lanes, by the reason why a turn may wait. Evaluations, to which the
-        cap doesn't apply, are "held_out". Trajectories that the cap keeps from starting are "new".
-        Running ones are "own" or "lent", by the sort of worker that has their prefix."""
+        cap doesn't apply, are "held_out". Trajectories that have not started are "new". Running
+        trajectories are "own" or "lent", by the sort of worker that has their prefix."""
         if turn.held_out:
             return "held_out"
         where = self._worker_of.get(turn.trajectory)
         return "new" if where is None else "lent" if where in self._lent else "own"
 
     def _place(self, turn: TurnState, home: WorkerState | None, fleet: Fleet) -> WorkerState | None:
+        """Choose between `home`, which has the turn's prefix cached, and other workers."""
         others = fleet.least_of_each(turn)
         if any(w.revoked for w in others):
             lent = fleet.least(turn, kind="cooperative")  # SLO-safe if any is
@@ -132,9 +131,8 @@ class RoseRouting:
         output = self._lengths.of_any(turn)
         home_s = self._speeds.seconds(turn, home, output, True)
         other_s = self._speeds.joining_s(turn, worker, output, True)
-        return (
-            home if home_s is None or other_s is None or home_s <= (1 + SLACK) * other_s else worker
-        )
+        stays = home_s is None or other_s is None or home_s <= (1 + SLACK) * other_s
+        return home if stays else worker
 
     def _own_are_full(self, turn: TurnState, fleet: Fleet, cluster: Cluster) -> bool:
         """True if workers with their own devices have turns and no room for this one."""
@@ -154,22 +152,22 @@ class RoseRouting:
         own = cluster.workers[self._own_worker]
         home = cluster.home.get(turn.trajectory)
         output = self._lengths.of_any(turn)
-        there = (
+        lent_s = (
             self._speeds.staying_s(turn, worker, output)
             if home == worker.worker
             else self._speeds.joining_s(turn, worker, output, False)
         )
-        here = (
+        own_s = (
             self._speeds.staying_s(turn, own, output)
             if turn.lane == "own"
             else self._speeds.joining_s(turn, own, output, False)
         )
-        return (
-            None not in (here, there)
-            and here * (1 + (1 + cluster.waiting) / self._own_sequences) < there
-        )
+        if own_s is None or lent_s is None:
+            return False
+        return own_s * (1 + (1 + cluster.waiting) / self._own_sequences) < lent_s
 
     def _rank(self, turn: TurnState, worker: WorkerState) -> tuple:
+        """Return the sort key of a candidate, the smaller the better."""
         seconds = self._speeds.joining_s(turn, worker, self._lengths.of_any(turn), True)
         if not self._is_known(worker):
             seconds = 0.0 if seconds is None and len(worker.turns) < TRIAL_TURNS else math.inf
@@ -185,6 +183,7 @@ class RoseRouting:
         return 0 if self._is_known(worker) else TRIAL_TOKENS
 
     def _is_known(self, worker: WorkerState) -> bool:
+        """False for a cooperative worker that hasn't been measured."""
         return worker.kind != "cooperative" or self._speeds.has_measured(worker)
 
     # ----------------------------------------------------------------- turns that run
@@ -196,6 +195,7 @@ class RoseRouting:
     def better(
         self, turn: TurnState, among: list[WorkerState], at: float, cluster: Cluster
     ) -> WorkerState | None:
+        """Return the worker on which the running turn ends clearly sooner; None if none is."""
         left = min(self._lengths.of_any(turn), turn.max_new_tokens - turn.made_tokens)
         if left <= 0 or at <= turn.assigned_at:
             return None
@@ -203,38 +203,35 @@ class RoseRouting:
         found, most = None, self._remaining_s(turn, here, left, at)
         over = self._overestimated(turn, here, left)
         for worker in among:
-            if (
-                self.watches(worker)
-                or len(worker.turns) >= worker.max_sequences
-                or not self._below_cap(turn, worker)
-            ):
-                continue  # In an engine's queue the turn would gain nothing.
+            # In an engine's queue the turn would gain nothing.
+            is_full = len(worker.turns) >= worker.max_sequences
+            if self.watches(worker) or is_full or not self._below_cap(turn, worker):
+                continue
             there = self._speeds.joining_s(turn, worker, left, False)
             if there is not None and (there := there * over * (1 + SLACK * worker.load)) < most:
                 found, most = worker, there
         if found is not None:
-            # The attempt is aborted now, and counts up to its last progress report.
+            # The attempt is aborted now. Its time is measured up to its last progress report.
             self._speeds.ended(turn, here, turn.progress_at, turn.made_tokens)
             self._note_assignment(turn, found, False)
         return found
 
     def _overestimated(self, turn: TurnState, here: WorkerState, left: float) -> float:
-        """Return the measured over the predicted time of the running turn, at most 1.
+        """Return the measured time of the running turn divided by the predicted time, at most 1.
 
-        Long turns have contexts beyond those that were fitted. An error of the fit there is the
-        same on other workers, whose predictions are multiplied by this factor.
+        Long turns have contexts beyond those that were fitted. The fit is assumed to err by the
+        same factor on other workers, so their predictions are multiplied by it.
         """
         token_s, expected = self._speeds.token_s(turn), self._speeds.staying_s(turn, here, left)
         return 1.0 if token_s is None or expected <= 0 else min(1.0, token_s * left / expected)
 
     def _remaining_s(self, turn: TurnState, here: WorkerState, left: float, at: float) -> float:
-        """Return the seconds until the running turn has generated `left` more tokens."""
+        """Predict the seconds until the running turn has generated `left` more tokens. A turn that
+        has been silent for long is predicted to stay silent as long again."""
         token_s, silent = self._speeds.token_s(turn), at - turn.progress_at
         if token_s is not None:
-            return max(
-                token_s * left,
-                silent if silent > 2 * (turn.progress_at - turn.assigned_at) else 0.0,
-            )
+            is_long = silent > 2 * (turn.progress_at - turn.assigned_at)
+            return max(token_s * left, silent if is_long else 0.0)
         if self._is_known(here):
             return self._speeds.staying_s(turn, here, left)
         return silent if len(here.turns) <= TRIAL_TURNS else math.inf
@@ -242,10 +239,12 @@ class RoseRouting:
     # ----------------------------------------------------------------- what workers hold
 
     def _below_cap(self, turn: TurnState, worker: WorkerState) -> bool:
+        """True if the worker's KV has room for the turn's trajectory, or holds no other."""
         held = self._held.get(worker.worker, 0)
         return held == 0 or held + max(turn.kv_need, int(self._lengths.final)) <= worker.kv_tokens
 
     def _note_assignment(self, turn: TurnState, worker: WorkerState, cached: bool) -> None:
+        """Count the turn's trajectory on this worker, and on no other."""
         self._speeds.sent(turn, worker, cached)
         self._forget(turn.trajectory)
         name = worker.worker
@@ -265,13 +264,13 @@ class RoseProvisioning:
     """Use at most `n_serving` cooperative workers at a time, those whose online server has recently
     held the least KV (ROSE, arXiv 2605.06534, cooperative provisioning).
 
-    KV use is 1 - kv_tokens / whole_kv_tokens, averaged with weights that fall by 1/e per
+    KV use is 1 - kv_tokens / whole_kv_tokens, averaged with weights that fall to 1/e in
     `recent_s`. The policy changes the workers in use
-    1. when training begins, for the next step, so that activation is over when that begins. A
+    1. when training begins, for the next step, so that activation is over when this step begins. A
        worker in use is replaced only by one whose use is lower by more than `hysteresis`;
-    2. within a step, while fewer than `n_serving` are in use and another worker pays. Its
-       activation (weights, KV pages) takes `activation_s`. Beside n workers it saves at most
-       1/(n + 1) of the step's remaining time, by the exponential mean of the last steps;
+    2. within a step, while fewer than `n_serving` are in use and another worker pays: it saves more
+       than `activation_s`, the time to activate it (weights, KV pages). Beside n workers it saves
+       at most 1/(n + 1) of the step's remaining time, by the exponential mean of the last steps;
     3. in the tail: while fewer turns than workers are left, a worker without a turn for `idle_s`
        rests.
 
@@ -282,13 +281,9 @@ class RoseProvisioning:
     def __init__(
         self, n_serving: int, recent_s: float, hysteresis: float, activation_s: float, idle_s: float
     ) -> None:
-        for name, value in (
-            ("n_serving", n_serving),
-            ("recent_s", recent_s),
-            ("hysteresis", hysteresis),
-            ("activation_s", activation_s),
-            ("idle_s", idle_s),
-        ):
+        names = "n_serving", "recent_s", "hysteresis", "activation_s", "idle_s"
+        values = n_serving, recent_s, hysteresis, activation_s, idle_s
+        for name, value in zip(names, values, strict=True):
             if not value >= 0:
                 raise ValueError(f"{name}={value} must not be negative")
         self.n_serving, self.recent_s, self.hysteresis = n_serving, recent_s, hysteresis
@@ -327,24 +322,20 @@ class RoseProvisioning:
                 self._busy_at[worker.worker] = at
         if self._begun is None or cluster.training:
             return []
-        there = sum(not _asleep(w) for w in cluster.workers.values())
-        if len(cluster.turns) < there:
-            return [
-                RestWorker(w.worker)
-                for w in used
-                if at - self._busy_at.get(w.worker, at) >= self.idle_s
-            ]
+        awake = sum(not _asleep(w) for w in cluster.workers.values())
+        if len(cluster.turns) < awake:
+            idle = [w for w in used if at - self._busy_at.get(w.worker, at) >= self.idle_s]
+            return [RestWorker(w.worker) for w in idle]
         left = max(self._step_s - (at - self._begun), 0.0)
-        others = sorted(
-            (w for w in self._lent(cluster) if w.resting), key=lambda w: self._rank(at, w)
-        )
-        n = there - len(others)
-        pays = (
-            i for i in range(self.n_serving - len(used)) if left / (n + i + 1) > self.activation_s
-        )
+        others = [w for w in self._lent(cluster) if w.resting]
+        others.sort(key=lambda w: self._rank(at, w))
+        n = awake - len(others)
+        more = range(self.n_serving - len(used))
+        pays = (i for i in more if left / (n + i + 1) > self.activation_s)
         return [self._activate(at, worker) for worker, _ in zip(others, pays, strict=False)]
 
     def _choose(self, at: float, cluster: Cluster) -> list[Action]:
+        """Use the `n_serving` cooperative workers that rank first, and let the others rest."""
         ranked = sorted(self._lent(cluster), key=lambda w: self._rank(at, w))
         return [
             *(RestWorker(w.worker) for w in ranked[self.n_serving :] if not w.resting),
@@ -356,13 +347,16 @@ class RoseProvisioning:
         return UseWorker(worker.worker)
 
     def _rank(self, at: float, worker: WorkerState) -> tuple[float, str]:
+        """Return the sort key: KV use, lowered by `hysteresis` for a worker in use."""
         use = self._use[worker.worker].at(at, self.recent_s)
         return use - (0.0 if worker.resting else self.hysteresis), worker.worker
 
     def _lent(self, cluster: Cluster) -> list[WorkerState]:
+        """Return the cooperative workers."""
         return [cluster.workers[name] for name in self._use if name in cluster.workers]
 
     def _learn(self, at: float) -> None:
+        """Note that a step begins, and update the mean duration of steps."""
         if self._begun is not None:
             took = at - self._begun
             self._step_s = took if math.isinf(self._step_s) else (self._step_s + took) / 2
@@ -386,9 +380,11 @@ class RecentMean:
         self._since, self._at, self._value, self._mean = at, at, value, value
 
     def at(self, at: float, recent_s: float) -> float:
+        """Return the mean at a time, with weights that fall to 1/e in `recent_s`."""
         weight = math.exp(-(at - self._at) / recent_s) if recent_s else 0.0
         return self._value + (self._mean - self._value) * weight
 
     def put(self, at: float, value: float, recent_s: float) -> None:
+        """Set the value from this time on."""
         self._mean = self.at(at, recent_s) if at > self._since else value
         self._at, self._value = at, value

@@ -1,4 +1,4 @@
-"""Predictions for routing policies: how fast workers are, and how long turns."""
+"""Predictions for routing policies: how fast workers are, and how long turns are."""
 
 from __future__ import annotations
 
@@ -37,10 +37,8 @@ class Lengths:
                 self._context[turn.trajectory] = turn.context_tokens + tokens
                 for domain in (turn.domain, ALL):
                     mean, count = self._output.get(domain, UNKNOWN)
-                    self._output[domain] = (
-                        mean + (tokens - mean) / min(count + 1, RECENT_TURNS),
-                        count + 1,
-                    )
+                    mean += (tokens - mean) / min(count + 1, RECENT_TURNS)
+                    self._output[domain] = mean, count + 1
             case TrajectoryEnded(trajectory=trajectory, tokens=tokens):
                 final = self._context.pop(trajectory, 0)
                 if tokens and final:
@@ -55,12 +53,12 @@ class Lengths:
         return (self._output.get(turn.domain) or self._output.get(ALL, UNKNOWN))[0]
 
 
-# Forgetting factor of a pool's fit per turn. A few hundred turns count, of some thousand per step.
+# Forgetting factor of a pool's fit, per turn: the last few hundred turns count.
 FORGET = 0.995
-# Nothing is forgotten while a coefficient's variance, in units of the residual's, exceeds this.
+# Nothing is forgotten while a coefficient's variance exceeds this multiple of the residual's.
 # Otherwise the variance would grow without bound for a feature that doesn't vary.
 LARGEST = 1e6
-FEW_TOKENS = 4  # tokens of an attempt, fewer of which say nothing about its pace
+FEW_TOKENS = 4  # fewest tokens of an attempt from which its pace is measured
 # Largest plausible time to prefill a token, as a share of a decode step. Prefill reads the weights
 # once for many tokens.
 PREFILL = 0.02
@@ -109,7 +107,7 @@ class Speeds:
                 self.ended(turn, cluster.workers.get(turn.worker or ""), at, tokens)
             case WorkerJoined(worker=worker) | WorkerLost(worker=worker):
                 self._slowness.pop(worker, None)
-            case StepBegun():  # Halve each deviation from slowness 1: slow workers are tried again.
+            case StepBegun():  # Halve the deviations from 1, so that slow workers are tried again.
                 self._slowness = {name: (1 + slow) / 2 for name, slow in self._slowness.items()}
 
     def sent(self, turn: TurnState, worker: WorkerState, cached: bool) -> None:
@@ -118,27 +116,17 @@ class Speeds:
         self._forget_turn(turn)
         context = uncached(turn)
         held = self._held[worker.worker] = self._held.get(worker.worker, 0) + context
-        self._sent[turn.turn] = Sent(
-            worker.worker,
-            turn.attempt + 1,
-            context,
-            held,
-            0 if cached else context,
-            turn.made_tokens,
-        )
+        missing, made = 0 if cached else context, turn.made_tokens
+        self._sent[turn.turn] = Sent(worker.worker, turn.attempt + 1, context, held, missing, made)
 
     def ended(self, turn: TurnState, worker: WorkerState | None, at: float, made: int) -> None:
         """Learn from an attempt that ended. `made` are the tokens of the turn at its end."""
         held = self._held.get(turn.worker or "", 0)
         sent = self._forget_turn(turn)
-        if (
-            sent is None
-            or worker is None
-            or (worker.worker, turn.attempt) != (sent.worker, sent.attempt)
-        ):
+        if sent is None or worker is None:
             return
         tokens = made - sent.made
-        if tokens <= 0:
+        if tokens <= 0 or (worker.worker, turn.attempt) != (sent.worker, sent.attempt):
             return
         sort = worker.kind, worker.hardware
         pool = self._pools.get(sort)
@@ -147,13 +135,12 @@ class Speeds:
             pool = self._pools[sort] = self._like_another(x, seconds)
         fitted = pool.update(x, seconds)
         old = self._slowness.get(worker.worker, 1.0)
-        self._slowness[worker.worker] = (
-            old + RECENT * (seconds / fitted - old) if fitted > 0 else old
-        )
+        measured = seconds / fitted if fitted > 0 else old
+        self._slowness[worker.worker] = old + RECENT * (measured - old)
 
     def _like_another(self, x: Features, seconds: float) -> LeastSquares:
-        """Return the first fit of a new pool: that of a known pool, scaled to the first attempt. A
-        single attempt can't separate decode from prefill."""
+        """Return the first fit of a new pool: the fit of a known pool, scaled to predict the new
+        pool's first attempt. A single attempt can't separate decode from prefill."""
         known = next((pool for pool in self._pools.values() if pool.predict(x) > 0), None)
         return LeastSquares(
             *([w * seconds / known.predict(x) for w in known.weights] if known else ())
@@ -170,6 +157,7 @@ class Speeds:
         return worker.worker in self._slowness
 
     def _forget_turn(self, turn: TurnState) -> Sent | None:
+        """Remove and return the turn's running attempt; None if it has none."""
         sent = self._sent.pop(turn.turn, None)
         if sent is not None:
             self._held[sent.worker] -= sent.context
@@ -190,11 +178,11 @@ class Speeds:
     def joining_s(
         self, turn: TurnState, worker: WorkerState, output: float, twice: bool
     ) -> float | None:
-        """Return the seconds of the turn's prefill and next `output` tokens on another worker, plus
-        the time for which the turns there wait for the prefill; None as in `seconds`.
+        """Return the seconds of the turn's prefill and next `output` tokens on another worker; None
+        as in `seconds`. The time for which the turns there wait for the prefill is added.
 
-        `twice` adds the delay by its decode steps, as in `seconds`. Prefill of a token takes at
-        most PREFILL decode steps: while contexts are alike, the fit mistakes waiting for prefill.
+        `twice` also adds the delay by the turn's decode steps, as in `seconds`. Prefill of a token
+        counts as at most PREFILL decode steps, because the fit may count waiting as prefill.
         """
         pool = self._pools.get((worker.kind, worker.hardware))
         if pool is None:
@@ -220,6 +208,7 @@ class Speeds:
         cached: bool,
         times: int,
     ) -> float:
+        """Return the seconds by the fit; the contexts of the worker's turns count `times` times."""
         context = uncached(turn)
         held = times * self._held.get(worker.worker, 0) + context
         seconds = pool.predict(features(output, held, 0 if cached else context))
@@ -227,6 +216,7 @@ class Speeds:
 
 
 def uncached(turn: TurnState) -> int:
+    """Return the tokens to prefill on a worker that has none of them cached."""
     return turn.context_tokens + turn.made_tokens
 
 
@@ -276,8 +266,8 @@ class LeastSquares:
 def project(w: Features, p: tuple[float, ...]) -> Features:
     """Return coefficients without negative ones, close to the best fit under that constraint.
 
-    The negative coefficients are set to 0 one after the other. After each, the other coefficients
-    are changed to the best fit given that, by the covariances `p`.
+    The negative coefficients are set to 0 one after the other. After each, the covariances `p` give
+    the best fit of the other coefficients under this constraint.
     """
     columns = (p[0], p[1], p[2]), (p[1], p[3], p[4]), (p[2], p[4], p[5])
     for i in range(3):

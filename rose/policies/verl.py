@@ -15,7 +15,7 @@ class Synchronous:
     A refused group is replaced by the next prompt (dynamic sampling, DAPO section 3.2) until
     `max_admitted` times the wanted groups were admitted. After that refused groups fill the batch,
     newest last, so that a solved task can't sample forever. veRL's recipe gives up after 10 such
-    batches; our value is 8. A live run lacks nothing.
+    batches; our value is 8. Live runs support all of it.
     """
 
     staleness = 0
@@ -27,7 +27,7 @@ class Synchronous:
         self.max_admitted = max_admitted
         self._stream = Stream()
         self._step = 0
-        self._round: Round | None = None  # None from the complete batch to the next step
+        self._round: Round | None = None  # None after a complete batch, until the next step begins
 
     def begin(self, step: int, groups: int) -> list[Action]:
         self._step = step
@@ -41,13 +41,13 @@ class Synchronous:
         if not self._round.complete:
             return actions
         done, self._round = self._round, None
-        self._over(done)
+        self._before_close(done)
         return actions + done.close(self._step)
 
     def certain(self) -> list[str]:
         return self._round.certain if self._round else []
 
-    def _over(self, done: Round) -> None:
+    def _before_close(self, done: Round) -> None:
         """Hook for subclasses, called before `done` cancels its unfinished groups."""
 
     def snapshot(self) -> dict[str, Any]:
@@ -66,8 +66,8 @@ class OneStepOff(Synchronous):
     don't mix, so a slow group delays only its own batch (`bounded_staleness` with eta=1 mixes). A
     refused group is replaced within its batch, up to `max_admitted` batches, as in `synchronous`.
     The last step starts a batch that is never trained, because policies don't know which step is
-    the last. Live: `transfer.in_flight` says how turns continue when a version is published, so a
-    trajectory may end on newer weights than it started with.
+    the last. In a live run, running turns continue with a published version as `transfer.in_flight`
+    says. So a trajectory may end on newer weights than it started with.
     """
 
     staleness = 1
@@ -95,10 +95,12 @@ class OneStepOff(Synchronous):
         return self._round.certain if self._round and self._wanted is not None else []
 
     def _start(self, groups: int) -> list[Action]:
+        """Admit the groups of the next batch."""
         self._round = Round(groups, self._stream.admit, 1.0, self.max_admitted)
         return self._round.fill()
 
     def _train(self, groups: int) -> list[Action]:
+        """Start training on the complete batch, and admit the next batch."""
         actions = self._round.close(self._wanted)
         self._wanted = None
         return actions + self._start(groups)

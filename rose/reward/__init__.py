@@ -1,5 +1,5 @@
-"""The episode that a reward scores, its score, and a user's function that returns one.
+"""Episodes, their scores, and the loading of a user's function, such as one that scores episodes.
 
-May import `rose.config` and `rose.inputs`. Rewards that the run itself computes, other than those
-of its environments, are a part (rose/parts/rewards).
+This package may import `rose.config` and `rose.inputs`. The part rose/parts/rewards computes
+rewards in place of the environments.
 """

@@ -10,9 +10,9 @@ from rose.reward import values
 
 
 class Said(msgspec.Struct, frozen=True):
-    """A part of the transcript: by the policy, or not (prompt, tools)."""
+    """A part of the transcript."""
 
-    policy: bool
+    policy: bool  # True if the policy generated it, False for the prompt and tool results
     text: str
 
 
@@ -22,11 +22,11 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
     trajectory: str
     domain: str  # the environment's name, or the member's in a mixture
     seed: int  # the environment's seed
-    task: dict[str, Any]  # the environment's facts about the task (`Start.task`), as the answer
+    task: dict[str, Any]  # the environment's facts on the task (`Start.task`), such as the answer
     transcript: list[Said]
     reward: float  # the environment's own reward
     success: bool  # the environment's own verdict
-    truncated: bool  # True: ended by a limit, not by the environment
+    truncated: bool  # True if a limit ended it, not the environment
     turns: int
 
     @property
@@ -36,7 +36,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def response(self) -> str:
-        """The policy's last turn."""
+        """Text of the policy's last turn."""
         return next((said.text for said in reversed(self.transcript) if said.policy), "")
 
 
@@ -44,22 +44,22 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     """The score of an episode."""
 
     reward: float
-    success: bool | None = None  # None: the scorer doesn't judge it
-    timed_out: bool = False  # True: the answer exceeded its time limit, which is its result
+    success: bool | None = None  # None if the scorer gives no verdict
+    timed_out: bool = False  # True if the answer exceeded its time limit, which is a valid result
 
 
 class ScoringFailed(RuntimeError):
-    """The scorer failed. Nothing is known about the answer, so its reward is not 0."""
+    """The scorer failed. Nothing is known about the answer, so a reward of 0 would be wrong."""
 
 
 class Hung(ScoringFailed):
-    """A plain function did not return in time. Its thread can't be ended, so its process must."""
+    """A plain function did not return in time. Its thread can't be ended, only its process."""
 
 
 def score_of(value: Any, whose: str) -> Score:
     """Convert the value that a user's function returned: a number, (number, success), {"reward":
     ..., "success": ...} or a `Score`, as `rose.reward.values` reads them. Raises `ScoringFailed`
-    for anything else, and for a reward that isn't finite or is too large. `whose`: the
+    for anything else, and for a reward that isn't finite or is too large. `whose` names the
     function."""
     late, success = False, None
     match value:

@@ -18,7 +18,8 @@ from rose.config import ConfigError, outside
 def load(where: str, key: str) -> Callable[..., Any]:
     """Return the callable that `where`, the value of the key `key`, names.
 
-    Raises `ConfigError`: no such file, module or name, an import that fails, or not callable.
+    Raises `ConfigError` if there is no such file, module or name, its import fails, or it isn't
+    callable.
     """
     source, colon, name = where.rpartition(":")
     if not colon or not source or not name:
@@ -39,7 +40,7 @@ def load(where: str, key: str) -> Callable[..., Any]:
 
 def check_kind(found: Callable[..., Any], where: str) -> None:
     """Raise `ConfigError` for a class, and for a generator function, whose call computes nothing.
-    `where`: KEY=VALUE, which named `found`."""
+    `where` is the setting, KEY=VALUE, that names `found`."""
     if isinstance(found, type):
         raise ConfigError(
             f"{where}: {found.__name__} is a class; name a function, or an object of the class"
@@ -58,7 +59,7 @@ def check_call(found: Callable[..., Any], where: str, /, *given: Any, **named: A
     arguments. A function of a C extension that shows Python no parameters is accepted."""
     check_kind(found, where)
     try:
-        # A decorator may give its function further arguments, so only its wrapper counts.
+        # A decorator may pass its function further arguments, so only the wrapper's count.
         parameters = inspect.signature(found, follow_wrapped=False)
     except (TypeError, ValueError):
         return
@@ -72,9 +73,9 @@ def check_call(found: Callable[..., Any], where: str, /, *given: Any, **named: A
 
 
 def result(value: Any) -> Any:
-    """Return what a function has returned, or what comes of it where it is to be awaited: a
-    function may be async without looking so, behind a decorator or as an object. Call this outside
-    of an event loop."""
+    """Return the result of a user's function that returned `value`: await it if it is awaitable.
+    Only this shows whether the function is async, which a decorator or an object may hide. Must be
+    called outside of an event loop."""
     return asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
 
 

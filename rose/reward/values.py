@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-# Largest magnitude of a reward. The trainer holds rewards in float32, whose largest value is 3e38,
-# and so it does sums of squared gradients, which grow with the square of rewards in algorithms that
+# Largest magnitude of a reward. The trainer holds rewards and sums of squared gradients in float32,
+# whose largest value is 3e38. These sums grow with the square of the rewards in algorithms that
 # don't divide by the standard deviation.
 MOST_REWARD = 1e15
 
@@ -29,10 +29,10 @@ def shown(value: Any) -> str:
 
 
 def number(value: Any) -> float:
-    """Return `value` as a float. Raises `ValueError` where it is no number."""
+    """Return `value` as a float. Raises `ValueError` if it is no number."""
     if type(value) is float:
         return value
-    if callable(getattr(value, "item", None)):  # NumPy and torch have it
+    if callable(getattr(value, "item", None)):  # values of NumPy and torch
         try:
             value = _item(value)
         except Exception:  # Each library has its own error for several elements.
@@ -50,7 +50,7 @@ def number(value: Any) -> float:
 
 
 def reward(value: Any) -> float:
-    """Return `value` as a reward. Raises `ValueError` for no finite number, or one too large."""
+    """Return `value` as a reward. Raises `ValueError` if it isn't finite or is too large."""
     try:
         found = number(value)
     except ValueError:
@@ -65,7 +65,7 @@ def reward(value: Any) -> float:
 
 
 def flag(value: Any) -> bool:
-    """Return `value`, a bool or a number that is 0 or 1, as a bool. Raises `ValueError`."""
+    """Return a bool, or a number that is 0 or 1, as a bool. Raises `ValueError` for others."""
     if type(value) is bool:
         return value
     found = number(value)
@@ -84,20 +84,21 @@ def to_json(value: Any) -> Any:
             raise TypeError(f"{shown(value)} is not one value") from None
         if isinstance(value, bool | int | float | str):
             return value
-    if hasattr(type(value), "__float__"):  # decimal.Decimal has it
+    if hasattr(type(value), "__float__"):  # such as decimal.Decimal
         return number(value)
     return msgspec.to_builtins(value, enc_hook=_unknown)
 
 
 def _item(value: Any) -> Any:
-    """Return the one element of an array or a tensor. What NumPy masks, as the mean of nothing, has
-    an `item` of 0. Raises `ValueError`, and what the library raises."""
+    """Return the one element of an array or tensor. Raises `ValueError` for a masked NumPy value,
+    whose `item` is 0, and passes on the library's own errors."""
     if type(value).__module__.startswith("numpy.ma") and value.mask.any():
         raise ValueError("masked")
     return value.item()
 
 
 def _unknown(value: Any) -> Any:
+    """Convert a value that msgspec can't convert itself."""
     if callable(getattr(value, "item", None)) or hasattr(type(value), "__float__"):
         return to_json(value)
     raise TypeError(f"{shown(value)} is no JSON")

@@ -27,9 +27,10 @@ from rose.scheduler.policies import (
     Provisioning,
     Routing,
 )
-from rose.scheduler.state import Cluster, HostState, SavedState, TurnState, WorkerState
+from rose.scheduler.state import Cluster, HostState, SavedState, TurnState
+from rose.scheduler.workers import Workers
 
-MAX_STALLS = 5  # stalls of one turn that stop the run, because five are no accident
+MAX_STALLS = 5  # stalls of one turn after which the run stops; five are no accident
 
 
 class Scheduler:
@@ -46,6 +47,11 @@ class Scheduler:
         self.cluster = Cluster()
         self.fleet = Fleet(self.cluster, queue_depth, getattr(routing, "label", lambda worker: ""))
         self._queue = Dispatch(self.cluster, self.fleet, routing, order)
+        self.joins_resting: Callable[[str], bool] = getattr(
+            provisioning, "joins_resting", lambda kind: False
+        )
+        workers = Workers(self.cluster, self.fleet, self._queue, self.joins_resting)
+        self._workers = workers
         self._provisioning, self._batching, self._placement = provisioning, batching, placement
         self._turn_timeout_s = turn_timeout_s
         self._sequence = 0
@@ -53,11 +59,11 @@ class Scheduler:
         # may be older than the turn's last progress; `_abort_stalled` then pushes a newer one.
         self._deadlines: list[tuple[float, int, str, int]] = []
         handlers: dict[type[Event], Callable[[Any], list[Action]]] = {
-            ev.WorkerJoined: self._worker_joined,
+            ev.WorkerJoined: workers.joined,
             ev.WorkerLost: self._worker_lost,
-            ev.WorkerDraining: self._worker_draining,
-            ev.WorkerCapacity: self._worker_capacity,
-            ev.WorkerLoaded: self._worker_loaded,
+            ev.WorkerDraining: workers.draining,
+            ev.WorkerCapacity: workers.capacity_changed,
+            ev.WorkerLoaded: workers.loaded,
             ev.VersionPublished: self._version_published,
             ev.CapacityQueued: self._capacity_queued,
             ev.CapacityGranted: self._capacity_granted,
@@ -85,9 +91,6 @@ class Scheduler:
             for policy in (provisioning, routing, order, batching, placement)
             if hasattr(policy, "on_event")
         ]
-        self.joins_resting: Callable[[str], bool] = getattr(
-            provisioning, "joins_resting", lambda kind: False
-        )
         self.rolls_hybrids: Callable[[], bool] = getattr(
             provisioning, "rolls_hybrids", lambda: True
         )
@@ -95,8 +98,8 @@ class Scheduler:
             batching, "published", lambda version: []
         )
         self._certain: Callable[[], list[str]] = getattr(batching, "certain", lambda: [])
-        # Groups that the trainer of a streaming step has received; None if the step isn't streamed
-        self._given_early: set[str] | None = None
+        # Groups sent early to the trainer of a streamed step; None if the step isn't streamed
+        self._sent_early: set[str] | None = None
         self._batching_trajectory_ended: Callable[[str, str], list[Action]] = getattr(
             batching, "trajectory_ended", lambda trajectory, group: []
         )
@@ -104,11 +107,11 @@ class Scheduler:
     def handle(self, event: Event) -> list[Action]:
         """Apply one event and return the actions to carry out now, in this order (`ActionQueue`):
 
-        1. what follows from the event itself;
-        2. what policies that observe the event decide;
-        3. assignments of waiting turns to workers.
+        1. the actions that the event itself causes;
+        2. the actions of policies that observe the event;
+        3. the assignments of waiting turns to workers.
 
-        So an action stands behind those that make room for it: a turn is aborted before another
+        So an action follows the actions that make room for it: a turn is aborted before another
         takes its place, and a worker is ordered to load weights before it gets turns.
         """
         kind = type(event)
@@ -124,11 +127,9 @@ class Scheduler:
         if before or after:
             self._queue.reorder(event)
         tick = kind is ev.Tick
-        return (
-            actions + self._dispatch(event.at, tick)
-            if self.cluster.waiting or self._queue.may_move(tick)
-            else actions
-        )
+        if self.cluster.waiting or self._queue.may_move(tick):
+            actions += self._dispatch(event.at, tick)
+        return actions
 
     def snapshot(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as plain containers. Workers and turns are not in it:
@@ -140,18 +141,17 @@ class Scheduler:
 
     @property
     def staleness(self) -> int:
-        """Most versions by which a trained group may be behind; 0 if training is on-policy."""
+        """Most versions from a group's admission to the step that trains it; 0 if on-policy."""
         return self._batching.staleness
 
     @property
     def waiting(self) -> int:
+        """Number of turns in the queue."""
         return self.cluster.waiting
 
     def _notify(self, event: Event) -> list[Action]:
-        """Pass the event to the policies that observe events, and return what they decide.
-
-        Events about a turn or worker that is gone, or about an earlier attempt, are not passed on.
-        """
+        """Pass a current event to the policies that observe events. Return the actions that they
+        decide on, and the actions that these cause."""
         if not self._listeners or not self._is_current(event):
             return []
         actions: list[Action] = []
@@ -161,6 +161,7 @@ class Scheduler:
         return actions
 
     def _is_current(self, event: Event) -> bool:
+        """False for an event about a gone worker, a gone turn, or an earlier attempt."""
         match event:
             case ev.TurnEnded(turn=name):
                 return name in self.cluster.turns
@@ -172,13 +173,13 @@ class Scheduler:
         return True
 
     def _carry_out(self, actions: list[Action]) -> list[Action]:
-        """Apply the policies' actions to the cluster's state; return them and what they cause."""
+        """Apply policies' actions to the cluster's state. Return them and their consequences."""
         done: list[Action] = []
         for action in actions:
             done.append(action)
             match action:
                 case ev.StartTraining():
-                    self.cluster.training, self._given_early = True, None
+                    self.cluster.training, self._sent_early = True, None
                 case ev.AdmitGroup(_, group):
                     self.cluster.admitted[group] = 0
                 case ev.DropGroup(group):
@@ -188,31 +189,14 @@ class Scheduler:
                 case ev.ReleaseCapacity(request):
                     del self.cluster.requests[request]
                 case ev.UseWorker(worker):
-                    done += self._use(worker)
+                    done += self._workers.use(worker)
                 case ev.RestWorker(worker):
-                    done += self._rest(worker)
+                    done += self._workers.rest(worker)
                 case ev.MoveTrajectory(trajectory, host):
                     self.cluster.saved[trajectory].host = host
         return done
 
     # ----------------------------------------------------------------- workers
-
-    def _worker_joined(self, e: ev.WorkerJoined) -> list[Action]:
-        self._forget_worker(e.worker)
-        worker = WorkerState(
-            e.worker,
-            e.kind,
-            e.max_sequences,
-            e.kv_tokens,
-            e.version,
-            e.hardware,
-            e.shape,
-            whole_kv_tokens=e.kv_tokens,
-            resting=self.joins_resting(e.kind),
-        )
-        self.cluster.workers[e.worker] = worker
-        self.fleet.changed(e.worker)
-        return self._load_if_stale(worker)
 
     def _worker_lost(self, e: ev.WorkerLost) -> list[Action]:
         actions: list[Action] = []
@@ -220,89 +204,12 @@ class Scheduler:
             if turn := self.cluster.turns.get(name):
                 actions += self._notify(ev.TurnEnded(at=e.at, turn=name, tokens=turn.made_tokens))
             self._remove_turn(name)
-        self._forget_worker(e.worker)
+        self._workers.forget(e.worker)
         return actions
-
-    def _worker_draining(self, e: ev.WorkerDraining) -> list[Action]:
-        if e.worker in self.cluster.workers:
-            self.cluster.workers[e.worker].draining = True
-            self.fleet.changed(e.worker)
-        return []
-
-    def _worker_capacity(self, e: ev.WorkerCapacity) -> list[Action]:
-        worker = self.cluster.workers.get(e.worker)
-        if worker is None:
-            return []
-        worker.kv_tokens, worker.max_sequences = e.kv_tokens, e.max_sequences
-        worker.expected_s, worker.revoked = e.expected_s, e.revoked
-        worker.awaits_capacity_report = False
-        self.fleet.changed(e.worker)
-        return []
-
-    def _worker_loaded(self, e: ev.WorkerLoaded) -> list[Action]:
-        worker = self.cluster.workers.get(e.worker)
-        if worker is None:
-            return []
-        worker.version, worker.loading = e.version, False
-        self.fleet.changed(e.worker)
-        return self._load_if_stale(worker)
 
     def _version_published(self, e: ev.VersionPublished) -> list[Action]:
         self.cluster.version, self.cluster.training = e.version, False
-        self.cluster.home.clear()  # Prefixes cached under the old weights are useless.
-        self.cluster.group_home.clear()
-        actions: list[Action] = []
-        for name, worker in sorted(self.cluster.workers.items()):
-            worker.cached.clear()
-            self.fleet.changed(name)
-            actions += self._load_if_stale(worker)
-        return actions + self._carry_out(self._published(e.version))
-
-    def _load_if_stale(self, worker: WorkerState) -> list[Action]:
-        stale = 0 <= self.cluster.version != worker.version
-        if not stale or worker.loading or worker.draining or worker.resting:
-            return []
-        worker.loading = True
-        self.fleet.changed(worker.worker)
-        return [ev.LoadWeights(worker.worker, self.cluster.version)]
-
-    def _use(self, name: str) -> list[Action]:
-        worker = self.cluster.workers.get(name)
-        if worker is None or not worker.resting:
-            return []
-        worker.resting = False
-        self.fleet.changed(name)
-        return self._load_if_stale(worker)
-
-    def _rest(self, name: str) -> list[Action]:
-        worker = self.cluster.workers.get(name)
-        if worker is None or worker.resting:
-            return []
-        worker.resting = True
-        turns = [self.cluster.turns[turn] for turn in worker.turns]
-        aborts = [ev.AbortTurn(turn.turn, name, turn.attempt, "rest") for turn in turns]
-        for turn in turns:
-            self._queue.requeue(turn)
-        self._empty_cache(worker)
-        return aborts
-
-    def _forget_worker(self, name: str) -> None:
-        """Remove the worker, queue its turns again at their old places, and forget its caches."""
-        worker = self.cluster.workers.get(name)
-        if worker is None:
-            return
-        for turn in list(worker.turns):
-            self._queue.requeue(self.cluster.turns[turn])
-        self._empty_cache(worker)
-        del self.cluster.workers[name]
-
-    def _empty_cache(self, worker: WorkerState) -> None:
-        for homes in (self.cluster.home, self.cluster.group_home):
-            for key in worker.cached:
-                if homes.get(key) == worker.worker:
-                    del homes[key]
-        worker.cached.clear()
-        self.fleet.changed(worker.worker)
+        return self._workers.load_published() + self._carry_out(self._published(e.version))
 
     # ----------------------------------------------------------------- capacity
 
@@ -331,18 +238,10 @@ class Scheduler:
             raise ValueError(f"turn {e.turn} was requested twice; a turn is one unit of work")
         self._sequence += 1
         turn = TurnState(
-            e.turn,
-            e.trajectory,
-            e.group,
-            e.context_tokens,
-            e.max_new_tokens,
-            self._sequence,
-            e.at,
-            e.domain,
-            e.outcome,
-            made_tokens=e.made_tokens,
-            held_out=e.held_out,
+            e.turn, e.trajectory, e.group, e.context_tokens, e.max_new_tokens, self._sequence, e.at
         )
+        turn.domain, turn.outcome = e.domain, e.outcome
+        turn.made_tokens, turn.held_out = e.made_tokens, e.held_out
         self.cluster.turns[e.turn] = turn
         self.cluster.group_of[e.trajectory] = e.group
         self._queue.add(turn)
@@ -360,12 +259,11 @@ class Scheduler:
         return []
 
     def _turn_returned(self, e: ev.TurnReturned) -> list[Action]:
-        """Queue the turn again. A return is no stall, so it never stops the run.
+        """Queue the turn again. A return doesn't count as a stall, so it never stops the run.
 
-        Unless the attempt was a chunk that is complete:
-        1. the worker gets no turn until it reports its capacity, because it would return that one
-           at once, too;
-        2. this turn goes to that worker only if no other worker has room.
+        If the worker returned the turn before the end of its chunk:
+        1. the worker gets no turns until it reports its capacity, because it would return them;
+        2. this turn goes to the same worker again only if no other worker has room.
         """
         turn = self.cluster.turns.get(e.turn)
         if turn is None or turn.worker is None or turn.attempt != e.attempt:
@@ -414,15 +312,15 @@ class Scheduler:
         return []
 
     def _host_lost(self, e: ev.HostLost) -> list[Action]:
-        """Forget the host and the snapshots of its trajectories. The driver chooses where they
-        continue; a later `TrajectorySaved` names the new host."""
+        """Forget the host and the snapshots of its trajectories. The driver chooses the host on
+        which a trajectory continues; a later `TrajectorySaved` names it."""
         self.cluster.hosts.pop(e.host, None)
         saved = self.cluster.saved
         self.cluster.saved = {name: one for name, one in saved.items() if one.host != e.host}
         return []
 
     def _trajectory_saved(self, e: ev.TrajectorySaved) -> list[Action]:
-        if e.trajectory in self.cluster.group_of:  # False if the trajectory has ended since then
+        if e.trajectory in self.cluster.group_of:  # The trajectory may have ended since then.
             self.cluster.saved[e.trajectory] = SavedState(e.host, e.turns, e.commands_s)
         return []
 
@@ -430,7 +328,7 @@ class Scheduler:
 
     def _step_begun(self, e: ev.StepBegun) -> list[Action]:
         self.cluster.step, self.cluster.group_size = e.step, e.group_size
-        self._given_early = set() if e.stream else None
+        self._sent_early = set() if e.stream else None
         return self._carry_out(self._batching.begin(e.step, e.groups)) + self._train_early()
 
     def _group_finished(self, e: ev.GroupFinished) -> list[Action]:
@@ -441,10 +339,11 @@ class Scheduler:
         return self._carry_out(self._batching.finished(e.group, e.accepted)) + self._train_early()
 
     def _train_early(self) -> list[Action]:
-        if self._given_early is None:
+        """Send a streamed step's trainer the groups that have become certain."""
+        if self._sent_early is None:
             return []
-        found = [group for group in self._certain() if group not in self._given_early]
-        self._given_early.update(found)
+        found = [group for group in self._certain() if group not in self._sent_early]
+        self._sent_early.update(found)
         return [ev.TrainGroup(self.cluster.step, group) for group in found]
 
     def _tick(self, e: ev.Tick) -> list[Action]:
@@ -472,16 +371,14 @@ class Scheduler:
             turn.stalls += 1
             actions.append(ev.AbortTurn(turn.turn, turn.worker, turn.attempt, "stalled"))
             if turn.stalls >= MAX_STALLS:
-                actions.append(
-                    ev.GiveUp(
-                        f"turn {turn.turn} stalled {turn.stalls} times, {self._turn_timeout_s:g} s "
-                        f"each (rollout.turn_timeout_s), last on {turn.worker}"
-                    )
-                )
+                each = f"{self._turn_timeout_s:g} s each (rollout.turn_timeout_s)"
+                times = f"stalled {turn.stalls} times, {each}, last on {turn.worker}"
+                actions.append(ev.GiveUp(f"turn {turn.turn} {times}"))
             self._requeue_elsewhere(turn)
         return actions
 
     def _dispatch(self, at: float, tick: bool) -> list[Action]:
+        """Assign waiting turns, and start the stall timeout of each new attempt."""
         actions = self._queue.round(at, tick)
         for action in actions:
             if type(action) is ev.AssignTurn:

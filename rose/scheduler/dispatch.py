@@ -1,14 +1,14 @@
 """Queue of turns, and the rounds that assign waiting turns to workers and move running ones.
 
-The cost of a round doesn't grow with the number of waiting turns. The routing policy is asked only
-about turns for which some worker has room, and for each lane only until LOOK_AHEAD of its turns
-have found no worker. Turns that need more room than any worker has are skipped together, and the
-workers that could hold the smallest of them are reserved for it, whatever their kind.
+A *lane* is a part of the queue whose turns wait for the same reason (`Routing.lane`). The cost of a
+round doesn't grow with the number of waiting turns: the routing policy is asked only about turns
+for which some worker has room, and in a lane only until LOOK_AHEAD turns have found no worker.
+Turns that need more room than any worker has are skipped together. The workers that could hold the
+smallest skipped turn are reserved for it, whatever their kind.
 
-A turn that runs on a worker which the routing policy *watches* (one that may be slow) keeps its
-place in the queue's order. When another worker gets free, the policy is asked about moving this
-turn before it is asked about later turns. So a turn on a slow worker is no worse off than one that
-waited.
+A *watched* worker may be slow (`Routing.watches`). A turn that runs on it keeps its place in the
+queue's order. When another worker gets free, the policy is asked about moving this turn before it
+is asked about later turns. So the turn is no worse off than a turn that still waits.
 
 Turns of evaluations (`TurnState.held_out`) don't delay training:
 1. They come after all training turns.
@@ -30,11 +30,11 @@ from rose.scheduler.policies import Order, Routing
 from rose.scheduler.state import NOT_RESERVED, UNBOUNDED, Cluster, TurnState, WorkerState
 from rose.scheduler.turn_queue import Entry, TurnQueue
 
-# Turns of a lane that may find no worker in a round. After them the round skips the rest of the
-# lane, which bounds the calls of the policy.
+# A round skips the rest of a lane after this many of its turns have found no worker. This bounds
+# the calls of the policy.
 LOOK_AHEAD = 32
-MAX_MOVES = 2  # moves of one running turn to faster workers
-# Running turns that the policy is asked about: when an unwatched worker gets free, and at a tick
+MAX_MOVES = 2  # most moves of one running turn to faster workers
+# Most running turns that the policy is asked about: after a worker got free, and at a tick
 ASKED_WHEN_FREED = 1
 ASKED_AT_TICK = 32
 
@@ -53,9 +53,9 @@ class Dispatch:
         self._closed = getattr(routing, "closed", lambda: False)
         self._watched = TurnQueue()  # running turns that may move
         self._held_out = HeldOut(cluster, fleet)  # running turns of evaluations
-        self._waiting_held_out = 0
+        self._waiting_held_out = 0  # waiting turns of evaluations
         self._last_asked: Entry | None = None  # last running turn that a tick asked about
-        self._freed = ""  # an unwatched worker that lost a turn since the last round; "" if none
+        self._freed = ""  # unwatched worker that a turn left since the last round; "" if none
         self._lanes: dict[Hashable, TurnQueue] = {}  # lanes with waiting turns
 
     def add(self, turn: TurnState) -> None:
@@ -94,7 +94,7 @@ class Dispatch:
                 self.add(turn)
 
     def left_worker(self, turn: TurnState) -> None:
-        """Stop tracking the turn as a running one, before its worker drops it."""
+        """Stop tracking the turn as a running one. Call this while it still names its worker."""
         if turn.held_out:
             self._held_out.remove(turn)
         if turn.turn in self._watched:
@@ -107,24 +107,24 @@ class Dispatch:
         return len(self._watched) > 0 and (tick or self._freed != "")
 
     def round(self, at: float, tick: bool = False) -> list[AbortTurn | AssignTurn]:
-        """Return the assignments that are possible now, in order. Aborts of the turns that make
-        room for an assignment precede it."""
-        actions = self._round(at, tick)
+        """Assign the waiting turns for which workers have room, and return the actions in order.
+        An assignment follows the aborts that make room for it."""
+        actions = self._assign_waiting(at, tick)
         while found := self._preemption():
             turn, preempted = found
             for other in preempted:
                 actions.append(AbortTurn(other.turn, other.worker, other.attempt, "training"))
                 self.requeue(other)
-            actions += self._round(at)
+            actions += self._assign_waiting(at)
             turn.preemption_failed = turn.worker is None
         return actions
 
     def _preemption(self) -> tuple[TurnState, list[TurnState]] | None:
-        """Find the first training turn for which no worker has room and preemption makes room.
-        Return it with the evaluation turns to preempt; None if there is no such turn.
+        """Find the first waiting training turn that finds room only by preemption. Return it with
+        the evaluation turns to preempt; None if there is no such turn.
 
-        A turn that preemption can't help doesn't delay smaller ones, but the workers that can hold
-        it are reserved for it. No workers are reserved for a turn for which preemption has failed.
+        If preemption can't make room for a turn, the workers that could hold it are reserved for
+        it, and smaller turns are tried. Nothing is reserved for a turn with `preemption_failed`.
         """
         if not self._held_out or self._cluster.waiting == self._waiting_held_out:
             return None
@@ -146,11 +146,11 @@ class Dispatch:
                 heappush(heads, (following, name))
         return None
 
-    def _round(self, at: float, tick: bool = False) -> list[AbortTurn | AssignTurn]:
-        """Assign waiting turns in order, and reserve workers as the policy wanted for the others.
+    def _assign_waiting(self, at: float, tick: bool = False) -> list[AbortTurn | AssignTurn]:
+        """Assign waiting turns in order, or reserve for them the workers that the policy asked for.
 
-        The policy is also asked to move a few running turns. If a worker got free, the first turns
-        may move to it. At a tick, the turns after the last tick's may move to any worker.
+        A few running turns may move. At a tick, these are the turns after the last tick's, which
+        may move to any worker. Otherwise the first turns may move to the worker that got free.
         """
         self._fleet.begin_round()
         actions: list[AbortTurn | AssignTurn] = []
@@ -167,7 +167,7 @@ class Dispatch:
             entry, name = heappop(heads)
             turn, lane, bound = entry[2], self._lanes[name], UNBOUNDED
             if turn.kv_need > self._fleet.room():
-                following = self._pass_over(lane, entry)
+                following = self._skip_large(lane, entry)
             else:
                 if assigned := self._place(turn, at):
                     actions.append(assigned)
@@ -182,16 +182,16 @@ class Dispatch:
         return actions
 
     def _candidates(self, tick: bool) -> list[Entry]:
-        """Return the running turns that the policy is asked about, in reverse order."""
+        """Return the running turns that the policy is asked to move, in reverse order."""
         if not tick:
             return self._watched.next_entries(ASKED_WHEN_FREED)[::-1]
         found = self._watched.next_entries(ASKED_AT_TICK, self._last_asked)
-        # After the last turn the next tick begins with the first one again.
+        # After the last turn, the next tick begins with the first turn again.
         self._last_asked = found[-1] if len(found) == ASKED_AT_TICK else None
         return found[::-1]
 
     def _move(self, turn: TurnState, freed: str, at: float) -> list[AbortTurn | AssignTurn]:
-        """Move the turn if the policy names a better worker: `freed`, or any if that is ""."""
+        """Move the turn if the policy prefers another worker: `freed` or, if that is "", any."""
         self._fleet.begin_turn()
         among = [self._fleet.get(freed, turn)] if freed else self._fleet.least_of_each(turn)
         worker = self._better(turn, among, at, self._cluster) if among != [None] else None
@@ -206,15 +206,14 @@ class Dispatch:
         return [abort, self._assign(turn, worker, at)]
 
     def _following(self, lane: TurnQueue, bound: int, after: Entry) -> Entry | None:
-        """Return the lane's next turn that could find a worker or reserve one."""
+        """Return the lane's next turn that needs at most `bound` KV tokens and could find a worker,
+        or reserve one."""
         largest = self._fleet.largest_turn() if lane else 0
         return lane.first(min(bound, largest), after)[0] if largest > 0 else None
 
-    def _pass_over(self, lane: TurnQueue, entry: Entry) -> Entry | None:
-        """Skip the turns that need more room than any worker has, and return the lane's next one.
-
-        The workers that could hold the skipped turns are reserved for them.
-        """
+    def _skip_large(self, lane: TurnQueue, entry: Entry) -> Entry | None:
+        """Skip turns that need more room than any worker has; return the lane's next smaller turn.
+        The workers that could hold a skipped turn are reserved for it."""
         self._fleet.reserve_all(entry[2].kv_need)
         if self._fleet.largest_turn() <= 0:
             return None
@@ -223,7 +222,7 @@ class Dispatch:
         return following
 
     def _heads(self, need: int) -> list[tuple[Entry, Hashable]]:
-        """Return a heap of (first turn that needs at most `need` KV tokens, its lane)."""
+        """Return a heap of the lanes: (first turn that needs at most `need` KV tokens, lane)."""
         if need <= 0:
             return []
         heads = [
@@ -233,6 +232,7 @@ class Dispatch:
         return heads
 
     def _place(self, turn: TurnState, at: float) -> AssignTurn | None:
+        """Assign a waiting turn; if no worker is chosen, reserve workers for it."""
         self._fleet.begin_turn()
         worker = self._held_out.borrowed(turn) if turn.held_out else None
         worker = worker or self._choose(turn, self._fleet, self._cluster)
@@ -259,15 +259,13 @@ class Dispatch:
         ):
             self._watched.add(turn, self._key(turn))
         chunk = self._chunk(turn, worker)
-        return AssignTurn(
-            turn.turn,
-            worker.worker,
-            turn.attempt,
-            chunk if chunk < turn.max_new_tokens - turn.made_tokens else 0,
-        )
+        if chunk >= turn.max_new_tokens - turn.made_tokens:
+            chunk = 0  # no limit besides the turn's own
+        return AssignTurn(turn.turn, worker.worker, turn.attempt, chunk)
 
     def _settle_home(self, turn: TurnState, worker: WorkerState) -> None:
-        """Make the worker home of the trajectory, and of its group if that has none yet."""
+        """Note that the trajectory's prefix is cached on the worker (its home), and its group's
+        prompt, if the group has no home yet."""
         home, workers = self._cluster.home, self._cluster.workers
         old = home.get(turn.trajectory)
         if old != worker.worker:

@@ -30,11 +30,11 @@ Kind = Literal["dedicated", "hybrid", Borrowed]
 
 class Shape(msgspec.Struct, frozen=True):
     """GPUs and speed of an engine in a run with engines of several tensor-parallel degrees. Engines
-    whose GPUs overlap are never awake at once."""
+    whose GPUs overlap are never awake at the same time."""
 
     first: int  # number of its first GPU
     degree: int  # number of GPUs
-    step_s: float  # seconds of a decode step, at least
+    step_s: float  # seconds of a decode step without sequences
     sequence_s: float  # seconds that each sequence adds to a decode step
     context_s: float  # seconds that each token of context adds to a decode step
     prefill_s: float  # seconds to prefill a token
@@ -53,7 +53,7 @@ class WorkerJoined(Event):
 
 
 class WorkerLost(Event):
-    """The worker is gone. Turns in `ended` had sent all tokens; its others are queued again."""
+    """The worker is gone. Turns in `ended` had sent all tokens; its other turns are requeued."""
 
     worker: str
     reason: str
@@ -94,7 +94,7 @@ class CapacityGranted(Event):
 
 
 class CapacityRefused(Event):
-    """The queue rejected the request, or didn't start its job in time. No job of it is left."""
+    """The queue rejected the request, or didn't start its job in time. It has no job any more."""
 
     request: str
     reason: str
@@ -142,7 +142,7 @@ class TurnReturned(Event):
 
     turn: str
     attempt: int
-    chunk: bool = False  # True if the attempt reached its `max_tokens`; the worker is fine, too
+    chunk: bool = False  # True if the attempt reached its `max_tokens`, which is no fault
 
 
 class TrajectoryEnded(Event):
@@ -150,7 +150,7 @@ class TrajectoryEnded(Event):
 
     trajectory: str
     tokens: int = 0  # tokens generated in the trajectory; 0 if it failed
-    failed: bool = False  # True, too, if it was cancelled
+    failed: bool = False  # True as well if it was cancelled
 
 
 class HostLoad(Event):
@@ -159,7 +159,7 @@ class HostLoad(Event):
     host: str
     running: int  # number of trajectories
     cores: float  # cores on which the tasks of `cpu` run
-    cpu: float  # tasks that run or could run, mean since the last report; above `cores` they wait
+    cpu: float  # mean number of runnable tasks since the last report; above `cores` some wait
     memory: float  # share in use of the memory for sandboxes
 
 
@@ -240,8 +240,8 @@ class LoadWeights(Action):
 class AdmitGroup(Action):
     """Start the group with this index of the prompt stream (names: `rose.scheduler.groups`).
 
-    `spare` is the share of trajectories to start beyond the group's size, rounded up. Those that
-    end first make the group; the driver cancels the others.
+    `spare` is the share of trajectories to start beyond the group's size, rounded up. The
+    trajectories that end first make up the group; the driver cancels the others.
     """
 
     index: int
@@ -313,6 +313,6 @@ class GiveUp(Action):
 if TYPE_CHECKING:
     AnyEvent = Event
     AnyAction = Action
-else:  # unions of the classes above, by which `msgspec` decodes each as its own
+else:  # unions of all events and actions, which `msgspec` decodes by their tags
     AnyEvent = reduce(or_, Event.__subclasses__())
     AnyAction = reduce(or_, Action.__subclasses__())

@@ -2,9 +2,9 @@
 
 A worker is *ready* when it has the newest weights, accepts turns, and isn't loading, draining or
 resting. Ready workers are grouped into pools of one kind, hardware and label (a routing policy may
-assign labels). Workers whose memory was revoked get pools of their own. So do workers that lend
-only part of their KV cache, with a pool per power of two of that part. A pool ranks its workers
-with room twice, by load and by room.
+assign labels). Workers whose memory was revoked get pools of their own. Workers that lend only part
+of their KV cache get one pool for each power of two of that part. A pool ranks its workers with
+room twice, by load and by room.
 
 A turn that finds no worker stays in the queue. Until the end of the round, the workers that the
 policy asked for and that could hold the turn are reserved for it. Otherwise small turns would
@@ -21,8 +21,8 @@ from sortedcontainers import SortedList
 from rose.scheduler.ranking import Ranking
 from rose.scheduler.state import NOT_RESERVED, UNBOUNDED, Cluster, TurnState, WorkerState
 
-# Workers of a pool that a question examines in order of load, and then in order of room. Bounds
-# the cost of a decision.
+# Most workers of a pool that a question examines in order of load, and then in order of room. This
+# bounds the cost of a decision.
 MOST_EXAMINED = 16
 
 
@@ -42,11 +42,11 @@ class Fleet:
         self._names = SortedList()
         self._changed: dict[str, None] = {}
         self._roomy: dict[_Pool, None] = {}  # pools that have workers with room
-        # What the policy asked for the current turn without finding a worker: a worker's name, or
+        # The policy's questions about the current turn that found no worker: a worker's name, or
         # (kind, hardware, label)
         self._unmet: dict[str | tuple, None] = {}
         self._reserved_pools: list[_Pool] = []  # pools with `reserved_for` set in this round
-        # Worker -> smallest KV need of the turns that it is reserved for, if it can hold that much
+        # Worker -> smallest KV need of the turns that wait for it; reserved if it can hold this
         self._reserved: dict[str, int] = {}
 
     # ----------------------------------------------------------------- what policies ask
@@ -58,7 +58,7 @@ class Fleet:
         place = self._places.get(name)
         if place is None:
             return None
-        if place.room >= turn.kv_need and name != turn.avoid and self._open(place):
+        if place.room >= turn.kv_need and name != turn.avoid and self._unreserved(place):
             return place.worker
         self._unmet[name] = None
         return None
@@ -91,7 +91,7 @@ class Fleet:
         if (
             place is not None
             and place.room >= turn.kv_need
-            and self._open(place)
+            and self._unreserved(place)
             and (place.pool.is_of(kind, hardware, label))
         ):
             return place.worker
@@ -99,7 +99,7 @@ class Fleet:
         return None
 
     def least_of_each(self, turn: TurnState) -> list[WorkerState]:
-        """Return the least loaded worker with room for the turn for each kind and hardware."""
+        """Return, for each kind and hardware, the least loaded worker with room for the turn."""
         if self._changed:
             self._update_places()
         best: dict[tuple[str, str], tuple[float, str]] = {}
@@ -123,16 +123,16 @@ class Fleet:
             return self.least(turn)
         start = self._names.bisect_right(name)
         revoked = None
-        for other in islice(self._around(start), MOST_EXAMINED):
+        for other in islice(self._names_from(start), MOST_EXAMINED):
             place = self._places[other]
-            if place.room >= turn.kv_need and other != turn.avoid and self._open(place):
+            if place.room >= turn.kv_need and other != turn.avoid and self._unreserved(place):
                 if not place.pool.revoked:
                     return place.worker
                 revoked = revoked or place.worker
         return self.least(turn) if revoked is None or len(self) > MOST_EXAMINED else revoked
 
     def is_ready(self, worker: WorkerState) -> bool:
-        """True if the worker can take turns as far as it has room."""
+        """True if the worker can take turns, whether or not it has room now."""
         return (
             worker.version == self._cluster.version
             and worker.accepts_turns
@@ -140,7 +140,7 @@ class Fleet:
         )
 
     def room_without(self, worker: WorkerState, turns: Sequence[TurnState]) -> int:
-        """Return `WorkerState.room` without these of its turns."""
+        """Return `WorkerState.room` as if the worker did not have these turns."""
         return worker.room(self._queue_depth, turns)
 
     def __len__(self) -> int:
@@ -166,10 +166,11 @@ class Fleet:
         self._reserved.clear()
 
     def begin_turn(self) -> None:
+        """Forget the policy's questions about the turn before."""
         self._unmet.clear()
 
     def reserve(self, turn: TurnState) -> None:
-        """Reserve the workers that the policy asked for, and that could hold the turn, for it."""
+        """Reserve for the turn the workers that the policy asked for and that could hold it."""
         for asked in self._unmet:
             if isinstance(asked, str):
                 self._reserved[asked] = min(self._reserved.get(asked, NOT_RESERVED), turn.kv_need)
@@ -183,7 +184,7 @@ class Fleet:
         hardware: str | None = None,
         label: Hashable | None = None,
     ) -> None:
-        """Reserve the workers of these pools that could hold a turn of `need` KV tokens."""
+        """Reserve the workers of the matching pools that could hold a turn of `need` KV tokens."""
         for pool in self._roomy:  # Pools without room get no turns in this round anyway.
             if pool.is_of(kind, hardware, label):
                 if pool.reserved_for == NOT_RESERVED:
@@ -191,8 +192,8 @@ class Fleet:
                 pool.reserved_for = min(pool.reserved_for, need)
 
     def largest_turn(self) -> int:
-        """KV tokens of the largest turn that a worker with room could hold if it were empty and
-        for which it isn't reserved. At 0 no turn of this round can find a worker."""
+        """Upper bound of the KV tokens of a turn that some unreserved worker with room could hold
+        if it were empty. At 0, no further turn finds a worker in this round."""
         if self._changed:
             self._update_places()
         most = 0
@@ -216,12 +217,12 @@ class Fleet:
 
     # ----------------------------------------------------------------- inside
 
-    def _around(self, start: int) -> Iterator[str]:
+    def _names_from(self, start: int) -> Iterator[str]:
         yield from self._names.islice(start)
         yield from self._names.islice(0, start)
 
-    def _open(self, place: _Place) -> bool:
-        return _open(place, place.pool.reserved_for, self._reserved)
+    def _unreserved(self, place: _Place) -> bool:
+        return _unreserved(place, place.pool.reserved_for, self._reserved)
 
     def _update_places(self) -> None:
         changed, workers, places = self._changed, self._cluster.workers, self._places
@@ -239,6 +240,7 @@ class Fleet:
                 self._names.remove(name)
 
     def _put(self, worker: WorkerState, place: _Place) -> None:
+        """Move a ready worker to the pool that it belongs to now, and rank it there."""
         largest_turn = worker.largest_turn
         if (
             place.pool is None
@@ -271,7 +273,7 @@ class _Pool:
     """Ready workers of one kind, hardware, label, `revoked` and `part`.
 
     `part` is 0 if the workers lend their whole KV cache, else the bit length of the tokens that
-    they lend. Members that can hold a turn of `reserved_for` KV tokens are reserved for one.
+    they lend. Members that can hold a turn of `reserved_for` KV tokens are reserved for it.
     """
 
     def __init__(
@@ -283,11 +285,8 @@ class _Pool:
         revoked: bool,
         part: int,
     ) -> None:
-        self.kind = kind
-        self.hardware = hardware
-        self.label = label
-        self.revoked = revoked
-        self.part = part
+        self.kind, self.hardware, self.label = kind, hardware, label
+        self.revoked, self.part = revoked, part
         self.reserved_for = NOT_RESERVED
         self._roomy = roomy  # the fleet's pools that have workers with room
         self._by_load = Ranking()  # (load, name) of the members with room
@@ -313,13 +312,13 @@ class _Pool:
                 self._roomy[self] = None
             self._places[name] = place
         elif name in self._places:
-            self._no_room(name)
+            self._unrank(name)
 
     def take_out(self, place: _Place) -> None:
         if place.worker.worker in self._places:
-            self._no_room(place.worker.worker)
+            self._unrank(place.worker.worker)
 
-    def _no_room(self, name: str) -> None:
+    def _unrank(self, name: str) -> None:
         self._by_load.remove(name)
         self._by_room.remove(name)
         del self._places[name]
@@ -331,7 +330,8 @@ class _Pool:
         return -self._by_room.first()[0]
 
     def unreserved(self, most: int) -> int:
-        """Return `most`, lowered to what members that aren't reserved can hold; 0 if all are."""
+        """Return the smaller of `most` and the largest turn that unreserved members can hold; 0
+        if all members are reserved."""
         if self.reserved_for == NOT_RESERVED:
             return most
         if self.part == 0 or self.reserved_for <= 1 << self.part - 1:
@@ -348,20 +348,18 @@ class _Pool:
             return (
                 place.room >= turn.kv_need
                 and name != turn.avoid
-                and _open(place, self.reserved_for, reserved)
+                and _unreserved(place, self.reserved_for, reserved)
             )
 
         if found := self._by_load.find(suits, MOST_EXAMINED):
             return found[0]
         if len(self._places) <= MOST_EXAMINED:
             return None
-        return min(
-            (entry[1:] for entry in self._by_room.find(suits, MOST_EXAMINED, all_of_them=True)),
-            default=None,
-        )
+        found = self._by_room.find(suits, MOST_EXAMINED, all_of_them=True)
+        return min((entry[1:] for entry in found), default=None)
 
 
-def _open(place: _Place, reserved_for: int, reserved: dict[str, int]) -> bool:
+def _unreserved(place: _Place, reserved_for: int, reserved: dict[str, int]) -> bool:
     """True if the worker isn't reserved for a waiting turn."""
     largest = place.largest_turn
     return largest < reserved_for and (

@@ -41,8 +41,8 @@ class HeldOut:
 
     def to_preempt(self, turn: TurnState, reserved_for: int) -> list[TurnState]:
         """Return the newest evaluation turns of one worker, as few as make room for `turn`; [] if
-        that is possible on no worker. Workers that could hold a turn of `reserved_for` KV tokens
-        are reserved for one and left out."""
+        no worker has enough. Workers that could hold a turn of `reserved_for` KV tokens are left
+        out, because they are reserved for such a turn."""
         for name in sorted(self._running):
             worker, preempted = self._cluster.workers[name], []
             if name == turn.avoid or worker.largest_turn >= reserved_for:

@@ -40,27 +40,27 @@ class Routing(Protocol):
       is queued again; 0 for no limit.
     - `kv_need(turn) -> int`: KV tokens to count for the next attempt, asked when the turn enters
       the queue. By default context + max_new_tokens; a policy that uses chunks can count less.
-    - `lane(turn) -> Hashable`: lane of the turn. If `choose` returns None for a turn, it must do so
-      for turns of its lane that need at least as many KV tokens. LOOK_AHEAD turns without a worker
-      block the rest of their lane for the round. By default there is one lane.
+    - `lane(turn) -> Hashable`: part of the queue in which the turn waits, by default the only one.
+      If `choose` returns None for a turn, it must return None for turns of its lane that need as
+      many KV tokens or more. A round skips a lane's turns after LOOK_AHEAD without a worker.
     - `closed() -> bool`: called after `choose` returned None. True if `choose` would return None
       for every turn of the lane in this round.
-    - `label(worker) -> Hashable`: label of a worker, by its name, constant from its joining on.
+    - `label(worker) -> Hashable`: label of the worker with this name, constant while it is joined.
       `fleet.least(turn, label=...)` finds the least loaded worker of a label.
     - `watches(worker) -> bool` and `better(turn, among, at, cluster) -> WorkerState | None`, both
-      or none: `better` is asked about turns on watched workers, a few at each tick and the first
-      one when an unwatched worker gets free. If it returns a worker of `among`, the turn is aborted
-      and continues there with its tokens, MAX_MOVES times at most.
+      or none: `better` is asked about turns on watched workers, about a few at each tick and about
+      the first when an unwatched worker gets free. If it returns a worker of `among`, the turn is
+      aborted and continues there with its tokens, MAX_MOVES times at most.
     """
 
     def choose(self, turn: TurnState, fleet: Fleet, cluster: Cluster) -> WorkerState | None:
-        """Return a worker that the fleet offered for this turn, or None to let the turn wait. Then
-        the workers that the policy asked the fleet for are reserved for the turn."""
+        """Return a worker that the fleet offered for this turn, or None to let the turn wait. If it
+        waits, the workers that the policy asked the fleet for are reserved for it."""
 
 
 class Order(Protocol):
     """Which waiting turn goes first. Optional method: `changed(event, cluster) -> Iterable[str]`,
-    the turns whose key the event has changed; those that don't wait are ignored."""
+    the turns whose key the event has changed; turns that don't wait are ignored."""
 
     def key(self, turn: TurnState, cluster: Cluster) -> Any:
         """Return the sort key, which is computed when the turn enters the queue. The smallest key
@@ -75,14 +75,14 @@ class Batching(Protocol):
       turn.
     - `certain() -> list[str]`: finished groups that the waiting step will train in any case. They
       are sent to a streaming step's trainer early; without this method all are sent at the end. The
-      event that completes a batch must add a group to it that was not certain before.
+      event that completes a batch must add a group that was not certain before.
 
     Optional attributes:
 
     - `waits_for_weights: bool`: each step's rollouts begin with its weights, so that nothing rolls
       out while the trainer trains. False by default.
     - `trainer_waits: bool`: the trainer waits for most of its batch, so that hybrid engines can use
-      its devices meanwhile. By default as `waits_for_weights`.
+      its devices meanwhile. By default the value of `waits_for_weights`.
     """
 
     # Most versions from a group's admission to the step that trains it; 0 if on-policy
@@ -107,8 +107,8 @@ class Provisioning(Protocol):
 
     Optional attributes:
 
-    - `asks_for_jobs: bool`: it requests capacity, which is a Slurm job each. False by default.
-    - `wakes_hybrids: bool`: it wakes hybrid workers while the trainer waits. By default
+    - `asks_for_jobs: bool`: the policy requests capacity, one Slurm job each. False by default.
+    - `wakes_hybrids: bool`: the policy wakes hybrid workers while the trainer waits. By default
       `joins_resting("hybrid")`.
     """
 

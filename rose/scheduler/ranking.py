@@ -46,8 +46,8 @@ class Ranking:
     def find(
         self, suits: Callable[[str], bool], among: int, all_of_them: bool = False
     ) -> list[tuple[Any, ...]]:
-        """Return the first entry whose name suits, or all such entries with `all_of_them`, among
-        the first `among` entries."""
+        """Search the first `among` entries for names that suit. Return the first such entry, or
+        all of them with `all_of_them`."""
         heap, seen, found = self._heap, [], []
         for _ in range(min(among, len(self._entries))):
             entry = self.first()

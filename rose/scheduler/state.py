@@ -58,12 +58,13 @@ class WorkerState:
     shape: Shape | None = None  # set if engines of other degrees share the worker's GPUs
     whole_kv_tokens: int = 0  # size of the whole cache; above `kv_tokens` while part isn't lent
     expected_s: float = 0.0  # seconds until capacity grows; 0 if none is withheld, -1 if unknown
-    revoked: bool = False  # the online engine revoked part of the memory and may revoke more
+    revoked: bool = False  # True if the online engine revoked memory and may revoke more
     # The worker returned a turn. It gets no turns until it reports its capacity again.
     awaits_capacity_report: bool = False
     loading: bool = False
     draining: bool = False
-    resting: bool = False  # provisioning doesn't use the worker: it gets neither turns nor weights
+    # Provisioning doesn't use the worker: it gets neither turns nor weights.
+    resting: bool = False
     turns: dict[str, int] = field(default_factory=dict)  # turn -> kv_need
     kv_assigned: int = 0  # sum of the values of `turns`
     # Trajectories and groups whose prefix or prompt is cached here (`Cluster.home`, `group_home`)
@@ -86,25 +87,23 @@ class WorkerState:
         """KV tokens of the largest turn that the worker accepts while it has no other turns.
 
         UNBOUNDED if the whole cache is lent: a turn larger than the cache can run alone, because
-        the engine preempts and recomputes. While only a part is lent the worker would return it.
+        the engine preempts and recomputes. A worker that lends a part would return such a turn.
         """
         return UNBOUNDED if self.kv_tokens >= self.whole_kv_tokens else self.kv_tokens
 
     def room(self, queue_depth: float, without: Sequence[TurnState] = ()) -> int:
-        """Size in KV tokens of the largest turn that the worker accepts now, or would accept
-        `without` these of its turns; 0 or less for none.
+        """KV tokens of the largest turn that the worker accepts now, as if it did not have the
+        turns `without`; 0 or less if it accepts none.
 
-        `queue_depth` allows turns beyond `max_sequences`, as a share of these, so that the engine
-        has a next sequence without waiting for the coordinator.
+        `queue_depth` is a share of `max_sequences`. The worker may have this share of turns in
+        addition, so that the engine has a next sequence without waiting for the coordinator.
         """
         left = len(self.turns) - len(without)
         if not left:
             return self.largest_turn
-        return (
-            self.kv_tokens - self.kv_assigned + sum(turn.kv_need for turn in without)
-            if left < self.max_sequences * (1 + queue_depth)
-            else 0
-        )
+        if left >= self.max_sequences * (1 + queue_depth):
+            return 0
+        return self.kv_tokens - self.kv_assigned + sum(turn.kv_need for turn in without)
 
     def hold(self, turn: TurnState) -> None:
         self.turns[turn.turn] = turn.kv_need
@@ -121,7 +120,7 @@ class HostState:
     host: str
     running: int  # number of trajectories
     cores: float
-    cpu: float  # number of tasks that run or could run
+    cpu: float  # number of runnable tasks
     memory: float  # share in use
     at: float  # seconds, time of the report
 
@@ -135,8 +134,8 @@ class SavedState:
     commands_s: float
 
 
-# Longest pause after refusals, in seconds. Five minutes, so that a Slurm queue that was closed or
-# full for a while is tried again soon after it opens, however often it has refused.
+# Longest pause after refusals, in seconds. With five minutes, a Slurm queue that was closed or full
+# is tried again soon after it opens, however often it has refused.
 LONGEST_BACK_OFF_S = 300.0
 
 
@@ -144,8 +143,8 @@ LONGEST_BACK_OFF_S = 300.0
 class BackOff:
     """Exponential back-off of capacity requests after refusals.
 
-    Requests that are open when one of them is refused count as a single refusal together: they wait
-    in the same queue, and nothing was requested in between.
+    If several requests that were open at the same time are refused, they count as one refusal,
+    because they waited in the same queue.
     """
 
     refusals: int = 0  # number of refusals in a row

@@ -1,8 +1,8 @@
 """Sorted queue of turns that finds the first turn with a KV need below a bound.
 
 A sorted list is cut into blocks, and each block knows the smallest KV need of its turns. Adding and
-removing cost a binary search and a shift within one block. A search checks every block, but only
-the turns of one. A balanced tree would be asymptotically better, and slower at the size of any run.
+removing cost a binary search and a shift within one block. A search checks every block, but the
+turns of only one. A balanced tree would scale better, but is slower at the queue lengths of a run.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 from rose.scheduler.state import NOT_RESERVED, UNBOUNDED, TurnState
 
-# Turns of a block after a cut; a block is cut in two when it reaches twice as many. Near the square
-# root of the longest queue that we expect, 50,000 turns.
+# Turns of a block after a cut. A block with twice as many turns is cut in two. The value is near
+# the square root of the longest queue that we expect, 50,000 turns.
 BLOCK = 256
 
 # (key of the order policy, sequence, turn); the sequence makes the entry unique
@@ -62,8 +62,8 @@ class TurnQueue:
             self._least[at] = _least(block)
 
     def first(self, room: int = UNBOUNDED, after: Entry | None = None) -> tuple[Entry | None, int]:
-        """Return the first entry behind `after` whose turn needs at most `room` KV tokens, and the
-        smallest need of the turns skipped before it (NOT_RESERVED if none was skipped)."""
+        """Return the first entry behind `after` whose turn needs at most `room` KV tokens. Return
+        also the smallest KV need of the turns skipped before it; NOT_RESERVED if there are none."""
         start = bisect_right(self._last, after) if after else 0
         passed = NOT_RESERVED
         for at in range(start, len(self._blocks)):

@@ -46,7 +46,7 @@ async def test_a_step_is_written_and_the_newest_are_kept(run, exports):
     for step in (2, 3):  # the third is there before the second was begun
         made.offer(step, str(run.store))
     await made.finish()
-    assert made.told == [("export left out", "step 2: step 3 was there before it was begun")]
+    assert made.told == [("export left out", "step 2: step 3 was ready before it began")]
     assert left(run) == {"step_3"}
     written = load_file(run.run / "exports" / "step_3" / "model.safetensors")
     assert same(written, run.weights_of[3])

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from rose.scheduler.events import Event, TrajectoryEnded, TurnEnded
 from rose.scheduler.state import Cluster, TurnState
 
-# Tokens of a tool's result above which it is medium, and large; the values of Libra's code
+# A tool's result is medium above SMALL tokens, large above LARGE. The values of Libra's code.
 SMALL = 500
 LARGE = 5000
 WINDOW = 200  # lengths that a node remembers; the value of Libra's code
-# A tree covers this many trajectories. Then a new one starts and the one before the last is
-# forgotten, because the policy drifts. Libra keeps as many trajectories.
+# A tree covers this many trajectories. Then a new tree starts, and of the older trees only the last
+# is kept, because the policy drifts. Libra keeps as many trajectories.
 GENERATION = 5000
-DEPTH = 16  # tool calls on a path of the tree; ours, bounds the tree's size
+DEPTH = 16  # most tool calls on a path; ours, a bound on the tree's size
 
 
 @dataclass
@@ -71,6 +71,7 @@ class CausalTree:
 
     @staticmethod
     def _find(node: _Node, outcomes: Sequence[Hashable]) -> tuple[_Node, int]:
+        """Return the last known node on the path of `outcomes` from `node`, and its depth."""
         for depth, outcome in enumerate(outcomes[:DEPTH]):
             child = node.children.get(outcome)
             if child is None:
@@ -100,7 +101,8 @@ class Levels:
 
     `limits` are the tokens of each level but the last. With `sinks`, a trajectory without evidence
     that has generated more tokens than its level's limit moves to the next level, as in any
-    feedback queue; Libra's code leaves it. Raises `ValueError` for limits that aren't ascending.
+    feedback queue; Libra's code keeps its level. Raises `ValueError` for limits that aren't
+    ascending.
     """
 
     def __init__(self, limits: Sequence[int], sinks: bool) -> None:
@@ -116,7 +118,7 @@ class Levels:
         """Return the level of the turn's trajectory, from 0. It is computed once per turn."""
         trajectory = self._running.setdefault(turn.trajectory, _Trajectory())
         if trajectory.judged != turn.turn:  # A turn that lost its worker keeps its level.
-            self._judge(trajectory, turn)
+            self._update_level(trajectory, turn)
         return trajectory.level
 
     def on_event(self, event: Event, cluster: Cluster) -> None:
@@ -131,7 +133,8 @@ class Levels:
                 if trajectory and tokens:  # 0 if it was cancelled and its length is unknown
                     self._tree.add(trajectory.outcomes, trajectory.made_at, tokens)
 
-    def _judge(self, trajectory: _Trajectory, turn: TurnState) -> None:
+    def _update_level(self, trajectory: _Trajectory, turn: TurnState) -> None:
+        """Note the outcome of the tool call before this turn, and compute the level again."""
         first, trajectory.judged = not trajectory.judged, turn.turn
         if first:
             return

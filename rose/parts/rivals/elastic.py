@@ -99,6 +99,7 @@ class Elastic(AllIdle):
         return actions
 
     def _find_blocks(self) -> None:
+        """Group the engines into blocks by the overlap of their GPUs."""
         self._blocks, end = [], 0
         for name, shape in sorted(self._shaped.items(), key=lambda each: each[1].first):
             if shape.first >= end:
@@ -137,6 +138,7 @@ class Elastic(AllIdle):
         return load.left * step_s * each / at_once
 
     def _cost(self, load: Load, names: list[str]) -> float:
+        """Return the seconds that a change to the named engines costs."""
         prefill_s = self._shaped[names[0]].prefill_s * load.context * load.turns / len(names)
         return self.switch_s + prefill_s
 

@@ -28,13 +28,13 @@ class Mlfq:
     prediction (Libra, arXiv 2606.03077, C-MLFQ; the authors' code, github.com/NetX-lab/Libra).
     `rose.parts.rivals.causal_tree.Levels` says how a trajectory moves between levels.
 
-    `limits` are the tokens of each level but the last; Libra's code has short (5,000) and long.
-    There the levels are buckets of engines, which is `routing=libra`. As an order, `first=short` is
-    the feedback queue, and `first=long` starts the tail early. Trajectories without evidence sink.
+    `limits` are the tokens of each level but the last. Libra's code has two levels, short (5,000)
+    and long, which are buckets of engines, as in `routing=libra`. As an order, `first=short` is the
+    feedback queue, and `first=long` starts the tail early. Trajectories without evidence sink.
 
-    The levels aren't strict, so that the last one doesn't starve: a turn waits only for turns of
-    earlier levels that arrive within `patience` turns per level after it, which is ours. A live run
-    lacks nothing if the environments report whether tools failed; otherwise all outcomes are alike.
+    So that no level starves, a turn waits only for turns of earlier levels that arrive within
+    `patience` turns per level after it. This rule is ours. Live runs support all of it if the
+    environments report whether tools failed; otherwise all outcomes are alike.
     """
 
     def __init__(self, limits: list[int], first: Literal["short", "long"], patience: int) -> None:
@@ -65,9 +65,9 @@ class LibraRouting:
     buckets, then any).
 
     `limits` are the tokens of each bucket but the last, 5,000 in Libra's code. `shares` are the
-    buckets' shares of the workers, which are distributed as they join; ours. Libra's buckets are
-    engines of different tensor-parallel degrees, sized by its planner. For a run with such engines,
-    `degrees` are the largest degrees of each bucket but the last.
+    buckets' shares of the workers (ours); a worker joins the bucket with the largest deficit.
+    Libra's buckets are engines of different tensor-parallel degrees, sized by its planner. For a
+    run with such engines, `degrees` are the largest degrees of each bucket but the last.
     """
 
     def __init__(
@@ -124,6 +124,7 @@ class LibraRouting:
         return self._bucket[worker]
 
     def _least(self, bucket: int, home: str, turn: TurnState, fleet: Fleet) -> WorkerState | None:
+        """Return the bucket's worker `home`, or if it has no room the bucket's least loaded one."""
         if self._bucket.get(home) == bucket and (worker := fleet.get(home, turn)) is not None:
             return worker
         return fleet.least(turn, label=bucket)
@@ -151,8 +152,8 @@ class LibraPlanner:
     infra/cost_model). Simulated only: live, hybrid workers are used while the trainer waits, and
     not beside training.
 
-    Every `period_steps` steps each split is rated by max(rollout, training) of a step, since the
-    two overlap.
+    Every `period_steps` steps, each split is rated by the longer of a step's rollout and training,
+    since these overlap.
     - Rollout: the trajectories of a step, sorted by length, are cut into contiguous parts, one per
       rollout worker, such that the longest part is as short as possible. A part takes its tokens
       divided by a worker's rate.
@@ -185,6 +186,7 @@ class LibraPlanner:
         self._reset()
 
     def _reset(self) -> None:
+        """Clear the measurements of the period."""
         self._steps = 0
         self._training_s, self._trainings = 0.0, 0  # seconds of the trainings, and their number
         self._lengths: list[int] = []  # tokens of the trajectories that ended in the period
@@ -220,6 +222,7 @@ class LibraPlanner:
         return self._use_and_rest(cluster)
 
     def _plan(self, at: float, steps: int, cluster: Cluster) -> list[Action]:
+        """Choose the split by the measurements of the period, and begin the next period."""
         busy_s = (at - self._begun) * self._busy_workers / self._polls if self._polls else 0.0
         if busy_s > 0 and self._lengths and self._training_s > 0 and _hybrid(cluster):
             found = Measured(
@@ -260,7 +263,7 @@ class LibraPlanner:
 
 
 def makespan(found: Measured, workers: int) -> float:
-    """Return the seconds in which `workers` generate a step's trajectories, in the best cut."""
+    """Return the seconds in which `workers` generate a step's trajectories, cut in the best way."""
     low = max(found.lengths[0], sum(found.lengths) / workers) / found.rate
     high = low + found.lengths[0] / found.rate
     if _parts(found.lengths, low * found.rate) <= workers:

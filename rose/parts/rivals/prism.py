@@ -8,7 +8,7 @@ from rose.scheduler.state import Cluster
 
 class Static:
     """Static co-location, as with Prism's memory sharing alone (arXiv 2505.04021): every worker is
-    used as long as it is joined, whatever the load of its online server. Prism's sharing of memory,
+    used while it is joined, whatever the load of its online server. Prism's sharing of memory,
     but not of compute, is `executor: memory_only` of the simulated serving."""
 
     def decide(self, at: float, cluster: Cluster) -> list[Action]:

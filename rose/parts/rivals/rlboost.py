@@ -31,9 +31,9 @@ class RlBoost:
     T_seed += (t_trainer - t_rollout) / 3, but never below `minimum_s`. For each number of spot
     workers the best window is kept, the weighted mean of the windows at which tokens per second
     stopped growing. It is used at once when that number returns. Rule and constants are those of
-    the authors' code (github.com/Terra-Flux/PolyRL, rollout-manager). There the trainer takes
-    micro-batches during the rollout; here it waits for all groups, so the rule keeps more of the
-    step in the window. Without a spot worker the window doesn't end.
+    the authors' code (github.com/Terra-Flux/PolyRL, rollout-manager). Their trainer takes
+    micro-batches during the rollout; ours waits for all groups, so the rule keeps more of the step
+    in the window. Without a spot worker the window doesn't end.
     """
 
     def __init__(self, initial_s: float, minimum_s: float) -> None:
@@ -58,16 +58,9 @@ class RlBoost:
             case TrajectoryEnded(tokens=tokens):
                 self._tokens += tokens
             case StepBegun(at=at):
-                if (
-                    self._begun_at is not None
-                    and self._training_at is not None
-                    and at > self._begun_at
-                ):
-                    self._learn(
-                        at - self._begun_at,
-                        self._training_at - self._begun_at,
-                        len(_of(cluster, "spot")),
-                    )
+                begun, trained = self._begun_at, self._training_at
+                if begun is not None and trained is not None and at > begun:
+                    self._learn(at - begun, trained - begun, len(_of(cluster, "spot")))
                 self._begun_at, self._tokens = at, 0
                 self._window_ended_at = self._training_at = None
                 return [UseWorker(w.worker) for w in _of(cluster, "hybrid") if w.resting]
@@ -90,6 +83,7 @@ class RlBoost:
         return [change(w.worker) for w in _of(cluster, "hybrid") if w.resting != over]
 
     def _learn(self, step_s: float, rollout_s: float, spot: int) -> None:
+        """Adapt the window to a step of these durations with `spot` spot workers."""
         throughput = self._tokens / step_s
         if spot != self._spot:
             self._remember(self._spot, CHANGED)
@@ -102,15 +96,13 @@ class RlBoost:
         else:
             self._remember(spot, SETTLED)
             self._throughput = throughput
-        ended = (
-            self._window_ended_at - self._begun_at
-            if self._window_ended_at is not None
-            else rollout_s
-        )
-        trainer_waits, rollout_waits = rollout_s - ended, step_s - rollout_s
+        ended = self._window_ended_at
+        helped_s = rollout_s if ended is None else ended - self._begun_at
+        trainer_waits, rollout_waits = rollout_s - helped_s, step_s - rollout_s
         self.window_s = max(self.window_s + GAIN * (trainer_waits - rollout_waits), self.minimum_s)
 
     def _remember(self, spot: int, weight: float) -> None:
+        """Update the best window for this number of spot workers."""
         kept = self._best.get(spot, self._peak_s)
         self._best[spot] = (1 - weight) * kept + weight * self._peak_s
 

@@ -13,9 +13,9 @@ class TailBatching(Synchronous):
     """Synchronous steps of two kinds (RollPacker, arXiv 2509.21009, section 4.1).
 
     1. A short round starts `speculation` (the paper's eta) times the wanted groups and takes those
-       accepted first. Each group starts a share `spare` of its trajectories more and takes those
-       that end first. Groups still running at the end are cancelled, and their prompts go to the
-       long queue.
+       accepted first. Each group starts the share `spare` of its trajectories in addition and takes
+       the trajectories that end first. Groups still running at the end are cancelled, and their
+       prompts go to the long queue.
     2. A step that finds a whole batch in the long queue is a long round. It starts as many prompts
        as needed, those that waited longest, and waits for all.
 
@@ -23,7 +23,7 @@ class TailBatching(Synchronous):
     a long round from the queue, then by a new prompt), up to `max_admitted` times the batch.
 
     The paper's eta is 1.25, for prompts and responses alike. A cancelled prompt starts again with
-    the version of its long round, so training stays on-policy. A live run lacks nothing; engines
+    the version of its long round, so training stays on-policy. Live runs support all of it; engines
     abort cancelled turns at once.
     """
 
@@ -47,6 +47,6 @@ class TailBatching(Synchronous):
             )
         return self._round.fill()
 
-    def _over(self, done: Round) -> None:
+    def _before_close(self, done: Round) -> None:
         for late in done.open:
             self._stream.put_back(late)  # The prompts put back are the long queue.

@@ -15,9 +15,9 @@ class Seer:
     least loaded worker takes the next one (Seer, arXiv 2511.14617, divided rollout).
 
     Seer keeps the KV of all engines in one pool (Mooncake), so that a move costs no prefill. Our
-    engines don't share their KV: live, the next worker prefills what its own prefix cache lacks,
-    and the simulator charges the same. A turn of at most a chunk isn't divided. Seer's order is
-    `longest_first` (context-aware scheduling); its speculative decoding doesn't concern the
+    engines don't share their KV: live, the next worker prefills the tokens that its own cache
+    lacks, and the simulator charges the same. A turn of at most a chunk isn't divided. Seer's order
+    is `longest_first` (context-aware scheduling); its speculative decoding doesn't concern the
     scheduler. 8,192 tokens a chunk (an eighth of an output of 64k) is our value.
     """
 
@@ -36,7 +36,7 @@ class Seer:
 
     def kv_need(self, turn: TurnState) -> int:
         """Return the KV tokens of the turn up to the end of its next chunk. Since this need is
-        known, engines can be filled without preemptions, which divided rollout is also for."""
+        known, engines can be filled without preemptions, another aim of divided rollout."""
         made = turn.made_tokens
         return turn.context_tokens + min(made + self.chunk_tokens, turn.max_new_tokens)
 
@@ -62,8 +62,8 @@ class LongestFirst:
 
     Ties go by arrival. Seer estimates single responses; here a trajectory of several turns has a
     length. Nothing starves: a step has finitely many turns, and an asynchronous policy admits no
-    new groups while old ones take up its bound. A live run lacks nothing; running turns aren't
-    preempted for waiting ones.
+    new groups while old groups take up its bound. Live runs support all of it; running turns aren't
+    preempted for waiting turns.
     """
 
     def __init__(self) -> None:

@@ -36,12 +36,13 @@ class Thunder:
     the engine's own least-recently-used order suffice, live and simulated.
 
     Restore: a waiting turn of a paused or new program makes it active on the worker with the most
-    room, if c + BUFFER fits. `shortest_first` is the matching order. For this a program whose tools
+    room, if c + BUFFER fits. `shortest_first` is the matching order. Here, a program whose tools
     have run for t seconds counts only c 2^(-t / half_life_s) (the authors' decay, half_life_s=1),
     so that long tools don't hold room.
-    Pause: every `period_s` (the authors' 5 s), if the contexts without decay exceed a worker's
-    memory, programs whose tools run are paused, smallest c first, because computing a context again
-    costs c^2. If that isn't enough, generating programs are marked to be paused after their turn.
+    Pause: every `period_s` (the authors' 5 s), the contexts without decay are compared with a
+    worker's memory. While they exceed it, programs whose tools run are paused, smallest c first,
+    because computing a context again costs c^2. If that isn't enough, generating programs are
+    marked to be paused after their turn.
 
     Differences, ours:
     1. A program is restored at the event that makes room, not at the next period, and not while its
@@ -49,9 +50,9 @@ class Thunder:
     2. A turn's whole limit is reserved on its worker, as by every policy here. The authors rely on
        the engine's preemption.
     3. A turn that exceeds a worker's `max_sequences` waits in our queue, not in the engine.
-    Every policy here already prepares environments before memory (their section 4.4): one starts
-    when its group is admitted, and its trajectory requests a worker once it is ready. A live run
-    lacks nothing.
+    Their section 4.4 prepares environments before memory. That holds with every policy here: an
+    environment starts when its group is admitted, and the trajectory requests a worker once the
+    environment is ready. Live runs support all of it.
     """
 
     def __init__(self, period_s: float, half_life_s: float) -> None:
@@ -93,8 +94,8 @@ class Thunder:
         return worker
 
     def lane(self, turn: TurnState) -> str:
-        """Return a lane per worker, for turns that wait for their program's worker, and one for all
-        others, so that the former don't block the latter."""
+        """Return "held_out" for an evaluation, else the worker on which the turn's program is
+        active, "" if none. So turns that wait for one worker don't block other turns."""
         program = self._programs.get(turn.trajectory)
         return "held_out" if turn.held_out else program.worker if program is not None else ""
 
@@ -122,7 +123,7 @@ class Thunder:
                 self._pause(turn.trajectory)
 
     def _count(self, program: _Program, tokens: int, share: float = 1.0) -> None:
-        """Update an active program's context, of which `share` counts."""
+        """Set an active program's context to `tokens`, of which the share `share` counts."""
         counted = tokens * share + BUFFER
         self._room[program.worker] -= counted - program.counted
         program.tokens, program.counted = tokens, counted
@@ -159,6 +160,7 @@ class Thunder:
     def _make_fit(
         self, kv_tokens: int, active: dict[str, _Program], generating: Collection[str]
     ) -> None:
+        """Pause or mark programs until the other programs fit into the worker's memory."""
         over = sum(p.tokens + BUFFER for p in active.values() if not p.marked) - kv_tokens
         smallest = sorted(active, key=lambda t: (t in generating, active[t].tokens, t))
         for trajectory in smallest:
@@ -188,8 +190,8 @@ class ShortestFirst:
     by arrival (ThunderAgent, arXiv 2602.13692, equation 10, the order of restoring).
 
     Nothing starves within a step, which has finitely many turns; the authors restore any program
-    after 30 minutes. With routing other than `thunder` no program is paused, and this orders the
-    turns that wait for a worker.
+    after 30 minutes. With routing other than `thunder` no program is paused, and the order applies
+    to turns that wait for a worker.
     """
 
     def __init__(self) -> None:
