@@ -1,7 +1,7 @@
 """The adapter that is trained instead of the model's own weights: PEFT's LoRA layers.
 
-A policy version has the adapter's matrices as vLLM keeps them, B already multiplied by alpha /
-rank. A and B are named after the model's matrix that they change, with `lora_A` or `lora_B`.
+A policy version has the adapter's matrices as vLLM keeps them, with B already multiplied by
+alpha / rank. A and B are named after the model's matrix that they change, as `lora_A`, `lora_B`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def is_scaled(stored: str) -> bool:
 
 
 def scales(lora: Lora, weights: list[tuple[str, nn.Parameter]]) -> dict[str, float]:
-    """Stored name -> the factor, alpha / rank, between the parameter and a version's values."""
+    """Map each B's stored name to alpha / rank, a version's factor on the parameter's values."""
     return {name: lora.scale for name, _ in weights if is_scaled(name)}
 
 
@@ -73,8 +73,8 @@ def base_of(
     cuts: Callable[[str, tuple[int, ...]], tuple[list[int], list[int]]],
 ) -> Base:
     """Hash the frozen weights that the adapter is trained on, in the engines' `dtype`. All ranks
-    call this together: `whole(parameter)` gathers its values where ranks share them. `cuts` is that
-    of `Trainer.open_store`."""
+    call this together: `whole(parameter)` gathers a parameter that is split over ranks. `cuts` is
+    that of `Trainer.open_store`."""
     name = str(dtype).removeprefix("torch.")
 
     def read(parameter: nn.Parameter) -> Callable[[], np.ndarray]:

@@ -1,9 +1,9 @@
 """The experts of a mixture, as transformers holds them and as the model's folder has them.
 
 transformers keeps all experts of a layer in two parameters, `mlp.experts.gate_up_proj` (experts,
-2 x width, hidden), gate above up, and `mlp.experts.down_proj` (experts, hidden, width). Folders and
-versions have a matrix for each expert and projection, so that each can be a block of its own. Its
-values are contiguous in the parameter. All functions are pure.
+2 x width, hidden), gate before up, and `mlp.experts.down_proj` (experts, hidden, width). A model's
+folder and a policy version have one matrix for each expert and projection, so that each matrix can
+be published as a block of its own. A matrix's values are contiguous in the parameter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Part(NamedTuple):
 
 
 def parts(name: str, shape: tuple[int, ...]) -> list[Part]:
-    """List the folder's tensors in a parameter, in order: experts' matrices, or itself alone."""
+    """List the folder's tensors in a parameter, in order: experts' matrices, or the parameter."""
     match = _FUSED.fullmatch(name)
     if match is None:
         return [Part(name, shape, 0)]

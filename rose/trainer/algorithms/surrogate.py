@@ -17,7 +17,7 @@ STD_EPSILON = 1e-6  # added to a standard deviation of rewards, as in verl: far 
 
 
 def centred(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Subtract the group's mean: rewards (N,) -> (N,) float64, exactly 0 where it is rounding."""
+    """Subtract the group's mean: rewards (N,) -> (N,) float64, exactly 0 for mere rounding."""
     rewards = rewards.double()
     means = group_mean(rewards, groups)
     return without_rounding(rewards - means, means)
@@ -103,6 +103,7 @@ def clipped_weights(
 
 
 def _statistics(log_ratios: Tensor, cut: Tensor, batch: TokenBatch) -> dict[str, Tensor]:
+    """Sum the statistics over the tokens. `cut` marks the tokens to which the clip applied."""
     ratio, log_ratios = log_ratios.detach().exp(), log_ratios.detach()
     return {
         "clip_fraction": (cut * batch.mask).sum(),
