@@ -187,7 +187,7 @@ def plan_micro_batches(
 
 
 def _snake(place: int, updates: int) -> int:
-    """Return the update that gets a row, by its place: 0 1 2 2 1 0 0 1 ..., to balance lengths."""
+    """Return the update of the row at `place`: 0 1 2 2 1 0 0 1 2 ... This balances row lengths."""
     turn, step = divmod(place, updates)
     return step if turn % 2 == 0 else updates - 1 - step
 

@@ -28,13 +28,12 @@ from rose.trainer import checkpoint
 from rose.trainer.saved_states import deepspeed_objects, loaded
 from rose.transfer.store import sync
 
-# Free host memory that a copy needs, as a multiple of its bytes: engines and page cache grow on.
+# Free host memory that a copy needs, as a multiple of its bytes: engines and page cache still grow.
 SPARE = 1.25
 
 
 class CheckpointWriter(CheckpointEngine):
-    """DeepSpeed's checkpoint engine of one rank. `neighbours`: ranks of this host, copying at once.
-    """
+    """DeepSpeed's checkpoint engine of one rank. `neighbours` ranks of this host copy together."""
 
     def __init__(self, rank: int, neighbours: int = 1) -> None:
         super().__init__()
@@ -77,7 +76,8 @@ class CheckpointWriter(CheckpointEngine):
 
     def finish(self, folder: Path, error: str = "") -> None:
         """Start a thread that writes the copied files and marks this rank's part as saved or
-        failed. An `error` in writing a file of its own makes the rank mark it as failed at once."""
+        failed. With an `error`, from a file that the rank itself wrote, only mark the part as
+        failed."""
         files, written = self._files, self._written
         self._files, self._written = [], []
         if error:

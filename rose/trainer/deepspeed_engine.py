@@ -209,7 +209,7 @@ class DeepSpeedEngine(Saving):
             config=zero_config(trainer, self.parameters, policy.largest_layer()),
         )
         self.engine.train()
-        if trainer.hpz:  # connected before the first step, with a time limit
+        if trainer.hpz:  # groups that connect before the first step
             group = deepspeed.utils.groups._get_zero_param_intra_parallel_group()
             torch.distributed.all_reduce(torch.ones(1, device=device), group=group)
             limit = timedelta(seconds=trainer.step_timeout_s)
@@ -243,7 +243,8 @@ class DeepSpeedEngine(Saving):
         return self.engine(inputs, targets, mask, tree and tree.to(self.device), experts)
 
     def begin_micro_batch(self, last: bool) -> None:
-        """Prepare a micro-batch's forward pass. `last`: it is the update's last on all ranks."""
+        """Prepare for a micro-batch's forward pass. `last` marks the update's last, on all ranks.
+        """
         self.micro_batches += 1
         self.engine.set_gradient_accumulation_boundary(last)
 
@@ -273,7 +274,7 @@ class DeepSpeedEngine(Saving):
         torch.autograd.grad(logprobs.sum(), next(p for p in below if p.requires_grad))
 
     def first_bad(self, number: torch.Tensor) -> int | None:
-        """Return the lowest number that a rank passes; None if all pass `NEVER`."""
+        """Return the minimum of the ranks' numbers of a bad micro-batch; None if it is `NEVER`."""
         torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MIN)
         return None if int(number) == NEVER else int(number)
 

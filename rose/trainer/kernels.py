@@ -11,9 +11,9 @@ a gradient, and an adapter's reference. Two things stay outside of the compiled 
 2. Attention over a prefix tree, whose table of blocks or stretches differs from tree to tree. On
    GPUs it is compiled by itself.
 
-Liger has kernels for norms, rotary positions and the gated MLP's product. The head has kernels of
-ours (rose/trainer/head_triton.py), since Liger's fused cross entropy returns no entropy: all logits
-would have to be computed a second time.
+Liger has kernels for norms, rotary positions and the gated MLP's product. The head has its own
+kernels (rose/trainer/head_triton.py), since Liger's fused cross entropy returns no entropy: all
+logits would have to be computed a second time.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def compile_layers(policy: Policy) -> None:
     # A run on CPUs sets TORCH_COMPILE_DISABLE for all its processes; undo it in the trainer.
     torch._dynamo.config.disable = False
     torch._dynamo.config.recompile_limit = MOST_FORMS
-    # torch would take lengths that are equal in one call to be equal in all calls.
+    # By default torch assumes that lengths equal in one call are equal in all calls.
     torch.fx.experimental._config.use_duck_shape = False
     logging.getLogger("torch._dynamo.convert_frame").addFilter(_explained)
     for layer in layers:  # `layer.compile` would compile ZeRO-3's hooks, too
@@ -96,7 +96,7 @@ def _layers(policy: Policy) -> nn.ModuleList:
 
 
 def _match_other_layers(module: nn.Module, inputs: object, states: Tensor) -> Tensor:
-    """Hook of the embeddings: make the first layer's input require a gradient if other layers' do.
+    """Hook that makes the first layer's input require a gradient exactly if other layers' do.
 
     Below an adapter the embeddings are frozen, so their output requires no gradient. With gradient
     checkpointing transformers makes it require one, but in passes without a gradient, too. Equal
@@ -149,7 +149,7 @@ def _probes(trees: bool) -> Iterator[tuple[np.ndarray, PrefixTree | None]]:
 
 @contextmanager
 def _announced() -> Iterator[None]:
-    """Print when compilation begins and ends, and once that it goes on after `SLOW_S`."""
+    """Print when compilation begins, when it has taken `SLOW_S` seconds, and when it ends."""
     began = time.monotonic()
 
     def say() -> None:

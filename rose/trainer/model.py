@@ -260,8 +260,7 @@ def load(
     holds an `HfDeepSpeedConfig` of ZeRO-3, the weights are split as they are read.
 
     Raises `ValueError` for a config with a key of `UNAPPLIED` or a folder that lacks a weight, and
-    what `adapter.attach` raises. Effects that no key of a config shows are found by
-    rose/trainer/probe.py."""
+    what `adapter.attach` raises. rose/trainer/probe.py finds effects that no key shows."""
     config = AutoConfig.from_pretrained(str(folder))
     for key in UNAPPLIED:
         if getattr(config, key, None) not in (None, 1, 1.0):

@@ -84,8 +84,8 @@ def _compare(
     remedy: str,
     tree: PrefixTree | None = None,
 ) -> None:
-    """Raise `ValueError` if a row's log-probabilities differ from `own`, those by the model's own
-    `forward`. A row with None in `own` is not compared."""
+    """Raise `ValueError` if a row's log-probabilities differ from `own`, which the model's own
+    `forward` computed. A row with None in `own` is not compared."""
     limit, temperature = LIMITS[engine.policy.hf.dtype], engine.policy.head.temperature
     name, exact, first = type(engine.policy.hf).__name__, False, torch.empty(0)
     for draw in range(DRAWS):

@@ -65,8 +65,7 @@ class RouterReplay:
         return found
 
     def _route(self, router: nn.Module, layer: int, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Do Qwen3MoeTopKRouter.forward: return logits (N, experts), weights, experts (N, top k).
-        """
+        """Route as Qwen3MoeTopKRouter.forward: logits (N, experts), weights, experts (N, top k)."""
         logits = F.linear(hidden.reshape(-1, router.hidden_dim), router.weight)
         likely = logits.softmax(-1, dtype=torch.float)
         own = likely.topk(self.top_k, dim=-1).indices

@@ -23,13 +23,13 @@ from transformers import AttentionInterface
 from rose.comm.address import MEET_S, RendezvousError
 from rose.trainer import tree_attention
 
-# Our name in transformers' registry of attention functions. No mask is made for it.
+# Our name in transformers' registry of attention functions. transformers makes no mask for it.
 NAME = "rose_sequence"
 
 
 class SequenceGroup:
-    """The group of `size` neighbouring ranks with this rank. All ranks must create it together and
-    connect within `MEET_S` seconds, else `RendezvousError`. After that, a collective that takes
+    """The group of this rank and its neighbours, `size` in all. All ranks must create it together
+    and connect within `MEET_S` seconds, else `RendezvousError`. After that, a collective that takes
     more than `timeout_s` seconds fails."""
 
     def __init__(self, size: int, device: torch.device, timeout_s: float):
@@ -56,8 +56,7 @@ class SequenceGroup:
         AttentionInterface.register(NAME, self._attention)
 
     def part(self, *whole: Tensor) -> tuple[int, list[Tensor]]:
-        """Cut tensors (..., L) into `size` parts. Returns (begin of this rank's part, the parts).
-        """
+        """Cut this rank's part out of tensors (..., L). Returns (its begin in L, the parts)."""
         length = whole[0].shape[-1] // self.size
         begin = self.index * length
         return begin, [x[..., begin : begin + length].contiguous() for x in whole]

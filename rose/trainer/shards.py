@@ -82,8 +82,8 @@ class ShardReader:
             self._find_group_ranges(engine.optimizer, rank, world)
 
     def read(self, block: Block) -> np.ndarray:
-        """Return the block's current bit patterns, (n,) uint16 or uint32, maybe the parameter's
-        memory."""
+        """Return the block's current bit patterns, (n,) uint16 or uint32. They may share the
+        parameter's memory."""
         tensor, (parameter, start) = self.tensors[block.tensor], self._sources[block.tensor]
         if self._masters:
             group, at, first = self._masters[id(parameter)]
@@ -100,7 +100,7 @@ class ShardReader:
 
     def origin(self, block: Block) -> tuple[int, int]:
         """Under ZeRO, return the group that has a block's values, and the index in it at which the
-        block's whole tensor begins. The index can be outside of the group."""
+        block's whole tensor begins: a virtual index if another rank has the tensor's beginning."""
         parameter, start = self._sources[block.tensor]
         group, at, first = self._masters[id(parameter)]
         return group, at + start - first

@@ -45,7 +45,8 @@ class Trains(Protocol):
 
 
 class Step:
-    """One training step: `extend` with each part of the batch, then `run_ahead`, or last `run`."""
+    """One training step: `extend` it by each part of the batch, then `run_ahead` (the last: `run`).
+    """
 
     def __init__(self, trainer: Trains, number: int):
         self.engine, self.algorithm, self.number = trainer.engine, trainer.algorithm, number
@@ -90,8 +91,7 @@ class Step:
                 self._accumulate(0, micro_batches, {}, more=True)
 
     def run(self, stepped: Callable[[], None] | None) -> dict[str, float]:
-        """Run all updates and return the metrics. `DeepSpeedEngine.update` calls `stepped` in the
-        last."""
+        """Run all updates and return metrics. The last `DeepSpeedEngine.update` gets `stepped`."""
         proximal = self._proximal()
         norms, lr = [], 0.0
         for number, micro_batches in enumerate(self.updates):

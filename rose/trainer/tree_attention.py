@@ -1,10 +1,10 @@
 """Attention over a prefix tree: on a CPU by stretches (rose/trainer/stretches.py), on a GPU by flex
 attention where it works, else by SDPA with a dense mask.
 
-Flex attention skips blocks of 128 x 128 in which no token attends to another. So a tree costs as
-much as its rows in a causal kernel, minus the shared part, and no tensor of the size L x L exists.
-It is compiled (Triton) and trains on GPUs only. Blocks are found from the tree itself, because
-torch's `create_block_mask` would make the dense mask first.
+Flex attention skips blocks of 128 x 128 in which no token attends to another. So a tree costs
+about as much as its rows in a causal kernel, minus the shared part, and no tensor of the size L x L
+exists. Flex attention is compiled (Triton) and trains on GPUs only. Blocks are found from the tree
+itself, because torch's `create_block_mask` would make the dense mask first.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ SMALLEST = 2 * BLOCK
 # Most tokens of a tree under a dense mask, which then takes 64 MiB of bool, and up to 256 MiB of
 # bias in each layer's call.
 DENSE_TOKENS = 8192
-# LONG: fewest tokens of a row for cuDNN's attention, which pads rows to a MULTIPLE. On an H200 its
-# kernels do 1.8 times the operations a second of torch's, but take 0.1 s for the first row of each
-# new length. Shorter rows would lose more to padding than they gain.
+# LONG: fewest tokens of a row for cuDNN's attention; their number is rounded up to a MULTIPLE. On
+# an H200 its kernels do 1.8 times the operations a second of torch's, but need 0.1 s for the first
+# row of each new length. Shorter rows would lose more to padding than they gain.
 LONG, MULTIPLE = 2048, 128
 HOPPER = 9  # lowest compute capability on which cuDNN's attention is used
 OFF = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")  # torch's switches against compilation
 CLOSE = 0.02  # largest error relative to the largest value: bfloat16 has 8 bits of precision
 # (shared, own) tokens of the rows of the tree that is tried at the start
 PROBE_ROWS = ((200, 150), (200, 90), (200, 33), (0, 140))
-# SDPA's kernels. The first one that supports the inputs is used.
+# SDPA's kernels, by preference: the first one that supports the inputs is used.
 IN_ORDER = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -67,8 +67,7 @@ def attended(
 
 
 def padded(tree: PrefixTree, multiple: int = BLOCK, smallest: int = SMALLEST) -> PrefixTree:
-    """Pad the tree to a `multiple` of tokens, at least `smallest`. Padding attends to itself only.
-    """
+    """Pad the tree to a `multiple` of tokens and to `smallest`. Padding attends only to itself."""
     length = len(tree.tokens)
     more = -(-max(smallest, length) // multiple) * multiple - length
     if not more:
@@ -103,7 +102,7 @@ def block_mask(ends: Tensor) -> BlockMask:
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """[queries, keys] bool -> int32: each row's number of True, its column indices, True first."""
+    """Return each row's number of True, and its column indices with those of True first, int32."""
     places = chosen.int().argsort(dim=1, descending=True, stable=True)
     return chosen.sum(1, dtype=torch.int32)[None, None], places.int()[None, None]
 

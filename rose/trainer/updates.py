@@ -1,6 +1,6 @@
-"""What the updates of a trainer rank's weights change between versions, for `Publisher`, without a
-copy of the last version. After each optimizer step the engine calls `compare`, before the float32
-values are copied into the bfloat16 parameters (rose/transfer/updates.py)."""
+"""Find what the updates of a trainer rank's weights change between versions, for `Publisher`,
+without a copy of the last version. After each optimizer step the engine calls `compare`, before the
+float32 values are copied into the bfloat16 parameters (rose/transfer/updates.py)."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Updates:
         return nullcontext()
 
     def run(self, number: int) -> Run | None:
-        """Return the block's place on the device; None if it is neither a run nor rows of runs."""
+        """Return where the block's bytes are on the device; None if `run_of` can't describe it."""
         block = self._plan.blocks[number]
         columns = self._plan.tensors[block.tensor].columns
         group, origin = self._shards.origin(block)
@@ -86,7 +86,7 @@ class Updates:
         group, origin = self._shards.origin(block)
         columns = self._plan.tensors[block.tensor].columns
         held = self._shards.held[group].detach()
-        # `take` counts from the tensor's value at the group's begin.
+        # The group begins with value -origin of the tensor.
         found = take(held, -origin, block, columns)
         pieces = [piece.reshape(-1) for piece in found]
         return patterns_of(torch.cat(pieces) if len(pieces) > 1 else pieces[0])
