@@ -56,6 +56,7 @@ class Growing:
     def _check(
         self, before: tuple[Tensor, Tensor], now: tuple[Tensor, Tensor], spoke: Tensor
     ) -> None:
+        """Raise `ValueError` if numbers of the groups in `before` have changed."""
         for what, old, new in zip(("advantages", "weights"), before, now, strict=True):
             if old.dim() < new.dim():  # no per-turn numbers in the first groups
                 new = _first(new)
@@ -71,5 +72,5 @@ class Growing:
 
 
 def _first(values: Tensor) -> Tensor:
-    """Return (N,) values as they are, and of (N, turns) each row's first turn."""
+    """Return each row's first value, (N,), from (N,) or (N, turns)."""
     return values if values.dim() == 1 else values[:, 0]

@@ -55,7 +55,7 @@ class Offload:
         self._chunk_bytes = CHUNK if on_gpu else CHUNK_CPU
         self._smallest = SMALLEST if on_gpu else SMALLEST_CPU
         self._chunks: list[Tensor] = []
-        self._gone: list[tuple[torch.UntypedStorage, int]] = []  # moved storages, bytes of each
+        self._gone: list[tuple[torch.UntypedStorage, int]] = []  # (storage, its bytes)
         self.away = False  # True while the memory is on the host
 
     def give_back(self) -> DeviceMemory:
@@ -67,7 +67,7 @@ class Offload:
             self._gone = [(storage, storage.nbytes()) for storage in self._storages()]
             for host, on_device in self._pieces():
                 host.copy_(on_device, non_blocking=True)
-            self._settle()
+            self._synchronize()
             for storage, nbytes in self._gone:
                 if storage.resizable():
                     storage.resize_(0)
@@ -99,7 +99,7 @@ class Offload:
                 ) from error
             for host, on_device in self._pieces():
                 on_device.copy_(host, non_blocking=True)
-            self._settle()
+            self._synchronize()
             self._gone, self.away = [], False
         return memory.device_memory(self._device)
 
@@ -108,7 +108,7 @@ class Offload:
         """Bytes of the device that are on the host now."""
         return sum(nbytes for _, nbytes in self._gone)
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 

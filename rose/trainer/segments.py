@@ -36,7 +36,7 @@ def find(trajectories: list[Trajectory]) -> list[list[int]]:
 
 def _turns(t: Trajectory) -> list[Hashable]:
     """Identify each turn by the trajectory that made it and a hash of all tokens up to its end. So
-    turns count as the same only if their tokens are."""
+    turns count as the same only if all these tokens are the same."""
     return [
         (t.group, maker, turn, xxhash.xxh3_128_digest(t.tokens[: 4 * _end(t, turn + 1)]))
         for turn, maker in enumerate(t.makers)

@@ -61,9 +61,8 @@ class Algorithm(Protocol):
         """Compute advantages, (N,), or (N, K) with one for each turn. The trainer converts them,
         and the weights, to float32. An algorithm declares by class variables:
         - `needs_turn_rewards = True`: it needs rewards of turns. A run without them is rejected.
-        - `advantages_of_batch = True`: they depend on more than the group. `trainer.stream` is
-          rejected.
-        - `group_relative = True`: they are 0 in a group of one. Such groups are rejected."""
+        - `advantages_of_batch = True`: they depend on other groups. `trainer.stream` is rejected.
+        - `group_relative = True`: advantages are 0 in a group of one. Such groups are rejected."""
 
     def token_weights(self, summary: Summary) -> Tensor:
         """Compute (N,), the weight of each response token of a trajectory in the batch's loss, or
@@ -95,7 +94,7 @@ def without_rounding(differences: Tensor, means: Tensor) -> Tensor:
 
 
 def group_mean(values: Tensor, groups: Tensor) -> Tensor:
-    """Values (N,), groups (N,) int64 -> (N,): the mean over each row's group."""
+    """Return the mean of `values`, (N,), over each row's group: (N,)."""
     size = int(groups.max()) + 1 if groups.numel() else 0
     total = values.new_zeros(size).index_add_(0, groups, values)
     count = values.new_zeros(size).index_add_(0, groups, values.new_ones(len(values)))
