@@ -158,7 +158,7 @@ async def answer(
         error = f"{type(raised).__name__}: {raised}"[:ERROR_CHARACTERS]
         if limit.expired():
             error = f"no score within its limit of {work.limit_s:g} s"
-        error = error.encode("utf-8", "backslashreplace").decode()  # without lone surrogates
+        error = error.encode("utf-8", "backslashreplace").decode()  # lone surrogates escaped
     said = Answer(work.number, score, error, time.monotonic() - began)
     await asyncio.sleep(hold_s)
     writer.write(frames.frame(msgspec.msgpack.encode(said)))

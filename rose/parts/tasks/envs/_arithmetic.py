@@ -29,7 +29,7 @@ _UNARY = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 
 
 class ArithmeticRefused(ValueError):
-    """The expression is malformed, too large or without a value; the model may read the text."""
+    """The expression is malformed, too large or without a value. The policy may read the text."""
 
 
 def evaluate(expression: str) -> Fraction:
