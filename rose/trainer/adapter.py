@@ -44,8 +44,7 @@ def attach(hf: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
 
 
 def stored_name(name: str) -> str:
-    """Turn a parameter's name in the model with PEFT's layers into the one that stores of versions
-    and the model's folder use."""
+    """Return a parameter's name in version stores and the model's folder, without PEFT's layers."""
     return name.replace(".base_layer.", ".").replace(f".{NAME}.weight", ".weight")
 
 
@@ -88,8 +87,7 @@ def base_of(
 
 def keep_own(module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
     """Hook of `state_dict`: drop everything but the adapter, for checkpoints. DeepSpeed drops
-    frozen parameters by itself, but keeps the second name of a matrix that embeddings and head
-    share."""
+    frozen parameters, but not the second name of a matrix that embeddings and head share."""
     for name in [name for name in state if ".lora_" not in name]:
         del state[name]
 

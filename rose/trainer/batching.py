@@ -62,6 +62,7 @@ class Shared:
         self._shared = [0, *(common(rows[a], rows[b]) for a, b in pairwise(self.order))]
 
     def grown(self, size: int, rows: list[int], row: int) -> int:
+        """See `Padded.grown`."""
         if not rows:
             return self.lengths[row]
         return size + self.lengths[row] - self._in_common(rows[-1], row)
@@ -80,6 +81,7 @@ class Shared:
         )
 
     def _in_common(self, row: int, later: int) -> int:
+        """Count the tokens that two rows share. `later` comes after `row` in `order`."""
         return min(self._shared[self._place[row] + 1 : self._place[later] + 1])
 
 
@@ -210,7 +212,7 @@ def _fill(rows: list[int], packing: Packing, limit: int) -> list[list[int]]:
 def _partition(rows: list[int], packing: Packing, ranks: int, limit: int) -> list[list[int]]:
     """Cut rows into bins of similar size. Their number is the smallest multiple of `ranks` that
     `limit` allows. A bisection finds the smallest limit that needs no more bins. If it needs fewer,
-    the largest bins are halved, and empty bins added where all have one row."""
+    the largest bins are halved. Once every bin has one row, empty bins are added."""
     count = -(-len(_fill(rows, packing, limit)) // ranks) * ranks
     low, high = max(packing.lengths[row] for row in rows), limit  # `high` is known to suffice
     while low < high:

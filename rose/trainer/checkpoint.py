@@ -102,8 +102,7 @@ def read_trainer(checkpoint: Path, trainer: configuration.Trainer) -> dict[str, 
     """Read the trainer's note beside DeepSpeed's files: the number of updates, and the ranks, ZeRO
     stage and dtype of the run that saved.
 
-    Raises `ValueError` when it is absent or damaged, or this configuration can't continue from it.
-    """
+    Raises `ValueError` if it is absent or damaged, or if this configuration can't continue."""
     path = Path(checkpoint) / TRAINER_STATE
     if not path.is_file():
         raise ValueError(f"{path}: absent; {checkpoint} is not a checkpoint of a trainer")

@@ -76,8 +76,7 @@ class CheckpointWriter(CheckpointEngine):
 
     def finish(self, folder: Path, error: str = "") -> None:
         """Start a thread that writes the copied files and marks this rank's part as saved or
-        failed. With an `error`, from a file that the rank itself wrote, only mark the part as
-        failed."""
+        failed. With an `error`, of a file that the rank itself wrote, only mark it as failed."""
         files, written = self._files, self._written
         self._files, self._written = [], []
         if error:
@@ -96,6 +95,7 @@ class CheckpointWriter(CheckpointEngine):
         return not self._thread.is_alive()
 
     def _write(self, folder: Path, files: list[tuple[Path, Any]], written: list[Path]) -> None:
+        """Write and sync the files, and mark this rank's part. Runs in the thread."""
         try:
             while files:
                 path, state = files.pop(0)

@@ -1,8 +1,8 @@
 """The tensors of one micro-batch, from trajectories: padded rows, and a prefix tree if the rows are
 computed as one.
 
-Rows are padded on the right. With causal attention no real token ever sees the padding, so there is
-no attention mask. That keeps the fast attention path, and gives the same numbers.
+Rows are padded on the right. With causal attention no real token attends to the padding, so there
+is no attention mask. That keeps the fast attention path, and gives the same numbers.
 """
 
 from __future__ import annotations

@@ -12,17 +12,7 @@ from rose.config import Config, ConfigError, Trainer
 LIGER_TYPES = ("llama", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe")
 # The `model_type`s whose decoder in transformers has no `base_model.layers`: its layers have
 # another name, or are a level deeper.
-OTHER_LAYERS = (
-    "bloom",
-    "codegen",
-    "falcon",
-    "gpt2",
-    "gpt_bigcode",
-    "gpt_neo",
-    "gptj",
-    "mpt",
-    "opt",
-)
+OTHER_TYPES = ("bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "opt")
 
 
 def check(c: Config) -> None:
@@ -67,7 +57,7 @@ def no_compiler(on_gpu: bool) -> str:
 def check_type(trainer: Trainer, kind: str) -> None:
     """Raise `ConfigError` for a model type that Liger has no kernels for, or whose layers are not
     where `rose.trainer.kernels.compile_layers` expects them."""
-    if trainer.compile and kind in OTHER_LAYERS:
+    if trainer.compile and kind in OTHER_TYPES:
         raise ConfigError(
             f"trainer.compile=True: a model of the type {kind} has no base_model.layers, which "
             "trainer.compile compiles; set trainer.compile=false"

@@ -23,7 +23,7 @@ from rose.trainer.prefix_tree import build_from_rows
 
 TOKENS = 4096  # most tokens of a measurement; enough to fill a GPU
 ROUNDS = 4  # repetitions of a measurement; the first is not counted
-BRANCHES = 6  # rows of the measured tree, which share half of its tokens, as a group's prompt
+BRANCHES = 6  # rows of the measured tree, which share half of its tokens, like a group's prompt
 
 
 def measure(
@@ -67,6 +67,7 @@ def _qkv_shapes(shape: ModelShape, length: int) -> list[tuple[int, ...]]:
 
 
 def _attention_under(shape: ModelShape, mask: object) -> Callable[..., Tensor]:
+    """Return the model's attention with `mask`, as a function of query, key and value."""
     layer = nn.Module()
     layer.num_key_value_groups = shape.heads // shape.kv_heads
     return lambda query, key, value: tree_attention.attention(layer, query, key, value, mask)[0]

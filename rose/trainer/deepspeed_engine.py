@@ -54,8 +54,8 @@ def _import_muon() -> None:
 
 
 def zero_config(trainer: configuration.Trainer, parameters: int, layer: int = 0) -> dict[str, Any]:
-    """Build DeepSpeed's configuration for a model of `parameters` parameters, of which the largest
-    layer has `layer`."""
+    """Build DeepSpeed's configuration. `layer` of the model's `parameters` are in its largest
+    layer."""
     # A bucket is allocated whole at every update: DeepSpeed's 5e8 cost a tiny model 1.3 s each.
     bucket = min(LARGEST_BUCKET, parameters)
     zero: dict[str, Any] = {
@@ -243,8 +243,7 @@ class DeepSpeedEngine(Saving):
         return self.engine(inputs, targets, mask, tree and tree.to(self.device), experts)
 
     def begin_micro_batch(self, last: bool) -> None:
-        """Prepare for a micro-batch's forward pass. `last` marks the update's last, on all ranks.
-        """
+        """Prepare for a micro-batch's forward pass: the update's `last`, on all ranks, or not."""
         self.micro_batches += 1
         self.engine.set_gradient_accumulation_boundary(last)
 
@@ -289,21 +288,21 @@ class DeepSpeedEngine(Saving):
             return self._update(stepped)
 
     @contextmanager
-    def _scaled(self, by: float) -> Iterator[None]:
-        """Scale an update's gradients by `by`. Under ZeRO the loss scale is 1 / `by`: every stage
-        divides gradients by it for their norm and clipping. Without ZeRO, multiply them."""
+    def _scaled(self, factor: float) -> Iterator[None]:
+        """Scale an update's gradients. Under ZeRO the loss scale is 1 / `factor`: every stage
+        divides gradients by it for their norm and clipping. Without ZeRO they are multiplied."""
         if self.settings.zero_stage:
             optimizer = self.engine.optimizer
-            before, optimizer.loss_scale = optimizer.loss_scale, 1.0 / by
+            before, optimizer.loss_scale = optimizer.loss_scale, 1.0 / factor
             try:
                 yield
             finally:
                 optimizer.loss_scale = before
             return
-        if by != 1.0:
+        if factor != 1.0:
             for parameter in self.policy.parameters():
                 if parameter.grad is not None:
-                    parameter.grad.mul_(by)
+                    parameter.grad.mul_(factor)
         yield
 
     def _update(self, stepped: Callable[[], None] | None) -> tuple[float, float]:

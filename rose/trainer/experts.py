@@ -17,13 +17,16 @@ _OWN = re.compile(r"(.+\.mlp\.experts\.)(\d+)\.(gate_proj|up_proj|down_proj)\.we
 
 
 class Part(NamedTuple):
+    """A tensor of the model's folder, as a part of one of transformers' parameters."""
+
     name: str  # the tensor's name in the model's folder
     shape: tuple[int, ...]
     start: int  # flat index of its first value within the parameter
 
 
 def parts(name: str, shape: tuple[int, ...]) -> list[Part]:
-    """List the folder's tensors in a parameter, in order: experts' matrices, or the parameter."""
+    """List the folder's tensors in a parameter, in order: the experts' matrices, or for any other
+    parameter itself."""
     match = _FUSED.fullmatch(name)
     if match is None:
         return [Part(name, shape, 0)]

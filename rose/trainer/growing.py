@@ -4,11 +4,11 @@ The gradient of finished groups is computed while other groups of the step still
 batch's size and number of tokens are known. An advantage needs its group only. A weight that is
 normalised over the batch (1 / trajectories, 1 / tokens, 1 / trees) needs the whole batch, but only
 for a factor that all rows share: with each group that arrives, all weights shrink alike. So the
-rows of every round get weights in the unit of the first round, whose weights are those that the
-algorithm gives to the first groups alone. The sum of gradients then has this unit, and `scale`
-turns it into the whole batch's gradient, once, before it is clipped and applied. In float32 it is
-the gradient of a batch that arrives at once, up to the order of the sum. Each round checks the
-numbers, and rejects an algorithm whose weights change otherwise.
+rows of every round get weights in the same unit: that of the weights which the algorithm gives to
+the first round's groups alone. The sum of gradients then has this unit, and `scale` turns it into
+the whole batch's gradient, once, before it is clipped and applied. In float32 it is the gradient of
+a batch that arrives at once, up to the order of the sum. Each round checks the numbers, and rejects
+an algorithm whose weights change otherwise.
 """
 
 from __future__ import annotations

@@ -77,8 +77,7 @@ def mismatch(
     - `capped`: the number of tokens whose weight is cut to the cap, or set to 0;
     - `ratio_max`: the largest proximal / behaviour; 0 without tokens. Combine several by max.
 
-    Add the first three over micro-batches and ranks, then divide by the number of tokens.
-    """
+    Add the first three over micro-batches and ranks, then divide by the number of tokens."""
     logs = log_ratio(proximal.detach(), behaviour.detach(), mask)
     ratio = logs.exp() * mask
     exact = logs.double()

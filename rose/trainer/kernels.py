@@ -38,7 +38,7 @@ from rose.trainer.prefix_tree import PrefixTree, build_from_rows
 SILU = ("silu", "swish")  # names of SiLU in a config.json
 MOST_FORMS = 16  # most compiled forms of one function; further ones run uncompiled
 MOST_WORKERS = 32  # most compiler processes of a rank; torch's own limit
-SLOW_S = 60.0  # seconds of compilation after which a message says that it goes on
+SLOW_S = 60.0  # seconds of compilation until a message says that it is still running
 # (shared, own) tokens of the 3 rows that are computed at the start, for compilation
 PROBE = ((7, 6), (7, 6), (7, 4))
 
@@ -77,8 +77,9 @@ def compile_layers(policy: Policy) -> None:
     torch._dynamo.config.recompile_limit = MOST_FORMS
     # By default torch assumes that lengths equal in one call are equal in all calls.
     torch.fx.experimental._config.use_duck_shape = False
-    logging.getLogger("torch._dynamo.convert_frame").addFilter(_explained)
-    for layer in layers:  # `layer.compile` would compile ZeRO-3's hooks, too
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(_explain_limit)
+    # `layer.compile` would compile ZeRO-3's hooks, too.
+    for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
     policy.head.chunk = torch.compile(policy.head.chunk, dynamic=True)
     policy.compiled = True
@@ -86,6 +87,7 @@ def compile_layers(policy: Policy) -> None:
 
 
 def _layers(policy: Policy) -> nn.ModuleList:
+    """Return the decoder's layers. Raises `CannotCompile` if they aren't `base_model.layers`."""
     layers = getattr(policy.hf.base_model, "layers", None)
     if layers is None:
         raise CannotCompile(
@@ -124,7 +126,7 @@ def try_compiled(passes: Sequence[Pass], device: torch.device, trees: bool) -> N
                 ) from error
 
 
-def _explained(record: logging.LogRecord) -> bool:
+def _explain_limit(record: logging.LogRecord) -> bool:
     """Logging filter: after torch's warning that a function has too many forms, print what it means
     for the run. Results stay the same."""
     if str(record.msg).startswith("torch._dynamo hit config."):

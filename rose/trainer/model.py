@@ -1,8 +1,8 @@
 """The policy as the trainer sees it: an HF decoder that returns log-probabilities of given tokens.
 
-All models are computed by `Policy`. Logits are computed only for the tokens that the policy
-generated, and in chunks, so logits of the shape (B, T, V) never exist. Heads that scale or cap
-their logits (Gemma 2, Granite) are not supported: `load` and rose/trainer/probe.py reject them.
+`Policy` serves all models. Logits are computed only for the tokens that the policy generated, and
+in chunks, so logits of the shape (B, T, V) never exist. Heads that scale or cap their logits (Gemma
+2, Granite) are not supported: `load` and rose/trainer/probe.py reject them.
 """
 
 from __future__ import annotations
@@ -72,13 +72,14 @@ class Head(nn.Module):
         from rose.trainer.head_triton import LogProbabilities  # needs Triton
 
         rows = self.chunk_rows
-        if not torch.is_grad_enabled():  # larger chunks serve to keep logits for a backward pass
+        if not torch.is_grad_enabled():  # no backward pass for which to keep larger chunks' logits
             rows = max(1, min(rows, LOGIT_ELEMENTS_GPU // self.weight.shape[0]))
         return LogProbabilities.apply(
             hidden, self.weight, self.bias, targets, self.temperature, rows
         )
 
     def _computed(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute a chunk, by the compiled function if there is one."""
         # torch would compile separately for 0 rows and for 1 row, so these run uncompiled.
         return (self.chunk if len(hidden) > 1 else self._chunk)(hidden, targets)
 
@@ -242,6 +243,7 @@ class Policy(nn.Module):
         return [(n, p) for n, p in self._named() if self.lora and not p.requires_grad]
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
+        """List all parameters with their names in the model's folder."""
         parameters = self.named_parameters()
         return [(adapter.stored_name(n.removeprefix(PREFIX)), p) for n, p in parameters]
 

@@ -140,8 +140,7 @@ class Offload:
                     yield found.grad
 
     def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield pairs (piece of host memory, piece of a storage), both uint8, that together cover
-        all moved storages."""
+        """Yield (piece of host memory, piece of a storage), both uint8, for all moved storages."""
         chunk, at = 0, 0
         for storage, nbytes in self._gone:
             whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -116,8 +116,7 @@ def _computed(
     remedy: str = "use another model (docs/models.md)",
     tree: PrefixTree | None = None,
 ) -> Tensor:
-    """Compute (B, T) log-probabilities of all tokens of each row but its first. Raises `ValueError`
-    if the model fails."""
+    """Compute log-probabilities of each row's tokens but the first, (B, T). Raises `ValueError`."""
     tokens, replay = torch.from_numpy(rows), engine.policy.replay
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     experts = replay and torch.full((*inputs.shape, replay.layers, replay.top_k), -1)

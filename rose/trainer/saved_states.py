@@ -98,6 +98,7 @@ class SavedStates:
         return {group: state[what] for group, state in self._base(rank)["state"].items()}
 
     def _find_mapped(self) -> None:
+        """Find the ranges of stages 1 and 2, which the files list."""
         for rank, saved in enumerate(self._saved):
             for group, mapping in enumerate(saved["param_slice_mappings"]):
                 for name, place in mapping.items():
@@ -175,6 +176,7 @@ def loaded(
 
 
 def _states(path: Path) -> dict[str, Any]:
+    """Read the state of ZeRO's optimizer from a rank's file."""
     return mapped(path, deepspeed_objects())["optimizer_state_dict"]
 
 

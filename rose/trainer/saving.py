@@ -55,7 +55,7 @@ class Saving:
         self.writer.finish(folder, error)
 
     def saved(self) -> None:
-        """Wait until no checkpoint is being written. `TimeoutError` after `SAVE_BEFORE_S` s."""
+        """Wait while a checkpoint is being written. Raises `TimeoutError` after `SAVE_BEFORE_S`."""
         if not self.writer.wait(SAVE_BEFORE_S):
             raise TimeoutError(
                 f"trainer rank {self.rank} is writing its part of the last checkpoint for over "

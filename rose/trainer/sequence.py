@@ -4,10 +4,12 @@ ALST (arXiv 2506.13996) has for Hugging Face models.
 N neighbouring ranks compute the same rows. Each has an Nth of every sequence in all layers but
 attention. There an all-to-all gives it the whole sequence for an Nth of the heads, and a second one
 reverses that. The ranks then gather the log-probabilities of all parts, so that each computes the
-loss of whole rows, whatever the algorithm, and differentiates it by its own part. The gradients of
-the N ranks add up to the gradient of a rank that computes alone. ZeRO sums gradients over all ranks
-anyway, so it need not know the group. Left out: DeepSpeed's adapter of data loaders and its tiled
-loss (the head has its own chunks), and layers that attend to less than the whole context.
+loss of whole rows, but differentiates it through its own part. The gradients of the N ranks add up
+to the gradient of a rank that computes alone. ZeRO sums gradients over all ranks anyway, so it need
+not know the group.
+
+Not used: DeepSpeed's adapter of data loaders, and its tiled loss (the head has its own chunks). Not
+supported: layers that attend to less than the whole context.
 """
 
 from __future__ import annotations
@@ -99,6 +101,8 @@ class SequenceGroup:
 
 
 class _Sum(torch.autograd.Function):
+    """Sum over the group, whose backward pass returns the gradient unchanged."""
+
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
         total = values.clone()

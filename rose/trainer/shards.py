@@ -28,8 +28,7 @@ def patterns_of(values: torch.Tensor) -> np.ndarray:
 
 
 class Share(NamedTuple):
-    """Values `begin` to `end` of a flattened parameter, which this rank has in float32 group
-    `group` from index `at` on."""
+    """Values `begin` to `end` of a flat parameter, in this rank's float32 `group` from `at` on."""
 
     name: str
     begin: int
@@ -125,6 +124,7 @@ class ShardReader:
         return found
 
     def _find_even_ranges(self, optimizer, rank: int, world: int) -> None:
+        """Find the ranges of stage 3, which splits each parameter evenly."""
         ranges = {}
         for parameter, _ in self._sources:
             part, size = parameter.ds_tensor.ds_numel, parameter.ds_numel
@@ -140,6 +140,7 @@ class ShardReader:
                 at += part
 
     def _find_group_ranges(self, optimizer, rank: int, world: int) -> None:
+        """Find the ranges of stages 1 and 2, which split flattened groups of parameters."""
         ranges = {}
         o = optimizer
         groups, offsets_of = o.round_robin_bit16_groups, o.round_robin_bit16_offsets

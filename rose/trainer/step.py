@@ -45,8 +45,7 @@ class Trains(Protocol):
 
 
 class Step:
-    """One training step: `extend` it by each part of the batch, then `run_ahead` (the last: `run`).
-    """
+    """One training step: `extend` by each part of the batch, then `run_ahead` (last: `run`)."""
 
     def __init__(self, trainer: Trains, number: int):
         self.engine, self.algorithm, self.number = trainer.engine, trainer.algorithm, number
@@ -57,7 +56,7 @@ class Step:
         self.growing = Growing(self.algorithm)
         self.updates: list[list[MicroBatch]] = []
         zero = torch.zeros((), device=self.device)
-        self.sums: dict[str, Tensor] = defaultdict(zero.clone)  # a lambda would keep `self` alive
+        self.sums: dict[str, Tensor] = defaultdict(zero.clone)  # no reference cycle with `self`
         self.ratio_max = torch.zeros((), device=self.device)
         self.seconds = dict.fromkeys(PHASES, 0.0)
 

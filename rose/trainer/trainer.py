@@ -4,9 +4,9 @@ algorithm, and uses no MPI.
 A step first computes advantages and weights from the batch's summary. Then it computes proximal
 log-probabilities if the algorithm needs them, except for the first update, whose own forward passes
 yield them. Then each update computes the loss of `algorithms.base`, one micro-batch after another.
-With several updates, a loss is multiplied by their number. So it is as large as the whole batch's,
-and gradient clipping has the same effect. With `trainer.stream` a step's groups arrive in rounds,
-of which only the last changes weights; rose/trainer/growing.py says why the result is the same.
+With several updates, each one's loss is multiplied by their number. So it is as large as the whole
+batch's, and gradient clipping has the same effect. With `trainer.stream` a step's groups arrive in
+rounds, of which only the last changes weights (rose/trainer/growing.py).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Trainer:
         self._updates: Updates | None = None
         self._publisher: Publisher | None = None
         self._ahead: Step | None = None  # a step whose gradient is incomplete
-        if config.trainer.compile or self.device.type == "cuda":  # flex attention compiles, too
+        if config.trainer.compile or self.device.type == "cuda":  # also for flex attention
             kernels.share_cores(place.neighbours)
         self._prepare_rows()
         self.no_trees, self.costs = self._prepare_trees(folder)
@@ -255,8 +255,8 @@ class Trainer:
             self._publisher.tidy()
 
     def save(self, folder: Path) -> None:
-        """Save a checkpoint into an existing folder, with the hashes of the last published version;
-        see `DeepSpeedEngine.save`."""
+        """Save a checkpoint with the last version's hashes, into an existing folder: see
+        `DeepSpeedEngine.save`."""
         with self.recorder.timed("save"):
             self._publisher.write_hashes(Path(folder))
             self.engine.save(Path(folder))
@@ -301,8 +301,7 @@ class Trainer:
 
 
 class _Peers:
-    """Collectives of the trainer ranks in host memory, since an engine may use the device. `group`
-    comes from `join_world`."""
+    """Collectives of the trainer ranks in host memory, since an engine may use the device."""
 
     def __init__(self, rank: int, world: int, group: torch.distributed.ProcessGroup):
         self.rank, self.world, self._group = rank, world, group

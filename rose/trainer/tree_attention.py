@@ -215,7 +215,8 @@ def why_not_flex(
         if os.environ.get(variable) == "1":  # uncompiled: L x L in float32
             return f"{variable}=1 is set here, so torch compiles no flex attention"
     form = (heads, kv_heads, head_dim, dtype)
-    try:  # torch compiles again at the second length, for all lengths
+    # At the second length torch compiles once more, for all lengths.
+    try:
         found = max(difference(device, *form, times) for times in (1, 3, 2))
     except Exception as error:  # errors of torch's, Triton's and C compilers: no common base class
         first = str(error).strip().partition("\n")[0]

@@ -32,6 +32,7 @@ class Updates:
         self.known = False  # true if every update since the last version was compared
 
     def restart(self) -> None:
+        """Drop all changes, since the values of now are the last version's."""
         self._comparison.clear()
         self.known = True
 
@@ -56,6 +57,7 @@ class Updates:
         return in_band(moves, block.start, columns, block.first, block.last)
 
     def digests(self, numbers: Iterable[int]) -> dict[int, bytes]:
+        """Return each block's xxh3-128."""
         return digests_of(self, numbers, self._threads)
 
     def side_stream(self) -> AbstractContextManager:

@@ -52,6 +52,7 @@ class Watch:
                 self._since = None
 
     def _beat(self) -> None:
+        """Report at intervals, in the thread, until a step raises."""
         reported = False
         while not self._over:
             time.sleep(self._beat_s / LOOKS)
@@ -64,6 +65,7 @@ class Watch:
                     self._since = now if self._since is not None else None
 
     def _reported(self, begun: int | None) -> bool:
+        """Report, and return True if that succeeded."""
         with self._reporting:
             if self._over:
                 return False

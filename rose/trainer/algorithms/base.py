@@ -82,8 +82,7 @@ ROUNDING = 1e-12
 
 
 def differ(rewards: Sequence[float]) -> bool:
-    """True if the rewards of a group differ by more than rounding. Otherwise advantages within the
-    group are all 0."""
+    """True if a group's rewards differ by more than rounding. Else its advantages are all 0."""
     mean = math.fsum(rewards) / len(rewards)
     return any(abs(reward - mean) > ROUNDING * max(1.0, abs(mean)) for reward in rewards)
 

@@ -75,8 +75,7 @@ def clipped_surrogate(
     2020, arXiv:1912.09729, equation 5); PPO does not bound it.
 
     `log_ratios` is (B, T), or (B, 1) for one ratio per trajectory. Statistics: `clip_fraction`
-    (tokens whose gradient the clip removed), `ratio`, and `policy_kl` (k3 estimate of KL(proximal
-    || policy))."""
+    (tokens whose gradient is clipped), `ratio`, and `policy_kl` (k3 of KL(proximal || policy))."""
     ratio = log_ratios.exp()
     advantages = batch.advantages.view(len(batch.mask), -1)  # (B, 1), or (B, T)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
