@@ -126,8 +126,8 @@ def read_trainer(checkpoint: Path, trainer: configuration.Trainer) -> dict[str, 
     if not saved[1] == now[1] == 0:
         if not all((saved[1], now[1])):
             raise ValueError(
-                f"{checkpoint}: {change(saved, now)}: between stage 0 and another states are not "
-                f"carried over; set trainer.zero_stage={saved[1]}, or begin a run of another name"
+                f"{checkpoint}: {change(saved, now)}: states can't be carried over between stage 0 "
+                f"and another; set trainer.zero_stage={saved[1]}, or begin a run of another name"
             )
         for rank in range(saved[0]):
             name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"

@@ -49,8 +49,8 @@ def no_compiler(on_gpu: bool) -> str:
     if any(map(shutil.which, names)):
         return ""
     return (
-        f"no {' or '.join(names)} here, which compiles what torch writes; "
-        f"Debian: apt-get install g++, or name one by {variable}"
+        f"no {' or '.join(names)} here, to compile the code that torch generates; "
+        f"Debian: apt-get install g++, or name a compiler by {variable}"
     )
 
 

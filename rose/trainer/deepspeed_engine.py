@@ -243,7 +243,7 @@ class DeepSpeedEngine(Saving):
         return self.engine(inputs, targets, mask, tree and tree.to(self.device), experts)
 
     def begin_micro_batch(self, last: bool) -> None:
-        """Prepare for a micro-batch's forward pass: the update's `last`, on all ranks, or not."""
+        """Prepare a micro-batch's forward pass. `last` (of the update) is equal on all ranks."""
         self.micro_batches += 1
         self.engine.set_gradient_accumulation_boundary(last)
 

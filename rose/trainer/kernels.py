@@ -157,7 +157,7 @@ def _announced() -> Iterator[None]:
     def say() -> None:
         print(
             f"still compiling after {SLOW_S:.0f} s (trainer.compile=true; the start may take "
-            "cluster.start_timeout_s in all, and what is compiled is kept for the next one)",
+            "cluster.start_timeout_s in all, and compiled code is kept for the next start)",
             flush=True,
         )
 

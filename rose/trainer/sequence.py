@@ -101,7 +101,7 @@ class SequenceGroup:
 
 
 class _Sum(torch.autograd.Function):
-    """Sum over the group, whose backward pass returns the gradient unchanged."""
+    """Sum over a group. The backward pass returns the gradient unchanged."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:

@@ -198,7 +198,7 @@ class Step:
             ) from None
 
     def _reduced(self) -> dict[str, float]:
-        """Combine ranks: sums per response token (except the loss), the slowest rank's times."""
+        """Combine the ranks: means over response tokens (loss: sum), the slowest rank's times."""
         names = sorted(self.sums)
         sums = torch.stack([self.sums[name] for name in names]).double()
         largest = [float(self.ratio_max), *self.seconds.values()]

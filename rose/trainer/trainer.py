@@ -262,7 +262,7 @@ class Trainer:
             self.engine.save(Path(folder))
 
     def load(self, folder: Path) -> None:
-        """Continue from a folder that `save` filled; bitwise in float32 with deterministic=true."""
+        """Continue from a folder that `save` filled (bit for bit: float32, deterministic=true)."""
         with self.recorder.timed("load"):
             if self._publisher is not None:
                 self._publisher.copy_values()

@@ -31,8 +31,7 @@ NAME = "rose_tree"  # our name in transformers' registry of attention functions
 BLOCK = 128  # tokens of a block; the kernel's own size
 # Fewest tokens of a tree, with padding: torch would compile separately for a single block.
 SMALLEST = 2 * BLOCK
-# Most tokens of a tree under a dense mask, which then takes 64 MiB of bool, and up to 256 MiB of
-# bias in each layer's call.
+# Most tokens of a tree under a dense mask: 64 MiB of bool, and up to 256 MiB of bias in a layer.
 DENSE_TOKENS = 8192
 # LONG: fewest tokens of a row for cuDNN's attention; their number is rounded up to a MULTIPLE. On
 # an H200 its kernels do 1.8 times the operations a second of torch's, but need 0.1 s for the first

@@ -61,6 +61,7 @@ class Updates:
         return digests_of(self, numbers, self._threads)
 
     def side_stream(self) -> AbstractContextManager:
+        """Return a context for kernels: the current stream, as the device has no other work."""
         if self.on_gpu:
             torch.cuda.set_device(self.device)  # A thread begins on device 0.
         return nullcontext()

@@ -1,8 +1,8 @@
 """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262), and its variant REINFORCE++-baseline.
 
 Advantages are normalised over the whole batch, since dividing by a group's standard deviation is
-biased. `baseline: none` is REINFORCE++; `baseline: group`
-first subtracts the group's mean reward (REINFORCE++-baseline).
+biased. `baseline: none` is REINFORCE++; `baseline: group` first subtracts the group's mean reward
+(REINFORCE++-baseline).
 """
 
 from __future__ import annotations

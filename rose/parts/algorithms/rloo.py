@@ -47,7 +47,7 @@ class Rloo:
         return (centred(summary.rewards, summary.groups) * size / (size - 1).clamp(min=1)).float()
 
     def token_weights(self, summary: Summary) -> Tensor:
-        """Weigh by the sum over tokens and the mean over trajectories."""
+        """Weigh all tokens by 1 / N: a sum over tokens, and a mean over trajectories."""
         rows = len(summary.rewards)
         return summary.rewards.new_full((rows,), 1 / max(1, rows)).float()
 

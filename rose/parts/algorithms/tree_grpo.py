@@ -46,8 +46,7 @@ class TreeGrpo(Grpo):
     trains_segments: ClassVar[bool] = True
 
     def advantages(self, summary: Summary) -> Tensor:
-        """Compute each turn's advantage, that of its segment: (N, K) float32; (N,) without forks.
-        """
+        """Compute the advantage of each turn's segment: (N, K) float32; (N,) without forks."""
         rewards, forest = summary.rewards.double(), _Forest(summary)
         advantages = forest.of_turns(forest.beside_siblings(rewards.tolist()))
         if self.scale_by_std:
@@ -56,7 +55,7 @@ class TreeGrpo(Grpo):
         return advantages.float()
 
     def token_weights(self, summary: Summary) -> Tensor:
-        """Compute weights in the shape of `advantages`. A segment's is the sum over its leaves."""
+        """Compute weights in the shape of `advantages`. A segment has the sum over its leaves."""
         forest = _Forest(summary)
         shares, tokens = forest.shares(), summary.response_tokens.tolist()
         weights: dict[int, float] = defaultdict(float)

@@ -81,7 +81,7 @@ class HybridDevices(Devices):
         """Leave the devices with the trainer until the scheduler uses the engines."""
 
     def act(self, action: ev.Action) -> None:
-        """Begin a move if the scheduler starts or stops to use hybrid engines."""
+        """Begin a move if the scheduler starts or stops using hybrid engines."""
         if isinstance(action, ev.UseWorker | ev.RestWorker):
             used = self._hub.workers.uses_hybrids
             self.begin(p.Role.ROLLOUT if used else p.Role.TRAINER)
@@ -93,6 +93,7 @@ class HybridDevices(Devices):
             self._begin(role)
 
     def _begin(self, role: p.Role) -> None:
+        """Begin to move the devices to `role`, unless the last move was to it."""
         if role is not self._wanted:
             self._wanted = role
             self._moving = asyncio.create_task(self._move(self._moving, role))
@@ -119,6 +120,7 @@ class HybridDevices(Devices):
         self._changes.set()
 
     def engine_changed(self) -> None:
+        """Note in `starts` which engines have come up or died."""
         self.starts.update(time.time())
 
     def end_moves(self) -> None:
@@ -176,7 +178,8 @@ class HybridDevices(Devices):
             self.starts.devices_released()
 
     def _recipients(self, role: p.Role, order: type[p.Sleep] | type[p.Wake]) -> dict[int, int]:
-        """Return the ranks that get the order. Engines that can't start in time don't wake."""
+        """Return the ranks that get the order, and note it in `starts`. An engine that is down
+        doesn't wake unless it has time to start."""
         ranks = super()._recipients(role, order)
         if role is p.Role.ROLLOUT and order is p.Sleep:
             self.starts.sleep_ordered(time.time())

@@ -52,7 +52,7 @@ class HybridStarts:
         self._cancelled = 0  # cancelled starts since `take_cancelled`
 
     def worth(self, rank: int) -> bool:
-        """True if the rank is to get the next order to wake, at which an engine that is down
+        """True if the rank is to get the next wake order. If its engine is down, the engine then
         starts."""
         if rank not in self._too_long or rank in self._up():
             return True

@@ -30,7 +30,7 @@ GIB = 2**30
 OUTPUT_BYTES = 65_536  # last bytes of the program's output that are kept, for error messages
 LARGEST_FILE = GIB  # size limit of a file that the program writes
 POLL_S = 0.05  # seconds between two polls of a program's exit code
-PROBE_S = 10.0  # seconds for the test of whether unshare works
+PROBE_S = 10.0  # most seconds for the test whether unshare works
 SPACES = ("--net", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
 REFUSED = "unshare: "  # start of unshare's own error messages
 # The first process in the namespaces prints a line, and executes the program only after the worker
@@ -113,7 +113,7 @@ async def run(
 
 async def _end_children(process: asyncio.subprocess.Process) -> None:
     """Kill the program's children once it has ended, since they would keep its output open. Poll
-    its exit code, as `process.wait` returns only after the output is closed."""
+    the exit code, as `process.wait` returns only after the output is closed."""
     while process.returncode is None:
         await asyncio.sleep(POLL_S)
     _kill_group(process)
@@ -144,8 +144,8 @@ def _path() -> str:
 
 
 def _limit(memory_gib: float, parent: int) -> None:
-    """Set the program's limits, in its process before it is executed. It ends with the worker
-    `parent`. Signal handlers are reset, since ranks under Slurm ignore SIGTERM."""
+    """Set limits in the program's process, before it executes the program. The program ends with
+    the worker `parent`. Signal handlers are reset, since ranks under Slurm ignore SIGTERM."""
     die_with_parent(parent)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)

@@ -66,8 +66,7 @@ class Help:
         )
 
     def _end(self, workers: list[subprocess.Popen]) -> str:
-        """Stop the workers, as Slurm ends the job. The pool sends their answers to other workers.
-        """
+        """Stop the workers, as Slurm ends the job. The pool gives other workers their answers."""
         for worker in workers:
             worker.terminate()
         end = time.monotonic() + KILL_S

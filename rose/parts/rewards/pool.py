@@ -48,7 +48,7 @@ from rose.parts.rewards.messages import (
 from rose.reward.episode import Score, ScoringFailed
 
 TRIES = 2  # most tries of an answer, by different workers where there are several
-# From this loss on, a Slurm job that ends while it scores an answer counts as a try of the answer,
+# From this number of losses on, the end of a Slurm job that scores the answer counts as a try,
 # since the answer may have ended the job.
 LOSSES = 4
 GRACE_S = 5.0  # seconds after an answer's limit for the worker to report that it was reached
@@ -337,6 +337,7 @@ class Pool:
         self._fail(job)
 
     def _fail(self, job: _Job) -> None:
+        """Drop the request, and raise `ScoringFailed` where its score is awaited."""
         self.failures += 1
         self._forget(job)
         if not job.future.done():

@@ -93,7 +93,7 @@ class RewardJobs:
                     self._do(ev.ReleaseCapacity(request))
 
     def feed(self, event: ev.Event) -> None:
-        """Apply the outcome of a request."""
+        """Apply the provisioner's event to the job of its request."""
         match event:
             case ev.CapacityQueued(request=name):  # An earlier attempt may have submitted it.
                 self._jobs.setdefault(name, _job_named(name))

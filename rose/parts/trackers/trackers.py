@@ -140,6 +140,7 @@ KINDS: dict[str, tuple[str, Callable[[Config, Path], Tracker]]] = {
 
 
 def asked_for(observe: Observe) -> list[str]:
+    """List the names of the trackers that the configuration switches on."""
     return [name for name, (key, _) in KINDS.items() if getattr(getattr(observe, name), key)]
 
 
@@ -161,7 +162,7 @@ def run_id(run_dir: Path, name: str, new: Callable[[], str]) -> str:
     path = Path(run_dir) / FILE
     if (known := _ids(path).get(name)) is not None:
         return known
-    made = new()  # not under the lock: a wait for a server must not delay the other tracker
+    made = new()  # outside of the lock, as it may wait for a server
     with _ids_lock:
         write_whole(path, json.dumps(_ids(path) | {name: made}).encode() + b"\n")
     return made

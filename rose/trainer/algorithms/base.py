@@ -65,8 +65,8 @@ class Algorithm(Protocol):
         - `group_relative = True`: advantages are 0 in a group of one. Such groups are rejected."""
 
     def token_weights(self, summary: Summary) -> Tensor:
-        """Compute (N,), the weight of each response token of a trajectory in the batch's loss, or
-        (N, K), that of each turn's tokens. With `trains_segments = True` a segment's tokens are
+        """Compute the weight in the batch's loss of each response token of a trajectory, (N,), or
+        of each token of a turn, (N, K). With `trains_segments = True` a segment's tokens are
         trained once, in its first trajectory."""
 
     def token_loss(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:

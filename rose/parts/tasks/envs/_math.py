@@ -105,9 +105,9 @@ def _numbers(text: str) -> str:
 
 
 def _quantities(right: str, answer: str) -> list[tuple[str, str]] | None:
-    """Return pairs of the two numbers without their units; in one of them both must be equal. The
-    list is empty if neither number has a unit; None stands for different units. If scales differ,
-    as in 5 million and 5000000, the values are a pair. 60 and 0.6 both equal 60 percent."""
+    """Return pairs of numbers to compare, without units; one equal pair suffices. The list is empty
+    if neither number has a unit, and None stands for different units. If scales differ, as in 5
+    million and 5000000, the values are a pair. 60 and 0.6 both equal 60 percent."""
     texts = right, answer
     found = [QUANTITY.fullmatch(_plain(DOLLARS.sub(" USD ", text))) for text in texts]
     numbers = [m["number"] if m else text for m, text in zip(found, texts, strict=True)]

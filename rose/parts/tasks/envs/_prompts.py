@@ -84,8 +84,7 @@ class Prompts:
             yield names[id(row)], self.start(row, tools)
 
     def _names(self) -> dict[int, str]:
-        """Return each row's name by its id(), which is stable as `_rows` reads each file only once.
-        """
+        """Return each row's name by its id(), which is stable, as `_rows` reads each file once."""
         return _named(*self._places, self._here)
 
     def start(self, row: dict[str, Any], tools: list[dict[str, Any]] | None = None) -> Start:
@@ -270,7 +269,7 @@ def _is_prompt(value: Any) -> bool:
 
 
 def _read(key: str, path: Path, split: str) -> list[Any]:
-    """Read a file of any of the formats."""
+    """Read the rows of a file or folder, by its suffix."""
     place = f"{key}={str(path)!r}"
     if not path.exists():
         raise ConfigError(f"{place}: no such file or folder: {path.absolute()}; give {FORMATS}")

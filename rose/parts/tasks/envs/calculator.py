@@ -23,6 +23,7 @@ SYSTEM = "Work out the question with the tool calculate, then give the result wi
 
 
 def _tool(name: str, description: str, argument: str, kind: str) -> dict:
+    """Return the schema of a tool with one argument."""
     parameters = {
         "type": "object",
         "properties": {argument: {"type": kind}},

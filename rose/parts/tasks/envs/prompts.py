@@ -1,8 +1,8 @@
 r"""Prompts from a file, one answer each, and a reward from the user's function.
 
 The function is `file.py:function` or `package.module:function`, as in docs/environments.md. `math`
-compares with the row's answer by math-verify; null gives each answer 0. A plain function runs in a
-worker process, an async one in the environment host. If it raises, or takes longer than
+compares with the row's answer by math-verify; with null each reward is 0. A plain function runs in
+a worker process, an async one in the environment host. If it raises, or takes longer than
 env.step_timeout_s, the trajectory fails and is replaced; it doesn't get reward 0.
 """
 
