@@ -1,8 +1,8 @@
 """The plan of a batch: which rows go into which micro-batch of which trainer rank.
 
 The coordinator makes the plan, so this file imports no torch. ZeRO's collectives need the same
-number of micro-batches on every rank, so a rank may get empty micro-batches, in which it computes a
-padding row of weight 0. A micro-batch is either rows padded to the longest, or one prefix tree
+number of micro-batches on every rank. So a rank may get empty ones, in which it computes a padding
+row of weight 0. A micro-batch is either rows padded to the longest, or one prefix tree
 (rose/trainer/prefix_tree.py). `plan_batch` chooses the cheaper form for a whole batch.
 """
 

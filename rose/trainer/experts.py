@@ -1,9 +1,9 @@
 """The experts of a mixture, as transformers holds them and as the model's folder has them.
 
-transformers keeps all experts of a layer in two parameters, `mlp.experts.gate_up_proj` (experts,
-2 x width, hidden), gate before up, and `mlp.experts.down_proj` (experts, hidden, width). A model's
-folder and a policy version have one matrix for each expert and projection, so that each matrix can
-be published as a block of its own. A matrix's values are contiguous in the parameter.
+transformers keeps all experts of a layer in two parameters, `mlp.experts.gate_up_proj` (experts, 2
+x width, hidden), gate before up, and `mlp.experts.down_proj` (experts, hidden, width). A model's
+folder and a policy version have one matrix for each expert and projection. So each matrix can be
+published as a block of its own. A matrix's values are contiguous in the parameter.
 """
 
 from __future__ import annotations

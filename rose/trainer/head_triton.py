@@ -1,9 +1,9 @@
 """The head of `rose.trainer.model` on a GPU: Triton kernels read each logit once for a token's
 log-probability and entropy, and once more to overwrite it by its gradient.
 
-cuBLAS computes the logits. With x a token's logits over the temperature and Z = sum exp(x), the
-log-probability is x[target] - log Z, the entropy log Z - sum p x, and the gradient of the
-log-probability (onehot - p) over the temperature, where p = exp(x - log Z). All sums are float32.
+cuBLAS computes the logits. Let x be a token's logits over the temperature, Z = sum exp(x) and p =
+exp(x - log Z). Then the log-probability is x[target] - log Z, and the entropy log Z - sum p x. The
+gradient of the log-probability is (onehot - p) over the temperature. All sums are float32.
 `rose.trainer.model.Head.forward` computes the same with torch's operations on a CPU.
 """
 
@@ -76,8 +76,8 @@ def _gradients(logits, targets, log_sums, gradients, width, temperature, BLOCK: 
 
 
 class LogProbabilities(torch.autograd.Function):
-    """Map hidden (N, H), weight (V, H), bias (V,) or None, targets (N,), temperature and rows of a
-    chunk to log-probabilities (N,) float32 and the summed entropy, (), which has no gradient.
+    """Log-probabilities of the targets (N,), float32, and the summed entropy, (), without gradient.
+    Takes hidden (N, H), weight (V, H), bias (V,) or None, targets, temperature, rows of a chunk.
 
     A single chunk's logits are kept for the backward pass; those of several are computed again."""
 

@@ -1,10 +1,10 @@
 """Move a trainer rank's memory from its device to the host for an engine, and back.
 
 DeepSpeed's own `offload_states` knows each state by name, and with ZeRO-3 it requires DeepSpeed's
-FusedAdam. This file knows no states: every storage of at least `SMALLEST` bytes that any tensor of
-this process has on the device is copied to host memory and resized to 0, as FSDP does with
-parameters. Tensors, views and flat buffers stay the same objects, and have their values again once
-the storages are resized and filled. Nothing may run on the device between `give_back` and `take`.
+FusedAdam. This file knows no states. It finds every storage of at least `SMALLEST` bytes that a
+tensor of this process has on the device. It copies the storage to host memory and resizes it to 0,
+as FSDP does. Tensors and views stay the same objects, and have their values again once the storages
+are resized and filled. Nothing may run on the device between `give_back` and `take`.
 
 For a GPU the copies are in page-locked host memory, in chunks that are kept for the next time. For
 a CPU, where host memory itself must be released, they are in files without a name.

@@ -4,9 +4,9 @@ Two rows of different length are computed as steps compute them: by `Policy`, in
 one micro-batch, and as a prefix tree. Each row is also computed alone by the model's own `forward`,
 in evaluation mode and with transformers' plain attention, as an engine would compute it. If the
 log-probabilities differ by more than rounding, the trainer would train a policy from which no
-engine samples. This rejects models that scale or cap their logits, have layers between the last
-hidden states and the head, draw random numbers in training, or attend to padding. It also rejects
-models whose rotary positions depend on the longest row of a micro-batch.
+engine samples. This rejects models that scale or cap their logits, or have layers between the last
+hidden states and the head. It also rejects models that draw random numbers in training, attend to
+padding, or have rotary positions that depend on a micro-batch's longest row.
 
 All passes go through DeepSpeed's engine, whose hooks gather weights that ZeRO-3 has split. So the
 probe runs after the split, on all ranks together.

@@ -1,7 +1,7 @@
 """ZeRO's partition: which values of which tensor this trainer rank owns, and how to read them.
 
 Stage 3 splits every tensor evenly over the ranks. Stages 1 and 2 flatten a group of tensors and
-split the whole, so a rank owns whole tensors and parts of the two at its ends. With stage 0 all
+split the result. So a rank owns whole tensors, and parts of the two at its ends. With stage 0 all
 ranks hold everything, and the blocks are distributed over them.
 
 Under ZeRO the values are read from the optimizer's float32 partition. It is final as soon as this

@@ -1,10 +1,10 @@
 """Attention over a prefix tree: on a CPU by stretches (rose/trainer/stretches.py), on a GPU by flex
 attention where it works, else by SDPA with a dense mask.
 
-Flex attention skips blocks of 128 x 128 in which no token attends to another. So a tree costs
-about as much as its rows in a causal kernel, minus the shared part, and no tensor of the size L x L
-exists. Flex attention is compiled (Triton) and trains on GPUs only. Blocks are found from the tree
-itself, because torch's `create_block_mask` would make the dense mask first.
+Flex attention skips blocks of 128 x 128 in which no token attends to another. So a tree costs about
+as much as its rows in a causal kernel, minus the shared part. No tensor of the size L x L exists.
+Flex attention is compiled (Triton) and trains on GPUs only. Blocks are found from the tree itself,
+because torch's `create_block_mask` would make the dense mask first.
 """
 
 from __future__ import annotations

@@ -12,14 +12,15 @@ advantage of Tree-GRPO (Ji et al. 2025, arXiv:2509.21240) and SPO's tree (Guo et
 arXiv:2505.23564). One std serves all levels, so a path's advantages add up to its leaf's GRPO
 advantage. With each fork's own std two siblings would have +-0.7 whatever their difference.
 
-Weights: a tree counts as one rollout, and each of k siblings as 1/k of the segment that they fork
-off, since they are k samples of one continuation. If a tree ends before it forks, its remaining
-trajectories become new trees (as in ARPO, arXiv:2507.19849). So a group has a random number of
-trees, which all have the same weight. That number is a stopping time, and by Wald's identity the
-sum over the trees has the policy gradient's direction. Equal weights of leaves would instead favour
-episodes that last until a fork. In each leaf a token has the leaf's weight / the leaf's number of
-tokens, as in GRPO, and a segment's tokens have the sum over its leaves. Left out: Tree-GRPO's sum
-with the leaf's own inter-tree advantage, which would credit a segment with earlier decisions.
+Weights: a tree counts as one rollout. Each of k siblings counts as 1/k of the segment that they
+fork off, since they are k samples of one continuation. If a tree ends before it forks, its
+remaining trajectories become new trees (as in ARPO, arXiv:2507.19849). So a group has a random
+number of trees, which all have the same weight. That number is a stopping time, and by Wald's
+identity the sum over the trees has the policy gradient's direction. Equal weights of leaves would
+instead favour episodes that last until a fork. In each leaf a token has the leaf's weight / the
+leaf's number of tokens, as in GRPO. A segment's tokens have the sum over its leaves. Left out:
+Tree-GRPO's sum with the leaf's own inter-tree advantage, which would credit a segment with earlier
+decisions.
 """
 
 from __future__ import annotations

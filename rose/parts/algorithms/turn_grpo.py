@@ -13,12 +13,11 @@ et al. 2025, arXiv:2505.10978) with omega = 1. For trajectories of one turn the 
 
 R[i, k] is compared with the returns of the group's other trajectories at the same turn k, as
 MT-GRPO compares a turn's rewards. A baseline over all turns of the group would ignore that returns
-shrink from turn to turn as rewards are collected, so early turns would seem good and late ones bad,
-whatever was done in them. Trajectories that ended before turn k are not compared. If only one
-trajectory is left, or all returns are equal, the turn's term is 0 and only the trajectory's counts.
-In MT-GRPO the turn's term has only the turn's reward, and the number of turns is fixed; here a turn
-is also credited with later rewards. Left out: GiGPO's groups of turns in the same state, which
-environments would have to name.
+shrink as rewards are collected. Early turns would seem good and late ones bad, whatever was done in
+them. Trajectories that ended before turn k are not compared. If only one trajectory is left, or all
+returns are equal, the turn's term is 0 and only the trajectory's counts. In MT-GRPO the turn's term
+has only the turn's reward, and the number of turns is fixed; here a turn is also credited with
+later rewards. Left out: GiGPO's groups of turns in the same state, which environments can't name.
 """
 
 from __future__ import annotations

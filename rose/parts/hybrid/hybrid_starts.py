@@ -2,15 +2,15 @@
 
 A dead hybrid engine can only start while the engines hold the device. If the trainer needs the
 device before the engine is up, the start is cancelled: the step gained nothing, and the trainer
-waited for the process to end. So a cancelled start is reported as a fault, and the engine starts
-again only if the engines are predicted to hold the device for longer than
+waited for the process to end. So a cancelled start is reported as a fault. The engine starts again
+only if the engines are predicted to hold the device for longer than
 - every start that was cancelled since the last one that succeeded, and
 - the last start that succeeded.
 
 The predicted time is the shortest of the last `RECENT` rollout phases, times the share of them for
 which engines held the device. The mean would begin a start for every long phase and cancel it in
-the next short one. The share is the largest of the last `RECENT`, because the scheduler may once
-move the device long before a rollout phase ends, and not do so again.
+the next short one. The share is the largest of the last `RECENT`. One move of the scheduler long
+before the end of a rollout phase doesn't predict further ones.
 """
 
 from __future__ import annotations

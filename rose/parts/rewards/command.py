@@ -1,7 +1,7 @@
 """Run a program that checks an answer, in a folder and a process group of its own, with limits.
 
-Where the kernel allows it (unshare(1), as root or in a user namespace), the program has no network,
-sees only its own processes, and these end with it. Elsewhere a process that leaves the program's
+Where the kernel allows it (unshare(1), as root or in a user namespace), the program has no network
+and sees only its own processes, which end with it. Elsewhere a process that leaves the program's
 session survives it. Of the worker's environment variables it gets only PATH, LANG and LC_ALL. This
 is no protection from hostile code: the program can read and write all that this user can, and the
 number of its processes is not bounded.

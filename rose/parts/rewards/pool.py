@@ -48,8 +48,8 @@ from rose.parts.rewards.messages import (
 from rose.reward.episode import Score, ScoringFailed
 
 TRIES = 2  # most tries of an answer, by different workers where there are several
-# From this number of losses on, the end of a Slurm job that scores the answer counts as a try,
-# since the answer may have ended the job.
+# From this number of losses on, a Slurm job's end counts as a try of each answer that it was
+# scoring, since the answer may have ended it.
 LOSSES = 4
 GRACE_S = 5.0  # seconds after an answer's limit for the worker to report that it was reached
 START_S = 120.0  # longest start of a worker; user code may import large packages
