@@ -85,7 +85,7 @@ class Shared:
         return min(self._shared[self._place[row] + 1 : self._place[later] + 1])
 
 
-Packing = Padded | Shared  # how rows become the tokens of a micro-batch
+Packing = Padded | Shared  # ways to make a micro-batch's tokens of rows
 
 
 def common(a: np.ndarray, b: np.ndarray) -> int:

@@ -45,7 +45,7 @@ class Trains(Protocol):
 
 
 class Step:
-    """One training step: `extend` by each part of the batch, then `run_ahead` (last: `run`)."""
+    """A training step: `extend` it by each part of the batch, then `run_ahead` (last: `run`)."""
 
     def __init__(self, trainer: Trains, number: int):
         self.engine, self.algorithm, self.number = trainer.engine, trainer.algorithm, number

@@ -85,7 +85,7 @@ class Trainer:
         self._updates: Updates | None = None
         self._publisher: Publisher | None = None
         self._ahead: Step | None = None  # a step whose gradient is incomplete
-        if config.trainer.compile or self.device.type == "cuda":  # also for flex attention
+        if config.trainer.compile or self.device.type == "cuda":  # flex attention is compiled, too
             kernels.share_cores(place.neighbours)
         self._prepare_rows()
         self.no_trees, self.costs = self._prepare_trees(folder)

@@ -17,7 +17,8 @@ shrink as rewards are collected. Early turns would seem good and late ones bad, 
 them. Trajectories that ended before turn k are not compared. If only one trajectory is left, or all
 returns are equal, the turn's term is 0 and only the trajectory's counts. In MT-GRPO the turn's term
 has only the turn's reward, and the number of turns is fixed; here a turn is also credited with
-later rewards. Left out: GiGPO's groups of turns in the same state, which environments can't name.
+later rewards. Left out: GiGPO's groups of turns in the same state, which environments would need to
+name.
 """
 
 from __future__ import annotations
