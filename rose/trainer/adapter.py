@@ -1,7 +1,7 @@
 """The adapter that is trained instead of the model's own weights: PEFT's LoRA layers.
 
-A policy version has the adapter's matrices as vLLM keeps them, B already multiplied by alpha /
-rank. A and B are named after the model's matrix that they change, with `lora_A` or `lora_B`.
+A policy version has the adapter's matrices as vLLM keeps them, with B already multiplied by
+alpha / rank. A and B are named after the model's matrix that they change, as `lora_A`, `lora_B`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ def attach(hf: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
 
 
 def stored_name(name: str) -> str:
-    """Turn a parameter's name in the model with PEFT's layers into the one that stores of versions
-    and the model's folder use."""
+    """Return a parameter's name in version stores and the model's folder, without PEFT's layers."""
     return name.replace(".base_layer.", ".").replace(f".{NAME}.weight", ".weight")
 
 
@@ -62,7 +61,7 @@ def is_scaled(stored: str) -> bool:
 
 
 def scales(lora: Lora, weights: list[tuple[str, nn.Parameter]]) -> dict[str, float]:
-    """Stored name -> the factor, alpha / rank, between the parameter and a version's values."""
+    """Map each B's stored name to alpha / rank, a version's factor on the parameter's values."""
     return {name: lora.scale for name, _ in weights if is_scaled(name)}
 
 
@@ -73,8 +72,8 @@ def base_of(
     cuts: Callable[[str, tuple[int, ...]], tuple[list[int], list[int]]],
 ) -> Base:
     """Hash the frozen weights that the adapter is trained on, in the engines' `dtype`. All ranks
-    call this together: `whole(parameter)` gathers its values where ranks share them. `cuts` is that
-    of `Trainer.open_store`."""
+    call this together: `whole(parameter)` gathers a parameter that is split over ranks. `cuts` is
+    that of `Trainer.open_store`."""
     name = str(dtype).removeprefix("torch.")
 
     def read(parameter: nn.Parameter) -> Callable[[], np.ndarray]:
@@ -88,8 +87,7 @@ def base_of(
 
 def keep_own(module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
     """Hook of `state_dict`: drop everything but the adapter, for checkpoints. DeepSpeed drops
-    frozen parameters by itself, but keeps the second name of a matrix that embeddings and head
-    share."""
+    frozen parameters, but not the second name of a matrix that embeddings and head share."""
     for name in [name for name in state if ".lora_" not in name]:
         del state[name]
 

@@ -1,9 +1,9 @@
 """The plan of a batch: which rows go into which micro-batch of which trainer rank.
 
-The coordinator plans and the trainer ranks follow, so this file imports no torch. ZeRO's
-collectives need the same number of micro-batches on every rank, so a rank may get empty ones, for
-which it computes a padding row of weight 0. A micro-batch is either rows padded to the longest, or
-one prefix tree (rose/trainer/prefix_tree.py). `plan_batch` chooses the cheaper for a whole batch.
+The coordinator makes the plan, so this file imports no torch. ZeRO's collectives need the same
+number of micro-batches on every rank. So a rank may get empty ones, in which it computes a padding
+row of weight 0. A micro-batch is either rows padded to the longest, or one prefix tree
+(rose/trainer/prefix_tree.py). `plan_batch` chooses the cheaper form for a whole batch.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from rose import protocol as p
 from rose.config import ModelShape, Trainer
 from rose.protocol import Costs
 
-# Logits that the head computes in one chunk. On a CPU they take 128 MiB in float32; larger chunks
-# were no faster. On a GPU they take 1 GiB in bfloat16, and their gradient takes their place. Where
-# there is room for what layers keep, a single chunk's logits are kept as well, up to 4 GiB.
+# Most logits that the head computes in one chunk. On a CPU they take 128 MiB in float32; larger
+# chunks were no faster. On a GPU they take 1 GiB in bfloat16, and their gradient overwrites them.
+# KEPT, 4 GiB, is for runs without gradient checkpointing: the logits of a single chunk are kept.
 LOGIT_ELEMENTS, LOGIT_ELEMENTS_GPU, LOGIT_ELEMENTS_KEPT = 2**25, 2**29, 2**31
-# Most logits of a chunk by torch's operations, which take 14 bytes each and not 2: on a GPU whose
-# host can't compile kernels.
+# Most logits of a chunk on a GPU whose host can't compile kernels. torch's operations take 14 bytes
+# for each logit, and the kernels 2.
 LOGIT_ELEMENTS_PLAIN = 2**26
-# The cost of a pair of tokens in attention, relative to a pair in a causal kernel. MASKED holds for
-# a dense mask on a CPU, SPARSE for stretches and for flex attention where it isn't measured.
+# The cost of a pair of tokens in a tree's attention, relative to a pair in a causal kernel. MASKED
+# holds for a dense mask on a CPU, SPARSE for stretches and for flex attention that isn't measured.
 MASKED = 2.0
 SPARSE = 1.3
 # Unattended pairs that flex attention computes for each token: it skips only whole blocks of 128.
@@ -36,16 +36,16 @@ Plan = list[list[list[list[int]]]]  # [rank][update][micro-batch] -> rows of the
 
 
 class Padded:
-    """Rows padded to the longest: a micro-batch computes rows x longest tokens. In `order`, rows
-    that are cheap to compute together are adjacent."""
+    """Rows padded to the longest: a micro-batch computes (number of rows) x (longest row) tokens.
+    In `order`, rows that are cheap to compute together are adjacent."""
 
     def __init__(self, lengths: list[int]) -> None:
         self.lengths = lengths
         self.order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
 
     def grown(self, size: int, rows: list[int], row: int) -> int:
-        """Return the size of `rows` and `row`. `size` is that of `rows`, and `row` comes after them
-        in `order`."""
+        """Return the tokens that a micro-batch of `rows` and `row` computes. Without `row`, which
+        comes after them in `order`, it computes `size` tokens."""
         return (len(rows) + 1) * self.lengths[rows[0] if rows else row]
 
 
@@ -57,18 +57,19 @@ class Shared:
         self.lengths = [len(row) for row in rows]
         self.order = sorted(range(len(rows)), key=lambda row: (rows[row].tolist(), row))
         self._place = {row: place for place, row in enumerate(self.order)}
-        # Tokens in common with the row before, in `order`. Two rows farther apart share the minimum
-        # over the rows between them.
+        # Tokens that each row of `order` shares with the row before it. Two rows farther apart
+        # share the minimum over the rows from one to the other.
         self._shared = [0, *(common(rows[a], rows[b]) for a, b in pairwise(self.order))]
 
     def grown(self, size: int, rows: list[int], row: int) -> int:
+        """See `Padded.grown`."""
         if not rows:
             return self.lengths[row]
         return size + self.lengths[row] - self._in_common(rows[-1], row)
 
     def pairs(self, rows: list[int], dense: bool) -> float:
-        """Pairs of tokens that attention computes in the tree of `rows`. A dense mask computes all
-        of them; otherwise it is the attended pairs and `PARTLY` a token."""
+        """Count the pairs of tokens that attention computes in the tree of `rows`. A `dense` mask
+        computes all pairs, otherwise it is the attended pairs and `PARTLY` for each token."""
         if dense:
             return float(size_of(rows, self) ** 2)
         # tokens that each row shares with the row before it
@@ -80,10 +81,11 @@ class Shared:
         )
 
     def _in_common(self, row: int, later: int) -> int:
+        """Count the tokens that two rows share. `later` comes after `row` in `order`."""
         return min(self._shared[self._place[row] + 1 : self._place[later] + 1])
 
 
-Packing = Padded | Shared  # the tokens that a micro-batch computes
+Packing = Padded | Shared  # ways to make a micro-batch's tokens of rows
 
 
 def common(a: np.ndarray, b: np.ndarray) -> int:
@@ -94,7 +96,7 @@ def common(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def size_of(rows: list[int], packing: Packing) -> int:
-    """Tokens that a micro-batch of these rows computes."""
+    """Count the tokens that a micro-batch of these rows computes."""
     size = 0
     for at, row in enumerate(rows):
         size = packing.grown(size, rows[:at], row)
@@ -131,18 +133,19 @@ def plan_batch(
 
 
 def _micro_batches(plan: Plan) -> list[list[int]]:
+    """List all micro-batches of a plan that are not empty."""
     return [m for rank in plan for update in rank for m in update if m]
 
 
 def logit_elements(t: Trainer, on_gpu: bool) -> int:
-    """Return how many logits the head computes in one chunk."""
+    """Return the most logits that the head computes in one chunk."""
     on_device = LOGIT_ELEMENTS_KEPT if t.gradient_checkpointing is False else LOGIT_ELEMENTS_GPU
     return on_device if on_gpu else LOGIT_ELEMENTS
 
 
 def flops(shape: ModelShape, sparse: bool = False) -> Costs:
     """Estimate the costs in FLOPs: 2 for each weight of a layer and token, 4 for each pair of
-    tokens and channel. With `sparse` a tree computes attended pairs only, else all (dense mask)."""
+    tokens and channel. `sparse`: in a tree only attended pairs are computed, else all pairs."""
     attention = shape.heads * shape.head_dim
     keys = shape.kv_heads * shape.head_dim
     weights = shape.hidden * (2 * attention + 2 * keys + 3 * shape.mlp_width + shape.experts)
@@ -156,13 +159,13 @@ def plan_micro_batches(
     """Return plan[rank][update][micro-batch] -> rows of the batch. Every row occurs once, and the
     same input gives the same plan.
 
-    No micro-batch is larger, by `packing`, than `micro_batch_tokens`. Within an update every rank
-    has the same number of micro-batches, as few as the limit allows, and sizes are balanced over
-    ranks. Each update gets about as many rows from every range of the packing's order. A rank's
-    largest micro-batch comes first, so that a lack of memory shows at once.
+    No micro-batch computes more than `micro_batch_tokens` tokens. Within an update every rank has
+    the same number of micro-batches, as few as the limit allows, and sizes are balanced over ranks.
+    Each update gets about as many rows from every range of the packing's order. A rank's largest
+    micro-batch comes first, so that a lack of memory shows at once.
 
-    Raises `ValueError` for a row that is too long and, unless the rows are a `part` of a batch, for
-    fewer rows than ranks x updates."""
+    Raises `ValueError` for a row that is too long. Unless the rows are a `part` of a batch, also
+    raises it for fewer rows than ranks x updates."""
     for row, length in enumerate(packing.lengths):
         if not 0 < length <= micro_batch_tokens:
             raise ValueError(
@@ -186,7 +189,7 @@ def plan_micro_batches(
 
 
 def _snake(place: int, updates: int) -> int:
-    """Deal places to updates as 0 1 2 2 1 0 0 1 2 ...: none gets the longest row of each round."""
+    """Return the update of the row at `place`: 0 1 2 2 1 0 0 1 2 ... This balances row lengths."""
     turn, step = divmod(place, updates)
     return step if turn % 2 == 0 else updates - 1 - step
 
@@ -207,9 +210,9 @@ def _fill(rows: list[int], packing: Packing, limit: int) -> list[list[int]]:
 
 
 def _partition(rows: list[int], packing: Packing, ranks: int, limit: int) -> list[list[int]]:
-    """Cut rows into bins of like size, whose number is the smallest multiple of `ranks` that
-    `limit` allows. A bisection finds the smallest limit that gives no more bins than that; if it
-    gives fewer, the largest are halved and then empty bins added."""
+    """Cut rows into bins of similar size. Their number is the smallest multiple of `ranks` that
+    `limit` allows. A bisection finds the smallest limit that needs no more bins. If it needs fewer,
+    the largest bins are halved. Once every bin has one row, empty bins are added."""
     count = -(-len(_fill(rows, packing, limit)) // ranks) * ranks
     low, high = max(packing.lengths[row] for row in rows), limit  # `high` is known to suffice
     while low < high:
@@ -231,7 +234,7 @@ def _partition(rows: list[int], packing: Packing, ranks: int, limit: int) -> lis
 
 def _deal(bins: list[list[int]], packing: Packing, ranks: int) -> list[list[list[int]]]:
     """Deal the bins, the largest first, each to the rank with the least work so far. Every rank
-    gets the same number."""
+    gets the same number of bins."""
     dealt: list[list[list[int]]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
     for rows in sorted(bins, key=lambda b: -size_of(b, packing)):

@@ -41,8 +41,8 @@ class SaveFailed(RuntimeError):
 
 
 def mark(folder: Path, rank: int, error: str) -> None:
-    """Mark the part of trainer rank `rank` in `folder` as saved or, with an `error`, as failed. A
-    mark that can't be written is only printed: the folder of an attempt that ended may be gone."""
+    """Mark the part of trainer rank `rank` in `folder` as saved or, with an `error`, as failed. If
+    the mark can't be written, only print: the folder of an attempt that ended may be gone."""
     name = f"{FAILED if error else SAVED}-{rank:05d}"
     try:
         write_whole(Path(folder) / name, error.encode(), sync=True)
@@ -56,7 +56,7 @@ def marks(folder: Path) -> list[re.Match]:
 
 
 def saved(folder: Path) -> int:
-    """Count the ranks that saved their part. Raises `SaveFailed` with the error of a failed one."""
+    """Count the ranks that saved their part. Raises `SaveFailed` with a failed rank's error."""
     there = marks(folder)
     for found in there:
         if found[1] == FAILED:
@@ -102,8 +102,7 @@ def read_trainer(checkpoint: Path, trainer: configuration.Trainer) -> dict[str, 
     """Read the trainer's note beside DeepSpeed's files: the number of updates, and the ranks, ZeRO
     stage and dtype of the run that saved.
 
-    Raises `ValueError` when it is absent or damaged, or this configuration can't continue from it.
-    """
+    Raises `ValueError` if it is absent or damaged, or if this configuration can't continue."""
     path = Path(checkpoint) / TRAINER_STATE
     if not path.is_file():
         raise ValueError(f"{path}: absent; {checkpoint} is not a checkpoint of a trainer")
@@ -127,8 +126,8 @@ def read_trainer(checkpoint: Path, trainer: configuration.Trainer) -> dict[str, 
     if not saved[1] == now[1] == 0:
         if not all((saved[1], now[1])):
             raise ValueError(
-                f"{checkpoint}: {change(saved, now)}: between stage 0 and another states are not "
-                f"carried over; set trainer.zero_stage={saved[1]}, or begin a run of another name"
+                f"{checkpoint}: {change(saved, now)}: states can't be carried over between stage 0 "
+                f"and another; set trainer.zero_stage={saved[1]}, or begin a run of another name"
             )
         for rank in range(saved[0]):
             name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
@@ -158,7 +157,7 @@ def begin(run_dir: Path, step: int, report: Callable[[str], None] = print) -> Pa
 
 
 def remove_halves(run_dir: Path, report: Callable[[str], None] = print) -> None:
-    """Remove incomplete checkpoints of interrupted attempts: the next one may need the space."""
+    """Remove incomplete checkpoints of interrupted attempts, to free space for the next one."""
     for left in _folder(run_dir).glob("step-*.tmp"):
         _remove(left, report)
 
@@ -194,8 +193,7 @@ def remove_old(
 
 
 def _remove(folder: Path, report: Callable[[str], None]) -> None:
-    """Remove a folder. `report` gets a text about one that stays for now, as on NFS while somebody
-    copies its files."""
+    """Remove a folder. If that fails, as on NFS while somebody copies its files, report it."""
     try:
         if ".old" not in folder.suffixes:
             # Renamed first: a half-deleted folder is no checkpoint, and its name is needed again.

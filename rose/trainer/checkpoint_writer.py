@@ -1,10 +1,10 @@
 """A thread that writes a rank's part of a checkpoint while training goes on.
 
-DeepSpeed passes every file of a checkpoint to its checkpoint engine. This one copies the tensors to
-host memory at once, so that the next step may change them, and writes the files in a thread
-(torch.save lets other threads run while it writes). Then it writes a file `saved-RANK` into the
-folder, for which the coordinator polls, since the rank itself may be in the middle of the next
-step. Where host memory has no room for the copy, the files are written before `save` returns.
+DeepSpeed passes every file of a checkpoint to its checkpoint engine. This engine copies the tensors
+to host memory at once, so that the next step may change them. A thread then writes the files
+(torch.save lets other threads run), and last a file `saved-RANK`. The coordinator polls for that
+file, since the rank itself may be in the middle of the next step. If host memory has no room for
+the copy, the files are written before `save` returns.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from rose.trainer import checkpoint
 from rose.trainer.saved_states import deepspeed_objects, loaded
 from rose.transfer.store import sync
 
-# Free host memory that a copy needs, relative to its bytes: engines and page cache go on growing.
+# Free host memory that a copy needs, as a multiple of its bytes: engines and page cache still grow.
 SPARE = 1.25
 
 
 class CheckpointWriter(CheckpointEngine):
-    """DeepSpeed's checkpoint engine of one rank. `neighbours` ranks of this host copy at once."""
+    """DeepSpeed's checkpoint engine of one rank. `neighbours` ranks of this host copy together."""
 
     def __init__(self, rank: int, neighbours: int = 1) -> None:
         super().__init__()
         self.name = "rose"
         self._rank, self._neighbours = rank, neighbours
-        self._files: list[tuple[Path, Any]] = []  # copied, to be written
+        self._files: list[tuple[Path, Any]] = []  # copied files that are not written yet
         self._written: list[Path] = []
         self._thread: threading.Thread | None = None
         self._warned = False
@@ -58,7 +58,7 @@ class CheckpointWriter(CheckpointEngine):
         return loaded(path, deepspeed_objects(), map_location)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Copy now and write in `finish`, or write now where host memory has no room for a copy."""
+        """Copy now and write in `finish`. If host memory has no room for a copy, write now."""
         needed = SPARE * tensor_bytes(state_dict) * self._neighbours
         if needed < available_bytes():
             self._files.append((Path(path), host_copy(state_dict)))
@@ -76,7 +76,7 @@ class CheckpointWriter(CheckpointEngine):
 
     def finish(self, folder: Path, error: str = "") -> None:
         """Start a thread that writes the copied files and marks this rank's part as saved or
-        failed. With an `error`, of a file that the rank itself wrote, mark it as failed at once."""
+        failed. With an `error`, of a file that the rank itself wrote, only mark it as failed."""
         files, written = self._files, self._written
         self._files, self._written = [], []
         if error:
@@ -95,6 +95,7 @@ class CheckpointWriter(CheckpointEngine):
         return not self._thread.is_alive()
 
     def _write(self, folder: Path, files: list[tuple[Path, Any]], written: list[Path]) -> None:
+        """Write and sync the files, and mark this rank's part. Runs in the thread."""
         try:
             while files:
                 path, state = files.pop(0)
@@ -103,7 +104,7 @@ class CheckpointWriter(CheckpointEngine):
                 written.append(path)
             for path in written:
                 sync(path)
-        except Exception as error:  # any error, for the coordinator, which ends the run then
+        except Exception as error:  # any error: the coordinator reports it and ends the run
             why = f"{type(error).__name__}: {error}"
             refused = refusal(folder)  # the file system's own reason: torch.save hides a full disk
             checkpoint.mark(folder, self._rank, f"{why}; {refused}" if refused else why)
@@ -140,7 +141,7 @@ def tensor_bytes(state: Any) -> int:
 def available_bytes() -> int:
     """Bytes of host memory that this process may still allocate: the minimum over the machine and
     all control groups around the process. Slurm limits the groups of the job and of the job step,
-    which lie above that of the task."""
+    which contain the task's group."""
     return min([psutil.virtual_memory().available, *(_left(*place) for place in control_groups())])
 
 
@@ -156,4 +157,4 @@ def _left(group: Path, limit: str, usage: str) -> float:
         files = sum(int(stat.get(f"total_{kind}", stat.get(kind, 0))) for kind in kinds)
         return max(0, most - int((group / usage).read_text(encoding="utf-8")) + files)
     except (OSError, ValueError):
-        return math.inf  # "max", or no such file, as in the root group
+        return math.inf  # no limit: the text "max", or no such file, as in the root group

@@ -1,8 +1,8 @@
-"""The tensors of one micro-batch, from trajectories: padded rows, and the prefix tree of rows that
-are computed as one.
+"""The tensors of one micro-batch, from trajectories: padded rows, and a prefix tree if the rows are
+computed as one.
 
-Rows are padded on the right. With causal attention no real token ever sees the padding, so there is
-no attention mask. That keeps the fast attention path, and gives the same numbers.
+Rows are padded on the right. With causal attention no real token attends to the padding, so there
+is no attention mask. That keeps the fast attention path, and gives the same numbers.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class MicroBatch:
     mask: Tensor  # (B, T) float32: 1 where the policy generated the token
     behaviour: Tensor  # (B, T) float32: the engine's log-probability; 0 where mask is 0
     versions: Tensor  # (B, T) int32: policy version that generated the token; -1 where mask is 0
-    # (B, T) int64: number of the turn that generated the token; 0 where mask is 0 or it is unknown
+    # (B, T) int64: number of the turn that generated the token; 0 where mask is 0 or it's unknown
     turns: Tensor
-    # The tree of `inputs`, each row cut behind the last token that predicts one of the policy's.
+    # The prefix tree of `inputs`. Each row ends with the token that predicts the policy's last one.
     tree: PrefixTree | None
     # With router replay, (B, T, layers, top k) int16: the experts of `inputs`, -1 where unrecorded.
     experts: Tensor | None

@@ -10,70 +10,60 @@ from rose.config import Config, ConfigError, Trainer
 
 # The `model_type`s of a config.json whose norms, rotary positions and MLP Liger 0.8 implements.
 LIGER_TYPES = ("llama", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe")
-# The `model_type`s whose decoder in transformers has its layers under another name than `layers`,
-# or a level deeper.
-OTHER_LAYERS = (
-    "bloom",
-    "codegen",
-    "falcon",
-    "gpt2",
-    "gpt_bigcode",
-    "gpt_neo",
-    "gptj",
-    "mpt",
-    "opt",
-)
+# The `model_type`s whose decoder in transformers has no `base_model.layers`: its layers have
+# another name, or are a level deeper.
+OTHER_TYPES = ("bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "opt")
 
 
 def check(c: Config) -> None:
     """Raise `ConfigError` for a missing package or compiler. A container and the nodes of a Slurm
-    job have their own, which the ranks check as they start."""
+    job have packages and compilers of their own, which the ranks check as they start."""
     if c.trainer.kernels == "liger" and not c.cluster.contained and (package := missing()):
         raise ConfigError(
             f"trainer.kernels='liger': the package {package} isn't installed here: "
             "pip install 'rose-rl[liger]', or trainer.kernels=none"
         )
-    if c.trainer.compile and c.cluster.kind == "local" and (found := why_none(c.cluster.gpus > 0)):
-        raise ConfigError(found)
+    on_gpu = c.cluster.gpus > 0
+    if c.trainer.compile and c.cluster.kind == "local" and (why := why_not_compile(on_gpu)):
+        raise ConfigError(why)
 
 
 def missing() -> str:
-    """Return the name of a package that Liger's kernels need and that isn't installed; "" if all
-    are."""
+    """Return the first package that Liger's kernels need and that isn't installed, else ""."""
     needed = {"liger_kernel": "liger-kernel", "triton": "triton"}
     return next((n for p, n in needed.items() if importlib.util.find_spec(p) is None), "")
 
 
-def why_none(on_gpu: bool) -> str:
-    """Return why `trainer.compile` is impossible here, or ""."""
+def why_not_compile(on_gpu: bool) -> str:
+    """Return why `trainer.compile` is impossible on this host, or ""."""
     found = no_compiler(on_gpu)
     return found and f"trainer.compile=True: {found}; or trainer.compile=false"
 
 
 def no_compiler(on_gpu: bool) -> str:
-    """Return which compiler is missing here, or "": a C++ compiler on a CPU, a C compiler, which
-    Triton calls, on a GPU."""
+    """Return an error text if this host lacks the compiler that torch's code needs, else "". On a
+    CPU it is a C++ compiler, on a GPU a C compiler, which Triton calls."""
     variable, names = ("CC", ("gcc", "clang")) if on_gpu else ("CXX", ("g++",))
     chosen = os.environ.get(variable)
     names = (chosen,) if chosen else names
     if any(map(shutil.which, names)):
         return ""
     return (
-        f"no {' or '.join(names)} here, which compiles what torch writes; "
-        f"Debian: apt-get install g++, or name one by {variable}"
+        f"no {' or '.join(names)} here, to compile the code that torch generates; "
+        f"Debian: apt-get install g++, or name a compiler by {variable}"
     )
 
 
 def check_type(trainer: Trainer, kind: str) -> None:
-    """Raise `ConfigError` for a model that Liger has no kernels for, or whose layers are not where
-    `rose.trainer.kernels.compile_layers` expects them."""
-    if trainer.compile and kind in OTHER_LAYERS:
+    """Raise `ConfigError` for a model type that Liger has no kernels for, or whose layers are not
+    where `rose.trainer.kernels.compile_layers` expects them."""
+    if trainer.compile and kind in OTHER_TYPES:
         raise ConfigError(
-            f"trainer.compile=True: models of the type {kind} keep their layers where they are not "
-            "looked for; trainer.compile=false"
+            f"trainer.compile=True: a model of the type {kind} has no base_model.layers, which "
+            "trainer.compile compiles; set trainer.compile=false"
         )
     if trainer.kernels == "liger" and kind not in LIGER_TYPES:
         raise ConfigError(
-            f"trainer.kernels='liger': no kernels for models of the type {kind}; there are for "
-            f"{', '.join(LIGER_TYPES)}; trainer.kernels=none"
+            f"trainer.kernels='liger': no kernels for models of the type {kind}; Liger has some "
+            f"for {', '.join(LIGER_TYPES)}; trainer.kernels=none"
         )

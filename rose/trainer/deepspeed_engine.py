@@ -1,9 +1,9 @@
-"""DeepSpeed behind three calls: start, backward, update. Knows nothing of RL.
+"""DeepSpeed behind three calls: forward, backward, update. This file knows nothing of RL.
 
 DeepSpeed averages gradients over ranks and over a fixed number of micro-batches. Here the loss is a
 sum over all micro-batches and ranks, and the number of micro-batches varies from step to step. So
-this class sets the boundaries of gradient accumulation and multiplies the average over ranks away.
-Left out: fp16, DeepSpeed's own MoE layers, ZeRO-Infinity.
+this class sets the boundaries of gradient accumulation and undoes the averaging over ranks. Not
+supported: fp16, DeepSpeed's own MoE layers, ZeRO-Infinity.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rose.trainer.sequence import SequenceGroup
 from rose.trainer.step import NEVER, NonFiniteGradient
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-BUILD_DEADLINE_S = 900.0  # longest wait for another build; CPUAdam took 185 s on two cores
+BUILD_DEADLINE_S = 900.0  # longest wait for another process's build; CPUAdam took 185 s on 2 cores
 LARGEST_BUCKET = 200_000_000  # most elements of one collective; more cost memory and gain nothing
 PREFETCHED = 50_000_000  # fewest elements that ZeRO-3 gathers ahead; DeepSpeed's own default
 REDUCED = {"float32": "fp32", "bfloat16": "bf16"}  # DeepSpeed's names of the dtypes
@@ -43,7 +43,7 @@ REDUCED = {"float32": "fp32", "bfloat16": "bf16"}  # DeepSpeed's names of the dt
 
 def _import_muon() -> None:
     """Import DeepSpeed's Muon without its decorators, which would load the rest of torch's
-    compiler. DeepSpeed imports Muon only to check that its optimizer, here Adam, is none."""
+    compiler. DeepSpeed imports Muon only to check that its optimizer, here Adam, isn't Muon."""
     from deepspeed.runtime import compiler
 
     given, compiler.compile = compiler.compile, lambda *_, **__: lambda function: function
@@ -54,8 +54,8 @@ def _import_muon() -> None:
 
 
 def zero_config(trainer: configuration.Trainer, parameters: int, layer: int = 0) -> dict[str, Any]:
-    """Build DeepSpeed's JSON from conf/trainer, for a model of that many `parameters`, of which the
-    largest layer has `layer`."""
+    """Build DeepSpeed's configuration. `layer` of the model's `parameters` are in its largest
+    layer."""
     # A bucket is allocated whole at every update: DeepSpeed's 5e8 cost a tiny model 1.3 s each.
     bucket = min(LARGEST_BUCKET, parameters)
     zero: dict[str, Any] = {
@@ -64,7 +64,7 @@ def zero_config(trainer: configuration.Trainer, parameters: int, layer: int = 0)
         "allgather_bucket_size": bucket,
     }
     if trainer.zero_stage == 3:
-        # Gather a whole layer ahead. DeepSpeed's default is one matrix of a large layer.
+        # Gather a whole layer ahead. DeepSpeed's default holds one matrix of a large layer.
         zero["stage3_prefetch_bucket_size"] = max(PREFETCHED, layer)
         zero["zero_hpz_partition_size"] = trainer.hpz or 1
     if trainer.offload_optimizer:
@@ -86,13 +86,13 @@ def zero_config(trainer: configuration.Trainer, parameters: int, layer: int = 0)
 
 
 def use_device(gpus: int, index: int) -> torch.device:
-    """Choose this rank's device: one of the host's GPUs if the run has any, else the CPU. Must be
-    called before DeepSpeed is imported, which reads DS_ACCELERATOR then."""
+    """Choose this rank's device: one of the host's GPUs if the run has any, else the CPU. Call it
+    before DeepSpeed is imported, since DeepSpeed reads DS_ACCELERATOR at import."""
     if gpus:
         if (count := torch.cuda.device_count()) == 0:
             raise configuration.ConfigError(
                 f"cluster.gpus={gpus}: torch {torch.__version__} sees no GPU on this host: it is "
-                "no build for CUDA, or none for this driver; `rose doctor` tells which"
+                "no build for CUDA, or none for this driver; `rose doctor` says which"
             )
         device = torch.device("cuda", index % count)
         torch.cuda.set_device(device)
@@ -105,17 +105,17 @@ def join_world(
     device: torch.device, rank: int, world: int, place: Place, timeout_s: float
 ) -> torch.distributed.ProcessGroup:
     """Start torch.distributed at `place`. All ranks must connect within `MEET_S` seconds. After
-    that, a collective that takes over `timeout_s` seconds fails.
+    that, a collective that takes more than `timeout_s` seconds fails.
 
     Returns a group of all ranks for tensors in host memory. NCCL can't serve these: its kernels
-    spin on the device until all ranks have arrived, when an engine may already use the device.
-    Raises `RendezvousError`, which names all hosts and addresses."""
+    would occupy the device until all ranks have arrived, while an engine may already use it. Raises
+    `RendezvousError`, which names all hosts and addresses."""
     import deepspeed  # imported late: it reads DS_ACCELERATOR at import
 
     if device.type == "cpu":
         # Without this line DeepSpeed would compile its shared-memory allreduce at first use (160
-        # s), which only speeds up a run on one machine. It is the only operator that DeepSpeed
-        # looks up here, and the look-up would first try the compilers for all of its operators.
+        # s), which only speeds up a run on one machine. DeepSpeed looks up no other operator here,
+        # and the look-up would first try the compilers for all of its operators.
         deepspeed.ops.__compatible_ops__ = {}
     os.environ["LOCAL_RANK"] = str(device.index or 0)  # DeepSpeed's source for its device
     backend, first = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=MEET_S)
@@ -145,16 +145,16 @@ def join_world(
             f"{place.listing()}"
         ) from error
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
-    # ZeRO works in a group of its own, which would keep the backend's limit (NCCL: ten minutes).
-    # torch and DeepSpeed have no public call to change a group's limit.
+    # ZeRO works in a group of its own, which would keep the backend's time limit (NCCL: 10
+    # minutes). torch and DeepSpeed have no public call to change a group's limit.
     for group in (None, on_hosts, deepspeed.utils.groups._clone_world_group()):
         torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
     return on_hosts
 
 
 def check_second_copies(hpz: int | None, place: Place) -> None:
-    """Raise `ValueError` if a group of `trainer.hpz` ranks spans hosts, so that it would gather
-    weights over the network: the launcher placed ranks otherwise than the configuration says."""
+    """Raise `ValueError` if a group of `trainer.hpz` ranks spans hosts, because the launcher placed
+    ranks otherwise than configured. The group would gather weights over the network."""
     if hpz and place.spans_hosts(hpz):
         raise ValueError(
             f"trainer.hpz={hpz}: ranks 0 to {hpz - 1}, the next {hpz} and so on must each be on "
@@ -164,13 +164,13 @@ def check_second_copies(hpz: int | None, place: Place) -> None:
 
 
 def make_deterministic() -> None:
-    """Make torch give bitwise the same result for the same input, threads and machine."""
+    """Make torch give bitwise the same result for the same input, number of threads and machine."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
 
 class DeepSpeedEngine(Saving):
-    """The share of the model and its optimizer on one rank, made after `join_world`.
+    """A rank's share of the model and its optimizer. Create it after `join_world`.
 
     `folder` is the model's, and `neighbours` counts the trainer ranks on this host. Raises what
     `rose.trainer.model.load` raises."""
@@ -187,7 +187,7 @@ class DeepSpeedEngine(Saving):
         self.settings, self.device = trainer, device
         self.rank, self.world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.micro_batches = 0  # micro-batches that this process has begun
-        # Called with the number of each group of ZeRO's partition that was stepped, if it is set.
+        # If set, called after the step of each group of ZeRO's partition, with the group's number.
         self.compare: Callable[[int], None] | None = None
         self.updates = 0  # updates since the start of the run; the learning rate depends on it
         self._learning_rate = learning_rates(trainer)
@@ -209,7 +209,7 @@ class DeepSpeedEngine(Saving):
             config=zero_config(trainer, self.parameters, policy.largest_layer()),
         )
         self.engine.train()
-        if trainer.hpz:  # Connect each group of ranks before the first step, and limit its time.
+        if trainer.hpz:  # groups that connect before the first step
             group = deepspeed.utils.groups._get_zero_param_intra_parallel_group()
             torch.distributed.all_reduce(torch.ones(1, device=device), group=group)
             limit = timedelta(seconds=trainer.step_timeout_s)
@@ -243,7 +243,7 @@ class DeepSpeedEngine(Saving):
         return self.engine(inputs, targets, mask, tree and tree.to(self.device), experts)
 
     def begin_micro_batch(self, last: bool) -> None:
-        """Prepare for a micro-batch's forward pass; `last` of the update, on every rank alike."""
+        """Prepare a micro-batch's forward pass. `last` (of the update) is equal on all ranks."""
         self.micro_batches += 1
         self.engine.set_gradient_accumulation_boundary(last)
 
@@ -259,21 +259,21 @@ class DeepSpeedEngine(Saving):
         tree: PrefixTree | None,
     ) -> None:
         """Run a step's forward and backward pass before the first step, and keep no gradient."""
-        if self.settings.zero_stage == 3:  # hooks that need whole passes, of all ranks together
+        if self.settings.zero_stage == 3:  # hooks of DeepSpeed that need whole passes on all ranks
             self.engine.set_gradient_accumulation_boundary(False)
             logprobs, _ = self(inputs, targets, mask, tree)
             self.engine.backward(0.0 * logprobs.sum(), scale_wrt_gas=False)
             self.engine.optimizer.zero_grad()  # a step begins without gradients
             return
-        # The gradient of one parameter of the first layer runs every layer's backward pass. Those
-        # of all parameters would need memory that steps don't.
+        # The gradient of one parameter of the first layer runs every layer's backward pass.
+        # Gradients of all parameters would take memory that steps don't need.
         below = [*self.policy.hf.base_model.layers[0].parameters(), *self.policy.parameters()]
         inputs, targets, mask = (x.to(self.device) for x in (inputs, targets, mask))
         logprobs, _ = self.policy(inputs, targets, mask, tree and tree.to(self.device))
         torch.autograd.grad(logprobs.sum(), next(p for p in below if p.requires_grad))
 
     def first_bad(self, number: torch.Tensor) -> int | None:
-        """Return the minimum of all ranks' numbers, () int64; None if it is `NEVER`."""
+        """Return the minimum of the ranks' numbers of a bad micro-batch; None if it is `NEVER`."""
         torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MIN)
         return None if int(number) == NEVER else int(number)
 
@@ -281,29 +281,28 @@ class DeepSpeedEngine(Saving):
         self, stepped: Callable[[], None] | None = None, scale: float = 1.0
     ) -> tuple[float, float]:
         """Apply the gradient times `scale`. Returns (its norm before clipping, the learning rate).
-        Under ZeRO `stepped` is called once this rank's partition is final, before the ranks gather
-        each other's.
+        Under ZeRO `stepped` is called once this rank's partition is final, before ranks gather it.
 
         Raises `NonFiniteGradient` on every rank. Nothing is applied then."""
         with self._scaled(scale):
             return self._update(stepped)
 
     @contextmanager
-    def _scaled(self, by: float) -> Iterator[None]:
-        """Scale the gradients for an update. Under ZeRO this is a loss scale, by which every stage
-        divides gradients, on any device, for their norm and clipping; else they are multiplied."""
+    def _scaled(self, factor: float) -> Iterator[None]:
+        """Scale an update's gradients. Under ZeRO the loss scale is 1 / `factor`: every stage
+        divides gradients by it for their norm and clipping. Without ZeRO they are multiplied."""
         if self.settings.zero_stage:
             optimizer = self.engine.optimizer
-            before, optimizer.loss_scale = optimizer.loss_scale, 1.0 / by
+            before, optimizer.loss_scale = optimizer.loss_scale, 1.0 / factor
             try:
                 yield
             finally:
                 optimizer.loss_scale = before
             return
-        if by != 1.0:
+        if factor != 1.0:
             for parameter in self.policy.parameters():
                 if parameter.grad is not None:
-                    parameter.grad.mul_(by)
+                    parameter.grad.mul_(factor)
         yield
 
     def _update(self, stepped: Callable[[], None] | None) -> tuple[float, float]:
@@ -320,9 +319,9 @@ class DeepSpeedEngine(Saving):
 
     @contextmanager
     def _steps_observed(self, stepped: Callable[[], None] | None) -> Iterator[None]:
-        """Under ZeRO, call `compare` for each group of the partition as soon as it is stepped,
-        before it is copied into the parameters, and `stepped` after the last group. ZeRO steps
-        torch's optimizer once for each group, in order."""
+        """Under ZeRO, which steps torch's optimizer once for each group of the partition, observe
+        these steps. `compare` is called after each, before the group is copied into the parameters.
+        `stepped` is called after the last."""
         if not self.settings.zero_stage or (stepped is None and self.compare is None):
             yield
             return
@@ -344,8 +343,8 @@ class DeepSpeedEngine(Saving):
             hook.remove()
 
     def _unwrapped_norm(self) -> float | None:
-        """Gradient norm under ZeRO 0 in float32; None elsewhere, where DeepSpeed computes and
-        checks it. Raises `NonFiniteGradient`."""
+        """Return the gradient norm under ZeRO 0 in float32. Otherwise DeepSpeed computes and checks
+        it, so return None. Raises `NonFiniteGradient`."""
         if self.settings.zero_stage or self.settings.dtype != "float32":
             return None
         gradients = [p.grad for p in self.policy.parameters() if p.grad is not None]
@@ -371,7 +370,7 @@ class DeepSpeedEngine(Saving):
         if self.settings.lora is not None:
             self.reference = BelowAdapter(self.policy, self)
             return
-        # The reference uses its own routers, and DeepSpeed makes the groups of `hpz` ranks once.
+        # The reference uses its own routers, and DeepSpeed makes groups of `hpz` ranks only once.
         alone = msgspec.structs.replace(self.settings, router_replay=False, hpz=None)
         policy = _load_policy(alone, folder, self.policy.head.elements, self.shared)
         policy.hf.gradient_checkpointing_disable()  # nothing is kept for a backward pass
@@ -435,9 +434,9 @@ def _optimizer(trainer: configuration.Trainer, policy: Policy) -> torch.optim.Op
 
 @contextmanager
 def _build_lock() -> Iterator[None]:
-    """Let one process of a user at a time build torch extensions, by a lock that dies with its
-    holder. A `lock` file in torch's own cache is then a dead builder's, and torch would wait for it
-    forever, so it is removed."""
+    """Let one process of this user at a time build torch extensions, by a lock that is released
+    when its holder dies. A `lock` file in torch's own cache is then from a dead builder. torch
+    would wait for it forever, so it is removed."""
     from torch.utils.cpp_extension import _get_build_directory
 
     build = Path(_get_build_directory("cpu_adam", verbose=False))

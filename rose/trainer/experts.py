@@ -1,9 +1,9 @@
 """The experts of a mixture, as transformers holds them and as the model's folder has them.
 
-transformers keeps all experts of a layer in two parameters, `mlp.experts.gate_up_proj` (experts,
-2 x width, hidden), gate above up, and `mlp.experts.down_proj` (experts, hidden, width). Folders and
-versions have a matrix for each expert and projection, so that each can be a block of its own. Its
-values are contiguous in the parameter. All functions are pure.
+transformers keeps all experts of a layer in two parameters, `mlp.experts.gate_up_proj` (experts, 2
+x width, hidden), gate before up, and `mlp.experts.down_proj` (experts, hidden, width). A model's
+folder and a policy version have one matrix for each expert and projection. So each matrix can be
+published as a block of its own. A matrix's values are contiguous in the parameter.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ _OWN = re.compile(r"(.+\.mlp\.experts\.)(\d+)\.(gate_proj|up_proj|down_proj)\.we
 
 
 class Part(NamedTuple):
+    """A tensor of the model's folder, as a part of one of transformers' parameters."""
+
     name: str  # the tensor's name in the model's folder
     shape: tuple[int, ...]
     start: int  # flat index of its first value within the parameter
 
 
 def parts(name: str, shape: tuple[int, ...]) -> list[Part]:
-    """List the folder's tensors in a parameter, in order: experts' matrices, or itself alone."""
+    """List the folder's tensors in a parameter, in order: the experts' matrices, or for any other
+    parameter itself."""
     match = _FUSED.fullmatch(name)
     if match is None:
         return [Part(name, shape, 0)]

@@ -4,11 +4,11 @@ The gradient of finished groups is computed while other groups of the step still
 batch's size and number of tokens are known. An advantage needs its group only. A weight that is
 normalised over the batch (1 / trajectories, 1 / tokens, 1 / trees) needs the whole batch, but only
 for a factor that all rows share: with each group that arrives, all weights shrink alike. So the
-rows of every round get weights in the unit of the first round, whose weights are those that the
-algorithm gives to the first groups alone. The sum of gradients then has this unit, and `scale`
-turns it into the whole batch's gradient, once, before it is clipped and applied. In float32 that is
-the gradient of the batch at once, up to the order of the sum. Each round checks the numbers, so an
-algorithm whose weights change otherwise is refused.
+rows of every round get weights in the same unit: that of the weights which the algorithm gives to
+the first round's groups alone. The sum of gradients then has this unit, and `scale` turns it into
+the whole batch's gradient, once, before it is clipped and applied. In float32 it is the gradient of
+a batch that arrives at once, up to the order of the sum. Each round checks the numbers, and rejects
+an algorithm whose weights change otherwise.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ ROUNDING = 1e-5  # relative tolerance; float32 sums over a batch in two orders d
 
 
 class Growing:
-    """The advantages and weights of one training step. A batch that arrives at once has the
+    """The advantages and weights of one training step. A batch that arrives in one round has the
     algorithm's own numbers, bit for bit, and a scale of 1."""
 
     def __init__(self, algorithm: Algorithm) -> None:
         self._algorithm = algorithm
-        self.scale = 1.0  # factor that turns the sum of gradients into the batch's so far
+        self.scale = 1.0  # factor from the sum of gradients to the gradient of the batch so far
         # a row with a non-zero weight, and its weight in the first round
         self._unit: tuple[tuple[int, ...], float] | None = None
         self._before: tuple[Tensor, Tensor] | None = None
 
     def extend(self, summary: Summary) -> tuple[Tensor, Tensor]:
         """Return (advantages, weights in the unit of the first round), each (N,) or (N, turns), of
-        the groups so far. `summary` has the groups of the last call, and more behind them.
+        the groups so far. `summary` has the groups of the last call, then new ones.
 
         Raises `ValueError` if the last call's numbers change by more than a common factor."""
         advantages = self._algorithm.advantages(summary).float()
@@ -56,6 +56,7 @@ class Growing:
     def _check(
         self, before: tuple[Tensor, Tensor], now: tuple[Tensor, Tensor], spoke: Tensor
     ) -> None:
+        """Raise `ValueError` if numbers of the groups in `before` have changed."""
         for what, old, new in zip(("advantages", "weights"), before, now, strict=True):
             if old.dim() < new.dim():  # no per-turn numbers in the first groups
                 new = _first(new)
@@ -71,5 +72,5 @@ class Growing:
 
 
 def _first(values: Tensor) -> Tensor:
-    """Values (N,), or (N, turns) -> (N,) of each row's first turn."""
+    """Return each row's first value, (N,), from (N,) or (N, turns)."""
     return values if values.dim() == 1 else values[:, 0]

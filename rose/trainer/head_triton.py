@@ -1,9 +1,9 @@
 """The head of `rose.trainer.model` on a GPU: Triton kernels read each logit once for a token's
-log-probability and entropy, and once more to write its gradient in its place.
+log-probability and entropy, and once more to overwrite it by its gradient.
 
-The product stays cuBLAS's. With x a token's logits over the temperature and Z = sum exp(x), the
-log-probability is x[target] - log Z, the entropy log Z - sum p x, and the gradient of the
-log-probability (onehot - p) over the temperature, where p = exp(x - log Z). All sums are float32.
+cuBLAS computes the logits. Let x be a token's logits over the temperature, Z = sum exp(x) and p =
+exp(x - log Z). Then the log-probability is x[target] - log Z, and the entropy log Z - sum p x. The
+gradient of the log-probability is (onehot - p) over the temperature. All sums are float32.
 `rose.trainer.model.Head.forward` computes the same with torch's operations on a CPU.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 BLOCK = 4096  # logits of a row that a program reads at once
 WARPS = 8
-LOWEST = -1e30  # stands for the largest of no logits; infinity less infinity would not be a number
+LOWEST = -1e30  # start of a running maximum; -infinity would give NaN in differences
 
 
 @triton.jit
@@ -34,8 +34,8 @@ def _sums(
     LOWEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write a row's log-probability, entropy and log Z. Each lane keeps the largest of its logits,
-    the sum of exp(x - largest), and the same sum of these times (x - largest)."""
+    """Write a row's log-probability, entropy and log Z. Each lane keeps the `largest` of its
+    logits, `total`, the sum of e = exp(x - largest), and `moment`, the sum of e (x - largest)."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * width
     lanes = tl.arange(0, BLOCK)
@@ -76,8 +76,8 @@ def _gradients(logits, targets, log_sums, gradients, width, temperature, BLOCK: 
 
 
 class LogProbabilities(torch.autograd.Function):
-    """(hidden (N, H), weight (V, H), bias (V,) or None, targets (N,), temperature, rows of a chunk)
-    -> log-probabilities (N,) float32 and the summed entropy, (), which has no gradient.
+    """Log-probabilities of the targets (N,), float32, and the summed entropy, (), without gradient.
+    Takes hidden (N, H), weight (V, H), bias (V,) or None, targets, temperature, rows of a chunk.
 
     A single chunk's logits are kept for the backward pass; those of several are computed again."""
 
@@ -96,7 +96,7 @@ class LogProbabilities(torch.autograd.Function):
         logits = None
         for begin in range(0, count, chunk_rows):
             rows = slice(begin, begin + chunk_rows)
-            logits = None  # The last chunk's memory is this one's.
+            logits = None  # memory of the last chunk, which this one can use
             logits = F.linear(hidden[rows], weight, bias)
             _sums[(len(logits),)](
                 logits,

@@ -32,7 +32,7 @@ class Bounds:
     `importance_level`.
 
     Without a `cap` there is no correction: every weight is 1. With a `cap` alone, a larger weight
-    is cut to it. With a `floor` too, a weight outside of the two is 0 instead (IcePop; Ling Team
+    is cut to it. With a `floor` as well, a weight outside of these bounds is 0 (IcePop; Ling Team
     2025, arXiv:2510.18855). With `level` "sequence" all tokens of a row have one weight, the
     product of their ratios (TRL's `sequence_truncate` and, with a floor, `sequence_mask`)."""
 
@@ -55,7 +55,7 @@ def importance_weights(proximal: Tensor, behaviour: Tensor, mask: Tensor, bounds
 
 
 def _ratios(proximal: Tensor, behaviour: Tensor, mask: Tensor, bounds: Bounds) -> Tensor:
-    """Ratios proximal / behaviour: (B, T) of tokens, or (B, 1) of whole rows."""
+    """Compute the ratios proximal / behaviour: (B, T) of tokens, or (B, 1) of whole rows."""
     logs = log_ratio(proximal.detach(), behaviour.detach(), mask)
     if bounds.level == "sequence":
         logs = logs.sum(-1, keepdim=True).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -75,10 +75,9 @@ def mismatch(
       (Schulman 2020, "Approximating KL divergence"); summed in float64: its terms nearly cancel;
     - `abs_diff`: absolute differences of log-probabilities;
     - `capped`: the number of tokens whose weight is cut to the cap, or set to 0;
-    - `ratio_max`: the largest proximal / behaviour; 0 without tokens. Combine it with max.
+    - `ratio_max`: the largest proximal / behaviour; 0 without tokens. Combine several by max.
 
-    The first three are sums over tokens: add micro-batches and ranks, then divide by their number.
-    """
+    Add the first three over micro-batches and ranks, then divide by the number of tokens."""
     logs = log_ratio(proximal.detach(), behaviour.detach(), mask)
     ratio = logs.exp() * mask
     exact = logs.double()

@@ -1,19 +1,19 @@
 """Fused operations for the policy: torch.compile (`trainer.compile`), or Liger's Triton kernels
 (`trainer.kernels=liger`).
 
-torch.compile gets the decoder's layers, one by one, and on a CPU a chunk of the head. All layers
-share one layer's code. Lengths are symbols in it, so rows of another length need no new
+torch.compile compiles the decoder's layers, one by one, and on a CPU the head's chunks. All layers
+share the same compiled code. Lengths are symbols in it, so rows of another length need no new
 compilation. torch compiles separately for a single row, several rows, a prefix tree, passes without
 a gradient, and an adapter's reference. Two things stay outside of the compiled code:
 
-1. DeepSpeed's hooks. Under ZeRO-3 they gather a layer's weights whole, before its forward and its
-   backward pass, and reduce its gradients after that.
-2. Attention over a prefix tree. Its table of blocks or stretches differs from tree to tree, and on
+1. DeepSpeed's hooks. Under ZeRO-3 they gather all weights of a layer before its forward and its
+   backward pass, and reduce the gradients after its backward pass.
+2. Attention over a prefix tree, whose table of blocks or stretches differs from tree to tree. On
    GPUs it is compiled by itself.
 
-Liger has kernels for norms, rotary positions and the gated MLP's product. The head stays ours
-(rose/trainer/head_triton.py): Liger's product with cross entropy gives no entropy, for which all
-logits would have to be computed once more.
+Liger has kernels for norms, rotary positions and the gated MLP's product. The head has its own
+kernels (rose/trainer/head_triton.py), since Liger's fused cross entropy returns no entropy: all
+logits would have to be computed a second time.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from rose.trainer.prefix_tree import PrefixTree, build_from_rows
 
 SILU = ("silu", "swish")  # names of SiLU in a config.json
 MOST_FORMS = 16  # most compiled forms of one function; further ones run uncompiled
-MOST_WORKERS = 32  # most compiler processes of a rank; torch's own limit, for any number of ranks
-SLOW_S = 60.0  # seconds of compilation until the user is reminded of it
+MOST_WORKERS = 32  # most compiler processes of a rank; torch's own limit
+SLOW_S = 60.0  # seconds of compilation until a message says that it is still running
 # (shared, own) tokens of the 3 rows that are computed at the start, for compilation
 PROBE = ((7, 6), (7, 6), (7, 4))
 
@@ -59,9 +59,9 @@ def share_cores(neighbours: int) -> None:
 
 
 def gather_whole_layers(policy: Policy) -> None:
-    """Make ZeRO-3 gather a layer's weights before the layer begins, instead of each when it is
-    used: DeepSpeed's hooks within a layer would break its code into pieces. Call it before
-    DeepSpeed gets the model. Raises what `compile_layers` raises."""
+    """Make ZeRO-3 gather all weights of a layer before the layer begins. By default DeepSpeed's
+    hooks gather each weight where it is used, and would break the layer's compiled code into
+    pieces. Call it before DeepSpeed gets the model. Raises what `compile_layers` raises."""
     from deepspeed.utils import set_z3_leaf_module
 
     for layer in _layers(policy):
@@ -69,46 +69,48 @@ def gather_whole_layers(policy: Policy) -> None:
 
 
 def compile_layers(policy: Policy) -> None:
-    """Have `policy`'s layers and head compiled at their next call. Raises `CannotCompile` for a
-    model without such layers."""
+    """Make torch compile `policy`'s layers and head at their next call. Raises `CannotCompile` for
+    a model without `base_model.layers`."""
     layers = _layers(policy)
-    # TORCH_COMPILE_DISABLE is set for the other processes of a run on CPUs.
+    # A run on CPUs sets TORCH_COMPILE_DISABLE for all its processes; undo it in the trainer.
     torch._dynamo.config.disable = False
     torch._dynamo.config.recompile_limit = MOST_FORMS
-    # Equal lengths of one call may differ in the next.
+    # By default torch assumes that lengths equal in one call are equal in all calls.
     torch.fx.experimental._config.use_duck_shape = False
-    logging.getLogger("torch._dynamo.convert_frame").addFilter(_explained)
-    for layer in layers:  # not `layer.compile`, which would compile ZeRO-3's hooks, too
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(_explain_limit)
+    # `layer.compile` would compile ZeRO-3's hooks, too.
+    for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
     policy.head.chunk = torch.compile(policy.head.chunk, dynamic=True)
     policy.compiled = True
-    policy.hf.get_input_embeddings().register_forward_hook(_like_other_layers)
+    policy.hf.get_input_embeddings().register_forward_hook(_match_other_layers)
 
 
 def _layers(policy: Policy) -> nn.ModuleList:
+    """Return the decoder's layers. Raises `CannotCompile` if they aren't `base_model.layers`."""
     layers = getattr(policy.hf.base_model, "layers", None)
     if layers is None:
         raise CannotCompile(
             f"trainer.compile=True: a {type(policy.hf).__name__} has no base_model.layers, which "
-            "are what is compiled; trainer.compile=false"
+            "trainer.compile compiles; set trainer.compile=false"
         )
     return layers
 
 
-def _like_other_layers(module: nn.Module, inputs: object, states: Tensor) -> Tensor:
-    """Give the first layer's input a gradient exactly where the other layers' inputs have one.
+def _match_other_layers(module: nn.Module, inputs: object, states: Tensor) -> Tensor:
+    """Hook that makes the first layer's input require a gradient exactly if other layers' do.
 
-    Below an adapter the embeddings are frozen, so their output has no gradient. With gradient
-    checkpointing transformers adds one, but in passes without a gradient, too. Equal inputs save a
-    compiled form. And ZeRO-3 needs them: if a module's input has no gradient, torch calls its
-    backward hooks, in which ZeRO-3 takes a layer's gradients, before these gradients exist."""
+    Below an adapter the embeddings are frozen, so their output requires no gradient. With gradient
+    checkpointing transformers makes it require one, but in passes without a gradient, too. Equal
+    inputs save a compiled form. And ZeRO-3 reads a layer's gradients in torch's backward hooks. If
+    a layer's input requires no gradient, torch calls them before the gradients exist."""
     return states.requires_grad_() if torch.is_grad_enabled() else states.detach()
 
 
 def try_compiled(passes: Sequence[Pass], device: torch.device, trees: bool) -> None:
-    """Compile all that steps need before the first step, by running each of `passes` on small rows:
-    padded, alone and, with `trees`, as a prefix tree. Raises `CannotCompile`."""
-    if found := compilers.why_none(device.type == "cuda"):
+    """Compile all that steps need before the first step. For that, run each of `passes` on small
+    rows: several padded rows, one row and, with `trees`, a prefix tree. Raises `CannotCompile`."""
+    if found := compilers.why_not_compile(device.type == "cuda"):
         raise CannotCompile(found)
     with _announced(), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         for rows, tree in _probes(trees):
@@ -124,9 +126,9 @@ def try_compiled(passes: Sequence[Pass], device: torch.device, trees: bool) -> N
                 ) from error
 
 
-def _explained(record: logging.LogRecord) -> bool:
-    """Logging filter: explain torch's warning that a function has too many forms, by what it means
-    for the run. The step goes on with the same results."""
+def _explain_limit(record: logging.LogRecord) -> bool:
+    """Logging filter: after torch's warning that a function has too many forms, print what it means
+    for the run. Results stay the same."""
     if str(record.msg).startswith("torch._dynamo hit config."):
         print(
             f"trainer.compile=true: a function has {MOST_FORMS} compiled forms (torch's warning "
@@ -138,7 +140,7 @@ def _explained(record: logging.LogRecord) -> bool:
 
 
 def _probes(trees: bool) -> Iterator[tuple[np.ndarray, PrefixTree | None]]:
-    """Yield (rows (B, T) int64, their prefix tree or None)."""
+    """Yield the rows that `try_compiled` computes, (B, T) int64, and their prefix tree or None."""
     lengths = [sum(row) for row in PROBE]
     rows = np.zeros((len(PROBE), max(lengths)), np.int64)
     yield rows, None
@@ -149,12 +151,13 @@ def _probes(trees: bool) -> Iterator[tuple[np.ndarray, PrefixTree | None]]:
 
 @contextmanager
 def _announced() -> Iterator[None]:
+    """Print when compilation begins, when it has taken `SLOW_S` seconds, and when it ends."""
     began = time.monotonic()
 
     def say() -> None:
         print(
             f"still compiling after {SLOW_S:.0f} s (trainer.compile=true; the start may take "
-            "cluster.start_timeout_s in all, and what is compiled is kept for the next one)",
+            "cluster.start_timeout_s in all, and compiled code is kept for the next start)",
             flush=True,
         )
 
@@ -170,7 +173,7 @@ def _announced() -> Iterator[None]:
 
 
 def use_liger(policy: Policy) -> None:
-    """Put Liger's kernels in place of the model's own, of one of `compilers.LIGER_TYPES`."""
+    """Replace the model's kernels by Liger's. Its type must be one of `compilers.LIGER_TYPES`."""
     from liger_kernel.transformers import monkey_patch  # needs Triton
 
     config, module = policy.hf.config, sys.modules[type(policy.hf).__module__]
@@ -181,12 +184,12 @@ def use_liger(policy: Policy) -> None:
         # Liger's kernel rotates all of a head's dimensions; some Phi-3 models rotate a part.
         rope=rope.get("partial_rotary_factor", 1.0) == 1,
         rms_norm=True,
-        # In a mixture it would replace the experts of rose/trainer/mixture.py. And it always
-        # computes SiLU, without checking the model's activation.
+        # In a mixture, Liger's MLP would replace the experts of rose/trainer/mixture.py. And it
+        # computes SiLU even if the model has another activation.
         swiglu=not getattr(config, "num_experts", 0) and config.hidden_act in SILU,
         cross_entropy=False,
         fused_linear_cross_entropy=False,
     )
-    # Liger also replaces the classes in the model's module. Its classes have no biases, so that a
-    # reference, which is read after this, would lose those of the folder. Restore the classes.
+    # Liger also replaces the classes in the model's module by classes without biases. A reference
+    # that is loaded later would lose the folder's biases, so restore the classes.
     vars(module).update(classes)

@@ -1,13 +1,13 @@
 """Mixtures of experts in transformers: how they are computed, and read under ZeRO-3.
 
-Computing: torch's grouped product gives an expert without tokens a weight gradient that is not zero
-on Blackwell (pytorch#172439; CUTLASS writes out an accumulator that was never set, cutlass#2674).
-Padding micro-batches have one token, so most experts have none. Here every expert gets a row of
-zeros, of weight zero, which is right on every GPU and costs experts / top k tokens. transformers'
-"eager" would write a gradient of all experts for each chosen expert.
+Computing: on Blackwell GPUs torch's grouped product gives an expert without tokens a wrong weight
+gradient, which should be zero (pytorch#172439; CUTLASS writes out an accumulator that was never
+set, cutlass#2674). Padding micro-batches have one token, so most experts have none. Here every
+expert also gets a row of zeros with weight zero. This is right on every GPU and costs experts / top
+k tokens. transformers' "eager" would write a gradient of all experts for each chosen expert.
 
-Reading: folders have a matrix for each expert and projection, which transformers merges on every
-rank, though only rank 0's are used. Here only rank 0 merges them.
+Reading: folders have a matrix for each expert and projection. transformers merges them on every
+rank, though only rank 0's result is used. Here only rank 0 merges them.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def merged_by_first_rank() -> Iterator[None]:
 def _shapes(
     convert: Callable[..., dict[str, Tensor]], model: nn.Module, stored: dict[str, Tensor], how: Any
 ) -> dict[str, Tensor]:
-    """Return what `convert` makes of the folder's tensors, but its new tensors without values.
-    Those that it passes on keep their values, since every rank reads the model's buffers."""
+    """Run `convert` on the folder's tensors, but give the tensors that it creates no values.
+    Tensors that it passes on keep their values, since every rank reads the model's buffers."""
     empty = {name: tensor.to("meta") for name, tensor in stored.items()}
     values = {id(tensor): stored[name] for name, tensor in empty.items()}
     found = convert(model, dict(empty), how)  # a copy, since `convert` empties its argument

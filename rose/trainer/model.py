@@ -1,9 +1,8 @@
 """The policy as the trainer sees it: an HF decoder that returns log-probabilities of given tokens.
 
-Every model takes this one path. Logits are computed only for the tokens that the policy generated,
-in chunks whose activations are recomputed in the backward pass, so (B, T, V) never exists. Heads
-that scale or cap their logits (Gemma 2, Granite) are not supported: `load` and
-rose/trainer/probe.py refuse them.
+`Policy` serves all models. Logits are computed only for the tokens that the policy generated, and
+in chunks, so logits of the shape (B, T, V) never exist. Heads that scale or cap their logits (Gemma
+2, Granite) are not supported: `load` and rose/trainer/probe.py reject them.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from rose.trainer.router_replay import RouterReplay
 from rose.trainer.saved_states import PREFIX
 from rose.trainer.sequence import SequenceGroup
 
-# Keys of a config that change logits or attention, and that this class ignores. They are checked by
-# name, since rounding in bfloat16 may hide their effect from the probe.
+# Keys of a model's config that change logits or attention, and that `Policy` ignores. `load` checks
+# them by name, since rounding in bfloat16 may hide their effect from rose/trainer/probe.py.
 UNAPPLIED = (
     *("final_logit_softcapping", "logits_scaling", "logit_scale"),
     "attn_logit_softcapping",  # PyTorch's attention has no such cap
@@ -35,9 +34,9 @@ UNAPPLIED = (
 
 
 class Head(nn.Module):
-    """Log-probability and entropy from hidden states. It owns the output matrix (shared with the HF
-    model), so that ZeRO-3 gathers it once per pass for all chunks. Logits are divided by
-    `temperature`, as in the engines, which sample tokens at it."""
+    """Computes log-probabilities and entropies from hidden states. It holds the output matrix,
+    which it shares with the HF model, so that ZeRO-3 gathers the matrix once per pass for all
+    chunks. Logits are divided by `temperature`, at which the engines sample."""
 
     temperature = 1.0
     fuses = True  # false where Triton can't compile kernels
@@ -50,12 +49,12 @@ class Head(nn.Module):
         self.chunk = self._chunk  # rose/trainer/kernels.py may compile it
 
     def forward(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states (N, H), targets (N,) int64 -> log-probabilities (N,) float32, and the
-        summed entropy in nats, () float32."""
+        """Return the targets' log-probabilities, (N,) float32, and the summed entropy in nats, ()
+        float32. Hidden states are (N, H), targets (N,) int64."""
         return (self.fused if hidden.is_cuda and self.fuses else self.plain)(hidden, targets)
 
     def plain(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute it by torch's operations, the twin of `fused` on a CPU."""
+        """Compute `forward` by torch's operations, on a CPU or where `fuses` is False."""
         rows = max(1, min(self.chunk_rows, LOGIT_ELEMENTS_PLAIN // self.weight.shape[0]))
         chunks = zip(hidden.split(rows), targets.split(rows), strict=True)
         if len(hidden) <= rows or not torch.is_grad_enabled():
@@ -69,21 +68,23 @@ class Head(nn.Module):
         return torch.cat(logprobs), torch.stack(entropies).sum()
 
     def fused(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute it by the kernels of rose/trainer/head_triton.py."""
+        """Compute `forward` by the kernels of rose/trainer/head_triton.py."""
         from rose.trainer.head_triton import LogProbabilities  # needs Triton
 
         rows = self.chunk_rows
-        if not torch.is_grad_enabled():  # No backward pass needs these logits, so they may be few.
+        if not torch.is_grad_enabled():  # no backward pass for which to keep larger chunks' logits
             rows = max(1, min(rows, LOGIT_ELEMENTS_GPU // self.weight.shape[0]))
         return LogProbabilities.apply(
             hidden, self.weight, self.bias, targets, self.temperature, rows
         )
 
     def _computed(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        # No rows, or one, run uncompiled: torch would compile separately for each.
+        """Compute a chunk, by the compiled function if there is one."""
+        # torch would compile separately for 0 rows and for 1 row, so these run uncompiled.
         return (self.chunk if len(hidden) > 1 else self._chunk)(hidden, targets)
 
     def _chunk(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute a chunk's log-probabilities, (n,), and its summed entropy, ()."""
         logits = F.linear(hidden, self.weight, self.bias).float()  # (n, V)
         if self.temperature != 1.0:
             logits = logits.div_(self.temperature)
@@ -96,7 +97,7 @@ class Head(nn.Module):
 
 
 class Policy(nn.Module):
-    """The model with its head. `shared`: the ranks that compute each row together with this one;
+    """The model with its head. `shared`: the ranks that compute each row together with this rank;
     None if this rank computes whole rows."""
 
     def __init__(
@@ -110,7 +111,7 @@ class Policy(nn.Module):
         super().__init__()
         self.hf, self.lora, self.shared = hf, lora, shared
         self.replay = RouterReplay(hf) if router_replay else None
-        # True if trees use flex attention, or stretches; both False: a dense mask
+        # attention over trees: by flex attention, by stretches, or (both False) by a dense mask
         self.flex = self.by_stretches = False
         # True if activations for the backward pass wait in page-locked host memory
         self.offloads = False
@@ -126,7 +127,7 @@ class Policy(nn.Module):
         return self.hf.config.vocab_size
 
     def largest_layer(self) -> int:
-        """Elements of the largest layer, also if ZeRO-3 has split it; 0 if no layers are found."""
+        """Count the elements of the largest layer, split or not by ZeRO-3; 0 if none is found."""
         layers = getattr(self.hf.base_model, "layers", None) or ()
         sizes = ([getattr(p, "ds_numel", p.numel()) for p in x.parameters()] for x in layers)
         return max(map(sum, sizes), default=0)
@@ -141,17 +142,17 @@ class Policy(nn.Module):
         return heads // parts, max(1, kv_heads // parts), head_dim, self.hf.dtype
 
     def use_flex(self) -> None:
-        """Use flex attention for trees from now on, if the model has no `prefix_tree.obstacle`."""
+        """Compute trees by flex attention. The model must have no `prefix_tree.obstacle`."""
         self.use_own_attention()
         self.flex = True
 
     def use_own_attention(self) -> None:
-        """Use `tree_attention.attention` from now on, also for rows. Same condition."""
+        """Use `tree_attention.attention` for rows, too. Requirement as for `use_flex`."""
         if self.shared is None:
             self.hf.set_attn_implementation(tree_attention.NAME)
 
     def use_stretches(self) -> None:
-        """Use stretches for trees from now on, on a CPU. Same condition as for `use_flex`."""
+        """Compute trees by rose/trainer/stretches.py, on a CPU. Requirement as for `use_flex`."""
         self.hf.set_attn_implementation(tree_attention.NAME)
         self.by_stretches = True
 
@@ -163,10 +164,10 @@ class Policy(nn.Module):
         tree: PrefixTree | None = None,
         experts: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (B, T) int64, mask (B, T) -> log-probabilities of the targets at the
-        head's temperature, (B, T) float32, 0 where mask is 0; their summed entropy in nats, ().
-        A `tree` of the inputs changes no value, only the cost. `experts` are those of the inputs,
-        as `RouterReplay.begin` takes them, and exclude a tree."""
+        """Return the targets' log-probabilities at the head's temperature, (B, T) float32, 0 where
+        mask is 0, and their summed entropy in nats, (). Inputs and targets are (B, T) int64, the
+        mask is (B, T). A prefix `tree` of the inputs changes no value, only the cost. `experts` are
+        the inputs' experts as `RouterReplay.begin` takes them, and exclude a tree."""
         # torch would compile separately for a single token, so rows and trees get a second one.
         if self.compiled and tree is not None:
             tree = tree_attention.padded(tree, 1, 2)
@@ -177,16 +178,16 @@ class Policy(nn.Module):
             # `self(...)` would make ZeRO-3's hooks begin a pass within the pass.
             logprobs, entropy = self.forward(inputs, targets, mask, tree)
             return logprobs[:, :1], entropy
-        made, width = mask.bool(), mask.shape[1]
+        generated, width = mask.bool(), mask.shape[1]
         if self.replay is not None:
             self.replay.begin(experts, mask)
         if self.shared is not None:
-            return self._together(self.shared, inputs, targets, made, tree)
+            return self._together(self.shared, inputs, targets, generated, tree)
         if tree is None:
-            # Padding behind every token, to which none attends.
+            # The padding comes last, so no token attends to it.
             more = 0 if self.replay else tree_attention.rounded(width) - width
             states = self._states(input_ids=F.pad(inputs, (0, more)))
-            hidden = states[:, :width][made]  # (N, H)
+            hidden = states[:, :width][generated]  # (N, H)
         else:
             tree, attended = tree_attention.attended(
                 tree, self.flex, by_stretches=self.by_stretches
@@ -194,9 +195,10 @@ class Policy(nn.Module):
             states = self._states(
                 input_ids=tree.tokens[None], attention_mask=attended, position_ids=tree.depths[None]
             )
-            hidden = states[0, tree.nodes[made]]
-        logprobs, entropy = self.head(hidden, targets[made])
-        return torch.zeros(mask.shape, device=mask.device).masked_scatter(made, logprobs), entropy
+            hidden = states[0, tree.nodes[generated]]
+        logprobs, entropy = self.head(hidden, targets[generated])
+        zeros = torch.zeros(mask.shape, device=mask.device)
+        return zeros.masked_scatter(generated, logprobs), entropy
 
     def _states(self, **inputs: Any) -> Tensor:
         """Compute the last hidden states, (B, L, H)."""
@@ -209,13 +211,12 @@ class Policy(nn.Module):
         shared: SequenceGroup,
         inputs: Tensor,
         targets: Tensor,
-        made: Tensor,
+        generated: Tensor,
         tree: PrefixTree | None,
     ) -> tuple[Tensor, Tensor]:
-        """`forward` with a part of each sequence on every rank of the group; `made` (B, T) bool."""
+        """Compute `forward` with a part of each sequence on every rank of `shared`."""
         width, attended = inputs.shape[1], None
         if tree is None:
-            # padding behind every token, so that none attends to it
             more = tree_attention.rounded(width, shared.size) - width
             tokens = F.pad(inputs, (0, more))
             positions = torch.arange(width + more, device=inputs.device)[None]
@@ -226,22 +227,23 @@ class Policy(nn.Module):
         begin, (tokens, positions) = shared.part(tokens, positions)
         # (B, T / size, H), or (1, L / size, H) of a tree
         states = self._states(input_ids=tokens, attention_mask=attended, position_ids=positions)
-        own = made & (nodes >= begin) & (nodes < begin + tokens.shape[1])
+        own = generated & (nodes >= begin) & (nodes < begin + tokens.shape[1])
         rows = own.nonzero()[:, 0] if tree is None else 0
         logprobs, entropy = self.head(states[rows, nodes[own] - begin], targets[own])
-        parts = torch.zeros(made.shape, device=made.device).masked_scatter(own, logprobs)
+        parts = torch.zeros(own.shape, device=own.device).masked_scatter(own, logprobs)
         return shared.sum(parts), shared.sum(entropy)
 
     def named_weights(self) -> list[tuple[str, nn.Parameter]]:
-        """List (name in the model's folder, parameter) of the trained weights, tied ones once. With
-        an adapter these are its matrices, named as rose/trainer/adapter.py says."""
+        """List the trained weights as (name in the model's folder, parameter), tied weights once.
+        With an adapter they are its matrices, named as rose/trainer/adapter.py says."""
         return [(n, p) for n, p in self._named() if not self.lora or p.requires_grad]
 
     def base_weights(self) -> list[tuple[str, nn.Parameter]]:
-        """List the same of the frozen weights below an adapter; empty without an adapter."""
+        """List the frozen weights below an adapter in the same form; empty without an adapter."""
         return [(n, p) for n, p in self._named() if self.lora and not p.requires_grad]
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
+        """List all parameters with their names in the model's folder."""
         parameters = self.named_parameters()
         return [(adapter.stored_name(n.removeprefix(PREFIX)), p) for n, p in parameters]
 
@@ -255,13 +257,12 @@ def load(
     shared: SequenceGroup | None = None,
     router_replay: bool = False,
 ) -> Policy:
-    """Load the model of an HF folder (or hub id), without dropout, also of layers. With `lora` it
-    gets a new adapter; with `shared` a group of ranks splits its sequences. Under an
-    `HfDeepSpeedConfig` of ZeRO-3 that the caller holds, the weights are split as they are read.
+    """Load the model of an HF folder (or hub id), without dropout of values or layers. With `lora`
+    it gets a new adapter. With `shared` a group of ranks splits its sequences. While the caller
+    holds an `HfDeepSpeedConfig` of ZeRO-3, the weights are split as they are read.
 
-    Raises `ValueError` for a model whose config changes its logits or attention (`UNAPPLIED`) or
-    whose folder lacks a weight, and what `adapter.attach` raises. rose/trainer/probe.py finds what
-    no key of a config shows."""
+    Raises `ValueError` for a config with a key of `UNAPPLIED` or a folder that lacks a weight, and
+    what `adapter.attach` raises. rose/trainer/probe.py finds effects that no key shows."""
     config = AutoConfig.from_pretrained(str(folder))
     for key in UNAPPLIED:
         if getattr(config, key, None) not in (None, 1, 1.0):
@@ -281,7 +282,7 @@ def load(
         experts_implementation=mixture.NAME,
         output_loading_info=True,
     )
-    if missing := sorted(loaded["missing_keys"]):  # They have random values now.
+    if missing := sorted(loaded["missing_keys"]):  # weights with random values now
         raise ValueError(
             f"model {folder}: its weights lack {missing[0]}"
             f"{f' and {len(missing) - 1} more' * (len(missing) > 1)}; copy them again, or save "

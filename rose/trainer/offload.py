@@ -1,13 +1,13 @@
-"""A trainer rank's memory on its device, moved to the host for an engine and back.
+"""Move a trainer rank's memory from its device to the host for an engine, and back.
 
 DeepSpeed's own `offload_states` knows each state by name, and with ZeRO-3 it requires DeepSpeed's
-FusedAdam. This file knows no states: every storage of at least `SMALLEST` bytes that any tensor of
-this process has on the device is copied to host memory and resized to 0, as FSDP does with
-parameters. Tensors, views and flat buffers stay the same objects, and have their values again once
-the storages are resized and filled. Nothing may run on the device between the two calls.
+FusedAdam. This file knows no states. It finds every storage of at least `SMALLEST` bytes that a
+tensor of this process has on the device. It copies the storage to host memory and resizes it to 0,
+as FSDP does. Tensors and views stay the same objects, and have their values again once the storages
+are resized and filled. Nothing may run on the device between `give_back` and `take`.
 
-The host memory is page-locked on a GPU, in chunks that are kept. On a CPU, where host memory itself
-is released, it is a file without a name.
+For a GPU the copies are in page-locked host memory, in chunks that are kept for the next time. For
+a CPU, where host memory itself must be released, they are in files without a name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Offload:
     `folder` is for the files, on a CPU. `own` returns tensors that only the trainer uses, even if
     torch did not allocate their memory (a file of a model or checkpoint, mapped into memory).
     `quiet` waits until no other thread reads tensors in host memory, as the writer of a checkpoint
-    does. It is called on a CPU only, where its copies look like the trainer's states."""
+    does. It is called on a CPU only, where a checkpoint's copies look like the trainer's states."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class Offload:
         self._chunk_bytes = CHUNK if on_gpu else CHUNK_CPU
         self._smallest = SMALLEST if on_gpu else SMALLEST_CPU
         self._chunks: list[Tensor] = []
-        self._gone: list[tuple[torch.UntypedStorage, int]] = []  # moved storages, bytes of each
-        self.away = False
+        self._gone: list[tuple[torch.UntypedStorage, int]] = []  # (storage, its bytes)
+        self.away = False  # True while the memory is on the host
 
     def give_back(self) -> DeviceMemory:
         """Move everything to the host. Returns the device's memory afterwards. Raises
@@ -67,7 +67,7 @@ class Offload:
             self._gone = [(storage, storage.nbytes()) for storage in self._storages()]
             for host, on_device in self._pieces():
                 host.copy_(on_device, non_blocking=True)
-            self._settle()
+            self._synchronize()
             for storage, nbytes in self._gone:
                 if storage.resizable():
                     storage.resize_(0)
@@ -99,7 +99,7 @@ class Offload:
                 ) from error
             for host, on_device in self._pieces():
                 on_device.copy_(host, non_blocking=True)
-            self._settle()
+            self._synchronize()
             self._gone, self.away = [], False
         return memory.device_memory(self._device)
 
@@ -108,13 +108,13 @@ class Offload:
         """Bytes of the device that are on the host now."""
         return sum(nbytes for _, nbytes in self._gone)
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     def _storages(self) -> Iterator[torch.UntypedStorage]:
         """Yield the tensors' storages on the device, once each. A storage that can't be resized may
-        be shared (NumPy's views), so it is left out, unless it is the trainer's `own`."""
+        be shared (NumPy's views), so it is left out, unless it belongs to a tensor of `own`."""
         own = {tensor.untyped_storage().data_ptr() for tensor in self._own()}
         seen = {chunk.data_ptr() for chunk in self._chunks}
         for tensor in self._tensors():
@@ -140,8 +140,7 @@ class Offload:
                     yield found.grad
 
     def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield pairs (piece of host memory, piece of a storage), both uint8, that together cover
-        all moved storages."""
+        """Yield (piece of host memory, piece of a storage), both uint8, for all moved storages."""
         chunk, at = 0, 0
         for storage, nbytes in self._gone:
             whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -168,7 +167,7 @@ class Offload:
         if int(code) != 0:
             print(
                 f"page-locking {self._chunk_bytes / GIB:g} GiB failed (CUDA error {int(code)}; see "
-                "ulimit -l): the turns take longer",
+                "ulimit -l): moving memory takes longer",
                 flush=True,
             )
             with suppress(RuntimeError):  # the same error, which CUDA repeats at the next kernel

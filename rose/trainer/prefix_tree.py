@@ -4,8 +4,8 @@ The members of a GRPO group share their prompt, and all rows their system messag
 tree's tokens stand in depth-first order in one sequence. A token attends to its ancestors only, and
 its position is its depth. So rows get the same values, and weights the same gradient, as with
 separate rows (Tree Training, arXiv 2511.00413; here the whole micro-batch is one tree, and autograd
-adds up the gradients of shared tokens). This holds for models whose layers all attend to the whole
-context by rotary positions.
+adds up the gradients of shared tokens). This holds only for models with rotary positions whose
+layers all attend to the whole context.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class PrefixTree(NamedTuple):
     tokens: Tensor  # (L,) int64
     depths: Tensor  # (L,) int64: the token's position in the rows
     ends: Tensor  # (L,) int64: index behind the node's last descendant
-    # (B, T) int64: where each row's prefix stands in the tree; 0 beyond the row's length
+    # (B, T) int64: index in the tree of each of a row's prefixes; 0 beyond its length
     nodes: Tensor
 
     def attention(self) -> Tensor:
-        """The dense mask (1, 1, L, L) bool: [0, 0, i, j] is True if token i attends to token j."""
+        """Return the dense mask (1, 1, L, L) bool. [0, 0, i, j] is True if token i attends to j."""
         at = torch.arange(len(self.tokens), device=self.tokens.device)
         return ((at <= at[:, None]) & (at[:, None] < self.ends))[None, None]
 
@@ -62,7 +62,7 @@ def build(inputs: np.ndarray, lengths: np.ndarray) -> PrefixTree:
 
 
 def build_from_rows(shared: Sequence[int], own: Sequence[int]) -> PrefixTree:
-    """Build a tree of made-up rows: row i has shared[i] tokens in common with all, own[i] more."""
+    """Build a tree of made-up rows: row i has shared[i] tokens of a common text, then own[i]."""
     lengths = np.add(shared, own)
     inputs = np.zeros((len(lengths), int(lengths.max())), np.int64)
     for row, (begin, end) in enumerate(zip(shared, lengths, strict=False)):

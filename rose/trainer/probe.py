@@ -1,12 +1,12 @@
-"""A check at the start that refuses a model which the trainer would train as another policy.
+"""A check at the start that rejects a model which the trainer would train as another policy.
 
 Two rows of different length are computed as steps compute them: by `Policy`, in training mode, in
 one micro-batch, and as a prefix tree. Each row is also computed alone by the model's own `forward`,
 in evaluation mode and with transformers' plain attention, as an engine would compute it. If the
 log-probabilities differ by more than rounding, the trainer would train a policy from which no
-engine samples. This refuses models that scale or cap their logits, have layers between the last
-hidden states and the head, draw random numbers in training, or attend to padding, and models whose
-rotary positions depend on the longest row of a micro-batch.
+engine samples. This rejects models that scale or cap their logits, or have layers between the last
+hidden states and the head. It also rejects models that draw random numbers in training, attend to
+padding, or have rotary positions that depend on a micro-batch's longest row.
 
 All passes go through DeepSpeed's engine, whose hooks gather weights that ZeRO-3 has split. So the
 probe runs after the split, on all ranks together.
@@ -31,11 +31,11 @@ from rose.trainer.prefix_tree import PrefixTree
 LENGTHS = (49, 25)  # tokens of the two rows, of which the second is padded
 SHARED = 9  # tokens that the rows have in common at their beginning
 # Largest mean difference over a row, in nats a token. Rounding gives small random models 1e-6 in
-# float32, and 0.02 (dense) to 0.06 (mixtures) in bfloat16. A trained model's logits in bfloat16 are
-# multiples of 1/8, hence the larger limit.
+# float32, and 0.02 (dense) to 0.06 (mixtures) in bfloat16. The larger limit is for trained models,
+# whose logits in bfloat16 are multiples of 1/8.
 LIMITS = {torch.float32: 3e-4, torch.bfloat16: 0.5}
-# Passes of a model that draws random numbers in training, which may have an effect now and then
-# only. A layer that is dropped in one pass of ten goes unnoticed with a probability of 12 %.
+# Passes of a model that draws random numbers in training, since their effect may be rare. A layer
+# that is dropped in one pass of ten goes unnoticed with a probability of 12 %.
 DRAWS = 20
 
 UNLIKE = (
@@ -53,13 +53,13 @@ TREE = "set trainer.share_prefixes=false"
 
 def check(engine: DeepSpeedEngine, folder: object, max_context: int, trees: bool) -> None:
     """Raise `ValueError`, on every rank, for a model that fails, or whose log-probabilities are not
-    those of its own `forward`. With `trees` micro-batches can be prefix trees."""
+    those of its own `forward`. `trees`: micro-batches can be prefix trees."""
     policy, device = engine.policy, engine.device
     lengths = [min(length, max_context) for length in LENGTHS]
     rows = np.random.default_rng(0).integers(policy.vocabulary, size=(2, lengths[0]))
     rows[1, :SHARED], rows[1, lengths[1] :] = rows[0, :SHARED], 0
     takes_positions = "position_ids" in inspect.signature(policy.hf.base_model.forward).parameters
-    # The last input of the first row then stands at the last position of the context.
+    # From `begin` on, the first row's last input is at the context's last position.
     begin = max_context - (lengths[0] - 1)
     alone = f"model {folder}: a row alone"
     devices = [device] if device.type == "cuda" else []
@@ -84,8 +84,8 @@ def _compare(
     remedy: str,
     tree: PrefixTree | None = None,
 ) -> None:
-    """Raise `ValueError` if a row's log-probabilities differ from its `own`. A row whose `own` is
-    None is not compared."""
+    """Raise `ValueError` if a row's log-probabilities differ from `own`, which the model's own
+    `forward` computed. A row with None in `own` is not compared."""
     limit, temperature = LIMITS[engine.policy.hf.dtype], engine.policy.head.temperature
     name, exact, first = type(engine.policy.hf).__name__, False, torch.empty(0)
     for draw in range(DRAWS):
@@ -116,8 +116,7 @@ def _computed(
     remedy: str = "use another model (docs/models.md)",
     tree: PrefixTree | None = None,
 ) -> Tensor:
-    """Compute (B, T) log-probabilities of all tokens of each row but its first. Raises `ValueError`
-    if the model fails."""
+    """Compute log-probabilities of each row's tokens but the first, (B, T). Raises `ValueError`."""
     tokens, replay = torch.from_numpy(rows), engine.policy.replay
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     experts = replay and torch.full((*inputs.shape, replay.layers, replay.top_k), -1)

@@ -42,10 +42,10 @@ def run(
 ) -> None:
     """Run until the coordinator sends `Shutdown`. `peers` are the trainer ranks; torch.distributed
     gets a port of its own at the first of them. `broadcast` sends to the dedicated rollout ranks.
-    `report_begun` is `Watch`'s `report`, with the seconds between two reports. `check_card` raises
-    `ConfigError` for a GPU that is too small, before the model is loaded."""
+    `report_begun` is the `report` of `Watch`, and also gets the seconds between two reports.
+    `check_card` raises `ConfigError` for a GPU that is too small, before the model is loaded."""
     index, world = peers.Get_rank(), peers.Get_size()
-    # Imports from a cold file system take minutes on one node and seconds on another.
+    # All ranks meet here, since imports from a cold file system take seconds to minutes.
     what = "the trainers' start (cluster.start_timeout_s)"
     gather_texts(peers, "", config.cluster.start_timeout_s, what)
     place = address.meet(
@@ -91,7 +91,7 @@ def run(
                 trainer.save(Path(message.folder))
                 continue
             case p.Sleep() | p.Wake():
-                _change_turns(trainer, message, mailbox)
+                _change_device(trainer, message, mailbox)
                 if isinstance(message, p.Sleep) and untidy:
                     trainer.tidy()  # runs during the rollout phase
                     untidy = False
@@ -129,8 +129,8 @@ def run(
                 trainer.tidy()
 
 
-def _change_turns(trainer: Trainer, order: p.Sleep | p.Wake, mailbox: Mailbox) -> None:
-    """Release the device or take it, and answer `DeviceChanged`."""
+def _change_device(trainer: Trainer, order: p.Sleep | p.Wake, mailbox: Mailbox) -> None:
+    """Release the device on `Sleep`, reclaim it on `Wake`, and answer `DeviceChanged`."""
     began, before = time.time(), memory.device_memory(trainer.device)
     awake = isinstance(order, p.Wake)
     now = trainer.take_device() if awake else trainer.give_device_back()

@@ -1,14 +1,14 @@
 """The frozen reference model of `algorithm.kl_coef`: the weights of the model's folder, which no
 update changes.
 
-The penalty is k3 of Schulman 2020 ("Approximating KL divergence"), as in GRPO (arXiv 2402.03300,
-equation 4): exp(d) - d - 1 with d = log(reference / policy), for each token of the policy, with the
-weight that the algorithm gives to the token. On tokens that the policy itself generated, its value
-is an unbiased estimate of KL(policy || reference), and never negative. Its gradient is biased: in
-expectation it is that of KL(reference || policy). With `algorithm.kl_correction` k3 is multiplied
-by policy / proximal (DeepSeek-V3.2, arXiv 2512.02556, section 3.1; TRL's `use_bias_correction_kl`),
-which makes its gradient that of KL(policy || reference). Under ZeRO-3 the reference is split over
-the ranks as the policy is, else each rank holds all of it.
+The penalty of a token is k3 of Schulman 2020 ("Approximating KL divergence"), as in GRPO (arXiv
+2402.03300, equation 4): exp(d) - d - 1 with d = log(reference / policy). It has the weight that the
+algorithm gives to the token. On tokens that the policy itself generated, k3 is an unbiased estimate
+of KL(policy || reference), and never negative. But the expectation of its gradient is the gradient
+of KL(reference || policy). With `algorithm.kl_correction` k3 is multiplied by policy / proximal,
+where proximal is the policy at the start of the step (DeepSeek-V3.2, arXiv 2512.02556, section 3.1;
+TRL's `use_bias_correction_kl`). Then the gradient is that of KL(policy || reference). Under ZeRO-3
+the reference is split over the ranks as the policy is. Otherwise each rank holds all of it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rose.trainer.prefix_tree import PrefixTree
 
 class Reference:
     """A reference with weights of its own. `policy` is a second copy of the model, read from the
-    same folder; `split` is DeepSpeed's configuration where ZeRO-3 splits it, else None."""
+    same folder. `split` is DeepSpeed's configuration if ZeRO-3 splits this copy, else None."""
 
     def __init__(self, policy: Policy, device: torch.device, split: dict[str, Any] | None):
         policy.requires_grad_(False)
@@ -46,14 +46,14 @@ class Reference:
     def logprobs(
         self, inputs: Tensor, targets: Tensor, mask: Tensor, tree: PrefixTree | None
     ) -> Tensor:
-        """Compute log-probabilities as `Policy.forward`: (B, T) float32, 0 where mask is 0."""
+        """Return the targets' log-probabilities, (B, T) float32, 0 where mask is 0."""
         inputs, targets, mask = (x.to(self.device) for x in (inputs, targets, mask))
         return self._forward(inputs, targets, mask, tree and tree.to(self.device))[0]
 
 
 class BelowAdapter:
-    """The reference where an adapter is trained: the policy itself without the adapter. `forward`
-    is the trainer engine's."""
+    """The reference of a run that trains an adapter: the policy with the adapter switched off.
+    `forward` calls the policy through the trainer's engine."""
 
     def __init__(self, policy: Policy, forward: Callable[..., tuple[Tensor, Tensor]]):
         self._hf, self._forward = policy.hf, forward
@@ -62,7 +62,7 @@ class BelowAdapter:
     def logprobs(
         self, inputs: Tensor, targets: Tensor, mask: Tensor, tree: PrefixTree | None
     ) -> Tensor:
-        """Compute the same as `Reference.logprobs`."""
+        """Return log-probabilities as `Reference.logprobs` does."""
         with adapter.left_out(self._hf):
             return self._forward(inputs, targets, mask, tree)[0]
 
@@ -71,8 +71,8 @@ def penalty(
     logprobs: Tensor, reference: Tensor, mask: Tensor, proximal: Tensor | None = None
 ) -> Tensor:
     """Compute k3 for each token, (B, T) in nats, from (B, T) log-probabilities; 0 where mask is 0.
-    The gradient flows through `logprobs`. With `proximal`, the log-probabilities of the policy that
-    generated the tokens, k3 is multiplied by policy / proximal."""
+    The gradient flows through `logprobs`. With `proximal`, the log-probabilities of the proximal
+    policy, k3 is multiplied by policy / proximal."""
     ratios = log_ratio(reference, logprobs, mask)
     k3 = (ratios.expm1() - ratios) * mask
     return k3 if proximal is None else k3 * log_ratio(logprobs, proximal, mask).exp()

@@ -1,12 +1,12 @@
-"""ZeRO's saved states, by parameter and index in it, for any number of ranks and any stage.
+"""Read ZeRO's saved states by parameter and index, for any number of ranks and any stage.
 
 Every rank's file has its share of each group's flat float32 values and of Adam's two moments. Below
 stage 3 the file itself says which parameter each range of the share belongs to
 (`param_slice_mappings`). At stage 3 every parameter is split evenly, in the order of
 `param_shapes`. Files are mapped into memory, so that only the requested values are read. So a run
 with another number of ranks can continue, and each of its ranks holds no more than its own share.
-Left out: DeepSpeed's universal checkpoint, which first writes all states once more (12 bytes a
-parameter) and has every rank read whole parameters.
+DeepSpeed's universal checkpoint isn't used: it first writes all states once more (12 bytes a
+parameter), and every rank reads whole parameters.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WEIGHTS, MOMENTS = "float32", ("exp_avg", "exp_avg_sq")
 
 
 class Range(NamedTuple):
-    """Values `begin` to `end` of a flattened parameter, which `rank`'s `group` has from `at` on."""
+    """Values `begin` to `end` of a flattened parameter, in `rank`'s group `group` from `at` on."""
 
     begin: int
     end: int
@@ -44,7 +44,7 @@ class Range(NamedTuple):
 
 class SavedStates:
     """The states in a folder of DeepSpeed's files, which `ranks` ranks wrote at ZeRO's `stage` 1, 2
-    or 3. It and `read` raise `TransferError` that names a damaged or missing file."""
+    or 3. Raises a `TransferError` that names a damaged or missing file, as `read` does."""
 
     def __init__(self, folder: Path, ranks: int, stage: int):
         self.folder, self.stage = Path(folder), stage
@@ -68,8 +68,8 @@ class SavedStates:
 
     def restore(self, optimizer, shards: ShardReader, rank: int) -> None:
         """Set this rank's share of ZeRO's `optimizer`, which `shards` describes, to the saved
-        values. The caller has all ranks gather the weights after that."""
-        # Host memory, because a device may have no room for both; the optimizer moves them.
+        values. The caller must then make all ranks gather the weights."""
+        # Moments are read into host memory, as a device may have no room; the optimizer moves them.
         zeros = functools.partial(torch.zeros_like, device="cpu")
         moments = {what: [zeros(flat) for flat in shards.flats] for what in MOMENTS}
         for part in shards.own():
@@ -91,12 +91,14 @@ class SavedStates:
         return self._saved[rank][BASE[self.stage]]
 
     def _flats(self, rank: int, what: str) -> list[torch.Tensor] | dict[int, torch.Tensor]:
+        """Return rank `rank`'s flat values of each group; `what` as in `read`."""
         if what == WEIGHTS:
             key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
             return self._saved[rank][key]
         return {group: state[what] for group, state in self._base(rank)["state"].items()}
 
     def _find_mapped(self) -> None:
+        """Find the ranges of stages 1 and 2, which the files list."""
         for rank, saved in enumerate(self._saved):
             for group, mapping in enumerate(saved["param_slice_mappings"]):
                 for name, place in mapping.items():
@@ -107,7 +109,7 @@ class SavedStates:
 
     def _find_even(self) -> None:
         """Find the ranges of stage 3. The last rank's part of a parameter is padded. The groups
-        form one sequence of values, so a part may lie in two of them."""
+        form one sequence of values, so a part may extend over two groups."""
         shapes = mapped(model_file(self.folder, 0, 3))["param_shapes"]
         ranks, at = len(self._saved), 0
         ends: list[int] = []
@@ -122,7 +124,7 @@ class SavedStates:
 
 
 def _across(ends: list[int], whole: Range) -> Iterator[Range]:
-    """Cut a range, whose `at` counts over all groups, at the groups' `ends`."""
+    """Cut a range, whose `at` counts over all groups, into ranges within one group."""
     start = 0
     shift = whole.at - whole.begin  # index over all groups - index in the parameter
     for group, end in enumerate(ends):
@@ -145,16 +147,15 @@ def optimizer_file(folder: Path, rank: int) -> Path:
 
 
 def mapped(path: Path, objects: Sequence[Any] = ()) -> dict[str, Any]:
-    """Map a file of DeepSpeed into memory: only what is used is read. Raises what `loaded` does."""
+    """Map a file of DeepSpeed into memory, to read only used values. Raises what `loaded` does."""
     return loaded(path, objects, mmap=True)
 
 
 def loaded(
     path: Path | str, objects: Sequence[Any] = (), map_location: Any = "cpu", mmap: bool = False
 ) -> Any:
-    """Load a file of a checkpoint. Every such file is read by this function, because a pickle can
-    name any Python function, which is then called. Here a file can name only tensors, plain values
-    and `objects`. Raises `TransferError`."""
+    """Load any file of a checkpoint. An ordinary pickle can name any Python function, which is then
+    called. Here it can name only tensors, plain values and `objects`. Raises `TransferError`."""
     try:
         with torch.serialization.safe_globals([*objects]):
             return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
@@ -175,17 +176,18 @@ def loaded(
 
 
 def _states(path: Path) -> dict[str, Any]:
+    """Read the state of ZeRO's optimizer from a rank's file."""
     return mapped(path, deepspeed_objects())["optimizer_state_dict"]
 
 
 def deepspeed_objects() -> list[Any]:
-    """List the classes of which DeepSpeed's files hold objects, for `loaded`."""
+    """List the classes of the objects in DeepSpeed's files, for `loaded`."""
     from deepspeed.runtime.fp16.loss_scaler import LossScaler  # an import of seconds
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
     def member(kind: type, name: str) -> ZeroStageEnum:
-        """Python 3.11.0 to 3.11.3 pickle a member of an enum as getattr(class, name)."""
+        """Stand in for getattr, by which Python 3.11.0 to 3.11.3 pickle a member of an enum."""
         if kind is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
             raise pickle.UnpicklingError(f"getattr({kind!r}, {name!r}) is not allowed here")
         return ZeroStageEnum[name]

@@ -20,14 +20,14 @@ TAG = "deepspeed"  # folder of DeepSpeed's files within a checkpoint
 
 
 class Saving:
-    """The mixin. Its `writer` is DeepSpeed's checkpoint engine, which writes in a thread."""
+    """The mixin's methods. `self.writer` is the `CheckpointWriter`, which writes in a thread."""
 
     def save(self, folder: Path) -> None:
         """Copy model, optimizer, update count and random states, and write them into `folder` in a
         thread. Training may go on at once. The folder is complete when `checkpoint.saved` counts
         every rank.
 
-        Raises what `saved` raises if the previous checkpoint is still being written."""
+        First waits for the previous checkpoint, and raises what `saved` raises."""
         self.saved()
         self.engine.save_checkpoint(
             str(folder),
@@ -49,13 +49,13 @@ class Saving:
             note = (json.dumps(state) + "\n").encode()
             try:
                 write_whole(folder / checkpoint.TRAINER_STATE, note, sync=True)
-            except OSError as refused:  # reported like the thread's errors, as for a full disk
+            except OSError as refused:  # such as a full disk, reported like the thread's errors
                 error = f"{type(refused).__name__}: {refused}"
         torch.distributed.barrier()
         self.writer.finish(folder, error)
 
     def saved(self) -> None:
-        """Wait until no checkpoint is being written; `TimeoutError` after `SAVE_BEFORE_S`."""
+        """Wait while a checkpoint is being written. Raises `TimeoutError` after `SAVE_BEFORE_S`."""
         if not self.writer.wait(SAVE_BEFORE_S):
             raise TimeoutError(
                 f"trainer rank {self.rank} is writing its part of the last checkpoint for over "
@@ -63,9 +63,9 @@ class Saving:
             )
 
     def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote. Under ZeRO the number of ranks and the stage (1 to 3)
-        may differ. Raises `ValueError` when it is absent or does not fit this configuration, and
-        `TransferError` for a damaged file."""
+        """Load what `save` wrote. Under ZeRO the number of ranks and the stage (1 to 3) may differ
+        from those of the run that saved. Raises `ValueError` if the checkpoint is absent or does
+        not fit this configuration, and `TransferError` for a damaged file."""
         state = checkpoint.read_trainer(folder, self.settings)
         if state.get("base", "") != self.base:
             raise ValueError(
@@ -83,11 +83,12 @@ class Saving:
             if path is None:
                 raise ValueError(f"{folder / TAG}: DeepSpeed found no checkpoint there")
         self.updates = state["updates"]
-        # A rank that was not there takes another's states: all ranks of a run begin with the same.
+        # A rank without saved states takes another rank's: all ranks of a run begin with the same.
         states = loaded(folder / f"random-{self.rank % ranks}.pt")
         _restore_random_states(states, self.device)
 
     def _load_other(self, files: Path, ranks: int, stage: int) -> None:
+        """Load states that were saved by another number of ranks or at another stage."""
         zero, own = self.engine.optimizer, self.settings.zero_stage
         if self.rank == 0:
             print(f"{files}: {checkpoint.change((ranks, stage), (self.world, own))}", flush=True)

@@ -14,13 +14,12 @@ NAMES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosi
 
 
 def learning_rates(trainer: Trainer) -> Callable[[int], float]:
-    """Return a function: number of an update, from 0 -> its learning rate.
+    """Return a function from an update's number, counted from 0, to its learning rate.
 
     The rate rises linearly over `warmup_steps` updates. Then it follows transformers' schedule of
     the configured name until the last update of trainer.steps, scaled so that it falls to
     `final_share` of `lr`. Update n takes step n + 1 of a schedule that is one step longer than the
-    run, so that neither the schedule's first rate, 0, nor its last, 0 again, is wasted on a batch.
-    """
+    run. So no batch is trained with the schedule's first rate or its last rate, which are 0."""
     o, updates = trainer.optimizer, trainer.steps * trainer.updates_per_step
     nothing = torch.optim.SGD([torch.zeros(1)])
     [factor] = get_scheduler(NAMES[o.schedule], nothing, o.warmup_steps, updates + 1).lr_lambdas

@@ -1,9 +1,9 @@
-"""The segments of a batch: turns that trajectories have in common where they fork off each other.
+"""The segments of a batch: turns that trajectories share because they fork off each other.
 
-The coordinator finds the segments and tree algorithms read them, so this file imports no torch. A
-segment is a run of turns that the same trajectories share, so a tree of rollouts is a tree of
-segments. A tree algorithm trains each token once, in the first row that has its segment. Every
-other algorithm takes the trajectories whole, as if each had begun with the prompt.
+The coordinator finds the segments for tree algorithms, so this file imports no torch. A segment is
+a run of turns that the same trajectories share, so a tree of rollouts is a tree of segments. A tree
+algorithm trains each token once, in the first row that has its segment. Every other algorithm takes
+the trajectories whole, as if each had begun with the prompt.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def find(trajectories: list[Trajectory]) -> list[list[int]]:
 
 
 def _turns(t: Trajectory) -> list[Hashable]:
-    """Identify each turn by the trajectory that made it and a hash of all tokens up to its end, so
-    that two turns count as the same only if their tokens are."""
+    """Identify each turn by the trajectory that made it and a hash of all tokens up to its end. So
+    turns count as the same only if all these tokens are the same."""
     return [
         (t.group, maker, turn, xxhash.xxh3_128_digest(t.tokens[: 4 * _end(t, turn + 1)]))
         for turn, maker in enumerate(t.makers)
@@ -52,9 +52,9 @@ def _end(t: Trajectory, turns: int) -> int:
 def samples(
     trajectories: list[Trajectory], segments: list[list[int]]
 ) -> list[tuple[Trajectory, int]]:
-    """List the rows to train, as (row, index of its trajectory): one for each leaf of the agent's
-    histories (`Trajectory.samples`). With `segments` it is one for each trajectory, in which turns
-    that an earlier row trains are context only."""
+    """List the rows to train, as (row, index of its trajectory). Without `segments`, each leaf of
+    an agent's histories is a row (`Trajectory.samples`). With `segments`, each trajectory is a row,
+    in which turns that an earlier row trains are context only."""
     if not segments:
         return [(s, owner) for owner, t in enumerate(trajectories) for s in t.samples()]
     seen: set[int] = set()

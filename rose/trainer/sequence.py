@@ -2,12 +2,14 @@
 ALST (arXiv 2506.13996) has for Hugging Face models.
 
 N neighbouring ranks compute the same rows. Each has an Nth of every sequence in all layers but
-attention. There an all-to-all gives it the whole sequence for an Nth of the heads, and another
-reverses that. The log-probabilities of the parts are then put together, so that each rank has whole
-rows and computes their loss, whatever the algorithm. It differentiates the loss by its own part.
-The gradients of all ranks add up to those of one rank that computes alone, and ZeRO sums them
-anyway, without knowing of the group. Left out: DeepSpeed's adapter of data loaders and its tiled
-loss (the head has chunks of its own), and layers that attend to less than the whole context.
+attention. There an all-to-all gives it the whole sequence for an Nth of the heads, and a second one
+reverses that. The ranks then gather the log-probabilities of all parts, so that each computes the
+loss of whole rows, but differentiates it through its own part. The gradients of the N ranks add up
+to the gradient of a rank that computes alone. ZeRO sums gradients over all ranks anyway, so it need
+not know the group.
+
+Not used: DeepSpeed's adapter of data loaders, and its tiled loss (the head has its own chunks). Not
+supported: layers that attend to less than the whole context.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from transformers import AttentionInterface
 from rose.comm.address import MEET_S, RendezvousError
 from rose.trainer import tree_attention
 
-# Our name in transformers' registry of attention functions. Its registry of masks has none for it.
+# Our name in transformers' registry of attention functions. transformers makes no mask for it.
 NAME = "rose_sequence"
 
 
 class SequenceGroup:
-    """The group of this rank and its neighbours, `size` in all, which all ranks make together. They
-    must connect within `MEET_S` seconds, else `RendezvousError`. After that, a collective that
-    takes over `timeout_s` seconds fails."""
+    """The group of this rank and its neighbours, `size` in all. All ranks must create it together
+    and connect within `MEET_S` seconds, else `RendezvousError`. After that, a collective that takes
+    more than `timeout_s` seconds fails."""
 
     def __init__(self, size: int, device: torch.device, timeout_s: float):
         rank = torch.distributed.get_rank()
@@ -39,7 +41,7 @@ class SequenceGroup:
             self._group, _ = torch.distributed.new_subgroups(
                 size, timeout=timedelta(seconds=MEET_S)
             )
-            # NCCL connects at the first collective. Without this one, that would be in a step.
+            # NCCL connects at the first collective, which would otherwise be in a step.
             torch.distributed.all_reduce(torch.ones(1, device=device), group=self._group)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -56,7 +58,7 @@ class SequenceGroup:
         AttentionInterface.register(NAME, self._attention)
 
     def part(self, *whole: Tensor) -> tuple[int, list[Tensor]]:
-        """Cut tensors (..., L), where `size` divides L. Returns (this part's begin, the parts)."""
+        """Cut this rank's part out of tensors (..., L). Returns (its begin in L, the parts)."""
         length = whole[0].shape[-1] // self.size
         begin = self.index * length
         return begin, [x[..., begin : begin + length].contiguous() for x in whole]
@@ -75,7 +77,7 @@ class SequenceGroup:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Compute attention, with transformers' signature: query (B, heads, L / size, d), key and
-        value (B, kv_heads, L / size, d), a mask of L -> (B, L / size, heads * d)."""
+        value (B, kv_heads, L / size, d), a mask of L tokens. Returns (B, L / size, heads * d)."""
         batch, heads, _, size = query.shape
         form = batch, heads, key.shape[1], size
         if form not in self._ulysses:
@@ -83,6 +85,7 @@ class SequenceGroup:
         return self._ulysses[form](module, query, key, value, attention_mask, **kwargs)
 
     def _make(self, batch: int, heads: int, kv_heads: int, size: int) -> nn.Module:
+        """Build DeepSpeed's attention module for these sizes."""
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
         return UlyssesSPAttentionHF(
@@ -98,6 +101,8 @@ class SequenceGroup:
 
 
 class _Sum(torch.autograd.Function):
+    """Sum over a group. The backward pass returns the gradient unchanged."""
+
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
         total = values.clone()

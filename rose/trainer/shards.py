@@ -1,7 +1,7 @@
 """ZeRO's partition: which values of which tensor this trainer rank owns, and how to read them.
 
 Stage 3 splits every tensor evenly over the ranks. Stages 1 and 2 flatten a group of tensors and
-split the whole, so a rank owns whole tensors and parts of the two at its ends. With stage 0 all
+split the result. So a rank owns whole tensors, and parts of the two at its ends. With stage 0 all
 ranks hold everything, and the blocks are distributed over them.
 
 Under ZeRO the values are read from the optimizer's float32 partition. It is final as soon as this
@@ -23,13 +23,12 @@ from rose.transfer.live import unsigned
 
 def patterns_of(values: torch.Tensor) -> np.ndarray:
     """Return the bit patterns of (n,) bfloat16 or float32 values as uint16 or uint32 in host
-    memory, which is the values' own if they are there."""
+    memory. Contiguous values in host memory are not copied."""
     return unsigned(values.cpu().contiguous())
 
 
 class Share(NamedTuple):
-    """Values `begin` to `end` of a flattened parameter, which this rank has in its float32 `group`
-    from `at` on."""
+    """Values `begin` to `end` of a flat parameter, in this rank's float32 `group` from `at` on."""
 
     name: str
     begin: int
@@ -74,16 +73,16 @@ class ShardReader:
         if stage == 3:
             self.flats = engine.optimizer.fp32_partitioned_groups_flat
             self.held = engine.optimizer.fp16_partitioned_groups_flat
-            self._split_evenly(engine.optimizer, rank, world)
+            self._find_even_ranges(engine.optimizer, rank, world)
         elif stage in (1, 2):
             self.flats = engine.optimizer.single_partition_of_fp32_groups
             groups = engine.optimizer.parallel_partitioned_bit16_groups
             self.held = [partitions[rank] for partitions in groups]
-            self._split_groups(engine.optimizer, rank, world)
+            self._find_group_ranges(engine.optimizer, rank, world)
 
     def read(self, block: Block) -> np.ndarray:
-        """Return the block's current bit patterns, (n,) uint16 or uint32, perhaps the parameter's
-        own memory."""
+        """Return the block's current bit patterns, (n,) uint16 or uint32. They may share the
+        parameter's memory."""
         tensor, (parameter, start) = self.tensors[block.tensor], self._sources[block.tensor]
         if self._masters:
             group, at, first = self._masters[id(parameter)]
@@ -99,8 +98,8 @@ class ShardReader:
         return patterns_of(held.to(self._dtype))
 
     def origin(self, block: Block) -> tuple[int, int]:
-        """Return the group that has a block's values, and where in it the first value of the
-        block's whole tensor would be, under ZeRO."""
+        """Under ZeRO, return the group that has a block's values, and the index in it at which the
+        block's whole tensor begins: a virtual index if another rank has the tensor's beginning."""
         parameter, start = self._sources[block.tensor]
         group, at, first = self._masters[id(parameter)]
         return group, at + start - first
@@ -114,7 +113,7 @@ class ShardReader:
                     yield Share(name, begin, end, group, at + begin - first)
 
     def _share(self, ranges: Mapping[int, list[tuple[int, int, int]]]) -> Shards:
-        """Keep `ranges`, which are of parameters, and return those of each tensor."""
+        """Keep the `ranges` of parameters, and return the same ranges for each tensor."""
         self._ranges, found = ranges, {}
         for tensor, (parameter, start) in zip(self.tensors, self._sources, strict=True):
             clipped = [
@@ -124,7 +123,8 @@ class ShardReader:
             found[tensor.name] = [c for c in clipped if c[1] < c[2]]
         return found
 
-    def _split_evenly(self, optimizer, rank: int, world: int) -> None:
+    def _find_even_ranges(self, optimizer, rank: int, world: int) -> None:
+        """Find the ranges of stage 3, which splits each parameter evenly."""
         ranges = {}
         for parameter, _ in self._sources:
             part, size = parameter.ds_tensor.ds_numel, parameter.ds_numel
@@ -139,7 +139,8 @@ class ShardReader:
                 self._masters[id(parameter)] = (number, at, rank * part)
                 at += part
 
-    def _split_groups(self, optimizer, rank: int, world: int) -> None:
+    def _find_group_ranges(self, optimizer, rank: int, world: int) -> None:
+        """Find the ranges of stages 1 and 2, which split flattened groups of parameters."""
         ranges = {}
         o = optimizer
         groups, offsets_of = o.round_robin_bit16_groups, o.round_robin_bit16_offsets

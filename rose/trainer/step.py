@@ -1,5 +1,5 @@
-"""A training step, as rose/trainer/trainer.py describes it: compute the gradient, apply it, and sum
-the statistics of its tokens."""
+"""A training step, as rose/trainer/trainer.py describes it: compute the gradient, apply it, and
+collect statistics of the step's tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rose.trainer.importance import NO_BOUNDS, Bounds, importance_weights, misma
 from rose.trainer.reference import penalty
 
 PHASES = ("proximal", "forward_backward", "optimizer")
-NEVER = 2**62  # stands for "no micro-batch" in a minimum over micro-batches' numbers
+NEVER = 2**62  # number for "no micro-batch", larger than any micro-batch's
 
 
 class NonFiniteGradient(ArithmeticError):
@@ -45,6 +45,8 @@ class Trains(Protocol):
 
 
 class Step:
+    """A training step: `extend` it by each part of the batch, then `run_ahead` (last: `run`)."""
+
     def __init__(self, trainer: Trains, number: int):
         self.engine, self.algorithm, self.number = trainer.engine, trainer.algorithm, number
         self.device, self.recorder = trainer.device, trainer.recorder
@@ -54,14 +56,14 @@ class Step:
         self.growing = Growing(self.algorithm)
         self.updates: list[list[MicroBatch]] = []
         zero = torch.zeros((), device=self.device)
-        self.sums: dict[str, Tensor] = defaultdict(zero.clone)  # no reference cycle: freed at once
+        self.sums: dict[str, Tensor] = defaultdict(zero.clone)  # no reference cycle with `self`
         self.ratio_max = torch.zeros((), device=self.device)
         self.seconds = dict.fromkeys(PHASES, 0.0)
 
     def extend(
         self, step: protocol.TrainStep, trajectories: dict[int, protocol.Trajectory]
     ) -> None:
-        """Take the batch so far (`step.summary`) and the rows of it that are to be trained now."""
+        """Take the summary of the batch so far (`step.summary`), and the rows to train now."""
         summary = Summary(
             torch.tensor(step.summary.rewards, dtype=torch.float64),
             torch.tensor(step.summary.groups),
@@ -71,7 +73,7 @@ class Step:
             _padded(step.summary.segments, torch.int64, -1),
             torch.tensor(step.summary.limits, dtype=torch.int64) if step.summary.limits else None,
         )
-        # both (N,), or (N, turns)
+        # both (N,), or (N, turns) if the algorithm has values for each turn
         self.advantages, self.weights = self.growing.extend(summary)
         self.owners = torch.tensor(step.owners or range(len(summary.rewards)))  # (rows,) int64
         policy = self.engine.policy
@@ -82,13 +84,13 @@ class Step:
         ]
 
     def run_ahead(self) -> None:
+        """Add the gradient of the rows to train now, and apply nothing yet."""
         with self._phase("forward_backward"):
             for micro_batches in self.updates:
                 self._accumulate(0, micro_batches, {}, more=True)
 
     def run(self, stepped: Callable[[], None] | None) -> dict[str, float]:
-        """Run all updates. Returns metrics. `stepped` is called in the last update, as
-        `DeepSpeedEngine.update` says."""
+        """Run all updates and return metrics. The last `DeepSpeedEngine.update` gets `stepped`."""
         proximal = self._proximal()
         norms, lr = [], 0.0
         for number, micro_batches in enumerate(self.updates):
@@ -100,8 +102,8 @@ class Step:
         return {"grad_norm": sum(norms) / len(norms), "lr": lr} | self._reduced()
 
     def _proximal(self) -> dict[tuple[int, int], Tensor]:
-        """Compute (update, micro-batch) -> (B, T) log-probabilities of the weights before the step.
-        The first update is left out: its own forward passes run with these weights."""
+        """Compute log-probabilities by the weights before the step: (update, micro-batch) -> (B,
+        T). The first update is left out: its own forward passes run with these weights."""
         if not self.algorithm.recompute_proximal or len(self.updates) == 1:
             return {}
         with self._phase("proximal"), torch.no_grad():
@@ -119,8 +121,8 @@ class Step:
         proximal: dict[tuple[int, int], Tensor],
         more: bool = False,
     ) -> None:
-        """Compute the gradient of one update, or with `more` of a part to which more will be added.
-        Raises `TrainingDiverged`, on every rank, if any rank's loss is not finite."""
+        """Add the gradient of an update's micro-batches. With `more` a later call adds further
+        ones. Raises `TrainingDiverged`, on every rank, if any rank's loss is not finite."""
         bad = torch.tensor(NEVER, device=self.device)
         for m, batch in enumerate(micro_batches):
             self.engine.begin_micro_batch(last=m == len(micro_batches) - 1 and not more)
@@ -140,7 +142,7 @@ class Step:
         mask, behaviour = batch.mask.to(self.device), batch.behaviour.to(self.device)
         policy = logprobs.detach() if proximal is None else proximal
         proximal = policy if self.algorithm.recompute_proximal else behaviour
-        advantages = self._of(self.advantages, batch)
+        advantages = self._values_of(self.advantages, batch)
         tokens = TokenBatch(logprobs, proximal, behaviour, advantages, mask)
         losses, statistics = self.algorithm.token_loss(tokens)  # (B, T)
         bounds = NO_BOUNDS if self.algorithm.corrects_mismatch else self.bounds
@@ -152,7 +154,7 @@ class Step:
         losses = importance * losses
         if self.kl_coef:
             losses = losses + self.kl_coef * self._penalty(logprobs, proximal, mask, batch)
-        return (self._of(self.weights, batch).view(len(mask), -1) * losses).sum()
+        return (self._values_of(self.weights, batch).view(len(mask), -1) * losses).sum()
 
     def _forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return self.engine(batch.inputs, batch.targets, batch.mask, batch.tree, batch.experts)
@@ -166,15 +168,16 @@ class Step:
         self.sums["reference_kl"] += kl.detach().sum()
         return kl
 
-    def _of(self, values: Tensor, batch: MicroBatch) -> Tensor:
-        """Look up a batch's values for a micro-batch: (N,) -> (B,), for each row its trajectory's;
-        (N, turns) -> (B, T), for each token its turn's. A padding row gets 0."""
+    def _values_of(self, values: Tensor, batch: MicroBatch) -> Tensor:
+        """Return the values of a micro-batch's rows. (N,) gives each row its trajectory's value,
+        (B,). (N, turns) gives each token its turn's value, (B, T). A padding row gets 0."""
         if not len(batch.rows):
             return values.new_zeros(len(batch.inputs), device=self.device)
         own = values[self.owners[batch.rows]]
         return (own if own.dim() == 1 else own.gather(1, batch.turns)).to(self.device)
 
     def _count(self, statistics: dict[str, Tensor], gap: dict[str, Tensor]) -> None:
+        """Add a micro-batch's statistics to the sums."""
         self.ratio_max = torch.maximum(self.ratio_max, gap["ratio_max"])
         named = {
             "mismatch_kl": gap["kl_k3"],
@@ -185,6 +188,7 @@ class Step:
             self.sums[name] += value
 
     def _apply(self, update: int, stepped: Callable[[], None] | None) -> tuple[float, float]:
+        """Apply an update's gradient. Returns (its norm, the learning rate)."""
         try:
             return self.engine.update(stepped, self.growing.scale)
         except NonFiniteGradient as error:
@@ -194,7 +198,7 @@ class Step:
             ) from None
 
     def _reduced(self) -> dict[str, float]:
-        """Reduce over ranks: sums per response token (except the loss), and the slowest's times."""
+        """Combine the ranks: means over response tokens (loss: sum), the slowest rank's times."""
         names = sorted(self.sums)
         sums = torch.stack([self.sums[name] for name in names]).double()
         largest = [float(self.ratio_max), *self.seconds.values()]
@@ -220,9 +224,9 @@ class Step:
         self.seconds[name] += time.time() - start
 
 
-def _padded(of_turns: list[list[float]], dtype: torch.dtype, behind: float) -> Tensor | None:
-    """N lists -> (N, K), padded with `behind`; None if all are empty."""
+def _padded(of_turns: list[list[float]], dtype: torch.dtype, fill: float) -> Tensor | None:
+    """Make a tensor (N, K) of N lists, padded with `fill`; None if all lists are empty."""
     if not any(of_turns):
         return None
     rows = [torch.tensor(each, dtype=dtype) for each in of_turns]
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=behind)
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)

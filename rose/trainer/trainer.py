@@ -1,12 +1,12 @@
-"""The work of a trainer rank: a batch of trajectories in, a policy version out. Knows no algorithm
-by name, and no MPI.
+"""The work of a trainer rank: a batch of trajectories in, a policy version out. This file names no
+algorithm, and uses no MPI.
 
-A step first computes advantages and weights from the batch's summary and, if the algorithm needs
-them, proximal log-probabilities for every update but the first, whose own forward passes give them.
-Then each update computes the loss of `algorithms.base`, one micro-batch after another. With several
-updates each one's loss is multiplied by their number, so that it is as large as the whole batch's
-and gradient clipping means the same. With `trainer.stream` a step's groups arrive in rounds, of
-which only the last changes weights; rose/trainer/growing.py says why the result is the same.
+A step first computes advantages and weights from the batch's summary. Then it computes proximal
+log-probabilities if the algorithm needs them, except for the first update, whose own forward passes
+yield them. Then each update computes the loss of `algorithms.base`, one micro-batch after another.
+With several updates, each one's loss is multiplied by their number. So it is as large as the whole
+batch's, and gradient clipping has the same effect. With `trainer.stream` a step's groups arrive in
+rounds, of which only the last changes weights (rose/trainer/growing.py).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")  # kinds of rotary positions
 
 
 class Trainer:
-    """Rank `index` of `world`. All ranks must be made, and each method called, together.
+    """Trainer rank `index` of `world`. All ranks must create it, and call each method, together.
     torch.distributed connects at `place`, where rank 0 listens."""
 
     def __init__(
@@ -85,7 +85,7 @@ class Trainer:
         self._updates: Updates | None = None
         self._publisher: Publisher | None = None
         self._ahead: Step | None = None  # a step whose gradient is incomplete
-        if config.trainer.compile or self.device.type == "cuda":  # flex attention is compiled there
+        if config.trainer.compile or self.device.type == "cuda":  # flex attention is compiled, too
             kernels.share_cores(place.neighbours)
         self._prepare_rows()
         self.no_trees, self.costs = self._prepare_trees(folder)
@@ -101,9 +101,9 @@ class Trainer:
             raise ConfigError(f"trainer.kernels='liger': {lacking}; or trainer.kernels=none")
 
     def _prepare_rows(self) -> None:
-        """Have long rows attend by cuDNN's kernels, if they work on every rank. They are padded for
-        it, which recorded experts and positions that depend on the length don't allow. Compiled
-        layers keep torch's own."""
+        """Compute attention over long rows by cuDNN's kernels, if they work on every rank. Such
+        rows are padded, which recorded experts and length-dependent positions don't allow. Compiled
+        layers keep torch's own kernels."""
         t, policy = self.config.trainer, self.engine.policy
         rope = getattr(policy.hf.config, "rope_parameters", None) or {}
         if self.device.type == "cpu" or t.compile or t.router_replay or self.config.deterministic:
@@ -118,8 +118,8 @@ class Trainer:
         tree_attention.use_cudnn(True)
 
     def _prepare_trees(self, folder: Path | str) -> tuple[str, protocol.Costs | None]:
-        """Return (why this model can't be trained on prefix trees, "" if it can; the costs that
-        decide whether a batch uses them), the first alike on every rank. On GPUs flex attention is
+        """Return (why this model can't be trained on prefix trees, or ""; the costs that decide
+        whether a batch uses them). The first is the same on every rank. On GPUs flex attention is
         tried and, unless `deterministic`, the costs are measured."""
         t, policy = self.config.trainer, self.engine.policy
         found = obstacle(policy.hf.config)
@@ -141,9 +141,8 @@ class Trainer:
         elif t.micro_batch_tokens > tree_attention.DENSE_TOKENS:
             return (
                 f"trainer.micro_batch_tokens={t.micro_batch_tokens} is more than "
-                f"{tree_attention.DENSE_TOKENS}, "
-                "above which a mask of all pairs takes too much memory; without it: "
-                f"{without or 'another rank cannot'}"
+                f"{tree_attention.DENSE_TOKENS}, above which a mask of all pairs takes too much "
+                f"memory, and flex attention is impossible: {without or 'another rank cannot'}"
             ), None
         if on_cpu or self.config.deterministic:
             return "", flops(shape, flex)
@@ -151,13 +150,14 @@ class Trainer:
         costs = measure(shape, DTYPES[t.dtype], self.device, *sizes)
         print(
             f"trainer {self.index}: a layer takes {costs.token:.3g} s a token, {costs.causal:.3g} "
-            "s a pair of tokens, "
-            f"{costs.tree:.3g} s one in a prefix tree; {without or 'flex attention'}",
+            f"s a pair of tokens, {costs.tree:.3g} s a pair in a prefix tree; "
+            f"{without or 'flex attention'}",
             flush=True,
         )
         return "", costs
 
     def _compile(self) -> None:
+        """Compile the model's layers, by running each kind of pass that steps need."""
         t, engine = self.config.trainer, self.engine
         passes: list[kernels.Pass] = [engine.rehearse]
         if self.algorithm.recompute_proximal and t.updates_per_step > 1:
@@ -175,8 +175,8 @@ class Trainer:
         publish_as: int | None = None,
     ) -> dict[str, float]:
         """Train on the rows of `step.micro_batches`. Returns metrics of the whole batch, the same
-        on every rank. With `publish_as`, the version to `publish` next, encoding it begins as soon
-        as this rank's optimizer has stepped.
+        on every rank. `publish_as` is the version to `publish` next: its encoding begins as soon as
+        this rank's optimizer has stepped.
 
         Raises `TrainingDiverged` on every rank, before anything of that update is applied, and
         `ValueError` for a trajectory whose fields contradict each other or the model."""
@@ -237,7 +237,7 @@ class Trainer:
 
     @property
     def _compares(self) -> bool:
-        """True if updates are compared. On a GPU, Triton's kernels do it, which need a compiler."""
+        """True if updates are compared, which on a GPU takes Triton's kernels and a compiler."""
         on_gpu = self.device.type == "cuda"
         return self.config.compares_updates and not (on_gpu and compilers.no_compiler(on_gpu))
 
@@ -249,20 +249,20 @@ class Trainer:
             return self._publisher.publish(version, send)
 
     def tidy(self) -> None:
-        """Write a full version if one is due, and remove old edges (`Publisher.tidy`). Call it
-        while no rank waits for this one."""
+        """Write a full version if one is due, and remove old versions' files (`Publisher.tidy`).
+        Call it while no rank waits for this one."""
         with self.recorder.timed("tidy"):
             self._publisher.tidy()
 
     def save(self, folder: Path) -> None:
-        """Save a checkpoint into an existing folder, with the hashes of the last published version;
-        see `DeepSpeedEngine.save`."""
+        """Save a checkpoint with the last version's hashes, into an existing folder: see
+        `DeepSpeedEngine.save`."""
         with self.recorder.timed("save"):
             self._publisher.write_hashes(Path(folder))
             self.engine.save(Path(folder))
 
     def load(self, folder: Path) -> None:
-        """Continue from a folder of `save`; bit for bit in float32 with deterministic=true."""
+        """Continue from a folder that `save` filled (bit for bit: float32, deterministic=true)."""
         with self.recorder.timed("load"):
             if self._publisher is not None:
                 self._publisher.copy_values()
@@ -271,13 +271,13 @@ class Trainer:
                 self._updates.forget()
 
     def share_device(self, folder: Path) -> None:
-        """Prepare to share the device. On a CPU the states then wait in files of `folder`."""
+        """Prepare to share the device. On a CPU the states are then moved to files in `folder`."""
         self._offload = Offload(self.device, folder, self.engine.states, self.engine.saved)
 
     def give_device_back(self) -> DeviceMemory:
-        """Move all memory of the device that can be moved to the host. Until `take_device` only
-        `tidy` is allowed. Returns the device's memory afterwards. On a CPU it first waits for a
-        checkpoint, whose copies are host memory, too; `TimeoutError` if that takes too long."""
+        """Move all device memory that can be moved to the host. Until `take_device`, call only
+        `tidy`. Returns the device's memory afterwards. On a CPU this first waits for a checkpoint,
+        since its copies are host memory, too. Raises `TimeoutError` if that takes too long."""
         with self.recorder.timed("offload"):
             if self._publisher is not None and self._publisher.full_due():
                 self._publisher.copy_values()
@@ -290,7 +290,7 @@ class Trainer:
             return self._offload.take()
 
     def progress(self) -> int:
-        """Count the collectives and micro-batches that this rank has begun, from any thread."""
+        """Count the collectives and micro-batches that this rank has begun; from any thread."""
         return watch.collectives() + self.engine.micro_batches
 
     def close(self) -> None:
@@ -301,8 +301,7 @@ class Trainer:
 
 
 class _Peers:
-    """Collectives of the trainer ranks in host memory (`join_world`'s group), since an engine may
-    use the device."""
+    """Collectives of the trainer ranks in host memory, since an engine may use the device."""
 
     def __init__(self, rank: int, world: int, group: torch.distributed.ProcessGroup):
         self.rank, self.world, self._group = rank, world, group

@@ -1,10 +1,10 @@
 """Attention over a prefix tree: on a CPU by stretches (rose/trainer/stretches.py), on a GPU by flex
-attention where it works, else SDPA with a dense mask.
+attention where it works, else by SDPA with a dense mask.
 
 Flex attention skips blocks of 128 x 128 in which no token attends to another. So a tree costs about
-what its rows cost a causal kernel, less the shared part, and no tensor of the size L x L exists. It
-is compiled (Triton) and trains on GPUs only. Blocks are found from the tree itself: torch's
-`create_block_mask` would make the dense mask first.
+as much as its rows in a causal kernel, minus the shared part. No tensor of the size L x L exists.
+Flex attention is compiled (Triton) and trains on GPUs only. Blocks are found from the tree itself,
+because torch's `create_block_mask` would make the dense mask first.
 """
 
 from __future__ import annotations
@@ -31,19 +31,18 @@ NAME = "rose_tree"  # our name in transformers' registry of attention functions
 BLOCK = 128  # tokens of a block; the kernel's own size
 # Fewest tokens of a tree, with padding: torch would compile separately for a single block.
 SMALLEST = 2 * BLOCK
-# Most tokens of a tree under a dense mask, which then takes 64 MiB of bool, and up to 256 MiB of
-# bias in each layer's call.
+# Most tokens of a tree under a dense mask: 64 MiB of bool, and up to 256 MiB of bias in a layer.
 DENSE_TOKENS = 8192
-# Fewest tokens of a row for cuDNN's attention, and what their number is rounded up to. On an H200
-# its kernels do 1.8 times the operations a second of torch's, but take 0.1 s for the first row of
-# each other length. Shorter rows have less attention to save than padding to compute.
+# LONG: fewest tokens of a row for cuDNN's attention; their number is rounded up to a MULTIPLE. On
+# an H200 its kernels do 1.8 times the operations a second of torch's, but need 0.1 s for the first
+# row of each new length. Shorter rows would lose more to padding than they gain.
 LONG, MULTIPLE = 2048, 128
-HOPPER = 9  # compute capability from which cuDNN's attention is taken
-OFF = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")  # torch's variables that switch it off
+HOPPER = 9  # lowest compute capability on which cuDNN's attention is used
+OFF = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")  # torch's switches against compilation
 CLOSE = 0.02  # largest error relative to the largest value: bfloat16 has 8 bits of precision
 # (shared, own) tokens of the rows of the tree that is tried at the start
 PROBE_ROWS = ((200, 150), (200, 90), (200, 33), (0, 140))
-# SDPA's kernels, the first of which that can is taken.
+# SDPA's kernels, by preference: the first one that supports the inputs is used.
 IN_ORDER = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -67,7 +66,7 @@ def attended(
 
 
 def padded(tree: PrefixTree, multiple: int = BLOCK, smallest: int = SMALLEST) -> PrefixTree:
-    """Pad the tree to a multiple of tokens, by tokens behind it that see only themselves."""
+    """Pad the tree to a `multiple` of tokens and to `smallest`. Padding attends only to itself."""
     length = len(tree.tokens)
     more = -(-max(smallest, length) // multiple) * multiple - length
     if not more:
@@ -78,9 +77,9 @@ def padded(tree: PrefixTree, multiple: int = BLOCK, smallest: int = SMALLEST) ->
 
 
 def block_mask(ends: Tensor) -> BlockMask:
-    """Ends (L,) int64 of a `padded` tree, on any device -> which blocks of keys each block of
-    queries attends to, partly or whole. A token attends to itself and to each earlier token whose
-    end is behind it."""
+    """Return which blocks of keys each block of queries attends to, partly or whole. `ends` are
+    those of a `padded` tree, (L,) int64, on any device. A token attends to itself and to each
+    earlier token whose end is behind it."""
     blocks = ends.view(-1, BLOCK)
     count = len(blocks)
     at = torch.arange(count, device=ends.device)
@@ -102,7 +101,7 @@ def block_mask(ends: Tensor) -> BlockMask:
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """[queries, keys] bool -> int32 count in each row, column indices with True ones first."""
+    """Return each row's number of True, and its column indices with those of True first, int32."""
     places = chosen.int().argsort(dim=1, descending=True, stable=True)
     return chosen.sum(1, dtype=torch.int32)[None, None], places.int()[None, None]
 
@@ -117,7 +116,7 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention, with transformers' signature: query (B, heads, L, d), key and value (B,
-    kv_heads, L, d) -> (B, L, heads, d)."""
+    kv_heads, L, d). Returns (B, L, heads, d)."""
     if _cudnn and attention_mask is None and query.shape[2] >= LONG:
         with sdpa_kernel(IN_ORDER, set_priority=True):
             return sdpa_attention_forward(
@@ -131,17 +130,17 @@ def attention(
     )
 
 
-_cudnn = False  # the choice of this process for rows (`use_cudnn`)
+_cudnn = False  # True: this process uses cuDNN for long rows (`use_cudnn`)
 
 
 def use_cudnn(on: bool) -> None:
-    """Have `attention` over long rows computed by cuDNN where it can, or by torch's own kernels."""
+    """Choose cuDNN for `attention` over long rows, where it works, or torch's own kernels."""
     global _cudnn
     _cudnn = on
 
 
 def rounded(length: int, multiple: int = 1) -> int:
-    """Return the length to which rows are padded: a multiple, for cuDNN one of few."""
+    """Return the length to which rows are padded: a multiple, for cuDNN also of `MULTIPLE`."""
     if _cudnn and length >= LONG:
         multiple = math.lcm(multiple, MULTIPLE)
     return -(-length // multiple) * multiple
@@ -187,17 +186,17 @@ def _over_tree(
     if isinstance(attended, Tensor):
         out = stretches.attention(query, key, value, attended, scaling)
         return out.transpose(1, 2).contiguous()
-    # On a CPU it isn't compiled, so it is correct, but as large and slow as a dense mask.
-    flex = _compiled() if query.device.type == "cuda" else flex_attention
+    # Uncompiled flex attention, on a CPU, is correct but as large and slow as a dense mask.
+    flex = _compiled_flex() if query.device.type == "cuda" else flex_attention
     return flex(query, key, value, block_mask=attended, scale=scaling, enable_gqa=True).transpose(
         1, 2
     )
 
 
 @functools.cache
-def _compiled() -> Callable[..., Tensor]:
-    # With fullgraph, too many shapes for torch's limit are an error. Else further ones would run
-    # uncompiled, with L x L in float32.
+def _compiled_flex() -> Callable[..., Tensor]:
+    # With fullgraph, more shapes than torch's limit raise an error. Otherwise further ones would
+    # run uncompiled, with L x L in float32.
     return torch.compile(flex_attention, fullgraph=True)
 
 
@@ -215,7 +214,8 @@ def why_not_flex(
         if os.environ.get(variable) == "1":  # uncompiled: L x L in float32
             return f"{variable}=1 is set here, so torch compiles no flex attention"
     form = (heads, kv_heads, head_dim, dtype)
-    try:  # at the second length torch compiles once more, for all lengths
+    # At the second length torch compiles once more, for all lengths.
+    try:
         found = max(difference(device, *form, times) for times in (1, 3, 2))
     except Exception as error:  # errors of torch's, Triton's and C compilers: no common base class
         first = str(error).strip().partition("\n")[0]
@@ -260,7 +260,7 @@ def difference(
 def _with_gradients(
     function: Callable[..., Tensor], inputs: list[Tensor], weights: Tensor
 ) -> list[Tensor]:
-    """Compute the values and, on a GPU, the gradient of each input."""
+    """Return the values and, on a GPU, each input's gradient of the values' sum times `weights`."""
     leaves = [x.clone().requires_grad_(x.device.type == "cuda") for x in inputs]
     values = function(*leaves)
     if not values.requires_grad:

@@ -1,6 +1,6 @@
-"""Give `Publisher` what the updates of a trainer rank's weights change, without a copy of the last
-version. `compare` is called between each optimizer's step and the copy of its float32 values into
-the bfloat16 ones (rose/transfer/updates.py)."""
+"""Find what the updates of a trainer rank's weights change between versions, for `Publisher`,
+without a copy of the last version. After each optimizer step the engine calls `compare`, before the
+float32 values are copied into the bfloat16 parameters (rose/transfer/updates.py)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ WIDTH = 2  # bytes of a bfloat16 value
 
 
 class Updates:
-    """The changes of this rank's blocks of `plan` since `restart`, and their hashes: a
-    `rose.transfer.publish.Updates`, whose blocks are `rose.transfer.digests.Values`."""
+    """The changes of this rank's blocks of `plan` since `restart`, and the blocks' hashes. It has
+    the methods of `rose.transfer.publish.Updates` and `rose.transfer.digests.Values`."""
 
     at_once = 2**16  # blocks of one kernel launch: all of them, since the device has no other work
 
@@ -32,20 +32,22 @@ class Updates:
         self.known = False  # true if every update since the last version was compared
 
     def restart(self) -> None:
+        """Drop all changes, since the values of now are the last version's."""
         self._comparison.clear()
         self.known = True
 
     def forget(self) -> None:
-        """Forget what changed, since values were written by something else than an update."""
+        """Forget the changes, since something other than an update has written values."""
         self._comparison.clear()
         self.known = False
 
     def compare(self, group: int) -> None:
-        """Find what the optimizer's step changed in ZeRO's `group`, before it is copied."""
+        """Find what the optimizer's step changed in ZeRO's `group`, before the group is copied."""
         if self.known:
             self._comparison.compare(group, self._shards.flats[group], self._shards.held[group])
 
     def changes(self, number: int) -> Moves:
+        """Return the changes of a block of the plan."""
         block = self._plan.blocks[number]
         columns = self._plan.tensors[block.tensor].columns
         group, origin = self._shards.origin(block)
@@ -55,14 +57,17 @@ class Updates:
         return in_band(moves, block.start, columns, block.first, block.last)
 
     def digests(self, numbers: Iterable[int]) -> dict[int, bytes]:
+        """Return each block's xxh3-128."""
         return digests_of(self, numbers, self._threads)
 
     def side_stream(self) -> AbstractContextManager:
+        """Return a context for kernels: the current stream, as the device has no other work."""
         if self.on_gpu:
             torch.cuda.set_device(self.device)  # A thread begins on device 0.
         return nullcontext()
 
     def run(self, number: int) -> Run | None:
+        """Return where the block's bytes are on the device; None if `run_of` can't describe it."""
         block = self._plan.blocks[number]
         columns = self._plan.tensors[block.tensor].columns
         group, origin = self._shards.origin(block)
@@ -79,11 +84,12 @@ class Updates:
         return run_of(address, row_bytes, stride, nbytes)
 
     def view(self, number: int) -> np.ndarray:
+        """Return the block's bit patterns in host memory."""
         block = self._plan.blocks[number]
         group, origin = self._shards.origin(block)
         columns = self._plan.tensors[block.tensor].columns
         held = self._shards.held[group].detach()
-        # `take` counts from the tensor's value that the group begins with.
+        # The group begins with value -origin of the tensor.
         found = take(held, -origin, block, columns)
         pieces = [piece.reshape(-1) for piece in found]
         return patterns_of(torch.cat(pieces) if len(pieces) > 1 else pieces[0])

@@ -3,8 +3,8 @@
 A collective waits for every rank, for as long as a step may take, and can't say which rank is
 missing. So a thread of each rank reports at intervals how many collectives (of all groups) and
 micro-batches the rank has begun. From the reports of all ranks rose/launch/beats.py finds ranks
-that wait, are behind or are silent. Left out: publishing and saving, whose only wait is a barrier
-at their end, and what a rank that is behind is doing.
+that wait, are behind or are silent. Publishing and saving are not watched, since their only wait is
+a barrier at their end. A report doesn't say what the rank is doing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REPORT_S = 5.0  # longest time that a failing rank waits for a report that is be
 
 class Watch:
     """Thread that calls `report(progress())` every `beat_s` seconds of a step, and `report(None)`
-    after a step in which it did."""
+    after a step that had reports."""
 
     def __init__(
         self, beat_s: float, progress: Callable[[], int], report: Callable[[int | None], None]
@@ -36,8 +36,8 @@ class Watch:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Context of a step, which ends with a collective, so no rank leaves it before all arrive.
-        After a step that raises there are no more reports, since the rank's error is reported."""
+        """Context of a step. A step ends with a collective, so no rank leaves it before all ranks
+        arrive. If it raises, there are no more reports, since the rank reports its error itself."""
         with self._lock:
             self._since = time.monotonic()
         try:
@@ -52,18 +52,20 @@ class Watch:
                 self._since = None
 
     def _beat(self) -> None:
+        """Report at intervals, in the thread, until a step raises."""
         reported = False
         while not self._over:
             time.sleep(self._beat_s / LOOKS)
             since, now = self._since, time.monotonic()
             if since is None and reported:
-                reported = not self._told(None)
+                reported = not self._reported(None)
             elif since is not None and now >= since + self._beat_s:
-                reported = self._told(self._progress()) or reported
+                reported = self._reported(self._progress()) or reported
                 with self._lock:
                     self._since = now if self._since is not None else None
 
-    def _told(self, begun: int | None) -> bool:
+    def _reported(self, begun: int | None) -> bool:
+        """Report, and return True if that succeeded."""
         with self._reporting:
             if self._over:
                 return False
@@ -76,6 +78,6 @@ class Watch:
 
 
 def collectives() -> int:
-    """Count the collectives that this process has begun, in all groups; by a private call."""
+    """Count the collectives that this process has begun, in all groups. The call is torch's own."""
     groups = torch.distributed.distributed_c10d._world.pg_map
     return sum(group._get_sequence_number_for_group() for group in list(groups))

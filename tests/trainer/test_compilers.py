@@ -26,7 +26,7 @@ def test_without_a_compiler_nothing_is_to_be_compiled(make_config, monkeypatch, 
         checks.check(compose_tree("trainer.compile=true"))
     compilers.check(make_config())
     (tmp_path / "clang").touch(0o755)
-    assert compilers.why_none(on_gpu=True) == "" != compilers.why_none(on_gpu=False)
+    assert compilers.why_not_compile(on_gpu=True) == "" != compilers.why_not_compile(on_gpu=False)
     monkeypatch.setenv("CXX", "clang")
     compilers.check(make_config("trainer.compile=true"))
 

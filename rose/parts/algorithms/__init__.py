@@ -1,5 +1,5 @@
 """RL algorithms besides GRPO, the default run's, one file each.
 
-As those of `rose.trainer.algorithms` they know nothing of ranks, engines or DeepSpeed, and import
-torch in their functions only. docs/algorithms.md says what each is for.
+Like those of `rose.trainer.algorithms`, they know nothing of ranks, engines or DeepSpeed, and
+import torch in their functions only. docs/algorithms.md says what each is for.
 """

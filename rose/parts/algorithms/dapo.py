@@ -2,8 +2,8 @@
 
 Here: clip-higher (section 3.1), token-level loss (3.3), soft overlong punishment (3.4, equation 13)
 and, as an option, overlong filtering (3.4); `loss: cispo` is the loss of MiniMax-M1
-(arXiv:2506.13585), which weighs tokens as DAPO does. Dynamic sampling (3.2) decides what to roll
-out, so the scheduler does it, if `algorithm.dynamic_sampling` is true.
+(arXiv:2506.13585), which weighs tokens as DAPO does. Dynamic sampling (3.2) is the scheduler's, if
+`algorithm.dynamic_sampling` is true: it decides which prompts to roll out.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Dapo:
         return group_advantages(shaped, summary.groups, scale_by_std=True)
 
     def token_weights(self, summary: Summary) -> Tensor:
-        """Equation 8: every response token of the batch weighs the same."""
+        """Weigh every response token of the batch alike (equation 8)."""
         keep = ~summary.truncated if self.overlong_filtering else None
         return token_mean_weights(summary.response_tokens, keep)
 

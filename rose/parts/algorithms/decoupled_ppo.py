@@ -2,9 +2,9 @@
 arXiv:2505.24298).
 
 The trust region is around the proximal policy (the one at the start of the step), even if an older
-policy generated the tokens. The weight proximal / behaviour corrects for that age, and also for the
-mismatch between engine and trainer (AReaL equation 5). The baseline is the group's mean reward
-instead of a critic.
+policy, the behaviour policy, generated the tokens. The weight proximal / behaviour corrects for the
+tokens' age and for the mismatch between engine and trainer (AReaL equation 5). The baseline is the
+group's mean reward instead of a critic.
 """
 
 from __future__ import annotations

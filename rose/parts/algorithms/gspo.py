@@ -1,9 +1,9 @@
 """GSPO: group sequence policy optimization (Zheng et al. 2025, arXiv:2507.18071).
 
 The importance ratio is that of the whole trajectory, s = (pi(y) / pi_old(y))^(1/|y|) (equation 7),
-and it is clipped as a whole. The gradient flows through every token of s (equation 5, the plain
-form; GSPO-token has the same gradient when a trajectory has one advantage, as here). If an agent
-branches, each branch is a row with its own ratio, over its own tokens, and its own clip.
+and it is clipped as a whole. The gradient flows through every token of s (equation 5). GSPO-token,
+the paper's other form, has the same gradient if a trajectory has one advantage, as here. If an
+agent branches, each branch is a row with its own ratio, over its own tokens, and its own clip.
 """
 
 from __future__ import annotations

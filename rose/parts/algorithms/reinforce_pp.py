@@ -1,8 +1,8 @@
 """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262), and its variant REINFORCE++-baseline.
 
-Advantages are normalised over the whole batch instead of within the group. Dividing by a group's
-standard deviation is biased, and this avoids it. `baseline: none` is REINFORCE++; `baseline: group`
-first subtracts the group's mean reward (REINFORCE++-baseline).
+Advantages are normalised over the whole batch, since dividing by a group's standard deviation is
+biased. `baseline: none` is REINFORCE++; `baseline: group` first subtracts the group's mean reward
+(REINFORCE++-baseline).
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ class ReinforcePP:
         return self.baseline == "group"
 
     def advantages(self, summary: Summary) -> Tensor:
-        """Compute (A - mean) / std over the tokens of the batch, which have their trajectory's A.
-        So a trajectory counts once for each response token, as in OpenRLHF. 0 if A is constant."""
+        """Compute (A - mean) / std, where A is the trajectory's reward, less the group's mean with
+        `baseline: group`. Mean and std are over the batch's tokens, so a trajectory counts once for
+        each response token, as in OpenRLHF. 0 if A is constant."""
         rewards = summary.rewards.double()
         values = centred(rewards, summary.groups) if self.baseline == "group" else rewards
         # (N,): each trajectory's share of the batch's tokens

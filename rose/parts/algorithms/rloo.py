@@ -1,10 +1,11 @@
 """RLOO: REINFORCE leave-one-out (Ahmadian et al. 2024, Back to Basics, arXiv:2402.14740).
 
-The baseline of a trajectory is the mean reward of the others of its group. The whole trajectory is
-one action, so log-probabilities are summed over its tokens, not averaged. Without a clip range the
-loss is plain REINFORCE, for one update per batch. With a clip range it is PPO's loss on the ratio
-of the whole trajectory (as in TRL's RLOOTrainer), for several updates. If an agent branches, each
-branch is a row with its own ratio and clip (docs/agents.md), and its tokens weigh like all others.
+The baseline of a trajectory is the mean reward of its group's other trajectories. The whole
+trajectory is one action, so log-probabilities are summed over its tokens, not averaged. Without a
+clip range the loss is plain REINFORCE, for one update per batch. With a clip range it is PPO's loss
+on the ratio of the whole trajectory (as in TRL's RLOOTrainer), for several updates. If an agent
+branches, each branch is a row with its own ratio and clip (docs/agents.md), and all tokens weigh
+the same.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Rloo:
         return (centred(summary.rewards, summary.groups) * size / (size - 1).clamp(min=1)).float()
 
     def token_weights(self, summary: Summary) -> Tensor:
-        """Weigh by the sum over tokens and the mean over trajectories."""
+        """Weigh all tokens by 1 / N: a sum over tokens, and a mean over trajectories."""
         rows = len(summary.rewards)
         return summary.rewards.new_full((rows,), 1 / max(1, rows)).float()
 

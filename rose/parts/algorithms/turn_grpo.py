@@ -1,5 +1,5 @@
-"""Turn-level GRPO: a turn's advantage is a mix of its return-to-go's and the trajectory's
-advantage.
+"""Turn-level GRPO: a turn's advantage mixes the advantage of its return-to-go with the
+trajectory's.
 
 For turn k of trajectory i, with rewards r of turns, R[i, k] = sum over l >= k of gamma^(l - k)
 r[i, l], and
@@ -8,17 +8,17 @@ r[i, l], and
 
 where both terms are normalised as in GRPO, (x - mean) / std within the group, and w is
 `trajectory_weight`. Mixing a turn's and an outcome's advantage is MT-GRPO's idea (Zeng et al. 2025,
-arXiv:2505.11821), here at GRPO's scale. w = 0.5 is its 1 : 1, and GiGPO's (Feng et al. 2025,
-arXiv:2505.10978, omega = 1). With one turn it is GRPO.
+arXiv:2505.11821), here at GRPO's scale. w = 0.5 weighs both alike, as MT-GRPO does, and GiGPO (Feng
+et al. 2025, arXiv:2505.10978) with omega = 1. For trajectories of one turn the algorithm is GRPO.
 
 R[i, k] is compared with the returns of the group's other trajectories at the same turn k, as
 MT-GRPO compares a turn's rewards. A baseline over all turns of the group would ignore that returns
-shrink from turn to turn as rewards are collected, so early turns would seem good and late ones bad,
-whatever was done in them. Trajectories that ended before turn k are not compared. If only one
-trajectory is left, or all returns are equal, the turn's term is 0 and the trajectory's term stands
-alone. In MT-GRPO the turn's term has only the turn's reward, and the number of turns is fixed; here
-a turn is also credited with later rewards. Left out: GiGPO's groups of turns in the same state,
-which environments would have to name.
+shrink as rewards are collected. Early turns would seem good and late ones bad, whatever was done in
+them. Trajectories that ended before turn k are not compared. If only one trajectory is left, or all
+returns are equal, the turn's term is 0 and only the trajectory's counts. In MT-GRPO the turn's term
+has only the turn's reward, and the number of turns is fixed; here a turn is also credited with
+later rewards. Left out: GiGPO's groups of turns in the same state, which environments would need to
+name.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class TurnGrpo(Grpo):
 
 
 def returns_to_go(rewards: Tensor, gamma: float) -> Tensor:
-    """Rewards of turns (N, K) float64, NaN where there is no turn -> returns in the same form."""
+    """Compute returns from turns' rewards, both (N, K) float64 with NaN where there is no turn."""
     returns, later = rewards.clone(), 0.0
     for k in reversed(range(rewards.shape[1])):
         returns[:, k] += gamma * later

@@ -29,7 +29,7 @@ from rose.scheduler import events as ev
 
 
 class HybridDevices(Devices):
-    """`Devices` for the trainer's ranks and the hybrid engines; `begin` moves the devices without
+    """`Devices` for the trainer's ranks and the hybrid engines. `begin` moves the devices without
     waiting. `on_fault` gets (what, detail)."""
 
     def __init__(
@@ -61,6 +61,7 @@ class HybridDevices(Devices):
         self._delay = 0.0  # `StepBegun.hybrid_delay` of the next step, see `row`
 
     def step_fields(self) -> dict[str, Any]:
+        """Return the hybrid engines' field of `StepBegun`."""
         return {"hybrid_delay": self._delay}
 
     def rollout_began(self) -> None:
@@ -72,24 +73,27 @@ class HybridDevices(Devices):
             self.begin(p.Role.ROLLOUT)
 
     async def before_train(self, rollout_s: float) -> None:
+        """Move the devices to the trainer, and note the rollout phase's length."""
         await super().before_train(rollout_s)
         self.starts.rolled_out(rollout_s)
 
     async def published(self) -> None:
-        """Leave the devices with the trainer, until the scheduler uses the engines."""
+        """Leave the devices with the trainer until the scheduler uses the engines."""
 
     def act(self, action: ev.Action) -> None:
+        """Begin a move if the scheduler starts or stops using hybrid engines."""
         if isinstance(action, ev.UseWorker | ev.RestWorker):
             used = self._hub.workers.uses_hybrids
             self.begin(p.Role.ROLLOUT if used else p.Role.TRAINER)
 
     def begin(self, role: p.Role) -> None:
         """Begin to move the devices to `role`, and cancel a move to the other role. Do nothing
-        while `to` waits, or once the run ends. The scheduler orders again in the next step."""
+        while `to` waits, or once the run ends. The scheduler repeats its order in the next step."""
         if not (self._waits or self._closed):
             self._begin(role)
 
     def _begin(self, role: p.Role) -> None:
+        """Begin to move the devices to `role`, unless the last move was to it."""
         if role is not self._wanted:
             self._wanted = role
             self._moving = asyncio.create_task(self._move(self._moving, role))
@@ -116,9 +120,11 @@ class HybridDevices(Devices):
         self._changes.set()
 
     def engine_changed(self) -> None:
+        """Note in `starts` which engines have come up or died."""
         self.starts.update(time.time())
 
     def end_moves(self) -> None:
+        """Begin no further moves for the scheduler."""
         self._closed = True
 
     async def before_save(self) -> None:
@@ -126,24 +132,24 @@ class HybridDevices(Devices):
         await super().before_save()
 
     def cancel(self) -> None:
+        """Begin no further moves, and cancel the current one."""
         self._closed = True
         if self._moving is not None:
             self._moving.cancel()
 
     def row(self, times: dict[str, float], at: float) -> dict[str, float]:
         """Return the values of `Devices.row` and those of the hybrid engines, among them
-        - `hybrid_idle_used`: the share of the time without training on the trainer's devices in
-          which an engine there had turns;
-        - `device_seconds_hybrid`: the seconds in which engines there had turns, summed over
+        - `hybrid_idle_used`: the share of the trainer's time without training in which engines on
+          its devices had turns;
+        - `device_seconds_hybrid`: the seconds in which these engines had turns, summed over
           devices;
-        - `hybrid_delay`: the share of the step for which the trainer waited for its devices.
-        """
+        - `hybrid_delay`: the share of the step for which the trainer waited for its devices."""
         c, waited_s, self._waited_s = self._config, self._waited_s, 0.0
         workers = [worker for _, worker in self._hub.workers.of("hybrid")]
         step_s = max(sum(times.values()), 1e-9)
         idle_s = max(step_s - times["train"] + waited_s, 1e-9)
         delay, cancelled = waited_s / step_s, self.starts.take_cancelled()
-        # The scheduler can't avoid the wait for a cancelled start by a move at an earlier time.
+        # The scheduler can't avoid the wait for a cancelled start by an earlier move.
         self._delay = 0.0 if cancelled else delay
         given_s = sum(w.busy_s(at) for w in workers) * c.rollout.tensor_parallel
         return super().row(times, at) | {
@@ -157,6 +163,7 @@ class HybridDevices(Devices):
         }
 
     async def _move(self, before: asyncio.Task | None, role: p.Role) -> None:
+        """Cancel the move `before`, then move the devices to `role`."""
         if before is not None:
             before.cancel()
             await asyncio.wait({before})
@@ -171,6 +178,8 @@ class HybridDevices(Devices):
             self.starts.devices_released()
 
     def _recipients(self, role: p.Role, order: type[p.Sleep] | type[p.Wake]) -> dict[int, int]:
+        """Return the ranks that get the order, and note it in `starts`. An engine that is down
+        doesn't wake unless it has time to start."""
         ranks = super()._recipients(role, order)
         if role is p.Role.ROLLOUT and order is p.Sleep:
             self.starts.sleep_ordered(time.time())

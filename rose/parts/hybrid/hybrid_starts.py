@@ -2,15 +2,15 @@
 
 A dead hybrid engine can only start while the engines hold the device. If the trainer needs the
 device before the engine is up, the start is cancelled: the step gained nothing, and the trainer
-waited for the process to end. So a cancelled start is reported as a fault, and the engine starts
-again only if the engines are predicted to hold the device for longer than
+waited for the process to end. So a cancelled start is reported as a fault. The engine starts again
+only if the engines are predicted to hold the device for longer than
 - every start that was cancelled since the last one that succeeded, and
 - the last start that succeeded.
 
 The predicted time is the shortest of the last `RECENT` rollout phases, times the share of them for
 which engines held the device. The mean would begin a start for every long phase and cancel it in
-the next short one. The scheduler may move the device long before a rollout phase ends, so the share
-is the largest of the last `RECENT`: one early move is no rule.
+the next short one. The share is the largest of the last `RECENT`. One move of the scheduler long
+before the end of a rollout phase doesn't predict further ones.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from collections import deque
 from collections.abc import Callable, Collection
 
 RECENT = 3  # rollout phases that predict the next one
-MARGIN = 1.05  # predicted time over the time of a start, since rollout phases vary
+MARGIN = 1.05  # least ratio of predicted time to a start's time, since rollout phases vary
 
 
 class HybridStarts:
     """Times the starts of hybrid engines and predicts whether the next ones succeed.
 
     `names` maps rank -> worker of the hybrid engines, and `up()` returns the ranks whose engine is
-    up. `cancels`: starts are cancelled when the trainer needs its devices; on CPUs they continue
-    beside it. `on_fault` gets (what, detail). All times are seconds of one clock.
-    """
+    up. `cancels`: starts are cancelled when the trainer needs its devices; on CPUs they go on
+    beside the trainer. `on_fault` gets (what, detail). All times are seconds of one clock."""
 
     def __init__(
         self,
@@ -50,10 +49,11 @@ class HybridStarts:
         self._shares: deque[float] = deque(maxlen=RECENT)
         self._longest_hold_s = 0.0  # longest hold in this step's rollout phase
         self._hold_began = self._hold_ended = 0.0  # times of the last hold
-        self._cancelled = 0  # since `take_cancelled`
+        self._cancelled = 0  # cancelled starts since `take_cancelled`
 
     def worth(self, rank: int) -> bool:
-        """True if the rank is to wake with the next order, and to start an engine that is down."""
+        """True if the rank is to get the next wake order. If its engine is down, the engine then
+        starts."""
         if rank not in self._too_long or rank in self._up():
             return True
         forecast_s = min(self._rollouts, default=0.0) * max(self._shares, default=0.0)
@@ -61,7 +61,7 @@ class HybridStarts:
 
     @property
     def any_worth(self) -> bool:
-        """True if any engine is down and is to be started."""
+        """True if the next order to wake is to start any engine that is down."""
         up = self._up()
         return any(rank not in up and self.worth(rank) for rank in self._names)
 
@@ -107,7 +107,7 @@ class HybridStarts:
             self._begun[rank] = at
 
     def sleep_ordered(self, at: float) -> None:
-        """Note an order to sleep; a start may still succeed before the device is released."""
+        """Note an order to sleep. A start may still succeed before the device is released."""
         if self._awake:
             self._longest_hold_s = max(self._longest_hold_s, at - self._hold_began)
         self._awake, self._hold_ended = set(), at

@@ -1,5 +1,5 @@
 """Rewards that the run computes itself, beside its rollouts; with reward=environment it needs none.
 
-`scorers` has the kinds of reward, `reward_rank` is the run's rank with a pool of workers, `worker`
-is the program of each worker, and `reward_jobs` requests Slurm jobs with further workers.
+`scorers` has the kinds of reward. `reward_rank` is the run's rank with a pool of workers, and
+`worker` is the program of each worker. `reward_jobs` requests Slurm jobs with further workers.
 """

@@ -36,7 +36,7 @@ class Anchors:
         """Return the seconds that the next answer to `prompt` may take."""
         if not self._adaptive or prompt not in self._slowest:
             return self._most_s
-        self._slowest[prompt] = seconds = self._slowest.pop(prompt)
+        self._slowest[prompt] = seconds = self._slowest.pop(prompt)  # moved to the end
         return min(max(FLOOR_S, FACTOR * seconds), self._most_s)
 
     def correct(self, prompt: str, seconds: float) -> None:

@@ -1,10 +1,10 @@
 """Run a program that checks an answer, in a folder and a process group of its own, with limits.
 
-Where the kernel allows it (unshare(1), as root or in a user namespace), the program has no network,
-sees only its own processes, and these end with it. Elsewhere a process that leaves the program's
-session survives it. Of this process's variables it gets only PATH, LANG and LC_ALL. This is no
-protection from hostile code: the program can read and write all that this user can, and the number
-of its processes is not bounded.
+Where the kernel allows it (unshare(1), as root or in a user namespace), the program has no network
+and sees only its own processes, which end with it. Elsewhere a process that leaves the program's
+session survives it. Of the worker's environment variables it gets only PATH, LANG and LC_ALL. This
+is no protection from hostile code: the program can read and write all that this user can, and the
+number of its processes is not bounded.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from rose.processes import die_with_parent
 GIB = 2**30
 OUTPUT_BYTES = 65_536  # last bytes of the program's output that are kept, for error messages
 LARGEST_FILE = GIB  # size limit of a file that the program writes
-POLL_S = 0.05  # seconds between two looks whether a program has ended
-PROBE_S = 10.0  # seconds for the test of whether unshare works
+POLL_S = 0.05  # seconds between two polls of a program's exit code
+PROBE_S = 10.0  # most seconds for the test whether unshare works
 SPACES = ("--net", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
 REFUSED = "unshare: "  # start of unshare's own error messages
 # The first process in the namespaces prints a line, and executes the program only after the worker
@@ -44,8 +44,8 @@ CODE = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 
 @functools.cache
 def isolation() -> tuple[str, ...]:
-    """Return the command that, put before a program, gives it namespaces of its own; () where the
-    kernel refuses them."""
+    """Return the command prefix that gives a program namespaces of its own; () if the kernel
+    refuses them."""
     for users in ((), ("--user", "--map-current-user")):
         prefix = ("unshare", *users, *SPACES)
         if shutil.which("unshare") and _works((*prefix, "true")):
@@ -77,12 +77,12 @@ async def run(
     """Run `argv` in a temporary folder with `files` (name -> text). Return (exit code, end of its
     output). The code is None if the program was killed after `timeout_s` seconds.
 
-    Raises `ValueError` for a name that leads out of the folder, `OSError` where it can't start.
+    Raises `ValueError` for a name that leads out of the folder, `OSError` if it can't start.
     """
     if program(argv[0]) is None and not (set(files) & {argv[0], argv[0].removeprefix("./")}):
         raise FileNotFoundError(f"there is no program {argv[0]}")
     with tempfile.TemporaryDirectory(prefix="rose-reward-", ignore_cleanup_errors=True) as folder:
-        _lay(Path(folder), files)
+        _write_files(Path(folder), files)
         process = await asyncio.create_subprocess_exec(
             *((*isolation(), *BEGIN) if isolation() else ()),
             *argv,
@@ -112,8 +112,8 @@ async def run(
 
 
 async def _end_children(process: asyncio.subprocess.Process) -> None:
-    """Kill what is left of the program's group once the program has ended: its children would keep
-    its output open. `process.wait` returns only after that is closed, so the code is polled."""
+    """Kill the program's children once it has ended, since they would keep its output open. Poll
+    the exit code, as `process.wait` returns only after the output is closed."""
     while process.returncode is None:
         await asyncio.sleep(POLL_S)
     _kill_group(process)
@@ -124,7 +124,7 @@ def _kill_group(process: asyncio.subprocess.Process) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _lay(folder: Path, files: dict[str, str]) -> None:
+def _write_files(folder: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         path = (folder / name).resolve()
         if not path.is_relative_to(folder.resolve()):
@@ -144,8 +144,8 @@ def _path() -> str:
 
 
 def _limit(memory_gib: float, parent: int) -> None:
-    """Set the program's limits, in its process before it is executed. It ends with the worker
-    `parent`. Signal handlers are reset, since ranks under Slurm ignore SIGTERM."""
+    """Set limits in the program's process, before it executes the program. The program ends with
+    the worker `parent`. Signal handlers are reset, since ranks under Slurm ignore SIGTERM."""
     die_with_parent(parent)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)

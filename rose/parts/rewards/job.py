@@ -21,7 +21,7 @@ from rose.config import cpus_of
 from rose.launch import batch, sbatch, slurm
 from rose.parts.rewards import messages
 
-# Most workers that a job starts for one that failed, so that one that can't start ends it.
+# Most restarts for each worker of a job, so that a job whose workers can't start ends.
 STARTS = 20
 POLL_S = 0.2  # seconds between two polls of the workers
 KILL_S = 5.0  # longest wait for workers to end after Slurm's signal to the job
@@ -35,6 +35,7 @@ class Help:
     pool: int
 
     def __call__(self) -> str:
+        """Run workers until the pool needs none, or Slurm signals the job. Return the reason."""
         batch.remember()
         c = configuration.load(self.run_dir / "config.json")
         with tempfile.TemporaryDirectory(
@@ -65,7 +66,7 @@ class Help:
         )
 
     def _end(self, workers: list[subprocess.Popen]) -> str:
-        """Stop the workers, as Slurm ends the job. The pool gives their answers to others."""
+        """Stop the workers, as Slurm ends the job. The pool gives other workers their answers."""
         for worker in workers:
             worker.terminate()
         end = time.monotonic() + KILL_S

@@ -1,9 +1,9 @@
 """Messages between a pool and its workers over TCP, each in a frame (rose/comm/frames.py).
 
-A pool's file, which only the run's user can read, has its addresses and its token. At the start of
-a connection each side proves that it knows the token, which is never sent: an address may lead a
-worker to another process. The proofs are for the address that the worker has dialled, so that such
-a process can't pass the pool's on. Loopback leads to the pool on its own host only.
+A pool's file, which only the run's user can read, has its addresses and its token. An address may
+lead a worker to another process, so each side first proves that it knows the token, which is never
+sent. A proof is valid for one address, that to which the worker connects. So the other process
+can't forward the pool's proof. Loopback leads to the pool only on the pool's host.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rose.reward.episode import Score
 
 FRAME_BYTES = 2**28  # largest frame
 HELLO_BYTES = 4_096  # largest frame from a sender that hasn't shown the token yet
-LOST_S = 10  # seconds without a sign of the other side's host after which a connection ends
+LOST_S = 10  # seconds without a packet of the other side's host after which a connection ends
 NONCE_BYTES = 32
 STOP = b""  # pool -> worker of a Slurm job: end, and let the job start no other in its place
 
@@ -30,8 +30,8 @@ def folder(run_dir: Path, pool: int) -> Path:
 
 
 def proof(token: str, side: str, nonce: bytes, address: tuple) -> bytes:
-    """Return what shows that `side` ("pool" or "worker") knows the token. `address` is the pool's
-    end of the connection, as a socket gives it."""
+    """Return the digest by which `side` ("pool" or "worker") proves that it knows the token.
+    `address` is the pool's end of the connection, as a socket gives it."""
     place = f"{side} {address[0]} {address[1]} ".encode()
     return hmac.digest(token.encode(), place + nonce, "sha256")
 
@@ -72,7 +72,7 @@ class Work(msgspec.Struct, frozen=True, tag=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """Worker -> pool: the `score`, or the `error` for which there is none."""
+    """Worker -> pool: the `score`, or if there is none, the `error`."""
 
     number: int
     score: Score | None

@@ -48,15 +48,15 @@ from rose.parts.rewards.messages import (
 from rose.reward.episode import Score, ScoringFailed
 
 TRIES = 2  # most tries of an answer, by different workers where there are several
-# From this number on, a Slurm job that ends while it scores an answer counts as a try of it, since
-# the answer may have ended the job.
+# From this number of losses on, a Slurm job's end counts as a try of each answer that it was
+# scoring, since the answer may have ended it.
 LOSSES = 4
 GRACE_S = 5.0  # seconds after an answer's limit for the worker to report that it was reached
 START_S = 120.0  # longest start of a worker; user code may import large packages
 HELLO_S = 10.0  # longest wait for the first message of a connection
 BAD_STARTS = 3  # failed starts in a row after which all waiting answers fail
 START_PAUSE_S = 30.0  # seconds from `BAD_STARTS` failed starts to the next start
-SAVE_S = 5.0  # seconds between two writes of the anchors
+SAVE_S = 5.0  # seconds between two writes of the anchors, from which time limits follow
 POLL_S = 0.2  # seconds between two polls of the workers
 
 
@@ -74,7 +74,7 @@ Start = Callable[[int, Path], subprocess.Popen]  # (worker, the pool's file) -> 
 
 
 @dataclass(eq=False)
-class _Job:
+class _Job:  # a request to score an answer
     number: int
     trajectory: str
     prompt: str
@@ -84,7 +84,7 @@ class _Job:
     tried: list[int] = field(default_factory=list)  # numbers of workers
     losses: int = 0
     error: str = ""
-    begun: float = 0.0  # monotonic time at which a worker took it
+    begun: float = 0.0  # monotonic time at which a worker took the answer
     deadline: float = 0.0
 
 
@@ -103,7 +103,7 @@ class _Worker:
 
 class Pool:
     """A reward rank's workers. `folder`: where it writes `pool.json`, which only the run's user can
-    read, and `anchors.json`. `addresses`: where it listens besides loopback."""
+    read, and `anchors.json` (anchors.py). `addresses`: where it listens besides loopback."""
 
     def __init__(
         self,
@@ -140,8 +140,8 @@ class Pool:
         self._start_workers()
 
     async def score(self, trajectory: str, prompt: str, episode: bytes) -> Scored:
-        """Return the score of an episode. Calls for the same episode share one computation. Another
-        episode of the trajectory, which was played again because its host died, replaces the first.
+        """Return the score of an episode. Calls for the same episode share one computation. If a
+        trajectory was played again because its host died, its new episode replaces the first.
         Raises `ScoringFailed`."""
         job = self._jobs.get(trajectory)
         if job is not None and job.episode != episode:
@@ -164,6 +164,7 @@ class Pool:
             job.future.cancel()
 
     async def close(self) -> None:
+        """Dismiss all workers, and save the anchors."""
         print(
             f"scores tried again {self.retries}, failed {self.failures}; answers that used their "
             f"time up {self.timeouts}",
@@ -227,11 +228,13 @@ class Pool:
         ]
         untried = [each for each in candidates if each[1] not in job.tried]
         others = self._settings.max_workers > 1 or self._workers.keys() - set(job.tried)
-        return min(untried or ([] if others else candidates), default=(0, None))[1]
+        retried = [] if others else candidates
+        return min(untried or retried, default=(0, None))[1]
 
     def _give(self, number: int, job: _Job) -> None:
+        """Send an answer to a worker, with its time limit."""
         worker = self._workers[number]
-        # A joined worker has no adaptive limit: its node may be slower than those that set it.
+        # The adaptive limit is for the pool's own workers: a job's node may be slower than theirs.
         limit_s = self._settings.timeout_s if worker.joined else self._anchors.limit_s(job.prompt)
         job.tried.append(number)
         job.begun = time.monotonic()
@@ -259,9 +262,9 @@ class Pool:
     # ----------------------------------------------------------------- workers
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve the connection of a worker to its end."""
+        """Admit a worker, and serve its connection to the end."""
         try:
-            number = await self._number(reader, writer)
+            number = await self._admit(reader, writer)
             if number is not None:
                 await self._serve(number, reader)
         except (OSError, EOFError, TimeoutError, frames.FrameError, msgspec.DecodeError):
@@ -269,7 +272,7 @@ class Pool:
         finally:
             writer.close()
 
-    async def _number(
+    async def _admit(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> int | None:
         """Admit a worker that knows the token, and return its number. None if it isn't admitted."""
@@ -289,7 +292,8 @@ class Pool:
         end_when_lost(writer)
         writer.write(frames.frame(proof(self._token, "pool", hello.nonce, here)))
         worker.writer = writer
-        self._bad_starts *= worker.joined  # the start of an own worker has succeeded
+        if not worker.joined:
+            self._bad_starts = 0
         return number
 
     async def _serve(self, number: int, reader: asyncio.StreamReader) -> None:
@@ -305,6 +309,7 @@ class Pool:
             self._lost(number, f"worker {number} is gone: {error!r}", fault=not worker.joined)
 
     def _answered(self, number: int, answer: Answer) -> None:
+        """Handle a worker's message: deliver the score, or try again after an error."""
         worker = self._workers.get(number)
         job = worker.jobs.pop(answer.number, None) if worker else None
         if job is None:
@@ -321,7 +326,7 @@ class Pool:
         self._dispatch()
 
     def _retry(self, job: _Job, error: str) -> None:
-        """Queue the answer again for another worker; after `TRIES` let it fail."""
+        """Queue the answer again for another worker; after `TRIES` tries let it fail."""
         if self._jobs.get(job.trajectory) is not job:
             return  # cancelled
         job.error = error
@@ -332,6 +337,7 @@ class Pool:
         self._fail(job)
 
     def _fail(self, job: _Job) -> None:
+        """Drop the request, and raise `ScoringFailed` where its score is awaited."""
         self.failures += 1
         self._forget(job)
         if not job.future.done():
@@ -345,8 +351,8 @@ class Pool:
         return wanted
 
     def _lost(self, number: int, why: str, fault: bool = True) -> None:
-        """Drop a worker and retry its answers. `fault`: an answer may have caused the loss, so that
-        the loss counts as a try of each."""
+        """Drop a worker and retry its answers. `fault`: an answer may have caused the loss, so the
+        loss counts as a try of each of them."""
         worker = self._workers.pop(number, None)
         if worker is None:
             return
@@ -360,7 +366,8 @@ class Pool:
 
     @staticmethod
     def _dismiss(worker: _Worker, for_good: bool = False) -> None:
-        """Close the connection. A joined worker's job starts another unless it is `for_good`."""
+        """Close the connection, and kill a worker of the pool's own. A joined worker's job starts
+        another worker unless `for_good` is True."""
         if worker.writer is not None:
             if worker.joined and for_good:
                 worker.writer.write(frames.frame(STOP))
@@ -383,7 +390,7 @@ class Pool:
                     self._start_failed(number)
                 elif any(job.deadline < now for job in worker.jobs.values()):
                     self._lost(number, f"worker {number} did not answer within the time limit")
-                elif self._idle(worker, now):
+                elif self._idle_for_long(worker, now):
                     del self._workers[number]
                     self._dismiss(worker, for_good=True)
             self._start_workers()
@@ -391,7 +398,7 @@ class Pool:
                 saved = now
                 await asyncio.to_thread(self._save)
 
-    def _idle(self, worker: _Worker, now: float) -> bool:
+    def _idle_for_long(self, worker: _Worker, now: float) -> bool:
         return (
             worker.writer is not None
             and not worker.jobs

@@ -30,7 +30,7 @@ BACK_OFF_S = 60.0  # seconds without requests after the first refusal
 @dataclass
 class _Job:
     pool: int  # index
-    runs: bool = False  # Slurm has started it
+    runs: bool = False  # True: Slurm has started it
 
 
 class RewardJobs:
@@ -73,13 +73,14 @@ class RewardJobs:
         return False
 
     def demand(self, now: p.RewardDemand) -> None:
-        """Request jobs for a pool, which sends its demand as long as any score waits."""
+        """Request jobs if a pool's oldest score has waited long. The pool reports its demand until
+        no score waits."""
         if now.waiting:
             self._quiet_since.pop(now.index, None)
             if now.waited_s > LONG_WAIT_S and not self._back_off.waits(
                 time.monotonic(), BACK_OFF_S
             ):
-                self._ask(now)
+                self._request(now)
         else:
             self._quiet_since.setdefault(now.index, time.monotonic())
 
@@ -92,7 +93,7 @@ class RewardJobs:
                     self._do(ev.ReleaseCapacity(request))
 
     def feed(self, event: ev.Event) -> None:
-        """Apply the outcome of a request."""
+        """Apply the provisioner's event to the job of its request."""
         match event:
             case ev.CapacityQueued(request=name):  # An earlier attempt may have submitted it.
                 self._jobs.setdefault(name, _job_named(name))
@@ -105,7 +106,8 @@ class RewardJobs:
                 self._jobs.pop(name, None)
                 self._back_off.refused(name, time.monotonic(), self._jobs)
 
-    def _ask(self, now: p.RewardDemand) -> None:
+    def _request(self, now: p.RewardDemand) -> None:
+        """Request the jobs that a pool still needs, within `reward.max_jobs`."""
         submitted = sum(job.pool == now.index for job in self._jobs.values())
         coming = max(0, submitted - -(-now.joined // self._ranks))
         wanted = -(-now.waiting // (self._ranks * self._settings.per_worker)) - coming
@@ -117,5 +119,5 @@ class RewardJobs:
 
 
 def _job_named(request: str) -> _Job:
-    """Return the job of a request named `reward-POOL-NUMBER`."""
+    """Return a `_Job` for the request `reward-POOL-NUMBER`."""
     return _Job(int(request.split("-")[1]))

@@ -96,7 +96,7 @@ class RewardRank:
                     raise ValueError(f"a reward rank has no use for {type(message).__name__}")
 
     async def _report(self) -> None:
-        """Report the backlog to the coordinator while there is one, and each time it changes."""
+        """Report the backlog to the coordinator while any score waits, and each time it changes."""
         last = None
         while True:
             await asyncio.sleep(REPORT_S)
@@ -107,6 +107,7 @@ class RewardRank:
             last = demand
 
     async def _score(self, host: int, asked: p.ScoreTrajectory) -> None:
+        """Score an episode, and send the score or the error to its environment host."""
         try:
             with self._recorder.timed("score", trajectory=asked.id):
                 found = await self._pool.score(asked.id, asked.prompt, asked.episode)

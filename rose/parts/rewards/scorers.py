@@ -1,5 +1,5 @@
-"""The kinds of reward, a class for each: `reward.name` selects it, `reward.args` are its
-constructor's.
+"""The kinds of reward, a class for each: `reward.name` selects the class, and `reward.args` are its
+arguments.
 
 A scorer has `score(episode, limit_s)`, which runs in a reward worker. It returns a `Score` or
 raises. If it raises, another worker scores the episode again; if that fails too, the episode is
@@ -29,7 +29,7 @@ from rose.parts.rewards import command
 from rose.reward import function
 from rose.reward.episode import Episode, Hung, Score, ScoringFailed, score_of
 
-ANSWER_CHARACTERS = 200  # characters of a judge's answer in an error message
+ANSWER_CHARACTERS = 200  # last characters of a judge's answer in an error message
 
 
 class Scorer(Protocol):
@@ -69,13 +69,14 @@ class Function:
                 else:
                     value = await self.call(episode, **self.args)
         except TimeoutError:
-            if not limit.expired():  # The function raised it, as a socket's timeout.
+            if not limit.expired():  # an error of the function itself, as a socket's timeout
                 raise
             kind = Hung if plain else ScoringFailed
             raise kind(f"{self.path} gave no score within its limit of {limit_s:g} s") from None
         return score_of(value, self.path)
 
     def _result(self, episode: Episode) -> Any:
+        """Call the function in a thread; if its result is awaitable, await that."""
         return function.result(self.call(episode, **self.args))
 
 
@@ -197,7 +198,7 @@ class Judge:
         return self.PLACES.sub(text, self.prompt)
 
     async def score(self, episode: Episode, limit_s: float) -> Score:
-        answer = await self._asked(self.filled(episode), limit_s)
+        answer = await self._ask(self.filled(episode), limit_s)
         numbers = re.findall(self.pattern, answer)
         try:
             number = float(numbers[-1])
@@ -211,7 +212,8 @@ class Judge:
         bounded = min(max(number, self.low), self.high)
         return Score(reward=(bounded - self.low) / (self.high - self.low))
 
-    async def _asked(self, prompt: str, limit_s: float) -> str:
+    async def _ask(self, prompt: str, limit_s: float) -> str:
+        """Send a prompt to the judge, and return its answer."""
         import aiohttp
 
         key = (
@@ -224,8 +226,8 @@ class Judge:
             "temperature": self.temperature,
         }
         where = f"{self.url.rstrip('/')}/chat/completions"
-        # A cluster's own servers speak http; a service outside may be behind the site's proxy.
-        # aiohttp's own way, trust_env, would also send the password of a ~/.netrc.
+        # A cluster's own servers speak http. The site's proxy is for https, to services outside.
+        # aiohttp's option for proxies, trust_env, would also send the password of a ~/.netrc.
         proxy = urllib.request.getproxies().get("https") if where.startswith("https://") else None
         if proxy and urllib.request.proxy_bypass(urllib.parse.urlsplit(where).netloc):
             proxy = None
@@ -252,8 +254,8 @@ class Judge:
 
 @dataclass(frozen=True)
 class Sum:
-    """The weighted sum of `parts` (name -> {name, args, weight}). It is a success if all parts that
-    report success do; None if no part reports it."""
+    """The weighted sum of `parts` (name -> {name, args, weight}). `success` is True if it is True
+    of all parts that report one, and None if no part does."""
 
     parts: dict[str, dict[str, Any]]
 
@@ -304,13 +306,13 @@ KINDS: dict[str, type] = {
 
 def whole_paths(args: Any) -> Any:
     """Return `reward.args` with absolute paths of files, as workers start in other folders. A ~ at
-    the begin of a path is replaced, as no shell does that within a list or map."""
+    the start of a path is expanded, since no shell does that within a list or map."""
     if isinstance(args, dict):
-        return {key: _whole(key, value) for key, value in args.items()}
+        return {key: _whole_path(key, value) for key, value in args.items()}
     return args
 
 
-def _whole(key: str, value: Any) -> Any:
+def _whole_path(key: str, value: Any) -> Any:
     if key == "path" and isinstance(value, str) and ".py:" in value:
         file, colon, name = value.rpartition(":")
         return f"{at_home(file).resolve()}{colon}{name}"

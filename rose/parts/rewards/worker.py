@@ -47,19 +47,19 @@ from rose.processes import die_with_parent, run_to_its_end
 from rose.reward.episode import Episode, Hung, score_of
 
 ERROR_CHARACTERS = 2_000  # longest error text in an `Answer`
-# Seconds after an answer's limit at which the worker stops a scorer that exceeds it. Less than the
-# pool's `GRACE_S`, so that the worker can report it.
+# Seconds after an answer's limit at which the worker stops its scorer. Less than the pool's
+# `GRACE_S`, so that the worker can report it.
 MARGIN_S = 2.0
-# Seconds after an answer's limit at which a worker of a Slurm job ends whose scorer keeps Python's
-# lock. More than the pool's `GRACE_S`, after which the pool counts a try. If the worker ended
-# first, the pool would take that for the end of the job.
+# Seconds after an answer's limit at which a worker of a Slurm job exits if its scorer keeps
+# Python's lock. More than the pool's `GRACE_S`, after which the pool counts a try. The pool would
+# take an earlier exit for the end of the job.
 STUCK_S = 10.0
 REACH_S = 5.0  # longest wait for a pool's answer at one of its addresses
-JOIN_S = 60.0  # longest time in which a worker finds no pool before it ends
-PAUSE_S = 2.0  # seconds between two attempts to find it
-# Seconds for which a worker of a Slurm job holds an answer back. If Slurm ends the job, it may have
-# killed the program that checks an answer just before it signals the worker, and that answer is
-# wrong.
+JOIN_S = 60.0  # seconds without a pool after which a worker ends
+PAUSE_S = 2.0  # seconds between two attempts to find a pool
+# Seconds for which a worker of a Slurm job holds a score back. When Slurm ends the job, it may kill
+# the program that checks an answer just before it signals the worker. The score would then be
+# wrong, and the worker exits before it sends the score.
 HOLD_S = 0.2
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -71,7 +71,7 @@ async def connect(file: Path, number: int | None) -> Connection | None:
     try:
         pool = msgspec.json.decode(file.read_bytes(), type=PoolFile)
     except (OSError, msgspec.DecodeError):
-        return None  # the run has not started, or starts again
+        return None  # a run that has not started, or that starts again
     for address in pool.addresses:
         if address[0] == LOOPBACK and pool.host != socket.gethostname():
             continue
@@ -96,7 +96,7 @@ async def connect(file: Path, number: int | None) -> Connection | None:
 
 
 async def join(file: Path, number: int | None) -> Connection | None:
-    """Connect to a pool that is busy, or whose run starts, within `JOIN_S` seconds."""
+    """Try to connect to a pool for `JOIN_S` seconds: it may be busy, or start. None if it fails."""
     end = time.monotonic() + JOIN_S
     while (found := await connect(file, number)) is None and time.monotonic() < end:
         await asyncio.sleep(PAUSE_S)
@@ -104,7 +104,7 @@ async def join(file: Path, number: int | None) -> Connection | None:
 
 
 async def exit_when_stuck(limit_s: float) -> None:
-    """Exit if this loop can't run for `limit_s` seconds, because a scorer keeps Python's lock."""
+    """Exit if the event loop is blocked for `limit_s` seconds: a scorer keeps Python's lock."""
     while True:
         faulthandler.dump_traceback_later(limit_s, exit=True)
         await asyncio.sleep(1.0)
@@ -113,8 +113,8 @@ async def exit_when_stuck(limit_s: float) -> None:
 async def serve(scorer: Scorer, file: Path, number: int | None, settings: Reward) -> int:
     """Compute scores until the connection ends, and return the exit code. It is 0 if the pool needs
     no further worker; otherwise a Slurm job starts another. Synchronous functions run in as many
-    threads as scores run at once: with asyncio's default (six on two cores) a score could wait for
-    a thread until its time is over."""
+    threads as scores run at once. With asyncio's default (six on two cores) a score could wait for
+    a thread until its time limit."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(settings.per_worker))
     found = await join(file, number)
     if found is None:
@@ -143,8 +143,8 @@ async def serve(scorer: Scorer, file: Path, number: int | None, settings: Reward
 async def answer(
     scorer: Scorer, work: Work, writer: asyncio.StreamWriter, hold_s: float = 0.0
 ) -> None:
-    """Compute a score and send it after `hold_s` seconds; send the error if there is no score. If a
-    function hangs, the process exits, because a thread can't be stopped and would occupy a slot."""
+    """Compute a score and send it after `hold_s` seconds. If there is no score, send the error. If
+    a function hangs, exit, because a thread can't be stopped and would occupy a slot."""
     began, score, error, hung = time.monotonic(), None, "", False
     try:
         async with asyncio.timeout(work.limit_s + MARGIN_S) as limit:
@@ -154,11 +154,11 @@ async def answer(
         score = score_of(found, type(scorer).__name__)
     except Hung as raised:
         error, hung = str(raised), True
-    except (Exception, SystemExit) as raised:  # A user's function may raise anything.
+    except (Exception, SystemExit) as raised:  # any error of a user's function
         error = f"{type(raised).__name__}: {raised}"[:ERROR_CHARACTERS]
         if limit.expired():
             error = f"no score within its limit of {work.limit_s:g} s"
-        error = error.encode("utf-8", "backslashreplace").decode()  # A message carries no halves.
+        error = error.encode("utf-8", "backslashreplace").decode()  # lone surrogates escaped
     said = Answer(work.number, score, error, time.monotonic() - began)
     await asyncio.sleep(hold_s)
     writer.write(frames.frame(msgspec.msgpack.encode(said)))
@@ -180,7 +180,7 @@ def main() -> None:
         for each in (signal.SIGTERM, signal.SIGUSR2):
             signal.signal(each, lambda *_: os._exit(0))
     else:
-        # Slurm signals all processes of a job, but the pool ends this one. SIG_IGN would be
+        # Slurm signals all processes of a job, but only the pool ends this worker. SIG_IGN would be
         # inherited by the programs that check answers.
         signal.signal(signal.SIGTERM, lambda *_: None)
     settings = configuration.load(args.run / "config.json").reward

@@ -1,10 +1,10 @@
 """Send the run's numbers to Weights & Biases and MLflow too, if they are configured (observe.wandb,
 observe.mlflow) and installed.
 
-Each tracker has a thread of its own, which takes rows from a queue. So a server that is slow or
-away costs the run nothing, and the first failure is reported once. A resumed run continues the
-tracker's own run, whose id is in trackers.json. Left out: files and media; keys and passwords,
-which both packages read from their own variables and files (WANDB_API_KEY, MLFLOW_TRACKING_TOKEN).
+Each tracker has a thread of its own, which takes rows from a queue. So a slow or unreachable server
+costs the run nothing, and only the first failure is reported. A resumed run continues the tracker's
+own run, whose id is in trackers.json. Files and media are not sent. Both packages read keys and
+passwords from their own variables and files (WANDB_API_KEY, MLFLOW_TRACKING_TOKEN).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from rose.config import Config, ConfigError, Observe, to_dict
 from rose.files import write_whole
 
 FILE = "trackers.json"  # tracker's name -> id of its run
-WAITING_ROWS = 10_000  # rows that wait for a tracker; further ones are not sent to it
+WAITING_ROWS = 10_000  # most rows that wait for a tracker; further ones are not sent to it
 CLOSE_SHARE = 1 / 3  # share of cluster.stop_timeout_s for sending waiting rows at the run's end
 # Variables by which the packages send no reports to their makers.
 QUIET = {"WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-LONGEST_PARAMETER = 500  # characters of a value that every MLflow server accepts
+LONGEST_PARAMETER = 500  # most characters of a value that every MLflow server accepts
 PARAMETERS_AT_ONCE = 100  # parameters in a request; MLflow's limit
 
 _ids_lock = threading.Lock()  # guards FILE, to which each tracker's thread adds its id
@@ -73,12 +73,14 @@ class WandbTracker:
 
     def close(self) -> None:
         self._run.finish()
-        # W&B's own process writes an offline run's last rows after that has returned, and may be
-        # killed with this rank: wait for its end.
+        # W&B's own process writes an offline run's last rows after `finish`. Wait for its end,
+        # since it may be killed with this rank.
         self._teardown()
 
 
 class MlflowTracker:
+    """Send rows to MLflow. The configuration becomes the parameters of MLflow's run."""
+
     def __init__(self, config: Config, run_dir: Path):
         # MLflow 3 accepts a folder of runs only with this variable.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -92,12 +94,13 @@ class MlflowTracker:
         params = [
             Param(key, str(value)[:LONGEST_PARAMETER]) for key, value in _flat(to_dict(config))
         ]
-        known = self._client.get_run(self.id).data.params  # MLflow lets nobody change these.
+        known = self._client.get_run(self.id).data.params  # unchangeable in MLflow
         new = [param for param in params if param.key not in known]
         for at in range(0, len(new), PARAMETERS_AT_ONCE):
             self._client.log_batch(self.id, params=new[at : at + PARAMETERS_AT_ONCE])
 
     def _new(self, experiment: str, name: str) -> str:
+        """Create a run in MLflow, and return its id."""
         found = self._client.get_experiment_by_name(experiment)
         number = found.experiment_id if found else self._client.create_experiment(experiment)
         return self._client.create_run(number, run_name=name).info.run_id
@@ -114,13 +117,13 @@ class MlflowTracker:
 
 
 def _metric_name(name: str) -> str:
-    """Return the name with one "/": in a folder of runs, train/x can't be both a file and a
-    folder."""
+    """Return the name with one "/". In a folder of runs, train/x can't be a file and a folder."""
     first, slash, rest = re.sub(r"[^\w./ -]", "_", name).partition("/")
     return first + slash + rest.replace("/", ".")
 
 
 def _flat(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    """List the leaves of nested dictionaries as (dotted name, value)."""
     if not isinstance(tree, dict):
         return [(prefix, tree)]
     return [
@@ -137,6 +140,7 @@ KINDS: dict[str, tuple[str, Callable[[Config, Path], Tracker]]] = {
 
 
 def asked_for(observe: Observe) -> list[str]:
+    """List the names of the trackers that the configuration switches on."""
     return [name for name, (key, _) in KINDS.items() if getattr(getattr(observe, name), key)]
 
 
@@ -154,12 +158,11 @@ def check(observe: Observe) -> None:
 
 
 def run_id(run_dir: Path, name: str, new: Callable[[], str]) -> str:
-    """Return the id of the tracker's run: the one in `FILE` if this run was resumed, else a new
-    one."""
+    """Return the id of the tracker's run: from `FILE` if this run was resumed, else a new one."""
     path = Path(run_dir) / FILE
     if (known := _ids(path).get(name)) is not None:
         return known
-    made = new()  # Outside the lock: it may wait for a server, and the other tracker must not.
+    made = new()  # outside of the lock, as it may wait for a server
     with _ids_lock:
         write_whole(path, json.dumps(_ids(path) | {name: made}).encode() + b"\n")
     return made
@@ -198,6 +201,7 @@ class Background:
             self._report(f"it has not taken all rows {self._close_s:g} s after the run's end")
 
     def _run(self, make: Callable[[], Tracker]) -> None:
+        """Create the tracker and pass it the rows, in the thread."""
         # A tracker may raise anything, SystemExit included.
         try:
             tracker = make()
@@ -217,7 +221,7 @@ class Background:
             self._report(f"it did not end in order: {type(error).__name__}: {error}")
 
     def _report(self, what: str) -> None:
-        """Report a fault, the first time only: a server that is away fails in the same way for each
+        """Report the first fault only, since an unreachable server fails in the same way for each
         row."""
         if not self._lost:
             self._lost = True

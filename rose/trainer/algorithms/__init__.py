@@ -1,5 +1,5 @@
 """RL algorithms, one file each (`base.Algorithm` is the interface), and `build`, which makes one by
-its name. Parts add theirs by a module `algorithms.py` with ALGORITHMS (`rose.extensions`).
+its name. A part adds its own in a module `algorithms.py` with ALGORITHMS (`rose.extensions`).
 
 The package may import `rose.config`, and knows nothing of ranks, engines or DeepSpeed. It does not
 import torch, which takes seconds, since each `launch.py` loads it to check the algorithm's
@@ -53,6 +53,7 @@ def build(name: str, args: dict[str, Any]) -> Algorithm:
 
 
 def _outside(name: str, own: tuple[str, ...]) -> type:
+    """Find a dataclass of another package by an entry point, or by package.module:Class."""
     found = outside.find("algorithm.name", name, "algorithm", own, "rose.algorithms")
     if not is_dataclass(found):
         raise ConfigError(

@@ -36,8 +36,8 @@ class Summary:
     # (N, K) int64: each turn's segment (`rose.trainer.segments`), -1 behind a trajectory's last
     # turn; None in a batch without forks
     segments: Tensor | None = None
-    # (N, 2) int64: the policy's tokens and their maximum, for the limit that the trajectory came
-    # closest to
+    # (N, 2) int64: number of the policy's tokens, and its limit, for the token limit that the
+    # trajectory came closest to
     limits: Tensor | None = None
 
 
@@ -53,28 +53,27 @@ class TokenBatch:
 
 
 class Algorithm(Protocol):
-    # False: `proximal` is `behaviour`, as in PPO's epochs over fresh data.
+    # True: `proximal` is computed at the start of a step. False: it is `behaviour`, as in PPO.
     recompute_proximal: bool
     corrects_mismatch: bool  # True: token_loss weighs by proximal / behaviour, so importance is 1
 
     def advantages(self, summary: Summary) -> Tensor:
-        """Compute (N,), or (N, K) with one for each turn. The trainer uses them, and the weights,
-        as float32. An algorithm that needs rewards of turns sets `needs_turn_rewards = True`, so
-        that a run without them is refused. If advantages depend on more than the trajectory's
-        group, it sets `advantages_of_batch = True`, so that `trainer.stream` is refused. If they
-        are 0 in a group of one, it sets `group_relative = True`, so that such groups are
-        refused."""
+        """Compute advantages, (N,), or (N, K) with one for each turn. The trainer converts them,
+        and the weights, to float32. An algorithm declares by class variables:
+        - `needs_turn_rewards = True`: it needs rewards of turns. A run without them is rejected.
+        - `advantages_of_batch = True`: they depend on other groups. `trainer.stream` is rejected.
+        - `group_relative = True`: advantages are 0 in a group of one. Such groups are rejected."""
 
     def token_weights(self, summary: Summary) -> Tensor:
-        """Compute (N,), the weight of each response token of a trajectory in the batch's loss, or
-        (N, K), that of each turn's tokens. With `trains_segments = True` a segment's tokens are
+        """Compute the weight in the batch's loss of each response token of a trajectory, (N,), or
+        of each token of a turn, (N, K). With `trains_segments = True` a segment's tokens are
         trained once, in its first trajectory."""
 
     def token_loss(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute ((B, T) loss before weights; statistics as masked sums, scalar tensors, which the
-        trainer divides by the batch's number of response tokens). With `one_update = True` the loss
-        has no ratio to the proximal policy, so it is right only for the first update of a step, and
-        `trainer.updates_per_step` above 1 is refused."""
+        """Return the loss before weights, (B, T), and statistics: scalar tensors, each a sum over
+        the mask's tokens, which the trainer divides by the batch's number of response tokens. With
+        `one_update = True` the loss has no ratio to the proximal policy. Then it is right only for
+        a step's first update, and `trainer.updates_per_step` above 1 is rejected."""
 
 
 # A reward counts as equal to its group's mean if it differs by less than this share of the mean (or
@@ -83,19 +82,18 @@ ROUNDING = 1e-12
 
 
 def differ(rewards: Sequence[float]) -> bool:
-    """True if the rewards of a group differ by more than rounding. Otherwise advantages within the
-    group are all 0."""
+    """True if a group's rewards differ by more than rounding. Else its advantages are all 0."""
     mean = math.fsum(rewards) / len(rewards)
     return any(abs(reward - mean) > ROUNDING * max(1.0, abs(mean)) for reward in rewards)
 
 
 def without_rounding(differences: Tensor, means: Tensor) -> Tensor:
-    """Set differences of rewards from `means` to exactly 0 where `differ` takes them for equal."""
+    """Set differences of rewards from `means` to exactly 0 if they are no more than rounding."""
     return differences.masked_fill(differences.abs() <= ROUNDING * means.abs().clamp(min=1), 0.0)
 
 
 def group_mean(values: Tensor, groups: Tensor) -> Tensor:
-    """Values (N,), groups (N,) int64 -> (N,): the mean over each row's group."""
+    """Return the mean of `values`, (N,), over each row's group: (N,)."""
     size = int(groups.max()) + 1 if groups.numel() else 0
     total = values.new_zeros(size).index_add_(0, groups, values)
     count = values.new_zeros(size).index_add_(0, groups, values.new_ones(len(values)))

@@ -2,8 +2,8 @@
 
 The baseline is the group's mean reward, so there is no critic. `algorithm.kl_coef` weighs the KL
 penalty to a reference model. It is 0 by default, as in most agent RL (DAPO section 2.3, Dr. GRPO).
-`scale_by_std: false` gives Dr. GRPO's advantage, and `normaliser`, the most tokens that a
-trajectory can have, its loss (Liu et al. 2025, arXiv:2503.20783, section 3.2).
+`scale_by_std: false` gives the advantage of Dr. GRPO (Liu et al. 2025, arXiv:2503.20783, section
+3.2). `normaliser` gives its loss; set it to the most tokens that a trajectory can have.
 """
 
 from __future__ import annotations

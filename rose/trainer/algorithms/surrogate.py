@@ -17,14 +17,14 @@ STD_EPSILON = 1e-6  # added to a standard deviation of rewards, as in verl: far 
 
 
 def centred(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Subtract the group's mean: rewards (N,) -> (N,) float64, exactly 0 where it is rounding."""
+    """Subtract the group's mean from rewards: (N,) float64, exactly 0 if only rounding is left."""
     rewards = rewards.double()
     means = group_mean(rewards, groups)
     return without_rounding(rewards - means, means)
 
 
 def group_sizes(groups: Tensor) -> Tensor:
-    """Groups (N,) -> (N,) float64: the number of rows in each row's group."""
+    """Return the number of rows in each row's group, (N,) float64."""
     return groups.bincount()[groups].double()
 
 
@@ -40,8 +40,8 @@ def group_advantages(rewards: Tensor, groups: Tensor, scale_by_std: bool) -> Ten
 
 
 def group_std(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Rewards (N,) -> (N,) float64: the sample standard deviation of each row's group, 0 if it has
-    one row."""
+    """Return the sample standard deviation of rewards in each row's group, (N,) float64; 0 for a
+    group of one row."""
     size = group_sizes(groups)
     variance = group_mean(centred(rewards, groups).square(), groups) * size
     return (variance / (size - 1).clamp(min=1)).sqrt()
@@ -75,8 +75,7 @@ def clipped_surrogate(
     2020, arXiv:1912.09729, equation 5); PPO does not bound it.
 
     `log_ratios` is (B, T), or (B, 1) for one ratio per trajectory. Statistics: `clip_fraction`
-    (tokens whose gradient the clip removed), `ratio`, and `policy_kl` (k3 estimate of KL(proximal
-    || policy))."""
+    (tokens whose gradient is clipped), `ratio`, and `policy_kl` (k3 of KL(proximal || policy))."""
     ratio = log_ratios.exp()
     advantages = batch.advantages.view(len(batch.mask), -1)  # (B, 1), or (B, T)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -103,6 +102,7 @@ def clipped_weights(
 
 
 def _statistics(log_ratios: Tensor, cut: Tensor, batch: TokenBatch) -> dict[str, Tensor]:
+    """Sum the statistics over the tokens. `cut` marks the tokens to which the clip applied."""
     ratio, log_ratios = log_ratios.detach().exp(), log_ratios.detach()
     return {
         "clip_fraction": (cut * batch.mask).sum(),

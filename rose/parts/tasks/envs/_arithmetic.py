@@ -29,7 +29,7 @@ _UNARY = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 
 
 class ArithmeticRefused(ValueError):
-    """The expression is malformed, too large or without a value; the model may read the text."""
+    """The expression is malformed, too large or without a value. The policy may read the text."""
 
 
 def evaluate(expression: str) -> Fraction:
@@ -78,6 +78,7 @@ def format_number(value: Fraction) -> str:
 
 
 def _number(node: ast.Constant) -> Fraction:
+    """Return the exact value of a literal."""
     if type(node.value) not in (int, float) or node.value != node.value or abs(node.value) > 1e100:
         raise ArithmeticRefused("only numbers, + - * / // % ** and parentheses")
     # str() of a float gives the number as written (up to 17 digits), so that 0.1 is one tenth.
@@ -85,6 +86,7 @@ def _number(node: ast.Constant) -> Fraction:
 
 
 def _value(node: ast.expr) -> Fraction:
+    """Return the exact value of a syntax tree."""
     match node:
         case ast.Constant():
             return _number(node)

@@ -2,8 +2,9 @@ r"""Judge by math-verify if a text's final answer to a question of mathematics i
 reader would.
 
 1/2, 0.5 and \frac{1}{2} are equal answers. Words, dates, times and ratios are compared as texts,
-since SymPy reads east and seat as the same product of letters, and 2021-03-04 as 2014. It runs in a
-worker process with a time limit, as SymPy may never end. Package: math-verify (Kydlíček, 2025).
+since SymPy reads east and seat as the same product of letters, and 2021-03-04 as 2014. `reward`
+runs in a worker process with a time limit, as SymPy may never end. Package: math-verify (Kydlíček,
+2025).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ STYLE = re.compile(
     r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathsf|mbox|operatorname)\s*\{([^{}]*)\}"
 )
 SPACING = re.compile(r"\\[,;:! ]|\\(?:quad|qquad|left|right)(?![A-Za-z])|[\s$~]+|&nbsp;")
-# One option of a multiple-choice question, with or without its text; (B) or (C) is no choice.
+# One option of a multiple-choice question, with or without its text. "(B) or (C)" is no choice.
 CHOICE = re.compile(
     r"(?:(?:[Oo]ption|[Cc]hoice)\s+)?[(\[]?([A-J])"
     r"(?![)\].:]*\s*(?:or|and|,|/)\s*[(\[]?[A-J]\b)(?:[)\].:]+(?:\s.*)?)?",
@@ -47,7 +48,7 @@ POWER = r"\1 \\times 10^{\2}"
 THOUSANDS = re.compile(r"(?<=\d)(?:\\[,;:! ]|~|[ \u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 FORMULA = re.compile(r"(?<!\\)\$.+?(?<!\\)\$", re.S)
 SAID = re.compile(r"(?:answer|result|option|choice)(?:\s+is\b|\s*:)[\s:]*", re.I)
-# Words that change the number before them, or are symbols: never its unit.
+# Words that are never a unit: they change the number before them, or are symbols.
 NO_UNITS = (
     "sin|cos|tan|cot|sec|csc|log|exp|mod|sqrt|max|min|gcd|lcm|and|or|plus|minus|times|over|divided"
     "|half|halves|thirds?|quarters?|fourths?|fifths?|tenths?|hundred|dozen|gross|score|squared"
@@ -71,7 +72,7 @@ BASE = re.compile(r"([0-9A-Za-z]+)_\{?(\d+)\}?")  # 101_2, whose base math-verif
 
 def reward(text: str, row: dict) -> float:
     r"""Return 1 if the last complete answer of `text`, outside of thoughts, equals row["answer"],
-    else 0. The answer is in \boxed{}, or behind ####, else it is the last formula or number."""
+    else 0. The answer is in \boxed{}, or after ####, or else it is the last formula or number."""
     said, gold = outside_thoughts(text), str(row["answer"]).strip()
     boxed = _marked(gold)
     right = _numbers((gold if boxed is None else boxed).strip().removesuffix("."))
@@ -104,9 +105,9 @@ def _numbers(text: str) -> str:
 
 
 def _quantities(right: str, answer: str) -> list[tuple[str, str]] | None:
-    """Return pairs of the two numbers without their units; none if neither has a unit, and None if
-    they have different ones. If the scales differ, as with 5 million and 5000000, the values are
-    the pair. A bare number may be a percentage: 60 and 0.6 both equal 60\\%."""
+    """Return pairs of numbers to compare, without units; one equal pair suffices. The list is empty
+    if neither number has a unit, and None stands for different units. If scales differ, as in 5
+    million and 5000000, the values are a pair. 60 and 0.6 both equal 60 percent."""
     texts = right, answer
     found = [QUANTITY.fullmatch(_plain(DOLLARS.sub(" USD ", text))) for text in texts]
     numbers = [m["number"] if m else text for m, text in zip(found, texts, strict=True)]
@@ -125,7 +126,7 @@ def _quantities(right: str, answer: str) -> list[tuple[str, str]] | None:
 
 
 def _unit(quantity: re.Match[str]) -> str:
-    """Return what is counted, without scales, spaces, braces and the ending of the plural."""
+    """Return the unit of a quantity, without scales, spaces, braces and plural endings."""
     text = f"{quantity['coin'] or ''} {SCALE.sub('', quantity['unit'])}".replace("\\", "")
     for sign, name in COINS.items():
         text = text.replace(sign, f" {name} ")
@@ -140,7 +141,7 @@ def _other_base(right: str, answer: str) -> bool:
 
 
 def _marked(text: str) -> str | None:
-    """Return the text marked as the answer: in the last box, else behind the last ####."""
+    """Return the text marked as the answer: in the last box, else after the last ####."""
     if (boxed := last_boxed(text)) is not None:
         return boxed
     _, mark, rest = text.rpartition("####")
@@ -148,7 +149,7 @@ def _marked(text: str) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """Return `text` without LaTeX commands that only change its look."""
+    """Return `text` without LaTeX commands that only change its appearance."""
     previous = None
     while previous != text:
         previous, text = text, STYLE.sub(r" \1 ", text)
@@ -176,8 +177,8 @@ def _normal(text: str) -> str:
 
 
 def _last_said(text: str) -> list[str]:
-    """Return the text after the last "the answer is", else the last line. The list has this text
-    and its first sentence."""
+    """Return two candidates for an unmarked answer: the text after the last "the answer is" (or
+    else the last line), and the first sentence of this text."""
     text = re.sub(r"[*`]+", "", text).strip()
     lines = text.splitlines() or [""]
     marks = [mark for mark in SAID.finditer(text) if text[mark.end() :].strip()]

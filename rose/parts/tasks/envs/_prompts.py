@@ -28,7 +28,7 @@ from rose.reward.episode import Episode, Said, Score, score_of
 KEYS = ("env.args.data", "env.args.held_out")
 MATH = "rose.parts.tasks.envs._math:reward"
 FORMATS = "a .jsonl, .json or .parquet file, or a folder that the package datasets saved"
-JUDGE_S = 20.0  # seconds for `math`, which takes milliseconds unless the machine is busy
+JUDGE_S = 20.0  # most seconds for `math`, which takes milliseconds unless the machine is busy
 ROLES = ("system", "user", "assistant", "tool")
 PASSED = ("text", "row", "messages", "episode")  # possible parameters of a reward function
 OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # *args and **kwargs
@@ -65,7 +65,7 @@ class Prompts:
                 _check_answers(key, place, answer_field, prompt_field, here)
             if system:
                 _check_system(key, place, prompt_field, here)
-        self.doubt = _in_both(data, held_out, prompt_field, here) if places[1:] else ""
+        self.doubt = _in_both(data, held_out, prompt_field, here) if places[1:] else ""  # a warning
         self.reward = MATH if reward == "math" else reward
         self._function, self._takes = (None, ()) if reward is None else _function(self.reward, here)
 
@@ -84,10 +84,11 @@ class Prompts:
             yield names[id(row)], self.start(row, tools)
 
     def _names(self) -> dict[int, str]:
-        """Return each row's name by its id(), which is stable as `_rows` reads each file once."""
+        """Return each row's name by its id(), which is stable, as `_rows` reads each file once."""
         return _named(*self._places, self._here)
 
     def start(self, row: dict[str, Any], tools: list[dict[str, Any]] | None = None) -> Start:
+        """Return the row's first prompt."""
         prompt = row[self.prompt_field]
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -97,7 +98,7 @@ class Prompts:
         self, row: dict[str, Any], seed: int, messages: list[dict[str, Any]], action: Action
     ) -> Score:
         """Return the score of `messages`, whose last one is the turn `action`; 0 without a reward
-        function. Errors of the function, and results that are no number, are raised, so that the
+        function. If the function raises, or returns no number, the error is raised, so that the
         trajectory fails. Cancelling this ends the function's process."""
         if self.reward is None:
             return Score(reward=0.0, success=False)
@@ -123,8 +124,9 @@ class Prompts:
     def _episode(
         self, row: dict[str, Any], seed: int, messages: list[dict[str, Any]], truncated: bool
     ) -> Episode:
-        """Return the episode as scorers of `reward=` get it. Only the agent loop knows the names of
-        trajectory and domain and the template's text; names are "" here, and messages plain."""
+        """Return the episode as scorers of `reward=` get it, but with "" for the names of
+        trajectory and domain, and plain messages. Only the agent loop knows names and the
+        template's text."""
         asked = len(self.start(row).messages)
         prompt = "\n\n".join(message["content"] for message in messages[:asked])
         parts = [Said(m["role"] == "assistant", m["content"]) for m in messages[asked:]]
@@ -143,7 +145,7 @@ class Prompts:
 
 @functools.cache
 def _function(spec: str, here: str) -> tuple[Any, tuple[str, ...]]:
-    """Return the reward function, and which of `PASSED` it takes."""
+    """Return the reward function, and the parameters of `PASSED` that it takes."""
     try:
         found = _workers.load("env.args.reward", spec)
     except ConfigError as error:
@@ -180,9 +182,9 @@ def _function(spec: str, here: str) -> tuple[Any, tuple[str, ...]]:
 
 
 def _parameters(found: Any) -> tuple[list[inspect.Parameter], list[inspect.Parameter]]:
-    """Return a function's own parameters, and those that it passes on: where a decorator's own are
-    *args or **kwargs, they are those of the function that it wraps, some of which it may give
-    itself. Raises `TypeError` or `ValueError` where Python sees none."""
+    """Return a function's own parameters, and those that its caller can set. They differ for a
+    decorator with *args or **kwargs: its caller can set those of the wrapped function, some of
+    which the decorator may set itself. Raises `TypeError` or `ValueError` if Python sees none."""
     own = list(inspect.signature(found, follow_wrapped=False).parameters.values())
     if any(p.kind in OPEN for p in own):
         return own, list(inspect.signature(found).parameters.values())
@@ -191,6 +193,7 @@ def _parameters(found: Any) -> tuple[list[inspect.Parameter], list[inspect.Param
 
 @functools.cache
 def _named(field: str, places: tuple[str, ...], here: str) -> dict[int, str]:
+    """Map each row's id() to its name, which has the row's number and file."""
     return {
         id(row): f"row {number} of {place}"
         for key, place in zip(KEYS, places, strict=False)
@@ -200,6 +203,7 @@ def _named(field: str, places: tuple[str, ...], here: str) -> dict[int, str]:
 
 @functools.cache
 def _rows(key: str, place: str, field: str, here: str) -> list[dict[str, Any]]:
+    """Read and check a file's rows. Raises `ConfigError`."""
     path, _, split = (place, "", "") if os.path.exists(place) else place.partition("#")
     try:
         rows = _read(key, Path(path), split)
@@ -228,7 +232,7 @@ def _rows(key: str, place: str, field: str, here: str) -> list[dict[str, Any]]:
 
 
 def _wrong_roles(prompt: Any) -> str:
-    """Return what is wrong with the roles in a list of messages; "" if nothing, or no such list."""
+    """Return what is wrong with the roles of a prompt that is a list of messages, else ""."""
     if not isinstance(prompt, list) or not _is_prompt(prompt):
         return ""
     roles = [message["role"] for message in prompt]
@@ -245,7 +249,7 @@ def _wrong_roles(prompt: Any) -> str:
 
 
 def _instead(row: Any, field: str) -> str:
-    """Return a text, for an error, of what a row has instead of a prompt."""
+    """Return, for an error, what a row has instead of a prompt."""
     if not isinstance(row, dict):
         return f"it is {row!r:.80}"
     if isinstance(row.get(field), list) and row[field]:
@@ -265,6 +269,7 @@ def _is_prompt(value: Any) -> bool:
 
 
 def _read(key: str, path: Path, split: str) -> list[Any]:
+    """Read the rows of a file or folder, by its suffix."""
     place = f"{key}={str(path)!r}"
     if not path.exists():
         raise ConfigError(f"{place}: no such file or folder: {path.absolute()}; give {FORMATS}")
@@ -302,6 +307,7 @@ def _read(key: str, path: Path, split: str) -> list[Any]:
 
 
 def _saved(place: str, path: Path, split: str) -> list[Any]:
+    """Read a folder that the package datasets saved."""
     import datasets
 
     found = datasets.load_from_disk(str(path))
@@ -330,6 +336,7 @@ def _split(place: str, field: str, share: float, here: str) -> tuple[list, list]
 
 @functools.cache  # cached, because each trajectory builds an environment
 def _check_answers(key: str, place: str, field: str, prompt_field: str, here: str) -> None:
+    """Raise `ConfigError` for a row without an answer that `math` can compare."""
     for number, row in enumerate(_rows(key, place, prompt_field, here), 1):
         value = row.get(field)
         empty = isinstance(value, str) and not value.strip() or value != value  # NaN
@@ -346,6 +353,7 @@ def _check_answers(key: str, place: str, field: str, prompt_field: str, here: st
 
 @functools.cache
 def _check_system(key: str, place: str, field: str, here: str) -> None:
+    """Raise `ConfigError` for a row with a system message besides env.args.system."""
     for number, row in enumerate(_rows(key, place, field, here), 1):
         if isinstance(row[field], list) and row[field][0]["role"] == "system":
             raise ConfigError(

@@ -23,6 +23,7 @@ SYSTEM = "Work out the question with the tool calculate, then give the result wi
 
 
 def _tool(name: str, description: str, argument: str, kind: str) -> dict:
+    """Return the schema of a tool with one argument."""
     parameters = {
         "type": "object",
         "properties": {argument: {"type": kind}},
@@ -106,11 +107,13 @@ class Calculator:
         """Do nothing, as nothing is held."""
 
     def _calculated(self, value: Fraction) -> Step:
+        """Return the step after a call of calculate."""
         reward = self.shaping - self._paid if value == self._answer else 0.0
         self._paid += reward
         return Step(observation=_arithmetic.format_number(value), reward=reward)
 
     def _answered(self, value: Fraction) -> Step:
+        """Return the last step, after a call of answer."""
         right = value == self._answer
         return Step(
             observation="Right." if right else "Wrong.",
@@ -139,7 +142,7 @@ def example(question: str) -> list[dict[str, str]]:
 
 
 def expression(rng: random.Random, operations: int, largest: int, operators: str) -> str:
-    """Return a random expression, with parentheses as in ``(7 + 12) * 3``."""
+    """Return a random expression on integers 1..`largest`, with parentheses as (7 + 12) * 3 has."""
     if operations == 0:
         return str(rng.randint(1, largest))
     left = rng.randrange(operations)

@@ -1,8 +1,8 @@
 r"""Prompts from a file, one answer each, and a reward from the user's function.
 
 The function is `file.py:function` or `package.module:function`, as in docs/environments.md. `math`
-is math-verify against the row's answer; null scores nothing here. A plain function runs in a worker
-process, an async one in the environment host. If it raises, or takes longer than
+compares with the row's answer by math-verify; with null each reward is 0. A plain function runs in
+a worker process, an async one in the environment host. If it raises, or takes longer than
 env.step_timeout_s, the trajectory fails and is replaced; it doesn't get reward 0.
 """
 
@@ -17,9 +17,9 @@ from rose.reward.episode import Score
 
 
 class Prompts:
-    """The files `data` and `held_out`; `held_out` may also be the share of `data` that is held out.
-    `prompt_field` has a text or chat messages. A reward of at least `success_at` is a success.
-    Raises `ConfigError`."""
+    """An environment with the prompts of `data` and, for evaluation, `held_out`: a file, or the
+    share of `data` that is held out. `prompt_field` has a text or chat messages. A reward of at
+    least `success_at` is a success. Raises `ConfigError`."""
 
     requires_tool = False
     paths = ("data", "held_out", "reward")
@@ -62,6 +62,7 @@ class Prompts:
 
 
 def last_step(score: Score, success_at: float) -> Step:
-    """Return the step with the score. If the score has no success, its reward decides it."""
+    """Return an episode's last step. If the score has no `success`, its reward decides by
+    `success_at`."""
     success = score.reward >= success_at if score.success is None else score.success
     return Step(f"Reward {score.reward:g}.", reward=score.reward, done=True, success=success)

@@ -21,7 +21,7 @@ from rose.parts.tasks.envs.calculator import OPERATORS, expression
 
 TASKS = ("arithmetic", "countdown")
 SYSTEM = r"Think step by step. Then give the final answer in \boxed{}."
-# Braces that LaTeX pairs. A brace behind a backslash is text.
+# Braces that LaTeX pairs, or that a backslash makes text.
 BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\\\|\\[{}]|[{}]")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
