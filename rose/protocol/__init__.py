@@ -4,12 +4,12 @@ Imports nothing of ROSE. Per-token data travels as packed little-endian bytes (i
 log-probabilities), so that a process that only forwards it never decodes it. `rose.comm.wire` has
 the encoding, the version check and the size limits.
 
-Ids are strings and stable across restarts: group ``g12`` (``e3`` for held-out evaluation), a second
-attempt at its prompt ``g12r1``, trajectory ``g12.5``, its replacement after an environment failure
-``g12.5r1``, turn ``g12.5.t2``.
+Ids are strings and stable across restarts: group ``g12`` (``e3`` in held-out evaluation), a second
+attempt at the group's prompt ``g12r1``, trajectory ``g12.5``, its replacement after an environment
+failure ``g12.5r1``, turn ``g12.5.t2``.
 
-Each module has the messages of one kind of rank; `common` has the records and the messages of all.
-Import their names from here.
+`hosts`, `workers` and `trainers` have the messages of one kind of rank each, `common` the others.
+Import every name from here.
 """
 
 import functools
