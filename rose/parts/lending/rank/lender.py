@@ -28,13 +28,13 @@ WANTED_POLL_S = 10.0  # seconds between two calls of `wanted`, which may ask Slu
 LOG_EVERY_S = 60.0  # seconds between two log lines while waiting
 # Seconds after a signal, beyond serving.drain_s, until a membership that hasn't left is killed.
 KILL_S = 15.0
-FAILURES = 5  # memberships in a row without joining after which the lender gives up
+FAILURES = 5  # failed memberships in a row after which the lender ends
 BACK_OFF_S = (1.0, 60.0)  # least and most seconds between two memberships
 
 
 class Lender:
     """Lends one engine to the run in `run_dir`. `overrides` are for the run's configuration.
-    `wanted` returns whether to wait for a run that is absent."""
+    `wanted` returns True if an absent run is worth waiting for."""
 
     def __init__(
         self, run_dir: Path, overrides: list[str], wanted: Callable[[], bool] = lambda: True
@@ -54,8 +54,8 @@ class Lender:
         self.prepared: dict[str, str] | None = None  # variables set when vLLM was imported
 
     def run(self) -> int:
-        """Serve the run until a signal, or until it is finished or refuses; return the exit
-        code."""
+        """Serve the run until a signal arrives, the run is finished or the run refuses this rank.
+        Return the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
             signal.signal(number, lambda got, _: self.signals.append(got))
         failures, pause = 0, BACK_OFF_S[0]
@@ -80,7 +80,7 @@ class Lender:
             self._sleep(pause)
 
     def _await_run(self) -> int | None:
-        """Wait until the run lives, and return None; or return an exit code."""
+        """Wait until the run lives, and return None. Return an exit code if the lender must end."""
         seen: Endpoint | None = None
         began = logged = asked = time.monotonic()
         while not self.signals:
@@ -95,7 +95,7 @@ class Lender:
                     return 1
                 found = None
             if found is not None and seen is not None and found != seen:
-                return None  # the endpoint has changed since, so the run lives
+                return None  # The endpoint has changed since the last poll, so the run lives.
             seen = found
             wait_s = self._wait_s()
             if self._is_finished() and found is None:
@@ -130,6 +130,7 @@ class Lender:
         return "" if config.borrows else f"{self.run_dir} takes no borrowed ranks: {reason}"
 
     def _wait_s(self) -> float:
+        """Return serving.wait_s: from the run, or before it has begun from the command line."""
         try:
             return settings.of_run(self.run_dir, self.overrides).serving.wait_s
         except ConfigError:
@@ -147,9 +148,9 @@ class Lender:
     def _prepare(self, config: Config) -> None:
         """Import vLLM, once for all memberships, which are forked from this process.
 
-        The import takes longer than all else of a start. It reads environment variables, which must
-        be as the run wants them. So if they differ from those at the import, this process executes
-        itself again. Raises `ConfigError` when this task sees too few GPUs.
+        The import takes most of a start's time. It reads environment variables, and the run
+        determines their values. If these differ from the values at the import, this process
+        executes itself again. Raises `ConfigError` when this task sees too few GPUs.
         """
         threads = 1 if config.deterministic else config.rollout.threads
         shares = plugin.FOLDER in os.environ
@@ -169,8 +170,8 @@ class Lender:
         self.prepared = wanted
 
     def _membership(self) -> tuple[int, bool]:
-        """Run a membership, and pass signals on to it. Returns its exit code, negative if a signal
-        killed it, and whether it joined the run."""
+        """Run a membership, and pass signals on to it. Return (exit code, True if it joined the
+        run). The exit code is negative if a signal killed it."""
         here = os.getpid()
         reader, writer = os.pipe()
         sys.stdout.flush()
