@@ -1,5 +1,4 @@
-"""The rollout worker of a borrowed rank. It may leave at any time, and it outlives its coordinator.
-"""
+"""The rollout worker of a borrowed rank: may leave at any time, and outlives its coordinator."""
 
 from __future__ import annotations
 
