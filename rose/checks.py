@@ -25,8 +25,7 @@ from rose.trainer import algorithms, compilers
 
 
 def check(tree: dict) -> plan.Plan:
-    """Check a composed configuration and plan the run. Starts and writes nothing. Raises
-    `ConfigError`."""
+    """Check a composed configuration and plan the run; start nothing. Raises `ConfigError`."""
     c = exclusions.from_dict(tree)
     envs.check(c.env, c.eval.sets)
     tool_formats.check_names(c.model.tool_format, c.model.reasoning_format)
@@ -190,8 +189,7 @@ def refuse_programs(c: Config, why: str) -> None:
 
 
 def check_turn_rewards(c: Config) -> None:
-    """Raise `ConfigError` if trajectories would have no rewards per turn. Called for an algorithm
-    that needs them."""
+    """Raise `ConfigError` if trajectories lack the rewards per turn that the algorithm needs."""
     needs = f"which algorithm.name={c.algorithm.name} needs"
     if c.rollout.replay is not None:
         try:

@@ -78,11 +78,9 @@ def printable(text: object) -> str:
 
 
 def own_folder(path: Path, follow: bool = False, parents: bool = True) -> None:
-    """Create the folder `path` for this user alone, or accept one that this user owns.
-
-    Without `follow` a symbolic link is refused. In a folder like TMPDIR another user may have made
-    the link, to another folder of this user. Raises an OSError that names `path`.
-    """
+    """Create the folder `path` for this user alone, or accept one that this user owns. Without
+    `follow` a symbolic link is refused. In a folder like TMPDIR another user may have made the
+    link, to another folder of this user. Raises an OSError that names `path`."""
     with suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=parents)
     found = path.stat() if follow else path.lstat()
@@ -96,8 +94,7 @@ def own_folder(path: Path, follow: bool = False, parents: bool = True) -> None:
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """True for the small pointer file that a clone without Git LFS has instead of a large file.
-    Raises OSError."""
+    """True for a pointer, which a clone without Git LFS has for a large file. Raises OSError."""
     with path.open("rb") as file:
         return file.read(len(LFS_POINTER)) == LFS_POINTER
 
@@ -134,11 +131,9 @@ def json_lines(path: Path) -> list[Any]:
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to, and rename it to `path` at the block's end.
-
-    Only one process may write `path` at a time. Readers see the old file or the whole new one, and
-    a failure leaves the old file as it is. Raises an OSError that names `path`.
-    """
+    """Yield a temporary path to write to, and rename it to `path` at the block's end. Only one
+    process may write `path` at a time. Readers see the old file or the whole new one, and a failure
+    leaves the old file as it is. Raises an OSError that names `path`."""
     # A killed process may have left this file; it is overwritten.
     part = path.with_name(f"{path.name}.part")
     try:

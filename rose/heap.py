@@ -75,8 +75,7 @@ class Ahead:
         self._populated_to = _heap_start()  # address; None: nothing can be populated
 
     def catch_up(self, seconds: float) -> bool:
-        """Populate pieces of `PIECE` bytes until `seconds` have passed; return True when the whole
-        heap is populated."""
+        """Populate pieces for `seconds` at most; return True if the whole heap is populated."""
         end = (self._sbrk(0) or 0) // mmap.PAGESIZE * mmap.PAGESIZE
         until = time.monotonic() + seconds
         if self._populated_to is None:

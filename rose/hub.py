@@ -136,8 +136,7 @@ def cached(repository: str, revision: str | None) -> Path | None:
 
 
 def check_whole(folder: Path, named: str) -> None:
-    """Raise `ConfigError` if a file that the trainer or the engines need is absent, incomplete or a
-    broken link."""
+    """Raise `ConfigError` if a file that trainer or engines need is absent or incomplete."""
     for name in ("config.json", "tokenizer_config.json"):
         if not (folder / name).is_file():
             raise ConfigError(f"{named}: {folder} has no {name}; {_download_again(folder)}")

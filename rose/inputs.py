@@ -65,8 +65,7 @@ def record(c: Config, run_dir: Path) -> None:
     files = {path: {"key": key, "digest": digest(Path(path))} for path, key in named(c).items()}
     contained = c.cluster.slurm is not None and c.cluster.slurm.container is not None
     found = {"files": files, "packages": {} if contained else packages(_environments(c))}
-    # After a requeue an attempt begins in a process that loads no environments, so `_noted` is
-    # empty there.
+    # After a requeue, the process that begins an attempt loads no environments and notes nothing.
     found["noted"] = recorded(run_dir)["noted"] | _noted
     write_whole(Path(run_dir) / NAME, json.dumps(found, indent=1).encode(), sync=True)
 
@@ -80,8 +79,7 @@ def recorded(run_dir: Path) -> dict[str, Any]:
 
 
 def changed(run_dir: Path) -> Iterator[tuple[str, str]]:
-    """Yield (key, text about the change) for each file and each noted data that has changed since
-    it was recorded."""
+    """Yield (key, text about the change) for each file and noted data that has changed."""
     for path, was in recorded(run_dir)["files"].items():
         if (now := digest(Path(path))) != was["digest"]:
             yield was["key"], f"{path} {'has changed' if now else 'is gone'}"
@@ -123,11 +121,9 @@ def verify(*places: str | Path) -> None:
 
 
 def note(key: str, name: str, found: str) -> None:
-    """Note `found`, the digest of data that is in no file of the run, such as a library's tasks.
-
-    In the launcher `record` writes it to the record. In a process of the run, raise `ConfigError`
-    if it differs from the record. `key` gave the data, `name` is for errors.
-    """
+    """Note `found`, the digest of data that is in no file of the run, such as a library's tasks. In
+    the launcher `record` writes it to the record. In a process of the run, raise `ConfigError` if
+    it differs from the record. `key` gave the data, `name` is for errors."""
     if VARIABLE not in os.environ:
         _noted[name] = {"key": key, "digest": found}
         return
@@ -176,8 +172,7 @@ def _values(c: Config) -> Iterator[tuple[str, list[str]]]:
 
 def _meant(words: Sequence[str]) -> Iterator[str]:
     """Yield each path that a word may contain: FILE, FILE:FUNCTION, FOLDER#SPLIT, --option=FILE,
-    and the files of MODULE:FUNCTION and -m MODULE. Options for output, such as --log=FILE, are
-    skipped."""
+    and the files of MODULE:FUNCTION and -m MODULE. Skips options for output, as --log=FILE."""
     for before, word in pairwise(("", *words)):
         if WRITTEN.match(word) or (WRITTEN.match(before) and "=" not in before):
             continue

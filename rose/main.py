@@ -35,8 +35,7 @@ def main() -> None:
 
 
 def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
-    """Join the MPI world, run the role to its end, and leave. An error is sent to the coordinator
-    and raised again."""
+    """Join the MPI world, run the role and leave. Errors are sent to the coordinator and raised."""
     # Ranks ignore Ctrl-C, because the launcher then ends the run in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = cfg.load(run_dir / "config.json")

@@ -27,12 +27,10 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def release_pages(spans: Iterable[tuple[int, int]]) -> int:
-    """Return to the system all pages that are completely inside `spans`, (address, bytes).
-
-    The pages read as zeros afterwards. Spans in shared memory or in a mapped file are left alone,
+    """Return to the system all pages that are completely inside `spans`, (address, bytes). The
+    pages read as zeros afterwards. Spans in shared memory or in a mapped file are left alone,
     because their pages would read as the file's content. Returns the number of bytes released.
-    Raises `OSError` when madvise fails.
-    """
+    Raises `OSError` when madvise fails."""
     mapped = _anonymous()
     starts = [low for low, _ in mapped]
     total = 0

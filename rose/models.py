@@ -152,12 +152,10 @@ def _check_json(path: Path) -> None:
 
 
 def end_tokens(folder: Path | str, more: Sequence[str] = ()) -> list[int]:
-    """Return the sorted ids of the tokens that end a turn.
-
-    generation_config.json, config.json and the tokenizer name them, and so does `more`, texts of
-    tokens (model.end_of_turn). Engines and environment hosts must agree on them, so both call this.
-    Raises `ConfigError` if a text of `more` is no token, or if no token ends a turn.
-    """
+    """Return the sorted ids of the tokens that end a turn. generation_config.json, config.json and
+    the tokenizer name them, and so does `more`, texts of tokens (model.end_of_turn). Engines and
+    environment hosts must agree on them, so both call this. Raises `ConfigError` if a text of
+    `more` is no token, or if no token ends a turn."""
     folder = Path(folder)
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
@@ -220,8 +218,7 @@ def _file(name: str) -> Path:
 
 def build(source: str, recipe: dict[str, Any], folder: Path) -> None:
     """Run the recipe's script, unless `folder` exists. Its progress goes to stderr. The script
-    renames the finished folder to `folder`. Ctrl-C reaches only this process; the script ends with
-    it."""
+    renames the finished folder to `folder`. It gets no Ctrl-C, but ends with this process."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder.with_suffix(".lock")):
         if folder.exists():  # made by another process in the meantime

@@ -139,10 +139,8 @@ def _prctl(option: int, value: int) -> None:
 
 def run_to_its_end(coroutine: Coroutine[Any, Any, Result]) -> Result:
     """Run `coroutine` as `asyncio.run` does, even if a task of a user's code raises `SystemExit`.
-
     `SystemExit` in a task stops the event loop; this restarts the loop. The code that awaits the
-    task also gets the `SystemExit` and handles it.
-    """
+    task also gets the `SystemExit` and handles it."""
     with asyncio.Runner() as runner:
         task = runner.get_loop().create_task(coroutine)
         while not task.done():
@@ -152,9 +150,8 @@ def run_to_its_end(coroutine: Coroutine[Any, Any, Result]) -> Result:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Let the kernel kill this process (SIGKILL) when the thread that started it ends. A process
-    that was just forked passes its parent's pid as `parent`. If the parent has already ended, the
-    process kills itself."""
+    """Let the kernel kill this process (SIGKILL) when the thread that started it ends, or do it now
+    if it has already ended. A process that was just forked passes its parent's pid as `parent`."""
     expected = os.getppid() if parent is None else parent
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != expected:
@@ -214,10 +211,8 @@ def usable_threads() -> int:
 def importing(*unused: str) -> Iterator[None]:
     """Import large packages faster: objects created within the block are exempt from garbage
     collection, which would take a fifth of the import time of vLLM and DeepSpeed, and more later.
-
     Within the block, imports of the packages in `unused` fail. Packages to which they are optional
-    do without them.
-    """
+    do without them."""
     hidden = [name for name in unused if sys.modules.setdefault(name, None) is None]
     gc.disable()
     try:

@@ -41,10 +41,8 @@ class Wrong(ValueError):
 
 def check_files(folder: Path, named: str, again: str) -> dict[str, Tensor]:
     """Return all tensors by name; none for a folder with weights only in PyTorch's own format.
-
     Raises `ConfigError` when a file of the weights is absent, or not as long as its header says.
-    `named` is the key and value that gave the folder, `again` the error's advice.
-    """
+    `named` is the key and value that gave the folder, `again` the error's advice."""
     try:
         return _tensors(folder, again)
     except Wrong as error:
@@ -52,8 +50,7 @@ def check_files(folder: Path, named: str, again: str) -> dict[str, Tensor]:
 
 
 def check_trainable(folder: Path, named: str, again: str) -> None:
-    """Raise `ConfigError` as `check_files` does, and for tensors that can't be trained or don't fit
-    config.json."""
+    """Raise `ConfigError` as `check_files`, and for tensors that are untrainable or misshapen."""
     tensors = check_files(folder, named, again)
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     layers = _layers(tensors)
@@ -97,8 +94,7 @@ def _tensors(folder: Path, again: str) -> dict[str, Tensor]:
 
 
 def _header(path: Path, again: str) -> dict[str, Tensor]:
-    """Return the tensors that a file's header lists. Raises `Wrong` if the file isn't as long as
-    the header says."""
+    """Return the tensors in a file's header. Raises `Wrong` if the header gives another length."""
     if is_lfs_pointer(path):
         raise Wrong(f"{path.name}: {LFS_ADVICE}")
     size, whole, tensors = path.stat().st_size, 0, {}
@@ -168,8 +164,7 @@ def _check_layers(layers: dict[int, dict[str, Tensor]], raw: Mapping[str, Any]) 
 
 
 def _check_embeddings(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> None:
-    """Raise `Wrong` if the embeddings or the output matrix are missing or don't have config.json's
-    sizes."""
+    """Raise `Wrong` if embeddings or output matrix are missing, or not of config.json's sizes."""
     needed = [EMBEDDINGS] + [HEAD] * (raw.get("tie_word_embeddings") is False)
     for name in needed:
         if name not in tensors:

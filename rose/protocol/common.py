@@ -71,11 +71,9 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True)
 
 
 class Sampling(Record):
-    """The sampling parameters of a turn.
-
-    With a `seed` every engine generates the same tokens, but vLLM then samples a batch row by row,
-    which is slower. Without one (None) each engine draws its own random numbers.
-    """
+    """The sampling parameters of a turn. With a `seed` every engine generates the same tokens, but
+    vLLM then samples a batch row by row, which is slower. Without one (None) each engine draws its
+    own random numbers."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -97,11 +95,9 @@ class Branch(Record):
 
 class Trajectory(Record):
     """A finished episode, with exactly the tokens that the engines read and generated. Per-token
-    fields have length T, the number of tokens of prompt, turns and observations.
-
-    An agent may edit its history or start sub-agents, so that histories form a tree. The per-token
-    fields then describe the first leaf, and `branches` the others.
-    """
+    fields have length T, the number of tokens of prompt, turns and observations. An agent may edit
+    its history or start sub-agents, so that histories form a tree. The per-token fields then
+    describe the first leaf, and `branches` the others."""
 
     id: str
     group: str
@@ -139,8 +135,7 @@ class Trajectory(Record):
 
     @property
     def makers(self) -> list[str]:
-        """Ids of the trajectories that played turn 0, 1, ...: for inherited turns another's, then
-        this one's."""
+        """Ids of the trajectories that played turn 0, 1, ...; inherited turns have another's id."""
         found = [name for name, turns in self.inherited for _ in range(turns)]
         return found + [self.id] * (self.turns - len(found))
 

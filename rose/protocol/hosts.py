@@ -20,8 +20,7 @@ class StartTrajectory(Message):
     # `follows` ends earlier, it starts from the prompt instead. "": it is no fork.
     follows: str = ""
     fork: int = 0
-    # Turns that an earlier attempt of the run completed are kept if their policy versions are in
-    # this range.
+    # Turns of an earlier attempt of the run are kept if their policy versions are in this range.
     oldest_version: int = 0
     newest_version: int = -1
 
@@ -75,11 +74,10 @@ class TrajectoryFailed(Message):
 
 
 class ScoreTrajectory(Message):
-    """Environment host -> reward rank: score this episode. All answers to one prompt have the same
-    `prompt`."""
+    """Environment host -> reward rank: score this episode."""
 
     id: str
-    prompt: str
+    prompt: str  # the same for all answers to one prompt
     episode: bytes  # JSON of a rose.reward.episode.Episode
 
 
@@ -148,10 +146,8 @@ class HostBlocked(Message):
 
 class HostLost(Message):
     """Environment host's rank -> coordinator: the host's process died, and the rank starts another.
-
     The rank sent all messages of the dead process before this one. It drops the coordinator's
-    messages until `HostForgotten` arrives, because they were for the dead process.
-    """
+    messages until `HostForgotten` arrives, because they were for the dead process."""
 
     rank: int
     error: str

@@ -23,12 +23,10 @@ class BatchSummary(Record):
 
 
 class TrainStep(Message):
-    """Coordinator -> every trainer rank: the step begins.
-
-    The batch's rows are the samples of its trajectories, one for each leaf. The rank's own
-    rows follow in `parts` messages `TrainPart`. In each optimizer update all ranks have
-    the same number of micro-batches, because ZeRO's collectives need that.
-    """
+    """Coordinator -> every trainer rank: the step begins. The batch's rows are the samples of its
+    trajectories, one for each leaf. The rank's own rows follow in `parts` messages `TrainPart`. In
+    each optimizer update all ranks have the same number of micro-batches, because ZeRO's
+    collectives need that."""
 
     step: int
     summary: BatchSummary

@@ -183,8 +183,7 @@ class Writer(_File[State]):
 
 
 class Reader(_File[State]):
-    """A reader of a board. Raises `OSError` if the file is absent, `ValueError` if its size is
-    wrong."""
+    """Reads a board. Raises `OSError` if the file is absent, `ValueError` if its size is wrong."""
 
     def __init__(self, path: Path, kind: type[State]) -> None:
         super().__init__(path, kind, create=False)
@@ -248,11 +247,9 @@ class Peer(Generic[State]):
 
 
 def is_alive(state: Online | Rollout | Control | Epoch) -> bool:
-    """True if the process that wrote `state` lives. Another process with its pid doesn't count.
-
-    A positive answer is kept for ALIVE_S. The engines ask at each step and beat, and reading /proc
-    each time would take half of their time between two beats.
-    """
+    """True if the process that wrote `state` lives. Another process with its pid doesn't count. A
+    positive answer is kept for ALIVE_S. The engines ask at each step and beat, and reading /proc
+    each time would take half of their time between two beats."""
     writer, now = (state.pid, state.pid_started), time.monotonic()
     if now - _seen_alive.get(writer, -INFINITE) < ALIVE_S:
         return True

@@ -49,9 +49,8 @@ def load(path: str | Path) -> dict[str, Any]:
 
 
 def fingerprint(config: Config, model: Path) -> dict[str, Any]:
-    """Return the properties of the device and of both engines on which step times depend. `model`
-    is the folder of the rollout engine's model. Raises `ConfigError` when a model has no
-    config.json."""
+    """Return the properties of the device and the engines on which step times depend. `model`:
+    folder of the rollout engine's model. Raises `ConfigError` if a model has no config.json."""
     gpus, online, rollout = config.cluster.gpus > 0, config.serving.online, config.rollout
     return {
         "device": _device(gpus),
@@ -70,9 +69,8 @@ def fingerprint(config: Config, model: Path) -> dict[str, Any]:
 
 
 def check(found: dict[str, Any], path: str | Path, config: Config, model: Path) -> None:
-    """Raise `ConfigError` if the profile `found`, read from `path`, doesn't fit this device and the
-    engines of `config`. `model` is the folder of the rollout engine's model. The error names every
-    difference."""
+    """Raise `ConfigError`, with every difference, if the profile `found` from `path` doesn't fit
+    this device and the engines of `config`. `model`: folder of the rollout engine's model."""
     wanted = fingerprint(config, model)
     differ = [
         f"{key} was {was!r} and is now {now!r}" for key, was, now in _differences(found, wanted)

@@ -38,8 +38,7 @@ class Flag:
 
     @property
     def up(self) -> bool:
-        """True while the online engine wants the device for itself. Only the online engine sets
-        it."""
+        """True while the online engine wants the device for itself. Only this engine sets it."""
         return not self._page[_LOWERED]
 
     @up.setter

@@ -269,8 +269,7 @@ async def together(
 
 def _longest_within(seconds: float, predictor: Predictor) -> int:
     """Return the longest prompt, a power of 2 in tokens, of which CLIENTS fit into a step of
-    `seconds`. Steps must be short: a step runs on into the next slice although its requests were
-    aborted."""
+    `seconds`. A long step would run on into the next slice, although its requests are aborted."""
     tokens = 2
     while (
         tokens < PROBES[-1]
@@ -291,9 +290,8 @@ def interference(
     - progress: the work that rollout steps did while online steps ran, as a share of the work that
       they would have done alone in this time.
 
-    r and r' are compared at the same quantile. So the noise that both have cancels; the predictor's
-    margin already covers it. Raises `EngineError` with fewer than FEWEST online steps of either
-    kind.
+    r and r' are compared at the same quantile, so the noise that both have cancels. Raises
+    `EngineError` with fewer than FEWEST online steps of either kind.
     """
     steps_apart, steps_beside = _apart_and_beside(online, rollout)
     apart, beside = (

@@ -40,8 +40,7 @@ from rose.parts.lending.rules.predictor import Predictor
 OURS = ("name", "output_dir", "model", "out", "seconds")
 SECONDS = 60.0
 ALONE = 0.3  # share of the seconds for each engine alone; the others are for both together
-# Factor on the KV cache of one request at 2 bytes an element. It covers float32, and blocks that
-# are not full.
+# Factor on a request's KV cache at 2 bytes an element. Covers float32 and blocks that aren't full.
 KV_MARGIN = 2.2
 STOLEN = 0.05  # share of stolen CPU time above which the report warns
 
@@ -55,8 +54,7 @@ def main(arguments: list[str]) -> int:
         given = settings.parse([a for a in arguments if a.partition("=")[0] in OURS])
         out, seconds = _out(given), _seconds(given)
         config, model = configured(arguments, given)
-        # The operator's online server has as many threads: those of its command line, or one for
-        # each core.
+        # The operator's server has as many threads: rollout.threads of its command line, or all.
         written = measure(config, model, seconds, settings.parse(arguments).get("rollout.threads"))
         written["seconds"] = round(time.monotonic() - began, 1)
         write_whole(out, (json.dumps(written, indent=1) + "\n").encode())
@@ -150,8 +148,8 @@ def measure(
     gpus = config.cluster.gpus > 0
     # Both engines use the KV layout of a shared device, though here each keeps its own cache.
     os.environ.update(start.environment(gpus, threads, shares_device=True) | config.cluster.env)
-    # The variable names the boards. With boards, the rollout engine would wait for the gate before
-    # each step.
+    # Without this variable the engines have no boards, and the rollout engine doesn't wait for the
+    # gate.
     os.environ.pop(plugin.FOLDER, None)
     log("importing vLLM")
     start.preload()

@@ -59,8 +59,7 @@ def main(arguments: list[str]) -> int:
                 "run's launch.py had"
             )
         serving = settings.of_server(overrides)
-        # Only lend if no server is wanted, or if the operator started this process beside its
-        # server.
+        # Only lend if no server is wanted, or if an operator started this beside its server.
         if serving.online.model is None or plugin.FOLDER in os.environ:
             return Lender(run_dir, overrides).run()
         measured = None

@@ -48,11 +48,9 @@ FIXED = ("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.group
 
 
 def parse(arguments: list[str]) -> dict[str, Any]:
-    """Parse ["a.b=1", ...] into {"a.b": 1}, with values as in YAML. Raises `ConfigError`.
-
-    Values of `TEXTS` stay texts; as in launch.py, quotes around them are removed. A leading ~/
-    becomes the home folder, because shells leave it after a `=`.
-    """
+    """Parse ["a.b=1", ...] into {"a.b": 1}, with values as in YAML. Raises `ConfigError`. Values of
+    `TEXTS` stay texts; as in launch.py, quotes around them are removed. A leading ~/ becomes the
+    home folder, because shells leave it after a `=`."""
     found = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")

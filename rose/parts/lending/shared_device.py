@@ -29,11 +29,9 @@ def graphs(lending: Lending, tensor_parallel: int) -> dict[str, Any]:
 
 
 def register() -> None:
-    """Patch vLLM in this process; a second call changes nothing.
-
-    ROSE's schedulers get their engine core, so that they can call its workers and wake its loop.
-    Other schedulers are left alone. The engine's own /metrics gets the boards' metrics.
-    """
+    """Patch vLLM in this process; a second call changes nothing. ROSE's schedulers get their engine
+    core, so that they can call its workers and wake its loop. Other schedulers are left alone. The
+    engine's own /metrics gets the boards' metrics."""
     from vllm.v1.engine.core import EngineCoreProc
 
     metrics.register_if_serving()
@@ -51,8 +49,7 @@ def register() -> None:
         return original(self)
 
     def rose_set_inactive(self, inactive):
-        """Call `RolloutScheduler.set_inactive`; do nothing with other schedulers. `Engine` calls
-        this by its name."""
+        """Pass on to `RolloutScheduler.set_inactive`. `Engine` calls this in every engine."""
         if hasattr(self.scheduler, "set_inactive"):
             self.scheduler.set_inactive(inactive)
 

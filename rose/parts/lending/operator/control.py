@@ -45,8 +45,7 @@ class Switch:
 
 
 class ControlBoard:
-    """Writes the Control board at each beat and at each change. `log` receives a text for each
-    change."""
+    """Writes the Control board at each beat and change. `log` receives a text for each change."""
 
     def __init__(
         self, folder: Path, lending: Lending, never: str, log: Callable[[str], object]

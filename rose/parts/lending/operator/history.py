@@ -61,8 +61,7 @@ class History:
         self.rows: dict[str, list[float]] = {name: [] for name in names}
 
     def add(self, boards: Boards) -> None:
-        """Add the boards' states to the counters, and add a row if one is due. Call it every
-        EVERY_S."""
+        """Add the states to the counters, and to the rows if one is due. Call it every EVERY_S."""
         for name, counter in self._counters.items():
             if (state := getattr(boards, name)) is not None:
                 counter.add(state)

@@ -69,8 +69,7 @@ def attainment(o: Online) -> dict[str, tuple[float, float]]:
     }
 
 
-# Each of these functions returns the samples of one metric. FAMILIES has the metric's name and help
-# text.
+# Each of these functions returns the samples of one metric; FAMILIES has the metric's help text.
 
 
 def _gate_ratio(b: Boards) -> Samples:
@@ -238,8 +237,7 @@ def _family(metric: str, text: str, labels: tuple[str, ...], samples: Samples) -
 
 
 class BoardCollector(Collector):
-    """Collects the metrics of the boards in `folder`, and the latency targets unless `slo` is
-    None."""
+    """Collects the metrics of the boards in `folder`, and latency targets unless `slo` is None."""
 
     def __init__(self, folder: Path, slo: Slo | None) -> None:
         self.folder, self.slo = folder, slo

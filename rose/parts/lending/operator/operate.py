@@ -138,8 +138,7 @@ def why_never(serving: Serving, profile: dict[str, Any] | None) -> str:
 
 
 class Operator:
-    """Operates one lent device. `overrides` is the command line, with keys of the server and of the
-    run."""
+    """Operates one lent device. `overrides`: the command line, with keys of server and run."""
 
     def __init__(
         self, run_dir: Path, overrides: list[str], serving: Serving, profile: dict[str, Any] | None
@@ -219,8 +218,8 @@ class Operator:
     # ----------------------------------------------------------------- the two children
 
     async def _lend(self) -> None:
-        """Wait until the online server serves for the first time. Then run the lender, and restart
-        it until it fails."""
+        """When the online server serves for the first time, run the lender. Restart it until it
+        fails."""
         if self.control.switch.never:
             return
         while not self.server.up:
@@ -426,8 +425,7 @@ class Operator:
 
 
 def claim(name: str) -> tuple[Path, TextIO]:
-    """Claim a free folder for this device's boards; return it and its lock. Raises `ConfigError`
-    when all are taken."""
+    """Claim a free folder for this device's boards; return it and its lock. Raises `ConfigError`."""
     for number in range(DEVICES):
         folder = board.folder(f"{name}-{number}")
         try:

@@ -105,11 +105,9 @@ def page(
 def summary(
     title: str, measured: dict[str, float], slo: Slo | None, history: History, stopped: str
 ) -> dict[str, Any]:
-    """Summarize lending for the training run's report (rose/parts/lending/run_report.py).
-
-    The summary has (met, finished) requests with and without lending, measured latencies and
-    targets in seconds, and the tokens that lent compute generated and wasted.
-    """
+    """Summarize lending for the training run's report (rose/parts/lending/run_report.py). The
+    summary has (met, finished) requests with and without lending, measured latencies and targets in
+    seconds, and the tokens that lent compute generated and wasted."""
     totals = history.totals()
     return {
         "device": title,

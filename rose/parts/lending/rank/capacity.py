@@ -105,8 +105,7 @@ class CapacityWatch:
 
 
 class EngineBoard:
-    """The board of the engine process `pid`, which may not exist yet. Prints each problem with the
-    board once."""
+    """The board of the engine process `pid`, once it exists. Prints each problem with it once."""
 
     def __init__(self, path: Path, pid: int) -> None:
         self._path, self.pid = path, pid

@@ -54,8 +54,7 @@ class Lender:
         self.prepared: dict[str, str] | None = None  # variables set when vLLM was imported
 
     def run(self) -> int:
-        """Serve the run until a signal arrives, the run is finished or the run refuses this rank.
-        Return the exit code."""
+        """Serve the run until a signal, its end or its refusal; return the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
             signal.signal(number, lambda got, _: self.signals.append(got))
         failures, pause = 0, BACK_OFF_S[0]
@@ -146,12 +145,10 @@ class Lender:
             return False
 
     def _prepare(self, config: Config) -> None:
-        """Import vLLM, once for all memberships, which are forked from this process.
-
-        The import takes most of a start's time. It reads environment variables, and the run
-        determines their values. If these differ from the values at the import, this process
-        executes itself again. Raises `ConfigError` when this task sees too few GPUs.
-        """
+        """Import vLLM, once for all memberships, which are forked from this process. The import
+        takes most of a start's time. It reads environment variables, and the run determines their
+        values. If these differ from the values at the import, this process executes itself again.
+        Raises `ConfigError` when this task sees too few GPUs."""
         threads = 1 if config.deterministic else config.rollout.threads
         shares = plugin.FOLDER in os.environ
         wanted = start.environment(config.cluster.gpus > 0, threads, shares) | config.cluster.env

@@ -48,8 +48,7 @@ class Ended(enum.IntEnum):
 
 def main(run_dir: Path, overrides: list[str], on_join: Callable[[], object]) -> NoReturn:
     """Run one membership in a process that was just forked for it."""
-    # A terminal sends SIGINT to the whole process group. The parent then sends SIGTERM, which
-    # counts.
+    # A terminal sends SIGINT to the whole process group; the parent reacts with SIGTERM.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Until the worker handles these signals, they end the process.
     for number in (signal.SIGUSR2, signal.SIGTERM):

@@ -56,9 +56,8 @@ class Wire:
 
 
 class BorrowedWorker(RolloutWorker):
-    """A rollout worker that may leave, and outlives its coordinator. `board` is the path of the
-    scheduler's board, None without a shared device. `on_version(version)` is called when the engine
-    has loaded a version."""
+    """A rollout worker that may leave, and outlives its coordinator. `board`: path of its engine's
+    board, None without a shared device. `on_version(version)` is called after a version's load."""
 
     dedicated = False
 
@@ -81,8 +80,7 @@ class BorrowedWorker(RolloutWorker):
 
     def ask_to_leave(self, number: int) -> None:
         """Leave because of signal `number`: after SIGUSR2 when the turns are done, after any other
-        signal at once. A signal may arrive twice: from Slurm, and from the lender, which passes
-        Slurm's on."""
+        signal at once. Slurm's signals may arrive twice, because the lender passes them on."""
         if number == signal.SIGTERM:
             # Slurm also sends SIGTERM to the engine's process. vLLM would log its end as an error.
             logging.getLogger("vllm").setLevel(logging.CRITICAL)
@@ -114,8 +112,7 @@ class BorrowedWorker(RolloutWorker):
         self.over = f"the run has been silent for {RUN_SILENT_S:g} s"
 
     async def _watch_capacity(self, path: Path) -> None:
-        """Report the engine's capacity after each `WorkerReady`, each evicted turn and each large
-        change."""
+        """Report the engine's capacity after each `WorkerReady`, evicted turn and large change."""
         incarnation = returned = 0
         while True:
             await asyncio.sleep(CAPACITY_POLL_S)

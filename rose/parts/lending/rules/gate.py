@@ -24,8 +24,7 @@ from rose.parts.lending.rules.predictor import Predictor, Work
 # Seconds after which the operator's board counts as silent. They are many, because its process may
 # be busy starting an engine.
 CONTROL_STALE_S = 2.0
-# Seconds by which a board's time may be in the future. A board may be written after the reader took
-# the time.
+# Seconds by which a board's time may be in the future: written after the reader took the time.
 AHEAD_S = 0.001
 
 
@@ -52,9 +51,8 @@ class Admission(NamedTuple):
 
 class Gate:
     """Admits steps of R. `profile` is the device's profile (rose.parts.lending.profile), or None.
-    `predictor` predicts R's step times; R's scheduler refines it with each step. `parts` is the
-    number of parts of R's step between which S can stop it. Raises `ValueError` for an invalid
-    profile."""
+    `predictor` predicts R's step times; R's scheduler refines it with each step. `parts`: number of
+    parts of R's step between which S can stop it. Raises `ValueError` for an invalid profile."""
 
     def __init__(
         self, lending: Lending, slo: Slo | None, profile: dict[str, Any] | None, parts: int = 1
@@ -86,8 +84,7 @@ class Gate:
         ahead: tuple[float, float] = (0.0, 0.0),
     ) -> Admission:
         """Return how many tokens of `demand`, decodes first, may be one step now. An empty demand
-        counts as one decode. `ahead` is the mean and the P99 of the seconds until R's steps in
-        flight have ended."""
+        counts as one decode. `ahead`: mean and P99 of the seconds until R's steps in flight end."""
         if self.predictor is None:
             return Admission(0, Reason.NO_PROFILE)
         if self._slo is None:

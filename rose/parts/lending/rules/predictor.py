@@ -129,10 +129,8 @@ class Predictor:
     @classmethod
     def fit_mean(cls, samples: list[tuple[Work, float]]) -> Predictor:
         """Fit the mean time of steps, outliers included, to predict the total time of many steps.
-
         Minimizes the squares of errors relative to the predicted time. `fit` takes them relative to
-        the measured time, which biases it to short times if steps are noisy. Raises as `fit`.
-        """
+        the measured time, which biases it to short times if steps are noisy. Raises as `fit`."""
         samples = _usable(samples)
         scale = [1.0] * len(samples)
         for _ in range(MEAN_ROUNDS):
@@ -171,11 +169,9 @@ class Predictor:
 
 
 class _Residuals:
-    """The last measured / predicted times of one kind of step, and the scale that follows them.
-
-    The log scale is a linear function of the log fitted time, by least squares with exponential
-    forgetting. A single factor would be wrong for both small and large steps of an engine.
-    """
+    """The last measured / predicted times of one kind of step, and the scale that follows them. The
+    log scale is a linear function of the log fitted time, by least squares with exponential
+    forgetting. A single factor would be wrong for both small and large steps of an engine."""
 
     def __init__(self, ratios: Iterable[float]) -> None:
         self.last = deque(ratios, maxlen=WINDOW)
@@ -190,8 +186,7 @@ class _Residuals:
         self._slope = 0.0
 
     def scale(self, bare: float) -> float:
-        """Return the expected measured / fitted time of a step whose fitted time is `bare`
-        seconds."""
+        """Return the expected measured / fitted time of a step with the fitted time `bare`."""
         level = (
             self._level
             if self._at is None
@@ -274,10 +269,8 @@ def _enough_of_both(by_error: list[tuple[Work, float]]) -> list[tuple[Work, floa
 
 def _fit(samples: list[tuple[Work, float]], scale: Sequence[float]) -> list[float]:
     """Fit c0 to c5 by least squares of the samples' errors, each divided by its `scale` in seconds.
-
     Two steps alternate: decide for each sample whether c0 or the prefill is the maximum, then fit
-    the coefficients.
-    """
+    the coefficients."""
     import numpy as np
 
     tokens = np.array([sum(new for new, _ in work.prefill) for work, _ in samples], float)

@@ -52,8 +52,7 @@ def hold_until(
     max_batched_tokens: int = 2048,
     max_sequences: int | None = None,
 ) -> float:
-    """Return the latest time until which S could be kept from the device so that every request's
-    next token is still in time.
+    """Return until when S could be kept from the device with every next token still in time.
 
     S's own steps count with their P99 time. The result is before `now` if a token is already late,
     and infinite without requests. With more requests than `max_sequences`, it is `now` at most,
@@ -133,12 +132,10 @@ def _due(now: float, request: Request, slo: Slo) -> float:
 
 
 class Promptness:
-    """The factor on lending.step_share, in [0.01, 1], that keeps the median TTFT at ttft_p50_s.
-
-    A first token later than ttft_p50_s lowers the factor, an earlier one raises it. So it settles
+    """The factor on lending.step_share, in [0.01, 1], that keeps the median TTFT at ttft_p50_s. A
+    first token later than ttft_p50_s lowers the factor, an earlier one raises it. So it settles
     where half of the first tokens are late (stochastic approximation, Robbins and Monro, 1951).
-    After FORGET_S without a first token it is 1 again, so that an idle device is lent.
-    """
+    After FORGET_S without a first token it is 1 again, so that an idle device is lent."""
 
     def __init__(self, slo: Slo) -> None:
         self._target = slo.ttft_p50_s
@@ -192,22 +189,18 @@ class Attainment:
 
     def misses_alone(self, now: float, busy: bool) -> bool:
         """True if S misses its targets even without lending, judged by the last WINDOW requests.
-        But false once S has been idle for IDLE_S, because an idle S misses no target.
-
-        `busy` is true while S has a request. Call this often, because idle time is measured from
-        the last call with `busy`.
-        """
+        But false once S has been idle for IDLE_S, because an idle S misses no target. `busy` is
+        true while S has a request. Call this often, because idle time is measured from the last
+        call with `busy`."""
         if busy:
             self._at = now
         return self._misses and now - self._at <= IDLE_S
 
     def add(self, now: float, ttft_s: float | None, tpot_s: float | None, lent: bool) -> bool:
-        """Count a request that ended at `now`; return True if it met both P99 targets.
-
-        `ttft_s` is None without a token, `tpot_s` None with at most one. `lent` is true if anything
-        was lent while the request was in the engine. The caller counts a request whose client
-        disconnected only if it had already missed its TTFT target.
-        """
+        """Count a request that ended at `now`; return True if it met both P99 targets. `ttft_s` is
+        None without a token, `tpot_s` None with at most one. `lent` is true if anything was lent
+        while the request was in the engine. The caller counts a request whose client disconnected
+        only if it had already missed its TTFT target."""
         prompt = ttft_s is not None and ttft_s <= self._slo.ttft_p99_s
         met = prompt and (tpot_s is None or tpot_s <= self._slo.tpot_p99_s)
         self._at = now

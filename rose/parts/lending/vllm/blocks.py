@@ -162,7 +162,7 @@ class BlockMemory:
         self.pool.release(_ranges(np.flatnonzero(self._spans == 0), self.pool.page))
 
     def _runs(self, ids: Iterable[int], held: bool) -> list[tuple[int, int]]:
-        """Return runs [low, high) of adjacent ids in `ids`, only of blocks whose state is `held`."""
+        """Return runs [low, high) of adjacent ids, only of blocks whose state is `held`."""
         wanted = np.unique(np.fromiter(ids, np.int64))
         if wanted.size and not (wanted[0] >= 0 and wanted[-1] < self.layout.blocks):
             raise ValueError(

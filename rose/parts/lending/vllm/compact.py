@@ -40,8 +40,7 @@ class Pages:
         return int((self._last - self._first + 1).sum(axis=0).max()) * self.page
 
     def nbytes(self, used: np.ndarray) -> int:
-        """Bytes of the pages that the blocks `used`, (blocks,) bool, occupy. The null block's pages
-        don't count."""
+        """Bytes of the pages of the blocks `used`, (blocks,) bool; the null block's don't count."""
         return int((self._marked(used) & ~self._base).sum()) * self.page
 
     def choose(self, held: np.ndarray, wanted: float, most: float) -> np.ndarray:

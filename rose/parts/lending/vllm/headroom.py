@@ -1,7 +1,7 @@
 """Reserve GPU memory for the activations of an engine step, in engines that share a device.
 
 vLLM leaves room for activations by allocating less KV cache, but not when
-`kv_cache_memory_bytes` sets the cache's size. And before it captures CUDA graphs, vLLM releases the
+`kv_cache_memory_bytes` sets the cache's size. And when vLLM captures CUDA graphs, it releases the
 memory of its profile run. The other engine's weights, or KV pages of either engine, could then take
 this memory, and this engine would fail at its next full step.
 

@@ -2,7 +2,7 @@
 
 In an engine that shares its device (ROSE_COSERVING is set), the one buffer of vLLM's KV cache comes
 from a page pool: `HostPages` on a CPU, `vmm.PagePool` on a GPU. vLLM allocates the buffer inside a
-context that it has for sleep mode and KV connectors. We replace this context by a
+context for sleep mode and KV connectors. We replace this context by a
 `TorchFunctionMode`, which intercepts the one call of `torch.zeros`.
 
 At first only block 0, vLLM's null block, has memory. The scheduler maps blocks before it uses them.
@@ -165,8 +165,7 @@ class KvWorker:
         self._rose_lent().resume()
 
     def _rose_lent(self) -> BlockMemory:
-        """Return the cache's blocks. Raises `RuntimeError` if the engine doesn't share its
-        device."""
+        """Return the cache's blocks. Raises `RuntimeError` in an engine with its own device."""
         if self.rose_kv is None:
             raise RuntimeError("KV memory can't be lent: started without ROSE_COSERVING")
         return self.rose_kv

@@ -32,8 +32,7 @@ class Member(Timed):
         super().__init__(*args, **kwargs)
         self.device = device.here()
         self._core: Any = None
-        # True if memory must be mapped or released. Then the engine's loop runs even if there are
-        # no requests.
+        # True if memory must be mapped or released. The engine's loop then runs without requests.
         self._due = False
         if self.device is None:
             return
@@ -78,8 +77,7 @@ class Member(Timed):
         return self._due or super().has_requests()
 
     def _ends_at(self, predictor: Predictor | None) -> float:
-        """Predict when all steps in flight have ended if each takes its P99 time; 0 without steps
-        or predictor."""
+        """Predict when the steps in flight end if each takes its P99; 0 without any or predictor."""
         if not predictor or not self._in_flight:
             return 0.0
         return time.monotonic() + self._in_flight_s(predictor)[1]
@@ -98,9 +96,8 @@ class Member(Timed):
                     self._due = True
                     self._wake()
             except RuntimeError as error:
-                # The loop's thread changed a queue while this thread iterated: try again at the
-                # next beat. Other errors end this thread; then the board gets stale, and nothing is
-                # lent.
+                # The loop's thread changed a queue meanwhile: the next beat tries again. Any other
+                # error ends this thread, so that the board gets stale and nothing is lent.
                 if "during iteration" not in str(error):
                     raise
             self._publish()

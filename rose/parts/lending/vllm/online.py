@@ -30,15 +30,13 @@ from rose.parts.lending.vllm.pool import AT_ONCE, IN_FLIGHT, Call
 from rose.parts.lending.vllm.priority import restore_priority
 
 MOST_KEPT = 0.25  # most of all KV memory that is kept free for the prompts of the next step
-# Most seconds spent on populating the process's heap (rose/heap.py): at the start, and at each beat
-# without requests.
+# Most seconds for populating the process's heap: at the start, and at each beat without requests.
 HEAP_START_S = 2.0
 HEAP_BEAT_S = 0.005
 # Memory is only lent when more than RELAX x lending.reserve is unused, so that small changes of
 # what requests need move no memory.
 RELAX = 2.0
-# While steps are in flight, memory that no request waits for moves at most once in this many
-# seconds.
+# Least seconds between two moves of memory while steps are in flight, unless requests wait for it.
 MOVE_EVERY_S = 0.05
 
 
@@ -388,8 +386,7 @@ class OnlineScheduler(Member):
         does the same. So the two never take the same bytes.
 
         Unless `at_once`, a call moves little memory beyond the next step's need, because all
-        running requests wait for it. While a step is in flight it moves even less, and not at each
-        call.
+        running requests wait for it; while a step is in flight, even less, and not at each call.
         """
         needed = self._needed()
         goal = self._to_hold(needed) if self._lends() else self.pool.total

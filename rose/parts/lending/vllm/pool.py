@@ -39,12 +39,10 @@ Call = Callable[[str, list[int]], Sequence[int]]
 
 
 class Pool:
-    """Withholds blocks from vLLM's block pool and lends them to it.
-
-    `manager` is vLLM's KVCacheManager, `kv_cache_config` its configuration. Only free blocks can be
-    withheld, not those that requests hold. All methods are for the thread of vLLM's loop while it
-    plans a step: see `vmm.PagePool`.
-    """
+    """Withholds blocks from vLLM's block pool and lends them to it. `manager` is vLLM's
+    KVCacheManager, `kv_cache_config` its configuration. Only free blocks can be withheld, not those
+    that requests hold. All methods are for the thread of vLLM's loop while it plans a step: see
+    `vmm.PagePool`."""
 
     def __init__(self, manager: Any, kv_cache_config: Any) -> None:
         self._manager, self._blocks = manager, manager.block_pool
@@ -63,9 +61,8 @@ class Pool:
         self._failed_at = 0.0  # time of the last failure to map; 0 after a success
 
     def begin(self, call: Call, layout: Layout | None = None, page: int = 0) -> None:
-        """Begin to manage memory, as soon as workers can be called. Until then no block may be
-        used. `layout` and `page` are those of the workers' KV caches. Without them, blocks share no
-        pages."""
+        """Begin to manage memory when workers can be called; until then no block may be used.
+        `layout` and `page`: of the workers' KV caches. Without them, blocks share no pages."""
         self._call = call
         if layout is None:
             layout = Layout(self.total, self.count + 1, (0,), (self.block_bytes,))
@@ -138,12 +135,9 @@ class Pool:
 
     def limit(self, nbytes: float, most: float = math.inf, at_once: float = math.inf) -> int:
         """Use at most `nbytes` of blocks from now on, in at most `most` bytes of pages. Return the
-        bytes of pages mapped now.
-
-        Blocks that requests hold stay. While the mapped pages fit into `most`, each call withholds
-        at most `at_once` bytes of blocks, so that several calls share the work. If memory is short,
-        no error is raised, and blocks stay withheld.
-        """
+        bytes of pages mapped now. Blocks that requests hold stay. While the mapped pages fit into
+        `most`, each call withholds at most `at_once` bytes of blocks, so that several calls share
+        the work. If memory is short, no error is raised, and blocks stay withheld."""
         asked = (max(0, min(self.count, int(min(nbytes, self.total) // self.block_bytes))), most)
         now = int(self._usable.sum()) - 1
         if asked[0] < now or self.mapped > most or self._may_settle():
@@ -195,8 +189,7 @@ class Pool:
 
     def _become(self, usable: np.ndarray, asked: tuple[int, float], at_once: float) -> None:
         """Make exactly the blocks `usable` usable: withhold the others, then lend the new blocks.
-        If `at_once` delays a part of the withholding, lend only the blocks that `asked` then still
-        lacks."""
+        If `at_once` delays some of the withholding, lend only as many blocks as `asked` lacks."""
         gone = np.flatnonzero(self._usable & ~usable)
         some = gone[-max(1, int(min(at_once, self.total) // self.block_bytes)) :]
         self._withhold(some)

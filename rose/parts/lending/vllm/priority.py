@@ -62,8 +62,7 @@ def restore_priority(pid: int) -> None:
 
 
 def may_return() -> bool:
-    """True if this user may raise a thread from SCHED_IDLE again. This is tried with a new
-    thread."""
+    """Try with a new thread whether this user may raise a thread from SCHED_IDLE again."""
     found: list[bool] = []
 
     def attempt() -> None:

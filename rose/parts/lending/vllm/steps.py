@@ -24,11 +24,9 @@ STEPS = "ROSE_COSERVING_STEPS"
 
 
 class Timed:
-    """Times engine steps, and calls `_step_begins` and `_step_ended`, which subclasses override.
-
-    A step begins when it is scheduled, but not before the last step has ended: vLLM's asynchronous
-    scheduling plans ahead. A step ends when its tokens are known.
-    """
+    """Times engine steps, and calls `_step_begins` and `_step_ended`, which subclasses override. A
+    step begins when it is scheduled, but not before the last step has ended: vLLM's asynchronous
+    scheduling plans ahead. A step ends when its tokens are known."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -97,8 +95,7 @@ class Timed:
 
 
 def work_of(requests: Iterable[Request]) -> Work:
-    """Return the work of a step without a token limit: each request's remaining prompt, or its next
-    decode."""
+    """Return the work of a step without limit: each request's remaining prompt or next decode."""
     prefill, decodes, context = [], 0, 0
     for request in requests:
         left = max(1, request.num_tokens - request.num_computed_tokens)

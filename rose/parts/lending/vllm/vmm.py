@@ -124,8 +124,7 @@ class PagePool:
             raise
 
     def release(self, ranges: Ranges) -> None:
-        """Wait for the device, then release these pages; unmapped ones are skipped. Raises
-        `CudaError`."""
+        """Wait for the device, then release the mapped ones of these pages. Raises `CudaError`."""
         gone = [
             offset
             for low, high in self._checked(ranges)
@@ -297,11 +296,9 @@ _CALLS = {
 
 class CudaDriver:
     """A `Driver` that calls libcuda in the device's primary context, which torch uses as well.
-
     vLLM's note in cumem.py that bindings from Python fail "because of context mismatch" is about
     calls without a context. `device` is CUDA's index among the visible devices. Raises `OSError`
-    when the library can't be loaded, and `CudaError`.
-    """
+    when the library can't be loaded, and `CudaError`."""
 
     def __init__(self, device: int, library: str = "libcuda.so.1") -> None:
         self._library = ctypes.CDLL(library)
