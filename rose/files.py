@@ -79,8 +79,8 @@ def printable(text: object) -> str:
 
 def own_folder(path: Path, follow: bool = False, parents: bool = True) -> None:
     """Create the folder `path` for this user alone, or accept one that this user owns. Without
-    `follow` a symbolic link is refused. In a folder like TMPDIR another user may have made the
-    link, to another folder of this user. Raises an OSError that names `path`."""
+    `follow` a symbolic link is refused: in a folder like TMPDIR it may be another user's, and lead
+    to another folder of this user. Raises an OSError that names `path`."""
     with suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=parents)
     found = path.stat() if follow else path.lstat()
@@ -157,6 +157,7 @@ def write_whole(path: Path, data: bytes, sync: bool = False, private: bool = Fal
 
 
 def _open_new(path: Path, private: bool) -> BinaryIO:
+    """Open a file for writing; with `private`, a new file that only this user can read."""
     if not private:
         return path.open("wb")
     path.unlink(missing_ok=True)  # an earlier file may be open to others

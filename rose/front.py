@@ -111,6 +111,7 @@ def _signals_raise() -> Iterator[None]:
 
 
 def _main(conf: Path, arguments: list[str], console: Console, program: str) -> int:
+    """Compose, check and run all configurations; return the exit code."""
     trees = compose(conf, arguments)
     names = [str(tree["name"]) for tree in trees]
     twice = next((name for name in names if names.count(name) > 1), None)

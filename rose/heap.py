@@ -7,8 +7,8 @@ faults. They cost a quarter of its time and more on virtual machines, whose host
 too. Allocators other than glibc's ignore these settings.
 
 glibc also has environment variables (MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_,
-MALLOC_TOP_PAD_), which keep as much memory (CHANGELOG.md). They can't replace this module: glibc
-reads them when a program starts, and a rank's engine is forked. No variable populates the heap
+MALLOC_TOP_PAD_), which also keep freed memory (CHANGELOG.md). They can't replace this module: glibc
+reads them when a program starts, but a rank's engine is forked. No variable populates the heap
 ahead of its use, and huge pages (glibc.malloc.hugetlb=1) would be zeroed within the engine step.
 `Ahead` populates the heap while the engine has no request.
 """

@@ -61,7 +61,7 @@ def snapshot(repository: str, revision: str | None = None, key: str = "model.pat
         ) from None
     except errors.HFValidationError as error:
         raise ConfigError(f"{named}: no hub id, which is owner/name ({error})") from None
-    # The hub, the file system, the HTTP library (if a proxy refuses) or Xet raised it.
+    # An error of the hub, the file system, the HTTP library (a proxy may refuse) or Xet.
     except Exception as error:
         if (local := cached(repository, revision)) is not None:
             return _checked(repository, local, named)
@@ -155,8 +155,8 @@ def check_trainable(folder: Path, named: str) -> None:
 
 def check_weights(folder: Path, named: str) -> None:
     """Raise `ConfigError` for a model whose weights ROSE can't publish as a policy version:
-    quantised models, other than language models, and unknown mixtures of experts. Dense language
-    models of any architecture pass."""
+    a quantised model, no language model, or an unknown mixture of experts. Dense language models of
+    any architecture pass."""
     raw = _configuration(folder, named)
     if quantised := raw.get("quantization_config"):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised

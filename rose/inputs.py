@@ -279,6 +279,7 @@ def _of_file(path: Path) -> str:
 
 @functools.lru_cache(2**17)
 def _content(path: str, size: int, inode: int, times: tuple[int, int]) -> str:
+    """Digest a file's content. `inode` and `times` are for the cache: a changed file differs."""
     made = xxhash.xxh3_128(str(size).encode())
     with open(path, "rb") as file:
         if size <= WHOLE:

@@ -214,6 +214,7 @@ class Reader(_File[State]):
         return self._no("damaged: its checksum is never right")
 
     def _no(self, why: str) -> None:
+        """Keep the reason why the board can't be read, as the result of `read`."""
         self.why = f"{self.path}: {why}"
         return None
 

@@ -204,7 +204,7 @@ class Measured:
 
     def lower_priority(self) -> None:
         """Lower the priority of the engine's threads, as a co-serving rollout engine does."""
-        priority.lower_priority(self.process.pid, priority.may_return())
+        priority.lower_priority(self.process.pid, priority.may_raise_again())
 
     def shutdown(self) -> None:
         process = self.process

@@ -425,7 +425,7 @@ class Operator:
 
 
 def claim(name: str) -> tuple[Path, TextIO]:
-    """Claim a free folder for this device's boards; return it and its lock. Raises `ConfigError`."""
+    """Claim a free folder for the boards; return it and its lock. Raises `ConfigError`."""
     for number in range(DEVICES):
         folder = board.folder(f"{name}-{number}")
         try:

@@ -121,7 +121,7 @@ class OnlineServer:
             "host": self.online.host,
             "port": self.port,
             "uvicorn_log_level": "warning",
-            "shutdown_timeout": int(STOP_S),  # By default vLLM aborts running requests.
+            "shutdown_timeout": int(STOP_S),  # vLLM's default aborts running requests
         }
         arguments = of_server | engine_args(self.online, self.gpus)
         return [

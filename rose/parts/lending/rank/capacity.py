@@ -131,6 +131,7 @@ class EngineBoard:
         return state
 
     def _no(self, why: str) -> None:
+        """Print the problem `why` with the board, if it is new."""
         if why != self._why:
             print(f"the engine takes nothing: {why}", flush=True)
         self._why = why

@@ -17,7 +17,7 @@ from rose import config as configuration
 from rose.launch import batch, sbatch, slurm, state
 from rose.parts.lending.rank.lender import Lender
 
-# Seconds that the job waits for a requeued run. They are few, because no other run can use the job.
+# Seconds that the job waits for a requeued run: a short time, because no other run can use the job.
 WAIT_S = 900.0
 
 

@@ -21,8 +21,8 @@ from rose.parts.lending.board import Control, Online
 from rose.parts.lending.config import Lending, Slo
 from rose.parts.lending.rules.predictor import Predictor, Work
 
-# Seconds after which the operator's board counts as silent. They are many, because its process may
-# be busy starting an engine.
+# Seconds after which the operator's board counts as silent. The limit is generous, because the
+# operator's process may be busy starting an engine.
 CONTROL_STALE_S = 2.0
 # Seconds by which a board's time may be in the future: written after the reader took the time.
 AHEAD_S = 0.001

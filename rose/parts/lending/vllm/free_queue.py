@@ -1,4 +1,4 @@
-"""The order in which vLLM's block pool hands out free blocks, with used blocks at the low end.
+"""The order in which vLLM's block pool hands out free blocks: low numbers first, to use few pages.
 
 vLLM first hands out blocks without a cached prefix, the most recently freed first. This queue hands
 these out by block number, the lowest first. Blocks with a cached prefix come later, least recently

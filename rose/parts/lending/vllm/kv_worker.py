@@ -2,8 +2,8 @@
 
 In an engine that shares its device (ROSE_COSERVING is set), the one buffer of vLLM's KV cache comes
 from a page pool: `HostPages` on a CPU, `vmm.PagePool` on a GPU. vLLM allocates the buffer inside a
-context for sleep mode and KV connectors. We replace this context by a
-`TorchFunctionMode`, which intercepts the one call of `torch.zeros`.
+context for sleep mode and KV connectors. We replace this context by a `TorchFunctionMode`, which
+intercepts the one call of `torch.zeros`.
 
 At first only block 0, vLLM's null block, has memory. The scheduler maps blocks before it uses them.
 Before there is a scheduler, vLLM warms up its kernels with real steps on blocks 1, 2, ...

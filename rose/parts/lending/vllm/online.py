@@ -29,7 +29,7 @@ from rose.parts.lending.vllm.member import Member, vllm_scheduler
 from rose.parts.lending.vllm.pool import AT_ONCE, IN_FLIGHT, Call
 from rose.parts.lending.vllm.priority import restore_priority
 
-MOST_KEPT = 0.25  # most of all KV memory that is kept free for the prompts of the next step
+MOST_KEPT = 0.25  # largest share of all KV memory that is kept free for the next step's prompts
 # Most seconds for populating the process's heap: at the start, and at each beat without requests.
 HEAP_START_S = 2.0
 HEAP_BEAT_S = 0.005

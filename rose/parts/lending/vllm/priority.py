@@ -23,19 +23,19 @@ NICE = 19
 
 
 class Priority:
-    """Lowers the priority of this process's threads, except one, and of threads that they start."""
+    """Lowers the priority of this process's threads, except one; threads that they start inherit it."""
 
     def __init__(self, except_for: int | None = None) -> None:
         self._except_for = except_for
-        self._may_return = may_return()
+        self._may_raise_again = may_raise_again()
 
     def lower(self) -> None:
         """Lower the priority. The computing thread calls this; it is cheap if nothing changes."""
-        if self._may_return and os.sched_getscheduler(0) == os.SCHED_IDLE:
+        if self._may_raise_again and os.sched_getscheduler(0) == os.SCHED_IDLE:
             return
-        if not self._may_return and os.getpriority(os.PRIO_PROCESS, 0) == NICE:
+        if not self._may_raise_again and os.getpriority(os.PRIO_PROCESS, 0) == NICE:
             return
-        lower_priority(os.getpid(), self._may_return, self._except_for)
+        lower_priority(os.getpid(), self._may_raise_again, self._except_for)
 
 
 def lower_priority(pid: int, to_idle: bool, except_for: int | None = None) -> None:
@@ -61,7 +61,7 @@ def restore_priority(pid: int) -> None:
                     os.setpriority(os.PRIO_PROCESS, thread, 0)
 
 
-def may_return() -> bool:
+def may_raise_again() -> bool:
     """Try with a new thread whether this user may raise a thread from SCHED_IDLE again."""
     found: list[bool] = []
 

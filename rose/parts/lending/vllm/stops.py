@@ -3,8 +3,9 @@ the step waits while the online engine's flag is up (rose/parts/lending/flag.py)
 
 vLLM splits the compiled model at each attention, a custom op. With CUDA graphs of the pieces
 (cudagraph_mode=PIECEWISE), Python runs between them. So stops need no other op and no change to the
-code that vLLM compiles. On a GPU only the stream waits. The thread submits the next pieces of the
-step, and the other process has the device. On a CPU the computing thread polls the flag.
+code that vLLM compiles. On a GPU only the stream waits. Meanwhile the thread submits the next
+pieces of the step, and the other process has the device. On a CPU the computing thread polls the
+flag.
 
 A rollout engine with tensor parallelism has no stops. When the flag is raised, its ranks would stop
 at different layers. A rank that got further would spin in a collective operation and keep the
