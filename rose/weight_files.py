@@ -56,7 +56,7 @@ def check_trainable(folder: Path, named: str, again: str) -> None:
     layers = _layers(tensors)
     try:
         _check_types(tensors)
-        # Weights with other names are not compared, though libraries can read some of them.
+        # Weights with other names, which libraries can also read, are not compared.
         if layers and (raw.get("architectures") or [""])[0] in ALIKE:
             _check_layers(layers, raw)
             _check_embeddings(tensors, raw)

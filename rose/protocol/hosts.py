@@ -16,8 +16,8 @@ class StartTrajectory(Message):
     domain: str  # the environment's name, or the member's in a mixture
     env_seed: int  # the same for all members of a group
     sampling_seed: int | None  # seed of its turns; see `Sampling.seed`
-    # It forks off the trajectory `follows` of the same host before that one's turn `fork`. If
-    # `follows` ends earlier, it starts from the prompt instead. "": it is no fork.
+    # For a fork: the trajectory of the same host that it forks off before turn `fork`. If that
+    # trajectory ends earlier, the fork starts from the prompt. "": no fork.
     follows: str = ""
     fork: int = 0
     # Turns of an earlier attempt of the run are kept if their policy versions are in this range.
@@ -137,8 +137,8 @@ class HostBeat(Message):
 
 
 class HostBlocked(Message):
-    """Environment host -> coordinator: code of an environment blocks the host's event loop. `what`
-    names the code and says for how long it has blocked the loop so far."""
+    """Environment host -> coordinator: its event loop is blocked. `what` names the code that blocks
+    it, and for how long so far."""
 
     rank: int
     what: str

@@ -58,8 +58,8 @@ class TrainedAhead(Message):
 
 
 class TrainDone(Message):
-    """Every trainer rank -> coordinator: the step is done and `version` is published. Trainer 0's
-    `metrics` count; they are already reduced over all ranks."""
+    """Every trainer rank -> coordinator: the step is done and `version` is published. Only trainer
+    0's `metrics` are used; they are already reduced over all ranks."""
 
     step: int
     index: int

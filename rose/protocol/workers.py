@@ -35,7 +35,7 @@ class WorkerDown(Message):
 
 
 class WorkerLoad(Message):
-    """Worker -> coordinator, about every second: its load. Token counts are since its start."""
+    """Worker -> coordinator, about every second: its load, and counts since the engine's start."""
 
     worker: str
     incarnation: int
@@ -52,8 +52,8 @@ class WorkerLoad(Message):
 
 
 class DraftText(Message):
-    """Coordinator -> worker, regularly in a run whose engines draft by a method of a part: text to
-    draft from that this engine doesn't have yet."""
+    """Coordinator -> worker, regularly in a run with a part's method of drafting: text for drafts
+    that this engine doesn't have yet."""
 
     content: bytes  # encoded by the part
 

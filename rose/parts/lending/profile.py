@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
         given = settings.parse([a for a in arguments if a.partition("=")[0] in OURS])
         out, seconds = _out(given), _seconds(given)
         config, model = configured(arguments, given)
-        # The operator's server has as many threads: rollout.threads of its command line, or all.
+        # The operator's server has these threads too: rollout.threads, by default one per core.
         written = measure(config, model, seconds, settings.parse(arguments).get("rollout.threads"))
         written["seconds"] = round(time.monotonic() - began, 1)
         write_whole(out, (json.dumps(written, indent=1) + "\n").encode())

@@ -8,7 +8,7 @@ at most. If the run stops, this process waits serving.wait_s for it. If the run 
 process ends. Keys of rollout, serving and cluster may differ from the run's. Start one process per
 engine: alone, by srun in a serving job (slurm/serving.sbatch), or beside a server.
 
-This command also starts an online server on the same device, whose users come first
+With serving.online.model it also starts an online server on the same device, whose users come first
 (docs/serving.md):
 
     rose serve name=frozenlake serving.online.model=FOLDER \\
