@@ -308,8 +308,8 @@ def launch(made: plan.Plan, console: Console, command: str) -> int:
 
 @contextmanager
 def _aside(c: Config, console: Console) -> Iterator[None]:
-    """With `fresh`, move an earlier run of this name aside. Move it back if the new run is refused
-    or ended by a signal before it has created its folder."""
+    """Move an earlier run of this name aside, if `fresh` is set. Move it back if the new run is
+    refused or ended by a signal before it has created its folder."""
     if not (c.fresh and os.path.exists(c.run_dir)):
         yield
         return

@@ -110,7 +110,7 @@ def _unreachable(endpoint: str) -> Exception | None:
         try:
             get_session().head(endpoint, timeout=REACH_S, follow_redirects=False)
             return None
-        except Exception as error:  # of httpx, or of the HTTP backend that a user has set
+        except Exception as error:  # an error of httpx, or of a user's HTTP backend
             failed = error
     return failed
 

@@ -12,8 +12,7 @@ PROTOCOL_VERSION = 16
 
 
 def seed_of(*parts: object) -> int:
-    """Return a 31-bit seed for a name: the same in all processes, machines and runs. The name is
-    `parts` joined by slashes."""
+    """Return a 31-bit seed for a name. It is the same in all processes, machines and runs."""
     return xxhash.xxh3_64_intdigest("/".join(map(str, parts)).encode()) & 0x7FFFFFFF
 
 
@@ -216,8 +215,7 @@ class Wake(Message):
 
 
 class DeviceChanged(Message):
-    """Trainer or rollout rank -> coordinator: the answer to `Sleep` or `Wake`, once the memory is
-    freed or allocated."""
+    """Trainer or rollout rank -> coordinator: memory is freed (`Sleep`) or allocated (`Wake`)."""
 
     rank: int
     turn: int

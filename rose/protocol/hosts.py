@@ -129,7 +129,7 @@ class HostReady(Message):
     """Environment host -> coordinator: its process is up, at the start or after a restart."""
 
     rank: int
-    machine: str = ""  # its environments' remarks about the machine, for the run's report
+    machine: str = ""  # environments' remarks about the machine, for the run's report
 
 
 class HostBeat(Message):

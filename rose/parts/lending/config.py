@@ -59,8 +59,7 @@ class Online(Section):
 class Lending(Section):
     """The conditions on which the online engine lends its device to the rollout engine."""
 
-    # output of python -m rose.parts.lending.profile for this device and these models; null: lend
-    # nothing
+    # file that rose.parts.lending.profile wrote for this device and these models; null: no lending
     profile: str | None
     chunk_tokens: Count  # most prefill tokens of one step of the rollout engine
     step_share: Share  # longest delay of an online request by a rollout step, share of ttft_p99_s

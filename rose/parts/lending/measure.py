@@ -125,9 +125,8 @@ class Measured:
     async def traffic(
         self, clients: int, seconds: float, longest: int | None = None, pause: float = 0.0
     ) -> None:
-        """Send traffic for `seconds`, then abort the running requests. Prompts have up to `longest`
-        tokens. Each client pauses after a request for `pause` times the request's time. Raises
-        `EngineError`."""
+        """Send traffic for `seconds`, then abort running requests. Prompts have up to `longest`
+        tokens. Clients pause for `pause` times the last request's time. Raises `EngineError`."""
         longest = max(
             2, min(longest or self._longest, self._longest, self._kv_tokens // (2 * clients))
         )

@@ -97,8 +97,7 @@ def _seconds(given: dict[str, Any]) -> float:
 
 
 def configured(arguments: list[str], given: dict[str, Any]) -> tuple[Config, Path]:
-    """Return the configuration of both engines, and the folder of the rollout engine's model.
-    Raises `ConfigError`."""
+    """Return the engines' configuration and the rollout model's folder. Raises `ConfigError`."""
     overrides = [a for a in arguments if a.partition("=")[0] not in OURS]
     config = _configured(overrides, given)
     # The operator passes the same overrides to the lender.
@@ -148,8 +147,7 @@ def measure(
     gpus = config.cluster.gpus > 0
     # Both engines use the KV layout of a shared device, though here each keeps its own cache.
     os.environ.update(start.environment(gpus, threads, shares_device=True) | config.cluster.env)
-    # Without this variable the engines have no boards, and the rollout engine doesn't wait for the
-    # gate.
+    # Without this variable the engines have no boards, and the rollout engine waits for no gate.
     os.environ.pop(plugin.FOLDER, None)
     log("importing vLLM")
     start.preload()

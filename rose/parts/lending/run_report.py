@@ -28,8 +28,7 @@ LATENCIES = {
 
 
 def read(run_dir: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """Return (folder, `rose.parts.lending.operator.report.summary`) for each device that lent
-    itself to this run."""
+    """Return (folder, `operator.report.summary`) for each device that lent itself to this run."""
     run_dir = Path(run_dir).resolve()
     found = []
     for path in sorted((run_dir.parent / "serving").glob(f"{glob.escape(run_dir.name)}-*/{LENT}")):

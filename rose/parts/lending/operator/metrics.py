@@ -122,8 +122,7 @@ def _gate_seconds(b: Boards) -> Samples:
     return [(("open",), b.rollout.open_s), (("shut",), b.rollout.shut_s)] if b.rollout else []
 
 
-# Board ("engine" for both engines) -> field -> (metric, help text). A metric that ends in _total is
-# a counter.
+# Board ("engine": both engines) -> field -> (metric, help text). Metrics in _total are counters.
 FIELDS: dict[str, dict[str, tuple[str, str]]] = {
     "rollout": {
         "wasted_tokens": (

@@ -8,9 +8,8 @@
                                     joins runs
 
 S serves before, during and after the run, with R or without, and is restarted when it dies. The
-lender is restarted when it was killed. It is also restarted when it found no run, because a
-finished run may be continued. If the lender fails or a run refuses it, lending ends. Both children
-die with this process.
+lender is restarted when it was killed or found no run, because a finished run may be continued. If
+the lender fails or a run refuses it, lending ends. Both children die with this process.
 """
 
 from __future__ import annotations
@@ -78,8 +77,8 @@ LEND = signal.SIGRTMIN  # start lending again
 
 
 def has_gpus(run_dir: Path, arguments: list[str]) -> bool:
-    """True if this device is a GPU. That is decided by cluster.gpus in `arguments`, otherwise in
-    the run's configuration, or, before the run has begun, by the presence of NVIDIA's driver."""
+    """True if this device is a GPU: by cluster.gpus in `arguments`, or else in the run's
+    configuration, or else (the run has not begun) if NVIDIA's driver is present."""
     gpus = parse(arguments).get("cluster.gpus")
     if gpus is None:
         with contextlib.suppress(ConfigError):
@@ -89,8 +88,8 @@ def has_gpus(run_dir: Path, arguments: list[str]) -> bool:
 
 def take_gpus(run_dir: Path, overrides: list[str], serving: Serving) -> None:
     """Narrow CUDA_VISIBLE_DEVICES of this process and its children to the GPUs of this task. Their
-    number is the larger tensor-parallel size of the two engines. Other tasks on the node may see
-    the same GPUs but use others. Raises `ConfigError` when this task sees too few."""
+    number is the larger tensor-parallel size of the two engines. Other tasks on the node use other
+    GPUs. Raises `ConfigError` when this task sees too few."""
     if not has_gpus(run_dir, overrides):
         return
     options = {key.replace("-", "_"): value for key, value in serving.online.engine_args.items()}
@@ -158,7 +157,7 @@ class Operator:
         self._scraped = ""  # the online server's metrics when last scraped
         self._write_lock = threading.Lock()
         self._lender: asyncio.subprocess.Process | None = None
-        self._lends = True  # False once the online server's refusal to lend was noted
+        self._lends = True  # whether S lends, as last noted
         self._leaving = False
 
     def run(self) -> int:
@@ -218,8 +217,7 @@ class Operator:
     # ----------------------------------------------------------------- the two children
 
     async def _lend(self) -> None:
-        """When the online server serves for the first time, run the lender. Restart it until it
-        fails."""
+        """Once the online server has served, run the lender, and restart it until it fails."""
         if self.control.switch.never:
             return
         while not self.server.up:
@@ -300,11 +298,11 @@ class Operator:
         return self.serving.drain_s
 
     async def _close(self, tasks: Tasks) -> None:
-        """End the lender, write the last report, and only then end the server, whose metrics the
-        report reads. A mount that doesn't answer delays this by LAST_REPORT_S."""
+        """End the lender, write the last report, and then end the server, whose metrics the report
+        reads. A mount that doesn't answer delays this by LAST_REPORT_S."""
         if self._lender is not None and self._lender.returncode is None:
             self._lender.kill()
-        # Engines may have ended already; their last states count.
+        # The last states of engines count, even of engines that have ended.
         self.history.add(metrics.read(self.folder, living=False))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_REPORT_S):
@@ -342,8 +340,8 @@ class Operator:
             await self._write_report()
 
     async def _write_report(self) -> None:
-        """Write the operator's page, and the file with numbers for the training run's report. A
-        thread writes them, because the run's file system may not answer."""
+        """Write the operator's page and the numbers for the run's report, in a thread: the run's
+        file system may not answer."""
         measured, stopped = report.quantiles(await self._scrape()), self.control.switch.stopped
         slo = self.serving.online.slo
         summary = report.summary(self._title, measured, slo, self.history, stopped)
@@ -351,7 +349,7 @@ class Operator:
         page, numbers = self._html(measured).encode(), json.dumps(summary).encode()
 
         def write() -> None:
-            with self._write_lock:  # The last report may begin while another one is written.
+            with self._write_lock:  # The last report may begin while another is written.
                 write_whole(self.home / "report.html", page)
                 write_whole(self.home / LENT, numbers)
 
@@ -399,7 +397,6 @@ class Operator:
         return next((reason for reason, holds in reasons.items() if reason and holds), "")
 
     def _status(self) -> dict[str, Any]:
-        """Return the response of GET /lending."""
         state, boards = self.control.state, metrics.read(self.folder)
         alive = self._lender is not None and self._lender.returncode is None
         lends = boards.online is not None and bool(boards.online.lends)

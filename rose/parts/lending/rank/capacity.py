@@ -15,7 +15,7 @@ from rose.parts.lending.board import Reader, Rollout
 
 # Seconds after which a shut gate is reported. Moving turns elsewhere doesn't pay for shorter times.
 SHUT_S = 1.0
-# Seconds without requests after which an engine with a shut gate reports room for one turn. Without
+# Seconds without requests after which an engine with a shut gate reports room for one turn: without
 # a request its scheduler may not notice that the gate would open.
 PROBE_S = 2.0
 MATERIAL = 0.05  # least change of the budget that is reported, as a share of the whole KV cache
@@ -32,8 +32,7 @@ class Capacity(NamedTuple):
 
 
 class CapacityWatch:
-    """Watches one engine's capacity, from its start to its end. `kv_tokens` and `max_sequences` are
-    its full capacity."""
+    """Watches the capacity of an engine process. `kv_tokens`, `max_sequences`: full capacity."""
 
     def __init__(self, kv_tokens: int, max_sequences: int) -> None:
         self._whole = Capacity(kv_tokens, max_sequences, 0.0, False)
@@ -113,8 +112,7 @@ class EngineBoard:
         self._why = ""
 
     def read(self) -> Rollout | None:
-        """Return the engine's state, or None if the board is absent, damaged or another
-        process's."""
+        """Return the engine's state; None if the board is absent, damaged or another process's."""
         try:
             self._reader = self._reader or Reader(self._path, Rollout)
         except (OSError, ValueError) as error:

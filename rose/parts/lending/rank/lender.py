@@ -135,7 +135,6 @@ class Lender:
         except ConfigError:
             if (self.run_dir / "config.json").exists():
                 raise
-            # The run has not begun yet.
             return float(settings.parse(self.overrides).get("serving.wait_s", 3600.0))
 
     def _is_finished(self) -> bool:

@@ -20,8 +20,7 @@ from rose.parts.lending.rank.capacity import CapacityWatch, EngineBoard
 from rose.parts.lending.rules.gate import Reason
 
 FIRST_PAUSE_S = 0.0002  # seconds between the first two polls of an empty link; later ones are more
-# Seconds to wait for the coordinator's `Shutdown` after `WorkerLeft`, so that a closing connection
-# loses no message.
+# Seconds to wait for `Shutdown` after `WorkerLeft`, so that a closing connection loses no message.
 GOODBYE_S = 2.0
 CAPACITY_POLL_S = 0.05  # seconds between two reads of the engine's board
 INACTIVE_POLL_S = 0.25  # seconds between two checks whether the operator lends

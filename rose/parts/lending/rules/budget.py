@@ -38,8 +38,7 @@ class Budget:
         self._silent_s = math.inf  # seconds without a fresh board; infinite before the first
 
     def update(self, now: float, online: Online | None, control: Control | None) -> int:
-        """Return R's budget in bytes from `now` on. Call it before each step of R and while R
-        waits."""
+        """Return R's budget in bytes from `now` on. Call it before R's steps and while R waits."""
         passed, self._now = max(0.0, now - (now if self._now is None else self._now)), now
         reason = lent(now, online, control, self._lending)
         if reason in (Reason.CONTROL_SILENT, Reason.ONLINE_SILENT):

@@ -35,8 +35,7 @@ SPREAD = 0.005
 SLOPE = 0.5
 KEPT = 0.95  # share of the samples used by the last fits; the others count as outliers
 SHORTEST = 1e-6  # seconds; no step takes less
-# Most rounds in which a fit decides for each sample whether c0 or the prefill is larger. It settles
-# within 2 to 5.
+# Most rounds in which a fit decides for each sample whether c0 or the prefill is larger; 2 to 5 do.
 ROUNDS = 20
 MEAN_ROUNDS = 5  # rounds in which `fit_mean` weights samples by the last fit
 
@@ -92,8 +91,7 @@ class Predictor:
         return self._kinds[bool(work.prefill)].p99
 
     def observe(self, work: Work, seconds: float) -> None:
-        """Refine the prediction with a measured step. Ignores a time that is not finite or too
-        short for a step."""
+        """Refine the prediction with a measured step, unless its time is impossible."""
         bare = self._bare(work) if work.tokens else 0.0
         if bare > 0 and math.isfinite(seconds) and seconds >= SHORTEST:
             self._kinds[bool(work.prefill)].add(bare, seconds)
@@ -269,8 +267,7 @@ def _enough_of_both(by_error: list[tuple[Work, float]]) -> list[tuple[Work, floa
 
 def _fit(samples: list[tuple[Work, float]], scale: Sequence[float]) -> list[float]:
     """Fit c0 to c5 by least squares of the samples' errors, each divided by its `scale` in seconds.
-    Two steps alternate: decide for each sample whether c0 or the prefill is the maximum, then fit
-    the coefficients."""
+    It alternates: decide for each sample whether c0 or the prefill is the maximum, then fit c."""
     import numpy as np
 
     tokens = np.array([sum(new for new, _ in work.prefill) for work, _ in samples], float)

@@ -189,9 +189,8 @@ class Attainment:
 
     def misses_alone(self, now: float, busy: bool) -> bool:
         """True if S misses its targets even without lending, judged by the last WINDOW requests.
-        But false once S has been idle for IDLE_S, because an idle S misses no target. `busy` is
-        true while S has a request. Call this often, because idle time is measured from the last
-        call with `busy`."""
+        But false once S has been idle for IDLE_S, because an idle S misses no target. Idle time is
+        measured from the last call with `busy` (S has a request), so call this often."""
         if busy:
             self._at = now
         return self._misses and now - self._at <= IDLE_S

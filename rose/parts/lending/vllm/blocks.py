@@ -34,8 +34,7 @@ class Pool(Protocol):
     def release(self, ranges: Ranges) -> None: ...
 
     def scratch(self) -> AbstractContextManager[None]:
-        """Allow kernels to touch every page within this context. Writes to unmapped pages are
-        lost."""
+        """Allow kernels to touch every page in this context; writes to unmapped pages are lost."""
 
 
 class Layout(NamedTuple):
@@ -113,8 +112,7 @@ class BlockMemory:
 
     def map(self, ids: Iterable[int]) -> int:
         """Map the memory of these blocks, so that they may be used. Return the bytes newly mapped.
-        If the pool raises an error, nothing has changed. Raises `ValueError` for an id outside the
-        cache."""
+        Raises `ValueError` for an id outside the cache. An error leaves all as it was."""
         runs = self._runs(ids, held=False)
         fresh = self._count(runs, 1)
         try:
@@ -128,9 +126,8 @@ class BlockMemory:
         return _total(fresh)
 
     def release(self, ids: Iterable[int]) -> int:
-        """Release the memory of these blocks and their content. Return the bytes released. Raises
-        `ValueError` for an id outside the cache, and for block 0, vLLM's null block, which kernels
-        touch for padding."""
+        """Release the memory of these blocks. Return the bytes released. Raises `ValueError` for
+        ids outside the cache, and for block 0 (null block), which kernels touch for padding."""
         runs = self._runs(ids, held=True)
         if runs and runs[0][0] == 0:
             raise ValueError("block 0 is vLLM's null block and is never given back")
@@ -155,8 +152,7 @@ class BlockMemory:
 
     @contextmanager
     def scratch(self) -> Iterator[None]:
-        """Allow kernels to touch every block within this context. Only held blocks keep their
-        content."""
+        """Allow kernels to touch every block in this context; only held blocks keep content."""
         with self.pool.scratch():
             yield
         self.pool.release(_ranges(np.flatnonzero(self._spans == 0), self.pool.page))
@@ -172,7 +168,7 @@ class BlockMemory:
         return _ranges(wanted[self._held[wanted] == held], 1)
 
     def _count(self, runs: list[tuple[int, int]], change: int) -> Ranges:
-        """For each span of these runs of blocks, add `change` (1 or -1) to the counts of its pages.
+        """Add `change` (1 or -1) to the counts of the pages of each span of these runs of blocks.
         Return the byte ranges of the pages that got their first span or lost their last."""
         page, turned = self.pool.page, []
         for start, stride in zip(self.layout.starts, self.layout.strides, strict=False):

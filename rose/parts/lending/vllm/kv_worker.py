@@ -151,8 +151,7 @@ class KvWorker:
         return self._rose_lent().release(block_ids)
 
     def rose_before_warm_up(self) -> None:
-        """Prepare the model before its CUDA graphs are captured. Called if the engine shares its
-        device; does nothing here."""
+        """Prepare the model of an engine on a shared device, before CUDA graphs are captured."""
 
     def _rose_release_cache(self) -> set[tuple[int, int]]:
         self._rose_lent().suspend()

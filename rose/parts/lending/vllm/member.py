@@ -22,8 +22,7 @@ LATE = 16  # a gate that has been shut for t seconds is polled again after t / L
 
 
 class Member(Timed):
-    """A mixin before vLLM's scheduler class. Without a shared device in the environment it only
-    times steps."""
+    """A mixin before vLLM's scheduler class. It only times steps if no device is shared."""
 
     kind: type  # type of the board's state: board.Online or board.Rollout
     board_name: str
@@ -115,8 +114,7 @@ class Member(Timed):
         """Do this engine's work of each beat, in the beats' thread."""
 
     def _wants_loop(self) -> bool:
-        """Return True if the loop should run without requests, to move memory or publish. Called at
-        each beat, in the beats' thread."""
+        """True if the loop should run without requests. Called at each beat, in its thread."""
         raise NotImplementedError
 
 

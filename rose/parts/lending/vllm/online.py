@@ -41,7 +41,7 @@ MOVE_EVERY_S = 0.05
 
 
 def scheduler(vllm_config, **others):
-    """Create the scheduler. vLLM calls it as its `scheduler_cls`."""
+    """Create the scheduler. vLLM calls this as its `scheduler_cls`."""
     return vllm_scheduler(OnlineScheduler, vllm_config, **others)
 
 
@@ -118,8 +118,7 @@ class OnlineScheduler(Member):
         super().add_request(request)
         if self.device is None or request.request_id in self._seen:
             return
-        # vLLM's arrival time is wall-clock time, and the clock may be set. So only the time since
-        # the arrival is used, within limits.
+        # vLLM's arrival time is wall-clock time, which may be set. So the wait is limited.
         waited = min(max(0.0, time.time() - request.arrival_time), 60.0)
         self._seen[request.request_id] = _Seen(time.monotonic() - waited)
         self._write_board()
@@ -375,17 +374,14 @@ class OnlineScheduler(Member):
         rollout = self._rollout.read()
         if rollout is not None:
             return rollout.kv_budget if board.is_alive(rollout) else 0.0
-        # There is no rollout engine, or its board is damaged. With a damaged board the engine may
-        # still use all memory that was lent.
+        # Without a readable board, a living rollout engine may use all memory that was lent.
         return 0.0 if self._rollout.gone() else max(0.0, self.device.kv_bytes - self.pool.mapped)
 
     def _share_memory(self, at_once: bool = False) -> None:
         """Publish the memory that this engine needs, then map or release memory.
 
-        This engine publishes before it reads the rollout engine's budget, and the rollout engine
-        does the same. So the two never take the same bytes.
-
-        Unless `at_once`, a call moves little memory beyond the next step's need, because all
+        Each engine publishes before it reads the other engine's board, so they never take the same
+        bytes. Unless `at_once`, a call moves little memory beyond the next step's need, because all
         running requests wait for it; while a step is in flight, even less, and not at each call.
         """
         needed = self._needed()
@@ -425,9 +421,8 @@ class OnlineScheduler(Member):
         self._reclaim()
 
     def _reclaim(self) -> None:
-        """Make the rollout engine release the memory that online requests wait for. Raise its
-        priority, so that it gets CPU time for that. Kill it if it still has the memory after
-        lending.revoke_after_s."""
+        """Make the rollout engine release memory that online requests wait for: raise its priority,
+        so that it gets CPU time, and kill it if it keeps the memory for lending.revoke_after_s."""
         now, rollout, missing = time.monotonic(), self._rollout.read() or self._rollout.last, 0.0
         if rollout is not None and self._waits_for_memory():
             self._flag.up = False

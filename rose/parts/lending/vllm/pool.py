@@ -30,8 +30,7 @@ AT_ONCE = 2**28
 IN_FLIGHT = 2**25
 # A request of at most this many blocks that fails is not split further.
 FEW = 16
-# Calls of `limit` between two checks whether pages have become free, which take a few ms for 50,000
-# blocks.
+# Calls of `limit` between two checks for free pages; a check of 50,000 blocks takes a few ms.
 SETTLE = 32
 
 # Calls a method, with block ids, in every worker; returns the bytes that each worker reports.
@@ -41,8 +40,7 @@ Call = Callable[[str, list[int]], Sequence[int]]
 class Pool:
     """Withholds blocks from vLLM's block pool and lends them to it. `manager` is vLLM's
     KVCacheManager, `kv_cache_config` its configuration. Only free blocks can be withheld, not those
-    that requests hold. All methods are for the thread of vLLM's loop while it plans a step: see
-    `vmm.PagePool`."""
+    that requests hold. Call it in the thread of vLLM's loop while it plans a step."""
 
     def __init__(self, manager: Any, kv_cache_config: Any) -> None:
         self._manager, self._blocks = manager, manager.block_pool
@@ -87,8 +85,7 @@ class Pool:
 
     @property
     def free(self) -> int:
-        """Bytes of usable blocks that no request holds. They may have cached prefixes, which can be
-        dropped."""
+        """Bytes of usable blocks that no request holds; they may have cached prefixes."""
         return self._blocks.get_num_free_blocks() * self.block_bytes
 
     @property

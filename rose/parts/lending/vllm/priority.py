@@ -23,8 +23,7 @@ NICE = 19
 
 
 class Priority:
-    """Lowers the priority of this process's threads, except one. Threads that they start inherit
-    it."""
+    """Lowers the priority of this process's threads, except one; new threads inherit it."""
 
     def __init__(self, except_for: int | None = None) -> None:
         self._except_for = except_for
