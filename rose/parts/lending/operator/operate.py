@@ -157,7 +157,7 @@ class Operator:
         self._scraped = ""  # the online server's metrics when last scraped
         self._write_lock = threading.Lock()
         self._lender: asyncio.subprocess.Process | None = None
-        self._lends = True  # whether S lends, as last noted
+        self._lends = True  # the last noted state of S
         self._leaving = False
 
     def run(self) -> int:
