@@ -4,13 +4,13 @@
     rose simulate [KEY=VALUE ...]    ... with mode=simulate: the same on a simulated cluster
     rose plan [KEY=VALUE ...]        ... with mode=plan: how many GPUs it needs
     rose serve name=RUN [...]        lend this process's share of a serving node to a run
-    rose relay UPSTREAM [...]        weight versions over a slow link once, for many engines
-    rose export RUN [...]            a model folder of a run
-    rose play RUN [...]              the policy plays a held-out task in this terminal
-    rose show RUN [...]              trajectories of a run: a list, or one as a conversation
-    rose state RUN [...]             what became of runs and their Slurm jobs
-    rose doctor [KEY=VALUE ...]      what works on this machine or cluster
-    rose slurm                       a folder: sbatch $(rose slurm)/serving.sbatch name=RUN
+    rose relay UPSTREAM [...]        copy weight versions over a slow link once, for many engines
+    rose export RUN [...]            write a run's policy as a model folder
+    rose play RUN [...]              watch the policy play a held-out task in this terminal
+    rose show RUN [...]              list a run's trajectories, or show one as a conversation
+    rose state RUN [...]             show the state of runs and their Slurm jobs
+    rose doctor [KEY=VALUE ...]      check what works on this machine or cluster
+    rose slurm                       print a folder: sbatch $(rose slurm)/serving.sbatch name=RUN
 
 `rose COMMAND --help` says more. Completion in bash: eval "$(rose -sc install=bash)".
 """
@@ -30,8 +30,8 @@ MODULES = {"export": "rose.export", "state": "rose.launch.state"}
 
 
 def main() -> int:
-    """Run the command that the arguments name. Return its exit code; quietly that of SIGPIPE if
-    what it printed met a reader that has exited, as with `rose --help | head`."""
+    """Run the command that the arguments name and return its exit code. If the reader of its output
+    has exited, as with `rose --help | head`, print no error and return SIGPIPE's code."""
     try:
         try:
             code = _run(*(sys.argv[1:] or ["--help"]))
@@ -51,6 +51,7 @@ def main() -> int:
 
 
 def _run(name: str, *arguments: str) -> int:
+    """Run the command `name` and return its exit code."""
     if name in ("-h", "--help", "help"):
         print(__doc__)
         return 0
@@ -76,15 +77,15 @@ def _run(name: str, *arguments: str) -> int:
 
 
 def _modules() -> dict[str, str]:
-    """Return the module that each command runs, those of parts included."""
+    """Map each command to the module that it runs; includes the commands that parts add."""
     return MODULES | extensions.merged("commands", "COMMANDS")
 
 
 def _complete(arguments: list[str]) -> int:
-    """Complete a command line: Hydra's shell function calls `rose -sc query=bash` with the line in
-    COMP_LINE. The first word is a command of `rose`; Hydra completes the others."""
+    """Print completions for the shell. Hydra's shell function calls `rose -sc query=bash` with the
+    line in COMP_LINE. `rose` completes the command's name, Hydra the words after it."""
     line = os.environ.get("COMP_LINE", "")
-    # A command that is typed whole: white space follows it.
+    # A command's name is complete once white space follows it.
     command = re.match(r"\s*\S+\s+(\S+)\s", line)
     known = command and command[1] in {*MODES, "doctor"}
     if arguments[:1] == ["query=bash"] and not known:
@@ -95,11 +96,11 @@ def _complete(arguments: list[str]) -> int:
 
 
 def _front(name: str, arguments: list[str]) -> int:
-    """Run launch.py's front door with the mode that this command names."""
+    """Run `python launch.py` (rose/front.py) with mode=`name` and return its exit code."""
     try:
         from rose import front
         from rose.places import CONF
-    except KeyboardInterrupt:  # importing takes seconds
+    except KeyboardInterrupt:  # Ctrl-C during the imports, which take seconds
         return 130
     mode = [] if name == "train" else [f"mode={name}"]
     if name != "train" and any(a.startswith("mode=") for a in arguments):

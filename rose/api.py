@@ -1,4 +1,4 @@
-"""The names that code outside of ROSE may import. They stay when ROSE's modules move.
+"""The names that code outside of ROSE may import. They remain here when ROSE's modules move.
 
     from rose.api import Action, ConfigError, Environment, Start, Step, ToolCall    # environments
     from rose.api import Cluster, Fleet, TurnState, WorkerState, events             # policies
@@ -63,6 +63,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    """Import a name of `__all__` from its module at its first use."""
     if name not in _PLACES:
         raise AttributeError(f"rose.api has no {name}; it has {', '.join(__all__)}")
     module = importlib.import_module(_PLACES[name])

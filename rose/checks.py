@@ -25,8 +25,7 @@ from rose.trainer import algorithms, compilers
 
 
 def check(tree: dict) -> plan.Plan:
-    """Check all that can be checked before anything is started or written, and plan the run. Raises
-    `ConfigError`."""
+    """Check a composed configuration and plan the run; start nothing. Raises `ConfigError`."""
     c = exclusions.from_dict(tree)
     envs.check(c.env, c.eval.sets)
     tool_formats.check_names(c.model.tool_format, c.model.reasoning_format)
@@ -78,15 +77,15 @@ def check(tree: dict) -> plan.Plan:
 
 
 def host_gib(c: Config) -> float | None:
-    """Return the memory in GiB that the run may use; None for a run on another machine."""
+    """Return the host memory in GiB that the run may use; None if it runs on another machine."""
     if c.cluster.dry_run or c.cluster.kind != "local":
         return None
     return host_bytes() / 2**30
 
 
 def with_whole_paths(c: Config) -> Config:
-    """Resolve the paths of files that ranks read, links included. Ranks in a container may start in
-    another folder, and the container mounts the resolved path."""
+    """Make the paths of files that ranks read absolute, with symbolic links resolved. Ranks in a
+    container may start in another folder, and the container mounts the resolved path."""
     reward = c.reward
     if reward.pools:
         reward = msgspec.structs.replace(reward, args=_scorers(c).whole_paths(reward.args))
@@ -107,12 +106,13 @@ def with_whole_paths(c: Config) -> Config:
 
 
 def _scorers(c: Config) -> Any:
+    """Return the module `scorers` of the part `rewards`."""
     return needed("scorers", "rewards", f"reward.name={c.reward.name!r}")
 
 
 def needed(module: str, part: str, key: str) -> Any:
-    """Return the module of a part that the run needs for `key`, KEY=VALUE. Raises `ConfigError` if
-    the part is missing."""
+    """Return a part's module, which the run needs because of `key` (KEY=VALUE). Raises
+    `ConfigError` if the part is missing."""
     if (found := extensions.modules(module).get(part)) is None:
         raise ConfigError(f"{key}: {extensions.missing(f'rose.parts.{part}')}")
     return found
@@ -120,7 +120,8 @@ def needed(module: str, part: str, key: str) -> Any:
 
 def check_formats(c: Config) -> None:
     """Raise `ConfigError` for a chat template that can't render trajectories, and for a tool or
-    reasoning format that isn't the model's. Recipes with `auto` have ROSE's own templates."""
+    reasoning format that isn't the model's. A model that ROSE makes, with both formats `auto`, has
+    ROSE's own template and needs no check."""
     auto = (c.model.tool_format, c.model.reasoning_format) == (tool_formats.AUTO, tool_formats.AUTO)
     if c.model.source in ("folder", "hub") or not auto:
         from rose.agent.chat import ChatFormat  # imports transformers
@@ -135,8 +136,8 @@ def check_formats(c: Config) -> None:
 
 
 def check_rows(c: Config, say: Callable[[str], None]) -> None:
-    """Raise `ConfigError` for a data file with too many rows that don't fit the model's context.
-    `say` receives progress and rows that don't fit. A replay's rows are another run's."""
+    """Raise `ConfigError` for a data file in which too many rows don't fit the model's context.
+    `say` receives progress and the rows that don't fit. A replay reads no data file."""
     here = c.model.source in ("folder", "hub") or c.cluster.kind == "local"
     if here and c.rollout.replay is None and rows.known(c):
         from rose.agent.chat import ChatFormat  # imports transformers
@@ -146,8 +147,8 @@ def check_rows(c: Config, say: Callable[[str], None]) -> None:
 
 
 def check_domains(c: Config) -> None:
-    """Raise `ConfigError` for a hardware affinity of a domain that the run doesn't have. The
-    hardware can't be checked, since workers report theirs only when they join."""
+    """Raise `ConfigError` if `scheduler.routing` assigns hardware to a domain that the run doesn't
+    have. The hardware's name can't be checked: workers report theirs only when they join."""
     routing = c.scheduler.routing
     for domain, hardware in routing.args["hardware"].items() if routing.name == "rollart" else ():
         if domain not in c.environments:
@@ -158,8 +159,8 @@ def check_domains(c: Config) -> None:
 
 
 def check_forks(c: Config, needed: bool) -> None:
-    """Raise `ConfigError` where trajectories can't fork, or don't fork although the algorithm
-    compares forks (`needed`)."""
+    """Raise `ConfigError` if trajectories are to fork and can't, or if the algorithm compares forks
+    (`needed`) and trajectories don't fork."""
     branching, size = c.rollout.branch, c.rollout.group_size
     if c.rollout.replay is not None:
         return
@@ -179,7 +180,8 @@ def check_forks(c: Config, needed: bool) -> None:
 
 
 def refuse_programs(c: Config, why: str) -> None:
-    """Raise `ConfigError` for an agent that is a program of its own, with the reason `why`."""
+    """Raise `ConfigError` if an agent of the run is a separate program. `why` completes the
+    sentence "an agent whose program ..."."""
     for name, member in c.env.members.items():
         if envs.is_program(member):
             key = f"{c.env.key_of(name)}.name={member.name!r}"
@@ -187,8 +189,7 @@ def refuse_programs(c: Config, why: str) -> None:
 
 
 def check_turn_rewards(c: Config) -> None:
-    """Raise `ConfigError` where trajectories would have no rewards per turn, which the run's
-    algorithm needs."""
+    """Raise `ConfigError` if trajectories lack the rewards per turn that the algorithm needs."""
     needs = f"which algorithm.name={c.algorithm.name} needs"
     if c.rollout.replay is not None:
         try:

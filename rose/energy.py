@@ -9,9 +9,9 @@ from typing import Any
 
 
 def counters() -> dict[str, float]:
-    """Map the UUID of each GPU that this process may use to its joules since the driver was loaded.
-    A GPU without a counter (older than Volta, a MIG slice) is left out. The result is empty without
-    NVML or GPUs."""
+    """Map the UUID of each GPU that this process may use to the joules that it has used since the
+    driver was loaded. GPUs without a counter (older than Volta, MIG slices) are left out. Without
+    NVML or GPUs the result is empty."""
     found = {}
     for uuid, device in _devices().items():
         nvml = _nvml()
@@ -25,8 +25,8 @@ def counters() -> dict[str, float]:
 
 @cache
 def _nvml() -> ModuleType | None:
-    """Return pynvml, initialized, or None when it isn't installed or no driver is loaded. vLLM
-    depends on pynvml, so it is there wherever vLLM is."""
+    """Return pynvml, initialized; None when it isn't installed or no driver is loaded. An
+    environment with vLLM always has pynvml, because vLLM depends on it."""
     try:
         import pynvml
     except ImportError:
@@ -40,8 +40,8 @@ def _nvml() -> ModuleType | None:
 
 @cache
 def _devices() -> dict[str, Any]:
-    """Map UUID to NVML handle of the GPUs that CUDA_VISIBLE_DEVICES lists by index or UUID. All
-    GPUs of the machine if the variable is unset."""
+    """Map UUIDs to NVML handles, for the GPUs that CUDA_VISIBLE_DEVICES lists by index or UUID. If
+    the variable is unset, for all GPUs of the machine."""
     nvml = _nvml()
     if nvml is None:
         return {}

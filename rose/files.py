@@ -1,9 +1,9 @@
-"""Atomic and private writes, locks that end with their holder's process, and explanations for a
-disk that refuses writes.
+"""Atomic and private writes, locks that end with the process that holds them, and explanations for
+a disk that refuses writes.
 
 A full disk, an exhausted quota or a mount that became read-only ends a run. The launcher reports
-it once, even if the ranks could not. Imports nothing of ROSE. Left out: disks that lose data which
-they accepted, and file systems without flock.
+it once, even if the ranks could not. Imports nothing of ROSE. Not handled: disks that lose data
+which they accepted, and file systems without flock.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ CONTINUE = "the same launch.py command then continues the run from its last chec
 
 
 def refusal(folder: Path | str) -> OSError | None:
-    """Return the error with which `folder` refuses a new file, naming the folder; None if it
-    accepts one. The probe's file is removed."""
+    """Create, write and remove a file in `folder`. Return the error if that fails, with the
+    folder's name in it; None if it succeeds."""
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(bytes(PROBE_BYTES))
@@ -49,8 +49,9 @@ def refusal(folder: Path | str) -> OSError | None:
 
 
 def advice(refused: OSError | None, message: str = "") -> str:
-    """Explain what happened and what to do where a folder refused a write. '' where none did.
-    `message`: an error's text, which may name such a refusal if `refused` is None."""
+    """Explain which folder refused a write, and what to do. `refused` is the result of `refusal`;
+    if it is None, `message`, another error's text, is searched for a disk's error. Returns "" if
+    neither shows a refused write."""
     if refused is not None:
         remedy = REMEDIES.get(refused.errno, "make it writable again")
         return f"{refused.filename}: {refused.strerror}; {remedy}; {CONTINUE}"
@@ -65,21 +66,21 @@ PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"
 
 
 def at_home(path: str) -> Path:
-    """Return the path of a command's option, with the home folder for its ~. Shells don't replace
-    that of --option=~/path."""
+    """Return the path with its ~ replaced by the home folder. Shells leave the ~ of
+    --option=~/path as it is."""
     return Path(os.path.expanduser(path))
 
 
 def printable(text: object) -> str:
-    """Return `text` for a terminal, without the control characters that an agent's program, an
-    environment or a model may have put into it."""
+    """Return `text` with its control characters replaced, so that a terminal doesn't obey them.
+    Text of a model, an environment or an agent's program may contain them."""
     return str(text).translate(PICTURES)
 
 
 def own_folder(path: Path, follow: bool = False, parents: bool = True) -> None:
     """Create the folder `path` for this user alone, or accept one that this user owns. Without
-    `follow` a symbolic link is refused: in a folder like TMPDIR another user may have placed it, to
-    lead to another folder of this user's. Raises an OSError that names `path`."""
+    `follow` a symbolic link is refused: in a folder like TMPDIR it may be another user's, and lead
+    to another folder of this user. Raises an OSError that names `path`."""
     with suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=parents)
     found = path.stat() if follow else path.lstat()
@@ -93,14 +94,14 @@ def own_folder(path: Path, follow: bool = False, parents: bool = True) -> None:
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """True for what a clone without Git LFS has in the place of a large file. Raises OSError."""
+    """True for a pointer, which a clone without Git LFS has for a large file. Raises OSError."""
     with path.open("rb") as file:
         return file.read(len(LFS_POINTER)) == LFS_POINTER
 
 
 def user_text(path: Path) -> str:
     """Return the text of a user's UTF-8 file, without its byte order mark. Raises OSError, and
-    ValueError for what is no such text."""
+    ValueError for a file that is not UTF-8 or is a pointer of Git LFS."""
     data = Path(path).read_bytes()
     if data.startswith(LFS_POINTER):
         raise ValueError(LFS_ADVICE)
@@ -116,9 +117,9 @@ def user_text(path: Path) -> str:
 
 
 def json_lines(path: Path) -> list[Any]:
-    """Return the values of a user's file of JSON lines. Only a line feed ends one: texts in JSON
-    may hold U+2028 and others at which `str.splitlines` ends a line. Raises as `user_text`, and
-    ValueError that names the line that is no JSON."""
+    """Return the values of a user's file of JSON lines. Only a line feed ends a line: JSON texts
+    may contain U+2028 and other characters at which `str.splitlines` would end it. Raises as
+    `user_text`, and a ValueError that names a line without valid JSON."""
     values = []
     for number, line in enumerate(user_text(path).split("\n"), 1):
         try:
@@ -130,31 +131,33 @@ def json_lines(path: Path) -> list[Any]:
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to; at the block's end it is renamed to `path`. Only one
-    process may write `path` at a time. A reader sees the old file or the new one, and a failure
-    leaves the old one alone. Raises an OSError that names `path`."""
-    part = path.with_name(f"{path.name}.part")  # may exist after a killed process; overwritten
+    """Yield a temporary path to write to, and rename it to `path` at the block's end. Only one
+    process may write `path` at a time. Readers see the old file or the whole new one, and a failure
+    leaves the old file as it is. Raises an OSError that names `path`."""
+    # A killed process may have left this file; it is overwritten.
+    part = path.with_name(f"{path.name}.part")
     try:
         yield part
         part.replace(path)
     except OSError as error:
-        # On a disk that is now read-only the part stays, and the next write overwrites it.
+        # On a disk that is now read-only, the temporary file remains. The next write overwrites it.
         with suppress(OSError):
             part.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def write_whole(path: Path, data: bytes, sync: bool = False, private: bool = False) -> None:
-    """Replace the content of `path` by `data`, atomically. `sync`: it is on the disk when this
-    returns. `private`: only this user can read it, at any time. Raises as `whole` does."""
-    with whole(path) as part, _new(part, private) as file:
+    """Replace the content of `path` by `data`, atomically. With `sync`, `data` is on the disk when
+    this returns. With `private`, only this user can ever read it. Raises as `whole` does."""
+    with whole(path) as part, _open_new(part, private) as file:
         file.write(data)
         file.flush()
         if sync:
             os.fsync(file.fileno())
 
 
-def _new(path: Path, private: bool) -> BinaryIO:
+def _open_new(path: Path, private: bool) -> BinaryIO:
+    """Open a file for writing; with `private`, a new file that only this user can read."""
     if not private:
         return path.open("wb")
     path.unlink(missing_ok=True)  # an earlier file may be open to others
@@ -162,15 +165,15 @@ def _new(path: Path, private: bool) -> BinaryIO:
 
 
 def lock_now(file: IO) -> None:
-    """Lock this open file until it is closed, or its process dies. Raises BlockingIOError while
-    another process holds the lock, OSError on a file system without locks."""
+    """Lock this open file until it is closed or this process dies. Raises BlockingIOError if
+    another process holds the lock, and OSError on a file system without locks."""
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 @contextmanager
 def held(path: Path, deadline_s: float) -> Iterator[None]:
-    """Hold the lock of `path`, a file that is created if absent. Raises a `TimeoutError` that names
-    it after `deadline_s` seconds."""
+    """Hold the lock of the file `path`, which is created if absent. Raises a `TimeoutError` that
+    names `path` if another process still holds the lock after `deadline_s`."""
     until = time.monotonic() + deadline_s
     with path.open("w", encoding="utf-8") as file:
         while True:
@@ -187,8 +190,8 @@ def held(path: Path, deadline_s: float) -> Iterator[None]:
 
 
 class Lossy(io.FileIO):
-    """A file for logs and traces, which no process needs to continue. A write that the disk refuses
-    is dropped, so that reporting an error neither fails nor hides that error."""
+    """A file for logs and traces. A write that the disk refuses is dropped, because no process
+    needs these files and reporting an error must not raise another."""
 
     def write(self, data) -> int:
         try:
@@ -202,8 +205,8 @@ class Closes(Protocol):
 
 
 def close_all(*files: Closes) -> None:
-    """Close each file. A refused write is only printed, so that it does not hide the error for
-    which the caller may be closing them."""
+    """Close each file. If the disk refuses a last write, the error is printed and not raised: it
+    would hide the error that may have made the caller close the files."""
     for file in files:
         try:
             file.close()

@@ -1,9 +1,11 @@
 """Run `python launch.py`: compose every configuration, check them all, then run them one after the
 other.
 
-    0 done   1 the run failed   2 bad configuration, nothing started   130 Ctrl-C   143 SIGTERM
-Left out: the checks of a configuration (checks.py), processes (supervise.py), the rules for a run
-that continues (resume.py), and the ranks.
+Exit codes: 0 done, 1 the run failed, 2 bad configuration and nothing started, 130 Ctrl-C,
+143 SIGTERM.
+
+In other modules: the checks of a configuration (checks.py), processes (supervise.py), and the rules
+for a run that continues (resume.py).
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from rose.launch import (
 from rose.observe import terminal
 from rose.observe.terminal import echo
 
-# Hydra's flags with which it prints something and composes no configuration.
+# Flags with which Hydra prints something instead of composing a configuration.
 INSTEAD_OF_RUNNING = frozenset(
     (
         "--help",
@@ -109,6 +111,7 @@ def _signals_raise() -> Iterator[None]:
 
 
 def _main(conf: Path, arguments: list[str], console: Console, program: str) -> int:
+    """Compose, check and run all configurations; return the exit code."""
     trees = compose(conf, arguments)
     names = [str(tree["name"]) for tree in trees]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -137,8 +140,8 @@ def _main(conf: Path, arguments: list[str], console: Console, program: str) -> i
 
 
 def compose(conf: Path, arguments: list[str]) -> list[dict]:
-    """Return the resolved tree of each point of the sweep: one without -m, none with --help and the
-    like. Raises `ConfigError` for a sweep without points."""
+    """Return the resolved tree of each point of a sweep (-m), or one tree without -m. With --help
+    and similar flags the list is empty. Raises `ConfigError` for a sweep without points."""
     arguments = errors.with_home([*_groups_of_mode(arguments), *arguments])
     trees: list[dict] = []
     refused: list[ConfigError] = []
@@ -146,14 +149,14 @@ def compose(conf: Path, arguments: list[str]) -> list[dict]:
     places = (place.removeprefix("file://") for place in errors.searched(arguments))
     errors.check_options(arguments, [conf, *map(Path, places)])
     if not any(word.startswith(("-", "hydra.")) for word in arguments):
-        # A single point is composed here. `hydra.main` would do it twice, first for hydra.mode.
+        # Composed without `hydra.main`, which would compose twice, first to find hydra.mode.
         with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
             return [_tree(hydra.compose("config", arguments), arguments)]
 
     def collect(composed) -> None:
         try:
             tree = _tree(composed, arguments)
-        except ConfigError as error:  # Hydra would print words of its own about it.
+        except ConfigError as error:  # raised later, because Hydra would add a text of its own
             refused.append(error)
             return
         if HydraConfig.get().mode == RunMode.MULTIRUN:
@@ -163,7 +166,7 @@ def compose(conf: Path, arguments: list[str]) -> list[dict]:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting
     program, sys.argv = sys.argv, [sys.argv[0], *errors.options_first(arguments)]
     with tempfile.TemporaryDirectory(prefix="rose-hydra-") as scratch:
-        # conf/config.yaml names this folder as the place of Hydra's multirun.yaml.
+        # Hydra writes multirun.yaml to this folder (conf/config.yaml).
         os.environ["ROSE_HYDRA_SCRATCH"] = scratch
         decorate = hydra.main(version_base="1.3", config_path=str(conf), config_name="config")
         try:
@@ -186,14 +189,14 @@ def compose(conf: Path, arguments: list[str]) -> list[dict]:
 
 
 def _groups_of_mode(arguments: list[str]) -> tuple[str, ...]:
-    """Return the overrides that the mode on the command line needs, to be before all others."""
+    """Return the overrides that the command line's mode needs. They come before all others."""
     asked = errors.value_of("mode", arguments).split(",")
     return next((part.GROUPS for mode, part in extensions.modes().items() if mode in asked), ())
 
 
 def _tree(composed: DictConfig, arguments: list[str]) -> dict:
-    """Return the tree of a composed configuration. Raises `ConfigError` if a file names a mode of a
-    part, whose groups only the command line can add."""
+    """Return the tree of a composed configuration. Raises `ConfigError` if a file sets a mode that
+    needs further groups, because only a mode on the command line adds them."""
     mode = str(composed.mode)
     if mode in extensions.modes() and not _groups_of_mode(arguments):
         raise ConfigError(
@@ -204,8 +207,8 @@ def _tree(composed: DictConfig, arguments: list[str]) -> dict:
 
 
 def own_sections(tree: dict) -> dict:
-    """Return the tree without the sections that only other modes read. An experiment with values
-    for a simulation can be trained, too."""
+    """Return the tree without the sections that only other modes read, so that an experiment with
+    values for a simulation can also be trained."""
     sections = {mode: part.SECTION for mode, part in extensions.modes().items()}
     others = {*sections.values()} - {sections.get(tree["mode"])}
     return {name: value for name, value in tree.items() if name not in others}
@@ -225,8 +228,8 @@ def point_name(name: str, overrides: list[str], swept: list[str]) -> str:
 
 
 def _active_job(c: Config) -> str | None:
-    """Return the id of the run's Slurm job if it is pending or running. Raises `ConfigError` where
-    Slurm doesn't answer, since a second job would write into the same folder."""
+    """Return the id of the run's Slurm job if it is pending or running. Raises `ConfigError` if
+    Slurm doesn't answer, because a second job would write into the same folder."""
     try:
         job = state.submitted(c.run_dir)
         return job if job and state.is_active(job) else None
@@ -238,6 +241,7 @@ def _active_job(c: Config) -> str | None:
 
 
 def _report_active_job(c: Config, job: str, console: Console) -> int:
+    """Print the state of the run's active job, and new values that don't apply to it."""
     if kept := resume.not_applied(c.run_dir / "config.json", c):
         warning = f"job {job} goes on with its own values, until it is submitted again:"
         echo(console, "\n  ".join([warning, *kept]), label="[yellow]warning:[/]")
@@ -251,7 +255,8 @@ def _report_active_job(c: Config, job: str, console: Console) -> int:
 
 
 def launch(made: plan.Plan, console: Console, command: str) -> int:
-    """Start, submit or show one run, and return its exit code. `command` is saved with the run."""
+    """Start a local run, submit a Slurm run or show a dry run. Return the exit code. `command`, the
+    command line, is saved with the run."""
     c = made.config
     if c.why_not_borrowed:
         echo(console, c.why_not_borrowed, label="[yellow]warning:[/]")
@@ -303,8 +308,8 @@ def launch(made: plan.Plan, console: Console, command: str) -> int:
 
 @contextmanager
 def _aside(c: Config, console: Console) -> Iterator[None]:
-    """Move an earlier run of this name aside, if `fresh` is set. It is moved back if the new run is
-    refused, or ended by a signal, before it has created its folder."""
+    """Move an earlier run of this name aside, if `fresh` is set. Move it back if the new run is
+    refused or ended by a signal before it has created its folder."""
     if not (c.fresh and os.path.exists(c.run_dir)):
         yield
         return
@@ -322,6 +327,7 @@ def _aside(c: Config, console: Console) -> Iterator[None]:
 
 
 def _run(c: Config, made: plan.Plan, console: Console) -> int:
+    """Run one attempt on this machine, print its outcome and return the exit code."""
     attempt = logs.new_attempt(c.run_dir)
     local.write_config(c, c.run_dir)
     if note := resume.last_saved(c.run_dir):

@@ -1,15 +1,15 @@
 """Settings of glibc's heap for engines and trainers on a CPU: keep freed memory, and populate pages
 before an engine step needs them.
 
-Activations of changing size are allocated between small long-lived objects, so the heap grows for
-as long as an engine meets new compositions of engine steps. An engine step in which the heap grows
-pays with page faults: a quarter of its time and more on virtual machines, whose host has to find
-the page, too. Allocators other than glibc's ignore these settings.
+Activations of changing size are allocated between small long-lived objects. So the heap grows
+whenever an engine step batches requests in a new way. A step in which the heap grows takes page
+faults. They cost a quarter of its time and more on virtual machines, whose host must map the page
+too. Allocators other than glibc's ignore these settings.
 
-glibc's variables (MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_, MALLOC_TOP_PAD_) keep as much in
-a server that is started with them (CHANGELOG.md). They don't replace this module: a rank's engine
-is forked, and glibc reads them only where a program starts. No variable makes a heap resident that
-still grows, and huge pages (glibc.malloc.hugetlb=1) would be zeroed within the engine step.
+glibc also has environment variables (MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_,
+MALLOC_TOP_PAD_), which also keep freed memory (CHANGELOG.md). They can't replace this module: glibc
+reads them when a program starts, but a rank's engine is forked. No variable populates the heap
+ahead of its use, and huge pages (glibc.malloc.hugetlb=1) would be zeroed within the engine step.
 `Ahead` populates the heap while the engine has no request.
 """
 
@@ -25,18 +25,19 @@ M_TRIM_THRESHOLD = -1
 M_TOP_PAD = -2
 M_MMAP_THRESHOLD = -3
 M_MMAP_MAX = -4
-# Bytes, glibc's maximum. A larger allocation gets a mapping of its own, unmapped when it is freed.
+# Bytes, glibc's maximum. A larger allocation gets its own mapping, which is unmapped when freed.
 MMAP_THRESHOLD = 32 << 20
 TRIM_THRESHOLD = 1 << 30  # bytes free at the heap's end, beyond which glibc shrinks the heap
 TRAINER_TOP_PAD = 64 << 20  # bytes added to each growth of a trainer's heap
 ENGINE_TOP_PAD = 256 << 20  # bytes added to each growth of an engine's heap
-PIECE = 2 << 20  # bytes populated at once, in some milliseconds in which the heap can't grow
+# Bytes populated at once. This takes some milliseconds, in which the heap can't grow.
+PIECE = 2 << 20
 MADV_POPULATE_WRITE = 23  # madvise(2), Linux 5.14
 
 
 def keep() -> None:
-    """Let glibc keep freed memory. By default it may return large buffers to the system and get
-    them again in the next engine step, depending on the heap's layout (CHANGELOG.md)."""
+    """Let glibc keep freed memory. By default it may return large buffers to the system and
+    request them again in the next engine step, depending on the heap's layout (CHANGELOG.md)."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD)
@@ -45,9 +46,9 @@ def keep() -> None:
 
 
 def keep_all() -> None:
-    """Let glibc keep freed memory until `malloc_trim`. A trainer's gradients, DeepSpeed's copies
-    of them and logits exceed `MMAP_THRESHOLD`. Otherwise each step maps them again, which takes as
-    long as the step's arithmetic for few rows (docs/benchmarks.md)."""
+    """Let glibc keep all freed memory until `release_free`, allocations above `MMAP_THRESHOLD` too.
+    A trainer's gradients, DeepSpeed's copies of them and logits are that large. Mapping them again
+    in each step would take as long as a small step's arithmetic (docs/benchmarks.md)."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_MAX, 0)
@@ -63,18 +64,18 @@ def release_free() -> None:
 
 
 class Ahead:
-    """Populates this process's heap up to its end, also pages that no engine step has used. Does
-    nothing if the process has no brk heap or the system lacks MADV_POPULATE_WRITE."""
+    """Populates this process's heap up to its end, including pages that no engine step has used.
+    Does nothing if the process has no brk heap or the system lacks MADV_POPULATE_WRITE."""
 
     def __init__(self) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         self._sbrk, self._madvise = libc.sbrk, libc.madvise
         self._sbrk.restype, self._sbrk.argtypes = ctypes.c_void_p, (ctypes.c_ssize_t,)
         self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        self._populated_to = _heap_start()  # address; None: there is nothing to populate
+        self._populated_to = _heap_start()  # address; None: nothing can be populated
 
     def catch_up(self, seconds: float) -> bool:
-        """Populate for `seconds` at most, and one piece; return True when all is resident."""
+        """Populate pieces for `seconds` at most; return True if the whole heap is populated."""
         end = (self._sbrk(0) or 0) // mmap.PAGESIZE * mmap.PAGESIZE
         until = time.monotonic() + seconds
         if self._populated_to is None:
@@ -83,7 +84,7 @@ class Ahead:
         while self._populated_to < end:
             nbytes = min(PIECE, end - self._populated_to)
             if self._madvise(self._populated_to, nbytes, MADV_POPULATE_WRITE):
-                self._populated_to = None  # older Linux, or no memory left: pages come by fault
+                self._populated_to = None  # refused by an older Linux, or for lack of memory
                 return True
             self._populated_to += nbytes
             if time.monotonic() > until:

@@ -1,9 +1,11 @@
 """Models of a Hugging Face hub. The launcher resolves a model once, to a folder that every rank
 loads.
 
-A hub id can change its meaning: two ranks that each resolve it can get two revisions. Compute nodes
-often have no network, too. So the launcher downloads one commit (or takes it from the cache),
-writes its folder into the run's configuration, and the ranks run with `HF_HUB_OFFLINE=1`.
+The commit behind a hub id can change, so two ranks that resolve the id could get two revisions.
+Besides, compute nodes often have no network. So the launcher downloads one commit (or takes it from
+the cache) and writes its folder into the run's configuration. The ranks run with
+`HF_HUB_OFFLINE=1`.
+
 Not handled: data sets, and weights that are not safetensors.
 """
 
@@ -18,12 +20,12 @@ from typing import Any
 from rose import weight_files
 from rose.config.errors import ConfigError
 
-# Files that the trainer and the engines read, and those that an exported model gets (rose/export).
-# Copies of the weights as .bin, .gguf, .onnx or consolidated files are not downloaded.
+# Files that the trainer and the engines read, and files that rose/export copies to an exported
+# model. Copies of the weights as .bin, .gguf, .onnx or consolidated files are not downloaded.
 WANTED = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors", "LICENSE*", "NOTICE*")
 UNWANTED = ("original/*", "metal/*", "onnx/*", "consolidated*")
 REACH_S = 10.0  # seconds for the hub's first answer
-TRIES = 2  # requests for it, as a name's resolution may fail for a moment
+TRIES = 2  # requests to the hub; resolving its name may fail once
 # Variables in the environment of each process that the launcher starts.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
@@ -41,7 +43,7 @@ def snapshot(repository: str, revision: str | None = None, key: str = "model.pat
     named = f"{key}={repository!r}" + (f", revision {revision!r}" if revision else "")
     cache = constants.HF_HUB_CACHE
     try:
-        _reach()
+        _check_reachable()
         found = _downloaded(repository, revision)
     except errors.GatedRepoError:
         raise ConfigError(
@@ -59,36 +61,38 @@ def snapshot(repository: str, revision: str | None = None, key: str = "model.pat
         ) from None
     except errors.HFValidationError as error:
         raise ConfigError(f"{named}: no hub id, which is owner/name ({error})") from None
-    # Raised by the hub, the file system, the HTTP library (a proxy that refuses) or Xet.
+    # An error of the hub, the file system, the HTTP library (a proxy may refuse) or Xet.
     except Exception as error:
         if (local := cached(repository, revision)) is not None:
-            return _announced(repository, local, named)
+            return _checked(repository, local, named)
         raise ConfigError(
             f"{named}: the hub can't be reached and the cache {cache} does not have it whole "
             f"({_first_line(error)}). On a machine with network: `hf download {repository}"
             f"{f' --revision {revision}' if revision else ''}` with HF_HOME on a file system that "
             f"this machine sees, too; or {key}=/folder{_as_folder(key)} for a copy on disk"
         ) from None
-    return _announced(repository, found, named)
+    return _checked(repository, found, named)
 
 
 def _downloaded(repository: str, revision: str | None, **options: Any) -> Path:
+    """Return the cached folder of a revision; download files that are missing."""
     from huggingface_hub import snapshot_download
 
     options |= {"allow_patterns": list(WANTED), "ignore_patterns": list(UNWANTED)}
     found = snapshot_download(repository, revision=revision, **options)
-    # The folder is not resolved: its name is the commit, and its files are links.
+    # Symbolic links are not resolved, because this path ends with the commit's hash.
     return Path(found).absolute()
 
 
-def _announced(repository: str, folder: Path, named: str) -> Path:
+def _checked(repository: str, folder: Path, named: str) -> Path:
+    """Check that the folder is complete, print which commit it has, and return it."""
     check_whole(folder, named)
     print(f"{repository}: commit {folder.name[:12]} in {folder}", file=sys.stderr, flush=True)
     return folder
 
 
-def _reach() -> None:
-    """Raise the HTTP library's error if the hub gives no answer."""
+def _check_reachable() -> None:
+    """Raise the HTTP library's error if the hub does not answer."""
     from huggingface_hub import constants
 
     if not constants.HF_HUB_OFFLINE and (error := _unreachable(constants.ENDPOINT)) is not None:
@@ -97,8 +101,8 @@ def _reach() -> None:
 
 @functools.cache
 def _unreachable(endpoint: str) -> Exception | None:
-    """Ask the hub for an answer, whatever it is, and return the HTTP library's error if there is
-    none. The library's own calls try again for half a minute first, each time."""
+    """Return the HTTP library's error if the hub does not answer; any answer counts. The hub
+    library's own calls would each retry for half a minute first."""
     from huggingface_hub.utils import get_session
 
     failed: Exception | None = None
@@ -106,20 +110,20 @@ def _unreachable(endpoint: str) -> Exception | None:
         try:
             get_session().head(endpoint, timeout=REACH_S, follow_redirects=False)
             return None
-        except Exception as error:  # The library may be httpx, or what a user's backend returns.
+        except Exception as error:  # an error of httpx, or of a user's HTTP backend
             failed = error
     return failed
 
 
 def configuration(repository: str, revision: str | None) -> Path:
-    """Return a folder with the model's config.json, which planning needs; download only that file
-    if the cache lacks it. Raises `ConfigError` as `snapshot` does."""
+    """Return a folder with the model's config.json, which planning needs. If the cache lacks the
+    file, download only it. Raises `ConfigError` as `snapshot` does."""
     from huggingface_hub import hf_hub_download
 
     try:
-        _reach()
+        _check_reachable()
         return Path(hf_hub_download(repository, "config.json", revision=revision)).parent
-    except Exception:  # `snapshot` fails for the same reason, and raises it as a `ConfigError`.
+    except Exception:  # `snapshot` fails for the same reason, with a `ConfigError`.
         return snapshot(repository, revision)
 
 
@@ -127,21 +131,21 @@ def cached(repository: str, revision: str | None) -> Path | None:
     """Return the cached folder of `revision`, without network; None if the cache lacks it."""
     try:
         return _downloaded(repository, revision, local_files_only=True)
-    except Exception:  # Whatever is wrong with the cache, the hub is asked next.
+    except Exception:  # Whatever is wrong with the cache, the caller tries the hub next.
         return None
 
 
 def check_whole(folder: Path, named: str) -> None:
-    """Raise `ConfigError` when a file that trainer or engines need is absent or a broken link."""
+    """Raise `ConfigError` if a file that trainer or engines need is absent or incomplete."""
     for name in ("config.json", "tokenizer_config.json"):
         if not (folder / name).is_file():
-            raise ConfigError(f"{named}: {folder} has no {name}; {_again(folder)}")
-    weight_files.check_files(folder, named, _again(folder))
+            raise ConfigError(f"{named}: {folder} has no {name}; {_download_again(folder)}")
+    weight_files.check_files(folder, named, _download_again(folder))
 
 
 def check_trainable(folder: Path, named: str) -> None:
     """Raise `ConfigError` for a model that ROSE can't train, judged by its config.json alone."""
-    kind = _kind(_configuration(folder, named))
+    kind = _architecture(_configuration(folder, named))
     if kind not in TRAINABLE:
         raise ConfigError(
             f"{named}: its architecture is {kind}; ROSE trains {', '.join(TRAINABLE)}"
@@ -150,9 +154,9 @@ def check_trainable(folder: Path, named: str) -> None:
 
 
 def check_weights(folder: Path, named: str) -> None:
-    """Raise `ConfigError` for weights that ROSE can't publish as a policy version: quantised ones,
-    those of no language model, and mixtures of experts that it doesn't know. Any dense architecture
-    passes."""
+    """Raise `ConfigError` for a model whose weights ROSE can't publish as a policy version:
+    a quantised model, no language model, or an unknown mixture of experts. Dense language models of
+    any architecture pass."""
     raw = _configuration(folder, named)
     if quantised := raw.get("quantization_config"):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
@@ -164,10 +168,10 @@ def check_weights(folder: Path, named: str) -> None:
             f"{named}: its config.json names no architectures, by which vLLM finds the model's "
             "class; write them with save_pretrained"
         )
-    if not _kind(raw).endswith(DECODERS):
+    if not _architecture(raw).endswith(DECODERS):
         raise ConfigError(
-            f"{named}: its architecture is {_kind(raw)}, in config.json's architectures; ROSE "
-            "trains language models, whose classes end in ForCausalLM"
+            f"{named}: its architecture is {_architecture(raw)}, in config.json's architectures; "
+            "ROSE trains language models, whose classes end in ForCausalLM"
         )
     if not raw.get("model_type"):
         raise ConfigError(
@@ -179,9 +183,11 @@ def check_weights(folder: Path, named: str) -> None:
         raise ConfigError(
             f"{named}: its config.json has the dtype {dtype!r}; there are {', '.join(DTYPES)}"
         )
-    mixture = _kind(raw) == MIXTURE or any(raw.get(key) for key in EXPERTS)
-    if mixture and _kind(raw) != MIXTURE:
-        raise ConfigError(f"{named}: its architecture is {_kind(raw)}; of mixtures, {MIXTURE}")
+    mixture = _architecture(raw) == MIXTURE or any(raw.get(key) for key in EXPERTS)
+    if mixture and _architecture(raw) != MIXTURE:
+        raise ConfigError(
+            f"{named}: its architecture is {_architecture(raw)}; of mixtures, {MIXTURE}"
+        )
     dense = raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1
     if mixture and dense:
         raise ConfigError(
@@ -192,9 +198,9 @@ def check_weights(folder: Path, named: str) -> None:
 
 
 def _configuration(folder: Path, named: str) -> dict[str, Any]:
-    """Return the contents of config.json. Raises `ConfigError` for a file that was cut short, which
-    is the hub cache's: `models.check_folder` has refused such a folder of the user's. msgspec would
-    refuse Infinity, which transformers writes."""
+    """Return the contents of config.json. Raises `ConfigError` for a file that was cut short. It is
+    in the hub's cache then, because `models.check_folder` refuses such a folder of the user. Uses
+    `json`, because msgspec refuses Infinity, which transformers writes."""
     try:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         error = "" if isinstance(found, dict) else "not an object"
@@ -202,12 +208,12 @@ def _configuration(folder: Path, named: str) -> dict[str, Any]:
         error = str(damage)
     if error:
         raise ConfigError(
-            f"{named}: {folder}/config.json is no JSON object ({error}); {_again(folder)}"
+            f"{named}: {folder}/config.json is no JSON object ({error}); {_download_again(folder)}"
         )
     return found
 
 
-def _kind(raw: dict[str, Any]) -> str:
+def _architecture(raw: dict[str, Any]) -> str:
     return (raw.get("architectures") or ["unknown"])[0]
 
 
@@ -219,10 +225,12 @@ DECODERS = ("ForCausalLM", "LMHeadModel")  # ends of the names of language model
 
 
 def _as_folder(key: str) -> str:
+    """Return the further key that makes `key` a folder's path, for an error's advice."""
     return " model.source=folder" if key == "model.path" else ""
 
 
-def _again(folder: Path) -> str:
+def _download_again(folder: Path) -> str:
+    """Return an error's advice to download the folder again."""
     return f"remove {folder} and start again with network"
 
 

@@ -3,9 +3,9 @@ packages, as they were when an attempt of the run began.
 
 A run compares answers with each other, so all of its processes must read the same reward function,
 data and tasks. Each process that reads such a file calls `verify`, which refuses a file that was
-edited in the meantime. rose/launch/resume.py compares the inputs of a run that continues.
-Left out: modules that a named file imports, folders that environments write to, root file systems
-of tasks, keys of secrets, and what editors and git leave beside files.
+edited since the attempt began. rose/launch/resume.py compares the inputs when a run continues.
+No digests are kept of modules that a named file imports, folders that environments write to, root
+file systems of tasks, secrets' files, and files that editors and git leave beside others.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rose.config import Config, ConfigError, stored
 from rose.files import write_whole
 
 NAME = "inputs.json"
-VARIABLE = "ROSE_INPUTS"  # the path of the run's file, for processes that a rank starts
+VARIABLE = "ROSE_INPUTS"  # the path of inputs.json, for processes that a rank starts
 SECTIONS = ("env.", "eval.sets.", "reward.args.", "algorithm.", "scheduler.", "model.path")
 SECRETS = ("token_file", "api_key_file")
 # Keys whose folders the run only reads. An environment may write to its log_path.
@@ -43,19 +43,20 @@ GROUPS = ("rose.environments", "rose.algorithms", "rose.policies")  # entry poin
 MODULE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 # A task's root file system is large, and read-only to the run.
 SKIPPED = {"rootfs", "__pycache__", ".git", ".cache", ".ipynb_checkpoints"}
-# Files that NFS, vim, Emacs and macOS put beside others: deleted ones, swap files, backups.
+# Files that NFS, vim, Emacs and macOS leave beside others: deleted files, swap files, backups.
 BESIDE = re.compile(r"\.nfs.*|\..*\.sw[a-z]|4913|.*~|\.#.*|#.*#|\.DS_Store")
-# Options of a command, such as --log=FILE, whose file the program writes.
+# Options that name a file which the command writes, such as --log=FILE.
 WRITTEN = re.compile(r"--?[\w-]*(out|log|save|dump|write|trace|report|result|cache|tmp)", re.I)
-PROGRAM = b"\x7fELF"  # a compiled program changes with the system's updates
+# First bytes of a compiled program. Programs get no digest: the system's updates change them.
+PROGRAM = b"\x7fELF"
 # Bytes up to which a file is read whole: a GB takes a second. Of a larger file, `STRETCHES` evenly
 # spaced stretches of `STRETCH` bytes are read.
 WHOLE = 2**28
 STRETCH, STRETCHES = 2**20, 64
-# The digest of a file younger than this is not cached: a second edit within a tick of the file
-# system's clock (seconds on NFS and FAT) leaves its times the same, git's "racily clean".
+# The digest of a file that is younger than this is not cached. A second edit within one tick of the
+# file system's clock (seconds on NFS and FAT) would not change the file's times.
 FRESH_S = 4.0
-_noted: dict[str, dict[str, str]] = {}  # name -> key and digest
+_noted: dict[str, dict[str, str]] = {}  # name of data that `note` got -> key and digest
 READERS = 16  # threads; on a network file system each small file costs a round trip
 
 
@@ -64,13 +65,13 @@ def record(c: Config, run_dir: Path) -> None:
     files = {path: {"key": key, "digest": digest(Path(path))} for path, key in named(c).items()}
     contained = c.cluster.slurm is not None and c.cluster.slurm.container is not None
     found = {"files": files, "packages": {} if contained else packages(_environments(c))}
-    # A job that was requeued begins its attempts in a process that loads no environments.
+    # After a requeue, the process that begins an attempt loads no environments and notes nothing.
     found["noted"] = recorded(run_dir)["noted"] | _noted
     write_whole(Path(run_dir) / NAME, json.dumps(found, indent=1).encode(), sync=True)
 
 
 def recorded(run_dir: Path) -> dict[str, Any]:
-    """Return what `record` wrote, which is empty before the run's first attempt."""
+    """Return what `record` wrote; empty sections before the run's first attempt."""
     path = Path(run_dir) / NAME
     empty: dict[str, Any] = {"files": {}, "packages": {}, "noted": {}}
     advice = "remove it to go on with the files as they are now"
@@ -78,7 +79,7 @@ def recorded(run_dir: Path) -> dict[str, Any]:
 
 
 def changed(run_dir: Path) -> Iterator[tuple[str, str]]:
-    """Yield (key, what happened to its file) for each file that differs from the recorded one."""
+    """Yield (key, text about the change) for each file and noted data that has changed."""
     for path, was in recorded(run_dir)["files"].items():
         if (now := digest(Path(path))) != was["digest"]:
             yield was["key"], f"{path} {'has changed' if now else 'is gone'}"
@@ -88,7 +89,7 @@ def changed(run_dir: Path) -> Iterator[tuple[str, str]]:
 
 
 def changed_packages(run_dir: Path) -> list[str]:
-    """List the packages whose version differs from the recorded one: "torch 2.12 -> 2.13"."""
+    """List the packages whose version has changed since it was recorded: "torch 2.12 -> 2.13"."""
     before = recorded(run_dir)["packages"]
     now = packages({os.path.dirname(name) for name in before} - {""}) if before else {}
     return [
@@ -99,13 +100,13 @@ def changed_packages(run_dir: Path) -> list[str]:
 
 
 def expect(run_dir: Path) -> None:
-    """Let `verify` compare with this run's record, here and in processes that this one starts."""
+    """Make `verify` compare with this run's record, in this process and in those that it starts."""
     os.environ[VARIABLE] = str(Path(run_dir).resolve() / NAME)
 
 
 def verify(*places: str | Path) -> None:
-    """Raise `ConfigError` for a place, or a file that these words of a command mean, that the run's
-    launch recorded and that differs from it by now. What no key names passes."""
+    """Raise `ConfigError` if one of these files has changed since the attempt recorded it. `places`
+    are paths or the words of a command; files that were not recorded pass."""
     if VARIABLE not in os.environ:
         return
     known = _expected(os.environ[VARIABLE])["files"]
@@ -120,8 +121,9 @@ def verify(*places: str | Path) -> None:
 
 
 def note(key: str, name: str, found: str) -> None:
-    """Take `found`, the digest of data that no file of the run holds, such as a library's tasks:
-    `record` writes it down. Raise `ConfigError` in a process of a run whose launch found others."""
+    """Note `found`, the digest of data that is in no file of the run, such as a library's tasks. In
+    the launcher `record` writes it to the record. In a process of the run, raise `ConfigError` if
+    it differs from the record. `key` gave the data, `name` is for errors."""
     if VARIABLE not in os.environ:
         _noted[name] = {"key": key, "digest": found}
         return
@@ -144,16 +146,16 @@ def named(c: Config) -> dict[str, str]:
     found: dict[str, str] = {}
     for key, words in _values(c):
         for place in _meant(words):
-            named = "." in place or "/" in place  # math and random are keywords
-            file = named and os.path.isfile(place) and not _is_program(place)
+            path_like = "." in place or "/" in place  # unlike keywords such as math and random
+            file = path_like and os.path.isfile(place) and not _is_program(place)
             if file or ("/" in place and os.path.isdir(place) and FOLDERS.search(key)):
                 found.setdefault(os.path.abspath(place), key)
     return found
 
 
 def _values(c: Config) -> Iterator[tuple[str, list[str]]]:
-    """Yield (key, its words) of all that may name files: a text, the texts of a list, or the words
-    of a command."""
+    """Yield (key, words) for each key whose value may name files. The words are a text, the texts
+    of a list, or the words of a command."""
     added = _entry_points()
     for key, words in _texts(msgspec.to_builtins(c)):
         if not key.startswith(SECTIONS) or key.endswith(SECRETS):
@@ -161,7 +163,7 @@ def _values(c: Config) -> Iterator[tuple[str, list[str]]]:
         if key == "model.path" and c.model.source != "folder":
             continue  # a recipe's folder is a cache, and a hub's snapshot a commit
         if key.endswith(".command") and len(words) == 1:
-            with suppress(ValueError):  # a quotation mark without another
+            with suppress(ValueError):  # an unclosed quotation mark
                 words = [*words, *shlex.split(words[0])]
         elif key.endswith(".name"):
             words = [*words, *(value for name, value in added if name == words[0])]
@@ -169,8 +171,8 @@ def _values(c: Config) -> Iterator[tuple[str, list[str]]]:
 
 
 def _meant(words: Sequence[str]) -> Iterator[str]:
-    """Yield each path that words may mean: FILE, FILE:FUNCTION, FOLDER#SPLIT, --option=FILE but not
-    --log=FILE and the like, and those of MODULE:FUNCTION and -m MODULE."""
+    """Yield each path that a word may contain: FILE, FILE:FUNCTION, FOLDER#SPLIT, --option=FILE,
+    and the files of MODULE:FUNCTION and -m MODULE. Skips options for output, as --log=FILE."""
     for before, word in pairwise(("", *words)):
         if WRITTEN.match(word) or (WRITTEN.match(before) and "=" not in before):
             continue
@@ -183,13 +185,13 @@ def _meant(words: Sequence[str]) -> Iterator[str]:
 
 
 def _entry_points() -> list[tuple[str, str]]:
-    """(name, package.module:Class) of what installed packages add to ROSE."""
+    """Return (name, package.module:Class) of each entry point by which packages extend ROSE."""
     points = (point for group in GROUPS for point in entry_points(group=group))
     return [(point.name.rpartition(".")[2], point.value) for point in points]
 
 
 def _environments(c: Config) -> set[str]:
-    """The package folders of the virtual environments whose Pythons keys name."""
+    """Return the site-packages folders of the virtual environments whose Python a key names."""
     named = {os.path.abspath(word) for _, words in _values(c) for word in words if "/" in word}
     homes = {Path(path).parent.parent for path in named}
     return {
@@ -208,8 +210,8 @@ def _is_program(path: str) -> bool:
 
 
 def _origin(module: str) -> str | None:
-    """Return the file of a module, imported or not. None for modules of installed packages, whose
-    versions are recorded, and of ROSE."""
+    """Return the file of a module, imported or not. None for modules of ROSE, and of installed
+    packages, whose versions are recorded instead."""
     made = sys.modules.get(module)
     places = [getattr(made, "__file__", None)] if made else []
     stem = module.replace(".", "/")
@@ -224,8 +226,8 @@ def _origin(module: str) -> str | None:
 
 
 def _texts(tree: Any, prefix: str = "") -> Iterator[tuple[str, list[str]]]:
-    """Yield (dotted key, texts) for every text and every list with texts in the tree. Other items
-    of a list have the list's key."""
+    """Yield (dotted key, texts) for every text and every list with texts in the tree. Dictionaries
+    and lists inside a list get that list's key."""
     if isinstance(tree, dict):
         for name, branch in tree.items():
             yield from _texts(branch, f"{prefix}.{name}" if prefix else name)
@@ -238,8 +240,8 @@ def _texts(tree: Any, prefix: str = "") -> Iterator[tuple[str, list[str]]]:
 
 
 def packages(others: Iterable[str] = ()) -> dict[str, str]:
-    """Return the version of each package that is installed for this Python, and of Python. Those
-    in `others`, package folders of other Pythons, are called FOLDER/NAME."""
+    """Map Python and each package that is installed for it to their versions. Packages in the
+    folders `others`, which belong to other Pythons, are called FOLDER/NAME."""
     found = {"python": platform.python_version()}
     for folder, place in [(each, "") for each in sys.path] + [(each, each) for each in others]:
         for path in Path(folder).glob("*-*.dist-info"):
@@ -250,7 +252,7 @@ def packages(others: Iterable[str] = ()) -> dict[str, str]:
 
 def digest(path: Path) -> str:
     """Return the digest of a file's content, or of the names and contents of a folder's files; ""
-    if it is gone. A file is read again only if its size, times or inode have changed."""
+    for a missing path. A file is read again only if its size, times or inode have changed."""
     if not path.is_dir():
         return _of_file(path)
     found = []
@@ -277,6 +279,7 @@ def _of_file(path: Path) -> str:
 
 @functools.lru_cache(2**17)
 def _content(path: str, size: int, inode: int, times: tuple[int, int]) -> str:
+    """Digest a file's content. `inode` and `times` are for the cache: a changed file differs."""
     made = xxhash.xxh3_128(str(size).encode())
     with open(path, "rb") as file:
         if size <= WHOLE:

@@ -1,8 +1,8 @@
 """Run one rank of a run: `python -m rose.main --run RUN_DIR --attempt N`, started by the launcher.
 
-The program and the ranks are the same on a laptop and on Slurm; only the launcher differs. A rank's
-number determines its role (rose/launch/layout.py), so that all have the same command line. MPI is
-initialised inside the guarded process, and each role's packages are imported by its own ranks only.
+Ranks are the same on a laptop and on Slurm; only the launcher differs. All ranks have the same
+command line, because a rank's number determines its role (rose/launch/layout.py). A rank imports
+only the packages of its role. MPI is initialised inside the guarded process (rose/launch/guard.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rose.launch import guard, rank_status
 from rose.launch.layout import Rank, layout
 from rose.processes import importing
 
-SEND_DEADLINE_S = 5.0  # longest wait for a rank's last messages to leave
+SEND_DEADLINE_S = 5.0  # longest wait until a rank's last messages are sent
 
 
 def main() -> None:
@@ -35,9 +35,8 @@ def main() -> None:
 
 
 def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
-    """Join the MPI world, run the role to its end, and leave. An error is raised, and sent to the
-    coordinator."""
-    # On Ctrl-C the launcher ends the run in order, so the ranks ignore it.
+    """Join the MPI world, run the role and leave. Errors are sent to the coordinator and raised."""
+    # Ranks ignore Ctrl-C, because the launcher then ends the run in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = cfg.load(run_dir / "config.json")
     # Checked here because MPI's own error would not name the interface.
@@ -67,7 +66,7 @@ def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
             COORDINATOR, p.Hello(me.rank, me.role, me.index, os.getpid(), socket.gethostname())
         )
     if config.cluster.kind == "slurm" and me.rank != COORDINATOR:
-        # Slurm signals all of a job's processes; the coordinator alone ends the run in order.
+        # Slurm signals all processes of a job, but only the coordinator may end the run.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         broadcast = make_broadcast(config, world, run_dir)
@@ -85,16 +84,17 @@ def run_rank(me: Rank, run_dir: Path, attempt: int) -> None:
 
 
 def make_broadcast(config: cfg.Config, world, run_dir: Path):
-    """Return this rank's end of the broadcast from trainer to dedicated rollout ranks. None on a
-    rank that is neither, and without a broadcast."""
+    """Return this rank's end of the broadcast of weights from trainer ranks to dedicated rollout
+    ranks. None on ranks of other roles, and in a run without a broadcast."""
     from rose.transfer import broadcast
 
     ranks = layout(config)
     trainers, rollouts = (
         [r.rank for r in ranks if r.role is role] for role in (p.Role.TRAINER, p.Role.ROLLOUT)
     )
-    # auto is MPI: engines need the differences in host memory. NCCL would move them through both
-    # GPUs, and needs a CUDA context and a communicator per trainer rank on each engine's device.
+    # `auto` is MPI, because engines need the weight differences in host memory. NCCL would copy
+    # them through both GPUs, and would need a CUDA context and one communicator per trainer rank
+    # on each engine's device.
     kind = "mpi" if config.transfer.broadcast == "auto" else config.transfer.broadcast
     return broadcast.make_broadcast(
         kind,
@@ -103,7 +103,7 @@ def make_broadcast(config: cfg.Config, world, run_dir: Path):
         rollouts,
         config.transfer.load_timeout_s,
         run_dir,
-        int(config.transfer.mirror_gib * 2**30),  # below the kernel's limit, which ends the job
+        int(config.transfer.mirror_gib * 2**30),
         config.cluster.interface,
     )
 
@@ -118,6 +118,7 @@ def run_role(
     broadcast,
     resume_from: Path | None,
 ) -> None:
+    """Run this rank's role until the run ends."""
     from rose.observe.recorder import NullRecorder, Recorder
 
     name = f"{me.role.value}-{me.index}"
@@ -145,7 +146,7 @@ def run_role(
                 rank = extensions.only("reward_rank").RewardRank
                 asyncio.run(rank(config, run_dir, attempt, me.index, mailbox, recorder).run())
             case p.Role.TRAINER:
-                # mlflow takes a second to import, and only DeepSpeed's autotuner uses it.
+                # Importing mlflow takes a second, and only DeepSpeed's autotuner uses it.
                 with importing("mlflow"):
                     from rose.trainer import rank as trainer
 
@@ -164,7 +165,7 @@ def run_role(
 
 
 def _check_card(config: cfg.Config, trainer: int, shape: cfg.ModelShape, device) -> None:
-    """Check the GPU of a trainer by `choices.check_card`."""
+    """Check that a trainer's GPU has the memory that the launcher's choices assumed."""
     if device.type == "cuda":
         from rose import memory
         from rose.launch import choices
@@ -173,6 +174,7 @@ def _check_card(config: cfg.Config, trainer: int, shape: cfg.ModelShape, device)
 
 
 def _latest_checkpoint(run_dir: Path) -> str | None:
+    """Remove incomplete checkpoints and return the path of the newest one."""
     from rose.trainer import checkpoint
 
     checkpoint.remove_halves(run_dir)

@@ -1,4 +1,4 @@
-"""The memory of a process's device, and CPU memory that is really returned to the system.
+"""Measure a device's memory, and return a process's CPU memory to the system.
 
 `device_memory` measures a torch device: the GPU's memory, or on a CPU the machine's. `host_bytes`
 is the most host memory that this process's control groups allow.
@@ -27,12 +27,10 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def release_pages(spans: Iterable[tuple[int, int]]) -> int:
-    """Return the pages that lie whole inside `spans`, (address, bytes), to the system.
-
-    The pages read as zeros afterwards. Spans in shared memory or in a mapped file stay as they
-    are: a dropped page would show the file's content again. Returns the bytes released. Raises
-    `OSError` when madvise fails.
-    """
+    """Return to the system all pages that are completely inside `spans`, (address, bytes). The
+    pages read as zeros afterwards. Spans in shared memory or in a mapped file are left alone,
+    because their pages would read as the file's content. Returns the number of bytes released.
+    Raises `OSError` when madvise fails."""
     mapped = _anonymous()
     starts = [low for low, _ in mapped]
     total = 0
@@ -49,8 +47,8 @@ def release_pages(spans: Iterable[tuple[int, int]]) -> int:
 
 
 def _anonymous() -> list[tuple[int, int]]:
-    """Addresses [start, end) of this process's private memory without a file, ascending.
-    Neighbouring mappings are joined."""
+    """Return the address ranges [start, end) of this process's private memory that no file backs,
+    ascending. Neighbouring mappings are joined."""
     joined: list[tuple[int, int]] = []
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         span, rights, _, _, inode = line.split(maxsplit=5)[:5]
@@ -67,12 +65,12 @@ class DeviceMemory(NamedTuple):
 
     free: float
     total: float
-    # This process's share; None on a GPU, where CUDA reports no figure per process.
+    # This process's memory; None on a GPU, for which CUDA reports no figure per process.
     own: float | None
 
     def freed_since(self, before: DeviceMemory) -> float:
-        """GiB that this process released since `before`; negative if it took some. On a GPU this
-        includes what other processes released or took in between."""
+        """GiB that this process released since `before`; negative if it allocated more. On a GPU
+        this includes what other processes released or allocated."""
         return self.free - before.free if self.own is None else before.own - self.own
 
 
@@ -113,7 +111,7 @@ def control_groups() -> Iterator[tuple[Path, str, str]]:
 
 
 def _limit(path: Path) -> float:
-    """The limit in bytes that a control group's file holds; infinite if it holds none."""
+    """Read the limit in bytes from a control group's file; infinite if the file has no number."""
     try:
         return int(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -25,10 +25,10 @@ from rose.config import ConfigError, Model
 
 BUILD_DEADLINE_S = 900.0  # SmolLM2: about 60 s on two slow cores after its 93 MB download
 
-# Recipes compute on CPUs; DeepSpeed, which transformers imports, would warn that it found no GPU.
+# Recipes compute on CPUs. Otherwise DeepSpeed, which transformers imports, warns of a missing GPU.
 QUIET = {"DS_ACCELERATOR": "cpu"}
 
-# Files on which a recipe's output depends. A change of one of them leads to a new cache folder.
+# Files on which a recipe's output depends. If one of them changes, the cache folder's name changes.
 RECIPES = {
     "tiny": (
         "scripts/make_tiny_model.py",
@@ -40,8 +40,10 @@ RECIPES = {
 
 
 def resolve(model: Model) -> Path:
-    """Return the HF folder to load. A recipe that has not run yet runs first. A hub's model is
-    downloaded, unless a launcher has set `model.snapshot`.
+    """Return the HF folder to load.
+
+    The model of a recipe is made if it is not in the cache. A hub's model is downloaded, unless the
+    launcher has set `model.snapshot`.
 
     Raises `ConfigError` when a folder is missing or incomplete, a recipe fails, or the hub doesn't
     provide the model.
@@ -70,7 +72,7 @@ def _snapshot(model: Model) -> Path:
 
 
 def hub_id(model: Model) -> str:
-    """Return `model.path` of a hub's model. Raises `ConfigError` when it is null."""
+    """Return the hub's name of the model, `model.path`. Raises `ConfigError` when it is null."""
     if not model.path:
         raise ConfigError(
             "model.path=None: the hub id is needed (model.source=hub), as Qwen/Qwen2.5-7B-Instruct"
@@ -111,8 +113,8 @@ class _Rope(msgspec.Struct):
 
 
 class _Values(msgspec.Struct):
-    """The values that ROSE reads of a model's JSON files, with their types. A shape's sizes are
-    checked by `read_shape`."""
+    """The values that ROSE reads from a model's JSON files, with their types. `read_shape` checks
+    the values of the model's shape."""
 
     architectures: list[str] | None = None
     model_type: str | None = None
@@ -129,8 +131,8 @@ class _Values(msgspec.Struct):
 
 
 def _check_json(path: Path) -> None:
-    """Raise `ConfigError` for a file that is there and is no JSON object, or whose values have
-    other types than `_Values`."""
+    """Raise `ConfigError` if the file is no JSON object, or if a value's type is not that of
+    `_Values`. A missing file passes."""
     where = f"model.path={str(path.parent)!r}: {path.name}"
     try:
         found = _json(path)
@@ -150,10 +152,10 @@ def _check_json(path: Path) -> None:
 
 
 def end_tokens(folder: Path | str, more: Sequence[str] = ()) -> list[int]:
-    """Return the sorted ids of the tokens that end a turn. They are named by
-    generation_config.json, config.json, the tokenizer, and `more`, texts of tokens
-    (model.end_of_turn). Engines and environment hosts must agree on them, so both call this. Raises
-    `ConfigError` for a text that is no token, and where no token ends a turn."""
+    """Return the sorted ids of the tokens that end a turn. generation_config.json, config.json and
+    the tokenizer name them, and so does `more`, texts of tokens (model.end_of_turn). Engines and
+    environment hosts must agree on them, so both call this. Raises `ConfigError` if a text of
+    `more` is no token, or if no token ends a turn."""
     folder = Path(folder)
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
@@ -179,7 +181,8 @@ def end_tokens(folder: Path | str, more: Sequence[str] = ()) -> list[int]:
 
 
 def _token_ids(folder: Path, texts: set[str]) -> dict[str, int]:
-    """Map each text that is a token to its id. The whole vocabulary is read only if it must be."""
+    """Map each text that is a token to its id. The whole vocabulary is read only if a text is not
+    among the tokenizer's added tokens."""
     added = _json(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
     ids = {t["content"]: int(n) for n, t in added.items() if n.isdecimal() and "content" in t}
     if not texts <= ids.keys():
@@ -214,11 +217,11 @@ def _file(name: str) -> Path:
 
 
 def build(source: str, recipe: dict[str, Any], folder: Path) -> None:
-    """Run the recipe's script, whose progress goes to stderr. The script renames a finished folder
-    into place. Ctrl-C reaches this process alone, and the script ends with it."""
+    """Run the recipe's script, unless `folder` exists. Its progress goes to stderr. The script
+    renames the finished folder to `folder`. It gets no Ctrl-C, but ends with this process."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder.with_suffix(".lock")):
-        if folder.exists():  # made by the process that held the lock before
+        if folder.exists():  # made by another process in the meantime
             return
         print(
             f"model {source} is not in the cache yet; making it in {folder}",
@@ -254,15 +257,15 @@ def build(source: str, recipe: dict[str, Any], folder: Path) -> None:
 
 
 def _bars() -> dict[str, str]:
-    """Return variables that turn progress bars off where stderr is no terminal: in a job's log
-    each bar would be printed hundreds of times."""
+    """Return variables that turn progress bars off if stderr is no terminal. In a job's log each
+    bar would be printed hundreds of times."""
     return {} if sys.stderr.isatty() else {"TQDM_DISABLE": "1"}
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the recipe's lock, so that one process at a time makes it. Raises `ConfigError` when
-    another process takes too long."""
+    """Hold the lock of a recipe's folder, so that only one process makes it. Raises `ConfigError`
+    if another process holds it for too long."""
     try:
         with files.held(path, BUILD_DEADLINE_S):
             yield

@@ -1,7 +1,7 @@
 """Paths of ROSE's own files, in a checkout or inside of the installed package.
 
-A wheel has conf/, the model recipes of scripts/ and the scripts of slurm/ within rose/ (setup.py).
-A checkout has them beside rose/, and every process that a run starts has its folder in PYTHONPATH.
+A wheel has conf/, the model recipes of scripts/ and the scripts of slurm/ inside rose/ (setup.py).
+A checkout has them beside rose/, and a run's processes have the checkout's folder in PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ CHECKOUT = None if INSTALLED else REPOSITORY
 
 def python_path() -> str:
     """Return PYTHONPATH for a process that imports ROSE: the checkout's folder, then this process's
-    own. An installed ROSE needs no folder there."""
+    own PYTHONPATH. An installed ROSE adds no folder."""
     return os.pathsep.join(filter(None, [str(CHECKOUT or ""), os.environ.get("PYTHONPATH")]))
 
 
 def command() -> str:
-    """Return the text that starts the command `rose` of this Python's environment in this folder.
+    """Return the text by which a user in this folder starts the `rose` of this Python.
 
-    1. The environment is activated: `rose`.
-    2. Else, where the command is installed: its path, as .venv/bin/rose.
-    3. Else: PYTHON -m rose.
+    1. If its environment is activated: `rose`.
+    2. Otherwise, if the command is installed: its path, such as .venv/bin/rose.
+    3. Otherwise: PYTHON -m rose.
     """
     script = Path(sys.executable).with_name("rose")
     found = shutil.which("rose")

@@ -1,8 +1,7 @@
 """Child processes that end with their parent (Linux's parent-death signal and child subreaper),
 names of processes, numbers of cores and threads, and faster imports of large packages.
 
-Imports nothing of ROSE. Left out: other systems than Linux; ROSE's engines and MPI settings need
-Linux anyway.
+Imports nothing of ROSE. Needs Linux, as ROSE's engines and MPI settings do.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ Result = TypeVar("Result")
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-MOST_THREADS = 8  # largest number of threads that is chosen where no key sets one
+MOST_THREADS = 8  # upper bound of numbers of threads that no key sets
 CGROUP = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here, as a forked child must not load it
 
-# Variables for programs that know nothing of the run. All others are removed.
+# Variables that the programs of agents and environments may see; the others could leak secrets.
 KEPT = (
     "PATH",
     "HOME",
@@ -53,8 +52,8 @@ KEPT = (
 
 
 async def in_daemon(function: Callable[[], Result]) -> Result:
-    """Return what a function returns that may take for ever, as on a dead mount. Its thread keeps
-    neither the event loop nor the process from ending, unlike those of `asyncio.to_thread`."""
+    """Call a function that may hang, as on a dead mount, in a thread; return its result. Unlike
+    threads of `asyncio.to_thread`, this thread lets the event loop and the process end."""
     loop = asyncio.get_running_loop()
     result: asyncio.Future[Result] = loop.create_future()
 
@@ -67,7 +66,7 @@ async def in_daemon(function: Callable[[], Result]) -> Result:
             found = result.set_result, function()
         except Exception as error:
             found = result.set_exception, error
-        with suppress(RuntimeError):  # The loop has been closed meanwhile.
+        with suppress(RuntimeError):  # The loop may have been closed meanwhile.
             loop.call_soon_threadsafe(settle, *found)
 
     threading.Thread(target=call, name="may-hang", daemon=True).start()
@@ -75,7 +74,7 @@ async def in_daemon(function: Callable[[], Result]) -> Result:
 
 
 def signal_name(number: int) -> str:
-    """Return a signal's name, as SIGTERM; "signal 40" for a real-time signal."""
+    """Return a signal's name, such as SIGTERM; "signal 40" for a real-time signal."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -83,15 +82,15 @@ def signal_name(number: int) -> str:
 
 
 def mark() -> str:
-    """Return a name of this process for folders that other processes find: this machine's boot and
-    PID namespace, and the process's id and start. Machines may share a folder for temporary files,
-    and a container has process ids of its own."""
+    """Return a name for this process that no other process has: the machine's boot, the PID
+    namespace, the process's id and its start. Machines may share a folder for temporary files, and
+    each container has its own process ids."""
     return f"{_here()}.{os.getpid()}.{_start(os.getpid())}"
 
 
 def has_ended(marked: str) -> bool:
-    """True if `marked` is the mark of a process of this machine and PID namespace that has ended.
-    False for other processes, which can't be seen from here, and for other texts."""
+    """True if `marked` is the `mark` of a process that has ended, of this machine and PID
+    namespace. False for processes elsewhere, which can't be seen from here, and for other texts."""
     here, _, rest = marked.partition(".")
     pid, _, start = rest.partition(".")
     return here == _here() and pid.isdecimal() and _start(int(pid)) != start
@@ -107,12 +106,13 @@ def boot() -> str:
 
 @functools.cache
 def _here() -> str:
+    """Return the part of a mark that names this machine's boot and the PID namespace."""
     namespace = os.stat("/proc/self/ns/pid").st_ino
     return hashlib.blake2s(f"{boot()} {namespace}".encode(), digest_size=4).hexdigest()
 
 
 def _start(pid: int) -> str:
-    """Return the clock ticks after boot at which a process began; "" if there is no such one."""
+    """Return when a process began, in clock ticks after boot; "" if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     except OSError:
@@ -120,15 +120,15 @@ def _start(pid: int) -> str:
 
 
 def bare_environment(given: Sequence[str] = ()) -> dict[str, str]:
-    """Return this process's variables that are in `KEPT` or `given`, with PATH from `search_path`.
-    Left out are the run's tokens and the paths of its Python packages."""
+    """Return this process's variables whose names are in `KEPT` or `given`, with PATH from
+    `search_path`. The run's tokens and the paths of its Python packages are left out."""
     found = {name: os.environ[name] for name in (*KEPT, *given) if name in os.environ}
     return found | {"PATH": search_path()}
 
 
 def search_path() -> str:
-    """Return PATH followed by the folder of this process's Python, since Debian has no `python`
-    unless a virtual environment is activated."""
+    """Return PATH followed by the folder of this process's Python, because Debian has a command
+    `python` only in an activated virtual environment."""
     return os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)])
 
 
@@ -138,9 +138,9 @@ def _prctl(option: int, value: int) -> None:
 
 
 def run_to_its_end(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Run `coroutine` as `asyncio.run` does, also where a task that others' code has started raises
-    `SystemExit`: the loop stops there, and would drop all of its tasks. Who awaits that task gets
-    the `SystemExit` and says what becomes of it."""
+    """Run `coroutine` as `asyncio.run` does, even if a task of a user's code raises `SystemExit`.
+    `SystemExit` in a task stops the event loop; this restarts the loop. The code that awaits the
+    task also gets the `SystemExit` and handles it."""
     with asyncio.Runner() as runner:
         task = runner.get_loop().create_task(coroutine)
         while not task.done():
@@ -150,9 +150,8 @@ def run_to_its_end(coroutine: Coroutine[Any, Any, Result]) -> Result:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Let the kernel kill this process (SIGKILL) when the thread that started it ends. `parent`:
-    the parent's pid, for a process that was just forked. If the parent ended before this call, the
-    process kills itself."""
+    """Let the kernel kill this process (SIGKILL) when the thread that started it ends; kill it now
+    if its parent has already ended. A process that was just forked passes its parent's pid."""
     expected = os.getppid() if parent is None else parent
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != expected:
@@ -165,15 +164,15 @@ def adopt_orphans() -> None:
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use: those of its CPU affinity, and at most
-    the least CPU quota of its control groups (a container's --cpus), rounded down; at least 1."""
+    """Return the number of cores that this process may use, at least 1: the cores of its CPU
+    affinity, limited by the CPU quotas of its control groups (a container's --cpus)."""
     return max(1, int(min(len(os.sched_getaffinity(0)), *_quotas(), math.inf)))
 
 
 def _quotas() -> Iterator[float]:
-    """Yield the quota, in cores, of each of this process's control groups (v1 and v2) and of the
-    groups above them. In a container the process's group may be mounted as the root, so that its
-    own path doesn't exist there."""
+    """Yield the quotas, in cores, of this process's control groups (v1 and v2) and of all groups
+    above them. The path of a group may be missing in a container, which may mount it as the root;
+    its ancestors up to the root are read as well."""
     try:
         lines = OWN_GROUPS.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -190,7 +189,7 @@ def _quotas() -> Iterator[float]:
 
 
 def _quota(group: Path, version_2: bool) -> float:
-    """Return a control group's CPU quota in cores; infinite where it has none, as the root."""
+    """Return a control group's CPU quota in cores; infinite if it has none, like the root group."""
     try:
         if version_2:
             quota, period = (group / "cpu.max").read_text(encoding="utf-8").split()
@@ -203,17 +202,17 @@ def _quota(group: Path, version_2: bool) -> float:
 
 
 def usable_threads() -> int:
-    """Return the threads for encoding and staging where no key sets them: `cores`, at most 8. More
-    would compete with the main thread for Python's lock, and each holds blocks in memory."""
+    """Return the number of threads for encoding and staging weights if no key sets it: `cores`, at
+    most 8. More would compete with the main thread for Python's lock, and each needs memory."""
     return min(MOST_THREADS, cores())
 
 
 @contextmanager
 def importing(*unused: str) -> Iterator[None]:
-    """Import large packages faster: exempt the objects created within from garbage collection.
-    Collection among these million objects would take a fifth of the time in which vLLM and
-    DeepSpeed import, and more later. Imports of the packages in `unused` fail within, so that
-    packages for which they are optional do without."""
+    """Import large packages faster: objects created within the block are exempt from garbage
+    collection, which would take a fifth of the import time of vLLM and DeepSpeed, and more later.
+    Within the block, imports of the packages in `unused` fail. Packages to which they are optional
+    do without them."""
     hidden = [name for name in unused if sys.modules.setdefault(name, None) is None]
     gc.disable()
     try:

@@ -1,7 +1,7 @@
-"""Temporary folders that go when their process has ended, even if it was killed.
+"""Temporary folders of a process, which are removed once it has ended, even if it was killed.
 
-They are in the folder for temporary files. Each is named after its process, and the next process on
-the machine that makes one of that kind removes those of ended processes.
+They are in TMPDIR, and their names contain the process's mark. A process that was killed leaves its
+folder. The next process on the machine that makes a folder of the same kind removes it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _own: dict[Path, int] = {}  # folder -> process id of its owner
 
 
 def folder(kind: str, parent: str | None = None) -> Path:
-    """Create this process's folder of a kind, for its user alone, or return the one that is there.
-    It goes when the process exits. `kind` is the start of its name, `parent` a folder to use
-    instead of TMPDIR. Raises OSError."""
+    """Return this process's folder of a kind, created if absent, for its user alone. It is removed
+    when the process exits. `kind` is the start of its name, `parent` a folder to use instead of
+    TMPDIR. Raises OSError."""
     remove_stale(kind, parent)
     path = _parent(parent) / f"{kind}{processes.mark()}"
     own_folder(path, parents=False)
@@ -32,19 +32,20 @@ def folder(kind: str, parent: str | None = None) -> Path:
 
 
 def of_sockets(more: int) -> str:
-    """Return TMPDIR, or /tmp if a Unix socket whose path has `more` bytes after TMPDIR's would have
-    a longer path than Linux allows."""
+    """Return a parent folder for Unix sockets: TMPDIR, or /tmp if the socket's path would be longer
+    than Linux allows. `more`: length in bytes of its path within the folder."""
     given = tempfile.gettempdir()
     return given if len(os.fsencode(given)) + more <= LONGEST_SOCKET else "/tmp"
 
 
 def prefix(kind: str) -> str:
-    """Return how the names of this process's folders of a kind begin, if it has several."""
+    """Return the common start of the names of this process's folders of a kind, if it makes
+    several itself. `remove_stale` removes them once the process has ended."""
     return f"{kind}{processes.mark()}-"
 
 
 def remove_stale(kind: str, parent: str | None = None) -> None:
-    """Remove folders of a kind whose processes have ended. Those of other users stay."""
+    """Remove this user's folders of a kind whose processes have ended."""
     for path in _parent(parent).glob(f"{kind}*"):
         if processes.has_ended(path.name.removeprefix(kind).partition("-")[0]):
             shutil.rmtree(path, ignore_errors=True)
@@ -55,9 +56,9 @@ def _parent(parent: str | None) -> Path:
 
 
 def remove_own() -> None:
-    """Remove this process's folders, for a process that ends without its exit functions."""
+    """Remove this process's folders. Runs at exit; a process that skips exit functions calls it."""
     for path, owner in _own.items():
-        if os.getpid() == owner:  # A forked process has its parent's list.
+        if os.getpid() == owner:  # A forked process has inherited its parent's entries.
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -1,10 +1,9 @@
-"""Check a model folder's weights by the headers of its safetensors files, before anything loads
-them: whether all files and tensors are there, with types that can be trained and with the shapes
-that config.json says.
+"""Check a model's weights by the headers of its safetensors files, before anything loads them.
 
-This reads some kB of each file and imports no torch. The layers of the architectures in `ALIKE`
-have the same tensors, so a missing tensor shows there; of other architectures the trainer says so
-when it loads them (rose/trainer/model.py).
+All files and tensors must be there, with types that can be trained and the shapes of config.json.
+This reads some kB of each file and imports no torch. Missing tensors are found only in the
+architectures in `ALIKE`, in which all layers have the same tensors. For others the trainer reports
+them when it loads the weights (rose/trainer/model.py).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from rose.files import LFS_ADVICE, is_lfs_pointer
 MOST_HEADER = 10**8  # bytes of a safetensors header, the library's own limit
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# Architectures whose layers have the same tensors each, under the names below.
+# Architectures in which all layers have the same tensors, with the names below.
 ALIKE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+\.(?:weight|bias))")
 Index = Annotated[dict[str, str], msgspec.Meta(min_length=1)]  # tensor -> its file
@@ -37,13 +36,13 @@ class Tensor(NamedTuple):
 
 
 class Wrong(ValueError):
-    """An error that says what is wrong with a model's weights, and what to do."""
+    """A fault of a model's weights, and what to do about it."""
 
 
 def check_files(folder: Path, named: str, again: str) -> dict[str, Tensor]:
-    """Raise `ConfigError` when a file of the weights is absent, or not as long as its header says.
-    Return all tensors by name, none for a folder with only PyTorch's own files. `named` is the key
-    and value that gave the folder, `again` the error's advice."""
+    """Return all tensors by name; none for a folder with weights only in PyTorch's own format.
+    Raises `ConfigError` when a file of the weights is absent, or not as long as its header says.
+    `named` is the key and value that gave the folder, `again` the error's advice."""
     try:
         return _tensors(folder, again)
     except Wrong as error:
@@ -51,23 +50,22 @@ def check_files(folder: Path, named: str, again: str) -> dict[str, Tensor]:
 
 
 def check_trainable(folder: Path, named: str, again: str) -> None:
-    """Raise `ConfigError` as `check_files` does, and for tensors that can't be trained or are not
-    those that config.json asks for."""
+    """Raise `ConfigError` as `check_files`, and for tensors that are untrainable or misshapen."""
     tensors = check_files(folder, named, again)
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     layers = _layers(tensors)
     try:
         _check_types(tensors)
-        # Libraries also read weights with other names, which are not compared here.
+        # Weights with other names, which libraries can also read, are not compared.
         if layers and (raw.get("architectures") or [""])[0] in ALIKE:
             _check_layers(layers, raw)
-            _check_ends(tensors, raw)
+            _check_embeddings(tensors, raw)
     except Wrong as error:
         raise ConfigError(f"{named}: {folder}: {error}") from None
 
 
 def _tensors(folder: Path, again: str) -> dict[str, Tensor]:
-    """Return all tensors by name; none for a folder with only PyTorch's own files."""
+    """Return all tensors by name; none for a folder with weights only in PyTorch's own format."""
     index: dict[str, str] = {}
     shards = [WHOLE]
     if (folder / INDEX).is_file():
@@ -89,14 +87,14 @@ def _tensors(folder: Path, again: str) -> dict[str, Tensor]:
     for shard in shards:
         found |= _header(folder / shard, again)
     for name, shard in index.items():
-        # A head that the model ties to its embeddings may be in the index alone.
+        # If the model ties its head to the embeddings, the index may name a head that no file has.
         if name.endswith(".weight") and name not in found and name != HEAD:
             raise Wrong(f"{INDEX} says that {name} is in {shard}, and no file has it; {again}")
     return found
 
 
 def _header(path: Path, again: str) -> dict[str, Tensor]:
-    """Return the tensors of one file, which has the length that its header says."""
+    """Return the tensors in a file's header. Raises `Wrong` if the header gives another length."""
     if is_lfs_pointer(path):
         raise Wrong(f"{path.name}: {LFS_ADVICE}")
     size, whole, tensors = path.stat().st_size, 0, {}
@@ -120,6 +118,7 @@ def _header(path: Path, again: str) -> dict[str, Tensor]:
 
 
 def _check_types(tensors: Mapping[str, Tensor]) -> None:
+    """Raise `Wrong` for a weight whose type can't be trained."""
     for name, tensor in tensors.items():
         if name.endswith(".weight") and tensor.dtype not in FLOATS:
             raise Wrong(
@@ -129,8 +128,8 @@ def _check_types(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _layers(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-    """Return the weights of each layer by their names within it. Files of old libraries also have
-    buffers, such as rotary_emb.inv_freq, which nothing reads."""
+    """Return layer -> name within the layer -> weight. Leaves out buffers such as
+    rotary_emb.inv_freq, which old libraries wrote and nothing reads."""
     layers: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         if found := LAYER.fullmatch(name):
@@ -139,7 +138,7 @@ def _layers(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
 
 
 def _check_layers(layers: dict[int, dict[str, Tensor]], raw: Mapping[str, Any]) -> None:
-    """Compare the layers with one another, and their number with config.json's."""
+    """Raise `Wrong` if layers differ in their tensors, or their number is not config.json's."""
     count = raw.get("num_hidden_layers")
     if isinstance(count, int) and sorted(layers) != list(range(count)):
         raise Wrong(
@@ -149,7 +148,7 @@ def _check_layers(layers: dict[int, dict[str, Tensor]], raw: Mapping[str, Any]) 
         )
     every: dict[str, Tensor] = {}
     for number in sorted(layers):
-        every = layers[number] | every  # The first layer that has a tensor says its shape.
+        every = layers[number] | every  # the shape in the first layer that has the tensor
     for number, layer in sorted(layers.items()):
         for part, tensor in every.items():
             if part not in layer:
@@ -164,8 +163,8 @@ def _check_layers(layers: dict[int, dict[str, Tensor]], raw: Mapping[str, Any]) 
                 )
 
 
-def _check_ends(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> None:
-    """Compare the embeddings and the output matrix with config.json's sizes."""
+def _check_embeddings(tensors: Mapping[str, Tensor], raw: Mapping[str, Any]) -> None:
+    """Raise `Wrong` if embeddings or output matrix are missing, or not of config.json's sizes."""
     needed = [EMBEDDINGS] + [HEAD] * (raw.get("tie_word_embeddings") is False)
     for name in needed:
         if name not in tensors:

@@ -27,6 +27,8 @@ def read(path: Path) -> tuple[set[str], list[ast.ImportFrom]]:
             bound.add(node.name)
         elif kind is ast.Name and type(node.ctx) is ast.Store:
             bound.add(node.id)
+        elif kind is ast.ImportFrom and node.names[0].name == "*":
+            bound |= read(path_of(node.module))[0]
         elif kind in (ast.Import, ast.ImportFrom):
             bound |= {(name.asname or name.name).split(".")[0] for name in node.names}
             ours = kind is ast.ImportFrom and not node.level

@@ -4,7 +4,8 @@ A board has one writer and any number of readers. It is a file of fixed size in 
 (magic, layout, sequence number, checksum), then its fields as float64. Each write has a sequence
 number of its own, and the checksum covers that number and the fields. A reader takes a copy and
 checks it. If the copy is torn, damaged, foreign or outdated, `read` returns None and `why` says
-what is wrong. Times are CLOCK_MONOTONIC, which all processes of a node share and no program sets.
+what is wrong. Times are CLOCK_MONOTONIC: all processes of a node share it, and no program can set
+it.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from typing import Generic, TypeVar
 import xxhash
 
 MAGIC = b"ROSEBRD1"
-_HEADER = struct.Struct("<8sQQQ")  # magic, layout, sequence, checksum
+_HEADER = struct.Struct("<8sQQQ")  # magic, digest of the fields' names, sequence number, checksum
 OPEN_RETRY_S = 1.0  # seconds between two attempts to open a board that does not exist yet
-# Attempts to copy a board. A copy is torn if a write ran meanwhile, which takes microseconds.
+# Attempts to copy a board. A copy is torn if a write, which takes microseconds, ran meanwhile.
 TRIES = 8
 INFINITE = float("inf")
-ALIVE_S = 0.1  # seconds for which a process that was found alive counts as alive
+ALIVE_S = 0.1  # seconds for which `is_alive` remembers that it found a process alive
 _seen_alive: dict[tuple[float, float], float] = {}  # (pid, its start) -> time when it was alive
 
 
 @dataclasses.dataclass
 class Online:
-    """The online engine's state, written by its scheduler at each engine step and at least every
-    beat. Counts and sums are since the engine's start."""
+    """The online engine's state. Its scheduler writes it at each engine step, and at least every
+    0.02 s (a beat). Counts and sums are since the engine's start."""
 
     pid: float = 0
     pid_started: float = 0  # clock ticks after boot, distinguishes processes with the same pid
@@ -41,15 +42,15 @@ class Online:
     waiting: float = 0  # requests
     step_ends: float = 0  # predicted end of the running step at P99; 0: no step is running
     decode_s: float = 0  # mean seconds of a step that decodes all running requests; 0 without any
-    # If no step of this engine ran until this time, every request would still meet its target, its
-    # steps taking their P99 time. Infinite without requests.
+    # Latest time at which this engine could begin its next step and still meet every request's
+    # targets, if its steps take their P99 time. Infinite without requests.
     hold_until: float = INFINITE
-    prompt_share: float = 1  # factor on lending.step_share that keeps the median TTFT
+    prompt_share: float = 1  # factor on lending.step_share that keeps the median TTFT on target
     kv_total: float = 0  # bytes of this engine's KV cache
     kv_used: float = 0  # bytes held by requests, without cached prefixes that no request uses
     kv_held: float = 0  # bytes that this engine may use now; the others are lent or being returned
     kv_wanted: float = 0  # bytes that this engine wants to hold
-    lends: float = 1  # 0: lends nothing, as when this engine misses its targets even alone
+    lends: float = 1  # 0: lends nothing, because this engine misses its targets even alone
     finished: float = 0  # requests
     met: float = 0  # finished requests within both P99 targets
     finished_lending: float = 0  # requests that finished while anything was lent
@@ -66,8 +67,8 @@ class Online:
 
 @dataclasses.dataclass
 class Rollout:
-    """The rollout engine's state, written by its scheduler at each engine step and while the gate
-    is shut. Fields without a comment are as in `Online`."""
+    """The rollout engine's state. Its scheduler writes it at each engine step, and while the gate
+    (rules/gate.py) lets no step begin. Fields without a comment are as in `Online`."""
 
     pid: float = 0
     pid_started: float = 0
@@ -83,21 +84,19 @@ class Rollout:
     busy_s: float = 0
     kv_total: float = 0
     kv_used: float = 0
-    kv_budget: float = 0  # bytes that this engine may use now; more has been returned
+    kv_budget: float = 0  # bytes that this engine may use now; it has released all others
     frozen: float = 0  # 1: memory was revoked in this training step, so the budget may not grow
     prompt_tokens: float = 0
     made_tokens: float = 0
     evicted: float = 0  # requests evicted and returned to the coordinator
-    wasted_tokens: float = (
-        0  # prompt and generated tokens of evicted requests, to be computed again
-    )
+    wasted_tokens: float = 0  # tokens of evicted requests that must be computed again
     step_error: float = 0
     step_p99: float = 0
 
 
 @dataclasses.dataclass
 class Control:
-    """The operator's switch, written by the process that started both engines."""
+    """The operator's switch. The process that started both engines writes it."""
 
     pid: float = 0
     pid_started: float = 0
@@ -106,24 +105,24 @@ class Control:
     # 1: the online engine stops rollout steps between layers (rose/parts/lending/flag.py)
     stops: float = 1
     share: float = 1  # share of the lendable memory that is lent at this hour, 0 to 1
-    epoch: float = 0  # number of training steps seen; a change ends a freeze
+    epoch: float = 0  # `Epoch.epoch`; a change ends a freeze
 
 
 @dataclasses.dataclass
 class Epoch:
-    """The training run's progress, written by the rank that lends the rollout engine to it."""
+    """The training run's progress. The rank that lends the rollout engine to the run writes it."""
 
     pid: float = 0
     pid_started: float = 0
     beat: float = 0
-    epoch: float = -1  # policy version that the rollout engine loaded last; a change ends a freeze
+    epoch: float = -1  # policy version that the rollout engine loaded last
 
 
 State = TypeVar("State", Online, Rollout, Control, Epoch)
 
 
 def folder(name: str) -> Path:
-    """The folder with the boards of the device `name`: one for each user and device."""
+    """Return the folder with the boards of this user's device `name`."""
     return Path("/dev/shm") / f"rose-{os.getuid()}-{name}"
 
 
@@ -138,8 +137,7 @@ class _File(Generic[State]):
         if create:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._size, self._file = _HEADER.size + self._fields.size, -1
-        # The file is not mapped: if another process truncated a mapped file, SIGBUS would kill this
-        # one.
+        # The file is not mapped: SIGBUS would kill this process if another one truncated it.
         self._file = os.open(self.path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
         if not create and (found := os.fstat(self._file).st_size) != self._size:
             self.close()
@@ -152,7 +150,7 @@ class _File(Generic[State]):
         return xxhash.xxh3_64_intdigest(data, seed=sequence)
 
     def close(self) -> None:
-        """Close the file. Called again, and when the object is deleted, it does nothing."""
+        """Close the file. A second call does nothing."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
@@ -163,7 +161,7 @@ class _File(Generic[State]):
 
 class Writer(_File[State]):
     """The writer of a board: set fields of `state`, then call `write`. A board has one writer at a
-    time. A new one continues the file of a dead one."""
+    time. A new writer continues a dead writer's file."""
 
     def __init__(self, path: Path, kind: type[State]) -> None:
         super().__init__(path, kind, create=True)
@@ -185,7 +183,7 @@ class Writer(_File[State]):
 
 
 class Reader(_File[State]):
-    """A reader of a board. Raises `OSError` if there is none, `ValueError` if its size is wrong."""
+    """Reads a board. Raises `OSError` if the file is absent, `ValueError` if its size is wrong."""
 
     def __init__(self, path: Path, kind: type[State]) -> None:
         super().__init__(path, kind, create=False)
@@ -216,12 +214,13 @@ class Reader(_File[State]):
         return self._no("damaged: its checksum is never right")
 
     def _no(self, why: str) -> None:
+        """Keep the reason why the board can't be read, as the result of `read`."""
         self.why = f"{self.path}: {why}"
         return None
 
 
 class Peer(Generic[State]):
-    """A reader of a board that may not exist yet, which remembers the last whole state."""
+    """Reads a board that may not exist yet, and remembers its last whole state in `last`."""
 
     def __init__(self, path, kind: type[State]) -> None:
         self._path, self._kind = path, kind
@@ -242,16 +241,16 @@ class Peer(Generic[State]):
         return found
 
     def gone(self) -> bool:
-        """True if the board has no living writer: none has ever written, or the last has ended."""
+        """True if no living process writes the board: none ever has, or the last has ended."""
         if (found := self.read()) is not None:
             return not is_alive(found)
         return self.last is None or not is_alive(self.last)
 
 
 def is_alive(state: Online | Rollout | Control | Epoch) -> bool:
-    """True if the process that wrote `state` lives, or lived ALIVE_S ago; false if another process
-    has its pid now. The engines ask at each step and beat, and reading /proc would take them half
-    of a beat's time."""
+    """True if the process that wrote `state` lives. Another process with its pid doesn't count. A
+    positive answer is kept for ALIVE_S. The engines ask at each step and beat, and reading /proc
+    each time would take half of their time between two beats."""
     writer, now = (state.pid, state.pid_started), time.monotonic()
     if now - _seen_alive.get(writer, -INFINITE) < ALIVE_S:
         return True
@@ -265,8 +264,8 @@ def is_alive(state: Online | Rollout | Control | Epoch) -> bool:
 
 
 def _started(pid: int) -> float:
-    """Start of a process in clock ticks after boot, which setting the clock doesn't change. Raises
-    `OSError` if the process has ended."""
+    """Return when a process began, in clock ticks after boot; setting the clock doesn't change it.
+    Raises `OSError` if the process has ended."""
     fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     if fields[0] in (b"Z", b"X"):
         raise ProcessLookupError(f"process {pid} has ended")

@@ -59,11 +59,10 @@ class Online(Section):
 class Lending(Section):
     """The conditions on which the online engine lends its device to the rollout engine."""
 
-    # output of python -m rose.parts.lending.profile for this device and these models; null: lend
-    # nothing
+    # file that rose.parts.lending.profile wrote for this device and these models; null: no lending
     profile: str | None
     chunk_tokens: Count  # most prefill tokens of one step of the rollout engine
-    step_share: Share  # longest delay of an online request by a rollout step / ttft_p99_s
+    step_share: Share  # longest delay of an online request by a rollout step, share of ttft_p99_s
     # CPU priority of the rollout engine's threads; without effect on a GPU
     priority: Literal["idle", "normal"]
     # where a rollout step stops for the online engine: between two layers, or only when it ends
@@ -72,9 +71,9 @@ class Lending(Section):
     kv_gib: Positive | None
     reserve: Share  # share of kv_gib that is never lent, beyond what online requests use
     high_watermark: Share  # share of kv_gib in use or lent above which the loan is halved
-    stale_after_s: Positive  # silence of the online engine after which nothing is lent
+    stale_after_s: Positive  # seconds of silence of the online engine after which nothing is lent
     revoke_after_s: Positive  # seconds to return revoked memory; then the rollout engine is killed
-    patience_s: Positive  # longest wait of a turn at the gate; then the scheduler gets it back
+    patience_s: Positive  # longest wait of a turn at the gate; then it is returned
     # "22-06" (local time): share of the lendable memory; 1 in hours not named
     hours: dict[str, NotNegative]
     control_port: Natural  # port of metrics, report and stop switch; 0: a free port, printed
@@ -82,26 +81,26 @@ class Lending(Section):
 
 
 class Serving(core.Serving):
-    """The run's section `serving`, and those of this serving job."""
+    """The run's section `serving`, with the two sections that only a lender has."""
 
     online: Online
     lending: Lending
 
 
 class Config(core.Config):
-    """The run's tree as its lender has it."""
+    """The configuration of a run, as its lender reads it."""
 
     serving: Serving
 
 
 class MixedConfig(core.MixedConfig):
-    """The tree of a run on a mixture of environments, as its lender has it."""
+    """The configuration of a run on a mixture of environments, as its lender reads it."""
 
     serving: Serving
 
 
 class ServingSide(Section):
-    """The tree of an online server that starts before its run."""
+    """The configuration of an online server, which may start before its run."""
 
     serving: Serving
 
@@ -164,7 +163,7 @@ def check(s: Serving) -> None:
 
 
 def _check_hours(hours: dict[str, float], need: Need) -> None:
-    """Check that each span reads "HH-HH" (it may cross midnight), and that no hour is in two."""
+    """Check that each span reads "HH-HH" (it may cross midnight), and that no spans overlap."""
     taken: dict[int, str] = {}
     for span, share in hours.items():
         key = f"serving.lending.hours.{span}"

@@ -1,4 +1,4 @@
-"""The file with a device's profile: read, and compared with the device and the engines here.
+"""Read the file with a device's profile, and compare it with the device and the engines here.
 
 `rose.parts.lending.profile` writes the file.
 """
@@ -49,8 +49,8 @@ def load(path: str | Path) -> dict[str, Any]:
 
 
 def fingerprint(config: Config, model: Path) -> dict[str, Any]:
-    """The properties of the device and of both engines on which step times depend. `model` is the
-    folder of the rollout engine's model. Raises `ConfigError` when a model has no config.json."""
+    """Return the properties of the device and the engines on which step times depend. `model`:
+    folder of the rollout engine's model. Raises `ConfigError` if a model has no config.json."""
     gpus, online, rollout = config.cluster.gpus > 0, config.serving.online, config.rollout
     return {
         "device": _device(gpus),
@@ -69,9 +69,8 @@ def fingerprint(config: Config, model: Path) -> dict[str, Any]:
 
 
 def check(found: dict[str, Any], path: str | Path, config: Config, model: Path) -> None:
-    """Raise `ConfigError` if the profile `found`, read from `path`, is for other engines or another
-    device than `config` and `model`, the folder of the rollout engine's model, would use here. The
-    error names every difference."""
+    """Raise `ConfigError`, with every difference, if the profile `found` from `path` doesn't fit
+    this device and the engines of `config`. `model`: folder of the rollout engine's model."""
     wanted = fingerprint(config, model)
     differ = [
         f"{key} was {was!r} and is now {now!r}" for key, was, now in _differences(found, wanted)
@@ -86,6 +85,7 @@ def check(found: dict[str, Any], path: str | Path, config: Config, model: Path) 
 def _differences(
     found: dict[str, Any], wanted: dict[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (key, value in `found`, value in `wanted`) for each value of `wanted` that differs."""
     for name, now in wanted.items():
         was = found.get(name) if isinstance(found, dict) else None
         if isinstance(now, dict):
@@ -95,6 +95,7 @@ def _differences(
 
 
 def _digest(model: str | Path, key: str) -> str:
+    """Return a digest of the model's config.json."""
     folder = Path(model).expanduser()
     path = (folder if folder.is_dir() else start.local_folder(model, key)) / "config.json"
     try:
@@ -107,6 +108,7 @@ def _digest(model: str | Path, key: str) -> str:
 
 
 def _device(gpus: bool) -> dict[str, Any]:
+    """Identify this device: the GPU's name, or the CPU's name and number of usable cores."""
     if gpus:
         from vllm.platforms import current_platform
 

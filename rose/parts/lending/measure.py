@@ -1,9 +1,9 @@
 """Measure the engine steps of two engines on this device, alone and beside each other.
 
-Clients in a closed loop send prompts of random tokens, with log-uniform lengths, and take a few
-generated tokens of each. So steps of every mixture of prefill and decodes occur. The engines'
-schedulers record each step (rose/parts/lending/vllm/steps.py). There is no HTTP and no meaningful
-text, because neither is part of a step.
+Clients in a closed loop send prompts of random tokens, with log-uniform lengths, and request a few
+tokens for each. So steps with every mixture of prefill and decodes occur. The engines' schedulers
+record each step (rose/parts/lending/vllm/steps.py). HTTP and meaningful text aren't needed, because
+neither changes a step.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from rose.parts.lending.rules.predictor import Predictor, Work
 from rose.parts.lending.vllm import priority
 from rose.parts.lending.vllm.steps import STEPS
 
-# Bounds one request of the warm-up, in seconds. A request that can be served beside others takes
-# far less.
+# Deadline of one request of the warm-up or of `drain`, in seconds. On a device that is fast enough
+# to be lent, a request takes far less.
 REQUEST_S = 120.0
 PROBES = (16, 64, 256, 1024, 4096, 16384)  # prompt tokens of the warm-up's requests, in order
-# The warm-up ends with the first request that takes this share of the seconds for an engine alone.
+# The warm-up ends after a request that takes over this share of the seconds for one engine alone.
 PROBE_SHARE = 0.06
 # Least and most tokens generated for a request. With one client, about a tenth of the steps have
 # prefill, with 8 clients half of them.
 ANSWER = (4, 24)
-# Number of pairs of time slices, without and with rollouts, in the time for both engines. They
-# alternate so that slow drifts cancel.
+# Both engines are measured in this many pairs of time slices: one without rollouts, then one with.
+# They alternate so that slow drifts cancel.
 SLICES = 12
 # An online step counts as beside rollouts if rollout steps ran for at least this share of its time.
 BESIDE = 0.5
 # An online step counts as alone if rollout steps ran for at most this share of its time.
 ALONE = 0.01
 FEWEST = 20  # least number of online steps of either kind; a P99 of fewer says nothing
-STEP_SHARE = 0.125  # most of a slice that one step in it may take
-LEAST_HOLD = 0.01  # least hold_p99 reported; so few steps can't distinguish less from 0
+STEP_SHARE = 0.125  # largest share of a slice that one step may take
+LEAST_HOLD = 0.01  # least hold_p99 in a profile; a smaller one can't be measured with so few steps
 CLIENTS = 4  # clients of each engine while both run
 # A client pauses between its requests for this multiple of a request's time. An online engine that
 # is never idle would leave no time for steps of an engine of idle priority on the same core.
@@ -57,7 +57,7 @@ class Side(NamedTuple):
 
     name: str  # "online" or "rollout"
     args: dict[str, Any]  # arguments for vLLM's AsyncEngineArgs
-    environment: dict[str, str]  # environment variables of the engine's process, besides ours
+    environment: dict[str, str]  # variables of the engine's process, in addition to this one's
     vocabulary: int
     logprobs: int | None  # vLLM's SamplingParams.logprobs, as this side's clients will request
 
@@ -104,9 +104,9 @@ class Measured:
         return self._llm.engine_core.resources.engine_manager.processes[0]
 
     async def warm_up(self, seconds: float) -> None:
-        """Send prompts of growing length until one takes over PROBE_SHARE of `seconds`. Later
-        traffic has no longer prompts. The first prompt's time doesn't count, because engines
-        compile and allocate at first use. Raises `EngineError`."""
+        """Send prompts of growing length until one takes over PROBE_SHARE of `seconds`. Its length
+        then bounds the prompts of later traffic. The first prompt's time doesn't count, because
+        engines compile and allocate at first use. Raises `EngineError`."""
         longest, tokens, took = max(2, min(self._longest, self._kv_tokens // 2)), 0, 0.0
         for probe in PROBES:
             if tokens == longest or tokens > PROBES[0] and took > PROBE_SHARE * seconds:
@@ -125,9 +125,8 @@ class Measured:
     async def traffic(
         self, clients: int, seconds: float, longest: int | None = None, pause: float = 0.0
     ) -> None:
-        """Send traffic for `seconds`, then abort the running requests. Prompts have up to `longest`
-        tokens. Each client pauses after a request for `pause` times the request's time. Raises
-        `EngineError`."""
+        """Send traffic for `seconds`, then abort running requests. Prompts have up to `longest`
+        tokens. Clients pause for `pause` times the last request's time. Raises `EngineError`."""
         longest = max(
             2, min(longest or self._longest, self._longest, self._kv_tokens // (2 * clients))
         )
@@ -143,8 +142,8 @@ class Measured:
             raise task.exception()
 
     async def drain(self) -> None:
-        """Wait for a short request, and so for the end of the step with the aborted requests. That
-        step may take an engine of low priority very long. Raises `EngineError`."""
+        """Send a short request and wait for it, and so for the end of a step with aborted requests.
+        At low priority such a step can take very long. Raises `EngineError`."""
         await self._timed(2, 1)
 
     async def _timed(self, prompt: int, answer: int) -> float:
@@ -161,6 +160,7 @@ class Measured:
         return time.monotonic() - began
 
     async def _client(self, longest: int, pause: float) -> None:
+        """Send random requests one after the other, until cancelled."""
         while True:
             began = time.monotonic()
             tokens = round(math.exp(self._dice.uniform(math.log(2), math.log(longest))))
@@ -168,6 +168,7 @@ class Measured:
             await asyncio.sleep(pause * (time.monotonic() - began))
 
     async def _request(self, prompt: int, answer: int) -> None:
+        """Send a request with a random prompt, and wait for all of its answer."""
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
@@ -202,7 +203,7 @@ class Measured:
 
     def lower_priority(self) -> None:
         """Lower the priority of the engine's threads, as a co-serving rollout engine does."""
-        priority.lower_priority(self.process.pid, priority.may_return())
+        priority.lower_priority(self.process.pid, priority.may_raise_again())
 
     def shutdown(self) -> None:
         process = self.process
@@ -224,7 +225,7 @@ async def alone(engine: Measured, seconds: float) -> Predictor:
     """Measure an engine alone for `seconds`; return the fitted predictor of its step times. Raises
     `EngineError` when there were too few steps for a fit."""
     await engine.warm_up(seconds)
-    engine.steps()
+    engine.steps()  # discards the warm-up's steps
     await engine.sweep(seconds)
     samples = [(step.work, step.seconds) for step in engine.steps()]
     try:
@@ -266,9 +267,8 @@ async def together(
 
 
 def _longest_within(seconds: float, predictor: Predictor) -> int:
-    """Length in tokens, a power of 2, up to which CLIENTS prompts fit into a step of `seconds`. A
-    step continues into the next slice although its requests were aborted, so steps must be
-    short."""
+    """Return the longest prompt, a power of 2 in tokens, of which CLIENTS fit into a step of
+    `seconds`. A long step would run on into the next slice, although its requests are aborted."""
     tokens = 2
     while (
         tokens < PROBES[-1]
@@ -283,15 +283,14 @@ def interference(
 ) -> dict[str, float]:
     """Compute how much rollout steps and online steps delay each other.
 
-    - hold_p99, hold_mean: the share of its overlap with rollout steps by which an online step gets
-      longer, (r' - r) / (r' x overlap). r and r' are the measured / predicted times of online steps
-      alone and beside rollouts, at their P99 and on average.
-    - progress: the work that rollout steps did while online steps ran, as a share of their work
-      alone in the same time.
+    - hold_p99, hold_mean: how much longer an online step gets, as a share of the time in which
+      rollout steps overlap it: (r' - r) / (r' x overlap). r and r' are measured / predicted times
+      of online steps alone and beside rollouts, at their P99 and on average.
+    - progress: the work that rollout steps did while online steps ran, as a share of the work that
+      they would have done alone in this time.
 
-    Comparing the two distributions at the same quantile leaves out the noise that both have, which
-    the predictor's margin already covers. Raises `EngineError` with fewer than FEWEST online steps
-    of either kind.
+    r and r' are compared at the same quantile, so the noise that both have cancels. Raises
+    `EngineError` with fewer than FEWEST online steps of either kind.
     """
     steps_apart, steps_beside = _apart_and_beside(online, rollout)
     apart, beside = (
@@ -322,7 +321,7 @@ def interference(
 def _apart_and_beside(
     online: list[Step], rollout: list[Step]
 ) -> tuple[list[tuple[float, Step]], ...]:
-    """Online steps alone, and online steps beside rollout steps, as (overlap share, step)."""
+    """Return the online steps alone and those beside rollout steps, as (overlap share, step)."""
     begins = [step.began for step in rollout]
     shares = [(_overlap(step, rollout, begins), step) for step in online]
     apart = [(share, step) for share, step in shares if share <= ALONE]
@@ -330,8 +329,8 @@ def _apart_and_beside(
 
 
 def _overlap(step: Step, others: list[Step], begins: list[float]) -> float:
-    """Share of the step's time during which one of `others` ran. `others` are in order of their
-    beginnings, `begins`, and don't overlap each other."""
+    """Return the share of the step's time during which one of `others` ran. `others` don't overlap
+    each other and are sorted by their beginnings, `begins`."""
     at, covered = max(0, bisect.bisect_right(begins, step.began) - 1), 0.0
     while at < len(others) and others[at].began < step.ended:
         covered += max(0.0, min(step.ended, others[at].ended) - max(step.began, others[at].began))

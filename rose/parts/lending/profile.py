@@ -4,11 +4,11 @@
     python -m rose.parts.lending.profile out=FILE serving.online.model=FOLDER model=FOLDER [...]
 
 The rollout engine is that of the run (in output_dir=outputs), or one for the model in FOLDER with
-the settings of conf/ and the command line. It takes seconds= (60) and the start of both engines.
-Run it on the device that will be lent, without other work on it. Set serving.lending.profile to the
-file that it writes: without a profile nothing is lent.
+the settings of conf/ and the command line. The measurement takes seconds= (60 by default), and the
+time to start both engines. Run it on the device that will be lent, without other work on it. Set
+serving.lending.profile to the file that it writes: without a profile nothing is lent.
 
-Exit status: 0 written, 1 an engine failed or there were too few steps, 2 bad arguments
+Exit codes: 0 written, 1 an engine failed or there were too few steps, 2 bad arguments
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ from rose.parts.lending.rules.predictor import Predictor
 OURS = ("name", "output_dir", "model", "out", "seconds")
 SECONDS = 60.0
 ALONE = 0.3  # share of the seconds for each engine alone; the others are for both together
-# Factor on the KV cache of one request at 2 bytes an element. It covers blocks that are not full,
-# and float32.
+# Factor on a request's KV cache at 2 bytes an element. Covers float32 and blocks that aren't full.
 KV_MARGIN = 2.2
 STOLEN = 0.05  # share of stolen CPU time above which the report warns
 
@@ -55,8 +54,7 @@ def main(arguments: list[str]) -> int:
         given = settings.parse([a for a in arguments if a.partition("=")[0] in OURS])
         out, seconds = _out(given), _seconds(given)
         config, model = configured(arguments, given)
-        # The operator's online server uses the threads that its command line names, or one for each
-        # core.
+        # The operator's server has these threads too: rollout.threads, by default one per core.
         written = measure(config, model, seconds, settings.parse(arguments).get("rollout.threads"))
         written["seconds"] = round(time.monotonic() - began, 1)
         write_whole(out, (json.dumps(written, indent=1) + "\n").encode())
@@ -72,8 +70,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _out(given: dict[str, Any]) -> Path:
-    """Return the file to write. Raises `ConfigError` if it can't be written, as the measurement
-    before that takes minutes."""
+    """Return the file to write. Raises `ConfigError` if it can't be written. This is checked before
+    the measurement, which takes minutes."""
     if not given.get("out"):
         raise ConfigError("out is missing: which file is to be written? as out=profile.json")
     out = Path(given["out"]).expanduser().resolve()
@@ -89,6 +87,7 @@ def _out(given: dict[str, Any]) -> Path:
 
 
 def _seconds(given: dict[str, Any]) -> float:
+    """Return the seconds for the measurement. Raises `ConfigError`."""
     value = given.get("seconds", SECONDS)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 5 <= value <= 3600:
         raise ConfigError(
@@ -98,11 +97,10 @@ def _seconds(given: dict[str, Any]) -> float:
 
 
 def configured(arguments: list[str], given: dict[str, Any]) -> tuple[Config, Path]:
-    """Return the configuration of both engines, and the folder of the rollout engine's model.
-    Raises `ConfigError`."""
+    """Return the engines' configuration and the rollout model's folder. Raises `ConfigError`."""
     overrides = [a for a in arguments if a.partition("=")[0] not in OURS]
     config = _configured(overrides, given)
-    # The lender applies the same overrides.
+    # The operator passes the same overrides to the lender.
     own = operate.beside_online(config.serving, config.cluster.gpus > 0, overrides)
     config = _configured([*overrides, *own], given)
     if config.serving.online.model is None:
@@ -120,6 +118,7 @@ def configured(arguments: list[str], given: dict[str, Any]) -> tuple[Config, Pat
 
 
 def _configured(overrides: list[str], given: dict[str, Any]) -> Config:
+    """Return the configuration of the run `name`, or conf/ with `model`. Raises `ConfigError`."""
     if "name" in given:
         if "model" in given:
             raise ConfigError(
@@ -143,12 +142,12 @@ def _configured(overrides: list[str], given: dict[str, Any]) -> Config:
 def measure(
     config: Config, model: Path, seconds: float, threads: int | None = None
 ) -> dict[str, Any]:
-    """Measure both engines; return the profile without the seconds that it took. `threads` are
-    those of the online engine, None for one per core. Raises `EngineError`."""
+    """Measure both engines; return the profile without its duration. `threads`: threads of the
+    online engine, None for one per core. Raises `EngineError`."""
     gpus = config.cluster.gpus > 0
     # Both engines use the KV layout of a shared device, though here each keeps its own cache.
     os.environ.update(start.environment(gpus, threads, shares_device=True) | config.cluster.env)
-    # With boards, the rollout engine would wait for the gate before each step.
+    # Without this variable the engines have no boards, and the rollout engine waits for no gate.
     os.environ.pop(plugin.FOLDER, None)
     log("importing vLLM")
     start.preload()
@@ -166,13 +165,14 @@ def measure(
 
 
 def stolen_s() -> float:
-    """CPU seconds, summed over all cores, that a hypervisor has given to other guests."""
+    """Return the CPU seconds of all cores that a hypervisor has given to other guests."""
     return getattr(psutil.cpu_times(), "steal", 0.0)
 
 
 async def _measure(
     config: Config, model: Path, gpus: bool, seconds: float, scratch: Path
 ) -> tuple[dict[str, Predictor], dict[str, float]]:
+    """Start and measure both engines; return their predictors and the interference."""
     from rose.parts.lending import measure as m
 
     engines: list[m.Measured] = []
@@ -200,7 +200,7 @@ async def _measure(
 
 
 def online_side(config: Config):
-    """The online engine as `rose serve` starts it, without its HTTP server."""
+    """Describe the online engine as `rose serve` starts it, without its HTTP server."""
     from rose.parts.lending.measure import Side
 
     folder = start.local_folder(config.serving.online.model, "serving.online.model")
@@ -221,7 +221,7 @@ def online_side(config: Config):
 
 
 def rollout_side(config: Config, model: Path):
-    """The rollout engine as a borrowed rank starts it."""
+    """Describe the rollout engine as a borrowed rank starts it."""
     from rose.parts.lending.measure import Side
 
     folder = start.local_folder(model)
@@ -240,9 +240,9 @@ def rollout_side(config: Config, model: Path):
 
 
 def kv_part(config: Config, shape: configuration.ModelShape, own: int, max_context: int) -> int:
-    """Bytes of KV cache for one engine while a GPU is measured, where neither returns memory. It is
-    half of the budget that the engines will share, at least what one request needs, and at most the
-    engine's `own` size."""
+    """Return the bytes of KV cache for one engine during the measurement of a GPU, in which no
+    memory moves between the engines. This is half of the memory that they will share, at least one
+    request's need, and at most `own`, the size that the engine would have."""
     lending, online = config.serving.lending, config.serving.online
     half = int((lending.kv_gib or online.kv_cache_gib) * 2**30) // 2
     one = KV_MARGIN * shape.kv_bytes_per_token * max_context

@@ -1,8 +1,9 @@
-"""Show the serving side in a run's report: what each lending device kept for its users, and lent.
+"""The serving side in a run's report: for each lending device, the latencies that its users got and
+the tokens that it lent.
 
 The operator's process beside an online server (rose/parts/lending/operator/operate.py) writes
-`lent.json` and a page of its own into OUTPUT_DIR/serving/RUN-HOST-N. Left out: ranks without an
-online server beside them.
+`lent.json` and its own page into OUTPUT_DIR/serving/RUN-HOST-N. Ranks without an online server
+beside them are not shown.
 """
 
 from __future__ import annotations
@@ -27,22 +28,21 @@ LATENCIES = {
 
 
 def read(run_dir: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """Return (folder, `rose.parts.lending.operator.report.summary`) for each device that lent
-    itself to this run."""
+    """Return (folder, `operator.report.summary`) for each device that lent itself to this run."""
     run_dir = Path(run_dir).resolve()
     found = []
     for path in sorted((run_dir.parent / "serving").glob(f"{glob.escape(run_dir.name)}-*/{LENT}")):
-        # A file that isn't readable here, or is damaged, is left out: report the others.
+        # A damaged or unreadable file is left out. `_row` raises an error if a value is missing.
         with suppress(OSError, ValueError, KeyError, TypeError):
             summary = json.loads(path.read_text(encoding="utf-8"))
             _row(run_dir, path.parent, summary)
-            if summary["run"] == run_dir.name:  # lake-2's folders begin as lake's do
+            if summary["run"] == run_dir.name:  # The pattern for `lake` also finds `lake-2`.
                 found.append((path.parent, summary))
     return found
 
 
 def html(run_dir: Path) -> str:
-    """Return a table; "" if no device lent itself."""
+    """Return a table with a row for each device that lent itself to the run; "" if none did."""
     rows = [_row(Path(run_dir).resolve(), folder, summary) for folder, summary in read(run_dir)]
     if not rows:
         return ""
@@ -55,6 +55,7 @@ def html(run_dir: Path) -> str:
 
 
 def _row(run_dir: Path, folder: Path, summary: dict[str, Any]) -> list[str]:
+    """Return the cells of a device's row in the table of `html`."""
     link = escape(f"../{folder.relative_to(run_dir.parent)}/report.html", quote=True)
     at = time.strftime("%H:%M", time.localtime(summary["time"]))
     cells = [f'<a href="{link}">{escape(summary["device"])}</a> <span class=muted>{at}</span>']

@@ -1,26 +1,26 @@
-"""Lend this process's share of a serving node to a training run while that runs.
+"""Lend this process's share of a serving node to a training run while the run lasts.
 
     rose serve name=frozenlake [output_dir=outputs] [rollout.threads=2 ...]
 
-Finds the run by its name, joins it over MPI, and generates turns with an engine of its own. It
-leaves at once on SIGTERM or SIGINT, and after its turns (serving.drain_s at most) on SIGUSR2. If
-the run stops, it waits serving.wait_s for it; if the run is finished, it ends. Keys of rollout,
-serving and cluster may differ from the run's. Start one per engine: alone, by srun in a serving job
-(slurm/serving.sbatch), or beside a server.
+This process finds the run by its name, joins it over MPI, and generates turns with its own engine.
+It leaves at once on SIGTERM or SIGINT. On SIGUSR2 it first finishes its turns, for serving.drain_s
+at most. If the run stops, this process waits serving.wait_s for it. If the run is finished, this
+process ends. Keys of rollout, serving and cluster may differ from the run's. Start one process per
+engine: alone, by srun in a serving job (slurm/serving.sbatch), or beside a server.
 
-With an online server of its own on the same device, whose users come first (docs/serving.md):
+With serving.online.model it also starts an online server on the same device, whose users come first
+(docs/serving.md):
 
-    rose serve name=frozenlake serving.online.model=FOLDER
-    serving.online.slo="{ttft_p50_s: 0.2, ...}" \\
-           serving.lending.profile=FILE
+    rose serve name=frozenlake serving.online.model=FOLDER \\
+           serving.online.slo="{ttft_p50_s: 0.2, ...}" serving.lending.profile=FILE
 
-That server serves before, during and after the run, until SIGTERM, SIGINT or SIGUSR2. Without
-profile or targets it serves and nothing is lent. SIGUSR1 stops lending at once, SIGRTMIN (34)
+The server serves before, during and after the run, until SIGTERM, SIGINT or SIGUSR2. Without a
+profile or targets, it serves but nothing is lent. SIGUSR1 stops lending at once, SIGRTMIN (34)
 starts it again.
 
-    0 left, or the run is finished, or none came   1 refused, a disk takes nothing, or an engine fails again and again
-    2 bad arguments
-"""  # noqa: E501
+Exit codes: 0 left, or the run is finished or never came; 1 refused, a disk refuses writes, or the
+engine failed repeatedly; 2 bad arguments.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
             raise ConfigError("name is missing: which run? as rose serve name=frozenlake")
         name, output_dir = given["name"], given.get("output_dir", "outputs")
         run_dir = Path(output_dir, name).expanduser().resolve()
-        # A folder that was renamed may have a name that no new run can have.
+        # The folder of an old run may have been renamed to a name that no new run can have.
         if NAME.fullmatch(name) is None and not (run_dir / "config.json").is_file():
             raise ConfigError(f"name={name!r}: is no run's name; as rose serve name=lake")
         overrides = [a for a in arguments if a.partition("=")[0] not in ("name", "output_dir")]
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
                 "run's launch.py had"
             )
         serving = settings.of_server(overrides)
-        # Without a server of its own, or started by the operator beside its server: only lend.
+        # Only lend if no server is wanted, or if an operator started this beside its server.
         if serving.online.model is None or plugin.FOLDER in os.environ:
             return Lender(run_dir, overrides).run()
         measured = None

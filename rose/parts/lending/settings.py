@@ -1,8 +1,8 @@
 """The configuration of the serving side.
 
 A borrowed rank uses its run's configuration, the sections of conf/lending and overrides for its own
-machine. The online server runs before there is a run, so it uses conf/serving/borrow.yaml of this
-repository and conf/lending, with the command line over them.
+machine. The online server may start before the run. So it uses conf/serving/borrow.yaml of this
+repository and conf/lending, overridden by the command line.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rose.engine import start
 from rose.parts.lending.config import Config, MixedConfig, Online, Serving, ServingSide, check
 from rose.processes import cores
 
-# Keys that a borrowed rank may override. All others are the run's, because with other values the
-# tokens would come from another policy.
+# Keys that a borrowed rank may override. All others must be as in the run; otherwise the tokens
+# would come from another policy.
 MAY_DIFFER = (
     "rollout.",
     "serving.",
@@ -39,8 +39,8 @@ MAY_DIFFER = (
     "transfer.load_timeout_s",
 )
 OPEN = (["env"], ["join_env"], ["engine_args"], ["hours"])  # sections without a fixed set of keys
-MAY_BE_NULL = ("serving.online.slo",)  # sections that setting one of their keys creates
-# Keys of our commands whose values are texts, also where they look like a number or a date.
+MAY_BE_NULL = ("serving.online.slo",)  # null sections, created when one of their keys is set
+# Keys of our commands whose values are always texts, even if they look like a number or a date.
 TEXTS = ("name", "output_dir", "model", "out")
 QUOTED = re.compile(r"(['\"])(.*)\1", re.DOTALL)  # a text in quotes
 # Keys under MAY_DIFFER that may not be overridden.
@@ -48,9 +48,9 @@ FIXED = ("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.group
 
 
 def parse(arguments: list[str]) -> dict[str, Any]:
-    """Parse ["a.b=1", ...] into {"a.b": 1}, with values as in YAML. Those of `TEXTS` stay as they
-    are, without quotes around them, as launch.py takes them. In a value that begins with ~/ the
-    home folder replaces ~, as shells don't. Raises `ConfigError`."""
+    """Parse ["a.b=1", ...] into {"a.b": 1}, with values as in YAML. Raises `ConfigError`. Values of
+    `TEXTS` stay texts; as in launch.py, quotes around them are removed. A leading ~/ becomes the
+    home folder, because shells leave it after a `=`."""
     found = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
@@ -64,7 +64,7 @@ def parse(arguments: list[str]) -> dict[str, Any]:
             value = os.path.expanduser(value)
         try:
             found[key] = yaml.safe_load(value) if value and key not in TEXTS else value
-        except (yaml.YAMLError, ValueError):  # ValueError: as of the date 2026-02-30
+        except (yaml.YAMLError, ValueError):  # ValueError: an impossible date, such as 2026-02-30
             raise ConfigError(
                 f"{argument!r}: the value is no YAML; a text may be quoted, as {key}='\"...\"'"
             ) from None
@@ -72,7 +72,7 @@ def parse(arguments: list[str]) -> dict[str, Any]:
 
 
 def of_run(run_dir: Path, arguments: list[str]) -> Config:
-    """Return the run's stored configuration with `arguments` over it. Raises `ConfigError`."""
+    """Return the run's stored configuration, overridden by `arguments`. Raises `ConfigError`."""
     path = Path(run_dir) / "config.json"
     tree = configuration.stored(path) if path.is_file() else {}
     if not isinstance(tree.get("model"), dict) or not isinstance(tree.get("serving"), dict):
@@ -92,7 +92,7 @@ def of_run(run_dir: Path, arguments: list[str]) -> Config:
 
 
 def composed(overrides: list[str]) -> Config:
-    """Return conf/ as `overrides` compose it, with this part's sections. Raises `ConfigError`."""
+    """Compose conf/ with `overrides`, and add this part's sections. Raises `ConfigError`."""
     from hydra import compose, initialize_config_dir
 
     from rose.launch import errors as complaints
@@ -109,7 +109,7 @@ def composed(overrides: list[str]) -> Config:
 
 
 def of_tree(tree: dict[str, Any], given: dict[str, Any], where: str) -> Config:
-    """Return a run's tree with this part's sections, and the values `given` over both. `where`
+    """Convert a run's tree, with this part's sections added and the values `given` set. `where`
     names the tree in errors. Raises `ConfigError`."""
     tree["serving"] |= _defaults("lending/default")
     for key, value in given.items():
@@ -130,7 +130,8 @@ def _on_own_cores(c: Config, given: bool) -> Config:
 
 
 def of_server(arguments: list[str]) -> Serving:
-    """Return the defaults with the `serving.*` of `arguments` over them. Raises `ConfigError`."""
+    """Return the section `serving` of an online server: defaults, overridden by the `serving.*` of
+    `arguments`. Raises `ConfigError`."""
     tree = {"serving": _defaults("serving/borrow") | _defaults("lending/default")}
     for key, value in parse(arguments).items():
         if key.startswith("serving."):
@@ -161,8 +162,8 @@ def online_folder(online: Online) -> Online:
 
 def _set(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
     """Set a key that the tree already has, in place. Raises `ConfigError` for an unknown key.
-    Sections in OPEN and MAY_BE_NULL accept any key; the conversion of the tree rejects wrong keys
-    of the latter."""
+    Sections in OPEN and MAY_BE_NULL accept any key here. Converting the tree later rejects wrong
+    keys in sections of MAY_BE_NULL."""
     *sections, last = key.split(".")
     branch: Any = tree
     for depth, section in enumerate(sections, 1):

@@ -14,29 +14,30 @@ WORKER = "rose.parts.lending.vllm.worker_extension.LentWorker"
 
 
 def engine_args(gpus: bool, tensor_parallel: int) -> dict[str, Any]:
-    """Return vLLM's arguments of a rollout engine on a shared device. Sleep mode lets
-    `Engine.deactivate` release the weights of a GPU."""
+    """Return vLLM's arguments of a rollout engine on a shared device. On a GPU,
+    `Engine.deactivate` needs sleep mode to release the weights."""
     lending, own = device.here().serving.lending, {"worker_extension_cls": WORKER}
     return own | {"enable_sleep_mode": True} | graphs(lending, tensor_parallel) if gpus else own
 
 
 def graphs(lending: Lending, tensor_parallel: int) -> dict[str, Any]:
-    """Return vLLM's argument for the CUDA graphs of a rollout engine. Between two attentions, a
-    step can only stop where a graph ends. One with tensor parallelism has no stops."""
+    """Return vLLM's arguments for the CUDA graphs of a rollout engine. A step can only stop where a
+    graph ends, so an engine that stops between layers needs a graph for each piece of the model.
+    Engines with tensor parallelism have no stops."""
     stops = lending.stops == "layer" and tensor_parallel == 1
     return {"compilation_config": {"cudagraph_mode": "PIECEWISE"}} if stops else {}
 
 
 def register() -> None:
-    """Give ROSE's schedulers the engine core around them, to call its workers and to wake its loop,
-    and the engine's own /metrics the boards. A scheduler of another class is left alone. A second
-    call changes nothing."""
+    """Patch vLLM in this process; a second call changes nothing. ROSE's schedulers get their engine
+    core, so that they can call its workers and wake its loop. Other schedulers are left alone. The
+    engine's own /metrics gets the boards' metrics."""
     from vllm.v1.engine.core import EngineCoreProc
 
     metrics.register_if_serving()
     parent = multiprocessing.parent_process()
     if parent is not None:
-        # vLLM's engine process would wait for ever for an API server that was killed.
+        # Otherwise vLLM's engine process waits for ever after its API server was killed.
         die_with_parent(parent.pid)
     original = EngineCoreProc.run_busy_loop
     if getattr(original, "attaches", False):
@@ -48,7 +49,7 @@ def register() -> None:
         return original(self)
 
     def rose_set_inactive(self, inactive):
-        """Called by `Engine`: see `RolloutScheduler.set_inactive`. Ignored by other schedulers."""
+        """Pass on to `RolloutScheduler.set_inactive`. `Engine` calls this in every engine."""
         if hasattr(self.scheduler, "set_inactive"):
             self.scheduler.set_inactive(inactive)
 

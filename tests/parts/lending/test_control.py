@@ -55,7 +55,7 @@ def test_a_stop_by_hand_is_on_the_board_at_once_and_holds_until_a_start(tmp_path
     assert reader.read().lend == 1
     made.close()
     assert Reader(tmp_path / "control", Control).read().lend == 0
-    # A start does not overrule a standing reason.
+    # A start does not overrule a permanent reason.
     made, said, reader = make(tmp_path, serving, never="no profile")
     made.stop("HTTP")
     made.start("HTTP")

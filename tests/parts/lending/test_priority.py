@@ -34,12 +34,12 @@ def test_all_threads_but_one_get_a_lower_priority_and_the_common_one_again():
         return found[:3], found[3:]
 
     before = os.sched_getscheduler(0)
-    may_return = priority.may_return()
+    may_raise_again = priority.may_raise_again()
     assert os.sched_getscheduler(0) == before, "trying leaves this thread as it is"
     priority.restore_priority(2**22 - 3)  # nobody's
     try:
         states, nices = step()
-        if may_return:
+        if may_raise_again:
             assert states == [os.SCHED_IDLE, os.SCHED_OTHER, os.SCHED_IDLE]
             priority.restore_priority(process.pid)
             assert os.sched_getscheduler(process.pid) == os.SCHED_OTHER

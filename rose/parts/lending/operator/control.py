@@ -1,8 +1,8 @@
 """The operator's switch, which writes the Control board.
 
-At each beat it decides again whether anything is lent. Four things can prevent that: a standing
-reason (no profile), a manual stop (by signal or HTTP, until a manual start), the stop file, and the
-hour of the day. No time of the wall clock is stored, so setting the clock does no harm.
+At each beat the switch decides whether anything is lent. Four things can prevent lending: a
+permanent reason (no profile), a manual stop (by signal or HTTP, until a manual start), the stop
+file, and the hour of the day. Setting the clock does no harm, because no wall-clock time is stored.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rose.parts.lending.config import Lending, hours_of
 
 BEAT_S = 0.05  # seconds between two writes of the board
 POLL_S = 0.2  # seconds between two checks of the stop file
-# Seconds after which a file system without an answer counts as having a stop file.
+# Seconds after which lending stops because the stop file's file system doesn't answer.
 LOST_S = 2.0
 
 
 class Switch:
-    """The state of the switch. Pure. `never` is why nothing can ever be lent, or ""."""
+    """The state of the switch. Pure. `never` is the permanent reason to lend nothing, or ""."""
 
     def __init__(self, lending: Lending, never: str) -> None:
         self.never = never
@@ -45,7 +45,7 @@ class Switch:
 
 
 class ControlBoard:
-    """Writes the board at each beat and at each change. `log` receives a text for each change."""
+    """Writes the Control board at each beat and change. `log` receives a text for each change."""
 
     def __init__(
         self, folder: Path, lending: Lending, never: str, log: Callable[[str], object]
@@ -53,7 +53,7 @@ class ControlBoard:
         self.switch, self.folder, self._log = Switch(lending, never), folder, log
         self._stop_file = Path(lending.stop_file) if lending.stop_file else None
         self._writer = board.Writer(folder / "control", board.Control)
-        # Written by the rank that lends the rollout engine.
+        # The rank that lends the rollout engine writes this board.
         self._progress = board.Peer(folder / "epoch", board.Epoch)
         self._share = self.switch.share(time.localtime().tm_hour)
         self.state.stops = float(lending.stops == "layer")
@@ -71,7 +71,7 @@ class ControlBoard:
         self.write()
 
     def start(self, source: str) -> None:
-        """Revoke `stop`. A stop file and a standing reason still prevent lending."""
+        """Revoke `stop`. A stop file and a permanent reason still prevent lending."""
         if self.switch.by_hand:
             self.switch.by_hand = ""
             but = f", but: {self.switch.stopped}" if self.switch.stopped else ""
@@ -79,6 +79,7 @@ class ControlBoard:
         self.write()
 
     def write(self) -> None:
+        """Decide whether and how much is lent now, and publish it."""
         state = self._writer.state
         state.lend = float(not self.switch.stopped)
         state.share = self.switch.share(time.localtime().tm_hour)
@@ -94,6 +95,7 @@ class ControlBoard:
             await asyncio.sleep(BEAT_S)
 
     async def watch_file(self) -> None:
+        """Poll the stop file for ever; stop lending while it exists."""
         if self._stop_file is None:
             return
         while True:
@@ -113,6 +115,7 @@ class ControlBoard:
         self._writer.close()
 
     def _by_file(self, why: str) -> None:
+        """Stop lending because of the stop file, with the reason `why`; "" revokes this stop."""
         if why != self.switch.by_file:
             self.switch.by_file = why
             other = self.switch.never or self.switch.by_hand
@@ -121,6 +124,7 @@ class ControlBoard:
             self.write()
 
     def _epoch(self, before: float) -> float:
+        """Return the training run's progress; `before` if it can't be read."""
         found = self._progress.read()
         return before if found is None else found.epoch
 

@@ -1,6 +1,6 @@
-"""The boards' states over time, for the report: one row a second, thinned when there are many.
+"""The boards' states over time, for the report: one row a second, fewer in a long history.
 
-An engine's board starts again from 0 when the engine restarts; the counters here continue.
+The counters of an engine's board restart at 0 with the engine; the counters here continue.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from rose.parts.lending.board import Control, Online, Rollout
 from rose.parts.lending.operator.metrics import Boards
 
 EVERY_S = 1.0  # seconds between two rows at first
-# Most rows. Beyond, every second row is dropped, and the seconds between two rows double.
+# With more rows than this, every second row is dropped, and the time between two rows doubles.
 MOST_ROWS = 1800
 
 BOTH = ("prompt_tokens", "made_tokens", "busy_s")
+# Board -> fields that are summed over all processes that wrote it.
 COUNTED = {
     "online": ("finished", "met", "finished_lending", "met_lending", "aborted", "preempted", *BOTH),
     "rollout": ("evicted", "wasted_tokens", "open_s", "shut_s", *BOTH),
 }
+# Board -> fields that are recorded as they are.
 SHOWN = {
     "online": ("running", "waiting", "kv_used", "kv_held"),
     "rollout": ("running", "waiting", "kv_used", "kv_budget"),
@@ -46,7 +48,8 @@ class _Counter:
 
 
 class History:
-    """`rows` is {"t": [seconds since start], "online.finished": [...], ...}, all of one length."""
+    """The recorded states. `rows` is {"t": [seconds since start], "online.finished": [...], ...},
+    with lists of equal length."""
 
     def __init__(self) -> None:
         self._counters = {name: _Counter(fields) for name, fields in COUNTED.items()}
@@ -58,7 +61,7 @@ class History:
         self.rows: dict[str, list[float]] = {name: [] for name in names}
 
     def add(self, boards: Boards) -> None:
-        """Count the boards' states, and add a row if one is due. Call it every EVERY_S."""
+        """Add the states to the counters, and to the rows if one is due. Call it every EVERY_S."""
         for name, counter in self._counters.items():
             if (state := getattr(boards, name)) is not None:
                 counter.add(state)
@@ -73,6 +76,7 @@ class History:
             self.every_s *= 2
 
     def totals(self) -> dict[str, float]:
+        """Return BOARD.FIELD -> sum since the start, for the fields in COUNTED."""
         counted = self._counters.items()
         return {f"{b}.{f}": value for b, counter in counted for f, value in counter.sums.items()}
 

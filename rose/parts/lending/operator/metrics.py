@@ -3,7 +3,7 @@
 They are in two places: on the operator's HTTP server (rose/parts/lending/operator/web.py), and in
 the online engine's own /metrics beside vLLM's `vllm:*`, where `register_if_serving` puts them. The
 boards are read at each scrape. A board that is absent, damaged, or whose writer has ended has only
-one sample, a `rose_board_up` of 0. Counters start again with the process that counts.
+one sample, a `rose_board_up` of 0. Counters restart at 0 with the process that writes their board.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Boards(NamedTuple):
 
 
 def read(folder: Path, living: bool = True) -> Boards:
-    """Read the boards in `folder`; if `living`, only those whose writers live."""
+    """Read the boards in `folder`. With `living`, ignore boards whose writer has ended."""
     return Boards(*(_read(folder / name, kind, living) for name, kind in FILES.items()))
 
 
@@ -55,17 +55,21 @@ def _read(path: Path, kind: type[board.State], living: bool) -> board.State | No
 
 
 def _engines(b: Boards) -> list[tuple[str, Online | Rollout]]:
+    """Return (name, board) of each engine whose board could be read."""
     both = (("online", b.online), ("rollout", b.rollout))
     return [(who, engine) for who, engine in both if engine is not None]
 
 
 def attainment(o: Online) -> dict[str, tuple[float, float]]:
-    """{"with" lending: (met, finished), "without": ...}: requests that met both P99 targets, and
-    all that finished."""
+    """Count the requests that met both P99 targets and all that finished, with and without lending:
+    {"with": (met, finished), "without": (met, finished)}."""
     return {
         "with": (o.met_lending, o.finished_lending),
         "without": (o.met - o.met_lending, o.finished - o.finished_lending),
     }
+
+
+# Each of these functions returns the samples of one metric; FAMILIES has the metric's help text.
 
 
 def _gate_ratio(b: Boards) -> Samples:
@@ -73,40 +77,40 @@ def _gate_ratio(b: Boards) -> Samples:
     return [((), b.rollout.open_s / total)] if total else []
 
 
-def _shut(b: Boards) -> Samples:
+def _shut_reasons(b: Boards) -> Samples:
     reasons = [reason for reason in Reason if reason is not Reason.OPEN] if b.rollout else []
     return [((reason.name.lower(),), float(b.rollout.shut_by == reason)) for reason in reasons]
 
 
-def _requests(b: Boards) -> Samples:
+def _requests_met_or_not(b: Boards) -> Samples:
     for lending, (met, finished) in attainment(b.online).items() if b.online else ():
         yield (lending, "yes"), met
         yield (lending, "no"), finished - met
 
 
-def _attained(b: Boards) -> Samples:
+def _attainment_shares(b: Boards) -> Samples:
     found = attainment(b.online) if b.online else {}
     return [((lending,), met / total) for lending, (met, total) in found.items() if total]
 
 
-def _slack(b: Boards) -> Samples:
+def _seconds_of_slack(b: Boards) -> Samples:
     if b.online and math.isfinite(b.online.hold_until):
         yield (), b.online.hold_until - time.monotonic()
 
 
-def _kv(b: Boards) -> Samples:
+def _kv_bytes(b: Boards) -> Samples:
     kinds = {"online": ("total", "used", "held", "wanted"), "rollout": ("total", "used", "budget")}
     for who, engine in _engines(b):
         for kind in kinds[who]:
             yield (who, kind), getattr(engine, f"kv_{kind}")
 
 
-def _waiting(b: Boards) -> Samples:
+def _requests_now(b: Boards) -> Samples:
     for who, engine in _engines(b):
         yield from (((who, state), getattr(engine, state)) for state in ("running", "waiting"))
 
 
-def _up(b: Boards) -> Samples:
+def _boards_up(b: Boards) -> Samples:
     return [((name,), float(getattr(b, name) is not None)) for name in FILES]
 
 
@@ -118,8 +122,7 @@ def _gate_seconds(b: Boards) -> Samples:
     return [(("open",), b.rollout.open_s), (("shut",), b.rollout.shut_s)] if b.rollout else []
 
 
-# Board ("engine" for both engines) -> field -> (metric, help text). A metric that ends in _total is
-# a counter.
+# Board ("engine": both engines) -> field -> (metric, help text). Metrics in _total are counters.
 FIELDS: dict[str, dict[str, tuple[str, str]]] = {
     "rollout": {
         "wasted_tokens": (
@@ -160,7 +163,7 @@ FAMILIES: tuple[tuple[str, tuple[str, ...], str, Callable[[Boards], Samples]], .
         "rose_board_up",
         ("board",),
         "1 while the process that writes this board lives and the board is whole.",
-        _up,
+        _boards_up,
     ),
     (
         "rose_lent_tokens_total",
@@ -180,20 +183,25 @@ FAMILIES: tuple[tuple[str, tuple[str, ...], str, Callable[[Boards], Samples]], .
         "Time with rollouts to compute, with the gate open and shut.",
         _gate_seconds,
     ),
-    ("rose_gate_shut", ("reason",), "1 for the reason for which the gate is shut now.", _shut),
+    (
+        "rose_gate_shut",
+        ("reason",),
+        "1 for the reason for which the gate is shut now.",
+        _shut_reasons,
+    ),
     (
         "rose_online_requests_total",
         ("lending", "met"),
         "Online requests that ended, by whether anything was lent meanwhile and whether both "
         "latencies met their P99 targets.",
-        _requests,
+        _requests_met_or_not,
     ),
     (
         "rose_slo_attainment",
         ("lending",),
         "Share of the online requests that met both P99 targets, since start, with and "
         "without lending.",
-        _attained,
+        _attainment_shares,
     ),
     (
         "rose_online_tokens_total",
@@ -206,19 +214,20 @@ FAMILIES: tuple[tuple[str, tuple[str, ...], str, Callable[[Boards], Samples]], .
         (),
         "How long the device could be kept from the online engine now with every request "
         "still meeting its target; absent without requests.",
-        _slack,
+        _seconds_of_slack,
     ),
     (
         "rose_kv_bytes",
         ("who", "kind"),
         "KV cache: of the whole pool, used by requests, held, wanted (online), budget (rollout).",
-        _kv,
+        _kv_bytes,
     ),
-    ("rose_requests", ("who", "state"), "Requests in an engine now.", _waiting),
+    ("rose_requests", ("who", "state"), "Requests in an engine now.", _requests_now),
 )
 
 
 def _family(metric: str, text: str, labels: tuple[str, ...], samples: Samples) -> Metric:
+    """Build a counter if the metric's name ends in _total, else a gauge. `text`: its help text."""
     kind = CounterMetricFamily if metric.endswith("_total") else GaugeMetricFamily
     family = kind(metric, text, labels=labels)
     for values, value in samples:
@@ -227,7 +236,7 @@ def _family(metric: str, text: str, labels: tuple[str, ...], samples: Samples) -
 
 
 class BoardCollector(Collector):
-    """Collects the metrics of the boards in `folder`, and the targets of `slo` if there is one."""
+    """Collects the metrics of the boards in `folder`, and latency targets unless `slo` is None."""
 
     def __init__(self, folder: Path, slo: Slo | None) -> None:
         self.folder, self.slo = folder, slo
@@ -262,7 +271,8 @@ _registered: BoardCollector | None = None
 
 
 def register_if_serving() -> None:
-    """Add the boards to this process's default registry, once. Does nothing without co-serving."""
+    """Add the boards to this process's default registry, once. Does nothing in an engine that
+    doesn't share its device."""
     global _registered
     if _registered is None and (found := device.here()) is not None:
         _registered = BoardCollector(found.folder, found.serving.online.slo)

@@ -7,9 +7,9 @@
                                     in its environment: the rollout engine R of its memberships
                                     joins runs
 
-S serves before there is a run and after it, with R or without, and is started again when it dies.
-So is the lender if it is killed, and if it has no run now: a finished one may be continued. If it
-fails or is refused, lending ends. Both children die with this process.
+S serves before, during and after the run, with R or without, and is restarted when it dies. The
+lender is restarted when it was killed or found no run, because a finished run may be continued. If
+the lender fails or a run refuses it, lending ends. Both children die with this process.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ from rose.parts.lending.settings import of_run, parse
 from rose.parts.lending.vllm import device
 
 SCHEDULER = "rose.parts.lending.vllm.rollout.scheduler"
-SHORT = 256  # prompt tokens of the request by which we judge whether the targets can be met at all
+SHORT = 256  # prompt tokens of the request for which the device must be able to meet all targets
 DEVICES = 64  # most lent devices of one run on a node
 SCRAPE_S = 2.0  # timeout of reading the online server's own metrics, for the report
 REPORT_EVERY_S = 15.0  # seconds between two reports
-LAST_REPORT_S = 4.0  # seconds for the last one, SCRAPE_S of them for the metrics
-MOST_EVENTS = 200  # number of last events in the report
+LAST_REPORT_S = 4.0  # seconds for the last report, including SCRAPE_S for the metrics
+MOST_EVENTS = 200  # number of events in the report; older ones are dropped
 MISSES = "misses its targets with nothing lent (serving.online.slo): it lends nothing"
 LENDS_AGAIN = "lends again: it meets its targets alone, or has had no request for minutes"
 LOCK = "lock"
@@ -77,8 +77,8 @@ LEND = signal.SIGRTMIN  # start lending again
 
 
 def has_gpus(run_dir: Path, arguments: list[str]) -> bool:
-    """Return True if cluster.gpus is not 0 in `arguments`, or, without this key, in the run's
-    configuration. Before the run has begun: if the node has NVIDIA's driver."""
+    """True if this device is a GPU: by cluster.gpus in `arguments`, or else in the run's
+    configuration, or else (the run has not begun) if NVIDIA's driver is present."""
     gpus = parse(arguments).get("cluster.gpus")
     if gpus is None:
         with contextlib.suppress(ConfigError):
@@ -88,15 +88,15 @@ def has_gpus(run_dir: Path, arguments: list[str]) -> bool:
 
 def take_gpus(run_dir: Path, overrides: list[str], serving: Serving) -> None:
     """Narrow CUDA_VISIBLE_DEVICES of this process and its children to the GPUs of this task. Their
-    number is the larger tensor-parallel size of the two engines. Other tasks on the node may see
-    the same GPUs, and take other ones. Raises `ConfigError` when this task sees too few."""
+    number is the larger tensor-parallel size of the two engines. Other tasks on the node use other
+    GPUs. Raises `ConfigError` when this task sees too few."""
     if not has_gpus(run_dir, overrides):
         return
     options = {key.replace("-", "_"): value for key, value in serving.online.engine_args.items()}
     degree = options.get("tensor_parallel_size", 1)
     wanted = {"serving.online.engine_args.tensor_parallel_size": degree}
     rollouts = parse(overrides).get("rollout.tensor_parallel")
-    # Before the run has begun, only the command line may know its tensor-parallel size.
+    # Before the run has begun, only the command line can set the rollout engine's size.
     with contextlib.suppress(ConfigError):
         rollouts = of_run(run_dir, overrides).rollout.tensor_parallel
     if isinstance(rollouts, int):
@@ -106,8 +106,8 @@ def take_gpus(run_dir: Path, overrides: list[str], serving: Serving) -> None:
 
 
 def beside_online(serving: Serving, on_gpu: bool, overrides: list[str]) -> list[str]:
-    """Overrides of a rollout engine beside an online engine on the same device. Keys that the
-    command line, `overrides`, has already are left out."""
+    """Return the overrides for a rollout engine beside an online engine on the same device. Keys
+    that the command line, `overrides`, sets are left out."""
     # All KV memory that can ever be lent.
     own = {"rollout.kv_cache_gib": serving.lending.kv_gib or serving.online.kv_cache_gib}
     if on_gpu:
@@ -117,7 +117,7 @@ def beside_online(serving: Serving, on_gpu: bool, overrides: list[str]) -> list[
 
 
 def why_never(serving: Serving, profile: dict[str, Any] | None) -> str:
-    """Return why nothing can be lent with these settings, or ""."""
+    """Return why nothing can ever be lent with these settings; "" if something can."""
     if profile is None:
         return (
             "nothing is lent: serving.lending.profile is null, and the default refuses to lend "
@@ -137,8 +137,7 @@ def why_never(serving: Serving, profile: dict[str, Any] | None) -> str:
 
 
 class Operator:
-    """Operates one lent device. `overrides` is the command line, with keys of the server and of the
-    run."""
+    """Operates one lent device. `overrides`: the command line, with keys of server and run."""
 
     def __init__(
         self, run_dir: Path, overrides: list[str], serving: Serving, profile: dict[str, Any] | None
@@ -156,13 +155,14 @@ class Operator:
         self.events: collections.deque[report.Event] = collections.deque(maxlen=MOST_EVENTS)
         self.history = History()
         self._scraped = ""  # the online server's metrics when last scraped
-        self._one_writes = threading.Lock()
+        self._write_lock = threading.Lock()
         self._lender: asyncio.subprocess.Process | None = None
-        self._lends_unlogged = self._leaving = False
+        self._lends = True  # the last noted state of S
+        self._leaving = False
 
     def run(self) -> int:
-        """Operate until a signal; return the exit code. Raises `ConfigError`, and `OSError` if the
-        folder for report, log and token, or that for boards, can't be written."""
+        """Operate until a signal; return the exit code. Raises `ConfigError`, and `OSError` if a
+        folder can't be written: that of the boards, or that of report, log and token."""
         try:
             self.home.mkdir(parents=True, exist_ok=True)
             take_gpus(self.run_dir, self.overrides, self.serving)
@@ -179,7 +179,7 @@ class Operator:
         self.control = ControlBoard(self.folder, self.serving.lending, never, self._note)
         self.web = Web(self.folder, self.home, self.serving, self.control, self._page, self._status)
         await self.web.open()
-        self._listen()
+        self._handle_signals()
         file = self.serving.lending.stop_file
         log(
             f"operator's page {self._url}/report; stop lending: kill -USR1 {os.getpid()}, or POST "
@@ -207,7 +207,7 @@ class Operator:
         finally:
             await self._close(tasks)
 
-    def _listen(self) -> None:
+    def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
             loop.add_signal_handler(number, self._signals.put_nowait, number)
@@ -217,8 +217,7 @@ class Operator:
     # ----------------------------------------------------------------- the two children
 
     async def _lend(self) -> None:
-        """Wait until the online server serves for the first time, then run the lender, again and
-        again until it fails."""
+        """Once the online server has served, run the lender, and restart it until it fails."""
         if self.control.switch.never:
             return
         while not self.server.up:
@@ -270,8 +269,8 @@ class Operator:
         ]
 
     async def _leave(self) -> None:
-        """Wait for a signal to leave, then until the lender has left. After SIGUSR2 the lender
-        first finishes its turns; after other signals it leaves at once."""
+        """Wait for a signal to leave, pass it on, and wait until the lender has left. After SIGUSR2
+        the lender first finishes its turns; after other signals it leaves at once."""
         number = await self._signals.get()
         self._leaving = self.server.leaving = True
         self._note(f"leaving, at {signal.Signals(number).name}")
@@ -290,8 +289,8 @@ class Operator:
             lender.kill()
 
     async def _drain_s(self) -> float:
-        """Return serving.drain_s as the lender has it: the run's, unless the command line sets it.
-        Before the run has begun, or while its folder doesn't answer, the command line's."""
+        """Return serving.drain_s as the lender has it: from the run, overridden by the command
+        line. Before the run has begun, or if its folder doesn't answer: as this process has it."""
         read = functools.partial(of_run, self.run_dir, self.overrides)
         with contextlib.suppress(ConfigError, TimeoutError):
             async with asyncio.timeout(READ_S):
@@ -299,11 +298,11 @@ class Operator:
         return self.serving.drain_s
 
     async def _close(self, tasks: Tasks) -> None:
-        """End the lender, write the last report, which reads the server's metrics, then end the
-        server. A mount that doesn't answer delays that by LAST_REPORT_S."""
+        """End the lender, write the last report, and then end the server, whose metrics the report
+        reads. A mount that doesn't answer delays this by LAST_REPORT_S."""
         if self._lender is not None and self._lender.returncode is None:
             self._lender.kill()
-        # The last states of engines that may have ended already.
+        # The last states of engines count, even of engines that have ended.
         self.history.add(metrics.read(self.folder, living=False))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_REPORT_S):
@@ -313,23 +312,25 @@ class Operator:
         await self.server.stop()
         await self.web.close()
 
-    # ----------------------------------------------------------------- what is seen
+    # ----------------------------------------------------------------- report and status
 
     @property
     def _url(self) -> str:
         return f"{self.server.url.rpartition(':')[0]}:{self.web.port}"
 
     def _note(self, text: str) -> None:
+        """Log a text, and add it to the report's events."""
         log(text)
         self.events.append(report.Event(time.time(), text))
 
     async def _observe(self) -> None:
+        """Record the boards, and note when the online server stops or resumes lending."""
         while True:
             boards = metrics.read(self.folder)
             self.history.add(boards)
             lends = boards.online is None or bool(boards.online.lends)
-            if lends == self._lends_unlogged:
-                self._lends_unlogged = not lends
+            if lends != self._lends:
+                self._lends = lends
                 self._note(f"the online server {LENDS_AGAIN if lends else MISSES}")
             await asyncio.sleep(EVERY_S)
 
@@ -339,16 +340,16 @@ class Operator:
             await self._write_report()
 
     async def _write_report(self) -> None:
-        """Write the operator's page, and the file with numbers for the training run's report. They
-        are on the run's file system, which may not answer."""
+        """Write the operator's page and the numbers for the run's report, in a thread: the run's
+        file system may not answer."""
         measured, stopped = report.quantiles(await self._scrape()), self.control.switch.stopped
         slo = self.serving.online.slo
         summary = report.summary(self._title, measured, slo, self.history, stopped)
         summary["run"] = self.run_dir.name
-        page, numbers = self._drawn(measured).encode(), json.dumps(summary).encode()
+        page, numbers = self._html(measured).encode(), json.dumps(summary).encode()
 
         def write() -> None:
-            with self._one_writes:  # The last report may begin while another one is written.
+            with self._write_lock:  # The last report may begin while another is written.
                 write_whole(self.home / "report.html", page)
                 write_whole(self.home / LENT, numbers)
 
@@ -362,16 +363,17 @@ class Operator:
         return f"{self.run_dir.name} on {socket.gethostname()}"
 
     async def _page(self) -> str:
-        return self._drawn(report.quantiles(await self._scrape()))
+        return self._html(report.quantiles(await self._scrape()))
 
-    def _drawn(self, measured: dict[str, float]) -> str:
+    def _html(self, measured: dict[str, float]) -> str:
+        """Create the operator's page. `measured`: the online server's latencies, in seconds."""
         stopped = self.control.switch.stopped
         return report.page(
             self._title, self.serving, self.history, measured, stopped, list(self.events)
         )
 
     async def _scrape(self) -> str:
-        """Return the online server's metrics. If it doesn't answer, the last ones, or ""."""
+        """Return the online server's metrics; if it doesn't answer, the last known, or ""."""
         try:
             async with (
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SCRAPE_S)) as client,
@@ -420,23 +422,22 @@ class Operator:
 
 
 def claim(name: str) -> tuple[Path, TextIO]:
-    """Claim a free folder for this device's boards; return it and its lock. Raises `ConfigError`
-    when all are taken."""
+    """Claim a free folder for the boards; return it and its lock. Raises `ConfigError`."""
     for number in range(DEVICES):
         folder = board.folder(f"{name}-{number}")
         try:
             own_folder(folder)
-        except OSError:  # another user's, whose links would lead the lock to a file of ours
+        except OSError:  # another user's folder, in which the lock may be a link to a file of ours
             continue
         try:
             lock = open(folder / LOCK, "w", encoding="utf-8")  # noqa: SIM115 (held while the process lives)
-        except FileNotFoundError:  # Its owner is just removing it.
+        except FileNotFoundError:  # The last owner is removing the folder.
             continue
         try:
             lock_now(lock)
             if os.stat(folder / LOCK).st_ino != os.fstat(lock.fileno()).st_ino:
                 raise BlockingIOError
-        except (BlockingIOError, FileNotFoundError):  # taken, or its owner is just removing it
+        except (BlockingIOError, FileNotFoundError):  # taken, or the last owner is removing it
             lock.close()
             continue
         for left in folder.iterdir():  # files that a killed process left

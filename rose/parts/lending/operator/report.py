@@ -2,8 +2,8 @@
 offline.
 
 Its numbers come from the history of the boards. Latencies come from the online server's own
-histograms, which cover all its requests since its last start and know nothing of lending. Style and
-charts are those of the training report (rose/observe).
+histograms. These cover all its requests since its last start, whether anything was lent or not.
+Style and charts are those of the training report (rose/parts/report).
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def quantiles(metrics: str) -> dict[str, float]:
 
 
 def _quantile(edges: list[tuple[float, float]], share: float) -> float | None:
-    """Compute a quantile of cumulative (edge, count); at most the last finite edge."""
+    """Compute the quantile `share` of a histogram with cumulative (upper edge, count). At most the
+    last finite edge; None if the histogram is empty."""
     total = edges[-1][1] if edges else 0.0
     if not total:
         return None
@@ -79,8 +80,8 @@ def page(
     stopped: str,
     events: Iterable[Event],
 ) -> str:
-    """Create the page's HTML. `measured` comes from `quantiles`; `stopped` is why nothing is lent
-    now, or ""."""
+    """Create the page's HTML. `measured` is the result of `quantiles`. `stopped` is the reason why
+    nothing is lent now, or ""."""
     totals = history.totals()
     now = f" · nothing is lent now: {stopped}" if stopped else ""
     data = {"x": _thin([t / 60 for t in history.rows["t"]]), "curves": _curves(history)}
@@ -104,10 +105,9 @@ def page(
 def summary(
     title: str, measured: dict[str, float], slo: Slo | None, history: History, stopped: str
 ) -> dict[str, Any]:
-    """Summarize lending for the training run's report, which shows both sides
-    (rose/parts/lending/run_report.py). It has (met, finished) requests with and without lending,
-    measured latencies and targets in seconds, and the tokens that lent compute generated and
-    wasted."""
+    """Summarize lending for the training run's report (rose/parts/lending/run_report.py). The
+    summary has (met, finished) requests with and without lending, measured latencies and targets in
+    seconds, and the tokens that lent compute generated and wasted."""
     totals = history.totals()
     return {
         "device": title,
@@ -124,7 +124,7 @@ def summary(
 
 
 def _attained(totals: dict[str, float]) -> dict[str, tuple[float, float]]:
-    """{"with" lending: (met, finished), "without": ...}, in requests."""
+    """Count requests that met both P99 targets and all that finished, as `metrics.attainment`."""
     met, finished = totals["online.met_lending"], totals["online.finished_lending"]
     return {
         "with": (met, finished),
@@ -137,6 +137,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def _facts(history: History, totals: dict[str, float]) -> list[tuple[str, str]]:
+    """Return the (title, value)s at the top of the page."""
     minutes = (history.rows["t"] or [0.0])[-1] / 60
     attained, opened = _attained(totals), totals["rollout.open_s"]
     return [
@@ -150,6 +151,7 @@ def _facts(history: History, totals: dict[str, float]) -> list[tuple[str, str]]:
 
 
 def _kept(slo: Slo | None, measured: dict[str, float], totals: dict[str, float]) -> str:
+    """Return the section on latencies and targets of online requests."""
     rows = []
     for latency, (name, _) in LATENCIES.items():
         for quantile in QUANTILES:
@@ -177,6 +179,7 @@ def _kept(slo: Slo | None, measured: dict[str, float], totals: dict[str, float])
 
 
 def _lent(t: dict[str, float]) -> str:
+    """Return the table of the work that lent compute did for rollouts."""
     computed = t["rollout.prompt_tokens"] + t["rollout.made_tokens"]
     wasted = t["rollout.wasted_tokens"]
     rows = [
@@ -195,20 +198,21 @@ def _events(events: Iterable[Event]) -> str:
 
 
 def _thin(values: list[Any]) -> list[Any]:
-    """Keep every nth value, at most MOST_POINTS, always with the last. Lists of one length keep the
-    same positions."""
+    """Keep every nth value, at most MOST_POINTS of them, the last one included. From lists of equal
+    length the same positions are kept."""
     stride = -(-len(values) // MOST_POINTS) or 1
     return values[::-1][::stride][::-1]
 
 
 def _curves(history: History) -> dict[str, list[float | None]]:
+    """Return the points of each curve of the page's charts, by the curve's name."""
     rows = {name: _thin(values) for name, values in history.rows.items()}
 
     def rate(name: str) -> list[float | None]:
-        return _ratio(_steps(rows[name]), _steps(rows["t"]))
+        return _ratio(_increments(rows[name]), _increments(rows["t"]))
 
     with_, finished_with = rows["online.met_lending"], rows["online.finished_lending"]
-    opened, shut = _steps(rows["rollout.open_s"]), _steps(rows["rollout.shut_s"])
+    opened, shut = _increments(rows["rollout.open_s"]), _increments(rows["rollout.shut_s"])
     memory = {
         "held": "online.kv_held",
         "used": "online.kv_used",
@@ -219,7 +223,7 @@ def _curves(history: History) -> dict[str, list[float | None]]:
     return {
         "attained_with": _ratio(with_, finished_with),
         "attained_without": _ratio(
-            _less(rows["online.met"], with_), _less(rows["online.finished"], finished_with)
+            _minus(rows["online.met"], with_), _minus(rows["online.finished"], finished_with)
         ),
         "online": rows["online.running"],
         "rollout": rows["rollout.running"],
@@ -230,12 +234,12 @@ def _curves(history: History) -> dict[str, list[float | None]]:
     } | gib
 
 
-def _steps(values: list[float]) -> list[float]:
-    """Differences of neighbouring values; the first is its difference from 0."""
+def _increments(values: list[float]) -> list[float]:
+    """Return by how much each value exceeds the value before it; the first value exceeds 0."""
     return [b - a for a, b in zip([0.0, *values], values, strict=False)]
 
 
-def _less(a: list[float], b: list[float]) -> list[float]:
+def _minus(a: list[float], b: list[float]) -> list[float]:
     return [x - y for x, y in zip(a, b, strict=False)]
 
 

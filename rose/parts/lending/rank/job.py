@@ -1,9 +1,9 @@
 """Slurm jobs that lend a run one more engine.
 
 `python -m rose.parts.lending.rank.job RUN_DIR NAME` submits a job and prints its id. The
-coordinator's provisioner starts this as a process. So submitting, which takes seconds on a busy
-cluster, doesn't block the coordinator, and the job doesn't inherit the variables that Slurm and MPI
-set in the coordinator's environment.
+coordinator's provisioner runs it as a separate process, for two reasons. Submitting takes seconds
+on a busy cluster and must not block the coordinator. And the job must not inherit the variables
+that Slurm and MPI set in the coordinator's environment.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rose import config as configuration
 from rose.launch import batch, sbatch, slurm, state
 from rose.parts.lending.rank.lender import Lender
 
-# Seconds that the job waits for a requeued run. It is short, because no other run can use the job.
+# Seconds that the job waits for a requeued run: a short time, because no other run can use the job.
 WAIT_S = 900.0
 
 
@@ -33,15 +33,15 @@ class Lend:
         return lender.run()
 
     def _wanted(self) -> bool:
-        """True if the training job is pending or running, or if that is unknown. A training job
-        cancels this job at its end, unless Slurm kills it before."""
+        """True if the training job is pending or running, or if that is unknown. The training job
+        normally cancels this job at its end, but it can't if Slurm kills it."""
         if shutil.which("squeue") is None:
-            return True  # a container without Slurm's commands; serving.wait_s ends this job
+            return True  # unknown in a container without Slurm; serving.wait_s ends this job
         try:
             job = state.submitted(self.run_dir)
             return job is None or state.is_active(job)
         except RuntimeError:
-            return True  # Slurm doesn't answer now
+            return True  # unknown, because Slurm doesn't answer
 
 
 def main() -> int:

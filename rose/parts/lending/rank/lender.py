@@ -28,13 +28,13 @@ WANTED_POLL_S = 10.0  # seconds between two calls of `wanted`, which may ask Slu
 LOG_EVERY_S = 60.0  # seconds between two log lines while waiting
 # Seconds after a signal, beyond serving.drain_s, until a membership that hasn't left is killed.
 KILL_S = 15.0
-FAILURES = 5  # memberships in a row without joining after which the lender gives up
+FAILURES = 5  # failed memberships in a row after which the lender ends
 BACK_OFF_S = (1.0, 60.0)  # least and most seconds between two memberships
 
 
 class Lender:
     """Lends one engine to the run in `run_dir`. `overrides` are for the run's configuration.
-    `wanted` returns whether to wait for a run that is absent."""
+    `wanted` returns True if an absent run is worth waiting for."""
 
     def __init__(
         self, run_dir: Path, overrides: list[str], wanted: Callable[[], bool] = lambda: True
@@ -54,8 +54,7 @@ class Lender:
         self.prepared: dict[str, str] | None = None  # variables set when vLLM was imported
 
     def run(self) -> int:
-        """Serve the run until a signal, or until it is finished or refuses; return the exit
-        code."""
+        """Serve the run until a signal, its end or its refusal; return the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
             signal.signal(number, lambda got, _: self.signals.append(got))
         failures, pause = 0, BACK_OFF_S[0]
@@ -80,7 +79,7 @@ class Lender:
             self._sleep(pause)
 
     def _await_run(self) -> int | None:
-        """Wait until the run lives, and return None; or return an exit code."""
+        """Wait until the run lives, and return None. Return an exit code if the lender must end."""
         seen: Endpoint | None = None
         began = logged = asked = time.monotonic()
         while not self.signals:
@@ -95,7 +94,7 @@ class Lender:
                     return 1
                 found = None
             if found is not None and seen is not None and found != seen:
-                return None  # the endpoint has changed since, so the run lives
+                return None  # The endpoint has changed since the last poll, so the run lives.
             seen = found
             wait_s = self._wait_s()
             if self._is_finished() and found is None:
@@ -130,12 +129,12 @@ class Lender:
         return "" if config.borrows else f"{self.run_dir} takes no borrowed ranks: {reason}"
 
     def _wait_s(self) -> float:
+        """Return serving.wait_s: from the run, or before it has begun from the command line."""
         try:
             return settings.of_run(self.run_dir, self.overrides).serving.wait_s
         except ConfigError:
             if (self.run_dir / "config.json").exists():
                 raise
-            # The run has not begun yet.
             return float(settings.parse(self.overrides).get("serving.wait_s", 3600.0))
 
     def _is_finished(self) -> bool:
@@ -145,12 +144,10 @@ class Lender:
             return False
 
     def _prepare(self, config: Config) -> None:
-        """Import vLLM, once for all memberships, which are forked from this process.
-
-        The import takes longer than all else of a start. It reads environment variables, which must
-        be as the run wants them. So if they differ from those at the import, this process executes
-        itself again. Raises `ConfigError` when this task sees too few GPUs.
-        """
+        """Import vLLM, once for all memberships, which are forked from this process. The import
+        takes most of a start's time. It reads environment variables, and the run determines their
+        values. If these differ from the values at the import, this process executes itself again.
+        Raises `ConfigError` when this task sees too few GPUs."""
         threads = 1 if config.deterministic else config.rollout.threads
         shares = plugin.FOLDER in os.environ
         wanted = start.environment(config.cluster.gpus > 0, threads, shares) | config.cluster.env
@@ -169,8 +166,8 @@ class Lender:
         self.prepared = wanted
 
     def _membership(self) -> tuple[int, bool]:
-        """Run a membership, and pass signals on to it. Returns its exit code, negative if a signal
-        killed it, and whether it joined the run."""
+        """Run a membership, and pass signals on to it. Return (exit code, True if it joined the
+        run). The exit code is negative if a signal killed it."""
         here = os.getpid()
         reader, writer = os.pipe()
         sys.stdout.flush()

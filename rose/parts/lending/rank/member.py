@@ -1,8 +1,8 @@
 """Run a membership of a borrowed rank: apply to the run, start the engine, join, serve, leave.
 
-`rose serve` forks a process for each membership. The process is an MPI world of its
-own, a singleton, which needs no launcher and whose death affects no other rank. When a run has
-vanished, the next membership begins with a fresh MPI. Exit codes are `Ended`.
+`rose serve` forks a process for each membership. The process is its own MPI world, a singleton. It
+needs no launcher, and its death affects no other rank. After a run has vanished, the next
+membership initializes MPI from the start. Exit codes are `Ended`.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ FIRST_RANK = 10000  # number of the first borrowed rank in the trace
 class Ended(enum.IntEnum):
     """Exit codes of a membership."""
 
-    LEFT = 0  # a signal asked it to leave
+    LEFT = 0  # left because of a signal
     RUN_OVER = 10  # the run has ended, vanished, or dismissed this rank
-    REFUSED = 11  # the run doesn't accept this rank, and would refuse it again
-    NOT_NOW = 12  # the run doesn't accept this rank now
+    REFUSED = 11  # the run doesn't accept this rank, now or later
+    NOT_NOW = 12  # the run doesn't accept this rank now, but may later
     FAILED = 1
 
 
 def main(run_dir: Path, overrides: list[str], on_join: Callable[[], object]) -> NoReturn:
     """Run one membership in a process that was just forked for it."""
-    # A terminal sends SIGINT to the whole group; the parent sends SIGTERM.
+    # A terminal sends SIGINT to the whole process group; the parent reacts with SIGTERM.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Until the worker handles these signals, they end the process.
     for number in (signal.SIGUSR2, signal.SIGTERM):
@@ -78,7 +78,7 @@ def run(run_dir: Path, config: Config, on_join: Callable[[], object]) -> Ended:
     # MPI reads these variables when it is initialized.
     os.environ.update(config.cluster.interface_env | mpi.env | mpi.join_env)
     if plugin.FOLDER in os.environ and config.serving.lending.priority == "idle":
-        # The online server's front end uses the same cores to pass tokens on, so it comes first.
+        # The online server's front end sends tokens on the same cores and must have priority.
         os.nice(priority.NICE)
     found = endpoint(run_dir)
     if found is None:
@@ -117,6 +117,7 @@ async def _take_part(
     recorder: NullRecorder,
     on_join: Callable[[], object],
 ) -> Ended:
+    """Start the engine, join the run, and serve until this rank leaves or the run is over."""
     name = answer.worker
     # Importing these modules initializes MPI, so they are imported after its variables are set.
     from rose.comm.link import Link, LinkError
@@ -143,8 +144,8 @@ async def _take_part(
 
 
 def _boards() -> tuple[Path | None, Callable[[int], None]]:
-    """Return the path of the engine's board and a function that publishes a new policy version.
-    Without a shared device, the path is None and the function does nothing."""
+    """Return the path of the engine's board, and a function that publishes a new policy version to
+    the operator. Without a shared device, the path is None and the function does nothing."""
     folder = os.environ.get(plugin.FOLDER)
     if folder is None:
         return None, lambda version: None
@@ -159,6 +160,7 @@ def _boards() -> tuple[Path | None, Callable[[int], None]]:
 
 
 def _recorder(config: Config, run_dir: Path, name: str, attempt: int) -> NullRecorder:
+    """Return the recorder of this rank's trace, or one that records nothing."""
     if not config.observe.trace:
         return NullRecorder()
     try:

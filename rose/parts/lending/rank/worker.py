@@ -1,4 +1,4 @@
-"""The rollout worker of a borrowed rank: it may leave at any time, and outlives its coordinator."""
+"""The rollout worker of a borrowed rank: may leave at any time, and outlives its coordinator."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ from rose.parts.lending.config import Config
 from rose.parts.lending.rank.capacity import CapacityWatch, EngineBoard
 from rose.parts.lending.rules.gate import Reason
 
-FIRST_PAUSE_S = 0.0002  # seconds before the second poll of an empty link; then it grows
-# Seconds to wait for the coordinator's `Shutdown` after `WorkerLeft`, so that a closing connection
-# loses no message.
+FIRST_PAUSE_S = 0.0002  # seconds between the first two polls of an empty link; later ones are more
+# Seconds to wait for `Shutdown` after `WorkerLeft`, so that a closing connection loses no message.
 GOODBYE_S = 2.0
 CAPACITY_POLL_S = 0.05  # seconds between two reads of the engine's board
 INACTIVE_POLL_S = 0.25  # seconds between two checks whether the operator lends
 INACTIVE_AFTER_S = 10.0  # seconds without lending after which the engine releases its memory
-# Seconds of silence after which the run counts as over. A living coordinator may be busy for
-# seconds.
+# Seconds of silence after which the run counts as over. A coordinator may be busy for some seconds.
 RUN_SILENT_S = 30.0
 
 
@@ -51,15 +49,14 @@ class Wire:
 
     def silent_s(self) -> float:
         """Seconds between the coordinator's last message and our last poll of an empty link.
-        Measured at the poll and not now, so that a worker that was itself suspended doesn't take
-        its own absence for the coordinator's."""
+        Measured at the poll and not now: a worker that was suspended itself must not count this
+        time as the coordinator's silence."""
         return max(0.0, self._empty_at - self._link.last_seen)
 
 
 class BorrowedWorker(RolloutWorker):
-    """A rollout worker that may leave, and outlives its coordinator. `board` is the path at which
-    the scheduler of an engine on a shared device publishes its state. `on_version(version)` is
-    called when the engine has loaded a version."""
+    """A rollout worker that may leave, and outlives its coordinator. `board`: path of its engine's
+    board, None without a shared device. `on_version(version)` is called after a version's load."""
 
     dedicated = False
 
@@ -82,10 +79,9 @@ class BorrowedWorker(RolloutWorker):
 
     def ask_to_leave(self, number: int) -> None:
         """Leave because of signal `number`: after SIGUSR2 when the turns are done, after any other
-        signal at once. Slurm may send a signal both to this process and to the lender, which passes
-        it on."""
+        signal at once. Slurm's signals may arrive twice, because the lender passes them on."""
         if number == signal.SIGTERM:
-            # Slurm sends SIGTERM to the engine's process, too. vLLM would log its end as an error.
+            # Slurm also sends SIGTERM to the engine's process. vLLM would log its end as an error.
             logging.getLogger("vllm").setLevel(logging.CRITICAL)
         if not self._asked_to_leave.done():
             self._asked_to_leave.set_result(number)
@@ -115,7 +111,7 @@ class BorrowedWorker(RolloutWorker):
         self.over = f"the run has been silent for {RUN_SILENT_S:g} s"
 
     async def _watch_capacity(self, path: Path) -> None:
-        """Report the engine's capacity, after each `WorkerReady`, evicted turn and change."""
+        """Report the engine's capacity after each `WorkerReady`, evicted turn and large change."""
         incarnation = returned = 0
         while True:
             await asyncio.sleep(CAPACITY_POLL_S)
@@ -135,9 +131,9 @@ class BorrowedWorker(RolloutWorker):
                 self._send(p.WorkerCapacity(self.name, incarnation, *found))
 
     async def _watch_lending(self, path: Path) -> None:
-        """Deactivate the engine after INACTIVE_AFTER_S without lending, and activate it again. An
-        inactive engine keeps only its process, neither weights nor KV cache. Activating it takes
-        about a second."""
+        """Deactivate the engine after INACTIVE_AFTER_S without lending, and activate it when
+        lending resumes. An inactive engine has a process, but no weights and no KV cache.
+        Activating it takes about a second."""
         since: float | None = None
         board: EngineBoard | None = None
         while True:
@@ -169,11 +165,12 @@ class BorrowedWorker(RolloutWorker):
             except EngineDied:
                 continue  # `_keep_engine` reports it
             except EngineError as error:
-                # The engine was busy for too long. It keeps its memory, and is asked again.
+                # The engine was busy for too long and keeps its memory. The next poll tries again.
                 print(f"{self.name}: {error}", flush=True)
                 self._awake.set()
 
     async def _activate(self, engine: Engine) -> None:
+        """Activate the engine, and report it to the coordinator as a new worker."""
         began = time.monotonic()
         await engine.activate()
         print(
@@ -196,7 +193,7 @@ class BorrowedWorker(RolloutWorker):
 
     async def _load(self, m: p.LoadVersion) -> None:
         if not self._awake.is_set():
-            return  # the coordinator orders the load again after `_activate` has reported
+            return  # After the report of `_activate`, the coordinator orders the load again.
         self._loads += 1
         try:
             await super()._load(m)
@@ -206,6 +203,7 @@ class BorrowedWorker(RolloutWorker):
             self._on_version(m.version)
 
     async def _leave(self) -> None:
+        """Wait for `ask_to_leave`; then report, end the turns and say goodbye."""
         number = await self._asked_to_leave
         reason = f"asked by {signal.Signals(number).name}"
         self._drain_until = time.monotonic() + (

@@ -2,13 +2,13 @@
 
 Pure. The rules:
 1. If nothing is lent, the budget is 0.
-2. If a board is silent, the budget stays for revoke_after_s, as S only uses memory that R has
-   returned. Then it is 0.
+2. If a board is silent, the budget stays as it is for revoke_after_s, and then is 0. It can stay,
+   because S only uses memory that R has released.
 3. If R and S together pass the high watermark, the budget is halved until they are below it. Then
    it is frozen until the next training step (ROSE section 5), so that memory doesn't move with each
    burst of S.
-4. Otherwise it grows to share x (1 - reserve) of all KV memory, as far as S leaves room with what
-   it uses, wants, or has used lately.
+4. Otherwise it grows to share x (1 - reserve) of all KV memory, but leaves room for the memory that
+   S uses, wants, or has used recently.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rose.parts.lending.rules.gate import Reason, lent
 # Share of the high watermark up to which the budget grows. Without this gap, the next block of S
 # would cross the watermark.
 LOW = 0.9
-HALF_LIFE_S = 10.0  # half-life of the peak of S's use, as its bursts recur
+HALF_LIFE_S = 10.0  # half-life of the remembered peak of S's use; bursts of requests recur
 
 
 class Budget:
@@ -38,8 +38,7 @@ class Budget:
         self._silent_s = math.inf  # seconds without a fresh board; infinite before the first
 
     def update(self, now: float, online: Online | None, control: Control | None) -> int:
-        """Return R's budget in bytes from `now` on. Call it before each step of R and while R
-        waits."""
+        """Return R's budget in bytes from `now` on. Call it before R's steps and while R waits."""
         passed, self._now = max(0.0, now - (now if self._now is None else self._now)), now
         reason = lent(now, online, control, self._lending)
         if reason in (Reason.CONTROL_SILENT, Reason.ONLINE_SILENT):
@@ -64,12 +63,13 @@ class Budget:
         return self.bytes
 
     def _limit(self, needed: float, share: float) -> int:
-        """Bytes that may be lent by the reserve and this hour's share when S needs `needed` bytes.
-        May be negative."""
+        """Return how many bytes the reserve and this hour's `share` allow to lend while S needs
+        `needed` bytes. May be negative."""
         lendable = (1 - self._lending.reserve) * self._total
         return int(min(min(share, 1.0) * lendable, lendable - needed))
 
     def _shrink(self, needed: float, share: float) -> None:
+        """Apply rule 3, then the limit of this hour's `share`."""
         above = min(
             int(self._lending.high_watermark * self._total - needed), self._limit(needed, 1.0)
         )

@@ -2,14 +2,14 @@
 
 A step of R whose P99 time is T delays a concurrent step of the online engine S by at most h T; h is
 the interference measured by rose.parts.lending.profile. If S stops R's steps between layers
-(rose/parts/lending/flag.py), h is divided by the number of layers. R's step may begin if
-1. S, delayed by that, still meets every target (now + h T <= hold_until), and
-2. a request that arrives just after loses at most step_share of its TTFT target, or less where the
-   median TTFT requires it (slo.Promptness), and
+(rose/parts/lending/flag.py), h is divided by the number of parts of a step. R's step may begin if
+1. S still meets every target after a delay of h T (now + h T <= hold_until), and
+2. a request that arrives just after the step begins loses at most step_share of its TTFT target, or
+   less if the median TTFT requires it (slo.Promptness), and
 3. decodes of S beside rollouts meet the median TPOT target.
 
-vLLM plans a step while the one before still runs, so T includes the remaining time of steps that
-were admitted before. Anything unknown, silent, damaged or not a number shuts the gate.
+vLLM plans a step while the last one still runs, so T includes the remaining time of steps that were
+admitted before. A board or value that is missing, stale, damaged or not a number shuts the gate.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from rose.parts.lending.board import Control, Online
 from rose.parts.lending.config import Lending, Slo
 from rose.parts.lending.rules.predictor import Predictor, Work
 
-# Seconds after which the operator's board counts as silent. Its process may be busy starting an
-# engine.
+# Seconds after which the operator's board counts as silent. The limit is generous, because the
+# operator's process may be busy starting an engine.
 CONTROL_STALE_S = 2.0
-# Seconds by which a board's time may be in the future: it may be written after we read the clock.
+# Seconds by which a board's time may be in the future: written after the reader took the time.
 AHEAD_S = 0.001
 
 
@@ -50,9 +50,9 @@ class Admission(NamedTuple):
 
 
 class Gate:
-    """Admits steps of R. `profile` is written by rose.parts.lending.profile, or None. `predictor`
-    predicts R's step times, and R's scheduler refines it with each step. `parts` is the number of
-    parts of a step of R between which S can stop it. Raises `ValueError` for an invalid profile."""
+    """Admits steps of R. `profile` is the device's profile (rose.parts.lending.profile), or None.
+    `predictor` predicts R's step times; R's scheduler refines it with each step. `parts`: number of
+    parts of R's step between which S can stop it. Raises `ValueError` for an invalid profile."""
 
     def __init__(
         self, lending: Lending, slo: Slo | None, profile: dict[str, Any] | None, parts: int = 1
@@ -83,9 +83,8 @@ class Gate:
         demand: Work,
         ahead: tuple[float, float] = (0.0, 0.0),
     ) -> Admission:
-        """Return the largest part of `demand`, decodes first, that may be one step now. An empty
-        demand asks for one decode. `ahead` is the mean and the P99 of the seconds until R's steps
-        in flight have ended."""
+        """Return how many tokens of `demand`, decodes first, may be one step now. An empty demand
+        counts as one decode. `ahead`: mean and P99 of the seconds until R's steps in flight end."""
         if self.predictor is None:
             return Admission(0, Reason.NO_PROFILE)
         if self._slo is None:
@@ -142,11 +141,12 @@ def lent(now: float, online: Online | None, control: Control | None, lending: Le
 
 
 def _fresh(now: float, beat: float, stale_after_s: float) -> bool:
+    """True if a board that was written at `beat` is not older than `stale_after_s`."""
     return -AHEAD_S <= now - beat <= stale_after_s
 
 
 def part(work: Work, tokens: int) -> Work:
-    """The first `tokens` of `work` in vLLM's order: decodes, then prompts in their order."""
+    """Return the first `tokens` of `work` in vLLM's order: decodes, then prompts in their order."""
     if tokens <= work.decodes:
         return Work((), tokens, work.decode_context * tokens // max(1, work.decodes))
     left, chunks = tokens - work.decodes, []

@@ -2,13 +2,13 @@
 
 T = max(c0, c1 P + c2 sum(P_i ctx_i)) + c3 D + c4 sum(ctx_decode) + c5, with all c >= 0. P is the
 number of prompt tokens, in chunks of P_i; a token of chunk i attends to ctx_i tokens on average. D
-is the number of decodes. c0 is the time to read the weights once, which a short prefill shares. c5
-is the cost of any step, on a CPU most of it.
+is the number of decodes. c0 is the time to read the weights once, the least time of a prefill. c5
+is the fixed cost of every step.
 
 The coefficients are fitted on the device (rose.parts.lending.profile). Every observed step then
 refines two things: a slowly moving scale, which depends on the fitted time, and the last residuals.
-Steps with prefill and steps that only decode have their own, as their noise differs. Pure; not
-thread-safe.
+Steps with prefill and steps that only decode have separate scales and residuals, because their
+noise differs. Pure; not thread-safe.
 """
 
 from __future__ import annotations
@@ -20,23 +20,22 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-WINDOW = 512  # residuals kept for each kind of step, of which the P99 is the sixth largest
+WINDOW = 512  # residuals kept for each kind of step; the sixth largest is their P99
 SEEDS = 128  # most residuals of each kind that a profile stores
 RATE = 0.02  # weight of one step in the scale, which follows half of a lasting change in 35 steps
-# Most that one step's ratio counts in the scale, so that a page fault moves it little.
+# Largest ratio with which one step counts in the scale, so that one slow step moves it little.
 MOST_RATIO = 2.0
-SCALES = (0.25, 4.0)  # least and most scale; beyond, the profile is for another machine
+SCALES = (0.25, 4.0)  # least and most scale; only another machine's profile would need more
 LOG_SCALES = tuple(map(math.log, SCALES))
 # Regularization of the scale's slope: the variance of log step times at which it is half of the
 # least-squares slope.
 SPREAD = 0.005
-# Most slope of the log scale over the log time. Below 1, a longer step never has a shorter
-# prediction.
+# Largest slope of the log scale over the log time, in either direction. As it is below 1, a longer
+# fitted time always gives a longer prediction.
 SLOPE = 0.5
 KEPT = 0.95  # share of the samples used by the last fits; the others count as outliers
 SHORTEST = 1e-6  # seconds; no step takes less
-# Most rounds in which a fit decides for each sample whether c0 or the prefill is larger. It settles
-# within 2 to 5.
+# Most rounds in which a fit decides for each sample whether c0 or the prefill is larger; 2 to 5 do.
 ROUNDS = 20
 MEAN_ROUNDS = 5  # rounds in which `fit_mean` weights samples by the last fit
 
@@ -92,8 +91,7 @@ class Predictor:
         return self._kinds[bool(work.prefill)].p99
 
     def observe(self, work: Work, seconds: float) -> None:
-        """Refine the prediction with a measured step. Ignores a time that is not finite or too
-        short for a step."""
+        """Refine the prediction with a measured step, unless its time is impossible."""
         bare = self._bare(work) if work.tokens else 0.0
         if bare > 0 and math.isfinite(seconds) and seconds >= SHORTEST:
             self._kinds[bool(work.prefill)].add(bare, seconds)
@@ -107,6 +105,7 @@ class Predictor:
         return max(0.0, mape), max(kind.p99 for kind in self._kinds)
 
     def _bare(self, work: Work) -> float:
+        """Return the fitted time T in seconds, without the scale."""
         c0, c1, c2, c3, c4, c5 = self.coefficients
         cost = 0.0
         for new, before in work.prefill:
@@ -127,9 +126,9 @@ class Predictor:
 
     @classmethod
     def fit_mean(cls, samples: list[tuple[Work, float]]) -> Predictor:
-        """Fit the mean time of steps, outliers included, for the total time of many steps. This is
-        least squares of errors relative to the predicted time. `fit`, relative to the measured
-        time, is biased to short times, the more the noisier the steps are. Raises as `fit`."""
+        """Fit the mean time of steps, outliers included, to predict the total time of many steps.
+        Minimizes the squares of errors relative to the predicted time. `fit` takes them relative to
+        the measured time, which biases it to short times if steps are noisy. Raises as `fit`."""
         samples = _usable(samples)
         scale = [1.0] * len(samples)
         for _ in range(MEAN_ROUNDS):
@@ -138,8 +137,8 @@ class Predictor:
         return cls(fitted.coefficients, _ratios(fitted, samples), len(samples))
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to a dictionary for JSON. It has the residuals, but not the scale learnt since
-        the fit: `from_dict` begins with 1."""
+        """Convert to a dictionary for JSON, with the residuals. The scale learnt since the fit is
+        left out: `from_dict` begins with 1."""
         mape, p99 = self.error
         return {
             "coefficients": list(self.coefficients),
@@ -151,7 +150,7 @@ class Predictor:
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> Predictor:
-        """Rebuild what `to_dict` converted. Raises `ValueError` for anything else."""
+        """Build a predictor from a result of `to_dict`. Raises `ValueError` for other data."""
         try:
             ratios = [[float(ratio) for ratio in kind] for kind in found["ratios"]]
             if len(ratios) != 2 or not all(
@@ -169,8 +168,8 @@ class Predictor:
 
 class _Residuals:
     """The last measured / predicted times of one kind of step, and the scale that follows them. The
-    log scale is a line over the log fitted time, by least squares with exponential forgetting. With
-    a single factor, an engine that runs small and large steps would get both wrong."""
+    log scale is a linear function of the log fitted time, by least squares with exponential
+    forgetting. A single factor would be wrong for both small and large steps of an engine."""
 
     def __init__(self, ratios: Iterable[float]) -> None:
         self.last = deque(ratios, maxlen=WINDOW)
@@ -185,7 +184,7 @@ class _Residuals:
         self._slope = 0.0
 
     def scale(self, bare: float) -> float:
-        """Expected measured / fitted time of a step whose fitted time is `bare` seconds."""
+        """Return the expected measured / fitted time of a step with the fitted time `bare`."""
         level = (
             self._level
             if self._at is None
@@ -194,6 +193,7 @@ class _Residuals:
         return math.exp(min(max(level, LOG_SCALES[0]), LOG_SCALES[1]))
 
     def add(self, bare: float, seconds: float) -> None:
+        """Count a step that took `seconds` and whose fitted time is `bare`."""
         scale = self.scale(bare)
         self._keep(ratio := seconds / (bare * scale))
         x, y = math.log(bare), math.log(scale * min(max(ratio, 1 / MOST_RATIO), MOST_RATIO))
@@ -206,6 +206,7 @@ class _Residuals:
         self._slope = min(max(self._covariance / (self._variance + SPREAD), -SLOPE), SLOPE)
 
     def _keep(self, ratio: float) -> None:
+        """Add a ratio to the last WINDOW ratios, and update their statistics."""
         if len(self.last) == WINDOW:
             gone = self.last[0]
             del self.ordered[bisect_left(self.ordered, gone)]
@@ -223,6 +224,7 @@ class _Residuals:
 
 
 def _usable(samples: list[tuple[Work, float]]) -> list[tuple[Work, float]]:
+    """Drop samples without work or time. Raises `ValueError` if few of either kind remain."""
     samples = [(work, seconds) for work, seconds in samples if work.tokens and seconds > 0]
     for words, prefill in (("of decodes alone", False), ("with prefill", True)):
         if (found := sum(bool(work.prefill) == prefill for work, _ in samples)) < 4:
@@ -236,7 +238,7 @@ def _usable(samples: list[tuple[Work, float]]) -> list[tuple[Work, float]]:
 def _ratios(
     fitted: Predictor, samples: list[tuple[Work, float]]
 ) -> tuple[list[float], list[float]]:
-    """Measured / predicted times of steps that only decode, and of steps with prefill."""
+    """Return measured / predicted times of steps that only decode, and of steps with prefill."""
     alone, prefill = (
         [s / fitted.seconds(w) for w, s in samples if bool(w.prefill) == kind]
         for kind in (False, True)
@@ -254,8 +256,8 @@ def _quantiles(ratios: Iterable[float]) -> list[float]:
 
 
 def _enough_of_both(by_error: list[tuple[Work, float]]) -> list[tuple[Work, float]]:
-    """Keep the share KEPT of each kind with the smallest errors. Taken over both kinds together,
-    one kind could be left without samples."""
+    """Keep of each kind of step the share KEPT with the smallest errors. If the share were taken of
+    all samples, one kind could be left without any."""
     kept = []
     for prefill in (False, True):
         kind = [sample for sample in by_error if bool(sample[0].prefill) == prefill]
@@ -265,8 +267,7 @@ def _enough_of_both(by_error: list[tuple[Work, float]]) -> list[tuple[Work, floa
 
 def _fit(samples: list[tuple[Work, float]], scale: Sequence[float]) -> list[float]:
     """Fit c0 to c5 by least squares of the samples' errors, each divided by its `scale` in seconds.
-    The maximum is fitted by alternating: decide which side of it is larger for each sample, then
-    fit the coefficients."""
+    It alternates: decide for each sample whether c0 or the prefill is the maximum, then fit c."""
     import numpy as np
 
     tokens = np.array([sum(new for new, _ in work.prefill) for work, _ in samples], float)
@@ -277,7 +278,8 @@ def _fit(samples: list[tuple[Work, float]], scale: Sequence[float]) -> list[floa
     decodes = np.array([work.decodes for work, _ in samples], float)
     context = np.array([work.decode_context for work, _ in samples], float)
     seconds, scale = np.array([s for _, s in samples], float), np.asarray(scale, float)
-    floor, ones, best, best_loss = tokens == 0, np.ones(len(samples)), None, math.inf
+    floor = tokens == 0  # samples in which c0 is the maximum
+    ones, best, best_loss = np.ones(len(samples)), None, math.inf
     for _ in range(ROUNDS):
         # (samples, 6)
         columns = np.stack([floor, tokens * ~floor, attended * ~floor, decodes, context, ones], 1)
@@ -287,16 +289,16 @@ def _fit(samples: list[tuple[Work, float]], scale: Sequence[float]) -> list[floa
         loss = float((((predicted - seconds) / scale) ** 2).sum())
         if loss < best_loss:
             best, best_loss = c, loss
-        rules = (tokens == 0) | (c[0] >= prefill)
-        if (rules == floor).all():
+        new_floor = (tokens == 0) | (c[0] >= prefill)
+        if (new_floor == floor).all():
             break
-        floor = rules
+        floor = new_floor
     return [float(x) for x in best]
 
 
 def _nonnegative(a, b):
-    """Minimize |a x - b|^2 over x >= 0, for few columns: a is (n, k), b is (n,), x is (k,). Tries
-    every set of columns and takes the best one whose plain solution is nonnegative."""
+    """Return the x >= 0 that minimizes |a x - b|^2, for few columns: a is (n, k), b is (n,), x is
+    (k,). Solves without the bound for every set of columns, and takes the best solution >= 0."""
     import numpy as np
 
     norms = np.linalg.norm(a, axis=0)

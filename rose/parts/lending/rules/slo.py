@@ -22,15 +22,15 @@ INFINITE = float("inf")
 CREDIT = 4.0
 WINDOW = 200  # number of last requests by which S is judged
 JUDGED = 50  # least number of requests by which S is judged
-# Above this share of missed requests, S misses its targets even alone. A P99 target allows 0.01,
-# and 3 misses of 50 still happen by chance in 1 of 70 such windows.
+# If a larger share of requests without lending misses its targets, S misses its targets even alone.
+# A P99 target allows 0.01. By chance, 3 of 50 requests miss it in 1 of 70 windows.
 MISSES = 0.05
 RECOVERED = 0.025  # share of missed requests at which S meets its targets again
-# Seconds without a request after which an S that misses its targets lends until its next request:
-# an idle device has nothing to miss. Ours: longer than most pauses within a busy time.
+# Seconds without a request after which an S that misses its targets lends again until its next
+# request, since an idle S misses no target. Longer than most pauses within a busy time.
 IDLE_S = 300.0
 FACTOR = 0.9  # factor by which a late first token changes `Promptness`; an early one divides by it
-FORGET_S = 60.0  # seconds without a first token after which `Promptness` starts again
+FORGET_S = 60.0  # seconds without a first token after which `Promptness` is 1 again
 
 
 class Request(NamedTuple):
@@ -52,11 +52,11 @@ def hold_until(
     max_batched_tokens: int = 2048,
     max_sequences: int | None = None,
 ) -> float:
-    """The latest time until which S could be kept from the device with all next tokens in time.
+    """Return until when S could be kept from the device with every next token still in time.
 
     S's own steps count with their P99 time. The result is before `now` if a token is already late,
-    and infinite without requests. With more requests than `max_sequences`, some wait for others to
-    end, which can't be predicted, so the result is `now` at most.
+    and infinite without requests. With more requests than `max_sequences`, it is `now` at most,
+    because some must wait for the end of others, which can't be predicted.
 
     A waiting request's first token is due at arrival + ttft_p99_s. A running request's next token
     is due when its mean TPOT would reach tpot_p99_s, at the latest CREDIT x tpot_p99_s after its
@@ -92,7 +92,8 @@ def _prefill(
     slo: Slo,
     max_batched_tokens: int,
 ) -> float:
-    """Compute `hold_until` for a queue of prompts beside `decodes` that run, step by step."""
+    """Compute `hold_until` step by step, for a queue of prompts beside `decodes` running requests.
+    `urgent` is the time at which the first of these needs a token."""
     hold = INFINITE
     spent = 0.0  # seconds of the steps so far
     chunks: list[tuple[int, int]] = []
@@ -121,6 +122,7 @@ def _prefill(
 
 
 def _due(now: float, request: Request, slo: Slo) -> float:
+    """Return when the request's next token is due."""
     if request.first_token_at is None:
         return request.arrival + slo.ttft_p99_s
     last = now if request.last_token_at is None else request.last_token_at
@@ -130,12 +132,10 @@ def _due(now: float, request: Request, slo: Slo) -> float:
 
 
 class Promptness:
-    """The factor on lending.step_share, in [0.01, 1], that keeps the median TTFT at ttft_p50_s.
-
-    A first token later than ttft_p50_s lowers it, an earlier one raises it. So it settles where as
-    many first tokens are late as early: the quantile as a fixed point (Robbins and Monro, 1951).
-    After FORGET_S without a first token it is 1 again, so that an idle device is lent.
-    """
+    """The factor on lending.step_share, in [0.01, 1], that keeps the median TTFT at ttft_p50_s. A
+    first token later than ttft_p50_s lowers the factor, an earlier one raises it. So it settles
+    where half of the first tokens are late (stochastic approximation, Robbins and Monro, 1951).
+    After FORGET_S without a first token it is 1 again, so that an idle device is lent."""
 
     def __init__(self, slo: Slo) -> None:
         self._target = slo.ttft_p50_s
@@ -153,7 +153,7 @@ class Promptness:
 def why_not_alone(predictor: Predictor, slo: Slo, tokens: int, max_batched_tokens: int) -> str:
     """Return why S can't meet its targets for one request of `tokens` tokens even without lending,
     or "" if it can. A request's TPOT is the mean over its steps. So both TPOT targets are compared
-    with the mean time of a step: the P99 of single steps says little about a request's."""
+    with the mean time of a step, and not with the P99 of single steps."""
     step = Work((), 1, tokens)
     arrived = [Request(0.0, tokens, 0)]
     p99 = slo.ttft_p99_s - hold_until(0.0, arrived, predictor, slo, max_batched_tokens)
@@ -189,22 +189,17 @@ class Attainment:
 
     def misses_alone(self, now: float, busy: bool) -> bool:
         """True if S misses its targets even without lending, judged by the last WINDOW requests.
-        False, too, once S has been idle for IDLE_S: nothing is missed until its next request.
-
-        `busy` is true while S holds a request. Call this often, since idle time is measured from
-        the last call with a request.
-        """
+        But false once S has been idle for IDLE_S, because an idle S misses no target. Idle time is
+        measured from the last call with `busy` (S has a request), so call this often."""
         if busy:
             self._at = now
         return self._misses and now - self._at <= IDLE_S
 
     def add(self, now: float, ttft_s: float | None, tpot_s: float | None, lent: bool) -> bool:
-        """Count a request that ended at `now`; return True if it met both P99 targets.
-
-        `ttft_s` is None without a token, `tpot_s` None with at most one. `lent` is true if anything
-        was lent while the request was in the engine. A request whose client disconnected counts
-        only if its TTFT was already missed; the caller leaves out the others.
-        """
+        """Count a request that ended at `now`; return True if it met both P99 targets. `ttft_s` is
+        None without a token, `tpot_s` None with at most one. `lent` is true if anything was lent
+        while the request was in the engine. The caller counts a request whose client disconnected
+        only if it had already missed its TTFT target."""
         prompt = ttft_s is not None and ttft_s <= self._slo.ttft_p99_s
         met = prompt and (tpot_s is None or tpot_s <= self._slo.tpot_p99_s)
         self._at = now

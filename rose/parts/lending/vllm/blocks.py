@@ -4,10 +4,9 @@ This module only computes; a `Pool` moves the memory.
 
 A block (vLLM's unit, for example 16 tokens) owns one span of bytes in every layer's region. A page
 (4 KiB on a CPU, 2 MiB with CUDA) can overlap several spans. So each page counts the held spans that
-overlap it: the pool maps a page when its first span is held and releases it with its last span,
-whatever the order of the calls. Releasing adjacent blocks together frees the most pages. KV caches
-of several groups, and layouts whose blocks are not whole spans, are not supported: `layout_of`
-raises `ValueError` for them.
+overlap it. The pool maps a page for its first held span and releases it after its last, whatever
+the order of the calls. Releasing adjacent blocks together frees the most pages. `layout_of` raises
+`ValueError` for KV caches with several groups, and for layouts whose blocks are not whole spans.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 Ranges = list[tuple[int, int]]  # [start, end) in bytes, ascending, neither touching nor overlapping
-# A worker returns this instead of a byte count when its device has no memory for the blocks.
+# A worker returns FAILED instead of a byte count when its device has no memory for the blocks.
 FAILED = -1
 
 
@@ -35,13 +34,12 @@ class Pool(Protocol):
     def release(self, ranges: Ranges) -> None: ...
 
     def scratch(self) -> AbstractContextManager[None]:
-        """Allow kernels to touch every page within this context. Writes to unmapped pages are
-        lost."""
+        """Allow kernels to touch every page in this context; writes to unmapped pages are lost."""
 
 
 class Layout(NamedTuple):
-    """Position of the blocks in a KV cache of `nbytes` bytes. Block b owns `strides[r]` bytes from
-    `starts[r] + b * strides[r]` on in each region r."""
+    """Position of the blocks in a KV cache of `nbytes` bytes. In each region r, block b owns
+    `strides[r]` bytes, the first of which is `starts[r] + b * strides[r]`."""
 
     nbytes: int
     blocks: int
@@ -68,7 +66,7 @@ def layout_of(kv_cache, name: str) -> Layout:
     tensors, blocks = kv_cache.kv_cache_tensors, kv_cache.num_blocks
     if any(tensor.host_resident for tensor in tensors):
         raise ValueError("a KV cache of which part is kept on the host can't be lent by block")
-    if name[0] == "B":  # a block is one span, all layers in it
+    if name[0] == "B":  # A block is one span with all layers.
         spans = {0: tensors[0].block_stride}
     elif name[:2] == "LB":
         spans = {
@@ -85,6 +83,7 @@ def layout_of(kv_cache, name: str) -> Layout:
 
 
 def _checked(layout: Layout) -> Layout:
+    """Return `layout`; raise `ValueError` if its regions overlap or leave the cache."""
     starts = np.array(layout.starts)
     order, ends = np.argsort(starts), starts + layout.blocks * np.array(layout.strides)
     if (ends[order][:-1] > starts[order][1:]).any() or ends.max() > layout.nbytes:
@@ -93,8 +92,8 @@ def _checked(layout: Layout) -> Layout:
 
 
 class BlockMemory:
-    """The blocks of a KV cache that hold memory; none at first. `map` skips ids that are already
-    held, and `release` ids that are not."""
+    """The blocks of a KV cache that have memory (*held* blocks); none at first. `map` skips blocks
+    that are already held, `release` skips blocks that are not."""
 
     def __init__(self, pool: Pool, layout: Layout) -> None:
         self.pool, self.layout = pool, layout
@@ -104,7 +103,7 @@ class BlockMemory:
 
     @property
     def held(self) -> int:
-        """Number of blocks that hold memory."""
+        """Number of blocks that have memory."""
         return int(self._held.sum())
 
     @property
@@ -113,8 +112,7 @@ class BlockMemory:
 
     def map(self, ids: Iterable[int]) -> int:
         """Map the memory of these blocks, so that they may be used. Return the bytes newly mapped.
-        If the pool raises an error, nothing has changed. Raises `ValueError` for an id outside the
-        cache."""
+        Raises `ValueError` for an id outside the cache. An error leaves all as it was."""
         runs = self._runs(ids, held=False)
         fresh = self._count(runs, 1)
         try:
@@ -128,9 +126,8 @@ class BlockMemory:
         return _total(fresh)
 
     def release(self, ids: Iterable[int]) -> int:
-        """Release the memory of these blocks and their content. Return the bytes released. Raises
-        `ValueError` for an id outside the cache, and for block 0, vLLM's null block, which kernels
-        touch for padding."""
+        """Release the memory of these blocks. Return the bytes released. Raises `ValueError` for
+        ids outside the cache, and for block 0 (null block), which kernels touch for padding."""
         runs = self._runs(ids, held=True)
         if runs and runs[0][0] == 0:
             raise ValueError("block 0 is vLLM's null block and is never given back")
@@ -155,14 +152,13 @@ class BlockMemory:
 
     @contextmanager
     def scratch(self) -> Iterator[None]:
-        """Allow kernels to touch every block within this context. Only held blocks keep their
-        content."""
+        """Allow kernels to touch every block in this context; only held blocks keep content."""
         with self.pool.scratch():
             yield
         self.pool.release(_ranges(np.flatnonzero(self._spans == 0), self.pool.page))
 
     def _runs(self, ids: Iterable[int], held: bool) -> list[tuple[int, int]]:
-        """Runs [low, high) of adjacent ids among those of `ids` whose state is `held`."""
+        """Return runs [low, high) of adjacent ids, only of blocks whose state is `held`."""
         wanted = np.unique(np.fromiter(ids, np.int64))
         if wanted.size and not (wanted[0] >= 0 and wanted[-1] < self.layout.blocks):
             raise ValueError(
@@ -172,8 +168,8 @@ class BlockMemory:
         return _ranges(wanted[self._held[wanted] == held], 1)
 
     def _count(self, runs: list[tuple[int, int]], change: int) -> Ranges:
-        """Add `change` (1 or -1) to the count of every page for each span of these runs. Returns
-        the byte ranges of the pages that got their first span or lost their last."""
+        """Add `change` (1 or -1) to the counts of the pages of each span of these runs of blocks.
+        Return the byte ranges of the pages that got their first span or lost their last."""
         page, turned = self.pool.page, []
         for start, stride in zip(self.layout.starts, self.layout.strides, strict=False):
             for low, high in runs:
@@ -193,7 +189,7 @@ class BlockMemory:
 
 
 def _ranges(numbers: np.ndarray, unit: int) -> Ranges:
-    """Runs [start, end) of adjacent integers in ascending `numbers`, both ends times `unit`."""
+    """Return the runs [start, end) of adjacent integers in ascending `numbers`, times `unit`."""
     if not numbers.size:
         return []
     cuts = np.flatnonzero(np.diff(numbers) != 1)

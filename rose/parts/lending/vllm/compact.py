@@ -1,10 +1,10 @@
-"""Choose the blocks of a KV cache that an engine uses, so that they lie in few pages. Pure.
+"""Choose the blocks of a KV cache that an engine uses, so that they occupy few pages. Pure.
 
-A page is released when no block in it is used. On a GPU a page (2 MiB) holds parts of several
-blocks, so a tenth of the blocks, scattered, can keep a third or all of the pages. So an engine uses
-the blocks from the low end on. Blocks above that which requests hold keep their pages until the
-requests end. Free blocks in these pages are used only if the low end doesn't suffice. As requests
-come and go, the used blocks move to the low end.
+A page is released when no block in it is used. On a GPU a page (2 MiB) has parts of several blocks.
+A tenth of the blocks can occupy a third or all of the pages if they are scattered. So an engine
+uses the blocks with the lowest numbers (the low end). Requests that hold higher blocks keep these
+and their pages until they end. Free blocks in such pages are used only if the low end doesn't
+suffice. As requests come and go, the used blocks move to the low end.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from rose.parts.lending.vllm.blocks import Layout
 
 
 class Pages:
-    """The pages of a KV cache with pages of `page` bytes. If no page has parts of two blocks, a
-    block with all its pages counts as one page."""
+    """The pages of `page` bytes behind a KV cache. If no page has parts of two blocks, all pages of
+    a block count as one page."""
 
     def __init__(self, layout: Layout, page: int) -> None:
         starts = np.array(layout.starts, np.int64)[:, None]
@@ -40,25 +40,24 @@ class Pages:
         return int((self._last - self._first + 1).sum(axis=0).max()) * self.page
 
     def nbytes(self, used: np.ndarray) -> int:
-        """Bytes of the pages that the blocks `used` (blocks,) bool occupy, without the null block's
-        pages."""
+        """Bytes of the pages of the blocks `used`, (blocks,) bool; the null block's don't count."""
         return int((self._marked(used) & ~self._base).sum()) * self.page
 
     def choose(self, held: np.ndarray, wanted: float, most: float) -> np.ndarray:
-        """Choose the blocks to use, (blocks,) bool. Takes all that requests hold, `held` (blocks,)
-        bool, which includes the null block. Adds others until there are `wanted` blocks, or until
-        their pages take `most` bytes. Neither number includes the null block."""
+        """Choose the blocks to use, (blocks,) bool. Takes all blocks of `held`, (blocks,) bool: the
+        blocks that requests hold, and the null block. Adds others until there are `wanted` blocks,
+        or until their pages take `most` bytes. Neither number includes the null block."""
         kept = self._marked(held) | self._base
         fresh = np.concatenate(([0], np.cumsum(~kept)))
-        # First page of each block that the block below it doesn't touch already.
+        # For each block, the first page that the block below it doesn't occupy.
         before = np.maximum(self._first[:, 1:], self._last[:, :-1] + 1)
         added = np.cumsum((fresh[self._last[:, 1:] + 1] - fresh[before]).sum(axis=0))
         room = min(most, self._count * self.page) // self.page - int((kept & ~self._base).sum())
         lacking = wanted - (int(held.sum()) - 1)
         free = ~held
         below = np.cumsum(free[1:])
-        # With room for all pages all blocks fit, even where `added` counts a page twice, which it
-        # does where two regions meet.
+        # `added` counts a page twice where two regions meet. So room for all pages is a case of its
+        # own, in which all blocks fit.
         if room >= self._count - int(kept.sum()):
             fits = added.size
         else:
@@ -67,7 +66,7 @@ class Pages:
         chosen = held.copy()
         chosen[1 : 1 + low] = True
         lacking = wanted - (int(chosen.sum()) - 1)
-        if lacking > 0:  # adds blocks in pages that are kept anyway
+        if lacking > 0:  # Add blocks in pages that are kept anyway.
             bare = ~self._marked(chosen | (np.arange(held.size) == 0))
             whole = np.concatenate(([0], np.cumsum(bare)))
             fresh_pages = (whole[self._last + 1] - whole[self._first]).any(axis=0)
@@ -76,7 +75,7 @@ class Pages:
         return chosen
 
     def _marked(self, used: np.ndarray) -> np.ndarray:
-        """The pages with any of the blocks `used`, (pages,) bool."""
+        """Return the pages that have a part of a block in `used`, (pages,) bool."""
         change = np.bincount(self._first[:, used].ravel(), minlength=self._count + 1)
         change -= np.bincount(self._last[:, used].ravel() + 1, minlength=self._count + 1)
         return np.cumsum(change)[:-1] > 0

@@ -1,4 +1,4 @@
-"""The description of a shared device, as its engines find it: configuration, profile, boards."""
+"""The description of a shared device for its engines: configuration, profile and boards."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ CONFIG = "config.json"  # file in the folder that `plugin.FOLDER` names
 
 
 class Device(NamedTuple):
+    """A shared device. `folder` has its boards and this description."""
+
     folder: Path
     serving: Serving
     profile: dict[str, Any] | None
@@ -44,7 +46,7 @@ def here() -> Device | None:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return Device(Path(folder), msgspec.convert(found["serving"], Serving), found["profile"])
-    except (OSError, KeyError, ValueError) as error:  # msgspec's and json's are ValueErrors
+    except (OSError, KeyError, ValueError) as error:  # msgspec and json raise ValueErrors
         raise ValueError(
             f"{plugin.FOLDER}={folder}: {path}: {error}; rose.parts.lending.vllm.device writes it"
         ) from None

@@ -1,8 +1,8 @@
-"""The order in which vLLM's block pool hands out free blocks, with used blocks at the low end.
+"""The order in which vLLM's block pool hands out free blocks: low numbers first, to use few pages.
 
-vLLM hands out blocks without a cached prefix first, the last freed one first, wherever it lies.
-This queue hands them out by block number. Blocks with a cached prefix come after these, least
-recently used first, as in vLLM. Importing this module imports vLLM.
+vLLM first hands out blocks without a cached prefix, the most recently freed first. This queue hands
+these out by block number, the lowest first. Blocks with a cached prefix come later, least recently
+used first, as in vLLM. Importing this module imports vLLM.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
 
 class LowFirst(FreeKVCacheBlockQueue):
-    """An empty replacement of `BlockPool.free_block_queue`, which hands out blocks without a cached
-    prefix by their number, the lowest first. `free` (blocks,) bool: which blocks are in it."""
+    """A replacement of vLLM's `BlockPool.free_block_queue`, at first empty. It hands out blocks
+    without a cached prefix by number, the lowest first. `free`, (blocks,) bool: True for blocks
+    that are in the queue."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__([])
         self.free = np.zeros(blocks, bool)
         self._uncached: dict[int, KVCacheBlock] = {}  # free blocks without a cached prefix
-        self._heap: list[int] = []  # block numbers of these, and some that were removed since
-        self._queued: np.ndarray = np.zeros(blocks, bool)  # which numbers are in the heap
+        # Heap of the numbers of these blocks, and of some that were removed since.
+        self._heap: list[int] = []
+        self._queued: np.ndarray = np.zeros(blocks, bool)  # True for numbers in the heap
 
     def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
-        """Add free blocks; vLLM calls it for blocks without a cached prefix."""
+        """Add free blocks. vLLM calls this for blocks without a cached prefix."""
         for block in blocks:
             self._uncached[block.block_id] = block
             if not self._queued[block.block_id]:

@@ -1,13 +1,13 @@
-"""GPU memory for the activations of an engine step, reserved where engines share a device.
+"""Reserve GPU memory for the activations of an engine step, in engines that share a device.
 
 vLLM leaves room for activations by allocating less KV cache, but not when
-`kv_cache_memory_bytes` sets the cache's size. And when vLLM captures CUDA graphs, it returns to the
-device what its profile run had allocated. The other engine's weights, or KV pages of either engine,
-could then take that memory, and this engine would fail at its next full step. So we measure the
-peak of the profile run. Once all graphs are captured, torch's caching allocator takes that much as
-one segment and keeps it, and steps allocate from this segment.
+`kv_cache_memory_bytes` sets the cache's size. And when vLLM captures CUDA graphs, it releases the
+memory of its profile run. The other engine's weights, or KV pages of either engine, could then take
+this memory, and this engine would fail at its next full step.
 
-What a step allocates beyond vLLM's profile run, as for log-probabilities of prompts, isn't covered.
+So we measure the peak of the profile run. Once all graphs are captured, torch's caching allocator
+allocates as much memory as one segment and keeps it for later steps. Steps that allocate more than
+the profile run, such as for log-probabilities of prompts, aren't covered.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch
 
 from rose.parts.lending.vllm.vmm import SPARE
 
-# Factor on the measured peak. It covers fragmentation: the allocator splits the segment, and not
-# every remainder is of use.
+# Factor on the measured peak. It covers fragmentation: the allocator splits the segment, and some
+# remainders are too small for use.
 FRAGMENTS = 1.125
 GIB = 2**30
 
 
 class Headroom:
-    """The memory that one vLLM worker's steps need on its CUDA device. `nbytes` is the need of the
-    largest step, `FRAGMENTS` included; 0 until `measured` has run."""
+    """The memory that one vLLM worker's steps need on its CUDA device. `nbytes` is the largest
+    step's need times FRAGMENTS; 0 until `measured` has run."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.nbytes = device, 0
@@ -68,6 +68,7 @@ class Headroom:
             )
 
     def _remedy(self) -> str:
+        """Return the end of an error's text: the device's free memory, and what to change."""
         free, total = torch.cuda.mem_get_info(self.device)
         return (
             f"{free / GIB:.2f} of {total / GIB:.2f} GiB are free on {self.device}, which another "

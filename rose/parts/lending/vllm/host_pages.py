@@ -1,8 +1,8 @@
-"""The pool behind a KV cache on a CPU: private anonymous memory, in which `madvise(MADV_DONTNEED)`
-frees a page at once, and the next touch maps a zeroed page.
+"""The pool behind a KV cache on a CPU: private anonymous memory. `madvise(MADV_DONTNEED)` frees a
+page at once, and the next touch maps a zeroed page.
 
-It uses no transparent huge pages: a huge page that is released in part stays whole until memory is
-short, and khugepaged would fill released pages in again (max_ptes_none is 511 by default).
+The memory has no transparent huge pages. A huge page that is released in part stays whole until
+memory is short, and khugepaged would fill released pages again (max_ptes_none is 511 by default).
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class HostPages:
         self._memory.madvise(mmap.MADV_NOHUGEPAGE)
 
     def map(self, ranges: Ranges) -> None:
-        """Do nothing: the system maps a page when it is first touched."""
+        """Do nothing, because the system maps a page when it is first touched."""
 
     def release(self, ranges: Ranges) -> None:
         for low, high in ranges:
             self._memory.madvise(mmap.MADV_DONTNEED, low, high - low)
 
     def scratch(self) -> AbstractContextManager[None]:
-        """Return an empty context: every page may be touched at any time."""
+        """Return an empty context, because every page may be touched at any time."""
         return nullcontext()
 
     def tensor(self):
-        """The pool's memory itself as int8, (nbytes,). It lives as long as the tensor does."""
+        """Return the pool's memory as int8, (nbytes,). The memory lives as long as the tensor."""
         import torch
 
         return torch.frombuffer(self._memory, dtype=torch.int8)

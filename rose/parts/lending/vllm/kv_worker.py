@@ -1,16 +1,18 @@
 """A mixin of vLLM's worker that maps and releases KV memory block by block at the scheduler's call.
 
 In an engine that shares its device (ROSE_COSERVING is set), the one buffer of vLLM's KV cache comes
-from a page pool: `HostPages` on a CPU, `vmm.PagePool` on a GPU. vLLM allocates that
-buffer inside a context that it has for sleep mode and KV connectors. We replace this context by a
-`TorchFunctionMode`, which intercepts the one call of `torch.zeros`.
+from a page pool: `HostPages` on a CPU, `vmm.PagePool` on a GPU. vLLM allocates the buffer inside a
+context for sleep mode and KV connectors. We replace this context by a `TorchFunctionMode`, which
+intercepts the one call of `torch.zeros`.
 
-At first only block 0, vLLM's null block, has memory; the scheduler maps the blocks that it means to
-use. Before there is a scheduler, vLLM warms up its kernels with real steps on blocks 1, 2, ...
-(v1/worker/gpu/warmup.py). Meanwhile these blocks share one page, as nothing reads what these steps
-write. All else that runs without a scheduler - the profile run, the capture of CUDA graphs, dummy
-steps, padding - writes nowhere (slot -1) and reads block 0. On a GPU the worker also reserves the
-memory of its activations (rose/parts/lending/vllm/headroom.py). Importing this module imports vLLM.
+At first only block 0, vLLM's null block, has memory. The scheduler maps blocks before it uses them.
+Before there is a scheduler, vLLM warms up its kernels with real steps on blocks 1, 2, ...
+(v1/worker/gpu/warmup.py). During the warm-up these blocks share one page, because nothing reads the
+values that its steps write. Other work without a scheduler writes nowhere (slot -1) and reads block
+0: the profile run, the capture of CUDA graphs, dummy steps and padding.
+
+On a GPU the worker also reserves memory for activations (rose/parts/lending/vllm/headroom.py).
+Importing this module imports vLLM.
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ logger = init_logger(__name__)
 
 
 class KvAllocation(TorchFunctionMode):
-    """Context in which vLLM allocates the KV cache of `worker` from a page pool. It sets
+    """Context in which vLLM allocates the KV cache of `worker` from a page pool. At its end it sets
     `worker.rose_kv` to the cache's `BlockMemory`. Raises `ValueError` for a KV cache that can't be
-    lent by block, `RuntimeError` when vLLM allocated several buffers, or none."""
+    lent by block, and `RuntimeError` unless vLLM allocated exactly one buffer."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__()
@@ -75,7 +77,7 @@ def new_pool(nbytes: int, device: torch.device) -> Pool:
 
 def _warm_up_in_scratch(worker: Worker) -> None:
     """Let `worker`'s warm-up steps touch every block, then reserve the memory of its steps. Patches
-    the instance, because vLLM's GPU and CPU classes each have a warm-up of their own."""
+    the instance, because vLLM's GPU and CPU classes have different warm-ups."""
     warm_up = worker.compile_or_warm_up_model
 
     def compile_or_warm_up_model():
@@ -103,6 +105,8 @@ def _measure_headroom(worker: Worker) -> None:
 
 
 def _context(worker: Worker, tag: str):
+    """Replace vLLM's `Worker._maybe_get_memory_pool_context`: return the context in which `worker`
+    allocates `tag`, "weights" or "kv_cache"."""
     if not os.environ.get("ROSE_COSERVING"):
         return _vllms_context(worker, tag)
     if tag == "weights" and worker.device.type == "cuda":
@@ -133,8 +137,8 @@ class KvWorker:
         }
 
     def rose_map_blocks(self, block_ids: list[int]) -> int:
-        """Map the memory of these blocks, before a step uses them. Return the bytes newly mapped.
-        Returns FAILED when the device has too little memory; then no further block was mapped."""
+        """Map the memory of these blocks, before a step uses them. Return the bytes newly mapped,
+        or FAILED when the device has too little memory; then none of the blocks was mapped."""
         try:
             return self._rose_lent().map(block_ids)
         except (MemoryError, CudaError) as error:
@@ -147,7 +151,7 @@ class KvWorker:
         return self._rose_lent().release(block_ids)
 
     def rose_before_warm_up(self) -> None:
-        """Called in an engine that shares its device, before its CUDA graphs are captured."""
+        """Prepare the model of an engine on a shared device, before CUDA graphs are captured."""
 
     def _rose_release_cache(self) -> set[tuple[int, int]]:
         self._rose_lent().suspend()
@@ -155,11 +159,12 @@ class KvWorker:
 
     def _rose_regain_cache(self) -> None:
         if self.rose_headroom is not None:
-            # Half the usual margin: kernels loaded since the start may have used the other half.
+            # Half the usual margin, because kernels loaded since the start may use the other half.
             self.rose_headroom.keep(SPARE // 2)
         self._rose_lent().resume()
 
     def _rose_lent(self) -> BlockMemory:
+        """Return the cache's blocks. Raises `RuntimeError` in an engine with its own device."""
         if self.rose_kv is None:
             raise RuntimeError("KV memory can't be lent: started without ROSE_COSERVING")
         return self.rose_kv

@@ -1,5 +1,5 @@
-"""The common part of both engines' schedulers: a board that is kept fresh, memory that is mapped
-and released, and an engine loop that can be woken for that."""
+"""The common part of both engines' schedulers: keep the board fresh, map and release KV memory, and
+wake the engine's loop for that."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ LATE = 16  # a gate that has been shut for t seconds is polled again after t / L
 
 
 class Member(Timed):
-    """A mixin before vLLM's scheduler class. Without a shared device in the environment it only
-    times steps."""
+    """A mixin before vLLM's scheduler class. It only times steps if no device is shared."""
 
-    kind: type  # record of this engine's board
+    kind: type  # type of the board's state: board.Online or board.Rollout
     board_name: str
 
     def __init__(self, *args, **kwargs) -> None:
@@ -51,8 +50,8 @@ class Member(Timed):
         self._beats = threading.Thread(target=self._beat, name="rose-beat", daemon=True)
 
     def attach(self, core: Any) -> None:
-        """Connect to the engine core and begin to publish. The plugin calls this once, when the
-        engine is complete, before its first step."""
+        """Connect to the engine core and begin to publish. `shared_device.register` makes the
+        engine call this once, before its first step."""
         if self.device is None:
             return
         self._core = core
@@ -77,8 +76,7 @@ class Member(Timed):
         return self._due or super().has_requests()
 
     def _ends_at(self, predictor: Predictor | None) -> float:
-        """Time at which all steps in flight have ended if each takes its P99; 0 without steps or
-        predictor."""
+        """Predict when the steps in flight end if each takes its P99; 0 without steps."""
         if not predictor or not self._in_flight:
             return 0.0
         return time.monotonic() + self._in_flight_s(predictor)[1]
@@ -88,6 +86,7 @@ class Member(Timed):
             self._board.write()
 
     def _beat(self) -> None:
+        """Publish the board every BEAT_S, and wake the engine's loop if memory should move."""
         while True:
             time.sleep(BEAT_S)
             try:
@@ -96,8 +95,8 @@ class Member(Timed):
                     self._due = True
                     self._wake()
             except RuntimeError as error:
-                # With another error the thread ends, the board gets stale, and nothing is lent.
-                # This one means that the loop's thread changed a queue while we iterated.
+                # The loop's thread changed a queue meanwhile: the next beat tries again. Any other
+                # error ends this thread, so that the board gets stale and nothing is lent.
                 if "during iteration" not in str(error):
                     raise
             self._publish()
@@ -112,22 +111,22 @@ class Member(Timed):
         return self._core is not None and not self._core.input_queue.empty()
 
     def _on_beat(self) -> None:
-        """Called at each beat, in its thread."""
+        """Do this engine's work of each beat, in the beats' thread."""
 
     def _wants_loop(self) -> bool:
-        """Return True if memory should be mapped or released without a request. Called at each
-        beat, in its thread."""
+        """True if the loop should run without requests. Called at each beat, in its thread."""
         raise NotImplementedError
 
 
 def pause_s(shut_s: float, first_s: float, last_s: float) -> float:
-    """Seconds until the next poll of a gate that has been shut for `shut_s`, within the limits."""
+    """Return the seconds until the next poll of a gate that has been shut for `shut_s`: at least
+    `first_s`, at most `last_s`."""
     return min(max(first_s, shut_s / LATE), last_s)
 
 
 def vllm_scheduler(mixin: type, vllm_config: Any, **others: Any) -> Any:
-    """Create `mixin` over vLLM's scheduler: the asynchronous one only if steps overlap. Raises
-    `ValueError` as `plugin.refuse_drafts` does."""
+    """Create a scheduler of `mixin` and vLLM's class, which is the asynchronous one if the engine
+    overlaps steps. Raises `ValueError` as `plugin.refuse_drafts` does."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 

@@ -1,10 +1,10 @@
-"""The online engine's scheduler: vLLM's own, which also publishes when it needs the shared device.
+"""The online engine's scheduler: vLLM's own, which also publishes when the engine needs the device.
 
     --scheduler-cls rose.parts.lending.vllm.online.scheduler   (`rose serve` starts the server so)
 
-It schedules requests as vLLM does, except that lent KV memory is not in its pool. It requests this
-memory on its board as soon as requests need it, and takes it when the rollout engine's board shows
-that it was returned.
+It schedules requests as vLLM does, except that lent KV memory is not in its pool. As soon as
+requests need this memory, the scheduler requests it on its board. It uses the memory when the
+rollout engine's board shows that it was released.
 """
 
 from __future__ import annotations
@@ -29,20 +29,19 @@ from rose.parts.lending.vllm.member import Member, vllm_scheduler
 from rose.parts.lending.vllm.pool import AT_ONCE, IN_FLIGHT, Call
 from rose.parts.lending.vllm.priority import restore_priority
 
-MOST_KEPT = 0.25  # most of all KV memory that is kept free for the prompts of the next step
-# Most seconds spent on making the process's heap resident, at the start and at each beat without
-# requests.
+MOST_KEPT = 0.25  # largest share of all KV memory that is kept free for the next step's prompts
+# Most seconds for populating the process's heap: at the start, and at each beat without requests.
 HEAP_START_S = 2.0
 HEAP_BEAT_S = 0.005
-# Memory is only lent when more than RELAX x lending.reserve is unused, so that small changes of the
-# need move nothing.
+# Memory is only lent when more than RELAX x lending.reserve is unused, so that small changes of
+# what requests need move no memory.
 RELAX = 2.0
-# Least seconds between two moves of memory beside steps in flight that no request waits for.
+# Least seconds between two moves of memory while steps are in flight, unless requests wait for it.
 MOVE_EVERY_S = 0.05
 
 
 def scheduler(vllm_config, **others):
-    """Create the scheduler. vLLM calls it as its `scheduler_cls`."""
+    """Create the scheduler. vLLM calls this as its `scheduler_cls`."""
     return vllm_scheduler(OnlineScheduler, vllm_config, **others)
 
 
@@ -54,7 +53,7 @@ class _Seen:
     first_token_at: float | None = None
     last_token_at: float = 0.0
     tokens: int = 0
-    # True if the rollout engine had a step or requests at the begin of a step of this engine.
+    # True if the rollout engine was busy when a step of this engine began during this request.
     lent: bool = False
 
 
@@ -86,10 +85,10 @@ class OnlineScheduler(Member):
         self._rollout = Peer(self.device.folder / "rollout", board.Rollout)
         self._reserve = lending.reserve * self.device.kv_bytes
         self._step_bytes = min(
-            self._blocks(self.max_num_scheduled_tokens), MOST_KEPT * self.device.kv_bytes
+            self._kv_bytes(self.max_num_scheduled_tokens), MOST_KEPT * self.device.kv_bytes
         )
         self._heap: Ahead | None = None
-        self._asked_at: float | None = None  # time since when requests wait for lent memory
+        self._asked_at: float | None = None  # time at which requests began to wait for lent memory
         self._releasing = False  # true if more memory will be released at later steps
         self._moved_at = 0.0  # time of the last move of memory beside a step in flight
         self.state.kv_held = self.device.kv_bytes  # correct once the workers report their memory
@@ -119,8 +118,7 @@ class OnlineScheduler(Member):
         super().add_request(request)
         if self.device is None or request.request_id in self._seen:
             return
-        # vLLM's arrival time is wall-clock time, which may be set. So we only use the time since
-        # then, within limits.
+        # vLLM's arrival time is wall-clock time, which may be set. So the wait is limited.
         waited = min(max(0.0, time.time() - request.arrival_time), 60.0)
         self._seen[request.request_id] = _Seen(time.monotonic() - waited)
         self._write_board()
@@ -192,7 +190,7 @@ class OnlineScheduler(Member):
         s.step_ends = self._ends_at(self._predictor)
 
     def _clear_the_device(self) -> None:
-        """Raise the flag before the first step of requests is planned. Preparing the step takes a
+        """Raise the flag before the first step of new requests is planned. Planning takes a
         millisecond, in which a rollout step reaches its next stop."""
         control = self.control.read()
         if control is None or control.stops > 0:
@@ -205,7 +203,7 @@ class OnlineScheduler(Member):
         1. while no request runs;
         2. while requests wait for memory, which a stopped rollout step may keep;
         3. beside a step for which the dial allows it;
-        4. where the operator switched stops off.
+        4. if the operator switched stops off.
         Between two steps of running requests it stays as it is.
         """
         control = self.control.read()
@@ -238,6 +236,7 @@ class OnlineScheduler(Member):
             self._board.write()
 
     def _hold_until(self) -> float:
+        """Compute `hold_until` of the board from the present requests."""
         if not self._seen:
             return board.INFINITE
         now = time.monotonic()
@@ -273,6 +272,7 @@ class OnlineScheduler(Member):
         )
 
     def _decode_s(self) -> float:
+        """Predict the seconds of a step that decodes all running requests; 0 without any."""
         running = [
             self.requests[name].num_computed_tokens
             for name, seen in self._seen.items()
@@ -283,8 +283,8 @@ class OnlineScheduler(Member):
         return self._predictor.seconds(Work((), len(running), sum(running)))
 
     def _count(self, output, now: float) -> float | None:
-        """Count the new tokens of a request. Return the seconds that each took, None if its first
-        is among them or there is none."""
+        """Count the new tokens of a request. Return the seconds per token; None without new tokens,
+        or if the request's first token is among them."""
         pace, seen = None, self._seen.get(output.request_id)
         if seen is None:
             return None
@@ -305,7 +305,7 @@ class OnlineScheduler(Member):
         return pace
 
     def _ended_early(self, seen: _Seen | None) -> None:
-        """Count an aborted request; it missed its target only if its first token was late."""
+        """Count an aborted request. It counts as missed only if its first token was late."""
         if seen is None or self._slo is None:
             return
         self.state.aborted += 1
@@ -313,6 +313,7 @@ class OnlineScheduler(Member):
             self._judge(seen)
 
     def _judge(self, seen: _Seen) -> None:
+        """Count a request among the finished ones, and as met if it met both P99 targets."""
         ttft = None if seen.first_token_at is None else seen.first_token_at - seen.arrival
         tpot = None
         if seen.tokens > 1:
@@ -337,51 +338,51 @@ class OnlineScheduler(Member):
         """Further bytes that requests will use before their next token."""
         requests = [*self.running, *self.waiting, *self.kv_holding_waiting]
         return sum(
-            self._blocks(r.num_tokens) - self._blocks(r.num_computed_tokens) for r in requests
+            self._kv_bytes(r.num_tokens) - self._kv_bytes(r.num_computed_tokens) for r in requests
         )
 
     def _soon(self) -> float:
-        """Bytes that requests use or will use in the next step, prompts counted whole, with room
-        for at least a step full of prompts."""
+        """Bytes that requests use or will use in the next step, with room for at least a step full
+        of prompts. Prompts count as a whole."""
         tokens = nbytes = 0
         for r in itertools.chain(self.running, self.waiting, self.kv_holding_waiting):
             if tokens >= self.max_num_scheduled_tokens:
                 break
             tokens += max(1, r.num_tokens - r.num_computed_tokens)
-            nbytes += self._blocks(r.num_tokens + 1) - self._blocks(r.num_computed_tokens)
+            nbytes += self._kv_bytes(r.num_tokens + 1) - self._kv_bytes(r.num_computed_tokens)
         return self.pool.used + max(nbytes, self._step_bytes)
 
     def _to_hold(self, needed: float) -> float:
-        """Bytes to hold: `needed` and a reserve for growth. Unchanged if a change would gain
-        little."""
+        """Bytes that this engine should hold: `needed` and a reserve for growth, or the present
+        bytes if a change would gain little."""
         held = self.pool.limit_bytes
         if not self._releasing and needed + self._reserve <= held <= needed + RELAX * self._reserve:
             return held
         return min(needed + self._reserve, self.pool.total)
 
     def _lends(self) -> bool:
+        """True if the operator lends, and a rollout engine lives that could use the memory."""
         control = self.control.read(self._lending.stale_after_s)
         return control is not None and control.lend > 0 and not self._rollout.gone()
 
-    def _blocks(self, tokens: int) -> int:
+    def _kv_bytes(self, tokens: int) -> int:
+        """Bytes of the KV blocks for this many tokens."""
         return -(-max(0, tokens) // self.block_size) * self.pool.block_bytes
 
     def _lent(self) -> float:
-        """Bytes that the rollout engine may be using."""
+        """Bytes of KV memory that the rollout engine may be using."""
         rollout = self._rollout.read()
         if rollout is not None:
             return rollout.kv_budget if board.is_alive(rollout) else 0.0
-        # There is no rollout engine, or its board is damaged. In the latter case it may still use
-        # all that was lent.
+        # Without a readable board, a living rollout engine may use all memory that was lent.
         return 0.0 if self._rollout.gone() else max(0.0, self.device.kv_bytes - self.pool.mapped)
 
     def _share_memory(self, at_once: bool = False) -> None:
         """Publish the memory that this engine needs, then map or release memory.
 
-        It publishes first and then reads what is lent. The rollout engine does the same, so that
-        the two never take the same bytes. Unless `at_once`, a call moves little memory beyond what
-        the next step needs, because all running requests wait meanwhile, and even less, and not at
-        each call, while a step is in flight.
+        Each engine publishes before it reads the other engine's board, so they never take the same
+        bytes. Unless `at_once`, a call moves little memory beyond the next step's need, because all
+        running requests wait for it; while a step is in flight, even less, and not at each call.
         """
         needed = self._needed()
         goal = self._to_hold(needed) if self._lends() else self.pool.total
@@ -390,7 +391,7 @@ class OnlineScheduler(Member):
         grows = hold > self.pool.limit_bytes
         with self._writing:
             self.state.kv_wanted = needed + self.pool.overhead
-            # Until the pool has grown, any part of the device's memory may be taken.
+            # While the pool grows, this engine may take any part of the device's memory.
             self.state.kv_held = self.device.kv_bytes if grows else self.pool.mapped
             self._board.write()
         reached = self.pool.limit(hold, self.device.kv_bytes - self._lent(), piece)
@@ -400,8 +401,8 @@ class OnlineScheduler(Member):
             self._board.write()
 
     def _paced(self, goal: float, piece: float) -> float:
-        """Bytes to hold after this step is planned, on the way to `goal`: a `piece` of memory moves
-        beyond what the next step needs, and beside a step in flight only every MOVE_EVERY_S."""
+        """Bytes to hold after this step is planned, on the way to `goal`. At most `piece` bytes
+        move beyond the next step's need; beside a step in flight, only every MOVE_EVERY_S."""
         soon, now = self._soon(), time.monotonic()
         hold = self.pool.paced(goal, soon, piece)
         if not self._in_flight or hold == self.pool.limit_bytes or soon > self.pool.limit_bytes:
@@ -412,7 +413,7 @@ class OnlineScheduler(Member):
         return hold
 
     def _on_beat(self) -> None:
-        """Do what can't wait for the end of a step: reclaim memory, and make the heap resident."""
+        """Lower the flag if no step needs it, populate the heap while idle, and reclaim memory."""
         if not self._in_flight and not (self.running and self.has_unfinished_requests()):
             self._flag.up = False
         if self._heap is not None and not self._seen:
@@ -420,9 +421,8 @@ class OnlineScheduler(Member):
         self._reclaim()
 
     def _reclaim(self) -> None:
-        """Make a rollout engine return the memory that online requests wait for. Raises its
-        priority, so that it gets CPU time to release the memory. Kills it if it hasn't after
-        lending.revoke_after_s."""
+        """Make the rollout engine release memory that online requests wait for: raise its priority,
+        so that it gets CPU time, and kill it if it keeps the memory for lending.revoke_after_s."""
         now, rollout, missing = time.monotonic(), self._rollout.read() or self._rollout.last, 0.0
         if rollout is not None and self._waits_for_memory():
             self._flag.up = False

@@ -1,9 +1,9 @@
-"""The part of its KV cache that an engine may use. The other blocks are withheld from vLLM's pool,
+"""The part of its KV cache that an engine may use. All other blocks are withheld from vLLM's pool,
 and their memory is released.
 
-There are two measures. Bytes of blocks are what requests can use. Bytes of pages are the memory
-that this takes; both engines of a device share them. They count what the workers report as mapped
-and released. Neither includes vLLM's null block, which every engine always holds.
+There are two measures. *Bytes of blocks* is the memory that requests can use. *Bytes of pages* is
+the device memory behind it, as the workers report it; both engines of a device share this memory.
+Neither includes vLLM's null block, which every engine always holds.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ RELEASE = "rose_release_blocks"
 MAP = "rose_map_blocks"
 RETRY_S = 1.0  # seconds after a failure to map before memory is requested again
 # Most bytes that one call maps, so that a large request succeeds in part if memory is short. Also
-# the most that is mapped or released while a step is planned, which takes 7 ms on a GPU.
+# the most bytes that are mapped or released while a step is planned; this takes 7 ms on a GPU.
 AT_ONCE = 2**28
-# Most bytes instead while a step is in flight: about 1 ms on a GPU, for which requests wait.
+# The same limit while a step is in flight. It takes about 1 ms on a GPU, for which requests wait.
 IN_FLIGHT = 2**25
 # A request of at most this many blocks that fails is not split further.
 FEW = 16
-# Calls of `limit` between two checks whether pages have become free, which take a few ms for 50,000
-# blocks.
+# Calls of `limit` between two checks for free pages; a check of 50,000 blocks takes a few ms.
 SETTLE = 32
 
 # Calls a method, with block ids, in every worker; returns the bytes that each worker reports.
@@ -39,12 +38,9 @@ Call = Callable[[str, list[int]], Sequence[int]]
 
 
 class Pool:
-    """Withholds blocks from vLLM's block pool and lends them to it.
-
-    `manager` is vLLM's KVCacheManager, `kv_cache_config` its configuration. Only free blocks can be
-    withheld, not those that requests hold. All methods are for the thread of vLLM's loop while it
-    plans a step: see `vmm.PagePool`.
-    """
+    """Withholds blocks from vLLM's block pool and lends them to it. `manager` is vLLM's
+    KVCacheManager, `kv_cache_config` its configuration. Only free blocks can be withheld, not those
+    that requests hold. Call it in the thread of vLLM's loop while it plans a step."""
 
     def __init__(self, manager: Any, kv_cache_config: Any) -> None:
         self._manager, self._blocks = manager, manager.block_pool
@@ -57,13 +53,14 @@ class Pool:
         self._queue = self._blocks.free_block_queue = LowFirst(blocks)
         self.mapped = 0  # bytes of pages
         self._asked: tuple[int, float] | None = None  # (blocks, bytes of pages) of the last `limit`
-        self.scattered = False  # true if the used blocks take more pages than at the low end
+        # True if the usable blocks take more pages than as many blocks at the low end would.
+        self.scattered = False
         self._calls = 0  # calls of `limit` while `scattered`
         self._failed_at = 0.0  # time of the last failure to map; 0 after a success
 
     def begin(self, call: Call, layout: Layout | None = None, page: int = 0) -> None:
-        """Begin with workers that can be called; before, no block may be used. `layout` and `page`
-        are those of the workers' KV caches. Without them, blocks share no pages."""
+        """Begin to manage memory when workers can be called; until then no block may be used.
+        `layout` and `page`: of the workers' KV caches. Without them, blocks share no pages."""
         self._call = call
         if layout is None:
             layout = Layout(self.total, self.count + 1, (0,), (self.block_bytes,))
@@ -83,13 +80,12 @@ class Pool:
 
     @property
     def overhead(self) -> int:
-        """Bytes of pages beyond those of the usable blocks, as some pages are used only in part."""
+        """Bytes of pages beyond those of the usable blocks: the unused parts of pages."""
         return max(0, self.mapped - self.limit_bytes)
 
     @property
     def free(self) -> int:
-        """Bytes of usable blocks that no request holds. They may have cached prefixes, which can be
-        dropped."""
+        """Bytes of usable blocks that no request holds; they may have cached prefixes."""
         return self._blocks.get_num_free_blocks() * self.block_bytes
 
     @property
@@ -104,8 +100,8 @@ class Pool:
         )
 
     def excess(self, nbytes: float, requests: Sequence[str]) -> int:
-        """Number of `requests`, from the first on, that must end so that the blocks of the others
-        fit into `nbytes` of pages. All of them if even that isn't enough."""
+        """Return how many of `requests`, from the first on, must end so that the other requests'
+        blocks fit into `nbytes` of pages. Returns all of them if even that isn't enough."""
         held = self._held()
         if self._pages.nbytes(held) <= nbytes:
             return 0
@@ -128,20 +124,17 @@ class Pool:
         return high
 
     def paced(self, nbytes: float, soon: float, piece: float) -> float:
-        """Bytes of blocks to request from `limit` in this step, on the way up to `nbytes`, `soon`
-        of which must be there now, and at most a `piece` beyond them."""
+        """Return the bytes of blocks to request from `limit` in this step, on the way up to
+        `nbytes`. `soon` bytes are needed now; at most `piece` bytes are added beyond them."""
         if nbytes <= self.limit_bytes:
             return nbytes
         return min(nbytes, max(self.limit_bytes, soon) + piece)
 
     def limit(self, nbytes: float, most: float = math.inf, at_once: float = math.inf) -> int:
         """Use at most `nbytes` of blocks from now on, in at most `most` bytes of pages. Return the
-        bytes of pages mapped now.
-
-        Blocks that requests hold stay. While the mapped pages fit into `most`, a call withholds at
-        most `at_once` bytes of blocks, and later calls the others. If memory is short, no error is
-        raised, and the blocks stay withheld.
-        """
+        bytes of pages mapped now. Blocks that requests hold stay. While the mapped pages fit into
+        `most`, each call withholds at most `at_once` bytes of blocks, so that several calls share
+        the work. If memory is short, no error is raised, and blocks stay withheld."""
         asked = (max(0, min(self.count, int(min(nbytes, self.total) // self.block_bytes))), most)
         now = int(self._usable.sum()) - 1
         if asked[0] < now or self.mapped > most or self._may_settle():
@@ -161,7 +154,8 @@ class Pool:
         return self.mapped
 
     def _without_oldest(self, wanted: int, most: float) -> np.ndarray:
-        """Choose usable blocks where blocks share no page: drop those with the oldest prefixes."""
+        """Choose the usable blocks of a cache in which blocks share no page. Drops free blocks:
+        first those without a cached prefix, then those with the least recently used prefixes."""
         beyond = math.ceil((self.mapped - min(most, self.mapped)) / self.block_bytes)
         over = max(int(self._usable.sum()) - 1 - wanted, beyond, 0)
         usable = self._usable.copy()
@@ -171,8 +165,8 @@ class Pool:
         return usable
 
     def _may_settle(self) -> bool:
-        """True if `limit` should check for pages that have become free: in a scattered pool, after
-        every `SETTLE` calls and when no request holds blocks."""
+        """True if `limit` should check for pages that have become free. In a scattered pool it
+        checks at every SETTLE-th call, and when no request holds blocks."""
         if not self.scattered:
             return False
         self._calls += 1
@@ -191,9 +185,8 @@ class Pool:
         return held
 
     def _become(self, usable: np.ndarray, asked: tuple[int, float], at_once: float) -> None:
-        """Make the blocks `usable`: withhold those that are not in it, then lend the new ones. If
-        `at_once` delays a part of the withholding, lends only blocks that are still missing for
-        `asked`."""
+        """Make exactly the blocks `usable` usable: withhold the others, then lend the new blocks.
+        If `at_once` delays some of the withholding, lend only as many blocks as `asked` lacks."""
         gone = np.flatnonzero(self._usable & ~usable)
         some = gone[-max(1, int(min(at_once, self.total) // self.block_bytes)) :]
         self._withhold(some)
@@ -202,6 +195,7 @@ class Pool:
         self._lend(np.flatnonzero(~self._usable & usable))
 
     def _withhold(self, ids: np.ndarray) -> None:
+        """Take these free blocks out of vLLM's pool, and release their memory."""
         if not ids.size:
             return
         self._blocks.evict_blocks(set(ids.tolist()))
@@ -217,7 +211,7 @@ class Pool:
         self._failed_at, at = 0.0, 0
         while at < ids.size:
             part = ids[at : at + some].tolist()
-            if self._has_memory(part):
+            if self._map_on_all(part):
                 at += len(part)
             elif len(part) > FEW:
                 some = len(part) // 4
@@ -226,7 +220,7 @@ class Pool:
         self._usable[ids[:at]] = True
         self._blocks.free_blocks([self._blocks.blocks[block] for block in ids[:at]])
 
-    def _has_memory(self, ids: list[int]) -> bool:
+    def _map_on_all(self, ids: list[int]) -> bool:
         """Map these blocks on all workers, or on none. Return True if that succeeded."""
         reports = self._call(MAP, ids)
         if min(reports) < 0:

@@ -1,14 +1,16 @@
 """Lower the priority of the rollout engine's threads on a CPU.
 
-It is not used on a GPU, where kernels of two processes alternate whatever their priorities.
+This is not used on a GPU, where kernels of two processes alternate whatever their priorities.
 
-With Linux's SCHED_IDLE, these threads run only on cores that no other thread wants. But behind an
-online engine that keeps the core, a step could take any time to end, and memory is released between
-steps. So the online engine raises the threads to the normal priority while it waits for memory. Its
-user must be allowed to do that (root, or an RLIMIT_NICE of 20 or more). Otherwise the threads only
-get a nice value of 19, with which they always get a sixty-eighth of the core. Both take effect only
-within a session, as Linux's autogroups share cores between sessions whatever the priorities of
-their threads. So `rose serve` keeps both engines in one session.
+With Linux's SCHED_IDLE, these threads run only on cores that no other thread wants. While the
+online engine keeps the cores busy, a rollout step may not end for a long time, and memory is only
+released between steps. So the online engine raises the threads to the normal priority while it
+waits for memory. The user must be allowed to do that (root, or an RLIMIT_NICE of 20 or more).
+Otherwise the threads only get a nice value of 19, with which they always get a sixty-eighth of the
+core.
+
+Both only take effect within a session: Linux's autogroups share cores between sessions and ignore
+the priorities of their threads. So `rose serve` keeps both engines in one session.
 """
 
 from __future__ import annotations
@@ -21,26 +23,26 @@ NICE = 19
 
 
 class Priority:
-    """Lowers the priority of this process's threads, except one, and of threads that they start."""
+    """Lowers the priority of this process's threads, except one; new threads inherit it."""
 
     def __init__(self, except_for: int | None = None) -> None:
         self._except_for = except_for
-        self._may_return = may_return()
+        self._may_raise_again = may_raise_again()
 
     def lower(self) -> None:
-        """Lower the priority. Called by the computing thread; cheap if its priority is low."""
-        if self._may_return and os.sched_getscheduler(0) == os.SCHED_IDLE:
+        """Lower the priority. The computing thread calls this; it is cheap if nothing changes."""
+        if self._may_raise_again and os.sched_getscheduler(0) == os.SCHED_IDLE:
             return
-        if not self._may_return and os.getpriority(os.PRIO_PROCESS, 0) == NICE:
+        if not self._may_raise_again and os.getpriority(os.PRIO_PROCESS, 0) == NICE:
             return
-        lower_priority(os.getpid(), self._may_return, self._except_for)
+        lower_priority(os.getpid(), self._may_raise_again, self._except_for)
 
 
 def lower_priority(pid: int, to_idle: bool, except_for: int | None = None) -> None:
-    """Lower the priority of a process's threads, except one: to SCHED_IDLE if `to_idle`, else to
-    the nice value NICE."""
+    """Lower the priority of a process's threads, except the thread `except_for`: to SCHED_IDLE if
+    `to_idle`, else to the nice value NICE."""
     for thread in _threads(pid):
-        with contextlib.suppress(ProcessLookupError):  # the thread has ended meanwhile
+        with contextlib.suppress(ProcessLookupError):  # The thread has ended meanwhile.
             if thread == except_for:
                 continue
             if to_idle:
@@ -53,14 +55,14 @@ def restore_priority(pid: int) -> None:
     """Raise another process's idle threads to the normal priority, if this user may do that."""
     with contextlib.suppress(FileNotFoundError):  # The process has ended.
         for thread in _threads(pid):
-            with contextlib.suppress(OSError):  # The thread has ended, or this user may not.
+            with contextlib.suppress(OSError):  # The thread has ended, or permission is missing.
                 if os.sched_getscheduler(thread) == os.SCHED_IDLE:
                     os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
                     os.setpriority(os.PRIO_PROCESS, thread, 0)
 
 
-def may_return() -> bool:
-    """Return True if this user may raise a thread from SCHED_IDLE again, tried on a new thread."""
+def may_raise_again() -> bool:
+    """Try with a new thread whether this user may raise a thread from SCHED_IDLE again."""
     found: list[bool] = []
 
     def attempt() -> None:

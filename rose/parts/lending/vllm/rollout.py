@@ -2,10 +2,10 @@
 
     scheduler_cls="rose.parts.lending.vllm.rollout.scheduler"   (`rose serve` starts the engine so)
 
-Each step asks the gate (rose/parts/lending/rules/gate.py) how many tokens it may compute. A shut
-gate is polled, the less often the longer it is shut. KV memory beyond the budget
+The gate (rose/parts/lending/rules/gate.py) decides how many tokens each step may compute. A shut
+gate is polled, less often the longer it has been shut. KV memory beyond the budget
 (rose/parts/lending/rules/budget.py) is not in vLLM's pool. When the budget falls, whole requests
-are evicted at once, those first that lose the least work. They end with stop reason
+are evicted at once, beginning with those that lose the least work. They end with stop reason
 `plugin.EVICTED` and the tokens generated so far.
 """
 
@@ -30,13 +30,12 @@ from rose.parts.lending.vllm.priority import Priority
 from rose.parts.lending.vllm.steps import work_of
 from rose.parts.lending.vllm.stops import parts
 
-# Least and most seconds between two polls of a shut gate, each of which interrupts the online
-# engine.
+# Least and most seconds between two polls of a shut gate. Each poll interrupts the online engine.
 FIRST_POLL_S = 0.0005
 LAST_POLL_S = 0.005
 WAIT_S = 0.05  # most seconds at a shut gate before the engine's loop runs again
-# Most seconds for which the online engine may stop a step. Calls into the engine, as for new
-# weights, wait for the step's end. One step in this time costs a busy online engine about 1 %.
+# Most seconds for which the online engine may stop a step. Calls into the engine, such as to load
+# weights, wait for the step's end. One step in so long a time costs a busy online engine about 1 %.
 MOST_STOPPED_S = 2.0
 
 
@@ -68,7 +67,7 @@ class RolloutScheduler(Member):
         self._budget = Budget(lending, self.device.kv_bytes)
         self._priority: Priority | None = None
         self._most = self.max_num_scheduled_tokens
-        # Result of `_online_idle` at the begin of each step in flight.
+        # Results of `_online_idle` when each step in flight began.
         self._beside: deque[float | None] = deque()
         self._gate_since = self._moved_at = time.monotonic()
         self._large_since: float | None = None
@@ -87,7 +86,7 @@ class RolloutScheduler(Member):
     # ------------------------------------------------------------------ vLLM's calls
 
     def add_request(self, request) -> None:
-        if self.device is not None and not self.requests:  # no request waited at the gate before
+        if self.device is not None and not self.requests:  # No request was waiting at the gate.
             self._moved_at = self._gate_since = time.monotonic()
         super().add_request(request)
 
@@ -113,7 +112,7 @@ class RolloutScheduler(Member):
             return outputs
         for group in outputs.values():
             self.state.made_tokens += sum(len(o.new_token_ids) for o in group.outputs)
-        for request in self._evicted:  # vLLM only notifies clients of ends that it causes
+        for request in self._evicted:  # vLLM doesn't notify the clients of evicted requests.
             ended = EngineCoreOutput(
                 request.request_id, [], finish_reason=FinishReason.ABORT, stop_reason=plugin.EVICTED
             )
@@ -159,21 +158,22 @@ class RolloutScheduler(Member):
                 self.evict(list(self.requests.values()))
                 return 0
             if self._in_flight:
-                return 0  # the loop must fetch that step's tokens
+                return 0  # The loop must fetch the tokens of the step in flight.
             time.sleep(pause_s(now - self._moved_at, FIRST_POLL_S, LAST_POLL_S))
             if now > end or self._has_input() or self._memory_changes(self._budget):
                 return 0
 
     def _memory_changes(self, budget: Budget) -> bool:
-        """True if the budget requires to release memory, or allows to map a block or more."""
-        return self._changes(self._target(budget))
+        """True if memory must be released for the budget, or if a block or more can be mapped."""
+        return self._differs(self._target(budget))
 
-    def _changes(self, target: float) -> bool:
+    def _differs(self, target: float) -> bool:
+        """True if the mapped memory is above `target`, or below it by a block or more."""
         held = self.pool.mapped
         return target < held or target - held >= self.pool.grain and self.pool.can_map
 
     def _note(self, reason: Reason, now: float) -> None:
-        """Record the gate's state, and add the time since the last note if there are requests."""
+        """Record the gate's state. If there are requests, add the time since the last record."""
         passed, self._gate_since = now - self._gate_since, now
         if self.requests:
             if self.state.open:
@@ -183,8 +183,8 @@ class RolloutScheduler(Member):
         self.state.open, self.state.shut_by = float(reason is Reason.OPEN), float(reason)
 
     def _rotate(self, count: int) -> None:
-        """Move the first `count` running requests to the end. vLLM serves from the head, so with
-        fewer tokens than requests the tail would starve."""
+        """Move the first `count` running requests to the end. vLLM serves requests from the front,
+        so with fewer tokens than requests the last ones would starve."""
         self.running = self.running[count:] + self.running[:count]
 
     def _step_begins(self, work: Work, began: float) -> None:
@@ -200,9 +200,9 @@ class RolloutScheduler(Member):
         s.prompt_tokens += sum(count for count, _ in work.prefill)
         idle = self._beside.popleft()
         if self._predictor:
-            # A step that a step of the online engine interrupted isn't observed. At idle priority
-            # it takes many times as long. With such residuals the gate would stay shut, and so
-            # never see shorter steps.
+            # A step that the online engine interrupted isn't observed. At idle priority such steps
+            # take many times as long. With their residuals the gate would stay shut, and no shorter
+            # step could correct that.
             if idle is not None and idle == self._online_idle():
                 self._predictor.observe(work, ended - began)
             s.step_error, s.step_p99 = self._predictor.error
@@ -217,10 +217,10 @@ class RolloutScheduler(Member):
         self._flag.ignored = self._must_not_stop()
 
     def _must_not_stop(self) -> bool:
-        """True if the step in flight must end although the online engine's flag may be up:
+        """True if the step in flight must end even if the online engine's flag is up:
 
         1. The online engine is silent. It may have died with the flag up.
-        2. Memory is being moved or must be released, which waits for the step.
+        2. Memory is being moved or must be released, and this waits for the step.
         3. The step was stopped for too long.
         """
         if self._moves_memory or self._online.read(self._lending.stale_after_s) is None:
@@ -235,20 +235,20 @@ class RolloutScheduler(Member):
     # ------------------------------------------------------------------ memory
 
     def set_inactive(self, inactive: bool) -> None:
-        """Release all KV memory while the engine has no weights. It couldn't use this memory, nor
-        release it while it reads the weights. For the thread of the engine's loop, without running
-        requests."""
+        """Release all KV memory while the engine has no weights. Without weights the engine can't
+        use this memory, and while it loads them it couldn't release it. Must be called in the
+        thread of the engine's loop, without running requests."""
         self._inactive = inactive
         if self.device is not None:
             self._fit_memory()
 
     def _fit_memory(self) -> None:
-        """Map memory up to the budget, or release memory beyond it and evict requests for that."""
+        """Map memory up to the budget. Or release memory beyond it, and evict requests for that."""
         target, held = self._target(self._budget), self.pool.mapped
-        if not self._changes(target):
+        if not self._differs(target):
             target = held
         elif target > held:
-            # While this thread maps memory it sees no revocation, so it maps little at once.
+            # This thread sees no revocation while it maps memory, so it maps little at once.
             target = min(target, held + max(AT_ONCE, self.pool.grain))
             # Publish the budget, then check again that the memory is free. The online engine does
             # the same, so that the two never take the same bytes.
@@ -267,11 +267,11 @@ class RolloutScheduler(Member):
             self._publish_budget(self.pool.limit(self.pool.total, target))
         finally:
             self._moves_memory = False
-        self._give_up_on_large()
+        self._evict_large()
         self.state.frozen = float(self._budget.frozen)
 
-    def _give_up_on_large(self) -> None:
-        """Evict requests too large for the lent memory, after waiting as long as at a shut gate."""
+    def _evict_large(self) -> None:
+        """Evict requests that have been too large for the lent memory for lending.patience_s."""
         blocks, now = self.pool.limit_bytes // self.pool.block_bytes, time.monotonic()
         large = [r for r in self.waiting if -(-r.num_tokens // self.block_size) > blocks]
         if not large:
@@ -294,6 +294,7 @@ class RolloutScheduler(Member):
         return target if target <= held else max(held, min(target, self._room()))
 
     def _room(self) -> float:
+        """Bytes of the device's KV memory that the online engine doesn't hold."""
         online = self._online.read(self._lending.stale_after_s)
         return self.device.kv_bytes - online.kv_held if online else 0.0
 
@@ -305,11 +306,10 @@ class RolloutScheduler(Member):
 
     def _wants_loop(self) -> bool:
         if self.has_unfinished_requests():
-            return False  # the loop runs anyway
-        if self._memory_changes(copy.copy(self._budget)):  # the loop's thread owns the budget
+            return False  # The loop runs anyway.
+        if self._memory_changes(copy.copy(self._budget)):  # a copy: the loop's thread owns it
             return True
-        # The worker reads the gate's state from the board, so publish that the gate would open, or
-        # why it is shut.
+        # The worker reads the gate's state from the board. A run of the loop publishes a change.
         reason = self._gate.admit(
             time.monotonic(), self._online.read(), self.control.read(), Work((), 0, 0)
         ).reason

@@ -25,8 +25,8 @@ STEPS = "ROSE_COSERVING_STEPS"
 
 class Timed:
     """Times engine steps, and calls `_step_begins` and `_step_ended`, which subclasses override. A
-    step begins when it is scheduled, or when the step before ends if that is later, as vLLM's async
-    scheduling plans ahead. It ends when its tokens are known."""
+    step begins when it is scheduled, but not before the last step has ended: vLLM's asynchronous
+    scheduling plans ahead. A step ends when its tokens are known."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -69,14 +69,14 @@ class Timed:
         return mean - min(passed, predictor.seconds(first)), p99 - min(passed, predictor.p99(first))
 
     def _tokens_in_flight(self) -> Counter[str]:
-        """Number of each request's tokens in flight, which vLLM already counts as computed."""
+        """Number of each request's tokens in flight. vLLM already counts them as computed."""
         counts: Counter[str] = Counter()
         for output, _, _ in self._in_flight:
             counts.update(output.num_scheduled_tokens)
         return counts
 
     def _work_of(self, scheduled: dict[str, int]) -> Work:
-        """The work of a step. Called after vLLM has counted its tokens as computed."""
+        """Return the work of a step. vLLM must already have counted its tokens as computed."""
         prefill, decodes, context = [], 0, 0
         for name, count in scheduled.items():
             before = self.requests[name].num_computed_tokens - count
@@ -95,7 +95,7 @@ class Timed:
 
 
 def work_of(requests: Iterable[Request]) -> Work:
-    """The work of a step without limits: each request's remaining prompt, or its next decode."""
+    """Return the work of a step without limit: each request's remaining prompt or next decode."""
     prefill, decodes, context = [], 0, 0
     for request in requests:
         left = max(1, request.num_tokens - request.num_computed_tokens)

@@ -1,14 +1,15 @@
 """The stops of a rollout engine's step: before the attention of each layer, and before the logits,
 the step waits while the online engine's flag is up (rose/parts/lending/flag.py).
 
-vLLM's attention is a custom op, at which it splits the compiled model: with CUDA graphs of the
-pieces (cudagraph_mode=PIECEWISE), Python runs between them. So this needs no op of its own, and no
-change to what vLLM compiles. On a GPU the stream waits, and not the thread, which submits the rest
-of the step meanwhile; while a stream waits, the device belongs to the other process. On a CPU the
-computing thread polls the flag.
+vLLM splits the compiled model at each attention, a custom op. With CUDA graphs of the pieces
+(cudagraph_mode=PIECEWISE), Python runs between them. So stops need no other op and no change to the
+code that vLLM compiles. On a GPU only the stream waits. Meanwhile the thread submits the next
+pieces of the step, and the other process has the device. On a CPU the computing thread polls the
+flag.
 
-A rollout engine with tensor parallelism has no stops. Its ranks would pass a rising flag at
-different layers, and the first would spin in a collective operation on the online engine's device.
+A rollout engine with tensor parallelism has no stops. When the flag is raised, its ranks would stop
+at different layers. A rank that got further would spin in a collective operation and keep the
+device from the online engine.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def parts(vllm_config: Any, lending: Lending) -> int:
 
 
 def stop_steps(worker: Any) -> None:
-    """Add the stops to the model of `worker`, vLLM's, in an engine that shares its device. Called
-    before CUDA graphs are captured. Until there is a scheduler, steps don't stop. Raises
+    """Add the stops to the model of vLLM's `worker`, in an engine that shares its device. Call it
+    before CUDA graphs are captured. Steps don't stop until there is a scheduler. Raises
     `ValueError` for a GPU that can't wait for the flag."""
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
@@ -52,7 +53,7 @@ def stop_steps(worker: Any) -> None:
     flag.ignored = True
     stop = on_gpu(flag, worker.device) if worker.device.type == "cuda" else on_cpu(flag)
     for layer in worker.vllm_config.compilation_config.static_forward_context.values():
-        # Other layers, as those of experts, are inside the pieces that CUDA graphs capture.
+        # Other layers, such as experts, are inside the pieces that CUDA graphs capture.
         if isinstance(layer, AttentionLayerBase):
             latent = hasattr(layer, "forward_impl")
             _stop_before(*((layer, "forward_impl") if latent else (layer.impl, "forward")), stop)
@@ -60,8 +61,8 @@ def stop_steps(worker: Any) -> None:
 
 
 def on_gpu(flag: Flag, gpu: Any, driver: CudaDriver | None = None) -> Stop:
-    """Return a stop of the stream that is current when it is called. Tries it once. Raises
-    `ValueError` if the GPU can't do it."""
+    """Return a function that stops the CUDA stream which is current when it is called. Tries it
+    once. Raises `ValueError` if the GPU can't do it."""
     import torch
 
     driver, index = driver or CudaDriver(gpu.index or 0), gpu.index or 0
@@ -83,7 +84,7 @@ def on_gpu(flag: Flag, gpu: Any, driver: CudaDriver | None = None) -> Stop:
 
 
 def on_cpu(flag: Flag) -> Stop:
-    """Return a stop of the calling thread."""
+    """Return a function that stops the thread which calls it."""
 
     def stop() -> None:
         if flag.may_go:
@@ -97,6 +98,7 @@ def on_cpu(flag: Flag) -> Stop:
 
 
 def _stop_before(target: Any, name: str, stop: Stop) -> None:
+    """Make the method `name` of `target` call `stop` first."""
     original = getattr(target, name)
 
     def stopping(*args, **kwargs):

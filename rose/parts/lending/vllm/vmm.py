@@ -21,7 +21,7 @@ from typing import Protocol
 from rose.parts.lending.vllm.blocks import Ranges
 
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
-# Bytes of a GPU that no KV cache takes, for kernels that are loaded late and allocators that grow.
+# Bytes of a GPU that KV caches leave free, for kernels that are loaded late and growing allocators.
 SPARE = 2**28
 _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 _DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
@@ -81,14 +81,14 @@ class Driver(Protocol):
 
 
 class PagePool:
-    """A `blocks.Pool` of at least `nbytes` of GPU memory, with nothing mapped at first.
+    """A `blocks.Pool` of at least `nbytes` of GPU memory, with nothing mapped at first. It leaves
+    `spare` bytes of the device free.
 
-    It leaves `spare` bytes of the device free. A page may be unmapped once every kernel that got
-    its address has ended. `release` waits for the kernels submitted so far, so its caller must
-    already have submitted all of them. vLLM's scheduler does. It plans a step while the last one
-    still runs, and may free the blocks of an ended request that the running step still writes to.
-    But it sends each step to the workers before it plans the next, and the workers carry out calls
-    in order. So a release that `schedule` orders comes after all steps planned so far.
+    A page may only be unmapped when every kernel that uses its address has ended. `release` waits
+    for the kernels submitted so far. So the caller must already have submitted all kernels that use
+    the page. This holds for calls from vLLM's scheduler, although it may free blocks of an ended
+    request that the running step still writes to. The scheduler sends each step to the workers
+    before it plans the next one, and the workers carry out calls in order.
     """
 
     def __init__(self, driver: Driver, nbytes: int, spare: int = 0) -> None:
@@ -107,33 +107,32 @@ class PagePool:
         the pages that this call mapped are released again."""
         parts = [
             [offset for offset in range(low, high, self.page) if offset not in self._handles]
-            for low, high in self._within(ranges)
+            for low, high in self._checked(ranges)
         ]
         self._check_spare(self.page * sum(map(len, parts)))
         fresh: list[int] = []
         try:
             for new in parts:
                 for offset in new:
-                    self._back(offset)
+                    self._map_page(offset)
                     fresh.append(offset)
                 for first, end in _runs(new, self.page):
                     self._driver.allow(self.address + first, end - first)
                     self._driver.zero(self.address + first, end - first)
         except (CudaError, MemoryError):
-            self._drop(fresh)
+            self._unmap(fresh)
             raise
 
     def release(self, ranges: Ranges) -> None:
-        """Wait for the device, then release those of these pages that are mapped. Raises
-        `CudaError`."""
+        """Wait for the device, then release the mapped ones of these pages. Raises `CudaError`."""
         gone = [
             offset
-            for low, high in self._within(ranges)
+            for low, high in self._checked(ranges)
             for offset in range(low, high, self.page)
             if offset in self._handles
         ]
         if gone:
-            self._drop(gone)
+            self._unmap(gone)
 
     @contextmanager
     def scratch(self) -> Iterator[None]:
@@ -160,9 +159,9 @@ class PagePool:
             self._driver.release(shared)
 
     def tensor(self):
-        """The pool's memory as int8, (nbytes,), on the current CUDA device. The pool must outlive
-        the tensor, and only mapped pages may be touched. This maps the first page, because CUDA
-        can't determine the device of an unmapped address."""
+        """Return the pool's memory as int8, (nbytes,), on the current CUDA device. The pool must
+        outlive the tensor, and only mapped pages may be touched. This maps the first page, because
+        CUDA can't determine the device of an unmapped address."""
         import torch
 
         self.map([(0, self.page)])
@@ -180,10 +179,11 @@ class PagePool:
 
     def close(self) -> None:
         """Release all memory, and free the addresses."""
-        self._drop(list(self._handles))
+        self._unmap(list(self._handles))
         self._driver.free(self.address, self.nbytes)
 
     def _check_spare(self, nbytes: int) -> None:
+        """Raise `MemoryError` if `nbytes` more would leave less than `spare` bytes free."""
         if not nbytes or not self._spare:
             return
         available = self._driver.available()
@@ -194,7 +194,8 @@ class PagePool:
                 f"{self.nbytes} mapped"
             )
 
-    def _back(self, offset: int) -> None:
+    def _map_page(self, offset: int) -> None:
+        """Map new memory at the page `offset`."""
         handle = self._create()
         try:
             self._driver.map(self.address + offset, handle)
@@ -204,6 +205,7 @@ class PagePool:
         self._handles[offset] = handle
 
     def _create(self) -> int:
+        """Allocate the memory of one page. Raises `MemoryError` if the device has none."""
         try:
             return self._driver.create()
         except CudaError as error:
@@ -214,7 +216,8 @@ class PagePool:
                 f"({self.mapped_bytes} of {self.nbytes} are mapped): {error}"
             ) from error
 
-    def _drop(self, offsets: list[int]) -> None:
+    def _unmap(self, offsets: list[int]) -> None:
+        """Wait for the device, then unmap these pages and release their memory."""
         if not offsets:
             return
         self._driver.synchronize()
@@ -222,7 +225,8 @@ class PagePool:
             self._driver.unmap(self.address + offset)
             self._driver.release(self._handles.pop(offset))
 
-    def _within(self, ranges: Ranges) -> Ranges:
+    def _checked(self, ranges: Ranges) -> Ranges:
+        """Return `ranges`; raise `ValueError` unless they are whole pages of this pool."""
         for low, high in ranges:
             if not 0 <= low <= high <= self.nbytes or low % self.page or high % self.page:
                 raise ValueError(
@@ -233,6 +237,7 @@ class PagePool:
 
 
 def _runs(offsets: list[int], page: int) -> Ranges:
+    """Join adjacent pages, ascending, to ranges."""
     runs: Ranges = []
     for offset in offsets:
         if runs and runs[-1][1] == offset:
@@ -291,11 +296,9 @@ _CALLS = {
 
 class CudaDriver:
     """A `Driver` that calls libcuda in the device's primary context, which torch uses as well.
-
     vLLM's note in cumem.py that bindings from Python fail "because of context mismatch" is about
     calls without a context. `device` is CUDA's index among the visible devices. Raises `OSError`
-    when the library can't be loaded, and `CudaError`.
-    """
+    when the library can't be loaded, and `CudaError`."""
 
     def __init__(self, device: int, library: str = "libcuda.so.1") -> None:
         self._library = ctypes.CDLL(library)
@@ -356,27 +359,29 @@ class CudaDriver:
         self._in_context("cuCtxSynchronize")
 
     def lock(self, address: int, nbytes: int) -> int:
-        """Lock pages of host memory, so that streams can wait for words in them. Return the
-        device's address of the first."""
+        """Lock pages of host memory, so that streams can wait for words in them. Return the first
+        page's address on the device."""
         self._in_context("cuMemHostRegister_v2", address, nbytes, _LOCKED)
         return self._new(ctypes.c_ulonglong(), "cuMemHostGetDevicePointer_v2", address, 0)
 
     def wait(self, stream: int, address: int, bits: int) -> None:
-        """Let `stream` wait until the 32-bit word at the device's `address` has any of `bits`. For
-        threads in which the device's context is current."""
+        """Make `stream` wait until the 32-bit word at the device's `address` has any of `bits`. The
+        device's context must be current in the calling thread."""
         self._call("cuStreamWaitValue32_v2", stream, address, bits, _ANY_BIT)
 
     def _new(self, value, call: str, *arguments) -> int:
+        """Call the driver, which writes its result to `value`; return the result."""
         self._in_context(call, ctypes.byref(value), *arguments)
         return value.value
 
     def _in_context(self, call: str, *arguments) -> None:
-        """Call the driver after making the primary context current in this thread. torch does so
-        only in threads that it works in."""
+        """Make the primary context current in this thread, then call the driver. torch makes it
+        current only in threads in which torch works."""
         self._call("cuCtxSetCurrent", self._context)
         self._call(call, *arguments)
 
     def _call(self, call: str, *arguments) -> None:
+        """Call the driver's function `call`. Raises `CudaError` if it fails."""
         code = getattr(self._library, call)(*arguments)
         if code:
             name = ctypes.c_char_p()

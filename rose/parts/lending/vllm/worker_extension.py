@@ -9,8 +9,8 @@ from rose.parts.lending.vllm.stops import stop_steps
 
 
 class LentWorker(KvWorker, WorkerExtension):
-    """Mixed into vLLM's worker: ROSE's extension, with a KV cache that is mapped by block, and
-    steps that stop between layers while the online engine computes."""
+    """Mixed into vLLM's worker: ROSE's extension, a KV cache that is mapped by block, and steps
+    that stop between layers while the online engine computes."""
 
     def rose_before_warm_up(self) -> None:
         stop_steps(self)
