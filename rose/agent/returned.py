@@ -1,8 +1,8 @@
 """Checks all results of an environment's methods.
 
-The guard (rose/agent/guard.py) checks every result here before the loop, the chat template or a
-message gets it. A valid result is returned in Python's own types, with NumPy's numbers and bools
-converted. An invalid one raises `ValueError`, whose text continues "Class.method gave".
+The guard (rose/agent/guard.py) calls these functions on each result, before any other code gets it.
+A valid result is returned in Python's own types: NumPy's numbers and bools are converted. An
+invalid result raises `ValueError`, whose text continues "Class.method gave".
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def step(given: Step) -> Step:
 
 
 def stats(given: Any) -> dict[str, float]:
-    """Return an environment's `stats`: finite numbers by name. Raises `ValueError`."""
+    """Return an environment's `stats`, finite numbers by name. Raises `ValueError`."""
     if not isinstance(given, Mapping):
         raise ValueError(f"{values.shown(given)}, not a dict")
     found = {}
@@ -76,8 +76,8 @@ def stats(given: Any) -> dict[str, float]:
 
 
 def flag(given: Any) -> bool:
-    """Return an attribute as a bool; False for None, the value of a missing attribute. Raises
-    `ValueError` for anything else, such as a method, which would count as true in an `if`."""
+    """Return an attribute as a bool; None, for a missing attribute, is False. Raises `ValueError`
+    for other types, such as a method, which would count as true in an `if`."""
     return given is not None and _flag(given)
 
 
@@ -114,8 +114,8 @@ def _list(given: Any, what: str) -> list[Any]:
 def _text(given: Any, what: str) -> str:
     if not isinstance(given, str):
         raise ValueError(f"{what} {values.shown(given)}, not text")
-    # `str.__str__` ignores the `__str__` of a subclass. A lone surrogate becomes a question mark,
-    # as in the tokens, since UTF-8 can't hold it.
+    # `str.__str__` ignores the `__str__` of a subclass. A lone surrogate, which UTF-8 can't encode,
+    # becomes a question mark, as it does in the tokens.
     return str.__str__(given).encode("utf-8", "replace").decode()
 
 
@@ -127,7 +127,7 @@ def _flag(given: Any, what: str = "") -> bool:
 
 
 def _plain(given: Any, what: str) -> Any:
-    """Convert `given` to plain JSON in UTF-8, as scorers, snapshots and templates require."""
+    """Convert `given` to plain JSON values, which scorers, snapshots and templates require."""
     try:
         written = json.dumps(given, ensure_ascii=False, default=values.to_json)
         return json.loads(written.encode("utf-8", "replace"))

@@ -117,7 +117,7 @@ async def test_the_load_is_the_machines_tasks_on_all_of_its_cores(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})  # the host's share
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     said = asyncio.Queue()
-    telling = asyncio.create_task(Moves(3, said.put_nowait).tell_load())
+    telling = asyncio.create_task(Moves(3, said.put_nowait).report_load())
     load = await asyncio.wait_for(said.get(), DEADLINE_S)
     telling.cancel()
     assert (load.rank, load.running) == (3, 0)
