@@ -128,7 +128,7 @@ def _pool() -> ThreadPoolExecutor:
 
 
 class _FunctionCall:
-    """A call that a thread runs and the event loop may cancel. The thread first calls `on_begin`."""
+    """A call that a thread runs and the event loop may cancel. The thread calls on_begin first."""
 
     def __init__(self, limit_s: float | None, on_begin: Callable[[], object]) -> None:
         self._limit_s, self._on_begin = limit_s, on_begin
