@@ -122,7 +122,7 @@ class Config(Section):
     @property
     def compares_updates(self) -> bool:
         """True if trainer ranks find a version's changes by comparing the optimizer's float32
-        values with the device's bfloat16 weights. Otherwise they keep a copy of the last version."""
+        values with the device's bfloat16 weights. Otherwise they keep the last version's values."""
         t, types = self.trainer, (self.trainer.dtype, self.model.dtype)
         alike = types == ("bfloat16", "bfloat16") and t.zero_stage > 1
         return alike and t.lora is None and not t.offload_optimizer

@@ -1,4 +1,4 @@
-"""Count what a run costs: device-hours, dedicated and borrowed, tokens, and energy if devices
+"""Count the cost of a run: device-hours, dedicated and borrowed, tokens, and energy if devices
 report it.
 
 Each attempt has a file of its own, status/cost/attempt-N.json, rewritten every few seconds, so that
@@ -47,7 +47,7 @@ class Cost(msgspec.Struct):
 
     @property
     def device_hours(self) -> tuple[float, float]:
-        """(dedicated, borrowed)."""
+        """Device-hours (dedicated, borrowed)."""
         return self.dedicated_s / HOUR_S, self.borrowed_s / HOUR_S
 
     @property
@@ -70,13 +70,13 @@ class Cost(msgspec.Struct):
 
 
 class Meter:
-    """Count the cost of one attempt. `at` is always in seconds of the same steady clock."""
+    """Counts the cost of one attempt. `at`: seconds of a monotonic clock, here and in `tick`."""
 
     def __init__(self, config: Config, run_dir: Path, attempt: int, at: float) -> None:
         self.cost = Cost()
         self._path = _folder(run_dir) / f"attempt-{attempt:03d}.json"
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._dedicated, self._each = dedicated(config), config.rollout.tensor_parallel
+        self._dedicated, self._per_engine = dedicated(config), config.rollout.tensor_parallel
         self._at = self._written = at
         self._counters: dict[str, tuple[float, float]] = {}  # device -> (first, last), joules
 
@@ -86,18 +86,19 @@ class Meter:
         engines."""
         elapsed, self._at = at - self._at, at
         self.cost.dedicated_s += elapsed * self._dedicated
-        self.cost.borrowed_s += elapsed * borrowed * self._each
+        self.cost.borrowed_s += elapsed * borrowed * self._per_engine
         self.cost.made, self.cost.made_borrowed = sum(made.values()), made["borrowed"]
         if at - self._written >= WRITE_S:
             self._written = at
             self.write()
 
     def trained(self, tokens: float) -> None:
+        """Count the tokens of a training step."""
         self.cost.trained += int(tokens)
 
     def energy(self, counters: Mapping[str, float]) -> None:
-        """Record the joules that each device reports to have used so far. A device that two ranks
-        report counts once. If a counter falls, it was reset, as by reloading the driver, and its
+        """Record the counter of used joules that each device reports. A device that two ranks
+        report counts once. A counter that falls was reset, for example by reloading the driver; its
         later increases are added."""
         for device, now in counters.items():
             first, last = self._counters.get(device, (now, now))
@@ -118,7 +119,7 @@ def dedicated(config: Config) -> int:
 
 
 def of_attempts(run_dir: Path | str) -> tuple[dict[int, Cost], list[str]]:
-    """Return (attempt -> its cost so far, each damaged file and why it is left out)."""
+    """Return (attempt -> its cost so far, messages about damaged files, which are left out)."""
     found, damaged = {}, []
     for path in sorted(_folder(run_dir).glob("attempt-*.json")):
         try:

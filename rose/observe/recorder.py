@@ -1,10 +1,10 @@
 """Record spans, instants and counters of a rank, as JSON lines in
-RUN/events/ATTEMPT/ROLE-RANK.jsonl. That file has the newest few MiB; older ones are in
+RUN/events/ATTEMPT/ROLE-RANK.jsonl. That file has the newest few MiB; older lines are in
 ROLE-RANK.000001.jsonl and so on.
 
 Times are wall-clock seconds, so that the ranks of one machine share a time axis; nothing corrects
 for clocks that differ between machines. Lines are flushed about each second and at `close`. A crash
-loses the lines since the last flush. A full disk loses the lines that it can't hold.
+loses the lines since the last flush. On a full disk, new lines are lost.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ import msgspec
 from rose.files import Lossy
 
 FLUSH_SECONDS = 1.0
-# Size at which a new file begins. observe.keep_steps removes whole files, so this bounds how much
-# stays beyond it. A rank of the default run writes 2 MiB in 60 steps. Quotas commonly allow 0.1 to
-# 1 MiB a file.
+# Size at which a new file begins. observe.keep_steps removes only whole files, so this bounds the
+# excess. A rank of the default run writes 2 MiB in 60 steps. Quotas commonly allow 0.1 to 1 MiB a
+# file.
 SEGMENT_BYTES = 2**22
-SEGMENT = f"{'[0-9]' * 6}.jsonl"  # pattern of an older file's name behind ROLE-RANK and a dot
+SEGMENT = f"{'[0-9]' * 6}.jsonl"  # pattern of an older file's name after "ROLE-RANK."
 
 
 class NullRecorder:
     """A recorder that records nothing. A rank uses it when `observe.trace` is off."""
 
     def span(self, name: str, start: float, end: float, /, **args: Any) -> None:
-        """Record something that lasted from `start` to `end` (wall clock, seconds)."""
+        """Record an event that lasted from `start` to `end` (wall clock, seconds)."""
 
     def instant(self, name: str, /, **args: Any) -> None:
-        """Record something that happened now."""
+        """Record an event that happens now."""
 
     def counter(self, name: str, value: float, /) -> None:
         """Record the present value of a quantity."""
@@ -54,7 +54,7 @@ class NullRecorder:
             self.span(name, start, time.time(), **args)
 
     def close(self) -> None:
-        """Write what is buffered. Nothing may be recorded afterwards."""
+        """Write the buffered lines. Nothing may be recorded afterwards."""
 
 
 class Recorder(NullRecorder):
@@ -95,7 +95,7 @@ class Recorder(NullRecorder):
     def _open(self) -> None:
         self._file = io.BufferedWriter(Lossy(self._path, "ab"))
         if self._file.tell():
-            self._file.write(b"\n")  # End a line that an earlier process left incomplete.
+            self._file.write(b"\n")  # the end of a line that an earlier process left incomplete
         self._file.write(self._encoder.encode(self._header | {"time": time.time()}) + b"\n")
         self._file.flush()
 
@@ -107,8 +107,8 @@ class Recorder(NullRecorder):
                     self._begin_segment()
 
     def _begin_segment(self) -> None:
-        """Continue in an empty file, and give the full one the next number. If the folder takes no
-        more files, continue in the full one."""
+        """Give the full file the next number, and continue in an empty file. If that can't be
+        created, continue in the full file."""
         before = self._path.parent.glob(f"{self._path.stem}.{SEGMENT}")
         number = 1 + max((int(path.stem.rpartition(".")[2]) for path in before), default=0)
         full, numbered = self._file, self._path.with_suffix(f".{number:06d}.jsonl")
@@ -139,7 +139,7 @@ class RankEvents:
 
 
 def read_events(run_dir: Path | str) -> Iterator[RankEvents]:
-    """Yield a `RankEvents` per recorder, by attempt and rank. Lines that a crash tore are left
+    """Yield a `RankEvents` per recorder, by attempt and rank. Lines that a crash cut off are left
     out."""
     found = []
     for path in (Path(run_dir) / "events").glob("*/*.jsonl"):
@@ -160,12 +160,12 @@ def read_events(run_dir: Path | str) -> Iterator[RankEvents]:
 
 
 def read_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the complete JSON objects of a binary file of JSON lines, or of its lines. Lines that a
-    crash has cut are skipped."""
+    """Yield the complete JSON objects of a binary file of JSON lines, or of its lines. Skip lines
+    that a crash cut off."""
     for line in lines:
         try:
             value = msgspec.json.decode(line)
         except msgspec.DecodeError:
-            continue  # A crash cut the line.
+            continue
         if isinstance(value, dict):
             yield value
