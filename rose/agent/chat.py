@@ -4,8 +4,9 @@ The template renders a conversation's first prompt as usual. After a turn, only 
 end of that turn to the next generation prompt is encoded and appended. Rendering the conversation
 again would change it, since a template may rewrite earlier turns (Qwen3 drops their thoughts). The
 appended text is found with a dummy conversation: the template writes it after the dummy answer. The
-template gets its input in the form of `vllm serve` (rose/agent/template.py). Images are rejected,
-and tools if the template omits results or writes them differently after a call than after text.
+template gets its input in the form of `vllm serve` (rose/agent/template.py). Images are rejected.
+Tools are rejected if the template omits results, or writes them differently after a call than after
+text.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ Tokens = TypeVar("Tokens")
 
 
 def tokenizer_class(folder: str | Path) -> type:
-    """Return a class whose `from_pretrained` loads the tokenizer in `folder`. For models in `NAMED`
-    it is not `AutoTokenizer`, which imports torch and so takes 3 s, but loads the same."""
+    """Return a class whose `from_pretrained` loads the tokenizer in `folder`. Models in `NAMED`
+    don't need `AutoTokenizer`, which takes 3 s because it imports torch."""
     given, own = (
         json.loads(path.read_text(encoding="utf-8"))
         if (path := Path(folder) / name).is_file()
@@ -84,7 +85,7 @@ class ChatFormat:
         end_of_turn: Sequence[str] = (),
     ):
         self.folder, self.template_args = str(folder), dict(template_args or {})
-        self._tokenizer = self._load()
+        self._tokenizer = self._load_tokenizer()
         self._backend = self._tokenizer.backend_tokenizer
         self.eos_ids: frozenset[int] = frozenset(end_tokens(folder, end_of_turn))
         self.vocabulary = self._find_vocabulary()  # size: all token ids are smaller
@@ -247,7 +248,7 @@ class ChatFormat:
         asked = "enable_thinking" in self._arguments and "</think>" in self.template
         return marks and (asked or self._opens_thought)
 
-    def _load(self):
+    def _load_tokenizer(self):
         try:
             tokenizer = tokenizer_class(self.folder).from_pretrained(self.folder)
         except Exception as error:  # any type, for a damaged file
@@ -301,7 +302,7 @@ class ChatFormat:
         return encoded.ids
 
     def _start_tokens(self, messages: str, tools: str) -> list[int]:
-        """Return what `start` returns, for arguments in JSON, which a cache can have as keys."""
+        """Return what `start` returns, for arguments in JSON, which can be keys of a cache."""
         return self._encode(self.written(json.loads(messages), json.loads(tools)))
 
     def _observation_tokens(

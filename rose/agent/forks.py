@@ -53,17 +53,17 @@ class Forks:
         return any(not f.done() for f in self._waiting.get(trajectory, {}).get(turn, ()))
 
     def give(self, trajectory: str, turn: int, fork: Fork) -> None:
-        """Start the forks that wait for this turn of `trajectory` from its state `fork`."""
+        """Let the forks that wait for this turn of `trajectory` start from the state `fork`."""
         _resolve(self._waiting[trajectory].pop(turn), fork)
 
     def passed(self, trajectory: str, turn: int) -> None:
-        """Start the forks that wait for an earlier turn of `trajectory` from the prompt."""
+        """Let the forks that wait for an earlier turn of `trajectory` start from the prompt."""
         waiting = self._waiting.get(trajectory, {})
         for each in [each for each in waiting if each < turn]:
             _resolve(waiting.pop(each), None)
 
     def end(self, trajectory: str) -> None:
-        """Start all forks that still wait for `trajectory` from the prompt."""
+        """Let all forks that still wait for `trajectory` start from the prompt."""
         for futures in self._waiting.pop(trajectory, {}).values():
             _resolve(futures, None)
 

@@ -101,7 +101,7 @@ class Gaps:
 
     def _find(self, roles: tuple[Observer, ...], tools: bool, system: bool = False) -> Gap:
         """Find the gap with observations of these roles. `system`: there is a system message.
-        Raises `CannotExtend` if the gap depends on earlier turns, or an answer changes a prompt."""
+        Raises `CannotExtend` if it depends on earlier turns, or an answer changes its prompt."""
         contents = [OBSERVATION.format(i) for i in range(len(roles))]
         reply, observed = plain_message("assistant", ANSWER), observed_messages(roles, contents)
         front = [plain_message("system", "y")] if system else []
@@ -137,7 +137,7 @@ class Gaps:
         return Gap(end, texts, None, ids)
 
     def _earlier(self, tools: bool) -> Iterator[list[dict[str, Any]]]:
-        """Yield conversations that may precede a round: one round, several, and one with a call."""
+        """Yield dummy beginnings of a conversation: one round, many rounds, a round with a call."""
         plain = [plain_message("user"), plain_message("assistant")]
         yield plain
         yield plain * LONG
@@ -155,8 +155,8 @@ class Gaps:
     def _check_opening(
         self, first: list[dict], second: list[dict], observed: list[dict], tools: bool
     ) -> None:
-        """Raise `CannotExtend` if an answer changes the prompt before it, as in templates that list
-        the tools before the last user message. Marks of thoughts may change."""
+        """Raise `CannotExtend` if an answer changes the prompt before it, in turn 1 or 2. Templates
+        do that if they list tools before the last user message. Marks of thoughts may change."""
         found = []
         for messages in (first, second):
             prompt = self._written_prompt(messages, tools)

@@ -39,7 +39,7 @@ class EnvironmentFailure(Exception):
 
 
 class TaskFailure(EnvironmentFailure):
-    """Every trajectory of the task would fail the same way, for example at a too long prompt."""
+    """Every trajectory of the task would fail the same way, such as with a prompt too long."""
 
 
 class ScoringFailure(EnvironmentFailure):
@@ -47,8 +47,8 @@ class ScoringFailure(EnvironmentFailure):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised, with the signal's number, by the handler of a signal that ends this process. It may
-    leave a call of an environment, which is then not at fault."""
+    """Raised, with the signal's number, by the handler of a signal that ends this process. If it
+    interrupts a call of an environment, the environment is not at fault."""
 
 
 class Guard:
@@ -112,8 +112,8 @@ class Guard:
         expected: type,
         check: Callable[[Any], Any] = lambda value: value,
     ) -> Any:
-        """Call the environment's method `name` by `make`, and return its result as `check` returns
-        it. Raises `EnvironmentFailure` if the result isn't `expected` or `check` rejects it."""
+        """Await `make()`, a call of the environment's method `name`, within the deadline. Return
+        `check(result)`. Raises `EnvironmentFailure`, also if the result isn't `expected`."""
         began = time.monotonic()
         with _workers.Queueing() as queue:
             what = f"{type(self.env).__name__}.{name}"
@@ -150,7 +150,7 @@ class Guard:
 
 @calls_environment
 async def _awaited(what: str, limit_s: float, make: Callable[[], Coroutine]) -> Any:
-    """Call `make` and await its result. It must not end this process by an exception."""
+    """Await `make()`. An exception that would end this process becomes a RuntimeError."""
     INHERITED.set((what, limit_s))
     try:
         if not inspect.isawaitable(given := make()):
@@ -163,7 +163,7 @@ async def _awaited(what: str, limit_s: float, make: Callable[[], Coroutine]) -> 
 
 
 def _wrong(error: Exception) -> str:
-    """Describe why a check rejected a value. Code of a user's class in it may raise any type."""
+    """Return why a check failed: its ValueError's text, or another exception of a user's class."""
     if type(error) is ValueError:
         return str(error)
     return f"a value that can't be read: {_raised(error)}"

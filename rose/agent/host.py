@@ -94,7 +94,7 @@ class TrajectoryHost:
                 self._scoring.handle(message)
             case p.ReleaseTrajectory() if self._moves is not None:
                 if message.id in self._trajectories:  # otherwise its end has been reported
-                    self._moves.ask(message.id)
+                    self._moves.request_move(message.id)
                     self._release(message.id)
             case p.CancelTrajectory():
                 task = self._trajectories.pop(message.id, None)
@@ -199,7 +199,7 @@ class TrajectoryHost:
             limit_s = member.step_timeout_s
             environment = called(f"{member.name}'s constructor", limit_s, lambda: build(member))
         except (ConfigError, Blocked) as error:
-            # The launcher could build it, so the fault may be temporary and another one may run.
+            # The launcher could build it, so the fault may be temporary. One trajectory fails.
             raise EnvironmentFailure(start.id, str(error)) from error
         if self._checkpoints is not None and store_of(environment) is not None:
             await asyncio.to_thread(self._snapshots.expect, start.id)

@@ -295,7 +295,7 @@ class _Episode:
         self, text: str, tools: list[dict[str, Any]]
     ) -> tuple[list[Step], list[tuple[Observer, str]]]:
         """Act on a turn's text. Return the environment's steps and (role, observation) pairs. For a
-        malformed or missing call the loop creates both. Without tools, text has no calls."""
+        malformed or missing call the loop creates both. Without tools, calls aren't parsed."""
         requires_tool = self.guard.flag("requires_tool")
         action = self.chat.parse(text, tools) if tools or requires_tool else Action(text)
         if isinstance(action, tool_calls.BadCall):
@@ -317,6 +317,7 @@ class _Episode:
         return steps, [(role, step.observation) for step in steps]
 
     async def _step(self, action: Action) -> Step:
+        """Pass an action to the environment, and record it for forks."""
         step = await self.guard.step(action)
         if self.forks is not None:
             self.played.append((action, step))

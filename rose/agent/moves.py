@@ -2,7 +2,7 @@
 trajectories' snapshots, from which the scheduler decides on moves.
 
 A trajectory leaves while it waits for a turn, and only if its snapshot before that turn is on disk.
-So no command is interrupted or repeated. The engine continues this turn. The coordinator
+So no command is interrupted or repeated. Meanwhile the engine continues the turn. The coordinator
 starts the trajectory on the new host (rose/coordinator/groups.py).
 """
 
@@ -40,7 +40,7 @@ class Moves:
         self._saved.pop(trajectory, None)
         self._to_move.discard(trajectory)
 
-    def ask(self, trajectory: str) -> None:
+    def request_move(self, trajectory: str) -> None:
         """Move the trajectory to another host as soon as a snapshot allows."""
         self._to_move.add(trajectory)
 

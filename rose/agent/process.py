@@ -47,6 +47,7 @@ class Channel:
         return decode(await frames.read(self._reader, FRAME_BYTES))
 
     async def drain(self) -> None:
+        """Send the queued messages, then close the channel."""
         await self._writer.drain()
         self._writer.close()
         await self._writer.wait_closed()
@@ -85,7 +86,7 @@ def main() -> int:
     parser.add_argument("--channel", type=int, required=True)
     args = parser.parse_args()
     faulthandler.enable()
-    # Survive the SIGTERM that Slurm sends to a whole job. Child processes would inherit SIG_IGN.
+    # Survive the SIGTERM that Slurm sends to a whole job. Children would inherit SIG_IGN instead.
     signal.signal(signal.SIGTERM, lambda *_: None)
     inputs.expect(args.run)
     config = cfg.load(args.run / "config.json")

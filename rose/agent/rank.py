@@ -173,7 +173,7 @@ class HostRank:
             process = self._process
             if process.silent_s is None:
                 continue
-            # No clock is read, because a suspended rank's process is usually suspended, too.
+            # Count checks: a clock would go on while both the rank and its process are suspended.
             process.silent_s += WATCH_S
             if process.silent_s <= first:
                 ask_at = first

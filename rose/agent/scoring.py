@@ -84,7 +84,7 @@ class Scoring:
         return [*earlier, reward - sum(earlier)]
 
     def success(self, scored: p.TrajectoryScored) -> bool:
-        """Return the scorer's verdict. Without a verdict, return True from success_from on."""
+        """Return the scorer's verdict; without it, True if the reward is at least success_from."""
         if scored.success is not None:
             return scored.success
         return scored.reward >= self._settings.success_from

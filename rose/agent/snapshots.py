@@ -124,6 +124,7 @@ class Snapshots:
             self._on_saved(snapshot)
 
     def _write(self, snapshot: Snapshot) -> None:
+        """Write a snapshot, and remove older snapshots that are no longer needed."""
         folder = self._folder / snapshot.start.id
         folder.mkdir(parents=True, exist_ok=True)
         data = msgspec.msgpack.encode(snapshot)
@@ -224,7 +225,7 @@ class EpisodeSnapshots:
         return Snapshot(*own, self._start, first.tools, first.task, started, *state)
 
     async def _settle(self, turns: int) -> None:
-        """Wait until other hosts can resume the snapshot with this number of turns. Note that."""
+        """Wait until other hosts can resume the snapshot with this number of turns; note it."""
         settled = getattr(self._env, "settled", None)
         if settled is None or await settled():
             self._snapshots.settled(self._start.id, turns)

@@ -207,16 +207,16 @@ def _listen(address: str) -> socket.socket:
 
 
 def _reach(places: list[list], token: bytes) -> dict[int, str]:
-    """Connect to all places. Return place -> own address, where the token has arrived."""
+    """Connect to all places. Return place -> own address, for the places that sent the token."""
     with ThreadPoolExecutor(max(1, len(places))) as pool:
         found = list(pool.map(lambda place: _try(place, token), places))
     return {index: own for index, own in enumerate(found) if own is not None}
 
 
 def _try(place: list, token: bytes) -> str | None:
-    """Connect to a place and return our address of the connection; None without the token. It shows
-    that rank 0 of this run has answered, and not another service: the address of a bridge may also
-    exist on this host."""
+    """Connect to a place and return our address of the connection; None if it doesn't send `token`.
+    The token shows that rank 0 of this run has answered. Another service may answer, because the
+    address of a bridge may also exist on this host."""
     end = time.monotonic() + REACH_S
     try:
         with closing(socket.create_connection(tuple(place), timeout=REACH_S)) as connection:
@@ -238,9 +238,9 @@ def _first_reached_by_all(reached: list[str]) -> int | None:
 
 
 def _by_vote(hosts: list[Host]) -> list[str]:
-    """Return rank 0's addresses, best first: those from which routes reach the most other hosts,
-    then those of no bridge, of InfiniBand, and of the fastest interface. The speed counts because
-    hosts commonly share a slow management network, too."""
+    """Return rank 0's addresses, best first. They are sorted by the number of other hosts that
+    rank 0's routes reach from them, then by: no bridge, InfiniBand, speed of the interface. The
+    speed counts because hosts commonly share a slow management network, too."""
     own = [address for _, address in hosts[0].addresses]
     votes = dict.fromkeys(own, 0)
     for host in {host.space: host for host in hosts if host.space != hosts[0].space}.values():

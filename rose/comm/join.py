@@ -254,7 +254,7 @@ class Application:
 
     def _connect(self, MPI, port: str, info):
         """Connect, and retry while MPICH reports EAGAIN: the network is still connecting. MPICH's
-        own retries are bounded (conf/cluster/mpi), because a send to a dead peer would hang."""
+        own retries are few (conf/cluster/mpi), because otherwise a send to a dead peer hangs."""
         end = time.monotonic() + CONNECT_S
         while True:
             try:

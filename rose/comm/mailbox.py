@@ -8,7 +8,7 @@ arrived. No collective is used after start-up.
 
 Receives are posted in advance and nothing is probed. With MPICH 5.0.2 over "tcp;ofi_rxm", probing
 beside the large receives of a broadcast (rose/transfer/broadcast.py) lost data. A message that is
-longer than a posted buffer is sent in parts, whose order MPI keeps. Its header gives its length.
+longer than a posted buffer is sent in parts, whose order MPI keeps. A header gives its length.
 """
 
 from __future__ import annotations

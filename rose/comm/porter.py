@@ -45,7 +45,7 @@ def main() -> None:
     received = Frames(channel, MAX_BYTES)
     while not (data := received.take()):
         if data is None:
-            return  # the coordinator's end of the socket, because the rank never connected
+            return  # a socket that the coordinator closed, because the rank never connected
     info = MPI.Info.Create()
     info.Set("timeout", str(ACCEPT_S))
     link = Link(MPI.COMM_SELF.Accept(port, info))

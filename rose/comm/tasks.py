@@ -7,7 +7,7 @@ import faulthandler
 from collections.abc import Coroutine
 from typing import Any
 
-# Seconds after which a blocked event loop hangs: no callback of a healthy loop takes as long.
+# Seconds after which a blocked event loop counts as hung. Healthy callbacks are shorter.
 _HUNG_S = 60.0
 _STDERR = 2
 

@@ -31,7 +31,7 @@ class Scheduler(Section):
     routing: Policy
     order: Policy
     batching: Policy
-    # Share of `max_sequences` by which a worker may have more turns than that. The extra turns hide
+    # A worker may have more turns than `max_sequences`, by this share of it. The extra turns hide
     # the latency of dispatch.
     queue_depth: NotNegative
     # places trajectories on environment hosts

@@ -92,6 +92,7 @@ def imported(module: str, where: str) -> Any:
 
 
 def _class_at(module: Any, path: str, where: str) -> type:
+    """Return the class at the dotted `path` in a user's module. Raises `ConfigError`."""
     found = module
     for part in path.split("."):
         found = getattr(found, part, None)

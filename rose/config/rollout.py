@@ -71,7 +71,7 @@ class Branching(Section):
 
 
 class Draft(Section):
-    """Speculative decoding. `method`: none, ngram (of vLLM), or a ROSE part's, such as group."""
+    """Speculative decoding. `method`: none, vLLM's ngram, or a method of a ROSE part (group)."""
 
     method: str
     tokens: Count  # most tokens drafted for a request in one step

@@ -140,9 +140,9 @@ class Transfer(Section):
     # further degrees, besides rollout.tensor_parallel, of servers that read only their part
     tensor_parallel: list[Count]
     broadcast: Literal["auto", "mpi", "nccl", "none"]  # way to dedicated ranks; auto: mpi
-    # KV cache of running requests when new weights arrive. null: ROSE decides when it resolves the
-    # configuration. With asynchronous batching it keeps the cache, because each version would cost
-    # a prefill of every context. Otherwise it recomputes the cache.
+    # When new weights arrive, running requests recompute or keep their KV cache, or finish first.
+    # null: ROSE decides. With asynchronous batching they keep it, because recomputing would cost a
+    # prefill of every context per version. Otherwise they recompute it.
     in_flight: Literal["recompute", "keep", "finish"] | None
     # http://host:port of the relay from which this process reads versions; null: the shared folder
     relay: str | None

@@ -74,6 +74,7 @@ class MetricsWriter:
         os.fsync(self._file.fileno())
 
     def _write_faults(self, tracker: QueuedTracker, step: int) -> None:
+        """Write a row for each fault that the tracker has reported since the last call."""
         while not tracker.faults.empty():
             detail = tracker.faults.get()
             print(f"tracker failed: {detail}", flush=True)

@@ -24,9 +24,9 @@ import msgspec
 from rose.files import Lossy
 
 FLUSH_SECONDS = 1.0
-# Size at which a new file begins. observe.keep_steps removes only whole files, so this bounds the
-# excess. A rank of the default run writes 2 MiB in 60 steps. Quotas commonly allow 0.1 to 1 MiB a
-# file.
+# Size at which a new file begins. observe.keep_steps removes only whole files, so lines of older
+# steps stay, up to this size. A rank of the default run writes 2 MiB in 60 steps. Quotas commonly
+# allow 0.1 to 1 MiB a file.
 SEGMENT_BYTES = 2**22
 SEGMENT = f"{'[0-9]' * 6}.jsonl"  # pattern of an older file's name after "ROLE-RANK."
 

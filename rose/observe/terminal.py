@@ -40,7 +40,7 @@ BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 @contextmanager
 def shown(run_dir: Path, console: Console, poll_s: float | None = None) -> Iterator[None]:
-    """Follow the run in a thread while the block runs."""
+    """Show the run from a thread (`follow`) while the `with` block runs."""
     over = threading.Event()
     thread = threading.Thread(
         target=follow,
@@ -62,7 +62,7 @@ def follow(
     poll_s: float = POLL_SECONDS,
     pause: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Show the run until `stop()` returns True, called every `poll_s` seconds. A terminal gets a
+    """Show the run until `stop()`, called every `poll_s` seconds, returns True. A terminal gets a
     live display, and other outputs a line per new step, evaluation or fault. Rows written before
     the stop are still shown."""
     polls = _polls(stop, poll_s, pause)
@@ -114,6 +114,7 @@ def show(console: Console, table: Table) -> None:
 
 
 def _follow_lines(run_dir: Path, polls: Iterator[None], console: Console) -> None:
+    """Print a line for each row that is written from now on."""
     metrics = MetricsReader(run_dir)
     shown = len(metrics.rows())  # rows that earlier attempts have printed
     for _ in polls:
@@ -212,6 +213,7 @@ def screen(name: str, status: Status, rows: list[dict[str, Any]]) -> Panel:
 
 
 def _progress(status: Status, steps: list[dict[str, Any]]) -> Table:
+    """Return a line with the step, a progress bar, the elapsed time and the estimated rest."""
     elapsed = max(0.0, time.time() - status.started) if status.started else 0.0
     per_step = series.mean_of(steps[-ETA_STEPS:], "time_step")
     done = steps[-1]["step"] if steps else 0
@@ -228,6 +230,7 @@ def _progress(status: Status, steps: list[dict[str, Any]]) -> Table:
 
 
 def _phase(status: Status) -> Text:
+    """Return a line with the present phase, its finished trajectories and what it waits for."""
     text = Text(status.phase, style=PHASE_STYLES.get(status.phase, "magenta"))
     if status.total:
         text.append(f"  {status.finished}/{status.total} trajectories", style="default")
@@ -252,6 +255,7 @@ def _engines(status: Status) -> Table:
 
 
 def _phase_bar(row: dict[str, Any], width: int = 56) -> Text:
+    """Return a bar that shows each phase's share of a step's time."""
     times = {phase: row.get(f"time_{phase}") or 0.0 for phase in PHASE_STYLES}
     total = max(row.get("time_step") or 0.0, sum(times.values())) or 1.0
     text = Text()
@@ -261,6 +265,7 @@ def _phase_bar(row: dict[str, Any], width: int = 56) -> Text:
 
 
 def _clock(seconds: float) -> str:
+    """Return a duration as minutes:seconds, or as hours:minutes:seconds."""
     minutes, rest = divmod(int(seconds), 60)
     hours = f"{minutes // 60}:{minutes % 60:02}" if minutes >= 60 else f"{minutes}"
     return f"{hours}:{rest:02}"
@@ -327,6 +332,7 @@ def show_cost(run_dir: Path | str, console: Console) -> bool:
 
 
 def _result(evals: list[dict[str, Any]]) -> Table:
+    """Return a table of held-out success in the first and the last evaluation."""
     table = Table(title="Held-out tasks", title_justify="left", title_style="bold")
     table.add_column("")
     for name in ("success", "95% interval", "solved"):

@@ -105,7 +105,7 @@ async def test_one_that_is_cancelled_as_it_may_leave_is_released_by_nobody(confi
     host = Host(config, chats["tiny"], tmp_path)
     await host.begun()
     await host.next(p.TrajectorySaved)
-    host.moves.ask(START.id)
+    host.moves.request_move(START.id)
     host.handle(p.CancelTrajectory(START.id))
     host.host._release(START.id)
     await all_tasks()

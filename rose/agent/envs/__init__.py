@@ -108,7 +108,7 @@ def build(env: config.Env) -> Environment:
         made = cls(**env.args)
     except ConfigError:
         raise
-    except (Exception, SystemExit) as error:  # The class is a user's.
+    except (Exception, SystemExit) as error:  # any type, from a user's class
         raise ConfigError(f"env.args={env.args}: {env.name} raised {error!r}") from error
     # An agent with a program of its own (env=agent) has no `step`.
     if player_of(made) is None and (wrong := _wrong(made)):
@@ -171,9 +171,9 @@ def _wrong(made: Environment) -> str:
 def check(
     env: config.Env | config.Mixture, sets: Mapping[str, config.EvalSet] = MappingProxyType({})
 ) -> str:
-    """Build the environments of all members and of `sets` (eval.sets). Call each one's `preflight`,
-    if it has one, with its step_timeout_s. Return the texts of the preflights about this machine,
-    for the run's report. Raises `ConfigError` if one of these calls fails."""
+    """Build the environments of all members and of `sets` (eval.sets). If an environment has
+    `preflight`, call it with its step_timeout_s. Return these calls' texts about this machine, for
+    the run's report. Raises `ConfigError` if a call fails."""
     said: dict[str, None] = {}
     found = {env.key_of(name): member for name, member in env.members.items()}
     found |= {f"eval.sets.{name}": one for name, one in sets.items()}

@@ -45,7 +45,7 @@ class Rung:
 
 
 def draw(seed: int, rungs: tuple[str, ...] = RUNGS) -> Rung:
-    """Return the task of `seed`, of one of these kinds."""
+    """Return the task of `seed`, of one of the kinds `rungs`."""
     rng = random.Random(seed)
     kind = rng.choice(rungs)
     name, (old, new) = rng.choice(NAMES), rng.sample(COLOURS, 2)

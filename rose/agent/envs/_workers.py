@@ -32,7 +32,7 @@ from rose.reward.episode import Episode
 MOST = 4  # most processes of an environment host, each with up to a few hundred MB of libraries
 SAID = 2000  # most characters of a function's error
 BEGUN = b"begun\n"  # a worker's first line for a call, once the function is imported
-_own = threading.local()  # `worker`: the process of this thread of the pool
+_own = threading.local()  # `_own.worker`: the process of this thread of the pool
 
 
 class Queueing:
@@ -89,7 +89,7 @@ def load(key: str, spec: str) -> Callable:
 
 
 @functools.cache
-def _load(key: str, spec: str, here: str) -> Callable:
+def _load(key: str, spec: str, current_folder: str) -> Callable:
     return function.load(spec, key)
 
 

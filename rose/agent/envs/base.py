@@ -112,18 +112,18 @@ class Environment(Protocol):
     # `def task_name(self, seed: int) -> str`, `def starts(self) -> Iterable[tuple[str, Start]]`.
 
     async def close(self) -> None:
-        """Free everything. It must be safe after a failed reset and when called twice."""
+        """Release all resources. This must be safe after a failed reset and when called twice."""
 
 
 def player_of(environment: Any) -> str | None:
-    """Return the environment's attribute `trajectory_player`, None if ROSE's agent loop steps it.
-    An environment whose agent is a program has the attribute: module:Class of the
-    `rose.agent.playing.Player` that plays its trajectories. A host creates one object of it."""
+    """Return the environment's attribute `trajectory_player`; None without it, when ROSE's agent
+    loop plays. An environment whose agent is a program has the attribute: module:Class of a
+    `rose.agent.playing.Player`, which plays its trajectories. A host creates one such object."""
     return getattr(environment, "trajectory_player", None)
 
 
 def store_of(environment: Any) -> Any:
-    """Return the environment's attribute `checkpoint_store`, None without one: the function that
-    opens the store of its states, a `rose.agent.playing.OpenStore`. Each host opens one store and
+    """Return the environment's attribute `checkpoint_store`, the function that opens the store of
+    its states (`rose.agent.playing.OpenStore`); None without it. Each host opens one store and
     passes it, with the trajectory's id, to `keep_checkpoints` before `reset`."""
     return getattr(environment, "checkpoint_store", None)

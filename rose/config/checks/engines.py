@@ -50,6 +50,7 @@ def check(c: Config, need: Need) -> None:
 
 
 def _check_ranks(c: Config, need: Need) -> None:
+    """Check that the run doesn't have too many ranks."""
     parts = {
         "trainer.ranks": c.trainer.ranks,
         "rollout.workers": c.rollout.workers,

@@ -214,6 +214,7 @@ def _check_slurm(c: Config, engines: int, need: Need) -> None:
 
 
 def _check_memory(key: str, mem: str | int | None, need: Need) -> None:
+    """Check that `mem` is a size that Slurm accepts, and enough for a rank."""
     found = re.fullmatch(SIZE, str(mem).upper())
     need(mem is None or found is not None, key, "a size of whole numbers with its unit, as 64G")
     if found is not None and int(found[1]):
@@ -227,8 +228,8 @@ def _check_memory(key: str, mem: str | int | None, need: Need) -> None:
 
 
 def _check_option(key: str, option: str, need: Need) -> None:
-    """Check an option for sbatch. Reject options that ROSE sets itself. Only --gpus-per-node=TYPE
-    is allowed, from which rose/launch/sbatch.py takes the type."""
+    """Check an option for sbatch. Reject options that ROSE sets itself, except for
+    --gpus-per-node=TYPE, from which rose/launch/sbatch.py takes the type."""
     need(
         re.fullmatch(r"--[a-z][a-z0-9-]*(=.+)?", option) is not None,
         key,

@@ -44,6 +44,7 @@ def needs(tree: dict[str, Any]) -> Need:
 
 
 def _check_size(key: str, value: float, need: Need) -> None:
+    """Check that a key's number is not too large."""
     for end, (most, remedy) in MOST.items():
         bounded = key.endswith(end) and ".factors." not in key  # factors have no unit
         need(not bounded or value <= most, key, remedy)

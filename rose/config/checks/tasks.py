@@ -100,6 +100,7 @@ def _check_samples(e: Eval, need: Need) -> None:
 
 
 def _check_sandbox(c: Config, need: Need) -> None:
+    """Check that the folders for checkpoints are absolute paths."""
     for key in ("store", "local"):
         folder = getattr(c.sandbox, key)
         need(folder is None or os.path.isabs(folder), f"sandbox.{key}", "a path from the root")

@@ -9,7 +9,7 @@ from rose.config.tree import Config
 
 # Arguments of batching policies that count batches in flight, or versions with a batch each.
 BATCHES = ("alpha", "carry", "eta", "oversample", "running", "spare", "speculation", "staleness")
-MOST_BATCHES = 1000  # most of these arguments; a larger value is a typing error
+MOST_BATCHES = 1000  # largest value of these arguments; a larger one is a typing error
 
 
 def check(c: Config, need: Need) -> None:
