@@ -64,8 +64,8 @@ async def run_trajectory(
     exists: its newest usable snapshot, the parent's state that `fork` resolves to, the prompt. If
     `env` has `checkpoint`, it writes snapshots. Other trajectories may fork off it through `forks`.
 
-    Each turn gets a copy of `sampling` with the turn's seed and with max_new_tokens = the smaller
-    of limits.max_new_tokens and the tokens left of `max_context` (prompt and answers together).
+    Each turn gets a copy of `sampling` with the turn's seed and its own max_new_tokens:
+    the smaller of limits.max_new_tokens and the tokens left of `max_context` (prompt and answers).
     `clock` returns wall-clock seconds. `key` is the key of `limits` in the configuration, which
     failures name. Raises `EnvironmentFailure`; errors of `request_turn` and cancellation propagate.
     """

@@ -92,8 +92,8 @@ class Snapshots:
         return found
 
     def _fits(self, snapshot: Snapshot, start: p.StartTrajectory) -> bool:
-        """True if the snapshot belongs to this trajectory and configuration, and was taken by this
-        attempt of the run or has only tokens of policy versions that `start` allows."""
+        """True if the snapshot belongs to this trajectory and configuration. If another attempt of
+        the run took it, its tokens must also be of policy versions that `start` allows."""
         same = msgspec.structs.replace(
             snapshot.start, oldest_version=start.oldest_version, newest_version=start.newest_version
         )

@@ -1,8 +1,8 @@
 """Find an address at which ranks on several hosts can meet for torch.distributed.
 
-A host's name is no reliable address. Debian, Ubuntu and DGX OS map it to 127.0.1.1, some sites map
-it to a network that compute nodes don't share, and some don't map it at all. So rank 0 listens on
-every address of its interfaces, and every other rank connects to all of them. The ranks choose the
+A host's name is no reliable address. Debian, Ubuntu and DGX OS map it to 127.0.1.1. Some sites map
+it to a network that compute nodes don't share, or don't map it at all. So rank 0 listens on every
+address of its interfaces, and every other rank connects to all of them. The ranks choose the
 first address that all of them reached. Rank 0 passes on the listening socket without closing it, so
 that no other process can take its port. NCCL chooses its InfiniBand devices itself (NCCL_IB_HCA).
 """

@@ -1,10 +1,10 @@
 """Exchange messages between ranks by MPI point-to-point calls, from asyncio or from plain loops.
 
 A send never blocks: its buffer is kept until MPI has sent it. Receiving polls, because MPI offers
-no file descriptor to wait on. It polls without a pause while messages keep arriving, then with
-pauses that grow to `IDLE_PAUSE_S`, so that a waiting rank leaves its core to the engines. A pause
-costs an event loop at least a millisecond, so there is none between two messages that have both
-arrived. No collective is used after start-up.
+no file descriptor to wait on. It polls without a pause while messages keep arriving. Then its
+pauses grow to `IDLE_PAUSE_S`, so that a waiting rank leaves its core to the engines. A pause costs
+an event loop at least a millisecond, so there is none between two messages that have both arrived.
+No collective is used after start-up.
 
 Receives are posted in advance and nothing is probed. With MPICH 5.0.2 over "tcp;ofi_rxm", probing
 beside the large receives of a broadcast (rose/transfer/broadcast.py) lost data. A message that is

@@ -6,8 +6,8 @@ variables of the launcher (srun or mpiexec) that started the rest of the job.
 MPICH creates shared memory even for a rank that shares it with no other. Its name derives from the
 launcher's name for the world, which under Slurm is JOB.STEP, or from the process id. Only
 MPI_Finalize removes it, and our ranks can't wait for that when a peer is dead. So each run would
-leave some MiB on the node, and a requeued job (same id, step 0 again) would attach to the memory of
-its last attempt. Therefore each rank unlinks the name right after MPI's start, and the kernel frees
+leave some MiB on the node. A requeued job (same id, step 0 again) would attach to the memory of its
+last attempt. Therefore each rank unlinks the name right after MPI's start, and the kernel frees
 the memory with the last process that maps it. A process that ends ranks earlier than that unlinks
 their names (`remove_shared`).
 """

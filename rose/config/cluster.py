@@ -100,8 +100,8 @@ class Cluster(Section):
 
 def cpus_of(cluster: Cluster, name: str, rollout: Rollout) -> int:
     """Return the CPUs of each rank of the Slurm component `name`, a field of `Slurm`. An engine on
-    GPUs needs 8 CPUs for its scheduler, its output and the threads that stage new weights, and 2
-    for each GPU's worker process with its copying threads."""
+    GPUs needs 8 CPUs for its scheduler, its output and the threads that stage new weights. Each
+    GPU's worker process, with its copying threads, needs 2 more."""
     component: Component = getattr(cluster.slurm, name)
     if component.cpus_per_task is not None:
         return component.cpus_per_task

@@ -82,7 +82,7 @@ def check(source: str, recipe: dict[str, Any]) -> None:
 
 
 def _check_tiny(made: Tiny) -> None:
-    """Raise `ConfigError` for a model that is too large, or whose warm start would take too long."""
+    """Raise `ConfigError` for a model that is too large, or whose warm start takes too long."""
     if made.experts == 1:
         raise ConfigError("model.recipe.experts=1: each token takes two of them: 0, or 2 and more")
     if made.parameters > MOST_PARAMETERS:

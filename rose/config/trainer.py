@@ -55,7 +55,7 @@ SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # MaxLoRARanks of vLLM 0.32
 
 class Lora(Section):
     """An adapter (arXiv 2106.09685). Each matrix W of the `targets` of all layers gets A (rank,
-    columns) and B (rows, rank), and W x becomes W x + scale B A x. W is frozen."""
+    columns) and B (rows, rank). W x becomes W x + scale B A x. W is frozen."""
 
     rank: Count
     alpha: Positive

@@ -295,8 +295,8 @@ def curve(values: Sequence[float], width: int, height: int, dots: bool = True) -
 
 
 def final_table(run_dir: Path | str, console: Console) -> None:
-    """Print held-out success before and after, a curve of the training success, the report's path,
-    the run's cost, and the commands to export the model and to watch the policy play."""
+    """Print held-out success before and after, a curve of the training success, the report's path
+    and the run's cost. Print the commands to export the model and to watch the policy play."""
     rows = read_metrics(run_dir)
     evals, steps = series.evaluations(rows_of(rows, "eval")), rows_of(rows, "step")
     if evals:

@@ -33,8 +33,8 @@ BASH = function_tool("bash", "Run a shell command.", "command")
 
 @dataclass(frozen=True)
 class Rung:
-    """A task of the ladder. `command` solves it, `files` maps paths to contents at the start, and
-    `expected` must be in the output (find, print) or be the content of `target` (replace)."""
+    """A task of the ladder, which `command` solves. `files`: path -> content at the start.
+    `expected`: text that the output must have (find, print), or content of `target` (replace)."""
 
     kind: str
     instruction: str

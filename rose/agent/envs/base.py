@@ -82,7 +82,7 @@ class Environment(Protocol):
     the class has `several_calls = True`, one `step` gets them all and returns `observations`.
 
     `rewards_turns = True`, on the class or an instance, means that the rewards of steps rank good
-    turns above bad ones, and don't only show how the episode ended. Algorithms that assign credit
+    turns above bad turns. They don't only show how the episode ended. Algorithms that assign credit
     to turns need it.
     """
 
