@@ -174,15 +174,15 @@ class _Episode:
         self.state.has_system = any(m["role"] in ("system", "developer") for m in first.messages)
         size = sum(len(message.get("content") or "") for message in first.messages)
         if (least := self.chat.least_tokens(size)) >= self.max_context:
-            raise self._no_room(f"at least {least}")
+            raise self._prompt_too_long(f"at least {least}")
         size += len(json.dumps(first.tools))  # excluded above, as the template may omit tools
         prompt = await self._tokens_of("reset", size, self.chat.start, first.messages, first.tools)
         if len(prompt) >= self.max_context:
-            raise self._no_room(str(len(prompt)))
+            raise self._prompt_too_long(str(len(prompt)))
         self.state.observe(prompt)
         return first
 
-    def _no_room(self, tokens: str) -> TaskFailure:
+    def _prompt_too_long(self, tokens: str) -> TaskFailure:
         return TaskFailure(
             self.start.id,
             f"the first prompt has {tokens} tokens, which leaves no room in model.max_context="

@@ -159,15 +159,15 @@ class _Listeners:
 
     def take(self, index: int) -> socket.socket:
         """Return a place's socket, which still listens and has no waiting connection."""
-        self._end()
+        self._stop_threads()
         return self._sockets.pop(index)
 
     def __exit__(self, *_) -> None:
-        self._end()
+        self._stop_threads()
         for one in self._sockets:
             one.close()
 
-    def _end(self) -> None:
+    def _stop_threads(self) -> None:
         self._stop.set()
         for thread in self._threads:
             thread.join()

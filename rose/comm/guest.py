@@ -68,7 +68,7 @@ class Guest:
                     reader, writer = await connected
                 guest = cls(porter, reader, writer, "")
                 async with asyncio.timeout(START_S):
-                    guest.port = (await guest._frame()).decode()
+                    guest.port = (await guest._read_frame()).decode()
             except (TimeoutError, GuestGone):
                 if porter.returncode is None:
                     porter.kill()
@@ -85,14 +85,14 @@ class Guest:
         self.writer.write(frame(b""))
         try:
             async with asyncio.timeout(START_S):
-                await self._frame()
+                await self._read_frame()
         except TimeoutError:
             raise GuestGone(f"did not finish connecting within {START_S:g} s") from None
         self.last_seen = time.monotonic()
 
     async def receive(self) -> Message | WireError:
         """Return the rank's next message, or the error if it is malformed. Raises `GuestGone`."""
-        data = await self._frame()
+        data = await self._read_frame()
         self.last_seen = time.monotonic()
         try:
             return decode(data)
@@ -122,7 +122,7 @@ class Guest:
             if self._porter.returncode is None:
                 self._porter.kill()
 
-    async def _frame(self) -> bytes:
+    async def _read_frame(self) -> bytes:
         try:
             return await frames.read(self.reader, MAX_BYTES)
         except frames.FrameError as error:

@@ -60,7 +60,7 @@ class Link:
             while self._sending and self._sending[0][0].Test():
                 self._sending.popleft()
         except MPI.Exception as error:
-            self._failed(error)
+            self._count_error(error)
         return not (self._outbox or self._sending)
 
     def take(self) -> bytearray | None:
@@ -81,10 +81,10 @@ class Link:
                 self._receiving, self.last_seen = None, time.monotonic()
                 return buffer
         except MPI.Exception as error:
-            self._failed(error)
+            self._count_error(error)
         return None
 
-    def _failed(self, error: MPI.Exception) -> None:
+    def _count_error(self, error: MPI.Exception) -> None:
         self._errors += 1
         if self._errors > _ERRORS_IN_A_ROW:
             raise LinkError(f"MPI: {' '.join(str(error).split())[:200]}") from None

@@ -69,7 +69,7 @@ class Recorder(NullRecorder):
         self._lock = threading.Lock()
         self._encoder = msgspec.json.Encoder(enc_hook=_plain)
         self._closing = threading.Event()
-        self._open()
+        self._open_file()
         self._flusher = threading.Thread(target=self._flush_regularly, name="recorder", daemon=True)
         self._flusher.start()
 
@@ -92,7 +92,7 @@ class Recorder(NullRecorder):
         with self._lock:
             self._file.write(line)
 
-    def _open(self) -> None:
+    def _open_file(self) -> None:
         self._file = io.BufferedWriter(Lossy(self._path, "ab"))
         if self._file.tell():
             self._file.write(b"\n")  # the end of a line that an earlier process left incomplete
@@ -115,7 +115,7 @@ class Recorder(NullRecorder):
         with suppress(OSError):
             self._path.rename(numbered)
             try:
-                self._open()
+                self._open_file()
             except OSError:
                 numbered.rename(self._path)
                 raise
