@@ -42,7 +42,7 @@ from rose.models import end_tokens
 
 LOOP_CHARACTERS = 20_000  # most characters tokenized in the event loop, in a few milliseconds
 COMPOSED = 4  # most characters that NFC composes to one: a Greek letter with three marks
-CACHED = 4096  # most characters of a cached text; longer ones seldom repeat and would fill memory
+CACHED = 4096  # most characters of a cached text; longer texts seldom repeat and would fill memory
 VARIANTS = 16  # most cached formats, one per set of template arguments; an agent uses one or two
 CACHE = 4096  # most cached texts; FrozenLake with 64 trajectories has about as many per step
 
@@ -118,8 +118,8 @@ class ChatFormat:
         self._observation = functools.lru_cache(CACHE)(self._observation_tokens)
 
     def _find_thoughts(self) -> None:
-        """Find out whether a turn begins inside a thought with `self.template_args`, and which
-        function splits a turn's text into thought and answer."""
+        """Find out whether, with `self.template_args`, a turn begins inside a thought. Choose the
+        function that splits a turn's text into thought and answer."""
         self._opens_thought = self._render([plain_message("user")]).rstrip().endswith("<think>")
         self._split = tool_formats.thoughts(
             self._reasoning_format, self._tokenizer, self.template_args
@@ -366,8 +366,8 @@ class ChatFormat:
 
 
 def _marks(backend: Any, template: str) -> set[str]:
-    """Return the added tokens that act as marks: special ones, those in the template, and <|ROLE|>,
-    which a template may put together. Others are plain text, such as runs of spaces and HTML."""
+    """Return the added tokens that act as marks: special tokens, tokens in the template, and tokens
+    such as <|user|>, which a template may join from parts. Other added tokens are plain text."""
     return {
         token.content
         for token in backend.get_added_tokens_decoder().values()

@@ -78,7 +78,7 @@ def check(c: config.Config, chat: ChatFormat, say: Callable[[str], None]) -> Non
 def _tried(
     tasks: Iterable[tuple[str, Start]], chat: ChatFormat, most: int, say: Callable[[str], None]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (name, problem) per task. The problem is "" if the prompt has below `most` tokens."""
+    """Yield (name, problem) per task; the problem is "" for a prompt below `most` tokens."""
     overheads: dict[bytes, int] = {}  # bytes that the template adds to the contents, by shape
     began, said, done, tasks = time.monotonic(), time.monotonic(), 0, iter(tasks)
     while some := list(islice(tasks, AT_ONCE)):

@@ -62,7 +62,7 @@ _decoder = msgspec.msgpack.Decoder(Snapshot)
 
 class Snapshots:
     """The snapshots of a host's trajectories in `folder`. This attempt of the run writes them.
-    `on_resume` gets each snapshot from which an episode resumed, `on_saved` each one on disk."""
+    `on_resume` gets each snapshot from which an episode resumed; `on_saved`, each snapshot saved."""
 
     def __init__(
         self,

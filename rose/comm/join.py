@@ -1,4 +1,4 @@
-"""Let a rank of another job join a running one, although either may vanish at any time.
+"""Let a rank of another job join a running job, although either job may vanish at any time.
 
     outputs/RUN/join/endpoint.json    the running attempt: protocol version, and a count that grows while it runs
     outputs/RUN/join/token            the run's token; a rank that cannot read it cannot join (mode 0600, folder 0700)

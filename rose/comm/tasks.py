@@ -50,7 +50,7 @@ class Tasks:
 
 
 async def _feed_watchdog() -> None:
-    """Restart the timer of faulthandler, of which a process has only one, while this loop runs."""
+    """Restart faulthandler's timer, the only one of a process, while this event loop runs."""
     try:
         while True:
             faulthandler.dump_traceback_later(_HUNG_S, file=_STDERR)

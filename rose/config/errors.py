@@ -126,7 +126,7 @@ def _section(kind: Any) -> Struct | None:
 
 
 def _type(dotted: str, root: Struct) -> Any:
-    """Return the type of the field `dotted`. An entry of a list has the list's type."""
+    """Return the type of the field `dotted`. For an entry of a list, return the list's type."""
     found: Any = root
     for part in re.sub(r"\[\d+\]", "", dotted).split("."):
         if get_origin(found) is dict:

@@ -78,7 +78,7 @@ class LiveStatus:
         self._write()
 
     def update(self, **fields: Any) -> None:
-        """Change some fields of `Status`. Raises TypeError for a name that it doesn't have."""
+        """Change fields of `Status`, and write it if due. Raises TypeError for unknown names."""
         before = self.status
         self.status = msgspec.structs.replace(before, **fields)
         moved = (before.phase, before.step) != (self.status.phase, self.status.step)

@@ -1,9 +1,9 @@
 """Worker processes for functions that may block or hang, or that run on the policy's text.
 
-A worker process computes one call at a time. If a call exceeds its limit or is cancelled (as by the
-agent loop's deadline), its process is killed, and the next call starts another. Arguments and
-results are lines of JSON (the argument `episode` may be an `Episode`). The processes end with the
-environment host. They aren't sandboxed, because the functions are the user's own code.
+A worker process computes one call at a time. If a call exceeds its limit or is cancelled (such as
+by the agent loop's deadline), its process is killed, and the next call starts another process.
+Arguments and results are lines of JSON (the argument `episode` may be an `Episode`). The processes
+end with the environment host. They aren't sandboxed: the functions are the user's own code.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _pool() -> ThreadPoolExecutor:
 
 
 class _FunctionCall:
-    """A call that a thread runs and the event loop may cancel. The thread calls on_begin first."""
+    """A call that a thread runs and the event loop may cancel. Its thread first calls on_begin."""
 
     def __init__(self, limit_s: float | None, on_begin: Callable[[], object]) -> None:
         self._limit_s, self._on_begin = limit_s, on_begin

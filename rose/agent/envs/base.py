@@ -92,7 +92,7 @@ class Environment(Protocol):
         """Begin the episode of `seed`, which determines it completely.
 
         Training seeds are even and held-out seeds odd. If an environment has so few tasks that
-        different seeds often give the same one, it should split its tasks by the seed's parity.
+        different seeds often give the same task, it should split its tasks by the seed's parity.
         Otherwise the policy would also train on held-out tasks."""
 
     async def step(self, action: Action) -> Step:
