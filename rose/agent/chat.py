@@ -5,8 +5,7 @@ end of that turn to the next generation prompt is encoded and appended. Renderin
 again would change it, since a template may rewrite earlier turns (Qwen3 drops their thoughts). The
 appended text is found with a dummy conversation: the template writes it after the dummy answer. The
 template gets its input in the form of `vllm serve` (rose/agent/template.py). Images are rejected.
-Tools are rejected if the template omits results, or writes them differently after a call than after
-text.
+Tools are rejected if the template omits results, or writes them differently after a call.
 """
 
 from __future__ import annotations
@@ -162,8 +161,8 @@ class ChatFormat:
         return characters // self._longest if self._longest else 0
 
     async def in_thread(self, characters: int, write: Callable[..., Tokens], *given: Any) -> Tokens:
-        """Return `write(*given)`, which tokenizes this number of characters. A thread runs it if
-        there are more than `LOOP_CHARACTERS`, so that it doesn't block the event loop."""
+        """Return `write(*given)`. If it tokenizes many characters, a thread runs it, so that it
+        doesn't block the event loop."""
         if characters <= LOOP_CHARACTERS:
             return write(*given)
         return await asyncio.to_thread(write, *given)
@@ -194,9 +193,8 @@ class ChatFormat:
         """Return the tokens between the policy's last token and its next turn. They hold the
         observations `messages`: results of the turn's calls, then messages of the user. All are
         (role, text) pairs, or all are OpenAI messages. `closed`: the policy's last token ended its
-        turn; otherwise an end-of-turn token comes first. `tools`: the trajectory has tools; by
-        default, if a message has the role tool. `system`: the trajectory has a system message.
-        Raises `CannotExtend`."""
+        turn; otherwise an end-of-turn token comes first. `tools`: the trajectory has tools; None:
+        if a message has the role tool. `system`: it has a system message. Raises `CannotExtend`."""
         whole = list(messages)
         if whole and isinstance(whole[0], tuple):
             whole = observed_messages(*zip(*whole, strict=True))

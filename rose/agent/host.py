@@ -280,8 +280,7 @@ def _task_name(environment: object, seed: int, limit_s: float) -> str:
 
 async def open_store(config: Config, snapshots: Path, recorder: NullRecorder) -> Store | None:
     """Open the store for states of this run's environments. It keeps a state while the trajectory
-    has a folder in `snapshots`. Return None if the environments have no store, or if checkpoints
-    are off. Raises `ConfigError`."""
+    has a folder in `snapshots`. None without a store or checkpoints. Raises `ConfigError`."""
     for _, member in config.environments.values():
         opened = store_of(build(member))
         if opened is not None:

@@ -62,7 +62,7 @@ _decoder = msgspec.msgpack.Decoder(Snapshot)
 
 class Snapshots:
     """The snapshots of a host's trajectories in `folder`. This attempt of the run writes them.
-    `on_resume` gets each snapshot from which an episode resumed; `on_saved`, each snapshot saved."""
+    `on_resume` gets each snapshot from which an episode resumed, `on_saved` each saved snapshot."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Snapshots:
         """Write a snapshot and wait until it is on disk. A failure is logged, not raised."""
         try:
             await asyncio.to_thread(self._write, snapshot)
-        except Exception as error:  # for example an integer in a call, too large for msgpack
+        except Exception as error:  # any type, such as for an integer too large for msgpack
             self.say(f"a snapshot could not be written: {type(error).__name__}: {error}")
         else:
             self._on_saved(snapshot)

@@ -109,10 +109,9 @@ def texts(content: Any) -> list[str]:
 
 
 def _served_message(message: dict[str, Any], parts: bool) -> dict[str, Any]:
-    """Return a message as vLLM passes it to a template; its content as a list of `parts` or text.
-    Like vLLM, omit empty texts from a content that isn't passed in parts."""
+    """Return a message as vLLM passes it to a template, with its content as `parts` or as text."""
     role, found = message["role"], texts(message.get("content"))
-    whole = "\n".join(found if parts else filter(None, found))
+    whole = "\n".join(found if parts else filter(None, found))  # no empty texts, as in vLLM
     served: dict[str, Any] = {"role": role, "content": whole}
     if parts and role != "tool":
         served["content"] = [{"type": "text", "text": text} for text in found]

@@ -109,8 +109,7 @@ def from_dict(
 
 
 def _is_mixture(tree: dict[str, Any]) -> bool:
-    """True for a tree with a mixture of environments. Raises `ConfigError` for a mixture within a
-    mixture."""
+    """True for a mixture of environments. Raises `ConfigError` for a mixture within a mixture."""
     if errors.value_at(tree, "env.name") != MIXTURE:
         return False
     members = errors.value_at(tree, "env.members")

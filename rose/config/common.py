@@ -31,8 +31,7 @@ class Scheduler(Section):
     routing: Policy
     order: Policy
     batching: Policy
-    # A worker may have more turns than `max_sequences`, by this share of it. The extra turns hide
-    # the latency of dispatch.
+    # extra turns of a worker, as a share of its `max_sequences`; they hide dispatch latency
     queue_depth: NotNegative
     # places trajectories on environment hosts
     placement: Policy = Policy(name="stay", args={})

@@ -75,9 +75,9 @@ class Draft(Section):
 
     method: str
     tokens: Count  # most tokens drafted for a request in one step
-    # for method=group. true: draft as many tokens as save time, maybe none; false: always `tokens`
+    # with method=group. true: draft as many tokens as save time, maybe none; false: always `tokens`
     adaptive: bool
-    memory_mib: Count  # for method=group: memory of an engine for the texts of groups
+    memory_mib: Count  # memory of an engine for the texts of groups, with method=group
 
 
 class Rollout(Section):

@@ -150,12 +150,11 @@ class Transfer(Section):
     # Threads that encode or decode. null: as many as trainer.threads or rollout.threads, or else
     # rose.processes.usable_threads.
     threads: Count | None
-    # Memory of a node for versions broadcast to its dedicated ranks. They read the remaining data
-    # from files.
+    # Memory of a node for versions broadcast to its dedicated ranks. Other data comes from files.
     mirror_gib: Positive
     stage_gib: NotNegative  # memory of an engine rank for blocks computed before the pause
-    # Most memory of a GPU for a version's changes, if so much is free. Further changes stay on the
-    # host, which makes the pause longer.
+    # Most memory of a GPU for a version's changes, if it is free. Further changes stay on the host,
+    # which makes the pause longer.
     stage_device_gib: Positive
     verify_every: Count  # versions within which each live block is read back and compared
     load_timeout_s: Positive

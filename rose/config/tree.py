@@ -144,8 +144,7 @@ class Config(Section):
 
     @property
     def why_not_borrowed(self) -> str:
-        """Explanation for the user if serving ranks are wanted but this MPI can't admit them;
-        otherwise empty."""
+        """Explanation for the user if serving ranks are wanted but this MPI can't admit them."""
         if self.borrows or not self._would_borrow:
             return ""
         return (

@@ -3,8 +3,7 @@ the same for TensorBoard and trackers (`QueuedTracker`).
 
 A row has `kind` ("step", "eval", "fault", "worker", "host" or "engine"), `step`, `time`
 (wall clock, seconds) and its values. metrics.jsonl is authoritative: each row is fsync'd, and a
-resumed run drops the rows of steps that it repeats. TensorBoard is a view of it. Never imports
-torch.
+resumed run drops the rows that it writes again. TensorBoard is a view of it. Never imports torch.
 """
 
 from __future__ import annotations
@@ -102,8 +101,7 @@ class MetricsWriter:
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return a row's numbers by the names that dashboards use, such as `train/loss`. An event has
-    none."""
+    """Return a row's numbers by dashboards' names, such as `train/loss`. An event has none."""
     if row["kind"] in EVENTS:
         return {}
     prefix = "train" if row["kind"] == "step" else row["kind"]
@@ -152,8 +150,7 @@ class TensorBoard:
 
 
 def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
-    """Return all complete rows, in the order written. A last line that a crash cut off is left
-    out."""
+    """Return all complete rows, in the order written, without a last line that a crash cut off."""
     path = Path(run_dir) / FILE
     if not path.exists():
         return []

@@ -45,8 +45,7 @@ class NullRecorder:
 
     @contextmanager
     def timed(self, name: str, /, **args: Any) -> Iterator[dict[str, Any]]:
-        """Record the block as a span, also when it raises. Yields the args, to which the block may
-        add."""
+        """Record the block as a span, even if it raises. The block may add to the yielded args."""
         start = time.time()
         try:
             yield args
@@ -139,8 +138,7 @@ class RankEvents:
 
 
 def read_events(run_dir: Path | str) -> Iterator[RankEvents]:
-    """Yield a `RankEvents` per recorder, by attempt and rank. Lines that a crash cut off are left
-    out."""
+    """Yield a `RankEvents` per recorder, by attempt and rank; skip lines that a crash cut off."""
     found = []
     for path in (Path(run_dir) / "events").glob("*/*.jsonl"):
         with path.open("rb") as file:

@@ -50,8 +50,7 @@ def untaught(steps: list[dict[str, Any]]) -> str:
 
 
 def mean_of(rows: list[dict[str, Any]], key: str) -> float | None:
-    """Return the mean of the rows' numbers at `key`, to five significant digits; None without a
-    number."""
+    """Return the mean of the rows' numbers at `key`, to five digits; None without a number."""
     values = [row[key] for row in rows if isinstance(row.get(key), (int, float))]
     return float(f"{sum(values) / len(values):.5g}") if values else None
 

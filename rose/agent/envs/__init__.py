@@ -237,7 +237,7 @@ def with_whole_paths(env: config.Env | config.Mixture) -> config.Env | config.Mi
     return msgspec.structs.replace(env, args=args)
 
 
-@functools.cache  # one check per process, which never imports the class again
+@functools.cache  # a single check per process, which never imports the class again
 def _verify(cls: type) -> None:
     """Raise `ConfigError` if the file of a user's class was edited since the run's launch."""
     inputs.verify(f"{cls.__module__}:{cls.__name__}")

@@ -1,7 +1,7 @@
 """Worker processes for functions that may block or hang, or that run on the policy's text.
 
 A worker process computes one call at a time. If a call exceeds its limit or is cancelled (such as
-by the agent loop's deadline), its process is killed, and the next call starts another process.
+by the agent loop's deadline), its process is killed. The next call starts another process.
 Arguments and results are lines of JSON (the argument `episode` may be an `Episode`). The processes
 end with the environment host. They aren't sandboxed: the functions are the user's own code.
 """

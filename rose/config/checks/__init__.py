@@ -1,7 +1,6 @@
 """Checks of keys against each other and against the model: a file for each part of the tree.
 
-rose/launch/exclusions.py checks which features exclude each other, rose/launch/plan.py the limits
-of the machine.
+rose/launch/exclusions.py checks features that exclude each other, rose/launch/plan.py the machine.
 """
 
 from __future__ import annotations

@@ -67,8 +67,7 @@ def _check_ranks(c: Config, need: Need) -> None:
 
 
 def _check_steps(c: Config, need: Need) -> None:
-    """Check vLLM's rules: an engine step has a token for each sequence, and drafts fit into the
-    context."""
+    """Check that an engine step has a token for each sequence, and that drafts fit the context."""
     r = c.rollout
     tokens = r.step_tokens(c.model.max_context, c.deterministic)
     need(

@@ -110,8 +110,7 @@ def _check_hpz(c: Config, need: Need) -> None:
 
 
 def _check_gpus(c: Config, engines: int, need: Need) -> None:
-    """Check that cluster.gpus suffices for trainer ranks and engines, which use GPUs at the same
-    time or in turn."""
+    """Check that cluster.gpus suffices for trainer ranks and engines, which may share GPUs."""
     ranks = c.trainer.ranks
     engine_gpus = engines * c.rollout.tensor_parallel
     shared = c.shares_devices
@@ -149,8 +148,7 @@ def _check_mpi(mpi: Mpi, need: Need) -> None:
 
 
 def _check_slurm(c: Config, engines: int, need: Need) -> None:
-    """Check that ranks divide evenly over their component's nodes, and that no option spans
-    lines."""
+    """Check that ranks divide evenly over their component's nodes, and check all Slurm options."""
     parts = (
         ("trainer", c.cluster.slurm.trainer, "trainer.ranks", c.trainer.ranks, 1),
         ("rollout", c.cluster.slurm.rollout, "rollout.workers", engines, c.rollout.tensor_parallel),

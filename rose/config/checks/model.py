@@ -41,8 +41,7 @@ def check_model(c: Config, shape: ModelShape) -> None:
 
 
 def _check_heads(key: str, parts: int, c: Config, shape: ModelShape) -> None:
-    """Check that `parts` ranks can have equal shares of the attention heads. Raises
-    `ConfigError`."""
+    """Raise `ConfigError` unless `parts` ranks can have equal shares of the attention heads."""
     if shape.heads % parts:
         raise ConfigError(
             f"{key}={parts}: must divide the {shape.heads} attention heads of model {c.model.name}"

@@ -65,8 +65,7 @@ def job_s(slurm: Slurm) -> float:
 
 
 def limits(slurm: Slurm) -> list[tuple[str, str | int]]:
-    """Return (key, value) of each component's time limit. An option in `sbatch` replaces
-    `time`."""
+    """Return (key, value) of each component's time limit. An option in `sbatch` replaces `time`."""
     found = []
     for name in ("trainer", "rollout"):
         component = getattr(slurm, name)
