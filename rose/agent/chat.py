@@ -3,9 +3,9 @@
 The template renders a conversation's first prompt as usual. After a turn, only the text from the
 end of that turn to the next generation prompt is encoded and appended. Rendering the conversation
 again would change it, since a template may rewrite earlier turns (Qwen3 drops their thoughts). The
-appended text comes from a dummy conversation: what the template writes after the dummy answer. The
-template gets its input as from `vllm serve` (rose/agent/template.py). Not supported: images, and
-tools with a template that omits results or writes them differently after a call than after text.
+appended text is found with a dummy conversation: the template writes it after the dummy answer. The
+template gets its input in the form of `vllm serve` (rose/agent/template.py). Images are rejected.
+Tools are rejected if the template omits results, or writes them differently after a call.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from rose.models import end_tokens
 
 LOOP_CHARACTERS = 20_000  # most characters tokenized in the event loop, in a few milliseconds
 COMPOSED = 4  # most characters that NFC composes to one: a Greek letter with three marks
-CACHED = 4096  # most characters of a cached text; longer ones seldom repeat and would fill memory
-VARIANTS = 16  # most cached sets of requests' template arguments; an agent uses one or two
+CACHED = 4096  # most characters of a cached text; longer texts seldom repeat and would fill memory
+VARIANTS = 16  # most cached formats, one per set of template arguments; an agent uses one or two
 CACHE = 4096  # most cached texts; FrozenLake with 64 trajectories has about as many per step
 
 # Model types for which `AutoTokenizer` uses the class that tokenizer_config.json names.
@@ -54,8 +54,8 @@ Tokens = TypeVar("Tokens")
 
 
 def tokenizer_class(folder: str | Path) -> type:
-    """Return the class whose `from_pretrained` loads the tokenizer in `folder` as `AutoTokenizer`
-    does. Models in `NAMED` don't need `AutoTokenizer`, which imports torch and so takes 3 s."""
+    """Return a class whose `from_pretrained` loads the tokenizer in `folder`. Models in `NAMED`
+    don't need `AutoTokenizer`, which takes 3 s because it imports torch."""
     given, own = (
         json.loads(path.read_text(encoding="utf-8"))
         if (path := Path(folder) / name).is_file()
@@ -71,11 +71,9 @@ def tokenizer_class(folder: str | Path) -> type:
 
 class ChatFormat:
     """The tokenizer and chat template in `folder`, with `template_args` (such as enable_thinking),
-    and the forms of tool calls and thoughts (rose/agent/tool_formats.py).
-
-    Raises `ConfigError` that names model.path if the folder has no usable tokenizer or template,
-    and model.tool_format or model.reasoning_format if that doesn't fit the model.
-    """
+    and the forms of tool calls and thoughts (rose/agent/tool_formats.py). Raises `ConfigError`. It
+    names model.path if the folder has no usable tokenizer or template, and model.tool_format or
+    model.reasoning_format if this setting doesn't fit the model."""
 
     def __init__(
         self,
@@ -86,7 +84,7 @@ class ChatFormat:
         end_of_turn: Sequence[str] = (),
     ):
         self.folder, self.template_args = str(folder), dict(template_args or {})
-        self._tokenizer = self._load()
+        self._tokenizer = self._load_tokenizer()
         self._backend = self._tokenizer.backend_tokenizer
         self.eos_ids: frozenset[int] = frozenset(end_tokens(folder, end_of_turn))
         self.vocabulary = self._find_vocabulary()  # size: all token ids are smaller
@@ -110,29 +108,30 @@ class ChatFormat:
         )
 
     def _learn_gaps(self) -> None:
-        """Find the text that the template with these arguments writes after an answer; create the
-        caches. Raises `CannotExtend`."""
+        """Find the text that the template writes after an answer, with `self.template_args`. Create
+        empty caches of tokens. Raises `CannotExtend`."""
         self._gaps = Gaps(self.folder, self._render, self._eos_texts(), self.native_tools)
         self._gaps.of(("user",), False)
-        self.tools_problem = self._gaps.tools_problem()  # "" if environments may have tools
+        self.tools_problem = self._gaps.tools_problem()  # "" if the template can be used with tools
         self._start = functools.lru_cache(CACHE)(self._start_tokens)
         self._observation = functools.lru_cache(CACHE)(self._observation_tokens)
 
     def _find_thoughts(self) -> None:
-        """Find out with these arguments whether a turn begins inside a thought, and where thoughts
-        end."""
+        """Find out whether, with `self.template_args`, a turn begins inside a thought. Choose the
+        function that splits a turn's text into thought and answer."""
         self._opens_thought = self._render([plain_message("user")]).rstrip().endswith("<think>")
         self._split = tool_formats.thoughts(
             self._reasoning_format, self._tokenizer, self.template_args
         )
 
     def with_args(self, given: dict[str, Any]) -> ChatFormat:
-        """Return the format with a request's template arguments, which override the run's.
+        """Return this format with a request's template arguments, which override the run's.
         Arguments that the template does not read are ignored. Raises `CannotExtend`."""
         kept = {name: value for name, value in given.items() if name in self._arguments}
         return self._with(json.dumps(kept, sort_keys=True)) if kept else self
 
     def _variant(self, given: str) -> ChatFormat:
+        """Return this format with further template arguments, given in JSON."""
         other = copy.copy(self)
         other.template_args = self.template_args | json.loads(given)
         if other.template_args == self.template_args:
@@ -149,22 +148,21 @@ class ChatFormat:
 
     def start(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
         """Return the tokens of the first prompt, up to and including the generation prompt.
-        `messages` are OpenAI's, with text or parts of text.
-
-        For templates that ignore tools (SmolLM2), the system message describes the tools, and calls
-        and results become text. Raises `CannotExtend` if the template refuses the messages.
-        """
+        `messages` have OpenAI's form; each content is text or a list of texts. For templates that
+        ignore tools (SmolLM2), the system message describes the tools, and calls and results become
+        text. Raises `CannotExtend` if the template refuses the messages."""
         key = json.dumps(messages), json.dumps(tools)
         short = sum(map(len, key)) <= CACHED
         return list(self._start(*key) if short else self._start_tokens(*key))
 
     def least_tokens(self, characters: int) -> int:
-        """Return a lower bound on the number of tokens of `characters`; 0 if unknown. With it the
-        caller rejects texts that are too long without tokenizing them (a second per 100 kB)."""
+        """Return the least number of tokens that a text of this length can have; 0 if unknown. With
+        it, callers reject a too long text without tokenizing it (a second per 100 kB)."""
         return characters // self._longest if self._longest else 0
 
     async def in_thread(self, characters: int, write: Callable[..., Tokens], *given: Any) -> Tokens:
-        """Return `write(*given)`, run in a thread for more than `LOOP_CHARACTERS` `characters`."""
+        """Return `write(*given)`. If it tokenizes many characters, a thread runs it, so that it
+        doesn't block the event loop."""
         if characters <= LOOP_CHARACTERS:
             return write(*given)
         return await asyncio.to_thread(write, *given)
@@ -175,7 +173,7 @@ class ChatFormat:
             raise CannotExtend(self.tools_problem)
         try:
             return self._render(messages, tools)
-        except Exception as error:  # a template is a program, which may raise anything
+        except Exception as error:  # any type, since a template is a program
             raise CannotExtend(
                 f"model.path={self.folder!r}: its chat template refuses these messages: {error}"
             ) from None
@@ -192,11 +190,11 @@ class ChatFormat:
         tools: bool | None = None,
         system: bool = False,
     ) -> list[int]:
-        """Return the tokens between the policy's last token and its next turn, for observations in
-        a row: the results of a turn's calls, then a user's messages. All are (role, text), or all
-        are OpenAI messages. `closed`: the last token was an end-of-turn token; otherwise the tokens
-        begin with one. `tools`: the trajectory has tools; by default, if a message is a tool's.
-        `system`: the trajectory has a system message. Raises `CannotExtend`."""
+        """Return the tokens between the policy's last token and its next turn. They hold the
+        observations `messages`: results of the turn's calls, then messages of the user. All are
+        (role, text) pairs, or all are OpenAI messages. `closed`: the policy's last token ended its
+        turn; otherwise an end-of-turn token comes first. `tools`: the trajectory has tools; None:
+        if a message has the role tool. `system`: it has a system message. Raises `CannotExtend`."""
         whole = list(messages)
         if whole and isinstance(whole[0], tuple):
             whole = observed_messages(*zip(*whole, strict=True))
@@ -219,13 +217,13 @@ class ChatFormat:
         return self.read(text, tools).action(text)
 
     def said(self, text: str) -> str | None:
-        """Return `Action.said` of a turn's text."""
+        """Return a turn's text outside of thoughts; None if <think> and </think> mark them."""
         if self._reasoning_format != tool_formats.AUTO:
             return self._split(text)[1]
         return outside_thoughts(f"<think>{text}") if self._opens_thought else None
 
     def neutral(self, text: str) -> str:
-        """Return `text` with a space in each of the template's marks, so that none acts as one."""
+        """Return `text` with a space in each mark of the template, which makes it plain text."""
         return self._marks.sub(lambda mark: f"{mark[0][0]} {mark[0][1:]}", text)
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -237,22 +235,21 @@ class ChatFormat:
 
     @property
     def template(self) -> str:
-        """Return the template for conversations without tools. If `native_tools` is False, it is
-        the template for all conversations."""
+        """The template for conversations without tools; for all, if `native_tools` is False."""
         return self._tokenizer.get_chat_template()
 
     @property
     def thinks(self) -> bool:
-        """True if the model thinks between <think> and </think>, both tokens of its own, and the
-        template opens a thought or has the argument enable_thinking."""
+        """True if the model thinks between <think> and </think>. Both must be single tokens, and
+        the template must open a thought or have the argument enable_thinking."""
         marks = {"<think>", "</think>"} <= self._tokenizer.get_vocab().keys()
         asked = "enable_thinking" in self._arguments and "</think>" in self.template
         return marks and (asked or self._opens_thought)
 
-    def _load(self):
+    def _load_tokenizer(self):
         try:
             tokenizer = tokenizer_class(self.folder).from_pretrained(self.folder)
-        except Exception as error:  # Of damaged files the library raises anything.
+        except Exception as error:  # any type, for a damaged file
             raise ConfigError(
                 f"model.path={self.folder!r}: no tokenizer could be loaded there "
                 f"({type(error).__name__}: {error})"
@@ -264,14 +261,14 @@ class ChatFormat:
         return tokenizer
 
     def _find_vocabulary(self) -> int:
-        """Return the model's vocabulary size, padding included; else the tokenizer's size."""
+        """Return config.json's vocabulary size, padding included; without one, the tokenizer's."""
         path = Path(self.folder) / "config.json"
         given = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         text = given.get("text_config") or {}  # present in vision-language models
         return given.get("vocab_size") or text.get("vocab_size") or len(self._tokenizer)
 
     def _check_vocabulary(self) -> None:
-        """Raise `ConfigError` if the template writes a token that the model's matrices lack."""
+        """Raise `ConfigError` if the template writes a token outside of the model's vocabulary."""
         for token in self._encode(self._render([plain_message("user")])):
             if token >= self.vocabulary:
                 raise self._error(
@@ -283,6 +280,7 @@ class ChatFormat:
     def _render(
         self, messages: list[dict], tools: list[dict] | None = None, prompt: bool = True
     ) -> str:
+        """Return the template's text, which ends with the generation prompt if `prompt`."""
         tools = [served_tool(tool) for tool in tools] if tools else None
         template = self._tokenizer.get_chat_template(None, tools)
         return self._tokenizer.apply_chat_template(
@@ -295,18 +293,20 @@ class ChatFormat:
         )
 
     def _encode(self, text: str) -> list[int]:
-        # Replace lone surrogates, which JSON of a model or an agent may hold.
+        # Replace lone surrogates, which a model's or an agent's JSON may contain.
         text = text.encode("utf-8", "replace").decode()
         # `encode_batch` releases the GIL; `encode` doesn't.
         [encoded] = self._backend.encode_batch([text], add_special_tokens=False)
         return encoded.ids
 
     def _start_tokens(self, messages: str, tools: str) -> list[int]:
+        """Return what `start` returns, for arguments in JSON, which can be keys of a cache."""
         return self._encode(self.written(json.loads(messages), json.loads(tools)))
 
     def _observation_tokens(
         self, written: str, closed: bool, tools: bool, system: bool
     ) -> list[int]:
+        """Return what `observations` returns, for messages in JSON."""
         messages = json.loads(written)
         for message in messages:
             texts = message["content"]
@@ -331,24 +331,23 @@ class ChatFormat:
             return tool_formats.PROBE.name in self._render(
                 [plain_message("user")], [tool_formats.PROBE_TOOL]
             )
-        except Exception:  # A template is a program, which may raise anything.
+        except Exception:  # any type, since a template is a program
             return False
 
     def _written_call(self) -> str | None:
-        """Return the template's text for one call, up to the end of the turn; None if it ignores
-        calls."""
+        """Return the template's text for a call of the dummy tool `PROBE`; None if it has none."""
         reply = calling(tool_formats.PROBE.arguments)
         tools = [tool_formats.PROBE_TOOL]
         try:
             before = self._render([plain_message("user")], tools)
             text = self._render([plain_message("user"), reply], tools, prompt=False)
-        except Exception:  # A template is a program, which may raise anything.
+        except Exception:  # any type, since a template is a program
             return None
         if not self.native_tools or tool_formats.PROBE.name not in text[len(before) :]:
             return None
         # A generation prompt may add text, such as an empty thought, that earlier turns don't have.
         shared = os.path.commonprefix([before, text])
-        # Not in the middle of a mark: <think> and <tool_call> both begin with <t.
+        # Don't cut inside a mark: <think> and <tool_call> both begin with <t.
         if (mark := re.search(r"<[^<>\s]*$", shared)) is not None:
             shared = shared[: mark.start()]
         written = text[len(shared) :].rstrip()
@@ -365,8 +364,8 @@ class ChatFormat:
 
 
 def _marks(backend: Any, template: str) -> set[str]:
-    """Return the added tokens that act as marks: those that are special or in the template. Others
-    are plain text, such as runs of spaces and HTML tags. A template may put <|ROLE|> together."""
+    """Return the added tokens that act as marks: special tokens, tokens in the template, and tokens
+    such as <|user|>, which a template may join from parts. Other added tokens are plain text."""
     return {
         token.content
         for token in backend.get_added_tokens_decoder().values()
@@ -376,12 +375,9 @@ def _marks(backend: Any, template: str) -> set[str]:
 
 
 def _longest_token(backend: Any) -> int:
-    """Return the largest number of characters that one token stands for; 0 if that is unbounded, as
-    in tokenizers that collapse spaces or know whole words only.
-
-    In byte-level BPE a token's name has one character per byte. Normalisation to NFC composes up to
-    `COMPOSED` characters to one.
-    """
+    """Return the largest number of characters that one token stands for; 0 if there is no bound, as
+    in tokenizers that collapse spaces or know whole words only. In byte-level BPE a token's name
+    has one character per byte. Normalisation to NFC composes up to `COMPOSED` characters to one."""
     pieces = backend.pre_tokenizer.__getstate__() if backend.pre_tokenizer else b""
     normalizer = type(backend.normalizer).__name__
     added = backend.get_added_tokens_decoder().values()
@@ -389,7 +385,7 @@ def _longest_token(backend: Any) -> int:
         type(backend.model).__name__ != "BPE"
         or b"ByteLevel" not in pieces
         or normalizer not in ("NoneType", "NFC")
-        or any(token.lstrip or token.rstrip for token in added)  # such a token absorbs spaces
+        or any(token.lstrip or token.rstrip for token in added)  # tokens that absorb spaces
     ):
         return 0
     longest = max(map(len, backend.get_vocab(with_added_tokens=True)))

@@ -1,7 +1,7 @@
-"""Finds the text that a chat template writes between a turn of the policy and the next: the gap.
+"""Finds the text that a chat template writes between two turns of the policy: the gap.
 
 It renders dummy conversations, and rejects templates that would rewrite a trajectory's earlier
-text. It works on text; rose/agent/chat.py makes tokens of it.
+text. It works on text, which rose/agent/chat.py converts to tokens.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rose.config import ConfigError
 
 CACHE = 4096  # most cached gaps, one per sequence of roles; a run has few such sequences
 ANSWER = "ROSE-ANSWER-7f3a"
-OBSERVATION = 'ROSE-OBSERVATION-7f3a-{}"end'  # quotation mark: a test of the template's escaping
-# Test contents, to find out how a template changes contents.
+OBSERVATION = 'ROSE-OBSERVATION-7f3a-{}"end'  # dummy with a quotation mark, to detect escaping
+# Contents of dummy messages, to find out how a template changes contents.
 TRIED = (
     "",
     "\n \u00a0" + OBSERVATION + "\\n\t ",
@@ -44,14 +44,14 @@ class CannotExtend(ConfigError):
 
 @dataclass(frozen=True)
 class Gap:
-    """The text between an answer and the next turn."""
+    """The text between an answer and the next turn. It holds the observations of the answer."""
 
     end: str  # the end-of-turn token
     texts: tuple[str, ...]  # texts before, between and after the messages' contents
     # For each content (escaped as a JSON string, stripped of white space). None if the template
     # changes contents in another way, so that the template must render each observation.
     forms: tuple[tuple[bool, bool], ...] | None
-    ids: bool  # True: the template writes the ids of calls beside results
+    ids: bool  # True: the template writes each call's id beside its result
 
     def write(self, contents: Sequence[str]) -> str:
         """Return the text after the end-of-turn token."""
@@ -76,7 +76,7 @@ class Gaps:
         native: bool,
     ) -> None:
         self._folder, self._render, self._ends, self._native = folder, render, ends, native
-        # of(roles, tools) returns the gap before messages of these roles, found once.
+        # of(roles, tools, system) returns a gap, which `_find` finds at the first call.
         self.of = functools.lru_cache(CACHE)(self._find)
 
     def tools_problem(self) -> str:
@@ -100,12 +100,8 @@ class Gaps:
         return ""
 
     def _find(self, roles: tuple[Observer, ...], tools: bool, system: bool = False) -> Gap:
-        """Find the gap before messages of these roles. `system`: the conversation begins with a
-        system message.
-
-        The gap must not depend on earlier turns, and an answer must not change the prompt before
-        it. Raises `CannotExtend` otherwise.
-        """
+        """Find the gap with observations of these roles. `system`: there is a system message.
+        Raises `CannotExtend` if it depends on earlier turns, or an answer changes its prompt."""
         contents = [OBSERVATION.format(i) for i in range(len(roles))]
         reply, observed = plain_message("assistant", ANSWER), observed_messages(roles, contents)
         front = [plain_message("system", "y")] if system else []
@@ -141,7 +137,7 @@ class Gaps:
         return Gap(end, texts, None, ids)
 
     def _earlier(self, tools: bool) -> Iterator[list[dict[str, Any]]]:
-        """Yield rounds that may come before an answer: one, several, and one with a call."""
+        """Yield dummy beginnings of a conversation: one round, many rounds, a round with a call."""
         plain = [plain_message("user"), plain_message("assistant")]
         yield plain
         yield plain * LONG
@@ -159,8 +155,8 @@ class Gaps:
     def _check_opening(
         self, first: list[dict], second: list[dict], observed: list[dict], tools: bool
     ) -> None:
-        """Check that an answer doesn't change the prompt before it, as in templates that list the
-        tools before the last user's message. Thoughts may vanish. Raises `CannotExtend`."""
+        """Raise `CannotExtend` if an answer changes the prompt before it, in turn 1 or 2. Templates
+        do that if they list tools before the last user message. Marks of thoughts may change."""
         found = []
         for messages in (first, second):
             prompt = self._written_prompt(messages, tools)
@@ -177,7 +173,7 @@ class Gaps:
                 )
 
     def _cut(self, text: str, contents: list[str]) -> tuple[tuple[str, ...], tuple[bool, ...]]:
-        """Return (texts around the contents, True for each content that is escaped)."""
+        """Cut `text` at `contents`. Return (texts around them, True for each that is escaped)."""
         texts, escaped = [], []
         for content in contents:
             escaped.append(content not in text)
@@ -194,12 +190,13 @@ class Gaps:
     def _written_prompt(self, messages: list[dict], tools: bool) -> str:
         try:
             return self._render(messages, [tool_formats.PROBE_TOOL] if tools else None)
-        except Exception as error:  # A template is a program, which may raise anything.
+        except Exception as error:  # any type, since a template is a program
             raise self._cannot(
                 f"its chat template refuses a conversation of several turns: {error}"
             ) from error
 
     def after_answer(self, messages: list[dict], tools: bool) -> str:
+        """Render `messages`, and return the text after the answer `ANSWER` in them."""
         before, found, after = self._written_prompt(messages, tools).partition(ANSWER)
         if not found or ANSWER in after or OBSERVATION.partition("{")[0] in before:
             raise self._cannot("its chat template does not write each message once, in order")
@@ -214,7 +211,7 @@ def plain_message(role: str, content: str = "x") -> dict[str, str]:
 
 
 def observed_messages(roles: Sequence[Observer], contents: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the messages after an answer."""
+    """Return dummy messages with these observations, as results of calls or as a user's text."""
     return [
         plain_message(role, content) | ({"tool_call_id": call_id(i)} if role == "tool" else {})
         for i, (role, content) in enumerate(zip(roles, contents, strict=True))
@@ -222,12 +219,12 @@ def observed_messages(roles: Sequence[Observer], contents: Sequence[str]) -> lis
 
 
 def calling(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return an assistant's message that calls the probe."""
+    """Return an assistant's message that calls the dummy tool `PROBE`."""
     function = {"name": tool_formats.PROBE.name, "arguments": arguments}
     call = {"id": call_id(0), "type": "function", "function": function}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def call_id(index: int) -> str:
-    """Return an id of nine letters and digits, as Mistral's templates require."""
+    """Return the id of a turn's call: nine letters and digits, as Mistral's templates require."""
     return f"rose{index:05d}"

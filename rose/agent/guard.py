@@ -10,36 +10,36 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from rose.agent import returned
-from rose.agent.blocked import INHERITED, Blocked, called, marks
+from rose.agent.blocked import INHERITED, Blocked, called, calls_environment
 from rose.agent.envs import _workers
 from rose.agent.envs.base import Action, Environment, Start, Step
 from rose.protocol import Trajectory
 from rose.reward import values
 
 CAUSE_CHARACTERS = 4000  # most characters of a cause, which may quote 2,000 bytes of a log
-POLL_S = 0.1  # least seconds between two checks of a deadline that moves while a call is queued
+POLL_S = 0.1  # least seconds between two checks of a deadline, which moves while a call is queued
 
 
 class EnvironmentFailure(Exception):
     """The environment raised, hung or returned invalid values; the trajectory must not be trained.
 
-    What the trajectory had generated is kept for inspection. The agent loop sets `made`, and the
-    runner of an agent's program also `output`, on every exception that leaves the trajectory. That
-    includes a cancellation, because `OwnTime` turns its own into a failure.
+    The trajectory so far is kept for inspection. The agent loop sets `made` on every exception that
+    leaves a trajectory, cancellations included, because `OwnTime` turns a cancellation at its limit
+    into this failure. The runner of an agent's program also sets `output`.
     """
 
     def __init__(self, trajectory: str, cause: str):
-        # A cause quotes foreign text of any length, which may hold lone surrogates (invalid UTF-8).
+        # A cause quotes foreign text of any length, which may have lone surrogates (invalid UTF-8).
         cause = cause[:CAUSE_CHARACTERS].encode("utf-8", "backslashreplace").decode()
         super().__init__(f"trajectory {trajectory}: {cause}")
         self.trajectory, self.cause = trajectory, cause
         self.task = ""  # the environment's name for its task, if any
-        self.made: Trajectory | None = None  # the trajectory so far; None: no token yet
+        self.made: Trajectory | None = None  # the trajectory so far; None without any token
         self.output = ""  # text that the agent's program had printed
 
 
 class TaskFailure(EnvironmentFailure):
-    """Every trajectory of the task would fail the same way, for example on a too long prompt."""
+    """Every trajectory of the task would fail the same way, such as with a prompt too long."""
 
 
 class ScoringFailure(EnvironmentFailure):
@@ -47,13 +47,14 @@ class ScoringFailure(EnvironmentFailure):
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ends this process. Its handler raises this with the signal's number, perhaps during
-    a call of an environment; the environment is not at fault."""
+    """Raised, with the signal's number, by the handler of a signal that ends this process. If it
+    interrupts a call of an environment, the environment is not at fault."""
 
 
 class Guard:
     """Calls the methods of `env`, each with a deadline of `timeout_s` seconds. The time that a call
-    waits for a free worker process (`_workers`) doesn't count. Raises `EnvironmentFailure`."""
+    waits for a free worker process (`_workers`) doesn't count. `key` is the environment's key in
+    the configuration, for messages. Raises `EnvironmentFailure`."""
 
     def __init__(self, env: Environment, trajectory: str, timeout_s: float, key: str):
         self.env, self.trajectory, self.timeout_s, self.key = env, trajectory, timeout_s, key
@@ -75,7 +76,7 @@ class Guard:
         return self._read("stats", {}, returned.stats)
 
     def flag(self, name: str) -> bool:
-        """Return an attribute as a bool."""
+        """Return the environment's attribute `name`, True or False; False without it."""
         return self._read(name, None, returned.flag)
 
     def _read(self, name: str, default: Any, check: Callable[[Any], Any]) -> Any:
@@ -93,7 +94,7 @@ class Guard:
             raise self._failure(name, f"gave {_wrong(error)}") from error
 
     async def checkpoint(self) -> bytes | None:
-        """Return the environment's saved state, None of an environment without `checkpoint`."""
+        """Save the environment's state and return it; None without the method `checkpoint`."""
         if (checkpoint := getattr(self.env, "checkpoint", None)) is None:
             return None
         return await self._call("checkpoint", checkpoint, bytes)
@@ -111,12 +112,15 @@ class Guard:
         expected: type,
         check: Callable[[Any], Any] = lambda value: value,
     ) -> Any:
+        """Await `make()`, a call of the environment's method `name`, within the deadline. Return
+        `check(result)`. Raises `EnvironmentFailure`, also if the result isn't `expected`."""
         began = time.monotonic()
         with _workers.Queueing() as queue:
             what = f"{type(self.env).__name__}.{name}"
             task = asyncio.ensure_future(_awaited(what, self.timeout_s, make))
         task.add_done_callback(forget)
-        try:  # not wait_for, which would wait for an environment that swallows its cancellation
+        # asyncio.wait_for would wait for an environment that swallows its cancellation.
+        try:
             left = self.timeout_s
             while not task.done() and left > 0:
                 await asyncio.wait({task}, timeout=max(left, POLL_S))
@@ -144,8 +148,9 @@ class Guard:
         return EnvironmentFailure(self.trajectory, f"{type(self.env).__name__}.{method} {what}")
 
 
-@marks
+@calls_environment
 async def _awaited(what: str, limit_s: float, make: Callable[[], Coroutine]) -> Any:
+    """Await `make()`. An exception that would end this process becomes a RuntimeError."""
     INHERITED.set((what, limit_s))
     try:
         if not inspect.isawaitable(given := make()):
@@ -153,19 +158,19 @@ async def _awaited(what: str, limit_s: float, make: Callable[[], Coroutine]) -> 
         return await given
     except Interrupted:
         raise
-    except (SystemExit, KeyboardInterrupt) as error:  # asyncio would end the host with it
+    except (SystemExit, KeyboardInterrupt) as error:  # errors with which asyncio ends the host
         raise RuntimeError(f"it tried to end its process by {error!r}") from error
 
 
 def _wrong(error: Exception) -> str:
-    """Describe what a check found. Reading a value of a user's class may raise anything."""
+    """Return why a check failed: its ValueError's text, or another exception of a user's class."""
     if type(error) is ValueError:
         return str(error)
     return f"a value that can't be read: {_raised(error)}"
 
 
 def _raised(error: BaseException) -> str:
-    """Return the error's repr, or its type's name where its repr raises."""
+    """Return the error's repr, or the name of its type if `repr` raises."""
     try:
         return repr(error)
     except Exception:
@@ -173,6 +178,6 @@ def _raised(error: BaseException) -> str:
 
 
 def forget(task: asyncio.Task) -> None:
-    """Retrieve an abandoned call's exception, so that asyncio doesn't log what was reported."""
+    """Retrieve the exception of a call that is no longer awaited, so asyncio doesn't log it."""
     if not task.cancelled():
         task.exception()

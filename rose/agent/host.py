@@ -41,9 +41,9 @@ TASK_CHARACTERS = 200  # most characters of a task's name; the remainder is cut
 STORE_S = 60.0  # most seconds to store the remaining checkpoints of sandboxes when the host ends
 
 # Slurm ends a job with SIGTERM to all its processes. One of them may die, and fail a trajectory,
-# before this process gets SIGTERM. So a failure is reported only after TOLD_S seconds, and if
-# SIGTERM arrived in them, after ENDING_S more, by which time the run should have ended.
-TOLD_S, ENDING_S = 0.5, 60.0
+# before this process gets SIGTERM. So a failure is reported only after REPORT_DELAY_S seconds. If
+# SIGTERM arrives meanwhile, the report is delayed by ENDING_DELAY_S more, and the job should end.
+REPORT_DELAY_S, ENDING_DELAY_S = 0.5, 60.0
 
 
 class TrajectoryHost:
@@ -74,11 +74,11 @@ class TrajectoryHost:
         self._own: dict[str, OwnTime] = {}  # clocks of the running trajectories' own time
         self._forks = Forks()
         self._players: dict[str, Player] = {}  # module:Class -> its object
-        self._ending = False  # True once this process got SIGTERM: the job ends
+        self._job_ends = False  # True once this process has got SIGTERM
 
-    def end_told(self) -> None:
-        """Note that this process got SIGTERM, so failures may be due to the job's end."""
-        self._ending = True
+    def on_sigterm(self) -> None:
+        """Note that the job ends, which may cause failures from now on."""
+        self._job_ends = True
 
     def handle(self, message: p.Message) -> None:
         match message:
@@ -94,7 +94,7 @@ class TrajectoryHost:
                 self._scoring.handle(message)
             case p.ReleaseTrajectory() if self._moves is not None:
                 if message.id in self._trajectories:  # otherwise its end has been reported
-                    self._moves.ask(message.id)
+                    self._moves.request_move(message.id)
                     self._release(message.id)
             case p.CancelTrajectory():
                 task = self._trajectories.pop(message.id, None)
@@ -109,14 +109,15 @@ class TrajectoryHost:
     async def _run(
         self, start: p.StartTrajectory, fork: asyncio.Future[Fork | None] | None
     ) -> None:
+        """Play a trajectory, and report its end or failure to the coordinator."""
         began = time.time()
         try:
-            trajectory = await self._trajectory(start, fork)
+            trajectory = await self._play(start, fork)
             self._finish(start, trajectory)
         except EnvironmentFailure as failure:
-            await asyncio.sleep(TOLD_S)
-            if self._ending:  # the run's next attempt restarts the trajectory
-                await asyncio.sleep(ENDING_S)
+            await asyncio.sleep(REPORT_DELAY_S)
+            if self._job_ends:
+                await asyncio.sleep(ENDING_DELAY_S)
             kinds = isinstance(failure, ScoringFailure), isinstance(failure, TaskFailure)
             words = f"{failure} ({failure.task})" if failure.task else str(failure)
             self._send(p.TrajectoryFailed(start.id, start.group, start.domain, words, *kinds))
@@ -162,12 +163,12 @@ class TrajectoryHost:
     def saved(self, snapshot: Snapshot) -> None:
         """Report a snapshot that is on disk, and release its trajectory if that is to move."""
 
-        async def tell() -> None:
+        async def report() -> None:
             if await self._moves.saved(snapshot):
                 self._release(snapshot.start.id)
 
         if self._moves is not None:
-            self._spawn(tell())
+            self._spawn(report())
 
     def _release(self, trajectory: str) -> None:
         """Stop a trajectory that is to move, if it waits for the turn after its newest snapshot.
@@ -178,25 +179,27 @@ class TrajectoryHost:
             task.cancel()
 
     async def _drop(self, trajectory: str) -> None:
-        """Remove a cancelled trajectory's snapshots, and with them its sandbox's states."""
+        """Remove the snapshots of a cancelled trajectory and the states of its environment."""
         if self._snapshots is not None:
             await asyncio.to_thread(self._snapshots.remove, trajectory)
         self._forget(trajectory)
 
     def _forget(self, trajectory: str) -> None:
+        """Let the store remove the states of the trajectory's environment."""
         if self._checkpoints is not None:
             self._checkpoints.ended(trajectory)
 
-    async def _trajectory(
+    async def _play(
         self, start: p.StartTrajectory, fork: asyncio.Future[Fork | None] | None
     ) -> p.Trajectory:
+        """Build the environment and play the trajectory in it. Raises `EnvironmentFailure`."""
         c = self._config
         key, member = c.environments[start.domain]
         try:
             limit_s = member.step_timeout_s
             environment = called(f"{member.name}'s constructor", limit_s, lambda: build(member))
         except (ConfigError, Blocked) as error:
-            # The launcher could build it, so the fault may be temporary, and a replacement may run.
+            # The launcher could build it, so the fault may be temporary. One trajectory fails.
             raise EnvironmentFailure(start.id, str(error)) from error
         if self._checkpoints is not None and store_of(environment) is not None:
             await asyncio.to_thread(self._snapshots.expect, start.id)
@@ -242,12 +245,12 @@ class TrajectoryHost:
         if self._checkpoints is not None:
             await self._checkpoints.close(STORE_S)
 
-    def _sampling(self, start: p.StartTrajectory, new: int) -> p.Sampling:
+    def _sampling(self, start: p.StartTrajectory, max_new: int) -> p.Sampling:
         rollout = self._config.rollout
         if start.phase is p.Phase.EVAL:
-            return p.Sampling(new, temperature=self._config.eval.of(start.domain)[1])
+            return p.Sampling(max_new, temperature=self._config.eval.of(start.domain)[1])
         return p.Sampling(
-            new, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k
+            max_new, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k
         )
 
     async def _request_turn(self, request: p.TurnRequest) -> p.TurnResult:
@@ -265,20 +268,19 @@ class TrajectoryHost:
 
 
 def _task_name(environment: object, seed: int, limit_s: float) -> str:
-    """Return the environment's name for the seed's task; "" if `task_name` is missing or raises."""
+    """Return the environment's name for the task of `seed`; "" if `task_name` fails."""
     what = f"{type(environment).__name__}.task_name"
     try:
         name = str(called(what, limit_s, lambda: environment.task_name(seed)))
-    # A user's method, which may be missing or raise; no trajectory fails because of a name.
+    # A user's method may be missing or raise. No trajectory fails because of a name.
     except (Exception, Blocked, SystemExit, KeyboardInterrupt):
         return ""
     return name[:TASK_CHARACTERS].encode("utf-8", "backslashreplace").decode()
 
 
 async def open_store(config: Config, snapshots: Path, recorder: NullRecorder) -> Store | None:
-    """Open the store of states of this run's environments, which it keeps while their trajectories
-    have a folder in `snapshots`. None if they have no store, or the configuration wants no
-    checkpoints. Raises `ConfigError`."""
+    """Open the store for states of this run's environments. It keeps a state while the trajectory
+    has a folder in `snapshots`. None without a store or checkpoints. Raises `ConfigError`."""
     for _, member in config.environments.values():
         opened = store_of(build(member))
         if opened is not None:
@@ -295,11 +297,11 @@ async def run(
     folder: Path,
     attempt: int,
 ) -> None:
-    """Run the host until the coordinator sends `Shutdown`. `rank`: the host's own;
-    `send(rank, message)` sends a message to a rank; `folder`: of its trajectories' snapshots."""
+    """Run the host with the number `rank` until the coordinator sends `Shutdown`. `send(rank,
+    message)` sends to a rank, `receive()` receives, and `folder` is for snapshots."""
     chat = ChatFormat.of(resolve(config.model), config.model)
     tasks = Tasks()
-    # Find out now what this machine lacks; in a thread, since imports take seconds.
+    # Check this machine before any trajectory. A thread does it, because imports take seconds.
     machine = await asyncio.to_thread(check, config.env, config.eval.sets)
 
     def resumed(snapshot: Snapshot) -> None:
@@ -323,7 +325,7 @@ async def run(
         Keeper(config.run_dir) if config.observe.save_trajectories else None,
     )
 
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, host.end_told)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, host.on_sigterm)
 
     async def handle() -> None:
         while not isinstance(message := await receive(), p.Shutdown):
@@ -336,10 +338,10 @@ async def run(
     tasks.spawn(watch.run())
     send(COORDINATOR, p.HostReady(rank, machine))
     if moves is not None:
-        tasks.spawn(moves.tell_load())
+        tasks.spawn(moves.report_load())
     try:
         await tasks.run_until(handle())
     finally:
-        # Cancelled trajectories get time to close their environments.
+        # Closing gives cancelled trajectories time to close their environments.
         await tasks.close(config.step_timeout_s)
         await host.close()

@@ -59,13 +59,13 @@ async def run_trajectory(
     forks: Forks | None = None,
     fork: asyncio.Future[Fork | None] | None = None,
 ) -> Trajectory:
-    """Run one episode on a fresh `env`, and close `env` in any case. The reward is the
-    environment's, or the score by `scoring`. The episode begins from its newest usable snapshot in
-    `snapshots`, else from the parent's state that `fork` resolves to, else from the prompt. If
-    `env` has `checkpoint`, it writes snapshots. Others may fork off it through `forks`.
+    """Run one episode on a fresh `env`, and close `env` in any case. The reward is the score by
+    `scoring`, or without it the environment's. The episode begins from the first of these that
+    exists: its newest usable snapshot, the parent's state that `fork` resolves to, the prompt. If
+    `env` has `checkpoint`, it writes snapshots. Other trajectories may fork off it through `forks`.
 
-    Each turn gets a copy of `sampling` with the turn's seed and with max_new_tokens = the smaller
-    of limits.max_new_tokens and the tokens left of `max_context` (prompt and answers together).
+    Each turn gets a copy of `sampling` with the turn's seed and its own max_new_tokens:
+    the smaller of limits.max_new_tokens and the tokens left of `max_context` (prompt and answers).
     `clock` returns wall-clock seconds. `key` is the key of `limits` in the configuration, which
     failures name. Raises `EnvironmentFailure`; errors of `request_turn` and cancellation propagate.
     """
@@ -82,7 +82,7 @@ async def run_trajectory(
         try:
             await taking.close()
             await guard.close()
-        except EnvironmentFailure as also:  # reported as a note; the first error is raised
+        except EnvironmentFailure as also:  # a note to the first error, which is raised
             error.add_note(str(also))
         raise
     try:
@@ -94,7 +94,7 @@ async def run_trajectory(
 
 
 def turn_seed(sampling_seed: int | None, turn: str) -> int | None:
-    """Return a turn's seed, 31 bits, the same on every machine and in every run; None for None."""
+    """Return a turn's sampling seed, 31 bits, the same in every run; None without sampling_seed."""
     return None if sampling_seed is None else seed_of(sampling_seed, turn)
 
 
@@ -169,19 +169,20 @@ class _Episode:
         return self.made(started, clock(), self.guard.stats())
 
     async def _begin(self) -> Start:
+        """Reset the environment, and append the tokens of the first prompt."""
         first = await self.guard.reset(self.start.env_seed)
         self.state.has_system = any(m["role"] in ("system", "developer") for m in first.messages)
         size = sum(len(message.get("content") or "") for message in first.messages)
         if (least := self.chat.least_tokens(size)) >= self.max_context:
-            raise self._no_room(f"at least {least}")
-        size += len(json.dumps(first.tools))  # not in the bound above: the template may omit tools
+            raise self._prompt_too_long(f"at least {least}")
+        size += len(json.dumps(first.tools))  # excluded above, as the template may omit tools
         prompt = await self._tokens_of("reset", size, self.chat.start, first.messages, first.tools)
         if len(prompt) >= self.max_context:
-            raise self._no_room(str(len(prompt)))
+            raise self._prompt_too_long(str(len(prompt)))
         self.state.observe(prompt)
         return first
 
-    def _no_room(self, tokens: str) -> TaskFailure:
+    def _prompt_too_long(self, tokens: str) -> TaskFailure:
         return TaskFailure(
             self.start.id,
             f"the first prompt has {tokens} tokens, which leaves no room in model.max_context="
@@ -191,9 +192,9 @@ class _Episode:
     async def _tokens_of(
         self, method: str, size: int, write: Callable[..., list[int]], *given: Any
     ) -> list[int]:
-        """Return the tokens that the chat template makes of what the environment's `method`
-        returned, `size` characters. The template has been checked with other messages, so if it
-        refuses these, the environment is at fault. Raises `EnvironmentFailure`."""
+        """Return `write(*given)`, the tokens of `size` characters that the environment's `method`
+        returned. Raises `EnvironmentFailure` if the template refuses them: the environment is at
+        fault, because the template was checked with other messages."""
         try:
             return await self.chat.in_thread(size, write, *given)
         except CannotExtend as error:
@@ -205,7 +206,7 @@ class _Episode:
     async def _begin_or_fork(
         self, clock: Clock, fork: asyncio.Future[Fork | None] | None
     ) -> tuple[Start, float]:
-        """Begin from the parent's state or the prompt. Return the start and the time of it."""
+        """Begin from the parent's state or the prompt. Return (start, wall-clock seconds)."""
         found = await fork if fork is not None else None
         started = clock()
         if found is None:
@@ -222,7 +223,7 @@ class _Episode:
         return Fork(first, tuple(self.played), await self.guard.checkpoint(), state)
 
     async def _restore(self, fork: Fork) -> Start:
-        """Resume the environment from `fork`, or repeat its actions; then take over its state."""
+        """Take over the state of `fork`. The environment resumes, or repeats the fork's actions."""
         if fork.saved is not None:
             await self.guard.resume(fork.saved)
         else:
@@ -237,6 +238,7 @@ class _Episode:
         return fork.first
 
     def _check_repeated(self, what: str, recorded: Any, got: Any) -> None:
+        """Raise `EnvironmentFailure` if a repeated call returned another result than recorded."""
         if got != recorded:
             raise EnvironmentFailure(
                 self.start.id,
@@ -246,8 +248,7 @@ class _Episode:
             )
 
     async def _score(self, scoring: Scoring, task: dict[str, Any], clock: Clock) -> None:
-        """Request the episode's score. Raises `ScoringFailure` without one, because a missing score
-        is not a reward of 0."""
+        """Request the episode's score and take it as the reward. Raises `ScoringFailure`."""
         episode = Episode(
             trajectory=self.start.id,
             domain=self.start.domain,
@@ -294,8 +295,7 @@ class _Episode:
         self, text: str, tools: list[dict[str, Any]]
     ) -> tuple[list[Step], list[tuple[Observer, str]]]:
         """Act on a turn's text. Return the environment's steps and (role, observation) pairs. For a
-        malformed or missing call the loop makes both. Without tools, text isn't parsed for calls.
-        """
+        malformed or missing call the loop creates both. Without tools, calls aren't parsed."""
         requires_tool = self.guard.flag("requires_tool")
         action = self.chat.parse(text, tools) if tools or requires_tool else Action(text)
         if isinstance(action, tool_calls.BadCall):
@@ -317,12 +317,14 @@ class _Episode:
         return steps, [(role, step.observation) for step in steps]
 
     async def _step(self, action: Action) -> Step:
+        """Pass an action to the environment, and record it for forks."""
         step = await self.guard.step(action)
         if self.forks is not None:
             self.played.append((action, step))
         return step
 
     async def _act_at_once(self, action: Action) -> tuple[list[Step], list[tuple[Observer, str]]]:
+        """Pass all calls of a turn to the environment in one step."""
         step = await self._step(action)
         if not step.done and len(step.observations) != len(action.calls):
             raise EnvironmentFailure(
@@ -336,7 +338,7 @@ class _Episode:
     async def _prepare_next(
         self, observed: list[tuple[Observer, str]], closed: bool, first: Start
     ) -> None:
-        """Append the observations if another turn can follow, else set `truncated`."""
+        """Append the observations if another turn can follow. Otherwise set `truncated`."""
         size = sum(len(text) for _, text in observed)
         last = self.state.turns >= self.limits.max_turns
         ends = last or self.chat.least_tokens(size) >= self.room
@@ -350,7 +352,7 @@ class _Episode:
             self.state.observe(tokens)
 
     def made(self, started: float, finished: float, stats: dict[str, float]) -> Trajectory:
-        """Return the trajectory so far. `stats` are the environment's own."""
+        """Return the trajectory so far. `stats`: the environment's own statistics."""
         return Trajectory(
             id=self.start.id,
             group=self.start.group,
@@ -378,8 +380,8 @@ class _Episode:
 
 
 def is_cut(finish: FinishReason, closed: bool) -> bool:
-    """True if a token limit ended the turn, and not an end-of-turn token (`closed`), which may be
-    the last token that the limit allows."""
+    """True if a token limit ended the turn. `closed`: it ends with an end-of-turn token, which may
+    be the last token that the limit allows."""
     return finish is FinishReason.LENGTH and not closed
 
 

@@ -1,7 +1,7 @@
 """Limits a trajectory's own time: its duration without the waits for the model.
 
-Calls of an environment, and pauses between an agent's requests, have deadlines. But an agent may
-repeat requests that need no turn, or are refused, for hours, and its group would wait for it.
+Calls of an environment, and pauses between an agent's requests, have their own deadlines. But an
+agent may repeat requests that need no turn, or are refused, for hours, and its group would wait.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ class OwnTime:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop the clock, as while a turn is awaited. Overlapping pauses count once; a pause after
-        the end has no effect."""
+        """Stop the clock. Overlapping pauses count once; a pause after the end has no effect."""
         loop = asyncio.get_running_loop()
         self._pauses += 1
         if self._pauses == 1 and not self._over:
@@ -66,5 +65,5 @@ class OwnTime:
 
     @property
     def _over(self) -> bool:
-        """True once expired or left; a sub-agent's turn may outlast its trajectory."""
+        """True once the context has expired or was left. A sub-agent's turn may end after that."""
         return self._timeout.expired() or self._left

@@ -1,5 +1,6 @@
-"""Interfaces of what parts add to an environment host: players of whole trajectories, and stores of
-environments' states. `rose.agent.envs.base` says by which attributes an environment names them.
+"""Interfaces that optional parts of ROSE implement for an environment host: players of whole
+trajectories, and stores of environments' states. An environment names its player and its store in
+attributes, which rose/agent/envs/base.py describes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from rose.protocol import Sampling, StartTrajectory, Trajectory
 
 
 class Player(Protocol):
-    """Plays trajectories of one host. Made with the run's configuration."""
+    """Plays a host's trajectories instead of ROSE's agent loop. Created with the configuration."""
 
     async def play(
         self,
@@ -36,7 +37,7 @@ class Player(Protocol):
         `limits`. Raises `EnvironmentFailure` and `ConfigError`."""
 
     async def close(self) -> None:
-        """Free everything when the host ends."""
+        """Release all resources when the host ends."""
 
 
 class Store(Protocol):
@@ -49,7 +50,7 @@ class Store(Protocol):
         """Remove, at intervals and until cancelled, states that no trajectory needs."""
 
     async def close(self, deadline_s: float) -> None:
-        """Store what is left, for at most `deadline_s` seconds."""
+        """Store the remaining states, for at most `deadline_s` seconds."""
 
 
 # (configuration, folder of the trajectories' snapshots, recorder) -> the store, or None if the

@@ -4,8 +4,8 @@
 
 Environments are foreign code: they may crash, leak memory or be killed by the kernel. So they run
 in this process, without MPI. The rank, which the job can't lose, forwards its messages. The channel
-is a stream socket of frames (`rose.comm.frames`). A frame from the process begins with the number
-of the rank that gets the message, uint32 little-endian. A frame to the process is only a message.
+is a stream socket for frames (`rose.comm.frames`). A frame from the process holds the receiving
+rank's number (uint32, little-endian) and then a message. A frame to the process is only a message.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ class Channel:
         self._reader, self._writer = reader, writer
 
     def send(self, rank: int, message: p.Message) -> None:
-        """Queue `message` for `rank`; returns at once. Raises `WireError` when it is too large."""
+        """Queue `message` for `rank` and return at once. Raises `WireError` if it is too large."""
         self._writer.write(frames.frame(rank.to_bytes(RANK_BYTES, "little") + encode(message)))
 
     async def receive(self) -> p.Message:
         return decode(await frames.read(self._reader, FRAME_BYTES))
 
     async def drain(self) -> None:
+        """Send the queued messages, then close the channel."""
         await self._writer.drain()
         self._writer.close()
         await self._writer.wait_closed()
@@ -60,7 +61,7 @@ async def run(
     channel: socket.socket,
     recorder: NullRecorder,
 ) -> int:
-    """Run the host and return the exit code. An error is sent to the rank, which then fails."""
+    """Run the host and return the exit code. An error is sent to this rank, which then fails."""
     with importing():
         from rose.agent import host
     link = Channel(*await asyncio.open_connection(sock=channel, limit=READ_BYTES))
@@ -84,8 +85,8 @@ def main() -> int:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--channel", type=int, required=True)
     args = parser.parse_args()
-    faulthandler.enable()  # logs the stack when native code crashes
-    # Survive the SIGTERM that Slurm sends to a whole job. Child processes don't inherit a handler.
+    faulthandler.enable()
+    # Survive the SIGTERM that Slurm sends to a whole job. Children would inherit SIG_IGN instead.
     signal.signal(signal.SIGTERM, lambda *_: None)
     inputs.expect(args.run)
     config = cfg.load(args.run / "config.json")

@@ -1,5 +1,5 @@
 """An environment host's rank: keeps the host's process (process.py) running and forwards its
-messages undecoded. An MPI job can't lose a rank, but the process may die at any instruction.
+messages undecoded. An MPI job can't lose a rank, but the host's process may die at any time.
 
 When the process dies, the rank kills its descendants, restarts it and reports the loss to the
 coordinator. The coordinator restarts the lost trajectories, or ends the run after too many deaths.
@@ -30,22 +30,22 @@ from rose.config import Config
 from rose.launch import logs
 from rose.launch.layout import Rank
 
-# Seconds for killed processes to end; one of another user, or asleep in the kernel, may outlast it.
+# Seconds for killed processes to end. Processes of another user or in a system call may survive.
 END_S = 10.0
-ALONE_S = 2.0  # seconds for a dead process's descendants to exit by themselves
+ALONE_S = 2.0  # seconds for a dead process's descendants to exit without a signal
 CLOSE_S = 10.0  # seconds to shut down, besides the environments' step_timeout_s
 TAIL_LINES = 15  # last lines of the process's log in the report of its death
 PAUSE_S = 0.05  # seconds between two polls for descendants
-# After SILENT_S seconds without a beat, or the shortest step_timeout_s if that is less, the rank
-# signals the process to report what blocks it, and again every ASK_S. Native code may ignore the
-# signal, and a method may catch its exception. So a process that has been silent for the longest
-# step_timeout_s plus END_SILENT_S is killed.
+# After SILENT_S seconds without a beat, or after the shortest step_timeout_s if that is less, the
+# rank signals the process to report the blocking method. It repeats the signal every ASK_S. Native
+# code may ignore the signal, and a method may catch its exception. So a process is killed once it
+# has been silent for the longest step_timeout_s plus END_SILENT_S.
 SILENT_S, ASK_S, END_SILENT_S = 30.0, 5.0, 60.0
 WATCH_S = 1.0  # seconds between two checks for a missing beat
 
 
 class HostFailed(RuntimeError):
-    """The process failed with the error in the message. A restart would not help."""
+    """The host's process failed with this error. A restart would not help."""
 
 
 class _Process:
@@ -62,6 +62,7 @@ class _Process:
 
     @classmethod
     async def start(cls, run_dir: Path, attempt: int, rank: int, mpi: dict[str, str]) -> _Process:
+        """Start the process of this rank. `mpi`: further variables (cluster.mpi.env)."""
         ours, theirs = socket.socketpair()
         here = os.getpid()
         command = [sys.executable, "-m", "rose.agent.process", "--run", str(run_dir)]
@@ -84,7 +85,8 @@ class _Process:
             self._writer.write(frames.frame(encode(message)))
 
     async def pass_on(self, mailbox: Mailbox) -> None:
-        """Forward messages to their ranks until the socket is closed. Raises `HostFailed`."""
+        """Forward messages to their ranks until the socket is closed. Messages to this rank are
+        beats and `RankFailed`. Raises `HostFailed`."""
         with suppress(asyncio.IncompleteReadError, OSError):
             while True:
                 data = memoryview(await frames.read(self._reader, FRAME_BYTES))
@@ -97,8 +99,8 @@ class _Process:
                 self.silent_s = 0.0
 
     def signal(self, number: int) -> None:
-        """Send a signal with `os.kill`. asyncio's own methods poll the process first, and may reap
-        its exit code before `wait` gets it."""
+        """Send a signal with `os.kill`. asyncio's own methods would poll the process first, and
+        could take its exit code before `wait` gets it."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)
@@ -114,13 +116,15 @@ class _Process:
 
 
 class HostRank:
+    """Keeps the host's process running and forwards messages in both directions."""
+
     def __init__(
         self, config: Config, run_dir: Path, attempt: int, me: Rank, mailbox: Mailbox
     ) -> None:
         self._config, self._run_dir, self._attempt = config, Path(run_dir), attempt
         self._me, self._mailbox = me, mailbox
         self._process: _Process | None = None
-        self._lost = 0  # deaths that the coordinator hasn't acknowledged
+        self._lost = 0  # deaths of the process that the coordinator hasn't acknowledged yet
         self._ends = asyncio.Event()  # set once the coordinator has sent `Shutdown`
 
     async def run(self) -> None:
@@ -142,6 +146,7 @@ class HostRank:
         return await _Process.start(self._run_dir, self._attempt, self._me.rank, mpi)
 
     async def _keep_running(self) -> None:
+        """Forward the process's messages. Restart it and report each death until `Shutdown`."""
         while True:
             await self._process.pass_on(self._mailbox)
             if not self._ends.is_set():
@@ -160,7 +165,7 @@ class HostRank:
             )
 
     async def _watch(self) -> None:
-        """Signal a process without beats to report what blocks it; kill it if it stays silent."""
+        """Let a process without beats report what blocks it. Kill it if it stays silent."""
         limits = [env.step_timeout_s for _, env in self._config.environments.values()]
         ask_at, first = 0.0, min(SILENT_S, *limits)
         while not self._ends.is_set():
@@ -168,7 +173,7 @@ class HostRank:
             process = self._process
             if process.silent_s is None:
                 continue
-            # Counted, not measured: while the rank is suspended, its process usually is, too.
+            # Count checks: a clock would go on while both the rank and its process are suspended.
             process.silent_s += WATCH_S
             if process.silent_s <= first:
                 ask_at = first
@@ -181,6 +186,7 @@ class HostRank:
                 process.signal(SIGNAL)
 
     async def _receive(self) -> None:
+        """Forward the coordinator's messages. Drop messages that were sent to a dead process."""
         while True:
             _, message = await self._mailbox.receive()
             if isinstance(message, p.HostForgotten):
@@ -195,8 +201,8 @@ class HostRank:
 
 
 def _end_descendants() -> None:
-    """Wait `ALONE_S` for the dead process's descendants, then kill them; print any that survive.
-    The rank has adopted them (`processes.adopt_orphans`) and has no other descendants."""
+    """Wait `ALONE_S` for a dead process's descendants to exit, then kill them. Print those that
+    survive. The rank has adopted them (`processes.adopt_orphans`) and has no other descendants."""
     until = time.monotonic() + ALONE_S
     while left := psutil.Process().children(recursive=True):
         for process in left:

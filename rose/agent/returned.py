@@ -1,8 +1,8 @@
 """Checks all results of an environment's methods.
 
-The guard (rose/agent/guard.py) checks every result here before the loop, the chat template or a
-message gets it. A valid result is returned in Python's own types, with NumPy's numbers and bools
-converted. An invalid one raises `ValueError`, whose text continues "Class.method gave".
+The guard (rose/agent/guard.py) calls these functions on each result, before any other code gets it.
+A valid result is returned in Python's own types: NumPy's numbers and bools are converted. An
+invalid result raises `ValueError`, whose text continues "Class.method gave".
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 def start(given: Start) -> Start:
     """Return the result of `reset` in Python's own types. Raises `ValueError`."""
     messages = start_messages(given)
-    tools = _list(given.tools, "tools")
+    tools = _checked_list(given.tools, "tools")
     for number, tool in enumerate(tools):
         _check_tool(tool, f"tools[{number}]")
     if not isinstance(given.task, dict):
@@ -33,7 +33,7 @@ def start_messages(given: Start) -> list[dict[str, Any]]:
     """Return a start's messages, checked but not converted. Raises `ValueError`."""
     if not isinstance(given, Start):
         raise ValueError(f"{values.shown(given)}, not a Start")
-    messages = _list(given.messages, "messages")
+    messages = _checked_list(given.messages, "messages")
     if not messages:
         raise ValueError("no messages; at least one is needed")
     for number, message in enumerate(messages):
@@ -43,29 +43,29 @@ def start_messages(given: Start) -> list[dict[str, Any]]:
 
 def step(given: Step) -> Step:
     """Return the result of `step` or `end` in Python's own types. Raises `ValueError`."""
-    done = _flag(given.done, "done")
+    done = _checked_flag(given.done, "done")
     observation = "" if done and given.observation is None else given.observation
     return Step(
-        observation=_text(observation, "the observation"),
+        observation=_checked_text(observation, "the observation"),
         reward=values.reward(given.reward),
         done=done,
-        success=_flag(given.success, "success"),
-        invalid=_flag(given.invalid, "invalid"),
+        success=_checked_flag(given.success, "success"),
+        invalid=_checked_flag(given.invalid, "invalid"),
         observations=tuple(
-            _text(each, f"observations[{number}]")
-            for number, each in enumerate(_list(given.observations, "observations"))
+            _checked_text(each, f"observations[{number}]")
+            for number, each in enumerate(_checked_list(given.observations, "observations"))
         ),
     )
 
 
 def stats(given: Any) -> dict[str, float]:
-    """Return an environment's `stats`: finite numbers by name. Raises `ValueError`."""
+    """Return an environment's `stats`, finite numbers by name. Raises `ValueError`."""
     if not isinstance(given, Mapping):
         raise ValueError(f"{values.shown(given)}, not a dict")
     found = {}
     for name, value in given.items():
         try:
-            found[_text(name, "the name")] = number = values.number(value)
+            found[_checked_text(name, "the name")] = number = values.number(value)
             if not math.isfinite(number):
                 raise ValueError("not finite")
         except ValueError:
@@ -76,9 +76,9 @@ def stats(given: Any) -> dict[str, float]:
 
 
 def flag(given: Any) -> bool:
-    """Return an attribute as a bool; False for None, the value of a missing attribute. Raises
-    `ValueError` for anything else, such as a method, which would count as true in an `if`."""
-    return given is not None and _flag(given)
+    """Return an attribute as a bool; None, for a missing attribute, is False. Raises `ValueError`
+    for other types, such as a method, which would count as true in an `if`."""
+    return given is not None and _checked_flag(given)
 
 
 def _check_message(message: Any, where: str) -> None:
@@ -105,21 +105,21 @@ def _check_tool(tool: Any, where: str) -> None:
         raise ValueError(f"{where} the parameters {values.shown(function['parameters'])}, no dict")
 
 
-def _list(given: Any, what: str) -> list[Any]:
+def _checked_list(given: Any, what: str) -> list[Any]:
     if not isinstance(given, list | tuple):
         raise ValueError(f"{what} {values.shown(given)}, not a list")
     return list(given)
 
 
-def _text(given: Any, what: str) -> str:
+def _checked_text(given: Any, what: str) -> str:
     if not isinstance(given, str):
         raise ValueError(f"{what} {values.shown(given)}, not text")
-    # `str.__str__` ignores the `__str__` of a subclass. A lone surrogate becomes a question mark,
-    # as in the tokens, since UTF-8 can't hold it.
+    # `str.__str__` ignores the `__str__` of a subclass. A lone surrogate, which UTF-8 can't encode,
+    # becomes a question mark, as it does in the tokens.
     return str.__str__(given).encode("utf-8", "replace").decode()
 
 
-def _flag(given: Any, what: str = "") -> bool:
+def _checked_flag(given: Any, what: str = "") -> bool:
     try:
         return values.flag(given)
     except ValueError:
@@ -127,7 +127,7 @@ def _flag(given: Any, what: str = "") -> bool:
 
 
 def _plain(given: Any, what: str) -> Any:
-    """Convert `given` to plain JSON in UTF-8, as scorers, snapshots and templates require."""
+    """Convert `given` to plain JSON values, which scorers, snapshots and templates require."""
     try:
         written = json.dumps(given, ensure_ascii=False, default=values.to_json)
         return json.loads(written.encode("utf-8", "replace"))

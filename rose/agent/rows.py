@@ -1,8 +1,8 @@
 """Checks at launch which of the environments' known tasks leave no room in the model's context.
 
-Some tasks are known before anything starts, such as a file's rows. A row whose first prompt fills
-`model.max_context` fails whenever a group draws it; the group gets another task, and the failure
-counts. So the launcher lists such rows, and rejects a file with too many: they would end the run.
+Some tasks are known before a run starts, for example the rows of a file. A row whose first prompt
+fills `model.max_context` fails whenever a group draws it. The group then gets another task, and too
+many such failures end a run. So the launcher lists these rows, and rejects a file with too many.
 
 The check is cheap. A byte is at most one token, so a row with fewer bytes than the context has
 tokens fits. Only other rows are rendered by the chat template and tokenized, on all cores.
@@ -33,14 +33,13 @@ SAY_S = 5.0  # seconds between two lines of progress
 
 
 def known(c: config.Config) -> dict[str, Iterable[tuple[str, Start]]]:
-    """Return each environment's tasks, by its key in the configuration, where it has `starts`."""
+    """Return the tasks of each environment that has `starts`, by its key in the configuration."""
     found = {key: envs.build(member) for key, member in c.environments.values()}
     return {key: _given(key, made) for key, made in found.items() if getattr(made, "starts", None)}
 
 
 def _given(key: str, environment: Environment) -> Iterator[tuple[str, Start]]:
-    """Yield the tasks of the environment's `starts`. Raises `ConfigError` if that raises or yields
-    anything but pairs."""
+    """Yield the tasks of the environment's `starts`. Raises `ConfigError` if `starts` is faulty."""
     what = f"{key}.name: {type(environment).__name__}.starts"
     try:
         for task in environment.starts():
@@ -79,11 +78,11 @@ def check(c: config.Config, chat: ChatFormat, say: Callable[[str], None]) -> Non
 def _tried(
     tasks: Iterable[tuple[str, Start]], chat: ChatFormat, most: int, say: Callable[[str], None]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (task's name, why it can't start with `most` tokens of context, "" if it can)."""
+    """Yield (name, problem) per task; the problem is "" for a prompt below `most` tokens."""
     overheads: dict[bytes, int] = {}  # bytes that the template adds to the contents, by shape
     began, said, done, tasks = time.monotonic(), time.monotonic(), 0, iter(tasks)
     while some := list(islice(tasks, AT_ONCE)):
-        why, long = {}, {}  # reason or prompt by the task's place in `some`; names may repeat
+        why, long = {}, {}  # problems and long prompts, by the task's place in `some`
         for place, (_, start) in enumerate(some):
             try:
                 if _bytes(start, chat, overheads) >= most:
@@ -101,8 +100,9 @@ def _tried(
 
 
 def _bytes(start: Start, chat: ChatFormat, overheads: dict[bytes, int]) -> int:
-    """Estimate the bytes of a task's prompt. Messages of one shape differ only in their contents.
-    Raises `ValueError` for invalid messages, and what the template raises."""
+    """Estimate the bytes of a task's prompt. Messages of one shape differ only in contents, so the
+    template's own bytes are measured once per shape (`overheads`). Raises `ValueError` for invalid
+    messages, and any error of the template."""
     messages = returned.start_messages(start)
     own = sum(len((m.get("content") or "").encode("utf-8", "replace")) for m in messages)
     rest = [{key: m[key] for key in m if key != "content"} for m in messages]
@@ -114,6 +114,6 @@ def _bytes(start: Start, chat: ChatFormat, overheads: dict[bytes, int]) -> int:
 
 
 def _written(start: Start, chat: ChatFormat) -> str:
-    """Render the first prompt. Raises as `_bytes`."""
+    """Render the first prompt. Raises the errors of `_bytes`."""
     start = returned.start(start)
     return chat.written(start.messages, start.tools)

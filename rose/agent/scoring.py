@@ -1,4 +1,4 @@
-"""Requests episodes' scores from the reward ranks; the environment host's side."""
+"""Requests episodes' scores from the reward ranks, on behalf of an environment host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Clock = Callable[[], float]
 
 
 def transcript(chat: ChatFormat, tokens: bytes, mask: bytes) -> list[Said]:
-    """Decode tokens, int32 (T,), to one text per run of equal `mask`, uint8 (T,), 1: the policy."""
+    """Decode tokens, int32 (T,), to one text per run of equal `mask`, uint8 (T,), 1 = policy."""
     ids = p.unpack_tokens(tokens)
     parts, at = [], 0
     for policy, run in groupby(mask):
@@ -68,14 +68,15 @@ class Scoring:
                 self._send(rank, p.CancelScore(episode.trajectory))
 
     def handle(self, scored: p.TrajectoryScored) -> None:
+        """Pass a received score to the call of `score` that waits for it."""
         future = self._waiting.get(scored.id)
         if future is not None and not future.done():
             future.set_result(scored)
 
     def turn_rewards(self, own: list[float], reward: float) -> list[float]:
-        """Distribute an episode's score `reward` over its turns. Each turn but the last gets the
-        environment's reward `own` times environment_weight; the last turn gets the remainder.
-        Without that weight return []: such a score says nothing about single turns."""
+        """Distribute an episode's score `reward` over its turns. Each turn but the last gets its
+        reward by the environment (`own`) times environment_weight; the last gets the remainder. If
+        the weight is 0, return [], because then the score says nothing about single turns."""
         weight = self._settings.environment_weight
         if not weight:
             return []
@@ -83,7 +84,7 @@ class Scoring:
         return [*earlier, reward - sum(earlier)]
 
     def success(self, scored: p.TrajectoryScored) -> bool:
-        """Return the scorer's verdict; without one, whether the reward reaches success_from."""
+        """Return the scorer's verdict; without it, True if the reward is at least success_from."""
         if scored.success is not None:
             return scored.success
         return scored.reward >= self._settings.success_from

@@ -2,12 +2,11 @@
 its host or its run has ended, a trajectory resumes from its snapshot and repeats no turn or step.
 
 RUN/snapshots/TRAJECTORY/aAAA-tNNNN is the state before turn N, from attempt A of the run: its
-XXH3-128 hash, then msgpack. At least the last `KEPT` snapshots stay, and all since the newest that
-other hosts can resume, because the data that a snapshot refers to may still be on its way to them.
-If a snapshot is damaged or the environment can't resume it, the one before is used. Snapshots are
-written while the model generates. If the disk fails or is slow, snapshots are skipped and nothing
-else happens. The coordinator removes a trajectory's folder at its end; if the trajectory is
-cancelled, the host does. The data that `saved` refers to belongs to the environment.
+XXH3-128 hash, then msgpack. Snapshots are written while the model generates. If the disk fails or
+is slow, they are skipped. If a snapshot is damaged or the environment can't resume it, the snapshot
+before it is used. Data that an environment stores elsewhere reaches other hosts later. So the host
+keeps the last `KEPT` snapshots and all since the newest that other hosts can resume. The
+coordinator removes a trajectory's folder at its end, or the host if the trajectory is cancelled.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ MOST_LINES = 10  # most lines in the host's log about snapshots that failed
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """An episode between two turns. `saved`: the result of the environment's `checkpoint`; None if
-    the environment is restored by repeating the actions in `played` (forks.py)."""
+    """An episode between two turns. `saved`: the result of the environment's `checkpoint`. If it is
+    None, the environment is restored by repeating the actions in `played` (forks.py)."""
 
     attempt: int
     digest: bytes  # hash of the configuration that the episode depends on (`_digest`)
@@ -47,7 +46,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     started: float  # wall clock, seconds
     state: EpisodeState
     saved: bytes | None
-    # Only in the first snapshot of a fork: what is repeated and compared if `saved` is None.
+    # Only in the first snapshot of a fork: results that repeated actions must return again.
     messages: list[dict[str, str]] = []
     played: tuple[tuple[Action, Step], ...] = ()
 
@@ -56,14 +55,14 @@ class Snapshot(msgspec.Struct, frozen=True):
         return self.state.turns
 
 
-# Created at import, by one thread. msgspec inspects a dataclass at its first use, and a host whose
-# threads decoded their first snapshots at the same time died of a segmentation fault there.
+# Created by one thread, at import: msgspec inspects a dataclass at its first use. When several
+# threads decoded their first snapshots at the same time, this inspection crashed the process.
 _decoder = msgspec.msgpack.Decoder(Snapshot)
 
 
 class Snapshots:
-    """The snapshots of a host's trajectories, in `folder`, by this attempt of the run. `on_resume`
-    gets each snapshot that an episode has resumed from, `on_saved` each that is on disk."""
+    """The snapshots of a host's trajectories in `folder`. This attempt of the run writes them.
+    `on_resume` gets each snapshot from which an episode resumed, `on_saved` each saved snapshot."""
 
     def __init__(
         self,
@@ -76,7 +75,7 @@ class Snapshots:
         self._folder, self.attempt = Path(folder), attempt
         self.digests = {name: _digest(config, name) for name in config.environments}
         self.on_resume, self._on_saved = on_resume, on_saved
-        self._settled: dict[str, str] = {}  # trajectory -> newest snapshot for other hosts, by name
+        self._settled: dict[str, str] = {}  # trajectory -> newest file that other hosts can resume
         self._lines = 0  # lines logged
 
     def found(self, start: p.StartTrajectory) -> list[Snapshot]:
@@ -86,15 +85,15 @@ class Snapshots:
             try:
                 snapshot = _read(path)
             except (OSError, ValueError) as error:
-                self.say(f"{path} is damaged ({error}): the one before is taken")
+                self.say(f"{path} is damaged ({error}): the snapshot before it is used")
                 continue
             if self._fits(snapshot, start):
                 found.append(snapshot)
         return found
 
     def _fits(self, snapshot: Snapshot, start: p.StartTrajectory) -> bool:
-        """True if the snapshot belongs to this trajectory and configuration, and was taken by this
-        attempt of the run or has only tokens of policy versions that `start` allows."""
+        """True if the snapshot belongs to this trajectory and configuration. If another attempt of
+        the run took it, its tokens must also be of policy versions that `start` allows."""
         same = msgspec.structs.replace(
             snapshot.start, oldest_version=start.oldest_version, newest_version=start.newest_version
         )
@@ -109,7 +108,7 @@ class Snapshots:
         )
 
     def expect(self, trajectory: str) -> None:
-        """Create the trajectory's folder. While it exists, its sandbox's states stay stored."""
+        """Create the trajectory's folder. While it exists, its environment's states stay stored."""
         try:
             (self._folder / trajectory).mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -119,12 +118,13 @@ class Snapshots:
         """Write a snapshot and wait until it is on disk. A failure is logged, not raised."""
         try:
             await asyncio.to_thread(self._write, snapshot)
-        except Exception as error:  # such as a call's integer that is too large for msgpack
+        except Exception as error:  # any type, such as for an integer too large for msgpack
             self.say(f"a snapshot could not be written: {type(error).__name__}: {error}")
         else:
             self._on_saved(snapshot)
 
     def _write(self, snapshot: Snapshot) -> None:
+        """Write a snapshot, and remove older snapshots that are no longer needed."""
         folder = self._folder / snapshot.start.id
         folder.mkdir(parents=True, exist_ok=True)
         data = msgspec.msgpack.encode(snapshot)
@@ -135,7 +135,7 @@ class Snapshots:
                 old.unlink(missing_ok=True)
 
     def settled(self, trajectory: str, turns: int) -> None:
-        """Note that other hosts can resume the trajectory's snapshot before this turn."""
+        """Note that other hosts can resume the trajectory's snapshot with this number of turns."""
         self._settled[trajectory] = self._name(turns)
 
     def _name(self, turns: int) -> str:
@@ -155,10 +155,10 @@ class Snapshots:
         return []
 
     def say(self, what: str) -> None:
-        """Write a line to the host's log, for the first `MOST_LINES` calls only."""
+        """Write a line to the host's log. After `MOST_LINES` calls, write nothing."""
         self._lines += 1
         if self._lines <= MOST_LINES:
-            last = "; no more is said of that" if self._lines == MOST_LINES else ""
+            last = "; later lines are omitted" if self._lines == MOST_LINES else ""
             print(f"snapshots: {what}{last}", flush=True)
 
 
@@ -172,13 +172,13 @@ class EpisodeSnapshots:
         self._takes = getattr(env, "checkpoint", None) is not None
         self._snapshots = snapshots if self._takes or start.follows else None
         self._start, self._env, self._guard = start, env, guard
-        self._capturing: asyncio.Task[None] | None = None  # saves the environment's state
-        self._writing: asyncio.Task[None] | None = None  # writes the last snapshot
-        self._settling: asyncio.Task[None] | None = None  # waits until other hosts can resume one
+        self._capturing: asyncio.Task[None] | None = None  # saving of the environment's state
+        self._writing: asyncio.Task[None] | None = None  # writing of the last snapshot
+        self._settling: asyncio.Task[None] | None = None  # wait until other hosts can resume one
 
     async def resume(self, apply: Callable[[Fork], Awaitable[Start]]) -> tuple[Start, float] | None:
-        """Apply the newest usable snapshot to the episode. Return the environment's start, and the
-        wall-clock time at which the episode began; None if there is no such snapshot."""
+        """Restore the episode from its newest usable snapshot by `apply`. Return the environment's
+        start, and the wall-clock time at which the episode began; None without such a snapshot."""
         if self._snapshots is None:
             return None
         for each in await asyncio.to_thread(self._snapshots.found, self._start):
@@ -193,8 +193,8 @@ class EpisodeSnapshots:
         return None
 
     async def write(self, fork: Fork, started: float) -> None:
-        """Write the first snapshot of a fork, because the parent can't provide this state again
-        once it has passed the turn."""
+        """Write the state that a fork copied from its parent, as the fork's first snapshot. The
+        parent can't provide this state again, because it plays on."""
         if self._snapshots is not None:
             more = fork.first.messages, fork.played
             await self._snapshots.write(
@@ -202,13 +202,14 @@ class EpisodeSnapshots:
             )
 
     def take(self, first: Start, started: float, state: EpisodeState) -> None:
-        """Begin a snapshot of `state`, unless the last is still being written."""
+        """Begin a snapshot of `state`, unless the last one is still being written."""
         if self._snapshots is None or not self._takes:
             return
         if self._writing is None or self._writing.done():
             self._capturing = asyncio.create_task(self._capture(first, started, state.copy()))
 
     async def _capture(self, first: Start, started: float, state: EpisodeState) -> None:
+        """Save the environment's state; then begin to write the snapshot."""
         try:
             saved = await self._guard.checkpoint()
         except EnvironmentFailure as failure:
@@ -224,18 +225,18 @@ class EpisodeSnapshots:
         return Snapshot(*own, self._start, first.tools, first.task, started, *state)
 
     async def _settle(self, turns: int) -> None:
-        """Wait until other hosts can resume the snapshot before this turn, and note that."""
+        """Wait until other hosts can resume the snapshot with this number of turns; note it."""
         settled = getattr(self._env, "settled", None)
         if settled is None or await settled():
             self._snapshots.settled(self._start.id, turns)
 
     async def captured(self) -> None:
-        """Wait until a snapshot that has begun contains the environment's state."""
+        """Wait until the environment's state has been saved, if a snapshot has begun."""
         if self._capturing is not None:
             await self._capturing
 
     async def close(self) -> None:
-        """Cancel a capture of the environment's state; wait until no snapshot is being written."""
+        """Cancel saving the environment's state, and wait until no snapshot is being written."""
         if self._capturing is not None:
             self._capturing.cancel()
         if self._settling is not None:
@@ -252,7 +253,7 @@ def _read(path: Path) -> Snapshot:
     """Read and check a snapshot. Raises `OSError`, and `ValueError` if it is damaged."""
     data = path.read_bytes()
     if xxhash.xxh3_128_digest(data[HASH:]) != data[:HASH]:
-        raise ValueError("its hash is another")
+        raise ValueError("its hash does not match its content")
     return _decoder.decode(data[HASH:])
 
 

@@ -17,7 +17,7 @@ class EpisodeState(msgspec.Struct):
     mask: bytearray = bytearray()
     logprobs: bytearray = bytearray()
     versions: bytearray = bytearray()
-    experts: bytearray = bytearray()  # experts of the first `routed` tokens
+    experts: bytearray = bytearray()  # routing (MoE experts) of the first `routed` tokens
     routed: int = 0
     reward: float = 0.0
     success: bool = False
@@ -27,16 +27,15 @@ class EpisodeState(msgspec.Struct):
     turn_tokens: list[tuple[int, int]] = []
     turn_rewards: list[float] = []
     outcome: str = ""  # result of the last turn's calls: "ok", "failed", "" without a call
-    inherited: list[tuple[str, int]] = []  # trajectories forked off, and the turns from each
+    inherited: list[tuple[str, int]] = []  # (parent, number of turns copied from it)
     commands_s: float = 0.0  # seconds in the environment's steps
-    has_system: bool = False  # the first messages hold one of the system's
+    has_system: bool = False  # True: the first messages include a system message
 
     def copy(self) -> EpisodeState:
         return EpisodeState(*(copy(value) for value in msgspec.structs.astuple(self)))
 
     def own_turns(self) -> tuple[int, int]:
-        """Return the number of turns and of their tokens, without those inherited from a fork's
-        parent."""
+        """Return (turns, tokens of these turns), without turns inherited from a fork's parent."""
         inherited = sum(turns for _, turns in self.inherited)
         tokens = sum(n for turn, n in self.turn_tokens if turn >= inherited)
         return self.turns - inherited, tokens
@@ -49,7 +48,7 @@ class EpisodeState(msgspec.Struct):
         self.versions += pack_tokens([-1]) * len(tokens)
 
     def append(self, result: TurnResult, tokens: int) -> None:
-        """Append a turn, which has this number of tokens."""
+        """Append a turn of the policy, which has this number of tokens."""
         self.tokens += result.tokens
         self.mask += b"\x01" * tokens
         self.logprobs += result.logprobs

@@ -1,9 +1,9 @@
 """Convert messages and tools to the form in which `vllm serve` passes them to a chat template.
 
-A model must be trained on the tokens that it gets when vLLM serves it. So this module converts
-contents in parts, tools without a description and the like as vLLM 0.32 does
-(vllm/renderers/chat_utils.py and hf.py). It copies vLLM's rules instead of importing vLLM, which
-takes seconds and 0.5 GiB. tests/agent/test_served_tokens.py compares both.
+A model must be trained on the tokens that it gets when vLLM serves it. So this module follows the
+rules of vLLM 0.32 (vllm/renderers/chat_utils.py and hf.py), for example for contents in parts and
+for tools without a description. It copies the rules instead of importing vLLM, which takes seconds
+and 0.5 GiB. tests/agent/test_served_tokens.py compares both.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from rose.agent.tool_calls import CLOSE, FORM, OPEN
 
-# Put before a template that ignores tools: it describes the tools in the system message and turns
-# calls and results into text, so the template gets only text. An exported model has it, too.
+# Prefix for a template that ignores tools. It describes the tools in the system message and turns
+# calls and results into text, so the template gets only text. ROSE exports the model with it.
 TOOLS_AS_TEXT = (
     r"""
 {%- set rose = namespace(messages=[], text='', results='') %}
@@ -91,8 +91,8 @@ def served_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def served_messages(messages: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
-    """Return messages as vLLM passes them to `template`. A content may be text, null, or a list of
-    texts or of parts with `text`."""
+    """Return messages as vLLM passes them to `template`. A content may be text, null, or a list,
+    whose elements are texts or parts with `text`."""
     parts = takes_parts(template)
     served = [_served_message(message, parts) for message in messages]
     developer = any(message["role"] == "developer" for message in served)
@@ -109,8 +109,9 @@ def texts(content: Any) -> list[str]:
 
 
 def _served_message(message: dict[str, Any], parts: bool) -> dict[str, Any]:
+    """Return a message as vLLM passes it to a template, with its content as `parts` or as text."""
     role, found = message["role"], texts(message.get("content"))
-    whole = "\n".join(found if parts else filter(None, found))  # vLLM, too, omits empty texts here
+    whole = "\n".join(found if parts else filter(None, found))  # no empty texts, as in vLLM
     served: dict[str, Any] = {"role": role, "content": whole}
     if parts and role != "tool":
         served["content"] = [{"type": "text", "text": text} for text in found]
@@ -137,8 +138,7 @@ def _served_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _system_first(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge all messages of the system and of developers into one system message at the front, for
-    templates without the developer role."""
+    """Merge all system and developer messages into one system message at the front."""
     messages = [
         {**message, "role": "system"} if message["role"] == "developer" else message
         for message in messages
@@ -154,7 +154,7 @@ def _system_first(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @functools.lru_cache(32)
 def arguments(template: str) -> frozenset[str]:
     """Return the names of a template's arguments: the variables that it reads besides
-    `CONVERSATION`. Empty for an invalid template, which raises when it is first used."""
+    `CONVERSATION`. Return none for an invalid template, which raises when it is first used."""
     try:
         root = _compile_jinja_template(template).environment.parse(template)
     except TemplateError:
@@ -164,8 +164,8 @@ def arguments(template: str) -> frozenset[str]:
 
 @functools.lru_cache(32)
 def takes_parts(template: str) -> bool:
-    """True if vLLM passes each message's content to the template as a list of parts, which it does
-    for a template that loops over a content (vLLM's `_detect_content_format`)."""
+    """True if vLLM passes each message's content to the template as a list of parts. It does so if
+    the template loops over a content (vLLM's `_detect_content_format`)."""
     try:
         root = _compile_jinja_template(template).environment.parse(template)
     except TemplateError:
@@ -174,16 +174,17 @@ def takes_parts(template: str) -> bool:
 
 
 def _content_loops(root: nodes.Template) -> Iterator[nodes.For]:
-    """Yield the loops over a message's content: over `message.content`, over a macro's parameter
-    that gets it from a call, or, outside of macros, over a variable named `content`."""
+    """Yield the loops over a message's content. They loop over `message.content`, over a macro's
+    parameter that gets it from a call or, outside of macros, over a variable named `content`."""
     lists, before = {"messages"}, 0  # names of variables that hold the messages
     # Follow assignments until none adds a name.
     while before < len(lists):
         before = len(lists)
         for assign in root.find_all(nodes.Assign):
             if _name(assign.node) in lists:
+                # vLLM passes text to a template that assigns messages to an attribute.
                 if not isinstance(assign.target, nodes.Name):
-                    return  # vLLM passes text to a template that assigns messages to an attribute
+                    return
                 lists.add(assign.target.name)
     loops = list(root.find_all(nodes.For))
     items = {  # names of variables that hold one message

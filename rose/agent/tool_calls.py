@@ -36,7 +36,7 @@ class BadCall:
 
 @dataclass(frozen=True)
 class Reading:
-    """The parts of a turn's text. `problem`: why a call is malformed, "" if none is; with a problem
+    """The parts of a turn's text. `problem`: why a call is malformed, "" if none is. With a problem
     there are no calls, and `content` is the whole text after the thought."""
 
     thought: str
@@ -50,8 +50,7 @@ class Reading:
 
 
 def split_thought(text: str) -> tuple[str, str]:
-    """Split a text at its last ``</think>`` outside of calls. Return (thought, answer). Calls in
-    the thought do not count. Never raises, and neither does `read`."""
+    """Split a text into (thought, answer) at its last ``</think>`` outside calls. Never raises."""
     at = text.rfind(END)
     spans = list(_call_spans(text)) if at >= 0 else []
     while spans and at >= 0:
@@ -88,7 +87,7 @@ def _closed_at(text: str, start: int) -> int | None:
 
 
 def read(thought: str, answer: str) -> Reading:
-    """Parse all calls of `answer`; if one is malformed, there are none."""
+    """Parse all calls of `answer`. If one is malformed, return none. Never raises."""
     if OPEN not in answer and CLOSE not in answer:
         return Reading(thought, answer)
     content, opened, _ = answer.partition(OPEN)
@@ -118,10 +117,10 @@ def _unpaired() -> str:
 
 
 def _calls(body: str) -> list[ToolCall] | str:
-    """Parse one call or a list of calls from JSON. Returns the fault, a str, if it is malformed."""
+    """Parse one call or a list of calls from JSON. If malformed, return the fault, a str."""
     try:
         value = loads(body)
-    except (ValueError, RecursionError):  # ValueError: also an integer with too many digits
+    except (ValueError, RecursionError):  # ValueError: also for an integer with too many digits
         return f"not valid JSON; write {FORM}"
     calls: list[ToolCall] = []
     for each in value if isinstance(value, list) and value else [value]:

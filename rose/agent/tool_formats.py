@@ -1,5 +1,5 @@
 """Finds the form in which a model writes tool calls and thoughts: Hermes (rose/agent/tool_calls.py)
-or one that vLLM has a parser for (its registry `ToolParserManager`; Apache-2.0).
+or a form for which vLLM has a parser (its registry `ToolParserManager`; Apache-2.0).
 
 A form fits a model if it parses the call that the model's own chat template writes; `auto` takes
 the first of `CANDIDATES` that fits. vLLM is imported only for forms other than Hermes, since that
@@ -23,6 +23,7 @@ from rose.config import ConfigError
 AUTO, HERMES = "auto", "hermes"
 # Forms of the model families that ROSE trains, and of models fine-tuned from them.
 CANDIDATES = (HERMES, "qwen3_coder", "llama3_json", "mistral", "pythonic")
+# A call of a dummy tool, with which templates and parsers are tried.
 PROBE = ToolCall("rose_probe", {"text": "a b", "count": 3})
 PROBE_TOOL = {
     "type": "function",
@@ -35,12 +36,14 @@ PROBE_TOOL = {
         },
     },
 }
-# The mark that opens a call, such as <tool_call> or [TOOL_CALLS]; only calls begin with it.
+# The mark that opens a call, such as <tool_call> or [TOOL_CALLS]. Only calls begin with it.
 MARK = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
 CLOSING = re.compile(r"(</[^<>\s]+>)\s*$")
 
 
 class Hermes:
+    """The tool format that rose/agent/tool_calls.py reads."""
+
     name = HERMES
     form = tool_calls.FORM  # an example of a call, for messages to the model
 
@@ -50,21 +53,21 @@ class Hermes:
 
 
 class OfVllm:
-    """A tool format that one of vLLM's parsers reads. `written`: the call `PROBE` as the model's
+    """A tool format that vLLM's parser `name` reads. `written`: the call `PROBE` as the model's
     template writes it. Raises `ConfigError` if the parser refuses the tokenizer."""
 
     def __init__(self, name: str, tokenizer: Any, written: str) -> None:
         from vllm.tokenizers.hf import get_cached_tokenizer
         from vllm.tool_parsers import ToolParserManager
 
-        logging.getLogger("vllm").setLevel(logging.CRITICAL)  # no error for each malformed call
+        logging.getLogger("vllm").setLevel(logging.CRITICAL)  # no log line per malformed call
         self.name = name
         self.form = written.replace(PROBE.name, "...").strip()
         self._parser = ToolParserManager.get_tool_parser(name)
         self._tokenizer = get_cached_tokenizer(tokenizer)
         begin = written.partition(PROBE.name)[0].strip()
         mark = MARK.match(begin)
-        # Calls without a mark, which begin with {"name": or [, count only at the answer's start.
+        # Calls without a mark begin with {"name": or [, and count only at the answer's start.
         self._opening, self._anywhere = (mark[0], True) if mark else (begin, False)
         closing = CLOSING.search(written)
         self._closing = closing[1] if closing else ""
@@ -79,7 +82,7 @@ class OfVllm:
         try:
             found = self._parser(self._tokenizer, request.tools).extract_tool_calls(answer, request)
             calls = tuple(_call(each.function) for each in found.tool_calls)
-        except Exception:  # parsers raise different errors for malformed calls
+        except Exception:  # any type, as parsers differ
             return self._bad(thought, answer)
         if self._closing and answer.count(self._opening) != answer.count(self._closing):
             return self._bad(thought, answer)
@@ -93,6 +96,7 @@ class OfVllm:
 
 
 def _call(function: Any) -> ToolCall:
+    """Convert a call that vLLM has parsed. Raises `ValueError` if it is malformed."""
     arguments = tool_calls.loads(function.arguments or "{}")
     if not function.name or not isinstance(arguments, dict):
         raise ValueError(f"no call: {function}")
@@ -100,6 +104,7 @@ def _call(function: Any) -> ToolCall:
 
 
 def _request(tools: str) -> Any:
+    """Return a request with these tools, a JSON list, which vLLM's parsers expect."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     listed = json.loads(tools)
@@ -109,7 +114,7 @@ def _request(tools: str) -> Any:
 
 
 def check_names(tool_format: str, reasoning_format: str) -> None:
-    """Check that both forms exist. Raises `ConfigError`."""
+    """Raise `ConfigError` if one of these two forms doesn't exist."""
     if tool_format not in (AUTO, HERMES):
         from vllm.tool_parsers import ToolParserManager
 
@@ -126,9 +131,9 @@ def _check(key: str, name: str, known: list[str]) -> None:
 
 
 def find(name: str, tokenizer: Any, written: str | None) -> Hermes | OfVllm:
-    """Return the form `name`. `written`: the call `PROBE` as the model's template writes it, up to
-    the end of the turn. None if the template writes no calls; then the system message describes
-    Hermes to the model. Raises `ConfigError` for a form that doesn't parse `written` to `PROBE`."""
+    """Return the tool format `name`, or for `auto` a fitting one. `written`: the call `PROBE` as
+    the model's template writes it. If it is None, the template writes no calls, and the system
+    message describes Hermes. Raises `ConfigError` for a format that can't parse `written`."""
     check_names(name, AUTO)
     if written is None:
         if name in (AUTO, HERMES):
@@ -157,8 +162,8 @@ def find(name: str, tokenizer: Any, written: str | None) -> Hermes | OfVllm:
 def thoughts(
     name: str, tokenizer: Any, template_args: dict[str, Any]
 ) -> Callable[[str], tuple[str, str]]:
-    """Return a function that splits a text into (thought, answer), by the parser `name` or, for
-    `auto`, at ``</think>``. Some parsers depend on the template's arguments, such as
+    """Return a function that splits a text into (thought, answer). It uses vLLM's parser `name`, or
+    splits at ``</think>`` for `auto`. Some parsers depend on the template's arguments, such as
     `enable_thinking`. Raises `ConfigError`."""
     if name == AUTO:
         return tool_calls.split_thought
@@ -175,7 +180,7 @@ def thoughts(
     def split(text: str) -> tuple[str, str]:
         try:
             thought, answer = parser.extract_reasoning(text, request)
-        except Exception:  # parsers raise different errors for malformed texts
+        except Exception:  # any type, as parsers differ
             return "", text
         return (thought or "").strip(), answer or ""
 

@@ -1,9 +1,9 @@
 """Find an address at which ranks on several hosts can meet for torch.distributed.
 
-A host's name is no reliable address. Debian, Ubuntu and DGX OS map it to 127.0.1.1, some sites map
-it to a network that compute nodes don't share, and some don't map it at all. So rank 0 listens on
-every address of its interfaces, and every other rank connects to all of them. The ranks choose the
-first address that all of them reached. Rank 0 passes the listening socket on while it is open, so
+A host's name is no reliable address. Debian, Ubuntu and DGX OS map it to 127.0.1.1. Some sites map
+it to a network that compute nodes don't share, or don't map it at all. So rank 0 listens on every
+address of its interfaces, and every other rank connects to all of them. The ranks choose the
+first address that all of them reached. Rank 0 passes on the listening socket without closing it, so
 that no other process can take its port. NCCL chooses its InfiniBand devices itself (NCCL_IB_HCA).
 """
 
@@ -26,9 +26,9 @@ import psutil
 
 from rose import processes
 
-# Bounds the time in which all ranks must meet. torch's default, half an hour, delays the error.
+# Seconds in which all ranks must meet. With torch's default, an error takes half an hour.
 MEET_S = 60.0
-# Bounds one connection attempt, because a firewall that drops packets never answers.
+# Seconds for one connection attempt. A firewall that drops packets never answers.
 REACH_S = 5.0
 LOOPBACK = "127.0.0.1"
 # Name prefixes of bridges, which have the same address on many hosts.
@@ -36,8 +36,8 @@ BRIDGES = ("docker", "virbr", "br-", "veth", "cni", "podman")
 INTERFACES = Path("/sys/class/net")
 INFINIBAND = 32  # InfiniBand's hardware type in `INTERFACES` (ARPHRD_INFINIBAND)
 TOKEN_BYTES = 16
-# The variables that name the interface for gloo and NCCL. NCCL takes a bare name as a prefix (eth1
-# matches eth10), and a name behind "=" as a whole.
+# The variables that name the interface for gloo and NCCL. To NCCL a bare name is a prefix (eth1
+# matches eth10), and a name after "=" is exact.
 INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 
 # A collective call that returns the texts of all ranks, ordered by rank.
@@ -61,9 +61,8 @@ class Host(msgspec.Struct, frozen=True):
 
 @dataclass
 class Place:
-    """The address and port at which the ranks meet. `listener` is rank 0's open socket, and None on
-    the other ranks. `interface` is the one through which this rank reaches the others, and None
-    when it can't be found."""
+    """The address and port at which the ranks meet. `listener`: rank 0's open socket; None on other
+    ranks. `interface`: the interface through which this rank reaches them; None if unknown."""
 
     address: str
     port: int
@@ -76,8 +75,8 @@ class Place:
         return self.listener.detach() if self.listener is not None else None
 
     def use_interface(self) -> None:
-        """Make gloo and NCCL connect through this interface, also in groups made later. A variable
-        that is set already stays: the user or a larger world of this rank has set it."""
+        """Make gloo and NCCL connect through this interface, also in process groups created later.
+        Keep a variable that is already set, by the user or by a larger world of this rank."""
         for name, form in INTERFACE_VARIABLES.items() if self.interface else ():
             os.environ.setdefault(name, form.format(self.interface))
 
@@ -126,7 +125,7 @@ def meet(gather: Gather, rank: int, interface: str | None = None) -> Place:
         with _Listeners([LOOPBACK] if alone else _by_vote(hosts)) as listeners:
             gather(json.dumps([listeners.token, listeners.places]))
             reached = gather(json.dumps(list(range(len(listeners.places)))))
-            chosen = _first_common(reached)
+            chosen = _first_reached_by_all(reached)
             if chosen is None:
                 raise RendezvousError(_unreachable(hosts, listeners.places, reached, interface))
             address, port = listeners.places[chosen]
@@ -134,7 +133,7 @@ def meet(gather: Gather, rank: int, interface: str | None = None) -> Place:
     token, places = json.loads(gather("")[0])
     mine = _reach(places, bytes.fromhex(token))
     reached = gather(json.dumps(sorted(mine)))
-    chosen = _first_common(reached)
+    chosen = _first_reached_by_all(reached)
     if chosen is None:
         raise RendezvousError(_unreachable(hosts, places, reached, interface))
     address, port = places[chosen]
@@ -159,16 +158,16 @@ class _Listeners:
         return self
 
     def take(self, index: int) -> socket.socket:
-        """Return a place's socket, which still listens and has no connection waiting."""
-        self._end()
+        """Return a place's socket, which still listens and has no waiting connection."""
+        self._stop_threads()
         return self._sockets.pop(index)
 
     def __exit__(self, *_) -> None:
-        self._end()
+        self._stop_threads()
         for one in self._sockets:
             one.close()
 
-    def _end(self) -> None:
+    def _stop_threads(self) -> None:
         self._stop.set()
         for thread in self._threads:
             thread.join()
@@ -185,8 +184,8 @@ class _Listeners:
 
 
 def listen(addresses: list[str]) -> list[socket.socket]:
-    """Return a listening socket for each address that can be bound. An address can't if it was just
-    removed, or if the kernel has its family (IPv6) switched off."""
+    """Return a listening socket for each address that can be bound. Binding fails if the address
+    was just removed, or if the kernel has its family (IPv6) switched off."""
     sockets = []
     for address in addresses:
         try:
@@ -208,16 +207,16 @@ def _listen(address: str) -> socket.socket:
 
 
 def _reach(places: list[list], token: bytes) -> dict[int, str]:
-    """Return this host's own address of each connection that received the token, by place."""
+    """Connect to all places. Return place -> own address, for the places that sent the token."""
     with ThreadPoolExecutor(max(1, len(places))) as pool:
         found = list(pool.map(lambda place: _try(place, token), places))
     return {index: own for index, own in enumerate(found) if own is not None}
 
 
 def _try(place: list, token: bytes) -> str | None:
-    """Connect to a place and return our address of the connection, or None if that failed. An
-    address of a bridge may also exist on this host, with another service behind it. The token shows
-    that rank 0 of this run has answered."""
+    """Connect to a place and return our address of the connection; None if it doesn't send `token`.
+    The token shows that rank 0 of this run has answered. Another service may answer, because the
+    address of a bridge may also exist on this host."""
     end = time.monotonic() + REACH_S
     try:
         with closing(socket.create_connection(tuple(place), timeout=REACH_S)) as connection:
@@ -233,15 +232,15 @@ def _try(place: list, token: bytes) -> str | None:
         return None
 
 
-def _first_common(reached: list[str]) -> int | None:
+def _first_reached_by_all(reached: list[str]) -> int | None:
     common = set.intersection(*(set(json.loads(text)) for text in reached))
     return min(common, default=None)
 
 
 def _by_vote(hosts: list[Host]) -> list[str]:
-    """Return rank 0's addresses, the best one first. The order is: the most other hosts that rank
-    0's routes reach from the address, no bridge, InfiniBand, then the fastest interface. Hosts
-    commonly share a slow management network, too."""
+    """Return rank 0's addresses, best first. They are sorted by the number of other hosts that
+    rank 0's routes reach from them, then by: no bridge, InfiniBand, speed of the interface. The
+    speed counts because hosts commonly share a slow management network, too."""
     own = [address for _, address in hosts[0].addresses]
     votes = dict.fromkeys(own, 0)
     for host in {host.space: host for host in hosts if host.space != hosts[0].space}.values():
@@ -262,7 +261,7 @@ def _by_vote(hosts: list[Host]) -> list[str]:
 
 
 def _of_interface(name: str, what: str) -> int:
-    """Return a number that Linux reports of an interface, as its speed in Mbit/s; else -1."""
+    """Return a number that Linux reports of an interface, such as `speed` in Mbit/s; -1 if none."""
     try:
         return int((INTERFACES / name / what).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -306,7 +305,7 @@ def addresses_of(interface: str | None) -> list[tuple[str, str]]:
 
 
 def _usable(address: str, interface: str | None) -> bool:
-    """Reject link-local addresses, which need a scope, and loopback unless the user named it."""
+    """False for link-local addresses, which need a scope, and for loopback without `interface`."""
     if "%" in address or address.startswith(("169.254.", "fe80:")):
         return False
     return interface is not None or not (address.startswith("127.") or address == "::1")
@@ -324,8 +323,8 @@ def _family(address: str) -> int:
 
 
 def _space() -> str:
-    """Return this process's boot, network namespace and host name. Ranks for which they are equal
-    reach each other through loopback."""
+    """Return this process's boot, network namespace and host name. Ranks with the same result reach
+    each other through loopback."""
     return f"{processes.boot()}/{os.stat('/proc/self/ns/net').st_ino}/{socket.gethostname()}"
 
 

@@ -22,7 +22,7 @@ def frame(data: bytes | bytearray) -> bytes:
     return _LENGTH.pack(len(data)) + data
 
 
-def _length(header: bytes | bytearray, limit: int) -> int:
+def _checked_length(header: bytes | bytearray, limit: int) -> int:
     (length,) = _LENGTH.unpack_from(header)
     if length > limit:
         raise FrameError(f"a frame of {length} bytes is announced; at most {limit} are taken")
@@ -32,7 +32,7 @@ def _length(header: bytes | bytearray, limit: int) -> int:
 async def read(reader: asyncio.StreamReader, limit: int) -> bytes:
     """Return the next frame. Raises `FrameError` if it is too long, `asyncio.IncompleteReadError`
     if the stream ends first."""
-    return await reader.readexactly(_length(await reader.readexactly(_LENGTH.size), limit))
+    return await reader.readexactly(_checked_length(await reader.readexactly(_LENGTH.size), limit))
 
 
 class Frames:
@@ -51,7 +51,7 @@ class Frames:
         self._received += chunk
         whole = []
         while len(self._received) >= _LENGTH.size:
-            end = _LENGTH.size + _length(self._received, self._limit)
+            end = _LENGTH.size + _checked_length(self._received, self._limit)
             if len(self._received) < end:
                 break
             whole.append(bytes(self._received[_LENGTH.size : end]))

@@ -16,10 +16,10 @@ from rose.comm.link import MAX_BYTES
 from rose.comm.wire import WireError, decode, encode
 from rose.protocol import Message
 
-# Seconds, for each of three: the porter connects to the socket, it reports its port, and the rank
-# that said that it connects has connected.
+# Seconds for each of three steps: the porter connects to the socket, it reports its MPI port, and
+# the rank connects to the port.
 START_S = 30.0
-SOCKET_BYTES = 24  # bytes that our socket's path may have after TMPDIR's
+SOCKET_BYTES = 24  # most bytes that our socket's path adds to TMPDIR
 
 
 class GuestGone(RuntimeError):
@@ -27,6 +27,8 @@ class GuestGone(RuntimeError):
 
 
 class Guest:
+    """A borrowed rank, as the coordinator reaches it through its porter."""
+
     def __init__(
         self,
         porter: asyncio.subprocess.Process,
@@ -42,7 +44,7 @@ class Guest:
     @classmethod
     async def open(cls, launcher: Sequence[str], mpi_env: dict[str, str]) -> Guest:
         """Start a porter by `launcher` (mpiexec -n 1). Raises `GuestGone` if it takes too long, and
-        OSError if this machine has no room or no process for it."""
+        OSError if this machine can't start it."""
         here = os.getpid()
         connected = asyncio.get_running_loop().create_future()  # (StreamReader, StreamWriter)
         place = scratch.of_sockets(SOCKET_BYTES)
@@ -66,7 +68,7 @@ class Guest:
                     reader, writer = await connected
                 guest = cls(porter, reader, writer, "")
                 async with asyncio.timeout(START_S):
-                    guest.port = (await guest._frame()).decode()
+                    guest.port = (await guest._read_frame()).decode()
             except (TimeoutError, GuestGone):
                 if porter.returncode is None:
                     porter.kill()
@@ -79,18 +81,18 @@ class Guest:
         return guest
 
     async def accept(self) -> None:
-        """Let the porter accept the rank, which connects now. Raises `GuestGone` if it doesn't."""
+        """Let the porter accept the rank's connection. Raises `GuestGone` if none comes."""
         self.writer.write(frame(b""))
         try:
             async with asyncio.timeout(START_S):
-                await self._frame()
+                await self._read_frame()
         except TimeoutError:
             raise GuestGone(f"did not finish connecting within {START_S:g} s") from None
         self.last_seen = time.monotonic()
 
     async def receive(self) -> Message | WireError:
         """Return the rank's next message, or the error if it is malformed. Raises `GuestGone`."""
-        data = await self._frame()
+        data = await self._read_frame()
         self.last_seen = time.monotonic()
         try:
             return decode(data)
@@ -98,12 +100,12 @@ class Guest:
             return error
 
     def send(self, message: Message) -> None:
-        """Queue a message and return at once. A message to a rank that is gone is dropped."""
+        """Queue a message and return at once. If the rank is gone, drop the message."""
         if not self._closing and not self.writer.is_closing():
             self.writer.write(frame(encode(message)))
 
     async def close(self, deadline_s: float = 1.0) -> None:
-        """Send what is queued, then end the porter."""
+        """Send the queued messages, then end the porter."""
         if self._closing:
             return
         self._closing = True
@@ -114,13 +116,13 @@ class Guest:
             async with asyncio.timeout(deadline_s):
                 await self._porter.wait()
         except (TimeoutError, OSError):
-            pass  # The porter hangs or is gone; it is killed below if it still runs.
+            pass  # a porter that hangs, killed below, or is gone
         finally:
-            self.writer.close()  # The porter ends when its socket closes.
+            self.writer.close()  # the end of the socket, at which a porter ends
             if self._porter.returncode is None:
                 self._porter.kill()
 
-    async def _frame(self) -> bytes:
+    async def _read_frame(self) -> bytes:
         try:
             return await frames.read(self.reader, MAX_BYTES)
         except frames.FrameError as error:

@@ -1,4 +1,4 @@
-"""Let a rank of another job join a running one, although either may vanish at any time.
+"""Let a rank of another job join a running job, although either job may vanish at any time.
 
     outputs/RUN/join/endpoint.json    the running attempt: protocol version, and a count that grows while it runs
     outputs/RUN/join/token            the run's token; a rank that cannot read it cannot join (mode 0600, folder 0700)
@@ -7,8 +7,8 @@
     outputs/RUN/join/ID.comes         ID.asks renamed: the rank's engine is up, and it connects at once
 
 An admitted rank connects to the port of its own porter (rose/comm/porter.py). The porter accepts
-only after ID.comes exists, so a rank that dies before costs nothing. The messages that follow are
-described in rose/coordinator/borrowed.py.
+only after ID.comes exists, so a rank that dies earlier blocks nothing. rose/coordinator/borrowed.py
+describes the messages after that.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import msgspec
 from rose.files import write_whole
 from rose.protocol import PROTOCOL_VERSION
 
-# Bounds the connection to the porter, which accepts at that time.
+# Seconds for connecting to the porter, which accepts at the same time.
 CONNECT_S = 10
 POLL_S = 0.05  # seconds between two checks for the answer
 _MAX_FILE_BYTES = 65536
@@ -91,7 +91,7 @@ class Door:
         self._seen: set[str] = set()
 
     def open(self) -> None:
-        """Remove an earlier attempt's files and begin to admit ranks. Raises `OSError`."""
+        """Remove an earlier attempt's files and let ranks ask to join. Raises `OSError`."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder.chmod(0o700)
         for old in self.folder.iterdir():
@@ -100,6 +100,7 @@ class Door:
         self.beat()
 
     def beat(self) -> None:
+        """Write the endpoint with a higher count, which shows that the run is alive."""
         self._endpoint = msgspec.structs.replace(self._endpoint, beats=self._endpoint.beats + 1)
         _write(self.folder / "endpoint.json", self._endpoint)
 
@@ -126,12 +127,12 @@ class Door:
         _write(self.folder / f"{id}.answer", answer)
 
     def forget(self, id: str) -> None:
-        """Remove the files of a rank that has connected, or never will."""
+        """Remove the files of a rank that has connected, or that will never connect."""
         for suffix in (".asks", ".answer", ".comes"):
             (self.folder / f"{id}{suffix}").unlink(missing_ok=True)
 
     def is_asking(self, id: str) -> bool:
-        """True if a rank that was admitted and is not connected has not withdrawn its request."""
+        """True while the request of a rank exists. The rank removes it to withdraw it."""
         return any((self.folder / f"{id}{suffix}").exists() for suffix in (".asks", ".comes"))
 
     def is_token(self, token: str) -> bool:
@@ -142,7 +143,8 @@ class Door:
         try:
             content = msgspec.json.decode(_read(path))
             protocol = content.get("protocol") if isinstance(content, dict) else None
-            if protocol != PROTOCOL_VERSION:  # checked first: another version may have other fields
+            # The version is checked first, because other versions may have other fields.
+            if protocol != PROTOCOL_VERSION:
                 return (
                     f"it speaks protocol version {protocol!r}, this run {PROTOCOL_VERSION}; start "
                     "the serving job with the run's own release of ROSE"
@@ -159,8 +161,8 @@ class Door:
 
 
 def endpoint(run_dir: Path) -> Endpoint | None:
-    """Return the endpoint of the run's attempt, which may be dead, or None if there is none. Raises
-    `JoinError` if it can't be read, or has another protocol version."""
+    """Return the endpoint of the run's last attempt, which may be dead; None without an endpoint.
+    Raises `JoinError` if it can't be read, or has another protocol version."""
     path = folder(run_dir) / "endpoint.json"
     try:
         found = msgspec.json.decode(_read(path), type=Endpoint)
@@ -192,8 +194,8 @@ class Application:
         self.token = ""
 
     def ask(self, deadline_s: float) -> Answer:
-        """Ask to join and wait for the answer. Raises `JoinError` if it is a refusal or does not
-        arrive within `deadline_s` seconds."""
+        """Ask to join and wait for the answer. Raises `JoinError` if the run refuses, or does not
+        answer within `deadline_s` seconds."""
         try:
             self.token = _read(self.folder / "token").decode()
             ask = Ask(
@@ -227,8 +229,8 @@ class Application:
         return answer
 
     def connect(self, port: str):
-        """Return the intercommunicator to the porter. Raises `JoinError` if it does not connect
-        within `CONNECT_S` seconds."""
+        """Connect to the porter and return the intercommunicator. Raises `JoinError` if that fails
+        or takes longer than `CONNECT_S` seconds."""
         from mpi4py import MPI
 
         from rose.comm import mpi_process
@@ -251,9 +253,8 @@ class Application:
             self.withdraw()
 
     def _connect(self, MPI, port: str, info):
-        """Connect, and retry while MPICH reports EAGAIN. It reports EAGAIN when the network is
-        still connecting, because a setting in conf/cluster/mpi bounds its retries so that a send to
-        a dead peer does not hang."""
+        """Connect, and retry while MPICH reports EAGAIN: the network is still connecting. MPICH's
+        own retries are few (conf/cluster/mpi), because otherwise a send to a dead peer hangs."""
         end = time.monotonic() + CONNECT_S
         while True:
             try:

@@ -1,9 +1,9 @@
 """Exchange messages through an MPI intercommunicator whose two processes may vanish at any time.
 
 When a peer dies, MPI either reports nothing or ends this process (MPICH treats a broken connection
-as fatal). So a link lives in a process that may die, never in one of the training's MPI world.
-No call waits for the peer. Messages that MPI does not accept stay in the outbox, and a message that
-has arrived in part is left for a later call. The owner declares the peer lost if it is silent.
+as fatal). So a link lives in a process that may die, never in a rank of the training's MPI world.
+No call waits for the peer. Messages that MPI doesn't accept yet stay in the outbox. A message that
+has arrived in part is returned by a later call. The caller decides when a silent peer is lost.
 
 MPICH would retry a send to a dead peer for ever, inside Isend. The hint "eagain" together with
 MPIR_CVAR_CH4_OFI_MAX_EAGAIN_RETRY (conf/cluster/mpi) bounds the retries of each call.
@@ -19,9 +19,9 @@ from mpi4py import MPI
 # Bounds a message: the largest of rose.comm.wire (256 MiB) with its header.
 MAX_BYTES = 2**28 + 64
 _TAG = 7
-# Probes per call. MPICH (ch4:ofi) reports no message at the probe that begins to receive it.
+# Probes per call. MPICH (ch4:ofi) doesn't report a message at the probe that starts receiving it.
 _PROBES = 4
-# The link is given up after this many errors of MPI in a row; a single one may pass.
+# The link fails after this many MPI errors in a row; a single error may be temporary.
 _ERRORS_IN_A_ROW = 1000
 
 
@@ -52,7 +52,7 @@ class Link:
         self.push()
 
     def push(self) -> bool:
-        """Send what MPI accepts of the queue; return True if all has left. Raises `LinkError`."""
+        """Send what MPI accepts of the queue. Return True once all is sent. Raises `LinkError`."""
         try:
             while self._outbox:
                 request = self._comm.Isend([self._outbox[0], MPI.BYTE], dest=0, tag=_TAG)
@@ -60,7 +60,7 @@ class Link:
             while self._sending and self._sending[0][0].Test():
                 self._sending.popleft()
         except MPI.Exception as error:
-            self._failed(error)
+            self._count_error(error)
         return not (self._outbox or self._sending)
 
     def take(self) -> bytearray | None:
@@ -81,10 +81,10 @@ class Link:
                 self._receiving, self.last_seen = None, time.monotonic()
                 return buffer
         except MPI.Exception as error:
-            self._failed(error)
+            self._count_error(error)
         return None
 
-    def _failed(self, error: MPI.Exception) -> None:
+    def _count_error(self, error: MPI.Exception) -> None:
         self._errors += 1
         if self._errors > _ERRORS_IN_A_ROW:
             raise LinkError(f"MPI: {' '.join(str(error).split())[:200]}") from None

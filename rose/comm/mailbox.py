@@ -1,14 +1,14 @@
 """Exchange messages between ranks by MPI point-to-point calls, from asyncio or from plain loops.
 
 A send never blocks: its buffer is kept until MPI has sent it. Receiving polls, because MPI offers
-no file descriptor to wait on. It polls without a pause while messages keep arriving, then with
-pauses that grow to `IDLE_PAUSE_S`, so that a waiting rank leaves its core to the engines. A pause
-costs an event loop at least a millisecond, so there is none between two messages that have both
-arrived. No collective is used after start-up.
+no file descriptor to wait on. It polls without a pause while messages keep arriving. Then its
+pauses grow to `IDLE_PAUSE_S`, so that a waiting rank leaves its core to the engines. A pause costs
+an event loop at least a millisecond, so there is none between two messages that have both arrived.
+No collective is used after start-up.
 
 Receives are posted in advance and nothing is probed. With MPICH 5.0.2 over "tcp;ofi_rxm", probing
 beside the large receives of a broadcast (rose/transfer/broadcast.py) lost data. A message that is
-longer than a posted buffer is sent in parts, whose order MPI keeps. Its header gives its length.
+longer than a posted buffer is sent in parts, whose order MPI keeps. A header gives its length.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rose.protocol import Message, Role
 _TAG = 7
 _PART_BYTES = 1 << 16  # bytes of a message in one send, and of a posted buffer
 _POSTED = 16  # posted receives
-# Tests of a receive per poll, 0.4 us each. MPICH (ch4:ofi) denies a message at the test that begins
-# to receive it.
+# Tests of a receive per poll, 0.4 us each. MPICH (ch4:ofi) doesn't report a message at the test
+# that starts receiving it.
 _TESTS = 4
 _YIELD_EVERY = 16  # messages after which other tasks of the event loop may run
-# The first pause, about the latency of a message; a shorter one only burns the core.
+# The first pause, about the latency of a message; a shorter pause would only use CPU time.
 FIRST_PAUSE_S = 0.0002
 IDLE_PAUSE_S = 0.002  # the longest pause
 
@@ -48,9 +48,9 @@ class Mailbox:
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         for _ in range(_POSTED):
-            self._post(bytearray(_PART_BYTES))
+            self._post_receive(bytearray(_PART_BYTES))
 
-    def _post(self, buffer: bytearray) -> None:
+    def _post_receive(self, buffer: bytearray) -> None:
         request = self._comm.Irecv([buffer, MPI.BYTE], source=MPI.ANY_SOURCE, tag=_TAG)
         self._receiving.append((request, buffer))
 
@@ -60,20 +60,21 @@ class Mailbox:
 
     def forward(self, rank: int, message: bytes | memoryview) -> None:
         """Queue an encoded message for `rank`, like `send`."""
-        self._reap()
+        self._drop_completed_sends()
         data = memoryview(message)
         for start in range(0, len(data), _PART_BYTES):
             part = data[start : start + _PART_BYTES]
             self._sending.append((self._comm.Isend([part, MPI.BYTE], dest=rank, tag=_TAG), part))
 
     def poll(self) -> tuple[int, Message] | None:
-        """Return (source rank, message) if one has arrived. Raises `WireError` for other bytes."""
-        self._reap()
+        """Return (source rank, message) of the next whole message; None if none has arrived. Raises
+        `WireError` for invalid bytes."""
+        self._drop_completed_sends()
         while any(self._receiving[0][0].Test(self._status) for _ in range(_TESTS)):
             source, (_, buffer) = self._status.Get_source(), self._receiving.popleft()
             data = self._parts.pop(source, bytearray())
             data += memoryview(buffer)[: self._status.Get_count(MPI.BYTE)]
-            self._post(buffer)
+            self._post_receive(buffer)
             self._pause_s = FIRST_PAUSE_S
             try:
                 if len(data) >= message_bytes(data):
@@ -93,7 +94,7 @@ class Mailbox:
         return got
 
     def receive_blocking(self, deadline_s: float | None, waiting_for: str) -> tuple[int, Message]:
-        """Return the next (source rank, message) of a rank without an event loop. Raises
+        """Return the next (source rank, message), in a rank without an event loop. Raises
         `TimeoutError`, which names `waiting_for`, after `deadline_s` seconds."""
         end = None if deadline_s is None else time.monotonic() + deadline_s
         while (got := self.poll()) is None:
@@ -103,10 +104,10 @@ class Mailbox:
         return got
 
     def flush(self, deadline_s: float) -> bool:
-        """Wait until every queued send has left; return False if the deadline passes first."""
+        """Wait until every queued message is sent; return False if the deadline passes first."""
         end = time.monotonic() + deadline_s
         while self._sending and time.monotonic() < end:
-            self._reap()
+            self._drop_completed_sends()
             time.sleep(FIRST_PAUSE_S)
         return not self._sending
 
@@ -121,14 +122,14 @@ class Mailbox:
         pause, self._pause_s = self._pause_s, min(self._pause_s * 1.5, IDLE_PAUSE_S)
         return pause
 
-    def _reap(self) -> None:
+    def _drop_completed_sends(self) -> None:
         while self._sending and self._sending[0][0].Test():
             self._sending.popleft()
 
 
 def share_text(comm: MPI.Comm, text: str | None, deadline_s: float, what: str) -> str:
-    """Return rank 0's short text on every rank; collective. Ranks that wait leave CPU to rank 0.
-    Raises `TimeoutError`, which names `what`, if it does not arrive within `deadline_s` seconds."""
+    """Return rank 0's short text on every rank; collective. Waiting ranks leave the CPU to rank 0.
+    Raises `TimeoutError`, which names `what`, if it doesn't arrive within `deadline_s` seconds."""
     import numpy as np
 
     data = np.frombuffer((text or "").encode(), dtype=np.uint8)
@@ -142,7 +143,7 @@ def share_text(comm: MPI.Comm, text: str | None, deadline_s: float, what: str) -
 
 def gather_texts(comm: MPI.Comm, text: str, deadline_s: float, what: str) -> list[str]:
     """Return every rank's short text, by rank; collective. Raises `TimeoutError`, which names
-    `what`, if a rank does not arrive within `deadline_s` seconds."""
+    `what`, if a text does not arrive within `deadline_s` seconds."""
     import numpy as np
 
     mine = np.frombuffer(text.encode(), dtype=np.uint8)

@@ -5,11 +5,11 @@ variables of the launcher (srun or mpiexec) that started the rest of the job.
 
 MPICH creates shared memory even for a rank that shares it with no other. Its name derives from the
 launcher's name for the world, which under Slurm is JOB.STEP, or from the process id. Only
-MPI_Finalize removes it, and our ranks can't wait for that when a peer is dead. So each end would
-leave some MiB on the node, and a requeued job (same id, step 0 again) would attach to the memory of
-its last attempt. Therefore each rank unlinks the name right after MPI's start, and the kernel frees
-the memory with the last process that maps it. If ranks are ended before all of them got so far, the
-process that ends them unlinks the names.
+MPI_Finalize removes it, and our ranks can't wait for that when a peer is dead. So each run would
+leave some MiB on the node. A requeued job (same id, step 0 again) would attach to the memory of its
+last attempt. Therefore each rank unlinks the name right after MPI's start, and the kernel frees
+the memory with the last process that maps it. A process that ends ranks earlier than that unlinks
+their names (`remove_shared`).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ OF_WORLD = re.compile(r"mpich_shm_[0-9a-f]+_\d+")
 
 
 def launchers() -> list[str]:
-    """Return the names of this process's variables by which MPI would look for a launcher."""
+    """Return the names of this process's variables from which MPI would infer a launcher."""
     return [name for name in os.environ if name.startswith(LAUNCHERS) and name not in NO_LAUNCHERS]
 
 
 def environment(mpi: dict[str, str]) -> dict[str, str]:
-    """Return this process's variables without a launcher's, but with `mpi` (cluster.mpi.env)."""
+    """Return this process's variables without those of launchers, plus `mpi` (cluster.mpi.env)."""
     without = launchers()
     kept = {name: value for name, value in os.environ.items() if name not in without}
     return kept | {"PYTHONPATH": places.python_path()} | mpi
@@ -47,20 +47,18 @@ def environment(mpi: dict[str, str]) -> dict[str, str]:
 def unlink_shared(world: MPI.Comm) -> list[str]:
     """Unlink the names of MPICH's shared memory, which stays mapped; return this rank's names.
     Collective over `world`, right after MPI's start."""
-    world.Barrier()  # Every rank has opened the memory by its name.
+    world.Barrier()  # a wait until every rank has opened the memory by its name
     found = shared("self")
     for name in found:
-        Path(name).unlink(missing_ok=True)  # another rank of the node may be first
+        Path(name).unlink(missing_ok=True)  # missing if another rank of the node was first
     return found
 
 
 def remove_shared(pid: int) -> None:
     """Unlink the shared memory of a whole MPI world on this node, including that of dead ranks.
-
-    `pid` is a process of this world that still runs. Each rank's memory has its own name, which
-    contains the world's. If names have another format, as in other versions of MPICH, only the
-    memory that the process itself maps is unlinked.
-    """
+    `pid`: a process of this world that still runs. Each rank's memory has its own name, which
+    contains the world's name. If names have another format, as in other versions of MPICH, unlink
+    only the memory that this process maps."""
     for path in map(Path, shared(pid)):
         found = [path]
         if path.parent == Path(SHARED).parent and OF_WORLD.fullmatch(path.name):

@@ -3,16 +3,16 @@
     mpiexec -n 1 python -m rose.comm.porter SOCKET    started by `rose.comm.guest`, one per admitted rank
 
 MPICH may end a process when its connected peer dies, and blocks it while it accepts a connection.
-So the coordinator does not connect to a borrowed rank itself. This process does, and if it blocks
-or dies, only that rank is lost. The socket carries frames (`rose.comm.frames`):
+So the coordinator does not connect to a borrowed rank itself. This process connects, and if it
+blocks or dies, only that rank is lost. The socket carries frames (`rose.comm.frames`):
 1. The porter sends the MPI port.
 2. The coordinator sends an empty frame when the rank is about to connect. The porter accepts from
    then on and not earlier, because accepting occupies a whole core.
 3. The porter sends an empty frame when the rank is connected.
 4. Each further frame is a message.
 
-mpiexec starts the porter because MPICH takes all processes without a launcher for the same one, and
-the rank has no launcher. The module imports little because one process runs for each rank.
+mpiexec starts the porter because to MPICH all processes without a launcher are the same process,
+and the rank has no launcher. The module imports little because each borrowed rank has a porter.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sys
 
 from rose.comm.frames import Frames, frame
 
-# Bounds the wait for the rank's connection, which it announces when its engine is up.
+# Seconds for the rank to connect, once it has announced its connection.
 ACCEPT_S = 10
 _PAUSE_S = 0.004  # the longest pause between two polls of MPI
 # The pause after a message. A poll takes 50 us of CPU, which the engines need.
@@ -45,7 +45,7 @@ def main() -> None:
     received = Frames(channel, MAX_BYTES)
     while not (data := received.take()):
         if data is None:
-            return  # The coordinator gave up the rank, which never connected.
+            return  # a socket that the coordinator closed, because the rank never connected
     info = MPI.Info.Create()
     info.Set("timeout", str(ACCEPT_S))
     link = Link(MPI.COMM_SELF.Accept(port, info))
@@ -74,10 +74,10 @@ if __name__ == "__main__":
 
     try:
         main()
-    except Exception as error:  # The coordinator sees the socket close; its log has the reason.
+    except Exception as error:  # printed to the coordinator's log
         print(
             f"porter: {type(error).__name__}: {' '.join(str(error).split())[:300]}",
             file=sys.stderr,
             flush=True,
         )
-    os._exit(0)  # MPI_Finalize can abort after a peer's death.
+    os._exit(0)  # no MPI_Finalize, which can abort after a peer's death

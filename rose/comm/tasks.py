@@ -7,7 +7,7 @@ import faulthandler
 from collections.abc import Coroutine
 from typing import Any
 
-# An event loop that stands still for this long hangs; no callback of a healthy one takes as long.
+# Seconds after which a blocked event loop counts as hung. Healthy callbacks are shorter.
 _HUNG_S = 60.0
 _STDERR = 2
 
@@ -31,8 +31,8 @@ class Tasks:
             self._failed.set_exception(task.exception())
 
     async def run_until(self, *services: Coroutine[Any, Any, Any]) -> None:
-        """Run `services` beside the spawned tasks until one returns; raise what any task raised. If
-        the loop stands still, as in an MPI call, all threads' stacks are written to stderr."""
+        """Run `services` beside the spawned tasks until a service returns. Raise the first
+        exception of any task. If a call blocks the loop, write all threads' stacks to stderr."""
         running = [self.spawn(service) for service in (_feed_watchdog(), *services)]
         await asyncio.wait([*running, self._failed], return_when=asyncio.FIRST_COMPLETED)
         if self._failed.done():
@@ -41,7 +41,7 @@ class Tasks:
     async def close(self, deadline_s: float) -> None:
         """Cancel the tasks that still run and wait for them, at most `deadline_s` seconds."""
         if self._failed.done():
-            self._failed.exception()  # Retrieved, so that asyncio does not log it as unseen.
+            self._failed.exception()  # retrieved, so that asyncio does not log it
         left = list(self._running)
         for task in left:
             task.cancel()
@@ -50,7 +50,7 @@ class Tasks:
 
 
 async def _feed_watchdog() -> None:
-    """Restart the timer of the process's only watchdog thread as long as this loop runs."""
+    """Restart faulthandler's timer, the only one of a process, while this event loop runs."""
     try:
         while True:
             faulthandler.dump_traceback_later(_HUNG_S, file=_STDERR)

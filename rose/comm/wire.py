@@ -1,8 +1,8 @@
 """Encode and decode messages: a fixed header, then msgpack by msgspec. Nothing is ever unpickled.
 
 The header has 12 bytes, little-endian: magic ``ROSE``, uint16 protocol version, uint16 zero, uint32
-length of the body. A peer of another version, a truncated body or garbage raises `WireError` here,
-and never a different error later.
+length of the body. Another protocol version, a truncated body or garbage raises `WireError` here,
+and no other error later.
 """
 
 from __future__ import annotations

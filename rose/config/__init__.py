@@ -79,7 +79,7 @@ __all__ = [
     "to_dict",
 ]
 
-DETERMINISTIC_THREADS = 2  # threads per trainer rank; others change a stored run's losses
+DETERMINISTIC_THREADS = 2  # threads per trainer rank; another number would change losses
 MIXTURE = "mixture"  # `env.name` of a section with several environments
 
 
@@ -88,8 +88,8 @@ def from_dict(
     checked: bool = True,
     kinds: tuple[type[Config], type[Config]] = (Config, MixedConfig),
 ) -> Config:
-    """Convert resolved plain containers to a `Config`, and check it unless `checked` is false.
-    `kinds`: the class for a tree with one environment, and the class for a mixture. Raises
+    """Convert the resolved tree, in dicts and lists, to a `Config`; check it unless `checked` is
+    false. `kinds`: the class for a tree with one environment, and the class for a mixture. Raises
     `ConfigError`."""
     degrees = errors.value_at(tree, "rollout.tensor_parallel")
     if isinstance(degrees, list):
@@ -109,8 +109,7 @@ def from_dict(
 
 
 def _is_mixture(tree: dict[str, Any]) -> bool:
-    """True for a tree with a mixture of environments. Raises `ConfigError` for a mixture within a
-    mixture."""
+    """True for a mixture of environments. Raises `ConfigError` for a mixture within a mixture."""
     if errors.value_at(tree, "env.name") != MIXTURE:
         return False
     members = errors.value_at(tree, "env.members")
@@ -124,8 +123,8 @@ def _is_mixture(tree: dict[str, Any]) -> bool:
 
 
 def _resolved(config: Config) -> Config:
-    """Return the configuration with a value for each null that other keys determine, for storing.
-    The null that a policy determines is left to `rose.policies.registry.resolved`."""
+    """Replace each null whose value follows from other keys, so that the value is stored. A null
+    whose value depends on a policy stays, for `rose.policies.registry.resolved`."""
     replace, threads = msgspec.structs.replace, _threads(config)
     return replace(
         config,
@@ -140,8 +139,8 @@ def _resolved(config: Config) -> Config:
 
 
 def _hpz_ranks(config: Config) -> int | None:
-    """Return `trainer.hpz` as a number of ranks, or None for no second copy of the weights.
-    hpz=node is None if a node has one trainer rank or all of them: a copy would save nothing."""
+    """Return `trainer.hpz` as a number of ranks, or None for no second copy of the weights. For
+    hpz=node, return None if a node has one trainer rank or all: a copy would save nothing."""
     hpz, per_node = config.trainer.hpz, config.trainers_of_node
     if hpz != "node":
         return hpz
@@ -149,10 +148,13 @@ def _hpz_ranks(config: Config) -> int | None:
 
 
 def _threads(config: Config) -> dict[str, int | None]:
-    """Return the default numbers of threads of a trainer rank and of an engine. On GPUs the
-    libraries choose (None). On CPUs each role divides all cores among its ranks, since both mostly
-    compute in turn; under Slurm an engine leaves one CPU to its ROSE rank. A deterministic trainer
-    on CPUs has the same number on every machine, since losses depend on it."""
+    """Return the default numbers of threads of a trainer rank and of an engine.
+
+    1. With GPUs the libraries choose (None).
+    2. On CPUs each role divides all cores among its ranks, since the roles mostly compute in turn.
+    3. Under Slurm each role divides its own CPUs. An engine leaves one CPU to its ROSE rank.
+    4. A deterministic trainer on CPUs has the same number on every machine: losses depend on it.
+    """
     ranks = {"trainer": config.trainer.ranks, "rollout": config.rollout.workers}
     if config.cluster.gpus:
         return dict.fromkeys(ranks)
@@ -170,13 +172,13 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def keys() -> list[str]:
-    """Every key of the tree, dotted, sections included."""
+    """Return every dotted key of the tree, sections included."""
     return errors.keys(Config)
 
 
 def load(path: Path, checked: bool = True) -> Config:
-    """Read the resolved configuration that `save` wrote into a run's folder. checked=False accepts
-    one that this machine could not run."""
+    """Read the configuration that `save` wrote into a run's folder. checked=False accepts a
+    configuration that this machine could not run."""
     return from_dict(stored(path), checked)
 
 
@@ -198,8 +200,8 @@ def save(config: Config, path: Path) -> None:
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """Read the shape from an HF folder's config.json. Raises `ConfigError` where the file is
-    absent, unreadable, or not a decoder's."""
+    """Read a model's shape from the config.json of its folder. Raises `ConfigError` if the file is
+    missing or unreadable, or if it isn't a decoder's."""
     path = Path(folder) / "config.json"
     where = f"model.path={str(folder)!r}"
     try:
@@ -214,7 +216,7 @@ def read_shape(folder: Path) -> ModelShape:
 
 def _shape(raw: dict[str, Any]) -> ModelShape:
     """Convert the contents of a config.json. Raises `KeyError`, `TypeError`, `ZeroDivisionError` or
-    msgspec's `ValidationError` where a value is missing, or is one that no decoder can have."""
+    msgspec's `ValidationError` for a missing value, or for a value that no decoder can have."""
     heads = raw["num_attention_heads"]
     found = {
         "layers": raw["num_hidden_layers"],
@@ -225,7 +227,7 @@ def _shape(raw: dict[str, Any]) -> ModelShape:
         "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
         "vocab": raw["vocab_size"],
         "tied_embeddings": raw.get("tie_word_embeddings", False),
-        # The hub's folders have the first name; transformers 5 writes the second.
+        # Folders on the hub have the first name; transformers 5 writes the second name.
         "experts": raw.get("num_experts") or raw.get("num_local_experts") or 0,
         "experts_per_token": raw.get("num_experts_per_tok") or 0,
         "expert_intermediate": raw.get("moe_intermediate_size") or 0,

@@ -57,7 +57,7 @@ class Slurm(Section):
     borrowed: Component
     # a job that computes rewards (reward.max_jobs), with a worker on each of its CPUs
     reward: Component
-    pending_s: Positive  # longest wait of a `borrowed` job in the queue; then it counts as refused
+    pending_s: Positive  # seconds in the queue after which a `borrowed` job counts as refused
     setup: list[str]  # shell lines at the job's start, such as "module load cuda"
     container: Container | None
     warning_s: Count  # seconds before its time limit at which the job saves and requeues itself
@@ -82,13 +82,13 @@ class Cluster(Section):
 
     @property
     def contained(self) -> bool:
-        """True if ranks run in a container, whose packages aren't known outside of it."""
+        """True if ranks run in a container. Its packages aren't known outside of it."""
         return self.kind == "slurm" and self.slurm is not None and self.slurm.container is not None
 
     @property
     def interface_env(self) -> dict[str, str]:
-        """Variables that set the interface of gloo, NCCL and libfabric's tcp provider. To NCCL a
-        bare name is a prefix, hence the "="."""
+        """Variables that set the interface of gloo, NCCL and libfabric's tcp provider. Without "=",
+        NCCL would take the name as a prefix."""
         if not self.interface:
             return {}
         return {
@@ -100,8 +100,8 @@ class Cluster(Section):
 
 def cpus_of(cluster: Cluster, name: str, rollout: Rollout) -> int:
     """Return the CPUs of each rank of the Slurm component `name`, a field of `Slurm`. An engine on
-    GPUs needs 8 CPUs for its scheduler, its output and the threads that stage new weights, and 2
-    for each GPU's worker process with its copying threads."""
+    GPUs needs 8 CPUs for its scheduler, its output and the threads that stage new weights. Each
+    GPU's worker process, with its copying threads, needs 2 more."""
     component: Component = getattr(cluster.slurm, name)
     if component.cpus_per_task is not None:
         return component.cpus_per_task
@@ -111,7 +111,7 @@ def cpus_of(cluster: Cluster, name: str, rollout: Rollout) -> int:
 
 
 def nodes_of(component: Component, gpus: int, on_gpu: bool) -> int:
-    """Return the nodes of a component whose ranks use `gpus` GPUs in all."""
+    """Return the number of nodes of a component whose ranks use `gpus` GPUs in all."""
     if component.nodes is not None:
         return component.nodes
     return -(-gpus // component.gpus_per_node) if on_gpu else 1

@@ -18,7 +18,7 @@ Temperature = Annotated[float, Meta(ge=0, le=2)]  # vLLM's bounds
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    pass
+    """The base class of all sections. An unknown key is an error."""
 
 
 class Policy(Section):
@@ -31,7 +31,7 @@ class Scheduler(Section):
     routing: Policy
     order: Policy
     batching: Policy
-    # Turns sent to a worker beyond its `max_sequences`, as a share of it, to hide dispatch latency.
+    # extra turns of a worker, as a share of its `max_sequences`; they hide dispatch latency
     queue_depth: NotNegative
     # places trajectories on environment hosts
     placement: Policy = Policy(name="stay", args={})

@@ -1,7 +1,5 @@
-"""Rewrite msgspec's errors about a configuration for the user who typed it: key, value, what would
-be right.
-
-Works on any tree of msgspec structs.
+"""Rewrite msgspec's errors about a configuration for its user: as key, value and what would be
+right. This works on any tree of msgspec structs.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ def keys(root: Struct, prefix: str = "") -> list[str]:
 
 def check_known(given: dict[str, Any], known: Collection[str], where: str, whose: str) -> None:
     """Raise `ConfigError` for the first of the `given` arguments that is not `known`. `where`: the
-    section's dotted key. `whose`: the policy, recipe or other that takes them."""
+    section's dotted key. `whose`: name of the policy, recipe or other object that takes them."""
     for key, value in given.items():
         if key not in known:
             raise ConfigError(
@@ -44,8 +42,9 @@ def check_known(given: dict[str, Any], known: Collection[str], where: str, whose
 
 
 def similar(word: str, known: list[str]) -> list[str]:
-    """Return up to three of the `known` keys that `word` may be meant for: those that end alike, as
-    trainer.optimizer.lr for trainer.lr, where these are few; else those of similar letters."""
+    """Return up to three `known` keys that the user may have meant by `word`. Keys with the same
+    last part are preferred, such as trainer.optimizer.lr for trainer.lr. If there are none or more
+    than three, return keys of similar spelling."""
     alike = [key for key in known if key.rpartition(".")[2] == word.rpartition(".")[2]]
     if 0 < len(alike) <= 3:
         return alike
@@ -53,8 +52,7 @@ def similar(word: str, known: list[str]) -> list[str]:
 
 
 def value_at(tree: Any, dotted: str) -> Any:
-    """Return the value in plain containers at a key such as `trainer.optimizer.betas.0`. None if
-    there is none."""
+    """Return the value of a dotted key, such as `trainer.optimizer.betas.0`; None if missing."""
     for part in re.findall(r"[^.\[\]]+", dotted):
         if isinstance(tree, dict) and part in tree:
             tree = tree[part]
@@ -66,8 +64,8 @@ def value_at(tree: Any, dotted: str) -> Any:
 
 
 def explain(message: str, tree: dict[str, Any], root: Struct) -> str:
-    """Return msgspec's message on converting `tree` to `root` as key, value and what would be
-    right. `message`, for example: 'Expected `int`, got `str` - at `$.trainer.steps`'."""
+    """Rewrite msgspec's message about converting `tree` to `root` as key, value and what would be
+    right. An example of `message`: 'Expected `int`, got `str` - at `$.trainer.steps`'."""
     in_dictionary = message.endswith("[...]`")
     message = _entry_named(message, tree, root)
     found = re.search(r" - at `(?:key` in `)?\$\.?([^`]*)`$", message)
@@ -107,8 +105,8 @@ def explain(message: str, tree: dict[str, Any], root: Struct) -> str:
 
 
 def _entry_named(message: str, tree: dict[str, Any], root: Struct) -> str:
-    """Put the name of the first wrong entry into a message about a dictionary. msgspec writes
-    `$.sim.pool[...].gpu` and does not name the entry."""
+    """Put the name of the first wrong entry into a message about a dictionary, for which msgspec
+    writes dots, as in `$.sim.pool[...].gpu`."""
     found = re.search(r" - at `\$\.?([^`]*?)\[\.\.\.\]", message)
     for name, value in value_at(tree, found[1]).items() if found else ():
         try:
@@ -122,13 +120,13 @@ def _entry_named(message: str, tree: dict[str, Any], root: Struct) -> str:
 
 
 def _section(kind: Any) -> Struct | None:
-    """Return the section that a field of this type holds, if any (`Slurm | None` holds one)."""
+    """Return the section's class in a field's type, such as `Slurm | None`; None without one."""
     classes = (each for each in (kind, *get_args(kind)) if isinstance(each, type))
     return next((each for each in classes if issubclass(each, msgspec.Struct)), None)
 
 
 def _type(dotted: str, root: Struct) -> Any:
-    """Return the type of the field `dotted`. An entry of a list has the list's type."""
+    """Return the type of the field `dotted`. For an entry of a list, return the list's type."""
     found: Any = root
     for part in re.sub(r"\[\d+\]", "", dotted).split("."):
         if get_origin(found) is dict:

@@ -8,8 +8,8 @@ from rose.config.common import Count, Natural, Section
 
 
 class ModelShape(Section):
-    """The numbers of a decoder's config.json that planning needs. Where model.shape is null they
-    are read from the model's folder."""
+    """The numbers of a decoder's config.json that planning needs. If model.shape is null, they are
+    read from the model's folder."""
 
     layers: Count
     hidden: Count
@@ -27,7 +27,7 @@ class ModelShape(Section):
 
     @property
     def mlp_width(self) -> int:
-        """Intermediate channels of a layer that one token uses."""
+        """Number of a layer's intermediate channels that one token uses."""
         return self.experts_per_token * self.expert_intermediate or self.intermediate
 
     @property
@@ -36,12 +36,12 @@ class ModelShape(Section):
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token uses: all but the experts that it isn't routed to."""
+        """Parameters that one token uses; of the experts, only those to which it is routed."""
         return self._parameters(self.mlp_width)
 
-    def _parameters(self, width: int) -> int:
+    def _parameters(self, mlp_width: int) -> int:
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        block = attention + self.hidden * (3 * width + self.experts + 2)
+        block = attention + self.hidden * (3 * mlp_width + self.experts + 2)
         embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
         return self.layers * block + embeddings + self.hidden
 
@@ -52,7 +52,7 @@ class ModelShape(Section):
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
-        """(rows, columns) of each matrix of a layer, or expert, by its Hugging Face name."""
+        """(rows, columns) of each matrix of a layer (of an expert, for MLPs), by its HF name."""
         h, i = self.hidden, self.expert_intermediate or self.intermediate
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = {"q_proj": (queries, h), "k_proj": (keys, h), "v_proj": (keys, h)}
@@ -74,9 +74,9 @@ class Model(Section):
 
     1. `folder`: the folder `path` must exist.
     2. `hub`: the launcher downloads `revision`, a branch, tag or commit of the hub id `path`.
-    3. `tiny`, `smollm2`: a script of this name in scripts/ makes it in the user's cache, with the
-       arguments `recipe`.
-    `snapshot`, no key of conf/, is the folder that the launcher found for a hub id.
+    3. `tiny`, `smollm2`: a script of this name in scripts/ makes the model in the user's cache,
+       with the arguments `recipe`.
+    `snapshot`: the folder of a hub id, which the launcher sets; it is no key of conf/.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Model(Section):
     # format of tool calls and of reasoning: auto, hermes, or the name of a parser of vLLM's
     tool_format: str = "auto"
     reasoning_format: str = "auto"
-    # texts of further tokens that end a turn, besides those that the folder's files name
+    # texts of tokens that end a turn, in addition to those that the folder's files name
     end_of_turn: list[str] = []
     revision: str | None = None
     snapshot: str | None = None

@@ -1,7 +1,7 @@
 """Find the user's classes that a key names: by the entry point of an installed package, or as
 package.module:Class.
 
-ROSE's own names always win, so installing a package never changes what a configuration means. The
+ROSE's own names come first, so installing a package never changes what a configuration means. The
 launcher and every rank search in the same way. They find a package that is installed in the run's
 Python, or whose folder is in PYTHONPATH, which ranks inherit. Standard library only.
 """
@@ -22,9 +22,9 @@ from rose.config.errors import ConfigError
 def find(
     key: str, name: str, what: str, ours: tuple[str, ...], group: str, prefix: str = ""
 ) -> type:
-    """Return the class that `key`=`name` means, which is none of `ours`. Entry points of `group`
-    are searched whose names begin with `prefix`. Raises `ConfigError`, which lists what there
-    is."""
+    """Return the user's class that `key`=`name` means; `ours` are ROSE's own names, for errors.
+    Search the entry points of `group` whose names begin with `prefix`. Raises `ConfigError`, which
+    lists the known names."""
     where = f"{key}={name!r}"
     found = [p for p in entry_points(group=group) if p.name.startswith(prefix)]
     mine = [point for point in found if point.name == prefix + name]
@@ -44,12 +44,12 @@ def find(
             "another one is written package.module:Class"
         )
     by = f" (entry point of {_origin(mine[0])})" if mine else ""
-    return _attribute(imported(module, f"{where}{by}"), path, where)
+    return _class_at(imported(module, f"{where}{by}"), path, where)
 
 
 def parameters(cls: type) -> dict[str, inspect.Parameter] | None:
-    """Return the parameters of a user's class by name; None if the class shows none to Python, as
-    classes of C extensions do."""
+    """Return the parameters of a user's class by name; None if Python can't find them out, as for
+    classes of C extensions."""
     try:
         return dict(inspect.signature(cls).parameters)
     except (TypeError, ValueError):
@@ -67,7 +67,7 @@ def _origin(point: EntryPoint) -> str:
 
 
 def exited(error: SystemExit) -> str:
-    """Return the end of an error's text about a user's file that exits when it is imported."""
+    """Return the end of an error message about a user's file that exits when it is imported."""
     return (
         f"ended the process (SystemExit {error.code!r}); put what runs as a program below "
         "`if __name__ == '__main__'`"
@@ -80,7 +80,7 @@ def imported(module: str, where: str) -> Any:
         return importlib.import_module(module)
     except SystemExit as error:
         raise ConfigError(f"{where}: importing {module} {exited(error)}") from error
-    except Exception as error:  # a user's module may raise anything
+    except Exception as error:  # any type, from a user's module
         message = f"{where}: importing {module} failed: {type(error).__name__}: {error}"
         if isinstance(error, ModuleNotFoundError) and module.startswith(error.name or "."):
             folders = ", ".join(folder or "the current folder" for folder in sys.path)
@@ -91,7 +91,8 @@ def imported(module: str, where: str) -> Any:
         raise ConfigError(message) from error
 
 
-def _attribute(module: Any, path: str, where: str) -> type:
+def _class_at(module: Any, path: str, where: str) -> type:
+    """Return the class at the dotted `path` in a user's module. Raises `ConfigError`."""
     found = module
     for part in path.split("."):
         found = getattr(found, part, None)

@@ -16,8 +16,8 @@ from rose.config.common import Fraction, Section
 from rose.config.errors import ConfigError
 from rose.config.model import ModelShape
 
-# The most parameters and demonstrations with which a warm start ends within the 15 minutes that a
-# recipe has. The default recipe has 0.1 million parameters and 1,920 demonstrations: about 10 s.
+# Most parameters and demonstrations of a recipe: its warm start must end within 15 minutes. The
+# default recipe has 0.1 million parameters and 1,920 demonstrations, and takes about 10 s.
 MOST_PARAMETERS = 10**8
 MOST_SHOWN = 500_000
 VOCABULARY = 512  # tokens
@@ -66,8 +66,8 @@ OPTIONS: dict[str, type[Section]] = {"tiny": Tiny, "smollm2": SmolLM2}
 
 
 def check(source: str, recipe: dict[str, Any]) -> None:
-    """Raise `ConfigError` for an argument that the recipe `source` doesn't have, and for a value
-    from which it can't make a model."""
+    """Raise `ConfigError` for an argument that the recipe `source` doesn't have, or a value with
+    which it can't make a model."""
     kind = OPTIONS[source]
     known = [field.name for field in msgspec.structs.fields(kind)]
     given = {key.replace("-", "_"): value for key, value in recipe.items()}
@@ -82,6 +82,7 @@ def check(source: str, recipe: dict[str, Any]) -> None:
 
 
 def _check_tiny(made: Tiny) -> None:
+    """Raise `ConfigError` for a model that is too large, or whose warm start takes too long."""
     if made.experts == 1:
         raise ConfigError("model.recipe.experts=1: each token takes two of them: 0, or 2 and more")
     if made.parameters > MOST_PARAMETERS:

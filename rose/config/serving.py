@@ -10,10 +10,10 @@ from rose.config.common import Natural, NotNegative, Positive, Section
 class Serving(Section):
     """Ranks of serving jobs that join the run while it runs."""
 
-    borrow: bool  # true: they may join
-    # kind that such a rank reports; provisioning policies distinguish them
+    borrow: bool  # true: serving ranks may join
+    # kind that a serving rank reports; provisioning policies distinguish the kinds
     kind: Literal["cooperative", "spot", "serverless"]
-    max_ranks: Natural  # most that have joined at once; 0: none
+    max_ranks: Natural  # most serving ranks in the run at once
     heartbeat_s: Positive  # seconds between two heartbeats, in both directions
     lost_after_s: Positive  # seconds of silence after which a rank's turns go elsewhere
     drain_s: NotNegative  # seconds for a rank to finish its turns after SIGUSR2

@@ -20,7 +20,7 @@ class Algorithm(Section):
     # Algorithms of other packages may leave out the keys below.
     # true: the penalty has the gradient of KL(policy || reference)
     kl_correction: bool = True
-    # importance weights below this, or above the cap, become 0; null: those above become the cap
+    # importance weights below this or above the cap become 0; null: weights above become the cap
     importance_floor: NotNegative | None = None
     importance_level: Literal["token", "sequence"] = "token"
 
@@ -37,8 +37,8 @@ class Optimizer(Section):
     final_share: Fraction = 0.0  # share of lr at the end of linear and cosine
 
 
-# Each projection of a layer, in vLLM's order, and the vLLM layer that fuses it with others. vLLM
-# wraps such a layer for LoRA as a whole.
+# Each projection of a layer, in vLLM's order, and vLLM's layer that fuses it with others. For LoRA,
+# vLLM wraps the fused layer as a whole.
 FUSED = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",
@@ -55,7 +55,7 @@ SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # MaxLoRARanks of vLLM 0.32
 
 class Lora(Section):
     """An adapter (arXiv 2106.09685). Each matrix W of the `targets` of all layers gets A (rank,
-    columns) and B (rows, rank), and W x becomes W x + scale B A x. W is frozen."""
+    columns) and B (rows, rank). W x becomes W x + scale B A x. W is frozen."""
 
     rank: Count
     alpha: Positive
@@ -67,8 +67,8 @@ class Lora(Section):
 
     @property
     def slot_rank(self) -> int:
-        """Rank for which an engine allocates the adapter: `rank`, rounded up to vLLM's next. Raises
-        `StopIteration` above vLLM's largest, which checks/ refuses."""
+        """Rank for which an engine allocates the adapter: `rank`, rounded up to one of
+        `SLOT_RANKS`. rose/config/checks rejects a larger rank."""
         return next(rank for rank in SLOT_RANKS if rank >= self.rank)
 
     @property
@@ -100,11 +100,11 @@ class Trainer(Section):
     reduce_dtype: Literal["float32", "bfloat16"]
     optimizer: Optimizer
     updates_per_step: Count  # optimizer updates per batch (PPO mini-batches)
-    # tokens of one forward pass, padding included; with share_prefixes distinct tokens
+    # tokens of one forward pass, padding included; with share_prefixes, shared tokens count once
     micro_batch_tokens: Count
     share_prefixes: bool  # true: compute the common beginning of rows once where it is cheaper
-    # true: the backward pass computes layers once more, instead of keeping what they computed; null
-    # until rose/launch/choices.py decides by the estimated memory
+    # true: the backward pass computes layers again, so that their results aren't kept; null:
+    # rose/launch/choices.py decides by the estimated memory
     gradient_checkpointing: bool | None
     step_timeout_s: Positive  # limit of a training step or a checkpoint on all ranks
     checkpoint_every: Count
@@ -119,11 +119,11 @@ class Trainer(Section):
     sequence_parallel: Count  # ranks that compute a row together
     offload_activations: bool  # true: the layers' inputs wait in host memory
     compile: bool  # torch.compile of layers, and of the head on CPUs
-    # liger: Triton kernels of the package liger-kernel for norms, rotary positions and MLPs; null
-    # until rose/launch/choices.py decides
+    # liger: Triton kernels of the package liger-kernel for norms, rotary positions and MLPs; null:
+    # rose/launch/choices.py decides
     kernels: Literal["none", "liger"] | None
-    # Each group of this many neighbouring ranks keeps a second copy of all weights, from which the
-    # backward pass gathers (hpZ of ZeRO++, arXiv 2306.10209). node: a node's ranks; null: no copy.
+    # Each group of this many neighbouring ranks keeps a second copy of all weights. The backward
+    # pass gathers from it (hpZ of ZeRO++, arXiv 2306.10209). node: a node's ranks; null: no copy.
     hpz: Count | Literal["node"] | None
 
     @property
@@ -140,21 +140,21 @@ class Transfer(Section):
     # further degrees, besides rollout.tensor_parallel, of servers that read only their part
     tensor_parallel: list[Count]
     broadcast: Literal["auto", "mpi", "nccl", "none"]  # way to dedicated ranks; auto: mpi
-    # What happens to running requests when new weights arrive. Null only until the tree is checked:
-    # keep with asynchronous batching, where recomputing the KV cache of every context would cost a
-    # prefill of all of them per version; else recompute.
+    # When new weights arrive, running requests recompute or keep their KV cache, or finish first.
+    # null: ROSE decides. With asynchronous batching they keep it, because recomputing would cost a
+    # prefill of every context per version. Otherwise they recompute it.
     in_flight: Literal["recompute", "keep", "finish"] | None
     # http://host:port of the relay from which this process reads versions; null: the shared folder
     relay: str | None
     relay_token_file: str | None
-    # Threads that encode or decode; null: the trainer's or the engine's, or
+    # Threads that encode or decode. null: as many as trainer.threads or rollout.threads, or else
     # rose.processes.usable_threads.
     threads: Count | None
-    # Memory of a node for versions broadcast to its dedicated ranks. They read the rest from files.
+    # Memory of a node for versions broadcast to its dedicated ranks. Other data comes from files.
     mirror_gib: Positive
-    stage_gib: NotNegative  # memory of an engine rank for blocks that are staged whole
-    # Most memory of a GPU for a version's changes, within what is free. Further changes wait on
-    # the host, which makes the pause longer.
+    stage_gib: NotNegative  # memory of an engine rank for blocks computed before the pause
+    # Most memory of a GPU for a version's changes, if it is free. Further changes stay on the host,
+    # which makes the pause longer.
     stage_device_gib: Positive
     verify_every: Count  # versions within which each live block is read back and compared
     load_timeout_s: Positive

@@ -1,7 +1,6 @@
-"""The type of the whole tree of conf/; the modules beside have the types of its sections.
-
-Left out: how keys depend on each other (checks/), and the arguments of an environment, algorithm,
-policy or recipe, which check their own.
+"""The type of the whole tree of conf/. The other modules of this folder have the types of its
+sections. checks/ checks how keys depend on each other. Environments, algorithms, policies and
+recipes check their own arguments.
 """
 
 from __future__ import annotations
@@ -18,9 +17,10 @@ from rose.config.trainer import Algorithm, Trainer, Transfer
 
 
 class Checkpoints(Section):
-    """Checkpoints of the sandboxes of environments that have some, and where they are stored."""
+    """Checkpoints of environments' sandboxes, and where they are stored."""
 
-    # classified: what a turn changed (Crab); full: all after each turn; files: without processes
+    # state saved after a turn. classified: as much as the turn changed (Crab); full: all of it;
+    # files: without processes
     checkpoints: Literal["none", "classified", "full", "files"]
     store: str | None  # a folder that all hosts share; null: sandboxes in the run's folder
     local: str | None  # a folder on the node's own disk; null: below TMPDIR
@@ -107,7 +107,7 @@ class Config(Section):
 
     @property
     def trainers_of_node(self) -> int:
-        """Number of trainer ranks on each node of the trainer's. Their ranks are consecutive."""
+        """Number of trainer ranks per node of the trainer. The ranks of a node are consecutive."""
         slurm = self.cluster.slurm if self.cluster.kind == "slurm" else None
         ranks = self.trainer.ranks
         nodes = nodes_of(slurm.trainer, ranks, self.cluster.gpus > 0) if slurm else 1
@@ -115,14 +115,14 @@ class Config(Section):
 
     @property
     def trainer_sleeps(self) -> bool:
-        """True if the trainer frees its devices' memory for engines between its steps. On CPUs
-        trainer and hybrid engines fit beside each other."""
+        """True if the trainer frees its devices' memory for engines between its steps. On CPUs, the
+        memory suffices for trainer and hybrid engines at the same time."""
         return self.shares_devices or (self.hybrids > 0 and self.cluster.gpus > 0)
 
     @property
     def compares_updates(self) -> bool:
-        """True if trainer ranks publish by comparing the optimizer's float32 values with the
-        bfloat16 ones that these replace on the device. Otherwise they copy the last version."""
+        """True if trainer ranks find a version's changes by comparing the optimizer's float32
+        values with the device's bfloat16 weights. Otherwise they keep the last version's values."""
         t, types = self.trainer, (self.trainer.dtype, self.model.dtype)
         alike = types == ("bfloat16", "bfloat16") and t.zero_stage > 1
         return alike and t.lora is None and not t.offload_optimizer
@@ -144,8 +144,7 @@ class Config(Section):
 
     @property
     def why_not_borrowed(self) -> str:
-        """Explanation for the user where serving ranks are wanted but this MPI can't admit them;
-        else empty."""
+        """Explanation for the user if serving ranks are wanted but this MPI can't admit them."""
         if self.borrows or not self._would_borrow:
             return ""
         return (
@@ -160,7 +159,7 @@ class Config(Section):
 
 
 class MixedConfig(Config):
-    """The tree of a run on a mixture of environments. It is a class of its own because msgspec
-    distinguishes structs in one field by a tag only, which stored configurations lack."""
+    """The tree of a run on a mixture of environments. It needs a class of its own: a field can have
+    several struct types only with a tag, which stored configurations don't have."""
 
     env: Mixture

@@ -1,4 +1,4 @@
-"""Measure what a run takes of a disk: bytes and files of each of its folders, and what grew.
+"""Measure a run's use of the disk: bytes and files of each of its folders, and their growth.
 
 Quotas count blocks and inodes. So bytes are those that the disk has allocated, and folders, sockets
 and links count as files. Left out: other runs and the model's cache.
@@ -19,13 +19,15 @@ from rich.table import Table
 
 BLOCK = 512  # bytes of a block in st_blocks, whatever the file system's own blocks are
 # Seconds for a walk. Metadata servers of busy clusters answer some 1,000 calls a second, and a run
-# with sandboxes has 100,000 files and more. The count up to then is shown as a lower bound.
+# with sandboxes has 100,000 files and more. An unfinished count is shown as a lower bound.
 WALK_S = 20.0
 OWN_FILES = "(files)"  # name for the files directly in the run's folder
 MOST_GROWN = 4  # folders that an error names
 
 
 class Use(NamedTuple):
+    """Allocated bytes and number of files, of one folder or of several."""
+
     bytes: int = 0
     files: int = 0
 
@@ -37,7 +39,7 @@ class Use(NamedTuple):
 
 
 def size(count: float) -> str:
-    """Return bytes in a unit that gives at most four digits before the point."""
+    """Return a number of bytes as text, in a unit that gives few digits."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
@@ -52,8 +54,7 @@ def files(count: int) -> str:
 def measure(run_dir: Path, within_s: float = WALK_S) -> tuple[dict[str, Use], bool]:
     """Return the use of each folder of the run, and True if the walk finished within `within_s`.
 
-    Files that vanish meanwhile, or that can't be read, are left out. A file with several names
-    counts once.
+    Leave out files that vanish meanwhile or can't be read. A file with several names counts once.
     """
     found: dict[str, Use] = {}
     until, seen = time.monotonic() + within_s, set()
@@ -102,8 +103,8 @@ def show(run_dir: Path, console: Console) -> None:
 
 
 def growth(before: tuple[Mapping[str, Use], bool], now: tuple[Mapping[str, Use], bool]) -> str:
-    """Return, in words, which folders of a run grew between two results of `measure`, the most
-    grown first. If a walk did not finish, return the largest folders instead."""
+    """Return a text on which folders of a run grew between two results of `measure`, the most grown
+    first. If a walk did not finish, return a text on the largest folders instead."""
     (before, whole), (now, whole_now) = before, now
     if not (whole and whole_now):
         largest = sorted(now, key=lambda name: now[name], reverse=True)[:MOST_GROWN]

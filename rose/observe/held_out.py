@@ -1,6 +1,6 @@
-"""Judge a run by its held-out evaluations: which step is the best, and does it still improve.
+"""Judge a run by its held-out evaluations: which step is the best, and does the run still improve.
 
-All are pure functions of rows of metrics.jsonl, so that an interrupted run gets the same answers.
+All are pure functions of rows of metrics.jsonl, so that a resumed run gets the same results.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def evaluated(rows: list[Row]) -> list[Row]:
-    """Return the evaluations by step, without those that had no episodes."""
+    """Return the evaluations that had episodes, ordered by step."""
     return [row for row in rows_of(rows, "eval") if row.get("eval_n")]
 
 
@@ -33,21 +33,21 @@ def score(row: Row) -> float:
 
 
 def best(rows: list[Row]) -> Row | None:
-    """Return the evaluation after a training step with the highest score. Among equal scores,
-    prefer an evaluation that used no newer weights than its step's (`later`), then the first."""
+    """Return the best evaluation after a training step, by `score`. Among equal scores, prefer
+    evaluations that used no newer weights than their step's (`later`), then the first."""
     after = (row for row in evaluated(rows) if row["step"] > 0)
     return max(after, key=lambda row: (score(row), not later(row)), default=None)
 
 
 def later(row: Row) -> int:
-    """Return by how many versions the newest weights that the evaluation used are newer than its
-    step's."""
+    """Return the number of versions by which the evaluation's newest weights are newer than the
+    weights of its step."""
     return row.get("eval_versions_later", 0)
 
 
 def without_gain(rows: list[Row], min_gain: float) -> int:
-    """Return how many evaluations in a row, up to the last, were not better than the best before
-    them by more than `min_gain`."""
+    """Return the number of evaluations since the last improvement: a score more than `min_gain`
+    above the score of the improvement before it."""
     top, count = float("-inf"), 0
     for row in evaluated(rows):
         better = score(row) > top + min_gain
@@ -56,6 +56,5 @@ def without_gain(rows: list[Row], min_gain: float) -> int:
 
 
 def sample_counts(samples: int) -> Iterable[int]:
-    """Return the k for which `samples` samples of a task give pass@k: powers of 2, and
-    `samples`."""
+    """Return the values of k for which pass@k is reported: powers of 2, and `samples`."""
     return sorted({samples, *(1 << i for i in range(samples.bit_length()))} - {1})

@@ -3,7 +3,7 @@ the same for TensorBoard and trackers (`QueuedTracker`).
 
 A row has `kind` ("step", "eval", "fault", "worker", "host" or "engine"), `step`, `time`
 (wall clock, seconds) and its values. metrics.jsonl is authoritative: each row is fsync'd, and a
-resume cuts the file back. TensorBoard is a view of it. Never imports torch.
+resumed run drops the rows that it writes again. TensorBoard is a view of it. Never imports torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EVENTS = ("fault", "worker", "host", "engine")
 
 
 class QueuedTracker(Protocol):
-    """A part's tracker behind a queue, so that `write` never waits. What fails is in `faults`."""
+    """A tracker behind a queue, so that `write` never waits. Its errors are in `faults`."""
 
     faults: SimpleQueue[str]
 
@@ -37,10 +37,10 @@ class QueuedTracker(Protocol):
 
 
 class MetricsWriter:
-    """Append rows to `<run_dir>/metrics.jsonl`, and to `<run_dir>/tensorboard/` if `tensorboard`,
-    and pass them to `trackers`. A tracker's fault becomes a row of its own.
+    """Appends rows to `<run_dir>/metrics.jsonl` and, if `tensorboard`, to `<run_dir>/tensorboard/`.
+    Passes them to `trackers`. A tracker's fault becomes a row of its own.
 
-    Opening an existing file drops a last line that a crash tore. Only the coordinator writes.
+    Opening an existing file drops a last line that a crash cut off. Only the coordinator writes.
     """
 
     def __init__(
@@ -65,14 +65,15 @@ class MetricsWriter:
         for tracker in self._trackers:
             if numbers := scalars(row):
                 tracker.write(step, row["time"], numbers)
-            self._note_faults(tracker, step)
+            self._write_faults(tracker, step)
 
     def _append(self, row: Mapping[str, Any]) -> None:
         self._file.write(_encode(row))
         self._file.flush()
         os.fsync(self._file.fileno())
 
-    def _note_faults(self, tracker: QueuedTracker, step: int) -> None:
+    def _write_faults(self, tracker: QueuedTracker, step: int) -> None:
+        """Write a row for each fault that the tracker has reported since the last call."""
         while not tracker.faults.empty():
             detail = tracker.faults.get()
             print(f"tracker failed: {detail}", flush=True)
@@ -80,8 +81,8 @@ class MetricsWriter:
             self._append({"step": step, "time": time.time(), **fault})
 
     def truncate(self, after_step: int) -> None:
-        """Drop the steps and evaluations later than `after_step`, which a resumed run repeats; keep
-        faults and other events. A crash leaves the old file or the new one."""
+        """Drop the steps and evaluations later than `after_step`, which a resumed run repeats. Keep
+        faults and other events. After a crash, the file is the old or the new one."""
         self._file.close()
         rows = read_metrics(self.path.parent)
         kept = [row for row in rows if row["kind"] in EVENTS or row["step"] <= after_step]
@@ -93,15 +94,14 @@ class MetricsWriter:
     def close(self) -> None:
         for tracker in self._trackers:
             tracker.close()
-            self._note_faults(tracker, self._step)
+            self._write_faults(tracker, self._step)
         self._file.close()
         if self._board:
             self._board.close()
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return a row's numbers by the names that dashboards have: `train/loss`, `eval/success`; none
-    of an event."""
+    """Return a row's numbers by dashboards' names, such as `train/loss`. An event has none."""
     if row["kind"] in EVENTS:
         return {}
     prefix = "train" if row["kind"] == "step" else row["kind"]
@@ -113,7 +113,7 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 class TensorBoard:
-    """Write scalars through TensorBoard's own writer: `train/loss`, `eval/success`, ..."""
+    """Writes a row's numbers (`scalars`) through TensorBoard's own writer."""
 
     def __init__(self, folder: Path):
         # These imports take half a second, so only a run with TensorBoard has them.
@@ -121,8 +121,8 @@ class TensorBoard:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._events, self._summary = event_pb2, summary_pb2
-        # TensorBoard reads files by name, and names begin with the second of their start. Two files
-        # of one second may be read in the wrong order, so wait for the next.
+        # TensorBoard reads files in the order of their names, which begin with the second of their
+        # start. Two files of the same second could be swapped, so wait for the next second.
         now = time.time()
         if any(folder.glob(f"*.tfevents.{int(now):010d}.*")):
             time.sleep(1 - now % 1)
@@ -150,8 +150,7 @@ class TensorBoard:
 
 
 def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
-    """Return all complete rows, in the order written; [] before the first. A torn last line is left
-    out."""
+    """Return all complete rows, in the order written, without a last line that a crash cut off."""
     path = Path(run_dir) / FILE
     if not path.exists():
         return []
@@ -160,12 +159,12 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
 
 
 class MetricsReader:
-    """Reads a run's rows again and again, each row once: a long run's file has megabytes."""
+    """Reads a growing metrics.jsonl. It parses each row once, as the file may have megabytes."""
 
     def __init__(self, run_dir: Path | str) -> None:
         self._path = Path(run_dir) / FILE
         self._rows: list[dict[str, Any]] = []
-        self._read = (0, 0)  # the file's inode, and how many of its bytes were read
+        self._read = (0, 0)  # the file's inode, and number of bytes read
 
     def rows(self) -> list[dict[str, Any]]:
         """Return what `read_metrics` returns. The list is the reader's own."""
@@ -176,7 +175,8 @@ class MetricsReader:
         with file:
             stat = os.fstat(file.fileno())
             inode, read = self._read
-            if stat.st_ino != inode or stat.st_size < read:  # A resume has replaced the file.
+            replaced_by_resume = stat.st_ino != inode or stat.st_size < read
+            if replaced_by_resume:
                 self._rows, read = [], 0
             file.seek(read)
             lines = [line for line in file if line.endswith(b"\n")]
@@ -186,7 +186,7 @@ class MetricsReader:
 
 
 def rows_of(rows: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    """Return the rows of `kind` by step, the last one written for each step."""
+    """Return the rows of `kind`, ordered by step: for each step, the row written last."""
     last = {row["step"]: row for row in rows if row["kind"] == kind}
     return [last[step] for step in sorted(last)]
 

@@ -1,10 +1,10 @@
 """Record spans, instants and counters of a rank, as JSON lines in
-RUN/events/ATTEMPT/ROLE-RANK.jsonl. That file has the newest few MiB; older ones are in
+RUN/events/ATTEMPT/ROLE-RANK.jsonl. That file has the newest few MiB; older lines are in
 ROLE-RANK.000001.jsonl and so on.
 
 Times are wall-clock seconds, so that the ranks of one machine share a time axis; nothing corrects
 for clocks that differ between machines. Lines are flushed about each second and at `close`. A crash
-loses the lines since the last flush. A full disk loses the lines that it can't hold.
+loses the lines since the last flush. On a full disk, new lines are lost.
 """
 
 from __future__ import annotations
@@ -24,29 +24,28 @@ import msgspec
 from rose.files import Lossy
 
 FLUSH_SECONDS = 1.0
-# Size at which a new file begins. observe.keep_steps removes whole files, so this bounds how much
-# stays beyond it. A rank of the default run writes 2 MiB in 60 steps. Quotas commonly allow 0.1 to
-# 1 MiB a file.
+# Size at which a new file begins. observe.keep_steps removes only whole files, so lines of older
+# steps stay, up to this size. A rank of the default run writes 2 MiB in 60 steps. Quotas commonly
+# allow 0.1 to 1 MiB a file.
 SEGMENT_BYTES = 2**22
-SEGMENT = f"{'[0-9]' * 6}.jsonl"  # pattern of an older file's name behind ROLE-RANK and a dot
+SEGMENT = f"{'[0-9]' * 6}.jsonl"  # pattern of an older file's name after "ROLE-RANK."
 
 
 class NullRecorder:
     """A recorder that records nothing. A rank uses it when `observe.trace` is off."""
 
     def span(self, name: str, start: float, end: float, /, **args: Any) -> None:
-        """Record something that lasted from `start` to `end` (wall clock, seconds)."""
+        """Record an event that lasted from `start` to `end` (wall clock, seconds)."""
 
     def instant(self, name: str, /, **args: Any) -> None:
-        """Record something that happened now."""
+        """Record an event that happens now."""
 
     def counter(self, name: str, value: float, /) -> None:
         """Record the present value of a quantity."""
 
     @contextmanager
     def timed(self, name: str, /, **args: Any) -> Iterator[dict[str, Any]]:
-        """Record the block as a span, also when it raises. Yields the args, to which the block may
-        add."""
+        """Record the block as a span, even if it raises. The block may add to the yielded args."""
         start = time.time()
         try:
             yield args
@@ -54,7 +53,7 @@ class NullRecorder:
             self.span(name, start, time.time(), **args)
 
     def close(self) -> None:
-        """Write what is buffered. Nothing may be recorded afterwards."""
+        """Write the buffered lines. Nothing may be recorded afterwards."""
 
 
 class Recorder(NullRecorder):
@@ -69,7 +68,7 @@ class Recorder(NullRecorder):
         self._lock = threading.Lock()
         self._encoder = msgspec.json.Encoder(enc_hook=_plain)
         self._closing = threading.Event()
-        self._open()
+        self._open_file()
         self._flusher = threading.Thread(target=self._flush_regularly, name="recorder", daemon=True)
         self._flusher.start()
 
@@ -92,10 +91,10 @@ class Recorder(NullRecorder):
         with self._lock:
             self._file.write(line)
 
-    def _open(self) -> None:
+    def _open_file(self) -> None:
         self._file = io.BufferedWriter(Lossy(self._path, "ab"))
         if self._file.tell():
-            self._file.write(b"\n")  # End a line that an earlier process left incomplete.
+            self._file.write(b"\n")  # the end of a line that an earlier process left incomplete
         self._file.write(self._encoder.encode(self._header | {"time": time.time()}) + b"\n")
         self._file.flush()
 
@@ -107,15 +106,15 @@ class Recorder(NullRecorder):
                     self._begin_segment()
 
     def _begin_segment(self) -> None:
-        """Continue in an empty file, and give the full one the next number. If the folder takes no
-        more files, continue in the full one."""
+        """Give the full file the next number, and continue in an empty file. If that can't be
+        created, continue in the full file."""
         before = self._path.parent.glob(f"{self._path.stem}.{SEGMENT}")
         number = 1 + max((int(path.stem.rpartition(".")[2]) for path in before), default=0)
         full, numbered = self._file, self._path.with_suffix(f".{number:06d}.jsonl")
         with suppress(OSError):
             self._path.rename(numbered)
             try:
-                self._open()
+                self._open_file()
             except OSError:
                 numbered.rename(self._path)
                 raise
@@ -139,8 +138,7 @@ class RankEvents:
 
 
 def read_events(run_dir: Path | str) -> Iterator[RankEvents]:
-    """Yield a `RankEvents` per recorder, by attempt and rank. Lines that a crash tore are left
-    out."""
+    """Yield a `RankEvents` per recorder, by attempt and rank; skip lines that a crash cut off."""
     found = []
     for path in (Path(run_dir) / "events").glob("*/*.jsonl"):
         with path.open("rb") as file:
@@ -160,12 +158,12 @@ def read_events(run_dir: Path | str) -> Iterator[RankEvents]:
 
 
 def read_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the complete JSON objects of a binary file of JSON lines, or of its lines. Lines that a
-    crash has cut are skipped."""
+    """Yield the complete JSON objects of a binary file of JSON lines, or of its lines. Skip lines
+    that a crash cut off."""
     for line in lines:
         try:
             value = msgspec.json.decode(line)
         except msgspec.DecodeError:
-            continue  # A crash cut the line.
+            continue
         if isinstance(value, dict):
             yield value

@@ -1,5 +1,5 @@
-"""Summarise rows of metrics.jsonl: means, held-out success rates, and a warning of steps that teach
-nothing. Intervals are Wilson's for one rate, Newcombe's for a difference of two."""
+"""Summarise rows of metrics.jsonl: means, held-out success rates, and a warning about steps without
+a gradient. Intervals are Wilson's for one rate, and Newcombe's for a difference of two rates."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ UNTAUGHT_STEPS = 3  # steps in a row without a gradient, from which the user is 
 
 
 def wilson_interval(successes: float, n: int) -> tuple[float, float]:
-    """Return the 95% score interval (low, high) of a binomial rate (Wilson 1927); (0, 1) if nothing
-    was tried. Raises ValueError unless 0 <= successes <= n."""
+    """Return the 95% score interval (low, high) of a binomial rate (Wilson 1927); (0, 1) if n is 0.
+    Raises ValueError unless 0 <= successes <= n."""
     if not 0 <= successes <= n:
         raise ValueError(f"successes={successes} of n={n}: needs 0 <= successes <= n")
     if n == 0:
@@ -34,7 +34,7 @@ def difference_interval(before: tuple[float, int], after: tuple[float, int]) -> 
 
 
 def untaught(steps: list[dict[str, Any]]) -> str:
-    """Return a sentence if the last `UNTAUGHT_STEPS` steps had no gradient; "" otherwise."""
+    """Return a warning if the last `UNTAUGHT_STEPS` steps had no gradient; "" otherwise."""
     last = steps[-UNTAUGHT_STEPS:]
     if len(last) < UNTAUGHT_STEPS or any(row.get("grad_norm") != 0 for row in last):
         return ""
@@ -50,16 +50,14 @@ def untaught(steps: list[dict[str, Any]]) -> str:
 
 
 def mean_of(rows: list[dict[str, Any]], key: str) -> float | None:
-    """Return the mean of the rows' numbers at `key`, to five significant digits; None if no row has
-    one."""
+    """Return the mean of the rows' numbers at `key`, to five digits; None without a number."""
     values = [row[key] for row in rows if isinstance(row.get(key), (int, float))]
     return float(f"{sum(values) / len(values):.5g}") if values else None
 
 
 def evaluations(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the held-out evaluations that have episodes, with rate and Wilson 95% interval. With
-    several samples a task, the interval is as wide as if each task had one: its samples may all be
-    alike."""
+    """Return the held-out evaluations that have episodes, with rate and Wilson 95% interval. The
+    interval counts each task as one sample, because further samples of a task may all be alike."""
     result = []
     for row in rows:
         n = int(row.get("eval_n") or 0)
@@ -76,7 +74,7 @@ def evaluations(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _passes(row: dict[str, Any]) -> dict[int, float]:
-    """Return pass@k by k."""
+    """Return k -> pass@k."""
     known = ((key.removeprefix("eval_pass_at_"), value) for key, value in row.items())
     return {int(k): value for k, value in known if k.isdecimal()}
 

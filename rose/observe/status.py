@@ -1,6 +1,6 @@
-"""Keep a run's state in two files. `<run_dir>/live.json` has what it does now: the coordinator
-writes, the terminal reads. `status/attempt-NNN/failure.txt` has why an attempt failed: the launcher
-writes, the report reads."""
+"""Keep a run's state in two files. The coordinator writes `<run_dir>/live.json`, the present state,
+and the terminal reads it. The launcher writes `status/attempt-NNN/failure.txt`, the reason why an
+attempt failed, and the report reads it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write_failure(run_dir: Path, attempt: int, text: str) -> None:
 
 
 def read_failure(run_dir: Path) -> str:
-    """Return why the run's last attempt failed; "" if it did not, or has not ended."""
+    """Return why the run's last attempt failed; "" if it did not fail or has not ended."""
     with suppress(OSError):
         if found := numbers(Path(run_dir) / "status"):
             return _failure(run_dir, found[-1]).read_text(encoding="utf-8", errors="replace")
@@ -32,7 +32,7 @@ def read_failure(run_dir: Path) -> str:
 
 
 def numbers(folder: Path) -> list[int]:
-    """Return the numbers of attempts that have an entry in a folder of a run, in order."""
+    """Return the numbers of the attempts that have an entry `attempt-N` in `folder`, in order."""
     names = (path.name.removeprefix("attempt-") for path in folder.glob("attempt-*"))
     return sorted(int(name) for name in names if name.isdecimal())
 
@@ -66,7 +66,7 @@ class Status(msgspec.Struct, frozen=True):
 
 
 class LiveStatus:
-    """Write the status at most once in `interval` seconds, and at once when the phase or the step
+    """Writes the status at most once in `interval` seconds, and at once when the phase or the step
     changes."""
 
     def __init__(self, run_dir: Path | str, interval: float = 0.5):
@@ -78,7 +78,7 @@ class LiveStatus:
         self._write()
 
     def update(self, **fields: Any) -> None:
-        """Change some fields of `Status`. Raises TypeError for a name that it doesn't have."""
+        """Change fields of `Status`, and write it if due. Raises TypeError for unknown names."""
         before = self.status
         self.status = msgspec.structs.replace(before, **fields)
         moved = (before.phase, before.step) != (self.status.phase, self.status.step)
@@ -86,13 +86,13 @@ class LiveStatus:
             self._write()
 
     def close(self) -> None:
-        """Write the last status, however recent the one before."""
+        """Write the last status, even within `interval`."""
         self._write()
 
     def _write(self) -> None:
         self.status = msgspec.structs.replace(self.status, time=time.time())
-        # A run doesn't need the display, so a full disk must not end the run here. It ends where
-        # something that has to be kept can't be written.
+        # A run doesn't need this file, so a full disk must not end the run here. The run ends when
+        # data that must be kept can't be written.
         with suppress(OSError):
             write_whole(self._path, msgspec.json.encode(self.status))
         self._written = time.monotonic()

@@ -40,7 +40,7 @@ BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 @contextmanager
 def shown(run_dir: Path, console: Console, poll_s: float | None = None) -> Iterator[None]:
-    """Follow the run in a thread while the block runs."""
+    """Show the run from a thread (`follow`) while the `with` block runs."""
     over = threading.Event()
     thread = threading.Thread(
         target=follow,
@@ -62,9 +62,9 @@ def follow(
     poll_s: float = POLL_SECONDS,
     pause: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Show the run until `stop()`, which is asked each `poll_s`: a live display on a terminal,
-    else a line per step, evaluation or fault from now on. Rows written before `stop()` are still
-    shown."""
+    """Show the run until `stop()`, called every `poll_s` seconds, returns True. A terminal gets a
+    live display, and other outputs a line per new step, evaluation or fault. Rows written before
+    the stop are still shown."""
     polls = _polls(stop, poll_s, pause)
     if console.is_terminal:
         _follow_live(Path(run_dir), polls, console)
@@ -73,21 +73,21 @@ def follow(
 
 
 def reader_has_left() -> bool:
-    """True if standard output is a pipe whose reader has exited, as with `--help | head`. What is
-    printed from then on goes nowhere. False where another pipe or a connection broke."""
+    """True if standard output is a pipe whose reader has exited, as with `--help | head`. If so,
+    discard all later output. False if another pipe or a connection broke."""
     if sys.stdout is None:
         return False
     watched = select.poll()
     watched.register(sys.stdout, 0)
     if not watched.poll(0):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the last flush fails
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return True
 
 
 def echo(console: Console, text: str, label: str = "", style: str | None = None) -> None:
-    """Print `text` as it is, with its brackets and line breaks, after `label` (markup). Control
-    characters are printed as visible symbols, so that the terminal doesn't obey them."""
+    """Print `text` as it is, with its brackets and line breaks, after `label` (rich's markup).
+    Print control characters as visible symbols, so that the terminal doesn't execute them."""
     if label:
         console.print(label, end=" ")
     words = printable(text)
@@ -95,18 +95,18 @@ def echo(console: Console, text: str, label: str = "", style: str | None = None)
 
 
 def plain(text: object, style: str = "") -> Text:
-    """Return `text` for printing, with escape sequences and markup shown instead of obeyed."""
+    """Return `text` for printing; escape sequences and markup are shown, not executed."""
     return Text(printable(text), style=style)
 
 
 def show(console: Console, table: Table) -> None:
-    """Print a table: as wide as the terminal, or in a file or a pipe as wide as it needs."""
+    """Print a table: as wide as the terminal, or as wide as necessary in a file or a pipe."""
     if console.is_terminal:
         console.print(table)
         return
     width = console.width
     try:
-        console.width = MAX_TABLE_WIDTH  # rich prints nothing wider than the console.
+        console.width = MAX_TABLE_WIDTH  # rich's limit of a table's width
         console.width = max(width, console.measure(table).maximum)
         console.print(table)
     finally:
@@ -114,11 +114,12 @@ def show(console: Console, table: Table) -> None:
 
 
 def _follow_lines(run_dir: Path, polls: Iterator[None], console: Console) -> None:
+    """Print a line for each row that is written from now on."""
     metrics = MetricsReader(run_dir)
     shown = len(metrics.rows())  # rows that earlier attempts have printed
     for _ in polls:
         rows, status = metrics.rows(), read_status(run_dir) or Status()
-        for at in range(min(shown, len(rows)), len(rows)):  # A resume may cut the file.
+        for at in range(min(shown, len(rows)), len(rows)):  # fewer rows after a resume
             echo(console, describe(rows[at], status.steps))
             if words := _newly_untaught(rows[: at + 1]):
                 echo(console, words, label="[yellow]warning:[/]")
@@ -126,8 +127,8 @@ def _follow_lines(run_dir: Path, polls: Iterator[None], console: Console) -> Non
 
 
 def _newly_untaught(rows: list[dict[str, Any]]) -> str:
-    """Return the warning of `series.untaught` (steps without a gradient) if the last row is the
-    first to cause it; "" otherwise."""
+    """Return the warning of `series.untaught` (steps without a gradient) if it is due to the last
+    row and not to earlier rows; "" otherwise."""
     steps = rows_of(rows, "step")
     if not rows or rows[-1]["kind"] != "step" or series.untaught(steps[:-1]):
         return ""
@@ -137,7 +138,7 @@ def _newly_untaught(rows: list[dict[str, Any]]) -> str:
 def _polls(
     stop: Callable[[], bool], poll_s: float, pause: Callable[[float], object]
 ) -> Iterator[None]:
-    """Yield each `poll_s` seconds until `stop()`, and once after it."""
+    """Yield every `poll_s` seconds until `stop()` returns True, and once more after that."""
     while not stop():
         yield
         pause(poll_s)
@@ -191,9 +192,9 @@ def _follow_live(run_dir: Path, polls: Iterator[None], console: Console) -> None
 
 
 def screen(name: str, status: Status, rows: list[dict[str, Any]]) -> Panel:
-    """Return the live display of this moment."""
+    """Return the live display's present content."""
     steps = rows_of(rows, "step")
-    parts: list[Any] = [_progress(status, steps), _now(status)]
+    parts: list[Any] = [_progress(status, steps), _phase(status)]
     if status.workers:
         parts += [Text(), _engines(status)]
     if steps:
@@ -212,6 +213,7 @@ def screen(name: str, status: Status, rows: list[dict[str, Any]]) -> Panel:
 
 
 def _progress(status: Status, steps: list[dict[str, Any]]) -> Table:
+    """Return a line with the step, a progress bar, the elapsed time and the estimated rest."""
     elapsed = max(0.0, time.time() - status.started) if status.started else 0.0
     per_step = series.mean_of(steps[-ETA_STEPS:], "time_step")
     done = steps[-1]["step"] if steps else 0
@@ -227,7 +229,8 @@ def _progress(status: Status, steps: list[dict[str, Any]]) -> Table:
     return line
 
 
-def _now(status: Status) -> Text:
+def _phase(status: Status) -> Text:
+    """Return a line with the present phase, its finished trajectories and what it waits for."""
     text = Text(status.phase, style=PHASE_STYLES.get(status.phase, "magenta"))
     if status.total:
         text.append(f"  {status.finished}/{status.total} trajectories", style="default")
@@ -252,6 +255,7 @@ def _engines(status: Status) -> Table:
 
 
 def _phase_bar(row: dict[str, Any], width: int = 56) -> Text:
+    """Return a bar that shows each phase's share of a step's time."""
     times = {phase: row.get(f"time_{phase}") or 0.0 for phase in PHASE_STYLES}
     total = max(row.get("time_step") or 0.0, sum(times.values())) or 1.0
     text = Text()
@@ -261,14 +265,15 @@ def _phase_bar(row: dict[str, Any], width: int = 56) -> Text:
 
 
 def _clock(seconds: float) -> str:
+    """Return a duration as minutes:seconds, or as hours:minutes:seconds."""
     minutes, rest = divmod(int(seconds), 60)
     hours = f"{minutes // 60}:{minutes % 60:02}" if minutes >= 60 else f"{minutes}"
     return f"{hours}:{rest:02}"
 
 
 def curve(values: Sequence[float], width: int, height: int, dots: bool = True) -> list[str]:
-    """Draw rates in [0, 1] over their index as `height` lines with an axis, in braille dots, or in
-    `*` if not `dots`. `width` and `height` are in characters, each of 2 by 4 dots."""
+    """Draw rates in [0, 1] over their index as lines of text with an axis. `width` and `height` are
+    in characters. Each has 2 by 4 braille dots, or is a `*` if `dots` is false."""
     columns, rows = 2 * width, 4 * height
     cells = [[0] * width for _ in range(height)]
     previous = None
@@ -278,7 +283,7 @@ def curve(values: Sequence[float], width: int, height: int, dots: bool = True) -
         value = values[low] + (at - low) * (values[min(low + 1, len(values) - 1)] - values[low])
         y = round((1 - min(1.0, max(0.0, value))) * (rows - 1))
         previous = y if previous is None else previous
-        for dot in range(min(y, previous), max(y, previous) + 1):  # Fill steep parts.
+        for dot in range(min(y, previous), max(y, previous) + 1):  # all dots of a steep part
             cells[dot // 4][x // 2] |= BRAILLE[dot % 4][x % 2]
         previous = y
     labels = {0: "100% ┤", height - 1: "  0% ┤"}
@@ -290,8 +295,8 @@ def curve(values: Sequence[float], width: int, height: int, dots: bool = True) -
 
 
 def final_table(run_dir: Path | str, console: Console) -> None:
-    """Print held-out success before and after, success over the steps, where the report is, how to
-    export the model, what the run cost, and how to watch the policy play."""
+    """Print held-out success before and after, a curve of the training success, the report's path
+    and the run's cost. Print the commands to export the model and to watch the policy play."""
     rows = read_metrics(run_dir)
     evals, steps = series.evaluations(rows_of(rows, "eval")), rows_of(rows, "step")
     if evals:
@@ -316,7 +321,7 @@ def final_table(run_dir: Path | str, console: Console) -> None:
 
 
 def show_cost(run_dir: Path | str, console: Console) -> bool:
-    """Print the run's cost so far in one line; return False if it is unknown."""
+    """Print the run's cost so far in one line. Return False if the cost is unknown."""
     attempts, damaged = cost.of_attempts(run_dir)
     for one in damaged:
         echo(console, f"Cost unknown: {one}")
@@ -327,6 +332,7 @@ def show_cost(run_dir: Path | str, console: Console) -> bool:
 
 
 def _result(evals: list[dict[str, Any]]) -> Table:
+    """Return a table of held-out success in the first and the last evaluation."""
     table = Table(title="Held-out tasks", title_justify="left", title_style="bold")
     table.add_column("")
     for name in ("success", "95% interval", "solved"):

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from rose import protocol as p
-from rose.agent.host import ENDING_S, TOLD_S
+from rose.agent.host import ENDING_DELAY_S, REPORT_DELAY_S
 from tests.agent.hosted import Hosted
 from tests.made import result
 
@@ -75,7 +75,7 @@ async def test_deaths_with_a_job_are_no_failure(make_config, chats, monkeypatch,
     monkeypatch.setattr(asyncio, "sleep", sleep)
     host = Hosted(config, chats["tiny"])
     if ending:
-        host.host.end_told()
+        host.host.on_sigterm()
     host.handle(start())
     assert isinstance(await host.next(), p.TrajectoryFailed)
-    assert slept == [TOLD_S, ENDING_S][: 1 + ending]
+    assert slept == [REPORT_DELAY_S, ENDING_DELAY_S][: 1 + ending]

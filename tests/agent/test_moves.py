@@ -105,7 +105,7 @@ async def test_one_that_is_cancelled_as_it_may_leave_is_released_by_nobody(confi
     host = Host(config, chats["tiny"], tmp_path)
     await host.begun()
     await host.next(p.TrajectorySaved)
-    host.moves.ask(START.id)
+    host.moves.request_move(START.id)
     host.handle(p.CancelTrajectory(START.id))
     host.host._release(START.id)
     await all_tasks()
@@ -117,7 +117,7 @@ async def test_the_load_is_the_machines_tasks_on_all_of_its_cores(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})  # the host's share
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     said = asyncio.Queue()
-    telling = asyncio.create_task(Moves(3, said.put_nowait).tell_load())
+    telling = asyncio.create_task(Moves(3, said.put_nowait).report_load())
     load = await asyncio.wait_for(said.get(), DEADLINE_S)
     telling.cancel()
     assert (load.rank, load.running) == (3, 0)

@@ -160,10 +160,10 @@ def test_of_a_damaged_one_any_byte_is_noticed_and_the_one_before_is_taken(world,
     wrong = [whole[:i] + bytes([b ^ 1]) + whole[i + 1 :] for i, b in enumerate(whole) if i % 7 == 0]
     for content in (*wrong, b"", whole[:10], whole[:-1]):
         newest.write_bytes(content)
-        with pytest.raises(ValueError, match="its hash is another"):
+        with pytest.raises(ValueError, match="its hash does not match its content"):
             _read(newest)
     assert world.resumes() == [2]
-    assert "a001-t0003 is damaged (its hash is another)" in capsys.readouterr().out
+    assert "a001-t0003 is damaged (its hash does not match its content)" in capsys.readouterr().out
     for path in world.files():
         path.write_bytes(b"nonsense")
     assert is_one_walk(world, world.goes()) and len(world.resumed) == 1, "from the prompt"

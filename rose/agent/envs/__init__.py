@@ -1,11 +1,11 @@
 """The environments, one file each, behind the protocol in `base`.
 
-An environment's name is its file's: ``env.name=frozen_lake`` is class ``FrozenLake`` in
-``rose/agent/envs/frozen_lake.py``, imported only when a run uses it. Parts have such a folder, too
-(`rose.extensions`). Other packages' environments
-are entry points of the group `rose.environments`, or named package.module:Class. An environment may
-import `rose.config`, and must know nothing of models, tokens, MPI or how it is run. Files with a
-leading underscore are shared helpers.
+An environment has the name of its file: ``env.name=frozen_lake`` is class ``FrozenLake`` in
+``rose/agent/envs/frozen_lake.py``, imported only when a run uses it. Optional parts of ROSE
+(`rose.extensions`) have a folder `envs` too. Other packages' environments are entry points of the
+group `rose.environments`, or named package.module:Class. An environment may import `rose.config`,
+and must know nothing of models, tokens, MPI or how it is run. Files with a leading underscore are
+shared helpers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PACKAGES = {
 FLAGS = ("requires_tool", "several_calls", "rewards_turns")
 METHODS = ("reset", "step", "close")
 OPTIONAL = ("end", "checkpoint", "resume", "starts")
-# msgspec's types of arguments, in the words of an error.
+# msgspec's names of argument types, and how error messages call these types.
 TYPES = {
     "BoolType": "true or false",
     "IntType": "an integer",
@@ -55,8 +55,7 @@ TYPES = {
 
 
 def missing(key: str, error: ModuleNotFoundError) -> ConfigError:
-    """Return the error for `key` that names the missing package and the command to install it, or
-    the missing part of ROSE."""
+    """Return an error that names `key` and how to install the missing package or part of ROSE."""
     name = error.name or ""
     if name.startswith("rose."):
         return ConfigError(f"{key}: {extensions.missing(name)}")
@@ -69,8 +68,7 @@ def missing(key: str, error: ModuleNotFoundError) -> ConfigError:
 
 @functools.cache
 def _modules() -> dict[str, str]:
-    """Return the module of each of ROSE's own environments, by name: the files of this folder, and
-    of the parts' folders `envs`."""
+    """Return ROSE's own environments, name -> module, from this folder and the parts' `envs`."""
     packages = [sys.modules[__name__], *extensions.modules("envs").values()]
     return {
         found.name: f"{package.__name__}.{found.name}"
@@ -86,11 +84,9 @@ def names() -> list[str]:
 
 
 def build(env: config.Env) -> Environment:
-    """Return a new environment of this configuration, for one episode.
-
-    Raises `ConfigError` that names env.name or env.args.<key>, and the known values.
-    """
-    cls = _find(env.name)
+    """Return a new environment of this configuration, for one episode. Raises `ConfigError` that
+    names env.name or env.args.<key>, and the known values."""
+    cls = _class_of(env.name)
     shown = outside.parameters(cls)
     known = shown or {}
     free = shown is None or any(p.kind is p.VAR_KEYWORD for p in known.values())
@@ -112,7 +108,7 @@ def build(env: config.Env) -> Environment:
         made = cls(**env.args)
     except ConfigError:
         raise
-    except (Exception, SystemExit) as error:  # The class is a user's.
+    except (Exception, SystemExit) as error:  # any type, from a user's class
         raise ConfigError(f"env.args={env.args}: {env.name} raised {error!r}") from error
     # An agent with a program of its own (env=agent) has no `step`.
     if player_of(made) is None and (wrong := _wrong(made)):
@@ -124,7 +120,7 @@ def build(env: config.Env) -> Environment:
 
 
 def _check(key: str, value: Any, hint: Any) -> None:
-    """Raise `ConfigError` if an argument is not of the type that its hint names."""
+    """Raise `ConfigError` if an argument doesn't have the type of its hint."""
     try:
         msgspec.convert(value, hint)
         right = not isinstance(value, float) or math.isfinite(value)
@@ -151,13 +147,13 @@ def _wanted(kind: msgspec.inspect.Type) -> str:
 
 
 def _wrong(made: Environment) -> str:
-    """Return what is wrong with an environment's attributes; "" if nothing. Flags are checked since
-    a method in the place of a flag would always be true."""
+    """Return what is wrong with an environment's attributes; "" if nothing is. Flags are checked
+    because a flag defined as a method would always count as true."""
     try:
         if lacks := outside.lacking(made, Environment):
             return f"it lacks {', '.join(lacks)}"
         found = {name: getattr(made, name, None) for name in (*FLAGS, *METHODS, *OPTIONAL)}
-    except Exception as error:  # Each of these may be a property.
+    except Exception as error:  # any type, since each attribute may be a property
         return f"one of its properties raised {error!r}"
     for name, given in found.items():
         if given is None and name not in METHODS:
@@ -175,9 +171,9 @@ def _wrong(made: Environment) -> str:
 def check(
     env: config.Env | config.Mixture, sets: Mapping[str, config.EvalSet] = MappingProxyType({})
 ) -> str:
-    """Build every member and every one of `sets` (eval.sets), and call its `preflight`, if it has
-    one, with its step_timeout_s. Nothing that this starts is left. Raises `ConfigError` if one of
-    these fails. Returns what the preflights say of this machine, for the run's report."""
+    """Build the environments of all members and of `sets` (eval.sets). If an environment has
+    `preflight`, call it with its step_timeout_s. Return these calls' texts about this machine, for
+    the run's report. Raises `ConfigError` if a call fails."""
     said: dict[str, None] = {}
     found = {env.key_of(name): member for name, member in env.members.items()}
     found |= {f"eval.sets.{name}": one for name, one in sets.items()}
@@ -196,8 +192,8 @@ def check(
 
 
 def doubts(env: config.Env | config.Mixture, evaluated: bool = True) -> tuple[str, ...]:
-    """Return the members' warnings for the user before the run. A `doubt` is about held-out tasks,
-    so it counts only for a run that is `evaluated`; a `training_doubt` always counts."""
+    """Return the members' warnings, which the user gets before the run. A `training_doubt` always
+    counts. A `doubt` is about held-out tasks, so it counts only if the run is `evaluated`."""
     kinds = ("doubt", "training_doubt")[not evaluated :]
     said = (
         (env.key_of(name), getattr(build(member), kind, ""))
@@ -208,23 +204,23 @@ def doubts(env: config.Env | config.Mixture, evaluated: bool = True) -> tuple[st
 
 
 def rewards_turns(env: config.Env) -> bool:
-    """True if the rewards of its steps rank turns (`base.Environment`). Raises as `build`."""
+    """True if its rewards rank good turns above bad turns. Raises the errors of `build`."""
     return bool(getattr(build(env), "rewards_turns", False))
 
 
 def is_program(env: config.Env) -> bool:
-    """True if an agent's own program acts in it. Raises as `build`."""
+    """True if the agent is a program of its own, not ROSE's loop. Raises the errors of `build`."""
     return player_of(build(env)) is not None
 
 
 def with_whole_paths(env: config.Env | config.Mixture) -> config.Env | config.Mixture:
     """Return `env` with absolute paths in the arguments that its class lists in `paths`, since
     ranks may start in another folder. A suffix of a path (FILE:FUNCTION, FOLDER#SPLIT) stays. Call
-    it after `check`."""
+    `check` first, which raises for an unknown environment."""
     if isinstance(env, config.Mixture):
         members = {name: with_whole_paths(member) for name, member in env.members.items()}
         return msgspec.structs.replace(env, members=members)
-    args, cls = dict(env.args), _find(env.name)
+    args, cls = dict(env.args), _class_of(env.name)
     defaults = outside.parameters(cls) or {}
     for key in getattr(cls, "paths", ()):
         place, mark, rest = re.match(r"([^#:]*)([#:]?)(.*)", str(args.get(key)), re.S).groups()
@@ -233,21 +229,22 @@ def with_whole_paths(env: config.Env | config.Mixture) -> config.Env | config.Mi
         # A file's name may itself contain # or a colon.
         if isinstance(args.get(key), str) and Path(args[key]).exists():
             place, mark, rest = args[key], "", ""
-        # Before a colon only a file counts: in package:function a folder may have that name.
+        # Before a colon only a file counts: in package:function, the package may be a folder here.
         there = Path(place).is_file() if mark == ":" else Path(place).exists()
         if isinstance(args.get(key), str) and not keyword and there:
-            # absolute() doesn't follow links, as the python of a virtual environment is one.
+            # resolve() would follow links, and the python of a virtual environment is a link.
             args[key] = f"{Path(place).absolute()}{mark}{rest}"
     return msgspec.structs.replace(env, args=args)
 
 
-@functools.cache  # once a process, which keeps the class that it imported
+@functools.cache  # a single check per process, which never imports the class again
 def _verify(cls: type) -> None:
-    """Raise `ConfigError` if the file of a user's class was edited before this process read it."""
+    """Raise `ConfigError` if the file of a user's class was edited since the run's launch."""
     inputs.verify(f"{cls.__module__}:{cls.__name__}")
 
 
-def _find(name: str) -> type:
+def _class_of(name: str) -> type:
+    """Import the environment `name` and return its class. Raises `ConfigError`."""
     if name not in (ours := names()):
         cls = outside.find("env.name", name, "environment", tuple(ours), "rose.environments")
         _verify(cls)

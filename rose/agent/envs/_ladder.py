@@ -1,7 +1,8 @@
 """Small shell tasks of three kinds (rungs): list a folder, print a file, replace a word.
 
-A seed draws the task. One command with words of the instruction solves it, so that a model of half
-a million parameters can learn it. Scripts may import this file, as it needs no other package.
+A seed determines the task. One command solves it. All words that vary in it are in the instruction,
+so that a model of half a million parameters can learn it. Scripts may import this file, because it
+needs only Python's standard library.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ BASH = function_tool("bash", "Run a shell command.", "command")
 
 @dataclass(frozen=True)
 class Rung:
-    """A task of the ladder. `command` solves it, `files` maps paths to contents at the start, and
-    `expected` must be in the output (find, print) or be the content of `target` (replace)."""
+    """A task of the ladder, which `command` solves. `files`: path -> content at the start.
+    `expected`: text that the output must have (find, print), or content of `target` (replace)."""
 
     kind: str
     instruction: str
@@ -44,6 +45,7 @@ class Rung:
 
 
 def draw(seed: int, rungs: tuple[str, ...] = RUNGS) -> Rung:
+    """Return the task of `seed`, of one of the kinds `rungs`."""
     rng = random.Random(seed)
     kind = rng.choice(rungs)
     name, (old, new) = rng.choice(NAMES), rng.sample(COLOURS, 2)
@@ -65,7 +67,7 @@ def draw(seed: int, rungs: tuple[str, ...] = RUNGS) -> Rung:
 
 
 def demonstrate(rung: Rung, noise: float, rng: random.Random) -> str:
-    """Return the command, in which each argument is drawn at random with probability `noise`."""
+    """Return the solving command, each argument replaced at random with probability `noise`."""
 
     def word(right: str, others: tuple[str, ...]) -> str:
         return rng.choice(others) if rng.random() < noise else right

@@ -1,9 +1,9 @@
 """Worker processes for functions that may block or hang, or that run on the policy's text.
 
-A worker process computes one call at a time. If a call exceeds its limit or is cancelled (as by the
-agent loop's deadline), its process is killed, and the next call starts another. Arguments and
-results are lines of JSON (the argument `episode` may be an `Episode`). The processes end with the
-environment host. They are not isolated, as the functions are the user's own.
+A worker process computes one call at a time. If a call exceeds its limit or is cancelled (such as
+by the agent loop's deadline), its process is killed. The next call starts another process.
+Arguments and results are lines of JSON (the argument `episode` may be an `Episode`). The processes
+end with the environment host. They aren't sandboxed: the functions are the user's own code.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from rose import processes
 from rose.reward import function, values
 from rose.reward.episode import Episode
 
-MOST = 4  # processes of an environment host, each with up to a few hundred MB of libraries
-SAID = 2000  # characters of a function's error that are kept
-BEGUN = b"begun\n"
-_own = threading.local()  # `worker`: the process of this thread of the pool
+MOST = 4  # most processes of an environment host, each with up to a few hundred MB of libraries
+SAID = 2000  # most characters of a function's error
+BEGUN = b"begun\n"  # a worker's first line for a call, once the function is imported
+_own = threading.local()  # `_own.worker`: the process of this thread of the pool
 
 
 class Queueing:
-    """The time for which calls within `with Queueing() as queue:` waited for a free process. A
-    deadline on the calls can leave it out."""
+    """Measures how long calls within `with Queueing() as queue:` wait for a free process, so that
+    a deadline on the calls can exclude that time. Overlapping waits count once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -56,13 +56,14 @@ class Queueing:
         with self._lock:
             return self._past + (time.monotonic() - self._since if self._waiting else 0.0)
 
-    def join(self, call: object) -> None:
+    def begin(self, call: object) -> None:
+        """Begin the call's wait."""
         with self._lock:
             self._since = self._since if self._waiting else time.monotonic()
             self._waiting.add(call)
 
-    def leave(self, call: object) -> None:
-        """End the call's wait. A second call has no effect."""
+    def end(self, call: object) -> None:
+        """End the call's wait, if it hasn't ended yet."""
         with self._lock:
             if self._waiting == {call}:
                 self._past += time.monotonic() - self._since
@@ -70,36 +71,36 @@ class Queueing:
 
 
 _queueing: ContextVar[Queueing | None] = ContextVar("queueing", default=None)
-# Returns a context manager for the wait for a free process, or for an agent's command to begin. The
-# environment host sets one that pauses the trajectory's own time (rose/agent/own_time.py).
+# Creates a context in which a call waits for a free process, or an agent's command waits to begin.
+# The environment host sets one that pauses the trajectory's own time (rose/agent/own_time.py).
 QUEUED: ContextVar[Callable[[], AbstractContextManager[None]]] = ContextVar(
     "queued", default=nullcontext
 )
 
 
 class FunctionFailed(RuntimeError):
-    """The function raised, or its process ended. The text has the function's error."""
+    """The function raised, or its process ended. The message has the function's error."""
 
 
 def load(key: str, spec: str) -> Callable:
-    """Return the function `file.py:name` or `package.module:name`. A file is run once. Raises
-    `ConfigError` that names `key`."""
+    """Return the function `file.py:name` or `package.module:name`. A file is run only at its first
+    use. Raises `ConfigError` that names `key`."""
     return _load(key, spec, os.getcwd())
 
 
 @functools.cache
-def _load(key: str, spec: str, here: str) -> Callable:
+def _load(key: str, spec: str, current_folder: str) -> Callable:
     return function.load(spec, key)
 
 
 class FunctionTooSlow(FunctionFailed):
-    """The function computed longer than its limit, and its process was killed."""
+    """The function exceeded its time limit, and its process was killed."""
 
 
 async def call(spec: str, limit_s: float | None = None, **arguments: Any) -> Any:
-    """Call the function in a worker process and return its result. `limit_s` bounds its computing
-    time, without the wait for a process and the function's import. Raises `FunctionFailed`,
-    `FunctionTooSlow`. Cancelling this kills the process if the call has begun."""
+    """Call the function `spec` in a worker process and return its result. `limit_s` bounds its
+    computing time, without the wait for a process and the function's import. Cancelling this kills
+    the process if the call has begun. Raises `FunctionFailed` and `FunctionTooSlow`."""
     place, _, name = spec.rpartition(":")
     whole = f"{Path(place).resolve()}:{name}" if place.endswith(".py") else spec
     line = json.dumps([whole, arguments], default=msgspec.to_builtins).encode() + b"\n"
@@ -127,20 +128,20 @@ def _pool() -> ThreadPoolExecutor:
 
 
 class _FunctionCall:
-    """A function call, which a thread of the pool runs and the event loop may cancel. `on_begin` is
-    called in the thread when it begins."""
+    """A call that a thread runs and the event loop may cancel. Its thread first calls on_begin."""
 
     def __init__(self, limit_s: float | None, on_begin: Callable[[], object]) -> None:
         self._limit_s, self._on_begin = limit_s, on_begin
         self._queue = _queueing.get() or Queueing()
-        self._queue.join(self)
+        self._queue.begin(self)
         self._lock = threading.Lock()
         self._process: subprocess.Popen | None = None
         self._cancelled = False
 
     def run(self, line: bytes) -> dict[str, Any]:
-        self._queue.leave(self)
-        with suppress(RuntimeError):  # raised if the loop is closed, when no caller waits
+        """Pass the call, a line of JSON, to this thread's worker process. Return its answer."""
+        self._queue.end(self)
+        with suppress(RuntimeError):  # error of a closed event loop, in which no caller waits
             self._on_begin()
         with self._lock:
             if self._cancelled:
@@ -164,7 +165,7 @@ class _FunctionCall:
             limit.join()
         whole = answer.endswith(b"\n")
         if not whole or slow.is_set() or self._cancelled:
-            # The process has ended, or was killed, perhaps just after it had answered.
+            # The process has ended or was killed, perhaps after it had answered.
             process.kill()
             process.wait()
             _own.worker = None
@@ -176,7 +177,7 @@ class _FunctionCall:
         }
 
     def cancel(self) -> None:
-        self._queue.leave(self)
+        self._queue.end(self)
         with self._lock:
             self._cancelled = True
             if self._process is not None:
@@ -184,7 +185,7 @@ class _FunctionCall:
 
 
 def _worker() -> subprocess.Popen:
-    """Return this thread's process, and start one if it has none that runs."""
+    """Return this thread's worker process. Start one if none is running."""
     process = getattr(_own, "worker", None)
     if process is None or process.poll() is not None:
         path = os.pathsep.join(filter(None, sys.path))
@@ -192,15 +193,14 @@ def _worker() -> subprocess.Popen:
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # A seed must give the same question on every host, so sets have the same order.
+            # Sets get the same order on every host, so that a seed gives the same question there.
             env=os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "0"},
         )
     return process
 
 
 def serve() -> None:
-    """Answer calls until the input ends; this is the worker process. What functions print goes to
-    stderr, the host's log."""
+    """Answer calls until the input ends, as a worker process. Output goes to the host's log."""
     processes.die_with_parent()
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)

@@ -1,4 +1,4 @@
-"""The environment protocol: what an agentic task must offer. How it is run is not its concern.
+"""The environment protocol, which the class of an agentic task must implement.
 
 An environment is one file here and one file in conf/env. The agent loop (`rose.agent.loop`) puts a
 deadline around every call, so an environment needs no timeouts of its own.
@@ -21,9 +21,9 @@ class ToolCall:
 @dataclass(frozen=True)
 class Action:
     """The policy's answer in one turn: its text, and the tool calls in it. `call` is the first of
-    `calls`, None for plain text; a caller may give either. `truncated`: a token limit ended the
-    turn, not the policy. `said`: the text outside of thoughts; None if the marks in `text` show it.
-    They don't if the prompt opened a thought, or the model uses other marks."""
+    `calls`, or None without calls; a caller passes one of the two arguments. `truncated`: a token
+    limit ended the turn, not the policy. `said`: the text outside of thoughts, if the prompt opened
+    a thought or the model doesn't mark thoughts with <think> and </think>; otherwise None."""
 
     text: str
     call: ToolCall | None = None
@@ -33,7 +33,7 @@ class Action:
 
     @property
     def answer(self) -> str:
-        """The text outside of thoughts. No answer follows a thought that never ended."""
+        """The text outside of thoughts. A thought that never ended reaches to the text's end."""
         return outside_thoughts(self.text) if self.said is None else self.said
 
     def __post_init__(self) -> None:
@@ -44,14 +44,14 @@ class Action:
 
 
 def outside_thoughts(text: str) -> str:
-    """Return the text behind the last ``</think>``, up to a ``<think>`` that never ends."""
+    """Return the text after the last ``</think>``, up to the next ``<think>``."""
     return text.rpartition("</think>")[2].partition("<think>")[0]
 
 
 @dataclass(frozen=True)
 class Start:
     """The first state: chat messages (system, user), and the tools as OpenAI function schemas.
-    `task` is what scorers of the episode (`reward=`) need, such as the right answer, as JSON."""
+    `task`: JSON that scorers of the episode (`reward=`) need, such as the right answer."""
 
     messages: list[dict[str, str]]
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -60,10 +60,10 @@ class Start:
 
 @dataclass(frozen=True)
 class Step:
-    """The result of an action. The policy gets `observation` unless `done`.
+    """The result of an action. The policy gets `observation` unless the episode is `done`.
 
     `reward` is this step's. A turn's and a trajectory's reward is the sum over its steps. `invalid`
-    marks an action that can't be carried out (unknown tool, bad argument): counted, never raised.
+    marks an action that can't be carried out (unknown tool, bad argument), instead of an exception.
     """
 
     observation: str
@@ -78,12 +78,11 @@ class Step:
 class Environment(Protocol):
     """A task for one episode: reset it once, step until done, and always close it.
 
-    A turn may have several calls. Each is a `step` of its own, in order, until one is done. If the
-    class has `several_calls = True`, one `step` gets all calls in `action.calls` and returns
-    `observations`.
+    A turn may have several calls. Each is a `step` of its own, in order, until a step is done. If
+    the class has `several_calls = True`, one `step` gets them all and returns `observations`.
 
     `rewards_turns = True`, on the class or an instance, means that the rewards of steps rank good
-    turns above bad ones, and don't only show how the episode ended. Algorithms that assign credit
+    turns above bad turns. They don't only show how the episode ended. Algorithms that assign credit
     to turns need it.
     """
 
@@ -93,9 +92,8 @@ class Environment(Protocol):
         """Begin the episode of `seed`, which determines it completely.
 
         Training seeds are even and held-out seeds odd. If an environment has so few tasks that
-        different seeds often give the same one, it should split its tasks by that parity.
-        Otherwise held-out tasks are trained, too.
-        """
+        different seeds often give the same task, it should split its tasks by the seed's parity.
+        Otherwise the policy would also train on held-out tasks."""
 
     async def step(self, action: Action) -> Step:
         """Carry out the action. Raises only if the environment itself is broken."""
@@ -103,29 +101,29 @@ class Environment(Protocol):
     # Optional, for environments in which repeating the actions of a seed takes long, or doesn't
     # lead to the same state:
     # `async def checkpoint(self) -> bytes` is called after a step and returns what `resume` needs.
-    # It runs while the model generates, and the next step waits for it. Its result should be small:
-    # large state belongs into the host's own store, where it may be written later, and the result
-    # names it.
-    # `async def resume(self, saved: bytes) -> None` is called in place of `reset`, and maybe again
-    # after it raised. Several environments may resume from one saved state.
+    # It runs while the model generates, and the next step waits for it. Its result should be small.
+    # An environment with a large state returns a name, under which it keeps the state in the host's
+    # own store (`store_of`).
+    # `async def resume(self, saved: bytes) -> None` is called in place of `reset`. It may be called
+    # again if it raised. Several environments may resume from one saved state.
 
-    # Optional: `doubt` is a text for the plan's warnings, such as held-out tasks that are trained.
+    # Optional: `doubt` is a warning for the plan, for example that held-out tasks are trained too.
     # Optional, as docs/environments.md says: `async def end(self) -> Step`,
     # `def task_name(self, seed: int) -> str`, `def starts(self) -> Iterable[tuple[str, Start]]`.
 
     async def close(self) -> None:
-        """Free everything. It must be safe after a failed reset and when called twice."""
+        """Release all resources. This must be safe after a failed reset and when called twice."""
 
 
 def player_of(environment: Any) -> str | None:
-    """Return module:Class of what plays the environment's trajectories, None if it is reset and
-    stepped. An agent with a program of its own names it in its attribute `trajectory_player`: a
-    `rose.agent.playing.Player`, which a host imports, and of which it makes one object."""
+    """Return the environment's attribute `trajectory_player`; None without it, when ROSE's agent
+    loop plays. An environment whose agent is a program has the attribute: module:Class of a
+    `rose.agent.playing.Player`, which plays its trajectories. A host creates one such object."""
     return getattr(environment, "trajectory_player", None)
 
 
 def store_of(environment: Any) -> Any:
-    """Return the function that opens the store of the environment's states, None if it has none.
-    It is the attribute `checkpoint_store`, a `rose.agent.playing.OpenStore`. Each host opens one
-    store, and passes it with the trajectory's id to `keep_checkpoints` before `reset`."""
+    """Return the environment's attribute `checkpoint_store`, the function that opens the store of
+    its states (`rose.agent.playing.OpenStore`); None without it. Each host opens one store and
+    passes it, with the trajectory's id, to `keep_checkpoints` before `reset`."""
     return getattr(environment, "checkpoint_store", None)

@@ -17,7 +17,7 @@ from msgspec import Meta
 from rose.agent.envs.base import Action, Start, Step
 from rose.config.common import NotNegative
 
-MOST_DRAWS = 100  # maps to draw; more don't help if only one exists, as with hole_probability 0
+MOST_DRAWS = 100  # most maps drawn per seed; with hole_probability 0 all maps are the same
 DIRECTIONS = ("left", "down", "right", "up")  # gymnasium's actions 0..3
 
 SYSTEM = (
@@ -42,13 +42,10 @@ MOVE_TOOL = {
 
 class FrozenLake:
     """A lake of `size` x `size` cells. Each cell except the corners S and G is a hole with
-    `hole_probability`; maps without a path are drawn again. With `slippery` two of three moves
-    slide to a side.
-
-    Reaching the goal is success, with reward 1. A move also earns `shaping` times the share of the
-    shortest way from start to goal that it gains or loses. Falling into a hole loses all that was
-    gained. Raises `ConfigError`.
-    """
+    `hole_probability`; maps without a path are drawn again. With `slippery`, two of three moves
+    slide to a side. Reaching the goal is success, with reward 1. A move also earns `shaping` times
+    its progress: the share of the shortest way from start to goal that it gains or loses. Falling
+    into a hole loses all progress. Raises `ConfigError`."""
 
     requires_tool = True
 
@@ -89,8 +86,7 @@ class FrozenLake:
 
     def _draw_map(self, seed: int) -> list[str]:
         """Return a random solvable map whose hash has the seed's parity, so that no training map is
-        held out. There are few small maps: without this 44% of 128 held-out 4x4 maps were among 240
-        training maps."""
+        held out. Without this rule, 44% of 128 held-out 4x4 maps were among 240 training maps."""
         for draw in range(MOST_DRAWS):
             rows = generate_random_map(self.size, 1 - self.hole_probability, seed + 2**32 * draw)
             if xxhash.xxh3_64_intdigest("".join(rows).encode()) % 2 == seed % 2:
@@ -102,12 +98,12 @@ class FrozenLake:
         if problem:
             return Step(observation=f"{problem}\n{self.render()}", invalid=True)
         direction = DIRECTIONS.index(action.call.arguments["direction"])
-        before = self._way()
+        before = self._progress()
         cell, reward, done, _, _ = self._lake.step(direction)
         self._cell = int(cell)
         return Step(
             observation=self.render(),
-            reward=float(reward) + self.shaping * (self._way() - before),
+            reward=float(reward) + self.shaping * (self._progress() - before),
             done=bool(done),
             success=reward > 0,
         )
@@ -117,8 +113,8 @@ class FrozenLake:
             self._lake.close()
             self._lake = None
 
-    def _way(self) -> float:
-        """Share of the shortest way that is done. It is 0 at the start and in a hole."""
+    def _progress(self) -> float:
+        """Covered share of the shortest way from start to goal; 0 at the start and in a hole."""
         return 1 - self._moves.get(self._cell, self._moves[0]) / self._moves[0]
 
     def _count_moves(self) -> dict[int, int]:
@@ -135,8 +131,8 @@ class FrozenLake:
         return moves
 
     def render(self) -> str:
-        """Return the map, one row a line, cells separated by spaces: P agent, G goal, H hole, F
-        ice. The last line has the agent's neighbours, as `left wall down F right H up wall`."""
+        """Return the map, one line per row, cells separated by spaces: P agent, G goal, H hole, F
+        ice. The last line has the agent's neighbours: `left wall down F right H up wall`."""
         grid = [list(row.replace("S", "F")) for row in self._rows]
         row, column = divmod(self._cell, self.size)
         grid[row][column] = "P"

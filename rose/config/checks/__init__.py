@@ -1,7 +1,6 @@
 """Checks of keys against each other and against the model: a file for each part of the tree.
 
-Left out: features that exclude each other (rose/launch/exclusions.py) and the machine's own limits
-(rose/launch/plan.py).
+rose/launch/exclusions.py checks features that exclude each other, rose/launch/plan.py the machine.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from rose.config.tree import Config
 __all__ = ["NAME", "NO_DRAFTS", "Need", "check", "check_model", "check_serving", "drafts", "needs"]
 
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,=+-]{0,150}")  # a run's, and its folder's
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,=+-]{0,150}")  # names of runs and their folders
 RELAY = re.compile(r"https?://(?:\[[0-9A-Fa-f:.]+\]|[^\[\]/:\s]+):(\d{1,5})")  # group 1: the port
-COLDEST = 0.01  # vLLM's _MAX_TEMP: it samples at no lower temperature, except greedily at 0
+COLDEST = 0.01  # vLLM's _MAX_TEMP, its lowest temperature above 0; 0 means greedy
 
 
 def check(c: Config) -> None:
-    """Check all that needs neither the machine nor the model. Raises `ConfigError`."""
+    """Check all keys that can be checked without machine and model. Raises `ConfigError`."""
     need = needs(msgspec.to_builtins(c))
     _check_values(c, need)
     check_serving(c.serving, need)

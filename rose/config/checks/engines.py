@@ -1,8 +1,8 @@
 """Checks of engines: the number of ranks, values that vLLM refuses at its start, and arguments of
 vLLM that a configuration may not set.
 
-Left out: limits of the model's shape and the machine's memory (checks/model.py,
-rose/launch/plan.py), and arguments that vLLM doesn't have (rose/checks.py).
+Other checks of engines: checks/model.py (the model's shape), rose/launch/plan.py (the machine's
+memory) and rose/checks.py (arguments that vLLM doesn't have).
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 from rose.config.checks.need import NO_DRAFTS, Need, drafts
 from rose.config.tree import Config
 
-# rollout.engine_args may not set three kinds of vLLM's arguments. The first would give the engine
-# other weights than the trainer's.
+# rollout.engine_args may not set three kinds of vLLM's arguments.
+# 1. These arguments would give the engine other weights than the trainer's.
 OTHER_WEIGHTS = ("quantization", "dtype", "moe_backend", "enable_eplb")
-# The second have a key of their own, which plan, scheduler and trainer use.
+# 2. ROSE sets these arguments from keys of its own, which plan, scheduler and trainer use, too.
 OWN = {
     "model": "model.path",
     "max_model_len": "model.max_context",
@@ -28,7 +28,7 @@ OWN = {
     "data_parallel_size": "rollout.workers",
     "seed": "seed",
 }
-# The third have no key: ROSE sets them.
+# 3. ROSE sets these arguments to values that no key changes.
 FIXED = (
     "logprobs_mode",
     "worker_extension_cls",
@@ -37,8 +37,8 @@ FIXED = (
     "skip_tokenizer_init",
     "generation_config",
 )
-MOST_DRAFTED = 128  # tokens of a draft: vLLM's MAX_SPEC_LEN, above which an engine crashes
-MOST_RANKS = 2**16  # more than any MPI launcher starts; the plan has an entry for each
+MOST_DRAFTED = 128  # most tokens of a draft: vLLM's MAX_SPEC_LEN, above which an engine crashes
+MOST_RANKS = 2**16  # limit of a run's ranks, more than any MPI launcher starts
 
 
 def check(c: Config, need: Need) -> None:
@@ -50,6 +50,7 @@ def check(c: Config, need: Need) -> None:
 
 
 def _check_ranks(c: Config, need: Need) -> None:
+    """Check that the run doesn't have too many ranks."""
     parts = {
         "trainer.ranks": c.trainer.ranks,
         "rollout.workers": c.rollout.workers,
@@ -66,7 +67,7 @@ def _check_ranks(c: Config, need: Need) -> None:
 
 
 def _check_steps(c: Config, need: Need) -> None:
-    """Check vLLM's rules: a step has a token for each sequence, and drafts fit the context."""
+    """Check that an engine step has a token for each sequence, and that drafts fit the context."""
     r = c.rollout
     tokens = r.step_tokens(c.model.max_context, c.deterministic)
     need(
@@ -85,6 +86,7 @@ def _check_steps(c: Config, need: Need) -> None:
 
 
 def _check_arguments(c: Config, need: Need) -> None:
+    """Check the arguments of vLLM in `rollout.engine_args`."""
     for given, value in c.rollout.engine_args.items():
         name, key = given.replace("-", "_"), f"rollout.engine_args.{given}"
         need(

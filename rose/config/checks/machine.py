@@ -1,4 +1,4 @@
-"""Checks of ranks, GPUs and Slurm. Left out: the machine's own limits (rose/launch/plan.py)."""
+"""Checks of ranks, GPUs and Slurm. rose/launch/plan.py checks the limits of the machine itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rose.config.cluster import Container, Mpi, nodes_of
 from rose.config.errors import ConfigError
 from rose.config.tree import Config
 
-# Options of sbatch that ROSE writes itself, and those that would change how the job's script runs.
+# Options of sbatch that ROSE sets, and options that would change how the job's script runs.
 OWN_OPTIONS = (
     *("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "output", "error"),
     *("signal", "requeue", "no-requeue", "job-name", "array", "open-mode", "wrap"),
@@ -25,7 +25,7 @@ TIMES = (
     "in one of Slurm's forms: minutes, hours:minutes:seconds, days-hours, as 2-00:00:00, or "
     "UNLIMITED"
 )
-LEAST_MIB = 1024  # bounds a job's memory from below: a rank's Python alone takes half of it
+LEAST_MIB = 1024  # least memory of a job; a rank's Python alone takes half of it
 
 
 def check(c: Config, need: Need) -> None:
@@ -80,8 +80,8 @@ def check(c: Config, need: Need) -> None:
 
 
 def _check_hpz(c: Config, need: Need) -> None:
-    """Check that the second copy of the weights saves network traffic: its groups are smaller than
-    all ranks, and each lies within a node."""
+    """Check that the second copy of the weights (trainer.hpz) saves network traffic. For this, each
+    group of ranks that holds a copy must lie within a node, and must not contain all ranks."""
     t, key = c.trainer, "trainer.hpz"
     if t.hpz is None:
         return
@@ -110,8 +110,7 @@ def _check_hpz(c: Config, need: Need) -> None:
 
 
 def _check_gpus(c: Config, engines: int, need: Need) -> None:
-    """Check that cluster.gpus suffices for trainer ranks and engines, beside each other or in
-    turn."""
+    """Check that cluster.gpus suffices for trainer ranks and engines, which may share GPUs."""
     ranks = c.trainer.ranks
     engine_gpus = engines * c.rollout.tensor_parallel
     shared = c.shares_devices
@@ -132,7 +131,7 @@ def _check_gpus(c: Config, engines: int, need: Need) -> None:
 
 
 def _check_mpi(mpi: Mpi, need: Need) -> None:
-    """Check options and variables that are passed to srun and the system unchanged."""
+    """Check the options and variables of cluster.mpi, which are passed on unchanged."""
     for at, option in enumerate(mpi.srun):
         need(
             option.startswith("-") and option.isprintable(),
@@ -149,8 +148,7 @@ def _check_mpi(mpi: Mpi, need: Need) -> None:
 
 
 def _check_slurm(c: Config, engines: int, need: Need) -> None:
-    """Check that ranks divide evenly over their component's nodes, and that no option spans
-    lines."""
+    """Check that ranks divide evenly over their component's nodes, and check all Slurm options."""
     parts = (
         ("trainer", c.cluster.slurm.trainer, "trainer.ranks", c.trainer.ranks, 1),
         ("rollout", c.cluster.slurm.rollout, "rollout.workers", engines, c.rollout.tensor_parallel),
@@ -214,6 +212,7 @@ def _check_slurm(c: Config, engines: int, need: Need) -> None:
 
 
 def _check_memory(key: str, mem: str | int | None, need: Need) -> None:
+    """Check that `mem` is a size that Slurm accepts, and enough for a rank."""
     found = re.fullmatch(SIZE, str(mem).upper())
     need(mem is None or found is not None, key, "a size of whole numbers with its unit, as 64G")
     if found is not None and int(found[1]):
@@ -227,8 +226,8 @@ def _check_memory(key: str, mem: str | int | None, need: Need) -> None:
 
 
 def _check_option(key: str, option: str, need: Need) -> None:
-    """Check an option for sbatch. It may be none that ROSE sets itself, except for --gpus-per-node,
-    of which rose/launch/sbatch.py takes the type."""
+    """Check an option for sbatch. Reject options that ROSE sets itself, except for
+    --gpus-per-node=TYPE, from which rose/launch/sbatch.py takes the type."""
     need(
         re.fullmatch(r"--[a-z][a-z0-9-]*(=.+)?", option) is not None,
         key,
@@ -248,8 +247,8 @@ def _check_option(key: str, option: str, need: Need) -> None:
 
 
 def _check_groups(c: Config, need: Need) -> None:
-    """Check that ranks which compute a row together are on one node, as they exchange activations
-    in every layer. Groups larger than a node are allowed."""
+    """Check that ranks which compute a row together are on one node, because they exchange
+    activations in every layer. Groups larger than a node are allowed."""
     each, parts = c.trainers_of_node, c.trainer.sequence_parallel
     nodes = c.trainer.ranks // each
     need(

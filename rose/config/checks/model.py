@@ -8,7 +8,7 @@ from rose.config.tree import Config
 
 
 def check_model(c: Config, shape: ModelShape) -> None:
-    """Check what depends on the model's shape. Raises `ConfigError`."""
+    """Check the keys whose limits depend on the model's shape. Raises `ConfigError`."""
     lora = c.trainer.lora
     if c.trainer.router_replay and not shape.experts:
         raise ConfigError(
@@ -23,7 +23,7 @@ def check_model(c: Config, shape: ModelShape) -> None:
             )
     _check_heads("trainer.sequence_parallel", c.trainer.sequence_parallel, c, shape)
     if c.rollout.replay is not None:
-        return  # no engines, and the checks below are about engines
+        return  # no engines, which the following checks are about
     tp = c.rollout.tensor_parallel
     _check_heads("rollout.tensor_parallel", tp, c, shape)
     by_expert = bool(shape.experts) and c.rollout.engine_args.get("enable_expert_parallel", False)
@@ -41,8 +41,7 @@ def check_model(c: Config, shape: ModelShape) -> None:
 
 
 def _check_heads(key: str, parts: int, c: Config, shape: ModelShape) -> None:
-    """Check that `parts` ranks can have equal shares of the attention heads. Raises
-    `ConfigError`."""
+    """Raise `ConfigError` unless `parts` ranks can have equal shares of the attention heads."""
     if shape.heads % parts:
         raise ConfigError(
             f"{key}={parts}: must divide the {shape.heads} attention heads of model {c.model.name}"

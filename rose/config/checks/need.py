@@ -9,27 +9,28 @@ from typing import Any
 from rose.config import errors
 from rose.config.errors import ConfigError
 
-Need = Callable[[bool, str, str], None]  # (is it so?, key, what would be right)
+Need = Callable[[bool, str, str], None]  # need(ok, key, remedy), see `needs`
 NO_DRAFTS = (
     "vLLM 0.32 on CPUs samples wrong tokens with speculative decoding, without saying so "
     "(vllm-project/vllm issue 55005): leave it out, or run on GPUs; for a run's own engines, "
     "where ROSE mends it, set rollout/draft"
 )
-# Largest value of a time, a size and a number of threads, by the end of a key's name. A larger
-# one would be refused only after the run has started.
+# End of a key's name -> (its largest value, the remedy). The system would reject a larger value
+# only after the run has started.
 MOST = {
     "_s": (1e9, "at most 1e9 seconds, 31 years"),
     "_gib": (1e6, "at most 1e6 GiB"),
     "threads": (2**12, f"at most {2**12}"),
 }
-MOST_AT_ONCE = 10**7  # trajectories of a batch or an evaluation, which the coordinator lists
+MOST_AT_ONCE = 10**7  # most trajectories of a batch or an evaluation; the coordinator lists them
 MOST_WHOLE = 2**63 - 1  # largest integer of other keys; seeds use all bits
 MOST_OTHER = 1e15  # largest float of other keys
 
 
 def needs(tree: dict[str, Any]) -> Need:
-    """Check that every number of `tree` is finite and not too large, and return a function that
-    raises `ConfigError` for a key whose value is not as needed."""
+    """Return need(ok, key, remedy), which raises `ConfigError` unless `ok`. The error has the key,
+    its value in `tree` and the remedy. First check that all numbers of `tree` are finite and not
+    too large."""
 
     def need(ok: bool, key: str, remedy: str) -> None:
         if not ok:
@@ -43,6 +44,7 @@ def needs(tree: dict[str, Any]) -> Need:
 
 
 def _check_size(key: str, value: float, need: Need) -> None:
+    """Check that a key's number is not too large."""
     for end, (most, remedy) in MOST.items():
         bounded = key.endswith(end) and ".factors." not in key  # factors have no unit
         need(not bounded or value <= most, key, remedy)

@@ -10,7 +10,7 @@ from rose.config.errors import ConfigError
 from rose.config.rollout import Eval
 from rose.config.tree import Config
 
-SCORING_SPARE_S = 20.0  # part of reward.deadline_s to start workers and to detect hung ones
+SCORING_SPARE_S = 20.0  # part of reward.deadline_s to start workers and to detect hung workers
 
 
 def check(c: Config, need: Need) -> None:
@@ -43,8 +43,8 @@ def _check_env(c: Config, need: Need) -> None:
 
 
 def _check_eval(c: Config, need: Need) -> None:
-    """Check that sets have other names than the trained environments, and that options which need
-    evaluations between steps have them."""
+    """Check that sets don't have names of trained environments, and that evaluations run between
+    steps if an option needs them."""
     e = c.eval
     for name, one in e.sets.items():
         key = f"eval.sets.{name}"
@@ -100,13 +100,14 @@ def _check_samples(e: Eval, need: Need) -> None:
 
 
 def _check_sandbox(c: Config, need: Need) -> None:
+    """Check that the folders for checkpoints are absolute paths."""
     for key in ("store", "local"):
         folder = getattr(c.sandbox, key)
         need(folder is None or os.path.isabs(folder), f"sandbox.{key}", "a path from the root")
 
 
 def _check_reward(c: Config, need: Need) -> None:
-    """Check the workers and deadlines of a pool."""
+    """Check the workers and deadlines of the reward ranks."""
     r = c.reward
     need(
         r.min_workers <= r.max_workers,

@@ -9,8 +9,8 @@ import re
 from rose.config.cluster import Slurm
 from rose.config.tree import Config
 
-# Least seconds between a job's start and its warning. With fewer, no attempt reaches its first
-# step, and the job requeues for nothing.
+# Least seconds between a job's start and Slurm's warning. With less, no attempt reaches its first
+# step, and the job is requeued without progress.
 START_S = 60
 # Slurm's forms of a time: minutes, minutes:seconds, hours:minutes:seconds, and days before these.
 FORM = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
@@ -18,8 +18,8 @@ NO_LIMIT = ("UNLIMITED", "INFINITE", "-1")
 
 
 def seconds(time: str | int) -> int | None:
-    """Return a time limit in seconds, rounded up to whole minutes as Slurm does. None for UNLIMITED
-    and for a text in none of Slurm's forms, which sbatch refuses."""
+    """Return a time limit in seconds, rounded up to whole minutes as Slurm does. Return None for
+    UNLIMITED, and for a text that isn't in one of Slurm's forms."""
     match = FORM.fullmatch(str(time).strip())
     if match is None:
         return None
@@ -32,14 +32,14 @@ def seconds(time: str | int) -> int | None:
 
 
 def known(time: str | int) -> bool:
-    """True for a time limit that sbatch takes."""
+    """True for a time limit that sbatch accepts."""
     return seconds(time) is not None or str(time).strip().upper() in NO_LIMIT
 
 
 def too_short(c: Config, warning_s: int, default: str = "") -> str:
-    """Return an error about the first time limit that is too short, else "". Slurm warns the job
-    `warning_s` before the limit, and at least `START_S` must pass before the warning. `default`:
-    SBATCH_TIMELIMIT, which Slurm uses if the job's script names no limit."""
+    """Return an error about the first time limit that is too short; "" if there is none. Slurm
+    warns the job `warning_s` before the limit, and at least `START_S` must pass before the warning.
+    `default`: SBATCH_TIMELIMIT, which Slurm uses if the job's script names no limit."""
     found = limits(c.cluster.slurm) or ([("SBATCH_TIMELIMIT", default)] if default else [])
     for source, limit in found:
         allowed = seconds(limit)
@@ -55,8 +55,8 @@ def too_short(c: Config, warning_s: int, default: str = "") -> str:
 
 
 def job_s(slurm: Slurm) -> float:
-    """Return the seconds that a job may run, of which the configuration, the environment (for
-    sbatch) or Slurm (inside the job, since 23.02) says; infinite if none does."""
+    """Return a job's time limit in seconds. It is in the configuration or in SBATCH_TIMELIMIT;
+    otherwise Slurm (23.02 or later) reports it inside the job. Infinite if it is unknown."""
     names = [limit for _, limit in limits(slurm)] or [os.environ.get("SBATCH_TIMELIMIT", "")]
     if found := [allowed for name in names if (allowed := seconds(name))]:
         return min(found)
@@ -65,8 +65,7 @@ def job_s(slurm: Slurm) -> float:
 
 
 def limits(slurm: Slurm) -> list[tuple[str, str | int]]:
-    """Return (key, value) of each component's time limit. An option in `sbatch` replaces
-    `time`."""
+    """Return (key, value) of each component's time limit. An option in `sbatch` replaces `time`."""
     found = []
     for name in ("trainer", "rollout"):
         component = getattr(slurm, name)

@@ -9,7 +9,7 @@ from rose.config.tree import Config
 
 # Arguments of batching policies that count batches in flight, or versions with a batch each.
 BATCHES = ("alpha", "carry", "eta", "oversample", "running", "spare", "speculation", "staleness")
-MOST_BATCHES = 1000  # bound on these arguments against slips of the pen
+MOST_BATCHES = 1000  # largest value of these arguments; a larger one is a typing error
 
 
 def check(c: Config, need: Need) -> None:
@@ -66,8 +66,8 @@ def _check_batch(c: Config, need: Need) -> None:
 
 
 def _check_at_once(c: Config, need: Need) -> None:
-    """Bound the trajectories in flight: the coordinator lists them, and a typing error would fill
-    its memory."""
+    """Bound the trajectories in flight, because the coordinator lists them. A typing error could
+    fill its memory."""
     need(
         c.trainer.batch_size <= MOST_AT_ONCE,
         "trainer.batch_size",
@@ -146,7 +146,7 @@ def _check_lora(c: Config, need: Need) -> None:
 
 
 def _check_draft(c: Config, need: Need) -> None:
-    """Check drafts. They change which random numbers a token gets, not its distribution."""
+    """Check speculative decoding. Drafts change a token's random numbers, not its distribution."""
     method = c.rollout.draft.method
     if method == "none":
         return
