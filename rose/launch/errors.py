@@ -152,7 +152,7 @@ def searched(arguments: list[str]) -> list[str]:
         for place in value if isinstance(value, list) else [value]:
             folder = str(place).removeprefix("file://")
             if str(place).startswith("pkg://"):
-                # Hydra imports the package too. If the import exits, Hydra would end as well.
+                # Hydra imports the package too, and would end if this import exits the process.
                 package = str(place).removeprefix("pkg://").replace("/", ".").strip(".")
                 outside.imported(package, f"hydra.searchpath=[{place}]")
             elif not Path(folder).is_dir():

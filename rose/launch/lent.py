@@ -21,6 +21,7 @@ def note(run_dir: Path, jobs: dict[str, str], kind: str = ENGINES) -> None:
 
 
 def noted(run_dir: Path, kind: str = ENGINES) -> dict[str, str]:
+    """Return the run's noted jobs, request -> job id."""
     path = _path(run_dir, kind)
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
