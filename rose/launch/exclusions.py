@@ -189,7 +189,10 @@ ONE_UPDATE = _learning(
     "a loss without a ratio",
 )
 OVERLAP = Feature(
-    BATCHING, "scheduler/batching=synchronous", lambda r: not r.waits_for_weights, "overlapping batching"
+    BATCHING,
+    "scheduler/batching=synchronous",
+    lambda r: not r.waits_for_weights,
+    "overlapping batching",
 )
 SINGLE = _value("rollout.group_size", 1, "rollout.group_size=2 or more")
 SLURM = _value("cluster.kind", "slurm", ONE_MACHINE, "Slurm")
