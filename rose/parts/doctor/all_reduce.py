@@ -2,9 +2,9 @@
 
     python -m rose.parts.doctor.all_reduce BACKEND RANKS          BACKEND: nccl, a GPU per rank; gloo, in main memory
 
-Emits {"what": "all-reduce", "gib_per_s": ...}: bus bandwidth as in nccl-tests, 2 (n - 1) / n bytes
-/ seconds, which for any number of ranks n is comparable with the links' speed. Left out: several
-nodes.
+Emits {"what": "all-reduce", "gib_per_s": ...}: the bus bandwidth as in nccl-tests, which is
+2 (n - 1) / n bytes / seconds for n ranks. For any n it is comparable with the links' speed. Left
+out: several nodes.
 """  # noqa: E501
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ BEATS = 2  # heartbeats of the host before the rank is killed or leaves
 
 
 def main(run_dir: Path) -> int:
+    """Run both ranks, one after the other, once the host listens. Return the exit code."""
     emit("started")
     mpi = configuration.load(run_dir / "config.json").cluster.mpi
     for name in mpi_process.launchers():
@@ -51,6 +52,7 @@ def main(run_dir: Path) -> int:
 
 
 def _rank(run_dir: Path, dies: bool) -> NoReturn:
+    """Run one rank in this forked process, and end the process."""
     code = 1
     try:
         code = _take_part(join.Application(run_dir), dies)
@@ -61,8 +63,8 @@ def _rank(run_dir: Path, dies: bool) -> NoReturn:
 
 
 def _take_part(application: join.Application, dies: bool) -> int:
-    """Join and answer heartbeats; after `BEATS` of them kill this process if it `dies`, else leave.
-    Raises `TimeoutError` if the host falls silent."""
+    """Join and answer heartbeats. After `BEATS` of them kill this process if it `dies`; otherwise
+    leave. Raises `TimeoutError` if the host doesn't dismiss the rank within `STAY_S`."""
     answer = application.ask(ANSWER_S)
     from rose.comm.link import Link  # This initialises MPI, which reads its environment now.
 
