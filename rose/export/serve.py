@@ -56,7 +56,7 @@ def _model(config: Config, base: Path, out: Path, adapter: bool) -> list[str]:
     drawn = {"temperature": sampled.temperature, "top_p": sampled.top_p, "top_k": sampled.top_k}
     rank = str(config.trainer.lora.slot_rank)
     module = f"{NAME}={out}"
-    if "," in module:  # With a comma, vLLM takes the option for JSON.
+    if "," in module:  # which vLLM would take for JSON
         module = json.dumps({"name": NAME, "path": str(out)})
     loras = ["--enable-lora", "--max-lora-rank", rank, "--lora-modules", module]
     return [*of_base, *loras, "--override-generation-config", json.dumps(drawn)]

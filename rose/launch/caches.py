@@ -26,11 +26,8 @@ FOLDERS = {
 
 def variables(cluster: Cluster, given: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of `FOLDERS` that are not in `given`, and make the folder above their
-    caches, for this user alone. It is
-    1. cluster.cache_dir, if given;
-    2. otherwise, in a Slurm job, a folder in this node's TMPDIR.
-
-    Return {} in all other cases, and if another user owns the folder."""
+    caches, for this user alone. It is cluster.cache_dir or else, in a Slurm job, a folder in this
+    node's TMPDIR. Return {} if there is neither, or if another user owns the folder."""
     if cluster.cache_dir is not None:
         home = Path(cluster.cache_dir).expanduser()
     elif cluster.kind == "slurm":

@@ -2,8 +2,7 @@
 null, and give the reason.
 
 Neither key changes results, apart from rounding. So the fastest value is chosen that no other key
-excludes. Left out: how much faster each value is (docs/gpu.md), and torch.compile. It was faster
-than Liger's kernels, but takes minutes to start.
+excludes. Left out: measured speeds (docs/gpu.md), and torch.compile, which takes minutes to start.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ def made(c: Config, shape: ModelShape | None) -> tuple[Config, tuple[str, ...]]:
     for key, choose in CHOICES.items():
         if getattr(c.trainer, key) is None:
             value, because = choose(c, shape)
-            c = _with_trainer_key(c, key, value)
+            c = _with_key(c, key, value)
             given = value if isinstance(value, str) else json.dumps(value)
             reasons.append(f"trainer.{key}={given}: {because}")
     return c, tuple(reasons)
 
 
-def _with_trainer_key(c: Config, key: str, value: Any) -> Config:
+def _with_key(c: Config, key: str, value: Any) -> Config:
     trainer = msgspec.structs.replace(c.trainer, **{key: value})
     return msgspec.structs.replace(c, trainer=trainer)
 
@@ -46,10 +45,9 @@ def _with_trainer_key(c: Config, key: str, value: Any) -> Config:
 def _choose_kernels(c: Config, shape: ModelShape | None) -> tuple[str, str]:
     """Return (trainer.kernels, reason)."""
     kind = shape.type if shape is not None else ""
-    with_liger = _with_trainer_key(c, "kernels", "liger")
     if not c.cluster.gpus:
         return "none", "Triton's need GPUs"
-    if other := exclusions.refusal(with_liger, shape, exclusions.KERNELS):
+    if other := exclusions.refusal(_with_key(c, "kernels", "liger"), shape, exclusions.KERNELS):
         return "none", f"Liger's are not used together with {other}"
     if kind not in compilers.LIGER_TYPES:
         return "none", f"Liger has none for models of the type {kind or 'unknown'}"
@@ -69,18 +67,16 @@ def _choose_checkpointing(c: Config, shape: ModelShape | None) -> tuple[bool, st
         return True, "trainer.offload_activations=true keeps the layers' inputs in host memory"
     if not c.cluster.gpus or limit is None or shape is None:
         return True, "how much memory there is, or how much the model needs, is not known"
-    needed, limit = _memory_without_checkpointing(c, shape, limit)
+    needed, limit = _without_checkpointing(c, shape, limit)
     fits = needed <= FITS * limit
     most = "" if fits else f", and at most {FITS:.0%} may be planned"
     return not fits, f"without it the trainer needs {needed:.1f} of {limit:g} GiB{most}"
 
 
-def _memory_without_checkpointing(
-    c: Config, shape: ModelShape, card_gib: float
-) -> tuple[float, float]:
+def _without_checkpointing(c: Config, shape: ModelShape, card_gib: float) -> tuple[float, float]:
     """Return (GiB that the trainer needs without gradient checkpointing, GiB of a GPU with
     `card_gib` that it can have)."""
-    without = _with_trainer_key(c, "gradient_checkpointing", False)
+    without = _with_key(c, "gradient_checkpointing", False)
     needed = memory.trainer(without, shape).total
     return needed, card_gib - (memory.ASLEEP_GIB if c.trainer_sleeps else 0)
 
@@ -91,7 +87,7 @@ def check_card(c: Config, shape: ModelShape, trainer: int, found_gib: float) -> 
     given = c.cluster.gpu_memory_gib
     if c.trainer.gradient_checkpointing is not False or not given:
         return
-    needed, limit = _memory_without_checkpointing(c, shape, found_gib)
+    needed, limit = _without_checkpointing(c, shape, found_gib)
     if found_gib < LEAST_MEMORY * given and needed > FITS * limit:
         raise ConfigError(
             f"cluster.gpu_memory_gib={given:g}, but the GPU of trainer {trainer} has "

@@ -47,8 +47,7 @@ def own_environment() -> dict[str, str]:
 
 
 def refuses(message: str) -> bool:
-    """True if the message is an answer of Slurm's (`REFUSALS`, `PENDING`); False if Slurm could not
-    answer."""
+    """True if the message is Slurm's answer (`REFUSALS`, `PENDING`), not a failure to answer."""
     return any(words in message.lower() for words in (*REFUSALS, PENDING))
 
 
@@ -104,8 +103,7 @@ def requeue(job: str, restarts: int) -> bool:
     try:
         ask(["scontrol", "requeue", job])
     except SlurmError as error:
-        # The job is in the queue already. Slurm put it there, or our call did, and its answer was
-        # lost.
+        # Slurm requeued the job already, or did so at our last call, whose answer was lost.
         if PENDING not in str(error).lower():
             raise
     return True

@@ -28,7 +28,7 @@ class Run:
         self.algorithm: Any = algorithms.build(c.algorithm.name, c.algorithm.args)
         self.provisioning = registry.policy("provisioning", c.scheduler.provisioning)
         self.batching = registry.policy("batching", c.scheduler.batching)
-        self.waits_for_weights = getattr(self.batching, "waits_for_weights", False)
+        self.synchronous = getattr(self.batching, "waits_for_weights", False)
 
     def wakes_hybrids(self) -> bool:
         """True if the provisioning policy wakes engines that share the trainer's GPUs."""
@@ -144,7 +144,7 @@ ASKS_FOR_JOBS = Feature(
 BUSY = Feature(
     BATCHING,
     "scheduler/batching=synchronous, dapo, tail_batching, carry_over or another with trainer_waits",
-    lambda r: not getattr(r.batching, "trainer_waits", r.waits_for_weights),
+    lambda r: not getattr(r.batching, "trainer_waits", r.synchronous),
     "batching whose trainer rarely waits",
 )
 COLOCATE = Feature(
@@ -189,10 +189,7 @@ ONE_UPDATE = _learning(
     "a loss without a ratio",
 )
 OVERLAP = Feature(
-    BATCHING,
-    "scheduler/batching=synchronous",
-    lambda r: not r.waits_for_weights,
-    "overlapping batching",
+    BATCHING, "scheduler/batching=synchronous", lambda r: not r.synchronous, "overlapping batching"
 )
 SINGLE = _value("rollout.group_size", 1, "rollout.group_size=2 or more")
 SLURM = _value("cluster.kind", "slurm", ONE_MACHINE, "Slurm")
@@ -268,8 +265,7 @@ def check(c: Config, shape: ModelShape | None = None) -> None:
 
 
 def refusal(c: Config, shape: ModelShape | None, feature: Feature) -> str:
-    """Return the name of a feature of `c` that excludes `feature`; "" if none does, or if `c` lacks
-    `feature`."""
+    """Return the name of a feature of `c` that excludes its feature `feature`; "" if none does."""
     run = Run(c, shape)
     for row in EXCLUSIONS:
         if feature in row[:2] and row.feature.used(run) and row.other.used(run):

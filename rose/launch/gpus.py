@@ -148,7 +148,6 @@ def for_launcher(c: Config) -> tuple[str, ...]:
 
 
 def _how_many(names: Sequence[str], here: Sequence[Device] | None, variable: str | None) -> str:
-    """Return a text with the number of GPUs and where it comes from."""
     if here == ():
         return "this machine has 0 (nvidia-smi lists none: no NVIDIA GPU, or no driver)"
     if variable is None:
@@ -168,7 +167,7 @@ def of_step(places: Sequence[int], variable: str | None, who: str) -> str:
 
     Raises RuntimeError for any other number of GPUs.
     """
-    if variable is None:  # The site lets its users choose GPUs.
+    if variable is None:  # at a site that lets users choose GPUs
         return ",".join(map(str, places))
     names = [] if variable.strip() in NONE_GIVEN else variable.split(",")
     if len(names) > max(places):
@@ -211,13 +210,12 @@ def of_task(count: int, who: str, environ: Mapping[str, str] = os.environ) -> di
 
 
 def _all_its_own(count: int, environ: Mapping[str, str]) -> bool:
-    """True if no other task sees the `count` GPUs that this process sees. This is so in any of
-    three cases:
+    """True if no other task sees the `count` GPUs that this process sees, in three cases:
     1. The process is no task of Slurm's.
     2. Slurm has bound it to fewer GPUs than the step has on this node (SLURM_GPUS_ON_NODE).
     3. It is the only task on its node.
 
-    Two variables are no help here. In a bound task SLURM_STEP_GPUS has only the task's own GPUs.
+    Two variables are no help. In a bound task SLURM_STEP_GPUS has only the task's own GPUs.
     SLURM_GPUS_PER_TASK comes from the batch script.
     """
     if "SLURM_LOCALID" not in environ:

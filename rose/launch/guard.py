@@ -83,13 +83,12 @@ def _set_environment(me: Rank, config: Config, own_logs: Path) -> None:
 
 def watchdog(step_timeout_s: float, own_logs: Path, given: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of torch's NCCL watchdog in a trainer rank, without those in `given`.
-    While a trainer's step hangs, trainer.step_timeout_s passes in three stages:
+    If a step hangs, trainer.step_timeout_s passes in three stages:
     1. In its first half the launcher names a silent rank that the others wait for, and ends the
        attempt (rose/launch/beats.py). The watchdog's own thread may hang in the driver for as long.
     2. In its second half the launcher names a rank that still reports but lags behind.
-    3. After all of it, a collective's deadline (`join_world`), the watchdog ends the process. It
-       leaves each rank's last collectives beside the logs, for torch's flight recorder.
-    """
+    3. At its end, the deadline of a collective (`join_world`), the watchdog ends the process. It
+       leaves each rank's last collectives beside the logs, for torch's flight recorder."""
     ours = {
         # 3 ends the process without aborting NCCL first, which may hang.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
@@ -105,7 +104,7 @@ def watchdog(step_timeout_s: float, own_logs: Path, given: Mapping[str, str]) ->
 def _watch(run_dir: Path, attempt: int, rank: int, child: int) -> int:
     """Wait for the rank to end, write its end into its status, and return the exit code."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # The rank gets the signal itself.
+        signal.signal(number, signal.SIG_IGN)  # for the rank alone
     code, why = _wait(child)
     path = rank_status.folder(run_dir, attempt) / f"rank-{rank}.json"
     # A rank that died within its first instructions has no file, and the launcher reports that.
@@ -168,7 +167,7 @@ def _run_rank(
         body(me)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except BaseException as error:  # The process ends here: report any error in log and status.
+    except BaseException as error:  # any error, since the process ends here
         traceback.print_exc()
         # The state stays "running": the guard reports the end, together with the exit code.
         text = f"{type(error).__name__}: {error}"

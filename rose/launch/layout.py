@@ -2,11 +2,10 @@
 enough for every rank.
 
 On one machine the ranks are ordered by role. On Slurm they are ordered by node, in two components.
-srun has one `--ntasks-per-node` for all nodes of a component. So all nodes of the trainer component
-have the same number of trainer ranks, and the same number of other ranks. The coordinator is the
-first of these others, reward ranks are the last, and all between them are environment hosts. Left
-out: whether the plan fits (rose/launch/plan.py) and how ranks are started (rose/launch/local.py,
-rose/launch/slurm.py).
+srun has one `--ntasks-per-node` for all nodes of a component. So every node of the trainer
+component has the same number of trainer ranks and of other ranks: the coordinator first, reward
+ranks last, environment hosts between them. Left out: whether the plan fits (rose/launch/plan.py)
+and how ranks are started (rose/launch/local.py, rose/launch/slurm.py).
 """
 
 from __future__ import annotations

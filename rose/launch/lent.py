@@ -36,7 +36,7 @@ def cancel_all(run_dir: Path) -> None:
         print(f"scancel {' '.join(jobs)}: done", flush=True)
     except commands.SlurmError as error:
         print(error, flush=True)
-    with suppress(OSError):  # A full disk must not hide why the run ended.
+    with suppress(OSError):  # a full disk, which must not hide the run's end
         for kind in (ENGINES, REWARDS):
             note(run_dir, {}, kind)
 

@@ -104,13 +104,12 @@ def locked(run_dir: Path) -> Iterator[None]:
                 unused = _remove_unused(run_dir, file)
     finally:
         # The lock file must be closed before: NFS keeps an open file under another name.
-        with suppress(OSError):  # Another launch may have written there.
+        with suppress(OSError):  # a file of another launch
             for folder in made if unused else ():
                 folder.rmdir()  # the deepest first
 
 
 def _lock(run_dir: Path, file: IO[str]) -> None:
-    """Lock the open lock file. Raises `InUse` if another launch holds the folder."""
     try:
         files.lock_now(file)
         held = _is_in_place(run_dir, file)
@@ -138,7 +137,7 @@ def _is_in_place(run_dir: Path, file: IO[str]) -> bool:
 def _remove_unused(run_dir: Path, file: IO[str]) -> bool:
     """Remove our lock file if the folder has nothing else; return True if it was removed. If the
     run's folder was moved aside, a lock file in its place may be another launch's, and stays."""
-    with suppress(OSError):  # The folder may not be writable.
+    with suppress(OSError):  # a folder without write permission
         if os.listdir(run_dir) == ["lock"] and _is_in_place(run_dir, file):
             (run_dir / "lock").unlink()
             return True

@@ -34,7 +34,7 @@ def new_attempt(run_dir: Path) -> int:
     fresh = folder.parent / ".latest"
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(folder.name)
-    fresh.replace(link)  # Atomic: a reader always finds a link.
+    fresh.replace(link)  # atomic, so that readers always find a link
     return attempt
 
 

@@ -174,10 +174,10 @@ def _throughout_a_step(c: Config, shape: ModelShape) -> Items:
 
 
 def _offloaded(c: Config, shape: ModelShape) -> float:
-    """Return the bytes of host memory for the optimizer's states and gradients. Stage 3 page-locks
-    the fp32 gradients twice, as a whole and by groups. Below stage 3 these are page-locked: in fp32
-    the master weights and gradients; in the dtype the weights, each parameter's sum of gradients,
-    and room for the largest parameter."""
+    """Return the host's bytes for the optimizer's states and gradients. Stage 3 page-locks the fp32
+    gradients twice, as a whole and by groups. Below stage 3 these are page-locked: in fp32 master
+    weights and gradients; in the dtype weights, each parameter's sum of gradients, and room for the
+    largest."""
     t = c.trainer
     if not t.offload_optimizer:
         return 0.0
@@ -294,9 +294,8 @@ def _kept_on_host(c: Config, shape: ModelShape) -> int:
 
 
 def _elements(c: Config, shape: ModelShape) -> int:
-    """Return the elements per token, in the dtype, that a layer keeps for the backward pass. Ranks
-    that share rows (trainer.sequence_parallel) have at least one key-value head each, for all of a
-    row's tokens."""
+    """Return the elements per token, in the dtype, that a layer keeps for the backward pass. Each
+    rank that shares a row has at least one key-value head, for all of the row's tokens."""
     t = c.trainer
     fused = bool(t.compile) or t.kernels == "liger"
     of_input = 1 if fused else 1 + 4 // BYTES[t.dtype]  # elements for each of a norm's inputs
@@ -344,7 +343,7 @@ def rollout(c: Config, shape: ModelShape) -> Estimate:
     elif c.cluster.gpus and c.cluster.gpu_memory_gib:
         cache = max(0.0, c.cluster.gpu_memory_gib * r.gpu_memory_utilization - sum(items.values()))
     else:
-        cache = 0.0  # Unknown, since the configuration names no size.
+        cache = 0.0  # unknown without cluster.gpu_memory_gib
     beside = {
         "trainers' NCCL": RUNTIME_GIB * (c.cluster.gpus > 0 and c.transfer.broadcast == "nccl"),
         "drafts checked": _drafted(c, shape) / GIB,

@@ -68,11 +68,9 @@ def _in_cache(c: Config) -> Path | None:
 
 def fetch(c: Config, stored: Path) -> Config:
     """Find or download a hub's model and return the configuration with its folder and shape. Call
-    this once, on the machine that has the network. Any other model is left as it is. A run that
-    continues (its config.json, `stored`, exists) keeps the commit with which it began.
-
-    Raises `ConfigError` if the hub can't provide the model, or if it can't be trained.
-    """
+    this once, where there is a network. Any other model is left as it is. A run that continues (its
+    config.json, `stored`, exists) keeps the commit with which it began. Raises `ConfigError` if the
+    hub can't provide the model, or if it can't be trained."""
     if c.model.source != "hub":
         return c
     commit = _commit_of(stored, c)

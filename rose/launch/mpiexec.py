@@ -39,7 +39,7 @@ class Rank:
     process: subprocess.Popen
     wire: socket.socket  # the launcher's end of the rank's socket pair
     unread: bytes = b""  # beginning of a line whose end has not arrived
-    spawning: bool = False  # True within a spawn request, which has several lines
+    spawning: bool = False  # True until the last line of a spawn request, which is refused
 
 
 @dataclass
@@ -62,7 +62,7 @@ class World:
         """Return the answer to one line of a rank, as words NAME=VALUE; None if no answer is due
         yet."""
         asked = dict(word.partition("=")[::2] for word in line.split())
-        if rank.spawning:  # Refuse the request at its last line.
+        if rank.spawning:
             if line.strip() != "endcmd":
                 return None
             rank.spawning = False
@@ -87,13 +87,13 @@ class World:
                     return "cmd=get_result rc=-1 msg=key_not_found value=unknown"
                 return _message("get_result", rc=0, msg="success", value=value)
             case "barrier_in":
-                return self._barrier(rank)
+                return self._enter_barrier(rank)
             case "finalize":
                 return "cmd=finalize_ack rc=0"
             case "abort":
                 _say(f"rank {rank.number} called MPI_Abort: {line.strip()}")
                 self.code = int(asked.get("exitcode", 1)) % 256 or 1
-                self.end()  # The caller of MPI_Abort also waits to be killed.
+                self.end()  # also the caller of MPI_Abort, which waits for that
                 return None
             case "spawn":
                 rank.spawning = True
@@ -107,8 +107,7 @@ class World:
         for rank in self.ranks:
             rank.process.kill()
 
-    def _barrier(self, rank: Rank) -> None:
-        """Let all ranks go on once the last has entered the barrier."""
+    def _enter_barrier(self, rank: Rank) -> None:
         self.waiting.add(rank.number)
         if len(self.waiting) == self.size:
             self.waiting.clear()
@@ -173,7 +172,7 @@ def _ends_with(parent: int) -> Callable[[], None]:
 
     def prepare() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # The launcher was killed before prctl took effect.
+        if os.getppid() != parent:  # a launcher that was killed before prctl took effect
             os.kill(os.getpid(), signal.SIGKILL)
 
     return prepare
@@ -195,7 +194,7 @@ def serve(world: World, keep: bool) -> None:
                     selector.unregister(key.fileobj)
             for rank in [each for each in running if each.process.poll() is not None]:
                 running.remove(rank)
-                _read(world, rank)  # Its last message may be the reason of an abort.
+                _read(world, rank)  # its last message, perhaps the reason of an abort
                 if ended := rank.process.returncode:
                     _say(f"rank {rank.number} ended with {_code_or_signal(ended)}")
                     world.code = world.code or (ended if ended > 0 else 128 - ended)
@@ -204,13 +203,12 @@ def serve(world: World, keep: bool) -> None:
 
 
 def _child_ends() -> socket.socket:
-    """Return a socket that becomes readable whenever a child ends. It is readable at once, since a
-    child may have ended before this call."""
+    """Return a socket that is readable now, and again whenever a child has ended."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     writer.send(b"!")
     signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # Python writes to the wakeup socket.
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # no-op: Python writes to the wakeup socket
     return reader
 
 
@@ -220,7 +218,7 @@ def _read(world: World, rank: Rank) -> bool:
         got = rank.wire.recv(65536, socket.MSG_DONTWAIT)
     except BlockingIOError:
         return True
-    except OSError:  # The rank was killed before it read our last answer.
+    except OSError:  # a rank that was killed before it read our last answer
         return False
     *lines, rank.unread = (rank.unread + got).split(b"\n")
     for line in lines:
@@ -236,7 +234,7 @@ def _read(world: World, rank: Rank) -> bool:
 
 
 def _send(rank: Rank, message: str) -> None:
-    with suppress(OSError):  # The rank has ended, and `serve` polls its process.
+    with suppress(OSError):  # a rank that has ended, which `serve` will notice
         rank.wire.sendall(message.encode() + b"\n")
 
 

@@ -20,8 +20,6 @@ TOKEN = 13  # bytes of a token in rollouts/
 
 
 class OnDisk(NamedTuple):
-    """The estimate; `str` gives it in words."""
-
     checkpoint: int  # bytes of a checkpoint
     files: int  # files of a checkpoint
     checkpoints: int  # the most checkpoints that exist at once

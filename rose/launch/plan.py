@@ -45,18 +45,16 @@ class Plan:
 def make(
     c: Config, shape: ModelShape | None, doubts: tuple[str, ...] = (), host_gib: float | None = None
 ) -> Plan:
-    """Return the plan of the configuration, and choose values that it leaves open
-    (`rose.launch.choices`). `doubts` and the doubts found here become `Plan.warnings`. `host_gib`:
-    memory of the machine that all ranks run on; None: unknown. Raises `ConfigError` if the plan
-    can't run."""
+    """Plan the configuration, with values for keys that it leaves open (`rose.launch.choices`).
+    `doubts` and those found here become `Plan.warnings`. `host_gib`: memory of the machine that all
+    ranks run on; None: unknown. Raises `ConfigError` if the plan can't run."""
     container.check(c)
     if shape is not None:
         check_model(c, shape)
         exclusions.check(c, shape)
     c, chosen = choices.made(c, shape)
     own = (*_check_container(c), *_check_threads(c), *_check_machine(c))
-    # Without duplicates: `doubts` of an earlier plan have `own` already.
-    doubts = tuple(dict.fromkeys((*doubts, *own)))
+    doubts = tuple(dict.fromkeys((*doubts, *own)))  # an earlier plan's doubts include these
     if shape is None:
         doubt = "memory is not estimated: the model is not made yet and model.shape is null"
         return Plan(c, None, layout(c), {}, (*doubts, doubt), doubts, chosen)
@@ -267,10 +265,10 @@ def show(plan: Plan, console: Console) -> None:
     for role in Role:
         members = [rank for rank in plan.ranks if rank.role == role]
         if not members:
-            continue  # A replay has no environment hosts and no engines.
+            continue  # environment hosts and engines, in a replay
         table.add_row(
             role.value,
-            _span(members),
+            _numbers_and_count(members),
             str(members[0].threads or "library's choice"),
             str(len(members[0].gpus)),
             _memory_cell(plan.memory.get(role)),
@@ -315,8 +313,7 @@ def show(plan: Plan, console: Console) -> None:
         echo(console, warning, label="[yellow]warning:[/]")
 
 
-def _span(members: list[Rank]) -> str:
-    """Return the ranks' numbers and count, such as "4-7 (4)"."""
+def _numbers_and_count(members: list[Rank]) -> str:
     first, last = members[0].rank, members[-1].rank
     return str(first) if first == last else f"{first}-{last} ({len(members)})"
 

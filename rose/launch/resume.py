@@ -46,7 +46,7 @@ MAY_CHANGE = (
     "fresh",
     "colocate",
     "output_dir",
-    "name",  # The run's folder may have been renamed or copied.
+    "name",  # of a folder that a user may have renamed or copied
     "trainer.sequence_parallel",
     "trainer.offload_activations",
     "trainer.hpz",
@@ -168,7 +168,7 @@ def other_rates(run_dir: Path, c: Config) -> str:
     before = configuration.load(stored, checked=False).trainer
     if before.steps == c.trainer.steps:
         return ""
-    from rose.trainer.schedule import learning_rates  # Imports torch, which takes seconds.
+    from rose.trainer.schedule import learning_rates  # slow, because of torch
 
     step = checkpoint.step_of(latest)
     last = learning_rates(before)(step * before.updates_per_step - 1)
@@ -251,8 +251,8 @@ def is_finished(run_dir: Path, c: Config) -> bool:
     done = _read_finished(run_dir)
     if done is None:
         return False
-    same_rule = done.get("stop", _stop_rule(c)) == _stop_rule(c)
-    stopped = same_rule and done.get("asked", 0) >= c.trainer.steps
+    rule = _stop_rule(c)
+    stopped = done.get("stop", rule) == rule and done.get("asked", 0) >= c.trainer.steps
     return stopped or done["steps"] >= c.trainer.steps
 
 
@@ -300,7 +300,7 @@ def requeues_without_checkpoint(run_dir: Path, job: str, restarts: int) -> int:
     elif before[1] != job:
         before = before[0], job, 0
     noted = dict(zip(("step", "job", "restarts"), before, strict=True))
-    with suppress(OSError):  # On a full disk the note is lost, but the job is still requeued.
+    with suppress(OSError):  # a full disk, which must not prevent the requeue
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_whole(path, json.dumps(noted).encode() + b"\n")
     return restarts - before[2]
@@ -341,7 +341,7 @@ def end_s(run_dir: Path, cluster: Cluster, warned: bool) -> float:
 def note_warned(run_dir: Path, attempt: int) -> None:
     """Record that Slurm has warned the job, or that its time limit is near. The coordinator reads
     this when it gets its signal, so call it before."""
-    with suppress(OSError):  # A full disk must not prevent the coordinator's signal.
+    with suppress(OSError):  # a full disk, which must not prevent the signal
         _warned_file(run_dir, attempt).touch()
 
 

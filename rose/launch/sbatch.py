@@ -45,8 +45,8 @@ def script(c: Config, ranks: Sequence[Rank], run_dir: Path, warning_s: int | Non
     first, *others = _by_component(ranks)
     lines = []
     for members in others:
-        lines += ["#SBATCH hetjob", *_lines(_options(c, members))]
-    lines += ["", *KEEP_SIGNALS, *_setup(c)]
+        lines += ["#SBATCH hetjob", *_sbatch_lines(_options(c, members))]
+    lines += ["", *KEEP_SIGNALS, *_setup_lines(c)]
     options = _options(c, first) | {"signal": f"B:USR2@{warning_s or c.cluster.slurm.warning_s}"}
     command = _with_signals_passed_on(_submitted([sys.executable], run_dir))
     return _text(run_dir, c.name, "slurm", options, lines, command)
@@ -58,7 +58,7 @@ def helper_script(c: Config, component: str, gpus: int, run_dir: Path, name: str
     options = _component_options(c, component, 1, 1, gpus)
     python = container.alone(c, [run_dir.parent], options["cpus-per-task"])
     command = _submitted(python, run_dir)
-    return _text(run_dir, f"{c.name}-{name}", name, options, _setup(c), command)
+    return _text(run_dir, f"{c.name}-{name}", name, options, _setup_lines(c), command)
 
 
 def _text(
@@ -132,8 +132,7 @@ def srun_argv(
     return argv
 
 
-def _setup(c: Config) -> list[str]:
-    """Return the script's lines that prepare the environment of its command."""
+def _setup_lines(c: Config) -> list[str]:
     if CHECKOUT is None:
         return ["", *c.cluster.slurm.setup]
     path = shlex.quote(str(CHECKOUT))
@@ -153,7 +152,7 @@ def _step_options(c: Config, members: Sequence[Rank]) -> list[str]:
     later)."""
     taken = _options(c, members)
     if c.cluster.gpus:
-        taken["gpu-bind"] = "none"  # Each rank sees all of the node's GPUs (rose/launch/gpus.py).
+        taken["gpu-bind"] = "none"  # all of the node's GPUs for each rank (rose/launch/gpus.py)
     return [
         f"--{name}={taken[name]}"
         for name in ("cpus-per-task", "gpus-per-node", "gpu-bind", "mem")
@@ -197,6 +196,5 @@ def _component_options(
     return options
 
 
-def _lines(options: dict[str, Any]) -> list[str]:
-    """Return a line #SBATCH for each option."""
+def _sbatch_lines(options: dict[str, Any]) -> list[str]:
     return [submitit_slurm._as_sbatch_flag(name, options[name]) for name in sorted(options)]

@@ -211,7 +211,7 @@ class Run:
         try:
             return self._run()
         except (local.InUse, EndedBySlurm):
-            raise  # Jobs that help now belong to another launch, or to the next attempt.
+            raise  # leaving jobs that help to another launch or the next attempt
         except (RunFailed, ConfigError):
             lent.cancel_all(self.run_dir)
             raise
@@ -301,7 +301,7 @@ class Run:
         job, done, most = os.environ["SLURM_JOB_ID"], _restarts(), c.cluster.slurm.requeues
         lost = resume.requeues_without_checkpoint(self.run_dir, job, done)
         if lost >= most:
-            if not outcome.interrupted:  # The job has time left, and no attempt follows.
+            if not outcome.interrupted:  # time left, and no further attempt
                 self._write_views(c)
             raise RunFailed(
                 f"given up after {lost} requeues without a new checkpoint "
@@ -328,10 +328,9 @@ def _restarts() -> int:
 
 @contextmanager
 def _locked(run_dir: Path) -> Iterator[None]:
-    """Lock the run's folder, after waiting until the launch that submitted this job, or an earlier
-    attempt on a lost node, has released it. If that takes longer than `RELEASE_S`, raise
-    `local.InUse` in the job's first attempt and `NotNow` in a later one. A signal raises `NotNow`
-    too."""
+    """Lock the run's folder. Wait until the launch that submitted this job, or an earlier attempt
+    on a lost node, has released it. After `RELEASE_S`, raise `local.InUse` in the job's first
+    attempt and `NotNow` in a later one. A signal raises `NotNow` too."""
     end = time.monotonic() + RELEASE_S
     printed = False
     with ExitStack() as stack:
@@ -362,7 +361,7 @@ def _warned_in_time(run_dir: Path, slurm: Slurm) -> Iterator[None]:
         while not over.wait(POLL_S):
             needed = resume.warning_s(run_dir, slurm)
             if needed <= slurm.warning_s:
-                continue  # Slurm's own warning comes in time.
+                continue  # in time by Slurm's own warning
             end = commands.end_time(ANSWER_S) if end is None else end
             if end is not None and time.time() > end - needed:
                 print(
@@ -414,9 +413,8 @@ def _refuse_shared_nodes() -> None:
 
 def _end_old_steps() -> None:
     """End the steps of an earlier attempt. When the first node is lost, Slurm requeues only its
-    component. On the other component's nodes the last attempt's step still runs, and srun can't
-    start a new step beside it. Raises `NotNow` if such a step doesn't end, and
-    `commands.SlurmError`."""
+    component. On other nodes the last attempt's step still runs, and srun can't start a new step
+    beside it. Raises `NotNow` if such a step doesn't end, and `commands.SlurmError`."""
     jobs = [
         os.environ.get(f"SLURM_JOB_ID_HET_GROUP_{group}", os.environ["SLURM_JOB_ID"])
         for group in range(int(os.environ.get("SLURM_HET_SIZE", "1")))
@@ -425,7 +423,7 @@ def _end_old_steps() -> None:
     while old := _numbered_steps(jobs):
         if time.monotonic() >= kill_at:
             print(f"ending steps of an earlier attempt: {' '.join(old)}", flush=True)
-            with suppress(commands.SlurmError):  # The step may have ended: the next poll shows it.
+            with suppress(commands.SlurmError):  # a step that has ended meanwhile
                 commands.ask(["scancel", "--signal=KILL", *old], patience_s=0.0)
             kill_at = time.monotonic() + KILL_AGAIN_S
         if time.monotonic() > end or batch.received:
@@ -443,8 +441,7 @@ def _numbered_steps(jobs: Sequence[str]) -> list[str]:
 
 
 def _environment(c: Config) -> dict[str, str]:
-    """Return srun's environment: without variables of one component, except those in cluster.env,
-    which are for all ranks."""
+    """Return srun's environment. Of the variables of one component it has those in cluster.env."""
     return {
         name: value
         for name, value in local.environment(c).items()

@@ -52,8 +52,7 @@ STARTED = {"RUNNING", "STOPPED", "SUSPENDED"}  # states of a job that has its no
 # States of a job that ended by itself or by the cluster: the end of its log is shown.
 FAILED = {"FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
 TAIL_LINES = 15  # lines of a failed job's log that are shown
-# Reasons, from squeue's manual, for which a job waits until the user changes it or the site changes
-# its limits.
+# Reasons of squeue's for which a job waits until the job or a limit is changed (squeue's manual).
 REFUSED = re.compile(
     r"(QOS|Assoc)(Max|Min)\w*PerJob|PartitionTimeLimit|InvalidQOS|InvalidAccount|BadConstraints"
 )
@@ -162,7 +161,7 @@ def show(run_dir: Path, console: Console) -> bool:
     for name in FIELDS:
         table.add_column(name)
     for component in found:
-        table.add_row(*map(escape, component))  # A list of nodes may have brackets.
+        table.add_row(*map(escape, component))  # with brackets in lists of nodes
     if found:
         console.print(table)
     elif shutil.which("squeue") is None:

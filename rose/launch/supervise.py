@@ -139,15 +139,14 @@ class Job:
             end_all(self.process)
             for number, handler in before.items():
                 signal.signal(number, handler)
-            mirror.remove_left(self.run_dir)  # Ranks that were killed leave their mirrors.
+            mirror.remove_left(self.run_dir)  # mirrors of ranks that were killed
 
     def _watch(self) -> Outcome:
-        """Poll the ranks until the job has ended, failed or used up its time to stop."""
         # Monotonic seconds by which the ranks must appear, the coordinator stop, the others leave.
         deadlines = {"appear": time.monotonic() + self.cluster.start_timeout_s}
         asked = False  # True once the coordinator was asked to stop
         while True:
-            failure = self._failure(deadlines)
+            failure = self._failure_by_now(deadlines)
             if failure and (self._stopped() or self._finished(failure)):
                 return Outcome(interrupted=self._interrupted())
             if failure:
@@ -205,8 +204,7 @@ class Job:
         print(f"the run is finished; afterwards {files.printable(failure)}", file=sys.stderr)
         return True
 
-    def _failure(self, deadlines: dict[str, float]) -> str:
-        """Return what has failed by now; "" if nothing has."""
+    def _failure_by_now(self, deadlines: dict[str, float]) -> str:
         states, now, slurm = self.statuses(), time.monotonic(), self.cluster.slurm
         if self.unread and now > self.read_at + UNREAD_S:
             folder = rank_status.folder(self.run_dir, self.attempt)
@@ -237,7 +235,7 @@ class Job:
         starter_gone = self.process.poll() is not None and not self._all_done(states)
         if self.unread or not (starter_gone or self._dead(states)):
             return ""
-        time.sleep(SETTLE_S)  # The rank that failed first, or a guard, may still be writing.
+        time.sleep(SETTLE_S)  # for other dead ranks, or guards, that are still writing
         states = self.statuses()
         dead = self._dead(states) or self._dead(states, starter_gone)
         if self.unread:
@@ -260,7 +258,7 @@ class Job:
     def _hanging(self, states: dict[int, RankStatus], now: float) -> str:
         """Return a text on the trainer ranks that hang while others wait for them; "" if none."""
         if self.unread:
-            return ""  # Old statuses would show a rank as silent.
+            return ""  # instead of taking old statuses for silence
         trainers = [s for s in states.values() if s.role is Role.TRAINER]
         hanging, most = self.beats.hanging(trainers, now)
         self.lost |= bool(hanging)
@@ -307,7 +305,7 @@ class Job:
             )
         grown = refused and disk.growth(self.before, disk.measure(self.run_dir, MEASURE_S))
         text = "\n".join(filter(None, [files.advice(refused, failure), grown, failure]))
-        text = files.printable(text)  # An agent's program may have printed what it quotes.
+        text = files.printable(text)  # since it quotes logs, with text of agents' programs
         return Outcome(text, self._interrupted(), self.lost and refused is None)
 
     def _first(self, dead: list[RankStatus]) -> str:
@@ -363,9 +361,8 @@ class Job:
         )
 
     def _end_ranks(self, grace_s: float) -> None:
-        """Send SIGTERM to every rank, on other hosts through srun. Then wait up to `grace_s`
-        seconds for the starter to end. Guards and mpiexec get no signal, because they end with
-        their ranks."""
+        """Send SIGTERM to every rank, on other hosts through srun. Wait `grace_s` seconds for the
+        starter to end. Guards and mpiexec get no signal, because they end with their ranks."""
         running = [status for status in self.statuses().values() if status.state == "running"]
         for status in running:
             if _is_here(status) and psutil.pid_exists(status.pid):
@@ -403,7 +400,7 @@ def end_all(process: subprocess.Popen) -> None:
     while left := psutil.Process().children(recursive=True):
         _remove_shared([child.pid for child in left])
         for child in left:
-            with contextlib.suppress(psutil.Error):  # It has ended meanwhile, or is another user's.
+            with contextlib.suppress(psutil.Error):  # ended meanwhile, or another user's
                 child.kill()
         process.poll()
         for child in left:

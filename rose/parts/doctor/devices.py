@@ -66,7 +66,7 @@ def parse(text: str) -> list[Gpu]:
 
 
 def _number(cell: str) -> int:
-    return int(cell) if cell.isdigit() else 0  # A GPU in MIG mode has "[N/A]".
+    return int(cell) if cell.isdigit() else 0  # "[N/A]" for a GPU in MIG mode
 
 
 def links(matrix: str) -> dict[tuple[int, int], str]:
@@ -154,7 +154,7 @@ def named(wanted: int) -> list[Finding]:
     try:
         names = gpus.given(gpus.installed(), variable)
     except ConfigError:
-        return []  # The variable has an unknown name, which rose/parts/doctor/machine.py reports.
+        return []  # an unknown name, which rose/parts/doctor/machine.py reports
     if variable is None or len(names) >= wanted:
         return []
     words = f"names {len(names)} GPUs; the run wants {wanted}"

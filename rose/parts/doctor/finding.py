@@ -32,8 +32,6 @@ _DECODER = json.JSONDecoder()
 
 
 class Finding(NamedTuple):
-    """The result about one part."""
-
     state: str  # ok, warning, failed
     part: str
     words: str
@@ -63,7 +61,7 @@ class Ended(NamedTuple):
             try:
                 content, end = _DECODER.raw_decode(self.out, at)
             except ValueError:
-                end = at + 1  # Other output, of a library or of Slurm, or an incomplete event.
+                end = at + 1  # other output, of a library or of Slurm, or an incomplete event
             else:
                 found.append(content)
             at = self.out.find(_EVENT, end)
@@ -100,7 +98,6 @@ class Child:
         self._err.close()
 
     def so_far(self) -> Ended:
-        """Return the output until now."""
         code = self._process.poll()
         out, err = (
             os.pread(file.fileno(), _MAX_BYTES, 0).decode(errors="replace")
@@ -143,7 +140,6 @@ class Child:
 def run(
     argv: Sequence[str], env: Mapping[str, str] | None = None, deadline_s: float = DEADLINE_S
 ) -> Ended:
-    """Run a process, which is ended after `deadline_s`."""
     with Child(argv, env) as child:
         return child.wait(deadline_s)
 

@@ -2,9 +2,8 @@
 serving ranks do and is killed, then a second one joins.
 
 The events of the coordinator's side (rose/parts/doctor/host.py) decide whether the check has
-passed. If it has failed, the finding gives the first of these causes: an error of a porter (the
-process that accepts a joining rank), a fault that the coordinator's side reported, or the last line
-of the joining side (rose/parts/doctor/joiner.py).
+passed. If not, the cause is the first of these: an error of a porter (which accepts a joining
+rank), a fault of the coordinator's side, or the last line of the joining side (joiner.py).
 """
 
 from __future__ import annotations

@@ -28,7 +28,6 @@ BEATS = 2  # heartbeats of the host before the rank is killed or leaves
 
 
 def main(run_dir: Path) -> int:
-    """Run both ranks, one after the other, once the host listens. Return the exit code."""
     emit("started")
     mpi = configuration.load(run_dir / "config.json").cluster.mpi
     for name in mpi_process.launchers():
@@ -59,14 +58,14 @@ def _rank(run_dir: Path, dies: bool) -> NoReturn:
     except Exception as error:
         print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
     sys.stderr.flush()
-    os._exit(code)  # Skip MPI's Finalize, as `rose serve` does.
+    os._exit(code)  # without MPI's Finalize, as in `rose serve`
 
 
 def _take_part(application: join.Application, dies: bool) -> int:
     """Join and answer heartbeats. After `BEATS` of them kill this process if it `dies`; otherwise
     leave. Raises `TimeoutError` if the host doesn't dismiss the rank within `STAY_S`."""
     answer = application.ask(ANSWER_S)
-    from rose.comm.link import Link  # This initialises MPI, which reads its environment now.
+    from rose.comm.link import Link  # only now, since MPI reads its environment at import
 
     link = Link(application.connect(answer.port))
     link.send(encode(p.JoinHello(application.token, answer.worker)))

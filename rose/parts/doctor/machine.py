@@ -86,8 +86,7 @@ def tasks(c: Config) -> list[Finding]:
         if wrong:
             findings.append(Finding("failed", part, "; ".join(wrong[:8]) + more))
         elif count:
-            text = "the tests of each end, and fail before anything is done"
-            findings.append(Finding("ok", part, text))
+            findings.append(Finding("ok", part, "all tests end, and fail before any work is done"))
     return findings
 
 

@@ -112,7 +112,7 @@ def _of_export(place: Path, tree: dict[str, Any], overrides: list[str]) -> Confi
         (composed,) = front.compose(CONF, whole)
     except errors.COMPLAINTS as error:
         raise ConfigError(errors.explain(error, CONF, whole)) from None
-    composed["model"]["path"] = str(place.resolve())  # Hydra could misread it as an override.
+    composed["model"]["path"] = str(place.resolve())  # no override, which Hydra could misread
     return configuration.from_dict(composed, checked=False)
 
 

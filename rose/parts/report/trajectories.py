@@ -148,7 +148,7 @@ def read_failed(run_dir: Path, most: int = 2 * failed.MOST) -> tuple[list[Shown]
             if not all(isinstance(shown.record[name], str) for name in ("id", "cause")):
                 raise ValueError("id and cause must be texts")
             found.append(shown)
-        except FileNotFoundError:  # A host has removed it, since there are newer ones.
+        except FileNotFoundError:  # removed by a host, since there are newer ones
             continue
         except (OSError, *NOT_ONE) as error:
             damaged.append(f"{path}: holds no trajectory: {type(error).__name__}: {error}")
