@@ -3,8 +3,8 @@
     python -m rose.launch.batch FOLDER
 
 Slurm may warn a job (SIGUSR2) or end it (SIGTERM) at any time. Until Python runs, the job's shell
-keeps these signals (rose/launch/sbatch.py). It passes them on once this process has signalled that
-it is ready. From then on this process appends signals to `received`, and the work that submitit
+keeps these signals (rose/launch/sbatch.py). The shell passes them on once this process has sent it
+SIGUSR1. From then on this process appends signals to `received`, and the work that submitit
 stored in FOLDER acts on them. submitit's own handlers, which requeue the job or raise, are not
 installed. Only the standard library is imported until signals are noted. Left out: acting on them.
 """
@@ -72,7 +72,7 @@ def main(folder: str) -> int:
 
 
 if __name__ == "__main__":
-    # Use the `received` of rose.launch.batch, which other modules import: __main__ has its own.
+    # Other modules import `received` from rose.launch.batch. This module, __main__, has its own.
     from rose.launch import batch
 
     try:

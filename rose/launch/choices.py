@@ -19,8 +19,8 @@ from rose.trainer import compilers
 # Largest share of a GPU's memory that the estimate may take without recomputation. Measured peaks
 # were up to 1.06 times the estimates (docs/results).
 FITS = 0.85
-# A GPU with less than this share of `cluster.gpu_memory_gib` is not the one that the choice was
-# made for. Drivers report a little less memory than makers do.
+# A GPU with less than this share of `cluster.gpu_memory_gib` is another model than configured.
+# Drivers report a little less memory than makers do.
 LEAST_MEMORY = 0.95
 
 
@@ -38,6 +38,7 @@ def made(c: Config, shape: ModelShape | None) -> tuple[Config, tuple[str, ...]]:
 
 
 def _with_key(c: Config, key: str, value: Any) -> Config:
+    """Return the configuration with another value of the trainer's `key`."""
     trainer = msgspec.structs.replace(c.trainer, **{key: value})
     return msgspec.structs.replace(c, trainer=trainer)
 

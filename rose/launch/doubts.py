@@ -40,8 +40,8 @@ def simulated(c: Config) -> tuple[str, ...]:
 
 def stale(c: Config, staleness: int, corrects: bool) -> tuple[str, ...]:
     """Return a doubt if nothing corrects for data that is up to `staleness` versions old.
-    `corrects`: the algorithm does. Batching other than one_step_off raises `ConfigError` instead.
-    The paper of one_step_off (arXiv 2410.18252) trains without importance weights."""
+    `corrects`: the algorithm corrects for it. Only one_step_off gets a doubt, since its paper
+    (arXiv 2410.18252) trains without importance weights. Others raise `ConfigError`."""
     if not staleness or corrects or c.algorithm.importance_cap is not None:
         return ()
     name = c.scheduler.batching.name

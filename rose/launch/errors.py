@@ -36,8 +36,8 @@ HOME = re.compile(r"^([\w.+]+=)~(?=/|$)")  # KEY=~ and KEY=~/PATH
 
 
 def explain(error: Exception, conf: Path, arguments: list[str]) -> str:
-    """Return one message for what Hydra or OmegaConf raised about `arguments` (the command line
-    without its program)."""
+    """Return one message for an error that Hydra or OmegaConf raised about `arguments` (the command
+    line without its program)."""
     if isinstance(error, OverrideParseException) and "=" not in error.override:
         return f"{error.override}: no value; write {error.override}=VALUE (null for none)"
     if isinstance(error, OverrideParseException):

@@ -265,7 +265,7 @@ def check(c: Config, shape: ModelShape | None = None) -> None:
 
 
 def refusal(c: Config, shape: ModelShape | None, feature: Feature) -> str:
-    """Return the name of a feature of `c` that excludes its feature `feature`; "" if none does."""
+    """Return the name of a feature of `c` that excludes `feature`, also of `c`; "" if none does."""
     run = Run(c, shape)
     for row in EXCLUSIONS:
         if feature in row[:2] and row.feature.used(run) and row.other.used(run):

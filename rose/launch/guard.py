@@ -1,9 +1,9 @@
 """Prepare a rank's process: its log, its status file, and a guard that reports how it ends.
 
-`run` forks. The child is the rank. The parent, a few MB, is the guard: it waits for the rank's end
-and writes it into the status file. No other process could report how a killed rank ended: mpiexec
-reports only the first such rank, and doesn't name it. The guard kills a rank that has been stopped
-(SIGSTOP) for a minute. Each of the two dies with its parent. Left out: what a rank does.
+`run` forks. The child is the rank. The parent, a few MB, is the guard: it waits for the rank to end
+and writes into the status file how it ended. No other process could report this of a killed rank:
+mpiexec reports only the first such rank, and doesn't name it. The guard kills a rank that has been
+stopped (SIGSTOP) for a minute. Each of the two dies with its parent. Left out: what a rank does.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def watchdog(step_timeout_s: float, own_logs: Path, given: Mapping[str, str]) ->
 def _watch(run_dir: Path, attempt: int, rank: int, child: int) -> int:
     """Wait for the rank to end, write its end into its status, and return the exit code."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # for the rank alone
+        signal.signal(number, signal.SIG_IGN)  # a signal for the rank alone
     code, why = _wait(child)
     path = rank_status.folder(run_dir, attempt) / f"rank-{rank}.json"
     # A rank that died within its first instructions has no file, and the launcher reports that.
@@ -179,7 +179,7 @@ def _run_rank(
 
 
 def _write_status(run_dir: Path, attempt: int, status: rank_status.RankStatus) -> None:
-    """Write the status of a rank that ends. If it can't be written, on a full disk, only print the
+    """Write the status of a rank that ends. If it can't be written (a full disk), only print the
     error: the launcher finds the process gone and checks the disk itself."""
     try:
         rank_status.write(run_dir, attempt, status)

@@ -3,9 +3,9 @@ enough for every rank.
 
 On one machine the ranks are ordered by role. On Slurm they are ordered by node, in two components.
 srun has one `--ntasks-per-node` for all nodes of a component. So every node of the trainer
-component has the same number of trainer ranks and of other ranks: the coordinator first, reward
-ranks last, environment hosts between them. Left out: whether the plan fits (rose/launch/plan.py)
-and how ranks are started (rose/launch/local.py, rose/launch/slurm.py).
+component has the same number of trainer ranks, and of other ranks: first the coordinator, then
+environment hosts, then reward ranks. Left out: whether the plan fits (rose/launch/plan.py) and how
+ranks are started (rose/launch/local.py, rose/launch/slurm.py).
 """
 
 from __future__ import annotations

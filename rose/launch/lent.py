@@ -14,7 +14,7 @@ ENGINES, REWARDS = "lent", "rewards"
 
 
 def note(run_dir: Path, jobs: dict[str, str], kind: str = ENGINES) -> None:
-    """Write down the run's jobs, request -> job id, for its next attempt and its end."""
+    """Write down the run's jobs, request -> job id. The next attempt, or `cancel_all`, reads them."""
     path = _path(run_dir, kind)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, (json.dumps(jobs) + "\n").encode())
@@ -27,7 +27,7 @@ def noted(run_dir: Path, kind: str = ENGINES) -> dict[str, str]:
 
 
 def cancel_all(run_dir: Path) -> None:
-    """Cancel the jobs that the run has asked for, because it is over. Prints what Slurm refuses."""
+    """Cancel the jobs that a run which has ended had asked for. Prints Slurm's refusal."""
     jobs = [job for kind in (ENGINES, REWARDS) for job in noted(run_dir, kind).values()]
     if not jobs:
         return

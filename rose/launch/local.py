@@ -103,7 +103,7 @@ def locked(run_dir: Path) -> Iterator[None]:
             finally:
                 unused = _remove_unused(run_dir, file)
     finally:
-        # The lock file must be closed before: NFS keeps an open file under another name.
+        # Only after the lock file is closed, since NFS keeps an open file under another name.
         with suppress(OSError):  # a file of another launch
             for folder in made if unused else ():
                 folder.rmdir()  # the deepest first

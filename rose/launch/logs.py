@@ -1,4 +1,4 @@
-"""Send a rank's output to logs/attempt-NNN/<role>-<rank>.log. `logs/latest` links to the newest."""
+"""Send a rank's output to logs/attempt-NNN/<role>-<rank>.log, and keep a link `logs/latest`."""
 
 from __future__ import annotations
 

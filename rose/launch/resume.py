@@ -102,7 +102,7 @@ STEP_SHARE = 2 / 3
 KEPT_SHARE = 1 / 6  # least share of the time to stop that is kept for the checkpoint
 REQUEUE_S = 20.0  # seconds of Slurm's warning for killing ranks and for the requeue
 KILL_WAIT_S = 30.0  # Slurm's default KillWait: seconds from scancel's SIGTERM to its SIGKILL
-# For a model that a recipe makes: the recipe's arguments name it, and its path only the cache.
+# A recipe's model is named by the recipe's arguments. Its path depends only on the cache's folder.
 RECIPES_MAY_CHANGE = ("model.path",)
 
 

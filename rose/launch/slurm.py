@@ -46,13 +46,13 @@ CANCELLED_S = 60.0
 STEPS_S = 2.0  # seconds between two polls of the metrics, whose steps the job's log shows
 VIEWS_S = 8.0  # seconds of resume.REQUEUE_S for trace and report, before a requeue
 PAUSE_S = 1.0  # seconds between two checks whether an earlier attempt has ended
-# Seconds between two kills of an old step. A kill that is carried out late ends the new step.
+# Seconds between two kills of an old step. A kill that Slurm carries out late ends the new step.
 KILL_AGAIN_S = 15.0
 OF_A_JOB = ("SLURM_", "SLURMD_", "PMI_", "PMIX_")  # beginnings of a job's variables
 # Variables by which Slurm's commands find its controller.
 OF_THE_SITE = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
-# Beginnings of variables that come from sbatch, for the first component, or from the submitting
-# shell. srun would apply them to all components.
+# Beginnings of variables that sbatch set for the first component, or that the submitting shell had.
+# srun would apply them to all components.
 OF_ONE_COMPONENT = (
     "SLURM_CPU_BIND",
     "SLURM_MEM_BIND",
@@ -217,7 +217,7 @@ class Run:
             raise
 
     def _run(self) -> str:
-        """Run one attempt, and requeue the job or cancel the jobs that help. Return the end."""
+        """Run one attempt; then requeue the job, or cancel jobs that help. Return how it ended."""
         c = model.prepare(configuration.load(self.run_dir / "config.json"))
         try:
             with _locked(self.run_dir):
@@ -441,7 +441,7 @@ def _numbered_steps(jobs: Sequence[str]) -> list[str]:
 
 
 def _environment(c: Config) -> dict[str, str]:
-    """Return srun's environment. Of the variables of one component it has those in cluster.env."""
+    """Return srun's environment, which has variables of one component only from cluster.env."""
     return {
         name: value
         for name, value in local.environment(c).items()

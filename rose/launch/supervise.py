@@ -1,5 +1,5 @@
-"""Watch a started job until it ends. Then no process of it is left, and no shared memory of
-processes that were killed on this machine.
+"""Watch a started job until it ends. Afterwards none of its processes is left, and no shared memory
+of processes that were killed on this machine.
 
 The job is ended when a rank dies, when a trainer rank keeps the others waiting too long, or when no
 file can be written to the run's folder. SIGINT, SIGTERM or SIGUSR2 (Slurm's warning) asks the
@@ -155,7 +155,7 @@ class Job:
                 return outcome
             states = self.statuses()
             if self._all_done(states):
-                with contextlib.suppress(subprocess.TimeoutExpired):  # `end_all` kills it.
+                with contextlib.suppress(subprocess.TimeoutExpired):  # left to `end_all`
                     self.process.wait(FAILURE_GRACE_S)
                 return Outcome(interrupted=self._interrupted())
             if len(self.signals) > 1:
