@@ -14,7 +14,7 @@ ENGINES, REWARDS = "lent", "rewards"
 
 
 def note(run_dir: Path, jobs: dict[str, str], kind: str = ENGINES) -> None:
-    """Write down the run's jobs, request -> job id. The next attempt, or `cancel_all`, reads them."""
+    """Write down the run's jobs, request -> job id, for its next attempt and for `cancel_all`."""
     path = _path(run_dir, kind)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, (json.dumps(jobs) + "\n").encode())

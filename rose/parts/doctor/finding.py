@@ -70,7 +70,7 @@ class Ended(NamedTuple):
 
 def emit(what: str, **details: Any) -> None:
     """Print an event of a program that the doctor started, for `Ended.events`."""
-    # One write. print would write the line break separately, after other output perhaps.
+    # One write: print writes the line break separately, perhaps after other output.
     sys.stdout.write(json.dumps({"what": what, "node": node(), **details}) + "\n")
     sys.stdout.flush()
 

@@ -166,7 +166,7 @@ def verdict(outcome: Outcome) -> Text:
 
 
 def _short(outcome: Outcome) -> Text:
-    """Return the same without reward and limit, to go into a sentence."""
+    """Return how a game ended, without reward and limit, as a part of a sentence."""
     word, style = ("success", "bold green") if outcome.success else ("failure", "bold red")
     turns = f"{outcome.turns} turn{'s' * (outcome.turns != 1)}"
     return Text(word, style) + Text(f" after {turns}")

@@ -40,7 +40,7 @@ def ask(prompt: str) -> str | None:
 
 
 def help_of(tools: list[dict[str, Any]], most: int, requires_tool: bool) -> str:
-    """Return one line that describes the lines which the user can type."""
+    """Return one line of help for the user's input."""
     turns = f"at most {most} turns; Ctrl-D leaves"
     if not tools:
         return f"Type your answer ({turns})."
