@@ -55,7 +55,7 @@ class Exclusion(NamedTuple):
     feature: Feature
     other: Feature
     because: str = ""  # why both together are impossible; "": they are only not tried
-    remedy: str = ""  # what to change; "": drop either feature
+    remedy: str = ""  # the change that helps; "": to drop either feature
 
     def message(self, tree: dict[str, Any]) -> str:
         """Return the error for `tree`, a configuration with both features."""

@@ -30,7 +30,7 @@ POLL_S = 1.0  # seconds between two polls of whether the rank is stopped
 # After this many polls in a row (a minute) that find the rank stopped, the guard kills it, because
 # its peers wait for it. If Slurm suspends the job, the guard is stopped as well and doesn't count.
 STOPPED_POLLS = 60
-RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "SLURM_PROCID")  # of MPICH's mpiexec, PMIx, srun
+RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "SLURM_PROCID")  # MPICH's mpiexec, PMIx, srun
 
 
 def world_rank() -> int:

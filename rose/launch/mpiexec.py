@@ -93,7 +93,8 @@ class World:
             case "abort":
                 _say(f"rank {rank.number} called MPI_Abort: {line.strip()}")
                 self.code = int(asked.get("exitcode", 1)) % 256 or 1
-                self.end()  # also the caller of MPI_Abort, which waits for that
+                # The caller of MPI_Abort is killed as well: it waits for that.
+                self.end()
                 return None
             case "spawn":
                 rank.spawning = True
@@ -194,7 +195,7 @@ def serve(world: World, keep: bool) -> None:
                     selector.unregister(key.fileobj)
             for rank in [each for each in running if each.process.poll() is not None]:
                 running.remove(rank)
-                _read(world, rank)  # its last message, perhaps the reason of an abort
+                _read(world, rank)  # the last message, perhaps the reason of an abort
                 if ended := rank.process.returncode:
                     _say(f"rank {rank.number} ended with {_code_or_signal(ended)}")
                     world.code = world.code or (ended if ended > 0 else 128 - ended)

@@ -54,7 +54,7 @@ def make(
         exclusions.check(c, shape)
     c, chosen = choices.made(c, shape)
     own = (*_check_container(c), *_check_threads(c), *_check_machine(c))
-    doubts = tuple(dict.fromkeys((*doubts, *own)))  # without duplicates from an earlier plan
+    doubts = tuple(dict.fromkeys((*doubts, *own)))  # no duplicates from an earlier plan
     if shape is None:
         doubt = "memory is not estimated: the model is not made yet and model.shape is null"
         return Plan(c, None, layout(c), {}, (*doubts, doubt), doubts, chosen)

@@ -46,7 +46,7 @@ MAY_CHANGE = (
     "fresh",
     "colocate",
     "output_dir",
-    "name",  # of a folder that a user may have renamed or copied
+    "name",  # the run's folder, which a user may have renamed or copied
     "trainer.sequence_parallel",
     "trainer.offload_activations",
     "trainer.hpz",

@@ -360,8 +360,9 @@ def _warned_in_time(run_dir: Path, slurm: Slurm) -> Iterator[None]:
         end = None
         while not over.wait(POLL_S):
             needed = resume.warning_s(run_dir, slurm)
+            # Slurm's own warning comes in time if it is this early.
             if needed <= slurm.warning_s:
-                continue  # in time by Slurm's own warning
+                continue
             end = commands.end_time(ANSWER_S) if end is None else end
             if end is not None and time.time() > end - needed:
                 print(

@@ -161,7 +161,7 @@ def show(run_dir: Path, console: Console) -> bool:
     for name in FIELDS:
         table.add_column(name)
     for component in found:
-        table.add_row(*map(escape, component))  # with brackets in lists of nodes
+        table.add_row(*map(escape, component))  # brackets in lists of nodes, which are no markup
     if found:
         console.print(table)
     elif shutil.which("squeue") is None:

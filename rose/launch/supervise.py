@@ -235,7 +235,7 @@ class Job:
         starter_gone = self.process.poll() is not None and not self._all_done(states)
         if self.unread or not (starter_gone or self._dead(states)):
             return ""
-        time.sleep(SETTLE_S)  # for other dead ranks, or guards, that are still writing
+        time.sleep(SETTLE_S)  # time for other dead ranks, and guards, to write
         states = self.statuses()
         dead = self._dead(states) or self._dead(states, starter_gone)
         if self.unread:

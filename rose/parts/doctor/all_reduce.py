@@ -52,7 +52,7 @@ def _rank(rank: int, ranks: int, backend: str, rendezvous: str) -> None:
     began = time.monotonic()
     for _ in range(ROUNDS):
         dist.all_reduce(values)
-    values.sum().item()  # after which the device is done
+    values.sum().item()  # a wait for the device
     seconds = time.monotonic() - began
     if rank == 0:
         emit(

@@ -24,7 +24,7 @@ END_S = 5.0  # seconds for a process to end after SIGTERM
 # jobs, runs every 30 s by default.
 QUEUE_S = 40
 GPUS_S = IMPORT_S + DEADLINE_S  # seconds to import torch and then compute on the GPUs
-CPUS_PER_GPU = 2  # one for the GPU's process, and one for its NCCL thread
+CPUS_PER_GPU = 2  # CPUs for the GPU's process and its NCCL thread
 _MAX_BYTES = 2**20  # bytes of a process's output that are read
 _POLL_S = 0.02  # seconds between two polls of a process and its output
 _EVENT = '{"what": '

@@ -68,7 +68,7 @@ async def host(c: Config, run_dir: Path) -> None:
     await asyncio.wait({serving, seen}, timeout=HOST_S, return_when=asyncio.FIRST_COMPLETED)
     if serving.done():
         serving.result()
-    serving.cancel()  # and with it the porters
+    serving.cancel()  # the end of the porters, too
     await asyncio.wait({serving})
 
 
@@ -76,4 +76,4 @@ if __name__ == "__main__":
     directory = Path(sys.argv[1])
     asyncio.run(host(configuration.load(directory / "config.json"), directory))
     sys.stdout.flush()
-    os._exit(0)  # without MPI's Finalize, which can abort after a peer's death
+    os._exit(0)  # no MPI Finalize, which can abort after a peer's death

@@ -58,14 +58,14 @@ def _rank(run_dir: Path, dies: bool) -> NoReturn:
     except Exception as error:
         print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
     sys.stderr.flush()
-    os._exit(code)  # without MPI's Finalize, as in `rose serve`
+    os._exit(code)  # no MPI Finalize, as in `rose serve`
 
 
 def _take_part(application: join.Application, dies: bool) -> int:
     """Join and answer heartbeats. After `BEATS` of them kill this process if it `dies`; otherwise
     leave. Raises `TimeoutError` if the host doesn't dismiss the rank within `STAY_S`."""
     answer = application.ask(ANSWER_S)
-    from rose.comm.link import Link  # only now, since MPI reads its environment at import
+    from rose.comm.link import Link  # start of MPI, which reads its environment now
 
     link = Link(application.connect(answer.port))
     link.send(encode(p.JoinHello(application.token, answer.worker)))

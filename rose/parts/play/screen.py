@@ -226,7 +226,7 @@ class Script:
 
     def saying(self, text: str) -> None:
         self._begin()
-        whole = text.rstrip("\ufffd")  # without half a character at the end
+        whole = text.rstrip("\ufffd")  # no half character at the end
         self._console.out(str(plain(whole[self._shown :])), style="green", end="", highlight=False)
         self._shown = max(self._shown, len(whole))
 

@@ -107,7 +107,7 @@ class Talk:
             closed = tokens[-1] in self._chat.eos_ids
 
     async def _answer(self, turn: int, context: list[int], room: int, screen: Screen) -> list[int]:
-        """Return the tokens of the policy's answer, which the screen shows as they are generated."""
+        """Return the tokens of the policy's answer, which the screen shows meanwhile."""
         most = min(self._sampling.max_new_tokens, room)
         sampling = p.Sampling(most, temperature=self._sampling.temperature)
         packed = p.pack_tokens(context)

@@ -98,7 +98,7 @@ def _windows_that_fit(rows: list[Row], steps: list[dict[str, Any]]) -> list[tupl
         return [(int(starts[0]), int(starts[MAX_MARKS]))]
     bounds = np.array([[step["start"], step["end"]] for step in steps])
     last = starts[np.minimum(np.searchsorted(starts, bounds[:, 0]) + MAX_MARKS, len(starts) - 1)]
-    bounds[:, 1] = np.minimum(bounds[:, 1], last)  # of a step that alone has too many marks
+    bounds[:, 1] = np.minimum(bounds[:, 1], last)  # an early end for a step with too many marks
     counts = np.diff(np.searchsorted(starts, bounds), axis=1)[:, 0]
     share = max(1, int(len(steps) * MAX_MARKS / max(1, counts.sum())))
     while True:
