@@ -146,7 +146,7 @@ class Job:
         deadlines = {"appear": time.monotonic() + self.cluster.start_timeout_s}
         asked = False  # True once the coordinator was asked to stop
         while True:
-            failure = self._failure_by_now(deadlines)
+            failure = self._failure(deadlines)
             if failure and (self._stopped() or self._finished(failure)):
                 return Outcome(interrupted=self._interrupted())
             if failure:
@@ -204,7 +204,8 @@ class Job:
         print(f"the run is finished; afterwards {files.printable(failure)}", file=sys.stderr)
         return True
 
-    def _failure_by_now(self, deadlines: dict[str, float]) -> str:
+    def _failure(self, deadlines: dict[str, float]) -> str:
+        """Return what has failed by now; "" if nothing has."""
         states, now, slurm = self.statuses(), time.monotonic(), self.cluster.slurm
         if self.unread and now > self.read_at + UNREAD_S:
             folder = rank_status.folder(self.run_dir, self.attempt)
